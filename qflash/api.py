@@ -1,0 +1,130 @@
+"""The public calls: words for the user, and the way to the right front end. Imports no framework."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from qflash import dispatch
+from qflash.problem import Options
+from qflash.rope import Rope
+from qflash.spec import Spec
+
+_FRONTENDS = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+
+
+@lru_cache(maxsize=256)
+def _frontend(kind: type) -> ModuleType:
+    """The front end of an array class, told by the modules of the class and its bases (a Parameter is a Tensor)."""
+    for base in kind.__mro__:
+        name = _FRONTENDS.get(base.__module__.partition(".")[0])
+        if name is not None:
+            return importlib.import_module(f"qflash.frontends.{name}")
+    raise TypeError(
+        f"q is {kind.__module__}.{kind.__qualname__}; allowed: numpy.ndarray, torch.Tensor, jax.Array"
+    )
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: Sequence[int] | None = None,
+    kv_lens: Any = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    rope: Rope | None = None,
+    return_lse: bool = False,
+    precision: str | None = None,
+    kernel: str | None = None,
+) -> Any:
+    """softmax(scale · q kᵀ) v, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
+
+    q: `[B, Tq, Hq, D]`; k, v: `[B, Tk, Hkv, D]`, Hq a multiple of Hkv; float32, float16 or bfloat16; any strides with
+    a contiguous last dimension. Returns `[B, Tq, Hq, D]`, and with `return_lse` also the log-sum-exp of each row of
+    scores, float32 `[B, Hq, Tq]`.
+
+    causal: query i sees keys `j <= i + Tk - Tq`. window: `(left, right)` keys on each side of that diagonal, -1 open.
+    kv_lens: int32 `[B]`, how many keys of each sequence exist; takes Tk's place in the diagonal. softcap: scores become
+    `softcap · tanh(score / softcap)`. scale: default `1 / sqrt(D)`. rope: rotate q and k first, see `qflash.Rope`.
+    precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3. kernel: the name
+    of one kernel that must be used. A row that sees no key gives zeros and lse -inf.
+    """
+    options = Options(causal, window, softcap, scale, precision, kernel)
+    return _frontend(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window: Sequence[int] | None = None,
+    kv_lens: Any = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    rope: Rope | None = None,
+    return_lse: bool = False,
+    precision: str | None = None,
+    kernel: str | None = None,
+) -> Any:
+    """`attention` over sequences of different lengths packed one after another.
+
+    q: `[total_q, Hq, D]`; k, v: `[total_k, Hkv, D]`. Sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of
+    q and likewise of k and v; both are int32 `[B + 1]`, start at 0, never fall and end at the total. `max_seqlen_*`
+    is the longest sequence. lse is `[Hq, total_q]`. Everything else is as in `attention`.
+    """
+    options = Options(causal, window, softcap, scale, precision, kernel)
+    return _frontend(type(q)).attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, kv_lens, rope, return_lse
+    )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel would run and why each other one would not. `str()` is a table."""
+
+    kernel: str | None
+    spec: Spec
+    rows: list[tuple[str, str, str]]
+
+    def __str__(self) -> str:
+        title = f"{self.kernel or 'no kernel'} serves {self.spec}"
+        return f"{title}\n{dispatch.table(self.spec)}"
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: Sequence[int] | None = None,
+    kv_lens: Any = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    rope: Rope | None = None,
+    precision: str | None = None,
+    kernel: str | None = None,
+) -> Explanation:
+    """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing."""
+    options = Options(causal, window, softcap, scale, precision, kernel)
+    frontend = _frontend(type(q))
+    problem = frontend.problem_of(q, k, v, options, kv_lens, rope)
+    spec = problem.spec(frontend.arch_of(q))
+    rows = dispatch.rows(spec)
+    if kernel is not None:
+        return Explanation(dispatch.plan(spec, kernel).name, spec, rows)
+    chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
+    return Explanation(chosen, spec, rows)

@@ -1,0 +1,100 @@
+/* The one header every room shares: parameter structs, status codes, entry prototypes.
+ *
+ * Plain C with no framework and no CUDA header, so the CPU engine, each CUDA kernel library, the pybind11
+ * module, the XLA handlers and the standalone binaries all see the same bytes. Words have the meanings of
+ * docs/numerics.md; strides count elements, never bytes. Optional pointers are NULL when absent.
+ */
+#ifndef QFLASH_H_
+#define QFLASH_H_
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Bumped whenever a struct below changes; part of every compile-cache key. */
+#define QF_ABI 1
+
+enum QfDtype { QF_F32 = 0, QF_F16 = 1, QF_BF16 = 2 };
+enum QfPrecision { QF_NATIVE = 0, QF_INT8 = 1, QF_INT8_FP8 = 2 };
+
+/* Status of an entry. Values below QF_BAD_VALUE are cudaError_t codes. */
+enum QfStatus {
+  QF_OK = 0,
+  QF_BAD_VALUE = 100000,   /* an array holds a value out of range: qf_status_text() names it */
+  QF_UNSUPPORTED = 100001, /* the entry cannot serve these parameters; dispatch should have refused */
+  QF_NO_MEMORY = 100002,   /* scratch memory could not be allocated */
+  QF_BAD_ABI = 100003,     /* struct_bytes does not match: caller and library were built apart */
+};
+
+/* [batch, length, heads, head_dim]; head_dim is contiguous. Packed (varlen) tensors have stride_b = 0. */
+typedef struct QfTensor {
+  void* data;
+  int64_t stride_b, stride_t, stride_h;
+} QfTensor;
+
+/* Rotary embedding. Pair p of a head is (x[p], x[p + rotary_dim/2]) or, interleaved, (x[2p], x[2p+1]);
+ * it turns by the angle whose cosine and sine stand at [position, p]. Channels >= rotary_dim pass through.
+ * Position of key j is j, of query i is i + len_k - len_q, unless positions_* are given. A negative position
+ * turns backwards: row |position|, sine negated. */
+typedef struct QfRope {
+  const float* cos; /* [rows, rotary_dim/2] contiguous; NULL: no rope */
+  const float* sin;
+  const int32_t* positions_q; /* [batch, q_len], or [total_q] when packed */
+  const int32_t* positions_k;
+  int64_t stride_positions_q_b, stride_positions_k_b; /* 0 when one row serves the whole batch, or packed */
+  int32_t rows, rotary_dim, interleaved, reserved;
+} QfRope;
+
+typedef struct QfAttnParams {
+  int32_t struct_bytes; /* sizeof(QfAttnParams) of the caller */
+  int32_t dtype;        /* QfDtype of q, k, v, out */
+  int32_t precision;    /* QfPrecision */
+  int32_t batch, q_len, k_len, q_heads, kv_heads, head_dim; /* packed: q_len, k_len are the longest */
+  int32_t window_left, window_right; /* keys seen left/right of the diagonal j = i + len_k - len_q; -1 open.
+                                        causal is window_right = 0 */
+  float scale;   /* multiplies q.k */
+  float softcap; /* 0: none; else s -> softcap * tanh(s / softcap), before masking */
+  int32_t num_threads; /* CPU: 0 means the engine's default */
+  QfTensor q, k, v, out;
+  float* lse; /* [batch, q_heads, q_len], or [q_heads, total_q] when packed; NULL: not wanted */
+  int64_t lse_stride_b, lse_stride_h;
+  const int32_t* kv_lens;      /* [batch]: keys of sequence b that exist; must be 0..len_k */
+  const int32_t* cu_seqlens_q; /* [batch+1]: packed tensors; both or neither */
+  const int32_t* cu_seqlens_k;
+  QfRope rope;
+  void* workspace; /* as many bytes as qf_<name>_workspace() asked for; CUDA only */
+  int64_t workspace_bytes;
+  int64_t total_q, total_k; /* rows of packed q and k; unused otherwise */
+} QfAttnParams;
+
+/* Gradients. out and lse of `fwd` are inputs here (what the forward pass returned). */
+typedef struct QfAttnBwdParams {
+  QfAttnParams fwd;
+  QfTensor dout;     /* like out */
+  const float* dlse; /* like lse, same strides; NULL: zero */
+  QfTensor dq, dk, dv; /* like q, k, v; every element is written */
+} QfAttnBwdParams;
+
+/* Every forward kernel NAME exports
+ *   int     qf_NAME(const QfAttnParams*, void* stream);
+ *   int64_t qf_NAME_workspace(const QfAttnParams*);   (CUDA only)
+ * and every kernel library exports
+ *   const char* qf_status_text(int status);           (text of the last failure on this thread)
+ * Entries never throw, never exit, never synchronise a device. */
+int qf_cpu(const QfAttnParams* params, void* stream);
+int qf_cpu_bwd(const QfAttnBwdParams* params, void* stream);
+int qf_cpu_int8(const QfAttnParams* params, void* stream);
+const char* qf_cpu_status_text(int status);
+
+/* "avx512", "avx2" or "generic": what this machine runs, or what QFLASH_CPU_ISA asked for at load. */
+const char* qf_cpu_isa(void);
+int32_t qf_cpu_default_threads(void);
+void qf_cpu_set_default_threads(int32_t n);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* QFLASH_H_ */

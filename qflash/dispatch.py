@@ -1,0 +1,116 @@
+"""KERNELS: one row per kernel, and the pure functions that choose among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from qflash.errors import NoKernelError
+from qflash.spec import DTYPES, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What one kernel can do. The first usable row of KERNELS wins, so order is preference."""
+
+    name: str
+    device: str  # "cpu" or "cuda"
+    summary: str
+    dtypes: tuple[str, ...] = DTYPES
+    precision: str = "native"
+    min_arch: int = 0
+    backward: bool = False
+    automatic: bool = True  # False: runs only when asked for by name
+    also: Callable[[Spec], list[str]] | None = None  # further reasons it cannot serve a spec
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="cpu",
+        device="cpu",
+        summary="tiled online softmax on all cores, vectorised for the machine it finds",
+        backward=True,
+    ),
+    Kernel(
+        name="cpu_int8",
+        device="cpu",
+        summary="INT8 QK^T with smoothed K and row-group scales, PV in 16 bits or better",
+        precision="int8",
+    ),
+    Kernel(
+        name="fa",
+        device="cuda",
+        summary="FlashAttention on CUDA cores in float32: tiled, online softmax, rope as tiles are loaded",
+        min_arch=75,
+    ),
+    Kernel(
+        name="unfused",
+        device="cuda",
+        summary="three kernels, QK^T, softmax, PV; materialises the scores: memory grows with Tq x Tk",
+        min_arch=75,
+        automatic=False,
+    ),
+)
+
+BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+
+
+def reasons(kernel: Kernel, spec: Spec) -> list[str]:
+    """Why `kernel` cannot serve `spec`; empty when it can."""
+    found = []
+    if kernel.device != spec.device:
+        return [f"runs on {kernel.device}, the arrays are on {spec.device}"]
+    if spec.arch < kernel.min_arch:
+        found.append(f"needs compute capability {kernel.min_arch / 10}, this GPU has {spec.arch / 10}")
+    if spec.dtype not in kernel.dtypes:
+        found.append(f"takes {', '.join(kernel.dtypes)}, not {spec.dtype}")
+    if spec.precision != kernel.precision:
+        found.append(f"computes in precision {kernel.precision}, not {spec.precision}")
+    if spec.backward and not kernel.backward:
+        found.append("has no backward pass")
+    if kernel.also is not None:
+        found += kernel.also(spec)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def plan(spec: Spec, name: str | None = None) -> Kernel:
+    """The kernel that serves `spec`: the one called `name`, or the first usable row of KERNELS."""
+    if name is not None:
+        kernel = BY_NAME.get(name)
+        if kernel is None:
+            raise ValueError(f"kernel is {name!r}; allowed: None, {', '.join(repr(n) for n in BY_NAME)}")
+        why_not = reasons(kernel, spec)
+        if why_not:
+            raise NoKernelError(f"kernel {name!r} cannot serve this problem: {'; '.join(why_not)}\n{table(spec)}")
+        return kernel
+    for kernel in KERNELS:
+        if kernel.automatic and not reasons(kernel, spec):
+            return kernel
+    raise NoKernelError(f"no kernel serves this problem\n{table(spec)}")
+
+
+def rows(spec: Spec) -> list[tuple[str, str, str]]:
+    """(kernel, verdict, why) for every kernel: what `explain` shows."""
+    chosen = None
+    result = []
+    for kernel in KERNELS:
+        why_not = reasons(kernel, spec)
+        if why_not:
+            result.append((kernel.name, "no", "; ".join(why_not)))
+        elif not kernel.automatic:
+            result.append((kernel.name, "on request", kernel.summary))
+        elif chosen is None:
+            chosen = kernel.name
+            result.append((kernel.name, "runs", kernel.summary))
+        else:
+            result.append((kernel.name, "could", f"{chosen} comes first; {kernel.summary}"))
+    return result
+
+
+def table(spec: Spec) -> str:
+    """`rows` as aligned text."""
+    lines = rows(spec)
+    widths = [max(len(line[i]) for line in lines) for i in range(2)]
+    return "\n".join(f"  {name:<{widths[0]}}  {verdict:<{widths[1]}}  {why}" for name, verdict, why in lines)

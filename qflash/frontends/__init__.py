@@ -1,0 +1,1 @@
+"""One module per framework; each offers attention, attention_varlen and describe (see api.py)."""

@@ -1,0 +1,362 @@
+"""Problem: one attention call described by shapes, strides and options, checked, with no array in it.
+
+Front ends turn their arrays into `Array` descriptions; `check` and `check_packed` turn those and the user's words
+into a `Problem` or raise an error that names the argument, what came and what is allowed. What only the data can
+tell (values of kv_lens, cu_seqlens, positions) is checked by the CPU engine as it runs; a CUDA kernel, which must
+not synchronise to find out, writes NaN into every row of a sequence whose description is out of range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
+
+from qflash.spec import DTYPES, PRECISIONS, Spec
+
+MAX_HEAD_DIM = 256
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """What an array looks like. Strides count elements; None means contiguous (JAX arrays have none)."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class RopeArrays:
+    """A Rope with its arrays described."""
+
+    cos: Array
+    sin: Array
+    interleaved: bool
+    positions_q: Array | None = None
+    positions_k: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The user's words, unchecked."""
+
+    causal: bool = False
+    window: Sequence[int] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    precision: str | None = None
+    kernel: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A checked attention problem. Packed problems carry the longest lengths and the totals."""
+
+    batch: int
+    q_len: int
+    k_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    device: str
+    scale: float
+    softcap: float
+    window_left: int
+    window_right: int
+    precision: str
+    kernel: str | None
+    q_strides: tuple[int, int, int]  # batch, length, head
+    k_strides: tuple[int, int, int]
+    v_strides: tuple[int, int, int]
+    kv_lens: bool
+    rope_rows: int  # 0: no rope
+    rotary_dim: int
+    rope_interleaved: bool
+    positions_q_stride: int | None  # batch stride; None: no explicit positions
+    positions_k_stride: int | None
+    packed: bool
+    total_q: int
+    total_k: int
+
+    def spec(self, arch: int, backward: bool = False) -> Spec:
+        """The kernel-selecting part of this problem, for a device of compute capability `arch`/10."""
+        rope = None if self.rope_rows == 0 else ("interleaved" if self.rope_interleaved else "half")
+        return Spec(
+            device=self.device.partition(":")[0],
+            arch=arch,
+            dtype=self.dtype,
+            head_dim=self.head_dim,
+            precision=self.precision,
+            window=self.window_left >= 0 or self.window_right >= 0,
+            softcap=self.softcap != 0.0,
+            rope=rope,
+            packed=self.packed,
+            kv_lens=self.kv_lens,
+            backward=backward,
+        )
+
+
+def check(
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Options,
+    kv_lens: Array | None = None,
+    rope: RopeArrays | None = None,
+) -> Problem:
+    """Check `attention`'s arguments, [B, T, H, D] arrays."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if len(array.shape) != 4:
+            raise ValueError(f"{name} has shape {array.shape}; allowed: rank 4, [batch, length, heads, head_dim]")
+    _check_alike(q, k, v)
+    batch, q_len, q_heads, head_dim = q.shape
+    for name, array in (("k", k), ("v", v)):
+        if array.shape[0] != batch:
+            raise ValueError(f"{name} has batch size {array.shape[0]}; allowed: q's, {batch}")
+    _check_heads(q_heads, k.shape[2], head_dim)
+    k_len = k.shape[1]
+    if kv_lens is not None:
+        _check_index("kv_lens", kv_lens, ((batch,),), q.device)
+    problem = Problem(
+        batch=batch,
+        q_len=q_len,
+        k_len=k_len,
+        q_heads=q_heads,
+        kv_heads=k.shape[2],
+        head_dim=head_dim,
+        dtype=q.dtype,
+        device=q.device,
+        **_check_options(options, head_dim),
+        q_strides=_strides("q", q),
+        k_strides=_strides("k", k),
+        v_strides=_strides("v", v),
+        kv_lens=kv_lens is not None,
+        **_no_rope(),
+        packed=False,
+        total_q=0,
+        total_k=0,
+    )
+    if rope is None:
+        return problem
+    return _with_rope(problem, rope, ((q_len,), (batch, q_len)), ((k_len,), (batch, k_len)))
+
+
+def check_packed(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    options: Options,
+    kv_lens: Array | None = None,
+    rope: RopeArrays | None = None,
+) -> Problem:
+    """Check `attention_varlen`'s arguments, packed [total, H, D] arrays."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if len(array.shape) != 3:
+            raise ValueError(f"{name} has shape {array.shape}; allowed: rank 3, [total, heads, head_dim]")
+    _check_alike(q, k, v)
+    total_q, q_heads, head_dim = q.shape
+    _check_heads(q_heads, k.shape[1], head_dim)
+    if len(cu_seqlens_q.shape) != 1 or cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q has shape {cu_seqlens_q.shape}; allowed: [batch + 1]")
+    batch = cu_seqlens_q.shape[0] - 1
+    _check_index("cu_seqlens_q", cu_seqlens_q, ((batch + 1,),), q.device)
+    _check_index("cu_seqlens_k", cu_seqlens_k, ((batch + 1,),), q.device)
+    if kv_lens is not None:
+        _check_index("kv_lens", kv_lens, ((batch,),), q.device)
+    q_len = _check_int("max_seqlen_q", max_seqlen_q, 0, total_q, "the rows of q")
+    k_len = _check_int("max_seqlen_k", max_seqlen_k, 0, k.shape[0], "the rows of k")
+    problem = Problem(
+        batch=batch,
+        q_len=q_len,
+        k_len=k_len,
+        q_heads=q_heads,
+        kv_heads=k.shape[1],
+        head_dim=head_dim,
+        dtype=q.dtype,
+        device=q.device,
+        **_check_options(options, head_dim),
+        q_strides=_strides("q", q),
+        k_strides=_strides("k", k),
+        v_strides=_strides("v", v),
+        kv_lens=kv_lens is not None,
+        **_no_rope(),
+        packed=True,
+        total_q=total_q,
+        total_k=k.shape[0],
+    )
+    if rope is None:
+        return problem
+    return _with_rope(problem, rope, ((total_q,),), ((k.shape[0],),))
+
+
+def _check_alike(q: Array, k: Array, v: Array) -> None:
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {array.dtype}; allowed: {', '.join(DTYPES)}")
+    for name, array in (("k", k), ("v", v)):
+        if array.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {array.dtype}; allowed: q's, {q.dtype}")
+        if array.device != q.device:
+            raise ValueError(f"{name} is on {array.device}; allowed: q's device, {q.device}")
+        if array.shape[-1] != q.shape[-1]:
+            raise ValueError(f"{name} has head_dim {array.shape[-1]}; allowed: q's, {q.shape[-1]}")
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {v.shape}; allowed: k's, {k.shape}")
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if max(array.shape) > _INT32_MAX:
+            raise ValueError(f"{name} has shape {array.shape}; allowed: every extent below 2^31")
+
+
+def _check_heads(q_heads: int, kv_heads: int, head_dim: int) -> None:
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"q has head_dim {head_dim}; allowed: 1 to {MAX_HEAD_DIM}")
+    if q_heads < 1:
+        raise ValueError("q has 0 heads; allowed: 1 or more")
+    if kv_heads < 1 or q_heads % kv_heads:
+        raise ValueError(f"k has {kv_heads} heads; allowed: a divisor of q's {q_heads} heads")
+
+
+def _strides(name: str, array: Array) -> tuple[int, int, int]:
+    """(batch, length, head) strides in elements; packed arrays get batch stride 0."""
+    if array.strides is None:
+        step, strides = 1, []
+        for extent in reversed(array.shape):
+            strides.append(step)
+            step *= extent
+        strides = tuple(reversed(strides))
+    else:
+        strides = array.strides
+        if strides[-1] != 1 and array.shape[-1] > 1:
+            raise ValueError(
+                f"{name} has stride {strides[-1]} in its last dimension; allowed: 1 (contiguous head_dim)"
+            )
+    return (0, *strides[:-1]) if len(strides) == 3 else strides[:-1]
+
+
+def _check_index(name: str, array: Array, shapes: tuple[tuple[int, ...], ...], device: str) -> None:
+    allowed = " or ".join(str(list(shape)) for shape in shapes)
+    if array.dtype != "int32":
+        raise TypeError(f"{name} has dtype {array.dtype}; allowed: int32")
+    if array.shape not in shapes:
+        raise ValueError(f"{name} has shape {list(array.shape)}; allowed: {allowed}")
+    if array.device != device:
+        raise ValueError(f"{name} is on {array.device}; allowed: q's device, {device}")
+
+
+def _check_int(name: str, value: Any, low: int, high: int, high_is: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}; allowed: an int")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; allowed: {low} to {high} ({high_is})")
+    return int(value)
+
+
+def _check_options(options: Options, head_dim: int) -> dict[str, Any]:
+    left, right = _check_window(options.window)
+    if not isinstance(options.causal, bool) and options.causal not in (0, 1):
+        raise TypeError(f"causal is {options.causal!r}; allowed: True or False")
+    if options.causal:
+        right = 0
+    if options.precision is not None and options.precision not in PRECISIONS[1:]:
+        allowed = ", ".join(repr(p) for p in PRECISIONS[1:])
+        raise ValueError(f"precision is {options.precision!r}; allowed: None, {allowed}")
+    if options.kernel is not None and not isinstance(options.kernel, str):
+        raise TypeError(f"kernel is {options.kernel!r}; allowed: None or the name of a kernel")
+    scale = _check_real("scale", options.scale, 1.0 / math.sqrt(head_dim))
+    softcap = _check_real("softcap", options.softcap, 0.0)
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; allowed: None, or 0 or more (0 is off)")
+    return {
+        "scale": scale,
+        "softcap": softcap,
+        "window_left": left,
+        "window_right": right,
+        "precision": options.precision or PRECISIONS[0],
+        "kernel": options.kernel,
+    }
+
+
+def _check_real(name: str, value: Any, default: float) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}; allowed: None or a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; allowed: a finite number")
+    return float(value)
+
+
+def _check_window(window: Any) -> tuple[int, int]:
+    form = "None or (left, right), two ints of -1 (open) or more"
+    if window is None:
+        return -1, -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window is {window!r}; allowed: {form}")
+    for edge in window:
+        if isinstance(edge, bool) or not isinstance(edge, Integral) or edge < -1:
+            raise ValueError(f"window is {window!r}; allowed: {form}")
+    # An edge past every possible length is open; this also keeps i + window inside 32 bits in every kernel.
+    left, right = (-1 if edge > _INT32_MAX // 4 else int(edge) for edge in window)
+    return left, right
+
+
+def _no_rope() -> dict[str, Any]:
+    return {
+        "rope_rows": 0,
+        "rotary_dim": 0,
+        "rope_interleaved": False,
+        "positions_q_stride": None,
+        "positions_k_stride": None,
+    }
+
+
+def _with_rope(
+    problem: Problem,
+    rope: RopeArrays,
+    q_shapes: tuple[tuple[int, ...], ...],
+    k_shapes: tuple[tuple[int, ...], ...],
+) -> Problem:
+    for name, array in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
+        if array.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {array.dtype}; allowed: {', '.join(DTYPES)}")
+        if len(array.shape) != 2 or array.shape[1] < 1:
+            raise ValueError(f"{name} has shape {array.shape}; allowed: [positions, rotary_dim / 2]")
+        if array.device != problem.device:
+            raise ValueError(f"{name} is on {array.device}; allowed: q's device, {problem.device}")
+    if rope.sin.shape != rope.cos.shape:
+        raise ValueError(f"rope.sin has shape {rope.sin.shape}; allowed: rope.cos's, {rope.cos.shape}")
+    rows, half = rope.cos.shape
+    if 2 * half > problem.head_dim:
+        raise ValueError(f"rope.cos has {half} columns; allowed: at most head_dim / 2 = {problem.head_dim / 2:g}")
+    strides = []
+    needed = 0
+    for name, array, shapes, length in (
+        ("rope.positions_q", rope.positions_q, q_shapes, max(problem.q_len, problem.k_len)),
+        ("rope.positions_k", rope.positions_k, k_shapes, problem.k_len),
+    ):
+        if array is None:
+            strides.append(None)
+            needed = max(needed, length)
+        else:
+            _check_index(name, array, shapes, problem.device)
+            strides.append(array.shape[1] if len(array.shape) == 2 else 0)
+    if rows < needed:
+        raise ValueError(f"rope.cos has {rows} rows; allowed: at least {needed}, one for each position in use")
+    return replace(
+        problem,
+        rope_rows=max(rows, 1),
+        rotary_dim=2 * half,
+        rope_interleaved=bool(rope.interleaved),
+        positions_q_stride=strides[0],
+        positions_k_stride=strides[1],
+    )

@@ -1,0 +1,37 @@
+"""Rotary position embedding: the tables and how they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """Rotary embedding that `attention` applies to q and k while it loads them.
+
+    cos, sin: `[positions, rotary_dim / 2]`, of the same framework and device as q. Channels from `rotary_dim` on
+    pass through. `interleaved=False` pairs channel p with p + rotary_dim/2 (Llama, NeoX); True pairs 2p with 2p+1
+    (GPT-J). Key j stands at position j and query i at `i + Tk - Tq` (with `kv_lens`, at `i + kv_lens[b] - Tq`);
+    `positions_q`/`positions_k`, int32 `[T]` or `[B, T]` (`[total]` for packed tensors), override that. A negative
+    position turns backwards.
+    """
+
+    cos: Any
+    sin: Any
+    interleaved: bool = False
+    positions_q: Any = None
+    positions_k: Any = None
+
+
+def rope_tables(positions: int, rotary_dim: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
+    """The usual float32 tables (cos, sin), each `[positions, rotary_dim / 2]`: angle = position · base^(-2p/rotary_dim)."""
+    if positions < 0:
+        raise ValueError(f"positions is {positions}; allowed: 0 or more")
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rotary_dim is {rotary_dim}; allowed: an even number, 2 or more")
+    frequency = base ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+    angle = np.arange(positions, dtype=np.float64)[:, None] * frequency
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
