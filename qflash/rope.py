@@ -27,7 +27,7 @@ class Rope:
 
 
 def rope_tables(positions: int, rotary_dim: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
-    """The usual float32 tables (cos, sin), each `[positions, rotary_dim / 2]`: angle = position · base^(-2p/rotary_dim)."""
+    """The usual tables (cos, sin), float32 `[positions, rotary_dim / 2]`: angle = position · base^(-2p / rotary_dim)."""
     if positions < 0:
         raise ValueError(f"positions is {positions}; allowed: 0 or more")
     if rotary_dim < 2 or rotary_dim % 2:

@@ -1,0 +1,185 @@
+"""The one timer: candidates run interleaved in one process, so that a ratio between them means something.
+
+Every round times each candidate once and the order rotates from round to round, so drift of the machine (clocks, heat,
+neighbours) falls on all of them alike. Ratios are medians of ratios taken inside a round. Imports no framework, except
+torch in `CudaClock`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a set of samples says; times in microseconds per call."""
+
+    n: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Stats:
+        """Statistics of samples given in seconds."""
+        if not seconds:
+            raise ValueError("seconds is empty; allowed: at least one sample")
+        us = np.asarray(seconds, np.float64) * 1e6
+        p50, p95, p99 = np.percentile(us, (50, 95, 99))
+        return cls(
+            n=len(seconds),
+            mean=float(us.mean()),
+            std=float(us.std(ddof=1)) if len(seconds) > 1 else 0.0,
+            min=float(us.min()),
+            max=float(us.max()),
+            p50=float(p50),
+            p95=float(p95),
+            p99=float(p99),
+        )
+
+    def as_dict(self) -> dict[str, float]:
+        """For a JSON row; hundredths of a microsecond are more than a clock can tell."""
+        return {key: value if key == "n" else round(value, 2) for key, value in asdict(self).items()}
+
+
+class Clock(Protocol):
+    """How one sample is taken."""
+
+    def prepare(self, call: Call) -> Call:
+        """Turn the candidate into what is run repeatedly (a captured graph, for example)."""
+
+    def sample(self, call: Call, repeats: int) -> float:
+        """Seconds per call, over `repeats` calls."""
+
+
+class WallClock:
+    """perf_counter, for the CPU and for anything that can be waited for with `sync` (of the last result)."""
+
+    def __init__(self, sync: Callable[[Any], Any] | None = None, settle: float = 0.002):
+        # Worker threads of the candidate before (OpenMP's, say) spin for a while after their last task and would take
+        # cores from the next candidate; a pause lets them go to sleep.
+        self._settle = settle
+        self._sync = sync
+
+    def prepare(self, call: Call) -> Call:
+        return call
+
+    def sample(self, call: Call, repeats: int) -> float:
+        if self._settle:
+            time.sleep(self._settle)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            result = call()
+        if self._sync is not None:
+            self._sync(result)
+        return (time.perf_counter() - start) / repeats
+
+
+class CudaClock:
+    """CUDA events around each call on torch's current stream, with the L2 cache flushed before it.
+
+    With `graph`, the candidate is captured once and replayed, so that the host's share of a call is not counted.
+    """
+
+    def __init__(self, graph: bool = False, flush_bytes: int = 256 << 20):
+        import torch
+
+        self._torch = torch
+        self._graph = graph
+        self._flush = torch.empty(flush_bytes, dtype=torch.uint8, device="cuda") if flush_bytes else None
+
+    def prepare(self, call: Call) -> Call:
+        if not self._graph:
+            return call
+        torch = self._torch
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def sample(self, call: Call, repeats: int) -> float:
+        torch = self._torch
+        pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
+        for start, end in pairs:
+            if self._flush is not None:
+                self._flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return sum(start.elapsed_time(end) for start, end in pairs) * 1e-3 / repeats
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Samples of several candidates, taken round by round (seconds)."""
+
+    samples: Mapping[str, list[float]]
+
+    @property
+    def stats(self) -> dict[str, Stats]:
+        return {name: Stats.of(seconds) for name, seconds in self.samples.items()}
+
+    def speedup(self, name: str, over: str) -> float:
+        """How many times faster `name` is than `over`: the median over rounds of time(over) / time(name)."""
+        ratios = [b / a for a, b in zip(self.samples[name], self.samples[over], strict=True)]
+        return float(np.median(ratios))
+
+
+def compare(
+    candidates: Mapping[str, Call],
+    *,
+    clock: Clock | None = None,
+    budget: float = 1.0,
+    min_rounds: int = 5,
+    max_rounds: int = 200,
+    min_sample: float = 1e-3,
+    warmup: int = 2,
+) -> Comparison:
+    """Time `candidates` round-robin until `budget` seconds are spent and at least `min_rounds` rounds are done.
+
+    A sample repeats its call until it lasts `min_sample` seconds, so short calls are not lost in the clock.
+    """
+    if not candidates:
+        raise ValueError("candidates is empty; allowed: at least one")
+    if min_rounds < 1 or max_rounds < min_rounds:
+        raise ValueError(f"min_rounds is {min_rounds}, max_rounds {max_rounds}; allowed: 1 <= min_rounds <= max_rounds")
+    clock = clock or WallClock()
+    calls, repeats = {}, {}
+    for name, call in candidates.items():
+        calls[name] = clock.prepare(call)
+        for _ in range(max(warmup, 1)):
+            once = clock.sample(calls[name], 1)
+        repeats[name] = max(1, math.ceil(min_sample / max(once, 1e-7)))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    started = time.perf_counter()
+    for round_index in range(max_rounds):
+        if round_index >= min_rounds and time.perf_counter() - started >= budget:
+            break
+        turn = round_index % len(names)
+        for name in names[turn:] + names[:turn]:
+            samples[name].append(clock.sample(calls[name], repeats[name]))
+    return Comparison(samples)
+
+
+def measure(call: Call, **options: Any) -> Stats:
+    """Statistics of one candidate; options as in `compare`."""
+    return compare({"call": call}, **options).stats["call"]
