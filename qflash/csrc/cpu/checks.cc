@@ -1,0 +1,70 @@
+#include "checks.h"
+
+#include "sequence.h"
+#include "status.h"
+
+namespace qf {
+namespace {
+
+using LongLong = long long;
+
+// cu[0] = 0, never falling, no step above `longest`, cu[batch] = total.
+int check_cumulative(const char* name, const char* longest_name, const int32_t* cu, int32_t batch, int64_t total,
+                     int64_t longest) {
+  if (cu[0] != 0) return fail(QF_BAD_VALUE, "%s[0] is %d; allowed: 0", name, cu[0]);
+  for (int32_t b = 0; b < batch; b++) {
+    if (cu[b + 1] < cu[b])
+      return fail(QF_BAD_VALUE, "%s[%d] is %d; allowed: %d or more, what %s[%d] is", name, b + 1, cu[b + 1], cu[b],
+                  name, b);
+    if (cu[b + 1] - cu[b] > longest)
+      return fail(QF_BAD_VALUE, "%s[%d] - %s[%d] is %d; allowed: 0 to %lld, %s", name, b + 1, name, b,
+                  cu[b + 1] - cu[b], LongLong(longest), longest_name);
+  }
+  if (cu[batch] != total)
+    return fail(QF_BAD_VALUE, "%s[%d] is %d; allowed: %lld, the number of rows", name, batch, cu[batch],
+                LongLong(total));
+  return QF_OK;
+}
+
+int check_position(const char* name, int64_t index, int64_t position, const QfRope& rope) {
+  if (position > -int64_t(rope.rows) && position < rope.rows) return QF_OK;
+  return fail(QF_BAD_VALUE, "%s[%lld] is %lld; allowed: %d to %d, the rows of rope.cos", name, LongLong(index),
+              LongLong(position), 1 - rope.rows, rope.rows - 1);
+}
+
+// Explicit positions of the rows that exist; without them, the first and the last row of each sequence bound the rest.
+int check_positions(const QfAttnParams& p, const Sequence& s) {
+  const QfRope& rope = p.rope;
+  const int64_t step_q = rope.positions_q ? 1 : s.len_q - 1, step_k = rope.positions_k ? 1 : s.len_k - 1;
+  const char* name_q = rope.positions_q ? "rope.positions_q" : "the position of query";
+  const char* name_k = rope.positions_k ? "rope.positions_k" : "the position of key";
+  for (int64_t i = 0; i < s.len_q; i += step_q > 0 ? step_q : 1)
+    if (int status = check_position(name_q, s.first_q + i, query_position(p, s, i), rope)) return status;
+  for (int64_t j = 0; j < s.len_k; j += step_k > 0 ? step_k : 1)
+    if (int status = check_position(name_k, s.first_k + j, key_position(p, s, j), rope)) return status;
+  return QF_OK;
+}
+
+}  // namespace
+
+int check_values(const QfAttnParams& p) {
+  if (p.struct_bytes != int32_t(sizeof(QfAttnParams))) return QF_BAD_ABI;
+  if (p.cu_seqlens_q) {
+    if (int status = check_cumulative("cu_seqlens_q", "max_seqlen_q", p.cu_seqlens_q, p.batch, p.total_q, p.q_len))
+      return status;
+    if (int status = check_cumulative("cu_seqlens_k", "max_seqlen_k", p.cu_seqlens_k, p.batch, p.total_k, p.k_len))
+      return status;
+  }
+  for (int32_t b = 0; b < p.batch; b++) {
+    if (p.kv_lens) {
+      const int32_t most = p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.k_len;
+      if (p.kv_lens[b] < 0 || p.kv_lens[b] > most)
+        return fail(QF_BAD_VALUE, "kv_lens[%d] is %d; allowed: 0 to %d", b, p.kv_lens[b], most);
+    }
+    if (p.rope.cos)
+      if (int status = check_positions(p, sequence_of(p, b))) return status;
+  }
+  return QF_OK;
+}
+
+}  // namespace qf

@@ -1,0 +1,82 @@
+// Rows of q, k, v and out between memory of any dtype and float32 scratch, with the rotary embedding.
+#pragma once
+
+#include "qflash.h"
+#include "vec.h"
+
+namespace qf {
+namespace QF_ISA {
+
+static inline int64_t element_bytes(int32_t dtype) { return dtype == QF_F32 ? 4 : 2; }
+
+// destination[0, n) = source[0, n) of type `dtype`.
+static inline void load_row(float* destination, const void* source, int32_t dtype, int n) {
+  if (dtype == QF_F32) {
+    memcpy(destination, source, size_t(n) * 4);
+    return;
+  }
+  const uint16_t* halves = static_cast<const uint16_t*>(source);
+  int i = 0;
+  if (dtype == QF_F16) {
+    for (; i + kLanes <= n; i += kLanes) store(destination + i, load_f16(halves + i));
+  } else {
+    for (; i + kLanes <= n; i += kLanes) store(destination + i, load_bf16(halves + i));
+  }
+  if (i < n) {
+    uint16_t rest[kLanes] = {};
+    for (int j = i; j < n; j++) rest[j - i] = halves[j];
+    store_part(destination + i, dtype == QF_F16 ? load_f16(rest) : load_bf16(rest), n - i);
+  }
+}
+
+// destination[0, n) of type `dtype` = source[0, n), rounded to nearest even.
+static inline void store_row(void* destination, const float* source, int32_t dtype, int n) {
+  if (dtype == QF_F32) {
+    memcpy(destination, source, size_t(n) * 4);
+    return;
+  }
+  uint16_t* halves = static_cast<uint16_t*>(destination);
+  int i = 0;
+  if (dtype == QF_F16) {
+    for (; i + kLanes <= n; i += kLanes) store_f16(halves + i, load(source + i));
+  } else {
+    for (; i + kLanes <= n; i += kLanes) store_bf16(halves + i, load(source + i));
+  }
+  if (i < n) {
+    uint16_t rest[kLanes];
+    const Vec x = load_part(source + i, n - i);
+    if (dtype == QF_F16)
+      store_f16(rest, x);
+    else
+      store_bf16(rest, x);
+    for (int j = i; j < n; j++) halves[j] = rest[j - i];
+  }
+}
+
+// Turns a row to `position`; with `back` it undoes that (the transpose, which gradients need).
+static inline void rotate_row(float* x, const QfRope& rope, int64_t position, bool back = false) {
+  if (!rope.cos) return;
+  const int half = rope.rotary_dim / 2;
+  const int64_t row = position < 0 ? -position : position;
+  const float* cosine = rope.cos + row * half;
+  const float* sine = rope.sin + row * half;
+  const float sign = (position < 0) != back ? -1.0f : 1.0f;
+  if (rope.interleaved) {
+    for (int i = 0; i < half; i++) {
+      const float c = cosine[i], s = sign * sine[i], a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * c - b * s;
+      x[2 * i + 1] = a * s + b * c;
+    }
+    return;
+  }
+  for (int i = 0; i < half; i += kLanes) {
+    const int n = half - i < kLanes ? half - i : kLanes;
+    const Vec c = load_part(cosine + i, n), s = broadcast(sign) * load_part(sine + i, n);
+    const Vec a = load_part(x + i, n), b = load_part(x + i + half, n);
+    store_part(x + i, a * c - b * s, n);
+    store_part(x + i + half, fma(a, s, b * c), n);
+  }
+}
+
+}  // namespace QF_ISA
+}  // namespace qf

@@ -1,0 +1,231 @@
+#include "threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "qflash.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace qf {
+namespace {
+
+constexpr int32_t kMaxThreads = 1024;
+// A worker that finds no job, or a caller that waits for the last worker, spins about this many pauses (some tens of
+// microseconds) before it sleeps: back-to-back calls, as in decoding, then never pay for a wake-up.
+constexpr int kSpins = 1000;
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// One parallel_for. Lives on the caller's stack; `wanted` and the list link belong to the pool's mutex.
+struct Job {
+  ItemFunction function;
+  void* context;
+  int64_t items;
+  int32_t wanted;  // workers that may still join
+  std::atomic<int64_t> next{0};
+  std::atomic<int32_t> running{0};  // workers inside
+  std::atomic<int> status{QF_OK};
+  Job* older = nullptr;
+
+  void work() {
+    while (true) {
+      const int64_t item = next.fetch_add(1, std::memory_order_relaxed);
+      if (item >= items) return;
+      const int result = function(context, item);
+      if (result != QF_OK) {
+        status.store(result, std::memory_order_relaxed);
+        next.store(items, std::memory_order_relaxed);
+      }
+    }
+  }
+};
+
+class Pool {
+ public:
+  int run(Job& job, int32_t threads) {
+    job.wanted = threads - 1;
+    pthread_mutex_lock(&mutex_);
+    grow(job.wanted);
+    job.older = jobs_;
+    jobs_ = &job;
+    open_.fetch_add(1, std::memory_order_release);
+    if (sleepers_ > 0) pthread_cond_broadcast(&work_);
+    pthread_mutex_unlock(&mutex_);
+
+    job.work();
+
+    pthread_mutex_lock(&mutex_);
+    close(job);
+    pthread_mutex_unlock(&mutex_);
+    for (int spin = 0; job.running.load(std::memory_order_acquire) > 0; spin++) {
+      if (spin < kSpins) {
+        pause_cpu();
+        continue;
+      }
+      pthread_mutex_lock(&mutex_);
+      while (job.running.load(std::memory_order_acquire) > 0) pthread_cond_wait(&done_, &mutex_);
+      pthread_mutex_unlock(&mutex_);
+    }
+    // A worker may still hold the mutex it announced its end under; it no longer touches the job.
+    return job.status.load(std::memory_order_relaxed);
+  }
+
+ private:
+  // Mutex held. Starts workers until there are `workers`; fewer when the system refuses.
+  void grow(int32_t workers) {
+    while (workers_ < workers) {
+      sigset_t all, before;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
+      pthread_t thread;
+      const int error = pthread_create(&thread, nullptr, &Pool::worker, this);
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      if (error) return;
+      pthread_detach(thread);
+      workers_++;
+    }
+  }
+
+  // Mutex held. Takes the job off the list, so that nobody joins any more.
+  void close(Job& job) {
+    for (Job** link = &jobs_; *link; link = &(*link)->older)
+      if (*link == &job) {
+        *link = job.older;
+        open_.fetch_sub(1, std::memory_order_release);
+        return;
+      }
+  }
+
+  // Mutex held. A job that still wants workers, joined; NULL when there is none.
+  Job* join_any() {
+    for (Job* job = jobs_; job; job = job->older)
+      if (job->wanted > 0 && job->next.load(std::memory_order_relaxed) < job->items) {
+        job->running.fetch_add(1, std::memory_order_relaxed);
+        if (--job->wanted == 0) close(*job);
+        return job;
+      }
+    return nullptr;
+  }
+
+  static void* worker(void* pool) {
+    static_cast<Pool*>(pool)->serve();
+    return nullptr;
+  }
+
+  void serve() {
+    while (true) {
+      for (int spin = 0; spin < kSpins && open_.load(std::memory_order_acquire) == 0; spin++) pause_cpu();
+      pthread_mutex_lock(&mutex_);
+      Job* job = join_any();
+      if (!job) {
+        sleepers_++;
+        while (!(job = join_any())) pthread_cond_wait(&work_, &mutex_);
+        sleepers_--;
+      }
+      pthread_mutex_unlock(&mutex_);
+      job->work();
+      pthread_mutex_lock(&mutex_);
+      if (job->running.fetch_sub(1, std::memory_order_acq_rel) == 1) pthread_cond_broadcast(&done_);
+      pthread_mutex_unlock(&mutex_);
+    }
+  }
+
+  pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
+  pthread_cond_t work_ = PTHREAD_COND_INITIALIZER;
+  pthread_cond_t done_ = PTHREAD_COND_INITIALIZER;
+  Job* jobs_ = nullptr;
+  std::atomic<int32_t> open_{0};  // jobs on the list
+  int32_t workers_ = 0;
+  int32_t sleepers_ = 0;
+};
+
+std::atomic<Pool*> the_pool{nullptr};
+
+// The pool is never freed: its detached workers may outlive every destructor.
+Pool* pool() {
+  Pool* found = the_pool.load(std::memory_order_acquire);
+  if (found) return found;
+  Pool* made = new (std::nothrow) Pool;
+  if (made && !the_pool.compare_exchange_strong(found, made)) {
+    delete made;
+    made = found;
+  }
+  return made;
+}
+
+// A forked child has none of the parent's threads: forget the pool and make a new one when it is needed.
+void forget_pool() { the_pool.store(nullptr, std::memory_order_release); }
+
+int32_t clamp_threads(int64_t n) { return n < 1 ? 1 : n > kMaxThreads ? kMaxThreads : int32_t(n); }
+
+int32_t initial_threads() {
+  pthread_atfork(nullptr, nullptr, &forget_pool);
+  const char* asked = std::getenv("QFLASH_NUM_THREADS");
+  if (asked) {
+    char* end = nullptr;
+    const long n = std::strtol(asked, &end, 10);
+    if (end != asked && *end == '\0' && n >= 1) return clamp_threads(n);
+  }
+#if defined(__linux__)
+  cpu_set_t mask;
+  if (sched_getaffinity(0, sizeof mask, &mask) == 0) return clamp_threads(CPU_COUNT(&mask));
+#endif
+  return clamp_threads(sysconf(_SC_NPROCESSORS_ONLN));
+}
+
+std::atomic<int32_t> default_threads{initial_threads()};
+
+struct Scratch {
+  void* data = nullptr;
+  size_t bytes = 0;
+  ~Scratch() { std::free(data); }
+};
+thread_local Scratch scratch;
+
+}  // namespace
+
+int parallel_for(int64_t items, int32_t threads, ItemFunction function, void* context) {
+  threads = resolve_threads(threads);
+  if (threads > items) threads = items < 1 ? 1 : int32_t(items);
+  Job job{function, context, items, 0};
+  Pool* workers = threads > 1 ? pool() : nullptr;
+  if (workers) return workers->run(job, threads);
+  job.work();
+  return job.status.load(std::memory_order_relaxed);
+}
+
+int32_t resolve_threads(int32_t threads) {
+  return threads < 1 ? default_threads.load(std::memory_order_relaxed) : clamp_threads(threads);
+}
+
+void* thread_scratch(size_t bytes) {
+  if (scratch.bytes < bytes) {
+    std::free(scratch.data);
+    bytes = (bytes + 4095) & ~size_t(4095);
+    scratch.data = std::aligned_alloc(4096, bytes);
+    scratch.bytes = scratch.data ? bytes : 0;
+  }
+  return scratch.data;
+}
+
+}  // namespace qf
+
+extern "C" {
+int32_t qf_cpu_default_threads(void) { return qf::default_threads.load(); }
+void qf_cpu_set_default_threads(int32_t n) { qf::default_threads.store(qf::clamp_threads(n)); }
+}

@@ -1,0 +1,64 @@
+// Vec on AVX-512 F, BW, VL, DQ. See vec.h for the meanings.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace qf {
+namespace QF_ISA {
+
+using Vec = __m512;
+constexpr int kLanes = 16;
+
+static inline __mmask16 first_lanes(int n) { return __mmask16((1u << n) - 1u); }
+
+static inline Vec zero() { return _mm512_setzero_ps(); }
+static inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
+static inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+static inline Vec load_part(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+static inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+static inline void store_part(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
+
+static inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+static inline Vec vmin(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+static inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
+static inline float max(Vec x) { return _mm512_reduce_max_ps(x); }
+
+static inline Vec round_nearest(Vec x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// p * 2^n for integral n.
+static inline Vec scale_by_power(Vec p, Vec n) { return _mm512_scalef_ps(p, n); }
+static inline Vec scale_by_small_power(Vec p, Vec n) { return _mm512_scalef_ps(p, n); }
+// Lanes of y where not a < b (so also where either is NaN), zero elsewhere.
+static inline Vec zero_where_less(Vec a, Vec b, Vec y) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), y);
+}
+static inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
+  return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), yes);
+}
+static inline Vec copy_sign(Vec magnitude, Vec sign) {
+  const Vec bit = broadcast(-0.0f);
+  return _mm512_or_ps(_mm512_andnot_ps(bit, magnitude), _mm512_and_ps(bit, sign));
+}
+
+static inline Vec load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+static inline void store_f16(uint16_t* p, Vec x) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+static inline Vec load_bf16(const uint16_t* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+static inline void store_bf16(uint16_t* p, Vec x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i kept = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+}
+
+}  // namespace QF_ISA
+}  // namespace qf
