@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -14,19 +12,38 @@ from qflash.problem import Options
 from qflash.rope import Rope
 from qflash.spec import Spec
 
-_FRONTENDS = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
+_frontends: dict[type, ModuleType] = {}  # by array class, filled as classes are seen
+_PLAIN, _CAUSAL = Options(), Options(causal=True)
 
 
-@lru_cache(maxsize=256)
-def _frontend(kind: type) -> ModuleType:
-    """The front end of an array class, told by the modules of the class and its bases (a Parameter is a Tensor)."""
+def _frontend_of(kind: type) -> ModuleType:
+    """The front end of an array class, told by the modules of the class and its bases (a Parameter is a Tensor).
+
+    Import statements, not importlib: torch.compile follows the former into the first call it traces.
+    """
     for base in kind.__mro__:
-        name = _FRONTENDS.get(base.__module__.partition(".")[0])
-        if name is not None:
-            return importlib.import_module(f"qflash.frontends.{name}")
-    raise TypeError(
-        f"q is {kind.__module__}.{kind.__qualname__}; allowed: numpy.ndarray, torch.Tensor, jax.Array"
-    )
+        package = base.__module__.partition(".")[0]
+        if package == "numpy":
+            from qflash.frontends import numpy as frontend
+        elif package == "torch":
+            from qflash.frontends import torch as frontend
+        elif package in ("jax", "jaxlib"):
+            from qflash.frontends import jax as frontend
+        else:
+            continue
+        _frontends[kind] = frontend
+        return frontend
+    raise TypeError(f"q is {kind.__module__}.{kind.__qualname__}; allowed: numpy.ndarray, torch.Tensor, jax.Array")
+
+
+def _options(causal, window, softcap, scale, precision, kernel) -> Options:
+    """Options(...), without building one for the two commonest calls."""
+    if window is None and softcap is None and scale is None and precision is None and kernel is None:
+        if causal is True:
+            return _CAUSAL
+        if causal is False:
+            return _PLAIN
+    return Options(causal, window, softcap, scale, precision, kernel)
 
 
 def attention(
@@ -56,8 +73,9 @@ def attention(
     precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3. kernel: the name
     of one kernel that must be used. A row that sees no key gives zeros and lse -inf.
     """
-    options = Options(causal, window, softcap, scale, precision, kernel)
-    return _frontend(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
+    options = _options(causal, window, softcap, scale, precision, kernel)
+    frontend = _frontends.get(type(q)) or _frontend_of(type(q))
+    return frontend.attention(q, k, v, options, kv_lens, rope, return_lse)
 
 
 def attention_varlen(
@@ -85,8 +103,9 @@ def attention_varlen(
     q and likewise of k and v; both are int32 `[B + 1]`, start at 0, never fall and end at the total. `max_seqlen_*`
     is the longest sequence. lse is `[Hq, total_q]`. Everything else is as in `attention`.
     """
-    options = Options(causal, window, softcap, scale, precision, kernel)
-    return _frontend(type(q)).attention_varlen(
+    options = _options(causal, window, softcap, scale, precision, kernel)
+    frontend = _frontends.get(type(q)) or _frontend_of(type(q))
+    return frontend.attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, kv_lens, rope, return_lse
     )
 
@@ -120,7 +139,7 @@ def explain(
 ) -> Explanation:
     """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing."""
     options = Options(causal, window, softcap, scale, precision, kernel)
-    frontend = _frontend(type(q))
+    frontend = _frontends.get(type(q)) or _frontend_of(type(q))
     problem = frontend.problem_of(q, k, v, options, kv_lens, rope)
     spec = problem.spec(frontend.arch_of(q))
     rows = dispatch.rows(spec)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from qflash.spec import DTYPES, PRECISIONS, Spec
 
@@ -41,9 +41,8 @@ class RopeArrays:
     positions_k: Array | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The user's words, unchecked."""
+class Options(NamedTuple):
+    """The user's words, unchecked. A tuple, because every call builds one and may hash it."""
 
     causal: bool = False
     window: Sequence[int] | None = None
@@ -213,7 +212,8 @@ def _check_alike(q: Array, k: Array, v: Array) -> None:
     if v.shape != k.shape:
         raise ValueError(f"v has shape {v.shape}; allowed: k's, {k.shape}")
     for name, array in (("q", q), ("k", k), ("v", v)):
-        if max(array.shape) > _INT32_MAX:
+        # Only plain ints: a traced, symbolic extent is checked when it has a value, and gets no guard here.
+        if any(isinstance(extent, int) and extent > _INT32_MAX for extent in array.shape):
             raise ValueError(f"{name} has shape {array.shape}; allowed: every extent below 2^31")
 
 

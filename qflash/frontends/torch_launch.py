@@ -1,0 +1,279 @@
+"""Real torch tensors to a running kernel: descriptions, the plan cache, rope tables, allocation, the launch."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from qflash.dispatch import Kernel
+from qflash.planning import Prepared, prepare, prepare_backward
+from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
+from qflash.rope import Rope
+
+Tensor = torch.Tensor
+_CACHE_LIMIT = 4096
+
+
+class Extras(NamedTuple):
+    """The optional tensors of a call, and what a packed call adds. `cu_seqlens_q` is None unless packed."""
+
+    kv_lens: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    positions_q: Tensor | None = None
+    positions_k: Tensor | None = None
+    interleaved: bool = False
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+
+def describe(name: str, x: Any) -> Array:
+    """Shape, strides, dtype and device of a strided tensor, or TypeError."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor, as q is")
+    if x.is_nested or x.layout is not torch.strided:
+        layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(f"{name} is a {layout} tensor; allowed: a dense (strided) torch.Tensor")
+    return Array(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), str(x.device))
+
+
+def _describe_optional(name: str, x: Any) -> Array | None:
+    return None if x is None else describe(name, x)
+
+
+def extras_of(kv_lens: Any, rope: Any, packed: tuple = ()) -> Extras:
+    """The user's optional arguments side by side, unchecked but for the type of `rope`."""
+    if rope is None:
+        return Extras(kv_lens, None, None, None, None, False, *packed)
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
+    if rope.cos is None or rope.sin is None:
+        raise TypeError("rope.cos and rope.sin may not be None; allowed: torch.Tensor, as q is")
+    return Extras(kv_lens, rope.cos, rope.sin, rope.positions_q, rope.positions_k, rope.interleaved, *packed)
+
+
+def check_call(q: Any, k: Any, v: Any, options: Options, extras: Extras) -> Problem:
+    """The checked problem of a call."""
+    if isinstance(options.causal, Tensor):  # its truth lives on a device, and may change under a cached plan
+        raise TypeError("causal is a torch.Tensor; allowed: True or False")
+    arrays = describe("q", q), describe("k", k), describe("v", v)
+    lens = _describe_optional("kv_lens", extras.kv_lens)
+    rope = None
+    if extras.cos is not None:
+        rope = RopeArrays(
+            describe("rope.cos", extras.cos),
+            describe("rope.sin", extras.sin),
+            extras.interleaved,
+            _describe_optional("rope.positions_q", extras.positions_q),
+            _describe_optional("rope.positions_k", extras.positions_k),
+        )
+    if extras.cu_seqlens_q is None:
+        return check(*arrays, options, lens, rope)
+    return check_packed(
+        *arrays,
+        describe("cu_seqlens_q", extras.cu_seqlens_q),
+        describe("cu_seqlens_k", extras.cu_seqlens_k),
+        extras.max_seqlen_q,
+        extras.max_seqlen_k,
+        options,
+        lens,
+        rope,
+    )
+
+
+_arch_of_index: dict[int, int] = {}
+
+
+def arch_of_device(device: torch.device) -> int:
+    """Compute capability times ten; 0 for anything but a CUDA device."""
+    if device.type != "cuda":
+        return 0
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    arch = _arch_of_index.get(index)
+    if arch is None:
+        major, minor = torch.cuda.get_device_capability(index)
+        arch = _arch_of_index[index] = 10 * major + minor
+    return arch
+
+
+def _signature(x: Any) -> Any:
+    """What a plan depends on in an optional tensor (made contiguous before use, so strides do not count)."""
+    return None if x is None else (x.shape, x.dtype, x.device, x.layout)
+
+
+def _words(options: Options) -> tuple:
+    """Options as a key. With types, because True == 1.0 is a number to a dict and an error to `check`."""
+    window = options.window
+    edges = None if window is None else (*window, *map(type, window))
+    return (*options[:1], edges, *options[2:], *map(type, options))
+
+
+_plans: dict[tuple, Prepared] = {}
+
+
+def plan(q: Any, k: Any, v: Any, options: Options, extras: Extras) -> Prepared:
+    """The prepared call, looked up by everything it depends on; a miss checks and prepares."""
+    try:
+        key = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.device, v.device, _words(options), _signature(extras.kv_lens), _signature(extras.cos),
+            _signature(extras.sin), _signature(extras.positions_q), _signature(extras.positions_k),
+            extras.interleaved, _signature(extras.cu_seqlens_q), _signature(extras.cu_seqlens_k),
+            extras.max_seqlen_q, extras.max_seqlen_k,
+        )  # fmt: skip
+        return _plans[key]
+    except KeyError:
+        prepared = prepare(check_call(q, k, v, options, extras), arch_of_device(q.device))
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # not a dense tensor, or words that are not hashable
+        return prepare(check_call(q, k, v, options, extras), arch_of_device(q.device))
+    if len(_plans) >= _CACHE_LIMIT:
+        _plans.clear()
+    _plans[key] = prepared
+    return prepared
+
+
+# Rope tables as the kernels want them, by the id of the user's tensor; an entry dies with that tensor.
+_tables: dict[tuple[int, int], tuple[weakref.ref, int, Tensor]] = {}
+
+
+def _table(x: Tensor) -> Tensor:
+    """float32, contiguous. A converted copy is kept for as long as the user's tensor lives unchanged.
+
+    Not kept: copies of inference tensors (no version counter tells a change) and copies made while a CUDA graph is
+    captured (they live in the graph's memory and are filled when it replays).
+    """
+    if x.dtype is torch.float32 and x.is_contiguous():
+        return x
+    stream = 0
+    if x.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return x.detach().to(torch.float32).contiguous()
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    if x.is_inference():
+        return x.detach().to(torch.float32).contiguous()
+    key = (id(x), stream)
+    kept = _tables.get(key)
+    if kept is not None and kept[0]() is x and kept[1] == x._version:
+        return kept[2]
+    copy = x.detach().to(torch.float32).contiguous()
+    _tables[key] = (weakref.ref(x, lambda _: _tables.pop(key, None)), x._version, copy)
+    return copy
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+class _Side(NamedTuple):
+    """The optional tensors as the kernel reads them. Holding it keeps them alive through the launch."""
+
+    kv_lens: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    positions_q: Tensor | None
+    positions_k: Tensor | None
+
+
+def _side(extras: Extras) -> _Side:
+    return _Side(
+        _contiguous(extras.kv_lens),
+        _contiguous(extras.cu_seqlens_q),
+        _contiguous(extras.cu_seqlens_k),
+        None if extras.cos is None else _table(extras.cos),
+        None if extras.sin is None else _table(extras.sin),
+        _contiguous(extras.positions_q),
+        _contiguous(extras.positions_k),
+    )
+
+
+def _check_storage(**tensors: Tensor) -> None:
+    """Refuse a tensor with elements and no memory: a storage resized to nothing, or a tensor of no data at all."""
+    for name, x in tensors.items():
+        if x.numel() and not x.data_ptr():
+            raise ValueError(f"{name} has no storage; allowed: a tensor that holds data")
+
+
+def lse_shape(problem: Problem) -> tuple[int, ...]:
+    if problem.packed:
+        return problem.q_heads, problem.total_q
+    return problem.batch, problem.q_heads, problem.q_len
+
+
+def forward(
+    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None, want_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Allocate out and lse, launch on the current stream."""
+    device = q.device
+    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return forward(prepared, q, k, v, extras, want_lse)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(lse_shape(prepared.problem), dtype=torch.float32, device=device) if want_lse else None
+    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if not (q_at and k_at and v_at):
+        _check_storage(q=q, k=k, v=v)
+    if extras is None:
+        side, addresses = None, (0, 0, 0, 0, 0, 0, 0)
+    else:
+        side = _side(extras)
+        addresses = tuple(map(_address, side))
+    lse_at = 0 if lse is None else lse.data_ptr()
+    if device.type == "cpu":
+        prepared.call(q_at, k_at, v_at, out.data_ptr(), lse_at, *addresses, 0, 0, torch.get_num_threads())
+    else:
+        workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=device)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        prepared.call(q_at, k_at, v_at, out.data_ptr(), lse_at, *addresses, workspace.data_ptr(), stream, 0)
+    return out, lse
+
+
+def backward(
+    prepared: Prepared,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    extras: Extras | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous. `prepared` is the forward call's; a gradient of None is zero."""
+    problem = prepared.problem
+    call = prepare_backward(problem, arch_of_device(q.device)).call
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    dlse = _contiguous(dlse)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    side = _side(extras or Extras())
+    call(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *map(_address, side),
+        dout.data_ptr(), _address(dlse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0, torch.get_num_threads(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def check_differentiable(kernel: Kernel) -> None:
+    """NotImplementedError where the kernel that would run has no backward pass."""
+    if not kernel.backward:
+        raise NotImplementedError(
+            f"q, k or v requires a gradient and kernel {kernel.name!r} ({kernel.device}, precision "
+            f"{kernel.precision}) has no backward pass; allowed: call it under torch.no_grad(), detach() q, k and v, "
+            "or use tensors on the CPU with precision=None"
+        )
+
+
+def check_tables_constant(extras: Extras) -> None:
+    """Gradients reach q, k and v only; a rope table that asks for one is refused, not ignored."""
+    for name, x in (("rope.cos", extras.cos), ("rope.sin", extras.sin)):
+        if x is not None and x.requires_grad:
+            raise NotImplementedError(f"{name} requires a gradient; allowed: a table without one, {name}.detach()")
