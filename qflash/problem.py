@@ -228,7 +228,7 @@ def _check_heads(q_heads: int, kv_heads: int, head_dim: int) -> None:
 
 def _strides(name: str, array: Array) -> tuple[int, int, int]:
     """(batch, length, head) strides in elements; packed arrays get batch stride 0."""
-    if array.strides is None:
+    if array.strides is None or 0 in array.shape:  # strides of an empty array mean nothing
         step, strides = 1, []
         for extent in reversed(array.shape):
             strides.append(step)

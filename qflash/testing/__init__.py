@@ -1,1 +1,29 @@
-"""What tests and benchmarks share: one case list, one comparison, one timer. Never imported by `import qflash`."""
+"""Cases, comparison and timers: one set for tests, `qflash verify` and benchmarks. Not imported by qflash itself."""
+
+from qflash.testing.case import Case, Inputs, Rotary
+from qflash.testing.cases import BY_NAME, CASES, cases
+from qflash.testing.compare import ContractError, Errors, check_contract, check_gradients, errors, judge, repro
+from qflash.testing.oracle import expected, expected_gradients
+from qflash.testing.runner import FRAMEWORKS, check, run_backward, run_case
+
+__all__ = [
+    "BY_NAME",
+    "CASES",
+    "FRAMEWORKS",
+    "Case",
+    "ContractError",
+    "Errors",
+    "Inputs",
+    "Rotary",
+    "cases",
+    "check",
+    "check_contract",
+    "check_gradients",
+    "errors",
+    "expected",
+    "expected_gradients",
+    "judge",
+    "repro",
+    "run_backward",
+    "run_case",
+]

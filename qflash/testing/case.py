@@ -1,0 +1,199 @@
+"""Case: one attention problem with its data, small enough to print and to build again anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+import numpy as np
+
+from qflash.rope import Rope, rope_tables
+
+LAYOUTS = ("bthd", "bhtd", "fused", "gaps", "one_batch")
+DATA = ("normal", "biased_k", "outlier", "large", "uniform")
+POSITIONS = (None, "shared", "per_batch", "negative")
+
+
+class _ShortRepr:
+    """repr() as a call with only what differs from the defaults: evaluable, and one line."""
+
+    def __repr__(self) -> str:
+        given = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.default is MISSING or value != field.default:
+                given.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Rotary(_ShortRepr):
+    """Rope of a Case. positions: None (implied), "shared" [T], "per_batch" [B, T], or "negative" [B, T]."""
+
+    dim: int
+    interleaved: bool = False
+    positions: str | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A Case's arrays (NumPy)."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    kv_lens: np.ndarray | None = None
+    rope: Rope | None = None
+    cu_seqlens_q: np.ndarray | None = None
+    cu_seqlens_k: np.ndarray | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Case(_ShortRepr):
+    """Shapes, options and data of one problem. Equal cases have equal bits.
+
+    layout: "bthd" contiguous; "bhtd" a transposed view; "fused" q, k, v cut from one array; "gaps" rows with NaN
+    between heads; "one_batch" batch stride 0. packed: q_lens and k_lens are the sequences of `attention_varlen`, and
+    batch, q_len, k_len are unused. plant: (array, index, value) triples written over the data, value as text ("nan").
+    """
+
+    name: str = "case"
+    q_len: int = 64
+    k_len: int = 64
+    q_heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 64
+    batch: int = 1
+    dtype: str = "float32"
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    kv_lens: tuple[int, ...] | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    rope: Rotary | None = None
+    q_lens: tuple[int, ...] | None = None
+    k_lens: tuple[int, ...] | None = None
+    layout: str = "bthd"
+    data: str = "normal"
+    plant: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    seed: int = 0
+    tags: tuple[str, ...] = ("full",)
+
+    @property
+    def packed(self) -> bool:
+        return self.q_lens is not None
+
+    @property
+    def finite(self) -> bool:
+        """No NaN or Inf was planted."""
+        return all(np.isfinite(float(value)) for _, _, value in self.plant)
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that are not arrays."""
+        return {"causal": self.causal, "window": self.window, "softcap": self.softcap, "scale": self.scale}
+
+    def make_inputs(self) -> Inputs:
+        """Build the arrays."""
+        rng = np.random.default_rng(self.seed)
+        shape_q, shape_k = self._shapes()
+        q, k, v = (rng.standard_normal(shape, np.float32) for shape in (shape_q, shape_k, shape_k))
+        q, k, v = _DISTRIBUTIONS[self.data](rng, q, k, v)
+        arrays = dict(zip("qkv", (x.astype(self.dtype) for x in (q, k, v)), strict=True))
+        for name, index, value in self.plant:
+            arrays[name][index] = float(value)
+        q, k, v = _laid_out(arrays["q"], arrays["k"], arrays["v"], self.layout)
+        cu_q, cu_k = (_cumulative(lens) if self.packed else None for lens in (self.q_lens, self.k_lens))
+        kv_lens = None if self.kv_lens is None else np.array(self.kv_lens, np.int32)
+        return Inputs(q, k, v, kv_lens, self._make_rope(rng), cu_q, cu_k)
+
+    def make_gradients(self) -> tuple[np.ndarray, np.ndarray]:
+        """(dout like out, dlse like lse) for the backward pass."""
+        rng = np.random.default_rng([self.seed, 1])
+        shape_q, _ = self._shapes()
+        shape_lse = shape_q[1::-1] if self.packed else (shape_q[0], shape_q[2], shape_q[1])
+        dout = rng.standard_normal(shape_q, np.float32).astype(self.dtype)
+        return dout, rng.standard_normal(shape_lse, np.float32)
+
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self.packed:
+            return (sum(self.q_lens), self.q_heads, self.head_dim), (sum(self.k_lens), self.kv_heads, self.head_dim)
+        return (
+            (self.batch, self.q_len, self.q_heads, self.head_dim),
+            (self.batch, self.k_len, self.kv_heads, self.head_dim),
+        )
+
+    def _make_rope(self, rng: np.random.Generator) -> Rope | None:
+        if self.rope is None:
+            return None
+        (*lead_q, _, _), (*lead_k, _, _) = self._shapes()
+        rows = max([1, *self.q_lens, *self.k_lens] if self.packed else [1, self.q_len, self.k_len])
+        how = self.rope.positions
+        if how is None:
+            return Rope(*rope_tables(rows, self.rope.dim), self.rope.interleaved)
+        rows = rows + 7  # explicit positions may stand anywhere in a table longer than the sequence
+        lowest = 1 - rows if how == "negative" else 0
+        shapes = [lead[-1:] if how == "shared" else lead for lead in (lead_q, lead_k)]
+        positions = [rng.integers(lowest, rows, shape).astype(np.int32) for shape in shapes]
+        return Rope(*rope_tables(rows, self.rope.dim), self.rope.interleaved, *positions)
+
+
+def _biased_k(rng: np.random.Generator, q, k, v):
+    """A tenth of k's channels carry a constant offset, as trained models' keys do."""
+    channels = k.shape[-1]
+    offset = np.zeros(channels, np.float32)
+    offset[rng.permutation(channels)[: max(1, channels // 10)]] = 8.0
+    return q, k + offset * rng.standard_normal(channels).astype(np.float32), v
+
+
+def _outlier(rng: np.random.Generator, q, k, v):
+    """One value in a thousand is ten times as large."""
+    return tuple(x + 10 * (rng.random(x.shape) < 1e-3) * rng.standard_normal(x.shape, np.float32) for x in (q, k, v))
+
+
+def _large(rng: np.random.Generator, q, k, v):
+    """Scores of about +-1e4: every softmax is all but one-hot."""
+    return 100 * q, 100 * k, v
+
+
+def _uniform(rng: np.random.Generator, q, k, v):
+    """All q equal, so that all rows have the same scores; v has a mean, so that nothing cancels."""
+    return np.ones_like(q), k, v + 1
+
+
+_DISTRIBUTIONS = {
+    "normal": lambda rng, q, k, v: (q, k, v),
+    "biased_k": _biased_k,
+    "outlier": _outlier,
+    "large": _large,
+    "uniform": _uniform,
+}
+
+
+def _cumulative(lens: tuple[int, ...]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+
+
+def _laid_out(q: np.ndarray, k: np.ndarray, v: np.ndarray, layout: str):
+    """The same values under other strides."""
+    if layout == "bthd":
+        return q, k, v
+    if layout == "bhtd":  # [H, T, D] for packed arrays
+        return tuple(np.ascontiguousarray(x.swapaxes(-3, -2)).swapaxes(-3, -2) for x in (q, k, v))
+    if layout == "gaps":
+        return tuple(_with_gaps(x) for x in (q, k, v))
+    if layout == "one_batch":
+        return tuple(np.broadcast_to(x[:1], x.shape) for x in (q, k, v))
+    if layout == "fused":
+        whole = np.concatenate([q, k, v], axis=-2)
+        hq, hkv = q.shape[-2], k.shape[-2]
+        return whole[..., :hq, :], whole[..., hq : hq + hkv, :], whole[..., hq + hkv :, :]
+    raise ValueError(f"layout is {layout!r}; allowed: {', '.join(LAYOUTS)}")
+
+
+def _with_gaps(x: np.ndarray) -> np.ndarray:
+    """Odd strides in every dimension but the last, NaN in the holes: reading past a row shows."""
+    roomy = np.full([*(n + 1 for n in x.shape[:-1]), x.shape[-1] + 3], np.nan, x.dtype)
+    view = roomy[tuple(slice(0, n) for n in x.shape)]
+    view[...] = x
+    return view

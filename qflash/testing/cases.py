@@ -1,0 +1,208 @@
+"""The one case list: tests, `qflash verify` and benchmarks all take their problems from here.
+
+Tags: "quick" is the handful that shows a kernel is sound, "full" is everything small, "large" takes seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qflash.testing.case import Case, Rotary
+
+_QUICK = ("quick", "full")
+_LARGE = ("large",)
+
+
+def _lengths() -> list[Case]:
+    """Irregular lengths, around every tile size there might be."""
+    pairs = [(1, 1), (1, 2), (2, 1), (17, 17), (63, 65), (65, 63), (127, 129), (300, 300), (5, 300), (300, 5)]
+    return [Case(f"len_{tq}x{tk}", tq, tk, causal=tq % 2 == 0, seed=tq * 1000 + tk) for tq, tk in pairs]
+
+
+def _head_dims() -> list[Case]:
+    dims = (1, 3, 8, 20, 40, 72, 100, 128, 136, 200, 255, 256)
+    return [Case(f"dim_{d}", 67, 93, head_dim=d, causal=d % 8 == 0, seed=d) for d in dims]
+
+
+def _dtypes() -> list[Case]:
+    shapes = {
+        "full": Case(q_len=130, k_len=130),
+        "causal_gqa": Case(q_len=96, k_len=150, q_heads=6, kv_heads=2, causal=True),
+        "odd_dim": Case(q_len=65, k_len=65, head_dim=40, window=(20, 3)),
+        "rope": Case(q_len=70, k_len=70, causal=True, rope=Rotary(64)),
+    }
+    return [
+        replace(case, name=f"{dtype}_{name}", dtype=dtype, seed=11, tags=_QUICK if name == "causal_gqa" else ("full",))
+        for dtype in ("float16", "bfloat16")
+        for name, case in shapes.items()
+    ]
+
+
+def _heads() -> list[Case]:
+    return [
+        Case("gqa_8_2", 50, 77, 8, 2, batch=2, causal=True, seed=21, tags=_QUICK),
+        Case("mqa_7_1", 33, 64, 7, 1, seed=22),
+        Case("many_heads", 9, 40, 32, 8, head_dim=32, batch=3, causal=True, seed=23),
+    ]
+
+
+def _masks() -> list[Case]:
+    return [
+        Case("plain", 128, 128, seed=30, tags=_QUICK),
+        Case("causal", 200, 200, causal=True, seed=31, tags=_QUICK),
+        Case("causal_short_q", 31, 200, causal=True, seed=32),
+        Case("causal_long_q", 200, 31, causal=True, seed=33),  # the first 169 rows see nothing
+        Case("window_0_0", 80, 80, window=(0, 0), seed=34),
+        Case("window_0_0_long_k", 40, 120, window=(0, 0), seed=35),
+        Case("window_left", 150, 150, window=(16, -1), seed=36),
+        Case("window_right", 150, 150, window=(-1, 7), seed=37),
+        Case("window_both", 150, 190, window=(33, 5), seed=38, tags=_QUICK),
+        Case("window_wider_than_k", 60, 60, window=(1000, 1000), seed=39),
+        Case("window_causal", 170, 170, causal=True, window=(40, 12), seed=40),
+        Case("window_long_q", 150, 20, window=(5, 5), seed=41),  # rows that see nothing at the top
+        Case("window_open", 45, 45, window=(-1, -1), seed=42),
+        Case("padding", 64, 96, 4, 2, batch=4, kv_lens=(0, 1, 50, 96), seed=43, tags=_QUICK),
+        Case("padding_causal", 40, 96, batch=4, kv_lens=(0, 17, 40, 96), causal=True, seed=44),
+        Case("padding_window", 70, 70, batch=3, kv_lens=(70, 69, 3), window=(10, 2), seed=45),
+        Case("padding_all", 20, 20, batch=2, kv_lens=(0, 0), seed=46),
+    ]
+
+
+def _packed() -> list[Case]:
+    return [
+        Case(
+            "packed", q_lens=(5, 0, 64, 1, 99), k_lens=(5, 3, 64, 90, 99), q_heads=4, causal=True, seed=50, tags=_QUICK
+        ),
+        Case("packed_empty_keys", q_lens=(7, 30, 0), k_lens=(0, 65, 0), window=(12, 4), seed=51),
+        Case("packed_padded", q_lens=(9, 33, 20), k_lens=(40, 33, 8), kv_lens=(25, 0, 8), causal=True, seed=52),
+        Case("packed_rope", q_lens=(40, 2, 17), k_lens=(40, 30, 5), rope=Rotary(32), causal=True, seed=53),
+        Case("packed_positions", q_lens=(21, 8), k_lens=(30, 8), rope=Rotary(64, True, "per_batch"), seed=54),
+        Case("packed_half_layout", q_lens=(13, 50), k_lens=(20, 50), dtype="float16", layout="bhtd", seed=55),
+        Case("packed_nothing", q_lens=(0, 0), k_lens=(0, 4), seed=56),
+        Case("packed_no_sequences", q_lens=(), k_lens=(), seed=57),
+    ]
+
+
+def _rope() -> list[Case]:
+    return [
+        Case("rope_half", 75, 75, causal=True, rope=Rotary(64), seed=60, tags=_QUICK),
+        Case("rope_interleaved", 75, 75, causal=True, rope=Rotary(64, True), seed=61),
+        Case("rope_partial", 40, 90, rope=Rotary(24), seed=62),
+        Case("rope_partial_interleaved", 40, 90, 4, 2, head_dim=72, rope=Rotary(50, True), seed=63),
+        Case("rope_pair", 33, 33, head_dim=3, rope=Rotary(2), seed=64),
+        Case("rope_shared_positions", 30, 60, batch=2, rope=Rotary(64, False, "shared"), seed=65),
+        Case("rope_batch_positions", 30, 60, batch=2, causal=True, rope=Rotary(64, False, "per_batch"), seed=66),
+        Case("rope_negative_positions", 30, 60, batch=2, rope=Rotary(32, True, "negative"), seed=67),
+        Case("rope_long_q", 90, 40, rope=Rotary(64), seed=68),  # the implied positions of early queries are negative
+        Case("rope_padding", 30, 60, batch=3, kv_lens=(0, 12, 60), causal=True, rope=Rotary(64), seed=69),
+    ]
+
+
+def _scores() -> list[Case]:
+    return [
+        Case("softcap", 90, 90, softcap=5.0, causal=True, seed=70, tags=_QUICK),
+        Case("softcap_saturated", 50, 70, softcap=20.0, scale=3.0, seed=71),
+        Case("softcap_large", 50, 70, softcap=30.0, data="large", seed=72),
+        Case("scale_zero", 40, 60, scale=0.0, causal=True, seed=73),
+        Case("scale_negative", 40, 60, scale=-0.2, seed=74),
+        Case("scale_one", 64, 64, head_dim=32, scale=1.0, seed=75),
+        Case("large", 64, 130, data="large", seed=76),
+        Case("large_causal_half", 64, 64, data="large", dtype="float16", causal=True, seed=77),
+        Case("large_causal_bfloat16", 64, 64, data="large", dtype="bfloat16", causal=True, seed=78),
+        Case("biased_k", 128, 256, 4, 2, data="biased_k", seed=79, tags=_QUICK),
+        Case("biased_k_causal_half", 200, 200, head_dim=128, data="biased_k", dtype="float16", causal=True, seed=80),
+        Case("outlier", 100, 200, data="outlier", seed=81),
+        Case("uniform", 70, 70, data="uniform", causal=True, seed=82),
+    ]
+
+
+def _layouts() -> list[Case]:
+    return [
+        Case("layout_bhtd", 60, 80, 4, 2, batch=2, layout="bhtd", causal=True, seed=90),
+        Case("layout_fused", 70, 70, 4, 2, batch=2, layout="fused", causal=True, rope=Rotary(64), seed=91),
+        Case("layout_gaps", 37, 53, 3, 3, batch=2, head_dim=20, layout="gaps", seed=92),
+        Case("layout_gaps_half", 37, 53, 4, 2, batch=2, head_dim=72, layout="gaps", dtype="float16", seed=93),
+        Case("layout_one_batch", 33, 66, batch=3, layout="one_batch", kv_lens=(10, 66, 33), seed=94),
+    ]
+
+
+def _empty() -> list[Case]:
+    return [
+        Case("empty_batch", batch=0),
+        Case("empty_q", q_len=0, rope=Rotary(64)),
+        Case("empty_k", k_len=0, causal=True),
+        Case("empty_both", q_len=0, k_len=0),
+    ]
+
+
+def _decode() -> list[Case]:
+    return [
+        Case("decode", 1, 1000, 8, 2, head_dim=128, batch=2, causal=True, seed=100, tags=_QUICK),
+        Case("decode_padding", 1, 700, 8, 2, batch=4, kv_lens=(0, 1, 333, 700), causal=True, seed=101),
+        Case("decode_rope_half", 1, 513, 4, 1, dtype="float16", causal=True, rope=Rotary(64), seed=102),
+        Case("decode_window", 1, 900, 4, 4, window=(100, 0), seed=103),
+        Case("decode_four_rows", 4, 600, 8, 2, head_dim=40, causal=True, seed=104),
+    ]
+
+
+def _non_finite() -> list[Case]:
+    """NaN and Inf where they are seen and where they are not: early rows of a causal square miss late keys."""
+    square = Case(q_len=70, k_len=70, causal=True, seed=110)
+    padded = Case(q_len=40, k_len=70, batch=2, kv_lens=(50, 70), seed=111)
+
+    def planted(name: str, case: Case, *plant: tuple[str, tuple[int, ...], str], **changes) -> Case:
+        return replace(case, name=name, plant=plant, **changes)
+
+    return [
+        planted("nan_q", square, ("q", (0, 33, 1, 5), "nan"), tags=_QUICK),
+        planted("nan_k", square, ("k", (0, 40, 0, 63), "nan"), tags=_QUICK),
+        planted("nan_v", square, ("v", (0, 40, 1, 0), "nan"), tags=_QUICK),
+        planted("nan_v_first_key", square, ("v", (0, 0, 0, 7), "nan")),
+        planted("inf_q", square, ("q", (0, 65, 0, 1), "inf")),
+        planted("inf_k", square, ("k", (0, 35, 1, 2), "-inf")),
+        planted("inf_v", square, ("v", (0, 20, 0, 3), "inf"), ("v", (0, 50, 0, 3), "-inf"), ("v", (0, 3, 1, 9), "inf")),
+        planted("nan_in_padding", padded, *((x, (0, 50, 0, 0), "nan") for x in "kv"), ("v", (0, 69, 1, 1), "inf")),
+        planted("nan_in_padding_half", padded, *((x, (0, 55, 1, 3), "nan") for x in "kv"), dtype="float16"),
+        planted("nan_outside_window", square, *((x, (0, 30, 0, 4), "nan") for x in "kv"), causal=False, window=(6, 6)),
+        planted("nan_row_sees_nothing", square, ("q", (0, 3, 0, 0), "nan"), k_len=20),
+        planted("nan_rope", square, ("k", (0, 44, 0, 10), "nan"), ("q", (0, 12, 1, 50), "nan"), rope=Rotary(32)),
+        planted("nan_softcap", square, ("k", (0, 44, 0, 10), "nan"), softcap=10.0),
+        planted("inf_softcap", square, ("k", (0, 44, 0, 10), "inf"), softcap=10.0),
+        planted("nan_bfloat16", square, ("k", (0, 9, 1, 10), "nan"), ("v", (0, 60, 0, 1), "inf"), dtype="bfloat16"),
+        planted("nan_packed", Case(q_lens=(20, 30), k_lens=(20, 30), seed=112), ("k", (19, 0, 0), "nan")),
+        planted("nan_decode", Case(q_len=1, k_len=600, batch=2, seed=113), ("v", (0, 599, 0, 2), "nan")),
+        # One key, whose score is -inf: softmax of nothing but -inf is NaN, though a row that sees no key is zeros.
+        planted(
+            "scores_all_minus_inf", Case(q_len=2, k_len=1, head_dim=1, data="uniform"), ("k", (0, 0, 0, 0), "-inf")
+        ),
+    ]
+
+
+def _large() -> list[Case]:
+    return [
+        Case("t1024", 1024, 1024, 2, 2, causal=True, seed=120, tags=_LARGE),
+        Case("t2048_half", 2048, 2048, 2, 1, head_dim=128, dtype="float16", seed=121, tags=_LARGE),
+        Case("t4096_window", 4096, 4096, 1, 1, window=(256, 0), seed=122, tags=_LARGE),
+        Case("t4096_rope", 4096, 4096, 1, 1, head_dim=128, causal=True, rope=Rotary(128), seed=123, tags=_LARGE),
+        Case("decode_32768", 1, 32768, 8, 2, head_dim=128, causal=True, seed=124, tags=_LARGE),
+    ]
+
+
+CASES: tuple[Case, ...] = tuple(
+    case
+    for group in (
+        _masks, _lengths, _head_dims, _dtypes, _heads, _packed, _rope, _scores, _layouts, _empty, _decode, _non_finite,
+        _large,
+    )
+    for case in group()
+)  # fmt: skip
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def cases(tag: str = "full") -> list[Case]:
+    """The cases that carry `tag`: "quick", "full" or "large"."""
+    chosen = [case for case in CASES if tag in case.tags]
+    if not chosen:
+        raise ValueError(f"tag is {tag!r}; allowed: quick, full, large")
+    return chosen

@@ -1,0 +1,245 @@
+"""The numerics contract of docs/numerics.md as code: error figures, and the verdict on a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qflash.testing.case import Case
+from qflash.testing.oracle import Expected, expected, expected_gradients
+
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+# The contract's figures. Change them only together with docs/numerics.md.
+FLOAT32_L2 = 2e-6
+FLOAT32_ROW = 4e-6
+FLOAT16_ABSOLUTE = 1e-3
+HALF_FACTOR = 2.0
+LSE = 4e-6
+GRADIENT_L2 = {"float32": 1e-5, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
+INT8 = {"cosine": 0.9995, "l2": 2e-2, "biased_cosine": 0.999, "lse": 0.15}
+REPLAY = 2e-3
+
+# Up to this scale * sum |q_d k_d| a row has the plain bounds; beyond it they grow in proportion (its condition).
+PLAIN_STRENGTH = 16.0
+# Fewer output values than this say nothing about a relative L2 error: one of them near zero decides it.
+ENOUGH_VALUES = 256
+
+
+class ContractError(AssertionError):
+    """A result breaks the contract; the text has the figures and a one-line repro."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far a result is from the oracle, over the values that are finite in both."""
+
+    relative_l2: float
+    relative_l1: float
+    cosine: float
+    max_abs: float
+    rmse: float
+
+
+@dataclass
+class Verdict:
+    """Outcome of a check: the figures, and a sentence for each broken rule."""
+
+    errors: Errors
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def expect(self, what: str, value: float, bound: float, holds: Callable[[float, float], bool] = np.less_equal):
+        """Note a failure unless value <= bound (a NaN never holds)."""
+        if not holds(value, bound):
+            self.failures.append(f"{what} is {value:.3g}; allowed: {bound:.3g}")
+
+
+def errors(got: np.ndarray, want: np.ndarray) -> Errors:
+    """Error figures of `got` against `want`, where both are finite. An empty or all-zero `want` must be met exactly."""
+    got, want = np.asarray(got, np.float64).ravel(), np.asarray(want, np.float64).ravel()
+    both = np.isfinite(got) & np.isfinite(want)
+    got, want = got[both], want[both]
+    if not got.size:
+        return Errors(0.0, 0.0, 1.0, 0.0, 0.0)
+    difference = got - want
+    size_got, size_want = float(np.linalg.norm(got)), float(np.linalg.norm(want))
+    if size_got and size_want:
+        cosine = float(np.dot(got / size_got, want / size_want))
+    else:
+        cosine = 1.0 if size_got == size_want else 0.0
+    return Errors(
+        relative_l2=_ratio(float(np.linalg.norm(difference)), size_want),
+        relative_l1=_ratio(float(np.abs(difference).sum()), float(np.abs(want).sum())),
+        cosine=cosine,
+        max_abs=float(np.abs(difference).max()),
+        rmse=float(np.sqrt(np.mean(difference * difference))),
+    )
+
+
+def _ratio(error: float, size: float) -> float:
+    return error / size if size else (0.0 if error == 0 else np.inf)
+
+
+def judge(case: Case, out: np.ndarray, lse: np.ndarray | None = None, precision: str = "native") -> Verdict:
+    """Hold a result of `case` (NumPy arrays) against the contract."""
+    want = expected(case, quantized=precision != "native")
+    got = np.asarray(out, np.float64)
+    verdict = Verdict(errors(got, want.out) if got.shape == want.out.shape else errors(np.empty(0), np.empty(0)))
+    if got.shape != want.out.shape:
+        verdict.failures.append(f"out has shape {got.shape}; allowed: {want.out.shape}")
+        return verdict
+    if str(out.dtype) != case.dtype:
+        verdict.failures.append(f"out has dtype {out.dtype}; allowed: {case.dtype}")
+    _judge_positions(verdict, "out", got, want.out)
+    if precision == "native":
+        _judge_native(verdict, case, got, want)
+    else:
+        _judge_int8(verdict, case)
+    if lse is not None:
+        _judge_lse(verdict, case, lse, want, precision)
+    return verdict
+
+
+def check_contract(case: Case, out: np.ndarray, lse: np.ndarray | None = None, precision: str = "native") -> Errors:
+    """`judge`, raising ContractError on any broken rule."""
+    verdict = judge(case, out, lse, precision)
+    _raise_if_broken(case, verdict.failures)
+    return verdict.errors
+
+
+def check_gradients(case: Case, dq: np.ndarray, dk: np.ndarray, dv: np.ndarray) -> dict[str, Errors]:
+    """Hold gradients against the oracle, by relative L2 error."""
+    failures: list[str] = []
+    found = {}
+    condition = float(_condition(expected(case)).max(initial=1.0))
+    wants = expected_gradients(case)
+    # Gradients add over rows and cancel: each is measured against the largest of the three.
+    scale = max((float(np.linalg.norm(x[np.isfinite(x)])) for x in wants), default=0.0)
+    for name, got, want in zip(("dq", "dk", "dv"), (dq, dk, dv), wants, strict=True):
+        if got.shape != want.shape or str(got.dtype) != case.dtype:
+            failures.append(f"{name} is {got.dtype} {got.shape}; allowed: {case.dtype} {want.shape}")
+            continue
+        verdict = Verdict(errors(got, want))
+        _judge_positions(verdict, name, np.asarray(got, np.float64), want)
+        difference = np.linalg.norm(_difference(np.asarray(got, np.float64), want))
+        bound = GRADIENT_L2[case.dtype] * condition
+        if want.size >= ENOUGH_VALUES:
+            verdict.expect(f"relative L2 error of {name}", verdict.errors.relative_l2, bound)
+        verdict.expect(f"error of {name} against the largest gradient", _ratio(float(difference), scale), bound)
+        found[name] = verdict.errors
+        failures += verdict.failures
+    _raise_if_broken(case, failures)
+    return found
+
+
+def check_same_bits(case: Case, first: tuple, second: tuple) -> None:
+    """Same input, same bits, every run."""
+    for name, a, b in zip(("out", "lse"), first, second, strict=True):
+        if a.tobytes() != b.tobytes():
+            _raise_if_broken(case, [f"{name} differs between two runs on the same input; allowed: the same bits"])
+
+
+def _raise_if_broken(case: Case, failures: list[str]) -> None:
+    if failures:
+        raise ContractError("\n  ".join([f"{case.name}:", *failures, f"repro: {repro(case)}"]))
+
+
+def repro(case: Case) -> str:
+    """One line that builds the case again."""
+    return f"from qflash.testing import *; check({case!r})"
+
+
+def _difference(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """got - want, 0 where either is not finite: those places are judged by kind, not by distance."""
+    finite = np.isfinite(got) & np.isfinite(want)
+    return np.where(finite, got, 0.0) - np.where(finite, want, 0.0)
+
+
+def _condition(want: Expected) -> np.ndarray:
+    return np.maximum(1.0, want.strength / PLAIN_STRENGTH)
+
+
+def _judge_positions(verdict: Verdict, name: str, got: np.ndarray, want: np.ndarray) -> None:
+    for kind, test in (("NaN", np.isnan), ("+Inf", np.isposinf), ("-Inf", np.isneginf)):
+        wrong = np.argwhere(test(got) != test(want))
+        if len(wrong):
+            at = tuple(int(i) for i in wrong[0])
+            verdict.failures.append(
+                f"{name} has {kind} in other places than the oracle, {len(wrong)} in all, the first at {list(at)}: "
+                f"{got[at]} instead of {want[at]}"
+            )
+
+
+def _judge_native(verdict: Verdict, case: Case, got: np.ndarray, want: Expected) -> None:
+    condition = _condition(want)
+    unit = UNIT_ROUNDOFF[case.dtype]
+    bound = FLOAT32_L2 * float(condition.max(initial=1.0))
+    row_bound = FLOAT32_ROW * condition
+    if case.dtype != "float32":
+        bound = max(bound, HALF_FACTOR * errors(want.rounded, want.out).relative_l2)
+        # Storing out costs one rounding; rounding rotated q and k moves each score by its strength, twice.
+        row_bound = row_bound + HALF_FACTOR * unit * (1 + (2 * want.strength if case.rope is not None else 0))
+    if got.size >= ENOUGH_VALUES or verdict.errors.relative_l2 == np.inf:
+        verdict.expect("relative L2 error", verdict.errors.relative_l2, bound)
+    _judge_rows(verdict, case, got, want, row_bound)
+    if case.dtype == "float16" and case.data == "normal" and case.rope is None and case.scale is None:
+        difference = np.abs(_difference(got, want.out))
+        allowed = np.maximum(FLOAT16_ABSOLUTE, unit * np.abs(want.out) * (1 + FLOAT16_ABSOLUTE))
+        excess = np.where(np.isfinite(want.out), difference - allowed, 0.0).max(initial=0.0)
+        verdict.expect("excess over 1e-3 (or half an ulp) of a float16 value", excess, 0.0)
+
+
+def _judge_rows(verdict: Verdict, case: Case, got: np.ndarray, want: Expected, bound: np.ndarray) -> None:
+    """Each row by itself, so that one bad row cannot hide among thousands of good ones."""
+    difference = _difference(got, want.out)
+    norm = np.sqrt((difference * difference).sum(-1))
+    norm = norm.T if case.packed else norm.swapaxes(-1, -2)
+    allowed = bound * np.where(np.isfinite(want.weight), want.weight, np.inf)
+    over = np.where(norm > allowed, norm - allowed, 0.0)
+    if over.any():
+        at = np.unravel_index(over.argmax(), over.shape)
+        where = [int(i) for i in at]
+        verdict.failures.append(
+            f"row {where} (indexed as lse) has error {norm[at]:.3g}; allowed: {allowed[at]:.3g} "
+            f"({np.count_nonzero(over)} rows are over)"
+        )
+
+
+def _judge_int8(verdict: Verdict, case: Case) -> None:
+    if verdict.errors.relative_l2 == np.inf:
+        verdict.failures.append("out is not zero where no row sees a key")
+    if np.prod(case._shapes()[0]) < ENOUGH_VALUES or case.scale is not None:
+        return
+    if case.data == "normal":
+        verdict.expect("cosine", verdict.errors.cosine, INT8["cosine"], np.greater_equal)
+        verdict.expect("relative L2 error", verdict.errors.relative_l2, INT8["l2"])
+    elif case.data == "biased_k":
+        verdict.expect("cosine", verdict.errors.cosine, INT8["biased_cosine"], np.greater_equal)
+
+
+def _judge_lse(verdict: Verdict, case: Case, lse: np.ndarray, want: Expected, precision: str) -> None:
+    if lse.shape != want.lse.shape or lse.dtype != np.float32:
+        verdict.failures.append(f"lse is {lse.dtype} {lse.shape}; allowed: float32 {want.lse.shape}")
+        return
+    got = np.asarray(lse, np.float64)
+    _judge_positions(verdict, "lse", got, want.lse)
+    magnitude = np.abs(np.where(np.isfinite(want.lse), want.lse, 0.0))
+    allowed = LSE * (_condition(want) + magnitude)
+    if precision != "native":
+        allowed = allowed + INT8["lse"] * _condition(want)
+    elif case.dtype != "float32" and case.rope is not None:
+        allowed = allowed + 2 * HALF_FACTOR * UNIT_ROUNDOFF[case.dtype] * want.strength
+    error = np.abs(_difference(got, want.lse))
+    over = np.where(error > allowed, error - allowed, 0.0)
+    if over.any():
+        at = np.unravel_index(over.argmax(), over.shape)
+        verdict.failures.append(
+            f"lse at {[int(i) for i in at]} is {got[at]:.8g}, the oracle's {want.lse[at]:.8g}; "
+            f"allowed: an error of {allowed[at]:.3g}"
+        )

@@ -1,0 +1,141 @@
+"""What a Case should give: the float64 result, and the figures the error bounds are made of. Cached per case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from qflash import reference
+from qflash.rope import Rope
+from qflash.testing.case import Case, Inputs
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracle's answer to a Case, all float64.
+
+    out, lse: the result. weight: per row, the 2-norm of sum_j p_j |v_j|, what rounding in PV is relative to.
+    strength: per row, the greatest scale * sum_d |q_d k_d| it sees, what rounding in a score is relative to.
+    rounded: out after the roundings nobody can avoid in the case's dtype (see `rounding_model`).
+    """
+
+    out: np.ndarray
+    lse: np.ndarray
+    weight: np.ndarray
+    strength: np.ndarray
+    rounded: np.ndarray
+
+
+@lru_cache(maxsize=256)
+def expected(case: Case, quantized: bool = False) -> Expected:
+    """The oracle's answer. Quantized kernels have no Inf: in q and k it counts as NaN there."""
+    inputs = case.make_inputs()
+    if quantized:
+        inputs = replace(inputs, q=_inf_to_nan(inputs.q), k=_inf_to_nan(inputs.k))
+    out, lse = _attention(case, inputs, inputs.q, inputs.k, inputs.v, inputs.rope)
+    with np.errstate(invalid="ignore", over="ignore"):
+        size, _ = _attention(case, inputs, inputs.q, inputs.k, np.abs(inputs.v.astype(np.float64)), inputs.rope)
+        weight = np.sqrt((size * size).sum(-1))
+    weight = weight.T if case.packed else weight.swapaxes(-1, -2)
+    return Expected(out, lse, weight, _strength(case, inputs), rounding_model(case, inputs))
+
+
+@lru_cache(maxsize=64)
+def expected_gradients(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(dq, dk, dv) in float64 for the case's dout and dlse."""
+    inputs = case.make_inputs()
+    dout, dlse = case.make_gradients()
+    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": inputs.rope}
+    if case.packed:
+        cu = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        return reference.attention_varlen_backward(inputs.q, inputs.k, inputs.v, *cu, dout, dlse, **words)
+    return reference.attention_backward(inputs.q, inputs.k, inputs.v, dout, dlse, **words)
+
+
+def rounding_model(case: Case, inputs: Inputs) -> np.ndarray:
+    """`out` of an ideal implementation that stores in the case's dtype: rotated q and k are rounded, then out is.
+
+    That is PyTorch's math path, which computes float16 and bfloat16 attention in float32; tests/unit/test_testing.py
+    holds the two against each other.
+    """
+    q, k = inputs.q, inputs.k
+    rope = inputs.rope
+    if rope is not None:
+        q, k = (rotated.astype(q.dtype) for rotated in _rotated(case, inputs))
+    out, _ = _attention(case, inputs, q, k, inputs.v, None)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return out.astype(case.dtype).astype(np.float64)
+
+
+def _attention(case: Case, inputs: Inputs, q, k, v, rope: Rope | None):
+    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": rope}
+    if case.packed:
+        return reference.attention_varlen(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **words)
+    return reference.attention(q, k, v, **words)
+
+
+def _inf_to_nan(x: np.ndarray) -> np.ndarray:
+    return np.where(np.isinf(x), np.array(np.nan, x.dtype), x)
+
+
+def _sequences(case: Case, inputs: Inputs):
+    """(index of q's rows, index of k's rows, existing keys, positions_q, positions_k) per sequence."""
+    lens_k = case.k_lens if case.packed else (case.k_len,) * case.batch
+    for b, longest in enumerate(lens_k):
+        length = longest if case.kv_lens is None else case.kv_lens[b]
+        if case.packed:
+            rows = slice(int(inputs.cu_seqlens_q[b]), int(inputs.cu_seqlens_q[b + 1]))
+            start = int(inputs.cu_seqlens_k[b])
+            yield b, rows, slice(start, start + length), length
+        else:
+            yield b, b, (b, slice(0, length)), length
+
+
+def _rotated(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
+    """q and k turned by rope, float64."""
+    q, k = inputs.q.astype(np.float64), inputs.k.astype(np.float64)
+    rope = inputs.rope
+    if rope is None:
+        return q, k
+    for b, rows, keys, length in _sequences(case, inputs):
+        if length == 0:
+            continue
+        given_q, given_k = rope.positions_q, rope.positions_k
+        if given_q is None:
+            positions_q = np.arange(len(q[rows])) + length - len(q[rows])
+        else:
+            positions_q = given_q[rows] if case.packed else given_q[b] if given_q.ndim == 2 else given_q
+        if given_k is None:
+            positions_k = np.arange(length)
+        else:
+            positions_k = given_k[keys] if case.packed else (given_k[b] if given_k.ndim == 2 else given_k)[:length]
+        q[rows] = reference.apply_rope(q[rows], positions_q, rope)
+        k[keys] = reference.apply_rope(k[keys], positions_k, rope)
+    return q, k
+
+
+def _strength(case: Case, inputs: Inputs) -> np.ndarray:
+    """Per row of lse: max over seen keys of |scale| * sum_d |q_d k_d|; 0 where nothing is seen or nothing is finite."""
+    q, k = (np.abs(x) for x in _rotated(case, inputs))
+    scale = abs(case.scale) if case.scale is not None else case.head_dim**-0.5
+    left, right = case.window or (-1, -1)
+    right = 0 if case.causal else right
+    result = np.zeros(q.shape[1::-1] if case.packed else (q.shape[0], q.shape[2], q.shape[1]))
+    group = case.q_heads // case.kv_heads
+    for b, rows, keys, length in _sequences(case, inputs):
+        len_q = len(q[rows])
+        if length == 0 or len_q == 0:
+            continue
+        step = max(1, (1 << 22) // length)
+        for head in range(case.q_heads):
+            for start in range(0, len_q, step):
+                block = np.arange(start, min(start + step, len_q))
+                seen = reference.visible(block, len_q, length, left, right)
+                with np.errstate(invalid="ignore", over="ignore"):
+                    s = scale * (q[rows][block, head] @ k[keys][:, head // group].T)
+                best = np.where(seen & np.isfinite(s), s, 0.0).max(-1)
+                where = (head, np.arange(rows.start, rows.stop)[block]) if case.packed else (b, head, block)
+                result[where] = best
+    return result
