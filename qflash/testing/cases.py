@@ -95,6 +95,8 @@ def _rope() -> list[Case]:
         Case("rope_negative_positions", 30, 60, batch=2, rope=Rotary(32, True, "negative"), seed=67),
         Case("rope_long_q", 90, 40, rope=Rotary(64), seed=68),  # the implied positions of early queries are negative
         Case("rope_padding", 30, 60, batch=3, kv_lens=(0, 12, 60), causal=True, rope=Rotary(64), seed=69),
+        # The implied position of query 0 of the first sequence is -40, one past the table: there is no key to need it.
+        Case("rope_no_keys", 40, 40, batch=2, kv_lens=(0, 40), rope=Rotary(64), seed=59),
     ]
 
 

@@ -106,10 +106,12 @@ def judge(case: Case, out: np.ndarray, lse: np.ndarray | None = None, precision:
     return verdict
 
 
-def check_contract(case: Case, out: np.ndarray, lse: np.ndarray | None = None, precision: str = "native") -> Errors:
-    """`judge`, raising ContractError on any broken rule."""
+def check_contract(
+    case: Case, out: np.ndarray, lse: np.ndarray | None = None, precision: str = "native", how: str = ""
+) -> Errors:
+    """`judge`, raising ContractError on any broken rule. `how`: further arguments of the repro line's `check`."""
     verdict = judge(case, out, lse, precision)
-    _raise_if_broken(case, verdict.failures)
+    _raise_if_broken(case, verdict.failures, how)
     return verdict.errors
 
 
@@ -138,21 +140,24 @@ def check_gradients(case: Case, dq: np.ndarray, dk: np.ndarray, dv: np.ndarray) 
     return found
 
 
-def check_same_bits(case: Case, first: tuple, second: tuple) -> None:
+def check_same_bits(
+    case: Case, first: tuple, second: tuple, how: str = "", names: tuple[str, ...] = ("out", "lse")
+) -> None:
     """Same input, same bits, every run."""
-    for name, a, b in zip(("out", "lse"), first, second, strict=True):
+    for name, a, b in zip(names, first, second, strict=True):
         if a.tobytes() != b.tobytes():
-            _raise_if_broken(case, [f"{name} differs between two runs on the same input; allowed: the same bits"])
+            failure = f"{name} differs between two runs on the same input; allowed: the same bits"
+            _raise_if_broken(case, [failure], how)
 
 
-def _raise_if_broken(case: Case, failures: list[str]) -> None:
+def repro(case: Case, how: str = "") -> str:
+    """One line that runs the case again."""
+    return f"from qflash.testing import *; check({case!r}{how})"
+
+
+def _raise_if_broken(case: Case, failures: list[str], how: str = "") -> None:
     if failures:
-        raise ContractError("\n  ".join([f"{case.name}:", *failures, f"repro: {repro(case)}"]))
-
-
-def repro(case: Case) -> str:
-    """One line that builds the case again."""
-    return f"from qflash.testing import *; check({case!r})"
+        raise ContractError("\n  ".join([f"{case.name}:", *failures, f"repro: {repro(case, how)}"]))
 
 
 def _difference(got: np.ndarray, want: np.ndarray) -> np.ndarray:

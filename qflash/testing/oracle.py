@@ -18,7 +18,7 @@ class Expected:
 
     out, lse: the result. weight: per row, the 2-norm of sum_j p_j |v_j|, what rounding in PV is relative to.
     strength: per row, the greatest scale * sum_d |q_d k_d| it sees, what rounding in a score is relative to.
-    rounded: out after the roundings nobody can avoid in the case's dtype (see `rounding_model`).
+    rounded: out after the roundings nobody can avoid in the case's dtype (see `rounding_model`); out in float32.
     """
 
     out: np.ndarray
@@ -39,7 +39,8 @@ def expected(case: Case, quantized: bool = False) -> Expected:
         size, _ = _attention(case, inputs, inputs.q, inputs.k, np.abs(inputs.v.astype(np.float64)), inputs.rope)
         weight = np.sqrt((size * size).sum(-1))
     weight = weight.T if case.packed else weight.swapaxes(-1, -2)
-    return Expected(out, lse, weight, _strength(case, inputs), rounding_model(case, inputs))
+    rounded = out if case.dtype == "float32" else rounding_model(case, inputs)
+    return Expected(out, lse, weight, _strength(case, inputs), rounded)
 
 
 @lru_cache(maxsize=64)

@@ -56,9 +56,10 @@ def run_backward(case: Case, kernel: str = "cpu", num_threads: int = 0) -> tuple
 def check(case: Case, kernel: str | None = None, framework: str = "native") -> compare.Errors:
     """Run `case` twice and hold it against the contract: what a repro line calls. Returns the error figures."""
     name = kernel or default_kernel(case, framework)
+    how = f", {name!r}, {framework!r}"
     first = run_case(case, name, framework)
-    errors = compare.check_contract(case, *first, dispatch.BY_NAME[name].precision)
-    compare.check_same_bits(case, first, run_case(case, name, framework))
+    errors = compare.check_contract(case, *first, dispatch.BY_NAME[name].precision, how)
+    compare.check_same_bits(case, first, run_case(case, name, framework), how)
     return errors
 
 
@@ -66,7 +67,7 @@ def default_kernel(case: Case, framework: str = "native") -> str:
     """The kernel dispatch would choose for `case`."""
     device = "cuda" if framework.endswith("cuda") else "cpu"
     problem = problem_of(case, case.make_inputs(), None, device)
-    return dispatch.plan(problem.spec(_arch(device))).name
+    return dispatch.plan(problem.spec(arch_of(device))).name
 
 
 def problem_of(case: Case, inputs: Inputs, kernel: str | None, device: str) -> Problem:
@@ -214,7 +215,7 @@ def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None) -> tuple[np
     import torch
 
     problem = problem_of(case, inputs, kernel, f"cuda:{torch.cuda.current_device()}")
-    prepared = prepare(problem, _arch("cuda"))
+    prepared = prepare(problem, arch_of("cuda"))
     tensors = convert(inputs, "torch-cuda")
     out = torch.full(inputs.q.shape, torch.nan, dtype=getattr(torch, case.dtype), device="cuda")
     lse = torch.full(_lse_shape(problem), torch.nan, dtype=torch.float32, device="cuda")
@@ -227,7 +228,7 @@ def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None) -> tuple[np
     return to_numpy(out), to_numpy(lse)
 
 
-def _arch(device: str) -> int:
+def arch_of(device: str) -> int:
     """Compute capability times ten of the current GPU; 0 for the CPU."""
     if device == "cpu":
         return 0

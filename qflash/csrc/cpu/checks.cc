@@ -33,12 +33,14 @@ int check_position(const char* name, int64_t index, int64_t position, const QfRo
 }
 
 // Explicit positions of the rows that exist; without them, the first and the last row of each sequence bound the rest.
+// With no key there is nothing to turn a query against, and its implied position (down to -len_q) is never used.
 int check_positions(const QfAttnParams& p, const Sequence& s) {
   const QfRope& rope = p.rope;
   const int64_t step_q = rope.positions_q ? 1 : s.len_q - 1, step_k = rope.positions_k ? 1 : s.len_k - 1;
   const char* name_q = rope.positions_q ? "rope.positions_q" : "the position of query";
   const char* name_k = rope.positions_k ? "rope.positions_k" : "the position of key";
-  for (int64_t i = 0; i < s.len_q; i += step_q > 0 ? step_q : 1)
+  const int64_t checked_q = s.len_k == 0 && !rope.positions_q ? 0 : s.len_q;
+  for (int64_t i = 0; i < checked_q; i += step_q > 0 ? step_q : 1)
     if (int status = check_position(name_q, s.first_q + i, query_position(p, s, i), rope)) return status;
   for (int64_t j = 0; j < s.len_k; j += step_k > 0 ? step_k : 1)
     if (int status = check_position(name_k, s.first_k + j, key_position(p, s, j), rope)) return status;

@@ -1,0 +1,34 @@
+"""What every test shares: whether there is a GPU, and a count of the tests that did not run for want of one."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import pytest
+
+
+@lru_cache(maxsize=1)
+def why_no_gpu() -> str | None:
+    """None when an NVIDIA GPU can be used from here, else the reason. Asks the driver; needs no framework."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver (libcuda.so.1) on this machine"
+    count = ctypes.c_int(0)
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status != 0 or count.value == 0:
+        return f"the NVIDIA driver finds no GPU (status {status})"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and why_no_gpu():
+            item.add_marker(pytest.mark.skip(reason=f"GPU test: {why_no_gpu()}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" in r.keywords]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {why_no_gpu()}")

@@ -1,0 +1,109 @@
+"""Every case on every kernel this machine can run, held against docs/numerics.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qflash import NoKernelError, dispatch
+from qflash.testing import BY_NAME, Case, cases, check, check_gradients, run_backward, run_case
+from qflash.testing.compare import check_contract, check_same_bits
+from qflash.testing.runner import arch_of, problem_of
+
+CPU_KERNELS = [kernel.name for kernel in dispatch.KERNELS if kernel.device == "cpu"]
+CUDA_KERNELS = [kernel.name for kernel in dispatch.KERNELS if kernel.device == "cuda"]
+WITH_BACKWARD = [kernel.name for kernel in dispatch.KERNELS if kernel.device == "cpu" and kernel.backward]
+# Gradients are defined for finite inputs; what stands in the padding must not matter to them either.
+DIFFERENTIABLE = [case for case in cases() if case.finite or case.name.startswith("nan_in_padding")]
+
+
+def by_name(case: Case) -> str:
+    return case.name
+
+
+def check_or_refused(case: Case, kernel: str, framework: str) -> None:
+    """The contract holds, or dispatch says beforehand that this kernel cannot serve the case."""
+    device = "cuda" if framework.endswith("cuda") else "cpu"
+    spec = problem_of(case, case.make_inputs(), kernel, device).spec(arch_of(device))
+    if dispatch.reasons(dispatch.BY_NAME[kernel], spec):
+        with pytest.raises(NoKernelError, match=kernel):
+            run_case(case, kernel, framework)
+    else:
+        check(case, kernel, framework)
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize("case", cases("full"), ids=by_name)
+def test_contract(case: Case, kernel: str) -> None:
+    check_or_refused(case, kernel, "native")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize("case", cases("large"), ids=by_name)
+def test_contract_large(case: Case, kernel: str) -> None:
+    check_or_refused(case, kernel, "native")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", CUDA_KERNELS)
+@pytest.mark.parametrize("case", cases("full") + cases("large"), ids=by_name)
+def test_contract_cuda(case: Case, kernel: str) -> None:
+    check_or_refused(case, kernel, "native-cuda")
+
+
+@pytest.mark.parametrize("kernel", WITH_BACKWARD)
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=by_name)
+def test_gradients(case: Case, kernel: str) -> None:
+    first = run_backward(case, kernel)
+    check_gradients(case, *first)
+    check_same_bits(case, first, run_backward(case, kernel), names=("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("case", cases("quick"), ids=by_name)
+def test_any_number_of_threads(case: Case, threads: int, kernel: str) -> None:
+    result = run_case(case, kernel, num_threads=threads)
+    check_contract(case, *result, dispatch.BY_NAME[kernel].precision)
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize("case", cases("full"), ids=by_name)
+def test_numpy_front_end_gives_the_same_bits(case: Case, kernel: str) -> None:
+    check_same_bits(case, run_case(case, kernel, "native"), run_case(case, kernel, "numpy"))
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2"])
+def test_other_instruction_sets(isa: str) -> None:
+    """The paths this machine would not choose by itself; asking for one that it lacks falls back to one it has."""
+    names = [case.name for case in cases("quick")] + ["dim_3", "dim_100", "dim_255", "float16_rope", "bfloat16_rope"]
+    script = (
+        "import json, sys\n"
+        "from qflash import _native\n"
+        "from qflash.testing import BY_NAME, check\n"
+        "failures = {}\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    for kernel in json.loads(sys.argv[2]):\n"
+        "        try:\n"
+        "            check(BY_NAME[name], kernel)\n"
+        "        except Exception as error:\n"
+        "            failures[f'{name} {kernel}'] = str(error)\n"
+        "print(json.dumps({'isa': _native.cpu_isa(), 'failures': failures}))\n"
+    )
+    assert set(names) <= set(BY_NAME)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(names), json.dumps(CPU_KERNELS)],
+        env={**os.environ, "QFLASH_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["failures"] == {}
+    if isa == "generic":
+        assert report["isa"] == "generic"
