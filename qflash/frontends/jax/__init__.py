@@ -1,10 +1,10 @@
 """JAX arrays, on the CPU or CUDA: one XLA custom call that jit, vmap, grad, scan, remat and shard_map all see through.
 
-    __init__     argument checks, and the cached jit every call goes through
-    call         what is static about a call
-    transforms   vmap and grad
-    primitives   the JAX primitives and their lowering per platform
-    kernels      keys by which compiled programs name kernels
+__init__     argument checks, and the cached jit every call goes through
+call         what is static about a call
+transforms   vmap and grad
+primitives   the JAX primitives and their lowering per platform
+kernels      keys by which compiled programs name kernels
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _launch(arrays: dict[str, Any], problem: Problem, return_lse: bool):
         return _run(call, return_lse, operands)
     try:  # the CPU engine checks lengths and positions as it runs; wait for its verdict
         return jax.block_until_ready(_run(call, return_lse, operands))
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of the two depends on when XLA notices
         _, failed, text = str(error).partition(_FAILED)
         if failed:
             raise ValueError(text) from None

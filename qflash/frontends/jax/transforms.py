@@ -94,16 +94,20 @@ def _backward(call: Call):
 
 def _one_at_a_time(call: Call, in_batched: Sequence[bool], first_optional: int) -> bool:
     """A kernel takes one set of tables and one packed array, so these are not folded but looped over."""
-    tables = [batched for name, batched in zip(call.operands, in_batched[first_optional:]) if name in ("cos", "sin")]
+    tables = [
+        batched
+        for name, batched in zip(call.operands, in_batched[first_optional:], strict=True)
+        if name in ("cos", "sin")
+    ]
     return call.packed or any(tables)
 
 
 def _map(function, in_batched: Sequence[bool], operands: Sequence[Any]):
     def one(batched):
         batched = iter(batched)
-        return function(*(next(batched) if b else x for x, b in zip(operands, in_batched)))
+        return function(*(next(batched) if b else x for x, b in zip(operands, in_batched, strict=True)))
 
-    return jax.lax.map(one, [x for x, b in zip(operands, in_batched) if b])
+    return jax.lax.map(one, [x for x, b in zip(operands, in_batched, strict=True) if b])
 
 
 def _share_keys(forward, axis_size: int, q, k, v, *optional):
@@ -127,7 +131,7 @@ def _fold(call: Call, axis_size: int, in_batched: Sequence[bool], operands: Sequ
     names = [None] * first_optional + list(call.operands)
     batch = operands[0].shape[1 if in_batched[0] else 0]
     folded = []
-    for name, batched, x in zip(names, in_batched, operands):
+    for name, batched, x in zip(names, in_batched, operands, strict=True):
         if name in ("cos", "sin") or (name in ("positions_q", "positions_k") and not batched and x.ndim == 1):
             folded.append(x)  # the same for every sequence
             continue
@@ -150,7 +154,10 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """
     varying = [_varying_axes(x) for x in operands]
     everywhere = frozenset().union(*varying)
-    return [_vary(x, tuple(everywhere - axes)) if axes != everywhere else x for x, axes in zip(operands, varying)]
+    return [
+        _vary(x, tuple(everywhere - axes)) if axes != everywhere else x
+        for x, axes in zip(operands, varying, strict=True)
+    ]
 
 
 def _varying_axes(x: Any) -> frozenset:
