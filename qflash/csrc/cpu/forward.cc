@@ -58,7 +58,7 @@ class Block {
     const KeyRange any = keys_of_any(p_, s_, block_.first_query, block_.first_query + block_.queries - 1);
     const int64_t begin = any.begin > block_.key_begin ? any.begin : block_.key_begin;
     const int64_t end = any.end < block_.key_end ? any.end : block_.key_end;
-    for (int64_t start = begin / kTileKeys * kTileKeys; start < end; start += kTileKeys) {
+    for (int64_t start = begin / kTileKeys * kTileKeys; begin < end && start < end; start += kTileKeys) {
       first_key_ = start;
       keys_ = int(end - start < kTileKeys ? end - start : kTileKeys);
       tile();
