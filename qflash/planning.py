@@ -8,7 +8,6 @@ from functools import lru_cache
 from qflash import _native, dispatch
 from qflash.backends import Entry
 from qflash.problem import Problem
-from qflash.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +16,12 @@ class Prepared:
 
     problem: Problem
     kernel: dispatch.Kernel
-    entry: Entry
     call: _native.AttnCall | _native.AttnBwdCall
     workspace_bytes: int = 0
 
 
-def entry_of(kernel: dispatch.Kernel, spec: Spec) -> Entry:
-    """The addresses of `kernel` built for `spec`: linked in, loaded, or compiled first."""
+def _entry(kernel: dispatch.Kernel, problem: Problem, arch: int, backward: bool) -> Entry:
+    spec = problem.spec(arch, backward)
     if kernel.device == "cpu":
         from qflash.backends import cpu
 
@@ -37,9 +35,9 @@ def entry_of(kernel: dispatch.Kernel, spec: Spec) -> Entry:
 def prepare(problem: Problem, arch: int = 0) -> Prepared:
     """The forward call for `problem` on a device of compute capability `arch`/10 (0: CPU)."""
     kernel = dispatch.plan(problem.spec(arch), problem.kernel)
-    entry = entry_of(kernel, problem.spec(arch))
+    entry = _entry(kernel, problem, arch, backward=False)
     call = _native.AttnCall(problem, entry.address, entry.status_text, entry.workspace)
-    return Prepared(problem, kernel, entry, call, call.workspace_bytes)
+    return Prepared(problem, kernel, call, call.workspace_bytes)
 
 
 @lru_cache(maxsize=4096)
@@ -51,5 +49,5 @@ def prepare_backward(problem: Problem, arch: int = 0) -> Prepared:
             f"kernel {kernel.name!r} ({kernel.device}, precision {kernel.precision}) has no backward pass; "
             "detach q, k and v, or use float arrays on the CPU with precision=None"
         )
-    entry = entry_of(kernel, problem.spec(arch, backward=True))
-    return Prepared(problem, kernel, entry, _native.AttnBwdCall(problem, entry.address, entry.status_text))
+    entry = _entry(kernel, problem, arch, backward=True)
+    return Prepared(problem, kernel, _native.AttnBwdCall(problem, entry.address, entry.status_text))

@@ -1,0 +1,260 @@
+"""Who runs a problem: qflash's kernels through each front end, and what one would use instead of them.
+
+A candidate gets the same numbers in the layout it likes best; conversion is never timed. Building one raises
+`Unavailable` with the reason when it cannot serve the problem here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+import qflash
+from qflash import dispatch, machine
+from qflash.testing import Case
+from qflash.testing.runner import to_numpy, to_torch
+
+Call = Callable[[], Any]
+
+
+class Unavailable(Exception):
+    """A candidate cannot run here; the text says why."""
+
+
+def load(module: str):
+    """Import a module or raise Unavailable."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unavailable(f"{module} cannot be imported: {error}") from None
+
+
+class Arrays:
+    """One problem's q, k, v (`[B, T, H, D]`) and output gradient, as NumPy, torch or JAX arrays."""
+
+    def __init__(self, case: Case, device: str):
+        self.case = case
+        self.device = device
+        inputs = case.make_inputs()
+        self.numpy = (inputs.q, inputs.k, inputs.v)
+        self.dout = case.make_gradients()[0]
+
+    @cached_property
+    def torch(self):
+        load("torch")
+        return tuple(to_torch(x, self.device) for x in self.numpy)
+
+    @cached_property
+    def torch_bhtd(self):
+        """`[B, H, T, D]`, contiguous: how torch's own attention wants them."""
+        return tuple(x.transpose(1, 2).contiguous() for x in self.torch)
+
+    @cached_property
+    def jax(self):
+        jax = load("jax")
+        return tuple(jax.device_put(x) for x in self.numpy)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a problem. `make(arrays)` gives the call to time."""
+
+    name: str
+    make: Callable[[Arrays], Call]
+    bhtd: bool = False  # the result is [B, H, T, D], not [B, T, H, D]
+    kernel: str | None = None  # of qflash; None for peers
+    precision: str | None = None
+    framework: str = "torch"
+
+    def read(self, result: Any) -> np.ndarray:
+        """A result of the call as `[B, T, H, D]`."""
+        return np.moveaxis(to_numpy(result), 1, 2) if self.bhtd else to_numpy(result)
+
+
+# qflash
+
+
+def _options(case: Case, kernel: str) -> dict[str, Any]:
+    precision = dispatch.BY_NAME[kernel].precision
+    return {"causal": case.causal, "kernel": kernel, "precision": None if precision == "native" else precision}
+
+
+def qflash_torch(kernel: str) -> Candidate:
+    def make(arrays: Arrays) -> Call:
+        q, k, v = arrays.torch
+        options = _options(arrays.case, kernel)
+        return lambda: qflash.attention(q, k, v, **options)
+
+    return _qflash(kernel, "torch", make)
+
+
+def qflash_numpy(kernel: str) -> Candidate:
+    def make(arrays: Arrays) -> Call:
+        q, k, v = arrays.numpy
+        options = _options(arrays.case, kernel)
+        return lambda: qflash.attention(q, k, v, **options)
+
+    return _qflash(kernel, "numpy", make)
+
+
+def qflash_jax(kernel: str) -> Candidate:
+    def make(arrays: Arrays) -> Call:
+        jax = load("jax")
+        options = _options(arrays.case, kernel)
+        call = jax.jit(lambda q, k, v: qflash.attention(q, k, v, **options))
+        return lambda: jax.block_until_ready(call(*arrays.jax))
+
+    return _qflash(kernel, "jax", make)
+
+
+def qflash_torch_train(kernel: str) -> Candidate:
+    def make(arrays: Arrays) -> Call:
+        options = _options(arrays.case, kernel)
+        return _with_gradients(arrays, arrays.torch, lambda q, k, v: qflash.attention(q, k, v, **options))
+
+    return _qflash(kernel, "torch", make)
+
+
+def _qflash(kernel: str, framework: str, make) -> Candidate:
+    precision = dispatch.BY_NAME[kernel].precision
+    return Candidate(f"qflash {kernel}", make, kernel=kernel, precision=precision, framework=framework)
+
+
+# PyTorch
+
+
+def _sdpa(arrays: Arrays):
+    F = load("torch").nn.functional
+    case = arrays.case
+    if case.causal and case.q_len != case.k_len:
+        raise Unavailable("is_causal is aligned to the top left")
+    grouped = case.q_heads != case.kv_heads
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
+
+
+def torch_sdpa() -> Candidate:
+    def make(arrays: Arrays) -> Call:
+        call = _sdpa(arrays)
+        q, k, v = arrays.torch_bhtd
+        return lambda: call(q, k, v)
+
+    return Candidate("torch SDPA", make, bhtd=True)
+
+
+def torch_sdpa_backend(backend: str) -> Candidate:
+    def make(arrays: Arrays) -> Call:
+        attention = load("torch.nn.attention")
+        call = _sdpa(arrays)
+        q, k, v = arrays.torch_bhtd
+        chosen = attention.SDPBackend[backend]
+
+        def run():
+            with attention.sdpa_kernel(chosen):
+                return call(q, k, v)
+
+        try:
+            run()
+        except RuntimeError as error:
+            raise Unavailable(str(error).splitlines()[0]) from None
+        return run
+
+    return Candidate(f"torch SDPA {backend.removesuffix('_ATTENTION').lower()}", make, bhtd=True)
+
+
+def torch_sdpa_train() -> Candidate:
+    def make(arrays: Arrays) -> Call:
+        return _with_gradients(arrays, arrays.torch_bhtd, _sdpa(arrays), bhtd=True)
+
+    return Candidate("torch SDPA", make, bhtd=True)
+
+
+def torch_naive() -> Candidate:
+    """What a first version looks like: matmul, softmax, matmul, with the scores in memory."""
+
+    def make(arrays: Arrays) -> Call:
+        torch = load("torch")
+        case = arrays.case
+        q, k, v = arrays.torch_bhtd
+        scale = 1 / math.sqrt(case.head_dim)
+        group = case.q_heads // case.kv_heads
+        mask = None
+        if case.causal:
+            ones = torch.ones(case.q_len, case.k_len, dtype=torch.bool, device=q.device)
+            mask = ones.triu(1 + case.k_len - case.q_len)
+
+        def run():
+            keys, values = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+            scores = (q @ keys.transpose(-1, -2)) * scale
+            if mask is not None:
+                scores = scores.masked_fill(mask, -math.inf)
+            return torch.softmax(scores, -1) @ values
+
+        return run
+
+    return Candidate("torch naive", make, bhtd=True)
+
+
+def _with_gradients(arrays: Arrays, tensors, attention, bhtd: bool = False) -> Call:
+    """Forward and backward as one call; its result is dq."""
+    torch = load("torch")
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    dout = to_torch(arrays.dout, arrays.device)
+    if bhtd:
+        dout = dout.transpose(1, 2).contiguous()
+    return lambda: torch.autograd.grad(attention(*leaves), leaves, dout)[0]
+
+
+# JAX and others
+
+
+def jax_nn() -> Candidate:
+    def make(arrays: Arrays) -> Call:
+        jax = load("jax")
+        case = arrays.case
+        if case.causal and case.q_len != case.k_len:
+            raise Unavailable("is_causal is aligned to the top left")
+        call = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=case.causal))
+        return lambda: jax.block_until_ready(call(*arrays.jax))
+
+    return Candidate("jax.nn", make, framework="jax")
+
+
+def flash_attn(module: str, name: str) -> Candidate:
+    """FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), where they are installed."""
+
+    def make(arrays: Arrays) -> Call:
+        function = load(module).flash_attn_func
+        q, k, v = arrays.torch
+        if q.dtype == load("torch").float32:
+            raise Unavailable("takes no float32")
+        causal = arrays.case.causal
+
+        def run():
+            out = function(q, k, v, causal=causal)
+            return out[0] if isinstance(out, tuple) else out
+
+        return run
+
+    return Candidate(name, make)
+
+
+def candidates(kind: str, device: str, kernels: tuple[str, ...]) -> list[Candidate]:
+    """Everyone who takes part in a preset, qflash first."""
+    if kind == "train":
+        return [*map(qflash_torch_train, kernels), torch_sdpa_train()]
+    if kind == "overhead":
+        ours = [front(kernel) for kernel in kernels for front in (qflash_numpy, qflash_torch, qflash_jax)]
+        named = [replace(one, name=f"qflash, {one.framework}") for one in ours]
+        return [*named, torch_sdpa(), jax_nn()]
+    if device == "cuda":
+        backends = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+        others = [flash_attn("flash_attn", "FlashAttention 2"), flash_attn("flash_attn_interface", "FlashAttention 3")]
+        return [*map(qflash_torch, kernels), torch_sdpa(), *map(torch_sdpa_backend, backends), torch_naive(), *others]
+    front = qflash_torch if machine.version("torch") else qflash_numpy
+    return [*map(front, kernels), torch_sdpa(), torch_naive(), jax_nn()]

@@ -1,0 +1,96 @@
+"""Rows: one JSON line per candidate and problem. They say where they come from and never name a host or a path."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import qflash
+from qflash import _native, machine
+from qflash.testing import Case
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PACKAGES = ("numpy", "torch", "jax", "triton", "flash-attn")
+
+
+def commit() -> str:
+    """The commit measured, with a + when the tree holds more than that commit; unknown outside git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "qflash", "CMakeLists.txt")
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def provenance(device: str) -> dict[str, Any]:
+    """The part that all rows of a run share."""
+    versions = {"qflash": qflash.__version__} | {name: machine.version(name) for name in PACKAGES}
+    facts: dict[str, Any] = {
+        "machine": folder_name(device),
+        "cpu": machine.cpu_name(),
+        "isa": _native.cpu_isa(),
+        "threads": qflash.get_num_threads(),
+        "gpu": None,
+        "driver": None,
+        "commit": commit(),
+        "versions": {name: version for name, version in versions.items() if version},
+    }
+    if device == "cuda":
+        gpu = machine.gpus()[0][0]
+        facts |= {"gpu": gpu.name, "driver": gpu.driver}
+    return facts
+
+
+def folder_name(device: str) -> str:
+    """The folder of bench/results that this machine's rows go to."""
+    if device == "cuda":
+        return machine.slug(machine.gpus()[0][0].name)
+    return f"{machine.slug(machine.cpu_name())}-{machine.cores()}c"
+
+
+def flop(case: Case, kind: str) -> float:
+    """Multiplications and additions of QKᵀ and PV; half for a causal mask; a backward pass counts 2.5 forwards."""
+    forward = 4.0 * case.batch * case.q_heads * case.q_len * case.k_len * case.head_dim
+    return forward * (0.5 if case.causal else 1.0) * (3.5 if kind == "train" else 1.0)
+
+
+def cache_bytes(case: Case) -> int:
+    """K and V, read once: what a decode step must move."""
+    item = 4 if case.dtype == "float32" else 2
+    return 2 * case.batch * case.k_len * case.kv_heads * case.head_dim * item
+
+
+def problem(case: Case, kind: str) -> dict[str, Any]:
+    """The part of a row that says what was computed."""
+    return {
+        "kind": kind,
+        "B": case.batch,
+        "Tq": case.q_len,
+        "Tk": case.k_len,
+        "Hq": case.q_heads,
+        "Hkv": case.kv_heads,
+        "D": case.head_dim,
+        "dtype": case.dtype,
+        "causal": case.causal,
+    }
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def committed(preset: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows of a preset by machine."""
+    return {path.parent.name: read(path) for path in sorted(RESULTS.glob(f"*/{preset}.jsonl"))}

@@ -1,0 +1,122 @@
+"""Measure a preset: every candidate on every problem, interleaved, with its error against float64.
+
+python -m bench.run PRESET [PRESET ...]   writes bench/results/<machine>/<preset>.jsonl; `qflash bench` does the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import qflash
+from bench import rows
+from bench.peers import Arrays, Candidate, Unavailable, candidates
+from bench.presets import DECODE, FORWARD, OVERHEAD, PRESETS, TRAIN, Preset
+from qflash import machine, reference
+from qflash.testing import Case, errors
+from qflash.testing.timing import Clock, Comparison, CudaClock, WallClock, compare
+
+PEER = "torch SDPA"  # whom speed-ups are given over, besides "torch naive"
+
+
+def exact(case: Case, arrays: Arrays, kind: str) -> np.ndarray:
+    """The first head of the first sequence in float64 (heads do not see each other): out, or dq of a train step."""
+    q, k, v = (x[:1, :, :1].astype(np.float64) for x in arrays.numpy)
+    if kind == TRAIN:
+        return reference.attention_backward(q, k, v, arrays.dout[:1, :, :1].astype(np.float64), causal=case.causal)[0]
+    return reference.attention(q, k, v, causal=case.causal)[0]
+
+
+def refusal(error: Exception) -> str | None:
+    """Why a candidate cannot take part, in a line; None if the error is not of that sort."""
+    if isinstance(error, (Unavailable, NotImplementedError, qflash.NoKernelError)):
+        return str(error).splitlines()[0]
+    return "out of memory" if isinstance(error, RuntimeError) and "out of memory" in str(error).lower() else None
+
+
+def clock_of(preset: Preset) -> Clock:
+    if preset.device == "cuda":
+        return CudaClock(graph=preset.kind == DECODE)
+    # Short calls follow one another without a pause where their own cost is what is asked for.
+    return WallClock(settle=0 if preset.kind == OVERHEAD else 0.002)
+
+
+def measure(
+    preset: Preset,
+    *,
+    budget: float = 3.0,
+    min_rounds: int = 7,
+    cases: tuple[Case, ...] | None = None,
+    on_skip: Callable[[str], None] = lambda text: None,
+) -> Iterator[list[dict[str, Any]]]:
+    """One list of rows per problem of `preset`. Candidates that cannot run are told to `on_skip`, once each."""
+    shared = {"preset": preset.name} | rows.provenance(preset.device)
+    clock = clock_of(preset)
+    told = set()
+    for case in cases or preset.cases:
+        arrays = Arrays(case, preset.device)
+        truth = exact(case, arrays, preset.kind)
+        calls, rel_l2, taking_part = {}, {}, []
+        for candidate in candidates(preset.kind, preset.device, preset.kernels):
+            try:
+                call = candidate.make(arrays)
+                result = candidate.read(call())
+            except Exception as error:
+                reason = refusal(error)
+                if reason is None:
+                    raise
+                if candidate.name not in told:
+                    told.add(candidate.name)
+                    on_skip(f"{candidate.name}: {reason}")
+                continue
+            calls[candidate.name] = call
+            rel_l2[candidate.name] = errors(result[:1, :, :1], truth).relative_l2
+            taking_part.append(candidate)
+        timing = compare(calls, clock=clock, budget=budget, min_rounds=min_rounds)
+        yield [shared | _row(preset.kind, case, one, timing, rel_l2[one.name]) for one in taking_part]
+
+
+def _row(kind: str, case: Case, candidate: Candidate, timing: Comparison, rel_l2: float) -> dict[str, Any]:
+    stats = timing.stats[candidate.name]
+    row = rows.problem(case, kind) | {
+        "candidate": candidate.name,
+        "framework": candidate.framework,
+        "kernel": candidate.kernel,
+        "precision": candidate.precision,
+        "us": stats.as_dict(),
+        "rel_l2": float(f"{rel_l2:.3g}"),
+    }
+    if kind in (FORWARD, TRAIN):
+        row["gflops"] = round(rows.flop(case, kind) / stats.p50 / 1e3, 1)
+    if kind == DECODE:
+        row["gbs"] = round(rows.cache_bytes(case) / stats.p50 / 1e3, 2)
+    others = [peer for peer in (PEER, "torch naive") if peer in timing.samples and candidate.name != peer]
+    row["speedup"] = {peer: round(timing.speedup(candidate.name, over=peer), 3) for peer in others}
+    return row
+
+
+def set_threads(threads: int | None) -> None:
+    """The same number of threads for qflash and torch; default: all cores."""
+    threads = threads or machine.cores()
+    qflash.set_num_threads(threads)
+    if machine.version("torch"):
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def main(names: list[str]) -> None:
+    set_threads(None)
+    for name in names:
+        preset = PRESETS[name]
+        collected = [row for part in measure(preset, on_skip=print) for row in part]
+        path = rows.RESULTS / collected[0]["machine"] / f"{name}.jsonl"
+        rows.write(path, collected)
+        print(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or [name for name, preset in PRESETS.items() if preset.device == "cpu"])

@@ -1,0 +1,24 @@
+"""The `qflash` command. One module per group of commands; frameworks are imported only by what runs on them."""
+
+from __future__ import annotations
+
+import click
+
+import qflash
+from qflash.cli import bench, doctor, verify
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(qflash.__version__, prog_name="qflash")
+def main() -> None:
+    """Attention for NumPy, PyTorch and JAX on kernels written from scratch."""
+
+
+for _command in (
+    doctor.doctor,
+    verify.verify,
+    bench.run,
+    bench.bench,
+    bench.report,
+):
+    main.add_command(_command)

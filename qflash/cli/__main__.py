@@ -1,0 +1,3 @@
+from qflash.cli import main
+
+main(prog_name="qflash")

@@ -1,0 +1,129 @@
+"""`qflash run`, `bench` and `report`: the commands of a checkout, where benchmarks and their rows live (bench/)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import qflash
+from qflash.cli.console import make_console, track
+from qflash.cli.usable import usable_kernels
+from qflash.cli.verify import show_failures, verify_kernels
+
+
+def load(name: str) -> ModuleType:
+    """A module of the checkout's bench/ folder."""
+    root = Path(qflash.__file__).resolve().parent.parent
+    if not (root / "bench" / "run.py").exists():
+        raise click.ClickException(
+            "benchmarks run from a source checkout, and this qflash was installed without one; "
+            "`qflash verify` and `qflash doctor` work everywhere"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(f"bench.{name}")
+
+
+def devices() -> list[str]:
+    """Where a kernel can run here: "cpu", and "cuda" where a GPU and a compiler are."""
+    entries = usable_kernels().values()
+    return sorted({entry.kernel.device for entry in entries if not entry.why_not})
+
+
+def table_of(rows: list[dict], title: str) -> Table:
+    """Rows as the table users see: qflash in bold, a rule between problems."""
+    table = Table(title=title)
+    names = ("candidate", "problem", "dtype", "error", "time", "rate", "vs torch SDPA", "vs naive")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("candidate", "problem", "dtype") else "right")
+    report = load("report")
+    previous = None
+    for row in rows:
+        problem = report.problem(row)
+        if previous not in (None, problem):
+            table.add_section()
+        previous = problem
+        ours = row["kernel"] is not None
+        ratios = [report.ratio(row["speedup"].get(peer)) for peer in ("torch SDPA", "torch naive")]
+        cells = (row["candidate"], problem, row["dtype"], f"{row['rel_l2']:.1e}", report.time(row), report.rate(row))
+        table.add_row(*cells, *ratios, style="bold" if ours else "dim")
+    return table
+
+
+def measure(console: Console, preset, **options) -> list[dict]:
+    """Rows of a preset, with progress."""
+    parts = load("run").measure(preset, on_skip=lambda text: console.print(f"left out: {text}"), **options)
+    return [row for part in track(console, f"timing {preset.title}", parts, len(preset.cases)) for row in part]
+
+
+def write(console: Console, name: str, rows: list[dict]) -> None:
+    """Rows and their plot into bench/results/<machine>/."""
+    store, plot = load("rows"), load("plot")
+    path = store.RESULTS / rows[0]["machine"] / f"{name}.jsonl"
+    store.write(path, rows)
+    console.print(f"{len(rows)} rows in {path.relative_to(store.ROOT)}")
+    picture = plot.draw(rows, path.with_suffix(".svg"))
+    if picture is None:
+        console.print("no plot: matplotlib is not installed (pip install qflash[bench])")
+    else:
+        console.print(f"plot in {picture.relative_to(store.ROOT)}")
+
+
+@click.command()
+@click.option("--threads", type=click.IntRange(1), help="Threads for qflash and its peers (default: all cores).")
+def run(threads: int | None) -> None:
+    """Verify every kernel this machine can run, then race it: one table, rows and a plot."""
+    console = make_console()
+    load("run").set_threads(threads)
+    kernels = [entry.kernel for entry in usable_kernels().values() if not entry.why_not]
+    tallies = verify_kernels(console, kernels, quick=True)
+    for tally in tallies:
+        console.print(tally.summary)
+    failed = show_failures(console, tallies)
+    presets = load("presets")
+    chosen = [preset for device in devices() for preset in presets.for_device(device) if preset.name in presets.RUN]
+    rows = [row for preset in chosen for row in measure(console, preset, budget=0.5, min_rounds=3)]
+    console.print(table_of(rows, "qflash and what you would use instead: interleaved in one process, medians"))
+    write(console, "run", rows)
+    sys.exit(int(failed))
+
+
+@click.command()
+@click.argument("presets", nargs=-1)
+@click.option("--threads", type=click.IntRange(1), help="Threads for qflash and its peers (default: all cores).")
+@click.option("--budget", type=float, default=3.0, show_default=True, help="Seconds of timing per problem.")
+@click.option("--dry-run", is_flag=True, help="Print the table and write nothing.")
+def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run: bool) -> None:
+    """Measure PRESETS (default: all that this machine can run) and write their rows."""
+    console = make_console()
+    available = load("presets").PRESETS
+    for name in presets:
+        if name not in available:
+            raise click.BadParameter(f"{name!r} is no preset; allowed: {', '.join(available)}", param_hint="PRESETS")
+    chosen = [available[name] for name in presets] or [p for p in available.values() if p.device in devices()]
+    for preset in chosen:
+        if preset.device not in devices():
+            raise click.ClickException(f"preset {preset.name} needs {preset.device}; see `qflash doctor`")
+    load("run").set_threads(threads)
+    for preset in chosen:
+        rows = measure(console, preset, budget=budget)
+        console.print(table_of(rows, preset.title))
+        if not dry_run:
+            write(console, preset.name, rows)
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Change nothing; fail if the README differs from the committed rows.")
+def report(check: bool) -> None:
+    """Rebuild the README's tables from the committed rows."""
+    module = load("report")
+    stale = module.update(check_only=check)
+    if check and stale:
+        raise click.ClickException(f"README.md is out of date in: {', '.join(stale)}; run `qflash report`")
+    click.echo(f"rewrote {', '.join(stale)}" if stale else "README.md is up to date")

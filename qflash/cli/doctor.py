@@ -1,0 +1,76 @@
+"""`qflash doctor`: what this machine has, which kernels it can run, and why it cannot run the others."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+
+import click
+from rich.table import Table
+
+import qflash
+from qflash import _native, machine
+from qflash.cli.console import make_console
+from qflash.cli.usable import usable_kernels
+
+FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "triton")
+
+
+def hardware() -> list[tuple[str, str]]:
+    """Processor, memory and GPUs."""
+    facts = [
+        ("processor", machine.cpu_name()),
+        ("cores", f"{machine.cores()} usable, qflash runs {qflash.get_num_threads()} threads"),
+        ("vector extensions", " ".join(machine.cpu_flags()) or "none that qflash knows"),
+        ("CPU engine", f"{_native.cpu_isa()} (QFLASH_CPU_ISA overrides)"),
+        ("memory", f"{machine.memory_gib():.0f} GiB"),
+    ]
+    gpus, none_because = machine.gpus()
+    for index, gpu in enumerate(gpus):
+        text = f"{gpu.name}, compute capability {gpu.arch / 10}, {gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver}"
+        facts.append((f"GPU {index}", text))
+    return facts if gpus else [*facts, ("GPU", f"none: {none_because}")]
+
+
+def compilers() -> list[tuple[str, str]]:
+    """The C++ compiler (needed to install qflash from source)."""
+    return [("C++ compiler", _compiler_version(("c++", "g++", "clang++")))]
+
+
+def _compiler_version(names: tuple[str, ...]) -> str:
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        return f"none of {', '.join(names)} is on the PATH"
+    done = subprocess.run([path, "--version"], capture_output=True, text=True)
+    return f"{done.stdout.splitlines()[0]} ({path})" if done.stdout else f"{path} does not answer --version"
+
+
+def frameworks() -> list[tuple[str, str]]:
+    """Python and the packages that matter, by their metadata."""
+    found = [("Python", f"{platform.python_version()} ({sys.executable})"), ("qflash", qflash.__version__)]
+    return found + [(name, machine.version(name) or "not installed") for name in FRAMEWORKS]
+
+
+def _section(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+@click.command()
+def doctor() -> None:
+    """Show hardware, compilers, frameworks and which kernels are usable here."""
+    console = make_console()
+    sections = {"Hardware": hardware(), "Compilers": compilers(), "Frameworks": frameworks()}
+    for title, rows in sections.items():
+        console.print(_section(title, rows), "")
+    kernels = []
+    for entry in usable_kernels().values():
+        verdict = f"[yellow]no[/yellow]   {entry.why_not}" if entry.why_not else "[green]yes[/green]"
+        kernels.append((entry.kernel.name, verdict))
+    console.print(_section("Kernels usable here", kernels))

@@ -1,0 +1,116 @@
+"""`qflash verify`: every kernel this machine can run, over the case list, against the float64 oracle."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from qflash.cli.console import make_console, track
+from qflash.cli.usable import usable_kernels
+from qflash.dispatch import BY_NAME, Kernel
+from qflash.errors import NoKernelError
+
+if TYPE_CHECKING:
+    from qflash.testing import Case
+
+
+@dataclass
+class Tally:
+    """What verification of one kernel found."""
+
+    kernel: Kernel
+    passed: int = 0
+    refused: int = 0  # cases the kernel does not claim to serve
+    worst: dict[str, float] = field(default_factory=dict)  # dtype -> greatest relative L2 error
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def take(self, case: Case) -> None:
+        """Run one case, forward and (where the kernel has one) backward, and note the outcome."""
+        from qflash.testing import ContractError, check, check_gradients, run_backward
+
+        started = time.perf_counter()
+        try:
+            errors = check(case, self.kernel.name, "native-cuda" if self.kernel.device == "cuda" else "native")
+            if self.kernel.backward and case.finite:
+                check_gradients(case, *run_backward(case, self.kernel.name))
+        except NoKernelError:
+            self.refused += 1
+        except ContractError as error:
+            self.failures.append(str(error))
+        else:
+            self.passed += 1
+            if case.finite:
+                self.worst[case.dtype] = max(self.worst.get(case.dtype, 0.0), errors.relative_l2)
+        self.seconds += time.perf_counter() - started
+
+    @property
+    def worst_text(self) -> str:
+        return ", ".join(f"{dtype} {error:.0e}" for dtype, error in self.worst.items())
+
+    @property
+    def summary(self) -> str:
+        """One line on one kernel."""
+        total = self.passed + len(self.failures)
+        refused = f", {self.refused} not served" if self.refused else ""
+        return (
+            f"{self.kernel.name}: {self.passed} of {total} cases agree with the float64 oracle{refused}; "
+            f"worst relative error {self.worst_text}"
+        )
+
+
+def verify_kernels(console: Console, kernels: list[Kernel], quick: bool) -> list[Tally]:
+    """Run the case list on each kernel, showing progress."""
+    from qflash.testing import cases
+
+    chosen = cases("quick" if quick else "full")
+    tallies = []
+    for kernel in kernels:
+        tally = Tally(kernel)
+        for case in track(console, f"verifying {kernel.name}", chosen, len(chosen)):
+            tally.take(case)
+        tallies.append(tally)
+    return tallies
+
+
+def show_failures(console: Console, tallies: list[Tally]) -> bool:
+    """Print what failed; True if anything did."""
+    for tally in tallies:
+        for failure in tally.failures:
+            console.print(f"[red]FAILED[/red] {tally.kernel.name} ", end="")
+            console.print(failure, markup=False, soft_wrap=True)
+    return any(tally.failures for tally in tallies)
+
+
+@click.command()
+@click.option("--kernel", "names", multiple=True, help="Verify only this kernel (may be repeated).")
+@click.option("--quick", is_flag=True, help="The short case list.")
+def verify(names: tuple[str, ...], quick: bool) -> None:
+    """Check kernels against the float64 oracle over the case list."""
+    for name in names:
+        if name not in BY_NAME:
+            raise click.BadParameter(f"{name!r} is no kernel; allowed: {', '.join(BY_NAME)}", param_hint="--kernel")
+    usable = usable_kernels()
+    wanted = [usable[name] for name in (names or usable)]
+    console = make_console()
+    runnable = [entry.kernel for entry in wanted if not entry.why_not]
+    tallies = verify_kernels(console, runnable, quick)
+    table = Table(title="Against the float64 oracle")
+    for column in ("kernel", "passed", "failed", "not served", "worst relative L2 error", "seconds"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    for tally in tallies:
+        counts = (str(tally.passed), str(len(tally.failures)), str(tally.refused))
+        table.add_row(tally.kernel.name, *counts, tally.worst_text, f"{tally.seconds:.1f}")
+    console.print(table)
+    for entry in wanted:
+        if entry.why_not:
+            console.print(f"{entry.kernel.name} cannot run here: {entry.why_not}")
+    missing = names and len(runnable) < len(names)
+    if show_failures(console, tallies) or missing:
+        sys.exit(1)

@@ -1,0 +1,112 @@
+"""Rows, README sections and plots."""
+
+import json
+import os
+import socket
+
+import pytest
+
+from qflash.cli.bench import load
+from qflash.dispatch import KERNELS
+
+report, store, presets, run = (load(name) for name in ("report", "rows", "presets", "run"))
+
+
+def row(candidate, gflops, speedup, **changes):
+    kernel = candidate.removeprefix("qflash ") if candidate.startswith("qflash") else None
+    base = {"preset": "cpu", "machine": "m-2c", "cpu": "A Processor", "isa": "avx2", "threads": 2, "gpu": None}
+    base |= {"driver": None, "commit": "abc", "versions": {"torch": "2.13.0"}, "kind": "forward", "B": 1, "Tq": 1024}
+    base |= {"Tk": 1024, "Hq": 8, "Hkv": 8, "D": 64, "dtype": "float32", "causal": True, "candidate": candidate}
+    base |= {"framework": "torch", "kernel": kernel, "precision": "native", "rel_l2": 3e-7, "gflops": gflops}
+    return base | {"us": {"p50": 1234.5, "min": 1200.0}, "speedup": speedup} | changes
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    rows = [row("qflash cpu", 200.0, {"torch SDPA": 2.0}), row("torch SDPA", 100.0, {})]
+    store.write(tmp_path / "m-2c" / "cpu.jsonl", rows)
+    return tmp_path
+
+
+def test_rows_survive_the_file(results):
+    assert store.committed("cpu")["m-2c"][0]["gflops"] == 200.0
+    assert len((results / "m-2c" / "cpu.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_table_shows_rate_ratio_error_and_source(results):
+    table = report.preset_table("cpu")
+    assert "A Processor (avx2, 2 threads); torch 2.13.0; commit abc." in table
+    assert "| B=1 T=1024 H=8 D=64 causal float32 | 200 GFLOP/s | **2.00×** | 3e-07 | 100 GFLOP/s |" in table
+
+
+def test_a_preset_without_rows_says_so(results):
+    assert "No rows are committed yet" in report.preset_table("cuda")
+
+
+def test_rewrite_fills_sections_and_names_what_changed(results):
+    text = "a\n<!-- qflash:cpu -->old<!-- /qflash:cpu -->\nb"
+    fresh, changed = report.rewrite(text)
+    assert changed == ["cpu"]
+    assert fresh.startswith("a\n<!-- qflash:cpu -->\nA Processor")
+    assert fresh.endswith("<!-- /qflash:cpu -->\nb")
+    assert report.rewrite(fresh) == (fresh, [])
+
+
+def test_an_unknown_section_is_refused():
+    with pytest.raises(ValueError, match="nonsense"):
+        report.rewrite("<!-- qflash:nonsense -->x<!-- /qflash:nonsense -->")
+
+
+def test_every_kernel_is_in_the_kernels_table():
+    table = report.kernels_table()
+    assert all(f"`{kernel.name}`" in table for kernel in KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, "1.23 ms"), ({"us": {"p50": 7.25}}, "7.2 µs")],
+)
+def test_times_have_units(changes, expected):
+    assert report.time(row("x", 1, {}, **changes)) == expected
+
+
+def test_plot_is_an_svg(results):
+    pytest.importorskip("matplotlib")
+    path = load("plot").draw(store.committed("cpu")["m-2c"], results / "plot.svg")
+    text = path.read_text()
+    assert "<svg" in text
+    assert "qflash cpu" in text
+
+
+def test_flop_counts_half_for_causal():
+    case = presets.PRESETS["cpu"].cases[0]
+    assert not case.causal
+    full = store.flop(case, "forward")
+    assert full == 4 * 8 * 1024 * 1024 * 64
+    causal = next(c for c in presets.PRESETS["cpu"].cases if c.causal)
+    assert store.flop(causal, "forward") == full / 2
+    assert store.flop(case, "train") == 3.5 * full
+
+
+def test_presets_name_kernels_of_their_device():
+    devices = {kernel.name: kernel.device for kernel in KERNELS}
+    for preset in presets.PRESETS.values():
+        assert {devices[name] for name in preset.kernels} == {preset.device}
+
+
+def test_measured_rows_are_complete_and_name_no_host(capsys):
+    preset = presets.PRESETS["cpu"]
+    case = presets._square(48, 16, causal=True, heads=2)
+    (rows,) = run.measure(preset, cases=(case,), budget=0, min_rounds=2, on_skip=print)
+    ours = [one for one in rows if one["kernel"]]
+    assert [one["kernel"] for one in ours] == list(preset.kernels)
+    for one in rows:
+        assert one["us"]["n"] >= 2
+        assert one["us"]["min"] <= one["us"]["p50"] <= one["us"]["max"]
+        # p50 is stored rounded, so agreement is to its last digit
+        assert one["gflops"] == pytest.approx(2 * 2 * 48 * 48 * 16 / one["us"]["p50"] / 1e3, abs=0.1, rel=0.01)
+        assert one["rel_l2"] < (2e-2 if one["precision"] == "int8" else 1e-5)
+        text = json.dumps(one)
+        assert os.sep + "home" not in text
+        assert socket.gethostname() not in text
