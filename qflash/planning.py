@@ -8,6 +8,7 @@ from functools import lru_cache
 from qflash import _native, dispatch
 from qflash.backends import Entry
 from qflash.problem import Problem
+from qflash.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,13 @@ class Prepared:
 
     problem: Problem
     kernel: dispatch.Kernel
+    entry: Entry
     call: _native.AttnCall | _native.AttnBwdCall
     workspace_bytes: int = 0
 
 
-def _entry(kernel: dispatch.Kernel, problem: Problem, arch: int, backward: bool) -> Entry:
-    spec = problem.spec(arch, backward)
+def entry_of(kernel: dispatch.Kernel, spec: Spec) -> Entry:
+    """The addresses of `kernel` built for `spec`: linked in, loaded, or compiled first."""
     if kernel.device == "cpu":
         from qflash.backends import cpu
 
@@ -35,9 +37,9 @@ def _entry(kernel: dispatch.Kernel, problem: Problem, arch: int, backward: bool)
 def prepare(problem: Problem, arch: int = 0) -> Prepared:
     """The forward call for `problem` on a device of compute capability `arch`/10 (0: CPU)."""
     kernel = dispatch.plan(problem.spec(arch), problem.kernel)
-    entry = _entry(kernel, problem, arch, backward=False)
+    entry = entry_of(kernel, problem.spec(arch))
     call = _native.AttnCall(problem, entry.address, entry.status_text, entry.workspace)
-    return Prepared(problem, kernel, call, call.workspace_bytes)
+    return Prepared(problem, kernel, entry, call, call.workspace_bytes)
 
 
 @lru_cache(maxsize=4096)
@@ -49,5 +51,5 @@ def prepare_backward(problem: Problem, arch: int = 0) -> Prepared:
             f"kernel {kernel.name!r} ({kernel.device}, precision {kernel.precision}) has no backward pass; "
             "detach q, k and v, or use float arrays on the CPU with precision=None"
         )
-    entry = _entry(kernel, problem, arch, backward=True)
-    return Prepared(problem, kernel, _native.AttnBwdCall(problem, entry.address, entry.status_text))
+    entry = entry_of(kernel, problem.spec(arch, backward=True))
+    return Prepared(problem, kernel, entry, _native.AttnBwdCall(problem, entry.address, entry.status_text))

@@ -349,6 +349,7 @@ def _with_rope(
             needed = max(needed, length)
         else:
             _check_index(name, array, shapes, problem.device)
+            needed = max(needed, min(1, *array.shape))  # whatever the positions say, they need a row to point at
             strides.append(array.shape[1] if len(array.shape) == 2 else 0)
     if rows < needed:
         raise ValueError(f"rope.cos has {rows} rows; allowed: at least {needed}, one for each position in use")

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "params.h"
 #include "qflash.h"
 
 namespace py = pybind11;
@@ -13,7 +14,7 @@ void bind_xla_ffi(py::module_& module);
 
 namespace {
 
-using StatusText = const char* (*)(int);
+using qflash::StatusText;
 
 [[noreturn]] void raise_status(int status, StatusText text) {
   std::string message = text ? text(status) : "status " + std::to_string(status);
@@ -25,10 +26,6 @@ using StatusText = const char* (*)(int);
 
 QfTensor tensor_like(const py::tuple& strides) {
   return {nullptr, strides[0].cast<int64_t>(), strides[1].cast<int64_t>(), strides[2].cast<int64_t>()};
-}
-
-QfTensor contiguous(int64_t batch_stride, int64_t heads, int64_t head_dim) {
-  return {nullptr, batch_stride, heads * head_dim, head_dim};
 }
 
 // Everything of the struct that a qflash.problem.Problem fixes; pointers stay null.
@@ -56,10 +53,7 @@ QfAttnParams params_of(const py::object& problem) {
   const bool packed = problem.attr("packed").cast<bool>();
   p.total_q = problem.attr("total_q").cast<int64_t>();
   p.total_k = problem.attr("total_k").cast<int64_t>();
-  const int64_t row = int64_t(p.q_heads) * p.head_dim;
-  p.out = contiguous(packed ? 0 : p.q_len * row, p.q_heads, p.head_dim);
-  p.lse_stride_h = packed ? p.total_q : p.q_len;
-  p.lse_stride_b = packed ? 0 : int64_t(p.q_heads) * p.q_len;
+  qflash::set_result_strides(p, packed);
   p.rope.rows = integer("rope_rows");
   p.rope.rotary_dim = integer("rotary_dim");
   p.rope.interleaved = problem.attr("rope_interleaved").cast<bool>();
@@ -100,14 +94,11 @@ void set_addresses(QfAttnParams& p, const Addresses& a) {
 // A prepared forward call: the struct with everything but addresses. Immutable, so threads share it.
 class AttnCall {
  public:
-  using Entry = int (*)(const QfAttnParams*, void*);
-  using Workspace = int64_t (*)(const QfAttnParams*);
-
   AttnCall(const py::object& problem, uintptr_t entry, uintptr_t status_text, uintptr_t workspace)
       : params_(params_of(problem)),
-        entry_(reinterpret_cast<Entry>(entry)),
+        entry_(reinterpret_cast<qflash::AttnEntry>(entry)),
         text_(reinterpret_cast<StatusText>(status_text)) {
-    if (workspace) workspace_bytes_ = reinterpret_cast<Workspace>(workspace)(&params_);
+    if (workspace) workspace_bytes_ = reinterpret_cast<qflash::WorkspaceBytes>(workspace)(&params_);
   }
 
   int64_t workspace_bytes() const { return workspace_bytes_; }
@@ -130,7 +121,7 @@ class AttnCall {
 
  private:
   QfAttnParams params_;
-  Entry entry_;
+  qflash::AttnEntry entry_;
   StatusText text_;
   int64_t workspace_bytes_ = 0;
 };
@@ -138,16 +129,10 @@ class AttnCall {
 // A prepared backward call. Gradients and dout are contiguous.
 class AttnBwdCall {
  public:
-  using Entry = int (*)(const QfAttnBwdParams*, void*);
-
   AttnBwdCall(const py::object& problem, uintptr_t entry, uintptr_t status_text)
-      : entry_(reinterpret_cast<Entry>(entry)), text_(reinterpret_cast<StatusText>(status_text)) {
+      : entry_(reinterpret_cast<qflash::AttnBwdEntry>(entry)), text_(reinterpret_cast<StatusText>(status_text)) {
     params_.fwd = params_of(problem);
-    const QfAttnParams& f = params_.fwd;
-    const bool packed = problem.attr("packed").cast<bool>();
-    params_.dout = params_.dq = f.out;
-    const int64_t row = int64_t(f.kv_heads) * f.head_dim;
-    params_.dk = params_.dv = contiguous(packed ? 0 : f.k_len * row, f.kv_heads, f.head_dim);
+    qflash::set_gradient_strides(params_, problem.attr("packed").cast<bool>());
   }
 
   void operator()(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out, uintptr_t lse, uintptr_t kv_lens,
@@ -172,7 +157,7 @@ class AttnBwdCall {
 
  private:
   QfAttnBwdParams params_{};
-  Entry entry_;
+  qflash::AttnBwdEntry entry_;
   StatusText text_;
 };
 

@@ -1,133 +1,140 @@
-// Naive scalar engine: the placeholder the tiled one replaces. One row at a time, double arithmetic.
+// The forward pass from outside: checks, cuts the problem into blocks of rows, runs them on all threads.
 #include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
+#include <new>
 #include <vector>
 
 #include "checks.h"
-#include "qflash.h"
+#include "forward.h"
+#include "threads.h"
 
+namespace qf {
 namespace {
-float load(const void* p, int64_t i, int dtype) {
-  if (dtype == QF_F32) return static_cast<const float*>(p)[i];
-  uint16_t h = static_cast<const uint16_t*>(p)[i];
-  if (dtype == QF_BF16) {
-    uint32_t u = uint32_t(h) << 16;
-    float f;
-    std::memcpy(&f, &u, 4);
-    return f;
-  }
-  _Float16 x;
-  std::memcpy(&x, &h, 2);
-  return float(x);
-}
-void store(void* p, int64_t i, float f, int dtype) {
-  if (dtype == QF_F32) {
-    static_cast<float*>(p)[i] = f;
-    return;
-  }
-  uint16_t h;
-  if (dtype == QF_BF16) {
-    uint32_t u;
-    std::memcpy(&u, &f, 4);
-    h = std::isnan(f) ? 0x7fc0 : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-  } else {
-    _Float16 x = _Float16(f);
-    std::memcpy(&h, &x, 2);
-  }
-  static_cast<uint16_t*>(p)[i] = h;
-}
-struct Seq {
-  int64_t q0, k0, lq, lk;
-};
-Seq sequence(const QfAttnParams& p, int b) {
-  Seq s{0, 0, p.q_len, p.k_len};
-  if (p.cu_seqlens_q) {
-    s.q0 = p.cu_seqlens_q[b];
-    s.lq = p.cu_seqlens_q[b + 1] - s.q0;
-    s.k0 = p.cu_seqlens_k[b];
-    s.lk = p.cu_seqlens_k[b + 1] - s.k0;
-  }
-  if (p.kv_lens) s.lk = p.kv_lens[b];
-  return s;
-}
-int64_t at(const QfTensor& t, int64_t b, int64_t row, int64_t h) {
-  return b * t.stride_b + row * t.stride_t + h * t.stride_h;
-}
-// Rotate x (forward) or rotate back (inverse).
-void rotate(const QfRope& r, std::vector<double>& x, int64_t pos, bool inverse) {
-  if (!r.cos) return;
-  int half = r.rotary_dim / 2;
-  double sign = (pos < 0) != inverse ? -1 : 1;
-  int64_t row = pos < 0 ? -pos : pos;
-  if (row >= r.rows) return;
-  for (int i = 0; i < half; i++) {
-    int a = r.interleaved ? 2 * i : i, b = r.interleaved ? 2 * i + 1 : i + half;
-    double c = r.cos[row * half + i], s = sign * r.sin[row * half + i], u = x[a], v = x[b];
-    x[a] = u * c - v * s;
-    x[b] = u * s + v * c;
-  }
-}
-int64_t qpos(const QfAttnParams& p, const Seq& s, int b, int64_t i) {
-  if (p.rope.positions_q) return p.rope.positions_q[b * p.rope.stride_positions_q_b + s.q0 + i];
-  return i + s.lk - s.lq;
-}
-int64_t kpos(const QfAttnParams& p, const Seq& s, int b, int64_t j) {
-  if (p.rope.positions_k) return p.rope.positions_k[b * p.rope.stride_positions_k_b + s.k0 + j];
-  return j;
-}
-std::vector<double> row_of(const QfAttnParams& p, const QfTensor& t, int b, int64_t row, int h) {
-  std::vector<double> x(p.head_dim);
-  for (int d = 0; d < p.head_dim; d++) x[d] = load(t.data, at(t, b, row, h) + d, p.dtype);
-  return x;
-}
-bool seen(const QfAttnParams& p, const Seq& s, int64_t i, int64_t j) {
-  int64_t diagonal = i + s.lk - s.lq;
-  return (p.window_left < 0 || j >= diagonal - p.window_left) && (p.window_right < 0 || j <= diagonal + p.window_right);
-}
-}  // namespace
 
-extern "C" {
-int qf_cpu(const QfAttnParams* pp, void*) {
-  const QfAttnParams& p = *pp;
-  if (int status = qf::check_values(p)) return status;
-  for (int b = 0; b < p.batch; b++)
-    for (int h = 0; h < p.q_heads; h++) {
-      Seq s = sequence(p, b);
-      int hk = h / (p.q_heads / p.kv_heads);
-      std::vector<std::vector<double>> K, V;
-      for (int64_t j = 0; j < s.lk; j++) {
-        K.push_back(row_of(p, p.k, b, s.k0 + j, hk));
-        rotate(p.rope, K.back(), kpos(p, s, b, j), false);
-        V.push_back(row_of(p, p.v, b, s.k0 + j, hk));
-      }
-      for (int64_t i = 0; i < s.lq; i++) {
-        auto q = row_of(p, p.q, b, s.q0 + i, h);
-        rotate(p.rope, q, qpos(p, s, b, i), false);
-        std::vector<double> sc(s.lk, -INFINITY), o(p.head_dim, 0.0);
-        double m = -INFINITY, l = 0;
-        for (int64_t j = 0; j < s.lk; j++) {
-          if (!seen(p, s, i, j)) continue;
-          double x = 0;
-          for (int d = 0; d < p.head_dim; d++) x += q[d] * K[j][d];
-          x *= p.scale;
-          if (p.softcap != 0) x = p.softcap * std::tanh(x / p.softcap);
-          sc[j] = x;
-          m = std::isnan(x) ? x : (x > m ? x : m);
-        }
-        for (int64_t j = 0; j < s.lk; j++) {
-          if (!seen(p, s, i, j)) continue;
-          double e = std::exp(sc[j] - m);
-          l += e;
-          for (int d = 0; d < p.head_dim; d++) o[d] += e * V[j][d];
-        }
-        bool none = l == 0 && m == -INFINITY;
-        for (int d = 0; d < p.head_dim; d++)
-          store(p.out.data, at(p.out, b, s.q0 + i, h) + d, none ? 0 : o[d] / l, p.dtype);
-        if (p.lse) p.lse[b * p.lse_stride_b + h * p.lse_stride_h + s.q0 + i] = none ? -INFINITY : m + std::log(l);
-      }
-    }
-  return QF_OK;
+constexpr int64_t kBlockRows = 192;  // enough rows to make packing a tile of K and V cheap
+constexpr int64_t kLeastRows = 48;   // blocks shrink to this when there would be too few for the threads
+constexpr int64_t kBlocksPerThread = 4;
+constexpr int64_t kRowStep = 6;  // rows that are multiplied together
+// Few rows against many keys are cut along the keys instead, into about kSplitItems pieces of no fewer than
+// kSplitKeys. Both are constants, not functions of the thread count: the cut decides the order of the sums, hence the
+// bits.
+constexpr int64_t kSplitItems = 64;
+constexpr int64_t kSplitKeys = 4 * kTileKeys;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How the rows of one sequence and one KV head are cut.
+struct Cut {
+  int64_t heads, queries;  // per block
+  int64_t head_blocks, query_blocks;
+};
+
+Cut cut_rows(int64_t queries, int64_t group, int64_t rows) {
+  Cut cut;
+  if (queries >= rows) {
+    cut.heads = 1;
+    cut.query_blocks = ceil_div(queries, rows);
+    cut.queries = ceil_div(ceil_div(queries, cut.query_blocks), kRowStep) * kRowStep;
+    cut.query_blocks = ceil_div(queries, cut.queries);
+  } else {
+    cut.heads = std::min(group, std::max<int64_t>(1, rows / std::max<int64_t>(queries, 1)));
+    cut.queries = queries;
+    cut.query_blocks = 1;
+  }
+  cut.head_blocks = ceil_div(group, cut.heads);
+  return cut;
 }
+
+int64_t count_blocks(const QfAttnParams& p, int64_t rows) {
+  int64_t blocks = 0;
+  for (int64_t b = 0; b < p.batch; b++) {
+    const Sequence s = sequence_of(p, b);
+    if (s.len_q == 0) continue;
+    const Cut cut = cut_rows(s.len_q, p.q_heads / p.kv_heads, rows);
+    blocks += p.kv_heads * cut.head_blocks * cut.query_blocks;
+  }
+  return blocks;
+}
+
+// Every block of the problem, dearest first: the last ones to finish are then the small ones.
+std::vector<RowBlock> make_blocks(const QfAttnParams& p, int64_t rows) {
+  const int64_t group = p.q_heads / p.kv_heads;
+  std::vector<RowBlock> blocks;
+  for (int64_t b = 0; b < p.batch; b++) {
+    const Sequence s = sequence_of(p, b);
+    if (s.len_q == 0) continue;
+    const Cut cut = cut_rows(s.len_q, group, rows);
+    const bool direct = s.len_q * group <= kDirectRows;
+    for (int64_t kv_head = 0; kv_head < p.kv_heads; kv_head++)
+      for (int64_t h = 0; h < group; h += cut.heads)
+        for (int64_t q = 0; q < s.len_q; q += cut.queries)
+          blocks.push_back({s, kv_head, kv_head * group + h, std::min(cut.heads, group - h), q,
+                            std::min(cut.queries, s.len_q - q), 0, s.len_k, direct, nullptr});
+  }
+  const auto work = [&p](const RowBlock& x) {
+    const KeyRange keys = keys_of_any(p, x.sequence, x.first_query, x.first_query + x.queries - 1);
+    return (keys.end - keys.begin) * x.heads * x.queries;
+  };
+  if (p.window_left >= 0 || p.window_right >= 0 || p.kv_lens || p.cu_seqlens_q)
+    std::stable_sort(blocks.begin(), blocks.end(),
+                     [&](const RowBlock& a, const RowBlock& b) { return work(a) > work(b); });
+  return blocks;
+}
+
+// Keys per split; 0 when the blocks are not to be split.
+int64_t split_length(const QfAttnParams& p, int64_t blocks) {
+  const int64_t most_rows = int64_t(p.q_len) * (p.q_heads / p.kv_heads);
+  if (most_rows > kBlockRows || blocks == 0 || blocks >= kSplitItems) return 0;
+  const int64_t wanted = ceil_div(p.k_len, ceil_div(kSplitItems, blocks));
+  const int64_t keys = ceil_div(std::max(wanted, kSplitKeys), kTileKeys) * kTileKeys;
+  return keys < p.k_len ? keys : 0;
+}
+
+int run_blocks(const QfAttnParams& p, Isa isa, const std::vector<RowBlock>& blocks) {
+  auto run = [&, block = QF_PICK(isa, forward_block)](int64_t i) { return block(p, blocks[size_t(i)]); };
+  return parallel_for(int64_t(blocks.size()), p.num_threads, run);
+}
+
+int run_splits(const QfAttnParams& p, Isa isa, std::vector<RowBlock>& blocks, int64_t keys) {
+  const int64_t splits = ceil_div(p.k_len, keys);
+  int64_t floats = 0;
+  for (const RowBlock& x : blocks) floats += splits * x.heads * x.queries * (p.head_dim + 2);
+  std::vector<float> partial(static_cast<size_t>(floats));
+  std::vector<RowBlock> pieces;
+  float* next = partial.data();
+  for (RowBlock& x : blocks) {
+    x.partial = next;
+    for (int64_t i = 0; i < splits; i++) {
+      pieces.push_back(x);
+      pieces.back().key_begin = std::min(i * keys, x.sequence.len_k);
+      pieces.back().key_end = std::min((i + 1) * keys, x.sequence.len_k);
+      pieces.back().partial = next;
+      next += x.heads * x.queries * (p.head_dim + 2);
+    }
+  }
+  if (int status = run_blocks(p, isa, pieces)) return status;
+  auto merge = [&, merge = QF_PICK(isa, merge_splits)](int64_t i) { return merge(p, blocks[size_t(i)], splits); };
+  return parallel_for(int64_t(blocks.size()), p.num_threads, merge);
+}
+
+int forward(const QfAttnParams& p) {
+  Isa isa;
+  if (int status = choose_isa(&isa)) return status;
+  if (int status = check_values(p)) return status;
+  const int64_t enough = kBlocksPerThread * resolve_threads(p.num_threads);
+  int64_t rows = kBlockRows;
+  while (rows > kLeastRows && count_blocks(p, rows) < enough) rows /= 2;
+  const int64_t split = split_length(p, count_blocks(p, kBlockRows));
+  std::vector<RowBlock> blocks = make_blocks(p, split ? kBlockRows : rows);
+  return split ? run_splits(p, isa, blocks, split) : run_blocks(p, isa, blocks);
+}
+
+}  // namespace
+}  // namespace qf
+
+extern "C" int qf_cpu(const QfAttnParams* params, void*) {
+  try {
+    return qf::forward(*params);
+  } catch (const std::bad_alloc&) {
+    return QF_NO_MEMORY;
+  }
 }

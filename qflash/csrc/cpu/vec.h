@@ -69,6 +69,26 @@ static inline Vec exp(Vec x) {
   return zero_where_less(x, lowest, scale_by_power(exp2_fraction(rest * broadcast(kLog2e)), n));
 }
 
+// rows[i][j] <-> rows[j][i] for kLanes rows: interleaving the two halves log2(kLanes) times.
+static inline void transpose(Vec* rows) {
+  for (int step = 1; step < kLanes; step *= 2) {
+    Vec mixed[kLanes];
+    for (int i = 0; i < kLanes / 2; i++) {
+      mixed[2 * i] = interleave_low(rows[i], rows[i + kLanes / 2]);
+      mixed[2 * i + 1] = interleave_high(rows[i], rows[i + kLanes / 2]);
+    }
+    for (int i = 0; i < kLanes; i++) rows[i] = mixed[i];
+  }
+}
+
+// Lane i is the sum of rows[i], for kLanes rows.
+static inline Vec sum_rows(Vec* rows) {
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++)
+      rows[i] = interleave_low(rows[i], rows[i + half]) + interleave_high(rows[i], rows[i + half]);
+  return rows[0];
+}
+
 // tanh: an odd polynomial near zero, where 1 - e^-2|x| would cancel, and the quotient of exponentials beyond.
 static inline Vec tanh(Vec x) {
   const Vec magnitude = vmax(x, -x);

@@ -53,9 +53,21 @@ static inline Vec zero_where_less(Vec a, Vec b, Vec y) { return _mm256_and_ps(_m
 static inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
   return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
+// Lanes [0, n) of x, the others of `rest`.
+static inline Vec first_or(Vec x, int n, Vec rest) {
+  return _mm256_blendv_ps(rest, x, _mm256_castsi256_ps(first_lanes(n)));
+}
 static inline Vec copy_sign(Vec magnitude, Vec sign) {
   const Vec bit = broadcast(-0.0f);
   return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude), _mm256_and_ps(bit, sign));
+}
+
+// a0 b0 a1 b1 ... of the lower, and of the upper halves.
+static inline Vec interleave_low(Vec a, Vec b) {
+  return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20);
+}
+static inline Vec interleave_high(Vec a, Vec b) {
+  return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31);
 }
 
 static inline Vec load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }

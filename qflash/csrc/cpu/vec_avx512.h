@@ -38,9 +38,21 @@ static inline Vec zero_where_less(Vec a, Vec b, Vec y) {
 static inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
   return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), yes);
 }
+// Lanes [0, n) of x, the others of `rest`.
+static inline Vec first_or(Vec x, int n, Vec rest) { return _mm512_mask_mov_ps(rest, first_lanes(n), x); }
 static inline Vec copy_sign(Vec magnitude, Vec sign) {
   const Vec bit = broadcast(-0.0f);
   return _mm512_or_ps(_mm512_andnot_ps(bit, magnitude), _mm512_and_ps(bit, sign));
+}
+
+// a0 b0 a1 b1 ... of the lower, and of the upper halves.
+static inline Vec interleave_low(Vec a, Vec b) {
+  const __m512i order = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  return _mm512_permutex2var_ps(a, order, b);
+}
+static inline Vec interleave_high(Vec a, Vec b) {
+  const __m512i order = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  return _mm512_permutex2var_ps(a, order, b);
 }
 
 static inline Vec load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }

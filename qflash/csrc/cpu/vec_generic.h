@@ -67,10 +67,16 @@ static inline Vec scale_by_power(Vec p, Vec n) {
 // Lanes of y where not a < b (so also where either is NaN), zero elsewhere.
 static inline Vec zero_where_less(Vec a, Vec b, Vec y) { return a < b ? zero() : y; }
 static inline Vec select_less(Vec a, Vec b, Vec yes, Vec no) { return a < b ? yes : no; }
+// Lanes [0, n) of x, the others of `rest`.
+static inline Vec first_or(Vec x, int n, Vec rest) { return VecInt{n, n, n, n} > VecInt{0, 1, 2, 3} ? x : rest; }
 static inline Vec copy_sign(Vec magnitude, Vec sign) {
   const VecInt bit = bits_of(broadcast(-0.0f));
   return from_bits((bits_of(magnitude) & ~bit) | (bits_of(sign) & bit));
 }
+
+// a0 b0 a1 b1 ... of the lower, and of the upper halves.
+static inline Vec interleave_low(Vec a, Vec b) { return Vec{a[0], b[0], a[1], b[1]}; }
+static inline Vec interleave_high(Vec a, Vec b) { return Vec{a[2], b[2], a[3], b[3]}; }
 
 static inline float f16_to_f32(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff;

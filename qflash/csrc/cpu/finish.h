@@ -1,0 +1,37 @@
+// From the sums of a row to its out and lse.
+#pragma once
+
+#include <math.h>
+
+#include "pack.h"
+#include "softmax.h"
+
+namespace qf {
+namespace QF_ISA {
+
+static inline ScoreMap score_map(const QfAttnParams& p) {
+  const float scale = fabsf(p.scale);
+  if (p.softcap != 0.0f) return {kLog2e, p.softcap, scale / p.softcap, 1.0f};
+  return {scale * kLog2e, 0.0f, 0.0f, scale};
+}
+
+// Writes out = o / l and lse = unit * m + ln l. A row that sees no key gives zeros and -inf; one that sees keys whose
+// scores are all -inf has l = 0 and gives NaN, as softmax does. o is used up.
+static inline void finish_row(const QfAttnParams& p, const Sequence& s, int64_t head, int64_t query, float* o,
+                              RowState state, const ScoreMap& map) {
+  const KeyRange range = visible_keys(p, s, query);
+  const bool sees = range.begin < range.end;
+  const Vec inverse = broadcast(sees ? 1.0f / state.l : 0.0f);
+  // Scores of -inf alone: l is 0 and so is o (or NaN already); infinity times zero makes the NaN.
+  for (int d = 0; d < p.head_dim; d += kLanes) store(o + d, sees ? load(o + d) * inverse : zero());
+  char* out =
+      static_cast<char*>(p.out.data) + offset_of(p.out, s.batch, s.first_q + query, head) * element_bytes(p.dtype);
+  store_row(out, o, p.dtype, p.head_dim);
+  if (!p.lse) return;
+  double lse = -INFINITY;
+  if (sees) lse = state.l == 0.0f ? double(NAN) : double(state.m) * map.unit + log(double(state.l));
+  p.lse[s.batch * p.lse_stride_b + head * p.lse_stride_h + s.first_q + query] = float(lse);
+}
+
+}  // namespace QF_ISA
+}  // namespace qf

@@ -1,0 +1,277 @@
+// The forward pass of one block of rows: tiled online softmax.
+//
+//   for each tile of keys        S = Q K^T              [rows, tile]   skipped where no row of six sees the keys
+//     for each six rows          P = softmax(S)         m, l move on
+//                                O = alpha O + P V      only over the keys those rows see
+//
+// Scratch per thread: Q and O of the block, one tile of packed K and of packed V, S.
+#include "forward.h"
+
+#include "finish.h"
+#include "pack.h"
+#include "scratch.h"
+#include "softmax.h"
+#include "threads.h"
+
+namespace qf {
+namespace QF_ISA {
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+
+struct Scratch {
+  float *q, *o, *s, *k, *v, *staging;
+  RowState* states;
+  int64_t rows, pitch;  // pitch of q and o rows: head_dim in whole vectors
+};
+
+// With base = NULL, counts only.
+size_t lay_out(void* base, int64_t rows, int64_t head_dim, Scratch* scratch) {
+  FloatArena arena(base);
+  const int64_t pitch = round_up(head_dim, kLanes);
+  scratch->rows = rows;
+  scratch->pitch = pitch;
+  scratch->q = arena.take(rows * pitch);
+  scratch->o = arena.take(rows * pitch);
+  scratch->s = arena.take(rows * kTileKeys);
+  scratch->k = arena.take(kTileKeys * head_dim);
+  scratch->v = arena.take(kTileKeys * pitch);
+  scratch->staging = arena.take(kLanes * pitch);
+  scratch->states = reinterpret_cast<RowState*>(arena.take(rows * 2));
+  return arena.used();
+}
+
+// Key ranges of one row, relative to the tile.
+struct Span {
+  int begin, end;
+};
+
+class Block {
+ public:
+  Block(const QfAttnParams& p, const RowBlock& block, const Scratch& scratch)
+      : p_(p), block_(block), s_(block.sequence), x_(scratch), dim_(p.head_dim), map_(score_map(p)) {
+    values_in_place_ = block.direct && p.dtype == QF_F32 && dim_ % kLanes == 0;
+  }
+
+  void run() {
+    load_queries();
+    const KeyRange any = keys_of_any(p_, s_, block_.first_query, block_.first_query + block_.queries - 1);
+    const int64_t begin = any.begin > block_.key_begin ? any.begin : block_.key_begin;
+    const int64_t end = any.end < block_.key_end ? any.end : block_.key_end;
+    for (int64_t start = begin / kTileKeys * kTileKeys; begin < end && start < end; start += kTileKeys) {
+      first_key_ = start;
+      keys_ = int(end - start < kTileKeys ? end - start : kTileKeys);
+      tile();
+    }
+    if (block_.partial)
+      store_partial();
+    else
+      store_result();
+  }
+
+ private:
+  int64_t query_of(int64_t row) const { return block_.first_query + row % block_.queries; }
+  int64_t head_of(int64_t row) const { return block_.first_head + row / block_.queries; }
+
+  void load_queries() {
+    for (int64_t r = 0; r < x_.rows; r++) {
+      float* q = x_.q + r * x_.pitch;
+      load_row(q, row_address(p_.q, p_, s_, s_.first_q, query_of(r), head_of(r)), p_.dtype, dim_);
+      if (p_.rope.cos) rotate_row(q, p_.rope, query_position(p_, s_, query_of(r)));
+      for (int64_t d = dim_; d < x_.pitch; d++) q[d] = 0.0f;
+      if (p_.scale < 0.0f)
+        for (int d = 0; d < dim_; d++) q[d] = -q[d];
+      x_.states[r] = {-kInfinity, 0.0f};
+    }
+    memset(x_.o, 0, size_t(x_.rows * x_.pitch) * sizeof(float));
+  }
+
+  // What row `row` sees of this tile.
+  Span span_of(int64_t row) const {
+    const KeyRange range = visible_keys(p_, s_, query_of(row));
+    const int64_t begin = range.begin - first_key_, end = range.end - first_key_;
+    const Span span{begin < 0 ? 0 : begin > keys_ ? keys_ : int(begin), end > keys_ ? keys_ : end < 0 ? 0 : int(end)};
+    return span.begin < span.end ? span : Span{0, 0};
+  }
+
+  // The keys that one of `count` rows sees; their own ranges go to spans.
+  Span spans_of(int64_t row, int count, Span* spans) const {
+    Span all{keys_, 0};
+    for (int i = 0; i < count; i++) {
+      spans[i] = whole_ ? Span{0, keys_} : span_of(row + i);
+      if (spans[i].begin == spans[i].end) continue;
+      if (spans[i].begin < all.begin) all.begin = spans[i].begin;
+      if (spans[i].end > all.end) all.end = spans[i].end;
+    }
+    return all.begin < all.end ? all : Span{0, 0};
+  }
+
+  void tile() {
+    const int64_t last = block_.first_query + block_.queries - 1;
+    const KeyRange all = keys_of_all(p_, s_, block_.first_query, last);
+    whole_ = all.begin <= first_key_ && first_key_ + keys_ <= all.end;
+    const bool finite = load_values();
+    if (block_.direct) {
+      scores_in_place();
+    } else {
+      pack_keys(p_, s_, first_key_, keys_, block_.kv_head, x_.staging, x_.k);
+      scores();
+    }
+    for (int64_t row = 0; row < x_.rows; row += kMaxRows) {
+      const int count = int(x_.rows - row < kMaxRows ? x_.rows - row : kMaxRows);
+      Span spans[kMaxRows];
+      const Span all_rows = spans_of(row, count, spans);
+      if (all_rows.begin == all_rows.end) continue;
+      float alpha[kMaxRows];
+      for (int i = 0; i < count; i++) alpha[i] = weights(row + i, spans[i], all_rows);
+      if (whole_ || finite) {
+        accumulate(row, count, all_rows, alpha);
+      } else {
+        // 0 * NaN is NaN: a masked key's value must not meet even a zero weight.
+        for (int i = 0; i < count; i++)
+          if (spans[i].begin < spans[i].end) accumulate(row + i, 1, spans[i], alpha + i);
+      }
+    }
+  }
+
+  // Makes the tile's values ready for accumulate(); says whether they are known to be finite.
+  bool load_values() {
+    if (!values_in_place_) return pack_values(p_, s_, first_key_, keys_, block_.kv_head, kTileKeys, x_.staging, x_.v);
+    return false;
+  }
+
+  // S without a copy of K: each key is read once and meets every row.
+  void scores_in_place() {
+    for (int j = 0; j < keys_; j += kLanes) {
+      const int count = keys_ - j < kLanes ? keys_ - j : kLanes;
+      const float* keys[kLanes];
+      for (int i = 0; i < count; i++)
+        keys[i] = key_row(p_, s_, first_key_ + j + i, block_.kv_head, x_.staging + i * x_.pitch);
+      for (int i = count; i < kLanes; i++) keys[i] = keys[0];
+      for (int64_t row = 0; row < x_.rows; row++)
+        store(x_.s + row * kTileKeys + j, dot_products(x_.q + row * x_.pitch, keys));
+    }
+  }
+
+  // q . keys[i] in lane i.
+  Vec dot_products(const float* q, const float* const* keys) const {
+    Vec sums[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) sums[i] = zero();
+    int d = 0;
+    for (; d + kLanes <= dim_; d += kLanes) {
+      const Vec x = load(q + d);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) sums[i] = fma(x, load(keys[i] + d), sums[i]);
+    }
+    if (d < dim_) {
+      const Vec x = load(q + d);
+      for (int i = 0; i < kLanes; i++) sums[i] = fma(x, load_part(keys[i] + d, dim_ - d), sums[i]);
+    }
+    return sum_rows(sums);
+  }
+
+  // S, panel by panel: the panel stays in the first-level cache while the rows pass by.
+  void scores() {
+    for (int start = 0; start < keys_; start += kPanel) {
+      const int width = keys_ - start < kPanel ? keys_ - start : kPanel;
+      const int vectors = (width + kLanes - 1) / kLanes;
+      for (int64_t row = 0; row < x_.rows; row += kMaxRows) {
+        const int count = int(x_.rows - row < kMaxRows ? x_.rows - row : kMaxRows);
+        Span spans[kMaxRows];
+        if (!whole_) {
+          const Span seen = spans_of(row, count, spans);
+          if (seen.end <= start || seen.begin >= start + width) continue;
+        }
+        multiply<false>(count, vectors, x_.q + row * x_.pitch, x_.pitch, x_.k + int64_t(start) * dim_, kPanel,
+                        x_.s + row * kTileKeys + start, kTileKeys, dim_);
+      }
+    }
+  }
+
+  // Scores of a row to weights, zero where its neighbours see keys that it does not. Returns alpha.
+  float weights(int64_t row, Span span, Span all_rows) {
+    float* s = x_.s + row * kTileKeys;
+    const float alpha = online_softmax(s, span.begin, span.end, map_, x_.states + row);
+    if (span.begin == span.end) span = {all_rows.begin, all_rows.begin};
+    for (int j = all_rows.begin; j < span.begin; j++) s[j] = 0.0f;
+    for (int j = span.end; j < all_rows.end; j++) s[j] = 0.0f;
+    return alpha;
+  }
+
+  void accumulate(int64_t row, int count, Span span, const float* alpha) {
+    const float* weights = x_.s + row * kTileKeys + span.begin;
+    const float* in_place =
+        reinterpret_cast<const float*>(row_address(p_.v, p_, s_, s_.first_k, first_key_ + span.begin, block_.kv_head));
+    for (int64_t start = 0; start < x_.pitch; start += kPanel) {
+      const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
+      const float* values = values_in_place_ ? in_place + start : x_.v + start * kTileKeys + span.begin * width;
+      multiply<true>(count, int(width / kLanes), weights, kTileKeys, values, values_in_place_ ? p_.v.stride_t : width,
+                     x_.o + row * x_.pitch + start, x_.pitch, span.end - span.begin, alpha);
+    }
+  }
+
+  void store_partial() {
+    for (int64_t r = 0; r < x_.rows; r++) {
+      float* partial = block_.partial + r * (dim_ + 2);
+      memcpy(partial, x_.o + r * x_.pitch, size_t(dim_) * sizeof(float));
+      partial[dim_] = x_.states[r].m;
+      partial[dim_ + 1] = x_.states[r].l;
+    }
+  }
+
+  void store_result() {
+    for (int64_t r = 0; r < x_.rows; r++)
+      finish_row(p_, s_, head_of(r), query_of(r), x_.o + r * x_.pitch, x_.states[r], map_);
+  }
+
+  const QfAttnParams& p_;
+  const RowBlock& block_;
+  const Sequence& s_;
+  const Scratch& x_;
+  const int dim_;
+  const ScoreMap map_;
+  bool values_in_place_;   // V is read where it lies
+  int64_t first_key_ = 0;  // of the tile at hand, and its keys
+  int keys_ = 0;
+  bool whole_ = false;  // every row sees the whole tile
+};
+
+}  // namespace
+
+int forward_block(const QfAttnParams& p, const RowBlock& block) {
+  const int64_t rows = block.heads * block.queries;
+  Scratch scratch;
+  void* memory = thread_scratch(lay_out(nullptr, rows, p.head_dim, &scratch));
+  if (!memory) return QF_NO_MEMORY;
+  lay_out(memory, rows, p.head_dim, &scratch);
+  Block(p, block, scratch).run();
+  return QF_OK;
+}
+
+int merge_splits(const QfAttnParams& p, const RowBlock& block, int64_t splits) {
+  const ScoreMap map = score_map(p);
+  const int64_t rows = block.heads * block.queries, pitch = p.head_dim + 2, split_pitch = rows * pitch;
+  float o[kMaxHeadDim];
+  for (int64_t r = 0; r < rows; r++) {
+    const float* first = block.partial + r * pitch;
+    RowState state{-kInfinity, 0.0f};
+    for (int64_t i = 0; i < splits; i++) {
+      const float m = first[i * split_pitch + p.head_dim];
+      if (m > state.m) state.m = m;
+    }
+    for (int d = 0; d < p.head_dim; d++) o[d] = 0.0f;
+    for (int64_t i = 0; i < splits; i++) {
+      const float* part = first + i * split_pitch;
+      const float m = part[p.head_dim], l = part[p.head_dim + 1];
+      const float weight = m == state.m ? 1.0f : m == -kInfinity ? 0.0f : exp2f((m - state.m) * map.factor);
+      state.l += weight * l;
+      for (int d = 0; d < p.head_dim; d++) o[d] += weight * part[d];
+    }
+    finish_row(p, block.sequence, block.first_head + r / block.queries, block.first_query + r % block.queries, o, state,
+               map);
+  }
+  return QF_OK;
+}
+}  // namespace QF_ISA
+}  // namespace qf

@@ -1,0 +1,94 @@
+// K and V tiles copied into float32 scratch in the order the matrix product reads them.
+#pragma once
+
+#include "multiply.h"
+#include "rows.h"
+#include "sequence.h"
+
+namespace qf {
+namespace QF_ISA {
+
+static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Row `row` of head `head` of k or v.
+static inline const char* row_address(const QfTensor& t, const QfAttnParams& p, const Sequence& s, int64_t first,
+                                      int64_t row, int64_t head) {
+  return static_cast<const char*>(t.data) + offset_of(t, s.batch, first + row, head) * element_bytes(p.dtype);
+}
+
+// Key `key` as float32, rotated: in place when it already is, else in `staging`.
+static inline const float* key_row(const QfAttnParams& p, const Sequence& s, int64_t key, int64_t head,
+                                   float* staging) {
+  const char* source = row_address(p.k, p, s, s.first_k, key, head);
+  if (p.dtype == QF_F32 && !p.rope.cos) return reinterpret_cast<const float*>(source);
+  load_row(staging, source, p.dtype, p.head_dim);
+  if (p.rope.cos) rotate_row(staging, p.rope, key_position(p, s, key));
+  return staging;
+}
+
+// K[first, first + count) transposed: panels of kPanel keys, each [head_dim][kPanel]; keys past the end are zero.
+// `staging` holds kLanes rows of round_up(head_dim, kLanes).
+static inline void pack_keys(const QfAttnParams& p, const Sequence& s, int64_t first, int64_t count, int64_t head,
+                             float* staging, float* packed) {
+  const int dim = p.head_dim;
+  const int64_t pitch = round_up(dim, kLanes);
+  for (int64_t j = 0; j < count; j += kLanes) {
+    const int keys = int(count - j < kLanes ? count - j : kLanes);
+    const float* rows[kLanes];
+    for (int i = 0; i < keys; i++) rows[i] = key_row(p, s, first + j + i, head, staging + i * pitch);
+    float* column = packed + j / kPanel * kPanel * dim + j % kPanel;
+    for (int d = 0; d < dim; d += kLanes) {
+      const int n = dim - d < kLanes ? dim - d : kLanes;
+      Vec block[kLanes];
+      if (keys == kLanes && n == kLanes) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) block[i] = load(rows[i] + d);
+      } else {
+        for (int i = 0; i < kLanes; i++) block[i] = i < keys ? load_part(rows[i] + d, n) : zero();
+      }
+      transpose(block);
+      if (n == kLanes) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) store(column + (d + i) * kPanel, block[i]);
+      } else {
+        for (int i = 0; i < n; i++) store(column + (d + i) * kPanel, block[i]);
+      }
+    }
+  }
+  // The last panel's missing keys: the product reads whole panels.
+  const int64_t filled = round_up(count, kLanes), end = round_up(count, kPanel);
+  if (filled == end) return;
+  float* panel = packed + (end - kPanel) * dim;
+  for (int d = 0; d < dim; d++)
+    for (int64_t j = filled % kPanel; j < kPanel; j += kLanes) store(panel + d * kPanel + j, zero());
+}
+
+// V[first, first + count) in panels of kPanel channels, each [kTile rows][panel width], channels padded with zeros to
+// whole vectors. `rows` is the pitch of a panel in rows. `staging` holds one padded row. Says whether all is finite.
+static inline bool pack_values(const QfAttnParams& p, const Sequence& s, int64_t first, int64_t count, int64_t head,
+                               int64_t rows, float* staging, float* packed) {
+  const int dim = p.head_dim;
+  const int64_t padded = round_up(dim, kLanes);
+  Vec spoiled = zero();  // x * 0 is 0 for finite x and NaN else
+  for (int64_t j = 0; j < count; j++) {
+    const char* source = row_address(p.v, p, s, s.first_k, first + j, head);
+    const float* row = reinterpret_cast<const float*>(source);
+    if (p.dtype != QF_F32) {
+      load_row(staging, source, p.dtype, dim);
+      row = staging;
+    }
+    for (int64_t start = 0; start < padded; start += kPanel) {
+      const int64_t width = padded - start < kPanel ? padded - start : kPanel;
+      float* destination = packed + start * rows + j * width;
+      for (int64_t d = start; d < start + width; d += kLanes) {
+        const Vec x = d + kLanes <= dim ? load(row + d) : load_part(row + d, int(dim - d));
+        spoiled = fma(x, zero(), spoiled);
+        store(destination + d - start, x);
+      }
+    }
+  }
+  return sum(spoiled) == 0.0f;
+}
+
+}  // namespace QF_ISA
+}  // namespace qf

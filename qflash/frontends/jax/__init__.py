@@ -1,0 +1,146 @@
+"""JAX arrays, on the CPU or CUDA: one XLA custom call that jit, vmap, grad, scan, remat and shard_map all see through.
+
+__init__     argument checks, and the cached jit every call goes through
+call         what is static about a call
+transforms   vmap and grad
+primitives   the JAX primitives and their lowering per platform
+kernels      keys by which compiled programs name kernels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qflash.frontends.jax.call import OPTIONAL, call_of
+from qflash.frontends.jax.kernels import arch_of_device, cuda_arch, platform_of
+from qflash.frontends.jax.transforms import attend, vary_alike
+from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
+from qflash.rope import Rope
+
+_FAILED = "INVALID_ARGUMENT: qflash: "  # how XLA spells a handler's refusal of a value
+
+jax.tree_util.register_dataclass(
+    Rope, data_fields=["cos", "sin", "positions_q", "positions_k"], meta_fields=["interleaved"]
+)
+
+
+def _named(q, k, v, kv_lens, rope: Rope | None, cu_seqlens: tuple = ()) -> dict[str, Any]:
+    """Every array of a call by its operand name, in operand order."""
+    arrays = {"q": q, "k": k, "v": v}
+    if cu_seqlens:
+        arrays["cu_seqlens_q"], arrays["cu_seqlens_k"] = cu_seqlens
+    if kv_lens is not None:
+        arrays["kv_lens"] = kv_lens
+    if rope is not None:
+        if not isinstance(rope, Rope):
+            raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
+        arrays["cos"], arrays["sin"] = rope.cos, rope.sin
+        if rope.positions_q is not None:
+            arrays["positions_q"] = rope.positions_q
+        if rope.positions_k is not None:
+            arrays["positions_k"] = rope.positions_k
+    return arrays
+
+
+def _spoken(name: str) -> str:
+    return f"rope.{name}" if name in ("cos", "sin", "positions_q", "positions_k") else name
+
+
+def _describe(arrays: dict[str, Any]) -> dict[str, Array]:
+    """Shape, dtype and platform of each array. Traced arrays have no platform yet: the default one stands for it."""
+    for name, x in arrays.items():
+        if not isinstance(x, jax.Array):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}"
+            raise TypeError(f"{_spoken(name)} is {kind}; allowed: jax.Array, as q is")
+    if _traced(arrays.values()):
+        default = _default_platform()
+        return {name: Array(x.shape, None, x.dtype.name, default) for name, x in arrays.items()}
+    # An uncommitted array follows the committed ones, as it does in JAX itself.
+    anchor = next((x for x in arrays.values() if x.committed), arrays["q"])
+    platforms = {name: _platform(x if x.committed else anchor) for name, x in arrays.items()}
+    return {name: Array(x.shape, None, x.dtype.name, platforms[name]) for name, x in arrays.items()}
+
+
+def _traced(arrays) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
+def _platform(x: jax.Array) -> str:
+    return platform_of(next(iter(x.devices())))
+
+
+def _default_platform() -> str:
+    return "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+
+
+def _check(arrays: dict[str, Any], options: Options, interleaved: bool, max_seqlens: tuple = ()) -> Problem:
+    described = _describe(arrays)
+    rope = None
+    if "cos" in described:
+        positions = described.get("positions_q"), described.get("positions_k")
+        rope = RopeArrays(described["cos"], described["sin"], interleaved, *positions)
+    q, k, v, kv_lens = described["q"], described["k"], described["v"], described.get("kv_lens")
+    if max_seqlens:
+        cu_seqlens = described["cu_seqlens_q"], described["cu_seqlens_k"]
+        return check_packed(q, k, v, *cu_seqlens, *max_seqlens, options, kv_lens, rope)
+    return check(q, k, v, options, kv_lens, rope)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run(call, return_lse: bool, operands: Sequence[jax.Array]):
+    operands = list(operands)
+    for name in ("cos", "sin"):
+        if name in call.operands:
+            operands[call.index(name)] = operands[call.index(name)].astype(jnp.float32)
+    out, lse = attend(call)(*vary_alike(operands))
+    return (out, lse) if return_lse else out
+
+
+def _launch(arrays: dict[str, Any], problem: Problem, return_lse: bool):
+    if "cos" in arrays and arrays["cos"].shape[0] == 0:  # tables without a row pass the checks when nothing reads them
+        arrays = {name: x for name, x in arrays.items() if OPTIONAL.get(name) != "rope"}
+    call = call_of(problem, tuple(arrays)[3:])
+    operands = tuple(arrays.values())
+    reads_values = any(x.dtype == jnp.int32 for x in operands[3:])
+    if not reads_values or problem.device != "cpu" or _traced(operands):
+        return _run(call, return_lse, operands)
+    try:  # the CPU engine checks lengths and positions as it runs; wait for its verdict
+        return jax.block_until_ready(_run(call, return_lse, operands))
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of the two depends on when XLA notices
+        _, failed, text = str(error).partition(_FAILED)
+        if failed:
+            raise ValueError(text) from None
+        raise
+
+
+def problem_of(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None) -> Problem:
+    """The checked problem behind `attention`, for `explain`."""
+    return _check(_named(q, k, v, kv_lens, rope), options, rope is not None and rope.interleaved)
+
+
+def attention(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None, return_lse: bool = False):
+    """See qflash.attention."""
+    arrays = _named(q, k, v, kv_lens, rope)
+    problem = _check(arrays, options, rope is not None and rope.interleaved)
+    return _launch(arrays, problem, return_lse)
+
+
+def attention_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, kv_lens=None, rope=None, return_lse=False
+):
+    """See qflash.attention_varlen."""
+    arrays = _named(q, k, v, kv_lens, rope, (cu_seqlens_q, cu_seqlens_k))
+    problem = _check(arrays, options, rope is not None and rope.interleaved, (max_seqlen_q, max_seqlen_k))
+    return _launch(arrays, problem, return_lse)
+
+
+def arch_of(q: jax.Array) -> int:
+    """Compute capability times ten of the array's device (0: CPU); of the default device while q is traced."""
+    if _traced([q]):
+        return cuda_arch() if _default_platform() == "cuda" else 0
+    return arch_of_device(next(iter(q.devices())))

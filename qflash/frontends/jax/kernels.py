@@ -1,0 +1,76 @@
+"""Kernels as XLA programs know them: by a text key that any process can turn back into an address."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import astuple, replace
+
+import jax
+
+from qflash import _native, dispatch
+from qflash.backends import Entry
+from qflash.planning import entry_of
+from qflash.spec import Spec
+
+FORWARD, BACKWARD = "qflash_attention", "qflash_attention_bwd"
+
+if not hasattr(_native, "xla_targets"):
+    raise ImportError(
+        "qflash was built without its JAX handlers: no jaxlib was found at build time. "
+        "Install jaxlib, then rebuild qflash (pip install --no-build-isolation --force-reinstall qflash)"
+    )
+
+
+def register(kernel: str, spec: Spec, entry: Entry) -> str:
+    """Make a loaded kernel known to the handlers; returns the key that programs name it by."""
+    key = json.dumps([_native.ABI, kernel, *astuple(spec)], separators=(",", ":"))
+    _register(key, spec, entry)
+    return key
+
+
+def _register(key: str, spec: Spec, entry: Entry) -> None:
+    _native.register_xla_kernel(key, entry.address, entry.status_text, entry.workspace, spec.backward)
+
+
+def resolve(key: str) -> None:
+    """Load the kernel behind a key this process has not seen: its program was compiled in another one."""
+    abi, kernel, *fields = json.loads(key)
+    if abi != _native.ABI:
+        raise ValueError(f"the program was compiled with qflash ABI {abi}; allowed: {_native.ABI}. Lower it again")
+    spec = Spec(*fields)
+    if spec.device == "cuda":
+        spec = replace(spec, arch=cuda_arch())  # the GPU at hand may not be the one the program was lowered for
+    _register(key, spec, entry_of(dispatch.plan(spec, kernel), spec))
+
+
+def arch_of_device(device: jax.Device) -> int:
+    """Compute capability times ten of a CUDA device; 0 for any other."""
+    if platform_of(device) != "cuda":
+        return 0
+    major, _, minor = device.compute_capability.partition(".")
+    return 10 * int(major) + int(minor or 0)
+
+
+def platform_of(device: jax.Device) -> str:
+    """A device's platform by its qflash name: JAX says "gpu" for CUDA."""
+    return "cuda" if device.platform == "gpu" else device.platform
+
+
+def cuda_arch() -> int:
+    """Compute capability times ten of this process's GPUs; without one, of QFLASH_CUDA_ARCH (to lower for export)."""
+    try:
+        return arch_of_device(jax.local_devices(backend="cuda")[0])
+    except RuntimeError as error:
+        arch = os.environ.get("QFLASH_CUDA_ARCH", "")
+        if arch.isdecimal():
+            return int(arch)
+        raise RuntimeError(
+            "lowering qflash for CUDA needs a GPU's compute capability and JAX sees no GPU here; "
+            f"set QFLASH_CUDA_ARCH, e.g. 90 for Hopper (it is {arch!r})"
+        ) from error
+
+
+for _name, _platform, _handler in _native.xla_targets():
+    jax.ffi.register_ffi_target(_name, _handler, platform=_platform)
+_native.set_xla_resolver(resolve)

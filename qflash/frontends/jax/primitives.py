@@ -1,0 +1,92 @@
+"""The two JAX primitives, forward and backward, and how each is lowered to its XLA custom call.
+
+They are primitives rather than `jax.ffi.ffi_call`s because only at lowering is the platform known: that is where the
+kernel is chosen, loaded and registered, and where a problem no kernel of that platform serves is refused.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qflash.frontends.jax.call import Call
+from qflash.frontends.jax.kernels import BACKWARD, FORWARD, cuda_arch, register
+from qflash.planning import prepare, prepare_backward
+from qflash.problem import Array
+
+# (q, k, v, *optional) -> (out, lse)
+attention_p = Primitive(FORWARD)
+attention_p.multiple_results = True
+
+# (q, k, v, out, lse, dout, *optional) -> (dq, dk, dv)
+attention_bwd_p = Primitive(BACKWARD)
+attention_bwd_p.multiple_results = True
+
+
+def _lse_like(q: Any, packed: bool) -> Any:
+    """The abstract lse: as q (so it varies over the same mesh axes), without head_dim and with heads before length."""
+    *batch, length, heads, _ = range(q.ndim)
+    order = (*batch, heads, length)
+    spec = (*q.sharding.spec, *[None] * q.ndim)
+    sharding = NamedSharding(q.sharding.mesh, PartitionSpec(*(spec[axis] for axis in order)))
+    return q.update(shape=tuple(q.shape[axis] for axis in order), dtype=jax.numpy.float32, sharding=sharding)
+
+
+@attention_p.def_abstract_eval
+def _abstract(q, k, v, *optional, call: Call):
+    q = q.update(weak_type=False)
+    return q, _lse_like(q, call.packed)
+
+
+@attention_bwd_p.def_abstract_eval
+def _abstract_bwd(q, k, v, out, lse, dout, *optional, call: Call):
+    return tuple(x.update(weak_type=False) for x in (q, k, v))
+
+
+def _arrays(avals: Any, platform: str) -> list[Array]:
+    return [Array(aval.shape, None, aval.dtype.name, platform) for aval in avals]
+
+
+def _lower(ctx, *operands, call: Call, platform: str):
+    problem = call.problem(_arrays(ctx.avals_in, platform))
+    arch = cuda_arch() if platform == "cuda" else 0
+    prepared = prepare(problem, arch)
+    key = register(prepared.kernel.name, problem.spec(arch), prepared.entry)
+    # The kernel's workspace is one more result, so that XLA knows the buffer as long as the program lives.
+    workspace = jax.core.ShapedArray((prepared.workspace_bytes,), jax.numpy.uint8)
+    ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
+    return jax.ffi.ffi_lowering(FORWARD)(ctx, *operands, **call.attributes(key))[:2]
+
+
+def _lower_bwd(ctx, *operands, call: Call):
+    avals = [*ctx.avals_in[:3], *ctx.avals_in[6:]]
+    problem = call.problem(_arrays(avals, "cpu"))
+    prepared = prepare_backward(problem)
+    key = register(prepared.kernel.name, problem.spec(0, backward=True), prepared.entry)
+    return jax.ffi.ffi_lowering(BACKWARD)(ctx, *operands, **call.attributes(key))
+
+
+def _refuse_bwd(ctx, *operands, call: Call):
+    raise NotImplementedError(
+        "qflash has no backward pass on CUDA; differentiate on the CPU (jax.device_put to jax.devices('cpu')), "
+        "or put jax.lax.stop_gradient around q, k and v"
+    )
+
+
+def _evaluate(primitive: Primitive, *operands, call: Call):
+    """Outside any transformation, which only jax.disable_jit() brings about: compile this one operation."""
+    with jax.disable_jit(False):
+        return jax.jit(partial(primitive.bind, call=call))(*operands)
+
+
+for _primitive in (attention_p, attention_bwd_p):
+    _primitive.def_impl(partial(_evaluate, _primitive))
+mlir.register_lowering(attention_p, partial(_lower, platform="cpu"), platform="cpu")
+mlir.register_lowering(attention_p, partial(_lower, platform="cuda"), platform="cuda")
+mlir.register_lowering(attention_bwd_p, _lower_bwd, platform="cpu")
+mlir.register_lowering(attention_bwd_p, _refuse_bwd, platform="cuda")
