@@ -25,6 +25,11 @@ class Rope:
     positions_q: Any = None
     positions_k: Any = None
 
+    def __post_init__(self) -> None:
+        # JAX must know this class before jit sees an instance, which may be before the first call of attention.
+        if type(self.cos).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            import qflash.frontends.jax  # noqa: F401
+
 
 def rope_tables(positions: int, rotary_dim: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
     """The usual tables (cos, sin), float32 `[positions, rotary_dim / 2]`: angle position · base^(-2p/rotary_dim)."""
