@@ -1,0 +1,244 @@
+// qf_cpu_bwd: who computes which tile of the gradients, and in which order.
+//
+// A unit is one key head of one sequence with all the query heads that share it. Its keys are cut into blocks; a
+// thread takes a block, walks the query tiles that see it and keeps dK and dV of the block to itself. dQ is shared by
+// all blocks of the unit, so every tile has a `turn`: block b adds to the tile's dQ only after block b - 1 has. Sums
+// are thus always taken in the same order, whatever the number of threads, and every product is computed once.
+// Blocks of a unit are handed out in order, so whoever holds the turn is at work and nobody waits for ever. A thread
+// prefers a unit of its own (its dQ then stays in its cache) and helps the others when none is left.
+//
+// Units are taken in rounds whose float32 copies of q and dout, and dQ, fit a budget: memory is linear in the length
+// and does not grow with batch and heads beyond that.
+
+#include "backward.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "checks.h"
+#include "status.h"
+#include "threads.h"
+
+namespace qf {
+namespace {
+
+constexpr int64_t kRoundBytesPerThread = int64_t(64) << 20;
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+struct Unit {
+  Sequence sequence;
+  int64_t key_rows;  // rows of dk and dv: those past sequence.len_k become zero
+  int kv_head;
+  int64_t first_tile = 0;  // in the round's list; tiles of the group's heads follow one another
+  std::atomic<int64_t> next_block{0};
+
+  Unit(const QfAttnParams& p, int64_t batch, int kv_head) : sequence(sequence_of(p, batch)), kv_head(kv_head) {
+    key_rows = p.cu_seqlens_k ? p.cu_seqlens_k[batch + 1] - p.cu_seqlens_k[batch] : p.k_len;
+  }
+  int64_t tiles_per_head() const { return ceil_div(sequence.len_q, kBwdBlock); }
+  int64_t blocks() const { return ceil_div(key_rows, kBwdBlock); }
+};
+
+struct Tile {
+  const Unit* unit;
+  int head;
+  int64_t first;  // query
+  int count;
+  QueryTile data;
+  bool finite;
+  std::atomic<int64_t> turn;  // the block that may add to dQ next
+};
+
+class Backward {
+ public:
+  Backward(const QfAttnBwdParams& params, const BackwardKernels& kernels)
+      : params_(params),
+        p_(params.fwd),
+        kernels_(kernels),
+        threads_(resolve_threads(params.fwd.num_threads)),
+        group_(p_.q_heads / p_.kv_heads),
+        pitch_(round_up(p_.head_dim, kernels.lanes)) {}
+
+  int run() {
+    const int64_t units = int64_t(p_.batch) * p_.kv_heads;
+    for (int64_t first = 0; first < units;) {
+      int64_t end = first, floats = 0;
+      do {
+        floats += floats_of(sequence_of(p_, end / p_.kv_heads));
+        end++;
+      } while (end < units && (floats + floats_of(sequence_of(p_, end / p_.kv_heads))) * int64_t(sizeof(float)) <=
+                                  kRoundBytesPerThread * threads_);
+      if (int status = run_round(first, end, floats)) return status;
+      first = end;
+    }
+    return QF_OK;
+  }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+
+  int64_t padded_rows(const Sequence& s) const { return round_up(s.len_q, kBwdRowMultiple); }
+  int64_t floats_of(const Sequence& s) const { return group_ * padded_rows(s) * (3 * pitch_ + 2); }
+
+  int run_round(int64_t first, int64_t end, int64_t floats) {
+    if (floats > workspace_floats_) {
+      workspace_.reset();
+      workspace_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(floats * int64_t(sizeof(float)), 64))));
+      if (!workspace_)
+        return fail(QF_NO_MEMORY, "no memory for %lld bytes of scratch", static_cast<long long>(floats * 4));
+      workspace_floats_ = floats;
+    }
+    lay_out(first, end);
+    auto load = [this](int64_t i) {
+      const Tile& t = tiles_[i];
+      kernels_.load_queries(params_, t.unit->sequence, t.head, t.first, t.count, t.data);
+      return int(QF_OK);
+    };
+    auto work = [this](int64_t) { return work_on_units(); };
+    auto store = [this](int64_t i) {
+      const Tile& t = tiles_[i];
+      kernels_.store_queries(params_, t.unit->sequence, t.head, t.first, t.count, t.data);
+      return int(QF_OK);
+    };
+    fresh_unit_ = 0;
+    if (int status = parallel_for(tile_count_, threads_, load)) return status;
+    if (int status = parallel_for(threads_, threads_, work)) return status;
+    return parallel_for(tile_count_, threads_, store);
+  }
+
+  // Lists the units [first, end), their tiles and where in the workspace each tile lives.
+  void lay_out(int64_t first, int64_t end) {
+    units_.clear();
+    units_.reserve(end - first);
+    tile_count_ = 0;
+    for (int64_t i = first; i < end; i++) {
+      units_.push_back(std::make_unique<Unit>(p_, i / p_.kv_heads, int(i % p_.kv_heads)));
+      units_.back()->first_tile = tile_count_;
+      tile_count_ += group_ * units_.back()->tiles_per_head();
+    }
+    tiles_.reset(new Tile[tile_count_]);
+    float* space = workspace_.get();
+    int64_t index = 0;
+    for (const auto& unit : units_) {
+      const Sequence& s = unit->sequence;
+      const int64_t rows = padded_rows(s);
+      for (int g = 0; g < group_; g++, space += rows * (3 * pitch_ + 2)) {
+        float *q = space, *dout = q + rows * pitch_, *dq = dout + rows * pitch_, *lse = dq + rows * pitch_;
+        for (int64_t row = 0; row < s.len_q; row += kBwdBlock, index++) {
+          Tile& t = tiles_[index];
+          t.unit = unit.get();
+          t.head = int(unit->kv_head * group_ + g);
+          t.first = row;
+          t.count = int(std::min<int64_t>(kBwdBlock, s.len_q - row));
+          t.data = {q + row * pitch_, dout + row * pitch_, dq + row * pitch_, lse + row, lse + rows + row, &t.finite};
+          t.turn = keys_of_any(p_, s, row, row + t.count - 1).begin / kBwdBlock;
+        }
+      }
+    }
+  }
+
+  int work_on_units() {
+    KeyBlock block;
+    // Before any block is taken: one that is taken must be finished, others wait for it.
+    if (!take_scratch(&block)) return fail(QF_NO_MEMORY, "no memory for a thread's scratch");
+    const int64_t count = int64_t(units_.size());
+    for (int64_t i; (i = fresh_unit_.fetch_add(1)) < count;) work_on(*units_[i], block);
+    for (int64_t i = count; i-- > 0;) work_on(*units_[i], block);
+    return QF_OK;
+  }
+
+  bool take_scratch(KeyBlock* block) const {
+    const int64_t rows = kBwdBlock * pitch_, columns = int64_t(kBwdBlock) * p_.head_dim, square = kBwdBlock * kBwdBlock;
+    float* space = static_cast<float*>(thread_scratch((3 * rows + 2 * columns + 2 * square) * sizeof(float)));
+    if (!space) return false;
+    block->k = space;
+    block->dk = block->k + rows;
+    block->dv = block->dk + rows;
+    block->k_t = block->dv + rows;
+    block->v_t = block->k_t + columns;
+    block->p = block->v_t + columns;
+    block->ds = block->p + square;
+    return true;
+  }
+
+  void work_on(Unit& unit, KeyBlock& block) {
+    const int64_t blocks = unit.blocks();
+    for (int64_t b; (b = unit.next_block.fetch_add(1)) < blocks;) key_block(unit, b, block);
+  }
+
+  void key_block(const Unit& unit, int64_t index, KeyBlock& block) {
+    const Sequence& s = unit.sequence;
+    const int64_t first = index * kBwdBlock;
+    const int rows = int(std::min<int64_t>(kBwdBlock, unit.key_rows - first));
+    const int count = int(std::clamp<int64_t>(s.len_k - first, 0, rows));
+    if (count > 0) {
+      kernels_.load_keys(params_, s, unit.kv_head, first, count, block);
+      const KeyRange queries = queries_of_keys(p_, s, first, first + count - 1);
+      for (int g = 0; g < group_ && queries.begin < queries.end; g++) {
+        Tile* tiles = &tiles_[unit.first_tile + g * unit.tiles_per_head()];
+        for (int64_t t = queries.begin / kBwdBlock; t * kBwdBlock < queries.end; t++) {
+          Tile& tile = tiles[t];
+          const TileMask mask = mask_of(s, tile, first, count);
+          kernels_.probabilities(params_, tile.data, mask, block);
+          kernels_.add_to_keys(params_, tile.data, mask, block);
+          wait_for(tile.turn, index);
+          kernels_.add_to_queries(params_, tile.data, mask, block);
+          tile.turn.store(index + 1, std::memory_order_release);
+        }
+      }
+    }
+    kernels_.store_keys(params_, s, unit.kv_head, first, count, rows, block);
+  }
+
+  TileMask mask_of(const Sequence& s, const Tile& tile, int64_t first_key, int keys) const {
+    constexpr int64_t kOpen = 2 * kBwdBlock;  // beyond every row and column of the tile
+    const int64_t diagonal = tile.first + s.len_k - s.len_q - first_key;
+    const int64_t low = p_.window_left < 0 ? -kOpen : std::clamp(diagonal - p_.window_left, -kOpen, kOpen);
+    const int64_t high = p_.window_right < 0 ? kOpen : std::clamp(diagonal + p_.window_right + 1, -kOpen, kOpen);
+    return {tile.count, keys, int(low), int(high)};
+  }
+
+  // The thread whose turn it is has its products ready or almost ready: the wait is short.
+  static void wait_for(const std::atomic<int64_t>& turn, int64_t index) {
+    for (int spin = 0; turn.load(std::memory_order_acquire) != index; spin++)
+      if (spin > 100) sched_yield();
+  }
+
+  const QfAttnBwdParams& params_;
+  const QfAttnParams& p_;
+  const BackwardKernels& kernels_;
+  const int32_t threads_;
+  const int64_t group_, pitch_;
+  std::unique_ptr<float, Free> workspace_;
+  int64_t workspace_floats_ = 0;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::unique_ptr<Tile[]> tiles_;
+  int64_t tile_count_ = 0;
+  std::atomic<int64_t> fresh_unit_{0};
+};
+
+}  // namespace
+}  // namespace qf
+
+extern "C" int qf_cpu_bwd(const QfAttnBwdParams* params, void*) {
+  using namespace qf;
+  if (int status = check_values(params->fwd)) return status;
+  Isa isa;
+  if (int status = choose_isa(&isa)) return status;
+  if (!params->fwd.lse) return fail(QF_BAD_VALUE, "lse is missing; allowed: what the forward pass returned");
+  try {
+    return Backward(*params, QF_PICK(isa, backward_kernels)).run();
+  } catch (const std::bad_alloc&) {
+    return fail(QF_NO_MEMORY, "no memory for the list of tiles");
+  }
+}

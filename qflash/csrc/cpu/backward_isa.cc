@@ -1,0 +1,161 @@
+// The backward kernels of one instruction set: rows in and out of packed float32, and the table of entries.
+
+#include <math.h>
+
+#include "backward_tile.inl"
+#include "rows.h"
+
+namespace qf {
+namespace QF_ISA {
+
+static inline int pitch_of(const QfAttnParams& p) { return (p.head_dim + kLanes - 1) / kLanes * kLanes; }
+
+static inline void* row_at(const QfTensor& t, int32_t dtype, const Sequence& s, int64_t row, int head) {
+  return static_cast<char*>(t.data) + offset_of(t, s.batch, row, head) * element_bytes(dtype);
+}
+
+// One row as float32, zero from n to pitch.
+static inline void load_padded(float* to, const void* from, int32_t dtype, int n, int pitch) {
+  store(to + pitch - kLanes, zero());
+  load_row(to, from, dtype, n);
+}
+
+static inline void set_zero(float* x, int64_t n) { memset(x, 0, size_t(n) * sizeof(float)); }
+
+// Collects NaN from any number that is not finite.
+struct FiniteCheck {
+  Vec seen = zero();
+  void add(const float* row, int pitch) {
+    for (int d = 0; d < pitch; d += kLanes) seen = fma(load(row + d), zero(), seen);
+  }
+  bool finite() const { return sum(seen) == 0.0f; }
+};
+
+static float dot(const float* a, const float* b, int pitch) {
+  Vec acc = zero();
+  for (int d = 0; d < pitch; d += kLanes) acc = fma(load(a + d), load(b + d), acc);
+  return sum(acc);
+}
+
+static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int count,
+                         const QueryTile& tile) {
+  const QfAttnParams& p = params.fwd;
+  const int pitch = pitch_of(p), padded = (count + kBwdRowMultiple - 1) / kBwdRowMultiple * kBwdRowMultiple;
+  const int64_t statistics = s.batch * p.lse_stride_b + head * p.lse_stride_h + s.first_q + first;
+  FiniteCheck check;
+  alignas(64) float out[kMaxHeadDim];
+  for (int r = 0; r < count; r++) {
+    const int64_t row = s.first_q + first + r;
+    float *q = tile.q + r * pitch, *dout = tile.dout + r * pitch;
+    load_padded(q, row_at(p.q, p.dtype, s, row, head), p.dtype, p.head_dim, pitch);
+    rotate_row(q, p.rope, query_position(p, s, first + r));
+    load_padded(dout, row_at(params.dout, p.dtype, s, row, head), p.dtype, p.head_dim, pitch);
+    load_padded(out, row_at(p.out, p.dtype, s, row, head), p.dtype, p.head_dim, pitch);
+    const float lse = p.lse[statistics + r];
+    tile.minus_lse[r] = lse == -INFINITY ? -INFINITY : -lse;
+    tile.delta[r] = dot(dout, out, pitch) - (params.dlse ? params.dlse[statistics + r] : 0.0f);
+    check.add(q, pitch);
+    check.add(dout, pitch);
+  }
+  set_zero(tile.q + count * pitch, int64_t(padded - count) * pitch);
+  set_zero(tile.dout + count * pitch, int64_t(padded - count) * pitch);
+  for (int r = count; r < padded; r++) {
+    tile.minus_lse[r] = -INFINITY;
+    tile.delta[r] = 0.0f;
+  }
+  set_zero(tile.dq, int64_t(padded) * pitch);
+  *tile.finite = check.finite();
+}
+
+// to[d][key] = from[key][d] for all kBwdBlock keys.
+static void transpose(float* to, const float* from, int head_dim, int pitch) {
+  constexpr int kStrip = 16;  // keys at a time: one cache line of every row of `to`
+  for (int key = 0; key < kBwdBlock; key += kStrip)
+    for (int d = 0; d < head_dim; d++)
+      for (int j = 0; j < kStrip; j++) to[d * kBwdBlock + key + j] = from[(key + j) * pitch + d];
+}
+
+static void load_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_head, int64_t first, int count,
+                      KeyBlock& block) {
+  const QfAttnParams& p = params.fwd;
+  const int pitch = pitch_of(p);
+  float* v = block.dv;  // rows of v are only needed until they are transposed
+  FiniteCheck check;
+  for (int j = 0; j < count; j++) {
+    const int64_t row = s.first_k + first + j;
+    load_padded(block.k + j * pitch, row_at(p.k, p.dtype, s, row, kv_head), p.dtype, p.head_dim, pitch);
+    rotate_row(block.k + j * pitch, p.rope, key_position(p, s, first + j));
+    load_padded(v + j * pitch, row_at(p.v, p.dtype, s, row, kv_head), p.dtype, p.head_dim, pitch);
+    check.add(block.k + j * pitch, pitch);
+  }
+  set_zero(block.k + count * pitch, int64_t(kBwdBlock - count) * pitch);
+  set_zero(v + count * pitch, int64_t(kBwdBlock - count) * pitch);
+  transpose(block.k_t, block.k, p.head_dim, pitch);
+  transpose(block.v_t, v, p.head_dim, pitch);
+  set_zero(block.dk, int64_t(kBwdBlock) * pitch);
+  set_zero(block.dv, int64_t(kBwdBlock) * pitch);
+  block.finite = check.finite();
+}
+
+static void probabilities(const QfAttnBwdParams& params, const QueryTile& tile, const TileMask& mask,
+                          const KeyBlock& block) {
+  const QfAttnParams& p = params.fwd;
+  const bool capped = p.softcap != 0.0f;
+  const Score score{p.scale, p.softcap, capped ? p.scale / p.softcap : 0.0f};
+  const auto run = all_seen(mask) ? (capped ? score_tile<false, true> : score_tile<false, false>)
+                                  : (capped ? score_tile<true, true> : score_tile<true, false>);
+  run(score, p.head_dim, pitch_of(p), tile, mask, block);
+}
+
+static void add_to_keys(const QfAttnBwdParams& params, const QueryTile& tile, const TileMask& mask,
+                        const KeyBlock& block) {
+  const int pitch = pitch_of(params.fwd);
+  update<kBwdBlock, 1>(block.p, tile.dout, block.dv, pitch, mask.columns, mask, queries_seeing, *tile.finite);
+  update<kBwdBlock, 1>(block.ds, tile.q, block.dk, pitch, mask.columns, mask, queries_seeing, *tile.finite);
+}
+
+static void add_to_queries(const QfAttnBwdParams& params, const QueryTile& tile, const TileMask& mask,
+                           const KeyBlock& block) {
+  update<1, kBwdBlock>(block.ds, block.k, tile.dq, pitch_of(params.fwd), mask.rows, mask, keys_seen, block.finite);
+}
+
+static inline void scale_row(float* x, int pitch, float scale) {
+  for (int d = 0; d < pitch; d += kLanes) store(x + d, load(x + d) * broadcast(scale));
+}
+
+static void store_queries(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int count,
+                          const QueryTile& tile) {
+  const QfAttnParams& p = params.fwd;
+  const int pitch = pitch_of(p);
+  for (int r = 0; r < count; r++) {
+    float* dq = tile.dq + r * pitch;
+    scale_row(dq, pitch, p.scale);
+    rotate_row(dq, p.rope, query_position(p, s, first + r), true);
+    store_row(row_at(params.dq, p.dtype, s, s.first_q + first + r, head), dq, p.dtype, p.head_dim);
+  }
+}
+
+static void store_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_head, int64_t first, int count,
+                       int rows, const KeyBlock& block) {
+  const QfAttnParams& p = params.fwd;
+  const int pitch = pitch_of(p);
+  for (int j = 0; j < count; j++) {
+    const int64_t row = s.first_k + first + j;
+    float* dk = block.dk + j * pitch;
+    scale_row(dk, pitch, p.scale);
+    rotate_row(dk, p.rope, key_position(p, s, first + j), true);
+    store_row(row_at(params.dk, p.dtype, s, row, kv_head), dk, p.dtype, p.head_dim);
+    store_row(row_at(params.dv, p.dtype, s, row, kv_head), block.dv + j * pitch, p.dtype, p.head_dim);
+  }
+  const size_t bytes = size_t(p.head_dim * element_bytes(p.dtype));  // zero is all bits zero in every dtype
+  for (int64_t row = s.first_k + first + count; row < s.first_k + first + rows; row++) {
+    memset(row_at(params.dk, p.dtype, s, row, kv_head), 0, bytes);
+    memset(row_at(params.dv, p.dtype, s, row, kv_head), 0, bytes);
+  }
+}
+
+extern const BackwardKernels backward_kernels = {kLanes,      load_queries,   load_keys,     probabilities,
+                                                 add_to_keys, add_to_queries, store_queries, store_keys};
+
+}  // namespace QF_ISA
+}  // namespace qf
