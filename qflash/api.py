@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from qflash import dispatch
-from qflash.problem import Options
+from qflash.problem import CAUSAL, PLAIN, Options
 from qflash.rope import Rope
 from qflash.spec import Spec
 
 _frontends: dict[type, ModuleType] = {}  # by array class, filled as classes are seen
-_PLAIN, _CAUSAL = Options(), Options(causal=True)
 
 
-def _frontend_of(kind: type) -> ModuleType:
-    """The front end of an array class, told by the modules of the class and its bases (a Parameter is a Tensor).
+def _frontend(kind: type) -> ModuleType:
+    """The front end of an array class.
 
-    Import statements, not importlib: torch.compile follows the former into the first call it traces.
+    Code that torch.compile traces stays away from the table: the compiled program would hold its state for a
+    condition, and be compiled again after the first call that fills it.
+    """
+    if kind.__module__ == "torch" and sys.modules["torch"].compiler.is_dynamo_compiling():
+        return _find_frontend(kind)
+    found = _frontends.get(kind)
+    if found is None:
+        found = _frontends[kind] = _find_frontend(kind)
+    return found
+
+
+def _find_frontend(kind: type) -> ModuleType:
+    """Told by the modules of the class and its bases (a Parameter is a Tensor).
+
+    By import statements, which torch.compile can follow into the first call of a program, unlike importlib.
     """
     for base in kind.__mro__:
         package = base.__module__.partition(".")[0]
-        if package == "numpy":
-            from qflash.frontends import numpy as frontend
-        elif package == "torch":
+        if package == "torch":
             from qflash.frontends import torch as frontend
+        elif package == "numpy":
+            from qflash.frontends import numpy as frontend
         elif package in ("jax", "jaxlib"):
             from qflash.frontends import jax as frontend
         else:
             continue
-        _frontends[kind] = frontend
         return frontend
     raise TypeError(f"q is {kind.__module__}.{kind.__qualname__}; allowed: numpy.ndarray, torch.Tensor, jax.Array")
 
@@ -40,9 +53,9 @@ def _options(causal, window, softcap, scale, precision, kernel) -> Options:
     """Options(...), without building one for the two commonest calls."""
     if window is None and softcap is None and scale is None and precision is None and kernel is None:
         if causal is True:
-            return _CAUSAL
+            return CAUSAL
         if causal is False:
-            return _PLAIN
+            return PLAIN
     return Options(causal, window, softcap, scale, precision, kernel)
 
 
@@ -74,8 +87,7 @@ def attention(
     of one kernel that must be used. A row that sees no key gives zeros and lse -inf.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
-    frontend = _frontends.get(type(q)) or _frontend_of(type(q))
-    return frontend.attention(q, k, v, options, kv_lens, rope, return_lse)
+    return _frontend(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
 
 
 def attention_varlen(
@@ -104,8 +116,7 @@ def attention_varlen(
     is the longest sequence. lse is `[Hq, total_q]`. Everything else is as in `attention`.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
-    frontend = _frontends.get(type(q)) or _frontend_of(type(q))
-    return frontend.attention_varlen(
+    return _frontend(type(q)).attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, kv_lens, rope, return_lse
     )
 
@@ -139,7 +150,7 @@ def explain(
 ) -> Explanation:
     """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing."""
     options = Options(causal, window, softcap, scale, precision, kernel)
-    frontend = _frontends.get(type(q)) or _frontend_of(type(q))
+    frontend = _frontend(type(q))
     problem = frontend.problem_of(q, k, v, options, kv_lens, rope)
     spec = problem.spec(frontend.arch_of(q))
     rows = dispatch.rows(spec)

@@ -52,6 +52,9 @@ class Options(NamedTuple):
     kernel: str | None = None
 
 
+PLAIN, CAUSAL = Options(), Options(causal=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A checked attention problem. Packed problems carry the longest lengths and the totals."""
@@ -338,21 +341,21 @@ def _with_rope(
     rows, half = rope.cos.shape
     if 2 * half > problem.head_dim:
         raise ValueError(f"rope.cos has {half} columns; allowed: at most head_dim / 2 = {problem.head_dim / 2:g}")
-    strides = []
-    needed = 0
-    for name, array, shapes, length in (
-        ("rope.positions_q", rope.positions_q, q_shapes, max(problem.q_len, problem.k_len)),
-        ("rope.positions_k", rope.positions_k, k_shapes, problem.k_len),
+    strides, lengths = [], []
+    for name, array, shapes, reach in (
+        ("rope.positions_q", rope.positions_q, q_shapes, (problem.q_len, problem.k_len)),
+        ("rope.positions_k", rope.positions_k, k_shapes, (problem.k_len,)),
     ):
         if array is None:
             strides.append(None)
-            needed = max(needed, length)
+            lengths += reach
         else:
             _check_index(name, array, shapes, problem.device)
             needed = max(needed, min(1, *array.shape))  # whatever the positions say, they need a row to point at
             strides.append(array.shape[1] if len(array.shape) == 2 else 0)
-    if rows < needed:
-        raise ValueError(f"rope.cos has {rows} rows; allowed: at least {needed}, one for each position in use")
+    # Each length by itself: max() of symbolic lengths would tie a traced program to their order.
+    if any(rows < length for length in lengths):
+        raise ValueError(f"rope.cos has {rows} rows; allowed: at least {max(lengths)}, one for each position in use")
     return replace(
         problem,
         rope_rows=max(rows, 1),

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from qflash.frontends import torch_launch as launch
-from qflash.frontends.torch_launch import Extras
-from qflash.frontends.torch_ops import attention_op
-from qflash.planning import Prepared
+from qflash.frontends.torch_launch import Extras, Plan
+from qflash.frontends.torch_ops import attention_op, backward_op
 from qflash.problem import Options, Problem
 from qflash.rope import Rope
 
@@ -43,7 +41,7 @@ def attention(
     q: Any, k: Any, v: Any, options: Options, kv_lens: Any = None, rope: Rope | None = None, return_lse: bool = False
 ) -> Any:
     """See qflash.attention."""
-    extras = _NO_EXTRAS if kv_lens is None and rope is None else launch.extras_of(kv_lens, rope)
+    extras = None if kv_lens is None and rope is None else launch.extras_of(kv_lens, rope)
     return _attention(q, k, v, options, extras, return_lse)
 
 
@@ -68,47 +66,39 @@ def attention_varlen(
     return _attention(q, k, v, options, extras, return_lse)
 
 
-def _attention(q: Any, k: Any, v: Any, options: Options, extras: Extras, return_lse: bool) -> Any:
-    if _is_compiling() or not _is_plain(q, k, v):
+def _attention(q: Any, k: Any, v: Any, options: Options, extras: Extras | None, return_lse: bool) -> Any:
+    # Plain tensors that own their data, and nobody watching the dispatcher? Fake tensors have a null data pointer,
+    # functorch's wrappers have none, and a mode, a tracer or a dual level would not see a launch that goes around it.
+    if (
+        _is_compiling()
+        or q.__class__ is not Tensor
+        or k.__class__ is not Tensor
+        or v.__class__ is not Tensor
+        or _dispatch_modes()
+        or _functorch_level() is not None
+        or _jit_tracing() is not None
+        or forward_ad._current_level >= 0
+    ):
         return _through_op(q, k, v, options, extras, return_lse)
-    prepared = launch.plan(q, k, v, options, extras)
-    side = None if extras is _NO_EXTRAS else extras
+    plan = launch.plan(q, k, v, options, extras)
+    if plan is None or plan.may_be_negated:
+        return _through_op(q, k, v, options, extras, return_lse)
     if _is_grad_enabled():
+        if extras is not None:
+            launch.check_tables_constant(extras)
         if q.requires_grad or k.requires_grad or v.requires_grad:
-            launch.check_differentiable(prepared.kernel)
-            launch.check_tables_constant(extras)
-            out, lse = _Attention.apply(q, k, v, prepared, side)
+            launch.check_differentiable(plan.prepared.kernel)
+            out, lse = _apply(q, k, v, plan, extras, options)
             return (out, lse) if return_lse else out
-        if side is not None:
-            launch.check_tables_constant(extras)
-    out, lse = launch.forward(prepared, q, k, v, side, return_lse)
+    out, lse = launch.forward(plan, q, k, v, extras, return_lse)
     return (out, lse) if return_lse else out
 
 
-def _is_plain(q: Any, k: Any, v: Any) -> bool:
-    """Whether this is an eager call on tensors that own their data, with nobody watching the dispatcher.
-
-    Fake and meta tensors have a null data pointer, functorch's wrappers have none, a lazily negated view has one
-    that holds the wrong sign, and a mode or a tracer would not see a launch that goes around the dispatcher.
-    """
-    return (
-        q.__class__ is Tensor
-        and k.__class__ is Tensor
-        and v.__class__ is Tensor
-        and not _dispatch_modes()
-        and _functorch_level() is None
-        and _jit_tracing() is None
-        and forward_ad._current_level < 0
-        and not q.is_meta
-        and not q.is_neg()
-        and not k.is_neg()
-        and not v.is_neg()
-    )
-
-
-def _through_op(q: Any, k: Any, v: Any, options: Options, extras: Extras, return_lse: bool) -> Any:
+def _through_op(q: Any, k: Any, v: Any, options: Options, extras: Extras | None, return_lse: bool) -> Any:
     """The same call as a dispatcher op."""
-    out, lse = attention_op(q, k, v, *extras, *options)
+    if not _is_compiling():  # the dispatcher would word its refusals differently
+        launch.check_call(q, k, v, options, extras)
+    out, lse = attention_op(q, k, v, *(extras or _NO_EXTRAS), *options)
     return (out, lse) if return_lse else out
 
 
@@ -116,19 +106,30 @@ class _Attention(torch.autograd.Function):
     """The eager call with a backward pass. Transforms of torch.func never come here, so one forward does it all."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, extras: Extras | None) -> Any:
-        out, lse = launch.forward(prepared, q, k, v, extras, True)
-        ctx.prepared = prepared
-        ctx.set_materialize_grads(False)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, extras: Extras | None, options: Options
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = launch.forward(plan, q, k, v, extras, True)
         if extras is None:
             ctx.save_for_backward(q, k, v, out, lse)
         else:
             ctx.save_for_backward(q, k, v, out, lse, *(x for x in extras if isinstance(x, Tensor)))
-        ctx.extras = extras
+        ctx.set_materialize_grads(False)
+        ctx.call = plan, extras, options
         return out, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *_ = ctx.saved_tensors  # raises if one of them, or of the extras, was written to since
-        return (*launch.backward(ctx.prepared, dout, dlse, q, k, v, out, lse, ctx.extras), None, None)
+        plan, extras, options = ctx.call
+        dout = torch.zeros_like(out) if dout is None else dout
+        if _is_grad_enabled():  # create_graph: the op refuses when the graph is used, not before
+            dlse = torch.zeros_like(lse) if dlse is None else dlse
+            grads = backward_op(dout, dlse, q, k, v, out, lse, *(extras or _NO_EXTRAS), *options)
+        else:
+            grads = launch.backward(plan, dout, dlse, q, k, v, out, lse, extras)
+        return *grads, None, None, None
+
+
+# Function.apply first asks whether a transform of torch.func is active, at a third of the whole cost. None is, here.
+_apply = super(torch.autograd.Function, _Attention).apply

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from qflash.dispatch import Kernel
 from qflash.planning import Prepared, prepare, prepare_backward
-from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
+from qflash.problem import CAUSAL, PLAIN, Array, Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
 
 Tensor = torch.Tensor
@@ -56,11 +59,13 @@ def extras_of(kv_lens: Any, rope: Any, packed: tuple = ()) -> Extras:
     return Extras(kv_lens, rope.cos, rope.sin, rope.positions_q, rope.positions_k, rope.interleaved, *packed)
 
 
-def check_call(q: Any, k: Any, v: Any, options: Options, extras: Extras) -> Problem:
+def check_call(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Problem:
     """The checked problem of a call."""
     if isinstance(options.causal, Tensor):  # its truth lives on a device, and may change under a cached plan
         raise TypeError("causal is a torch.Tensor; allowed: True or False")
     arrays = describe("q", q), describe("k", k), describe("v", v)
+    if extras is None:
+        return check(*arrays, options)
     lens = _describe_optional("kv_lens", extras.kv_lens)
     rope = None
     if extras.cos is not None:
@@ -100,44 +105,74 @@ def arch_of_device(device: torch.device) -> int:
     return arch
 
 
-def _signature(x: Any) -> Any:
-    """What a plan depends on in an optional tensor (made contiguous before use, so strides do not count)."""
-    return None if x is None else (x.shape, x.dtype, x.device, x.layout)
-
-
-def _words(options: Options) -> tuple:
+def _words_key(options: Options) -> tuple:
     """Options as a key. With types, because True == 1.0 is a number to a dict and an error to `check`."""
     window = options.window
     edges = None if window is None else (*window, *map(type, window))
-    return (*options[:1], edges, *options[2:], *map(type, options))
+    return (options.causal, edges, *options[2:], *map(type, options))
 
 
-_plans: dict[tuple, Prepared] = {}
+def _extras_key(extras: Extras) -> tuple:
+    """What a plan depends on in the optional tensors (made contiguous before use, so strides do not count)."""
+    return tuple((x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else x for x in extras)
 
 
-def plan(q: Any, k: Any, v: Any, options: Options, extras: Extras) -> Prepared:
-    """The prepared call, looked up by everything it depends on; a miss checks and prepares."""
+# Words that need no look at their types: what `qflash.attention` passes when nothing but `causal` is said.
+_SIMPLE_WORDS = {id(options): options for options in (PLAIN, CAUSAL)}
+_plans: dict[tuple, Plan | None] = {}
+
+
+@dataclass(slots=True)
+class Plan:
+    """A prepared call with what each launch of it asks for, worked out once."""
+
+    prepared: Prepared
+    call: Callable[..., None]
+    device: torch.device
+    on_cpu: bool
+    lse_shape: tuple[int, ...]
+    lse_strides: tuple[int, ...]
+    # A lazily negated view (the imaginary part of a conjugate) holds its memory with the wrong sign. It is strided in
+    # twos, so it passes `check` with one-wide heads alone: those go through the dispatcher, which resolves it.
+    may_be_negated: bool
+    backward_call: Callable[..., None] | None = None  # prepared when first wanted
+
+
+def _plan(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Plan | None:
+    problem = check_call(q, k, v, options, extras)
+    if q.is_meta:
+        return None
+    prepared = prepare(problem, arch_of_device(q.device))
+    shape = lse_shape(problem)
+    strides = torch.empty(shape, device="meta").stride()
+    return Plan(prepared, prepared.call, q.device, q.is_cpu, shape, strides, problem.head_dim == 1)
+
+
+def plan(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Plan | None:
+    """The prepared call, looked up by everything it depends on; a miss checks and prepares. None for meta tensors."""
     try:
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, _words(options), _signature(extras.kv_lens), _signature(extras.cos),
-            _signature(extras.sin), _signature(extras.positions_q), _signature(extras.positions_k),
-            extras.interleaved, _signature(extras.cu_seqlens_q), _signature(extras.cu_seqlens_k),
-            extras.max_seqlen_q, extras.max_seqlen_k,
+            q.device, k.device, v.device, options if id(options) in _SIMPLE_WORDS else _words_key(options),
+            None if extras is None else _extras_key(extras),
         )  # fmt: skip
         return _plans[key]
     except KeyError:
-        prepared = prepare(check_call(q, k, v, options, extras), arch_of_device(q.device))
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # not a dense tensor, or words that are not hashable
-        return prepare(check_call(q, k, v, options, extras), arch_of_device(q.device))
+        found = _plan(q, k, v, options, extras)
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # not a dense tensor, or words that do not hash
+        return _plan(q, k, v, options, extras)
     if len(_plans) >= _CACHE_LIMIT:
         _plans.clear()
-    _plans[key] = prepared
-    return prepared
+    _plans[key] = found
+    return found
 
 
 # Rope tables as the kernels want them, by the id of the user's tensor; an entry dies with that tensor.
 _tables: dict[tuple[int, int], tuple[weakref.ref, int, Tensor]] = {}
+
+
+def _float_copy(x: Tensor) -> Tensor:
+    return x.detach().resolve_neg().to(torch.float32).contiguous()
 
 
 def _table(x: Tensor) -> Tensor:
@@ -146,20 +181,20 @@ def _table(x: Tensor) -> Tensor:
     Not kept: copies of inference tensors (no version counter tells a change) and copies made while a CUDA graph is
     captured (they live in the graph's memory and are filled when it replays).
     """
-    if x.dtype is torch.float32 and x.is_contiguous():
+    if x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg():
         return x
     stream = 0
     if x.is_cuda:
         if torch.cuda.is_current_stream_capturing():
-            return x.detach().to(torch.float32).contiguous()
+            return _float_copy(x)
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
     if x.is_inference():
-        return x.detach().to(torch.float32).contiguous()
+        return _float_copy(x)
     key = (id(x), stream)
     kept = _tables.get(key)
     if kept is not None and kept[0]() is x and kept[1] == x._version:
         return kept[2]
-    copy = x.detach().to(torch.float32).contiguous()
+    copy = _float_copy(x)
     _tables[key] = (weakref.ref(x, lambda _: _tables.pop(key, None)), x._version, copy)
     return copy
 
@@ -203,6 +238,9 @@ def _check_storage(**tensors: Tensor) -> None:
             raise ValueError(f"{name} has no storage; allowed: a tensor that holds data")
 
 
+_NO_ADDRESSES = (0,) * len(_Side._fields)
+
+
 def lse_shape(problem: Problem) -> tuple[int, ...]:
     if problem.packed:
         return problem.q_heads, problem.total_q
@@ -210,36 +248,38 @@ def lse_shape(problem: Problem) -> tuple[int, ...]:
 
 
 def forward(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None, want_lse: bool
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Allocate out and lse, launch on the current stream."""
-    device = q.device
-    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+    device = plan.device
+    if not plan.on_cpu and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return forward(prepared, q, k, v, extras, want_lse)
+            return forward(plan, q, k, v, extras, want_lse)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(lse_shape(prepared.problem), dtype=torch.float32, device=device) if want_lse else None
+    lse, lse_at = None, 0
+    if want_lse:
+        # empty_strided takes its arguments in half the time torch.empty needs.
+        lse = torch.empty_strided(plan.lse_shape, plan.lse_strides, dtype=torch.float32, device=device)
+        lse_at = lse.data_ptr()
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if not (q_at and k_at and v_at):
         _check_storage(q=q, k=k, v=v)
-    if extras is None:
-        side, addresses = None, (0, 0, 0, 0, 0, 0, 0)
-    else:
-        side = _side(extras)
+    addresses = _NO_ADDRESSES
+    if extras is not None:
+        side = _side(extras)  # a name, so that converted copies outlive the launch
         addresses = tuple(map(_address, side))
-    lse_at = 0 if lse is None else lse.data_ptr()
-    if device.type == "cpu":
-        prepared.call(q_at, k_at, v_at, out.data_ptr(), lse_at, *addresses, 0, 0, torch.get_num_threads())
+    if plan.on_cpu:
+        plan.call(q_at, k_at, v_at, out.data_ptr(), lse_at, *addresses, 0, 0, torch.get_num_threads())
     else:
-        workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=device)
+        workspace = torch.empty(plan.prepared.workspace_bytes, dtype=torch.uint8, device=device)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        prepared.call(q_at, k_at, v_at, out.data_ptr(), lse_at, *addresses, workspace.data_ptr(), stream, 0)
+        plan.call(q_at, k_at, v_at, out.data_ptr(), lse_at, *addresses, workspace.data_ptr(), stream, 0)
     return out, lse
 
 
 def backward(
-    prepared: Prepared,
-    dout: Tensor | None,
+    plan: Plan,
+    dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
@@ -248,14 +288,13 @@ def backward(
     lse: Tensor,
     extras: Extras | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous. `prepared` is the forward call's; a gradient of None is zero."""
-    problem = prepared.problem
-    call = prepare_backward(problem, arch_of_device(q.device)).call
-    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    dlse = _contiguous(dlse)
+    """dq, dk, dv, contiguous. `plan` is the forward call's; a dlse of None is zero."""
+    if plan.backward_call is None:
+        plan.backward_call = prepare_backward(plan.prepared.problem, arch_of_device(q.device)).call
+    dout, dlse = dout.resolve_neg().contiguous(), _contiguous(dlse)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     side = _side(extras or Extras())
-    call(
+    plan.backward_call(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *map(_address, side),
         dout.data_ptr(), _address(dlse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0, torch.get_num_threads(),
     )  # fmt: skip
@@ -277,3 +316,18 @@ def check_tables_constant(extras: Extras) -> None:
     for name, x in (("rope.cos", extras.cos), ("rope.sin", extras.sin)):
         if x is not None and x.requires_grad:
             raise NotImplementedError(f"{name} requires a gradient; allowed: a table without one, {name}.detach()")
+
+
+NO_SECOND_DERIVATIVE = "qflash.attention has no second derivative; allowed: one backward pass over it"
+
+
+def check_no_tangents(args: Sequence[Any]) -> None:
+    """Forward-mode differentiation would lose its tangents in a kernel: refuse it."""
+    if forward_ad._current_level < 0:
+        return
+    for x in args:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                "qflash.attention has no forward-mode derivative (jvp, dual tensors); allowed: reverse mode, or "
+                "tensors without tangents"
+            )

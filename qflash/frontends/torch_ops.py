@@ -7,9 +7,13 @@ eager front end goes around it, because a dispatcher op written in Python costs 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from qflash import dispatch
 from qflash.frontends import torch_launch as launch
@@ -25,6 +29,7 @@ _EXTRAS = (
 )
 _OPTIONS = "bool causal, SymInt[]? window, float? softcap, float? scale, str? precision, str? kernel"
 _EXTRAS_COUNT = len(Extras._fields)
+_LONGEST = ("max_seqlen_q", "max_seqlen_k")
 
 _library = torch.library.Library("qflash", "FRAGMENT")
 _library.define(
@@ -40,13 +45,9 @@ attention_op = torch.ops.qflash.attention.default
 backward_op = torch.ops.qflash.attention_backward.default
 
 
-def _split(words: tuple) -> tuple[Extras, Options]:
+def _split(words: Sequence[Any]) -> tuple[Extras, Options]:
     """An op's trailing arguments as Extras and Options."""
-    extras, options = Extras(*words[:_EXTRAS_COUNT]), Options(*words[_EXTRAS_COUNT:])
-    if options.window is not None:
-        # A traced window may be symbolic. int() makes it this program's constant, as the kernel choice needs.
-        options = options._replace(window=tuple(int(edge) for edge in options.window))
-    return extras, options
+    return Extras(*words[:_EXTRAS_COUNT]), Options(*words[_EXTRAS_COUNT:])
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *words: Any) -> tuple[Tensor, Tensor]:
@@ -56,9 +57,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *words: Any) -> tuple[Tensor, Te
 
 def _attention_backward(dout, dlse, q, k, v, out, lse, *words: Any) -> tuple[Tensor, Tensor, Tensor]:
     extras, options = _split(words)
-    prepared = launch.plan(q, k, v, options, extras)
-    launch.check_differentiable(prepared.kernel)
-    return launch.backward(prepared, dout, dlse, q, k, v, out.contiguous(), lse.contiguous(), extras)
+    plan = launch.plan(q, k, v, options, extras)
+    launch.check_differentiable(plan.prepared.kernel)
+    return launch.backward(plan, dout, dlse, q, k, v, out.contiguous(), lse.contiguous(), extras)
 
 
 for _key in ("CPU", "CUDA"):
@@ -66,18 +67,25 @@ for _key in ("CPU", "CUDA"):
     _library.impl("attention_backward", _attention_backward, _key)
 
 
-def _traced_kernel(problem: Problem, device: torch.device) -> dispatch.Kernel | None:
-    """The kernel a traced program will run; None where the device that will run it is not known here."""
-    if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
-        return None
-    return dispatch.plan(problem.spec(launch.arch_of_device(device)), problem.kernel)
+def _check_traced(q: Tensor, k: Tensor, v: Tensor, words: Sequence[Any]) -> tuple[Problem, dispatch.Kernel | None]:
+    """The problem and kernel of a traced call; no kernel where the device that will run it is not known here.
+
+    What selects a kernel becomes a constant of the traced program; lengths stay symbolic.
+    """
+    extras, options = _split(words)
+    if options.window is not None:
+        options = options._replace(window=tuple(int(edge) for edge in options.window))
+    longest = (0 if isinstance(n, torch.SymInt) else n for n in (extras.max_seqlen_q, extras.max_seqlen_k))
+    problem = launch.check_call(q, k, v, options, extras._replace(**dict(zip(_LONGEST, longest, strict=True))))
+    if q.device.type == "meta" or (q.device.type == "cuda" and not torch.cuda.is_available()):
+        return problem, None
+    constant = replace(problem, head_dim=int(problem.head_dim))
+    return problem, dispatch.plan(constant.spec(launch.arch_of_device(q.device)), problem.kernel)
 
 
 @torch.library.register_fake("qflash::attention", lib=_library)
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *words: Any) -> tuple[Tensor, Tensor]:
-    extras, options = _split(words)
-    problem = launch.check_call(q, k, v, options, extras)
-    _traced_kernel(problem, q.device)
+    problem, _ = _check_traced(q, k, v, words)
     return q.new_empty(q.shape), q.new_empty(launch.lse_shape(problem), dtype=torch.float32)
 
 
@@ -86,36 +94,81 @@ def _attention_backward_fake(dout, dlse, q, k, v, *words: Any) -> tuple[Tensor, 
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *words = inputs
-    extras, options = _split(words)
-    kernel = _traced_kernel(launch.check_call(q, k, v, options, extras), q.device)
+class _Attention(torch.autograd.Function):
+    """The op's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *words: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _below_autograd(attention_op, (q, k, v, *words))
+        ctx.tensors = [i for i, word in enumerate(words) if isinstance(word, Tensor)]
+        ctx.words = [None if isinstance(word, Tensor) else word for word in words]
+        ctx.save_for_backward(q, k, v, out, lse, *(words[i] for i in ctx.tensors))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *saved = ctx.saved_tensors
+        words = list(ctx.words)
+        for i, tensor in zip(ctx.tensors, saved, strict=True):
+            words[i] = tensor
+        return (*backward_op(dout, dlse, q, k, v, out, lse, *words), *(None for _ in words))
+
+
+def _record(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+    """`function.apply` for the level of torch.func transforms that is being dispatched, and for no other.
+
+    An Autograd kernel runs once for each level on the stack, as a C++ one does, and what it calls below autograd goes
+    on to the next level. Function.apply would start over at the top, so its base does the work.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
+
+
+def _below_autograd(op: Any, args: Sequence[Any]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        if not torch._C._are_functorch_transforms_active():
+            return op(*args)
+        # Inside Function.forward derivatives are off. The next level down has its own, and turns off what it had off.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return op(*args)
+
+
+def _wants_grad(*args: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+
+
+def _attention_autograd(*args: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, *words = args
+    launch.check_no_tangents(args)
+    if not _wants_grad(*args):
+        return _below_autograd(attention_op, args)
+    launch.check_tables_constant(Extras(*words[:_EXTRAS_COUNT]))
+    _, kernel = _check_traced(q, k, v, words)
     if kernel is not None:
         launch.check_differentiable(kernel)
-    launch.check_tables_constant(extras)
-    tensors = [i for i, word in enumerate(words) if isinstance(word, Tensor)]
-    ctx.save_for_backward(q, k, v, *output, *(words[i] for i in tensors))
-    ctx.tensors = tensors
-    ctx.words = [None if isinstance(word, Tensor) else word for word in words]
+    return _record(_Attention, args)
 
 
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, *saved = ctx.saved_tensors
-    words = list(ctx.words)
-    for i, tensor in zip(ctx.tensors, saved, strict=True):
-        words[i] = tensor
-    grads = backward_op(dout, dlse, q, k, v, out, lse, *words)
-    return (*grads, *(None for _ in words))
+def _backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _record(_Backward, args) if _wants_grad(*args) else _below_autograd(backward_op, args)
 
 
-torch.library.register_autograd("qflash::attention", _backward, setup_context=_setup_context, lib=_library)
+class _Backward(torch.autograd.Function):
+    """The gradient op's own gradient: there is none, and asking for it says so."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _below_autograd(backward_op, args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError(launch.NO_SECOND_DERIVATIVE)
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError("qflash.attention has no second derivative; allowed: one backward pass over it")
-
-
-torch.library.register_autograd("qflash::attention_backward", _no_double_backward, lib=_library)
+_library.impl("attention", _attention_autograd, "Autograd")
+_library.impl("attention_backward", _backward_autograd, "Autograd")
 
 
 def _vmap(op: Any, leading: int):

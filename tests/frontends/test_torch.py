@@ -2,92 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import threading
 
+import numpy as np
 import pytest
 
 import qflash
 
 torch = pytest.importorskip("torch")
+
+from torch_math import OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
+
+from qflash.frontends import torch_launch  # noqa: E402
+from qflash.problem import PLAIN  # noqa: E402
+
 F = torch.nn.functional
-
-
-def rotate(x, cos, sin, positions, interleaved):
-    """Rotary embedding of x [B, T, H, D] at integer positions [B, T]; differentiable plain math."""
-    half = cos.shape[1]
-    sign = torch.where(positions < 0, -1.0, 1.0).to(x.dtype)[:, :, None, None]
-    c, s = (table.to(x.dtype)[positions.abs()][:, :, None, :] for table in (cos, sin))
-    s = s * sign
-    rot, rest = x[..., : 2 * half], x[..., 2 * half :]
-    a, b = (rot[..., 0::2], rot[..., 1::2]) if interleaved else (rot[..., :half], rot[..., half:])
-    a, b = a * c - b * s, a * s + b * c
-    rot = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-    return torch.cat((rot, rest), -1)
-
-
-def plain(q, k, v, *, causal=False, window=None, kv_lens=None, softcap=None, scale=None, rope=None):
-    """(out, lse) by the definition, in float64, differentiable; the tests' yardstick for every option."""
-    q, k, v = q.double(), k.double(), v.double()
-    batch, q_len, q_heads, dim = q.shape
-    k_len, kv_heads = k.shape[1:3]
-    lens = torch.full((batch,), k_len) if kv_lens is None else kv_lens.long()
-    i, j = torch.arange(q_len), torch.arange(k_len)
-    diagonal = i[None, :] + (lens - q_len)[:, None]  # [B, Tq]
-    if rope is not None:
-        at_q = diagonal if rope.positions_q is None else rope.positions_q.long().expand(batch, q_len)
-        at_k = (j if rope.positions_k is None else rope.positions_k.long()).expand(batch, k_len)
-        q = rotate(q, rope.cos, rope.sin, at_q, rope.interleaved)
-        k = rotate(k, rope.cos, rope.sin, at_k, rope.interleaved)
-    k, v = (x.repeat_interleave(q_heads // kv_heads, 2) for x in (k, v))
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * (1 / math.sqrt(dim) if scale is None else scale)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    left, right = window or (-1, -1)
-    right = 0 if causal else right
-    seen = (j < lens[:, None, None]).expand(batch, q_len, k_len)
-    if left >= 0:
-        seen = seen & (j >= diagonal[..., None] - left)
-    if right >= 0:
-        seen = seen & (j <= diagonal[..., None] + right)
-    s = s.masked_fill(~seen[:, None], -torch.inf)
-    lse = torch.logsumexp(s, -1)
-    p = torch.where(seen[:, None], torch.exp(s - lse.clamp(min=-1e300)[..., None]), 0.0)
-    return torch.einsum("bhij,bjhd->bihd", p, v), lse
-
-
-def tensors(batch=2, q_len=9, k_len=13, q_heads=4, kv_heads=2, dim=16, dtype=torch.float32, grad=False, seed=0):
-    gen = torch.Generator().manual_seed(seed)
-
-    def one(length, heads):
-        return torch.randn(batch, length, heads, dim, generator=gen).to(dtype).requires_grad_(grad)
-
-    return one(q_len, q_heads), one(k_len, kv_heads), one(k_len, kv_heads)
-
-
-def tables(rows=32, half=4, **kw):
-    cos, sin = (torch.from_numpy(t) for t in qflash.rope_tables(rows, 2 * half))
-    return qflash.Rope(cos, sin, **kw)
-
-
-def relative(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
-OPTIONS = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window": (3, 2), "scale": 0.3},
-    "softcap": {"softcap": 2.0, "causal": True},
-    "kv_lens": {"kv_lens": torch.tensor([13, 4], dtype=torch.int32), "causal": True},
-    "rope": {"rope": tables()},
-    "rope-interleaved": {"rope": tables(interleaved=True), "window": (4, 0)},
-    "rope-positions": {
-        "rope": tables(
-            positions_q=torch.arange(9, dtype=torch.int32) * 2 - 5,
-            positions_k=torch.stack([torch.arange(13), 20 - torch.arange(13)]).int(),
-        )
-    },
-}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
@@ -118,12 +47,230 @@ def test_matches_torch_attention(dtype, causal):
     assert relative(ours, want) <= max(2 * relative(sdpa, want), 2e-6)
 
 
-def test_compiled_whole():
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (2, 1), "softcap": 3.0}, {"rope": tables()}])
+def test_packed_matches_one_sequence_at_a_time(options):
+    pieces = [tensors(batch=1, q_len=n, k_len=m, grad=True, seed=n) for n, m in ((5, 5), (0, 3), (7, 11), (2, 1))]
+    q, k, v, cu_q, cu_k = packed(pieces)
+    out, lse = qflash.attention_varlen(q, k, v, cu_q, cu_k, 7, 11, return_lse=True, **options)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    for b, piece in enumerate(pieces):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        want, want_lse = qflash.attention(*piece, return_lse=True, **options)
+        torch.testing.assert_close(out[rows], want[0])
+        torch.testing.assert_close(lse[:, rows], want_lse[0])
+        want_grads = torch.autograd.grad(want, piece, dout[None, rows])
+        for got, expected, part in zip(grads, want_grads, (rows, keys, keys), strict=True):
+            torch.testing.assert_close(got[part], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_strided_views_are_taken_as_they_are():
+    q, k, v = tensors()
+    want = qflash.attention(q, k, v)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    torch.testing.assert_close(qflash.attention(*heads_first), want, rtol=0, atol=0)
+    fused = torch.cat((k, v), -1)  # as a fused projection leaves them
+    torch.testing.assert_close(qflash.attention(q, fused[..., :16], fused[..., 16:]), want, rtol=0, atol=0)
+    assert qflash.attention(*heads_first).is_contiguous()
+
+
+def test_gradient_of_expanded_keys():
+    q, k, v = tensors(batch=1, grad=True)
+    one = qflash.attention(q, k, v)
+    many = qflash.attention(q.expand(3, -1, -1, -1), k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1))
+    want = torch.autograd.grad(one.sum() * 3, (q, k, v))  # a gradient with stride 0, too
+    for got, expected in zip(torch.autograd.grad(many.sum(), (q, k, v)), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_of_lse_alone_and_of_one_input():
+    q, k, v = tensors()
+    k.requires_grad_()
+    _, lse = qflash.attention(q, k, v, return_lse=True)
+    _, want = plain(q, k, v)
+    got_grad, want_grad = torch.autograd.grad(lse.sum(), k)[0], torch.autograd.grad(want.sum(), k)[0]
+    assert relative(got_grad, want_grad.double()) < 4e-6
+
+
+def test_second_derivative_is_refused():
     q, k, v = tensors(grad=True)
-    want = qflash.attention(q, k, v, causal=True)
-    want_grads = torch.autograd.grad(want.square().sum(), (q, k, v))
-    compiled = torch.compile(lambda q, k, v: qflash.attention(q, k, v, causal=True), fullgraph=True)
-    got = compiled(q, k, v)
+    (dq,) = torch.autograd.grad(qflash.attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_a_tensor_changed_before_backward_is_noticed():
+    q, k, v = tensors(grad=True)
+    lens = torch.tensor([13, 4], dtype=torch.int32)
+    out = qflash.attention(q, k, v, kv_lens=lens)
+    lens += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_forward_mode_is_refused():
+    q, k, v = tensors()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            qflash.attention(dual, k, v)
+        assert qflash.attention(q, k, v).shape == q.shape
+
+
+def test_int8_has_no_gradient_and_says_what_to_do():
+    q, k, v = tensors(grad=True)
+    with pytest.raises(NotImplementedError, match=r"no backward pass.*torch\.no_grad\(\).*detach\(\)"):
+        qflash.attention(q, k, v, precision="int8")
+    with torch.no_grad():
+        out = qflash.attention(q, k, v, precision="int8")
+    assert relative(out, plain(q, k, v)[0]) < 2e-2
+
+
+def test_rope_tables_are_constants():
+    q, k, v = tensors()
+    rope = tables()
+    rope.cos.requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"rope\.cos requires a gradient"):
+        qflash.attention(q, k, v, rope=rope)
+    with torch.no_grad():
+        assert qflash.attention(q, k, v, rope=rope).shape == q.shape
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_converted_rope_tables_follow_changes(inference):
+    q, k, v = tensors()
+    with torch.inference_mode(inference):
+        exact = tables()
+        half = qflash.Rope(exact.cos.bfloat16(), exact.sin.bfloat16())
+        for _ in range(3):
+            wide = qflash.Rope(half.cos.float(), half.sin.float())
+            want = qflash.attention(q, k, v, rope=wide)
+            torch.testing.assert_close(qflash.attention(q, k, v, rope=half), want, rtol=0, atol=0)
+            half.cos.mul_(0.5)  # in place: the copy kept from the last call is stale now
+
+
+def test_converted_rope_tables_die_with_the_original():
+    q, k, v = tensors()
+    before = len(torch_launch._tables)
+    rope = tables()
+    rope = qflash.Rope(rope.cos.bfloat16(), rope.sin.bfloat16())
+    qflash.attention(q, k, v, rope=rope)
+    assert len(torch_launch._tables) == before + 2
+    del rope
+    assert len(torch_launch._tables) == before
+
+
+def test_strided_rope_tables():
+    q, k, v = tensors()
+    rope = tables()
+    spun = torch.complex(rope.cos, rope.sin).conj()  # its imaginary part is a lazily negated, strided view
+    assert spun.imag.is_neg()
+    got = qflash.attention(q, k, v, rope=qflash.Rope(spun.real, spun.imag))
+    want = qflash.attention(q, k, v, rope=qflash.Rope(rope.cos, -rope.sin))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
-    for a, b in zip(torch.autograd.grad(got.square().sum(), (q, k, v)), want_grads, strict=True):
-        torch.testing.assert_close(a, b)
+
+
+def test_lazily_negated_tensors():
+    q, k, v = tensors(dim=1)
+    negated = torch.complex(k, q[:, :1, :2].expand_as(k) * 0 + v).conj().imag  # -v, unresolved
+    assert negated.is_neg()
+    torch.testing.assert_close(qflash.attention(q, k, negated), qflash.attention(q, k, -v), rtol=0, atol=0)
+
+
+def test_index_tensors_need_not_be_contiguous():
+    q, k, v = tensors()
+    lens = torch.tensor([[13, 0], [4, 0]], dtype=torch.int32)[:, 0]
+    want = qflash.attention(q, k, v, kv_lens=lens.clone())
+    torch.testing.assert_close(qflash.attention(q, k, v, kv_lens=lens), want, rtol=0, atol=0)
+
+
+def test_parameters_subclasses_and_modes():
+    q, k, v = tensors()
+    want = qflash.attention(q, k, v)
+
+    class Named(torch.Tensor):
+        pass
+
+    parameter = torch.nn.Parameter(q)
+    out = qflash.attention(parameter, k, v)
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+    out.sum().backward()
+    assert parameter.grad is not None
+    named = qflash.attention(*(x.as_subclass(Named) for x in (q, k, v)))
+    assert type(named) is Named
+    torch.testing.assert_close(named.as_subclass(torch.Tensor), want, rtol=0, atol=0)
+    with torch.inference_mode():
+        assert qflash.attention(q, k, v).is_inference()
+    with torch.autocast("cpu", torch.bfloat16):  # the tensors' own dtypes decide
+        assert qflash.attention(q, k, v).dtype == torch.float32
+
+
+def test_empty_and_unseen():
+    q, k, v = tensors(k_len=0)
+    out, lse = qflash.attention(q, k, v, return_lse=True)
+    assert out.eq(0).all() and lse.eq(-torch.inf).all()
+    q, k, v = tensors(batch=0, grad=True)
+    out = qflash.attention(q, k, v)
+    assert out.shape == q.shape
+    assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+def test_threads_share_plans():
+    jobs = [(tensors(q_len=n, k_len=n + 3, seed=n), {"causal": bool(n % 2)}) for n in range(1, 9)]
+    want = [qflash.attention(*args, **options) for args, options in jobs]
+    wrong = []
+
+    def work(offset):
+        for step in range(40):
+            i = (step + offset) % len(jobs)
+            args, options = jobs[i]
+            if not torch.equal(qflash.attention(*args, **options), want[i]):
+                wrong.append((offset, step))
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_engine_runs_on_torchs_threads(monkeypatch):
+    q, k, v = tensors()
+    plan = torch_launch.plan(q, k, v, PLAIN, None)
+    engine, counts = plan.call, []
+
+    def counting(*addresses):
+        counts.append(addresses[-1])
+        engine(*addresses)
+
+    monkeypatch.setattr(plan, "call", counting)
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            qflash.attention(q, k, v)
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [1, 3]
+
+
+def test_explain_takes_tensors():
+    q, k, v = tensors()
+    explanation = qflash.explain(q, k, v, causal=True, rope=tables())
+    assert explanation.kernel == "cpu"
+    assert (explanation.spec.device, explanation.spec.arch, explanation.spec.rope) == ("cpu", 0, "half")
+    assert "unfused" in str(explanation)
+
+
+def test_plan_cache_is_bounded(monkeypatch):
+    monkeypatch.setattr(torch_launch, "_CACHE_LIMIT", 4)
+    for n in range(1, 12):
+        qflash.attention(*tensors(q_len=n))
+        assert len(torch_launch._plans) <= 4
+
+
+def test_numpy_and_torch_agree():
+    q, k, v = tensors()
+    arrays = [x.numpy() for x in (q, k, v)]
+    np.testing.assert_array_equal(qflash.attention(q, k, v).numpy(), qflash.attention(*arrays))
