@@ -18,6 +18,8 @@ from qflash.spec import DTYPES, PRECISIONS, Spec
 
 MAX_HEAD_DIM = 256
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 2.0**128 - 2.0**104
+_FLOAT32_TINY = 2.0**-126
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +281,8 @@ def _check_options(options: Options, head_dim: int) -> dict[str, Any]:
     softcap = _check_real("softcap", options.softcap, 0.0)
     if softcap < 0:
         raise ValueError(f"softcap is {softcap}; allowed: None, or 0 or more (0 is off)")
+    if 0 < softcap < _FLOAT32_TINY:  # it would become 0 in the kernels, and 0 means none
+        raise ValueError(f"softcap is {softcap}; allowed: 0 (off), or {_FLOAT32_TINY:.3g} (float32's least) or more")
     return {
         "scale": scale,
         "softcap": softcap,
@@ -296,6 +300,8 @@ def _check_real(name: str, value: Any, default: float) -> float:
         raise TypeError(f"{name} is {value!r}; allowed: None or a number")
     if not math.isfinite(value):
         raise ValueError(f"{name} is {value}; allowed: a finite number")
+    if abs(value) > _FLOAT32_MAX:
+        raise ValueError(f"{name} is {value}; allowed: what float32 can hold, up to {_FLOAT32_MAX:.3g} either way")
     return float(value)
 
 

@@ -16,6 +16,8 @@ def describe(name: str, x: Any) -> Array:
     """Shape, element strides and dtype of an array, or TypeError."""
     if not isinstance(x, np.ndarray):
         raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: numpy.ndarray, as q is")
+    if not x.dtype.isnative:  # its name alone would not tell
+        raise TypeError(f"{name} has dtype {x.dtype.str}, a foreign byte order; allowed: the native one")
     if any(stride % x.itemsize for stride in x.strides) or not x.flags.aligned:
         raise ValueError(f"{name} has byte strides {x.strides}; allowed: multiples of the item size, {x.itemsize}")
     return Array(x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype.name, "cpu")

@@ -1,0 +1,106 @@
+"""The table and its pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from qflash import NoKernelError, dispatch
+from qflash.spec import DTYPES, PRECISIONS, Spec
+
+CPU = Spec(device="cpu", arch=0, dtype="float32", head_dim=64)
+CUDA = Spec(device="cuda", arch=90, dtype="float32", head_dim=64)
+
+
+def test_names_are_unique_and_rows_are_complete() -> None:
+    names = [kernel.name for kernel in dispatch.KERNELS]
+    assert len(set(names)) == len(names)
+    for kernel in dispatch.KERNELS:
+        assert kernel.summary
+        assert kernel.device in ("cpu", "cuda")
+        assert kernel.precision in PRECISIONS
+        assert set(kernel.dtypes) <= set(DTYPES)
+        assert dispatch.BY_NAME[kernel.name] is kernel
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [1, 3, 64, 100, 256])
+def test_the_cpu_serves_everything(dtype: str, head_dim: int) -> None:
+    spec = replace(
+        CPU, dtype=dtype, head_dim=head_dim, window=True, softcap=True, rope="half", packed=True, kv_lens=True
+    )
+    assert dispatch.plan(spec).name == "cpu"
+    assert dispatch.plan(replace(spec, precision="int8")).name == "cpu_int8"
+
+
+def test_plan_takes_the_first_usable_automatic_row() -> None:
+    for spec in (CPU, CUDA, replace(CPU, precision="int8"), replace(CPU, backward=True)):
+        usable = [k for k in dispatch.KERNELS if k.automatic and not dispatch.reasons(k, spec)]
+        assert dispatch.plan(spec) is usable[0]
+
+
+def test_a_kernel_can_be_asked_for() -> None:
+    assert dispatch.plan(CUDA, "unfused").name == "unfused"
+    assert dispatch.plan(CPU, "cpu").name == "cpu"
+
+
+def test_what_runs_only_on_request_is_not_chosen() -> None:
+    for kernel in dispatch.KERNELS:
+        if not kernel.automatic:
+            assert dispatch.plan(CUDA) is not kernel
+            assert (kernel.name, "on request", kernel.summary) in dispatch.rows(CUDA)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="kernel is 'nope'; allowed: None") as raised:
+        dispatch.plan(CPU, "nope")
+    assert not isinstance(raised.value, NoKernelError)
+    for kernel in dispatch.KERNELS:
+        assert repr(kernel.name) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "why"),
+    [
+        ("fa", CPU, "runs on cuda, the arrays are on cpu"),
+        ("cpu", CUDA, "runs on cpu, the arrays are on cuda"),
+        ("cpu", replace(CPU, precision="int8"), "computes in precision native, not int8"),
+        ("cpu_int8", CPU, "computes in precision int8, not native"),
+        ("cpu_int8", replace(CPU, precision="int8", backward=True), "has no backward pass"),
+        ("fa", replace(CUDA, arch=70), "needs compute capability 7.5, this GPU has 7.0"),
+    ],
+)
+def test_a_kernel_that_cannot_serve_says_why(name: str, spec: Spec, why: str) -> None:
+    assert why in dispatch.reasons(dispatch.BY_NAME[name], spec)
+    with pytest.raises(NoKernelError) as raised:
+        dispatch.plan(spec, name)
+    assert why in str(raised.value)
+    for kernel in dispatch.KERNELS:  # the error carries the whole table
+        assert kernel.name in str(raised.value)
+
+
+def test_no_kernel_at_all() -> None:
+    with pytest.raises(NoKernelError, match="no kernel serves this problem") as raised:
+        dispatch.plan(replace(CPU, precision="int8_fp8"))
+    assert "not int8_fp8" in str(raised.value)
+    assert isinstance(raised.value, ValueError)
+
+
+def test_rows_name_every_kernel_and_at_most_one_runs() -> None:
+    for spec in (CPU, CUDA, replace(CPU, precision="int8_fp8")):
+        rows = dispatch.rows(spec)
+        assert [row[0] for row in rows] == [kernel.name for kernel in dispatch.KERNELS]
+        runs = [row[0] for row in rows if row[1] == "runs"]
+        assert runs == ([] if spec.precision == "int8_fp8" else [dispatch.plan(spec).name])
+        assert all(row[1] in ("runs", "could", "on request", "no") and row[2] for row in rows)
+
+
+def test_also_adds_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    picky = dispatch.Kernel("picky", "cpu", "for tests", also=lambda spec: [f"dislikes head_dim {spec.head_dim}"])
+    assert dispatch.reasons(picky, CPU) == ["dislikes head_dim 64"]
+
+
+def test_dtypes_are_respected() -> None:
+    only_half = dispatch.Kernel("half", "cpu", "for tests", dtypes=("float16",))
+    assert dispatch.reasons(only_half, CPU) == ["takes float16, not float32"]

@@ -1,0 +1,232 @@
+"""The test material itself: cases that say what they are, and a contract that catches what it should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qflash import reference
+from qflash.testing import (
+    CASES,
+    Case,
+    ContractError,
+    Inputs,
+    Rotary,
+    cases,
+    check,
+    compare,
+    errors,
+    expected,
+    judge,
+    repro,
+    runner,
+)
+from qflash.testing.case import DATA, LAYOUTS
+from qflash.testing.random_cases import random_cases
+
+SMALL = Case("small", 40, 50, 3, 1, head_dim=16, causal=True)
+
+
+def result(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """The oracle's own answer, rounded to the types a kernel returns."""
+    want = expected(case)
+    return want.out.astype(case.dtype), want.lse.astype(np.float32)
+
+
+def test_names_are_unique_and_tags_known() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert {tag for case in CASES for tag in case.tags} == {"quick", "full", "large"}
+    assert set(cases("quick")) < set(cases("full"))
+    with pytest.raises(ValueError, match="tag is 'slow'"):
+        cases("slow")
+
+
+def test_a_case_prints_as_what_builds_it() -> None:
+    for case in [*CASES, *random_cases(50)]:
+        assert "\n" not in repr(case)
+        assert eval(repr(case)) == case
+    line = repro(SMALL)
+    assert line.startswith("from qflash.testing import *; check(Case(") and "batch" not in line
+
+
+def test_equal_cases_have_equal_bits() -> None:
+    for case in cases("quick"):
+        a, b = case.make_inputs(), case.make_inputs()
+        assert all(x.tobytes() == y.tobytes() for x, y in zip((a.q, a.k, a.v), (b.q, b.k, b.v), strict=True))
+    assert list(random_cases(5, seed=3)) == list(random_cases(5, seed=3))
+    assert list(random_cases(5, seed=3)) != list(random_cases(5, seed=4))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_have_the_same_values_under_other_strides(layout: str) -> None:
+    case = Case(q_len=6, k_len=6, q_heads=4, batch=3, head_dim=5, layout=layout)
+    got, plain = case.make_inputs(), replace(case, layout="bthd").make_inputs()
+    for name in "qkv":
+        a, b = getattr(got, name), getattr(plain, name)
+        assert a.shape == b.shape and a.strides[-1] == a.itemsize
+        assert (a == (b[:1] if layout == "one_batch" else b)).all()
+        assert (a.strides == b.strides) == (layout == "bthd")
+    if layout == "one_batch":
+        assert got.q.strides[0] == 0
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_distributions_are_known(data: str) -> None:
+    assert np.isfinite(Case(data=data).make_inputs().k).all()
+
+
+def test_large_scores_are_large() -> None:
+    inputs = Case(data="large").make_inputs()
+    scores = np.einsum("bqhd,bkhd->bhqk", inputs.q, inputs.k) / 8
+    assert 5e3 < scores.std() < 2e4
+
+
+def test_the_oracles_own_answer_passes() -> None:
+    for case in cases("full"):
+        assert judge(case, *result(case)).failures == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda out, lse: out.__setitem__((0, 20, 1), np.nan), "NaN in other places"),
+        (lambda out, lse: out.__setitem__((0, 20, 1, 3), np.inf), "+Inf in other places"),
+        (lambda out, lse: out.__setitem__((0, 20, 1), out[0, 21, 1]), "row [0, 1, 20]"),
+        (lambda out, lse: out.__imul__(np.array(1.02, out.dtype)), "relative L2"),
+        (lambda out, lse: lse.__setitem__((0, 1, 20), 0.0), "lse at [0, 1, 20]"),
+        (lambda out, lse: lse.__setitem__((0, 1, 20), -np.inf), "lse has -Inf"),
+    ],
+    ids=["nan", "inf", "one_row", "scaled", "lse", "lse_inf"],
+)
+def test_damage_is_seen(dtype: str, damage, says: str) -> None:
+    case = replace(SMALL, dtype=dtype)
+    out, lse = result(case)
+    damage(out, lse)
+    assert any(says in failure for failure in judge(case, out, lse).failures)
+
+
+def test_a_masked_key_that_leaks_is_seen() -> None:
+    case = replace(SMALL, q_len=200, k_len=200)
+    inputs = case.make_inputs()
+    out, lse = reference.attention(inputs.q, inputs.k, inputs.v, window=(-1, 1))
+    assert not judge(case, out.astype(np.float32), lse.astype(np.float32)).ok
+
+
+def test_shapes_and_dtypes_are_judged() -> None:
+    out, lse = result(SMALL)
+    assert "out has shape" in judge(SMALL, out[:, 1:], lse).failures[0]
+    assert any("out has dtype float64" in f for f in judge(SMALL, out.astype(np.float64), lse).failures)
+    assert any("lse is float64" in f for f in judge(SMALL, out, lse.astype(np.float64)).failures)
+
+
+def test_a_row_that_sees_nothing_must_be_zero() -> None:
+    case = Case(q_len=30, k_len=10, causal=True)
+    out, lse = result(case)
+    out[0, 3, 0, 0] = 1e-30
+    assert not judge(case, out, lse).ok
+
+
+def test_quantization_noise_is_not_native() -> None:
+    case = Case(q_len=128, k_len=128)
+    inputs = case.make_inputs()
+    q = np.round(inputs.q * 32) / 32
+    out, lse = (x.astype(np.float32) for x in reference.attention(q, inputs.k, inputs.v))
+    assert not judge(case, out, lse).ok
+    assert judge(case, out, lse, "int8").ok
+    coarse = np.round(inputs.q * 2) / 2
+    out, lse = (x.astype(np.float32) for x in reference.attention(coarse, inputs.k, inputs.v))
+    assert not judge(case, out, lse, "int8").ok
+
+
+def test_contract_errors_carry_the_repro() -> None:
+    out, lse = result(SMALL)
+    out[0, 0, 0, 0] += 1
+    with pytest.raises(ContractError) as raised:
+        compare.check_contract(SMALL, out, lse, how=", 'cpu'")
+    assert str(raised.value).splitlines()[-1].endswith(f"check({SMALL!r}, 'cpu')")
+
+
+def test_gradients_are_judged() -> None:
+    grads = [x.astype(np.float32) for x in compare.expected_gradients(SMALL)]
+    compare.check_gradients(SMALL, *grads)
+    grads[1][0, 7, 0, 3] += 1e-2
+    with pytest.raises(ContractError, match="dk"):
+        compare.check_gradients(SMALL, *grads)
+
+
+def test_bits_are_compared() -> None:
+    out, lse = result(SMALL)
+    compare.check_same_bits(SMALL, (out, lse), (out.copy(), lse))
+    other = out.copy()
+    other[0, 20, 0, 0] = np.nextafter(other[0, 20, 0, 0], np.float32(9))
+    with pytest.raises(ContractError, match="out differs between two runs"):
+        compare.check_same_bits(SMALL, (out, lse), (other, lse))
+
+
+def test_errors_figures() -> None:
+    want = np.array([3.0, 4.0])
+    figures = errors(want * 1.1, want)
+    assert figures.relative_l2 == pytest.approx(0.1)
+    assert figures.relative_l1 == pytest.approx(0.1)
+    assert figures.cosine == pytest.approx(1.0)
+    assert figures.max_abs == pytest.approx(0.4)
+    assert figures.rmse == pytest.approx(0.5 / np.sqrt(2))
+    assert errors(np.zeros(3), np.zeros(3)).relative_l2 == 0
+    assert errors(np.ones(3), np.zeros(3)).relative_l2 == np.inf
+    assert errors(np.array([1.0, np.nan]), np.array([1.0, np.nan])).relative_l2 == 0
+
+
+def test_guards_notice_a_write_past_the_end() -> None:
+    guarded = runner._Guarded((2, 3), "float16")
+    assert np.isnan(guarded.array).all()
+    assert guarded.checked("out") is guarded.array
+    np.lib.stride_tricks.as_strided(guarded.array, (7,), (2,))[6] = 0
+    with pytest.raises(ContractError, match="memory after out"):
+        guarded.checked("out")
+
+
+def test_check_names_the_kernel_it_ran() -> None:
+    assert runner.default_kernel(SMALL) == "cpu"
+    assert check(SMALL).relative_l2 <= compare.FLOAT32_L2
+    with pytest.raises(ValueError, match="framework is 'tf'"):
+        check(SMALL, "cpu", "tf")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_rounding_model_is_what_torch_does(dtype: str, causal: bool) -> None:
+    """The bar for 16 bits, twice the model's error, is twice the error of PyTorch's math path."""
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    case = Case(q_len=130, k_len=130, dtype=dtype, causal=causal)
+    q, k, v = (runner.to_torch(x).transpose(1, 2) for x in (lambda i: (i.q, i.k, i.v))(case.make_inputs()))
+    with sdpa_kernel(SDPBackend.MATH):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    want = expected(case)
+    theirs = errors(runner.to_numpy(out.transpose(1, 2)), want.out).relative_l2
+    assert errors(want.rounded, want.out).relative_l2 <= 1.001 * theirs
+
+
+def test_tensors_keep_strides_and_values() -> None:
+    pytest.importorskip("torch")
+    for layout in LAYOUTS:
+        for dtype in ("float32", "bfloat16"):
+            inputs = Case(q_len=6, k_len=6, batch=2, head_dim=5, layout=layout, dtype=dtype).make_inputs()
+            tensors = runner.convert(inputs, "torch")
+            for name in "qkv":
+                x, tensor = getattr(inputs, name), getattr(tensors, name)
+                assert [s * x.itemsize for s in tensor.stride()] == list(x.strides)
+                assert runner.to_numpy(tensor).tobytes() == x.tobytes()
+
+
+def test_convert_leaves_nothing_behind() -> None:
+    torch = pytest.importorskip("torch")
+    case = Case(q_lens=(3, 4), k_lens=(5, 0), kv_lens=(2, 0), rope=Rotary(8, positions="per_batch"))
+    tensors = runner.convert(case.make_inputs(), "torch")
+    assert isinstance(tensors, Inputs)
+    given = [tensors.kv_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.rope.cos, tensors.rope.positions_k]
+    assert all(isinstance(x, torch.Tensor) for x in given)
