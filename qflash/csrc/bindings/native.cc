@@ -190,7 +190,7 @@ PYBIND11_MODULE(_native, module) {
   entries["status_text"] = address(&qf_cpu_status_text);
   module.attr("cpu_entries") = entries;
 
-  module.def("cpu_isa", &qf_cpu_isa, "Instruction set the CPU engine runs: avx512, avx2 or generic.");
+  module.def("cpu_isa", &qf_cpu_isa, "Instruction set the CPU engine runs: amx, avx512, avx2 or generic.");
   module.def("get_num_threads", &qf_cpu_default_threads);
   module.def("set_num_threads", [](int32_t n) {
     if (n < 1) throw py::value_error("num_threads is " + std::to_string(n) + "; allowed: 1 or more");

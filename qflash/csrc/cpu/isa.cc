@@ -5,10 +5,19 @@
 
 #include "status.h"
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace qf {
 namespace {
 
-constexpr const char* kNames[] = {"generic", "avx2", "avx512"};
+// What QFLASH_CPU_ISA may name. "amx" is avx512 for every kernel that has no AMX code of its own.
+constexpr const char* kNames[] = {"generic", "avx2", "avx512", "amx"};
+constexpr Isa kSets[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512};
+constexpr int kAmx = 3;
 
 bool machine_has(Isa isa) {
   if (isa == Isa::kGeneric) return true;
@@ -23,48 +32,75 @@ bool machine_has(Isa isa) {
 #endif
 }
 
-Isa best_here() {
-  if (machine_has(Isa::kAvx512)) return Isa::kAvx512;
-  return machine_has(Isa::kAvx2) ? Isa::kAvx2 : Isa::kGeneric;
+// AMX tiles with int8 and bfloat16 products, the AVX-512 that goes with them, and the system's permission to use them,
+// which Linux gives on request because tiles make every signal frame 8 KiB larger.
+bool machine_lends_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;  // CPUID.7.0:EDX
+  constexpr unsigned kXsaveByOs = 1u << 27;                                 // CPUID.1:ECX
+  constexpr unsigned kTileState = 3u << 17;                                 // XCR0
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;                // ARCH_REQ_XCOMP_PERM
+  unsigned a, b, c, d;
+  if (!machine_has(Isa::kAvx512) || !__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512bf16"))
+    return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kBf16 | kTile | kInt8)) != (kBf16 | kTile | kInt8))
+    return false;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kXsaveByOs)) return false;
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if ((low & kTileState) != kTileState) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool machine_runs(int name) { return name == kAmx ? machine_lends_tiles() : machine_has(kSets[name]); }
+
+int best_here() {
+  int name = kAmx;
+  while (!machine_runs(name)) name--;
+  return name;
 }
 
 struct Choice {
-  Isa isa;
+  int name;
   bool known;      // QFLASH_CPU_ISA is unset or names an instruction set
   char asked[32];  // what it says, cut to fit a message
 };
 
 Choice make_choice() {
-  Choice choice{best_here(), true, ""};
   const char* asked = std::getenv("QFLASH_CPU_ISA");
-  if (!asked || !*asked) return choice;
+  if (!asked || !*asked) return {best_here(), true, ""};
+  Choice choice{0, false, ""};
   std::strncpy(choice.asked, asked, sizeof choice.asked - 1);
-  choice.known = false;
-  for (int i = 0; i < 3; i++)
-    if (std::strcmp(asked, kNames[i]) == 0) {
-      choice.isa = Isa(i);
+  for (int name = 0; name <= kAmx; name++)
+    if (std::strcmp(asked, kNames[name]) == 0) {
+      choice.name = name;
       choice.known = true;
     }
   return choice;
 }
 
 const Choice choice = make_choice();
+const bool usable = machine_runs(choice.name);
 
 }  // namespace
 
 int choose_isa(Isa* isa) {
-  static const bool usable = machine_has(choice.isa);
-  if (!choice.known) return fail(QF_BAD_VALUE, "QFLASH_CPU_ISA is '%s'; allowed: generic, avx2, avx512", choice.asked);
+  if (!choice.known)
+    return fail(QF_BAD_VALUE, "QFLASH_CPU_ISA is '%s'; allowed: generic, avx2, avx512, amx", choice.asked);
   if (!usable)
-    return fail(QF_UNSUPPORTED, "QFLASH_CPU_ISA is '%s', which this machine lacks; allowed here: %s", choice.asked,
-                best_here() == Isa::kAvx2 ? "generic, avx2" : "generic");
-  *isa = choice.isa;
+    return fail(QF_UNSUPPORTED, "QFLASH_CPU_ISA is '%s', which this machine lacks; the most it runs is %s",
+                choice.asked, kNames[best_here()]);
+  *isa = kSets[choice.name];
   return QF_OK;
 }
 
+bool has_amx() { return usable && choice.name == kAmx; }
 #if defined(__x86_64__)
-bool has_avx512_vnni() { return choice.isa == Isa::kAvx512 && __builtin_cpu_supports("avx512vnni"); }
-bool has_avx512_bf16() { return choice.isa == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512_vnni() { return kSets[choice.name] == Isa::kAvx512 && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_bf16() { return kSets[choice.name] == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16"); }
 #else
 bool has_avx512_vnni() { return false; }
 bool has_avx512_bf16() { return false; }
@@ -72,4 +108,4 @@ bool has_avx512_bf16() { return false; }
 
 }  // namespace qf
 
-extern "C" const char* qf_cpu_isa(void) { return qf::kNames[int(qf::choice.isa)]; }
+extern "C" const char* qf_cpu_isa(void) { return qf::kNames[qf::choice.name]; }

@@ -74,7 +74,7 @@ static inline void rotate_row(float* x, const QfRope& rope, int64_t position, bo
     const Vec c = load_part(cosine + i, n), s = broadcast(sign) * load_part(sine + i, n);
     const Vec a = load_part(x + i, n), b = load_part(x + i + half, n);
     store_part(x + i, a * c - b * s, n);
-    store_part(x + i + half, fma(a, s, b * c), n);
+    store_part(x + i + half, a * s + b * c, n);
   }
 }
 

@@ -88,7 +88,7 @@ int qf_cpu_bwd(const QfAttnBwdParams* params, void* stream);
 int qf_cpu_int8(const QfAttnParams* params, void* stream);
 const char* qf_cpu_status_text(int status);
 
-/* "avx512", "avx2" or "generic": what this machine runs, or what QFLASH_CPU_ISA asked for at load. */
+/* "amx" (avx512 with AMX tiles), "avx512", "avx2" or "generic": what this machine runs, or what QFLASH_CPU_ISA asked for at load. */
 const char* qf_cpu_isa(void);
 int32_t qf_cpu_default_threads(void);
 void qf_cpu_set_default_threads(int32_t n);
