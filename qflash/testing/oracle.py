@@ -17,7 +17,8 @@ class Expected:
     """The oracle's answer to a Case, all float64.
 
     out, lse: the result. weight: per row, the 2-norm of sum_j p_j |v_j|, what rounding in PV is relative to.
-    strength: per row, the greatest scale * sum_d |q_d k_d| it sees, what rounding in a score is relative to.
+    strength: per row, the greatest scale * sum_d |q_d k_d| it sees, what rounding in a score is relative to; quantized,
+    the greatest scale * (max|q| sum|k| + max|k| sum|q|) with k less its mean, what rounding to integers is relative to.
     rounded: out after the roundings nobody can avoid in the case's dtype (see `rounding_model`); out in float32.
     """
 
@@ -40,7 +41,7 @@ def expected(case: Case, quantized: bool = False) -> Expected:
         weight = np.sqrt((size * size).sum(-1))
     weight = weight.T if case.packed else weight.swapaxes(-1, -2)
     rounded = out if case.dtype == "float32" else rounding_model(case, inputs)
-    return Expected(out, lse, weight, _strength(case, inputs), rounded)
+    return Expected(out, lse, weight, _strength(case, inputs, quantized), rounded)
 
 
 @lru_cache(maxsize=64)
@@ -117,9 +118,17 @@ def _rotated(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     return q, k
 
 
-def _strength(case: Case, inputs: Inputs) -> np.ndarray:
-    """Per row of lse: max over seen keys of |scale| * sum_d |q_d k_d|; 0 where nothing is seen or nothing is finite."""
-    q, k = (np.abs(x) for x in _rotated(case, inputs))
+def _strength(case: Case, inputs: Inputs, quantized: bool) -> np.ndarray:
+    """Per row of lse: Expected.strength; 0 where nothing is seen or nothing is finite."""
+    q, k = _rotated(case, inputs)
+    if quantized:
+        for _, _, keys, length in _sequences(case, inputs):
+            finite = np.isfinite(k[keys]).all(-1, keepdims=True)
+            count = np.maximum(finite.sum(0), 1)
+            k[keys] = k[keys] - np.where(finite, k[keys], 0.0).sum(0) / count if length else k[keys]
+    q, k = np.abs(q), np.abs(k)
+    if quantized:  # [max, sum] . [sum, max] of the channels
+        q, k = np.stack([q.max(-1), q.sum(-1)], -1), np.stack([k.sum(-1), k.max(-1)], -1)
     scale = abs(case.scale) if case.scale is not None else case.head_dim**-0.5
     left, right = case.window or (-1, -1)
     right = 0 if case.causal else right
