@@ -357,7 +357,8 @@ def _with_rope(
             lengths += reach
         else:
             _check_index(name, array, shapes, problem.device)
-            needed = max(needed, min(1, *array.shape))  # whatever the positions say, they need a row to point at
+            if 0 not in array.shape:
+                lengths.append(1)  # whatever the positions say, they need a row to point at
             strides.append(array.shape[1] if len(array.shape) == 2 else 0)
     # Each length by itself: max() of symbolic lengths would tie a traced program to their order.
     if any(rows < length for length in lengths):

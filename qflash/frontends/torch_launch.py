@@ -289,6 +289,8 @@ def backward(
     extras: Extras | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous. `plan` is the forward call's; a dlse of None is zero."""
+    if not lse.numel():  # no query at all, and so nothing an engine could read
+        return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if plan.backward_call is None:
         plan.backward_call = prepare_backward(plan.prepared.problem, arch_of_device(q.device)).call
     dout, dlse = dout.resolve_neg().contiguous(), _contiguous(dlse)
