@@ -113,6 +113,12 @@ BAD = [
     ("kernel type", {"kernel": 3}, TypeError, ["kernel", "3", "name"]),
     ("rope rows", {"rope": rope(array(31, 32))}, ValueError, ["rope.cos", "31 rows", "32"]),
     ("rope rows of a long query", {"q": array(2, 40, 8, 64), "rope": rope()}, ValueError, ["rope.cos", "32", "40"]),
+    (
+        "rope without rows",
+        {"rope": rope(array(0, 32), positions_q=array(16, **INT), positions_k=array(32, **INT))},
+        ValueError,
+        ["rope.cos", "0 rows", "1"],
+    ),
     ("rope too wide", {"rope": rope(array(32, 33))}, ValueError, ["rope.cos", "33 columns", "32"]),
     ("rope rank", {"rope": rope(array(32))}, ValueError, ["rope.cos", "(32,)", "[positions, rotary_dim / 2]"]),
     ("rope without columns", {"rope": rope(array(32, 0))}, ValueError, ["rope.cos", "(32, 0)"]),
