@@ -1,0 +1,90 @@
+"""CUDA kernels: which specialisation serves a Spec, compiled by qflash.jit on first use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from qflash.backends import Entry
+from qflash.dispatch import BY_NAME, KERNELS, Kernel
+from qflash.jit import load, prebuild
+from qflash.jit.compiler import Unit
+from qflash.spec import DTYPES, Spec
+
+_CSRC = Path(__file__).resolve().parent.parent / "csrc"
+
+# Architectures `qflash build` and the compile tests cover: one of each shared-memory size since Turing.
+ARCHES = (75, 80, 86, 89, 90)
+# Kernels compiled for a head_dim serve every smaller one down to the next bucket; the true head_dim comes at run time.
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+
+
+def target(arch: int) -> str:
+    """nvcc's name for a compute capability times ten. Hopper's own instructions need the "a"."""
+    return "90a" if arch == 90 else str(arch)
+
+
+def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
+    """The compilation unit of `kernel` for a dtype, a bucket of HEAD_DIMS and an architecture."""
+    defines = (("QF_ARCH", str(arch)), ("QF_DTYPE", str(DTYPES.index(dtype))), ("QF_HEAD_DIM", str(head_dim)))
+    source = _CSRC / "kernels" / kernel.name / "launch.cu"
+    label = f"{kernel.name} (head_dim {head_dim}, {dtype})"
+    return Unit(kernel.name, source, (_CSRC, _CSRC / "include"), defines, target(arch), label)
+
+
+def unit_of(kernel: Kernel, spec: Spec) -> Unit:
+    """The compilation unit that serves `spec`."""
+    return unit(kernel, spec.dtype, next(bucket for bucket in HEAD_DIMS if bucket >= spec.head_dim), spec.arch)
+
+
+def entry(kernel: Kernel, spec: Spec) -> Entry:
+    """Addresses of the kernel's functions for `spec`; compiles on first use."""
+    return _entry(kernel.name, unit_of(kernel, spec))
+
+
+_compiling = threading.Lock()
+
+
+def _entry(name: str, chosen: Unit) -> Entry:
+    with _compiling:  # two threads that want the same kernel load it once
+        return _load(name, chosen)
+
+
+@lru_cache(maxsize=1024)
+def _load(name: str, chosen: Unit) -> Entry:
+    library = load.load(chosen)
+    symbols = (f"qf_{name}", "qf_status_text", f"qf_{name}_workspace")
+    return Entry(*(load.address(library, symbol) for symbol in symbols))
+
+
+def specialisations(arches: Iterable[int] = ARCHES, kernels: Iterable[str] | None = None) -> list[Unit]:
+    """Every unit of the named CUDA kernels (all of them by default) for the given architectures."""
+    chosen = [row for row in KERNELS if row.device == "cuda"] if kernels is None else [_cuda_row(n) for n in kernels]
+    return [
+        unit(kernel, dtype, head_dim, arch)
+        for arch in arches
+        for kernel in chosen
+        if arch >= kernel.min_arch
+        for dtype in kernel.dtypes
+        for head_dim in HEAD_DIMS
+        if not (kernel.also and kernel.also(Spec("cuda", arch, dtype, head_dim, kernel.precision)))
+    ]
+
+
+def _cuda_row(name: str) -> Kernel:
+    row = BY_NAME.get(name)
+    if row is None or row.device != "cuda":
+        allowed = ", ".join(row.name for row in KERNELS if row.device == "cuda")
+        raise ValueError(f"kernel is {name!r}; allowed: {allowed}")
+    return row
+
+
+def build(
+    arches: Iterable[int],
+    kernels: Sequence[str] | None = None,
+    progress: Callable[[Unit, int, int], None] | None = None,
+) -> list[Path]:
+    """Compile every specialisation ahead of time into the cache the kernels are loaded from."""
+    return prebuild.prebuild(specialisations(arches, kernels), progress=progress)

@@ -1,0 +1,221 @@
+"""The compile cache and the compiler search, with a fake nvcc: what happens when things go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from qflash.errors import CompileError, KernelError, ToolchainError
+from qflash.jit import cache as caches
+from qflash.jit import load, prebuild, toolchain
+from qflash.jit.cache import Cache
+from qflash.jit.compiler import LIBRARY, LOG, Unit, compile_unit, key_of
+
+# Answers --version, counts its runs, sleeps on demand, and makes a real shared library with the C++ compiler.
+FAKE_NVCC = """\
+#!/bin/sh
+if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0; fi
+echo run >> "$FAKE_LOG"
+sleep "${FAKE_SLEEP:-0}"
+while [ "$1" != -o ]; do shift; done
+grep -q BROKEN "$3" && { echo "error: broken source" >&2; exit 2; }
+echo "ptxas info : Used 32 registers" >&2
+exec g++ -shared -fPIC -x c++ -o "$2" "$3"
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A fake nvcc that is found, an empty cache, and a unit to compile. `runs()` counts compilations."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(FAKE_NVCC)
+    nvcc.chmod(0o755)
+    source = tmp_path / "launch.cu"
+    source.write_text('#include "part.h"\nextern "C" int answer() { return ANSWER; }\n')
+    (tmp_path / "part.h").write_text("#define ANSWER 42\n")
+    log = tmp_path / "runs"
+    monkeypatch.setenv("QFLASH_NVCC", str(nvcc))
+    monkeypatch.setenv("QFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FAKE_LOG", str(log))
+    monkeypatch.setenv("QFLASH_QUIET", "1")
+    monkeypatch.setattr(caches.tempfile, "tempdir", str(tmp_path))
+    toolchain.find.cache_clear()
+
+    class Fake:
+        unit = Unit("demo", source, (tmp_path,), (), "90a", "demo (test)")
+        directory = tmp_path
+
+        @staticmethod
+        def runs() -> int:
+            return len(log.read_text().splitlines()) if log.exists() else 0
+
+        @staticmethod
+        def script() -> str:
+            """Python source that compiles the same unit in another process."""
+            return textwrap.dedent(f"""
+                from pathlib import Path
+                from qflash.jit.compiler import Unit, compile_unit
+                here = Path({str(tmp_path)!r})
+                print(compile_unit(Unit("demo", here / "launch.cu", (here,), (), "90a", "demo (test)")))
+            """)
+
+    yield Fake
+    toolchain.find.cache_clear()
+
+
+def test_compiles_once_and_loads(fake):
+    first = load.load(fake.unit)
+    assert first.answer() == 42
+    assert load.load(fake.unit).answer() == 42
+    assert fake.runs() == 1
+    entry = compile_unit(fake.unit)
+    assert "registers" in (entry / LOG).read_text()
+    assert load.address(first, "answer") != 0
+    with pytest.raises(KernelError, match="no function missing"):
+        load.address(first, "missing")
+
+
+def test_key_covers_included_files(fake):
+    from qflash.jit import compiler
+
+    before = key_of(fake.unit, toolchain.find())
+    (fake.directory / "part.h").write_text("#define ANSWER 43\n")
+    compiler._sources.cache_clear()  # a process reads its sources once
+    assert key_of(fake.unit, toolchain.find()) != before
+
+
+def test_says_what_it_compiles(fake, monkeypatch, capfd):
+    monkeypatch.delenv("QFLASH_QUIET")
+    compile_unit(fake.unit)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("qflash: compiling demo (test) for sm_90a with nvcc 13.0, usually ")
+    assert lines[1].startswith("qflash: compiled demo (test) in ")
+
+
+def test_failed_compilation_leaves_no_entry(fake):
+    fake.unit.source.write_text("BROKEN\n")
+    from qflash.jit import compiler
+
+    compiler._sources.cache_clear()
+    with pytest.raises(CompileError, match="error: broken source"):
+        compile_unit(fake.unit)
+    assert Cache().info().entries == 0
+
+
+def test_killed_compilation_leaves_the_cache_sound(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_SLEEP", "60")
+    process = subprocess.Popen([sys.executable, "-c", fake.script()], start_new_session=True)
+    deadline = time.monotonic() + 30
+    while fake.runs() == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert fake.runs() == 1 and Cache().info().entries == 0
+    monkeypatch.setenv("FAKE_SLEEP", "0")
+    assert load.load(fake.unit).answer() == 42
+    leftovers = [path for path in Cache().root.iterdir() if path.name.startswith("building-")]
+    assert leftovers == []
+
+
+def test_two_processes_compile_once(fake, monkeypatch):
+    monkeypatch.setenv("FAKE_SLEEP", "1")
+    both = [
+        subprocess.Popen([sys.executable, "-c", fake.script()], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert outputs[0] == outputs[1] and fake.runs() == 1
+
+
+def test_damaged_entry_is_compiled_again(fake):
+    entry = compile_unit(fake.unit)
+    (entry / LIBRARY).write_bytes(b"not a library")
+    assert load.load(fake.unit).answer() == 42
+    assert fake.runs() == 2
+
+
+def test_read_only_cache_serves_what_it_has(fake):
+    compile_unit(fake.unit)
+    root = Cache().root
+    _refuse_writes(root)
+    try:
+        assert load.load(fake.unit).answer() == 42
+        assert fake.runs() == 1
+    finally:
+        root.chmod(0o755)
+
+
+def test_read_only_cache_falls_back_to_a_private_directory(fake, monkeypatch, capfd):
+    root = Cache().root
+    root.mkdir()
+    _refuse_writes(root)
+    real = caches.tempfile.TemporaryFile
+
+    def refuse(*args, dir=None, **kwargs):  # the superuser may write anywhere, so permission bits do not stop it
+        if Path(dir) == root:
+            raise PermissionError(13, "Permission denied")
+        return real(*args, dir=dir, **kwargs)
+
+    monkeypatch.setattr(caches.tempfile, "TemporaryFile", refuse)
+    caches._warn_once.cache_clear()
+    try:
+        entry = compile_unit(fake.unit)
+    finally:
+        root.chmod(0o755)
+    assert entry.parent == fake.directory / f"qflash-{os.getuid()}"
+    assert stat.S_IMODE(entry.parent.stat().st_mode) == 0o700
+    assert f"cannot write the compile cache {root}" in capfd.readouterr().err
+    assert compile_unit(fake.unit) == entry and fake.runs() == 1
+
+
+def test_private_directory_of_someone_else_is_refused(fake):
+    (fake.directory / f"qflash-{os.getuid()}").mkdir()
+    (fake.directory / f"qflash-{os.getuid()}").chmod(0o777)
+    with pytest.raises(PermissionError, match="QFLASH_CACHE_DIR"):
+        caches._private_root(create=True)
+
+
+def test_prebuild_reports_progress_and_keeps_order(fake):
+    units = [Unit("demo", fake.unit.source, (fake.directory,), (("N", str(n)),), "80", f"demo {n}") for n in range(3)]
+    seen = []
+    entries = prebuild.prebuild(units, workers=2, progress=lambda unit, done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert [entry.name for entry in entries] == [key_of(unit, toolchain.find()) for unit in units]
+    assert Cache().info().entries == 3
+    assert Cache().clear() == 3 and Cache().info().entries == 0
+
+
+def test_missing_compiler_says_what_to_install(fake, monkeypatch):
+    monkeypatch.setenv("QFLASH_NVCC", str(fake.directory / "nowhere"))
+    toolchain.find.cache_clear()
+    with pytest.raises(ToolchainError, match=r"pip install 'qflash\[cuda\]'") as caught:
+        compile_unit(fake.unit)
+    assert "nowhere is not there" in str(caught.value)
+
+
+def test_compiler_from_wheels_is_found(fake, monkeypatch):
+    home = fake.directory / "site" / "nvidia" / "cu13"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "nvcc").write_text(FAKE_NVCC)
+    (home / "bin" / "nvcc").chmod(0o755)
+    monkeypatch.delenv("QFLASH_NVCC")
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None if name == "nvcc" else f"/usr/bin/{name}")
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(fake.directory / "site"))
+    monkeypatch.setattr(Path, "is_file", lambda self: os.path.isfile(self) and "/usr/local/cuda" not in str(self))
+    toolchain.find.cache_clear()
+    found = toolchain.find()
+    assert found.origin == "PyPI" and found.library_dirs == (str(home / "lib"),) and found.version == "13.0.88"
+
+
+def _refuse_writes(directory: Path) -> None:
+    directory.chmod(0o555)
