@@ -19,7 +19,8 @@ using qflash::StatusText;
 [[noreturn]] void raise_status(int status, StatusText text) {
   std::string message = text ? text(status) : "status " + std::to_string(status);
   if (status == QF_BAD_VALUE) throw py::value_error(message);
-  py::object type = py::module_::import("qflash.errors").attr(status == QF_UNSUPPORTED ? "NoKernelError" : "KernelError");
+  py::object type =
+      py::module_::import("qflash.errors").attr(status == QF_UNSUPPORTED ? "NoKernelError" : "KernelError");
   PyErr_SetString(type.ptr(), message.c_str());
   throw py::error_already_set();
 }

@@ -12,6 +12,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from qflash.frontends.jax.call import Call
+from qflash.frontends.jax.partitioning import partitioned
 from qflash.frontends.jax.primitives import attention_bwd_p, attention_p
 from qflash.spec import PRECISIONS
 
@@ -60,9 +61,7 @@ def _check_differentiable(call: Call, operands: Sequence[Any]) -> None:
 
 @lru_cache(maxsize=4096)
 def _forward(call: Call):
-    @custom_vmap
-    def forward(*operands):
-        return tuple(attention_p.bind(*operands, call=call))
+    forward = custom_vmap(partitioned(attention_p, call, ("q", "kv", "kv"), ("q", "lse")))
 
     @forward.def_vmap
     def rule(axis_size, in_batched, *operands):
@@ -78,9 +77,8 @@ def _forward(call: Call):
 
 @lru_cache(maxsize=4096)
 def _backward(call: Call):
-    @custom_vmap
-    def backward(*operands):
-        return tuple(attention_bwd_p.bind(*operands, call=call))
+    fixed = ("q", "kv", "kv", "q", "lse", "q")
+    backward = custom_vmap(partitioned(attention_bwd_p, call, fixed, ("q", "kv", "kv")))
 
     @backward.def_vmap
     def rule(axis_size, in_batched, *operands):
