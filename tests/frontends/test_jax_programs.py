@@ -1,0 +1,184 @@
+"""Compiled JAX programs: they outlive the process that made them, and can be made for a platform that is not here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from jax_arrays import arrays
+
+import qflash
+from qflash import _native, planning
+from qflash.backends import Entry
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+from jax import export  # noqa: E402
+
+ALLOW = [export.DisabledSafetyCheck.custom_call(name) for name in ("qflash_attention", "qflash_attention_bwd")]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def in_a_new_process(code: str, **environment: str) -> str:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def gradients(q, k, v):
+    return jax.grad(lambda *x: (qflash.attention(*x, causal=True) ** 2).sum(), (0, 1, 2))(q, k, v)
+
+
+LOAD = """
+import sys, numpy as np, jax
+from jax import export
+import qflash.frontends.jax
+call = export.deserialize(bytearray(open(sys.argv[1] + "/program", "rb").read())).call
+inputs = np.load(sys.argv[1] + "/inputs.npz")
+results = call(*(inputs[name] for name in "qkv"))
+np.savez(sys.argv[1] + "/results.npz", *results)
+"""
+
+
+def test_an_exported_program_finds_its_kernels_in_a_new_process(tmp_path):
+    pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers to serialize")
+    q, k, v = arrays()
+    program = export.export(jax.jit(gradients), platforms=["cpu"], disabled_checks=ALLOW)(q, k, v)
+    (tmp_path / "program").write_bytes(program.serialize())
+    np.savez(tmp_path / "inputs.npz", q=q, k=k, v=v)
+    in_a_new_process(f"import sys; sys.argv = ['', {str(tmp_path)!r}]\n{LOAD}")
+    results = np.load(tmp_path / "results.npz")
+    for got, want in zip(results.values(), gradients(q, k, v), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+CACHED = """
+import jax, numpy as np, qflash
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+from jax import monitoring
+hits = []
+monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
+x = jax.numpy.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 8), np.float32))
+print(float(qflash.attention(x, x, x, causal=True).sum()), len(hits))
+"""
+
+
+def test_programs_from_the_compilation_cache_run(tmp_path):
+    first, second = (in_a_new_process(CACHED, JAX_COMPILATION_CACHE_DIR=str(tmp_path)).split() for _ in range(2))
+    assert first[0] == second[0]
+    assert int(first[1]) == 0 and int(second[1]) > 0
+
+
+def test_a_key_nobody_knows_is_a_clear_error():
+    q, k, v = arrays()
+    result = [jax.ShapeDtypeStruct(*x) for x in ((q.shape, q.dtype), ((2, 4, 9), jnp.float32), ((0,), jnp.uint8))]
+
+    def call(q, k, v, key):
+        attributes = {"scale": np.float32(1), "softcap": np.float32(0), "interleaved": False}
+        names = ("precision", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k", "operands")
+        attributes |= dict.fromkeys(names, np.int64(0))
+        return jax.ffi.ffi_call("qflash_attention", result)(q, k, v, kernel=key, **attributes)
+
+    qflash.attention(q, k, v)  # brings the front end and with it the handlers
+    for key, text in (('[0,"cpu"]', "qflash ABI 0; allowed: "), ("nonsense", "could not be loaded: JSONDecodeError")):
+        with pytest.raises(Exception, match=text):
+            jax.block_until_ready(jax.jit(call, static_argnums=3)(q, k, v, key))
+
+
+def test_the_handler_checks_shapes_for_itself():
+    """A program is data: what reaches the handler need not come from this front end."""
+    q, k, v = arrays()
+    qflash.attention(q, k, v)
+    key = _native_key(q)
+
+    def call(q, k, v, out=None, operands=0):
+        result = [jax.ShapeDtypeStruct(*x) for x in ((out or q.shape, q.dtype), ((2, 4, 9), "f4"), ((0,), "u1"))]
+        attributes = {"scale": np.float32(1), "softcap": np.float32(0), "interleaved": False, "kernel": key}
+        names = ("precision", "max_seqlen_q", "max_seqlen_k")
+        attributes |= dict.fromkeys(names, np.int64(0)) | dict.fromkeys(("window_left", "window_right"), np.int64(-1))
+        attributes["operands"] = np.int64(operands)
+        return jax.block_until_ready(jax.ffi.ffi_call("qflash_attention", result)(q, k, v, **attributes))
+
+    np.testing.assert_array_equal(call(q, k, v)[0], qflash.attention(q, k, v, scale=1.0))
+    for arguments, text in [
+        ((q[0], k, v, (2, 9, 4, 16)), "q has shape .9, 4, 16.*allowed: rank 4"),
+        ((q, k[:1], v[:1]), "k has shape .*allowed: q's batch size"),
+        ((q, k, v[:, :5]), "v has shape .*allowed: as k"),
+        ((q, k, v, (2, 9, 4, 15)), "out has shape"),
+        ((q, k.astype("f2"), v), "k has shape .*allowed: q's element type"),
+        ((q, k, v, None, 1), "operand kv_lens is missing"),
+    ]:
+        with pytest.raises(Exception, match=text):
+            call(*arguments)
+
+
+def _native_key(q) -> str:
+    from qflash.frontends.jax.kernels import register
+    from qflash.spec import Spec
+
+    spec = Spec("cpu", 0, q.dtype.name, q.shape[-1])
+    return register("cpu", spec, Entry(_native.cpu_entries["cpu"], _native.cpu_entries["status_text"]))
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
+def four_kilobytes(_params):
+    return 4096
+
+
+@pytest.fixture
+def a_cuda_kernel(monkeypatch):
+    """Stands in for compiled CUDA kernels: lowering asks only for addresses and the size of the workspace."""
+    workspace = ctypes.cast(four_kilobytes, ctypes.c_void_p).value
+    monkeypatch.setattr(planning, "entry_of", lambda kernel, spec: Entry(1, 0, workspace))
+    monkeypatch.setenv("QFLASH_CUDA_ARCH", "90")
+    planning.prepare.cache_clear()
+    yield
+    planning.prepare.cache_clear()
+
+
+def lowered_for_cuda(function, *operands) -> str:
+    return export.export(jax.jit(function), platforms=["cuda"], disabled_checks=ALLOW)(*operands).mlir_module()
+
+
+def no_gpu() -> bool:
+    return all(device.platform != "gpu" for device in jax.devices())
+
+
+@pytest.mark.skipif(not no_gpu(), reason="there is a GPU, so its own architecture is used")
+@pytest.mark.parametrize("kernel", [None, "unfused"])
+def test_lowering_for_cuda_without_a_gpu(a_cuda_kernel, kernel):
+    q, k, v = arrays()
+    text = lowered_for_cuda(lambda *x: qflash.attention(*x, causal=True, softcap=30.0, kernel=kernel), q, k, v)
+    call = next(line for line in text.splitlines() if "custom_call @qflash_attention" in line)
+    assert rf"{kernel or 'fa'}\22,\22cuda\22,90,\22float32\22,16" in call
+    for attribute in ("scale = 2.500000e-01 : f32", "softcap = 3.000000e+01 : f32", "window_right = 0 : i64"):
+        assert attribute in call
+    assert "tensor<4096xui8>" in call
+
+
+@pytest.mark.skipif(not no_gpu(), reason="there is a GPU, so its own architecture is used")
+def test_lowering_for_cuda_needs_an_architecture(monkeypatch):
+    monkeypatch.delenv("QFLASH_CUDA_ARCH", raising=False)
+    with pytest.raises(RuntimeError, match="set QFLASH_CUDA_ARCH"):
+        lowered_for_cuda(qflash.attention, *arrays())
+
+
+def test_no_backward_on_cuda(a_cuda_kernel):
+    with pytest.raises(NotImplementedError, match="no backward pass on CUDA"):
+        lowered_for_cuda(gradients, *arrays())
+
+
+def test_a_cpu_kernel_asked_for_on_cuda(a_cuda_kernel):
+    with pytest.raises(qflash.NoKernelError, match="runs on cpu, the arrays are on cuda"):
+        lowered_for_cuda(lambda *x: qflash.attention(*x, kernel="cpu"), *arrays())
