@@ -59,9 +59,6 @@ def attention_varlen(
     return_lse: bool = False,
 ) -> Any:
     """See qflash.attention_varlen."""
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}; allowed: torch.Tensor of int32")
     extras = launch.extras_of(kv_lens, rope, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
     return _attention(q, k, v, options, extras, return_lse)
 

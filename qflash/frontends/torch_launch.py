@@ -34,10 +34,14 @@ class Extras(NamedTuple):
     max_seqlen_k: int = 0
 
 
-def describe(name: str, x: Any) -> Array:
-    """Shape, strides, dtype and device of a strided tensor, or TypeError."""
+def _require_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor, as q is")
+
+
+def describe(name: str, x: Any) -> Array:
+    """Shape, strides, dtype and device of a strided tensor, or TypeError."""
+    _require_tensor(name, x)
     if x.is_nested or x.layout is not torch.strided:
         layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{name} is a {layout} tensor; allowed: a dense (strided) torch.Tensor")
@@ -49,13 +53,16 @@ def _describe_optional(name: str, x: Any) -> Array | None:
 
 
 def extras_of(kv_lens: Any, rope: Any, packed: tuple = ()) -> Extras:
-    """The user's optional arguments side by side, unchecked but for the type of `rope`."""
+    """The user's optional arguments side by side; what tells by being None that it is absent may not be None."""
+    if packed:
+        _require_tensor("cu_seqlens_q", packed[0])
+        _require_tensor("cu_seqlens_k", packed[1])
     if rope is None:
         return Extras(kv_lens, None, None, None, None, False, *packed)
     if not isinstance(rope, Rope):
         raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
-    if rope.cos is None or rope.sin is None:
-        raise TypeError("rope.cos and rope.sin may not be None; allowed: torch.Tensor, as q is")
+    _require_tensor("rope.cos", rope.cos)
+    _require_tensor("rope.sin", rope.sin)
     return Extras(kv_lens, rope.cos, rope.sin, rope.positions_q, rope.positions_k, rope.interleaved, *packed)
 
 
@@ -114,7 +121,7 @@ def _words_key(options: Options) -> tuple:
 
 def _extras_key(extras: Extras) -> tuple:
     """What a plan depends on in the optional tensors (made contiguous before use, so strides do not count)."""
-    return tuple((x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else x for x in extras)
+    return tuple((x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else (x, type(x)) for x in extras)
 
 
 # Words that need no look at their types: what `qflash.attention` passes when nothing but `causal` is said.

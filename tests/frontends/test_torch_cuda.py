@@ -1,0 +1,192 @@
+"""PyTorch front end on a GPU: both CUDA kernels, streams, graphs, compiled code, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import qflash
+
+torch = pytest.importorskip("torch")
+
+from torch_math import OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+KERNELS = ["fa", "unfused"]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def cuda_torch():
+    if not torch.cuda.is_available():
+        pytest.skip("this torch was built without CUDA")
+
+
+def to_gpu(value):
+    """A tensor, a Rope or a plain word, on the GPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if isinstance(value, qflash.Rope):
+        arrays = (to_gpu(x) for x in (value.cos, value.sin))
+        return qflash.Rope(*arrays, value.interleaved, to_gpu(value.positions_q), to_gpu(value.positions_k))
+    return value
+
+
+def gpu(options):
+    return {name: to_gpu(value) for name, value in options.items()}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", TOLERANCE.keys(), ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_matches_plain_math(options, dtype, kernel):
+    args = tensors(dtype=dtype)
+    out, lse = qflash.attention(*map(to_gpu, args), kernel=kernel, return_lse=True, **gpu(options))
+    want, want_lse = plain(*args, **options)
+    assert (out.dtype, out.device.type, lse.dtype) == (dtype, "cuda", torch.float32)
+    assert relative(out.cpu(), want) < TOLERANCE[dtype]
+    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dim", [1, 3, 64, 100, 128, 256])
+def test_head_dims(dim, kernel):
+    args = tensors(q_len=70, k_len=133, dim=dim)
+    out = qflash.attention(*map(to_gpu, args), kernel=kernel, causal=True)
+    assert relative(out.cpu(), plain(*args, causal=True)[0]) < 2e-6
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_packed_matches_the_cpu(kernel):
+    args = packed([tensors(batch=1, q_len=n, k_len=m, seed=n) for n, m in ((5, 5), (0, 3), (70, 81), (2, 1))])
+    options = {"causal": True, "return_lse": True, "rope": tables(rows=128)}
+    got = qflash.attention_varlen(*map(to_gpu, args), 70, 81, kernel=kernel, **gpu(options))
+    for a, b in zip(got, qflash.attention_varlen(*args, 70, 81, **options), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_strided_views(kernel):
+    q, k, v = map(to_gpu, tensors())
+    want = qflash.attention(q, k, v, kernel=kernel)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    torch.testing.assert_close(qflash.attention(*heads_first, kernel=kernel), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_runs_on_the_current_stream(kernel):
+    """The inputs are written on a side stream behind a long wait; only a launch on that stream sees them."""
+    args = [x.cuda() for x in tensors(q_len=64, k_len=64)]
+    want = qflash.attention(*args, kernel=kernel)
+    late = [torch.zeros_like(x) for x in args]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        for x, y in zip(late, args, strict=True):
+            x.copy_(y)
+        out = qflash.attention(*late, kernel=kernel)
+    assert not stream.query()  # and the call did not wait
+    stream.synchronize()
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_captured_in_a_cuda_graph(kernel):
+    q, k, v = (x.cuda() for x in tensors(dtype=torch.float16))
+    rope = gpu({"rope": tables()})["rope"]
+    rope = qflash.Rope(rope.cos.bfloat16(), rope.sin.bfloat16())  # converted inside the graph as well
+    lens = torch.tensor([13, 4], dtype=torch.int32, device="cuda")
+    options = {"kernel": kernel, "causal": True, "kv_lens": lens, "rope": rope}
+    qflash.attention(q, k, v, **options)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = qflash.attention(q, k, v, **options)
+    for seed in (1, 2):
+        for x, y in zip((q, k, v), tensors(dtype=torch.float16, seed=seed), strict=True):
+            x.copy_(y)
+        lens.copy_(torch.tensor([seed + 2, 13], dtype=torch.int32))
+        rope.cos.mul_(0.5)
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(out, qflash.attention(q, k, v, **options), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiled_whole(kernel):
+    torch._dynamo.reset()
+    q, k, v = (x.cuda() for x in tensors())
+    compiled = torch.compile(lambda q, k, v: qflash.attention(q * 2, k, v, kernel=kernel, causal=True), fullgraph=True)
+    want = qflash.attention(q * 2, k, v, kernel=kernel, causal=True)
+    torch.testing.assert_close(compiled(q, k, v), want, rtol=0, atol=0)
+
+
+def test_opcheck():
+    from qflash.frontends.torch_launch import Extras
+    from qflash.frontends.torch_ops import attention_op
+    from qflash.problem import CAUSAL
+
+    torch.library.opcheck(attention_op, (*(x.cuda() for x in tensors()), *Extras(), *CAUSAL))
+
+
+def test_gradients_are_refused_at_the_forward_call():
+    q, k, v = (x.cuda().requires_grad_() for x in tensors())
+    text = r"kernel 'fa' \(cuda.*no backward pass.*torch\.no_grad\(\).*detach\(\)"
+    with pytest.raises(NotImplementedError, match=text):
+        qflash.attention(q, k, v)
+    with pytest.raises(NotImplementedError, match=text):
+        torch.func.grad(lambda q: qflash.attention(q, k.detach(), v.detach()).sum())(q.detach())
+    with pytest.raises(Exception, match=text):
+        torch.compile(lambda q, k, v: qflash.attention(q, k, v), fullgraph=True)(q, k, v)
+    with torch.no_grad():
+        assert qflash.attention(q, k, v).shape == q.shape
+    assert qflash.attention(q.detach(), k.detach(), v.detach()).shape == q.shape
+
+
+def test_devices_must_agree():
+    q, k, v = (x.cuda() for x in tensors())
+    with pytest.raises(ValueError, match="k is on cpu; allowed: q's device, cuda:0"):
+        qflash.attention(q, k.cpu(), v.cpu())
+    with pytest.raises(ValueError, match="kv_lens is on cpu; allowed: q's device, cuda:0"):
+        qflash.attention(q, k, v, kv_lens=torch.tensor([1, 2], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"rope\.cos is on cpu; allowed: q's device, cuda:0"):
+        qflash.attention(q, k, v, rope=tables())
+
+
+def test_a_length_out_of_range_gives_nan_for_that_sequence_alone():
+    """A kernel must not stop to tell, so it marks the rows."""
+    args = tensors()
+    lens = torch.tensor([14, 4], dtype=torch.int32, device="cuda")
+    out = qflash.attention(*map(to_gpu, args), kv_lens=lens)
+    assert out[0].isnan().all()
+    want, _ = plain(*(x[1:] for x in args), kv_lens=torch.tensor([4]))
+    assert relative(out[1:].cpu(), want) < 2e-6
+
+
+def test_vmap_and_inference_mode_and_autocast():
+    q, k, v = (x.cuda() for x in tensors())
+    want = qflash.attention(q, k, v)
+    stacked = torch.stack([q, q])
+    torch.testing.assert_close(torch.vmap(lambda q: qflash.attention(q, k, v))(stacked)[1], want, rtol=0, atol=0)
+    with torch.inference_mode():
+        torch.testing.assert_close(qflash.attention(q, k, v), want, rtol=0, atol=0)
+    with torch.autocast("cuda", torch.float16):
+        assert qflash.attention(q, k, v).dtype == torch.float32
+
+
+def test_explain_names_the_kernel():
+    q, k, v = (x.cuda() for x in tensors())
+    explanation = qflash.explain(q, k, v)
+    major, minor = torch.cuda.get_device_capability()
+    assert (explanation.kernel, explanation.spec.arch) == ("fa", 10 * major + minor)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_another_device_than_the_current_one(kernel):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    args = [x.to("cuda:1") for x in tensors()]
+    with torch.cuda.device(0):
+        out = qflash.attention(*args, kernel=kernel)
+        assert torch.cuda.current_device() == 0
+    assert out.device.index == 1
+    assert relative(out.cpu(), plain(*tensors())[0]) < 2e-6
