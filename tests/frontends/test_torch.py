@@ -11,10 +11,11 @@ import qflash
 
 torch = pytest.importorskip("torch")
 
-from torch_math import OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
+from torch_math import ALLOWED, ALLOWED_GRADIENT, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
 from qflash.frontends import torch_launch  # noqa: E402
 from qflash.problem import PLAIN  # noqa: E402
+from qflash.testing.compare import HALF_FACTOR, INT8, LSE  # noqa: E402
 
 F = torch.nn.functional
 
@@ -24,15 +25,15 @@ def test_forward_and_backward_match_plain_math(options):
     q, k, v = tensors(grad=True)
     out, lse = qflash.attention(q, k, v, return_lse=True, **options)
     want, want_lse = plain(q, k, v, **options)
-    assert relative(out, want) < 2e-6
-    torch.testing.assert_close(lse.double(), want_lse, rtol=2e-6, atol=2e-6)
+    assert relative(out, want) < ALLOWED[torch.float32]
+    torch.testing.assert_close(lse.double(), want_lse, rtol=LSE, atol=LSE)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     dlse = dlse.where(lse > -torch.inf, 0)
     grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
     seen_lse = torch.where(lse > -torch.inf, want_lse, 0)
     want_grads = torch.autograd.grad((want, seen_lse), (q, k, v), (dout.double(), dlse.double()))
     for got, expected in zip(grads, want_grads, strict=True):
-        assert relative(got, expected.double()) < 4e-6
+        assert relative(got, expected.double()) < ALLOWED_GRADIENT
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -44,7 +45,7 @@ def test_matches_torch_attention(dtype, causal):
     ours = qflash.attention(q, k, v, causal=causal)
     sdpa = F.scaled_dot_product_attention(*theirs, is_causal=causal, enable_gqa=True).transpose(1, 2)
     assert ours.dtype == dtype
-    assert relative(ours, want) <= max(2 * relative(sdpa, want), 2e-6)
+    assert relative(ours, want) <= max(HALF_FACTOR * relative(sdpa, want), ALLOWED[torch.float32])
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (2, 1), "softcap": 3.0}, {"rope": tables()}])
@@ -61,7 +62,7 @@ def test_packed_matches_one_sequence_at_a_time(options):
         torch.testing.assert_close(lse[:, rows], want_lse[0])
         want_grads = torch.autograd.grad(want, piece, dout[None, rows])
         for got, expected, part in zip(grads, want_grads, (rows, keys, keys), strict=True):
-            torch.testing.assert_close(got[part], expected[0], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(got[part], expected[0])
 
 
 def test_strided_views_are_taken_as_they_are():
@@ -80,7 +81,7 @@ def test_gradient_of_expanded_keys():
     many = qflash.attention(q.expand(3, -1, -1, -1), k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1))
     want = torch.autograd.grad(one.sum() * 3, (q, k, v))  # a gradient with stride 0, too
     for got, expected in zip(torch.autograd.grad(many.sum(), (q, k, v)), want, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got, expected)
 
 
 def test_gradient_of_lse_alone_and_of_one_input():
@@ -89,7 +90,7 @@ def test_gradient_of_lse_alone_and_of_one_input():
     _, lse = qflash.attention(q, k, v, return_lse=True)
     _, want = plain(q, k, v)
     got_grad, want_grad = torch.autograd.grad(lse.sum(), k)[0], torch.autograd.grad(want.sum(), k)[0]
-    assert relative(got_grad, want_grad.double()) < 4e-6
+    assert relative(got_grad, want_grad.double()) < ALLOWED_GRADIENT
 
 
 def test_second_derivative_is_refused():
@@ -123,7 +124,7 @@ def test_int8_has_no_gradient_and_says_what_to_do():
         qflash.attention(q, k, v, precision="int8")
     with torch.no_grad():
         out = qflash.attention(q, k, v, precision="int8")
-    assert relative(out, plain(q, k, v)[0]) < 2e-2
+    assert relative(out, plain(q, k, v)[0]) < INT8["l2"]
 
 
 def test_rope_tables_are_constants():

@@ -7,6 +7,15 @@ import math
 import torch
 
 import qflash
+from qflash.testing.compare import FLOAT32_L2, GRADIENT_L2, HALF_FACTOR, UNIT_ROUNDOFF
+
+# Relative L2 errors the numerics contract allows; a half's is bounded by what rounding the exact result may cost.
+ALLOWED = {
+    torch.float32: FLOAT32_L2,
+    torch.float16: HALF_FACTOR * UNIT_ROUNDOFF["float16"],
+    torch.bfloat16: HALF_FACTOR * UNIT_ROUNDOFF["bfloat16"],
+}
+ALLOWED_GRADIENT = GRADIENT_L2["float32"]
 
 
 def rotate(x, cos, sin, positions, interleaved):
