@@ -50,9 +50,13 @@ def measure(
     budget: float = 3.0,
     min_rounds: int = 7,
     cases: tuple[Case, ...] | None = None,
+    leave_out: tuple[str, ...] = (),
     on_skip: Callable[[str], None] = lambda text: None,
 ) -> Iterator[list[dict[str, Any]]]:
-    """One list of rows per problem of `preset`. Candidates that cannot run are told to `on_skip`, once each."""
+    """One list of rows per problem of `preset`. Candidates that cannot run are told to `on_skip`, once each.
+
+    `leave_out` names candidates that need not take part.
+    """
     shared = {"preset": preset.name} | rows.provenance(preset.device)
     clock = clock_of(preset)
     told = set()
@@ -61,6 +65,8 @@ def measure(
         truth = exact(case, arrays, preset.kind)
         calls, rel_l2, taking_part = {}, {}, []
         for candidate in candidates(preset.kind, preset.device, preset.kernels):
+            if candidate.name in leave_out:
+                continue
             try:
                 call = candidate.make(arrays)
                 result = candidate.read(call())

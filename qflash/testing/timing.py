@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 Call = Callable[[], Any]
+LONG = 0.2  # seconds; a call this long is warm after its first run
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,8 @@ def compare(
         calls[name] = clock.prepare(call)
         for _ in range(max(warmup, 1)):
             once = clock.sample(calls[name], 1)
+            if once > LONG:
+                break
         repeats[name] = max(1, math.ceil(min_sample / max(once, 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
