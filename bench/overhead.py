@@ -1,87 +1,94 @@
-"""What one call costs before any arithmetic: tiny tensors, eager, beside torch's own attention.
-
-Prints one JSON row per way of calling: the best time of many interleaved rounds, in microseconds, and its ratio to
-F.scaled_dot_product_attention in the same process. `engine` is the compiled call alone, which every qflash row
-includes.
-
-    python bench/overhead.py [--rounds 150] [--calls 200]
-"""
+"""What one call costs before any arithmetic: tiny arrays, every front end, beside the frameworks' own attention."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from collections.abc import Callable
-
-import torch
-import torch.nn.functional as F
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import qflash
+from bench.peers import Arrays, Unavailable, load
 from qflash import planning
-from qflash.frontends import torch as frontend
-from qflash.problem import Options
+from qflash.testing import Case
+from qflash.testing.runner import to_torch
 
 
-def cases() -> dict[str, Callable[[], object]]:
-    """The ways of calling, by name."""
-    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
-    theirs = [x.transpose(1, 2) for x in (q, k, v)]
-    grads = [x.clone().requires_grad_() for x in (q, k, v)]
-    their_grads = [x.clone().requires_grad_() for x in theirs]
-    lens = torch.tensor([4], dtype=torch.int32)
-    rope = qflash.Rope(*(torch.from_numpy(table) for table in qflash.rope_tables(4, 8)))
-    arrays = [x.numpy() for x in (q, k, v)]
+@dataclass(frozen=True)
+class Way:
+    """One way of calling. Times are compared with those of the way called `peer`."""
+
+    name: str
+    framework: str
+    call: Callable[[], Any]
+    peer: str | None = None  # None: this is one of the peers, or has none
+
+    @property
+    def kernel(self) -> str | None:
+        """The qflash kernel behind it."""
+        return "cpu" if self.peer or self.name.startswith("qflash") else None
+
+
+def ways(case: Case) -> Iterator[Way]:
+    """Every way this machine has; frameworks that are not installed are left out."""
+    arrays = Arrays(case, "cpu")
+    yield from _numpy_ways(arrays)
+    for more in (_torch_ways, _jax_ways):
+        try:
+            yield from more(arrays)
+        except Unavailable:
+            continue
+
+
+def _numpy_ways(arrays: Arrays) -> Iterator[Way]:
+    q, k, v = arrays.numpy
+    yield Way("qflash, NumPy", "numpy", lambda: qflash.attention(q, k, v))
+
+
+def _torch_ways(arrays: Arrays) -> Iterator[Way]:
+    torch = load("torch")
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = arrays.torch
+    theirs = arrays.torch_bhtd
+    yield Way("torch SDPA", "torch", lambda: sdpa(*theirs))
+
+    from qflash.frontends import torch as frontend
+    from qflash.problem import Options
+
     call = planning.prepare(frontend.problem_of(q, k, v, Options())).call
     out = torch.empty_like(q)
+    # Everything after the four arrays is absent, on one thread: see AttnCall in csrc/bindings/native.cc.
     addresses = [x.data_ptr() for x in (q, k, v, out)] + [0] * 10 + [1]
-    return {
-        "sdpa": lambda: F.scaled_dot_product_attention(*theirs),
-        "engine": lambda: call(*addresses),
-        "qflash": lambda: qflash.attention(q, k, v),
-        "qflash causal": lambda: qflash.attention(q, k, v, causal=True),
-        "qflash lse": lambda: qflash.attention(q, k, v, return_lse=True),
-        "qflash scale": lambda: qflash.attention(q, k, v, causal=True, scale=0.5),
-        "qflash kv_lens": lambda: qflash.attention(q, k, v, kv_lens=lens),
-        "qflash rope": lambda: qflash.attention(q, k, v, rope=rope),
-        "qflash numpy": lambda: qflash.attention(*arrays),
-        "sdpa grad": lambda: F.scaled_dot_product_attention(*their_grads),
-        "qflash grad": lambda: qflash.attention(*grads),
-        "sdpa grad+backward": lambda: F.scaled_dot_product_attention(*their_grads).backward(theirs[0]),
-        "qflash grad+backward": lambda: qflash.attention(*grads).backward(q),
+
+    def compiled(keep_alive=(q, k, v, out)) -> None:
+        call(*addresses)
+
+    yield Way("the compiled call alone", "torch", compiled, "torch SDPA")
+
+    lens = torch.tensor([arrays.case.k_len] * arrays.case.batch, dtype=torch.int32)
+    tables = qflash.rope_tables(arrays.case.k_len, arrays.case.head_dim)
+    rope = qflash.Rope(*(to_torch(table) for table in tables))
+    words: dict[str, dict[str, Any]] = {
+        "": {},
+        ", causal": {"causal": True},
+        ", return_lse": {"return_lse": True},
+        ", kv_lens": {"kv_lens": lens},
+        ", rope": {"rope": rope},
     }
+    for name, options in words.items():
+        run = lambda options=options: qflash.attention(q, k, v, **options)  # noqa: E731
+        yield Way(f"qflash, PyTorch{name}", "torch", run, "torch SDPA")
+
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    their_leaves = [x.detach().clone().requires_grad_() for x in theirs]
+    grad = torch.autograd.grad
+    yield Way("torch SDPA, forward and backward", "torch", lambda: grad(sdpa(*their_leaves), their_leaves, theirs[0]))
+    both = lambda: grad(qflash.attention(*leaves), leaves, q)  # noqa: E731
+    yield Way("qflash, PyTorch, forward and backward", "torch", both, "torch SDPA, forward and backward")
 
 
-def measure(rounds: int, calls: int) -> list[dict[str, object]]:
-    """Best microseconds per call of each case; the cases take turns, so that noise meets them alike."""
-    table = cases()
-    best = dict.fromkeys(table, float("inf"))
-    for _ in range(rounds):
-        for name, function in table.items():
-            start = time.perf_counter_ns()
-            for _ in range(calls):
-                function()
-            best[name] = min(best[name], (time.perf_counter_ns() - start) / calls / 1e3)
-    rows = []
-    for name, us in best.items():
-        peer = "sdpa" + name.partition("grad")[1] + name.partition("grad")[2]
-        peer = peer.replace("sdpagrad", "sdpa grad")
-        rows.append({"bench": "overhead", "case": name, "us": round(us, 2), "ratio_to_sdpa": round(us / best[peer], 3)})
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=150)
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument(
-        "--threads", type=int, default=1, help="torch threads; 1 keeps thread wake-ups out of the figures"
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for row in measure(arguments.rounds, arguments.calls):
-        print(json.dumps(row))
-
-
-if __name__ == "__main__":
-    main()
+def _jax_ways(arrays: Arrays) -> Iterator[Way]:
+    jax = load("jax")
+    theirs = jax.jit(jax.nn.dot_product_attention)
+    ours = jax.jit(lambda q, k, v: qflash.attention(q, k, v))
+    yield Way("jax.nn, jitted", "jax", lambda: jax.block_until_ready(theirs(*arrays.jax)))
+    yield Way("qflash, JAX, jitted", "jax", lambda: jax.block_until_ready(ours(*arrays.jax)), "jax.nn, jitted")

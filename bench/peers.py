@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -101,16 +101,6 @@ def qflash_numpy(kernel: str) -> Candidate:
         return lambda: qflash.attention(q, k, v, **options)
 
     return _qflash(kernel, "numpy", make)
-
-
-def qflash_jax(kernel: str) -> Candidate:
-    def make(arrays: Arrays) -> Call:
-        jax = load("jax")
-        options = _options(arrays.case, kernel)
-        call = jax.jit(lambda q, k, v: qflash.attention(q, k, v, **options))
-        return lambda: jax.block_until_ready(call(*arrays.jax))
-
-    return _qflash(kernel, "jax", make)
 
 
 def qflash_torch_train(kernel: str) -> Candidate:
@@ -248,10 +238,6 @@ def candidates(kind: str, device: str, kernels: tuple[str, ...]) -> list[Candida
     """Everyone who takes part in a preset, qflash first."""
     if kind == "train":
         return [*map(qflash_torch_train, kernels), torch_sdpa_train()]
-    if kind == "overhead":
-        ours = [front(kernel) for kernel in kernels for front in (qflash_numpy, qflash_torch, qflash_jax)]
-        named = [replace(one, name=f"qflash, {one.framework}") for one in ours]
-        return [*named, torch_sdpa(), jax_nn()]
     if device == "cuda":
         backends = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
         others = [flash_attn("flash_attn", "FlashAttention 2"), flash_attn("flash_attn_interface", "FlashAttention 3")]

@@ -39,6 +39,10 @@ def rate(row: Row) -> str:
     return ""
 
 
+def error(row: Row) -> str:
+    return "" if row["rel_l2"] is None else f"{row['rel_l2']:.0e}"
+
+
 def ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}×"
 
@@ -81,8 +85,8 @@ def source(row: Row) -> str:
 def _lines(rows: list[Row]) -> str:
     candidates = list(dict.fromkeys(row["candidate"] for row in rows))
     if rows[0]["kind"] == "overhead":
-        lines = [[row["candidate"], time(row), f"{row['us']['min']:.1f} µs"] for row in rows]
-        return markdown(["one call", "median", "best"], lines)
+        lines = [[row["candidate"], time(row), f"{row['us']['min']:.1f} µs", _peer_ratio(row)] for row in rows]
+        return markdown(["one call", "median", "best", "speed-up"], lines)
     peers = [name for name in candidates if not name.startswith("qflash")]
     ours = [name for name in candidates if name.startswith("qflash")]
     grouped: dict[tuple[str, str], dict[str, Row]] = {}
@@ -94,14 +98,14 @@ def _lines(rows: list[Row]) -> str:
         cells = [f"{what} {dtype}"]
         for name in ours:
             row = by_name.get(name)
-            cells += (
-                [rate(row), f"**{ratio(row['speedup'].get('torch SDPA'))}**", f"{row['rel_l2']:.0e}"]
-                if row
-                else ["–"] * 3
-            )
+            cells += [rate(row), f"**{ratio(row['speedup'].get('torch SDPA'))}**", error(row)] if row else ["–"] * 3
         cells += [rate(by_name[name]) if name in by_name else "–" for name in peers]
         lines.append(cells)
     return markdown(header, lines)
+
+
+def _peer_ratio(row: Row) -> str:
+    return ", ".join(f"{ratio(value)} over {peer}" for peer, value in row["speedup"].items())
 
 
 def plots() -> str:

@@ -13,11 +13,12 @@ import numpy as np
 
 import qflash
 from bench import rows
+from bench.overhead import ways
 from bench.peers import Arrays, Candidate, Unavailable, candidates
 from bench.presets import DECODE, FORWARD, OVERHEAD, PRESETS, TRAIN, Preset
 from qflash import machine, reference
 from qflash.testing import Case, errors
-from qflash.testing.timing import Clock, Comparison, CudaClock, WallClock, compare
+from qflash.testing.timing import Comparison, CudaClock, WallClock, compare
 
 PEER = "torch SDPA"  # whom speed-ups are given over, besides "torch naive"
 
@@ -37,13 +38,6 @@ def refusal(error: Exception) -> str | None:
     return "out of memory" if isinstance(error, RuntimeError) and "out of memory" in str(error).lower() else None
 
 
-def clock_of(preset: Preset) -> Clock:
-    if preset.device == "cuda":
-        return CudaClock(graph=preset.kind == DECODE)
-    # Short calls follow one another without a pause where their own cost is what is asked for.
-    return WallClock(settle=0 if preset.kind == OVERHEAD else 0.002)
-
-
 def measure(
     preset: Preset,
     *,
@@ -58,7 +52,11 @@ def measure(
     `leave_out` names candidates that need not take part.
     """
     shared = {"preset": preset.name} | rows.provenance(preset.device)
-    clock = clock_of(preset)
+    if preset.kind == OVERHEAD:
+        for case in cases or preset.cases:
+            yield [shared | row for row in _overhead(case, budget, min_rounds)]
+        return
+    clock = CudaClock(graph=preset.kind == DECODE) if preset.device == "cuda" else WallClock()
     told = set()
     for case in cases or preset.cases:
         arrays = Arrays(case, preset.device)
@@ -83,6 +81,24 @@ def measure(
             taking_part.append(candidate)
         timing = compare(calls, clock=clock, budget=budget, min_rounds=min_rounds)
         yield [shared | _row(preset.kind, case, one, timing, rel_l2[one.name]) for one in taking_part]
+
+
+def _overhead(case: Case, budget: float, min_rounds: int) -> list[dict[str, Any]]:
+    """Rows of calls on arrays so small that the call itself is what is timed."""
+    taking_part = list(ways(case))
+    threads = qflash.get_num_threads()
+    set_threads(1)  # waking a second thread is no part of what is asked for
+    # Calls follow one another without a pause, as they do in a loop over layers.
+    calls = {way.name: way.call for way in taking_part}
+    timing = compare(calls, clock=WallClock(settle=0), budget=budget, min_rounds=min_rounds)
+    set_threads(threads)
+    found = []
+    for way in taking_part:
+        row = {"threads": 1, "candidate": way.name, "framework": way.framework, "kernel": way.kernel, "precision": None}
+        row |= {"us": timing.stats[way.name].as_dict(), "rel_l2": None}
+        row["speedup"] = {way.peer: round(timing.speedup(way.name, over=way.peer), 3)} if way.peer else {}
+        found.append(rows.problem(case, OVERHEAD) | row)
+    return found
 
 
 def _row(kind: str, case: Case, candidate: Candidate, timing: Comparison, rel_l2: float) -> dict[str, Any]:

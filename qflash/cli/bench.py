@@ -51,7 +51,7 @@ def table_of(rows: list[dict], title: str) -> Table:
         previous = problem
         ours = row["kernel"] is not None
         ratios = [report.ratio(row["speedup"].get(peer)) for peer in ("torch SDPA", "torch naive")]
-        cells = (row["candidate"], problem, row["dtype"], f"{row['rel_l2']:.1e}", report.time(row), report.rate(row))
+        cells = (row["candidate"], problem, row["dtype"], report.error(row), report.time(row), report.rate(row))
         table.add_row(*cells, *ratios, style="bold" if ours else "dim")
     return table
 

@@ -152,7 +152,7 @@ def compare(
     min_rounds: int = 5,
     max_rounds: int = 200,
     min_sample: float = 1e-3,
-    warmup: int = 2,
+    warmup: int = 3,
 ) -> Comparison:
     """Time `candidates` round-robin until `budget` seconds are spent and at least `min_rounds` rounds are done.
 
@@ -166,8 +166,9 @@ def compare(
     calls, repeats = {}, {}
     for name, call in candidates.items():
         calls[name] = clock.prepare(call)
+        once = math.inf
         for _ in range(max(warmup, 1)):
-            once = clock.sample(calls[name], 1)
+            once = min(once, clock.sample(calls[name], 1))
             if once > LONG:
                 break
         repeats[name] = max(1, math.ceil(min_sample / max(once, 1e-7)))
