@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import qflash
-from qflash.cli import bench, doctor, verify
+from qflash.cli import bench, cuda, doctor, verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -20,5 +20,7 @@ for _command in (
     bench.run,
     bench.bench,
     bench.report,
+    cuda.build,
+    cuda.cache,
 ):
     main.add_command(_command)

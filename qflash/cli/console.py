@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
@@ -17,15 +18,22 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=LOG_WIDTH)
 
 
-def track(console: Console, description: str, items: Iterable[T], total: int) -> Iterator[T]:
-    """Pass `items` on under a progress bar; without a terminal, a line at the start."""
+@contextmanager
+def bar(console: Console, description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar and the function that moves it; without a terminal, a line at the start."""
     if not console.is_terminal:
         console.print(f"{description} ({total})")
-        yield from items
+        yield lambda: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(description, total=total)
+        yield lambda: progress.advance(task)
+
+
+def track(console: Console, description: str, items: Iterable[T], total: int) -> Iterator[T]:
+    """Pass `items` on under a progress bar."""
+    with bar(console, description, total) as advance:
         for item in items:
-            progress.advance(task)
+            advance()
             yield item

@@ -12,8 +12,12 @@ from rich.table import Table
 
 import qflash
 from qflash import _native, machine
+from qflash.cli import cuda
 from qflash.cli.console import make_console
 from qflash.cli.usable import usable_kernels
+from qflash.errors import ToolchainError
+from qflash.jit import toolchain
+from qflash.jit.cache import Cache
 
 FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "triton")
 
@@ -35,8 +39,14 @@ def hardware() -> list[tuple[str, str]]:
 
 
 def compilers() -> list[tuple[str, str]]:
-    """The C++ compiler (needed to install qflash from source)."""
-    return [("C++ compiler", _compiler_version(("c++", "g++", "clang++")))]
+    """nvcc (CUDA kernels are compiled on first use), the C++ compiler, and the cache of what was compiled."""
+    try:
+        found = toolchain.find()
+        nvcc = f"{found.version} ({found.nvcc}, found by {found.origin})"
+    except ToolchainError as error:
+        nvcc = f"none. {error}"
+    host = _compiler_version(("g++", "c++", "clang++"))
+    return [("nvcc", nvcc), ("C++ compiler", host), ("compile cache", cuda.describe(Cache()))]
 
 
 def _compiler_version(names: tuple[str, ...]) -> str:
@@ -50,7 +60,11 @@ def _compiler_version(names: tuple[str, ...]) -> str:
 def frameworks() -> list[tuple[str, str]]:
     """Python and the packages that matter, by their metadata."""
     found = [("Python", f"{platform.python_version()} ({sys.executable})"), ("qflash", qflash.__version__)]
-    return found + [(name, machine.version(name) or "not installed") for name in FRAMEWORKS]
+    found += [(name, machine.version(name) or "not installed") for name in FRAMEWORKS]
+    handlers = (
+        "built in" if hasattr(_native, "xla_targets") else "not built in: no jaxlib was found when qflash was installed"
+    )
+    return [*found, ("XLA handlers", handlers)]
 
 
 def _section(title: str, rows: list[tuple[str, str]]) -> Table:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from qflash import machine
 from qflash.dispatch import KERNELS, Kernel
+from qflash.errors import ToolchainError
+from qflash.jit import toolchain
 
 
 @dataclass(frozen=True)
@@ -18,16 +20,21 @@ class Usable:
 
 def usable_kernels() -> dict[str, Usable]:
     """Every row of KERNELS, judged for this machine."""
-    return {kernel.name: Usable(kernel, _why_not(kernel)) for kernel in KERNELS}
+    return {kernel.name: Usable(kernel, "; ".join(_reasons(kernel))) for kernel in KERNELS}
 
 
-def _why_not(kernel: Kernel) -> str:
+def _reasons(kernel: Kernel) -> list[str]:
     if kernel.device == "cpu":
-        return ""
+        return []
+    reasons = []
     gpus, none_because = machine.gpus()
     if not gpus:
-        return f"no NVIDIA GPU: {none_because}"
-    best = max(gpu.arch for gpu in gpus)
-    if best < kernel.min_arch:
-        return f"needs compute capability {kernel.min_arch / 10}, the best GPU here has {best / 10}"
-    return ""
+        reasons.append(f"no NVIDIA GPU: {none_because}")
+    elif max(gpu.arch for gpu in gpus) < kernel.min_arch:
+        best = max(gpu.arch for gpu in gpus)
+        reasons.append(f"needs compute capability {kernel.min_arch / 10}, the best GPU here has {best / 10}")
+    try:
+        toolchain.find()
+    except ToolchainError:
+        reasons.append("no CUDA compiler: pip install 'qflash[cuda]', or put nvcc on the PATH")
+    return reasons

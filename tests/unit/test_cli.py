@@ -128,3 +128,47 @@ def test_doctor_imports_no_framework():
     code += "assert not {'torch', 'jax'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def cache_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("QFLASH_CACHE_DIR", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def test_cache_is_shown_and_cleared(invoke, cache_dir):
+    (cache_dir / "fa-sm_80-0123").mkdir(parents=True)
+    (cache_dir / "fa-sm_80-0123" / "kernel.so").write_bytes(bytes(1 << 20))
+    assert "1 entries, 1.0 MiB" in invoke("cache").output
+    assert "removed 1 entries" in invoke("cache", "--clear").output
+    assert list(cache_dir.iterdir()) == []
+
+
+def test_build_compiles_what_was_asked_for(invoke, monkeypatch):
+    asked = {}
+
+    def build(arches, kernels, progress):
+        asked.update(arches=arches, kernels=kernels)
+
+    monkeypatch.setattr("qflash.backends.cuda.build", build)
+    result = invoke("build", "--arch", "80,90a", "--kernel", "fa")
+    assert result.exit_code == 0, result.output
+    assert asked == {"arches": [80, 90], "kernels": ("fa",)}
+
+
+@pytest.mark.parametrize("arch", ["hopper", "9", "80;90", ""])
+def test_build_refuses_what_is_no_architecture(invoke, arch):
+    result = invoke("build", "--arch", arch)
+    assert result.exit_code == 2
+    assert "is no architecture; allowed: compute capabilities" in result.output
+
+
+def test_build_without_a_compiler_says_what_to_install(invoke, monkeypatch, cache_dir):
+    def find():
+        raise qflash.ToolchainError("no nvcc; install one")
+
+    monkeypatch.setattr("qflash.jit.toolchain.find", find)
+    result = invoke("build", "--arch", "80", "--kernel", "fa")
+    assert result.exit_code == 1
+    assert "no nvcc; install one" in result.output
+    assert "no CUDA compiler: pip install" in usable.usable_kernels()["fa"].why_not
