@@ -190,6 +190,15 @@ def scores(q: np.ndarray, k: np.ndarray, scale: float, softcap: float) -> tuple[
         return softcap * turned, 1 - turned * turned
 
 
+def __getattr__(name: str) -> Any:
+    """The replays of the quantized pipelines belong to the oracle; qflash/replay.py, built on this module, has them."""
+    if name in ("attention_int8", "attention_varlen_int8"):
+        from qflash import replay
+
+        return getattr(replay, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _forward(sequence: _Sequence, words: _Words) -> tuple[np.ndarray, np.ndarray]:
     """(out [Tq, Hq, D], lse [Hq, Tq]) of one sequence."""
     out = np.zeros(sequence.q.shape)

@@ -115,6 +115,22 @@ def check_contract(
     return verdict.errors
 
 
+def check_replay(case: Case, out: np.ndarray, lse: np.ndarray, replay: tuple[np.ndarray, np.ndarray], how: str = ""):
+    """Hold a quantized kernel against its replay, so that a bug cannot hide inside quantization noise."""
+    want = replay[0].astype(case.dtype).astype(np.float64)
+    verdict = Verdict(errors(out, want))
+    _judge_positions(verdict, "out", np.asarray(out, np.float64), want)
+    _judge_positions(verdict, "lse", np.asarray(lse, np.float64), replay[1])
+    if want.size >= ENOUGH_VALUES:
+        verdict.expect("relative L2 error against the replay", verdict.errors.relative_l2, REPLAY)
+    bound = np.full(replay[1].shape, REPLAY + HALF_FACTOR * UNIT_ROUNDOFF[case.dtype])
+    _judge_rows(verdict, case, np.asarray(out, np.float64), want, expected(case, quantized=True).weight, bound)
+    magnitude = np.abs(np.where(np.isfinite(replay[1]), replay[1], 0.0))
+    excess = np.abs(_difference(np.asarray(lse, np.float64), replay[1])) - REPLAY * (1 + magnitude)
+    verdict.expect("excess of lse over its distance to the replay", excess.max(initial=0.0), 0.0)
+    _raise_if_broken(case, verdict.failures, how)
+
+
 def check_gradients(case: Case, dq: np.ndarray, dk: np.ndarray, dv: np.ndarray) -> dict[str, Errors]:
     """Hold gradients against the oracle, by relative L2 error."""
     failures: list[str] = []
@@ -192,7 +208,7 @@ def _judge_native(verdict: Verdict, case: Case, got: np.ndarray, want: Expected)
         row_bound = row_bound + HALF_FACTOR * unit * (1 + (2 * want.strength if case.rope is not None else 0))
     if got.size >= ENOUGH_VALUES or verdict.errors.relative_l2 == np.inf:
         verdict.expect("relative L2 error", verdict.errors.relative_l2, bound)
-    _judge_rows(verdict, case, got, want, row_bound)
+    _judge_rows(verdict, case, got, want.out, want.weight, row_bound)
     if case.dtype == "float16" and case.data == "normal" and case.rope is None and case.scale is None:
         difference = np.abs(_difference(got, want.out))
         allowed = np.maximum(FLOAT16_ABSOLUTE, unit * np.abs(want.out) * (1 + FLOAT16_ABSOLUTE))
@@ -200,12 +216,12 @@ def _judge_native(verdict: Verdict, case: Case, got: np.ndarray, want: Expected)
         verdict.expect("excess over 1e-3 (or half an ulp) of a float16 value", excess, 0.0)
 
 
-def _judge_rows(verdict: Verdict, case: Case, got: np.ndarray, want: Expected, bound: np.ndarray) -> None:
-    """Each row by itself, so that one bad row cannot hide among thousands of good ones."""
-    difference = _difference(got, want.out)
+def _judge_rows(verdict: Verdict, case: Case, got: np.ndarray, want: np.ndarray, weight: np.ndarray, bound: np.ndarray):
+    """Each row by itself, relative to its weight: one bad row cannot hide among thousands of good ones."""
+    difference = _difference(got, want)
     norm = np.sqrt((difference * difference).sum(-1))
     norm = norm.T if case.packed else norm.swapaxes(-1, -2)
-    allowed = bound * np.where(np.isfinite(want.weight), want.weight, np.inf)
+    allowed = bound * np.where(np.isfinite(weight), weight, np.inf)
     over = np.where(norm > allowed, norm - allowed, 0.0)
     if over.any():
         at = np.unravel_index(over.argmax(), over.shape)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from qflash import reference
+from qflash import _native, reference
 from qflash.rope import Rope
 from qflash.testing.case import Case, Inputs
 
@@ -42,6 +42,20 @@ def expected(case: Case, quantized: bool = False) -> Expected:
     weight = weight.T if case.packed else weight.swapaxes(-1, -2)
     rounded = out if case.dtype == "float32" else rounding_model(case, inputs)
     return Expected(out, lse, weight, _strength(case, inputs, quantized), rounded)
+
+
+@lru_cache(maxsize=64)
+def replayed(case: Case, kernel: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """(out, lse) of the replay of a quantized kernel, float64; None for a kernel that has no replay."""
+    if kernel != "cpu_int8":
+        return None
+    inputs = case.make_inputs()
+    pv = "bfloat16" if _native.cpu_isa() == "amx" else "float32"
+    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": inputs.rope, "pv": pv}
+    if case.packed:
+        cu = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        return reference.attention_varlen_int8(inputs.q, inputs.k, inputs.v, *cu, **words)
+    return reference.attention_int8(inputs.q, inputs.k, inputs.v, **words)
 
 
 @lru_cache(maxsize=64)

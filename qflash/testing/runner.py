@@ -13,7 +13,7 @@ from qflash.frontends import numpy as numpy_frontend
 from qflash.planning import prepare, prepare_backward
 from qflash.problem import Array, Options, Problem, RopeArrays
 from qflash.rope import Rope
-from qflash.testing import compare
+from qflash.testing import compare, oracle
 from qflash.testing.case import Case, Inputs
 
 FRAMEWORKS = ("native", "native-cuda", "numpy", "torch", "torch-cuda", "jax")
@@ -59,6 +59,9 @@ def check(case: Case, kernel: str | None = None, framework: str = "native") -> c
     how = f", {name!r}, {framework!r}"
     first = run_case(case, name, framework)
     errors = compare.check_contract(case, *first, dispatch.BY_NAME[name].precision, how)
+    replay = oracle.replayed(case, name)
+    if replay is not None:
+        compare.check_replay(case, *first, replay, how)
     compare.check_same_bits(case, first, run_case(case, name, framework), how)
     return errors
 

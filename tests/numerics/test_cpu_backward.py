@@ -19,7 +19,7 @@ from qflash.testing.case import Case, Rotary
 from qflash.testing.cases import cases
 
 NAMES = ("dq", "dk", "dv")
-ISAS = ("avx512", "avx2", "generic")
+ISAS = ("amx", "avx512", "avx2", "generic")
 
 # Lengths around the 96 rows and keys of a tile, with masks that cut tiles in every way.
 TILES = [
