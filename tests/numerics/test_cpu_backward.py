@@ -1,4 +1,4 @@
-"""The CPU engine's gradients, driven through its entry: every case, every instruction set, any number of threads."""
+"""The CPU engine's gradients beyond the case list: its tiles, its threads, its instruction sets, other definitions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def assert_same_bits(first: tuple[np.ndarray, ...], second: tuple[np.ndarray, ..
         assert a.tobytes() == b.tobytes(), f"{name} differs {what}"
 
 
-@pytest.mark.parametrize("case", TILES + cases("full"), ids=ids)
+@pytest.mark.parametrize("case", TILES + [case for case in cases("full") if not case.finite], ids=ids)
 def test_matches_the_oracle(case: Case) -> None:
     compare.check_gradients(case, *runner.run_backward(case))
 
@@ -77,34 +77,6 @@ def test_same_bits_for_any_number_of_threads(case: Case) -> None:
     alone = runner.run_backward(case, num_threads=1)
     for num_threads in (2, 3, 7):
         assert_same_bits(alone, runner.run_backward(case, num_threads=num_threads), f"with {num_threads} threads")
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_problems(seed: int) -> None:
-    rng = np.random.default_rng([seed, 96])
-    kv_heads = int(rng.integers(1, 3))
-    head_dim = int(rng.integers(1, 90))
-    batch = int(rng.integers(1, 3))
-    k_len = int(rng.integers(0, 260))
-    rotary = Rotary(2 * int(rng.integers(1, head_dim // 2 + 1)), bool(rng.integers(2))) if head_dim > 1 else None
-    case = Case(
-        name=f"random_{seed}",
-        q_len=int(rng.integers(0, 260)),
-        k_len=k_len,
-        q_heads=kv_heads * int(rng.integers(1, 4)),
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        batch=batch,
-        dtype=str(rng.choice(["float32", "float32", "float16", "bfloat16"])),
-        causal=bool(rng.integers(2)),
-        window=(int(rng.integers(-1, 150)), int(rng.integers(-1, 150))) if rng.integers(2) else None,
-        kv_lens=tuple(int(n) for n in rng.integers(0, k_len + 1, batch)) if rng.integers(2) else None,
-        softcap=float(rng.uniform(1, 30)) if rng.integers(3) == 0 else None,
-        rope=rotary if rng.integers(2) else None,
-        layout=str(rng.choice(["bthd", "bhtd", "gaps"])),
-        seed=seed,
-    )
-    compare.check_gradients(case, *runner.run_backward(case, num_threads=1 + seed % 3))
 
 
 def test_agrees_with_torch_autograd_in_float64() -> None:
@@ -228,7 +200,8 @@ def test_every_instruction_set(isa: str) -> None:
     if ISAS.index(_native.cpu_isa()) > ISAS.index(isa):
         pytest.skip(f"this machine, or QFLASH_CPU_ISA, has no {isa}")
     lines = "\n".join(repr(case) for case in TILES + cases("quick"))
-    environment = {**os.environ, "QFLASH_CPU_ISA": isa}
+    # One BLAS thread: the oracle's small products in spinning threads would take the time of this test.
+    environment = {**os.environ, "QFLASH_CPU_ISA": isa, "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", _CHECK, isa], input=lines, text=True, capture_output=True, env=environment, timeout=300
     )

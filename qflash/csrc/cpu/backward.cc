@@ -28,7 +28,8 @@
 namespace qf {
 namespace {
 
-constexpr int64_t kRoundBytesPerThread = int64_t(64) << 20;
+// What a round may take beyond its first unit: as many small units as stay in cache, or one large one per thread.
+constexpr int64_t kSmallRoundBytes = int64_t(1) << 20, kLargeRoundBytes = int64_t(64) << 20;
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
@@ -70,13 +71,10 @@ class Backward {
   int run() {
     const int64_t units = int64_t(p_.batch) * p_.kv_heads;
     for (int64_t first = 0; first < units;) {
-      int64_t end = first, floats = 0;
-      do {
-        floats += floats_of(sequence_of(p_, end / p_.kv_heads));
-        end++;
-      } while (end < units && (floats + floats_of(sequence_of(p_, end / p_.kv_heads))) * int64_t(sizeof(float)) <=
-                                  kRoundBytesPerThread * threads_);
-      if (int status = run_round(first, end, floats)) return status;
+      int64_t end = first, bytes = 0;
+      while (end < units && fits(end - first, bytes + bytes_of(sequence_of(p_, end / p_.kv_heads))))
+        bytes += bytes_of(sequence_of(p_, end++ / p_.kv_heads));
+      if (int status = run_round(first, end, bytes)) return status;
       first = end;
     }
     return QF_OK;
@@ -88,19 +86,26 @@ class Backward {
   };
 
   int64_t padded_rows(const Sequence& s) const { return round_up(s.len_q, kBwdRowMultiple); }
-  int64_t floats_of(const Sequence& s) const { return group_ * padded_rows(s) * (3 * pitch_ + 2); }
+  int64_t bytes_of(const Sequence& s) const {
+    return group_ * padded_rows(s) * (3 * pitch_ + 2) * int64_t(sizeof(float));
+  }
 
-  int run_round(int64_t first, int64_t end, int64_t floats) {
-    if (floats > workspace_floats_) {
+  // Whether a round of `taken` units takes one more, which would bring it to `bytes`.
+  bool fits(int64_t taken, int64_t bytes) const {
+    return taken == 0 || bytes <= (taken < threads_ ? kLargeRoundBytes : kSmallRoundBytes) * threads_;
+  }
+
+  int run_round(int64_t first, int64_t end, int64_t bytes) {
+    if (bytes > workspace_bytes_) {
       workspace_.reset();
-      workspace_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(floats * int64_t(sizeof(float)), 64))));
-      if (!workspace_)
-        return fail(QF_NO_MEMORY, "no memory for %lld bytes of scratch", static_cast<long long>(floats * 4));
-      workspace_floats_ = floats;
+      workspace_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(bytes, 64))));
+      if (!workspace_) return fail(QF_NO_MEMORY, "no memory for %lld bytes of scratch", static_cast<long long>(bytes));
+      workspace_bytes_ = bytes;
     }
     lay_out(first, end);
     auto load = [this](int64_t i) {
       const Tile& t = tiles_[i];
+      if (t.unit->sequence.len_k == 0) return int(QF_OK);
       kernels_.load_queries(params_, t.unit->sequence, t.head, t.first, t.count, t.data);
       return int(QF_OK);
     };
@@ -158,15 +163,15 @@ class Backward {
   }
 
   bool take_scratch(KeyBlock* block) const {
-    const int64_t rows = kBwdBlock * pitch_, columns = int64_t(kBwdBlock) * p_.head_dim, square = kBwdBlock * kBwdBlock;
-    float* space = static_cast<float*>(thread_scratch((3 * rows + 2 * columns + 2 * square) * sizeof(float)));
+    const int64_t rows = kBwdBlock * pitch_, square = kBwdBlock * kBwdBlock;
+    float* space = static_cast<float*>(thread_scratch((5 * rows + 2 * square) * sizeof(float)));
     if (!space) return false;
     block->k = space;
     block->dk = block->k + rows;
     block->dv = block->dk + rows;
     block->k_t = block->dv + rows;
-    block->v_t = block->k_t + columns;
-    block->p = block->v_t + columns;
+    block->v_t = block->k_t + rows;
+    block->p = block->v_t + rows;
     block->ds = block->p + square;
     return true;
   }
@@ -220,7 +225,7 @@ class Backward {
   const int32_t threads_;
   const int64_t group_, pitch_;
   std::unique_ptr<float, Free> workspace_;
-  int64_t workspace_floats_ = 0;
+  int64_t workspace_bytes_ = 0;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Tile[]> tiles_;
   int64_t tile_count_ = 0;

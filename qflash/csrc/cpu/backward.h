@@ -25,14 +25,14 @@ struct TileMask {
 // Up to kBwdBlock queries of one head as float32 rows of `pitch` floats; rotated, zero beyond head_dim.
 struct QueryTile {
   float *q, *dout, *dq;      // [rows][pitch]
-  float *minus_lse, *delta;  // [rows]; minus_lse is -inf where a row sees nothing, so that P is 0 there
+  float *minus_lse, *delta;  // [rows]; minus_lse in base 2, and -inf where a row sees nothing: P is 0 there
   bool* finite;              // whether q and dout hold neither NaN nor infinity
 };
 
 // Up to kBwdBlock keys and values of one head, and the products of the tile at hand: one thread's scratch.
 struct KeyBlock {
   float* k;          // [kBwdBlock][pitch], rotated
-  float *k_t, *v_t;  // [head_dim][kBwdBlock]
+  float *k_t, *v_t;  // [pitch][kBwdBlock]
   float *dk, *dv;    // [kBwdBlock][pitch]
   float *p, *ds;     // [kBwdBlock queries][kBwdBlock keys]
   bool finite;       // of k
@@ -40,12 +40,14 @@ struct KeyBlock {
 
 struct BackwardKernels {
   int lanes;  // pitch is head_dim rounded up to a multiple of this
+  // Not for a sequence without keys: its queries have no position to be rotated to.
   void (*load_queries)(const QfAttnBwdParams&, const Sequence&, int head, int64_t first, int count, const QueryTile&);
   void (*load_keys)(const QfAttnBwdParams&, const Sequence&, int kv_head, int64_t first, int count, KeyBlock&);
   // P and dS of one tile.
   void (*probabilities)(const QfAttnBwdParams&, const QueryTile&, const TileMask&, const KeyBlock&);
   void (*add_to_keys)(const QfAttnBwdParams&, const QueryTile&, const TileMask&, const KeyBlock&);
   void (*add_to_queries)(const QfAttnBwdParams&, const QueryTile&, const TileMask&, const KeyBlock&);
+  // Zero for a sequence without keys, whatever the tile holds.
   void (*store_queries)(const QfAttnBwdParams&, const Sequence&, int head, int64_t first, int count, const QueryTile&);
   // Also writes zero to the rows from `count` to `rows`, which belong to no key.
   void (*store_keys)(const QfAttnBwdParams&, const Sequence&, int kv_head, int64_t first, int count, int rows,

@@ -52,7 +52,7 @@ static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int h
     load_padded(dout, row_at(params.dout, p.dtype, s, row, head), p.dtype, p.head_dim, pitch);
     load_padded(out, row_at(p.out, p.dtype, s, row, head), p.dtype, p.head_dim, pitch);
     const float lse = p.lse[statistics + r];
-    tile.minus_lse[r] = lse == -INFINITY ? -INFINITY : -lse;
+    tile.minus_lse[r] = lse == -INFINITY ? -INFINITY : -lse * kLog2e;
     tile.delta[r] = dot(dout, out, pitch) - (params.dlse ? params.dlse[statistics + r] : 0.0f);
     check.add(q, pitch);
     check.add(dout, pitch);
@@ -67,12 +67,17 @@ static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int h
   *tile.finite = check.finite();
 }
 
-// to[d][key] = from[key][d] for all kBwdBlock keys.
-static void transpose(float* to, const float* from, int head_dim, int pitch) {
-  constexpr int kStrip = 16;  // keys at a time: one cache line of every row of `to`
-  for (int key = 0; key < kBwdBlock; key += kStrip)
-    for (int d = 0; d < head_dim; d++)
-      for (int j = 0; j < kStrip; j++) to[d * kBwdBlock + key + j] = from[(key + j) * pitch + d];
+// to[d][key] = from[key][d] for all kBwdBlock keys and all d up to pitch.
+static void transpose_block(float* to, const float* from, int pitch) {
+  for (int key = 0; key < kBwdBlock; key += kLanes)
+    for (int d = 0; d < pitch; d += kLanes) {
+      Vec rows[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) rows[i] = load(from + (key + i) * pitch + d);
+      transpose(rows);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; i++) store(to + (d + i) * kBwdBlock + key, rows[i]);
+    }
 }
 
 static void load_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_head, int64_t first, int count,
@@ -90,8 +95,8 @@ static void load_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_h
   }
   set_zero(block.k + count * pitch, int64_t(kBwdBlock - count) * pitch);
   set_zero(v + count * pitch, int64_t(kBwdBlock - count) * pitch);
-  transpose(block.k_t, block.k, p.head_dim, pitch);
-  transpose(block.v_t, v, p.head_dim, pitch);
+  transpose_block(block.k_t, block.k, pitch);
+  transpose_block(block.v_t, v, pitch);
   set_zero(block.dk, int64_t(kBwdBlock) * pitch);
   set_zero(block.dv, int64_t(kBwdBlock) * pitch);
   block.finite = check.finite();
@@ -101,10 +106,10 @@ static void probabilities(const QfAttnBwdParams& params, const QueryTile& tile, 
                           const KeyBlock& block) {
   const QfAttnParams& p = params.fwd;
   const bool capped = p.softcap != 0.0f;
-  const Score score{p.scale, p.softcap, capped ? p.scale / p.softcap : 0.0f};
+  const ScoreMap map{(capped ? p.softcap : p.scale) * kLog2e, capped ? p.scale / p.softcap : 0.0f};
   const auto run = all_seen(mask) ? (capped ? score_tile<false, true> : score_tile<false, false>)
                                   : (capped ? score_tile<true, true> : score_tile<true, false>);
-  run(score, p.head_dim, pitch_of(p), tile, mask, block);
+  run(map, p.head_dim, pitch_of(p), tile, mask, block);
 }
 
 static void add_to_keys(const QfAttnBwdParams& params, const QueryTile& tile, const TileMask& mask,
@@ -123,10 +128,17 @@ static inline void scale_row(float* x, int pitch, float scale) {
   for (int d = 0; d < pitch; d += kLanes) store(x + d, load(x + d) * broadcast(scale));
 }
 
+static void clear_rows(const QfAttnParams& p, const QfTensor& t, const Sequence& s, int64_t first, int count,
+                       int head) {
+  for (int64_t row = first; row < first + count; row++)  // zero is all bits zero in every dtype
+    memset(row_at(t, p.dtype, s, row, head), 0, size_t(p.head_dim * element_bytes(p.dtype)));
+}
+
 static void store_queries(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int count,
                           const QueryTile& tile) {
   const QfAttnParams& p = params.fwd;
   const int pitch = pitch_of(p);
+  if (s.len_k == 0) return clear_rows(p, params.dq, s, s.first_q + first, count, head);
   for (int r = 0; r < count; r++) {
     float* dq = tile.dq + r * pitch;
     scale_row(dq, pitch, p.scale);
@@ -147,11 +159,8 @@ static void store_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_
     store_row(row_at(params.dk, p.dtype, s, row, kv_head), dk, p.dtype, p.head_dim);
     store_row(row_at(params.dv, p.dtype, s, row, kv_head), block.dv + j * pitch, p.dtype, p.head_dim);
   }
-  const size_t bytes = size_t(p.head_dim * element_bytes(p.dtype));  // zero is all bits zero in every dtype
-  for (int64_t row = s.first_k + first + count; row < s.first_k + first + rows; row++) {
-    memset(row_at(params.dk, p.dtype, s, row, kv_head), 0, bytes);
-    memset(row_at(params.dv, p.dtype, s, row, kv_head), 0, bytes);
-  }
+  clear_rows(p, params.dk, s, s.first_k + first + count, rows - count, kv_head);
+  clear_rows(p, params.dv, s, s.first_k + first + count, rows - count, kv_head);
 }
 
 extern const BackwardKernels backward_kernels = {kLanes,      load_queries,   load_keys,     probabilities,

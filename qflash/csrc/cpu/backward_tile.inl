@@ -63,45 +63,56 @@ static inline void score_product(const float* a, int pitch, const float* b, int 
   }
 }
 
-struct Score {
-  float scale, softcap, scale_by_softcap;
+// What turns a raw score into a weight: weight = 2^(score * factor - lse * log2(e)), or with a cap
+// 2^(tanh(score * inverse_cap) * factor - lse * log2(e)).
+struct ScoreMap {
+  float factor, inverse_cap;
 };
 
-// P and dS of one register block at (row, key). The cap's slope waits in dS's place until dP is known.
+// Whether no query of the register block at (row, key) sees any of its keys.
+static inline bool out_of_sight(const TileMask& mask, int row, int key) {
+  const Range seen = keys_seen(mask, row, row + kScoreRows);
+  return seen.begin >= key + kScoreVecs * kLanes || seen.end <= key;
+}
+
+static inline void clear_block(float* x) {
+  for (int r = 0; r < kScoreRows; r++)
+    for (int n = 0; n < kScoreVecs; n++) store(x + r * kBwdBlock + n * kLanes, zero());
+}
+
+// P of one register block at (row, key). The cap's slope waits in dS's place until dP is known.
 template <bool kMasked, bool kCapped>
-static inline void score_block(const Score& score, int head_dim, int pitch, const QueryTile& tile, const TileMask& mask,
-                               const KeyBlock& block, int row, int key) {
+static inline void weight_block(const ScoreMap& map, int head_dim, int pitch, const QueryTile& tile,
+                                const TileMask& mask, const KeyBlock& block, int row, int key) {
   float* p = block.p + row * kBwdBlock + key;
   float* ds = block.ds + row * kBwdBlock + key;
-  if (kMasked) {
-    const Range seen = keys_seen(mask, row, row + kScoreRows);
-    if (seen.begin >= key + kScoreVecs * kLanes || seen.end <= key) {
-      for (int r = 0; r < kScoreRows; r++)
-        for (int n = 0; n < kScoreVecs; n++) {
-          store(p + r * kBwdBlock + n * kLanes, zero());
-          store(ds + r * kBwdBlock + n * kLanes, zero());
-        }
-      return;
-    }
-  }
+  if (kMasked && out_of_sight(mask, row, key)) return clear_block(p);
   Vec acc[kScoreRows][kScoreVecs];
   score_product(tile.q + row * pitch, pitch, block.k_t + key, head_dim, acc);
   for (int r = 0; r < kScoreRows; r++) {
     const Vec minus_lse = broadcast(tile.minus_lse[row + r]);
     const Range seen = kMasked ? keys_seen(mask, row + r, row + r + 1) : Range{0, 0};
     for (int n = 0; n < kScoreVecs; n++) {
-      Vec weight;
+      Vec score = acc[r][n];
       if (kCapped) {
-        const Vec turned = tanh(acc[r][n] * broadcast(score.scale_by_softcap));
-        store(ds + r * kBwdBlock + n * kLanes, fma(-turned, turned, broadcast(1.0f)));
-        weight = exp(fma(turned, broadcast(score.softcap), minus_lse));
-      } else {
-        weight = exp(fma(acc[r][n], broadcast(score.scale), minus_lse));
+        score = tanh(score * broadcast(map.inverse_cap));
+        store(ds + r * kBwdBlock + n * kLanes, fma(-score, score, broadcast(1.0f)));
       }
+      Vec weight = exp2_nonpositive(fma(score, broadcast(map.factor), minus_lse));
       if (kMasked) weight = keep_seen(weight, key + n * kLanes, seen);
       store(p + r * kBwdBlock + n * kLanes, weight);
     }
   }
+}
+
+// dS of one register block at (row, key), whose P is known.
+template <bool kMasked, bool kCapped>
+static inline void gradient_block(int head_dim, int pitch, const QueryTile& tile, const TileMask& mask,
+                                  const KeyBlock& block, int row, int key) {
+  const float* p = block.p + row * kBwdBlock + key;
+  float* ds = block.ds + row * kBwdBlock + key;
+  if (kMasked && out_of_sight(mask, row, key)) return clear_block(ds);
+  Vec acc[kScoreRows][kScoreVecs];
   score_product(tile.dout + row * pitch, pitch, block.v_t + key, head_dim, acc);
   for (int r = 0; r < kScoreRows; r++) {
     const Vec delta = broadcast(tile.delta[row + r]);
@@ -115,12 +126,16 @@ static inline void score_block(const Score& score, int head_dim, int pitch, cons
   }
 }
 
+// One strip of k_t, then the same strip of v_t, stays in the first-level cache while the rows pass by.
 template <bool kMasked, bool kCapped>
-static void score_tile(const Score& score, int head_dim, int pitch, const QueryTile& tile, const TileMask& mask,
+static void score_tile(const ScoreMap& map, int head_dim, int pitch, const QueryTile& tile, const TileMask& mask,
                        const KeyBlock& block) {
-  for (int key = 0; key < mask.columns; key += kScoreVecs * kLanes)
+  for (int key = 0; key < mask.columns; key += kScoreVecs * kLanes) {
     for (int row = 0; row < mask.rows; row += kScoreRows)
-      score_block<kMasked, kCapped>(score, head_dim, pitch, tile, mask, block, row, key);
+      weight_block<kMasked, kCapped>(map, head_dim, pitch, tile, mask, block, row, key);
+    for (int row = 0; row < mask.rows; row += kScoreRows)
+      gradient_block<kMasked, kCapped>(head_dim, pitch, tile, mask, block, row, key);
+  }
 }
 
 // c += sum over `depth` of a b, for kRows rows and kVecs vectors of c [][pitch] and b [][pitch]. The number of a for
