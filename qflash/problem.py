@@ -53,6 +53,13 @@ class Options(NamedTuple):
     precision: str | None = None
     kernel: str | None = None
 
+    def key(self) -> tuple:
+        """For a cache of plans. With types, because True == 1.0 is one key to a dict and an error to `check`."""
+        if self is PLAIN or self is CAUSAL:
+            return self
+        edges = None if self.window is None else (*self.window, *map(type, self.window))
+        return (self.causal, edges, *self[2:], *map(type, self))
+
 
 PLAIN, CAUSAL = Options(), Options(causal=True)
 
@@ -242,9 +249,7 @@ def _strides(name: str, array: Array) -> tuple[int, int, int]:
     else:
         strides = array.strides
         if strides[-1] != 1 and array.shape[-1] > 1:
-            raise ValueError(
-                f"{name} has stride {strides[-1]} in its last dimension; allowed: 1 (contiguous head_dim)"
-            )
+            raise ValueError(f"{name} has stride {strides[-1]} in its last dimension; allowed: 1 (contiguous head_dim)")
     return (0, *strides[:-1]) if len(strides) == 3 else strides[:-1]
 
 

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from qflash.dispatch import Kernel
 from qflash.planning import Prepared, prepare, prepare_backward
-from qflash.problem import CAUSAL, PLAIN, Array, Options, Problem, RopeArrays, check, check_packed
+from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
 
 Tensor = torch.Tensor
@@ -112,20 +112,11 @@ def arch_of_device(device: torch.device) -> int:
     return arch
 
 
-def _words_key(options: Options) -> tuple:
-    """Options as a key. With types, because True == 1.0 is a number to a dict and an error to `check`."""
-    window = options.window
-    edges = None if window is None else (*window, *map(type, window))
-    return (options.causal, edges, *options[2:], *map(type, options))
-
-
 def _extras_key(extras: Extras) -> tuple:
     """What a plan depends on in the optional tensors (made contiguous before use, so strides do not count)."""
     return tuple((x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else (x, type(x)) for x in extras)
 
 
-# Words that need no look at their types: what `qflash.attention` passes when nothing but `causal` is said.
-_SIMPLE_WORDS = {id(options): options for options in (PLAIN, CAUSAL)}
 _plans: dict[tuple, Plan | None] = {}
 
 
@@ -160,8 +151,7 @@ def plan(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Pla
     try:
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, options if id(options) in _SIMPLE_WORDS else _words_key(options),
-            None if extras is None else _extras_key(extras),
+            q.device, k.device, v.device, options.key(), None if extras is None else _extras_key(extras),
         )  # fmt: skip
         return _plans[key]
     except KeyError:
