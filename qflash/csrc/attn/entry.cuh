@@ -1,0 +1,74 @@
+// The host side every kernel library shares: checks before a launch, the texts behind statuses. Never throws, never
+// synchronises.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdio>
+
+#include "qflash.h"
+
+#define QF_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace qf {
+
+inline const char* status_text(const char* kernel, int status) {
+  static thread_local char text[256];
+  switch (status) {
+    case QF_OK:
+      return "success";
+    case QF_UNSUPPORTED:
+      snprintf(text, sizeof text,
+               "kernel '%s' was built for another dtype, precision or head_dim, or a length is past 2^31 - 4096",
+               kernel);
+      return text;
+    case QF_NO_MEMORY:
+      snprintf(text, sizeof text, "kernel '%s' was given no workspace or one that is too small", kernel);
+      return text;
+    case QF_BAD_ABI:
+      snprintf(text, sizeof text,
+               "kernel '%s' was built from another qflash.h than its caller; clear the compile cache", kernel);
+      return text;
+  }
+  if (status > 0 && status < QF_BAD_VALUE) {
+    const cudaError_t error = static_cast<cudaError_t>(status);
+    snprintf(text, sizeof text, "CUDA error %d (%s) launching kernel '%s': %s", status, cudaGetErrorName(error), kernel,
+             cudaGetErrorString(error));
+  } else {
+    snprintf(text, sizeof text, "kernel '%s' returned unknown status %d", kernel, status);
+  }
+  return text;
+}
+
+// Row and key indices, rounded up to whole tiles, must fit 32 bits.
+constexpr int32_t kMaxLength = 0x7fffffff - 4096;
+
+// What no kernel library can serve, whatever its kernel.
+inline int check_params(const QfAttnParams* p, int dtype) {
+  if (p->struct_bytes != int32_t(sizeof(QfAttnParams))) return QF_BAD_ABI;
+  if (p->dtype != dtype || p->precision != QF_NATIVE) return QF_UNSUPPORTED;
+  if (p->q_len > kMaxLength || p->k_len > kMaxLength) return QF_UNSUPPORTED;
+  return QF_OK;
+}
+
+// Allow `kernel` more than 48 KB of dynamic shared memory, once per device.
+template <class Kernel>
+inline int allow_shared_memory(Kernel* kernel, int bytes, std::atomic<uint64_t>& devices_done) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const uint64_t bit = uint64_t(1) << (device & 63);
+  if (devices_done.load(std::memory_order_relaxed) & bit) return QF_OK;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // take it off the thread's record
+    return error;
+  }
+  if (device < 64) devices_done.fetch_or(bit, std::memory_order_relaxed);
+  return QF_OK;
+}
+
+constexpr int64_t kMaxGrid = 0x7fffffff;  // blocks in one dimension of one launch
+
+}  // namespace qf

@@ -1,0 +1,103 @@
+// A rectangle of q, k or v on its way from global to shared memory: fetched into registers as raw vectors of four,
+// stashed into shared memory as float32 later, so that the loads fly while something else is computed.
+#pragma once
+
+#include "attn/elements.cuh"
+#include "attn/rope.cuh"
+#include "ptx/tid.cuh"
+
+namespace qf {
+
+// Threads walk the rectangle row by row, four channels each: neighbouring lanes read and write neighbouring words.
+template <int kTileRows, int kTileCols, int kThreads>
+struct TileWalk {
+  static constexpr int kPerRow = kTileCols / 4;
+  static constexpr int kVecs = kTileRows * kPerRow / kThreads;
+  static_assert(kTileCols % 4 == 0 && kVecs * kThreads == kTileRows * kPerRow, "the walk must come out even");
+
+  __device__ static __forceinline__ int row(int thread, int i) { return (thread + i * kThreads) / kPerRow; }
+  __device__ static __forceinline__ int column(int thread, int i) { return (thread + i * kThreads) % kPerRow * 4; }
+};
+
+// One head of one sequence of q, k or v.
+template <class Element>
+struct HeadRows {
+  const Element* g_head;  // row 0, channel 0
+  int64_t stride_t;
+  int length, head_dim;
+  bool vector;  // load4's condition holds for every row
+
+  __device__ __forceinline__ HeadRows(const QfTensor& x, int b, int64_t row0, int h, int len, int dim, bool vectorises)
+      : g_head(static_cast<const Element*>(x.data) + b * x.stride_b + row0 * x.stride_t + h * x.stride_h),
+        stride_t(x.stride_t),
+        length(len),
+        head_dim(dim),
+        vector(vectorises) {}
+
+  __device__ __forceinline__ const Element* row(int i) const { return g_head + i * stride_t; }
+};
+
+// raw <- rows row0 .., channels d0 ..; zeros past the last row and the last channel.
+template <class Walk, class Element, class Raw, int kStage>
+__device__ __forceinline__ void fetch(Raw (&raw)[kStage], const HeadRows<Element>& x, int row0, int d0) {
+  static_assert(Walk::kVecs <= kStage, "the stage is too small");
+  const int thread = fresh_tid();
+#pragma unroll
+  for (int i = 0; i < Walk::kVecs; ++i) {
+    const int row = row0 + Walk::row(thread, i);
+    raw[i] = Raw{};
+    if (row < x.length) raw[i] = load4(x.row(row), d0 + Walk::column(thread, i), x.head_dim, x.vector);
+  }
+}
+
+// s_tile[row][column] <- float32(raw), rows kStride floats apart. Returns whether all of it is finite.
+template <class Walk, int kStride, class Element, class Raw, int kStage>
+__device__ __forceinline__ bool stash(float* s_tile, const Raw (&raw)[kStage], const HeadRows<Element>& x) {
+  const int thread = fresh_tid();
+  bool all_finite = true;
+#pragma unroll
+  for (int i = 0; i < Walk::kVecs; ++i) {
+    const float4 value = to_float4(raw[i], x.g_head);
+    all_finite &= finite(value);
+    *reinterpret_cast<float4*>(s_tile + Walk::row(thread, i) * kStride + Walk::column(thread, i)) = value;
+  }
+  return all_finite;
+}
+
+// s_tile <- factor * x, rotated where there is a rope, in one go: for q, which is loaded once, and for rotated k, whose
+// partners, cosines and sines would not fit into registers beside everything else.
+template <class Walk, int kStride, class Element, class Position>
+__device__ __forceinline__ void load_scaled(float* s_tile, const HeadRows<Element>& x, int row0, int d0, float factor,
+                                            const QfRope& rope, bool rope_vector, Position position) {
+  const int thread = fresh_tid();
+#pragma unroll 2
+  for (int i = 0; i < Walk::kVecs; ++i) {
+    const int row = row0 + Walk::row(thread, i), d = d0 + Walk::column(thread, i);
+    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (row < x.length) {
+      value = to_float4(load4(x.row(row), d, x.head_dim, x.vector), x.g_head);
+      if (rope.cos) value = rope4(rope, x.row(row), d, x.head_dim, position(row), value, rope_vector && x.vector);
+    }
+    value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
+    *reinterpret_cast<float4*>(s_tile + Walk::row(thread, i) * kStride + Walk::column(thread, i)) = value;
+  }
+}
+
+// Which tensors may be read in vectors of four. Host side.
+struct Vectorises {
+  bool q, k, v, out, rope;
+};
+
+inline bool tensor_vectorises(const QfTensor& x, int head_dim, int element_bytes) {
+  return head_dim % 4 == 0 && x.stride_b % 4 == 0 && x.stride_t % 4 == 0 && x.stride_h % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(x.data) % (4 * element_bytes) == 0;
+}
+
+inline Vectorises vectorises(const QfAttnParams& p) {
+  const int bytes = p.dtype == QF_F32 ? 4 : 2;
+  return {tensor_vectorises(p.q, p.head_dim, bytes), tensor_vectorises(p.k, p.head_dim, bytes),
+          tensor_vectorises(p.v, p.head_dim, bytes), tensor_vectorises(p.out, p.head_dim, bytes),
+          rope_tables_vectorise(p.rope)};
+}
+
+}  // namespace qf

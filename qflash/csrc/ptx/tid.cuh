@@ -1,0 +1,19 @@
+// tid: the thread's index, read afresh.
+#pragma once
+
+namespace qf {
+
+// threadIdx.x. Volatile, so that nothing derived from it is hoisted out of a loop into registers that the loop needs
+// more: a handful of integer operations are cheaper to repeat than forty addresses are to keep.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-tid
+__device__ __forceinline__ int fresh_tid() {
+#ifdef __CUDA_ARCH__
+  int tid;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+  return tid;
+#else
+  return threadIdx.x;
+#endif
+}
+
+}  // namespace qf
