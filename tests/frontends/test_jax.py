@@ -139,6 +139,16 @@ def test_scale_types_do_not_mix_up():
     assert (results[3] == results[4]).all()
 
 
+def test_a_cached_plan_hides_no_bad_argument():
+    """Eager calls look their plan up by arguments, and to a dict True, 1 and 1.0 are one key."""
+    q, k, v = arrays()
+    qflash.attention(q, k, v, scale=1.0, window=(1, 1))
+    with pytest.raises(TypeError, match="scale is True"):
+        qflash.attention(q, k, v, scale=True, window=(1, 1))
+    with pytest.raises(ValueError, match="window is"):
+        qflash.attention(q, k, v, scale=1.0, window=(1, True))
+
+
 def test_importing_qflash_imports_no_framework():
     code = "import qflash, sys; assert not {'jax', 'jaxlib', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,27 +1,29 @@
 """JAX arrays, on the CPU or CUDA: one XLA custom call that jit, vmap, grad, scan, remat and shard_map all see through.
 
-__init__     argument checks, and the cached jit every call goes through
-call         what is static about a call
-transforms   vmap and grad
-primitives   the JAX primitives and their lowering per platform
-kernels      keys by which compiled programs name kernels
+__init__      argument checks, and the cached jit every call goes through
+call          what is static about a call
+transforms    vmap and grad
+partitioning  how XLA may split a call over devices
+primitives    the JAX primitives and their lowering per platform
+kernels       keys by which compiled programs name kernels
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from qflash.frontends.jax.call import OPTIONAL, call_of
+from qflash.frontends.jax.call import OPTIONAL, Call, call_of
 from qflash.frontends.jax.kernels import arch_of_device, cuda_arch, platform_of
 from qflash.frontends.jax.transforms import attend, vary_alike
 from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
 
+_PLANS_LIMIT = 4096
 _FAILED = "INVALID_ARGUMENT: qflash: "  # how XLA spells a handler's refusal of a value
 
 jax.tree_util.register_dataclass(
@@ -101,16 +103,50 @@ def _run(call, return_lse: bool, operands: Sequence[jax.Array]):
     return (out, lse) if return_lse else out
 
 
-def _launch(arrays: dict[str, Any], problem: Problem, return_lse: bool):
-    if "cos" in arrays and arrays["cos"].shape[0] == 0:  # tables without a row pass the checks when nothing reads them
-        arrays = {name: x for name, x in arrays.items() if OPTIONAL.get(name) != "rope"}
-    call = call_of(problem, tuple(arrays)[3:])
-    operands = tuple(arrays.values())
-    reads_values = any(x.dtype == jnp.int32 for x in operands[3:])
-    if not reads_values or problem.device != "cpu" or _traced(operands):
-        return _run(call, return_lse, operands)
-    try:  # the CPU engine checks lengths and positions as it runs; wait for its verdict
-        return jax.block_until_ready(_run(call, return_lse, operands))
+class _Plan(NamedTuple):
+    """A checked call. `verdict`: the CPU engine will check values as it runs, and an eager call waits for that."""
+
+    call: Call
+    verdict: bool
+
+
+def _plan(arrays: dict[str, Any], options: Options, interleaved: bool, max_seqlens: tuple) -> _Plan:
+    problem = _check(arrays, options, interleaved, max_seqlens)
+    names = tuple(arrays)[3:]
+    if "cos" in names and arrays["cos"].shape[0] == 0:  # tables without a row pass the checks when nothing reads them
+        names = tuple(name for name in names if OPTIONAL[name] != "rope")
+    verdict = problem.device == "cpu" and any(name not in ("cos", "sin") for name in names)
+    return _Plan(call_of(problem, names), verdict)
+
+
+_plans: dict[tuple, _Plan] = {}
+
+
+def _plan_cached(arrays: dict[str, Any], options: Options, interleaved: bool, max_seqlens: tuple) -> _Plan:
+    """`_plan` for arrays that exist: eager calls repeat, and checking costs several times the launch."""
+    window = options.window if isinstance(options.window, (tuple, list)) else (options.window,)
+    words = (options.causal, *window, *options[2:], interleaved, *max_seqlens)
+    try:
+        # With types, because to a dict True is 1 is 1.0, and to `check` they are not.
+        key = (*arrays, *[(x.aval, x.sharding, x.committed) for x in arrays.values()], *words, *map(type, words))
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):  # something is not what it should be; `_plan` says what
+        return _plan(arrays, options, interleaved, max_seqlens)
+    if plan is None:
+        if len(_plans) >= _PLANS_LIMIT:
+            _plans.clear()
+        plan = _plans[key] = _plan(arrays, options, interleaved, max_seqlens)
+    return plan
+
+
+def _launch(arrays: dict[str, Any], options: Options, interleaved: bool, max_seqlens: tuple, return_lse: bool):
+    traced = _traced(arrays.values())
+    plan = (_plan if traced else _plan_cached)(arrays, options, interleaved, max_seqlens)
+    operands = (arrays["q"], arrays["k"], arrays["v"], *[arrays[name] for name in plan.call.operands])
+    if traced or not plan.verdict:
+        return _run(plan.call, return_lse, operands)
+    try:
+        return jax.block_until_ready(_run(plan.call, return_lse, operands))
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of the two depends on when XLA notices
         _, failed, text = str(error).partition(_FAILED)
         if failed:
@@ -126,8 +162,7 @@ def problem_of(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None
 def attention(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None, return_lse: bool = False):
     """See qflash.attention."""
     arrays = _named(q, k, v, kv_lens, rope)
-    problem = _check(arrays, options, rope is not None and rope.interleaved)
-    return _launch(arrays, problem, return_lse)
+    return _launch(arrays, options, rope is not None and rope.interleaved, (), return_lse)
 
 
 def attention_varlen(
@@ -135,8 +170,8 @@ def attention_varlen(
 ):
     """See qflash.attention_varlen."""
     arrays = _named(q, k, v, kv_lens, rope, (cu_seqlens_q, cu_seqlens_k))
-    problem = _check(arrays, options, rope is not None and rope.interleaved, (max_seqlen_q, max_seqlen_k))
-    return _launch(arrays, problem, return_lse)
+    max_seqlens = max_seqlen_q, max_seqlen_k
+    return _launch(arrays, options, rope is not None and rope.interleaved, max_seqlens, return_lse)
 
 
 def arch_of(q: jax.Array) -> int:
