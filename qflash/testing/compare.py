@@ -19,7 +19,7 @@ FLOAT16_ABSOLUTE = 1e-3
 HALF_FACTOR = 2.0
 LSE = 4e-6
 GRADIENT_L2 = {"float32": 1e-5, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
-INT8 = {"cosine": 0.9995, "l2": 2e-2, "biased_cosine": 0.999, "lse": 0.15}
+INT8 = {"cosine": 0.9995, "l2": 2e-2, "biased_cosine": 0.999, "lse": 8e-3}
 REPLAY = 2e-3
 
 # Up to this scale * sum |q_d k_d| a row has the plain bounds; beyond it they grow in proportion (its condition).
@@ -253,7 +253,7 @@ def _judge_lse(verdict: Verdict, case: Case, lse: np.ndarray, want: Expected, pr
     magnitude = np.abs(np.where(np.isfinite(want.lse), want.lse, 0.0))
     allowed = LSE * (_condition(want) + magnitude)
     if precision != "native":
-        allowed = allowed + INT8["lse"] * _condition(want)
+        allowed = allowed + INT8["lse"] * want.strength
     elif case.dtype != "float32" and case.rope is not None:
         allowed = allowed + 2 * HALF_FACTOR * UNIT_ROUNDOFF[case.dtype] * want.strength
     error = np.abs(_difference(got, want.lse))

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from qflash import NoKernelError, dispatch
@@ -54,6 +56,18 @@ def test_contract_large(case: Case, kernel: str) -> None:
 @pytest.mark.parametrize("case", cases("full") + cases("large"), ids=by_name)
 def test_contract_cuda(case: Case, kernel: str) -> None:
     check_or_refused(case, kernel, "native-cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", CUDA_KERNELS)
+@pytest.mark.parametrize("bad", [-1, 41, 2**31 - 1])
+def test_a_length_out_of_range_on_the_gpu_is_nan_for_its_sequence_only(bad: int, kernel: str) -> None:
+    good = Case("bad_length", 30, 40, batch=3, kv_lens=(20, 0, 40), causal=True)
+    out, lse = run_case(replace(good, kv_lens=(20, bad, 40)), kernel, "native-cuda")
+    assert np.isnan(out[1].astype(np.float32)).all() and np.isnan(lse[1]).all()
+    want_out, want_lse = run_case(good, kernel, "native-cuda")
+    for b in (0, 2):
+        assert out[b].tobytes() == want_out[b].tobytes() and lse[b].tobytes() == want_lse[b].tobytes()
 
 
 @pytest.mark.parametrize("kernel", WITH_BACKWARD)

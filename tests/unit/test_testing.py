@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,3 +231,29 @@ def test_convert_leaves_nothing_behind() -> None:
     assert isinstance(tensors, Inputs)
     given = [tensors.kv_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.rope.cos, tensors.rope.positions_k]
     assert all(isinstance(x, torch.Tensor) for x in given)
+
+
+def test_the_published_figures_are_the_tested_ones() -> None:
+    page = Path(__file__).parents[2] / "docs" / "numerics.md"
+    if not page.exists():
+        pytest.skip("docs/numerics.md is not part of an installed package")
+    table = page.read_text().partition("## Bounds")[2].partition("## precision")[0]
+    figures = [
+        f"relative L2 ≤ {compare.FLOAT32_L2:.0e} · condition",
+        f"error ≤ {compare.FLOAT32_ROW:.0e} · condition · weight",
+        f"error ≤ {compare.LSE:.0e} · (condition + abs(lse))",
+        f"≤ {compare.HALF_FACTOR:g} × that of PyTorch's math",
+        f"+ {compare.HALF_FACTOR:g}u · weight",
+        f"≤ {compare.FLOAT16_ABSOLUTE:.0e} absolute",
+        f"cosine ≥ {compare.INT8['cosine']} and relative L2 ≤ {compare.INT8['l2']:.0e}",
+        f"cosine ≥ {compare.INT8['biased_cosine']} |",
+        f"+ {compare.INT8['lse']:.0e} · strength",
+        f"relative L2 ≤ {compare.REPLAY:.0e} against its replay",
+        f"≤ {compare.GRADIENT_L2['float32']:.0e} (float32) or 4u",
+        f"strength / {compare.PLAIN_STRENGTH:g}",
+        f"fewer than {compare.ENOUGH_VALUES} values",
+    ]
+    text = table.replace("e-0", "e-")
+    assert [figure for figure in figures if figure.replace("e-0", "e-") not in text] == []
+    for dtype in ("float16", "bfloat16"):
+        assert compare.GRADIENT_L2[dtype] == 4 * compare.UNIT_ROUNDOFF[dtype]
