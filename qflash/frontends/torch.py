@@ -75,6 +75,7 @@ def _attention(q: Any, k: Any, v: Any, options: Options, extras: Extras | None, 
         or _functorch_level() is not None
         or _jit_tracing() is not None
         or forward_ad._current_level >= 0
+        or (extras is not None and not launch.are_plain(extras))
     ):
         return _through_op(q, k, v, options, extras, return_lse)
     plan = launch.plan(q, k, v, options, extras)

@@ -52,6 +52,11 @@ def _describe_optional(name: str, x: Any) -> Array | None:
     return None if x is None else describe(name, x)
 
 
+def are_plain(extras: Extras) -> bool:
+    """Whether every tensor among them is a torch.Tensor proper; a fake one has no data to point at."""
+    return all(x.__class__ is Tensor or not isinstance(x, Tensor) for x in extras)
+
+
 def extras_of(kv_lens: Any, rope: Any, packed: tuple = ()) -> Extras:
     """The user's optional arguments side by side; what tells by being None that it is absent may not be None."""
     if packed:
@@ -117,9 +122,6 @@ def _extras_key(extras: Extras) -> tuple:
     return tuple((x.shape, x.dtype, x.device, x.layout) if isinstance(x, Tensor) else (x, type(x)) for x in extras)
 
 
-_plans: dict[tuple, Plan | None] = {}
-
-
 @dataclass(slots=True)
 class Plan:
     """A prepared call with what each launch of it asks for, worked out once."""
@@ -134,6 +136,9 @@ class Plan:
     # twos, so it passes `check` with one-wide heads alone: those go through the dispatcher, which resolves it.
     may_be_negated: bool
     backward_call: Callable[..., None] | None = None  # prepared when first wanted
+
+
+_plans: dict[tuple, Plan | None] = {}
 
 
 def _plan(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Plan | None:
@@ -168,8 +173,20 @@ def plan(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Pla
 _tables: dict[tuple[int, int], tuple[weakref.ref, int, Tensor]] = {}
 
 
+def _is_table(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg()
+
+
 def _float_copy(x: Tensor) -> Tensor:
     return x.detach().resolve_neg().to(torch.float32).contiguous()
+
+
+def with_own_tables(extras: Extras) -> Extras:
+    """Rope tables converted for this call alone: inside a compiled program a copy may live in a pool that is reused."""
+    if extras.cos is None:
+        return extras
+    cos, sin = (x if _is_table(x) else _float_copy(x) for x in (extras.cos, extras.sin))
+    return extras._replace(cos=cos, sin=sin)
 
 
 def _table(x: Tensor) -> Tensor:
@@ -178,7 +195,7 @@ def _table(x: Tensor) -> Tensor:
     Not kept: copies of inference tensors (no version counter tells a change) and copies made while a CUDA graph is
     captured (they live in the graph's memory and are filled when it replays).
     """
-    if x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg():
+    if _is_table(x):
         return x
     stream = 0
     if x.is_cuda:
@@ -265,12 +282,16 @@ def forward(
     if extras is not None:
         side = _side(extras)  # a name, so that converted copies outlive the launch
         addresses = tuple(map(_address, side))
+        if 0 in addresses:
+            _check_storage(**{name: x for name, x in side._asdict().items() if x is not None})
     if plan.on_cpu:
         plan.call(q_at, k_at, v_at, out.data_ptr(), lse_at, *addresses, 0, 0, torch.get_num_threads())
     else:
-        workspace = torch.empty(plan.prepared.workspace_bytes, dtype=torch.uint8, device=device)
+        # The allocator hands freed memory to later work of the same stream only, so the workspace may go at once.
+        size = plan.prepared.workspace_bytes
+        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        plan.call(q_at, k_at, v_at, out.data_ptr(), lse_at, *addresses, workspace.data_ptr(), stream, 0)
+        plan.call(q_at, k_at, v_at, out.data_ptr(), lse_at, *addresses, _address(workspace), stream, 0)
     return out, lse
 
 

@@ -52,14 +52,17 @@ def _split(words: Sequence[Any]) -> tuple[Extras, Options]:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *words: Any) -> tuple[Tensor, Tensor]:
     extras, options = _split(words)
-    return launch.forward(launch.plan(q, k, v, options, extras), q, k, v, extras, True)
+    plan = launch.plan(q, k, v, options, extras)
+    return launch.forward(plan, q, k, v, launch.with_own_tables(extras), True)
 
 
 def _attention_backward(dout, dlse, q, k, v, out, lse, *words: Any) -> tuple[Tensor, Tensor, Tensor]:
     extras, options = _split(words)
     plan = launch.plan(q, k, v, options, extras)
     launch.check_differentiable(plan.prepared.kernel)
-    return launch.backward(plan, dout, dlse, q, k, v, out.contiguous(), lse.contiguous(), extras)
+    return launch.backward(
+        plan, dout, dlse, q, k, v, out.contiguous(), lse.contiguous(), launch.with_own_tables(extras)
+    )
 
 
 for _key in ("CPU", "CUDA"):
