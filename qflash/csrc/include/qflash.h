@@ -48,15 +48,15 @@ typedef struct QfRope {
 } QfRope;
 
 typedef struct QfAttnParams {
-  int32_t struct_bytes; /* sizeof(QfAttnParams) of the caller */
-  int32_t dtype;        /* QfDtype of q, k, v, out */
-  int32_t precision;    /* QfPrecision */
+  int32_t struct_bytes;                                     /* sizeof(QfAttnParams) of the caller */
+  int32_t dtype;                                            /* QfDtype of q, k, v, out */
+  int32_t precision;                                        /* QfPrecision */
   int32_t batch, q_len, k_len, q_heads, kv_heads, head_dim; /* packed: q_len, k_len are the longest */
   int32_t window_left, window_right; /* keys seen left/right of the diagonal j = i + len_k - len_q; -1 open.
                                         causal is window_right = 0 */
-  float scale;   /* multiplies q.k */
-  float softcap; /* 0: none; else s -> softcap * tanh(s / softcap), before masking */
-  int32_t num_threads; /* CPU: 0 means the engine's default */
+  float scale;                       /* multiplies q.k */
+  float softcap;                     /* 0: none; else s -> softcap * tanh(s / softcap), before masking */
+  int32_t num_threads;               /* CPU: 0 means the engine's default */
   QfTensor q, k, v, out;
   float* lse; /* [batch, q_heads, q_len], or [q_heads, total_q] when packed; NULL: not wanted */
   int64_t lse_stride_b, lse_stride_h;
@@ -72,8 +72,8 @@ typedef struct QfAttnParams {
 /* Gradients. out and lse of `fwd` are inputs here (what the forward pass returned). */
 typedef struct QfAttnBwdParams {
   QfAttnParams fwd;
-  QfTensor dout;     /* like out */
-  const float* dlse; /* like lse, same strides; NULL: zero */
+  QfTensor dout;       /* like out */
+  const float* dlse;   /* like lse, same strides; NULL: zero */
   QfTensor dq, dk, dv; /* like q, k, v; every element is written */
 } QfAttnBwdParams;
 
@@ -88,7 +88,8 @@ int qf_cpu_bwd(const QfAttnBwdParams* params, void* stream);
 int qf_cpu_int8(const QfAttnParams* params, void* stream);
 const char* qf_cpu_status_text(int status);
 
-/* "amx" (avx512 with AMX tiles), "avx512", "avx2" or "generic": what this machine runs, or what QFLASH_CPU_ISA asked for at load. */
+/* "amx" (avx512 with AMX tiles), "avx512", "avx2" or "generic": what this machine runs, or what QFLASH_CPU_ISA asked
+ * for at load. */
 const char* qf_cpu_isa(void);
 int32_t qf_cpu_default_threads(void);
 void qf_cpu_set_default_threads(int32_t n);
