@@ -1,139 +1,193 @@
 // The forward pass from outside: checks, cuts the problem into blocks of rows, runs them on all threads.
+//
+// Two ways, by the number of rows (queries times query heads) that share a KV head:
+//   many   K and V are packed once, for as many KV heads as fit the budget; then the blocks of those heads run
+//   few    one block has all the rows; it is cut along the keys, and partial results are merged
 #include <algorithm>
 #include <new>
 #include <vector>
 
 #include "checks.h"
 #include "forward.h"
+#include "memory.h"
 #include "threads.h"
 
 namespace qf {
 namespace {
 
-constexpr int64_t kBlockRows = 192;  // enough rows to make packing a tile of K and V cheap
-constexpr int64_t kLeastRows = 48;   // blocks shrink to this when there would be too few for the threads
+constexpr int64_t kBlockRows = 192;
+constexpr int64_t kLeastRows = 48;  // blocks shrink to this when there would be too few for the threads
 constexpr int64_t kBlocksPerThread = 4;
 constexpr int64_t kRowStep = 6;  // rows that are multiplied together
-// Few rows against many keys are cut along the keys instead, into about kSplitItems pieces of no fewer than
-// kSplitKeys. Both are constants, not functions of the thread count: the cut decides the order of the sums, hence the
-// bits.
+constexpr int64_t kPackedBytes = int64_t(64) << 20;
+// Splits follow from constants, not from the thread count: the cut decides the order of the sums, hence the bits.
 constexpr int64_t kSplitItems = 64;
-constexpr int64_t kSplitKeys = 4 * kTileKeys;
+constexpr int64_t kSplitKeys = 512;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How the rows of one sequence and one KV head are cut.
-struct Cut {
-  int64_t heads, queries;  // per block
-  int64_t head_blocks, query_blocks;
-};
+class Forward {
+ public:
+  Forward(const QfAttnParams& p, Isa isa) : p_(p), isa_(isa), group_(p.q_heads / p.kv_heads) {}
 
-Cut cut_rows(int64_t queries, int64_t group, int64_t rows) {
-  Cut cut;
-  if (queries >= rows) {
-    cut.heads = 1;
-    cut.query_blocks = ceil_div(queries, rows);
-    cut.queries = ceil_div(ceil_div(queries, cut.query_blocks), kRowStep) * kRowStep;
-    cut.query_blocks = ceil_div(queries, cut.queries);
-  } else {
-    cut.heads = std::min(group, std::max<int64_t>(1, rows / std::max<int64_t>(queries, 1)));
-    cut.queries = queries;
-    cut.query_blocks = 1;
+  int run() {
+    const int64_t units = int64_t(p_.batch) * p_.kv_heads;
+    if (p_.q_len * group_ <= kBlockRows) return run_few(units);
+    choose_rows(units);
+    for (int64_t first = 0, last; first < units; first = last) {
+      int64_t tiles = 0;
+      for (last = first; last < units; last++) {
+        const int64_t more = tiles_of(last);
+        if (last > first && (tiles + more) * tile_bytes() > kPackedBytes) break;
+        tiles += more;
+      }
+      if (int status = run_many(first, last, tiles)) return status;
+    }
+    return QF_OK;
   }
-  cut.head_blocks = ceil_div(group, cut.heads);
-  return cut;
-}
 
-int64_t count_blocks(const QfAttnParams& p, int64_t rows) {
-  int64_t blocks = 0;
-  for (int64_t b = 0; b < p.batch; b++) {
-    const Sequence s = sequence_of(p, b);
-    if (s.len_q == 0) continue;
-    const Cut cut = cut_rows(s.len_q, p.q_heads / p.kv_heads, rows);
-    blocks += p.kv_heads * cut.head_blocks * cut.query_blocks;
-  }
-  return blocks;
-}
+ private:
+  // A unit is one KV head of one sequence.
+  Sequence sequence_of_unit(int64_t unit) const { return sequence_of(p_, unit / p_.kv_heads); }
+  int64_t tiles_of(int64_t unit) const { return ceil_div(sequence_of_unit(unit).len_k, kTileKeys); }
+  int64_t tile_bytes() const { return packed_tile_floats(p_.head_dim) * int64_t(sizeof(float)); }
 
-// Every block of the problem, dearest first: the last ones to finish are then the small ones.
-std::vector<RowBlock> make_blocks(const QfAttnParams& p, int64_t rows) {
-  const int64_t group = p.q_heads / p.kv_heads;
-  std::vector<RowBlock> blocks;
-  for (int64_t b = 0; b < p.batch; b++) {
-    const Sequence s = sequence_of(p, b);
-    if (s.len_q == 0) continue;
-    const Cut cut = cut_rows(s.len_q, group, rows);
-    const bool direct = s.len_q * group <= kDirectRows;
-    for (int64_t kv_head = 0; kv_head < p.kv_heads; kv_head++)
-      for (int64_t h = 0; h < group; h += cut.heads)
-        for (int64_t q = 0; q < s.len_q; q += cut.queries)
-          blocks.push_back({s, kv_head, kv_head * group + h, std::min(cut.heads, group - h), q,
-                            std::min(cut.queries, s.len_q - q), 0, s.len_k, direct, nullptr});
+  // Smaller blocks when the threads would otherwise starve. A row's bits do not depend on its block.
+  void choose_rows(int64_t units) {
+    const int64_t wanted = kBlocksPerThread * resolve_threads(p_.num_threads);
+    const auto blocks = [&] { return units * ceil_div(p_.q_len * group_, rows_); };
+    while (rows_ > kLeastRows && blocks() < wanted) rows_ /= 2;
   }
-  const auto work = [&p](const RowBlock& x) {
-    const KeyRange keys = keys_of_any(p, x.sequence, x.first_query, x.first_query + x.queries - 1);
-    return (keys.end - keys.begin) * x.heads * x.queries;
-  };
-  if (p.window_left >= 0 || p.window_right >= 0 || p.kv_lens || p.cu_seqlens_q)
+
+  // The blocks of units [first, last): of each sequence, query block by query block with the heads inside, because
+  // neighbouring heads of q and out share pages.
+  std::vector<RowBlock> make_blocks(int64_t first, int64_t last) const {
+    std::vector<RowBlock> blocks;
+    for (int64_t begin = first, end; begin < last; begin = end) {
+      end = std::min(last, (begin / p_.kv_heads + 1) * p_.kv_heads);
+      const Sequence s = sequence_of_unit(begin);
+      if (s.len_q == 0) continue;
+      // Blocks of one sequence are alike: ten rows left over would cost a pass over the keys of their own.
+      const int64_t query_blocks = ceil_div(s.len_q, rows_);
+      const int64_t queries = std::min(s.len_q, ceil_div(ceil_div(s.len_q, query_blocks), kRowStep) * kRowStep);
+      const int64_t heads = std::min(group_, std::max<int64_t>(1, rows_ / queries));
+      const bool direct = s.len_q * group_ <= kDirectRows;
+      for (int64_t q = 0; q < s.len_q; q += queries)
+        for (int64_t kv_head = begin % p_.kv_heads; kv_head < begin % p_.kv_heads + end - begin; kv_head++)
+          for (int64_t h = 0; h < group_; h += heads)
+            blocks.push_back({s, kv_head, kv_head * group_ + h, std::min(heads, group_ - h), q,
+                              std::min(queries, s.len_q - q), 0, s.len_k, direct, nullptr, nullptr});
+    }
+    return blocks;
+  }
+
+  // Dearest first: the last to finish are then the small ones.
+  void sort_blocks(std::vector<RowBlock>& blocks) const {
+    if (p_.window_left < 0 && p_.window_right < 0 && !p_.kv_lens && !p_.cu_seqlens_q) return;
+    const auto work = [this](const RowBlock& x) {
+      const KeyRange keys = keys_of_any(p_, x.sequence, x.first_query, x.first_query + x.queries - 1);
+      return (keys.end - keys.begin) * x.heads * x.queries;
+    };
     std::stable_sort(blocks.begin(), blocks.end(),
                      [&](const RowBlock& a, const RowBlock& b) { return work(a) > work(b); });
-  return blocks;
-}
-
-// Keys per split; 0 when the blocks are not to be split.
-int64_t split_length(const QfAttnParams& p, int64_t blocks) {
-  const int64_t most_rows = int64_t(p.q_len) * (p.q_heads / p.kv_heads);
-  if (most_rows > kBlockRows || blocks == 0 || blocks >= kSplitItems) return 0;
-  const int64_t wanted = ceil_div(p.k_len, ceil_div(kSplitItems, blocks));
-  const int64_t keys = ceil_div(std::max(wanted, kSplitKeys), kTileKeys) * kTileKeys;
-  return keys < p.k_len ? keys : 0;
-}
-
-int run_blocks(const QfAttnParams& p, Isa isa, const std::vector<RowBlock>& blocks) {
-  auto run = [&, block = QF_PICK(isa, forward_block)](int64_t i) { return block(p, blocks[size_t(i)]); };
-  return parallel_for(int64_t(blocks.size()), p.num_threads, run);
-}
-
-int run_splits(const QfAttnParams& p, Isa isa, std::vector<RowBlock>& blocks, int64_t keys) {
-  const int64_t splits = ceil_div(p.k_len, keys);
-  int64_t floats = 0;
-  for (const RowBlock& x : blocks) floats += splits * x.heads * x.queries * (p.head_dim + 2);
-  std::vector<float> partial(static_cast<size_t>(floats));
-  std::vector<RowBlock> pieces;
-  float* next = partial.data();
-  for (RowBlock& x : blocks) {
-    x.partial = next;
-    for (int64_t i = 0; i < splits; i++) {
-      pieces.push_back(x);
-      pieces.back().key_begin = std::min(i * keys, x.sequence.len_k);
-      pieces.back().key_end = std::min((i + 1) * keys, x.sequence.len_k);
-      pieces.back().partial = next;
-      next += x.heads * x.queries * (p.head_dim + 2);
-    }
   }
-  if (int status = run_blocks(p, isa, pieces)) return status;
-  auto merge = [&, merge = QF_PICK(isa, merge_splits)](int64_t i) { return merge(p, blocks[size_t(i)], splits); };
-  return parallel_for(int64_t(blocks.size()), p.num_threads, merge);
-}
 
-int forward(const QfAttnParams& p) {
-  Isa isa;
-  if (int status = choose_isa(&isa)) return status;
-  if (int status = check_values(p)) return status;
-  const int64_t enough = kBlocksPerThread * resolve_threads(p.num_threads);
-  int64_t rows = kBlockRows;
-  while (rows > kLeastRows && count_blocks(p, rows) < enough) rows /= 2;
-  const int64_t split = split_length(p, count_blocks(p, kBlockRows));
-  std::vector<RowBlock> blocks = make_blocks(p, split ? kBlockRows : rows);
-  return split ? run_splits(p, isa, blocks, split) : run_blocks(p, isa, blocks);
-}
+  int run_blocks(const std::vector<RowBlock>& blocks) const {
+    auto run = [&, block = QF_PICK(isa_, forward_block)](int64_t i) { return block(p_, blocks[size_t(i)]); };
+    return parallel_for(int64_t(blocks.size()), p_.num_threads, run);
+  }
+
+  int run_many(int64_t first, int64_t last, int64_t tiles) {
+    float* packed = static_cast<float*>(call_scratch(size_t(tiles * tile_bytes())));
+    if (!packed) return QF_NO_MEMORY;
+    std::vector<float*> start(size_t(last - first));
+    for (int64_t unit = first; unit < last; unit++) {
+      start[size_t(unit - first)] = packed;
+      packed += tiles_of(unit) * packed_tile_floats(p_.head_dim);
+    }
+    int status = pack_units(first, last, start);
+    if (status == QF_OK) {
+      std::vector<RowBlock> blocks = make_blocks(first, last);
+      for (RowBlock& x : blocks)
+        x.packed = x.direct ? nullptr : start[size_t(x.sequence.batch * p_.kv_heads + x.kv_head - first)];
+      sort_blocks(blocks);
+      status = run_blocks(blocks);
+    }
+    release_call_scratch();
+    return status;
+  }
+
+  // Tile by tile with the heads inside: neighbouring heads share pages.
+  int pack_units(int64_t first, int64_t last, const std::vector<float*>& start) const {
+    struct Item {
+      int64_t unit, tile;
+    };
+    std::vector<Item> items;
+    for (int64_t begin = first, end; begin < last; begin = end) {
+      end = std::min(last, (begin / p_.kv_heads + 1) * p_.kv_heads);
+      for (int64_t tile = 0; tile < tiles_of(begin); tile++)
+        for (int64_t unit = begin; unit < end; unit++) items.push_back({unit, tile});
+    }
+    auto pack = [&, pack = QF_PICK(isa_, pack_tile)](int64_t i) {
+      const auto [unit, tile] = items[size_t(i)];
+      return pack(p_, sequence_of_unit(unit), unit % p_.kv_heads, tile * kTileKeys,
+                  start[size_t(unit - first)] + tile * packed_tile_floats(p_.head_dim));
+    };
+    return parallel_for(int64_t(items.size()), p_.num_threads, pack);
+  }
+
+  int run_few(int64_t units) const {
+    std::vector<RowBlock> blocks = make_blocks(0, units);
+    const int64_t count = int64_t(blocks.size());
+    int64_t keys = p_.k_len;  // per split
+    if (count > 0 && count < kSplitItems) {
+      keys = std::max(ceil_div(p_.k_len, ceil_div(kSplitItems, count)), kSplitKeys);
+      keys = ceil_div(keys, kTileKeys) * kTileKeys;
+    }
+    if (keys >= p_.k_len) {
+      sort_blocks(blocks);
+      return run_blocks(blocks);
+    }
+    return run_splits(blocks, keys);
+  }
+
+  int run_splits(std::vector<RowBlock>& blocks, int64_t keys) const {
+    const int64_t splits = ceil_div(p_.k_len, keys), row_floats = p_.head_dim + 2;
+    int64_t floats = 0;
+    for (const RowBlock& x : blocks) floats += splits * x.heads * x.queries * row_floats;
+    std::vector<float> partial(static_cast<size_t>(floats));
+    std::vector<RowBlock> pieces;
+    float* next = partial.data();
+    for (RowBlock& x : blocks) {
+      x.partial = next;
+      for (int64_t i = 0; i < splits; i++) {
+        pieces.push_back(x);
+        pieces.back().key_begin = std::min(i * keys, x.sequence.len_k);
+        pieces.back().key_end = std::min((i + 1) * keys, x.sequence.len_k);
+        pieces.back().partial = next;
+        next += x.heads * x.queries * row_floats;
+      }
+    }
+    if (int status = run_blocks(pieces)) return status;
+    auto merge = [&, merge = QF_PICK(isa_, merge_splits)](int64_t i) { return merge(p_, blocks[size_t(i)], splits); };
+    return parallel_for(int64_t(blocks.size()), p_.num_threads, merge);
+  }
+
+  const QfAttnParams& p_;
+  const Isa isa_;
+  const int64_t group_;        // query heads per KV head
+  int64_t rows_ = kBlockRows;  // of a block, at most
+};
 
 }  // namespace
 }  // namespace qf
 
 extern "C" int qf_cpu(const QfAttnParams* params, void*) {
+  qf::Isa isa;
+  if (int status = qf::choose_isa(&isa)) return status;
+  if (int status = qf::check_values(*params)) return status;
   try {
-    return qf::forward(*params);
+    return qf::Forward(*params, isa).run();
   } catch (const std::bad_alloc&) {
     return QF_NO_MEMORY;
   }

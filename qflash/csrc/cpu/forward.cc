@@ -4,7 +4,7 @@
 //     for each six rows          P = softmax(S)         m, l move on
 //                                O = alpha O + P V      only over the keys those rows see
 //
-// Scratch per thread: Q and O of the block, one tile of packed K and of packed V, S.
+// Scratch per thread: Q and O of the block, S, and one tile of packed K and V unless they come packed.
 #include "forward.h"
 
 #include "finish.h"
@@ -26,7 +26,7 @@ struct Scratch {
 };
 
 // With base = NULL, counts only.
-size_t lay_out(void* base, int64_t rows, int64_t head_dim, Scratch* scratch) {
+size_t lay_out(void* base, int64_t rows, int64_t head_dim, bool packed, Scratch* scratch) {
   FloatArena arena(base);
   const int64_t pitch = round_up(head_dim, kLanes);
   scratch->rows = rows;
@@ -34,8 +34,8 @@ size_t lay_out(void* base, int64_t rows, int64_t head_dim, Scratch* scratch) {
   scratch->q = arena.take(rows * pitch);
   scratch->o = arena.take(rows * pitch);
   scratch->s = arena.take(rows * kTileKeys);
-  scratch->k = arena.take(kTileKeys * head_dim);
-  scratch->v = arena.take(kTileKeys * pitch);
+  scratch->k = arena.take(packed ? 0 : kTileKeys * head_dim);
+  scratch->v = arena.take(packed ? 0 : kTileKeys * pitch);
   scratch->staging = arena.take(kLanes * pitch);
   scratch->states = reinterpret_cast<RowState*>(arena.take(rows * 2));
   return arena.used();
@@ -110,13 +110,11 @@ class Block {
     const int64_t last = block_.first_query + block_.queries - 1;
     const KeyRange all = keys_of_all(p_, s_, block_.first_query, last);
     whole_ = all.begin <= first_key_ && first_key_ + keys_ <= all.end;
-    const bool finite = load_values();
-    if (block_.direct) {
+    const bool finite = load_tile();
+    if (block_.direct)
       scores_in_place();
-    } else {
-      pack_keys(p_, s_, first_key_, keys_, block_.kv_head, x_.staging, x_.k);
+    else
       scores();
-    }
     for (int64_t row = 0; row < x_.rows; row += kMaxRows) {
       const int count = int(x_.rows - row < kMaxRows ? x_.rows - row : kMaxRows);
       Span spans[kMaxRows];
@@ -134,10 +132,18 @@ class Block {
     }
   }
 
-  // Makes the tile's values ready for accumulate(); says whether they are known to be finite.
-  bool load_values() {
-    if (!values_in_place_) return pack_values(p_, s_, first_key_, keys_, block_.kv_head, kTileKeys, x_.staging, x_.v);
-    return false;
+  // Makes the tile ready for scores() and accumulate(); says whether its values are known to be finite.
+  bool load_tile() {
+    if (block_.packed) {
+      const float* tile = block_.packed + first_key_ / kTileKeys * packed_tile_floats(dim_);
+      keys_tile_ = tile;
+      values_tile_ = tile + kTileKeys * dim_;
+      return tile[packed_tile_floats(dim_) - 1] != 0.0f;
+    }
+    keys_tile_ = x_.k;
+    values_tile_ = x_.v;
+    if (!block_.direct) pack_keys(p_, s_, first_key_, keys_, block_.kv_head, x_.staging, x_.k);
+    return !values_in_place_ && pack_values(p_, s_, first_key_, keys_, block_.kv_head, kTileKeys, x_.staging, x_.v);
   }
 
   // S without a copy of K: each key is read once and meets every row.
@@ -183,7 +189,7 @@ class Block {
           const Span seen = spans_of(row, count, spans);
           if (seen.end <= start || seen.begin >= start + width) continue;
         }
-        multiply<false>(count, vectors, x_.q + row * x_.pitch, x_.pitch, x_.k + int64_t(start) * dim_, kPanel,
+        multiply<false>(count, vectors, x_.q + row * x_.pitch, x_.pitch, keys_tile_ + int64_t(start) * dim_, kPanel,
                         x_.s + row * kTileKeys + start, kTileKeys, dim_);
       }
     }
@@ -205,7 +211,7 @@ class Block {
         reinterpret_cast<const float*>(row_address(p_.v, p_, s_, s_.first_k, first_key_ + span.begin, block_.kv_head));
     for (int64_t start = 0; start < x_.pitch; start += kPanel) {
       const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
-      const float* values = values_in_place_ ? in_place + start : x_.v + start * kTileKeys + span.begin * width;
+      const float* values = values_in_place_ ? in_place + start : values_tile_ + start * kTileKeys + span.begin * width;
       multiply<true>(count, int(width / kLanes), weights, kTileKeys, values, values_in_place_ ? p_.v.stride_t : width,
                      x_.o + row * x_.pitch + start, x_.pitch, span.end - span.begin, alpha);
     }
@@ -234,7 +240,8 @@ class Block {
   bool values_in_place_;   // V is read where it lies
   int64_t first_key_ = 0;  // of the tile at hand, and its keys
   int keys_ = 0;
-  bool whole_ = false;  // every row sees the whole tile
+  const float *keys_tile_ = nullptr, *values_tile_ = nullptr;  // as pack_keys and pack_values leave them
+  bool whole_ = false;                                         // every row sees the whole tile
 };
 
 }  // namespace
@@ -242,10 +249,21 @@ class Block {
 int forward_block(const QfAttnParams& p, const RowBlock& block) {
   const int64_t rows = block.heads * block.queries;
   Scratch scratch;
-  void* memory = thread_scratch(lay_out(nullptr, rows, p.head_dim, &scratch));
+  void* memory = thread_scratch(lay_out(nullptr, rows, p.head_dim, block.packed, &scratch));
   if (!memory) return QF_NO_MEMORY;
-  lay_out(memory, rows, p.head_dim, &scratch);
+  lay_out(memory, rows, p.head_dim, block.packed, &scratch);
   Block(p, block, scratch).run();
+  return QF_OK;
+}
+
+int pack_tile(const QfAttnParams& p, const Sequence& sequence, int64_t kv_head, int64_t first_key, float* tile) {
+  const int64_t left = sequence.len_k - first_key, keys = left < kTileKeys ? left : kTileKeys;
+  float* staging = static_cast<float*>(thread_scratch(size_t(kLanes * round_up(p.head_dim, kLanes)) * sizeof(float)));
+  if (!staging) return QF_NO_MEMORY;
+  pack_keys(p, sequence, first_key, keys, kv_head, staging, tile);
+  const bool finite =
+      pack_values(p, sequence, first_key, keys, kv_head, kTileKeys, staging, tile + kTileKeys * p.head_dim);
+  tile[packed_tile_floats(p.head_dim) - 1] = finite;
   return QF_OK;
 }
 

@@ -12,9 +12,14 @@ namespace qf {
 
 // Keys per tile. Tiles start at multiples of it, in every block and split, so that a row's bits depend on the
 // problem alone.
-constexpr int kTileKeys = 128;
+constexpr int kTileKeys = 256;
 // Rows (queries times heads of a group) up to which K is read in place, row by row; above, it is packed.
 constexpr int64_t kDirectRows = 16;
+
+// Floats of a packed tile of any ISA: K, V padded to whole vectors, and a last float that is 1 when V is all finite.
+static inline int64_t packed_tile_floats(int64_t head_dim) {
+  return kTileKeys * (head_dim + (head_dim + 15) / 16 * 16) + 16;
+}
 
 // Queries [first_query, first_query + queries) of heads [first_head, first_head + heads), all of one KV head, against
 // keys [key_begin, key_end). Row r stands for head r / queries, query r % queries.
@@ -24,8 +29,9 @@ struct RowBlock {
   int64_t first_head, heads;
   int64_t first_query, queries;
   int64_t key_begin, key_end;
-  bool direct;     // few rows: read K and V in place
-  float* partial;  // NULL: write out and lse. Else [rows][head_dim + 2]: O, m, l of this split
+  bool direct;          // few rows: read K and V in place
+  const float* packed;  // the KV head's tiles, from key 0, as pack_tile leaves them; NULL: pack or read in place
+  float* partial;       // NULL: write out and lse. Else [rows][head_dim + 2]: O, m, l of this split
 };
 
 }  // namespace qf
@@ -33,5 +39,7 @@ struct RowBlock {
 QF_DECLARE_PER_ISA(
     // Runs a block; QF_OK or QF_NO_MEMORY.
     int forward_block(const QfAttnParams& p, const RowBlock& block);
+    // Packs keys [first_key, first_key + kTileKeys), as many as exist, and their values.
+    int pack_tile(const QfAttnParams& p, const Sequence& sequence, int64_t kv_head, int64_t first_key, float* tile);
     // Merges `splits` partial results of `block`, which lie one after the other at block.partial, into out and lse.
     int merge_splits(const QfAttnParams& p, const RowBlock& block, int64_t splits))

@@ -190,13 +190,6 @@ int32_t initial_threads() {
 
 std::atomic<int32_t> default_threads{initial_threads()};
 
-struct Scratch {
-  void* data = nullptr;
-  size_t bytes = 0;
-  ~Scratch() { std::free(data); }
-};
-thread_local Scratch scratch;
-
 }  // namespace
 
 int parallel_for(int64_t items, int32_t threads, ItemFunction function, void* context) {
@@ -211,16 +204,6 @@ int parallel_for(int64_t items, int32_t threads, ItemFunction function, void* co
 
 int32_t resolve_threads(int32_t threads) {
   return threads < 1 ? default_threads.load(std::memory_order_relaxed) : clamp_threads(threads);
-}
-
-void* thread_scratch(size_t bytes) {
-  if (scratch.bytes < bytes) {
-    std::free(scratch.data);
-    bytes = (bytes + 4095) & ~size_t(4095);
-    scratch.data = std::aligned_alloc(4096, bytes);
-    scratch.bytes = scratch.data ? bytes : 0;
-  }
-  return scratch.data;
 }
 
 }  // namespace qf

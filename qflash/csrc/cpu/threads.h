@@ -1,8 +1,9 @@
 // The engine's own threads. Not OpenMP: libgomp's pool does not survive fork(), and Python programs fork.
 #pragma once
 
-#include <stddef.h>
 #include <stdint.h>
+
+#include "memory.h"
 
 namespace qf {
 
@@ -23,9 +24,5 @@ int parallel_for(int64_t items, int32_t threads, Callable& callable) {
 
 // How many threads a call with num_threads = `threads` uses.
 int32_t resolve_threads(int32_t threads);
-
-// This thread's scratch: at least `bytes`, 64-byte aligned, contents arbitrary, kept for the thread's next item.
-// A second call on the same thread may move it. NULL: no memory.
-void* thread_scratch(size_t bytes);
 
 }  // namespace qf

@@ -69,21 +69,27 @@ static inline Vec exp(Vec x) {
   return zero_where_less(x, lowest, scale_by_power(exp2_fraction(rest * broadcast(kLog2e)), n));
 }
 
-// rows[i][j] <-> rows[j][i] for kLanes rows: interleaving the two halves log2(kLanes) times.
-static inline void transpose(Vec* rows) {
+// rows[i][j] <-> rows[j][i] for kLanes rows: interleaving the two halves log2(kLanes) times. Unrolled,
+// because only constant indices keep the rows in registers.
+static inline __attribute__((always_inline)) void transpose(Vec* rows) {
+#pragma GCC unroll 4
   for (int step = 1; step < kLanes; step *= 2) {
     Vec mixed[kLanes];
+#pragma GCC unroll 16
     for (int i = 0; i < kLanes / 2; i++) {
       mixed[2 * i] = interleave_low(rows[i], rows[i + kLanes / 2]);
       mixed[2 * i + 1] = interleave_high(rows[i], rows[i + kLanes / 2]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < kLanes; i++) rows[i] = mixed[i];
   }
 }
 
 // Lane i is the sum of rows[i], for kLanes rows.
-static inline Vec sum_rows(Vec* rows) {
+static inline __attribute__((always_inline)) Vec sum_rows(Vec* rows) {
+#pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2)
+#pragma GCC unroll 16
     for (int i = 0; i < half; i++)
       rows[i] = interleave_low(rows[i], rows[i + half]) + interleave_high(rows[i], rows[i + half]);
   return rows[0];

@@ -1,0 +1,60 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <cstdlib>
+
+namespace qf {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kHugePage = size_t(2) << 20;
+constexpr size_t kKeptBytes = size_t(64) << 20;
+
+// Large buffers ask for huge pages: tiles are walked with long strides, and misses of the address-translation cache
+// cost more than the cache misses themselves, above all in virtual machines.
+class Buffer {
+ public:
+  ~Buffer() { std::free(data_); }
+
+  void* reserve(size_t bytes) {
+    if (bytes <= bytes_) return data_;
+    clear();
+    const size_t unit = bytes >= kHugePage / 4 ? kHugePage : kPage;
+    bytes = (bytes + unit - 1) / unit * unit;
+    data_ = std::aligned_alloc(unit, bytes);
+    if (!data_) return nullptr;
+    bytes_ = bytes;
+#if defined(MADV_HUGEPAGE)
+    if (unit == kHugePage) madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: refusal changes nothing
+#endif
+    return data_;
+  }
+
+  void clear() {
+    std::free(data_);
+    data_ = nullptr;
+    bytes_ = 0;
+  }
+
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+thread_local Buffer item_buffer;
+thread_local Buffer call_buffer;
+
+}  // namespace
+
+void* thread_scratch(size_t bytes) { return item_buffer.reserve(bytes); }
+
+void* call_scratch(size_t bytes) { return call_buffer.reserve(bytes); }
+
+void release_call_scratch() {
+  if (call_buffer.bytes() > kKeptBytes) call_buffer.clear();
+}
+
+}  // namespace qf

@@ -1,0 +1,17 @@
+// Scratch memory that threads keep from call to call.
+#pragma once
+
+#include <stddef.h>
+
+namespace qf {
+
+// This thread's scratch for one item: at least `bytes`, 64-byte aligned, contents arbitrary, kept for the thread's
+// next item. A second call on the same thread may move it. NULL: no memory.
+void* thread_scratch(size_t bytes);
+
+// A second buffer of the same kind, for what one call shares with all its items. release_call_scratch() hands back
+// what is too large to keep.
+void* call_scratch(size_t bytes);
+void release_call_scratch();
+
+}  // namespace qf
