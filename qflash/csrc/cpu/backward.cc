@@ -136,19 +136,18 @@ class Backward {
     int64_t index = 0;
     for (const auto& unit : units_) {
       const Sequence& s = unit->sequence;
-      const int64_t rows = padded_rows(s);
-      for (int g = 0; g < group_; g++, space += rows * (3 * pitch_ + 2)) {
-        float *q = space, *dout = q + rows * pitch_, *dq = dout + rows * pitch_, *lse = dq + rows * pitch_;
+      for (int g = 0; g < group_; g++)
         for (int64_t row = 0; row < s.len_q; row += kBwdBlock, index++) {
           Tile& t = tiles_[index];
           t.unit = unit.get();
           t.head = int(unit->kv_head * group_ + g);
           t.first = row;
           t.count = int(std::min<int64_t>(kBwdBlock, s.len_q - row));
-          t.data = {q + row * pitch_, dout + row * pitch_, dq + row * pitch_, lse + row, lse + rows + row, &t.finite};
+          const int64_t rows = round_up(t.count, kBwdRowMultiple), plane = rows * pitch_;
+          t.data = {space, space + plane, space + 2 * plane, space + 3 * plane, space + 3 * plane + rows, &t.finite};
           t.turn = keys_of_any(p_, s, row, row + t.count - 1).begin / kBwdBlock;
+          space += 3 * plane + 2 * rows;
         }
-      }
     }
   }
 
