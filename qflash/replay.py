@@ -145,6 +145,7 @@ def _fma(a, b, c) -> np.ndarray:
 
 def _replay(q, k, v, words, rope, pv):
     """(out [Tq, Hq, D], lse [Hq, Tq]) of one sequence whose keys all exist."""
+    limit = float(ml_dtypes.finfo(q.dtype).max)  # a mean of finite values stays finite when it is rounded
     q, k, v = (np.asarray(x).astype(np.float32) for x in (q, k, v))
     len_q, len_k = len(q), len(k)
     out = np.zeros(q.shape)
@@ -178,6 +179,7 @@ def _replay(q, k, v, words, rope, pv):
                 if pv == "bfloat16":
                     weights = weights.astype(ml_dtypes.bfloat16)
                 block = weights.astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
+                block = np.clip(block, -limit, limit)
                 for j in np.flatnonzero(~np.isfinite(v[:, kv_head]).all(-1)):
                     rest = np.where(np.isfinite(v[j, kv_head]), np.float32(0), v[j, kv_head])
                     block += np.where(seen[:, j, None], rest, 0)
@@ -198,12 +200,10 @@ def _weights(u, q_scales, lifted, seen, words):
     if words.softcap:
         softcap = np.float32(words.softcap)
         s = _fma(u, (q_scales * scale)[:, None], lift[:, None])
-        u = np.tanh(s * (np.float32(1) / softcap)) * (softcap * LOG2E)
-        slope = np.ones_like(q_scales)
+        t = np.tanh(s * (np.float32(1) / softcap)) * (softcap * LOG2E)
         lift = np.zeros_like(lift)
     else:
-        slope = q_scales * (scale * LOG2E)
-    highest = np.fmax.reduce(np.where(seen, u, -np.inf), axis=-1)
-    top = np.ceil(highest * slope).astype(np.float32)
-    weights = np.where(seen, exp2(_fma(u, slope[:, None], -top[:, None])), np.float32(0))
+        t = u * (q_scales * (scale * LOG2E))[:, None]
+    top = np.ceil(np.fmax.reduce(np.where(seen, t, -np.inf), axis=-1)).astype(np.float32)
+    weights = np.where(seen, exp2(t - top[:, None]), np.float32(0))
     return weights, lift + LN2 * top.astype(np.float64), weights.sum(-1, dtype=np.float64)

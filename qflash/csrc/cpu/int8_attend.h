@@ -14,7 +14,7 @@ namespace QF_ISA {
 struct alignas(64) RowBlock {
   Row rows[kRowBlock];
   float totals[kRowBlock][kLanes];
-  char scores[kRowBlock * kInt8KeyBlock * 4];  // scores, then u, then weights
+  char scores[kRowBlock * kScoreStride];  // scores, then t, then weights
   Integer queries[kRowBlock * (kInt8MaxHeadDim + kLanes)];
   float out[kRowBlock * kInt8MaxHeadDim];
 };
@@ -49,7 +49,7 @@ static void load_query(const QfAttnParams& p, const Sequence& s, const Int8Head&
     for (int i = 0; i < depth_groups(p.head_dim) * kPack; i++) integers[i] = Integer(integers[i] + 128);
   const float scale = __builtin_fabsf(p.scale);
   row.cap_slope = q_scale * scale;
-  row.slope = p.softcap != 0.0f ? 1.0f : q_scale * (scale * kLog2e);
+  row.slope = q_scale * (scale * kLog2e);
   row.lift = p.lse || p.softcap != 0.0f ? scale * dot_rows(x, head.mean, p.head_dim) : 0.0f;
   row.top = kLowestTop;
   row.seen = visible_keys(p, s, query);
@@ -94,6 +94,13 @@ static void finish_row(const QfAttnParams& p, const Sequence& s, const Int8Head&
   store_row(destination, out, p.dtype, p.head_dim);
 }
 
+// The keys that every row sees, cut to whole key steps; {0, 0} when there are none.
+static inline KeyRange seen_by_all(const RowBlock& block, int count) {
+  const int64_t begin = round_up(block.rows[count - 1].keys.begin, kInt8KeyStep);
+  const int64_t end = block.rows[0].keys.end / kInt8KeyStep * kInt8KeyStep;
+  return begin < end ? KeyRange{begin, end} : KeyRange{0, 0};
+}
+
 // Everything of a row block but the division: out, top and totals over the keys of `share`.
 static void accumulate(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t first_row, int count,
                        KeyRange share, RowBlock& block) {
@@ -105,16 +112,19 @@ static void accumulate(const QfAttnParams& p, const Sequence& s, const Int8Head&
     load_query(p, s, head, first_row + r, share, block.rows[r], block.queries + r * stride);
 
   const Softcap softcap{p.softcap, p.softcap != 0.0f ? 1.0f / p.softcap : 0.0f};
-  const int64_t panel_stride = panel_bytes(p.head_dim), begin = block.rows[0].keys.begin / kInt8KeyStep * kInt8KeyStep,
-                end = block.rows[count - 1].keys.end;
+  const int64_t panel_stride = panel_bytes(p.head_dim), end = block.rows[count - 1].keys.end;
+  const KeyRange unmasked = seen_by_all(block, count);
   const TileSession tiles;
-  for (int64_t key = begin; key < end; key += kInt8KeyBlock) {
-    const int keys = int(end - key < kInt8KeyBlock ? round_up(end - key, kInt8KeyStep) : kInt8KeyBlock);
+  int keys;
+  for (int64_t key = block.rows[0].keys.begin / kInt8KeyStep * kInt8KeyStep; key < end; key += keys) {
+    // A step does not cross into or out of the keys that all rows see, so that few steps need masks.
+    const int64_t border = key < unmasked.begin ? unmasked.begin : key < unmasked.end ? unmasked.end : end;
+    keys = int(border - key < kStepKeys ? round_up(border - key, kInt8KeyStep) : kStepKeys);
     score_block(tiles, block.queries, stride, count, head.keys + key / kInt8Panel * panel_stride, panel_stride,
                 depth_groups(p.head_dim), keys, block.scores);
     for (int r = 0; r < count; r++) {
       Row& row = block.rows[r];
-      char* scores = block.scores + r * kInt8KeyBlock * 4;
+      char* scores = block.scores + r * kScoreStride;
       float* out = block.out + r * width;
       if (row.keys.begin <= key && row.keys.end >= key + keys)
         softmax_row<false>(scores, head.key_scales + key, keys, 0, 0, softcap, row, out, width, block.totals[r]);

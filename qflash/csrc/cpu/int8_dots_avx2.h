@@ -16,6 +16,7 @@ constexpr int kRowTile = 6;    // rows of a register tile
 constexpr int kScoreVecs = 2;  // vectors of keys in a register tile of scores
 constexpr int kValueVecs = 2;  // vectors of channels in a register tile of out
 constexpr int kRowBlock = 24;
+constexpr int kStepKeys = 128;  // keys of one step of online softmax
 constexpr bool kBiased = false;
 
 static inline void store_integers(Integer* destination, Vec x) {

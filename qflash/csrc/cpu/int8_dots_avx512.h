@@ -14,6 +14,7 @@ constexpr int kPack = 4;
 using Weight = uint16_t;  // bfloat16, what meets v
 constexpr int kDepthStep = 64;
 constexpr int kRowBlock = 32;
+constexpr int kStepKeys = 256;  // keys of one step of online softmax
 constexpr bool kBiased = false;
 #else
 using Weight = float;  // what meets v
@@ -22,6 +23,7 @@ constexpr int kRowTile = 6;    // rows of a register tile
 constexpr int kScoreVecs = 4;  // vectors of keys in a register tile of scores
 constexpr int kValueVecs = 4;  // vectors of channels in a register tile of out
 constexpr int kRowBlock = 24;
+constexpr int kStepKeys = 128;  // keys of one step of online softmax
 constexpr bool kBiased = true;
 #endif
 

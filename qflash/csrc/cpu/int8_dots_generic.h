@@ -18,6 +18,7 @@ constexpr int kRowTile = 2;    // rows of a register tile
 constexpr int kScoreVecs = 4;  // vectors of keys in a register tile of scores
 constexpr int kValueVecs = 2;  // vectors of channels in a register tile of out
 constexpr int kRowBlock = 24;
+constexpr int kStepKeys = 128;  // keys of one step of online softmax
 constexpr bool kBiased = false;
 
 static inline void store_integers(Integer* destination, Vec x) { store(destination, round_nearest(x)); }

@@ -11,7 +11,7 @@ constexpr float kLowestTop = -3.4028234663852886e38f;
 
 // What one row carries from block to block.
 struct Row {
-  float slope;      // t = slope * u; 1 with softcap
+  float slope;      // t = slope * u without softcap
   float cap_slope;  // q's scale * |scale|, used with softcap
   float lift;       // |scale| * (q . mean); computed when lse or softcap asks for it
   float top;
@@ -63,9 +63,9 @@ static inline void multiply(float* x, int n, float factor) {
   for (int i = 0; i < n; i += kLanes) store(x + i, load(x + i) * broadcast(factor));
 }
 
-// Raises row.top to cover the scores slope * high, moving out[0, width) and total[0, kLanes) along.
+// Raises row.top to cover the scores `high`, moving out[0, width) and total[0, kLanes) along.
 static void raise_top(Row& row, Vec high, float* out, int width, float* total) {
-  const float top = __builtin_ceilf(max(high) * row.slope);
+  const float top = __builtin_ceilf(max(high));
   const float factor = power_between(row.top, top);
   row.top = top;
   multiply(out, width, factor);
@@ -76,27 +76,27 @@ static void raise_top(Row& row, Vec high, float* out, int width, float* total) {
 template <bool kMasked>
 static inline void softmax_row(char* scores, const float* key_scales, int keys, float begin, float end,
                                const Softcap& softcap, Row& row, float* out, int width, float* total) {
-  const Vec nothing = broadcast(-__builtin_inff()), lanes = key_numbers();
+  const Vec nothing = broadcast(-__builtin_inff()), lanes = key_numbers(), slope = broadcast(row.slope);
   Vec high[2] = {nothing, nothing};
   for (int i = 0; i < keys; i += 2 * kLanes)
     for (int half = 0; half < 2; half++) {
       const int j = i + half * kLanes;
-      Vec u = load_scores(scores + j * 4) * load(key_scales + j);
-      if (softcap.cap != 0.0f) u = capped(u, row, softcap);
-      store(reinterpret_cast<float*>(scores) + j, u);
-      if (kMasked) u = where_seen(lanes + broadcast(float(j)), begin, end, u, nothing);
-      high[half] = vmax(u, high[half]);  // in this order a NaN is passed over
+      const Vec u = load_scores(scores + j * 4) * load(key_scales + j);
+      Vec t = softcap.cap != 0.0f ? capped(u, row, softcap) : u * slope;
+      store(reinterpret_cast<float*>(scores) + j, t);
+      if (kMasked) t = where_seen(lanes + broadcast(float(j)), begin, end, t, nothing);
+      high[half] = vmax(t, high[half]);  // in this order a NaN is passed over
     }
   const Vec highest = vmax(high[0], high[1]);
-  if (any_greater(highest * broadcast(row.slope), broadcast(row.top))) raise_top(row, highest, out, width, total);
+  if (any_greater(highest, broadcast(row.top))) raise_top(row, highest, out, width, total);
 
-  const Vec slope = broadcast(row.slope), minus_top = broadcast(-row.top);
+  const Vec top = broadcast(row.top);
   Vec sums[2] = {load(total), zero()};
   for (int i = 0; i < keys; i += 2 * kLanes) {
     Vec weight[2];
     for (int half = 0; half < 2; half++) {
       const int j = i + half * kLanes;
-      weight[half] = exp2_weight(fma(load(reinterpret_cast<const float*>(scores) + j), slope, minus_top));
+      weight[half] = exp2_weight(load(reinterpret_cast<const float*>(scores) + j) - top);
       if (kMasked) weight[half] = where_seen(lanes + broadcast(float(j)), begin, end, weight[half], zero());
       sums[half] = sums[half] + weight[half];
     }

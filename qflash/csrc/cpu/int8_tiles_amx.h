@@ -14,7 +14,6 @@ namespace QF_ISA {
 
 constexpr int kTileBytes = 1024;
 constexpr int kTileChannels = 16;
-constexpr int64_t kScoreStride = kInt8KeyBlock * 4;  // bytes between rows of scores, and of weights
 
 // Tile registers live as long as this: set up here, given back to the system at the end.
 class TileSession {

@@ -35,6 +35,7 @@ static inline void score_tile(const Integer* q, int q_stride, const char* panels
     keys[c] = reinterpret_cast<const uint32_t*>(panels + key / kInt8Panel * panel_stride) + key % kInt8Panel;
     for (int r = 0; r < kRows; r++) sum[r][c] = kBiased ? load_keys(keys[c] + groups * kInt8Panel) : no_score();
   }
+#pragma GCC unroll 4  // GCC copies every sum at the end of a turn; fewer turns, fewer copies
   for (int g = 0; g < groups; g++) {
     ScoreVec k[kVecs];
     for (int c = 0; c < kVecs; c++) k[c] = load_keys(keys[c] + g * kInt8Panel);
@@ -44,14 +45,14 @@ static inline void score_tile(const Integer* q, int q_stride, const char* panels
     }
   }
   for (int r = 0; r < kRows; r++)
-    for (int c = 0; c < kVecs; c++) store_scores(scores + (r * kInt8KeyBlock + c * kLanes) * 4, sum[r][c]);
+    for (int c = 0; c < kVecs; c++) store_scores(scores + r * kScoreStride + c * kLanes * 4, sum[r][c]);
 }
 
 template <int kRows>
 static void score_rows(const Integer* q, int q_stride, int rows, const char* panels, int64_t panel_stride, int groups,
                        int keys, char* scores) {
   constexpr int kStep = kScoreVecs * kLanes;
-  for (; rows >= kRows; rows -= kRows, q += kRows * q_stride, scores += kRows * kInt8KeyBlock * 4) {
+  for (; rows >= kRows; rows -= kRows, q += kRows * q_stride, scores += kRows * kScoreStride) {
     int key = 0;
     for (; key + kStep <= keys; key += kStep)
       score_tile<kRows, kScoreVecs>(q, q_stride, panels + key / kInt8Panel * panel_stride, panel_stride, groups,
@@ -64,7 +65,7 @@ static void score_rows(const Integer* q, int q_stride, int rows, const char* pan
     if (rows > 0) score_rows<kRows - 1>(q, q_stride, rows, panels, panel_stride, groups, keys, scores);
 }
 
-// scores[r][j] = q[r] . k[j] for `keys` keys, a multiple of kInt8KeyStep; rows of scores are kInt8KeyBlock apart.
+// scores[r][j] = q[r] . k[j] for `keys` keys, a multiple of kInt8KeyStep; rows of scores are kScoreStride apart.
 static inline void score_block(const TileSession&, const Integer* q, int q_stride, int rows, const char* panels,
                                int64_t panel_stride, int groups, int keys, char* scores) {
   static_assert(kInt8KeyStep % (kScoreVecs * kLanes / 2) == 0, "half a tile of scores covers the last keys");
@@ -80,7 +81,7 @@ static inline void value_tile(const char* weights, const float* values, int widt
     Vec v[kVecs];
     for (int c = 0; c < kVecs; c++) v[c] = load(values + int64_t(j) * width + c * kLanes);
     for (int r = 0; r < kRows; r++) {
-      const Vec w = broadcast(reinterpret_cast<const float*>(weights)[r * kInt8KeyBlock + j]);
+      const Vec w = broadcast(reinterpret_cast<const float*>(weights + r * kScoreStride)[j]);
       for (int c = 0; c < kVecs; c++) sum[r][c] = fma(w, v[c], sum[r][c]);
     }
   }
@@ -99,13 +100,13 @@ static inline void value_columns(const char* weights, const float* values, int w
 
 template <int kRows>
 static void value_rows(const char* weights, int rows, const float* values, int width, int keys, float* out) {
-  for (; rows >= kRows; rows -= kRows, weights += kRows * kInt8KeyBlock * 4, out += kRows * width)
+  for (; rows >= kRows; rows -= kRows, weights += kRows * kScoreStride, out += kRows * width)
     value_columns<kRows, kValueVecs>(weights, values, width, 0, keys, out);
   if constexpr (kRows > 1)
     if (rows > 0) value_rows<kRows - 1>(weights, rows, values, width, keys, out);
 }
 
-// out[r] += weights[r] . values for `keys` keys; rows of weights are kInt8KeyBlock floats apart.
+// out[r] += weights[r] . values for `keys` keys; rows of weights are kScoreStride apart.
 static inline void value_block(const TileSession&, const char* weights, int rows, const char* values, int head_dim,
                                int keys, float* out) {
   value_rows<kRowTile>(weights, rows, reinterpret_cast<const float*>(values), value_width(head_dim), keys, out);
