@@ -252,6 +252,16 @@ def _check_storage(**tensors: Tensor) -> None:
             raise ValueError(f"{name} has no storage; allowed: a tensor that holds data")
 
 
+def _addresses(side: _Side) -> list[int]:
+    addresses = []
+    for x in side:
+        at = 0 if x is None else x.data_ptr()
+        if not at and x is not None:
+            _check_storage(**{name: y for name, y in side._asdict().items() if y is x})
+        addresses.append(at)
+    return addresses
+
+
 _NO_ADDRESSES = (0,) * len(_Side._fields)
 
 
@@ -281,9 +291,7 @@ def forward(
     addresses = _NO_ADDRESSES
     if extras is not None:
         side = _side(extras)  # a name, so that converted copies outlive the launch
-        addresses = tuple(map(_address, side))
-        if 0 in addresses:
-            _check_storage(**{name: x for name, x in side._asdict().items() if x is not None})
+        addresses = _addresses(side)
     if plan.on_cpu:
         plan.call(q_at, k_at, v_at, out.data_ptr(), lse_at, *addresses, 0, 0, torch.get_num_threads())
     else:
@@ -315,7 +323,7 @@ def backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     side = _side(extras or Extras())
     plan.backward_call(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *map(_address, side),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *_addresses(side),
         dout.data_ptr(), _address(dlse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0, torch.get_num_threads(),
     )  # fmt: skip
     return dq, dk, dv
