@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import lru_cache
 
 import pytest
+
+# Before NumPy is imported: the oracle's products are small, and BLAS threads would spin beside the engine's own.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @lru_cache(maxsize=1)
