@@ -62,6 +62,16 @@ def test_an_exported_program_finds_its_kernels_in_a_new_process(tmp_path):
         np.testing.assert_array_equal(got, want)
 
 
+def test_an_exported_program_may_have_symbolic_sizes():
+    batch, length = export.symbolic_shape("batch, length")
+    symbolic = [jax.ShapeDtypeStruct((batch, t, h, 16), jnp.float32) for t, h in ((9, 4), (length, 2), (length, 2))]
+    program = export.export(jax.jit(gradients), platforms=["cpu"], disabled_checks=ALLOW)(*symbolic)
+    for size in ({"batch": 1, "k_len": 9}, {"batch": 3, "k_len": 70}):
+        operands = arrays(**size)
+        for got, want in zip(program.call(*operands), gradients(*operands), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
 CACHED = """
 import jax, numpy as np, qflash
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -139,8 +149,11 @@ def four_kilobytes(_params):
 @pytest.fixture
 def a_cuda_kernel(monkeypatch):
     """Stands in for compiled CUDA kernels: lowering asks only for addresses and the size of the workspace."""
+    from qflash.frontends.jax import primitives
+
     workspace = ctypes.cast(four_kilobytes, ctypes.c_void_p).value
-    monkeypatch.setattr(planning, "entry_of", lambda kernel, spec: Entry(1, 0, workspace))
+    for module in (planning, primitives):
+        monkeypatch.setattr(module, "entry_of", lambda kernel, spec: Entry(1, 0, workspace))
     monkeypatch.setenv("QFLASH_CUDA_ARCH", "90")
     planning.prepare.cache_clear()
     yield
@@ -172,6 +185,13 @@ def test_lowering_for_cuda_needs_an_architecture(monkeypatch):
     monkeypatch.delenv("QFLASH_CUDA_ARCH", raising=False)
     with pytest.raises(RuntimeError, match="set QFLASH_CUDA_ARCH"):
         lowered_for_cuda(qflash.attention, *arrays())
+
+
+def test_symbolic_sizes_and_a_workspace(a_cuda_kernel):
+    (batch,) = export.symbolic_shape("batch")
+    symbolic = [jax.ShapeDtypeStruct((batch, 9, 4, 16), jnp.float32)] * 3
+    with pytest.raises(NotImplementedError, match=r"symbolic sizes \(batch, 9"):
+        lowered_for_cuda(qflash.attention, *symbolic)
 
 
 def test_no_backward_on_cuda(a_cuda_kernel):

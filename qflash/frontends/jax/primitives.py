@@ -14,10 +14,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qflash import dispatch
+from qflash.backends import Entry
 from qflash.frontends.jax.call import Call
 from qflash.frontends.jax.kernels import BACKWARD, FORWARD, cuda_arch, register
-from qflash.planning import prepare, prepare_backward
-from qflash.problem import Array
+from qflash.planning import entry_of, prepare
+from qflash.problem import Array, Problem
+from qflash.spec import Spec
 
 # (q, k, v, *optional) -> (out, lse)
 attention_p = Primitive(FORWARD)
@@ -28,7 +31,7 @@ attention_bwd_p = Primitive(BACKWARD)
 attention_bwd_p.multiple_results = True
 
 
-def _lse_like(q: Any, packed: bool) -> Any:
+def _lse_like(q: Any) -> Any:
     """The abstract lse: as q (so it varies over the same mesh axes), without head_dim and with heads before length."""
     *batch, length, heads, _ = range(q.ndim)
     order = (*batch, heads, length)
@@ -40,7 +43,7 @@ def _lse_like(q: Any, packed: bool) -> Any:
 @attention_p.def_abstract_eval
 def _abstract(q, k, v, *optional, call: Call):
     q = q.update(weak_type=False)
-    return q, _lse_like(q, call.packed)
+    return q, _lse_like(q)
 
 
 @attention_bwd_p.def_abstract_eval
@@ -52,22 +55,39 @@ def _arrays(avals: Any, platform: str) -> list[Array]:
     return [Array(aval.shape, None, aval.dtype.name, platform) for aval in avals]
 
 
+def _register(problem: Problem, spec: Spec) -> tuple[str, Entry]:
+    """Choose, load and register the kernel for a spec: its key and its addresses."""
+    kernel = dispatch.plan(spec, problem.kernel)
+    entry = entry_of(kernel, spec)
+    return register(kernel.name, spec, entry), entry
+
+
+def _workspace_bytes(problem: Problem, arch: int, entry: Entry) -> int:
+    if entry.workspace == 0:
+        return 0
+    sizes = (problem.batch, problem.q_len, problem.k_len, problem.q_heads, problem.kv_heads, problem.head_dim)
+    if not all(isinstance(size, int) for size in sizes):
+        raise NotImplementedError(
+            f"q, k and v have symbolic sizes ({', '.join(map(str, sizes))}); allowed on CUDA: numbers, "
+            "because the kernel's workspace is part of the program"
+        )
+    return prepare(problem, arch).workspace_bytes
+
+
 def _lower(ctx, *operands, call: Call, platform: str):
     problem = call.problem(_arrays(ctx.avals_in, platform))
     arch = cuda_arch() if platform == "cuda" else 0
-    prepared = prepare(problem, arch)
-    key = register(prepared.kernel.name, problem.spec(arch), prepared.entry)
-    # The kernel's workspace is one more result, so that XLA knows the buffer as long as the program lives.
-    workspace = jax.core.ShapedArray((prepared.workspace_bytes,), jax.numpy.uint8)
+    key, entry = _register(problem, problem.spec(arch))
+    # The kernel's workspace is one more result, so that XLA knows the buffer as long as the program lives. It is never
+    # empty: every platform has an address for a buffer of one byte.
+    workspace = jax.core.ShapedArray((max(_workspace_bytes(problem, arch, entry), 1),), jax.numpy.uint8)
     ctx = ctx.replace(avals_out=[*ctx.avals_out, workspace])
     return jax.ffi.ffi_lowering(FORWARD)(ctx, *operands, **call.attributes(key))[:2]
 
 
 def _lower_bwd(ctx, *operands, call: Call):
-    avals = [*ctx.avals_in[:3], *ctx.avals_in[6:]]
-    problem = call.problem(_arrays(avals, "cpu"))
-    prepared = prepare_backward(problem)
-    key = register(prepared.kernel.name, problem.spec(0, backward=True), prepared.entry)
+    problem = call.problem(_arrays([*ctx.avals_in[:3], *ctx.avals_in[6:]], "cpu"))
+    key, _ = _register(problem, problem.spec(0, backward=True))
     return jax.ffi.ffi_lowering(BACKWARD)(ctx, *operands, **call.attributes(key))
 
 
