@@ -1,0 +1,38 @@
+"""The README's Python blocks run as they stand, its links lead somewhere, and its tables are those of the rows."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from qflash.cli.bench import load
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_there_are_blocks_for_each_framework():
+    assert {name for name in ("numpy", "torch", "jax") if f"import {name}" in "".join(BLOCKS)} == {
+        "numpy",
+        "torch",
+        "jax",
+    }
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0])
+def test_python_blocks_run(block):
+    for name in re.findall(r"^import (torch|jax)", block, re.MULTILINE):
+        pytest.importorskip(name)
+    exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / page).read_text())
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_tables_are_up_to_date_with_the_rows():
+    assert load("report").update(check_only=True) == []
