@@ -32,14 +32,12 @@ bool machine_has(Isa isa) {
 #endif
 }
 
-// AMX tiles with int8 and bfloat16 products, the AVX-512 that goes with them, and the system's permission to use them,
-// which Linux gives on request because tiles make every signal frame 8 KiB larger.
-bool machine_lends_tiles() {
+// AMX tiles with int8 and bfloat16 products, and the AVX-512 that goes with them.
+bool machine_has_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;  // CPUID.7.0:EDX
   constexpr unsigned kXsaveByOs = 1u << 27;                                 // CPUID.1:ECX
   constexpr unsigned kTileState = 3u << 17;                                 // XCR0
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;                // ARCH_REQ_XCOMP_PERM
   unsigned a, b, c, d;
   if (!machine_has(Isa::kAvx512) || !__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512bf16"))
     return false;
@@ -48,14 +46,25 @@ bool machine_lends_tiles() {
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kXsaveByOs)) return false;
   unsigned low, high;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  if ((low & kTileState) != kTileState) return false;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return (low & kTileState) == kTileState;
 #else
   return false;
 #endif
 }
 
-bool machine_runs(int name) { return name == kAmx ? machine_lends_tiles() : machine_has(kSets[name]); }
+// The system's permission to use tiles. Linux gives it to a process on request, because tiles make every signal frame
+// 8 KiB larger and small alternative signal stacks are refused from then on: so not before someone wants tiles.
+bool tiles_permitted() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return permitted;
+#else
+  return false;
+#endif
+}
+
+bool machine_runs(int name) { return name == kAmx ? machine_has_tiles() : machine_has(kSets[name]); }
 
 int best_here() {
   int name = kAmx;
@@ -93,11 +102,13 @@ int choose_isa(Isa* isa) {
   if (!usable)
     return fail(QF_UNSUPPORTED, "QFLASH_CPU_ISA is '%s', which this machine lacks; the most it runs is %s",
                 choice.asked, kNames[best_here()]);
+  if (choice.name == kAmx && *choice.asked && !tiles_permitted())
+    return fail(QF_UNSUPPORTED, "QFLASH_CPU_ISA is 'amx', but the system does not permit AMX tiles in this process");
   *isa = kSets[choice.name];
   return QF_OK;
 }
 
-bool has_amx() { return usable && choice.name == kAmx; }
+bool has_amx() { return usable && choice.name == kAmx && tiles_permitted(); }
 #if defined(__x86_64__)
 bool has_avx512_vnni() { return kSets[choice.name] == Isa::kAvx512 && __builtin_cpu_supports("avx512vnni"); }
 bool has_avx512_bf16() { return kSets[choice.name] == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16"); }
@@ -108,4 +119,7 @@ bool has_avx512_bf16() { return false; }
 
 }  // namespace qf
 
-extern "C" const char* qf_cpu_isa(void) { return qf::kNames[qf::choice.name]; }
+extern "C" const char* qf_cpu_isa(void) {
+  const int name = qf::choice.name;
+  return qf::kNames[name == qf::kAmx && !qf::has_amx() ? name - 1 : name];
+}

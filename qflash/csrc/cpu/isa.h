@@ -12,7 +12,8 @@ int choose_isa(Isa* isa);
 // asking for less by QFLASH_CPU_ISA turns them off too.
 bool has_avx512_vnni();
 bool has_avx512_bf16();
-// AMX tiles, int8 and bfloat16. QFLASH_CPU_ISA=amx asks for them, =avx512 leaves them out.
+// AMX tiles, int8 and bfloat16, and the permission to use them, asked for at the first call. QFLASH_CPU_ISA=amx insists
+// on them, =avx512 leaves them out.
 bool has_amx();
 
 }  // namespace qf
