@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdio>
 
+#include "attn/schedule.cuh"
 #include "qflash.h"
 
 #define QF_EXPORT extern "C" __attribute__((visibility("default")))
@@ -69,6 +70,17 @@ inline int allow_shared_memory(Kernel* kernel, int bytes, std::atomic<uint64_t>&
   return QF_OK;
 }
 
-constexpr int64_t kMaxGrid = 0x7fffffff;  // blocks in one dimension of one launch
+// Launch a block for every item of the grid, in as many launches as that takes.
+template <class Kernel>
+inline int launch(Kernel* kernel, const QfAttnParams& p, Grid grid, int threads, int shared_bytes, void* stream) {
+  constexpr int64_t kMostBlocks = 0x7fffffff;
+  for (grid.first = 0; grid.first < grid.items; grid.first += kMostBlocks) {
+    const int64_t left = grid.items - grid.first;
+    kernel<<<unsigned(left < kMostBlocks ? left : kMostBlocks), threads, shared_bytes,
+             static_cast<cudaStream_t>(stream)>>>(p, grid);
+    if (const cudaError_t error = cudaGetLastError()) return error;
+  }
+  return QF_OK;
+}
 
 }  // namespace qf

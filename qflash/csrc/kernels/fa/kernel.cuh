@@ -37,6 +37,7 @@
 
 #include "attn/mask.cuh"
 #include "attn/products.cuh"
+#include "attn/schedule.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "attn/tile_load.cuh"
@@ -51,27 +52,6 @@ using QWalk = TileWalk<kBlockM, kHeadDim, kThreads>;
 using KWalk = TileWalk<kBlockN, kChunk, kThreads>;
 using VWalk = TileWalk<kVRows, kHeadDim, kThreads>;
 constexpr int kStage = KWalk::kVecs > VWalk::kVecs ? KWalk::kVecs : VWalk::kVecs;
-
-// The work of a launch: (row tile, batch, head), heads innermost so that heads sharing K run together, the last row
-// tiles first because causal masks make them the longest.
-struct Grid {
-  int64_t first, items;  // of this launch, of all launches
-  int row_tiles, batch;
-  Vectorises vector;
-};
-
-inline Grid grid_of(const QfAttnParams& p) {
-  Grid grid{};
-  // Packed rows that fit no sequence still get their NaN, so there is a block even where lengths say 0.
-  const bool packed = p.cu_seqlens_q != nullptr && p.total_q > 0;
-  grid.row_tiles = (int64_t(p.q_len) + kBlockM - 1) / kBlockM;
-  grid.batch = p.batch;
-  if (packed && grid.row_tiles == 0) grid.row_tiles = 1;
-  if (packed && grid.batch == 0) grid.batch = 1;
-  grid.items = int64_t(grid.row_tiles) * grid.batch * p.q_heads;
-  grid.vector = vectorises(p);
-  return grid;
-}
 
 // Where a thread stands in the tile: its column x, its first row (the others are kLanesY apart).
 struct Place {
@@ -104,7 +84,7 @@ __device__ __forceinline__ void store_weights(float* s_p, const float (&P)[kRows
 }  // namespace qf
 
 __global__ void __launch_bounds__(qf::fa::kThreads, qf::fa::kMinBlocks)
-    qf_fa_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::fa::Grid grid) {
+    qf_fa_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::Grid grid) {
   using namespace qf;
   using namespace qf::fa;
   extern __shared__ float4 s_memory[];
@@ -112,14 +92,11 @@ __global__ void __launch_bounds__(qf::fa::kThreads, qf::fa::kMinBlocks)
   float* const s_p = s_q + kQFloats;
   float* const s_kv = s_p + kPFloats;
 
-  const int64_t item = grid.first + blockIdx.x;
-  const int h = item % p.q_heads;
-  const int b = item / p.q_heads % grid.batch;
-  const int row_tile = grid.row_tiles - 1 - int(item / p.q_heads / grid.batch);
-
+  const Work work(p, grid);
+  const int b = work.b, h = work.h;
   const Sequence seq = read_sequence(p, b);
-  fill_unserved_rows<Element>(p, seq, b, h, row_tile, grid.row_tiles, 0, p.head_dim, true);
-  const int block_row = row_tile * kBlockM;
+  fill_unserved_rows<Element>(p, seq, b, h, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
+  const int block_row = work.row_tile * kBlockM;
   if (!seq.good || block_row >= seq.len_q) return;
 
   const Mask mask = {p.window_left, p.window_right, seq.len_q, seq.len_k};

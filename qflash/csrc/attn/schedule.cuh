@@ -1,0 +1,44 @@
+// Which block does what: one block per (row tile, batch, head, part), parts innermost, then heads, so that heads that
+// share K run together; the last row tiles first, because causal masks make them the longest.
+#pragma once
+
+#include "attn/tile_load.cuh"
+#include "qflash.h"
+
+namespace qf {
+
+struct Grid {
+  int64_t first, items;  // first item of this launch, items of all launches
+  int row_tiles, parts, batch;
+  Vectorises vector;
+};
+
+// Host side. `parts`: pieces that every row tile is cut into.
+inline Grid grid_of(const QfAttnParams& p, int tile_rows, int parts) {
+  Grid grid{};
+  grid.row_tiles = (int64_t(p.q_len) + tile_rows - 1) / tile_rows;
+  grid.batch = p.batch;
+  // Packed rows that fit no sequence still get their NaN, so there is a block even where lengths say 0.
+  if (p.cu_seqlens_q && p.total_q > 0) {
+    if (grid.row_tiles == 0) grid.row_tiles = 1;
+    if (grid.batch == 0) grid.batch = 1;
+  }
+  grid.parts = parts;
+  grid.items = int64_t(grid.row_tiles) * grid.batch * p.q_heads * parts;
+  grid.vector = vectorises(p);
+  return grid;
+}
+
+struct Work {
+  int part, h, b, row_tile;
+
+  __device__ __forceinline__ Work(const QfAttnParams& p, const Grid& grid) {
+    int64_t item = grid.first + blockIdx.x;
+    part = item % grid.parts, item /= grid.parts;
+    h = item % p.q_heads, item /= p.q_heads;
+    b = item % grid.batch, item /= grid.batch;
+    row_tile = grid.row_tiles - 1 - int(item);
+  }
+};
+
+}  // namespace qf
