@@ -19,6 +19,8 @@ _CSRC = Path(__file__).resolve().parent.parent / "csrc"
 ARCHES = (75, 80, 86, 89, 90)
 # Kernels compiled for a head_dim serve every smaller one down to the next bucket; the true head_dim comes at run time.
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+# Kernels that take any head_dim and architecture at run time: one library per dtype and target.
+_ONE_FOR_ALL = ("unfused",)
 
 
 def target(arch: int) -> str:
@@ -28,10 +30,14 @@ def target(arch: int) -> str:
 
 def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
     """The compilation unit of `kernel` for a dtype, a bucket of HEAD_DIMS and an architecture."""
-    defines = (("QF_ARCH", str(arch)), ("QF_DTYPE", str(DTYPES.index(dtype))), ("QF_HEAD_DIM", str(head_dim)))
+    defines = [("QF_DTYPE", str(DTYPES.index(dtype)))]
+    words = dtype
+    if kernel.name not in _ONE_FOR_ALL:
+        defines += [("QF_ARCH", str(arch)), ("QF_HEAD_DIM", str(head_dim))]
+        words = f"head_dim {head_dim}, {dtype}"
     source = _CSRC / "kernels" / kernel.name / "launch.cu"
-    label = f"{kernel.name} (head_dim {head_dim}, {dtype})"
-    return Unit(kernel.name, source, (_CSRC, _CSRC / "include"), defines, target(arch), label)
+    includes = (_CSRC, _CSRC / "include")
+    return Unit(kernel.name, source, includes, tuple(defines), target(arch), f"{kernel.name} ({words})")
 
 
 def unit_of(kernel: Kernel, spec: Spec) -> Unit:
@@ -62,7 +68,7 @@ def _load(name: str, chosen: Unit) -> Entry:
 def specialisations(arches: Iterable[int] = ARCHES, kernels: Iterable[str] | None = None) -> list[Unit]:
     """Every unit of the named CUDA kernels (all of them by default) for the given architectures."""
     chosen = [row for row in KERNELS if row.device == "cuda"] if kernels is None else [_cuda_row(n) for n in kernels]
-    return [
+    units = (
         unit(kernel, dtype, head_dim, arch)
         for arch in arches
         for kernel in chosen
@@ -70,7 +76,8 @@ def specialisations(arches: Iterable[int] = ARCHES, kernels: Iterable[str] | Non
         for dtype in kernel.dtypes
         for head_dim in HEAD_DIMS
         if not (kernel.also and kernel.also(Spec("cuda", arch, dtype, head_dim, kernel.precision)))
-    ]
+    )
+    return list(dict.fromkeys(units))
 
 
 def _cuda_row(name: str) -> Kernel:

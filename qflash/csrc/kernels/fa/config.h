@@ -19,9 +19,8 @@ constexpr int kSharedLimit = 1024 * (kArch == 75                  ? 64
                                      : kArch == 80 || kArch == 87 ? 163
                                      : kArch >= 120               ? 99
                                                                   : 227);
-constexpr bool kRoomy = kSharedLimit >= 160 * 1024;        // data-centre parts
 constexpr bool kScarce = kSharedLimit <= 64 * 1024;        // Turing
-constexpr bool kLean = kHeadDim == 32 || kHeadDim == 128;  // fits one size up from its neighbours
+constexpr bool kLean = kHeadDim == 32 || kHeadDim == 128;  // fits four warps even there
 
 // A lane owns 8 rows x kBlockN/kLanesX scores and 8 rows x kHeadDim/kLanesX outputs: 8x8 and 8x8 at head_dim 64,
 // 8x4 and 8x8 at 128. More would spill, less would leave the FMA units waiting for shared memory.
@@ -34,7 +33,7 @@ constexpr int kWarpRows = kRows * kLanesY;
 constexpr int kBlockM = kWarps * kWarpRows;
 // The rest of the registers: 64 keys a tile, or 32 where the outputs leave less (or the shared memory does).
 constexpr bool kWide = kHeadDim == 96 || (kHeadDim == 256 && kWarps != 8);
-constexpr int kBlockN = !kWide && (kRoomy || (kLean && !kScarce)) ? 64 : 32;
+constexpr int kBlockN = kWide || kScarce ? 32 : 64;
 
 // K comes in chunks of kChunk channels, V in chunks of kVRows keys, through one pair of buffers of kBufferFloats.
 constexpr int kChunk = 32;

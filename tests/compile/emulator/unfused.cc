@@ -1,0 +1,17 @@
+// `unfused`'s C entry over the emulated kernels. num_threads carries the seed of the order that warps and lanes run in.
+#include "kernels/unfused/kernel.cuh"
+
+extern "C" int qf_unfused(const QfAttnParams* params, void*) {
+  using namespace qf::unfused;
+  QfAttnParams p = *params;
+  std::vector<float> scores(size_t(p.batch) * p.q_heads * p.q_len * p.k_len, NAN);
+  p.workspace = scores.data();
+  const auto tiles = [](int extent, int size) { return (extent + size - 1) / size; };
+  const auto run = [&](auto* kernel, int rows, int parts) {
+    return host::launch(kernel, p, qf::grid_of(p, rows, parts), kThreads, p.num_threads);
+  };
+  if (const int status = run(qf_unfused_scores_kernel, kBlockM, tiles(p.k_len, kBlockN))) return status;
+  if (const int status = run(qf_unfused_softmax_kernel, kSoftmaxRows, 1)) return status;
+  return run(qf_unfused_output_kernel, kBlockM, tiles(p.head_dim, kBlockD));
+}
+extern "C" const char* qf_status_text(int) { return "a block is stuck: its threads wait for different things"; }

@@ -1,0 +1,159 @@
+"""Every CUDA kernel compiled by nvcc for its architectures, without a GPU: registers, symbols, SASS, and how a library
+behaves on a machine that has no driver."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from qflash import _native, dispatch
+from qflash.backends import cuda
+from qflash.errors import KernelError, ToolchainError
+from qflash.jit import toolchain
+from qflash.jit.cache import Cache
+from qflash.jit.compiler import LIBRARY, LOG, Unit, compile_unit
+from qflash.problem import Array, Options, check
+from qflash.spec import DTYPES
+
+CUDA_ROWS = [row for row in dispatch.KERNELS if row.device == "cuda"]
+# The instruction each kernel exists for.
+INSTRUCTION = {"fa": "FFMA", "unfused": "FFMA"}
+
+
+@lru_cache(maxsize=1)
+def why_no_nvcc() -> str | None:
+    try:
+        toolchain.find()
+    except ToolchainError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test: {why_no_nvcc()}")
+
+
+def covering() -> list[Unit]:
+    """Few units in which every kernel, architecture, dtype and head_dim bucket occurs."""
+    units = [cuda.unit(cuda.BY_NAME["fa"], DTYPES[i % 3], head_dim, 90) for i, head_dim in enumerate(cuda.HEAD_DIMS)]
+    units += [cuda.unit(cuda.BY_NAME["fa"], "float32", 256, arch) for arch in (75, 80, 86, 89)]
+    units += [cuda.unit(cuda.BY_NAME["unfused"], dtype, 32, arch) for dtype, arch in (("float32", 90), ("float16", 75))]
+    return list(dict.fromkeys(units))
+
+
+def by_label(unit: Unit) -> str:
+    return f"{unit.label}-sm_{unit.target}".replace(" ", "_")
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """compiled(unit): its cache entry, in a cache of this session."""
+    cache = Cache(tmp_path_factory.mktemp("kernels"))
+    return lambda unit: compile_unit(unit, cache)
+
+
+@lru_cache(maxsize=1)
+def cuobjdump() -> str | None:
+    wheel = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "cuobjdump"
+    return str(wheel) if wheel.is_file() else shutil.which("cuobjdump")
+
+
+def check_unit(unit: Unit, entry: Path) -> None:
+    log = (entry / LOG).read_text()
+    used = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert used, f"ptxas said nothing about registers:\n{log}"
+    assert all(set(found) == {"0"} for found in used), f"{unit.label} uses local memory:\n{log}"
+    assert "warning" not in log.lower(), log
+    library = ctypes.CDLL(str(entry / LIBRARY))
+    for symbol in (f"qf_{unit.name}", f"qf_{unit.name}_workspace", "qf_status_text"):
+        assert hasattr(library, symbol), f"{unit.label} does not export {symbol}"
+
+
+@needs_nvcc
+@pytest.mark.parametrize("unit", covering(), ids=by_label)
+def test_compiles_without_local_memory(compiled, unit):
+    check_unit(unit, compiled(unit))
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", cuda.specialisations(), ids=by_label)
+def test_whole_matrix(compiled, unit):
+    check_unit(unit, compiled(unit))
+
+
+def test_the_covering_set_covers():
+    """Every row of the table, and every value of each axis, is compiled by the default run."""
+    units = covering()
+    everything = cuda.specialisations()
+    assert set(units) <= set(everything)
+    assert {unit.name for unit in units} == {row.name for row in CUDA_ROWS}
+    assert {unit.target for unit in units} == {unit.target for unit in everything}
+    for axis in ("QF_DTYPE", "QF_HEAD_DIM", "QF_ARCH"):
+        values = [{dict(unit.defines).get(axis) for unit in some} for some in (units, everything)]
+        assert values[0] == values[1], axis
+    assert {row.name for row in CUDA_ROWS} == set(INSTRUCTION)
+
+
+@needs_nvcc
+@pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
+@pytest.mark.parametrize("kernel", INSTRUCTION)
+def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
+    entry = compiled(cuda.unit(cuda.BY_NAME[kernel], "float32", 32, 90))
+    command = [cuobjdump(), "-sass", str(entry / LIBRARY)]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass)
+    count = {name: sum(op.split(".")[0] == name for op in opcodes) for name in (INSTRUCTION[kernel], "LDL", "STL")}
+    assert count[INSTRUCTION[kernel]] >= 256 and count["LDL"] == count["STL"] == 0, count
+    wide = {op for op in opcodes if ".128" in op}
+    assert {"LDS.128", "LDG.E.128", "STS.128", "STG.E.128"} <= wide, wide
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", INSTRUCTION)
+def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
+    """dlopen, the workspace and the texts need no GPU; a launch says what CUDA says. Where there is a driver the
+    made-up addresses would be used, so no launch is tried there."""
+    library = ctypes.CDLL(str(compiled(cuda.unit(cuda.BY_NAME[kernel], "float32", 32, 90)) / LIBRARY))
+    text = library.qf_status_text
+    text.restype = ctypes.c_char_p
+    assert text(0) == b"success"
+    assert f"kernel '{kernel}'".encode() in text(100001) and b"35" in text(35)
+    wrong_abi = (ctypes.c_int32 * 512)(12345)
+    assert getattr(library, f"qf_{kernel}")(wrong_abi, None) == 100003
+
+    array = Array((1, 16, 2, 32), None, "float32", "cuda:0")
+    symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
+    addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
+    call = _native.AttnCall(check(array, array, array, Options()), *addresses)
+    assert call.workspace_bytes == {"fa": 0, "unfused": 4 * 2 * 16 * 16}[kernel]
+    if driver_present():
+        return
+    with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
+        call(4096, 4096, 4096, 4096, *[0] * 8, 4096, 0, 0)
+
+
+def driver_present() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@needs_nvcc
+def test_libraries_link_no_cuda_library(compiled):
+    """The runtime is linked in, so that a library opens beside any framework's own."""
+    entry = compiled(cuda.unit(cuda.BY_NAME["unfused"], "float32", 32, 90))
+    listing = subprocess.run(["ldd", str(entry / LIBRARY)], capture_output=True, text=True)
+    if listing.returncode == 0:
+        assert "cuda" not in listing.stdout, listing.stdout
+    code = f"import ctypes; ctypes.CDLL({str(entry / LIBRARY)!r})"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,218 @@
+"""The CUDA kernels' own source run on the CPU, thread by thread (emulator/cuda_on_host.h): no GPU, no nvcc, only g++.
+
+Slow but thorough: every case of the contract, tile shapes of every architecture, bad values on the device, and, since
+warps and lanes take turns in a seeded order, missing barriers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qflash import _native
+from qflash.backends import cuda
+from qflash.frontends.numpy import describe
+from qflash.problem import Options, RopeArrays, check, check_packed
+from qflash.rope import Rope
+from qflash.spec import DTYPES
+from qflash.testing import BY_NAME, Case, cases
+from qflash.testing.compare import check_contract, check_same_bits
+from qflash.testing.runner import problem_of
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
+
+HERE = Path(__file__).parent / "emulator"
+CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
+KERNELS = ("fa", "unfused")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """library(kernel, dtype, head_dim, arch): the emulated kernel, compiled once per session."""
+    folder = tmp_path_factory.mktemp("emulated")
+
+    @cache
+    def build(kernel: str, dtype: str, bucket: int, arch: int) -> ctypes.CDLL:
+        output = folder / f"{kernel}-{dtype}-{bucket}-{arch}.so"
+        command = [
+            "g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-I{CSRC}", f"-I{CSRC / 'include'}",
+            f"-DQF_HEAD_DIM={bucket}", f"-DQF_DTYPE={DTYPES.index(dtype)}", f"-DQF_ARCH={arch}",
+            "-include", str(HERE / "cuda_on_host.h"), str(HERE / f"{kernel}.cc"), "-o", str(output),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(output))
+
+    def get(kernel: str, dtype: str, head_dim: int, arch: int = 90) -> ctypes.CDLL:
+        bucket = next(size for size in cuda.HEAD_DIMS if size >= head_dim) if kernel == "fa" else 0
+        return build(kernel, dtype, bucket, arch if kernel == "fa" else 0)
+
+    return get
+
+
+def address(x: np.ndarray | None) -> int:
+    return 0 if x is None else x.ctypes.data
+
+
+def call(handle: ctypes.CDLL, kernel: str, problem, q, k, v, kv_lens=None, cu_q=None, cu_k=None, rope=None, seed=0):
+    """(out, lse), both full of a value no kernel writes before the call."""
+    functions = (getattr(handle, name) for name in (f"qf_{kernel}", "qf_status_text"))
+    entry, text = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    out = np.full(q.shape, 12345.0, q.dtype)
+    shape = (problem.q_heads, problem.total_q) if problem.packed else (problem.batch, problem.q_heads, problem.q_len)
+    lse = np.full(shape, 12345.0, np.float32)
+    tables = [None] * 4
+    if rope is not None:
+        tables = [np.ascontiguousarray(x, np.float32) for x in (rope.cos, rope.sin)]
+        tables += [None if x is None else np.ascontiguousarray(x) for x in (rope.positions_q, rope.positions_k)]
+    addresses = map(address, (q, k, v, out, lse, kv_lens, cu_q, cu_k, *tables))
+    _native.AttnCall(problem, entry, text, 0)(*addresses, 0, 0, seed)
+    return out, lse
+
+
+def run_case(library, case: Case, kernel: str, arch: int = 90, seed: int = 0):
+    inputs = case.make_inputs()
+    problem = problem_of(case, inputs, None, "cpu")
+    extras = (inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.rope)
+    handle = library(kernel, case.dtype, problem.head_dim, arch)
+    return call(handle, kernel, problem, inputs.q, inputs.k, inputs.v, *extras, seed)
+
+
+def by_name(case: Case) -> str:
+    return case.name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", cases("quick"), ids=by_name)
+def test_contract(library, case, kernel):
+    check_contract(case, *run_case(library, case, kernel))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", cases("full"), ids=by_name)
+def test_contract_in_full(library, case, kernel):
+    check_contract(case, *run_case(library, case, kernel))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", cases("quick"), ids=by_name)
+def test_order_of_warps_and_lanes_does_not_matter(library, case, kernel):
+    first = run_case(library, case, kernel, seed=1)
+    for seed in (2, 3):
+        check_same_bits(case, first, run_case(library, case, kernel, seed=seed))
+
+
+SHAPES = ("dim_40", "dim_72", "dim_128", "dim_136", "dim_256", "many_heads", "nan_v")
+
+
+@pytest.mark.parametrize("arch", [75, 80, 86])
+@pytest.mark.parametrize("name", SHAPES)
+def test_tile_shapes_of_other_architectures(library, name, arch):
+    case = BY_NAME[name]
+    check_contract(case, *run_case(library, case, "fa", arch))
+
+
+def test_float32_sums_are_folded(library):
+    """Past kFoldKeys keys, where partial sums wait in `out`; the last key has the largest score of all."""
+    case = Case("folded", 70, 2500, 1, 1, head_dim=32, window=(1800, 300), seed=1)
+    check_contract(case, *run_case(library, case, "fa"))
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((1, t, 1, 32), np.float32) for t in (3, 2500, 2500))
+    k[0, -1, 0] = 30 * q[0, 0, 0]
+    problem = check(*map(lambda x: describe("x", x), (q, k, v)), Options())
+    out, _ = call(library("fa", "float32", 32), "fa", problem, q, k, v)
+    s = np.einsum("qd,kd->qk", q[0, :, 0].astype(float), k[0, :, 0].astype(float)) / np.sqrt(32)
+    weights = np.exp(s - s.max(1, keepdims=True))
+    want = weights @ v[0, :, 0].astype(float) / weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(out[0, :, 0], want, rtol=2e-5, atol=2e-6)
+
+
+def tensors(shape=(2, 20, 2, 32), seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape, np.float32) for _ in range(3)]
+
+
+def packed_problem(q, k, v, cu_q, cu_k, longest, options=None, kv_lens=None):
+    arrays = [describe("x", x) for x in (q, k, v, cu_q, cu_k)]
+    lens = None if kv_lens is None else describe("kv_lens", kv_lens)
+    return check_packed(*arrays, *longest, options or Options(), lens)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("bad", [-1, 21, 2**31 - 1, -(2**31)])
+def test_length_out_of_range_spoils_its_sequence_alone(library, kernel, bad):
+    q, k, v = tensors()
+    lens = np.array([bad, 7], np.int32)
+    problem = check(*(describe("x", x) for x in (q, k, v)), Options(), describe("kv_lens", lens))
+    handle = library(kernel, "float32", 32)
+    out, lse = call(handle, kernel, problem, q, k, v, lens)
+    assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
+    lens[0] = 20
+    good, good_lse = call(handle, kernel, problem, q, k, v, lens)
+    assert np.isfinite(good).all() and np.array_equal(good[1], out[1]) and np.array_equal(good_lse[1], lse[1])
+
+
+# cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k) for 40 rows, and the rows that must come out NaN.
+PACKED = {
+    "good": ([0, 10, 40], [0, 25, 40], (30, 25), []),
+    "past the end": ([0, 10, 41], [0, 25, 40], (31, 25), range(10, 40)),
+    "far past the end": ([0, 2**31 - 1, 2**31 - 1], [0, 25, 40], (30, 25), range(40)),
+    "falls": ([0, 30, 20, 40], [0, 10, 20, 40], (30, 20), range(40)),
+    "negative": ([-5, 10, 40], [0, 25, 40], (30, 25), range(40)),
+    "starts late": ([4, 10, 40], [0, 25, 40], (30, 25), range(4)),
+    "ends early": ([0, 10, 33], [0, 25, 40], (30, 25), range(33, 40)),
+    "longer than said": ([0, 10, 40], [0, 25, 40], (29, 25), range(10, 40)),
+    "longer than the tiles there are": ([0, 0, 40], [0, 25, 40], (0, 25), range(40)),
+    "keys longer than said": ([0, 10, 40], [0, 25, 40], (30, 24), range(10)),
+    "keys past the end": ([0, 10, 40], [0, 25, 50], (30, 25), range(10, 40)),
+    "keys fall": ([0, 10, 40], [0, 25, 20], (30, 25), range(10, 40)),
+    "keys negative": ([0, 10, 40], [-3, 25, 40], (30, 28), range(10)),
+    "no sequences": ([0], [0], (0, 0), range(40)),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", PACKED)
+def test_bad_packing_spoils_rows_and_reads_nothing_outside(library, kernel, name):
+    cu_q, cu_k, longest, spoiled = PACKED[name]
+    q, k, v = tensors((40, 2, 32))
+    cu_q, cu_k = np.array(cu_q, np.int32), np.array(cu_k, np.int32)
+    problem = packed_problem(q, k, v, cu_q, cu_k, longest)
+    out, lse = call(library(kernel, "float32", 32), kernel, problem, q, k, v, None, cu_q, cu_k)
+    wanted = np.isin(np.arange(40), list(spoiled))
+    assert np.array_equal(np.isnan(out).any((1, 2)), wanted) and np.array_equal(np.isnan(out).all((1, 2)), wanted)
+    assert np.array_equal(np.isnan(lse).any(0), wanted)
+    assert np.abs(out[~wanted]).max(initial=0) < 100  # written
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [6, 16, 32])
+@pytest.mark.parametrize("bad", [40, -40, 2**31 - 1, -(2**31)])
+def test_position_outside_the_table(library, kernel, interleaved, rotary_dim, bad):
+    """The row at a bad query position is NaN; so is every row that sees a key at one."""
+    q, k, v = tensors((1, 20, 1, 32))
+    cos = np.full((40, rotary_dim // 2), 0.6, np.float32)
+    positions = np.arange(20, dtype=np.int32)
+    bad_q, bad_k = positions.copy(), positions.copy()
+    bad_q[3] = bad_k[15] = bad
+    handle = library(kernel, "float32", 32)
+    for positions_q, positions_k, wanted in ((bad_q, positions, [3]), (positions, bad_k, [15, 16, 17, 18, 19])):
+        rope = Rope(cos, cos, interleaved, positions_q, positions_k)
+        case = problem_with_rope(q, k, v, rope, Options(causal=True))
+        out, lse = call(handle, kernel, case, q, k, v, rope=rope)
+        assert np.flatnonzero(np.isnan(out).any((0, 2, 3))).tolist() == wanted
+        assert np.flatnonzero(np.isnan(lse[0, 0])).tolist() == wanted
+
+
+def problem_with_rope(q, k, v, rope: Rope, options: Options):
+    arrays = [describe("x", x) for x in (rope.cos, rope.sin, rope.positions_q, rope.positions_k)]
+    table = RopeArrays(*arrays[:2], rope.interleaved, *arrays[2:])
+    return check(*(describe("x", x) for x in (q, k, v)), options, None, table)

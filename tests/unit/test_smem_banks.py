@@ -1,0 +1,101 @@
+"""A host-side model of shared-memory banks, and the claims of csrc/smem/lanes.cuh held against it.
+
+32 banks of 4 bytes serve one word each per clock. A 16-byte load runs as two half-warps; a half-warp takes one pass
+when lanes i and i^1 agree on their address for all i, or i and i^2 do, else it is cut in two. A pass costs as many
+clocks as the busiest bank has different words.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import qflash
+
+SOURCE = (Path(qflash.__file__).parent / "csrc" / "smem" / "lanes.cuh").read_text()
+
+
+def lane_xy(lanes_x: int, lane: int) -> tuple[int, int]:
+    """Lanes<X>::x and ::y, as the header has them."""
+    x = (lane & 1) | ((lane >> 1) & 6)
+    y = (lane >> 1) & 1
+    return (x | ((lane >> 1) & 8), y) if lanes_x == 16 else (x, y | ((lane >> 3) & 2))
+
+
+def clocks(words: list[tuple[int, ...]]) -> int:
+    """Clocks for lanes that each ask for these 4-byte words together."""
+    asked: dict[int, set[int]] = {}
+    for lane in words:
+        for word in lane:
+            asked.setdefault(word % 32, set()).add(word)
+    return max(len(found) for found in asked.values())
+
+
+def load16(addresses: list[int]) -> int:
+    """Clocks of a 16-byte load; addresses in floats."""
+    total = 0
+    for half in (addresses[:16], addresses[16:]):
+        paired = any(all(half[i] == half[i ^ step] for i in range(16)) for step in (1, 2))
+        for part in [half] if paired else [half[:8], half[8:]]:
+            total += clocks([tuple(range(a, a + 4)) for a in part])
+    return total
+
+
+def store4(addresses: list[int]) -> int:
+    """Clocks of a 4-byte store of distinct words."""
+    return clocks([(a,) for a in addresses])
+
+
+LANES = [8, 16]
+IDEAL = 2  # one pass for each half-warp
+
+
+@pytest.mark.parametrize("lanes_x", LANES)
+def test_the_model_deals_lanes_out_once_and_as_the_header_does(lanes_x):
+    places = {lane_xy(lanes_x, lane) for lane in range(32)}
+    assert places == {(x, y) for x in range(lanes_x) for y in range(32 // lanes_x)}
+    # The expressions above are the header's own.
+    for text in (
+        r"\(lane & 1\) \| \(\(lane >> 1\) & 6\)",
+        r"\(lane >> 1\) & 8",
+        r"\(lane >> 1\) & 1",
+        r"\(lane >> 3\) & 2",
+    ):
+        assert re.search(text, SOURCE), text
+    assert "return columns + 4;" in SOURCE and "return columns + lanes_x;" in SOURCE
+
+
+@pytest.mark.parametrize("lanes_x", LANES)
+@pytest.mark.parametrize("columns", [32, 64, 96, 128, 192, 256])
+def test_q_and_k_rows_padded_by_four_floats(lanes_x, columns):
+    """Q is read along y, K along x; without the padding K costs eight times as much."""
+    places = [lane_xy(lanes_x, lane) for lane in range(32)]
+    for step in range(0, columns, 4):
+        assert load16([y * (columns + 4) + step for _, y in places]) == IDEAL
+        assert load16([x * (columns + 4) + step for x, _ in places]) == IDEAL
+    assert load16([x * columns for x, _ in places]) == 8 * IDEAL
+
+
+@pytest.mark.parametrize("lanes_x", LANES)
+@pytest.mark.parametrize("keys", [32, 64])
+def test_p_rows_padded_by_the_lanes_across(lanes_x, keys):
+    """P is written a float at a time and read along y, 16 bytes at a time."""
+    places = [lane_xy(lanes_x, lane) for lane in range(32)]
+    stride = keys + lanes_x
+    assert store4([y * stride + x for x, y in places]) == 1
+    assert all(load16([y * stride + n for _, y in places]) == IDEAL for n in range(0, keys, 4))
+    assert store4([y * keys + x for x, y in places]) > 1
+
+
+@pytest.mark.parametrize("lanes_x", LANES)
+def test_v_needs_no_padding(lanes_x):
+    places = [lane_xy(lanes_x, lane) for lane in range(32)]
+    assert load16([4 * x for x, _ in places]) == IDEAL
+
+
+@pytest.mark.parametrize("lanes_x", LANES)
+def test_plain_lane_order_would_cost_more(lanes_x):
+    """With x = lane mod X, no neighbours agree on a column: every half-warp of a K load is cut in two."""
+    assert load16([lane % lanes_x * 36 for lane in range(32)]) == 2 * IDEAL
