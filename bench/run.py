@@ -21,13 +21,19 @@ from qflash.testing import Case, errors
 from qflash.testing.timing import Comparison, CudaClock, WallClock, compare
 
 PEER = "torch SDPA"  # whom speed-ups are given over, besides "torch naive"
+CHECKED_ROWS = 512
 
 
 def exact(case: Case, arrays: Arrays, kind: str) -> np.ndarray:
-    """The first head of the first sequence in float64 (heads do not see each other): out, or dq of a train step."""
+    """The last rows of the first head of the first sequence in float64: out, or dq of a train step.
+
+    Neither heads nor query rows see each other, and the diagonal is anchored at the last row, so a part is a problem.
+    """
     q, k, v = (x[:1, :, :1].astype(np.float64) for x in arrays.numpy)
+    q = q[:, -CHECKED_ROWS:]
     if kind == TRAIN:
-        return reference.attention_backward(q, k, v, arrays.dout[:1, :, :1].astype(np.float64), causal=case.causal)[0]
+        dout = arrays.dout[:1, -CHECKED_ROWS:, :1].astype(np.float64)
+        return reference.attention_backward(q, k, v, dout, causal=case.causal)[0]
     return reference.attention(q, k, v, causal=case.causal)[0]
 
 
@@ -77,7 +83,7 @@ def measure(
                     on_skip(f"{candidate.name}: {reason}")
                 continue
             calls[candidate.name] = call
-            rel_l2[candidate.name] = errors(result[:1, :, :1], truth).relative_l2
+            rel_l2[candidate.name] = errors(result[:1, -CHECKED_ROWS:, :1], truth).relative_l2
             taking_part.append(candidate)
         timing = compare(calls, clock=clock, budget=budget, min_rounds=min_rounds)
         yield [shared | _row(preset.kind, case, one, timing, rel_l2[one.name]) for one in taking_part]

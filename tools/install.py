@@ -1,7 +1,8 @@
 """Install this checkout into the running interpreter, unless what it imports is this checkout and newer than its C++.
 
 With scikit-build-core and pip at hand that is `pip install --no-build-isolation --no-deps -e .`; on a machine that has
-only CMake and pybind11, the native module is built into the source tree. Neither downloads anything.
+only CMake and pybind11 (or PyTorch, which carries its headers), the native module is built into the source tree.
+Neither downloads anything.
 """
 
 from __future__ import annotations
@@ -75,21 +76,43 @@ def install_editable() -> None:
         stale.unlink()
 
 
+def pybind11_prefix(folder: Path) -> Path | None:
+    """Where CMake finds pybind11: its own package, or a stand-in for the headers that PyTorch carries."""
+    if has("pybind11"):
+        import pybind11
+
+        return Path(pybind11.get_cmake_dir())
+    if not has("torch"):
+        return None
+    include = Path(importlib.util.find_spec("torch").submodule_search_locations[0]) / "include"
+    if not (include / "pybind11" / "pybind11.h").exists():
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pybind11Config.cmake").write_text(TORCH_PYBIND11.format(include=include))
+    return folder
+
+
+TORCH_PYBIND11 = """\
+function(pybind11_add_module name)
+  Python_add_library(${{name}} MODULE WITH_SOABI ${{ARGN}})
+  target_include_directories(${{name}} SYSTEM PRIVATE "{include}")
+endfunction()
+"""
+
+
 def build_in_place() -> None:
+    folder = ROOT / "build" / f"inplace-{sys.implementation.cache_tag}"
     cmake = shutil.which("cmake", path=environment()["PATH"])
-    missing = [name for name, found in (("cmake", cmake), ("pybind11", has("pybind11"))) if not found]
+    prefix = pybind11_prefix(folder / "pybind11")
+    missing = [name for name, found in (("cmake", cmake), ("pybind11", prefix)) if not found]
     if missing:
         sys.exit(
             f"cannot build qflash: {sys.executable} lacks scikit-build-core, and {', '.join(missing)} is missing too.\n"
             "Install scikit-build-core, pybind11, cmake and ninja, or run make without VENV= to set up an environment."
         )
-    import pybind11
-
-    folder = ROOT / "build" / f"inplace-{sys.implementation.cache_tag}"
     generator = ["-G", "Ninja"] if shutil.which("ninja", path=environment()["PATH"]) else []
-    python = f"-DPython_EXECUTABLE={sys.executable}"
-    prefix = f"-DCMAKE_PREFIX_PATH={pybind11.get_cmake_dir()}"
-    run([cmake, "-S", str(ROOT), "-B", str(folder), *generator, "-DQF_INPLACE=ON", python, prefix])
+    options = ["-DQF_INPLACE=ON", f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_PREFIX_PATH={prefix}"]
+    run([cmake, "-S", str(ROOT), "-B", str(folder), *generator, *options])
     run([cmake, "--build", str(folder), "--parallel"])
 
 
