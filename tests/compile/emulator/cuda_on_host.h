@@ -1,8 +1,8 @@
 // Enough CUDA to run qflash's device code on the host: g++ reads this header before a kernel's.
 //
-// A block is run by one fiber per thread. A fiber runs until it meets its warp or its block; when all of them have, they
-// go on. Warps, and lanes within a warp, take turns in an order drawn from a seed, so that code which relies on an order
-// it did not ask for gives different bits for different seeds. Shared memory starts as NaN. Fibers that wait for
+// A block is run by one fiber per thread. A fiber runs until it meets its warp or its block; when all of them have,
+// they go on. Warps, and lanes within a warp, take turns in an order drawn from a seed, so that code which relies on an
+// order it did not ask for gives different bits for different seeds. Shared memory starts as NaN. Fibers that wait for
 // something that cannot happen (a barrier some thread skips) are reported, not waited for.
 #pragma once
 
