@@ -26,7 +26,7 @@ endif
 PYTEST = $(PY) -m pytest $(PYTEST_ARGS)
 CPP_FILES = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh' 2>/dev/null)
 
-.PHONY: help run test bench gpu-test build fmt lint clean
+.PHONY: help run test bench gpu-test sanitize build fmt lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -42,7 +42,12 @@ bench: build ## the full benchmark grid of this machine, rows in bench/results/
 	$(PY) -m qflash.cli bench
 
 gpu-test: build ## what must pass on a machine with a GPU: numerics, front ends, compilation
-	$(PYTEST) $(wildcard tests/compile tests/numerics tests/frontends)
+	$(PYTEST) tests/compile tests/numerics tests/frontends
+
+sanitize: build ## every CUDA kernel under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
+	@for tool in memcheck racecheck initcheck synccheck; do echo "compute-sanitizer --tool $$tool"; \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 --kernel-regex kns=qf_ $(PY) -m qflash.testing.sanitize || exit 1; \
+	done
 
 build: $(ENVIRONMENT) ## set up the environment and (re)build the native module if its sources changed
 	@$(PY) tools/install.py

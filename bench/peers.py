@@ -58,7 +58,8 @@ class Arrays:
     @cached_property
     def jax(self):
         jax = load("jax")
-        return tuple(jax.device_put(x) for x in self.numpy)
+        device = jax.devices(self.device)[0]  # not JAX's default, which is the GPU where there is one
+        return tuple(jax.device_put(x, device) for x in self.numpy)
 
 
 @dataclass(frozen=True)

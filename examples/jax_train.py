@@ -40,4 +40,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with jax.default_device(jax.devices("cpu")[0]):  # where the backward pass runs
+        main()
