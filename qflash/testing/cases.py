@@ -109,6 +109,9 @@ def _scores() -> list[Case]:
         Case("scale_negative", 40, 60, scale=-0.2, seed=74),
         Case("scale_one", 64, 64, head_dim=32, scale=1.0, seed=75),
         Case("large", 64, 130, data="large", seed=76),
+        Case(
+            "large_one_key", 15, 3, 4, 1, batch=2, kv_lens=(1, 3), data="large", seed=83
+        ),  # smoothing leaves 0 of one key
         Case("large_causal_half", 64, 64, data="large", dtype="float16", causal=True, seed=77),
         Case("large_causal_bfloat16", 64, 64, data="large", dtype="bfloat16", causal=True, seed=78),
         Case("biased_k", 128, 256, 4, 2, data="biased_k", seed=79, tags=_QUICK),

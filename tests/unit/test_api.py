@@ -243,7 +243,7 @@ def _in_child(name: str, results) -> None:
         results.put(repr(error))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_child_processes(method: str) -> None:
     """Also a child forked after the parent's engine has started its threads, which the child does not inherit."""
