@@ -98,9 +98,9 @@ inline bool turn(const std::vector<int>& members, std::initializer_list<Waits> k
 }
 
 // Returns false when the block is stuck.
-inline bool run_block(int threads, std::mt19937& order) {
+inline bool run_block(int threads, int shared_bytes, std::mt19937& order) {
   const float4 nans = make_float4(NAN, NAN, NAN, NAN);
-  std::fill(std::begin(s_memory), std::end(s_memory), nans);
+  std::fill_n(s_memory, shared_bytes / sizeof(float4), nans);
   if (int(fibers.size()) < threads) fibers.resize(threads);
   std::vector<std::vector<int>> warps(threads / 32);
   std::vector<int> block;
@@ -129,13 +129,13 @@ inline bool run_block(int threads, std::mt19937& order) {
 }
 
 template <class Kernel, class Params, class Grid>
-int launch(Kernel* kernel, const Params& p, const Grid& grid, int threads, unsigned seed) {
+int launch(Kernel* kernel, const Params& p, const Grid& grid, int threads, int shared_bytes, unsigned seed) {
   std::mt19937 order(seed);
   blockDim.x = threads;
   body = [&] { kernel(p, grid); };
   for (int64_t item = 0; item < grid.items; ++item) {
     blockIdx.x = unsigned(item);
-    if (!run_block(threads, order)) return 1;
+    if (!run_block(threads, shared_bytes, order)) return 1;
   }
   return 0;
 }

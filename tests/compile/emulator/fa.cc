@@ -2,6 +2,7 @@
 #include "kernels/fa/kernel.cuh"
 
 extern "C" int qf_fa(const QfAttnParams* p, void*) {
-  return host::launch(qf_fa_kernel, *p, qf::grid_of(*p, qf::fa::kBlockM, 1), qf::fa::kThreads, p->num_threads);
+  using namespace qf::fa;
+  return host::launch(qf_fa_kernel, *p, qf::grid_of(*p, kBlockM, 1), kThreads, kSharedBytes, p->num_threads);
 }
 extern "C" const char* qf_status_text(int) { return "a block is stuck: its threads wait for different things"; }
