@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ PACKAGES = ("numpy", "torch", "jax", "triton", "flash-attn")
 
 
 def commit() -> str:
-    """The commit measured, with a + when the tree holds more than that commit; unknown outside git."""
+    """The commit measured, with a + when the tree holds more than it. Outside git: $QFLASH_COMMIT, or unknown."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -26,7 +27,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "qflash", "CMakeLists.txt")
         return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("QFLASH_COMMIT", "unknown")
 
 
 def provenance(device: str) -> dict[str, Any]:
