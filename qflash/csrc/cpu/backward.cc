@@ -31,9 +31,6 @@ namespace {
 // What a round may take beyond its first unit: as many small units as stay in cache, or one large one per thread.
 constexpr int64_t kSmallRoundBytes = int64_t(1) << 20, kLargeRoundBytes = int64_t(64) << 20;
 
-int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
-
 struct Unit {
   Sequence sequence;
   int64_t key_rows;  // rows of dk and dv: those past sequence.len_k become zero
@@ -99,7 +96,7 @@ class Backward {
     if (bytes > workspace_bytes_) {
       workspace_.reset();
       workspace_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(bytes, 64))));
-      if (!workspace_) return fail(QF_NO_MEMORY, "no memory for %lld bytes of scratch", static_cast<long long>(bytes));
+      if (!workspace_) return QF_NO_MEMORY;
       workspace_bytes_ = bytes;
     }
     lay_out(first, end);
@@ -154,7 +151,7 @@ class Backward {
   int work_on_units() {
     KeyBlock block;
     // Before any block is taken: one that is taken must be finished, others wait for it.
-    if (!take_scratch(&block)) return fail(QF_NO_MEMORY, "no memory for a thread's scratch");
+    if (!take_scratch(&block)) return QF_NO_MEMORY;
     const int64_t count = int64_t(units_.size());
     for (int64_t i; (i = fresh_unit_.fetch_add(1)) < count;) work_on(*units_[i], block);
     for (int64_t i = count; i-- > 0;) work_on(*units_[i], block);
@@ -243,6 +240,6 @@ extern "C" int qf_cpu_bwd(const QfAttnBwdParams* params, void*) {
   try {
     return Backward(*params, QF_PICK(isa, backward_kernels)).run();
   } catch (const std::bad_alloc&) {
-    return fail(QF_NO_MEMORY, "no memory for the list of tiles");
+    return QF_NO_MEMORY;
   }
 }

@@ -10,10 +10,10 @@
 #include "isa.h"
 #include "qflash.h"
 #include "sequence.h"
+#include "sizes.h"
 
 namespace qf {
 
-constexpr int kMaxHeadDim = 256;
 constexpr int kBwdBlock = 96;        // a multiple of every register block, rows and columns, of every instruction set
 constexpr int kBwdRowMultiple = 24;  // register blocks are 6 or 8 rows high; rows of queries are padded for both
 

@@ -106,7 +106,7 @@ static void probabilities(const QfAttnBwdParams& params, const QueryTile& tile, 
                           const KeyBlock& block) {
   const QfAttnParams& p = params.fwd;
   const bool capped = p.softcap != 0.0f;
-  const ScoreMap map{(capped ? p.softcap : p.scale) * kLog2e, capped ? p.scale / p.softcap : 0.0f};
+  const WeightMap map{(capped ? p.softcap : p.scale) * kLog2e, capped ? p.scale / p.softcap : 0.0f};
   const auto run = all_seen(mask) ? (capped ? score_tile<false, true> : score_tile<false, false>)
                                   : (capped ? score_tile<true, true> : score_tile<true, false>);
   run(map, p.head_dim, pitch_of(p), tile, mask, block);

@@ -65,7 +65,7 @@ static inline void score_product(const float* a, int pitch, const float* b, int 
 
 // What turns a raw score into a weight: weight = 2^(score * factor - lse * log2(e)), or with a cap
 // 2^(tanh(score * inverse_cap) * factor - lse * log2(e)).
-struct ScoreMap {
+struct WeightMap {
   float factor, inverse_cap;
 };
 
@@ -82,7 +82,7 @@ static inline void clear_block(float* x) {
 
 // P of one register block at (row, key). The cap's slope waits in dS's place until dP is known.
 template <bool kMasked, bool kCapped>
-static inline void weight_block(const ScoreMap& map, int head_dim, int pitch, const QueryTile& tile,
+static inline void weight_block(const WeightMap& map, int head_dim, int pitch, const QueryTile& tile,
                                 const TileMask& mask, const KeyBlock& block, int row, int key) {
   float* p = block.p + row * kBwdBlock + key;
   float* ds = block.ds + row * kBwdBlock + key;
@@ -128,7 +128,7 @@ static inline void gradient_block(int head_dim, int pitch, const QueryTile& tile
 
 // One strip of k_t, then the same strip of v_t, stays in the first-level cache while the rows pass by.
 template <bool kMasked, bool kCapped>
-static void score_tile(const ScoreMap& map, int head_dim, int pitch, const QueryTile& tile, const TileMask& mask,
+static void score_tile(const WeightMap& map, int head_dim, int pitch, const QueryTile& tile, const TileMask& mask,
                        const KeyBlock& block) {
   for (int key = 0; key < mask.columns; key += kScoreVecs * kLanes) {
     for (int row = 0; row < mask.rows; row += kScoreRows)

@@ -1,12 +1,26 @@
 #include "checks.h"
 
 #include "sequence.h"
+#include "sizes.h"
 #include "status.h"
 
 namespace qf {
 namespace {
 
 using LongLong = long long;
+
+// Front ends refuse these first, but a stored program comes here past them, and buffers and divisions rely on them.
+int check_shape(const QfAttnParams& p) {
+  if (p.head_dim < 1 || p.head_dim > kMaxHeadDim)
+    return fail(QF_UNSUPPORTED, "head_dim is %d; allowed: 1 to %d", p.head_dim, kMaxHeadDim);
+  if (p.kv_heads < 1 || p.q_heads < 1 || p.q_heads % p.kv_heads != 0)
+    return fail(QF_UNSUPPORTED, "q has %d heads and k has %d; allowed: a multiple of k's, 1 or more", p.q_heads,
+                p.kv_heads);
+  if (p.rope.cos && (p.rope.rotary_dim < 0 || p.rope.rotary_dim > p.head_dim))
+    return fail(QF_UNSUPPORTED, "rope.cos turns %d channels; allowed: 0 to %d, head_dim", p.rope.rotary_dim,
+                p.head_dim);
+  return QF_OK;
+}
 
 // cu[0] = 0, never falling, no step above `longest`, cu[batch] = total.
 int check_cumulative(const char* name, const char* longest_name, const int32_t* cu, int32_t batch, int64_t total,
@@ -51,6 +65,7 @@ int check_positions(const QfAttnParams& p, const Sequence& s) {
 
 int check_values(const QfAttnParams& p) {
   if (p.struct_bytes != int32_t(sizeof(QfAttnParams))) return QF_BAD_ABI;
+  if (int status = check_shape(p)) return status;
   if (p.cu_seqlens_q) {
     if (int status = check_cumulative("cu_seqlens_q", "max_seqlen_q", p.cu_seqlens_q, p.batch, p.total_q, p.q_len))
       return status;

@@ -10,6 +10,7 @@
 #include "checks.h"
 #include "forward.h"
 #include "memory.h"
+#include "sizes.h"
 #include "threads.h"
 
 namespace qf {
@@ -23,8 +24,6 @@ constexpr int64_t kPackedBytes = int64_t(64) << 20;
 // Splits follow from constants, not from the thread count: the cut decides the order of the sums, hence the bits.
 constexpr int64_t kSplitItems = 64;
 constexpr int64_t kSplitKeys = 512;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 class Forward {
  public:

@@ -17,8 +17,6 @@ namespace qf {
 namespace QF_ISA {
 namespace {
 
-constexpr int kMaxHeadDim = 256;
-
 struct Scratch {
   float *q, *o, *s, *k, *v, *staging;
   RowState* states;

@@ -61,7 +61,7 @@ class Call {
     int64_t row_block_items = 0;
     for (int32_t b = 0; b < p_.batch; b++) {
       const Sequence s = sequence_of(p_, b);
-      row_block_items += (rows_of(s) + kernel_.row_block - 1) / kernel_.row_block * p_.kv_heads;
+      row_block_items += ceil_div(rows_of(s), kernel_.row_block) * p_.kv_heads;
     }
     for (int32_t b = 0; b < p_.batch; b++) {
       Plan plan{};
@@ -78,16 +78,16 @@ class Call {
     plan.first_head = int64_t(plans_.size()) * heads;
     plan.padded_keys = round_up(s.len_k, kInt8KeyBlock);
     plan.blocks = plan.padded_keys / kInt8KeyBlock;
-    plan.chunks = (s.len_k + kInt8MeanChunk - 1) / kInt8MeanChunk;
+    plan.chunks = ceil_div(s.len_k, kInt8MeanChunk);
     plan.rows = rows_of(s);
-    plan.row_blocks = (plan.rows + kernel_.row_block - 1) / kernel_.row_block;
-    const int64_t wanted = (kEnoughItems + row_block_items - 1) / row_block_items;
+    plan.row_blocks = ceil_div(plan.rows, kernel_.row_block);
+    const int64_t wanted = ceil_div(kEnoughItems, row_block_items);
     const int64_t visible = std::max<int64_t>(plan.keys.end - plan.keys.begin, 1);
-    plan.share_keys = std::max(kLeastShare, round_up((visible + wanted - 1) / wanted, kInt8KeyBlock));
-    plan.shares = (visible + plan.share_keys - 1) / plan.share_keys;
+    plan.share_keys = std::max(kLeastShare, round_up(ceil_div(visible, wanted), kInt8KeyBlock));
+    plan.shares = ceil_div(visible, plan.share_keys);
     plan.first_key = keys_, plan.first_block = blocks_, plan.first_chunk = chunks_;
     plan.first_sum_item = sum_items_, plan.first_pack_item = pack_items_;
-    plan.first_attend_item = attend_items_, plan.first_merge_item = merge_items_, plan.first_partial = partials_;
+    plan.first_attend_item = attend_items_, plan.first_merge_item = merge_items_, plan.first_partial = partial_count_;
     keys_ += plan.padded_keys * heads;
     blocks_ += plan.blocks * heads;
     chunks_ += plan.chunks * heads;
@@ -96,13 +96,13 @@ class Call {
     attend_items_ += plan.row_blocks * plan.shares * heads;
     if (plan.shares > 1) {
       merge_items_ += plan.row_blocks * heads;
-      partials_ += plan.row_blocks * plan.shares * heads;
+      partial_count_ += plan.row_blocks * plan.shares * heads;
     }
     plans_.push_back(plan);
   }
 
   int64_t rows_of(const Sequence& s) const { return s.len_q * (p_.q_heads / p_.kv_heads); }
-  static int64_t sum_items_of(const Plan& plan) { return (plan.chunks + kChunksPerItem - 1) / kChunksPerItem; }
+  static int64_t sum_items_of(const Plan& plan) { return ceil_div(plan.chunks, kChunksPerItem); }
 
   // Hands out the arena's pieces, or with no arena yet only counts their bytes.
   template <class T>
@@ -116,11 +116,11 @@ class Call {
     place(keys_data_, keys_ / kInt8Panel * kernel_.panel_bytes(p_.head_dim));
     place(values_data_, keys_ * kernel_.value_bytes(p_.head_dim));
     place(key_scales_, keys_);
-    place(means_, int64_t(plans_.size()) * p_.kv_heads * kInt8MaxHeadDim);
+    place(means_, int64_t(plans_.size()) * p_.kv_heads * kMaxHeadDim);
     place(wild_, blocks_);
     place(chunk_sums_, chunks_ * p_.head_dim);
     place(chunk_finite_, chunks_);
-    place(partial_data_, partials_ * partial_floats());
+    place(partial_data_, partial_count_ * partial_floats());
   }
 
   bool allocate() {
@@ -128,6 +128,10 @@ class Call {
     arena_.reset(static_cast<char*>(std::aligned_alloc(64, std::max<size_t>(placed_, 64))));
     if (!arena_) return false;
     place_all();
+    for (int64_t i = 0; i < partial_count_; i++) {
+      float* data = partial_data_ + i * partial_floats();
+      partials_.push_back({data + 2 * kernel_.row_block, data, data + kernel_.row_block});
+    }
     return true;
   }
 
@@ -153,7 +157,7 @@ class Call {
             keys_data_ + key / kInt8Panel * kernel_.panel_bytes(p_.head_dim),
             values_data_ + key * kernel_.value_bytes(p_.head_dim),
             key_scales_ + key,
-            means_ + (plan.first_head + kv_head) * kInt8MaxHeadDim,
+            means_ + (plan.first_head + kv_head) * kMaxHeadDim,
             wild_ + plan.first_block + kv_head * plan.blocks};
   }
 
@@ -171,15 +175,15 @@ class Call {
   int mean_item(int64_t i) {
     const Plan& plan = plans_[size_t(i / p_.kv_heads)];
     const int64_t base = plan.first_chunk + i % p_.kv_heads * plan.chunks;
-    double total[kInt8MaxHeadDim] = {};
+    double total[kMaxHeadDim] = {};
     int64_t finite = 0;
     for (int64_t c = base; c < base + plan.chunks; c++) {
       finite += chunk_finite_[c];
       for (int d = 0; d < p_.head_dim; d++) total[d] += double(chunk_sums_[c * p_.head_dim + d]);
     }
-    for (int d = 0; d < kInt8MaxHeadDim; d++) {
+    for (int d = 0; d < kMaxHeadDim; d++) {
       const float mean = float(total[d] / double(std::max<int64_t>(finite, 1)));
-      means_[i * kInt8MaxHeadDim + d] = std::isfinite(mean) ? mean : 0.0f;
+      means_[i * kMaxHeadDim + d] = std::isfinite(mean) ? mean : 0.0f;
     }
     return QF_OK;
   }
@@ -204,10 +208,6 @@ class Call {
   }
 
   int64_t partial_floats() const { return int64_t(kernel_.row_block) * (kernel_.value_width(p_.head_dim) + 2); }
-  Int8Partial partial_at(int64_t index) const {
-    float* data = partial_data_ + index * partial_floats();
-    return {data + 2 * kernel_.row_block, data, data + kernel_.row_block};
-  }
   int64_t partial_index(const Plan& plan, int64_t kv_head, int64_t row_block) const {
     return plan.first_partial + (kv_head * plan.row_blocks + row_block) * plan.shares;
   }
@@ -222,8 +222,8 @@ class Call {
       return kernel_.attend(p_, plan.sequence, head, rows.first, rows.count, {0, plan.sequence.len_k}, nullptr);
     const int64_t begin = plan.keys.begin / kInt8KeyBlock * kInt8KeyBlock + share * plan.share_keys;
     const int64_t end = share + 1 == plan.shares ? plan.sequence.len_k : begin + plan.share_keys;
-    const Int8Partial partial = partial_at(partial_index(plan, item.kv_head, row_block) + share);
-    return kernel_.attend(p_, plan.sequence, head, rows.first, rows.count, {begin, end}, &partial);
+    return kernel_.attend(p_, plan.sequence, head, rows.first, rows.count, {begin, end},
+                          &partials_[size_t(partial_index(plan, item.kv_head, row_block) + share)]);
   }
 
   int merge_item(int64_t i) {
@@ -232,11 +232,8 @@ class Call {
     const Item item = find(i, &Plan::first_merge_item, [](const Plan& plan) { return plan.row_blocks; });
     const Plan& plan = *item.plan;
     const Rows rows = rows_of(plan, item.index);
-    std::vector<Int8Partial> partials;
-    for (int64_t share = 0; share < plan.shares; share++)
-      partials.push_back(partial_at(partial_index(plan, item.kv_head, item.index) + share));
-    return kernel_.merge(p_, plan.sequence, head_of(plan, item.kv_head), rows.first, rows.count, partials.data(),
-                         plan.shares);
+    return kernel_.merge(p_, plan.sequence, head_of(plan, item.kv_head), rows.first, rows.count,
+                         &partials_[size_t(partial_index(plan, item.kv_head, item.index))], plan.shares);
   }
 
   struct Free {
@@ -246,7 +243,8 @@ class Call {
   const QfAttnParams& p_;
   const Int8Kernel& kernel_;
   std::vector<Plan> plans_;
-  int64_t keys_ = 0, blocks_ = 0, chunks_ = 0, partials_ = 0;
+  std::vector<Int8Partial> partials_;
+  int64_t keys_ = 0, blocks_ = 0, chunks_ = 0, partial_count_ = 0;
   int64_t sum_items_ = 0, pack_items_ = 0, attend_items_ = 0, merge_items_ = 0;
   std::unique_ptr<char, Free> arena_;
   size_t placed_ = 0;

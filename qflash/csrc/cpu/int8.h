@@ -24,6 +24,7 @@
 
 #include "qflash.h"
 #include "sequence.h"
+#include "sizes.h"
 
 namespace qf {
 
@@ -31,10 +32,7 @@ constexpr int kInt8Panel = 16;      // keys side by side in a packed panel
 constexpr int kInt8KeyStep = 32;    // packed keys are padded to this
 constexpr int kInt8KeyBlock = 128;  // keys of one packing item
 constexpr int kInt8MeanChunk = 64;  // see 2 above
-constexpr int kInt8MaxHeadDim = 256;
 constexpr float kInt8NoAmplitude = 7.8886090522101180541e-31f;  // 2^-100
-
-static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // The packed keys and values of one key head of one sequence.
 struct Int8Head {
@@ -42,7 +40,7 @@ struct Int8Head {
   char* keys;         // panels of kInt8Panel keys, Int8Kernel::panel_bytes each
   char* values;       // Int8Kernel::value_bytes per key
   float* key_scales;  // [padded keys]
-  const float* mean;  // [kInt8MaxHeadDim], zeros past head_dim
+  const float* mean;  // [kMaxHeadDim], zeros past head_dim
   uint8_t* wild;      // [blocks of kInt8KeyBlock keys]: 1 where some v is not finite
 };
 

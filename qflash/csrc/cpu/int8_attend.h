@@ -15,8 +15,8 @@ struct alignas(64) RowBlock {
   Row rows[kRowBlock];
   float totals[kRowBlock][kLanes];
   char scores[kRowBlock * kScoreStride];  // scores, then t, then weights
-  Integer queries[kRowBlock * (kInt8MaxHeadDim + kLanes)];
-  float out[kRowBlock * kInt8MaxHeadDim];
+  Integer queries[kRowBlock * (kMaxHeadDim + kLanes)];
+  float out[kRowBlock * kMaxHeadDim];
 };
 
 static inline int64_t query_of(const QfAttnParams& p, int64_t row) { return row / (p.q_heads / p.kv_heads); }
@@ -158,7 +158,7 @@ static int attend(const QfAttnParams& p, const Sequence& s, const Int8Head& head
 static int merge(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t first_row, int count,
                  const Int8Partial* partials, int64_t shares) {
   alignas(64) float out[kRowFloats];
-  alignas(64) Integer unused[kInt8MaxHeadDim + kLanes];
+  alignas(64) Integer unused[kMaxHeadDim + kLanes];
   const int width = value_width(p.head_dim);
   for (int r = 0; r < count; r++) {
     Row row;

@@ -9,7 +9,7 @@ namespace qf {
 namespace QF_ISA {
 
 // Room for one row in float32, so that whole vectors may be read and written.
-constexpr int kRowFloats = kInt8MaxHeadDim + kLanes;
+constexpr int kRowFloats = kMaxHeadDim + kLanes;
 
 static inline int depth_groups(int head_dim) { return int(round_up(head_dim, kDepthStep)) / kPack; }
 // Distance between rows of integers: whole vectors and, with AMX, whole tiles.
@@ -76,7 +76,7 @@ static inline float quantize_row(const float* x, int n, Integer* integers) {
 
 // Keys [first, first + kInt8Panel): those past the sequence's end are zeros.
 static void pack_panel(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t first) {
-  constexpr int kStride = (kInt8MaxHeadDim + kLanes) * int(sizeof(Integer)) / 4;  // in groups of four bytes
+  constexpr int kStride = (kMaxHeadDim + kLanes) * int(sizeof(Integer)) / 4;  // in groups of four bytes
   alignas(64) uint32_t rows[kInt8Panel][kStride];
   alignas(64) float x[kRowFloats];
   memset(rows, 0, sizeof rows);
@@ -103,7 +103,7 @@ static void pack_panel(const QfAttnParams& p, const Sequence& s, const Int8Head&
 
 // Values [first, first + kInt8KeyStep) with zeros for what is not finite or past the end; true if any was not finite.
 static bool pack_value_rows(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t first) {
-  alignas(64) float rows[kInt8KeyStep * kInt8MaxHeadDim + kLanes];
+  alignas(64) float rows[kInt8KeyStep * kMaxHeadDim + kLanes];
   const int width = value_width(p.head_dim);
   bool wild = false;
   for (int j = 0; j < kInt8KeyStep; j++) {

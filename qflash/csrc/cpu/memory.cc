@@ -18,6 +18,7 @@ class Buffer {
   ~Buffer() { std::free(data_); }
 
   void* reserve(size_t bytes) {
+    if (bytes == 0) bytes = 1;  // nothing has an address too: NULL means no memory
     if (bytes <= bytes_) return data_;
     clear();
     const size_t unit = bytes >= kHugePage / 4 ? kHugePage : kPage;

@@ -4,11 +4,10 @@
 #include "multiply.h"
 #include "rows.h"
 #include "sequence.h"
+#include "sizes.h"
 
 namespace qf {
 namespace QF_ISA {
-
-static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Row `row` of head `head` of k or v.
 static inline const char* row_address(const QfTensor& t, const QfAttnParams& p, const Sequence& s, int64_t first,

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cfenv>
 #include <cstdlib>
 #include <new>
 
@@ -37,6 +38,9 @@ struct Job {
   void* context;
   int64_t items;
   int32_t wanted;  // workers that may still join
+  // The caller's rounding and treatment of denormals. A new thread inherits its starter's, and some frameworks change
+  // theirs: bits must depend on who calls, not on who happened to start a worker.
+  std::fenv_t float_mode;
   std::atomic<int64_t> next{0};
   std::atomic<int32_t> running{0};  // workers inside
   std::atomic<int> status{QF_OK};
@@ -59,6 +63,7 @@ class Pool {
  public:
   int run(Job& job, int32_t threads) {
     job.wanted = threads - 1;
+    std::fegetenv(&job.float_mode);
     pthread_mutex_lock(&mutex_);
     grow(job.wanted);
     job.older = jobs_;
@@ -138,6 +143,7 @@ class Pool {
         sleepers_--;
       }
       pthread_mutex_unlock(&mutex_);
+      std::fesetenv(&job->float_mode);
       job->work();
       pthread_mutex_lock(&mutex_);
       if (job->running.fetch_sub(1, std::memory_order_acq_rel) == 1) pthread_cond_broadcast(&done_);
@@ -195,7 +201,7 @@ std::atomic<int32_t> default_threads{initial_threads()};
 int parallel_for(int64_t items, int32_t threads, ItemFunction function, void* context) {
   threads = resolve_threads(threads);
   if (threads > items) threads = items < 1 ? 1 : int32_t(items);
-  Job job{function, context, items, 0};
+  Job job{function, context, items, 0, {}};
   Pool* workers = threads > 1 ? pool() : nullptr;
   if (workers) return workers->run(job, threads);
   job.work();
