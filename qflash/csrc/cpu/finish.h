@@ -10,9 +10,9 @@ namespace qf {
 namespace QF_ISA {
 
 static inline ScoreMap score_map(const QfAttnParams& p) {
-  const float scale = fabsf(p.scale);
-  if (p.softcap != 0.0f) return {kLog2e, p.softcap, scale / p.softcap, 1.0f};
-  return {scale * kLog2e, 0.0f, 0.0f, scale};
+  const float scale = fabsf(p.scale), factor = p.softcap != 0.0f ? kLog2e : scale * kLog2e;
+  if (p.softcap != 0.0f) return {factor, -126.0f / factor, p.softcap, scale / p.softcap, 1.0f};
+  return {factor, -126.0f / factor, 0.0f, 0.0f, scale};
 }
 
 // Writes out = o / l and lse = unit * m + ln l. A row that sees no key gives zeros and -inf; one that sees keys whose

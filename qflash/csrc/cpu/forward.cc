@@ -39,11 +39,6 @@ size_t lay_out(void* base, int64_t rows, int64_t head_dim, bool packed, Scratch*
   return arena.used();
 }
 
-// Key ranges of one row, relative to the tile.
-struct Span {
-  int begin, end;
-};
-
 class Block {
  public:
   Block(const QfAttnParams& p, const RowBlock& block, const Scratch& scratch)
@@ -118,9 +113,10 @@ class Block {
       Span spans[kMaxRows];
       const Span all_rows = spans_of(row, count, spans);
       if (all_rows.begin == all_rows.end) continue;
-      float alpha[kMaxRows];
-      for (int i = 0; i < count; i++) alpha[i] = weights(row + i, spans[i], all_rows);
+      float alpha[kRowSlots];
+      online_softmax(x_.s + row * kTileKeys, kTileKeys, count, spans, map_, x_.states + row, alpha);
       if (whole_ || finite) {
+        for (int i = 0; i < count; i++) clear_unseen(row + i, spans[i], all_rows);
         accumulate(row, count, all_rows, alpha);
       } else {
         // 0 * NaN is NaN: a masked key's value must not meet even a zero weight.
@@ -193,14 +189,12 @@ class Block {
     }
   }
 
-  // Scores of a row to weights, zero where its neighbours see keys that it does not. Returns alpha.
-  float weights(int64_t row, Span span, Span all_rows) {
-    float* s = x_.s + row * kTileKeys;
-    const float alpha = online_softmax(s, span.begin, span.end, map_, x_.states + row);
+  // Zero weights where a row's neighbours see keys that it does not.
+  void clear_unseen(int64_t row, Span span, Span all_rows) {
+    float* weights = x_.s + row * kTileKeys;
     if (span.begin == span.end) span = {all_rows.begin, all_rows.begin};
-    for (int j = all_rows.begin; j < span.begin; j++) s[j] = 0.0f;
-    for (int j = span.end; j < all_rows.end; j++) s[j] = 0.0f;
-    return alpha;
+    for (int j = all_rows.begin; j < span.begin; j++) weights[j] = 0.0f;
+    for (int j = span.end; j < all_rows.end; j++) weights[j] = 0.0f;
   }
 
   void accumulate(int64_t row, int count, Span span, const float* alpha) {

@@ -5,6 +5,7 @@
 // stands in masked places (NaN too) cannot leak.
 #pragma once
 
+#include "multiply.h"
 #include "vec.h"
 
 namespace qf {
@@ -14,6 +15,7 @@ namespace QF_ISA {
 // largest.
 struct ScoreMap {
   float factor;
+  float lowest;       // -126 / factor: weights below 2^-126 are zero
   float cap;          // 0: no softcap
   float inverse_cap;  // scale / cap
   float unit;         // what one unit of s is worth as a logarithm
@@ -23,6 +25,9 @@ struct RowState {
   float m;  // running maximum of s; -inf at first
   float l;  // running sum of 2^((s - m) * factor)
 };
+
+// Rows in whole vectors: room for what is computed for all rows at once.
+constexpr int kRowSlots = (kMaxRows + kLanes - 1) / kLanes * kLanes;
 
 constexpr float kInfinity = __builtin_inff();
 
@@ -35,56 +40,70 @@ static inline void apply_softcap(float* s, int begin, int end, const ScoreMap& m
   }
 }
 
-// Turns scores s[begin, end) into weights, updates the state and returns what the row of O must be multiplied by.
-// The row's max ignores NaN; the NaN then reappears in the weights and in l.
-static inline float online_softmax(float* s, int begin, int end, const ScoreMap& map, RowState* state) {
-  if (begin >= end) return 1.0f;
-  if (map.cap != 0.0f) apply_softcap(s, begin, end, map);
-  const int whole = begin + (end - begin) / kLanes * kLanes, rest = end - whole;
+// Largest of s[begin, end), NaN left out; -inf when there is none.
+static inline float row_max(const float* s, int begin, int end) {
   const Vec lowest = broadcast(-kInfinity);
   Vec top0 = lowest, top1 = lowest;
   int j = begin;
-  for (; j + 2 * kLanes <= whole; j += 2 * kLanes) {
+  for (; j + 2 * kLanes <= end; j += 2 * kLanes) {
     top0 = vmax(load(s + j), top0);
     top1 = vmax(load(s + j + kLanes), top1);
   }
-  if (j < whole) top0 = vmax(load(s + j), top0);
-  if (rest) top1 = vmax(first_or(load_part(s + whole, rest), rest, lowest), top1);
-  const float old = state->m, here = max(vmax(top0, top1));
-  const float m = here > old ? here : old;
-  // While every score is -inf there is nothing to subtract: the weights are 0 and l stays 0.
-  const float shift = m == -kInfinity ? 0.0f : m;
+  for (; j < end; j += kLanes) {
+    const int n = end - j < kLanes ? end - j : kLanes;
+    top0 = vmax(first_or(load_part(s + j, n), n, lowest), top0);
+  }
+  return max(vmax(top0, top1));
+}
 
-  const Vec factor = broadcast(map.factor), origin = broadcast(shift);
+// Scores s[begin, end) to weights 2^((s - m) * factor); returns their sum.
+static inline float row_weights(float* s, int begin, int end, float m, const ScoreMap& map) {
+  // While every score is -inf there is nothing to subtract: the weights are 0.
+  const Vec origin = broadcast(m == -kInfinity ? 0.0f : m);
+  const Vec factor = broadcast(map.factor), lowest = broadcast(map.lowest);
   Vec sum0 = zero(), sum1 = zero();
-  j = begin;
-  for (; j + 2 * kLanes <= whole; j += 2 * kLanes) {
-    const Vec p0 = exp2_nonpositive((load(s + j) - origin) * factor);
-    const Vec p1 = exp2_nonpositive((load(s + j + kLanes) - origin) * factor);
+  int j = begin;
+  for (; j + 2 * kLanes <= end; j += 2 * kLanes) {
+    const Vec p0 = exp2_nonpositive(load(s + j) - origin, factor, lowest);
+    const Vec p1 = exp2_nonpositive(load(s + j + kLanes) - origin, factor, lowest);
     store(s + j, p0);
     store(s + j + kLanes, p1);
     sum0 = sum0 + p0;
     sum1 = sum1 + p1;
   }
-  if (j < whole) {
-    const Vec p = exp2_nonpositive((load(s + j) - origin) * factor);
-    store(s + j, p);
-    sum0 = sum0 + p;
+  for (; j < end; j += kLanes) {
+    const int n = end - j < kLanes ? end - j : kLanes;
+    const Vec p = exp2_nonpositive(load_part(s + j, n) - origin, factor, lowest);
+    store_part(s + j, p, n);
+    sum0 = sum0 + first_or(p, n, zero());
   }
-  if (rest) {
-    const Vec p = exp2_nonpositive((load_part(s + whole, rest) - origin) * factor);
-    store_part(s + whole, p, rest);
-    sum1 = sum1 + first_or(p, rest, zero());
+  return sum(sum0 + sum1);
+}
+
+// What a row sees of a tile: keys [begin, end) counted from the tile's first.
+struct Span {
+  int begin, end;
+};
+
+// Turns `rows` rows of scores, `pitch` apart, into weights over their spans, moves their states on and tells by which
+// alpha each row of O must be multiplied. Step by step over all rows: the steps of one row wait for one another, those
+// of different rows do not. A row's max leaves NaN out; the NaN reappears in its weights and in l.
+static inline void online_softmax(float* s, int64_t pitch, int rows, const Span* spans, const ScoreMap& map,
+                                  RowState* states, float* alpha) {
+  float m[kRowSlots], change[kRowSlots] = {};
+  for (int i = 0; i < rows; i++) {
+    if (map.cap != 0.0f) apply_softcap(s + i * pitch, spans[i].begin, spans[i].end, map);
+    const float here = row_max(s + i * pitch, spans[i].begin, spans[i].end), before = states[i].m;
+    m[i] = here > before ? here : before;
   }
-  float alpha = old == m ? 1.0f : 0.0f;
-  if (old != m && old != -kInfinity) {
-    float lanes[kLanes];
-    store(lanes, exp2_nonpositive(broadcast((old - m) * map.factor)));
-    alpha = lanes[0];
+  for (int i = 0; i < rows; i++) change[i] = m[i] == states[i].m ? 0.0f : states[i].m - m[i];
+  for (int i = 0; i < rows; i += kLanes)
+    store(alpha + i, exp2_nonpositive(load(change + i), broadcast(map.factor), broadcast(map.lowest)));
+  for (int i = 0; i < rows; i++) {
+    if (change[i] == -kInfinity) alpha[i] = 0.0f;  // also when factor is 0
+    const float total = row_weights(s + i * pitch, spans[i].begin, spans[i].end, m[i], map);
+    states[i] = {m[i], states[i].l * alpha[i] + total};
   }
-  state->m = m;
-  state->l = state->l * alpha + sum(sum0 + sum1);
-  return alpha;
 }
 
 }  // namespace QF_ISA
