@@ -21,8 +21,10 @@ constexpr int64_t kLeastRows = 48;  // blocks shrink to this when there would be
 constexpr int64_t kBlocksPerThread = 4;
 constexpr int64_t kRowStep = 6;  // rows that are multiplied together
 constexpr int64_t kPackedBytes = int64_t(64) << 20;
-// Splits follow from constants, not from the thread count: the cut decides the order of the sums, hence the bits.
-constexpr int64_t kSplitItems = 64;
+// Few blocks are cut along the keys. The cut follows from constants, not from the thread count: it decides the order of
+// the sums, hence the bits.
+constexpr int64_t kFewBlocks = 64;
+constexpr int64_t kMostSplits = 64;
 constexpr int64_t kSplitKeys = 512;
 
 class Forward {
@@ -137,17 +139,11 @@ class Forward {
 
   int run_few(int64_t units) const {
     std::vector<RowBlock> blocks = make_blocks(0, units);
-    const int64_t count = int64_t(blocks.size());
-    int64_t keys = p_.k_len;  // per split
-    if (count > 0 && count < kSplitItems) {
-      keys = std::max(ceil_div(p_.k_len, ceil_div(kSplitItems, count)), kSplitKeys);
-      keys = ceil_div(keys, kTileKeys) * kTileKeys;
-    }
-    if (keys >= p_.k_len) {
-      sort_blocks(blocks);
-      return run_blocks(blocks);
-    }
-    return run_splits(blocks, keys);
+    int64_t keys = std::max(ceil_div(p_.k_len, kMostSplits), kSplitKeys);  // per split
+    keys = ceil_div(keys, kTileKeys) * kTileKeys;
+    if (int64_t(blocks.size()) < kFewBlocks && keys < p_.k_len) return run_splits(blocks, keys);
+    sort_blocks(blocks);
+    return run_blocks(blocks);
   }
 
   int run_splits(std::vector<RowBlock>& blocks, int64_t keys) const {
@@ -155,18 +151,20 @@ class Forward {
     int64_t floats = 0;
     for (const RowBlock& x : blocks) floats += splits * x.heads * x.queries * row_floats;
     std::vector<float> partial(static_cast<size_t>(floats));
-    std::vector<RowBlock> pieces;
     float* next = partial.data();
     for (RowBlock& x : blocks) {
       x.partial = next;
-      for (int64_t i = 0; i < splits; i++) {
+      next += splits * x.heads * x.queries * row_floats;
+    }
+    // Split by split with the heads inside: neighbouring heads of k and v share pages.
+    std::vector<RowBlock> pieces;
+    for (int64_t i = 0; i < splits; i++)
+      for (const RowBlock& x : blocks) {
         pieces.push_back(x);
         pieces.back().key_begin = std::min(i * keys, x.sequence.len_k);
         pieces.back().key_end = std::min((i + 1) * keys, x.sequence.len_k);
-        pieces.back().partial = next;
-        next += x.heads * x.queries * row_floats;
+        pieces.back().partial = x.partial + i * x.heads * x.queries * row_floats;
       }
-    }
     if (int status = run_blocks(pieces)) return status;
     auto merge = [&, merge = QF_PICK(isa_, merge_splits)](int64_t i) { return merge(p_, blocks[size_t(i)], splits); };
     return parallel_for(int64_t(blocks.size()), p_.num_threads, merge);

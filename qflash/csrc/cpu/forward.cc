@@ -17,6 +17,9 @@ namespace qf {
 namespace QF_ISA {
 namespace {
 
+constexpr int kLine = 64;        // bytes
+constexpr int kLinesAhead = 16;  // prefetched with every product
+
 struct Scratch {
   float *q, *o, *s, *k, *v, *staging;
   RowState* states;
@@ -126,13 +129,23 @@ class Block {
     }
   }
 
+  // A few lines of the next packed tile with every product: all at once they would hold up the loads of this one.
+  void prefetch_next_tile() {
+    for (int i = 0; i < kLinesAhead && next_line_ < next_end_; i++, next_line_ += kLine)
+      __builtin_prefetch(next_line_, 0, 2);
+  }
+
   // Makes the tile ready for scores() and accumulate(); says whether its values are known to be finite.
   bool load_tile() {
     if (block_.packed) {
-      const float* tile = block_.packed + first_key_ / kTileKeys * packed_tile_floats(dim_);
+      const int64_t floats = packed_tile_floats(dim_);
+      const float* tile = block_.packed + first_key_ / kTileKeys * floats;
+      const bool more = first_key_ + kTileKeys < s_.len_k;
+      next_line_ = reinterpret_cast<const char*>(tile + floats);
+      next_end_ = more ? next_line_ + floats * int64_t(sizeof(float)) : next_line_;
       keys_tile_ = tile;
       values_tile_ = tile + kTileKeys * dim_;
-      return tile[packed_tile_floats(dim_) - 1] != 0.0f;
+      return tile[floats - 1] != 0.0f;
     }
     keys_tile_ = x_.k;
     values_tile_ = x_.v;
@@ -140,10 +153,21 @@ class Block {
     return !values_in_place_ && pack_values(p_, s_, first_key_, keys_, block_.kv_head, kTileKeys, x_.staging, x_.v);
   }
 
+  // Asks for `count` rows of k or v from the tile's row `first` on. They lie whole strides apart, often on pages of
+  // their own, where no hardware prefetcher follows.
+  void prefetch_rows(const QfTensor& tensor, int first, int count) const {
+    const int64_t bytes = dim_ * element_bytes(p_.dtype), stride = tensor.stride_t * element_bytes(p_.dtype);
+    const char* row = row_address(tensor, p_, s_, s_.first_k, first_key_ + first, block_.kv_head);
+    for (int i = 0; i < count && first + i < keys_; i++, row += stride)
+      for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(row + byte, 0, 2);
+  }
+
   // S without a copy of K: each key is read once and meets every row.
   void scores_in_place() {
     for (int j = 0; j < keys_; j += kLanes) {
       const int count = keys_ - j < kLanes ? keys_ - j : kLanes;
+      prefetch_rows(p_.v, j, count);
+      if (j + kLanes < keys_) prefetch_rows(p_.k, j + kLanes, kLanes);
       const float* keys[kLanes];
       for (int i = 0; i < count; i++)
         keys[i] = key_row(p_, s_, first_key_ + j + i, block_.kv_head, x_.staging + i * x_.pitch);
@@ -183,6 +207,7 @@ class Block {
           const Span seen = spans_of(row, count, spans);
           if (seen.end <= start || seen.begin >= start + width) continue;
         }
+        prefetch_next_tile();
         multiply<false>(count, vectors, x_.q + row * x_.pitch, x_.pitch, keys_tile_ + int64_t(start) * dim_, kPanel,
                         x_.s + row * kTileKeys + start, kTileKeys, dim_);
       }
@@ -204,6 +229,7 @@ class Block {
     for (int64_t start = 0; start < x_.pitch; start += kPanel) {
       const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
       const float* values = values_in_place_ ? in_place + start : values_tile_ + start * kTileKeys + span.begin * width;
+      prefetch_next_tile();
       multiply<true>(count, int(width / kLanes), weights, kTileKeys, values, values_in_place_ ? p_.v.stride_t : width,
                      x_.o + row * x_.pitch + start, x_.pitch, span.end - span.begin, alpha);
     }
@@ -232,6 +258,7 @@ class Block {
   bool values_in_place_;   // V is read where it lies
   int64_t first_key_ = 0;  // of the tile at hand, and its keys
   int keys_ = 0;
+  const char *next_line_ = nullptr, *next_end_ = nullptr;      // of the next packed tile, still to be prefetched
   const float *keys_tile_ = nullptr, *values_tile_ = nullptr;  // as pack_keys and pack_values leave them
   bool whole_ = false;                                         // every row sees the whole tile
 };

@@ -12,7 +12,7 @@ namespace qf {
 
 // Keys per tile. Tiles start at multiples of it, in every block and split, so that a row's bits depend on the
 // problem alone.
-constexpr int kTileKeys = 256;
+constexpr int kTileKeys = 128;
 // Rows (queries times heads of a group) up to which K is read in place, row by row; above, it is packed.
 constexpr int64_t kDirectRows = 16;
 
