@@ -21,9 +21,7 @@ static inline void finish_row(const QfAttnParams& p, const Sequence& s, int64_t 
                               RowState state, const ScoreMap& map) {
   const KeyRange range = visible_keys(p, s, query);
   const bool sees = range.begin < range.end;
-  const Vec inverse = broadcast(sees ? 1.0f / state.l : 0.0f);
-  // Scores of -inf alone: l is 0 and so is o (or NaN already); infinity times zero makes the NaN.
-  for (int d = 0; d < p.head_dim; d += kLanes) store(o + d, sees ? load(o + d) * inverse : zero());
+  for (int d = 0; d < p.head_dim; d += kLanes) store(o + d, sees ? load(o + d) / broadcast(state.l) : zero());
   char* out =
       static_cast<char*>(p.out.data) + offset_of(p.out, s.batch, s.first_q + query, head) * element_bytes(p.dtype);
   store_row(out, o, p.dtype, p.head_dim);
