@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from bench import report
+from qflash import machine
 
 # qflash in strong colours, peers in quiet ones.
 OURS = ("#c2410c", "#f59e0b", "#7c2d12")
@@ -13,17 +15,17 @@ PEERS = ("#475569", "#94a3b8", "#cbd5e1", "#64748b", "#a1a1aa", "#d4d4d8", "#e2e
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> Path | None:
-    """An SVG of `rows` at `path`; None where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
+    """An SVG of `rows` at `path`; None where matplotlib is not installed, or no row has a rate to draw."""
+    kinds = [kind for kind in ("forward", "train", "decode") if any(row["kind"] == kind for row in rows)]
+    if not kinds or machine.version("matplotlib") is None:
         return None
+    import matplotlib
+
     matplotlib.use("agg")
     # Text stays text and ids are stable: small files that differ only when the rows do.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.size": 9})
     import matplotlib.pyplot as plt
 
-    kinds = [kind for kind in ("forward", "train", "decode", "overhead") if any(row["kind"] == kind for row in rows)]
     figure, axes = plt.subplots(len(kinds), 1, figsize=(10, 3.6 * len(kinds)), squeeze=False, layout="constrained")
     for axis, kind in zip(axes[:, 0], kinds, strict=True):
         _bars(axis, [row for row in rows if row["kind"] == kind], kind)
@@ -38,15 +40,15 @@ def _bars(axis, rows: list[dict[str, Any]], kind: str) -> None:
     problems = list(dict.fromkeys(_label(row) for row in rows))
     names = list(dict.fromkeys(row["candidate"] for row in rows))
     ours = [name for name in names if name.startswith("qflash")]
-    colours = dict(zip(ours, OURS, strict=False)) | dict(zip((n for n in names if n not in ours), PEERS, strict=False))
+    peers = [name for name in names if name not in ours]
+    colours = dict(zip(ours, cycle(OURS), strict=False)) | dict(zip(peers, cycle(PEERS), strict=False))
     width = 0.85 / len(names)
     for index, name in enumerate(names):
         heights = {_label(row): _height(row, kind) for row in rows if row["candidate"] == name}
         places = [problems.index(label) + (index - (len(names) - 1) / 2) * width for label in heights]
         axis.bar(places, list(heights.values()), width, label=name, color=colours[name])
     axis.set_xticks(range(len(problems)), problems)
-    units = {"decode": "GB/s of K and V", "overhead": "µs per call (lower is better)"}
-    axis.set_ylabel(units.get(kind, "GFLOP/s"))
+    axis.set_ylabel("GB/s of K and V" if kind == "decode" else "GFLOP/s")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, 1.12))
 
@@ -54,10 +56,8 @@ def _bars(axis, rows: list[dict[str, Any]], kind: str) -> None:
 def _label(row: dict[str, Any]) -> str:
     if row["kind"] == "decode":
         return f"Tk={row['Tk']}\n{row['dtype']}"
-    if row["kind"] == "overhead":
-        return report.problem(row)
     return f"T={row['Tq']} D={row['D']}\n{'causal' if row['causal'] else 'full'}\n{row['dtype']}"
 
 
 def _height(row: dict[str, Any], kind: str) -> float:
-    return row["us"]["p50"] if kind == "overhead" else row["gbs"] if kind == "decode" else row["gflops"]
+    return row["gbs"] if kind == "decode" else row["gflops"]

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import qflash
+from qflash import machine
 from qflash.cli.console import make_console, track
 from qflash.cli.usable import usable_kernels
 from qflash.cli.verify import show_failures, verify_kernels
@@ -69,9 +70,9 @@ def write(console: Console, name: str, rows: list[dict]) -> None:
     store.write(path, rows)
     console.print(f"{len(rows)} rows in {path.relative_to(store.ROOT)}")
     picture = plot.draw(rows, path.with_suffix(".svg"))
-    if picture is None:
-        console.print("no plot: matplotlib is not installed (pip install qflash[bench])")
-    else:
+    if machine.version("matplotlib") is None:
+        console.print("no plot: matplotlib is not installed (pip install 'qflash[bench]')", markup=False)
+    elif picture is not None:
         console.print(f"plot in {picture.relative_to(store.ROOT)}")
 
 

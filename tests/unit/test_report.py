@@ -79,6 +79,13 @@ def test_plot_is_an_svg(results):
     assert "qflash cpu" in text
 
 
+def test_plot_takes_any_number_of_candidates_and_draws_only_rates(tmp_path):
+    pytest.importorskip("matplotlib")
+    many = [row(f"{who} {index}", 1.0, {}) for who in ("qflash k", "peer") for index in range(12)]
+    assert "peer 11" in load("plot").draw(many, tmp_path / "many.svg").read_text()
+    assert load("plot").draw([row("x", 1.0, {}, kind="overhead")], tmp_path / "none.svg") is None
+
+
 def test_flop_counts_half_for_causal():
     case = presets.PRESETS["cpu"].cases[0]
     assert not case.causal
