@@ -26,7 +26,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path | None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.size": 9})
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(kinds), 1, figsize=(10, 3.6 * len(kinds)), squeeze=False, layout="constrained")
+    problems = max(len({_label(row) for row in rows if row["kind"] == kind}) for kind in kinds)
+    size = (max(10, 0.9 * problems), 3.6 * len(kinds))
+    figure, axes = plt.subplots(len(kinds), 1, figsize=size, squeeze=False, layout="constrained")
     for axis, kind in zip(axes[:, 0], kinds, strict=True):
         _bars(axis, [row for row in rows if row["kind"] == kind], kind)
     figure.suptitle(report.source(rows[0]), fontsize=9)
@@ -50,7 +52,7 @@ def _bars(axis, rows: list[dict[str, Any]], kind: str) -> None:
     axis.set_xticks(range(len(problems)), problems)
     axis.set_ylabel("GB/s of K and V" if kind == "decode" else "GFLOP/s")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, 1.12))
+    axis.legend(frameon=False, ncols=min(len(names), 6), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _label(row: dict[str, Any]) -> str:

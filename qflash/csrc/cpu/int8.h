@@ -28,10 +28,10 @@
 
 namespace qf {
 
-constexpr int kInt8Panel = 16;      // keys side by side in a packed panel
-constexpr int kInt8KeyStep = 32;    // packed keys are padded to this
-constexpr int kInt8KeyBlock = 128;  // keys of one packing item
-constexpr int kInt8MeanChunk = 64;  // see 2 above
+constexpr int kInt8Panel = 16;                                  // keys side by side in a packed panel
+constexpr int kInt8KeyStep = 32;                                // packed keys are padded to this
+constexpr int kInt8KeyBlock = 128;                              // keys of one packing item
+constexpr int kInt8MeanChunk = 64;                              // see 2 above
 constexpr float kInt8NoAmplitude = 7.8886090522101180541e-31f;  // 2^-100
 
 // The packed keys and values of one key head of one sequence.
