@@ -10,10 +10,6 @@ namespace QF_ISA {
 
 static inline int pitch_of(const QfAttnParams& p) { return (p.head_dim + kLanes - 1) / kLanes * kLanes; }
 
-static inline void* row_at(const QfTensor& t, int32_t dtype, const Sequence& s, int64_t row, int head) {
-  return static_cast<char*>(t.data) + offset_of(t, s.batch, row, head) * element_bytes(dtype);
-}
-
 // One row as float32, zero from n to pitch.
 static inline void load_padded(float* to, const void* from, int32_t dtype, int n, int pitch) {
   store(to + pitch - kLanes, zero());
@@ -21,21 +17,6 @@ static inline void load_padded(float* to, const void* from, int32_t dtype, int n
 }
 
 static inline void set_zero(float* x, int64_t n) { memset(x, 0, size_t(n) * sizeof(float)); }
-
-// Collects NaN from any number that is not finite.
-struct FiniteCheck {
-  Vec seen = zero();
-  void add(const float* row, int pitch) {
-    for (int d = 0; d < pitch; d += kLanes) seen = fma(load(row + d), zero(), seen);
-  }
-  bool finite() const { return sum(seen) == 0.0f; }
-};
-
-static float dot(const float* a, const float* b, int pitch) {
-  Vec acc = zero();
-  for (int d = 0; d < pitch; d += kLanes) acc = fma(load(a + d), load(b + d), acc);
-  return sum(acc);
-}
 
 static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int count,
                          const QueryTile& tile) {
@@ -47,15 +28,15 @@ static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int h
   for (int r = 0; r < count; r++) {
     const int64_t row = s.first_q + first + r;
     float *q = tile.q + r * pitch, *dout = tile.dout + r * pitch;
-    load_padded(q, row_at(p.q, p.dtype, s, row, head), p.dtype, p.head_dim, pitch);
+    load_padded(q, row_address(p.q, p.dtype, s.batch, row, head), p.dtype, p.head_dim, pitch);
     rotate_row(q, p.rope, query_position(p, s, first + r));
-    load_padded(dout, row_at(params.dout, p.dtype, s, row, head), p.dtype, p.head_dim, pitch);
-    load_padded(out, row_at(p.out, p.dtype, s, row, head), p.dtype, p.head_dim, pitch);
+    load_padded(dout, row_address(params.dout, p.dtype, s.batch, row, head), p.dtype, p.head_dim, pitch);
+    load_padded(out, row_address(p.out, p.dtype, s.batch, row, head), p.dtype, p.head_dim, pitch);
     const float lse = p.lse[statistics + r];
     tile.minus_lse[r] = lse == -INFINITY ? -INFINITY : -lse * kLog2e;
-    tile.delta[r] = dot(dout, out, pitch) - (params.dlse ? params.dlse[statistics + r] : 0.0f);
-    check.add(q, pitch);
-    check.add(dout, pitch);
+    tile.delta[r] = dot_rows(dout, out, pitch) - (params.dlse ? params.dlse[statistics + r] : 0.0f);
+    check.add_row(q, pitch);
+    check.add_row(dout, pitch);
   }
   set_zero(tile.q + count * pitch, int64_t(padded - count) * pitch);
   set_zero(tile.dout + count * pitch, int64_t(padded - count) * pitch);
@@ -88,10 +69,10 @@ static void load_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_h
   FiniteCheck check;
   for (int j = 0; j < count; j++) {
     const int64_t row = s.first_k + first + j;
-    load_padded(block.k + j * pitch, row_at(p.k, p.dtype, s, row, kv_head), p.dtype, p.head_dim, pitch);
+    load_padded(block.k + j * pitch, row_address(p.k, p.dtype, s.batch, row, kv_head), p.dtype, p.head_dim, pitch);
     rotate_row(block.k + j * pitch, p.rope, key_position(p, s, first + j));
-    load_padded(v + j * pitch, row_at(p.v, p.dtype, s, row, kv_head), p.dtype, p.head_dim, pitch);
-    check.add(block.k + j * pitch, pitch);
+    load_padded(v + j * pitch, row_address(p.v, p.dtype, s.batch, row, kv_head), p.dtype, p.head_dim, pitch);
+    check.add_row(block.k + j * pitch, pitch);
   }
   set_zero(block.k + count * pitch, int64_t(kBwdBlock - count) * pitch);
   set_zero(v + count * pitch, int64_t(kBwdBlock - count) * pitch);
@@ -131,7 +112,7 @@ static inline void scale_row(float* x, int pitch, float scale) {
 static void clear_rows(const QfAttnParams& p, const QfTensor& t, const Sequence& s, int64_t first, int count,
                        int head) {
   for (int64_t row = first; row < first + count; row++)  // zero is all bits zero in every dtype
-    memset(row_at(t, p.dtype, s, row, head), 0, size_t(p.head_dim * element_bytes(p.dtype)));
+    memset(row_address(t, p.dtype, s.batch, row, head), 0, size_t(p.head_dim * element_bytes(p.dtype)));
 }
 
 static void store_queries(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int count,
@@ -143,7 +124,7 @@ static void store_queries(const QfAttnBwdParams& params, const Sequence& s, int 
     float* dq = tile.dq + r * pitch;
     scale_row(dq, pitch, p.scale);
     rotate_row(dq, p.rope, query_position(p, s, first + r), true);
-    store_row(row_at(params.dq, p.dtype, s, s.first_q + first + r, head), dq, p.dtype, p.head_dim);
+    store_row(row_address(params.dq, p.dtype, s.batch, s.first_q + first + r, head), dq, p.dtype, p.head_dim);
   }
 }
 
@@ -156,8 +137,8 @@ static void store_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_
     float* dk = block.dk + j * pitch;
     scale_row(dk, pitch, p.scale);
     rotate_row(dk, p.rope, key_position(p, s, first + j), true);
-    store_row(row_at(params.dk, p.dtype, s, row, kv_head), dk, p.dtype, p.head_dim);
-    store_row(row_at(params.dv, p.dtype, s, row, kv_head), block.dv + j * pitch, p.dtype, p.head_dim);
+    store_row(row_address(params.dk, p.dtype, s.batch, row, kv_head), dk, p.dtype, p.head_dim);
+    store_row(row_address(params.dv, p.dtype, s.batch, row, kv_head), block.dv + j * pitch, p.dtype, p.head_dim);
   }
   clear_rows(p, params.dk, s, s.first_k + first + count, rows - count, kv_head);
   clear_rows(p, params.dv, s, s.first_k + first + count, rows - count, kv_head);

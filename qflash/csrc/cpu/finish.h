@@ -22,8 +22,7 @@ static inline void finish_row(const QfAttnParams& p, const Sequence& s, int64_t 
   const KeyRange range = visible_keys(p, s, query);
   const bool sees = range.begin < range.end;
   for (int d = 0; d < p.head_dim; d += kLanes) store(o + d, sees ? load(o + d) / broadcast(state.l) : zero());
-  char* out =
-      static_cast<char*>(p.out.data) + offset_of(p.out, s.batch, s.first_q + query, head) * element_bytes(p.dtype);
+  char* out = row_address(p.out, p.dtype, s.batch, s.first_q + query, head);
   store_row(out, o, p.dtype, p.head_dim);
   if (!p.lse) return;
   double lse = -INFINITY;

@@ -72,7 +72,7 @@ class Block {
   void load_queries() {
     for (int64_t r = 0; r < x_.rows; r++) {
       float* q = x_.q + r * x_.pitch;
-      load_row(q, row_address(p_.q, p_, s_, s_.first_q, query_of(r), head_of(r)), p_.dtype, dim_);
+      load_row(q, row_address(p_.q, p_.dtype, s_.batch, s_.first_q + query_of(r), head_of(r)), p_.dtype, dim_);
       if (p_.rope.cos) rotate_row(q, p_.rope, query_position(p_, s_, query_of(r)));
       for (int64_t d = dim_; d < x_.pitch; d++) q[d] = 0.0f;
       if (p_.scale < 0.0f)
@@ -157,7 +157,7 @@ class Block {
   // their own, where no hardware prefetcher follows.
   void prefetch_rows(const QfTensor& tensor, int first, int count) const {
     const int64_t bytes = dim_ * element_bytes(p_.dtype), stride = tensor.stride_t * element_bytes(p_.dtype);
-    const char* row = row_address(tensor, p_, s_, s_.first_k, first_key_ + first, block_.kv_head);
+    const char* row = row_address(tensor, p_.dtype, s_.batch, s_.first_k + first_key_ + first, block_.kv_head);
     for (int i = 0; i < count && first + i < keys_; i++, row += stride)
       for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(row + byte, 0, 2);
   }
@@ -224,8 +224,8 @@ class Block {
 
   void accumulate(int64_t row, int count, Span span, const float* alpha) {
     const float* weights = x_.s + row * kTileKeys + span.begin;
-    const float* in_place =
-        reinterpret_cast<const float*>(row_address(p_.v, p_, s_, s_.first_k, first_key_ + span.begin, block_.kv_head));
+    const float* in_place = reinterpret_cast<const float*>(
+        row_address(p_.v, p_.dtype, s_.batch, s_.first_k + first_key_ + span.begin, block_.kv_head));
     for (int64_t start = 0; start < x_.pitch; start += kPanel) {
       const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
       const float* values = values_in_place_ ? in_place + start : values_tile_ + start * kTileKeys + span.begin * width;

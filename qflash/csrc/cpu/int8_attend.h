@@ -29,17 +29,11 @@ static inline KeyRange intersection(KeyRange a, KeyRange b) {
   return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
 }
 
-static inline float dot_rows(const float* a, const float* b, int n) {
-  Vec sums = zero();
-  for (int i = 0; i < n; i += kLanes) sums = fma(load(a + i), load(b + i), sums);
-  return sum(sums);
-}
-
 static void load_query(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t index, KeyRange share,
                        Row& row, Integer* integers) {
   alignas(64) float x[kRowFloats];
   const int64_t query = query_of(p, index);
-  load_row(x, row_address(p, p.q, s.batch, s.first_q + query, q_head_of(p, head, index)), p.dtype, p.head_dim);
+  load_row(x, row_address(p.q, p.dtype, s.batch, s.first_q + query, q_head_of(p, head, index)), p.dtype, p.head_dim);
   clear(x, p.head_dim, int(round_up(p.head_dim, kLanes)));
   rotate_row(x, p.rope, query_position(p, s, query));
   if (p.scale < 0.0f)
@@ -63,7 +57,7 @@ static void add_wild_values(const QfAttnParams& p, const Sequence& s, const Int8
     if (!head.wild[block]) continue;
     const KeyRange keys = intersection(seen, {block * kInt8KeyBlock, (block + 1) * kInt8KeyBlock});
     for (int64_t key = keys.begin; key < keys.end; key++) {
-      load_row(v, row_address(p, p.v, s.batch, s.first_k + key, head.kv_head), p.dtype, p.head_dim);
+      load_row(v, row_address(p.v, p.dtype, s.batch, s.first_k + key, head.kv_head), p.dtype, p.head_dim);
       for (int d = 0; d < p.head_dim; d++)
         if (!__builtin_isfinite(v[d])) out[d] += v[d];
     }
@@ -74,8 +68,7 @@ static void add_wild_values(const QfAttnParams& p, const Sequence& s, const Int8
 static void finish_row(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t index, const Row& row,
                        float total, float* out) {
   const int64_t query = query_of(p, index), q_head = q_head_of(p, head, index);
-  char* destination =
-      static_cast<char*>(p.out.data) + offset_of(p.out, s.batch, s.first_q + query, q_head) * element_bytes(p.dtype);
+  char* destination = row_address(p.out, p.dtype, s.batch, s.first_q + query, q_head);
   float* lse = p.lse ? p.lse + s.batch * p.lse_stride_b + q_head * p.lse_stride_h + s.first_q + query : nullptr;
   if (row.seen.begin >= row.seen.end) {
     clear(out, 0, p.head_dim);

@@ -8,7 +8,6 @@ namespace qf {
 namespace QF_ISA {
 
 using Integer = int16_t;   // one quantized value; four bytes hold kPack of them
-using Weight = float;      // what meets v
 using ScoreVec = __m256i;  // kLanes dot products
 constexpr int kPack = 2;
 constexpr int kDepthStep = 2;

@@ -11,13 +11,11 @@ using Integer = int8_t;    // one quantized value; four bytes hold kPack of them
 using ScoreVec = __m512i;  // kLanes dot products
 constexpr int kPack = 4;
 #if defined(__AMX_INT8__)
-using Weight = uint16_t;  // bfloat16, what meets v
 constexpr int kDepthStep = 64;
 constexpr int kRowBlock = 32;
 constexpr int kStepKeys = 256;  // keys of one step of online softmax
 constexpr bool kBiased = false;
 #else
-using Weight = float;  // what meets v
 constexpr int kDepthStep = 4;
 constexpr int kRowTile = 6;    // rows of a register tile
 constexpr int kScoreVecs = 4;  // vectors of keys in a register tile of scores

@@ -10,7 +10,6 @@ namespace qf {
 namespace QF_ISA {
 
 using Integer = float;  // one quantized value; four bytes hold kPack of them
-using Weight = float;   // what meets v
 using ScoreVec = Vec;   // kLanes dot products
 constexpr int kPack = 1;
 constexpr int kDepthStep = 1;

@@ -24,19 +24,14 @@ static inline void clear(float* x, int from, int to) {
 
 // True when none of x[0, n) is infinite or NaN; x is zero up to a multiple of kLanes.
 static inline bool all_finite(const float* x, int n) {
-  Vec bad = zero();
-  for (int i = 0; i < n; i += kLanes) bad = bad + load(x + i) * zero();
-  return sum(bad) == 0.0f;
-}
-
-static inline const char* row_address(const QfAttnParams& p, const QfTensor& t, int64_t batch, int64_t row,
-                                      int64_t head) {
-  return static_cast<const char*>(t.data) + offset_of(t, batch, row, head) * element_bytes(p.dtype);
+  FiniteCheck check;
+  check.add_row(x, n);
+  return check.finite();
 }
 
 // Rotated key as float32, zeros up to a multiple of kLanes.
 static inline void load_key(const QfAttnParams& p, const Sequence& s, int64_t kv_head, int64_t key, float* x) {
-  load_row(x, row_address(p, p.k, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim);
+  load_row(x, row_address(p.k, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim);
   clear(x, p.head_dim, int(round_up(p.head_dim, kLanes)));
   rotate_row(x, p.rope, key_position(p, s, key));
 }
@@ -110,7 +105,7 @@ static bool pack_value_rows(const QfAttnParams& p, const Sequence& s, const Int8
     float* row = rows + j * width;
     const int64_t key = first + j;
     const int n = key < s.len_k ? p.head_dim : 0;
-    if (n) load_row(row, row_address(p, p.v, s.batch, s.first_k + key, head.kv_head), p.dtype, n);
+    if (n) load_row(row, row_address(p.v, p.dtype, s.batch, s.first_k + key, head.kv_head), p.dtype, n);
     clear(row, n, width);
     if (n && !all_finite(row, n)) {
       wild = true;

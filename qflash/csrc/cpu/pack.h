@@ -9,16 +9,10 @@
 namespace qf {
 namespace QF_ISA {
 
-// Row `row` of head `head` of k or v.
-static inline const char* row_address(const QfTensor& t, const QfAttnParams& p, const Sequence& s, int64_t first,
-                                      int64_t row, int64_t head) {
-  return static_cast<const char*>(t.data) + offset_of(t, s.batch, first + row, head) * element_bytes(p.dtype);
-}
-
 // Key `key` as float32, rotated: in place when it already is, else in `staging`.
 static inline const float* key_row(const QfAttnParams& p, const Sequence& s, int64_t key, int64_t head,
                                    float* staging) {
-  const char* source = row_address(p.k, p, s, s.first_k, key, head);
+  const char* source = row_address(p.k, p.dtype, s.batch, s.first_k + key, head);
   if (p.dtype == QF_F32 && !p.rope.cos) return reinterpret_cast<const float*>(source);
   load_row(staging, source, p.dtype, p.head_dim);
   if (p.rope.cos) rotate_row(staging, p.rope, key_position(p, s, key));
@@ -68,9 +62,9 @@ static inline bool pack_values(const QfAttnParams& p, const Sequence& s, int64_t
                                int64_t rows, float* staging, float* packed) {
   const int dim = p.head_dim;
   const int64_t padded = round_up(dim, kLanes);
-  Vec spoiled = zero();  // x * 0 is 0 for finite x and NaN else
+  FiniteCheck check;
   for (int64_t j = 0; j < count; j++) {
-    const char* source = row_address(p.v, p, s, s.first_k, first + j, head);
+    const char* source = row_address(p.v, p.dtype, s.batch, s.first_k + first + j, head);
     const float* row = reinterpret_cast<const float*>(source);
     if (p.dtype != QF_F32) {
       load_row(staging, source, p.dtype, dim);
@@ -81,12 +75,12 @@ static inline bool pack_values(const QfAttnParams& p, const Sequence& s, int64_t
       float* destination = packed + start * rows + j * width;
       for (int64_t d = start; d < start + width; d += kLanes) {
         const Vec x = d + kLanes <= dim ? load(row + d) : load_part(row + d, int(dim - d));
-        spoiled = fma(x, zero(), spoiled);
+        check.add(x);
         store(destination + d - start, x);
       }
     }
   }
-  return sum(spoiled) == 0.0f;
+  return check.finite();
 }
 
 }  // namespace QF_ISA

@@ -2,12 +2,18 @@
 #pragma once
 
 #include "qflash.h"
+#include "sequence.h"
 #include "vec.h"
 
 namespace qf {
 namespace QF_ISA {
 
 static inline int64_t element_bytes(int32_t dtype) { return dtype == QF_F32 ? 4 : 2; }
+
+// Row `row` (counted from the tensor's start when packed) of head `head`.
+static inline char* row_address(const QfTensor& t, int32_t dtype, int64_t batch, int64_t row, int64_t head) {
+  return static_cast<char*>(t.data) + offset_of(t, batch, row, head) * element_bytes(dtype);
+}
 
 // destination[0, n) = source[0, n) of type `dtype`.
 static inline void load_row(float* destination, const void* source, int32_t dtype, int n) {
@@ -77,6 +83,24 @@ static inline void rotate_row(float* x, const QfRope& rope, int64_t position, bo
     store_part(x + i, a * c - b * s, n);
     store_part(x + i + half, a * s + b * c, n);
   }
+}
+
+// Whether all numbers it is shown are finite: a number times zero is zero, but infinity and NaN make NaN.
+struct FiniteCheck {
+  Vec seen = zero();
+  void add(Vec x) { seen = fma(x, zero(), seen); }
+  // Rows are zero up to a multiple of kLanes.
+  void add_row(const float* row, int n) {
+    for (int d = 0; d < n; d += kLanes) add(load(row + d));
+  }
+  bool finite() const { return sum(seen) == 0.0f; }
+};
+
+// a . b of two rows that are zero up to a multiple of kLanes.
+static inline float dot_rows(const float* a, const float* b, int n) {
+  Vec sums = zero();
+  for (int d = 0; d < n; d += kLanes) sums = fma(load(a + d), load(b + d), sums);
+  return sum(sums);
 }
 
 }  // namespace QF_ISA
