@@ -143,7 +143,7 @@ def torch_sdpa_backend(backend: str) -> Candidate:
         attention = load("torch.nn.attention")
         call = _sdpa(arrays)
         q, k, v = arrays.torch_bhtd
-        chosen = attention.SDPBackend[backend]
+        chosen = getattr(attention.SDPBackend, backend)
 
         def run():
             with attention.sdpa_kernel(chosen):
