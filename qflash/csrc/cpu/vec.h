@@ -8,7 +8,7 @@
 //   + - * / unary- and comparisons-free arithmetic work on Vec directly
 //   *_part         n in [0, kLanes]: lanes >= n load as zero and are not stored; memory past n is not touched
 //   vmax, vmin     return the SECOND operand when either is NaN
-//   exp2, exp      about 1 ulp; -inf gives 0, NaN gives NaN, overflow gives +inf, results below 2^-126 become 0,
+//   exp2_*, exp    about 1 ulp; -inf gives 0, NaN gives NaN, overflow gives +inf, results below 2^-126 become 0,
 //                  so no denormal reaches the multiplies that follow
 //   load_f16, ...  kLanes half-precision numbers from or to memory, rounded to nearest even
 #pragma once
@@ -61,19 +61,12 @@ static inline Vec exp2_nonpositive(Vec x, Vec factor, Vec lowest) {
   return zero_where_less(x, lowest, scale_by_small_power(p, n));
 }
 
-// 2^x for x <= 0: cheaper than exp2 where the machine has no scale instruction.
+// 2^x for x <= 0, or above by no more than rounding: adding to the exponent has no overflow.
 static inline Vec exp2_nonpositive(Vec x) {
   const Vec lowest = broadcast(-126.0f);
   const Vec bounded = vmax(lowest, x);
   const Vec n = round_nearest(bounded);
   return zero_where_less(x, lowest, scale_by_small_power(exp2_fraction(bounded - n), n));
-}
-
-static inline Vec exp2(Vec x) {
-  const Vec lowest = broadcast(-126.0f);
-  const Vec bounded = vmin(broadcast(129.0f), vmax(lowest, x));
-  const Vec n = round_nearest(bounded);
-  return zero_where_less(x, lowest, scale_by_power(exp2_fraction(bounded - n), n));
 }
 
 // n * ln 2 is taken off in two pieces, the first so short that its product is exact, with or without an fma.
