@@ -1,8 +1,8 @@
 // The forward pass of one block of rows: tiled online softmax.
 //
-//   for each tile of keys        S = Q K^T              [rows, tile]   skipped where no row of six sees the keys
-//     for each six rows          P = softmax(S)         m, l move on
-//                                O = alpha O + P V      only over the keys those rows see
+//   for each tile of keys     S = Q K^T           [rows, tile]; six rows skip panels of keys that none of them sees
+//                             P = softmax(S)      m, l move on
+//                             O = alpha O + P V   in tiles with masks six rows at a time, over the keys they see
 //
 // Scratch per thread: Q and O of the block, S, and one tile of packed K and V unless they come packed.
 #include "forward.h"
@@ -17,11 +17,8 @@ namespace qf {
 namespace QF_ISA {
 namespace {
 
-constexpr int kLine = 64;        // bytes
-constexpr int kLinesAhead = 16;  // prefetched with every product
-
 struct Scratch {
-  float *q, *o, *s, *k, *v, *staging;
+  float *q, *o, *s, *k, *v, *staging, *alpha;
   RowState* states;
   int64_t rows, pitch;  // pitch of q and o rows: head_dim in whole vectors
 };
@@ -38,6 +35,7 @@ size_t lay_out(void* base, int64_t rows, int64_t head_dim, bool packed, Scratch*
   scratch->k = arena.take(packed ? 0 : kTileKeys * head_dim);
   scratch->v = arena.take(packed ? 0 : kTileKeys * pitch);
   scratch->staging = arena.take(kLanes * pitch);
+  scratch->alpha = arena.take(rows + kRowSlots);  // the softmax writes whole vectors
   scratch->states = reinterpret_cast<RowState*>(arena.take(rows * 2));
   return arena.used();
 }
@@ -111,28 +109,25 @@ class Block {
       scores_in_place();
     else
       scores();
-    for (int64_t row = 0; row < x_.rows; row += kMaxRows) {
-      const int count = int(x_.rows - row < kMaxRows ? x_.rows - row : kMaxRows);
-      Span spans[kMaxRows];
-      const Span all_rows = spans_of(row, count, spans);
-      if (all_rows.begin == all_rows.end) continue;
-      float alpha[kRowSlots];
-      online_softmax(x_.s + row * kTileKeys, kTileKeys, count, spans, map_, x_.states + row, alpha);
-      if (whole_ || finite) {
-        for (int i = 0; i < count; i++) clear_unseen(row + i, spans[i], all_rows);
-        accumulate(row, count, all_rows, alpha);
-      } else {
-        // 0 * NaN is NaN: a masked key's value must not meet even a zero weight.
-        for (int i = 0; i < count; i++)
-          if (spans[i].begin < spans[i].end) accumulate(row + i, 1, spans[i], alpha + i);
-      }
-    }
+    for (int64_t row = 0; row < x_.rows; row += kMaxRows) weigh(row, finite);
+    if (whole_) accumulate(0, x_.rows, {0, keys_});
   }
 
-  // A few lines of the next packed tile with every product: all at once they would hold up the loads of this one.
-  void prefetch_next_tile() {
-    for (int i = 0; i < kLinesAhead && next_line_ < next_end_; i++, next_line_ += kLine)
-      __builtin_prefetch(next_line_, 0, 2);
+  // Weights of up to six rows from `row` on; in a tile with masks also their share of P V, over the keys they see.
+  void weigh(int64_t row, bool finite) {
+    const int count = int(x_.rows - row < kMaxRows ? x_.rows - row : kMaxRows);
+    Span spans[kMaxRows];
+    const Span any = spans_of(row, count, spans);
+    if (any.begin == any.end) return;
+    online_softmax(x_.s + row * kTileKeys, kTileKeys, count, spans, map_, x_.states + row, x_.alpha + row);
+    if (whole_) return;
+    if (finite) {
+      for (int i = 0; i < count; i++) clear_unseen(row + i, spans[i], any);
+      return accumulate(row, count, any);
+    }
+    // 0 * NaN is NaN: a masked key's value must not meet even a zero weight.
+    for (int i = 0; i < count; i++)
+      if (spans[i].begin < spans[i].end) accumulate(row + i, 1, spans[i]);
   }
 
   // Makes the tile ready for scores() and accumulate(); says whether its values are known to be finite.
@@ -141,8 +136,8 @@ class Block {
       const int64_t floats = packed_tile_floats(dim_);
       const float* tile = block_.packed + first_key_ / kTileKeys * floats;
       const bool more = first_key_ + kTileKeys < s_.len_k;
-      next_line_ = reinterpret_cast<const char*>(tile + floats);
-      next_end_ = more ? next_line_ + floats * int64_t(sizeof(float)) : next_line_;
+      const char* next = reinterpret_cast<const char*>(tile + floats);
+      ahead_ = {next, more ? next + floats * int64_t(sizeof(float)) : next};
       keys_tile_ = tile;
       values_tile_ = tile + kTileKeys * dim_;
       return tile[floats - 1] != 0.0f;
@@ -159,7 +154,7 @@ class Block {
     const int64_t bytes = dim_ * element_bytes(p_.dtype), stride = tensor.stride_t * element_bytes(p_.dtype);
     const char* row = row_address(tensor, p_.dtype, s_.batch, s_.first_k + first_key_ + first, block_.kv_head);
     for (int i = 0; i < count && first + i < keys_; i++, row += stride)
-      for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(row + byte, 0, 2);
+      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
   }
 
   // S without a copy of K: each key is read once and meets every row.
@@ -200,18 +195,22 @@ class Block {
     for (int start = 0; start < keys_; start += kPanel) {
       const int width = keys_ - start < kPanel ? keys_ - start : kPanel;
       const int vectors = (width + kLanes - 1) / kLanes;
+      if (whole_) {
+        score_panel(0, x_.rows, start, vectors);
+        continue;
+      }
       for (int64_t row = 0; row < x_.rows; row += kMaxRows) {
         const int count = int(x_.rows - row < kMaxRows ? x_.rows - row : kMaxRows);
         Span spans[kMaxRows];
-        if (!whole_) {
-          const Span seen = spans_of(row, count, spans);
-          if (seen.end <= start || seen.begin >= start + width) continue;
-        }
-        prefetch_next_tile();
-        multiply<false>(count, vectors, x_.q + row * x_.pitch, x_.pitch, keys_tile_ + int64_t(start) * dim_, kPanel,
-                        x_.s + row * kTileKeys + start, kTileKeys, dim_);
+        const Span any = spans_of(row, count, spans);
+        if (any.begin < start + width && any.end > start) score_panel(row, count, start, vectors);
       }
     }
+  }
+
+  void score_panel(int64_t row, int64_t count, int start, int vectors) {
+    multiply<false>(count, vectors, x_.q + row * x_.pitch, x_.pitch, keys_tile_ + int64_t(start) * dim_, kPanel,
+                    x_.s + row * kTileKeys + start, kTileKeys, dim_, nullptr, ahead_);
   }
 
   // Zero weights where a row's neighbours see keys that it does not.
@@ -222,16 +221,16 @@ class Block {
     for (int j = span.end; j < all_rows.end; j++) weights[j] = 0.0f;
   }
 
-  void accumulate(int64_t row, int count, Span span, const float* alpha) {
+  // O = alpha O + P V for `count` rows from `row` on, over the keys of `span`.
+  void accumulate(int64_t row, int64_t count, Span span) {
     const float* weights = x_.s + row * kTileKeys + span.begin;
     const float* in_place = reinterpret_cast<const float*>(
         row_address(p_.v, p_.dtype, s_.batch, s_.first_k + first_key_ + span.begin, block_.kv_head));
     for (int64_t start = 0; start < x_.pitch; start += kPanel) {
       const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
       const float* values = values_in_place_ ? in_place + start : values_tile_ + start * kTileKeys + span.begin * width;
-      prefetch_next_tile();
       multiply<true>(count, int(width / kLanes), weights, kTileKeys, values, values_in_place_ ? p_.v.stride_t : width,
-                     x_.o + row * x_.pitch + start, x_.pitch, span.end - span.begin, alpha);
+                     x_.o + row * x_.pitch + start, x_.pitch, span.end - span.begin, x_.alpha + row, ahead_);
     }
   }
 
@@ -258,7 +257,7 @@ class Block {
   bool values_in_place_;   // V is read where it lies
   int64_t first_key_ = 0;  // of the tile at hand, and its keys
   int keys_ = 0;
-  const char *next_line_ = nullptr, *next_end_ = nullptr;      // of the next packed tile, still to be prefetched
+  Ahead ahead_;                                                // the next packed tile
   const float *keys_tile_ = nullptr, *values_tile_ = nullptr;  // as pack_keys and pack_values leave them
   bool whole_ = false;                                         // every row sees the whole tile
 };

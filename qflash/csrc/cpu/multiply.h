@@ -17,10 +17,22 @@ constexpr int kMaxRows = 6;
 constexpr int kMaxVectors = kLanes == 16 ? 4 : 2;
 constexpr int kPanel = kMaxVectors * kLanes;  // columns of B in one tile
 
+// Memory that will be wanted soon. A few lines are asked for with every tile: all at once they would hold up the loads
+// of the product itself.
+struct Ahead {
+  const char *next = nullptr, *end = nullptr;
+
+  void step() {
+    constexpr int kLine = 64, kLines = 16;
+    for (int i = 0; i < kLines && next < end; i++, next += kLine) __builtin_prefetch(next, 0, 2);
+  }
+};
+
 // C[M][N vectors] = scale[row] * C (or 0, without kScaled) + A[M][depth] B[depth][N vectors]
 template <int M, int N, bool kScaled>
-static void multiply_tile(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
-                          int64_t depth, const float* scale) {
+static inline __attribute__((always_inline)) void multiply_tile(const float* a, int64_t lda, const float* b,
+                                                                int64_t ldb, float* c, int64_t ldc, int64_t depth,
+                                                                const float* scale) {
   Vec sums[M][N];
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++)
@@ -45,39 +57,47 @@ static void multiply_tile(const float* a, int64_t lda, const float* b, int64_t l
     for (int j = 0; j < N; j++) store(c + i * ldc + j * kLanes, sums[i][j]);
 }
 
-template <int M, bool kScaled>
-static inline void multiply_vectors(int vectors, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                                    int64_t ldc, int64_t depth, const float* scale) {
-  switch (vectors) {
+// All rows against N vectors of columns. The loop stands inside, because a tile's work is short enough for the way into
+// a function to be felt.
+template <int N, bool kScaled>
+static void multiply_rows(int64_t rows, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
+                          int64_t depth, const float* scale, Ahead& ahead) {
+  for (; rows >= kMaxRows; rows -= kMaxRows) {
+    ahead.step();
+    multiply_tile<kMaxRows, N, kScaled>(a, lda, b, ldb, c, ldc, depth, scale);
+    a += kMaxRows * lda;
+    c += kMaxRows * ldc;
+    if (kScaled) scale += kMaxRows;
+  }
+  switch (rows) {
     case 1:
-      return multiply_tile<M, 1, kScaled>(a, lda, b, ldb, c, ldc, depth, scale);
+      return multiply_tile<1, N, kScaled>(a, lda, b, ldb, c, ldc, depth, scale);
     case 2:
-      return multiply_tile<M, 2, kScaled>(a, lda, b, ldb, c, ldc, depth, scale);
-    default:
-      if constexpr (kMaxVectors > 2) {
-        if (vectors == 3) return multiply_tile<M, 3, kScaled>(a, lda, b, ldb, c, ldc, depth, scale);
-        return multiply_tile<M, 4, kScaled>(a, lda, b, ldb, c, ldc, depth, scale);
-      }
+      return multiply_tile<2, N, kScaled>(a, lda, b, ldb, c, ldc, depth, scale);
+    case 3:
+      return multiply_tile<3, N, kScaled>(a, lda, b, ldb, c, ldc, depth, scale);
+    case 4:
+      return multiply_tile<4, N, kScaled>(a, lda, b, ldb, c, ldc, depth, scale);
+    case 5:
+      return multiply_tile<5, N, kScaled>(a, lda, b, ldb, c, ldc, depth, scale);
   }
 }
 
-// C[rows][vectors], rows in 1..kMaxRows, vectors in 1..kMaxVectors. kScaled: C is multiplied by scale[row] first.
+// C[rows][vectors] = start + A[rows][depth] B[depth][vectors], vectors in 1..kMaxVectors. The start is zero or, with
+// kScaled, scale[row] * C.
 template <bool kScaled>
-static inline void multiply(int rows, int vectors, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                            int64_t ldc, int64_t depth, const float* scale = nullptr) {
-  switch (rows) {
+static inline void multiply(int64_t rows, int vectors, const float* a, int64_t lda, const float* b, int64_t ldb,
+                            float* c, int64_t ldc, int64_t depth, const float* scale, Ahead& ahead) {
+  switch (vectors) {
     case 1:
-      return multiply_vectors<1, kScaled>(vectors, a, lda, b, ldb, c, ldc, depth, scale);
+      return multiply_rows<1, kScaled>(rows, a, lda, b, ldb, c, ldc, depth, scale, ahead);
     case 2:
-      return multiply_vectors<2, kScaled>(vectors, a, lda, b, ldb, c, ldc, depth, scale);
-    case 3:
-      return multiply_vectors<3, kScaled>(vectors, a, lda, b, ldb, c, ldc, depth, scale);
-    case 4:
-      return multiply_vectors<4, kScaled>(vectors, a, lda, b, ldb, c, ldc, depth, scale);
-    case 5:
-      return multiply_vectors<5, kScaled>(vectors, a, lda, b, ldb, c, ldc, depth, scale);
+      return multiply_rows<2, kScaled>(rows, a, lda, b, ldb, c, ldc, depth, scale, ahead);
     default:
-      return multiply_vectors<6, kScaled>(vectors, a, lda, b, ldb, c, ldc, depth, scale);
+      if constexpr (kMaxVectors > 2) {
+        if (vectors == 3) return multiply_rows<3, kScaled>(rows, a, lda, b, ldb, c, ldc, depth, scale, ahead);
+        return multiply_rows<4, kScaled>(rows, a, lda, b, ldb, c, ldc, depth, scale, ahead);
+      }
   }
 }
 
