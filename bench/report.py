@@ -1,4 +1,4 @@
-"""The README's tables, made from committed rows between `<!-- qflash:NAME -->` and `<!-- /qflash:NAME -->`."""
+"""Tables of the README and the kernel pages, made from committed rows between `<!-- qflash:NAME -->` markers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench import rows as store
 from bench.presets import PRESETS
 from qflash.dispatch import KERNELS
 
-README = store.ROOT / "README.md"
+PAGES = (store.ROOT / "README.md", *sorted((store.ROOT / "docs" / "kernels").glob("*.md")))
 Row = dict[str, Any]
 
 
@@ -92,7 +92,7 @@ def _lines(rows: list[Row]) -> str:
     grouped: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         grouped.setdefault((problem(row), row["dtype"]), {})[row["candidate"]] = row
-    header = ["problem", *(head for name in ours for head in (name, "÷ SDPA", "error")), *peers]
+    header = ["problem", *(head for name in ours for head in (name, "× SDPA", "error")), *peers]
     lines = []
     for (what, dtype), by_name in grouped.items():
         cells = [f"{what} {dtype}"]
@@ -102,6 +102,24 @@ def _lines(rows: list[Row]) -> str:
         cells += [rate(by_name[name]) if name in by_name else "–" for name in peers]
         lines.append(cells)
     return markdown(header, lines)
+
+
+def kernel_table(name: str) -> str:
+    """Every committed row of one kernel, machine by machine."""
+    parts = []
+    for preset in PRESETS.values():
+        if name not in preset.kernels or preset.kind == "overhead":
+            continue
+        for rows in store.committed(preset.name).values():
+            lines = [
+                [problem(row), row["dtype"], time(row), rate(row), error(row)]
+                + [ratio(row["speedup"].get(peer)) for peer in ("torch SDPA", "torch naive")]
+                for row in rows
+                if row["kernel"] == name
+            ]
+            header = ["problem", "dtype", "time", "rate", "error", "× SDPA", "× naive"]
+            parts.append(f"{source(rows[0])}\n\n{markdown(header, lines)}")
+    return "\n\n".join(parts) or "No rows are committed yet."
 
 
 def _peer_ratio(row: Row) -> str:
@@ -118,6 +136,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "plots": plots,
     **{name: (lambda name=name: preset_table(name)) for name in PRESETS},
+    **{f"kernel-{row.name}": (lambda name=row.name: kernel_table(name)) for row in KERNELS},
 }
 
 
@@ -128,19 +147,22 @@ def rewrite(text: str) -> tuple[str, list[str]]:
     def fill(match: re.Match[str]) -> str:
         name = match["name"]
         if name not in SECTIONS:
-            raise ValueError(f"README.md has a section {name!r}; allowed: {', '.join(SECTIONS)}")
+            raise ValueError(f"a page has a section {name!r}; allowed: {', '.join(SECTIONS)}")
         fresh = f"\n{SECTIONS[name]()}\n"
         if fresh != match["body"]:
             changed.append(name)
         return f"<!-- qflash:{name} -->{fresh}<!-- /qflash:{name} -->"
 
-    pattern = r"<!-- qflash:(?P<name>[a-z-]+) -->(?P<body>.*?)<!-- /qflash:(?P=name) -->"
+    pattern = r"<!-- qflash:(?P<name>[a-z0-9_-]+) -->(?P<body>.*?)<!-- /qflash:(?P=name) -->"
     return re.sub(pattern, fill, text, flags=re.DOTALL), changed
 
 
 def update(check_only: bool = False) -> list[str]:
-    """Bring README.md up to date (or only look); the names of the sections that were not."""
-    text, changed = rewrite(README.read_text())
-    if changed and not check_only:
-        README.write_text(text)
-    return changed
+    """Bring every page up to date (or only look); "page: section" for those that were not."""
+    stale = []
+    for page in PAGES:
+        text, changed = rewrite(page.read_text())
+        stale += [f"{page.relative_to(store.ROOT)}: {name}" for name in changed]
+        if changed and not check_only:
+            page.write_text(text)
+    return stale

@@ -128,5 +128,5 @@ def report(check: bool) -> None:
     module = load("report")
     stale = module.update(check_only=check)
     if check and stale:
-        raise click.ClickException(f"README.md is out of date in: {', '.join(stale)}; run `qflash report`")
+        raise click.ClickException(f"out of date: {', '.join(stale)}; run `qflash report`")
     click.echo(f"rewrote {', '.join(stale)}" if stale else "README.md is up to date")
