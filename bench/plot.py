@@ -16,8 +16,9 @@ PEERS = ("#475569", "#94a3b8", "#cbd5e1", "#64748b", "#a1a1aa", "#d4d4d8", "#e2e
 
 def draw(rows: list[dict[str, Any]], path: Path) -> Path | None:
     """An SVG of `rows` at `path`; None where matplotlib is not installed, or no row has a rate to draw."""
-    kinds = [kind for kind in ("forward", "train", "decode") if any(row["kind"] == kind for row in rows)]
-    if not kinds or machine.version("matplotlib") is None:
+    drawn = [row for row in rows if row["kind"] in ("forward", "train", "decode")]
+    panels = list(dict.fromkeys((row["kind"], row["dtype"]) for row in drawn))
+    if not panels or machine.version("matplotlib") is None:
         return None
     import matplotlib
 
@@ -26,11 +27,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path | None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.size": 9})
     import matplotlib.pyplot as plt
 
-    problems = max(len({_label(row) for row in rows if row["kind"] == kind}) for kind in kinds)
-    size = (max(10, 0.9 * problems), 3.6 * len(kinds))
-    figure, axes = plt.subplots(len(kinds), 1, figsize=size, squeeze=False, layout="constrained")
-    for axis, kind in zip(axes[:, 0], kinds, strict=True):
-        _bars(axis, [row for row in rows if row["kind"] == kind], kind)
+    problems = max(len({_label(row) for row in drawn if _panel(row) == panel}) for panel in panels)
+    size = (max(10, 1.0 * problems), 3.2 * len(panels))
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
+        _bars(axis, [row for row in drawn if _panel(row) == panel], *panel)
     figure.suptitle(report.source(rows[0]), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
@@ -38,28 +39,41 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path | None:
     return path
 
 
-def _bars(axis, rows: list[dict[str, Any]], kind: str) -> None:
+def _panel(row: dict[str, Any]) -> tuple[str, str]:
+    return row["kind"], row["dtype"]
+
+
+def _bars(axis, rows: list[dict[str, Any]], kind: str, dtype: str) -> None:
     problems = list(dict.fromkeys(_label(row) for row in rows))
     names = list(dict.fromkeys(row["candidate"] for row in rows))
     ours = [name for name in names if name.startswith("qflash")]
     peers = [name for name in names if name not in ours]
     colours = dict(zip(ours, cycle(OURS), strict=False)) | dict(zip(peers, cycle(PEERS), strict=False))
     width = 0.85 / len(names)
+    unit = _unit(rows, kind)
     for index, name in enumerate(names):
-        heights = {_label(row): _height(row, kind) for row in rows if row["candidate"] == name}
+        heights = {_label(row): _height(row, kind, unit) for row in rows if row["candidate"] == name}
         places = [problems.index(label) + (index - (len(names) - 1) / 2) * width for label in heights]
         axis.bar(places, list(heights.values()), width, label=name, color=colours[name])
     axis.set_xticks(range(len(problems)), problems)
-    axis.set_ylabel("GB/s of K and V" if kind == "decode" else "GFLOP/s")
+    axis.set_ylabel(f"{dtype}, {unit}")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, ncols=min(len(names), 6), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axis.legend(frameon=False, ncols=min(len(names), 7), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _label(row: dict[str, Any]) -> str:
     if row["kind"] == "decode":
-        return f"Tk={row['Tk']}\n{row['dtype']}"
-    return f"T={row['Tq']} D={row['D']}\n{'causal' if row['causal'] else 'full'}\n{row['dtype']}"
+        return f"Tk={row['Tk']}"
+    return f"T={row['Tq']}\nD={row['D']}\n{'causal' if row['causal'] else 'full'}"
 
 
-def _height(row: dict[str, Any], kind: str) -> float:
-    return row["gbs"] if kind == "decode" else row["gflops"]
+def _unit(rows: list[dict[str, Any]], kind: str) -> str:
+    if kind == "decode":
+        return "GB/s of K and V"
+    return "TFLOP/s" if max(row["gflops"] for row in rows) >= 1e4 else "GFLOP/s"
+
+
+def _height(row: dict[str, Any], kind: str, unit: str) -> float:
+    if kind == "decode":
+        return row["gbs"]
+    return row["gflops"] / 1e3 if unit == "TFLOP/s" else row["gflops"]
