@@ -83,8 +83,11 @@ def attention(
     causal: query i sees keys `j <= i + Tk - Tq`. window: `(left, right)` keys on each side of that diagonal, -1 open.
     kv_lens: int32 `[B]`, how many keys of each sequence exist; takes Tk's place in the diagonal. softcap: scores become
     `softcap · tanh(score / softcap)`. scale: default `1 / sqrt(D)`. rope: rotate q and k first, see `qflash.Rope`.
-    precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3. kernel: the name
-    of one kernel that must be used. A row that sees no key gives zeros and lse -inf.
+    precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (no kernel does
+    that yet). kernel: the name of one kernel that must be used. A row that sees no key gives zeros and lse -inf.
+
+    Bad arguments raise ValueError or TypeError. So do bad values inside kv_lens and rope positions on the CPU; a CUDA
+    kernel cannot raise for those and gives NaN in the rows concerned.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
     return _frontend(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
@@ -131,7 +134,7 @@ class Explanation:
 
     def __str__(self) -> str:
         title = f"{self.kernel or 'no kernel'} serves {self.spec}"
-        return f"{title}\n{dispatch.table(self.spec)}"
+        return f"{title}\n{dispatch.table(self.rows)}"
 
 
 def explain(
@@ -153,8 +156,8 @@ def explain(
     frontend = _frontend(type(q))
     problem = frontend.problem_of(q, k, v, options, kv_lens, rope)
     spec = problem.spec(frontend.arch_of(q))
-    rows = dispatch.rows(spec)
     if kernel is not None:
-        return Explanation(dispatch.plan(spec, kernel).name, spec, rows)
+        dispatch.plan(spec, kernel)  # refuses a name that is unknown or cannot serve
+    rows = dispatch.rows(spec, kernel)
     chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
     return Explanation(chosen, spec, rows)

@@ -83,34 +83,36 @@ def plan(spec: Spec, name: str | None = None) -> Kernel:
             raise ValueError(f"kernel is {name!r}; allowed: None, {', '.join(repr(n) for n in BY_NAME)}")
         why_not = reasons(kernel, spec)
         if why_not:
-            raise NoKernelError(f"kernel {name!r} cannot serve this problem: {'; '.join(why_not)}\n{table(spec)}")
+            raise NoKernelError(f"kernel {name!r} cannot serve this problem: {'; '.join(why_not)}\n{table(rows(spec))}")
         return kernel
     for kernel in KERNELS:
         if kernel.automatic and not reasons(kernel, spec):
             return kernel
-    raise NoKernelError(f"no kernel serves this problem\n{table(spec)}")
+    raise NoKernelError(f"no kernel serves this problem\n{table(rows(spec))}")
 
 
-def rows(spec: Spec) -> list[tuple[str, str, str]]:
-    """(kernel, verdict, why) for every kernel: what `explain` shows."""
-    chosen = None
+def rows(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]:
+    """(kernel, verdict, why) for every kernel: what `explain` shows. `asked`: the kernel asked for by name."""
+    chosen = asked
+    why_first = "comes first" if asked is None else "was asked for"
     result = []
     for kernel in KERNELS:
         why_not = reasons(kernel, spec)
         if why_not:
             result.append((kernel.name, "no", "; ".join(why_not)))
+        elif kernel.name == asked:
+            result.append((kernel.name, "runs", kernel.summary))
         elif not kernel.automatic:
             result.append((kernel.name, "on request", kernel.summary))
         elif chosen is None:
             chosen = kernel.name
             result.append((kernel.name, "runs", kernel.summary))
         else:
-            result.append((kernel.name, "could", f"{chosen} comes first; {kernel.summary}"))
+            result.append((kernel.name, "could", f"{chosen} {why_first}; {kernel.summary}"))
     return result
 
 
-def table(spec: Spec) -> str:
+def table(lines: list[tuple[str, str, str]]) -> str:
     """`rows` as aligned text."""
-    lines = rows(spec)
     widths = [max(len(line[i]) for line in lines) for i in range(2)]
     return "\n".join(f"  {name:<{widths[0]}}  {verdict:<{widths[1]}}  {why}" for name, verdict, why in lines)

@@ -273,11 +273,12 @@ def _check_int(name: str, value: Any, low: int, high: int, high_is: str) -> int:
 
 def _check_options(options: Options, head_dim: int) -> dict[str, Any]:
     left, right = _check_window(options.window)
-    if not isinstance(options.causal, bool) and options.causal not in (0, 1):
+    if not _is_flag(options.causal):
         raise TypeError(f"causal is {options.causal!r}; allowed: True or False")
     if options.causal:
         right = 0
-    if options.precision is not None and options.precision not in PRECISIONS[1:]:
+    named = isinstance(options.precision, str) and options.precision in PRECISIONS[1:]
+    if options.precision is not None and not named:
         allowed = ", ".join(repr(p) for p in PRECISIONS[1:])
         raise ValueError(f"precision is {options.precision!r}; allowed: None, {allowed}")
     if options.kernel is not None and not isinstance(options.kernel, str):
@@ -296,6 +297,14 @@ def _check_options(options: Options, head_dim: int) -> dict[str, Any]:
         "precision": options.precision or PRECISIONS[0],
         "kernel": options.kernel,
     }
+
+
+def _is_flag(value: Any) -> bool:
+    """True or False, by whatever name: a NumPy bool and 0 or 1 are as good."""
+    try:
+        return isinstance(value, bool) or value in (0, 1)
+    except (TypeError, ValueError):  # an array has no truth of its own
+        return False
 
 
 def _check_real(name: str, value: Any, default: float) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,13 @@ class Rope:
 
 def rope_tables(positions: int, rotary_dim: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
     """The usual tables (cos, sin), float32 `[positions, rotary_dim / 2]`: angle position · base^(-2p/rotary_dim)."""
+    for name, value in (("positions", positions), ("rotary_dim", rotary_dim)):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name} is {value!r}; allowed: an int")
+    if isinstance(base, bool) or not isinstance(base, Real):
+        raise TypeError(f"base is {base!r}; allowed: a number above 0")
+    if not 0 < base < math.inf:
+        raise ValueError(f"base is {base}; allowed: a number above 0")
     if positions < 0:
         raise ValueError(f"positions is {positions}; allowed: 0 or more")
     if rotary_dim < 2 or rotary_dim % 2:

@@ -24,9 +24,10 @@ def describe(name: str, x: Any) -> Array:
         )
     if not x.dtype.isnative:  # its name alone would not tell
         raise TypeError(f"{name} has dtype {x.dtype.str}, a foreign byte order; allowed: the native one")
-    if any(stride % x.itemsize for stride in x.strides) or not x.flags.aligned:
-        raise ValueError(f"{name} has byte strides {x.strides}; allowed: multiples of the item size, {x.itemsize}")
-    return Array(x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype.name, "cpu")
+    size = max(x.itemsize, 1)  # a void dtype may have items of no bytes; `check` refuses it by name
+    if any(stride % size for stride in x.strides) or not x.flags.aligned:
+        raise ValueError(f"{name} has byte strides {x.strides}; allowed: multiples of the item size, {size}")
+    return Array(x.shape, tuple(s // size for s in x.strides), x.dtype.name, "cpu")
 
 
 def _describe_index(name: str, x: Any) -> Array | None:

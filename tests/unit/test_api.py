@@ -65,6 +65,9 @@ def test_precision(precision: str | None) -> None:
         ({"q": np.zeros((2, 16, 4, 16))}, TypeError, ["q ", "float64", "float32"]),
         ({"q": np.zeros((2, 16, 4, 32), np.float32)[..., ::2]}, ValueError, ["q ", "stride 2", "last dimension"]),
         ({"q": np.zeros((2, 16, 4, 16), ">f4")}, TypeError, ["q ", "byte order", "native"]),
+        ({"q": np.zeros((2, 16, 4, 16), "V0")}, TypeError, ["q ", "void", "float32"]),
+        ({"causal": np.array([True, False])}, TypeError, ["causal is array", "True or False"]),
+        ({"precision": np.array(["int8", "int8"])}, ValueError, ["precision is array", "'int8'"]),
         ({"kv_lens": np.array([1, 2], ">i4")}, TypeError, ["kv_lens", "byte order", "native"]),
         ({"kv_lens": [1, 2]}, TypeError, ["kv_lens", "list", "int32"]),
         ({"kv_lens": np.array([1, 2])}, TypeError, ["kv_lens", "int64", "int32"]),
@@ -172,8 +175,11 @@ def test_rope_tables() -> None:
     assert cos.dtype == sin.dtype == np.float32
     assert np.allclose(cos**2 + sin**2, 1)
     assert np.isclose(sin[3, 1], np.sin(3 * 100.0 ** (-2 / 8)))
-    for bad in ((-1, 8), (10, 7), (10, 0)):
+    for bad in ((-1, 8), (10, 7), (10, 0), (10, 8, -1.0), (10, 8, np.inf)):
         with pytest.raises(ValueError, match="allowed"):
+            qflash.rope_tables(*bad)
+    for bad, name in (((1.5, 8), "positions"), ((10, "8"), "rotary_dim"), ((10, 8, "x"), "base")):
+        with pytest.raises(TypeError, match=f"{name} is .*; allowed"):
             qflash.rope_tables(*bad)
 
 

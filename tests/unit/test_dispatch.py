@@ -52,6 +52,12 @@ def test_what_runs_only_on_request_is_not_chosen() -> None:
             assert (kernel.name, "on request", kernel.summary) in dispatch.rows(CUDA)
 
 
+def test_rows_say_that_a_kernel_asked_for_is_the_one_that_runs() -> None:
+    rows = {name: (verdict, why) for name, verdict, why in dispatch.rows(CUDA, "unfused")}
+    assert rows["unfused"] == ("runs", dispatch.BY_NAME["unfused"].summary)
+    assert rows["fa"][0] == "could" and rows["fa"][1].startswith("unfused was asked for; ")
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="kernel is 'nope'; allowed: None") as raised:
         dispatch.plan(CPU, "nope")

@@ -1,4 +1,5 @@
-"""The README's Python blocks run as they stand, its links lead somewhere, and its tables are those of the rows."""
+"""The README's Python blocks run as they stand, its links lead somewhere, and its tables are those of the rows;
+what it must tell of the package is there."""
 
 import re
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from qflash.cli.bench import load
+from qflash.dispatch import KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,6 +34,21 @@ def test_links_lead_to_files(page):
     links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / page).read_text())
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_variable_the_package_reads_is_explained():
+    read = set()
+    for path in (ROOT / "qflash").rglob("*"):
+        if path.suffix in (".py", ".cc", ".h") and path.is_file():
+            read |= set(re.findall(r'(?:environ(?:\.get\(|\[)|getenv\()"(QFLASH_\w+)"', path.read_text()))
+    assert read
+    assert [name for name in sorted(read) if f"| `{name}` |" not in README] == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_kernel_has_a_page(kernel):
+    page = (ROOT / "docs" / "kernels" / f"{kernel.name}.md").read_text()
+    assert f"<!-- qflash:kernel-{kernel.name} -->" in page
 
 
 def test_tables_are_up_to_date_with_the_rows():
