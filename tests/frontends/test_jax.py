@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from concurrency import check_threads_share_plans
 from jax_arrays import arrays, assert_close, relative_l2
 
 import qflash
@@ -137,6 +138,10 @@ def test_scale_types_do_not_mix_up():
     results += [qflash.attention(q, k, v, scale=scale) for scale in (1, 1.0)]
     assert all((x == results[0]).all() for x in results[:3])
     assert (results[3] == results[4]).all()
+
+
+def test_threads_share_plans():
+    check_threads_share_plans(arrays, np.array_equal)
 
 
 def test_a_cached_plan_hides_no_bad_argument():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import ml_dtypes
 import numpy as np
 import pytest
+from concurrency import check_threads_share_plans
 
 import qflash
 from qflash.frontends import numpy as frontend
@@ -117,23 +116,7 @@ def test_subclasses_that_are_plain_memory(tmp_path):
 
 
 def test_threads_share_plans():
-    jobs = [(arrays(q_len=n, k_len=n + 3, seed=n), {"causal": bool(n % 2)}) for n in range(1, 9)]
-    want = [qflash.attention(*args, **options) for args, options in jobs]
-    wrong = []
-
-    def work(offset):
-        for step in range(40):
-            i = (step + offset) % len(jobs)
-            args, options = jobs[i]
-            if not np.array_equal(qflash.attention(*args, **options), want[i]):
-                wrong.append((offset, step))
-
-    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    check_threads_share_plans(arrays, np.array_equal)
 
 
 def test_plan_cache_is_bounded(monkeypatch):

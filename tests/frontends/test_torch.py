@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
+from concurrency import check_threads_share_plans
 
 import qflash
 
@@ -217,23 +216,7 @@ def test_empty_and_unseen():
 
 
 def test_threads_share_plans():
-    jobs = [(tensors(q_len=n, k_len=n + 3, seed=n), {"causal": bool(n % 2)}) for n in range(1, 9)]
-    want = [qflash.attention(*args, **options) for args, options in jobs]
-    wrong = []
-
-    def work(offset):
-        for step in range(40):
-            i = (step + offset) % len(jobs)
-            args, options = jobs[i]
-            if not torch.equal(qflash.attention(*args, **options), want[i]):
-                wrong.append((offset, step))
-
-    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    check_threads_share_plans(tensors, torch.equal)
 
 
 def test_the_engine_runs_on_torchs_threads(monkeypatch):

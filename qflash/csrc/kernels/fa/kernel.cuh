@@ -10,12 +10,14 @@
 //              +---------------+                        head_dim 128 on Hopper: 64 x 64 tile, 4 warps of 2 x 16 lanes,
 //     O (registers) += P V                              8 x 4 scores and 8 x 8 outputs per lane, 2 blocks per SM.
 //
-// Shared memory (head_dim 128, Hopper)                    floats
-//   s_q     [kBlockM][kHeadDim + 4]        scaled, rotated q    64 x 132 = 8448
-//   s_p     [kBlockM][kBlockN + kLanesX]   weights              64 x  80 = 5120   a warp reads only what it wrote
-//   s_kv    2 x kBufferFloats              K or V chunks     2 x 64 x 36 = 4608   K [kBlockN][kChunk + 4], V
-//   [kVRows][kHeadDim] s_m, s_fold  [kBlockM] each            maxima of rows         2 x 64 =  128 s_l [8][kThreads]
-//   sums of lanes         8 x 128 = 1024 together 77 312 bytes. Padding and lane order: smem/lanes.cuh.
+// Shared memory (head_dim 128, Hopper), in floats:
+//   s_q          [kBlockM][kHeadDim + 4]       scaled, rotated q     64 x 132 = 8448
+//   s_p          [kBlockM][kBlockN + kLanesX]  weights               64 x  80 = 5120   a warp reads only what it wrote
+//   s_kv         2 x kBufferFloats             K or V chunks     2 x 64 x  36 = 4608   K [kBlockN][kChunk + 4],
+//                                                                                      V [kVRows][kHeadDim]
+//   s_m, s_fold  [kBlockM] each                maxima of rows         2 x 64 =  128
+//   s_l          [8][kThreads]                 sums of lanes          8 x 128 = 1024
+// Together 77 312 bytes. Padding and lane order: smem/lanes.cuh.
 //
 // Pipeline: a tile is kKSteps steps on channels of K, softmax, then kVSteps steps on keys of V. A step
 //   fetches the next chunk into registers, computes on the current buffer, stashes the fetched chunk into the other

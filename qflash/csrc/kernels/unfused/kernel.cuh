@@ -10,15 +10,15 @@
 //      +-------+       row       +-------+     over keys   +-------+
 //
 // S and P are float32 in the workspace, one [q_len][k_len] matrix per batch and head: memory grows with Tq x Tk, and
-// that matrix crosses the memory bus five times (written; read three times and written in softmax; read once). That is
-// what FlashAttention takes away.
+// that matrix crosses the memory bus six times (written; read three times and written in softmax; read once, or once
+// per 64 channels). That is what FlashAttention takes away.
 //
 // Roles: as in `fa`, a lane owns 8 rows x 4 columns of its warp's 16 x 64 piece, dealt out as in smem/lanes.cuh.
 // Shared memory: scores [64][36] of Q and [64][36] of K, 18 432 bytes; output [64][80] of P and [64][64] of V, 36 864
 //   bytes. No pipeline: load, barrier, multiply, barrier; several blocks per multiprocessor cover for one another.
 // Masks: tiles that no row sees are neither computed nor read; elements a row does not see are never read at all, so
 //   the workspace needs no initial value.
-// Bound: memory. 20 bytes per score against 4 head_dim FLOP. See docs/kernels/unfused.md.
+// Bound: memory. 24 bytes per score against 4 head_dim FLOP. See docs/kernels/unfused.md.
 #pragma once
 
 #include "attn/mask.cuh"
