@@ -116,4 +116,4 @@ def _expected(unit: Unit, cache: Cache) -> str:
 
 def _say(text: str) -> None:
     if os.environ.get("QFLASH_QUIET") != "1":
-        print(text, file=sys.stderr, flush=True)
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one piece: compilers run side by side

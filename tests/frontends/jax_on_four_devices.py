@@ -178,3 +178,15 @@ def test_shard_map_over_one_axis_of_two():
     split = jax.shard_map(qflash.attention, mesh=mesh, in_specs=(P("b"),) * 3, out_specs=P("b"), axis_names={"b"})
     got = jax.jit(split)(*put(mesh, SPLIT, *operands))
     np.testing.assert_array_equal(got, qflash.attention(*operands))
+
+
+def test_arrays_on_different_devices_are_named():
+    zero, one = jax.devices()[:2]
+    q, k, v = (jax.device_put(x, zero) for x in arrays())
+    with pytest.raises(ValueError, match="k is on cpu:1; allowed: q's device, cpu:0"):
+        qflash.attention(q, jax.device_put(k, one), v)
+    lens = jax.device_put(jnp.array([3, 4], jnp.int32), one)
+    with pytest.raises(ValueError, match="kv_lens is on cpu:1; allowed: q's device, cpu:0"):
+        qflash.attention(q, k, v, kv_lens=lens)
+    uncommitted = arrays()[1:]
+    np.testing.assert_array_equal(qflash.attention(q, *uncommitted), qflash.attention(q, k, v))

@@ -63,8 +63,14 @@ def _describe(arrays: dict[str, Any]) -> dict[str, Array]:
         default = _default_platform()
         return {name: Array(x.shape, None, x.dtype.name, default) for name, x in arrays.items()}
     # An uncommitted array follows the committed ones, as it does in JAX itself.
-    anchor = next((x for x in arrays.values() if x.committed), arrays["q"])
+    first = next((name for name, x in arrays.items() if x.committed), "q")
+    anchor = arrays[first]
     platforms = {name: _platform(x if x.committed else anchor) for name, x in arrays.items()}
+    for name, x in arrays.items():  # one platform, several devices: XLA would not name the argument
+        if x.committed and platforms[name] == platforms[first] and x.devices() != anchor.devices():
+            raise ValueError(
+                f"{_spoken(name)} is on {_devices(x)}; allowed: {_spoken(first)}'s device, {_devices(anchor)}"
+            )
     return {name: Array(x.shape, None, x.dtype.name, platforms[name]) for name, x in arrays.items()}
 
 
@@ -74,6 +80,10 @@ def _traced(arrays) -> bool:
 
 def _platform(x: jax.Array) -> str:
     return platform_of(next(iter(x.devices())))
+
+
+def _devices(x: jax.Array) -> str:
+    return ", ".join(f"{platform_of(device)}:{device.id}" for device in sorted(x.devices(), key=lambda d: d.id))
 
 
 def _default_platform() -> str:
