@@ -79,6 +79,11 @@ class TestThreads:
         done = python("import qflash; print(qflash.get_num_threads())", QFLASH_NUM_THREADS="")
         assert int(done.stdout) == len(os.sched_getaffinity(0))
 
+    def test_a_bad_number_is_named(self):
+        done = python("import qflash; print(qflash.get_num_threads())", QFLASH_NUM_THREADS="two")
+        assert int(done.stdout) == len(os.sched_getaffinity(0))
+        assert "QFLASH_NUM_THREADS is 'two'; allowed: 1 or more" in done.stderr
+
     def test_many_callers_at_once(self):
         q, k, v = arrays(2, 150, 4, 32)
         want = qflash.attention(q, k, v, causal=True)

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cfenv>
 #include <cstdlib>
 #include <new>
@@ -182,10 +183,12 @@ int32_t clamp_threads(int64_t n) { return n < 1 ? 1 : n > kMaxThreads ? kMaxThre
 int32_t initial_threads() {
   pthread_atfork(nullptr, nullptr, &forget_pool);
   const char* asked = std::getenv("QFLASH_NUM_THREADS");
-  if (asked) {
+  if (asked && *asked) {
     char* end = nullptr;
     const long n = std::strtol(asked, &end, 10);
-    if (end != asked && *end == '\0' && n >= 1) return clamp_threads(n);
+    if (*end == '\0' && n >= 1) return clamp_threads(n);
+    // The module is being loaded: nobody is there yet to take an error.
+    std::fprintf(stderr, "qflash: QFLASH_NUM_THREADS is '%s'; allowed: 1 or more. Using every core.\n", asked);
   }
 #if defined(__linux__)
   cpu_set_t mask;
