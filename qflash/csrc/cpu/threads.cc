@@ -6,8 +6,8 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdio>
 #include <cfenv>
+#include <cstdio>
 #include <cstdlib>
 #include <new>
 

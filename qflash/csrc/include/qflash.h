@@ -1,7 +1,8 @@
 /* The one header every room shares: parameter structs, status codes, entry prototypes.
  *
  * Plain C with no framework and no CUDA header, so the CPU engine, each CUDA kernel library, the pybind11
- * module and the XLA handlers all see the same bytes. Words have the meanings of docs/numerics.md; strides count elements, never bytes. Optional pointers are NULL when absent.
+ * module and the XLA handlers all see the same bytes. Words have the meanings of docs/numerics.md; strides count
+ * elements, never bytes. Optional pointers are NULL when absent.
  */
 #ifndef QFLASH_H_
 #define QFLASH_H_
