@@ -140,8 +140,15 @@ def test_scale_types_do_not_mix_up():
     assert (results[3] == results[4]).all()
 
 
-def test_threads_share_plans():
-    check_threads_share_plans(arrays, np.array_equal)
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_threads_share_plans(platform):
+    """The arrays are committed to their device, because a new thread does not inherit the default one."""
+    device = jax.devices(platform)[0]
+
+    def committed(**sizes):
+        return tuple(jax.device_put(x, device) for x in arrays(**sizes))
+
+    check_threads_share_plans(committed, np.array_equal)
 
 
 def test_a_cached_plan_hides_no_bad_argument():
