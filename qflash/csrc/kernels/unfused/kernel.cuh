@@ -18,7 +18,8 @@
 //   bytes. No pipeline: load, barrier, multiply, barrier; several blocks per multiprocessor cover for one another.
 // Masks: tiles that no row sees are neither computed nor read; elements a row does not see are never read at all, so
 //   the workspace needs no initial value.
-// Bound: memory. 24 bytes per score against 4 head_dim FLOP. See docs/kernels/unfused.md.
+// Bound: predicted memory, 24 bytes per score against 4 head_dim FLOP; measured, the products, which nothing overlaps.
+// See docs/kernels/unfused.md.
 #pragma once
 
 #include "attn/mask.cuh"
