@@ -1,0 +1,106 @@
+/* Parameter structs of the operations beside attention: quantization, INT8 products, row reductions.
+ *
+ * As in qflash.h: plain C, strides count elements, optional pointers are NULL when absent, `num_threads` is the CPU's.
+ * Every kernel NAME of an operation exports, with that operation's struct P,
+ *   int     qf_NAME(const P*, void* stream);
+ *   int64_t qf_NAME_workspace(const P*);     (CUDA only)
+ *   const char* qf_status_text(int status);  (CUDA: one per library; the CPU engine: qf_cpu_status_text)
+ */
+#ifndef QFLASH_OPS_H_
+#define QFLASH_OPS_H_
+
+#include "qflash.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Elements beyond QfDtype that operations read or write. */
+enum QfOpDtype { QF_I8 = 3, QF_I32 = 4 };
+
+enum QfGranularity { QF_PER_TENSOR = 0, QF_PER_ROWS = 1 }; /* of scales; rows: `group` consecutive tokens of a head */
+enum QfRounding { QF_NEAREST = 0, QF_STOCHASTIC = 1 };
+
+/* x [batch, length, heads, head_dim] -> int8 of the same shape, and what undoes it: x ~ scale * (value - zero_point)
+ * + mean. Symmetric: values -127 .. 127, zero_point 0; a token that holds NaN or an infinity is -128 throughout.
+ * Asymmetric (per tensor only): values -128 .. 127. Keys from lens[b] on do not exist: value 0, no part in scales. */
+typedef struct QfQuantizeParams {
+  int32_t struct_bytes, dtype;
+  int32_t batch, length, heads, head_dim;
+  int32_t granularity, group, symmetric, rounding;
+  int32_t num_threads, reserved;
+  uint64_t seed; /* of stochastic rounding */
+  QfTensor x, values;
+  float* scale;        /* per tensor: [1]; per rows: [batch, heads, ceil(length / group)] */
+  int32_t* zero_point; /* [1]; NULL when symmetric */
+  int32_t* sums;       /* [batch, heads, length]: sum of a token's values; NULL: not wanted */
+  float* mean;         /* [batch, heads, head_dim]: what smoothing took off; NULL: no smoothing */
+  const int32_t* lens; /* [batch]; NULL: all of `length` */
+  QfRope rope;         /* positions_k says where x's tokens stand; positions_q is unused */
+  void* workspace;
+  int64_t workspace_bytes;
+} QfQuantizeParams;
+
+/* The way back: out <- scale * (value - zero_point) + mean, in `dtype`. */
+typedef struct QfDequantizeParams {
+  int32_t struct_bytes, dtype;
+  int32_t batch, length, heads, head_dim;
+  int32_t granularity, group, symmetric, num_threads;
+  QfTensor values, out;
+  const float* scale;
+  const int32_t* zero_point;
+  const float* mean;
+} QfDequantizeParams;
+
+/* out[i, j] = a_scale[i] * b_scale[j] * sum_k a[i, k] b[k, j] + bias[j]; sums are exact in int32. */
+typedef struct QfInt8MatmulParams {
+  int32_t struct_bytes, out_dtype; /* QF_F32, QF_F16, QF_BF16, or QF_I32 (no scales, no bias) */
+  int64_t m, n, k;
+  const int8_t *a, *b;
+  int64_t a_stride_m; /* k is contiguous in a */
+  int64_t b_stride_k, b_stride_n;
+  const float *a_scale, *b_scale;         /* NULL: 1 */
+  int64_t a_scale_stride, b_scale_stride; /* 0: one scale for all rows (columns); 1: one each */
+  const float* bias;                      /* [n]; NULL: 0 */
+  void* out;
+  int64_t out_stride_m; /* n is contiguous in out */
+  int32_t num_threads, reserved;
+  void* workspace;
+  int64_t workspace_bytes;
+} QfInt8MatmulParams;
+
+/* softmax and layer_norm: one result row per row of x [rows, columns], columns contiguous. */
+typedef struct QfRowsParams {
+  int32_t struct_bytes, dtype;
+  int64_t rows, columns;
+  const void* x;
+  int64_t x_stride;
+  void* out;
+  int64_t out_stride;
+  float scale;               /* softmax of scale * x */
+  float eps;                 /* layer_norm */
+  const void *weight, *bias; /* layer_norm: [columns] in dtype; NULL: 1 and 0 */
+  float *mean, *rstd;        /* layer_norm: [rows]; NULL: not wanted */
+  int32_t num_threads, reserved;
+} QfRowsParams;
+
+/* losses[i] = lse_i - (1 - smoothing) logits[i, targets[i]] - smoothing mean(logits[i]); 0 where ignored. */
+typedef struct QfCrossEntropyParams {
+  int32_t struct_bytes, dtype;
+  int64_t rows, columns;
+  const void* logits;
+  int64_t logits_stride;
+  const int32_t* targets; /* [rows]; ignore_index, or 0 .. columns-1 (else: the loss is NaN, on the CPU a refusal) */
+  int32_t ignore_index;
+  float smoothing;
+  float* losses; /* [rows] */
+  float* lse;    /* [rows]; NULL: not wanted */
+  float* total;  /* [1]: sum of the losses, or their mean over rows not ignored; NULL: not wanted */
+  int32_t mean, num_threads;
+} QfCrossEntropyParams;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* QFLASH_OPS_H_ */
