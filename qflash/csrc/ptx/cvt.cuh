@@ -1,4 +1,5 @@
-// cvt: float16 to and from float32, without cuda_fp16.h (which drags in libcu++ and doubles the compile time).
+// cvt: float16 and bfloat16 to and from float32, without cuda_fp16.h (which drags in libcu++ and doubles the compile
+// time).
 #pragma once
 
 #include <stdint.h>
@@ -32,6 +33,35 @@ __device__ __forceinline__ uint16_t cvt_rn_f16_f32(float x) {
   memcpy(&bits, &h, 2);
 #endif
   return bits;
+}
+
+// Two at once, `low` in the lower half. sm_80 and later have this instruction; before, it is two of the above.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_f32(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return uint32_t(cvt_rn_f16_f32(low)) | uint32_t(cvt_rn_f16_f32(high)) << 16;
+#endif
+}
+
+// bfloat16, two at once, round to nearest even. sm_80 and later.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+__device__ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  const auto one = [](float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  };
+  return one(low) | one(high) << 16;
+#endif
 }
 
 }  // namespace qf

@@ -3,12 +3,16 @@
 // A block is run by one fiber per thread. A fiber runs until it meets its warp or its block; when all of them have,
 // they go on. Warps, and lanes within a warp, take turns in an order drawn from a seed, so that code which relies on an
 // order it did not ask for gives different bits for different seeds. Shared memory starts as NaN. Fibers that wait for
-// something that cannot happen (a barrier some thread skips) are reported, not waited for.
+// something that cannot happen (a barrier some thread skips) are reported, not waited for. Asynchronous copies arrive
+// when they are waited for and not before. Shared memory is `s_memory` (dynamic); static __shared__ is not emulated.
 #pragma once
+
+#define QF_EMULATOR
 
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -26,8 +30,17 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-struct uint2 {
+struct alignas(8) uint2 {
   unsigned x, y;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
 };
 struct alignas(8) float2 {
   float x, y;
@@ -35,30 +48,44 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+using std::max;
 using std::min;
 
 struct Index {
-  unsigned x;
+  unsigned x, y = 0, z = 0;
 };
-inline Index threadIdx, blockIdx, blockDim;
+inline Index threadIdx, blockIdx, blockDim, gridDim;
 alignas(16) float4 s_memory[256 * 1024 / sizeof(float4)];
 
 namespace host {
 
 enum class Waits { kNot, kWarp, kShuffle, kBlock, kDone };
 
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+  bool valid;
+};
+
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   Waits waits;
+  std::vector<Copy> issued;               // since the last commit
+  std::vector<std::vector<Copy>> groups;  // committed, oldest first
 };
 
 constexpr int kStackBytes = 256 * 1024;
 inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
 inline std::function<void()> body;
-inline float shuffled[1024];
+constexpr int kExchangeBytes = 64;
+inline char exchanged[1024][kExchangeBytes];  // what each thread shows the others of its warp
 inline int or_sum, or_result;
 
 inline void wait_for(Waits what) {
@@ -113,6 +140,8 @@ inline bool run_block(int threads, int shared_bytes, std::mt19937& order) {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, fiber_main, 0);
     fiber.waits = Waits::kNot;
+    fiber.issued.clear();
+    fiber.groups.clear();
     warps[t / 32].push_back(t);
     block.push_back(t);
   }
@@ -128,16 +157,136 @@ inline bool run_block(int threads, int shared_bytes, std::mt19937& order) {
   return std::all_of(block.begin(), block.end(), [](int t) { return fibers[t].waits == Waits::kDone; });
 }
 
-template <class Kernel, class Params, class Grid>
-int launch(Kernel* kernel, const Params& p, const Grid& grid, int threads, int shared_bytes, unsigned seed) {
+// Run `kernel()` as every thread of `blocks` blocks. Returns 1 when a block is stuck.
+inline int launch_blocks(std::function<void()> kernel, int64_t blocks, int threads, int shared_bytes, unsigned seed) {
   std::mt19937 order(seed);
   blockDim.x = threads;
-  body = [&] { kernel(p, grid); };
-  for (int64_t item = 0; item < grid.items; ++item) {
-    blockIdx.x = unsigned(item);
+  gridDim.x = unsigned(blocks);
+  body = std::move(kernel);
+  for (int64_t block = 0; block < blocks; ++block) {
+    blockIdx.x = unsigned(block);
     if (!run_block(threads, shared_bytes, order)) return 1;
   }
   return 0;
+}
+
+template <class Kernel, class Params, class Grid>
+int launch(Kernel* kernel, const Params& p, const Grid& grid, int threads, int shared_bytes, unsigned seed) {
+  return launch_blocks([&] { kernel(p, grid); }, grid.items, threads, shared_bytes, seed);
+}
+
+// What every lane of this warp shows: all show, then all read, then all go on.
+template <class T>
+std::array<T, 32> gather(const T& mine) {
+  static_assert(sizeof(T) <= kExchangeBytes, "lanes exchange at most kExchangeBytes");
+  const unsigned self = threadIdx.x, first = self / 32 * 32;
+  memcpy(exchanged[self], &mine, sizeof(T));
+  wait_for(Waits::kShuffle);
+  std::array<T, 32> all;
+  for (int lane = 0; lane < 32; ++lane) memcpy(&all[lane], exchanged[first + lane], sizeof(T));
+  wait_for(Waits::kShuffle);
+  return all;
+}
+
+inline float from_f16(uint16_t bits) {
+  _Float16 h;
+  memcpy(&h, &bits, 2);
+  return float(h);
+}
+inline float from_bf16(uint16_t bits) {
+  const uint32_t wide = uint32_t(bits) << 16;
+  float x;
+  memcpy(&x, &wide, 4);
+  return x;
+}
+
+template <int kRegisters>
+struct Words {
+  uint32_t r[kRegisters];
+};
+template <int kA, int kB>
+struct Operands {
+  uint32_t a[kA], b[kB];
+};
+
+// kDepths blocks of k = 8: element (row, k) of A is register row / 8 + 2 (k / 8) of lane 4 (row % 8) + k % 8 / 2.
+template <int kDepths, class Convert>
+void mma_16bit(float (&c)[4], const uint32_t (&a)[2 * kDepths], const Words<kDepths>& b, Convert convert) {
+  Operands<2 * kDepths, kDepths> mine;
+  memcpy(mine.a, a, sizeof mine.a);
+  memcpy(mine.b, b.r, sizeof mine.b);
+  const auto all = gather(mine);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
+    double sum = c[i];
+    for (int k = 0; k < 8 * kDepths; ++k) {
+      const uint32_t x = all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)];
+      const uint32_t y = all[column * 4 + k % 8 / 2].b[k / 8];
+      sum += double(convert(uint16_t(x >> 16 * (k % 2)))) * convert(uint16_t(y >> 16 * (k % 2)));
+    }
+    c[i] = float(sum);
+  }
+}
+
+inline void mma_s8(int32_t (&c)[4], const uint32_t (&a)[4], const Words<2>& b) {
+  Operands<4, 2> mine;
+  memcpy(mine.a, a, sizeof mine.a);
+  memcpy(mine.b, b.r, sizeof mine.b);
+  const auto all = gather(mine);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
+    for (int k = 0; k < 32; ++k) {
+      const uint32_t x = all[row % 8 * 4 + k % 16 / 4].a[row / 8 + 2 * (k / 16)];
+      const uint32_t y = all[column * 4 + k % 16 / 4].b[k / 16];
+      c[i] += int32_t(int8_t(x >> 8 * (k % 4))) * int8_t(y >> 8 * (k % 4));
+    }
+  }
+}
+
+inline void mma_m8n8k16_s8(int32_t& c0, int32_t& c1, uint32_t a, uint32_t b) {
+  const auto all = gather(Operands<1, 1>{{a}, {b}});
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int k = 0; k < 16; ++k) {
+    const int8_t x = all[g * 4 + k / 4].a[0] >> 8 * (k % 4);
+    c0 += int32_t(x) * int8_t(all[2 * t * 4 + k / 4].b[0] >> 8 * (k % 4));
+    c1 += int32_t(x) * int8_t(all[(2 * t + 1) * 4 + k / 4].b[0] >> 8 * (k % 4));
+  }
+}
+
+inline void ldmatrix(uint32_t (&r)[4], const void* s_row, bool transposed) {
+  const auto rows = gather(s_row);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    uint16_t pair[2];
+    for (int e = 0; e < 2; ++e) {
+      const int row = transposed ? 2 * (lane % 4) + e : lane / 4, column = transposed ? lane / 4 : 2 * (lane % 4) + e;
+      memcpy(&pair[e], static_cast<const char*>(rows[8 * i + row]) + 2 * column, 2);
+    }
+    r[i] = uint32_t(pair[0]) | uint32_t(pair[1]) << 16;
+  }
+}
+
+inline void cp_async(void* to, const void* from, int bytes, bool valid) {
+  fibers[threadIdx.x].issued.push_back({to, from, bytes, valid});
+}
+inline void cp_async_commit() {
+  Fiber& self = fibers[threadIdx.x];
+  self.groups.push_back(std::move(self.issued));
+  self.issued.clear();
+}
+inline void cp_async_wait(int pending) {
+  auto& groups = fibers[threadIdx.x].groups;
+  while (int(groups.size()) > pending) {
+    for (const Copy& copy : groups.front()) {
+      if (copy.valid)
+        memcpy(copy.to, copy.from, copy.bytes);
+      else
+        memset(copy.to, 0, copy.bytes);
+    }
+    groups.erase(groups.begin());
+  }
 }
 
 }  // namespace host
@@ -149,11 +298,24 @@ inline int __syncthreads_or(int value) {
   return host::or_result;
 }
 inline void __syncwarp() { host::wait_for(host::Waits::kWarp); }
-inline float __shfl_xor_sync(unsigned, float value, int mask) {
-  const unsigned self = threadIdx.x;
-  host::shuffled[self] = value;
-  host::wait_for(host::Waits::kShuffle);
-  const float other = host::shuffled[self ^ mask];
-  host::wait_for(host::Waits::kShuffle);
-  return other;
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return host::gather(value)[(threadIdx.x % 32) ^ mask];
 }
+template <class T>
+T __shfl_down_sync(unsigned, T value, int step) {
+  const unsigned lane = threadIdx.x % 32;
+  return host::gather(value)[lane + step < 32 ? lane + step : lane];
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return host::gather(value)[lane % 32];
+}
+inline unsigned __ballot_sync(unsigned, int value) {
+  unsigned bits = 0;
+  const auto all = host::gather(value);
+  for (int lane = 0; lane < 32; ++lane) bits |= unsigned(all[lane] != 0) << lane;
+  return bits;
+}
+inline int __any_sync(unsigned, int value) { return __ballot_sync(~0u, value) != 0; }
+inline int __all_sync(unsigned, int value) { return __ballot_sync(~0u, value) == ~0u; }
