@@ -22,26 +22,41 @@ enum QfGranularity { QF_PER_TENSOR = 0, QF_PER_ROWS = 1 }; /* of scales; rows: `
 enum QfRounding { QF_NEAREST = 0, QF_STOCHASTIC = 1 };
 
 /* x [batch, length, heads, head_dim] -> int8 of the same shape, and what undoes it: x ~ scale * (value - zero_point)
- * + mean. Symmetric: values -127 .. 127, zero_point 0; a token that holds NaN or an infinity is -128 throughout.
- * Asymmetric (per tensor only): values -128 .. 127. Keys from lens[b] on do not exist: value 0, no part in scales. */
+ * + mean. Symmetric: values -127 .. 127, zero_point 0; a token that holds NaN or an infinity is -128 throughout, and
+ * the scale of a group that has no other tokens is NaN. Asymmetric (per tensor only): values -128 .. 127; NaN or an
+ * infinity anywhere makes the scale NaN and every value 0. Tokens from lens[b] on do not exist: value 0, no part in
+ * scales. docs/kernels/quantize.md defines every step to the bit.
+ *
+ * Packed (cu_seqlens given): x and values are [total, heads, head_dim] with stride_b = 0, `length` is the longest
+ * sequence, groups count from each sequence's start, and scale, sums and lift keep their padded shapes, indexed by the
+ * token's place in its sequence. A sequence whose description is out of range is not read: its scales are NaN. */
 typedef struct QfQuantizeParams {
   int32_t struct_bytes, dtype;
   int32_t batch, length, heads, head_dim;
   int32_t granularity, group, symmetric, rounding;
-  int32_t num_threads, reserved;
-  uint64_t seed; /* of stochastic rounding */
+  int32_t num_threads;
+  int32_t queries; /* 0: token t stands at t, or at rope.positions_k. 1: at t + len_k - len_q, or at rope.positions_q */
+  uint64_t seed;   /* of stochastic rounding */
   QfTensor x, values;
-  float* scale;        /* per tensor: [1]; per rows: [batch, heads, ceil(length / group)] */
-  int32_t* zero_point; /* [1]; NULL when symmetric */
-  int32_t* sums;       /* [batch, heads, length]: sum of a token's values; NULL: not wanted */
-  float* mean;         /* [batch, heads, head_dim]: what smoothing took off; NULL: no smoothing */
-  const int32_t* lens; /* [batch]; NULL: all of `length` */
-  QfRope rope;         /* positions_k says where x's tokens stand; positions_q is unused */
+  float* scale;              /* per tensor: [1]; per rows: [batch, heads, ceil(length / group)] */
+  int32_t* zero_point;       /* [1]; NULL when symmetric */
+  int32_t* sums;             /* [batch, heads, length]: sum of a token's values; NULL: not wanted */
+  float* mean;               /* [batch, heads, head_dim]: what smoothing took off; NULL: no smoothing */
+  const int32_t* lens;       /* [batch]; NULL: every token exists */
+  const int32_t* cu_seqlens; /* [batch+1]; NULL: not packed */
+  int64_t total;             /* tokens of packed x; unused otherwise */
+  QfRope rope;
+  const int32_t* key_lens; /* with `queries`: where len_k comes from. As kv_lens, cu_seqlens_k, k_len of QfAttnParams */
+  const int32_t* cu_seqlens_k;
+  int32_t key_length;
+  int32_t lift_heads;     /* heads is a multiple of it */
+  const float* lift_mean; /* [batch, lift_heads, head_dim] */
+  float* lift;            /* [batch, heads, length]: rotated token . lift_mean of its head's group; NULL: not wanted */
   void* workspace;
   int64_t workspace_bytes;
 } QfQuantizeParams;
 
-/* The way back: out <- scale * (value - zero_point) + mean, in `dtype`. */
+/* The way back: out <- scale * (value - zero_point) + mean, in `dtype`. Symmetric: -128 is NaN. */
 typedef struct QfDequantizeParams {
   int32_t struct_bytes, dtype;
   int32_t batch, length, heads, head_dim;
