@@ -1,4 +1,5 @@
 # qflash: everything starts here. `make run` and `make test` need Python >= 3.11, a C++ compiler and make, nothing else.
+# `make KERNEL=<name> NVCC_ARCH=<XX>` makes a binary to profile (standalone.mk).
 #
 #   VENV    where the environment lives (default .venv). Empty (`make test VENV=`): the current python3 with what it has
 #           installed; nothing is downloaded, and checks whose tools are missing are named and skipped.
@@ -29,8 +30,10 @@ CPP_FILES = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh' 2>/dev/null)
 .PHONY: help run test bench gpu-test sanitize build fmt lint clean
 .DEFAULT_GOAL := help
 
+include standalone.mk
+
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 run: build ## verify every kernel this machine can run, benchmark it, print one table, write rows and a plot
 	$(PY) -m qflash.cli run
@@ -61,7 +64,7 @@ lint: $(ENVIRONMENT) ## check style of Python and C++
 	@$(PY) tools/lint.py $(CPP_FILES)
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis qflash/_native*.so
+	rm -rf $(VENV) bin build dist .cache .pytest_cache .ruff_cache .hypothesis qflash/_native*.so
 
 $(VENV)/.complete: pyproject.toml tools/environment.py
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
