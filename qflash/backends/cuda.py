@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from qflash.backends import Entry
+from qflash.backends.arch import ARCHES, asked
 from qflash.dispatch import BY_NAME, KERNELS, Kernel
 from qflash.jit import load, prebuild
 from qflash.jit.compiler import Unit
@@ -15,8 +16,6 @@ from qflash.spec import DTYPES, Spec
 
 _CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
-# Architectures `qflash build` and the compile tests cover: one of each shared-memory size since Turing.
-ARCHES = (75, 80, 86, 89, 90)
 # Kernels compiled for a head_dim serve every smaller one down to the next bucket; the true head_dim comes at run time.
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 # Kernels that take any head_dim and architecture at run time: one library per dtype and target.
@@ -29,7 +28,10 @@ def target(arch: int) -> str:
 
 
 def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
-    """The compilation unit of `kernel` for a dtype, a bucket of HEAD_DIMS and an architecture."""
+    """The compilation unit of `kernel` for a dtype, a bucket of HEAD_DIMS and an architecture.
+
+    For the one that QFLASH_CUDA_ARCH asks for it is PTX.
+    """
     defines = [("QF_DTYPE", str(DTYPES.index(dtype)))]
     words = dtype
     if kernel.name not in _ONE_FOR_ALL:
@@ -37,7 +39,9 @@ def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
         words = f"head_dim {head_dim}, {dtype}"
     source = _CSRC / "kernels" / kernel.name / "launch.cu"
     includes = (_CSRC, _CSRC / "include")
-    return Unit(kernel.name, source, includes, tuple(defines), target(arch), f"{kernel.name} ({words})")
+    return Unit(
+        kernel.name, source, includes, tuple(defines), target(arch), f"{kernel.name} ({words})", arch == asked()
+    )
 
 
 def unit_of(kernel: Kernel, spec: Spec) -> Unit:

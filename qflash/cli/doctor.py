@@ -12,6 +12,7 @@ from rich.table import Table
 
 import qflash
 from qflash import _native, machine
+from qflash.backends import arch
 from qflash.cli import cuda
 from qflash.cli.console import make_console
 from qflash.cli.usable import usable_kernels
@@ -35,7 +36,21 @@ def hardware() -> list[tuple[str, str]]:
     for index, gpu in enumerate(gpus):
         text = f"{gpu.name}, compute capability {gpu.arch / 10}, {gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver}"
         facts.append((f"GPU {index}", text))
-    return facts if gpus else [*facts, ("GPU", f"none: {none_because}")]
+    if not gpus:
+        facts.append(("GPU", f"none: {none_because}"))
+    return [*facts, *asked_architecture()]
+
+
+def asked_architecture() -> list[tuple[str, str]]:
+    """What QFLASH_CUDA_ARCH does, where it is set."""
+    try:
+        wanted = arch.asked()
+    except ValueError as error:
+        return [("CUDA kernels", str(error))]
+    if wanted is None:
+        return []
+    text = f"as for compute capability {wanted / 10}, compiled to PTX for the driver ({arch.VARIABLE})"
+    return [("CUDA kernels", text)]
 
 
 def compilers() -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qflash import machine
+from qflash.backends.arch import arch_for
 from qflash.dispatch import KERNELS, Kernel
 from qflash.errors import ToolchainError
 from qflash.jit import toolchain
@@ -30,11 +31,22 @@ def _reasons(kernel: Kernel) -> list[str]:
     gpus, none_because = machine.gpus()
     if not gpus:
         reasons.append(f"no NVIDIA GPU: {none_because}")
-    elif max(gpu.arch for gpu in gpus) < kernel.min_arch:
-        best = max(gpu.arch for gpu in gpus)
-        reasons.append(f"needs compute capability {kernel.min_arch / 10}, the best GPU here has {best / 10}")
+    else:
+        reasons += _too_old(kernel, max(gpu.arch for gpu in gpus))
     try:
         toolchain.find()
     except ToolchainError:
         reasons.append("no CUDA compiler: pip install 'qflash[cuda]', or put nvcc on the PATH")
     return reasons
+
+
+def _too_old(kernel: Kernel, best: int) -> list[str]:
+    """What the best GPU, of compute capability `best`/10, lacks for `kernel`."""
+    try:
+        arch = arch_for(best)
+    except ValueError as error:
+        return [str(error)]
+    if arch >= kernel.min_arch:
+        return []
+    whose = "the best GPU here has" if arch == best else "QFLASH_CUDA_ARCH asks for"
+    return [f"needs compute capability {kernel.min_arch / 10}, {whose} {arch / 10}"]

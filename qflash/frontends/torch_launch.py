@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from qflash.backends.arch import arch_for
 from qflash.dispatch import Kernel
 from qflash.planning import Prepared, prepare, prepare_backward
 from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
@@ -106,14 +107,14 @@ _arch_of_index: dict[int, int] = {}
 
 
 def arch_of_device(device: torch.device) -> int:
-    """Compute capability times ten; 0 for anything but a CUDA device."""
+    """Compute capability times ten (or what QFLASH_CUDA_ARCH asks for); 0 for anything but a CUDA device."""
     if device.type != "cuda":
         return 0
     index = device.index if device.index is not None else torch.cuda.current_device()
     arch = _arch_of_index.get(index)
     if arch is None:
         major, minor = torch.cuda.get_device_capability(index)
-        arch = _arch_of_index[index] = 10 * major + minor
+        arch = _arch_of_index[index] = arch_for(10 * major + minor)
     return arch
 
 

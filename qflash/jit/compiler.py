@@ -38,6 +38,12 @@ class Unit:
     defines: tuple[tuple[str, str], ...]
     target: str
     label: str  # for people: "fa (head_dim 128, float32)"
+    ptx: bool = False  # machine code is left to the driver
+
+    @property
+    def code(self) -> str:
+        """nvcc's name for what comes out: sm_80 is machine code, compute_80 PTX."""
+        return f"{'compute' if self.ptx else 'sm'}_{self.target}"
 
 
 def compile_unit(unit: Unit, cache: Cache | None = None) -> Path:
@@ -51,8 +57,8 @@ def key_of(unit: Unit, tools: toolchain.Toolchain) -> str:
     """sha256 over every byte the result depends on: sources, flags, definitions, architecture, compiler."""
     digest = hashlib.sha256()
     digest.update(_sources(unit.source, unit.include_dirs))
-    digest.update(repr((unit.name, unit.defines, unit.target, tools.version, _FLAGS)).encode())
-    return f"{unit.name}-sm_{unit.target}-{digest.hexdigest()[:24]}"
+    digest.update(repr((unit.name, unit.defines, unit.code, tools.version, _FLAGS)).encode())
+    return f"{unit.name}-{unit.code}-{digest.hexdigest()[:24]}"
 
 
 @lru_cache(maxsize=256)
@@ -79,7 +85,7 @@ def command(unit: Unit, tools: toolchain.Toolchain, output: Path) -> list[str]:
     return [
         tools.nvcc,
         *_FLAGS,
-        f"-gencode=arch=compute_{unit.target},code=sm_{unit.target}",
+        f"-gencode=arch=compute_{unit.target},code={unit.code}",
         *(f"-I{directory}" for directory in unit.include_dirs),
         *(f"-D{name}={value}" for name, value in unit.defines),
         *(f"-L{directory}" for directory in tools.library_dirs),
@@ -91,7 +97,7 @@ def command(unit: Unit, tools: toolchain.Toolchain, output: Path) -> list[str]:
 
 def _build(unit: Unit, tools: toolchain.Toolchain, directory: Path, cache: Cache) -> None:
     words = command(unit, tools, directory / LIBRARY)
-    _say(f"qflash: compiling {unit.label} for sm_{unit.target} with nvcc {tools.release}, {_expected(unit, cache)}")
+    _say(f"qflash: compiling {unit.label} for {unit.code} with nvcc {tools.release}, {_expected(unit, cache)}")
     start = time.monotonic()
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     seconds = time.monotonic() - start

@@ -232,10 +232,11 @@ def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None) -> tuple[np
 
 
 def arch_of(device: str) -> int:
-    """Compute capability times ten of the current GPU; 0 for the CPU."""
+    """The architecture kernels are chosen for on the current GPU; 0 for the CPU."""
     if device == "cpu":
         return 0
     import torch
 
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
+    from qflash.frontends.torch_launch import arch_of_device
+
+    return arch_of_device(torch.device("cuda"))

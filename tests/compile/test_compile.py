@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -157,3 +158,17 @@ def test_libraries_link_no_cuda_library(compiled):
         assert "cuda" not in listing.stdout, listing.stdout
     code = f"import ctypes; ctypes.CDLL({str(entry / LIBRARY)!r})"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@needs_nvcc
+@pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
+@pytest.mark.parametrize("arch", [75, 80])
+def test_ptx_libraries_hold_no_machine_code(compiled, arch):
+    """So what a newer GPU runs under QFLASH_CUDA_ARCH is the older one's code path, and nothing else."""
+    unit = replace(cuda.unit(cuda.BY_NAME["fa"], "float32", 32, arch), ptx=True)
+    library = str(compiled(unit) / LIBRARY)
+    listed = [
+        subprocess.run([cuobjdump(), flag, library], capture_output=True, text=True) for flag in ("-lelf", "-lptx")
+    ]
+    assert "ELF" not in listed[0].stdout, listed[0].stdout
+    assert f"sm_{arch}.ptx" in listed[1].stdout, listed[1].stdout

@@ -14,6 +14,7 @@ from jax_arrays import arrays
 import qflash
 from qflash import _native, planning
 from qflash.backends import Entry
+from qflash.backends.arch import asked
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -155,9 +156,11 @@ def a_cuda_kernel(monkeypatch):
     for module in (planning, primitives):
         monkeypatch.setattr(module, "entry_of", lambda kernel, spec: Entry(1, 0, workspace))
     monkeypatch.setenv("QFLASH_CUDA_ARCH", "90")
-    planning.prepare.cache_clear()
+    for remembered in (planning.prepare, asked):
+        remembered.cache_clear()
     yield
-    planning.prepare.cache_clear()
+    for remembered in (planning.prepare, asked):
+        remembered.cache_clear()
 
 
 def lowered_for_cuda(function, *operands) -> str:
@@ -183,6 +186,7 @@ def test_lowering_for_cuda_without_a_gpu(a_cuda_kernel, kernel):
 @pytest.mark.skipif(not no_gpu(), reason="there is a GPU, so its own architecture is used")
 def test_lowering_for_cuda_needs_an_architecture(monkeypatch):
     monkeypatch.delenv("QFLASH_CUDA_ARCH", raising=False)
+    asked.cache_clear()
     with pytest.raises(RuntimeError, match="set QFLASH_CUDA_ARCH"):
         lowered_for_cuda(qflash.attention, *arrays())
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import astuple, replace
 
 import jax
 
 from qflash import _native, dispatch
 from qflash.backends import Entry
+from qflash.backends.arch import arch_for, asked
 from qflash.planning import entry_of
 from qflash.spec import Spec
 
@@ -45,11 +45,11 @@ def resolve(key: str) -> None:
 
 
 def arch_of_device(device: jax.Device) -> int:
-    """Compute capability times ten of a CUDA device; 0 for any other."""
+    """Compute capability times ten of a CUDA device (or what QFLASH_CUDA_ARCH asks for); 0 for any other."""
     if platform_of(device) != "cuda":
         return 0
     major, _, minor = device.compute_capability.partition(".")
-    return 10 * int(major) + int(minor or 0)
+    return arch_for(10 * int(major) + int(minor or 0))
 
 
 def platform_of(device: jax.Device) -> str:
@@ -58,16 +58,15 @@ def platform_of(device: jax.Device) -> str:
 
 
 def cuda_arch() -> int:
-    """Compute capability times ten of this process's GPUs; without one, of QFLASH_CUDA_ARCH (to lower for export)."""
+    """`arch_of_device` of this process's GPUs; without one, QFLASH_CUDA_ARCH (to lower for export)."""
     try:
         return arch_of_device(jax.local_devices(backend="cuda")[0])
     except RuntimeError as error:
-        arch = os.environ.get("QFLASH_CUDA_ARCH", "")
-        if arch.isdecimal():
-            return int(arch)
+        if (arch := asked()) is not None:
+            return arch
         raise RuntimeError(
             "lowering qflash for CUDA needs a GPU's compute capability and JAX sees no GPU here; "
-            f"set QFLASH_CUDA_ARCH, e.g. 90 for Hopper (it is {arch!r})"
+            "set QFLASH_CUDA_ARCH, e.g. 90 for Hopper"
         ) from error
 
 

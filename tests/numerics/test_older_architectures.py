@@ -1,0 +1,23 @@
+"""The code paths of older GPUs, run on this one: their PTX, translated by the driver (QFLASH_CUDA_ARCH)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qflash import dispatch
+
+pytestmark = pytest.mark.gpu
+
+CUDA_KERNELS = [row for row in dispatch.KERNELS if row.device == "cuda"]
+
+
+@pytest.mark.parametrize("arch", [75, 80])
+def test_every_kernel_meets_the_contract_as_for(arch):
+    names = [word for row in CUDA_KERNELS if row.min_arch <= arch for word in ("--kernel", row.name)]
+    command = [sys.executable, "-m", "qflash.cli", "verify", "--quick", *names]
+    done = subprocess.run(command, env=os.environ | {"QFLASH_CUDA_ARCH": str(arch)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
