@@ -5,6 +5,7 @@
 #include "attn/elements.cuh"
 #include "attn/products.cuh"
 #include "smem/lanes.cuh"
+#include "smem/limits.h"
 
 namespace qf {
 namespace fa {
@@ -13,12 +14,7 @@ constexpr int kHeadDim = QF_HEAD_DIM;
 constexpr int kArch = QF_ARCH;
 using Element = ElementOf<QF_DTYPE>::Type;
 
-// Shared memory a block may opt into.
-constexpr int kSharedLimit = 1024 * (kArch == 75                  ? 64
-                                     : kArch == 86 || kArch == 89 ? 99
-                                     : kArch == 80 || kArch == 87 ? 163
-                                     : kArch >= 120               ? 99
-                                                                  : 227);
+constexpr int kSharedLimit = shared_limit(kArch);
 constexpr bool kScarce = kSharedLimit <= 64 * 1024;        // Turing
 constexpr bool kLean = kHeadDim == 32 || kHeadDim == 128;  // fits four warps even there
 

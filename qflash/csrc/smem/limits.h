@@ -1,0 +1,15 @@
+// How much shared memory an architecture lends. Configurations of kernels choose tiles by it, the host checks nothing.
+#pragma once
+
+namespace qf {
+
+// Bytes a block may opt into, for a compute capability times ten.
+constexpr int shared_limit(int arch) {
+  return 1024 * (arch == 75                 ? 64
+                 : arch == 86 || arch == 89 ? 99
+                 : arch == 80 || arch == 87 ? 163
+                 : arch >= 120              ? 99
+                                            : 227);
+}
+
+}  // namespace qf
