@@ -138,6 +138,14 @@ def torch_sdpa() -> Candidate:
     return Candidate("torch SDPA", make, bhtd=True)
 
 
+# FlashAttention 2 is what "flash" is in every torch so far; the others go by torch's names.
+SDPA_BACKENDS = {
+    "FLASH_ATTENTION": "torch FA2",
+    "CUDNN_ATTENTION": "torch SDPA cudnn",
+    "EFFICIENT_ATTENTION": "torch SDPA efficient",
+}
+
+
 def torch_sdpa_backend(backend: str) -> Candidate:
     def make(arrays: Arrays) -> Call:
         attention = load("torch.nn.attention")
@@ -155,7 +163,7 @@ def torch_sdpa_backend(backend: str) -> Candidate:
             raise Unavailable(str(error).splitlines()[0]) from None
         return run
 
-    return Candidate(f"torch SDPA {backend.removesuffix('_ATTENTION').lower()}", make, bhtd=True)
+    return Candidate(SDPA_BACKENDS[backend], make, bhtd=True)
 
 
 def torch_sdpa_train() -> Candidate:
@@ -235,13 +243,20 @@ def flash_attn(module: str, name: str) -> Candidate:
     return Candidate(name, make)
 
 
-def candidates(kind: str, device: str, kernels: tuple[str, ...]) -> list[Candidate]:
-    """Everyone who takes part in a preset, qflash first."""
+def peers(kind: str, device: str) -> list[Candidate]:
+    """Whom qflash is compared with."""
     if kind == "train":
-        return [*map(qflash_torch_train, kernels), torch_sdpa_train()]
+        return [torch_sdpa_train()]
     if device == "cuda":
-        backends = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
         others = [flash_attn("flash_attn", "FlashAttention 2"), flash_attn("flash_attn_interface", "FlashAttention 3")]
-        return [*map(qflash_torch, kernels), torch_sdpa(), *map(torch_sdpa_backend, backends), torch_naive(), *others]
-    front = qflash_torch if machine.version("torch") else qflash_numpy
-    return [*map(front, kernels), torch_sdpa(), torch_naive(), jax_nn()]
+        return [torch_sdpa(), *map(torch_sdpa_backend, SDPA_BACKENDS), torch_naive(), *others]
+    return [torch_sdpa(), torch_naive(), jax_nn()]
+
+
+def candidates(kind: str, device: str, kernels: tuple[str, ...], named: tuple[str, ...] | None) -> list[Candidate]:
+    """Everyone who takes part in a preset, qflash first; of the peers those `named`, or all."""
+    if kind == "train":
+        front = qflash_torch_train
+    else:
+        front = qflash_torch if device == "cuda" or machine.version("torch") else qflash_numpy
+    return [*map(front, kernels), *(peer for peer in peers(kind, device) if named is None or peer.name in named)]

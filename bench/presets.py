@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qflash.dispatch import BY_NAME
 from qflash.testing import Case
 
 FORWARD, TRAIN, DECODE, OVERHEAD = "forward", "train", "decode", "overhead"
@@ -19,6 +20,12 @@ class Preset:
     kind: str
     kernels: tuple[str, ...]
     cases: tuple[Case, ...]
+    peers: tuple[str, ...] | None = None  # names of bench.peers; None: all that the device has
+    graph: bool = False  # CUDA: short calls are replayed from a graph, so that the host's share is not counted
+
+
+# The CUDA attention kernels from the first rung to the last; those that are not in the table yet are left out.
+LADDER = tuple(name for name in ("unfused", "fa", "fa_warps", "fa_tc", "fa_mma", "fa_int8") if name in BY_NAME)
 
 
 def _square(length: int, head_dim: int, causal: bool, heads: int = 8, batch: int = 1, dtype: str = "float32") -> Case:
@@ -33,14 +40,20 @@ def _decode(keys: int) -> Case:
 
 
 _CPU = tuple(_square(t, d, causal) for t in (1024, 4096) for d in (64, 128) for causal in (False, True))
-# 16384 tokens of 2048 channels, however they are cut into sequences and heads.
-_CUDA = tuple(
-    _square(t, d, causal, heads=2048 // d, batch=16384 // t, dtype=dtype)
-    for dtype in ("float32", "bfloat16")
-    for d in (64, 128)
-    for t in (1024, 4096, 16384)
-    for causal in (False, True)
-)
+
+
+def _grid(dtypes: tuple[str, ...], head_dims: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[Case, ...]:
+    """16384 tokens of 2048 channels, however they are cut into sequences and heads."""
+    return tuple(
+        _square(t, d, causal, heads=2048 // d, batch=16384 // t, dtype=dtype)
+        for dtype in dtypes
+        for d in head_dims
+        for t in lengths
+        for causal in (False, True)
+    )
+
+
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 PRESETS = {
     preset.name: preset
@@ -70,7 +83,38 @@ PRESETS = {
             ("cpu",),
             (Case(name="tiny", q_len=4, k_len=4, q_heads=2, kv_heads=2, head_dim=8),),
         ),
-        Preset("cuda", "CUDA forward, B·T=16384 H·D=2048", "cuda", FORWARD, ("fa", "unfused"), _CUDA),
+        Preset(
+            "cuda",
+            "CUDA forward, B·T=16384 H·D=2048",
+            "cuda",
+            FORWARD,
+            tuple(name for name in reversed(LADDER) if BY_NAME[name].precision == "native"),
+            _grid(("float32", "bfloat16"), (64, 128), (1024, 4096, 16384)),
+        ),
+        Preset(
+            "ladder",
+            "The ladder: every CUDA rung, float16, B·T=16384 H·D=2048",
+            "cuda",
+            FORWARD,
+            LADDER,
+            _grid(("float16",), (128, 64), _LENGTHS),
+            peers=("torch naive", "torch FA2", "torch SDPA cudnn"),
+            graph=True,
+        ),
+        *(
+            Preset(
+                name,
+                f"fa_mma and FlashAttention 2 as PyTorch has it, {dtype}, B·T=16384 H·D=2048",
+                "cuda",
+                FORWARD,
+                ("fa_mma",),
+                _grid((dtype,), (64, 128), _LENGTHS),
+                peers=("torch FA2",),
+                graph=True,
+            )
+            for name, dtype in (("fa_mma", "bfloat16"), ("fa_mma-f16", "float16"))
+            if "fa_mma" in BY_NAME
+        ),
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -70,8 +71,41 @@ def preset_table(name: str) -> str:
     """One table per machine with committed rows: a problem per line, qflash's kernels beside their peers."""
     parts = []
     for rows in store.committed(name).values():
-        parts.append(f"{source(rows[0])}\n\n{_lines(rows)}")
-    return "\n\n".join(parts) or f"No rows are committed yet; `qflash bench {name}` makes them."
+        means = [f"- {line}" for line in geometric_means(rows)] if PRESETS[name].peers else []
+        parts.append("\n\n".join([source(rows[0]), _lines(rows), *(["\n".join(means)] if means else [])]))
+    return "\n\n".join(parts) or _no_rows(name)
+
+
+def ladder_table() -> str:
+    """One table per machine, head_dim and mask: the rungs of each problem from first to last, then their peers."""
+    parts = []
+    for rows in store.committed("ladder").values():
+        parts.append(source(rows[0]))
+        groups: dict[tuple[int, bool], list[Row]] = {}
+        for row in rows:
+            groups.setdefault((row["D"], row["causal"]), []).append(row)
+        for (head_dim, causal), group in groups.items():
+            title = f"head dim {head_dim}, {'causal' if causal else 'full'}, {group[0]['dtype']}"
+            table = _rungs(group)
+            # The first is what most readers look for; the others unfold.
+            folded = f"<details><summary>{title}</summary>\n\n{table}\n\n</details>"
+            parts.append(f"{title.capitalize()}:\n\n{table}" if len(parts) == 1 else folded)
+    return "\n\n".join(parts) or _no_rows("ladder")
+
+
+def _rungs(rows: list[Row]) -> str:
+    lines, previous = [], None
+    for row in rows:
+        shape = f"({row['B']}, {row['Hq']}, {row['Tq']}, {row['D']})"
+        name = f"**{row['candidate']}**" if row["kernel"] else row["candidate"]
+        ratios = [ratio(row["speedup"].get(peer)) for peer in ("torch naive", "torch FA2")]
+        lines.append([shape if shape != previous else "", name, time(row), rate(row), error(row), *ratios])
+        previous = shape
+    return markdown(["(B, H, T, D)", "candidate", "latency", "rate", "error", "× naive", "× PyTorch (FA2)"], lines)
+
+
+def _no_rows(name: str) -> str:
+    return f"No rows are committed yet; `qflash bench {name}` makes them."
 
 
 def source(row: Row) -> str:
@@ -80,6 +114,24 @@ def source(row: Row) -> str:
     driver = f", driver {row['driver']}" if row["driver"] else ""
     peers = ", ".join(f"{name} {row['versions'][name]}" for name in ("torch", "jax") if name in row["versions"])
     return f"{where}{driver}; {peers}; commit {row['commit']}."
+
+
+def peers_of(rows: list[Row]) -> list[str]:
+    """Whom the rows give speed-ups over, in the order of bench.run.OVER."""
+    return list(dict.fromkeys(peer for row in rows for peer in row["speedup"]))
+
+
+def geometric_means(rows: list[Row]) -> list[str]:
+    """A sentence per kernel and peer: the speed-up over all problems that both ran."""
+    sentences = []
+    for name in dict.fromkeys(row["candidate"] for row in rows if row["kernel"]):
+        for peer in peers_of(rows):
+            ratios = [row["speedup"][peer] for row in rows if row["candidate"] == name and peer in row["speedup"]]
+            if len(ratios) > 1:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                among = f"geometric mean of {len(ratios)} problems, {min(ratios):.2f} to {max(ratios):.2f}"
+                sentences.append(f"{name}: {ratio(mean)} {peer} ({among})")
+    return sentences
 
 
 def _lines(rows: list[Row]) -> str:
@@ -92,13 +144,14 @@ def _lines(rows: list[Row]) -> str:
     grouped: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         grouped.setdefault((problem(row), row["dtype"]), {})[row["candidate"]] = row
-    header = ["problem", *(head for name in ours for head in (name, "× SDPA", "error")), *peers]
+    peer = peers_of(rows)[0]
+    header = ["problem", *(head for name in ours for head in (name, f"× {peer}", "error")), *peers]
     lines = []
     for (what, dtype), by_name in grouped.items():
         cells = [f"{what} {dtype}"]
         for name in ours:
             row = by_name.get(name)
-            cells += [rate(row), f"**{ratio(row['speedup'].get('torch SDPA'))}**", error(row)] if row else ["–"] * 3
+            cells += [rate(row), f"**{ratio(row['speedup'].get(peer))}**", error(row)] if row else ["–"] * 3
         cells += [rate(by_name[name]) if name in by_name else "–" for name in peers]
         lines.append(cells)
     return markdown(header, lines)
@@ -111,13 +164,16 @@ def kernel_table(name: str) -> str:
         if name not in preset.kernels or preset.kind == "overhead":
             continue
         for rows in store.committed(preset.name).values():
+            ours = [row for row in rows if row["kernel"] == name]
+            if not ours:
+                continue
+            peers = peers_of(ours)
             lines = [
                 [problem(row), row["dtype"], time(row), rate(row), error(row)]
-                + [ratio(row["speedup"].get(peer)) for peer in ("torch SDPA", "torch naive")]
-                for row in rows
-                if row["kernel"] == name
+                + [ratio(row["speedup"].get(peer)) for peer in peers]
+                for row in ours
             ]
-            header = ["problem", "dtype", "time", "rate", "error", "× SDPA", "× naive"]
+            header = ["problem", "dtype", "time", "rate", "error", *(f"× {peer}" for peer in peers)]
             parts.append(f"{source(rows[0])}\n\n{markdown(header, lines)}")
     return "\n\n".join(parts) or "No rows are committed yet."
 
@@ -136,6 +192,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "plots": plots,
     **{name: (lambda name=name: preset_table(name)) for name in PRESETS},
+    "ladder": ladder_table,
     **{f"kernel-{row.name}": (lambda name=row.name: kernel_table(name)) for row in KERNELS},
 }
 

@@ -62,10 +62,18 @@ def flop(case: Case, kind: str) -> float:
     return forward * (0.5 if case.causal else 1.0) * (3.5 if kind == "train" else 1.0)
 
 
+def _item_bytes(case: Case) -> int:
+    return 4 if case.dtype == "float32" else 2
+
+
 def cache_bytes(case: Case) -> int:
     """K and V, read once: what a decode step must move."""
-    item = 4 if case.dtype == "float32" else 2
-    return 2 * case.batch * case.k_len * case.kv_heads * case.head_dim * item
+    return 2 * case.batch * case.k_len * case.kv_heads * case.head_dim * _item_bytes(case)
+
+
+def input_bytes(case: Case) -> int:
+    """q, k and v."""
+    return cache_bytes(case) + case.batch * case.q_len * case.q_heads * case.head_dim * _item_bytes(case)
 
 
 def problem(case: Case, kind: str) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from qflash import machine, reference
 from qflash.testing import Case, errors
 from qflash.testing.timing import Comparison, CudaClock, WallClock, compare
 
-PEER = "torch SDPA"  # whom speed-ups are given over, besides "torch naive"
+# Whom speed-ups are given over, where they take part.
+OVER = ("torch SDPA", "torch FA2", "torch naive", "qflash fa_mma")
 CHECKED_ROWS = 512
 
 
@@ -62,13 +63,13 @@ def measure(
         for case in cases or preset.cases:
             yield [shared | row for row in _overhead(case, budget, min_rounds)]
         return
-    clock = CudaClock(graph=preset.kind == DECODE) if preset.device == "cuda" else WallClock()
+    clock = CudaClock(graph=preset.graph) if preset.device == "cuda" else WallClock()
     told = set()
     for case in cases or preset.cases:
         arrays = Arrays(case, preset.device)
         truth = exact(case, arrays, preset.kind)
-        calls, rel_l2, taking_part = {}, {}, []
-        for candidate in candidates(preset.kind, preset.device, preset.kernels):
+        calls, checked, taking_part = {}, {}, []
+        for candidate in candidates(preset.kind, preset.device, preset.kernels, preset.peers):
             if candidate.name in leave_out:
                 continue
             try:
@@ -83,10 +84,28 @@ def measure(
                     on_skip(f"{candidate.name}: {reason}")
                 continue
             calls[candidate.name] = call
-            rel_l2[candidate.name] = errors(result[:1, -CHECKED_ROWS:, :1], truth).relative_l2
+            rel_l2 = errors(result[:1, -CHECKED_ROWS:, :1], truth).relative_l2
+            checked[candidate.name] = {"rel_l2": float(f"{rel_l2:.3g}")} | _peak_memory(case, call, preset.device)
             taking_part.append(candidate)
         timing = compare(calls, clock=clock, budget=budget, min_rounds=min_rounds)
-        yield [shared | _row(preset.kind, case, one, timing, rel_l2[one.name]) for one in taking_part]
+        yield [shared | _row(preset.kind, case, one, timing, checked[one.name]) for one in taking_part]
+
+
+def _peak_memory(case: Case, call: Callable[[], Any], device: str) -> dict[str, int]:
+    """Bytes of GPU memory a call needs at its peak: q, k and v, its result, and whatever else torch allocates for it.
+
+    On the CPU nobody counts allocations per call, and the process's high-water mark is not the call's: no figure.
+    """
+    if device != "cuda":
+        return {}
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return {"peak_bytes": rows.input_bytes(case) + torch.cuda.max_memory_allocated() - before}
 
 
 def _overhead(case: Case, budget: float, min_rounds: int) -> list[dict[str, Any]]:
@@ -107,7 +126,7 @@ def _overhead(case: Case, budget: float, min_rounds: int) -> list[dict[str, Any]
     return found
 
 
-def _row(kind: str, case: Case, candidate: Candidate, timing: Comparison, rel_l2: float) -> dict[str, Any]:
+def _row(kind: str, case: Case, candidate: Candidate, timing: Comparison, checked: dict[str, Any]) -> dict[str, Any]:
     stats = timing.stats[candidate.name]
     row = rows.problem(case, kind) | {
         "candidate": candidate.name,
@@ -115,13 +134,13 @@ def _row(kind: str, case: Case, candidate: Candidate, timing: Comparison, rel_l2
         "kernel": candidate.kernel,
         "precision": candidate.precision,
         "us": stats.as_dict(),
-        "rel_l2": float(f"{rel_l2:.3g}"),
+        **checked,
     }
     if kind in (FORWARD, TRAIN):
         row["gflops"] = round(rows.flop(case, kind) / stats.p50 / 1e3, 1)
     if kind == DECODE:
         row["gbs"] = round(rows.cache_bytes(case) / stats.p50 / 1e3, 2)
-    others = [peer for peer in (PEER, "torch naive") if peer in timing.samples and candidate.name != peer]
+    others = [peer for peer in OVER if peer in timing.samples and candidate.name != peer]
     row["speedup"] = {peer: round(timing.speedup(candidate.name, over=peer), 3) for peer in others}
     return row
 

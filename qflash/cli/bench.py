@@ -40,10 +40,10 @@ def devices() -> list[str]:
 def table_of(rows: list[dict], title: str) -> Table:
     """Rows as the table users see: qflash in bold, a rule between problems."""
     table = Table(title=title)
-    names = ("candidate", "problem", "dtype", "error", "time", "rate", "vs torch SDPA", "vs naive")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("candidate", "problem", "dtype") else "right")
     report = load("report")
+    peers = report.peers_of(rows)
+    for name in ("candidate", "problem", "dtype", "error", "time", "rate", *(f"vs {peer}" for peer in peers)):
+        table.add_column(name, justify="left" if name in ("candidate", "problem", "dtype") else "right")
     previous = None
     for row in rows:
         problem = report.problem(row)
@@ -51,7 +51,7 @@ def table_of(rows: list[dict], title: str) -> Table:
             table.add_section()
         previous = problem
         ours = row["kernel"] is not None
-        ratios = [report.ratio(row["speedup"].get(peer)) for peer in ("torch SDPA", "torch naive")]
+        ratios = [report.ratio(row["speedup"].get(peer)) for peer in peers]
         cells = (row["candidate"], problem, row["dtype"], report.error(row), report.time(row), report.rate(row))
         table.add_row(*cells, *ratios, style="bold" if ours else "dim")
     return table
@@ -117,6 +117,8 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
     for preset in chosen:
         rows = measure(console, preset, budget=budget)
         console.print(table_of(rows, preset.title))
+        for line in load("report").geometric_means(rows):
+            console.print(line)
         if not dry_run:
             write(console, preset.name, rows)
 

@@ -3,13 +3,15 @@
 import json
 import os
 import socket
+import sys
+import types
 
 import pytest
 
 from qflash.cli.bench import load
 from qflash.dispatch import KERNELS
 
-report, store, presets, run = (load(name) for name in ("report", "rows", "presets", "run"))
+report, store, presets, run, peers = (load(name) for name in ("report", "rows", "presets", "run", "peers"))
 
 
 def row(candidate, gflops, speedup, **changes):
@@ -42,6 +44,58 @@ def test_a_table_shows_rate_ratio_error_and_source(results):
 
 def test_a_preset_without_rows_says_so(results):
     assert "No rows are committed yet" in report.preset_table("cuda")
+    assert "`qflash bench ladder` makes them" in report.ladder_table()
+
+
+def test_the_ladder_has_a_table_per_head_dim_and_mask(results):
+    rungs = (("qflash unfused", {"torch naive": 0.5, "torch FA2": 0.05}), ("torch FA2", {"torch naive": 10.0}))
+    shape = {"preset": "ladder", "B": 32, "Hq": 16, "Tq": 512, "dtype": "float16", "gpu": "NVIDIA H200"}
+    rows = [
+        row(name, 12e3, speedup, D=head_dim, causal=causal, **shape)
+        for head_dim in (128, 64)
+        for causal in (False, True)
+        for name, speedup in rungs
+    ]
+    store.write(results / "nvidia-h200" / "ladder.jsonl", rows)
+    table = report.ladder_table()
+    assert table.count("| (B, H, T, D) |") == 4
+    assert table.count("<details>") == 3
+    assert "| (32, 16, 512, 128) | **qflash unfused** | 1.23 ms | 12.0 TFLOP/s | 3e-07 | 0.50× | 0.05× |" in table
+    assert "|  | torch FA2 | 1.23 ms | 12.0 TFLOP/s | 3e-07 | 10.00× |  |" in table
+
+
+def test_geometric_means():
+    rows = [row("qflash fa", 1.0, {"torch FA2": value}) for value in (0.5, 2.0, 8.0)] + [row("torch FA2", 1.0, {})]
+    assert report.geometric_means(rows) == ["qflash fa: 2.00× torch FA2 (geometric mean of 3 problems, 0.50 to 8.00)"]
+    assert report.geometric_means(rows[:1]) == []
+
+
+def test_the_ladder_names_its_shapes_rungs_and_peers():
+    ladder = presets.PRESETS["ladder"]
+    shapes = {(case.batch, case.q_heads, case.q_len, case.head_dim) for case in ladder.cases}
+    assert {
+        (32, 16, 512, 128),
+        (8, 16, 2048, 128),
+        (1, 16, 16384, 128),
+        (32, 32, 512, 64),
+        (1, 32, 16384, 64),
+    } <= shapes
+    assert len(ladder.cases) == 24
+    assert list(ladder.kernels) == [name for name in presets.LADDER if name in {kernel.name for kernel in KERNELS}]
+    known = {peer.name for peer in peers.peers(ladder.kind, ladder.device)}
+    assert set(ladder.peers) <= known
+    chosen = peers.candidates(ladder.kind, ladder.device, ladder.kernels, ladder.peers)
+    assert [one.name for one in chosen if one.kernel is None] == ["torch FA2", "torch SDPA cudnn", "torch naive"]
+
+
+def test_peak_memory_is_the_calls_own(monkeypatch):
+    case = presets._square(64, 32, causal=False, heads=2, dtype="float16")
+    assert run._peak_memory(case, lambda: None, "cpu") == {}
+    names = ("synchronize", "reset_peak_memory_stats")
+    fake = types.SimpleNamespace(**{name: lambda: None for name in names})
+    fake.memory_allocated, fake.max_memory_allocated = lambda: 5000, lambda: 5000 + 700
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=fake))
+    assert run._peak_memory(case, lambda: None, "cuda") == {"peak_bytes": 3 * 64 * 2 * 32 * 2 + 700}
 
 
 def test_rewrite_fills_sections_and_names_what_changed(results):
@@ -110,6 +164,7 @@ def test_measured_rows_are_complete_and_name_no_host(capsys):
     assert [one["kernel"] for one in ours] == list(preset.kernels)
     for one in rows:
         assert one["us"]["n"] >= 2
+        assert {"mean", "std", "min", "max", "p50", "p95", "p99"} <= set(one["us"])
         assert one["us"]["min"] <= one["us"]["p50"] <= one["us"]["max"]
         # p50 is stored rounded, so agreement is to its last digit
         assert one["gflops"] == pytest.approx(2 * 2 * 48 * 48 * 16 / one["us"]["p50"] / 1e3, abs=0.1, rel=0.01)

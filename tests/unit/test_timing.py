@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from qflash.testing.timing import Comparison, Stats, WallClock, compare, measure
+from qflash.testing.timing import Comparison, CudaClock, Stats, WallClock, compare, measure
 
 
 class ScriptedClock:
@@ -81,3 +81,21 @@ def test_bad_rounds_are_refused(options, name):
 def test_no_candidates_are_refused():
     with pytest.raises(ValueError, match="candidates is empty"):
         compare({})
+
+
+@pytest.mark.gpu
+def test_a_short_call_is_replayed_from_a_graph_and_a_long_one_called():
+    torch = pytest.importorskip("torch")
+    clock = CudaClock(graph=True)
+    x = torch.zeros(16, device="cuda")
+    short = clock.prepare(lambda: x.add_(1))
+    before = x.clone()
+    short()
+    assert (x == before + 1).all()
+    assert short.__name__ == "replay"
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.float64)
+
+    def long():
+        return square @ square
+
+    assert clock.prepare(long) is long
