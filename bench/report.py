@@ -9,7 +9,7 @@ from typing import Any
 
 from bench import rows as store
 from bench.presets import PRESETS
-from qflash.dispatch import KERNELS
+from qflash.dispatch import KERNELS, Kernel, kernels_of
 
 PAGES = (store.ROOT / "README.md", *sorted((store.ROOT / "docs" / "kernels").glob("*.md")))
 Row = dict[str, Any]
@@ -56,15 +56,28 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 # Tables
 
 
+def _where(kernel: Kernel) -> str:
+    return "CPU" if kernel.device == "cpu" else f"CUDA, compute capability ≥ {kernel.min_arch / 10}"
+
+
 def kernels_table() -> str:
+    """The kernels of attention."""
     lines = []
-    for kernel in KERNELS:
-        where = "CPU" if kernel.device == "cpu" else f"CUDA, compute capability ≥ {kernel.min_arch / 10}"
+    for kernel in kernels_of("attention"):
         passes = "forward, backward" if kernel.backward else "forward"
         chosen = "" if kernel.automatic else " Only by name."
-        lines.append([f"`{kernel.name}`", where, kernel.precision, passes, f"{kernel.summary}.{chosen}"])
+        lines.append([f"`{kernel.name}`", _where(kernel), kernel.precision, passes, f"{kernel.summary}.{chosen}"])
     header = ["kernel", "runs on", "precision", "passes", "what it is"]
     return markdown(header, lines).replace("---:", "---")
+
+
+def operations_table() -> str:
+    """The kernels of the operations beside attention."""
+    lines = []
+    for kernel in sorted((row for row in KERNELS if row.op != "attention"), key=lambda row: row.op):
+        chosen = "" if kernel.automatic else " Only by name."
+        lines.append([f"`{kernel.op}`", f"`{kernel.name}`", _where(kernel), f"{kernel.summary}.{chosen}"])
+    return markdown(["operation", "kernel", "runs on", "what it is"], lines).replace("---:", "---")
 
 
 def preset_table(name: str) -> str:
@@ -190,6 +203,7 @@ def plots() -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
+    "operations": operations_table,
     "plots": plots,
     **{name: (lambda name=name: preset_table(name)) for name in PRESETS},
     "ladder": ladder_table,

@@ -3,6 +3,7 @@
 from qflash._native import get_num_threads, set_num_threads
 from qflash.api import Explanation, attention, attention_varlen, explain
 from qflash.errors import CompileError, KernelError, NoKernelError, ToolchainError
+from qflash.ops.rows import cross_entropy, layer_norm, softmax
 from qflash.rope import Rope, rope_tables
 
 __version__ = "0.1.0"
@@ -16,8 +17,11 @@ __all__ = [
     "ToolchainError",
     "attention",
     "attention_varlen",
+    "cross_entropy",
     "explain",
     "get_num_threads",
+    "layer_norm",
     "rope_tables",
     "set_num_threads",
+    "softmax",
 ]

@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from qflash import dispatch
+from qflash.frontends.choose import frontend_of
 from qflash.problem import CAUSAL, PLAIN, Options
 from qflash.rope import Rope
 from qflash.spec import Spec
-
-_frontends: dict[type, ModuleType] = {}  # by array class, filled as classes are seen
-
-
-def _frontend(kind: type) -> ModuleType:
-    """The front end of an array class.
-
-    Code that torch.compile traces stays away from the table: the compiled program would hold its state for a
-    condition, and be compiled again after the first call that fills it.
-    """
-    if kind.__module__ == "torch" and sys.modules["torch"].compiler.is_dynamo_compiling():
-        return _find_frontend(kind)
-    found = _frontends.get(kind)
-    if found is None:
-        found = _frontends[kind] = _find_frontend(kind)
-    return found
-
-
-def _find_frontend(kind: type) -> ModuleType:
-    """Told by the modules of the class and its bases (a Parameter is a Tensor).
-
-    By import statements, which torch.compile can follow into the first call of a program, unlike importlib.
-    """
-    for base in kind.__mro__:
-        package = base.__module__.partition(".")[0]
-        if package == "torch":
-            from qflash.frontends import torch as frontend
-        elif package == "numpy":
-            from qflash.frontends import numpy as frontend
-        elif package in ("jax", "jaxlib"):
-            from qflash.frontends import jax as frontend
-        else:
-            continue
-        return frontend
-    raise TypeError(f"q is {kind.__module__}.{kind.__qualname__}; allowed: numpy.ndarray, torch.Tensor, jax.Array")
 
 
 def _options(causal, window, softcap, scale, precision, kernel) -> Options:
@@ -90,7 +54,7 @@ def attention(
     kernel cannot raise for those and gives NaN in the rows concerned.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
-    return _frontend(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
+    return frontend_of(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
 
 
 def attention_varlen(
@@ -119,7 +83,7 @@ def attention_varlen(
     is the longest sequence. lse is `[Hq, total_q]`. Everything else is as in `attention`.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
-    return _frontend(type(q)).attention_varlen(
+    return frontend_of(type(q)).attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, kv_lens, rope, return_lse
     )
 
@@ -153,7 +117,7 @@ def explain(
 ) -> Explanation:
     """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing."""
     options = Options(causal, window, softcap, scale, precision, kernel)
-    frontend = _frontend(type(q))
+    frontend = frontend_of(type(q))
     problem = frontend.problem_of(q, k, v, options, kv_lens, rope)
     spec = problem.spec(frontend.arch_of(q))
     if kernel is not None:

@@ -7,22 +7,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from qflash.errors import NoKernelError
-from qflash.spec import DTYPES, Spec
+from qflash.spec import DTYPES, OpSpec, Spec
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What one kernel can do. The first usable row of KERNELS wins, so order is preference."""
+    """What one kernel can do. The first usable row of its operation wins, so order is preference."""
 
     name: str
     device: str  # "cpu" or "cuda"
     summary: str
+    op: str = "attention"
+    page: str | None = None  # docs/kernels/<page>.md describes it; None: the page of its own name
     dtypes: tuple[str, ...] = DTYPES
     precision: str = "native"
     min_arch: int = 0
     backward: bool = False
     automatic: bool = True  # False: runs only when asked for by name
-    also: Callable[[Spec], list[str]] | None = None  # further reasons it cannot serve a spec
+    also: Callable[[Spec | OpSpec], list[str]] | None = None  # further reasons it cannot serve a spec
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -51,52 +53,70 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
         automatic=False,
     ),
+    Kernel(
+        name="cpu_softmax",
+        device="cpu",
+        summary="softmax over rows on all cores",
+        op="softmax",
+        page="reductions",
+        dtypes=("float32",),
+    ),
 )
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 
-def reasons(kernel: Kernel, spec: Spec) -> list[str]:
+def kernels_of(op: str = "attention", device: str | None = None) -> tuple[Kernel, ...]:
+    """The rows of one operation, on one device where that is named."""
+    return tuple(kernel for kernel in KERNELS if kernel.op == op and device in (None, kernel.device))
+
+
+def reasons(kernel: Kernel, spec: Spec | OpSpec) -> list[str]:
     """Why `kernel` cannot serve `spec`; empty when it can."""
     found = []
+    if kernel.op != spec.op:
+        return [f"computes {kernel.op}, not {spec.op}"]
     if kernel.device != spec.device:
         return [f"runs on {kernel.device}, the arrays are on {spec.device}"]
     if spec.arch < kernel.min_arch:
         found.append(f"needs compute capability {kernel.min_arch / 10}, this GPU has {spec.arch / 10}")
     if spec.dtype not in kernel.dtypes:
         found.append(f"takes {', '.join(kernel.dtypes)}, not {spec.dtype}")
-    if spec.precision != kernel.precision:
-        found.append(f"computes in precision {kernel.precision}, not {spec.precision}")
-    if spec.backward and not kernel.backward:
-        found.append("has no backward pass")
+    if isinstance(spec, Spec):
+        if spec.precision != kernel.precision:
+            found.append(f"computes in precision {kernel.precision}, not {spec.precision}")
+        if spec.backward and not kernel.backward:
+            found.append("has no backward pass")
     if kernel.also is not None:
         found += kernel.also(spec)
     return found
 
 
 @lru_cache(maxsize=4096)
-def plan(spec: Spec, name: str | None = None) -> Kernel:
-    """The kernel that serves `spec`: the one called `name`, or the first usable row of KERNELS."""
+def plan(spec: Spec | OpSpec, name: str | None = None) -> Kernel:
+    """The kernel that serves `spec`: the one called `name`, or the first usable row of its operation."""
     if name is not None:
         kernel = BY_NAME.get(name)
-        if kernel is None:
-            raise ValueError(f"kernel is {name!r}; allowed: None, {', '.join(repr(n) for n in BY_NAME)}")
+        if kernel is None or kernel.op != spec.op:
+            allowed = "".join(f", {row.name!r}" for row in kernels_of(spec.op))
+            raise ValueError(f"kernel is {name!r}; allowed: None{allowed}")
         why_not = reasons(kernel, spec)
         if why_not:
             raise NoKernelError(f"kernel {name!r} cannot serve this problem: {'; '.join(why_not)}\n{table(rows(spec))}")
         return kernel
-    for kernel in KERNELS:
+    for kernel in kernels_of(spec.op):
         if kernel.automatic and not reasons(kernel, spec):
             return kernel
-    raise NoKernelError(f"no kernel serves this problem\n{table(rows(spec))}")
+    problem = "problem" if isinstance(spec, Spec) else spec.op
+    raise NoKernelError(f"no kernel serves this {problem}\n{table(rows(spec))}")
 
 
-def rows(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]:
-    """(kernel, verdict, why) for every kernel: what `explain` shows. `asked`: the kernel asked for by name."""
+def rows(spec: Spec | OpSpec, asked: str | None = None) -> list[tuple[str, str, str]]:
+    """(kernel, verdict, why) for every kernel of the operation: what `explain` shows. `asked`: the one asked for."""
     chosen = asked
     why_first = "comes first" if asked is None else "was asked for"
     result = []
-    for kernel in KERNELS:
+    for kernel in kernels_of(spec.op):
         why_not = reasons(kernel, spec)
         if why_not:
             result.append((kernel.name, "no", "; ".join(why_not)))
@@ -114,5 +134,7 @@ def rows(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]:
 
 def table(lines: list[tuple[str, str, str]]) -> str:
     """`rows` as aligned text."""
+    if not lines:
+        return "  (it has no kernel in this version)"
     widths = [max(len(line[i]) for line in lines) for i in range(2)]
     return "\n".join(f"  {name:<{widths[0]}}  {verdict:<{widths[1]}}  {why}" for name, verdict, why in lines)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from qflash import _native, dispatch
 from qflash.backends import Entry
 from qflash.problem import Problem
-from qflash.spec import Spec
+from qflash.spec import OpSpec, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Prepared:
     workspace_bytes: int = 0
 
 
-def entry_of(kernel: dispatch.Kernel, spec: Spec) -> Entry:
+def entry_of(kernel: dispatch.Kernel, spec: Spec | OpSpec) -> Entry:
     """The addresses of `kernel` built for `spec`: linked in, loaded, or compiled first."""
     if kernel.device == "cpu":
         from qflash.backends import cpu

@@ -1,16 +1,21 @@
-"""Spec: the frozen key that selects a kernel. Nothing in it depends on lengths or addresses."""
+"""Spec and OpSpec: the frozen keys that select a kernel. Nothing in them depends on lengths or addresses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 DTYPES = ("float32", "float16", "bfloat16")
 PRECISIONS = ("native", "int8", "int8_fp8")
+# In the order of QfDtype and QfOpDtype: an array's code in the structs of operations.
+OP_DTYPES = (*DTYPES, "int8", "int32")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a kernel must be able to do to serve a problem."""
+    """What a kernel must be able to do to serve an attention problem."""
+
+    op: ClassVar[str] = "attention"
 
     device: str  # "cpu" or "cuda"
     arch: int  # compute capability times ten (90 is Hopper); 0 on the CPU
@@ -23,3 +28,14 @@ class Spec:
     packed: bool = False  # attention_varlen
     kv_lens: bool = False
     backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """What a kernel must be able to do to serve an operation beside attention."""
+
+    op: str  # "softmax", "int8_matmul", ...
+    device: str
+    arch: int
+    dtype: str  # of the floating-point side: the input of softmax or quantize, the result of int8_matmul or dequantize
+    layout: str = ""  # int8_matmul: which dimension of b is contiguous, "n" or "k"

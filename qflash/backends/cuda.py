@@ -12,7 +12,7 @@ from qflash.backends.arch import ARCHES, asked
 from qflash.dispatch import BY_NAME, KERNELS, Kernel
 from qflash.jit import load, prebuild
 from qflash.jit.compiler import Unit
-from qflash.spec import DTYPES, Spec
+from qflash.spec import OP_DTYPES, OpSpec, Spec
 
 _CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
@@ -28,13 +28,15 @@ def target(arch: int) -> str:
 
 
 def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
-    """The compilation unit of `kernel` for a dtype, a bucket of HEAD_DIMS and an architecture.
+    """The compilation unit of `kernel` for a dtype, a bucket of HEAD_DIMS (attention's) and an architecture.
 
     For the one that QFLASH_CUDA_ARCH asks for it is PTX.
     """
-    defines = [("QF_DTYPE", str(DTYPES.index(dtype)))]
+    defines = [("QF_DTYPE", str(OP_DTYPES.index(dtype)))]
     words = dtype
-    if kernel.name not in _ONE_FOR_ALL:
+    if kernel.op != "attention":
+        defines.append(("QF_ARCH", str(arch)))
+    elif kernel.name not in _ONE_FOR_ALL:
         defines += [("QF_ARCH", str(arch)), ("QF_HEAD_DIM", str(head_dim))]
         words = f"head_dim {head_dim}, {dtype}"
     source = _CSRC / "kernels" / kernel.name / "launch.cu"
@@ -44,12 +46,14 @@ def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
     )
 
 
-def unit_of(kernel: Kernel, spec: Spec) -> Unit:
+def unit_of(kernel: Kernel, spec: Spec | OpSpec) -> Unit:
     """The compilation unit that serves `spec`."""
+    if isinstance(spec, OpSpec):
+        return unit(kernel, spec.dtype, 0, spec.arch)
     return unit(kernel, spec.dtype, next(bucket for bucket in HEAD_DIMS if bucket >= spec.head_dim), spec.arch)
 
 
-def entry(kernel: Kernel, spec: Spec) -> Entry:
+def entry(kernel: Kernel, spec: Spec | OpSpec) -> Entry:
     """Addresses of the kernel's functions for `spec`; compiles on first use."""
     return _entry(kernel.name, unit_of(kernel, spec))
 
@@ -78,10 +82,17 @@ def specialisations(arches: Iterable[int] = ARCHES, kernels: Iterable[str] | Non
         for kernel in chosen
         if arch >= kernel.min_arch
         for dtype in kernel.dtypes
-        for head_dim in HEAD_DIMS
-        if not (kernel.also and kernel.also(Spec("cuda", arch, dtype, head_dim, kernel.precision)))
+        for head_dim in (HEAD_DIMS if kernel.op == "attention" else (0,))
+        if not (kernel.also and kernel.also(_example(kernel, arch, dtype, head_dim)))
     )
     return list(dict.fromkeys(units))
+
+
+def _example(kernel: Kernel, arch: int, dtype: str, head_dim: int) -> Spec | OpSpec:
+    """The plainest spec that a unit serves, to ask a row's `also` whether the unit is wanted."""
+    if kernel.op == "attention":
+        return Spec("cuda", arch, dtype, head_dim, kernel.precision)
+    return OpSpec(kernel.op, "cuda", arch, dtype)
 
 
 def _cuda_row(name: str) -> Kernel:

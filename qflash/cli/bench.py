@@ -16,6 +16,7 @@ from qflash import machine
 from qflash.cli.console import make_console, track
 from qflash.cli.usable import usable_kernels
 from qflash.cli.verify import show_failures, verify_kernels
+from qflash.dispatch import kernels_of
 
 
 def load(name: str) -> ModuleType:
@@ -82,7 +83,8 @@ def run(threads: int | None) -> None:
     """Verify every kernel this machine can run, then race it: one table, rows and a plot."""
     console = make_console()
     load("run").set_threads(threads)
-    kernels = [entry.kernel for entry in usable_kernels().values() if not entry.why_not]
+    usable = usable_kernels()
+    kernels = [kernel for kernel in kernels_of("attention") if not usable[kernel.name].why_not]
     tallies = verify_kernels(console, kernels, quick=True)
     for tally in tallies:
         console.print(tally.summary)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from qflash.cli.console import make_console, track
 from qflash.cli.usable import usable_kernels
-from qflash.dispatch import BY_NAME, Kernel
+from qflash.dispatch import Kernel, kernels_of
 from qflash.errors import NoKernelError
 
 if TYPE_CHECKING:
@@ -92,12 +92,15 @@ def show_failures(console: Console, tallies: list[Tally]) -> bool:
 @click.option("--kernel", "names", multiple=True, help="Verify only this kernel (may be repeated).")
 @click.option("--quick", is_flag=True, help="The short case list.")
 def verify(names: tuple[str, ...], quick: bool) -> None:
-    """Check kernels against the float64 oracle over the case list."""
+    """Check the kernels of attention against the float64 oracle over the case list."""
+    known = [kernel.name for kernel in kernels_of("attention")]
     for name in names:
-        if name not in BY_NAME:
-            raise click.BadParameter(f"{name!r} is no kernel; allowed: {', '.join(BY_NAME)}", param_hint="--kernel")
+        if name not in known:
+            raise click.BadParameter(
+                f"{name!r} is no kernel of attention; allowed: {', '.join(known)}", param_hint="--kernel"
+            )
     usable = usable_kernels()
-    wanted = [usable[name] for name in (names or usable)]
+    wanted = [usable[name] for name in (names or known)]
     console = make_console()
     runnable = [entry.kernel for entry in wanted if not entry.why_not]
     tallies = verify_kernels(console, runnable, quick)

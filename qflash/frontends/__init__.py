@@ -1,1 +1,2 @@
-"""One module per framework; each offers attention, attention_varlen and describe (see api.py)."""
+"""One module per framework and kind of call: attention offers attention, attention_varlen, problem_of and arch_of;
+the operations beside it offer run_op and scalar."""

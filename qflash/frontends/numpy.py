@@ -14,14 +14,14 @@ from qflash.rope import Rope
 _CACHE_LIMIT = 4096
 
 
-def describe(name: str, x: Any) -> Array:
-    """Shape, element strides and dtype of an array, or TypeError."""
+def describe(name: str, x: Any, first: str = "q") -> Array:
+    """Shape, element strides and dtype of an array, or TypeError. `first`: the argument that decided the framework."""
     if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: numpy.ndarray, as q is")
+        kind = f"{type(x).__module__}.{type(x).__qualname__}"
+        raise TypeError(f"{name} is {kind}; allowed: numpy.ndarray, as {first} is")
     if isinstance(x, np.ma.MaskedArray):  # its mask would be ignored
-        raise TypeError(
-            f"{name} is a masked array; allowed: a plain numpy.ndarray, with kv_lens or window to mask keys"
-        )
+        instead = ", with kv_lens or window to mask keys" if first == "q" else ""
+        raise TypeError(f"{name} is a masked array; allowed: a plain numpy.ndarray{instead}")
     if not x.dtype.isnative:  # its name alone would not tell
         raise TypeError(f"{name} has dtype {x.dtype.str}, a foreign byte order; allowed: the native one")
     size = max(x.itemsize, 1)  # a void dtype may have items of no bytes; `check` refuses it by name

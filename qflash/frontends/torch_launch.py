@@ -35,14 +35,14 @@ class Extras(NamedTuple):
     max_seqlen_k: int = 0
 
 
-def _require_tensor(name: str, x: Any) -> None:
+def _require_tensor(name: str, x: Any, first: str = "q") -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor, as q is")
+        raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor, as {first} is")
 
 
-def describe(name: str, x: Any) -> Array:
-    """Shape, strides, dtype and device of a strided tensor, or TypeError."""
-    _require_tensor(name, x)
+def describe(name: str, x: Any, first: str = "q") -> Array:
+    """Shape, strides, dtype and device of a strided tensor, or TypeError. `first` decided the framework."""
+    _require_tensor(name, x, first)
     if x.is_nested or x.layout is not torch.strided:
         layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{name} is a {layout} tensor; allowed: a dense (strided) torch.Tensor")
@@ -246,7 +246,7 @@ def _side(extras: Extras) -> _Side:
     )
 
 
-def _check_storage(**tensors: Tensor) -> None:
+def check_storage(**tensors: Tensor) -> None:
     """Refuse a tensor with elements and no memory: a storage resized to nothing, or a tensor of no data at all."""
     for name, x in tensors.items():
         if x.numel() and not x.data_ptr():
@@ -258,7 +258,7 @@ def _addresses(side: _Side) -> list[int]:
     for x in side:
         at = 0 if x is None else x.data_ptr()
         if not at and x is not None:
-            _check_storage(**{name: y for name, y in side._asdict().items() if y is x})
+            check_storage(**{name: y for name, y in side._asdict().items() if y is x})
         addresses.append(at)
     return addresses
 
@@ -288,7 +288,7 @@ def forward(
         lse_at = lse.data_ptr()
     q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if not (q_at and k_at and v_at):
-        _check_storage(q=q, k=k, v=v)
+        check_storage(q=q, k=k, v=v)
     addresses = _NO_ADDRESSES
     if extras is not None:
         side = _side(extras)  # a name, so that converted copies outlive the launch

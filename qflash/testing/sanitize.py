@@ -21,7 +21,7 @@ def main() -> None:
     """Run every case on every CUDA kernel of native precision, then what no case holds: long rows and bad lengths."""
     import torch
 
-    kernels = [row.name for row in dispatch.KERNELS if row.device == "cuda" and row.precision == "native"]
+    kernels = [row.name for row in dispatch.kernels_of("attention", "cuda") if row.precision == "native"]
     for kernel in kernels:
         for name in NAMES:
             run_case(BY_NAME[name], kernel, "native-cuda")

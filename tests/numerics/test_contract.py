@@ -16,9 +16,9 @@ from qflash.testing import BY_NAME, Case, cases, check, check_gradients, run_bac
 from qflash.testing.compare import check_contract, check_same_bits
 from qflash.testing.runner import arch_of, problem_of
 
-CPU_KERNELS = [kernel.name for kernel in dispatch.KERNELS if kernel.device == "cpu"]
-CUDA_KERNELS = [kernel.name for kernel in dispatch.KERNELS if kernel.device == "cuda"]
-WITH_BACKWARD = [kernel.name for kernel in dispatch.KERNELS if kernel.device == "cpu" and kernel.backward]
+CPU_KERNELS = [kernel.name for kernel in dispatch.kernels_of("attention", "cpu")]
+CUDA_KERNELS = [kernel.name for kernel in dispatch.kernels_of("attention", "cuda")]
+WITH_BACKWARD = [kernel.name for kernel in dispatch.kernels_of("attention", "cpu") if kernel.backward]
 # Gradients are defined for finite inputs; what stands in the padding must not matter to them either.
 DIFFERENTIABLE = [case for case in cases() if case.finite or case.name.startswith("nan_in_padding")]
 

@@ -16,8 +16,8 @@ from qflash.testing import Case, check, check_gradients, repro, run_backward
 from qflash.testing.random_cases import random_case, random_cases
 
 EXAMPLES = int(os.environ.get("QFLASH_HYPOTHESIS_EXAMPLES", "200"))
-CPU_KERNELS = [kernel.name for kernel in dispatch.KERNELS if kernel.device == "cpu"]
-CUDA_KERNELS = [kernel.name for kernel in dispatch.KERNELS if kernel.device == "cuda"]
+CPU_KERNELS = [kernel.name for kernel in dispatch.kernels_of("attention", "cpu")]
+CUDA_KERNELS = [kernel.name for kernel in dispatch.kernels_of("attention", "cuda")]
 
 
 def for_random_cases(holds: Callable[[Case], Any]) -> None:

@@ -91,7 +91,7 @@ def test_verify_fails_loudly(invoke, two_cases, monkeypatch):
 def test_verify_refuses_unknown_kernels(invoke):
     result = invoke("verify", "--kernel", "nonsense")
     assert result.exit_code == 2
-    assert "'nonsense' is no kernel; allowed: cpu" in result.output
+    assert "'nonsense' is no kernel of attention; allowed: cpu" in result.output
 
 
 def test_verify_of_a_kernel_that_cannot_run_here_fails(invoke, two_cases, monkeypatch):

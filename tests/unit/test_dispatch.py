@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from qflash import NoKernelError, dispatch
-from qflash.spec import DTYPES, PRECISIONS, Spec
+from qflash.spec import DTYPES, OP_DTYPES, PRECISIONS, OpSpec, Spec
 
 CPU = Spec(device="cpu", arch=0, dtype="float32", head_dim=64)
 CUDA = Spec(device="cuda", arch=90, dtype="float32", head_dim=64)
@@ -20,7 +20,7 @@ def test_names_are_unique_and_rows_are_complete() -> None:
         assert kernel.summary
         assert kernel.device in ("cpu", "cuda")
         assert kernel.precision in PRECISIONS
-        assert set(kernel.dtypes) <= set(DTYPES)
+        assert set(kernel.dtypes) <= set(DTYPES if kernel.op == "attention" else OP_DTYPES)
         assert dispatch.BY_NAME[kernel.name] is kernel
 
 
@@ -46,7 +46,7 @@ def test_a_kernel_can_be_asked_for() -> None:
 
 
 def test_what_runs_only_on_request_is_not_chosen() -> None:
-    for kernel in dispatch.KERNELS:
+    for kernel in dispatch.kernels_of("attention", "cuda"):
         if not kernel.automatic:
             assert dispatch.plan(CUDA) is not kernel
             assert (kernel.name, "on request", kernel.summary) in dispatch.rows(CUDA)
@@ -62,7 +62,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="kernel is 'nope'; allowed: None") as raised:
         dispatch.plan(CPU, "nope")
     assert not isinstance(raised.value, NoKernelError)
-    for kernel in dispatch.KERNELS:
+    for kernel in dispatch.kernels_of("attention"):
         assert repr(kernel.name) in str(raised.value)
 
 
@@ -82,7 +82,7 @@ def test_a_kernel_that_cannot_serve_says_why(name: str, spec: Spec, why: str) ->
     with pytest.raises(NoKernelError) as raised:
         dispatch.plan(spec, name)
     assert why in str(raised.value)
-    for kernel in dispatch.KERNELS:  # the error carries the whole table
+    for kernel in dispatch.kernels_of("attention"):  # the error carries the whole table
         assert kernel.name in str(raised.value)
 
 
@@ -96,7 +96,7 @@ def test_no_kernel_at_all() -> None:
 def test_rows_name_every_kernel_and_at_most_one_runs() -> None:
     for spec in (CPU, CUDA, replace(CPU, precision="int8_fp8")):
         rows = dispatch.rows(spec)
-        assert [row[0] for row in rows] == [kernel.name for kernel in dispatch.KERNELS]
+        assert [row[0] for row in rows] == [kernel.name for kernel in dispatch.kernels_of("attention")]
         runs = [row[0] for row in rows if row[1] == "runs"]
         assert runs == ([] if spec.precision == "int8_fp8" else [dispatch.plan(spec).name])
         assert all(row[1] in ("runs", "could", "on request", "no") and row[2] for row in rows)
@@ -110,3 +110,21 @@ def test_also_adds_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dtypes_are_respected() -> None:
     only_half = dispatch.Kernel("half", "cpu", "for tests", dtypes=("float16",))
     assert dispatch.reasons(only_half, CPU) == ["takes float16, not float32"]
+
+
+def test_operations_have_rows_of_their_own() -> None:
+    spec = OpSpec("softmax", "cpu", 0, "float32")
+    assert dispatch.plan(spec).op == "softmax"
+    assert {name for name, *_ in dispatch.rows(spec)} == {row.name for row in dispatch.kernels_of("softmax")}
+    with pytest.raises(ValueError, match=f"kernel is 'cpu'; allowed: None, '{dispatch.kernels_of('softmax')[0].name}'"):
+        dispatch.plan(spec, "cpu")
+    assert dispatch.reasons(dispatch.BY_NAME["cpu"], spec) == ["computes attention, not softmax"]
+
+
+def test_an_operation_no_kernel_serves_says_why_of_each_row() -> None:
+    spec = OpSpec("softmax", "cpu", 0, "int32")
+    with pytest.raises(NoKernelError, match="no kernel serves this softmax") as raised:
+        dispatch.plan(spec)
+    for row in dispatch.kernels_of("softmax"):
+        assert row.name in str(raised.value)
+    assert "not int32" in str(raised.value)

@@ -5,25 +5,19 @@
 #include <cstring>
 #include <string>
 
+#include "exceptions.h"
 #include "params.h"
 #include "qflash.h"
 
 namespace py = pybind11;
 
+void bind_op_calls(py::module_& module, py::dict& entries);
 void bind_xla_ffi(py::module_& module);
 
 namespace {
 
+using qflash::raise_status;
 using qflash::StatusText;
-
-[[noreturn]] void raise_status(int status, StatusText text) {
-  std::string message = text ? text(status) : "status " + std::to_string(status);
-  if (status == QF_BAD_VALUE) throw py::value_error(message);
-  py::object type =
-      py::module_::import("qflash.errors").attr(status == QF_UNSUPPORTED ? "NoKernelError" : "KernelError");
-  PyErr_SetString(type.ptr(), message.c_str());
-  throw py::error_already_set();
-}
 
 QfTensor tensor_like(const py::tuple& strides) {
   return {nullptr, strides[0].cast<int64_t>(), strides[1].cast<int64_t>(), strides[2].cast<int64_t>()};
@@ -189,6 +183,7 @@ PYBIND11_MODULE(_native, module) {
   entries["cpu_bwd"] = address(&qf_cpu_bwd);
   entries["cpu_int8"] = address(&qf_cpu_int8);
   entries["status_text"] = address(&qf_cpu_status_text);
+  bind_op_calls(module, entries);
   module.attr("cpu_entries") = entries;
 
   module.def("cpu_isa", &qf_cpu_isa, "Instruction set the CPU engine runs: amx, avx512, avx2 or generic.");

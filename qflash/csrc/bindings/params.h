@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "exceptions.h"
 #include "qflash.h"
 
 namespace qflash {
@@ -11,7 +12,6 @@ namespace qflash {
 using AttnEntry = int (*)(const QfAttnParams*, void*);
 using AttnBwdEntry = int (*)(const QfAttnBwdParams*, void*);
 using WorkspaceBytes = int64_t (*)(const QfAttnParams*);
-using StatusText = const char* (*)(int);
 
 // A contiguous [batch, length, heads, head_dim] array, or a packed [total, heads, head_dim] one.
 inline QfTensor contiguous(bool packed, int64_t length, int64_t heads, int64_t head_dim) {

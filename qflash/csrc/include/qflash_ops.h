@@ -114,6 +114,13 @@ typedef struct QfCrossEntropyParams {
   int32_t mean, num_threads;
 } QfCrossEntropyParams;
 
+int qf_cpu_softmax(const QfRowsParams* params, void* stream);
+int qf_cpu_layer_norm(const QfRowsParams* params, void* stream);
+int qf_cpu_cross_entropy(const QfCrossEntropyParams* params, void* stream);
+int qf_cpu_int8_matmul(const QfInt8MatmulParams* params, void* stream);
+int qf_cpu_quantize(const QfQuantizeParams* params, void* stream);
+int qf_cpu_dequantize(const QfDequantizeParams* params, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

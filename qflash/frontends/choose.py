@@ -1,0 +1,71 @@
+"""Which front end an array belongs to, told by its class: no framework is imported to find out."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+_frontends: dict[type, ModuleType] = {}  # by array class, filled as classes are seen
+_op_frontends: dict[type, ModuleType] = {}
+
+
+def frontend_of(kind: type) -> ModuleType:
+    """The front end of attention for an array class (of q)."""
+    if _is_traced(kind):
+        return _find(kind)
+    found = _frontends.get(kind)
+    if found is None:
+        found = _frontends[kind] = _find(kind)
+    return found
+
+
+def op_frontend_of(kind: type, argument: str) -> ModuleType:
+    """The front end of the other operations for an array class, that of `argument`."""
+    if _is_traced(kind):
+        return _find_op(kind, argument)
+    found = _op_frontends.get(kind)
+    if found is None:
+        found = _op_frontends[kind] = _find_op(kind, argument)
+    return found
+
+
+def _is_traced(kind: type) -> bool:
+    """Code that torch.compile traces stays away from the tables: the compiled program would hold their state for a
+    condition, and be compiled again after the first call that fills them."""
+    return kind.__module__ == "torch" and sys.modules["torch"].compiler.is_dynamo_compiling()
+
+
+# By import statements, which torch.compile can follow into the first call of a program, unlike importlib.
+
+
+def _find(kind: type) -> ModuleType:
+    package = _package(kind, "q")
+    if package == "torch":
+        from qflash.frontends import torch as frontend
+    elif package == "numpy":
+        from qflash.frontends import numpy as frontend
+    else:
+        from qflash.frontends import jax as frontend
+    return frontend
+
+
+def _find_op(kind: type, argument: str) -> ModuleType:
+    package = _package(kind, argument)
+    if package == "torch":
+        from qflash.frontends import torch_op_library as frontend
+    elif package == "numpy":
+        from qflash.frontends import numpy_ops as frontend
+    else:
+        from qflash.frontends.jax import ops as frontend
+    return frontend
+
+
+def _package(kind: type, argument: str) -> str:
+    """By the modules of the class and its bases (a Parameter is a Tensor)."""
+    for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        if package in ("torch", "numpy", "jax", "jaxlib"):
+            return package
+    raise TypeError(
+        f"{argument} is {kind.__module__}.{kind.__qualname__}; allowed: numpy.ndarray, torch.Tensor, jax.Array"
+    )

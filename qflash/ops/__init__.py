@@ -1,0 +1,7 @@
+"""The operations beside attention. One module per family: public calls, checks, and the plan of a call.
+
+plan          what every operation shares: the plan of a call, and the way from it to a kernel
+rows          softmax, layer_norm, cross_entropy
+matmul        int8_matmul
+quantization  quantize, dequantize
+"""

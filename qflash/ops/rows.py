@@ -1,0 +1,211 @@
+"""softmax, layer_norm and cross_entropy: one result per row of `[..., columns]`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from qflash.ops.plan import (
+    INT32_MAX,
+    Op,
+    Operand,
+    Plan,
+    Result,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_float,
+    check_int,
+    check_kernel,
+    check_number,
+    check_shape,
+    check_word,
+    dtype_code,
+    row_stride,
+)
+from qflash.ops.run import run
+from qflash.problem import Array
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def softmax(x: Any, *, scale: float = 1.0, kernel: str | None = None) -> Any:
+    """softmax(scale · x) over the last dimension, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
+
+    x: `[..., columns]`, float32, float16 or bfloat16. Returns an array like x; sums are float32. A row of -inf alone
+    gives NaN, as the definition does. Forward only.
+    """
+    (out,) = run(SOFTMAX, (x,), (scale, kernel))
+    return out
+
+
+def layer_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    eps: float = 1e-5,
+    return_stats: bool = False,
+    kernel: str | None = None,
+) -> Any:
+    """(x - mean) / sqrt(variance + eps) · weight + bias over the last dimension.
+
+    x: `[..., columns]`, float32, float16 or bfloat16; weight, bias: `[columns]` in x's dtype, None for 1 and 0. Returns
+    an array like x, and with `return_stats` also the mean and 1 / sqrt(variance + eps) of each row, float32
+    `x.shape[:-1]`. Forward only.
+    """
+    out, *stats = run(LAYER_NORM, (x, weight, bias), (eps, return_stats, kernel))
+    return (out, *stats) if return_stats else out
+
+
+def cross_entropy(
+    logits: Any,
+    targets: Any,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Any:
+    """-log softmax(logits)[target] of each row.
+
+    logits: `[..., classes]`, float32, float16 or bfloat16; targets: int32 or int64 `logits.shape[:-1]`. A row whose
+    target is `ignore_index` has loss 0 and no part in the mean. `label_smoothing` s spreads that much of the target
+    over all classes. Returns float32: a scalar, or with reduction "none" one loss per row; with `return_lse` also the
+    log-sum-exp of each row. The mean of no row is NaN. Forward only.
+
+    A target out of range is a ValueError on the CPU; a CUDA kernel cannot raise and gives NaN.
+    """
+    words = (reduction, ignore_index, label_smoothing, return_lse, kernel)
+    losses, *more = run(CROSS_ENTROPY, (logits, targets), words)
+    first = losses if reduction == "none" else more.pop(0)
+    return (first, *more) if return_lse else first
+
+
+def _check_rows(name: str, array: Array) -> int:
+    """The number of rows."""
+    check_float(name, array)
+    if len(array.shape) < 1:
+        raise ValueError(f"{name} has shape {array.shape}; allowed: rank 1 or more, [..., columns]")
+    return math.prod(array.shape[:-1])
+
+
+def _rows(field: str, name: str, array: Array) -> tuple[Operand, int]:
+    """The operand of row-wise arrays, and its stride."""
+    stride = row_stride(array)
+    return Operand(name, field, contiguous=stride is None), array.shape[-1] if stride is None else stride
+
+
+def _plan_softmax(x: Array, scale: Any, kernel: Any) -> Plan:
+    rows, columns = _check_rows("x", x), x.shape[-1]
+    operand, stride = _rows("x", "x", x)
+    return Plan(
+        op="softmax",
+        device=x.device,
+        dtype=x.dtype,
+        kernel=check_kernel(kernel),
+        struct="QfRowsParams",
+        fields=(
+            ("dtype", dtype_code(x.dtype)),
+            ("rows", rows),
+            ("columns", columns),
+            ("x_stride", stride),
+            ("out_stride", columns),
+            ("scale", check_number("scale", scale)),
+        ),
+        operands=(operand,),
+        results=(Result("out", x.shape, x.dtype),),
+    )
+
+
+def _plan_layer_norm(x: Array, weight: Array | None, bias: Array | None, eps: Any, stats: Any, kernel: Any) -> Plan:
+    rows, columns = _check_rows("x", x), x.shape[-1]
+    if columns == 0:
+        raise ValueError(f"x has shape {list(x.shape)}; allowed: at least 1 column to normalise")
+    eps = check_number("eps", eps)
+    if eps < 0:
+        raise ValueError(f"eps is {eps}; allowed: 0 or more")
+    operand, stride = _rows("x", "x", x)
+    operands = [operand]
+    for name, array in (("weight", weight), ("bias", bias)):
+        if array is not None:
+            check_dtype(name, array, x.dtype)
+            check_shape(name, array, (columns,))
+            check_device(name, array, "x", x.device)
+            operands.append(Operand(name, name, contiguous=row_stride(array) is None))
+    results = [Result("out", x.shape, x.dtype)]
+    if check_flag("return_stats", stats):
+        results += [Result(field, x.shape[:-1], "float32") for field in ("mean", "rstd")]
+    return Plan(
+        op="layer_norm",
+        device=x.device,
+        dtype=x.dtype,
+        kernel=check_kernel(kernel),
+        struct="QfRowsParams",
+        fields=(
+            ("dtype", dtype_code(x.dtype)),
+            ("rows", rows),
+            ("columns", columns),
+            ("x_stride", stride),
+            ("out_stride", columns),
+            ("eps", eps),
+        ),
+        operands=tuple(operands),
+        results=tuple(results),
+    )
+
+
+def _plan_cross_entropy(
+    logits: Array, targets: Array | None, reduction: Any, ignore_index: Any, smoothing: Any, want_lse: Any, kernel: Any
+) -> Plan:
+    rows, columns = _check_rows("logits", logits), logits.shape[-1]
+    if columns == 0 or (isinstance(columns, int) and columns > INT32_MAX):
+        raise ValueError(f"logits has {columns} classes; allowed: 1 to 2^31 - 1")
+    if targets is None:
+        raise TypeError("targets is None; allowed: an array of int32 or int64")
+    check_dtype("targets", targets, "int32", "int64")
+    check_shape("targets", targets, logits.shape[:-1])
+    check_device("targets", targets, "logits", logits.device)
+    smoothing = check_number("label_smoothing", smoothing)
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing is {smoothing}; allowed: 0 to 1")
+    operand, stride = _rows("logits", "logits", logits)
+    per_row = tuple(logits.shape[:-1])
+    results = [Result("losses", per_row, "float32")]
+    if check_word("reduction", reduction, REDUCTIONS) != "none":
+        results.append(Result("total", (), "float32"))
+    if check_flag("return_lse", want_lse):
+        results.append(Result("lse", per_row, "float32"))
+    return Plan(
+        op="cross_entropy",
+        device=logits.device,
+        dtype=logits.dtype,
+        kernel=check_kernel(kernel),
+        struct="QfCrossEntropyParams",
+        fields=(
+            ("dtype", dtype_code(logits.dtype)),
+            ("rows", rows),
+            ("columns", columns),
+            ("logits_stride", stride),
+            # The ends of int32 stand for int64 targets beyond it, which are never to be ignored.
+            ("ignore_index", check_int("ignore_index", ignore_index, -INT32_MAX, INT32_MAX - 1)),
+            ("smoothing", smoothing),
+            ("mean", int(reduction == "mean")),
+        ),
+        operands=(operand, Operand("targets", "targets", contiguous=True, dtype="int32")),
+        results=tuple(results),
+    )
+
+
+SOFTMAX = Op("softmax", ("x",), ("scale", "kernel"), _plan_softmax, batched=("x",))
+LAYER_NORM = Op(
+    "layer_norm", ("x", "weight", "bias"), ("eps", "return_stats", "kernel"), _plan_layer_norm, batched=("x",)
+)
+CROSS_ENTROPY = Op(
+    "cross_entropy",
+    ("logits", "targets"),
+    ("reduction", "ignore_index", "label_smoothing", "return_lse", "kernel"),
+    _plan_cross_entropy,
+    checks_values=True,
+)

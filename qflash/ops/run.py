@@ -1,0 +1,14 @@
+"""The way from a public call to the front end of its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from qflash.frontends.choose import op_frontend_of
+from qflash.ops.plan import Op
+
+
+def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Any]:
+    """The results of `op`, in the order of its plan. The class of the first array decides the framework."""
+    return op_frontend_of(type(arrays[0]), op.arrays[0]).run_op(op, arrays, words)
