@@ -3,6 +3,8 @@
 from qflash._native import get_num_threads, set_num_threads
 from qflash.api import Explanation, attention, attention_varlen, explain
 from qflash.errors import CompileError, KernelError, NoKernelError, ToolchainError
+from qflash.ops.matmul import int8_matmul
+from qflash.ops.quantization import Quantized, dequantize, quantize
 from qflash.ops.rows import cross_entropy, layer_norm, softmax
 from qflash.rope import Rope, rope_tables
 
@@ -13,14 +15,18 @@ __all__ = [
     "Explanation",
     "KernelError",
     "NoKernelError",
+    "Quantized",
     "Rope",
     "ToolchainError",
     "attention",
     "attention_varlen",
     "cross_entropy",
+    "dequantize",
     "explain",
     "get_num_threads",
+    "int8_matmul",
     "layer_norm",
+    "quantize",
     "rope_tables",
     "set_num_threads",
     "softmax",

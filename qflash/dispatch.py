@@ -20,6 +20,7 @@ class Kernel:
     op: str = "attention"
     page: str | None = None  # docs/kernels/<page>.md describes it; None: the page of its own name
     dtypes: tuple[str, ...] = DTYPES
+    per_dtype: bool = True  # CUDA: a library for each dtype; False: one takes them all at run time
     precision: str = "native"
     min_arch: int = 0
     backward: bool = False

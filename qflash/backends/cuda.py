@@ -32,8 +32,8 @@ def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
 
     For the one that QFLASH_CUDA_ARCH asks for it is PTX.
     """
-    defines = [("QF_DTYPE", str(OP_DTYPES.index(dtype)))]
-    words = dtype
+    defines = [("QF_DTYPE", str(OP_DTYPES.index(dtype)))] if kernel.per_dtype else []
+    words = dtype if kernel.per_dtype else "any dtype"
     if kernel.op != "attention":
         defines.append(("QF_ARCH", str(arch)))
     elif kernel.name not in _ONE_FOR_ALL:

@@ -15,7 +15,8 @@ _INT32 = np.iinfo(np.int32)
 
 
 def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]:
-    """Plan, allocate, call."""
+    """Plan, allocate, call. NumPy's own scalars, which arithmetic on one-number results gives, count as arrays."""
+    arrays = [np.asarray(x) if isinstance(x, np.generic) else x for x in arrays]
     prepared = _prepared(op, arrays, words)
     results = [np.empty(result.shape, result.dtype) for result in prepared.plan.results]
     if prepared.call is not None:

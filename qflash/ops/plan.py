@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral, Real
@@ -88,7 +88,9 @@ class Op:
     arrays: tuple[str, ...]  # in order; the first is never None
     words: tuple[str, ...]
     plan: Callable[..., Plan]  # (one Array or None for each of `arrays`, one value for each of `words`)
-    batched: tuple[str, ...] = ()  # arrays that may gain a leading dimension together, as all results then do
+    # Whether a call with these arrays mapped by vmap is one call, in which they and all results have one dimension
+    # more, the first. Given the names, the rank of each array in the eyes of one sample, and the words by name.
+    folds: Callable[[Collection[str], dict[str, int], dict[str, Any]], bool] = lambda *_: False
     checks_values: bool = False  # the CPU kernel refuses some values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from qflash.ops.plan import (
@@ -133,7 +134,7 @@ def _plan_layer_norm(x: Array, weight: Array | None, bias: Array | None, eps: An
             check_dtype(name, array, x.dtype)
             check_shape(name, array, (columns,))
             check_device(name, array, "x", x.device)
-            operands.append(Operand(name, name, contiguous=row_stride(array) is None))
+            operands.append(Operand(name, name, contiguous=True))
     results = [Result("out", x.shape, x.dtype)]
     if check_flag("return_stats", stats):
         results += [Result(field, x.shape[:-1], "float32") for field in ("mean", "rstd")]
@@ -198,14 +199,25 @@ def _plan_cross_entropy(
     )
 
 
-SOFTMAX = Op("softmax", ("x",), ("scale", "kernel"), _plan_softmax, batched=("x",))
+def _more_rows(mapped: Collection[str], ranks: dict[str, int], words: dict[str, Any]) -> bool:
+    """A mapped x is more rows."""
+    return set(mapped) == {"x"}
+
+
+def _more_losses(mapped: Collection[str], ranks: dict[str, int], words: dict[str, Any]) -> bool:
+    """So are mapped logits with their targets, unless each sample's losses are reduced."""
+    return set(mapped) == {"logits", "targets"} and words["reduction"] == "none"
+
+
+SOFTMAX = Op("softmax", ("x",), ("scale", "kernel"), _plan_softmax, folds=_more_rows)
 LAYER_NORM = Op(
-    "layer_norm", ("x", "weight", "bias"), ("eps", "return_stats", "kernel"), _plan_layer_norm, batched=("x",)
+    "layer_norm", ("x", "weight", "bias"), ("eps", "return_stats", "kernel"), _plan_layer_norm, folds=_more_rows
 )
 CROSS_ENTROPY = Op(
     "cross_entropy",
     ("logits", "targets"),
     ("reduction", "ignore_index", "label_smoothing", "return_lse", "kernel"),
     _plan_cross_entropy,
+    folds=_more_losses,
     checks_values=True,
 )

@@ -1,0 +1,146 @@
+"""int8_matmul: an exact integer product, scaled on the way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from numbers import Real
+from typing import Any
+
+from qflash.frontends.choose import op_frontend_of
+from qflash.ops.plan import (
+    Op,
+    Operand,
+    Plan,
+    Result,
+    check_device,
+    check_dtype,
+    check_kernel,
+    check_number,
+    check_shape,
+    dtype_code,
+    dtype_name,
+    row_stride,
+)
+from qflash.ops.run import run
+from qflash.problem import Array
+
+OUT_DTYPES = ("int32", "float32", "float16", "bfloat16")
+_MOST_K = (2**31 - 1) // 128**2  # beyond, a sum of products may not fit int32
+
+
+def int8_matmul(
+    a: Any,
+    b: Any,
+    a_scale: Any = None,
+    b_scale: Any = None,
+    bias: Any = None,
+    out_dtype: Any = None,
+    *,
+    kernel: str | None = None,
+) -> Any:
+    """a b of int8 matrices, sums exact in int32, then `a_scale · b_scale · sum + bias`.
+
+    a: `[..., M, K]`, b: `[K, N]` with either dimension contiguous, both int8 of NumPy, PyTorch or JAX. a_scale: a
+    number, or float32 with one element or one for each row of a (`a.shape[:-1]`); b_scale: likewise, one for each
+    column, `[N]`; bias: float32 `[N]`. out_dtype: "int32", the default where nothing is scaled or added (and allowed only
+    there), "float32", the default elsewhere, "float16" or "bfloat16"; a framework's own dtype does as well. Returns
+    `[..., M, N]`. K is at most 131071. Forward only.
+    """
+    frontend = op_frontend_of(type(a), "a")
+    a_scale, b_scale = (
+        frontend.scalar(check_number(name, scale), a) if isinstance(scale, Real) else scale
+        for name, scale in (("a_scale", a_scale), ("b_scale", b_scale))
+    )
+    name = None if out_dtype is None else dtype_name("out_dtype", out_dtype)
+    (out,) = run(INT8_MATMUL, (a, b, a_scale, b_scale, bias), (name, kernel))
+    return out
+
+
+def _layout_of_b(b: Array) -> tuple[str, int, int] | None:
+    """(contiguous dimension, stride of k, stride of n); None: neither is, and it takes a copy."""
+    k, n = b.shape
+    if b.strides is None or 0 in b.shape:
+        return "n", n, 1
+    stride_k, stride_n = b.strides
+    # A dimension of one element has no stride to speak of, so it fits in with the other.
+    if k == 1:
+        stride_k = n if stride_n == 1 or n == 1 else 1
+    if n == 1:
+        stride_n = k if stride_k == 1 and k != 1 else 1
+    if stride_n == 1 and stride_k >= 0:
+        return "n", stride_k, 1
+    if stride_k == 1 and stride_n >= 0:
+        return "k", 1, stride_n
+    return None
+
+
+def _plan(
+    a: Array, b: Array | None, a_scale: Array | None, b_scale: Array | None, bias: Array | None, out_dtype, kernel
+) -> Plan:
+    if b is None:
+        raise TypeError("b is None; allowed: an int8 matrix, [K, N]")
+    for name, array in (("a", a), ("b", b)):
+        check_dtype(name, array, "int8")
+    if len(a.shape) < 2:
+        raise ValueError(f"a has shape {list(a.shape)}; allowed: rank 2 or more, [..., M, K]")
+    if len(b.shape) != 2:
+        raise ValueError(f"b has shape {list(b.shape)}; allowed: rank 2, [K, N]")
+    k, n = b.shape
+    if a.shape[-1] != k:
+        raise ValueError(f"b has shape {list(b.shape)}; allowed: as many rows as a has columns, {a.shape[-1]}")
+    if isinstance(k, int) and k > _MOST_K:
+        raise ValueError(f"a has {k} columns; allowed: at most {_MOST_K}, so that no int32 sum can overflow")
+    check_device("b", b, "a", a.device)
+    stride = row_stride(a)
+    layout = _layout_of_b(b)
+    operands = [Operand("a", "a", contiguous=stride is None), Operand("b", "b", contiguous=layout is None)]
+    contiguous_dim, stride_k, stride_n = layout or ("n", n, 1)
+    strides = {}
+    for name, array, each in (("a_scale", a_scale, tuple(a.shape[:-1])), ("b_scale", b_scale, (n,))):
+        if array is not None:
+            check_dtype(name, array, "float32")
+            check_shape(name, array, (), (1,), each)
+            check_device(name, array, "a", a.device)
+            strides[f"{name}_stride"] = int(array.shape not in ((), (1,)))
+            operands.append(Operand(name, name, contiguous=True))
+    if bias is not None:
+        check_dtype("bias", bias, "float32")
+        check_shape("bias", bias, (n,))
+        check_device("bias", bias, "a", a.device)
+        operands.append(Operand("bias", "bias", contiguous=True))
+    whole = len(operands) == 2  # nothing but a and b, so the sums themselves
+    out_dtype = out_dtype or ("int32" if whole else "float32")
+    allowed = OUT_DTYPES if whole else OUT_DTYPES[1:]
+    if out_dtype not in allowed:
+        why = "" if whole else ", because scales or bias were given"
+        raise ValueError(f"out_dtype is {out_dtype!r}; allowed: {', '.join(map(repr, allowed))}{why}")
+    return Plan(
+        op="int8_matmul",
+        device=a.device,
+        dtype=out_dtype,
+        kernel=check_kernel(kernel),
+        struct="QfInt8MatmulParams",
+        fields=(
+            ("out_dtype", dtype_code(out_dtype)),
+            ("m", math.prod(a.shape[:-1])),
+            ("n", n),
+            ("k", k),
+            ("a_stride_m", k if stride is None else stride),
+            ("b_stride_k", stride_k),
+            ("b_stride_n", stride_n),
+            ("out_stride_m", n),
+            *strides.items(),
+        ),
+        operands=tuple(operands),
+        results=(Result("out", (*a.shape[:-1], n), out_dtype),),
+        layout=contiguous_dim,
+    )
+
+
+def _folds(mapped: Collection[str], ranks: dict[str, int], words: dict[str, Any]) -> bool:
+    """A mapped a is more rows, unless each of its rows has a scale."""
+    return set(mapped) == {"a"} and ranks.get("a_scale", 0) == 0
+
+
+INT8_MATMUL = Op("int8_matmul", ("a", "b", "a_scale", "b_scale", "bias"), ("out_dtype", "kernel"), _plan, folds=_folds)

@@ -1,0 +1,325 @@
+"""quantize and dequantize: arrays to int8 and what undoes it, and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qflash.ops.plan import (
+    INT32_MAX,
+    Op,
+    Operand,
+    Plan,
+    Result,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_float,
+    check_int,
+    check_kernel,
+    check_shape,
+    check_word,
+    dtype_code,
+    dtype_name,
+)
+from qflash.ops.run import run
+from qflash.problem import Array
+from qflash.rope import Rope
+from qflash.spec import DTYPES
+
+GRANULARITIES = ("tensor", "token", "group")
+ROUNDINGS = ("nearest", "stochastic")
+_PER_TENSOR, _PER_ROWS = 0, 1  # QfGranularity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantized:
+    """int8 values and what undoes them: x ~ scale · (values - zero_point) + mean. What `quantize` returns.
+
+    values: int8, shaped like x. scale: float32; granularity "tensor" one number, "token" `[B, H, T]`, "group"
+    `[B, H, ceil(T / group)]`. zero_point: int32, one number; None when symmetric. mean: float32 `[B, H, D]`, what
+    smoothing took off; None without. sums: int32 `[B, H, T]`, the sum of each token's values, with which an integer
+    product makes up for the zero point; None when symmetric. Of a matrix x `[T, D]`, B and H fall away. dtype: x's.
+    """
+
+    values: Any
+    scale: Any
+    zero_point: Any = None
+    mean: Any = None
+    sums: Any = None
+    granularity: str = "tensor"
+    group: int = 16
+    symmetric: bool = True
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        # JAX must know this class before jit sees an instance, which may be before the first call.
+        if type(self.values).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            import qflash.frontends.jax.ops  # noqa: F401
+
+
+def quantize(
+    x: Any,
+    *,
+    granularity: str = "tensor",
+    group: int = 16,
+    symmetric: bool = True,
+    smooth: bool = False,
+    rope: Rope | None = None,
+    lens: Any = None,
+    rounding: str = "nearest",
+    seed: int = 0,
+    kernel: str | None = None,
+) -> Quantized:
+    """x to int8 with scales, in one pass that also rotates and smooths. For NumPy, PyTorch and JAX arrays.
+
+    x: `[B, T, H, D]`, or a matrix `[T, D]`; float32, float16 or bfloat16. granularity: one scale for the "tensor", for
+    each "token" of a head, or for each "group" of `group` tokens of a head. symmetric: values -127 to 127 around 0;
+    False (granularity "tensor" alone): -128 to 127 with a zero point. smooth: take off the mean of each channel of a
+    head over its tokens first. rope: rotate first; token t stands at t, or at `rope.positions_k`. lens: int32 `[B]`,
+    how many tokens of each sequence exist; the others are 0. rounding: "nearest" (ties to even) or "stochastic", up
+    with the probability of the part that is cut off, from `seed`: same seed, same bits. Forward only.
+
+    Symmetric: a token with NaN or an infinity is -128 throughout and comes back as NaN. Asymmetric: one such number
+    makes the scale, and so all that comes back, NaN.
+    """
+    cos = sin = positions = None
+    interleaved = False
+    if rope is not None:
+        if not isinstance(rope, Rope):
+            raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
+        if rope.positions_q is not None:
+            raise ValueError("rope.positions_q is given; allowed: None, x's tokens stand at rope.positions_k")
+        cos, sin, positions, interleaved = rope.cos, rope.sin, rope.positions_k, rope.interleaved
+    words = (granularity, group, symmetric, smooth, rounding, seed, interleaved, kernel)
+    values, scale, *more = run(QUANTIZE, (x, lens, cos, sin, positions), words)
+    mean = more.pop() if smooth else None
+    zero_point, sums = (None, None) if symmetric else more
+    dtype = dtype_name("x", x.dtype)
+    return Quantized(values, scale, zero_point, mean, sums, granularity, group, symmetric, dtype)
+
+
+def dequantize(quantized: Quantized, dtype: Any = None, *, kernel: str | None = None) -> Any:
+    """The array behind `quantized`, in `dtype` (None: that of the array it was made from)."""
+    if not isinstance(quantized, Quantized):
+        raise TypeError(f"quantized is {type(quantized).__name__}; allowed: qflash.Quantized")
+    name = quantized.dtype if dtype is None else dtype_name("dtype", dtype)
+    arrays = (quantized.values, quantized.scale, quantized.zero_point, quantized.mean)
+    words = (quantized.granularity, quantized.group, quantized.symmetric, name, kernel)
+    (out,) = run(DEQUANTIZE, arrays, words)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """x or values as [batch, length, heads, head_dim], and the shapes of what goes with it."""
+
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    matrix: bool
+
+    def fields(self) -> tuple[tuple[str, int], ...]:
+        return tuple((name, getattr(self, name)) for name in ("batch", "length", "heads", "head_dim"))
+
+    def per_head(self, extent: int) -> tuple[int, ...]:
+        return (extent,) if self.matrix else (self.batch, self.heads, extent)
+
+    def scale(self, granularity: str, group: int) -> tuple[int, ...]:
+        return () if granularity == "tensor" else self.per_head((self.length + group - 1) // group)
+
+    def strides(self, field: str, array: Array | None = None) -> tuple[tuple[str, int], ...] | None:
+        """Of an array of this shape, by the struct's names; None for `array` is contiguous, None back takes a copy."""
+        names = [f"{field}.stride_{dim}" for dim in "bth"]
+        row = self.heads * self.head_dim
+        if array is None or array.strides is None or 0 in array.shape:
+            return tuple(zip(names, (self.length * row, row, self.head_dim), strict=True))
+        strides = array.strides
+        if (strides[-1] != 1 and self.head_dim != 1) or any(stride < 0 for stride in strides):
+            return None
+        if self.matrix:
+            return tuple(zip(names, (0, strides[0], self.head_dim), strict=True))
+        return tuple(zip(names, strides[:-1], strict=True))
+
+
+def _shape_of(name: str, array: Array) -> _Shape:
+    if len(array.shape) not in (2, 4):
+        raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [B, T, H, D], or a matrix [T, D]")
+    matrix = len(array.shape) == 2
+    shape = _Shape(1, array.shape[0], 1, array.shape[1], True) if matrix else _Shape(*array.shape, False)
+    for what, extent in (("heads", shape.heads), ("columns", shape.head_dim)):
+        if extent == 0:
+            raise ValueError(f"{name} has shape {list(array.shape)}; allowed: 1 or more {what}")
+    if any(isinstance(extent, int) and extent > INT32_MAX for extent in array.shape):
+        raise ValueError(f"{name} has shape {list(array.shape)}; allowed: every extent below 2^31")
+    return shape
+
+
+def _check_scales(granularity: Any, group: Any, symmetric: Any) -> tuple[tuple[tuple[str, int], ...], int]:
+    """The struct's fields, and how many tokens share a scale."""
+    check_word("granularity", granularity, GRANULARITIES)
+    group = check_int("group", group, 1, INT32_MAX)
+    if not check_flag("symmetric", symmetric) and granularity != "tensor":
+        raise ValueError(f"symmetric is False; allowed: True with granularity {granularity!r}")
+    per_scale = group if granularity == "group" else 1
+    code = _PER_TENSOR if granularity == "tensor" else _PER_ROWS
+    return (("granularity", code), ("group", per_scale), ("symmetric", int(symmetric))), per_scale
+
+
+def _plan_quantize(
+    x: Array,
+    lens: Array | None,
+    cos: Array | None,
+    sin: Array | None,
+    positions: Array | None,
+    granularity: Any,
+    group: Any,
+    symmetric: Any,
+    smooth: Any,
+    rounding: Any,
+    seed: Any,
+    interleaved: Any,
+    kernel: Any,
+) -> Plan:
+    check_float("x", x)
+    shape = _shape_of("x", x)
+    scale_fields, per_scale = _check_scales(granularity, group, symmetric)
+    strides = shape.strides("x", x)
+    operands = [Operand("x", "x.data", contiguous=strides is None)]
+    if lens is not None:
+        check_dtype("lens", lens, "int32")
+        check_shape("lens", lens, (shape.batch,))
+        check_device("lens", lens, "x", x.device)
+        operands.append(Operand("lens", "lens", contiguous=True))
+    rope_fields, rope_operands = _check_rope(shape, x.device, cos, sin, positions, interleaved)
+    results = [
+        Result("values.data", x.shape, "int8"),
+        Result("scale", shape.scale(granularity, per_scale), "float32"),
+    ]
+    if not symmetric:
+        results += [Result("zero_point", (), "int32"), Result("sums", shape.per_head(shape.length), "int32")]
+    if check_flag("smooth", smooth):
+        results.append(Result("mean", shape.per_head(shape.head_dim), "float32"))
+    return Plan(
+        op="quantize",
+        device=x.device,
+        dtype=x.dtype,
+        kernel=check_kernel(kernel),
+        struct="QfQuantizeParams",
+        fields=(
+            ("dtype", dtype_code(x.dtype)),
+            *shape.fields(),
+            *scale_fields,
+            ("rounding", ROUNDINGS.index(check_word("rounding", rounding, ROUNDINGS))),
+            ("seed", check_int("seed", seed, 0, 2**63 - 1)),
+            *(strides or shape.strides("x")),
+            *shape.strides("values"),
+            *rope_fields,
+        ),
+        operands=(*operands, *rope_operands),
+        results=tuple(results),
+    )
+
+
+def _check_rope(
+    shape: _Shape, device: str, cos: Array | None, sin: Array | None, positions: Array | None, interleaved: Any
+) -> tuple[tuple[tuple[str, int], ...], tuple[Operand, ...]]:
+    if cos is None:
+        return (), ()
+    if sin is None:
+        raise TypeError("rope.sin is None; allowed: an array, as rope.cos is")
+    for name, array in (("rope.cos", cos), ("rope.sin", sin)):
+        check_float(name, array)
+        if len(array.shape) != 2 or array.shape[1] < 1:
+            raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [positions, rotary_dim / 2]")
+        check_device(name, array, "x", device)
+    check_shape("rope.sin", sin, cos.shape)
+    rows, half = cos.shape
+    if 2 * half > shape.head_dim:
+        raise ValueError(f"rope.cos has {half} columns; allowed: at most half of x's, {shape.head_dim / 2:g}")
+    operands = [Operand(name, name, contiguous=True, dtype="float32") for name in ("rope.cos", "rope.sin")]
+    needed, stride = shape.length, 0
+    if positions is not None:
+        check_dtype("rope.positions_k", positions, "int32")
+        check_shape("rope.positions_k", positions, (shape.length,), (shape.batch, shape.length))
+        check_device("rope.positions_k", positions, "x", device)
+        operands.append(Operand("rope.positions_k", "rope.positions_k", contiguous=True))
+        stride = shape.length if len(positions.shape) == 2 else 0
+        needed = 0 if 0 in positions.shape else 1  # whatever the positions say, they need a row to point at
+    if rows < needed:
+        raise ValueError(f"rope.cos has {rows} rows; allowed: at least {needed}, one for each position in use")
+    fields = (
+        ("rope.rows", rows),
+        ("rope.rotary_dim", 2 * half),
+        ("rope.interleaved", int(bool(interleaved))),
+        ("rope.stride_positions_k_b", stride),
+    )
+    return fields, tuple(operands)
+
+
+def _plan_dequantize(
+    values: Array,
+    scale: Array | None,
+    zero_point: Array | None,
+    mean: Array | None,
+    granularity: Any,
+    group: Any,
+    symmetric: Any,
+    dtype: Any,
+    kernel: Any,
+) -> Plan:
+    check_dtype("quantized.values", values, "int8")
+    shape = _shape_of("quantized.values", values)
+    scale_fields, per_scale = _check_scales(granularity, group, symmetric)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(repr, DTYPES))}")
+    if (zero_point is None) != symmetric:
+        allowed = "None" if symmetric else "an int32 array of one element"
+        raise ValueError(f"quantized.zero_point does not fit symmetric={symmetric}; allowed: {allowed}")
+    strides = shape.strides("values", values)
+    operands = [Operand("quantized.values", "values.data", contiguous=strides is None)]
+    for field, array, kind, shapes in (
+        ("scale", scale, "float32", ((), (1,)) if granularity == "tensor" else (shape.scale(granularity, per_scale),)),
+        ("zero_point", zero_point, "int32", ((), (1,))),
+        ("mean", mean, "float32", (shape.per_head(shape.head_dim),)),
+    ):
+        name = f"quantized.{field}"
+        if array is not None:
+            check_dtype(name, array, kind)
+            check_shape(name, array, *shapes)
+            check_device(name, array, "quantized.values", values.device)
+            operands.append(Operand(name, field, contiguous=True))
+        elif field == "scale":
+            raise TypeError("quantized.scale is None; allowed: an array of float32")
+    return Plan(
+        op="dequantize",
+        device=values.device,
+        dtype=dtype,
+        kernel=check_kernel(kernel),
+        struct="QfDequantizeParams",
+        fields=(
+            ("dtype", dtype_code(dtype)),
+            *shape.fields(),
+            *scale_fields,
+            *(strides or shape.strides("values")),
+            *shape.strides("out"),
+        ),
+        operands=tuple(operands),
+        results=(Result("out", values.shape, dtype),),
+    )
+
+
+QUANTIZE = Op(
+    "quantize",
+    ("x", "lens", "rope.cos", "rope.sin", "rope.positions_k"),
+    ("granularity", "group", "symmetric", "smooth", "rounding", "seed", "interleaved", "kernel"),
+    _plan_quantize,
+    checks_values=True,
+)
+DEQUANTIZE = Op(
+    "dequantize",
+    ("quantized.values", "quantized.scale", "quantized.zero_point", "quantized.mean"),
+    ("granularity", "group", "symmetric", "dtype", "kernel"),
+    _plan_dequantize,
+)
