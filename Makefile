@@ -27,7 +27,7 @@ endif
 PYTEST = $(PY) -m pytest $(PYTEST_ARGS)
 CPP_FILES = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh' 2>/dev/null)
 
-.PHONY: help run test bench gpu-test sanitize build fmt lint clean
+.PHONY: help run test bench gpu-test sanitize ncu build fmt lint clean
 .DEFAULT_GOAL := help
 
 include standalone.mk
@@ -51,6 +51,9 @@ sanitize: build ## every CUDA kernel under compute-sanitizer: memcheck, racechec
 	@for tool in memcheck racecheck initcheck synccheck; do echo "compute-sanitizer --tool $$tool"; \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --kernel-name kns=qf_ $(PY) -m qflash.testing.sanitize || exit 1; \
 	done
+
+ncu: build ## profile every CUDA attention kernel (KERNEL=<name>: one) with ncu, into profiles/<gpu> (OUT=<folder>: there)
+	$(PY) -m qflash.cli profile $(if $(KERNEL),--kernel $(KERNEL)) $(if $(OUT),--out $(OUT))
 
 build: $(ENVIRONMENT) ## set up the environment and (re)build the native module if its sources changed
 	@$(PY) tools/install.py

@@ -18,9 +18,11 @@ CSRC := qflash/csrc
 OBJECTS := build/standalone
 DTYPE_INDEX := $(if $(filter float32,$(DTYPE)),0,$(if $(filter float16,$(DTYPE)),1,$(if $(filter bfloat16,$(DTYPE)),2)))
 
+ATTENTION := $(patsubst $(CSRC)/kernels/%/launch.cu,%,$(shell grep -l QfAttnParams $(CSRC)/kernels/*/launch.cu))
+
 ifdef KERNEL
-  ifeq ($(wildcard $(CSRC)/kernels/$(KERNEL)/launch.cu),)
-    $(error KERNEL is '$(KERNEL)'; allowed: $(patsubst $(CSRC)/kernels/%/launch.cu,%,$(wildcard $(CSRC)/kernels/*/launch.cu)))
+  ifeq ($(filter $(KERNEL),$(ATTENTION)),)
+    $(error KERNEL is '$(KERNEL)'; allowed: $(ATTENTION))
   endif
   ifeq ($(DTYPE_INDEX),)
     $(error DTYPE is '$(DTYPE)'; allowed: float32, float16, bfloat16)

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from bench import profiles
 from bench import rows as store
-from bench.presets import PRESETS
+from bench.presets import LADDER, PRESETS
 from qflash.dispatch import KERNELS, Kernel, kernels_of
 
 PAGES = (store.ROOT / "README.md", *sorted((store.ROOT / "docs" / "kernels").glob("*.md")))
@@ -195,6 +196,22 @@ def _peer_ratio(row: Row) -> str:
     return ", ".join(f"{ratio(value)} over {peer}" for peer, value in row["speedup"].items())
 
 
+def profile_table(name: str) -> str:
+    """What ncu found on one kernel, GPU by GPU: a line per figure, a column per launch."""
+    parts = []
+    for profile in profiles.committed(name).values():
+        header = ["", *(f"`{launch}`" for launch in profile.launches)]
+        parts.append(f"{profiles.source(profile)}\n\n{markdown(header, profiles.figures(profile))}")
+    return "\n\n".join(parts) or f"No profile is committed yet; `qflash profile --kernel {name}` makes it."
+
+
+def rooflines() -> str:
+    """The rooflines that were drawn."""
+    found = sorted(profiles.PROFILES.glob("*/roofline.svg"))
+    pictures = [f"![roofline of {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found]
+    return "\n".join(pictures) or "No roofline is committed yet; `qflash profile` and `qflash roofline` make it."
+
+
 def plots() -> str:
     """The speed plots of machines with committed rows."""
     found = sorted(store.RESULTS.glob("*/cpu.svg")) + sorted(store.RESULTS.glob("*/cuda.svg"))
@@ -207,6 +224,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "plots": plots,
     **{name: (lambda name=name: preset_table(name)) for name in PRESETS},
     "ladder": ladder_table,
+    "roofline": rooflines,
+    **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in LADDER},
     **{f"kernel-{row.name}": (lambda name=row.name: kernel_table(name)) for row in KERNELS},
 }
 

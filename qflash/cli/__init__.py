@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import qflash
-from qflash.cli import bench, cuda, doctor, verify
+from qflash.cli import bench, cuda, doctor, profile, verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -20,6 +20,8 @@ for _command in (
     bench.run,
     bench.bench,
     bench.report,
+    profile.profile,
+    profile.roofline,
     cuda.build,
     cuda.cache,
 ):

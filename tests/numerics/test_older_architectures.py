@@ -12,7 +12,7 @@ from qflash import dispatch
 
 pytestmark = pytest.mark.gpu
 
-CUDA_KERNELS = [row for row in dispatch.KERNELS if row.device == "cuda"]
+CUDA_KERNELS = dispatch.kernels_of("attention", "cuda")
 
 
 @pytest.mark.parametrize("arch", [75, 80])

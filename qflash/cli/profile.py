@@ -1,0 +1,56 @@
+"""`qflash profile` and `roofline`: what ncu says about each rung, kept under profiles/ (from a checkout, on a GPU)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from qflash import machine
+from qflash.cli.bench import load
+from qflash.cli.console import make_console, track
+
+
+@click.command()
+@click.option("--kernel", "kernels", multiple=True, help="Only this rung (repeatable; default: the whole ladder).")
+@click.option("--out", type=click.Path(path_type=Path), help="Where the files go (default: profiles/<gpu>).")
+@click.option("--ncu", default="ncu", show_default=True, help="Nsight Compute's command.")
+def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
+    """Profile CUDA kernels with Nsight Compute: <kernel>.csv and <kernel>.txt for each."""
+    ladder, profiles = load("presets").LADDER, load("profiles")
+    for name in kernels:
+        if name not in ladder:
+            raise click.BadParameter(f"{name!r} is no rung; allowed: {', '.join(ladder)}", param_hint="--kernel")
+    gpus, none_because = machine.gpus()
+    if not gpus:
+        raise click.ClickException(f"profiling needs an NVIDIA GPU: {none_because}")
+    if shutil.which(ncu) is None:
+        raise click.ClickException(f"--ncu is {ncu!r}, which is not on the PATH; it is part of the CUDA toolkit")
+    folder = out or profiles.PROFILES / profiles.folder_of(gpus[0].name)
+    console = make_console()
+    chosen = kernels or ladder
+    failed = []
+    for name in track(console, "profiling", chosen, len(chosen)):
+        try:
+            found = profiles.collect(name, folder, ncu)
+        except profiles.ProfileError as error:
+            failed.append(name)
+            console.print(f"{name}: {error}", markup=False)
+            continue
+        console.print(f"{name}: {found.total(profiles.DURATION) / 1e6:.3f} ms in {len(found.launches)} launches")
+    if failed:
+        raise click.ClickException(f"not profiled: {', '.join(failed)}")
+
+
+@click.command()
+@click.argument("gpu", default="h200")
+@click.option("--out", type=click.Path(path_type=Path), help="The SVG (default: profiles/GPU/roofline.svg).")
+def roofline(gpu: str, out: Path | None) -> None:
+    """Draw the roofline of GPU, a folder of profiles/, from its CSV files and the ladder's rows."""
+    module, profiles = load("roofline"), load("profiles")
+    try:
+        path = module.draw(gpu, out or profiles.PROFILES / gpu / "roofline.svg")
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"{len(module.points(gpu))} kernels in {path}")
