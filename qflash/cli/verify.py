@@ -79,6 +79,19 @@ def verify_kernels(console: Console, kernels: list[Kernel], quick: bool) -> list
     return tallies
 
 
+def repeat_kernels(console: Console, tallies: list[Tally], times: int) -> None:
+    """Run a few large problems `times` times on each kernel; a run that differs is a failure of its tally."""
+    from qflash.testing import ContractError
+    from qflash.testing.repeat import check_repeats
+
+    for tally in track(console, f"repeating {times} times", tallies, len(tallies)):
+        try:
+            served = check_repeats(tally.kernel.name, times)
+            console.print(f"{tally.kernel.name}: {served} large problems, {times} runs each, the same bits")
+        except ContractError as error:
+            tally.failures.append(str(error))
+
+
 def show_failures(console: Console, tallies: list[Tally]) -> bool:
     """Print what failed; True if anything did."""
     for tally in tallies:
@@ -91,7 +104,8 @@ def show_failures(console: Console, tallies: list[Tally]) -> bool:
 @click.command()
 @click.option("--kernel", "names", multiple=True, help="Verify only this kernel (may be repeated).")
 @click.option("--quick", is_flag=True, help="The short case list.")
-def verify(names: tuple[str, ...], quick: bool) -> None:
+@click.option("--repeat", type=click.IntRange(2), help="Then a few large problems so many times each: the same bits?")
+def verify(names: tuple[str, ...], quick: bool, repeat: int | None) -> None:
     """Check the kernels of attention against the float64 oracle over the case list."""
     known = [kernel.name for kernel in kernels_of("attention")]
     for name in names:
@@ -104,6 +118,8 @@ def verify(names: tuple[str, ...], quick: bool) -> None:
     console = make_console()
     runnable = [entry.kernel for entry in wanted if not entry.why_not]
     tallies = verify_kernels(console, runnable, quick)
+    if repeat:
+        repeat_kernels(console, tallies, repeat)
     table = Table(title="Against the float64 oracle")
     for column in ("kernel", "passed", "failed", "not served", "worst relative L2 error", "seconds"):
         table.add_column(column, justify="left" if column == "kernel" else "right")

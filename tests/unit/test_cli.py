@@ -88,6 +88,21 @@ def test_verify_fails_loudly(invoke, two_cases, monkeypatch):
     assert "FAILED cpu out is wrong; repro: this line" in result.output
 
 
+def test_verify_repeats_on_request(invoke, two_cases, monkeypatch):
+    monkeypatch.setattr("qflash.testing.repeat.check_repeats", lambda kernel, times: times - 7)
+    result = invoke("verify", "--kernel", "cpu", "--repeat", "10")
+    assert result.exit_code == 0, result.output
+    assert "cpu: 3 large problems, 10 runs each, the same bits" in result.output
+
+    def unsteady(kernel, times):
+        raise ContractError("out differs between two runs")
+
+    monkeypatch.setattr("qflash.testing.repeat.check_repeats", unsteady)
+    result = invoke("verify", "--kernel", "cpu", "--repeat", "10")
+    assert result.exit_code == 1
+    assert "out differs between two runs" in result.output
+
+
 def test_verify_refuses_unknown_kernels(invoke):
     result = invoke("verify", "--kernel", "nonsense")
     assert result.exit_code == 2

@@ -1,0 +1,41 @@
+"""Same input, same bits, however often: a few problems run many times over on arrays that stay where they are.
+
+A missing barrier shows itself once in hundreds of runs, and only where many blocks are in flight.
+"""
+
+from __future__ import annotations
+
+from qflash import dispatch
+from qflash.errors import NoKernelError
+from qflash.testing import runner
+from qflash.testing.case import Case, Rotary
+from qflash.testing.compare import check_same_bits
+
+# Among them every dtype, so that each kernel serves one; more blocks than an H200 has multiprocessors, tiles that are
+# full, masked and cut.
+_MANY = {"batch": 2, "q_heads": 8, "kv_heads": 8}
+REPEATED = (
+    Case("repeat_causal", 1000, 1000, head_dim=128, dtype="float16", causal=True, **_MANY | {"kv_heads": 2}),
+    Case("repeat_rope", 700, 900, head_dim=64, dtype="bfloat16", rope=Rotary(64), **_MANY),
+    Case("repeat_window", 600, 600, head_dim=80, window=(200, 60), kv_lens=(600, 333), **_MANY),
+)
+
+
+def check_repeats(kernel: str, times: int) -> int:
+    """Run each problem that `kernel` serves `times` times; ContractError if one differs. Returns how many it serves."""
+    framework = "torch-cuda" if dispatch.BY_NAME[kernel].device == "cuda" else "numpy"
+    served = 0
+    for case in REPEATED:
+        inputs = runner.convert(case.make_inputs(), framework)
+
+        def results(case=case, inputs=inputs):
+            return tuple(runner.to_numpy(x) for x in runner.call(case, inputs, kernel))
+
+        try:
+            first = results()
+        except NoKernelError:
+            continue
+        served += 1
+        for index in range(1, times):
+            check_same_bits(case, first, results(), f", {kernel!r}, {framework!r}  # run {index}")
+    return served
