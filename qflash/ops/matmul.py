@@ -43,9 +43,9 @@ def int8_matmul(
 
     a: `[..., M, K]`, b: `[K, N]` with either dimension contiguous, both int8 of NumPy, PyTorch or JAX. a_scale: a
     number, or float32 with one element or one for each row of a (`a.shape[:-1]`); b_scale: likewise, one for each
-    column, `[N]`; bias: float32 `[N]`. out_dtype: "int32", the default where nothing is scaled or added (allowed only
-    there), "float32", the default elsewhere, "float16" or "bfloat16"; a framework's own dtype does too. Returns
-    `[..., M, N]`. K is at most 131071. Forward only.
+    column, `[N]`; bias: float32 `[N]`. out_dtype: "int32", the default where nothing is scaled or added (and allowed
+    only there), "float32", the default elsewhere, "float16" or "bfloat16"; a framework's own dtype does as well.
+    Returns `[..., M, N]`. K is at most 131071. Forward only.
     """
     frontend = op_frontend_of(type(a), "a")
     a_scale, b_scale = (

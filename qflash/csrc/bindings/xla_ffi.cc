@@ -1,8 +1,5 @@
-// XLA FFI handlers: JAX's way to the same entries the other front ends call. Built where jaxlib's headers are found.
-//
-// A compiled XLA program may outlive this process (compilation cache, jax.export), so it names its kernel by a text
-// key. The registry maps keys to addresses; a key it does not know is handed to the Python resolver that the JAX
-// front end installs, which loads (or compiles) the kernel and registers it.
+// XLA FFI handlers of attention: JAX's way to the same entries the other front ends call. Built where jaxlib's headers
+// are found.
 
 #include <pybind11/pybind11.h>
 
@@ -12,23 +9,25 @@ namespace py = pybind11;
 
 #include <algorithm>
 #include <limits>
-#include <mutex>
-#include <optional>
-#include <shared_mutex>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 
 #include "params.h"
 #include "qflash.h"
-#include "xla/ffi/api/ffi.h"
-
-typedef struct CUstream_st* cudaStream_t;  // all we need of CUDA here, so no CUDA header is
+#include "xla_registry.h"
 
 namespace ffi = xla::ffi;
 
+void bind_xla_ops(py::list& targets);
+
 namespace {
+
+using qflash::capsule_of;
+using qflash::error_of;
+using qflash::guarded;
+using qflash::KernelAddresses;
+using qflash::registry;
 
 // Bits of the `operands` attribute: which optional arrays follow the fixed ones, in this order.
 enum Operand : int64_t {
@@ -59,61 +58,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(Attributes, StructMember<std::string_view>
                                       StructMember<bool>("interleaved"));
 
 namespace {
-
-struct KernelAddresses {
-  uintptr_t entry, status_text, workspace;
-  bool backward;
-};
-
-class Registry {
- public:
-  void add(const std::string& key, const KernelAddresses& kernel) {
-    std::unique_lock lock(mutex_);
-    kernels_[key] = kernel;
-  }
-
-  void set_resolver(py::object resolver) { resolver_ = resolver.release(); }
-
-  // Throws std::runtime_error when the key cannot be resolved.
-  KernelAddresses get(std::string_view key, bool backward) {
-    const std::string text(key);
-    std::optional<KernelAddresses> kernel = find(text);
-    if (!kernel) {
-      resolve(text);
-      kernel = find(text);
-    }
-    if (!kernel || kernel->backward != backward) throw std::runtime_error("no kernel is registered as " + text);
-    return *kernel;
-  }
-
- private:
-  std::optional<KernelAddresses> find(const std::string& key) const {
-    std::shared_lock lock(mutex_);
-    const auto found = kernels_.find(key);
-    return found == kernels_.end() ? std::nullopt : std::optional(found->second);
-  }
-
-  // The resolver calls add(), so no lock is held here; several threads may resolve one key, which is harmless.
-  void resolve(const std::string& key) const {
-    py::gil_scoped_acquire locked;
-    if (!resolver_) return;
-    try {
-      resolver_(key);
-    } catch (py::error_already_set& error) {
-      // Copied while the interpreter is locked: the exception's own destructor and text need it.
-      throw std::runtime_error("kernel " + key + " could not be loaded: " + error.what());
-    }
-  }
-
-  mutable std::shared_mutex mutex_;
-  std::unordered_map<std::string, KernelAddresses> kernels_;
-  py::handle resolver_;
-};
-
-Registry& registry() {
-  static Registry* instance = new Registry;  // never destroyed: XLA's threads may outlast static destructors
-  return *instance;
-}
 
 std::string text_of(ffi::AnyBuffer::Dimensions dims) {
   std::string text = "[";
@@ -280,31 +224,11 @@ float* lse_data(const char* name, ffi::AnyBuffer buffer, const QfAttnParams& p, 
   return static_cast<float*>(buffer.untyped_data());
 }
 
-ffi::Error error_of(int status, uintptr_t status_text) {
-  if (status == QF_OK) return ffi::Error::Success();
-  const auto text = reinterpret_cast<qflash::StatusText>(status_text);
-  std::string message = std::string("qflash: ") + (text ? text(status) : "status " + std::to_string(status));
-  const bool bad_value = status == QF_BAD_VALUE;
-  return bad_value ? ffi::Error::InvalidArgument(std::move(message)) : ffi::Error::Internal(std::move(message));
-}
-
-// Nothing may be thrown through XLA.
-template <class Body>
-ffi::Error guarded(Body body) {
-  try {
-    return body();
-  } catch (const std::invalid_argument& error) {
-    return ffi::Error::InvalidArgument(std::string("qflash: ") + error.what());
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(std::string("qflash: ") + error.what());
-  }
-}
-
 ffi::Error forward(void* stream, const Attributes& a, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                    const ffi::RemainingArgs& optional, ffi::AnyBuffer out, ffi::AnyBuffer lse,
                    ffi::AnyBuffer workspace) {
   return guarded([&] {
-    const KernelAddresses kernel = registry().get(a.kernel, /*backward=*/false);
+    const KernelAddresses kernel = registry().get(a.kernel, "QfAttnParams");
     QfAttnParams p = params_of(a, q, k, v);
     Remaining rest(optional);
     take_optional(p, a, rest);
@@ -343,7 +267,7 @@ ffi::Error backward_cpu(const Attributes& a, ffi::AnyBuffer q, ffi::AnyBuffer k,
                         ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
                         ffi::Result<ffi::AnyBuffer> dv) {
   return guarded([&] {
-    const KernelAddresses kernel = registry().get(a.kernel, /*backward=*/true);
+    const KernelAddresses kernel = registry().get(a.kernel, "QfAttnBwdParams");
     const bool packed = a.operands & kPacked;
     QfAttnBwdParams p{};
     p.fwd = params_of(a, q, k, v);
@@ -400,11 +324,6 @@ XLA_FFI_DEFINE_HANDLER(kBackwardCpu, backward_cpu,
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>());
 
-template <class Handler>
-py::capsule capsule_of(Handler* handler) {
-  return py::capsule(reinterpret_cast<void*>(handler));
-}
-
 }  // namespace
 
 void bind_xla_ffi(py::module_& module) {
@@ -415,6 +334,7 @@ void bind_xla_ffi(py::module_& module) {
         targets.append(py::make_tuple("qflash_attention", "cpu", capsule_of(kForwardCpu)));
         targets.append(py::make_tuple("qflash_attention", "CUDA", capsule_of(kForwardCuda)));
         targets.append(py::make_tuple("qflash_attention_bwd", "cpu", capsule_of(kBackwardCpu)));
+        bind_xla_ops(targets);
         return targets;
       },
       "The XLA FFI handlers to register.");
@@ -433,10 +353,9 @@ void bind_xla_ffi(py::module_& module) {
   module.attr("xla_precisions") = precisions;
   module.def(
       "register_xla_kernel",
-      [](const std::string& key, uintptr_t entry, uintptr_t status_text, uintptr_t workspace, bool backward) {
-        registry().add(key, {entry, status_text, workspace, backward});
-      },
-      py::arg("key"), py::arg("entry"), py::arg("status_text"), py::arg("workspace"), py::arg("backward"));
+      [](const std::string& key, uintptr_t entry, uintptr_t status_text, uintptr_t workspace,
+         const std::string& takes) { registry().add(key, {entry, status_text, workspace, takes}); },
+      py::arg("key"), py::arg("entry"), py::arg("status_text"), py::arg("workspace"), py::arg("takes"));
   module.def(
       "set_xla_resolver", [](py::object resolver) { registry().set_resolver(std::move(resolver)); },
       "Called with a key the registry does not know; it must register it or raise.");

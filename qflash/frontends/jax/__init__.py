@@ -6,11 +6,12 @@ transforms    vmap and grad
 partitioning  how XLA may split a call over devices
 primitives    the JAX primitives and their lowering per platform
 kernels       keys by which compiled programs name kernels
+ops           the operations beside attention
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,17 +54,20 @@ def _spoken(name: str) -> str:
     return f"rope.{name}" if name in ("cos", "sin", "positions_q", "positions_k") else name
 
 
-def _describe(arrays: dict[str, Any]) -> dict[str, Array]:
-    """Shape, dtype and platform of each array. Traced arrays have no platform yet: the default one stands for it."""
+def describe(arrays: dict[str, Any], decides: str = "q") -> dict[str, Array]:
+    """Shape, dtype and platform of each array. Traced arrays have no platform yet: the default one stands for it.
+
+    `decides`: the argument that decided the framework.
+    """
     for name, x in arrays.items():
         if not isinstance(x, jax.Array):
             kind = f"{type(x).__module__}.{type(x).__qualname__}"
-            raise TypeError(f"{_spoken(name)} is {kind}; allowed: jax.Array, as q is")
-    if _traced(arrays.values()):
+            raise TypeError(f"{_spoken(name)} is {kind}; allowed: jax.Array, as {decides} is")
+    if traced(arrays.values()):
         default = _default_platform()
         return {name: Array(x.shape, None, x.dtype.name, default) for name, x in arrays.items()}
     # An uncommitted array follows the committed ones, as it does in JAX itself.
-    first = next((name for name, x in arrays.items() if x.committed), "q")
+    first = next((name for name, x in arrays.items() if x.committed), decides)
     anchor = arrays[first]
     platforms = {name: _platform(x if x.committed else anchor) for name, x in arrays.items()}
     for name, x in arrays.items():  # one platform, several devices: XLA would not name the argument
@@ -74,7 +78,7 @@ def _describe(arrays: dict[str, Any]) -> dict[str, Array]:
     return {name: Array(x.shape, None, x.dtype.name, platforms[name]) for name, x in arrays.items()}
 
 
-def _traced(arrays) -> bool:
+def traced(arrays) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
@@ -91,7 +95,7 @@ def _default_platform() -> str:
 
 
 def _check(arrays: dict[str, Any], options: Options, interleaved: bool, max_seqlens: tuple = ()) -> Problem:
-    described = _describe(arrays)
+    described = describe(arrays)
     rope = None
     if "cos" in described:
         positions = described.get("positions_q"), described.get("positions_k")
@@ -150,13 +154,18 @@ def _plan_cached(arrays: dict[str, Any], options: Options, interleaved: bool, ma
 
 
 def _launch(arrays: dict[str, Any], options: Options, interleaved: bool, max_seqlens: tuple, return_lse: bool):
-    traced = _traced(arrays.values())
-    plan = (_plan if traced else _plan_cached)(arrays, options, interleaved, max_seqlens)
+    is_traced = traced(arrays.values())
+    plan = (_plan if is_traced else _plan_cached)(arrays, options, interleaved, max_seqlens)
     operands = (arrays["q"], arrays["k"], arrays["v"], *[arrays[name] for name in plan.call.operands])
-    if traced or not plan.verdict:
+    if is_traced or not plan.verdict:
         return _run(plan.call, return_lse, operands)
+    return await_verdict(_run, plan.call, return_lse, operands)
+
+
+def await_verdict(function: Callable, *args: Any) -> Any:
+    """function(*args), waited for: where the CPU engine refuses a value, a ValueError with its text."""
     try:
-        return jax.block_until_ready(_run(plan.call, return_lse, operands))
+        return jax.block_until_ready(function(*args))
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of the two depends on when XLA notices
         _, failed, text = str(error).partition(_FAILED)
         if failed:
@@ -186,6 +195,6 @@ def attention_varlen(
 
 def arch_of(q: jax.Array) -> int:
     """Compute capability times ten of the array's device (0: CPU); of the default device while q is traced."""
-    if _traced([q]):
+    if traced([q]):
         return cuda_arch() if _default_platform() == "cuda" else 0
     return arch_of_device(next(iter(q.devices())))

@@ -11,9 +11,11 @@ from qflash import _native, dispatch
 from qflash.backends import Entry
 from qflash.backends.arch import arch_for, asked
 from qflash.planning import entry_of
-from qflash.spec import Spec
+from qflash.spec import OpSpec, Spec
 
-FORWARD, BACKWARD = "qflash_attention", "qflash_attention_bwd"
+# XLA's names for the handlers, and the structs that those of attention hand over.
+FORWARD, BACKWARD, OP = "qflash_attention", "qflash_attention_bwd", "qflash_op"
+_TAKES = {False: "QfAttnParams", True: "QfAttnBwdParams"}
 
 if not hasattr(_native, "xla_targets"):
     raise ImportError(
@@ -22,26 +24,28 @@ if not hasattr(_native, "xla_targets"):
     )
 
 
-def register(kernel: str, spec: Spec, entry: Entry) -> str:
-    """Make a loaded kernel known to the handlers; returns the key that programs name it by."""
-    key = json.dumps([_native.ABI, kernel, *astuple(spec)], separators=(",", ":"))
-    _register(key, spec, entry)
+def register(kernel: str, spec: Spec | OpSpec, entry: Entry, takes: str | None = None) -> str:
+    """Make a loaded kernel known to the handlers; returns the key that programs name it by. `takes`: its struct."""
+    takes = takes or _TAKES[spec.backward]
+    key = json.dumps([_native.ABI, takes, kernel, *astuple(spec)], separators=(",", ":"))
+    _register(key, takes, entry)
     return key
 
 
-def _register(key: str, spec: Spec, entry: Entry) -> None:
-    _native.register_xla_kernel(key, entry.address, entry.status_text, entry.workspace, spec.backward)
+def _register(key: str, takes: str, entry: Entry) -> None:
+    _native.register_xla_kernel(key, entry.address, entry.status_text, entry.workspace, takes)
 
 
 def resolve(key: str) -> None:
     """Load the kernel behind a key this process has not seen: its program was compiled in another one."""
-    abi, kernel, *fields = json.loads(key)
+    abi, *words = json.loads(key)
     if abi != _native.ABI:
         raise ValueError(f"the program was compiled with qflash ABI {abi}; allowed: {_native.ABI}. Lower it again")
-    spec = Spec(*fields)
+    takes, kernel, *fields = words
+    spec = (Spec if takes in _TAKES.values() else OpSpec)(*fields)
     if spec.device == "cuda":
         spec = replace(spec, arch=cuda_arch())  # the GPU at hand may not be the one the program was lowered for
-    _register(key, spec, entry_of(dispatch.plan(spec, kernel), spec))
+    _register(key, takes, entry_of(dispatch.plan(spec, kernel), spec))
 
 
 def arch_of_device(device: jax.Device) -> int:

@@ -66,7 +66,7 @@ def _forward(call: Call):
     @forward.def_vmap
     def rule(axis_size, in_batched, *operands):
         if _one_at_a_time(call, in_batched, first_optional=3):
-            return _map(forward, in_batched, operands), (True, True)
+            return map_samples(forward, in_batched, operands), (True, True)
         if in_batched[0] and not any(in_batched[1:]):
             return _share_keys(forward, axis_size, *operands), (True, True)
         folded = _fold(call, axis_size, in_batched, operands, first_optional=3)
@@ -83,7 +83,7 @@ def _backward(call: Call):
     @backward.def_vmap
     def rule(axis_size, in_batched, *operands):
         if _one_at_a_time(call, in_batched, first_optional=6):
-            return _map(backward, in_batched, operands), (True,) * 3
+            return map_samples(backward, in_batched, operands), (True,) * 3
         folded = _fold(call, axis_size, in_batched, operands, first_optional=6)
         return tuple(_unfold(x, axis_size) for x in backward(*folded)), (True,) * 3
 
@@ -100,7 +100,9 @@ def _one_at_a_time(call: Call, in_batched: Sequence[bool], first_optional: int) 
     return call.packed or any(tables)
 
 
-def _map(function, in_batched: Sequence[bool], operands: Sequence[Any]):
+def map_samples(function, in_batched: Sequence[bool], operands: Sequence[Any]):
+    """vmap by a loop: `function` for one sample after another."""
+
     def one(batched):
         batched = iter(batched)
         return function(*(next(batched) if b else x for x, b in zip(operands, in_batched, strict=True)))

@@ -1,0 +1,206 @@
+"""Operations beside attention on JAX arrays: one primitive for all, lowered to one XLA custom call.
+
+As with attention, the kernel is chosen where the platform is known, at lowering. The struct is packed there too, so a
+program is for the sizes it was lowered with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qflash import _native, dispatch
+from qflash.frontends.jax import await_verdict, describe, traced
+from qflash.frontends.jax.kernels import OP, cuda_arch, register
+from qflash.frontends.jax.transforms import map_samples, vary_alike
+from qflash.ops.plan import Op, Operand, Plan, prepare
+from qflash.ops.quantization import Quantized
+from qflash.planning import entry_of
+from qflash.problem import Array
+
+_PLANS_LIMIT = 4096
+_INT32 = jnp.iinfo(jnp.int32)
+
+jax.tree_util.register_dataclass(
+    Quantized,
+    data_fields=["values", "scale", "zero_point", "mean", "sums"],
+    meta_fields=["granularity", "group", "symmetric", "dtype"],
+)
+
+# The arrays called `names` -> the results of the plan
+op_p = Primitive(OP)
+op_p.multiple_results = True
+
+
+def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.Array]:
+    """Check, then run as a cached jit."""
+    named = {name: x for name, x in zip(op.arrays, arrays, strict=True) if x is not None}
+    if traced(named.values()):
+        _check(op, named, words)
+        return _run(op, tuple(words), tuple(named), tuple(named.values()))
+    plan = _check_cached(op, named, words)
+    args = (op, tuple(words), tuple(named), tuple(named.values()))
+    return await_verdict(_run, *args) if op.checks_values and plan.device == "cpu" else _run(*args)
+
+
+def scalar(value: float, like: jax.Array) -> jax.Array:
+    """A number as an array; not committed to a device, so it goes where `like` is."""
+    return jnp.asarray(value, jnp.float32)
+
+
+def _check(op: Op, named: dict[str, Any], words: Sequence[Any]) -> Plan:
+    return _plan(op, words, describe(named, op.arrays[0]))
+
+
+_checked: dict[tuple, Plan] = {}
+
+
+def _check_cached(op: Op, named: dict[str, Any], words: Sequence[Any]) -> Plan:
+    """`_check` for arrays that exist: eager calls repeat."""
+    try:
+        # With types, because to a dict True is 1 is 1.0, and to a plan they are not.
+        places = [(x.aval, x.sharding, x.committed) for x in named.values()]
+        key = (op.name, *named, *places, *words, *map(type, words))
+        found = _checked.get(key)
+    except (AttributeError, TypeError):  # something is not what it should be; `_check` says what
+        return _check(op, named, words)
+    if found is None:
+        if len(_checked) >= _PLANS_LIMIT:
+            _checked.clear()
+        found = _checked[key] = _check(op, named, words)
+    return found
+
+
+def _plan(op: Op, words: Sequence[Any], described: dict[str, Array]) -> Plan:
+    return op.plan(*(described.get(name) for name in op.arrays), *words)
+
+
+def _plan_of_avals(op: Op, words: Sequence[Any], names: Sequence[str], avals: Sequence[Any], platform: str) -> Plan:
+    arrays = (Array(aval.shape, None, aval.dtype.name, platform) for aval in avals)
+    return _plan(op, words, dict(zip(names, arrays, strict=True)))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(op: Op, words: tuple, names: tuple[str, ...], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    operands = _plan_of_avals(op, words, names, arrays, "cpu").operands
+    wanted = {operand.argument: operand for operand in operands}
+    ready = [_ready(wanted[name], x) for name, x in zip(names, arrays, strict=True)]
+    return _operation(op, words, names)(*vary_alike(ready))
+
+
+@lru_cache(maxsize=4096)
+def _operation(op: Op, words: tuple, names: tuple[str, ...]):
+    """The primitive with what vmap and grad make of it."""
+    bind = partial(op_p.bind, op=op, words=words, names=names)
+
+    @custom_vmap
+    def forward(*operands):
+        return tuple(bind(*operands))
+
+    @forward.def_vmap
+    def rule(axis_size, in_batched, *operands):
+        ranks = {name: x.ndim - mapped for name, x, mapped in zip(names, operands, in_batched, strict=True)}
+        mapped = [name for name, is_mapped in zip(names, in_batched, strict=True) if is_mapped]
+        if op.folds(mapped, ranks, dict(zip(op.words, words, strict=True))):
+            outs = forward(*operands)
+        else:
+            outs = map_samples(forward, in_batched, operands)
+        return outs, tuple(True for _ in outs)
+
+    operation = jax.custom_jvp(forward)
+
+    @partial(operation.defjvp, symbolic_zeros=True)
+    def refuse(primals, tangents):
+        wanted = next(name for name, x in zip(names, tangents, strict=True) if not isinstance(x, SymbolicZero))
+        raise NotImplementedError(
+            f"qflash.{op.name} is forward only and {wanted} is being differentiated; "
+            "put jax.lax.stop_gradient around it"
+        )
+
+    return operation
+
+
+def _ready(operand: Operand, x: jax.Array) -> jax.Array:
+    if operand.dtype == "int32" and x.dtype.itemsize > _INT32.dtype.itemsize:
+        x = jnp.clip(x, _INT32.min, _INT32.max)
+    return x if operand.dtype is None else x.astype(operand.dtype)
+
+
+@op_p.def_abstract_eval
+def _abstract(*avals, op: Op, words: tuple, names: tuple[str, ...]):
+    """The results vary over the mesh axes that the operands vary over, and are whole along the others."""
+    first = avals[0].update(weak_type=False)
+
+    def like(result: Any) -> Any:
+        spec = PartitionSpec(*[None] * len(result.shape))
+        sharding = NamedSharding(first.sharding.mesh, spec)
+        return first.update(shape=result.shape, dtype=jnp.dtype(result.dtype), sharding=sharding)
+
+    return [like(result) for result in _plan_of_avals(op, words, names, avals, "cpu").results]
+
+
+def _lower(ctx, *operands, op: Op, words: tuple, names: tuple[str, ...], platform: str):
+    for name, aval in zip(names, ctx.avals_in, strict=True):
+        if not all(isinstance(extent, int) for extent in aval.shape):
+            raise NotImplementedError(
+                f"{name} has symbolic shape {aval.shape}; allowed in qflash.{op.name}: numbers, because the sizes are "
+                "part of the program"
+            )
+    plan = _plan_of_avals(op, words, names, ctx.avals_in, platform)
+    arch = cuda_arch() if platform == "cuda" else 0
+    spec = plan.spec(arch)
+    kernel = dispatch.plan(spec, plan.kernel)
+    if plan.nothing_to_do:
+        empty = [(result.shape, result.dtype) for result in plan.results]
+        return mlir.lower_fun(lambda *_: [jnp.zeros(*result) for result in empty], multiple_results=True)(
+            ctx, *operands
+        )
+    entry = entry_of(kernel, spec)
+    avals = _in_order(plan, names, ctx.avals_in)
+    workspace = jax.core.ShapedArray((max(prepare(plan, arch).workspace_bytes, 1),), jnp.uint8)  # as for attention
+    fields = _native.op_layouts[plan.struct][1]
+    attributes = {
+        "kernel": register(kernel.name, spec, entry, plan.struct),
+        "takes": plan.struct,
+        "params": np.frombuffer(plan.params(), np.int64),
+        "pointers": np.array([fields[name][0] for name in plan.pointers], np.int64),
+        "num_bytes": np.array([_num_bytes(aval) for aval in (*avals, *ctx.avals_out)], np.int64),
+    }
+    ctx = ctx.replace(avals_in=avals, avals_out=[*ctx.avals_out, workspace])
+    return jax.ffi.ffi_lowering(OP)(ctx, *_in_order(plan, names, operands), **attributes)[:-1]
+
+
+def _zeros(plan: Plan, *_: Any) -> list[jax.Array]:
+    return [jnp.zeros(result.shape, result.dtype) for result in plan.results]
+
+
+def _in_order(plan: Plan, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
+    """Values that stand in the order of `names`, in that of the plan's operands."""
+    by_name = dict(zip(names, values, strict=True))
+    return [by_name[operand.argument] for operand in plan.operands]
+
+
+def _num_bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _evaluate(*arrays, **params):
+    """Outside any transformation, which only jax.disable_jit() brings about: compile this one operation."""
+    with jax.disable_jit(False):
+        return jax.jit(partial(op_p.bind, **params))(*arrays)
+
+
+op_p.def_impl(_evaluate)
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(op_p, partial(_lower, platform=_platform), platform=_platform)
