@@ -28,6 +28,13 @@ class Kernel:
     also: Callable[[Spec | OpSpec], list[str]] | None = None  # further reasons it cannot serve a spec
 
 
+def _sixteen_bit_tensor_cores(spec: Spec) -> list[str]:
+    """Why the tensor cores of a GPU cannot multiply this dtype."""
+    if spec.dtype == "bfloat16" and spec.arch < 80:
+        return [f"bfloat16 needs the tensor cores of compute capability 8.0, this GPU has {spec.arch / 10}"]
+    return []
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="cpu",
@@ -40,6 +47,14 @@ KERNELS: tuple[Kernel, ...] = (
         device="cpu",
         summary="INT8 QK^T with smoothed K and row-group scales, PV in 16 bits or better",
         precision="int8",
+    ),
+    Kernel(
+        name="fa_mma",
+        device="cuda",
+        summary="FlashAttention on tensor cores: mma.sync fragments, swizzled tiles, asynchronous copies, P in registers",
+        dtypes=("float16", "bfloat16"),
+        min_arch=75,
+        also=_sixteen_bit_tensor_cores,
     ),
     Kernel(
         name="fa",

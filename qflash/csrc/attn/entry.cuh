@@ -70,14 +70,15 @@ inline int allow_shared_memory(Kernel* kernel, int bytes, std::atomic<uint64_t>&
   return QF_OK;
 }
 
-// Launch a block for every item of the grid, in as many launches as that takes.
-template <class Kernel>
-inline int launch(Kernel* kernel, const QfAttnParams& p, Grid grid, int threads, int shared_bytes, void* stream) {
+// Launch a block for every item of the grid, in as many launches as that takes. `more`: the kernel's further arguments.
+template <class Kernel, class... More>
+inline int launch(Kernel* kernel, const QfAttnParams& p, Grid grid, int threads, int shared_bytes, void* stream,
+                  const More&... more) {
   constexpr int64_t kMostBlocks = 0x7fffffff;
   for (grid.first = 0; grid.first < grid.items; grid.first += kMostBlocks) {
     const int64_t left = grid.items - grid.first;
     kernel<<<unsigned(left < kMostBlocks ? left : kMostBlocks), threads, shared_bytes,
-             static_cast<cudaStream_t>(stream)>>>(p, grid);
+             static_cast<cudaStream_t>(stream)>>>(p, grid, more...);
     if (const cudaError_t error = cudaGetLastError()) return error;
   }
   return QF_OK;

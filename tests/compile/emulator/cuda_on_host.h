@@ -291,6 +291,7 @@ inline void cp_async_wait(int pending) {
 
 }  // namespace host
 
+inline float __fdividef(float x, float y) { return x / y; }
 inline void __syncthreads() { host::wait_for(host::Waits::kBlock); }
 inline int __syncthreads_or(int value) {
   host::or_sum |= value != 0;

@@ -1,0 +1,65 @@
+// O from accumulators to global memory: rounded, laid out by rows in shared memory that only this warp uses, then stored
+// 16 bytes at a time.
+#pragma once
+
+#include "attn/mma/softmax.cuh"
+#include "attn/mma/tile.cuh"
+#include "attn/sequence.cuh"
+
+namespace qf {
+
+// The lane's r-th row divided by its sum of weights; zeros for a row that sees no key. Writes lse where asked.
+// row0: the lane's first row in its sequence.
+template <int kMTiles, int kOTiles>
+__device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], const RowStatistics<2 * kMTiles>& rows,
+                                            const Mask& mask, int row0, float* g_lse, bool leads) {
+#pragma unroll
+  for (int r = 0; r < 2 * kMTiles; ++r) {
+    const int row = row0 + 8 * r;
+    const float sum = sum_of_quad(rows.l[r]);
+    const KeyRange keys = mask.visible(row);
+    const bool empty = keys.begin == keys.end;
+    const float factor = 1.0f / sum;
+#pragma unroll
+    for (int j = 0; j < kOTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& o = O[r / 2][j][r % 2 * 2 + e];
+        o = empty ? 0.0f : o * factor;
+      }
+    if (g_lse && leads && row < mask.len_q) g_lse[row] = empty ? -infinity() : lse_of(rows.m[r], sum);
+  }
+}
+
+// The warp's rows into s_rows (kChunks chunks a row, swizzled), then to g_out (row 0 of the warp). rows_left: how many
+// of them exist. s_rows was last read by this warp alone.
+template <class Tensor, class Element, int kChunks, int kMTiles>
+__device__ __forceinline__ void store_rows(const float (&O)[kMTiles][kChunks][4], char* s_rows, Element* g_out,
+                                           int64_t stride_t, int rows_left, int head_dim, bool aligned, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  __syncwarp();  // the warp is done reading what s_rows held
+#pragma unroll
+  for (int r = 0; r < 2 * kMTiles; ++r)
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j)
+      *reinterpret_cast<uint32_t*>(s_rows + Swizzle<kChunks>::offset(8 * r + g, j) + 4 * t) =
+          Tensor::pair(O[r / 2][j][r % 2 * 2], O[r / 2][j][r % 2 * 2 + 1]);
+  __syncwarp();  // other lanes read what this one wrote
+#pragma unroll 4
+  for (int i = lane; i < 16 * kMTiles * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    if (row >= rows_left || chunk * kPerChunk >= head_dim) continue;
+    const uint4 x = *reinterpret_cast<const uint4*>(s_rows + Swizzle<kChunks>::offset(row, chunk));
+    Element* const g_chunk = g_out + row * stride_t + chunk * kPerChunk;
+    if (aligned) {
+      *reinterpret_cast<uint4*>(g_chunk) = x;
+    } else {
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int e = 0; e < kPerChunk; ++e)
+        if (chunk * kPerChunk + e < head_dim) g_chunk[e].bits = uint16_t(words[e / 2] >> 16 * (e % 2));
+    }
+  }
+}
+
+}  // namespace qf

@@ -1,0 +1,117 @@
+// Online softmax on tensor-core accumulators, in base 2. A lane holds rows g, g + 8, g + 16, .. of its warp's tile (its
+// r-th row is row r % 2 of block r / 2) and shares each row with the three other lanes of its quad.
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/softmax.cuh"
+
+namespace qf {
+
+// Weights are 2^(score - m). While a row's largest score exceeds m by less than this, m stays and O and l need no
+// rescaling; weights then reach 2^kSlack, well inside float16.
+constexpr float kSlack = 8.0f;
+
+__device__ __forceinline__ float max_of_quad(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+__device__ __forceinline__ float sum_of_quad(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// A score and what comes before the exponential: base-2 score = factor * s, after `soften` where it is not plain.
+struct ScoreScale {
+  float factor, scale, softcap;
+  bool plain;  // factor > 0 and no softcap: masked scores of -inf and maxima survive the factor
+
+  __device__ __forceinline__ ScoreScale(float scale_, float softcap_)
+      : factor(scale_ * kLog2e), scale(scale_), softcap(softcap_), plain(softcap_ == 0.0f && scale_ > 0.0f) {
+    if (!plain) factor = 1.0f;
+  }
+  __device__ __forceinline__ float soften(float s) const {
+    if (softcap == 0.0f) return s * scale * kLog2e;
+    // tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7 absolutely: enough for scores, and a tenth of tanhf's code.
+    const float e = ex2(s * (2.0f * kLog2e * scale / softcap));
+    return softcap * kLog2e * (1.0f - __fdividef(2.0f, 1.0f + e));
+  }
+};
+
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void soften_scores(float (&S)[kMTiles][kNTiles][4], const ScoreScale& scale) {
+#pragma unroll
+  for (int i = 0; i < kMTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[i][j][e] = scale.soften(S[i][j][e]);
+}
+
+// Blank out what rows do not see. column(j, e): key of S[.][j][2 h + e], counted from where `mask` counts.
+template <int kMTiles, int kNTiles, class Column>
+__device__ __forceinline__ void mask_scores(float (&S)[kMTiles][kNTiles][4], const TileMask<8>& mask, Column column) {
+#pragma unroll
+  for (int r = 0; r < 2 * kMTiles; ++r) {
+    const int begin = mask.begin(r), end = mask.end(r);
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (column(j, e) < begin || column(j, e) >= end) S[r / 2][j][r % 2 * 2 + e] = -infinity();
+  }
+}
+
+template <int kRows>
+struct RowStatistics {
+  float m[kRows];  // base-2 reference of each row's weights; -inf: nothing seen yet
+  float l[kRows];  // sum of this lane's weights
+
+  __device__ __forceinline__ RowStatistics() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) m[r] = -infinity(), l[r] = 0.0f;
+  }
+};
+
+// S becomes weights; O and the sums follow their reference where it had to move.
+template <int kMTiles, int kNTiles, int kOTiles>
+__device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], float factor,
+                                               RowStatistics<2 * kMTiles>& rows, float (&O)[kMTiles][kOTiles][4]) {
+  float top[2 * kMTiles];
+  bool moved = false;
+#pragma unroll
+  for (int r = 0; r < 2 * kMTiles; ++r) {
+    top[r] = S[r / 2][0][r % 2 * 2];
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) top[r] = fmaxf(top[r], S[r / 2][j][r % 2 * 2 + e]);
+    top[r] = max_of_quad(top[r]) * factor;
+    moved |= top[r] > rows.m[r] + kSlack;  // -inf + kSlack: the first finite score moves it
+  }
+  if (__any_sync(0xffffffffu, moved)) {
+#pragma unroll
+    for (int r = 0; r < 2 * kMTiles; ++r) {
+      const float m = fmaxf(rows.m[r], top[r]), rescale = ex2(rows.m[r] - reference_of(m));
+      rows.m[r] = m;
+      rows.l[r] *= rescale;
+#pragma unroll
+      for (int j = 0; j < kOTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) O[r / 2][j][r % 2 * 2 + e] *= rescale;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2 * kMTiles; ++r) {
+    const float reference = reference_of(rows.m[r]);
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& s = S[r / 2][j][r % 2 * 2 + e];
+        s = ex2(fmaf(s, factor, -reference));
+        rows.l[r] += s;
+      }
+  }
+}
+
+}  // namespace qf

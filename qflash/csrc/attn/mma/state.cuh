@@ -1,0 +1,61 @@
+// What a block's loop over keys asks once or twice a tile: its sequence, its mask, which keys its rows see. It stands in
+// shared memory, because the registers are full of scores and outputs.
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/sequence.cuh"
+#include "ptx/tid.cuh"
+
+namespace qf {
+
+template <int kWarps, int kWarpRows>
+struct BlockState {
+  Sequence seq;
+  Mask mask;
+  int block_row;                                  // first row of the block
+  KeyRange block_keys, block_full;                // keys seen by some row of the block, by every row
+  KeyRange warp_keys[kWarps], warp_full[kWarps];  // the same for each warp
+
+  // Collective. The caller's next barrier makes it visible.
+  __device__ __forceinline__ void fill(const QfAttnParams& p, const Sequence& sequence, int first_row) {
+    const Mask m = {p.window_left, p.window_right, sequence.len_q, sequence.len_k};
+    const int thread = threadIdx.x;
+    const auto last = [&](int first, int rows) { return min(first + rows, sequence.len_q) - 1; };
+    if (thread < kWarps) {
+      const int row = first_row + thread * kWarpRows;
+      const bool exist = row < sequence.len_q;
+      warp_keys[thread] = exist ? m.seen_by_any(row, last(row, kWarpRows)) : KeyRange{0, 0};
+      warp_full[thread] = exist ? m.seen_by_all(row, last(row, kWarpRows)) : KeyRange{0, 0};
+    }
+    if (thread == 0) {
+      seq = sequence;
+      mask = m;
+      block_row = first_row;
+      block_keys = m.seen_by_any(first_row, last(first_row, kWarps * kWarpRows));
+      block_full = m.seen_by_all(first_row, last(first_row, kWarps * kWarpRows));
+    }
+  }
+
+  // Does some row of the block see only a part of the existing keys key0 .. key0 + keys - 1?
+  __device__ __forceinline__ bool cut(int key0, int keys) const {
+    return key0 < block_full.begin || min(key0 + keys, mask.len_k) > block_full.end;
+  }
+  // Does no row of this warp see them; does every row see every one?
+  __device__ __forceinline__ bool idle(int key0, int keys) const {
+    const KeyRange seen = warp_keys[fresh_tid() / 32];
+    return key0 >= seen.end || key0 + keys <= seen.begin;
+  }
+  __device__ __forceinline__ bool whole(int key0, int keys) const {
+    const KeyRange full = warp_full[fresh_tid() / 32];
+    return key0 >= full.begin && key0 + keys <= full.end;
+  }
+
+  // This lane's first row (the others follow 8 apart), and its first column in every 8 keys or channels.
+  __device__ __forceinline__ int row0() const {
+    const int thread = fresh_tid();
+    return block_row + thread / 32 * kWarpRows + thread % 32 / 4;
+  }
+  __device__ static __forceinline__ int column() { return fresh_tid() % 4 * 2; }
+};
+
+}  // namespace qf
