@@ -17,17 +17,21 @@ import pytest
 
 from qflash import _native, dispatch
 from qflash.backends import cuda
+from qflash.backends.arch import ARCHES
 from qflash.errors import KernelError, ToolchainError
 from qflash.jit import toolchain
 from qflash.jit.cache import Cache
 from qflash.jit.compiler import LIBRARY, LOG, Unit, compile_unit
 from qflash.problem import Array, Options, check
-from qflash.spec import DTYPES
 
 CUDA_ROWS = [row for row in dispatch.KERNELS if row.device == "cuda"]
 ATTENTION = [row.name for row in dispatch.kernels_of("attention", "cuda")]
-# The instruction each kernel exists for.
-INSTRUCTION = {"fa": "FFMA", "unfused": "FFMA"}
+# The instruction each kernel exists for, and how many of it the least there must be.
+INSTRUCTION = {
+    "fa": ("FFMA", 256),
+    "fa_mma": ("HMMA", 128),
+    "unfused": ("FFMA", 256),
+}
 
 
 @lru_cache(maxsize=1)
@@ -43,11 +47,14 @@ needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test
 
 
 def covering() -> list[Unit]:
-    """Few units in which every kernel, architecture, dtype and head_dim bucket occurs."""
-    units = [cuda.unit(cuda.BY_NAME["fa"], DTYPES[i % 3], head_dim, 90) for i, head_dim in enumerate(cuda.HEAD_DIMS)]
-    units += [cuda.unit(cuda.BY_NAME["fa"], "float32", 256, arch) for arch in (75, 80, 86, 89)]
-    units += [cuda.unit(cuda.BY_NAME["unfused"], dtype, 32, arch) for dtype, arch in (("float32", 90), ("float16", 75))]
-    return list(dict.fromkeys(units))
+    """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each kernel once for each
+    architecture, its dtypes and buckets in turn, a different one first for every kernel."""
+    chosen = []
+    for first, row in enumerate(CUDA_ROWS):
+        for turn, arch in enumerate(ARCHES, start=first):
+            units = cuda.specialisations([arch], [row.name])
+            chosen.append(units[turn * 7 % len(units)])  # 7: prime to the number of units a kernel has
+    return list(dict.fromkeys(chosen))
 
 
 def by_label(unit: Unit) -> str:
@@ -104,18 +111,26 @@ def test_the_covering_set_covers():
     assert {row.name for row in CUDA_ROWS} == set(INSTRUCTION)
 
 
+def smallest_unit(kernel: str) -> Unit:
+    row = cuda.BY_NAME[kernel]
+    return cuda.unit(row, row.dtypes[0], 32, 90)
+
+
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
 @pytest.mark.parametrize("kernel", ATTENTION)
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
-    entry = compiled(cuda.unit(cuda.BY_NAME[kernel], "float32", 32, 90))
+    entry = compiled(smallest_unit(kernel))
     command = [cuobjdump(), "-sass", str(entry / LIBRARY)]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass)
-    count = {name: sum(op.split(".")[0] == name for op in opcodes) for name in (INSTRUCTION[kernel], "LDL", "STL")}
-    assert count[INSTRUCTION[kernel]] >= 256 and count["LDL"] == count["STL"] == 0, count
+    instruction, least = INSTRUCTION[kernel]
+    count = {name: sum(op.split(".")[0] == name for op in opcodes) for name in (instruction, "LDL", "STL")}
+    assert count[instruction] >= least and count["LDL"] == count["STL"] == 0, count
     wide = {op for op in opcodes if ".128" in op}
-    assert {"LDS.128", "LDG.E.128", "STS.128", "STG.E.128"} <= wide, wide
+    assert {"LDS.128", "STS.128", "STG.E.128"} <= wide and (
+        "LDG.E.128" in wide or any("LDGSTS" in op for op in wide)
+    ), wide
 
 
 @needs_nvcc
@@ -123,7 +138,8 @@ def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
 def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     """dlopen, the workspace and the texts need no GPU; a launch says what CUDA says. Where there is a driver the
     made-up addresses would be used, so no launch is tried there."""
-    library = ctypes.CDLL(str(compiled(cuda.unit(cuda.BY_NAME[kernel], "float32", 32, 90)) / LIBRARY))
+    row = cuda.BY_NAME[kernel]
+    library = ctypes.CDLL(str(compiled(smallest_unit(kernel)) / LIBRARY))
     text = library.qf_status_text
     text.restype = ctypes.c_char_p
     assert text(0) == b"success"
@@ -131,11 +147,13 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     wrong_abi = (ctypes.c_int32 * 512)(12345)
     assert getattr(library, f"qf_{kernel}")(wrong_abi, None) == 100003
 
-    array = Array((1, 16, 2, 32), None, "float32", "cuda:0")
+    array = Array((1, 16, 2, 32), None, row.dtypes[0], "cuda:0")
     symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
     addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
-    call = _native.AttnCall(check(array, array, array, Options()), *addresses)
-    assert call.workspace_bytes == {"fa": 0, "unfused": 4 * 2 * 16 * 16}[kernel]
+    precision = None if row.precision == "native" else row.precision
+    call = _native.AttnCall(check(array, array, array, Options(precision=precision)), *addresses)
+    if row.precision == "native":
+        assert call.workspace_bytes == (4 * 2 * 16 * 16 if kernel == "unfused" else 0)
     if driver_present():
         return
     with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):

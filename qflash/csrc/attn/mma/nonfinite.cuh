@@ -1,7 +1,7 @@
-// NaN and infinity in V, in tiles that some rows see only in part. A masked key has weight 0, and 0 times NaN would spoil
-// the rows that must not see it. So such a tile is searched while its threads still wait for it; if something is found,
-// it is set to zero in shared memory, and added by hand to the rows that do see it, once the product is done. A visible
-// key's weight is never zero, so what it adds is its V itself.
+// NaN and infinity in V, in tiles that some rows see only in part. A masked key has weight 0, and 0 times NaN would
+// spoil the rows that must not see it. So such a tile is searched while its threads still wait for it; if something is
+// found, it is set to zero in shared memory, and added by hand to the rows that do see it, once the product is done. A
+// visible key's weight is never zero, so what it adds is its V itself.
 #pragma once
 
 #include "attn/mask.cuh"

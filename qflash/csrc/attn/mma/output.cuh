@@ -1,5 +1,5 @@
-// O from accumulators to global memory: rounded, laid out by rows in shared memory that only this warp uses, then stored
-// 16 bytes at a time.
+// O from accumulators to global memory: rounded, laid out by rows in shared memory that only this warp uses, then
+// stored 16 bytes at a time.
 #pragma once
 
 #include "attn/mma/softmax.cuh"

@@ -1,5 +1,5 @@
-// What a block's loop over keys asks once or twice a tile: its sequence, its mask, which keys its rows see. It stands in
-// shared memory, because the registers are full of scores and outputs.
+// What a block's loop over keys asks once or twice a tile: its sequence, its mask, which keys its rows see. It stands
+// in shared memory, because the registers are full of scores and outputs.
 #pragma once
 
 #include "attn/mask.cuh"

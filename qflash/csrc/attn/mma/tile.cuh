@@ -12,8 +12,8 @@ namespace qf {
 constexpr int kPerChunk = 8;  // 16-bit elements in 16 bytes
 
 // How the threads of a block share a tile: neighbouring threads take neighbouring chunks of a row. Where whole rows, a
-// multiple of the swizzle's period, fall to the block at a time, a thread keeps its column and its place in the pattern,
-// and all its chunks lie at one offset plus constants.
+// multiple of the swizzle's period, fall to the block at a time, a thread keeps its column and its place in the
+// pattern, and all its chunks lie at one offset plus constants.
 template <int kTileRows, int kRowChunks, int kThreads>
 struct ChunkWalk {
   static constexpr int kChunks = kRowChunks;

@@ -22,7 +22,7 @@ constexpr bool kAmple = kSharedLimit > 200 * 1024;    // Hopper
 // Rows of a warp in blocks of 16. Two halve the reads of K and V from shared memory, which one would be bound by; from
 // head_dim 192 on the registers hold the outputs of only one.
 constexpr int kMTiles = kHeadDim > 128 || kScarce || (kModest && kHeadDim > 96) ? 1 : 2;
-constexpr int kWarps = kHeadDim > 128 && !kModest ? 8 : 4;
+constexpr int kWarps = kHeadDim > 128 && !kModest ? 8 : kHeadDim > 192 && kScarce ? 2 : 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = 16 * kMTiles;
 constexpr int kBlockM = kWarps * kWarpRows;

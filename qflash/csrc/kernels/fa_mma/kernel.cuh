@@ -98,8 +98,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     if constexpr (kAsync) cp_async_wait<0>();  // this tile's copies, and the first time q's
     // The barrier makes the tile visible to all, and says that nobody reads the other stage any more. Where rows see
     // the tile only in part, it also tells whether V holds something that zero weights would not blank out.
-    const bool nonfinite =
-        __syncthreads_or(s_state.cut(key0, kBlockN) && own_chunks_nonfinite<Element, KVWalk>(s_v));
+    const bool nonfinite = __syncthreads_or(s_state.cut(key0, kBlockN) && own_chunks_nonfinite<Element, KVWalk>(s_v));
     if (nonfinite) {
       clear_nonfinite<Element, KVWalk>(s_v);
       __syncthreads();  // the zeros are in place

@@ -14,12 +14,10 @@ QF_EXPORT int qf_fa_mma(const QfAttnParams* p, void* stream) {
     if (const int status = qf::allow_shared_memory(kernel, kSharedBytes, devices_done)) return status;
     return qf::launch(kernel, *p, qf::grid_of(*p, kBlockM, 1), kThreads, kSharedBytes, stream, all);
   };
-  if constexpr (kArch >= 80) {
-    static std::atomic<uint64_t> devices_done{0};
-    if (!p->rope.cos && all.q && all.k && all.v) return run(qf_fa_mma_kernel<true>, devices_done);
-  }
-  static std::atomic<uint64_t> devices_done{0};
-  return run(qf_fa_mma_kernel<false>, devices_done);
+  static std::atomic<uint64_t> async_done{0}, sync_done{0};
+  constexpr bool kCanCopyAsync = kArch >= 80;
+  if (kCanCopyAsync && !p->rope.cos && all.q && all.k && all.v) return run(qf_fa_mma_kernel<kCanCopyAsync>, async_done);
+  return run(qf_fa_mma_kernel<false>, sync_done);
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("fa_mma", status); }
