@@ -1,24 +1,161 @@
-"""Operations beside attention on torch tensors: the eager path, and torch.ops.qflash for everything else."""
+"""Operations beside attention on torch tensors: the eager path, and torch.ops.qflash for everything else.
+
+As for attention: a plain eager call launches directly; what traces, transforms or wraps tensors speaks to the
+dispatcher and meets one op for each operation, with a fake implementation and a vmap rule. All are forward only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
+from qflash import dispatch
 from qflash.frontends import torch_op_launch as launch
-from qflash.ops.plan import Op
+from qflash.frontends.torch_launch import arch_of_device
+from qflash.frontends.torch_ops import below_autograd
+from qflash.ops.matmul import INT8_MATMUL
+from qflash.ops.plan import Op, Plan
+from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
+from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
+from qflash.problem import Array
 
 Tensor = torch.Tensor
 
+# How the dispatcher spells the type of each word.
+_TYPES = {
+    "scale": "float", "eps": "float", "label_smoothing": "float",
+    "ignore_index": "int", "group": "int", "seed": "int",
+    "return_stats": "bool", "return_lse": "bool", "symmetric": "bool", "smooth": "bool", "interleaved": "bool",
+    "reduction": "str", "granularity": "str", "rounding": "str", "dtype": "str",
+    "out_dtype": "str?", "kernel": "str?",
+}  # fmt: skip
 
-def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[Tensor]:
-    """Plan, allocate, launch."""
-    call = launch.prepared(op, arrays, words)
-    return launch.launch(op, call, arrays)
+_PLAIN = (Tensor, torch.nn.Parameter)  # classes whose instances own their data
+
+# Bound once: each is asked on every eager call.
+_is_compiling = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_jit_tracing = torch._C._get_tracing_state
+
+
+def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
+    """Launch directly where nobody watches the dispatcher, else through it."""
+    if _is_compiling():
+        return _ops[op.name](*arrays, *words)
+    if (
+        any(x.__class__ not in _PLAIN for x in arrays if x is not None)
+        or _dispatch_modes()
+        or _functorch_level() is not None
+        or _jit_tracing() is not None
+        or forward_ad._current_level >= 0
+        or arrays[0].is_meta
+    ):
+        launch.described(op, arrays)  # the dispatcher would word its refusals differently
+        _plan(op, arrays, words)
+        return _ops[op.name](*arrays, *words)
+    if _is_grad_enabled():
+        _check_no_gradient(op, arrays)
+    return launch.launch(op, launch.prepared(op, arrays, words), arrays)
 
 
 def scalar(value: float, like: Tensor) -> Tensor:
     """A number as a tensor where `like` is."""
     return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+def _check_no_gradient(op: Op, arrays: Sequence[Tensor | None]) -> None:
+    for name, x in zip(op.arrays, arrays, strict=True):
+        if x is not None and x.requires_grad:
+            raise NotImplementedError(
+                f"{name} requires a gradient and qflash.{op.name} is forward only; allowed: {name}.detach(), or a call "
+                "under torch.no_grad()"
+            )
+
+
+def _check_no_tangent(op: Op, arrays: Sequence[Tensor | None]) -> None:
+    if forward_ad._current_level < 0:
+        return
+    for name, x in zip(op.arrays, arrays, strict=True):
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has a tangent and qflash.{op.name} has no forward-mode derivative; allowed: tensors without"
+            )
+
+
+def _plan(op: Op, arrays: Sequence[Tensor | None], words: Sequence[Any]) -> Plan:
+    """The plan of a call whose tensors may be fake: lengths may be symbolic, and strides do not matter to results."""
+    described = [
+        None if x is None else Array(tuple(x.shape), None, str(x.dtype).removeprefix("torch."), str(x.device))
+        for x in arrays
+    ]
+    plan = op.plan(*described, *words)
+    device = arrays[0].device
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
+        dispatch.plan(plan.spec(arch_of_device(device)), plan.kernel)
+    return plan
+
+
+def _split(op: Op, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    count = len(op.arrays)
+    return args[:count], args[count:]
+
+
+def _real(op: Op, *args: Any) -> list[Tensor]:
+    arrays, words = _split(op, args)
+    return launch.launch(op, launch.prepared(op, arrays, words), arrays)
+
+
+def _fake(op: Op, *args: Any) -> list[Tensor]:
+    arrays, words = _split(op, args)
+    return launch.empty_results(_plan(op, arrays, words), arrays[0])
+
+
+def _autograd(op: Op, *args: Any) -> list[Tensor]:
+    arrays, _ = _split(op, args)
+    _check_no_tangent(op, arrays)
+    if _is_grad_enabled():
+        _check_no_gradient(op, arrays)
+    return below_autograd(_ops[op.name], args)
+
+
+def _vmap(op: Op, info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], list[int]]:
+    """One call where the mapped dimension can be one of the arrays', else one call per sample."""
+    moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(args, in_dims, strict=True)]
+    arrays, words = _split(op, moved)
+    mapped = [name for name, dim in zip(op.arrays, in_dims, strict=False) if dim is not None]
+    ranks = {name: x.dim() - (name in mapped) for name, x in zip(op.arrays, arrays, strict=True) if x is not None}
+    if op.folds(mapped, ranks, dict(zip(op.words, words, strict=True))):
+        outs = _ops[op.name](*moved)
+    else:
+        samples = (
+            _ops[op.name](*(x if dim is None else x[i] for x, dim in zip(moved, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        )
+        outs = [torch.stack(out) for out in zip(*samples, strict=True)]
+    return outs, [0] * len(outs)
+
+
+_library = torch.library.Library("qflash", "FRAGMENT")
+
+
+def _define(op: Op) -> Callable[..., list[Tensor]]:
+    """The dispatcher op of an operation: its arrays, then its words; results as a list."""
+    first, *others = (name.replace(".", "_") for name in op.arrays)
+    arrays = [f"Tensor {first}", *(f"Tensor? {name}" for name in others)]
+    words = [f"{_TYPES[word]} {word}" for word in op.words]
+    _library.define(f"{op.name}({', '.join((*arrays, *words))}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _library.impl(op.name, partial(_real, op), key)
+    _library.impl(op.name, partial(_autograd, op), "Autograd")
+    torch.library.register_fake(f"qflash::{op.name}", partial(_fake, op), lib=_library)
+    torch.library.register_vmap(f"qflash::{op.name}", partial(_vmap, op), lib=_library)
+    return getattr(torch.ops.qflash, op.name).default
+
+
+_ops = {op.name: _define(op) for op in (SOFTMAX, LAYER_NORM, CROSS_ENTROPY, INT8_MATMUL, QUANTIZE, DEQUANTIZE)}

@@ -102,7 +102,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *words: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd(attention_op, (q, k, v, *words))
+        out, lse = below_autograd(attention_op, (q, k, v, *words))
         ctx.tensors = [i for i, word in enumerate(words) if isinstance(word, Tensor)]
         ctx.words = [None if isinstance(word, Tensor) else word for word in words]
         ctx.save_for_backward(q, k, v, out, lse, *(words[i] for i in ctx.tensors))
@@ -129,7 +129,7 @@ def _record(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any
         return super(torch.autograd.Function, function).apply(*args)
 
 
-def _below_autograd(op: Any, args: Sequence[Any]) -> Any:
+def below_autograd(op: Any, args: Sequence[Any]) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*args)
@@ -146,7 +146,7 @@ def _attention_autograd(*args: Any) -> tuple[Tensor, Tensor]:
     q, k, v, *words = args
     launch.check_no_tangents(args)
     if not _wants_grad(*args):
-        return _below_autograd(attention_op, args)
+        return below_autograd(attention_op, args)
     launch.check_tables_constant(Extras(*words[:_EXTRAS_COUNT]))
     _, kernel = _check_traced(q, k, v, words)
     if kernel is not None:
@@ -155,7 +155,7 @@ def _attention_autograd(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _record(_Backward, args) if _wants_grad(*args) else _below_autograd(backward_op, args)
+    return _record(_Backward, args) if _wants_grad(*args) else below_autograd(backward_op, args)
 
 
 class _Backward(torch.autograd.Function):
@@ -163,7 +163,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _below_autograd(backward_op, args)
+        return below_autograd(backward_op, args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
