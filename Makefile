@@ -52,7 +52,7 @@ sanitize: build ## every CUDA kernel under compute-sanitizer: memcheck, racechec
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --kernel-name kns=qf_ $(PY) -m qflash.testing.sanitize || exit 1; \
 	done
 
-ncu: build ## profile every CUDA attention kernel (KERNEL=<name>: one) with ncu, into profiles/<gpu> (OUT=<folder>: there)
+ncu: build ## profile every CUDA kernel (KERNEL=<name>: one) with ncu, into profiles/<gpu> (OUT=<folder>: there)
 	$(PY) -m qflash.cli profile $(if $(KERNEL),--kernel $(KERNEL)) $(if $(OUT),--out $(OUT))
 
 build: $(ENVIRONMENT) ## set up the environment and (re)build the native module if its sources changed

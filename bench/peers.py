@@ -43,7 +43,10 @@ class Arrays:
         self.device = device
         inputs = case.make_inputs()
         self.numpy = (inputs.q, inputs.k, inputs.v)
-        self.dout = case.make_gradients()[0]
+
+    @cached_property
+    def dout(self) -> np.ndarray:
+        return self.case.make_gradients()[0]
 
     @cached_property
     def torch(self):

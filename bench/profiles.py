@@ -1,4 +1,4 @@
-"""What ncu says about a kernel: collected on its profiling binary, kept as text and CSV, read back for tables, plots.
+"""What ncu says about a kernel: collected on one call, kept as text and CSV, read back for tables, plots.
 
 A CSV has a line per figure: kernel, metric, unit, value. Lines whose kernel is empty say what was profiled. Neither
 file names a host, a process or a path.
@@ -10,13 +10,16 @@ import csv
 import io
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import profiled
 from bench import rows as store
 from qflash import machine
+from qflash.dispatch import BY_NAME
 from qflash.testing import Case
 
 PROFILES = store.ROOT / "profiles"
@@ -207,31 +210,33 @@ def metrics_here(ncu: str) -> list[str]:
     return [metric for metric in wanted if not known or metric.partition(".")[0] in known]
 
 
-def collect(kernel: str, out: Path, ncu: str = "ncu", case: Case = CASE) -> Profile:
-    """Build the kernel's binary, profile its one checked call, write <kernel>.csv and .txt under `out`."""
-    gpu = machine.gpus()[0][0]
-    words = [f"KERNEL={kernel}", f"NVCC_ARCH={gpu.arch}", f"HEAD_DIM={case.head_dim}", f"DTYPE={case.dtype}"]
-    run(["make", *words])
+def command_of(kernel: str, arch: int, case: Case = CASE) -> tuple[str, list[str | Path]]:
+    """(the problem in words, what runs it once). Attention kernels have binaries of their own, which are built here."""
+    op = BY_NAME[kernel].op
+    if op != "attention":
+        return profiled.OPERATIONS[op][0], [sys.executable, "-m", "bench.profiled", kernel]
+    run(["make", f"KERNEL={kernel}", f"NVCC_ARCH={arch}", f"HEAD_DIM={case.head_dim}", f"DTYPE={case.dtype}"])
+    binary = store.ROOT / "bin" / f"profile_{kernel}"
     problem = [f"--batch={case.batch}", f"--heads={case.q_heads}", f"--length={case.q_len}", "--random"]
-    binary = [
-        store.ROOT / "bin" / f"profile_{kernel}",
-        *problem,
-        f"--head-dim={case.head_dim}",
-        "--warmup=0",
-        "--runs=0",
-    ]
-    run(binary)  # alone first: a kernel that is wrong is not worth a profile, and the reference is then at hand
+    return describe(case), [binary, *problem, f"--head-dim={case.head_dim}", "--warmup=0", "--runs=0"]
+
+
+def collect(kernel: str, out: Path, ncu: str = "ncu") -> Profile:
+    """Profile one call of a kernel; write <kernel>.csv and <kernel>.txt under `out`."""
+    gpu = machine.gpus()[0][0]
+    problem, command = command_of(kernel, gpu.arch)
+    run(command)  # alone first: a kernel that is wrong is not worth a profile, and whatever is kept is then at hand
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "profile.ncu-rep"
         how = ["--clock-control", "none", "--kernel-name-base", "function", "--kernel-name", "regex:^qf_"]
         how += [word for section in SECTIONS for word in ("--section", section)]
-        said = run([ncu, *how, "--metrics", ",".join(metrics_here(ncu)), "--export", report, *binary])
+        said = run([ncu, *how, "--metrics", ",".join(metrics_here(ncu)), "--export", report, *command])
         if not report.exists():  # ncu may be content all the same: no permission to read counters, no kernel found
             raise ProfileError(f"ncu wrote no report\n{said}")
         raw = run([ncu, "--import", report, "--page", "raw", "--csv", "--print-units", "base"])
         details = run([ncu, "--import", report, "--page", "details"])
     version = re.search(r"Version ([\d.]+)", run([ncu, "--version"]))
-    facts = {"problem": describe(case), "gpu": gpu.name, "driver": gpu.driver, "commit": store.commit()}
+    facts = {"problem": problem, "gpu": gpu.name, "driver": gpu.driver, "commit": store.commit()}
     profile = Profile(facts | {"ncu": version[1] if version else "unknown"}, parse_raw(raw))
     out.mkdir(parents=True, exist_ok=True)
     write(out / f"{kernel}.csv", profile)

@@ -9,9 +9,10 @@ from typing import Any
 
 from bench import profiles
 from bench import rows as store
-from bench.presets import LADDER, PRESETS
+from bench.presets import PRESETS
 from qflash.dispatch import KERNELS, Kernel, kernels_of
 
+CUDA_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.device == "cuda")
 PAGES = (store.ROOT / "README.md", *sorted((store.ROOT / "docs" / "kernels").glob("*.md")))
 Row = dict[str, Any]
 
@@ -225,7 +226,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **{name: (lambda name=name: preset_table(name)) for name in PRESETS},
     "ladder": ladder_table,
     "roofline": rooflines,
-    **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in LADDER},
+    **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in CUDA_KERNELS},
     **{f"kernel-{row.name}": (lambda name=row.name: kernel_table(name)) for row in KERNELS},
 }
 

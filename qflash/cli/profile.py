@@ -1,4 +1,4 @@
-"""`qflash profile` and `roofline`: what ncu says about each rung, kept under profiles/ (from a checkout, on a GPU)."""
+"""`qflash profile` and `roofline`: what ncu says about each kernel, kept under profiles/ (in a checkout, on a GPU)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import click
 from qflash import machine
 from qflash.cli.bench import load
 from qflash.cli.console import make_console, track
+from qflash.cli.cuda import CUDA_KERNELS
 
 
 @click.command()
-@click.option("--kernel", "kernels", multiple=True, help="Only this rung (repeatable; default: the whole ladder).")
+@click.option("--kernel", "kernels", multiple=True, help="Only this one (repeatable; default: every CUDA kernel).")
 @click.option("--out", type=click.Path(path_type=Path), help="Where the files go (default: profiles/<gpu>).")
 @click.option("--ncu", default="ncu", show_default=True, help="Nsight Compute's command.")
 def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
     """Profile CUDA kernels with Nsight Compute: <kernel>.csv and <kernel>.txt for each."""
-    ladder, profiles = load("presets").LADDER, load("profiles")
+    profiles = load("profiles")
     for name in kernels:
-        if name not in ladder:
-            raise click.BadParameter(f"{name!r} is no rung; allowed: {', '.join(ladder)}", param_hint="--kernel")
+        if name not in CUDA_KERNELS:
+            allowed = ", ".join(CUDA_KERNELS)
+            raise click.BadParameter(f"{name!r} is no CUDA kernel; allowed: {allowed}", param_hint="--kernel")
     gpus, none_because = machine.gpus()
     if not gpus:
         raise click.ClickException(f"profiling needs an NVIDIA GPU: {none_because}")
@@ -29,7 +31,7 @@ def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
         raise click.ClickException(f"--ncu is {ncu!r}, which is not on the PATH; it is part of the CUDA toolkit")
     folder = out or profiles.PROFILES / profiles.folder_of(gpus[0].name)
     console = make_console()
-    chosen = kernels or ladder
+    chosen = kernels or CUDA_KERNELS
     failed = []
     for name in track(console, "profiling", chosen, len(chosen)):
         try:

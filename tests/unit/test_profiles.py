@@ -2,13 +2,20 @@
 
 import os
 import stat
+import sys
+import types
 
 import pytest
+from click.testing import CliRunner
 
 from qflash import machine
+from qflash.cli import main
 from qflash.cli.bench import load
+from qflash.dispatch import KERNELS
 
-profiles, roofline, report, store = (load(name) for name in ("profiles", "roofline", "report", "rows"))
+profiles, profiled, roofline, report, store = (
+    load(name) for name in ("profiles", "profiled", "roofline", "report", "rows")
+)
 
 _STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 HEADER = {
@@ -148,6 +155,26 @@ def test_collecting_builds_checks_profiles_and_writes(tmp_path, monkeypatch):
     assert profiles.read(tmp_path / "out" / "fa.csv") == profile
     assert profile.facts["ncu"] == "2025.3.0.0"
     assert "Duration" in (tmp_path / "out" / "fa.txt").read_text()
+
+
+def test_every_operation_has_a_problem_to_profile(monkeypatch):
+    ops = {kernel.op for kernel in KERNELS if kernel.device == "cuda"} - {"attention"}
+    assert ops <= set(profiled.OPERATIONS)
+    row = types.SimpleNamespace(op="softmax")
+    monkeypatch.setitem(profiles.BY_NAME, "softmax", row)
+    problem, command = profiles.command_of("softmax", 90)
+    assert problem == "16384x8192 float16"
+    assert command == [sys.executable, "-m", "bench.profiled", "softmax"]
+
+
+def test_profiling_without_a_gpu_or_of_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: ((), "none today"))
+    result = CliRunner().invoke(main, ["profile"])
+    assert result.exit_code == 1
+    assert "none today" in result.output
+    result = CliRunner().invoke(main, ["profile", "--kernel", "cpu"])
+    assert result.exit_code == 2
+    assert "'cpu' is no CUDA kernel; allowed: " in result.output
 
 
 def test_a_failing_command_is_told(tmp_path):

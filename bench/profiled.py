@@ -1,0 +1,63 @@
+"""One call of an operation beside attention, on a problem worth profiling: what ncu runs for its kernels.
+
+python -m bench.profiled KERNEL
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import qflash
+from qflash.dispatch import BY_NAME
+
+ROWS, COLUMNS, SIDE = 16384, 8192, 4096
+
+
+def _rows(torch: Any) -> Any:
+    return torch.randn(ROWS, COLUMNS, device="cuda", dtype=torch.float16)
+
+
+def _int8(torch: Any) -> Any:
+    return torch.randint(-127, 128, (SIDE, SIDE), device="cuda", dtype=torch.int8)
+
+
+def _heads(torch: Any) -> Any:
+    return torch.randn(4, 4096, 16, 128, device="cuda", dtype=torch.float16)
+
+
+def _cross_entropy(torch: Any, kernel: str) -> Any:
+    return qflash.cross_entropy(_rows(torch), torch.zeros(ROWS, device="cuda", dtype=torch.int64), kernel=kernel)
+
+
+def _quantize(torch: Any, kernel: str) -> Any:
+    return qflash.quantize(_heads(torch), granularity="group", smooth=True, kernel=kernel)
+
+
+# Operation -> (the problem in words, the call).
+OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
+    "softmax": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.softmax(_rows(torch), kernel=kernel)),
+    "layer_norm": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.layer_norm(_rows(torch), kernel=kernel)),
+    "cross_entropy": (f"{ROWS}x{COLUMNS} float16", _cross_entropy),
+    "int8_matmul": (
+        f"{SIDE}x{SIDE}x{SIDE}",
+        lambda torch, kernel: qflash.int8_matmul(_int8(torch), _int8(torch), kernel=kernel),
+    ),
+    "quantize": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed", _quantize),
+    "dequantize": (
+        "B=4 T=4096 H=16 D=128 to float16",
+        lambda torch, kernel: qflash.dequantize(qflash.quantize(_heads(torch)), kernel=kernel),
+    ),
+}
+
+
+def main(kernel: str) -> None:
+    import torch
+
+    OPERATIONS[BY_NAME[kernel].op][1](torch, kernel)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
