@@ -51,7 +51,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="fa_mma",
         device="cuda",
-        summary="FlashAttention on tensor cores: mma.sync fragments, swizzled tiles, asynchronous copies, P in registers",
+        summary="FlashAttention on tensor cores: mma.sync fragments, swizzled tiles, async copies, P in registers",
         dtypes=("float16", "bfloat16"),
         min_arch=75,
         also=_sixteen_bit_tensor_cores,
