@@ -63,6 +63,13 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
     ),
     Kernel(
+        name="fa_warps",
+        device="cuda",
+        summary="fa with whole K and V tiles copied asynchronously: warps meet only where a tile changes hands",
+        min_arch=75,
+        automatic=False,
+    ),
+    Kernel(
         name="unfused",
         device="cuda",
         summary="three kernels, QK^T, softmax, PV; materialises the scores: memory grows with Tq x Tk",

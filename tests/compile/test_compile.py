@@ -30,6 +30,7 @@ ATTENTION = [row.name for row in dispatch.kernels_of("attention", "cuda")]
 INSTRUCTION = {
     "fa": ("FFMA", 256),
     "fa_mma": ("HMMA", 128),
+    "fa_warps": ("FFMA", 256),
     "unfused": ("FFMA", 256),
 }
 

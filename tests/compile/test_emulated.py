@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on t
 
 HERE = Path(__file__).parent / "emulator"
 CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
-KERNELS = ("fa", "unfused")
+KERNELS = ("fa", "fa_warps", "unfused")
 
 
 @pytest.fixture(scope="session")
@@ -50,8 +50,9 @@ def library(tmp_path_factory):
         return ctypes.CDLL(str(output))
 
     def get(kernel: str, dtype: str, head_dim: int, arch: int = 90) -> ctypes.CDLL:
-        bucket = next(size for size in cuda.HEAD_DIMS if size >= head_dim) if kernel == "fa" else 0
-        return build(kernel, dtype, bucket, arch if kernel == "fa" else 0)
+        if kernel == "unfused":  # one library for every head_dim and architecture
+            return build(kernel, dtype, 0, 0)
+        return build(kernel, dtype, next(size for size in cuda.HEAD_DIMS if size >= head_dim), arch)
 
     return get
 

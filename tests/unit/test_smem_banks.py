@@ -43,6 +43,11 @@ def load16(addresses: list[int]) -> int:
     return total
 
 
+def load8(addresses: list[int]) -> int:
+    """Clocks of an 8-byte load: two half-warps, one pass each; addresses in 4-byte words."""
+    return sum(clocks([(a, a + 1) for a in half]) for half in (addresses[:16], addresses[16:]))
+
+
 def store4(addresses: list[int]) -> int:
     """Clocks of a 4-byte store of distinct words."""
     return clocks([(a,) for a in addresses])
@@ -87,6 +92,17 @@ def test_p_rows_padded_by_the_lanes_across(lanes_x, keys):
     assert store4([y * stride + x for x, y in places]) == 1
     assert all(load16([y * stride + n for _, y in places]) == IDEAL for n in range(0, keys, 4))
     assert store4([y * keys + x for x, y in places]) > 1
+
+
+@pytest.mark.parametrize("lanes_x", LANES)
+@pytest.mark.parametrize("columns", [32, 64, 96, 128, 192, 256])
+def test_16_bit_k_rows_padded_by_eight_elements(lanes_x, columns):
+    """fa_warps keeps K in the arrays' type and reads four 16-bit elements at a time."""
+    places = [lane_xy(lanes_x, lane) for lane in range(32)]
+    stride = (columns + 8) // 2
+    assert all(load8([x * stride + step for x, _ in places]) == IDEAL for step in range(0, columns // 2, 2))
+    assert load8([x * columns // 2 for x, _ in places]) > IDEAL
+    assert load8([2 * x for x, _ in places]) == IDEAL  # V, along the row
 
 
 @pytest.mark.parametrize("lanes_x", LANES)

@@ -122,6 +122,20 @@ __device__ __forceinline__ void store4(Element* g_row, int d, int head_dim, bool
   }
 }
 
+// Four neighbours in shared memory, aligned to their vector.
+template <class Element>
+__device__ __forceinline__ float4 read4(const Element* s_x) {
+  return to_float4(*reinterpret_cast<const typename Raw4<Element>::Type*>(s_x), s_x);
+}
+template <class Element>
+__device__ __forceinline__ void write4(Element* s_x, const float4& x) {
+  const float value[4] = {x.x, x.y, x.z, x.w};
+  Element y[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) from_float(value[e], y[e]);
+  pack(y, *reinterpret_cast<typename Raw4<Element>::Type*>(s_x));
+}
+
 __device__ __forceinline__ bool finite(const float4& x) {
   // A finite number times zero is zero; infinities and NaN give NaN, which spreads through the sum.
   const float zero = x.x * 0.0f + x.y * 0.0f + x.z * 0.0f + x.w * 0.0f;

@@ -1,9 +1,11 @@
-// A rectangle of q, k or v on its way from global to shared memory: fetched into registers as raw vectors of four,
-// stashed into shared memory as float32 later, so that the loads fly while something else is computed.
+// A rectangle of q, k or v on its way from global to shared memory. Either fetched into registers as raw vectors of
+// four and stashed into shared memory as float32 later, or copied as it lies, asynchronously where the architecture
+// can: both ways the loads fly while something else is computed.
 #pragma once
 
 #include "attn/elements.cuh"
 #include "attn/rope.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/tid.cuh"
 
 namespace qf {
@@ -64,10 +66,50 @@ __device__ __forceinline__ bool stash(float* s_tile, const Raw (&raw)[kStage], c
   return all_finite;
 }
 
+// s_tile <- rows row0 .. as they lie; zeros past the last row and the last channel. With kAsync the copies of a tensor
+// that may be read in vectors belong to the thread's open group of cp.async.
+template <class Walk, int kStride, bool kAsync, class Element>
+__device__ __forceinline__ void copy_tile(Element* s_tile, const HeadRows<Element>& x, int row0) {
+  using Raw = typename Raw4<Element>::Type;
+  const int thread = fresh_tid();
+  if (kAsync && x.vector) {
+#pragma unroll
+    for (int i = 0; i < Walk::kVecs; ++i) {
+      const int row = row0 + Walk::row(thread, i), d = Walk::column(thread, i);
+      Element* const s_to = s_tile + Walk::row(thread, i) * kStride + d;
+      const bool valid = row < x.length && d < x.head_dim;
+      if constexpr (sizeof(Raw) == 16)
+        cp_async_16(s_to, x.row(row) + d, valid);
+      else
+        cp_async_8(s_to, x.row(row) + d, valid);
+    }
+  } else {
+#pragma unroll 2
+    for (int i = 0; i < Walk::kVecs; ++i) {
+      const int row = row0 + Walk::row(thread, i), d = Walk::column(thread, i);
+      Raw raw{};
+      if (row < x.length) raw = load4(x.row(row), d, x.head_dim, x.vector);
+      *reinterpret_cast<Raw*>(s_tile + Walk::row(thread, i) * kStride + d) = raw;
+    }
+  }
+}
+
+// Is all that this thread has copied into s_tile finite? Needs no barrier, only its own copies done.
+template <class Walk, int kStride, class Element>
+__device__ __forceinline__ bool own_copies_finite(const Element* s_tile) {
+  const int thread = fresh_tid();
+  bool all_finite = true;
+#pragma unroll
+  for (int i = 0; i < Walk::kVecs; ++i)
+    all_finite &= finite(read4(s_tile + Walk::row(thread, i) * kStride + Walk::column(thread, i)));
+  return all_finite;
+}
+
 // s_tile <- factor * x, rotated where there is a rope, in one go: for q, which is loaded once, and for rotated k, whose
-// partners, cosines and sines would not fit into registers beside everything else.
-template <class Walk, int kStride, class Element, class Position>
-__device__ __forceinline__ void load_scaled(float* s_tile, const HeadRows<Element>& x, int row0, int d0, float factor,
+// partners, cosines and sines would not fit into registers beside everything else. Rounded where s_tile is 16 bits
+// wide.
+template <class Walk, int kStride, class Stored, class Element, class Position>
+__device__ __forceinline__ void load_scaled(Stored* s_tile, const HeadRows<Element>& x, int row0, int d0, float factor,
                                             const QfRope& rope, bool rope_vector, Position position) {
   const int thread = fresh_tid();
 #pragma unroll 2
@@ -79,7 +121,7 @@ __device__ __forceinline__ void load_scaled(float* s_tile, const HeadRows<Elemen
       if (rope.cos) value = rope4(rope, x.row(row), d, x.head_dim, position(row), value, rope_vector && x.vector);
     }
     value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
-    *reinterpret_cast<float4*>(s_tile + Walk::row(thread, i) * kStride + Walk::column(thread, i)) = value;
+    write4(s_tile + Walk::row(thread, i) * kStride + Walk::column(thread, i), value);
   }
 }
 

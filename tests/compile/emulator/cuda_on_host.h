@@ -268,6 +268,49 @@ inline void ldmatrix(uint32_t (&r)[4], const void* s_row, bool transposed) {
   }
 }
 
+// wmma fragments: lane l holds elements 8 (l % 2) .. +7 of line l / 2, in order; lines are rows, or the columns of a B
+// that is stored by columns. No GPU has this layout: a kernel that relies on one gives nonsense here.
+template <int kRegisters>
+void wmma_load(uint32_t (&r)[kRegisters], const void* s_from, int stride) {
+  const int lane = threadIdx.x % 32;
+  memset(r, 0, sizeof r);
+  memcpy(r, static_cast<const uint16_t*>(s_from) + lane / 2 * stride + lane % 2 * 8, 16);
+}
+inline void wmma_load_sums(float (&c)[8], const float* s_from, int stride) {
+  const int lane = threadIdx.x % 32;
+  memcpy(c, s_from + lane / 2 * stride + lane % 2 * 8, sizeof c);
+}
+inline void wmma_store(float* s_to, const float (&d)[8], int stride, bool by_columns) {
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 8; ++i) {
+    const int row = lane / 2, column = lane % 2 * 8 + i;
+    s_to[by_columns ? column * stride + row : row * stride + column] = d[i];
+  }
+}
+template <int kRegisters, class Convert>
+void wmma_multiply(float (&c)[8], const uint32_t (&a)[kRegisters], const uint32_t (&b)[kRegisters], bool b_by_columns,
+                   Convert convert) {
+  Operands<4, 4> mine;
+  memcpy(mine.a, a, sizeof mine.a);
+  memcpy(mine.b, b, sizeof mine.b);
+  const auto all = gather(mine);
+  const auto element = [&](const uint32_t* line_half, int i) {
+    return convert(uint16_t(line_half[i / 2] >> 16 * (i % 2)));
+  };
+  const int row = threadIdx.x % 32 / 2;
+  float A[16];
+  for (int k = 0; k < 16; ++k) A[k] = element(all[2 * row + k / 8].a, k % 8);
+  for (int i = 0; i < 8; ++i) {
+    const int column = threadIdx.x % 2 * 8 + i;
+    double sum = c[i];
+    for (int k = 0; k < 16; ++k) {
+      const int line = b_by_columns ? column : k, place = b_by_columns ? k : column;
+      sum += double(A[k]) * element(all[2 * line + place / 8].b, place % 8);
+    }
+    c[i] = float(sum);
+  }
+}
+
 inline void cp_async(void* to, const void* from, int bytes, bool valid) {
   fibers[threadIdx.x].issued.push_back({to, from, bytes, valid});
 }

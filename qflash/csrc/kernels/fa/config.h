@@ -38,11 +38,7 @@ constexpr int kVRows = kHeadDim <= 64 ? 32 : kHeadDim <= 128 && !kScarce ? 16 : 
 constexpr int kVSteps = kBlockN / kVRows;
 constexpr int kQkUnroll = kHeadDim == 64 || kHeadDim == 256 ? 1 : 2;  // of the loop over channels; 2 would spill there
 
-// A float32 sum of n terms loses about sqrt(n) / 2 units in the last place. After kFoldKeys keys the float32 kernel
-// adds its sums to those kept in `out` and starts afresh, which holds the error to that of kFoldKeys keys. The 16-bit
-// types round their result far more coarsely.
-constexpr bool kFolds = QF_DTYPE == QF_F32;
-constexpr int kFoldKeys = 1024;
+constexpr bool kFolds = QF_DTYPE == QF_F32;  // attn/fold.cuh says why
 
 constexpr int kScoreCols = kBlockN / kLanesX;       // scores per row of a lane
 constexpr int kOutVecs = kHeadDim / (4 * kLanesX);  // groups of 4 outputs per row of a lane

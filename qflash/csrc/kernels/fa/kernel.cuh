@@ -29,7 +29,8 @@
 //   barrier also tells whether the chunk is finite, and if not such tiles leave masked keys out of the sum instead of
 //   multiplying them by 0.
 //
-// Sums: float32 arrays fold O into `out` every kFoldKeys keys (config.h says why); a thread reads back only what it
+// Sums: float32 arrays fold O into `out` every kFoldKeys keys (attn/fold.cuh says why); a thread reads back only what
+// it
 //   wrote itself.
 //
 // Bound: the FMA units. 4 Tq Tk head_dim FLOP per head at 128 FMA per clock and multiprocessor. Per lane and tile
@@ -37,6 +38,7 @@
 //   2048 clocks a warp's FMA take), 32 ex2 and 32 shuffles. See docs/kernels/fa.md.
 #pragma once
 
+#include "attn/fold.cuh"
 #include "attn/mask.cuh"
 #include "attn/products.cuh"
 #include "attn/schedule.cuh"
@@ -63,24 +65,6 @@ struct Place {
 };
 
 using LaneMask = TileMask<kLanesY>;
-
-// Blank out the scores of keys that a row does not see; `mask` counts from the key of S[.][0].
-__device__ __forceinline__ void mask_scores(float (&S)[kRows][kScoreCols], const LaneMask& mask) {
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int begin = mask.begin(r), end = mask.end(r);
-#pragma unroll
-    for (int j = 0; j < kScoreCols; ++j)
-      if (j * kLanesX < begin || j * kLanesX >= end) S[r][j] = -infinity();
-  }
-}
-
-__device__ __forceinline__ void store_weights(float* s_p, const float (&P)[kRows][kScoreCols]) {
-#pragma unroll
-  for (int r = 0; r < kRows; ++r)
-#pragma unroll
-    for (int j = 0; j < kScoreCols; ++j) s_p[r * kLanesY * kPStride + j * kLanesX] = P[r][j];
-}
 
 }  // namespace fa
 }  // namespace qf
@@ -184,13 +168,13 @@ __global__ void __launch_bounds__(qf::fa::kThreads, qf::fa::kMinBlocks)
       if (works) {
         float rescale[kRows];
         if (p.softcap != 0.0f) apply_softcap(S, p.softcap);
-        if (masked) mask_scores(S, LaneMask(mask, row0, key0 + x));
+        if (masked) mask_scores<kLanesX>(S, LaneMask(mask, row0, key0 + x));
         online_softmax<kLanesX, kLanesY, kThreads>(S, s_m, s_l, x == 0, rescale);
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
 #pragma unroll
           for (int c = 0; c < 4 * kOutVecs; ++c) O[r][c] *= rescale[r];
-        store_weights(s_p + (row0 - block_row) * kPStride + x, S);
+        store_weights<kLanesX, kPStride>(s_p + (row0 - block_row) * kPStride + x, S);
         __syncwarp();  // the weights are read by other lanes of this warp
       }
 
@@ -223,36 +207,8 @@ __global__ void __launch_bounds__(qf::fa::kThreads, qf::fa::kMinBlocks)
     // Fold O into what earlier keys left in out; after the last key, divide by the sum of the weights.
     last = key0 >= block_keys.end;
     const Place here(fresh_tid(), block_row);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int row = here.row0 + r * kLanesY;
-      const float m = s_m[r * kLanesY], sum = sum_across_x<kLanesX>(s_l[r * kThreads]);
-      const KeyRange keys = mask.visible(row);
-      const bool empty = keys.begin == keys.end;
-      const float factor = last ? 1.0f / sum : 1.0f;
-      const float past = kFolds && folded ? ex2(s_fold[r * kLanesY] - reference_of(m)) : 0.0f;
-      __syncwarp();  // every lane has read s_fold
-      if (kFolds && here.x == 0) s_fold[r * kLanesY] = m;
-      if (row >= seq.len_q) continue;
-      const int64_t g_offset = b * p.out.stride_b + (seq.q0 + row) * p.out.stride_t + h * p.out.stride_h;
-      Element* g_row = static_cast<Element*>(p.out.data) + g_offset;
-#pragma unroll
-      for (int c = 0; c < kOutVecs; ++c) {
-        const int d = 4 * (here.x + c * kLanesX);
-        float4 before = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (kFolds && folded) before = to_float4(load4(g_row, d, p.head_dim, grid.vector.out), g_row);
-        const float old[4] = {before.x, before.y, before.z, before.w};
-        float out[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          out[e] = empty ? 0.0f : fmaf(old[e], past, O[r][4 * c + e]) * factor;
-          O[r][4 * c + e] = 0.0f;
-        }
-        store4(g_row, d, p.head_dim, grid.vector.out, out);
-      }
-      if (last && p.lse && here.x == 0)
-        p.lse[b * p.lse_stride_b + h * p.lse_stride_h + seq.q0 + row] = empty ? -infinity() : lse_of(m, sum);
-    }
+    fold_rows<kLanesX, kOutVecs, kLanesY, kThreads, kFolds>(
+        O, s_m, s_fold, s_l, OutRows<Element>(p, b, seq.q0, h, grid.vector.out), mask, here.x, here.row0, folded, last);
     folded = true;
   }
 }
