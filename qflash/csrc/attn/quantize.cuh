@@ -1,0 +1,22 @@
+// Quantization as a step of any kernel library: fill a QfQuantizeParams, give it quantize_workspace() bytes, launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "attn/quantize_plan.cuh"
+
+namespace qf {
+
+inline int64_t quantize_workspace(const QfQuantizeParams& p) { return plan_quantize(p).workspace_bytes(); }
+
+// Several launches on one stream; nothing waits for the host. Without kWideTokens, head_dim is at most kWide.
+template <class Element, bool kWideTokens = false>
+int launch_quantize(const QfQuantizeParams& p, cudaStream_t stream) {
+  if (const int status = check_quantize(p)) return status;
+  return run_quantize<Element, kWideTokens>(p, [stream](auto* kernel, int64_t blocks, const auto&... arguments) -> int {
+    kernel<<<unsigned(blocks), kQuantizeThreads, kQuantizeSharedBytes, stream>>>(arguments...);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace qf

@@ -1,0 +1,73 @@
+// How a tensor that is quantized is dealt out to threads.
+//
+// A thread holds eight neighbouring channels of a token at a time, kHeld times. A token is shared by `row_lanes`
+// threads, the power of two that its channels need (at most a whole block, which then walks along the token); a unit of
+// work by `unit_lanes`, one or more times as many. A unit is one of
+//   a token         a thread holds kHeld units, unit_lanes apart: scales per token
+//   tokens of one   a thread holds kHeld tokens of it: a whole group when its scale is found on the way, a part of a
+//   group           group when it was found before
+//   a wide token    past kWide channels a thread holds kHeld pieces of one token at a time
+// Heads are the fastest index of a unit, so that the warps of a block read neighbouring memory and share cosines.
+#pragma once
+
+#include "qflash_ops.h"
+
+namespace qf {
+
+constexpr int kQuantizeThreads = 256;
+constexpr int kHeld = 4;
+constexpr int kWide = 8 * kQuantizeThreads;  // channels that a block holds at a time
+constexpr int kMeanChunk = 64;               // tokens summed in float32 before they join a float64 sum
+constexpr int64_t kMostBlocks = 0x7fffffff;
+
+enum class Unit { kToken, kGroup, kWideToken };
+
+// n / divisor for n below 2^31, by a multiplication.
+struct Divider {
+  uint32_t divisor, factor;
+  int shift;
+
+  __device__ __forceinline__ uint32_t operator()(uint32_t n) const { return uint32_t(uint64_t(n) * factor >> shift); }
+};
+
+// factor = 2^shift / divisor rounded up, with 2^(shift - 31) the power of two at or above divisor: the excess, below
+// divisor / 2^shift per unit of n, stays below 1 / divisor up to n = 2^31.
+inline Divider divider(uint32_t divisor) {
+  int log = 0;
+  while ((uint64_t(1) << log) < divisor) ++log;
+  const uint64_t power = uint64_t(1) << (31 + log);
+  return {divisor, uint32_t((power + divisor - 1) / divisor), 31 + log};
+}
+
+struct Layout {
+  int row_lanes, unit_lanes, log_row, log_unit;
+  int log_slots;      // units side by side in a block
+  int teams;          // unit_lanes / row_lanes: tokens of a unit that are held at once
+  int group, groups;  // tokens of a group; groups of a sequence
+  int parts;          // units of a group
+  Divider heads;
+  uint32_t units;  // of one sequence
+  int tiles;       // blocks of one sequence
+  bool vector, rope_vector;
+};
+
+inline int64_t ceil_of(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+
+// Threads that share a token.
+inline int row_lanes(int head_dim) {
+  int lanes = 1;
+  while (lanes < kQuantizeThreads && 8 * lanes < head_dim) lanes *= 2;
+  return lanes;
+}
+
+// May x, in elements of `bytes`, and values be read and written eight channels at a time?
+inline bool vectorises8(const QfTensor& x, const QfTensor& values, int head_dim, int bytes) {
+  const int step = bytes == 4 ? 4 : 8;
+  const auto strides = [](const QfTensor& t, int n) {
+    return t.stride_b % n == 0 && t.stride_t % n == 0 && t.stride_h % n == 0;
+  };
+  return head_dim % 8 == 0 && strides(x, step) && strides(values, 8) && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
+         reinterpret_cast<uintptr_t>(values.data) % 8 == 0;
+}
+
+}  // namespace qf
