@@ -212,6 +212,7 @@ def _plan_quantize(
             *shape.fields(),
             *scale_fields,
             ("rounding", ROUNDINGS.index(check_word("rounding", rounding, ROUNDINGS))),
+            ("smooth", int(smooth)),
             ("seed", check_int("seed", seed, 0, 2**63 - 1)),
             *(strides or shape.strides("x")),
             *shape.strides("values"),

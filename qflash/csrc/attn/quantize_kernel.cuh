@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, qf::blocks_per_multiproc
     uint32_t largest[kHeld] = {};
     for (int piece = 0; piece < share.pieces(); ++piece) {
       share.load(x, piece);
-      if (p.mean) share.smooth(x, piece);
+      if (p.smooth) share.smooth(x, piece);
       take_largest(largest, x);
       if (p.symmetric) continue;
 #pragma unroll
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, qf::blocks_per_multiproc
     for (int piece = 0; piece < share.pieces(); ++piece) {
       share.load(x, piece);
       if (kUnit != Unit::kWideToken && p.lift) share.store_lift(x, reinterpret_cast<float*>(s_memory));
-      if (p.mean) share.smooth(x, piece);
+      if (p.smooth) share.smooth(x, piece);
       take_largest(largest, x);
     }
     share.keys_of(keys, largest, s_scratch);
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, qf::blocks_per_multiproc
   for (int piece = 0; piece < share.pieces(); ++piece) {
     if (share.pieces() > 1) {
       share.load(x, piece);
-      if (p.mean) share.smooth(x, piece);
+      if (p.smooth) share.smooth(x, piece);
     }
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {

@@ -61,7 +61,7 @@ inline QuantizePlan plan_quantize(const QfQuantizeParams& p) {
 
   plan.slots = plan.two_passes ? (per_tensor ? 1 : int64_t(p.batch) * p.heads * l.groups) : 0;
   plan.slot_bytes = plan.slots * int64_t(sizeof(Slot));
-  if (p.mean) {
+  if (p.smooth) {
     plan.sums = l;
     plan.sums.unit_lanes = l.row_lanes;
     plan.chunks = ceil_of(p.length, kMeanChunk);
@@ -122,7 +122,7 @@ int run_quantize(const QfQuantizeParams& p, Launch launch_some) {
     return blocks > 0 ? launch_some(kernel, blocks, arguments...) : int(QF_OK);
   };
   char* const workspace = static_cast<char*>(p.workspace);
-  if (p.mean) {
+  if (p.smooth) {
     const ChunkSums chunks = {reinterpret_cast<float*>(workspace + plan.slot_bytes),
                               reinterpret_cast<int32_t*>(workspace + plan.slot_bytes + plan.sum_bytes),
                               int(plan.chunks)};

@@ -35,13 +35,15 @@ typedef struct QfQuantizeParams {
   int32_t batch, length, heads, head_dim;
   int32_t granularity, group, symmetric, rounding;
   int32_t num_threads;
+  int32_t smooth;   /* 1: mean is found and taken off */
+  int32_t reserved; /* 0 */
   int32_t queries; /* 0: token t stands at t, or at rope.positions_k. 1: at t + len_k - len_q, or at rope.positions_q */
   uint64_t seed;   /* of stochastic rounding */
   QfTensor x, values;
   float* scale;              /* per tensor: [1]; per rows: [batch, heads, ceil(length / group)] */
   int32_t* zero_point;       /* [1]; NULL when symmetric */
   int32_t* sums;             /* [batch, heads, length]: sum of a token's values; NULL: not wanted */
-  float* mean;               /* [batch, heads, head_dim]: what smoothing took off; NULL: no smoothing */
+  float* mean;               /* [batch, heads, head_dim]: what smoothing takes off; NULL without it */
   const int32_t* lens;       /* [batch]; NULL: every token exists */
   const int32_t* cu_seqlens; /* [batch+1]; NULL: not packed */
   int64_t total;             /* tokens of packed x; unused otherwise */
