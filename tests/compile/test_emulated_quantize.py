@@ -1,4 +1,4 @@
-"""`quantize`'s CUDA kernels run on the CPU, thread by thread (emulator/cuda_on_host.h), against the replay: same bits."""
+"""`quantize`'s CUDA kernels run on the CPU, thread by thread (emulator/cuda_on_host.h): the replay's bits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qflash import _native, replay_quantize, rope_tables
+from qflash import _native, replay_quantize
 from qflash.backends import cuda
-from qflash.rope import Rope
 from qflash.spec import DTYPES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
