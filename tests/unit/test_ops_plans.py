@@ -1,0 +1,169 @@
+"""Plans of the operations beside attention: layouts from the header, packing, strides, results."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+import qflash
+from qflash import _native
+from qflash.ops.matmul import INT8_MATMUL
+from qflash.ops.plan import Plan, Result, prepare, row_stride
+from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
+from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
+from qflash.problem import Array
+
+HEADERS = Path(qflash.__file__).parent / "csrc" / "include"
+NESTED = {"QfTensor", "QfRope"}
+
+
+def array(*shape, dtype="float32", strides=None, device="cpu"):
+    return Array(shape, strides, dtype, device)
+
+
+def fields_in(header: str, name: str) -> list[tuple[str, str]]:
+    """(type, field) of a struct, read from the header's text."""
+    body = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", header, re.DOTALL)[1]
+    body = re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL)
+    found = []
+    for line in body.split(";"):
+        words = line.replace("*", " * ").split()
+        if words:
+            names = " ".join(words).replace("const ", "").split(" ", 1)
+            found += [(names[0], field.strip(" *")) for field in names[1].split(",")]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(_native.op_layouts))
+def test_layouts_list_every_field_of_the_header(name):
+    ops, base = ((HEADERS / file).read_text() for file in ("qflash_ops.h", "qflash.h"))
+    wanted = []
+    for kind, field in fields_in(ops, name):
+        inner = fields_in(base, kind) if kind in NESTED else [(kind, None)]
+        wanted += [field if sub is None else f"{field}.{sub}" for _, sub in inner]
+    size, layout = _native.op_layouts[name]
+    assert list(layout) == wanted
+    offsets = [offset for offset, _ in layout.values()]
+    assert offsets == sorted(set(offsets)) and offsets[-1] < size
+
+
+def test_every_struct_of_the_header_has_a_layout():
+    text = (HEADERS / "qflash_ops.h").read_text()
+    assert set(re.findall(r"typedef struct (\w+)", text)) == set(_native.op_layouts)
+
+
+def test_params_are_packed_by_name():
+    plan = SOFTMAX.plan(array(3, 5, dtype="bfloat16"), 0.5, None)
+    size, layout = _native.op_layouts["QfRowsParams"]
+    packed = plan.params()
+    assert len(packed) == size
+
+    def read(name):
+        offset, kind = layout[name]
+        return struct.unpack_from(kind, packed, offset)[0]
+
+    wanted = {"struct_bytes": size, "dtype": 2, "rows": 3, "columns": 5, "x_stride": 5, "out_stride": 5, "scale": 0.5}
+    assert {name: read(name) for name in layout if read(name)} == wanted
+
+
+def test_a_field_that_is_not_there_is_an_error():
+    plan = Plan("softmax", "cpu", "float32", None, "QfRowsParams", (("columnz", 1),), (), ())
+    with pytest.raises(KeyError, match="columnz"):
+        plan.params()
+    params = SOFTMAX.plan(array(1, 1), 1.0, None).params()
+    with pytest.raises(KeyError, match="QfRowsParams has no pointer rows"):
+        _native.OpCall("QfRowsParams", params, ["rows"], 1, 1, 0)
+    with pytest.raises(KeyError, match="no operation takes a struct QfNothing"):
+        _native.OpCall("QfNothing", params, [], 1, 1, 0)
+    with pytest.raises(ValueError, match=f"given as {len(params) - 1} bytes; allowed: {len(params)}"):
+        _native.OpCall("QfRowsParams", params[:-1], [], 1, 1, 0)
+    with pytest.raises(TypeError, match="with 1 pointers was called with 2 numbers; allowed: 4"):
+        _native.OpCall("QfRowsParams", params, ["x"], 1, 1, 0)(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "stride"),
+    [
+        ((3, 5), None, 5),
+        ((5,), (1,), 5),
+        ((3, 5), (8, 1), 8),
+        ((2, 3, 5), (24, 8, 1), 8),
+        ((2, 3, 5), (8, 16, 1), None),
+        ((2, 1, 5), (8, 999, 1), 8),
+        ((2, 3, 5), (1, 2, 6), None),
+        ((4, 5), (0, 1), 0),
+        ((4, 5), (-5, 1), None),
+        ((4, 1), (7, 3), 7),
+        ((0, 5), (99, 99), 5),
+        ((2**20, 2**20, 2**12), (2**32, 2**12, 1), 2**12),
+    ],
+)
+def test_row_stride(shape, strides, stride):
+    assert row_stride(Array(shape, strides, "float32", "cpu")) == stride
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "layout", "copied"),
+    [
+        ((4, 6), (6, 1), ("n", 6, 1), False),
+        ((4, 6), (1, 4), ("k", 1, 4), False),
+        ((4, 6), (9, 1), ("n", 9, 1), False),
+        ((4, 6), (12, 2), ("n", 6, 1), True),
+        ((4, 6), (-6, 1), ("n", 6, 1), True),
+        ((4, 1), (1, 55), ("k", 1, 4), False),
+        ((4, 1), (3, 55), ("n", 3, 1), False),
+        ((1, 6), (55, 1), ("n", 6, 1), False),
+        ((1, 6), (55, 3), ("k", 1, 3), False),
+        ((1, 1), (7, 7), ("n", 1, 1), False),
+        ((0, 6), (7, 7), ("n", 6, 1), False),
+    ],
+)
+def test_either_dimension_of_b_may_be_contiguous(shape, strides, layout, copied):
+    a, b = array(2, shape[0], dtype="int8"), array(*shape, dtype="int8", strides=strides)
+    plan = INT8_MATMUL.plan(a, b, None, None, None, None, None)
+    fields = dict(plan.fields)
+    assert (plan.layout, fields["b_stride_k"], fields["b_stride_n"]) == layout
+    assert plan.operands[1].contiguous == copied
+    assert plan.spec(90).layout == layout[0]
+
+
+def test_results_of_each_operation():
+    def results(plan):
+        return plan.results
+
+    x = array(2, 3, 8, dtype="float16")
+    assert results(SOFTMAX.plan(x, 1.0, None)) == (Result("out", (2, 3, 8), "float16"),)
+    stats = tuple(Result(name, (2, 3), "float32") for name in ("mean", "rstd"))
+    assert results(LAYER_NORM.plan(x, None, None, 1e-5, True, None))[1:] == stats
+    targets = array(2, 3, dtype="int64")
+    plan = CROSS_ENTROPY.plan(x, targets, "mean", -100, 0.0, True, None)
+    assert [(r.field, r.shape) for r in results(plan)] == [("losses", (2, 3)), ("total", ()), ("lse", (2, 3))]
+    assert plan.operands[1].dtype == "int32"
+    q = array(2, 50, 4, 8, dtype="bfloat16")
+    plan = QUANTIZE.plan(q, None, None, None, None, "group", 16, True, True, "nearest", 0, False, None)
+    assert [(r.field, r.shape) for r in results(plan)] == [
+        ("values.data", (2, 50, 4, 8)), ("scale", (2, 4, 4)), ("mean", (2, 4, 8)),
+    ]  # fmt: skip
+    plan = QUANTIZE.plan(array(50, 8), None, None, None, None, "tensor", 16, False, False, "nearest", 0, False, None)
+    assert [(r.field, r.shape) for r in results(plan)] == [
+        ("values.data", (50, 8)), ("scale", ()), ("zero_point", ()), ("sums", (50,)),
+    ]  # fmt: skip
+    values, scale = array(50, 8, dtype="int8"), array(50)
+    plan = DEQUANTIZE.plan(values, scale, None, None, "token", 16, True, "float16", None)
+    assert results(plan) == (Result("out", (50, 8), "float16"),)
+    assert plan.spec(0).dtype == "float16"
+
+
+def test_sizes_beyond_int32_are_kept():
+    plan = SOFTMAX.plan(array(2**40, 2**33), 1.0, None)
+    assert dict(plan.fields)["rows"] == 2**40 and dict(plan.fields)["columns"] == 2**33
+    assert len(plan.params()) == _native.op_layouts["QfRowsParams"][0]
+
+
+def test_a_call_without_elements_needs_no_kernel_call():
+    assert prepare(SOFTMAX.plan(array(0, 5), 1.0, None)).call is None
+    assert prepare(SOFTMAX.plan(array(5, 0), 1.0, None)).call is None
+    assert prepare(SOFTMAX.plan(array(5, 1), 1.0, None)).call is not None
