@@ -1,0 +1,78 @@
+// Matrices of int8 in global memory, sixteen bytes of a row at a time, whatever their alignment; and the transpose of
+// 4 x 4 bytes that turns rows along n into words along k.
+#pragma once
+
+#include <stdint.h>
+
+#include "ptx/prmt.cuh"
+
+namespace qf {
+namespace gemm {
+
+struct Bytes16 {
+  uint32_t word[4];
+};
+
+// `columns` are contiguous. begin .. end is the memory from the first to the last element.
+struct ByteMatrix {
+  const int8_t *g_data, *g_begin, *g_end;
+  int64_t stride;
+  int rows, columns;
+  bool vector;  // every 16 bytes from a column that divides by 16 are aligned, and columns divides by 16
+};
+
+// Host side.
+inline ByteMatrix byte_matrix(const int8_t* data, int64_t stride, int64_t rows, int64_t columns) {
+  const int64_t span = rows > 0 ? (rows - 1) * stride : 0;
+  const int8_t* const begin = data + (span < 0 ? span : 0);
+  const bool vector = columns % 16 == 0 && stride % 16 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  return {data, begin, data + (span > 0 ? span : 0) + columns, stride, int(rows), int(columns), vector};
+}
+
+// Sixteen bytes from any address: five aligned words, shifted into place. Memory from begin to end may be read, which
+// those words can leave by up to three bytes at its edges; there, and past the last column, it goes byte by byte.
+__device__ __forceinline__ Bytes16 load_unaligned(const ByteMatrix& x, const int8_t* g_from, int left) {
+  Bytes16 value{};
+  const int shift = int(reinterpret_cast<uintptr_t>(g_from) % 4);
+  const int8_t* const g_aligned = g_from - shift;
+  if (left >= 16 && g_aligned >= x.g_begin && g_aligned + 20 <= x.g_end) {
+    const uint32_t* const g_words = reinterpret_cast<const uint32_t*>(g_aligned);
+    const uint32_t selector = 0x3210u + 0x1111u * shift;
+    uint32_t low = g_words[0];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t high = g_words[i + 1];
+      value.word[i] = prmt(low, high, selector);
+      low = high;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (i < left) value.word[i / 4] |= uint32_t(uint8_t(g_from[i])) << 8 * (i % 4);
+  }
+  return value;
+}
+
+// x[row][column ..+15], zeros outside.
+__device__ __forceinline__ Bytes16 load16(const ByteMatrix& x, int row, int column) {
+  Bytes16 value{};
+  if (row >= x.rows || column >= x.columns) return value;
+  const int8_t* const g_from = x.g_data + row * x.stride + column;
+  if (x.vector) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(g_from);
+    value.word[0] = raw.x, value.word[1] = raw.y, value.word[2] = raw.z, value.word[3] = raw.w;
+    return value;
+  }
+  return load_unaligned(x, g_from, x.columns - column);
+}
+
+// word[j] <- byte j of each of the four rows, the first row lowest.
+__device__ __forceinline__ void transpose4x4(uint32_t (&word)[4], uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  const uint32_t low01 = prmt(r0, r1, 0x5140), high01 = prmt(r0, r1, 0x7362);  // bytes 0 and 1, 2 and 3 of two rows
+  const uint32_t low23 = prmt(r2, r3, 0x5140), high23 = prmt(r2, r3, 0x7362);
+  word[0] = prmt(low01, low23, 0x5410), word[1] = prmt(low01, low23, 0x7632);
+  word[2] = prmt(high01, high23, 0x5410), word[3] = prmt(high01, high23, 0x7632);
+}
+
+}  // namespace gemm
+}  // namespace qf

@@ -1,0 +1,46 @@
+// The host side of the GEMM libraries: what they refuse, and the launch of one block per tile.
+#pragma once
+
+#include "attn/entry.cuh"
+#include "gemm/schedule.cuh"
+
+namespace qf {
+namespace gemm {
+
+// -128 * -128 * k must fit an int32.
+constexpr int64_t kMostK = 131071;
+// Rows and columns, rounded up to whole tiles, must fit 32 bits.
+constexpr int64_t kMostRows = 0x7fffffff - 4096;
+
+inline int check_params(const QfInt8MatmulParams* p) {
+  if (p->struct_bytes != int32_t(sizeof(QfInt8MatmulParams))) return QF_BAD_ABI;
+  if (p->m < 0 || p->n < 0 || p->k < 0 || p->m > kMostRows || p->n > kMostRows || p->k > kMostK) return QF_UNSUPPORTED;
+  if (p->b_stride_k != 1 && p->b_stride_n != 1) return QF_UNSUPPORTED;
+  if (p->out_dtype < QF_F32 || p->out_dtype > QF_I32 || p->out_dtype == QF_I8) return QF_UNSUPPORTED;
+  return QF_OK;
+}
+
+inline const char* status_text(const char* kernel, int status) {
+  static thread_local char text[256];
+  if (status != QF_UNSUPPORTED) return qf::status_text(kernel, status);
+  snprintf(text, sizeof text,
+           "kernel '%s' takes k up to 131071 (more could overflow int32), m and n up to 2^31 - 4096, and a b that is "
+           "contiguous along k or n",
+           kernel);
+  return text;
+}
+
+template <class Kernel>
+inline int launch(Kernel* kernel, const QfInt8MatmulParams& p, int tile_rows, int tile_columns, int threads,
+                  int shared_bytes, std::atomic<uint64_t>& devices_done, void* stream) {
+  if (p.m == 0 || p.n == 0) return QF_OK;
+  const Grid grid = grid_of(p, tile_rows, tile_columns);
+  const int64_t blocks = int64_t(grid.row_tiles) * grid.column_tiles;
+  if (blocks > 0x7fffffff) return QF_UNSUPPORTED;
+  if (const int status = allow_shared_memory(kernel, shared_bytes, devices_done)) return status;
+  kernel<<<unsigned(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(p, grid);
+  return cudaGetLastError();
+}
+
+}  // namespace gemm
+}  // namespace qf

@@ -1,0 +1,46 @@
+// Tile shapes of `int8_gemm_tc`, from the only thing it is specialised for: -DQF_ARCH (compute capability times ten).
+#pragma once
+
+#include "gemm/swizzle.cuh"
+
+namespace qf {
+namespace int8_gemm_tc {
+
+constexpr int kArch = QF_ARCH;
+
+// Shared memory a block may opt into.
+constexpr int kSharedLimit = 1024 * (kArch == 75                  ? 64
+                                     : kArch == 86 || kArch == 89 ? 99
+                                     : kArch == 80 || kArch == 87 ? 163
+                                     : kArch >= 120               ? 99
+                                                                  : 227);
+constexpr bool kAsync = kArch >= 80;  // cp.async exists
+
+constexpr int kThreads = 256;
+constexpr int kBlockK = kSwizzledRow;  // bytes of a row of a, or of a column of b, per step
+constexpr int kBandRows = 16;          // of tiles that share columns of b: gemm/schedule.cuh
+constexpr int kWarpN = 64;
+
+// How the block's eight warps share a tile, and how deep the pipeline is. A warp owns kWarpM x 64 sums.
+template <int kWarpsM_, int kWarpM_>
+struct Shape {
+  static constexpr int kWarpsM = kWarpsM_, kWarpsN = kThreads / 32 / kWarpsM, kWarpM = kWarpM_;
+  static constexpr int kBlockM = kWarpsM * kWarpM, kBlockN = kWarpsN * kWarpN;
+  static constexpr int kStageBytes = (kBlockM + kBlockN) * kBlockK;
+  static constexpr int kFitting = kSharedLimit / kStageBytes;
+  static constexpr int kStages = kFitting < 4 ? kFitting : 4;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static_assert(kStages >= 2, "a pipeline needs two stages");
+};
+
+// 128 x 256: 128 sums a lane. Reads of shared memory per product are what limits tensor cores this fast, and they
+// shrink with the warp's tile. Two stages would fit 99 KB, too few to hide a load: there, as on Turing, it is 128 x 128.
+using Wide = Shape<2, 64>;
+using Square = Shape<4, 32>;
+constexpr bool kHasWide = kAsync && kSharedLimit > 100 * 1024;
+
+// Multiprocessors of the largest part: below as many wide tiles, square ones keep more of them busy.
+constexpr int kMultiprocessors = kArch >= 90 ? 132 : 108;
+
+}  // namespace int8_gemm_tc
+}  // namespace qf
