@@ -46,9 +46,15 @@ __device__ __forceinline__ Bytes16 load_unaligned(const ByteMatrix& x, const int
       low = high;
     }
   } else {
+    auto& word = value.word;
+#pragma unroll 1  // rare, and sixteen guarded loads at every place that loads would crowd out the rest
+    for (int i = 0; i < 16; i += 4) {
+      uint32_t four = 0;
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-      if (i < left) value.word[i / 4] |= uint32_t(uint8_t(g_from[i])) << 8 * (i % 4);
+      for (int e = 0; e < 4; ++e)
+        if (i + e < left) four |= uint32_t(uint8_t(g_from[i + e])) << 8 * e;
+      word[0] = word[1], word[1] = word[2], word[2] = word[3], word[3] = four;
+    }
   }
   return value;
 }

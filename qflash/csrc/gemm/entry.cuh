@@ -12,11 +12,11 @@ constexpr int64_t kMostK = 131071;
 // Rows and columns, rounded up to whole tiles, must fit 32 bits.
 constexpr int64_t kMostRows = 0x7fffffff - 4096;
 
-inline int check_params(const QfInt8MatmulParams* p) {
+inline int check_params(const QfInt8MatmulParams* p, int out_dtype) {
   if (p->struct_bytes != int32_t(sizeof(QfInt8MatmulParams))) return QF_BAD_ABI;
+  if (p->out_dtype != out_dtype) return QF_UNSUPPORTED;
   if (p->m < 0 || p->n < 0 || p->k < 0 || p->m > kMostRows || p->n > kMostRows || p->k > kMostK) return QF_UNSUPPORTED;
   if (p->b_stride_k != 1 && p->b_stride_n != 1) return QF_UNSUPPORTED;
-  if (p->out_dtype < QF_F32 || p->out_dtype > QF_I32 || p->out_dtype == QF_I8) return QF_UNSUPPORTED;
   return QF_OK;
 }
 
@@ -24,8 +24,8 @@ inline const char* status_text(const char* kernel, int status) {
   static thread_local char text[256];
   if (status != QF_UNSUPPORTED) return qf::status_text(kernel, status);
   snprintf(text, sizeof text,
-           "kernel '%s' takes k up to 131071 (more could overflow int32), m and n up to 2^31 - 4096, and a b that is "
-           "contiguous along k or n",
+           "kernel '%s' was built for another out_dtype, or k is past 131071 (int32 could overflow), m or n past 2^31 - "
+           "4096, or b contiguous along neither k nor n",
            kernel);
   return text;
 }

@@ -8,6 +8,14 @@
 namespace qf {
 namespace gemm {
 
+// The type of out, by QfDtype or QfOpDtype.
+template <int kDtype>
+struct OutOf : ElementOf<kDtype> {};
+template <>
+struct OutOf<QF_I32> {
+  using Type = int32_t;
+};
+
 __device__ __forceinline__ float row_scale(const QfInt8MatmulParams& p, int row) {
   return p.a_scale ? p.a_scale[row * p.a_scale_stride] : 1.0f;
 }
@@ -75,21 +83,6 @@ __device__ __forceinline__ void store_columns(const QfInt8MatmulParams& p, bool 
 #pragma unroll
     for (int j = 0; j < kCount; ++j)
       if (first + j < p.n) store_element(g_out + j, bits[j]);
-  }
-}
-
-// Calls store(Out{}) with the type that out_dtype names.
-template <class Store>
-__device__ __forceinline__ void with_out_type(int out_dtype, Store store) {
-  switch (out_dtype) {
-    case QF_F32:
-      return store(float{});
-    case QF_F16:
-      return store(F16{});
-    case QF_BF16:
-      return store(BF16{});
-    default:
-      return store(int32_t{});
   }
 }
 

@@ -1,19 +1,18 @@
-// Tile shapes of `int8_gemm_tc`, from the only thing it is specialised for: -DQF_ARCH (compute capability times ten).
+// Tile shapes of `int8_gemm_tc`, from the only two things it is specialised for: -DQF_ARCH (compute capability times ten)
+// and -DQF_DTYPE, the type of out.
 #pragma once
 
+#include "gemm/epilogue.cuh"
+#include "smem/limits.h"
 #include "gemm/swizzle.cuh"
 
 namespace qf {
 namespace int8_gemm_tc {
 
 constexpr int kArch = QF_ARCH;
+using Out = gemm::OutOf<QF_DTYPE>::Type;
 
-// Shared memory a block may opt into.
-constexpr int kSharedLimit = 1024 * (kArch == 75                  ? 64
-                                     : kArch == 86 || kArch == 89 ? 99
-                                     : kArch == 80 || kArch == 87 ? 163
-                                     : kArch >= 120               ? 99
-                                                                  : 227);
+constexpr int kSharedLimit = shared_limit(kArch);
 constexpr bool kAsync = kArch >= 80;  // cp.async exists
 
 constexpr int kThreads = 256;

@@ -87,7 +87,7 @@ struct Sums {
 constexpr int kSlabStride = kWarpN + 8;
 constexpr int kSlabWords = 16 * kSlabStride;
 
-template <class Out, class Shape>
+template <class Shape>
 __device__ __forceinline__ void store_out(const QfInt8MatmulParams& p, bool vector, int row0, int column0,
                                           const Sums<Shape>& sums, int32_t* s_slab, int lane) {
   constexpr int kCount = 16 / sizeof(Out), kAcross = kWarpN / kCount, kDown = 32 / kAcross;
@@ -194,7 +194,5 @@ __global__ void __launch_bounds__(qf::int8_gemm_tc::kThreads, 1)
   __syncthreads();  // every warp has read its last fragments: the stages become slabs
   int32_t* const s_slab = reinterpret_cast<int32_t*>(s_memory) + warp * kSlabWords;
   const int warp_row = row0 + warp % Shape::kWarpsM * Shape::kWarpM, warp_column = column0 + warp / Shape::kWarpsM * kWarpN;
-  with_out_type(p.out_dtype, [&](auto out) {
-    store_out<decltype(out), Shape>(p, grid.vector_out, warp_row, warp_column, sums, s_slab, lane);
-  });
+  store_out(p, grid.vector_out, warp_row, warp_column, sums, s_slab, lane);
 }

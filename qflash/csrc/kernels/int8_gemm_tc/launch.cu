@@ -19,7 +19,7 @@ int launch(const QfInt8MatmulParams& p, void* stream) {
 QF_EXPORT int64_t qf_int8_gemm_tc_workspace(const QfInt8MatmulParams*) { return 0; }
 
 QF_EXPORT int qf_int8_gemm_tc(const QfInt8MatmulParams* p, void* stream) {
-  if (const int status = qf::gemm::check_params(p)) return status;
+  if (const int status = qf::gemm::check_params(p, QF_DTYPE)) return status;
   return qf::int8_gemm_tc::choose(*p, [&](auto instance) { return launch<decltype(instance)>(*p, stream); });
 }
 

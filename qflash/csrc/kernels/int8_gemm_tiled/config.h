@@ -1,8 +1,13 @@
-// Tile shapes of `int8_gemm_tiled`. They fit every architecture since Turing; nothing is chosen at compile time.
+// Tile shapes of `int8_gemm_tiled`. They fit every architecture since Turing: all that is chosen at compile time is the
+// type of out, by -DQF_DTYPE.
 #pragma once
+
+#include "gemm/epilogue.cuh"
 
 namespace qf {
 namespace int8_gemm_tiled {
+
+using Out = gemm::OutOf<QF_DTYPE>::Type;
 
 constexpr int kThreads = 256;
 constexpr int kBlockM = 128, kBlockN = 128;

@@ -117,7 +117,6 @@ __device__ __forceinline__ void multiply(int32_t (&sums)[kOwn][kOwn], const uint
   }
 }
 
-template <class Out>
 __device__ __forceinline__ void store_out(const QfInt8MatmulParams& p, bool vector, int row, int column,
                                           const int32_t (&sums)[kOwn][kOwn]) {
 #pragma unroll
@@ -171,7 +170,5 @@ __global__ void __launch_bounds__(qf::int8_gemm_tiled::kThreads, qf::int8_gemm_t
     s_now = s_next, s_next = s_swap;
   }
 
-  with_out_type(p.out_dtype, [&](auto out) {
-    store_out<decltype(out)>(p, grid.vector_out, row0 + row, column0 + column, sums);
-  });
+  store_out(p, grid.vector_out, row0 + row, column0 + column, sums);
 }

@@ -17,7 +17,7 @@ int launch(const QfInt8MatmulParams& p, void* stream) {
 QF_EXPORT int64_t qf_int8_gemm_tiled_workspace(const QfInt8MatmulParams*) { return 0; }
 
 QF_EXPORT int qf_int8_gemm_tiled(const QfInt8MatmulParams* p, void* stream) {
-  if (const int status = qf::gemm::check_params(p)) return status;
+  if (const int status = qf::gemm::check_params(p, QF_DTYPE)) return status;
   return qf::gemm::k_contiguous(*p) ? launch<qf::int8_gemm_tiled::RowsTile>(*p, stream)
                                     : launch<qf::int8_gemm_tiled::ColumnsTile>(*p, stream);
 }
