@@ -1,0 +1,42 @@
+// int8_matmul on the CPU: b is packed once per call into panels, then blocks of rows meet blocks of columns.
+//
+// The products are those of int8 attention (int8_tiles_*.h): AMX tiles, VNNI, pairs of int16 on AVX2, and floats, exact
+// up to 2^24, elsewhere. k is cut into chunks so short that all of them are exact; chunks are added in int32.
+#pragma once
+
+#include <stdint.h>
+
+#include "qflash_ops.h"
+
+namespace qf {
+
+// What each instruction set defines.
+struct Int8MatmulKernel {
+  int32_t rows, columns;  // of one item: a block of out
+
+  // Bytes of a packed block: `columns` columns of b over all of k.
+  int64_t (*block_bytes)(int64_t k);
+  // Bytes of scratch that an item needs.
+  int64_t (*scratch_bytes)();
+  // Packs the block of columns [first, first + columns), as many of them as exist.
+  void (*pack)(const QfInt8MatmulParams& p, int64_t first, char* block);
+  // out[row .. +rows, column .. +columns], as much of it as exists.
+  void (*multiply)(const QfInt8MatmulParams& p, int64_t row, int64_t column, const char* block, char* scratch);
+};
+
+namespace generic {
+extern const Int8MatmulKernel int8_matmul_kernel;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Int8MatmulKernel int8_matmul_kernel;
+}
+namespace avx512 {
+extern const Int8MatmulKernel int8_matmul_kernel;
+}
+namespace amx {
+extern const Int8MatmulKernel int8_matmul_kernel;
+}
+#endif
+
+}  // namespace qf

@@ -1,0 +1,109 @@
+// Columns of b and rows of a as the products of int8_tiles_*.h want them.
+//
+// A panel holds kInt8Panel columns; group g of it is kPack values along k of each column, four bytes a column. Where a
+// travels with 128 added (kBiased), a panel ends with what that adds to each sum, negated.
+#pragma once
+
+#include "int8.h"
+#include "int8_dots.h"
+#include "qflash_ops.h"
+
+namespace qf {
+namespace QF_ISA {
+
+// Values of k in one chunk. |sum| <= 128 * 128 * 1024 = 2^24 is exact in float32.
+constexpr int kDepth = sizeof(Integer) == 4 ? 1024 : 2048;
+static_assert(kDepth % kDepthStep == 0 && kDepth % (kLanes * kPack) == 0, "a chunk is whole steps and whole vectors");
+
+static inline int groups_of(int depth) { return int(round_up(depth, kDepthStep)) / kPack; }
+static inline int64_t panel_bytes_of(int depth) {
+  return int64_t(groups_of(depth) + (kBiased ? 1 : 0)) * kInt8Panel * 4;
+}
+
+// kLanes columns of a panel from memory that runs along k: words of kPack values, transposed kLanes at a time.
+static inline void pack_along_k(const int8_t* b, int64_t stride, int columns, int depth, char* half) {
+  const int padded = groups_of(depth) * kPack;
+  for (int k = 0; k < padded; k += kLanes * kPack) {
+    Vec words[kLanes];
+    for (int c = 0; c < kLanes; c++) {
+      Integer values[kLanes * kPack] = {};
+      if (c < columns) {
+        const int8_t* from = b + c * stride + k;
+        if (k + kLanes * kPack <= depth) {
+          for (int i = 0; i < kLanes * kPack; i++) values[i] = Integer(from[i]);
+        } else {
+          for (int i = 0; k + i < depth; i++) values[i] = Integer(from[i]);
+        }
+      }
+      memcpy(&words[c], values, sizeof words[c]);
+    }
+    transpose(words);
+    const int groups = (padded - k) / kPack < kLanes ? (padded - k) / kPack : kLanes;
+    for (int g = 0; g < groups; g++) memcpy(half + int64_t(k / kPack + g) * kInt8Panel * 4, &words[g], sizeof words[g]);
+  }
+}
+
+// A panel from memory of any strides; fast where neighbouring columns are neighbours.
+static inline void pack_along_n(const int8_t* b, int64_t stride_k, int64_t stride_n, int columns, int depth,
+                                char* panel) {
+  Integer values[kPack][kInt8Panel];
+  Integer mixed[kInt8Panel][kPack];
+  for (int g = 0; g < groups_of(depth); g++) {
+    for (int e = 0; e < kPack; e++) {
+      const int k = g * kPack + e;
+      const int8_t* from = b + k * stride_k;
+      if (k < depth && columns == kInt8Panel && stride_n == 1) {
+        for (int c = 0; c < kInt8Panel; c++) values[e][c] = Integer(from[c]);
+      } else {
+        for (int c = 0; c < kInt8Panel; c++)
+          values[e][c] = k < depth && c < columns ? Integer(from[c * stride_n]) : Integer(0);
+      }
+    }
+    for (int c = 0; c < kInt8Panel; c++)
+      for (int e = 0; e < kPack; e++) mixed[c][e] = values[e][c];
+    memcpy(panel + int64_t(g) * sizeof mixed, mixed, sizeof mixed);
+  }
+}
+
+// -128 times the sum of each column, in the group behind the last.
+static inline void pack_correction(char* panel, int depth) {
+  int32_t sums[kInt8Panel] = {};
+  const int8_t* packed = reinterpret_cast<const int8_t*>(panel);
+  for (int g = 0; g < groups_of(depth); g++, packed += kInt8Panel * 4)
+    for (int c = 0; c < kInt8Panel; c++)
+      sums[c] -= 128 * (packed[4 * c] + packed[4 * c + 1] + packed[4 * c + 2] + packed[4 * c + 3]);
+  memcpy(panel + int64_t(groups_of(depth)) * kInt8Panel * 4, sums, sizeof sums);
+}
+
+// Columns [first, first + columns), columns <= kInt8Panel, of b's rows [k0, k0 + depth).
+static inline void pack_panel(const QfInt8MatmulParams& p, int64_t first, int columns, int64_t k0, int depth,
+                              char* panel) {
+  const int8_t* b = p.b + k0 * p.b_stride_k + first * p.b_stride_n;
+  if (p.b_stride_k == 1) {
+    for (int c = 0; c < kInt8Panel; c += kLanes)
+      pack_along_k(b + c * p.b_stride_n, p.b_stride_n, columns - c, depth, panel + c * 4);
+  } else {
+    pack_along_n(b, p.b_stride_k, p.b_stride_n, columns, depth, panel);
+  }
+  if (kBiased) pack_correction(panel, depth);
+}
+
+// Distance between packed rows of a: whole cache lines, and not a power of two.
+constexpr int kRowStride = kDepth + 64 / int(sizeof(Integer));
+
+// Rows [row, row + rows) of a, values [k0, k0 + depth), zeros up to kRowBlock rows and whole steps.
+static inline void pack_rows(const QfInt8MatmulParams& p, int64_t row, int rows, int64_t k0, int depth, Integer* packed) {
+  const int padded = groups_of(depth) * kPack;
+  for (int r = 0; r < kRowBlock; r++, packed += kRowStride) {
+    if (r >= rows) {
+      memset(packed, 0, size_t(padded) * sizeof(Integer));
+      continue;
+    }
+    const int8_t* from = p.a + (row + r) * p.a_stride_m + k0;
+    for (int k = 0; k < depth; k++) packed[k] = kBiased ? Integer(int8_t(from[k] ^ -128)) : Integer(from[k]);
+    memset(packed + depth, 0, size_t(padded - depth) * sizeof(Integer));
+  }
+}
+
+}  // namespace QF_ISA
+}  // namespace qf
