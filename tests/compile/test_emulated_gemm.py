@@ -102,7 +102,16 @@ def run(library, kernel, a, b, dtype="int32", arch=90, seed=1, instance=0, pad=0
 
 
 # m, n, k: one element, single rows and columns, exact tiles, one more and one less than tiles and vectors.
-SHAPES = [(1, 1, 1), (1, 17, 3), (33, 1, 129), (16, 8, 32), (128, 128, 128), (130, 129, 65), (127, 140, 144), (5, 264, 384)]
+SHAPES = [
+    (1, 1, 1),
+    (1, 17, 3),
+    (33, 1, 129),
+    (16, 8, 32),
+    (128, 128, 128),
+    (130, 129, 65),
+    (127, 140, 144),
+    (5, 264, 384),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -186,7 +195,9 @@ def test_scales_and_bias(library, kernel, dtype, given):
         one, name = word.startswith("one"), word.split()[-1]
         size = 1 if one else {"a": 37, "b": 72, "bias": 72}[name]
         scale = 1.0 if name == "bias" else 0.01
-        arrays[name if name == "bias" else f"{name}_scale"] = rng.standard_normal(size).astype(np.float32) * np.float32(scale)
+        arrays[name if name == "bias" else f"{name}_scale"] = rng.standard_normal(size).astype(np.float32) * np.float32(
+            scale
+        )
     scaled = exact(a, b).astype(np.float32) * arrays.get("a_scale", np.ones(1, np.float32))[:, None]
     # The product of two float32 is exact in float64, so this rounds twice where fma rounds once: to 2^-53 first.
     want = scaled.astype(float) * arrays.get("b_scale", 1.0) + arrays.get("bias", 0.0)

@@ -92,7 +92,8 @@ static inline void pack_panel(const QfInt8MatmulParams& p, int64_t first, int co
 constexpr int kRowStride = kDepth + 64 / int(sizeof(Integer));
 
 // Rows [row, row + rows) of a, values [k0, k0 + depth), zeros up to kRowBlock rows and whole steps.
-static inline void pack_rows(const QfInt8MatmulParams& p, int64_t row, int rows, int64_t k0, int depth, Integer* packed) {
+static inline void pack_rows(const QfInt8MatmulParams& p, int64_t row, int rows, int64_t k0, int depth,
+                             Integer* packed) {
   const int padded = groups_of(depth) * kPack;
   for (int r = 0; r < kRowBlock; r++, packed += kRowStride) {
     if (r >= rows) {

@@ -23,10 +23,11 @@ inline int check_params(const QfInt8MatmulParams* p, int out_dtype) {
 inline const char* status_text(const char* kernel, int status) {
   static thread_local char text[256];
   if (status != QF_UNSUPPORTED) return qf::status_text(kernel, status);
-  snprintf(text, sizeof text,
-           "kernel '%s' was built for another out_dtype, or k is past 131071 (int32 could overflow), m or n past 2^31 - "
-           "4096, or b contiguous along neither k nor n",
-           kernel);
+  snprintf(
+      text, sizeof text,
+      "kernel '%s' was built for another out_dtype, or k is past 131071 (int32 could overflow), m or n past 2^31 - "
+      "4096, or b contiguous along neither k nor n",
+      kernel);
   return text;
 }
 

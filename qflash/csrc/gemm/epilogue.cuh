@@ -1,5 +1,5 @@
-// From exact int32 sums to out: out[i, j] = fma(float(sum) * a_scale[i], b_scale[j], bias[j]), rounded once more for the
-// 16-bit types. Every engine computes exactly this, so CPU and GPU agree to the bit.
+// From exact int32 sums to out: out[i, j] = fma(float(sum) * a_scale[i], b_scale[j], bias[j]), rounded once more for
+// the 16-bit types. Every engine computes exactly this, so CPU and GPU agree to the bit.
 #pragma once
 
 #include "attn/elements.cuh"

@@ -12,7 +12,7 @@
 namespace qf {
 namespace {
 
-constexpr int64_t kMostK = 131071;                    // -128 * -128 * k must fit an int32
+constexpr int64_t kMostK = 131071;                   // -128 * -128 * k must fit an int32
 constexpr int64_t kPackedBytes = int64_t(32) << 20;  // of b at a time, or one block of columns if that is more
 
 int check(const QfInt8MatmulParams& p) {
@@ -47,8 +47,8 @@ int run(const QfInt8MatmulParams& p, const Int8MatmulKernel& kernel) {
   const int64_t blocks = ceil_div(p.n, kernel.columns), row_items = ceil_div(p.m, kernel.rows);
   const int64_t at_once = std::min(blocks, std::max<int64_t>(1, kPackedBytes / std::max<int64_t>(1, block_bytes)));
   char* const packed = static_cast<char*>(call_scratch(size_t(at_once * block_bytes)));
-  if (!packed) return fail(QF_NO_MEMORY, "no memory for %lld bytes of packed b",
-                           static_cast<long long>(at_once * block_bytes));
+  if (!packed)
+    return fail(QF_NO_MEMORY, "no memory for %lld bytes of packed b", static_cast<long long>(at_once * block_bytes));
   for (int64_t first = 0; first < blocks; first += at_once) {
     const int64_t count = std::min(at_once, blocks - first);
     auto pack = [&](int64_t item) {

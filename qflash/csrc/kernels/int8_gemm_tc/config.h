@@ -1,10 +1,10 @@
-// Tile shapes of `int8_gemm_tc`, from the only two things it is specialised for: -DQF_ARCH (compute capability times ten)
-// and -DQF_DTYPE, the type of out.
+// Tile shapes of `int8_gemm_tc`, from the only two things it is specialised for: -DQF_ARCH (compute capability times
+// ten) and -DQF_DTYPE, the type of out.
 #pragma once
 
 #include "gemm/epilogue.cuh"
-#include "smem/limits.h"
 #include "gemm/swizzle.cuh"
+#include "smem/limits.h"
 
 namespace qf {
 namespace int8_gemm_tc {
@@ -33,7 +33,8 @@ struct Shape {
 };
 
 // 128 x 256: 128 sums a lane. Reads of shared memory per product are what limits tensor cores this fast, and they
-// shrink with the warp's tile. Two stages would fit 99 KB, too few to hide a load: there, as on Turing, it is 128 x 128.
+// shrink with the warp's tile. Two stages would fit 99 KB, too few to hide a load: there, as on Turing, it is 128 x
+// 128.
 using Wide = Shape<2, 64>;
 using Square = Shape<4, 32>;
 constexpr bool kHasWide = kAsync && kSharedLimit > 100 * 1024;

@@ -14,7 +14,8 @@
 //   Wide: 48 KB a stage, 4 stages on sm_90 (192 KB), 3 on sm_80. Square: 32 KB, 4, 3 (sm_86, sm_89) or 2 (sm_75).
 //   After the last product 4.5 KB of it per warp turn sums round for the stores.
 //
-// Pipeline: while step t is multiplied, steps t + 1 .. t + kStages - 1 are on their way. One barrier per step, before its
+// Pipeline: while step t is multiplied, steps t + 1 .. t + kStages - 1 are on their way. One barrier per step, before
+// its
 //   last quarter: by then every warp has read the last of stage t (fragments are read a quarter ahead, the last one
 //   before the barrier), and every thread's copies of stage t + 1 have arrived, which the barrier makes visible to all.
 //   So after it fragments may be read from stage t + 1, and copies go to the stage that held t.
@@ -64,8 +65,7 @@ struct Fragments {
     return swizzled(warp % Shape::kWarpsM * Shape::kWarpM + lane % 16, lane / 16);
   }
   __device__ static __forceinline__ unsigned first_of_b(int warp, int lane) {
-    return Shape::kBlockM * kBlockK +
-           swizzled(warp / Shape::kWarpsM * kWarpN + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    return Shape::kBlockM * kBlockK + swizzled(warp / Shape::kWarpsM * kWarpN + lane % 8 + lane / 16 * 8, lane / 8 % 2);
   }
 };
 
@@ -193,6 +193,7 @@ __global__ void __launch_bounds__(qf::int8_gemm_tc::kThreads, 1)
 
   __syncthreads();  // every warp has read its last fragments: the stages become slabs
   int32_t* const s_slab = reinterpret_cast<int32_t*>(s_memory) + warp * kSlabWords;
-  const int warp_row = row0 + warp % Shape::kWarpsM * Shape::kWarpM, warp_column = column0 + warp / Shape::kWarpsM * kWarpN;
+  const int warp_row = row0 + warp % Shape::kWarpsM * Shape::kWarpM,
+            warp_column = column0 + warp / Shape::kWarpsM * kWarpN;
   store_out(p, grid.vector_out, warp_row, warp_column, sums, s_slab, lane);
 }

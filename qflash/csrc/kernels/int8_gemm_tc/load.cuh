@@ -1,5 +1,6 @@
-// How a tile of a or b gets into shared memory, rows of 128 bytes along k (gemm/swizzle.cuh). Three ways, one interface:
-// fetch(g, k0, s_tile) starts it, stash(s_tile) ends it; the copies of AsyncRows are complete once their group is.
+// How a tile of a or b gets into shared memory, rows of 128 bytes along k (gemm/swizzle.cuh). Three ways, one
+// interface: fetch(g, k0, s_tile) starts it, stash(s_tile) ends it; the copies of AsyncRows are complete once their
+// group is.
 #pragma once
 
 #include "gemm/bytes.cuh"
@@ -65,8 +66,9 @@ struct StagedRows {
   }
 };
 
-// Memory runs along n: a thread fetches patches of 4 k x 16 n and turns them round on the way. A warp's lanes are 8 words
-// of k x 4 patches along n: 64 neighbouring bytes of 8 rows in global memory, 32 different banks in shared memory.
+// Memory runs along n: a thread fetches patches of 4 k x 16 n and turns them round on the way. A warp's lanes are 8
+// words of k x 4 patches along n: 64 neighbouring bytes of 8 rows in global memory, 32 different banks in shared
+// memory.
 template <int kColumns>
 struct StagedColumns {
   static constexpr int kWarpsK = kBlockK / 32, kWarpsAcross = kThreads / 32 / kWarpsK;
@@ -77,7 +79,9 @@ struct StagedColumns {
   Bytes16 stage[kPatches][4];
   __device__ __forceinline__ StagedColumns(const ByteMatrix& matrix, int first) : x(matrix), column0(first) {}
 
-  __device__ static __forceinline__ unsigned group(unsigned thread) { return thread / 32 % kWarpsK * 8 + thread % 32 / 4; }
+  __device__ static __forceinline__ unsigned group(unsigned thread) {
+    return thread / 32 % kWarpsK * 8 + thread % 32 / 4;
+  }
   __device__ static __forceinline__ unsigned column(unsigned thread, unsigned patch) {
     return (thread / 32 / kWarpsK + patch * kWarpsAcross) * 64 + thread % 4 * 16;
   }
@@ -87,8 +91,7 @@ struct StagedColumns {
 #pragma unroll
     for (int i = 0; i < kPatches; ++i)
 #pragma unroll
-      for (int r = 0; r < 4; ++r)
-        stage[i][r] = load16(x, k0 + 4 * group(thread) + r, column0 + column(thread, i));
+      for (int r = 0; r < 4; ++r) stage[i][r] = load16(x, k0 + 4 * group(thread) + r, column0 + column(thread, i));
   }
   __device__ __forceinline__ void stash(char* s_tile) const {
     const unsigned thread = fresh_tid(), g = group(thread);
@@ -101,7 +104,8 @@ struct StagedColumns {
                      stage[i][3].word[four]);
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          *reinterpret_cast<uint32_t*>(s_tile + swizzled(column(thread, i) + 4 * four + j, g / 4) + g % 4 * 4) = word[j];
+          *reinterpret_cast<uint32_t*>(s_tile + swizzled(column(thread, i) + 4 * four + j, g / 4) + g % 4 * 4) =
+              word[j];
       }
   }
 };

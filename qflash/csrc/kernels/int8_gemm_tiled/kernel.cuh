@@ -39,7 +39,8 @@ using namespace qf::gemm;
 // Where word (group, row) of a tile lies: rows in order, but for two exclusive ors that keep fours together.
 //   8 (group / 4 % 4): a warp stashes word j of 8 rows x 4 chunks, that is of groups 4c + j. Without it the four chunks
 //     meet in the same 8 banks; with it chunk c lies 8c banks further and the 32 words fill the 32 banks.
-//   4 (row / 32 % 4): eight lanes stash four words each, 16 rows apart (ColumnsTile). Without it they meet in two of the
+//   4 (row / 32 % 4): eight lanes stash four words each, 16 rows apart (ColumnsTile). Without it they meet in two of
+//   the
 //     eight groups of four banks; with it they fill all eight.
 // Readers take four rows from 4x, x = 0..7 of an aligned 32: those move together or trade places within the 32.
 __device__ __forceinline__ unsigned place(unsigned group, unsigned row) {
@@ -135,7 +136,8 @@ __device__ __forceinline__ void store_out(const QfInt8MatmulParams& p, bool vect
 
 template <class BTile>
 __global__ void __launch_bounds__(qf::int8_gemm_tiled::kThreads, qf::int8_gemm_tiled::kMinBlocks)
-    qf_int8_gemm_tiled_kernel(const __grid_constant__ QfInt8MatmulParams p, const __grid_constant__ qf::gemm::Grid grid) {
+    qf_int8_gemm_tiled_kernel(const __grid_constant__ QfInt8MatmulParams p,
+                              const __grid_constant__ qf::gemm::Grid grid) {
   using namespace qf;
   using namespace qf::int8_gemm_tiled;
   extern __shared__ float4 s_memory[];
