@@ -84,6 +84,29 @@ KERNELS: tuple[Kernel, ...] = (
         page="reductions",
         dtypes=("float32",),
     ),
+    Kernel(
+        name="cpu_int8_matmul",
+        device="cpu",
+        summary="INT8 product on all cores: AMX tiles, VNNI or pairs of int16, whichever the machine has",
+        op="int8_matmul",
+        dtypes=(*DTYPES, "int32"),
+    ),
+    Kernel(
+        name="int8_gemm_tc",
+        device="cuda",
+        summary="INT8 product on tensor cores: mma.sync, swizzled tiles, asynchronous copies",
+        op="int8_matmul",
+        dtypes=(*DTYPES, "int32"),
+        min_arch=75,
+    ),
+    Kernel(
+        name="int8_gemm_tiled",
+        device="cuda",
+        summary="INT8 product on CUDA cores: tiles in shared memory, four products an instruction (dp4a)",
+        op="int8_matmul",
+        dtypes=(*DTYPES, "int32"),
+        min_arch=75,
+    ),
 )
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -26,11 +27,14 @@ from qflash.problem import Array, Options, check
 
 CUDA_ROWS = [row for row in dispatch.KERNELS if row.device == "cuda"]
 ATTENTION = [row.name for row in dispatch.kernels_of("attention", "cuda")]
+GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
 # The instruction each kernel exists for, and how many of it the least there must be.
 INSTRUCTION = {
     "fa": ("FFMA", 256),
     "fa_mma": ("HMMA", 128),
     "fa_warps": ("FFMA", 256),
+    "int8_gemm_tc": ("IMMA", 256),
+    "int8_gemm_tiled": ("IDP", 512),
     "unfused": ("FFMA", 256),
 }
 
@@ -119,7 +123,7 @@ def smallest_unit(kernel: str) -> Unit:
 
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
-@pytest.mark.parametrize("kernel", ATTENTION)
+@pytest.mark.parametrize("kernel", [*ATTENTION, *GEMM])
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
     entry = compiled(smallest_unit(kernel))
     command = [cuobjdump(), "-sass", str(entry / LIBRARY)]
@@ -159,6 +163,38 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
         return
     with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
         call(4096, 4096, 4096, 4096, *[0] * 8, 4096, 0, 0)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", GEMM)
+def test_a_gemm_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
+    """As above; and what the checks in front of a launch refuse, which dispatch should never let through."""
+    library = ctypes.CDLL(str(compiled(smallest_unit(kernel)) / LIBRARY))
+    text = library.qf_status_text
+    text.restype = ctypes.c_char_p
+    assert text(0) == b"success"
+    assert f"kernel '{kernel}'".encode() in text(100001) and b"131071" in text(100001) and b"35" in text(35)
+    assert getattr(library, f"qf_{kernel}")((ctypes.c_int32 * 512)(12345), None) == 100003
+
+    def launch(**fields: int) -> None:
+        size, layout = _native.op_layouts["QfInt8MatmulParams"]
+        packed = bytearray(size)
+        words = {"m": 16, "n": 16, "k": 16, "a_stride_m": 16, "b_stride_k": 16, "b_stride_n": 1, "out_stride_m": 16}
+        for name, value in {"struct_bytes": size, **words, **fields}.items():
+            struct.pack_into(layout[name][1], packed, layout[name][0], value)
+        symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
+        addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
+        call = _native.OpCall("QfInt8MatmulParams", bytes(packed), ["a", "b", "out"], *addresses)
+        assert call.workspace_bytes == 0
+        call(4096, 4096, 4096, 0, 0, 0)
+
+    for refused in ({"k": 131072}, {"m": -1}, {"n": 2**31 - 1}, {"out_dtype": 3}, {"b_stride_n": 2}):
+        with pytest.raises(KernelError, match=f"kernel '{kernel}' was built for another out_dtype, or k is past"):
+            launch(**refused)
+    launch(m=0), launch(n=0)
+    if not driver_present():
+        with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
+            launch()
 
 
 def driver_present() -> bool:
