@@ -62,7 +62,7 @@ PROBLEMS = {
 
 
 class Arrays:
-    """A problem's operands on a device: uniform integers over all of int8, never zeros, and scales of a linear layer."""
+    """A problem's operands on a device: integers drawn from all of int8, and scales like those of a linear layer."""
 
     def __init__(self, problem: Problem, device: str):
         import torch
@@ -90,12 +90,15 @@ def candidates(device: str) -> Iterator[tuple[str, str | None, str, Callable[[Ar
     """(name, qflash kernel, type of out, call)."""
     import torch
 
-    for kernel in (row.name for row in kernels_of("int8_matmul", device)):
-        yield f"qflash {kernel}", kernel, "int32", lambda x, name=kernel: qflash.int8_matmul(x.a, x.b, kernel=name)
-        yield (
-            f"qflash {kernel}, scaled", kernel, "bfloat16",
-            lambda x, name=kernel: qflash.int8_matmul(x.a, x.b, x.a_scale, x.b_scale, x.bias, torch.bfloat16, kernel=name),
-        )  # fmt: skip
+    def ours(kernel: str) -> Callable[[Arrays], Any]:
+        return lambda x: qflash.int8_matmul(x.a, x.b, kernel=kernel)
+
+    def scaled(kernel: str) -> Callable[[Arrays], Any]:
+        return lambda x: qflash.int8_matmul(x.a, x.b, x.a_scale, x.b_scale, x.bias, torch.bfloat16, kernel=kernel)
+
+    for row in kernels_of("int8_matmul", device):
+        yield f"qflash {row.name}", row.name, "int32", ours(row.name)
+        yield f"qflash {row.name}, scaled", row.name, "bfloat16", scaled(row.name)
     yield "torch._int_mm", None, "int32", lambda x: torch._int_mm(x.a, x.b)
     yield "torch bf16", None, "bfloat16", lambda x: torch.matmul(x.a16, x.b16)
 

@@ -1,5 +1,5 @@
-"""qflash.int8_matmul: int32 sums equal NumPy's; scaled results are off by the float32 arithmetic of the epilogue and the
-final rounding, and are the same bits on the CPU and on every GPU kernel."""
+"""qflash.int8_matmul: int32 sums equal NumPy's; scaled results are off by the float32 arithmetic of the epilogue and
+the final rounding, and are the same bits on the CPU and on every GPU kernel."""
 
 from __future__ import annotations
 
