@@ -33,10 +33,18 @@ struct Work {
   int part, h, b, row_tile;
 
   __device__ __forceinline__ Work(const QfAttnParams& p, const Grid& grid) {
-    int64_t item = grid.first + blockIdx.x;
-    part = item % grid.parts, item /= grid.parts;
-    h = item % p.q_heads, item /= p.q_heads;
-    b = item % grid.batch, item /= grid.batch;
+    if (grid.items <= 0x7fffffff)  // nearly always; divisions of 64 bits take a hundred instructions each
+      split(uint32_t(blockIdx.x), p, grid);
+    else
+      split(uint64_t(grid.first + blockIdx.x), p, grid);
+  }
+
+ private:
+  template <class Item>
+  __device__ __forceinline__ void split(Item item, const QfAttnParams& p, const Grid& grid) {
+    part = int(item % Item(grid.parts)), item /= Item(grid.parts);
+    h = int(item % Item(p.q_heads)), item /= Item(p.q_heads);
+    b = int(item % Item(grid.batch)), item /= Item(grid.batch);
     row_tile = grid.row_tiles - 1 - int(item);
   }
 };

@@ -50,25 +50,23 @@ __device__ inline void clear_nonfinite(char* s_tile) {
   }
 }
 
-// O += v of every key of the tile whose v is not finite, for the rows that see it. `mask` counts keys from key0;
-// O[i][j][2 h + e] is row 2 i + h of the lane, channel 8 j + column + e.
-template <class Element, int kMTiles, int kOTiles>
-__device__ inline void add_nonfinite(float (&O)[kMTiles][kOTiles][4], const HeadRows<Element>& v, int key0, int keys,
-                                     int column, const TileMask<8>& mask) {
-#pragma unroll 1
-  for (int key = 0; key < keys && key0 + key < v.length; ++key) {
-    const Element* g_row = v.row(key0 + key);
-#pragma unroll
-    for (int j = 0; j < kOTiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int d = 8 * j + column + e;
-        const float x = d < v.head_dim ? to_float(g_row[d]) : 0.0f;
-        if (x * 0.0f == 0.0f) continue;
-#pragma unroll
-        for (int r = 0; r < 2 * kMTiles; ++r)
-          if (mask(r, key)) O[r / 2][j][r % 2 * 2 + e] += x;
+// The finished rows of a warp, in shared memory (kChunks chunks a row, swizzled), each plus every v that is not finite
+// of the keys key0 .. key0 + keys - 1 it sees. row0: the first row in its sequence.
+template <int kChunks, class Element>
+__device__ inline void add_nonfinite(char* s_rows, int row0, int rows, const HeadRows<Element>& v, int key0, int keys,
+                                     const Mask& mask, int lane) {
+  for (int key = key0; key < min(key0 + keys, v.length); ++key) {
+    for (int d = lane; d < v.head_dim; d += 32) {
+      const float x = to_float(v.row(key)[d]);
+      if (x * 0.0f == 0.0f) continue;
+      for (int row = 0; row < rows; ++row) {
+        const KeyRange seen = mask.visible(row0 + row);
+        if (key < seen.begin || key >= seen.end) continue;
+        const int offset = Swizzle<kChunks>::offset(row, d / kPerChunk) + d % kPerChunk * int(sizeof(Element));
+        Element& o = *reinterpret_cast<Element*>(s_rows + offset);
+        from_float(to_float(o) + x, o);
       }
+    }
   }
 }
 

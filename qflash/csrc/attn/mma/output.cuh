@@ -31,24 +31,27 @@ __device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], con
   }
 }
 
-// The warp's rows into s_rows (kChunks chunks a row, swizzled), then to g_out (row 0 of the warp). rows_left: how many
-// of them exist. s_rows was last read by this warp alone.
-template <class Tensor, class Element, int kChunks, int kMTiles>
-__device__ __forceinline__ void store_rows(const float (&O)[kMTiles][kChunks][4], char* s_rows, Element* g_out,
-                                           int64_t stride_t, int rows_left, int head_dim, bool aligned, int lane) {
-  const int g = lane / 4, t = lane % 4;
+// The warp's rows, rounded, into s_rows (kChunks chunks a row, swizzled), which only this warp uses.
+template <class Tensor, int kChunks, int kMTiles>
+__device__ __forceinline__ void round_rows(const float (&O)[kMTiles][kChunks][4], char* s_rows, int lane) {
   __syncwarp();  // the warp is done reading what s_rows held
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r)
 #pragma unroll
     for (int j = 0; j < kChunks; ++j)
-      *reinterpret_cast<uint32_t*>(s_rows + Swizzle<kChunks>::offset(8 * r + g, j) + 4 * t) =
+      *reinterpret_cast<uint32_t*>(s_rows + Swizzle<kChunks>::offset(8 * r + lane / 4, j) + lane % 4 * 4) =
           Tensor::pair(O[r / 2][j][r % 2 * 2], O[r / 2][j][r % 2 * 2 + 1]);
   __syncwarp();  // other lanes read what this one wrote
+}
+
+// From there to g_out (row 0 of the warp), the first `rows` of them.
+template <int kChunks, class Element>
+__device__ __forceinline__ void store_rows(const char* s_rows, Element* g_out, int64_t stride_t, int rows, int head_dim,
+                                           bool aligned, int lane) {
 #pragma unroll 4
-  for (int i = lane; i < 16 * kMTiles * kChunks; i += 32) {
+  for (int i = lane; i < rows * kChunks; i += 32) {
     const int row = i / kChunks, chunk = i % kChunks;
-    if (row >= rows_left || chunk * kPerChunk >= head_dim) continue;
+    if (chunk * kPerChunk >= head_dim) continue;
     const uint4 x = *reinterpret_cast<const uint4*>(s_rows + Swizzle<kChunks>::offset(row, chunk));
     Element* const g_chunk = g_out + row * stride_t + chunk * kPerChunk;
     if (aligned) {

@@ -20,31 +20,37 @@ __device__ __forceinline__ float sum_of_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// A score and what comes before the exponential: base-2 score = factor * s, after `soften` where it is not plain.
+// From q.k to base-2 scores. Nearly always that is one factor, applied in the exponential; scores that need more
+// (softcap, or a scale that is not positive, which neither maxima nor masked scores of -inf survive) are computed
+// beforehand.
 struct ScoreScale {
-  float factor, scale, softcap;
-  bool plain;  // factor > 0 and no softcap: masked scores of -inf and maxima survive the factor
+  float factor;  // that the exponential applies
+  bool plain;
 
-  __device__ __forceinline__ ScoreScale(float scale_, float softcap_)
-      : factor(scale_ * kLog2e), scale(scale_), softcap(softcap_), plain(softcap_ == 0.0f && scale_ > 0.0f) {
+  __device__ __forceinline__ ScoreScale(float scale, float softcap)
+      : factor(scale * kLog2e), plain(softcap == 0.0f && scale > 0.0f) {
     if (!plain) factor = 1.0f;
-  }
-  __device__ __forceinline__ float soften(float s) const {
-    if (softcap == 0.0f) return s * scale * kLog2e;
-    // tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7 absolutely: enough for scores, and a tenth of tanhf's code.
-    const float e = ex2(s * (2.0f * kLog2e * scale / softcap));
-    return softcap * kLog2e * (1.0f - __fdividef(2.0f, 1.0f + e));
   }
 };
 
+// Four scores at a time with a branch between them: left to itself the compiler would compute all of them side by side
+// and run out of registers.
 template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void soften_scores(float (&S)[kMTiles][kNTiles][4], const ScoreScale& scale) {
+__device__ __forceinline__ void scale_scores(float (&S)[kMTiles][kNTiles][4], float scale, float softcap) {
+  const float inner = 2.0f * kLog2e * scale / softcap, outer = softcap * kLog2e;
 #pragma unroll
   for (int i = 0; i < kMTiles; ++i)
 #pragma unroll
-    for (int j = 0; j < kNTiles; ++j)
+    for (int j = 0; j < kNTiles; ++j) {
+      float (&s)[4] = S[i][j];
+      if (softcap == 0.0f) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) S[i][j][e] = scale.soften(S[i][j][e]);
+        for (int e = 0; e < 4; ++e) s[e] *= scale * kLog2e;
+      } else {  // tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7 absolutely: enough for scores, and a tenth of tanhf's code
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[e] = outer - __fdividef(2.0f * outer, 1.0f + ex2(s[e] * inner));
+      }
+    }
 }
 
 // Blank out what rows do not see. column(j, e): key of S[.][j][2 h + e], counted from where `mask` counts.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attn/mask.cuh"
+#include "attn/schedule.cuh"
 #include "attn/sequence.cuh"
 #include "ptx/tid.cuh"
 
@@ -12,14 +13,18 @@ template <int kWarps, int kWarpRows>
 struct BlockState {
   Sequence seq;
   Mask mask;
+  int b, h;                                       // of the batch, of q's heads
+  bool spoiled;                                   // V of some tile was cleared of NaN and infinity
+  const void *k, *v;                              // row 0, channel 0 of the sequence's K and V in its head
   int block_row;                                  // first row of the block
   KeyRange block_keys, block_full;                // keys seen by some row of the block, by every row
   KeyRange warp_keys[kWarps], warp_full[kWarps];  // the same for each warp
 
-  // Collective. The caller's next barrier makes it visible.
-  __device__ __forceinline__ void fill(const QfAttnParams& p, const Sequence& sequence, int first_row) {
+  // Collective. The caller's next barrier makes it visible. k_head, v_head: row 0 of the sequence's K and V.
+  __device__ __forceinline__ void fill(const QfAttnParams& p, const Work& work, const Sequence& sequence,
+                                       const void* k_head, const void* v_head) {
     const Mask m = {p.window_left, p.window_right, sequence.len_q, sequence.len_k};
-    const int thread = threadIdx.x;
+    const int thread = threadIdx.x, first_row = work.row_tile * (kWarps * kWarpRows);
     const auto last = [&](int first, int rows) { return min(first + rows, sequence.len_q) - 1; };
     if (thread < kWarps) {
       const int row = first_row + thread * kWarpRows;
@@ -30,22 +35,27 @@ struct BlockState {
     if (thread == 0) {
       seq = sequence;
       mask = m;
+      b = work.b;
+      h = work.h;
+      spoiled = false;
       block_row = first_row;
+      k = k_head;
+      v = v_head;
       block_keys = m.seen_by_any(first_row, last(first_row, kWarps * kWarpRows));
       block_full = m.seen_by_all(first_row, last(first_row, kWarps * kWarpRows));
     }
   }
 
-  // Does some row of the block see only a part of the existing keys key0 .. key0 + keys - 1?
-  __device__ __forceinline__ bool cut(int key0, int keys) const {
-    return key0 < block_full.begin || min(key0 + keys, mask.len_k) > block_full.end;
+  // Does every row of the block see every one of the keys key0 .. key0 + keys - 1?
+  __device__ __forceinline__ bool whole_for_block(int key0, int keys) const {
+    return key0 >= block_full.begin && key0 + keys <= block_full.end;
   }
   // Does no row of this warp see them; does every row see every one?
   __device__ __forceinline__ bool idle(int key0, int keys) const {
     const KeyRange seen = warp_keys[fresh_tid() / 32];
     return key0 >= seen.end || key0 + keys <= seen.begin;
   }
-  __device__ __forceinline__ bool whole(int key0, int keys) const {
+  __device__ __forceinline__ bool whole_for_warp(int key0, int keys) const {
     const KeyRange full = warp_full[fresh_tid() / 32];
     return key0 >= full.begin && key0 + keys <= full.end;
   }

@@ -11,37 +11,49 @@ namespace qf {
 
 constexpr int kPerChunk = 8;  // 16-bit elements in 16 bytes
 
-// How the threads of a block share a tile: neighbouring threads take neighbouring chunks of a row. Where whole rows, a
-// multiple of the swizzle's period, fall to the block at a time, a thread keeps its column and its place in the
-// pattern, and all its chunks lie at one offset plus constants.
+// How the threads of a block share a tile: kAcross neighbouring threads take neighbouring chunks of a row, up to 128
+// bytes of it, and the block takes kStep rows at once. kStep is a multiple of the swizzle's period and kAcross of its
+// width, so all chunks of a thread lie at one offset plus constants: copy i is row step i / kColumns, column step i %
+// kColumns.
 template <int kTileRows, int kRowChunks, int kThreads>
 struct ChunkWalk {
-  static constexpr int kChunks = kRowChunks;
-  static constexpr int kCopies = kTileRows * kRowChunks / kThreads;
-  static_assert(kCopies * kThreads == kTileRows * kRowChunks, "the walk must come out even");
-  static constexpr int kStep = kThreads / kRowChunks;  // rows that the block copies at once
-  static constexpr bool kRegular = kThreads % kRowChunks == 0 && kStep % 8 == 0;
+  static constexpr int kAcross = kRowChunks % 8 == 0 ? 8 : kRowChunks % 4 == 0 ? 4 : 2;
+  static constexpr int kStep = kThreads / kAcross;
+  static constexpr int kColumns = kRowChunks / kAcross, kRowSteps = kTileRows / kStep;
+  static constexpr int kCopies = kColumns * kRowSteps;
+  static_assert(kStep % 8 == 0 && kRowSteps * kStep == kTileRows, "the walk must come out even");
 
-  __device__ static __forceinline__ int row(int i) {
-    return kRegular ? fresh_tid() / kRowChunks + i * kStep : (fresh_tid() + i * kThreads) / kRowChunks;
+  __device__ static __forceinline__ int first_row() { return fresh_tid() / kAcross; }
+  __device__ static __forceinline__ int first_chunk() { return fresh_tid() % kAcross; }
+  __device__ static __forceinline__ int row(int i) { return first_row() + i / kColumns * kStep; }
+  __device__ static __forceinline__ int chunk(int i) { return first_chunk() + i % kColumns * kAcross; }
+  // Byte offset in the tile of this thread's first chunk, and from there to its i-th.
+  __device__ static __forceinline__ int first_offset() {
+    return Swizzle<kRowChunks>::offset(first_row(), first_chunk());
   }
-  __device__ static __forceinline__ int chunk(int i) {
-    return kRegular ? fresh_tid() % kRowChunks : (fresh_tid() + i * kThreads) % kRowChunks;
+  static constexpr __device__ __forceinline__ int shift(int i) {
+    return i / kColumns * (kStep * kRowChunks * 16) + i % kColumns * (kAcross * 16);
   }
-  // Byte offset in the tile of this thread's i-th chunk.
-  __device__ static __forceinline__ int offset(int i) {
-    return kRegular ? Swizzle<kRowChunks>::offset(row(0), chunk(0)) + i * kStep * 16 * kRowChunks
-                    : Swizzle<kRowChunks>::offset(row(i), chunk(i));
-  }
+  __device__ static __forceinline__ int offset(int i) { return first_offset() + shift(i); }
 };
 
-// s_tile <- rows row0 ..; zeros past the last row and the last channel. Every row starts at a multiple of 16 bytes.
+// s_tile <- rows row0 .. of the head at g_head, asynchronously; zeros from row `length` and channel `head_dim` on.
+// Every row starts at a multiple of 16 bytes.
 template <class Walk, class Element>
-__device__ __forceinline__ void copy_async(char* s_tile, const HeadRows<Element>& x, int row0) {
+__device__ __forceinline__ void copy_async(char* s_tile, const Element* g_head, int64_t stride_t, int row0, int length,
+                                           int head_dim) {
+  const int first_row = row0 + Walk::first_row(), first_channel = Walk::first_chunk() * kPerChunk;
+  const Element* const g_first = g_head + first_row * stride_t + first_channel;
+  char* const s_first = s_tile + Walk::first_offset();
 #pragma unroll
-  for (int i = 0; i < Walk::kCopies; ++i) {
-    const int row = row0 + Walk::row(i), d = Walk::chunk(i) * kPerChunk;
-    cp_async_16(s_tile + Walk::offset(i), x.row(row) + d, row < x.length && d < x.head_dim);
+  for (int r = 0; r < Walk::kRowSteps; ++r) {
+    const Element* const g_row = g_first + r * (Walk::kStep * stride_t);
+#pragma unroll
+    for (int c = 0; c < Walk::kColumns; ++c) {
+      constexpr int kChannels = Walk::kAcross * kPerChunk;
+      const bool valid = first_row + r * Walk::kStep < length && first_channel + c * kChannels < head_dim;
+      cp_async_16(s_first + Walk::shift(r * Walk::kColumns + c), g_row + c * kChannels, valid);
+    }
   }
 }
 
@@ -61,7 +73,7 @@ __device__ __forceinline__ uint4 pack8(const float4& low, const float4& high) {
 template <class Walk, class Element>
 __device__ __forceinline__ void copy_through_registers(char* s_tile, const HeadRows<Element>& x, int row0,
                                                        bool aligned) {
-  constexpr int kAtOnce = Walk::kCopies % 4 == 0 ? 4 : Walk::kCopies % 3 == 0 ? 3 : Walk::kCopies % 2 == 0 ? 2 : 1;
+  constexpr int kAtOnce = Walk::kCopies % 2 == 0 ? 2 : 1;
 #pragma unroll 1
   for (int first = 0; first < Walk::kCopies; first += kAtOnce) {
     uint4 raw[kAtOnce];

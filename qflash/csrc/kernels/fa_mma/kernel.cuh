@@ -36,22 +36,23 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   char* const s_kv = s_q + kQBytes;  // kStages pairs of tiles, K then V
   State& s_state = *reinterpret_cast<State*>(s_kv + 2 * kStages * kTileBytes);
 
-  const Work work(p, grid);
-  const int b = work.b, h = work.h, kv_head = h / (p.q_heads / p.kv_heads);
   {
-    const Sequence seq = read_sequence(p, b);
-    fill_unserved_rows<Element>(p, seq, b, h, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
-    const int block_row = work.row_tile * kBlockM;
-    if (!seq.good || block_row >= seq.len_q) return;
-    s_state.fill(p, seq, block_row);
+    const Work work(p, grid);
+    const Sequence seq = read_sequence(p, work.b);
+    fill_unserved_rows<Element>(p, seq, work.b, work.h, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
+    if (!seq.good || work.row_tile * kBlockM >= seq.len_q) return;
+    const int kv_head = work.h / (p.q_heads / p.kv_heads);
+    const HeadRows<Element> k(p.k, work.b, seq.k0, kv_head, 0, 0, false), v(p.v, work.b, seq.k0, kv_head, 0, 0, false);
+    s_state.fill(p, work, seq, k.g_head, v.g_head);
   }
   __syncthreads();  // the state is in place
   const Sequence& seq = s_state.seq;
+  const int& b = s_state.b;
 
   const auto load_q = [&] {
-    const HeadRows<Element> q(p.q, b, seq.q0, h, seq.len_q, p.head_dim, grid.vector.q);
+    const HeadRows<Element> q(p.q, b, seq.q0, s_state.h, seq.len_q, p.head_dim, grid.vector.q);
     if constexpr (kAsync) {
-      copy_async<QWalk>(s_q, q, s_state.block_row);
+      copy_async<QWalk>(s_q, q.g_head, q.stride_t, s_state.block_row, seq.len_q, p.head_dim);
     } else if (p.rope.cos) {
       copy_rotated<QWalk>(s_q, q, s_state.block_row, p.rope, grid.vector.rope,
                           [&](int i) { return position_q(p.rope, b, seq.q0, i, seq.len_q, seq.len_k); });
@@ -60,15 +61,16 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     }
   };
   const auto rows_of = [&](const QfTensor& x, bool vector) {  // of K or V
-    return HeadRows<Element>(x, b, seq.k0, kv_head, seq.len_k, p.head_dim, vector);
+    return HeadRows<Element>(x, b, seq.k0, s_state.h / (p.q_heads / p.kv_heads), seq.len_k, p.head_dim, vector);
   };
   const auto load_kv = [&](char* s_tiles, int key0) {
-    const HeadRows<Element> k = rows_of(p.k, grid.vector.k), v = rows_of(p.v, grid.vector.v);
     if constexpr (kAsync) {
-      copy_async<KVWalk>(s_tiles, k, key0);
-      copy_async<KVWalk>(s_tiles + kTileBytes, v, key0);
+      copy_async<KVWalk>(s_tiles, static_cast<const Element*>(s_state.k), p.k.stride_t, key0, seq.len_k, p.head_dim);
+      copy_async<KVWalk>(s_tiles + kTileBytes, static_cast<const Element*>(s_state.v), p.v.stride_t, key0, seq.len_k,
+                         p.head_dim);
       cp_async_commit();
     } else {
+      const HeadRows<Element> k = rows_of(p.k, grid.vector.k), v = rows_of(p.v, grid.vector.v);
       if (p.rope.cos)
         copy_rotated<KVWalk>(s_tiles, k, key0, p.rope, grid.vector.rope,
                              [&](int j) { return position_k(p.rope, b, seq.k0, j); });
@@ -83,12 +85,13 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   RowStatistics<2 * kMTiles> rows;
   const ScoreScale scale(p.scale, p.softcap);
 
-  int key0 = s_state.block_keys.begin / kBlockN * kBlockN;
+  const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
   if (s_state.block_keys.begin < s_state.block_keys.end) {
     load_q();
-    if (kStages > 1) load_kv(s_kv, key0);
+    if (kStages > 1) load_kv(s_kv, first_key());
   }
-  for (int stage = 0; key0 < s_state.block_keys.end; key0 += kBlockN) {
+  int stage = 0;
+  for (int key0 = first_key(); key0 < s_state.block_keys.end; key0 += kBlockN) {
     char* const s_k = s_kv + stage * 2 * kTileBytes;
     char* const s_v = s_k + kTileBytes;
     if (kStages == 1) {
@@ -98,8 +101,14 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     if constexpr (kAsync) cp_async_wait<0>();  // this tile's copies, and the first time q's
     // The barrier makes the tile visible to all, and says that nobody reads the other stage any more. Where rows see
     // the tile only in part, it also tells whether V holds something that zero weights would not blank out.
-    const bool nonfinite = __syncthreads_or(s_state.cut(key0, kBlockN) && own_chunks_nonfinite<Element, KVWalk>(s_v));
+    const bool whole = s_state.whole_for_block(key0, kBlockN);
+    bool nonfinite = false;
+    if (whole)
+      __syncthreads();
+    else
+      nonfinite = __syncthreads_or(own_chunks_nonfinite<Element, KVWalk>(s_v));
     if (nonfinite) {
+      s_state.spoiled = true;
       clear_nonfinite<Element, KVWalk>(s_v);
       __syncthreads();  // the zeros are in place
     }
@@ -107,26 +116,32 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
       stage ^= 1;
       if (key0 + kBlockN < s_state.block_keys.end) load_kv(s_kv + stage * 2 * kTileBytes, key0 + kBlockN);
     }
-    if (s_state.idle(key0, kBlockN)) continue;
+    if (!whole && s_state.idle(key0, kBlockN)) continue;
 
     float S[kMTiles][kNTiles][4] = {};
     qk_mma<Tensor, kChunks>(S, s_q_of_warp(), s_k, fresh_tid() % 32);
-    if (!scale.plain) soften_scores(S, scale);
-    if (!s_state.whole(key0, kBlockN))
+    if (!scale.plain) scale_scores(S, p.scale, p.softcap);
+    if (!whole && !s_state.whole_for_warp(key0, kBlockN))
       mask_scores(S, TileMask<8>(s_state.mask, s_state.row0(), key0 + State::column()),
                   [](int j, int e) { return 8 * j + e; });
     online_softmax(S, scale.factor, rows, O);
     pv_mma<Tensor, kChunks>(O, S, s_v, fresh_tid() % 32);
-    if (nonfinite)
-      add_nonfinite(O, rows_of(p.v, false), key0, kBlockN, State::column(),
-                    TileMask<8>(s_state.mask, s_state.row0(), key0));
   }
 
   const int lane = threadIdx.x % 32, warp_row = s_state.block_row + threadIdx.x / 32 * kWarpRows;
-  if (warp_row >= seq.len_q) return;
-  float* const g_lse = p.lse ? p.lse + b * p.lse_stride_b + h * p.lse_stride_h + seq.q0 : nullptr;
+  const int rows_here = min(kWarpRows, seq.len_q - warp_row);
+  if (rows_here <= 0) return;
+  float* const g_lse = p.lse ? p.lse + b * p.lse_stride_b + s_state.h * p.lse_stride_h + seq.q0 : nullptr;
   finish_rows(O, rows, s_state.mask, s_state.row0(), g_lse, lane % 4 == 0);
-  Element* const g_out = static_cast<Element*>(p.out.data) + b * p.out.stride_b + h * p.out.stride_h +
+  char* const s_out = s_q_of_warp();
+  round_rows<Tensor>(O, s_out, lane);
+  if (s_state.spoiled) {
+    for (int key = first_key(); key < s_state.block_keys.end; key += kBlockN)
+      if (!s_state.whole_for_block(key, kBlockN))
+        add_nonfinite<kChunks>(s_out, warp_row, rows_here, rows_of(p.v, false), key, kBlockN, s_state.mask, lane);
+    __syncwarp();  // other lanes read what this one wrote
+  }
+  Element* const g_out = static_cast<Element*>(p.out.data) + b * p.out.stride_b + s_state.h * p.out.stride_h +
                          (seq.q0 + warp_row) * p.out.stride_t;
-  store_rows<Tensor>(O, s_q_of_warp(), g_out, p.out.stride_t, seq.len_q - warp_row, p.head_dim, aligned.out, lane);
+  store_rows<kChunks>(s_out, g_out, p.out.stride_t, rows_here, p.head_dim, aligned.out, lane);
 }
