@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(qf::int8_gemm_tc::kThreads, 1)
   Sums<Shape> sums = {};
   Fragments<Shape> fragments[kAhead ? 2 : 1];
   int now = 0, next = 1, last = kStages - 1;  // stages of this step, of the next, and the one to be filled
-  if constexpr (kAhead) fragments[0].load(stage(0), 0, s_a, s_b);
+  if constexpr (kAhead)
+    if (steps > 0) fragments[0].load(stage(0), 0, s_a, s_b);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const int coming = step + kStages - 1;
@@ -180,7 +181,8 @@ __global__ void __launch_bounds__(qf::int8_gemm_tc::kThreads, 1)
         arrive();
       }
       if constexpr (kAhead)
-        fragments[(quarter + 1) % 2].load(stage(ends ? next : now), (quarter + 1) % kQuarters, s_a, s_b);
+        if (!ends || step + 1 < steps)
+          fragments[(quarter + 1) % 2].load(stage(ends ? next : now), (quarter + 1) % kQuarters, s_a, s_b);
       if (quarter == 0) {
         fetch(coming, stage(last));
         commit();
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(qf::int8_gemm_tc::kThreads, 1)
     next = next + 1 == kStages ? 0 : next + 1;
   }
 
-  __syncthreads();  // every warp has read its last fragments: the stages become slabs
+  // No barrier: before the last step's, every warp had read its last fragments. The stages become slabs.
   int32_t* const s_slab = reinterpret_cast<int32_t*>(s_memory) + warp * kSlabWords;
   const int warp_row = row0 + warp % Shape::kWarpsM * Shape::kWarpM,
             warp_column = column0 + warp / Shape::kWarpsM * kWarpN;
