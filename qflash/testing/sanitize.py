@@ -6,6 +6,7 @@ compute-sanitizer --tool memcheck python -m qflash.testing.sanitize
 from __future__ import annotations
 
 from qflash import api, dispatch
+from qflash.ops.matmul import int8_matmul
 from qflash.testing.cases import BY_NAME
 from qflash.testing.runner import run_case
 
@@ -34,6 +35,28 @@ def main() -> None:
         if not out.isnan().all():
             raise SystemExit(f"{kernel}: a length past the keys must give NaN, and did not")
     print(f"ran {len(NAMES) + 2} problems on {', '.join(kernels)}")
+    for kernel in (row.name for row in dispatch.kernels_of("int8_matmul", "cuda")):
+        print(f"ran {_products(kernel)} products on {kernel}")
+
+
+def _products(kernel: str) -> int:
+    """Every way operands get into shared memory, tails on every side, both tile sizes, vector and single stores."""
+    import torch
+
+    count = 0
+    for m, n, k in ((130, 144, 400), (37, 75, 333), (2176, 2048, 256), (1, 1, 0)):
+        for along_k in (True, False):
+            for offset in (0, 1):
+                a, b = (torch.randint(-128, 128, size, device="cuda", dtype=torch.int8) for size in
+                        ((m * k + 1,), (n * k + 1,)))  # fmt: skip
+                a = a[offset : offset + m * k].view(m, k)
+                b = b[offset : offset + n * k]
+                b = b.view(n, k).T if along_k else b.view(k, n)
+                sums = int8_matmul(a, b, kernel=kernel)
+                if not torch.equal(sums.double(), a.double() @ b.double()):
+                    raise SystemExit(f"{kernel}: wrong sums at {m} x {n} x {k}, b along {'k' if along_k else 'n'}")
+                count += 1
+    return count
 
 
 if __name__ == "__main__":
