@@ -63,6 +63,15 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
     ),
     Kernel(
+        name="fa_tc",
+        device="cuda",
+        summary="FlashAttention on tensor cores through WMMA: scores and weights pass through shared memory",
+        dtypes=("float16", "bfloat16"),
+        min_arch=75,
+        automatic=False,
+        also=_sixteen_bit_tensor_cores,
+    ),
+    Kernel(
         name="fa_warps",
         device="cuda",
         summary="fa with whole K and V tiles copied asynchronously: warps meet only where a tile changes hands",

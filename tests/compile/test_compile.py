@@ -32,6 +32,7 @@ GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
 INSTRUCTION = {
     "fa": ("FFMA", 256),
     "fa_mma": ("HMMA", 128),
+    "fa_tc": ("HMMA", 32),
     "fa_warps": ("FFMA", 256),
     "int8_gemm_tc": ("IMMA", 256),
     "int8_gemm_tiled": ("IDP", 512),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 
 from qflash import _native
 from qflash.backends import cuda
+from qflash.dispatch import BY_NAME as BY_KERNEL
 from qflash.frontends.numpy import describe
 from qflash.problem import Options, RopeArrays, check, check_packed
 from qflash.rope import Rope
@@ -29,7 +31,18 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on t
 
 HERE = Path(__file__).parent / "emulator"
 CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
-KERNELS = ("fa", "fa_warps", "unfused")
+KERNELS = ("fa", "fa_warps", "fa_tc", "unfused")
+
+
+def dtype_of(kernel: str) -> str:
+    """The first dtype that a kernel takes."""
+    return BY_KERNEL[kernel].dtypes[0]
+
+
+def suited(case: Case, kernel: str) -> Case:
+    """The case, in a dtype that the kernel takes."""
+    dtypes = BY_KERNEL[kernel].dtypes
+    return case if case.dtype in dtypes else replace(case, dtype=dtypes[case.seed % len(dtypes)])
 
 
 @pytest.fixture(scope="session")
@@ -91,6 +104,7 @@ def by_name(case: Case) -> str:
 
 def check_kernel(library, case: Case, kernel: str) -> None:
     """The contract holds, and the order that warps and lanes run in does not matter."""
+    case = suited(case, kernel)
     first = run_case(library, case, kernel, seed=1)
     check_contract(case, *first)
     check_same_bits(case, first, run_case(library, case, kernel, seed=2))
@@ -112,31 +126,72 @@ def test_contract_in_full(library, case, kernel):
 SHAPES = ("dim_40", "dim_72", "dim_128", "dim_136", "dim_256", "many_heads", "nan_v")
 
 
+def check_on(library, name: str, kernel: str, arch: int) -> None:
+    case = suited(BY_NAME[name], kernel)
+    if case.dtype == "bfloat16" and arch == 75 and kernel == "fa_tc":
+        case = replace(case, dtype="float16")
+    check_contract(case, *run_case(library, case, kernel, arch))
+
+
 @pytest.mark.parametrize("arch", [75, 80, 86])
 @pytest.mark.parametrize("name", SHAPES)
 def test_tile_shapes_of_other_architectures(library, name, arch):
-    case = BY_NAME[name]
-    check_contract(case, *run_case(library, case, "fa", arch))
+    check_on(library, name, "fa", arch)
 
 
-def test_float32_sums_are_folded(library):
+@pytest.mark.parametrize("kernel", ["fa_warps", "fa_tc"])
+@pytest.mark.parametrize(("name", "arch"), [("dim_128", 75), ("dim_256", 86), ("nan_v", 75)])
+def test_a_few_tile_shapes_of_other_architectures(library, name, kernel, arch):
+    check_on(library, name, kernel, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["fa_warps", "fa_tc"])
+@pytest.mark.parametrize("arch", [75, 80, 86])
+@pytest.mark.parametrize("name", SHAPES)
+def test_all_tile_shapes_of_other_architectures(library, name, kernel, arch):
+    check_on(library, name, kernel, arch)
+
+
+@pytest.mark.parametrize("kernel", ["fa", "fa_warps"])
+def test_float32_sums_are_folded(library, kernel):
     """Past kFoldKeys keys, where partial sums wait in `out`; the last key has the largest score of all."""
     case = Case("folded", 70, 2500, 1, 1, head_dim=32, window=(1800, 300), seed=1)
-    check_contract(case, *run_case(library, case, "fa"))
+    check_contract(case, *run_case(library, case, kernel))
     rng = np.random.default_rng(2)
     q, k, v = (rng.standard_normal((1, t, 1, 32), np.float32) for t in (3, 2500, 2500))
     k[0, -1, 0] = 30 * q[0, 0, 0]
     problem = check(*map(lambda x: describe("x", x), (q, k, v)), Options())
-    out, _ = call(library("fa", "float32", 32), "fa", problem, q, k, v)
+    out, _ = call(library(kernel, "float32", 32), kernel, problem, q, k, v)
     s = np.einsum("qd,kd->qk", q[0, :, 0].astype(float), k[0, :, 0].astype(float)) / np.sqrt(32)
     weights = np.exp(s - s.max(1, keepdims=True))
     want = weights @ v[0, :, 0].astype(float) / weights.sum(1, keepdims=True)
     np.testing.assert_allclose(out[0, :, 0], want, rtol=2e-5, atol=2e-6)
 
 
-def tensors(shape=(2, 20, 2, 32), seed=0):
+@pytest.mark.parametrize("name", ["len_300x5", "layout_one_batch"])
+def test_rows_with_few_keys_keep_what_rounding_takes_off_weights(library, name):
+    """With float16 weights alone these miss the contract's 1e-3."""
+    check_kernel(library, replace(BY_NAME[name], dtype="float16"), "fa_tc")
+
+
+def test_infinite_v_whose_weight_underflows(library):
+    """A key that is seen counts, however small its weight; and finite values near the largest stay finite."""
+    q, k, v = tensors((1, 200, 1, 32), dtype="float16")
+    k[0, 150] = -100 * q[0, 199]
+    v[0, :, 0, 8:] = 65504.0
+    v[0, 150, 0, :4] = [np.inf, -np.inf, np.nan, 1.0]
+    problem = check(*(describe("x", x) for x in (q, k, v)), Options(causal=True))
+    out, _ = call(library("fa_tc", "float16", 32), "fa_tc", problem, q, k, v)
+    late, early = out[0, 150:, 0].astype(np.float32), out[0, :150, 0]
+    assert np.isposinf(late[:, 0]).all() and np.isneginf(late[:, 1]).all() and np.isnan(late[:, 2]).all()
+    assert np.isfinite(late[:, 3:]).all() and np.isfinite(early).all()
+    np.testing.assert_allclose(out[0, :, 0, 8:].astype(np.float32), 65504.0, rtol=1e-3)
+
+
+def tensors(shape=(2, 20, 2, 32), seed=0, dtype="float32"):
     rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape, np.float32) for _ in range(3)]
+    return [rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(3)]
 
 
 def packed_problem(q, k, v, cu_q, cu_k, longest, options=None, kv_lens=None):
@@ -148,10 +203,10 @@ def packed_problem(q, k, v, cu_q, cu_k, longest, options=None, kv_lens=None):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("bad", [-1, 21, 2**31 - 1, -(2**31)])
 def test_length_out_of_range_spoils_its_sequence_alone(library, kernel, bad):
-    q, k, v = tensors()
+    q, k, v = tensors(dtype=dtype_of(kernel))
     lens = np.array([bad, 7], np.int32)
     problem = check(*(describe("x", x) for x in (q, k, v)), Options(), describe("kv_lens", lens))
-    handle = library(kernel, "float32", 32)
+    handle = library(kernel, dtype_of(kernel), 32)
     out, lse = call(handle, kernel, problem, q, k, v, lens)
     assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
     lens[0] = 20
@@ -182,10 +237,10 @@ PACKED = {
 @pytest.mark.parametrize("name", PACKED)
 def test_bad_packing_spoils_rows_and_reads_nothing_outside(library, kernel, name):
     cu_q, cu_k, longest, spoiled = PACKED[name]
-    q, k, v = tensors((40, 2, 32))
+    q, k, v = tensors((40, 2, 32), dtype=dtype_of(kernel))
     cu_q, cu_k = np.array(cu_q, np.int32), np.array(cu_k, np.int32)
     problem = packed_problem(q, k, v, cu_q, cu_k, longest)
-    out, lse = call(library(kernel, "float32", 32), kernel, problem, q, k, v, None, cu_q, cu_k)
+    out, lse = call(library(kernel, dtype_of(kernel), 32), kernel, problem, q, k, v, None, cu_q, cu_k)
     wanted = np.isin(np.arange(40), list(spoiled))
     assert np.array_equal(np.isnan(out).any((1, 2)), wanted) and np.array_equal(np.isnan(out).all((1, 2)), wanted)
     assert np.array_equal(np.isnan(lse).any(0), wanted)
@@ -198,12 +253,12 @@ def test_bad_packing_spoils_rows_and_reads_nothing_outside(library, kernel, name
 @pytest.mark.parametrize("bad", [40, -40, 2**31 - 1, -(2**31)])
 def test_position_outside_the_table(library, kernel, interleaved, rotary_dim, bad):
     """The row at a bad query position is NaN; so is every row that sees a key at one."""
-    q, k, v = tensors((1, 20, 1, 32))
+    q, k, v = tensors((1, 20, 1, 32), dtype=dtype_of(kernel))
     cos = np.full((40, rotary_dim // 2), 0.6, np.float32)
     positions = np.arange(20, dtype=np.int32)
     bad_q, bad_k = positions.copy(), positions.copy()
     bad_q[3] = bad_k[15] = bad
-    handle = library(kernel, "float32", 32)
+    handle = library(kernel, dtype_of(kernel), 32)
     for positions_q, positions_k, wanted in ((bad_q, positions, [3]), (positions, bad_k, [15, 16, 17, 18, 19])):
         rope = Rope(cos, cos, interleaved, positions_q, positions_k)
         case = problem_with_rope(q, k, v, rope, Options(causal=True))

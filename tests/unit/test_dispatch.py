@@ -48,8 +48,9 @@ def test_a_kernel_can_be_asked_for() -> None:
 def test_what_runs_only_on_request_is_not_chosen() -> None:
     for kernel in dispatch.kernels_of("attention", "cuda"):
         if not kernel.automatic:
-            assert dispatch.plan(CUDA) is not kernel
-            assert (kernel.name, "on request", kernel.summary) in dispatch.rows(CUDA)
+            spec = replace(CUDA, dtype=kernel.dtypes[0])
+            assert dispatch.plan(spec) is not kernel
+            assert (kernel.name, "on request", kernel.summary) in dispatch.rows(spec)
 
 
 def test_rows_say_that_a_kernel_asked_for_is_the_one_that_runs() -> None:
@@ -75,6 +76,12 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ("cpu_int8", CPU, "computes in precision int8, not native"),
         ("cpu_int8", replace(CPU, precision="int8", backward=True), "has no backward pass"),
         ("fa", replace(CUDA, arch=70), "needs compute capability 7.5, this GPU has 7.0"),
+        ("fa_tc", CUDA, "takes float16, bfloat16, not float32"),
+        (
+            "fa_tc",
+            replace(CUDA, arch=75, dtype="bfloat16"),
+            "bfloat16 needs the tensor cores of compute capability 8.0, this GPU has 7.5",
+        ),
     ],
 )
 def test_a_kernel_that_cannot_serve_says_why(name: str, spec: Spec, why: str) -> None:

@@ -1,4 +1,4 @@
-"""A host-side model of shared-memory banks, and the claims of csrc/smem/lanes.cuh held against it.
+"""A host-side model of shared-memory banks, and the claims of csrc/smem/lanes.cuh and csrc/attn/wmma held against it.
 
 32 banks of 4 bytes serve one word each per clock. A 16-byte load runs as two half-warps; a half-warp takes one pass
 when lanes i and i^1 agree on their address for all i, or i and i^2 do, else it is cut in two. A pass costs as many
@@ -14,7 +14,8 @@ import pytest
 
 import qflash
 
-SOURCE = (Path(qflash.__file__).parent / "csrc" / "smem" / "lanes.cuh").read_text()
+CSRC = Path(qflash.__file__).parent / "csrc"
+SOURCE = (CSRC / "smem" / "lanes.cuh").read_text()
 
 
 def lane_xy(lanes_x: int, lane: int) -> tuple[int, int]:
@@ -115,3 +116,49 @@ def test_v_needs_no_padding(lanes_x):
 def test_plain_lane_order_would_cost_more(lanes_x):
     """With x = lane mod X, no neighbours agree on a column: every half-warp of a K load is cut in two."""
     assert load16([lane % lanes_x * 36 for lane in range(32)]) == 2 * IDEAL
+
+
+def store16(addresses: list[int]) -> int:
+    """Clocks of a 16-byte store of distinct words: eight lanes at a time; addresses in floats."""
+    return sum(clocks([tuple(range(a, a + 4)) for a in addresses[i : i + 8]]) for i in range(0, 32, 8))
+
+
+WMMA = (CSRC / "attn" / "wmma" / "tile.cuh").read_text()
+FA_TC = (CSRC / "kernels" / "fa_tc" / "config.h").read_text()
+
+
+def test_the_model_has_the_strides_of_fa_tc():
+    assert "return columns + kPerChunk;" in WMMA
+    for text in ("kScoreStride = kWarpRows + 4;", "kFactorStride = 24;", "kPStride = padded_stride(kBlockN);"):
+        assert text in FA_TC, text
+
+
+@pytest.mark.parametrize("columns", [32, 64, 96, 128, 192, 256])
+def test_wmma_fragments_of_rows_padded_by_16_bytes(columns):
+    """Eight rows of 16 bytes at a time, of Q, K, V (columns: channels) and of P (columns: keys)."""
+    for stride, ideal in (((columns + 8) // 2, True), (columns // 2, False)):
+        for step in range(0, columns // 2, 4):
+            taken = clocks([tuple(range(row * stride + step, row * stride + step + 4)) for row in range(8)])
+            assert (taken == 1) == ideal
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_scores_by_columns(rows):
+    """Stored from fragments (lane 4g + t has row g, column 2t), then read key by key, a lane per row."""
+    stride = rows + 4
+    assert store4([2 * (lane % 4) * stride + lane // 4 for lane in range(32)]) == 1
+    assert store4([2 * (lane % 4) * rows + lane // 4 for lane in range(32)]) > 1
+    parts = 32 // rows
+    for i in range(32):
+        keys = [i if parts == 1 else i // 4 * 8 + 4 * (lane // rows) + i % 4 for lane in range(32)]
+        assert store4([key * stride + lane % rows for lane, key in enumerate(keys)]) == 1
+
+
+@pytest.mark.parametrize("keys", [32, 64])
+def test_weights_and_factors(keys):
+    """P of 32 rows without conflicts, of 16 rows with one: rows r and r + 8 start in the same bank."""
+    stride = (keys + 8) // 2
+    assert store16([lane * stride for lane in range(32)]) == 4
+    assert load8([lane % 16 * stride + lane // 16 * 2 for lane in range(32)]) == 2 * IDEAL
+    assert load8([lane // 4 * 24 + lane % 4 * 2 for lane in range(32)]) == IDEAL
+    assert load8([lane // 4 * 16 + lane % 4 * 2 for lane in range(32)]) > IDEAL
