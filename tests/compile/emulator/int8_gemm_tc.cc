@@ -13,7 +13,7 @@ int launch(const QfInt8MatmulParams& p) {
   const qf::gemm::Grid grid = qf::gemm::grid_of(p, Shape::kBlockM, Shape::kBlockN);
   return host::launch_blocks(
       [&] { qf_int8_gemm_tc_kernel<Shape, typename Instance::LoadA, typename Instance::LoadB>(p, grid); },
-      int64_t(grid.row_tiles) * grid.column_tiles, kThreads, Shape::kSharedBytes, p.num_threads);
+      int64_t(grid.row_tiles) * grid.column_tiles, Shape::kThreads, Shape::kSharedBytes, p.num_threads);
 }
 
 // What `choose` keeps for problems too large to emulate.

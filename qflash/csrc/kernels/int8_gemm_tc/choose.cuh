@@ -9,11 +9,11 @@
 namespace qf {
 namespace int8_gemm_tc {
 
-template <class Shape_, template <int> class A, template <int> class B>
+template <class Shape_, template <int, int> class A, template <int, int> class B>
 struct Instance {
   using Shape = Shape_;
-  using LoadA = A<Shape::kBlockM>;
-  using LoadB = B<Shape::kBlockN>;
+  using LoadA = A<Shape::kBlockM, Shape::kThreads>;
+  using LoadB = B<Shape::kBlockN, Shape::kThreads>;
 };
 
 // Calls run(Instance{}) with the instance that serves `p`.
@@ -23,7 +23,7 @@ int choose(const QfInt8MatmulParams& p, Run run) {
   if constexpr (kAsync) {
     using Large = std::conditional_t<kHasWide, Wide, Square>;
     const gemm::Grid grid = gemm::grid_of(p, Large::kBlockM, Large::kBlockN);
-    const bool large = !kHasWide || int64_t(grid.row_tiles) * grid.column_tiles >= kMultiprocessors;
+    const bool large = !kHasWide || int64_t(grid.row_tiles) * grid.column_tiles >= kMultiprocessors * Large::kBlocks;
     if (along_k && grid.a.vector && grid.b.vector)
       return large ? run(Instance<Large, AsyncRows, AsyncRows>{}) : run(Instance<Square, AsyncRows, AsyncRows>{});
     if (!along_k && grid.a.vector && large) return run(Instance<Large, AsyncRows, StagedColumns>{});

@@ -15,10 +15,9 @@
 //   After the last product 4.5 KB of it per warp turn sums round for the stores.
 //
 // Pipeline: while step t is multiplied, steps t + 1 .. t + kStages - 1 are on their way. One barrier per step, before
-// its
-//   last quarter: by then every warp has read the last of stage t (fragments are read a quarter ahead, the last one
-//   before the barrier), and every thread's copies of stage t + 1 have arrived, which the barrier makes visible to all.
-//   So after it fragments may be read from stage t + 1, and copies go to the stage that held t.
+//   its last quarter: by then every warp has read the last of stage t (fragments are read a quarter ahead, the last
+//   one before the barrier), and every thread's copies of stage t + 1 have arrived, which the barrier makes visible to
+//   all. So after it fragments may be read from stage t + 1, and copies go to the stage that held t.
 //   Operands that cannot be copied asynchronously (load.cuh) sit in registers from a step's start to its barrier.
 //
 // Bound: tensor cores; shared memory reads come close behind. Prediction and measurement: docs/kernels/int8_gemm_tc.md.
@@ -121,7 +120,7 @@ __device__ __forceinline__ void store_out(const QfInt8MatmulParams& p, bool vect
 }  // namespace qf
 
 template <class Shape, class LoadA, class LoadB>
-__global__ void __launch_bounds__(qf::int8_gemm_tc::kThreads, 1)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     qf_int8_gemm_tc_kernel(const __grid_constant__ QfInt8MatmulParams p, const __grid_constant__ qf::gemm::Grid grid) {
   using namespace qf;
   using namespace qf::int8_gemm_tc;

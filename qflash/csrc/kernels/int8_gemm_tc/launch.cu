@@ -10,8 +10,7 @@ int launch(const QfInt8MatmulParams& p, void* stream) {
   using Shape = typename Instance::Shape;
   static std::atomic<uint64_t> devices_done{0};
   return qf::gemm::launch(qf_int8_gemm_tc_kernel<Shape, typename Instance::LoadA, typename Instance::LoadB>, p,
-                          Shape::kBlockM, Shape::kBlockN, qf::int8_gemm_tc::kThreads, Shape::kSharedBytes, devices_done,
-                          stream);
+                          Shape::kBlockM, Shape::kBlockN, Shape::kThreads, Shape::kSharedBytes, devices_done, stream);
 }
 
 }  // namespace

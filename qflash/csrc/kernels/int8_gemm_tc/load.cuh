@@ -1,6 +1,5 @@
 // How a tile of a or b gets into shared memory, rows of 128 bytes along k (gemm/swizzle.cuh). Three ways, one
-// interface: fetch(g, k0, s_tile) starts it, stash(s_tile) ends it; the copies of AsyncRows are complete once their
-// group is.
+// interface: fetch(k0, s_tile) starts it, stash(s_tile) ends it; copies of AsyncRows are complete once their group is.
 #pragma once
 
 #include "gemm/bytes.cuh"
@@ -14,11 +13,12 @@ namespace int8_gemm_tc {
 using namespace qf::gemm;
 
 // Threads walk rows of eight 16-byte chunks: eight lanes read 128 neighbouring bytes.
-constexpr int kChunks = kBlockK / 16, kRowsPerPass = kThreads / kChunks;
+constexpr int kChunks = kBlockK / 16;
 
 // Memory runs along k and is aligned: cp.async, past the registers.
-template <int kRows>
+template <int kRows, int kThreads>
 struct AsyncRows {
+  static constexpr int kRowsPerPass = kThreads / kChunks;
   static constexpr int kStagedWords = 0;  // registers it keeps during a step
   const ByteMatrix& x;
   const int row0;
@@ -41,8 +41,9 @@ struct AsyncRows {
 };
 
 // Memory runs along k: through registers, at any alignment and on any architecture.
-template <int kRows>
+template <int kRows, int kThreads>
 struct StagedRows {
+  static constexpr int kRowsPerPass = kThreads / kChunks;
   static constexpr int kStagedWords = kRows / kRowsPerPass * 4;
   const ByteMatrix& x;
   const int row0;
@@ -67,9 +68,8 @@ struct StagedRows {
 };
 
 // Memory runs along n: a thread fetches patches of 4 k x 16 n and turns them round on the way. A warp's lanes are 8
-// words of k x 4 patches along n: 64 neighbouring bytes of 8 rows in global memory, 32 different banks in shared
-// memory.
-template <int kColumns>
+// words of k x 4 patches along n: 64 neighbouring bytes of 8 rows in global memory, all 32 banks in shared memory.
+template <int kColumns, int kThreads>
 struct StagedColumns {
   static constexpr int kWarpsK = kBlockK / 32, kWarpsAcross = kThreads / 32 / kWarpsK;
   static constexpr int kPatches = kColumns / 64 / kWarpsAcross;
