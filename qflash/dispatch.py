@@ -116,6 +116,35 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=(*DTYPES, "int32"),
         min_arch=75,
     ),
+    Kernel(
+        name="cpu_quantize",
+        device="cpu",
+        summary="rope, smoothing, scales and rounding to INT8 on all cores",
+        op="quantize",
+        page="quantize",
+    ),
+    Kernel(
+        name="cpu_dequantize",
+        device="cpu",
+        summary="INT8 and its scales back to floats on all cores",
+        op="dequantize",
+        page="quantize",
+    ),
+    Kernel(
+        name="quantize",
+        device="cuda",
+        summary="rope, smoothing, scales and rounding to INT8 in one pass, two where a scale is shared widely",
+        op="quantize",
+        min_arch=75,
+    ),
+    Kernel(
+        name="dequantize",
+        device="cuda",
+        summary="INT8 and its scales back to floats in one pass",
+        op="dequantize",
+        page="quantize",
+        min_arch=75,
+    ),
 )
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}

@@ -127,7 +127,7 @@ def symmetric_scales(y, finite, wild, group):
     inverse = np.where(usable, levels / np.where(usable, amplitude, levels), np.float32(0))
     scale = np.where(usable, amplitude / levels, np.float32(0))
     scale = np.where(any_wild & ~any_finite, np.float32(np.nan), scale)
-    return scale.astype(np.float32), inverse.astype(np.float32)
+    return np.ascontiguousarray(scale, np.float32), np.ascontiguousarray(inverse, np.float32)
 
 
 def grouped(z: np.ndarray, group: int) -> np.ndarray:

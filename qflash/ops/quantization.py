@@ -307,7 +307,7 @@ def _plan_dequantize(
             *shape.strides("out"),
         ),
         operands=tuple(operands),
-        results=(Result("out", values.shape, dtype),),
+        results=(Result("out.data", values.shape, dtype),),
     )
 
 

@@ -60,6 +60,25 @@ inline int row_lanes(int head_dim) {
   return lanes;
 }
 
+// Units of `unit_lanes` threads over (units of a sequence) x heads.
+inline void deal(Layout& layout, int64_t outer, int heads, int units_per_thread) {
+  const auto log2 = [](int power) { return 31 - __builtin_clz(power); };
+  layout.log_row = log2(layout.row_lanes);
+  layout.log_unit = log2(layout.unit_lanes);
+  layout.log_slots = log2(kQuantizeThreads / layout.unit_lanes);
+  layout.teams = layout.unit_lanes / layout.row_lanes;
+  const int64_t units = outer * heads, per_block = int64_t(units_per_thread) << layout.log_slots;
+  layout.heads = divider(heads > 0 ? heads : 1);
+  layout.units = uint32_t(units);
+  layout.tiles = int(ceil_of(units, per_block));
+}
+
+// Whether that worked out: indices of units and of blocks fit 31 bits, with room for a last block's surplus.
+inline bool fits(int64_t outer, const Layout& layout, int heads, int batch) {
+  const int64_t most = kMostBlocks - kQuantizeThreads * kHeld;
+  return outer * heads <= most && int64_t(layout.tiles) * batch <= most;
+}
+
 // May x, in elements of `bytes`, and values be read and written eight channels at a time?
 inline bool vectorises8(const QfTensor& x, const QfTensor& values, int head_dim, int bytes) {
   const int step = bytes == 4 ? 4 : 8;

@@ -24,19 +24,6 @@ struct QuantizePlan {
 
 inline int64_t round_up16(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
-// Units of `unit_lanes` threads over (units of a sequence) x heads.
-inline void deal(Layout& layout, int64_t outer, int heads, int units_per_thread) {
-  const auto log2 = [](int power) { return 31 - __builtin_clz(power); };
-  layout.log_row = log2(layout.row_lanes);
-  layout.log_unit = log2(layout.unit_lanes);
-  layout.log_slots = log2(kQuantizeThreads / layout.unit_lanes);
-  layout.teams = layout.unit_lanes / layout.row_lanes;
-  const int64_t units = outer * heads, per_block = int64_t(units_per_thread) << layout.log_slots;
-  layout.heads = divider(heads > 0 ? heads : 1);
-  layout.units = uint32_t(units);
-  layout.tiles = int(ceil_of(units, per_block));
-}
-
 inline QuantizePlan plan_quantize(const QfQuantizeParams& p) {
   QuantizePlan plan{};
   const bool per_tensor = p.granularity == QF_PER_TENSOR;
@@ -71,12 +58,6 @@ inline QuantizePlan plan_quantize(const QfQuantizeParams& p) {
     plan.finite_bytes = round_up16(rows * int64_t(sizeof(int32_t)));
   }
   return plan;
-}
-
-// Whether a pass can be dealt out: indices of units and of blocks fit 31 bits, with room for a last block's surplus.
-inline bool fits(int64_t outer, const Layout& layout, const QfQuantizeParams& p) {
-  const int64_t most = kMostBlocks - kQuantizeThreads * kHeld;
-  return outer * p.heads <= most && int64_t(layout.tiles) * p.batch <= most;
 }
 
 inline int check_quantize(const QfQuantizeParams& p) {
@@ -116,7 +97,7 @@ int launch_units(const QfQuantizeParams& p, const QuantizePlan& plan, Slot* g_sl
 template <class Element, bool kWideTokens, class Launch>
 int run_quantize(const QfQuantizeParams& p, Launch launch_some) {
   const QuantizePlan plan = plan_quantize(p);
-  if (!fits(int64_t(plan.layout.groups) * plan.layout.parts, plan.layout, p)) return QF_UNSUPPORTED;
+  if (!fits(int64_t(plan.layout.groups) * plan.layout.parts, plan.layout, p.heads, p.batch)) return QF_UNSUPPORTED;
   if (plan.workspace_bytes() > 0 && (!p.workspace || p.workspace_bytes < plan.workspace_bytes())) return QF_NO_MEMORY;
   const auto launch = [&](auto* kernel, int64_t blocks, const auto&... arguments) {
     return blocks > 0 ? launch_some(kernel, blocks, arguments...) : int(QF_OK);
@@ -126,7 +107,7 @@ int run_quantize(const QfQuantizeParams& p, Launch launch_some) {
     const ChunkSums chunks = {reinterpret_cast<float*>(workspace + plan.slot_bytes),
                               reinterpret_cast<int32_t*>(workspace + plan.slot_bytes + plan.sum_bytes),
                               int(plan.chunks)};
-    if (!fits(plan.chunks, plan.sums, p)) return QF_UNSUPPORTED;
+    if (!fits(plan.chunks, plan.sums, p.heads, p.batch)) return QF_UNSUPPORTED;
     const int64_t channels = int64_t(p.batch) * p.heads * p.head_dim;
     auto* sum_kernel = !p.rope.cos               ? qf_quantize_sum_kernel<Element, Turns::kNone>
                        : plan.layout.rope_vector ? qf_quantize_sum_kernel<Element, Turns::kVectors>

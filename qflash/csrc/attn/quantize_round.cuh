@@ -9,7 +9,7 @@
 namespace qf {
 
 constexpr uint32_t kInfinityBits = 0x7f800000u;
-constexpr float kNoAmplitude = 7.888609052210118e-31f;  // 2^-100: below it there is no scale
+constexpr float kNoAmplitude = 0x1p-100f;  // below it there is no scale
 
 // |x| as an integer: ordered as the numbers are, infinity above every number, NaN above infinity.
 __device__ __forceinline__ uint32_t magnitude(float x) { return float_to_bits(x) & 0x7fffffffu; }
@@ -61,7 +61,7 @@ constexpr float kIntegerInLowBits = 12582912.0f;
 // floor(y), or the integer above it with the probability that y's fraction says, to within 2^-24.
 __device__ __forceinline__ float round_stochastically(float y, uint32_t random) {
   const float below = floorf(y), fraction = sub_rn(y, below);
-  const float uniform = mul_rn(float(random >> 8), 5.9604644775390625e-8f);  // 2^-24; in [0, 1)
+  const float uniform = mul_rn(float(random >> 8), 0x1p-24f);  // in [0, 1)
   return uniform < fraction ? below + 1.0f : below;
 }
 

@@ -1,0 +1,48 @@
+// What quantize.cc (compiled once) and quantize_isa.cc (compiled per ISA) say to each other. Every step is defined to
+// the bit by docs/kernels/quantize.md; both are compiled without fused multiplications.
+#pragma once
+
+#include <stdint.h>
+
+#include "isa.h"
+#include "qflash_ops.h"
+
+namespace qf {
+
+constexpr int64_t kMeanChunk = 64;               // tokens summed in float32 before they join a float64 sum
+constexpr uint32_t kInfinityBits = 0x7f800000u;  // magnitudes, as integers, from here on are not finite
+constexpr float kNoAmplitude = 0x1p-100f;        // below it there is no scale
+
+// Tokens first .. first + count - 1 of one head, which exist, as float32 rows.
+struct TokenBlock {
+  int64_t b, h, first, count;
+  float* rows;     // [count][stride]
+  int64_t stride;  // head_dim and room for a vector more
+  uint8_t* wild;   // [count]: 1 for a token that is not finite
+};
+
+// What is known of the numbers behind one scale.
+struct Extent {
+  uint32_t largest = 0;              // magnitude among finite tokens
+  float above = 0.0f, below = 0.0f;  // largest x and -x among them, at least 0
+  bool any_finite = false, any_wild = false;
+
+  void join(const Extent& other);
+};
+
+struct Scale {
+  float scale, inverse, zero_point;
+};
+
+}  // namespace qf
+
+QF_DECLARE_PER_ISA(
+    // rows <- x, rotated and, where `mean` is given, less it; wild.
+    void load_tokens(const QfQuantizeParams& p, const TokenBlock& block, const float* mean);
+    // sums [head_dim] += the block's finite tokens, one after another; returns how many.
+    int32_t sum_tokens(const QfQuantizeParams& p, const TokenBlock& block, float* sums);
+    Extent extent_of_tokens(const QfQuantizeParams& p, const TokenBlock& block);
+    // values and, if wanted, sums.
+    void round_tokens(const QfQuantizeParams& p, const TokenBlock& block, const Scale& scale);
+    // out <- tokens first .. first + count - 1 of one head.
+    int dequantize_tokens(const QfDequantizeParams& p, int64_t b, int64_t h, int64_t first, int64_t count))
