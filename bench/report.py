@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from bench import int8_gemm, profiles
+from bench import int8_gemm, profiles, quantize
 from bench import rows as store
 from bench.presets import PRESETS
 from qflash.dispatch import KERNELS, Kernel, kernels_of
@@ -226,6 +226,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **{name: (lambda name=name: preset_table(name)) for name in PRESETS},
     "ladder": ladder_table,
     int8_gemm.NAME: int8_gemm.table,
+    quantize.NAME: quantize.table,
     "roofline": rooflines,
     **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in CUDA_KERNELS},
     **{f"kernel-{row.name}": (lambda name=row.name: kernel_table(name)) for row in KERNELS},

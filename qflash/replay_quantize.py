@@ -88,12 +88,17 @@ def dequantize(
     group: int | None,
     dtype: str = "float32",
 ) -> np.ndarray:
-    """scale · (values - zero_point) + mean in float32, rounded to `dtype`; symmetric, WILD gives NaN."""
+    """scale · (values - zero_point) + mean in float32, not beyond its largest number, then rounded to `dtype`.
+
+    Symmetric, WILD gives NaN.
+    """
+    largest = np.finfo(np.float32).max
     offset = np.float32(0) if zero_point is None else np.float32(zero_point[0])
     with np.errstate(invalid="ignore", over="ignore"):
         x = tokens_of(scale, values.shape, group)[..., None] * (values.astype(np.float32) - offset)
         if mean is not None:
             x = x + mean[:, None]
+        x = np.clip(x, -largest, largest)
         if zero_point is None:
             x = np.where(values == WILD, np.float32(np.nan), x)
         return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)

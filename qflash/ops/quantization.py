@@ -30,6 +30,7 @@ from qflash.spec import DTYPES
 GRANULARITIES = ("tensor", "token", "group")
 ROUNDINGS = ("nearest", "stochastic")
 _PER_TENSOR, _PER_ROWS = 0, 1  # QfGranularity
+_MOST_ROTATED = 2048  # channels that a block of the CUDA kernel holds at once: kWide
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,6 +237,8 @@ def _check_rope(
             raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [positions, rotary_dim / 2]")
         check_device(name, array, "x", device)
     check_shape("rope.sin", sin, cos.shape)
+    if shape.head_dim > _MOST_ROTATED:
+        raise ValueError(f"rope is given for x of {shape.head_dim} columns; allowed: up to {_MOST_ROTATED}")
     rows, half = cos.shape
     if 2 * half > shape.head_dim:
         raise ValueError(f"rope.cos has {half} columns; allowed: at most half of x's, {shape.head_dim / 2:g}")

@@ -11,6 +11,7 @@ namespace qf {
 // s_scratch has room for kCount values per warp.
 template <int kCount, class T, class Combine>
 __device__ __forceinline__ void reduce_team(T (&values)[kCount], int alike, int lanes, T* s_scratch, Combine combine) {
+#pragma unroll 1
   for (int step = alike; step < min(lanes, 32); step *= 2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values[i] = combine(values[i], __shfl_xor_sync(0xffffffffu, values[i], step));
@@ -23,9 +24,11 @@ __device__ __forceinline__ void reduce_team(T (&values)[kCount], int alike, int 
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    values[i] = s_scratch[first * kCount + i];
-    for (int w = 1; w < lanes / 32; ++w) values[i] = combine(values[i], s_scratch[(first + w) * kCount + i]);
+  for (int i = 0; i < kCount; ++i) values[i] = s_scratch[first * kCount + i];
+#pragma unroll 1
+  for (int other = first + 1; other < first + lanes / 32; ++other) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = combine(values[i], s_scratch[other * kCount + i]);
   }
   __syncthreads();
 }

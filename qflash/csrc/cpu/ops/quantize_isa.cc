@@ -1,4 +1,5 @@
 // Rows of tokens between floats and int8. See quantize.h.
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -143,6 +144,7 @@ int dequantize_tokens(const QfDequantizeParams& p, int64_t b, int64_t h, int64_t
     for (int d = 0; d < n; d++) row[d] = scale * float(int32_t(values[d]) - zero_point);
     if (p.mean)
       for (int d = 0; d < n; d++) row[d] += p.mean[head * n + d];
+    for (int d = 0; d < n; d++) row[d] = row[d] > FLT_MAX ? FLT_MAX : row[d] < -FLT_MAX ? -FLT_MAX : row[d];
     if (p.symmetric)
       for (int d = 0; d < n; d++) row[d] = values[d] == -128 ? NAN : row[d];
     store_row(row_address(p.out, p.dtype, b, token, h), row, p.dtype, n);

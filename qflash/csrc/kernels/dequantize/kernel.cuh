@@ -1,4 +1,5 @@
-// dequantize: out <- scale * (value - zero_point) + mean, each step rounded to float32 and the result to out's type.
+// dequantize: out <- scale * (value - zero_point) + mean, each step rounded to float32, saturated there, and the result
+// rounded to out's type.
 //
 // Dealt out as attn/quantize_layout.cuh says, with tokens as units: a thread takes eight channels of kHeld tokens, and
 // walks along tokens that are wider than its block.
@@ -13,6 +14,8 @@
 
 namespace qf {
 namespace dequantize {
+
+constexpr float kLargest = 0x1.fffffep127f;  // 127 times a scale may round past it
 
 struct Place {
   int token, h;
@@ -93,6 +96,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, 3)
         x[e] = mul_rn(scale[i], float(value - zero_point));
         if (p.mean && d + e < p.head_dim)
           x[e] = add_rn(x[e], p.mean[(int64_t(b) * p.heads + at.h) * p.head_dim + d + e]);
+        x[e] = x[e] > kLargest ? kLargest : x[e] < -kLargest ? -kLargest : x[e];  // NaN stays
         if (p.symmetric && value == -128) x[e] = nan();
       }
       Element* g_row =
