@@ -6,7 +6,7 @@ python -m bench.quantize [cuda|cpu]   writes bench/results/<machine>/quantize.js
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,16 +138,15 @@ def table() -> str:
     return "\n\n".join(parts) or "No rows are committed yet; `python -m bench.quantize` makes them."
 
 
-def main(device: str, on_row: Callable[[str], None] = print) -> None:
+def main(device: str) -> None:
     collected = []
     for row in measure(device):
         collected.append(row)
-        on_row(
-            f"{row['what']} {row['dtype']} {row['candidate']}: {row['us']['p50']} µs {row['gbps']} GB/s {row['speedup']}"
-        )
+        rate = f"{row['us']['p50']} µs {row['gbps']} GB/s {row['speedup']}"
+        print(f"{row['what']} {row['dtype']} {row['candidate']}: {rate}")
     path = rows.RESULTS / collected[0]["machine"] / f"{NAME}.jsonl"
     rows.write(path, collected)
-    on_row(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}")
+    print(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}")
 
 
 if __name__ == "__main__":

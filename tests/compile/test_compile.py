@@ -27,15 +27,19 @@ from qflash.problem import Array, Options, check
 
 CUDA_ROWS = [row for row in dispatch.KERNELS if row.device == "cuda"]
 ATTENTION = [row.name for row in dispatch.kernels_of("attention", "cuda")]
+# How the kernels that only stream move memory.
+VECTORS = {"quantize": {"LDG.E.128", "STG.E.64"}, "dequantize": {"LDG.E.64", "STG.E.128"}}
 GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
 # The instruction each kernel exists for, and how many of it the least there must be.
 INSTRUCTION = {
+    "dequantize": ("I2FP", 32),
     "fa": ("FFMA", 256),
     "fa_mma": ("HMMA", 128),
     "fa_tc": ("HMMA", 32),
     "fa_warps": ("FFMA", 256),
     "int8_gemm_tc": ("IMMA", 256),
     "int8_gemm_tiled": ("IDP", 512),
+    "quantize": ("FMUL", 256),
     "unfused": ("FFMA", 256),
 }
 
@@ -124,15 +128,17 @@ def smallest_unit(kernel: str) -> Unit:
 
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
-@pytest.mark.parametrize("kernel", [*ATTENTION, *GEMM])
+@pytest.mark.parametrize("kernel", [*ATTENTION, *GEMM, *VECTORS])
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
-    entry = compiled(smallest_unit(kernel))
-    command = [cuobjdump(), "-sass", str(entry / LIBRARY)]
+    command = [cuobjdump(), "-sass", str(compiled(smallest_unit(kernel)) / LIBRARY)]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass)
     instruction, least = INSTRUCTION[kernel]
     count = {name: sum(op.split(".")[0] == name for op in opcodes) for name in (instruction, "LDL", "STL")}
     assert count[instruction] >= least and count["LDL"] == count["STL"] == 0, count
+    if kernel in VECTORS:
+        assert VECTORS[kernel] <= set(opcodes)
+        return
     wide = {op for op in opcodes if ".128" in op}
     assert {"LDS.128", "STS.128", "STG.E.128"} <= wide and (
         "LDG.E.128" in wide or any("LDGSTS" in op for op in wide)
@@ -196,6 +202,38 @@ def test_a_gemm_library_opens_and_explains_itself_without_a_driver(compiled, ker
     if not driver_present():
         with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
             launch()
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", VECTORS)
+def test_a_quantization_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
+    library = ctypes.CDLL(str(compiled(smallest_unit(kernel)) / LIBRARY))
+    library.qf_status_text.restype = ctypes.c_char_p
+    assert f"kernel '{kernel}'".encode() in library.qf_status_text(100001)
+    assert getattr(library, f"qf_{kernel}")((ctypes.c_int32 * 512)(12345), None) == 100003
+    kind = f"Qf{kernel.capitalize()}Params"
+    size, layout = _native.op_layouts[kind]
+
+    def prepared(**fields: int) -> _native.OpCall:
+        packed = bytearray(size)
+        words = {"batch": 1, "length": 100, "heads": 2, "head_dim": 64, "group": 16, "granularity": 1, "symmetric": 1}
+        for name, value in {"struct_bytes": size, **words, **fields}.items():
+            struct.pack_into(layout[name][1], packed, layout[name][0], value)
+        symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
+        addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
+        return _native.OpCall(kind, bytes(packed), ["values.data", "scale"], *addresses)
+
+    assert prepared().workspace_bytes == 0
+    if kernel == "quantize":  # two chunks of two heads: sums of 64 channels, and a count each
+        assert prepared(smooth=1).workspace_bytes == 4 * (64 * 4 + 4)
+        assert prepared(granularity=0).workspace_bytes == 16
+        assert prepared(group=5000).workspace_bytes == 2 * 16
+    for refused in ({"dtype": 1}, {"head_dim": 0}, {"group": 0}, {"length": 2**31 - 1, "heads": 2**20}):
+        with pytest.raises(NoKernelError, match=f"kernel '{kernel}' was built for another dtype"):
+            prepared(**refused)(4096, 4096, 4096, 0, 0)
+    if not driver_present():
+        with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
+            prepared()(4096, 4096, 4096, 0, 0)
 
 
 def driver_present() -> bool:

@@ -7,7 +7,10 @@
 
 namespace qf {
 
-inline int64_t quantize_workspace(const QfQuantizeParams& p) { return plan_quantize(p).workspace_bytes(); }
+// Bytes that launch_quantize wants for shapes and words like these; pointers are not looked at.
+inline int64_t quantize_workspace(const QfQuantizeParams& p) {
+  return check_quantize(p) == QF_OK ? plan_quantize(p).workspace_bytes() : 0;
+}
 
 // Several launches on one stream; nothing waits for the host. Without kWideTokens, head_dim is at most kWide.
 template <class Element, bool kWideTokens = false>
