@@ -23,15 +23,12 @@ __device__ __forceinline__ float sum_of_quad(float x) {
 // From q.k to base-2 scores. Nearly always that is one factor, applied in the exponential; scores that need more
 // (softcap, or a scale that is not positive, which neither maxima nor masked scores of -inf survive) are computed
 // beforehand.
-struct ScoreScale {
-  float factor;  // that the exponential applies
-  bool plain;
+__device__ __forceinline__ bool scales_plainly(float scale, float softcap) { return softcap == 0.0f && scale > 0.0f; }
 
-  __device__ __forceinline__ ScoreScale(float scale, float softcap)
-      : factor(scale * kLog2e), plain(softcap == 0.0f && scale > 0.0f) {
-    if (!plain) factor = 1.0f;
-  }
-};
+// What the exponential applies.
+__device__ __forceinline__ float score_factor(float scale, float softcap) {
+  return scales_plainly(scale, softcap) ? scale * kLog2e : 1.0f;
+}
 
 // Four scores at a time with a branch between them: left to itself the compiler would compute all of them side by side
 // and run out of registers.

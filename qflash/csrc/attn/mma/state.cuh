@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attn/mask.cuh"
+#include "attn/mma/softmax.cuh"
 #include "attn/schedule.cuh"
 #include "attn/sequence.cuh"
 #include "ptx/tid.cuh"
@@ -14,6 +15,7 @@ struct BlockState {
   Sequence seq;
   Mask mask;
   int b, h;                                       // of the batch, of q's heads
+  float factor;                                   // of scores, in the exponential
   bool spoiled;                                   // V of some tile was cleared of NaN and infinity
   const void *k, *v;                              // row 0, channel 0 of the sequence's K and V in its head
   int block_row;                                  // first row of the block
@@ -37,6 +39,7 @@ struct BlockState {
       mask = m;
       b = work.b;
       h = work.h;
+      factor = score_factor(p.scale, p.softcap);
       spoiled = false;
       block_row = first_row;
       k = k_head;

@@ -83,7 +83,6 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
 
   float O[kMTiles][kChunks][4] = {};
   RowStatistics<2 * kMTiles> rows;
-  const ScoreScale scale(p.scale, p.softcap);
 
   const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
   if (s_state.block_keys.begin < s_state.block_keys.end) {
@@ -120,11 +119,11 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
 
     float S[kMTiles][kNTiles][4] = {};
     qk_mma<Tensor, kChunks>(S, s_q_of_warp(), s_k, fresh_tid() % 32);
-    if (!scale.plain) scale_scores(S, p.scale, p.softcap);
+    if (!scales_plainly(p.scale, p.softcap)) scale_scores(S, p.scale, p.softcap);
     if (!whole && !s_state.whole_for_warp(key0, kBlockN))
       mask_scores(S, TileMask<8>(s_state.mask, s_state.row0(), key0 + State::column()),
                   [](int j, int e) { return 8 * j + e; });
-    online_softmax(S, scale.factor, rows, O);
+    online_softmax(S, s_state.factor, rows, O);
     pv_mma<Tensor, kChunks>(O, S, s_v, fresh_tid() % 32);
   }
 
