@@ -49,6 +49,15 @@ KERNELS: tuple[Kernel, ...] = (
         precision="int8",
     ),
     Kernel(
+        name="fa_int8",
+        device="cuda",
+        summary="INT8 QK^T on tensor cores with smoothed K and row-group scales, PV in 16 bits; quantizes q and k first",
+        dtypes=("float16", "bfloat16"),
+        precision="int8",
+        min_arch=75,
+        also=_sixteen_bit_tensor_cores,
+    ),
+    Kernel(
         name="fa_mma",
         device="cuda",
         summary="FlashAttention on tensor cores: mma.sync fragments, swizzled tiles, async copies, P in registers",

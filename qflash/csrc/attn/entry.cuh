@@ -46,9 +46,9 @@ inline const char* status_text(const char* kernel, int status) {
 constexpr int32_t kMaxLength = 0x7fffffff - 4096;
 
 // What no kernel library can serve, whatever its kernel.
-inline int check_params(const QfAttnParams* p, int dtype) {
+inline int check_params(const QfAttnParams* p, int dtype, int precision = QF_NATIVE) {
   if (p->struct_bytes != int32_t(sizeof(QfAttnParams))) return QF_BAD_ABI;
-  if (p->dtype != dtype || p->precision != QF_NATIVE) return QF_UNSUPPORTED;
+  if (p->dtype != dtype || p->precision != precision) return QF_UNSUPPORTED;
   if (p->q_len > kMaxLength || p->k_len > kMaxLength) return QF_UNSUPPORTED;
   return QF_OK;
 }
@@ -71,8 +71,8 @@ inline int allow_shared_memory(Kernel* kernel, int bytes, std::atomic<uint64_t>&
 }
 
 // Launch a block for every item of the grid, in as many launches as that takes. `more`: the kernel's further arguments.
-template <class Kernel, class... More>
-inline int launch(Kernel* kernel, const QfAttnParams& p, Grid grid, int threads, int shared_bytes, void* stream,
+template <class Kernel, class Params, class... More>
+inline int launch(Kernel* kernel, const Params& p, Grid grid, int threads, int shared_bytes, void* stream,
                   const More&... more) {
   constexpr int64_t kMostBlocks = 0x7fffffff;
   for (grid.first = 0; grid.first < grid.items; grid.first += kMostBlocks) {

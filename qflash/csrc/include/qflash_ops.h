@@ -69,6 +69,27 @@ typedef struct QfDequantizeParams {
   const float* mean;
 } QfDequantizeParams;
 
+/* What one of q, k, v was quantized with: x ~ scale * (value - zero_point). Scales of a token: scale[b * stride_b +
+ * h * stride_h + t / group]; one per tensor is stride_b = stride_h = 0 and a group no token reaches past. */
+typedef struct QfScales {
+  const float* scale;        /* NULL (v only): not quantized */
+  const int32_t* zero_point; /* [1]; NULL: symmetric, where a token of -128s is not finite */
+  const int32_t* sums;       /* [batch, heads, length], of q and k when one of them has a zero point */
+  int64_t stride_b, stride_h;
+  int32_t group, reserved;
+} QfScales;
+
+/* Attention on arrays that are INT8 already. attn as ever, but: q and k hold int8, and so does v when v_scales.scale is
+ * given (else attn.dtype); attn.dtype is out's; rope is absent (it was applied before quantizing). Groups of k are a
+ * multiple of 16 tokens. */
+typedef struct QfInt8AttnParams {
+  int32_t struct_bytes, reserved; /* of this struct; attn's own is checked too */
+  QfAttnParams attn;
+  QfScales q_scales, k_scales, v_scales;
+  const float* lift;   /* [batch, q_heads, q_len]: q . (what smoothing took off k); NULL: k_mean says */
+  const float* k_mean; /* [batch, kv_heads, head_dim]: what smoothing took off k; NULL: nothing */
+} QfInt8AttnParams;
+
 /* out[i, j] = a_scale[i] * b_scale[j] * sum_k a[i, k] b[k, j] + bias[j]; sums are exact in int32. */
 typedef struct QfInt8MatmulParams {
   int32_t struct_bytes, out_dtype; /* QF_F32, QF_F16, QF_BF16, or QF_I32 (no scales, no bias) */

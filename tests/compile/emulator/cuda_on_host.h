@@ -363,3 +363,8 @@ inline unsigned __ballot_sync(unsigned, int value) {
 }
 inline int __any_sync(unsigned, int value) { return __ballot_sync(~0u, value) != 0; }
 inline int __all_sync(unsigned, int value) { return __ballot_sync(~0u, value) == ~0u; }
+inline unsigned atomicMax(unsigned* address, unsigned value) {
+  const unsigned before = *address;
+  *address = before > value ? before : value;
+  return before;
+}

@@ -1,11 +1,5 @@
 // `quantize`'s C entry over the emulated kernels. num_threads carries the seed of the order that warps and lanes run
 // in.
-inline unsigned atomicMax(unsigned* address, unsigned value) {
-  const unsigned before = *address;
-  *address = before > value ? before : value;
-  return before;
-}
-
 #include "attn/quantize_plan.cuh"
 #include "kernels/quantize/config.h"
 

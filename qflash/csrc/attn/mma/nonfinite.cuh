@@ -51,13 +51,13 @@ __device__ inline void clear_nonfinite(char* s_tile) {
 }
 
 // The finished rows of a warp, in shared memory (kChunks chunks a row, swizzled), each plus every v that is not finite
-// of the keys key0 .. key0 + keys - 1 it sees. row0: the first row in its sequence.
-template <int kChunks, class Element>
-__device__ inline void add_nonfinite(char* s_rows, int row0, int rows, const HeadRows<Element>& v, int key0, int keys,
-                                     const Mask& mask, int lane) {
-  for (int key = key0; key < min(key0 + keys, v.length); ++key) {
-    for (int d = lane; d < v.head_dim; d += 32) {
-      const float x = to_float(v.row(key)[d]);
+// of the keys key0 .. key0 + keys - 1 it sees. row0: the first row in its sequence; v(key, d): V, as a float.
+template <int kChunks, class Element, class V>
+__device__ inline void add_nonfinite(char* s_rows, int row0, int rows, int head_dim, int key0, int keys,
+                                     const Mask& mask, int lane, V v) {
+  for (int key = key0; key < min(key0 + keys, mask.len_k); ++key) {
+    for (int d = lane; d < head_dim; d += 32) {
+      const float x = v(key, d);
       if (x * 0.0f == 0.0f) continue;
       for (int row = 0; row < rows; ++row) {
         const KeyRange seen = mask.visible(row0 + row);

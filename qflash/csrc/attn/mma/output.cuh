@@ -9,10 +9,10 @@
 namespace qf {
 
 // The lane's r-th row divided by its sum of weights; zeros for a row that sees no key. Writes lse where asked.
-// row0: the lane's first row in its sequence.
-template <int kMTiles, int kOTiles>
+// row0: the lane's first row in its sequence; lift(row): what lse gets besides.
+template <int kMTiles, int kOTiles, class Lift>
 __device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], const RowStatistics<2 * kMTiles>& rows,
-                                            const Mask& mask, int row0, float* g_lse, bool leads) {
+                                            const Mask& mask, int row0, float* g_lse, bool leads, Lift lift) {
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r) {
     const int row = row0 + 8 * r;
@@ -27,7 +27,7 @@ __device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], con
         float& o = O[r / 2][j][r % 2 * 2 + e];
         o = empty ? 0.0f : o * factor;
       }
-    if (g_lse && leads && row < mask.len_q) g_lse[row] = empty ? -infinity() : lse_of(rows.m[r], sum);
+    if (g_lse && leads && row < mask.len_q) g_lse[row] = empty ? -infinity() : lse_of(rows.m[r], sum) + lift(row);
   }
 }
 

@@ -35,6 +35,22 @@ struct Tensor16<BF16, kArch> {
   __device__ static __forceinline__ uint32_t pair(float low, float high) { return cvt_rn_bf16x2_f32(low, high); }
 };
 
+// c += a b for 16 x 32 times 32 x 8, int8 with exact sums. Fragments are 16 bytes of a row wide, as the 16-bit ones
+// are, so ldmatrix brings them to the same lanes.
+template <int kArch>
+struct Tensor8 {
+  __device__ static __forceinline__ void multiply(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (kArch >= 80) {
+      mma_m16n8k32_s8(c, a, b0, b1);
+    } else {
+      mma_m8n8k16_s8(c[0], c[1], a[0], b0);
+      mma_m8n8k16_s8(c[0], c[1], a[2], b1);
+      mma_m8n8k16_s8(c[2], c[3], a[1], b0);
+      mma_m8n8k16_s8(c[2], c[3], a[3], b1);
+    }
+  }
+};
+
 // Where a lane's ldmatrix addresses lie in a tile whose rows have kChunks chunks: the row it points at, the column it
 // starts at, and the swizzle of that row, which is the same for every block of 8 rows.
 template <int kChunks>
@@ -63,9 +79,9 @@ __device__ __forceinline__ LaneRows<kChunks> chunks_then_rows(int lane) {
 }
 
 // S += Q Kt. s_q: the warp's rows, s_k: kNTiles * 8 keys; both with kChunks chunks of channels a row.
-// Per 16 channels: kMTiles + kNTiles / 2 ldmatrix for kMTiles * kNTiles mma.
-template <class Tensor, int kChunks, int kMTiles, int kNTiles>
-__device__ __forceinline__ void qk_mma(float (&S)[kMTiles][kNTiles][4], const char* s_q, const char* s_k, int lane) {
+// Per pair of chunks: kMTiles + kNTiles / 2 ldmatrix for kMTiles * kNTiles mma.
+template <class Tensor, int kChunks, class Sum, int kMTiles, int kNTiles>
+__device__ __forceinline__ void qk_mma(Sum (&S)[kMTiles][kNTiles][4], const char* s_q, const char* s_k, int lane) {
   const auto q_lane = rows_then_chunks<kChunks>(lane);
   const auto k_lane = chunks_then_rows<kChunks>(lane);
 #pragma unroll

@@ -30,11 +30,17 @@ __device__ __forceinline__ float score_factor(float scale, float softcap) {
   return scales_plainly(scale, softcap) ? scale * kLog2e : 1.0f;
 }
 
+// softcap * tanh(x / softcap) of a score in base 2. tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7 absolutely: enough for
+// scores, and a tenth of tanhf's code.
+__device__ __forceinline__ float soften(float score, float softcap) {
+  const float top = softcap * kLog2e;
+  return top - __fdividef(2.0f * top, 1.0f + ex2(score * (2.0f / softcap)));
+}
+
 // Four scores at a time with a branch between them: left to itself the compiler would compute all of them side by side
 // and run out of registers.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void scale_scores(float (&S)[kMTiles][kNTiles][4], float scale, float softcap) {
-  const float inner = 2.0f * kLog2e * scale / softcap, outer = softcap * kLog2e;
 #pragma unroll
   for (int i = 0; i < kMTiles; ++i)
 #pragma unroll
@@ -43,9 +49,9 @@ __device__ __forceinline__ void scale_scores(float (&S)[kMTiles][kNTiles][4], fl
       if (softcap == 0.0f) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[e] *= scale * kLog2e;
-      } else {  // tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7 absolutely: enough for scores, and a tenth of tanhf's code
+      } else {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[e] = outer - __fdividef(2.0f * outer, 1.0f + ex2(s[e] * inner));
+        for (int e = 0; e < 4; ++e) s[e] = soften(s[e] * (scale * kLog2e), softcap);
       }
     }
 }
@@ -75,20 +81,27 @@ struct RowStatistics {
   }
 };
 
-// S becomes weights; O and the sums follow their reference where it had to move.
-template <int kMTiles, int kNTiles, int kOTiles>
-__device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], float factor,
+// S becomes weights; O and the sums follow their reference where it had to move. Base-2 scores are slope(r, c) * S +
+// offset(r, c), where the lane's columns fall into kParts runs c = 0 .. of equal length and slopes are not negative.
+template <int kParts, int kMTiles, int kNTiles, int kOTiles, class Slope, class Offset>
+__device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], Slope slope, Offset offset,
                                                RowStatistics<2 * kMTiles>& rows, float (&O)[kMTiles][kOTiles][4]) {
+  constexpr int kRun = kNTiles / kParts;
   float top[2 * kMTiles];
   bool moved = false;
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r) {
-    top[r] = S[r / 2][0][r % 2 * 2];
 #pragma unroll
-    for (int j = 0; j < kNTiles; ++j)
+    for (int c = 0; c < kParts; ++c) {
+      float most = S[r / 2][c * kRun][r % 2 * 2];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) top[r] = fmaxf(top[r], S[r / 2][j][r % 2 * 2 + e]);
-    top[r] = max_of_quad(top[r]) * factor;
+      for (int j = c * kRun; j < (c + 1) * kRun; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) most = fmaxf(most, S[r / 2][j][r % 2 * 2 + e]);
+      most = fmaf(most, slope(r, c), offset(r, c));
+      top[r] = c == 0 ? most : fmaxf(top[r], most);
+    }
+    top[r] = max_of_quad(top[r]);
     moved |= top[r] > rows.m[r] + kSlack;  // -inf + kSlack: the first finite score moves it
   }
   if (__any_sync(0xffffffffu, moved)) {
@@ -104,17 +117,19 @@ __device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], 
     }
   }
 #pragma unroll
-  for (int r = 0; r < 2 * kMTiles; ++r) {
-    const float reference = reference_of(rows.m[r]);
+  for (int r = 0; r < 2 * kMTiles; ++r)
 #pragma unroll
-    for (int j = 0; j < kNTiles; ++j)
+    for (int c = 0; c < kParts; ++c) {
+      const float shift = offset(r, c) - reference_of(rows.m[r]);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& s = S[r / 2][j][r % 2 * 2 + e];
-        s = ex2(fmaf(s, factor, -reference));
-        rows.l[r] += s;
-      }
-  }
+      for (int j = c * kRun; j < (c + 1) * kRun; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& s = S[r / 2][j][r % 2 * 2 + e];
+          s = ex2(fmaf(s, slope(r, c), shift));
+          rows.l[r] += s;
+        }
+    }
 }
 
 }  // namespace qf

@@ -37,28 +37,43 @@ struct ChunkWalk {
   __device__ static __forceinline__ int offset(int i) { return first_offset() + shift(i); }
 };
 
+// Which row of the tensor stands in row r of a tile: the same one, ...
+struct InOrder {
+  __device__ static __forceinline__ int source(int row) { return row; }
+  static constexpr __device__ __forceinline__ int step(int rows) { return rows; }  // of sources, per rows of the tile
+};
+// ... or, for K and V, the one that deals each lane a run of kTileRows / 4 neighbouring keys. Lane t of a quad holds
+// the scores of rows 2t and 2t + 1 of every 8, and V's rows meet the weights in the same order.
+template <int kTileRows>
+struct InRuns {
+  static constexpr int kRun = kTileRows / 4;
+  __device__ static __forceinline__ int source(int row) { return row % 8 / 2 * kRun + row / 8 * 2 + row % 2; }
+  static constexpr __device__ __forceinline__ int step(int rows) { return rows / 4; }  // rows: a multiple of 8
+};
+
 // s_tile <- rows row0 .. of the head at g_head, asynchronously; zeros from row `length` and channel `head_dim` on.
 // Every row starts at a multiple of 16 bytes.
-template <class Walk, class Element>
+template <class Walk, class Order = InOrder, class Element>
 __device__ __forceinline__ void copy_async(char* s_tile, const Element* g_head, int64_t stride_t, int row0, int length,
                                            int head_dim) {
-  const int first_row = row0 + Walk::first_row(), first_channel = Walk::first_chunk() * kPerChunk;
+  constexpr int kElements = 16 / sizeof(Element);  // of a chunk
+  const int first_row = row0 + Order::source(Walk::first_row()), first_channel = Walk::first_chunk() * kElements;
   const Element* const g_first = g_head + first_row * stride_t + first_channel;
   char* const s_first = s_tile + Walk::first_offset();
 #pragma unroll
   for (int r = 0; r < Walk::kRowSteps; ++r) {
-    const Element* const g_row = g_first + r * (Walk::kStep * stride_t);
+    const Element* const g_row = g_first + r * (Order::step(Walk::kStep) * stride_t);
 #pragma unroll
     for (int c = 0; c < Walk::kColumns; ++c) {
-      constexpr int kChannels = Walk::kAcross * kPerChunk;
-      const bool valid = first_row + r * Walk::kStep < length && first_channel + c * kChannels < head_dim;
+      constexpr int kChannels = Walk::kAcross * kElements;
+      const bool valid = first_row + r * Order::step(Walk::kStep) < length && first_channel + c * kChannels < head_dim;
       cp_async_16(s_first + Walk::shift(r * Walk::kColumns + c), g_row + c * kChannels, valid);
     }
   }
 }
 
 template <class Element>
-__device__ __forceinline__ uint4 pack8(const float4& low, const float4& high) {
+__device__ __forceinline__ uint4 chunk_of(const float4& low, const float4& high) {
   const float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
   Element y[8];
 #pragma unroll
@@ -69,30 +84,38 @@ __device__ __forceinline__ uint4 pack8(const float4& low, const float4& high) {
   return make_uint4(half[0].x, half[0].y, half[1].x, half[1].y);
 }
 
-// The same through registers, for rows of any alignment.
-template <class Walk, class Element>
-__device__ __forceinline__ void copy_through_registers(char* s_tile, const HeadRows<Element>& x, int row0,
-                                                       bool aligned) {
+// The same through registers: load(row, d) gives the chunk of row `row` that starts at channel d, both inside.
+template <class Walk, class Order = InOrder, class Load>
+__device__ __forceinline__ void copy_through_registers(char* s_tile, int row0, int length, int head_dim,
+                                                       int chunk_elements, Load load) {
   constexpr int kAtOnce = Walk::kCopies % 2 == 0 ? 2 : 1;
 #pragma unroll 1
   for (int first = 0; first < Walk::kCopies; first += kAtOnce) {
     uint4 raw[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int row = row0 + Walk::row(first + i), d = Walk::chunk(first + i) * kPerChunk;
+      const int row = row0 + Order::source(Walk::row(first + i)), d = Walk::chunk(first + i) * chunk_elements;
       raw[i] = make_uint4(0, 0, 0, 0);
-      if (row >= x.length || d >= x.head_dim) continue;
-      if (aligned) {
-        raw[i] = *reinterpret_cast<const uint4*>(x.row(row) + d);
-      } else {
-        const uint2 low = load4(x.row(row), d, x.head_dim, x.vector);
-        const uint2 high = load4(x.row(row), d + 4, x.head_dim, x.vector);
-        raw[i] = make_uint4(low.x, low.y, high.x, high.y);
-      }
+      if (row < length && d < head_dim) raw[i] = load(row, d);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) *reinterpret_cast<uint4*>(s_tile + Walk::offset(first + i)) = raw[i];
   }
+}
+
+// Eight 16-bit elements of a row of any alignment.
+template <class Element>
+__device__ __forceinline__ uint4 load_chunk(const HeadRows<Element>& x, int row, int d, bool aligned) {
+  if (aligned) return *reinterpret_cast<const uint4*>(x.row(row) + d);
+  const uint2 low = load4(x.row(row), d, x.head_dim, x.vector);
+  const uint2 high = load4(x.row(row), d + 4, x.head_dim, x.vector);
+  return make_uint4(low.x, low.y, high.x, high.y);
+}
+template <class Walk, class Order = InOrder, class Element>
+__device__ __forceinline__ void copy_through_registers(char* s_tile, const HeadRows<Element>& x, int row0,
+                                                       bool aligned) {
+  copy_through_registers<Walk, Order>(s_tile, row0, x.length, x.head_dim, kPerChunk,
+                                      [&](int row, int d) { return load_chunk(x, row, d, aligned); });
 }
 
 // The same, rotated: position(row) says where a row stands.
@@ -110,7 +133,7 @@ __device__ __forceinline__ void copy_rotated(char* s_tile, const HeadRows<Elemen
         return rope4(rope, g_row, channel, x.head_dim, at,
                      to_float4(load4(g_row, channel, x.head_dim, x.vector), g_row), rope_vector && x.vector);
       };
-      raw = pack8<Element>(turned(d), turned(d + 4));
+      raw = chunk_of<Element>(turned(d), turned(d + 4));
     }
     *reinterpret_cast<uint4*>(s_tile + Walk::offset(i)) = raw;
   }

@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     if (!whole && !s_state.whole_for_warp(key0, kBlockN))
       mask_scores(S, TileMask<8>(s_state.mask, s_state.row0(), key0 + State::column()),
                   [](int j, int e) { return 8 * j + e; });
-    online_softmax(S, s_state.factor, rows, O);
+    const float factor = s_state.factor;
+    online_softmax<1>(S, [=](int, int) { return factor; }, [](int, int) { return 0.0f; }, rows, O);
     pv_mma<Tensor, kChunks>(O, S, s_v, fresh_tid() % 32);
   }
 
@@ -131,13 +132,14 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   const int rows_here = min(kWarpRows, seq.len_q - warp_row);
   if (rows_here <= 0) return;
   float* const g_lse = p.lse ? p.lse + b * p.lse_stride_b + s_state.h * p.lse_stride_h + seq.q0 : nullptr;
-  finish_rows(O, rows, s_state.mask, s_state.row0(), g_lse, lane % 4 == 0);
+  finish_rows(O, rows, s_state.mask, s_state.row0(), g_lse, lane % 4 == 0, [](int) { return 0.0f; });
   char* const s_out = s_q_of_warp();
   round_rows<Tensor>(O, s_out, lane);
   if (s_state.spoiled) {
     for (int key = first_key(); key < s_state.block_keys.end; key += kBlockN)
       if (!s_state.whole_for_block(key, kBlockN))
-        add_nonfinite<kChunks>(s_out, warp_row, rows_here, rows_of(p.v, false), key, kBlockN, s_state.mask, lane);
+        add_nonfinite<kChunks, Element>(s_out, warp_row, rows_here, p.head_dim, key, kBlockN, s_state.mask, lane,
+                                        [&](int j, int d) { return to_float(rows_of(p.v, false).row(j)[d]); });
     __syncwarp();  // other lanes read what this one wrote
   }
   Element* const g_out = static_cast<Element*>(p.out.data) + b * p.out.stride_b + s_state.h * p.out.stride_h +

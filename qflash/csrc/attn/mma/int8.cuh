@@ -1,0 +1,133 @@
+// Scores in INT8: exact integer dot products, and the way from them to floats.
+#pragma once
+
+#include "attn/elements.cuh"
+#include "attn/mask.cuh"
+#include "attn/mma/softmax.cuh"
+#include "ptx/tid.cuh"
+#include "qflash_ops.h"
+#include "smem/swizzle.cuh"
+
+namespace qf {
+
+// Integers below 2^22 in size, added to the bit pattern of 1.5 * 2^23, are floats: kMagic + s, exactly. So a sum that
+// starts there needs no conversion, and the offset disappears in the multiplication that scales the score. With values
+// in -127 .. 127 and a row of -128 at most, |s| <= 128 * 127 * 256 < 2^22.
+constexpr int32_t kMagicBits = 0x4b400000;
+constexpr float kMagic = 12582912.0f;
+
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void start_with(int32_t (&dots)[kMTiles][kNTiles][4], int32_t value) {
+#pragma unroll
+  for (int i = 0; i < kMTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dots[i][j][e] = value;
+}
+
+// With zero points the dot product of (q - zq) and (k - zk) is q.k - zq sum(k) - zk sum(q) + D zq zk: sums start at all
+// but q.k. They may pass 2^22, so these are converted. The lane's keys are first_key, first_key + 1, ...
+template <class State, int kMTiles, int kNTiles>
+__device__ __forceinline__ void start_with_zero_points(int32_t (&dots)[kMTiles][kNTiles][4], const QfInt8AttnParams& p,
+                                                       const State& state, int first_key) {
+  const QfAttnParams& a = p.attn;
+  const int zq = p.q_scales.zero_point ? *p.q_scales.zero_point : 0;
+  const int zk = p.k_scales.zero_point ? *p.k_scales.zero_point : 0;
+  const int kv_head = state.h / (a.q_heads / a.kv_heads);
+  const int32_t* const g_q_sums = p.q_scales.sums + (int64_t(state.b) * a.q_heads + state.h) * a.q_len;
+  const int32_t* const g_k_sums = p.k_scales.sums + (int64_t(state.b) * a.kv_heads + kv_head) * a.k_len;
+  int32_t of_row[2 * kMTiles];
+#pragma unroll
+  for (int r = 0; r < 2 * kMTiles; ++r) {
+    const int row = state.row0() + 8 * r;
+    of_row[r] = row < state.seq.len_q ? zk * (a.head_dim * zq - g_q_sums[row]) : 0;
+  }
+#pragma unroll
+  for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int key = first_key + 2 * j + e;
+      const int32_t of_key = key < state.seq.len_k ? zq * g_k_sums[key] : 0;
+#pragma unroll
+      for (int r = 0; r < 2 * kMTiles; ++r) dots[r / 2][j][r % 2 * 2 + e] = of_row[r] - of_key;
+    }
+}
+
+// kConvert: plain integers; else integers that started at kMagicBits.
+template <bool kConvert, int kMTiles, int kNTiles>
+__device__ __forceinline__ void to_floats(float (&S)[kMTiles][kNTiles][4], const int32_t (&dots)[kMTiles][kNTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < kMTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[i][j][e] = kConvert ? float(dots[i][j][e]) : bits_to_float(uint32_t(dots[i][j][e]));
+}
+
+// Base-2 scores with all that comes before the exponential, where that is more than a slope: S + offset times the
+// scales is |scale| log2(e) q.k without `lift`, the part that smoothing took off; scale may be negative or 0, softcap
+// follows.
+template <int kParts, int kMTiles, int kNTiles>
+__device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4], const float (&q_scale)[2 * kMTiles],
+                                               const float (&k_scale)[kParts], float offset, const float* s_lift,
+                                               const QfAttnParams& a) {
+  const float sign = a.scale < 0.0f ? -1.0f : 1.0f;
+#pragma unroll
+  for (int r = 0; r < 2 * kMTiles; ++r) {
+    const float lift = s_lift[8 * r + fresh_tid() % 32 / 4] * a.scale * kLog2e;
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      const float slope = sign * q_scale[r] * k_scale[j * kParts / kNTiles];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& s = S[r / 2][j][r % 2 * 2 + e];
+        s = fmaf(s + offset, slope, lift);
+        if (a.softcap != 0.0f) s = soften(s, a.softcap);
+      }
+    }
+  }
+}
+
+// A slope must stay positive: masked scores of -inf times 0 would be NaN. All-zero rows have scale 0; what they get
+// instead is small enough to leave every score 0. NaN stays NaN.
+__device__ __forceinline__ float positive_slope(float slope) { return slope < 1e-30f ? 1e-30f : slope; }
+
+__device__ __forceinline__ float scale_at(const QfScales& s, int b, int h, int token) {
+  return s.scale[b * s.stride_b + h * s.stride_h + token / s.group];
+}
+
+// Is some key of the tile not finite: -128 in its first channel, which no other has? For the whole warp.
+template <int kChunks, int kKeys>
+__device__ __forceinline__ bool any_wild(const char* s_k, int lane) {
+  bool wild = false;
+#pragma unroll
+  for (int row = 0; row < kKeys; row += 32)
+    wild |= static_cast<signed char>(s_k[Swizzle<kChunks>::offset(row + lane, 0)]) == -128;
+  return __any_sync(0xffffffffu, wild);
+}
+
+// NaN for the scores of such keys. S[.][j][.] of this lane belongs to rows 8 j + column and the next of the tile.
+template <int kChunks, int kMTiles, int kNTiles>
+__device__ inline void spoil_wild(float (&S)[kMTiles][kNTiles][4], const char* s_k, int column) {
+#pragma unroll
+  for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (static_cast<signed char>(s_k[Swizzle<kChunks>::offset(8 * j + column + e, 0)]) != -128) continue;
+#pragma unroll
+      for (int r = 0; r < 2 * kMTiles; ++r) S[r / 2][j][r % 2 * 2 + e] = nan();
+    }
+}
+
+// Sixteen int8 of a row of any alignment; zeros from head_dim on.
+__device__ inline uint4 load_bytes(const int8_t* g_row, int d, int head_dim, bool aligned) {
+  if (aligned) return *reinterpret_cast<const uint4*>(g_row + d);
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int e = 0; e < 16; ++e)
+    if (d + e < head_dim) words[e / 4] |= uint32_t(uint8_t(g_row[d + e])) << 8 * (e % 4);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+}  // namespace qf

@@ -1,0 +1,218 @@
+#pragma once
+
+#include "attn/mma/int8.cuh"
+#include "attn/mma/nonfinite.cuh"
+#include "attn/mma/output.cuh"
+#include "attn/mma/product.cuh"
+#include "attn/mma/softmax.cuh"
+#include "attn/mma/state.cuh"
+#include "attn/mma/tile.cuh"
+#include "attn/schedule.cuh"
+#include "kernels/fa_int8/config.h"
+
+namespace qf {
+namespace fa_int8 {
+
+using QWalk = ChunkWalk<kBlockM, kByteChunks, kThreads>;
+using KWalk = ChunkWalk<kBlockN, kByteChunks, kThreads>;
+using VWalk = ChunkWalk<kBlockN, kChunks, kThreads>;
+using Order = InRuns<kBlockN>;
+using State = BlockState<kWarps, kWarpRows>;
+static_assert(sizeof(State) <= kStateBytes, "");
+
+// Which tensors may be copied 16 bytes at a time.
+struct Aligned {
+  bool q, k, v, out;
+};
+
+// q . (what smoothing took off K) of one row, from its integers.
+__device__ inline float lift_from_integers(const QfInt8AttnParams& p, const int8_t* g_q, int b, int h, int row) {
+  const float* const g_mean =
+      p.k_mean + (int64_t(b) * p.attn.kv_heads + h / (p.attn.q_heads / p.attn.kv_heads)) * p.attn.head_dim;
+  const int zero = p.q_scales.zero_point ? *p.q_scales.zero_point : 0;
+  float sum = 0.0f;
+  for (int d = 0; d < p.attn.head_dim; ++d) sum += float(int(g_q[d]) - zero) * g_mean[d];
+  return sum * scale_at(p.q_scales, b, h, row);
+}
+
+}  // namespace fa_int8
+}  // namespace qf
+
+// kAsync: q, k and v are aligned and copied asynchronously. kZeroPoints: q or k has a zero point, and sums that correct
+// for it. kIntegerV: V is INT8 too, and becomes Element on its way into shared memory.
+template <bool kAsync, bool kZeroPoints, bool kIntegerV>
+__global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks)
+    qf_fa_int8_kernel(const __grid_constant__ QfInt8AttnParams p, const __grid_constant__ qf::Grid grid,
+                      const __grid_constant__ qf::fa_int8::Aligned aligned) {
+  using namespace qf;
+  using namespace qf::fa_int8;
+  extern __shared__ float4 s_memory[];
+  char* const s_q = reinterpret_cast<char*>(s_memory);
+  char* const s_kv = s_q + kQBytes;  // kStages pairs of tiles, K then V
+  float* const s_lift = reinterpret_cast<float*>(s_q + kTilesBytes);
+  State& s_state = *reinterpret_cast<State*>(s_q + kTilesBytes + kLiftBytes);
+
+  const QfAttnParams& a = p.attn;
+  {
+    const Work work(a, grid);
+    const Sequence seq = read_sequence(a, work.b);
+    fill_unserved_rows<Element>(a, seq, work.b, work.h, work.row_tile, grid.row_tiles, 0, a.head_dim, true);
+    if (!seq.good || work.row_tile * kBlockM >= seq.len_q) return;
+    const int kv_head = work.h / (a.q_heads / a.kv_heads);
+    const HeadRows<int8_t> k(a.k, work.b, seq.k0, kv_head, 0, 0, false);
+    const HeadRows<Element> v(a.v, work.b, seq.k0, kv_head, 0, 0, false);
+    s_state.fill(a, work, seq, k.g_head, v.g_head);
+  }
+  __syncthreads();  // the state is in place
+  const Sequence& seq = s_state.seq;
+  const int& b = s_state.b;
+  const auto kv_head = [&] { return s_state.h / (a.q_heads / a.kv_heads); };
+  const auto row_index = [&](int row) { return (int64_t(b) * a.q_heads + s_state.h) * a.q_len + row; };
+
+  const auto load_q = [&] {
+    const HeadRows<int8_t> q(a.q, b, seq.q0, s_state.h, seq.len_q, a.head_dim, false);
+    if constexpr (kAsync)
+      copy_async<QWalk>(s_q, q.g_head, q.stride_t, s_state.block_row, seq.len_q, a.head_dim);
+    else
+      copy_through_registers<QWalk>(s_q, s_state.block_row, seq.len_q, a.head_dim, 16,
+                                    [&](int row, int d) { return load_bytes(q.row(row), d, a.head_dim, aligned.q); });
+    for (int row = threadIdx.x; row < kBlockM; row += kThreads) {
+      const int i = s_state.block_row + row;
+      s_lift[row] = i >= seq.len_q ? 0.0f
+                    : p.lift       ? p.lift[row_index(i)]
+                    : p.k_mean     ? lift_from_integers(p, q.row(i), b, s_state.h, i)
+                                   : 0.0f;
+    }
+  };
+  const auto integer_v = [&](int key, int d) {
+    const int8_t value = HeadRows<int8_t>(a.v, b, seq.k0, kv_head(), 0, 0, false).row(key)[d];
+    const float scale = scale_at(p.v_scales, b, kv_head(), key);
+    if (p.v_scales.zero_point) return scale * float(int(value) - *p.v_scales.zero_point);
+    return value == -128 ? nan() : scale * float(int(value));
+  };
+  const auto load_kv = [&](char* s_tiles, int key0) {
+    char* const s_v = s_tiles + kKBytes;
+    if constexpr (kAsync) {
+      copy_async<KWalk, Order>(s_tiles, static_cast<const int8_t*>(s_state.k), a.k.stride_t, key0, seq.len_k,
+                               a.head_dim);
+      copy_async<VWalk, Order>(s_v, static_cast<const Element*>(s_state.v), a.v.stride_t, key0, seq.len_k, a.head_dim);
+      cp_async_commit();
+    } else {
+      const HeadRows<int8_t> k(a.k, b, seq.k0, kv_head(), seq.len_k, a.head_dim, false);
+      copy_through_registers<KWalk, Order>(s_tiles, key0, seq.len_k, a.head_dim, 16, [&](int row, int d) {
+        return load_bytes(k.row(row), d, a.head_dim, aligned.k);
+      });
+      if constexpr (kIntegerV)
+        copy_through_registers<VWalk, Order>(s_v, key0, seq.len_k, a.head_dim, kPerChunk, [&](int key, int d) {
+          float x[8];
+#pragma unroll
+          for (int e = 0; e < 8; ++e) x[e] = d + e < a.head_dim ? integer_v(key, d + e) : 0.0f;
+          return chunk_of<Element>(make_float4(x[0], x[1], x[2], x[3]), make_float4(x[4], x[5], x[6], x[7]));
+        });
+      else
+        copy_through_registers<VWalk, Order>(
+            s_v, HeadRows<Element>(a.v, b, seq.k0, kv_head(), seq.len_k, a.head_dim, grid.vector.v), key0, aligned.v);
+    }
+  };
+  // First key of this lane's run in the tile that starts at key0.
+  const auto first_of_lane = [](int key0) { return key0 + fresh_tid() % 4 * kRun; };
+  const auto load_k_scales = [&](float (&scales)[kParts], int key0) {
+#pragma unroll
+    for (int c = 0; c < kParts; ++c) {
+      const int key = first_of_lane(key0) + c * kKeyGroup;
+      scales[c] = key < seq.len_k ? scale_at(p.k_scales, b, kv_head(), key) : 0.0f;
+    }
+  };
+  const auto s_q_of_warp = [&] { return s_q + fresh_tid() / 32 * (kWarpRows * kHeadDim); };
+
+  float O[kMTiles][kChunks][4] = {};
+  RowStatistics<2 * kMTiles> rows;
+  const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
+  float k_scale[kParts], next_k_scale[kParts];
+  float q_scale[2 * kMTiles];  // times |scale| and log2(e): from integer dot products over K's scale to base-2 scores
+#pragma unroll
+  for (int r = 0; r < 2 * kMTiles; ++r) {
+    const int row = s_state.row0() + 8 * r;
+    q_scale[r] = row < seq.len_q ? scale_at(p.q_scales, b, s_state.h, row) * fabsf(a.scale) * kLog2e : 0.0f;
+  }
+  load_k_scales(next_k_scale, first_key());
+  if (s_state.block_keys.begin < s_state.block_keys.end) {
+    load_q();
+    if (kStages > 1) load_kv(s_kv, first_key());
+  }
+  int stage = 0;
+  for (int key0 = first_key(); key0 < s_state.block_keys.end; key0 += kBlockN) {
+    char* const s_k = s_kv + stage * kStageBytes;
+    char* const s_v = s_k + kKBytes;
+    if (kStages == 1) {
+      __syncthreads();  // every warp is done with the tile before
+      load_kv(s_k, key0);
+    }
+#pragma unroll
+    for (int c = 0; c < kParts; ++c) k_scale[c] = next_k_scale[c];
+    load_k_scales(next_k_scale, key0 + kBlockN);
+    if constexpr (kAsync) cp_async_wait<0>();  // this tile's copies, and the first time q's
+    // The barrier makes the tile visible to all, and says that nobody reads the other stage any more. Where rows see
+    // the tile only in part, it also tells whether V holds something that zero weights would not blank out.
+    const bool whole = s_state.whole_for_block(key0, kBlockN);
+    bool nonfinite = false;
+    if (whole)
+      __syncthreads();
+    else
+      nonfinite = __syncthreads_or(own_chunks_nonfinite<Element, VWalk>(s_v));
+    if (nonfinite) {
+      s_state.spoiled = true;
+      clear_nonfinite<Element, VWalk>(s_v);
+      __syncthreads();  // the zeros are in place
+    }
+    if (kStages > 1) {
+      stage ^= 1;
+      if (key0 + kBlockN < s_state.block_keys.end) load_kv(s_kv + stage * kStageBytes, key0 + kBlockN);
+    }
+    if (!whole && s_state.idle(key0, kBlockN)) continue;
+
+    int32_t dots[kMTiles][kNTiles][4];
+    if constexpr (kZeroPoints)
+      start_with_zero_points(dots, p, s_state, first_of_lane(key0));
+    else
+      start_with(dots, kMagicBits);
+    qk_mma<Scores, kByteChunks>(dots, s_q_of_warp(), s_k, fresh_tid() % 32);
+    float S[kMTiles][kNTiles][4];
+    to_floats<kZeroPoints>(S, dots);
+    constexpr float kOffset = kZeroPoints ? 0.0f : -kMagic;
+    if (!kZeroPoints && any_wild<kByteChunks, kBlockN>(s_k, fresh_tid() % 32))
+      spoil_wild<kByteChunks>(S, s_k, State::column());
+    const bool plain = scales_plainly(a.scale, a.softcap);
+    if (!plain) lift_and_scale(S, q_scale, k_scale, kOffset, s_lift + fresh_tid() / 32 * kWarpRows, a);
+    if (!whole && !s_state.whole_for_warp(key0, kBlockN))
+      mask_scores(S, TileMask<8>(s_state.mask, s_state.row0(), first_of_lane(key0)),
+                  [](int j, int e) { return 2 * j + e; });
+    const auto slope = [&](int r, int c) { return plain ? positive_slope(q_scale[r] * k_scale[c]) : 1.0f; };
+    online_softmax<kParts>(S, slope, [&](int r, int c) { return plain ? kOffset * slope(r, c) : 0.0f; }, rows, O);
+    pv_mma<Tensor, kChunks>(O, S, s_v, fresh_tid() % 32);
+  }
+
+  __syncthreads();  // the tiles are done with: the outputs take their place
+  const int lane = threadIdx.x % 32, warp_row = s_state.block_row + threadIdx.x / 32 * kWarpRows;
+  const int rows_here = min(kWarpRows, seq.len_q - warp_row);
+  if (rows_here <= 0) return;
+  float* const g_lse = a.lse ? a.lse + b * a.lse_stride_b + s_state.h * a.lse_stride_h + seq.q0 : nullptr;
+  const bool lifts = scales_plainly(a.scale, a.softcap);  // else the scores hold it already
+  finish_rows(O, rows, s_state.mask, s_state.row0(), g_lse, lane % 4 == 0,
+              [&](int row) { return lifts ? a.scale * s_lift[row - s_state.block_row] : 0.0f; });
+  char* const s_out = s_q + threadIdx.x / 32 * (kWarpRows * kHeadDim * 2);
+  round_rows<Tensor>(O, s_out, lane);
+  if (s_state.spoiled) {
+    const auto v = [&](int key, int d) {
+      if constexpr (kIntegerV) return integer_v(key, d);
+      return to_float(HeadRows<Element>(a.v, b, seq.k0, kv_head(), 0, 0, false).row(key)[d]);
+    };
+    for (int key = first_key(); key < s_state.block_keys.end; key += kBlockN)
+      if (!s_state.whole_for_block(key, kBlockN))
+        add_nonfinite<kChunks, Element>(s_out, warp_row, rows_here, a.head_dim, key, kBlockN, s_state.mask, lane, v);
+    __syncwarp();  // other lanes read what this one wrote
+  }
+  Element* const g_out = static_cast<Element*>(a.out.data) + b * a.out.stride_b + s_state.h * a.out.stride_h +
+                         (seq.q0 + warp_row) * a.out.stride_t;
+  store_rows<kChunks>(s_out, g_out, a.out.stride_t, rows_here, a.head_dim, aligned.out, lane);
+}
