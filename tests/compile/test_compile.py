@@ -34,6 +34,7 @@ GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
 INSTRUCTION = {
     "dequantize": ("I2FP", 32),
     "fa": ("FFMA", 256),
+    "fa_int8": ("IMMA", 32),
     "fa_mma": ("HMMA", 128),
     "fa_tc": ("HMMA", 32),
     "fa_warps": ("FFMA", 256),
