@@ -51,7 +51,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="fa_int8",
         device="cuda",
-        summary="INT8 QK^T on tensor cores with smoothed K and row-group scales, PV in 16 bits; quantizes q and k first",
+        summary="INT8 QK^T on tensor cores, smoothed K, row-group scales, PV in 16 bits; quantizes q and k first",
         dtypes=("float16", "bfloat16"),
         precision="int8",
         min_arch=75,
