@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,7 @@ from qflash.frontends import numpy as numpy_frontend
 from qflash.planning import prepare, prepare_backward
 from qflash.problem import Array, Options, Problem, RopeArrays
 from qflash.rope import Rope
+from qflash.spec import Spec
 from qflash.testing import compare, oracle
 from qflash.testing.case import Case, Inputs
 
@@ -64,6 +66,16 @@ def check(case: Case, kernel: str | None = None, framework: str = "native") -> c
         compare.check_replay(case, *first, replay, how)
     compare.check_same_bits(case, first, run_case(case, name, framework), how)
     return errors
+
+
+def suited(case: Case, kernel: str, arch: int) -> Case:
+    """`case` in a dtype that `kernel` takes on a GPU of `arch`: its own where that is one, else by turns."""
+    row = dispatch.BY_NAME[kernel]
+    refused = row.also or (lambda spec: [])
+    dtypes = [d for d in row.dtypes if not refused(Spec(row.device, arch, d, case.head_dim, row.precision))] or [
+        case.dtype
+    ]
+    return case if case.dtype in dtypes else replace(case, dtype=dtypes[case.seed % len(dtypes)])
 
 
 def default_kernel(case: Case, framework: str = "native") -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from qflash import api, dispatch
 from qflash.ops.matmul import int8_matmul
 from qflash.testing.cases import BY_NAME
-from qflash.testing.runner import run_case
+from qflash.testing.runner import arch_of, run_case, suited
 
 # One of each kind: masks, lengths, layouts, head dims on either side of a bucket, dtypes, non-finite values.
 NAMES = (
@@ -25,9 +25,10 @@ def main() -> None:
     kernels = [row.name for row in dispatch.kernels_of("attention", "cuda") if row.precision == "native"]
     for kernel in kernels:
         for name in NAMES:
-            run_case(BY_NAME[name], kernel, "native-cuda")
-        q = torch.randn(1, 70, 1, 64, device="cuda")
-        k = torch.randn(1, 2500, 1, 64, device="cuda")
+            run_case(suited(BY_NAME[name], kernel, arch_of("cuda")), kernel, "native-cuda")
+        dtype = getattr(torch, dispatch.BY_NAME[kernel].dtypes[0])
+        q = torch.randn(1, 70, 1, 64, device="cuda", dtype=dtype)
+        k = torch.randn(1, 2500, 1, 64, device="cuda", dtype=dtype)
         api.attention(q, k, k, kernel=kernel)
         too_long = torch.tensor([999], dtype=torch.int32, device="cuda")
         out = api.attention(q, q, q, kv_lens=too_long, kernel=kernel)

@@ -14,6 +14,7 @@ import pytest
 from qflash import dispatch
 from qflash.testing import Case, check, check_gradients, repro, run_backward
 from qflash.testing.random_cases import random_case, random_cases
+from qflash.testing.runner import arch_of, suited
 
 EXAMPLES = int(os.environ.get("QFLASH_HYPOTHESIS_EXAMPLES", "200"))
 CPU_KERNELS = [kernel.name for kernel in dispatch.kernels_of("attention", "cpu")]
@@ -67,4 +68,4 @@ def test_random_gradients() -> None:
 def test_random_problems_cuda(kernel: str) -> None:
     """Seeded rather than shrunk: the GPU machine need not have hypothesis."""
     for case in random_cases(EXAMPLES, seed=len(kernel)):
-        check(case, kernel, "native-cuda")
+        check(suited(case, kernel, arch_of("cuda")), kernel, "native-cuda")
