@@ -18,7 +18,8 @@ extern "C" int qf_fa_int8(const QfAttnParams* params, void*) {
   };
   if (const int status = quantize(workspace.k)) return status;
   if (const int status = quantize(workspace.q)) return status;
-  const Aligned aligned = {true, true, qf::chunks_aligned(p.v, p.head_dim, 2), qf::chunks_aligned(p.out, p.head_dim, 2)};
+  const Aligned aligned = {true, true, qf::chunks_aligned(p.v, p.head_dim, 2),
+                           qf::chunks_aligned(p.out, p.head_dim, 2)};
   const qf::Grid grid = qf::grid_of(p, kBlockM, 1);
   const auto run = [&](auto* kernel) {
     return host::launch_blocks([&] { kernel(int8, grid, aligned); }, grid.items, kThreads, kSharedBytes, p.num_threads);

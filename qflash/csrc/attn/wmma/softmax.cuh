@@ -96,10 +96,10 @@ template <int kScoreStride, int kPStride, int kFactorStride, class Lane, class E
 __device__ __forceinline__ bool softmax_row(LaneScores<Lane>& S, const float* s_scores, Element* s_weights,
                                             float* s_factors, const Lane& lane, RowSum& sum, const QfAttnParams& p,
                                             bool masked, int begin, int end, bool keep) {
-  const ScoreScale scale(p.scale, p.softcap);
+  const float factor = score_factor(p.scale, p.softcap);
 #pragma unroll
   for (int i = 0; i < Lane::kScores; ++i) S[i] = s_scores[lane.key(i) * kScoreStride + lane.row];
-  if (!scale.plain) scale_scores(S.groups, p.scale, p.softcap);
+  if (!scales_plainly(p.scale, p.softcap)) scale_scores(S.groups, p.scale, p.softcap);
   if (masked) {
 #pragma unroll
     for (int i = 0; i < Lane::kScores; ++i)
@@ -108,7 +108,7 @@ __device__ __forceinline__ bool softmax_row(LaneScores<Lane>& S, const float* s_
   float top = S[0];
 #pragma unroll
   for (int i = 1; i < Lane::kScores; ++i) top = fmaxf(top, S[i]);
-  top = Lane::max_of_row(top) * scale.factor;
+  top = Lane::max_of_row(top) * factor;
 
   const bool moved = __any_sync(0xffffffffu, top > sum.m + kSlack);
   __syncwarp();  // every lane has read its scores: they may be overwritten
@@ -121,7 +121,7 @@ __device__ __forceinline__ bool softmax_row(LaneScores<Lane>& S, const float* s_
   const float reference = reference_of(sum.m);
 #pragma unroll
   for (int i = 0; i < Lane::kScores; ++i) {
-    S[i] = ex2(fmaf(S[i], scale.factor, -reference));
+    S[i] = ex2(fmaf(S[i], factor, -reference));
     sum.l += S[i];
   }
   store_rounded<kPStride>(s_weights, lane, S, keep);
