@@ -1,0 +1,18 @@
+// `layer_norm` is specialised for -DQF_DTYPE (a QfDtype) alone; shapes are chosen at run time (reduce/row_shape.cuh).
+#pragma once
+
+#include "reduce/row_shape.cuh"
+
+namespace qf {
+namespace layer_norm {
+
+using Element = ElementOf<QF_DTYPE>::Type;
+
+// Of a block on a row that is read twice: one block to a multiprocessor, so that the rows in flight fit the L2 cache.
+constexpr int kLongThreads = 1024;
+
+// Rows whose squared deviations overflow are done again in this unit: 2^-84 leaves room for any row of finite floats.
+constexpr float kSmallUnit = 5.169878828456423e-26f;
+
+}  // namespace layer_norm
+}  // namespace qf

@@ -1,0 +1,50 @@
+// Reductions over a block: a tree of two levels, shuffles within each warp, then the warps' results through shared
+// memory and shuffles again. Every warp climbs the second level for itself, so every thread gets the result, to the
+// bit, after one barrier instead of two.
+//
+// Shared memory: one plane of 32 words per word of State. Warp w writes word w of each plane (one lane, no conflict);
+// then lane i of every warp reads word i, or i mod the warps there are: different words lie in different banks, one
+// clock. An array of States would ask for words sizeof(State) apart: two clocks for a pair, four for four words.
+// tests/unit/test_reduce_banks.py counts them.
+#pragma once
+
+#include "reduce/warp.cuh"
+
+namespace qf {
+
+constexpr int kMostWarps = 32;
+
+// Bytes of shared memory that reduce_block needs.
+template <class State>
+constexpr int block_bytes() {
+  return int(sizeof(State)) * kMostWarps;
+}
+
+// `identity` changes nothing it is combined with. blockDim.x is a multiple of 32. combine need not be commutative:
+// states are combined in the order of threads. s_words must not be in use by an earlier reduction that some thread may
+// still read: put a barrier between two of them.
+template <class State, class Combine>
+__device__ __forceinline__ State reduce_block(State state, Combine combine, const State& identity, uint32_t* s_words) {
+  constexpr int kWords = sizeof(State) / 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  int width = 1;  // warps, rounded up to a power of two
+  while (width < warps) width *= 2;
+  state = reduce_warp(state, combine);
+  uint32_t words[kWords];
+  if (lane == 0) {
+    memcpy(words, &state, sizeof state);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) s_words[i * kMostWarps + warp] = words[i];
+  }
+  __syncthreads();
+  state = identity;
+  const int other = lane & (width - 1);  // every group of `width` lanes has them all
+  if (other < warps) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = s_words[i * kMostWarps + other];
+    memcpy(&state, words, sizeof state);
+  }
+  return reduce_warp(state, combine, width);
+}
+
+}  // namespace qf

@@ -1,0 +1,238 @@
+// A row of a matrix cut among the threads of a team, whatever its start and its length.
+//
+//      row start                                                                row end
+//         v                                                                        v
+//      |..hhhh|granule 0|granule 1| ...  16-byte words, aligned ...     |granule n-1|ttt...|
+//
+// A granule is 16 aligned bytes that lie wholly in the row. A warp has 32 kVecs granules that follow one another, and
+// each of its lanes every 32nd of them: neighbouring lanes read and write neighbouring granules, and a thread's
+// addresses differ by constants. What is left at the two ends, fewer elements than two granules hold, are the row's
+// edges: the team's first threads have one each. Nothing outside the row is touched.
+#pragma once
+
+#include "attn/elements.cuh"
+#include "ptx/ldst.cuh"
+#include "ptx/mov.cuh"
+
+namespace qf {
+
+template <class Element>
+constexpr int kGranule = 16 / int(sizeof(Element));  // elements
+
+// How a row's alignment cuts it up.
+struct RowCut {
+  int columns, head, edges, granules;
+};
+
+template <class Element>
+__device__ __forceinline__ RowCut cut_row(const Element* g_row, int columns) {
+  constexpr int kElements = kGranule<Element>;
+  const int past = int(reinterpret_cast<uintptr_t>(g_row) % 16) / int(sizeof(Element));
+  const int head = min(columns, (kElements - past) % kElements);
+  return {columns, head, head + (columns - head) % kElements, (columns - head) / kElements};
+}
+
+__device__ __forceinline__ int column_of_edge(const RowCut& cut, int i) {
+  return i < cut.head ? i : cut.columns - cut.edges + i;
+}
+
+__device__ __forceinline__ void unpack(const Word4& raw, float (&x)[4], const float*) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = bits_to_float(raw.word[i]);
+}
+template <class Element>
+__device__ __forceinline__ void unpack(const Word4& raw, float (&x)[8], const Element*) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = to_float(Element{uint16_t(raw.word[i])});
+    x[2 * i + 1] = to_float(Element{uint16_t(raw.word[i] >> 16)});
+  }
+}
+
+__device__ __forceinline__ uint32_t pack_pair(float low, float high, const F16*) { return cvt_rn_f16x2_f32(low, high); }
+__device__ __forceinline__ uint32_t pack_pair(float low, float high, const BF16*) {
+  return cvt_rn_bf16x2_f32(low, high);
+}
+
+__device__ __forceinline__ Word4 pack_granule(const float (&x)[4], const float*) {
+  Word4 raw;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) raw.word[i] = float_to_bits(x[i]);
+  return raw;
+}
+template <class Element>
+__device__ __forceinline__ Word4 pack_granule(const float (&x)[8], const Element* type) {
+  Word4 raw;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) raw.word[i] = pack_pair(x[2 * i], x[2 * i + 1], type);
+  return raw;
+}
+
+// Columns column .. column + kCount - 1 of a vector that all rows share.
+template <class Element, int kCount>
+__device__ __forceinline__ void load_columns(const Element* g_vector, int column, float (&y)[kCount]) {
+  const Element* g_first = g_vector + column;
+  if (kCount == kGranule<Element> && reinterpret_cast<uintptr_t>(g_first) % 16 == 0) {
+    float granule[kGranule<Element>];
+    unpack(ld_constant(g_first), granule, g_vector);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) y[i] = granule[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) y[i] = to_float(g_first[i]);
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ float tree_sum(const float (&x)[kCount]) {
+  float sums[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i] = x[i];
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
+}
+
+// A thread's share of a row, or of a piece of a long one, as it lies in memory: up to kVecs granules and one edge. In
+// 16 bits it takes half the registers that floats do.
+template <class Element, int kVecs>
+struct RawShare {
+  static constexpr int kElements = kGranule<Element>;
+  Word4 raw[kVecs];
+  float edge;
+  int mine, left;  // the thread's first granule; how many there are in the row from it on
+  bool has_edge;   // whether `edge` is of the row
+
+  __device__ __forceinline__ bool present(int v) const { return 32 * v < left; }
+
+  // The team's granules `first` .., and with the first of all the edges; `fill` where there are none. All loads are
+  // under way before one of them is used.
+  template <class Team>
+  __device__ __forceinline__ void load(const Element* g_row, const RowCut& cut, const Team& team, int first,
+                                       float fill) {
+    float filled[kElements];
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) filled[i] = fill;
+    const Word4 nothing = pack_granule(filled, g_row);
+    mine = first + team.rank() / 32 * (32 * kVecs) + team.rank() % 32;
+    left = cut.granules - mine;
+    const Element* g_mine = g_row + cut.head + int64_t(mine) * kElements;
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      raw[v] = nothing;
+      if (present(v)) raw[v] = ld_no_allocate(g_mine + 32 * v * kElements);
+    }
+    has_edge = first == 0 && team.rank() < cut.edges;
+    edge = fill;
+    if (has_edge) edge = to_float(g_row[column_of_edge(cut, team.rank())]);
+  }
+
+  __device__ __forceinline__ void values(int v, float (&y)[kElements]) const {
+    unpack(raw[v], y, static_cast<const Element*>(nullptr));
+  }
+
+  // Lets go of values that the compiler would otherwise keep until they are asked for again.
+  __device__ __forceinline__ void forget_values() {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) raw[v].word[i] = fresh(raw[v].word[i]);
+  }
+};
+
+// The same as floats, which can be changed.
+template <class Element, int kVecs>
+struct RowShare {
+  static constexpr int kElements = kGranule<Element>;
+  float x[kVecs][kElements], edge;
+  int mine, left;
+  bool has_edge;
+
+  __device__ __forceinline__ bool present(int v) const { return 32 * v < left; }
+
+  template <class Team>
+  __device__ __forceinline__ void load(const Element* g_row, const RowCut& cut, const Team& team, int first,
+                                       float fill) {
+    RawShare<Element, kVecs> share;
+    share.load(g_row, cut, team, first, fill);
+    edge = share.edge, mine = share.mine, left = share.left, has_edge = share.has_edge;
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) share.values(v, x[v]);
+  }
+
+  __device__ __forceinline__ void values(int v, float (&y)[kElements]) const {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) y[i] = x[v][i];
+  }
+
+  // change(x) replaces every element of the row; the fill stays.
+  template <class Change>
+  __device__ __forceinline__ void change_present(Change change) {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+      if (present(v)) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) x[v][i] = change(x[v][i]);
+      }
+    if (has_edge) edge = change(edge);
+  }
+
+  // Likewise for every element and the fill: no branch.
+  template <class Change>
+  __device__ __forceinline__ void change_all(Change change) {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) x[v][i] = change(x[v][i]);
+    edge = change(edge);
+  }
+
+  __device__ __forceinline__ float largest() const {
+    float m = edge;
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v)
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) m = fmaxf(m, x[v][i]);
+    return m;
+  }
+
+  // The fill included.
+  __device__ __forceinline__ float sum() const {
+    float total = edge;
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) total += tree_sum(x[v]);
+    return total;
+  }
+};
+
+// finish(y, column) turns a share's elements from `column` on into results, which replace the row's in g_out.
+template <template <class, int> class Share, class Element, int kVecs, class Team, class Finish>
+__device__ __forceinline__ void store_share(const Share<Element, kVecs>& share, Element* g_out, const RowCut& cut,
+                                            const Team& team, Finish finish) {
+  constexpr int kElements = kGranule<Element>;
+  const int column = cut.head + share.mine * kElements;
+  const bool aligned = reinterpret_cast<uintptr_t>(g_out + cut.head) % 16 == 0;
+#pragma unroll
+  for (int v = 0; v < kVecs; ++v) {
+    if (!share.present(v)) continue;
+    float y[kElements];
+    share.values(v, y);
+    finish(y, column + 32 * v * kElements);
+    Element* g_granule = g_out + column + 32 * v * kElements;
+    if (aligned) {
+      st_streaming(g_granule, pack_granule(y, g_out));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) from_float(y[i], g_granule[i]);
+    }
+  }
+  if (!share.has_edge) return;
+  const int at = column_of_edge(cut, team.rank());
+  float y[1] = {share.edge};
+  finish(y, at);
+  from_float(y[0], g_out[at]);
+}
+
+}  // namespace qf

@@ -1,0 +1,47 @@
+// Who works on a row: a warp each (several rows to a block, no barrier), or a block each.
+#pragma once
+
+#include "reduce/block.cuh"
+
+namespace qf {
+
+// Blocks of a launch over rows. `first`: the first row of this launch.
+struct RowGrid {
+  int64_t first, items;
+};
+
+// One warp; kWarps rows to a block.
+struct WarpTeam {
+  static constexpr int kWarps = 4, kRowsPerBlock = kWarps, kMostThreads = 32 * kWarps;
+
+  __device__ __forceinline__ int rank() const { return threadIdx.x % 32; }
+  __device__ __forceinline__ int size() const { return 32; }
+  __device__ __forceinline__ int64_t row(const RowGrid& grid) const {
+    return grid.first + int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  }
+  // Between two reductions.
+  __device__ __forceinline__ void meet() const {}
+
+  template <class State, class Combine>
+  __device__ __forceinline__ State reduce(const State& state, Combine combine, const State&, uint32_t*) const {
+    return reduce_warp(state, combine);
+  }
+};
+
+// One block of any number of warps.
+struct BlockTeam {
+  static constexpr int kRowsPerBlock = 1, kMostThreads = 32 * kMostWarps;
+
+  __device__ __forceinline__ int rank() const { return threadIdx.x; }
+  __device__ __forceinline__ int size() const { return blockDim.x; }
+  __device__ __forceinline__ int64_t row(const RowGrid& grid) const { return grid.first + blockIdx.x; }
+  __device__ __forceinline__ void meet() const { __syncthreads(); }
+
+  template <class State, class Combine>
+  __device__ __forceinline__ State reduce(const State& state, Combine combine, const State& identity,
+                                          uint32_t* s_words) const {
+    return reduce_block(state, combine, identity, s_words);
+  }
+};
+
+}  // namespace qf

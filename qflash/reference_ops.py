@@ -1,0 +1,61 @@
+"""The oracle of the row operations: softmax, layer_norm and cross_entropy in NumPy float64, as they are written down.
+
+Takes NumPy arrays of any real dtype, returns float64. NaN and infinities follow IEEE arithmetic.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def softmax(x: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    """exp(s - max s) / sum of them, s = scale x, over the last dimension.
+
+    A row with a NaN, a +inf, or nothing but -inf becomes NaN. fmax passes NaN by; the sum does not.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        s = np.float64(scale) * x.astype(np.float64)
+        weights = np.exp(s - np.fmax.reduce(s, -1, keepdims=True, initial=-np.inf))
+        return weights / weights.sum(-1, keepdims=True)
+
+
+def layer_norm(
+    x: np.ndarray, weight: np.ndarray | None = None, bias: np.ndarray | None = None, eps: float = 1e-5
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(x - mean) / sqrt(variance + eps) weight + bias over the last dimension, and mean and 1 / sqrt(variance + eps).
+
+    A row that is not finite throughout is NaN, and so are its mean and the rest.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        x = np.where(np.isfinite(x).all(-1, keepdims=True), x.astype(np.float64), np.nan)
+        mean = x.mean(-1, keepdims=True)
+        variance = np.square(x - mean).mean(-1, keepdims=True)
+        rstd = 1.0 / np.sqrt(variance + np.float64(eps))
+        out = (x - mean) * rstd
+        if weight is not None:
+            out = out * weight.astype(np.float64)
+        if bias is not None:
+            out = out + bias.astype(np.float64)
+        return out, mean[..., 0], rstd[..., 0]
+
+
+def cross_entropy(
+    logits: np.ndarray, targets: np.ndarray, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """(losses, lse, sum, mean): lse - (1 - s) logits[target] - s mean(logits) of every row, 0 where it is ignored.
+
+    The mean is over rows that are not ignored; of none it is NaN. A target out of range gives NaN.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        x = logits.astype(np.float64)
+        greatest = np.fmax.reduce(x, -1, keepdims=True, initial=-np.inf)
+        lse = (greatest + np.log(np.exp(x - greatest).sum(-1, keepdims=True)))[..., 0]
+        ignored = targets == ignore_index
+        known = (targets >= 0) & (targets < x.shape[-1])
+        picked = np.take_along_axis(x, np.where(known, targets, 0)[..., None], -1)[..., 0]
+        losses = lse - (1.0 - label_smoothing) * picked
+        if label_smoothing != 0.0:
+            losses = losses - label_smoothing * x.mean(-1)
+        losses = np.where(ignored, 0.0, np.where(known, losses, np.nan))
+        total = losses.sum()
+        return losses, lse, float(total), float(np.float64(total) / np.float64((~ignored).sum()))
