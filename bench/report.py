@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from bench import int8_gemm, profiles, quantize
+from bench import int8_gemm, profiles, quantize, reductions
 from bench import rows as store
 from bench.presets import PRESETS
 from qflash.dispatch import KERNELS, Kernel, kernels_of
@@ -227,6 +227,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ladder": ladder_table,
     int8_gemm.NAME: int8_gemm.table,
     quantize.NAME: quantize.table,
+    **{name: (lambda name=name: reductions.table(name)) for name in reductions.PRESET.values()},
     "roofline": rooflines,
     **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in CUDA_KERNELS},
     **{f"kernel-{row.name}": (lambda name=row.name: kernel_table(name)) for row in KERNELS},

@@ -42,6 +42,9 @@ INSTRUCTION = {
     "int8_gemm_tiled": ("IDP", 512),
     "quantize": ("FMUL", 256),
     "unfused": ("FFMA", 256),
+    "softmax": ("SHFL", 20),
+    "layer_norm": ("SHFL", 40),
+    "cross_entropy": ("SHFL", 30),
 }
 
 
@@ -144,6 +147,23 @@ def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
     assert {"LDS.128", "STS.128", "STG.E.128"} <= wide and (
         "LDG.E.128" in wide or any("LDGSTS" in op for op in wide)
     ), wide
+
+
+@needs_nvcc
+@pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernel", ["softmax", "layer_norm", "cross_entropy"])
+def test_rows_move_sixteen_bytes_at_a_time(compiled, kernel, dtype):
+    """Past L1 on the way in, first to leave the caches on the way out, and reduced by shuffles."""
+    entry = compiled(cuda.unit(cuda.BY_NAME[kernel], dtype, 0, 90))
+    command = [cuobjdump(), "-sass", str(entry / LIBRARY)]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass)
+    shuffle, least = INSTRUCTION[kernel]
+    assert sum(op.split(".")[0] == shuffle for op in opcodes) >= least
+    assert opcodes.count("LDG.E.NA.128") >= 4 and not {"LDL", "STL"} & {op.split(".")[0] for op in opcodes}
+    assert kernel == "cross_entropy" or opcodes.count("STG.E.EF.128") >= 4
+    assert kernel != "layer_norm" or opcodes.count("LDG.E.128.CONSTANT") >= 4  # weight and bias, which L1 keeps
 
 
 @needs_nvcc
