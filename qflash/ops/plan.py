@@ -80,7 +80,7 @@ class Plan:
         return bytes(packed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # one object each, so that a look-up need not hash what is in it
 class Op:
     """An operation as front ends know it: its arrays, its other words, and the function that plans a call."""
 

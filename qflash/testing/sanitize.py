@@ -8,6 +8,7 @@ from __future__ import annotations
 from qflash import api, dispatch
 from qflash.ops.matmul import int8_matmul
 from qflash.testing.cases import BY_NAME
+from qflash.testing.op_cases import CASES
 from qflash.testing.runner import arch_of, run_case, suited
 
 # One of each kind: masks, lengths, layouts, head dims on either side of a bucket, dtypes, non-finite values.
@@ -19,7 +20,7 @@ NAMES = (
 
 
 def main() -> None:
-    """Run every case on every CUDA kernel of native precision, then what no case holds: long rows and bad lengths."""
+    """Every case on every CUDA kernel of native precision, what no case holds (long rows, bad lengths), operations."""
     import torch
 
     kernels = [row.name for row in dispatch.kernels_of("attention", "cuda") if row.precision == "native"]
@@ -38,6 +39,7 @@ def main() -> None:
     print(f"ran {len(NAMES) + 2} problems on {', '.join(kernels)}")
     for kernel in (row.name for row in dispatch.kernels_of("int8_matmul", "cuda")):
         print(f"ran {_products(kernel)} products on {kernel}")
+    _operations()
 
 
 def _products(kernel: str) -> int:
@@ -58,6 +60,19 @@ def _products(kernel: str) -> int:
                     raise SystemExit(f"{kernel}: wrong sums at {m} x {n} x {k}, b along {'k' if along_k else 'n'}")
                 count += 1
     return count
+
+
+def _operations() -> None:
+    """Every call of the operations beside attention on each of their CUDA kernels."""
+    import torch
+
+    for name, case in CASES.items():
+        arrays = {key: torch.from_numpy(x).cuda() for key, x in case.arrays.items()}
+        kernels = [row.name for row in dispatch.kernels_of(case.op, "cuda")]
+        for kernel in kernels:
+            case.call(**arrays, kernel=kernel)
+        print(f"ran {name} on {', '.join(kernels)}")
+    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

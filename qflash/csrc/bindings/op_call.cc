@@ -81,15 +81,7 @@ py::dict layouts() {
 
 }  // namespace
 
-// A CPU kernel that is not linked in is not offered.
-#pragma weak qf_cpu_softmax
-#pragma weak qf_cpu_layer_norm
-#pragma weak qf_cpu_cross_entropy
-#pragma weak qf_cpu_int8_matmul
-#pragma weak qf_cpu_quantize
-#pragma weak qf_cpu_dequantize
-#define QF_ADD_ENTRY(name) \
-  if (qf_##name != nullptr) entries[#name] = reinterpret_cast<uintptr_t>(&qf_##name)
+#define QF_ADD_ENTRY(name) entries[#name] = reinterpret_cast<uintptr_t>(&qf_##name)
 
 void bind_op_calls(py::module_& module, py::dict& entries) {
   QF_ADD_ENTRY(cpu_softmax);

@@ -1,0 +1,135 @@
+"""Calls of every operation beside attention, in the terms of any framework.
+
+A case is a dict of NumPy arrays and a function of them; on the CPU every front end must give NumPy's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import qflash
+
+RNG = np.random.default_rng(8)
+
+
+def floats(*shape: int) -> np.ndarray:
+    """N(0, 1), float32."""
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+def bytes_(*shape: int) -> np.ndarray:
+    """int8, all of its values."""
+    return RNG.integers(-128, 128, shape, dtype=np.int8)
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """`call` takes the arrays by name, of any framework, and passes `kernel=` on."""
+
+    op: str
+    arrays: dict[str, np.ndarray]
+    call: Callable[..., Any]
+    mapped: tuple[str, ...]  # arrays to give one more dimension in tests of vmap
+
+
+COS, SIN = qflash.rope_tables(12, 8)
+
+CASES = {
+    "softmax": OpCase("softmax", {"x": floats(3, 4, 37)}, partial(qflash.softmax, scale=0.7), ("x",)),
+    "softmax one row": OpCase("softmax", {"x": floats(5)}, qflash.softmax, ("x",)),
+    "softmax long rows": OpCase("softmax", {"x": floats(3, 20011)}, qflash.softmax, ("x",)),
+    "layer_norm": OpCase(
+        "layer_norm",
+        {"x": floats(3, 4, 37), "weight": floats(37), "bias": floats(37)},
+        partial(qflash.layer_norm, eps=1e-3, return_stats=True),
+        ("x",),
+    ),
+    "layer_norm weights mapped": OpCase(
+        "layer_norm", {"x": floats(4, 37), "weight": floats(37)}, qflash.layer_norm, ("weight",)
+    ),
+    "cross_entropy": OpCase(
+        "cross_entropy",
+        {"logits": floats(4, 3, 19), "targets": np.array([[0, 18, -100], [3, 4, 5], [1, 1, 1], [9, 2, -100]])},
+        partial(qflash.cross_entropy, return_lse=True),
+        ("logits", "targets"),
+    ),
+    "cross_entropy none": OpCase(
+        "cross_entropy",
+        {"logits": floats(4, 19), "targets": np.array([0, 18, 7, 3], np.int32)},
+        partial(qflash.cross_entropy, reduction="none", label_smoothing=0.1, ignore_index=7),
+        ("logits", "targets"),
+    ),
+    "int8_matmul": OpCase("int8_matmul", {"a": bytes_(9, 33), "b": bytes_(33, 21)}, qflash.int8_matmul, ("a",)),
+    "int8_matmul both mapped": OpCase(
+        "int8_matmul", {"a": bytes_(9, 33), "b": bytes_(33, 21)}, qflash.int8_matmul, ("a", "b")
+    ),
+    "int8_matmul tiles": OpCase(
+        "int8_matmul", {"a": bytes_(300, 400), "b": bytes_(400, 272)}, qflash.int8_matmul, ("a",)
+    ),
+    "int8_matmul scaled": OpCase(
+        "int8_matmul",
+        {
+            "a": bytes_(2, 5, 33),
+            "b": bytes_(33, 21),
+            "a_scale": floats(2, 5),
+            "b_scale": floats(21),
+            "bias": floats(21),
+        },
+        partial(qflash.int8_matmul, out_dtype="float16"),
+        ("a",),
+    ),
+    "int8_matmul numbers": OpCase(
+        "int8_matmul",
+        {"a": bytes_(9, 33), "b": bytes_(33, 21), "b_scale": np.array(0.125, np.float32)},
+        partial(qflash.int8_matmul, a_scale=0.25),
+        ("a",),
+    ),
+    "quantize": OpCase("quantize", {"x": floats(7, 24)}, qflash.quantize, ("x",)),
+    "quantize asymmetric": OpCase(
+        "quantize", {"x": floats(2, 12, 3, 24)}, partial(qflash.quantize, symmetric=False), ("x",)
+    ),
+    "quantize groups": OpCase(
+        "quantize",
+        {"x": floats(2, 12, 3, 24), "lens": np.array([12, 5], np.int32), "cos": COS, "sin": SIN},
+        lambda x, lens, cos, sin, **more: qflash.quantize(
+            x, granularity="group", group=5, smooth=True, lens=lens, rope=qflash.Rope(cos, sin, True), **more
+        ),
+        ("x",),
+    ),
+    "quantize stochastic": OpCase(
+        "quantize",
+        {"x": floats(7, 24)},
+        partial(qflash.quantize, granularity="token", rounding="stochastic", seed=3),
+        ("x",),
+    ),
+    "dequantize": OpCase(
+        "dequantize",
+        {"values": bytes_(2, 12, 3, 24), "scale": abs(floats(2, 3, 12)), "mean": floats(2, 3, 24)},
+        lambda values, scale, mean, **more: qflash.dequantize(
+            qflash.Quantized(values, scale, mean=mean, granularity="token"), "float16", **more
+        ),
+        ("values", "scale", "mean"),
+    ),
+}
+
+
+def flat(result: Any) -> list[Any]:
+    """The arrays of a result: one, a tuple, or a Quantized's."""
+    if isinstance(result, qflash.Quantized):
+        result = [getattr(result, field.name) for field in fields(result)]
+        return [x for x in result if hasattr(x, "shape")]
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def check_equal(got: Any, wanted: Any) -> None:
+    """Same shapes, dtypes and bits."""
+    got, wanted = ([np.asarray(x) for x in flat(side)] for side in (got, wanted))
+    assert len(got) == len(wanted)
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)

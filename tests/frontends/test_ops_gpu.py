@@ -1,0 +1,131 @@
+"""Operations beside attention on a GPU: every CUDA kernel against the CPU's, through torch and JAX."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qflash
+from qflash import dispatch
+from qflash.testing.op_cases import CASES, check_equal, flat
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu
+
+PAIRS = [
+    pytest.param(case, kernel.name, id=f"{name}-{kernel.name}".replace(" ", "_"))
+    for name, case in CASES.items()
+    for kernel in dispatch.kernels_of(case.op, "cuda")
+]
+TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def cuda_torch():
+    if not torch.cuda.is_available():
+        pytest.skip("this torch was built without CUDA")
+
+
+def on_gpu(case) -> dict:
+    return {key: torch.from_numpy(x).cuda() for key, x in case.arrays.items()}
+
+
+def check_close(got, wanted) -> None:
+    """Integers to the bit, floats within a few ulp of the largest."""
+    got, wanted = flat(got), [np.asarray(x) for x in flat(wanted)]
+    assert len(got) == len(wanted)
+    for mine, theirs in zip(got, wanted, strict=True):
+        mine = mine.cpu().numpy() if isinstance(mine, torch.Tensor) else np.asarray(mine)
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        if theirs.dtype.kind == "i":
+            np.testing.assert_array_equal(mine, theirs)
+        else:
+            reach = np.abs(theirs.astype(np.float64)).max(initial=1.0)
+            np.testing.assert_allclose(
+                mine.astype(np.float64), theirs.astype(np.float64), rtol=0, atol=reach * TOLERANCE[theirs.dtype.name]
+            )
+
+
+def test_there_is_a_kernel_for_each_operation():
+    assert {pair.values[0].op for pair in PAIRS} == {case.op for case in CASES.values()}
+
+
+@pytest.mark.parametrize(("case", "kernel"), PAIRS)
+def test_torch(case, kernel):
+    got = case.call(**on_gpu(case), kernel=kernel)
+    assert all(x.is_cuda for x in flat(got))
+    check_close(got, case.call(**case.arrays))
+    check_equal([x.cpu() for x in flat(case.call(**on_gpu(case), kernel=kernel))], [x.cpu() for x in flat(got)])
+
+
+@pytest.mark.parametrize(("case", "kernel"), PAIRS)
+def test_strides_do_not_matter(case, kernel):
+    turned = {key: x.mT.contiguous().mT if x.dim() > 1 else x for key, x in on_gpu(case).items()}
+    check_close(case.call(**turned, kernel=kernel), case.call(**case.arrays))
+
+
+@pytest.mark.parametrize(("case", "kernel"), PAIRS)
+def test_a_graph_replays_on_new_values(case, kernel):
+    xs = on_gpu(case)
+    wanted = [x.clone() for x in flat(case.call(**xs, kernel=kernel))]  # loads the kernel, which a capture may not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = flat(case.call(**xs, kernel=kernel))
+    for out in outs:
+        out.zero_()
+    graph.replay()
+    check_equal([x.cpu() for x in outs], [x.cpu() for x in wanted])
+
+
+@pytest.mark.parametrize(("case", "kernel"), PAIRS)
+def test_another_stream(case, kernel):
+    xs = on_gpu(case)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        got = case.call(**xs, kernel=kernel)
+    torch.cuda.synchronize()
+    check_close(got, case.call(**case.arrays))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled(name):
+    case = CASES[name]
+    compiled = torch.compile(lambda **xs: flat(case.call(**xs)), fullgraph=True)
+    check_close(compiled(**on_gpu(case)), flat(case.call(**case.arrays)))
+
+
+@pytest.mark.parametrize(("case", "kernel"), PAIRS)
+def test_jax(case, kernel):
+    jax = pytest.importorskip("jax")
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError as error:
+        pytest.skip(f"this JAX cannot use the GPU: {error}")
+    xs = {key: jax.device_put(x, device) for key, x in case.arrays.items()}
+    wanted = case.call(**case.arrays)
+    check_close(case.call(**xs, kernel=kernel), wanted)
+    check_close(jax.jit(lambda xs: case.call(**xs, kernel=kernel))(xs), wanted)
+
+
+def test_bad_values_give_nan():
+    logits = torch.randn(3, 19, device="cuda")
+    for bad in (19, -1, 2**32 + 1):
+        losses = qflash.cross_entropy(logits, torch.tensor([0, bad, 1], device="cuda"), reduction="none")
+        assert losses.isnan().tolist() == [False, True, False]
+    quantized = qflash.quantize(
+        torch.randn(2, 12, 3, 8, device="cuda"),
+        granularity="token",
+        lens=torch.tensor([13, 5], dtype=torch.int32, device="cuda"),
+    )
+    assert quantized.scale.isnan().all(-1).all(-1).tolist() == [True, False]
+
+
+def test_empty_arrays():
+    none = torch.zeros(0, 5, device="cuda")
+    assert qflash.softmax(none).shape == (0, 5)
+    targets = torch.zeros(0, dtype=torch.int64, device="cuda")
+    assert qflash.cross_entropy(none, targets).isnan() and qflash.cross_entropy(none, targets, reduction="sum") == 0
+    a, b = (torch.zeros(shape, dtype=torch.int8, device="cuda") for shape in ((2, 0), (0, 3)))
+    for kernel in dispatch.kernels_of("int8_matmul", "cuda"):
+        assert not qflash.int8_matmul(a, b, kernel=kernel.name).any()
