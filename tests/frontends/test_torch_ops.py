@@ -14,6 +14,12 @@ from qflash.testing.op_cases import CASES, check_equal, flat
 torch = pytest.importorskip("torch")
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet():
+    """Cases share their lambdas, and a function may be compiled anew only so often."""
+    torch.compiler.reset()
+
+
 def tensors(case) -> dict:
     return {key: torch.from_numpy(x) for key, x in case.arrays.items()}
 
