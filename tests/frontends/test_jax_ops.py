@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 
@@ -10,6 +11,9 @@ import pytest
 
 import qflash
 from qflash import _native, dispatch
+from qflash.backends import Entry
+from qflash.backends.arch import asked
+from qflash.ops import plan as plan_module
 from qflash.ops.rows import SOFTMAX
 from qflash.planning import entry_of
 from qflash.problem import Array
@@ -112,6 +116,34 @@ def test_symbolic_sizes_are_refused_by_name():
         NotImplementedError, match=r"x has symbolic shape \(rows, 8\); allowed in qflash.softmax: numbers"
     ):
         export.export(jax.jit(qflash.softmax))(jax.ShapeDtypeStruct((rows, 8), "float32"))
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
+def four_kilobytes(_params):
+    return 4096
+
+
+@pytest.mark.skipif(any(d.platform == "gpu" for d in jax.devices()), reason="a GPU's own architecture would be used")
+def test_lowering_for_cuda_without_a_gpu(monkeypatch):
+    """A stand-in for the compiled kernel: lowering asks only for addresses and the size of the workspace."""
+    from qflash.frontends.jax import ops
+
+    entry = Entry(1, 0, ctypes.cast(four_kilobytes, ctypes.c_void_p).value)
+    for module in (plan_module, ops):
+        monkeypatch.setattr(module, "entry_of", lambda kernel, spec: entry)
+    monkeypatch.setenv("QFLASH_CUDA_ARCH", "90")
+    asked.cache_clear()
+    try:
+        a, b = (jnp.zeros(shape, jnp.int8) for shape in ((4, 8), (8, 3)))
+        checks = [export.DisabledSafetyCheck.custom_call("qflash_op")]
+        text = export.export(jax.jit(qflash.int8_matmul), platforms=["cuda"], disabled_checks=checks)(
+            a, b
+        ).mlir_module()
+    finally:
+        asked.cache_clear()
+    call = next(line for line in text.splitlines() if "custom_call @qflash_op" in line)
+    assert r"int8_gemm_tc\22,\22int8_matmul\22,\22cuda\22,90,\22int32\22,\22n\22" in call
+    assert "num_bytes = dense<[32, 24, 48]>" in call and "tensor<4096xui8>" in call
 
 
 def test_bad_values_are_refused():
