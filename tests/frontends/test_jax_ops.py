@@ -139,6 +139,7 @@ def test_lowering_for_cuda_without_a_gpu(monkeypatch):
         program = export.export(jax.jit(qflash.int8_matmul), platforms=["cuda"], disabled_checks=checks)(a, b)
     finally:
         asked.cache_clear()
+        plan_module.prepare.cache_clear()
     call = next(line for line in program.mlir_module().splitlines() if "custom_call @qflash_op" in line)
     assert r"int8_gemm_tc\22,\22int8_matmul\22,\22cuda\22,90,\22int32\22,\22n\22" in call
     assert "num_bytes = dense<[32, 24, 48]>" in call and "tensor<4096xui8>" in call
