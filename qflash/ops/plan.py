@@ -91,7 +91,7 @@ class Op:
     # Whether a call with these arrays mapped by vmap is one call, in which they and all results have one dimension
     # more, the first. Given the names, the rank of each array in the eyes of one sample, and the words by name.
     folds: Callable[[Collection[str], dict[str, int], dict[str, Any]], bool] = lambda *_: False
-    checks_values: bool = False  # the CPU kernel refuses some values
+    checked: tuple[str, ...] = ()  # arrays of which the CPU kernel refuses some values
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,7 +319,7 @@ QUANTIZE = Op(
     ("x", "lens", "rope.cos", "rope.sin", "rope.positions_k"),
     ("granularity", "group", "symmetric", "smooth", "rounding", "seed", "interleaved", "kernel"),
     _plan_quantize,
-    checks_values=True,
+    checked=("lens", "rope.positions_k"),
 )
 DEQUANTIZE = Op(
     "dequantize",
