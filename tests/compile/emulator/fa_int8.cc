@@ -18,13 +18,13 @@ extern "C" int qf_fa_int8(const QfAttnParams* params, void*) {
   };
   if (const int status = quantize(workspace.k)) return status;
   if (const int status = quantize(workspace.q)) return status;
-  const Aligned aligned = {true, true, qf::chunks_aligned(p.v, p.head_dim, 2),
-                           qf::chunks_aligned(p.out, p.head_dim, 2)};
+  const Access access = {true, true, qf::chunks_aligned(p.v, p.head_dim, 2), qf::chunks_aligned(p.out, p.head_dim, 2),
+                         kKeyGroupLog};
   const qf::Grid grid = qf::grid_of(p, kBlockM, 1);
   const auto run = [&](auto* kernel) {
-    return host::launch_blocks([&] { kernel(int8, grid, aligned); }, grid.items, kThreads, kSharedBytes, p.num_threads);
+    return host::launch_blocks([&] { kernel(int8, grid, access); }, grid.items, kThreads, kSharedBytes, p.num_threads);
   };
-  if (kArch >= 80 && aligned.v) return run(qf_fa_int8_kernel<true, false, false>);
+  if (kArch >= 80 && access.v) return run(qf_fa_int8_kernel<true, false, false>);
   return run(qf_fa_int8_kernel<false, false, false>);
 }
 extern "C" const char* qf_status_text(int) { return "a block is stuck: its threads wait for different things"; }

@@ -4,7 +4,6 @@
 #include "attn/elements.cuh"
 #include "attn/mask.cuh"
 #include "attn/mma/softmax.cuh"
-#include "ptx/tid.cuh"
 #include "qflash_ops.h"
 #include "smem/swizzle.cuh"
 
@@ -66,24 +65,27 @@ __device__ __forceinline__ void to_floats(float (&S)[kMTiles][kNTiles][4], const
 }
 
 // Base-2 scores with all that comes before the exponential, where that is more than a slope: S + offset times the
-// scales is |scale| log2(e) q.k without `lift`, the part that smoothing took off; scale may be negative or 0, softcap
-// follows.
+// scales is |scale| log2(e) q.k without `s_lift`, the part that smoothing took off, of the lane's rows; scale may be
+// negative or 0, softcap follows.
 template <int kParts, int kMTiles, int kNTiles>
 __device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4], const float (&q_scale)[2 * kMTiles],
                                                const float (&k_scale)[kParts], float offset, const float* s_lift,
                                                const QfAttnParams& a) {
   const float sign = a.scale < 0.0f ? -1.0f : 1.0f;
 #pragma unroll
-  for (int r = 0; r < 2 * kMTiles; ++r) {
-    const float lift = s_lift[8 * r + fresh_tid() % 32 / 4] * a.scale * kLog2e;
+  for (int i = 0; i < kMTiles; ++i) {
+    float lift[2];
 #pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      const float slope = sign * q_scale[r] * k_scale[j * kParts / kNTiles];
+    for (int h = 0; h < 2; ++h) lift[h] = s_lift[16 * i + 8 * h] * a.scale * kLog2e;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& s = S[r / 2][j][r % 2 * 2 + e];
-        s = fmaf(s + offset, slope, lift);
-        if (a.softcap != 0.0f) s = soften(s, a.softcap);
+    for (int j = 0; j < kNTiles; ++j) {  // a branch for every four, as in scale_scores and for its reason
+      float (&s)[4] = S[i][j];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        s[e] = fmaf(s[e] + offset, sign * q_scale[2 * i + e / 2] * k_scale[j * kParts / kNTiles], lift[e / 2]);
+      if (a.softcap != 0.0f) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[e] = soften(s[e], a.softcap);
       }
     }
   }

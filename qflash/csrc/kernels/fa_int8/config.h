@@ -33,7 +33,7 @@ constexpr int kByteChunks = kHeadDim / 16;  // of Q and K
 constexpr int kNTiles = kBlockN / 8;
 
 // A lane owns kRun neighbouring keys of a tile, in kParts groups of kKeyGroup that share a scale (or in half a group).
-constexpr int kKeyGroup = 16;
+constexpr int kKeyGroupLog = 4, kKeyGroup = 1 << kKeyGroupLog;
 constexpr int kRun = kBlockN / 4;
 constexpr int kParts = kRun > kKeyGroup ? kRun / kKeyGroup : 1;
 
@@ -42,9 +42,9 @@ constexpr int kQBytes = kBlockM * kHeadDim, kKBytes = kBlockN * kHeadDim, kVByte
 constexpr int kStageBytes = kKBytes + kVBytes;
 constexpr int kOutBytes = 2 * kBlockM * kHeadDim;  // takes the place of everything before it, once the keys are done
 constexpr int kTilesBytes = kQBytes + kStages * kStageBytes > kOutBytes ? kQBytes + kStages * kStageBytes : kOutBytes;
-constexpr int kLiftBytes = 4 * kBlockM;
+constexpr int kRowBytes = 2 * 4 * kBlockM;  // what is known of each query
 constexpr int kStateBytes = 256;
-constexpr int kSharedBytes = kTilesBytes + kLiftBytes + kStateBytes;
+constexpr int kSharedBytes = kTilesBytes + kRowBytes + kStateBytes;
 static_assert(kSharedBytes <= kSharedLimit, "the tiles do not fit the shared memory of this architecture");
 
 }  // namespace fa_int8

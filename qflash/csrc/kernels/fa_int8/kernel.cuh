@@ -17,12 +17,14 @@ using QWalk = ChunkWalk<kBlockM, kByteChunks, kThreads>;
 using KWalk = ChunkWalk<kBlockN, kByteChunks, kThreads>;
 using VWalk = ChunkWalk<kBlockN, kChunks, kThreads>;
 using Order = InRuns<kBlockN>;
-using State = BlockState<kWarps, kWarpRows>;
+struct State : BlockState<kWarps, kWarpRows> {
+  const float* k_scales;  // of the sequence's keys in their head
+};
 static_assert(sizeof(State) <= kStateBytes, "");
 
-// Which tensors may be copied 16 bytes at a time.
-struct Aligned {
-  bool q, k, v, out;
+struct Access {
+  bool q, k, v, out;  // which tensors may be copied 16 bytes at a time
+  int k_shift;        // K's tokens share scales in groups of 2^k_shift
 };
 
 // q . (what smoothing took off K) of one row, from its integers.
@@ -43,14 +45,15 @@ __device__ inline float lift_from_integers(const QfInt8AttnParams& p, const int8
 template <bool kAsync, bool kZeroPoints, bool kIntegerV>
 __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks)
     qf_fa_int8_kernel(const __grid_constant__ QfInt8AttnParams p, const __grid_constant__ qf::Grid grid,
-                      const __grid_constant__ qf::fa_int8::Aligned aligned) {
+                      const __grid_constant__ qf::fa_int8::Access access) {
   using namespace qf;
   using namespace qf::fa_int8;
   extern __shared__ float4 s_memory[];
   char* const s_q = reinterpret_cast<char*>(s_memory);
   char* const s_kv = s_q + kQBytes;  // kStages pairs of tiles, K then V
   float* const s_lift = reinterpret_cast<float*>(s_q + kTilesBytes);
-  State& s_state = *reinterpret_cast<State*>(s_q + kTilesBytes + kLiftBytes);
+  float* const s_q_scale = s_lift + kBlockM;  // times |scale| log2(e): K's scale apart, from dots to base-2 scores
+  State& s_state = *reinterpret_cast<State*>(s_q + kTilesBytes + kRowBytes);
 
   const QfAttnParams& a = p.attn;
   {
@@ -62,6 +65,8 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     const HeadRows<int8_t> k(a.k, work.b, seq.k0, kv_head, 0, 0, false);
     const HeadRows<Element> v(a.v, work.b, seq.k0, kv_head, 0, 0, false);
     s_state.fill(a, work, seq, k.g_head, v.g_head);
+    if (threadIdx.x == 0)
+      s_state.k_scales = p.k_scales.scale + work.b * p.k_scales.stride_b + kv_head * p.k_scales.stride_h;
   }
   __syncthreads();  // the state is in place
   const Sequence& seq = s_state.seq;
@@ -75,13 +80,14 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
       copy_async<QWalk>(s_q, q.g_head, q.stride_t, s_state.block_row, seq.len_q, a.head_dim);
     else
       copy_through_registers<QWalk>(s_q, s_state.block_row, seq.len_q, a.head_dim, 16,
-                                    [&](int row, int d) { return load_bytes(q.row(row), d, a.head_dim, aligned.q); });
+                                    [&](int row, int d) { return load_bytes(q.row(row), d, a.head_dim, access.q); });
     for (int row = threadIdx.x; row < kBlockM; row += kThreads) {
       const int i = s_state.block_row + row;
       s_lift[row] = i >= seq.len_q ? 0.0f
                     : p.lift       ? p.lift[row_index(i)]
                     : p.k_mean     ? lift_from_integers(p, q.row(i), b, s_state.h, i)
                                    : 0.0f;
+      s_q_scale[row] = i >= seq.len_q ? 0.0f : scale_at(p.q_scales, b, s_state.h, i) * fabsf(a.scale) * kLog2e;
     }
   };
   const auto integer_v = [&](int key, int d) {
@@ -100,7 +106,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     } else {
       const HeadRows<int8_t> k(a.k, b, seq.k0, kv_head(), seq.len_k, a.head_dim, false);
       copy_through_registers<KWalk, Order>(s_tiles, key0, seq.len_k, a.head_dim, 16, [&](int row, int d) {
-        return load_bytes(k.row(row), d, a.head_dim, aligned.k);
+        return load_bytes(k.row(row), d, a.head_dim, access.k);
       });
       if constexpr (kIntegerV)
         copy_through_registers<VWalk, Order>(s_v, key0, seq.len_k, a.head_dim, kPerChunk, [&](int key, int d) {
@@ -111,16 +117,17 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
         });
       else
         copy_through_registers<VWalk, Order>(
-            s_v, HeadRows<Element>(a.v, b, seq.k0, kv_head(), seq.len_k, a.head_dim, grid.vector.v), key0, aligned.v);
+            s_v, HeadRows<Element>(a.v, b, seq.k0, kv_head(), seq.len_k, a.head_dim, grid.vector.v), key0, access.v);
     }
   };
   // First key of this lane's run in the tile that starts at key0.
   const auto first_of_lane = [](int key0) { return key0 + fresh_tid() % 4 * kRun; };
   const auto load_k_scales = [&](float (&scales)[kParts], int key0) {
+    const float* const g_scales = s_state.k_scales;
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
       const int key = first_of_lane(key0) + c * kKeyGroup;
-      scales[c] = key < seq.len_k ? scale_at(p.k_scales, b, kv_head(), key) : 0.0f;
+      scales[c] = key < seq.len_k ? g_scales[key >> access.k_shift] : 0.0f;
     }
   };
   const auto s_q_of_warp = [&] { return s_q + fresh_tid() / 32 * (kWarpRows * kHeadDim); };
@@ -129,12 +136,6 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   RowStatistics<2 * kMTiles> rows;
   const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
   float k_scale[kParts], next_k_scale[kParts];
-  float q_scale[2 * kMTiles];  // times |scale| and log2(e): from integer dot products over K's scale to base-2 scores
-#pragma unroll
-  for (int r = 0; r < 2 * kMTiles; ++r) {
-    const int row = s_state.row0() + 8 * r;
-    q_scale[r] = row < seq.len_q ? scale_at(p.q_scales, b, s_state.h, row) * fabsf(a.scale) * kLog2e : 0.0f;
-  }
   load_k_scales(next_k_scale, first_key());
   if (s_state.block_keys.begin < s_state.block_keys.end) {
     load_q();
@@ -183,12 +184,22 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     if (!kZeroPoints && any_wild<kByteChunks, kBlockN>(s_k, fresh_tid() % 32))
       spoil_wild<kByteChunks>(S, s_k, State::column());
     const bool plain = scales_plainly(a.scale, a.softcap);
-    if (!plain) lift_and_scale(S, q_scale, k_scale, kOffset, s_lift + fresh_tid() / 32 * kWarpRows, a);
+    const int lane_row = fresh_tid() / 32 * kWarpRows + fresh_tid() % 32 / 4;  // in the block
+    float q_scale[2 * kMTiles];
+#pragma unroll
+    for (int r = 0; r < 2 * kMTiles; ++r) q_scale[r] = s_q_scale[lane_row + 8 * r];
+    if (!plain) lift_and_scale(S, q_scale, k_scale, kOffset, s_lift + lane_row, a);
     if (!whole && !s_state.whole_for_warp(key0, kBlockN))
       mask_scores(S, TileMask<8>(s_state.mask, s_state.row0(), first_of_lane(key0)),
                   [](int j, int e) { return 2 * j + e; });
-    const auto slope = [&](int r, int c) { return plain ? positive_slope(q_scale[r] * k_scale[c]) : 1.0f; };
-    online_softmax<kParts>(S, slope, [&](int r, int c) { return plain ? kOffset * slope(r, c) : 0.0f; }, rows, O);
+    float slopes[2 * kMTiles][kParts];
+#pragma unroll
+    for (int r = 0; r < 2 * kMTiles; ++r)
+#pragma unroll
+      for (int c = 0; c < kParts; ++c) slopes[r][c] = plain ? positive_slope(q_scale[r] * k_scale[c]) : 1.0f;
+    const float offset = plain ? kOffset : 0.0f;
+    online_softmax<kParts>(
+        S, [&](int r, int c) { return slopes[r][c]; }, [&](int r, int c) { return offset * slopes[r][c]; }, rows, O);
     pv_mma<Tensor, kChunks>(O, S, s_v, fresh_tid() % 32);
   }
 
@@ -214,5 +225,5 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   }
   Element* const g_out = static_cast<Element*>(a.out.data) + b * a.out.stride_b + s_state.h * a.out.stride_h +
                          (seq.q0 + warp_row) * a.out.stride_t;
-  store_rows<kChunks>(s_out, g_out, a.out.stride_t, rows_here, a.head_dim, aligned.out, lane);
+  store_rows<kChunks>(s_out, g_out, a.out.stride_t, rows_here, a.head_dim, access.out, lane);
 }

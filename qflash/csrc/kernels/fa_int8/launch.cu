@@ -19,15 +19,15 @@ QF_EXPORT int qf_fa_int8(const QfAttnParams* p, void* stream) {
   if (const int status = qf::launch_quantize<Element>(workspace.k, on)) return status;
   if (const int status = qf::launch_quantize<Element>(workspace.q, on)) return status;
 
-  const Aligned aligned = {true, true, qf::chunks_aligned(p->v, p->head_dim, 2),
-                           qf::chunks_aligned(p->out, p->head_dim, 2)};
+  const Access access = {true, true, qf::chunks_aligned(p->v, p->head_dim, 2),
+                         qf::chunks_aligned(p->out, p->head_dim, 2), kKeyGroupLog};
   const auto run = [&](auto* kernel, std::atomic<uint64_t>& devices_done) {
     if (const int status = qf::allow_shared_memory(kernel, kSharedBytes, devices_done)) return status;
-    return qf::launch(kernel, int8, qf::grid_of(*p, kBlockM, 1), kThreads, kSharedBytes, stream, aligned);
+    return qf::launch(kernel, int8, qf::grid_of(*p, kBlockM, 1), kThreads, kSharedBytes, stream, access);
   };
   static std::atomic<uint64_t> async_done{0}, sync_done{0};
   constexpr bool kCanCopyAsync = kArch >= 80;
-  if (kCanCopyAsync && aligned.v) return run(qf_fa_int8_kernel<kCanCopyAsync, false, false>, async_done);
+  if (kCanCopyAsync && access.v) return run(qf_fa_int8_kernel<kCanCopyAsync, false, false>, async_done);
   return run(qf_fa_int8_kernel<false, false, false>, sync_done);
 }
 
