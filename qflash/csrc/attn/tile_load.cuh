@@ -36,6 +36,9 @@ struct HeadRows {
         head_dim(dim),
         vector(vectorises) {}
 
+  __device__ __forceinline__ HeadRows(const Element* head, int64_t stride, int len, int dim, bool vectorises)
+      : g_head(head), stride_t(stride), length(len), head_dim(dim), vector(vectorises) {}
+
   __device__ __forceinline__ const Element* row(int i) const { return g_head + i * stride_t; }
 };
 

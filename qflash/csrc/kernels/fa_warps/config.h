@@ -25,11 +25,13 @@ constexpr int kQStride = padded_row(kHeadDim);                  // floats
 constexpr int kKStride = kHeadDim + 16 / int(sizeof(Element));  // elements: rows padded by 16 bytes
 constexpr int kVStride = kHeadDim;                              // elements
 
+constexpr int kStateBytes = 256;
+
 // Blocks that share a multiprocessor, warps of a block, keys of a tile.
 struct Shape {
   int blocks, warps, keys;
   constexpr int bytes() const {
-    return 4 * warps * kWarpRows * (kQStride + score_row(keys, kLanesX) + 1) +
+    return 4 * warps * kWarpRows * (kQStride + score_row(keys, kLanesX) + 1) + kStateBytes +
            int(sizeof(Element)) * keys * (kKStride + kVStride);
   }
 };
@@ -63,7 +65,8 @@ constexpr int kPStride = score_row(kBlockN, kLanesX);  // floats
 
 constexpr int kScoreCols = kBlockN / kLanesX;       // scores per row of a lane
 constexpr int kOutVecs = kHeadDim / (4 * kLanesX);  // groups of 4 outputs per row of a lane
-constexpr int kQkUnroll = 1;                        // of the loop over channels
+constexpr int kQkUnroll =
+    kHeadDim == 128 || kHeadDim == 192 ? 2 : 1;  // of the loop over channels: 2 where registers are left
 
 constexpr int kQFloats = kBlockM * kQStride, kPFloats = kBlockM * kPStride;
 constexpr int kKElements = kBlockN * kKStride;
