@@ -191,11 +191,15 @@ def scores(q: np.ndarray, k: np.ndarray, scale: float, softcap: float) -> tuple[
 
 
 def __getattr__(name: str) -> Any:
-    """The replays of the quantized pipelines belong to the oracle; qflash/replay.py, built on this module, has them."""
+    """The replays of the quantized pipelines belong to the oracle; the modules that have them are built on this one."""
     if name in ("attention_int8", "attention_varlen_int8"):
         from qflash import replay
 
         return getattr(replay, name)
+    if name in ("attention_fa_int8", "attention_varlen_fa_int8"):
+        from qflash import replay_fa_int8
+
+        return getattr(replay_fa_int8, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

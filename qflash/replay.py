@@ -10,7 +10,8 @@ replay by more than such rounding has a bug, however large the quantization erro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +31,8 @@ EXP2_COEFFICIENTS = tuple(
     for c in (0.9999992847442627, 0.6931217908859253, 0.240247443318367, 0.05591785907745361, 0.009570102207362652)
 )
 
+Replay = Callable[..., tuple[np.ndarray, np.ndarray]]
+
 
 def attention_int8(
     q: np.ndarray,
@@ -46,12 +49,7 @@ def attention_int8(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`qflash.attention(..., precision="int8")`: (out `[B, Tq, Hq, D]`, lse `[B, Hq, Tq]`) before the last rounding."""
     words = reference._Words.of(q.shape[-1], causal, window, softcap, scale)
-    out = np.zeros(q.shape, np.float64)
-    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
-    for b in range(q.shape[0]):
-        length = reference._length(kv_lens, b, k.shape[1])
-        out[b], lse[b] = _replay(q[b], k[b, :length], v[b, :length], words, reference._rope_of(rope, b), pv)
-    return out, lse
+    return by_sequence(partial(_replay, words=words, pv=pv), q, k, v, kv_lens, rope)
 
 
 def attention_varlen_int8(
@@ -71,14 +69,44 @@ def attention_varlen_int8(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`qflash.attention_varlen(..., precision="int8")`: (out `[total_q, Hq, D]`, lse `[Hq, total_q]`)."""
     words = reference._Words.of(q.shape[-1], causal, window, softcap, scale)
+    one = partial(_replay, words=words, pv=pv)
+    return by_packed_sequence(one, q, k, v, cu_seqlens_q, cu_seqlens_k, kv_lens, rope)
+
+
+def by_sequence(one: Replay, q, k, v, kv_lens: np.ndarray | None, rope: Rope | None) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of a batch, from the replay of one sequence: (q, k, v, rope) -> (out `[Tq, Hq, D]`, lse `[Hq, Tq]`).
+
+    It is given the keys that exist and positions that are its own, and at least one row and one key.
+    """
+    out = np.zeros(q.shape, np.float64)
+    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
+    for b in range(q.shape[0]):
+        length = reference._length(kv_lens, b, k.shape[1])
+        if q.shape[1] and length:
+            out[b], lse[b] = one(q[b], k[b, :length], v[b, :length], rope=reference._rope_of(rope, b))
+    return out, lse
+
+
+def by_packed_sequence(
+    one: Replay, q, k, v, cu_seqlens_q: np.ndarray, cu_seqlens_k: np.ndarray, kv_lens: np.ndarray | None, rope: Rope | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same of packed sequences."""
     out = np.zeros(q.shape, np.float64)
     lse = np.full((q.shape[1], q.shape[0]), -np.inf)
     for b, (rows, keys) in enumerate(reference._packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])):
-        exists = slice(keys.start, keys.start + reference._length(kv_lens, b, keys.stop - keys.start))
-        out[rows], lse[:, rows] = _replay(
-            q[rows], k[exists], v[exists], words, reference._rope_of_packed(rope, rows, keys), pv
-        )
+        length = reference._length(kv_lens, b, keys.stop - keys.start)
+        exists = slice(keys.start, keys.start + length)
+        if rows.stop > rows.start and length:
+            rope_here = reference._rope_of_packed(rope, rows, keys)
+            out[rows], lse[:, rows] = one(q[rows], k[exists], v[exists], rope=rope_here)
     return out, lse
+
+
+def positions_of(rope: Rope, len_q: int, len_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the queries and the keys of one sequence stand."""
+    positions_q = np.arange(len_q) + (len_k - len_q) if rope.positions_q is None else rope.positions_q
+    positions_k = np.arange(len_k) if rope.positions_k is None else rope.positions_k[:len_k]
+    return positions_q, positions_k
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope) -> np.ndarray:
@@ -134,27 +162,24 @@ def exp2(x: np.ndarray) -> np.ndarray:
     f = x - n
     p = np.full_like(f, EXP2_COEFFICIENTS[-1])
     for c in EXP2_COEFFICIENTS[-2::-1]:
-        p = _fma(p, f, c)
+        p = fma(p, f, c)
     return (p * np.exp2(n)).astype(np.float32)
 
 
-def _fma(a, b, c) -> np.ndarray:
+def fma(a, b, c) -> np.ndarray:
     """float32 a·b + c rounded once: the product is exact in float64."""
     return (np.asarray(a, np.float64) * b + np.asarray(c, np.float64)).astype(np.float32)
 
 
-def _replay(q, k, v, words, rope, pv):
+def _replay(q, k, v, *, words, rope, pv):
     """(out [Tq, Hq, D], lse [Hq, Tq]) of one sequence whose keys all exist."""
     limit = float(ml_dtypes.finfo(q.dtype).max)  # a mean of finite values stays finite when it is rounded
     q, k, v = (np.asarray(x).astype(np.float32) for x in (q, k, v))
     len_q, len_k = len(q), len(k)
     out = np.zeros(q.shape)
     lse = np.full((q.shape[1], len_q), -np.inf)
-    if len_q == 0 or len_k == 0:
-        return out, lse
     if rope is not None:
-        positions_q = np.arange(len_q) + (len_k - len_q) if rope.positions_q is None else rope.positions_q
-        positions_k = np.arange(len_k) if rope.positions_k is None else rope.positions_k[:len_k]
+        positions_q, positions_k = positions_of(rope, len_q, len_k)
         q, k = rotate(q, positions_q, rope), rotate(k, positions_k, rope)
     if words.scale < 0:
         q = -q
@@ -199,7 +224,7 @@ def _weights(u, q_scales, lifted, seen, words):
     lift = scale * lifted
     if words.softcap:
         softcap = np.float32(words.softcap)
-        s = _fma(u, (q_scales * scale)[:, None], lift[:, None])
+        s = fma(u, (q_scales * scale)[:, None], lift[:, None])
         t = np.tanh(s * (np.float32(1) / softcap)) * (softcap * LOG2E)
         lift = np.zeros_like(lift)
     else:

@@ -11,6 +11,12 @@ from qflash import _native, reference
 from qflash.rope import Rope
 from qflash.testing.case import Case, Inputs
 
+# Kernels that have a replay, and its names in qflash.reference.
+_REPLAYS = {
+    "cpu_int8": ("attention_int8", "attention_varlen_int8"),
+    "fa_int8": ("attention_fa_int8", "attention_varlen_fa_int8"),
+}
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -47,15 +53,17 @@ def expected(case: Case, quantized: bool = False) -> Expected:
 @lru_cache(maxsize=64)
 def replayed(case: Case, kernel: str) -> tuple[np.ndarray, np.ndarray] | None:
     """(out, lse) of the replay of a quantized kernel, float64; None for a kernel that has no replay."""
-    if kernel != "cpu_int8":
+    if kernel not in _REPLAYS:
         return None
     inputs = case.make_inputs()
-    pv = "bfloat16" if _native.cpu_isa() == "amx" else "float32"
-    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": inputs.rope, "pv": pv}
+    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": inputs.rope}
+    if kernel == "cpu_int8":
+        words["pv"] = "bfloat16" if _native.cpu_isa() == "amx" else "float32"
+    attention, attention_varlen = (getattr(reference, name) for name in _REPLAYS[kernel])
     if case.packed:
         cu = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-        return reference.attention_varlen_int8(inputs.q, inputs.k, inputs.v, *cu, **words)
-    return reference.attention_int8(inputs.q, inputs.k, inputs.v, **words)
+        return attention_varlen(inputs.q, inputs.k, inputs.v, *cu, **words)
+    return attention(inputs.q, inputs.k, inputs.v, **words)
 
 
 @lru_cache(maxsize=64)

@@ -7,8 +7,9 @@
 
 namespace qf {
 
-// Weights are 2^(score - m). While a row's largest score exceeds m by less than this, m stays and O and l need no
-// rescaling; weights then reach 2^kSlack, well inside float16.
+// Weights are 2^(score - m), where m is an integer: moving it from one tile to the next scales by a power of two, so
+// neither O nor the rounding of weights to 16 bits depends on where tiles begin. While a row's largest score exceeds m
+// by less than this, m stays and O and l need no rescaling; weights then reach 2^kSlack, well inside float16.
 constexpr float kSlack = 8.0f;
 
 __device__ __forceinline__ float max_of_quad(float x) {
@@ -107,7 +108,7 @@ __device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], 
   if (__any_sync(0xffffffffu, moved)) {
 #pragma unroll
     for (int r = 0; r < 2 * kMTiles; ++r) {
-      const float m = fmaxf(rows.m[r], top[r]), rescale = ex2(rows.m[r] - reference_of(m));
+      const float m = fmaxf(rows.m[r], ceilf(top[r])), rescale = ex2(rows.m[r] - reference_of(m));
       rows.m[r] = m;
       rows.l[r] *= rescale;
 #pragma unroll
