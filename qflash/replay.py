@@ -88,7 +88,14 @@ def by_sequence(one: Replay, q, k, v, kv_lens: np.ndarray | None, rope: Rope | N
 
 
 def by_packed_sequence(
-    one: Replay, q, k, v, cu_seqlens_q: np.ndarray, cu_seqlens_k: np.ndarray, kv_lens: np.ndarray | None, rope: Rope | None
+    one: Replay,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    cu_seqlens_q: np.ndarray,
+    cu_seqlens_k: np.ndarray,
+    kv_lens: np.ndarray | None,
+    rope: Rope | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The same of packed sequences."""
     out = np.zeros(q.shape, np.float64)

@@ -1,5 +1,4 @@
-"""`fa_int8` run on the CPU, thread by thread, as in test_emulated.py: the contract of precision="int8", and the replay.
-"""
+"""`fa_int8` run on the CPU, thread by thread, as in test_emulated.py: the contract of precision="int8", and the replay."""
 
 from __future__ import annotations
 
@@ -12,6 +11,9 @@ from qflash.testing.oracle import replayed
 from qflash.testing.runner import suited
 
 KERNEL = "fa_int8"
+# The emulator takes seconds for a thousand keys.
+QUICK = [case for case in cases("quick") if case.name != "decode"]
+SHAPES = ("dim_40", "dim_72", "dim_128", "dim_136", "dim_256", "many_heads", "nan_v")
 
 
 def check_kernel(library, case: Case, arch: int = 90) -> None:  # noqa: F811
@@ -23,7 +25,7 @@ def check_kernel(library, case: Case, arch: int = 90) -> None:  # noqa: F811
     check_same_bits(case, first, run_case(library, case, KERNEL, arch, seed=2))
 
 
-@pytest.mark.parametrize("case", cases("quick"), ids=by_name)
+@pytest.mark.parametrize("case", QUICK, ids=by_name)
 def test_contract(library, case):  # noqa: F811
     check_kernel(library, case)
 
@@ -32,3 +34,22 @@ def test_contract(library, case):  # noqa: F811
 @pytest.mark.parametrize("case", cases("full"), ids=by_name)
 def test_contract_in_full(library, case):  # noqa: F811
     check_kernel(library, case)
+
+
+@pytest.mark.parametrize(("name", "arch"), [("dim_72", 75)])
+def test_a_tile_shape_of_another_architecture(library, name, arch):  # noqa: F811
+    check_kernel(library, BY_NAME[name], arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [75, 80, 86])
+@pytest.mark.parametrize("name", SHAPES)
+def test_all_tile_shapes_of_other_architectures(library, name, arch):  # noqa: F811
+    check_kernel(library, BY_NAME[name], arch)
+
+
+# Keys 32 to 47 share a scale, and so does key 64 with none but itself: no finite key, so their scale is NaN.
+@pytest.mark.parametrize("keys", [range(32, 48), [64]])
+def test_a_group_of_keys_without_a_finite_one_spoils_only_rows_that_see_it(library, keys):  # noqa: F811
+    plant = tuple(("k", (0, key, 0, 3), "nan") for key in keys)
+    check_kernel(library, Case("wild_group", 65, 65, 1, 1, causal=True, plant=plant, seed=1))

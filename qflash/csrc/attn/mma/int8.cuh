@@ -95,6 +95,10 @@ __device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4], 
 // instead is small enough to leave every score 0. NaN stays NaN.
 __device__ __forceinline__ float positive_slope(float slope) { return slope < 1e-30f ? 1e-30f : slope; }
 
+// The scale of a group that has no finite key is NaN. Its keys are told by their values (any_wild), so here it must not
+// reach the rows that do not see them. Scales are never negative.
+__device__ __forceinline__ float number_or_zero(float scale) { return fmaxf(scale, 0.0f); }
+
 __device__ __forceinline__ float scale_at(const QfScales& s, int b, int h, int token) {
   return s.scale[b * s.stride_b + h * s.stride_h + token / s.group];
 }

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
       load_kv(s_k, key0);
     }
 #pragma unroll
-    for (int c = 0; c < kParts; ++c) k_scale[c] = next_k_scale[c];
+    for (int c = 0; c < kParts; ++c) k_scale[c] = kZeroPoints ? next_k_scale[c] : number_or_zero(next_k_scale[c]);
     load_k_scales(next_k_scale, key0 + kBlockN);
     if constexpr (kAsync) cp_async_wait<0>();  // this tile's copies, and the first time q's
     // The barrier makes the tile visible to all, and says that nobody reads the other stage any more. Where rows see
