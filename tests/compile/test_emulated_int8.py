@@ -1,4 +1,4 @@
-"""`fa_int8` run on the CPU, thread by thread, as in test_emulated.py: the contract of precision="int8", and the replay."""
+"""`fa_int8` run on the CPU, thread by thread (test_emulated.py): the contract of precision="int8", and the replay."""
 
 from __future__ import annotations
 
