@@ -21,11 +21,12 @@ __device__ __forceinline__ void philox(uint32_t (&words)[4], uint64_t counter, u
   words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
 }
 
-// The words of elements `first` .. first + 3: element i has word i % 4 of block i / 4.
+// The words of elements `first` .. first + 3: element i has word i % 4 of block i / 4. kWhole: they are one block.
+template <bool kWhole>
 __device__ __forceinline__ void philox4(uint32_t (&words)[4], uint64_t first, uint64_t key) {
   philox(words, first / 4, key);
   const unsigned offset = first % 4;
-  if (offset == 0) return;
+  if (kWhole || offset == 0) return;
   uint32_t next[4];
   philox(next, first / 4 + 1, key);
   if (offset & 1) {

@@ -33,9 +33,6 @@ __device__ __forceinline__ void raise(uint32_t* g_maximum, uint32_t value) {
 
 enum class Scales { kFound, kGiven };
 
-// 128 registers for a thread that rotates or walks, 80 for one that does not.
-constexpr int blocks_per_multiprocessor(Unit unit, bool rope) { return rope || unit == Unit::kWideToken ? 2 : 3; }
-
 }  // namespace qf
 
 // Slots, and with them every scale and zero point, to what an empty tensor has.
@@ -49,19 +46,19 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads)
 }
 
 // Blocks take tile after tile, so that few of them meet at a tensor's one slot.
-template <class Element, qf::Unit kUnit, bool kRope>
-__global__ void __launch_bounds__(qf::kQuantizeThreads, qf::blocks_per_multiprocessor(kUnit, kRope))
+template <class Element, qf::Unit kUnit, qf::Access kAccess>
+__global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
     qf_quantize_amplitude_kernel(const __grid_constant__ QfQuantizeParams p, const __grid_constant__ qf::Layout layout,
                                  qf::Slot* g_slots) {
   using namespace qf;
   extern __shared__ float4 s_memory[];
   uint32_t* const s_scratch = reinterpret_cast<uint32_t*>(s_memory);
+  constexpr int kHeld = kPlaces<kUnit, kAccess>;
   const bool per_tensor = p.granularity == QF_PER_TENSOR;
   uint32_t extent[4] = {};  // a Slot
-  for (int64_t item = blockIdx.x; item < int64_t(p.batch) * layout.tiles; item += gridDim.x) {
-    const int b = int(item / layout.tiles);
-    const Share<Element, kUnit, kRope> share(p, layout, read_tokens(p, b), b, uint32_t(item % layout.tiles),
-                                             fresh_tid());
+  for (uint32_t item = blockIdx.x; item < p.batch * layout.tiles.divisor; item += gridDim.x) {
+    const uint32_t b = layout.tiles(item), tile = item - b * layout.tiles.divisor;
+    const Share<Element, kUnit, kAccess> share(p, layout, read_tokens(p, b), b, tile, fresh_tid());
     float x[kHeld][8];
     uint32_t largest[kHeld] = {};
     for (int piece = 0; piece < share.pieces(); ++piece) {
@@ -87,8 +84,8 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, qf::blocks_per_multiproc
     if (per_tensor) continue;
     uint32_t key[1] = {extent[0]};
     reduce_team(key, layout.row_lanes, layout.unit_lanes, s_scratch, larger);
-    if (share.unit < layout.units && (threadIdx.x & (layout.unit_lanes - 1)) == 0)
-      raise(&g_slots[share.scale_index(share.place(0))].key, key[0]);
+    if (share.inside > 0 && (threadIdx.x & (layout.unit_lanes - 1)) == 0)
+      raise(&g_slots[share.scale_index(0)].key, key[0]);
     extent[0] = kNoToken;
   }
   if (!per_tensor) return;
@@ -100,21 +97,51 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, qf::blocks_per_multiproc
   raise(&g_slots->wild, extent[3]);
 }
 
-template <class Element, qf::Unit kUnit, bool kRope, qf::Scales kScales>
-__global__ void __launch_bounds__(qf::kQuantizeThreads, qf::blocks_per_multiprocessor(kUnit, kRope))
+namespace qf {
+
+// Integers of what a thread holds, stored and summed up.
+template <bool kPlain, class Element, Unit kUnit, Access kAccess, int kHeld>
+__device__ __forceinline__ void round_and_store(const Share<Element, kUnit, kAccess>& share, const float (&x)[kHeld][8],
+                                                const uint32_t (&keys)[kHeld], Scale scale, int piece,
+                                                bool scales_of_tokens, int32_t (&sums)[kHeld]) {
+  const QfQuantizeParams& p = share.p;
+  int8_t* const g_row = share.values_row();
+  const int64_t step = share.values_step();
+  const uint32_t wild_bytes = p.symmetric ? 0x80808080u : 0u;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int d = share.channel(i, piece);
+    if (kUnit == Unit::kToken && scales_of_tokens) {
+      scale = symmetric_scale(keys[i]);
+      if (i < share.inside && share.lane == 0) p.scale[share.scale_index(i)] = scale.scale;
+    }
+    uint2 bytes = round8<kPlain, kAccess != Access::kSingly>(x[i], scale, p, kPlain ? 0 : share.element_of(i) + d);
+    if (keys[i] < kFinite) {
+      bytes.x = keys[i] == kNotFinite ? wild_bytes : 0u;
+      bytes.y = bytes.x;
+    }
+    share.store_values(g_row + i * step, i, d, bytes);
+    if (p.sums) sums[Share<Element, kUnit, kAccess>::kPieces ? 0 : i] += sum_bytes(bytes, p.head_dim - d);
+  }
+}
+
+}  // namespace qf
+
+template <class Element, qf::Unit kUnit, qf::Access kAccess, qf::Scales kScales>
+__global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
     qf_quantize_kernel(const __grid_constant__ QfQuantizeParams p, const __grid_constant__ qf::Layout layout,
                        const qf::Slot* g_slots) {
   using namespace qf;
   extern __shared__ float4 s_memory[];
   uint32_t* const s_scratch = reinterpret_cast<uint32_t*>(s_memory);
-  const int b = blockIdx.x / layout.tiles;
-  const uint32_t tile = blockIdx.x % layout.tiles;
+  constexpr int kHeld = kPlaces<kUnit, kAccess>;
+  const uint32_t b = layout.tiles(blockIdx.x), tile = blockIdx.x - b * layout.tiles.divisor;
   const Tokens tokens = read_tokens(p, b);
 
   float x[kHeld][8];
   uint32_t keys[kHeld];
   {
-    const Share<Element, kUnit, kRope> share(p, layout, tokens, b, tile, fresh_tid());
+    const Share<Element, kUnit, kAccess> share(p, layout, tokens, b, tile, fresh_tid());
     uint32_t largest[kHeld] = {};
     for (int piece = 0; piece < share.pieces(); ++piece) {
       share.load(x, piece);
@@ -126,15 +153,16 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, qf::blocks_per_multiproc
   }
 
   // Derived once more from the thread's index, so that no address is kept in a register while x is.
-  const Share<Element, kUnit, kRope> share(p, layout, tokens, b, tile, fresh_tid());
+  const Share<Element, kUnit, kAccess> share(p, layout, tokens, b, tile, fresh_tid());
   // One scale for all that the thread holds, unless that is tokens with scales of their own.
   Scale scale;
   if (kScales == Scales::kGiven) {
-    const bool used = share.unit < layout.units;
-    const int64_t index = used ? share.scale_index(share.place(0)) : 0;
+    const int64_t index = share.inside > 0 ? share.scale_index(0) : 0;
     scale = scale_of(g_slots[index], p.symmetric);
-    const bool first = p.granularity == QF_PER_TENSOR ? blockIdx.x == 0 : used && share.token0 == 0 && share.lane == 0;
-    if (first && (p.granularity != QF_PER_TENSOR || threadIdx.x == 0)) {
+    const bool first = p.granularity == QF_PER_TENSOR
+                           ? blockIdx.x + threadIdx.x == 0
+                           : share.first_part && share.inside > 0 && (threadIdx.x & (layout.unit_lanes - 1)) == 0;
+    if (first) {
       p.scale[index] = scale.scale;
       if (!p.symmetric) *p.zero_point = int32_t(scale.zero_point);
     }
@@ -144,34 +172,20 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, qf::blocks_per_multiproc
     for (int i = 0; i < kHeld; ++i) key[0] = larger(key[0], keys[i]);
     reduce_team(key, layout.row_lanes, layout.unit_lanes, s_scratch, larger);
     scale = symmetric_scale(key[0]);
-    if (share.unit < layout.units && (threadIdx.x & (layout.unit_lanes - 1)) == 0)
-      p.scale[share.scale_index(share.place(0))] = scale.scale;
+    if (share.inside > 0 && (threadIdx.x & (layout.unit_lanes - 1)) == 0) p.scale[share.scale_index(0)] = scale.scale;
   }
 
-  const Rounding rounding = rounding_of(p);
-  const uint32_t wild_bytes = p.symmetric ? 0x80808080u : 0u;
+  const bool plain = p.symmetric && p.rounding == QF_NEAREST;
   int32_t sums[kHeld] = {};
   for (int piece = 0; piece < share.pieces(); ++piece) {
     if (share.pieces() > 1) {
       share.load(x, piece);
       if (p.smooth) share.smooth(x, piece);
     }
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const auto at = share.place(i);
-      const int d = share.channel(i, piece);
-      if (kScales == Scales::kFound && kUnit == Unit::kToken) {
-        scale = symmetric_scale(keys[i]);
-        if (at.inside && share.lane == 0) p.scale[share.scale_index(at)] = scale.scale;
-      }
-      uint2 bytes = make_uint2(0u, 0u);
-      if (keys[i] == kNotFinite)
-        bytes = make_uint2(wild_bytes, wild_bytes);
-      else if (keys[i] != kNoToken)
-        bytes = round8(x[i], scale, rounding, share.element_of(at) + d);
-      share.store_values(at, d, bytes);
-      if (p.sums) sums[kUnit == Unit::kWideToken ? 0 : i] += sum_bytes(bytes, p.head_dim - d);
-    }
+    if (plain)
+      round_and_store<true>(share, x, keys, scale, piece, kScales == Scales::kFound, sums);
+    else
+      round_and_store<false>(share, x, keys, scale, piece, kScales == Scales::kFound, sums);
   }
   if (p.sums) share.store_sums(sums, reinterpret_cast<int32_t*>(s_memory));
 }

@@ -1,12 +1,12 @@
 // How a tensor that is quantized is dealt out to threads.
 //
-// A thread holds eight neighbouring channels of a token at a time, kHeld times. A token is shared by `row_lanes`
-// threads, the power of two that its channels need (at most a whole block, which then walks along the token); a unit of
-// work by `unit_lanes`, one or more times as many. A unit is one of
-//   a token         a thread holds kHeld units, unit_lanes apart: scales per token
-//   tokens of one   a thread holds kHeld tokens of it: a whole group when its scale is found on the way, a part of a
-//   group           group when it was found before
-//   a wide token    past kWide channels a thread holds kHeld pieces of one token at a time
+// A thread holds eight neighbouring channels of a token at a time, in each of its places (kHeld). A token is shared by
+// `row_lanes` threads, the power of two that its channels need (at most a whole block, which then walks along the
+// token); a unit of work by `unit_lanes`, one or more times as many. A unit is one of
+//   kToken       kHeld tokens, each with a scale of its own
+//   kGroup       tokens that share a scale: a whole group when its scale is found on the way, a part of one when it was
+//                found before
+//   kWideToken   one token of more than kWide channels; a thread holds kHeld pieces of it at a time
 // Heads are the fastest index of a unit, so that the warps of a block read neighbouring memory and share cosines.
 #pragma once
 
@@ -15,12 +15,20 @@
 namespace qf {
 
 constexpr int kQuantizeThreads = 256;
-constexpr int kHeld = 4;
 constexpr int kWide = 8 * kQuantizeThreads;  // channels that a block holds at a time
 constexpr int kMeanChunk = 64;               // tokens summed in float32 before they join a float64 sum
 constexpr int64_t kMostBlocks = 0x7fffffff;
 
 enum class Unit { kToken, kGroup, kWideToken };
+
+// How memory is read and written: eight channels at a time; so, and rotated on the way; or one by one, rotated or not,
+// where strides, head_dim or rope tables allow nothing else.
+enum class Access { kVectors, kRotated, kSingly };
+
+// Places a thread has for eight channels each: many in the simplest case, few where there is more to keep in registers.
+constexpr int kMostPlaces = 8, kLeastPlaces = 4;
+template <Unit kUnit, Access kAccess>
+constexpr int kPlaces = kAccess == Access::kVectors && kUnit != Unit::kWideToken ? kMostPlaces : kLeastPlaces;
 
 // n / divisor for n below 2^31, by a multiplication.
 struct Divider {
@@ -41,14 +49,14 @@ inline Divider divider(uint32_t divisor) {
 
 struct Layout {
   int row_lanes, unit_lanes, log_row, log_unit;
-  int log_slots;      // units side by side in a block
-  int teams;          // unit_lanes / row_lanes: tokens of a unit that are held at once
-  int group, groups;  // tokens of a group; groups of a sequence
-  int parts;          // units of a group
+  int log_slots;         // units side by side in a block
+  int teams, log_teams;  // unit_lanes / row_lanes: tokens of a unit that are held at once
+  int group;             // tokens that are dealt out together
+  int scales;            // of a head, where there are any
+  Divider parts;         // units of a group
   Divider heads;
+  Divider tiles;   // blocks of one sequence
   uint32_t units;  // of one sequence
-  int tiles;       // blocks of one sequence
-  bool vector, rope_vector;
 };
 
 inline int64_t ceil_of(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
@@ -60,23 +68,30 @@ inline int row_lanes(int head_dim) {
   return lanes;
 }
 
-// Units of `unit_lanes` threads over (units of a sequence) x heads.
-inline void deal(Layout& layout, int64_t outer, int heads, int units_per_thread) {
+// Deal `outer` units times heads out. group, unit_lanes and row_lanes are set.
+inline void deal(Layout& layout, int64_t outer, int heads) {
   const auto log2 = [](int power) { return 31 - __builtin_clz(power); };
   layout.log_row = log2(layout.row_lanes);
   layout.log_unit = log2(layout.unit_lanes);
   layout.log_slots = log2(kQuantizeThreads / layout.unit_lanes);
   layout.teams = layout.unit_lanes / layout.row_lanes;
-  const int64_t units = outer * heads, per_block = int64_t(units_per_thread) << layout.log_slots;
+  layout.log_teams = log2(layout.teams);
   layout.heads = divider(heads > 0 ? heads : 1);
+  const int64_t units = outer * heads, tiles = ceil_of(units, int64_t(1) << layout.log_slots);
   layout.units = uint32_t(units);
-  layout.tiles = int(ceil_of(units, per_block));
+  layout.tiles = divider(tiles > 0 && tiles < kMostBlocks ? uint32_t(tiles) : 1);
 }
 
-// Whether that worked out: indices of units and of blocks fit 31 bits, with room for a last block's surplus.
+// Blocks of one sequence.
+inline int64_t tiles_of(int64_t outer, const Layout& layout, int heads) {
+  return ceil_of(outer * heads, int64_t(1) << layout.log_slots);
+}
+
+// Whether `outer` units times heads can be dealt out: indices of units and of blocks fit 31 bits, with room for a last
+// block's surplus.
 inline bool fits(int64_t outer, const Layout& layout, int heads, int batch) {
-  const int64_t most = kMostBlocks - kQuantizeThreads * kHeld;
-  return outer * heads <= most && int64_t(layout.tiles) * batch <= most;
+  const int64_t most = kMostBlocks - kQuantizeThreads;
+  return outer * heads <= most && tiles_of(outer, layout, heads) * batch <= most;
 }
 
 // May x, in elements of `bytes`, and values be read and written eight channels at a time?

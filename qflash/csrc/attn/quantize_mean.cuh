@@ -12,9 +12,6 @@
 
 namespace qf {
 
-// How tokens are rotated: not, eight channels at a time, or (tables or strides that do not allow it) one by one.
-enum class Turns { kNone, kVectors, kSingly };
-
 // In the workspace.
 struct ChunkSums {
   float* sums;      // [batch, heads, chunks, head_dim]
@@ -24,12 +21,12 @@ struct ChunkSums {
 
 // Channels d .. d+7 of tokens begin .. end-1, at most kMeanChunk, but those in `skipped`. Returns those of the tokens
 // added that are not finite in these channels.
-template <class Element, Turns kTurns>
-__device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantizeParams& p, const Layout& layout,
-                                               const Tokens& s, int b, int h, int begin, int end, int d,
-                                               uint64_t skipped) {
+template <class Element, Access kAccess>
+__device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantizeParams& p, const Tokens& s, int b,
+                                               int h, int begin, int end, int d, uint64_t skipped) {
   // Tokens on their way; a rotated one brings partners, cosines and sines along.
-  constexpr int kAhead = kTurns == Turns::kNone ? 8 : kTurns == Turns::kVectors ? 4 : 1;
+  constexpr int kAhead = kAccess == Access::kVectors ? 8 : kAccess == Access::kRotated ? 4 : 1;
+  constexpr bool kVectors = kAccess != Access::kSingly;
   uint64_t wild = 0;
 #pragma unroll
   for (int e = 0; e < 8; ++e) sums[e] = 0.0f;
@@ -39,7 +36,7 @@ __device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantiz
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       raw[i] = Raw8<Element>{};
-      if (t0 + i < end) raw[i] = load8(token_row<Element>(p, s, b, h, t0 + i), d, p.head_dim, layout.vector);
+      if (t0 + i < end) raw[i] = load8(token_row<Element>(p, s, b, h, t0 + i), d, p.head_dim, kVectors);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
@@ -48,9 +45,8 @@ __device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantiz
       if (t >= end || (skipped & bit)) continue;
       float x[8];
       to_float8(x, raw[i]);
-      if (kTurns != Turns::kNone)
-        rotate8(x, p.rope, token_row<Element>(p, s, b, h, t), d, p.head_dim, position_of(p, s, b, t),
-                kTurns == Turns::kVectors);
+      if (kAccess != Access::kVectors && p.rope.cos)
+        rotate8(x, p.rope, token_row<Element>(p, s, b, h, t), d, p.head_dim, position_of(p, s, b, t), kVectors);
       uint32_t largest = 0;
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
@@ -65,15 +61,15 @@ __device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantiz
 
 }  // namespace qf
 
-template <class Element, qf::Turns kTurns>
-__global__ void __launch_bounds__(qf::kQuantizeThreads, kTurns == qf::Turns::kSingly ? 1 : 2)
+template <class Element, qf::Access kAccess>
+__global__ void __launch_bounds__(qf::kQuantizeThreads, kAccess == qf::Access::kSingly ? 1 : 2)
     qf_quantize_sum_kernel(const __grid_constant__ QfQuantizeParams p, const __grid_constant__ qf::Layout layout,
                            const __grid_constant__ qf::ChunkSums chunks) {
   using namespace qf;
   extern __shared__ float4 s_memory[];
-  const int b = blockIdx.x / layout.tiles, tile = blockIdx.x % layout.tiles;
+  const uint32_t b = layout.tiles(blockIdx.x), tile = blockIdx.x - b * layout.tiles.divisor;
   const int lane = threadIdx.x & (layout.row_lanes - 1);
-  const uint32_t unit = (uint32_t(tile) << layout.log_slots) + (threadIdx.x >> layout.log_row);
+  const uint32_t unit = (tile << layout.log_slots) + (threadIdx.x >> layout.log_row);
   const Tokens s = read_tokens(p, b);
   const uint32_t chunk = layout.heads(unit), h = unit - chunk * layout.heads.divisor;
   const int begin = int(chunk) * kMeanChunk, end = unit < layout.units ? min(begin + kMeanChunk, s.len) : begin;
@@ -85,7 +81,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, kTurns == qf::Turns::kSi
     uint64_t wild = 0;
     for (int d = 8 * lane; d < p.head_dim && begin < end; d += 8 * layout.row_lanes) {
       float sums[8];
-      wild |= sum_tokens<Element, kTurns>(sums, p, layout, s, b, h, begin, end, d, skipped);
+      wild |= sum_tokens<Element, kAccess>(sums, p, s, b, h, begin, end, d, skipped);
 #pragma unroll
       for (int e = 0; e < 8; ++e)
         if (d + e < p.head_dim) chunks.sums[row * p.head_dim + d + e] = sums[e];

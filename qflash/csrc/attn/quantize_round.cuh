@@ -44,17 +44,6 @@ __device__ __forceinline__ Scale asymmetric_scale(float above, float below, bool
   return {div_rn(half_range, 127.5f), inverse, fminf(fmaxf(zero_point, -128.0f), 127.0f)};
 }
 
-// How the integers are taken; the same for every token of a call.
-struct Rounding {
-  bool stochastic;
-  float lowest, highest;
-  uint64_t seed;
-};
-
-__device__ __forceinline__ Rounding rounding_of(const QfQuantizeParams& p) {
-  return {p.rounding == QF_STOCHASTIC, p.symmetric ? -127.0f : -128.0f, 127.0f, p.seed};
-}
-
 // 1.5 * 2^23: a float32 that this was added to has the nearest integer, ties to even, in its low bits.
 constexpr float kIntegerInLowBits = 12582912.0f;
 
@@ -73,32 +62,36 @@ __device__ __forceinline__ uint32_t pack_low_bytes(uint32_t a, uint32_t b, uint3
 #endif
 }
 
-// Four integers. `element`: index of x[0] in the tensor [batch, length, heads, head_dim] or [total, heads, head_dim].
-__device__ __forceinline__ uint32_t round4(const float* x, const Scale& scale, const Rounding& rounding,
+// Four integers. kPlain: to nearest, symmetric, where nothing needs a clamp: |x * 127 / max|x|| rounds to 127 at most.
+// `element`: index of x[0] in the tensor [batch, length, heads, head_dim] or [total, heads, head_dim]; a multiple of 4
+// when kAligned.
+template <bool kPlain, bool kAligned>
+__device__ __forceinline__ uint32_t round4(const float* x, const Scale& scale, const QfQuantizeParams& p,
                                            uint64_t element) {
-  float y[4];
+  float n[4];
 #pragma unroll
-  for (int e = 0; e < 4; ++e) y[e] = mul_rn(x[e], scale.inverse);
-  if (rounding.stochastic) {
+  for (int e = 0; e < 4; ++e) n[e] = mul_rn(x[e], scale.inverse);
+  if (!kPlain && p.rounding == QF_STOCHASTIC) {
     uint32_t random[4];
-    philox4(random, element, rounding.seed);
+    philox4<kAligned>(random, element, p.seed);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) y[e] = round_stochastically(y[e], random[e]);
+    for (int e = 0; e < 4; ++e) n[e] = round_stochastically(n[e], random[e]);
   }
-  uint32_t bits[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    // Exact from here on: rounded once, then integers.
-    float n = add_rn(y[e], kIntegerInLowBits) + scale.zero_point;
-    n = fminf(fmaxf(n, kIntegerInLowBits + rounding.lowest), kIntegerInLowBits + rounding.highest);
-    bits[e] = float_to_bits(n);
+    n[e] = add_rn(n[e], kIntegerInLowBits);
+    if (kPlain) continue;
+    const float lowest = p.symmetric ? -127.0f : -128.0f;  // exact from here on
+    n[e] = fminf(fmaxf(n[e] + scale.zero_point, kIntegerInLowBits + lowest), kIntegerInLowBits + 127.0f);
   }
-  return pack_low_bytes(bits[0], bits[1], bits[2], bits[3]);
+  return pack_low_bytes(float_to_bits(n[0]), float_to_bits(n[1]), float_to_bits(n[2]), float_to_bits(n[3]));
 }
 
-__device__ __forceinline__ uint2 round8(const float (&x)[8], const Scale& scale, const Rounding& rounding,
+template <bool kPlain, bool kAligned>
+__device__ __forceinline__ uint2 round8(const float (&x)[8], const Scale& scale, const QfQuantizeParams& p,
                                         uint64_t element) {
-  return make_uint2(round4(x, scale, rounding, element), round4(x + 4, scale, rounding, element + 4));
+  return make_uint2(round4<kPlain, kAligned>(x, scale, p, element),
+                    round4<kPlain, kAligned>(x + 4, scale, p, element + 4));
 }
 
 }  // namespace qf

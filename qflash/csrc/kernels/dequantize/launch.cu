@@ -7,12 +7,11 @@ QF_EXPORT int64_t qf_dequantize_workspace(const QfDequantizeParams*) { return 0;
 QF_EXPORT int qf_dequantize(const QfDequantizeParams* p, void* stream) {
   if (p->struct_bytes != int32_t(sizeof *p)) return QF_BAD_ABI;
   if (p->dtype != QF_DTYPE || p->head_dim < 1 || p->group < 1) return QF_UNSUPPORTED;
-  qf::Layout layout;
-  if (const int status = qf::plan_dequantize(*p, layout)) return status;
-  const int64_t blocks = int64_t(layout.tiles) * p->batch;
-  if (blocks == 0) return QF_OK;
-  qf_dequantize_kernel<<<unsigned(blocks), qf::kQuantizeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      *p, layout, qf::divider(p->group));
+  qf::DequantizePlan plan;
+  if (const int status = qf::plan_dequantize(*p, plan)) return status;
+  if (plan.blocks == 0) return QF_OK;
+  qf_dequantize_kernel<<<unsigned(plan.blocks), qf::kQuantizeThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      *p, plan.layout, plan.group_of, plan.vector);
   return cudaGetLastError();
 }
 
