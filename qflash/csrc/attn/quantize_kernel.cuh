@@ -46,19 +46,19 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads)
 }
 
 // Blocks take tile after tile, so that few of them meet at a tensor's one slot.
-template <class Element, qf::Unit kUnit, qf::Access kAccess>
+template <class Element, qf::Unit kUnit, qf::Moves kMoves>
 __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
     qf_quantize_amplitude_kernel(const __grid_constant__ QfQuantizeParams p, const __grid_constant__ qf::Layout layout,
                                  qf::Slot* g_slots) {
   using namespace qf;
   extern __shared__ float4 s_memory[];
   uint32_t* const s_scratch = reinterpret_cast<uint32_t*>(s_memory);
-  constexpr int kHeld = kPlaces<kUnit, kAccess>;
+  constexpr int kHeld = kPlaces<kUnit, kMoves>;
   const bool per_tensor = p.granularity == QF_PER_TENSOR;
   uint32_t extent[4] = {};  // a Slot
   for (uint32_t item = blockIdx.x; item < p.batch * layout.tiles.divisor; item += gridDim.x) {
     const uint32_t b = layout.tiles(item), tile = item - b * layout.tiles.divisor;
-    const Share<Element, kUnit, kAccess> share(p, layout, read_tokens(p, b), b, tile, fresh_tid());
+    const Share<Element, kUnit, kMoves> share(p, layout, read_tokens(p, b), b, tile, fresh_tid());
     float x[kHeld][8];
     uint32_t largest[kHeld] = {};
     for (int piece = 0; piece < share.pieces(); ++piece) {
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
 namespace qf {
 
 // Integers of what a thread holds, stored and summed up.
-template <bool kPlain, class Element, Unit kUnit, Access kAccess, int kHeld>
-__device__ __forceinline__ void round_and_store(const Share<Element, kUnit, kAccess>& share, const float (&x)[kHeld][8],
+template <bool kPlain, class Element, Unit kUnit, Moves kMoves, int kHeld>
+__device__ __forceinline__ void round_and_store(const Share<Element, kUnit, kMoves>& share, const float (&x)[kHeld][8],
                                                 const uint32_t (&keys)[kHeld], Scale scale, int piece,
                                                 bool scales_of_tokens, int32_t (&sums)[kHeld]) {
   const QfQuantizeParams& p = share.p;
@@ -115,33 +115,33 @@ __device__ __forceinline__ void round_and_store(const Share<Element, kUnit, kAcc
       scale = symmetric_scale(keys[i]);
       if (i < share.inside && share.lane == 0) p.scale[share.scale_index(i)] = scale.scale;
     }
-    uint2 bytes = round8<kPlain, kAccess != Access::kSingly>(x[i], scale, p, kPlain ? 0 : share.element_of(i) + d);
+    uint2 bytes = round8<kPlain, kMoves != Moves::kSingly>(x[i], scale, p, kPlain ? 0 : share.element_of(i) + d);
     if (keys[i] < kFinite) {
       bytes.x = keys[i] == kNotFinite ? wild_bytes : 0u;
       bytes.y = bytes.x;
     }
     share.store_values(g_row + i * step, i, d, bytes);
-    if (p.sums) sums[Share<Element, kUnit, kAccess>::kPieces ? 0 : i] += sum_bytes(bytes, p.head_dim - d);
+    if (p.sums) sums[Share<Element, kUnit, kMoves>::kPieces ? 0 : i] += sum_bytes(bytes, p.head_dim - d);
   }
 }
 
 }  // namespace qf
 
-template <class Element, qf::Unit kUnit, qf::Access kAccess, qf::Scales kScales>
+template <class Element, qf::Unit kUnit, qf::Moves kMoves, qf::Scales kScales>
 __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
     qf_quantize_kernel(const __grid_constant__ QfQuantizeParams p, const __grid_constant__ qf::Layout layout,
                        const qf::Slot* g_slots) {
   using namespace qf;
   extern __shared__ float4 s_memory[];
   uint32_t* const s_scratch = reinterpret_cast<uint32_t*>(s_memory);
-  constexpr int kHeld = kPlaces<kUnit, kAccess>;
+  constexpr int kHeld = kPlaces<kUnit, kMoves>;
   const uint32_t b = layout.tiles(blockIdx.x), tile = blockIdx.x - b * layout.tiles.divisor;
   const Tokens tokens = read_tokens(p, b);
 
   float x[kHeld][8];
   uint32_t keys[kHeld];
   {
-    const Share<Element, kUnit, kAccess> share(p, layout, tokens, b, tile, fresh_tid());
+    const Share<Element, kUnit, kMoves> share(p, layout, tokens, b, tile, fresh_tid());
     uint32_t largest[kHeld] = {};
     for (int piece = 0; piece < share.pieces(); ++piece) {
       share.load(x, piece);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
   }
 
   // Derived once more from the thread's index, so that no address is kept in a register while x is.
-  const Share<Element, kUnit, kAccess> share(p, layout, tokens, b, tile, fresh_tid());
+  const Share<Element, kUnit, kMoves> share(p, layout, tokens, b, tile, fresh_tid());
   // One scale for all that the thread holds, unless that is tokens with scales of their own.
   Scale scale;
   if (kScales == Scales::kGiven) {

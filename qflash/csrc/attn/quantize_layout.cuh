@@ -23,12 +23,12 @@ enum class Unit { kToken, kGroup, kWideToken };
 
 // How memory is read and written: eight channels at a time; so, and rotated on the way; or one by one, rotated or not,
 // where strides, head_dim or rope tables allow nothing else.
-enum class Access { kVectors, kRotated, kSingly };
+enum class Moves { kVectors, kRotated, kSingly };
 
 // Places a thread has for eight channels each: many in the simplest case, few where there is more to keep in registers.
 constexpr int kMostPlaces = 8, kLeastPlaces = 4;
-template <Unit kUnit, Access kAccess>
-constexpr int kPlaces = kAccess == Access::kVectors && kUnit != Unit::kWideToken ? kMostPlaces : kLeastPlaces;
+template <Unit kUnit, Moves kMoves>
+constexpr int kPlaces = kMoves == Moves::kVectors && kUnit != Unit::kWideToken ? kMostPlaces : kLeastPlaces;
 
 // n / divisor for n below 2^31, by a multiplication.
 struct Divider {

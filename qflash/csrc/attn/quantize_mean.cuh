@@ -21,12 +21,12 @@ struct ChunkSums {
 
 // Channels d .. d+7 of tokens begin .. end-1, at most kMeanChunk, but those in `skipped`. Returns those of the tokens
 // added that are not finite in these channels.
-template <class Element, Access kAccess>
+template <class Element, Moves kMoves>
 __device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantizeParams& p, const Tokens& s, int b,
                                                int h, int begin, int end, int d, uint64_t skipped) {
   // Tokens on their way; a rotated one brings partners, cosines and sines along.
-  constexpr int kAhead = kAccess == Access::kVectors ? 8 : kAccess == Access::kRotated ? 4 : 1;
-  constexpr bool kVectors = kAccess != Access::kSingly;
+  constexpr int kAhead = kMoves == Moves::kVectors ? 8 : kMoves == Moves::kRotated ? 4 : 1;
+  constexpr bool kVectors = kMoves != Moves::kSingly;
   uint64_t wild = 0;
 #pragma unroll
   for (int e = 0; e < 8; ++e) sums[e] = 0.0f;
@@ -45,7 +45,7 @@ __device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantiz
       if (t >= end || (skipped & bit)) continue;
       float x[8];
       to_float8(x, raw[i]);
-      if (kAccess != Access::kVectors && p.rope.cos)
+      if (kMoves != Moves::kVectors && p.rope.cos)
         rotate8(x, p.rope, token_row<Element>(p, s, b, h, t), d, p.head_dim, position_of(p, s, b, t), kVectors);
       uint32_t largest = 0;
 #pragma unroll
@@ -61,8 +61,8 @@ __device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantiz
 
 }  // namespace qf
 
-template <class Element, qf::Access kAccess>
-__global__ void __launch_bounds__(qf::kQuantizeThreads, kAccess == qf::Access::kSingly ? 1 : 2)
+template <class Element, qf::Moves kMoves>
+__global__ void __launch_bounds__(qf::kQuantizeThreads, kMoves == qf::Moves::kSingly ? 1 : 2)
     qf_quantize_sum_kernel(const __grid_constant__ QfQuantizeParams p, const __grid_constant__ qf::Layout layout,
                            const __grid_constant__ qf::ChunkSums chunks) {
   using namespace qf;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, kAccess == qf::Access::k
     uint64_t wild = 0;
     for (int d = 8 * lane; d < p.head_dim && begin < end; d += 8 * layout.row_lanes) {
       float sums[8];
-      wild |= sum_tokens<Element, kAccess>(sums, p, s, b, h, begin, end, d, skipped);
+      wild |= sum_tokens<Element, kMoves>(sums, p, s, b, h, begin, end, d, skipped);
 #pragma unroll
       for (int e = 0; e < 8; ++e)
         if (d + e < p.head_dim) chunks.sums[row * p.head_dim + d + e] = sums[e];

@@ -13,7 +13,7 @@ constexpr int64_t kAmplitudeBlocks = 2048;  // enough for any GPU, few enough fo
 
 struct QuantizePlan {
   Unit unit;
-  Access access;
+  Moves moves;
   bool two_passes;
   Layout layout;
   Layout sums;    // of the pass over chunks that smoothing needs
@@ -32,14 +32,14 @@ inline QuantizePlan plan_quantize(const QfQuantizeParams& p) {
   Layout& l = plan.layout;
   l.row_lanes = l.unit_lanes = row_lanes(p.head_dim);
   const bool vectors = vectorises8(p.x, p.values, p.head_dim, p.dtype == QF_F32 ? 4 : 2);
-  plan.access = !vectors || (p.rope.cos && !rotate_vectorises(p.rope)) ? Access::kSingly
-                : p.rope.cos                                           ? Access::kRotated
-                                                                       : Access::kVectors;
+  plan.moves = !vectors || (p.rope.cos && !rotate_vectorises(p.rope)) ? Moves::kSingly
+               : p.rope.cos                                           ? Moves::kRotated
+                                                                      : Moves::kVectors;
   l.group = per_tensor ? (p.length > 0 ? p.length : 1) : p.group;
   l.scales = int(ceil_of(p.length, l.group));
   // A group is held whole where its tokens fit a block, however memory is read (a workspace must not depend on
   // pointers); its threads are as few as can hold it.
-  const int places = plan.access == Access::kVectors ? kMostPlaces : kLeastPlaces;  // wide tokens apart
+  const int places = plan.moves == Moves::kVectors ? kMostPlaces : kLeastPlaces;  // wide tokens apart
   const int64_t most = int64_t(kQuantizeThreads) / l.row_lanes * kLeastPlaces;
   plan.two_passes = per_tensor || (l.group > 1 && (wide || most < l.group));
   if (!plan.two_passes && l.group > 1)
@@ -73,29 +73,29 @@ inline int check_quantize(const QfQuantizeParams& p) {
 }
 
 // The passes over x, for a unit of work and a way to read memory.
-template <class Element, Unit kUnit, Access kAccess, class Launch>
+template <class Element, Unit kUnit, Moves kMoves, class Launch>
 int launch_passes(const QfQuantizeParams& p, const QuantizePlan& plan, Slot* g_slots, Launch& launch) {
   const int64_t blocks = tiles_of(plan.outer, plan.layout, p.heads) * p.batch;
   if (!plan.two_passes)
-    return launch(qf_quantize_kernel<Element, kUnit, kAccess, Scales::kFound>, blocks, p, plan.layout, g_slots);
+    return launch(qf_quantize_kernel<Element, kUnit, kMoves, Scales::kFound>, blocks, p, plan.layout, g_slots);
   if constexpr (kUnit == Unit::kToken) {
     return QF_UNSUPPORTED;  // tokens with scales of their own need no second pass
   } else {
     if (int status = launch(qf_quantize_clear_kernel, ceil_of(plan.slots, kQuantizeThreads), p, g_slots, plan.slots))
       return status;
-    if (int status = launch(qf_quantize_amplitude_kernel<Element, kUnit, kAccess>,
+    if (int status = launch(qf_quantize_amplitude_kernel<Element, kUnit, kMoves>,
                             blocks < kAmplitudeBlocks ? blocks : kAmplitudeBlocks, p, plan.layout, g_slots))
       return status;
-    return launch(qf_quantize_kernel<Element, kUnit, kAccess, Scales::kGiven>, blocks, p, plan.layout, g_slots);
+    return launch(qf_quantize_kernel<Element, kUnit, kMoves, Scales::kGiven>, blocks, p, plan.layout, g_slots);
   }
 }
 
-template <class Element, Access kAccess, bool kWideTokens, class Launch>
+template <class Element, Moves kMoves, bool kWideTokens, class Launch>
 int launch_units(const QfQuantizeParams& p, const QuantizePlan& plan, Slot* g_slots, Launch& launch) {
-  if (plan.unit == Unit::kToken) return launch_passes<Element, Unit::kToken, kAccess>(p, plan, g_slots, launch);
-  if (plan.unit == Unit::kGroup) return launch_passes<Element, Unit::kGroup, kAccess>(p, plan, g_slots, launch);
-  if constexpr (kWideTokens && kAccess != Access::kRotated)
-    return launch_passes<Element, Unit::kWideToken, kAccess>(p, plan, g_slots, launch);
+  if (plan.unit == Unit::kToken) return launch_passes<Element, Unit::kToken, kMoves>(p, plan, g_slots, launch);
+  if (plan.unit == Unit::kGroup) return launch_passes<Element, Unit::kGroup, kMoves>(p, plan, g_slots, launch);
+  if constexpr (kWideTokens && kMoves != Moves::kRotated)
+    return launch_passes<Element, Unit::kWideToken, kMoves>(p, plan, g_slots, launch);
   return QF_UNSUPPORTED;
 }
 
@@ -116,21 +116,21 @@ int run_quantize(const QfQuantizeParams& p, Launch launch_some) {
                               int(plan.chunks)};
     if (!fits(plan.chunks, plan.sums, p.heads, p.batch)) return QF_UNSUPPORTED;
     const int64_t channels = int64_t(p.batch) * p.heads * p.head_dim;
-    auto* sum_kernel = plan.access == Access::kVectors   ? qf_quantize_sum_kernel<Element, Access::kVectors>
-                       : plan.access == Access::kRotated ? qf_quantize_sum_kernel<Element, Access::kRotated>
-                                                         : qf_quantize_sum_kernel<Element, Access::kSingly>;
+    auto* sum_kernel = plan.moves == Moves::kVectors   ? qf_quantize_sum_kernel<Element, Moves::kVectors>
+                       : plan.moves == Moves::kRotated ? qf_quantize_sum_kernel<Element, Moves::kRotated>
+                                                       : qf_quantize_sum_kernel<Element, Moves::kSingly>;
     if (int status = launch(sum_kernel, tiles_of(plan.chunks, plan.sums, p.heads) * p.batch, p, plan.sums, chunks))
       return status;
     if (int status = launch(qf_quantize_mean_kernel, ceil_of(channels, kQuantizeThreads), p, chunks)) return status;
   }
   Slot* const g_slots = reinterpret_cast<Slot*>(workspace);
-  switch (plan.access) {
-    case Access::kVectors:
-      return launch_units<Element, Access::kVectors, kWideTokens>(p, plan, g_slots, launch);
-    case Access::kRotated:
-      return launch_units<Element, Access::kRotated, kWideTokens>(p, plan, g_slots, launch);
+  switch (plan.moves) {
+    case Moves::kVectors:
+      return launch_units<Element, Moves::kVectors, kWideTokens>(p, plan, g_slots, launch);
+    case Moves::kRotated:
+      return launch_units<Element, Moves::kRotated, kWideTokens>(p, plan, g_slots, launch);
     default:
-      return launch_units<Element, Access::kSingly, kWideTokens>(p, plan, g_slots, launch);
+      return launch_units<Element, Moves::kSingly, kWideTokens>(p, plan, g_slots, launch);
   }
 }
 

@@ -28,11 +28,11 @@ __device__ __forceinline__ int32_t sum_bytes(uint2 bytes, int count) {
 
 // One thread's share of a block's work on sequence b: eight channels in each of kHeld places. Place i is token
 // token0 + i * teams of head h or, of a wide token, piece i.
-template <class Element, Unit kUnit, Access kAccess>
+template <class Element, Unit kUnit, Moves kMoves>
 struct Share {
-  static constexpr int kHeld = kPlaces<kUnit, kAccess>;
+  static constexpr int kHeld = kPlaces<kUnit, kMoves>;
   static constexpr bool kPieces = kUnit == Unit::kWideToken;
-  static constexpr bool kVectors = kAccess != Access::kSingly;
+  static constexpr bool kVectors = kMoves != Moves::kSingly;
   static constexpr int kTokens = kPieces ? 1 : kHeld;  // that a thread holds at once
 
   const QfQuantizeParams& p;
@@ -98,7 +98,7 @@ struct Share {
       if (among(i, existing)) raw[i] = load8(g_row + i * step, channel(i, piece), p.head_dim, kVectors);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) to_float8(x[i], raw[i]);
-    if constexpr (!kPieces && kAccess != Access::kVectors) {
+    if constexpr (!kPieces && kMoves != Moves::kVectors) {
       if (!p.rope.cos) return;
 #pragma unroll
       for (int i = 0; i < kHeld; ++i)
