@@ -82,26 +82,53 @@ struct RowStatistics {
   }
 };
 
-// S becomes weights; O and the sums follow their reference where it had to move. Base-2 scores are slope(r, c) * S +
-// offset(r, c), where the lane's columns fall into kParts runs c = 0 .. of equal length and slopes are not negative.
-template <int kParts, int kMTiles, int kNTiles, int kOTiles, class Slope, class Offset>
-__device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], Slope slope, Offset offset,
-                                               RowStatistics<2 * kMTiles>& rows, float (&O)[kMTiles][kOTiles][4]) {
+// The larger of two scores: as floats, or as the integers they are bit by bit, which orders positive floats and -inf
+// and is half the work on GPUs that take the maximum of three integers at once.
+struct AsFloats {
+  __device__ static __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+};
+struct AsIntegers {
+  __device__ static __forceinline__ float larger(float a, float b) {
+    const int32_t x = int32_t(float_to_bits(a)), y = int32_t(float_to_bits(b));
+    return bits_to_float(uint32_t(x > y ? x : y));
+  }
+};
+
+// top[r] <- largest of this lane's base-2 scores of row r.
+template <class Compare, int kParts, int kMTiles, int kNTiles, class Slope, class Offset>
+__device__ __forceinline__ void largest_scores(float (&top)[2 * kMTiles], const float (&S)[kMTiles][kNTiles][4],
+                                               Slope slope, Offset offset) {
   constexpr int kRun = kNTiles / kParts;
-  float top[2 * kMTiles];
-  bool moved = false;
 #pragma unroll
-  for (int r = 0; r < 2 * kMTiles; ++r) {
+  for (int r = 0; r < 2 * kMTiles; ++r)
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
       float most = S[r / 2][c * kRun][r % 2 * 2];
 #pragma unroll
       for (int j = c * kRun; j < (c + 1) * kRun; ++j)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) most = fmaxf(most, S[r / 2][j][r % 2 * 2 + e]);
+        for (int e = 0; e < 2; ++e) most = Compare::larger(most, S[r / 2][j][r % 2 * 2 + e]);
       most = fmaf(most, slope(r, c), offset(r, c));
       top[r] = c == 0 ? most : fmaxf(top[r], most);
     }
+}
+
+// S becomes weights; O and the sums follow their reference where it had to move. Base-2 scores are slope(r, c) * S +
+// offset(r, c), where the lane's columns fall into kParts runs c = 0 .. of equal length and slopes are not negative.
+// positive: S, where it is visible, is positive.
+template <int kParts, int kMTiles, int kNTiles, int kOTiles, class Slope, class Offset>
+__device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], Slope slope, Offset offset,
+                                               RowStatistics<2 * kMTiles>& rows, float (&O)[kMTiles][kOTiles][4],
+                                               bool positive = false) {
+  constexpr int kRun = kNTiles / kParts;
+  float top[2 * kMTiles];
+  if (positive)
+    largest_scores<AsIntegers, kParts>(top, S, slope, offset);
+  else
+    largest_scores<AsFloats, kParts>(top, S, slope, offset);
+  bool moved = false;
+#pragma unroll
+  for (int r = 0; r < 2 * kMTiles; ++r) {
     top[r] = max_of_quad(top[r]);
     moved |= top[r] > rows.m[r] + kSlack;  // -inf + kSlack: the first finite score moves it
   }

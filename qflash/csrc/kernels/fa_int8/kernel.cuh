@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
                     : p.lift       ? p.lift[row_index(i)]
                     : p.k_mean     ? lift_from_integers(p, q.row(i), b, s_state.h, i)
                                    : 0.0f;
-      s_q_scale[row] = i >= seq.len_q ? 0.0f : scale_at(p.q_scales, b, s_state.h, i) * fabsf(a.scale) * kLog2e;
+      s_q_scale[row] =
+          positive_scale(i >= seq.len_q ? 0.0f : scale_at(p.q_scales, b, s_state.h, i) * fabsf(a.scale) * kLog2e);
     }
   };
   const auto integer_v = [&](int key, int d) {
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
       const int key = first_of_lane(key0) + c * kKeyGroup;
-      scales[c] = key < seq.len_k ? g_scales[key >> access.k_shift] : 0.0f;
+      scales[c] = positive_scale(key < seq.len_k ? g_scales[key >> access.k_shift] : 0.0f);
     }
   };
   const auto s_q_of_warp = [&] { return s_q + fresh_tid() / 32 * (kWarpRows * kHeadDim); };
@@ -196,10 +197,11 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
 #pragma unroll
     for (int r = 0; r < 2 * kMTiles; ++r)
 #pragma unroll
-      for (int c = 0; c < kParts; ++c) slopes[r][c] = plain ? positive_slope(q_scale[r] * k_scale[c]) : 1.0f;
+      for (int c = 0; c < kParts; ++c) slopes[r][c] = plain ? q_scale[r] * k_scale[c] : 1.0f;
     const float offset = plain ? kOffset : 0.0f;
     online_softmax<kParts>(
-        S, [&](int r, int c) { return slopes[r][c]; }, [&](int r, int c) { return offset * slopes[r][c]; }, rows, O);
+        S, [&](int r, int c) { return slopes[r][c]; }, [&](int r, int c) { return offset * slopes[r][c]; }, rows, O,
+        plain && !kZeroPoints);
     pv_mma<Tensor, kChunks>(O, S, s_v, fresh_tid() % 32);
   }
 
