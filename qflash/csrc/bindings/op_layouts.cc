@@ -40,17 +40,16 @@ constexpr bool complete(const OpField (&fields)[N], size_t struct_bytes) {
 
 struct Quantize {
   using S = QfQuantizeParams;
-  static constexpr OpField kFields[] = {QF_FIELD(struct_bytes), QF_FIELD(dtype),       QF_FIELD(batch),
-                                        QF_FIELD(length),       QF_FIELD(heads),       QF_FIELD(head_dim),
-                                        QF_FIELD(granularity),  QF_FIELD(group),       QF_FIELD(symmetric),
-                                        QF_FIELD(rounding),     QF_FIELD(num_threads), QF_FIELD(smooth),
-                                        QF_FIELD(reserved),     QF_FIELD(queries),     QF_FIELD(seed),
-                                        QF_TENSOR(x),           QF_TENSOR(values),     QF_FIELD(scale),
-                                        QF_FIELD(zero_point),   QF_FIELD(sums),        QF_FIELD(mean),
-                                        QF_FIELD(lens),         QF_FIELD(cu_seqlens),  QF_FIELD(total),
-                                        QF_ROPE(rope),          QF_FIELD(key_lens),    QF_FIELD(cu_seqlens_k),
-                                        QF_FIELD(key_length),   QF_FIELD(lift_heads),  QF_FIELD(lift_mean),
-                                        QF_FIELD(lift),         QF_FIELD(workspace),   QF_FIELD(workspace_bytes)};
+  static constexpr OpField kFields[] = {
+      QF_FIELD(struct_bytes), QF_FIELD(dtype),          QF_FIELD(batch),        QF_FIELD(length),
+      QF_FIELD(heads),        QF_FIELD(head_dim),       QF_FIELD(granularity),  QF_FIELD(group),
+      QF_FIELD(symmetric),    QF_FIELD(rounding),       QF_FIELD(num_threads),  QF_FIELD(smooth),
+      QF_FIELD(reserved),     QF_FIELD(queries),        QF_FIELD(seed),         QF_TENSOR(x),
+      QF_TENSOR(values),      QF_FIELD(scale),          QF_FIELD(zero_point),   QF_FIELD(sums),
+      QF_FIELD(mean),         QF_FIELD(lens),           QF_FIELD(cu_seqlens),   QF_FIELD(total),
+      QF_ROPE(rope),          QF_FIELD(key_lens),       QF_FIELD(cu_seqlens_k), QF_FIELD(key_length),
+      QF_FIELD(lift_heads),   QF_FIELD(lift_mean),      QF_FIELD(lift),         QF_FIELD(wild),
+      QF_FIELD(workspace),    QF_FIELD(workspace_bytes)};
 };
 
 struct Dequantize {

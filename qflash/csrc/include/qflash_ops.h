@@ -54,6 +54,7 @@ typedef struct QfQuantizeParams {
   int32_t lift_heads;     /* heads is a multiple of it */
   const float* lift_mean; /* [batch, lift_heads, head_dim] */
   float* lift;            /* [batch, heads, length]: rotated token . lift_mean of its head's group; NULL: not wanted */
+  int32_t* wild;          /* [batch, heads]: how many tokens are not finite; NULL: not wanted. Only with smooth; CUDA */
   void* workspace;
   int64_t workspace_bytes;
 } QfQuantizeParams;
@@ -86,8 +87,9 @@ typedef struct QfInt8AttnParams {
   int32_t struct_bytes, reserved; /* of this struct; attn's own is checked too */
   QfAttnParams attn;
   QfScales q_scales, k_scales, v_scales;
-  const float* lift;   /* [batch, q_heads, q_len]: q . (what smoothing took off k); NULL: k_mean says */
-  const float* k_mean; /* [batch, kv_heads, head_dim]: what smoothing took off k; NULL: nothing */
+  const float* lift;     /* [batch, q_heads, q_len]: q . (what smoothing took off k); NULL: k_mean says */
+  const float* k_mean;   /* [batch, kv_heads, head_dim]: what smoothing took off k; NULL: nothing */
+  const int32_t* k_wild; /* [batch, kv_heads]: how many keys are not finite; NULL: unknown, every tile is looked at */
 } QfInt8AttnParams;
 
 /* out[i, j] = a_scale[i] * b_scale[j] * sum_k a[i, k] b[k, j] + bias[j]; sums are exact in int32. */

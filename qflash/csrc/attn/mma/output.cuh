@@ -10,13 +10,13 @@ namespace qf {
 
 // The lane's r-th row divided by its sum of weights; zeros for a row that sees no key. Writes lse where asked.
 // row0: the lane's first row in its sequence; lift(row): what lse gets besides.
-template <int kMTiles, int kOTiles, class Lift>
-__device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], const RowStatistics<2 * kMTiles>& rows,
-                                            const Mask& mask, int row0, float* g_lse, bool leads, Lift lift) {
+template <int kMTiles, int kOTiles, class Rows, class Lift>
+__device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], const Rows& rows, const Mask& mask,
+                                            int row0, float* g_lse, bool leads, Lift lift) {
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r) {
     const int row = row0 + 8 * r;
-    const float sum = sum_of_quad(rows.l[r]);
+    const float sum = rows.sums.of_row(r);
     const KeyRange keys = mask.visible(row);
     const bool empty = keys.begin == keys.end;
     const float factor = 1.0f / sum;

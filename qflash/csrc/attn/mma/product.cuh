@@ -16,6 +16,7 @@ template <class Element, int kArch>
 struct Tensor16;
 template <int kArch>
 struct Tensor16<F16, kArch> {
+  static constexpr uint32_t kOnes = 0x3c003c00u;
   __device__ static __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (kArch >= 80) {
       mma_m16n8k16_f16(c, a, b0, b1);
@@ -29,6 +30,7 @@ struct Tensor16<F16, kArch> {
 template <int kArch>
 struct Tensor16<BF16, kArch> {
   static_assert(kArch >= 80, "bfloat16 needs the tensor cores of sm_80");
+  static constexpr uint32_t kOnes = 0x3f803f80u;
   __device__ static __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     mma_m16n8k16_bf16(c, a, b0, b1);
   }
@@ -102,11 +104,11 @@ __device__ __forceinline__ void qk_mma(Sum (&S)[kMTiles][kNTiles][4], const char
   }
 }
 
-// O += P V. P: weights in S's places; s_v: kNTiles * 8 keys of kChunks chunks of channels.
-// Per 16 keys: kChunks / 2 ldmatrix for kMTiles * kChunks mma.
-template <class Tensor, int kChunks, int kMTiles, int kNTiles>
-__device__ __forceinline__ void pv_mma(float (&O)[kMTiles][kChunks][4], const float (&P)[kMTiles][kNTiles][4],
-                                       const char* s_v, int lane) {
+// O += P V; the rounded weights are shown to `sums` on the way. P: weights in S's places; s_v: kNTiles * 8 keys of
+// kChunks chunks of channels. Per 16 keys: kChunks / 2 ldmatrix for kMTiles * kChunks mma.
+template <class Tensor, int kChunks, int kMTiles, int kNTiles, class Sums>
+__device__ __forceinline__ void pv_mma(float (&O)[kMTiles][kChunks][4], Sums& sums,
+                                       const float (&P)[kMTiles][kNTiles][4], const char* s_v, int lane) {
   const auto v_lane = rows_then_chunks<kChunks>(lane);
 #pragma unroll
   for (int j = 0; j < kNTiles; j += 2) {
@@ -117,6 +119,7 @@ __device__ __forceinline__ void pv_mma(float (&O)[kMTiles][kChunks][4], const fl
       p[i][1] = Tensor::pair(P[i][j][2], P[i][j][3]);
       p[i][2] = Tensor::pair(P[i][j + 1][0], P[i][j + 1][1]);
       p[i][3] = Tensor::pair(P[i][j + 1][2], P[i][j + 1][3]);
+      sums.template add_rounded<Tensor>(i, p[i]);
     }
 #pragma unroll
     for (int pair = 0; pair < kChunks / 2; ++pair) {

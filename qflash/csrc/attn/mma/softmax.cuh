@@ -16,10 +16,6 @@ __device__ __forceinline__ float max_of_quad(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
-__device__ __forceinline__ float sum_of_quad(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
 
 // From q.k to base-2 scores. Nearly always that is one factor, applied in the exponential; scores that need more
 // (softcap, or a scale that is not positive, which neither maxima nor masked scores of -inf survive) are computed
@@ -71,14 +67,45 @@ __device__ __forceinline__ void mask_scores(float (&S)[kMTiles][kNTiles][4], con
   }
 }
 
+// A sum of weights in float32, taken by the CUDA cores: what lse is made of.
 template <int kRows>
+struct ExactSums {
+  float l[kRows] = {};  // of this lane's weights
+
+  __device__ __forceinline__ void add(int r, float weight) { l[r] += weight; }
+  __device__ __forceinline__ void rescale(int r, float factor) { l[r] *= factor; }
+  template <class Tensor>
+  __device__ __forceinline__ void add_rounded(int, const uint32_t (&)[4]) {}
+  __device__ __forceinline__ float of_row(int r) const {
+    const float two = l[r] + __shfl_xor_sync(0xffffffffu, l[r], 1);
+    return two + __shfl_xor_sync(0xffffffffu, two, 2);
+  }
+};
+
+// The sum of the weights as PV multiplies them, rounded to 16 bits: good for dividing by, and taken by the tensor
+// cores, as the product with a column of ones. That costs one mma in kChunks + 1 and saves the CUDA cores, which the
+// softmax keeps busy, an addition for every weight.
+template <int kRows>
+struct RoundedSums {
+  float l[kRows / 2][4] = {};  // of row r: [r / 2][r % 2 * 2], in every lane of the quad
+
+  __device__ __forceinline__ void add(int, float) {}
+  __device__ __forceinline__ void rescale(int r, float factor) { l[r / 2][r % 2 * 2] *= factor; }
+  template <class Tensor>
+  __device__ __forceinline__ void add_rounded(int i, const uint32_t (&weights)[4]) {
+    Tensor::multiply(l[i], weights, Tensor::kOnes, Tensor::kOnes);
+  }
+  __device__ __forceinline__ float of_row(int r) const { return l[r / 2][r % 2 * 2]; }
+};
+
+template <int kRows, template <int> class Sums>
 struct RowStatistics {
   float m[kRows];  // base-2 reference of each row's weights; -inf: nothing seen yet
-  float l[kRows];  // sum of this lane's weights
+  Sums<kRows> sums;
 
   __device__ __forceinline__ RowStatistics() {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) m[r] = -infinity(), l[r] = 0.0f;
+    for (int r = 0; r < kRows; ++r) m[r] = -infinity();
   }
 };
 
@@ -113,13 +140,12 @@ __device__ __forceinline__ void largest_scores(float (&top)[2 * kMTiles], const 
     }
 }
 
-// S becomes weights; O and the sums follow their reference where it had to move. Base-2 scores are slope(r, c) * S +
-// offset(r, c), where the lane's columns fall into kParts runs c = 0 .. of equal length and slopes are not negative.
-// positive: S, where it is visible, is positive.
-template <int kParts, int kMTiles, int kNTiles, int kOTiles, class Slope, class Offset>
-__device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], Slope slope, Offset offset,
-                                               RowStatistics<2 * kMTiles>& rows, float (&O)[kMTiles][kOTiles][4],
-                                               bool positive = false) {
+// S becomes weights; O and the sums of weights follow their reference where it had to move. Base-2 scores are slope(r,
+// c) * S + offset(r, c), where the lane's columns fall into kParts runs c = 0 .. of equal length and slopes are not
+// negative. positive: S, where it is visible, is positive.
+template <int kParts, int kMTiles, int kNTiles, int kOTiles, class Slope, class Offset, class Rows>
+__device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], Slope slope, Offset offset, Rows& rows,
+                                               float (&O)[kMTiles][kOTiles][4], bool positive = false) {
   constexpr int kRun = kNTiles / kParts;
   float top[2 * kMTiles];
   if (positive)
@@ -137,7 +163,7 @@ __device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], 
     for (int r = 0; r < 2 * kMTiles; ++r) {
       const float m = fmaxf(rows.m[r], ceilf(top[r])), rescale = ex2(rows.m[r] - reference_of(m));
       rows.m[r] = m;
-      rows.l[r] *= rescale;
+      rows.sums.rescale(r, rescale);
 #pragma unroll
       for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
@@ -155,7 +181,7 @@ __device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], 
         for (int e = 0; e < 2; ++e) {
           float& s = S[r / 2][j][r % 2 * 2 + e];
           s = ex2(fmaf(s, slope(r, c), shift));
-          rows.l[r] += s;
+          rows.sums.add(r, s);
         }
     }
 }

@@ -19,6 +19,7 @@ using VWalk = ChunkWalk<kBlockN, kChunks, kThreads>;
 using Order = InRuns<kBlockN>;
 struct State : BlockState<kWarps, kWarpRows> {
   const float* k_scales;  // of the sequence's keys in their head
+  bool may_be_wild;       // some of them may not be finite
 };
 static_assert(sizeof(State) <= kStateBytes, "");
 
@@ -41,8 +42,8 @@ __device__ inline float lift_from_integers(const QfInt8AttnParams& p, const int8
 }  // namespace qf
 
 // kAsync: q, k and v are aligned and copied asynchronously. kZeroPoints: q or k has a zero point, and sums that correct
-// for it. kIntegerV: V is INT8 too, and becomes Element on its way into shared memory.
-template <bool kAsync, bool kZeroPoints, bool kIntegerV>
+// for it. kIntegerV: V is INT8 too, and becomes Element on its way into shared memory. Sums: lse needs ExactSums.
+template <bool kAsync, bool kZeroPoints, bool kIntegerV, template <int> class Sums>
 __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks)
     qf_fa_int8_kernel(const __grid_constant__ QfInt8AttnParams p, const __grid_constant__ qf::Grid grid,
                       const __grid_constant__ qf::fa_int8::Access access) {
@@ -65,8 +66,10 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     const HeadRows<int8_t> k(a.k, work.b, seq.k0, kv_head, 0, 0, false);
     const HeadRows<Element> v(a.v, work.b, seq.k0, kv_head, 0, 0, false);
     s_state.fill(a, work, seq, k.g_head, v.g_head);
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
       s_state.k_scales = p.k_scales.scale + work.b * p.k_scales.stride_b + kv_head * p.k_scales.stride_h;
+      s_state.may_be_wild = !p.k_wild || p.k_wild[int64_t(work.b) * a.kv_heads + kv_head] != 0;
+    }
   }
   __syncthreads();  // the state is in place
   const Sequence& seq = s_state.seq;
@@ -134,7 +137,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   const auto s_q_of_warp = [&] { return s_q + fresh_tid() / 32 * (kWarpRows * kHeadDim); };
 
   float O[kMTiles][kChunks][4] = {};
-  RowStatistics<2 * kMTiles> rows;
+  RowStatistics<2 * kMTiles, Sums> rows;
   const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
   float k_scale[kParts], next_k_scale[kParts];
   load_k_scales(next_k_scale, first_key());
@@ -182,7 +185,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     float S[kMTiles][kNTiles][4];
     to_floats<kZeroPoints>(S, dots);
     constexpr float kOffset = kZeroPoints ? 0.0f : -kMagic;
-    if (!kZeroPoints && any_wild<kByteChunks, kBlockN>(s_k, fresh_tid() % 32))
+    if (!kZeroPoints && s_state.may_be_wild && any_wild<kByteChunks, kBlockN>(s_k, fresh_tid() % 32))
       spoil_wild<kByteChunks>(S, s_k, State::column());
     const bool plain = scales_plainly(a.scale, a.softcap);
     const int lane_row = fresh_tid() / 32 * kWarpRows + fresh_tid() % 32 / 4;  // in the block
@@ -202,7 +205,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     online_softmax<kParts>(
         S, [&](int r, int c) { return slopes[r][c]; }, [&](int r, int c) { return offset * slopes[r][c]; }, rows, O,
         plain && !kZeroPoints);
-    pv_mma<Tensor, kChunks>(O, S, s_v, fresh_tid() % 32);
+    pv_mma<Tensor, kChunks>(O, rows.sums, S, s_v, fresh_tid() % 32);
   }
 
   __syncthreads();  // the tiles are done with: the outputs take their place

@@ -25,7 +25,8 @@ struct Aligned {
 }  // namespace fa_mma
 }  // namespace qf
 
-template <bool kAsync>
+// kAsync: q, k and v are aligned, stay as they are, and are copied asynchronously. Sums: lse needs ExactSums.
+template <bool kAsync, template <int> class Sums>
 __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     qf_fa_mma_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::Grid grid,
                      const __grid_constant__ qf::fa_mma::Aligned aligned) {
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   const auto s_q_of_warp = [&] { return s_q + fresh_tid() / 32 * (kWarpRows * kHeadDim * 2); };
 
   float O[kMTiles][kChunks][4] = {};
-  RowStatistics<2 * kMTiles> rows;
+  RowStatistics<2 * kMTiles, Sums> rows;
 
   const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
   if (s_state.block_keys.begin < s_state.block_keys.end) {
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
                   [](int j, int e) { return 8 * j + e; });
     const float factor = s_state.factor;
     online_softmax<1>(S, [=](int, int) { return factor; }, [](int, int) { return 0.0f; }, rows, O);
-    pv_mma<Tensor, kChunks>(O, S, s_v, fresh_tid() % 32);
+    pv_mma<Tensor, kChunks>(O, rows.sums, S, s_v, fresh_tid() % 32);
   }
 
   const int lane = threadIdx.x % 32, warp_row = s_state.block_row + threadIdx.x / 32 * kWarpRows;

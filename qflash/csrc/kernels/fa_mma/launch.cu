@@ -14,10 +14,12 @@ QF_EXPORT int qf_fa_mma(const QfAttnParams* p, void* stream) {
     if (const int status = qf::allow_shared_memory(kernel, kSharedBytes, devices_done)) return status;
     return qf::launch(kernel, *p, qf::grid_of(*p, kBlockM, 1), kThreads, kSharedBytes, stream, all);
   };
-  static std::atomic<uint64_t> async_done{0}, sync_done{0};
+  static std::atomic<uint64_t> with_lse{0}, without_lse{0}, any{0};
   constexpr bool kCanCopyAsync = kArch >= 80;
-  if (kCanCopyAsync && !p->rope.cos && all.q && all.k && all.v) return run(qf_fa_mma_kernel<kCanCopyAsync>, async_done);
-  return run(qf_fa_mma_kernel<false>, sync_done);
+  if (!kCanCopyAsync || p->rope.cos || !all.q || !all.k || !all.v)
+    return run(qf_fa_mma_kernel<false, qf::ExactSums>, any);
+  return p->lse ? run(qf_fa_mma_kernel<kCanCopyAsync, qf::ExactSums>, with_lse)
+                : run(qf_fa_mma_kernel<kCanCopyAsync, qf::RoundedSums>, without_lse);
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("fa_mma", status); }
