@@ -11,15 +11,15 @@ namespace qf {
 // The lane's r-th row divided by its sum of weights; zeros for a row that sees no key. Writes lse where asked.
 // row0: the lane's first row in its sequence; lift(row): what lse gets besides.
 template <int kMTiles, int kOTiles, class Rows, class Lift>
-__device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], const Rows& rows, const Mask& mask,
-                                            int row0, float* g_lse, bool leads, Lift lift) {
+__device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], const Rows (&rows)[kMTiles],
+                                            const Mask& mask, int row0, float* g_lse, bool leads, Lift lift) {
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r) {
     const int row = row0 + 8 * r;
-    const float sum = rows.sums.of_row(r);
+    const float sum = rows[r / 2].sums.for_lse(r % 2);
     const KeyRange keys = mask.visible(row);
     const bool empty = keys.begin == keys.end;
-    const float factor = 1.0f / sum;
+    const float factor = 1.0f / rows[r / 2].sums.of_row(r % 2);
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
@@ -27,7 +27,8 @@ __device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], con
         float& o = O[r / 2][j][r % 2 * 2 + e];
         o = empty ? 0.0f : o * factor;
       }
-    if (g_lse && leads && row < mask.len_q) g_lse[row] = empty ? -infinity() : lse_of(rows.m[r], sum) + lift(row);
+    if (g_lse && leads && row < mask.len_q)
+      g_lse[row] = empty ? -infinity() : lse_of(rows[r / 2].m[r % 2], sum) + lift(row);
   }
 }
 

@@ -11,7 +11,7 @@
 
 namespace qf {
 
-// c += a b for 16 x 16 times 16 x 8, and two weights rounded to the type that multiplies.
+// c += a b for 16 x 16 times 16 x 8; two weights rounded to the type that multiplies, and back.
 template <class Element, int kArch>
 struct Tensor16;
 template <int kArch>
@@ -26,6 +26,8 @@ struct Tensor16<F16, kArch> {
     }
   }
   __device__ static __forceinline__ uint32_t pair(float low, float high) { return cvt_rn_f16x2_f32(low, high); }
+  __device__ static __forceinline__ float low(uint32_t pair) { return cvt_f32_f16(uint16_t(pair)); }
+  __device__ static __forceinline__ float high(uint32_t pair) { return cvt_f32_f16(uint16_t(pair >> 16)); }
 };
 template <int kArch>
 struct Tensor16<BF16, kArch> {
@@ -35,6 +37,8 @@ struct Tensor16<BF16, kArch> {
     mma_m16n8k16_bf16(c, a, b0, b1);
   }
   __device__ static __forceinline__ uint32_t pair(float low, float high) { return cvt_rn_bf16x2_f32(low, high); }
+  __device__ static __forceinline__ float low(uint32_t pair) { return bits_to_float(pair << 16); }
+  __device__ static __forceinline__ float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
 };
 
 // c += a b for 16 x 32 times 32 x 8, int8 with exact sums. Fragments are 16 bytes of a row wide, as the 16-bit ones
@@ -104,10 +108,23 @@ __device__ __forceinline__ void qk_mma(Sum (&S)[kMTiles][kNTiles][4], const char
   }
 }
 
-// O += P V; the rounded weights are shown to `sums` on the way. P: weights in S's places; s_v: kNTiles * 8 keys of
-// kChunks chunks of channels. Per 16 keys: kChunks / 2 ldmatrix for kMTiles * kChunks mma.
-template <class Tensor, int kChunks, int kMTiles, int kNTiles, class Sums>
-__device__ __forceinline__ void pv_mma(float (&O)[kMTiles][kChunks][4], Sums& sums,
+// Two weights as the tensor cores take them: rounded, or what rounding took off.
+template <class Tensor>
+struct Rounded {
+  __device__ static __forceinline__ uint32_t pair(float low, float high) { return Tensor::pair(low, high); }
+};
+template <class Tensor>
+struct Remainder {
+  __device__ static __forceinline__ uint32_t pair(float low, float high) {
+    const uint32_t rounded = Tensor::pair(low, high);
+    return Tensor::pair(low - Tensor::low(rounded), high - Tensor::high(rounded));
+  }
+};
+
+// O += P V; the weights as they are multiplied are shown to the rows' sums on the way. P: weights in S's places; s_v:
+// kNTiles * 8 keys of kChunks chunks of channels. Per 16 keys: kChunks / 2 ldmatrix for kMTiles * kChunks mma.
+template <class Tensor, int kChunks, template <class> class Part = Rounded, int kMTiles, int kNTiles, class Rows>
+__device__ __forceinline__ void pv_mma(float (&O)[kMTiles][kChunks][4], Rows (&rows)[kMTiles],
                                        const float (&P)[kMTiles][kNTiles][4], const char* s_v, int lane) {
   const auto v_lane = rows_then_chunks<kChunks>(lane);
 #pragma unroll
@@ -115,11 +132,11 @@ __device__ __forceinline__ void pv_mma(float (&O)[kMTiles][kChunks][4], Sums& su
     uint32_t p[kMTiles][4];
 #pragma unroll
     for (int i = 0; i < kMTiles; ++i) {
-      p[i][0] = Tensor::pair(P[i][j][0], P[i][j][1]);
-      p[i][1] = Tensor::pair(P[i][j][2], P[i][j][3]);
-      p[i][2] = Tensor::pair(P[i][j + 1][0], P[i][j + 1][1]);
-      p[i][3] = Tensor::pair(P[i][j + 1][2], P[i][j + 1][3]);
-      sums.template add_rounded<Tensor>(i, p[i]);
+      p[i][0] = Part<Tensor>::pair(P[i][j][0], P[i][j][1]);
+      p[i][1] = Part<Tensor>::pair(P[i][j][2], P[i][j][3]);
+      p[i][2] = Part<Tensor>::pair(P[i][j + 1][0], P[i][j + 1][1]);
+      p[i][3] = Part<Tensor>::pair(P[i][j + 1][2], P[i][j + 1][3]);
+      rows[i].sums.template add_rounded<Tensor>(p[i]);
     }
 #pragma unroll
     for (int pair = 0; pair < kChunks / 2; ++pair) {

@@ -67,46 +67,43 @@ __device__ __forceinline__ void mask_scores(float (&S)[kMTiles][kNTiles][4], con
   }
 }
 
-// A sum of weights in float32, taken by the CUDA cores: what lse is made of.
-template <int kRows>
-struct ExactSums {
-  float l[kRows] = {};  // of this lane's weights
+// Sums of the weights as PV multiplies them, rounded to 16 bits, for a lane's rows of one block of 16: h = 0, 1. To
+// divide by these rather than by exact ones keeps rows averages of V however the weights were rounded. The tensor cores
+// take them, as a product with a column of ones; that costs one mma in kChunks + 1, and saves the CUDA cores, which the
+// softmax keeps busy, an addition for every weight.
+struct RoundedSums {
+  float l[4] = {};  // of row h: l[2 h], in every lane of the quad
 
-  __device__ __forceinline__ void add(int r, float weight) { l[r] += weight; }
-  __device__ __forceinline__ void rescale(int r, float factor) { l[r] *= factor; }
+  __device__ __forceinline__ void add(int, float) {}
+  __device__ __forceinline__ void rescale(int h, float factor) { l[2 * h] *= factor; }
   template <class Tensor>
-  __device__ __forceinline__ void add_rounded(int, const uint32_t (&)[4]) {}
-  __device__ __forceinline__ float of_row(int r) const {
-    const float two = l[r] + __shfl_xor_sync(0xffffffffu, l[r], 1);
+  __device__ __forceinline__ void add_rounded(const uint32_t (&weights)[4]) {
+    Tensor::multiply(l, weights, Tensor::kOnes, Tensor::kOnes);
+  }
+  __device__ __forceinline__ float of_row(int h) const { return l[2 * h]; }
+  __device__ __forceinline__ float for_lse(int h) const { return l[2 * h]; }
+};
+
+// With sums in float32 of the weights before they were rounded, which are what an exact lse is made of.
+struct SumsForLse : RoundedSums {
+  float exact[2] = {};  // of this lane's weights
+
+  __device__ __forceinline__ void add(int h, float weight) { exact[h] += weight; }
+  __device__ __forceinline__ void rescale(int h, float factor) {
+    exact[h] *= factor;
+    RoundedSums::rescale(h, factor);
+  }
+  __device__ __forceinline__ float for_lse(int h) const {
+    const float two = exact[h] + __shfl_xor_sync(0xffffffffu, exact[h], 1);
     return two + __shfl_xor_sync(0xffffffffu, two, 2);
   }
 };
 
-// The sum of the weights as PV multiplies them, rounded to 16 bits: good for dividing by, and taken by the tensor
-// cores, as the product with a column of ones. That costs one mma in kChunks + 1 and saves the CUDA cores, which the
-// softmax keeps busy, an addition for every weight.
-template <int kRows>
-struct RoundedSums {
-  float l[kRows / 2][4] = {};  // of row r: [r / 2][r % 2 * 2], in every lane of the quad
-
-  __device__ __forceinline__ void add(int, float) {}
-  __device__ __forceinline__ void rescale(int r, float factor) { l[r / 2][r % 2 * 2] *= factor; }
-  template <class Tensor>
-  __device__ __forceinline__ void add_rounded(int i, const uint32_t (&weights)[4]) {
-    Tensor::multiply(l[i], weights, Tensor::kOnes, Tensor::kOnes);
-  }
-  __device__ __forceinline__ float of_row(int r) const { return l[r / 2][r % 2 * 2]; }
-};
-
-template <int kRows, template <int> class Sums>
+// Of a lane's rows in one block of 16.
+template <class Sums>
 struct RowStatistics {
-  float m[kRows];  // base-2 reference of each row's weights; -inf: nothing seen yet
-  Sums<kRows> sums;
-
-  __device__ __forceinline__ RowStatistics() {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) m[r] = -infinity();
-  }
+  float m[2] = {-infinity(), -infinity()};  // base-2 reference of each row's weights; -inf: nothing seen yet
+  Sums sums;
 };
 
 // The larger of two scores: as floats, or as the integers they are bit by bit, which orders positive floats and -inf
@@ -144,8 +141,9 @@ __device__ __forceinline__ void largest_scores(float (&top)[2 * kMTiles], const 
 // c) * S + offset(r, c), where the lane's columns fall into kParts runs c = 0 .. of equal length and slopes are not
 // negative. positive: S, where it is visible, is positive.
 template <int kParts, int kMTiles, int kNTiles, int kOTiles, class Slope, class Offset, class Rows>
-__device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], Slope slope, Offset offset, Rows& rows,
-                                               float (&O)[kMTiles][kOTiles][4], bool positive = false) {
+__device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], Slope slope, Offset offset,
+                                               Rows (&rows)[kMTiles], float (&O)[kMTiles][kOTiles][4],
+                                               bool positive = false) {
   constexpr int kRun = kNTiles / kParts;
   float top[2 * kMTiles];
   if (positive)
@@ -156,14 +154,15 @@ __device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], 
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r) {
     top[r] = max_of_quad(top[r]);
-    moved |= top[r] > rows.m[r] + kSlack;  // -inf + kSlack: the first finite score moves it
+    moved |= top[r] > rows[r / 2].m[r % 2] + kSlack;  // -inf + kSlack: the first finite score moves it
   }
   if (__any_sync(0xffffffffu, moved)) {
 #pragma unroll
     for (int r = 0; r < 2 * kMTiles; ++r) {
-      const float m = fmaxf(rows.m[r], ceilf(top[r])), rescale = ex2(rows.m[r] - reference_of(m));
-      rows.m[r] = m;
-      rows.sums.rescale(r, rescale);
+      float& m = rows[r / 2].m[r % 2];
+      const float larger = fmaxf(m, ceilf(top[r])), rescale = ex2(m - reference_of(larger));
+      m = larger;
+      rows[r / 2].sums.rescale(r % 2, rescale);
 #pragma unroll
       for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
@@ -174,14 +173,14 @@ __device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], 
   for (int r = 0; r < 2 * kMTiles; ++r)
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
-      const float shift = offset(r, c) - reference_of(rows.m[r]);
+      const float shift = offset(r, c) - reference_of(rows[r / 2].m[r % 2]);
 #pragma unroll
       for (int j = c * kRun; j < (c + 1) * kRun; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& s = S[r / 2][j][r % 2 * 2 + e];
           s = ex2(fmaf(s, slope(r, c), shift));
-          rows.sums.add(r, s);
+          rows[r / 2].sums.add(r % 2, s);
         }
     }
 }

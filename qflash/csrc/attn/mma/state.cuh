@@ -10,6 +10,9 @@
 
 namespace qf {
 
+// Rounding the weights of a row to 16 bits is lost in the average over many keys, and is not over few.
+constexpr int kFewKeys = 128;
+
 template <int kWarps, int kWarpRows>
 struct BlockState {
   Sequence seq;
@@ -21,6 +24,7 @@ struct BlockState {
   int block_row;                                  // first row of the block
   KeyRange block_keys, block_full;                // keys seen by some row of the block, by every row
   KeyRange warp_keys[kWarps], warp_full[kWarps];  // the same for each warp
+  bool warp_sees_few[kWarps];                     // a row of the warp sees fewer than kFewKeys
 
   // Collective. The caller's next barrier makes it visible. k_head, v_head: row 0 of the sequence's K and V.
   __device__ __forceinline__ void fill(const QfAttnParams& p, const Work& work, const Sequence& sequence,
@@ -32,6 +36,9 @@ struct BlockState {
       const int row = first_row + thread * kWarpRows;
       const bool exist = row < sequence.len_q;
       warp_keys[thread] = exist ? m.seen_by_any(row, last(row, kWarpRows)) : KeyRange{0, 0};
+      // The number of keys a row sees is concave in the row, so it is least in the first or in the last.
+      const auto count = [&](int i) { return exist ? m.visible(i).end - m.visible(i).begin : kFewKeys; };
+      warp_sees_few[thread] = min(count(row), count(last(row, kWarpRows))) < kFewKeys;
       warp_full[thread] = exist ? m.seen_by_all(row, last(row, kWarpRows)) : KeyRange{0, 0};
     }
     if (thread == 0) {
@@ -62,6 +69,8 @@ struct BlockState {
     const KeyRange full = warp_full[fresh_tid() / 32];
     return key0 >= full.begin && key0 + keys <= full.end;
   }
+
+  __device__ __forceinline__ bool sees_few() const { return warp_sees_few[fresh_tid() / 32]; }
 
   // This lane's first row (the others follow 8 apart), and its first column in every 8 keys or channels.
   __device__ __forceinline__ int row0() const {

@@ -43,7 +43,7 @@ constexpr int kStageBytes = kKBytes + kVBytes;
 constexpr int kOutBytes = 2 * kBlockM * kHeadDim;  // takes the place of everything before it, once the keys are done
 constexpr int kTilesBytes = kQBytes + kStages * kStageBytes > kOutBytes ? kQBytes + kStages * kStageBytes : kOutBytes;
 constexpr int kRowBytes = 2 * 4 * kBlockM;  // what is known of each query
-constexpr int kStateBytes = 256;
+constexpr int kStateBytes = 320;
 constexpr int kSharedBytes = kTilesBytes + kRowBytes + kStateBytes;
 static_assert(kSharedBytes <= kSharedLimit, "the tiles do not fit the shared memory of this architecture");
 

@@ -42,8 +42,8 @@ __device__ inline float lift_from_integers(const QfInt8AttnParams& p, const int8
 }  // namespace qf
 
 // kAsync: q, k and v are aligned and copied asynchronously. kZeroPoints: q or k has a zero point, and sums that correct
-// for it. kIntegerV: V is INT8 too, and becomes Element on its way into shared memory. Sums: lse needs ExactSums.
-template <bool kAsync, bool kZeroPoints, bool kIntegerV, template <int> class Sums>
+// for it. kIntegerV: V is INT8 too, and becomes Element on its way into shared memory.
+template <bool kAsync, bool kZeroPoints, bool kIntegerV>
 __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks)
     qf_fa_int8_kernel(const __grid_constant__ QfInt8AttnParams p, const __grid_constant__ qf::Grid grid,
                       const __grid_constant__ qf::fa_int8::Access access) {
@@ -131,16 +131,15 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
       const int key = first_of_lane(key0) + c * kKeyGroup;
-      scales[c] = positive_scale(key < seq.len_k ? g_scales[key >> access.k_shift] : 0.0f);
+      const float scale = key < seq.len_k ? g_scales[key >> access.k_shift] : 0.0f;
+      scales[c] = positive_scale(kZeroPoints ? scale : number_or_zero(scale));
     }
   };
   const auto s_q_of_warp = [&] { return s_q + fresh_tid() / 32 * (kWarpRows * kHeadDim); };
 
   float O[kMTiles][kChunks][4] = {};
-  RowStatistics<2 * kMTiles, Sums> rows;
+  RowStatistics<RoundedSums> rows[kMTiles];  // lse too: a 16-bit rounding is small beside that of the scores
   const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
-  float k_scale[kParts], next_k_scale[kParts];
-  load_k_scales(next_k_scale, first_key());
   if (s_state.block_keys.begin < s_state.block_keys.end) {
     load_q();
     if (kStages > 1) load_kv(s_kv, first_key());
@@ -153,9 +152,8 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
       __syncthreads();  // every warp is done with the tile before
       load_kv(s_k, key0);
     }
-#pragma unroll
-    for (int c = 0; c < kParts; ++c) k_scale[c] = kZeroPoints ? next_k_scale[c] : number_or_zero(next_k_scale[c]);
-    load_k_scales(next_k_scale, key0 + kBlockN);
+    float k_scale[kParts];
+    load_k_scales(k_scale, key0);              // on their way while the products are computed
     if constexpr (kAsync) cp_async_wait<0>();  // this tile's copies, and the first time q's
     // The barrier makes the tile visible to all, and says that nobody reads the other stage any more. Where rows see
     // the tile only in part, it also tells whether V holds something that zero weights would not blank out.
@@ -205,7 +203,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     online_softmax<kParts>(
         S, [&](int r, int c) { return slopes[r][c]; }, [&](int r, int c) { return offset * slopes[r][c]; }, rows, O,
         plain && !kZeroPoints);
-    pv_mma<Tensor, kChunks>(O, rows.sums, S, s_v, fresh_tid() % 32);
+    pv_mma<Tensor, kChunks>(O, rows, S, s_v, fresh_tid() % 32);
   }
 
   __syncthreads();  // the tiles are done with: the outputs take their place

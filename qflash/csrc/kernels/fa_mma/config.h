@@ -37,7 +37,7 @@ constexpr int kNTiles = kBlockN / 8;
 // Tiles of K and V in flight: one being read, one arriving. Turing has no asynchronous copies and little room.
 constexpr int kStages = kScarce ? 1 : 2;
 constexpr int kQBytes = kBlockM * kHeadDim * 2, kTileBytes = kBlockN * kHeadDim * 2;
-constexpr int kStateBytes = 256;
+constexpr int kStateBytes = 320;
 constexpr int kSharedBytes = kQBytes + 2 * kStages * kTileBytes + kStateBytes;
 static_assert(kSharedBytes <= kSharedLimit, "the tiles do not fit the shared memory of this architecture");
 

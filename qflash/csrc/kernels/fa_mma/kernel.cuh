@@ -25,8 +25,8 @@ struct Aligned {
 }  // namespace fa_mma
 }  // namespace qf
 
-// kAsync: q, k and v are aligned, stay as they are, and are copied asynchronously. Sums: lse needs ExactSums.
-template <bool kAsync, template <int> class Sums>
+// kAsync: q, k and v are aligned, stay as they are, and are copied asynchronously. Sums: lse needs SumsForLse.
+template <bool kAsync, class Sums>
 __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     qf_fa_mma_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::Grid grid,
                      const __grid_constant__ qf::fa_mma::Aligned aligned) {
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   const auto s_q_of_warp = [&] { return s_q + fresh_tid() / 32 * (kWarpRows * kHeadDim * 2); };
 
   float O[kMTiles][kChunks][4] = {};
-  RowStatistics<2 * kMTiles, Sums> rows;
+  RowStatistics<Sums> rows[kMTiles];
 
   const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
   if (s_state.block_keys.begin < s_state.block_keys.end) {
@@ -118,15 +118,30 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     }
     if (!whole && s_state.idle(key0, kBlockN)) continue;
 
-    float S[kMTiles][kNTiles][4] = {};
-    qk_mma<Tensor, kChunks>(S, s_q_of_warp(), s_k, fresh_tid() % 32);
-    if (!scales_plainly(p.scale, p.softcap)) scale_scores(S, p.scale, p.softcap);
-    if (!whole && !s_state.whole_for_warp(key0, kBlockN))
-      mask_scores(S, TileMask<8>(s_state.mask, s_state.row0(), key0 + State::column()),
-                  [](int j, int e) { return 8 * j + e; });
-    const float factor = s_state.factor;
-    online_softmax<1>(S, [=](int, int) { return factor; }, [](int, int) { return 0.0f; }, rows, O);
-    pv_mma<Tensor, kChunks>(O, rows.sums, S, s_v, fresh_tid() % 32);
+    const auto attend = [&](auto& S, int first, auto pv) {  // to the tile's keys from `first` on, as many as S holds
+      constexpr int kRowBytes = kHeadDim * 2;
+      qk_mma<Tensor, kChunks>(S, s_q_of_warp(), s_k + first * kRowBytes, fresh_tid() % 32);
+      if (!scales_plainly(p.scale, p.softcap)) scale_scores(S, p.scale, p.softcap);
+      if (!whole && !s_state.whole_for_warp(key0, kBlockN))
+        mask_scores(S, TileMask<8>(s_state.mask, s_state.row0(), key0 + first + State::column()),
+                    [](int j, int e) { return 8 * j + e; });
+      const float factor = s_state.factor;
+      online_softmax<1>(S, [=](int, int) { return factor; }, [](int, int) { return 0.0f; }, rows, O);
+      pv(s_v + first * kRowBytes);
+    };
+    if (!s_state.sees_few()) {
+      float S[kMTiles][kNTiles][4] = {};
+      attend(S, 0, [&](const char* s_v) { pv_mma<Tensor, kChunks>(O, rows, S, s_v, fresh_tid() % 32); });
+    } else {  // with what rounding took off the weights, and few keys at a time, so that the registers suffice
+#pragma unroll 1
+      for (int first = 0; first < kBlockN; first += 16) {
+        float S[kMTiles][2][4] = {};
+        attend(S, first, [&](const char* s_v) {
+          pv_mma<Tensor, kChunks, Remainder>(O, rows, S, s_v, fresh_tid() % 32);
+          pv_mma<Tensor, kChunks>(O, rows, S, s_v, fresh_tid() % 32);
+        });
+      }
+    }
   }
 
   const int lane = threadIdx.x % 32, warp_row = s_state.block_row + threadIdx.x / 32 * kWarpRows;

@@ -23,7 +23,7 @@ constexpr int kOTiles = kHeadDim / 16;
 constexpr int kStride = padded_stride(kHeadDim);  // elements, of Q, K and V
 constexpr int kScoreStride = kWarpRows + 4;       // floats: scores lie by columns, one column per key
 constexpr int kFactorStride = 24;                 // floats: 16 equal factors for each row
-constexpr int kStateBytes = 256;
+constexpr int kStateBytes = 320;
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int score_bytes(int keys) { return 4 * keys * kScoreStride; }

@@ -25,7 +25,7 @@ constexpr int kQStride = padded_row(kHeadDim);                  // floats
 constexpr int kKStride = kHeadDim + 16 / int(sizeof(Element));  // elements: rows padded by 16 bytes
 constexpr int kVStride = kHeadDim;                              // elements
 
-constexpr int kStateBytes = 256;
+constexpr int kStateBytes = 320;
 
 // Blocks that share a multiprocessor, warps of a block, keys of a tile.
 struct Shape {
