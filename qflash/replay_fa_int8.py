@@ -18,8 +18,6 @@ from qflash.replay_quantize import WILD, quantize, tokens_of, turned
 from qflash.rope import Rope
 
 KEY_GROUP = 16  # keys that share a scale; every query has its own
-MAGIC = np.float32(1.5 * 2**23)  # dot products are found as bits of MAGIC + dot
-LEAST_SLOPE = np.float32(1e-30)  # a slope of 0 would turn masked scores into NaN
 
 
 def attention_fa_int8(
@@ -102,18 +100,16 @@ def _replay(q, k, v, *, words, rope):
 def _weights(dots, q_scales, k_scales, lift, seen, words):
     """Weights 2^(t - top) of base-2 scores t, top, and what the scores are without for lse.
 
-    Where a score is a product alone, the slope and the offset of MAGIC are rounded before they are applied. top is the
-    row's largest score rounded up to an integer; the kernel may be behind it by whole numbers, which rounds nothing
-    differently.
+    Where a score is a product alone, the kernel rounds an offset that is not here; it sees to it that scores move by
+    less than 4e-4 for that. top is the row's largest score rounded up to an integer; the kernel may be behind it by
+    whole numbers, which rounds nothing differently.
     """
     slope = q_scales[:, None] * k_scales
     scale = np.float32(words.scale)
     if words.softcap == 0 and words.scale > 0:
-        slope = np.where(slope < LEAST_SLOPE, LEAST_SLOPE, slope)
-        offset = -MAGIC * slope
-        t = fma(MAGIC + dots, slope, offset)
+        t = dots * slope
         top = _top(t, seen)
-        t = fma(MAGIC + dots, slope, offset - top[:, None])
+        t = fma(dots, slope, -top[:, None])
         lift = scale * lift
     else:
         t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (lift * scale * LOG2E)[:, None])

@@ -80,8 +80,9 @@ def cross_entropy(
     """
     words = (reduction, ignore_index, label_smoothing, return_lse, kernel)
     losses, *more = run(CROSS_ENTROPY, (logits, targets), words)
-    first = losses if reduction == "none" else more.pop(0)
-    return (first, *more) if return_lse else first
+    if reduction != "none":
+        losses, *more = more
+    return (losses, *more) if return_lse else losses
 
 
 def _check_rows(name: str, array: Array) -> int:

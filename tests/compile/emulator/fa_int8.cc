@@ -24,7 +24,8 @@ extern "C" int qf_fa_int8(const QfAttnParams* params, void*) {
   const auto run = [&](auto* kernel) {
     return host::launch_blocks([&] { kernel(int8, grid, access); }, grid.items, kThreads, kSharedBytes, p.num_threads);
   };
-  if (kArch >= 80 && access.v) return run(qf_fa_int8_kernel<true, false, false>);
-  return run(qf_fa_int8_kernel<false, false, false>);
+  if (kArch < 80 || !access.v) return run(qf_fa_int8_kernel<false, false, false, qf::ExactSums>);
+  return p.lse ? run(qf_fa_int8_kernel<true, false, false, qf::ExactSums>)
+               : run(qf_fa_int8_kernel<true, false, false, qf::RoundedSums>);
 }
 extern "C" const char* qf_status_text(int) { return "a block is stuck: its threads wait for different things"; }

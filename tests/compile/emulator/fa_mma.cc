@@ -9,7 +9,7 @@ extern "C" int qf_fa_mma(const QfAttnParams* p, void*) {
   const auto run = [&](auto* kernel) {
     return host::launch_blocks([&] { kernel(*p, grid, all); }, grid.items, kThreads, kSharedBytes, p->num_threads);
   };
-  if (kArch < 80 || p->rope.cos || !all.q || !all.k || !all.v) return run(qf_fa_mma_kernel<false, qf::SumsForLse>);
-  return p->lse ? run(qf_fa_mma_kernel<true, qf::SumsForLse>) : run(qf_fa_mma_kernel<true, qf::RoundedSums>);
+  if (kArch < 80 || p->rope.cos || !all.q || !all.k || !all.v) return run(qf_fa_mma_kernel<false, qf::BothSums>);
+  return p->lse ? run(qf_fa_mma_kernel<true, qf::BothSums>) : run(qf_fa_mma_kernel<true, qf::RoundedSums>);
 }
 extern "C" const char* qf_status_text(int) { return "a block is stuck: its threads wait for different things"; }

@@ -64,25 +64,29 @@ __device__ __forceinline__ void to_floats(float (&S)[kMTiles][kNTiles][4], const
       for (int e = 0; e < 4; ++e) S[i][j][e] = kConvert ? float(dots[i][j][e]) : bits_to_float(uint32_t(dots[i][j][e]));
 }
 
-// Base-2 scores with all that comes before the exponential, where that is more than a slope: S + offset times the
-// scales is |scale| log2(e) q.k without `s_lift`, the part that smoothing took off, of the lane's rows; scale may be
-// negative or 0, softcap follows.
+// The offset of kMagic times a slope is rounded before it disappears, which shifts scores by up to 0.75 slopes. That is
+// nothing up to this slope (rounding q and k shifts them by a hundred); steeper ones take the offset off exactly.
+constexpr float kSteep = 1.0f / 2048;
+
+// Base-2 scores with all that comes before the exponential, where that is more than a slope: (S + offset) slope is
+// |scale| log2(e) q.k without what smoothing took off, which s_lift has for the lane's rows (NULL: it stays off); scale
+// may be negative or 0; softcap follows.
 template <int kParts, int kMTiles, int kNTiles>
-__device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4], const float (&q_scale)[2 * kMTiles],
-                                               const float (&k_scale)[kParts], float offset, const float* s_lift,
-                                               const QfAttnParams& a) {
+__device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4],
+                                               const float (&slopes)[2 * kMTiles][kParts], float offset,
+                                               const float* s_lift, const QfAttnParams& a) {
   const float sign = a.scale < 0.0f ? -1.0f : 1.0f;
 #pragma unroll
   for (int i = 0; i < kMTiles; ++i) {
     float lift[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) lift[h] = s_lift[16 * i + 8 * h] * a.scale * kLog2e;
+    for (int h = 0; h < 2; ++h) lift[h] = s_lift ? s_lift[16 * i + 8 * h] * a.scale * kLog2e : 0.0f;
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j) {  // a branch for every four, as in scale_scores and for its reason
       float (&s)[4] = S[i][j];
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        s[e] = fmaf(s[e] + offset, sign * q_scale[2 * i + e / 2] * k_scale[j * kParts / kNTiles], lift[e / 2]);
+        s[e] = fmaf(s[e] + offset, sign * slopes[2 * i + e / 2][j * kParts / kNTiles], lift[e / 2]);
       if (a.softcap != 0.0f) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[e] = soften(s[e], a.softcap);

@@ -84,19 +84,38 @@ struct RoundedSums {
   __device__ __forceinline__ float for_lse(int h) const { return l[2 * h]; }
 };
 
-// With sums in float32 of the weights before they were rounded, which are what an exact lse is made of.
-struct SumsForLse : RoundedSums {
+// Sums in float32 of the weights before they are rounded, taken by the CUDA cores: what lse is made of. Good for
+// dividing by as well, where more than the weights' rounding is at stake anyway.
+struct ExactSums {
   float exact[2] = {};  // of this lane's weights
 
   __device__ __forceinline__ void add(int h, float weight) { exact[h] += weight; }
-  __device__ __forceinline__ void rescale(int h, float factor) {
-    exact[h] *= factor;
-    RoundedSums::rescale(h, factor);
-  }
-  __device__ __forceinline__ float for_lse(int h) const {
+  __device__ __forceinline__ void rescale(int h, float factor) { exact[h] *= factor; }
+  template <class Tensor>
+  __device__ __forceinline__ void add_rounded(const uint32_t (&)[4]) {}
+  __device__ __forceinline__ float of_row(int h) const {
     const float two = exact[h] + __shfl_xor_sync(0xffffffffu, exact[h], 1);
     return two + __shfl_xor_sync(0xffffffffu, two, 2);
   }
+  __device__ __forceinline__ float for_lse(int h) const { return of_row(h); }
+};
+
+// Rounded ones to divide by, exact ones for lse.
+struct BothSums {
+  RoundedSums rounded;
+  ExactSums exact;
+
+  __device__ __forceinline__ void add(int h, float weight) { exact.add(h, weight); }
+  __device__ __forceinline__ void rescale(int h, float factor) {
+    rounded.rescale(h, factor);
+    exact.rescale(h, factor);
+  }
+  template <class Tensor>
+  __device__ __forceinline__ void add_rounded(const uint32_t (&weights)[4]) {
+    rounded.template add_rounded<Tensor>(weights);
+  }
+  __device__ __forceinline__ float of_row(int h) const { return rounded.of_row(h); }
+  __device__ __forceinline__ float for_lse(int h) const { return exact.of_row(h); }
 };
 
 // Of a lane's rows in one block of 16.

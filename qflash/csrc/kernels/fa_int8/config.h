@@ -25,7 +25,7 @@ constexpr int kWarps = kHeadDim > 128 && !kModest ? 8 : kHeadDim > 192 && kScarc
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = 16 * kMTiles;
 constexpr int kBlockM = kWarps * kWarpRows;
-constexpr int kBlockN = kHeadDim <= 64 && !kModest ? 128 : kHeadDim > 96 && kModest ? 32 : 64;
+constexpr int kBlockN = kHeadDim > 96 && kModest ? 32 : 64;
 constexpr int kMinBlocks = kWarps == 8 || (kModest && kHeadDim > 128) ? 1 : 2;  // per multiprocessor
 
 constexpr int kChunks = kHeadDim / 8;       // 16-byte chunks of a row of V and of out

@@ -42,8 +42,8 @@ __device__ inline float lift_from_integers(const QfInt8AttnParams& p, const int8
 }  // namespace qf
 
 // kAsync: q, k and v are aligned and copied asynchronously. kZeroPoints: q or k has a zero point, and sums that correct
-// for it. kIntegerV: V is INT8 too, and becomes Element on its way into shared memory.
-template <bool kAsync, bool kZeroPoints, bool kIntegerV>
+// for it. kIntegerV: V is INT8 too, and becomes Element on its way into shared memory. Sums: lse needs ExactSums.
+template <bool kAsync, bool kZeroPoints, bool kIntegerV, class Sums>
 __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks)
     qf_fa_int8_kernel(const __grid_constant__ QfInt8AttnParams p, const __grid_constant__ qf::Grid grid,
                       const __grid_constant__ qf::fa_int8::Access access) {
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   const auto s_q_of_warp = [&] { return s_q + fresh_tid() / 32 * (kWarpRows * kHeadDim); };
 
   float O[kMTiles][kChunks][4] = {};
-  RowStatistics<RoundedSums> rows[kMTiles];  // lse too: a 16-bit rounding is small beside that of the scores
+  RowStatistics<Sums> rows[kMTiles];
   const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
   if (s_state.block_keys.begin < s_state.block_keys.end) {
     load_q();
@@ -185,20 +185,31 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     constexpr float kOffset = kZeroPoints ? 0.0f : -kMagic;
     if (!kZeroPoints && s_state.may_be_wild && any_wild<kByteChunks, kBlockN>(s_k, fresh_tid() % 32))
       spoil_wild<kByteChunks>(S, s_k, State::column());
-    const bool plain = scales_plainly(a.scale, a.softcap);
     const int lane_row = fresh_tid() / 32 * kWarpRows + fresh_tid() % 32 / 4;  // in the block
     float q_scale[2 * kMTiles];
 #pragma unroll
     for (int r = 0; r < 2 * kMTiles; ++r) q_scale[r] = s_q_scale[lane_row + 8 * r];
-    if (!plain) lift_and_scale(S, q_scale, k_scale, kOffset, s_lift + lane_row, a);
-    if (!whole && !s_state.whole_for_warp(key0, kBlockN))
-      mask_scores(S, TileMask<8>(s_state.mask, s_state.row0(), first_of_lane(key0)),
-                  [](int j, int e) { return 2 * j + e; });
     float slopes[2 * kMTiles][kParts];
+    bool steep = false;
 #pragma unroll
     for (int r = 0; r < 2 * kMTiles; ++r)
 #pragma unroll
-      for (int c = 0; c < kParts; ++c) slopes[r][c] = plain ? q_scale[r] * k_scale[c] : 1.0f;
+      for (int c = 0; c < kParts; ++c) {
+        slopes[r][c] = q_scale[r] * k_scale[c];
+        steep |= slopes[r][c] > kSteep;
+      }
+    const bool lifts = !scales_plainly(a.scale, a.softcap);
+    const bool plain = !lifts && (kZeroPoints || !__any_sync(0xffffffffu, steep));
+    if (!plain) {
+      lift_and_scale(S, slopes, kOffset, lifts ? s_lift + lane_row : nullptr, a);
+#pragma unroll
+      for (int r = 0; r < 2 * kMTiles; ++r)
+#pragma unroll
+        for (int c = 0; c < kParts; ++c) slopes[r][c] = 1.0f;
+    }
+    if (!whole && !s_state.whole_for_warp(key0, kBlockN))
+      mask_scores(S, TileMask<8>(s_state.mask, s_state.row0(), first_of_lane(key0)),
+                  [](int j, int e) { return 2 * j + e; });
     const float offset = plain ? kOffset : 0.0f;
     online_softmax<kParts>(
         S, [&](int r, int c) { return slopes[r][c]; }, [&](int r, int c) { return offset * slopes[r][c]; }, rows, O,

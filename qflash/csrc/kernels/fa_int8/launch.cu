@@ -11,7 +11,7 @@ QF_EXPORT int qf_fa_int8(const QfAttnParams* p, void* stream) {
   if (const int status = qf::check_params(p, QF_DTYPE, QF_INT8)) return status;
   if (p->head_dim < 1 || p->head_dim > kHeadDim) return QF_UNSUPPORTED;
   Workspace workspace(*p);
-  if (!p->workspace || p->workspace_bytes < workspace.bytes) return QF_NO_MEMORY;
+  if (workspace.bytes > 0 && (!p->workspace || p->workspace_bytes < workspace.bytes)) return QF_NO_MEMORY;
   const QfInt8AttnParams int8 = workspace.place(*p);
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   if (padded(p->head_dim) != p->head_dim)  // the channels that quantization does not write
@@ -25,10 +25,11 @@ QF_EXPORT int qf_fa_int8(const QfAttnParams* p, void* stream) {
     if (const int status = qf::allow_shared_memory(kernel, kSharedBytes, devices_done)) return status;
     return qf::launch(kernel, int8, qf::grid_of(*p, kBlockM, 1), kThreads, kSharedBytes, stream, access);
   };
-  static std::atomic<uint64_t> async_done{0}, sync_done{0};
+  static std::atomic<uint64_t> with_lse{0}, without_lse{0}, any{0};
   constexpr bool kCanCopyAsync = kArch >= 80;
-  if (kCanCopyAsync && access.v) return run(qf_fa_int8_kernel<kCanCopyAsync, false, false>, async_done);
-  return run(qf_fa_int8_kernel<false, false, false>, sync_done);
+  if (!kCanCopyAsync || !access.v) return run(qf_fa_int8_kernel<false, false, false, qf::ExactSums>, any);
+  return p->lse ? run(qf_fa_int8_kernel<kCanCopyAsync, false, false, qf::ExactSums>, with_lse)
+                : run(qf_fa_int8_kernel<kCanCopyAsync, false, false, qf::RoundedSums>, without_lse);
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("fa_int8", status); }

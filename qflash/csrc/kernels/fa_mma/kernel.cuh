@@ -25,7 +25,7 @@ struct Aligned {
 }  // namespace fa_mma
 }  // namespace qf
 
-// kAsync: q, k and v are aligned, stay as they are, and are copied asynchronously. Sums: lse needs SumsForLse.
+// kAsync: q, k and v are aligned, stay as they are, and are copied asynchronously. Sums: lse needs BothSums.
 template <bool kAsync, class Sums>
 __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     qf_fa_mma_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::Grid grid,

@@ -17,8 +17,8 @@ QF_EXPORT int qf_fa_mma(const QfAttnParams* p, void* stream) {
   static std::atomic<uint64_t> with_lse{0}, without_lse{0}, any{0};
   constexpr bool kCanCopyAsync = kArch >= 80;
   if (!kCanCopyAsync || p->rope.cos || !all.q || !all.k || !all.v)
-    return run(qf_fa_mma_kernel<false, qf::SumsForLse>, any);
-  return p->lse ? run(qf_fa_mma_kernel<kCanCopyAsync, qf::SumsForLse>, with_lse)
+    return run(qf_fa_mma_kernel<false, qf::BothSums>, any);
+  return p->lse ? run(qf_fa_mma_kernel<kCanCopyAsync, qf::BothSums>, with_lse)
                 : run(qf_fa_mma_kernel<kCanCopyAsync, qf::RoundedSums>, without_lse);
 }
 
