@@ -20,16 +20,16 @@ constexpr int block_bytes() {
   return int(sizeof(State)) * kMostWarps;
 }
 
-// `identity` changes nothing it is combined with. blockDim.x is a multiple of 32. combine need not be commutative:
-// states are combined in the order of threads. s_words must not be in use by an earlier reduction that some thread may
-// still read: put a barrier between two of them.
-template <class State, class Combine>
-__device__ __forceinline__ State reduce_block(State state, Combine combine, const State& identity, uint32_t* s_words) {
+// of_warp(state, width) reduces every group of `width` lanes of a warp, for all of them; `identity` changes nothing
+// there. blockDim.x is a multiple of 32. s_words must not be in use by an earlier reduction that some thread may still
+// read: put a barrier between two of them. kForAll: whether warps beside the first want the result.
+template <bool kForAll = true, class State, class OfWarp>
+__device__ __forceinline__ State reduce_block(State state, OfWarp of_warp, const State& identity, uint32_t* s_words) {
   constexpr int kWords = sizeof(State) / 4;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   int width = 1;  // warps, rounded up to a power of two
   while (width < warps) width *= 2;
-  state = reduce_warp(state, combine);
+  state = of_warp(state, 32);
   uint32_t words[kWords];
   if (lane == 0) {
     memcpy(words, &state, sizeof state);
@@ -37,6 +37,7 @@ __device__ __forceinline__ State reduce_block(State state, Combine combine, cons
     for (int i = 0; i < kWords; ++i) s_words[i * kMostWarps + warp] = words[i];
   }
   __syncthreads();
+  if (!kForAll && warp != 0) return state;
   state = identity;
   const int other = lane & (width - 1);  // every group of `width` lanes has them all
   if (other < warps) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ State reduce_block(State state, Combine combine, cons
     for (int i = 0; i < kWords; ++i) words[i] = s_words[i * kMostWarps + other];
     memcpy(&state, words, sizeof state);
   }
-  return reduce_warp(state, combine, width);
+  return of_warp(state, width);
 }
 
 }  // namespace qf

@@ -12,6 +12,7 @@
 
 #include "attn/elements.cuh"
 #include "ptx/ldst.cuh"
+#include "ptx/max.cuh"
 #include "ptx/mov.cuh"
 
 namespace qf {
@@ -54,6 +55,25 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, const BF16*
   return cvt_rn_bf16x2_f32(low, high);
 }
 
+__device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b, const F16*) { return max_f16x2(a, b); }
+__device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b, const BF16*) { return max_bf16x2(a, b); }
+
+// The greatest of some granules' numbers; NaN where there is none.
+template <int kVecs>
+__device__ __forceinline__ float largest_of(const Word4 (&raw)[kVecs], const float*) {
+  float m = bits_to_float(raw[0].word[0]);
+#pragma unroll
+  for (int i = 1; i < 4 * kVecs; ++i) m = fmaxf(m, bits_to_float(raw[i / 4].word[i % 4]));
+  return m;
+}
+template <int kVecs, class Element>
+__device__ __forceinline__ float largest_of(const Word4 (&raw)[kVecs], const Element* type) {
+  uint32_t pair = raw[0].word[0];
+#pragma unroll
+  for (int i = 1; i < 4 * kVecs; ++i) pair = max_pair(pair, raw[i / 4].word[i % 4], type);
+  return fmaxf(to_float(Element{uint16_t(pair)}), to_float(Element{uint16_t(pair >> 16)}));
+}
+
 __device__ __forceinline__ Word4 pack_granule(const float (&x)[4], const float*) {
   Word4 raw;
 #pragma unroll
@@ -68,18 +88,19 @@ __device__ __forceinline__ Word4 pack_granule(const float (&x)[8], const Element
   return raw;
 }
 
-// Columns column .. column + kCount - 1 of a vector that all rows share.
-template <class Element, int kCount>
-__device__ __forceinline__ void load_columns(const Element* g_vector, int column, float (&y)[kCount]) {
-  const Element* g_first = g_vector + column;
-  if (kCount == kGranule<Element> && reinterpret_cast<uintptr_t>(g_first) % 16 == 0) {
-    float granule[kGranule<Element>];
-    unpack(ld_constant(g_first), granule, g_vector);
+// Columns column .. column + kCount - 1 of a vector that all rows share, or `otherwise` where there is none. kAligned:
+// whether its granules lie as the row's do, asked outside: asked here, the compiler makes predicates of both answers,
+// and every thread passes by the loads that it does not do.
+template <bool kAligned, class Element, int kCount>
+__device__ __forceinline__ void load_columns(const Element* g_vector, int column, float otherwise, float (&y)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) y[i] = granule[i];
+  for (float& element : y) element = otherwise;
+  if (!g_vector) return;
+  if constexpr (kAligned && kCount == kGranule<Element>) {
+    unpack(ld_constant(g_vector + column), y, g_vector);
   } else {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) y[i] = to_float(g_first[i]);
+    for (int i = 0; i < kCount; ++i) y[i] = to_float(g_vector[column + i]);
   }
 }
 
@@ -112,17 +133,20 @@ struct RawShare {
   template <class Team>
   __device__ __forceinline__ void load(const Element* g_row, const RowCut& cut, const Team& team, int first,
                                        float fill) {
-    float filled[kElements];
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) filled[i] = fill;
-    const Word4 nothing = pack_granule(filled, g_row);
     mine = first + team.rank() / 32 * (32 * kVecs) + team.rank() % 32;
     left = cut.granules - mine;
     const Element* g_mine = g_row + cut.head + int64_t(mine) * kElements;
+    if (present(kVecs - 1)) {  // nearly always: no fill, no questions
 #pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      raw[v] = nothing;
-      if (present(v)) raw[v] = ld_no_allocate(g_mine + 32 * v * kElements);
+      for (int v = 0; v < kVecs; ++v) raw[v] = ld_no_allocate(g_mine + 32 * v * kElements);
+    } else {
+      float filled[kElements];
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) filled[i] = fill;
+      const Word4 nothing = pack_granule(filled, g_row);
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v)
+        raw[v] = v + 1 < kVecs && present(v) ? ld_no_allocate(g_mine + 32 * v * kElements) : nothing;
     }
     has_edge = first == 0 && team.rank() < cut.edges;
     edge = fill;
@@ -131,6 +155,29 @@ struct RawShare {
 
   __device__ __forceinline__ void values(int v, float (&y)[kElements]) const {
     unpack(raw[v], y, static_cast<const Element*>(nullptr));
+  }
+
+  // The fill included.
+  __device__ __forceinline__ float largest() const {
+    return fmaxf(edge, largest_of(raw, static_cast<const Element*>(nullptr)));
+  }
+
+  // How many of the elements are of the row.
+  __device__ __forceinline__ int count() const {
+    return kElements * min(kVecs, max(0, left + 31) / 32) + int(has_edge);
+  }
+
+  // Every element times a power of two.
+  __device__ __forceinline__ void scale(float unit) {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      float x[kElements];
+      values(v, x);
+#pragma unroll
+      for (float& element : x) element *= unit;
+      raw[v] = pack_granule(x, static_cast<const Element*>(nullptr));
+    }
+    edge *= unit;
   }
 
   // Lets go of values that the compiler would otherwise keep until they are asked for again.
@@ -207,13 +254,19 @@ struct RowShare {
   }
 };
 
-// finish(y, column) turns a share's elements from `column` on into results, which replace the row's in g_out.
-template <template <class, int> class Share, class Element, int kVecs, class Team, class Finish>
-__device__ __forceinline__ void store_share(const Share<Element, kVecs>& share, Element* g_out, const RowCut& cut,
-                                            const Team& team, Finish finish) {
+// Whether granules of a row cut like this lie on 16 bytes in another one.
+template <class Element>
+__device__ __forceinline__ bool aligned_alike(const Element* g_other, const RowCut& cut) {
+  return reinterpret_cast<uintptr_t>(g_other + cut.head) % 16 == 0;
+}
+
+// finish(y, column) turns a share's elements from `column` on into results, which replace the row's in g_out. kAligned:
+// whether they lie there as in x, asked once for the row and not for each granule.
+template <bool kAligned, template <class, int> class Share, class Element, int kVecs, class Team, class Finish>
+__device__ __forceinline__ void store_share_at(const Share<Element, kVecs>& share, Element* g_out, const RowCut& cut,
+                                               const Team& team, Finish finish) {
   constexpr int kElements = kGranule<Element>;
   const int column = cut.head + share.mine * kElements;
-  const bool aligned = reinterpret_cast<uintptr_t>(g_out + cut.head) % 16 == 0;
 #pragma unroll
   for (int v = 0; v < kVecs; ++v) {
     if (!share.present(v)) continue;
@@ -221,7 +274,7 @@ __device__ __forceinline__ void store_share(const Share<Element, kVecs>& share, 
     share.values(v, y);
     finish(y, column + 32 * v * kElements);
     Element* g_granule = g_out + column + 32 * v * kElements;
-    if (aligned) {
+    if (kAligned) {
       st_streaming(g_granule, pack_granule(y, g_out));
     } else {
 #pragma unroll
@@ -233,6 +286,16 @@ __device__ __forceinline__ void store_share(const Share<Element, kVecs>& share, 
   float y[1] = {share.edge};
   finish(y, at);
   from_float(y[0], g_out[at]);
+}
+
+template <template <class, int> class Share, class Element, int kVecs, class Team, class Finish>
+__device__ __forceinline__ void store_share(const Share<Element, kVecs>& share, Element* g_out, const RowCut& cut,
+                                            const Team& team, Finish finish) {
+  if (aligned_alike(g_out, cut)) {
+    store_share_at<true>(share, g_out, cut, team, finish);
+  } else {
+    store_share_at<false>(share, g_out, cut, team, finish);
+  }
 }
 
 }  // namespace qf

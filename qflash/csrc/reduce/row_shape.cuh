@@ -1,9 +1,9 @@
 // Which threads and registers serve rows of a length: the one choice that softmax, layer_norm and cross_entropy share.
 //
-//   columns        team     a thread holds
-//   .. 1024        a warp   1, 2, 4 or 8 granules of 16 bytes, as few as will do
-//   .. 32768       a block  32 elements: as many threads as that takes
-//   more           a block  16 elements of a piece of the row at a time
+//   columns                        team     a thread holds
+//   .. what kMost granules take    a warp   1, 2, 4 or 8 granules of 16 bytes, as few as will do
+//   .. 32768                       a block  kMost granules: as many threads as that takes
+//   more                           a block  kLong granules of a piece of the row at a time
 #pragma once
 
 #include "reduce/row.cuh"
@@ -11,27 +11,31 @@
 
 namespace qf {
 
-constexpr int kShareElements = 32;
+constexpr int kWholeColumns = 32768;  // of the longest rows that stay in registers
 
-// kWhole: a thread's share is all it ever sees of the row.
-template <class Team_, int kVecs_, bool kWhole_>
+// kWhole: a thread's share is all it ever sees of the row. kMostThreads: of a block; the fewer, the more registers.
+template <class Team_, int kVecs_, bool kWhole_, int kMostThreads_ = Team_::kMostThreads>
 struct RowShape {
   using Team = Team_;
   static constexpr int kVecs = kVecs_;
   static constexpr bool kWhole = kWhole_;
+  static constexpr int kMostThreads = kMostThreads_;
 };
 
-// run(shape, threads per block) for rows of `columns`; `long_threads`: of a block on a row that does not fit registers.
-template <class Element, class Run>
-inline int with_row_shape(int64_t columns, int long_threads, Run run) {
-  constexpr int kElements = kGranule<Element>, kMost = kShareElements / kElements, kWarpThreads = 32 * WarpTeam::kWarps;
+// run(shape, threads per block) for rows of `columns`. kMost: 4 or 8 granules of a thread; kLong, kLongThreads: on a
+// row that does not fit registers.
+template <class Element, int kMost, int kLong, int kLongThreads, class Run>
+inline int with_row_shape(int64_t columns, Run run) {
+  constexpr int kElements = kGranule<Element>, kShare = kMost * kElements, kWarpThreads = 32 * WarpTeam::kWarps;
+  constexpr int kWholeThreads = kWholeColumns / kShare;
+  static_assert(kMost >= 4 && kWholeThreads <= BlockTeam::kMostThreads, "a whole row fits a block's registers");
   if (columns <= 32 * kElements) return run(RowShape<WarpTeam, 1, true>{}, kWarpThreads);
   if (columns <= 32 * kElements * 2) return run(RowShape<WarpTeam, 2, true>{}, kWarpThreads);
   if (columns <= 32 * kElements * 4) return run(RowShape<WarpTeam, 4, true>{}, kWarpThreads);
-  if (columns <= 32 * kShareElements) return run(RowShape<WarpTeam, kMost, true>{}, kWarpThreads);
-  const int64_t threads = (columns + kShareElements - 1) / kShareElements;
-  if (threads <= BlockTeam::kMostThreads) return run(RowShape<BlockTeam, kMost, true>{}, int(threads + 31) / 32 * 32);
-  return run(RowShape<BlockTeam, kMost / 2, false>{}, long_threads);
+  if (columns <= 32 * kShare) return run(RowShape<WarpTeam, kMost, true>{}, kWarpThreads);
+  const int threads = int(min(columns, int64_t(kWholeColumns)) + 32 * kShare - 1) / (32 * kShare) * 32;
+  if (columns <= kWholeColumns) return run(RowShape<BlockTeam, kMost, true, kWholeThreads>{}, threads);
+  return run(RowShape<BlockTeam, kLong, false, kLongThreads>{}, kLongThreads);
 }
 
 template <class Team>

@@ -22,9 +22,10 @@ struct WarpTeam {
   // Between two reductions.
   __device__ __forceinline__ void meet() const {}
 
-  template <class State, class Combine>
-  __device__ __forceinline__ State reduce(const State& state, Combine combine, const State&, uint32_t*) const {
-    return reduce_warp(state, combine);
+  // kForAll: whether more threads than the first want the result; of_warp as in reduce/block.cuh.
+  template <bool kForAll = true, class State, class OfWarp>
+  __device__ __forceinline__ State reduce(const State& state, OfWarp of_warp, const State&, uint32_t*) const {
+    return of_warp(state, 32);
   }
 };
 
@@ -37,10 +38,10 @@ struct BlockTeam {
   __device__ __forceinline__ int64_t row(const RowGrid& grid) const { return grid.first + blockIdx.x; }
   __device__ __forceinline__ void meet() const { __syncthreads(); }
 
-  template <class State, class Combine>
-  __device__ __forceinline__ State reduce(const State& state, Combine combine, const State& identity,
+  template <bool kForAll = true, class State, class OfWarp>
+  __device__ __forceinline__ State reduce(const State& state, OfWarp of_warp, const State& identity,
                                           uint32_t* s_words) const {
-    return reduce_block(state, combine, identity, s_words);
+    return reduce_block<kForAll>(state, of_warp, identity, s_words);
   }
 };
 

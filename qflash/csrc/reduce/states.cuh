@@ -1,8 +1,11 @@
-// What row reductions carry: several numbers that are combined together, so that one reduction does for a row.
+// What row reductions carry: several numbers that are combined together, so that one reduction does for a row. Two
+// states by Combine...; those of a warp's lanes by ...OfWarp, which goes through the tree once for each number instead
+// of once with all of them: the tree then has a plain sum or maximum at each step.
 #pragma once
 
 #include "attn/softmax.cuh"
 #include "ptx/rcp.cuh"
+#include "reduce/warp.cuh"
 
 namespace qf {
 
@@ -30,6 +33,15 @@ struct CombinePeaks {
   }
 };
 
+struct PeakOfWarp {
+  float factor;
+
+  __device__ __forceinline__ Peak operator()(const Peak& mine, int width) const {
+    const float m = max_of_warp(mine.m, width);
+    return {m, sum_of_warp(mine.l * rescale_of(mine.m, m, factor), width)};
+  }
+};
+
 // Count, mean and sum of squared differences from the mean of some numbers. The mean is mean + rest: a mean of 24 bits
 // would show in the result wherever a row's mean is large against its deviation.
 struct Moments {
@@ -54,6 +66,23 @@ struct CombineMoments {
     const float step = (b.mean - a.mean) + (b.rest - a.rest);
     two_sum(a.mean, fmaf(step, share, a.rest), all.mean, all.rest);
     all.m2 = fmaf(step * (a.count * share), step, a.m2 + b.m2);
+    return all;
+  }
+};
+
+// The same for all lanes at once: first the mean, by its distance from lane 0's, which no offset harms; then squared
+// deviations from it. Lane 0 of a warp that has any number has one.
+struct MomentsOfWarp {
+  __device__ __forceinline__ Moments operator()(const Moments& mine, int width) const {
+    const float mean = __shfl_sync(0xffffffffu, mine.mean, 0), rest = __shfl_sync(0xffffffffu, mine.rest, 0);
+    Moments all;
+    all.count = sum_of_warp(mine.count, width);
+    const float far = (mine.mean - mean) + (mine.rest - rest);
+    const float sum = sum_of_warp(mine.count * far, width);
+    const float step = all.count == 0.0f ? 0.0f : sum * rcp(all.count);
+    const float apart = far - step;
+    all.m2 = sum_of_warp(fmaf(mine.count * apart, apart, mine.m2), width);
+    two_sum(mean, rest + step, all.mean, all.rest);
     return all;
   }
 };

@@ -8,24 +8,26 @@
 
 namespace qf {
 
+// `width`, here and below: of groups of so many neighbouring lanes, a power of two.
 template <class Combine>
-__device__ __forceinline__ float reduce_warp(float value, Combine combine) {
+__device__ __forceinline__ float reduce_warp(float value, Combine combine, int width = 32) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, step));
+  for (int step = 16; step > 0; step /= 2)
+    if (step < width) value = combine(value, __shfl_xor_sync(0xffffffffu, value, step));
   return value;
 }
 
-__device__ __forceinline__ float max_of_warp(float value) {
-  return reduce_warp(value, [](float a, float b) { return fmaxf(a, b); });
+__device__ __forceinline__ float max_of_warp(float value, int width = 32) {
+  return reduce_warp(value, [](float a, float b) { return fmaxf(a, b); }, width);
 }
 
-__device__ __forceinline__ float sum_of_warp(float value) {
-  return reduce_warp(value, [](float a, float b) { return a + b; });
+__device__ __forceinline__ float sum_of_warp(float value, int width = 32) {
+  return reduce_warp(value, [](float a, float b) { return a + b; }, width);
 }
 
 // Several numbers that are reduced together: State is a struct of 4-byte words, shuffled and chosen word by word.
 // combine(a, b) always gets the lower lane's state first, so that it need not round alike both ways round for all lanes
-// to agree. `width`: of groups of so many neighbouring lanes, a power of two.
+// to agree.
 template <class State, class Combine>
 __device__ __forceinline__ State reduce_warp(State state, Combine combine, int width = 32) {
   constexpr int kWords = sizeof(State) / 4;

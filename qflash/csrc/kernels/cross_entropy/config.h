@@ -9,9 +9,18 @@ namespace cross_entropy {
 
 using Element = ElementOf<QF_DTYPE>::Type;
 
-constexpr int kLongThreads = 512;    // of a block on a row that does not fit its registers; nothing is read twice
+// Of a thread, which keeps them as they lie in memory. 32 / kGranule<Element> would be twice the threads to a row of 16
+// bits.
+constexpr int kMostGranules = 8;
+
+// Of a block on a row that does not fit its registers; nothing is read twice.
+constexpr int kLongThreads = 512, kLongGranules = 4;
+
 constexpr int kTotalThreads = 1024;  // of the one block that adds the losses up
 constexpr int kTotalLoads = 8;       // losses a thread has under way there
+
+// From here on different floats are 64 or more apart, and the lesser of two adds nothing to the sum of weights.
+constexpr float kHuge = 1073741824.0f;
 
 // Sums of logits are taken in this unit: 2^-32 times the largest float, 2^31 times, is a float.
 constexpr float kSumUnit = 2.3283064365386963e-10f;

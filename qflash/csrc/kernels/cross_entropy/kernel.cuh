@@ -7,8 +7,8 @@
 // a common offset of the logits costs no accuracy. The second kernel is one block that adds in a fixed order, in
 // double: same input, same bits, no atomics.
 //
-// Roles: a warp per row up to 1024 columns, a block beyond (reduce/row_shape.cuh); a row is read once, whatever its
-// length. An ignored row is not read at all unless its lse is wanted.
+// Roles: a warp per row up to 1024 or 2048 columns, a block beyond (reduce/row_shape.cuh); a row is read once, whatever
+// its length. An ignored row is not read at all unless its lse is wanted.
 // Shared memory: three planes of 32 words (reduce/block.cuh); none for warps.
 // Bound: memory, reads alone. See docs/kernels/reductions.md.
 #pragma once
@@ -44,31 +44,65 @@ struct CombineTotals {
   }
 };
 
+struct LogitsOfWarp {
+  bool wants_sum;
+
+  __device__ __forceinline__ Logits operator()(const Logits& mine, int width) const {
+    return {PeakOfWarp{kLog2e}(mine.peak, width), wants_sum ? sum_of_warp(mine.sum, width) : 0.0f};
+  }
+};
+
+struct TotalOfWarp {
+  __device__ __forceinline__ Total operator()(const Total& mine, int width) const {
+    return reduce_warp(mine, CombineTotals{}, width);
+  }
+};
+
 constexpr int kSharedBytes = block_bytes<Logits>(), kTotalSharedBytes = block_bytes<Total>();
 
-// The sum, where smoothing asks for it, before the logits become weights. The fill is taken out by asking who is there.
+// Weights are 2^(factor x - shift), one fused operation and one exponential each. What rounding put into shift is taken
+// out of the sum: up to 2^30 it is a factor of at most 2^64. Beyond, weights are 1 or next to nothing with any factor,
+// so that 1 does, which rounds nothing.
 template <int kVecs>
-__device__ __forceinline__ Logits logits_of(RowShare<Element, kVecs>& share, bool wants_sum) {
+__device__ __forceinline__ Peak peak_of(const RawShare<Element, kVecs>& share) {
+  const float m = share.largest(), reference = reference_of(m);
+  const float factor = fabsf(reference) < kHuge ? kLog2e : 1.0f, shift = reference * factor;
+  float l = ex2(fmaf(share.edge, factor, -shift));
+#pragma unroll
+  for (int v = 0; v < kVecs; ++v) {
+    float x[share.kElements];
+    share.values(v, x);
+#pragma unroll
+    for (float& element : x) element = ex2(fmaf(element, factor, -shift));
+    l += tree_sum(x);
+  }
+  return {m, l * ex2(fmaf(-reference, factor, shift))};
+}
+
+// The sum only where smoothing asks for it. The fill is taken out by asking who is there.
+template <int kVecs>
+__device__ __forceinline__ Logits logits_of(const RawShare<Element, kVecs>& share, bool wants_sum) {
   float sum = 0.0f;
   if (wants_sum) {
     if (share.has_edge) sum = share.edge * kSumUnit;
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       if (!share.present(v)) continue;
-      float scaled[share.kElements];
+      float x[share.kElements];
+      share.values(v, x);
 #pragma unroll
-      for (int i = 0; i < share.kElements; ++i) scaled[i] = share.x[v][i] * kSumUnit;
-      sum += tree_sum(scaled);
+      for (float& element : x) element *= kSumUnit;
+      sum += tree_sum(x);
     }
   }
-  return {peak_of(share, kLog2e), sum};
+  return {peak_of(share), sum};
 }
 
 }  // namespace cross_entropy
 }  // namespace qf
 
 template <class Shape>
-__global__ void __launch_bounds__(Shape::Team::kMostThreads)
+__global__ void __launch_bounds__(Shape::kMostThreads)
     qf_cross_entropy_kernel(const __grid_constant__ QfCrossEntropyParams p, const __grid_constant__ qf::RowGrid grid) {
   using namespace qf;
   using namespace qf::cross_entropy;
@@ -88,7 +122,7 @@ __global__ void __launch_bounds__(Shape::Team::kMostThreads)
   const bool wants_sum = p.smoothing != 0.0f;
   const int step = team.size() * Shape::kVecs;
 
-  RowShare<Element, Shape::kVecs> share;
+  RawShare<Element, Shape::kVecs> share;
   share.load(g_logits, cut, team, 0, -infinity());
   const float logit = team.rank() == 0 && good ? to_float(g_logits[target]) : nan();
   Logits logits = logits_of(share, wants_sum);
@@ -96,7 +130,9 @@ __global__ void __launch_bounds__(Shape::Team::kMostThreads)
     share.load(g_logits, cut, team, g, -infinity());
     logits = combine(logits, logits_of(share, wants_sum));
   }
-  logits = team.reduce(logits, combine, Logits{no_peak(), 0.0f}, reinterpret_cast<uint32_t*>(s_memory));
+  const LogitsOfWarp of_warp = {wants_sum};
+  const Logits nothing = {no_peak(), 0.0f};
+  logits = team.template reduce<false>(logits, of_warp, nothing, reinterpret_cast<uint32_t*>(s_memory));
   if (team.rank() != 0) return;
 
   const float m = logits.peak.m, ln_sum = logits.peak.l == 0.0f ? nan() : logf(logits.peak.l);
@@ -127,7 +163,7 @@ __global__ void __launch_bounds__(qf::cross_entropy::kTotalThreads)
       total.count += target[i] != p.ignore_index;
     }
   }
-  total = reduce_block(total, CombineTotals{}, Total{0.0, 0}, reinterpret_cast<uint32_t*>(s_memory));
+  total = reduce_block(total, TotalOfWarp{}, Total{0.0, 0}, reinterpret_cast<uint32_t*>(s_memory));
   if (threadIdx.x == 0) *p.total = float(p.mean ? total.sum / double(total.count) : total.sum);
 }
 
@@ -137,12 +173,13 @@ namespace cross_entropy {
 // launch(kernel, p, grid, rows per block, threads, bytes of shared memory) for both kernels.
 template <class Launch>
 int run(const QfCrossEntropyParams& p, Launch launch) {
-  const int status = with_row_shape<Element>(p.columns, kLongThreads, [&](auto shape, int threads) {
-    using Shape = decltype(shape);
-    using Team = typename Shape::Team;
-    return launch(qf_cross_entropy_kernel<Shape>, p, row_grid<Team>(p.rows), Team::kRowsPerBlock, threads,
-                  kSharedBytes);
-  });
+  const int status =
+      with_row_shape<Element, kMostGranules, kLongGranules, kLongThreads>(p.columns, [&](auto shape, int threads) {
+        using Shape = decltype(shape);
+        using Team = typename Shape::Team;
+        return launch(qf_cross_entropy_kernel<Shape>, p, row_grid<Team>(p.rows), Team::kRowsPerBlock, threads,
+                      kSharedBytes);
+      });
   if (status != QF_OK || !p.total) return status;
   return launch(qf_cross_entropy_total_kernel, p, RowGrid{0, 1}, 1, kTotalThreads, kTotalSharedBytes);
 }

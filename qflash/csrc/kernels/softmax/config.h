@@ -8,8 +8,11 @@ namespace softmax {
 
 using Element = ElementOf<QF_DTYPE>::Type;
 
+// A thread keeps 32 elements as floats: more would leave fewer blocks to a multiprocessor.
+constexpr int kMostGranules = 32 / kGranule<Element>;
+
 // Of a block on a row that is read twice: one block to a multiprocessor, so that the rows in flight fit the L2 cache.
-constexpr int kLongThreads = 1024;
+constexpr int kLongThreads = 1024, kLongGranules = 16 / kGranule<Element>;
 
 }  // namespace softmax
 }  // namespace qf

@@ -25,7 +25,7 @@ constexpr int kSharedBytes = block_bytes<Peak>();
 }  // namespace qf
 
 template <class Shape>
-__global__ void __launch_bounds__(Shape::Team::kMostThreads)
+__global__ void __launch_bounds__(Shape::kMostThreads)
     qf_softmax_kernel(const __grid_constant__ QfRowsParams p, const __grid_constant__ qf::RowGrid grid) {
   using namespace qf;
   using namespace qf::softmax;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Shape::Team::kMostThreads)
     load_scores(share, g_x, cut, team, g, map);
     peak = combine(peak, peak_of(share, map.factor));
   }
-  peak = team.reduce(peak, combine, no_peak(), reinterpret_cast<uint32_t*>(s_memory));
+  peak = team.reduce(peak, PeakOfWarp{map.factor}, no_peak(), reinterpret_cast<uint32_t*>(s_memory));
 
   const float inverse = 1.0f / peak.l;
   const auto store = [&](float weight) {
@@ -74,7 +74,7 @@ namespace softmax {
 template <class Launch>
 int run(const QfRowsParams& p, Launch launch) {
   if (p.columns == 0) return QF_OK;
-  return with_row_shape<Element>(p.columns, kLongThreads, [&](auto shape, int threads) {
+  return with_row_shape<Element, kMostGranules, kLongGranules, kLongThreads>(p.columns, [&](auto shape, int threads) {
     using Shape = decltype(shape);
     using Team = typename Shape::Team;
     return launch(qf_softmax_kernel<Shape>, p, row_grid<Team>(p.rows), Team::kRowsPerBlock, threads, kSharedBytes);
