@@ -7,7 +7,7 @@
 //   4, 12 chunks (even rows start in group 0, odd in 4):      s = (r / 2) mod 4  -> 4 groups in each half
 //   2, 6 chunks (rows start in groups 0, 2, 4, 6 in turn):    s = (r / 4) mod 2  -> 2 groups in each quarter
 // Copies write whole rows, 8 lanes at a time on 8 chunks of one row (or of two or four neighbouring short rows): all 8
-// groups, since the permutation stays within the row. tests/unit/test_smem_banks.py counts both on the host.
+// groups, since the permutation stays within the row. tests/unit/test_swizzle_banks.py counts both on the host.
 #pragma once
 
 #include <stdint.h>

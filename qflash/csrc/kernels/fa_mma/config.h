@@ -31,6 +31,10 @@ constexpr int kBlockN = (kHeadDim >= 128 && !kAmple) || (kHeadDim > 64 && kModes
                                                                                    : 64;
 constexpr int kMinBlocks = kWarps == 8 || (kModest && kHeadDim > 128) ? 1 : 2;  // per multiprocessor
 
+// Rows that see few keys keep what rounding takes off their weights (state.cuh). float16 promises 1e-3; bfloat16 rounds
+// its outputs far more coarsely than that.
+constexpr bool kKeepsRemainders = QF_DTYPE == QF_F16;
+
 constexpr int kChunks = kHeadDim / 8;  // 16-byte chunks of a row
 constexpr int kNTiles = kBlockN / 8;
 

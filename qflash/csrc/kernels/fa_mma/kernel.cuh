@@ -1,3 +1,40 @@
+// fa_mma: FlashAttention on tensor cores, float16 and bfloat16 in, float32 sums, with every fragment in hand.
+//
+// One block computes kBlockM rows of one head, walking over the keys in tiles of kBlockN (head_dim 128 on Hopper):
+//
+//              kBlockN = 64 keys
+//             +------------------+
+//    warp 0   | S = Q Kt  32 x 64 |  registers: 64 floats a lane   softmax in place, P rounded pair by pair
+//    warp 1   |           32 x 64 |                                 where the next product wants it
+//    warp 2   |           32 x 64 |
+//    warp 3   |           32 x 64 |
+//             +------------------+
+//    O += P V   registers: 128 floats a lane         Roles: every warp does everything, for its own 32 rows.
+//
+// Lane g * 4 + t of a warp holds rows g, g + 8, g + 16, g + 24 and, of every 8 keys or channels, columns 2t and 2t + 1
+// (ptx/mma.cuh). S leaves QKt in exactly the lanes that P must be in for PV, so it never sees shared memory.
+// Registers: 192 of S and O, 12 of fragments, 16 of row statistics; the rest of 255 is addresses. What is asked once a
+// tile stands in shared memory (state.cuh), addresses are derived afresh from the thread's index (ptx/tid.cuh).
+//
+// Shared memory (head_dim 128, Hopper), rows of 256 bytes, swizzled (smem/swizzle.cuh: no read or write conflicts):
+//   s_q      [kBlockM][kHeadDim]     32 KB   q; at the end the rounded outputs, each warp's in its own rows
+//   s_kv     2 stages of K, V tiles  64 KB   [kBlockN][kHeadDim] each
+//   s_state  sequence, mask, ranges of keys
+// Together 98 624 bytes: two blocks a multiprocessor, 8 warps, 2 for each scheduler.
+//
+// Pipeline: cp.async fills one stage while the other is read. Per tile every thread waits for its own copies of it,
+//   meets the block at the tile's only barrier (which also says that the other stage is free), and starts the copies of
+//   the next tile. With rope, or rows at odd addresses, tiles pass through registers instead, and on Turing, which has
+//   no cp.async, through registers into a single stage.
+//
+// Masks: tiles no row of the block sees are not visited; tiles every row sees are told by two comparisons and take no
+//   other branch; only the rest asks warp by warp, masks, and searches V for NaN (nonfinite.cuh).
+//
+// Softmax: in base 2, the scale folded into the exponential's FMA; the reference moves, and O is rescaled, only when a
+//   maximum grew by more than 2^8. Sums of weights are a column of ones on the tensor cores (softmax.cuh).
+//
+// Bound: the tensor cores, in theory. Per warp and tile 264 mma; per lane 64 ex2, 64 FMA, 64 max, 32 conversions, 80
+//   ldmatrix per warp. See docs/kernels/fa_mma.md for the count and for what was measured.
 #pragma once
 
 #include "attn/mma/nonfinite.cuh"
@@ -129,7 +166,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
       online_softmax<1>(S, [=](int, int) { return factor; }, [](int, int) { return 0.0f; }, rows, O);
       pv(s_v + first * kRowBytes);
     };
-    if (!s_state.sees_few()) {
+    if (!kKeepsRemainders || !s_state.sees_few()) {
       float S[kMTiles][kNTiles][4] = {};
       attend(S, 0, [&](const char* s_v) { pv_mma<Tensor, kChunks>(O, rows, S, s_v, fresh_tid() % 32); });
     } else {  // with what rounding took off the weights, and few keys at a time, so that the registers suffice
