@@ -24,7 +24,9 @@ else
   ENVIRONMENT := $(VENV)/.complete
 endif
 
-PYTEST = $(PY) -m pytest $(PYTEST_ARGS)
+# A worker for each core, where pytest-xdist is installed; on a GPU they share its memory, which JAX would take at once.
+PYTEST_ARGS ?= $(shell $(PY) -c "import xdist" 2>/dev/null && printf '%s' '-n auto')
+PYTEST = XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(PYTEST_ARGS)
 CPP_FILES = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh' 2>/dev/null)
 
 .PHONY: help run test bench gpu-test sanitize ncu build fmt lint clean
