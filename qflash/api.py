@@ -8,6 +8,8 @@ from typing import Any
 
 from qflash import dispatch
 from qflash.frontends.choose import frontend_of
+from qflash.ops.attention import attention_on_integers
+from qflash.ops.quantization import Quantized
 from qflash.problem import CAUSAL, PLAIN, Options
 from qflash.rope import Rope
 from qflash.spec import Spec
@@ -50,10 +52,18 @@ def attention(
     precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (no kernel does
     that yet). kernel: the name of one kernel that must be used. A row that sees no key gives zeros and lse -inf.
 
+    q and k, and v if one likes, may be `qflash.Quantized`, so that what is quantized once serves many calls. Of q and
+    k both are symmetric or both have a zero point; k has one scale, or one for each group of a power of two, 16 or
+    more, tokens; only k may be smoothed; rope belongs to `quantize`. The result has v's dtype, or that of the array v
+    was made from. The CPU turns them back to float32 first; on CUDA scores are products of integers (kernel
+    `fa_int8_quantized`), and results have 16 bits. Forward only.
+
     Bad arguments raise ValueError or TypeError. So do bad values inside kv_lens and rope positions on the CPU; a CUDA
     kernel cannot raise for those and gives NaN in the rows concerned.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
+    if Quantized in (type(q), type(k), type(v)):
+        return attention_on_integers(q, k, v, options, kv_lens, rope, return_lse)
     return frontend_of(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
 
 
@@ -83,6 +93,9 @@ def attention_varlen(
     is the longest sequence. lse is `[Hq, total_q]`. Everything else is as in `attention`.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if type(x) is Quantized:
+            raise TypeError(f"{name} is qflash.Quantized; allowed: an array, only attention takes Quantized")
     return frontend_of(type(q)).attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, kv_lens, rope, return_lse
     )

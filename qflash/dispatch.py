@@ -19,6 +19,7 @@ class Kernel:
     summary: str
     op: str = "attention"
     page: str | None = None  # docs/kernels/<page>.md describes it; None: the page of its own name
+    source: str | None = None  # CUDA: its C entry, under csrc/kernels; None: <name>/launch.cu
     dtypes: tuple[str, ...] = DTYPES
     per_dtype: bool = True  # CUDA: a library for each dtype; False: one takes them all at run time
     precision: str = "native"
@@ -28,7 +29,7 @@ class Kernel:
     also: Callable[[Spec | OpSpec], list[str]] | None = None  # further reasons it cannot serve a spec
 
 
-def _sixteen_bit_tensor_cores(spec: Spec) -> list[str]:
+def _sixteen_bit_tensor_cores(spec: Spec | OpSpec) -> list[str]:
     """Why the tensor cores of a GPU cannot multiply this dtype."""
     if spec.dtype == "bfloat16" and spec.arch < 80:
         return [f"bfloat16 needs the tensor cores of compute capability 8.0, this GPU has {spec.arch / 10}"]
@@ -93,6 +94,24 @@ KERNELS: tuple[Kernel, ...] = (
         summary="three kernels, QK^T, softmax, PV; materialises the scores: memory grows with Tq x Tk",
         min_arch=75,
         automatic=False,
+    ),
+    Kernel(
+        name="cpu_int8_quantized",
+        device="cpu",
+        summary="q, k and v back to float32, then the attention of cpu",
+        op="attention_int8",
+        page="fa_int8",
+    ),
+    Kernel(
+        name="fa_int8_quantized",
+        device="cuda",
+        summary="fa_int8 without its quantization: scales or zero points of q and k given, V in 16 bits or INT8",
+        op="attention_int8",
+        page="fa_int8",
+        source="fa_int8/quantized.cu",
+        dtypes=("float16", "bfloat16"),
+        min_arch=75,
+        also=_sixteen_bit_tensor_cores,
     ),
     Kernel(
         name="cpu_softmax",

@@ -143,7 +143,7 @@ def check(
         head_dim=head_dim,
         dtype=q.dtype,
         device=q.device,
-        **_check_options(options, head_dim),
+        **check_options(options, head_dim),
         q_strides=_strides("q", q),
         k_strides=_strides("k", k),
         v_strides=_strides("v", v),
@@ -195,7 +195,7 @@ def check_packed(
         head_dim=head_dim,
         dtype=q.dtype,
         device=q.device,
-        **_check_options(options, head_dim),
+        **check_options(options, head_dim),
         q_strides=_strides("q", q),
         k_strides=_strides("k", k),
         v_strides=_strides("v", v),
@@ -271,7 +271,8 @@ def _check_int(name: str, value: Any, low: int, high: int, high_is: str) -> int:
     return int(value)
 
 
-def _check_options(options: Options, head_dim: int) -> dict[str, Any]:
+def check_options(options: Options, head_dim: int) -> dict[str, Any]:
+    """The words of a call with their defaults filled in, by the names of Problem's fields."""
     left, right = _check_window(options.window)
     if not _is_flag(options.causal):
         raise TypeError(f"causal is {options.causal!r}; allowed: True or False")

@@ -20,6 +20,7 @@ _CSRC = Path(__file__).resolve().parent.parent / "csrc"
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 # Kernels that take any head_dim and architecture at run time: one library per dtype and target.
 _ONE_FOR_ALL = ("unfused",)
+_WITH_HEADS = ("attention", "attention_int8")  # operations whose kernels are compiled for a bucket of HEAD_DIMS
 
 
 def target(arch: int) -> str:
@@ -28,18 +29,18 @@ def target(arch: int) -> str:
 
 
 def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
-    """The compilation unit of `kernel` for a dtype, a bucket of HEAD_DIMS (attention's) and an architecture.
+    """The compilation unit of `kernel` for a dtype, a bucket of HEAD_DIMS (of _WITH_HEADS) and an architecture.
 
     For the one that QFLASH_CUDA_ARCH asks for it is PTX.
     """
     defines = [("QF_DTYPE", str(OP_DTYPES.index(dtype)))] if kernel.per_dtype else []
     words = dtype if kernel.per_dtype else "any dtype"
-    if kernel.op != "attention":
+    if kernel.op not in _WITH_HEADS:
         defines.append(("QF_ARCH", str(arch)))
     elif kernel.name not in _ONE_FOR_ALL:
         defines += [("QF_ARCH", str(arch)), ("QF_HEAD_DIM", str(head_dim))]
         words = f"head_dim {head_dim}, {dtype}"
-    source = _CSRC / "kernels" / kernel.name / "launch.cu"
+    source = _CSRC / "kernels" / (kernel.source or f"{kernel.name}/launch.cu")
     includes = (_CSRC, _CSRC / "include")
     return Unit(
         kernel.name, source, includes, tuple(defines), target(arch), f"{kernel.name} ({words})", arch == asked()
@@ -48,7 +49,7 @@ def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
 
 def unit_of(kernel: Kernel, spec: Spec | OpSpec) -> Unit:
     """The compilation unit that serves `spec`."""
-    if isinstance(spec, OpSpec):
+    if kernel.op not in _WITH_HEADS:
         return unit(kernel, spec.dtype, 0, spec.arch)
     return unit(kernel, spec.dtype, next(bucket for bucket in HEAD_DIMS if bucket >= spec.head_dim), spec.arch)
 
@@ -82,7 +83,7 @@ def specialisations(arches: Iterable[int] = ARCHES, kernels: Iterable[str] | Non
         for kernel in chosen
         if arch >= kernel.min_arch
         for dtype in kernel.dtypes
-        for head_dim in (HEAD_DIMS if kernel.op == "attention" else (0,))
+        for head_dim in (HEAD_DIMS if kernel.op in _WITH_HEADS else (0,))
         if not (kernel.also and kernel.also(_example(kernel, arch, dtype, head_dim)))
     )
     return list(dict.fromkeys(units))

@@ -17,6 +17,7 @@ from qflash import dispatch
 from qflash.frontends import torch_op_launch as launch
 from qflash.frontends.torch_launch import arch_of_device
 from qflash.frontends.torch_ops import below_autograd
+from qflash.ops.attention import ATTENTION_INT8
 from qflash.ops.matmul import INT8_MATMUL
 from qflash.ops.plan import Op, Plan
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
@@ -32,6 +33,9 @@ _TYPES = {
     "return_stats": "bool", "return_lse": "bool", "symmetric": "bool", "smooth": "bool", "interleaved": "bool",
     "reduction": "str", "granularity": "str", "rounding": "str", "dtype": "str",
     "out_dtype": "str?", "kernel": "str?",
+    "q_granularity": "str", "k_granularity": "str", "v_granularity": "str", "v_dtype": "str?",
+    "q_group": "int", "k_group": "int", "v_group": "int",
+    "window_left": "int", "window_right": "int", "softcap": "float",
 }  # fmt: skip
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # classes whose instances own their data
@@ -158,4 +162,7 @@ def _define(op: Op) -> Callable[..., list[Tensor]]:
     return getattr(torch.ops.qflash, op.name).default
 
 
-_ops = {op.name: _define(op) for op in (SOFTMAX, LAYER_NORM, CROSS_ENTROPY, INT8_MATMUL, QUANTIZE, DEQUANTIZE)}
+_ops = {
+    op.name: _define(op)
+    for op in (SOFTMAX, LAYER_NORM, CROSS_ENTROPY, INT8_MATMUL, QUANTIZE, DEQUANTIZE, ATTENTION_INT8)
+}

@@ -4,4 +4,5 @@ plan          what every operation shares: the plan of a call, and the way from 
 rows          softmax, layer_norm, cross_entropy
 matmul        int8_matmul
 quantization  quantize, dequantize
+attention     attention on what quantize returns
 """

@@ -55,10 +55,11 @@ class Plan:
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
     layout: str = ""
+    head_dim: int = 0
 
     def spec(self, arch: int) -> OpSpec:
         """The kernel-selecting part, for a device of compute capability `arch`/10 (0: CPU)."""
-        return OpSpec(self.op, self.device.partition(":")[0], arch, self.dtype, self.layout)
+        return OpSpec(self.op, self.device.partition(":")[0], arch, self.dtype, self.layout, self.head_dim)
 
     @property
     def pointers(self) -> tuple[str, ...]:

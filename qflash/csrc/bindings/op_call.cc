@@ -90,7 +90,9 @@ void bind_op_calls(py::module_& module, py::dict& entries) {
   QF_ADD_ENTRY(cpu_int8_matmul);
   QF_ADD_ENTRY(cpu_quantize);
   QF_ADD_ENTRY(cpu_dequantize);
+  QF_ADD_ENTRY(cpu_int8_quantized);
   module.attr("op_layouts") = layouts();
+  module.attr("attn_params_bytes") = sizeof(QfAttnParams);  // of a struct within a struct
   py::class_<OpCall>(module, "OpCall")
       .def(py::init<const std::string&, const std::string&, const std::vector<std::string>&, uintptr_t, uintptr_t,
                     uintptr_t>(),

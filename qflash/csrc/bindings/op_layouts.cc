@@ -37,6 +37,9 @@ constexpr bool complete(const OpField (&fields)[N], size_t struct_bytes) {
   QF_FIELD(field.cos), QF_FIELD(field.sin), QF_FIELD(field.positions_q), QF_FIELD(field.positions_k),   \
       QF_FIELD(field.stride_positions_q_b), QF_FIELD(field.stride_positions_k_b), QF_FIELD(field.rows), \
       QF_FIELD(field.rotary_dim), QF_FIELD(field.interleaved), QF_FIELD(field.reserved)
+#define QF_SCALES(field)                                                                             \
+  QF_FIELD(field.scale), QF_FIELD(field.zero_point), QF_FIELD(field.sums), QF_FIELD(field.stride_b), \
+      QF_FIELD(field.stride_h), QF_FIELD(field.group), QF_FIELD(field.reserved)
 
 struct Quantize {
   using S = QfQuantizeParams;
@@ -58,6 +61,46 @@ struct Dequantize {
       QF_FIELD(struct_bytes), QF_FIELD(dtype),       QF_FIELD(batch), QF_FIELD(length),     QF_FIELD(heads),
       QF_FIELD(head_dim),     QF_FIELD(granularity), QF_FIELD(group), QF_FIELD(symmetric),  QF_FIELD(num_threads),
       QF_TENSOR(values),      QF_TENSOR(out),        QF_FIELD(scale), QF_FIELD(zero_point), QF_FIELD(mean)};
+};
+
+struct Int8Attention {
+  using S = QfInt8AttnParams;
+  static constexpr OpField kFields[] = {QF_FIELD(struct_bytes),
+                                        QF_FIELD(reserved),
+                                        QF_FIELD(attn.struct_bytes),
+                                        QF_FIELD(attn.dtype),
+                                        QF_FIELD(attn.precision),
+                                        QF_FIELD(attn.batch),
+                                        QF_FIELD(attn.q_len),
+                                        QF_FIELD(attn.k_len),
+                                        QF_FIELD(attn.q_heads),
+                                        QF_FIELD(attn.kv_heads),
+                                        QF_FIELD(attn.head_dim),
+                                        QF_FIELD(attn.window_left),
+                                        QF_FIELD(attn.window_right),
+                                        QF_FIELD(attn.scale),
+                                        QF_FIELD(attn.softcap),
+                                        QF_FIELD(attn.num_threads),
+                                        QF_TENSOR(attn.q),
+                                        QF_TENSOR(attn.k),
+                                        QF_TENSOR(attn.v),
+                                        QF_TENSOR(attn.out),
+                                        QF_FIELD(attn.lse),
+                                        QF_FIELD(attn.lse_stride_b),
+                                        QF_FIELD(attn.lse_stride_h),
+                                        QF_FIELD(attn.kv_lens),
+                                        QF_FIELD(attn.cu_seqlens_q),
+                                        QF_FIELD(attn.cu_seqlens_k),
+                                        QF_ROPE(attn.rope),
+                                        QF_FIELD(attn.workspace),
+                                        QF_FIELD(attn.workspace_bytes),
+                                        QF_FIELD(attn.total_q),
+                                        QF_FIELD(attn.total_k),
+                                        QF_SCALES(q_scales),
+                                        QF_SCALES(k_scales),
+                                        QF_SCALES(v_scales),
+                                        QF_FIELD(lift),
+                                        QF_FIELD(k_mean)};
 };
 
 struct Int8Matmul {
@@ -105,6 +148,7 @@ struct CrossEntropy {
 #undef QF_FIELD
 #undef QF_TENSOR
 #undef QF_ROPE
+#undef QF_SCALES
 
 template <class Table>
 OpLayout layout_of(const char* name) {
@@ -122,10 +166,12 @@ const OpField* OpLayout::find(std::string_view field) const {
 }
 
 const std::vector<OpLayout>& op_layouts() {
-  static const auto* layouts =
-      new std::vector<OpLayout>{layout_of<Quantize>("QfQuantizeParams"), layout_of<Dequantize>("QfDequantizeParams"),
-                                layout_of<Int8Matmul>("QfInt8MatmulParams"), layout_of<Rows>("QfRowsParams"),
-                                layout_of<CrossEntropy>("QfCrossEntropyParams")};
+  static const auto* layouts = new std::vector<OpLayout>{layout_of<Quantize>("QfQuantizeParams"),
+                                                         layout_of<Dequantize>("QfDequantizeParams"),
+                                                         layout_of<Int8Attention>("QfInt8AttnParams"),
+                                                         layout_of<Int8Matmul>("QfInt8MatmulParams"),
+                                                         layout_of<Rows>("QfRowsParams"),
+                                                         layout_of<CrossEntropy>("QfCrossEntropyParams")};
   return *layouts;
 }
 
@@ -147,8 +193,8 @@ void OpParams::set_pointer(size_t offset, const void* pointer) {
 }
 
 void OpParams::set_threads(int32_t threads) {
-  if (const OpField* field = layout_->find("num_threads"))
-    std::memcpy(bytes_ + field->offset, &threads, sizeof threads);
+  for (const char* name : {"num_threads", "attn.num_threads"})
+    if (const OpField* field = layout_->find(name)) std::memcpy(bytes_ + field->offset, &threads, sizeof threads);
 }
 
 void OpParams::set_workspace(const void* workspace, int64_t bytes) {

@@ -32,7 +32,7 @@ struct OpLayout {
 const std::vector<OpLayout>& op_layouts();
 const OpLayout* find_op_layout(std::string_view name);
 
-constexpr size_t kMostOpBytes = 512;
+constexpr size_t kMostOpBytes = 1024;
 
 // A struct of an operation, by value: the bytes a call was prepared with, and what changes from call to call.
 class OpParams {

@@ -81,8 +81,9 @@ typedef struct QfScales {
 } QfScales;
 
 /* Attention on arrays that are INT8 already. attn as ever, but: q and k hold int8, and so does v when v_scales.scale is
- * given (else attn.dtype); attn.dtype is out's; rope is absent (it was applied before quantizing). Groups of k are a
- * multiple of 16 tokens. */
+ * given (else attn.dtype); attn.dtype is out's, attn.precision QF_INT8; rope is absent (it was applied before
+ * quantizing). Of q and k both have a zero point or neither. CUDA: groups of k are a power of two, 16 tokens or more.
+ */
 typedef struct QfInt8AttnParams {
   int32_t struct_bytes, reserved; /* of this struct; attn's own is checked too */
   QfAttnParams attn;
@@ -145,6 +146,7 @@ int qf_cpu_cross_entropy(const QfCrossEntropyParams* params, void* stream);
 int qf_cpu_int8_matmul(const QfInt8MatmulParams* params, void* stream);
 int qf_cpu_quantize(const QfQuantizeParams* params, void* stream);
 int qf_cpu_dequantize(const QfDequantizeParams* params, void* stream);
+int qf_cpu_int8_quantized(const QfInt8AttnParams* params, void* stream);
 
 #ifdef __cplusplus
 }
