@@ -37,7 +37,7 @@ class OpSpec:
     op: str  # "softmax", "int8_matmul", ...
     device: str
     arch: int
-    # Of the floating-point side: the input of softmax or quantize, the result of int8_matmul, attention_int8, dequantize
+    # Of the floating-point side: the input of softmax or quantize, the result of int8_matmul, dequantize and so on
     dtype: str
     layout: str = ""  # int8_matmul: which dimension of b is contiguous, "n" or "k"
     head_dim: int = 0  # attention_int8

@@ -23,11 +23,15 @@ def run(library, case: QuantizedCase, arch: int = 90, seed: int = 0):  # noqa: F
     """(out, lse), both full of a value no kernel writes before the call."""
     q, k, v, kv_lens = case.inputs()
     arrays, words = call_of(q, k, v, case.options, kv_lens, None, True)
-    described = [None if x is None else describe(name, x) for name, x in zip(ATTENTION_INT8.arrays, arrays, strict=True)]
+    described = [
+        None if x is None else describe(name, x) for name, x in zip(ATTENTION_INT8.arrays, arrays, strict=True)
+    ]
     plan = ATTENTION_INT8.plan(*described, *words)
     by_name = dict(zip(ATTENTION_INT8.arrays, arrays, strict=True))
     results = [np.full(result.shape, 12345.0, result.dtype) for result in plan.results]
-    operands = [np.ascontiguousarray(by_name[x.argument]) if x.contiguous else by_name[x.argument] for x in plan.operands]
+    operands = [
+        np.ascontiguousarray(by_name[x.argument]) if x.contiguous else by_name[x.argument] for x in plan.operands
+    ]
     handle = library(KERNEL, case.case.dtype, case.case.head_dim, arch)
     functions = (getattr(handle, name) for name in (f"qf_{KERNEL}", "qf_status_text"))
     entry, text = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)

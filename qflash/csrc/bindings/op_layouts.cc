@@ -100,7 +100,8 @@ struct Int8Attention {
                                         QF_SCALES(k_scales),
                                         QF_SCALES(v_scales),
                                         QF_FIELD(lift),
-                                        QF_FIELD(k_mean)};
+                                        QF_FIELD(k_mean),
+                                        QF_FIELD(k_wild)};
 };
 
 struct Int8Matmul {

@@ -11,9 +11,11 @@ namespace qf {
 
 // Integers below 2^22 in size, added to the bit pattern of 1.5 * 2^23, are floats: kMagic + s, exactly. So a sum that
 // starts there needs no conversion, and the offset disappears in the multiplication that scales the score. With values
-// in -127 .. 127 and a row of -128 at most, |s| <= 128 * 127 * 256 < 2^22.
+// in -127 .. 127 and a row of -128 at most, |s| <= 128 * 127 * 256 < 2^22; with a zero point |(q - zq).k| <= 255 * 128
+// * D < 2^22 up to head_dim 128.
 constexpr int32_t kMagicBits = 0x4b400000;
 constexpr float kMagic = 12582912.0f;
+constexpr int kMostMagicDim = 128;  // with zero points
 
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void start_with(int32_t (&dots)[kMTiles][kNTiles][4], int32_t value) {
@@ -25,32 +27,20 @@ __device__ __forceinline__ void start_with(int32_t (&dots)[kMTiles][kNTiles][4],
       for (int e = 0; e < 4; ++e) dots[i][j][e] = value;
 }
 
-// With zero points the dot product of (q - zq) and (k - zk) is q.k - zq sum(k) - zk sum(q) + D zq zk: sums start at all
-// but q.k. They may pass 2^22, so these are converted. The lane's keys are first_key, first_key + 1, ...
-template <class State, int kMTiles, int kNTiles>
-__device__ __forceinline__ void start_with_zero_points(int32_t (&dots)[kMTiles][kNTiles][4], const QfInt8AttnParams& p,
-                                                       const State& state, int first_key) {
-  const QfAttnParams& a = p.attn;
-  const int zq = p.q_scales.zero_point ? *p.q_scales.zero_point : 0;
-  const int zk = p.k_scales.zero_point ? *p.k_scales.zero_point : 0;
-  const int kv_head = state.h / (a.q_heads / a.kv_heads);
-  const int32_t* const g_q_sums = p.q_scales.sums + (int64_t(state.b) * a.q_heads + state.h) * a.q_len;
-  const int32_t* const g_k_sums = p.k_scales.sums + (int64_t(state.b) * a.kv_heads + kv_head) * a.k_len;
-  int32_t of_row[2 * kMTiles];
+// With zero points the dot product of (q - zq) and (k - zk) is q.k - zq sum(k) - zk sum(q) + D zq zk. The last two
+// terms are the same for all keys of a row and go to its lift. The rest is (q - zq).k: sums start at -zq sum(k), from
+// s_starts, which has one for every row of the tile and points at this lane's first.
+template <int kMTiles, int kNTiles>
+__device__ __forceinline__ void start_with_each(int32_t (&dots)[kMTiles][kNTiles][4], const int32_t* s_starts) {
 #pragma unroll
-  for (int r = 0; r < 2 * kMTiles; ++r) {
-    const int row = state.row0() + 8 * r;
-    of_row[r] = row < state.seq.len_q ? zk * (a.head_dim * zq - g_q_sums[row]) : 0;
-  }
+  for (int j = 0; j < kNTiles; ++j) {
+    const int2 start = *reinterpret_cast<const int2*>(s_starts + 8 * j);
 #pragma unroll
-  for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int key = first_key + 2 * j + e;
-      const int32_t of_key = key < state.seq.len_k ? zq * g_k_sums[key] : 0;
-#pragma unroll
-      for (int r = 0; r < 2 * kMTiles; ++r) dots[r / 2][j][r % 2 * 2 + e] = of_row[r] - of_key;
+    for (int r = 0; r < 2 * kMTiles; ++r) {
+      dots[r / 2][j][r % 2 * 2] = start.x;
+      dots[r / 2][j][r % 2 * 2 + 1] = start.y;
     }
+  }
 }
 
 // kConvert: plain integers; else integers that started at kMagicBits.
@@ -69,8 +59,8 @@ __device__ __forceinline__ void to_floats(float (&S)[kMTiles][kNTiles][4], const
 constexpr float kSteep = 1.0f / 2048;
 
 // Base-2 scores with all that comes before the exponential, where that is more than a slope: (S + offset) slope is
-// |scale| log2(e) q.k without what smoothing took off, which s_lift has for the lane's rows (NULL: it stays off); scale
-// may be negative or 0; softcap follows.
+// |scale| log2(e) q.k without what all keys of a row have in common, which s_lift has for the lane's rows (NULL: it
+// stays off); scale may be negative or 0; softcap follows.
 template <int kParts, int kMTiles, int kNTiles>
 __device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4],
                                                const float (&slopes)[2 * kMTiles][kParts], float offset,

@@ -45,8 +45,8 @@ constexpr int kTilesBytes = kQBytes + kStages * kStageBytes > kOutBytes ? kQByte
 constexpr int kRowBytes = 2 * 4 * kBlockM;  // what is known of each query
 constexpr int kStateBytes = 320;
 constexpr int kSharedBytes = kTilesBytes + kRowBytes + kStateBytes;
-constexpr int kTermBytes = 4 * kStages * kBlockN;  // after all that, where there are zero points
-static_assert(kSharedBytes + kTermBytes <= kSharedLimit, "the tiles do not fit this architecture's shared memory");
+constexpr int kStartsBytes = 4 * kStages * kBlockN;  // of sums with zero points; after all that
+static_assert(kSharedBytes + kStartsBytes <= kSharedLimit, "the tiles do not fit this architecture's shared memory");
 
 }  // namespace fa_int8
 }  // namespace qf

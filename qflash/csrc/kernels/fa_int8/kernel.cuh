@@ -20,6 +20,8 @@ using Order = InRuns<kBlockN>;
 struct State : BlockState<kWarps, kWarpRows> {
   const float* k_scales;  // of the sequence's keys in their head
   bool may_be_wild;       // some of them may not be finite
+  const int32_t* k_sums;  // with zero points: of their integers
+  int zero_point;         // q's
 };
 static_assert(sizeof(State) <= kStateBytes, "");
 
@@ -38,17 +40,33 @@ __device__ inline float lift_from_integers(const QfInt8AttnParams& p, const int8
   return sum * scale_at(p.q_scales, b, h, row);
 }
 
+// What all keys have in common in one row's products of (q - zq) and (k - zk), see start_with_each. Both have one
+// scale.
+__device__ inline float lift_of_zero_points(const QfInt8AttnParams& p, int b, int h, int row) {
+  const int sum = p.q_scales.sums[(int64_t(b) * p.attn.q_heads + h) * p.attn.q_len + row];
+  const int zq = *p.q_scales.zero_point, zk = *p.k_scales.zero_point;
+  return float(zk * (p.attn.head_dim * zq - sum)) * *p.q_scales.scale * *p.k_scales.scale;
+}
+
+// The scale of one row of q; NaN for a row that is not finite, which its scale does not tell where rows share one.
+__device__ inline float scale_of_row(const QfInt8AttnParams& p, const int8_t* g_q, int b, int h, int row) {
+  return !p.q_scales.zero_point && g_q[0] == -128 ? nan() : scale_at(p.q_scales, b, h, row);
+}
+
 }  // namespace fa_int8
 }  // namespace qf
 
-// kAsync: q, k and v are aligned and copied asynchronously. kZeroPoints: q or k has a zero point, and sums that correct
-// for it. kIntegerV: V is INT8 too, and becomes Element on its way into shared memory. Sums: lse needs ExactSums.
+// kAsync: q, k and v are aligned and copied asynchronously. kZeroPoints: q and k have zero points, and sums that
+// correct for them. kIntegerV: V is INT8 too, and becomes Element on its way into shared memory. Sums: lse needs
+// ExactSums.
 template <bool kAsync, bool kZeroPoints, bool kIntegerV, class Sums>
 __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks)
     qf_fa_int8_kernel(const __grid_constant__ QfInt8AttnParams p, const __grid_constant__ qf::Grid grid,
                       const __grid_constant__ qf::fa_int8::Access access) {
   using namespace qf;
   using namespace qf::fa_int8;
+  constexpr bool kConvert = kZeroPoints && kHeadDim > kMostMagicDim;
+  constexpr float kOffset = kConvert ? 0.0f : -kMagic;
   extern __shared__ float4 s_memory[];
   char* const s_q = reinterpret_cast<char*>(s_memory);
   char* const s_kv = s_q + kQBytes;  // kStages pairs of tiles, K then V
@@ -69,6 +87,10 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     if (threadIdx.x == 0) {
       s_state.k_scales = p.k_scales.scale + work.b * p.k_scales.stride_b + kv_head * p.k_scales.stride_h;
       s_state.may_be_wild = !p.k_wild || p.k_wild[int64_t(work.b) * a.kv_heads + kv_head] != 0;
+      if constexpr (kZeroPoints) {
+        s_state.k_sums = p.k_scales.sums + (int64_t(work.b) * a.kv_heads + kv_head) * a.k_len;
+        s_state.zero_point = *p.q_scales.zero_point;
+      }
     }
   }
   __syncthreads();  // the state is in place
@@ -90,8 +112,9 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
                     : p.lift       ? p.lift[row_index(i)]
                     : p.k_mean     ? lift_from_integers(p, q.row(i), b, s_state.h, i)
                                    : 0.0f;
+      if (kZeroPoints && i < seq.len_q) s_lift[row] += lift_of_zero_points(p, b, s_state.h, i);
       s_q_scale[row] =
-          positive_scale(i >= seq.len_q ? 0.0f : scale_at(p.q_scales, b, s_state.h, i) * fabsf(a.scale) * kLog2e);
+          positive_scale(i >= seq.len_q ? 0.0f : scale_of_row(p, q.row(i), b, s_state.h, i) * fabsf(a.scale) * kLog2e);
     }
   };
   const auto integer_v = [&](int key, int d) {
@@ -100,8 +123,17 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     if (p.v_scales.zero_point) return scale * float(int(value) - *p.v_scales.zero_point);
     return value == -128 ? nan() : scale * float(int(value));
   };
+  const auto s_starts_of = [&](const char* s_tiles) {
+    return reinterpret_cast<int32_t*>(s_q + kSharedBytes) + (s_tiles - s_kv) / kStageBytes * kBlockN;
+  };
   const auto load_kv = [&](char* s_tiles, int key0) {
     char* const s_v = s_tiles + kKBytes;
+    if constexpr (kZeroPoints) {
+      for (int row = fresh_tid(); row < kBlockN; row += kThreads) {
+        const int key = min(key0 + Order::source(row), seq.len_k - 1);
+        s_starts_of(s_tiles)[row] = (kConvert ? 0 : kMagicBits) - s_state.zero_point * s_state.k_sums[key];
+      }
+    }
     if constexpr (kAsync) {
       copy_async<KWalk, Order>(s_tiles, static_cast<const int8_t*>(s_state.k), a.k.stride_t, key0, seq.len_k,
                                a.head_dim);
@@ -176,13 +208,12 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
 
     int32_t dots[kMTiles][kNTiles][4];
     if constexpr (kZeroPoints)
-      start_with_zero_points(dots, p, s_state, first_of_lane(key0));
+      start_with_each(dots, s_starts_of(s_k) + State::column());
     else
       start_with(dots, kMagicBits);
     qk_mma<Scores, kByteChunks>(dots, s_q_of_warp(), s_k, fresh_tid() % 32);
     float S[kMTiles][kNTiles][4];
-    to_floats<kZeroPoints>(S, dots);
-    constexpr float kOffset = kZeroPoints ? 0.0f : -kMagic;
+    to_floats<kConvert>(S, dots);
     if (!kZeroPoints && s_state.may_be_wild && any_wild<kByteChunks, kBlockN>(s_k, fresh_tid() % 32))
       spoil_wild<kByteChunks>(S, s_k, State::column());
     const int lane_row = fresh_tid() / 32 * kWarpRows + fresh_tid() % 32 / 4;  // in the block
@@ -199,7 +230,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
         steep |= slopes[r][c] > kSteep;
       }
     const bool lifts = !scales_plainly(a.scale, a.softcap);
-    const bool plain = !lifts && (kZeroPoints || !__any_sync(0xffffffffu, steep));
+    const bool plain = !lifts && (kConvert || !__any_sync(0xffffffffu, steep));
     if (!plain) {
       lift_and_scale(S, slopes, kOffset, lifts ? s_lift + lane_row : nullptr, a);
 #pragma unroll
@@ -213,7 +244,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     const float offset = plain ? kOffset : 0.0f;
     online_softmax<kParts>(
         S, [&](int r, int c) { return slopes[r][c]; }, [&](int r, int c) { return offset * slopes[r][c]; }, rows, O,
-        plain && !kZeroPoints);
+        plain && !kConvert);
     pv_mma<Tensor, kChunks>(O, rows, S, s_v, fresh_tid() % 32);
   }
 

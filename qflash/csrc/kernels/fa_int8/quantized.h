@@ -6,10 +6,10 @@
 namespace qf {
 namespace fa_int8 {
 
-template <bool kAsync, bool kZeroPoints, bool kIntegerV>
+template <bool kAsync, bool kZeroPoints, bool kIntegerV, class Sums = ExactSums>
 struct Instance {
-  static constexpr auto kernel = qf_fa_int8_kernel<kAsync, kZeroPoints, kIntegerV>;
-  static constexpr int kBytes = kSharedBytes + (kZeroPoints ? kTermBytes : 0);  // of shared memory
+  static constexpr auto kernel = qf_fa_int8_kernel<kAsync, kZeroPoints, kIntegerV, Sums>;
+  static constexpr int kBytes = kSharedBytes + (kZeroPoints ? kStartsBytes : 0);  // of shared memory
 };
 
 // log2 of how many tokens share a scale; 31 where all of them do; -1 for what the kernel cannot serve.
@@ -39,10 +39,11 @@ int run_quantized(const QfInt8AttnParams& p, Run run) {
   if (integer_v)
     return zero_points ? run(Instance<false, true, true>{}, access) : run(Instance<false, false, true>{}, access);
   constexpr bool kCanCopyAsync = kArch >= 80;
-  if (kCanCopyAsync && access.q && access.k && access.v)
-    return zero_points ? run(Instance<kCanCopyAsync, true, false>{}, access)
-                       : run(Instance<kCanCopyAsync, false, false>{}, access);
-  return zero_points ? run(Instance<false, true, false>{}, access) : run(Instance<false, false, false>{}, access);
+  if (!kCanCopyAsync || !access.q || !access.k || !access.v)
+    return zero_points ? run(Instance<false, true, false>{}, access) : run(Instance<false, false, false>{}, access);
+  if (zero_points) return run(Instance<kCanCopyAsync, true, false>{}, access);
+  return a.lse ? run(Instance<kCanCopyAsync, false, false>{}, access)
+               : run(Instance<kCanCopyAsync, false, false, RoundedSums>{}, access);
 }
 
 }  // namespace fa_int8
