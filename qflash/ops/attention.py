@@ -131,16 +131,19 @@ def _plan(
         dtype = check_word("v.dtype", v_dtype, DTYPES)
     if k_granularity == "token":
         raise ValueError("k.granularity is 'token'; allowed: 'tensor' or 'group'")
+    copied = {name: _takes_a_copy(x) for name, x in (("q", q), ("k", k), ("v", v))}
     # With a common dtype these are the arrays of any attention.
     problem = check(
-        *(replace(x, dtype=dtype) for x in (q, k, v)),
+        *(
+            replace(x, dtype=dtype, strides=None if copy else x.strides)
+            for x, copy in zip((q, k, v), copied.values(), strict=True)
+        ),
         Options(False, (window_left, window_right), softcap, scale, None, kernel),
         kv_lens,
     )
     operands = [
-        Operand("q.values", "attn.q.data"),
-        Operand("k.values", "attn.k.data"),
-        Operand("v", "attn.v.data"),
+        Operand(argument, f"attn.{name}.data", contiguous=copied[name])
+        for argument, name in (("q.values", "q"), ("k.values", "k"), ("v", "v"))
     ]
     fields = []
 
@@ -208,6 +211,13 @@ def _plan(
         results=tuple(results),
         head_dim=problem.head_dim,
     )
+
+
+def _takes_a_copy(x: Array) -> bool:
+    """Kernels read whole heads, forwards."""
+    if x.strides is None or 0 in x.shape:
+        return False
+    return (x.strides[-1] != 1 and x.shape[-1] != 1) or any(stride < 0 for stride in x.strides)
 
 
 def _tokens_of_a_scale(name: str, granularity: Any, group: Any) -> int | None:

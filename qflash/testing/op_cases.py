@@ -22,6 +22,11 @@ def floats(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape, dtype=np.float32)
 
 
+def halves(*shape: int) -> np.ndarray:
+    """N(0, 1), float16."""
+    return floats(*shape).astype(np.float16)
+
+
 def bytes_(*shape: int) -> np.ndarray:
     """int8, all of its values."""
     return RNG.integers(-128, 128, shape, dtype=np.int8)
@@ -114,6 +119,31 @@ CASES = {
             qflash.Quantized(values, scale, mean=mean, granularity="token"), "float16", **more
         ),
         ("values", "scale", "mean"),
+    ),
+    "attention_int8": OpCase(
+        "attention_int8",
+        {"q": halves(2, 9, 4, 24), "k": halves(2, 40, 2, 24), "v": halves(2, 40, 2, 24)},
+        lambda q, k, v, **more: qflash.attention(
+            qflash.quantize(q, granularity="token"),
+            qflash.quantize(k, granularity="group", smooth=True),
+            v,
+            causal=True,
+            **more,
+        ),
+        ("q", "k", "v"),
+    ),
+    "attention_int8 zero points": OpCase(
+        "attention_int8",
+        {"q": halves(2, 9, 4, 24), "kv": halves(2, 40, 2, 24), "lens": np.array([40, 7], np.int32)},
+        lambda q, kv, lens, **more: qflash.attention(
+            qflash.quantize(q, symmetric=False),
+            qflash.quantize(kv, symmetric=False, lens=lens),
+            qflash.quantize(kv, symmetric=False, lens=lens),
+            kv_lens=lens,
+            window=(20, 3),
+            **more,
+        ),
+        ("q", "kv"),
     ),
 }
 

@@ -17,7 +17,7 @@ from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
 from qflash.problem import Array
 
 HEADERS = Path(qflash.__file__).parent / "csrc" / "include"
-NESTED = {"QfTensor", "QfRope"}
+NESTED = {"QfTensor", "QfRope", "QfAttnParams", "QfScales"}
 
 
 def array(*shape, dtype="float32", strides=None, device="cpu"):
@@ -39,11 +39,15 @@ def fields_in(header: str, name: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", sorted(_native.op_layouts))
 def test_layouts_list_every_field_of_the_header(name):
-    ops, base = ((HEADERS / file).read_text() for file in ("qflash_ops.h", "qflash.h"))
-    wanted = []
-    for kind, field in fields_in(ops, name):
-        inner = fields_in(base, kind) if kind in NESTED else [(kind, None)]
-        wanted += [field if sub is None else f"{field}.{sub}" for _, sub in inner]
+    text = "".join((HEADERS / file).read_text() for file in ("qflash.h", "qflash_ops.h"))
+
+    def names(struct_name: str, prefix: str = "") -> list[str]:
+        found = []
+        for kind, field in fields_in(text, struct_name):
+            found += names(kind, f"{prefix}{field}.") if kind in NESTED else [prefix + field]
+        return found
+
+    wanted = names(name)
     size, layout = _native.op_layouts[name]
     assert list(layout) == wanted
     offsets = [offset for offset, _ in layout.values()]
