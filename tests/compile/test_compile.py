@@ -35,6 +35,7 @@ INSTRUCTION = {
     "dequantize": ("I2FP", 32),
     "fa": ("FFMA", 256),
     "fa_int8": ("IMMA", 32),
+    "fa_int8_quantized": ("IMMA", 128),
     "fa_mma": ("HMMA", 128),
     "fa_tc": ("HMMA", 32),
     "fa_warps": ("FFMA", 256),
@@ -132,7 +133,7 @@ def smallest_unit(kernel: str) -> Unit:
 
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
-@pytest.mark.parametrize("kernel", [*ATTENTION, *GEMM, *VECTORS])
+@pytest.mark.parametrize("kernel", [*ATTENTION, "fa_int8_quantized", *GEMM, *VECTORS])
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
     command = [cuobjdump(), "-sass", str(compiled(smallest_unit(kernel)) / LIBRARY)]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout

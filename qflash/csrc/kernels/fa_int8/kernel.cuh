@@ -1,3 +1,34 @@
+// fa_int8: FlashAttention with INT8 scores. S = Q Kt of integers, exact; P V in 16 bits with float32 sums.
+//
+// One block computes kBlockM rows of one head, walking over the keys in tiles of kBlockN (head_dim 128 on Hopper):
+//
+//              kBlockN = 64 keys, dealt so that a lane's 16 columns are 16 neighbours (InRuns, attn/mma/tile.cuh)
+//             +-------------------+
+//    warp 0   | S = Q Kt  32 x 64 |  int32 sums that start at the bits of 1.5 * 2^23 and so are floats when done
+//    warp 1   |           32 x 64 |  slope of a score = scale of its row * scale of its 16 keys: one a row and lane
+//    warp 2   |           32 x 64 |
+//    warp 3   |           32 x 64 |
+//             +-------------------+
+//    O += P V   16 bits, as in fa_mma                 Roles: every warp does everything, for its own 32 rows.
+//
+// Registers: 64 of S and 128 of O a lane, fragments, 4 slopes, row statistics; the rest of 255 is addresses.
+//
+// Shared memory (head_dim 128, Hopper), swizzled (smem/swizzle.cuh; rows of Q and K have 8 chunks, of V 16):
+//   s_q         [kBlockM][kHeadDim] int8   16 KB   at the end the rounded outputs take the place of everything above
+//   s_kv        2 stages of K, V           48 KB   [kBlockN][kHeadDim] int8, then 16-bit
+//   s_lift      [kBlockM] floats                   what all scores of a row have in common: lse and softcap need it
+//   s_q_scale   [kBlockM] floats                   scales of the rows, times |scale| log2(e)
+//   s_state     sequence, mask, ranges of keys, where K's scales are
+//   s_starts    [2][kBlockN] int32                 with zero points only: what the sums of each key start at
+//
+// Pipeline: as fa_mma's. cp.async fills one stage while the other is read, one barrier a tile; rows at odd addresses,
+//   and INT8 V, which becomes 16-bit on the way, pass through registers. K's scales are loaded under the products.
+//
+// Masks, softmax, NaN in V: as fa_mma's. Keys that are not finite are -128 throughout; tiles of heads that have some
+//   are searched for it, and their scores become NaN before the mask.
+//
+// Bound: the tensor cores, at 0.75 of fa_mma's mma (64 for S and 128 for O, per warp and tile); then the exponentials.
+//   See docs/kernels/fa_int8.md for the count, the prediction and what was measured.
 #pragma once
 
 #include "attn/mma/int8.cuh"
