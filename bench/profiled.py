@@ -35,6 +35,12 @@ def _quantize(torch: Any, kernel: str) -> Any:
     return qflash.quantize(_heads(torch), granularity="group", smooth=True, kernel=kernel)
 
 
+def _attention_int8(torch: Any, kernel: str) -> Any:
+    q = qflash.quantize(_heads(torch), granularity="token")
+    k = qflash.quantize(_heads(torch), granularity="group", smooth=True)
+    return qflash.attention(q, k, _heads(torch), kernel=kernel)
+
+
 # Operation -> (the problem in words, the call).
 OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "softmax": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.softmax(_rows(torch), kernel=kernel)),
@@ -49,6 +55,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
         "B=4 T=4096 H=16 D=128 to float16",
         lambda torch, kernel: qflash.dequantize(qflash.quantize(_heads(torch)), kernel=kernel),
     ),
+    "attention_int8": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
 }
 
 

@@ -101,6 +101,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="q, k and v back to float32, then the attention of cpu",
         op="attention_int8",
         page="fa_int8",
+        precision="int8",
     ),
     Kernel(
         name="fa_int8_quantized",
@@ -110,6 +111,7 @@ KERNELS: tuple[Kernel, ...] = (
         page="fa_int8",
         source="fa_int8/quantized.cu",
         dtypes=("float16", "bfloat16"),
+        precision="int8",
         min_arch=75,
         also=_sixteen_bit_tensor_cores,
     ),
