@@ -18,7 +18,9 @@ PACKAGES = ("numpy", "torch", "jax", "triton", "flash-attn")
 
 
 def commit() -> str:
-    """The commit measured, with a + when the tree holds more than it. Outside git: $QFLASH_COMMIT, or unknown."""
+    """The commit measured, with a + when the tree holds more than it; $QFLASH_COMMIT says it for a copy of the tree."""
+    if "QFLASH_COMMIT" in os.environ:
+        return os.environ["QFLASH_COMMIT"]
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -27,7 +29,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "qflash", "CMakeLists.txt")
         return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("QFLASH_COMMIT", "unknown")
+        return "unknown"
 
 
 def provenance(device: str) -> dict[str, Any]:

@@ -62,10 +62,15 @@ needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test
 
 
 def covering() -> list[Unit]:
-    """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each kernel once for each
-    architecture, its dtypes and buckets in turn, a different one first for every kernel."""
+    """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention once for
+    each architecture, the operations beside it for two (test_whole_matrix has the others), dtypes and buckets in
+    turn, a different one first for every kernel."""
     chosen = []
     for first, row in enumerate(CUDA_ROWS):
+        if row.op != "attention":
+            older = cuda.specialisations([ARCHES[first % 4]], [row.name])
+            chosen += [older[first % len(older)], cuda.specialisations([90], [row.name])[-1]]
+            continue
         for turn, arch in enumerate(ARCHES, start=first):
             units = cuda.specialisations([arch], [row.name])
             chosen.append(units[turn * 7 % len(units)])  # 7: prime to the number of units a kernel has
