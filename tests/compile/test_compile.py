@@ -35,7 +35,7 @@ INSTRUCTION = {
     "dequantize": ("I2FP", 32),
     "fa": ("FFMA", 256),
     "fa_int8": ("IMMA", 32),
-    "fa_int8_quantized": ("IMMA", 128),
+    "fa_int8_quantized": ("IMMA", 96),
     "fa_mma": ("HMMA", 128),
     "fa_tc": ("HMMA", 32),
     "fa_warps": ("FFMA", 256),

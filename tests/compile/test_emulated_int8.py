@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ml_dtypes
+import numpy as np
 import pytest
-from test_emulated import by_name, library, pytestmark, run_case  # noqa: F401
+from test_emulated import by_name, call, library, pytestmark, run_case  # noqa: F401
 
+from qflash.frontends.numpy import describe
+from qflash.problem import Options, check
 from qflash.testing import BY_NAME, Case, cases
 from qflash.testing.compare import check_contract, check_replay, check_same_bits
 from qflash.testing.oracle import replayed
@@ -53,3 +57,15 @@ def test_all_tile_shapes_of_other_architectures(library, name, arch):  # noqa: F
 def test_a_group_of_keys_without_a_finite_one_spoils_only_rows_that_see_it(library, keys):  # noqa: F811
     plant = tuple(("k", (0, key, 0, 3), "nan") for key in keys)
     check_kernel(library, Case("wild_group", 65, 65, 1, 1, causal=True, plant=plant, seed=1))
+
+
+def test_tiny_queries_on_huge_keys(library):  # noqa: F811
+    """Powers of two that cancel in every product change no bit, though either scale alone is far outside the usual."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, 40, 1, 32), np.float32).astype(ml_dtypes.bfloat16) for _ in range(3))
+    far = np.array(2.0**60, ml_dtypes.bfloat16)
+    handle = library(KERNEL, "bfloat16", 32)
+    problem = check(*(describe("x", x) for x in (q, k, v)), Options(causal=True, precision="int8"))
+    near_out, near_lse = call(handle, KERNEL, problem, q, k, v)
+    far_out, far_lse = call(handle, KERNEL, problem, q / far, k * far, v)
+    assert np.array_equal(near_out, far_out) and np.array_equal(near_lse, far_lse)

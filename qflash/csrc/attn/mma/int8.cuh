@@ -85,9 +85,10 @@ __device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4],
   }
 }
 
-// The product of a query's and a key's scale must stay positive: masked scores of -inf times 0 would be NaN. All-zero
-// rows have scale 0; what they get instead is small enough to leave every score 0. NaN stays NaN.
-__device__ __forceinline__ float positive_scale(float scale) { return scale < 1e-15f ? 1e-15f : scale; }
+// A slope, the product of a query's and a key's scale, must stay positive: masked scores of -inf times 0 would be NaN,
+// and all-zero rows have scale 0. This much more than nothing leaves every score what it is. NaN stays NaN.
+constexpr float kLeastSlope = 1e-30f;
+__device__ __forceinline__ float slope_of(float q_scale, float k_scale) { return fmaf(q_scale, k_scale, kLeastSlope); }
 
 // The scale of a group that has no finite key is NaN. Its keys are told by their values (any_wild), so here it must not
 // reach the rows that do not see them. Scales are never negative.

@@ -144,8 +144,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
                     : p.k_mean     ? lift_from_integers(p, q.row(i), b, s_state.h, i)
                                    : 0.0f;
       if (kZeroPoints && i < seq.len_q) s_lift[row] += lift_of_zero_points(p, b, s_state.h, i);
-      s_q_scale[row] =
-          positive_scale(i >= seq.len_q ? 0.0f : scale_of_row(p, q.row(i), b, s_state.h, i) * fabsf(a.scale) * kLog2e);
+      s_q_scale[row] = i >= seq.len_q ? 0.0f : scale_of_row(p, q.row(i), b, s_state.h, i) * fabsf(a.scale) * kLog2e;
     }
   };
   const auto integer_v = [&](int key, int d) {
@@ -195,7 +194,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     for (int c = 0; c < kParts; ++c) {
       const int key = first_of_lane(key0) + c * kKeyGroup;
       const float scale = key < seq.len_k ? g_scales[key >> access.k_shift] : 0.0f;
-      scales[c] = positive_scale(kZeroPoints ? scale : number_or_zero(scale));
+      scales[c] = kZeroPoints ? scale : number_or_zero(scale);
     }
   };
   const auto s_q_of_warp = [&] { return s_q + fresh_tid() / 32 * (kWarpRows * kHeadDim); };
@@ -257,7 +256,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     for (int r = 0; r < 2 * kMTiles; ++r)
 #pragma unroll
       for (int c = 0; c < kParts; ++c) {
-        slopes[r][c] = q_scale[r] * k_scale[c];
+        slopes[r][c] = slope_of(q_scale[r], k_scale[c]);
         steep |= slopes[r][c] > kSteep;
       }
     const bool lifts = !scales_plainly(a.scale, a.softcap);
