@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on t
 
 HERE = Path(__file__).parent / "emulator"
 CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
-KERNELS = ("fa", "fa_warps", "fa_tc", "unfused")
+KERNELS = ("fa", "fa_warps", "fa_tc", "fa_mma", "unfused")
 
 
 def dtype_of(kernel: str) -> str:
@@ -131,14 +131,14 @@ def test_tile_shapes_of_other_architectures(library, name, arch):
     check_on(library, name, "fa", arch)
 
 
-@pytest.mark.parametrize("kernel", ["fa_warps", "fa_tc"])
+@pytest.mark.parametrize("kernel", ["fa_warps", "fa_tc", "fa_mma"])
 @pytest.mark.parametrize(("name", "arch"), [("dim_128", 75), ("dim_256", 86), ("nan_v", 75)])
 def test_a_few_tile_shapes_of_other_architectures(library, name, kernel, arch):
     check_on(library, name, kernel, arch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["fa_warps", "fa_tc"])
+@pytest.mark.parametrize("kernel", ["fa_warps", "fa_tc", "fa_mma"])
 @pytest.mark.parametrize("arch", [75, 80, 86])
 @pytest.mark.parametrize("name", SHAPES)
 def test_all_tile_shapes_of_other_architectures(library, name, kernel, arch):
