@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from bench import profiled
@@ -203,6 +204,7 @@ def run(command: Iterable[str | Path]) -> str:
     return done.stdout
 
 
+@cache  # ncu takes seconds to list them
 def metrics_here(ncu: str) -> list[str]:
     """Of the metrics wanted, those this GPU has: generations differ, and ncu refuses a list with an unknown one."""
     known = set(re.findall(r"^(\w+__\w+)", run([ncu, "--query-metrics"]), re.MULTILINE))

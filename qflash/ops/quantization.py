@@ -94,8 +94,8 @@ def quantize(
         cos, sin, positions, interleaved = rope.cos, rope.sin, rope.positions_k, rope.interleaved
     words = (granularity, group, symmetric, smooth, rounding, seed, interleaved, kernel)
     values, scale, *more = run(QUANTIZE, (x, lens, cos, sin, positions), words)
-    mean = more.pop() if smooth else None
-    zero_point, sums = (None, None) if symmetric else more
+    mean = more[-1] if smooth else None
+    zero_point, sums = (None, None) if symmetric else more[:2]
     dtype = dtype_name("x", x.dtype)
     return Quantized(values, scale, zero_point, mean, sums, granularity, group, symmetric, dtype)
 
