@@ -134,7 +134,7 @@ def table(preset: str) -> str:
         for (operation, shape, dtype), by_name in grouped.items():
             ours = by_name["qflash"]
             cells = [f"`{operation}`", shape, dtype, time(ours), f"{ours['gbs'] / 1e3:.2f} TB/s"]
-            cells += [f"**{ours['copy_share']:.0%}**", f"{ours['rel_l2']:.0e}"]
+            cells += [f"**{ours['copy_share']:.1%}**", f"{ours['rel_l2']:.0e}"]
             lines.append(cells + [ratio(ours["speedup"].get(peer)) for peer in (EAGER, COMPILED)])
         header = ["operation", "rows × columns", "dtype", "time", "rate", "of copy's rate", "error", f"× {EAGER}"]
         parts.append(f"{source(rows[0])}\n\n{markdown([*header, f'× {COMPILED}'], lines)}")
