@@ -91,6 +91,9 @@ def quantize(
             raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
         if rope.positions_q is not None:
             raise ValueError("rope.positions_q is given; allowed: None, x's tokens stand at rope.positions_k")
+        for name in ("cos", "sin"):
+            if getattr(rope, name) is None:  # which below would mean no rope
+                raise TypeError(f"rope.{name} is None; allowed: an array, [positions, rotary_dim / 2]")
         cos, sin, positions, interleaved = rope.cos, rope.sin, rope.positions_k, rope.interleaved
     words = (granularity, group, symmetric, smooth, rounding, seed, interleaved, kernel)
     values, scale, *more = run(QUANTIZE, (x, lens, cos, sin, positions), words)
@@ -157,12 +160,14 @@ def _shape_of(name: str, array: Array) -> _Shape:
     return shape
 
 
-def _check_scales(granularity: Any, group: Any, symmetric: Any) -> tuple[tuple[tuple[str, int], ...], int]:
-    """The struct's fields, and how many tokens share a scale."""
-    check_word("granularity", granularity, GRANULARITIES)
-    group = check_int("group", group, 1, INT32_MAX)
-    if not check_flag("symmetric", symmetric) and granularity != "tensor":
-        raise ValueError(f"symmetric is False; allowed: True with granularity {granularity!r}")
+def _check_scales(
+    granularity: Any, group: Any, symmetric: Any, owner: str = ""
+) -> tuple[tuple[tuple[str, int], ...], int]:
+    """The struct's fields, and how many tokens share a scale. `owner`: what the words are attributes of."""
+    check_word(f"{owner}granularity", granularity, GRANULARITIES)
+    group = check_int(f"{owner}group", group, 1, INT32_MAX)
+    if not check_flag(f"{owner}symmetric", symmetric) and granularity != "tensor":
+        raise ValueError(f"{owner}symmetric is False; allowed: True with granularity {granularity!r}")
     per_scale = group if granularity == "group" else 1
     code = _PER_TENSOR if granularity == "tensor" else _PER_ROWS
     return (("granularity", code), ("group", per_scale), ("symmetric", int(symmetric))), per_scale
@@ -229,8 +234,6 @@ def _check_rope(
 ) -> tuple[tuple[tuple[str, int], ...], tuple[Operand, ...]]:
     if cos is None:
         return (), ()
-    if sin is None:
-        raise TypeError("rope.sin is None; allowed: an array, as rope.cos is")
     for name, array in (("rope.cos", cos), ("rope.sin", sin)):
         check_float(name, array)
         if len(array.shape) != 2 or array.shape[1] < 1:
@@ -275,7 +278,7 @@ def _plan_dequantize(
 ) -> Plan:
     check_dtype("quantized.values", values, "int8")
     shape = _shape_of("quantized.values", values)
-    scale_fields, per_scale = _check_scales(granularity, group, symmetric)
+    scale_fields, per_scale = _check_scales(granularity, group, symmetric, "quantized.")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(repr, DTYPES))}")
     if (zero_point is None) != symmetric:
