@@ -1,4 +1,7 @@
-"""What one call costs before any arithmetic: tiny arrays, every front end, beside the frameworks' own attention."""
+"""What one call costs before any arithmetic: tiny arrays, every front end, beside the frameworks' own attention.
+
+`qflash bench cpu-overhead cuda-overhead` measures it. On CUDA it is the host's time: launches are not waited for.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import qflash
-from bench.peers import Arrays, Unavailable, load
+from bench.peers import Arrays, Unavailable, flash_attn_3, load
 from qflash import planning
 from qflash.testing import Case
-from qflash.testing.runner import to_torch
+from qflash.testing.runner import arch_of
 
 
 @dataclass(frozen=True)
@@ -20,19 +23,15 @@ class Way:
     name: str
     framework: str
     call: Callable[[], Any]
-    peer: str | None = None  # None: this is one of the peers, or has none
-
-    @property
-    def kernel(self) -> str | None:
-        """The qflash kernel behind it."""
-        return "cpu" if self.peer or self.name.startswith("qflash") else None
+    kernel: str | None = None  # of qflash; None for peers
+    peer: str | None = None
 
 
-def ways(case: Case) -> Iterator[Way]:
+def ways(case: Case, device: str) -> Iterator[Way]:
     """Every way this machine has; frameworks that are not installed are left out."""
-    arrays = Arrays(case, "cpu")
-    yield from _numpy_ways(arrays)
-    for more in (_torch_ways, _jax_ways):
+    arrays = Arrays(case, device)
+    cuda = device == "cuda"
+    for more in (_torch_ways, _fa3_ways) if cuda else (_numpy_ways, _torch_ways, _torch_train_ways, _jax_ways):
         try:
             yield from more(arrays)
         except Unavailable:
@@ -41,7 +40,7 @@ def ways(case: Case) -> Iterator[Way]:
 
 def _numpy_ways(arrays: Arrays) -> Iterator[Way]:
     q, k, v = arrays.numpy
-    yield Way("qflash, NumPy", "numpy", lambda: qflash.attention(q, k, v))
+    yield Way("qflash, NumPy", "numpy", lambda: qflash.attention(q, k, v), "cpu")
 
 
 def _torch_ways(arrays: Arrays) -> Iterator[Way]:
@@ -54,36 +53,48 @@ def _torch_ways(arrays: Arrays) -> Iterator[Way]:
     from qflash.frontends import torch as frontend
     from qflash.problem import Options
 
-    call = planning.prepare(frontend.problem_of(q, k, v, Options())).call
+    prepared = planning.prepare(frontend.problem_of(q, k, v, Options()), arch_of(arrays.device))
+    kernel = prepared.kernel.name
     out = torch.empty_like(q)
-    # Everything after the four arrays is absent, on one thread: see AttnCall in csrc/bindings/native.cc.
-    addresses = [x.data_ptr() for x in (q, k, v, out)] + [0] * 10 + [1]
+    workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=q.device)
+    stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else 0
+    # Absent between out and the workspace, in order: see AttnCall in csrc/bindings/native.cc. On the CPU, one thread.
+    addresses = [x.data_ptr() for x in (q, k, v, out)] + [0] * 8 + [workspace.data_ptr(), stream, 1]
 
-    def compiled(keep_alive=(q, k, v, out)) -> None:
-        call(*addresses)
+    def compiled(keep_alive=(q, k, v, out, workspace)) -> None:
+        prepared.call(*addresses)
 
-    yield Way("the compiled call alone", "torch", compiled, "torch SDPA")
+    yield Way("the compiled call alone", "torch", compiled, kernel, "torch SDPA")
 
-    lens = torch.tensor([arrays.case.k_len] * arrays.case.batch, dtype=torch.int32)
-    tables = qflash.rope_tables(arrays.case.k_len, arrays.case.head_dim)
-    rope = qflash.Rope(*(to_torch(table) for table in tables))
+    lens = torch.tensor([arrays.case.k_len] * arrays.case.batch, dtype=torch.int32, device=q.device)
     words: dict[str, dict[str, Any]] = {
         "": {},
         ", causal": {"causal": True},
         ", return_lse": {"return_lse": True},
         ", kv_lens": {"kv_lens": lens},
-        ", rope": {"rope": rope},
+        ", rope": {"rope": arrays.torch_rope},
     }
     for name, options in words.items():
         run = lambda options=options: qflash.attention(q, k, v, **options)  # noqa: E731
-        yield Way(f"qflash, PyTorch{name}", "torch", run, "torch SDPA")
+        yield Way(f"qflash, PyTorch{name}", "torch", run, kernel, "torch SDPA")
 
+
+def _fa3_ways(arrays: Arrays) -> Iterator[Way]:
+    peer = flash_attn_3()
+    yield Way(peer.name, "torch", peer.make(arrays))
+
+
+def _torch_train_ways(arrays: Arrays) -> Iterator[Way]:
+    torch = load("torch")
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = arrays.torch
+    theirs = arrays.torch_bhtd
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     their_leaves = [x.detach().clone().requires_grad_() for x in theirs]
     grad = torch.autograd.grad
     yield Way("torch SDPA, forward and backward", "torch", lambda: grad(sdpa(*their_leaves), their_leaves, theirs[0]))
     both = lambda: grad(qflash.attention(*leaves), leaves, q)  # noqa: E731
-    yield Way("qflash, PyTorch, forward and backward", "torch", both, "torch SDPA, forward and backward")
+    yield Way("qflash, PyTorch, forward and backward", "torch", both, "cpu", "torch SDPA, forward and backward")
 
 
 def _jax_ways(arrays: Arrays) -> Iterator[Way]:
@@ -91,4 +102,5 @@ def _jax_ways(arrays: Arrays) -> Iterator[Way]:
     theirs = jax.jit(jax.nn.dot_product_attention)
     ours = jax.jit(lambda q, k, v: qflash.attention(q, k, v))
     yield Way("jax.nn, jitted", "jax", lambda: jax.block_until_ready(theirs(*arrays.jax)))
-    yield Way("qflash, JAX, jitted", "jax", lambda: jax.block_until_ready(ours(*arrays.jax)), "jax.nn, jitted")
+    waited = lambda: jax.block_until_ready(ours(*arrays.jax))  # noqa: E731
+    yield Way("qflash, JAX, jitted", "jax", waited, "cpu", "jax.nn, jitted")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 import qflash
+from bench.presets import TRAIN, Preset
 from qflash import dispatch, machine
 from qflash.testing import Case
 from qflash.testing.runner import to_numpy, to_torch
@@ -27,12 +28,39 @@ class Unavailable(Exception):
     """A candidate cannot run here; the text says why."""
 
 
-def load(module: str):
-    """Import a module or raise Unavailable."""
+def load(*modules: str):
+    """Import the first of `modules` that is installed, or raise Unavailable."""
+    reasons = []
+    for module in modules:
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            reasons.append(f"{module} cannot be imported: {error}")
+    raise Unavailable("; ".join(reasons))
+
+
+@lru_cache(maxsize=1)
+def _numbers(flat: Case) -> tuple[np.ndarray, ...]:
+    inputs = flat.make_inputs()
+    return inputs.q, inputs.k, inputs.v
+
+
+def _draw(case: Case) -> tuple[np.ndarray, ...]:
+    """q, k, v as `case.make_inputs()` has them. A grid cuts the same numbers into other shapes: drawn once."""
+    queries, keys = ((case.batch, length) for length in (case.q_len, case.k_len))
+    shapes = [(*queries, case.q_heads, case.head_dim), *[(*keys, case.kv_heads, case.head_dim)] * 2]
+    sizes = {"q_len": math.prod(shapes[0]), "k_len": math.prod(shapes[1])}
+    flat = replace(case, name="flat", batch=1, q_heads=1, kv_heads=1, head_dim=1, causal=False, **sizes)
+    return tuple(x.reshape(shape) for x, shape in zip(_numbers(flat), shapes, strict=True))
+
+
+def _tried(call: Call) -> Call:
+    """The call of a peer, once it has shown that it takes the problem."""
     try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise Unavailable(f"{module} cannot be imported: {error}") from None
+        call()
+    except (RuntimeError, ValueError) as error:
+        raise Unavailable(str(error).splitlines()[0]) from None
+    return call
 
 
 class Arrays:
@@ -41,8 +69,7 @@ class Arrays:
     def __init__(self, case: Case, device: str):
         self.case = case
         self.device = device
-        inputs = case.make_inputs()
-        self.numpy = (inputs.q, inputs.k, inputs.v)
+        self.numpy = _draw(case)
 
     @cached_property
     def dout(self) -> np.ndarray:
@@ -57,6 +84,15 @@ class Arrays:
     def torch_bhtd(self):
         """`[B, H, T, D]`, contiguous: how torch's own attention wants them."""
         return tuple(x.transpose(1, 2).contiguous() for x in self.torch)
+
+    @cached_property
+    def rope(self) -> qflash.Rope:
+        """Tables (NumPy) that turn every channel."""
+        return qflash.Rope(*qflash.rope_tables(self.case.k_len, self.case.head_dim))
+
+    @cached_property
+    def torch_rope(self) -> qflash.Rope:
+        return qflash.Rope(*(to_torch(table, self.device) for table in (self.rope.cos, self.rope.sin)))
 
     @cached_property
     def jax(self):
@@ -75,6 +111,7 @@ class Candidate:
     kernel: str | None = None  # of qflash; None for peers
     precision: str | None = None
     framework: str = "torch"
+    rope: bool = False  # q and k are rotated
 
     def read(self, result: Any) -> np.ndarray:
         """A result of the call as `[B, T, H, D]`."""
@@ -96,6 +133,24 @@ def qflash_torch(kernel: str) -> Candidate:
         return lambda: qflash.attention(q, k, v, **options)
 
     return _qflash(kernel, "torch", make)
+
+
+def qflash_rope(kernel: str) -> Candidate:
+    def make(arrays: Arrays) -> Call:
+        q, k, v = arrays.torch
+        options = _options(arrays.case, kernel) | {"rope": arrays.torch_rope}
+        return lambda: qflash.attention(q, k, v, **options)
+
+    return replace(_qflash(kernel, "torch", make), name=f"qflash {kernel}, rope", rope=True)
+
+
+def qflash_jax(kernel: str) -> Candidate:
+    def make(arrays: Arrays) -> Call:
+        options = _options(arrays.case, kernel)
+        call = load("jax").jit(lambda q, k, v: qflash.attention(q, k, v, **options))
+        return lambda: call(*arrays.jax)
+
+    return _qflash(kernel, "jax", make)
 
 
 def qflash_quantized(kernel: str) -> Candidate:
@@ -174,11 +229,7 @@ def torch_sdpa_backend(backend: str) -> Candidate:
             with attention.sdpa_kernel(chosen):
                 return call(q, k, v)
 
-        try:
-            run()
-        except RuntimeError as error:
-            raise Unavailable(str(error).splitlines()[0]) from None
-        return run
+        return _tried(run)
 
     return Candidate(SDPA_BACKENDS[backend], make, bhtd=True)
 
@@ -229,23 +280,27 @@ def _with_gradients(arrays: Arrays, tensors, attention, bhtd: bool = False) -> C
 # JAX and others
 
 
-def jax_nn() -> Candidate:
+def jax_nn(implementation: str | None = None, wait: bool = True) -> Candidate:
+    """jax.nn.dot_product_attention, jitted. `wait`: a call returns when the result is there."""
+
     def make(arrays: Arrays) -> Call:
         jax = load("jax")
         case = arrays.case
         if case.causal and case.q_len != case.k_len:
             raise Unavailable("is_causal is aligned to the top left")
-        call = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=case.causal))
-        return lambda: jax.block_until_ready(call(*arrays.jax))
+        options = {"is_causal": case.causal, "implementation": implementation}
+        call = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options))
+        waited = _tried(lambda: jax.block_until_ready(call(*arrays.jax)))
+        return waited if wait else lambda: call(*arrays.jax)
 
-    return Candidate("jax.nn", make, framework="jax")
+    return Candidate(" ".join(("jax.nn", implementation or "")).strip(), make, framework="jax")
 
 
-def flash_attn(module: str, name: str) -> Candidate:
-    """FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), where they are installed."""
+def flash_attn(name: str, *modules: str) -> Candidate:
+    """FlashAttention 2 or 3 from the first of `modules` that is installed."""
 
     def make(arrays: Arrays) -> Call:
-        function = load(module).flash_attn_func
+        function = load(*modules).flash_attn_func
         q, k, v = arrays.torch
         if q.dtype == load("torch").float32:
             raise Unavailable("takes no float32")
@@ -255,28 +310,46 @@ def flash_attn(module: str, name: str) -> Candidate:
             out = function(q, k, v, causal=causal)
             return out[0] if isinstance(out, tuple) else out
 
-        return run
+        return _tried(run)
 
     return Candidate(name, make)
 
 
-def peers(kind: str, device: str) -> list[Candidate]:
-    """Whom qflash is compared with."""
-    if kind == "train":
-        return [torch_sdpa_train()]
-    if device == "cuda":
-        others = [flash_attn("flash_attn", "FlashAttention 2"), flash_attn("flash_attn_interface", "FlashAttention 3")]
-        return [torch_sdpa(), *map(torch_sdpa_backend, SDPA_BACKENDS), torch_naive(), *others]
-    return [torch_sdpa(), torch_naive(), jax_nn()]
+def flash_attn_3() -> Candidate:
+    """FlashAttention 3 as its own repository builds it, or the PyPI package fa3-fwd."""
+    return flash_attn("FlashAttention 3", "flash_attn_interface", "fa3_fwd_interface")
 
 
-def candidates(kind: str, device: str, kernels: tuple[str, ...], named: tuple[str, ...] | None) -> list[Candidate]:
-    """Everyone who takes part in a preset, qflash first; of the peers those `named`, or all."""
-    if kind == "train":
-        front = qflash_torch_train
+def peers(preset: Preset) -> list[Candidate]:
+    """Whom qflash is compared with: those the preset names, or all."""
+    if preset.framework == "jax":
+        everyone = [jax_nn("cudnn", wait=False), jax_nn("xla", wait=False)]
+    elif preset.kind == TRAIN:
+        everyone = [torch_sdpa_train()]
+    elif preset.device == "cuda":
+        others = [flash_attn("FlashAttention 2", "flash_attn"), flash_attn_3()]
+        everyone = [torch_sdpa(), *map(torch_sdpa_backend, SDPA_BACKENDS), torch_naive(), *others]
     else:
-        front = qflash_torch if device == "cuda" or machine.version("torch") else qflash_numpy
+        everyone = [torch_sdpa(), torch_naive(), jax_nn()]
+    return [peer for peer in everyone if preset.peers is None or peer.name in preset.peers]
+
+
+def _front(preset: Preset) -> Callable[[str], Candidate]:
+    """The front end through which a preset calls kernels."""
+    if preset.framework == "jax":
+        return qflash_jax
+    if preset.kind == TRAIN:
+        return qflash_torch_train
+    return qflash_torch if preset.device == "cuda" or machine.version("torch") else qflash_numpy
+
+
+def candidates(preset: Preset) -> list[Candidate]:
+    """Everyone who takes part in a preset, qflash first."""
+    front = _front(preset)
     ours = [
-        qflash_quantized(name) if dispatch.BY_NAME[name].op == "attention_int8" else front(name) for name in kernels
+        qflash_quantized(name) if dispatch.BY_NAME[name].op == "attention_int8" else front(name)
+        for name in preset.kernels
     ]
-    return [*ours, *(peer for peer in peers(kind, device) if named is None or peer.name in named)]
+    if preset.rope:
+        ours += map(qflash_rope, preset.kernels)
+    return [*ours, *peers(preset)]

@@ -22,10 +22,14 @@ class Preset:
     cases: tuple[Case, ...]
     peers: tuple[str, ...] | None = None  # names of bench.peers; None: all that the device has
     graph: bool = False  # CUDA: short calls are replayed from a graph, so that the host's share is not counted
+    best: bool = False  # what counts is the ratio to the best peer of each problem
+    rope: bool = False  # every kernel runs with rope too
+    framework: str = "torch"  # or "jax", jitted
 
 
+_RUNGS = ("unfused", "fa", "fa_warps", "fa_tc", "fa_mma", "sm90_fwd", "fa_int8")
 # The CUDA attention kernels from the first rung to the last; those that are not in the table yet are left out.
-LADDER = tuple(name for name in ("unfused", "fa", "fa_warps", "fa_tc", "fa_mma", "fa_int8") if name in BY_NAME)
+LADDER = tuple(name for name in _RUNGS if name in BY_NAME)
 
 
 def _square(length: int, head_dim: int, causal: bool, heads: int = 8, batch: int = 1, dtype: str = "float32") -> Case:
@@ -54,6 +58,8 @@ def _grid(dtypes: tuple[str, ...], head_dims: tuple[int, ...], lengths: tuple[in
 
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+# The kernel that is held against the best there is on a Hopper GPU.
+HOPPER = next(name for name in ("sm90_fwd", "fa_mma") if name in BY_NAME)
 
 PRESETS = {
     preset.name: preset
@@ -124,6 +130,46 @@ PRESETS = {
             _grid(("bfloat16",), (128, 64), (4096, 8192, 16384)),
             peers=("torch FA2",),
             graph=True,
+        ),
+        Preset(
+            "sm90",
+            f"{HOPPER} and the best that runs on Hopper, B·T=16384 H·D=2048",
+            "cuda",
+            FORWARD,
+            (HOPPER,),
+            _grid(("bfloat16",), (64, 128, 256), _LENGTHS) + _grid(("float16",), (64, 128, 256), (4096,)),
+            peers=("torch FA2", "torch SDPA cudnn", "FlashAttention 3"),
+            graph=True,
+            best=True,
+        ),
+        Preset(
+            "sm90-rope",
+            f"{HOPPER} with and without rope, bfloat16, B·T=16384 H·D=2048",
+            "cuda",
+            FORWARD,
+            (HOPPER,),
+            _grid(("bfloat16",), (64, 128), (4096, 8192, 16384)),
+            peers=(),
+            graph=True,
+            rope=True,
+        ),
+        Preset(
+            "sm90-jax",
+            f"{HOPPER} and cuDNN from JAX, jitted, bfloat16, B·T=16384 H·D=2048",
+            "cuda",
+            FORWARD,
+            (HOPPER,),
+            _grid(("bfloat16",), (64, 128), (2048, 8192)),
+            peers=("jax.nn cudnn",),
+            framework="jax",
+        ),
+        Preset(
+            "cuda-overhead",
+            "Host time of a call on tiny CUDA tensors",
+            "cuda",
+            OVERHEAD,
+            (HOPPER,),
+            (Case(name="tiny", q_len=64, k_len=64, q_heads=2, kv_heads=2, head_dim=64, dtype="bfloat16"),),
         ),
     )
 }

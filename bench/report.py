@@ -9,12 +9,13 @@ from typing import Any
 
 from bench import int8_gemm, profiles, quantize, reductions
 from bench import rows as store
-from bench.presets import PRESETS
+from bench.presets import PRESETS, Preset
 from qflash.dispatch import KERNELS, Kernel, kernels_of
 
 CUDA_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.device == "cuda")
 PAGES = (store.ROOT / "README.md", *sorted((store.ROOT / "docs" / "kernels").glob("*.md")))
 Row = dict[str, Any]
+BEHIND = 0.95  # of a peer's speed: below it a kernel counts as slower, not as equal
 
 
 # Cells
@@ -86,8 +87,9 @@ def preset_table(name: str) -> str:
     """One table per machine with committed rows: a problem per line, qflash's kernels beside their peers."""
     parts = []
     for rows in store.committed(name).values():
-        means = [f"- {line}" for line in geometric_means(rows)] if PRESETS[name].peers else []
-        parts.append("\n\n".join([source(rows[0]), _lines(rows), *(["\n".join(means)] if means else [])]))
+        means = [f"- {line}" for line in means_of(PRESETS[name], rows)] if PRESETS[name].peers is not None else []
+        lines = _lines(rows, PRESETS[name].best)
+        parts.append("\n\n".join([source(rows[0]), lines, *(["\n".join(means)] if means else [])]))
     return "\n\n".join(parts) or _no_rows(name)
 
 
@@ -149,7 +151,43 @@ def geometric_means(rows: list[Row]) -> list[str]:
     return sentences
 
 
-def _lines(rows: list[Row]) -> str:
+def best_peer(row: Row) -> tuple[str, float] | None:
+    """The peer that a row of ours has the hardest time with, and how many times faster ours is."""
+    peers = {peer: value for peer, value in row["speedup"].items() if not peer.startswith("qflash")}
+    return min(peers.items(), key=lambda item: item[1]) if peers else None
+
+
+def against_the_best(rows: list[Row]) -> list[str]:
+    """A sentence per kernel and dtype: the speed-up over the best peer of each problem, whichever that is."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["kernel"] and best_peer(row):
+            groups.setdefault((row["candidate"], row["dtype"]), []).append(row)
+    sentences = []
+    for (name, dtype), ours in groups.items():
+        ratios = [best_peer(row)[1] for row in ours]
+        peers = [peer for peer in peers_of(ours) if not peer.startswith("qflash")]
+        among = f"geometric mean of {len(ratios)} problems, {min(ratios):.2f} to {max(ratios):.2f}"
+        behind = sum(value < BEHIND for value in ratios)
+        mean = ratio(math.exp(sum(map(math.log, ratios)) / len(ratios)))
+        sentences.append(f"{name}, {dtype}: {mean} the best of {', '.join(peers)} ({among}; {behind} under {BEHIND}×)")
+    return sentences
+
+
+def means_of(preset: Preset, rows: list[Row]) -> list[str]:
+    """What a preset's rows come to, in sentences."""
+    return geometric_means(rows) + (against_the_best(rows) if preset.best else [])
+
+
+def _against(row: Row, peer: str | None) -> str:
+    """A row's speed-up over `peer` in bold; None: over the best, and who that is."""
+    if peer is None:
+        found = best_peer(row)
+        return f"**{ratio(found[1])}** {found[0]}" if found else ""
+    return f"**{ratio(row['speedup'][peer])}**" if peer in row["speedup"] else ""
+
+
+def _lines(rows: list[Row], best: bool = False) -> str:
     candidates = list(dict.fromkeys(row["candidate"] for row in rows))
     if rows[0]["kind"] == "overhead":
         lines = [[row["candidate"], time(row), f"{row['us']['min']:.1f} µs", _peer_ratio(row)] for row in rows]
@@ -159,14 +197,14 @@ def _lines(rows: list[Row]) -> str:
     grouped: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         grouped.setdefault((problem(row), row["dtype"]), {})[row["candidate"]] = row
-    peer = peers_of(rows)[0]
-    header = ["problem", *(head for name in ours for head in (name, f"× {peer}", "error")), *peers]
+    peer = None if best else peers_of(rows)[0]
+    header = ["problem", *(head for name in ours for head in (name, f"× {peer or 'best peer'}", "error")), *peers]
     lines = []
     for (what, dtype), by_name in grouped.items():
         cells = [f"{what} {dtype}"]
         for name in ours:
             row = by_name.get(name)
-            cells += [rate(row), f"**{ratio(row['speedup'].get(peer))}**", error(row)] if row else ["–"] * 3
+            cells += [rate(row), _against(row, peer), error(row)] if row else ["–"] * 3
         cells += [rate(by_name[name]) if name in by_name else "–" for name in peers]
         lines.append(cells)
     return markdown(header, lines)
@@ -184,7 +222,7 @@ def kernel_table(name: str) -> str:
                 continue
             peers = peers_of(ours)
             lines = [
-                [problem(row), row["dtype"], time(row), rate(row), error(row)]
+                [problem(row) + (" rope" if row.get("rope") else ""), row["dtype"], time(row), rate(row), error(row)]
                 + [ratio(row["speedup"].get(peer)) for peer in peers]
                 for row in ours
             ]

@@ -14,7 +14,7 @@ from qflash.testing import Case
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-PACKAGES = ("numpy", "torch", "jax", "triton", "flash-attn")
+PACKAGES = ("numpy", "torch", "jax", "triton", "flash-attn", "fa3-fwd")
 
 
 def commit() -> str:

@@ -18,14 +18,17 @@ from bench.peers import Arrays, Candidate, Unavailable, candidates
 from bench.presets import DECODE, FORWARD, OVERHEAD, PRESETS, TRAIN, Preset
 from qflash import machine, reference
 from qflash.testing import Case, errors
-from qflash.testing.timing import Comparison, CudaClock, WallClock, compare
+from qflash.testing.timing import Clock, Comparison, CudaClock, HostClock, WallClock, compare
 
 # Whom speed-ups are given over, where they take part.
-OVER = ("torch SDPA", "torch FA2", "torch naive", "qflash fa_mma")
+OVER = (
+    "torch SDPA", "torch FA2", "torch naive", "qflash fa_mma",
+    "torch SDPA cudnn", "FlashAttention 3", "jax.nn cudnn", "qflash sm90_fwd",
+)  # fmt: skip
 CHECKED_ROWS = 512
 
 
-def exact(case: Case, arrays: Arrays, kind: str) -> np.ndarray:
+def exact(case: Case, arrays: Arrays, kind: str, rope: bool = False) -> np.ndarray:
     """The last rows of the first head of the first sequence in float64: out, or dq of a train step.
 
     Neither heads nor query rows see each other, and the diagonal is anchored at the last row, so a part is a problem.
@@ -35,7 +38,7 @@ def exact(case: Case, arrays: Arrays, kind: str) -> np.ndarray:
     if kind == TRAIN:
         dout = arrays.dout[:1, -CHECKED_ROWS:, :1].astype(np.float64)
         return reference.attention_backward(q, k, v, dout, causal=case.causal)[0]
-    return reference.attention(q, k, v, causal=case.causal)[0]
+    return reference.attention(q, k, v, causal=case.causal, rope=arrays.rope if rope else None)[0]
 
 
 def refusal(error: Exception) -> str | None:
@@ -61,15 +64,16 @@ def measure(
     shared = {"preset": preset.name} | rows.provenance(preset.device)
     if preset.kind == OVERHEAD:
         for case in cases or preset.cases:
-            yield [shared | row for row in _overhead(case, budget, min_rounds)]
+            yield [shared | row for row in _overhead(preset, case, budget, min_rounds)]
         return
-    clock = CudaClock(graph=preset.graph) if preset.device == "cuda" else WallClock()
+    clock, min_sample = _clock(preset)
     told = set()
+    everyone = candidates(preset)
     for case in cases or preset.cases:
         arrays = Arrays(case, preset.device)
-        truth = exact(case, arrays, preset.kind)
+        truth = {rope: exact(case, arrays, preset.kind, rope) for rope in {one.rope for one in everyone}}
         calls, checked, taking_part = {}, {}, []
-        for candidate in candidates(preset.kind, preset.device, preset.kernels, preset.peers):
+        for candidate in everyone:
             if candidate.name in leave_out:
                 continue
             try:
@@ -84,19 +88,30 @@ def measure(
                     on_skip(f"{candidate.name}: {reason}")
                 continue
             calls[candidate.name] = call
-            rel_l2 = errors(result[:1, -CHECKED_ROWS:, :1], truth).relative_l2
-            checked[candidate.name] = {"rel_l2": float(f"{rel_l2:.3g}")} | _peak_memory(case, call, preset.device)
+            rel_l2 = errors(result[:1, -CHECKED_ROWS:, :1], truth[candidate.rope]).relative_l2
+            checked[candidate.name] = {"rel_l2": float(f"{rel_l2:.3g}")} | _peak_memory(case, call, preset)
             taking_part.append(candidate)
-        timing = compare(calls, clock=clock, budget=budget, min_rounds=min_rounds)
+        timing = compare(calls, clock=clock, budget=budget, min_rounds=min_rounds, min_sample=min_sample)
         yield [shared | _row(preset.kind, case, one, timing, checked[one.name]) for one in taking_part]
 
 
-def _peak_memory(case: Case, call: Callable[[], Any], device: str) -> dict[str, int]:
+def _clock(preset: Preset) -> tuple[Clock, float]:
+    """The clock of a preset, and how many seconds a sample of it must last."""
+    if preset.framework == "jax":
+        import jax
+
+        # JAX hides its stream. Calls queue up and the last is waited for, once in a sample that dwarfs the wait.
+        return WallClock(sync=jax.block_until_ready, settle=0), 0.02
+    return CudaClock(graph=preset.graph) if preset.device == "cuda" else WallClock(), 1e-3
+
+
+def _peak_memory(case: Case, call: Callable[[], Any], preset: Preset) -> dict[str, int]:
     """Bytes of GPU memory a call needs at its peak: q, k and v, its result, and whatever else torch allocates for it.
 
-    On the CPU nobody counts allocations per call, and the process's high-water mark is not the call's: no figure.
+    On the CPU nobody counts allocations per call, and the process's high-water mark is not the call's: no figure. Nor
+    does torch know what JAX allocates.
     """
-    if device != "cuda":
+    if preset.device != "cuda" or preset.framework != "torch":
         return {}
     import torch
 
@@ -108,14 +123,15 @@ def _peak_memory(case: Case, call: Callable[[], Any], device: str) -> dict[str, 
     return {"peak_bytes": rows.input_bytes(case) + torch.cuda.max_memory_allocated() - before}
 
 
-def _overhead(case: Case, budget: float, min_rounds: int) -> list[dict[str, Any]]:
+def _overhead(preset: Preset, case: Case, budget: float, min_rounds: int) -> list[dict[str, Any]]:
     """Rows of calls on arrays so small that the call itself is what is timed."""
-    taking_part = list(ways(case))
+    taking_part = list(ways(case, preset.device))
     threads = qflash.get_num_threads()
     set_threads(1)  # waking a second thread is no part of what is asked for
     # Calls follow one another without a pause, as they do in a loop over layers.
     calls = {way.name: way.call for way in taking_part}
-    timing = compare(calls, clock=WallClock(settle=0), budget=budget, min_rounds=min_rounds)
+    clock = HostClock() if preset.device == "cuda" else WallClock(settle=0)
+    timing = compare(calls, clock=clock, budget=budget, min_rounds=min_rounds)
     set_threads(threads)
     found = []
     for way in taking_part:
@@ -133,6 +149,7 @@ def _row(kind: str, case: Case, candidate: Candidate, timing: Comparison, checke
         "framework": candidate.framework,
         "kernel": candidate.kernel,
         "precision": candidate.precision,
+        **({"rope": True} if candidate.rope else {}),
         "us": stats.as_dict(),
         **checked,
     }

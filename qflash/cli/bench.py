@@ -119,7 +119,7 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
     for preset in chosen:
         rows = measure(console, preset, budget=budget)
         console.print(table_of(rows, preset.title))
-        for line in load("report").geometric_means(rows):
+        for line in load("report").means_of(preset, rows):
             console.print(line)
         if not dry_run:
             write(console, preset.name, rows)

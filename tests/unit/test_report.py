@@ -70,6 +70,45 @@ def test_geometric_means():
     assert report.geometric_means(rows[:1]) == []
 
 
+def test_the_best_peer_is_another_one_from_problem_to_problem(results):
+    ratios = (
+        {"torch FA2": 2.0, "torch SDPA cudnn": 1.0, "FlashAttention 3": 4.0, "qflash fa_mma": 0.1},
+        {"torch FA2": 2.0, "torch SDPA cudnn": 1.5, "FlashAttention 3": 0.81},
+    )
+    assert [report.best_peer(row("qflash fa", 1.0, one)) for one in ratios] == [
+        ("torch SDPA cudnn", 1.0),
+        ("FlashAttention 3", 0.81),
+    ]
+    assert report.best_peer(row("qflash fa", 1.0, {"qflash fa_mma": 0.1})) is None
+    rows = [row("qflash fa", 1.0, one, Tq=length) for length, one in enumerate(ratios)]
+    rows += [row("qflash fa", 1.0, {"torch FA2": 3.0}, dtype="float16"), row("torch FA2", 1.0, {"FlashAttention 3": 1})]
+    assert report.against_the_best(rows) == [
+        "qflash fa, float32: 0.90× the best of torch FA2, torch SDPA cudnn, FlashAttention 3 "
+        "(geometric mean of 2 problems, 0.81 to 1.00; 1 under 0.95×)",
+        "qflash fa, float16: 3.00× the best of torch FA2 (geometric mean of 1 problems, 3.00 to 3.00; 0 under 0.95×)",
+    ]
+    store.write(results / "nvidia-h200" / "sm90.jsonl", rows)
+    table = report.preset_table("sm90")
+    assert "| problem | qflash fa | × best peer | error | torch FA2 |" in table
+    assert "causal float32 | 1 GFLOP/s | **0.81×** FlashAttention 3 | 3e-07 | – |" in table
+    assert "- qflash fa, float32: 0.90× the best of" in table
+
+
+def test_rope_has_its_own_ratio_and_its_own_lines(results):
+    (kernel,) = presets.PRESETS["sm90-rope"].kernels
+    plain, rotated = f"qflash {kernel}", f"qflash {kernel}, rope"
+    rows = []
+    for length in (4096, 8192):
+        rows += [row(plain, 1.0, {}, Tq=length), row(rotated, 1.0, {plain: 0.96}, Tq=length, rope=True, kernel=kernel)]
+    store.write(results / "nvidia-h200" / "sm90-rope.jsonl", rows)
+    table = report.preset_table("sm90-rope")
+    assert f"- {rotated}: 0.96× {plain} (geometric mean of 2 problems, 0.96 to 0.96)" in table
+    assert "| 1 GFLOP/s |  | 3e-07 | 1 GFLOP/s | **0.96×** | 3e-07 |" in table
+    lines = report.kernel_table(kernel)
+    assert "T=4096 H=8 D=64 causal | " in lines
+    assert "T=4096 H=8 D=64 causal rope | " in lines
+
+
 def test_the_ladder_names_its_shapes_rungs_and_peers():
     ladder = presets.PRESETS["ladder"]
     shapes = {(case.batch, case.q_heads, case.q_len, case.head_dim) for case in ladder.cases}
@@ -83,20 +122,20 @@ def test_the_ladder_names_its_shapes_rungs_and_peers():
     assert len(ladder.cases) == 24
     assert list(ladder.kernels) == [*presets.LADDER, "fa_int8_quantized"]
     assert set(ladder.kernels) <= {kernel.name for kernel in KERNELS}
-    known = {peer.name for peer in peers.peers(ladder.kind, ladder.device)}
-    assert set(ladder.peers) <= known
-    chosen = peers.candidates(ladder.kind, ladder.device, ladder.kernels, ladder.peers)
+    chosen = peers.candidates(ladder)
     assert [one.name for one in chosen if one.kernel is None] == ["torch FA2", "torch SDPA cudnn", "torch naive"]
 
 
 def test_peak_memory_is_the_calls_own(monkeypatch):
     case = presets._square(64, 32, causal=False, heads=2, dtype="float16")
-    assert run._peak_memory(case, lambda: None, "cpu") == {}
+    of_torch, of_jax = presets.PRESETS["sm90"], presets.PRESETS["sm90-jax"]
+    assert run._peak_memory(case, lambda: None, presets.PRESETS["cpu"]) == {}
+    assert run._peak_memory(case, lambda: None, of_jax) == {}
     names = ("synchronize", "reset_peak_memory_stats")
     fake = types.SimpleNamespace(**{name: lambda: None for name in names})
     fake.memory_allocated, fake.max_memory_allocated = lambda: 5000, lambda: 5000 + 700
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=fake))
-    assert run._peak_memory(case, lambda: None, "cuda") == {"peak_bytes": 3 * 64 * 2 * 32 * 2 + 700}
+    assert run._peak_memory(case, lambda: None, of_torch) == {"peak_bytes": 3 * 64 * 2 * 32 * 2 + 700}
 
 
 def test_rewrite_fills_sections_and_names_what_changed(results):

@@ -1,11 +1,13 @@
 """The timer: statistics, interleaving, ratios, and how short calls are repeated."""
 
+import sys
 import time
+import types
 
 import numpy as np
 import pytest
 
-from qflash.testing.timing import Comparison, CudaClock, Stats, WallClock, compare, measure
+from qflash.testing.timing import Comparison, CudaClock, HostClock, Stats, WallClock, compare, measure
 
 
 class ScriptedClock:
@@ -81,6 +83,15 @@ def test_bad_rounds_are_refused(options, name):
 def test_no_candidates_are_refused():
     with pytest.raises(ValueError, match="candidates is empty"):
         compare({})
+
+
+def test_host_time_starts_on_an_idle_gpu_and_waits_for_nothing(monkeypatch):
+    log = []
+    cuda = types.SimpleNamespace(synchronize=lambda: log.append("idle") or time.sleep(0.02))
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    seconds = HostClock().sample(lambda: log.append("call"), 3)
+    assert log == ["idle", "call", "call", "call"]
+    assert seconds < 0.02 / 3
 
 
 @pytest.mark.gpu

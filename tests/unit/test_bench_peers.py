@@ -1,0 +1,162 @@
+"""bench.peers, presets and overhead: who takes part where, and rows of the presets whose machine is not this one."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qflash.cli.bench import load
+from qflash.testing import Case
+
+peers, presets, run = (load(name) for name in ("peers", "presets", "run"))
+PRESETS = presets.PRESETS
+TINY = presets._square(48, 16, causal=True, heads=2)
+
+
+def here(name: str, **changes):
+    """A preset of the GPU on the CPU, with its kernel."""
+    return replace(PRESETS[name], device="cpu", kernels=("cpu",), **changes)
+
+
+def rows_of(preset, case=TINY, on_skip=lambda text: None):
+    (found,) = run.measure(preset, cases=(case,), budget=0, min_rounds=2, on_skip=on_skip)
+    return {row["candidate"]: row for row in found}
+
+
+def test_the_grid_on_hopper():
+    preset = PRESETS["sm90"]
+    grid = {
+        (d, causal, t) for d in (64, 128, 256) for causal in (False, True) for t in (512, 1024, 2048, 4096, 8192, 16384)
+    }
+    bf16 = [case for case in preset.cases if case.dtype == "bfloat16"]
+    assert {(case.head_dim, case.causal, case.q_len) for case in bf16} == grid and len(bf16) == 36
+    assert [case.dtype for case in preset.cases[36:]] == ["float16"] * 6
+    for case in preset.cases:
+        assert case.batch * case.q_len == 16384 and case.q_heads * case.head_dim == 2048
+    names = [one.name for one in peers.candidates(preset)]
+    assert names == [f"qflash {presets.HOPPER}", "torch FA2", "torch SDPA cudnn", "FlashAttention 3"]
+    assert set(names) <= set(run.OVER)  # or the best peer would not be known
+
+
+def test_presets_name_peers_that_exist_and_ratios_that_are_taken():
+    for preset in PRESETS.values():
+        found = {one.name for one in peers.peers(preset)}
+        assert preset.peers is None or set(preset.peers) == found
+    assert [one.name for one in peers.candidates(PRESETS["sm90-jax"])] == [f"qflash {presets.HOPPER}", "jax.nn cudnn"]
+    assert len(PRESETS["sm90-jax"].cases) == 8
+    assert "jax.nn cudnn" in run.OVER
+    assert {case.q_len for case in PRESETS["sm90-rope"].cases} == {4096, 8192, 16384}
+
+
+@pytest.mark.parametrize(
+    "case", [TINY, Case(q_len=1, k_len=7, q_heads=4, kv_heads=2, head_dim=8, batch=3, dtype="bfloat16", seed=5)]
+)
+def test_numbers_are_the_cases_own(case):
+    inputs = case.make_inputs()
+    for drawn, want in zip(peers.Arrays(case, "cpu").numpy, (inputs.q, inputs.k, inputs.v), strict=True):
+        assert drawn.dtype == want.dtype
+        np.testing.assert_array_equal(drawn, want)
+
+
+def fake_fa3(monkeypatch, function):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", types.SimpleNamespace(flash_attn_func=function))
+
+
+def test_fa3_is_found_under_the_name_of_either_package(monkeypatch):
+    torch = pytest.importorskip("torch")
+    seen = []
+    fake_fa3(monkeypatch, lambda q, k, v, causal: seen.append(causal) or (q, None))
+    arrays = peers.Arrays(replace(TINY, dtype="bfloat16"), "cpu")
+    assert peers.flash_attn_3().make(arrays)() is arrays.torch[0]
+    assert seen == [True, True] and arrays.torch[0].dtype is torch.bfloat16
+    with pytest.raises(peers.Unavailable, match="takes no float32"):
+        peers.flash_attn_3().make(peers.Arrays(TINY, "cpu"))
+
+
+def test_a_peer_that_refuses_a_problem_is_left_out(monkeypatch):
+    def refuses(q, k, v, causal):
+        raise RuntimeError("This flash attention build does not support FP16.\nmore")
+
+    pytest.importorskip("torch")
+    fake_fa3(monkeypatch, refuses)
+    monkeypatch.setattr(peers, "peers", lambda preset: [peers.flash_attn_3()])
+    told = []
+    found = rows_of(here("sm90"), replace(TINY, dtype="float16"), told.append)
+    assert list(found) == ["qflash cpu"]
+    assert told == ["FlashAttention 3: This flash attention build does not support FP16."]
+
+
+def test_neither_package_of_fa3_is_installed(monkeypatch):
+    for module in ("flash_attn_interface", "fa3_fwd_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(peers.Unavailable, match=r"flash_attn_interface cannot .*; fa3_fwd_interface cannot"):
+        peers.flash_attn_3().make(peers.Arrays(TINY, "cpu"))
+
+
+def test_rows_with_and_without_rope(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(run, "OVER", ("qflash cpu",))
+    found = rows_of(here("sm90-rope"))
+    assert list(found) == ["qflash cpu", "qflash cpu, rope"]
+    assert [row.get("rope") for row in found.values()] == [None, True]
+    assert [list(row["speedup"]) for row in found.values()] == [[], ["qflash cpu"]]
+    assert all(row["kernel"] == "cpu" and row["rel_l2"] < 1e-5 for row in found.values())
+
+
+def test_rope_is_judged_by_the_rotated_truth():
+    arrays = peers.Arrays(TINY, "cpu")
+    assert np.abs(run.exact(TINY, arrays, "forward", True) - run.exact(TINY, arrays, "forward")).max() > 0.01
+
+
+def test_rows_from_jax(monkeypatch):
+    pytest.importorskip("jax")
+    monkeypatch.setattr(run, "OVER", ("jax.nn xla",))
+    told = []
+    found = rows_of(here("sm90-jax", peers=("jax.nn cudnn", "jax.nn xla")), on_skip=told.append)
+    assert list(found) == ["qflash cpu", "jax.nn xla"]
+    assert [text.partition(":")[0] for text in told] == ["jax.nn cudnn"]
+    for row in found.values():
+        assert row["framework"] == "jax" and row["rel_l2"] < 1e-5 and row["us"]["n"] >= 2
+        assert "peak_bytes" not in row
+    assert found["qflash cpu"]["speedup"]["jax.nn xla"] > 0
+
+
+def test_jax_calls_queue_up_and_the_last_is_waited_for(monkeypatch):
+    jax = pytest.importorskip("jax")
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    clock, min_sample = run._clock(PRESETS["sm90-jax"])
+    clock.sample(iter(range(100)).__next__, 5)
+    assert waited == [4] and min_sample > 0.01
+
+
+def test_rows_of_tiny_calls():
+    pytest.importorskip("torch")
+    found = rows_of(PRESETS["cpu-overhead"], PRESETS["cpu-overhead"].cases[0])
+    ours = found["qflash, PyTorch"]
+    assert ours["kernel"] == "cpu" and ours["speedup"]["torch SDPA"] > 0 and ours["us"]["p50"] > 0
+    assert found["torch SDPA"]["kernel"] is None and found["torch SDPA"]["speedup"] == {}
+    assert found["the compiled call alone"]["us"]["min"] < ours["us"]["min"]
+
+
+def test_ways_on_the_gpu_are_those_of_torch(monkeypatch):
+    overhead = load("overhead")
+    seen = []
+    for name in ("numpy", "torch", "torch_train", "jax", "fa3"):
+        monkeypatch.setattr(overhead, f"_{name}_ways", lambda arrays, name=name: seen.append(name) or iter(()))
+    assert list(overhead.ways(TINY, "cuda")) == []
+    assert seen == ["torch", "fa3"]
+
+
+@pytest.mark.gpu
+def test_rows_of_tiny_calls_on_the_gpu():
+    pytest.importorskip("torch")
+    found = rows_of(PRESETS["cuda-overhead"], PRESETS["cuda-overhead"].cases[0])
+    ours = {row["kernel"] for row in found.values()} - {None}
+    assert len(ours) == 1 and found["torch SDPA"]["kernel"] is None
+    assert found["the compiled call alone"]["us"]["min"] < found["qflash, PyTorch"]["us"]["min"]
