@@ -18,6 +18,7 @@ from qflash.replay_quantize import WILD, quantize, tokens_of, turned
 from qflash.rope import Rope
 
 KEY_GROUP = 16  # keys that share a scale; every query has its own
+STEEP = np.float32(1 / 2048)  # a score that gains more than this for each 1 of its dot product is rounded by itself
 
 
 def attention_fa_int8(
@@ -101,15 +102,16 @@ def _weights(dots, q_scales, k_scales, lift, seen, words):
     """Weights 2^(t - top) of base-2 scores t, top, and what the scores are without for lse.
 
     Where a score is a product alone, the kernel rounds an offset that is not here; it sees to it that scores move by
-    less than 4e-4 for that. top is the row's largest score rounded up to an integer; the kernel may be behind it by
-    whole numbers, which rounds nothing differently.
+    less than 4e-4 for that. Steep ones are therefore rounded before top is taken off, which moves them by more than
+    that where they are in the thousands. top is the row's largest score rounded up to an integer; the kernel may be
+    behind it by whole numbers, which rounds nothing differently.
     """
     slope = q_scales[:, None] * k_scales
     scale = np.float32(words.scale)
     if words.softcap == 0 and words.scale > 0:
         t = dots * slope
         top = _top(t, seen)
-        t = fma(dots, slope, -top[:, None])
+        t = np.where(slope > STEEP, t - top[:, None], fma(dots, slope, -top[:, None]))
         lift = scale * lift
     else:
         t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (lift * scale * LOG2E)[:, None])

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from qflash import _native, reference
+from qflash import _native, reference, replay_fa_int8
 from qflash.rope import Rope
 from qflash.testing.case import Case, Inputs
 
@@ -16,6 +16,9 @@ _REPLAYS = {
     "cpu_int8": ("attention_int8", "attention_varlen_int8"),
     "fa_int8": ("attention_fa_int8", "attention_varlen_fa_int8"),
 }
+_KEY_GROUPS = {"fa_int8": replay_fa_int8.KEY_GROUP}
+# Standard deviation of rounding to the integers of 127 steps, in units of the amplitude: uniform over one step.
+_STEP_DEVIATION = 1 / (127 * np.sqrt(12))
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,35 @@ def expected(case: Case, quantized: bool = False) -> Expected:
     """The oracle's answer. Quantized kernels have no Inf: in q and k it counts as NaN there."""
     inputs = case.make_inputs()
     if quantized:
-        inputs = replace(inputs, q=_inf_to_nan(inputs.q), k=_inf_to_nan(inputs.k))
+        inputs = _without_inf(inputs)
     out, lse = _attention(case, inputs, inputs.q, inputs.k, inputs.v, inputs.rope)
     with np.errstate(invalid="ignore", over="ignore"):
         size, _ = _attention(case, inputs, inputs.q, inputs.k, np.abs(inputs.v.astype(np.float64)), inputs.rope)
         weight = np.sqrt((size * size).sum(-1))
     weight = weight.T if case.packed else weight.swapaxes(-1, -2)
     rounded = out if case.dtype == "float32" else rounding_model(case, inputs)
-    return Expected(out, lse, weight, _strength(case, inputs, quantized), rounded)
+    return Expected(out, lse, weight, _strength(case, inputs, 1 if quantized else None), rounded)
+
+
+def key_group(kernel: str) -> int:
+    """How many neighbouring keys share a scale in a quantized kernel."""
+    return _KEY_GROUPS.get(kernel, 1)
+
+
+@lru_cache(maxsize=64)
+def quantized_strength(case: Case, key_group: int) -> np.ndarray:
+    """Expected.strength of a quantized kernel whose keys share scales: max|k| is that of the group, seen or not."""
+    return _strength(case, _without_inf(case.make_inputs()), key_group)
+
+
+@lru_cache(maxsize=64)
+def score_noise(case: Case, key_group: int) -> np.ndarray:
+    """Per row of lse, the greatest standard deviation that rounding q and k to integers gives a score.
+
+    Every channel of q is off by its own share of a step max|q| / 127, which counts k_d times in the score, and vice
+    versa: the squares add up to max|q|^2 sum k^2 + max|k|^2 sum q^2.
+    """
+    return _STEP_DEVIATION * np.sqrt(_strength(case, _without_inf(case.make_inputs()), key_group, power=2))
 
 
 @lru_cache(maxsize=64)
@@ -100,6 +124,10 @@ def _attention(case: Case, inputs: Inputs, q, k, v, rope: Rope | None):
     return reference.attention(q, k, v, **words)
 
 
+def _without_inf(inputs: Inputs) -> Inputs:
+    return replace(inputs, q=_inf_to_nan(inputs.q), k=_inf_to_nan(inputs.k))
+
+
 def _inf_to_nan(x: np.ndarray) -> np.ndarray:
     return np.where(np.isinf(x), np.array(np.nan, x.dtype), x)
 
@@ -140,18 +168,24 @@ def _rotated(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     return q, k
 
 
-def _strength(case: Case, inputs: Inputs, quantized: bool) -> np.ndarray:
-    """Per row of lse: Expected.strength; 0 where nothing is seen or nothing is finite."""
+def _strength(case: Case, inputs: Inputs, key_group: int | None, power: int = 1) -> np.ndarray:
+    """Per row of lse: Expected.strength; 0 where nothing is seen or nothing is finite.
+
+    key_group: keys that share a scale, None where nothing is quantized. power: of every factor before it is summed.
+    """
     q, k = _rotated(case, inputs)
-    if quantized:
+    if key_group:
         for _, _, keys, length in _sequences(case, inputs):
             finite = np.isfinite(k[keys]).all(-1, keepdims=True)
             count = np.maximum(finite.sum(0), 1)
             k[keys] = k[keys] - np.where(finite, k[keys], 0.0).sum(0) / count if length else k[keys]
-    q, k = np.abs(q), np.abs(k)
-    if quantized:  # [max, sum] . [sum, max] of the channels
+    q, k = np.abs(q) ** power, np.abs(k) ** power
+    if key_group:  # [max, sum] . [sum, max] of the channels
         q, k = np.stack([q.max(-1), q.sum(-1)], -1), np.stack([k.sum(-1), k.max(-1)], -1)
-    scale = abs(case.scale) if case.scale is not None else case.head_dim**-0.5
+        for _, _, keys, length in _sequences(case, inputs):
+            if length:
+                k[keys][..., 1] = _largest_of_group(k[keys][..., 1], key_group)
+    scale = (abs(case.scale) if case.scale is not None else case.head_dim**-0.5) ** power
     left, right = case.window or (-1, -1)
     right = 0 if case.causal else right
     result = np.zeros(q.shape[1::-1] if case.packed else (q.shape[0], q.shape[2], q.shape[1]))
@@ -171,3 +205,10 @@ def _strength(case: Case, inputs: Inputs, quantized: bool) -> np.ndarray:
                 where = (head, np.arange(rows.start, rows.stop)[block]) if case.packed else (b, head, block)
                 result[where] = best
     return result
+
+
+def _largest_of_group(size: np.ndarray, group: int) -> np.ndarray:
+    """`[keys, heads]`: the largest of the finite keys that share a scale with each."""
+    starts = np.arange(0, len(size), group)
+    largest = np.maximum.reduceat(np.where(np.isfinite(size), size, 0.0), starts)
+    return np.repeat(largest, group, axis=0)[: len(size)]

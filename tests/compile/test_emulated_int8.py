@@ -11,7 +11,7 @@ from qflash.frontends.numpy import describe
 from qflash.problem import Options, check
 from qflash.testing import BY_NAME, Case, cases
 from qflash.testing.compare import check_contract, check_replay, check_same_bits
-from qflash.testing.oracle import replayed
+from qflash.testing.oracle import key_group, replayed
 from qflash.testing.runner import suited
 
 KERNEL = "fa_int8"
@@ -24,7 +24,7 @@ def check_kernel(library, case: Case, arch: int = 90) -> None:  # noqa: F811
     """The contract holds, the replay gives the same, and the order that warps and lanes run in does not matter."""
     case = suited(case, KERNEL, arch)
     first = run_case(library, case, KERNEL, arch, seed=1)
-    check_contract(case, *first, "int8")
+    check_contract(case, *first, "int8", key_group=key_group(KERNEL))
     check_replay(case, *first, replayed(case, KERNEL))
     check_same_bits(case, first, run_case(library, case, KERNEL, arch, seed=2))
 
@@ -57,6 +57,19 @@ def test_all_tile_shapes_of_other_architectures(library, name, arch):  # noqa: F
 def test_a_group_of_keys_without_a_finite_one_spoils_only_rows_that_see_it(library, keys):  # noqa: F811
     plant = tuple(("k", (0, key, 0, 3), "nan") for key in keys)
     check_kernel(library, Case("wild_group", 65, 65, 1, 1, causal=True, plant=plant, seed=1))
+
+
+def test_steep_scores(library):  # noqa: F811
+    """In the thousands, scores are a few float32 steps apart: the replay must round where the kernel does."""
+    case = Case("steep", 100, 17, 3, 1, head_dim=16, dtype="bfloat16", data="large", seed=3066)
+    check_kernel(library, case)
+
+
+def test_a_key_that_shares_its_scale_with_an_outlier(library):  # noqa: F811
+    """Rows see one key each; key 5 makes the integers of its group of 16 coarse, and key 20 is in the next."""
+    plant = (("k", (0, 5, 0, 1), "90"),)
+    case = Case("outlier", 32, 32, 1, 1, 8, dtype="bfloat16", window=(0, 0), softcap=30.0, plant=plant, seed=3)
+    check_kernel(library, case)
 
 
 def test_tiny_queries_on_huge_keys(library):  # noqa: F811

@@ -21,6 +21,7 @@ from qflash.testing import (
     errors,
     expected,
     judge,
+    oracle,
     repro,
     runner,
 )
@@ -140,6 +141,35 @@ def test_quantization_noise_is_not_native() -> None:
     coarse = np.round(inputs.q * 2) / 2
     out, lse = (x.astype(np.float32) for x in reference.attention(coarse, inputs.k, inputs.v))
     assert not judge(case, out, lse, "int8").ok
+
+
+def test_keys_that_share_a_scale_are_as_coarse_as_the_largest() -> None:
+    """Key 5 is large; rows see one key each, and those of its group of 16 are allowed more, as far as lse goes."""
+    case = Case("outlier", 40, 40, 1, 1, 8, window=(0, 0), plant=(("k", (0, 5, 0, 1), "90"),))
+    alone, shared = (oracle.quantized_strength(case, group)[0, 0] for group in (1, 16))
+    assert np.array_equal(alone, compare.expected(case, quantized=True).strength[0, 0])
+    changed = np.flatnonzero(alone != shared)
+    assert 5 not in changed and set(range(16)) - {5} <= set(changed) and (shared >= alone).all()
+    np.testing.assert_array_less(shared[16:], 2.5 * alone[16:])
+    np.testing.assert_array_less(4 * alone[6], shared[6])
+    out, lse = result(case)
+    lse[0, 0, 6] += np.float32(8e-3 * shared[6] * 0.9)
+    assert judge(case, out, lse, "int8", key_group=16).ok and not judge(case, out, lse, "int8").ok
+
+
+def test_biased_keys_are_judged_by_the_noise_that_rope_leaves_them() -> None:
+    """A tenth of what is allowed without rope; with it, what smoothing cannot take off counts."""
+    case = Case(q_len=20, k_len=65, head_dim=100, data="biased_k", seed=233)
+    turned = replace(case, rope=Rotary(100, True, "shared"))
+    noise, more = (2 * oracle.score_noise(x, 1).max() ** 2 for x in (case, turned))
+    assert noise < 1e-3 < more < 0.05
+    out, lse = result(turned)
+    out = out + np.sqrt(2 * 1.5 * more) * np.linalg.norm(out) / np.sqrt(out.size) * _signs(out.shape)
+    assert any("cosine" in failure for failure in judge(turned, out.astype(np.float32), lse, "int8").failures)
+
+
+def _signs(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(0).choice([-1.0, 1.0], shape)
 
 
 def test_contract_errors_carry_the_repro() -> None:
