@@ -1,12 +1,25 @@
-"""The full matrix of specialisations takes many minutes of nvcc: it runs when asked for, with `-m slow`."""
+"""What is compiled once for all tests: CUDA libraries, and kernels for the emulator. Workers of pytest-xdist share it.
+
+The full matrix of specialisations takes many minutes of nvcc: it runs when asked for, with `-m slow`.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from qflash.backends import cuda
+from qflash.jit.cache import Cache
+from qflash.jit.compiler import compile_unit
+
 HERE = Path(__file__).parent
+EMULATOR = HERE / "emulator"
+CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -15,3 +28,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if HERE in item.path.parents and item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory) -> Cache:
+    """A compile cache of this run alone, whose locks let each entry be built by one worker."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's own folder lies in one that all of them have
+        folder = folder.parent
+    return Cache(folder / "compiled")
+
+
+@pytest.fixture(scope="session")
+def compiled(shared_cache):
+    """compiled(unit): its cache entry."""
+    return lambda unit: compile_unit(unit, shared_cache)
+
+
+@pytest.fixture(scope="session")
+def emulated(shared_cache):
+    """emulated(kernel, name=value...): emulator/<kernel>.cc with these definitions, opened."""
+
+    @cache
+    def build(kernel: str, **defines: int) -> ctypes.CDLL:
+        def compile_into(directory: Path) -> None:
+            command = [
+                # -O1: what -O2 adds to compilation is more than it takes off the runs
+                "g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{CSRC}", f"-I{CSRC / 'include'}",
+                *(f"-D{name}={value}" for name, value in defines.items()),
+                "-include", str(EMULATOR / "cuda_on_host.h"), str(EMULATOR / f"{kernel}.cc"),
+                "-o", str(directory / "emulated.so"),
+            ]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+
+        key = "-".join(("emulated", kernel, *(f"{name}{value}" for name, value in defines.items())))
+        return ctypes.CDLL(str(shared_cache.get(key, compile_into) / "emulated.so"))
+
+    return build

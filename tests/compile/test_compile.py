@@ -21,8 +21,7 @@ from qflash.backends import cuda
 from qflash.backends.arch import ARCHES
 from qflash.errors import KernelError, NoKernelError, ToolchainError
 from qflash.jit import toolchain
-from qflash.jit.cache import Cache
-from qflash.jit.compiler import LIBRARY, LOG, Unit, compile_unit
+from qflash.jit.compiler import LIBRARY, LOG, Unit
 from qflash.problem import Array, Options, check
 
 CUDA_ROWS = [row for row in dispatch.KERNELS if row.device == "cuda"]
@@ -79,13 +78,6 @@ def covering() -> list[Unit]:
 
 def by_label(unit: Unit) -> str:
     return f"{unit.label}-sm_{unit.target}".replace(" ", "_")
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """compiled(unit): its cache entry, in a cache of this session."""
-    cache = Cache(tmp_path_factory.mktemp("kernels"))
-    return lambda unit: compile_unit(unit, cache)
 
 
 @lru_cache(maxsize=1)

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,8 +26,6 @@ from qflash.testing.runner import problem_of, suited
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
 
-HERE = Path(__file__).parent / "emulator"
-CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 KERNELS = ("fa", "fa_warps", "fa_tc", "fa_mma", "unfused")
 
 
@@ -40,26 +35,14 @@ def dtype_of(kernel: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """library(kernel, dtype, head_dim, arch): the emulated kernel, compiled once per session."""
-    folder = tmp_path_factory.mktemp("emulated")
-
-    @cache
-    def build(kernel: str, dtype: str, bucket: int, arch: int) -> ctypes.CDLL:
-        output = folder / f"{kernel}-{dtype}-{bucket}-{arch}.so"
-        command = [
-            "g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-I{CSRC}", f"-I{CSRC / 'include'}",
-            f"-DQF_HEAD_DIM={bucket}", f"-DQF_DTYPE={DTYPES.index(dtype)}", f"-DQF_ARCH={arch}",
-            "-include", str(HERE / "cuda_on_host.h"), str(HERE / f"{kernel}.cc"), "-o", str(output),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(output))
+def library(emulated):
+    """library(kernel, dtype, head_dim, arch): the emulated kernel."""
 
     def get(kernel: str, dtype: str, head_dim: int, arch: int = 90) -> ctypes.CDLL:
         if kernel == "unfused":  # one library for every head_dim and architecture
-            return build(kernel, dtype, 0, 0)
-        return build(kernel, dtype, next(size for size in cuda.HEAD_DIMS if size >= head_dim), arch)
+            return emulated(kernel, QF_DTYPE=DTYPES.index(dtype))
+        bucket = next(size for size in cuda.HEAD_DIMS if size >= head_dim)
+        return emulated(kernel, QF_DTYPE=DTYPES.index(dtype), QF_HEAD_DIM=bucket, QF_ARCH=arch)
 
     return get
 

@@ -7,44 +7,24 @@ import ctypes
 import mmap
 import shutil
 import struct
-import subprocess
-from functools import cache
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from qflash import _native
-from qflash.backends import cuda
 from qflash.spec import OP_DTYPES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
 
-HERE = Path(__file__).parent / "emulator"
-CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 KERNELS = ("int8_gemm_tiled", "int8_gemm_tc")
 LARGE = 1  # the instance that `choose` keeps for problems with many tiles
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """library(kernel, dtype, arch): the emulated kernel, compiled once per session."""
-    folder = tmp_path_factory.mktemp("emulated")
-
-    @cache
-    def build(kernel: str, dtype: str, arch: int) -> ctypes.CDLL:
-        output = folder / f"{kernel}-{dtype}-{arch}.so"
-        command = [
-            "g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-I{CSRC}", f"-I{CSRC / 'include'}",
-            f"-DQF_DTYPE={OP_DTYPES.index(dtype)}", f"-DQF_ARCH={arch}",
-            "-include", str(HERE / "cuda_on_host.h"), str(HERE / f"{kernel}.cc"), "-o", str(output),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(output))
-
-    return build
+def library(emulated):
+    """library(kernel, dtype, arch): the emulated kernel."""
+    return lambda kernel, dtype, arch: emulated(kernel, QF_DTYPE=OP_DTYPES.index(dtype), QF_ARCH=arch)
 
 
 PAGE, PROT_NONE = mmap.PAGESIZE, 0

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import struct
-import subprocess
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from qflash import _native, replay_quantize
-from qflash.backends import cuda
 from qflash.rope import Rope, rope_tables
 from qflash.spec import DTYPES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
 
-HERE = Path(__file__).parent / "emulator"
-CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 UNTOUCHED = 77
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """library(dtype, kernel): the emulated kernels, compiled once per session."""
-    folder = tmp_path_factory.mktemp("emulated-quantize")
-
-    @cache
-    def build(dtype: str, kernel: str = "quantize") -> ctypes.CDLL:
-        output = folder / f"{kernel}-{dtype}.so"
-        command = [
-            "g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-I{CSRC}", f"-I{CSRC / 'include'}",
-            f"-DQF_DTYPE={DTYPES.index(dtype)}", "-include", str(HERE / "cuda_on_host.h"), str(HERE / f"{kernel}.cc"),
-            "-o", str(output),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(output))
-
-    return build
+def library(emulated):
+    """library(dtype, kernel): the emulated kernels."""
+    return lambda dtype, kernel="quantize": emulated(kernel, QF_DTYPE=DTYPES.index(dtype))
 
 
 def params(kind: str, **fields) -> bytes:

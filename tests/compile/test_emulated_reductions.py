@@ -9,16 +9,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import shutil
-import subprocess
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qflash import _native
-from qflash.backends import cuda
 from qflash.frontends.numpy import describe
 from qflash.ops import rows
 from qflash.spec import DTYPES
@@ -34,29 +30,13 @@ from qflash.testing.rows import (
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
 
-HERE = Path(__file__).parent / "emulator"
-CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 GUARD = 12345.0
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """library(kernel, dtype): the emulated kernel, compiled once per session."""
-    folder = tmp_path_factory.mktemp("emulated_rows")
-
-    @cache
-    def build(kernel: str, dtype: str) -> ctypes.CDLL:
-        output = folder / f"{kernel}-{dtype}.so"
-        command = [
-            "g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-I{CSRC}", f"-I{CSRC / 'include'}",
-            f"-DQF_DTYPE={DTYPES.index(dtype)}", "-include", str(HERE / "cuda_on_host.h"),
-            str(HERE / f"{kernel}.cc"), "-o", str(output),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(str(output))
-
-    return build
+def library(emulated):
+    """library(kernel, dtype): the emulated kernel."""
+    return lambda kernel, dtype: emulated(kernel, QF_DTYPE=DTYPES.index(dtype))
 
 
 def launch(library, plan, arrays: dict[str, np.ndarray], seed: int = 0, **fields: float) -> None:

@@ -8,11 +8,12 @@
 #pragma once
 
 #define QF_EMULATOR
+#undef _FORTIFY_SOURCE  // it forbids longjmp to another stack, which is how fibers take turns
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -20,6 +21,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <new>
 #include <random>
 #include <vector>
 
@@ -73,30 +75,51 @@ struct Copy {
 };
 
 struct Fiber {
-  ucontext_t context;
+  jmp_buf place;  // where it waits; ucontext's own switch asks the kernel for a signal mask each time
   std::unique_ptr<char[]> stack;
+  bool started = false;  // a fiber that is done with one block takes up the next
   Waits waits;
+  unsigned gathers;
   std::vector<Copy> issued;               // since the last commit
   std::vector<std::vector<Copy>> groups;  // committed, oldest first
 };
 
 constexpr int kStackBytes = 256 * 1024;
-inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
+inline Fiber fibers[1024];
+inline jmp_buf scheduler;
 inline std::function<void()> body;
 constexpr int kExchangeBytes = 64;
-inline char exchanged[1024][kExchangeBytes];  // what each thread shows the others of its warp
+alignas(kExchangeBytes) inline char exchanged[2][1024][kExchangeBytes];  // what threads show the others of their warp
 inline int or_sum, or_result;
 
 inline void wait_for(Waits what) {
-  const unsigned self = threadIdx.x;
-  fibers[self].waits = what;
-  swapcontext(&fibers[self].context, &scheduler);
+  Fiber& self = fibers[threadIdx.x];
+  self.waits = what;
+  if (!_setjmp(self.place)) _longjmp(scheduler, 1);
 }
 
 inline void fiber_main() {
-  body();
-  wait_for(Waits::kDone);
+  for (;;) {
+    body();
+    wait_for(Waits::kDone);
+  }
+}
+
+// Let a thread run until it waits.
+inline void resume(int thread) {
+  Fiber& fiber = fibers[thread];
+  threadIdx.x = thread;
+  if (_setjmp(scheduler)) return;
+  if (fiber.started) _longjmp(fiber.place, 1);
+  fiber.started = true;
+  if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.get();
+  context.uc_stack.ss_size = kStackBytes;
+  context.uc_link = nullptr;
+  makecontext(&context, fiber_main, 0);
+  setcontext(&context);
 }
 
 // Let every thread of `members` that may run do so; then, if all that are left wait for the same thing of the kinds
@@ -105,8 +128,7 @@ inline bool turn(const std::vector<int>& members, std::initializer_list<Waits> k
   bool moved = false;
   for (int thread : members) {
     if (fibers[thread].waits != Waits::kNot) continue;
-    threadIdx.x = thread;
-    swapcontext(&scheduler, &fibers[thread].context);
+    resume(thread);
     moved = true;
   }
   for (Waits kind : kinds) {
@@ -128,18 +150,12 @@ inline bool turn(const std::vector<int>& members, std::initializer_list<Waits> k
 inline bool run_block(int threads, int shared_bytes, std::mt19937& order) {
   const float4 nans = make_float4(NAN, NAN, NAN, NAN);
   std::fill_n(s_memory, shared_bytes / sizeof(float4), nans);
-  if (int(fibers.size()) < threads) fibers.resize(threads);
   std::vector<std::vector<int>> warps(threads / 32);
   std::vector<int> block;
   for (int t = 0; t < threads; ++t) {
     Fiber& fiber = fibers[t];
-    if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, fiber_main, 0);
     fiber.waits = Waits::kNot;
+    fiber.gathers = 0;
     fiber.issued.clear();
     fiber.groups.clear();
     warps[t / 32].push_back(t);
@@ -154,7 +170,10 @@ inline bool run_block(int threads, int shared_bytes, std::mt19937& order) {
       while (turn(warp, {Waits::kWarp, Waits::kShuffle})) moved = true;
     moved |= turn(block, {Waits::kBlock});
   }
-  return std::all_of(block.begin(), block.end(), [](int t) { return fibers[t].waits == Waits::kDone; });
+  const bool done = std::all_of(block.begin(), block.end(), [](int t) { return fibers[t].waits == Waits::kDone; });
+  if (!done)
+    for (Fiber& fiber : fibers) fiber.started = false;
+  return done;
 }
 
 // Run `kernel()` as every thread of `blocks` blocks. Returns 1 when a block is stuck.
@@ -175,62 +194,70 @@ int launch(Kernel* kernel, const Params& p, const Grid& grid, int threads, int s
   return launch_blocks([&] { kernel(p, grid); }, grid.items, threads, shared_bytes, seed);
 }
 
-// What every lane of this warp shows: all show, then all read, then all go on.
 template <class T>
-std::array<T, 32> gather(const T& mine) {
+struct Shown {
+  const char (*lanes)[kExchangeBytes];
+  const T& operator[](int lane) const { return *std::launder(reinterpret_cast<const T*>(lanes[lane])); }
+};
+
+// What every lane of this warp shows: all show, then all read. It stands until the next but one gather, which no lane
+// reaches before all have read: hence two places, in turn.
+template <class T>
+Shown<T> gather(const T& mine) {
   static_assert(sizeof(T) <= kExchangeBytes, "lanes exchange at most kExchangeBytes");
-  const unsigned self = threadIdx.x, first = self / 32 * 32;
-  memcpy(exchanged[self], &mine, sizeof(T));
+  const unsigned self = threadIdx.x;
+  auto& place = exchanged[fibers[self].gathers++ % 2];
+  new (place[self]) T(mine);
   wait_for(Waits::kShuffle);
-  std::array<T, 32> all;
-  for (int lane = 0; lane < 32; ++lane) memcpy(&all[lane], exchanged[first + lane], sizeof(T));
-  wait_for(Waits::kShuffle);
-  return all;
+  return {place + self / 32 * 32};
 }
 
-inline float from_f16(uint16_t bits) {
-  _Float16 h;
-  memcpy(&h, &bits, 2);
-  return float(h);
-}
-inline float from_bf16(uint16_t bits) {
-  const uint32_t wide = uint32_t(bits) << 16;
+inline float from_bits(uint32_t bits) {
   float x;
-  memcpy(&x, &wide, 4);
+  memcpy(&x, &bits, 4);
   return x;
 }
+// Exponents are 112 apart, subnormals come out normal; g++ would call a function for each _Float16.
+inline float from_f16(uint16_t bits) {
+  const uint32_t size = uint32_t(bits & 0x7fff) << 13, sign = uint32_t(bits & 0x8000) << 16;
+  const float finite = from_bits(size) * 0x1p112f;
+  return std::copysign((bits & 0x7c00) == 0x7c00 ? from_bits(size | 0x7f800000) : finite, from_bits(sign));
+}
+inline float from_bf16(uint16_t bits) { return from_bits(uint32_t(bits) << 16); }
 
 template <int kRegisters>
 struct Words {
   uint32_t r[kRegisters];
 };
-template <int kA, int kB>
+template <class T, int kA, int kB>
 struct Operands {
-  uint32_t a[kA], b[kB];
+  T a[kA], b[kB];
 };
+template <int kElements, class Convert>
+void unpack(float (&to)[kElements], const uint32_t* from, Convert convert) {
+  for (int i = 0; i < kElements; ++i) to[i] = convert(uint16_t(from[i / 2] >> 16 * (i % 2)));
+}
 
 // kDepths blocks of k = 8: element (row, k) of A is register row / 8 + 2 (k / 8) of lane 4 (row % 8) + k % 8 / 2.
 template <int kDepths, class Convert>
 void mma_16bit(float (&c)[4], const uint32_t (&a)[2 * kDepths], const Words<kDepths>& b, Convert convert) {
-  Operands<2 * kDepths, kDepths> mine;
-  memcpy(mine.a, a, sizeof mine.a);
-  memcpy(mine.b, b.r, sizeof mine.b);
+  Operands<float, 4 * kDepths, 2 * kDepths> mine;
+  unpack(mine.a, a, convert);
+  unpack(mine.b, b.r, convert);
   const auto all = gather(mine);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   for (int i = 0; i < 4; ++i) {
     const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
     double sum = c[i];
-    for (int k = 0; k < 8 * kDepths; ++k) {
-      const uint32_t x = all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)];
-      const uint32_t y = all[column * 4 + k % 8 / 2].b[k / 8];
-      sum += double(convert(uint16_t(x >> 16 * (k % 2)))) * convert(uint16_t(y >> 16 * (k % 2)));
-    }
+    for (int k = 0; k < 8 * kDepths; ++k)
+      sum += double(all[row % 8 * 4 + k % 8 / 2].a[2 * (row / 8 + 2 * (k / 8)) + k % 2]) *
+             all[column * 4 + k % 8 / 2].b[2 * (k / 8) + k % 2];
     c[i] = float(sum);
   }
 }
 
 inline void mma_s8(int32_t (&c)[4], const uint32_t (&a)[4], const Words<2>& b) {
-  Operands<4, 2> mine;
+  Operands<uint32_t, 4, 2> mine;
   memcpy(mine.a, a, sizeof mine.a);
   memcpy(mine.b, b.r, sizeof mine.b);
   const auto all = gather(mine);
@@ -246,7 +273,7 @@ inline void mma_s8(int32_t (&c)[4], const uint32_t (&a)[4], const Words<2>& b) {
 }
 
 inline void mma_m8n8k16_s8(int32_t& c0, int32_t& c1, uint32_t a, uint32_t b) {
-  const auto all = gather(Operands<1, 1>{{a}, {b}});
+  const auto all = gather(Operands<uint32_t, 1, 1>{{a}, {b}});
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   for (int k = 0; k < 16; ++k) {
     const int8_t x = all[g * 4 + k / 4].a[0] >> 8 * (k % 4);
@@ -290,22 +317,17 @@ inline void wmma_store(float* s_to, const float (&d)[8], int stride, bool by_col
 template <int kRegisters, class Convert>
 void wmma_multiply(float (&c)[8], const uint32_t (&a)[kRegisters], const uint32_t (&b)[kRegisters], bool b_by_columns,
                    Convert convert) {
-  Operands<4, 4> mine;
-  memcpy(mine.a, a, sizeof mine.a);
-  memcpy(mine.b, b, sizeof mine.b);
+  Operands<float, 8, 8> mine;
+  unpack(mine.a, a, convert);
+  unpack(mine.b, b, convert);
   const auto all = gather(mine);
-  const auto element = [&](const uint32_t* line_half, int i) {
-    return convert(uint16_t(line_half[i / 2] >> 16 * (i % 2)));
-  };
   const int row = threadIdx.x % 32 / 2;
-  float A[16];
-  for (int k = 0; k < 16; ++k) A[k] = element(all[2 * row + k / 8].a, k % 8);
   for (int i = 0; i < 8; ++i) {
     const int column = threadIdx.x % 2 * 8 + i;
     double sum = c[i];
     for (int k = 0; k < 16; ++k) {
       const int line = b_by_columns ? column : k, place = b_by_columns ? k : column;
-      sum += double(A[k]) * element(all[2 * line + place / 8].b, place % 8);
+      sum += double(all[2 * row + k / 8].a[k % 8]) * all[2 * line + place / 8].b[place % 8];
     }
     c[i] = float(sum);
   }
