@@ -21,10 +21,10 @@ from qflash.testing.quantized import CASES, FEW, QuantizedCase, check_meant
 KERNEL = "fa_int8_quantized"
 
 
-def run(library, case: QuantizedCase, arch: int = 90, seed: int = 0, change=(), without: str = ""):  # noqa: F811
-    """(out, lse), both full of a value no kernel writes before the call. `change`, `without`: fields to spoil."""
+def run(library, case: QuantizedCase, arch: int = 90, seed: int = 0, change=(), without="", lse=True):  # noqa: F811
+    """[out, lse if wanted], full of a value no kernel writes before the call. `change`, `without`: fields to spoil."""
     q, k, v, kv_lens = case.inputs()
-    arrays, words = call_of(q, k, v, case.options, kv_lens, None, True)
+    arrays, words = call_of(q, k, v, case.options, kv_lens, None, lse)
     described = [
         None if x is None else describe(name, x) for name, x in zip(ATTENTION_INT8.arrays, arrays, strict=True)
     ]
@@ -63,6 +63,32 @@ def test_modes(library, case):  # noqa: F811
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_mode_on_every_problem(library, case):  # noqa: F811
     check(library, case)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_key_that_is_not_finite_is_found_wherever_it_stands_in_a_tile(library, head_dim):  # noqa: F811
+    """Head h has one, key 64 + h, in a tile that every row sees. The last head has none, and keeps its row."""
+    plant = tuple(("k", (0, 64 + head, head, head % head_dim), "nan") for head in range(64))
+    case = QuantizedCase(Case("wild", 1, 128, 65, 65, head_dim, dtype="float16", plant=plant, seed=16), "groups")
+    out, lse = run(library, case)
+    check_meant(case, out, lse)
+    assert np.isnan(lse[0, :64]).all() and np.isfinite(lse[0, 64]).all()
+
+
+def test_what_is_not_finite_in_keys_and_in_values_of_the_same_tiles(library):  # noqa: F811
+    """Of K and V the barrier says only that something is odd."""
+    plant = (("k", (0, 150, 0, 3), "inf"), ("v", (0, 180, 0, 1), "nan"), ("v", (0, 170, 1, 2), "inf"))
+    case = Case("odd", 70, 200, 3, 3, dtype="float16", causal=True, plant=plant, seed=17)
+    check(library, QuantizedCase(case, "groups"))
+
+
+@pytest.mark.parametrize("mode", ["groups", "zero_points_smooth"])
+@pytest.mark.parametrize("words", [{}, {"softcap": 5.0}, {"scale": -0.2}], ids=str)
+def test_out_is_the_same_whether_lse_is_wanted_or_not(library, mode, words):  # noqa: F811
+    """What rows have in common is computed only where something reads it."""
+    case = QuantizedCase(Case("lifts", 40, 70, 2, 1, dtype="float16", causal=True, seed=18, **words), mode)
+    (with_lse, _), (without,) = run(library, case), run(library, case, lse=False)
+    np.testing.assert_allclose(with_lse.astype(float), without.astype(float), rtol=0, atol=2e-3)
 
 
 def test_fa_int8_gives_the_bits_of_arrays_quantized_beforehand(library):  # noqa: F811

@@ -90,22 +90,24 @@ __device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4],
 constexpr float kLeastSlope = 1e-30f;
 __device__ __forceinline__ float slope_of(float q_scale, float k_scale) { return fmaf(q_scale, k_scale, kLeastSlope); }
 
-// The scale of a group that has no finite key is NaN. Its keys are told by their values (any_wild), so here it must not
-// reach the rows that do not see them. Scales are never negative.
+// The scale of a group that has no finite key is NaN. Its keys are told by their values (spoil_wild), so here it must
+// not reach the rows that do not see them. Scales are never negative.
 __device__ __forceinline__ float number_or_zero(float scale) { return fmaxf(scale, 0.0f); }
 
 __device__ __forceinline__ float scale_at(const QfScales& s, int b, int h, int token) {
   return s.scale[b * s.stride_b + h * s.stride_h + token / s.group];
 }
 
-// Is some key of the tile not finite: -128 in its first channel, which no other has? For the whole warp.
-template <int kChunks, int kKeys>
-__device__ __forceinline__ bool any_wild(const char* s_k, int lane) {
+// Of the keys whose first chunk this thread copied, is one not finite: -128 in its first channel, which no other has?
+// Needs no barrier, only its own copies done.
+template <class Walk>
+__device__ __forceinline__ bool own_rows_wild(const char* s_k) {
+  if (Walk::first_chunk() != 0) return false;
   bool wild = false;
 #pragma unroll
-  for (int row = 0; row < kKeys; row += 32)
-    wild |= static_cast<signed char>(s_k[Swizzle<kChunks>::offset(row + lane, 0)]) == -128;
-  return __any_sync(0xffffffffu, wild);
+  for (int r = 0; r < Walk::kRowSteps; ++r)
+    wild |= static_cast<signed char>(s_k[Walk::offset(r * Walk::kColumns)]) == -128;
+  return wild;
 }
 
 // NaN for the scores of such keys. S[.][j][.] of this lane belongs to rows 8 j + column and the next of the tile.

@@ -24,8 +24,9 @@
 // Pipeline: as fa_mma's. cp.async fills one stage while the other is read, one barrier a tile; rows at odd addresses,
 //   and INT8 V, which becomes 16-bit on the way, pass through registers. K's scales are loaded under the products.
 //
-// Masks, softmax, NaN in V: as fa_mma's. Keys that are not finite are -128 throughout; tiles of heads that have some
-//   are searched for it, and their scores become NaN before the mask.
+// Masks, softmax, NaN in V: as fa_mma's. Keys that are not finite are -128 throughout. In heads that may have some,
+//   each thread looks for that in the rows it copied, at the barrier; where it is found, scores become NaN before the
+//   mask.
 //
 // Bound: the tensor cores, at 0.75 of fa_mma's mma (64 for S and 128 for O, per warp and tile); then the exponentials.
 //   See docs/kernels/fa_int8.md for the count, the prediction and what was measured.
@@ -139,11 +140,13 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
                                     [&](int row, int d) { return load_bytes(q.row(row), d, a.head_dim, access.q); });
     for (int row = threadIdx.x; row < kBlockM; row += kThreads) {
       const int i = s_state.block_row + row;
-      s_lift[row] = i >= seq.len_q ? 0.0f
-                    : p.lift       ? p.lift[row_index(i)]
-                    : p.k_mean     ? lift_from_integers(p, q.row(i), b, s_state.h, i)
-                                   : 0.0f;
-      if (kZeroPoints && i < seq.len_q) s_lift[row] += lift_of_zero_points(p, b, s_state.h, i);
+      if (a.lse || !scales_plainly(a.scale, a.softcap)) {  // else nobody reads it
+        s_lift[row] = i >= seq.len_q ? 0.0f
+                      : p.lift       ? p.lift[row_index(i)]
+                      : p.k_mean     ? lift_from_integers(p, q.row(i), b, s_state.h, i)
+                                     : 0.0f;
+        if (kZeroPoints && i < seq.len_q) s_lift[row] += lift_of_zero_points(p, b, s_state.h, i);
+      }
       s_q_scale[row] = i >= seq.len_q ? 0.0f : scale_of_row(p, q.row(i), b, s_state.h, i) * fabsf(a.scale) * kLog2e;
     }
   };
@@ -217,15 +220,18 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     float k_scale[kParts];
     load_k_scales(k_scale, key0);              // on their way while the products are computed
     if constexpr (kAsync) cp_async_wait<0>();  // this tile's copies, and the first time q's
-    // The barrier makes the tile visible to all, and says that nobody reads the other stage any more. Where rows see
-    // the tile only in part, it also tells whether V holds something that zero weights would not blank out.
+    // The barrier makes the tile visible to all, and says that nobody reads the other stage any more. It also tells
+    // whether there is something odd: in V, where rows see the tile only in part, what zero weights would not blank
+    // out; in K, where the head may have some, a key that is not finite.
     const bool whole = s_state.whole_for_block(key0, kBlockN);
-    bool nonfinite = false;
-    if (whole)
+    const bool search = !kZeroPoints && s_state.may_be_wild;
+    bool odd = false;
+    if (whole && !search)
       __syncthreads();
     else
-      nonfinite = __syncthreads_or(own_chunks_nonfinite<Element, VWalk>(s_v));
-    if (nonfinite) {
+      odd = __syncthreads_or((!whole && own_chunks_nonfinite<Element, VWalk>(s_v)) ||
+                             (search && own_rows_wild<KWalk>(s_k)));
+    if (odd && !whole) {
       s_state.spoiled = true;
       clear_nonfinite<Element, VWalk>(s_v);
       __syncthreads();  // the zeros are in place
@@ -244,8 +250,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     qk_mma<Scores, kByteChunks>(dots, s_q_of_warp(), s_k, fresh_tid() % 32);
     float S[kMTiles][kNTiles][4];
     to_floats<kConvert>(S, dots);
-    if (!kZeroPoints && s_state.may_be_wild && any_wild<kByteChunks, kBlockN>(s_k, fresh_tid() % 32))
-      spoil_wild<kByteChunks>(S, s_k, State::column());
+    if (!kZeroPoints && odd) spoil_wild<kByteChunks>(S, s_k, State::column());
     const int lane_row = fresh_tid() / 32 * kWarpRows + fresh_tid() % 32 / 4;  // in the block
     float q_scale[2 * kMTiles];
 #pragma unroll
