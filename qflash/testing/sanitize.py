@@ -8,10 +8,12 @@ for memory nobody wrote.
 
 from __future__ import annotations
 
+import numpy as np
+
 from qflash import api, dispatch
 from qflash.ops.matmul import int8_matmul
 from qflash.testing.cases import BY_NAME
-from qflash.testing.op_cases import CASES
+from qflash.testing.op_cases import CASES, OpCase
 from qflash.testing.runner import arch_of, run_case, suited
 
 # One of each kind: masks, lengths, layouts, head dims on either side of a bucket, dtypes, non-finite values.
@@ -62,12 +64,19 @@ def _products(kernel: str) -> int:
     return count
 
 
+def ready_arrays(case: OpCase) -> dict[str, np.ndarray]:
+    """Everything a kernel reads, as it reads it: what the front end had to convert or to fill, PyTorch would write."""
+    numbers = {name: x for name, x in getattr(case.call, "keywords", {}).items() if name in ("a_scale", "b_scale")}
+    arrays = {**case.arrays, **{name: np.array(x, np.float32) for name, x in numbers.items()}}
+    return {name: x.astype(np.int32) if x.dtype == np.int64 else x for name, x in arrays.items()}
+
+
 def _operations() -> None:
     """Every call of the operations beside attention on each of their CUDA kernels."""
     import torch
 
     for name, case in CASES.items():
-        arrays = {key: torch.from_numpy(x).cuda() for key, x in case.arrays.items()}
+        arrays = {key: torch.from_numpy(x).cuda() for key, x in ready_arrays(case).items()}
         kernels = [row.name for row in dispatch.kernels_of(case.op, "cuda")]
         for kernel in kernels:
             case.call(**arrays, kernel=kernel)
