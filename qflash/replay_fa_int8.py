@@ -18,7 +18,8 @@ from qflash.replay_quantize import WILD, quantize, tokens_of, turned
 from qflash.rope import Rope
 
 KEY_GROUP = 16  # keys that share a scale; every query has its own
-STEEP = np.float32(1 / 2048)  # a score that gains more than this for each 1 of its dot product is rounded by itself
+MAGIC = np.float32(1.5 * 2**23)  # what the kernel's dot products start at, to be floats when done
+STEEP = np.float32(1 / 2048)  # where a score gains more than this for each 1 of its dot product, that comes off first
 
 
 def attention_fa_int8(
@@ -101,17 +102,20 @@ def _replay(q, k, v, *, words, rope):
 def _weights(dots, q_scales, k_scales, lift, seen, words):
     """Weights 2^(t - top) of base-2 scores t, top, and what the scores are without for lse.
 
-    Where a score is a product alone, the kernel rounds an offset that is not here; it sees to it that scores move by
-    less than 4e-4 for that. Steep ones are therefore rounded before top is taken off, which moves them by more than
-    that where they are in the thousands. top is the row's largest score rounded up to an integer; the kernel may be
-    behind it by whole numbers, which rounds nothing differently.
+    Where a score is a product alone, the kernel rounds the offset that dot products start at times the slope, which
+    moves scores by less than 4e-4. Steep ones lose the offset first and are rounded before top is taken off. So are
+    those that share a warp's tile with a steep one; tiles are not known here. top is the row's largest score rounded up
+    to an integer; the kernel may be behind it by whole numbers, which rounds nothing differently.
     """
     slope = q_scales[:, None] * k_scales
+    steep = slope > STEEP
     scale = np.float32(words.scale)
     if words.softcap == 0 and words.scale > 0:
-        t = dots * slope
-        top = _top(t, seen)
-        t = np.where(slope > STEEP, t - top[:, None], fma(dots, slope, -top[:, None]))
+        start = np.where(steep, np.float32(0), MAGIC)
+        s, offset = np.where(steep, dots * slope, dots + start), -start * slope
+        slope = np.where(steep, np.float32(1), slope)
+        top = _top(fma(s, slope, offset), seen)
+        t = fma(s, slope, offset - top[:, None])
         lift = scale * lift
     else:
         t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (lift * scale * LOG2E)[:, None])

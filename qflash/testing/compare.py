@@ -122,7 +122,14 @@ def check_contract(
     return verdict.errors
 
 
-def check_replay(case: Case, out: np.ndarray, lse: np.ndarray, replay: tuple[np.ndarray, np.ndarray], how: str = ""):
+def check_replay(
+    case: Case,
+    out: np.ndarray,
+    lse: np.ndarray,
+    replay: tuple[np.ndarray, np.ndarray],
+    how: str = "",
+    weights_dtype: str = "float32",
+) -> None:
     """Hold a quantized kernel against its replay, so that a bug cannot hide inside quantization noise."""
     want = replay[0].astype(case.dtype).astype(np.float64)
     verdict = Verdict(errors(out, want))
@@ -130,7 +137,10 @@ def check_replay(case: Case, out: np.ndarray, lse: np.ndarray, replay: tuple[np.
     _judge_positions(verdict, "lse", np.asarray(lse, np.float64), replay[1])
     if want.size >= ENOUGH_VALUES:
         verdict.expect("relative L2 error against the replay", verdict.errors.relative_l2, REPLAY)
-    bound = np.full(replay[1].shape, REPLAY + HALF_FACTOR * UNIT_ROUNDOFF[case.dtype])
+    # Next to a tie the two may round a number to different sides, which is 2 u of it. First a weight: where a row sees
+    # one key of consequence that scales all of out, because sums take weights before they are rounded. Then out.
+    units = UNIT_ROUNDOFF[weights_dtype] + UNIT_ROUNDOFF[case.dtype]
+    bound = np.full(replay[1].shape, REPLAY + 2 * units)
     _judge_rows(verdict, case, np.asarray(out, np.float64), want, expected(case, quantized=True).weight, bound)
     magnitude = np.abs(np.where(np.isfinite(replay[1]), replay[1], 0.0))
     excess = np.abs(_difference(np.asarray(lse, np.float64), replay[1])) - REPLAY * (1 + magnitude)

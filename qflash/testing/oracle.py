@@ -53,6 +53,13 @@ def expected(case: Case, quantized: bool = False) -> Expected:
     return Expected(out, lse, weight, _strength(case, inputs, 1 if quantized else None), rounded)
 
 
+def weights_dtype(case: Case, kernel: str) -> str:
+    """What a quantized kernel rounds its weights to before they meet V."""
+    if kernel == "cpu_int8":
+        return "bfloat16" if _native.cpu_isa() == "amx" else "float32"
+    return case.dtype
+
+
 def key_group(kernel: str) -> int:
     """How many neighbouring keys share a scale in a quantized kernel."""
     return _KEY_GROUPS.get(kernel, 1)
@@ -82,7 +89,7 @@ def replayed(case: Case, kernel: str) -> tuple[np.ndarray, np.ndarray] | None:
     inputs = case.make_inputs()
     words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": inputs.rope}
     if kernel == "cpu_int8":
-        words["pv"] = "bfloat16" if _native.cpu_isa() == "amx" else "float32"
+        words["pv"] = weights_dtype(case, kernel)
     attention, attention_varlen = (getattr(reference, name) for name in _REPLAYS[kernel])
     if case.packed:
         cu = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)

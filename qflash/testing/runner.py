@@ -63,7 +63,7 @@ def check(case: Case, kernel: str | None = None, framework: str = "native") -> c
     errors = compare.check_contract(case, *first, dispatch.BY_NAME[name].precision, how, oracle.key_group(name))
     replay = oracle.replayed(case, name)
     if replay is not None:
-        compare.check_replay(case, *first, replay, how)
+        compare.check_replay(case, *first, replay, how, oracle.weights_dtype(case, name))
     compare.check_same_bits(case, first, run_case(case, name, framework), how)
     return errors
 

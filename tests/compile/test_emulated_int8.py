@@ -9,7 +9,7 @@ from test_emulated import by_name, call, library, pytestmark, run_case  # noqa: 
 
 from qflash.frontends.numpy import describe
 from qflash.problem import Options, check
-from qflash.testing import BY_NAME, Case, cases
+from qflash.testing import BY_NAME, Case, Rotary, cases
 from qflash.testing.compare import check_contract, check_replay, check_same_bits
 from qflash.testing.oracle import key_group, replayed
 from qflash.testing.runner import suited
@@ -25,7 +25,7 @@ def check_kernel(library, case: Case, arch: int = 90) -> None:  # noqa: F811
     case = suited(case, KERNEL, arch)
     first = run_case(library, case, KERNEL, arch, seed=1)
     check_contract(case, *first, "int8", key_group=key_group(KERNEL))
-    check_replay(case, *first, replayed(case, KERNEL))
+    check_replay(case, *first, replayed(case, KERNEL), weights_dtype=case.dtype)
     check_same_bits(case, first, run_case(library, case, KERNEL, arch, seed=2))
 
 
@@ -63,6 +63,12 @@ def test_steep_scores(library):  # noqa: F811
     """In the thousands, scores are a few float32 steps apart: the replay must round where the kernel does."""
     case = Case("steep", 100, 17, 3, 1, head_dim=16, dtype="bfloat16", data="large", seed=3066)
     check_kernel(library, case)
+
+
+def test_a_weight_and_then_its_row_rounded_to_other_sides(library):  # noqa: F811
+    """Row 94 sees one key, and shares its warp with steep scores, which takes the offset off exactly for it too."""
+    words = {"causal": True, "window": (0, 0), "scale": 0.5, "rope": Rotary(2), "layout": "gaps", "data": "outlier"}
+    check_kernel(library, Case("sides", 129, 127, 6, 3, 16, 2, "bfloat16", seed=3013, **words))
 
 
 def test_a_key_that_shares_its_scale_with_an_outlier(library):  # noqa: F811
