@@ -26,6 +26,11 @@ def why_no_gpu() -> str | None:
     return None
 
 
+if why_no_gpu():
+    # JAX compiles a program for nearly every test of its front end, and LLVM's optimisation would be most of the time.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and why_no_gpu():
