@@ -25,7 +25,8 @@ else
 endif
 
 # A worker for each core, where pytest-xdist is installed; on a GPU they share its memory, which JAX would take at once.
-PYTEST_ARGS ?= $(shell $(PY) -c "import xdist" 2>/dev/null && printf '%s' '-n auto')
+# Workers that are done take tests from the others: some take 20 s, most nothing.
+PYTEST_ARGS ?= $(shell $(PY) -c "import xdist" 2>/dev/null && printf '%s' '-n auto --dist worksteal')
 PYTEST = XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(PYTEST_ARGS)
 CPP_FILES = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh' 2>/dev/null)
 
