@@ -73,12 +73,12 @@ inline int check_quantize(const QfQuantizeParams& p) {
 }
 
 // The passes over x, for a unit of work and a way to read memory.
-template <class Element, Unit kUnit, Moves kMoves, class Launch>
+template <class Element, Unit kUnit, Moves kMoves, bool kLarge, class Launch>
 int launch_passes(const QfQuantizeParams& p, const QuantizePlan& plan, Slot* g_slots, Launch& launch) {
   const int64_t blocks = tiles_of(plan.outer, plan.layout, p.heads) * p.batch;
   if (!plan.two_passes)
     return launch(qf_quantize_kernel<Element, kUnit, kMoves, Scales::kFound>, blocks, p, plan.layout, g_slots);
-  if constexpr (kUnit == Unit::kToken) {
+  if constexpr (kUnit == Unit::kToken || !kLarge) {
     return QF_UNSUPPORTED;  // tokens with scales of their own need no second pass
   } else {
     if (int status = launch(qf_quantize_clear_kernel, ceil_of(plan.slots, kQuantizeThreads), p, g_slots, plan.slots))
@@ -90,18 +90,18 @@ int launch_passes(const QfQuantizeParams& p, const QuantizePlan& plan, Slot* g_s
   }
 }
 
-template <class Element, Moves kMoves, bool kWideTokens, class Launch>
+template <class Element, Moves kMoves, bool kLarge, class Launch>
 int launch_units(const QfQuantizeParams& p, const QuantizePlan& plan, Slot* g_slots, Launch& launch) {
-  if (plan.unit == Unit::kToken) return launch_passes<Element, Unit::kToken, kMoves>(p, plan, g_slots, launch);
-  if (plan.unit == Unit::kGroup) return launch_passes<Element, Unit::kGroup, kMoves>(p, plan, g_slots, launch);
-  if constexpr (kWideTokens && kMoves != Moves::kRotated)
-    return launch_passes<Element, Unit::kWideToken, kMoves>(p, plan, g_slots, launch);
+  if (plan.unit == Unit::kToken) return launch_passes<Element, Unit::kToken, kMoves, kLarge>(p, plan, g_slots, launch);
+  if (plan.unit == Unit::kGroup) return launch_passes<Element, Unit::kGroup, kMoves, kLarge>(p, plan, g_slots, launch);
+  if constexpr (kLarge && kMoves != Moves::kRotated)
+    return launch_passes<Element, Unit::kWideToken, kMoves, kLarge>(p, plan, g_slots, launch);
   return QF_UNSUPPORTED;
 }
 
-// Everything a call needs, in order. Launches of 0 blocks are left out. kWideTokens: false leaves the kernels for
-// head_dim above kWide uncompiled.
-template <class Element, bool kWideTokens, class Launch>
+// Everything a call needs, in order. Launches of 0 blocks are left out. kLarge: false leaves the kernels for head_dim
+// above kWide, and for scales of more tokens than a block holds, uncompiled.
+template <class Element, bool kLarge, class Launch>
 int run_quantize(const QfQuantizeParams& p, Launch launch_some) {
   const QuantizePlan plan = plan_quantize(p);
   if (!fits(plan.outer, plan.layout, p.heads, p.batch)) return QF_UNSUPPORTED;
@@ -126,11 +126,11 @@ int run_quantize(const QfQuantizeParams& p, Launch launch_some) {
   Slot* const g_slots = reinterpret_cast<Slot*>(workspace);
   switch (plan.moves) {
     case Moves::kVectors:
-      return launch_units<Element, Moves::kVectors, kWideTokens>(p, plan, g_slots, launch);
+      return launch_units<Element, Moves::kVectors, kLarge>(p, plan, g_slots, launch);
     case Moves::kRotated:
-      return launch_units<Element, Moves::kRotated, kWideTokens>(p, plan, g_slots, launch);
+      return launch_units<Element, Moves::kRotated, kLarge>(p, plan, g_slots, launch);
     default:
-      return launch_units<Element, Moves::kSingly, kWideTokens>(p, plan, g_slots, launch);
+      return launch_units<Element, Moves::kSingly, kLarge>(p, plan, g_slots, launch);
   }
 }
 

@@ -7,6 +7,9 @@
 namespace qf {
 namespace fa_int8 {
 
+// A token's threads are a power of two, hence the 2.
+static_assert(2 * kHeadDim * kKeyGroup <= 8 * kQuantizeThreads * kLeastPlaces, "keys are quantized in one pass");
+
 // Rows of int8 are padded to whole 16-byte chunks, which must hold zeros past head_dim.
 inline int64_t padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
