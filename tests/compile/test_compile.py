@@ -63,17 +63,31 @@ needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test
 def covering() -> list[Unit]:
     """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention once for
     each architecture, the operations beside it for two (test_whole_matrix has the others), dtypes and buckets in
-    turn, a different one first for every kernel."""
+    turn, a different one first for every kernel. Hopper's are those that the other tests here look into."""
     chosen = []
     for first, row in enumerate(CUDA_ROWS):
-        if row.op != "attention":
-            older = cuda.specialisations([ARCHES[first % 4]], [row.name])
-            chosen += [older[first % len(older)], cuda.specialisations([90], [row.name])[-1]]
-            continue
-        for turn, arch in enumerate(ARCHES, start=first):
-            units = cuda.specialisations([arch], [row.name])
-            chosen.append(units[turn * 7 % len(units)])  # 7: prime to the number of units a kernel has
+        older = ARCHES[:-1] if row.op == "attention" else [ARCHES[first % 4]]
+        for turn, arch in enumerate(older, start=first):
+            if units := cuda.specialisations([arch], [row.name]):
+                chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a kernel has
+        chosen.append(hopper_unit(row.name))
     return list(dict.fromkeys(chosen))
+
+
+# dtype and bucket of the units for Hopper, of kernels that have buckets: large ones, where registers are scarce.
+HOPPER = {
+    "fa": ("float32", 128),
+    "fa_int8": ("float16", 192),
+    "fa_int8_quantized": ("float16", 256),
+    "fa_mma": ("bfloat16", 256),
+    "fa_tc": ("bfloat16", 128),
+    "fa_warps": ("float32", 96),
+}
+
+
+def hopper_unit(kernel: str) -> Unit:
+    row = cuda.BY_NAME[kernel]
+    return cuda.unit(row, *HOPPER.get(kernel, (row.dtypes[0], 0)), 90)
 
 
 def by_label(unit: Unit) -> str:
@@ -123,16 +137,11 @@ def test_the_covering_set_covers():
     assert {row.name for row in CUDA_ROWS} == set(INSTRUCTION)
 
 
-def smallest_unit(kernel: str) -> Unit:
-    row = cuda.BY_NAME[kernel]
-    return cuda.unit(row, row.dtypes[0], 32, 90)
-
-
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
 @pytest.mark.parametrize("kernel", [*ATTENTION, "fa_int8_quantized", *GEMM, *VECTORS])
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
-    command = [cuobjdump(), "-sass", str(compiled(smallest_unit(kernel)) / LIBRARY)]
+    command = [cuobjdump(), "-sass", str(compiled(hopper_unit(kernel)) / LIBRARY)]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass)
     instruction, least = INSTRUCTION[kernel]
@@ -170,7 +179,7 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     """dlopen, the workspace and the texts need no GPU; a launch says what CUDA says. Where there is a driver the
     made-up addresses would be used, so no launch is tried there."""
     row = cuda.BY_NAME[kernel]
-    library = ctypes.CDLL(str(compiled(smallest_unit(kernel)) / LIBRARY))
+    library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
     text = library.qf_status_text
     text.restype = ctypes.c_char_p
     assert text(0) == b"success"
@@ -178,7 +187,8 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     wrong_abi = (ctypes.c_int32 * 512)(12345)
     assert getattr(library, f"qf_{kernel}")(wrong_abi, None) == 100003
 
-    array = Array((1, 16, 2, 32), None, row.dtypes[0], "cuda:0")
+    dtype, head_dim = HOPPER.get(kernel, (row.dtypes[0], 32))
+    array = Array((1, 16, 2, head_dim), None, dtype, "cuda:0")
     symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
     addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
     precision = None if row.precision == "native" else row.precision
@@ -195,7 +205,7 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
 @pytest.mark.parametrize("kernel", GEMM)
 def test_a_gemm_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     """As above; and what the checks in front of a launch refuse, which dispatch should never let through."""
-    library = ctypes.CDLL(str(compiled(smallest_unit(kernel)) / LIBRARY))
+    library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
     text = library.qf_status_text
     text.restype = ctypes.c_char_p
     assert text(0) == b"success"
@@ -226,7 +236,7 @@ def test_a_gemm_library_opens_and_explains_itself_without_a_driver(compiled, ker
 @needs_nvcc
 @pytest.mark.parametrize("kernel", VECTORS)
 def test_a_quantization_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
-    library = ctypes.CDLL(str(compiled(smallest_unit(kernel)) / LIBRARY))
+    library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
     library.qf_status_text.restype = ctypes.c_char_p
     assert f"kernel '{kernel}'".encode() in library.qf_status_text(100001)
     assert getattr(library, f"qf_{kernel}")((ctypes.c_int32 * 512)(12345), None) == 100003
