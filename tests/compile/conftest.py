@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from qflash.jit.cache import Cache
 from qflash.jit.compiler import compile_unit
 
 HERE = Path(__file__).parent
-EMULATOR = HERE / "emulator"
+EMULATOR, HEADER = HERE / "emulator", "cuda_on_host.h"
 CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 
 
@@ -49,18 +50,23 @@ def compiled(shared_cache):
 def emulated(shared_cache):
     """emulated(kernel, name=value...): emulator/<kernel>.cc with these definitions, opened."""
 
+    # -O1: what -O2 adds to compilation is more than it takes off the runs
+    compiler = ["g++", "-std=c++17", "-O1", "-fPIC", "-w"]
+
+    def run(*words: str | Path) -> None:
+        done = subprocess.run([*compiler, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def precompile_into(directory: Path) -> None:
+        shutil.copy(EMULATOR / HEADER, directory)
+        run("-x", "c++-header", directory / HEADER, "-o", directory / f"{HEADER}.gch")
+
     @cache
     def build(kernel: str, **defines: int) -> ctypes.CDLL:
         def compile_into(directory: Path) -> None:
-            command = [
-                # -O1: what -O2 adds to compilation is more than it takes off the runs
-                "g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{CSRC}", f"-I{CSRC / 'include'}",
-                *(f"-D{name}={value}" for name, value in defines.items()),
-                "-include", str(EMULATOR / "cuda_on_host.h"), str(EMULATOR / f"{kernel}.cc"),
-                "-o", str(directory / "emulated.so"),
-            ]  # fmt: skip
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+            header = shared_cache.get("emulated-header", precompile_into) / HEADER
+            words = [f"-I{CSRC}", f"-I{CSRC / 'include'}", *(f"-D{name}={value}" for name, value in defines.items())]
+            run("-shared", *words, "-include", header, EMULATOR / f"{kernel}.cc", "-o", directory / "emulated.so")
 
         key = "-".join(("emulated", kernel, *(f"{name}{value}" for name, value in defines.items())))
         return ctypes.CDLL(str(shared_cache.get(key, compile_into) / "emulated.so"))

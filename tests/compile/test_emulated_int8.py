@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from test_emulated import by_name, call, library, pytestmark, run_case  # noqa: F401
+from test_emulated import QUICK, by_name, call, library, pytestmark, run_case  # noqa: F401
 
 from qflash.frontends.numpy import describe
 from qflash.problem import Options, check
@@ -15,8 +15,6 @@ from qflash.testing.oracle import key_group, replayed
 from qflash.testing.runner import suited
 
 KERNEL = "fa_int8"
-# The emulator takes seconds for a thousand keys.
-QUICK = [case for case in cases("quick") if case.name != "decode"]
 SHAPES = ("dim_40", "dim_72", "dim_128", "dim_136", "dim_256", "many_heads", "nan_v")
 
 
