@@ -74,9 +74,8 @@ def covering() -> list[Unit]:
     return list(dict.fromkeys(chosen))
 
 
-# dtype and bucket of the units for Hopper, of kernels that have buckets: large ones, where registers are scarce.
+# dtype and bucket of units for Hopper, where not the kernel's first dtype and 128: large ones, as registers are scarce.
 HOPPER = {
-    "fa": ("float32", 128),
     "fa_int8": ("float16", 192),
     "fa_int8_quantized": ("float16", 256),
     "fa_mma": ("bfloat16", 256),
@@ -85,9 +84,12 @@ HOPPER = {
 }
 
 
+def on_hopper(kernel: str) -> tuple[str, int]:
+    return HOPPER.get(kernel, (cuda.BY_NAME[kernel].dtypes[0], 128))
+
+
 def hopper_unit(kernel: str) -> Unit:
-    row = cuda.BY_NAME[kernel]
-    return cuda.unit(row, *HOPPER.get(kernel, (row.dtypes[0], 0)), 90)
+    return cuda.unit(cuda.BY_NAME[kernel], *on_hopper(kernel), 90)
 
 
 def by_label(unit: Unit) -> str:
@@ -187,7 +189,7 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     wrong_abi = (ctypes.c_int32 * 512)(12345)
     assert getattr(library, f"qf_{kernel}")(wrong_abi, None) == 100003
 
-    dtype, head_dim = HOPPER.get(kernel, (row.dtypes[0], 32))
+    dtype, head_dim = on_hopper(kernel)
     array = Array((1, 16, 2, head_dim), None, dtype, "cuda:0")
     symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
     addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
