@@ -19,14 +19,20 @@ struct Sequence {
   int64_t owned;     // rows of q that belong to it
 };
 
-// Collective: every thread of the block calls it with the same b.
-__device__ inline Sequence read_sequence(const QfAttnParams& p, int b) {
+// Does cu_seqlens_q fall somewhere? Collective: every thread of the block calls it.
+__device__ inline bool packed_rows_fall(const QfAttnParams& p) {
+  if (!p.cu_seqlens_q) return false;
+  bool falls = p.batch == 0;
+  for (int i = threadIdx.x; i < p.batch; i += blockDim.x) falls |= p.cu_seqlens_q[i + 1] < p.cu_seqlens_q[i];
+  if (threadIdx.x == 0) falls |= p.cu_seqlens_q[0] < 0;
+  return __syncthreads_or(falls);
+}
+
+// rows_fall: packed_rows_fall(p).
+__device__ inline Sequence sequence_of(const QfAttnParams& p, int b, bool rows_fall) {
   Sequence s = {0, 0, p.q_len, p.k_len, true, p.q_len};
   if (p.cu_seqlens_q) {
-    bool falls = false;
-    for (int i = threadIdx.x; i < p.batch; i += blockDim.x) falls |= p.cu_seqlens_q[i + 1] < p.cu_seqlens_q[i];
-    if (threadIdx.x == 0) falls |= p.cu_seqlens_q[0] < 0;
-    if (__syncthreads_or(falls) || p.batch == 0) return {0, 0, 0, 0, false, b == 0 ? p.total_q : 0};
+    if (rows_fall) return {0, 0, 0, 0, false, b == 0 ? p.total_q : 0};
     const int64_t q0 = p.cu_seqlens_q[b], q1 = p.cu_seqlens_q[b + 1];
     const int64_t k0 = p.cu_seqlens_k[b], k1 = p.cu_seqlens_k[b + 1];
     const int64_t end = q1 < p.total_q ? q1 : p.total_q;
@@ -45,14 +51,26 @@ __device__ inline Sequence read_sequence(const QfAttnParams& p, int b) {
   return s;
 }
 
+// Collective: every thread of the block calls it with the same b.
+__device__ inline Sequence read_sequence(const QfAttnParams& p, int b) {
+  return sequence_of(p, b, packed_rows_fall(p));
+}
+
+// Threads that fill rows together, and which of them this one is.
+struct Fillers {
+  int thread, threads;
+  __device__ static __forceinline__ Fillers block() { return {int(threadIdx.x), int(blockDim.x)}; }
+};
+
 // NaN into rows begin .. end-1 of head h, this block's share of them (block `tile` of `tiles`): channels
 // [d_begin, d_end) of out and, if asked, lse.
 template <class Element>
 __device__ inline void fill_nan(const QfAttnParams& p, int b, int h, int64_t begin, int64_t end, int tile, int tiles,
-                                int d_begin, int d_end, bool lse) {
+                                int d_begin, int d_end, bool lse, Fillers by) {
   Element x;
   from_float(nan(), x);
-  for (int64_t row = begin + int64_t(tile) * blockDim.x + threadIdx.x; row < end; row += int64_t(tiles) * blockDim.x) {
+  const int64_t step = int64_t(tiles) * by.threads;
+  for (int64_t row = begin + int64_t(tile) * by.threads + by.thread; row < end; row += step) {
     Element* g_row = static_cast<Element*>(p.out.data) + b * p.out.stride_b + row * p.out.stride_t + h * p.out.stride_h;
     for (int d = d_begin; d < d_end; ++d) g_row[d] = x;
     if (lse && p.lse) p.lse[b * p.lse_stride_b + h * p.lse_stride_h + row] = nan();
@@ -62,17 +80,23 @@ __device__ inline void fill_nan(const QfAttnParams& p, int b, int h, int64_t beg
 // The rows of head h that no good sequence fills: those of a bad one, and packed rows outside every sequence.
 template <class Element>
 __device__ inline void fill_unserved_rows(const QfAttnParams& p, const Sequence& s, int b, int h, int tile, int tiles,
-                                          int d_begin, int d_end, bool lse) {
-  if (!s.good) fill_nan<Element>(p, b, h, s.q0, s.q0 + s.owned, tile, tiles, d_begin, d_end, lse);
+                                          int d_begin, int d_end, bool lse, Fillers by) {
+  if (!s.good) fill_nan<Element>(p, b, h, s.q0, s.q0 + s.owned, tile, tiles, d_begin, d_end, lse, by);
   if (!p.cu_seqlens_q) return;
   if (b == 0) {
     const int64_t first = p.cu_seqlens_q[0];
-    fill_nan<Element>(p, b, h, 0, first < p.total_q ? first : p.total_q, tile, tiles, d_begin, d_end, lse);
+    fill_nan<Element>(p, b, h, 0, first < p.total_q ? first : p.total_q, tile, tiles, d_begin, d_end, lse, by);
   }
   if (b == p.batch - 1) {
     const int64_t last = p.cu_seqlens_q[p.batch];
-    fill_nan<Element>(p, b, h, last > 0 ? last : 0, p.total_q, tile, tiles, d_begin, d_end, lse);
+    fill_nan<Element>(p, b, h, last > 0 ? last : 0, p.total_q, tile, tiles, d_begin, d_end, lse, by);
   }
+}
+
+template <class Element>
+__device__ inline void fill_unserved_rows(const QfAttnParams& p, const Sequence& s, int b, int h, int tile, int tiles,
+                                          int d_begin, int d_end, bool lse) {
+  fill_unserved_rows<Element>(p, s, b, h, tile, tiles, d_begin, d_end, lse, Fillers::block());
 }
 
 }  // namespace qf

@@ -50,11 +50,11 @@ __device__ inline void clear_nonfinite(char* s_tile) {
   }
 }
 
-// The finished rows of a warp, in shared memory (kChunks chunks a row, swizzled), each plus every v that is not finite
-// of the keys key0 .. key0 + keys - 1 it sees. row0: the first row in its sequence; v(key, d): V, as a float.
-template <int kChunks, class Element, class V>
-__device__ inline void add_nonfinite(char* s_rows, int row0, int rows, int head_dim, int key0, int keys,
-                                     const Mask& mask, int lane, V v) {
+// The finished rows of a warp, each plus every v that is not finite of the keys key0 .. key0 + keys - 1 it sees. row0:
+// the first row in its sequence; at(row, d): where a row's output stands; v(key, d): V, as a float.
+template <class At, class V>
+__device__ inline void add_nonfinite_at(At at, int row0, int rows, int head_dim, int key0, int keys, const Mask& mask,
+                                        int lane, V v) {
   for (int key = key0; key < min(key0 + keys, mask.len_k); ++key) {
     for (int d = lane; d < head_dim; d += 32) {
       const float x = v(key, d);
@@ -62,12 +62,22 @@ __device__ inline void add_nonfinite(char* s_rows, int row0, int rows, int head_
       for (int row = 0; row < rows; ++row) {
         const KeyRange seen = mask.visible(row0 + row);
         if (key < seen.begin || key >= seen.end) continue;
-        const int offset = Swizzle<kChunks>::offset(row, d / kPerChunk) + d % kPerChunk * int(sizeof(Element));
-        Element& o = *reinterpret_cast<Element*>(s_rows + offset);
+        auto& o = at(row, d);
         from_float(to_float(o) + x, o);
       }
     }
   }
+}
+
+// The rows stand in shared memory, kChunks chunks a row, swizzled.
+template <int kChunks, class Element, class V>
+__device__ inline void add_nonfinite(char* s_rows, int row0, int rows, int head_dim, int key0, int keys,
+                                     const Mask& mask, int lane, V v) {
+  const auto at = [&](int row, int d) -> Element& {
+    const int offset = Swizzle<kChunks>::offset(row, d / kPerChunk) + d % kPerChunk * int(sizeof(Element));
+    return *reinterpret_cast<Element*>(s_rows + offset);
+  };
+  add_nonfinite_at(at, row0, rows, head_dim, key0, keys, mask, lane, v);
 }
 
 }  // namespace qf

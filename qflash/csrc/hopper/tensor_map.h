@@ -1,0 +1,49 @@
+// Tensor maps for the copy engine, made on the host. The encoder is the driver's, found at run time, so that a library
+// needs no driver to be loaded.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "hopper/descriptor.cuh"
+#include "qflash.h"
+
+namespace qf {
+
+// Can the copy engine read it: 16-byte addresses and strides? Strides of dimensions that have one element do not count.
+inline bool tensor_maps(const QfTensor& x, int head_dim, int heads, int batch) {
+  const auto whole = [](int64_t elements) { return elements * 2 % 16 == 0 && elements >= 0 && elements < (1ll << 38); };
+  return head_dim % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && whole(x.stride_t) &&
+         (heads == 1 || whole(x.stride_h)) && (batch == 1 || whole(x.stride_b));
+}
+
+// [batch, rows, heads, head_dim] of 16-bit elements, in boxes of box_rows rows of one panel of channels, swizzled.
+// Returns a cudaError_t.
+inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int dtype, int head_dim, int64_t rows, int heads,
+                             int batch, int box_rows) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static Encode encode = nullptr;  // the same for every thread that finds it
+  if (!encode) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
+    if (error != cudaSuccess) return error;
+    if (status != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
+    encode = reinterpret_cast<Encode>(found);
+  }
+  const cuuint64_t sizes[4] = {cuuint64_t(head_dim), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(batch)};
+  const auto bytes = [](int64_t stride, bool counts) { return cuuint64_t(counts ? stride * 2 : 16); };
+  const cuuint64_t strides[3] = {bytes(x.stride_t, rows > 1), bytes(x.stride_h, heads > 1),
+                                 bytes(x.stride_b, batch > 1)};
+  const cuuint32_t box[4] = {cuuint32_t(kPanelChannels), cuuint32_t(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
+  const auto type = dtype == QF_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUresult result = encode(&map, type, 4, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? int(cudaSuccess) : int(cudaErrorInvalidValue);
+}
+
+}  // namespace qf

@@ -1,0 +1,97 @@
+// What a persistent block does: a list of items, each one row tile of one head of one sequence.
+//
+// Where all items are equally long, heads are taken in sections whose K and V fit the L2 cache together. Where masks or
+// lengths make some longer than others, balance matters more: the longest row tiles of all heads come first (causal
+// masks make the last ones longest), and blocks take items in rounds, every other round backwards, so that what a block
+// had too much of in one round it has too little of in the next.
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/sequence.cuh"
+#include "kernels/sm90_fwd/config.h"
+
+namespace qf {
+namespace sm90_fwd {
+
+struct Items {
+  int count, row_tiles, heads, section;  // heads: of all sequences; section: how many of them
+};
+
+// Host side.
+inline Items items_of(const QfAttnParams& p) {
+  constexpr int64_t kCacheBytes = 32 << 20;  // of an L2 cache of 50 MB
+  Items items{};
+  items.row_tiles = (p.q_len + kBlockM - 1) / kBlockM;
+  int batch = p.batch;
+  if (p.cu_seqlens_q && p.total_q > 0) {  // packed rows that fit no sequence still get their NaN
+    if (items.row_tiles == 0) items.row_tiles = 1;
+    if (batch == 0) batch = 1;
+  }
+  items.heads = batch * p.q_heads;
+  const int64_t group = p.kv_heads ? p.q_heads / p.kv_heads : 1;
+  const int64_t head_bytes = 2 * int64_t(p.k_len) * p.head_dim * 2;
+  const bool equal = p.window_left < 0 && p.window_right < 0 && !p.kv_lens && !p.cu_seqlens_q;
+  const int64_t fit = equal && head_bytes > 0 ? kCacheBytes / head_bytes * group : items.heads;
+  items.section = int(fit < group ? group : fit > items.heads ? items.heads : fit);
+  if (items.section < 1) items.section = 1;
+  items.count = items.row_tiles * items.heads;
+  return items;
+}
+
+struct Item {
+  int b, h, row_tile;
+
+  __device__ __forceinline__ Item(const QfAttnParams& p, const Items& items, int index) {
+    const int per_section = items.section * items.row_tiles;
+    const int s = index / per_section, rest = index - s * per_section;
+    const int first = s * items.section, heads = min(items.section, items.heads - first);
+    const int row = rest / heads, head = first + rest - row * heads;
+    row_tile = items.row_tiles - 1 - row;
+    b = head / p.q_heads;
+    h = head - b * p.q_heads;
+  }
+};
+
+// For every item of this block, in order: f(item).
+template <class F>
+__device__ __forceinline__ void for_each_item(const QfAttnParams& p, const Items& items, F f) {
+  const int blocks = gridDim.x, block = blockIdx.x;
+  bool backwards = false;
+  for (int first = 0; first < items.count; first += blocks, backwards = !backwards) {
+    const int index = first + (backwards ? blocks - 1 - block : block);
+    if (index < items.count) f(Item(p, items, index));
+  }
+}
+
+// What everybody needs to know of an item. It takes a few thousand cycles to work out, so a thread of its own does,
+// ahead of time, and leaves it in shared memory: consumers have no registers to spare either.
+struct Record {
+  Sequence seq;
+  Mask mask;
+  KeyRange keys, full;   // keys some row of the block sees, keys every row sees
+  int b, h, row_tile, row0;
+  int tiles;             // of keys; -1: there are no more items
+  int spoiled;           // V of some tile was cleared of NaN and infinity
+
+  __device__ __forceinline__ void fill(const QfAttnParams& p, const Item& item, bool rows_fall) {
+    const Sequence sequence = sequence_of(p, item.b, rows_fall);
+    const Mask m = {p.window_left, p.window_right, sequence.len_q, sequence.len_k};
+    const int first = item.row_tile * kBlockM, last = min(first + kBlockM, sequence.len_q) - 1;
+    seq = sequence;
+    mask = m;
+    keys = full = {0, 0};
+    if (sequence.good && first < sequence.len_q) {
+      keys = m.seen_by_any(first, last);
+      full = m.seen_by_all(first, last);
+    }
+    b = item.b, h = item.h, row_tile = item.row_tile, row0 = first;
+    tiles = (keys.end - keys.begin + kBlockN - 1) / kBlockN;
+    spoiled = 0;
+  }
+  __device__ __forceinline__ bool exists() const { return seq.good && row0 < seq.len_q; }
+  // Does every row of the block see every one of the keys key0 .. key0 + kBlockN - 1?
+  __device__ __forceinline__ bool whole(int key0) const { return key0 >= full.begin && key0 + kBlockN <= full.end; }
+};
+
+}  // namespace sm90_fwd
+}  // namespace qf

@@ -1,0 +1,60 @@
+// mbarrier: barriers in shared memory that count arrivals and, for the copy engine, bytes. A barrier alternates between
+// two phases; a waiter names the parity of the phase it wants to see complete. sm_90.
+#pragma once
+
+#include <stdint.h>
+
+namespace qf {
+
+using Mbarrier = uint64_t;
+
+__device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
+  return uint32_t(__cvta_generic_to_shared(s_pointer));
+}
+
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-init
+__device__ __forceinline__ void mbarrier_init(Mbarrier* s_barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(s_barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar-fence
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
+__device__ __forceinline__ void mbarrier_arrive(Mbarrier* s_barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(s_barrier)) : "memory");
+}
+
+// One arrival, and `bytes` more for the copy engine to bring in this phase.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
+__device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* s_barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(s_barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// Has the phase of this parity completed? Sleeps for a while before it says no.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
+__device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* s_barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(s_barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+__device__ __forceinline__ void mbarrier_wait(Mbarrier* s_barrier, uint32_t parity) {
+  while (!mbarrier_try_wait(s_barrier, parity)) {
+  }
+}
+
+}  // namespace qf
