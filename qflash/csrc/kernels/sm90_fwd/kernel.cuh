@@ -14,6 +14,7 @@
 #include "kernels/sm90_fwd/output.cuh"
 #include "kernels/sm90_fwd/softmax.cuh"
 #include "ptx/named_barrier.cuh"
+#include "ptx/rcp.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tid.cuh"
 #include "ptx/tma.cuh"
@@ -30,6 +31,7 @@ struct Shared {
   char *q, *k, *v;  // kQStages and kStages tiles
   Ring<kQStages>* q_ring;
   Ring<kStages>*k_ring, *v_ring;
+  Mbarrier* v_checked;  // kStages: the tile of V holds nothing that zero weights would not blank out
   Ring<kRecords>* record_ring;
   Record* records;
 
@@ -40,7 +42,8 @@ struct Shared {
     q_ring = reinterpret_cast<Ring<kQStages>*>(v + kStages * KVTile::kBytes);
     k_ring = reinterpret_cast<Ring<kStages>*>(q_ring + 1);
     v_ring = k_ring + 1;
-    record_ring = reinterpret_cast<Ring<kRecords>*>(v_ring + 1);
+    v_checked = reinterpret_cast<Mbarrier*>(v_ring + 1);
+    record_ring = reinterpret_cast<Ring<kRecords>*>(v_checked + kStages);
     records = reinterpret_cast<Record*>(record_ring + 1);
   }
 };
@@ -119,28 +122,47 @@ struct Turn {
   }
 };
 
-constexpr int kGroupBarrier = 8;  // and the following: a consumer by itself
+// Two warps look at the tiles of V that some rows see only in part: NaN and infinity become zero there, and the record
+// says so, because the zero weight of a masked key would not blank them out. finish() adds them to the rows that do see
+// them.
+constexpr int kInspectors = 64;  // threads
 
-// Sets NaN and infinity in a tile of V to zero; s_spoiled tells whether there were any. Every consumer does this
-// by itself before it multiplies, so that all of them multiply zeros. For a whole warpgroup.
-__device__ inline void clear_nonfinite_tile(char* s_tile, int& s_spoiled) {
-  const int thread = threadIdx.x % kGroupThreads;
+// Sets NaN and infinity in a tile of V to zero; `spoiled` tells whether there were any. For kInspectors threads.
+__device__ inline void clear_nonfinite_tile(char* s_tile, int& spoiled, int thread) {
   bool found = false;
-#pragma unroll 4
-  for (int i = thread; i < KVTile::kBytes / 16; i += kGroupThreads) {
+#pragma unroll 8
+  for (int i = thread; i < KVTile::kBytes / 16; i += kInspectors) {
     const uint4 x = *reinterpret_cast<const uint4*>(s_tile + 16 * i);
     found |= word_nonfinite<Element>(x.x) | word_nonfinite<Element>(x.y) | word_nonfinite<Element>(x.z) |
              word_nonfinite<Element>(x.w);
   }
-  if (found) s_spoiled = 1;
-  __threadfence_block();  // who finds zeros that another wrote finds s_spoiled set, too
-  if (found) {
-    for (int i = thread; i < KVTile::kBytes / 16; i += kGroupThreads) {
-      uint16_t* const s_chunk = reinterpret_cast<uint16_t*>(s_tile + 16 * i);
-      for (int e = 0; e < kPerChunk; ++e)
-        if (word_nonfinite<Element>(s_chunk[e])) s_chunk[e] = 0;
+  if (!found) return;
+  spoiled = 1;
+  for (int i = thread; i < KVTile::kBytes / 16; i += kInspectors) {
+    uint16_t* const s_chunk = reinterpret_cast<uint16_t*>(s_tile + 16 * i);
+    for (int e = 0; e < kPerChunk; ++e)
+      if (word_nonfinite<Element>(s_chunk[e])) s_chunk[e] = 0;
+  }
+  fence_proxy_async();
+}
+
+__device__ __forceinline__ void inspect(const Shared& s, int thread) {
+  Place<kRecords> item;
+  Place<kStages> place;
+  for (;; item.advance()) {
+    item.wait_full(*s.record_ring);
+    Record& record = s.records[item.stage()];
+    const int tiles = record.tiles;
+    if (tiles < 0) return;
+    for (int n = 0; n < tiles; ++n, place.advance()) {
+      place.wait_full(*s.v_ring);
+      if (!record.whole(record.keys.begin + n * kBlockN))
+        clear_nonfinite_tile(s.v + place.stage() * KVTile::kBytes, record.spoiled, thread);
+      __syncwarp();  // the zeros of every lane are in place
+      if (thread % 32 == 0) mbarrier_arrive(&s.v_checked[place.stage()]);
     }
-    fence_proxy_async();
+    __syncwarp();  // every lane has read the record
+    if (thread % 32 == 0) item.release(*s.record_ring);
   }
 }
 
@@ -157,14 +179,17 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
     const int i = lane / 4 + 8 * r;
     float sum = rows.l[r] + __shfl_xor_sync(0xffffffffu, rows.l[r], 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const KeyRange keys = record.mask.visible(row0 + i);
-    const bool empty = keys.begin == keys.end, exists = row0 + i < len_q;
-    const float inverse = 1.0f / sum;
+    const bool exists = row0 + i < len_q;
+    float inverse = rcp(sum), lse = lse_of(rows.m[r], sum);
+    if (!(sum > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
+      const KeyRange keys = record.mask.visible(row0 + i);
+      if (keys.begin == keys.end) inverse = 0.0f, lse = -infinity();
+    }
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) O[0][j][2 * r + e] = empty ? 0.0f : O[0][j][2 * r + e] * inverse;
-    if (g_lse && lane % 4 == 0 && exists) g_lse[row0 + i] = empty ? -infinity() : lse_of(rows.m[r], sum);
+      for (int e = 0; e < 2; ++e) O[0][j][2 * r + e] *= inverse;
+    if (g_lse && lane % 4 == 0 && exists) g_lse[row0 + i] = lse;
     g_row[r] = exists ? g_out + i * p.out.stride_t : nullptr;
   }
   store_rows(O, g_row, p.head_dim, aligned, lane);
@@ -190,8 +215,9 @@ __device__ inline void store_empty_rows(const QfAttnParams& p, const Record& rec
   }
 }
 
-__device__ __forceinline__ void consume(const QfAttnParams& p, const Items& items, const Shared& s, bool rows_fall,
-                                        bool out_aligned) {
+// kPlain: scales_plainly().
+template <bool kPlain>
+__device__ __forceinline__ void consume(const QfAttnParams& p, const Items& items, const Shared& s, bool out_aligned) {
   // Derived afresh where they are used: registers are scarce.
   const auto consumer = [] { return fresh_tid() / kGroupThreads - 1; };
   const auto lane = [] { return fresh_tid() % 32; };
@@ -200,7 +226,6 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
   Place<kRecords> item;   // whose q is multiplied next
   Place<kQStages> q_place;
   Place<kStages> place;   // of K; that of V is the one before, once its K is released
-  const bool plain = scales_plainly(p.scale, p.softcap);
   const float factor = score_factor(p.scale, p.softcap);
   float O[1][kOTiles][4], S[1][kNTiles][4];
   uint32_t P[kBlockN / 16][4];
@@ -257,27 +282,26 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
   for (bool more = true; more;) {
     const Place<kRecords> current = item;
     Record& record = s.records[current.stage()];
-    bool few = false;
-    if constexpr (kKeepsRemainders) {
+    // Does a row of this consumer see few keys? Their number is concave in the row: least in the first or the last.
+    const auto few = [&] {
       const int first = record.row0 + consumer() * kGroupRows, last = min(first + kGroupRows, record.seq.len_q) - 1;
       const auto count = [&](int i) { return record.mask.visible(i).end - record.mask.visible(i).begin; };
-      few = first <= last && min(count(first), count(last)) < kFewKeys;
-    }
-    const KeyRange full = record.full;
-    const auto whole = [&](int key0) { return key0 >= full.begin && key0 + kBlockN <= full.end; };
+      return first <= last && min(count(first), count(last)) < kFewKeys;
+    };
+    const KeyRange full = record.full;  // in registers, where there are enough
+    const auto whole = [&](int key0) {
+      return kConsumers > 2 ? record.whole(key0) : key0 >= full.begin && key0 + kBlockN <= full.end;
+    };
     const auto wait_v = [&](int key0) {
-      place.before().wait_full(*s.v_ring);
-      if (whole(key0)) return;
-      clear_nonfinite_tile(s.v + place.before().stage() * KVTile::kBytes, record.spoiled);
-      named_barrier_sync(kGroupBarrier + consumer(), kGroupThreads);  // the zeros are in place
+      const Place<kStages> v = place.before();
+      mbarrier_wait(whole(key0) ? &s.v_ring->full[v.stage()] : &s.v_checked[v.stage()], v.parity());
     };
     // Scores to weights, but for O, which may be under way: returns whether it must be rescaled.
     float rescale[2];
     const auto softmax = [&](int key0) {
-      if (!plain) scale_scores(S, p.scale, p.softcap);
+      if (!kPlain) scale_scores(S, p.scale, p.softcap);
       if (!whole(key0))
-        mask_scores(S, TileMask<8>(record.mask, record.row0 + warp_row() + lane() / 4, key0 + lane() % 4 * 2),
-                    [](int j, int e) { return 8 * j + e; });
+        mask_tile(S, TileMask<8>(record.mask, record.row0 + warp_row() + lane() / 4, key0 + lane() % 4 * 2));
       const bool moved = move_reference(S, factor, rows, rescale);
       take_weights(S, factor, rows);
       return moved;
@@ -285,7 +309,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
     const auto round_weights = [&](int key0) {
 #pragma unroll
       for (int i = 0; i < kBlockN / 16; ++i) weights_of(P[i], S, i);
-      if (!kKeepsRemainders || !few) return;
+      if (!kKeepsRemainders || !few()) return;
       wait_v(key0);  // what rounding took off the weights, 16 keys at a time
       const AlongChannels<KVTile> v(s.v + place.before().stage() * KVTile::kBytes);
 #pragma unroll
@@ -366,6 +390,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
 }  // namespace sm90_fwd
 }  // namespace qf
 
+template <bool kPlain>
 __global__ void __launch_bounds__(qf::sm90_fwd::kThreads, 1)
     qf_sm90_fwd_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90_fwd::Maps maps,
                        const __grid_constant__ qf::sm90_fwd::Items items, const bool out_aligned) {
@@ -379,7 +404,8 @@ __global__ void __launch_bounds__(qf::sm90_fwd::kThreads, 1)
     s.q_ring->init(kConsumerWarps);
     s.k_ring->init(kConsumerWarps);
     s.v_ring->init(kConsumerWarps);
-    s.record_ring->init(kConsumerWarps + 1);
+    s.record_ring->init(kConsumerWarps + 1 + kInspectors / 32);
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&s.v_checked[i], kInspectors / 32);
     fence_mbarrier_init();
     prefetch_tensor_map(&maps.q);
     prefetch_tensor_map(&maps.k);
@@ -390,8 +416,9 @@ __global__ void __launch_bounds__(qf::sm90_fwd::kThreads, 1)
     give_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, maps, s);
     if (threadIdx.x == 32) plan(p, items, s, rows_fall);
+    if (threadIdx.x >= kGroupThreads - kInspectors) inspect(s, threadIdx.x - (kGroupThreads - kInspectors));
   } else {
     take_registers<kConsumerRegisters>();
-    consume(p, items, s, rows_fall, out_aligned);
+    consume<kPlain>(p, items, s, out_aligned);
   }
 }

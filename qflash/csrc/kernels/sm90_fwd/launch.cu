@@ -26,16 +26,20 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   if (const int error = encode(maps.q, p->q, rows_q, p->q_heads, kBlockM)) return error;
   if (const int error = encode(maps.k, p->k, rows_k, p->kv_heads, kBlockN)) return error;
   if (const int error = encode(maps.v, p->v, rows_k, p->kv_heads, kBlockN)) return error;
-  static std::atomic<uint64_t> devices_done{0};
-  if (const int status = qf::allow_shared_memory(qf_sm90_fwd_kernel, kSharedBytes, devices_done)) return status;
+  const bool plain = qf::scales_plainly(p->scale, p->softcap);
   int device = 0, processors = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
   if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
     return error;
-  qf_sm90_fwd_kernel<<<items.count < processors ? items.count : processors, kThreads, kSharedBytes,
-                       static_cast<cudaStream_t>(stream)>>>(*p, maps, items,
-                                                            qf::chunks_aligned(p->out, p->head_dim, 2));
-  return cudaGetLastError();
+  const auto run = [&](auto* kernel, std::atomic<uint64_t>& devices_done) {
+    if (const int status = qf::allow_shared_memory(kernel, kSharedBytes, devices_done)) return status;
+    const int blocks = items.count < processors ? items.count : processors;
+    kernel<<<blocks, kThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(
+        *p, maps, items, qf::chunks_aligned(p->out, p->head_dim, 2));
+    return int(cudaGetLastError());
+  };
+  static std::atomic<uint64_t> plainly{0}, otherwise{0};
+  return plain ? run(qf_sm90_fwd_kernel<true>, plainly) : run(qf_sm90_fwd_kernel<false>, otherwise);
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("sm90_fwd", status); }

@@ -14,6 +14,24 @@ struct Rows {
   float l[2] = {};                          // sum of this lane's weights
 };
 
+// Blanks out what rows do not see, 32 keys at a time: where all of them are seen, nothing is to be done. `mask` counts
+// from the lane's first key.
+__device__ __forceinline__ void mask_tile(float (&S)[1][kNTiles][4], const TileMask<8>& mask) {
+  const int begin[2] = {mask.begin(0), mask.begin(1)}, end[2] = {mask.end(0), mask.end(1)};
+#pragma unroll
+  for (int first = 0; first < kNTiles; first += 4) {
+    const bool seen = begin[1] <= 8 * first && end[0] >= 8 * (first + 3) + 2;  // edges only grow from row to row
+    if (__all_sync(0xffffffffu, seen)) continue;
+#pragma unroll
+    for (int j = first; j < first + 4 && j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int key = 8 * j + e % 2;
+        if (key < begin[e / 2] || key >= end[e / 2]) S[0][j][e] = -infinity();
+      }
+  }
+}
+
 // Moves the reference of rows whose scores outgrew it. Returns whether some row of the warp did; rescale is then what
 // outputs are to be multiplied by.
 __device__ __forceinline__ bool move_reference(const float (&S)[1][kNTiles][4], float factor, Rows& rows,
