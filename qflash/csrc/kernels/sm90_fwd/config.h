@@ -19,7 +19,8 @@ constexpr bool kKeepsRemainders = QF_DTYPE == QF_F16;  // of weights, in rows th
 #define QF_CONSUMERS (kHeadDim == 64 ? 3 : 2)
 #endif
 #ifndef QF_BLOCK_N
-#define QF_BLOCK_N (kHeadDim <= 128 ? 128 : kHeadDim == 192 ? 96 : 80)
+// float16's remainders of weights need registers, which head_dim 64 has none of to spare.
+#define QF_BLOCK_N (kHeadDim == 64 && kKeepsRemainders ? 112 : kHeadDim <= 128 ? 128 : kHeadDim == 192 ? 96 : 80)
 #endif
 #ifndef QF_STAGES
 #define QF_STAGES 2

@@ -1,31 +1,41 @@
-// C entry of `sm90_fwd`.
+// C entry of `sm90_fwd`: stage what must be, make tensor maps, attend.
 #include "attn/entry.cuh"
 #include "hopper/tensor_map.h"
 #include "kernels/sm90_fwd/kernel.cuh"
+#include "kernels/sm90_fwd/stage.cuh"
 
-QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams*) { return 0; }
+QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams* p) { return qf::sm90_fwd::Stage(*p).bytes; }
 
 QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   using namespace qf::sm90_fwd;
   if (const int status = qf::check_params(p, QF_DTYPE)) return status;
-  if (p->head_dim < 1 || p->head_dim > kHeadDim) return QF_UNSUPPORTED;
-  const bool packed = p->cu_seqlens_q != nullptr;
-  const int batch = packed ? 1 : p->batch;
-  const int64_t rows_q = packed ? p->total_q : p->q_len, rows_k = packed ? p->total_k : p->k_len;
+  if (p->head_dim < 1 || p->head_dim > kHeadDim || p->head_dim % 8 != 0) return QF_UNSUPPORTED;
   const Items items = items_of(*p);
   if (items.count == 0) return QF_OK;
-  if (!qf::tensor_maps(p->q, p->head_dim, p->q_heads, batch) ||
-      !qf::tensor_maps(p->k, p->head_dim, p->kv_heads, batch) ||
-      !qf::tensor_maps(p->v, p->head_dim, p->kv_heads, batch))
-    return QF_UNSUPPORTED;
+  const Stage stage(*p);
+  if (stage.bytes > 0 && (!p->workspace || p->workspace_bytes < stage.bytes)) return QF_NO_MEMORY;
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+
   Maps maps{};
-  const auto encode = [&](CUtensorMap& map, const QfTensor& x, int64_t rows, int heads, int box_rows) {
-    if (rows == 0) return int(QF_OK);  // never read
-    return qf::encode_tensor_map(map, x, QF_DTYPE, p->head_dim, rows, heads, batch, box_rows);
+  const auto bring = [&](Which which, CUtensorMap& map, int& shift, int box_rows) {
+    const Staged& x = stage.tensors[which];
+    if (x.rows == 0) return int(QF_OK);  // never read
+    QfTensor tensor = x.from;
+    if (x.copied) {
+      char* const workspace = static_cast<char*>(p->workspace);
+      const int64_t blocks = x.rows * x.batch < 132 * 8 ? x.rows * x.batch : 132 * 8;
+      qf_sm90_fwd_stage_kernel<<<unsigned(blocks), 256, 0, on>>>(*p, x, which, workspace + x.offset,
+                                                                  qf::rope_tables_vectorise(p->rope));
+      if (const cudaError_t error = cudaGetLastError()) return int(error);
+      tensor = x.copy(workspace, p->head_dim);
+    }
+    shift = qf::map_shift(tensor);
+    return qf::encode_tensor_map(map, tensor, QF_DTYPE, p->head_dim, x.rows, x.heads, x.batch, box_rows);
   };
-  if (const int error = encode(maps.q, p->q, rows_q, p->q_heads, kBlockM)) return error;
-  if (const int error = encode(maps.k, p->k, rows_k, p->kv_heads, kBlockN)) return error;
-  if (const int error = encode(maps.v, p->v, rows_k, p->kv_heads, kBlockN)) return error;
+  if (const int error = bring(kQ, maps.q, maps.q_shift, kBlockM)) return error;
+  if (const int error = bring(kK, maps.k, maps.k_shift, kBlockN)) return error;
+  if (const int error = bring(kV, maps.v, maps.v_shift, kBlockN)) return error;
+
   const bool plain = qf::scales_plainly(p->scale, p->softcap);
   int device = 0, processors = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
@@ -34,7 +44,7 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   const auto run = [&](auto* kernel, std::atomic<uint64_t>& devices_done) {
     if (const int status = qf::allow_shared_memory(kernel, kSharedBytes, devices_done)) return status;
     const int blocks = items.count < processors ? items.count : processors;
-    kernel<<<blocks, kThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(
+    kernel<<<blocks, kThreads, kSharedBytes, on>>>(
         *p, maps, items, qf::chunks_aligned(p->out, p->head_dim, 2));
     return int(cudaGetLastError());
   };

@@ -3,8 +3,10 @@
 #pragma once
 
 #include "attn/mma/nonfinite.cuh"
-#include "attn/mma/softmax.cuh"
-#include "kernels/sm90_fwd/config.h"
+#include "kernels/sm90_fwd/items.cuh"
+#include "kernels/sm90_fwd/softmax.cuh"
+#include "ptx/rcp.cuh"
+#include "ptx/tid.cuh"
 
 namespace qf {
 namespace sm90_fwd {
@@ -42,6 +44,55 @@ __device__ __forceinline__ void store_rows(const float (&O)[1][kOTiles][4], Elem
         for (int e = 0; e < kPerChunk; ++e) g_row[h][d + e].bits = uint16_t(w[e / 2] >> 16 * (e % 2));
       }
     }
+}
+
+// Divides a warp's rows by their sums of weights and stores them. warp_row: from the block's first.
+__device__ __forceinline__ void finish(const QfAttnParams& p, const Record& record, float (&O)[1][kOTiles][4],
+                                       const Rows& rows, int warp_row, int lane, bool aligned) {
+  const int b = record.b, h = record.h, row0 = record.row0 + warp_row, len_q = record.seq.len_q;
+  float* const g_lse = p.lse ? p.lse + b * p.lse_stride_b + h * p.lse_stride_h + record.seq.q0 : nullptr;
+  Element* const g_out = static_cast<Element*>(p.out.data) + b * p.out.stride_b + h * p.out.stride_h +
+                         (record.seq.q0 + row0) * p.out.stride_t;  // the warp's first row
+  Element* g_row[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int i = lane / 4 + 8 * r;
+    float sum = rows.l[r] + __shfl_xor_sync(0xffffffffu, rows.l[r], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const bool exists = row0 + i < len_q;
+    float inverse = rcp(sum), lse = lse_of(rows.m[r], sum);
+    if (!(sum > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
+      const KeyRange keys = record.mask.visible(row0 + i);
+      if (keys.begin == keys.end) inverse = 0.0f, lse = -infinity();
+    }
+#pragma unroll
+    for (int j = 0; j < kOTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) O[0][j][2 * r + e] *= inverse;
+    if (g_lse && lane % 4 == 0 && exists) g_lse[row0 + i] = lse;
+    g_row[r] = exists ? g_out + i * p.out.stride_t : nullptr;
+  }
+  store_rows(O, g_row, p.head_dim, aligned, lane);
+  if (!record.spoiled) return;
+  const HeadRows<Element> v(p.v, b, record.seq.k0, h / (p.q_heads / p.kv_heads), 0, 0, false);
+  __syncwarp();  // other lanes change what this one stored
+  for (int key0 = record.keys.begin; key0 < record.keys.end; key0 += kBlockN)
+    if (!record.whole(key0))
+      add_nonfinite_at([&](int i, int d) -> Element& { return g_out[i * p.out.stride_t + d]; }, row0,
+                       min(16, len_q - row0), p.head_dim, key0, kBlockN, record.mask, lane,
+                       [&](int j, int d) { return to_float(v.row(j)[d]); });
+}
+
+// Rows of an item that sees no key at all: zeros, and lse of -inf.
+__device__ inline void store_empty_rows(const QfAttnParams& p, const Record& record) {
+  const int rows = min(kBlockM, record.seq.len_q - record.row0);
+  for (int i = fresh_tid() - kGroupThreads; i < rows; i += kConsumers * kGroupThreads) {
+    const int64_t row = record.seq.q0 + record.row0 + i;
+    Element* const g_row = static_cast<Element*>(p.out.data) + record.b * p.out.stride_b + record.h * p.out.stride_h +
+                           row * p.out.stride_t;
+    for (int d = 0; d < p.head_dim; ++d) g_row[d].bits = 0;
+    if (p.lse) p.lse[record.b * p.lse_stride_b + record.h * p.lse_stride_h + row] = -infinity();
+  }
 }
 
 }  // namespace sm90_fwd

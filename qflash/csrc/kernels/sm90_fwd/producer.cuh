@@ -1,0 +1,119 @@
+// The warpgroup that brings work to the others: one thread plans, one copies, two warps inspect what was copied.
+#pragma once
+
+#include <cuda.h>
+
+#include "attn/mma/nonfinite.cuh"
+#include "kernels/sm90_fwd/shared.cuh"
+#include "ptx/tma.cuh"
+
+namespace qf {
+namespace sm90_fwd {
+
+struct Maps {
+  CUtensorMap q, k, v;
+  int q_shift, k_shift, v_shift;  // where channel 0 is in each
+};
+
+// One thread plans the items.
+__device__ __forceinline__ void plan(const QfAttnParams& p, const Items& items, const Shared& s, bool rows_fall) {
+  Place<kRecords> place;
+  for_each_item(p, items, [&](const Item& item) {
+    place.wait_empty(*s.record_ring);
+    s.records[place.stage()].fill(p, item, rows_fall);
+    place.fill(*s.record_ring);
+    place.advance();
+  });
+  place.wait_empty(*s.record_ring);
+  s.records[place.stage()].tiles = -1;
+  place.fill(*s.record_ring);
+}
+
+// Another brings their tiles: q, then K of tile n + 1 before V of tile n, as they will be used.
+__device__ __forceinline__ void produce(const QfAttnParams& p, const Maps& maps, const Shared& s) {
+  Place<kRecords> item;
+  Place<kQStages> q_place;
+  Place<kStages> k_place, v_place;
+  const int group = p.q_heads / p.kv_heads;
+  for (;; item.release(*s.record_ring), item.advance()) {
+    item.wait_full(*s.record_ring);
+    const Record& record = s.records[item.stage()];
+    const int tiles = record.tiles;
+    if (tiles < 0) return;
+    if (tiles == 0) continue;
+    const int b = p.cu_seqlens_q ? 0 : record.b, kv_head = record.h / group;
+    const int first_key = int(record.seq.k0) + record.keys.begin;
+    const auto load = [&](auto& place, auto& ring, char* s_tiles, const CUtensorMap& map, int shift, auto tile, int row,
+                          int h) {
+      using Tile = decltype(tile);
+      Mbarrier* const full = &ring.full[place.stage()];
+      char* const s_tile = s_tiles + place.stage() * Tile::kBytes;
+      place.wait_empty(ring);
+      mbarrier_arrive_expect(full, Tile::kBytes);
+#pragma unroll
+      for (int panel = 0; panel < Tile::kCount; ++panel)
+        copy_box(s_tile + panel * Tile::kPanelBytes, &map, shift + panel * kPanelChannels, row, h, b, full);
+      place.advance();
+    };
+    const auto load_k = [&](int n) {
+      load(k_place, *s.k_ring, s.k, maps.k, maps.k_shift, KVTile(), first_key + n * kBlockN, kv_head);
+    };
+    const auto load_v = [&](int n) {
+      load(v_place, *s.v_ring, s.v, maps.v, maps.v_shift, KVTile(), first_key + n * kBlockN, kv_head);
+    };
+    load(q_place, *s.q_ring, s.q, maps.q, maps.q_shift, QTile(), int(record.seq.q0) + record.row0, record.h);
+    load_k(0);
+    for (int n = 1; n < tiles; ++n) {
+      load_k(n);
+      load_v(n - 1);
+    }
+    load_v(tiles - 1);
+  }
+}
+
+// Two warps look at the tiles of V that some rows see only in part: NaN and infinity become zero there, and the record
+// says so, because the zero weight of a masked key would not blank them out. finish() adds them to the rows that do see
+// them.
+constexpr int kInspectors = 64;  // threads
+
+// Sets NaN and infinity in a tile of V to zero; `spoiled` tells whether there were any. For kInspectors threads.
+__device__ inline void clear_nonfinite_tile(char* s_tile, int& spoiled, int thread) {
+  bool found = false;
+#pragma unroll 8
+  for (int i = thread; i < KVTile::kBytes / 16; i += kInspectors) {
+    const uint4 x = *reinterpret_cast<const uint4*>(s_tile + 16 * i);
+    found |= word_nonfinite<Element>(x.x) | word_nonfinite<Element>(x.y) | word_nonfinite<Element>(x.z) |
+             word_nonfinite<Element>(x.w);
+  }
+  if (!found) return;
+  spoiled = 1;
+  for (int i = thread; i < KVTile::kBytes / 16; i += kInspectors) {
+    uint16_t* const s_chunk = reinterpret_cast<uint16_t*>(s_tile + 16 * i);
+    for (int e = 0; e < kPerChunk; ++e)
+      if (word_nonfinite<Element>(s_chunk[e])) s_chunk[e] = 0;
+  }
+  fence_proxy_async();
+}
+
+__device__ __forceinline__ void inspect(const Shared& s, int thread) {
+  Place<kRecords> item;
+  Place<kStages> place;
+  for (;; item.advance()) {
+    item.wait_full(*s.record_ring);
+    Record& record = s.records[item.stage()];
+    const int tiles = record.tiles;
+    if (tiles < 0) return;
+    for (int n = 0; n < tiles; ++n, place.advance()) {
+      place.wait_full(*s.v_ring);
+      if (!record.whole(record.keys.begin + n * kBlockN))
+        clear_nonfinite_tile(s.v + place.stage() * KVTile::kBytes, record.spoiled, thread);
+      __syncwarp();  // the zeros of every lane are in place
+      if (thread % 32 == 0) mbarrier_arrive(&s.v_checked[place.stage()]);
+    }
+    __syncwarp();  // every lane has read the record
+    if (thread % 32 == 0) item.release(*s.record_ring);
+  }
+}
+
+}  // namespace sm90_fwd
+}  // namespace qf

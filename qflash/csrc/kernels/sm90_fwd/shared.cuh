@@ -1,0 +1,33 @@
+// Where things are in a block's shared memory.
+#pragma once
+
+#include "hopper/ring.cuh"
+#include "kernels/sm90_fwd/config.h"
+#include "kernels/sm90_fwd/items.cuh"
+
+namespace qf {
+namespace sm90_fwd {
+
+struct Shared {
+  char *q, *k, *v;  // kQStages and kStages tiles
+  Ring<kQStages>* q_ring;
+  Ring<kStages>*k_ring, *v_ring;
+  Mbarrier* v_checked;  // kStages: the tile of V holds nothing that zero weights would not blank out
+  Ring<kRecords>* record_ring;
+  Record* records;
+
+  __device__ __forceinline__ explicit Shared(char* memory) {
+    q = memory + (kSwizzleBytes - shared_address(memory) % kSwizzleBytes) % kSwizzleBytes;
+    k = q + kQStages * QTile::kBytes;
+    v = k + kStages * KVTile::kBytes;
+    q_ring = reinterpret_cast<Ring<kQStages>*>(v + kStages * KVTile::kBytes);
+    k_ring = reinterpret_cast<Ring<kStages>*>(q_ring + 1);
+    v_ring = k_ring + 1;
+    v_checked = reinterpret_cast<Mbarrier*>(v_ring + 1);
+    record_ring = reinterpret_cast<Ring<kRecords>*>(v_checked + kStages);
+    records = reinterpret_cast<Record*>(record_ring + 1);
+  }
+};
+
+}  // namespace sm90_fwd
+}  // namespace qf
