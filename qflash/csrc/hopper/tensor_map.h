@@ -43,9 +43,9 @@ inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int dtype, int
                                  bytes(x.stride_b, batch > 1)};
   const cuuint32_t box[4] = {cuuint32_t(kPanelChannels), cuuint32_t(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
   const auto type = dtype == QF_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult result = encode(&map, type, 4, static_cast<char*>(x.data) - 2 * shift, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, type, 4, static_cast<char*>(x.data) - 2 * shift, sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? int(cudaSuccess) : int(cudaErrorInvalidValue);
 }
 

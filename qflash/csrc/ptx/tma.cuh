@@ -17,8 +17,8 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
 __device__ __forceinline__ void copy_box(void* s_to, const void* map, int c0, int c1, int c2, int c3,
                                          Mbarrier* s_barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
-      ::"r"(shared_address(s_to)),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared_address(s_to)),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(s_barrier))
       : "memory");
 }

@@ -58,63 +58,81 @@ struct Wgmma;
 #define QF_NAMES_13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define QF_NAMES_14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define QF_NAMES_15 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define QF_SUMS(i) \
-  "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3]), "+f"(d[i + 1][0]), "+f"(d[i + 1][1]), \
-      "+f"(d[i + 1][2]), "+f"(d[i + 1][3])
+#define QF_SUMS(i)                                                                                                     \
+  "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3]), "+f"(d[i + 1][0]), "+f"(d[i + 1][1]), "+f"(d[i + 1][2]), \
+      "+f"(d[i + 1][3])
 
 #define QF_LIST(...) __VA_ARGS__
-#define QF_WGMMA(ELEMENT, TYPE, N, NAMES, SUMS, I0, I1, I2, I3, I4, I5)                                              \
-  template <>                                                                                                        \
-  struct Wgmma<ELEMENT, N> {                                                                                         \
-    template <bool kTransposed = false>                                                                              \
-    __device__ static __forceinline__ void multiply(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool add) {        \
-      asm volatile("{.reg .pred add; setp.ne.b32 add, " I2 ", 0;\n"                                                  \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES "}, " I0 ", " I1       \
-                   ", add, 1, 1, 0, " I3 ";}"                                                                        \
-                   : QF_LIST SUMS                                                                                    \
-                   : "l"(a), "l"(b), "r"(int(add)), "n"(int(kTransposed)));                                          \
-    }                                                                                                                \
-    template <bool kTransposed = false>                                                                              \
-    __device__ static __forceinline__ void multiply(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {      \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES "}, {" I0 ", " I1      \
-                   ", " I2 ", " I3 "}, " I4 ", 1, 1, 1, " I5 ";"                                                     \
-                   : QF_LIST SUMS                                                                                    \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kTransposed)));                     \
-    }                                                                                                                \
+#define QF_WGMMA(ELEMENT, TYPE, N, NAMES, SUMS, I0, I1, I2, I3, I4, I5)                                         \
+  template <>                                                                                                   \
+  struct Wgmma<ELEMENT, N> {                                                                                    \
+    template <bool kTransposed = false>                                                                         \
+    __device__ static __forceinline__ void multiply(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool add) {   \
+      asm volatile("{.reg .pred add; setp.ne.b32 add, " I2                                                      \
+                   ", 0;\n"                                                                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES "}, " I0 ", " I1  \
+                   ", add, 1, 1, 0, " I3 ";}"                                                                   \
+                   : QF_LIST SUMS                                                                               \
+                   : "l"(a), "l"(b), "r"(int(add)), "n"(int(kTransposed)));                                     \
+    }                                                                                                           \
+    template <bool kTransposed = false>                                                                         \
+    __device__ static __forceinline__ void multiply(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES "}, {" I0 ", " I1 \
+                   ", " I2 ", " I3 "}, " I4 ", 1, 1, 1, " I5 ";"                                                \
+                   : QF_LIST SUMS                                                                               \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kTransposed)));                \
+    }                                                                                                           \
   };
-#define QF_WGMMAS(N, NAMES, SUMS, ...)                  \
-  QF_WGMMA(F16, "f16", N, NAMES, SUMS, __VA_ARGS__)     \
+#define QF_WGMMAS(N, NAMES, SUMS, ...)              \
+  QF_WGMMA(F16, "f16", N, NAMES, SUMS, __VA_ARGS__) \
   QF_WGMMA(BF16, "bf16", N, NAMES, SUMS, __VA_ARGS__)
 
 QF_WGMMAS(64, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6)),
-          "%32", "%33", "%34", "%35", "%36", "%37")
+          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6)), "%32", "%33", "%34", "%35", "%36", "%37")
 QF_WGMMAS(80, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8)),
-          "%40", "%41", "%42", "%43", "%44", "%45")
+          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8)), "%40", "%41", "%42", "%43", "%44", "%45")
 QF_WGMMAS(96, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10)),
-          "%48", "%49", "%50", "%51", "%52", "%53")
-QF_WGMMAS(112, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12)),
-          "%56", "%57", "%58", "%59", "%60", "%61")
-QF_WGMMAS(128, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6 ", " QF_NAMES_7,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14)),
-          "%64", "%65", "%66", "%67", "%68", "%69")
-QF_WGMMAS(144, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6 ", " QF_NAMES_7 ", " QF_NAMES_8,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14), QF_SUMS(16)),
+          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10)), "%48", "%49", "%50", "%51", "%52",
+          "%53")
+QF_WGMMAS(112,
+          QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6,
+          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12)), "%56", "%57", "%58",
+          "%59", "%60", "%61")
+QF_WGMMAS(128,
+          QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                     ", " QF_NAMES_7,
+          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14)), "%64",
+          "%65", "%66", "%67", "%68", "%69")
+QF_WGMMAS(144,
+          QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                     ", " QF_NAMES_7 ", " QF_NAMES_8,
+          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
+           QF_SUMS(16)),
           "%72", "%73", "%74", "%75", "%76", "%77")
-QF_WGMMAS(160, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6 ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14), QF_SUMS(16), QF_SUMS(18)),
+QF_WGMMAS(160,
+          QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                     ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9,
+          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
+           QF_SUMS(16), QF_SUMS(18)),
           "%80", "%81", "%82", "%83", "%84", "%85")
-QF_WGMMAS(176, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6 ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14), QF_SUMS(16), QF_SUMS(18), QF_SUMS(20)),
+QF_WGMMAS(176,
+          QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                     ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10,
+          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
+           QF_SUMS(16), QF_SUMS(18), QF_SUMS(20)),
           "%88", "%89", "%90", "%91", "%92", "%93")
-QF_WGMMAS(192, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6 ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10 ", " QF_NAMES_11,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14), QF_SUMS(16), QF_SUMS(18), QF_SUMS(20), QF_SUMS(22)),
+QF_WGMMAS(192,
+          QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                     ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10 ", " QF_NAMES_11,
+          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
+           QF_SUMS(16), QF_SUMS(18), QF_SUMS(20), QF_SUMS(22)),
           "%96", "%97", "%98", "%99", "%100", "%101")
-QF_WGMMAS(256, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6 ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10 ", " QF_NAMES_11 ", " QF_NAMES_12 ", " QF_NAMES_13 ", " QF_NAMES_14 ", " QF_NAMES_15,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14), QF_SUMS(16), QF_SUMS(18), QF_SUMS(20), QF_SUMS(22), QF_SUMS(24), QF_SUMS(26), QF_SUMS(28), QF_SUMS(30)),
+QF_WGMMAS(256,
+          QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                     ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10 ", " QF_NAMES_11 ", " QF_NAMES_12
+                     ", " QF_NAMES_13 ", " QF_NAMES_14 ", " QF_NAMES_15,
+          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
+           QF_SUMS(16), QF_SUMS(18), QF_SUMS(20), QF_SUMS(22), QF_SUMS(24), QF_SUMS(26), QF_SUMS(28), QF_SUMS(30)),
           "%128", "%129", "%130", "%131", "%132", "%133")
 
 #undef QF_LIST

@@ -47,7 +47,7 @@ using KVTile = Panels<kBlockN, kHeadDim>;
 constexpr int kNTiles = kBlockN / 8, kOTiles = kHeadDim / 8;
 
 constexpr int kTilesBytes = kQStages * QTile::kBytes + 2 * kStages * KVTile::kBytes;
-constexpr int kBarrierBytes = 1024  /* and records of items */;
+constexpr int kBarrierBytes = 1024 /* and records of items */;
 constexpr int kSharedBytes = kTilesBytes + kBarrierBytes + kSwizzleBytes;  // the last for alignment
 static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit shared memory");
 

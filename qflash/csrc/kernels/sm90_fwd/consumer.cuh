@@ -30,10 +30,10 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
   const auto consumer = [] { return fresh_tid() / kGroupThreads - 1; };
   const auto lane = [] { return fresh_tid() % 32; };
   const auto warp_row = [] { return (fresh_tid() - kGroupThreads) / 32 * 16; };  // from the block's first
-  if (consumer() == kConsumers - 1) Turn(consumer()).pass();  // the first one's first turn
-  Place<kRecords> item;   // whose q is multiplied next
+  if (consumer() == kConsumers - 1) Turn(consumer()).pass();                     // the first one's first turn
+  Place<kRecords> item;                                                          // whose q is multiplied next
   Place<kQStages> q_place;
-  Place<kStages> place;   // of K; that of V is the one before, once its K is released
+  Place<kStages> place;  // of K; that of V is the one before, once its K is released
   const float factor = score_factor(p.scale, p.softcap);
   float O[1][kOTiles][4], S[1][kNTiles][4];
   uint32_t P[kBlockN / 16][4];

@@ -68,10 +68,10 @@ __device__ __forceinline__ void for_each_item(const QfAttnParams& p, const Items
 struct Record {
   Sequence seq;
   Mask mask;
-  KeyRange keys, full;   // keys some row of the block sees, keys every row sees
+  KeyRange keys, full;  // keys some row of the block sees, keys every row sees
   int b, h, row_tile, row0;
-  int tiles;             // of keys; -1: there are no more items
-  int spoiled;           // V of some tile was cleared of NaN and infinity
+  int tiles;    // of keys; -1: there are no more items
+  int spoiled;  // V of some tile was cleared of NaN and infinity
 
   __device__ __forceinline__ void fill(const QfAttnParams& p, const Item& item, bool rows_fall) {
     const Sequence sequence = sequence_of(p, item.b, rows_fall);

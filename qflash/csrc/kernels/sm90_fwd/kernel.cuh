@@ -7,9 +7,9 @@
 //   warpgroup 0   thread 0     produce: q, K and V tiles by TMA, as far ahead as there are empty stages
 //   (40 regs)     thread 32    plan: what the next items are, which keys they see
 //                 warps 2, 3   inspect: NaN and infinity in V, in tiles that some rows see only in part
-//   warpgroup 1   consume: rows 0 - 63 of the tile        S = Q Kt   64 x 128 in 64 registers, Q and K from shared memory
-//   warpgroup 2   consume: rows 64 - 127                  O += P V   64 x 128 in 64 registers, P from 32 registers
-//   (232 regs)    head_dim 64 has a third, with 160 registers each
+//   warpgroup 1   consume: rows 0 - 63 of the tile        S = Q Kt   64 x 128 in 64 registers, Q and K from shared
+//   memory warpgroup 2   consume: rows 64 - 127                  O += P V   64 x 128 in 64 registers, P from 32
+//   registers (232 regs)    head_dim 64 has a third, with 160 registers each
 //
 // Shared memory (head_dim 128): panels of 64 channels, 128 bytes a row, swizzled by TMA (hopper/descriptor.cuh).
 //   q        2 stages of [kBlockM][kHeadDim]   64 KB   the next item's q is there before this one's is done with
@@ -26,7 +26,8 @@
 // stored. Consumers take turns in starting products, so that one's softmax falls under the other's products.
 //
 // Masks, softmax, NaN in V: as fa_mma's. Rope, and strides that TMA cannot walk: a pass before (stage.cuh).
-// Bound: the tensor cores at 2048 cycles a pair of tiles, if the consumers' own instructions (about 450 a warp and tile)
+// Bound: the tensor cores at 2048 cycles a pair of tiles, if the consumers' own instructions (about 450 a warp and
+// tile)
 //   hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
 #pragma once
 

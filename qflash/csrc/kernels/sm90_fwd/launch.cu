@@ -25,7 +25,7 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
       char* const workspace = static_cast<char*>(p->workspace);
       const int64_t blocks = x.rows * x.batch < 132 * 8 ? x.rows * x.batch : 132 * 8;
       qf_sm90_fwd_stage_kernel<<<unsigned(blocks), 256, 0, on>>>(*p, x, which, workspace + x.offset,
-                                                                  qf::rope_tables_vectorise(p->rope));
+                                                                 qf::rope_tables_vectorise(p->rope));
       if (const cudaError_t error = cudaGetLastError()) return int(error);
       tensor = x.copy(workspace, p->head_dim);
     }
@@ -44,8 +44,7 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   const auto run = [&](auto* kernel, std::atomic<uint64_t>& devices_done) {
     if (const int status = qf::allow_shared_memory(kernel, kSharedBytes, devices_done)) return status;
     const int blocks = items.count < processors ? items.count : processors;
-    kernel<<<blocks, kThreads, kSharedBytes, on>>>(
-        *p, maps, items, qf::chunks_aligned(p->out, p->head_dim, 2));
+    kernel<<<blocks, kThreads, kSharedBytes, on>>>(*p, maps, items, qf::chunks_aligned(p->out, p->head_dim, 2));
     return int(cudaGetLastError());
   };
   static std::atomic<uint64_t> plainly{0}, otherwise{0};

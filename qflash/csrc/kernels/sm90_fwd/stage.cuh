@@ -1,5 +1,5 @@
-// A pass before the attention for what the copy engine cannot do: q and k rotated, tensors whose strides it cannot walk.
-// Each gets a copy in the workspace, [batch][rows][heads][head_dim].
+// A pass before the attention for what the copy engine cannot do: q and k rotated, tensors whose strides it cannot
+// walk. Each gets a copy in the workspace, [batch][rows][heads][head_dim].
 #pragma once
 
 #include "attn/rope.cuh"
@@ -65,9 +65,9 @@ __device__ __forceinline__ int sequence_with(const int32_t* cu_seqlens, int batc
   return low;
 }
 
-__device__ __forceinline__ int position_of(const QfAttnParams& p, Which which, int b, int64_t row, bool rows_fall) {
+__device__ __forceinline__ int position_of(const QfAttnParams& p, Which which, int b, int64_t row) {
   if (p.cu_seqlens_q) b = sequence_with(which == kQ ? p.cu_seqlens_q : p.cu_seqlens_k, p.batch, row);
-  const Sequence seq = sequence_of(p, b, rows_fall);
+  const Sequence seq = sequence_of(p, b, false);
   if (which == kQ) return position_q(p.rope, b, seq.q0, int(row - seq.q0), seq.len_q, seq.len_k);
   return position_k(p.rope, b, seq.k0, int(row - seq.k0));
 }
@@ -81,12 +81,12 @@ __global__ void __launch_bounds__(256)
                              const qf::sm90_fwd::Which which, char* const copy, const bool tables_vectorise) {
   using namespace qf;
   using namespace qf::sm90_fwd;
-  const bool rows_fall = packed_rows_fall(p);
+  if (packed_rows_fall(p)) return;  // all rows will be NaN
   const int chunks = p.head_dim / kPerChunk;
   for (int64_t item = blockIdx.x; item < x.rows * x.batch; item += gridDim.x) {
     const int b = int(item / x.rows);
     const int64_t row = item - b * x.rows;
-    const int position = x.rotated ? position_of(p, which, b, row, rows_fall) : 0;
+    const int position = x.rotated ? position_of(p, which, b, row) : 0;
     for (int i = threadIdx.x; i < x.heads * chunks; i += blockDim.x) {
       const int h = i / chunks, d = (i - h * chunks) * kPerChunk;
       const Element* const g_row =
