@@ -30,6 +30,9 @@ ifdef KERNEL
   ifneq ($(filter-out 32 64 96 128 192 256,$(HEAD_DIM)),)
     $(error HEAD_DIM is '$(HEAD_DIM)'; allowed: 32, 64, 96, 128, 192, 256)
   endif
+  ifneq ($(and $(filter sm90_%,$(KERNEL)),$(filter-out 90 90a,$(NVCC_ARCH))),)
+    $(error NVCC_ARCH is '$(NVCC_ARCH)'; allowed: 90, as $(KERNEL) is for Hopper alone)
+  endif
   .DEFAULT_GOAL := standalone
 endif
 

@@ -60,7 +60,9 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 
 def _where(kernel: Kernel) -> str:
-    return "CPU" if kernel.device == "cpu" else f"CUDA, compute capability ≥ {kernel.min_arch / 10}"
+    if kernel.device == "cpu":
+        return "CPU"
+    return f"CUDA, compute capability {'≥ ' if kernel.later_arches else ''}{kernel.min_arch / 10}"
 
 
 def kernels_table() -> str:

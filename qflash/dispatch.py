@@ -24,6 +24,7 @@ class Kernel:
     per_dtype: bool = True  # CUDA: a library for each dtype; False: one takes them all at run time
     precision: str = "native"
     min_arch: int = 0
+    later_arches: bool = True  # False: made of instructions that GPUs after min_arch lack again
     backward: bool = False
     automatic: bool = True  # False: runs only when asked for by name
     also: Callable[[Spec | OpSpec], list[str]] | None = None  # further reasons it cannot serve a spec
@@ -33,6 +34,13 @@ def _sixteen_bit_tensor_cores(spec: Spec | OpSpec) -> list[str]:
     """Why the tensor cores of a GPU cannot multiply this dtype."""
     if spec.dtype == "bfloat16" and spec.arch < 80:
         return [f"bfloat16 needs the tensor cores of compute capability 8.0, this GPU has {spec.arch / 10}"]
+    return []
+
+
+def _copy_engine(spec: Spec | OpSpec) -> list[str]:
+    """Why Hopper's copy engine cannot fetch rows of this head_dim."""
+    if spec.head_dim % 8:
+        return [f"head_dim is {spec.head_dim}; the copy engine takes multiples of 8, rows of whole 16 bytes"]
     return []
 
 
@@ -57,6 +65,15 @@ KERNELS: tuple[Kernel, ...] = (
         precision="int8",
         min_arch=75,
         also=_sixteen_bit_tensor_cores,
+    ),
+    Kernel(
+        name="sm90_fwd",
+        device="cuda",
+        summary="FlashAttention for Hopper: tiles by TMA, products by wgmma, softmax under them, warps with roles",
+        dtypes=("float16", "bfloat16"),
+        min_arch=90,
+        later_arches=False,
+        also=_copy_engine,
     ),
     Kernel(
         name="fa_mma",
@@ -222,6 +239,15 @@ def kernels_of(op: str = "attention", device: str | None = None) -> tuple[Kernel
     return tuple(kernel for kernel in KERNELS if kernel.op == op and device in (None, kernel.device))
 
 
+def arch_reasons(kernel: Kernel, arch: int, whose: str = "this GPU has") -> list[str]:
+    """Why `kernel` has no code for compute capability `arch`/10; empty when it has. `whose`: before the number."""
+    if arch < kernel.min_arch:
+        return [f"needs compute capability {kernel.min_arch / 10}, {whose} {arch / 10}"]
+    if arch > kernel.min_arch and not kernel.later_arches:
+        return [f"runs on compute capability {kernel.min_arch / 10} alone, {whose} {arch / 10}"]
+    return []
+
+
 def reasons(kernel: Kernel, spec: Spec | OpSpec) -> list[str]:
     """Why `kernel` cannot serve `spec`; empty when it can."""
     found = []
@@ -229,8 +255,7 @@ def reasons(kernel: Kernel, spec: Spec | OpSpec) -> list[str]:
         return [f"computes {kernel.op}, not {spec.op}"]
     if kernel.device != spec.device:
         return [f"runs on {kernel.device}, the arrays are on {spec.device}"]
-    if spec.arch < kernel.min_arch:
-        found.append(f"needs compute capability {kernel.min_arch / 10}, this GPU has {spec.arch / 10}")
+    found += arch_reasons(kernel, spec.arch)
     if spec.dtype not in kernel.dtypes:
         found.append(f"takes {', '.join(kernel.dtypes)}, not {spec.dtype}")
     if isinstance(spec, Spec):

@@ -31,13 +31,31 @@ if why_no_gpu():
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
+@lru_cache(maxsize=64)
+def why_no_code(kernel: str) -> str | None:
+    """None when the kernel called so has code for the GPU, or is no CUDA kernel; else why it has none."""
+    from qflash import dispatch, machine
+    from qflash.backends.arch import arch_for
+
+    row, (gpus, _) = dispatch.BY_NAME.get(kernel), machine.gpus()
+    if row is None or row.device != "cuda" or not gpus:
+        return None
+    found = dispatch.arch_reasons(row, arch_for(gpus[0].arch))
+    return f"{kernel} {found[0]}" if found else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") and why_no_gpu():
-            item.add_marker(pytest.mark.skip(reason=f"GPU test: {why_no_gpu()}"))
+        if not item.get_closest_marker("gpu"):
+            continue
+        kernel = item.callspec.params.get("kernel") if hasattr(item, "callspec") else None
+        why = why_no_gpu() or (why_no_code(kernel) if isinstance(kernel, str) else None)
+        if why:
+            item.add_marker(pytest.mark.skip(reason=f"GPU test: {why}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" in getattr(r, "keywords", ())]
     if skipped:
-        terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {why_no_gpu()}")
+        why = why_no_gpu() or "-rs tells why"
+        terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {why}")

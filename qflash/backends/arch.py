@@ -30,8 +30,10 @@ def arch_for(capability: int) -> int:
     wanted = asked()
     if wanted is None:
         return capability
-    if wanted > capability:
-        allowed = ", ".join(str(arch) for arch in ARCHES if arch <= capability) or "none"
+    # Hopper's own instructions are in no later GPU: code for 90 is for 90 alone.
+    served = [arch for arch in ARCHES if arch == capability or (arch < capability and arch != 90)]
+    if wanted not in served:
+        allowed = ", ".join(map(str, served)) or "none"
         raise ValueError(
             f"{VARIABLE} is {wanted}, this GPU has compute capability {capability / 10}; allowed: {allowed}"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qflash.backends import Entry
 from qflash.backends.arch import ARCHES, asked
-from qflash.dispatch import BY_NAME, KERNELS, Kernel
+from qflash.dispatch import BY_NAME, KERNELS, Kernel, arch_reasons
 from qflash.jit import load, prebuild
 from qflash.jit.compiler import Unit
 from qflash.spec import OP_DTYPES, OpSpec, Spec
@@ -18,6 +18,7 @@ _CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
 # Kernels compiled for a head_dim serve every smaller one down to the next bucket; the true head_dim comes at run time.
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+_LEAST_BUCKET = {"sm90_fwd": 64}  # it computes in panels of 64 channels
 # Kernels that take any head_dim and architecture at run time: one library per dtype and target.
 _ONE_FOR_ALL = ("unfused",)
 _WITH_HEADS = ("attention", "attention_int8")  # operations whose kernels are compiled for a bucket of HEAD_DIMS
@@ -28,8 +29,15 @@ def target(arch: int) -> str:
     return "90a" if arch == 90 else str(arch)
 
 
+def buckets(kernel: Kernel) -> tuple[int, ...]:
+    """The head dims that `kernel` is compiled for; (0,) where there are none."""
+    if kernel.op not in _WITH_HEADS:
+        return (0,)
+    return tuple(bucket for bucket in HEAD_DIMS if bucket >= _LEAST_BUCKET.get(kernel.name, 0))
+
+
 def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
-    """The compilation unit of `kernel` for a dtype, a bucket of HEAD_DIMS (of _WITH_HEADS) and an architecture.
+    """The compilation unit of `kernel` for a dtype, one of its buckets and an architecture.
 
     For the one that QFLASH_CUDA_ARCH asks for it is PTX.
     """
@@ -51,7 +59,7 @@ def unit_of(kernel: Kernel, spec: Spec | OpSpec) -> Unit:
     """The compilation unit that serves `spec`."""
     if kernel.op not in _WITH_HEADS:
         return unit(kernel, spec.dtype, 0, spec.arch)
-    return unit(kernel, spec.dtype, next(bucket for bucket in HEAD_DIMS if bucket >= spec.head_dim), spec.arch)
+    return unit(kernel, spec.dtype, next(bucket for bucket in buckets(kernel) if bucket >= spec.head_dim), spec.arch)
 
 
 def entry(kernel: Kernel, spec: Spec | OpSpec) -> Entry:
@@ -81,9 +89,9 @@ def specialisations(arches: Iterable[int] = ARCHES, kernels: Iterable[str] | Non
         unit(kernel, dtype, head_dim, arch)
         for arch in arches
         for kernel in chosen
-        if arch >= kernel.min_arch
+        if not arch_reasons(kernel, arch)
         for dtype in kernel.dtypes
-        for head_dim in (HEAD_DIMS if kernel.op in _WITH_HEADS else (0,))
+        for head_dim in buckets(kernel)
         if not (kernel.also and kernel.also(_example(kernel, arch, dtype, head_dim)))
     )
     return list(dict.fromkeys(units))

@@ -11,10 +11,11 @@ from qflash import machine
 from qflash.cli.bench import load
 from qflash.cli.console import make_console, track
 from qflash.cli.cuda import CUDA_KERNELS
+from qflash.dispatch import BY_NAME, arch_reasons
 
 
 @click.command()
-@click.option("--kernel", "kernels", multiple=True, help="Only this one (repeatable; default: every CUDA kernel).")
+@click.option("--kernel", "kernels", multiple=True, help="Only this one (repeatable; default: all the GPU runs).")
 @click.option("--out", type=click.Path(path_type=Path), help="Where the files go (default: profiles/<gpu>).")
 @click.option("--ncu", default="ncu", show_default=True, help="Nsight Compute's command.")
 def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
@@ -31,7 +32,7 @@ def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
         raise click.ClickException(f"--ncu is {ncu!r}, which is not on the PATH; it is part of the CUDA toolkit")
     folder = out or profiles.PROFILES / profiles.folder_of(gpus[0].name)
     console = make_console()
-    chosen = kernels or CUDA_KERNELS
+    chosen = kernels or tuple(name for name in CUDA_KERNELS if not arch_reasons(BY_NAME[name], gpus[0].arch))
     failed = []
     for name in track(console, "profiling", chosen, len(chosen)):
         try:

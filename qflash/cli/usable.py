@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qflash import machine
 from qflash.backends.arch import arch_for
-from qflash.dispatch import KERNELS, Kernel
+from qflash.dispatch import KERNELS, Kernel, arch_reasons
 from qflash.errors import ToolchainError
 from qflash.jit import toolchain
 
@@ -32,7 +32,7 @@ def _reasons(kernel: Kernel) -> list[str]:
     if not gpus:
         reasons.append(f"no NVIDIA GPU: {none_because}")
     else:
-        reasons += _too_old(kernel, max(gpu.arch for gpu in gpus))
+        reasons += _no_code(kernel, max(gpu.arch for gpu in gpus))
     try:
         toolchain.find()
     except ToolchainError:
@@ -40,13 +40,10 @@ def _reasons(kernel: Kernel) -> list[str]:
     return reasons
 
 
-def _too_old(kernel: Kernel, best: int) -> list[str]:
-    """What the best GPU, of compute capability `best`/10, lacks for `kernel`."""
+def _no_code(kernel: Kernel, best: int) -> list[str]:
+    """Why `kernel` does not run on the best GPU, of compute capability `best`/10."""
     try:
         arch = arch_for(best)
     except ValueError as error:
         return [str(error)]
-    if arch >= kernel.min_arch:
-        return []
-    whose = "the best GPU here has" if arch == best else "QFLASH_CUDA_ARCH asks for"
-    return [f"needs compute capability {kernel.min_arch / 10}, {whose} {arch / 10}"]
+    return arch_reasons(kernel, arch, "the best GPU here has" if arch == best else "QFLASH_CUDA_ARCH asks for")

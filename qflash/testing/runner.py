@@ -69,13 +69,16 @@ def check(case: Case, kernel: str | None = None, framework: str = "native") -> c
 
 
 def suited(case: Case, kernel: str, arch: int) -> Case:
-    """`case` in a dtype that `kernel` takes on a GPU of `arch`: its own where that is one, else by turns."""
+    """`case` as `kernel` takes it on a GPU of `arch`: in its own dtype where it can be, else one by turns, and with the
+    next head_dim that is served. As it is where the kernel has no code for the GPU."""
     row = dispatch.BY_NAME[kernel]
-    refused = row.also or (lambda spec: [])
-    dtypes = [d for d in row.dtypes if not refused(Spec(row.device, arch, d, case.head_dim, row.precision))] or [
-        case.dtype
-    ]
-    return case if case.dtype in dtypes else replace(case, dtype=dtypes[case.seed % len(dtypes)])
+    for head_dim in range(case.head_dim, problems.MAX_HEAD_DIM + 1):
+        specs = [Spec(row.device, arch, dtype, head_dim, row.precision) for dtype in row.dtypes]
+        dtypes = [spec.dtype for spec in specs if not dispatch.reasons(row, spec)]
+        if dtypes:
+            dtype = case.dtype if case.dtype in dtypes else dtypes[case.seed % len(dtypes)]
+            return replace(case, dtype=dtype, head_dim=head_dim)
+    return case
 
 
 def default_kernel(case: Case, framework: str = "native") -> str:

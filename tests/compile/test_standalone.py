@@ -115,6 +115,7 @@ def test_another_specialisation_rebuilds_and_the_same_does_not(tree, binary):
         (["KERNEL=nonsense"], "KERNEL is 'nonsense'; allowed: fa"),
         (["KERNEL=fa", "DTYPE=int4"], "DTYPE is 'int4'; allowed: float32, float16, bfloat16"),
         (["KERNEL=fa", "HEAD_DIM=100"], "HEAD_DIM is '100'; allowed: 32, 64"),
+        (["KERNEL=sm90_fwd", "NVCC_ARCH=80"], "NVCC_ARCH is '80'; allowed: 90, as sm90_fwd is for Hopper alone"),
     ],
 )
 def test_make_refuses_what_it_cannot_build(tree, words, message):

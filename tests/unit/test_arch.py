@@ -52,6 +52,39 @@ def test_a_newer_architecture_is_refused(ask):
         arch.arch_for(86)
 
 
+def test_code_for_hopper_is_for_hopper_alone(ask):
+    ask("90")
+    with pytest.raises(ValueError, match=r"QFLASH_CUDA_ARCH is 90, .* capability 12.0; allowed: 75, 80, 86, 89$"):
+        arch.arch_for(120)
+
+
+def test_a_kernel_for_one_architecture_is_compiled_for_it_alone():
+    units = cuda.specialisations((*arch.ARCHES, 100, 120), ["sm90_fwd"])
+    assert {unit.target for unit in units} == {"90a"}
+    assert {dict(unit.defines)["QF_HEAD_DIM"] for unit in units} == {"64", "96", "128", "192", "256"}
+    assert len(units) == 2 * 5
+    for head_dim, bucket in ((8, "64"), (64, "64"), (72, "96"), (256, "256")):
+        unit = cuda.unit_of(cuda.BY_NAME["sm90_fwd"], Spec("cuda", 90, "bfloat16", head_dim))
+        assert unit in units and dict(unit.defines)["QF_HEAD_DIM"] == bucket
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "why"),
+    [
+        (80, None, "needs compute capability 9.0, the best GPU here has 8.0"),
+        (90, None, ""),
+        (90, "80", "needs compute capability 9.0, QFLASH_CUDA_ARCH asks for 8.0"),
+        (120, None, "runs on compute capability 9.0 alone, the best GPU here has 12.0"),
+    ],
+)
+def test_the_usable_list_knows_kernels_for_one_architecture(ask, monkeypatch, capability, asked, why):
+    monkeypatch.setattr(machine, "gpus", lambda: ((machine.Gpu("a GPU", capability, 141000, "580"),), ""))
+    monkeypatch.setattr(toolchain, "find", lambda: TOOLS)
+    ask(asked)
+    assert usable.usable_kernels()["sm90_fwd"].why_not == why
+    assert not usable.usable_kernels()["fa_mma"].why_not
+
+
 def test_units_become_ptx_and_have_keys_of_their_own(ask):
     row, spec = cuda.BY_NAME["fa"], Spec("cuda", 80, "float16", 64)
     plain = cuda.unit_of(row, spec)

@@ -40,6 +40,44 @@ def test_plan_takes_the_first_usable_automatic_row() -> None:
         assert dispatch.plan(spec) is usable[0]
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim", "kernel", "why"),
+    [
+        (80, "bfloat16", 128, "fa_mma", "needs compute capability 9.0, this GPU has 8.0"),
+        (89, "float16", 64, "fa_mma", "needs compute capability 9.0, this GPU has 8.9"),
+        (90, "float16", 64, "sm90_fwd", ""),
+        (90, "bfloat16", 128, "sm90_fwd", ""),
+        (90, "bfloat16", 8, "sm90_fwd", ""),
+        (90, "bfloat16", 256, "sm90_fwd", ""),
+        (90, "float16", 100, "fa_mma", "head_dim is 100; the copy engine takes multiples of 8"),
+        (90, "bfloat16", 1, "fa_mma", "head_dim is 1; the copy engine takes multiples of 8"),
+        (90, "float32", 128, "fa", "takes float16, bfloat16, not float32"),
+        (100, "bfloat16", 128, "fa_mma", "runs on compute capability 9.0 alone, this GPU has 10.0"),
+        (120, "float16", 64, "fa_mma", "runs on compute capability 9.0 alone, this GPU has 12.0"),
+    ],
+)
+def test_hopper_has_a_kernel_of_its_own(arch: int, dtype: str, head_dim: int, kernel: str, why: str) -> None:
+    """What `explain` shows: the kernel that runs, and why the one for Hopper does not."""
+    spec = Spec("cuda", arch, dtype, head_dim, window=True, softcap=True, rope="half", packed=True, kv_lens=True)
+    assert dispatch.plan(spec).name == kernel
+    rows = {name: (verdict, reason) for name, verdict, reason in dispatch.rows(spec)}
+    assert rows[kernel] == ("runs", dispatch.BY_NAME[kernel].summary)
+    if why:
+        assert rows["sm90_fwd"][0] == "no" and rows["sm90_fwd"][1].startswith(why)
+        with pytest.raises(NoKernelError, match="kernel 'sm90_fwd' cannot serve this problem"):
+            dispatch.plan(spec, "sm90_fwd")
+    else:
+        assert rows["fa_mma"][0] == "could" and rows["fa_mma"][1].startswith("sm90_fwd comes first; ")
+        assert dispatch.plan(spec, "fa_mma").name == "fa_mma"
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_cuda_kernel_has_a_backward_pass(arch: int, dtype: str) -> None:
+    with pytest.raises(NoKernelError, match=r"sm90_fwd .*has no backward pass"):
+        dispatch.plan(Spec("cuda", arch, dtype, 64, backward=True))
+
+
 def test_a_kernel_can_be_asked_for() -> None:
     assert dispatch.plan(CUDA, "unfused").name == "unfused"
     assert dispatch.plan(CPU, "cpu").name == "cpu"

@@ -177,6 +177,16 @@ def test_profiling_without_a_gpu_or_of_nothing_is_refused(monkeypatch):
     assert "'cpu' is no CUDA kernel; allowed: " in result.output
 
 
+@pytest.mark.parametrize(("capability", "counts"), [(90, True), (80, False), (120, False)])
+def test_kernels_without_code_for_the_gpu_are_not_profiled(monkeypatch, capability, counts):
+    seen = []
+    monkeypatch.setattr(machine, "gpus", lambda: ((machine.Gpu("a GPU", capability, 141000, "580"),), ""))
+    monkeypatch.setattr(profiles, "collect", lambda name, folder, ncu: seen.append(name) or a_profile())
+    result = CliRunner().invoke(main, ["profile", "--ncu", "true"])
+    assert result.exit_code == 0, result.output
+    assert ("sm90_fwd" in seen) == counts and "fa_mma" in seen
+
+
 def test_a_failing_command_is_told(tmp_path):
     tool = tmp_path / "ncu"
     tool.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM'\nexit 1\n")

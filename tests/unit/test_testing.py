@@ -37,6 +37,22 @@ def result(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return want.out.astype(case.dtype), want.lse.astype(np.float32)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "arch", "case", "dtype", "head_dim"),
+    [
+        ("fa", 90, Case(head_dim=3), "float32", 3),
+        ("fa_mma", 90, Case(head_dim=3), "float16", 3),
+        ("fa_mma", 90, Case(head_dim=3, seed=1), "bfloat16", 3),
+        ("fa_mma", 75, Case(head_dim=3, seed=1, dtype="bfloat16"), "float16", 3),
+        ("sm90_fwd", 90, Case(head_dim=100, dtype="bfloat16"), "bfloat16", 104),
+        ("sm90_fwd", 90, Case(head_dim=255, seed=1), "bfloat16", 256),
+        ("sm90_fwd", 120, Case(head_dim=100), "float32", 100),
+    ],
+)
+def test_cases_are_made_to_suit_a_kernel(kernel: str, arch: int, case: Case, dtype: str, head_dim: int) -> None:
+    assert runner.suited(case, kernel, arch) == replace(case, dtype=dtype, head_dim=head_dim)
+
+
 def test_names_are_unique_and_tags_known() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     assert {tag for case in CASES for tag in case.tags} == {"quick", "full", "large"}
