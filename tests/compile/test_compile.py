@@ -28,6 +28,7 @@ CUDA_ROWS = [row for row in dispatch.KERNELS if row.device == "cuda"]
 ATTENTION = [row.name for row in dispatch.kernels_of("attention", "cuda")]
 # How the kernels that only stream move memory.
 VECTORS = {"quantize": {"LDG.E.128", "STG.E.64"}, "dequantize": {"LDG.E.64", "STG.E.128"}}
+HOPPERS_OWN = [row for row in CUDA_ROWS if not row.later_arches]  # kernels of Hopper's own instructions
 GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
 # The instruction each kernel exists for, and how many of it the least there must be.
 INSTRUCTION = {
@@ -41,6 +42,7 @@ INSTRUCTION = {
     "int8_gemm_tc": ("IMMA", 256),
     "int8_gemm_tiled": ("IDP", 512),
     "quantize": ("FMUL", 256),
+    "sm90_fwd": ("HGMMA", 12),
     "unfused": ("FFMA", 256),
     "softmax": ("SHFL", 20),
     "layer_norm": ("SHFL", 40),
@@ -62,10 +64,15 @@ needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test
 
 def covering() -> list[Unit]:
     """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention once for
-    each architecture, the operations beside it for two (test_whole_matrix has the others), dtypes and buckets in
-    turn, a different one first for every kernel. Hopper's are those that the other tests here look into."""
+    each architecture, those of one architecture for three head dims, the operations beside it for two
+    (test_whole_matrix has the others), dtypes and buckets in turn, a different one first for every kernel. Hopper's
+    are those that the other tests here look into."""
     chosen = []
     for first, row in enumerate(CUDA_ROWS):
+        if row in HOPPERS_OWN:
+            kinds = (("float16", 64), ("bfloat16", 128), ("bfloat16", 256))
+            chosen += [cuda.unit(row, dtype, head_dim, row.min_arch) for dtype, head_dim in kinds]
+            continue
         older = ARCHES[:-1] if row.op == "attention" else [ARCHES[first % 4]]
         for turn, arch in enumerate(older, start=first):
             if units := cuda.specialisations([arch], [row.name]):
@@ -81,6 +88,7 @@ HOPPER = {
     "fa_mma": ("bfloat16", 256),
     "fa_tc": ("bfloat16", 128),
     "fa_warps": ("float32", 96),
+    "sm90_fwd": ("bfloat16", 128),
 }
 
 
@@ -108,9 +116,29 @@ def check_unit(unit: Unit, entry: Path) -> None:
     assert used, f"ptxas said nothing about registers:\n{log}"
     assert all(set(found) == {"0"} for found in used), f"{unit.label} uses local memory:\n{log}"
     assert "warning" not in log.lower(), log
+    # (C7508): setmaxnreg is ignored; (C7510): products of wgmma wait for one another; and their like.
+    assert not re.search(r"\(C75\d\d\)|Potential Performance Loss", log), log
     library = ctypes.CDLL(str(entry / LIBRARY))
     for symbol in (f"qf_{unit.name}", f"qf_{unit.name}_workspace", "qf_status_text"):
         assert hasattr(library, symbol), f"{unit.label} does not export {symbol}"
+    if unit.name in {row.name for row in HOPPERS_OWN} and cuobjdump() is not None:
+        check_hopper_instructions(opcodes_of(entry), INSTRUCTION[unit.name])
+
+
+def opcodes_of(entry: Path) -> list[str]:
+    """Every instruction in a library, with its suffixes."""
+    command = [cuobjdump(), "-sass", str(entry / LIBRARY)]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass)
+
+
+def check_hopper_instructions(opcodes: list[str], least: tuple[str, int]) -> None:
+    """Products by warpgroups alone, tiles by the copy engine, registers traded, nothing in local memory."""
+    names = [op.split(".")[0] for op in opcodes]
+    assert names.count(least[0]) >= least[1], names.count(least[0])
+    assert {"UTMALDG", "USETMAXREG", "SYNCS"} <= set(names), set(names)
+    assert not {"HMMA", "LDL", "STL"} & set(names), set(names)
+    assert "STG.E.128" in opcodes
 
 
 @needs_nvcc
@@ -139,18 +167,27 @@ def test_the_covering_set_covers():
     assert {row.name for row in CUDA_ROWS} == set(INSTRUCTION)
 
 
+def test_the_hopper_check_can_fail():
+    good = ["HGMMA.64x64x16.F32.BF16"] * 12 + ["UTMALDG.4D", "USETMAXREG.DEALLOC", "SYNCS.PHASECHK", "STG.E.128"]
+    check_hopper_instructions(good, ("HGMMA", 12))
+    for bad in (good[1:], good[:-4] + good[-3:], [*good, "HMMA.16816.F32"], [*good, "LDL"], [*good, "STL.64"]):
+        with pytest.raises(AssertionError):
+            check_hopper_instructions(bad, ("HGMMA", 12))
+
+
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
 @pytest.mark.parametrize("kernel", [*ATTENTION, "fa_int8_quantized", *GEMM, *VECTORS])
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
-    command = [cuobjdump(), "-sass", str(compiled(hopper_unit(kernel)) / LIBRARY)]
-    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass)
+    opcodes = opcodes_of(compiled(hopper_unit(kernel)))
     instruction, least = INSTRUCTION[kernel]
     count = {name: sum(op.split(".")[0] == name for op in opcodes) for name in (instruction, "LDL", "STL")}
     assert count[instruction] >= least and count["LDL"] == count["STL"] == 0, count
     if kernel in VECTORS:
         assert VECTORS[kernel] <= set(opcodes)
+        return
+    if cuda.BY_NAME[kernel] in HOPPERS_OWN:
+        check_hopper_instructions(opcodes, INSTRUCTION[kernel])
         return
     wide = {op for op in opcodes if ".128" in op}
     assert {"LDS.128", "STS.128", "STG.E.128"} <= wide and (
@@ -164,10 +201,7 @@ def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
 @pytest.mark.parametrize("kernel", ["softmax", "layer_norm", "cross_entropy"])
 def test_rows_move_sixteen_bytes_at_a_time(compiled, kernel, dtype):
     """Past L1 on the way in, first to leave the caches on the way out, and reduced by shuffles."""
-    entry = compiled(cuda.unit(cuda.BY_NAME[kernel], dtype, 0, 90))
-    command = [cuobjdump(), "-sass", str(entry / LIBRARY)]
-    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass)
+    opcodes = opcodes_of(compiled(cuda.unit(cuda.BY_NAME[kernel], dtype, 0, 90)))
     shuffle, least = INSTRUCTION[kernel]
     assert sum(op.split(".")[0] == shuffle for op in opcodes) >= least
     assert opcodes.count("LDG.E.NA.128") >= 4 and not {"LDL", "STL"} & {op.split(".")[0] for op in opcodes}
