@@ -51,7 +51,7 @@ ISA_FLAGS_avx512 := $(ISA_FLAGS_avx2) -mavx512f -mavx512bw -mavx512vl -mavx512dq
   -Wno-uninitialized -Wno-maybe-uninitialized
 ISAS := generic $(if $(filter x86_64 amd64,$(shell uname -m)),avx2 avx512)
 ENGINE := $(patsubst %,$(OBJECTS)/%.o,checks engine isa memory status threads $(ISAS:%=forward-%))
-HEADERS := $(wildcard $(CSRC)/include/*.h $(CSRC)/*/*.h $(CSRC)/*/*.cuh $(CSRC)/*/*.inl $(CSRC)/kernels/*/*.h $(CSRC)/kernels/*/*.cuh)
+HEADERS := $(wildcard $(foreach depth,*/* */*/*,$(addprefix $(CSRC)/$(depth),.h .cuh .inl)))
 
 .PHONY: standalone always
 

@@ -47,8 +47,8 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "layer_norm": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.layer_norm(_rows(torch), kernel=kernel)),
     "cross_entropy": (f"{ROWS}x{COLUMNS} float16", _cross_entropy),
     "int8_matmul": (
-        f"{SIDE}x{SIDE}x{SIDE}",
-        lambda torch, kernel: qflash.int8_matmul(_int8(torch), _int8(torch), kernel=kernel),
+        f"{SIDE}x{SIDE}x{SIDE}, b along k",
+        lambda torch, kernel: qflash.int8_matmul(_int8(torch), _int8(torch).T, kernel=kernel),
     ),
     "quantize": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed", _quantize),
     "dequantize": (

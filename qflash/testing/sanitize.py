@@ -25,23 +25,23 @@ NAMES = (
 
 
 def main() -> None:
-    """Every case on every CUDA kernel of native precision, what no case holds (long rows, bad lengths), operations."""
+    """Every case on every CUDA kernel of attention, what no case holds (long rows, bad lengths), operations."""
     import torch
 
     arch = arch_of("cuda")
-    native = [row for row in dispatch.kernels_of("attention", "cuda") if row.precision == "native"]
-    kernels = [row.name for row in native if not dispatch.arch_reasons(row, arch)]
-    for kernel in kernels:
+    rows = [row for row in dispatch.kernels_of("attention", "cuda") if not dispatch.arch_reasons(row, arch)]
+    for row in rows:
+        kernel, precision = row.name, None if row.precision == "native" else row.precision
         for name in NAMES:
             run_case(suited(BY_NAME[name], kernel, arch), kernel, "native-cuda")
-        dtype = getattr(torch, dispatch.BY_NAME[kernel].dtypes[0])
+        dtype = getattr(torch, row.dtypes[0])
         q, k = (torch.randn(1, tokens, 1, 64, dtype=dtype).cuda() for tokens in (70, 2500))
-        api.attention(q, k, k, kernel=kernel)
+        api.attention(q, k, k, kernel=kernel, precision=precision)
         too_long = torch.tensor([999], dtype=torch.int32, device="cuda")
-        out = api.attention(q, q, q, kv_lens=too_long, kernel=kernel)
+        out = api.attention(q, q, q, kv_lens=too_long, kernel=kernel, precision=precision)
         if not out.cpu().isnan().all():
             raise SystemExit(f"{kernel}: a length past the keys must give NaN, and did not")
-    print(f"ran {len(NAMES) + 2} problems on {', '.join(kernels)}")
+    print(f"ran {len(NAMES) + 2} problems on {', '.join(row.name for row in rows)}")
     for kernel in (row.name for row in dispatch.kernels_of("int8_matmul", "cuda")):
         print(f"ran {_products(kernel)} products on {kernel}")
     _operations()

@@ -8,6 +8,11 @@
 namespace qf {
 namespace sm90_fwd {
 
+static_assert(sizeof(Ring<kQStages>) + 2 * sizeof(Ring<kStages>) + kStages * sizeof(Mbarrier) + sizeof(Ring<kRecords>) +
+                      kRecords * sizeof(Record) <=
+                  kBarrierBytes,
+              "");
+
 struct Shared {
   char *q, *k, *v;  // kQStages and kStages tiles
   Ring<kQStages>* q_ring;
