@@ -8,11 +8,11 @@ from typing import Any
 
 from qflash import dispatch
 from qflash.frontends.choose import frontend_of
-from qflash.ops.attention import attention_on_integers
+from qflash.ops.attention import attention_on_integers, spec_on_integers
 from qflash.ops.quantization import Quantized
 from qflash.problem import CAUSAL, PLAIN, Options
 from qflash.rope import Rope
-from qflash.spec import Spec
+from qflash.spec import OpSpec, Spec
 
 
 def _options(causal, window, softcap, scale, precision, kernel) -> Options:
@@ -106,7 +106,7 @@ class Explanation:
     """Which kernel would run and why each other one would not. `str()` is a table."""
 
     kernel: str | None
-    spec: Spec
+    spec: Spec | OpSpec  # OpSpec: q and k are Quantized
     rows: list[tuple[str, str, str]]
 
     def __str__(self) -> str:
@@ -130,9 +130,11 @@ def explain(
 ) -> Explanation:
     """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing."""
     options = Options(causal, window, softcap, scale, precision, kernel)
-    frontend = frontend_of(type(q))
-    problem = frontend.problem_of(q, k, v, options, kv_lens, rope)
-    spec = problem.spec(frontend.arch_of(q))
+    if Quantized in (type(q), type(k), type(v)):
+        spec = spec_on_integers(q, k, v, options, kv_lens, rope)
+    else:
+        frontend = frontend_of(type(q))
+        spec = frontend.problem_of(q, k, v, options, kv_lens, rope).spec(frontend.arch_of(q))
     if kernel is not None:
         dispatch.plan(spec, kernel)  # refuses a name that is unknown or cannot serve
     rows = dispatch.rows(spec, kernel)

@@ -9,6 +9,8 @@ import numpy as np
 
 from qflash.frontends.numpy import describe
 from qflash.ops.plan import Op, Operand, Prepared, prepare
+from qflash.problem import Array
+from qflash.spec import OpSpec
 
 _CACHE_LIMIT = 4096
 _INT32 = np.iinfo(np.int32)
@@ -24,6 +26,11 @@ def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarr
         operands = [_ready(operand, arrays[op.arrays.index(operand.argument)]) for operand in prepared.plan.operands]
         prepared.call(*(x.ctypes.data for x in (*operands, *results)), 0, 0, 0)
     return results
+
+
+def spec_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> OpSpec:
+    """What selects the kernel of a checked call, for `explain`."""
+    return op.plan(*_described(op, arrays), *words).spec(0)
 
 
 def scalar(value: float, like: np.ndarray) -> np.ndarray:
@@ -55,10 +62,11 @@ def _prepared(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Prepared:
 
 
 def _plan(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Prepared:
-    described = [
-        None if x is None else describe(name, x, op.arrays[0]) for name, x in zip(op.arrays, arrays, strict=True)
-    ]
-    return prepare(op.plan(*described, *words))
+    return prepare(op.plan(*_described(op, arrays), *words))
+
+
+def _described(op: Op, arrays: Sequence[Any]) -> list[Array | None]:
+    return [None if x is None else describe(name, x, op.arrays[0]) for name, x in zip(op.arrays, arrays, strict=True)]
 
 
 def _ready(operand: Operand, x: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ from qflash.ops.plan import Op, Plan
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
 from qflash.problem import Array
+from qflash.spec import OpSpec
 
 Tensor = torch.Tensor
 
@@ -66,6 +67,11 @@ def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tens
     if _is_grad_enabled():
         _check_no_gradient(op, arrays)
     return launch.launch(op, launch.prepared(op, arrays, words), arrays)
+
+
+def spec_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> OpSpec:
+    """What selects the kernel of a checked call, for `explain`."""
+    return op.plan(*launch.described(op, arrays), *words).spec(arch_of_device(arrays[0].device))
 
 
 def scalar(value: float, like: Tensor) -> Tensor:

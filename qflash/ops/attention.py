@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from qflash import _native
+from qflash.frontends.choose import op_frontend_of
 from qflash.ops.plan import (
     INT32_MAX,
     Op,
@@ -23,7 +24,7 @@ from qflash.ops.plan import (
 from qflash.ops.quantization import GRANULARITIES, Quantized
 from qflash.ops.run import run
 from qflash.problem import Array, Options, check, check_options
-from qflash.spec import DTYPES, PRECISIONS
+from qflash.spec import DTYPES, PRECISIONS, OpSpec
 
 _LEAST_KEY_GROUP = 16  # keys of one lane of the CUDA kernel
 
@@ -32,6 +33,12 @@ def attention_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any
     """`qflash.attention` with a Quantized among q, k and v."""
     results = run(ATTENTION_INT8, *call_of(q, k, v, options, kv_lens, rope, return_lse))
     return tuple(results) if return_lse else results[0]
+
+
+def spec_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any) -> OpSpec:
+    """What selects its kernel, for `qflash.explain`."""
+    arrays, words = call_of(q, k, v, options, kv_lens, rope, False)
+    return op_frontend_of(type(arrays[0]), ATTENTION_INT8.arrays[0]).spec_of(ATTENTION_INT8, arrays, words)
 
 
 def call_of(

@@ -142,7 +142,6 @@ BAD = {
         TypeError,
         "k is qflash.Quantized; allowed: an array, only attention takes Quantized",
     ),
-    "explain": (lambda: qflash.explain(Q, K, V), TypeError, "q is .*Quantized; allowed: numpy.ndarray"),
 }
 
 

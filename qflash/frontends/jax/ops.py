@@ -21,13 +21,14 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qflash import _native, dispatch
-from qflash.frontends.jax import await_verdict, describe, traced
+from qflash.frontends.jax import arch_of, await_verdict, describe, traced
 from qflash.frontends.jax.kernels import OP, cuda_arch, register
 from qflash.frontends.jax.transforms import map_samples, vary_alike
 from qflash.ops.plan import Op, Operand, Plan, prepare
 from qflash.ops.quantization import Quantized
 from qflash.planning import entry_of
 from qflash.problem import Array
+from qflash.spec import OpSpec
 
 _PLANS_LIMIT = 4096
 _INT32 = jnp.iinfo(jnp.int32)
@@ -53,6 +54,12 @@ def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.
     args = (op, tuple(words), tuple(named), tuple(named.values()))
     waits = plan.device == "cpu" and any(name in named for name in op.checked)
     return await_verdict(_run, *args) if waits else _run(*args)
+
+
+def spec_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> OpSpec:
+    """What selects the kernel of a checked call, for `explain`."""
+    named = {name: x for name, x in zip(op.arrays, arrays, strict=True) if x is not None}
+    return _check(op, named, words).spec(arch_of(arrays[0]))
 
 
 def scalar(value: float, like: jax.Array) -> jax.Array:

@@ -1,0 +1,37 @@
+"""explain on what quantize returns: the kernels of attention on integers, in every framework."""
+
+import numpy as np
+import pytest
+
+import qflash
+
+RNG = np.random.default_rng(3)
+X = RNG.standard_normal((1, 20, 2, 8), dtype=np.float32)
+WRAP = {
+    "numpy": lambda x: x,
+    "torch": lambda x: pytest.importorskip("torch").from_numpy(x),
+    "jax": lambda x: pytest.importorskip("jax.numpy").asarray(x),
+}
+
+
+def quantized(framework="numpy"):
+    x = WRAP[framework](X)
+    return qflash.quantize(x, granularity="token"), qflash.quantize(x, granularity="group", smooth=True), x
+
+
+@pytest.mark.parametrize("framework", WRAP)
+def test_tells_the_kernel(framework):
+    said = qflash.explain(*quantized(framework), causal=True)
+    assert said.kernel == "cpu_int8_quantized" and said.spec.op == "attention_int8"
+    assert [name for name, _, _ in said.rows] == ["cpu_int8_quantized", "fa_int8_quantized"]
+    assert "runs on cuda, the arrays are on cpu" in str(said)
+
+
+def test_refuses_what_attention_refuses():
+    q, k, v = quantized()
+    with pytest.raises(ValueError, match=r"k\.granularity is 'token'"):
+        qflash.explain(q, q, v)
+    with pytest.raises(TypeError, match=r"k is numpy\.ndarray and q qflash.Quantized"):
+        qflash.explain(q, X, v)
+    with pytest.raises(qflash.NoKernelError, match="kernel 'fa_int8_quantized' cannot serve"):
+        qflash.explain(q, k, v, kernel="fa_int8_quantized")
