@@ -20,7 +20,9 @@ __device__ __forceinline__ float max_of_quad(float x) {
 // From q.k to base-2 scores. Nearly always that is one factor, applied in the exponential; scores that need more
 // (softcap, or a scale that is not positive, which neither maxima nor masked scores of -inf survive) are computed
 // beforehand.
-__host__ __device__ __forceinline__ bool scales_plainly(float scale, float softcap) { return softcap == 0.0f && scale > 0.0f; }
+__host__ __device__ __forceinline__ bool scales_plainly(float scale, float softcap) {
+  return softcap == 0.0f && scale > 0.0f;
+}
 
 // What the exponential applies.
 __device__ __forceinline__ float score_factor(float scale, float softcap) {
