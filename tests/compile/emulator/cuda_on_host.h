@@ -27,6 +27,7 @@
 
 #define __global__
 #define __device__
+#define __host__
 #define __shared__
 #define __grid_constant__
 #define __forceinline__ inline
