@@ -36,18 +36,20 @@ __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* s_barrier, int 
                : "memory");
 }
 
-// Has the phase of this parity completed? Sleeps for a while before it says no.
+// Has the phase of this parity completed? Sleeps until it has, for up to kPatience, before it says no: a warp that asks
+// again and again takes issue slots from those that work.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* s_barrier, uint32_t parity) {
+  constexpr uint32_t kPatience = 10000000;  // nanoseconds
   uint32_t done;
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
-      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2, %3;\n"
       "selp.u32 %0, 1, 0, done;\n"
       "}"
       : "=r"(done)
-      : "r"(shared_address(s_barrier)), "r"(parity)
+      : "r"(shared_address(s_barrier)), "r"(parity), "r"(kPatience)
       : "memory");
   return done != 0;
 }
