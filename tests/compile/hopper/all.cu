@@ -1,0 +1,5 @@
+// The wrappers of Hopper's instructions, each in a kernel that does little else: one library for test_hopper.py.
+#include "boxes.cu"
+#include "products.cu"
+#include "registers.cu"
+#include "turns.cu"

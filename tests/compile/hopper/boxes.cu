@@ -1,0 +1,62 @@
+// ptx/tma.cuh, ptx/mbarrier.cuh, hopper/ring.cuh, hopper/tensor_map.h: boxes of a tensor through a ring of two stages,
+// written back byte by byte as they stood in shared memory.
+#include "hopper/ring.cuh"
+#include "hopper/tensor_map.h"
+#include "ptx/tma.cuh"
+
+namespace boxes {
+
+constexpr int kRows = 24, kStages = 2, kReaders = 96;
+using Tile = qf::Panels<kRows, 128>;  // two panels
+
+struct Boxes {
+  int first_row, count, head, sequence, shift;
+};
+
+// Warp 0 copies, three warps read: more boxes than stages, so that every barrier goes through both of its phases.
+__global__ void copy_boxes(const __grid_constant__ CUtensorMap map, const Boxes boxes, char* g_out) {
+  __shared__ alignas(qf::kSwizzleBytes) char s_tiles[kStages][Tile::kBytes];
+  __shared__ qf::Ring<kStages> s_ring;
+  if (threadIdx.x == 0) {
+    s_ring.init(kReaders / 32);
+    qf::fence_mbarrier_init();
+    qf::prefetch_tensor_map(&map);
+  }
+  __syncthreads();
+  qf::Place<kStages> place;
+  for (int i = 0; i < boxes.count; ++i, place.advance()) {
+    char* const s_tile = s_tiles[place.stage()];
+    if (threadIdx.x == 0) {
+      qf::Mbarrier* const full = &s_ring.full[place.stage()];
+      place.wait_empty(s_ring);
+      qf::mbarrier_arrive_expect(full, Tile::kBytes);
+      for (int panel = 0; panel < Tile::kCount; ++panel)
+        qf::copy_box(s_tile + panel * Tile::kPanelBytes, &map, boxes.shift + panel * qf::kPanelChannels,
+                     boxes.first_row + i * kRows, boxes.head, boxes.sequence, full);
+    }
+    if (threadIdx.x < 32) continue;
+    place.wait_full(s_ring);
+    for (int byte = threadIdx.x - 32; byte < Tile::kBytes; byte += kReaders)
+      g_out[i * Tile::kBytes + byte] = s_tile[byte];
+    __syncwarp();  // every lane has read
+    if (threadIdx.x % 32 == 0) place.release(s_ring);
+  }
+}
+
+}  // namespace boxes
+
+// x: [batch, rows, heads, head_dim] of float16 under any strides of whole 16 bytes. out: [count][2 panels][24][128
+// bytes].
+extern "C" __attribute__((visibility("default"))) int try_boxes(void* x, const int64_t* strides, const int32_t* shape,
+                                                                const int32_t* which, void* out) {
+  using namespace boxes;
+  const QfTensor tensor = {x, strides[0], strides[1], strides[2]};
+  const int batch = shape[0], rows = shape[1], heads = shape[2], head_dim = shape[3];
+  if (!qf::strides_map(tensor, rows, heads, batch)) return cudaErrorInvalidValue;
+  CUtensorMap map;
+  if (const int error = qf::encode_tensor_map(map, tensor, QF_F16, head_dim, rows, heads, batch, kRows)) return error;
+  const Boxes wanted = {which[0], which[1], which[2], which[3], qf::map_shift(tensor)};
+  copy_boxes<<<1, 32 + kReaders>>>(map, wanted, static_cast<char*>(out));
+  if (const cudaError_t error = cudaGetLastError()) return error;
+  return cudaDeviceSynchronize();
+}
