@@ -79,7 +79,7 @@ def test_half_precision_is_as_good_as_jax_nn(dtype):
     assert errors[0] <= HALF_FACTOR * errors[1]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, "sm90_fwd"])
 def test_captured_in_command_buffers(kernel, monkeypatch):
     """XLA records the launches once, under stream capture, and replays them: the handler is not called again."""
     from qflash.frontends.jax import primitives
@@ -112,7 +112,8 @@ def test_captured_in_command_buffers(kernel, monkeypatch):
         return q
 
     # A head_dim no other test has, so that the key registered for the spy is this test's own.
-    operands = [arrays(q_len=64, k_len=64, head_dim=44, seed=seed) for seed in range(runs)]
+    dtype = "bfloat16" if kernel == "sm90_fwd" else "float32"
+    operands = [arrays(q_len=64, k_len=64, head_dim=88, dtype=dtype, seed=seed) for seed in range(runs)]
     program = jax.jit(stack).lower(*operands[0]).compile()
     results = [program(*x) for x in operands for _ in range(2)]
     jax.block_until_ready(results)

@@ -1,4 +1,4 @@
-"""PyTorch front end on a GPU: both CUDA kernels, streams, graphs, compiled code, and what is refused."""
+"""PyTorch front end on a GPU: CUDA kernels, streams, graphs, compiled code, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from qflash.testing.compare import LSE  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 KERNELS = ["fa", "unfused"]
+ALL_KERNELS = {  # and the dtype they are tried in
+    "fa": torch.float32,
+    "unfused": torch.float32,
+    "fa_mma": torch.bfloat16,
+    "sm90_fwd": torch.bfloat16,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -78,18 +84,28 @@ def test_packed_matches_the_cpu(kernel):
         torch.testing.assert_close(a.cpu(), b)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_strided_views(kernel):
-    q, k, v = map(to_gpu, tensors())
+    q, k, v = map(to_gpu, tensors(dtype=ALL_KERNELS[kernel]))
     want = qflash.attention(q, k, v, kernel=kernel)
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     torch.testing.assert_close(qflash.attention(*heads_first, kernel=kernel), want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ["sm90_fwd"])
+def test_views_that_the_copy_engine_cannot_walk(kernel):
+    """Strides of no whole 16 bytes, an address of none, and both."""
+    q, k, v = map(to_gpu, tensors(dim=64, dtype=torch.bfloat16))
+    want = qflash.attention(q, k, v, kernel=kernel)
+    for before, after in ((0, 1), (3, 5), (1, 2)):
+        views = [torch.nn.functional.pad(x, (before, after))[..., before:-after] for x in (q, k, v)]
+        torch.testing.assert_close(qflash.attention(*views, kernel=kernel), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_runs_on_the_current_stream(kernel):
     """The inputs are written on a side stream behind a long wait; only a launch on that stream sees them."""
-    args = [x.cuda() for x in tensors(q_len=64, k_len=64)]
+    args = [x.cuda() for x in tensors(q_len=64, k_len=64, dtype=ALL_KERNELS[kernel])]
     want = qflash.attention(*args, kernel=kernel)
     late = [torch.zeros_like(x) for x in args]
     torch.cuda.synchronize()
@@ -104,7 +120,7 @@ def test_runs_on_the_current_stream(kernel):
     torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_captured_in_a_cuda_graph(kernel):
     q, k, v = (x.cuda() for x in tensors(dtype=torch.float16))
     rope = gpu({"rope": tables()})["rope"]
@@ -125,10 +141,10 @@ def test_captured_in_a_cuda_graph(kernel):
         torch.testing.assert_close(out, qflash.attention(q, k, v, **options), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_compiled_whole(kernel):
     torch._dynamo.reset()
-    q, k, v = (x.cuda() for x in tensors())
+    q, k, v = (x.cuda() for x in tensors(dtype=ALL_KERNELS[kernel]))
     compiled = torch.compile(lambda q, k, v: qflash.attention(q * 2, k, v, kernel=kernel, causal=True), fullgraph=True)
     want = qflash.attention(q * 2, k, v, kernel=kernel, causal=True)
     torch.testing.assert_close(compiled(q, k, v), want, rtol=0, atol=0)
@@ -192,6 +208,27 @@ def test_explain_names_the_kernel():
     explanation = qflash.explain(q, k, v)
     major, minor = torch.cuda.get_device_capability()
     assert (explanation.kernel, explanation.spec.arch) == ("fa", 10 * major + minor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bit_arrays_get_the_kernel_of_the_gpu(dtype):
+    q, k, v = (x.cuda() for x in tensors(dim=64, dtype=dtype))
+    kernel = "sm90_fwd" if torch.cuda.get_device_capability() == (9, 0) else "fa_mma"
+    assert qflash.explain(q, k, v).kernel == kernel
+    assert torch.equal(qflash.attention(q, k, v), qflash.attention(q, k, v, kernel=kernel))
+    with pytest.raises(NotImplementedError, match=rf"kernel '{kernel}' \(cuda.*no backward pass"):
+        qflash.attention(q.requires_grad_(), k, v)
+
+
+@pytest.mark.parametrize("dim", [20, 100])
+def test_head_dims_that_the_copy_engine_refuses(dim):
+    q, k, v = (x.cuda() for x in tensors(dim=dim, dtype=torch.bfloat16))
+    explanation = qflash.explain(q, k, v)
+    assert explanation.kernel == "fa_mma"
+    why = next(why for name, _, why in explanation.rows if name == "sm90_fwd")
+    assert f"head_dim is {dim}; the copy engine takes multiples of 8" in why
+    with pytest.raises(qflash.NoKernelError, match="copy engine takes multiples of 8"):
+        qflash.attention(q, k, v, kernel="sm90_fwd")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
