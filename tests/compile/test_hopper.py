@@ -107,9 +107,9 @@ def laid_out(shape: tuple[int, ...], order: str) -> tuple[np.ndarray, np.ndarray
     if order == "one batch":
         memory = rng.standard_normal(shape[1:]).astype(np.float16)
         return memory, np.broadcast_to(memory, shape)
-    if order == "off 16 bytes":
-        memory = rng.standard_normal([*shape[:-1], shape[-1] + 8]).astype(np.float16)
-        return memory, memory[..., 3 : 3 + shape[-1]]
+    if order == "part of rows":
+        memory = rng.standard_normal([*shape[:-1], shape[-1] + 16]).astype(np.float16)
+        return memory, memory[..., 8 : 8 + shape[-1]]
     memory = rng.standard_normal(shape).astype(np.float16)
     return memory, memory
 
@@ -134,7 +134,7 @@ def expected_boxes(x: np.ndarray, first_row: int, count: int, head: int, sequenc
         ((2, 60, 3, 104), "heads first", (17, 5, 1, 0)),  # channels past the last are zeros; boxes wholly outside
         ((1, 100, 1, 8), "rows first", (0, 4, 0, 0)),  # the second panel is wholly outside
         ((3, 48, 2, 96), "one batch", (0, 2, 1, 2)),
-        ((2, 50, 2, 120), "off 16 bytes", (1, 2, 1, 1)),  # whose neighbours are no zeros
+        ((2, 50, 2, 120), "part of rows", (1, 2, 1, 1)),  # whose neighbours are no zeros
         ((1, 1, 1, 64), "rows first", (0, 1, 0, 0)),
     ],
 )

@@ -16,11 +16,8 @@ inline bool strides_map(const QfTensor& x, int64_t rows, int heads, int batch) {
   return (rows <= 1 || whole(x.stride_t)) && (heads <= 1 || whole(x.stride_h)) && (batch <= 1 || whole(x.stride_b));
 }
 
-// Maps begin at whole 16 bytes: how many elements before the tensor that is.
-inline int map_shift(const QfTensor& x) { return int(reinterpret_cast<uintptr_t>(x.data) % 16 / 2); }
-
 // [batch, rows, heads, head_dim] of 16-bit elements, in boxes of box_rows rows of one panel of channels, swizzled.
-// Channel 0 is at map_shift(x) of the map. Returns a cudaError_t.
+// x begins at whole 16 bytes. Returns a cudaError_t.
 inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int dtype, int head_dim, int64_t rows, int heads,
                              int batch, int box_rows) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -36,16 +33,15 @@ inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int dtype, int
     if (status != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
     encode = reinterpret_cast<Encode>(found);
   }
-  const int shift = map_shift(x);
-  const cuuint64_t sizes[4] = {cuuint64_t(head_dim + shift), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(batch)};
+  const cuuint64_t sizes[4] = {cuuint64_t(head_dim), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(batch)};
   const auto bytes = [](int64_t stride, bool counts) { return cuuint64_t(counts ? stride * 2 : 16); };
   const cuuint64_t strides[3] = {bytes(x.stride_t, rows > 1), bytes(x.stride_h, heads > 1),
                                  bytes(x.stride_b, batch > 1)};
   const cuuint32_t box[4] = {cuuint32_t(kPanelChannels), cuuint32_t(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
   const auto type = dtype == QF_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult result = encode(&map, type, 4, static_cast<char*>(x.data) - 2 * shift, sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, type, 4, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? int(cudaSuccess) : int(cudaErrorInvalidValue);
 }
 

@@ -10,7 +10,7 @@ constexpr int kRows = 24, kStages = 2, kReaders = 96;
 using Tile = qf::Panels<kRows, 128>;  // two panels
 
 struct Boxes {
-  int first_row, count, head, sequence, shift;
+  int first_row, count, head, sequence;
 };
 
 // Warp 0 copies, three warps read: more boxes than stages, so that every barrier goes through both of its phases.
@@ -31,8 +31,8 @@ __global__ void copy_boxes(const __grid_constant__ CUtensorMap map, const Boxes 
       place.wait_empty(s_ring);
       qf::mbarrier_arrive_expect(full, Tile::kBytes);
       for (int panel = 0; panel < Tile::kCount; ++panel)
-        qf::copy_box(s_tile + panel * Tile::kPanelBytes, &map, boxes.shift + panel * qf::kPanelChannels,
-                     boxes.first_row + i * kRows, boxes.head, boxes.sequence, full);
+        qf::copy_box(s_tile + panel * Tile::kPanelBytes, &map, panel * qf::kPanelChannels, boxes.first_row + i * kRows,
+                     boxes.head, boxes.sequence, full);
     }
     if (threadIdx.x < 32) continue;
     place.wait_full(s_ring);
@@ -55,7 +55,7 @@ extern "C" __attribute__((visibility("default"))) int try_boxes(void* x, const i
   if (!qf::strides_map(tensor, rows, heads, batch)) return cudaErrorInvalidValue;
   CUtensorMap map;
   if (const int error = qf::encode_tensor_map(map, tensor, QF_F16, head_dim, rows, heads, batch, kRows)) return error;
-  const Boxes wanted = {which[0], which[1], which[2], which[3], qf::map_shift(tensor)};
+  const Boxes wanted = {which[0], which[1], which[2], which[3]};
   copy_boxes<<<1, 32 + kReaders>>>(map, wanted, static_cast<char*>(out));
   if (const cudaError_t error = cudaGetLastError()) return error;
   return cudaDeviceSynchronize();

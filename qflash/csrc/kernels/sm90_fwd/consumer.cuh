@@ -159,17 +159,13 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
       wgmma_wait<1>();
       hold(S[0]);
       release_k();
-      bool moved = softmax(key0);
-      // The weights are never negative: this keeps them, and all that leads to them, before the wait that follows.
-      moved = __any_sync(0xffffffffu, moved && !(rows.l[0] + rows.l[1] < 0.0f));
-      if (moved) {
-        wgmma_wait<0>();
-        hold(O[0]);
-        rescale_outputs(O, rescale);
-      } else {
-        wgmma_wait<0>();
-        hold(O[0]);
-      }
+      const bool moved = softmax(key0);
+      // The weights are never negative. Asking keeps them, and all that leads to them, before the wait that follows,
+      // where ptxas would not leave them.
+      if (__any_sync(0xffffffffu, rows.l[0] + rows.l[1] < 0.0f)) __trap();
+      wgmma_wait<0>();
+      hold(O[0]);
+      if (moved) rescale_outputs(O, rescale);
       if (lane() == 0) place.before().before().release(*s.v_ring);
       round_weights(key0);
     }

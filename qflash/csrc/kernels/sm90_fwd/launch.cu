@@ -4,7 +4,21 @@
 #include "kernels/sm90_fwd/kernel.cuh"
 #include "kernels/sm90_fwd/stage.cuh"
 
-QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams* p) { return qf::sm90_fwd::Stage(*p).bytes; }
+namespace {
+
+// Memory for one launch, in the order of its stream.
+struct Borrowed {
+  cudaStream_t on;
+  void* memory = nullptr;
+  cudaError_t take(int64_t bytes) { return cudaMallocAsync(&memory, size_t(bytes), on); }
+  ~Borrowed() {
+    if (memory) cudaFreeAsync(memory, on);
+  }
+};
+
+}  // namespace
+
+QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams* p) { return qf::sm90_fwd::Stage(*p, false).bytes; }
 
 QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   using namespace qf::sm90_fwd;
@@ -12,29 +26,31 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   if (p->head_dim < 1 || p->head_dim > kHeadDim || p->head_dim % 8 != 0) return QF_UNSUPPORTED;
   const Items items = items_of(*p);
   if (items.count == 0) return QF_OK;
-  const Stage stage(*p);
-  if (stage.bytes > 0 && (!p->workspace || p->workspace_bytes < stage.bytes)) return QF_NO_MEMORY;
+  const Stage planned(*p, false), stage(*p, true);
+  if (planned.bytes > 0 && (!p->workspace || p->workspace_bytes < planned.bytes)) return QF_NO_MEMORY;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  Borrowed borrowed{on};  // for addresses that nobody could plan for
+  if (stage.bytes > planned.bytes)
+    if (const cudaError_t error = borrowed.take(stage.bytes)) return error;
+  char* const memory = static_cast<char*>(borrowed.memory ? borrowed.memory : p->workspace);
 
   Maps maps{};
-  const auto bring = [&](Which which, CUtensorMap& map, int& shift, int box_rows) {
+  const auto bring = [&](Which which, CUtensorMap& map, int box_rows) {
     const Staged& x = stage.tensors[which];
     if (x.rows == 0) return int(QF_OK);  // never read
     QfTensor tensor = x.from;
     if (x.copied) {
-      char* const workspace = static_cast<char*>(p->workspace);
       const int64_t blocks = x.rows * x.batch < 132 * 8 ? x.rows * x.batch : 132 * 8;
-      qf_sm90_fwd_stage_kernel<<<unsigned(blocks), 256, 0, on>>>(*p, x, which, workspace + x.offset,
+      qf_sm90_fwd_stage_kernel<<<unsigned(blocks), 256, 0, on>>>(*p, x, which, memory + x.offset,
                                                                  qf::rope_tables_vectorise(p->rope));
       if (const cudaError_t error = cudaGetLastError()) return int(error);
-      tensor = x.copy(workspace, p->head_dim);
+      tensor = x.copy(memory, p->head_dim);
     }
-    shift = qf::map_shift(tensor);
     return qf::encode_tensor_map(map, tensor, QF_DTYPE, p->head_dim, x.rows, x.heads, x.batch, box_rows);
   };
-  if (const int error = bring(kQ, maps.q, maps.q_shift, kBlockM)) return error;
-  if (const int error = bring(kK, maps.k, maps.k_shift, kBlockN)) return error;
-  if (const int error = bring(kV, maps.v, maps.v_shift, kBlockN)) return error;
+  if (const int error = bring(kQ, maps.q, kBlockM)) return error;
+  if (const int error = bring(kK, maps.k, kBlockN)) return error;
+  if (const int error = bring(kV, maps.v, kBlockN)) return error;
 
   const bool plain = qf::scales_plainly(p->scale, p->softcap);
   int device = 0, processors = 0;

@@ -12,7 +12,6 @@ namespace sm90_fwd {
 
 struct Maps {
   CUtensorMap q, k, v;
-  int q_shift, k_shift, v_shift;  // where channel 0 is in each
 };
 
 // One thread plans the items.
@@ -43,8 +42,7 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Maps& maps,
     if (tiles == 0) continue;
     const int b = p.cu_seqlens_q ? 0 : record.b, kv_head = record.h / group;
     const int first_key = int(record.seq.k0) + record.keys.begin;
-    const auto load = [&](auto& place, auto& ring, char* s_tiles, const CUtensorMap& map, int shift, auto tile, int row,
-                          int h) {
+    const auto load = [&](auto& place, auto& ring, char* s_tiles, const CUtensorMap& map, auto tile, int row, int h) {
       using Tile = decltype(tile);
       Mbarrier* const full = &ring.full[place.stage()];
       char* const s_tile = s_tiles + place.stage() * Tile::kBytes;
@@ -52,16 +50,16 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Maps& maps,
       mbarrier_arrive_expect(full, Tile::kBytes);
 #pragma unroll
       for (int panel = 0; panel < Tile::kCount; ++panel)
-        copy_box(s_tile + panel * Tile::kPanelBytes, &map, shift + panel * kPanelChannels, row, h, b, full);
+        copy_box(s_tile + panel * Tile::kPanelBytes, &map, panel * kPanelChannels, row, h, b, full);
       place.advance();
     };
     const auto load_k = [&](int n) {
-      load(k_place, *s.k_ring, s.k, maps.k, maps.k_shift, KVTile(), first_key + n * kBlockN, kv_head);
+      load(k_place, *s.k_ring, s.k, maps.k, KVTile(), first_key + n * kBlockN, kv_head);
     };
     const auto load_v = [&](int n) {
-      load(v_place, *s.v_ring, s.v, maps.v, maps.v_shift, KVTile(), first_key + n * kBlockN, kv_head);
+      load(v_place, *s.v_ring, s.v, maps.v, KVTile(), first_key + n * kBlockN, kv_head);
     };
-    load(q_place, *s.q_ring, s.q, maps.q, maps.q_shift, QTile(), int(record.seq.q0) + record.row0, record.h);
+    load(q_place, *s.q_ring, s.q, maps.q, QTile(), int(record.seq.q0) + record.row0, record.h);
     load_k(0);
     for (int n = 1; n < tiles; ++n) {
       load_k(n);

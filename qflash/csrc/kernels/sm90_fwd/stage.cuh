@@ -19,22 +19,23 @@ struct Staged {
   int64_t rows;
   int heads, batch;
   bool rotated, copied;
-  int64_t offset;  // of the copy in the workspace
+  int64_t offset;  // of the copy in the memory for copies
   bool vector;     // from is read 16 bytes at a time
 
   // As the copy lies.
-  QfTensor copy(char* workspace, int head_dim) const {
-    return {workspace + offset, rows * heads * head_dim, int64_t(heads) * head_dim, head_dim};
+  QfTensor copy(char* memory, int head_dim) const {
+    return {memory + offset, rows * heads * head_dim, int64_t(heads) * head_dim, head_dim};
   }
 };
 
-// Host side: what becomes of q, k and v. Asked before there are addresses, too: of rope and packed rows it looks at the
-// sizes alone.
+// Host side: what becomes of q, k and v. Asked first without addresses, for the size of the workspace: of rope and
+// packed rows it looks at the sizes alone. Where an address then makes more copies necessary than planned, the launch
+// must find the memory itself.
 struct Stage {
   Staged tensors[3];
   int64_t bytes = 0;
 
-  explicit Stage(const QfAttnParams& p) {
+  Stage(const QfAttnParams& p, bool addressed) {
     const bool packed = p.cu_seqlens_q || p.total_q > 0 || p.total_k > 0;
     const QfTensor all[3] = {p.q, p.k, p.v};
     for (int which = kQ; which <= kV; ++which) {
@@ -44,7 +45,8 @@ struct Stage {
       x.batch = packed ? 1 : p.batch;
       x.rows = packed ? (which == kQ ? p.total_q : p.total_k) : which == kQ ? p.q_len : p.k_len;
       x.rotated = p.rope.rotary_dim > 0 && which != kV;
-      x.copied = x.rotated || !strides_map(x.from, x.rows, x.heads, x.batch);
+      const bool odd = addressed && reinterpret_cast<uintptr_t>(x.from.data) % 16 != 0;
+      x.copied = x.rotated || odd || !strides_map(x.from, x.rows, x.heads, x.batch);
       x.vector = chunks_aligned(x.from, p.head_dim, 2);
       x.offset = bytes;
       if (x.copied) bytes += (2 * x.batch * x.rows * x.heads * p.head_dim + 255) / 256 * 256;
