@@ -20,12 +20,20 @@ DTYPE_INDEX := $(if $(filter float32,$(DTYPE)),0,$(if $(filter float16,$(DTYPE))
 
 ATTENTION := $(patsubst $(CSRC)/kernels/%/launch.cu,%,$(shell grep -l QfAttnParams $(CSRC)/kernels/*/launch.cu))
 
+SIXTEEN_BITS := fa_tc fa_mma fa_int8 sm90_fwd
+
 ifdef KERNEL
   ifeq ($(filter $(KERNEL),$(ATTENTION)),)
     $(error KERNEL is '$(KERNEL)'; allowed: $(ATTENTION))
   endif
   ifeq ($(DTYPE_INDEX),)
     $(error DTYPE is '$(DTYPE)'; allowed: float32, float16, bfloat16)
+  endif
+  ifneq ($(and $(filter float32,$(DTYPE)),$(filter $(SIXTEEN_BITS),$(KERNEL))),)
+    $(error DTYPE is 'float32'; allowed: float16, bfloat16, as $(KERNEL) multiplies 16 bits)
+  endif
+  ifeq ($(shell echo '$(NVCC_ARCH)' | grep -Ex '[0-9]{2,3}a?'),)
+    $(error NVCC_ARCH is '$(NVCC_ARCH)'; allowed: a compute capability times ten, as 80 or 90)
   endif
   ifneq ($(filter-out 32 64 96 128 192 256,$(HEAD_DIM)),)
     $(error HEAD_DIM is '$(HEAD_DIM)'; allowed: 32, 64, 96, 128, 192, 256)
