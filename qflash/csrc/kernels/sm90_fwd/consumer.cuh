@@ -102,7 +102,9 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
     };
     const auto wait_v = [&](int key0) {
       const Place<kStages> v = place.before();
-      mbarrier_wait(whole(key0) ? &s.v_ring->full[v.stage()] : &s.v_checked[v.stage()], v.parity());
+      v.wait_full(*s.v_ring);
+      // Whoever filled the stage knew the tile before it to be checked: v_checked cannot be a phase behind.
+      if (!whole(key0)) mbarrier_wait(&s.v_checked[v.stage()], v.parity());
     };
     // Scores to weights, but for O, which may be under way: returns whether it must be rescaled.
     float rescale[2];

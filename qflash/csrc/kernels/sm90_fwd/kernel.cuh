@@ -7,9 +7,9 @@
 //   warpgroup 0   thread 0     produce: q, K and V tiles by TMA, as far ahead as there are empty stages
 //   (40 regs)     thread 32    plan: what the next items are, which keys they see
 //                 warps 2, 3   inspect: NaN and infinity in V, in tiles that some rows see only in part
-//   warpgroup 1   consume: rows 0 - 63 of the tile        S = Q Kt   64 x 128 in 64 registers, Q and K from shared
-//   memory warpgroup 2   consume: rows 64 - 127                  O += P V   64 x 128 in 64 registers, P from 32
-//   registers (232 regs)    head_dim 64 has a third, with 160 registers each
+//   warpgroup 1   consume: rows 0 - 63 of the tile; S = Q Kt, 64 x 128 in 64 registers, Q and K from shared memory;
+//   (232 regs)    O += P V, 64 x 128 in 64 registers, P from 32
+//   warpgroup 2   consume: rows 64 - 127; head_dim 64 has a third consumer, with 160 registers each
 //
 // Shared memory (head_dim 128): panels of 64 channels, 128 bytes a row, swizzled by TMA (hopper/descriptor.cuh).
 //   q        2 stages of [kBlockM][kHeadDim]   64 KB   the next item's q is there before this one's is done with
@@ -27,8 +27,7 @@
 //
 // Masks, softmax, NaN in V: as fa_mma's. Rope, and strides that TMA cannot walk: a pass before (stage.cuh).
 // Bound: the tensor cores at 2048 cycles a pair of tiles, if the consumers' own instructions (about 450 a warp and
-// tile)
-//   hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
+// tile) hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
 #pragma once
 
 #include "kernels/sm90_fwd/consumer.cuh"
@@ -41,16 +40,16 @@ __global__ void __launch_bounds__(qf::sm90_fwd::kThreads, 1)
                        const __grid_constant__ qf::sm90_fwd::Items items, const bool out_aligned) {
   using namespace qf;
   using namespace qf::sm90_fwd;
-  extern __shared__ char s_memory[];
-  const Shared s(s_memory);
+  extern __shared__ float4 s_memory[];
+  const Shared s(reinterpret_cast<char*>(s_memory));
   const bool rows_fall = packed_rows_fall(p);
   if (threadIdx.x == 0) {
-    constexpr int kConsumerWarps = kConsumers * kGroupThreads / 32;
+    constexpr int kConsumerWarps = kConsumers * kGroupThreads / 32, kInspectorWarps = kInspectors / 32;
     s.q_ring->init(kConsumerWarps);
     s.k_ring->init(kConsumerWarps);
-    s.v_ring->init(kConsumerWarps);
-    s.record_ring->init(kConsumerWarps + 1 + kInspectors / 32);
-    for (int i = 0; i < kStages; ++i) mbarrier_init(&s.v_checked[i], kInspectors / 32);
+    s.v_ring->init(kConsumerWarps + kInspectorWarps);
+    s.record_ring->init(kConsumerWarps + 1 + kInspectorWarps);
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&s.v_checked[i], kInspectorWarps);
     fence_mbarrier_init();
     prefetch_tensor_map(&maps.q);
     prefetch_tensor_map(&maps.k);

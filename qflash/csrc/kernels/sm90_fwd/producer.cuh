@@ -106,7 +106,9 @@ __device__ __forceinline__ void inspect(const Shared& s, int thread) {
       if (!record.whole(record.keys.begin + n * kBlockN))
         clear_nonfinite_tile(s.v + place.stage() * KVTile::kBytes, record.spoiled, thread);
       __syncwarp();  // the zeros of every lane are in place
-      if (thread % 32 == 0) mbarrier_arrive(&s.v_checked[place.stage()]);
+      if (thread % 32 != 0) continue;
+      mbarrier_arrive(&s.v_checked[place.stage()]);
+      place.release(*s.v_ring);  // without which the next but one could arrive, and its phase be taken for this one's
     }
     __syncwarp();  // every lane has read the record
     if (thread % 32 == 0) item.release(*s.record_ring);
