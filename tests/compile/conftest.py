@@ -65,7 +65,8 @@ def emulated(shared_cache):
     def build(kernel: str, **defines: int) -> ctypes.CDLL:
         def compile_into(directory: Path) -> None:
             header = shared_cache.get("emulated-header", precompile_into) / HEADER
-            words = [f"-I{CSRC}", f"-I{CSRC / 'include'}", *(f"-D{name}={value}" for name, value in defines.items())]
+            folders = [f"-I{folder}" for folder in (EMULATOR / "driver", CSRC, CSRC / "include")]
+            words = [*folders, *(f"-D{name}={value}" for name, value in defines.items())]
             run("-shared", *words, "-include", header, EMULATOR / f"{kernel}.cc", "-o", directory / "emulated.so")
 
         key = "-".join(("emulated", kernel, *(f"{name}{value}" for name, value in defines.items())))

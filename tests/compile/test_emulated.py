@@ -26,7 +26,7 @@ from qflash.testing.runner import problem_of, suited
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
 
-KERNELS = ("fa", "fa_warps", "fa_tc", "fa_mma", "unfused")
+KERNELS = ("fa", "fa_warps", "fa_tc", "fa_mma", "sm90_fwd", "unfused")
 # The emulator takes seconds for a thousand keys; 300 are several tiles of any kernel too.
 QUICK = [replace(case, k_len=min(case.k_len, 300)) for case in cases("quick")]
 
@@ -43,7 +43,7 @@ def library(emulated):
     def get(kernel: str, dtype: str, head_dim: int, arch: int = 90) -> ctypes.CDLL:
         if kernel == "unfused":  # one library for every head_dim and architecture
             return emulated(kernel, QF_DTYPE=DTYPES.index(dtype))
-        bucket = next(size for size in cuda.HEAD_DIMS if size >= head_dim)
+        bucket = next(size for size in cuda.buckets(BY_KERNEL[kernel]) if size >= head_dim)
         return emulated(kernel, QF_DTYPE=DTYPES.index(dtype), QF_HEAD_DIM=bucket, QF_ARCH=arch)
 
     return get

@@ -9,37 +9,58 @@ namespace qf {
 using Mbarrier = uint64_t;
 
 __device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
+#ifdef __CUDA_ARCH__
   return uint32_t(__cvta_generic_to_shared(s_pointer));
+#elif defined(QF_EMULATOR)
+  return host::shared_offset(s_pointer);
+#else
+  return 0;
+#endif
 }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-init
 __device__ __forceinline__ void mbarrier_init(Mbarrier* s_barrier, int arrivals) {
+#ifdef __CUDA_ARCH__
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(s_barrier)), "r"(arrivals) : "memory");
+#elif defined(QF_EMULATOR)
+  host::mbarrier_init(s_barrier, arrivals);
+#endif
 }
 
 // Makes initialised barriers visible to the copy engine.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar-fence
 __device__ __forceinline__ void fence_mbarrier_init() {
+#ifdef __CUDA_ARCH__
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier* s_barrier) {
+#ifdef __CUDA_ARCH__
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(s_barrier)) : "memory");
+#elif defined(QF_EMULATOR)
+  host::mbarrier_arrive(s_barrier, 0);
+#endif
 }
 
 // One arrival, and `bytes` more for the copy engine to bring in this phase.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* s_barrier, int bytes) {
+#ifdef __CUDA_ARCH__
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(s_barrier)),
                "r"(bytes)
                : "memory");
+#elif defined(QF_EMULATOR)
+  host::mbarrier_arrive(s_barrier, bytes);
+#endif
 }
 
 // Has the phase of this parity completed? Sleeps until it has, for up to kPatience, before it says no: a warp that asks
 // again and again takes issue slots from those that work.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* s_barrier, uint32_t parity) {
+#ifdef __CUDA_ARCH__
   constexpr uint32_t kPatience = 10000000;  // nanoseconds
   uint32_t done;
   asm volatile(
@@ -52,6 +73,12 @@ __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* s_barrier, uint32_t 
       : "r"(shared_address(s_barrier)), "r"(parity), "r"(kPatience)
       : "memory");
   return done != 0;
+#elif defined(QF_EMULATOR)
+  host::mbarrier_wait(s_barrier, parity);
+  return true;
+#else
+  return false;
+#endif
 }
 
 __device__ __forceinline__ void mbarrier_wait(Mbarrier* s_barrier, uint32_t parity) {

@@ -8,14 +8,22 @@ namespace qf {
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
+#ifdef __CUDA_ARCH__
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#elif defined(QF_EMULATOR)
+  host::set_registers(kRegisters);
+#endif
 }
 
 // Wait until the block has enough of them, then have kRegisters.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
+#ifdef __CUDA_ARCH__
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#elif defined(QF_EMULATOR)
+  host::set_registers(kRegisters);
+#endif
 }
 
 }  // namespace qf

@@ -9,22 +9,32 @@ namespace qf {
 // Fetch a tensor map into the cache of descriptors. The map lives in the kernel's parameters or in global memory.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prefetch-prefetchu
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
+#ifdef __CUDA_ARCH__
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+#endif
 }
 
 // The box at (c0, c1, c2, c3) of the map's tensor, innermost first; its bytes arrive at s_barrier. One thread calls it.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 __device__ __forceinline__ void copy_box(void* s_to, const void* map, int c0, int c1, int c2, int c3,
                                          Mbarrier* s_barrier) {
+#ifdef __CUDA_ARCH__
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
       "[%6];" ::"r"(shared_address(s_to)),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(s_barrier))
       : "memory");
+#elif defined(QF_EMULATOR)
+  host::copy_box(s_to, map, {c0, c1, c2, c3}, s_barrier);
+#endif
 }
 
 // Orders this thread's ordinary accesses to shared memory before what the copy engine and wgmma do there afterwards.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar-fence
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async() {
+#ifdef __CUDA_ARCH__
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 
 }  // namespace qf

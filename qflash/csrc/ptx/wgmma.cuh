@@ -15,30 +15,62 @@ namespace qf {
 
 // Before the first wgmma of a run, and after registers it will read or add to were written.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+#ifdef __CUDA_ARCH__
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#elif defined(QF_EMULATOR)
+  host::wgmma_fence();
+#endif
+}
 
 // Close a group: every wgmma issued since the last one.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-commit-group
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+#ifdef __CUDA_ARCH__
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#elif defined(QF_EMULATOR)
+  host::wgmma_commit();
+#endif
+}
 
 // Wait until at most kPending groups are under way.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
+#ifdef __CUDA_ARCH__
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+#elif defined(QF_EMULATOR)
+  host::wgmma_wait(kPending);
+#endif
 }
 
 // Keeps the compiler from using sums before, or changing them after, the place where this stands.
 template <int kTiles>
 __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
+#ifdef __CUDA_ARCH__
 #pragma unroll
   for (int j = 0; j < kTiles; ++j)
 #pragma unroll
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[j][e])::"memory");
+#endif
 }
 
 // d = a b, or d += a b where `add`. kTransposed: B's rows run along N.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
+#ifdef QF_EMULATOR
+template <class Element, int kN>
+struct Wgmma {
+  static float convert(uint16_t bits) { return to_float(Element{bits}); }
+  template <bool kTransposed = false>
+  static void multiply(float (&d)[kN / 8][4], uint64_t a, uint64_t b, bool add) {
+    host::start_product(d[0], kN, nullptr, a, b, add, kTransposed, convert);
+  }
+  template <bool kTransposed = false>
+  static void multiply(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b) {
+    host::start_product(d[0], kN, a, 0, b, true, kTransposed, convert);
+  }
+};
+#else
 template <class Element, int kN>
 struct Wgmma;
 
@@ -155,5 +187,6 @@ QF_WGMMAS(256,
 #undef QF_NAMES_13
 #undef QF_NAMES_14
 #undef QF_NAMES_15
+#endif
 
 }  // namespace qf

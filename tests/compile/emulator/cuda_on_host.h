@@ -5,6 +5,7 @@
 // order it did not ask for gives different bits for different seeds. Shared memory starts as NaN. Fibers that wait for
 // something that cannot happen (a barrier some thread skips) are reported, not waited for. Asynchronous copies arrive
 // when they are waited for and not before. Shared memory is `s_memory` (dynamic); static __shared__ is not emulated.
+// What Hopper adds is in hopper_on_host.h.
 #pragma once
 
 #define QF_EMULATOR
@@ -23,6 +24,7 @@
 #include <memory>
 #include <new>
 #include <random>
+#include <string>
 #include <vector>
 
 #define __global__
@@ -62,11 +64,26 @@ struct Index {
   unsigned x, y = 0, z = 0;
 };
 inline Index threadIdx, blockIdx, blockDim, gridDim;
-alignas(16) float4 s_memory[256 * 1024 / sizeof(float4)];
+alignas(1024) float4 s_memory[256 * 1024 / sizeof(float4)];
 
 namespace host {
 
-enum class Waits { kNot, kWarp, kShuffle, kBlock, kDone };
+enum class Waits { kNot, kWarp, kShuffle, kBlock, kEvent, kForGood, kDone };
+
+// Something besides its warp or its block that a thread waits for.
+struct Event {
+  bool (*happened)(const void* object, unsigned argument) = nullptr;
+  std::string (*name)(const void* object, unsigned argument) = nullptr;
+  const void* object = nullptr;
+  unsigned argument = 0;
+};
+
+// What a generation of GPUs adds to a block.
+struct Extension {
+  virtual void begin(int threads, std::mt19937& order) = 0;
+  virtual bool idle() = 0;  // every thread waits: does something happen now?
+  virtual void end() = 0;
+};
 
 struct Copy {
   void* to;
@@ -80,23 +97,73 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   bool started = false;  // a fiber that is done with one block takes up the next
   Waits waits;
+  Event event;
   unsigned gathers;
   std::vector<Copy> issued;               // since the last commit
   std::vector<std::vector<Copy>> groups;  // committed, oldest first
 };
 
 constexpr int kStackBytes = 256 * 1024;
+constexpr unsigned kMostPatience = 64;  // turns for which one warp is slow
 inline Fiber fibers[1024];
 inline jmp_buf scheduler;
 inline std::function<void()> body;
 constexpr int kExchangeBytes = 64;
 alignas(kExchangeBytes) inline char exchanged[2][1024][kExchangeBytes];  // what threads show the others of their warp
 inline int or_sum, or_result;
+inline Extension* extension = nullptr;
+inline std::string complaint;  // the first thing that went wrong
+// Libraries of several kernels may be open, which share what is inline here: each has an s_memory, and this is the one
+// in use.
+inline char* shared_base;
+inline int shared_size;
 
 inline void wait_for(Waits what) {
   Fiber& self = fibers[threadIdx.x];
   self.waits = what;
   if (!_setjmp(self.place)) _longjmp(scheduler, 1);
+}
+
+inline void wait_for(const Event& event) {
+  if (event.happened(event.object, event.argument)) return;
+  fibers[threadIdx.x].event = event;
+  wait_for(Waits::kEvent);
+}
+
+inline void complain(const std::string& what) {
+  if (complaint.empty()) complaint = what;
+}
+
+// This thread did what a GPU forbids: it goes no further.
+inline void fail(const std::string& what) {
+  complain("thread " + std::to_string(threadIdx.x) + " of block " + std::to_string(blockIdx.x) + ": " + what);
+  wait_for(Waits::kForGood);
+}
+
+// Who waits for what.
+inline std::string waiting(int threads) {
+  const auto what = [](const Fiber& fiber) -> std::string {
+    switch (fiber.waits) {
+      case Waits::kWarp:
+      case Waits::kShuffle:
+        return "for their warp";
+      case Waits::kBlock:
+        return "for the block";
+      case Waits::kEvent:
+        return "for " + fiber.event.name(fiber.event.object, fiber.event.argument);
+      default:
+        return "";
+    }
+  };
+  std::string all;
+  for (int first = 0, next; first < threads; first = next) {
+    const std::string one = what(fibers[first]);
+    for (next = first + 1; next < threads && what(fibers[next]) == one; ++next) {
+    }
+    if (one.empty()) continue;
+    all += "; threads " + std::to_string(first) + " to " + std::to_string(next - 1) + " wait " + one;
+  }
+  return "block " + std::to_string(blockIdx.x) + " is stuck" + all;
 }
 
 inline void fiber_main() {
@@ -128,7 +195,10 @@ inline void resume(int thread) {
 inline bool turn(const std::vector<int>& members, std::initializer_list<Waits> kinds) {
   bool moved = false;
   for (int thread : members) {
-    if (fibers[thread].waits != Waits::kNot) continue;
+    Fiber& fiber = fibers[thread];
+    const Event& event = fiber.event;
+    if (fiber.waits == Waits::kEvent && event.happened(event.object, event.argument)) fiber.waits = Waits::kNot;
+    if (fiber.waits != Waits::kNot) continue;
     resume(thread);
     moved = true;
   }
@@ -147,10 +217,13 @@ inline bool turn(const std::vector<int>& members, std::initializer_list<Waits> k
   return moved;
 }
 
-// Returns false when the block is stuck.
+// Returns false when the block is stuck or a thread failed: `complaint` says why.
 inline bool run_block(int threads, int shared_bytes, std::mt19937& order) {
   const float4 nans = make_float4(NAN, NAN, NAN, NAN);
   std::fill_n(s_memory, shared_bytes / sizeof(float4), nans);
+  shared_base = reinterpret_cast<char*>(s_memory);
+  shared_size = shared_bytes;
+  complaint.clear();
   std::vector<std::vector<int>> warps(threads / 32);
   std::vector<int> block;
   for (int t = 0; t < threads; ++t) {
@@ -165,16 +238,35 @@ inline bool run_block(int threads, int shared_bytes, std::mt19937& order) {
   for (auto& warp : warps) std::shuffle(warp.begin(), warp.end(), order);
   std::shuffle(warps.begin(), warps.end(), order);
   or_sum = 0;
+  if (extension) extension->begin(threads, order);
+  // With an extension, warps depend on each other in more ways than barriers of the block: one of them at a time is so
+  // slow that it goes on only when no other can.
+  const std::vector<int>* slow = nullptr;
+  unsigned patience = 0;
+  const auto run_warp = [](const std::vector<int>& warp) {
+    bool moved = false;
+    while (turn(warp, {Waits::kWarp, Waits::kShuffle})) moved = true;
+    return moved;
+  };
   for (bool moved = true; moved;) {
     moved = false;
+    if (extension && patience-- == 0) slow = &warps[order() % warps.size()], patience = order() % kMostPatience;
     for (const auto& warp : warps)
-      while (turn(warp, {Waits::kWarp, Waits::kShuffle})) moved = true;
+      if (&warp != slow) moved |= run_warp(warp);
+    if (moved && slow) continue;
+    if (extension && order() % 2) moved = extension->idle();
+    if (moved) continue;
+    if (slow) moved = run_warp(*slow);
     moved |= turn(block, {Waits::kBlock});
+    if (!moved && extension) moved = extension->idle();
   }
   const bool done = std::all_of(block.begin(), block.end(), [](int t) { return fibers[t].waits == Waits::kDone; });
-  if (!done)
+  if (!done) {
+    complain(waiting(threads));
     for (Fiber& fiber : fibers) fiber.started = false;
-  return done;
+  }
+  if (extension) extension->end();
+  return complaint.empty();
 }
 
 // Run `kernel()` as every thread of `blocks` blocks. Returns 1 when a block is stuck.
