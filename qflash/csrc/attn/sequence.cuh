@@ -56,21 +56,21 @@ __device__ inline Sequence read_sequence(const QfAttnParams& p, int b) {
   return sequence_of(p, b, packed_rows_fall(p));
 }
 
-// Threads that fill rows together, and which of them this one is.
-struct Fillers {
-  int thread, threads;
-  __device__ static __forceinline__ Fillers block() { return {int(threadIdx.x), int(blockDim.x)}; }
+// The threads that fill rows together, where they are the whole block.
+struct WholeBlock {
+  __device__ static __forceinline__ int thread() { return int(threadIdx.x); }
+  __device__ static __forceinline__ int threads() { return int(blockDim.x); }
 };
 
 // NaN into rows begin .. end-1 of head h, this block's share of them (block `tile` of `tiles`): channels
 // [d_begin, d_end) of out and, if asked, lse.
-template <class Element>
+template <class Element, class By>
 __device__ inline void fill_nan(const QfAttnParams& p, int b, int h, int64_t begin, int64_t end, int tile, int tiles,
-                                int d_begin, int d_end, bool lse, Fillers by) {
+                                int d_begin, int d_end, bool lse) {
   Element x;
   from_float(nan(), x);
-  const int64_t step = int64_t(tiles) * by.threads;
-  for (int64_t row = begin + int64_t(tile) * by.threads + by.thread; row < end; row += step) {
+  for (int64_t row = begin + int64_t(tile) * By::threads() + By::thread(); row < end;
+       row += int64_t(tiles) * By::threads()) {
     Element* g_row = static_cast<Element*>(p.out.data) + b * p.out.stride_b + row * p.out.stride_t + h * p.out.stride_h;
     for (int d = d_begin; d < d_end; ++d) g_row[d] = x;
     if (lse && p.lse) p.lse[b * p.lse_stride_b + h * p.lse_stride_h + row] = nan();
@@ -78,25 +78,19 @@ __device__ inline void fill_nan(const QfAttnParams& p, int b, int h, int64_t beg
 }
 
 // The rows of head h that no good sequence fills: those of a bad one, and packed rows outside every sequence.
-template <class Element>
+template <class Element, class By = WholeBlock>
 __device__ inline void fill_unserved_rows(const QfAttnParams& p, const Sequence& s, int b, int h, int tile, int tiles,
-                                          int d_begin, int d_end, bool lse, Fillers by) {
-  if (!s.good) fill_nan<Element>(p, b, h, s.q0, s.q0 + s.owned, tile, tiles, d_begin, d_end, lse, by);
+                                          int d_begin, int d_end, bool lse) {
+  if (!s.good) fill_nan<Element, By>(p, b, h, s.q0, s.q0 + s.owned, tile, tiles, d_begin, d_end, lse);
   if (!p.cu_seqlens_q) return;
   if (b == 0) {
     const int64_t first = p.cu_seqlens_q[0];
-    fill_nan<Element>(p, b, h, 0, first < p.total_q ? first : p.total_q, tile, tiles, d_begin, d_end, lse, by);
+    fill_nan<Element, By>(p, b, h, 0, first < p.total_q ? first : p.total_q, tile, tiles, d_begin, d_end, lse);
   }
   if (b == p.batch - 1) {
     const int64_t last = p.cu_seqlens_q[p.batch];
-    fill_nan<Element>(p, b, h, last > 0 ? last : 0, p.total_q, tile, tiles, d_begin, d_end, lse, by);
+    fill_nan<Element, By>(p, b, h, last > 0 ? last : 0, p.total_q, tile, tiles, d_begin, d_end, lse);
   }
-}
-
-template <class Element>
-__device__ inline void fill_unserved_rows(const QfAttnParams& p, const Sequence& s, int b, int h, int tile, int tiles,
-                                          int d_begin, int d_end, bool lse) {
-  fill_unserved_rows<Element>(p, s, b, h, tile, tiles, d_begin, d_end, lse, Fillers::block());
 }
 
 }  // namespace qf

@@ -23,6 +23,12 @@ struct Turn {
   __device__ __forceinline__ void pass() const { named_barrier_arrive(next, 2 * kGroupThreads); }
 };
 
+// All of them, where rows are to be filled.
+struct Consumers {
+  __device__ static __forceinline__ int thread() { return fresh_tid() - kGroupThreads; }
+  __device__ static __forceinline__ int threads() { return kConsumers * kGroupThreads; }
+};
+
 // kPlain: scales_plainly().
 template <bool kPlain>
 __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& items, const Shared& s, bool out_aligned) {
@@ -69,8 +75,8 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
       item.wait_full(*s.record_ring);
       const Record& record = s.records[item.stage()];
       if (record.tiles < 0) return false;
-      fill_unserved_rows<Element>(p, record.seq, record.b, record.h, record.row_tile, items.row_tiles, 0, p.head_dim,
-                                  true, {fresh_tid() - kGroupThreads, kConsumers * kGroupThreads});
+      fill_unserved_rows<Element, Consumers>(p, record.seq, record.b, record.h, record.row_tile, items.row_tiles, 0,
+                                             p.head_dim, true);
       if (record.tiles > 0) return true;
       if (record.exists()) store_empty_rows(p, record);
       __syncwarp();  // every lane has read the record
