@@ -98,13 +98,14 @@ struct Fiber {
   bool started = false;  // a fiber that is done with one block takes up the next
   Waits waits;
   Event event;
+  bool slow;
   unsigned gathers;
   std::vector<Copy> issued;               // since the last commit
   std::vector<std::vector<Copy>> groups;  // committed, oldest first
 };
 
 constexpr int kStackBytes = 256 * 1024;
-constexpr unsigned kMostPatience = 64;  // turns for which one warp is slow
+constexpr unsigned kMostPatience = 64;  // turns for which somebody is slow
 inline Fiber fibers[1024];
 inline jmp_buf scheduler;
 inline std::function<void()> body;
@@ -190,18 +191,22 @@ inline void resume(int thread) {
   setcontext(&context);
 }
 
-// Let every thread of `members` that may run do so; then, if all that are left wait for the same thing of the kinds
-// given, let them go on. Returns whether anything moved.
+// Let a thread run if it may. Returns whether it did.
+inline bool go_on(int thread) {
+  Fiber& fiber = fibers[thread];
+  const Event& event = fiber.event;
+  if (fiber.waits == Waits::kEvent && event.happened(event.object, event.argument)) fiber.waits = Waits::kNot;
+  if (fiber.waits != Waits::kNot) return false;
+  resume(thread);
+  return true;
+}
+
+// Let every thread of `members` that may run, and is not slow, do so; then, if all that are left wait for the same
+// thing of the kinds given, let them go on. Returns whether anything moved.
 inline bool turn(const std::vector<int>& members, std::initializer_list<Waits> kinds) {
   bool moved = false;
-  for (int thread : members) {
-    Fiber& fiber = fibers[thread];
-    const Event& event = fiber.event;
-    if (fiber.waits == Waits::kEvent && event.happened(event.object, event.argument)) fiber.waits = Waits::kNot;
-    if (fiber.waits != Waits::kNot) continue;
-    resume(thread);
-    moved = true;
-  }
+  for (int thread : members)
+    if (!fibers[thread].slow) moved |= go_on(thread);
   for (Waits kind : kinds) {
     bool all = true, any = false;
     for (int thread : members) {
@@ -230,6 +235,7 @@ inline bool run_block(int threads, int shared_bytes, std::mt19937& order) {
     Fiber& fiber = fibers[t];
     fiber.waits = Waits::kNot;
     fiber.gathers = 0;
+    fiber.slow = false;
     fiber.issued.clear();
     fiber.groups.clear();
     warps[t / 32].push_back(t);
@@ -239,25 +245,25 @@ inline bool run_block(int threads, int shared_bytes, std::mt19937& order) {
   std::shuffle(warps.begin(), warps.end(), order);
   or_sum = 0;
   if (extension) extension->begin(threads, order);
-  // With an extension, warps depend on each other in more ways than barriers of the block: one of them at a time is so
-  // slow that it goes on only when no other can.
-  const std::vector<int>* slow = nullptr;
+  // With an extension, threads depend on each other in more ways than barriers of the block: one warp or lane at a time
+  // is so slow that it goes on only when no other can.
+  std::vector<int> slow;
   unsigned patience = 0;
-  const auto run_warp = [](const std::vector<int>& warp) {
-    bool moved = false;
-    while (turn(warp, {Waits::kWarp, Waits::kShuffle})) moved = true;
-    return moved;
-  };
   for (bool moved = true; moved;) {
     moved = false;
-    if (extension && patience-- == 0) slow = &warps[order() % warps.size()], patience = order() % kMostPatience;
+    if (extension && patience-- == 0) {
+      for (int t : slow) fibers[t].slow = false;
+      slow = warps[order() % warps.size()];
+      if (order() % 2) slow.resize(1);
+      for (int t : slow) fibers[t].slow = true;
+      patience = order() % kMostPatience;
+    }
     for (const auto& warp : warps)
-      if (&warp != slow) moved |= run_warp(warp);
-    if (moved && slow) continue;
-    if (extension && order() % 2) moved = extension->idle();
-    if (moved) continue;
-    if (slow) moved = run_warp(*slow);
+      while (turn(warp, {Waits::kWarp, Waits::kShuffle})) moved = true;
     moved |= turn(block, {Waits::kBlock});
+    if (!moved && extension && order() % 2) moved = extension->idle();
+    if (moved) continue;
+    for (int t : slow) moved |= go_on(t);
     if (!moved && extension) moved = extension->idle();
   }
   const bool done = std::all_of(block.begin(), block.end(), [](int t) { return fibers[t].waits == Waits::kDone; });

@@ -1,8 +1,9 @@
 // What Hopper adds to cuda_on_host.h: mbarriers, the copy engine, products of warpgroups, named barriers, registers
 // that change hands. They are as unkind as the hardware may be:
 // - Copies arrive at once, or when nobody can go on without them; drawn from the block's seed.
-// - Products are computed when their group is committed, or when it is waited for; drawn from the seed as well. Sums
-//   are seen after the wait and read as NaN until then. To write to them, or to A in registers, is an error meanwhile.
+// - Products are computed when their group is committed, or when nobody can go on without; drawn from the seed as well.
+//   Sums are seen after the wait and read as NaN until then. To write to them, or to A in registers, is an error
+//   meanwhile.
 // - The four warps of a warpgroup must start, commit and wait for the same products in the same order.
 // Not modelled: the fence between ordinary accesses to shared memory and those of the copy engine and wgmma.
 #pragma once
@@ -60,9 +61,9 @@ struct Product {
 };
 
 struct Group {
-  unsigned end;  // the product after its last
-  bool early;    // computed once committed
-  int committed = 0;
+  unsigned end;       // the product after its last
+  bool early;         // computed once committed
+  int committed = 0;  // by how many threads
 };
 
 struct Warpgroup {
@@ -71,6 +72,7 @@ struct Warpgroup {
   std::vector<Group> groups;
   std::vector<std::pair<int, int>> waits;  // how many groups may be under way, how many threads have come
   unsigned computed = 0, waited = 0;       // products
+  size_t next = 0;                         // the first group that is not computed
   int registers = 0, traded = 0;           // of a thread; threads that said so
 };
 
@@ -84,6 +86,7 @@ struct Held {
 
 struct Multiplier {
   unsigned products = 0, groups = 0, waits = 0;  // passed
+  unsigned done = 0;                             // products waited for
   bool fenced = false;
   std::vector<Held> held;
 };
@@ -189,15 +192,6 @@ inline void copy_box(void* s_to, const void* map, const int (&at)[4], uint64_t* 
     hopper.late.push_back(copy);
 }
 
-inline bool Hopper::idle() {
-  if (late.empty()) return false;
-  const size_t which = (*order)() % late.size();
-  const BoxCopy copy = late[which];
-  late.erase(late.begin() + which);
-  perform(copy);
-  return true;
-}
-
 inline void named_barrier_arrive(int number, int threads) {
   NamedBarrier& barrier = hopper.named[number];
   if (number < 1 || number > 15 || threads % 32) fail("no such barrier: " + std::to_string(number));
@@ -245,14 +239,16 @@ inline unsigned swizzled(unsigned start, unsigned line, unsigned i, unsigned eig
 inline void read_matrix(float (*to)[16], int lines, uint64_t descriptor, bool transposed, float (*convert)(uint16_t)) {
   const unsigned start = descriptor << 4 & 0x3fff0, panels = descriptor >> 12 & 0x3fff0,
                  eights = descriptor >> 28 & 0x3fff0;
-  if (descriptor >> 62 != 1) fail("a descriptor that is not of the 128-byte swizzle");
+  if (descriptor >> 62 != 1) complain("a descriptor is not of the 128-byte swizzle");
   for (int line = 0; line < lines; ++line)
     for (int k = 0; k < 16; ++k) {
       const unsigned byte =
           transposed ? swizzled(start + line / 64 * panels, k, line % 64, eights) : swizzled(start, line, k, eights);
-      if (int(byte) + 2 > shared_size) fail("a product reads outside shared memory");
-      uint16_t bits;
-      memcpy(&bits, shared_base + byte, 2);
+      uint16_t bits = 0;
+      if (int(byte) + 2 <= shared_size)
+        memcpy(&bits, shared_base + byte, 2);
+      else
+        complain("a product reads outside shared memory");
       to[line][k] = convert(bits);
     }
 }
@@ -293,10 +289,25 @@ inline void compute(const Product& product, int first_thread) {
   }
 }
 
-// Every product before `end` that is not.
-inline void compute_until(Warpgroup& group, unsigned end) {
-  for (; group.computed < end; ++group.computed)
-    compute(group.products[group.computed - group.first_product], int(threadIdx.x) / 128 * 128);
+inline void compute_next(Warpgroup& group) {
+  for (const unsigned end = group.groups[group.next++].end; group.computed < end; ++group.computed)
+    compute(group.products[group.computed - group.first_product], int(&group - hopper.warpgroups) * 128);
+}
+
+inline bool Hopper::idle() {
+  std::vector<Warpgroup*> ready;
+  for (Warpgroup& group : warpgroups)
+    if (group.next < group.groups.size() && group.groups[group.next].committed == 128) ready.push_back(&group);
+  if (late.empty() && ready.empty()) return false;
+  const size_t which = (*order)() % (late.size() + ready.size());
+  if (which < ready.size()) {
+    compute_next(*ready[which]);
+    return true;
+  }
+  const auto copy = late.begin() + int(which - ready.size());
+  perform(*copy);
+  late.erase(copy);
+  return true;
 }
 
 inline void start_product(float* sums, int n, const uint32_t* a_registers, uint64_t a, uint64_t b, bool add,
@@ -334,39 +345,37 @@ inline void wgmma_commit() {
   if (index == group.groups.size()) group.groups.push_back({self.products, (*hopper.order)() % 2 == 0});
   Group& mine = group.groups[index];
   if (mine.end != self.products) fail("threads of a warpgroup commit different products");
-  if (++mine.committed == 128 && mine.early) compute_until(group, mine.end);
+  if (++mine.committed < 128 || !mine.early) return;
+  while (group.next <= index) compute_next(group);
 }
 
-// All warps of a warpgroup meet here. The hardware lets one go on once the others have started what it waits for.
 inline void wgmma_wait(int pending) {
-  const int number = threadIdx.x / 128;
-  Warpgroup& group = hopper.warpgroups[number];
+  Warpgroup& group = hopper.warpgroups[threadIdx.x / 128];
   Multiplier& self = hopper.multipliers[threadIdx.x];
   const unsigned index = self.waits++;
   if (index == group.waits.size()) group.waits.push_back({pending, 0});
   if (group.waits[index].first != pending) fail("threads of a warpgroup wait for different products");
   const int done = int(self.groups) - pending;
   const unsigned end = done > 0 ? group.groups[done - 1].end : 0;
-  if (++group.waits[index].second == 128) {
-    compute_until(group, end);
+  if (++group.waits[index].second == 128) {  // all have looked at what the wait before was for
     for (; group.first_product < group.waited; ++group.first_product) group.products.pop_front();
     group.waited = end;
   }
   Event event;
-  event.happened = [](const void* object, unsigned index) {
-    return static_cast<const Warpgroup*>(object)->waits[index].second == 128;
+  event.happened = [](const void* object, unsigned end) {
+    return static_cast<const Warpgroup*>(object)->computed >= end;
   };
-  event.name = [](const void* object, unsigned index) {
+  event.name = [](const void* object, unsigned) {
     const auto* group = static_cast<const Warpgroup*>(object);
-    return "products with the rest of warpgroup " + std::to_string(group - hopper.warpgroups) + " (" +
-           std::to_string(128 - group->waits[index].second) + " threads to come)";
+    return "products of warpgroup " + std::to_string(group - hopper.warpgroups) + ", the next of which " +
+           std::to_string(group->groups[group->next].committed) + " threads have started";
   };
   event.object = &group;
-  event.argument = index;
+  event.argument = end;
   wait_for(event);
   self.fenced = false;
-  for (unsigned i = group.first_product; i < end; ++i) {
-    const auto& mine = group.products[i - group.first_product].of[threadIdx.x % 128];
+  for (; self.done < end; ++self.done) {
+    const auto& mine = group.products[self.done - group.first_product].of[threadIdx.x % 128];
     if (mine.a && memcmp(mine.a, mine.a_was, sizeof mine.a_was)) fail("A was changed before the wait for its product");
   }
   for (size_t i = self.held.size(); i-- > 0;) {

@@ -1,0 +1,79 @@
+// One warpgroup that multiplies, rightly or with one fault: what hopper_on_host.h says about it.
+#include <cuda.h>  // driver/cuda.h, and with it hopper_on_host.h, which everything below needs
+
+#include "hopper/descriptor.cuh"
+#include "hopper/tensor_map.h"
+#include "ptx/named_barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace {
+
+enum Fault {
+  kNone,
+  kNoFence,
+  kEarlyRead,
+  kEarlyWrite,
+  kOverwrittenA,
+  kOtherProducts,
+  kOtherGroups,
+  kNoWait,
+  kNoArrival,
+  kSecondArrival,
+  kNoInit,
+  kOddBox,
+  kNoCopy,
+  kSkippedBarrier,
+  kHalfTrade,
+};
+
+constexpr int kRows = 16, kN = 64;
+using Tile = qf::Panels<kRows, kN>;
+
+// The sum of B's column 0, ones, times A, ones: 16 in every thread if all is well.
+void multiply(Fault fault, const CUtensorMap& map, float* g_out) {
+  char* const s_tile = reinterpret_cast<char*>(s_memory);
+  auto* const s_full = reinterpret_cast<qf::Mbarrier*>(s_tile + Tile::kBytes);
+  const int thread = threadIdx.x;
+  if (thread == 0 && fault != kNoInit) qf::mbarrier_init(s_full, 1);
+  __syncthreads();
+  if (fault != kHalfTrade || thread < 64) qf::give_registers<40>();
+  if (thread == 0) {
+    if (fault != kNoArrival) qf::mbarrier_arrive_expect(s_full, Tile::kBytes);
+    if (fault == kSecondArrival) qf::mbarrier_arrive(s_full);
+    if (fault != kNoCopy) qf::copy_box(s_tile + (fault == kOddBox ? 512 : 0), &map, 0, 0, 0, 0, s_full);
+  }
+  qf::mbarrier_wait(s_full, 0);
+  if (fault != kSkippedBarrier || thread < 96) qf::named_barrier_sync(1, 128);
+  uint32_t a[4];
+  float d[kN / 8][4] = {};
+  for (uint32_t& pair : a) pair = 0x3c003c00;  // 1, 1
+  const qf::AlongChannels<Tile> b(s_tile);
+  const auto add = [&](int step) {
+    qf::Wgmma<qf::F16, kN>::multiply<true>(d, a, b.step(fault == kOtherProducts && thread == 77 ? 1 : step));
+  };
+  if (fault != kNoFence) qf::wgmma_fence();
+  add(0);
+  if (fault == kOtherGroups && thread < 32) qf::wgmma_commit();
+  if (fault == kOtherGroups) add(0);
+  qf::wgmma_commit();
+  if (fault == kEarlyWrite) d[0][0] = 1.0f;
+  if (fault == kOverwrittenA) a[1] = 0;
+  if (fault == kEarlyRead) g_out[thread] = d[0][0];
+  if (fault != kNoWait) qf::wgmma_wait<0>();
+  if (fault != kEarlyRead) g_out[thread] = d[0][0];
+}
+
+}  // namespace
+
+// out: float32 [128]. Returns what went wrong.
+extern "C" const char* try_fault(int fault, int seed, float* out) {
+  host::extension = &host::hopper;
+  alignas(16) uint16_t x[kRows * kN];
+  std::fill_n(x, kRows * kN, uint16_t(0x3c00));
+  CUtensorMap map{};
+  if (qf::encode_tensor_map(map, {x, 0, kN, 0}, QF_F16, kN, kRows, 1, 1, kRows)) return "the tensor map was refused";
+  host::launch_blocks([&] { multiply(Fault(fault), map, out); }, 1, 128, 4096, seed);
+  return host::complaint.c_str();
+}
