@@ -5,6 +5,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "hopper/descriptor.cuh"
 #include "qflash.h"
 
@@ -23,7 +25,8 @@ inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int dtype, int
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static Encode encode = nullptr;  // the same for every thread that finds it
+  static std::atomic<Encode> known{nullptr};  // the same for every thread that finds it
+  Encode encode = known.load(std::memory_order_relaxed);
   if (!encode) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult status;
@@ -32,6 +35,7 @@ inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int dtype, int
     if (error != cudaSuccess) return error;
     if (status != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
     encode = reinterpret_cast<Encode>(found);
+    known.store(encode, std::memory_order_relaxed);
   }
   const cuuint64_t sizes[4] = {cuuint64_t(head_dim), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(batch)};
   const auto bytes = [](int64_t stride, bool counts) { return cuuint64_t(counts ? stride * 2 : 16); };

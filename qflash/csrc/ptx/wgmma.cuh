@@ -135,24 +135,6 @@ QF_WGMMAS(128,
                      ", " QF_NAMES_7,
           (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14)), "%64",
           "%65", "%66", "%67", "%68", "%69")
-QF_WGMMAS(144,
-          QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
-                     ", " QF_NAMES_7 ", " QF_NAMES_8,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
-           QF_SUMS(16)),
-          "%72", "%73", "%74", "%75", "%76", "%77")
-QF_WGMMAS(160,
-          QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
-                     ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
-           QF_SUMS(16), QF_SUMS(18)),
-          "%80", "%81", "%82", "%83", "%84", "%85")
-QF_WGMMAS(176,
-          QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
-                     ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
-           QF_SUMS(16), QF_SUMS(18), QF_SUMS(20)),
-          "%88", "%89", "%90", "%91", "%92", "%93")
 QF_WGMMAS(192,
           QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
                      ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10 ", " QF_NAMES_11,

@@ -9,8 +9,9 @@ namespace cross_entropy {
 
 using Element = ElementOf<QF_DTYPE>::Type;
 
-// Of a thread, which keeps them as they lie in memory: as many threads to a row of 16 bits as to one of 32.
-constexpr int kMostGranules = 32 / kGranule<Element>;
+// Of a thread, which keeps them as they lie in memory. 32 / kGranule<Element> would be twice the threads to a row of 16
+// bits.
+constexpr int kMostGranules = 8;
 
 // Of a block on a row that does not fit its registers; nothing is read twice.
 constexpr int kLongThreads = 512, kLongGranules = 4;

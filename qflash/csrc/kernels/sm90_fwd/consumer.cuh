@@ -23,12 +23,6 @@ struct Turn {
   __device__ __forceinline__ void pass() const { named_barrier_arrive(next, 2 * kGroupThreads); }
 };
 
-// All of them, where rows are to be filled.
-struct Consumers {
-  __device__ static __forceinline__ int thread() { return fresh_tid() - kGroupThreads; }
-  __device__ static __forceinline__ int threads() { return kConsumers * kGroupThreads; }
-};
-
 // kPlain: scales_plainly().
 template <bool kPlain>
 __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& items, const Shared& s, bool out_aligned) {

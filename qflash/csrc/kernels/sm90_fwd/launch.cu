@@ -34,13 +34,18 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
     if (const cudaError_t error = borrowed.take(stage.bytes)) return error;
   char* const memory = static_cast<char*>(borrowed.memory ? borrowed.memory : p->workspace);
 
+  int device = 0, processors = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
+    return error;
+
   Maps maps{};
   const auto bring = [&](Which which, CUtensorMap& map, int box_rows) {
     const Staged& x = stage.tensors[which];
     if (x.rows == 0) return int(QF_OK);  // never read
     QfTensor tensor = x.from;
     if (x.copied) {
-      const int64_t blocks = x.rows * x.batch < 132 * 8 ? x.rows * x.batch : 132 * 8;
+      const int64_t most = processors * 8, blocks = x.rows * x.batch < most ? x.rows * x.batch : most;
       qf_sm90_fwd_stage_kernel<<<unsigned(blocks), 256, 0, on>>>(*p, x, which, memory + x.offset,
                                                                  qf::rope_tables_vectorise(p->rope));
       if (const cudaError_t error = cudaGetLastError()) return int(error);
@@ -53,10 +58,6 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   if (const int error = bring(kV, maps.v, kBlockN)) return error;
 
   const bool plain = qf::scales_plainly(p->scale, p->softcap);
-  int device = 0, processors = 0;
-  if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
-    return error;
   const auto run = [&](auto* kernel, std::atomic<uint64_t>& devices_done) {
     if (const int status = qf::allow_shared_memory(kernel, kSharedBytes, devices_done)) return status;
     const int blocks = items.count < processors ? items.count : processors;

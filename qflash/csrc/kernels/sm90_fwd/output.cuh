@@ -83,10 +83,16 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
                        [&](int j, int d) { return to_float(v.row(j)[d]); });
 }
 
+// All consumers, where they fill rows together.
+struct Consumers {
+  __device__ static __forceinline__ int thread() { return fresh_tid() - kGroupThreads; }
+  __device__ static __forceinline__ int threads() { return kConsumers * kGroupThreads; }
+};
+
 // Rows of an item that sees no key at all: zeros, and lse of -inf.
 __device__ inline void store_empty_rows(const QfAttnParams& p, const Record& record) {
   const int rows = min(kBlockM, record.seq.len_q - record.row0);
-  for (int i = fresh_tid() - kGroupThreads; i < rows; i += kConsumers * kGroupThreads) {
+  for (int i = Consumers::thread(); i < rows; i += Consumers::threads()) {
     const int64_t row = record.seq.q0 + record.row0 + i;
     Element* const g_row = static_cast<Element*>(p.out.data) + record.b * p.out.stride_b + record.h * p.out.stride_h +
                            row * p.out.stride_t;
