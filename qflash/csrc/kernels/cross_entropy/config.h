@@ -9,9 +9,8 @@ namespace cross_entropy {
 
 using Element = ElementOf<QF_DTYPE>::Type;
 
-// Of a thread, which keeps them as they lie in memory. 32 / kGranule<Element> would be twice the threads to a row of 16
-// bits.
-constexpr int kMostGranules = 8;
+// A thread keeps 32 elements: with 64 of 16 bits too few threads had a load under way.
+constexpr int kMostGranules = 32 / kGranule<Element>;
 
 // Of a block on a row that does not fit its registers; nothing is read twice.
 constexpr int kLongThreads = 512, kLongGranules = 4;
