@@ -33,7 +33,8 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
   if (consumer() == kConsumers - 1) Turn(consumer()).pass();                     // the first one's first turn
   Place<kRecords> item;                                                          // whose q is multiplied next
   Place<kQStages> q_place;
-  Place<kStages> place;  // of K; that of V is the one before, once its K is released
+  Place<kStages> place;    // of K; that of V is the one before, once its K is released
+  Place<kStages> checked;  // among the tiles of V that somebody inspects
   const float factor = score_factor(p.scale, p.softcap);
   float O[1][kOTiles][4], S[1][kNTiles][4];
   uint32_t P[kBlockN / 16][4];
@@ -101,10 +102,8 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
       return kConsumers > 2 ? record.whole(key0) : key0 >= full.begin && key0 + kBlockN <= full.end;
     };
     const auto wait_v = [&](int key0) {
-      const Place<kStages> v = place.before();
-      v.wait_full(*s.v_ring);
-      // Whoever filled the stage knew the tile before it to be checked: v_checked cannot be a phase behind.
-      if (!whole(key0)) mbarrier_wait(&s.v_checked[v.stage()], v.parity());
+      place.before().wait_full(*s.v_ring);
+      if (!whole(key0)) mbarrier_wait(&s.v_checked[checked.stage()], checked.parity());
     };
     // Scores to weights, but for O, which may be under way: returns whether it must be rescaled.
     float rescale[2];
@@ -157,6 +156,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
       start_qk(q, k);
       start_pv(v);
       Turn(consumer()).pass();
+      if (!whole(key0)) checked.advance();
       key0 += kBlockN;
       wgmma_wait<1>();
       hold(S[0]);
@@ -174,6 +174,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
     const auto v = v_channels();
     wait_v(key0);
     start_pv(v);
+    if (!whole(key0)) checked.advance();
     if (lane() == 0) q_place.release(*s.q_ring);
     q_place.advance();
     item.advance();

@@ -95,7 +95,7 @@ __device__ inline void clear_nonfinite_tile(char* s_tile, int& spoiled, int thre
 
 __device__ __forceinline__ void inspect(const Shared& s, int thread) {
   Place<kRecords> item;
-  Place<kStages> place;
+  Place<kStages> place, checked;
   for (;; item.advance()) {
     item.wait_full(*s.record_ring);
     Record& record = s.records[item.stage()];
@@ -103,12 +103,14 @@ __device__ __forceinline__ void inspect(const Shared& s, int thread) {
     if (tiles < 0) return;
     for (int n = 0; n < tiles; ++n, place.advance()) {
       place.wait_full(*s.v_ring);
-      if (!record.whole(record.keys.begin + n * kBlockN))
-        clear_nonfinite_tile(s.v + place.stage() * KVTile::kBytes, record.spoiled, thread);
+      const bool whole = record.whole(record.keys.begin + n * kBlockN);
+      if (!whole) clear_nonfinite_tile(s.v + place.stage() * KVTile::kBytes, record.spoiled, thread);
       __syncwarp();  // the zeros of every lane are in place
-      if (thread % 32 != 0) continue;
-      mbarrier_arrive(&s.v_checked[place.stage()]);
-      place.release(*s.v_ring);  // without which the next but one could arrive, and its phase be taken for this one's
+      if (thread % 32 == 0) {
+        if (!whole) mbarrier_arrive(&s.v_checked[checked.stage()]);
+        place.release(*s.v_ring);  // without which the next but one could arrive, and its phase be taken for this one's
+      }
+      if (!whole) checked.advance();
     }
     __syncwarp();  // every lane has read the record
     if (thread % 32 == 0) item.release(*s.record_ring);

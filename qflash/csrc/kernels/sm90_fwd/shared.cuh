@@ -17,7 +17,9 @@ struct Shared {
   char *q, *k, *v;  // kQStages and kStages tiles
   Ring<kQStages>* q_ring;
   Ring<kStages>*k_ring, *v_ring;
-  Mbarrier* v_checked;  // kStages: the tile of V holds nothing that zero weights would not blank out
+  // kStages, gone round by the tiles of V that some row does not see whole: the tile holds nothing that zero weights
+  // would not blank out. Consumers are past such a tile before the next but one is copied, so nobody is a phase behind.
+  Mbarrier* v_checked;
   Ring<kRecords>* record_ring;
   Record* records;
 
