@@ -35,7 +35,13 @@ ifdef KERNEL
   ifeq ($(shell echo '$(NVCC_ARCH)' | grep -Ex '[0-9]{2,3}a?'),)
     $(error NVCC_ARCH is '$(NVCC_ARCH)'; allowed: a compute capability times ten, as 80 or 90)
   endif
-  ifneq ($(filter-out 32 64 96 128 192 256,$(HEAD_DIM)),)
+  ifneq ($(shell test '$(NVCC_ARCH:a=)' -ge 75 || echo below),)
+    $(error NVCC_ARCH is '$(NVCC_ARCH)'; allowed: 75 or more)
+  endif
+  ifneq ($(and $(filter bfloat16,$(DTYPE)),$(filter $(SIXTEEN_BITS),$(KERNEL)),$(filter 75,$(NVCC_ARCH))),)
+    $(error DTYPE is 'bfloat16'; allowed: float16, as bfloat16 needs the tensor cores of compute capability 8.0)
+  endif
+  ifeq ($(filter 32 64 96 128 192 256,$(HEAD_DIM)),)
     $(error HEAD_DIM is '$(HEAD_DIM)'; allowed: 32, 64, 96, 128, 192, 256)
   endif
   ifneq ($(and $(filter sm90_%,$(KERNEL)),$(filter-out 90 90a,$(NVCC_ARCH))),)

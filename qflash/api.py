@@ -10,7 +10,7 @@ from qflash import dispatch
 from qflash.frontends.choose import frontend_of
 from qflash.ops.attention import attention_on_integers, spec_on_integers
 from qflash.ops.quantization import Quantized
-from qflash.problem import CAUSAL, PLAIN, Options
+from qflash.problem import CAUSAL, PLAIN, Options, require_flag
 from qflash.rope import Rope
 from qflash.spec import OpSpec, Spec
 
@@ -62,6 +62,7 @@ def attention(
     kernel cannot raise for those and gives NaN in the rows concerned.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
+    require_flag("return_lse", return_lse)
     if Quantized in (type(q), type(k), type(v)):
         return attention_on_integers(q, k, v, options, kv_lens, rope, return_lse)
     return frontend_of(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
@@ -93,6 +94,7 @@ def attention_varlen(
     is the longest sequence. lse is `[Hq, total_q]`. Everything else is as in `attention`.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
+    require_flag("return_lse", return_lse)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) is Quantized:
             raise TypeError(f"{name} is qflash.Quantized; allowed: an array, only attention takes Quantized")

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from qflash.spec import DTYPES, PRECISIONS, Spec
 
 MAX_HEAD_DIM = 256
@@ -274,8 +276,7 @@ def _check_int(name: str, value: Any, low: int, high: int, high_is: str) -> int:
 def check_options(options: Options, head_dim: int) -> dict[str, Any]:
     """The words of a call with their defaults filled in, by the names of Problem's fields."""
     left, right = _check_window(options.window)
-    if not _is_flag(options.causal):
-        raise TypeError(f"causal is {options.causal!r}; allowed: True or False")
+    require_flag("causal", options.causal)
     if options.causal:
         right = 0
     named = isinstance(options.precision, str) and options.precision in PRECISIONS[1:]
@@ -300,12 +301,10 @@ def check_options(options: Options, head_dim: int) -> dict[str, Any]:
     }
 
 
-def _is_flag(value: Any) -> bool:
-    """True or False, by whatever name: a NumPy bool and 0 or 1 are as good."""
-    try:
-        return isinstance(value, bool) or value in (0, 1)
-    except (TypeError, ValueError):  # an array has no truth of its own
-        return False
+def require_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False by whatever name: a NumPy bool and 0 or 1 are as good."""
+    if not (isinstance(value, bool) or (isinstance(value, (Integral, np.bool_)) and value in (0, 1))):
+        raise TypeError(f"{name} is {value!r}; allowed: True or False")
 
 
 def _check_real(name: str, value: Any, default: float) -> float:

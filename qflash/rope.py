@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from qflash.problem import require_flag
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
@@ -28,6 +30,7 @@ class Rope:
     positions_k: Any = None
 
     def __post_init__(self) -> None:
+        require_flag("interleaved", self.interleaved)
         # JAX must know this class before jit sees an instance, which may be before the first call of attention.
         if type(self.cos).__module__.partition(".")[0] in ("jax", "jaxlib"):
             import qflash.frontends.jax  # noqa: F401

@@ -115,6 +115,11 @@ def test_another_specialisation_rebuilds_and_the_same_does_not(tree, binary):
         (["KERNEL=nonsense"], "KERNEL is 'nonsense'; allowed: fa"),
         (["KERNEL=fa", "DTYPE=int4"], "DTYPE is 'int4'; allowed: float32, float16, bfloat16"),
         (["KERNEL=fa", "HEAD_DIM=100"], "HEAD_DIM is '100'; allowed: 32, 64"),
+        (["KERNEL=fa", "HEAD_DIM="], "HEAD_DIM is ''; allowed: 32, 64"),
+        (["KERNEL=fa", "NVCC_ARCH=seventy"], "NVCC_ARCH is 'seventy'; allowed: a compute capability times ten"),
+        (["KERNEL=fa", "NVCC_ARCH=70"], "NVCC_ARCH is '70'; allowed: 75 or more"),
+        (["KERNEL=fa_mma", "DTYPE=float32"], "DTYPE is 'float32'; allowed: float16, bfloat16, as fa_mma"),
+        (["KERNEL=fa_tc", "DTYPE=bfloat16", "NVCC_ARCH=75"], "DTYPE is 'bfloat16'; allowed: float16, as"),
         (["KERNEL=sm90_fwd", "NVCC_ARCH=80"], "NVCC_ARCH is '80'; allowed: 90, as sm90_fwd is for Hopper alone"),
     ],
 )

@@ -67,6 +67,9 @@ def test_precision(precision: str | None) -> None:
         ({"q": np.zeros((2, 16, 4, 16), ">f4")}, TypeError, ["q ", "byte order", "native"]),
         ({"q": np.zeros((2, 16, 4, 16), "V0")}, TypeError, ["q ", "void", "float32"]),
         ({"causal": np.array([True, False])}, TypeError, ["causal is array", "True or False"]),
+        ({"causal": np.array(True)}, TypeError, ["causal is array", "True or False"]),
+        ({"return_lse": "no"}, TypeError, ["return_lse is 'no'", "True or False"]),
+        ({"return_lse": None}, TypeError, ["return_lse is None", "True or False"]),
         ({"precision": np.array(["int8", "int8"])}, ValueError, ["precision is array", "'int8'"]),
         ({"kv_lens": np.array([1, 2], ">i4")}, TypeError, ["kv_lens", "byte order", "native"]),
         ({"kv_lens": [1, 2]}, TypeError, ["kv_lens", "list", "int32"]),
@@ -181,6 +184,22 @@ def test_rope_tables() -> None:
     for bad, name in (((1.5, 8), "positions"), ((10, "8"), "rotary_dim"), ((10, 8, "x"), "base")):
         with pytest.raises(TypeError, match=f"{name} is .*; allowed"):
             qflash.rope_tables(*bad)
+
+
+@pytest.mark.parametrize("bad", ["no", None, 2, 1.0, np.array([True]), [True]])
+def test_interleaved_is_true_or_false(bad) -> None:
+    """A word would count as True."""
+    with pytest.raises(TypeError, match=r"interleaved is .*; allowed: True or False"):
+        qflash.Rope(*qflash.rope_tables(8, 4), interleaved=bad)
+
+
+def test_interleaved_by_any_name() -> None:
+    q, k, v = arrays()
+    tables = qflash.rope_tables(32, 16)
+    half, pairs = (qflash.attention(q, k, v, rope=qflash.Rope(*tables, interleaved=x)) for x in (False, True))
+    assert half.tobytes() != pairs.tobytes()
+    for also, want in ((0, half), (np.False_, half), (1, pairs), (np.True_, pairs)):
+        assert qflash.attention(q, k, v, rope=qflash.Rope(*tables, interleaved=also)).tobytes() == want.tobytes()
 
 
 def test_number_of_threads() -> None:

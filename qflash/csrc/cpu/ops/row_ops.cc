@@ -2,6 +2,7 @@
 #include "row_ops.h"
 
 #include <algorithm>
+#include <cstdint>
 
 #include "status.h"
 #include "threads.h"
@@ -32,9 +33,11 @@ int run(const Params& p, int (*rows)(const Params&, int64_t, int64_t)) {
 int check_targets(const QfCrossEntropyParams& p) {
   for (int64_t row = 0; row < p.rows; row++) {
     const int32_t target = p.targets[row];
-    if (target != p.ignore_index && (target < 0 || target >= p.columns))
-      return fail(QF_BAD_VALUE, "targets has %d at row %lld; allowed: 0 to %lld, or ignore_index %d", target,
-                  LongLong(row), LongLong(p.columns - 1), p.ignore_index);
+    if (target == p.ignore_index || (target >= 0 && target < p.columns)) continue;
+    // The ends of int32 stand for int64 targets beyond it, too.
+    const char* beyond = target == INT32_MAX ? " or more" : target == INT32_MIN ? " or less" : "";
+    return fail(QF_BAD_VALUE, "targets has %d%s at row %lld; allowed: 0 to %lld, or ignore_index %d", target, beyond,
+                LongLong(row), LongLong(p.columns - 1), p.ignore_index);
   }
   return QF_OK;
 }
