@@ -24,8 +24,16 @@ struct Panels {
 struct Descriptor {
   uint32_t low;  // address, and distance of panels, in 16 bytes
 
+  // The same for all threads of a warp.
   __device__ __forceinline__ Descriptor(const char* s_tile, int panel_bytes)
-      : low(__shfl_sync(0xffffffffu, uint32_t(panel_bytes >> 4) << 16 | (shared_address(s_tile) >> 4 & 0x3fff), 0)) {}
+      : low(uint32_t(panel_bytes >> 4) << 16 | (shared_address(s_tile) >> 4 & 0x3fff)) {}
+  // The same matrix in the tile so many further.
+  template <class Tile>
+  __device__ __forceinline__ Descriptor plus_tiles(int tiles) const {
+    Descriptor x = *this;
+    x.low += uint32_t(tiles) * uint32_t(Tile::kBytes >> 4);
+    return x;
+  }
   __device__ __forceinline__ uint64_t plus(int bytes) const {
     constexpr uint32_t kSwizzle128 = uint32_t(1) << 30, kEightRows = kSwizzleBytes >> 4;
     return uint64_t(kSwizzle128 | kEightRows) << 32 | (low + uint32_t(bytes >> 4));
@@ -36,6 +44,8 @@ struct Descriptor {
 template <class Tile>
 struct AlongRows : Descriptor {
   __device__ __forceinline__ explicit AlongRows(const char* s_tile) : Descriptor(s_tile, 16) {}
+  __device__ __forceinline__ AlongRows(Descriptor x) : Descriptor(x) {}
+  __device__ __forceinline__ AlongRows later(int tiles) const { return {plus_tiles<Tile>(tiles)}; }
   __device__ __forceinline__ uint64_t step(int k) const { return plus(k / 4 * Tile::kPanelBytes + k % 4 * 32); }
 };
 
@@ -43,6 +53,8 @@ struct AlongRows : Descriptor {
 template <class Tile>
 struct AlongChannels : Descriptor {
   __device__ __forceinline__ explicit AlongChannels(const char* s_tile) : Descriptor(s_tile, Tile::kPanelBytes) {}
+  __device__ __forceinline__ AlongChannels(Descriptor x) : Descriptor(x) {}
+  __device__ __forceinline__ AlongChannels later(int tiles) const { return {plus_tiles<Tile>(tiles)}; }
   __device__ __forceinline__ uint64_t step(int k) const { return plus(k * 2 * kSwizzleBytes); }
 };
 

@@ -29,8 +29,12 @@ struct Place {
   __device__ __forceinline__ uint32_t parity() const { return past / kStages & 1; }
   __device__ __forceinline__ void advance() { ++past; }
   __device__ __forceinline__ Place before() const { return {past - 1}; }
+  __device__ __forceinline__ Place after() const { return {past + 1}; }
 
   __device__ __forceinline__ void wait_full(Ring<kStages>& ring) const { mbarrier_wait(&ring.full[stage()], parity()); }
+  __device__ __forceinline__ bool is_full(Ring<kStages>& ring) const {
+    return mbarrier_test(&ring.full[stage()], parity());
+  }
   // The first time round nobody has filled a stage: it is empty.
   __device__ __forceinline__ void wait_empty(Ring<kStages>& ring) const {
     mbarrier_wait(&ring.empty[stage()], parity() ^ 1);

@@ -81,6 +81,28 @@ __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* s_barrier, uint32_t 
 #endif
 }
 
+// The same, at once.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
+__device__ __forceinline__ bool mbarrier_test(Mbarrier* s_barrier, uint32_t parity) {
+#ifdef __CUDA_ARCH__
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(s_barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+#elif defined(QF_EMULATOR)
+  return host::mbarrier_test(s_barrier, parity);
+#else
+  return false;
+#endif
+}
+
 __device__ __forceinline__ void mbarrier_wait(Mbarrier* s_barrier, uint32_t parity) {
   while (!mbarrier_try_wait(s_barrier, parity)) {
   }

@@ -394,6 +394,20 @@ inline void ldmatrix(uint32_t (&r)[4], const void* s_row, bool transposed) {
   }
 }
 
+// exponent: its bits in a 16-bit float.
+inline uint32_t add_zero_times(uint32_t x, uint32_t c, uint16_t exponent) {
+  for (int half = 0; half < 32; half += 16)
+    if ((x >> half & exponent) == exponent) c |= uint32_t(0x7fff) << half;
+  return c;
+}
+
+inline void stmatrix(void* s_row, const uint32_t (&r)[4]) {
+  const auto rows = gather(s_row);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) memcpy(static_cast<char*>(rows[8 * i + lane / 4]) + 4 * (lane % 4), &r[i], 4);
+  gather(0);  // all is in place
+}
+
 // wmma fragments: lane l holds elements 8 (l % 2) .. +7 of line l / 2, in order; lines are rows, or the columns of a B
 // that is stored by columns. No GPU has this layout: a kernel that relies on one gives nonsense here.
 template <int kRegisters>
@@ -484,6 +498,11 @@ inline unsigned __ballot_sync(unsigned, int value) {
 }
 inline int __any_sync(unsigned, int value) { return __ballot_sync(~0u, value) != 0; }
 inline int __all_sync(unsigned, int value) { return __ballot_sync(~0u, value) == ~0u; }
+inline int atomicAdd(int* address, int value) {
+  const int before = *address;
+  *address = before + value;
+  return before;
+}
 inline unsigned atomicMax(unsigned* address, unsigned value) {
   const unsigned before = *address;
   *address = before > value ? before : value;

@@ -140,6 +140,8 @@ inline void mbarrier_arrive(uint64_t* s_barrier, int bytes) {
   complete_if_due(barrier);
 }
 
+inline bool mbarrier_test(uint64_t* s_barrier, unsigned parity) { return mbarrier(s_barrier).parity != parity; }
+
 inline void mbarrier_wait(uint64_t* s_barrier, unsigned parity) {
   mbarrier(s_barrier);
   Event event;

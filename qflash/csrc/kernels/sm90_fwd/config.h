@@ -21,10 +21,13 @@ constexpr int kGroupThreads = 128, kGroupRows = 64;
 constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
 constexpr int kBlockM = kConsumers * kGroupRows;
 // float16's remainders of weights need registers, which head_dim 64 has none of to spare.
-constexpr int kBlockN = kHeadDim > 192 ? 80 : kHeadDim > 128 ? 96 : kHeadDim == 64 && kKeepsRemainders ? 112 : 128;
+constexpr int kBlockN = kHeadDim > 192 ? 64 : kHeadDim > 128 ? 96 : kHeadDim == 64 && kKeepsRemainders ? 112 : 128;
 constexpr int kStages = 2;
-constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // 2: the next item's q is there before this one is done
-constexpr int kRecords = 4;                        // of items, planned ahead
+constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // 2: the next item's q is there before this one is done,
+constexpr bool kOutThroughQ = kQStages > 1;        // and this one's makes room for its outputs
+constexpr int kRecords = 2;                        // of items: this one and the next
+// Masks that end a row's keys early leave some of the last tiles to the block's last rows alone: consumers skip those.
+constexpr bool kSkipsTiles = kBlockN < kBlockM;
 
 // Registers of a thread: a multiple of 8 each, and together what the block was launched with.
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40, kConsumerRegisters = kConsumers == 3 ? 160 : 232;
@@ -34,8 +37,10 @@ using KVTile = Panels<kBlockN, kHeadDim>;
 constexpr int kNTiles = kBlockN / 8, kOTiles = kHeadDim / 8;
 
 constexpr int kTilesBytes = kQStages * QTile::kBytes + 2 * kStages * KVTile::kBytes;
-constexpr int kBarrierBytes = 1024;                                        // and records of items
-constexpr int kSharedBytes = kTilesBytes + kBarrierBytes + kSwizzleBytes;  // the last for alignment
+constexpr int kBarrierBytes = 1024;  // and records of items
+// Where outputs step aside while scores are computed again, where registers do not suffice for both.
+constexpr int kAsideBytes = kConsumers == 3 ? kConsumers * kGroupThreads * kOTiles * 16 : 0;
+constexpr int kSharedBytes = kTilesBytes + kBarrierBytes + kAsideBytes + kSwizzleBytes;  // the last for alignment
 static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit shared memory");
 
 }  // namespace sm90_fwd

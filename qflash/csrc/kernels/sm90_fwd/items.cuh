@@ -1,9 +1,10 @@
 // What a persistent block does: a list of items, each one row tile of one head of one sequence.
 //
-// Where all items are equally long, heads are taken in sections whose K and V fit the L2 cache together. Where masks or
-// lengths make some longer than others, balance matters more: the longest row tiles of all heads come first (causal
-// masks make the last ones longest), and blocks take items in rounds, every other round backwards, so that what a block
-// had too much of in one round it has too little of in the next.
+// Where all items are equally long, a head's row tiles follow each other and blocks take them in turn: neighbours read
+// the same K and V at the same time. Where masks or lengths make some longer than others, heads are taken in sections
+// whose K and V fit the L2 cache together, the longest row tiles of a section first (causal masks make the last ones
+// longest), and blocks draw their next one when they are about to need it. Which block takes which item is then left to
+// chance; what becomes of it is not.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -15,11 +16,13 @@ namespace sm90_fwd {
 
 struct Items {
   int count, row_tiles, heads, section;  // heads: of all sequences; section: how many of them
+  bool drawn;                            // not equally long: blocks draw one when they want one
+  int* next;                             // where they draw
 };
 
 // Host side.
 inline Items items_of(const QfAttnParams& p) {
-  constexpr int64_t kCacheBytes = 32 << 20;  // of an L2 cache of 50 MB
+  constexpr int64_t kCacheBytes = 16 << 20;  // of an L2 cache of 50 MB
   Items items{};
   items.row_tiles = (p.q_len + kBlockM - 1) / kBlockM;
   int batch = p.batch;
@@ -30,8 +33,8 @@ inline Items items_of(const QfAttnParams& p) {
   items.heads = batch * p.q_heads;
   const int64_t group = p.kv_heads ? p.q_heads / p.kv_heads : 1;
   const int64_t head_bytes = 2 * int64_t(p.k_len) * p.head_dim * 2;
-  const bool equal = p.window_left < 0 && p.window_right < 0 && !p.kv_lens && !p.cu_seqlens_q;
-  const int64_t fit = equal && head_bytes > 0 ? kCacheBytes / head_bytes * group : items.heads;
+  items.drawn = p.window_left >= 0 || p.window_right >= 0 || p.cu_seqlens_q || p.total_q > 0;
+  const int64_t fit = !items.drawn ? group : head_bytes > 0 ? kCacheBytes / head_bytes * group : items.heads;
   items.section = int(fit < group ? group : fit > items.heads ? items.heads : fit);
   if (items.section < 1) items.section = 1;
   items.count = items.row_tiles * items.heads;
@@ -52,14 +55,17 @@ struct Item {
   }
 };
 
-// For every item of this block, in order: f(item).
-template <class F>
-__device__ __forceinline__ void for_each_item(const QfAttnParams& p, const Items& items, F f) {
-  const int blocks = gridDim.x, block = blockIdx.x;
-  bool backwards = false;
-  for (int first = 0; first < items.count; first += blocks, backwards = !backwards) {
-    const int index = first + (backwards ? blocks - 1 - block : block);
-    if (index < items.count) f(Item(p, items, index));
+// For every item of this block, in order: f(item). wanted(): returns once the next is to be drawn.
+template <class Wanted, class F>
+__device__ __forceinline__ void for_each_item(const QfAttnParams& p, const Items& items, Wanted wanted, F f) {
+  for (int index = blockIdx.x; index < items.count;) {
+    f(Item(p, items, index));
+    if (items.drawn) {
+      wanted();
+      index = int(gridDim.x) + atomicAdd(items.next, 1);
+    } else {
+      index += int(gridDim.x);
+    }
   }
 }
 
@@ -70,8 +76,11 @@ struct Record {
   Mask mask;
   KeyRange keys, full;  // keys some row of the block sees, keys every row sees
   int b, h, row_tile, row0;
-  int tiles;    // of keys; -1: there are no more items
-  int spoiled;  // V of some tile was cleared of NaN and infinity
+  int tiles;                  // of keys; -1: there are no more items
+  int own_tiles[kConsumers];  // the first of them, after which a consumer sees no more
+  int spoiled;                // V of some tile was cleared of NaN and infinity
+  bool unserved;              // there may be rows that no good sequence fills
+  int64_t out_at, lse_at;     // of the first row, in elements
 
   __device__ __forceinline__ void fill(const QfAttnParams& p, const Item& item, bool rows_fall) {
     const Sequence sequence = sequence_of(p, item.b, rows_fall);
@@ -86,7 +95,16 @@ struct Record {
     }
     b = item.b, h = item.h, row_tile = item.row_tile, row0 = first;
     tiles = (keys.end - keys.begin + kBlockN - 1) / kBlockN;
+#pragma unroll 1
+    for (int c = 0; c < kConsumers; ++c) {  // a consumer without rows takes a tile for nobody
+      const int own = first + c * kGroupRows, own_last = min(own + kGroupRows, sequence.len_q) - 1;
+      const int end = tiles > 0 && own <= own_last ? m.seen_by_any(own, own_last).end : 0;
+      own_tiles[c] = kSkipsTiles ? max(1, (end - keys.begin + kBlockN - 1) / kBlockN) : tiles;
+    }
     spoiled = 0;
+    unserved = !sequence.good || (p.cu_seqlens_q && (item.b == 0 || item.b == p.batch - 1));
+    out_at = item.b * p.out.stride_b + item.h * p.out.stride_h + (sequence.q0 + first) * p.out.stride_t;
+    lse_at = item.b * p.lse_stride_b + item.h * p.lse_stride_h + sequence.q0 + first;
   }
   __device__ __forceinline__ bool exists() const { return seq.good && row0 < seq.len_q; }
   // Does every row of the block see every one of the keys key0 .. key0 + kBlockN - 1?

@@ -15,18 +15,19 @@
 //   q        2 stages of [kBlockM][kHeadDim]   64 KB   the next item's q is there before this one's is done with
 //   k, v     2 stages of [kBlockN][kHeadDim]  128 KB
 //   rings    a full and an empty mbarrier for every stage of q, K, V and records
-//   records  what everybody must know of 4 items
+//   records  what everybody must know of this item and the next
 //
 // Pipeline of a consumer, for tile n of an item:
 //   start S(n + 1) = Q K(n + 1)t          tensor cores, asynchronous
 //   start O += P(n) V(n)                  behind it
-//   wait for S(n + 1); maxima, weights    under O's product, and under the products of the other consumer
-//   wait for O; rescale it where a maximum moved; round the weights into P(n + 1)
-// At the end of an item S of the next one is started before the outputs are divided, swapped into 16-byte chunks and
-// stored. Consumers take turns in starting products, so that one's softmax falls under the other's products.
+//   wait for S(n + 1); weights            under O's product, and under the products of the other consumer
+//   wait for O; round the weights into P(n + 1)
+// Weights are relative to the maxima of a row's first tile. Should later scores outgrow those by much the sums of
+// weights tell, and the scores are computed again. At the end of an item S of the next one is started before the
+// outputs are divided and stored.
 //
-// Masks, softmax, NaN in V: as fa_mma's. Rope, and strides that TMA cannot walk: a pass before (stage.cuh).
-// Bound: the tensor cores at 2048 cycles a pair of tiles, if the consumers' own instructions (about 450 a warp and
+// Masks, NaN in V: as fa_mma's. Rope, and strides that TMA cannot walk: a pass before (stage.cuh).
+// Bound: the tensor cores at 2048 cycles a pair of tiles, if the consumers' own instructions (about 390 a warp and
 // tile) hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
 #pragma once
 
@@ -50,6 +51,7 @@ __global__ void __launch_bounds__(qf::sm90_fwd::kThreads, 1)
     s.v_ring->init(kConsumerWarps + kInspectorWarps);
     s.record_ring->init(kConsumerWarps + 1 + kInspectorWarps);
     for (int i = 0; i < kStages; ++i) mbarrier_init(&s.v_checked[i], kInspectorWarps);
+    mbarrier_init(s.wanted, 1);
     fence_mbarrier_init();
     prefetch_tensor_map(&maps.q);
     prefetch_tensor_map(&maps.k);
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(qf::sm90_fwd::kThreads, 1)
   __syncthreads();  // the barriers are in place
   if (threadIdx.x < kGroupThreads) {
     give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce(p, maps, s);
+    if (threadIdx.x == 0) produce(p, items, maps, s);
     if (threadIdx.x == 32) plan(p, items, s, rows_fall);
     if (threadIdx.x >= kGroupThreads - kInspectors) inspect(s, threadIdx.x - (kGroupThreads - kInspectors));
   } else {

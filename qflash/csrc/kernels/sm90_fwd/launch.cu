@@ -18,26 +18,37 @@ struct Borrowed {
 
 }  // namespace
 
-QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams* p) { return qf::sm90_fwd::Stage(*p, false).bytes; }
+// The counter that items are drawn from comes first in the workspace, copies after it.
+static int64_t counter_bytes(const qf::sm90_fwd::Items& items) { return items.drawn ? 256 : 0; }
+
+QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams* p) {
+  return counter_bytes(qf::sm90_fwd::items_of(*p)) + qf::sm90_fwd::Stage(*p, false).bytes;
+}
 
 QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   using namespace qf::sm90_fwd;
   if (const int status = qf::check_params(p, QF_DTYPE)) return status;
   if (p->head_dim < 1 || p->head_dim > kHeadDim || p->head_dim % 8 != 0) return QF_UNSUPPORTED;
-  const Items items = items_of(*p);
+  Items items = items_of(*p);
   if (items.count == 0) return QF_OK;
   const Stage planned(*p, false), stage(*p, true);
-  if (planned.bytes > 0 && (!p->workspace || p->workspace_bytes < planned.bytes)) return QF_NO_MEMORY;
-  const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  Borrowed borrowed{on};  // for addresses that nobody could plan for
-  if (stage.bytes > planned.bytes)
-    if (const cudaError_t error = borrowed.take(stage.bytes)) return error;
-  char* const memory = static_cast<char*>(borrowed.memory ? borrowed.memory : p->workspace);
-
+  const int64_t counter = counter_bytes(items), needed = counter + planned.bytes;
+  if (needed > 0 && (!p->workspace || p->workspace_bytes < needed)) return QF_NO_MEMORY;
   int device = 0, processors = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
   if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device))
     return error;
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  Borrowed borrowed{on};  // for addresses that nobody could plan for
+  if (stage.bytes > planned.bytes)
+    if (const cudaError_t error = borrowed.take(stage.bytes)) return error;
+  char* const memory =
+      static_cast<char*>(borrowed.memory ? borrowed.memory : p->workspace) + (borrowed.memory ? 0 : counter);
+  if (items.count <= processors) items.drawn = false;  // one for each block at most
+  if (items.drawn) {
+    items.next = static_cast<int*>(p->workspace);
+    if (const cudaError_t error = cudaMemsetAsync(items.next, 0, sizeof(int), on)) return error;
+  }
 
   Maps maps{};
   const auto bring = [&](Which which, CUtensorMap& map, int box_rows) {

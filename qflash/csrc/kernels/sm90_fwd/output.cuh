@@ -1,11 +1,13 @@
-// Rows from accumulators to global memory, 16 bytes at a time, without shared memory: the four lanes of a quad hold
-// four words each of four neighbouring chunks, and swap them so that each has one chunk.
+// Rows from accumulators to global memory, 16 bytes at a time: through the tile of q that is done with, where the next
+// item's q has another; without shared memory otherwise, where the four lanes of a quad, which hold four words each of
+// four neighbouring chunks, swap them so that each has one chunk.
 #pragma once
 
 #include "attn/mma/nonfinite.cuh"
 #include "kernels/sm90_fwd/items.cuh"
 #include "kernels/sm90_fwd/softmax.cuh"
 #include "ptx/rcp.cuh"
+#include "ptx/stmatrix.cuh"
 #include "ptx/tid.cuh"
 
 namespace qf {
@@ -23,11 +25,24 @@ __device__ __forceinline__ uint4 swap_in_quad(const uint32_t (&words)[4], int la
   return high ? make_uint4(z0, z1, b0, b1) : make_uint4(a0, a1, z0, z1);
 }
 
-// g_row[h]: the lane's h-th row, or nullptr where it does not exist. aligned: 16 bytes at a time.
-__device__ __forceinline__ void store_rows(const float (&O)[1][kOTiles][4], Element* const (&g_row)[2], int head_dim,
-                                           bool aligned, int lane) {
+// aligned: all at once.
+__device__ __forceinline__ void store_chunk(Element* g_to, const uint4& words, bool aligned) {
+  if (aligned) {
+    *reinterpret_cast<uint4*>(g_to) = words;
+  } else {
+    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-  for (int h = 0; h < 2; ++h)
+    for (int e = 0; e < kPerChunk; ++e) g_to[e].bits = uint16_t(w[e / 2] >> 16 * (e % 2));
+  }
+}
+
+// A warp's rows, of which `rows` exist.
+__device__ __forceinline__ void store_rows(const float (&O)[1][kOTiles][4], Element* g_first, int64_t stride, int rows,
+                                           int head_dim, bool aligned, int lane) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = lane / 4 + 8 * h;
+    Element* const g_row = g_first + row * stride;
 #pragma unroll
     for (int j = 0; j < kOTiles; j += 4) {
       uint32_t words[4];
@@ -35,31 +50,49 @@ __device__ __forceinline__ void store_rows(const float (&O)[1][kOTiles][4], Elem
       for (int i = 0; i < 4; ++i) words[i] = Tensor::pair(O[0][j + i][2 * h], O[0][j + i][2 * h + 1]);
       const uint4 chunk = swap_in_quad(words, lane);
       const int d = (j + lane % 4) * kPerChunk;
-      if (!g_row[h] || d >= head_dim) continue;
-      if (aligned) {
-        *reinterpret_cast<uint4*>(g_row[h] + d) = chunk;
-      } else {
-        const uint32_t w[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-        for (int e = 0; e < kPerChunk; ++e) g_row[h][d + e].bits = uint16_t(w[e / 2] >> 16 * (e % 2));
-      }
+      if (row < rows && d < head_dim) store_chunk(g_row + d, chunk, aligned);
     }
+  }
 }
 
-// Divides a warp's rows by their sums of weights and stores them. warp_row: from the block's first.
+// The same through shared memory: s_rows, the warp's rows of a tile of q that is done with. Half the instructions, and
+// rows leave in one piece.
+__device__ __forceinline__ void store_rows_through(char* s_rows, const float (&O)[1][kOTiles][4], Element* g_first,
+                                                   int64_t stride, int rows, int head_dim, bool aligned, int lane) {
+  constexpr int kChunks = kPanelRowBytes / 16;  // of a panel's row
+  const auto to = rows_then_chunks<kChunks>(lane);
+#pragma unroll
+  for (int j = 0; j < kOTiles; j += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = Tensor::pair(O[0][j + i / 2][i % 2 * 2], O[0][j + i / 2][i % 2 * 2 + 1]);
+    stmatrix_x4(s_rows + j / kChunks * QTile::kPanelBytes + to.at(0, j % kChunks / 2), words);
+  }
+  __syncwarp();
+  constexpr int kAcross = QTile::kCount * kChunks, kDown = 32 / kAcross;  // lanes
+  const int chunk = lane % kAcross, d = chunk * kPerChunk;
+  const char* const s_column = s_rows + chunk / kChunks * QTile::kPanelBytes;
+  Element* const g_column = g_first + d;
+#pragma unroll
+  for (int first = 0; first < 16; first += kDown) {
+    const int row = first + lane / kAcross;
+    const uint4 words =
+        *reinterpret_cast<const uint4*>(s_column + row * kPanelRowBytes + 16 * (chunk % kChunks ^ row % 8));
+    if (row < rows && d < head_dim) store_chunk(g_column + row * stride, words, aligned);
+  }
+}
+
+// Divides a warp's rows by their sums of weights and stores them. warp_row: from the block's first. s_rows: as above.
 __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& record, float (&O)[1][kOTiles][4],
-                                       const Rows& rows, int warp_row, int lane, bool aligned) {
-  const int b = record.b, h = record.h, row0 = record.row0 + warp_row, len_q = record.seq.len_q;
-  float* const g_lse = p.lse ? p.lse + b * p.lse_stride_b + h * p.lse_stride_h + record.seq.q0 : nullptr;
-  Element* const g_out = static_cast<Element*>(p.out.data) + b * p.out.stride_b + h * p.out.stride_h +
-                         (record.seq.q0 + row0) * p.out.stride_t;  // the warp's first row
-  Element* g_row[2];
+                                       const Rows& rows, char* s_rows, int warp_row, int lane, bool aligned) {
+  const int row0 = record.row0 + warp_row, own_rows = min(16, record.seq.len_q - row0);
+  Element* const g_out =
+      static_cast<Element*>(p.out.data) + record.out_at + warp_row * p.out.stride_t;  // the warp's first row
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = lane / 4 + 8 * r;
     float sum = rows.l[r] + __shfl_xor_sync(0xffffffffu, rows.l[r], 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const bool exists = row0 + i < len_q;
     float inverse = rcp(sum), lse = lse_of(rows.m[r], sum);
     if (!(sum > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
       const KeyRange keys = record.mask.visible(row0 + i);
@@ -69,17 +102,20 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
     for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) O[0][j][2 * r + e] *= inverse;
-    if (g_lse && lane % 4 == 0 && exists) g_lse[row0 + i] = lse;
-    g_row[r] = exists ? g_out + i * p.out.stride_t : nullptr;
+    if (p.lse && lane % 4 == 0 && i < own_rows) p.lse[record.lse_at + warp_row + i] = lse;
   }
-  store_rows(O, g_row, p.head_dim, aligned, lane);
+  if constexpr (kOutThroughQ) {
+    store_rows_through(s_rows, O, g_out, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
+  } else {
+    store_rows(O, g_out, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
+  }
   if (!record.spoiled) return;
-  const HeadRows<Element> v(p.v, b, record.seq.k0, h / (p.q_heads / p.kv_heads), 0, 0, false);
+  const HeadRows<Element> v(p.v, record.b, record.seq.k0, record.h / (p.q_heads / p.kv_heads), 0, 0, false);
   __syncwarp();  // other lanes change what this one stored
   for (int key0 = record.keys.begin; key0 < record.keys.end; key0 += kBlockN)
     if (!record.whole(key0))
-      add_nonfinite_at([&](int i, int d) -> Element& { return g_out[i * p.out.stride_t + d]; }, row0,
-                       min(16, len_q - row0), p.head_dim, key0, kBlockN, record.mask, lane,
+      add_nonfinite_at([&](int i, int d) -> Element& { return g_out[i * p.out.stride_t + d]; }, row0, own_rows,
+                       p.head_dim, key0, kBlockN, record.mask, lane,
                        [&](int j, int d) { return to_float(v.row(j)[d]); });
 }
 

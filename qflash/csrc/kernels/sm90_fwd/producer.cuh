@@ -5,6 +5,7 @@
 
 #include "attn/mma/nonfinite.cuh"
 #include "kernels/sm90_fwd/shared.cuh"
+#include "ptx/fma.cuh"
 #include "ptx/tma.cuh"
 
 namespace qf {
@@ -17,7 +18,12 @@ struct Maps {
 // One thread plans the items.
 __device__ __forceinline__ void plan(const QfAttnParams& p, const Items& items, const Shared& s, bool rows_fall) {
   Place<kRecords> place;
-  for_each_item(p, items, [&](const Item& item) {
+  uint32_t parity = 0;
+  const auto wanted = [&] {
+    mbarrier_wait(s.wanted, parity);
+    parity ^= 1;
+  };
+  for_each_item(p, items, wanted, [&](const Item& item) {
     place.wait_empty(*s.record_ring);
     s.records[place.stage()].fill(p, item, rows_fall);
     place.fill(*s.record_ring);
@@ -28,8 +34,8 @@ __device__ __forceinline__ void plan(const QfAttnParams& p, const Items& items, 
   place.fill(*s.record_ring);
 }
 
-// Another brings their tiles: q, then K of tile n + 1 before V of tile n, as they will be used.
-__device__ __forceinline__ void produce(const QfAttnParams& p, const Maps& maps, const Shared& s) {
+// Another brings their tiles. K of tile n + 1 is wanted before V of tile n, but its stage becomes empty no earlier.
+__device__ __forceinline__ void produce(const QfAttnParams& p, const Items& items, const Maps& maps, const Shared& s) {
   Place<kRecords> item;
   Place<kQStages> q_place;
   Place<kStages> k_place, v_place;
@@ -39,6 +45,12 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Maps& maps,
     const Record& record = s.records[item.stage()];
     const int tiles = record.tiles;
     if (tiles < 0) return;
+    // The later an item is drawn, the better for balance; but not so late that somebody waits for it.
+    constexpr int kAhead = 3;  // tiles
+    const auto want_next = [&] {
+      if (items.drawn) mbarrier_arrive(s.wanted);
+    };
+    if (tiles <= kAhead) want_next();
     if (tiles == 0) continue;
     const int b = p.cu_seqlens_q ? 0 : record.b, kv_head = record.h / group;
     const int first_key = int(record.seq.k0) + record.keys.begin;
@@ -60,12 +72,11 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Maps& maps,
       load(v_place, *s.v_ring, s.v, maps.v, KVTile(), first_key + n * kBlockN, kv_head);
     };
     load(q_place, *s.q_ring, s.q, maps.q, QTile(), int(record.seq.q0) + record.row0, record.h);
-    load_k(0);
-    for (int n = 1; n < tiles; ++n) {
+    for (int n = 0; n < tiles; ++n) {
+      if (n > 0 && n + kAhead == tiles) want_next();
       load_k(n);
-      load_v(n - 1);
+      load_v(n);
     }
-    load_v(tiles - 1);
   }
 }
 
@@ -76,14 +87,16 @@ constexpr int kInspectors = 64;  // threads
 
 // Sets NaN and infinity in a tile of V to zero; `spoiled` tells whether there were any. For kInspectors threads.
 __device__ inline void clear_nonfinite_tile(char* s_tile, int& spoiled, int thread) {
-  bool found = false;
-#pragma unroll 8
+  uint32_t seen[4] = {};  // an instruction a word
+  const auto look = [&](int i, uint32_t word) {
+    seen[i] = QF_DTYPE == QF_F16 ? add_zero_times_f16x2(word, seen[i]) : add_zero_times_bf16x2(word, seen[i]);
+  };
+#pragma unroll 4
   for (int i = thread; i < KVTile::kBytes / 16; i += kInspectors) {
     const uint4 x = *reinterpret_cast<const uint4*>(s_tile + 16 * i);
-    found |= word_nonfinite<Element>(x.x) | word_nonfinite<Element>(x.y) | word_nonfinite<Element>(x.z) |
-             word_nonfinite<Element>(x.w);
+    look(0, x.x), look(1, x.y), look(2, x.z), look(3, x.w);
   }
-  if (!found) return;
+  if (!word_nonfinite<Element>(seen[0] | seen[1] | seen[2] | seen[3])) return;
   spoiled = 1;
   for (int i = thread; i < KVTile::kBytes / 16; i += kInspectors) {
     uint16_t* const s_chunk = reinterpret_cast<uint16_t*>(s_tile + 16 * i);

@@ -4,12 +4,13 @@
 #include "hopper/ring.cuh"
 #include "kernels/sm90_fwd/config.h"
 #include "kernels/sm90_fwd/items.cuh"
+#include "ptx/opaque.cuh"
 
 namespace qf {
 namespace sm90_fwd {
 
-static_assert(sizeof(Ring<kQStages>) + 2 * sizeof(Ring<kStages>) + kStages * sizeof(Mbarrier) + sizeof(Ring<kRecords>) +
-                      kRecords * sizeof(Record) <=
+static_assert(sizeof(Ring<kQStages>) + 2 * sizeof(Ring<kStages>) + (kStages + 1) * sizeof(Mbarrier) +
+                      sizeof(Ring<kRecords>) + kRecords * sizeof(Record) <=
                   kBarrierBytes,
               "");
 
@@ -21,10 +22,12 @@ struct Shared {
   // would not blank out. Consumers are past such a tile before the next but one is copied, so nobody is a phase behind.
   Mbarrier* v_checked;
   Ring<kRecords>* record_ring;
+  Mbarrier* wanted;  // the next item
   Record* records;
+  float* aside;  // kAsideBytes
 
   __device__ __forceinline__ explicit Shared(char* memory) {
-    q = memory + (kSwizzleBytes - shared_address(memory) % kSwizzleBytes) % kSwizzleBytes;
+    q = opaque_shared(memory + (kSwizzleBytes - shared_address(memory) % kSwizzleBytes) % kSwizzleBytes);
     k = q + kQStages * QTile::kBytes;
     v = k + kStages * KVTile::kBytes;
     q_ring = reinterpret_cast<Ring<kQStages>*>(v + kStages * KVTile::kBytes);
@@ -32,7 +35,9 @@ struct Shared {
     v_ring = k_ring + 1;
     v_checked = reinterpret_cast<Mbarrier*>(v_ring + 1);
     record_ring = reinterpret_cast<Ring<kRecords>*>(v_checked + kStages);
-    records = reinterpret_cast<Record*>(record_ring + 1);
+    wanted = reinterpret_cast<Mbarrier*>(record_ring + 1);
+    records = reinterpret_cast<Record*>(wanted + 1);
+    aside = reinterpret_cast<float*>(reinterpret_cast<char*>(q_ring) + kBarrierBytes);
   }
 };
 

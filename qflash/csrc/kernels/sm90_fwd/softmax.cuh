@@ -8,10 +8,27 @@
 namespace qf {
 namespace sm90_fwd {
 
+// Of this lane's weights in a tile, for its two rows.
+struct TileSums {
+  float of[2];
+};
+
+// A lane's weights of a row and tile may add up to this before the row's reference must move: float16 holds it.
+constexpr float kMostWeight = 16384.0f;
+static_assert(kBlockN / 4 * (1 << int(kSlack)) <= kMostWeight, "a reference that stays was found to suffice");
+
 // Of a lane's two rows.
 struct Rows {
   float m[2] = {-infinity(), -infinity()};  // base-2 reference of the weights; -inf: nothing seen yet
   float l[2] = {};                          // sum of this lane's weights
+
+  __device__ __forceinline__ bool settled() const {
+    return __all_sync(0xffffffffu, m[0] > -infinity() && m[1] > -infinity());
+  }
+  __device__ __forceinline__ void add(const TileSums& sums) {
+    l[0] += sums.of[0];
+    l[1] += sums.of[1];
+  }
 };
 
 // Blanks out what rows do not see, 32 keys at a time: where all of them are seen, nothing is to be done. `mask` counts
@@ -65,8 +82,8 @@ __device__ __forceinline__ bool move_reference(const float (&S)[1][kNTiles][4], 
   return moved;
 }
 
-// S becomes weights.
-__device__ __forceinline__ void take_weights(float (&S)[1][kNTiles][4], float factor, Rows& rows) {
+// S becomes weights; returns their sums.
+__device__ __forceinline__ TileSums take_weights(float (&S)[1][kNTiles][4], float factor, const Rows& rows) {
   const float shift[2] = {-reference_of(rows.m[0]), -reference_of(rows.m[1])};
   float sum[4] = {};
 #pragma unroll
@@ -76,8 +93,7 @@ __device__ __forceinline__ void take_weights(float (&S)[1][kNTiles][4], float fa
       S[0][j][e] = ex2(fmaf(S[0][j][e], factor, shift[e / 2]));
       sum[e] += S[0][j][e];
     }
-  rows.l[0] += sum[0] + sum[1];
-  rows.l[1] += sum[2] + sum[3];
+  return {{sum[0] + sum[1], sum[2] + sum[3]}};
 }
 
 __device__ __forceinline__ void rescale_outputs(float (&O)[1][kOTiles][4], const float (&rescale)[2]) {

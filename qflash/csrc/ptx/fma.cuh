@@ -1,0 +1,33 @@
+// fma on pairs of 16-bit floats, for what it does to numbers that are not finite.
+#pragma once
+
+#include <stdint.h>
+
+namespace qf {
+
+// c + 0 x in both halves: c where x is finite, NaN where it is not. sm_80 and later.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-fma
+__device__ __forceinline__ uint32_t add_zero_times_f16x2(uint32_t x, uint32_t c) {
+#ifdef __CUDA_ARCH__
+  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(c) : "r"(x), "r"(0));
+  return c;
+#elif defined(QF_EMULATOR)
+  return host::add_zero_times(x, c, 0x7c00);
+#else
+  return c;
+#endif
+}
+
+// The same for bfloat16.
+__device__ __forceinline__ uint32_t add_zero_times_bf16x2(uint32_t x, uint32_t c) {
+#ifdef __CUDA_ARCH__
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(c) : "r"(x), "r"(0));
+  return c;
+#elif defined(QF_EMULATOR)
+  return host::add_zero_times(x, c, 0x7f80);
+#else
+  return c;
+#endif
+}
+
+}  // namespace qf

@@ -1,0 +1,20 @@
+// A pointer whose origin the compiler is not to see.
+#pragma once
+
+#include <stdint.h>
+
+namespace qf {
+
+// s_pointer, which points into shared memory. Addresses derived from it are computed from a register, and not, each
+// time, from the special registers that tell where shared memory begins: reading those takes longer than most uses.
+__device__ __forceinline__ char* opaque_shared(char* s_pointer) {
+#ifdef __CUDA_ARCH__
+  uint32_t address = uint32_t(__cvta_generic_to_shared(s_pointer));
+  asm volatile("" : "+r"(address));
+  return static_cast<char*>(__cvta_shared_to_generic(address));
+#else
+  return s_pointer;
+#endif
+}
+
+}  // namespace qf
