@@ -23,18 +23,16 @@ extern "C" int qf_sm90_fwd(const QfAttnParams* p, void*) {
   const Stage stage(*p, true);
   std::vector<float4> memory(size_t(stage.bytes) / sizeof(float4) + 1, float4{NAN, NAN, NAN, NAN});
   char* const copies = reinterpret_cast<char*>(memory.data());
+  if (stage.bytes > 0)
+    for (blockIdx.y = 0; blockIdx.y < 3; ++blockIdx.y) {
+      const auto body = [&] { qf_sm90_fwd_stage_kernel(*p, stage, copies, qf::rope_tables_vectorise(p->rope)); };
+      if (const int status = launch(body, stage.blocks(kProcessors), 256, 0)) return status;
+    }
   Maps maps{};
   const auto bring = [&](Which which, CUtensorMap& map, int box_rows) {
     const Staged& x = stage.tensors[which];
     if (x.rows == 0) return 0;
-    QfTensor tensor = x.from;
-    if (x.copied) {
-      const auto body = [&] {
-        qf_sm90_fwd_stage_kernel(*p, x, which, copies + x.offset, qf::rope_tables_vectorise(p->rope));
-      };
-      if (const int status = launch(body, x.rows * x.batch, 256, 0)) return status;
-      tensor = x.copy(copies, p->head_dim);
-    }
+    const QfTensor tensor = x.copied ? x.copy(copies, p->head_dim) : x.from;
     return qf::encode_tensor_map(map, tensor, QF_DTYPE, p->head_dim, x.rows, x.heads, x.batch, box_rows);
   };
   host::complaint = "the tensor map was refused";

@@ -50,18 +50,16 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
     if (const cudaError_t error = cudaMemsetAsync(items.next, 0, sizeof(int), on)) return error;
   }
 
+  if (stage.bytes > 0) {
+    const dim3 blocks(unsigned(stage.blocks(processors)), 3);
+    qf_sm90_fwd_stage_kernel<<<blocks, 256, 0, on>>>(*p, stage, memory, qf::rope_tables_vectorise(p->rope));
+    if (const cudaError_t error = cudaGetLastError()) return int(error);
+  }
   Maps maps{};
   const auto bring = [&](Which which, CUtensorMap& map, int box_rows) {
     const Staged& x = stage.tensors[which];
     if (x.rows == 0) return int(QF_OK);  // never read
-    QfTensor tensor = x.from;
-    if (x.copied) {
-      const int64_t most = processors * 8, blocks = x.rows * x.batch < most ? x.rows * x.batch : most;
-      qf_sm90_fwd_stage_kernel<<<unsigned(blocks), 256, 0, on>>>(*p, x, which, memory + x.offset,
-                                                                 qf::rope_tables_vectorise(p->rope));
-      if (const cudaError_t error = cudaGetLastError()) return int(error);
-      tensor = x.copy(memory, p->head_dim);
-    }
+    const QfTensor tensor = x.copied ? x.copy(memory, p->head_dim) : x.from;
     return qf::encode_tensor_map(map, tensor, QF_DTYPE, p->head_dim, x.rows, x.heads, x.batch, box_rows);
   };
   if (const int error = bring(kQ, maps.q, kBlockM)) return error;

@@ -52,6 +52,13 @@ struct Stage {
       if (x.copied) bytes += (2 * x.batch * x.rows * x.heads * p.head_dim + 255) / 256 * 256;
     }
   }
+  // For one tensor: no more than can run at once, and no more than there are tokens.
+  int64_t blocks(int processors) const {
+    int64_t tokens = 1;
+    for (const Staged& x : tensors)
+      if (x.copied && x.rows * x.batch > tokens) tokens = x.rows * x.batch;
+    return tokens < processors * 8 ? tokens : processors * 8;
+  }
 };
 
 // Which sequence owns a packed row.
@@ -74,32 +81,109 @@ __device__ __forceinline__ int position_of(const QfAttnParams& p, Which which, i
   return position_k(p.rope, b, seq.k0, int(row - seq.k0));
 }
 
+// The first row of x's copy of a token, and the token itself in x.
+struct Token {
+  const Element* g_from;
+  Element* g_to;
+};
+__device__ __forceinline__ Token token_of(const Staged& x, char* copies, int head_dim, int b, int64_t row) {
+  return {static_cast<const Element*>(x.from.data) + b * x.from.stride_b + row * x.from.stride_t,
+          reinterpret_cast<Element*>(copies + x.offset) + (b * x.rows + row) * x.heads * head_dim};
+}
+
+// May rotate_token() be used?
+__host__ __device__ __forceinline__ bool rotates_by_chunks(const Staged& x, const QfRope& rope, bool tables_vectorise) {
+  return x.rotated && x.vector && tables_vectorise && !rope.interleaved && rope.rotary_dim % (2 * kPerChunk) == 0;
+}
+
+// All heads of one token, by a warp. A lane takes the same eight channels, and their partners half a rotation further,
+// of one head after another: it reads the tables once.
+__device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x, const Token& token, int head_dim,
+                                             int position, int lane) {
+  const int half = rope.rotary_dim / 2, pairs = half / kPerChunk, at_once = 32 / pairs;
+  const int d = lane % pairs * kPerChunk, first_head = lane / pairs;
+  const RopeTurn turn = rope_turn(rope, position);
+  float c[kPerChunk], s[kPerChunk];
+#pragma unroll
+  for (int e = 0; e < kPerChunk; ++e) c[e] = s[e] = nan();
+  if (turn.row >= 0) {
+    const int64_t at = int64_t(turn.row) * half + d;
+#pragma unroll
+    for (int e = 0; e < kPerChunk; e += 4) {
+      const float4 cosine = *reinterpret_cast<const float4*>(rope.cos + at + e);
+      const float4 sine = *reinterpret_cast<const float4*>(rope.sin + at + e);
+      c[e] = cosine.x, c[e + 1] = cosine.y, c[e + 2] = cosine.z, c[e + 3] = cosine.w;
+      s[e] = turn.sign * sine.x, s[e + 1] = turn.sign * sine.y;
+      s[e + 2] = turn.sign * sine.z, s[e + 3] = turn.sign * sine.w;
+    }
+  }
+  const auto low = [](uint32_t w) { return Tensor::low(w); };
+  const auto high = [](uint32_t w) { return Tensor::high(w); };
+  const auto turn_word = [&](uint32_t& a, uint32_t& b, int e) {
+    const float x0 = low(a), x1 = high(a), y0 = low(b), y1 = high(b);
+    a = Tensor::pair(fmaf(y0, -s[e], x0 * c[e]), fmaf(y1, -s[e + 1], x1 * c[e + 1]));
+    b = Tensor::pair(fmaf(x0, s[e], y0 * c[e]), fmaf(x1, s[e + 1], y1 * c[e + 1]));
+  };
+  if (first_head < at_once) {
+#pragma unroll 4
+    for (int h = first_head; h < x.heads; h += at_once) {
+      const Element* const g_from = token.g_from + h * x.from.stride_h + d;
+      Element* const g_to = token.g_to + h * head_dim + d;
+      uint4 a = *reinterpret_cast<const uint4*>(g_from), b = *reinterpret_cast<const uint4*>(g_from + half);
+      turn_word(a.x, b.x, 0), turn_word(a.y, b.y, 2), turn_word(a.z, b.z, 4), turn_word(a.w, b.w, 6);
+      *reinterpret_cast<uint4*>(g_to) = a;
+      *reinterpret_cast<uint4*>(g_to + half) = b;
+    }
+  }
+  const int rest = (head_dim - rope.rotary_dim) / kPerChunk;  // chunks of a head that do not turn
+  for (int i = lane; i < x.heads * rest; i += 32) {
+    const int h = i / rest, channel = rope.rotary_dim + (i - h * rest) * kPerChunk;
+    *reinterpret_cast<uint4*>(token.g_to + h * head_dim + channel) =
+        *reinterpret_cast<const uint4*>(token.g_from + h * x.from.stride_h + channel);
+  }
+}
+
 }  // namespace sm90_fwd
 }  // namespace qf
 
-// One block takes a row of every head at a time.
+// blockIdx.y: which tensor. A warp takes all heads of a token, or a block does.
 __global__ void __launch_bounds__(256)
-    qf_sm90_fwd_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90_fwd::Staged x,
-                             const qf::sm90_fwd::Which which, char* const copy, const bool tables_vectorise) {
+    qf_sm90_fwd_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90_fwd::Stage stage,
+                             char* const copies, const bool tables_vectorise) {
   using namespace qf;
   using namespace qf::sm90_fwd;
+  const Which which = Which(blockIdx.y);
+  const Staged& x = stage.tensors[which];
+  if (!x.copied) return;
   if (packed_rows_fall(p)) return;  // all rows will be NaN
+  const int64_t tokens = x.rows * x.batch;
+  const auto each = [&](int64_t first, int64_t step, auto take) {
+    for (int64_t item = first; item < tokens; item += step) {
+      const int b = int(item / x.rows);
+      const int64_t row = item - b * x.rows;
+      take(b, row, x.rotated ? position_of(p, which, b, row) : 0);
+    }
+  };
+  if (rotates_by_chunks(x, p.rope, tables_vectorise)) {
+    const int warps = blockDim.x / 32;
+    each(blockIdx.x * int64_t(warps) + threadIdx.x / 32, gridDim.x * int64_t(warps),
+         [&](int b, int64_t row, int position) {
+           rotate_token(p.rope, x, token_of(x, copies, p.head_dim, b, row), p.head_dim, position, threadIdx.x % 32);
+         });
+    return;
+  }
   const int chunks = p.head_dim / kPerChunk;
-  for (int64_t item = blockIdx.x; item < x.rows * x.batch; item += gridDim.x) {
-    const int b = int(item / x.rows);
-    const int64_t row = item - b * x.rows;
-    const int position = x.rotated ? position_of(p, which, b, row) : 0;
+  each(blockIdx.x, gridDim.x, [&](int b, int64_t row, int position) {
+    const Token token = token_of(x, copies, p.head_dim, b, row);
     for (int i = threadIdx.x; i < x.heads * chunks; i += blockDim.x) {
       const int h = i / chunks, d = (i - h * chunks) * kPerChunk;
-      const Element* const g_row =
-          static_cast<const Element*>(x.from.data) + b * x.from.stride_b + row * x.from.stride_t + h * x.from.stride_h;
+      const Element* const g_row = token.g_from + h * x.from.stride_h;
       const auto part = [&](int channel) {
         const float4 value = to_float4(load4(g_row, channel, p.head_dim, x.vector), g_row);
         return x.rotated ? rope4(p.rope, g_row, channel, p.head_dim, position, value, x.vector && tables_vectorise)
                          : value;
       };
-      Element* const g_to = reinterpret_cast<Element*>(copy) + (item * x.heads + h) * p.head_dim + d;
-      *reinterpret_cast<uint4*>(g_to) = chunk_of<Element>(part(d), part(d + 4));
+      *reinterpret_cast<uint4*>(token.g_to + h * p.head_dim + d) = chunk_of<Element>(part(d), part(d + 4));
     }
-  }
+  });
 }
