@@ -1,12 +1,15 @@
 """Small problems that between them take every path of every CUDA kernel, to be run under compute-sanitizer.
 
-compute-sanitizer --tool memcheck python -m qflash.testing.sanitize
+compute-sanitizer --tool memcheck python -m qflash.testing.sanitize             (everything)
+compute-sanitizer --tool memcheck python -m qflash.testing.sanitize sm90_fwd    (these attention kernels alone)
 
 Arrays are made and judged on the host: initcheck watches qflash's kernels only, and would take what PyTorch's write
 for memory nobody wrote.
 """
 
 from __future__ import annotations
+
+import sys
 
 import numpy as np
 
@@ -20,16 +23,19 @@ from qflash.testing.runner import arch_of, run_case, suited
 NAMES = (
     "gqa_8_2", "window_both", "padding", "packed", "rope_half", "rope_partial_interleaved", "dim_3", "dim_100",
     "dim_136", "dim_255", "layout_gaps_half", "nan_v", "softcap", "float16_rope", "bfloat16_odd_dim",
-    "decode_four_rows",
+    "decode_four_rows", "rising_causal",
 )  # fmt: skip
 
 
-def main() -> None:
+def main(only: list[str]) -> None:
     """Every case on every CUDA kernel of attention, what no case holds (long rows, bad lengths), operations."""
     import torch
 
     arch = arch_of("cuda")
     rows = [row for row in dispatch.kernels_of("attention", "cuda") if not dispatch.arch_reasons(row, arch)]
+    if unknown := set(only) - {row.name for row in rows}:
+        raise SystemExit(f"no attention kernel of this GPU: {', '.join(sorted(unknown))}")
+    rows = [row for row in rows if not only or row.name in only]
     for row in rows:
         kernel, precision = row.name, None if row.precision == "native" else row.precision
         for name in NAMES:
@@ -42,6 +48,8 @@ def main() -> None:
         if not out.cpu().isnan().all():
             raise SystemExit(f"{kernel}: a length past the keys must give NaN, and did not")
     print(f"ran {len(NAMES) + 2} problems on {', '.join(row.name for row in rows)}")
+    if only:
+        return
     for kernel in (row.name for row in dispatch.kernels_of("int8_matmul", "cuda")):
         print(f"ran {_products(kernel)} products on {kernel}")
     _operations()
@@ -87,4 +95,4 @@ def _operations() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
