@@ -11,7 +11,7 @@ import numpy as np
 from qflash.rope import Rope, rope_tables
 
 LAYOUTS = ("bthd", "bhtd", "fused", "gaps", "one_batch")
-DATA = ("normal", "biased_k", "outlier", "large", "uniform")
+DATA = ("normal", "biased_k", "outlier", "large", "uniform", "rising", "hills")
 POSITIONS = (None, "shared", "per_batch", "negative")
 
 
@@ -161,12 +161,34 @@ def _uniform(rng: np.random.Generator, q, k, v):
     return np.ones_like(q), k, v + 1
 
 
+def _sloping(rng: np.random.Generator, q, k, v, height):
+    """Scores follow height(key) in one row of four, up or down, each at its own rate: slowly, by more from tile to tile
+    than float16 weights could hold, or by more than float32 ones could."""
+    rates = np.array([1 / 64, 1 / 8, 2.0], np.float32)  # per unit of height, in units of the score
+    chosen = rng.choice(np.concatenate([rates, -rates]), q.shape[:-1]) * (rng.random(q.shape[:-1]) < 0.25)
+    q[..., 0] = chosen * np.sqrt(q.shape[-1])
+    k[..., 0] = height(np.arange(k.shape[-3]))[:, None]
+    return q, k, v
+
+
+def _rising(rng: np.random.Generator, q, k, v):
+    """Rows whose scores climb, or fall, from the first key to the last."""
+    return _sloping(rng, q, k, v, lambda keys: keys)
+
+
+def _hills(rng: np.random.Generator, q, k, v):
+    """Rows whose scores climb for 200 keys and fall for 200, or the other way round, again and again."""
+    return _sloping(rng, q, k, v, lambda keys: 200 - np.abs(keys % 400 - 200))
+
+
 _DISTRIBUTIONS = {
     "normal": lambda rng, q, k, v: (q, k, v),
     "biased_k": _biased_k,
     "outlier": _outlier,
     "large": _large,
     "uniform": _uniform,
+    "rising": _rising,
+    "hills": _hills,
 }
 
 

@@ -118,6 +118,12 @@ def _scores() -> list[Case]:
         Case("biased_k_causal_half", 200, 200, head_dim=128, data="biased_k", dtype="float16", causal=True, seed=80),
         Case("outlier", 100, 200, data="outlier", seed=81),
         Case("uniform", 70, 70, data="uniform", causal=True, seed=82),
+        Case("rising", 100, 400, data="rising", seed=84),
+        Case("rising_causal", 300, 300, 4, 2, head_dim=128, data="rising", dtype="bfloat16", causal=True, seed=85),
+        Case("rising_padding", 90, 350, batch=2, kv_lens=(350, 260), data="rising", dtype="float16", seed=86),
+        Case("hills", 100, 600, data="hills", dtype="bfloat16", seed=87),
+        Case("hills_window", 300, 500, head_dim=128, data="hills", dtype="float16", window=(220, 90), seed=88),
+        Case("hills_packed", q_lens=(40, 3, 70), k_lens=(300, 0, 250), data="hills", causal=True, seed=89),
     ]
 
 
@@ -189,6 +195,8 @@ def _large() -> list[Case]:
         Case("t2048_half", 2048, 2048, 2, 1, head_dim=128, dtype="float16", seed=121, tags=_LARGE),
         Case("t4096_window", 4096, 4096, 1, 1, window=(256, 0), seed=122, tags=_LARGE),
         Case("t4096_rope", 4096, 4096, 1, 1, head_dim=128, causal=True, rope=Rotary(128), seed=123, tags=_LARGE),
+        Case("t2048_rising", 2048, 2048, 4, 2, head_dim=128, data="rising", dtype="bfloat16", seed=125, tags=_LARGE),
+        Case("t3000_hills", 3000, 3000, 2, 2, data="hills", dtype="float16", causal=True, seed=126, tags=_LARGE),
         Case("decode_32768", 1, 32768, 8, 2, head_dim=128, causal=True, seed=124, tags=_LARGE),
     ]
 

@@ -4,6 +4,8 @@ of the contract, in buckets of every size."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from test_emulated import by_name, call, check_kernel, library, pytestmark, run_case  # noqa: F401
@@ -11,7 +13,8 @@ from test_emulated import by_name, call, check_kernel, library, pytestmark, run_
 from qflash.frontends.numpy import describe
 from qflash.problem import Options, check
 from qflash.testing import Case, cases
-from qflash.testing.compare import check_contract
+from qflash.testing.compare import check_contract, check_same_bits
+from qflash.testing.runner import problem_of
 
 KERNEL = "sm90_fwd"
 
@@ -28,6 +31,90 @@ def test_whoever_is_slow(library, seed):  # noqa: F811
     plant = (("v", (0, 1190, 0, 3), "nan"), ("v", (0, 1110, 0, 9), "inf"))
     case = Case("slow", 100, 1200, 2, 1, 128, causal=True, dtype="bfloat16", plant=plant, seed=1)
     check_contract(case, *run_case(library, case, KERNEL, seed=seed))
+
+
+# Every number of consumers, keys in a tile, stages of q and panels.
+SHAPES = [
+    (64, "float16"), (64, "bfloat16"), (72, "float16"), (96, "bfloat16"), (128, "float16"), (128, "bfloat16"),
+    (192, "float16"), (256, "float16"), (256, "bfloat16"),
+]  # fmt: skip
+MASKS = {"plain": {}, "causal": {"causal": True}, "window": {"window": (230, 100)}, "padding": {"kv_lens": (333,)}}
+
+
+@pytest.mark.parametrize("data", ["rising", "hills"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("head_dim", "dtype"), SHAPES)
+def test_scores_that_outgrow_the_first_tiles(library, head_dim, dtype, mask, data):  # noqa: F811
+    """Weights that overflow, or nearly do, in some rows of some warps: their scores are computed again."""
+    case = Case("outgrown", 150, 450, 2, 1, head_dim, dtype=dtype, data=data, seed=head_dim, **MASKS[mask])
+    check_kernel(library, case, KERNEL)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16"), (256, "float16")])
+def test_scores_that_rise_for_long(library, head_dim, dtype):  # noqa: F811
+    """By so little from one tile to the next that it takes many to outgrow the first."""
+    check_kernel(library, Case("long", 40, 1500, 2, 2, head_dim, dtype=dtype, data="rising", seed=2), KERNEL)
+
+
+LATE = {
+    "nan": (("k", (0, 300, 0, 3), "nan"),),
+    "inf": (("k", (0, 300, 0, 3), "inf"),),  # +inf in some rows, -inf in others
+    "both": (("k", (0, 200, 0, 3), "inf"), ("k", (0, 420, 0, 3), "-inf")),
+    "nothing finite at first": tuple(("k", (0, key, 0, 3), "-inf") for key in range(140)),
+    "nothing finite in between": tuple(("k", (0, key, 0, 3), "-inf") for key in range(100, 300)),
+}
+
+
+@pytest.mark.parametrize("data", ["normal", "rising"])
+@pytest.mark.parametrize("where", LATE)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16"), (256, "float16")])
+def test_scores_that_are_not_finite_in_later_tiles(library, head_dim, dtype, where, data):  # noqa: F811
+    case = Case("late", 150, 450, 2, 1, head_dim, dtype=dtype, data=data, plant=LATE[where], seed=7)
+    for changes in ({}, {"causal": True}):
+        check_kernel(library, replace(case, **changes), KERNEL)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_items_without_keys(library, head_dim, causal):  # noqa: F811
+    """Between items that have some, however many come in a row, and whether or not they have rows."""
+    none, more = (0,) * 9, (3, 0, 200, 1, 64, 0, 130, 7, 20)
+    packed = {"q_lens": (70, *more, 150, *none, *more), "k_lens": (150, *none, 300, *more, *none)}
+    cases_ = [
+        Case("packed", head_dim=head_dim, **packed),
+        Case("packed_padded", head_dim=head_dim, **packed, kv_lens=(0, *none, 290, *none, *none)),
+        Case("padded", 200, 150, 3, 1, head_dim, batch=9, kv_lens=(0, 0, 0, 0, 0, 150, 0, 0, 0)),
+        Case("padded_all", 70, 150, 3, 1, head_dim, batch=6, kv_lens=(0,) * 6),
+        Case("first_rows", 1500, 100, 2, 1, head_dim),  # of which most see nothing, if causal
+    ]
+    for seed, case in enumerate(cases_):
+        check_kernel(library, replace(case, dtype="float16", causal=causal, seed=seed), KERNEL)
+
+
+@pytest.mark.parametrize("q_len", [1, 10, 64, 70, 129, 200])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(40, "bfloat16"), (64, "float16"), (104, "float16"), (256, "float16")])
+def test_consumers_without_rows_or_tiles(library, head_dim, dtype, q_len):  # noqa: F811
+    """Of which the last tiles, where NaN is to be found, are nobody's but the last consumer's."""
+    plant = (("v", (0, 449, 0, 3), "nan"), ("v", (0, 330, 0, 9), "inf"), ("v", (0, 270, 0, 1), "-inf"))
+    case = Case("rows", q_len, 450, 6, 2, head_dim, dtype=dtype, plant=plant, seed=q_len)
+    for changes in ({"causal": True}, {"window": (60, 30)}, {"k_len": 300, "plant": plant[2:], "causal": True}):
+        check_kernel(library, replace(case, **changes), KERNEL)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_odd_outputs(library, head_dim):  # noqa: F811
+    """They may begin anywhere: one element at a time then, and nothing beside them."""
+    case = Case("odd", 150, 200, 4, 2, head_dim, dtype="float16", causal=True)
+    inputs = case.make_inputs()
+    problem = problem_of(case, inputs, None, "cpu")
+    memory = np.full(inputs.q.size + 24, 777.0, np.float16)
+    shift = (-memory.ctypes.data // 2) % 8 + 9
+    out = memory[shift : shift + inputs.q.size].reshape(inputs.q.shape)
+    assert out.ctypes.data % 16 == 2
+    arrays = (inputs.q, inputs.k, inputs.v)
+    found = call(library(KERNEL, "float16", head_dim), KERNEL, problem, *arrays, out=out)
+    check_same_bits(case, found, run_case(library, case, KERNEL))
+    assert (memory[:shift] == 777).all() and (memory[shift + out.size :] == 777).all()
 
 
 @pytest.mark.parametrize("odd", ["q", "k", "v", "all"])
