@@ -41,11 +41,11 @@ SHAPES = [
 MASKS = {"plain": {}, "causal": {"causal": True}, "window": {"window": (230, 100)}, "padding": {"kv_lens": (333,)}}
 
 
-@pytest.mark.parametrize("data", ["rising", "hills"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("head_dim", "dtype"), SHAPES)
-def test_scores_that_outgrow_the_first_tiles(library, head_dim, dtype, mask, data):  # noqa: F811
+def test_scores_that_outgrow_the_first_tiles(library, head_dim, dtype, mask):  # noqa: F811
     """Weights that overflow, or nearly do, in some rows of some warps: their scores are computed again."""
+    data = "rising" if mask in ("plain", "window") else "hills"
     case = Case("outgrown", 150, 450, 2, 1, head_dim, dtype=dtype, data=data, seed=head_dim, **MASKS[mask])
     check_kernel(library, case, KERNEL)
 
@@ -53,7 +53,7 @@ def test_scores_that_outgrow_the_first_tiles(library, head_dim, dtype, mask, dat
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16"), (256, "float16")])
 def test_scores_that_rise_for_long(library, head_dim, dtype):  # noqa: F811
     """By so little from one tile to the next that it takes many to outgrow the first."""
-    check_kernel(library, Case("long", 40, 1500, 2, 2, head_dim, dtype=dtype, data="rising", seed=2), KERNEL)
+    check_kernel(library, Case("long", 40, 1500, 1, 1, head_dim, dtype=dtype, data="rising", seed=2), KERNEL)
 
 
 LATE = {
@@ -65,39 +65,36 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize("data", ["normal", "rising"])
 @pytest.mark.parametrize("where", LATE)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "float16"), (128, "bfloat16"), (256, "float16")])
-def test_scores_that_are_not_finite_in_later_tiles(library, head_dim, dtype, where, data):  # noqa: F811
-    case = Case("late", 150, 450, 2, 1, head_dim, dtype=dtype, data=data, plant=LATE[where], seed=7)
-    for changes in ({}, {"causal": True}):
+def test_scores_that_are_not_finite_in_later_tiles(library, head_dim, dtype, where):  # noqa: F811
+    case = Case("late", 70, 450, 1, 1, head_dim, dtype=dtype, plant=LATE[where], seed=7)
+    for changes in ({"data": "rising"}, {"causal": True}):
         check_kernel(library, replace(case, **changes), KERNEL)
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_many_items_without_keys(library, head_dim, causal):  # noqa: F811
+def test_many_items_without_keys(library, head_dim):  # noqa: F811
     """Between items that have some, however many come in a row, and whether or not they have rows."""
     none, more = (0,) * 9, (3, 0, 200, 1, 64, 0, 130, 7, 20)
     packed = {"q_lens": (70, *more, 150, *none, *more), "k_lens": (150, *none, 300, *more, *none)}
-    cases_ = [
-        Case("packed", head_dim=head_dim, **packed),
-        Case("packed_padded", head_dim=head_dim, **packed, kv_lens=(0, *none, 290, *none, *none)),
-        Case("padded", 200, 150, 3, 1, head_dim, batch=9, kv_lens=(0, 0, 0, 0, 0, 150, 0, 0, 0)),
-        Case("padded_all", 70, 150, 3, 1, head_dim, batch=6, kv_lens=(0,) * 6),
-        Case("first_rows", 1500, 100, 2, 1, head_dim),  # of which most see nothing, if causal
-    ]
-    for seed, case in enumerate(cases_):
-        check_kernel(library, replace(case, dtype="float16", causal=causal, seed=seed), KERNEL)
+    for case in (
+        Case("packed", **packed, causal=True),
+        Case("packed_padded", **packed, kv_lens=(0, *none, 290, *none, *none)),
+        Case("padded", 200, 150, 3, 1, batch=9, kv_lens=(0, 0, 0, 0, 0, 150, 0, 0, 0)),
+        Case("padded_all", 70, 150, 3, 1, batch=6, kv_lens=(0,) * 6),
+        Case("first_rows", 1500, 100, 1, 1, causal=True),  # most see nothing
+    ):
+        check_kernel(library, replace(case, head_dim=head_dim, dtype="float16"), KERNEL)
 
 
-@pytest.mark.parametrize("q_len", [1, 10, 64, 70, 129, 200])
+@pytest.mark.parametrize("q_len", [1, 70, 129, 200])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(40, "bfloat16"), (64, "float16"), (104, "float16"), (256, "float16")])
 def test_consumers_without_rows_or_tiles(library, head_dim, dtype, q_len):  # noqa: F811
     """Of which the last tiles, where NaN is to be found, are nobody's but the last consumer's."""
     plant = (("v", (0, 449, 0, 3), "nan"), ("v", (0, 330, 0, 9), "inf"), ("v", (0, 270, 0, 1), "-inf"))
-    case = Case("rows", q_len, 450, 6, 2, head_dim, dtype=dtype, plant=plant, seed=q_len)
-    for changes in ({"causal": True}, {"window": (60, 30)}, {"k_len": 300, "plant": plant[2:], "causal": True}):
+    case = Case("rows", q_len, 450, 2, 1, head_dim, dtype=dtype, plant=plant, seed=q_len)
+    for changes in ({"causal": True}, {"window": (60, 30)}):
         check_kernel(library, replace(case, **changes), KERNEL)
 
 

@@ -12,6 +12,7 @@ import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 import pytest
 from test_compile import cuobjdump, needs_nvcc
+from test_emulated_hopper import SMALL
 
 from qflash.backends import cuda
 from qflash.jit.compiler import LIBRARY, LOG, Unit
@@ -65,7 +66,7 @@ def test_they_compile(entry, library):
     used = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert used and all(set(found) == {"0"} for found in used), log
     assert "warning" not in log.lower() and not re.search(r"\(C75\d\d\)|Potential Performance Loss", log), log
-    for name in ("boxes", "product", "turns", "registers"):
+    for name in ("boxes", "product", "registers", *SMALL):
         assert hasattr(library, f"try_{name}")
 
 
@@ -81,9 +82,9 @@ def sass(entry) -> str:
     "instruction",
     [
         "UTMALDG.4D", "UTMACCTL.PF", "FENCE.VIEW.ASYNC.S", "SYNCS.EXCH.64", "SYNCS.ARRIVE.TRANS64",
-        "SYNCS.ARRIVE.TRANS64.A1T0", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "HGMMA.64x96x16.F32", "HGMMA.64x256x16.F32.BF16",
-        "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR.LE", "BAR.ARV", "BAR.SYNC.DEFER_BLOCKING", "USETMAXREG.DEALLOC.CTAPOOL",
-        "USETMAXREG.TRY_ALLOC.CTAPOOL",
+        "SYNCS.ARRIVE.TRANS64.A1T0", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "SYNCS.PHASECHK.TRANS64", "HGMMA.64x96x16.F32",
+        "HGMMA.64x256x16.F32.BF16", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR.LE", "STSM.16.M88.4", "HFMA2",
+        "HFMA2.BF16_V2", "USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL",
     ],
 )  # fmt: skip
 def test_the_instruction_is_there(sass, instruction):
@@ -164,12 +165,9 @@ def test_products(device, dtype, n, registers, transposed):
 
 
 @pytest.mark.gpu
-def test_warpgroups_take_turns(device):
-    rounds = 1000
-    order, found = np.full(3 * rounds, -1, np.int32), np.full(384, -1, np.int32)
-    device("turns", rounds, order, found)
-    assert np.array_equal(order, np.tile([0, 1, 2], rounds))
-    assert (found == rounds).all()  # everyone found what the one before had left
+@pytest.mark.parametrize("name", SMALL)
+def test_small_instructions(device, name):
+    SMALL[name](device)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 
 #include "hopper/descriptor.cuh"
 #include "hopper/tensor_map.h"
-#include "ptx/named_barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -24,7 +23,6 @@ enum Fault {
   kNoInit,
   kOddBox,
   kNoCopy,
-  kSkippedBarrier,
   kHalfTrade,
 };
 
@@ -45,7 +43,6 @@ void multiply(Fault fault, const CUtensorMap& map, float* g_out) {
     if (fault != kNoCopy) qf::copy_box(s_tile + (fault == kOddBox ? 512 : 0), &map, 0, 0, 0, 0, s_full);
   }
   qf::mbarrier_wait(s_full, 0);
-  if (fault != kSkippedBarrier || thread < 96) qf::named_barrier_sync(1, 128);
   uint32_t a[4];
   float d[kN / 8][4] = {};
   for (uint32_t& pair : a) pair = 0x3c003c00;  // 1, 1

@@ -1,5 +1,5 @@
-// What Hopper adds to cuda_on_host.h: mbarriers, the copy engine, products of warpgroups, named barriers, registers
-// that change hands. They are as unkind as the hardware may be:
+// What Hopper adds to cuda_on_host.h: mbarriers, the copy engine, products of warpgroups, registers that change hands.
+// They are as unkind as the hardware may be:
 // - Copies arrive at once, or when nobody can go on without them; drawn from the block's seed.
 // - Products are computed when their group is committed, or when nobody can go on without; drawn from the seed as well.
 //   Sums are seen after the wait and read as NaN until then. To write to them, or to A in registers, is an error
@@ -39,11 +39,6 @@ struct BoxCopy {
   TensorMap map;
   int at[4];
   MbarrierState* barrier;
-};
-
-struct NamedBarrier {
-  int arrived, threads;
-  unsigned round;
 };
 
 // One wgmma of a warpgroup: what its threads must agree on, and what each of them brings.
@@ -98,7 +93,6 @@ struct Hopper : Extension {
   int threads = 0;
   std::set<const void*> barriers;
   std::vector<BoxCopy> late;
-  NamedBarrier named[16];
   Warpgroup warpgroups[8];
   Multiplier multipliers[1024];
 
@@ -107,7 +101,6 @@ struct Hopper : Extension {
     threads = count;
     barriers.clear();
     late.clear();
-    for (auto& one : named) one = NamedBarrier();
     for (auto& one : warpgroups) one = Warpgroup();
     for (auto& one : multipliers) one = Multiplier();
   }
@@ -192,34 +185,6 @@ inline void copy_box(void* s_to, const void* map, const int (&at)[4], uint64_t* 
     perform(copy);
   else
     hopper.late.push_back(copy);
-}
-
-inline void named_barrier_arrive(int number, int threads) {
-  NamedBarrier& barrier = hopper.named[number];
-  if (number < 1 || number > 15 || threads % 32) fail("no such barrier: " + std::to_string(number));
-  if (barrier.arrived > 0 && barrier.threads != threads)
-    fail("barrier " + std::to_string(number) + " is for " + std::to_string(barrier.threads) + " threads to some and " +
-         std::to_string(threads) + " to others");
-  barrier.threads = threads;
-  if (++barrier.arrived < threads) return;
-  barrier.arrived = 0;
-  ++barrier.round;
-}
-
-inline void named_barrier_sync(int number, int threads) {
-  Event event;
-  event.happened = [](const void* object, unsigned round) {
-    return static_cast<const NamedBarrier*>(object)->round != round;
-  };
-  event.name = [](const void* object, unsigned) {
-    const auto* barrier = static_cast<const NamedBarrier*>(object);
-    return "barrier " + std::to_string(barrier - hopper.named) + " (" +
-           std::to_string(barrier->threads - barrier->arrived) + " threads to come)";
-  };
-  event.object = &hopper.named[number];
-  event.argument = hopper.named[number].round;
-  named_barrier_arrive(number, threads);
-  wait_for(event);
 }
 
 inline void set_registers(int registers) {

@@ -2,4 +2,4 @@
 #include "boxes.cu"
 #include "products.cu"
 #include "registers.cu"
-#include "turns.cu"
+#include "small.cu"
