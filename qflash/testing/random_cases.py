@@ -49,7 +49,7 @@ def random_case(chooser: Chooser, dtypes: Sequence[str] = DTYPES) -> Case:
         "softcap": chooser.choice((None, None, 1.0, 30.0)),
         "scale": chooser.choice((None, None, None, 0.0, -0.3, 0.5)),
         "rope": _random_rope(chooser, head_dim),
-        "data": chooser.choice(("normal", "normal", "biased_k", "outlier", "uniform", "large")),
+        "data": chooser.choice(("normal", "normal", "biased_k", "outlier", "uniform", "large", "rising", "hills")),
         "seed": chooser.integer(0, 9999),
     }
     if words["window"]:

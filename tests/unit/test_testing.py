@@ -101,6 +101,17 @@ def test_large_scores_are_large() -> None:
     assert 5e3 < scores.std() < 2e4
 
 
+@pytest.mark.parametrize("data", ["rising", "hills"])
+def test_scores_of_some_rows_climb_past_what_weights_can_hold(data: str) -> None:
+    """From one tile of 64 keys to the next float16 ends 15 powers of two above 1, float32 128; other rows stay."""
+    inputs = Case(q_len=100, k_len=400, data=data).make_inputs()
+    scores = np.einsum("bqhd,bkhd->bhqk", inputs.q, inputs.k) / (8 * np.log(2))
+    highest = scores.reshape(*scores.shape[:-1], -1, 50).max(-1)
+    most, least = (edge(np.diff(highest), -1) for edge in (np.max, np.min))
+    assert (most > 128).any() and ((most > 10) & (most < 15)).any() and (most < 5).any()
+    assert (least < -128).any()
+
+
 def test_the_oracles_own_answer_passes() -> None:
     for case in cases("full"):
         assert judge(case, *result(case)).failures == []
