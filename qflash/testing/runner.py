@@ -23,18 +23,19 @@ _GUARD = 64  # values on either side of an output that must come back untouched
 
 
 def run_case(
-    case: Case, kernel: str | None = None, framework: str = "native", num_threads: int = 0
+    case: Case, kernel: str | None = None, framework: str = "native", num_threads: int = 0, out_shift: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of `case` as NumPy arrays.
 
     "native" and "native-cuda" call the kernel's entry on outputs filled with NaN, so that a value nobody wrote shows;
-    "native" also fails if anything around the outputs was touched. The others go through `qflash.attention`.
+    "native" also fails if anything around the outputs was touched. The others go through `qflash.attention`. out_shift:
+    elements that "native-cuda" lets out begin past a whole 16 bytes.
     """
     inputs = case.make_inputs()
     if framework == "native":
         return _run_native(case, inputs, kernel, num_threads)
     if framework == "native-cuda":
-        return _run_native_cuda(case, inputs, kernel)
+        return _run_native_cuda(case, inputs, kernel, out_shift)
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework is {framework!r}; allowed: {', '.join(FRAMEWORKS)}")
     out, lse = call(case, convert(inputs, framework), kernel)
@@ -229,13 +230,14 @@ def _run_native(case: Case, inputs: Inputs, kernel: str | None, num_threads: int
     return out.checked("out"), lse.checked("lse")
 
 
-def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None) -> tuple[np.ndarray, np.ndarray]:
+def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None, out_shift: int) -> tuple[np.ndarray, np.ndarray]:
     import torch
 
     problem = problem_of(case, inputs, kernel, f"cuda:{torch.cuda.current_device()}")
     prepared = prepare(problem, arch_of("cuda"))
     tensors = convert(inputs, "torch-cuda")
-    out = torch.full(inputs.q.shape, torch.nan, dtype=getattr(torch, case.dtype), device="cuda")
+    room = torch.full((inputs.q.size + out_shift,), torch.nan, dtype=getattr(torch, case.dtype), device="cuda")
+    out = room[out_shift:].view(inputs.q.shape)
     lse = torch.full(_lse_shape(problem), torch.nan, dtype=torch.float32, device="cuda")
     workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device="cuda")
     arrays = [tensors.q, tensors.k, tensors.v, out, lse, tensors.kv_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k]

@@ -70,6 +70,15 @@ def test_a_length_out_of_range_on_the_gpu_is_nan_for_its_sequence_only(bad: int,
         assert out[b].tobytes() == want_out[b].tobytes() and lse[b].tobytes() == want_lse[b].tobytes()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", CUDA_KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_outputs_may_begin_at_any_element_on_the_gpu(head_dim: int, kernel: str) -> None:
+    case = suited(Case("odd", 150, 200, 4, 2, head_dim, batch=2, causal=True), kernel, arch_of("cuda"))
+    aligned, odd = (run_case(case, kernel, "native-cuda", out_shift=shift) for shift in (0, 1))
+    check_same_bits(case, aligned, odd)
+
+
 @pytest.mark.parametrize("kernel", WITH_BACKWARD)
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=by_name)
 def test_gradients(case: Case, kernel: str) -> None:
