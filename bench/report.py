@@ -254,8 +254,10 @@ def rooflines() -> str:
 
 
 def plots() -> str:
-    """The speed plots of machines with committed rows."""
-    found = sorted(store.RESULTS.glob("*/cpu.svg")) + sorted(store.RESULTS.glob("*/cuda.svg"))
+    """The speed plots of machines with committed rows: the CPU engine's, or the fastest CUDA kernel's."""
+    gpus = sorted({path.parent for name in ("sm90", "cuda") for path in store.RESULTS.glob(f"*/{name}.svg")})
+    fastest = [next(path for name in ("sm90", "cuda") if (path := gpu / f"{name}.svg").exists()) for gpu in gpus]
+    found = sorted(store.RESULTS.glob("*/cpu.svg")) + fastest
     return "\n".join(f"![speed on {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found)
 
 
