@@ -274,8 +274,8 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
       if (leads && others() == 0) v_place.release(*s.v_ring);
       char* const s_rows = s.q + q_done.stage() * QTile::kBytes + warp_row() * kPanelRowBytes;
       finish(p, record, O, rows, s_rows, warp_row(), lane(), out_aligned);
-      if (kOutThroughQ) fence_proxy_async();
-      __syncwarp();  // every lane has read the record, and its rows
+      if (kOutThroughQ) fence_proxy_async();  // what went through q's stage, before the copy engine fills it again
+      __syncwarp();                           // every lane has read the record, and its rows
       if (leads) current.release(*s.record_ring);
       if (kQStages > 1 && leads) q_done.release(*s.q_ring);
     }

@@ -1,10 +1,11 @@
 // What a persistent block does: a list of items, each one row tile of one head of one sequence.
 //
 // Where all items are equally long, a head's row tiles follow each other and blocks take them in turn: neighbours read
-// the same K and V at the same time. Where masks or lengths make some longer than others, heads are taken in sections
-// whose K and V fit the L2 cache together, the longest row tiles of a section first (causal masks make the last ones
-// longest), and blocks draw their next one when they are about to need it. Which block takes which item is then left to
-// chance; what becomes of it is not.
+// the same K and V at the same time. Where masks or packed sequences make some longer than others, heads are taken in
+// sections whose K and V fit the L2 cache together, the longest row tiles of a section first (causal masks make the
+// last ones longest), and blocks draw their next one when they are about to need it. Which block takes which item is
+// then left to chance; what becomes of it is not. kv_lens alone count as equally long: the workspace, where the counter
+// is, is planned without their address.
 #pragma once
 
 #include "attn/mask.cuh"

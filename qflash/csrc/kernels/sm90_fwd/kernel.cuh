@@ -14,7 +14,7 @@
 // Shared memory (head_dim 128): panels of 64 channels, 128 bytes a row, swizzled by TMA (hopper/descriptor.cuh).
 //   q        2 stages of [kBlockM][kHeadDim]   64 KB   the next item's q is there before this one's is done with
 //   k, v     2 stages of [kBlockN][kHeadDim]  128 KB
-//   rings    a full and an empty mbarrier for every stage of q, K, V and records
+//   rings    a full and an empty mbarrier for every stage of q, K, V and records; two more kinds, see shared.cuh
 //   records  what everybody must know of this item and the next
 //
 // Pipeline of a consumer, for tile n of an item:
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(qf::sm90_fwd::kThreads, 1)
     s.record_ring->init(kConsumerWarps + 1 + kInspectorWarps);
     for (int i = 0; i < kStages; ++i) mbarrier_init(&s.v_checked[i], kInspectorWarps);
     mbarrier_init(s.wanted, 1);
-    fence_mbarrier_init();
+    fence_mbarrier_init();  // the barriers, to the copy engine
     prefetch_tensor_map(&maps.q);
     prefetch_tensor_map(&maps.k);
     prefetch_tensor_map(&maps.v);

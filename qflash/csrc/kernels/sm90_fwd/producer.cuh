@@ -103,7 +103,7 @@ __device__ inline void clear_nonfinite_tile(char* s_tile, int& spoiled, int thre
     for (int e = 0; e < kPerChunk; ++e)
       if (word_nonfinite<Element>(s_chunk[e])) s_chunk[e] = 0;
   }
-  fence_proxy_async();
+  fence_proxy_async();  // the zeros, to wgmma
 }
 
 __device__ __forceinline__ void inspect(const Shared& s, int thread) {
