@@ -29,6 +29,7 @@ TILES = [
     Case("tile_single_head", 600, 600, 1, 1, head_dim=16, causal=True, seed=4),
     Case("tile_long_k", 100, 700, 4, 2, head_dim=24, causal=True, seed=5),
     Case("tile_long_q", 700, 100, 4, 2, head_dim=24, causal=True, seed=6),
+    Case("tile_flat_cap", 1, 65, 2, 1, head_dim=2, batch=2, softcap=1.0, rope=Rotary(dim=2), data="large"),
     Case("tile_narrow_window", 500, 500, 1, 1, head_dim=20, window=(7, 3), seed=7),
     Case("tile_wide_window", 500, 450, 2, 1, head_dim=20, window=(150, 110), seed=8),
     Case("tile_left_window", 300, 420, 2, 2, head_dim=20, window=(100, -1), seed=9),

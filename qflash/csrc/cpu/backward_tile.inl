@@ -95,8 +95,9 @@ static inline void weight_block(const WeightMap& map, int head_dim, int pitch, c
     for (int n = 0; n < kScoreVecs; n++) {
       Vec score = acc[r][n];
       if (kCapped) {
-        score = tanh(score * broadcast(map.inverse_cap));
-        store(ds + r * kBwdBlock + n * kLanes, fma(-score, score, broadcast(1.0f)));
+        score = score * broadcast(map.inverse_cap);
+        store(ds + r * kBwdBlock + n * kLanes, tanh_slope(score));
+        score = tanh(score);
       }
       Vec weight = exp2_nonpositive(fma(score, broadcast(map.factor), minus_lse));
       if (kMasked) weight = keep_seen(weight, key + n * kLanes, seen);
