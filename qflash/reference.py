@@ -186,9 +186,9 @@ def scores(q: np.ndarray, k: np.ndarray, scale: float, softcap: float) -> tuple[
         s = scale * (q @ k.T)
         if softcap == 0:
             return s, np.ones_like(s)
-        shrunk = np.exp(-2 * np.abs(s / softcap))
-        slope = 4 * shrunk / (1 + shrunk) ** 2  # 1 - tanh^2, which would cancel
-        return softcap * np.tanh(s / softcap), slope
+        x = s / softcap
+        shrunk = np.exp(-2 * np.abs(x))
+        return softcap * np.tanh(x), 4 * shrunk / (1 + shrunk) ** 2  # the slope is 1 - tanh^2, which would cancel
 
 
 def __getattr__(name: str) -> Any:

@@ -166,12 +166,13 @@ def check_gradients(case: Case, dq: np.ndarray, dk: np.ndarray, dv: np.ndarray) 
         verdict = Verdict(errors(got, want))
         _judge_positions(verdict, name, np.asarray(got, np.float64), want)
         difference = np.linalg.norm(_difference(np.asarray(got, np.float64), want))
-        bound = GRADIENT_L2[case.dtype] * condition
+        bound, least = GRADIENT_L2[case.dtype] * condition, LEAST_GRADIENT[case.dtype] * np.sqrt(want.size)
+        size = float(np.linalg.norm(want[np.isfinite(want)]))
         if want.size >= ENOUGH_VALUES:
-            size = float(np.linalg.norm(want[np.isfinite(want)]))
-            least = LEAST_GRADIENT[case.dtype] * np.sqrt(want.size) / size if size else 0.0
-            verdict.expect(f"relative L2 error of {name}", verdict.errors.relative_l2, bound + least)
-        verdict.expect(f"error of {name} against the largest gradient", _ratio(float(difference), scale), bound)
+            allowed = bound + (least / size if size else 0.0)
+            verdict.expect(f"relative L2 error of {name}", verdict.errors.relative_l2, allowed)
+        allowed = bound + (least / scale if scale else 0.0)
+        verdict.expect(f"error of {name} against the largest gradient", _ratio(float(difference), scale), allowed)
         found[name] = verdict.errors
         failures += verdict.failures
     _raise_if_broken(case, failures)

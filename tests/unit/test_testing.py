@@ -215,6 +215,20 @@ def test_gradients_are_judged() -> None:
         compare.check_gradients(SMALL, *grads)
 
 
+def test_small_gradients_may_be_as_far_off_as_float16_rounds(monkeypatch) -> None:
+    case = replace(SMALL, dtype="float16")
+    step = np.float16(2.0**-24)  # between neighbours there
+    grads = [np.full(x.shape, 16 * step) for x in compare.expected_gradients(case)]
+    for off, allowed in ((0.5, True), (2.0, False)):  # steps: 3 and 12 % of the gradient
+        wants = [x.astype(np.float64) + off * float(step) for x in grads]
+        monkeypatch.setattr(compare, "expected_gradients", lambda _, wants=wants: wants)
+        if allowed:
+            compare.check_gradients(case, *grads)
+        else:
+            with pytest.raises(ContractError, match="dk"):
+                compare.check_gradients(case, *grads)
+
+
 def test_bits_are_compared() -> None:
     out, lse = result(SMALL)
     compare.check_same_bits(SMALL, (out, lse), (out.copy(), lse))

@@ -121,8 +121,6 @@ struct Wgmma;
 
 QF_WGMMAS(64, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3,
           (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6)), "%32", "%33", "%34", "%35", "%36", "%37")
-QF_WGMMAS(80, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4,
-          (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8)), "%40", "%41", "%42", "%43", "%44", "%45")
 QF_WGMMAS(96, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5,
           (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10)), "%48", "%49", "%50", "%51", "%52",
           "%53")

@@ -67,7 +67,8 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const Items& item
           O[0][j][e] = s_value;
       }
   };
-  // The scores of this warp's rows once more, from the tiles of q and K that are still there.
+  // The scores of this warp's rows once more, from the tiles of q and K that are still there. As qk_mma() does it,
+  // which would have more of K in registers at once than there are.
   const auto scores_again = [&] {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)

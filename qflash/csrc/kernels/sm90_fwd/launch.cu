@@ -43,7 +43,7 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   if (stage.bytes > planned.bytes)
     if (const cudaError_t error = borrowed.take(stage.bytes)) return error;
   char* const memory =
-      static_cast<char*>(borrowed.memory ? borrowed.memory : p->workspace) + (borrowed.memory ? 0 : counter);
+      borrowed.memory ? static_cast<char*>(borrowed.memory) : static_cast<char*>(p->workspace) + counter;
   if (items.count <= processors) items.drawn = false;  // one for each block at most
   if (items.drawn) {
     items.next = static_cast<int*>(p->workspace);

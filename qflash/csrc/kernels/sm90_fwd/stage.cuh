@@ -81,7 +81,7 @@ __device__ __forceinline__ int position_of(const QfAttnParams& p, Which which, i
   return position_k(p.rope, b, seq.k0, int(row - seq.k0));
 }
 
-// The first row of x's copy of a token, and the token itself in x.
+// A token's first head, where it is read and where its copy goes.
 struct Token {
   const Element* g_from;
   Element* g_to;
@@ -92,7 +92,7 @@ __device__ __forceinline__ Token token_of(const Staged& x, char* copies, int hea
 }
 
 // May rotate_token() be used?
-__host__ __device__ __forceinline__ bool rotates_by_chunks(const Staged& x, const QfRope& rope, bool tables_vectorise) {
+__device__ __forceinline__ bool rotates_by_chunks(const Staged& x, const QfRope& rope, bool tables_vectorise) {
   return x.rotated && x.vector && tables_vectorise && !rope.interleaved && rope.rotary_dim % (2 * kPerChunk) == 0;
 }
 
@@ -117,10 +117,8 @@ __device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x
       s[e + 2] = turn.sign * sine.z, s[e + 3] = turn.sign * sine.w;
     }
   }
-  const auto low = [](uint32_t w) { return Tensor::low(w); };
-  const auto high = [](uint32_t w) { return Tensor::high(w); };
   const auto turn_word = [&](uint32_t& a, uint32_t& b, int e) {
-    const float x0 = low(a), x1 = high(a), y0 = low(b), y1 = high(b);
+    const float x0 = Tensor::low(a), x1 = Tensor::high(a), y0 = Tensor::low(b), y1 = Tensor::high(b);
     a = Tensor::pair(fmaf(y0, -s[e], x0 * c[e]), fmaf(y1, -s[e + 1], x1 * c[e + 1]));
     b = Tensor::pair(fmaf(x0, s[e], y0 * c[e]), fmaf(x1, s[e + 1], y1 * c[e + 1]));
   };
