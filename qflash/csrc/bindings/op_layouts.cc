@@ -4,6 +4,7 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace qflash {
 namespace {
@@ -37,6 +38,15 @@ constexpr bool complete(const OpField (&fields)[N], size_t struct_bytes) {
   QF_FIELD(field.cos), QF_FIELD(field.sin), QF_FIELD(field.positions_q), QF_FIELD(field.positions_k),   \
       QF_FIELD(field.stride_positions_q_b), QF_FIELD(field.stride_positions_k_b), QF_FIELD(field.rows), \
       QF_FIELD(field.rotary_dim), QF_FIELD(field.interleaved), QF_FIELD(field.reserved)
+#define QF_ATTENTION(field)                                                                                          \
+  QF_FIELD(field.struct_bytes), QF_FIELD(field.dtype), QF_FIELD(field.precision), QF_FIELD(field.batch),             \
+      QF_FIELD(field.q_len), QF_FIELD(field.k_len), QF_FIELD(field.q_heads), QF_FIELD(field.kv_heads),               \
+      QF_FIELD(field.head_dim), QF_FIELD(field.window_left), QF_FIELD(field.window_right), QF_FIELD(field.scale),    \
+      QF_FIELD(field.softcap), QF_FIELD(field.num_threads), QF_TENSOR(field.q), QF_TENSOR(field.k),                  \
+      QF_TENSOR(field.v), QF_TENSOR(field.out), QF_FIELD(field.lse), QF_FIELD(field.lse_stride_b),                   \
+      QF_FIELD(field.lse_stride_h), QF_FIELD(field.kv_lens), QF_FIELD(field.cu_seqlens_q),                           \
+      QF_FIELD(field.cu_seqlens_k), QF_ROPE(field.rope), QF_FIELD(field.workspace), QF_FIELD(field.workspace_bytes), \
+      QF_FIELD(field.total_q), QF_FIELD(field.total_k)
 #define QF_SCALES(field)                                                                             \
   QF_FIELD(field.scale), QF_FIELD(field.zero_point), QF_FIELD(field.sums), QF_FIELD(field.stride_b), \
       QF_FIELD(field.stride_h), QF_FIELD(field.group), QF_FIELD(field.reserved)
@@ -65,43 +75,17 @@ struct Dequantize {
 
 struct Int8Attention {
   using S = QfInt8AttnParams;
-  static constexpr OpField kFields[] = {QF_FIELD(struct_bytes),
-                                        QF_FIELD(reserved),
-                                        QF_FIELD(attn.struct_bytes),
-                                        QF_FIELD(attn.dtype),
-                                        QF_FIELD(attn.precision),
-                                        QF_FIELD(attn.batch),
-                                        QF_FIELD(attn.q_len),
-                                        QF_FIELD(attn.k_len),
-                                        QF_FIELD(attn.q_heads),
-                                        QF_FIELD(attn.kv_heads),
-                                        QF_FIELD(attn.head_dim),
-                                        QF_FIELD(attn.window_left),
-                                        QF_FIELD(attn.window_right),
-                                        QF_FIELD(attn.scale),
-                                        QF_FIELD(attn.softcap),
-                                        QF_FIELD(attn.num_threads),
-                                        QF_TENSOR(attn.q),
-                                        QF_TENSOR(attn.k),
-                                        QF_TENSOR(attn.v),
-                                        QF_TENSOR(attn.out),
-                                        QF_FIELD(attn.lse),
-                                        QF_FIELD(attn.lse_stride_b),
-                                        QF_FIELD(attn.lse_stride_h),
-                                        QF_FIELD(attn.kv_lens),
-                                        QF_FIELD(attn.cu_seqlens_q),
-                                        QF_FIELD(attn.cu_seqlens_k),
-                                        QF_ROPE(attn.rope),
-                                        QF_FIELD(attn.workspace),
-                                        QF_FIELD(attn.workspace_bytes),
-                                        QF_FIELD(attn.total_q),
-                                        QF_FIELD(attn.total_k),
-                                        QF_SCALES(q_scales),
-                                        QF_SCALES(k_scales),
-                                        QF_SCALES(v_scales),
-                                        QF_FIELD(lift),
-                                        QF_FIELD(k_mean),
-                                        QF_FIELD(k_wild)};
+  static constexpr OpField kFields[] = {QF_FIELD(struct_bytes), QF_FIELD(reserved),  QF_ATTENTION(attn),
+                                        QF_SCALES(q_scales),    QF_SCALES(k_scales), QF_SCALES(v_scales),
+                                        QF_FIELD(lift),         QF_FIELD(k_mean),    QF_FIELD(k_wild)};
+};
+
+struct KvAttention {
+  using S = QfKvAttnParams;
+  static constexpr OpField kFields[] = {QF_FIELD(struct_bytes), QF_FIELD(rounding),  QF_FIELD(seed),
+                                        QF_ATTENTION(attn),     QF_FIELD(kv.k),      QF_FIELD(kv.k_scale),
+                                        QF_FIELD(kv.k_mean),    QF_FIELD(kv.k_wild), QF_FIELD(kv.v),
+                                        QF_FIELD(kv.v_scale),   QF_FIELD(kv.v_lift), QF_FIELD(kv.v_wild)};
 };
 
 struct Int8Matmul {
@@ -149,6 +133,7 @@ struct CrossEntropy {
 #undef QF_FIELD
 #undef QF_TENSOR
 #undef QF_ROPE
+#undef QF_ATTENTION
 #undef QF_SCALES
 
 template <class Table>
@@ -167,12 +152,11 @@ const OpField* OpLayout::find(std::string_view field) const {
 }
 
 const std::vector<OpLayout>& op_layouts() {
-  static const auto* layouts = new std::vector<OpLayout>{layout_of<Quantize>("QfQuantizeParams"),
-                                                         layout_of<Dequantize>("QfDequantizeParams"),
-                                                         layout_of<Int8Attention>("QfInt8AttnParams"),
-                                                         layout_of<Int8Matmul>("QfInt8MatmulParams"),
-                                                         layout_of<Rows>("QfRowsParams"),
-                                                         layout_of<CrossEntropy>("QfCrossEntropyParams")};
+  static const auto* layouts = new std::vector<OpLayout>{
+      layout_of<Quantize>("QfQuantizeParams"),        layout_of<Dequantize>("QfDequantizeParams"),
+      layout_of<Int8Attention>("QfInt8AttnParams"),   layout_of<KvAttention>("QfKvAttnParams"),
+      layout_of<Int8Matmul>("QfInt8MatmulParams"),    layout_of<Rows>("QfRowsParams"),
+      layout_of<CrossEntropy>("QfCrossEntropyParams")};
   return *layouts;
 }
 
@@ -199,10 +183,12 @@ void OpParams::set_threads(int32_t threads) {
 }
 
 void OpParams::set_workspace(const void* workspace, int64_t bytes) {
-  const OpField* field = layout_->find("workspace");
-  if (!field) return;
-  set_pointer(field->offset, workspace);
-  std::memcpy(bytes_ + layout_->find("workspace_bytes")->offset, &bytes, sizeof bytes);
+  for (const auto& [pointer, size] :
+       {std::pair{"workspace", "workspace_bytes"}, std::pair{"attn.workspace", "attn.workspace_bytes"}})
+    if (const OpField* field = layout_->find(pointer)) {
+      set_pointer(field->offset, workspace);
+      std::memcpy(bytes_ + layout_->find(size)->offset, &bytes, sizeof bytes);
+    }
 }
 
 }  // namespace qflash

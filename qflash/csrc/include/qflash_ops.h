@@ -93,6 +93,29 @@ typedef struct QfInt8AttnParams {
   const int32_t* k_wild; /* [batch, kv_heads]: how many keys are not finite; NULL: unknown, every tile is looked at */
 } QfInt8AttnParams;
 
+/* K and V as quantize_kv leaves them, contiguous; docs/kernels/sm90_int8.md has the layouts. width is head_dim rounded
+ * up to 16, padded is k_len rounded up to 128. */
+typedef struct QfQuantizedKv {
+  int8_t* k;      /* [batch, k_len, kv_heads, width]: smoothed, then turned by a Hadamard matrix in every 16 channels */
+  float* k_scale; /* [batch, kv_heads, ceil(k_len / 64)] */
+  float* k_mean;  /* [batch, kv_heads, head_dim]: what smoothing took off */
+  int32_t* k_wild; /* [batch, kv_heads]: how many keys are not finite; they are -128 throughout */
+  uint8_t* v;      /* E4M3, [batch, kv_heads, head_dim, padded], keys permuted in every 16; NULL: V stays as it is */
+  float* v_scale;  /* [batch, kv_heads]; these three only with v */
+  float* v_lift;   /* [batch, kv_heads, ceil(k_len / 128)]: v ~ byte v_scale 2^lift */
+  int32_t* v_wild; /* [batch, kv_heads]: how many values are not finite */
+} QfQuantizedKv;
+
+/* quantize_kv fills kv: of attn it reads k, v, kv_lens, cu_seqlens_k and rope, not q and out. attention_kv reads kv: in
+ * attn k.data is NULL, and v.data too where kv.v is there; rope turns q alone. attn.precision is QF_INT8 (kv.v is NULL)
+ * or QF_INT8_FP8; attn.dtype that of q, k, v and out; attn has the workspace of both. */
+typedef struct QfKvAttnParams {
+  int32_t struct_bytes, rounding; /* QfRounding, of k's int8, and of q's: stochastic uses seed */
+  uint64_t seed;
+  QfAttnParams attn;
+  QfQuantizedKv kv;
+} QfKvAttnParams;
+
 /* out[i, j] = a_scale[i] * b_scale[j] * sum_k a[i, k] b[k, j] + bias[j]; sums are exact in int32. */
 typedef struct QfInt8MatmulParams {
   int32_t struct_bytes, out_dtype; /* QF_F32, QF_F16, QF_BF16, or QF_I32 (no scales, no bias) */
