@@ -3,6 +3,7 @@
 from qflash._native import get_num_threads, set_num_threads
 from qflash.api import Explanation, attention, attention_varlen, explain
 from qflash.errors import CompileError, KernelError, NoKernelError, ToolchainError
+from qflash.ops.kv import QuantizedKV, quantize_kv
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.quantization import Quantized, dequantize, quantize
 from qflash.ops.rows import cross_entropy, layer_norm, softmax
@@ -16,6 +17,7 @@ __all__ = [
     "KernelError",
     "NoKernelError",
     "Quantized",
+    "QuantizedKV",
     "Rope",
     "ToolchainError",
     "attention",
@@ -27,6 +29,7 @@ __all__ = [
     "int8_matmul",
     "layer_norm",
     "quantize",
+    "quantize_kv",
     "rope_tables",
     "set_num_threads",
     "softmax",

@@ -9,6 +9,8 @@ from typing import Any
 from qflash import dispatch
 from qflash.frontends.choose import frontend_of
 from qflash.ops.attention import attention_on_integers, spec_on_integers
+from qflash.ops.kv import QuantizedKV
+from qflash.ops.kv_attention import attention_on_kv, spec_on_kv
 from qflash.ops.quantization import Quantized
 from qflash.problem import CAUSAL, PLAIN, Options, require_flag
 from qflash.rope import Rope
@@ -28,7 +30,7 @@ def _options(causal, window, softcap, scale, precision, kernel) -> Options:
 def attention(
     q: Any,
     k: Any,
-    v: Any,
+    v: Any = None,
     *,
     causal: bool = False,
     window: Sequence[int] | None = None,
@@ -49,8 +51,8 @@ def attention(
     causal: query i sees keys `j <= i + Tk - Tq`. window: `(left, right)` keys on each side of that diagonal, -1 open.
     kv_lens: int32 `[B]`, how many keys of each sequence exist; takes Tk's place in the diagonal. softcap: scores become
     `softcap · tanh(score / softcap)`. scale: default `1 / sqrt(D)`. rope: rotate q and k first, see `qflash.Rope`.
-    precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (no kernel does
-    that yet). kernel: the name of one kernel that must be used. A row that sees no key gives zeros and lse -inf.
+    precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (on Hopper
+    alone). kernel: the name of one kernel that must be used. A row that sees no key gives zeros and lse -inf.
 
     q and k, and v if one likes, may be `qflash.Quantized`, so that what is quantized once serves many calls. Of q and
     k both are symmetric or both have a zero point; k has one scale, or one for each group of a power of two, 16 or
@@ -58,12 +60,19 @@ def attention(
     was made from. The CPU turns them back to float32 first; on CUDA scores are products of integers (kernel
     `fa_int8_quantized`), and results have 16 bits. Forward only.
 
+    In k's place, without v, there may be a `qflash.QuantizedKV` (kv in errors), what `quantize_kv` returns. q is then
+    an array, quantized on the way; rope turns q alone; kv_lens are by default those that kv was made with. On Hopper
+    alone, and forward only.
+
     Bad arguments raise ValueError or TypeError. So do bad values inside kv_lens and rope positions on the CPU; a CUDA
     kernel cannot raise for those and gives NaN in the rows concerned.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
     require_flag("return_lse", return_lse)
-    if Quantized in (type(q), type(k), type(v)):
+    kinds = (type(q), type(k), type(v))
+    if QuantizedKV in kinds:
+        return attention_on_kv(q, k, v, options, kv_lens, rope, return_lse)
+    if Quantized in kinds:
         return attention_on_integers(q, k, v, options, kv_lens, rope, return_lse)
     return frontend_of(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
 
@@ -96,8 +105,9 @@ def attention_varlen(
     options = _options(causal, window, softcap, scale, precision, kernel)
     require_flag("return_lse", return_lse)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if type(x) is Quantized:
-            raise TypeError(f"{name} is qflash.Quantized; allowed: an array, only attention takes Quantized")
+        if type(x) in (Quantized, QuantizedKV):
+            kind = type(x).__name__
+            raise TypeError(f"{name} is qflash.{kind}; allowed: an array, only attention takes {kind}")
     return frontend_of(type(q)).attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, kv_lens, rope, return_lse
     )
@@ -108,18 +118,19 @@ class Explanation:
     """Which kernel would run and why each other one would not. `str()` is a table."""
 
     kernel: str | None
-    spec: Spec | OpSpec  # OpSpec: q and k are Quantized
+    spec: Spec | OpSpec  # OpSpec: q and k are Quantized, or k a QuantizedKV
     rows: list[tuple[str, str, str]]
+    notes: tuple[str, ...] = ()  # what one should know about that choice
 
     def __str__(self) -> str:
         title = f"{self.kernel or 'no kernel'} serves {self.spec}"
-        return f"{title}\n{dispatch.table(self.rows)}"
+        return "\n".join([title, dispatch.table(self.rows), *(f"note: {note}" for note in self.notes)])
 
 
 def explain(
     q: Any,
     k: Any,
-    v: Any,
+    v: Any = None,
     *,
     causal: bool = False,
     window: Sequence[int] | None = None,
@@ -130,15 +141,24 @@ def explain(
     precision: str | None = None,
     kernel: str | None = None,
 ) -> Explanation:
-    """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing."""
+    """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing.
+
+    For a quantized precision it also notes where the arrays' own type is usually faster.
+    """
     options = Options(causal, window, softcap, scale, precision, kernel)
-    if Quantized in (type(q), type(k), type(v)):
+    kinds = (type(q), type(k), type(v))
+    problem = None
+    if QuantizedKV in kinds:
+        spec = spec_on_kv(q, k, v, options, kv_lens, rope)
+    elif Quantized in kinds:
         spec = spec_on_integers(q, k, v, options, kv_lens, rope)
     else:
         frontend = frontend_of(type(q))
-        spec = frontend.problem_of(q, k, v, options, kv_lens, rope).spec(frontend.arch_of(q))
+        problem = frontend.problem_of(q, k, v, options, kv_lens, rope)
+        spec = problem.spec(frontend.arch_of(q))
     if kernel is not None:
         dispatch.plan(spec, kernel)  # refuses a name that is unknown or cannot serve
     rows = dispatch.rows(spec, kernel)
     chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
-    return Explanation(chosen, spec, rows)
+    notes = dispatch.notes(spec, chosen, problem.k_len) if problem is not None else []
+    return Explanation(chosen, spec, rows, tuple(notes))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from qflash.errors import NoKernelError
-from qflash.spec import DTYPES, OpSpec, Spec
+from qflash.spec import DTYPES, PRECISIONS, OpSpec, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,9 @@ class Kernel:
     backward: bool = False
     automatic: bool = True  # False: runs only when asked for by name
     also: Callable[[Spec | OpSpec], list[str]] | None = None  # further reasons it cannot serve a spec
+    # Quantized: (head_dim, keys) by rising head_dim. Up to that head_dim, a problem of fewer keys is usually faster
+    # without quantization, None: any problem is. What `explain` notes; bench rows say so.
+    pays_from: tuple[tuple[int, int | None], ...] = ()
 
 
 def _sixteen_bit_tensor_cores(spec: Spec | OpSpec) -> list[str]:
@@ -65,6 +68,7 @@ KERNELS: tuple[Kernel, ...] = (
         precision="int8",
         min_arch=75,
         also=_sixteen_bit_tensor_cores,
+        pays_from=((64, None), (256, 4096)),  # preset ladder, against fa_mma
     ),
     Kernel(
         name="sm90_fwd",
@@ -258,11 +262,10 @@ def reasons(kernel: Kernel, spec: Spec | OpSpec) -> list[str]:
     found += arch_reasons(kernel, spec.arch)
     if spec.dtype not in kernel.dtypes:
         found.append(f"takes {', '.join(kernel.dtypes)}, not {spec.dtype}")
-    if isinstance(spec, Spec):
-        if spec.precision != kernel.precision:
-            found.append(f"computes in precision {kernel.precision}, not {spec.precision}")
-        if spec.backward and not kernel.backward:
-            found.append("has no backward pass")
+    if spec.precision and spec.precision != kernel.precision:
+        found.append(f"computes in precision {kernel.precision}, not {spec.precision}")
+    if isinstance(spec, Spec) and spec.backward and not kernel.backward:
+        found.append("has no backward pass")
     if kernel.also is not None:
         found += kernel.also(spec)
     return found
@@ -306,6 +309,20 @@ def rows(spec: Spec | OpSpec, asked: str | None = None) -> list[tuple[str, str, 
         else:
             result.append((kernel.name, "could", f"{chosen} {why_first}; {kernel.summary}"))
     return result
+
+
+def notes(spec: Spec, name: str | None, keys: int) -> list[str]:
+    """What one should know about kernel `name` serving `spec` with `keys` keys: where it is not worth its precision."""
+    if name is None:
+        return []
+    for head_dim, least in BY_NAME[name].pays_from:
+        if spec.head_dim <= head_dim:
+            if least is not None and keys >= least:
+                return []
+            where = "at this head_dim" if least is None else f"below {least} keys"
+            plain = plan(replace(spec, precision=PRECISIONS[0])).name
+            return [f"{where} {plain} is usually faster (quantizing is not paid back); precision=None selects it"]
+    return []
 
 
 def table(lines: list[tuple[str, str, str]]) -> str:

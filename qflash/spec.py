@@ -40,4 +40,5 @@ class OpSpec:
     # Of the floating-point side: the input of softmax or quantize, the result of int8_matmul, dequantize and so on
     dtype: str
     layout: str = ""  # int8_matmul: which dimension of b is contiguous, "n" or "k"
-    head_dim: int = 0  # attention_int8
+    head_dim: int = 0  # attention_int8, attention_kv, quantize_kv
+    precision: str = ""  # attention_kv: one of PRECISIONS; "": kernels are not told apart by it

@@ -18,10 +18,12 @@ _CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
 # Kernels compiled for a head_dim serve every smaller one down to the next bucket; the true head_dim comes at run time.
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-_LEAST_BUCKET = {"sm90_fwd": 64}  # it computes in panels of 64 channels
+# Kernels that have fewer buckets, by page: they compute in panels of 64 channels, or of 64 and then 128.
+_OWN_HEAD_DIMS = {"sm90_fwd": HEAD_DIMS[1:], "sm90_int8": (64, 128, 256), "sm90_quantize": (64, 128, 256)}
 # Kernels that take any head_dim and architecture at run time: one library per dtype and target.
 _ONE_FOR_ALL = ("unfused",)
-_WITH_HEADS = ("attention", "attention_int8")  # operations whose kernels are compiled for a bucket of HEAD_DIMS
+# Operations whose kernels are compiled for a bucket of HEAD_DIMS.
+_WITH_HEADS = ("attention", "attention_int8", "attention_kv", "quantize_kv")
 
 
 def target(arch: int) -> str:
@@ -33,7 +35,7 @@ def buckets(kernel: Kernel) -> tuple[int, ...]:
     """The head dims that `kernel` is compiled for; (0,) where there are none."""
     if kernel.op not in _WITH_HEADS:
         return (0,)
-    return tuple(bucket for bucket in HEAD_DIMS if bucket >= _LEAST_BUCKET.get(kernel.name, 0))
+    return _OWN_HEAD_DIMS.get(kernel.page or kernel.name, HEAD_DIMS)
 
 
 def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:

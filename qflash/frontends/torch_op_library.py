@@ -18,6 +18,8 @@ from qflash.frontends import torch_op_launch as launch
 from qflash.frontends.torch_launch import arch_of_device
 from qflash.frontends.torch_ops import below_autograd
 from qflash.ops.attention import ATTENTION_INT8
+from qflash.ops.kv import QUANTIZE_KV
+from qflash.ops.kv_attention import ATTENTION_KV
 from qflash.ops.matmul import INT8_MATMUL
 from qflash.ops.plan import Op, Plan
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
@@ -32,7 +34,7 @@ _TYPES = {
     "scale": "float", "eps": "float", "label_smoothing": "float",
     "ignore_index": "int", "group": "int", "seed": "int",
     "return_stats": "bool", "return_lse": "bool", "symmetric": "bool", "smooth": "bool", "interleaved": "bool",
-    "reduction": "str", "granularity": "str", "rounding": "str", "dtype": "str",
+    "reduction": "str", "granularity": "str", "rounding": "str", "dtype": "str", "precision": "str",
     "out_dtype": "str?", "kernel": "str?",
     "q_granularity": "str", "k_granularity": "str", "v_granularity": "str", "v_dtype": "str?",
     "q_group": "int", "k_group": "int", "v_group": "int",
@@ -168,7 +170,8 @@ def _define(op: Op) -> Callable[..., list[Tensor]]:
     return getattr(torch.ops.qflash, op.name).default
 
 
-_ops = {
-    op.name: _define(op)
-    for op in (SOFTMAX, LAYER_NORM, CROSS_ENTROPY, INT8_MATMUL, QUANTIZE, DEQUANTIZE, ATTENTION_INT8)
-}
+_ALL = (
+    *(SOFTMAX, LAYER_NORM, CROSS_ENTROPY, INT8_MATMUL, QUANTIZE, DEQUANTIZE),
+    *(ATTENTION_INT8, QUANTIZE_KV, ATTENTION_KV),
+)
+_ops = {op.name: _define(op) for op in _ALL}

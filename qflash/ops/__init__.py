@@ -5,4 +5,6 @@ rows          softmax, layer_norm, cross_entropy
 matmul        int8_matmul
 quantization  quantize, dequantize
 attention     attention on what quantize returns
+kv            quantize_kv
+kv_attention  attention on what quantize_kv returns
 """

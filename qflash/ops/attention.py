@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from qflash.ops.plan import (
 )
 from qflash.ops.quantization import GRANULARITIES, Quantized
 from qflash.ops.run import run
-from qflash.problem import Array, Options, check, check_options
+from qflash.problem import Array, Options, Problem, check, check_options
 from qflash.spec import DTYPES, PRECISIONS, OpSpec
 
 _LEAST_KEY_GROUP = 16  # keys of one lane of the CUDA kernel
@@ -49,7 +50,7 @@ def call_of(
         if not isinstance(x, Quantized):
             given = ", ".join(other for other, y in (("q", q), ("k", k), ("v", v)) if isinstance(y, Quantized))
             raise TypeError(
-                f"{name} is {_class_of(x)} and {given} qflash.Quantized; allowed: Quantized q and k, with v either way"
+                f"{name} is {class_of(x)} and {given} qflash.Quantized; allowed: Quantized q and k, with v either way"
             )
     if rope is not None:
         raise ValueError(
@@ -80,7 +81,8 @@ def call_of(
     return arrays, (*groups, *numbers, bool(return_lse), options.kernel)
 
 
-def _class_of(x: Any) -> str:
+def class_of(x: Any) -> str:
+    """A class in a message."""
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
@@ -138,7 +140,7 @@ def _plan(
         dtype = check_word("v.dtype", v_dtype, DTYPES)
     if k_granularity == "token":
         raise ValueError("k.granularity is 'token'; allowed: 'tensor' or 'group'")
-    copied = {name: _takes_a_copy(x) for name, x in (("q", q), ("k", k), ("v", v))}
+    copied = {name: takes_a_copy(x) for name, x in (("q", q), ("k", k), ("v", v))}
     # With a common dtype these are the arrays of any attention.
     problem = check(
         *(
@@ -182,15 +184,6 @@ def _plan(
     add("k.mean", "k_mean", k_mean, "float32", (problem.batch, problem.kv_heads, problem.head_dim))
     if kv_lens is not None:
         operands.append(Operand("kv_lens", "attn.kv_lens", contiguous=True))
-    row = problem.q_heads * problem.head_dim
-    strides = {
-        "q": problem.q_strides,
-        "k": problem.k_strides,
-        "v": problem.v_strides,
-        "out": (problem.q_len * row, row, problem.head_dim),
-    }
-    sizes = ("batch", "q_len", "k_len", "q_heads", "kv_heads", "head_dim")
-    words = ("window_left", "window_right", "scale", "softcap")
     results = [Result("attn.out.data", tuple(q.shape), dtype)]
     if return_lse:
         results.append(Result("attn.lse", (problem.batch, problem.q_heads, problem.q_len), "float32"))
@@ -200,27 +193,42 @@ def _plan(
         dtype=dtype,
         kernel=problem.kernel,
         struct="QfInt8AttnParams",
-        fields=(
-            ("attn.struct_bytes", _native.attn_params_bytes),
-            ("attn.dtype", dtype_code(dtype)),
-            ("attn.precision", PRECISIONS.index("int8")),
-            *((f"attn.{name}", getattr(problem, name)) for name in (*sizes, *words)),
-            *(
-                (f"attn.{name}.stride_{dim}", stride)
-                for name, three in strides.items()
-                for dim, stride in zip("bth", three, strict=True)
-            ),
-            ("attn.lse_stride_b", problem.q_heads * problem.q_len),
-            ("attn.lse_stride_h", problem.q_len),
-            *fields,
-        ),
+        fields=(*attention_struct(problem, dtype, "int8", ("q", "k", "v", "out")), *fields),
         operands=tuple(operands),
         results=tuple(results),
         head_dim=problem.head_dim,
     )
 
 
-def _takes_a_copy(x: Array) -> bool:
+def attention_struct(
+    problem: Problem, dtype: str, precision: str, strided: Sequence[str]
+) -> tuple[tuple[str, int | float], ...]:
+    """The fields of the QfAttnParams within a struct, but for rope. `strided`: the tensors that have strides."""
+    row = problem.q_heads * problem.head_dim
+    strides = {
+        "q": problem.q_strides,
+        "k": problem.k_strides,
+        "v": problem.v_strides,
+        "out": (problem.q_len * row, row, problem.head_dim),
+    }
+    sizes = ("batch", "q_len", "k_len", "q_heads", "kv_heads", "head_dim")
+    words = ("window_left", "window_right", "scale", "softcap")
+    return (
+        ("attn.struct_bytes", _native.attn_params_bytes),
+        ("attn.dtype", dtype_code(dtype)),
+        ("attn.precision", PRECISIONS.index(precision)),
+        *((f"attn.{name}", getattr(problem, name)) for name in (*sizes, *words)),
+        *(
+            (f"attn.{name}.stride_{dim}", stride)
+            for name in strided
+            for dim, stride in zip("bth", strides[name], strict=True)
+        ),
+        ("attn.lse_stride_b", problem.q_heads * problem.q_len),
+        ("attn.lse_stride_h", problem.q_len),
+    )
+
+
+def takes_a_copy(x: Array) -> bool:
     """Kernels read whole heads, forwards."""
     if x.strides is None or 0 in x.shape:
         return False

@@ -56,10 +56,12 @@ class Plan:
     results: tuple[Result, ...]
     layout: str = ""
     head_dim: int = 0
+    precision: str = ""
 
     def spec(self, arch: int) -> OpSpec:
         """The kernel-selecting part, for a device of compute capability `arch`/10 (0: CPU)."""
-        return OpSpec(self.op, self.device.partition(":")[0], arch, self.dtype, self.layout, self.head_dim)
+        device = self.device.partition(":")[0]
+        return OpSpec(self.op, device, arch, self.dtype, self.layout, self.head_dim, self.precision)
 
     @property
     def pointers(self) -> tuple[str, ...]:

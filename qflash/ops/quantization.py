@@ -84,17 +84,9 @@ def quantize(
     Symmetric: a token with NaN or an infinity is -128 throughout and comes back as NaN. Asymmetric: one such number
     makes the scale, and so all that comes back, NaN.
     """
-    cos = sin = positions = None
-    interleaved = False
-    if rope is not None:
-        if not isinstance(rope, Rope):
-            raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
-        if rope.positions_q is not None:
-            raise ValueError("rope.positions_q is given; allowed: None, x's tokens stand at rope.positions_k")
-        for name in ("cos", "sin"):
-            if getattr(rope, name) is None:  # which below would mean no rope
-                raise TypeError(f"rope.{name} is None; allowed: an array, [positions, rotary_dim / 2]")
-        cos, sin, positions, interleaved = rope.cos, rope.sin, rope.positions_k, rope.interleaved
+    cos, sin, positions_q, positions, interleaved = tables_of(rope)
+    if positions_q is not None:
+        raise ValueError("rope.positions_q is given; allowed: None, x's tokens stand at rope.positions_k")
     words = (granularity, group, symmetric, smooth, rounding, seed, interleaved, kernel)
     values, scale, *more = run(QUANTIZE, (x, lens, cos, sin, positions), words)
     mean = more[-1] if smooth else None
@@ -115,7 +107,7 @@ def dequantize(quantized: Quantized, dtype: Any = None, *, kernel: str | None = 
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class Shape:
     """x or values as [batch, length, heads, head_dim], and the shapes of what goes with it."""
 
     batch: int
@@ -147,11 +139,12 @@ class _Shape:
         return tuple(zip(names, strides[:-1], strict=True))
 
 
-def _shape_of(name: str, array: Array) -> _Shape:
+def shape_of(name: str, array: Array) -> Shape:
+    """The shape of an array to quantize, checked."""
     if len(array.shape) not in (2, 4):
         raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [B, T, H, D], or a matrix [T, D]")
     matrix = len(array.shape) == 2
-    shape = _Shape(1, array.shape[0], 1, array.shape[1], True) if matrix else _Shape(*array.shape, False)
+    shape = Shape(1, array.shape[0], 1, array.shape[1], True) if matrix else Shape(*array.shape, False)
     for what, extent in (("heads", shape.heads), ("columns", shape.head_dim)):
         if extent == 0:
             raise ValueError(f"{name} has shape {list(array.shape)}; allowed: 1 or more {what}")
@@ -189,7 +182,7 @@ def _plan_quantize(
     kernel: Any,
 ) -> Plan:
     check_float("x", x)
-    shape = _shape_of("x", x)
+    shape = shape_of("x", x)
     scale_fields, per_scale = _check_scales(granularity, group, symmetric)
     strides = shape.strides("x", x)
     operands = [Operand("x", "x.data", contiguous=strides is None)]
@@ -198,7 +191,7 @@ def _plan_quantize(
         check_shape("lens", lens, (shape.batch,))
         check_device("lens", lens, "x", x.device)
         operands.append(Operand("lens", "lens", contiguous=True))
-    rope_fields, rope_operands = _check_rope(shape, x.device, cos, sin, positions, interleaved)
+    rope_fields, rope_operands = check_rope(shape, x.device, cos, sin, positions, interleaved)
     results = [
         Result("values.data", x.shape, "int8"),
         Result("scale", shape.scale(granularity, per_scale), "float32"),
@@ -229,38 +222,58 @@ def _plan_quantize(
     )
 
 
-def _check_rope(
-    shape: _Shape, device: str, cos: Array | None, sin: Array | None, positions: Array | None, interleaved: Any
+def tables_of(rope: Rope | None) -> tuple[Any, Any, Any, Any, bool]:
+    """cos, sin, positions_q, positions_k and interleaved of a Rope that was given or was not."""
+    if rope is None:
+        return None, None, None, None, False
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
+    for name in ("cos", "sin"):
+        if getattr(rope, name) is None:  # which to a plan would mean no rope
+            raise TypeError(f"rope.{name} is None; allowed: an array, [positions, rotary_dim / 2]")
+    return rope.cos, rope.sin, rope.positions_q, rope.positions_k, rope.interleaved
+
+
+def check_rope(
+    shape: Shape,
+    device: str,
+    cos: Array | None,
+    sin: Array | None,
+    positions: Array | None,
+    interleaved: Any,
+    of: str = "x",
+    prefix: str = "",
 ) -> tuple[tuple[tuple[str, int], ...], tuple[Operand, ...]]:
+    """The struct's fields and operands of a Rope that turns keys, those of argument `of`. `prefix`: of field names."""
     if cos is None:
         return (), ()
     for name, array in (("rope.cos", cos), ("rope.sin", sin)):
         check_float(name, array)
         if len(array.shape) != 2 or array.shape[1] < 1:
             raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [positions, rotary_dim / 2]")
-        check_device(name, array, "x", device)
+        check_device(name, array, of, device)
     check_shape("rope.sin", sin, cos.shape)
     if shape.head_dim > _MOST_ROTATED:
-        raise ValueError(f"rope is given for x of {shape.head_dim} columns; allowed: up to {_MOST_ROTATED}")
+        raise ValueError(f"rope is given for {of} of {shape.head_dim} columns; allowed: up to {_MOST_ROTATED}")
     rows, half = cos.shape
     if 2 * half > shape.head_dim:
-        raise ValueError(f"rope.cos has {half} columns; allowed: at most half of x's, {shape.head_dim / 2:g}")
-    operands = [Operand(name, name, contiguous=True, dtype="float32") for name in ("rope.cos", "rope.sin")]
+        raise ValueError(f"rope.cos has {half} columns; allowed: at most half of {of}'s, {shape.head_dim / 2:g}")
+    operands = [Operand(name, prefix + name, contiguous=True, dtype="float32") for name in ("rope.cos", "rope.sin")]
     needed, stride = shape.length, 0
     if positions is not None:
         check_dtype("rope.positions_k", positions, "int32")
         check_shape("rope.positions_k", positions, (shape.length,), (shape.batch, shape.length))
-        check_device("rope.positions_k", positions, "x", device)
-        operands.append(Operand("rope.positions_k", "rope.positions_k", contiguous=True))
+        check_device("rope.positions_k", positions, of, device)
+        operands.append(Operand("rope.positions_k", f"{prefix}rope.positions_k", contiguous=True))
         stride = shape.length if len(positions.shape) == 2 else 0
         needed = 0 if 0 in positions.shape else 1  # whatever the positions say, they need a row to point at
     if rows < needed:
         raise ValueError(f"rope.cos has {rows} rows; allowed: at least {needed}, one for each position in use")
     fields = (
-        ("rope.rows", rows),
-        ("rope.rotary_dim", 2 * half),
-        ("rope.interleaved", int(bool(interleaved))),
-        ("rope.stride_positions_k_b", stride),
+        (f"{prefix}rope.rows", rows),
+        (f"{prefix}rope.rotary_dim", 2 * half),
+        (f"{prefix}rope.interleaved", int(bool(interleaved))),
+        (f"{prefix}rope.stride_positions_k_b", stride),
     )
     return fields, tuple(operands)
 
@@ -277,7 +290,7 @@ def _plan_dequantize(
     kernel: Any,
 ) -> Plan:
     check_dtype("quantized.values", values, "int8")
-    shape = _shape_of("quantized.values", values)
+    shape = shape_of("quantized.values", values)
     scale_fields, per_scale = _check_scales(granularity, group, symmetric, "quantized.")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(repr, DTYPES))}")

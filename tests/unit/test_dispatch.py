@@ -173,3 +173,29 @@ def test_an_operation_no_kernel_serves_says_why_of_each_row() -> None:
     for row in dispatch.kernels_of("softmax"):
         assert row.name in str(raised.value)
     assert "not int32" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "keys", "note"),
+    [
+        (80, 64, 16384, "at this head_dim fa_mma is usually faster"),
+        (
+            80,
+            128,
+            4095,
+            "below 4096 keys fa_mma is usually faster (quantizing is not paid back); precision=None selects",
+        ),
+        (80, 128, 4096, None),
+    ],
+)
+def test_notes_tell_where_quantizing_is_not_paid_back(arch: int, head_dim: int, keys: int, note: str | None) -> None:
+    spec = Spec("cuda", arch, "float16", head_dim, precision="int8")
+    found = dispatch.notes(spec, dispatch.plan(spec).name, keys)
+    assert [text.startswith(note) for text in found] == [True] if note else found == []
+
+
+def test_there_is_nothing_to_note_elsewhere() -> None:
+    assert dispatch.notes(CUDA, "fa", 16) == dispatch.notes(CPU, "cpu", 16) == dispatch.notes(CPU, None, 16) == []
+    for kernel in dispatch.KERNELS:  # head dims rise, and only what is quantized has something to pay back
+        head_dims = [head_dim for head_dim, _ in kernel.pays_from]
+        assert head_dims == sorted(head_dims) and (not head_dims or kernel.precision != "native")

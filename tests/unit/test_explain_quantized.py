@@ -1,9 +1,12 @@
 """explain on what quantize returns: the kernels of attention on integers, in every framework."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import qflash
+from qflash import dispatch
 
 RNG = np.random.default_rng(3)
 X = RNG.standard_normal((1, 20, 2, 8), dtype=np.float32)
@@ -35,3 +38,15 @@ def test_refuses_what_attention_refuses():
         qflash.explain(q, X, v)
     with pytest.raises(qflash.NoKernelError, match="kernel 'fa_int8_quantized' cannot serve"):
         qflash.explain(q, k, v, kernel="fa_int8_quantized")
+
+
+def test_notes_come_last(monkeypatch):
+    """The CPU's kernel pays at once; as if it did not."""
+    row = dataclasses.replace(dispatch.BY_NAME["cpu_int8"], pays_from=((256, 4096),))
+    monkeypatch.setitem(dispatch.BY_NAME, "cpu_int8", row)
+    said = qflash.explain(X, X, X, precision="int8")
+    assert said.notes == (
+        "below 4096 keys cpu is usually faster (quantizing is not paid back); precision=None selects it",
+    )
+    assert str(said).splitlines()[-1] == f"note: {said.notes[0]}"
+    assert qflash.explain(X, X, X).notes == ()

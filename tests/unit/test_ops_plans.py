@@ -10,6 +10,8 @@ import pytest
 
 import qflash
 from qflash import _native
+from qflash.ops.kv import QUANTIZE_KV
+from qflash.ops.kv_attention import ATTENTION_KV
 from qflash.ops.matmul import INT8_MATMUL
 from qflash.ops.plan import Plan, Result, prepare, row_stride
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
@@ -160,6 +162,46 @@ def test_results_of_each_operation():
     plan = DEQUANTIZE.plan(values, scale, None, None, "token", 16, True, "float16", None)
     assert results(plan) == (Result("out.data", (50, 8), "float16"),)
     assert plan.spec(0).dtype == "float16"
+
+
+def kv_plans(precision, length=300, head_dim=40):
+    """Of quantize_kv and of attention on what it returns."""
+    k = array(2, length, 3, head_dim, dtype="float16")
+    quantize = QUANTIZE_KV.plan(k, k, None, None, None, None, precision, "stochastic", 7, False, None)
+    parts = {result.field: array(*result.shape, dtype=result.dtype) for result in quantize.results}
+    parts = {"kv.v": k, "kv.v_scale": None, "kv.v_lift": None, "kv.v_wild": None, **parts}
+    ordered = [parts[name] for name in ATTENTION_KV.arrays[1:9]]
+    q = array(2, 20, 6, head_dim, dtype="float16")
+    words = (precision, "float16", -1, 0, 0.0, 0.5, False, True, None)
+    return quantize, ATTENTION_KV.plan(q, *ordered, None, None, None, None, *words)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8_fp8"])
+def test_what_quantize_kv_writes_is_what_attention_reads(precision):
+    quantize, attend = kv_plans(precision)
+    written = {result.field: (result.shape, result.dtype) for result in quantize.results}
+    assert written["kv.k"] == ((2, 300, 3, 48), "int8") and written["kv.k_scale"] == ((2, 3, 5), "float32")
+    read = [operand.field for operand in attend.operands]
+    assert set(written) == {field for field in read if field.startswith("kv.")}
+    if precision == "int8":
+        assert "attn.v.data" in read and [x.field for x in quantize.operands] == ["attn.k.data"]
+    else:
+        assert "attn.v.data" not in read and [x.field for x in quantize.operands] == ["attn.k.data", "attn.v.data"]
+        assert written["kv.v"] == ((2, 3, 40, 384), "uint8") and written["kv.v_lift"] == ((2, 3, 3), "float32")
+    code = {"int8": 1, "int8_fp8": 2}[precision]
+    for plan in (quantize, attend):
+        fields = dict(plan.fields)
+        assert (fields["attn.precision"], fields["attn.k_len"], fields["attn.kv_heads"]) == (code, 300, 3)
+        assert plan.struct == "QfKvAttnParams" and plan.spec(90).head_dim == 40
+        assert len(plan.params()) == _native.op_layouts[plan.struct][0]
+    assert (dict(quantize.fields)["rounding"], dict(quantize.fields)["seed"]) == (1, 7)
+    assert attend.spec(90).precision == precision and quantize.spec(90).precision == ""  # one kernel does both
+    assert [result.field for result in attend.results] == ["attn.out.data", "attn.lse"]
+
+
+def test_a_cache_without_keys_has_a_mean_to_write():
+    quantize, attend = kv_plans("int8_fp8", length=0)
+    assert not quantize.nothing_to_do and not attend.nothing_to_do
 
 
 def test_sizes_beyond_int32_are_kept():

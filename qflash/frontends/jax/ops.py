@@ -24,6 +24,7 @@ from qflash import _native, dispatch
 from qflash.frontends.jax import arch_of, await_verdict, describe, traced
 from qflash.frontends.jax.kernels import OP, cuda_arch, register
 from qflash.frontends.jax.transforms import map_samples, vary_alike
+from qflash.ops.kv import QuantizedKV
 from qflash.ops.plan import Op, Operand, Plan, prepare
 from qflash.ops.quantization import Quantized
 from qflash.planning import entry_of
@@ -37,6 +38,11 @@ jax.tree_util.register_dataclass(
     Quantized,
     data_fields=["values", "scale", "zero_point", "mean", "sums"],
     meta_fields=["granularity", "group", "symmetric", "dtype"],
+)
+jax.tree_util.register_dataclass(
+    QuantizedKV,
+    data_fields=["k", "k_scale", "k_mean", "k_wild", "v", "v_scale", "v_lift", "v_wild", "lens"],
+    meta_fields=["dtype", "precision"],
 )
 
 # The arrays called `names` -> the results of the plan
@@ -103,7 +109,8 @@ def _plan_of_avals(op: Op, words: Sequence[Any], names: Sequence[str], avals: Se
 def _run(op: Op, words: tuple, names: tuple[str, ...], arrays: Sequence[jax.Array]) -> list[jax.Array]:
     operands = _plan_of_avals(op, words, names, arrays, "cpu").operands
     wanted = {operand.argument: operand for operand in operands}
-    ready = [_ready(wanted[name], x) for name, x in zip(names, arrays, strict=True)]
+    # What no kernel reads, only a check, goes as it is.
+    ready = [_ready(wanted[name], x) if name in wanted else x for name, x in zip(names, arrays, strict=True)]
     return _operation(op, words, names)(*vary_alike(ready))
 
 

@@ -1,0 +1,199 @@
+"""quantize_kv: K and V as the INT8 kernels of Hopper want them, quantized once for many calls of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qflash import _native
+from qflash.ops.plan import (
+    Op,
+    Operand,
+    Plan,
+    Result,
+    check_device,
+    check_dtype,
+    check_float,
+    check_int,
+    check_kernel,
+    check_shape,
+    check_word,
+    dtype_code,
+    dtype_name,
+)
+from qflash.ops.quantization import ROUNDINGS, check_rope, shape_of, tables_of
+from qflash.ops.run import run
+from qflash.problem import MAX_HEAD_DIM, Array
+from qflash.rope import Rope
+from qflash.spec import PRECISIONS
+
+KV_PRECISIONS = PRECISIONS[1:]
+_BLOCK, _KEY_GROUP, _VALUE_TILE = 16, 64, 128  # channels turned together, keys of a scale, keys of a lift
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedKV:
+    """K and V quantized for attention on Hopper. What `quantize_kv` returns and `attention(q, kv)` takes.
+
+    k: int8 `[B, Tk, Hkv, ceil(D / 16) · 16]`, smoothed and turned by a Hadamard matrix in every 16 channels. k_scale:
+    float32 `[B, Hkv, ceil(Tk / 64)]`. k_mean: float32 `[B, Hkv, D]`, what smoothing took off. k_wild: int32 `[B, Hkv]`,
+    how many keys are not finite. lens: int32 `[B]`, the keys that exist, or None. dtype: that of the arrays.
+
+    precision "int8": v is the 16-bit array itself, and v_scale, v_lift and v_wild are None. "int8_fp8": v holds E4M3
+    bytes (uint8, which every framework can slice, join and store; `v.view(torch.float8_e4m3fn)` reads them), transposed
+    to `[B, Hkv, D, Tk rounded up to 128]` with the keys permuted in every 16. v_scale: float32 `[B, Hkv]`. v_lift:
+    float32 `[B, Hkv, ceil(Tk / 128)]`; v ~ byte · v_scale · 2^v_lift. v_wild: int32 `[B, Hkv]`, how many values are not
+    finite. docs/kernels/sm90_quantize.md defines every step.
+    """
+
+    k: Any
+    k_scale: Any
+    k_mean: Any
+    k_wild: Any
+    v: Any
+    v_scale: Any = None
+    v_lift: Any = None
+    v_wild: Any = None
+    lens: Any = None
+    dtype: str = "bfloat16"
+    precision: str = "int8"
+
+    def __post_init__(self) -> None:
+        # JAX must know this class before jit sees an instance, which may be before the first call.
+        if type(self.k).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            import qflash.frontends.jax.ops  # noqa: F401
+
+    @property
+    def length(self) -> int:
+        """Tk, of all sequences."""
+        return self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """D, of the arrays k and v were made from."""
+        return self.k_mean.shape[-1]
+
+
+def quantize_kv(
+    k: Any,
+    v: Any,
+    *,
+    precision: str = "int8",
+    rope: Rope | None = None,
+    lens: Any = None,
+    rounding: str = "nearest",
+    seed: int = 0,
+    kernel: str | None = None,
+) -> QuantizedKV:
+    """k, and for "int8_fp8" v, quantized in one pass for `attention(q, kv)`. For PyTorch and JAX arrays on Hopper.
+
+    k, v: `[B, Tk, Hkv, D]`, float16 or bfloat16, D a multiple of 8. precision: "int8" leaves v as it is, "int8_fp8"
+    turns it into E4M3. rope: rotates k; key j stands at j, or at `rope.positions_k`. The same Rope may go to
+    `attention`, which rotates q by it. lens: int32 `[B]`, how many keys of each sequence exist; `attention` then takes
+    it for kv_lens, unless it is given others, at most these. rounding, seed: of k, as in `quantize`. Forward only.
+    """
+    cos, sin, _, positions, interleaved = tables_of(rope)
+    words = (precision, rounding, seed, interleaved, kernel)
+    k8, k_scale, k_mean, k_wild, *of_v = run(QUANTIZE_KV, (k, v, lens, cos, sin, positions), words)
+    v8, v_scale, v_lift, v_wild = of_v or (v, None, None, None)
+    dtype = dtype_name("k", k.dtype)
+    return QuantizedKV(k8, k_scale, k_mean, k_wild, v8, v_scale, v_lift, v_wild, lens, dtype, precision)
+
+
+def results_of(batch: int, length: int, heads: int, head_dim: int, precision: str) -> dict[str, tuple]:
+    """(dtype, shape) of everything quantize_kv writes, by the names of QuantizedKV's fields."""
+    shapes: dict[str, tuple] = {
+        "k": ("int8", (batch, length, heads, _up(head_dim, _BLOCK))),
+        "k_scale": ("float32", (batch, heads, _parts(length, _KEY_GROUP))),
+        "k_mean": ("float32", (batch, heads, head_dim)),
+        "k_wild": ("int32", (batch, heads)),
+    }
+    if precision == "int8_fp8":
+        shapes |= {
+            "v": ("uint8", (batch, heads, head_dim, _up(length, _VALUE_TILE))),
+            "v_scale": ("float32", (batch, heads)),
+            "v_lift": ("float32", (batch, heads, _parts(length, _VALUE_TILE))),
+            "v_wild": ("int32", (batch, heads)),
+        }
+    return shapes
+
+
+def _parts(length: int, size: int) -> int:
+    return (length + size - 1) // size
+
+
+def _up(length: int, size: int) -> int:
+    return _parts(length, size) * size
+
+
+def _plan(
+    k: Array,
+    v: Array | None,
+    lens: Array | None,
+    cos: Array | None,
+    sin: Array | None,
+    positions: Array | None,
+    precision: Any,
+    rounding: Any,
+    seed: Any,
+    interleaved: Any,
+    kernel: Any,
+) -> Plan:
+    check_float("k", k)
+    if len(k.shape) != 4:
+        raise ValueError(f"k has shape {list(k.shape)}; allowed: rank 4, [batch, length, heads, head_dim]")
+    shape = shape_of("k", k)
+    if shape.head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"k has head_dim {shape.head_dim}; allowed: 1 to {MAX_HEAD_DIM}")
+    if v is None:
+        raise TypeError("v is None; allowed: an array like k")
+    check_dtype("v", v, k.dtype)
+    check_shape("v", v, k.shape)
+    check_device("v", v, "k", k.device)
+    check_word("precision", precision, KV_PRECISIONS)
+    strides = shape.strides("attn.k", k)
+    operands = [Operand("k", "attn.k.data", contiguous=strides is None)]
+    fields = [*(strides or shape.strides("attn.k"))]
+    if precision == "int8_fp8":  # else the kernel does not read it
+        strides = shape.strides("attn.v", v)
+        operands.append(Operand("v", "attn.v.data", contiguous=strides is None))
+        fields += strides or shape.strides("attn.v")
+    if lens is not None:
+        check_dtype("lens", lens, "int32")
+        check_shape("lens", lens, (shape.batch,))
+        check_device("lens", lens, "k", k.device)
+        operands.append(Operand("lens", "attn.kv_lens", contiguous=True))
+    rope_fields, rope_operands = check_rope(shape, k.device, cos, sin, positions, interleaved, "k", "attn.")
+    wanted = results_of(shape.batch, shape.length, shape.heads, shape.head_dim, precision)
+    return Plan(
+        op="quantize_kv",
+        device=k.device,
+        dtype=k.dtype,
+        kernel=check_kernel(kernel),
+        struct="QfKvAttnParams",
+        fields=(
+            ("rounding", ROUNDINGS.index(check_word("rounding", rounding, ROUNDINGS))),
+            ("seed", check_int("seed", seed, 0, 2**63 - 1)),
+            ("attn.struct_bytes", _native.attn_params_bytes),
+            ("attn.dtype", dtype_code(k.dtype)),
+            ("attn.precision", PRECISIONS.index(precision)),
+            ("attn.batch", shape.batch),
+            ("attn.k_len", shape.length),
+            ("attn.q_heads", shape.heads),
+            ("attn.kv_heads", shape.heads),
+            ("attn.head_dim", shape.head_dim),
+            *fields,
+            *rope_fields,
+        ),
+        operands=(*operands, *rope_operands),
+        results=tuple(Result(f"kv.{name}", extents, dtype) for name, (dtype, extents) in wanted.items()),
+        head_dim=shape.head_dim,
+    )
+
+
+QUANTIZE_KV = Op(
+    "quantize_kv",
+    ("k", "v", "lens", "rope.cos", "rope.sin", "rope.positions_k"),
+    ("precision", "rounding", "seed", "interleaved", "kernel"),
+    _plan,
+)
