@@ -7,6 +7,7 @@ NaN or Inf standing there cannot reach the result. What is seen follows IEEE ari
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -193,14 +194,9 @@ def scores(q: np.ndarray, k: np.ndarray, scale: float, softcap: float) -> tuple[
 
 def __getattr__(name: str) -> Any:
     """The replays of the quantized pipelines belong to the oracle; the modules that have them are built on this one."""
-    if name in ("attention_int8", "attention_varlen_int8"):
-        from qflash import replay
-
-        return getattr(replay, name)
-    if name in ("attention_fa_int8", "attention_varlen_fa_int8"):
-        from qflash import replay_fa_int8
-
-        return getattr(replay_fa_int8, name)
+    for kernel, module in (("int8", "replay"), ("fa_int8", "replay_fa_int8"), ("sm90_int8", "replay_sm90_int8")):
+        if name in (f"attention_{kernel}", f"attention_varlen_{kernel}"):
+            return getattr(importlib.import_module(f"qflash.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

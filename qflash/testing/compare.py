@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qflash.testing.case import Case
-from qflash.testing.oracle import Expected, expected, expected_gradients, quantized_strength, score_noise
+from qflash.testing.oracle import (
+    PLAIN_INTEGERS,
+    Expected,
+    Integers,
+    expected,
+    expected_gradients,
+    quantized_strength,
+    score_noise,
+)
 
-UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8_e4m3fn": 2.0**-4}
 
 # The contract's figures. Change them only together with docs/numerics.md.
 FLOAT32_L2 = 2e-6
@@ -19,7 +27,13 @@ FLOAT16_ABSOLUTE = 1e-3
 HALF_FACTOR = 2.0
 LSE = 4e-6
 GRADIENT_L2 = {"float32": 1e-5, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
-INT8 = {"cosine": 0.9995, "l2": 2e-2, "biased_cosine": 0.999, "lse": 8e-3}
+# Fewer output values than this say nothing about a relative L2 error: one of them near zero decides it.
+ENOUGH_VALUES = 256
+# values: how many an output has at least that is judged by the figures before it. E4M3 rounds so coarsely that the
+# error of a few hundred values, 0.039 on average, strays by a tenth of itself.
+INT8 = {"cosine": 0.9995, "l2": 2e-2, "biased_cosine": 0.999, "lse": 8e-3, "values": ENOUGH_VALUES}
+INT8_FP8 = {**INT8, "cosine": 0.999, "l2": 4.5e-2, "values": 4096}
+QUANTIZED = {"int8": INT8, "int8_fp8": INT8_FP8}
 REPLAY = 2e-3
 
 # Up to this scale * sum |q_d k_d| a row has the plain bounds; beyond it they grow in proportion (its condition).
@@ -27,8 +41,6 @@ PLAIN_STRENGTH = 16.0
 # A gradient may be this far off whatever its size: float16 rounds so near its least numbers, and what float32 holds as
 # a subnormal number is flushed to zero.
 LEAST_GRADIENT = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
-# Fewer output values than this say nothing about a relative L2 error: one of them near zero decides it.
-ENOUGH_VALUES = 256
 
 
 class ContractError(AssertionError):
@@ -90,10 +102,14 @@ def _ratio(error: float, size: float) -> float:
 
 
 def judge(
-    case: Case, out: np.ndarray, lse: np.ndarray | None = None, precision: str = "native", key_group: int = 1
+    case: Case,
+    out: np.ndarray,
+    lse: np.ndarray | None = None,
+    precision: str = "native",
+    integers: Integers = PLAIN_INTEGERS,
 ) -> Verdict:
-    """Hold a result of `case` (NumPy arrays) against the contract. key_group: keys that share a scale, in "int8"."""
-    want = expected(case, quantized=precision != "native")
+    """Hold a result of `case` (NumPy arrays) against the contract. integers: of a quantized kernel."""
+    want = expected(case, precision)
     got = np.asarray(out, np.float64)
     verdict = Verdict(errors(got, want.out) if got.shape == want.out.shape else errors(np.empty(0), np.empty(0)))
     if got.shape != want.out.shape:
@@ -105,9 +121,9 @@ def judge(
     if precision == "native":
         _judge_native(verdict, case, got, want)
     else:
-        _judge_int8(verdict, case, key_group)
+        _judge_quantized(verdict, case, QUANTIZED[precision], integers)
     if lse is not None:
-        _judge_lse(verdict, case, lse, want, precision, key_group)
+        _judge_lse(verdict, case, lse, want, precision, integers)
     return verdict
 
 
@@ -117,10 +133,10 @@ def check_contract(
     lse: np.ndarray | None = None,
     precision: str = "native",
     how: str = "",
-    key_group: int = 1,
+    integers: Integers = PLAIN_INTEGERS,
 ) -> Errors:
     """`judge`, raising ContractError on any broken rule. `how`: further arguments of the repro line's `check`."""
-    verdict = judge(case, out, lse, precision, key_group)
+    verdict = judge(case, out, lse, precision, integers)
     _raise_if_broken(case, verdict.failures, how)
     return verdict.errors
 
@@ -133,7 +149,11 @@ def check_replay(
     how: str = "",
     weights_dtype: str = "float32",
 ) -> None:
-    """Hold a quantized kernel against its replay, so that a bug cannot hide inside quantization noise."""
+    """Hold a quantized kernel against its replay, so that a bug cannot hide inside quantization noise.
+
+    weights_dtype: what weights are rounded to before they meet V; E4M3 in precision "int8_fp8".
+    """
+    precision = "int8_fp8" if weights_dtype == "float8_e4m3fn" else "int8"
     want = replay[0].astype(case.dtype).astype(np.float64)
     verdict = Verdict(errors(out, want))
     _judge_positions(verdict, "out", np.asarray(out, np.float64), want)
@@ -144,7 +164,7 @@ def check_replay(
     # one key of consequence that scales all of out, because sums take weights before they are rounded. Then out.
     units = UNIT_ROUNDOFF[weights_dtype] + UNIT_ROUNDOFF[case.dtype]
     bound = np.full(replay[1].shape, REPLAY + 2 * units)
-    _judge_rows(verdict, case, np.asarray(out, np.float64), want, expected(case, quantized=True).weight, bound)
+    _judge_rows(verdict, case, np.asarray(out, np.float64), want, expected(case, precision).weight, bound)
     magnitude = np.abs(np.where(np.isfinite(replay[1]), replay[1], 0.0))
     excess = np.abs(_difference(np.asarray(lse, np.float64), replay[1])) - REPLAY * (1 + magnitude)
     verdict.expect("excess of lse over its distance to the replay", excess.max(initial=0.0), 0.0)
@@ -255,25 +275,27 @@ def _judge_rows(verdict: Verdict, case: Case, got: np.ndarray, want: np.ndarray,
         )
 
 
-def _judge_int8(verdict: Verdict, case: Case, key_group: int) -> None:
+def _judge_quantized(verdict: Verdict, case: Case, figures: dict[str, float], integers: Integers) -> None:
     if verdict.errors.relative_l2 == np.inf:
         verdict.failures.append("out is not zero where no row sees a key")
-    if np.prod(case._shapes()[0]) < ENOUGH_VALUES or case.scale is not None:
+    if np.prod(case._shapes()[0]) < figures["values"] or case.scale is not None:
         return
     if case.data == "normal":
-        verdict.expect("cosine", verdict.errors.cosine, INT8["cosine"], np.greater_equal)
-        verdict.expect("relative L2 error", verdict.errors.relative_l2, INT8["l2"])
+        verdict.expect("cosine", verdict.errors.cosine, figures["cosine"], np.greater_equal)
+        verdict.expect("relative L2 error", verdict.errors.relative_l2, figures["l2"])
     elif case.data == "biased_k":
         # Scores off by independent errors of deviation s move weights by a factor 1 + s, and with many values v about
         # zero an output by s of its length, nearly all of it sideways: 1 - cosine is s^2 / 2. Allowed is twice the
         # error, hence 2 s^2. Smoothing keeps s near 0.01, where that does not matter; but rope turns the bias by the
         # position of each key, and what keys no longer share smoothing cannot take off.
-        noise = float(score_noise(case, key_group).max(initial=0.0))
-        least = min(INT8["biased_cosine"], 1 - 2 * noise * noise)
+        noise = float(score_noise(case, integers).max(initial=0.0))
+        least = min(figures["biased_cosine"], 1 - 2 * noise * noise)
         verdict.expect("cosine", verdict.errors.cosine, least, np.greater_equal)
 
 
-def _judge_lse(verdict: Verdict, case: Case, lse: np.ndarray, want: Expected, precision: str, key_group: int) -> None:
+def _judge_lse(
+    verdict: Verdict, case: Case, lse: np.ndarray, want: Expected, precision: str, integers: Integers
+) -> None:
     if lse.shape != want.lse.shape or lse.dtype != np.float32:
         verdict.failures.append(f"lse is {lse.dtype} {lse.shape}; allowed: float32 {want.lse.shape}")
         return
@@ -286,7 +308,7 @@ def _judge_lse(verdict: Verdict, case: Case, lse: np.ndarray, want: Expected, pr
     if precision != "native":
         # Half a step of q for every k and vice versa, 1 / 254 of the strength, moves a score at most; allowed is twice
         # that. The steps of a key are those of the group it shares a scale with, also where a row sees it alone.
-        allowed = allowed + INT8["lse"] * quantized_strength(case, key_group)
+        allowed = allowed + QUANTIZED[precision]["lse"] * quantized_strength(case, integers)
     elif case.dtype != "float32" and case.rope is not None:
         allowed = allowed + 2 * HALF_FACTOR * UNIT_ROUNDOFF[case.dtype] * want.strength
     error = np.abs(_difference(got, want.lse))

@@ -7,16 +7,31 @@ from functools import lru_cache
 
 import numpy as np
 
-from qflash import _native, reference, replay_fa_int8
+from qflash import _native, reference, replay_fa_int8, replay_sm90_int8
 from qflash.rope import Rope
 from qflash.testing.case import Case, Inputs
 
-# Kernels that have a replay, and its names in qflash.reference.
+# Kernels that have a replay, its names in qflash.reference, and its words beyond attention's.
 _REPLAYS = {
-    "cpu_int8": ("attention_int8", "attention_varlen_int8"),
-    "fa_int8": ("attention_fa_int8", "attention_varlen_fa_int8"),
+    "cpu_int8": ("attention_int8", "attention_varlen_int8", {}),
+    "fa_int8": ("attention_fa_int8", "attention_varlen_fa_int8", {}),
+    "sm90_int8": ("attention_sm90_int8", "attention_varlen_sm90_int8", {"precision": "int8"}),
+    "sm90_int8_fp8": ("attention_sm90_int8", "attention_varlen_sm90_int8", {"precision": "int8_fp8"}),
 }
-_KEY_GROUPS = {"fa_int8": replay_fa_int8.KEY_GROUP}
+
+
+@dataclass(frozen=True)
+class Integers:
+    """How a kernel makes integers of q and k, as far as their errors depend on it."""
+
+    key_group: int = 1  # neighbouring keys that share a scale
+    block: int = 1  # channels that a Hadamard matrix mixes first
+    sampled: int | None = None  # how many keys at most tell the mean that smoothing takes off; None: all
+
+
+_SM90 = Integers(replay_sm90_int8.KEY_GROUP, replay_sm90_int8.BLOCK, replay_sm90_int8.SAMPLED)
+_INTEGERS = {"fa_int8": Integers(replay_fa_int8.KEY_GROUP), "sm90_int8": _SM90, "sm90_int8_fp8": _SM90}
+PLAIN_INTEGERS = Integers()
 # Standard deviation of rounding to the integers of 127 steps, in units of the amplitude: uniform over one step.
 _STEP_DEVIATION = 1 / (127 * np.sqrt(12))
 
@@ -39,46 +54,47 @@ class Expected:
 
 
 @lru_cache(maxsize=256)
-def expected(case: Case, quantized: bool = False) -> Expected:
-    """The oracle's answer. Quantized kernels have no Inf: in q and k it counts as NaN there."""
+def expected(case: Case, precision: str = "native") -> Expected:
+    """The oracle's answer. Integers have no Inf, nor has E4M3: in q and k, or in v, it counts as NaN there."""
     inputs = case.make_inputs()
+    quantized = precision != "native"
     if quantized:
-        inputs = _without_inf(inputs)
+        inputs = _without_inf(inputs, precision)
     out, lse = _attention(case, inputs, inputs.q, inputs.k, inputs.v, inputs.rope)
     with np.errstate(invalid="ignore", over="ignore"):
         size, _ = _attention(case, inputs, inputs.q, inputs.k, np.abs(inputs.v.astype(np.float64)), inputs.rope)
         weight = np.sqrt((size * size).sum(-1))
     weight = weight.T if case.packed else weight.swapaxes(-1, -2)
     rounded = out if case.dtype == "float32" else rounding_model(case, inputs)
-    return Expected(out, lse, weight, _strength(case, inputs, 1 if quantized else None), rounded)
+    return Expected(out, lse, weight, _strength(case, inputs, PLAIN_INTEGERS if quantized else None), rounded)
 
 
 def weights_dtype(case: Case, kernel: str) -> str:
     """What a quantized kernel rounds its weights to before they meet V."""
     if kernel == "cpu_int8":
         return "bfloat16" if _native.cpu_isa() == "amx" else "float32"
-    return case.dtype
+    return "float8_e4m3fn" if kernel == "sm90_int8_fp8" else case.dtype
 
 
-def key_group(kernel: str) -> int:
-    """How many neighbouring keys share a scale in a quantized kernel."""
-    return _KEY_GROUPS.get(kernel, 1)
+def integers_of(kernel: str) -> Integers:
+    """How a quantized kernel makes its integers."""
+    return _INTEGERS.get(kernel, PLAIN_INTEGERS)
 
 
 @lru_cache(maxsize=64)
-def quantized_strength(case: Case, key_group: int) -> np.ndarray:
+def quantized_strength(case: Case, integers: Integers) -> np.ndarray:
     """Expected.strength of a quantized kernel whose keys share scales: max|k| is that of the group, seen or not."""
-    return _strength(case, _without_inf(case.make_inputs()), key_group)
+    return _strength(case, _without_inf(case.make_inputs()), integers)
 
 
 @lru_cache(maxsize=64)
-def score_noise(case: Case, key_group: int) -> np.ndarray:
+def score_noise(case: Case, integers: Integers) -> np.ndarray:
     """Per row of lse, the greatest standard deviation that rounding q and k to integers gives a score.
 
     Every channel of q is off by its own share of a step max|q| / 127, which counts k_d times in the score, and vice
     versa: the squares add up to max|q|^2 sum k^2 + max|k|^2 sum q^2.
     """
-    return _STEP_DEVIATION * np.sqrt(_strength(case, _without_inf(case.make_inputs()), key_group, power=2))
+    return _STEP_DEVIATION * np.sqrt(_strength(case, _without_inf(case.make_inputs()), integers, power=2))
 
 
 @lru_cache(maxsize=64)
@@ -87,10 +103,11 @@ def replayed(case: Case, kernel: str) -> tuple[np.ndarray, np.ndarray] | None:
     if kernel not in _REPLAYS:
         return None
     inputs = case.make_inputs()
-    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": inputs.rope}
+    *names, more = _REPLAYS[kernel]
+    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": inputs.rope, **more}
     if kernel == "cpu_int8":
         words["pv"] = weights_dtype(case, kernel)
-    attention, attention_varlen = (getattr(reference, name) for name in _REPLAYS[kernel])
+    attention, attention_varlen = (getattr(reference, name) for name in names)
     if case.packed:
         cu = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
         return attention_varlen(inputs.q, inputs.k, inputs.v, *cu, **words)
@@ -131,8 +148,9 @@ def _attention(case: Case, inputs: Inputs, q, k, v, rope: Rope | None):
     return reference.attention(q, k, v, **words)
 
 
-def _without_inf(inputs: Inputs) -> Inputs:
-    return replace(inputs, q=_inf_to_nan(inputs.q), k=_inf_to_nan(inputs.k))
+def _without_inf(inputs: Inputs, precision: str = "int8") -> Inputs:
+    v = _inf_to_nan(inputs.v) if precision == "int8_fp8" else inputs.v
+    return replace(inputs, q=_inf_to_nan(inputs.q), k=_inf_to_nan(inputs.k), v=v)
 
 
 def _inf_to_nan(x: np.ndarray) -> np.ndarray:
@@ -175,23 +193,25 @@ def _rotated(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     return q, k
 
 
-def _strength(case: Case, inputs: Inputs, key_group: int | None, power: int = 1) -> np.ndarray:
+def _strength(case: Case, inputs: Inputs, integers: Integers | None, power: int = 1) -> np.ndarray:
     """Per row of lse: Expected.strength; 0 where nothing is seen or nothing is finite.
 
-    key_group: keys that share a scale, None where nothing is quantized. power: of every factor before it is summed.
+    integers: None where nothing is quantized. power: of every factor before it is summed.
     """
     q, k = _rotated(case, inputs)
-    if key_group:
+    if integers:
         for _, _, keys, length in _sequences(case, inputs):
-            finite = np.isfinite(k[keys]).all(-1, keepdims=True)
-            count = np.maximum(finite.sum(0), 1)
-            k[keys] = k[keys] - np.where(finite, k[keys], 0.0).sum(0) / count if length else k[keys]
+            if length:
+                sample = k[keys][:: -(-length // (integers.sampled or length))]
+                finite = np.isfinite(sample).all(-1, keepdims=True)
+                k[keys] = k[keys] - np.where(finite, sample, 0.0).sum(0) / np.maximum(finite.sum(0), 1)
+        q, k = _mixed(q, integers.block), _mixed(k, integers.block)
     q, k = np.abs(q) ** power, np.abs(k) ** power
-    if key_group:  # [max, sum] . [sum, max] of the channels
+    if integers:  # [max, sum] . [sum, max] of the channels
         q, k = np.stack([q.max(-1), q.sum(-1)], -1), np.stack([k.sum(-1), k.max(-1)], -1)
         for _, _, keys, length in _sequences(case, inputs):
             if length:
-                k[keys][..., 1] = _largest_of_group(k[keys][..., 1], key_group)
+                k[keys][..., 1] = _largest_of_group(k[keys][..., 1], integers.key_group)
     scale = (abs(case.scale) if case.scale is not None else case.head_dim**-0.5) ** power
     left, right = case.window or (-1, -1)
     right = 0 if case.causal else right
@@ -212,6 +232,18 @@ def _strength(case: Case, inputs: Inputs, key_group: int | None, power: int = 1)
                 where = (head, np.arange(rows.start, rows.stop)[block]) if case.packed else (b, head, block)
                 result[where] = best
     return result
+
+
+def _mixed(x: np.ndarray, block: int) -> np.ndarray:
+    """x `[..., D]`, every `block` channels (zeros beyond D) times the orthogonal Hadamard matrix of that size."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]]) / np.sqrt(2)
+    blocks = -(-x.shape[-1] // block)
+    padded = np.zeros((*x.shape[:-1], blocks * block))
+    padded[..., : x.shape[-1]] = x
+    with np.errstate(invalid="ignore"):
+        return (padded.reshape(*x.shape[:-1], blocks, block) @ matrix).reshape(padded.shape)
 
 
 def _largest_of_group(size: np.ndarray, group: int) -> np.ndarray:

@@ -61,7 +61,7 @@ def check(case: Case, kernel: str | None = None, framework: str = "native") -> c
     name = kernel or default_kernel(case, framework)
     how = f", {name!r}, {framework!r}"
     first = run_case(case, name, framework)
-    errors = compare.check_contract(case, *first, dispatch.BY_NAME[name].precision, how, oracle.key_group(name))
+    errors = compare.check_contract(case, *first, dispatch.BY_NAME[name].precision, how, oracle.integers_of(name))
     replay = oracle.replayed(case, name)
     if replay is not None:
         compare.check_replay(case, *first, replay, how, oracle.weights_dtype(case, name))

@@ -11,7 +11,7 @@ from qflash.frontends.numpy import describe
 from qflash.problem import Options, check
 from qflash.testing import BY_NAME, Case, Rotary, cases
 from qflash.testing.compare import check_contract, check_replay, check_same_bits
-from qflash.testing.oracle import key_group, replayed
+from qflash.testing.oracle import integers_of, replayed
 from qflash.testing.runner import suited
 
 KERNEL = "fa_int8"
@@ -22,7 +22,7 @@ def check_kernel(library, case: Case, arch: int = 90) -> None:  # noqa: F811
     """The contract holds, the replay gives the same, and the order that warps and lanes run in does not matter."""
     case = suited(case, KERNEL, arch)
     first = run_case(library, case, KERNEL, arch, seed=1)
-    check_contract(case, *first, "int8", key_group=key_group(KERNEL))
+    check_contract(case, *first, "int8", integers=integers_of(KERNEL))
     check_replay(case, *first, replayed(case, KERNEL), weights_dtype=case.dtype)
     check_same_bits(case, first, run_case(library, case, KERNEL, arch, seed=2))
 

@@ -60,7 +60,7 @@ def test_groups_keep_the_contract_of_int8(data, kernel):
     """What precision="int8" promises, for arrays quantized by hand the same way."""
     case = Case("by_hand", 256, 256, 2, 2, head_dim=128, data=data, dtype="bfloat16", seed=5)
     out, _ = run(QuantizedCase(case, "groups"), kernel)
-    found = errors(out, expected(case, quantized=True).out)
+    found = errors(out, expected(case, "int8").out)
     assert found.cosine >= (INT8["cosine"] if data == "normal" else INT8["biased_cosine"])
     if data == "normal":
         assert found.relative_l2 <= INT8["l2"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qflash import reference
+from qflash import reference, replay_sm90_int8
 from qflash.testing import (
     CASES,
     Case,
@@ -170,25 +170,68 @@ def test_quantization_noise_is_not_native() -> None:
     assert not judge(case, out, lse, "int8").ok
 
 
+def test_e4m3_noise_is_not_int8() -> None:
+    """What rounding weights and values to E4M3 costs passes for "int8_fp8" alone; twice as much does not."""
+    case = Case(q_len=128, k_len=128)
+    out, lse = result(case)
+    size = np.linalg.norm(out) / np.sqrt(out.size)
+    noisy, noisier = ((out + noise * size * _signs(out.shape)).astype(np.float32) for noise in (0.04, 0.08))
+    assert judge(case, noisy, lse, "int8_fp8").ok and not judge(case, noisy, lse, "int8").ok
+    assert len(judge(case, noisier, lse, "int8_fp8").failures) == 2  # cosine and relative L2
+
+
+def test_few_values_are_not_judged_by_the_error_of_e4m3() -> None:
+    few = Case(q_len=4, k_len=40)
+    assert np.prod(few._shapes()[0]) < compare.INT8_FP8["values"]
+    out, lse = result(few)
+    damaged = out + np.float32(0.1) * np.abs(out).max()
+    assert judge(few, damaged, lse, "int8_fp8").ok and not judge(few, damaged, lse, "int8").ok
+
+
+def test_infinite_values_count_as_nan_where_they_become_e4m3() -> None:
+    case = Case(q_len=8, k_len=8, causal=True, plant=(("v", (0, 3, 0, 1), "inf"),))
+    want = {precision: compare.expected(case, precision).out for precision in ("native", "int8", "int8_fp8")}
+    assert np.isinf(want["int8"]).sum() == np.isinf(want["native"]).sum() == 5 == np.isnan(want["int8_fp8"]).sum()
+    assert not np.isinf(want["int8_fp8"]).any() and not np.isnan(want["int8"]).any()
+
+
+def test_integers_after_a_hadamard_matrix_share_an_outlier() -> None:
+    """Sixteen channels take their part of one that is large, and its step is a quarter; half of the noise is k's."""
+    case = Case("outlier", 40, 40, 1, 1, 32, plant=(("q", (0, 5, 0, 1), "90"),))
+    plain, mixed = (oracle.score_noise(case, oracle.Integers(block=block))[0, 0] for block in (1, 16))
+    assert mixed[5] / plain[5] < 0.6 and 0.5 < np.median(mixed / plain) < 1.5
+    x = np.random.default_rng(0).standard_normal((3, 40))
+    np.testing.assert_allclose(np.linalg.norm(oracle._mixed(x, 16), axis=-1), np.linalg.norm(x, axis=-1))
+    theirs = replay_sm90_int8.hadamard(x.astype(np.float32))  # four times as large
+    np.testing.assert_allclose(oracle._mixed(x, 16), theirs / 4, atol=1e-5)
+
+
+def test_a_sample_tells_the_mean_of_keys() -> None:
+    """256 of 600 keys: one that is not among them may be anything, as far as smoothing goes."""
+    case = Case(q_len=8, k_len=600, q_heads=1, kv_heads=1, plant=(("k", (0, 1), "900"),), window=(300, 0))
+    plain, sampled = (oracle.score_noise(case, oracle.Integers(sampled=n)).max() for n in (None, 256))
+    assert sampled < 0.8 * plain
+
+
 def test_keys_that_share_a_scale_are_as_coarse_as_the_largest() -> None:
     """Key 5 is large; rows see one key each, and those of its group of 16 are allowed more, as far as lse goes."""
     case = Case("outlier", 40, 40, 1, 1, 8, window=(0, 0), plant=(("k", (0, 5, 0, 1), "90"),))
-    alone, shared = (oracle.quantized_strength(case, group)[0, 0] for group in (1, 16))
-    assert np.array_equal(alone, compare.expected(case, quantized=True).strength[0, 0])
+    alone, shared = (oracle.quantized_strength(case, oracle.Integers(group))[0, 0] for group in (1, 16))
+    assert np.array_equal(alone, compare.expected(case, "int8").strength[0, 0])
     changed = np.flatnonzero(alone != shared)
     assert 5 not in changed and set(range(16)) - {5} <= set(changed) and (shared >= alone).all()
     np.testing.assert_array_less(shared[16:], 2.5 * alone[16:])
     np.testing.assert_array_less(4 * alone[6], shared[6])
     out, lse = result(case)
     lse[0, 0, 6] += np.float32(8e-3 * shared[6] * 0.9)
-    assert judge(case, out, lse, "int8", key_group=16).ok and not judge(case, out, lse, "int8").ok
+    assert judge(case, out, lse, "int8", oracle.Integers(16)).ok and not judge(case, out, lse, "int8").ok
 
 
 def test_biased_keys_are_judged_by_the_noise_that_rope_leaves_them() -> None:
     """A tenth of what is allowed without rope; with it, what smoothing cannot take off counts."""
     case = Case(q_len=20, k_len=65, head_dim=100, data="biased_k", seed=233)
     turned = replace(case, rope=Rotary(100, True, "shared"))
-    noise, more = (2 * oracle.score_noise(x, 1).max() ** 2 for x in (case, turned))
+    noise, more = (2 * oracle.score_noise(x, oracle.PLAIN_INTEGERS).max() ** 2 for x in (case, turned))
     assert noise < 1e-3 < more < 0.05
     out, lse = result(turned)
     out = out + np.sqrt(2 * 1.5 * more) * np.linalg.norm(out) / np.sqrt(out.size) * _signs(out.shape)
@@ -319,6 +362,8 @@ def test_the_published_figures_are_the_tested_ones() -> None:
         f"cosine ≥ {compare.INT8['cosine']} and relative L2 ≤ {compare.INT8['l2']:.0e}",
         f"cosine ≥ {compare.INT8['biased_cosine']} |",
         f"+ {compare.INT8['lse']:.0e} · strength",
+        f"cosine ≥ {compare.INT8_FP8['cosine']} and relative L2 ≤ {compare.INT8_FP8['l2']:.1e}",
+        f"fewer than {compare.INT8_FP8['values']} values",
         f"relative L2 ≤ {compare.REPLAY:.0e} against its replay",
         f"≤ {compare.GRADIENT_L2['float32']:.0e} (float32) or 4u",
         f"strength / {compare.PLAIN_STRENGTH:g}",
