@@ -21,7 +21,7 @@ from qflash.replay_quantize import WILD, turned, uniforms
 from qflash.rope import Rope
 
 SAMPLED = 256  # keys at most that tell the mean of K and the scale of V
-SLOTS = 16  # sums of those, taken side by side
+SLOTS = 32  # sums of those, taken side by side
 BLOCK = 16  # channels that a Hadamard matrix mixes; rows of integers are padded to whole blocks
 KEY_GROUP = 64  # keys that share a scale; every query has its own
 VALUE_TILE = 128  # keys whose values share an exponent
@@ -158,7 +158,7 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     padded = np.zeros((*x.shape[:-1], _width(dim)), np.float32)
     padded[..., :dim] = x
     for stride in (1, 2, 4, 8):
-        pairs = padded.reshape(*padded.shape[:-1], -1, 2, stride)
+        pairs = padded.reshape(*padded.shape[:-1], padded.shape[-1] // (2 * stride), 2, stride)
         a, b = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
         pairs[..., 0, :], pairs[..., 1, :] = a + b, a - b
     return padded
@@ -248,7 +248,8 @@ def _keys_values(k, v, length, rope, draws) -> KeysValues:
     y = np.where(finite[..., None], y, np.float32(0))
     padded = np.zeros((groups * KEY_GROUP, heads, y.shape[-1]), np.float32)
     padded[:exists] = y
-    scale, inverse = _scales(np.abs(padded).reshape(groups, KEY_GROUP, heads, -1).max((1, 3), initial=0))  # [groups, H]
+    by_group = np.abs(padded).reshape(groups, KEY_GROUP, *padded.shape[1:])
+    scale, inverse = _scales(by_group.max((1, 3), initial=0))  # [groups, H]
     values = np.zeros((length, heads, y.shape[-1]), np.int8)
     by_key = np.repeat(inverse, KEY_GROUP, axis=0)[:exists, :, None]
     values[:exists] = _integers(y, by_key, None if draws is None else draws[:exists])
@@ -271,9 +272,9 @@ def _values(v, length):
     mantissa, power = np.frexp(scaled / 448)  # at most 2^lift: mantissa 2^power, mantissa in [1/2, 1)
     lift = np.maximum(0, power - (mantissa == 0.5))
     codes = np.ldexp(by_tile, -(exponent + lift)[:, None, :, None]).astype(np.float32).astype(E4M3).view(np.uint8)
-    codes = codes.reshape(-1, heads, dim)
+    codes = codes.reshape(padded.shape)
     codes[:exists][~finite] = E4M3_NAN
-    codes = codes.reshape(-1, BLOCK, heads, dim)[:, KEY_ORDER].reshape(-1, heads, dim)
+    codes = codes.reshape(len(codes) // BLOCK, BLOCK, heads, dim)[:, KEY_ORDER].reshape(padded.shape)
     wild = (~finite).sum((0, 2)).astype(np.int32)
     scale = np.ldexp(np.float32(1), exponent).astype(np.float32)
     return np.ascontiguousarray(codes.transpose(1, 2, 0)), scale, lift.T.astype(np.float32), wild

@@ -1,9 +1,10 @@
-// cvt: float16 and bfloat16 to and from float32, without cuda_fp16.h (which drags in libcu++ and doubles the compile
-// time).
+// cvt: float16, bfloat16 and E4M3 to and from float32, without cuda_fp16.h (which drags in libcu++ and doubles the
+// compile time).
 #pragma once
 
 #include <stdint.h>
 #ifndef __CUDA_ARCH__
+#include <cmath>
 #include <cstring>
 #endif
 
@@ -61,6 +62,28 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float low, float high) {
     return x != x ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   };
   return one(low) | one(high) << 16;
+#endif
+}
+
+// E4M3, two at once, `low` in the lower byte. Round to nearest even; beyond 448, infinities too, to 448; NaN is 0x7f.
+// sm_89 and later.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+__device__ __forceinline__ uint32_t cvt_rn_e4m3x2_f32(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  const auto one = [](float x) -> uint32_t {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 24 & 0x80u, size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u) return 0x7fu;
+    if (size < 0x3c800000u) return sign | uint32_t(nearbyintf(fabsf(x) * 512.0f));  // below 2^-6: multiples of 2^-9
+    const uint32_t rounded = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+    return sign | (rounded < 0x7eu ? rounded : 0x7eu);
+  };
+  return one(low) | one(high) << 8;
 #endif
 }
 

@@ -1,4 +1,4 @@
-// max: the greater of packed 16-bit numbers.
+// max: the greater of two numbers, or of packed 16-bit ones.
 #pragma once
 
 #include "ptx/cvt.cuh"
@@ -43,6 +43,31 @@ __device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
     memcpy(&x, &bits, 4);
     return x;
   });
+#endif
+}
+
+// Of a NaN and a number, NaN. sm_80 and later.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-max
+__device__ __forceinline__ float max_nan(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float x;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+#else
+  return a != a || a > b ? a : b;
+#endif
+}
+
+// Of unsigned integers. sm_90 and later.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-max
+__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t pair;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+#else
+  const uint32_t low_a = a & 0xffffu, low_b = b & 0xffffu, high_a = a >> 16, high_b = b >> 16;
+  return (low_a > low_b ? low_a : low_b) | (high_a > high_b ? high_a : high_b) << 16;
 #endif
 }
 

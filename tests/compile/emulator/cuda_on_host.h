@@ -496,6 +496,7 @@ inline unsigned __ballot_sync(unsigned, int value) {
   for (int lane = 0; lane < 32; ++lane) bits |= unsigned(all[lane] != 0) << lane;
   return bits;
 }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __any_sync(unsigned, int value) { return __ballot_sync(~0u, value) != 0; }
 inline int __all_sync(unsigned, int value) { return __ballot_sync(~0u, value) == ~0u; }
 inline int atomicAdd(int* address, int value) {

@@ -1,0 +1,73 @@
+// Host side of the quantization pass: what is launched. How is the caller's:
+// launch(kernel, blocks, threads, shared_bytes, overlaps, arguments...), where `overlaps` says that the kernel itself
+// waits for the one before it.
+#pragma once
+
+#include "attn/sm90_quantize/kernel.cuh"
+
+namespace qf {
+namespace sm90_quantize {
+
+inline bool rows_aligned(const QfTensor& x) {
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && (x.stride_b | x.stride_t | x.stride_h) % 8 == 0;
+}
+inline bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// Tiles of one head times heads times batch; false when they are too many for a grid.
+inline bool deal_part(Part& part, int64_t tiles, int heads, int heads_each, int64_t batch, int64_t& blocks) {
+  const int64_t head_blocks = ceil_of(heads, heads_each), count = tiles * head_blocks * batch;
+  blocks += count;
+  if (blocks > kMostBlocks) return false;
+  part.blocks = uint32_t(count);
+  part.heads_each = heads_each;
+  part.heads = divider(uint32_t(head_blocks > 0 ? head_blocks : 1));
+  part.tiles = divider(uint32_t(tiles > 0 ? tiles : 1));
+  return true;
+}
+
+}  // namespace sm90_quantize
+
+template <class Element, int kHeadDim, class Launch>
+int run_sm90_quantize(const QuantizeAll& all, Launch launch) {
+  using namespace sm90_quantize;
+  using S = Shape<kHeadDim>;
+  const QfAttnParams& p = all.attn;
+  if (p.head_dim < 8 || p.head_dim > kHeadDim || p.head_dim % 8 != 0) return QF_UNSUPPORTED;
+  const bool q = all.q.values, k = all.kv.k, v = all.kv.v;
+  if (!aligned16(all.q.values) || !aligned16(all.kv.k) || !aligned16(all.kv.k_mean) || !aligned16(all.kv.v))
+    return QF_UNSUPPORTED;
+
+  Deal deal{};
+  deal.vector = !(q && !rows_aligned(p.q)) && !(k && !rows_aligned(p.k)) && !(v && !rows_aligned(p.v));
+  deal.table_vectors = rotate_vectorises(p.rope);
+  const bool turns = p.rope.cos && (q || k);
+  const Reads reads = !deal.vector || all.rounding == QF_STOCHASTIC ? Reads::kAny
+                      : !turns                                      ? Reads::kVectors
+                      : deal.table_vectors && !p.rope.interleaved   ? Reads::kHalves
+                                                                    : Reads::kAny;
+  constexpr int kSharingHeads = 4;  // that find a token's cosines in L1
+  const int heads_each = turns ? kSharingHeads : 1;
+  // Packed, up to two tiles of V belong to no key: one where the next sequence begins, one at the end.
+  const int64_t v_tiles = ceil_of(p.k_len, kValueTile) + (p.cu_seqlens_k ? 2 : 0);
+  int64_t blocks = 0;
+  if (q && !deal_part(deal.q, ceil_of(p.q_len, S::kTokens), p.q_heads, heads_each, p.batch, blocks))
+    return QF_UNSUPPORTED;
+  if (k && !deal_part(deal.k, ceil_of(p.k_len, S::kTokens), p.kv_heads, heads_each, p.batch, blocks))
+    return QF_UNSUPPORTED;
+  if (v && !deal_part(deal.v, v_tiles, p.kv_heads, 1, p.batch, blocks)) return QF_UNSUPPORTED;
+
+  const int64_t samples = int64_t(p.batch) * p.kv_heads * (int(k) + int(v));
+  if (samples > kMostBlocks) return QF_UNSUPPORTED;
+  if (samples > 0)
+    if (const int status = launch(qf_sm90_quantize_sample_kernel<Element, kHeadDim>, samples, S::kSampleThreads,
+                                  S::kSampleSharedBytes, false, all, deal))
+      return status;
+  if (blocks == 0 && all.counter) blocks = 1;
+  if (blocks == 0) return QF_OK;
+  auto* const kernel = reads == Reads::kVectors  ? qf_sm90_quantize_kernel<Element, kHeadDim, Reads::kVectors>
+                       : reads == Reads::kHalves ? qf_sm90_quantize_kernel<Element, kHeadDim, Reads::kHalves>
+                                                 : qf_sm90_quantize_kernel<Element, kHeadDim, Reads::kAny>;
+  return launch(kernel, blocks, S::kThreads, S::kSharedBytes, samples > 0, all, deal);
+}
+
+}  // namespace qf

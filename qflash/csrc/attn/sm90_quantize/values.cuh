@@ -1,0 +1,181 @@
+// Values to E4M3, transposed: tiles of 128 tokens, each with an exponent of its own.
+//
+// Keys stand permuted in every 16: word t of channel d holds keys 2t, 2t+1, 2t+8, 2t+9, as a product's sums lie in a
+// warp. So a thread loads its eight channels of those four tokens, and what it converts are whole words: no byte moves
+// between threads. Words go through shared memory to leave in lines of 128 bytes, one per channel.
+//
+// Banks: word w of channel c lies at 32 c + (w ^ f(c)), f(c) = 4 (c / 8 % 8) + g(c / 64) with g(n) = n 256 / kHeadDim.
+//   writing  a warp's lanes have chunks c / 8 = j of kHeadDim / 8 and as many different w % n that n times those are
+//            32; without f all j would meet in one bank (8 c words apart: 8- to 32-way conflicts), with it j % 8 sets
+//            bits 2 to 4 of the bank, and j / 8 and w the bits below: 32 banks
+//   reading  eight lanes read the 128 bytes of one channel, 16 each: 4 (c / 8 % 8) permutes those, g words within one
+#pragma once
+
+#include "attn/sm90_quantize/tokens.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/griddepcontrol.cuh"
+
+namespace qf {
+namespace sm90_quantize {
+
+// Magnitudes from here on are not finite.
+__device__ __forceinline__ uint32_t infinity_bits(F16) { return 0x7c00u; }
+__device__ __forceinline__ uint32_t infinity_bits(BF16) { return 0x7f80u; }
+
+__device__ __forceinline__ uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// The largest of the block's. s_slots: a word for every warp.
+template <int kWarps>
+__device__ __forceinline__ uint32_t largest_of_block(uint32_t value, uint32_t* s_slots) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value = greater(value, __shfl_xor_sync(0xffffffffu, value, step));
+  if (threadIdx.x % 32 == 0) s_slots[threadIdx.x / 32] = value;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) value = greater(value, s_slots[w]);
+  __syncthreads();
+  return value;
+}
+
+// Least e >= 0 with amplitude / 2^exponent / 2^e <= 448 = 1.75 * 2^8.
+__device__ __forceinline__ int lift_of(float amplitude, int exponent) {
+  const uint32_t bits = float_to_bits(amplitude);
+  return max(0, int(bits >> 23) - 127 - exponent - 8 + int((bits & 0x7fffffu) > 0x600000u));
+}
+
+// Where the tiles of a sequence go among those of a channel, and how many are its own.
+struct ValueTiles {
+  int64_t first;
+  int owned;
+};
+
+__device__ __forceinline__ int64_t padded_of(const QfAttnParams& p) {
+  if (!p.cu_seqlens_k) return int64_t(p.k_len + kValueTile - 1) / kValueTile * kValueTile;
+  return (p.total_k / kValueTile + p.batch + 1) * kValueTile;
+}
+
+// Packed, up to where the next one begins: nothing between sequences is left as it was.
+__device__ __forceinline__ ValueTiles value_tiles(const QfAttnParams& p, const KeyRows& s, int b) {
+  if (!p.cu_seqlens_k) return {0, int(padded_of(p) / kValueTile)};
+  if (s.owned == 0 && p.cu_seqlens_k[b] != p.cu_seqlens_k[b + 1]) return {0, 0};
+  const int64_t first = s.first / kValueTile + b;
+  const int64_t end = b + 1 < p.batch ? (s.first + s.owned) / kValueTile + b + 1 : padded_of(p) / kValueTile;
+  return {first, int(end - first)};
+}
+
+template <class Element, int kHeadDim>
+struct ValueTile {
+  using S = Shape<kHeadDim>;
+  static constexpr int kSides = S::kThreads / S::kChunks;  // quads that are loaded at once
+  static constexpr int kQuads = kValueTile / 4 / kSides;   // of four keys each, of a thread
+  static constexpr int kReadChannels = S::kThreads / 8;    // channels that are written at once
+  static constexpr int kTwist = 256 / kHeadDim;            // g(1)
+
+  __device__ static __forceinline__ int twist(int c) { return 4 * (c / 8 % 8) + c / 64 * (kTwist & 3); }
+  // Token r of quad `quad`.
+  __device__ static __forceinline__ int token(int quad, int r) {
+    return quad / 4 * 16 + quad % 4 * 2 + (r & 1) + (r & 2) * 4;
+  }
+};
+
+template <class Element, int kHeadDim, Reads kReads>
+__device__ __forceinline__ void quantize_values(const QuantizeAll& all, const Deal& deal, uint32_t index,
+                                                uint32_t* s_words) {
+  using S = Shape<kHeadDim>;
+  using T = ValueTile<Element, kHeadDim>;
+  const QfAttnParams& p = all.attn;
+  const Item item(deal.v, index, p.kv_heads);
+  const KeyRows s = read_key_rows(p, item.b);
+  const ValueTiles tiles = value_tiles(p, s, item.b);
+  const int chunk = threadIdx.x % S::kChunks, side = threadIdx.x / S::kChunks, d = 8 * chunk;
+  const int64_t head = int64_t(item.b) * p.kv_heads + item.h_begin;
+  const int lifts = (p.k_len + kValueTile - 1) / kValueTile;
+  const int token0 = item.tile * kValueTile;
+  if (item.tile >= tiles.owned && item.tile >= lifts) return;
+
+  const Element* const g_row = row_of<Element>(p.v, item.b, s.first + token0, item.h_begin);
+  uint32_t raw[T::kQuads][4][4];
+#pragma unroll
+  for (int i = 0; i < T::kQuads; ++i)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int token = T::token(side + T::kSides * i, r);
+      Raw8<Element> eight{};
+      if (token < s.len - token0)
+        eight = load8(g_row + token * p.v.stride_t, d, p.head_dim, kReads != Reads::kAny || deal.vector);
+      raw[i][r][0] = eight.bits.x, raw[i][r][1] = eight.bits.y, raw[i][r][2] = eight.bits.z,
+      raw[i][r][3] = eight.bits.w;
+    }
+
+  // Magnitudes of 16-bit floats are ordered as integers are, what is not finite above the rest.
+  uint32_t pair = 0;
+#pragma unroll
+  for (int i = 0; i < T::kQuads; ++i)
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+#pragma unroll
+      for (int w = 0; w < 4; ++w) pair = max_u16x2(pair, raw[i][r][w] & 0x7fff7fffu);
+  uint32_t largest = largest_of_block<S::kWarps>(greater(pair & 0xffffu, pair >> 16), s_words);
+  wait_for_previous_grid();  // v_scale, v_wild
+  const uint32_t limit = infinity_bits(Element{});
+  if (largest >= limit) {
+    largest = 0;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < T::kQuads; ++i)
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+#pragma unroll
+          for (int shift = 0; shift < 32; shift += 16) {
+            const uint32_t magnitude = raw[i][r][w] >> shift & 0x7fffu;
+            if (magnitude < limit) {
+              largest = greater(largest, magnitude);
+            } else {
+              ++count;
+              raw[i][r][w] |= 0x7fffu << shift;  // a NaN, for infinities would become 448
+            }
+          }
+    if (count > 0) atomicAdd(all.kv.v_wild + head, count);
+    largest = largest_of_block<S::kWarps>(largest, s_words);
+  }
+
+  const int exponent = int(float_to_bits(all.kv.v_scale[head]) >> 23) - 127;
+  const int lift = lift_of(to_float(Element{uint16_t(largest)}), exponent);
+  if (threadIdx.x == 0 && item.tile < lifts) all.kv.v_lift[head * lifts + item.tile] = float(lift);
+  const float inverse = bits_to_float(uint32_t(127 - exponent - lift) << 23);
+#pragma unroll
+  for (int i = 0; i < T::kQuads; ++i) {
+    const int quad = side + T::kSides * i;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      float x[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) x[r] = mul_rn(to_float(Element{uint16_t(raw[i][r][e / 2] >> 16 * (e % 2))}), inverse);
+      const uint32_t low = cvt_rn_e4m3x2_f32(x[0], x[1]), high = cvt_rn_e4m3x2_f32(x[2], x[3]);
+      s_words[32 * (d + e) + (quad ^ T::twist(d + e))] = low | high << 16;
+    }
+  }
+  __syncthreads();
+  if (item.tile >= tiles.owned) return;
+
+  const int64_t padded = padded_of(p), plane = p.cu_seqlens_k ? item.h_begin : head;
+  const int vector = threadIdx.x % 8;
+#pragma unroll
+  for (int i = 0; i < kHeadDim / T::kReadChannels; ++i) {
+    const int c = i * T::kReadChannels + int(threadIdx.x / 8);
+    if (c >= p.head_dim) break;
+    constexpr int kBlock = 64 / T::kReadChannels;
+    const int within = i / kBlock * (T::kTwist & 3);  // c / 64's, known when compiled
+    const Word4 x = *reinterpret_cast<const Word4*>(s_words + 32 * c + (4 * vector ^ 4 * (c / 8 % 8)));
+    Word4 y;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) y.word[w] = x.word[w ^ within];
+    *reinterpret_cast<Word4*>(all.kv.v + (plane * p.head_dim + c) * padded + (tiles.first + item.tile) * kValueTile +
+                              16 * vector) = y;
+  }
+}
+
+}  // namespace sm90_quantize
+}  // namespace qf
