@@ -106,8 +106,9 @@ def run(library, k, v=None, q=None, *, lift=True, kv_lens=None, rope=None, seed=
         status = of.qf_sm90_quantize(bytes(params), None)
     else:
         counter = poison(1, np.int32)
-        pointers = (queries.values, queries.scale, queries.lift if lift else None, counter)
-        status = of.quantize_all(bytes(params), *(None if x is None else ctypes.c_void_p(x.ctypes.data) for x in pointers))
+        written = (queries.values, queries.scale, queries.lift if lift else None, counter)
+        pointers = [ctypes.c_void_p(None if x is None else x.ctypes.data) for x in written]
+        status = of.quantize_all(bytes(params), *pointers)
         assert status != 0 or counter[0] == 0
     assert status == 0, (status, of.qf_status_text(status))
     return queries, replay.KeysValues(**kv)

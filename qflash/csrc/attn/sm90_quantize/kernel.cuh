@@ -17,7 +17,7 @@
 #include "attn/sm90_quantize/sample.cuh"
 #include "attn/sm90_quantize/values.cuh"
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, bool kTurned>
 __global__ void __launch_bounds__(qf::sm90_quantize::Shape<kHeadDim>::kSampleThreads)
     qf_sm90_quantize_sample_kernel(const __grid_constant__ qf::QuantizeAll all,
                                    const __grid_constant__ qf::sm90_quantize::Deal deal) {
@@ -29,14 +29,14 @@ __global__ void __launch_bounds__(qf::sm90_quantize::Shape<kHeadDim>::kSampleThr
   const int head = int(blockIdx.x) - (all.kv.k && !of_keys ? heads : 0), b = head / all.attn.kv_heads;
   const int h = head - b * all.attn.kv_heads;
   if (of_keys)
-    sm90_quantize::sample_keys<Element, kHeadDim>(all, deal, b, h, reinterpret_cast<float*>(s_memory));
+    sm90_quantize::sample_keys<Element, kHeadDim, kTurned>(all, deal, b, h, reinterpret_cast<float*>(s_memory));
   else
     sm90_quantize::sample_values<Element, kHeadDim>(all, deal, b, h, reinterpret_cast<uint32_t*>(s_memory));
 }
 
 template <class Element, int kHeadDim, qf::sm90_quantize::Reads kReads>
 __global__ void __launch_bounds__(qf::sm90_quantize::Shape<kHeadDim>::kThreads,
-                                  512 / qf::sm90_quantize::Shape<kHeadDim>::kThreads)
+                                  qf::sm90_quantize::Shape<kHeadDim>::blocks(kReads))
     qf_sm90_quantize_kernel(const __grid_constant__ qf::QuantizeAll all,
                             const __grid_constant__ qf::sm90_quantize::Deal deal) {
   using namespace qf;

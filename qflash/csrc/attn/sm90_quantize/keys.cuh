@@ -43,7 +43,6 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
   const int groups = (p.k_len + kKeyGroup - 1) / kKeyGroup;
   const int width = width_of(p.head_dim);
   const int64_t row0 = (p.cu_seqlens_k ? s.first : int64_t(item.b) * p.k_len) + token0;
-  wait_for_previous_grid();  // k_mean, k_wild
 
   for (int h = item.h_begin; h < item.h_end; ++h) {
     const int64_t head = int64_t(item.b) * p.kv_heads + h;
@@ -52,6 +51,7 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
     load_tokens<kReads>(x, p, deal, row_of<Element>(p.k, item.b, s.first + token0, h), p.k.stride_t, existing, column,
                         [&](int r) { return position_k(p.rope, item.b, s.first, token0 + r); });
     float mean[16], most = 0.0f;
+    wait_for_previous_grid();  // k_mean, k_wild
     load_mean(mean, all.kv.k_mean + head * p.head_dim, column, p.head_dim);
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
       const bool spoiled = wild >> r & 1;
       if (r < owned && column < width)
         store16(all.kv.k + element, round16<kReads>(x[r], scale.inverse, draws, uint64_t(element)),
-                r < existing && !spoiled ? ~0u : 0u, spoiled ? kWildBytes : 0u);
+                r < existing && !spoiled, spoiled ? kWildBytes : 0u);
     }
   }
 }

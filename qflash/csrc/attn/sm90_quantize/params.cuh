@@ -43,10 +43,14 @@ struct Shape {
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kTokens = kWarps * kWarpTokens;  // of a block
   static constexpr int kSharedBytes = kHeadDim * kValueTile;
+  // That a multiprocessor holds: what registers, of which rotating takes more, allow without spills.
+  static constexpr int blocks(Reads reads) {
+    return (reads == Reads::kVectors ? 4 : reads == Reads::kHalves ? 3 : 2) * 128 / kThreads;
+  }
 
   static constexpr int kChunks = kHeadDim / 8;  // threads that share a token where each has eight channels of it
-  static constexpr int kSampleThreads = kSlots * kChunks;
-  static constexpr int kSampleSharedBytes = kSlots * (kHeadDim + 1) * 4 + 15 & ~15;
+  static constexpr int kSampleThreads = kHeadDim > 128 ? 512 : kSlots * kChunks;
+  static constexpr int kSampleSharedBytes = kSlots * (kHeadDim + 1) * 4;
 };
 
 // Blocks of one tensor: heads are their fastest index, then tiles of tokens, then the batch.

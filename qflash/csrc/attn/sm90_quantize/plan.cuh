@@ -13,6 +13,11 @@ inline bool rows_aligned(const QfTensor& x) {
 }
 inline bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
+// A block takes kHeads heads of its tokens, one after another, where there are enough blocks even so: it is set up
+// once, and rope's cosines are found in L1.
+constexpr int kHeads = 4;
+constexpr int64_t kManyBlocks = 4096;
+
 // Tiles of one head times heads times batch; false when they are too many for a grid.
 inline bool deal_part(Part& part, int64_t tiles, int heads, int heads_each, int64_t batch, int64_t& blocks) {
   const int64_t head_blocks = ceil_of(heads, heads_each), count = tiles * head_blocks * batch;
@@ -45,23 +50,25 @@ int run_sm90_quantize(const QuantizeAll& all, Launch launch) {
                       : !turns                                      ? Reads::kVectors
                       : deal.table_vectors && !p.rope.interleaved   ? Reads::kHalves
                                                                     : Reads::kAny;
-  constexpr int kSharingHeads = 4;  // that find a token's cosines in L1
-  const int heads_each = turns ? kSharingHeads : 1;
+  const auto heads_each = [&](int64_t tiles, int heads) { return tiles * heads * p.batch < kManyBlocks ? 1 : kHeads; };
   // Packed, up to two tiles of V belong to no key: one where the next sequence begins, one at the end.
   const int64_t v_tiles = ceil_of(p.k_len, kValueTile) + (p.cu_seqlens_k ? 2 : 0);
   int64_t blocks = 0;
-  if (q && !deal_part(deal.q, ceil_of(p.q_len, S::kTokens), p.q_heads, heads_each, p.batch, blocks))
+  const int64_t q_tiles = ceil_of(p.q_len, S::kTokens), k_tiles = ceil_of(p.k_len, S::kTokens);
+  if (q && !deal_part(deal.q, q_tiles, p.q_heads, heads_each(q_tiles, p.q_heads), p.batch, blocks))
     return QF_UNSUPPORTED;
-  if (k && !deal_part(deal.k, ceil_of(p.k_len, S::kTokens), p.kv_heads, heads_each, p.batch, blocks))
+  if (k && !deal_part(deal.k, k_tiles, p.kv_heads, heads_each(k_tiles, p.kv_heads), p.batch, blocks))
     return QF_UNSUPPORTED;
   if (v && !deal_part(deal.v, v_tiles, p.kv_heads, 1, p.batch, blocks)) return QF_UNSUPPORTED;
 
   const int64_t samples = int64_t(p.batch) * p.kv_heads * (int(k) + int(v));
   if (samples > kMostBlocks) return QF_UNSUPPORTED;
-  if (samples > 0)
-    if (const int status = launch(qf_sm90_quantize_sample_kernel<Element, kHeadDim>, samples, S::kSampleThreads,
-                                  S::kSampleSharedBytes, false, all, deal))
+  if (samples > 0) {
+    auto* const kernel = p.rope.cos ? qf_sm90_quantize_sample_kernel<Element, kHeadDim, true>
+                                    : qf_sm90_quantize_sample_kernel<Element, kHeadDim, false>;
+    if (const int status = launch(kernel, samples, S::kSampleThreads, S::kSampleSharedBytes, false, all, deal))
       return status;
+  }
   if (blocks == 0 && all.counter) blocks = 1;
   if (blocks == 0) return QF_OK;
   auto* const kernel = reads == Reads::kVectors  ? qf_sm90_quantize_kernel<Element, kHeadDim, Reads::kVectors>

@@ -20,7 +20,6 @@ __device__ __forceinline__ void quantize_queries(const QuantizeAll& all, const D
   const int existing = min(kRounds, s.len_q - token0);
   const int width = width_of(p.head_dim);
   const int64_t row0 = (p.cu_seqlens_q ? s.q0 : int64_t(item.b) * p.q_len) + token0;
-  if (all.q.lift) wait_for_previous_grid();  // k_mean
 
   for (int h = item.h_begin; h < item.h_end; ++h) {
     float x[kRounds][16];
@@ -31,6 +30,7 @@ __device__ __forceinline__ void quantize_queries(const QuantizeAll& all, const D
     const bool owns = part < kRounds && lane % kRounds < existing;
     if (all.q.lift) {
       float mean[16], dots[kRounds];
+      wait_for_previous_grid();  // k_mean
       const int64_t kv_head = int64_t(item.b) * p.kv_heads + h / (p.q_heads / p.kv_heads);
       load_mean(mean, all.kv.k_mean + kv_head * p.head_dim, column, p.head_dim);
 #pragma unroll
@@ -60,8 +60,8 @@ __device__ __forceinline__ void quantize_queries(const QuantizeAll& all, const D
       const float inverse = __shfl_sync(0xffffffffu, inverse_or_wild, (lane & ~(kRounds - 1)) + r);
       const int64_t element = ((row0 + r) * p.q_heads + h) * width + column;
       if (r < existing && column < width)
-        store16(all.q.values + element, round16<kReads>(x[r], inverse, draws, uint64_t(element)),
-                inverse < 0.0f ? 0u : ~0u, inverse < 0.0f ? kWildBytes : 0u);
+        store16(all.q.values + element, round16<kReads>(x[r], inverse, draws, uint64_t(element)), inverse >= 0.0f,
+                kWildBytes);
     }
   }
 }

@@ -42,23 +42,35 @@ __device__ __forceinline__ void rotate_halves(float* x, const Raw8<Element>& par
   for (int e = 0; e < 8; ++e) x[e] = fmaf(mul_rn(y[e], sine[e]), sign, mul_rn(x[e], cosine[e]));
 }
 
+// raw <- channels column .. column+15 of the first `existing` of kRounds tokens, as they lie in memory.
+template <Reads kReads, class Element>
+__device__ __forceinline__ void load_raw(Raw16<Element> (&raw)[kRounds], const Element* g_row, int64_t stride_t,
+                                         int existing, int column, int head_dim, bool vector) {
+  const bool whole = existing >= kRounds && column + 16 <= head_dim;  // nearly always: then nothing else is asked
+  if (kReads != Reads::kAny && whole) {
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) load_vector(raw[r].part[i], g_row + r * stride_t + column + 8 * i);
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      raw[r].part[i] = Raw8<Element>{};
+      if (r < existing) raw[r].part[i] = load8(g_row + r * stride_t, column + 8 * i, head_dim, vector);
+    }
+}
+
 // x[r] <- channels column .. column+15 of token r of those at g_row, the first `existing` of kRounds; zeros past
 // head_dim and where there is no token. position(r): where token r stands.
 template <Reads kReads, class Element, class Position>
 __device__ __forceinline__ void load_tokens(float (&x)[kRounds][16], const QfAttnParams& p, const Deal& deal,
                                             const Element* g_row, int64_t stride_t, int existing, int column,
                                             Position position) {
-  Raw16<Element> raw[kRounds];
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      raw[r].part[i] = Raw8<Element>{};
-      const int d = column + 8 * i;
-      if (r < existing)
-        raw[r].part[i] = load8(g_row + r * stride_t, d, p.head_dim, kReads != Reads::kAny || deal.vector);
-    }
-  Raw16<Element> partner[kRounds];
+  Raw16<Element> raw[kRounds], partner[kRounds];
+  load_raw<kReads>(raw, g_row, stride_t, existing, column, p.head_dim, kReads != Reads::kAny || deal.vector);
   if constexpr (kReads == Reads::kHalves) {
     const int half = p.rope.rotary_dim / 2;
 #pragma unroll
@@ -172,13 +184,14 @@ __device__ __forceinline__ Word4 round16(const float (&x)[16], float inverse, co
   return bytes;
 }
 
-// Integers of tokens that do not exist are 0, of those that are not finite -128.
+// Integers of tokens that are not finite.
 constexpr uint32_t kWildBytes = 0x80808080u;
 
-__device__ __forceinline__ void store16(int8_t* g_to, const Word4& bytes, uint32_t keep, uint32_t fill) {
+// Sixteen integers to memory or, unless `keep`, `fill` in their place.
+__device__ __forceinline__ void store16(int8_t* g_to, const Word4& bytes, bool keep, uint32_t fill) {
   Word4 y;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) y.word[i] = (bytes.word[i] & keep) | fill;
+  for (int i = 0; i < 4; ++i) y.word[i] = keep ? bytes.word[i] : fill;
   *reinterpret_cast<Word4*>(g_to) = y;
 }
 

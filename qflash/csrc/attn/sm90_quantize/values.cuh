@@ -72,10 +72,9 @@ struct ValueTile {
   static constexpr int kTwist = 256 / kHeadDim;            // g(1)
 
   __device__ static __forceinline__ int twist(int c) { return 4 * (c / 8 % 8) + c / 64 * (kTwist & 3); }
-  // Token r of quad `quad`.
-  __device__ static __forceinline__ int token(int quad, int r) {
-    return quad / 4 * 16 + quad % 4 * 2 + (r & 1) + (r & 2) * 4;
-  }
+  // Token r of quad `quad`; and how far token r of a thread's i-th quad is from its first.
+  __device__ static __forceinline__ int token(int quad, int r) { return quad / 4 * 16 + quad % 4 * 2 + ahead(0, r); }
+  __device__ static constexpr int ahead(int i, int r) { return 4 * kSides * i + (r & 1) + (r & 2) * 4; }
 };
 
 template <class Element, int kHeadDim, Reads kReads>
@@ -93,18 +92,32 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
   const int token0 = item.tile * kValueTile;
   if (item.tile >= tiles.owned && item.tile >= lifts) return;
 
-  const Element* const g_row = row_of<Element>(p.v, item.b, s.first + token0, item.h_begin);
+  const int first = T::token(side, 0), existing = s.len - token0 - first;
+  const Element* const g_row = row_of<Element>(p.v, item.b, s.first + token0 + first, item.h_begin);
+  Raw8<Element> eight[T::kQuads][4];
+  if (kReads != Reads::kAny && existing > T::ahead(T::kQuads - 1, 3) && d < p.head_dim) {  // nearly always
+#pragma unroll
+    for (int i = 0; i < T::kQuads; ++i)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) load_vector(eight[i][r], g_row + d + T::ahead(i, r) * p.v.stride_t);
+  } else {
+#pragma unroll
+    for (int i = 0; i < T::kQuads; ++i)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        eight[i][r] = Raw8<Element>{};
+        if (T::ahead(i, r) < existing)
+          eight[i][r] =
+              load8(g_row + T::ahead(i, r) * p.v.stride_t, d, p.head_dim, kReads != Reads::kAny || deal.vector);
+      }
+  }
   uint32_t raw[T::kQuads][4][4];
 #pragma unroll
   for (int i = 0; i < T::kQuads; ++i)
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int token = T::token(side + T::kSides * i, r);
-      Raw8<Element> eight{};
-      if (token < s.len - token0)
-        eight = load8(g_row + token * p.v.stride_t, d, p.head_dim, kReads != Reads::kAny || deal.vector);
-      raw[i][r][0] = eight.bits.x, raw[i][r][1] = eight.bits.y, raw[i][r][2] = eight.bits.z,
-      raw[i][r][3] = eight.bits.w;
+      const uint4& bits = eight[i][r].bits;
+      raw[i][r][0] = bits.x, raw[i][r][1] = bits.y, raw[i][r][2] = bits.z, raw[i][r][3] = bits.w;
     }
 
   // Magnitudes of 16-bit floats are ordered as integers are, what is not finite above the rest.
