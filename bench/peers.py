@@ -47,6 +47,9 @@ def _numbers(flat: Case) -> tuple[np.ndarray, ...]:
 
 def _draw(case: Case) -> tuple[np.ndarray, ...]:
     """q, k, v as `case.make_inputs()` has them. A grid cuts the same numbers into other shapes: drawn once."""
+    if case.data != "normal":  # channels differ there
+        inputs = case.make_inputs()
+        return inputs.q, inputs.k, inputs.v
     queries, keys = ((case.batch, length) for length in (case.q_len, case.k_len))
     shapes = [(*queries, case.q_heads, case.head_dim), *[(*keys, case.kv_heads, case.head_dim)] * 2]
     sizes = {"q_len": math.prod(shapes[0]), "k_len": math.prod(shapes[1])}
@@ -164,6 +167,55 @@ def qflash_quantized(kernel: str) -> Candidate:
         return lambda: qflash.attention(q8, k8, v, causal=causal, kernel=kernel)
 
     name = f"qflash {kernel.removesuffix('_quantized')} (kernel alone)"
+    return Candidate(name, make, kernel=kernel, precision=dispatch.BY_NAME[kernel].precision)
+
+
+def _kept(arrays: Arrays, kernel: str) -> qflash.QuantizedKV:
+    _, k, v = arrays.torch
+    return qflash.quantize_kv(k, v, precision=dispatch.BY_NAME[kernel].precision)
+
+
+def qflash_kv(kernel: str) -> Candidate:
+    """A kernel of attention_kv: k and v were quantized beforehand, which is not timed; q is, with the kernel."""
+
+    def make(arrays: Arrays) -> Call:
+        q, kv, causal = arrays.torch[0], _kept(arrays, kernel), arrays.case.causal
+        return lambda: qflash.attention(q, kv, causal=causal, kernel=kernel)
+
+    name = f"qflash {kernel.removesuffix('_kv')} (kv ready)"
+    return Candidate(name, make, kernel=kernel, precision=dispatch.BY_NAME[kernel].precision)
+
+
+def qflash_alone(kernel: str) -> Candidate:
+    """The same without the quantization of q: its entry, called without a q, takes what the call before left of one.
+
+    That call is made once, with q, so what is timed computes the same output; its error is looked at like any other's.
+    """
+
+    def make(arrays: Arrays) -> Call:
+        torch = load("torch")
+        from qflash.frontends import torch_op_launch as launch
+        from qflash.ops.kv_attention import ATTENTION_KV, call_of
+        from qflash.problem import Options
+
+        q = arrays.torch[0]
+        options = Options(causal=arrays.case.causal, kernel=kernel)
+        given, words = call_of(q, _kept(arrays, kernel), None, options, None, None, False)
+        prepared = launch.prepared(ATTENTION_KV, given, words)
+        operands = [given[ATTENTION_KV.arrays.index(operand.argument)] for operand in prepared.plan.operands]
+        (out,) = launch.empty_results(prepared.plan, q)
+        workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=q.device)
+        first, *others = operands  # named, so that they outlive the calls
+
+        def run(q_address: int) -> Any:
+            addresses = (x.data_ptr() for x in (*others, out, workspace))
+            prepared.call(q_address, *addresses, torch.cuda.current_stream().cuda_stream, 0)
+            return out
+
+        run(first.data_ptr())
+        return lambda: run(0)
+
+    name = f"qflash {kernel.removesuffix('_kv')} (kernel alone)"
     return Candidate(name, make, kernel=kernel, precision=dispatch.BY_NAME[kernel].precision)
 
 
@@ -315,9 +367,43 @@ def flash_attn(name: str, *modules: str) -> Candidate:
     return Candidate(name, make)
 
 
+FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
+
+
 def flash_attn_3() -> Candidate:
     """FlashAttention 3 as its own repository builds it, or the PyPI package fa3-fwd."""
-    return flash_attn("FlashAttention 3", "flash_attn_interface", "fa3_fwd_interface")
+    return flash_attn("FlashAttention 3", *FA3_MODULES)
+
+
+E4M3_MOST = 448.0
+
+
+def e4m3_by_head(x: Any, heads: int) -> tuple[Any, Any]:
+    """x `[B, T, H, D]` as E4M3 with a scale for each of `heads` groups of heads, `[B, heads]`."""
+    torch = load("torch")
+    grouped = x.float().unflatten(2, (heads, -1))
+    scale = grouped.abs().amax((1, 3, 4)).clamp(min=1e-30) / E4M3_MOST
+    return (grouped / scale[:, None, :, None, None]).flatten(2, 3).to(torch.float8_e4m3fn), scale
+
+
+def flash_attn_3_fp8() -> Candidate:
+    """FlashAttention 3 on E4M3 arrays that are ready-made: their cast, with a scale for each head, is not timed."""
+
+    def make(arrays: Arrays) -> Call:
+        function = load(*FA3_MODULES).flash_attn_func
+        if arrays.case.dtype == "float32":
+            raise Unavailable("takes no float32")
+        pairs = [e4m3_by_head(x, arrays.case.kv_heads) for x in arrays.torch]
+        scales = {f"{name}_descale": scale for name, (_, scale) in zip("qkv", pairs, strict=True)}
+        tensors, causal = [x for x, _ in pairs], arrays.case.causal
+
+        def run():
+            out = function(*tensors, causal=causal, **scales)
+            return out[0] if isinstance(out, tuple) else out
+
+        return _tried(run)
+
+    return Candidate("FlashAttention 3 FP8", make, precision="fp8")
 
 
 def peers(preset: Preset) -> list[Candidate]:
@@ -327,11 +413,13 @@ def peers(preset: Preset) -> list[Candidate]:
     elif preset.kind == TRAIN:
         everyone = [torch_sdpa_train()]
     elif preset.device == "cuda":
-        others = [flash_attn("FlashAttention 2", "flash_attn"), flash_attn_3()]
+        others = [flash_attn("FlashAttention 2", "flash_attn"), flash_attn_3(), flash_attn_3_fp8()]
         everyone = [torch_sdpa(), *map(torch_sdpa_backend, SDPA_BACKENDS), torch_naive(), *others]
     else:
         everyone = [torch_sdpa(), torch_naive(), jax_nn()]
-    return [peer for peer in everyone if preset.peers is None or peer.name in preset.peers]
+    if preset.peers is None:  # all that compute in the arrays' own type
+        return [peer for peer in everyone if peer.precision is None]
+    return [peer for peer in everyone if peer.name in preset.peers]
 
 
 def _front(preset: Preset) -> Callable[[str], Candidate]:
@@ -345,11 +433,9 @@ def _front(preset: Preset) -> Callable[[str], Candidate]:
 
 def candidates(preset: Preset) -> list[Candidate]:
     """Everyone who takes part in a preset, qflash first."""
-    front = _front(preset)
-    ours = [
-        qflash_quantized(name) if dispatch.BY_NAME[name].op == "attention_int8" else front(name)
-        for name in preset.kernels
-    ]
+    fronts = {"attention": (_front(preset),), "attention_int8": (qflash_quantized,)}
+    fronts["attention_kv"] = (qflash_kv, qflash_alone)
+    ours = [front(name) for name in preset.kernels for front in fronts[dispatch.BY_NAME[name].op]]
     if preset.rope:
         ours += map(qflash_rope, preset.kernels)
     return [*ours, *peers(preset)]

@@ -16,7 +16,8 @@ PEERS = ("#475569", "#94a3b8", "#cbd5e1", "#64748b", "#a1a1aa", "#d4d4d8", "#e2e
 
 def draw(rows: list[dict[str, Any]], path: Path) -> Path | None:
     """An SVG of `rows` at `path`; None where matplotlib is not installed, or no row has a rate to draw."""
-    drawn = [row for row in rows if row["kind"] in ("forward", "train", "decode")]
+    # What is measured without a part of its work ("kernel alone") is for the tables.
+    drawn = [row for row in rows if row["kind"] in ("forward", "train", "decode") and "(" not in row["candidate"]]
     panels = list(dict.fromkeys((row["kind"], row["dtype"]) for row in drawn))
     if not panels or machine.version("matplotlib") is None:
         return None
@@ -44,19 +45,23 @@ def _panel(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _bars(axis, rows: list[dict[str, Any]], kind: str, dtype: str) -> None:
-    problems = list(dict.fromkeys(_label(row) for row in rows))
+    unit = _unit(rows, kind)
+    _grouped(axis, list(dict.fromkeys(map(_label, rows))), rows, _label, lambda row: _height(row, kind, unit))
+    axis.set_ylabel(f"{dtype}, {unit}")
+
+
+def _grouped(axis, groups: list[str], rows: list[dict[str, Any]], group_of, height_of) -> None:
+    """A bar per row, those of a group side by side, one colour per candidate."""
     names = list(dict.fromkeys(row["candidate"] for row in rows))
     ours = [name for name in names if name.startswith("qflash")]
     peers = [name for name in names if name not in ours]
     colours = dict(zip(ours, cycle(OURS), strict=False)) | dict(zip(peers, cycle(PEERS), strict=False))
     width = 0.85 / len(names)
-    unit = _unit(rows, kind)
     for index, name in enumerate(names):
-        heights = {_label(row): _height(row, kind, unit) for row in rows if row["candidate"] == name}
-        places = [problems.index(label) + (index - (len(names) - 1) / 2) * width for label in heights]
+        heights = {group_of(row): height_of(row) for row in rows if row["candidate"] == name}
+        places = [groups.index(group) + (index - (len(names) - 1) / 2) * width for group in heights]
         axis.bar(places, list(heights.values()), width, label=name, color=colours[name])
-    axis.set_xticks(range(len(problems)), problems)
-    axis.set_ylabel(f"{dtype}, {unit}")
+    axis.set_xticks(range(len(groups)), groups)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, ncols=min(len(names), 7), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
@@ -77,3 +82,26 @@ def _height(row: dict[str, Any], kind: str, unit: str) -> float:
     if kind == "decode":
         return row["gbs"]
     return row["gflops"] / 1e3 if unit == "TFLOP/s" else row["gflops"]
+
+
+def draw_errors(rows: list[dict[str, Any]], path: Path) -> Path | None:
+    """An SVG of accuracy rows at `path`: inputs along the axis, shorter is better; None where matplotlib is absent."""
+    if machine.version("matplotlib") is None:
+        return None
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.size": 9})
+    import matplotlib.pyplot as plt
+
+    inputs = list(dict.fromkeys(_input(row) for row in rows))
+    figure, axis = plt.subplots(figsize=(10, 3.2), layout="constrained")
+    _grouped(axis, inputs, rows, _input, lambda row: row["rel_l2"])
+    axis.set(yscale="log", ylabel="relative L2 error, bfloat16 inputs")
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
+def _input(row: dict[str, Any]) -> str:
+    return f"{row['input']}\n{'causal' if row['causal'] else 'full'}"

@@ -122,12 +122,12 @@ def measure(device: str, budget: float = 2.0) -> Iterator[dict[str, Any]]:
             )
 
 
-def table() -> str:
+def table(preset: str = NAME) -> str:
     """The committed rows: one table per machine, a problem per line."""
     from bench import report
 
     parts = []
-    for found in rows.committed(NAME).values():
+    for found in rows.committed(preset).values():
         lines = [
             [row["what"], " × ".join(map(str, row["shape"])), row["dtype"], report.time(row), f"{row['gbps']:.0f} GB/s",
              report.ratio(row["speedup"][COPY])]
@@ -135,7 +135,7 @@ def table() -> str:
         ]  # fmt: skip
         header = ["what", "shape", "type", "time", "rate of x and integers", "of a copy's"]
         parts.append(f"{report.source(found[0])}\n\n{report.markdown(header, lines)}")
-    return "\n\n".join(parts) or "No rows are committed yet; `python -m bench.quantize` makes them."
+    return "\n\n".join(parts) or f"No rows are committed yet; `python -m bench.{preset}` makes them."
 
 
 def main(device: str) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from bench import int8_gemm, profiles, quantize, reductions
+from bench import int8_accuracy, int8_gemm, profiles, quantize, reductions, sm90_quantize
 from bench import rows as store
 from bench.presets import PRESETS, Preset
 from qflash.dispatch import KERNELS, Kernel, kernels_of
@@ -15,6 +15,8 @@ from qflash.dispatch import KERNELS, Kernel, kernels_of
 CUDA_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.device == "cuda")
 PAGES = (store.ROOT / "README.md", *sorted((store.ROOT / "docs" / "kernels").glob("*.md")))
 Row = dict[str, Any]
+FP8 = "FlashAttention 3 FP8"  # a peer of fewer bits: never the best of those that quantized kernels are held against
+LONG = 4096  # keys from which on quantized kernels are to be faster
 BEHIND = 0.95  # of a peer's speed: below it a kernel counts as slower, not as equal
 
 
@@ -123,6 +125,56 @@ def _rungs(rows: list[Row]) -> str:
     return markdown(["(B, H, T, D)", "candidate", "latency", "rate", "error", "× naive", "× PyTorch (FA2)"], lines)
 
 
+def quantized_table() -> str:
+    """sm90_int8, one table per machine, head_dim and mask: ours with and without quantization, then their peers."""
+    parts = []
+    for rows in store.committed("sm90_int8").values():
+        parts.append("\n\n".join([source(rows[0]), "\n".join(f"- {line}" for line in quantized_means(rows))]))
+        groups: dict[tuple[int, bool], list[Row]] = {}
+        for row in rows:
+            groups.setdefault((row["D"], row["causal"]), []).append(row)
+        for (head_dim, causal), group in groups.items():
+            title = f"head dim {head_dim}, {'causal' if causal else 'full'}, {group[0]['dtype']}"
+            parts.append(f"<details><summary>{title}</summary>\n\n{_quantized_lines(group)}\n\n</details>")
+    return "\n\n".join(parts) or _no_rows("sm90_int8")
+
+
+def _quantized_lines(rows: list[Row]) -> str:
+    lines, previous = [], None
+    for row in rows:
+        shape = f"({row['B']}, {row['Hq']}, {row['Tq']}, {row['D']})"
+        name, best = row["candidate"], best_peer(row) if row["kernel"] else None
+        ratios = [
+            f"{ratio(best[1])} {best[0]}" if best else "",
+            ratio(row["speedup"].get(FP8)) if row["kernel"] else "",
+        ]
+        cells = [f"**{name}**" if row["kernel"] else name, time(row), rate(row), error(row), *ratios]
+        lines.append([shape if shape != previous else "", *cells])
+        previous = shape
+    header = ["(B, H, T, D)", "candidate", "latency", "rate", "error", "× best of 16 bits", f"× {FP8}"]
+    return markdown(header, lines)
+
+
+def quantized_means(rows: list[Row]) -> list[str]:
+    """A sentence per candidate of ours and head_dim: over the best peer of 16 bits, and over FP8, on long sequences."""
+    sentences = []
+    long = [row for row in rows if row["kernel"] and row["Tk"] >= LONG]
+    for head_dim in dict.fromkeys(row["D"] for row in long):
+        for name in dict.fromkeys(row["candidate"] for row in long):
+            ours = [row for row in long if (row["D"], row["candidate"]) == (head_dim, name)]
+            parts = []
+            for who, values in (
+                ("the best of 16 bits", [found[1] for row in ours if (found := best_peer(row))]),
+                (FP8, [row["speedup"][FP8] for row in ours if FP8 in row["speedup"]]),
+            ):
+                if values:
+                    mean = ratio(math.exp(sum(map(math.log, values)) / len(values)))
+                    parts.append(f"{mean} {who} ({min(values):.2f} to {max(values):.2f})")
+            if parts:
+                sentences.append(f"D={head_dim}, T ≥ {LONG}: {name}: {', '.join(parts)}")
+    return sentences
+
+
 def _no_rows(name: str) -> str:
     return f"No rows are committed yet; `qflash bench {name}` makes them."
 
@@ -154,8 +206,8 @@ def geometric_means(rows: list[Row]) -> list[str]:
 
 
 def best_peer(row: Row) -> tuple[str, float] | None:
-    """The peer that a row of ours has the hardest time with, and how many times faster ours is."""
-    peers = {peer: value for peer, value in row["speedup"].items() if not peer.startswith("qflash")}
+    """The peer of at least 16 bits that a row of ours has the hardest time with, and how many times faster ours is."""
+    peers = {peer: value for peer, value in row["speedup"].items() if not peer.startswith("qflash") and peer != FP8}
     return min(peers.items(), key=lambda item: item[1]) if peers else None
 
 
@@ -168,7 +220,7 @@ def against_the_best(rows: list[Row]) -> list[str]:
     sentences = []
     for (name, dtype), ours in groups.items():
         ratios = [best_peer(row)[1] for row in ours]
-        peers = [peer for peer in peers_of(ours) if not peer.startswith("qflash")]
+        peers = [peer for peer in peers_of(ours) if not peer.startswith("qflash") and peer != FP8]
         among = f"geometric mean of {len(ratios)} problems, {min(ratios):.2f} to {max(ratios):.2f}"
         behind = sum(value < BEHIND for value in ratios)
         mean = ratio(math.exp(sum(map(math.log, ratios)) / len(ratios)))
@@ -261,6 +313,13 @@ def plots() -> str:
     return "\n".join(f"![speed on {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found)
 
 
+def quantized_plots() -> str:
+    """Speed and accuracy of the quantized kernels of Hopper."""
+    found = [path for name in ("sm90_int8", int8_accuracy.NAME) for path in sorted(store.RESULTS.glob(f"*/{name}.svg"))]
+    titles = {"sm90_int8": "quantized speed", int8_accuracy.NAME: "error of quantized attention"}
+    return "\n".join(f"![{titles[path.stem]} on {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "operations": operations_table,
@@ -269,6 +328,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ladder": ladder_table,
     int8_gemm.NAME: int8_gemm.table,
     quantize.NAME: quantize.table,
+    "sm90_int8": quantized_table,
+    "sm90_int8-plots": quantized_plots,
+    int8_accuracy.NAME: int8_accuracy.table,
+    sm90_quantize.NAME: lambda: quantize.table(sm90_quantize.NAME),
     **{name: (lambda name=name: reductions.table(name)) for name in reductions.PRESET.values()},
     "roofline": rooflines,
     **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in CUDA_KERNELS},

@@ -23,7 +23,8 @@ from qflash.testing.timing import Clock, Comparison, CudaClock, HostClock, WallC
 # Whom speed-ups are given over, where they take part.
 OVER = (
     "torch SDPA", "torch FA2", "torch naive", "qflash fa_mma",
-    "torch SDPA cudnn", "FlashAttention 3", "jax.nn cudnn", "qflash sm90_fwd",
+    "torch SDPA cudnn", "FlashAttention 3", "FlashAttention 3 FP8", "jax.nn cudnn",
+    "qflash sm90_fwd",
 )  # fmt: skip
 CHECKED_ROWS = 512
 

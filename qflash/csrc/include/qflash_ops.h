@@ -108,7 +108,8 @@ typedef struct QfQuantizedKv {
 
 /* quantize_kv fills kv: of attn it reads k, v, kv_lens, cu_seqlens_k and rope, not q and out. attention_kv reads kv: in
  * attn k.data is NULL, and v.data too where kv.v is there; rope turns q alone. attn.precision is QF_INT8 (kv.v is NULL)
- * or QF_INT8_FP8; attn.dtype that of q, k, v and out; attn has the workspace of both. */
+ * or QF_INT8_FP8; attn.dtype that of q, k, v and out; attn has the workspace of both. attention_kv with q.data NULL:
+ * what the call before made of q is still in the workspace, and is used again; so the kernel alone is timed. */
 typedef struct QfKvAttnParams {
   int32_t struct_bytes, rounding; /* QfRounding, of k's int8, and of q's: stochastic uses seed */
   uint64_t seed;

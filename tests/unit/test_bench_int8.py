@@ -1,0 +1,189 @@
+"""What is measured of the quantized kernels of Hopper: accuracy rows, the FP8 peer, tables and plots made from rows."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qflash.cli.bench import load
+from qflash.testing import errors, expected
+
+torch = pytest.importorskip("torch")
+
+accuracy, peers, plot, report, rows, run = (
+    load(name) for name in ("int8_accuracy", "peers", "plot", "report", "rows", "run")
+)
+quantize = load("sm90_quantize")
+SMALL = accuracy._problems(length=96, heads=2, longest=160, head_dim=32)
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_the_inputs_are_those_of_the_field():
+    found = [(one.name, one.case.k_len, one.case.q_heads, one.case.causal) for one in accuracy.PROBLEMS]
+    assert found[:6:2] == [(name, 4096, 8, False) for name in ("normal", "biased_k", "outlier")]
+    assert found[6:] == [("long", 32768, 2, False), ("long", 32768, 2, True)]
+    assert {(one.case.head_dim, one.case.dtype, one.case.batch) for one in accuracy.PROBLEMS} == {(128, "bfloat16", 1)}
+    biased = next(one.case for one in SMALL if one.name == "biased_k")
+    np.testing.assert_array_equal(peers.Arrays(biased, "cpu").numpy[1], biased.make_inputs().k)
+
+
+@pytest.mark.parametrize("problem", SMALL, ids=lambda one: f"{one.name}-{one.case.causal}")
+def test_the_truth_is_the_oracles(problem, monkeypatch):
+    monkeypatch.setattr(accuracy, "_BLOCK", 1000)  # several blocks of rows
+    got = accuracy.exact(peers.Arrays(problem.case, "cpu"))
+    assert errors(got.numpy(), expected(problem.case).out).relative_l2 < 1e-12
+
+
+def test_metrics():
+    want = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    found = accuracy.metrics(torch.tensor([3.0, 3.0]), want)
+    assert found == {"cosine": 0.989949, "rel_l1": 0.143, "rel_l2": 0.2, "rmse": 0.707, "max": 1.0}
+    theirs = errors(np.array([3.0, 3.0]), want.numpy())
+    assert (theirs.relative_l2, theirs.max_abs) == (found["rel_l2"], found["max"])
+
+
+def test_one_scale_for_a_tensor_is_what_outliers_spoil():
+    found = {}
+    for one in SMALL:
+        arrays = peers.Arrays(one.case, "cpu")
+        found[one.name, one.case.causal] = accuracy.metrics(accuracy.per_tensor_fp8(arrays), accuracy.exact(arrays))
+    assert 0.02 < found["normal", False]["rel_l2"] < 0.1
+    assert found["biased_k", False]["rel_l2"] > found["normal", False]["rel_l2"]
+
+
+def test_rows_their_table_and_plot(results, tmp_path, monkeypatch):
+    assert "No rows are committed yet" in accuracy.table()
+    for module in peers.FA3_MODULES:
+        monkeypatch.setitem(sys.modules, module, None)
+    told = []
+    found = list(accuracy.measure("cpu", SMALL[:4], ("cpu", "cpu_int8"), told.append))
+    assert len(found) == 12 and {"FlashAttention 3", "FlashAttention 3 FP8"} == {text.split(": ")[1] for text in told}
+    by_name = {row["candidate"]: row for row in found[:3]}
+    assert by_name["qflash cpu"]["rel_l2"] < 4e-3 < by_name["qflash cpu_int8"]["rel_l2"] < 0.02
+    assert all(set(accuracy.METRICS) <= set(row) and row["kind"] == "accuracy" for row in found)
+    rows.write(results / "machine" / f"{accuracy.NAME}.jsonl", found)
+    table = accuracy.table()
+    assert "| normal, T=96 H=2 D=32 full | **qflash cpu** | 1.0000" in table
+    assert f"|  | {accuracy.PER_TENSOR} | 0.99" in table
+    picture = plot.draw_errors(found, tmp_path / "errors.svg")
+    if picture is not None:  # matplotlib is installed
+        assert "relative L2 error" in picture.read_text()
+        assert plot.draw(found, tmp_path / "speed.svg") is None  # there is no speed in them
+
+
+def test_fa3_gets_e4m3_and_its_scales(monkeypatch):
+    seen = []
+
+    def attend(q, k, v, causal, **scales):
+        seen.append((q, k, v, causal, scales))
+        return q.to(torch.bfloat16)
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", types.SimpleNamespace(flash_attn_func=attend))
+    case = replace(SMALL[0].case, q_heads=4, batch=3)
+    arrays = peers.Arrays(case, "cpu")
+    assert peers.flash_attn_3_fp8().make(arrays)().shape == (3, 96, 4, 32)
+    q, k, v, causal, scales = seen[0]
+    assert causal is False and {x.dtype for x in (q, k, v)} == {torch.float8_e4m3fn}
+    for x, given, name in zip((q, k, v), arrays.torch, "qkv", strict=True):
+        scale = scales[f"{name}_descale"]
+        assert scale.shape == (3, 2) and scale.dtype == torch.float32  # one for each key head
+        back = x.float().unflatten(2, (2, -1)) * scale[:, None, :, None, None]
+        assert errors(back.flatten(2, 3).numpy(), given.float().numpy()).relative_l2 < 0.04
+        assert x.float().abs().max() == 448
+    with pytest.raises(peers.Unavailable, match="takes no float32"):
+        peers.flash_attn_3_fp8().make(peers.Arrays(replace(case, dtype="float32"), "cpu"))
+
+
+def test_fp8_is_a_peer_where_it_is_asked_for():
+    preset = load("presets").PRESETS["sm90"]
+    assert "FlashAttention 3 FP8" in run.OVER
+    assert report.FP8 not in [one.name for one in peers.peers(replace(preset, peers=None))]
+    assert [one.name for one in peers.peers(replace(preset, peers=(report.FP8,)))] == [report.FP8]
+
+
+def quantized_rows(length: int) -> list[dict]:
+    """Rows as a run on an H200 would write them."""
+    machine = {"preset": "sm90_int8", "machine": "nvidia-h200", "gpu": "NVIDIA H200", "driver": "580", "commit": "abc"}
+    problem = {"kind": "forward", "B": 4, "Tq": length, "Tk": length, "Hq": 16, "Hkv": 16, "D": 128}
+    shared = machine | problem | {"versions": {"torch": "2.11"}, "causal": True, "dtype": "bfloat16"}
+
+    def row(candidate, us, **speedup):
+        names = {"cudnn": "torch SDPA cudnn", "fa3": "FlashAttention 3", "fp8": report.FP8, "ours": "qflash sm90_fwd"}
+        kernel = "sm90_int8" if candidate.startswith("qflash") else None
+        speedup = {names[name]: value for name, value in speedup.items()}
+        more = {"candidate": candidate, "kernel": kernel, "us": {"p50": us}, "rel_l2": 0.01, "gflops": 1e6}
+        return shared | more | {"speedup": speedup}
+
+    return [
+        row("qflash sm90_int8", 100.0, cudnn=1.3, fa3=1.2, fp8=0.9, ours=1.25),
+        row("qflash sm90_int8 (kernel alone)", 90.0, cudnn=1.4, fa3=1.3, fp8=1.0, ours=1.3),
+        row("FlashAttention 3", 120.0, cudnn=1.1),
+        row(report.FP8, 90.0, cudnn=1.4),
+    ]
+
+
+def test_quantized_kernels_are_held_against_16_bits_and_against_fp8(results):
+    assert "`qflash bench sm90_int8` makes them" in report.quantized_table()
+    found = quantized_rows(4096) + quantized_rows(2048)
+    assert report.best_peer(found[0]) == ("FlashAttention 3", 1.2)
+    rows.write(results / "nvidia-h200" / "sm90_int8.jsonl", found)
+    table = report.quantized_table()
+    said = f"- D=128, T ≥ 4096: qflash sm90_int8: 1.20× the best of 16 bits (1.20 to 1.20), 0.90× {report.FP8}"
+    assert said in table and "<details><summary>head dim 128, causal, bfloat16</summary>" in table
+    cells = ("(4, 16, 4096, 128)", "**qflash sm90_int8**", "100.0 µs", "1000.0 TFLOP/s", "1e-02")
+    assert f"| {' | '.join(cells)} | 1.20× FlashAttention 3 | 0.90× |" in table
+    assert f"|  | {report.FP8} | 90.0 µs | 1000.0 TFLOP/s | 1e-02 |  |  |" in table
+
+
+def test_what_lacks_a_part_of_its_work_is_not_drawn(tmp_path):
+    picture = plot.draw(quantized_rows(4096), tmp_path / "speed.svg")
+    if picture is None:
+        pytest.skip("matplotlib is not installed")
+    text = picture.read_text()
+    assert "qflash sm90_int8" in text and "kernel alone" not in text
+
+
+def test_pictures_of_both(results):
+    assert report.quantized_plots() == ""
+    (results / "h").mkdir()
+    for name in ("sm90_int8", "int8-accuracy"):
+        (results / "h" / f"{name}.svg").touch()
+    report_root, rows.ROOT = rows.ROOT, results
+    try:
+        lines = report.quantized_plots().splitlines()
+    finally:
+        rows.ROOT = report_root
+    assert lines == [
+        "![quantized speed on h](h/sm90_int8.svg)",
+        "![error of quantized attention on h](h/int8-accuracy.svg)",
+    ]
+
+
+def test_bytes_of_the_pass():
+    for problem in quantize.PROBLEMS:
+        batch, length, heads, head_dim = problem.shape
+        assert heads * head_dim == 2048 and batch * length == 16384
+        arrays = 2 if problem.precision == "int8_fp8" else 1  # in 16 bits, and out in 8
+        assert quantize.bytes_of(problem) == 3 * 16384 * 2048 * arrays
+    assert {problem.precision for problem in quantize.PROBLEMS} == {"int8", "int8_fp8"}
+
+
+def test_the_table_of_the_pass(results):
+    assert "`python -m bench.sm90_quantize` makes them" in report.SECTIONS["sm90_quantize"]()
+    row = quantized_rows(4096)[0] | {"what": "k, int8", "shape": [4, 4096, 16, 128], "gbps": 3500.4}
+    row |= {"candidate": "qflash quantize_kv", "speedup": {"copy": 0.83}}
+    rows.write(results / "nvidia-h200" / "sm90_quantize.jsonl", [row])
+    assert (
+        "| k, int8 | 4 × 4096 × 16 × 128 | bfloat16 | 100.0 µs | 3500 GB/s | 0.83× |"
+        in report.SECTIONS["sm90_quantize"]()
+    )
