@@ -365,3 +365,34 @@ def test_a_bad_description_is_not_read(library, name):
 def test_what_cannot_be_served_is_refused(library):
     with pytest.raises(AssertionError, match="100001"):
         run(library, normal((1, 4, 1, 60)))
+
+
+def passes(words: list[int], lanes_at_once: int) -> int:
+    """Clocks an access takes: 32 banks serve one word each, and so many lanes go together."""
+    total = 0
+    for first in range(0, len(words), lanes_at_once):
+        banks = [word % 32 for word in set(words[first : first + lanes_at_once])]
+        total += max(map(banks.count, banks))
+    return total
+
+
+@pytest.mark.parametrize("dim", BUCKETS)
+@pytest.mark.parametrize("twisted", [True, False])
+def test_banks_of_the_values_tile(dim, twisted):
+    """values.cuh: every warp writes a word and reads 16 bytes per lane without conflicts; untwisted, writing would."""
+
+    def place(channel: int, word: int) -> int:
+        twist = 4 * (channel // 8 % 8) + channel // 64 * (256 // dim % 4)
+        return 32 * channel + (word ^ twist if twisted else word)
+
+    chunks, threads = dim // 8, 256 if dim > 128 else 128
+    for warp in range(threads // 32):
+        for e in range(8):
+            lanes = range(32 * warp, 32 * warp + 32)
+            written = [place(8 * (t % chunks) + e, t // chunks) for t in lanes]
+            assert passes(written, 32) == (1 if twisted else chunks)
+        for quarter in range(4):  # eight lanes read what is one channel's
+            channel = 4 * warp + quarter
+            starts = [min(place(channel, 4 * vector + i) for i in range(4)) for vector in range(8)]
+            assert all(start % 4 == 0 for start in starts)
+            assert passes([start + i for start in starts for i in range(4)], 32) == 1

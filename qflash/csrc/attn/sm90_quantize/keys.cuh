@@ -44,6 +44,7 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
   const int width = width_of(p.head_dim);
   const int64_t row0 = (p.cu_seqlens_k ? s.first : int64_t(item.b) * p.k_len) + token0;
 
+#pragma unroll 1
   for (int h = item.h_begin; h < item.h_end; ++h) {
     const int64_t head = int64_t(item.b) * p.kv_heads + h;
     float* const s_slots = s_memory + (h & 1) * 2 * S::kWarps;  // others may still read those of the head before

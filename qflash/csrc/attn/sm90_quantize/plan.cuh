@@ -46,9 +46,11 @@ int run_sm90_quantize(const QuantizeAll& all, Launch launch) {
   deal.vector = !(q && !rows_aligned(p.q)) && !(k && !rows_aligned(p.k)) && !(v && !rows_aligned(p.v));
   deal.table_vectors = rotate_vectorises(p.rope);
   const bool turns = p.rope.cos && (q || k);
+  const bool halves =
+      deal.table_vectors && !p.rope.interleaved && int64_t(p.rope.rows) * p.rope.rotary_dim < kMostBlocks;
   const Reads reads = !deal.vector || all.rounding == QF_STOCHASTIC ? Reads::kAny
                       : !turns                                      ? Reads::kVectors
-                      : deal.table_vectors && !p.rope.interleaved   ? Reads::kHalves
+                      : halves                                      ? Reads::kHalves
                                                                     : Reads::kAny;
   const auto heads_each = [&](int64_t tiles, int heads) { return tiles * heads * p.batch < kManyBlocks ? 1 : kHeads; };
   // Packed, up to two tiles of V belong to no key: one where the next sequence begins, one at the end.

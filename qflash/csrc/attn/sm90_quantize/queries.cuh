@@ -21,6 +21,7 @@ __device__ __forceinline__ void quantize_queries(const QuantizeAll& all, const D
   const int width = width_of(p.head_dim);
   const int64_t row0 = (p.cu_seqlens_q ? s.q0 : int64_t(item.b) * p.q_len) + token0;
 
+#pragma unroll 1
   for (int h = item.h_begin; h < item.h_end; ++h) {
     float x[kRounds][16];
     load_tokens<kReads>(x, p, deal, row_of<Element>(p.q, item.b, s.q0 + token0, h), p.q.stride_t, existing, column,

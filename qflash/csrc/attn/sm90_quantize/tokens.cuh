@@ -18,25 +18,19 @@ struct Raw16 {
   Raw8<Element> part[2];
 };
 
-// Channels d .. d+7, turned with their partners half a rotary_dim away. A row outside the tables makes them NaN.
+// Channels d .. d+7 of a token, turned with their partners half a rotary_dim away. A row outside the tables makes them
+// NaN.
 template <class Element>
-__device__ __forceinline__ void rotate_halves(float* x, const Raw8<Element>& partner, const QfRope& rope, int d,
-                                              int position) {
-  const RopeTurn turn = rope_turn(rope, position);
-  if (turn.row < 0) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) x[e] = nan();
-    return;
-  }
-  if (d >= rope.rotary_dim) return;
+__device__ __forceinline__ void rotate_halves(float (&x)[8], const Raw8<Element>& partner, const QfRope& rope, int d,
+                                              const RopeTurn& turn) {
   const int half = rope.rotary_dim / 2;
   const bool upper = d >= half;
-  const int64_t at = int64_t(turn.row) * half + (upper ? d - half : d);
+  const uint32_t at = uint32_t(max(turn.row, 0)) * half + (upper ? d - half : d);  // below 2^31: the host checks
   Raw8<float> raw_cosine, raw_sine;
   load_vector(raw_cosine, rope.cos + at), load_vector(raw_sine, rope.sin + at);
   float cosine[8], sine[8], y[8];
   to_float8(cosine, raw_cosine), to_float8(sine, raw_sine), to_float8(y, partner);
-  const float sign = upper ? turn.sign : -turn.sign;
+  const float sign = turn.row < 0 ? nan() : upper ? turn.sign : -turn.sign;
   // Both products are rounded; a sign times the second is exact, so that the fma is their sum.
 #pragma unroll
   for (int e = 0; e < 8; ++e) x[e] = fmaf(mul_rn(y[e], sine[e]), sign, mul_rn(x[e], cosine[e]));
@@ -69,33 +63,56 @@ template <Reads kReads, class Element, class Position>
 __device__ __forceinline__ void load_tokens(float (&x)[kRounds][16], const QfAttnParams& p, const Deal& deal,
                                             const Element* g_row, int64_t stride_t, int existing, int column,
                                             Position position) {
-  Raw16<Element> raw[kRounds], partner[kRounds];
+  Raw16<Element> raw[kRounds];
   load_raw<kReads>(raw, g_row, stride_t, existing, column, p.head_dim, kReads != Reads::kAny || deal.vector);
-  if constexpr (kReads == Reads::kHalves) {
-    const int half = p.rope.rotary_dim / 2;
+  const auto eight = [&](int r, int i) -> float (&)[8] { return *reinterpret_cast<float (*)[8]>(&x[r][8 * i]); };
+  const auto unpack = [&] {
 #pragma unroll
     for (int r = 0; r < kRounds; ++r)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        partner[r].part[i] = Raw8<Element>{};
-        const int d = column + 8 * i;
-        if (r < existing && d < p.rope.rotary_dim)
-          load_vector(partner[r].part[i], g_row + r * stride_t + (d >= half ? d - half : d + half));
-      }
-  }
-#pragma unroll
-  for (int r = 0; r < kRounds; ++r)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float (&y)[8] = *reinterpret_cast<float (*)[8]>(&x[r][8 * i]);
-      to_float8(y, raw[r].part[i]);
-      if (kReads == Reads::kVectors || r >= existing || !p.rope.cos) continue;
+      for (int i = 0; i < 2; ++i) to_float8(eight(r, i), raw[r].part[i]);
+  };
+  if constexpr (kReads == Reads::kVectors) {
+    unpack();
+  } else if constexpr (kReads == Reads::kHalves) {
+    const int half = p.rope.rotary_dim / 2;
+    Raw16<Element> partner[kRounds];
+    const auto load_partner = [&](int r, int i) {
       const int d = column + 8 * i;
-      if constexpr (kReads == Reads::kHalves)
-        rotate_halves(y, partner[r].part[i], p.rope, d, position(r));
-      else
-        rotate8(y, p.rope, g_row + r * stride_t, d, p.head_dim, position(r), deal.vector && deal.table_vectors);
+      load_vector(partner[r].part[i], g_row + r * stride_t + (d >= half ? d - half : d + half));
+    };
+    const auto turn_of = [&](int r) { return rope_turn(p.rope, position(r)); };
+    if (existing >= kRounds && column + 16 <= p.rope.rotary_dim) {  // nearly always
+      unpack();
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const RopeTurn turn = turn_of(r);
+        load_partner(r, 0), load_partner(r, 1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) rotate_halves(eight(r, i), partner[r].part[i], p.rope, column + 8 * i, turn);
+      }
+    } else {
+      unpack();
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (r < existing && column + 8 * i < p.rope.rotary_dim) {
+            load_partner(r, i);
+            rotate_halves(eight(r, i), partner[r].part[i], p.rope, column + 8 * i, turn_of(r));
+          }
     }
+  } else {
+    unpack();
+    if (!p.rope.cos) return;
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (r < existing)
+          rotate8(eight(r, i), p.rope, g_row + r * stride_t, column + 8 * i, p.head_dim, position(r),
+                  deal.vector && deal.table_vectors);
+  }
 }
 
 // Sixteen of a head's floats, zeros past its end.
