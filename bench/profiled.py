@@ -41,6 +41,10 @@ def _attention_int8(torch: Any, kernel: str) -> Any:
     return qflash.attention(q, k, _heads(torch), kernel=kernel)
 
 
+def _quantize_kv(torch: Any, kernel: str) -> Any:
+    return qflash.quantize_kv(_heads(torch), _heads(torch), precision="int8_fp8", kernel=kernel)
+
+
 # Operation -> (the problem in words, the call).
 OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "softmax": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.softmax(_rows(torch), kernel=kernel)),
@@ -56,6 +60,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
         lambda torch, kernel: qflash.dequantize(qflash.quantize(_heads(torch)), kernel=kernel),
     ),
     "attention_int8": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
+    "quantize_kv": ("B=4 T=4096 H=16 D=128 float16, int8_fp8", _quantize_kv),
 }
 
 

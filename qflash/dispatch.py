@@ -137,6 +137,16 @@ KERNELS: tuple[Kernel, ...] = (
         also=_sixteen_bit_tensor_cores,
     ),
     Kernel(
+        name="sm90_quantize",
+        device="cuda",
+        summary="k, and v for E4M3, as sm90_int8 wants them: rope, smoothing, Hadamard matrix, integers in one pass",
+        op="quantize_kv",
+        dtypes=("float16", "bfloat16"),
+        min_arch=90,
+        later_arches=False,
+        also=_copy_engine,
+    ),
+    Kernel(
         name="cpu_softmax",
         device="cpu",
         summary="softmax over rows on all cores, vectorised for the machine it finds",

@@ -22,13 +22,22 @@ from qflash.backends.arch import ARCHES
 from qflash.errors import KernelError, NoKernelError, ToolchainError
 from qflash.jit import toolchain
 from qflash.jit.compiler import LIBRARY, LOG, Unit
+from qflash.ops.kv import QUANTIZE_KV
+from qflash.ops.kv_attention import ATTENTION_KV
+from qflash.ops.plan import Plan
 from qflash.problem import Array, Options, check
 
 CUDA_ROWS = [row for row in dispatch.KERNELS if row.device == "cuda"]
 ATTENTION = [row.name for row in dispatch.kernels_of("attention", "cuda")]
 # How the kernels that only stream move memory.
-VECTORS = {"quantize": {"LDG.E.128", "STG.E.64"}, "dequantize": {"LDG.E.64", "STG.E.128"}}
+VECTORS = {
+    "quantize": {"LDG.E.128", "STG.E.64"},
+    "dequantize": {"LDG.E.64", "STG.E.128"},
+    "sm90_quantize": {"LDG.E.128", "STG.E.128"},
+}
 HOPPERS_OWN = [row for row in CUDA_ROWS if not row.later_arches]  # kernels of Hopper's own instructions
+WARPGROUPS = [row.name for row in HOPPERS_OWN if row.op != "quantize_kv"]  # those of them that multiply
+KEPT = [row.name for row in HOPPERS_OWN if row.op != "attention"]  # those that make or take a QuantizedKV
 GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
 # The instruction each kernel exists for, and how many of it the least there must be.
 INSTRUCTION = {
@@ -43,6 +52,7 @@ INSTRUCTION = {
     "int8_gemm_tiled": ("IDP", 512),
     "quantize": ("FMUL", 256),
     "sm90_fwd": ("HGMMA", 12),
+    "sm90_quantize": ("F2FP", 96),
     "unfused": ("FFMA", 256),
     "softmax": ("SHFL", 20),
     "layer_norm": ("SHFL", 40),
@@ -68,11 +78,12 @@ def covering() -> list[Unit]:
     (test_whole_matrix has the others), dtypes and buckets in turn, a different one first for every kernel. Hopper's
     are those that the other tests here look into."""
     chosen = []
-    for first, row in enumerate(CUDA_ROWS):
-        if row in HOPPERS_OWN:
-            kinds = (("float16", 64), ("bfloat16", 128), ("bfloat16", 256))
-            chosen += [cuda.unit(row, dtype, head_dim, row.min_arch) for dtype, head_dim in kinds]
-            continue
+    for row in HOPPERS_OWN:
+        kinds = (("float16", 64), ("bfloat16", 128), ("bfloat16", 256))
+        if row.op == "attention_kv":  # the kernels of attention again
+            kinds = kinds[1:2]
+        chosen += [cuda.unit(row, dtype, head_dim, row.min_arch) for dtype, head_dim in kinds]
+    for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         older = ARCHES[:-1] if row.op == "attention" else [ARCHES[first % 4]]
         for turn, arch in enumerate(older, start=first):
             if units := cuda.specialisations([arch], [row.name]):
@@ -89,6 +100,7 @@ HOPPER = {
     "fa_tc": ("bfloat16", 128),
     "fa_warps": ("float32", 96),
     "sm90_fwd": ("bfloat16", 128),
+    **{name: ("bfloat16", 128) for name in KEPT},
 }
 
 
@@ -121,7 +133,7 @@ def check_unit(unit: Unit, entry: Path) -> None:
     library = ctypes.CDLL(str(entry / LIBRARY))
     for symbol in (f"qf_{unit.name}", f"qf_{unit.name}_workspace", "qf_status_text"):
         assert hasattr(library, symbol), f"{unit.label} does not export {symbol}"
-    if unit.name in {row.name for row in HOPPERS_OWN} and cuobjdump() is not None:
+    if unit.name in WARPGROUPS and cuobjdump() is not None:
         check_hopper_instructions(opcodes_of(entry), INSTRUCTION[unit.name])
 
 
@@ -188,7 +200,7 @@ def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
     if kernel in VECTORS:
         assert VECTORS[kernel] <= set(opcodes)
         return
-    if cuda.BY_NAME[kernel] in HOPPERS_OWN:
+    if kernel in WARPGROUPS:
         check_hopper_instructions(opcodes, INSTRUCTION[kernel])
         return
     wide = {op for op in opcodes if ".128" in op}
@@ -272,7 +284,7 @@ def test_a_gemm_library_opens_and_explains_itself_without_a_driver(compiled, ker
 
 
 @needs_nvcc
-@pytest.mark.parametrize("kernel", VECTORS)
+@pytest.mark.parametrize("kernel", ["quantize", "dequantize"])
 def test_a_quantization_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
     library.qf_status_text.restype = ctypes.c_char_p
@@ -301,6 +313,40 @@ def test_a_quantization_library_opens_and_explains_itself_without_a_driver(compi
     if not driver_present():
         with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
             prepared()(4096, 4096, 4096, 0, 0)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", KEPT)
+def test_a_library_of_kept_keys_opens_and_explains_itself_without_a_driver(compiled, kernel):
+    library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
+    library.qf_status_text.restype = ctypes.c_char_p
+    assert f"kernel '{kernel}'".encode() in library.qf_status_text(100001)
+    assert getattr(library, f"qf_{kernel}")((ctypes.c_int32 * 512)(12345), None) == 100003
+    symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
+    addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
+
+    def call(dtype: str) -> None:
+        plan = kept_plan(cuda.BY_NAME[kernel], Array((1, 200, 2, 128), None, dtype, "cuda:0"))
+        prepared = _native.OpCall(plan.struct, plan.params(), list(plan.pointers), *addresses)
+        prepared(*[4096] * len(plan.pointers), 4096, 0, 0)
+
+    with pytest.raises(NoKernelError, match=f"kernel '{kernel}' was built for another dtype"):
+        call("float16")
+    if not driver_present():
+        with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
+            call("bfloat16")
+
+
+def kept_plan(row: dispatch.Kernel, x: Array) -> Plan:
+    """quantize_kv of x and x, or attention of x on that."""
+    precision = "int8_fp8" if row.precision == "native" else row.precision
+    made = QUANTIZE_KV.plan(x, x, None, None, None, None, precision, "nearest", 0, False, None)
+    if row.op == "quantize_kv":
+        return made
+    parts = {result.field: Array(result.shape, None, result.dtype, x.device) for result in made.results}
+    kept = [parts.get(name, x if name == "kv.v" else None) for name in ATTENTION_KV.arrays[1:9]]
+    words = (precision, x.dtype, -1, 0, 0.0, 0.1, False, True, None)
+    return ATTENTION_KV.plan(x, *kept, None, None, None, None, *words)
 
 
 def driver_present() -> bool:

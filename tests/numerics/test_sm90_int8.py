@@ -1,15 +1,29 @@
-"""The pipeline of sm90_int8, both precisions: its replay keeps the contract, wherever there is a GPU or not."""
+"""The pipeline of sm90_int8, both precisions: its replay keeps the contract, and what quantize_kv keeps is its bits."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from qflash.testing import Case, cases, check_contract, errors, expected
+import qflash
+from qflash import replay_sm90_int8
+from qflash.testing import Case, cases, check_contract, errors, expected, runner
 from qflash.testing.oracle import integers_of, replayed
 from qflash.testing.runner import suited
 
 KERNELS = {"sm90_int8": "int8", "sm90_int8_fp8": "int8_fp8"}
+# Heads of zeros, a constant k (smoothing makes it zero), scales that underflow, float16's largest numbers.
+EXTREMES = [
+    Case(name, 70, 200, 2, 2, head_dim=128, dtype="float16", plant=plant)
+    for name, plant in {
+        "zeros": (("q", (0,), "0"), ("k", (0,), "0"), ("v", (0,), "0")),
+        "constant_k": (("k", (0,), "3.5"),),
+        "underflow": (("q", (0,), "1e-7"), ("k", (0,), "1e-7")),
+        "large_k": (("k", (0,), "65504"),),
+        "large_v": (("v", (0, 3), "65504"), ("v", (0, 4), "-65504"), ("v", (0, 150), "65504")),
+        "large_scores": (("q", (0,), "65504"), ("k", (0,), "-65504")),
+    }.items()
+]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -21,6 +35,13 @@ def test_the_replay_keeps_the_contract(case: Case, kernel: str) -> None:
     check_contract(case, out.astype(case.dtype), lse.astype(np.float32), KERNELS[kernel], integers=integers_of(kernel))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", EXTREMES, ids=lambda case: case.name)
+def test_extreme_numbers(case: Case, kernel: str) -> None:
+    out, lse = replayed(case, kernel)
+    check_contract(case, out.astype(case.dtype), lse.astype(np.float32), KERNELS[kernel], integers=integers_of(kernel))
+
+
 @pytest.mark.parametrize(("kernel", "bound"), [("sm90_int8", 0.012), ("sm90_int8_fp8", 0.0405)])
 @pytest.mark.parametrize("data", ["normal", "biased_k", "outlier"])
 def test_errors_do_not_depend_on_the_kind_of_numbers(data: str, kernel: str, bound: float) -> None:
@@ -28,3 +49,32 @@ def test_errors_do_not_depend_on_the_kind_of_numbers(data: str, kernel: str, bou
     case = Case(q_len=256, k_len=1024, q_heads=2, kv_heads=2, head_dim=128, dtype="bfloat16", data=data)
     out, _ = replayed(case, kernel)
     assert errors(out, expected(case, KERNELS[kernel]).out).relative_l2 <= bound
+
+
+# On a GPU: what quantize_kv leaves is the replay's to the bit.
+
+UNPACKED = [case for case in cases("full") if not case.packed]
+BITS = {**KERNELS, "sm90_int8 stochastic": "int8", "sm90_int8_fp8 stochastic": "int8_fp8"}
+
+
+def kept(case: Case, precision: str, **words):
+    """(inputs on the GPU, quantize_kv of them)."""
+    inputs = runner.convert(case.make_inputs(), "torch-cuda")
+    words = {"precision": precision, "rope": inputs.rope, "lens": inputs.kv_lens, **words}
+    return inputs, qflash.quantize_kv(inputs.k, inputs.v, **words)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("case", UNPACKED, ids=lambda case: case.name)
+def test_quantize_kv_gives_the_replays_bits(case: Case, name: str) -> None:
+    case = suited(case, "sm90_fwd", 90)
+    random = {"rounding": "stochastic", "seed": 5} if "stochastic" in name else {}
+    _, kv = kept(case, BITS[name], **random)
+    inputs = case.make_inputs()
+    values = inputs.v if BITS[name] == "int8_fp8" else None
+    words = {"kv_lens": inputs.kv_lens, "rope": inputs.rope, "seed": random.get("seed")}
+    want = replay_sm90_int8.quantize_kv(inputs.k, values, **words)
+    parts = ["k", "k_scale", "k_mean", "k_wild"] + (["v", "v_scale", "v_lift", "v_wild"] if values is not None else [])
+    for part in parts:
+        np.testing.assert_array_equal(runner.to_numpy(getattr(kv, part)), getattr(want, part), err_msg=part)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from qflash import NoKernelError, dispatch
+from qflash.backends import cuda
 from qflash.spec import DTYPES, OP_DTYPES, PRECISIONS, OpSpec, Spec
 
 CPU = Spec(device="cpu", arch=0, dtype="float32", head_dim=64)
@@ -69,6 +70,22 @@ def test_hopper_has_a_kernel_of_its_own(arch: int, dtype: str, head_dim: int, ke
     else:
         assert rows["fa_mma"][0] == "could" and rows["fa_mma"][1].startswith("sm90_fwd comes first; ")
         assert dispatch.plan(spec, "fa_mma").name == "fa_mma"
+
+
+def test_kv_is_quantized_on_hopper_alone() -> None:
+    spec = OpSpec("quantize_kv", "cuda", 90, "bfloat16", head_dim=128)
+    assert dispatch.plan(spec).name == "sm90_quantize"
+    for other in (replace(spec, arch=89), replace(spec, dtype="float32"), replace(spec, head_dim=20)):
+        with pytest.raises(NoKernelError, match="no kernel serves this quantize_kv"):
+            dispatch.plan(other)
+
+
+@pytest.mark.parametrize("name", [row.name for row in dispatch.KERNELS if row.op in ("quantize_kv", "attention_kv")])
+def test_buckets_of_the_quantized_kernels_of_hopper(name: str) -> None:
+    assert cuda.buckets(dispatch.BY_NAME[name]) == (64, 128, 256)
+    units = cuda.specialisations([90], [name])
+    assert len(units) == 6 and {unit.target for unit in units} == {"90a"}
+    assert cuda.specialisations([80, 89], [name]) == []
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
