@@ -159,7 +159,7 @@ def test_same_bits_as_the_replay(library, name):
     queries, kv = run(library, k, v, q)
     check_kv(kv, replay.quantize_kv(k, v))
     check_q(queries, q, kv.k_mean)
-    again, kv_again = run(library, k, v, q, order=2)
+    again, kv_again = run(library, k, v, q, order=2)  # several heads to a block
     check_kv(kv_again, kv)
     np.testing.assert_array_equal(again.values, queries.values)
 
@@ -190,15 +190,15 @@ ROPES = {
 
 @pytest.mark.parametrize("name", ROPES)
 def test_rope(library, name):
-    """Every way a token may be turned, backwards too, over more heads than share cosines in a block."""
+    """Every way a token may be turned, backwards too, over more heads than a block takes."""
     rotary_dim, interleaved = ROPES[name]
     q, k = normal((2, 33, 6, 64)), normal((2, 70, 3, 64), seed=1)
     tables = rope_tables(75, rotary_dim)
     positions = np.random.default_rng(5).integers(-74, 75, (2, 70)).astype(np.int32)
-    for where in (None, positions):
+    for order, where in enumerate((None, positions), start=1):
         here = None if where is None else np.ascontiguousarray(where[:, :33])
         rope = Rope(*tables, interleaved, positions_q=here, positions_k=where)
-        queries, kv = run(library, k, None, q, rope=rope)
+        queries, kv = run(library, k, None, q, rope=rope, order=order)
         check_kv(kv, replay.quantize_kv(k, None, rope=rope))
         check_q(queries, q, kv.k_mean, rope=rope, len_k=[70, 70])
 
@@ -224,7 +224,7 @@ def test_not_finite(library, dim):
         x[0, 5, 0, 0] = -np.inf
         x[0, 64:128, 0, 5] = np.inf
         x[..., 1, 17] = np.nan
-    queries, kv = run(library, k, v, q)
+    queries, kv = run(library, k, v, q, order=2)
     check_kv(kv, replay.quantize_kv(k, v))
     check_q(queries, q, kv.k_mean)
     assert kv.k_wild.tolist() == [[66, 300]] and kv.v_wild.tolist() == [[66, 300]]

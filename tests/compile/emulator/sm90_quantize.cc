@@ -7,7 +7,8 @@ static int run(const qf::QuantizeAll& all) {
   const auto launch = [&](auto* kernel, int64_t blocks, int threads, int shared_bytes, bool, const auto&... arguments) {
     return host::launch_blocks([&] { kernel(arguments...); }, blocks, threads, shared_bytes, all.attn.num_threads);
   };
-  return qf::run_sm90_quantize<qf::sm90_quantize::Element, qf::sm90_quantize::kHeadDim>(all, launch);
+  const int64_t many_blocks = all.attn.num_threads % 2 == 0 ? 1 : qf::sm90_quantize::kManyBlocks;
+  return qf::run_sm90_quantize<qf::sm90_quantize::Element, qf::sm90_quantize::kHeadDim>(all, launch, many_blocks);
 }
 
 extern "C" int qf_sm90_quantize(const QfKvAttnParams* p, void*) {

@@ -33,7 +33,7 @@ inline bool deal_part(Part& part, int64_t tiles, int heads, int heads_each, int6
 }  // namespace sm90_quantize
 
 template <class Element, int kHeadDim, class Launch>
-int run_sm90_quantize(const QuantizeAll& all, Launch launch) {
+int run_sm90_quantize(const QuantizeAll& all, Launch launch, int64_t many_blocks = sm90_quantize::kManyBlocks) {
   using namespace sm90_quantize;
   using S = Shape<kHeadDim>;
   const QfAttnParams& p = all.attn;
@@ -52,7 +52,7 @@ int run_sm90_quantize(const QuantizeAll& all, Launch launch) {
                       : !turns                                      ? Reads::kVectors
                       : halves                                      ? Reads::kHalves
                                                                     : Reads::kAny;
-  const auto heads_each = [&](int64_t tiles, int heads) { return tiles * heads * p.batch < kManyBlocks ? 1 : kHeads; };
+  const auto heads_each = [&](int64_t tiles, int heads) { return tiles * heads * p.batch < many_blocks ? 1 : kHeads; };
   // Packed, up to two tiles of V belong to no key: one where the next sequence begins, one at the end.
   const int64_t v_tiles = ceil_of(p.k_len, kValueTile) + (p.cu_seqlens_k ? 2 : 0);
   int64_t blocks = 0;
