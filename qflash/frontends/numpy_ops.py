@@ -20,7 +20,8 @@ def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarr
     """Plan, allocate, call. NumPy's own scalars, which arithmetic on one-number results gives, count as arrays."""
     arrays = [np.asarray(x) if isinstance(x, np.generic) else x for x in arrays]
     prepared = _prepared(op, arrays, words)
-    results = [np.empty(result.shape, result.dtype) for result in prepared.plan.results]
+    make = np.zeros if prepared.call is None else np.empty
+    results = [make(result.shape, result.dtype) for result in prepared.plan.results]
     if prepared.call is not None:
         # A name, so that converted copies outlive the call.
         operands = [_ready(operand, arrays[op.arrays.index(operand.argument)]) for operand in prepared.plan.operands]

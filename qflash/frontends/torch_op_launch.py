@@ -62,7 +62,7 @@ def launch(op: Op, call: Prepared, arrays: Sequence[Tensor | None]) -> list[Tens
             return launch(op, call, arrays)
     results = empty_results(call.plan, first)
     if call.call is None:
-        return results
+        return [x.zero_() for x in results]
     # A name, so that converted copies outlive the launch.
     operands = [_ready(operand, arrays[op.arrays.index(operand.argument)]) for operand in call.plan.operands]
     addresses = [x.data_ptr() for x in (*operands, *results)]

@@ -188,6 +188,7 @@ def _plan(
         operands=(*operands, *rope_operands),
         results=tuple(Result(f"kv.{name}", extents, dtype) for name, (dtype, extents) in wanted.items()),
         head_dim=shape.head_dim,
+        zeros=isinstance(shape.length, int) and shape.length == 0,
     )
 
 

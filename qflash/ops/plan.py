@@ -57,6 +57,7 @@ class Plan:
     layout: str = ""
     head_dim: int = 0
     precision: str = ""
+    zeros: bool = False  # there is nothing to read, and every result is 0
 
     def spec(self, arch: int) -> OpSpec:
         """The kernel-selecting part, for a device of compute capability `arch`/10 (0: CPU)."""
@@ -70,8 +71,8 @@ class Plan:
 
     @property
     def nothing_to_do(self) -> bool:
-        """No result has an element."""
-        return all(0 in result.shape for result in self.results)
+        """No result has an element, or all are known to be 0."""
+        return self.zeros or all(0 in result.shape for result in self.results)
 
     def params(self) -> bytes:
         """The struct with null pointers."""
@@ -99,7 +100,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan with its kernel. `call` takes addresses only and may be shared by threads; None: nothing to compute."""
+    """A plan with its kernel. `call` takes addresses only and may be shared by threads; None: results are 0."""
 
     plan: Plan
     kernel: dispatch.Kernel

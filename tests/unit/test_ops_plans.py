@@ -13,7 +13,7 @@ from qflash import _native
 from qflash.ops.kv import QUANTIZE_KV
 from qflash.ops.kv_attention import ATTENTION_KV
 from qflash.ops.matmul import INT8_MATMUL
-from qflash.ops.plan import Plan, Result, prepare, row_stride
+from qflash.ops.plan import Plan, Prepared, Result, prepare, row_stride
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
 from qflash.problem import Array
@@ -199,9 +199,20 @@ def test_what_quantize_kv_writes_is_what_attention_reads(precision):
     assert [result.field for result in attend.results] == ["attn.out.data", "attn.lse"]
 
 
-def test_a_cache_without_keys_has_a_mean_to_write():
+def test_without_keys_there_is_nothing_to_read():
+    """Only attention runs, on means and counts that are 0: rows that see no key have results."""
     quantize, attend = kv_plans("int8_fp8", length=0)
-    assert not quantize.nothing_to_do and not attend.nothing_to_do
+    assert quantize.nothing_to_do and not attend.nothing_to_do
+
+
+def test_results_known_to_be_zero_are():
+    torch = pytest.importorskip("torch")
+    from qflash.frontends import torch_op_launch
+
+    quantize, _ = kv_plans("int8_fp8", length=0)
+    k = torch.zeros(2, 0, 3, 40, dtype=torch.float16)
+    made = torch_op_launch.launch(QUANTIZE_KV, Prepared(quantize, None, None), [k, k, None, None, None, None])
+    assert [x.numel() for x in made] == [0, 0, 240, 6, 0, 6, 0, 6] and not any(x.any() for x in made)
 
 
 def test_sizes_beyond_int32_are_kept():

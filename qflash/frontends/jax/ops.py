@@ -196,10 +196,6 @@ def _lower(ctx, *operands, op: Op, words: tuple, names: tuple[str, ...], platfor
     return jax.ffi.ffi_lowering(OP)(ctx, *_in_order(plan, names, operands), **attributes)[:-1]
 
 
-def _zeros(plan: Plan, *_: Any) -> list[jax.Array]:
-    return [jnp.zeros(result.shape, result.dtype) for result in plan.results]
-
-
 def _in_order(plan: Plan, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
     """Values that stand in the order of `names`, in that of the plan's operands."""
     by_name = dict(zip(names, values, strict=True))
