@@ -87,4 +87,22 @@ __device__ __forceinline__ uint32_t cvt_rn_e4m3x2_f32(float low, float high) {
 #endif
 }
 
+// Two E4M3 in the lower bytes to float16, which holds all of them. sm_89 and later.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t codes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(codes)));
+  return pair;
+#else
+  const auto one = [](uint32_t code) -> uint32_t {
+    const uint32_t sign = (code & 0x80u) << 8, size = code & 0x7fu;
+    if (size == 0x7fu) return 0x7fffu;
+    if (size < 8) return sign | cvt_rn_f16_f32(float(size) * 0x1p-9f);
+    return sign | ((size << 7) + (8u << 10));  // exponents are 8 apart
+  };
+  return one(codes & 0xffu) | one(codes >> 8 & 0xffu) << 16;
+#endif
+}
+
 }  // namespace qf

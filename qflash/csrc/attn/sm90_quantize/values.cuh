@@ -77,6 +77,64 @@ struct ValueTile {
   __device__ static constexpr int ahead(int i, int r) { return 4 * kSides * i + (r & 1) + (r & 2) * 4; }
 };
 
+// The errors that rounding left in a chain of keys of one channel, and what they do to the next two keys: those are
+// moved against the sum of the errors, by a quarter of it and by a quarter of their own last place at most. What rounds
+// to itself still does, and errors grow little; but they no longer add up, and what all keys of a channel are off by
+// together is what attention does not average out.
+struct Chain {
+  float error = 0.0f;
+
+  // E4M3 of x0 and x1, the former in the lower byte. kWild: they may be NaN.
+  template <bool kWild, bool kFirst, bool kLast>
+  __device__ __forceinline__ uint32_t round(float x0, float x1) {
+    float y0 = x0, y1 = x1;
+    if (!kFirst) {
+      const float most = mul_rn(8.0f, fabsf(error)), sign = copysignf(0x1p-5f, error);
+      const auto power = [](float x) { return bits_to_float(float_to_bits(x) & 0x7f800000u); };  // of two, below |x|
+      y0 = fmaf(fminf(most, power(x0)), sign, x0);
+      y1 = fmaf(fminf(most, power(x1)), sign, x1);
+    }
+    const uint32_t codes = cvt_rn_e4m3x2_f32(y0, y1);
+    if (!kLast) {
+      const uint32_t pair = cvt_rn_f16x2_e4m3x2(codes);
+      const float error0 = sub_rn(x0, cvt_f32_f16(uint16_t(pair))),
+                  error1 = sub_rn(x1, cvt_f32_f16(uint16_t(pair >> 16)));
+      error = add_rn(error, kWild && x0 != x0 ? 0.0f : error0);
+      error = add_rn(error, kWild && x1 != x1 ? 0.0f : error1);
+    }
+    return codes;
+  }
+};
+
+// raw to words of E4M3 in shared memory. A chain is two quads sixteen apart, in the order of their words.
+template <class Element, int kHeadDim, bool kWild>
+__device__ __forceinline__ void convert_values(uint32_t* s_words,
+                                               const uint32_t (&raw)[ValueTile<Element, kHeadDim>::kQuads][4][4],
+                                               float inverse, int chunk, int side) {
+  using T = ValueTile<Element, kHeadDim>;
+  constexpr int kApart = 16 / T::kSides;
+#pragma unroll
+  for (int i = 0; i < kApart; ++i)
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const auto value = [&](int quad, int r) {
+        return mul_rn(to_float(Element{uint16_t(raw[quad][r][e / 2] >> 16 * (e % 2))}), inverse);
+      };
+      const auto store = [&](int quad, uint32_t word) {
+        const int c = 8 * chunk + e;
+        s_words[32 * c + (side + T::kSides * quad ^ T::twist(c))] = word;
+      };
+      const int j = i + kApart;
+      Chain chain;
+      uint32_t low = chain.round<kWild, true, false>(value(i, 0), value(i, 1));
+      uint32_t high = chain.round<kWild, false, false>(value(i, 2), value(i, 3));
+      store(i, low | high << 16);
+      low = chain.round<kWild, false, false>(value(j, 0), value(j, 1));
+      high = chain.round<kWild, false, true>(value(j, 2), value(j, 3));
+      store(j, low | high << 16);
+    }
+}
+
 template <class Element, int kHeadDim, Reads kReads>
 __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const Deal& deal, uint32_t index,
                                                 uint32_t* s_words) {
@@ -131,9 +189,9 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
   uint32_t largest = largest_of_block<S::kWarps>(greater(pair & 0xffffu, pair >> 16), s_words);
   wait_for_previous_grid();  // v_scale, v_wild
   const uint32_t limit = infinity_bits(Element{});
+  int count = 0;
   if (largest >= limit) {
     largest = 0;
-    int count = 0;
 #pragma unroll
     for (int i = 0; i < T::kQuads; ++i)
 #pragma unroll
@@ -158,18 +216,10 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
   const int lift = lift_of(to_float(Element{uint16_t(largest)}), exponent);
   if (threadIdx.x == 0 && item.tile < lifts) all.kv.v_lift[head * lifts + item.tile] = float(lift);
   const float inverse = bits_to_float(uint32_t(127 - exponent - lift) << 23);
-#pragma unroll
-  for (int i = 0; i < T::kQuads; ++i) {
-    const int quad = side + T::kSides * i;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      float x[4];
-#pragma unroll
-      for (int r = 0; r < 4; ++r) x[r] = mul_rn(to_float(Element{uint16_t(raw[i][r][e / 2] >> 16 * (e % 2))}), inverse);
-      const uint32_t low = cvt_rn_e4m3x2_f32(x[0], x[1]), high = cvt_rn_e4m3x2_f32(x[2], x[3]);
-      s_words[32 * (d + e) + (quad ^ T::twist(d + e))] = low | high << 16;
-    }
-  }
+  if (count == 0)
+    convert_values<Element, kHeadDim, false>(s_words, raw, inverse, chunk, side);
+  else
+    convert_values<Element, kHeadDim, true>(s_words, raw, inverse, chunk, side);
   __syncthreads();
   if (item.tile >= tiles.owned) return;
 
