@@ -70,6 +70,29 @@ inline int allow_shared_memory(Kernel* kernel, int bytes, std::atomic<uint64_t>&
   return QF_OK;
 }
 
+// Multiprocessors of the current device, asked for once.
+inline int multiprocessors(int& count) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  count = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count > 0) return QF_OK;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device)) return error;
+  if (device < kDevices) known[device].store(count, std::memory_order_relaxed);
+  return QF_OK;
+}
+
+// Memory for one launch, in the order of its stream.
+struct Borrowed {
+  cudaStream_t on;
+  void* memory = nullptr;
+  cudaError_t take(int64_t bytes) { return cudaMallocAsync(&memory, size_t(bytes), on); }
+  ~Borrowed() {
+    if (memory) cudaFreeAsync(memory, on);
+  }
+};
+
 // Launch a block for every item of the grid, in as many launches as that takes. `more`: the kernel's further arguments.
 template <class Kernel, class Params, class... More>
 inline int launch(Kernel* kernel, const Params& p, Grid grid, int threads, int shared_bytes, void* stream,

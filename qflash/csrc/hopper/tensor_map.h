@@ -12,16 +12,18 @@
 
 namespace qf {
 
-// Can the copy engine walk it: strides of whole 16 bytes? Those of dimensions that have one element do not count.
+// Can the copy engine walk it: 16-bit elements, strides of whole 16 bytes? Those of dimensions that have one element do
+// not count.
 inline bool strides_map(const QfTensor& x, int64_t rows, int heads, int batch) {
   const auto whole = [](int64_t elements) { return elements % 8 == 0 && elements >= 0 && elements < (1ll << 38); };
   return (rows <= 1 || whole(x.stride_t)) && (heads <= 1 || whole(x.stride_h)) && (batch <= 1 || whole(x.stride_b));
 }
 
-// [batch, rows, heads, head_dim] of 16-bit elements, in boxes of box_rows rows of one panel of channels, swizzled.
-// x begins at whole 16 bytes. Returns a cudaError_t.
-inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int dtype, int head_dim, int64_t rows, int heads,
-                             int batch, int box_rows) {
+// [batch, rows, heads, columns], of which columns are contiguous, in boxes of one panel of Tile: box_rows rows of one
+// head, swizzled. Of 16-bit elements or, where Tile is, of bytes. x begins at whole 16 bytes. Returns a cudaError_t.
+template <class Tile>
+inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int64_t columns, int64_t rows, int heads, int batch,
+                             int box_rows) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -37,15 +39,19 @@ inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int dtype, int
     encode = reinterpret_cast<Encode>(found);
     known.store(encode, std::memory_order_relaxed);
   }
-  const cuuint64_t sizes[4] = {cuuint64_t(head_dim), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(batch)};
-  const auto bytes = [](int64_t stride, bool counts) { return cuuint64_t(counts ? stride * 2 : 16); };
+  constexpr int kElementBytes = Tile::kRowBytes / Tile::kPanelColumns;
+  const cuuint64_t sizes[4] = {cuuint64_t(columns), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(batch)};
+  const auto bytes = [](int64_t stride, bool counts) { return cuuint64_t(counts ? stride * kElementBytes : 16); };
   const cuuint64_t strides[3] = {bytes(x.stride_t, rows > 1), bytes(x.stride_h, heads > 1),
                                  bytes(x.stride_b, batch > 1)};
-  const cuuint32_t box[4] = {cuuint32_t(kPanelChannels), cuuint32_t(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
-  const auto type = dtype == QF_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint32_t box[4] = {cuuint32_t(Tile::kPanelColumns), cuuint32_t(box_rows), 1, 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  // Their bits are copied as they are, so any type of that size does.
+  const auto type = kElementBytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  const auto swizzle = Tile::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const CUresult result =
-      encode(&map, type, 4, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(&map, type, 4, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? int(cudaSuccess) : int(cudaErrorInvalidValue);
 }
 

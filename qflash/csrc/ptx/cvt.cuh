@@ -105,4 +105,41 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t codes) {
 #endif
 }
 
+// Four of them in a word, lowest first: the instruction twice, which fills a half of its result each.
+__device__ __forceinline__ uint32_t cvt_rn_e4m3x4_f32(float x0, float x1, float x2, float x3) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t word;
+  asm("{.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};}"
+      : "=r"(word)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return word;
+#else
+  return cvt_rn_e4m3x2_f32(x0, x1) | cvt_rn_e4m3x2_f32(x2, x3) << 16;
+#endif
+}
+
+// The way back, exactly: two words of two float16 each. The instruction twice, of either half. sm_89 and later.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+__device__ __forceinline__ void cvt_rn_f16x4_e4m3x4(uint32_t (&halves)[2], uint32_t word) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("{.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;}"
+      : "=r"(halves[0]), "=r"(halves[1])
+      : "r"(word));
+#else
+  const auto one = [](uint32_t byte) -> uint32_t {
+    const uint32_t sign = (byte & 0x80) << 8, size = byte & 0x7f;
+    if (size == 0x7f) return sign | 0x7fff;
+    if (size >= 8) return sign | (size + (8 << 3)) << 7;
+    return sign | cvt_rn_f16_f32(float(size) * 0x1p-9f);
+  };
+  for (int i = 0; i < 2; ++i) halves[i] = one(word >> 16 * i & 0xff) | one(word >> (16 * i + 8) & 0xff) << 16;
+#endif
+}
+
 }  // namespace qf

@@ -1,9 +1,9 @@
-// wgmma: a warpgroup (four warps) multiplies 64 x 16 by 16 x N into float32 sums, asynchronously. sm_90a.
+// wgmma: a warpgroup (four warps) multiplies 64 x 16 by 16 x N, or 64 x 32 by 32 x N of bytes, asynchronously. sm_90a.
 //
 // Sums: with g = lane / 4 and t = lane % 4, warp w of the group holds rows 16 w + g (d[j][0], d[j][1]) and
 // 16 w + g + 8 (d[j][2], d[j][3]), columns 8 j + 2 t and the next: what mma.sync gives a warp (ptx/mma.cuh).
 // A: from shared memory through a descriptor (hopper/descriptor.cuh), or registers as mma.sync takes them.
-// B: from shared memory: rows of K channels, or, `transposed`, of N.
+// B: from shared memory: rows of K channels, or, `transposed` (16-bit elements alone), of N.
 // Sums and A in registers belong to the tensor cores from wgmma_fence to the wgmma_wait that ends their group.
 #pragma once
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 
-// Keeps the compiler from using sums before, or changing them after, the place where this stands.
+// Keeps the compiler from using sums before, or changing them after, the place where this stands. Likewise A.
 template <int kTiles>
 __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
 #ifdef __CUDA_ARCH__
@@ -54,8 +54,18 @@ __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[j][e])::"memory");
 #endif
 }
+template <class Word, int kTiles>
+__device__ __forceinline__ void hold(Word (&d)[kTiles][4]) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(d[j][e])::"memory");
+#endif
+}
 
-// d = a b, or d += a b where `add`. kTransposed: B's rows run along N.
+// Wgmma: d = a b, or d += a b where `add`. kTransposed: B's rows run along N.
+// WgmmaS8: the same of int8, exact. WgmmaE4m3: d += a b of 8-bit floats, whose sums keep fewer bits than float32.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 #ifdef QF_EMULATOR
 template <class Element, int kN>
@@ -63,16 +73,33 @@ struct Wgmma {
   static float convert(uint16_t bits) { return to_float(Element{bits}); }
   template <bool kTransposed = false>
   static void multiply(float (&d)[kN / 8][4], uint64_t a, uint64_t b, bool add) {
-    host::start_product(d[0], kN, nullptr, a, b, add, kTransposed, convert);
+    host::start_product(d[0], {kN, 2, false, kTransposed, add, a, b, convert}, nullptr);
   }
   template <bool kTransposed = false>
   static void multiply(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b) {
-    host::start_product(d[0], kN, a, 0, b, true, kTransposed, convert);
+    host::start_product(d[0], {kN, 2, false, kTransposed, true, 0, b, convert}, a);
+  }
+};
+template <int kN>
+struct WgmmaS8 {
+  static float convert(uint16_t bits) { return float(int8_t(bits)); }
+  static void multiply(int32_t (&d)[kN / 8][4], uint64_t a, uint64_t b, bool add) {
+    host::start_product(reinterpret_cast<float*>(d[0]), {kN, 1, true, false, add, a, b, convert}, nullptr);
+  }
+};
+template <int kN>
+struct WgmmaE4m3 {
+  static void multiply(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b) {
+    host::start_product(d[0], {kN, 1, false, false, true, 0, b, host::from_e4m3}, a);
   }
 };
 #else
 template <class Element, int kN>
 struct Wgmma;
+template <int kN>
+struct WgmmaS8;
+template <int kN>
+struct WgmmaE4m3;
 
 #define QF_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define QF_NAMES_1 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -93,6 +120,10 @@ struct Wgmma;
 #define QF_SUMS(i)                                                                                                     \
   "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3]), "+f"(d[i + 1][0]), "+f"(d[i + 1][1]), "+f"(d[i + 1][2]), \
       "+f"(d[i + 1][3])
+
+#define QF_INTEGER_SUMS(i)                                                                                             \
+  "+r"(d[i][0]), "+r"(d[i][1]), "+r"(d[i][2]), "+r"(d[i][3]), "+r"(d[i + 1][0]), "+r"(d[i + 1][1]), "+r"(d[i + 1][2]), \
+      "+r"(d[i + 1][3])
 
 #define QF_LIST(...) __VA_ARGS__
 #define QF_WGMMA(ELEMENT, TYPE, N, NAMES, SUMS, I0, I1, I2, I3, I4, I5)                                         \
@@ -147,6 +178,61 @@ QF_WGMMAS(256,
            QF_SUMS(16), QF_SUMS(18), QF_SUMS(20), QF_SUMS(22), QF_SUMS(24), QF_SUMS(26), QF_SUMS(28), QF_SUMS(30)),
           "%128", "%129", "%130", "%131", "%132", "%133")
 
+#define QF_WGMMA_S8(N, NAMES, SUMS, I0, I1, I2)                                                                   \
+  template <>                                                                                                     \
+  struct WgmmaS8<N> {                                                                                             \
+    __device__ static __forceinline__ void multiply(int32_t (&d)[N / 8][4], uint64_t a, uint64_t b, bool add) {   \
+      asm volatile("{.reg .pred add; setp.ne.b32 add, " I2                                                        \
+                   ", 0;\n"                                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" NAMES "}, " I0 ", " I1 ", add;}"      \
+                   : QF_LIST SUMS                                                                                 \
+                   : "l"(a), "l"(b), "r"(int(add)));                                                              \
+    }                                                                                                             \
+  };
+QF_WGMMA_S8(64, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3,
+            (QF_INTEGER_SUMS(0), QF_INTEGER_SUMS(2), QF_INTEGER_SUMS(4), QF_INTEGER_SUMS(6)), "%32", "%33", "%34")
+QF_WGMMA_S8(128,
+            QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                       ", " QF_NAMES_7,
+            (QF_INTEGER_SUMS(0), QF_INTEGER_SUMS(2), QF_INTEGER_SUMS(4), QF_INTEGER_SUMS(6), QF_INTEGER_SUMS(8),
+             QF_INTEGER_SUMS(10), QF_INTEGER_SUMS(12), QF_INTEGER_SUMS(14)),
+            "%64", "%65", "%66")
+QF_WGMMA_S8(192,
+            QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                       ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10 ", " QF_NAMES_11,
+            (QF_INTEGER_SUMS(0), QF_INTEGER_SUMS(2), QF_INTEGER_SUMS(4), QF_INTEGER_SUMS(6), QF_INTEGER_SUMS(8),
+             QF_INTEGER_SUMS(10), QF_INTEGER_SUMS(12), QF_INTEGER_SUMS(14), QF_INTEGER_SUMS(16), QF_INTEGER_SUMS(18),
+             QF_INTEGER_SUMS(20), QF_INTEGER_SUMS(22)),
+            "%96", "%97", "%98")
+
+#define QF_WGMMA_E4M3(N, NAMES, SUMS, I0, I1, I2, I3, I4)                                                       \
+  template <>                                                                                                   \
+  struct WgmmaE4m3<N> {                                                                                         \
+    __device__ static __forceinline__ void multiply(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES "}, {" I0 ", " I1 ", " I2 \
+                   ", " I3 "}, " I4 ", 1, 1, 1;"                                                                \
+                   : QF_LIST SUMS                                                                               \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                       \
+    }                                                                                                           \
+  };
+QF_WGMMA_E4M3(64, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3,
+              (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6)), "%32", "%33", "%34", "%35", "%36")
+QF_WGMMA_E4M3(128,
+              QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                         ", " QF_NAMES_7,
+              (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14)),
+              "%64", "%65", "%66", "%67", "%68")
+QF_WGMMA_E4M3(256,
+              QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                         ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10 ", " QF_NAMES_11
+                         ", " QF_NAMES_12 ", " QF_NAMES_13 ", " QF_NAMES_14 ", " QF_NAMES_15,
+              (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
+               QF_SUMS(16), QF_SUMS(18), QF_SUMS(20), QF_SUMS(22), QF_SUMS(24), QF_SUMS(26), QF_SUMS(28), QF_SUMS(30)),
+              "%128", "%129", "%130", "%131", "%132")
+
+#undef QF_WGMMA_E4M3
+#undef QF_WGMMA_S8
+#undef QF_INTEGER_SUMS
 #undef QF_LIST
 #undef QF_WGMMAS
 #undef QF_WGMMA

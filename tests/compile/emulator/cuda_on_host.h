@@ -323,6 +323,16 @@ inline float from_f16(uint16_t bits) {
   return std::copysign((bits & 0x7c00) == 0x7c00 ? from_bits(size | 0x7f800000) : finite, from_bits(sign));
 }
 inline float from_bf16(uint16_t bits) { return from_bits(uint32_t(bits) << 16); }
+// Exponents are 120 apart; there is no infinity, and one NaN of each sign.
+inline float from_e4m3(uint16_t bits) {
+  const float finite = from_bits(uint32_t(bits & 0x7f) << 20) * 0x1p120f;
+  return std::copysign((bits & 0x7f) == 0x7f ? NAN : finite, from_bits(uint32_t(bits & 0x80) << 24));
+}
+inline uint32_t to_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
 
 template <int kRegisters>
 struct Words {

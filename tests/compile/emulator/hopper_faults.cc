@@ -46,7 +46,7 @@ void multiply(Fault fault, const CUtensorMap& map, float* g_out) {
   uint32_t a[4];
   float d[kN / 8][4] = {};
   for (uint32_t& pair : a) pair = 0x3c003c00;  // 1, 1
-  const qf::AlongChannels<Tile> b(s_tile);
+  const qf::AlongColumns<Tile> b(s_tile);
   const auto add = [&](int step) {
     qf::Wgmma<qf::F16, kN>::multiply<true>(d, a, b.step(fault == kOtherProducts && thread == 77 ? 1 : step));
   };
@@ -70,7 +70,7 @@ extern "C" const char* try_fault(int fault, int seed, float* out) {
   alignas(16) uint16_t x[kRows * kN];
   std::fill_n(x, kRows * kN, uint16_t(0x3c00));
   CUtensorMap map{};
-  if (qf::encode_tensor_map(map, {x, 0, kN, 0}, QF_F16, kN, kRows, 1, 1, kRows)) return "the tensor map was refused";
+  if (qf::encode_tensor_map<Tile>(map, {x, 0, kN, 0}, kN, kRows, 1, 1, kRows)) return "the tensor map was refused";
   host::launch_blocks([&] { multiply(Fault(fault), map, out); }, 1, 128, 4096, seed);
   return host::complaint.c_str();
 }

@@ -20,11 +20,11 @@ inline std::string at_byte(const void* s_pointer) {
   return "at byte " + std::to_string(shared_offset(s_pointer)) + " of shared memory";
 }
 
-// A tensor as cuTensorMapEncodeTiled describes it: 16-bit elements, dimensions from the inside out.
+// A tensor as cuTensorMapEncodeTiled describes it: dimensions from the inside out.
 struct TensorMap {
   const char* base;  // nullptr: nothing was encoded
   int64_t size[4], stride[4];
-  int rows;  // of a box of 64 channels
+  int rows, row_bytes;  // of a box; swizzled, 64 bytes or 128
 };
 
 struct MbarrierState {
@@ -43,10 +43,11 @@ struct BoxCopy {
 
 // One wgmma of a warpgroup: what its threads must agree on, and what each of them brings.
 struct Product {
-  int n;
-  bool a_in_registers, transposed, add;
+  int n, element_bytes;
+  bool integers, transposed, add;  // integers: the sums are
   uint64_t a, b;
   float (*convert)(uint16_t);
+  bool a_in_registers = false;
   int started = 0;
   struct {
     float* sums;
@@ -151,10 +152,16 @@ inline void mbarrier_wait(uint64_t* s_barrier, unsigned parity) {
   wait_for(event);
 }
 
+// Where byte i of a line lies whose rows of row_bytes make a swizzled panel, 8 lines every `eights` bytes.
+inline unsigned swizzled(unsigned start, unsigned line, unsigned i, unsigned eights, unsigned row_bytes) {
+  const unsigned byte = start + line / 8 * eights + line % 8 * row_bytes + i;
+  return byte ^ (byte >> 7 & (row_bytes / 16 - 1)) << 4;
+}
+
 inline void perform(const BoxCopy& copy) {
   const TensorMap& map = copy.map;
   for (int row = 0; row < copy.map.rows; ++row)
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < map.row_bytes / map.stride[0]; ++i) {
       const int64_t at[4] = {copy.at[0] + i, copy.at[1] + row, copy.at[2], copy.at[3]};
       const char* from = map.base;
       bool inside = true;
@@ -162,13 +169,14 @@ inline void perform(const BoxCopy& copy) {
         inside &= at[dim] >= 0 && at[dim] < map.size[dim];
         from += at[dim] * map.stride[dim];
       }
-      char* const to = copy.s_to + row * 128 + 16 * (i / 8 ^ row % 8) + 2 * (i % 8);
+      char* const to =
+          shared_base + swizzled(shared_offset(copy.s_to), row, i * map.stride[0], 8 * map.row_bytes, map.row_bytes);
       if (inside)
-        memcpy(to, from, 2);
+        memcpy(to, from, map.stride[0]);
       else
-        memset(to, 0, 2);
+        memset(to, 0, map.stride[0]);
     }
-  copy.barrier->bytes -= map.rows * 128;
+  copy.barrier->bytes -= map.rows * map.row_bytes;
   complete_if_due(*copy.barrier);
 }
 
@@ -179,8 +187,8 @@ inline void copy_box(void* s_to, const void* map, const int (&at)[4], uint64_t* 
                         &mbarrier(s_barrier)};
   if (!copy.map.base) fail("the tensor map was not encoded");
   if (shared_offset(s_to) % 1024) fail("a swizzled box begins " + at_byte(s_to) + ", not at whole 1024");
-  if (int64_t(shared_offset(s_to)) + copy.map.rows * 128 > shared_size) fail("a box leaves shared memory");
-  if (at[0] % 8) fail("a box begins at channel " + std::to_string(at[0]) + ", not at whole 8");
+  if (int64_t(shared_offset(s_to)) + copy.map.rows * copy.map.row_bytes > shared_size) fail("a box leaves shared memory");
+  if (at[0] * copy.map.stride[0] % 16) fail("a box begins at column " + std::to_string(at[0]) + ", not at whole 16 bytes");
   if ((*hopper.order)() % 2)
     perform(copy);
   else
@@ -196,27 +204,25 @@ inline void set_registers(int registers) {
   group.registers = registers;
 }
 
-// Byte of element (line, i) of a matrix whose lines lie in a swizzled panel, 8 lines every `eights` bytes.
-inline unsigned swizzled(unsigned start, unsigned line, unsigned i, unsigned eights) {
-  const unsigned byte = start + line / 8 * eights + line % 8 * 128 + 2 * i;
-  return byte ^ (byte >> 7 & 7) << 4;
-}
-
-// [lines][k] from a descriptor; transposed: lines run along k in shared memory, panels of 64 one after another.
-inline void read_matrix(float (*to)[16], int lines, uint64_t descriptor, bool transposed, float (*convert)(uint16_t)) {
+// [lines][k] of a product from a descriptor; transposed: lines run along k in shared memory, panels one after another.
+inline void read_matrix(float (*to)[32], int lines, uint64_t descriptor, bool transposed, const Product& product) {
   const unsigned start = descriptor << 4 & 0x3fff0, panels = descriptor >> 12 & 0x3fff0,
                  eights = descriptor >> 28 & 0x3fff0;
-  if (descriptor >> 62 != 1) complain("a descriptor is not of the 128-byte swizzle");
+  const uint64_t swizzle = descriptor >> 62;
+  if (swizzle != 1 && swizzle != 2) complain("a descriptor is of neither the 128-byte nor the 64-byte swizzle");
+  const unsigned row_bytes = swizzle == 1 ? 128 : 64, bytes = unsigned(product.element_bytes);
+  const int in_panel = int(row_bytes / bytes);
   for (int line = 0; line < lines; ++line)
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < 32 / product.element_bytes; ++k) {
       const unsigned byte =
-          transposed ? swizzled(start + line / 64 * panels, k, line % 64, eights) : swizzled(start, line, k, eights);
+          transposed ? swizzled(start + line / in_panel * panels, k, line % in_panel * bytes, eights, row_bytes)
+                     : swizzled(start, line, k * bytes, eights, row_bytes);
       uint16_t bits = 0;
-      if (int(byte) + 2 <= shared_size)
-        memcpy(&bits, shared_base + byte, 2);
+      if (byte + bytes <= unsigned(shared_size))
+        memcpy(&bits, shared_base + byte, bytes);
       else
         complain("a product reads outside shared memory");
-      to[line][k] = convert(bits);
+      to[line][k] = product.convert(bits);
     }
 }
 
@@ -229,19 +235,21 @@ inline Held& held_by(int thread, float* sums) {
 typedef float Lanes __attribute__((vector_size(16)));
 
 inline void compute(const Product& product, int first_thread) {
-  float a[64][16], b_lines[256][16];
-  alignas(16) float b[16][256], row_sums[256];
-  read_matrix(b_lines, product.n, product.b, product.transposed, product.convert);
-  for (int k = 0; k < 16; ++k)
+  const int k_count = 32 / product.element_bytes, in_word = 4 / product.element_bytes, bits = 8 * product.element_bytes;
+  float a[64][32], b_lines[256][32];
+  alignas(16) float b[32][256], row_sums[256];
+  read_matrix(b_lines, product.n, product.b, product.transposed, product);
+  for (int k = 0; k < k_count; ++k)
     for (int j = 0; j < product.n; ++j) b[k][j] = b_lines[j][k];
-  if (!product.a_in_registers) read_matrix(a, 64, product.a, false, product.convert);
+  if (!product.a_in_registers) read_matrix(a, 64, product.a, false, product);
   for (int t = 0; product.a_in_registers && t < 128; ++t)
-    for (int i = 0; i < 8; ++i)
-      a[t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8][t % 4 * 2 + i / 4 * 8 + i % 2] =
-          product.convert(uint16_t(product.of[t].a_was[i / 2] >> 16 * (i % 2)));
+    for (int word = 0; word < 4; ++word)
+      for (int i = 0; i < in_word; ++i)
+        a[t / 32 * 16 + t % 32 / 4 + word % 2 * 8][t % 4 * in_word + word / 2 * (4 * in_word) + i] =
+            product.convert(uint16_t(product.of[t].a_was[word] >> bits * i & ((1u << bits) - 1)));
   for (int row = 0; row < 64; ++row) {
     std::fill_n(row_sums, product.n, 0.0f);
-    for (int k = 0; k < 16; ++k)
+    for (int k = 0; k < k_count; ++k)
       for (int j = 0; j < product.n; j += 4)
         *reinterpret_cast<Lanes*>(row_sums + j) += a[row][k] * *reinterpret_cast<const Lanes*>(b[k] + j);
     for (int quad = 0; quad < 4; ++quad) {
@@ -250,7 +258,11 @@ inline void compute(const Product& product, int first_thread) {
       for (int j = 0; j < product.n / 8; ++j)
         for (int e = 0; e < 2; ++e) {
           float& sum = value[4 * j + row % 16 / 8 * 2 + e];
-          sum = (product.add ? sum : 0.0f) + row_sums[8 * j + 2 * quad + e];
+          const float more = row_sums[8 * j + 2 * quad + e];
+          if (product.integers)
+            sum = from_bits((product.add ? to_bits(sum) : 0) + uint32_t(int32_t(more)));
+          else
+            sum = (product.add ? sum : 0.0f) + more;
         }
     }
   }
@@ -277,17 +289,18 @@ inline bool Hopper::idle() {
   return true;
 }
 
-inline void start_product(float* sums, int n, const uint32_t* a_registers, uint64_t a, uint64_t b, bool add,
-                          bool transposed, float (*convert)(uint16_t)) {
+inline void start_product(float* sums, Product wanted, const uint32_t* a_registers) {
+  wanted.a_in_registers = a_registers != nullptr;
+  const int n = wanted.n;
   Warpgroup& group = hopper.warpgroups[threadIdx.x / 128];
   Multiplier& self = hopper.multipliers[threadIdx.x];
   if (!self.fenced) fail("wgmma without a fence since the last wait");
   const unsigned index = self.products++;
   if (index == group.first_product + group.products.size())
-    group.products.push_back({n, a_registers != nullptr, transposed, add, a, b, convert});
+    group.products.push_back(wanted);
   Product& product = group.products[index - group.first_product];
-  if (product.n != n || product.a_in_registers != (a_registers != nullptr) || product.transposed != transposed ||
-      product.add != add || product.a != a || product.b != b)
+  if (product.n != n || product.a_in_registers != wanted.a_in_registers || product.transposed != wanted.transposed ||
+      product.add != wanted.add || product.a != wanted.a || product.b != wanted.b)
     fail("threads of a warpgroup start different products");
   ++product.started;
   auto& mine = product.of[threadIdx.x % 128];

@@ -31,7 +31,7 @@ __global__ void copy_boxes(const __grid_constant__ CUtensorMap map, const Boxes 
       place.wait_empty(s_ring);
       qf::mbarrier_arrive_expect(full, Tile::kBytes);
       for (int panel = 0; panel < Tile::kCount; ++panel)
-        qf::copy_box(s_tile + panel * Tile::kPanelBytes, &map, panel * qf::kPanelChannels, boxes.first_row + i * kRows,
+        qf::copy_box(s_tile + panel * Tile::kPanelBytes, &map, panel * Tile::kPanelColumns, boxes.first_row + i * kRows,
                      boxes.head, boxes.sequence, full);
     }
     if (threadIdx.x < 32) continue;
@@ -54,7 +54,7 @@ extern "C" __attribute__((visibility("default"))) int try_boxes(void* x, const i
   const int batch = shape[0], rows = shape[1], heads = shape[2], head_dim = shape[3];
   if (!qf::strides_map(tensor, rows, heads, batch)) return cudaErrorInvalidValue;
   CUtensorMap map;
-  if (const int error = qf::encode_tensor_map(map, tensor, QF_F16, head_dim, rows, heads, batch, kRows)) return error;
+  if (const int error = qf::encode_tensor_map<Tile>(map, tensor, head_dim, rows, heads, batch, kRows)) return error;
   const Boxes wanted = {which[0], which[1], which[2], which[3]};
   copy_boxes<<<1, 32 + kReaders>>>(map, wanted, static_cast<char*>(out));
   if (const cudaError_t error = cudaGetLastError()) return error;

@@ -17,7 +17,7 @@ __device__ void store_panels(char* s_tile, const uint16_t* g_x) {
   for (int i = threadIdx.x; i < kRows * kChannels; i += blockDim.x) {
     const int row = i / kChannels, d = i % kChannels, chunk = d % 64 / 8;
     char* const s_panel = s_tile + d / 64 * Tile::kPanelBytes;
-    reinterpret_cast<uint16_t*>(s_panel + row * qf::kPanelRowBytes + 16 * (chunk ^ row % 8))[d % 8] = g_x[i];
+    reinterpret_cast<uint16_t*>(s_panel + row * Tile::kRowBytes + 16 * (chunk ^ row % 8))[d % 8] = g_x[i];
   }
 }
 
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(128) multiply(const uint16_t* g_a, const uint1
   __syncthreads();
   const qf::AlongRows<A> a_rows(s_a);
   const qf::AlongRows<BTile> b_rows(s_b);
-  const qf::AlongChannels<BTile> b_channels(s_b);
-  const auto b = [&](int k) { return kTransposed ? b_channels.step(k) : b_rows.step(k); };
+  const qf::AlongColumns<BTile> b_columns(s_b);
+  const auto b = [&](int k) { return kTransposed ? b_columns.step(k) : b_rows.step(k); };
   uint32_t a[kK / 16][4];
   float d[kN / 8][4];
   for (int j = 0; j < kN / 8; ++j)

@@ -8,7 +8,7 @@
 #include "smem/limits.h"
 
 namespace qf {
-namespace sm90_fwd {
+namespace sm90 {
 
 constexpr int kHeadDim = QF_HEAD_DIM;
 using Element = ElementOf<QF_DTYPE>::Type;
@@ -22,6 +22,7 @@ constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
 constexpr int kBlockM = kConsumers * kGroupRows;
 // float16's remainders of weights need registers, which head_dim 64 has none of to spare.
 constexpr int kBlockN = kHeadDim > 192 ? 64 : kHeadDim > 128 ? 96 : kHeadDim == 64 && kKeepsRemainders ? 112 : 128;
+constexpr int kKeysFrom = 1;  // tiles of keys begin at any
 constexpr int kStages = 2;
 constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;  // 2: the next item's q is there before this one is done,
 constexpr bool kOutThroughQ = kQStages > 1;        // and this one's makes room for its outputs
@@ -33,15 +34,17 @@ constexpr bool kSkipsTiles = kBlockN < kBlockM;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40, kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 
 using QTile = Panels<kBlockM, kHeadDim>;
-using KVTile = Panels<kBlockN, kHeadDim>;
+using KTile = Panels<kBlockN, kHeadDim>;
+using VTile = KTile;
+constexpr bool kVTransposed = false;
 constexpr int kNTiles = kBlockN / 8, kOTiles = kHeadDim / 8;
 
-constexpr int kTilesBytes = kQStages * QTile::kBytes + 2 * kStages * KVTile::kBytes;
+constexpr int kTilesBytes = kQStages * QTile::kBytes + kStages * (KTile::kBytes + VTile::kBytes);
 constexpr int kBarrierBytes = 1024;  // and records of items
 // Where outputs step aside while scores are computed again, where registers do not suffice for both.
 constexpr int kAsideBytes = kConsumers == 3 ? kConsumers * kGroupThreads * kOTiles * 16 : 0;
 constexpr int kSharedBytes = kTilesBytes + kBarrierBytes + kAsideBytes + kSwizzleBytes;  // the last for alignment
 static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit shared memory");
 
-}  // namespace sm90_fwd
+}  // namespace sm90
 }  // namespace qf

@@ -31,40 +31,17 @@
 // tile) hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
 #pragma once
 
-#include "kernels/sm90_fwd/consumer.cuh"
-#include "kernels/sm90_fwd/producer.cuh"
-#include "ptx/setmaxnreg.cuh"
+#include "kernels/sm90_fwd/config.h"
+// What follows is made for those tiles.
+#include "attn/sm90/block.cuh"
+#include "attn/sm90/inspect.cuh"
+#include "kernels/sm90_fwd/math.cuh"
 
 template <bool kPlain>
-__global__ void __launch_bounds__(qf::sm90_fwd::kThreads, 1)
-    qf_sm90_fwd_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90_fwd::Maps maps,
-                       const __grid_constant__ qf::sm90_fwd::Items items, const bool out_aligned) {
-  using namespace qf;
-  using namespace qf::sm90_fwd;
+__global__ void __launch_bounds__(qf::sm90::kThreads, 1)
+    qf_sm90_fwd_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90::Maps maps,
+                       const __grid_constant__ qf::sm90::Items items, const bool out_aligned) {
+  using namespace qf::sm90;
   extern __shared__ float4 s_memory[];
-  const Shared s(reinterpret_cast<char*>(s_memory));
-  const bool rows_fall = packed_rows_fall(p);
-  if (threadIdx.x == 0) {
-    constexpr int kConsumerWarps = kConsumers * kGroupThreads / 32, kInspectorWarps = kInspectors / 32;
-    s.q_ring->init(kConsumerWarps);
-    s.k_ring->init(kConsumerWarps);
-    s.v_ring->init(kConsumerWarps + kInspectorWarps);
-    s.record_ring->init(kConsumerWarps + 1 + kInspectorWarps);
-    for (int i = 0; i < kStages; ++i) mbarrier_init(&s.v_checked[i], kInspectorWarps);
-    mbarrier_init(s.wanted, 1);
-    fence_mbarrier_init();  // the barriers, to the copy engine
-    prefetch_tensor_map(&maps.q);
-    prefetch_tensor_map(&maps.k);
-    prefetch_tensor_map(&maps.v);
-  }
-  __syncthreads();  // the barriers are in place
-  if (threadIdx.x < kGroupThreads) {
-    give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce(p, items, maps, s);
-    if (threadIdx.x == 32) plan(p, items, s, rows_fall);
-    if (threadIdx.x >= kGroupThreads - kInspectors) inspect(s, threadIdx.x - (kGroupThreads - kInspectors));
-  } else {
-    take_registers<kConsumerRegisters>();
-    consume<kPlain>(p, items, s, out_aligned);
-  }
+  work<Math<kPlain>>(p, p, maps, items, SixteenBits(), out_aligned, s_memory);
 }

@@ -3,19 +3,25 @@
 #pragma once
 
 #include "attn/mma/softmax.cuh"
-#include "kernels/sm90_fwd/config.h"
+#include "attn/sm90/items.cuh"
+#include "ptx/tid.cuh"
+#include "attn/mma/product.cuh"
 
 namespace qf {
-namespace sm90_fwd {
+namespace sm90 {
+
+// Who somebody is among those who multiply. Derived afresh where it is used: registers are scarce.
+__device__ __forceinline__ int consumer_of() { return fresh_tid() / kGroupThreads - 1; }
+__device__ __forceinline__ int lane_of() { return fresh_tid() % 32; }
+__device__ __forceinline__ int warp_row() { return (fresh_tid() - kGroupThreads) / 32 * 16; }  // from the block's first
+
+// Code for what seldom happens goes where it is not in the way of the rest.
+__device__ __forceinline__ bool unlikely(bool x) { return __builtin_expect(x, false); }
 
 // Of this lane's weights in a tile, for its two rows.
 struct TileSums {
   float of[2];
 };
-
-// A lane's weights of a row and tile may add up to this before the row's reference must move: float16 holds it.
-constexpr float kMostWeight = 16384.0f;
-static_assert(kBlockN / 4 * (1 << int(kSlack)) <= kMostWeight, "a reference that stays was found to suffice");
 
 // Of a lane's two rows.
 struct Rows {
@@ -30,6 +36,11 @@ struct Rows {
     l[1] += sums.of[1];
   }
 };
+
+// What the lane's rows see of the tile that begins at key0, counted from the lane's first key.
+__device__ __forceinline__ TileMask<8> tile_mask(const Record& record, int key0) {
+  return TileMask<8>(record.mask, record.row0 + warp_row() + lane_of() / 4, key0 + lane_of() % 4 * 2);
+}
 
 // Blanks out what rows do not see, 32 keys at a time: where all of them are seen, nothing is to be done. `mask` counts
 // from the lane's first key.
@@ -49,26 +60,26 @@ __device__ __forceinline__ void mask_tile(float (&S)[1][kNTiles][4], const TileM
   }
 }
 
-// Moves the reference of rows whose scores outgrew it. Returns whether some row of the warp did; rescale is then what
-// outputs are to be multiplied by.
-__device__ __forceinline__ bool move_reference(const float (&S)[1][kNTiles][4], float factor, Rows& rows,
-                                               float (&rescale)[2]) {
-  constexpr int kChains = 4;  // per row: one would be as slow as its latency
-  float top[2][kChains];
+// The largest of this lane's scores of its row h, among the 8-key blocks first .. end - 1.
+__device__ __forceinline__ float largest_score(const float (&S)[1][kNTiles][4], int h, int first, int end) {
+  constexpr int kChains = 4;  // one would be as slow as its latency
+  float top[kChains];
 #pragma unroll
-  for (int j = 0; j < kNTiles; ++j)
+  for (int j = first; j < end; ++j)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float& most = top[e / 2][(2 * j + e % 2) % kChains];
-      most = 2 * j + e % 2 < kChains ? S[0][j][e] : fmaxf(most, S[0][j][e]);
+    for (int e = 0; e < 2; ++e) {
+      const int i = 2 * (j - first) + e;
+      top[i % kChains] = i < kChains ? S[0][j][2 * h + e] : fmaxf(top[i % kChains], S[0][j][2 * h + e]);
     }
-  float largest[2];
+  return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
+}
+
+// Moves the reference of rows whose scores outgrew it; largest: their largest base-2 scores. Returns whether some row
+// of the warp did; rescale is then what outputs are to be multiplied by.
+__device__ __forceinline__ bool move_reference(const float (&largest)[2], Rows& rows, float (&rescale)[2]) {
   bool moved = false;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    largest[h] = max_of_quad(fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]))) * factor;
-    moved |= largest[h] > rows.m[h] + kSlack;  // -inf + kSlack: the first finite score moves it
-  }
+  for (int h = 0; h < 2; ++h) moved |= largest[h] > rows.m[h] + kSlack;  // -inf + kSlack: the first finite score does
   moved = __any_sync(0xffffffffu, moved);
   if (moved) {
 #pragma unroll
@@ -80,20 +91,6 @@ __device__ __forceinline__ bool move_reference(const float (&S)[1][kNTiles][4], 
     }
   }
   return moved;
-}
-
-// S becomes weights; returns their sums.
-__device__ __forceinline__ TileSums take_weights(float (&S)[1][kNTiles][4], float factor, const Rows& rows) {
-  const float shift[2] = {-reference_of(rows.m[0]), -reference_of(rows.m[1])};
-  float sum[4] = {};
-#pragma unroll
-  for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      S[0][j][e] = ex2(fmaf(S[0][j][e], factor, shift[e / 2]));
-      sum[e] += S[0][j][e];
-    }
-  return {{sum[0] + sum[1], sum[2] + sum[3]}};
 }
 
 __device__ __forceinline__ void rescale_outputs(float (&O)[1][kOTiles][4], const float (&rescale)[2]) {
@@ -111,5 +108,5 @@ __device__ __forceinline__ void weights_of(uint32_t (&a)[4], const float (&S)[1]
     a[i] = Part<Tensor>::pair(S[0][2 * k + i / 2][i % 2 * 2], S[0][2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-}  // namespace sm90_fwd
+}  // namespace sm90
 }  // namespace qf

@@ -2,12 +2,11 @@
 #pragma once
 
 #include "hopper/ring.cuh"
-#include "kernels/sm90_fwd/config.h"
-#include "kernels/sm90_fwd/items.cuh"
+#include "attn/sm90/items.cuh"
 #include "ptx/opaque.cuh"
 
 namespace qf {
-namespace sm90_fwd {
+namespace sm90 {
 
 static_assert(sizeof(Ring<kQStages>) + 2 * sizeof(Ring<kStages>) + (kStages + 1) * sizeof(Mbarrier) +
                       sizeof(Ring<kRecords>) + kRecords * sizeof(Record) <=
@@ -24,22 +23,22 @@ struct Shared {
   Ring<kRecords>* record_ring;
   Mbarrier* wanted;  // the next item
   Record* records;
-  float* aside;  // kAsideBytes
+  char* aside;  // kAsideBytes
 
   __device__ __forceinline__ explicit Shared(char* memory) {
     q = opaque_shared(memory + (kSwizzleBytes - shared_address(memory) % kSwizzleBytes) % kSwizzleBytes);
     k = q + kQStages * QTile::kBytes;
-    v = k + kStages * KVTile::kBytes;
-    q_ring = reinterpret_cast<Ring<kQStages>*>(v + kStages * KVTile::kBytes);
+    v = k + kStages * KTile::kBytes;
+    q_ring = reinterpret_cast<Ring<kQStages>*>(v + kStages * VTile::kBytes);
     k_ring = reinterpret_cast<Ring<kStages>*>(q_ring + 1);
     v_ring = k_ring + 1;
     v_checked = reinterpret_cast<Mbarrier*>(v_ring + 1);
     record_ring = reinterpret_cast<Ring<kRecords>*>(v_checked + kStages);
     wanted = reinterpret_cast<Mbarrier*>(record_ring + 1);
     records = reinterpret_cast<Record*>(wanted + 1);
-    aside = reinterpret_cast<float*>(reinterpret_cast<char*>(q_ring) + kBarrierBytes);
+    aside = reinterpret_cast<char*>(q_ring) + kBarrierBytes;
   }
 };
 
-}  // namespace sm90_fwd
+}  // namespace sm90
 }  // namespace qf

@@ -3,17 +3,21 @@
 
 #include <cuda.h>
 
-#include "attn/mma/nonfinite.cuh"
-#include "kernels/sm90_fwd/shared.cuh"
-#include "ptx/fma.cuh"
+#include "attn/sm90/shared.cuh"
 #include "ptx/tma.cuh"
 
 namespace qf {
-namespace sm90_fwd {
+namespace sm90 {
 
 struct Maps {
   CUtensorMap q, k, v;
 };
+
+// Where a sequence's keys begin in a transposed V: packed ones at whole tiles of kPackedFrom.
+constexpr int kPackedFrom = 128;
+__device__ __forceinline__ int64_t transposed_from(const QfAttnParams& p, const Record& record) {
+  return p.cu_seqlens_q ? (record.seq.k0 / kPackedFrom + record.b) * kPackedFrom : 0;
+}
 
 // One thread plans the items.
 __device__ __forceinline__ void plan(const QfAttnParams& p, const Items& items, const Shared& s, bool rows_fall) {
@@ -54,7 +58,8 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Items& item
     if (tiles == 0) continue;
     const int b = p.cu_seqlens_q ? 0 : record.b, kv_head = record.h / group;
     const int first_key = int(record.seq.k0) + record.keys.begin;
-    const auto load = [&](auto& place, auto& ring, char* s_tiles, const CUtensorMap& map, auto tile, int row, int h) {
+    const int first_column = int(transposed_from(p, record)) + record.keys.begin;
+    const auto load = [&](auto& place, auto& ring, char* s_tiles, const CUtensorMap& map, auto tile, int column, int row, int h) {
       using Tile = decltype(tile);
       Mbarrier* const full = &ring.full[place.stage()];
       char* const s_tile = s_tiles + place.stage() * Tile::kBytes;
@@ -62,16 +67,18 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Items& item
       mbarrier_arrive_expect(full, Tile::kBytes);
 #pragma unroll
       for (int panel = 0; panel < Tile::kCount; ++panel)
-        copy_box(s_tile + panel * Tile::kPanelBytes, &map, panel * kPanelChannels, row, h, b, full);
+        copy_box(s_tile + panel * Tile::kPanelBytes, &map, column + panel * Tile::kPanelColumns, row, h, b, full);
       place.advance();
     };
     const auto load_k = [&](int n) {
-      load(k_place, *s.k_ring, s.k, maps.k, KVTile(), first_key + n * kBlockN, kv_head);
+      load(k_place, *s.k_ring, s.k, maps.k, KTile(), 0, first_key + n * kBlockN, kv_head);
     };
     const auto load_v = [&](int n) {
-      load(v_place, *s.v_ring, s.v, maps.v, KVTile(), first_key + n * kBlockN, kv_head);
+      const int along = n * kBlockN;
+      load(v_place, *s.v_ring, s.v, maps.v, VTile(), kVTransposed ? first_column + along : 0,
+           kVTransposed ? 0 : first_key + along, kv_head);
     };
-    load(q_place, *s.q_ring, s.q, maps.q, QTile(), int(record.seq.q0) + record.row0, record.h);
+    load(q_place, *s.q_ring, s.q, maps.q, QTile(), 0, int(record.seq.q0) + record.row0, record.h);
     for (int n = 0; n < tiles; ++n) {
       if (n > 0 && n + kAhead == tiles) want_next();
       load_k(n);
@@ -85,28 +92,10 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Items& item
 // them.
 constexpr int kInspectors = 64;  // threads
 
-// Sets NaN and infinity in a tile of V to zero; `spoiled` tells whether there were any. For kInspectors threads.
-__device__ inline void clear_nonfinite_tile(char* s_tile, int& spoiled, int thread) {
-  uint32_t seen[4] = {};  // an instruction a word
-  const auto look = [&](int i, uint32_t word) {
-    seen[i] = QF_DTYPE == QF_F16 ? add_zero_times_f16x2(word, seen[i]) : add_zero_times_bf16x2(word, seen[i]);
-  };
-#pragma unroll 4
-  for (int i = thread; i < KVTile::kBytes / 16; i += kInspectors) {
-    const uint4 x = *reinterpret_cast<const uint4*>(s_tile + 16 * i);
-    look(0, x.x), look(1, x.y), look(2, x.z), look(3, x.w);
-  }
-  if (!word_nonfinite<Element>(seen[0] | seen[1] | seen[2] | seen[3])) return;
-  spoiled = 1;
-  for (int i = thread; i < KVTile::kBytes / 16; i += kInspectors) {
-    uint16_t* const s_chunk = reinterpret_cast<uint16_t*>(s_tile + 16 * i);
-    for (int e = 0; e < kPerChunk; ++e)
-      if (word_nonfinite<Element>(s_chunk[e])) s_chunk[e] = 0;
-  }
-  fence_proxy_async();  // the zeros, to wgmma
-}
-
-__device__ __forceinline__ void inspect(const Shared& s, int thread) {
+// Look: wanted(record) says whether tiles of that item's V are to be looked at, and clear(s_tile, thread) sets NaN and
+// infinity in one to zero and tells whether there were any.
+template <class Look>
+__device__ __forceinline__ void inspect(const Shared& s, int thread, Look look) {
   Place<kRecords> item;
   Place<kStages> place, checked;
   for (;; item.advance()) {
@@ -117,7 +106,7 @@ __device__ __forceinline__ void inspect(const Shared& s, int thread) {
     for (int n = 0; n < tiles; ++n, place.advance()) {
       place.wait_full(*s.v_ring);
       const bool whole = record.whole(record.keys.begin + n * kBlockN);
-      if (!whole) clear_nonfinite_tile(s.v + place.stage() * KVTile::kBytes, record.spoiled, thread);
+      if (!whole && look.wanted(record) && look.clear(s.v + place.stage() * VTile::kBytes, thread)) record.spoiled = 1;
       __syncwarp();  // the zeros of every lane are in place
       if (thread % 32 == 0) {
         if (!whole) mbarrier_arrive(&s.v_checked[checked.stage()]);
@@ -130,5 +119,5 @@ __device__ __forceinline__ void inspect(const Shared& s, int thread) {
   }
 }
 
-}  // namespace sm90_fwd
+}  // namespace sm90
 }  // namespace qf

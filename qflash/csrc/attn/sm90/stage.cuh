@@ -1,15 +1,16 @@
 // A pass before the attention for what the copy engine cannot do: q and k rotated, tensors whose strides it cannot
 // walk. Each gets a copy in the workspace, [batch][rows][heads][head_dim].
+//
+// The kernel's own config.h comes before this header: it says what elements are.
 #pragma once
 
 #include "attn/rope.cuh"
 #include "attn/sequence.cuh"
 #include "attn/tokens.cuh"
 #include "hopper/tensor_map.h"
-#include "kernels/sm90_fwd/config.h"
 
 namespace qf {
-namespace sm90_fwd {
+namespace sm90 {
 
 enum Which { kQ, kK, kV };
 
@@ -30,15 +31,15 @@ struct Staged {
 
 // Host side: what becomes of q, k and v. Asked first without addresses, for the size of the workspace: of rope and
 // packed rows it looks at the sizes alone. Where an address then makes more copies necessary than planned, the launch
-// must find the memory itself.
+// must find the memory itself. first: kV where q and k get to the copy engine by themselves.
 struct Stage {
-  Staged tensors[3];
+  Staged tensors[3] = {};
   int64_t bytes = 0;
 
-  Stage(const QfAttnParams& p, bool addressed) {
+  Stage(const QfAttnParams& p, bool addressed, Which first = kQ) {
     const bool packed = p.cu_seqlens_q || p.total_q > 0 || p.total_k > 0;
     const QfTensor all[3] = {p.q, p.k, p.v};
-    for (int which = kQ; which <= kV; ++which) {
+    for (int which = first; which <= kV; ++which) {
       Staged& x = tensors[which];
       x.from = all[which];
       x.heads = which == kQ ? p.q_heads : p.kv_heads;
@@ -51,6 +52,14 @@ struct Stage {
       x.offset = bytes;
       if (x.copied) bytes += (2 * x.batch * x.rows * x.heads * p.head_dim + 255) / 256 * 256;
     }
+  }
+  // The map of one of them; memory: where copies are. Returns a cudaError_t.
+  template <class Tile>
+  int map(CUtensorMap& map, Which which, char* memory, int head_dim, int box_rows) const {
+    const Staged& x = tensors[which];
+    if (x.rows == 0) return cudaSuccess;  // never read
+    const QfTensor tensor = x.copied ? x.copy(memory, head_dim) : x.from;
+    return encode_tensor_map<Tile>(map, tensor, head_dim, x.rows, x.heads, x.batch, box_rows);
   }
   // For one tensor: no more than can run at once, and no more than there are tokens.
   int64_t blocks(int processors) const {
@@ -141,16 +150,17 @@ __device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x
   }
 }
 
-}  // namespace sm90_fwd
+}  // namespace sm90
 }  // namespace qf
 
-// blockIdx.y: which tensor. A warp takes all heads of a token, or a block does.
+// As many blocks for each of q, k and v, in turn. A warp takes all heads of a token, or a block does.
 __global__ void __launch_bounds__(256)
-    qf_sm90_fwd_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90_fwd::Stage stage,
+    qf_sm90_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90::Stage stage,
                              char* const copies, const bool tables_vectorise) {
   using namespace qf;
-  using namespace qf::sm90_fwd;
-  const Which which = Which(blockIdx.y);
+  using namespace qf::sm90;
+  const Which which = Which(blockIdx.x % 3);
+  const int64_t block = blockIdx.x / 3, blocks = gridDim.x / 3;
   const Staged& x = stage.tensors[which];
   if (!x.copied) return;
   if (packed_rows_fall(p)) return;  // all rows will be NaN
@@ -164,14 +174,14 @@ __global__ void __launch_bounds__(256)
   };
   if (rotates_by_chunks(x, p.rope, tables_vectorise)) {
     const int warps = blockDim.x / 32;
-    each(blockIdx.x * int64_t(warps) + threadIdx.x / 32, gridDim.x * int64_t(warps),
+    each(block * warps + threadIdx.x / 32, blocks * warps,
          [&](int b, int64_t row, int position) {
            rotate_token(p.rope, x, token_of(x, copies, p.head_dim, b, row), p.head_dim, position, threadIdx.x % 32);
          });
     return;
   }
   const int chunks = p.head_dim / kPerChunk;
-  each(blockIdx.x, gridDim.x, [&](int b, int64_t row, int position) {
+  each(block, blocks, [&](int b, int64_t row, int position) {
     const Token token = token_of(x, copies, p.head_dim, b, row);
     for (int i = threadIdx.x; i < x.heads * chunks; i += blockDim.x) {
       const int h = i / chunks, d = (i - h * chunks) * kPerChunk;

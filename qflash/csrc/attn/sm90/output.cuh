@@ -4,14 +4,14 @@
 #pragma once
 
 #include "attn/mma/nonfinite.cuh"
-#include "kernels/sm90_fwd/items.cuh"
-#include "kernels/sm90_fwd/softmax.cuh"
+#include "attn/sm90/items.cuh"
+#include "attn/sm90/softmax.cuh"
 #include "ptx/rcp.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tid.cuh"
 
 namespace qf {
-namespace sm90_fwd {
+namespace sm90 {
 
 // words[i]: this lane's word of chunk i, before; word i of this lane's chunk, after. lane % 4: which word, which chunk.
 __device__ __forceinline__ uint4 swap_in_quad(const uint32_t (&words)[4], int lane) {
@@ -55,68 +55,81 @@ __device__ __forceinline__ void store_rows(const float (&O)[1][kOTiles][4], Elem
   }
 }
 
-// The same through shared memory: s_rows, the warp's rows of a tile of q that is done with. Half the instructions, and
-// rows leave in one piece.
+// The same through shared memory: s_rows, where the warp's rows go, panels kPanelBytes apart. Half the instructions,
+// and rows leave in one piece.
+template <int kPanelBytes>
 __device__ __forceinline__ void store_rows_through(char* s_rows, const float (&O)[1][kOTiles][4], Element* g_first,
                                                    int64_t stride, int rows, int head_dim, bool aligned, int lane) {
-  constexpr int kChunks = kPanelRowBytes / 16;  // of a panel's row
+  using Tile = Panels<16, kHeadDim>;
+  constexpr int kChunks = Tile::kChunks;
   const auto to = rows_then_chunks<kChunks>(lane);
 #pragma unroll
   for (int j = 0; j < kOTiles; j += 2) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = Tensor::pair(O[0][j + i / 2][i % 2 * 2], O[0][j + i / 2][i % 2 * 2 + 1]);
-    stmatrix_x4(s_rows + j / kChunks * QTile::kPanelBytes + to.at(0, j % kChunks / 2), words);
+    stmatrix_x4(s_rows + j / kChunks * kPanelBytes + to.at(0, j % kChunks / 2), words);
   }
   __syncwarp();
-  constexpr int kAcross = QTile::kCount * kChunks, kDown = 32 / kAcross;  // lanes
+  constexpr int kAcross = Tile::kCount * kChunks, kDown = 32 / kAcross;  // lanes
   const int chunk = lane % kAcross, d = chunk * kPerChunk;
-  const char* const s_column = s_rows + chunk / kChunks * QTile::kPanelBytes;
+  const char* const s_column = s_rows + chunk / kChunks * kPanelBytes;
   Element* const g_column = g_first + d;
 #pragma unroll
   for (int first = 0; first < 16; first += kDown) {
     const int row = first + lane / kAcross;
     const uint4 words =
-        *reinterpret_cast<const uint4*>(s_column + row * kPanelRowBytes + 16 * (chunk % kChunks ^ row % 8));
+        *reinterpret_cast<const uint4*>(s_column + row * Tile::kRowBytes + 16 * (chunk % kChunks ^ row % 8));
     if (row < rows && d < head_dim) store_chunk(g_column + row * stride, words, aligned);
   }
 }
 
-// Divides a warp's rows by their sums of weights and stores them. warp_row: from the block's first. s_rows: as above.
+__device__ __forceinline__ float sum_of_quad(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Divides a warp's rows by their sums of weights and stores them. warp_row: from the block's first. s_rows: as above;
+// gain: of all outputs; l: this lane's sums of weights as they were multiplied; lift(row): what lse lacks, of a row of
+// the block; v(key, d): V, where some of it is not finite.
+template <int kPanelBytes, class Lift, class V>
 __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& record, float (&O)[1][kOTiles][4],
-                                       const Rows& rows, char* s_rows, int warp_row, int lane, bool aligned) {
+                                       const Rows& rows, char* s_rows, int warp_row, int lane, bool aligned, float gain,
+                                       const float (&l)[2], Lift lift, V v) {
   const int row0 = record.row0 + warp_row, own_rows = min(16, record.seq.len_q - row0);
   Element* const g_out =
       static_cast<Element*>(p.out.data) + record.out_at + warp_row * p.out.stride_t;  // the warp's first row
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = lane / 4 + 8 * r;
-    float sum = rows.l[r] + __shfl_xor_sync(0xffffffffu, rows.l[r], 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    float inverse = rcp(sum), lse = lse_of(rows.m[r], sum);
+    const float sum = sum_of_quad(rows.l[r]);
+    float inverse = rcp(&l == &rows.l ? sum : sum_of_quad(l[r])) * gain, lse = lse_of(rows.m[r], sum);
     if (!(sum > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
       const KeyRange keys = record.mask.visible(row0 + i);
-      if (keys.begin == keys.end) inverse = 0.0f, lse = -infinity();
+      if (keys.begin == keys.end) {
+        inverse = 0.0f, lse = -infinity();
+#pragma unroll
+        for (int j = 0; j < kOTiles; ++j) O[0][j][2 * r] = O[0][j][2 * r + 1] = 0.0f;  // scores of NaN left NaN
+      }
     }
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) O[0][j][2 * r + e] *= inverse;
-    if (p.lse && lane % 4 == 0 && i < own_rows) p.lse[record.lse_at + warp_row + i] = lse;
+    if (p.lse && lane % 4 == 0 && i < own_rows)
+      p.lse[record.lse_at + warp_row + i] = lse == -infinity() ? lse : lse + lift(warp_row + i);
   }
-  if constexpr (kOutThroughQ) {
-    store_rows_through(s_rows, O, g_out, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
+  if constexpr (kPanelBytes > 0) {
+    store_rows_through<kPanelBytes>(s_rows, O, g_out, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
   } else {
     store_rows(O, g_out, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
   }
   if (!record.spoiled) return;
-  const HeadRows<Element> v(p.v, record.b, record.seq.k0, record.h / (p.q_heads / p.kv_heads), 0, 0, false);
   __syncwarp();  // other lanes change what this one stored
   for (int key0 = record.keys.begin; key0 < record.keys.end; key0 += kBlockN)
     if (!record.whole(key0))
       add_nonfinite_at([&](int i, int d) -> Element& { return g_out[i * p.out.stride_t + d]; }, row0, own_rows,
-                       p.head_dim, key0, kBlockN, record.mask, lane,
-                       [&](int j, int d) { return to_float(v.row(j)[d]); });
+                       p.head_dim, key0, kBlockN, record.mask, lane, v);
 }
 
 // All consumers, where they fill rows together.
@@ -137,5 +150,5 @@ __device__ inline void store_empty_rows(const QfAttnParams& p, const Record& rec
   }
 }
 
-}  // namespace sm90_fwd
+}  // namespace sm90
 }  // namespace qf

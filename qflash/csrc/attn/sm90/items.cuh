@@ -6,14 +6,15 @@
 // last ones longest), and blocks draw their next one when they are about to need it. Which block takes which item is
 // then left to chance; what becomes of it is not. kv_lens alone count as equally long: the workspace, where the counter
 // is, is planned without their address.
+//
+// The kernel's own config.h comes before this header and all others here: it says how large tiles are.
 #pragma once
 
 #include "attn/mask.cuh"
 #include "attn/sequence.cuh"
-#include "kernels/sm90_fwd/config.h"
 
 namespace qf {
-namespace sm90_fwd {
+namespace sm90 {
 
 struct Items {
   int count, row_tiles, heads, section;  // heads: of all sequences; section: how many of them
@@ -95,6 +96,7 @@ struct Record {
       full = m.seen_by_all(first, last);
     }
     b = item.b, h = item.h, row_tile = item.row_tile, row0 = first;
+    keys.begin = keys.begin / kKeysFrom * kKeysFrom;
     tiles = (keys.end - keys.begin + kBlockN - 1) / kBlockN;
 #pragma unroll 1
     for (int c = 0; c < kConsumers; ++c) {  // a consumer without rows takes a tile for nobody
@@ -112,5 +114,5 @@ struct Record {
   __device__ __forceinline__ bool whole(int key0) const { return key0 >= full.begin && key0 + kBlockN <= full.end; }
 };
 
-}  // namespace sm90_fwd
+}  // namespace sm90
 }  // namespace qf

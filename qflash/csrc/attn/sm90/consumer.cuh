@@ -1,0 +1,178 @@
+// The warpgroups that multiply: each owns 64 rows of the block's tile. When what is waited for, started and released;
+// what is computed is the kernel's Math (kernels/sm90_fwd/math.cuh is the plainest).
+#pragma once
+
+#include "attn/sm90/output.cuh"
+#include "attn/sm90/shared.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace qf {
+namespace sm90 {
+
+template <class Math>
+__device__ __forceinline__ void consume(const QfAttnParams& p, const typename Math::Params& params, const Items& items,
+                                        const Shared& s, bool out_aligned) {
+  const bool leads = lane_of() == 0;
+  Place<kRecords> item;  // whose q is multiplied next
+  Place<kQStages> q_place;
+  Place<kStages> place;    // of K; that of V is the one before, once its K is released
+  Place<kStages> checked;  // among the tiles of V that somebody inspects
+  Math math(params, s);
+
+  const AlongRows<QTile> q_tiles(s.q + consumer_of() * kGroupRows * QTile::kRowBytes);
+  const typename Math::Keys k_tiles(s.k);
+  const typename Math::Values v_tiles(s.v);
+  // As descriptors are wanted: the same for the warp, so that the compiler knows it, too.
+  const auto uniform = [](auto x) {
+    x.low = __shfl_sync(0xffffffffu, x.low, 0);
+    return x;
+  };
+  // Waits for the next item and sees to rows that no sequence fills. Returns its tiles.
+  const auto look = [&] {
+    item.wait_full(*s.record_ring);
+    const Record& record = s.records[item.stage()];
+    if (record.tiles >= 0 && record.unserved)
+      fill_unserved_rows<Element, Consumers>(p, record.seq, record.b, record.h, record.row_tile, items.row_tiles, 0,
+                                             p.head_dim, true);
+    return record.tiles;
+  };
+  // To the next item that has keys, past those that have none, whose rows are zeros. False: there are no more.
+  const auto seek = [&] {
+    for (;; item.advance()) {
+      const int tiles = look();
+      if (tiles != 0) return tiles > 0;
+      const Record& record = s.records[item.stage()];
+      if (record.exists()) store_empty_rows(p, record);
+      __syncwarp();  // every lane has read the record
+      if (leads) item.release(*s.record_ring);
+    }
+  };
+  const auto start_item = [&](bool exists) {
+    const auto q = uniform(q_tiles.later(q_place.stage()));
+    const auto k = uniform(k_tiles.later(place.stage()));
+    if (exists) {
+      q_place.wait_full(*s.q_ring);
+      place.wait_full(*s.k_ring);
+    }
+    math.start_scores(q, k);
+  };
+  while (seek()) {
+    start_item(true);
+#pragma unroll 1
+    for (bool more = true; more;) {  // an item whose first product is started
+      const Place<kRecords> current = item;
+      Record& record = s.records[current.stage()];
+      const KeyRange full = record.full;  // in registers, where there are enough
+      const auto whole = [&](int key0) {
+        return kConsumers > 2 ? record.whole(key0) : key0 >= full.begin && key0 + kBlockN <= full.end;
+      };
+      int key0 = record.keys.begin;
+      const auto wait_checked = [&] {
+        if (!whole(key0)) mbarrier_wait(&s.v_checked[checked.stage()], checked.parity());
+      };
+      const auto await_v = [&] {
+        place.before().wait_full(*s.v_ring);
+        wait_checked();
+        return place.before().stage();
+      };
+      const auto release_first = [&] {
+        if (leads) place.release(*s.k_ring);
+        place.advance();
+      };
+
+      math.begin(record);
+      math.fetch(record, key0);
+      math.get_ready();
+      wgmma_wait<0>();
+      math.hold_scores();
+      const int first_stage = place.stage();
+      if (!Math::kReadsKeys) release_first();
+      math.weigh_first(record, key0, whole(key0), q_place.stage(), first_stage);
+      if (Math::kReadsKeys) {
+        __syncwarp();  // every lane has read them
+        release_first();
+      }
+      bool k_there = place.is_full(*s.k_ring), v_there = place.before().is_full(*s.v_ring);
+      math.round_weights(record, await_v);
+#pragma unroll 1
+      for (int left = __shfl_sync(0xffffffffu, record.own_tiles[consumer_of()], 0) - 1; left > 0; --left) {
+        const auto q = uniform(q_tiles.later(q_place.stage()));
+        const auto k = uniform(k_tiles.later(place.stage()));
+        const auto v = uniform(v_tiles.later(place.before().stage()));
+        math.fetch(record, key0 + kBlockN);
+        if (!k_there) place.wait_full(*s.k_ring);
+        math.start_scores(q, k);
+        if (!v_there) place.before().wait_full(*s.v_ring);
+        wait_checked();
+        math.start_outputs(v);
+        if (!whole(key0)) checked.advance();
+        key0 += kBlockN;
+        math.get_ready();
+        wgmma_wait<1>();
+        math.hold_scores();
+        const bool again = math.weigh(record, key0, whole(key0), q_place.stage(), place.stage());
+        math.sum_rounded();
+        k_there = place.after().is_full(*s.k_ring);
+        v_there = place.is_full(*s.v_ring);
+        wgmma_wait<0>();
+        math.hold_outputs();
+        if (again) math.recover(record, key0, whole(key0), q_place.stage(), place.stage());
+        math.account();
+        if (Math::kReadsKeys) __syncwarp();  // every lane has read them
+        if (leads) place.release(*s.k_ring);
+        if (leads) place.before().release(*s.v_ring);
+        place.advance();
+        math.settle_outputs(left);
+        math.round_weights(record, await_v);
+      }
+      const Place<kStages> v_place = place.before();
+      v_place.wait_full(*s.v_ring);
+      wait_checked();
+      math.start_outputs(uniform(v_tiles.later(v_place.stage())));
+      math.sum_rounded();
+      if (!whole(key0)) checked.advance();
+      // Tiles that only other consumers see.
+      const auto others = [&] { return kSkipsTiles ? record.tiles - record.own_tiles[consumer_of()] : 0; };
+      if (others() > 0) {
+        wgmma_wait<0>();
+        math.hold_outputs();
+        if (leads) v_place.release(*s.v_ring);  // where one of them may belong
+        for (int n = others(); n > 0; --n) {
+          key0 += kBlockN;
+          place.wait_full(*s.k_ring);
+          place.wait_full(*s.v_ring);
+          __syncwarp();  // every lane has seen them, before the next can take their place
+          if (leads) place.release(*s.k_ring);
+          if (leads) place.release(*s.v_ring);
+          place.advance();
+          if (!whole(key0)) checked.advance();
+        }
+      }
+      const Place<kQStages> q_done = q_place;
+      q_place.advance();
+      item.advance();
+      // The first product of the next item runs while this one is finished, if its q has a stage of its own; of
+      // whatever is there, for nobody, where that item has no keys.
+      more = false;
+      if (kQStages > 1) {
+        more = look() > 0;
+        start_item(more);
+        wgmma_wait<1>();
+      } else {
+        if (leads) q_done.release(*s.q_ring);
+        wgmma_wait<0>();
+      }
+      math.hold_outputs();
+      if (leads && others() == 0) v_place.release(*s.v_ring);
+      math.store(record, q_done.stage(), out_aligned);
+      __syncwarp();  // every lane has read the record, and its rows
+      if (leads) current.release(*s.record_ring);
+      if (kQStages > 1 && leads) q_done.release(*s.q_ring);
+    }
+    wgmma_wait<0>();
+  }
+}
+
+}  // namespace sm90
+}  // namespace qf

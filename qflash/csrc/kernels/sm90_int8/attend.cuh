@@ -1,0 +1,90 @@
+// Host side of `sm90_int8`: quantize, make tensor maps, attend. How things are launched is the caller's:
+// launch(kernel, blocks, threads, shared_bytes, overlaps, arguments...), as attn/sm90_quantize/plan.cuh has it.
+#pragma once
+
+#include "kernels/sm90_int8/kernel.cuh"
+// Made for those tiles, too.
+#include "attn/sm90/stage.cuh"
+#include "attn/sm90_quantize/plan.cuh"
+#include "kernels/sm90_int8/workspace.h"
+
+namespace qf {
+namespace sm90 {
+
+inline Stage stage_of(const QfAttnParams& p, bool addressed) {
+  Stage stage(p, addressed, kV);
+  if (kFp8) stage = Stage(p, addressed, Which(kV + 1));  // nobody copies V
+  return stage;
+}
+
+inline int64_t workspace_bytes(const QfAttnParams& p, bool kv_kept) {
+  return Workspace(p, kv_kept, stage_of(p, false).bytes).bytes;
+}
+
+// kept: K and V as quantize_kv left them; NULL: they are still to be quantized. borrow(bytes): memory for one launch.
+template <class Launch, class Borrow>
+int attend(const QfAttnParams& p, const QfQuantizedKv* kept, int rounding, uint64_t seed, int processors, Launch launch,
+           Borrow borrow) {
+  if (p.head_dim < 1 || p.head_dim > kHeadDim || p.head_dim % 8 != 0) return QF_UNSUPPORTED;
+  Items items = items_of(p);
+  if (items.count == 0) return QF_OK;
+  const Stage planned = stage_of(p, false), stage = stage_of(p, true);
+  const Workspace w(p, kept, planned.bytes);
+  if (!p.workspace || p.workspace_bytes < w.bytes) return QF_NO_MEMORY;
+  char* const base = static_cast<char*>(p.workspace);
+  char* staged = base + w.staged;
+  if (stage.bytes > planned.bytes) {  // for addresses that nobody could plan for
+    staged = static_cast<char*>(borrow(stage.bytes));
+    if (!staged) return QF_NO_MEMORY;
+  }
+  if (items.count <= processors) items.drawn = false;  // one for each block at most
+  items.next = reinterpret_cast<int*>(base + w.counter);
+
+  const bool plain = scales_plainly(p.scale, p.softcap);
+  Quantized a{};
+  a.attn = p;
+  a.kv = kept ? *kept : w.kv(base);
+  a.q_scale = reinterpret_cast<float*>(base + w.q_scale);
+  if (p.lse || !plain) a.lift = reinterpret_cast<float*>(base + w.lift);
+  a.v_columns = w.v_columns;
+  QuantizeAll all{};
+  all.attn = p;
+  all.kv = a.kv;
+  if (kept) all.kv.k = nullptr, all.kv.v = nullptr;
+  if (p.q.data)  // else its integers are where the call before left them: so the attention is timed alone
+    all.q = {reinterpret_cast<int8_t*>(base + w.q), const_cast<float*>(a.q_scale), const_cast<float*>(a.lift)};
+  all.counter = items.next;
+  all.rounding = rounding, all.seed = seed;
+  if (const int status = run_sm90_quantize<Element, kHeadDim>(all, launch)) return status;
+  if (stage.bytes > 0)
+    if (const int status = launch(qf_sm90_stage_kernel, 3 * stage.blocks(processors), 256, 0, false, p, stage, staged, false))
+      return status;
+
+  const bool packed = p.cu_seqlens_q;
+  const int batch = packed ? 1 : p.batch;
+  const auto integers = [&](void* data, int64_t rows, int heads) {
+    return QfTensor{data, rows * heads * w.width, heads * w.width, w.width};
+  };
+  const int64_t rows_q = packed ? p.total_q : p.q_len, rows_k = packed ? p.total_k : p.k_len;
+  Maps maps{};
+  if (const int error = encode_tensor_map<QTile>(maps.q, integers(base + w.q, rows_q, p.q_heads), w.width, rows_q,
+                                                 p.q_heads, batch, kBlockM))
+    return error;
+  if (rows_k > 0) {
+    if (const int error = encode_tensor_map<KTile>(maps.k, integers(a.kv.k, rows_k, p.kv_heads), w.width, rows_k,
+                                                   p.kv_heads, batch, kBlockN))
+      return error;
+    const int64_t of_head = p.head_dim * w.v_columns;
+    const QfTensor transposed = {a.kv.v, p.kv_heads * of_head, w.v_columns, of_head};
+    if (const int error = kFp8 ? encode_tensor_map<VTile>(maps.v, transposed, w.v_columns, p.head_dim, p.kv_heads, batch,
+                                                          kHeadDim)
+                               : stage.map<VTile>(maps.v, kV, staged, p.head_dim, kBlockN))
+      return error;
+  }
+  auto* const kernel = plain ? qf_sm90_int8_kernel<true> : qf_sm90_int8_kernel<false>;
+  const int blocks = items.count < processors ? items.count : processors;
+  return launch(kernel, blocks, kThreads, kSharedBytes, false, a, maps, items, chunks_aligned(p.out, p.head_dim, 2));
+}
+
+}  // namespace sm90
+}  // namespace qf
