@@ -20,7 +20,7 @@ DTYPE_INDEX := $(if $(filter float32,$(DTYPE)),0,$(if $(filter float16,$(DTYPE))
 
 ATTENTION := $(patsubst $(CSRC)/kernels/%/launch.cu,%,$(shell grep -l QfAttnParams $(CSRC)/kernels/*/launch.cu))
 
-SIXTEEN_BITS := fa_tc fa_mma fa_int8 sm90_fwd
+SIXTEEN_BITS := fa_tc fa_mma fa_int8 sm90_fwd sm90_int8
 
 ifdef KERNEL
   ifeq ($(filter $(KERNEL),$(ATTENTION)),)

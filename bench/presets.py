@@ -27,7 +27,7 @@ class Preset:
     framework: str = "torch"  # or "jax", jitted
 
 
-_RUNGS = ("unfused", "fa", "fa_warps", "fa_tc", "fa_mma", "sm90_fwd", "fa_int8")
+_RUNGS = ("unfused", "fa", "fa_warps", "fa_tc", "fa_mma", "sm90_fwd", "fa_int8", "sm90_int8", "sm90_int8_fp8")
 # The CUDA attention kernels from the first rung to the last; those that are not in the table yet are left out.
 LADDER = tuple(name for name in _RUNGS if name in BY_NAME)
 
@@ -60,6 +60,8 @@ def _grid(dtypes: tuple[str, ...], head_dims: tuple[int, ...], lengths: tuple[in
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # The kernel that is held against the best there is on a Hopper GPU.
 HOPPER = next(name for name in ("sm90_fwd", "fa_mma") if name in BY_NAME)
+# Quantized, on Hopper: with the quantization of q, k and v; of q alone, k and v being ready; and without any.
+_HOPPER_INT8 = ("sm90_int8", "sm90_int8_kv", "sm90_int8_fp8", "sm90_int8_fp8_kv")
 
 PRESETS = {
     preset.name: preset
@@ -162,6 +164,17 @@ PRESETS = {
             _grid(("bfloat16",), (64, 128), (2048, 8192)),
             peers=("jax.nn cudnn",),
             framework="jax",
+        ),
+        Preset(
+            "sm90_int8",
+            "Quantized on Hopper, with quantization and alone, bfloat16, B·T=16384 H·D=2048",
+            "cuda",
+            FORWARD,
+            (*_HOPPER_INT8, HOPPER),
+            _grid(("bfloat16",), (128, 64, 256), _LENGTHS),
+            peers=("torch FA2", "torch SDPA cudnn", "FlashAttention 3", "FlashAttention 3 FP8"),
+            graph=True,
+            best=True,
         ),
         Preset(
             "cuda-overhead",

@@ -1,4 +1,4 @@
-"""One call of an operation beside attention, on a problem worth profiling: what ncu runs for its kernels.
+"""One call of an operation on a problem worth profiling: what ncu runs for kernels without a binary of their own.
 
 python -m bench.profiled KERNEL
 """
@@ -41,8 +41,17 @@ def _attention_int8(torch: Any, kernel: str) -> Any:
     return qflash.attention(q, k, _heads(torch), kernel=kernel)
 
 
+def _attention(torch: Any, kernel: str) -> Any:
+    return qflash.attention(*(_heads(torch) for _ in range(3)), precision=BY_NAME[kernel].precision, kernel=kernel)
+
+
 def _quantize_kv(torch: Any, kernel: str) -> Any:
     return qflash.quantize_kv(_heads(torch), _heads(torch), precision="int8_fp8", kernel=kernel)
+
+
+def _attention_kv(torch: Any, kernel: str) -> Any:
+    kv = qflash.quantize_kv(_heads(torch), _heads(torch), precision=BY_NAME[kernel].precision)
+    return qflash.attention(_heads(torch), kv, kernel=kernel)
 
 
 # Operation -> (the problem in words, the call).
@@ -60,7 +69,9 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
         lambda torch, kernel: qflash.dequantize(qflash.quantize(_heads(torch)), kernel=kernel),
     ),
     "attention_int8": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
+    "attention": ("B=4 T=4096 H=16 D=128 full float16", _attention),
     "quantize_kv": ("B=4 T=4096 H=16 D=128 float16, int8_fp8", _quantize_kv),
+    "attention_kv": ("B=4 T=4096 H=16 D=128 float16, k and v quantized before, full", _attention_kv),
 }
 
 

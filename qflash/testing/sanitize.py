@@ -14,7 +14,9 @@ import sys
 import numpy as np
 
 from qflash import api, dispatch
+from qflash.ops.kv import quantize_kv
 from qflash.ops.matmul import int8_matmul
+from qflash.rope import Rope, rope_tables
 from qflash.testing.cases import BY_NAME
 from qflash.testing.op_cases import CASES, OpCase
 from qflash.testing.runner import arch_of, run_case, suited
@@ -48,11 +50,33 @@ def main(only: list[str]) -> None:
         if not out.cpu().isnan().all():
             raise SystemExit(f"{kernel}: a length past the keys must give NaN, and did not")
     print(f"ran {len(NAMES) + 2} problems on {', '.join(row.name for row in rows)}")
+    _kept_keys(arch, only)
     if only:
         return
     for kernel in (row.name for row in dispatch.kernels_of("int8_matmul", "cuda")):
         print(f"ran {_products(kernel)} products on {kernel}")
     _operations()
+
+
+def _kept_keys(arch: int, only: list[str]) -> None:
+    """quantize_kv, and attention on what it leaves: every bucket, rope, lengths, random rounding, a NaN in k and v."""
+    import torch
+
+    rows = [row for row in dispatch.kernels_of("attention_kv", "cuda") if not dispatch.arch_reasons(row, arch)]
+    for row in rows:
+        if only and row.name.removesuffix("_kv") not in only:
+            continue
+        for length, head_dim in ((300, 64), (130, 128), (77, 200), (1, 8)):
+            q, k, v = (torch.randn(2, length, 2, head_dim, dtype=getattr(torch, row.dtypes[0])) for _ in range(3))
+            k[0, 0, 0, 0] = v[1, 0, 1, 0] = torch.nan
+            lens = torch.tensor([length, length // 2], dtype=torch.int32).cuda()
+            rope = Rope(*(torch.from_numpy(table).cuda() for table in rope_tables(length, 8)))
+            words = {"precision": row.precision, "rope": rope, "lens": lens, "rounding": "stochastic", "seed": 1}
+            kv = quantize_kv(k.cuda(), v.cuda(), **words)
+            out = api.attention(q.cuda(), kv, causal=True, rope=rope, kernel=row.name)
+            if not out.cpu()[0, -1, 0].isnan().all():
+                raise SystemExit(f"{row.name}: a key that is NaN must give NaN, and did not")
+        print(f"ran 4 problems on quantize_kv and {row.name}")
 
 
 def _products(kernel: str) -> int:

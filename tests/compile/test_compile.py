@@ -39,6 +39,13 @@ HOPPERS_OWN = [row for row in CUDA_ROWS if not row.later_arches]  # kernels of H
 WARPGROUPS = [row.name for row in HOPPERS_OWN if row.op != "quantize_kv"]  # those of them that multiply
 KEPT = [row.name for row in HOPPERS_OWN if row.op != "attention"]  # those that make or take a QuantizedKV
 GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
+# Quantized kernels of Hopper: the instruction of PV, which is not that of QK^T.
+PRODUCT_OF_V = {
+    "sm90_int8": "HGMMA",
+    "sm90_int8_fp8": "QGMMA",
+    "sm90_int8_fp8_kv": "QGMMA",
+    "sm90_int8_kv": "HGMMA",
+}
 # The instruction each kernel exists for, and how many of it the least there must be.
 INSTRUCTION = {
     "dequantize": ("I2FP", 32),
@@ -52,6 +59,10 @@ INSTRUCTION = {
     "int8_gemm_tiled": ("IDP", 512),
     "quantize": ("FMUL", 256),
     "sm90_fwd": ("HGMMA", 12),
+    "sm90_int8": ("IGMMA", 4),
+    "sm90_int8_fp8": ("IGMMA", 4),
+    "sm90_int8_fp8_kv": ("IGMMA", 4),
+    "sm90_int8_kv": ("IGMMA", 4),
     "sm90_quantize": ("F2FP", 96),
     "unfused": ("FFMA", 256),
     "softmax": ("SHFL", 20),
@@ -134,7 +145,9 @@ def check_unit(unit: Unit, entry: Path) -> None:
     for symbol in (f"qf_{unit.name}", f"qf_{unit.name}_workspace", "qf_status_text"):
         assert hasattr(library, symbol), f"{unit.label} does not export {symbol}"
     if unit.name in WARPGROUPS and cuobjdump() is not None:
-        check_hopper_instructions(opcodes_of(entry), INSTRUCTION[unit.name])
+        opcodes = opcodes_of(entry)
+        check_hopper_instructions(opcodes, INSTRUCTION[unit.name])
+        assert unit.name not in PRODUCT_OF_V or any(op.startswith(PRODUCT_OF_V[unit.name]) for op in opcodes)
 
 
 def opcodes_of(entry: Path) -> list[str]:

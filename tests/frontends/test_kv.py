@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 
@@ -23,6 +25,11 @@ def check_parts(kv, precision):
         elif name != "v":
             assert part is None
     assert (kv.length, kv.head_dim, kv.precision, kv.dtype) == (200, 72, precision, "bfloat16")
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
+def four_kilobytes(_params):
+    return 4096
 
 
 class TestTorch:
@@ -134,6 +141,53 @@ class TestJax:
         for call in (qflash.quantize_kv, self.jax.jit(qflash.quantize_kv, static_argnames="precision")):
             with pytest.raises(qflash.NoKernelError, match="no kernel serves this quantize_kv"):
                 call(k, k, precision=precision)
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_lowering_for_hopper_without_a_gpu(self, monkeypatch, precision):
+        """Both calls and attention itself, each with the kernel of its precision; stand-ins for the kernels."""
+        from jax import export
+
+        from qflash import planning
+        from qflash.backends import Entry
+        from qflash.backends.arch import asked
+        from qflash.frontends.jax import ops, primitives
+        from qflash.ops import plan
+
+        if any(device.platform == "gpu" for device in self.jax.devices()):
+            pytest.skip("a GPU's own architecture would be used")
+        workspace = ctypes.cast(four_kilobytes, ctypes.c_void_p).value
+        for module in (planning, primitives, plan, ops):
+            monkeypatch.setattr(module, "entry_of", lambda kernel, spec: Entry(1, 0, workspace))
+        monkeypatch.setenv("QFLASH_CUDA_ARCH", "90")
+        remembered = (planning.prepare, plan.prepare, asked)
+        for cache in remembered:
+            cache.cache_clear()
+
+        def everything(q, k, v):
+            return self.both(q, k, v, precision), qflash.attention(q, k, v, precision=precision)
+
+        names = ("qflash_op", "qflash_attention")
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
+        try:
+            program = export.export(self.jax.jit(everything), platforms=["cuda"], disabled_checks=checks)(*self.avals())
+        finally:
+            for cache in remembered:
+                cache.cache_clear()
+        calls = [line for line in program.mlir_module().splitlines() if "custom_call @qflash" in line]
+        kernel = {"int8": "sm90_int8", "int8_fp8": "sm90_int8_fp8"}[precision]
+        wanted = (("sm90_quantize", "_op"), (f"{kernel}_kv", "_op"), (kernel, "_attention"))
+        for found, (name, op) in zip(calls, wanted, strict=True):
+            assert f"@qflash{op}(" in found and rf"\22{name}\22," in found and "tensor<4096xui8>" in found
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_attention_says_why_the_cpu_does_not(self, precision):
+        q, k, v = (self.jax.device_put(np.zeros((1, 9, 2, 8), "f2"), self.jax.devices("cpu")[0]) for _ in range(3))
+        attend = self.jax.jit(lambda q, k, v: qflash.attention(q, k, v, precision=precision))
+        if precision == "int8":
+            assert attend(q, k, v).shape == (1, 9, 2, 8)
+            return
+        with pytest.raises(qflash.NoKernelError, match=r"sm90_int8_fp8 +no +runs on cuda, the arrays are on cpu"):
+            attend(q, k, v)
 
     def test_derivatives_are_refused_by_name(self):
         def loss(v):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import qflash
 from qflash import replay_sm90_int8
-from qflash.testing import Case, cases, check_contract, errors, expected, runner
+from qflash.testing import Case, cases, check, check_contract, errors, expected, repeat, runner
+from qflash.testing.compare import check_same_bits
 from qflash.testing.oracle import integers_of, replayed
 from qflash.testing.runner import suited
 
@@ -51,7 +54,7 @@ def test_errors_do_not_depend_on_the_kind_of_numbers(data: str, kernel: str, bou
     assert errors(out, expected(case, KERNELS[kernel]).out).relative_l2 <= bound
 
 
-# On a GPU: what quantize_kv leaves is the replay's to the bit.
+# On a GPU: what quantize_kv leaves is the replay's to the bit, and attention on it gives the bits of attention.
 
 UNPACKED = [case for case in cases("full") if not case.packed and case.k_len]  # without a key nothing is computed
 BITS = {**KERNELS, "sm90_int8 stochastic": "int8", "sm90_int8_fp8 stochastic": "int8_fp8"}
@@ -68,7 +71,7 @@ def kept(case: Case, precision: str, **words):
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("case", UNPACKED, ids=lambda case: case.name)
 def test_quantize_kv_gives_the_replays_bits(case: Case, name: str) -> None:
-    case = suited(case, "sm90_fwd", 90)
+    case = suited(case, "sm90_int8", 90)
     random = {"rounding": "stochastic", "seed": 5} if "stochastic" in name else {}
     _, kv = kept(case, BITS[name], **random)
     inputs = case.make_inputs()
@@ -78,3 +81,46 @@ def test_quantize_kv_gives_the_replays_bits(case: Case, name: str) -> None:
     parts = ["k", "k_scale", "k_mean", "k_wild"] + (["v", "v_scale", "v_lift", "v_wild"] if values is not None else [])
     for part in parts:
         np.testing.assert_array_equal(runner.to_numpy(getattr(kv, part)), getattr(want, part), err_msg=part)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", UNPACKED, ids=lambda case: case.name)
+def test_attention_on_what_quantize_kv_left_gives_the_same_bits(case: Case, kernel: str) -> None:
+    case = suited(case, kernel, 90)
+    inputs, kv = kept(case, KERNELS[kernel])
+    words = {**case.options(), "rope": inputs.rope, "return_lse": True}
+    got = qflash.attention(inputs.q, kv, **words, kernel=f"{kernel}_kv")
+    want = runner.call(case, inputs, kernel)
+    check_same_bits(case, *(tuple(runner.to_numpy(x) for x in pair) for pair in (got, want)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_many_runs_on_a_kept_kv_give_the_same_bits(kernel: str) -> None:
+    case = suited(repeat.REPEATED[0], kernel, 90)
+    inputs, kv = kept(case, KERNELS[kernel])
+    first = None
+    for _ in range(250):
+        out = runner.to_numpy(qflash.attention(inputs.q, kv, **case.options()))
+        first = out if first is None else first
+        check_same_bits(case, (first,), (out,), names=("out",))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", KERNELS.values())
+def test_fewer_keys_than_were_kept(precision: str) -> None:
+    """A cache may hold more than a call sees: kv_lens cuts it, to the accuracy of the precision."""
+    case = Case(q_len=64, k_len=500, q_heads=4, kv_heads=2, head_dim=128, batch=2, dtype="bfloat16", kv_lens=(500, 131))
+    inputs, kv = kept(replace(case, kv_lens=None), precision)
+    lens = runner.convert(case.make_inputs(), "torch-cuda").kv_lens
+    out, lse = qflash.attention(inputs.q, kv, kv_lens=lens, return_lse=True)
+    check_contract(case, runner.to_numpy(out), None, precision)
+    assert lse.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", EXTREMES, ids=lambda case: case.name)
+def test_extreme_numbers_on_the_gpu(case: Case, kernel: str) -> None:
+    check(case, kernel, "native-cuda")

@@ -9,7 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import qflash
 from qflash.cli.bench import load
+from qflash.ops.kv import results_of
 from qflash.testing import errors, expected
 
 torch = pytest.importorskip("torch")
@@ -18,6 +20,7 @@ accuracy, peers, plot, report, rows, run = (
     load(name) for name in ("int8_accuracy", "peers", "plot", "report", "rows", "run")
 )
 quantize = load("sm90_quantize")
+SIZES = results_of(1, 96, 2, 32, "int8")
 SMALL = accuracy._problems(length=96, heads=2, longest=160, head_dim=32)
 
 
@@ -109,6 +112,44 @@ def test_fp8_is_a_peer_where_it_is_asked_for():
     assert "FlashAttention 3 FP8" in run.OVER
     assert report.FP8 not in [one.name for one in peers.peers(replace(preset, peers=None))]
     assert [one.name for one in peers.peers(replace(preset, peers=(report.FP8,)))] == [report.FP8]
+
+
+def test_who_takes_part():
+    preset = load("presets").PRESETS["sm90_int8"]
+    names = [one.name for one in peers.candidates(preset)]
+    for kernel in ("sm90_int8", "sm90_int8_fp8"):
+        ours = [f"qflash {kernel}{more}" for more in ("", " (kv ready)", " (kernel alone)")]
+        assert [name for name in names if name in ours] == ours
+    assert names[6:] == ["qflash sm90_fwd", "torch FA2", "torch SDPA cudnn", "FlashAttention 3", report.FP8]
+    assert {(case.head_dim, case.q_len) for case in preset.cases} == {
+        (d, t) for d in (64, 128, 256) for t in (512, 1024, 2048, 4096, 8192, 16384)
+    }
+    assert all(case.batch * case.q_len == 16384 and case.q_heads * case.head_dim == 2048 for case in preset.cases)
+
+
+def test_the_kernel_alone_is_called_without_a_q(monkeypatch):
+    """As prepared for the GPU, with a kernel that notes what it is given."""
+    from qflash.frontends import torch_op_launch
+    from qflash.ops.plan import Prepared
+
+    calls = []
+
+    def prepared(op, arrays, words):
+        plan = op.plan(*torch_op_launch.described(op, arrays), *words)
+        return Prepared(plan, None, lambda *numbers: calls.append(numbers), 64)
+
+    made = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in SIZES.items()}
+    kv = qflash.QuantizedKV(**made, v=torch.zeros(1, 96, 2, 32, dtype=torch.bfloat16), dtype="bfloat16")
+    monkeypatch.setattr(torch_op_launch, "prepared", prepared)
+    monkeypatch.setattr(qflash, "quantize_kv", lambda k, v, precision: kv)
+    stream = types.SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    arrays = peers.Arrays(SMALL[0].case, "cpu")
+    call = peers.qflash_alone("sm90_int8_kv").make(arrays)
+    assert call().shape == (1, 96, 2, 32)
+    with_q, without = calls
+    assert with_q[0] == arrays.torch[0].data_ptr() and without[0] == 0
+    assert with_q[1:] == without[1:] and without[-2:] == (77, 0) and 0 not in without[1:-1]
 
 
 def quantized_rows(length: int) -> list[dict]:

@@ -72,20 +72,58 @@ def test_hopper_has_a_kernel_of_its_own(arch: int, dtype: str, head_dim: int, ke
         assert dispatch.plan(spec, "fa_mma").name == "fa_mma"
 
 
-def test_kv_is_quantized_on_hopper_alone() -> None:
-    spec = OpSpec("quantize_kv", "cuda", 90, "bfloat16", head_dim=128)
-    assert dispatch.plan(spec).name == "sm90_quantize"
-    for other in (replace(spec, arch=89), replace(spec, dtype="float32"), replace(spec, head_dim=20)):
-        with pytest.raises(NoKernelError, match="no kernel serves this quantize_kv"):
-            dispatch.plan(other)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim", "precision", "kernel"),
+    [
+        (90, "bfloat16", 128, "int8", "sm90_int8"),
+        (90, "float16", 72, "int8", "sm90_int8"),
+        (90, "float16", 256, "int8_fp8", "sm90_int8_fp8"),
+        (90, "bfloat16", 8, "int8_fp8", "sm90_int8_fp8"),
+        (90, "float16", 100, "int8", "fa_int8"),
+        (80, "bfloat16", 128, "int8", "fa_int8"),
+        (100, "bfloat16", 128, "int8", "fa_int8"),
+    ],
+)
+def test_hopper_has_quantized_kernels_of_its_own(arch, dtype, head_dim, precision, kernel) -> None:
+    spec = Spec("cuda", arch, dtype, head_dim, precision, window=True, softcap=True, rope="half", packed=True)
+    assert dispatch.plan(spec).name == kernel
 
 
-@pytest.mark.parametrize("name", [row.name for row in dispatch.KERNELS if row.op in ("quantize_kv", "attention_kv")])
-def test_buckets_of_the_quantized_kernels_of_hopper(name: str) -> None:
-    assert cuda.buckets(dispatch.BY_NAME[name]) == (64, 128, 256)
-    units = cuda.specialisations([90], [name])
-    assert len(units) == 6 and {unit.target for unit in units} == {"90a"}
-    assert cuda.specialisations([80, 89], [name]) == []
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (Spec("cpu", 0, "float16", 64, "int8_fp8"), r"sm90_int8_fp8 +no +runs on cuda, the arrays are on cpu"),
+        (
+            Spec("cuda", 80, "float16", 64, "int8_fp8"),
+            r"sm90_int8_fp8 +no +needs compute capability 9.0, this GPU has 8",
+        ),
+        (Spec("cuda", 100, "float16", 64, "int8_fp8"), r"sm90_int8_fp8 +no +runs on compute capability 9.0 alone"),
+        (Spec("cuda", 90, "float16", 60, "int8_fp8"), r"sm90_int8_fp8 +no +head_dim is 60; the copy engine takes mult"),
+        (Spec("cuda", 90, "float32", 64, "int8_fp8"), r"sm90_int8_fp8 +no +takes float16, bfloat16, not float32"),
+    ],
+)
+def test_what_int8_fp8_is_not_for_says_why(spec: Spec, why: str) -> None:
+    with pytest.raises(NoKernelError, match=why):
+        dispatch.plan(spec)
+
+
+@pytest.mark.parametrize("op", ["quantize_kv", "attention_kv"])
+def test_kv_is_quantized_on_hopper_alone(op: str) -> None:
+    for precision, kernel in (("int8", "sm90_int8_kv"), ("int8_fp8", "sm90_int8_fp8_kv")):
+        spec = OpSpec(op, "cuda", 90, "bfloat16", head_dim=128, precision="" if op == "quantize_kv" else precision)
+        assert dispatch.plan(spec).name == (kernel if op == "attention_kv" else "sm90_quantize")
+        for other in (replace(spec, arch=89), replace(spec, dtype="float32"), replace(spec, head_dim=20)):
+            with pytest.raises(NoKernelError, match=f"no kernel serves this {op}"):
+                dispatch.plan(other)
+
+
+def test_buckets_of_the_quantized_kernels_of_hopper() -> None:
+    for name in ("sm90_int8", "sm90_int8_fp8", "sm90_int8_kv", "sm90_int8_fp8_kv", "sm90_quantize"):
+        assert cuda.buckets(dispatch.BY_NAME[name]) == (64, 128, 256)
+        units = cuda.specialisations([90], [name])
+        assert len(units) == 6 and {unit.target for unit in units} == {"90a"}
+        assert all(unit.source.exists() for unit in units)
+        assert cuda.specialisations([80, 89], [name]) == []
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -203,6 +241,8 @@ def test_an_operation_no_kernel_serves_says_why_of_each_row() -> None:
             "below 4096 keys fa_mma is usually faster (quantizing is not paid back); precision=None selects",
         ),
         (80, 128, 4096, None),
+        (90, 128, 2047, "below 2048 keys sm90_fwd is usually faster (quantizing is not paid back)"),
+        (90, 64, 2048, None),
     ],
 )
 def test_notes_tell_where_quantizing_is_not_paid_back(arch: int, head_dim: int, keys: int, note: str | None) -> None:

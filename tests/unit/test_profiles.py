@@ -160,11 +160,13 @@ def test_collecting_builds_checks_profiles_and_writes(tmp_path, monkeypatch):
 def test_every_operation_has_a_problem_to_profile(monkeypatch):
     ops = {kernel.op for kernel in KERNELS if kernel.device == "cuda"} - {"attention"}
     assert ops <= set(profiled.OPERATIONS)
-    row = types.SimpleNamespace(op="softmax")
+    row = types.SimpleNamespace(op="softmax", source=None)
     monkeypatch.setitem(profiles.BY_NAME, "softmax", row)
     problem, command = profiles.command_of("softmax", 90)
     assert problem == "16384x8192 float16"
     assert command == [sys.executable, "-m", "bench.profiled", "softmax"]
+    problem, command = profiles.command_of("sm90_int8_fp8", 90)  # its source is in the folder of another
+    assert problem == profiles.describe(profiles.CASE) and command[1:] == ["-m", "bench.profiled", "sm90_int8_fp8"]
 
 
 def test_profiling_without_a_gpu_or_of_nothing_is_refused(monkeypatch):
