@@ -16,7 +16,7 @@ import numpy as np
 
 from qflash import reference
 from qflash.replay import LEVELS, LN2, LOG2E, NO_AMPLITUDE, by_packed_sequence, by_sequence, fma, positions_of
-from qflash.replay_fa_int8 import _weights
+from qflash.replay_fa_int8 import _top
 from qflash.replay_quantize import WILD, turned, uniforms
 from qflash.rope import Rope
 
@@ -28,7 +28,8 @@ VALUE_TILE = 128  # keys whose values share an exponent
 E4M3 = ml_dtypes.float8_e4m3fn
 E4M3_MOST = np.float32(448)
 E4M3_NAN = 0x7F
-HEADROOM = 5  # weights for E4M3 reach 2^HEADROOM
+HEADROOM = 7  # weights for E4M3 reach 2^HEADROOM
+LEAST_SLOPE = np.float32(1e-30)  # of scores: masked ones must not meet 0
 QUERY_SEED = 0xFFFFFFFFFFFFFFFF  # flips the seed's bits: queries and keys are rounded by different random numbers
 # Pairs of keys in a tile that take up each other's rounding errors, in order: two words of KEY_ORDER, 64 keys apart
 CHAINS = [np.array([[word // 4 * 16 + word % 4 * 2 + pair + key for key in (0, 1)] for word in range(16)])
@@ -331,7 +332,8 @@ def attention_sm90_int8(
     precision "int8": weights are rounded to the arrays' dtype. "int8_fp8": to E4M3, as 2^(t + lift - top + HEADROOM),
     where lift is that of the key's tile and top the row's largest t + lift over all keys, rounded up to an integer. The
     kernel's top is that of the first tile and moves when weights would pass 448, by whole numbers, which multiplies by
-    powers of two: E4M3 is a floating format, so that rounds only its subnormals differently.
+    powers of two: E4M3 is a floating format, so that rounds only its subnormals differently. Rows are divided by their
+    weights as rounded to E4M3; lse is made of the weights before.
     """
     words = reference._Words.of(q.shape[-1], causal, window, softcap, scale)
     return by_sequence(partial(_replay, words=words, precision=precision), q, k, v, kv_lens, rope)
@@ -391,10 +393,9 @@ def _replay(q, k, v, *, words, rope, precision):
                 weights, top, lift = _weights(dots, *scales, seen, words)
                 total = weights.sum(-1, dtype=np.float64)
                 if in_fp8:
-                    product = _product_e4m3(weights, lifts[kv_head], v_finite[:, kv_head], keys.v_scale[kv_head])
+                    product = _average_e4m3(weights, lifts[kv_head], v_finite[:, kv_head], keys.v_scale[kv_head])
                 else:
-                    product = weights.astype(q.dtype).astype(np.float64) @ v_finite[:, kv_head]
-                product /= total[:, None]
+                    product = weights.astype(q.dtype).astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
                 for j in np.flatnonzero(~finite[:, kv_head].all(-1)):
                     product += np.where(seen[:, j, None], v_rest[j, kv_head], 0)
                 sees_any = seen.any(-1)
@@ -403,10 +404,34 @@ def _replay(q, k, v, *, words, rope, precision):
     return out, lse
 
 
-def _product_e4m3(weights, lifts, codes, scale):
-    """Weights times values, before the division: weights of a row are lifted and brought to 2^HEADROOM at most."""
+def _weights(dots, q_scales, k_scales, lift, seen, words):
+    """Weights 2^(t - top) of base-2 scores t, top, and what the scores are without for lse.
+
+    Slopes have 20 bits, so that the kernel can take whole numbers off a score before it is rounded. top is the row's
+    largest score rounded up to an integer; the kernel's may be another, which rounds nothing differently.
+    """
+    slope = (q_scales[:, None] * k_scales + LEAST_SLOPE).view(np.uint32) & np.uint32(0xFFFFFFF0)
+    slope = slope.view(np.float32)
+    scale = np.float32(words.scale)
+    if words.softcap == 0 and words.scale > 0:
+        top = _top(dots * slope, seen)
+        t = fma(dots, slope, -top[:, None])
+        lift = scale * lift
+    else:
+        t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (lift * scale * LOG2E)[:, None])
+        if words.softcap:
+            most = np.float32(words.softcap) * LOG2E
+            t = (most * np.tanh(t.astype(np.float64) / most)).astype(np.float32)
+        top = _top(t, seen)
+        t = t - top[:, None]
+        lift = np.zeros_like(lift)
+    return np.where(seen, np.exp2(t), np.float32(0)), top, lift
+
+
+def _average_e4m3(weights, lifts, codes, scale):
+    """Weights times values, divided by the weights as they were multiplied, which are lifted and 2^HEADROOM at most."""
     lifted = np.ldexp(weights.astype(np.float64), lifts.astype(np.int64))
     most = np.fmax.reduce(lifted, axis=-1)
     down = np.ceil(np.log2(np.where(most > 0, most, 1))).astype(np.int64) - HEADROOM
-    rounded = np.ldexp(lifted, -down[:, None]).astype(np.float32).astype(E4M3)
-    return np.ldexp(rounded.astype(np.float64) @ codes * scale, down[:, None])
+    rounded = np.ldexp(lifted, -down[:, None]).astype(np.float32).astype(E4M3).astype(np.float64)
+    return rounded @ codes * scale / np.ldexp(rounded, -lifts.astype(np.int64)).sum(-1)[:, None]

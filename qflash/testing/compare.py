@@ -158,10 +158,13 @@ def check_replay(
     verdict = Verdict(errors(out, want))
     _judge_positions(verdict, "out", np.asarray(out, np.float64), want)
     _judge_positions(verdict, "lse", np.asarray(lse, np.float64), replay[1])
-    if want.size >= ENOUGH_VALUES:
+    if want.size >= ENOUGH_VALUES and precision == "int8":
         verdict.expect("relative L2 error against the replay", verdict.errors.relative_l2, REPLAY)
+    if want.size >= ENOUGH_VALUES and precision == "int8_fp8":
+        error = _without_ties(np.asarray(out, np.float64), want)
+        verdict.expect("relative L2 error against the replay, of 99 rows in 100", error, REPLAY)
     # Next to a tie the two may round a number to different sides, which is 2 u of it. First a weight: where a row sees
-    # one key of consequence that scales all of out, because sums take weights before they are rounded. Then out.
+    # few keys of consequence that changes all of out. Then out.
     units = UNIT_ROUNDOFF[weights_dtype] + UNIT_ROUNDOFF[case.dtype]
     bound = np.full(replay[1].shape, REPLAY + 2 * units)
     _judge_rows(verdict, case, np.asarray(out, np.float64), want, expected(case, precision).weight, bound)
@@ -169,6 +172,18 @@ def check_replay(
     excess = np.abs(_difference(np.asarray(lse, np.float64), replay[1])) - REPLAY * (1 + magnitude)
     verdict.expect("excess of lse over its distance to the replay", excess.max(initial=0.0), 0.0)
     _raise_if_broken(case, verdict.failures, how)
+
+
+def _without_ties(out: np.ndarray, want: np.ndarray) -> float:
+    """The relative L2 error of all rows but the hundredth that differs most.
+
+    A weight that E4M3 rounds to another side changes its row by a hundredth or more, and about one in a thousand
+    weights is that close to a tie. What such a row may differ by, _judge_rows says.
+    """
+    error = np.linalg.norm(_difference(out, want), axis=-1).ravel()
+    size = np.linalg.norm(np.where(np.isfinite(want), want, 0.0), axis=-1).ravel()
+    kept = np.argsort(error)[: error.size - -(-error.size // 100)]
+    return float(np.linalg.norm(error[kept]) / max(np.linalg.norm(size[kept]), np.finfo(np.float64).tiny))
 
 
 def check_gradients(case: Case, dq: np.ndarray, dk: np.ndarray, dv: np.ndarray) -> dict[str, Errors]:

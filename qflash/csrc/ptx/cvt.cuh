@@ -132,13 +132,7 @@ __device__ __forceinline__ void cvt_rn_f16x4_e4m3x4(uint32_t (&halves)[2], uint3
       : "=r"(halves[0]), "=r"(halves[1])
       : "r"(word));
 #else
-  const auto one = [](uint32_t byte) -> uint32_t {
-    const uint32_t sign = (byte & 0x80) << 8, size = byte & 0x7f;
-    if (size == 0x7f) return sign | 0x7fff;
-    if (size >= 8) return sign | (size + (8 << 3)) << 7;
-    return sign | cvt_rn_f16_f32(float(size) * 0x1p-9f);
-  };
-  for (int i = 0; i < 2; ++i) halves[i] = one(word >> 16 * i & 0xff) | one(word >> (16 * i + 8) & 0xff) << 16;
+  for (int i = 0; i < 2; ++i) halves[i] = cvt_rn_f16x2_e4m3x2(word >> 16 * i & 0xffffu);
 #endif
 }
 

@@ -178,16 +178,16 @@ QF_WGMMAS(256,
            QF_SUMS(16), QF_SUMS(18), QF_SUMS(20), QF_SUMS(22), QF_SUMS(24), QF_SUMS(26), QF_SUMS(28), QF_SUMS(30)),
           "%128", "%129", "%130", "%131", "%132", "%133")
 
-#define QF_WGMMA_S8(N, NAMES, SUMS, I0, I1, I2)                                                                   \
-  template <>                                                                                                     \
-  struct WgmmaS8<N> {                                                                                             \
-    __device__ static __forceinline__ void multiply(int32_t (&d)[N / 8][4], uint64_t a, uint64_t b, bool add) {   \
-      asm volatile("{.reg .pred add; setp.ne.b32 add, " I2                                                        \
-                   ", 0;\n"                                                                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" NAMES "}, " I0 ", " I1 ", add;}"      \
-                   : QF_LIST SUMS                                                                                 \
-                   : "l"(a), "l"(b), "r"(int(add)));                                                              \
-    }                                                                                                             \
+#define QF_WGMMA_S8(N, NAMES, SUMS, I0, I1, I2)                                                                 \
+  template <>                                                                                                   \
+  struct WgmmaS8<N> {                                                                                           \
+    __device__ static __forceinline__ void multiply(int32_t (&d)[N / 8][4], uint64_t a, uint64_t b, bool add) { \
+      asm volatile("{.reg .pred add; setp.ne.b32 add, " I2                                                      \
+                   ", 0;\n"                                                                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" NAMES "}, " I0 ", " I1 ", add;}"    \
+                   : QF_LIST SUMS                                                                               \
+                   : "l"(a), "l"(b), "r"(int(add)));                                                            \
+    }                                                                                                           \
   };
 QF_WGMMA_S8(64, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3,
             (QF_INTEGER_SUMS(0), QF_INTEGER_SUMS(2), QF_INTEGER_SUMS(4), QF_INTEGER_SUMS(6)), "%32", "%33", "%34")

@@ -187,8 +187,10 @@ inline void copy_box(void* s_to, const void* map, const int (&at)[4], uint64_t* 
                         &mbarrier(s_barrier)};
   if (!copy.map.base) fail("the tensor map was not encoded");
   if (shared_offset(s_to) % 1024) fail("a swizzled box begins " + at_byte(s_to) + ", not at whole 1024");
-  if (int64_t(shared_offset(s_to)) + copy.map.rows * copy.map.row_bytes > shared_size) fail("a box leaves shared memory");
-  if (at[0] * copy.map.stride[0] % 16) fail("a box begins at column " + std::to_string(at[0]) + ", not at whole 16 bytes");
+  if (int64_t(shared_offset(s_to)) + copy.map.rows * copy.map.row_bytes > shared_size)
+    fail("a box leaves shared memory");
+  if (at[0] * copy.map.stride[0] % 16)
+    fail("a box begins at column " + std::to_string(at[0]) + ", not at whole 16 bytes");
   if ((*hopper.order)() % 2)
     perform(copy);
   else
@@ -296,8 +298,7 @@ inline void start_product(float* sums, Product wanted, const uint32_t* a_registe
   Multiplier& self = hopper.multipliers[threadIdx.x];
   if (!self.fenced) fail("wgmma without a fence since the last wait");
   const unsigned index = self.products++;
-  if (index == group.first_product + group.products.size())
-    group.products.push_back(wanted);
+  if (index == group.first_product + group.products.size()) group.products.push_back(wanted);
   Product& product = group.products[index - group.first_product];
   if (product.n != n || product.a_in_registers != wanted.a_in_registers || product.transposed != wanted.transposed ||
       product.add != wanted.add || product.a != wanted.a || product.b != wanted.b)

@@ -34,8 +34,8 @@ extern "C" int qf_sm90_fwd(const QfAttnParams* p, void*) {
   if (const int status = stage.map<VTile>(maps.v, kV, copies, p->head_dim, kBlockN)) return status;
   const auto run = [&](auto* kernel) {
     const bool out_aligned = qf::chunks_aligned(p->out, p->head_dim, 2);
-    return launch([&] { kernel(*p, maps, items, out_aligned); }, items.count < kProcessors ? items.count : kProcessors, kThreads,
-                  kSharedBytes);
+    return launch([&] { kernel(*p, maps, items, out_aligned); }, items.count < kProcessors ? items.count : kProcessors,
+                  kThreads, kSharedBytes);
   };
   return qf::scales_plainly(p->scale, p->softcap) ? run(qf_sm90_fwd_kernel<true>) : run(qf_sm90_fwd_kernel<false>);
 }

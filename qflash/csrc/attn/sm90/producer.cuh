@@ -59,7 +59,8 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Items& item
     const int b = p.cu_seqlens_q ? 0 : record.b, kv_head = record.h / group;
     const int first_key = int(record.seq.k0) + record.keys.begin;
     const int first_column = int(transposed_from(p, record)) + record.keys.begin;
-    const auto load = [&](auto& place, auto& ring, char* s_tiles, const CUtensorMap& map, auto tile, int column, int row, int h) {
+    const auto load = [&](auto& place, auto& ring, char* s_tiles, const CUtensorMap& map, auto tile, int column,
+                          int row, int h) {
       using Tile = decltype(tile);
       Mbarrier* const full = &ring.full[place.stage()];
       char* const s_tile = s_tiles + place.stage() * Tile::kBytes;

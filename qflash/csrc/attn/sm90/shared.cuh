@@ -1,8 +1,8 @@
 // Where things are in a block's shared memory.
 #pragma once
 
-#include "hopper/ring.cuh"
 #include "attn/sm90/items.cuh"
+#include "hopper/ring.cuh"
 #include "ptx/opaque.cuh"
 
 namespace qf {

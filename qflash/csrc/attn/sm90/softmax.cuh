@@ -2,10 +2,10 @@
 // and, once the product under way is done, rescale the outputs.
 #pragma once
 
+#include "attn/mma/product.cuh"
 #include "attn/mma/softmax.cuh"
 #include "attn/sm90/items.cuh"
 #include "ptx/tid.cuh"
-#include "attn/mma/product.cuh"
 
 namespace qf {
 namespace sm90 {

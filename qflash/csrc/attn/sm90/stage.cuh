@@ -156,7 +156,7 @@ __device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x
 // As many blocks for each of q, k and v, in turn. A warp takes all heads of a token, or a block does.
 __global__ void __launch_bounds__(256)
     qf_sm90_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90::Stage stage,
-                             char* const copies, const bool tables_vectorise) {
+                         char* const copies, const bool tables_vectorise) {
   using namespace qf;
   using namespace qf::sm90;
   const Which which = Which(blockIdx.x % 3);
@@ -174,10 +174,9 @@ __global__ void __launch_bounds__(256)
   };
   if (rotates_by_chunks(x, p.rope, tables_vectorise)) {
     const int warps = blockDim.x / 32;
-    each(block * warps + threadIdx.x / 32, blocks * warps,
-         [&](int b, int64_t row, int position) {
-           rotate_token(p.rope, x, token_of(x, copies, p.head_dim, b, row), p.head_dim, position, threadIdx.x % 32);
-         });
+    each(block * warps + threadIdx.x / 32, blocks * warps, [&](int b, int64_t row, int position) {
+      rotate_token(p.rope, x, token_of(x, copies, p.head_dim, b, row), p.head_dim, position, threadIdx.x % 32);
+    });
     return;
   }
   const int chunks = p.head_dim / kPerChunk;

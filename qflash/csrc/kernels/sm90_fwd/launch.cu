@@ -35,7 +35,8 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   }
 
   if (stage.bytes > 0) {
-    qf_sm90_stage_kernel<<<unsigned(3 * stage.blocks(processors)), 256, 0, on>>>(*p, stage, memory, qf::rope_tables_vectorise(p->rope));
+    qf_sm90_stage_kernel<<<unsigned(3 * stage.blocks(processors)), 256, 0, on>>>(*p, stage, memory,
+                                                                                 qf::rope_tables_vectorise(p->rope));
     if (const cudaError_t error = cudaGetLastError()) return int(error);
   }
   Maps maps{};

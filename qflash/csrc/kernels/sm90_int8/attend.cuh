@@ -57,7 +57,8 @@ int attend(const QfAttnParams& p, const QfQuantizedKv* kept, int rounding, uint6
   all.rounding = rounding, all.seed = seed;
   if (const int status = run_sm90_quantize<Element, kHeadDim>(all, launch)) return status;
   if (stage.bytes > 0)
-    if (const int status = launch(qf_sm90_stage_kernel, 3 * stage.blocks(processors), 256, 0, false, p, stage, staged, false))
+    if (const int status =
+            launch(qf_sm90_stage_kernel, 3 * stage.blocks(processors), 256, 0, false, p, stage, staged, false))
       return status;
 
   const bool packed = p.cu_seqlens_q;
@@ -76,9 +77,9 @@ int attend(const QfAttnParams& p, const QfQuantizedKv* kept, int rounding, uint6
       return error;
     const int64_t of_head = p.head_dim * w.v_columns;
     const QfTensor transposed = {a.kv.v, p.kv_heads * of_head, w.v_columns, of_head};
-    if (const int error = kFp8 ? encode_tensor_map<VTile>(maps.v, transposed, w.v_columns, p.head_dim, p.kv_heads, batch,
-                                                          kHeadDim)
-                               : stage.map<VTile>(maps.v, kV, staged, p.head_dim, kBlockN))
+    if (const int error =
+            kFp8 ? encode_tensor_map<VTile>(maps.v, transposed, w.v_columns, p.head_dim, p.kv_heads, batch, kHeadDim)
+                 : stage.map<VTile>(maps.v, kV, staged, p.head_dim, kBlockN))
       return error;
   }
   auto* const kernel = plain ? qf_sm90_int8_kernel<true> : qf_sm90_int8_kernel<false>;

@@ -1,3 +1,32 @@
+// sm90_int8: attention for Hopper with INT8 scores. S = Q Kt of integers, exact; P V in 16 bits or (sm90_int8_fp8)
+// E4M3.
+//
+// Blocks, items, roles and the pipeline are sm90_fwd's (attn/sm90): one warpgroup brings tiles, two own 64 rows each. A
+// pass before (attn/sm90_quantize) leaves q and K as int8 with scales, and V, for E4M3, transposed. What is its own:
+//
+//              kBlockN = 128 keys (head_dim 256: 64)
+//             +--------------------+
+//   warpgroup | S = Q Kt  64 x 128 |  int32 sums in 64 registers; + the bits of 1.5 * 2^23 they are floats
+//       1     |                    |  base-2 scores = slope * S: scale of the row * scale of 64 keys, no two rows alike
+//   warpgroup |           64 x 128 |
+//       2     +--------------------+
+//   O += P V   P from registers: 32 of 16-bit pairs, or 16 of four E4M3 each
+//
+// Weights are relative to a power of two, the reference of their row, found in the row's first tile. Where weights grow
+// too large for P they are divided by powers of two while they are still float32, and outputs and sums follow. Only
+// where they overflow float32 are the scores computed again.
+// E4M3: rows are divided by the sums of weights as they were rounded. The tensor cores' sums of such products keep
+// about 14 bits, so every 2048 keys they are added to others, in shared memory, in float32.
+//
+// Shared memory (head_dim 128):          int8      int8_fp8
+//   q       2 stages [128][128] int8     32 KB       32 KB
+//   k       [128][128] int8          2 * 16 KB    4 * 16 KB
+//   v       [128][128], 16-bit       2 * 32 KB              or E4M3, [channel][key]: 4 * 16 KB
+//   aside   outputs on their way         32 KB       64 KB  and their sums
+//
+// Bound: the tensor cores, at 1536 (int8) or 1024 (int8_fp8) cycles a pair of tiles, where sm90_fwd has 2048; then the
+// exponentials, 1024 cycles whatever the precision; but first what a warp executes in sequence, about 460 and 600
+// instructions a tile. See docs/kernels/sm90_int8.md for what was predicted, tried and measured.
 #pragma once
 
 #include "kernels/sm90_int8/config.h"

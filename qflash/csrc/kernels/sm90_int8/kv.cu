@@ -2,7 +2,9 @@
 #define QF_PV_FP8 0
 #include "kernels/sm90_int8/entry.cuh"
 
-QF_EXPORT int64_t qf_sm90_int8_kv_workspace(const QfKvAttnParams* p) { return qf::sm90::workspace_bytes(p->attn, true); }
+QF_EXPORT int64_t qf_sm90_int8_kv_workspace(const QfKvAttnParams* p) {
+  return qf::sm90::workspace_bytes(p->attn, true);
+}
 
 QF_EXPORT int qf_sm90_int8_kv(const QfKvAttnParams* p, void* stream) { return qf::sm90::attend_kept(*p, stream); }
 

@@ -29,18 +29,18 @@ struct Math {
   int32_t dots[1][kNTiles][4];  // S, as integers
   Weights<kFp8> P;
   Rows rows;
-  TileSums sums[kParts];              // of this tile's weights
-  float rounded_l[2];                 // sums of all weights as they were multiplied, where that makes a difference
-  float unlift[kParts];               // of the tile that is multiplied: weights are as many times too large
-  float q_slope[2];                   // of the lane's rows: from dots to base-2 scores, K's scale apart
-  const float *g_k_scale, *g_v_lift;  // of the sequence's keys in their head
+  TileSums sums[kParts];                  // of this tile's weights
+  float rounded_l[2];                     // sums of all weights as they were multiplied, where that makes a difference
+  float unlift[kParts];                   // of the tile that is multiplied: weights are as many times too large
+  float q_slope[2];                       // of the lane's rows: from dots to base-2 scores, K's scale apart
+  const float *g_k_scale, *g_v_lift;      // of the sequence's keys in their head
   float k_scale[kParts], v_lift[kParts];  // of this tile
-  float rescale[2];                   // of outputs,
-  bool moved;                         // where references moved
-  bool promoted;                      // some outputs are aside
-  bool wild;                          // some keys are not finite
-  bool steep;                         // some scores of the next tile are
-  bool calm;                          // every row has a reference: maxima need not be looked for
+  float rescale[2];                       // of outputs,
+  bool moved;                             // where references moved
+  bool promoted;                          // some outputs are aside
+  bool wild;                              // some keys are not finite
+  bool steep;                             // references would not come off the next tile's scores exactly
+  bool calm;                              // every row has a reference: maxima need not be looked for
 
   __device__ __forceinline__ Math(const Params& params, const Shared& shared) : a(params), p(params.attn), s(shared) {}
 
@@ -171,9 +171,8 @@ struct Math {
         a.lift ? a.lift + (int64_t(record.b) * p.q_heads + record.h) * p.q_len + record.row0 : nullptr;
     const auto lift = [&](int row) { return kPlain ? p.scale * g_lift[row] : 0.0f; };
     const auto v = [&](int key, int d) {
-      if (!kFp8 || p.v.data)
-        return to_float(HeadRows<Element>(p.v, record.b, record.seq.k0, kv_head, 0, 0, false).row(key)[d]);
-      return transposed_is_nan(a, head, int64_t(transposed_from(p, record)) + key, d) ? nan() : 0.0f;
+      if (kFp8) return transposed_is_nan(a, head, transposed_from(p, record) + key, d) ? nan() : 0.0f;
+      return to_float(HeadRows<Element>(p.v, record.b, record.seq.k0, kv_head, 0, 0, false).row(key)[d]);
     };
     constexpr int kPanelBytes = Panels<16, kHeadDim>::kPanelBytes;
     finish<kPanelBytes>(p, record, O, rows, own_aside(), warp_row(), lane_of(), aligned,
@@ -191,7 +190,11 @@ struct Math {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int c = 0; c < kParts; ++c) slopes.of[h][c] = slope_of(q_slope[h], k_scale[c]);
+      for (int c = 0; c < kParts; ++c) {
+        // Few enough bits for its product with kMagic to be exact, and whole numbers to come off exactly.
+        const float slope = slope_of(q_slope[h], k_scale[c]);
+        slopes.of[h][c] = bits_to_float(float_to_bits(slope) & ~0xfu);
+      }
     return slopes;
   }
   // S: scores as the rows see them. Returns what is left of the slopes.
@@ -232,8 +235,8 @@ struct Math {
         S[0][j][e] = ex2(fmaf(S[0][j][e], slopes.of[e / 2][c], shift_of(e / 2, c)));
       }
   }
-  // From dots that are all seen: they become floats by an addition, kMagic more than they are, which the product with a
-  // slope that is not steep takes off again (attn/mma/int8.cuh). An instruction that converts takes twice as long.
+  // From dots that are all seen: they become floats by an addition, kMagic more than they are, which comes off again,
+  // exactly, with the reference. An instruction that converts takes twice as long.
   __device__ __forceinline__ void take_plain_weights(const Slopes& slopes) {
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
@@ -260,14 +263,16 @@ struct Math {
   __device__ __forceinline__ float largest_weight() const {
     return fmaxf(largest_score(S, 0, 0, kNTiles), largest_score(S, 1, 0, kNTiles));
   }
-  // Moves references so that a row's largest sum of weights, among its lanes, lies in 64 .. 128: sums seldom grow from
-  // there to 448 and more, and weights far below them, to 2^-13 of the sum, are still normal numbers in E4M3.
+  // Moves the references of rows whose first weights these are, or whose weights are too large, so that a row's largest
+  // sum, among its lanes, lies in 64 .. 128: sums seldom grow from there to 448 and more, and weights far below them,
+  // to 2^-13 of the sum, are still normal numbers in E4M3.
   __device__ __forceinline__ void normalise() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float most = max_of_quad(of_row(h));
-      const bool counts = most > 0.0f && most < infinity();  // neither a row that sees nothing nor one with NaN
-      const int up = counts ? int(float_to_bits(most) >> 23) - 127 - 6 : 0;
+      const bool first = max_of_quad(rows.l[h]) == 0.0f && most > 0.0f;  // not where all is masked so far
+      const bool moves = first || most > Weights<kFp8>::kMost;
+      const int up = moves && most < infinity() ? int(float_to_bits(most) >> 23) - 127 - 6 : 0;
       const float factor = bits_to_float(uint32_t(127 - up) << 23);
 #pragma unroll
       for (int j = 0; j < kNTiles; ++j) S[0][j][2 * h] *= factor, S[0][j][2 * h + 1] *= factor;

@@ -8,7 +8,7 @@ namespace qf {
 namespace sm90 {
 
 struct Quantized {
-  QfAttnParams attn;  // v.data is NULL where V is in kv alone
+  QfAttnParams attn;
   QfQuantizedKv kv;
   const float* q_scale;  // [batch, q_heads, q_len]
   const float* lift;     // the same: q . (what smoothing took off K); NULL where nobody needs it
