@@ -77,6 +77,10 @@ def quantize_kv(
         values = None if v is None else v[b, exists]
         one.append(_keys_values(k[b, exists], values, length, reference._rope_of(rope, b), draws))
     names = ["k", "k_scale", "k_mean", "k_wild"] + (["v", "v_scale", "v_lift", "v_wild"] if v is not None else [])
+    if not one:  # shapes and dtypes of a sequence, none of them
+        values = None if v is None else np.zeros(v.shape[1:], v.dtype)
+        none = _keys_values(np.zeros(k.shape[1:], k.dtype), values, length, None, None)
+        return KeysValues(**{name: getattr(none, name)[None][:0] for name in names})
     return KeysValues(**{name: np.stack([getattr(x, name) for x in one]) for name in names})
 
 
@@ -367,7 +371,7 @@ def _replay(q, k, v, *, words, rope, precision):
     keys = _keys_values(k, v if in_fp8 else None, len_k, rope, None)
     queries = quantize_q(q, keys.k_mean, None if rope is None else positions_of(rope, len_q, len_k)[0], rope)
     k_scales = np.repeat(keys.k_scale, KEY_GROUP, axis=1)[:, :len_k]  # [Hkv, Tk]
-    q_scales = queries.scale * np.float32(abs(words.scale)) * LOG2E  # [Hq, Tq]
+    q_scales = queries.scale * (np.float32(abs(words.scale)) * LOG2E)  # [Hq, Tq]
     v32 = v.astype(np.float32)
     finite = np.isfinite(v32)
     v_rest = np.where(finite, np.float32(0), np.float32(np.nan) if in_fp8 else v32)

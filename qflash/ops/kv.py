@@ -187,7 +187,7 @@ def _plan(
         ),
         operands=(*operands, *rope_operands),
         results=tuple(Result(f"kv.{name}", extents, dtype) for name, (dtype, extents) in wanted.items()),
-        head_dim=shape.head_dim,
+        head_dim=int(shape.head_dim),  # selects the kernel, so compiled programs are made for it
         zeros=isinstance(shape.length, int) and shape.length == 0,
     )
 

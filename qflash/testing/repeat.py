@@ -5,6 +5,8 @@ A missing barrier shows itself once in hundreds of runs, and only where many blo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from qflash import dispatch
 from qflash.errors import NoKernelError
 from qflash.testing import runner
@@ -21,8 +23,11 @@ REPEATED = (
 )
 
 
-def check_repeats(kernel: str, times: int) -> int:
-    """Run each problem that `kernel` serves `times` times; ContractError if one differs. Returns how many it serves."""
+def check_repeats(kernel: str, times: int, load: Callable[[int], None] | None = None) -> int:
+    """Run each problem that `kernel` serves `times` times; ContractError if one differs. Returns how many it serves.
+
+    load(i): what else the machine is given to do beside run i.
+    """
     framework = "torch-cuda" if dispatch.BY_NAME[kernel].device == "cuda" else "numpy"
     served = 0
     for case in REPEATED:
@@ -37,5 +42,7 @@ def check_repeats(kernel: str, times: int) -> int:
             continue
         served += 1
         for index in range(1, times):
+            if load is not None:
+                load(index)
             check_same_bits(case, first, results(), f", {kernel!r}, {framework!r}  # run {index}")
     return served

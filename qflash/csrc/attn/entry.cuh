@@ -21,7 +21,8 @@ inline const char* status_text(const char* kernel, int status) {
       return "success";
     case QF_UNSUPPORTED:
       snprintf(text, sizeof text,
-               "kernel '%s' was built for another dtype, precision or head_dim, or a length is past 2^31 - 4096",
+               "kernel '%s' was built for another dtype, precision or head_dim, or a length or the work is past what "
+               "32 bits count",
                kernel);
       return text;
     case QF_NO_MEMORY:

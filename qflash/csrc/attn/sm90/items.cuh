@@ -22,7 +22,9 @@ struct Items {
   int* next;                             // where they draw
 };
 
-// Host side.
+constexpr int kTooMany = 0x40000000;  // items: blocks count on from theirs
+
+// Host side. As many as kTooMany cannot be served.
 inline Items items_of(const QfAttnParams& p) {
   constexpr int64_t kCacheBytes = 16 << 20;  // of an L2 cache of 50 MB
   Items items{};
@@ -32,14 +34,16 @@ inline Items items_of(const QfAttnParams& p) {
     if (items.row_tiles == 0) items.row_tiles = 1;
     if (batch == 0) batch = 1;
   }
-  items.heads = batch * p.q_heads;
+  const int64_t heads = int64_t(batch) * p.q_heads;
+  items.heads = heads < kTooMany ? int(heads) : kTooMany;
   const int64_t group = p.kv_heads ? p.q_heads / p.kv_heads : 1;
   const int64_t head_bytes = 2 * int64_t(p.k_len) * p.head_dim * 2;
   items.drawn = p.window_left >= 0 || p.window_right >= 0 || p.cu_seqlens_q || p.total_q > 0;
   const int64_t fit = !items.drawn ? group : head_bytes > 0 ? kCacheBytes / head_bytes * group : items.heads;
   items.section = int(fit < group ? group : fit > items.heads ? items.heads : fit);
   if (items.section < 1) items.section = 1;
-  items.count = items.row_tiles * items.heads;
+  const int64_t count = int64_t(items.row_tiles) * items.heads;
+  items.count = count < kTooMany ? int(count) : kTooMany;
   return items;
 }
 

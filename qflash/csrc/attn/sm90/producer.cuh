@@ -107,9 +107,11 @@ __device__ __forceinline__ void inspect(const Shared& s, int thread, Look look) 
     for (int n = 0; n < tiles; ++n, place.advance()) {
       place.wait_full(*s.v_ring);
       const bool whole = record.whole(record.keys.begin + n * kBlockN);
-      if (!whole && look.wanted(record) && look.clear(s.v + place.stage() * VTile::kBytes, thread)) record.spoiled = 1;
+      const bool found = !whole && look.wanted(record) && look.clear(s.v + place.stage() * VTile::kBytes, thread);
+      const bool spoiled = __any_sync(0xffffffffu, found);
       __syncwarp();  // the zeros of every lane are in place
       if (thread % 32 == 0) {
+        if (spoiled) record.spoiled = 1;
         if (!whole) mbarrier_arrive(&s.v_checked[checked.stage()]);
         place.release(*s.v_ring);  // without which the next but one could arrive, and its phase be taken for this one's
       }

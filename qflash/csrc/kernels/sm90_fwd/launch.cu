@@ -17,6 +17,7 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   if (p->head_dim < 1 || p->head_dim > kHeadDim || p->head_dim % 8 != 0) return QF_UNSUPPORTED;
   Items items = items_of(*p);
   if (items.count == 0) return QF_OK;
+  if (items.count == kTooMany) return QF_UNSUPPORTED;
   const Stage planned(*p, false), stage(*p, true);
   const int64_t counter = counter_bytes(items), needed = counter + planned.bytes;
   if (needed > 0 && (!p->workspace || p->workspace_bytes < needed)) return QF_NO_MEMORY;

@@ -37,6 +37,7 @@ struct Math {
   // Need no maxima be looked for in the next tile? Not once every row has a reference: scores seldom outgrow it by
   // much, and where they do the sums tell.
   bool calm;
+  bool sees_few;  // keys, some row
 
   __device__ __forceinline__ Math(const Params& params, const Shared& shared)
       : p(params), s(shared), factor(score_factor(p.scale, p.softcap)) {}
@@ -59,12 +60,13 @@ struct Math {
   __device__ __forceinline__ void hold_outputs() { hold(O[0]); }
 
   // An item begins.
-  __device__ __forceinline__ void begin(const Record&) {
+  __device__ __forceinline__ void begin(const Record& record) {
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[0][j][e] = 0.0f;
     rows = Rows();
+    sees_few = kKeepsRemainders && few(record);
   }
   __device__ __forceinline__ void fetch(const Record&, int) {}
   __device__ __forceinline__ void get_ready() {}
@@ -118,10 +120,10 @@ struct Math {
 
   // Weights as the next product takes them. await_v(): returns the stage of their V, once it is there.
   template <class AwaitV>
-  __device__ __forceinline__ void round_weights(const Record& record, AwaitV await_v) {
+  __device__ __forceinline__ void round_weights(const Record&, AwaitV await_v) {
 #pragma unroll
     for (int i = 0; i < kBlockN / 16; ++i) weights_of(P[i], S, i);
-    if (!kKeepsRemainders || !few(record)) return;
+    if (!kKeepsRemainders || !sees_few) return;
     const Values v = Values(s.v).later(await_v());  // what rounding took off the weights, 16 keys at a time
 #pragma unroll
     for (int i = 0; i < kBlockN / 16; ++i) {

@@ -28,6 +28,7 @@ int attend(const QfAttnParams& p, const QfQuantizedKv* kept, int rounding, uint6
   if (p.head_dim < 1 || p.head_dim > kHeadDim || p.head_dim % 8 != 0) return QF_UNSUPPORTED;
   Items items = items_of(p);
   if (items.count == 0) return QF_OK;
+  if (items.count == kTooMany) return QF_UNSUPPORTED;
   const Stage planned = stage_of(p, false), stage = stage_of(p, true);
   const Workspace w(p, kept, planned.bytes);
   if (!p.workspace || p.workspace_bytes < w.bytes) return QF_NO_MEMORY;
