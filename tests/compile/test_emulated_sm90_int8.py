@@ -3,18 +3,25 @@ and products of warpgroups: the contracts of both precisions, and the replay."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
-from test_emulated import by_name, library, pytestmark, run_case  # noqa: F401
+from test_emulated import by_name, call, library, pytestmark, run_case  # noqa: F401
+from test_emulated_sm90 import LATE, MASKS
 
 from qflash.dispatch import BY_NAME as BY_KERNEL
 from qflash.testing import Case, cases
 from qflash.testing.compare import check_contract, check_replay, check_same_bits
 from qflash.testing.oracle import integers_of, replayed
-from qflash.testing.runner import suited
+from qflash.testing.runner import problem_of, suited
 
 KERNELS = ("sm90_int8", "sm90_int8_fp8")
 WEIGHTS = {"sm90_int8_fp8": "float8_e4m3fn"}  # what they are rounded to, where that is not the dtype of the arrays
 pytestmark = [pytestmark, pytest.mark.parametrize("kernel", KERNELS)]
+
+# Every number of keys in a tile, stages and panels.
+SHAPES = [(64, "float16"), (128, "bfloat16"), (256, "float16")]
 
 
 def check_kernel(library, case: Case, kernel: str) -> None:  # noqa: F811
@@ -29,3 +36,139 @@ def check_kernel(library, case: Case, kernel: str) -> None:  # noqa: F811
 @pytest.mark.parametrize("case", cases("full"), ids=by_name)
 def test_contract(library, case, kernel):  # noqa: F811
     check_kernel(library, case, kernel)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whoever_is_slow(library, kernel, seed):  # noqa: F811
+    """Many tiles that every row sees, whose V nobody inspects, then one with what must be found: whichever warp falls
+    behind must miss no phase of a barrier."""
+    plant = (("v", (0, 1190, 0, 3), "nan"), ("v", (0, 1110, 0, 9), "inf"))
+    case = Case("slow", 100, 1200, 2, 1, 128, causal=True, dtype="bfloat16", plant=plant, seed=1)
+    found = run_case(library, case, kernel, seed=seed)
+    check_contract(case, *found, BY_KERNEL[kernel].precision, integers=integers_of(kernel))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("head_dim", "dtype"), SHAPES)
+def test_scores_that_outgrow_the_first_tiles(library, kernel, head_dim, dtype, mask):  # noqa: F811
+    """Weights that overflow, or nearly do, in some rows of some warps: their scores are computed again."""
+    data = "rising" if mask in ("plain", "window") else "hills"
+    case = Case("outgrown", 150, 450, 2, 1, head_dim, dtype=dtype, data=data, seed=head_dim, **MASKS[mask])
+    check_kernel(library, case, kernel)
+
+
+@pytest.mark.parametrize("where", LATE)
+@pytest.mark.parametrize(("head_dim", "dtype"), SHAPES)
+def test_scores_that_are_not_finite_in_later_tiles(library, kernel, head_dim, dtype, where):  # noqa: F811
+    case = Case("late", 70, 450, 1, 1, head_dim, dtype=dtype, plant=LATE[where], seed=7)
+    for changes in ({"data": "rising"}, {"causal": True}):
+        check_kernel(library, replace(case, **changes), kernel)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_items_without_keys(library, kernel, head_dim):  # noqa: F811
+    """Between items that have some, however many come in a row, and whether or not they have rows."""
+    none, more = (0,) * 9, (3, 0, 200, 1, 64, 0, 130, 7, 20)
+    packed = {"q_lens": (70, *more, 150, *none, *more), "k_lens": (150, *none, 300, *more, *none)}
+    for case in (
+        Case("packed", **packed, causal=True),
+        Case("packed_padded", **packed, kv_lens=(0, *none, 290, *none, *none)),
+        Case("padded", 200, 150, 3, 1, batch=9, kv_lens=(0, 0, 0, 0, 0, 150, 0, 0, 0)),
+        Case("first_rows", 700, 100, 1, 1, causal=True),  # most see nothing
+    ):
+        check_kernel(library, replace(case, head_dim=head_dim, dtype="float16"), kernel)
+
+
+@pytest.mark.parametrize("q_len", [1, 70, 129])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(40, "bfloat16"), (104, "float16"), (256, "float16")])
+def test_consumers_without_rows_or_tiles(library, kernel, head_dim, dtype, q_len):  # noqa: F811
+    """Of which the last tiles, where NaN is to be found, are nobody's but the last consumer's."""
+    plant = (("v", (0, 449, 0, 3), "nan"), ("v", (0, 330, 0, 9), "inf"), ("v", (0, 270, 0, 1), "-inf"))
+    case = Case("rows", q_len, 450, 2, 1, head_dim, dtype=dtype, plant=plant, seed=q_len)
+    for changes in ({"causal": True}, {"window": (60, 30)}):
+        check_kernel(library, replace(case, **changes), kernel)
+
+
+def misplaced(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(x again, one element past whole 16 bytes; the memory around it, full of 777)."""
+    memory = np.full(x.size + 24, 777.0, x.dtype)
+    shift = (-memory.ctypes.data // 2) % 8 + 9
+    copy = memory[shift : shift + x.size].reshape(x.shape)
+    copy[:] = x
+    assert copy.ctypes.data % 16 == 2
+    return copy, memory
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 256])
+def test_odd_outputs(library, kernel, head_dim):  # noqa: F811
+    """They may begin anywhere: one element at a time then, and nothing beside them."""
+    case = Case("odd", 150, 200, 4, 2, head_dim, dtype="float16", causal=True)
+    inputs = case.make_inputs()
+    out, memory = misplaced(np.zeros_like(inputs.q))
+    problem = problem_of(case, inputs, None, "cpu")
+    found = call(library(kernel, "float16", head_dim), kernel, problem, inputs.q, inputs.k, inputs.v, out=out)
+    check_same_bits(case, found, run_case(library, case, kernel))
+    assert np.count_nonzero(memory == 777) >= 24
+
+
+@pytest.mark.parametrize("odd", ["q", "k", "v", "qkv"])
+def test_odd_addresses(library, kernel, odd):  # noqa: F811
+    """The copy engine reads V from whole 16 bytes, the pass before reads them at once: neither can plan for arrays
+    that begin elsewhere."""
+    case = Case("odd", 70, 150, 2, 2, 64, dtype="float16", causal=True)
+    inputs = case.make_inputs()
+    arrays = [misplaced(x)[0] if name in odd else x for name, x in zip("qkv", (inputs.q, inputs.k, inputs.v))]
+    problem = problem_of(case, inputs, None, "cpu")
+    found = call(library(kernel, "float16", 64), kernel, problem, *arrays)
+    check_same_bits(case, found, run_case(library, case, kernel))
+
+
+KEYS = 600  # of which the mean of K and the scale of V are taken from every third
+HEAD = (0, tuple(range(KEYS)), 1)  # of every token of a sequence
+PLANTED = {
+    "q is zero": (("q", ..., "0"),),
+    "k is zero": (("k", ..., "0"),),
+    "v is zero": (("v", ..., "0"),),
+    "a head of k is zero": (("k", HEAD, "0"),),
+    "a head of v is zero": (("v", HEAD, "0"),),
+    "k is constant": (("k", ..., "3.25"),),
+    "k is constant and large": (("k", ..., "30000"),),
+    "v is constant": (("v", ..., "-1.75"),),
+    "v at the limit of float16": (("v", (0, tuple(range(0, KEYS, 3))), "65504"), ("v", (0, 17), "-65504")),
+    "k at the limit of float16": (("k", (0, 170, 0, 5), "65504"),),
+    "a large token of v": (("v", (0, 201), "3000"),),
+    "large tokens of v, not sampled": (("v", (0, 133), "3000"), ("v", (0, 329), "-60000")),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_constant_and_large_values(library, kernel, head_dim, what):  # noqa: F811
+    plant = PLANTED[what]
+    case = Case("values", 70, KEYS, 2, 2, head_dim, dtype="float16", data="outlier", plant=plant, seed=3)
+    for changes in ({}, {"causal": True}):
+        check_kernel(library, replace(case, **changes), kernel)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_steep_slopes(library, kernel, head_dim):  # noqa: F811
+    """Scores so far apart that references do not come off them exactly."""
+    for changes in ({"scale": 1e4}, {"data": "large"}, {"scale": -30.0, "causal": True}, {"scale": 1e-30}):
+        check_kernel(library, Case("steep", 70, 300, 1, 1, head_dim, dtype="bfloat16", seed=1, **changes), kernel)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_neighbours_in_a_tile(library, kernel, head_dim):  # noqa: F811
+    """The last tile of a packed sequence reaches into the next, whose values are none of its business."""
+    plant = tuple((name, (tuple(range(150, 220)),), value) for name, value in (("v", "nan"), ("k", "inf")))
+    case = Case("next", q_lens=(60, 70, 20), k_lens=(150, 70, 200), head_dim=head_dim, dtype="float16", plant=plant)
+    for changes in ({}, {"causal": True}, {"kv_lens": (140, 70, 3)}):
+        check_kernel(library, replace(case, **changes), kernel)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), SHAPES)
+def test_outputs_are_promoted(library, kernel, head_dim, dtype):  # noqa: F811
+    """More keys than the sums of 8-bit floats hold well, twice over; references move before, between and after."""
+    for data in ("normal", "uniform", "hills"):
+        case = Case("promoted", 20, 4700, 1, 1, head_dim, dtype=dtype, data=data, seed=5)
+        check_kernel(library, case, kernel)
