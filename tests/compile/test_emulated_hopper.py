@@ -68,6 +68,47 @@ def check_zeros(call: Callable[..., None]) -> None:
         assert np.array_equal(out[kept], sums.view(np.uint16)[kept])
 
 
+def check_pairs(call: Callable[..., None]) -> None:
+    """Every float16 in either half, and any other."""
+    rng = np.random.default_rng(0)
+    x = np.stack([np.arange(2**16), rng.permutation(2**16)], -1).astype(np.uint16).view(np.float16)
+    y = rng.integers(0, 2**16, x.shape).astype(np.uint16).view(np.float16)
+    out = np.zeros_like(x)
+    call("pairs", len(x), x, y, out)
+    with np.errstate(all="ignore"):
+        check_same(out, x + y)
+
+
+def check_codes(call: Callable[..., None]) -> None:
+    """Every float16, and what lies next to the middle between two E4M3, where rounding turns."""
+    codes = np.arange(0x7F, dtype=np.uint8).view("float8_e4m3fn").astype(np.float32)
+    middles = (codes[1:] + codes[:-1]) / 2
+    turns = np.concatenate([middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9))])
+    rare = np.array([3e38, np.inf, 1e-40, 449, 464, 480, 1e-9, 0], np.float32)
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    x = np.concatenate([turns, -turns, rare, -rare, halves])
+    x = np.resize(np.random.default_rng(0).permutation(x), (len(x) // 4 + 1, 4))
+    found = np.zeros(x.shape, np.uint8)
+    call("codes", len(x), x, found)
+    wanted = np.clip(np.nan_to_num(x), -448, 448).astype("float8_e4m3fn").view(np.uint8)  # saturates
+    assert np.array_equal(found, np.where(np.isnan(x), 0x7F, wanted))
+
+
+def check_decoded(call: Callable[..., None]) -> None:
+    """Every E4M3, in each place of a word."""
+    codes = np.stack([np.roll(np.arange(256), 67 * place) for place in range(4)], -1).astype(np.uint8)
+    out = np.zeros(codes.shape, np.float16)
+    call("decoded", len(codes), codes, out)
+    check_same(out, codes.view("float8_e4m3fn").astype(np.float16))
+
+
+def check_same(found: np.ndarray, wanted: np.ndarray) -> None:
+    """Bits of float16, but of one NaN and another."""
+    spoiled = np.isnan(wanted)
+    assert np.array_equal(np.isnan(found), spoiled)
+    assert np.array_equal(found.view(np.uint16)[~spoiled], wanted.view(np.uint16)[~spoiled])
+
+
 def check_answers(call: Callable[..., None]) -> None:
     """Two arrivals complete a phase: the parity of the one before the present is that which has completed."""
     answers = np.full((9, 2), -1, np.int32)
@@ -84,14 +125,43 @@ def check_numbers(call: Callable[..., None]) -> None:
 
 
 # By what of hopper/small.cuh they call.
-SMALL = {"matrices": check_matrices, "zeros": check_zeros, "answers": check_answers, "numbers": check_numbers}
+SMALL = {
+    "matrices": check_matrices, "zeros": check_zeros, "pairs": check_pairs, "codes": check_codes,
+    "decoded": check_decoded, "answers": check_answers, "numbers": check_numbers,
+}  # fmt: skip
+
+
+def caller(library: ctypes.CDLL, seed: int) -> Callable[..., None]:
+    def call(name: str, *words: int | np.ndarray) -> None:
+        sent = [ctypes.c_void_p(word.ctypes.data) if isinstance(word, np.ndarray) else word for word in words]
+        assert getattr(library, f"try_{name}")(*sent, seed) == 0
+
+    return call
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", SMALL)
 def test_small_instructions(emulated, name, seed):
-    def call(name: str, *words: int | np.ndarray) -> None:
-        sent = [ctypes.c_void_p(word.ctypes.data) if isinstance(word, np.ndarray) else word for word in words]
-        assert getattr(emulated("hopper_small"), f"try_{name}")(*sent, seed) == 0
+    SMALL[name](caller(emulated("hopper_small"), seed))
 
-    SMALL[name](call)
+
+def check_byte_products(call: Callable[..., None], kind: str, n: int, row_bytes: int) -> None:
+    """Of all of int8; of small integers in E4M3, so that its sums are exact, too."""
+    rng = np.random.default_rng(n + row_bytes)
+    low, high = (-128, 128) if kind == "s8" else (-4, 5)
+    a, b = (rng.integers(low, high, (rows, 128)) for rows in (64, n))
+    sent = [x.astype(np.int8 if kind == "s8" else "float8_e4m3fn").view(np.uint8) for x in (a, b)]
+    out = np.full((64, n), 77, np.int32 if kind == "s8" else np.float32)
+    call(kind, n, row_bytes, *sent, out)
+    assert np.array_equal(out, a @ b.T + (0 if kind == "s8" else 0.5))
+
+
+# (kind, n) of hopper/byte_products.cuh
+BYTE_PRODUCTS = [("s8", 64), ("s8", 128), ("e4m3", 64), ("e4m3", 128), ("e4m3", 256)]
+
+
+@pytest.mark.parametrize("row_bytes", [64, 128])
+@pytest.mark.parametrize(("kind", "n"), BYTE_PRODUCTS)
+def test_byte_products(emulated, kind, n, row_bytes):
+    for seed in range(2):
+        check_byte_products(caller(emulated("hopper_byte_products"), seed), kind, n, row_bytes)

@@ -12,7 +12,7 @@ import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 import pytest
 from test_compile import cuobjdump, needs_nvcc
-from test_emulated_hopper import SMALL
+from test_emulated_hopper import BYTE_PRODUCTS, SMALL, check_byte_products
 
 from qflash.backends import cuda
 from qflash.jit.compiler import LIBRARY, LOG, Unit
@@ -66,7 +66,7 @@ def test_they_compile(entry, library):
     used = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert used and all(set(found) == {"0"} for found in used), log
     assert "warning" not in log.lower() and not re.search(r"\(C75\d\d\)|Potential Performance Loss", log), log
-    for name in ("boxes", "product", "registers", *SMALL):
+    for name in ("boxes", "byte_boxes", "product", "s8", "e4m3", "registers", *SMALL):
         assert hasattr(library, f"try_{name}")
 
 
@@ -83,7 +83,10 @@ def sass(entry) -> str:
     [
         "UTMALDG.4D", "UTMACCTL.PF", "FENCE.VIEW.ASYNC.S", "SYNCS.EXCH.64", "SYNCS.ARRIVE.TRANS64",
         "SYNCS.ARRIVE.TRANS64.A1T0", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "SYNCS.PHASECHK.TRANS64", "HGMMA.64x96x16.F32",
-        "HGMMA.64x256x16.F32.BF16", "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR.LE", "STSM.16.M88.4", "HFMA2",
+        "HGMMA.64x256x16.F32.BF16", "IGMMA.64x64x32.S8.S8", "IGMMA.64x128x32.S8.S8", "QGMMA.64x64x32.F32.E4M3.E4M3",
+        "QGMMA.64x128x32.F32.E4M3.E4M3", "QGMMA.64x256x32.F32.E4M3.E4M3", "HADD2",
+        "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C", "F2FP.F16.E4M3.UNPACK_B", "WARPGROUP.ARRIVE",
+        "WARPGROUP.DEPBAR.LE", "STSM.16.M88.4", "HFMA2",
         "HFMA2.BF16_V2", "USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL",
     ],
 )  # fmt: skip
@@ -147,6 +150,36 @@ def test_boxes_are_swizzled_and_zero_past_the_tensor(device, shape, order, which
     words = (ctypes.c_int32 * 4)(*shape), (ctypes.c_int32 * 4)(*which)
     device("boxes", (memory, offset), strides, *words, out)
     assert np.array_equal(out, expected_boxes(x, *which))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "which"),
+    [
+        ((2, 120, 3, 128), (0, 3, 2, 1)),  # the last box leaves the tensor
+        ((2, 120, 3, 80), (17, 4, 1, 0)),  # columns past the last are zeros; boxes wholly outside
+        ((1, 200, 1, 16), (0, 4, 0, 0)),  # the second panel is wholly outside
+    ],
+)
+def test_boxes_of_bytes_have_rows_of_64(device, shape, which):
+    """Chunk c of row r lies where the swizzle of 64 bytes puts it, c ^ (r / 2 % 4)."""
+    x = np.random.default_rng(0).integers(1, 256, shape).astype(np.uint8)
+    first, count, head, sequence = which
+    out = np.full((count, 2, 48, 4, 16), 255, np.uint8)
+    words = (ctypes.c_int64 * 3)(*x.strides[:3]), (ctypes.c_int32 * 4)(*shape), (ctypes.c_int32 * 4)(*which)
+    device("byte_boxes", x, *words, out)
+    padded = np.zeros((max(shape[1], first + count * 48), 128), np.uint8)
+    padded[: shape[1], : shape[3]] = x[sequence, :, head]
+    boxes = padded[first : first + count * 48].reshape(count, 48, 2, 4, 16).swapaxes(1, 2)
+    row, chunk = np.ogrid[:48, :4]
+    assert np.array_equal(out[:, :, row, chunk ^ row // 2 % 4], boxes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row_bytes", [64, 128])
+@pytest.mark.parametrize(("kind", "n"), BYTE_PRODUCTS)
+def test_byte_products(device, kind, n, row_bytes):
+    check_byte_products(device, kind, n, row_bytes)
 
 
 @pytest.mark.gpu

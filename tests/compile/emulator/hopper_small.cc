@@ -20,6 +20,15 @@ extern "C" int try_matrices(const uint32_t* words, const int32_t* rows, char* ou
 extern "C" int try_zeros(int dtype, int count, const uint32_t* x, const uint32_t* sums, uint32_t* out, int seed) {
   return run([=](char*) { small::add_zeros(dtype, count, x, sums, out); }, 32, seed);
 }
+extern "C" int try_pairs(int count, const uint32_t* x, const uint32_t* y, uint32_t* out, int seed) {
+  return run([=](char*) { small::add_pairs(count, x, y, out); }, 32, seed);
+}
+extern "C" int try_codes(int count, const float* x, uint32_t* codes, int seed) {
+  return run([=](char*) { small::encode(count, x, codes); }, 32, seed);
+}
+extern "C" int try_decoded(int count, const uint32_t* codes, uint32_t* out, int seed) {
+  return run([=](char*) { small::decode(count, codes, out); }, 32, seed);
+}
 extern "C" int try_answers(int count, int32_t* answers, int seed) {
   return run([=](char* s_barrier) { small::ask(s_barrier, count, answers); }, 32, seed);
 }

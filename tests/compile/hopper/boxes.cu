@@ -6,14 +6,20 @@
 
 namespace boxes {
 
-constexpr int kRows = 24, kStages = 2, kReaders = 96;
-using Tile = qf::Panels<kRows, 128>;  // two panels
+constexpr int kStages = 2, kReaders = 96;
+// Two panels each.
+using Halves = qf::Panels<24, 128>;
+using Bytes = qf::Panels<48, 128, 1, 64>;
 
 struct Boxes {
   int first_row, count, head, sequence;
 };
 
+template <class Tile>
+constexpr int kRows = Tile::kPanelBytes / Tile::kRowBytes;
+
 // Warp 0 copies, three warps read: more boxes than stages, so that every barrier goes through both of its phases.
+template <class Tile>
 __global__ void copy_boxes(const __grid_constant__ CUtensorMap map, const Boxes boxes, char* g_out) {
   __shared__ alignas(qf::kSwizzleBytes) char s_tiles[kStages][Tile::kBytes];
   __shared__ qf::Ring<kStages> s_ring;
@@ -31,8 +37,8 @@ __global__ void copy_boxes(const __grid_constant__ CUtensorMap map, const Boxes 
       place.wait_empty(s_ring);
       qf::mbarrier_arrive_expect(full, Tile::kBytes);
       for (int panel = 0; panel < Tile::kCount; ++panel)
-        qf::copy_box(s_tile + panel * Tile::kPanelBytes, &map, panel * Tile::kPanelColumns, boxes.first_row + i * kRows,
-                     boxes.head, boxes.sequence, full);
+        qf::copy_box(s_tile + panel * Tile::kPanelBytes, &map, panel * Tile::kPanelColumns,
+                     boxes.first_row + i * kRows<Tile>, boxes.head, boxes.sequence, full);
     }
     if (threadIdx.x < 32) continue;
     place.wait_full(s_ring);
@@ -43,20 +49,29 @@ __global__ void copy_boxes(const __grid_constant__ CUtensorMap map, const Boxes 
   }
 }
 
-}  // namespace boxes
-
-// x: [batch, rows, heads, head_dim] of float16 under any strides of whole 16 bytes. out: [count][2 panels][24][128
-// bytes].
-extern "C" __attribute__((visibility("default"))) int try_boxes(void* x, const int64_t* strides, const int32_t* shape,
-                                                                const int32_t* which, void* out) {
-  using namespace boxes;
-  const QfTensor tensor = {x, strides[0], strides[1], strides[2]};
-  const int batch = shape[0], rows = shape[1], heads = shape[2], head_dim = shape[3];
-  if (!qf::strides_map(tensor, rows, heads, batch)) return cudaErrorInvalidValue;
+template <class Tile>
+int run(const QfTensor& x, const int32_t* shape, const int32_t* which, void* out) {
+  const int batch = shape[0], rows = shape[1], heads = shape[2], columns = shape[3];
   CUtensorMap map;
-  if (const int error = qf::encode_tensor_map<Tile>(map, tensor, head_dim, rows, heads, batch, kRows)) return error;
+  if (const int error = qf::encode_tensor_map<Tile>(map, x, columns, rows, heads, batch, kRows<Tile>)) return error;
   const Boxes wanted = {which[0], which[1], which[2], which[3]};
-  copy_boxes<<<1, 32 + kReaders>>>(map, wanted, static_cast<char*>(out));
+  copy_boxes<Tile><<<1, 32 + kReaders>>>(map, wanted, static_cast<char*>(out));
   if (const cudaError_t error = cudaGetLastError()) return error;
   return cudaDeviceSynchronize();
+}
+
+}  // namespace boxes
+
+// x: [batch, rows, heads, columns] of float16, or of bytes, under any strides of whole 16 bytes. out: [count][2 panels]
+// [24][128 bytes], or [48][64 bytes].
+extern "C" __attribute__((visibility("default"))) int try_boxes(void* x, const int64_t* strides, const int32_t* shape,
+                                                                const int32_t* which, void* out) {
+  const QfTensor tensor = {x, strides[0], strides[1], strides[2]};
+  if (!qf::strides_map(tensor, shape[1], shape[2], shape[0])) return cudaErrorInvalidValue;
+  return boxes::run<boxes::Halves>(tensor, shape, which, out);
+}
+extern "C" __attribute__((visibility("default"))) int try_byte_boxes(void* x, const int64_t* strides,
+                                                                     const int32_t* shape, const int32_t* which,
+                                                                     void* out) {
+  return boxes::run<boxes::Bytes>({x, strides[0], strides[1], strides[2]}, shape, which, out);
 }

@@ -12,6 +12,11 @@ __global__ void store_matrices_kernel(const uint32_t* g_words, const int32_t* g_
 __global__ void add_zeros_kernel(int dtype, int count, const uint32_t* g_x, const uint32_t* g_sums, uint32_t* g_out) {
   add_zeros(dtype, count, g_x, g_sums, g_out);
 }
+__global__ void add_pairs_kernel(int count, const uint32_t* g_x, const uint32_t* g_y, uint32_t* g_out) {
+  add_pairs(count, g_x, g_y, g_out);
+}
+__global__ void encode_kernel(int count, const float* g_x, uint32_t* g_codes) { encode(count, g_x, g_codes); }
+__global__ void decode_kernel(int count, const uint32_t* g_codes, uint32_t* g_out) { decode(count, g_codes, g_out); }
 __global__ void ask_kernel(int count, int32_t* g_answers) {
   __shared__ alignas(16) char s_memory[kSharedBytes];
   ask(s_memory, count, g_answers);
@@ -36,6 +41,18 @@ QF_TRY try_matrices(const uint32_t* words, const int32_t* rows, char* out) {
 }
 QF_TRY try_zeros(int dtype, int count, const uint32_t* x, const uint32_t* sums, uint32_t* out) {
   small::add_zeros_kernel<<<1, 32>>>(dtype, count, x, sums, out);
+  return small::finish();
+}
+QF_TRY try_pairs(int count, const uint32_t* x, const uint32_t* y, uint32_t* out) {
+  small::add_pairs_kernel<<<1, 32>>>(count, x, y, out);
+  return small::finish();
+}
+QF_TRY try_codes(int count, const float* x, uint32_t* codes) {
+  small::encode_kernel<<<1, 32>>>(count, x, codes);
+  return small::finish();
+}
+QF_TRY try_decoded(int count, const uint32_t* codes, uint32_t* out) {
+  small::decode_kernel<<<1, 32>>>(count, codes, out);
   return small::finish();
 }
 QF_TRY try_answers(int count, int32_t* answers) {

@@ -1,8 +1,10 @@
 // Instructions that need no more than a warp or two, here and in emulator/hopper_small.cc: ptx/stmatrix.cuh,
-// ptx/fma.cuh, and mbarrier_test of ptx/mbarrier.cuh.
+// ptx/fma.cuh, ptx/add.cuh, mbarrier_test of ptx/mbarrier.cuh, and E4M3 in ptx/cvt.cuh.
 #pragma once
 
 #include "hopper/ring.cuh"
+#include "ptx/add.cuh"
+#include "ptx/cvt.cuh"
 #include "ptx/fma.cuh"
 #include "ptx/stmatrix.cuh"
 #include "qflash.h"
@@ -27,6 +29,26 @@ __device__ inline void add_zeros(int dtype, int count, const uint32_t* g_x, cons
   for (int i = int(threadIdx.x); i < count; i += 32)
     g_out[i] =
         dtype == QF_F16 ? qf::add_zero_times_f16x2(g_x[i], g_sums[i]) : qf::add_zero_times_bf16x2(g_x[i], g_sums[i]);
+}
+
+// Pairs of float16: out = x + y.
+__device__ inline void add_pairs(int count, const uint32_t* g_x, const uint32_t* g_y, uint32_t* g_out) {
+  for (int i = int(threadIdx.x); i < count; i += 32) g_out[i] = qf::add_f16x2(g_x[i], g_y[i]);
+}
+
+// x: [count][4]; codes: [count] words of four E4M3.
+__device__ inline void encode(int count, const float* g_x, uint32_t* g_codes) {
+  for (int i = int(threadIdx.x); i < count; i += 32)
+    g_codes[i] = qf::cvt_rn_e4m3x4_f32(g_x[4 * i], g_x[4 * i + 1], g_x[4 * i + 2], g_x[4 * i + 3]);
+}
+
+// codes as above; out: [count][4] float16.
+__device__ inline void decode(int count, const uint32_t* g_codes, uint32_t* g_out) {
+  for (int i = int(threadIdx.x); i < count; i += 32) {
+    uint32_t halves[2];
+    qf::cvt_rn_f16x4_e4m3x4(halves, g_codes[i]);
+    g_out[2 * i] = halves[0], g_out[2 * i + 1] = halves[1];
+  }
 }
 
 // What a barrier for two says of either parity before each of `count` arrivals. answers: [count][2].
