@@ -1,0 +1,105 @@
+"""Attention on what `quantize_kv` left, on the emulator (test_emulated_sm90_int8.py): the same bits as when attention
+quantizes by itself."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_emulated import address, library, pytestmark, run_case  # noqa: F401
+
+from qflash import _native
+from qflash.frontends.numpy import describe
+from qflash.ops.kv import QUANTIZE_KV
+from qflash.ops.kv_attention import ATTENTION_KV
+from qflash.ops.plan import Op
+from qflash.testing import Case
+from qflash.testing.case import Inputs, Rotary
+from qflash.testing.compare import check_same_bits
+
+pytestmark = [pytestmark, pytest.mark.parametrize("precision", ["int8", "int8_fp8"])]
+
+
+class Call:
+    """An operation of one array each, as a front end would carry it out on the emulator."""
+
+    def __init__(self, handle: ctypes.CDLL, kernel: str, op: Op, arrays: tuple, words: tuple):
+        described = [None if x is None else describe(name, x) for name, x in zip(op.arrays, arrays, strict=True)]
+        self.plan = op.plan(*described, *words)
+        names = [name for name in (f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace") if hasattr(handle, name)]
+        symbols = [ctypes.cast(getattr(handle, name), ctypes.c_void_p).value for name in names]
+        symbols += [0] * (3 - len(symbols))
+        self.call = _native.OpCall(self.plan.struct, self.plan.params(), list(self.plan.pointers), *symbols)
+        given = dict(zip(op.arrays, arrays, strict=True))
+        self.operands = {operand.field: np.ascontiguousarray(given[operand.argument]) for operand in self.plan.operands}
+        self.workspace = np.full(self.call.workspace_bytes // 4 + 4, np.nan, np.float32)
+
+    def run(self, seed: int = 0, without: str | None = None) -> dict[str, np.ndarray]:
+        """Results by their fields. without: an operand whose address is not told."""
+        results = {}
+        for result in self.plan.results:
+            results[result.field] = np.full(result.shape, 77, result.dtype)
+        pointers = [0 if field == without else address(x) for field, x in (self.operands | results).items()]
+        self.call(*pointers, self.workspace.ctypes.data if self.call.workspace_bytes else 0, 0, seed)
+        return results
+
+
+def quantized(library, case: Case, inputs: Inputs, precision: str) -> dict[str, np.ndarray | None]:  # noqa: F811
+    """By the names of ATTENTION_KV's arrays."""
+    rope = inputs.rope
+    tables = (None,) * 3 if rope is None else (rope.cos, rope.sin, rope.positions_k)
+    words = (precision, "nearest", 0, rope is not None and rope.interleaved, None)
+    handle = library("sm90_quantize", case.dtype, case.head_dim)
+    call = Call(handle, "sm90_quantize", QUANTIZE_KV, (inputs.k, inputs.v, inputs.kv_lens, *tables), words)
+    return {"kv.v": inputs.v, **call.run(seed=1)}
+
+
+def attention(library, case: Case, inputs: Inputs, precision: str) -> Call:  # noqa: F811
+    kept = quantized(library, case, inputs, precision)
+    rope = inputs.rope
+    tables = (None,) * 3 if rope is None else (rope.cos, rope.sin, rope.positions_q)
+    arrays = (inputs.q, *(kept.get(name) for name in ATTENTION_KV.arrays[1:9]), inputs.kv_lens, *tables)
+    window = case.window or (-1, -1)
+    right = min(x for x in (window[1], 0) if x >= 0) if case.causal else window[1]
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    words = (precision, case.dtype, window[0], right, case.softcap or 0.0, scale)
+    words += (rope is not None and rope.interleaved, True, None)
+    kernel = f"sm90_{precision}_kv"
+    return Call(library(kernel, case.dtype, case.head_dim), kernel, ATTENTION_KV, arrays, words)
+
+
+CASES = {
+    "heads": Case("heads", 70, 300, 4, 2, causal=True),
+    "padding": Case("padding", 50, 200, 2, 1, batch=3, kv_lens=(0, 200, 77), window=(60, 20)),
+    "softcap": Case("softcap", 64, 130, softcap=5.0),
+    "rope": Case("rope", 60, 150, causal=True, rope=Rotary(32)),
+    "no keys": Case("no keys", 130, 20, batch=2, kv_lens=(0, 0)),
+    "not finite": Case(
+        "not finite", 70, 300, causal=True,
+        plant=(("k", (0, 280, 0, 3), "nan"), ("v", (0, 290, 1, 3), "inf"), ("v", (0, 240, 0, 9), "nan")),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(64, "float16"), *(pytest.param(*kind, marks=pytest.mark.slow) for kind in ((72, "bfloat16"), (256, "float16")))],
+)
+def test_same_bits_as_in_one_go(library, precision, name, head_dim, dtype):  # noqa: F811
+    case = replace(CASES[name], head_dim=head_dim, dtype=dtype, seed=4)
+    found = attention(library, case, case.make_inputs(), precision).run(seed=2)
+    wanted = run_case(library, case, f"sm90_{precision}", seed=3)
+    check_same_bits(case, (found["attn.out.data"], found["attn.lse"]), wanted)
+
+
+def test_queries_are_found_where_the_call_before_left_them(library, precision):  # noqa: F811
+    """When no address of q comes: so the attention is timed alone."""
+    case = Case("again", 300, 330, 4, 2, 64, dtype="float16", causal=True)
+    call = attention(library, case, case.make_inputs(), precision)
+    wanted = call.run(seed=1)
+    found = call.run(seed=2, without="attn.q.data")
+    for field in ("attn.out.data", "attn.lse"):
+        assert np.isfinite(wanted[field]).all() and np.array_equal(found[field], wanted[field])
