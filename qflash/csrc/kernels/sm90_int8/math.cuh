@@ -25,12 +25,14 @@ struct Math {
   const Quantized& a;
   const QfAttnParams& p;
   const Shared& s;
-  float O[1][kOTiles][4], S[1][kNTiles][4];
-  int32_t dots[1][kNTiles][4];  // S, as integers
+  float O[1][kOTiles + kOnes / 8][4], S[1][kNTiles][4];  // O: and sums of weights, where kOnes
+  int32_t dots[1][kNTiles][4];                           // S, as integers
   Weights<kFp8> P;
   Rows rows;
-  TileSums sums[kParts];                  // of this tile's weights
-  float rounded_l[2];                     // sums of all weights as they were multiplied, where that makes a difference
+  TileSums sums[kParts];  // of this tile's weights
+  // Sums of weights as they were multiplied, where that makes a difference: of this lane's weights, all of them or what
+  // is lacking in products with kOnes; and what those products were when they were promoted.
+  float rounded_l[2], ones_l[2];
   float unlift[kParts];                   // of the tile that is multiplied: weights are as many times too large
   float q_slope[2];                       // of the lane's rows: from dots to base-2 scores, K's scale apart
   const float *g_k_scale, *g_v_lift;      // of the sequence's keys in their head
@@ -44,6 +46,14 @@ struct Math {
 
   __device__ __forceinline__ Math(const Params& params, const Shared& shared) : a(params), p(params.attn), s(shared) {}
 
+  __device__ static __forceinline__ void begin_block(const Shared& s) {
+    if (kOnes == 0) return;
+    constexpr uint32_t kOneInE4m3 = 0x38383838u;
+    constexpr int kWords = (kOnes ? kOnes : 8) * kBlockN / 4;
+    for (int i = threadIdx.x; i < kStages * kWords; i += kThreads)
+      reinterpret_cast<uint32_t*>(s.v + i / kWords * VTile::kBytes + kVCopied)[i % kWords] = kOneInE4m3;
+    fence_proxy_async();  // the ones, to wgmma
+  }
   __device__ __forceinline__ void start_scores(const AlongRows<QTile>& q, const Keys& k) {
     hold(dots[0]);
     wgmma_fence();
@@ -69,7 +79,17 @@ struct Math {
     steep = __any_sync(0xffffffffu, found);
   }
   // Under the product just started.
-  __device__ __forceinline__ void sum_rounded() { P.add_to(rounded_l, unlift); }
+  __device__ __forceinline__ void sum_rounded() {
+    if (!kFp8) return;
+    float lacks[kParts];
+    bool some = false;
+#pragma unroll
+    for (int c = 0; c < kParts; ++c) {
+      lacks[c] = unlift[c] - (kOnes ? 1.0f : 0.0f);
+      some |= lacks[c] != 0.0f;
+    }
+    if (!kOnes || unlikely(some)) P.add_to(rounded_l, lacks);
+  }
 
   // An item begins.
   __device__ __forceinline__ void begin(const Record& record) {
@@ -82,7 +102,7 @@ struct Math {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       q_slope[h] = row + 8 * h < record.seq.len_q ? g_scales[8 * h] * (fabsf(p.scale) * kLog2e) : 0.0f;
-      rounded_l[h] = 0.0f;
+      rounded_l[h] = ones_l[h] = 0.0f;
     }
     clear_outputs();
     rows = Rows();
@@ -141,11 +161,13 @@ struct Math {
 #pragma unroll
       for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(sums[c].of[h], unlift[c], rows.l[h]);
     }
-    if (kFp8 && moved) rounded_l[0] *= rescale[0], rounded_l[1] *= rescale[1];
+    if (!kFp8 || !moved) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) rounded_l[h] *= rescale[h], ones_l[h] *= rescale[h];
   }
   // What the outputs so far are owed, once their product is done. left: tiles, this one included.
   __device__ __forceinline__ void settle_outputs(int left) {
-    constexpr int kTogether = 2048 / kBlockN;  // tiles whose products 8-bit floats' sums hold well enough
+    constexpr int kTogether = 512 / kBlockN;  // tiles whose products 8-bit floats' sums hold well enough
     if (unlikely(moved)) {
       rescale_outputs(O, rescale);
       if (kFp8 && promoted) rescale_promoted();
@@ -167,6 +189,10 @@ struct Math {
       }
       __syncwarp();  // rows go where these were
     }
+    const auto total = [&](int r) {
+      if (!kFp8) return sum_of_quad(rows.l[r]);
+      return sum_of_quad(rounded_l[r]) + (kOnes ? O[0][kOTiles + kOnes / 8 - 1][2 * r] + ones_l[r] : 0.0f);
+    };
     const float* const g_lift =
         a.lift ? a.lift + (int64_t(record.b) * p.q_heads + record.h) * p.q_len + record.row0 : nullptr;
     const auto lift = [&](int row) { return kPlain ? p.scale * g_lift[row] : 0.0f; };
@@ -176,7 +202,7 @@ struct Math {
     };
     constexpr int kPanelBytes = Panels<16, kHeadDim>::kPanelBytes;
     finish<kPanelBytes>(p, record, O, rows, own_aside(), warp_row(), lane_of(), aligned,
-                        kFp8 ? a.kv.v_scale[head] : 1.0f, kFp8 ? rounded_l : rows.l, lift, v);
+                        kFp8 ? a.kv.v_scale[head] : 1.0f, total, lift, v);
   }
 
  private:
@@ -287,7 +313,7 @@ struct Math {
 
   __device__ __forceinline__ void clear_outputs() {
 #pragma unroll
-    for (int j = 0; j < kOTiles; ++j)
+    for (int j = 0; j < kOTiles + kOnes / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[0][j][e] = 0.0f;
   }
@@ -296,7 +322,8 @@ struct Math {
     return s.aside + (fresh_tid() - kGroupThreads) / 32 * (kAsideBytes / (kConsumers * kGroupThreads / 32));
   }
   __device__ __forceinline__ float4* s_promoted() const { return reinterpret_cast<float4*>(own_aside()) + lane_of(); }
-  // Sums of products of 8-bit floats keep few bits. So now and then they are added up elsewhere, in float32.
+  // Sums of products of 8-bit floats keep about 12 bits, and lose the others towards zero: where V has a mean that is
+  // nearly 2 % for every 1000 keys. So now and then they are added up elsewhere, in float32.
   __device__ __forceinline__ void promote() {
     float4* const s_sums = s_promoted();
 #pragma unroll
@@ -307,6 +334,10 @@ struct Math {
         sum.x += before.x, sum.y += before.y, sum.z += before.z, sum.w += before.w;
       }
       s_sums[32 * j] = sum;
+    }
+    if (kOnes) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) ones_l[h] += O[0][kOTiles + kOnes / 8 - 1][2 * h];
     }
     promoted = true;
     clear_outputs();
