@@ -2,10 +2,10 @@
 
 python -m bench.int8_accuracy   on a Hopper GPU; writes bench/results/<machine>/int8-accuracy.jsonl and a plot.
 
-Inputs: normal numbers; keys with a tenth of their channels offset; one value in a thousand ten times as large (the
-stress test of FlashAttention 3); a long sequence, where errors could pile up. q, k and v are bfloat16. The FP8 peers
-get them as E4M3: FlashAttention 3 with a scale for each head; "per-tensor FP8" is simulated in float32, with one scale
-for each of q, k and v, and weights in E4M3, from 0 to 448.
+Inputs: normal numbers; keys with a tenth of their channels offset; values with a mean of 3; one value in a thousand ten
+times as large (the stress test of FlashAttention 3); long sequences, where errors could pile up. q, k and v are
+bfloat16. The FP8 peers get them as E4M3: FlashAttention 3 with a scale for each head; "per-tensor FP8" is simulated in
+float32, with one scale for each of q, k and v, and weights in E4M3, from 0 to 448.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def _problems(length: int = 4096, heads: int = 8, longest: int = 32768, head_dim
     return tuple(
         Problem(name, Case(name, t, t, h, h, head_dim, dtype="bfloat16", data=data, causal=causal))
         for name, data, t, h in (
-            *((data, data, length, heads) for data in ("normal", "biased_k", "outlier")),
+            *((data, data, length, heads) for data in ("normal", "biased_k", "biased_v", "outlier")),
             ("long", "normal", longest, 2),
+            ("long_biased_v", "biased_v", longest, 2),
         )
         for causal in (False, True)
     )

@@ -11,7 +11,7 @@ import numpy as np
 from qflash.rope import Rope, rope_tables
 
 LAYOUTS = ("bthd", "bhtd", "fused", "gaps", "one_batch")
-DATA = ("normal", "biased_k", "outlier", "large", "uniform", "rising", "hills")
+DATA = ("normal", "biased_k", "biased_v", "outlier", "large", "uniform", "rising", "hills")
 POSITIONS = (None, "shared", "per_batch", "negative")
 
 
@@ -146,6 +146,11 @@ def _biased_k(rng: np.random.Generator, q, k, v):
     return q, k + offset * rng.standard_normal(channels).astype(np.float32), v
 
 
+def _biased_v(rng: np.random.Generator, q, k, v):
+    """All of v's channels have a mean: sums over keys grow with them, and what a sum loses it loses every time."""
+    return q, k, v + 3
+
+
 def _outlier(rng: np.random.Generator, q, k, v):
     """One value in a thousand is ten times as large."""
     return tuple(x + 10 * (rng.random(x.shape) < 1e-3) * rng.standard_normal(x.shape, np.float32) for x in (q, k, v))
@@ -184,6 +189,7 @@ def _hills(rng: np.random.Generator, q, k, v):
 _DISTRIBUTIONS = {
     "normal": lambda rng, q, k, v: (q, k, v),
     "biased_k": _biased_k,
+    "biased_v": _biased_v,
     "outlier": _outlier,
     "large": _large,
     "uniform": _uniform,

@@ -32,8 +32,8 @@ def results(monkeypatch, tmp_path):
 
 def test_the_inputs_are_those_of_the_field():
     found = [(one.name, one.case.k_len, one.case.q_heads, one.case.causal) for one in accuracy.PROBLEMS]
-    assert found[:6:2] == [(name, 4096, 8, False) for name in ("normal", "biased_k", "outlier")]
-    assert found[6:] == [("long", 32768, 2, False), ("long", 32768, 2, True)]
+    assert found[:8:2] == [(name, 4096, 8, False) for name in ("normal", "biased_k", "biased_v", "outlier")]
+    assert found[8:] == [(name, 32768, 2, causal) for name in ("long", "long_biased_v") for causal in (False, True)]
     assert {(one.case.head_dim, one.case.dtype, one.case.batch) for one in accuracy.PROBLEMS} == {(128, "bfloat16", 1)}
     biased = next(one.case for one in SMALL if one.name == "biased_k")
     np.testing.assert_array_equal(peers.Arrays(biased, "cpu").numpy[1], biased.make_inputs().k)

@@ -30,8 +30,8 @@ struct Math {
   Weights<kFp8> P;
   Rows rows;
   TileSums sums[kParts];  // of this tile's weights
-  // Sums of weights as they were multiplied, where that makes a difference: of this lane's weights, all of them or what
-  // is lacking in products with kOnes; and what those products were when they were promoted.
+  // Sums of weights as they were multiplied, where that makes a difference: of this lane's weights in tiles whose
+  // products with kOnes do not count; and of those products, where they count, when they were promoted.
   float rounded_l[2], ones_l[2];
   float unlift[kParts];                   // of the tile that is multiplied: weights are as many times too large
   float q_slope[2];                       // of the lane's rows: from dots to base-2 scores, K's scale apart
@@ -39,6 +39,7 @@ struct Math {
   float k_scale[kParts], v_lift[kParts];  // of this tile
   float rescale[2];                       // of outputs,
   bool moved;                             // where references moved
+  bool lifted, was_lifted;                // the tile that is multiplied, and the one before: weights by more than 1
   bool promoted;                          // some outputs are aside
   bool wild;                              // some keys are not finite
   bool steep;                             // references would not come off the next tile's scores exactly
@@ -47,12 +48,13 @@ struct Math {
   __device__ __forceinline__ Math(const Params& params, const Shared& shared) : a(params), p(params.attn), s(shared) {}
 
   __device__ static __forceinline__ void begin_block(const Shared& s) {
-    if (kOnes == 0) return;
-    constexpr uint32_t kOneInE4m3 = 0x38383838u;
-    constexpr int kWords = (kOnes ? kOnes : 8) * kBlockN / 4;
-    for (int i = threadIdx.x; i < kStages * kWords; i += kThreads)
-      reinterpret_cast<uint32_t*>(s.v + i / kWords * VTile::kBytes + kVCopied)[i % kWords] = kOneInE4m3;
-    fence_proxy_async();  // the ones, to wgmma
+    if constexpr (kOnes > 0) {
+      constexpr uint32_t kOneInE4m3 = 0x38383838u;
+      constexpr int kWords = (VTile::kBytes - kVCopied) / 4 + (kOnes == 0);  // never 0
+      for (int i = threadIdx.x; i < kStages * kWords; i += kThreads)
+        reinterpret_cast<uint32_t*>(s.v + i / kWords * VTile::kBytes + kVCopied)[i % kWords] = kOneInE4m3;
+      fence_proxy_async();  // the ones, to wgmma
+    }
   }
   __device__ __forceinline__ void start_scores(const AlongRows<QTile>& q, const Keys& k) {
     hold(dots[0]);
@@ -80,15 +82,7 @@ struct Math {
   }
   // Under the product just started.
   __device__ __forceinline__ void sum_rounded() {
-    if (!kFp8) return;
-    float lacks[kParts];
-    bool some = false;
-#pragma unroll
-    for (int c = 0; c < kParts; ++c) {
-      lacks[c] = unlift[c] - (kOnes ? 1.0f : 0.0f);
-      some |= lacks[c] != 0.0f;
-    }
-    if (!kOnes || unlikely(some)) P.add_to(rounded_l, lacks);
+    if (!kOnes || unlikely(lifted)) P.add_to(rounded_l, unlift);
   }
 
   // An item begins.
@@ -106,7 +100,7 @@ struct Math {
     }
     clear_outputs();
     rows = Rows();
-    calm = promoted = false;
+    calm = promoted = lifted = false;
   }
   // What is to be known of the tile that begins at key0.
   __device__ __forceinline__ void fetch(const Record&, int key0) {
@@ -155,9 +149,12 @@ struct Math {
   }
   __device__ __forceinline__ void recover(const Record&, int, bool, int, int) {}
   __device__ __forceinline__ void account() {
+    was_lifted = lifted;
+    lifted = false;
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
       unlift[c] = kFp8 ? ex2(-v_lift[c]) : 1.0f;
+      lifted |= kFp8 && v_lift[c] != 0.0f;
 #pragma unroll
       for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(sums[c].of[h], unlift[c], rows.l[h]);
     }
@@ -172,7 +169,9 @@ struct Math {
       rescale_outputs(O, rescale);
       if (kFp8 && promoted) rescale_promoted();
     }
-    if (kFp8 && left % kTogether == 0) promote();
+    // Products of ones with lifted weights are not sums of weights, and would drown those: they keep to themselves.
+    const bool apart = kOnes && (lifted || was_lifted);
+    if (kFp8 && (unlikely(apart) || left % kTogether == 0)) promote(!was_lifted);
   }
   template <class AwaitV>
   __device__ __forceinline__ void round_weights(const Record&, AwaitV) {
@@ -191,7 +190,7 @@ struct Math {
     }
     const auto total = [&](int r) {
       if (!kFp8) return sum_of_quad(rows.l[r]);
-      return sum_of_quad(rounded_l[r]) + (kOnes ? O[0][kOTiles + kOnes / 8 - 1][2 * r] + ones_l[r] : 0.0f);
+      return sum_of_quad(rounded_l[r]) + ones_l[r] + (kOnes && !lifted ? O[0][kOTiles + kOnes / 8 - 1][2 * r] : 0.0f);
     };
     const float* const g_lift =
         a.lift ? a.lift + (int64_t(record.b) * p.q_heads + record.h) * p.q_len + record.row0 : nullptr;
@@ -324,7 +323,8 @@ struct Math {
   __device__ __forceinline__ float4* s_promoted() const { return reinterpret_cast<float4*>(own_aside()) + lane_of(); }
   // Sums of products of 8-bit floats keep about 12 bits, and lose the others towards zero: where V has a mean that is
   // nearly 2 % for every 1000 keys. So now and then they are added up elsewhere, in float32.
-  __device__ __forceinline__ void promote() {
+  // ones_count: products with kOnes are sums of weights.
+  __device__ __forceinline__ void promote(bool ones_count) {
     float4* const s_sums = s_promoted();
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j) {
@@ -335,7 +335,7 @@ struct Math {
       }
       s_sums[32 * j] = sum;
     }
-    if (kOnes) {
+    if (kOnes && ones_count) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) ones_l[h] += O[0][kOTiles + kOnes / 8 - 1][2 * h];
     }
