@@ -156,12 +156,12 @@ def check_byte_products(call: Callable[..., None], kind: str, n: int, row_bytes:
     assert np.array_equal(out, a @ b.T + (0 if kind == "s8" else 0.5))
 
 
-# (kind, n) of hopper/byte_products.cuh
-BYTE_PRODUCTS = [("s8", 64), ("s8", 128), ("e4m3", 64), ("e4m3", 128), ("e4m3", 256)]
+# (kind, n, row_bytes) of hopper/byte_products.cuh. Panels of 72 or 136 rows of 64 bytes would not be whole ones.
+BYTE_PRODUCTS = [("s8", n, row) for n in (64, 128) for row in (64, 128)]
+BYTE_PRODUCTS += [("e4m3", n, row) for n in (64, 72, 128, 136, 256) for row in (64, 128) if row == 128 or n % 64 == 0]
 
 
-@pytest.mark.parametrize("row_bytes", [64, 128])
-@pytest.mark.parametrize(("kind", "n"), BYTE_PRODUCTS)
+@pytest.mark.parametrize(("kind", "n", "row_bytes"), BYTE_PRODUCTS)
 def test_byte_products(emulated, kind, n, row_bytes):
     for seed in range(2):
         check_byte_products(caller(emulated("hopper_byte_products"), seed), kind, n, row_bytes)

@@ -85,6 +85,7 @@ def sass(entry) -> str:
         "SYNCS.ARRIVE.TRANS64.A1T0", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "SYNCS.PHASECHK.TRANS64", "HGMMA.64x96x16.F32",
         "HGMMA.64x256x16.F32.BF16", "IGMMA.64x64x32.S8.S8", "IGMMA.64x128x32.S8.S8", "QGMMA.64x64x32.F32.E4M3.E4M3",
         "QGMMA.64x128x32.F32.E4M3.E4M3", "QGMMA.64x256x32.F32.E4M3.E4M3", "HADD2",
+        "QGMMA.64x72x32.F32.E4M3.E4M3", "QGMMA.64x136x32.F32.E4M3.E4M3",
         "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C", "F2FP.F16.E4M3.UNPACK_B", "WARPGROUP.ARRIVE",
         "WARPGROUP.DEPBAR.LE", "STSM.16.M88.4", "HFMA2",
         "HFMA2.BF16_V2", "USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL",
@@ -176,8 +177,7 @@ def test_boxes_of_bytes_have_rows_of_64(device, shape, which):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row_bytes", [64, 128])
-@pytest.mark.parametrize(("kind", "n"), BYTE_PRODUCTS)
+@pytest.mark.parametrize(("kind", "n", "row_bytes"), BYTE_PRODUCTS)
 def test_byte_products(device, kind, n, row_bytes):
     check_byte_products(device, kind, n, row_bytes)
 
