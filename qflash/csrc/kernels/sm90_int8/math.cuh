@@ -158,9 +158,10 @@ struct Math {
 #pragma unroll
       for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(sums[c].of[h], unlift[c], rows.l[h]);
     }
-    if (!kFp8 || !moved) return;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) rounded_l[h] *= rescale[h], ones_l[h] *= rescale[h];
+    if (kFp8 && moved) {
+      rounded_l[0] *= rescale[0], rounded_l[1] *= rescale[1];
+      ones_l[0] *= rescale[0], ones_l[1] *= rescale[1];
+    }
   }
   // What the outputs so far are owed, once their product is done. left: tiles, this one included.
   __device__ __forceinline__ void settle_outputs(int left) {
