@@ -402,6 +402,8 @@ def _replay(q, k, v, *, words, rope, precision):
                     product = weights.astype(q.dtype).astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
                 for j in np.flatnonzero(~finite[:, kv_head].all(-1)):
                     product += np.where(seen[:, j, None], v_rest[j, kv_head], 0)
+                if q.dtype == np.float16:  # averages of what it holds, which rounding may have put past its largest
+                    product = np.where(np.isfinite(product), np.clip(product, -65504, 65504), product)
                 sees_any = seen.any(-1)
                 out[rows, head] = np.where(sees_any[:, None], product, 0)
                 lse[head, rows] = np.where(sees_any, LN2 * (top + np.log2(total)) + lift, -np.inf)

@@ -157,7 +157,7 @@ def _plan(
         fields=(*attention_struct(problem, q.dtype, precision, strided), *fields),
         operands=tuple(operands),
         results=tuple(results),
-        head_dim=problem.head_dim,
+        head_dim=int(problem.head_dim),  # selects the kernel, so compiled programs are made for it
         precision=precision,
     )
 

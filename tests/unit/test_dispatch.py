@@ -241,8 +241,9 @@ def test_an_operation_no_kernel_serves_says_why_of_each_row() -> None:
             "below 4096 keys fa_mma is usually faster (quantizing is not paid back); precision=None selects",
         ),
         (80, 128, 4096, None),
-        (90, 128, 2047, "below 2048 keys sm90_fwd is usually faster (quantizing is not paid back)"),
-        (90, 64, 2048, None),
+        (90, 128, 16383, "below 16384 keys sm90_fwd is usually faster (quantizing is not paid back)"),
+        (90, 64, 16384, "at this head_dim sm90_fwd is usually faster"),
+        (90, 256, 8192, None),
     ],
 )
 def test_notes_tell_where_quantizing_is_not_paid_back(arch: int, head_dim: int, keys: int, note: str | None) -> None:

@@ -121,7 +121,6 @@ struct WgmmaE4m3;
   "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3]), "+f"(d[i + 1][0]), "+f"(d[i + 1][1]), "+f"(d[i + 1][2]), \
       "+f"(d[i + 1][3])
 
-#define QF_FOUR_SUMS(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define QF_INTEGER_SUMS(i)                                                                                             \
   "+r"(d[i][0]), "+r"(d[i][1]), "+r"(d[i][2]), "+r"(d[i][3]), "+r"(d[i + 1][0]), "+r"(d[i + 1][1]), "+r"(d[i + 1][2]), \
       "+r"(d[i + 1][3])
@@ -216,14 +215,6 @@ QF_WGMMA_E4M3(128,
                          ", " QF_NAMES_7,
               (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14)),
               "%64", "%65", "%66", "%67", "%68")
-QF_WGMMA_E4M3(72, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", %32, %33, %34, %35",
-              (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_FOUR_SUMS(8)), "%36", "%37", "%38", "%39", "%40")
-QF_WGMMA_E4M3(136,
-              QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
-                         ", " QF_NAMES_7 ", %64, %65, %66, %67",
-              (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
-               QF_FOUR_SUMS(16)),
-              "%68", "%69", "%70", "%71", "%72")
 QF_WGMMA_E4M3(256,
               QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
                          ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10 ", " QF_NAMES_11
@@ -235,7 +226,6 @@ QF_WGMMA_E4M3(256,
 #undef QF_WGMMA_E4M3
 #undef QF_WGMMA_S8
 #undef QF_INTEGER_SUMS
-#undef QF_FOUR_SUMS
 #undef QF_LIST
 #undef QF_WGMMAS
 #undef QF_WGMMA

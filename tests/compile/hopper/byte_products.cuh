@@ -95,5 +95,4 @@ __device__ void multiply_e4m3(char* s_memory, const char* g_a, const char* g_b, 
 
 // Every N and width of rows there is a test of.
 #define QF_EACH_S8(DO) DO(64, 64) DO(64, 128) DO(128, 64) DO(128, 128)
-#define QF_EACH_E4M3(DO) \
-  DO(64, 64) DO(64, 128) DO(72, 128) DO(128, 64) DO(128, 128) DO(136, 128) DO(256, 64) DO(256, 128)
+#define QF_EACH_E4M3(DO) DO(64, 64) DO(64, 128) DO(128, 64) DO(128, 128) DO(256, 64) DO(256, 128)

@@ -37,8 +37,7 @@ __device__ __forceinline__ void store_chunk(Element* g_to, const uint4& words, b
 }
 
 // A warp's rows, of which `rows` exist.
-template <int kTiles>
-__device__ __forceinline__ void store_rows(const float (&O)[1][kTiles][4], Element* g_first, int64_t stride, int rows,
+__device__ __forceinline__ void store_rows(const float (&O)[1][kOTiles][4], Element* g_first, int64_t stride, int rows,
                                            int head_dim, bool aligned, int lane) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -58,8 +57,8 @@ __device__ __forceinline__ void store_rows(const float (&O)[1][kTiles][4], Eleme
 
 // The same through shared memory: s_rows, where the warp's rows go, panels kPanelBytes apart. Half the instructions,
 // and rows leave in one piece.
-template <int kPanelBytes, int kTiles>
-__device__ __forceinline__ void store_rows_through(char* s_rows, const float (&O)[1][kTiles][4], Element* g_first,
+template <int kPanelBytes>
+__device__ __forceinline__ void store_rows_through(char* s_rows, const float (&O)[1][kOTiles][4], Element* g_first,
                                                    int64_t stride, int rows, int head_dim, bool aligned, int lane) {
   using Tile = Panels<16, kHeadDim>;
   constexpr int kChunks = Tile::kChunks;
@@ -85,18 +84,25 @@ __device__ __forceinline__ void store_rows_through(char* s_rows, const float (&O
   }
 }
 
+// An average of numbers that float16 holds, which rounding may have put past the largest of them.
+__device__ __forceinline__ float within(float x) {
+  constexpr float kMost = 65504.0f;
+  if (QF_DTYPE != QF_F16) return x;
+  return fabsf(x) > kMost && fabsf(x) < infinity() ? copysignf(kMost, x) : x;
+}
+
 __device__ __forceinline__ float sum_of_quad(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
 // Divides a warp's rows by their sums of weights and stores them. warp_row: from the block's first. s_rows: as above;
-// gain: of all outputs; total(r): sum of the weights of the lane's row r as they were multiplied; lift(row): what lse
-// lacks, of a row of the block; v(key, d): V, where some of it is not finite.
-template <int kPanelBytes, int kTiles, class Total, class Lift, class V>
-__device__ __forceinline__ void finish(const QfAttnParams& p, const Record& record, float (&O)[1][kTiles][4],
+// gain: of all outputs; l: this lane's sums of weights as they were multiplied; lift(row): what lse lacks, of a row of
+// the block; v(key, d): V, where some of it is not finite.
+template <int kPanelBytes, class Lift, class V>
+__device__ __forceinline__ void finish(const QfAttnParams& p, const Record& record, float (&O)[1][kOTiles][4],
                                        const Rows& rows, char* s_rows, int warp_row, int lane, bool aligned, float gain,
-                                       Total total, Lift lift, V v) {
+                                       const float (&l)[2], Lift lift, V v) {
   const int row0 = record.row0 + warp_row, own_rows = min(16, record.seq.len_q - row0);
   Element* const g_out =
       static_cast<Element*>(p.out.data) + record.out_at + warp_row * p.out.stride_t;  // the warp's first row
@@ -104,7 +110,7 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
   for (int r = 0; r < 2; ++r) {
     const int i = lane / 4 + 8 * r;
     const float sum = sum_of_quad(rows.l[r]);
-    float inverse = rcp(total(r)) * gain, lse = lse_of(rows.m[r], sum);
+    float inverse = rcp(&l == &rows.l ? sum : sum_of_quad(l[r])) * gain, lse = lse_of(rows.m[r], sum);
     if (!(sum > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
       const KeyRange keys = record.mask.visible(row0 + i);
       if (keys.begin == keys.end) {
@@ -116,7 +122,7 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) O[0][j][2 * r + e] *= inverse;
+      for (int e = 0; e < 2; ++e) O[0][j][2 * r + e] = within(O[0][j][2 * r + e] * inverse);
     if (p.lse && lane % 4 == 0 && i < own_rows)
       p.lse[record.lse_at + warp_row + i] = lse == -infinity() ? lse : lse + lift(warp_row + i);
   }

@@ -59,27 +59,27 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Items& item
     const int b = p.cu_seqlens_q ? 0 : record.b, kv_head = record.h / group;
     const int first_key = int(record.seq.k0) + record.keys.begin;
     const int first_column = int(transposed_from(p, record)) + record.keys.begin;
-    const auto load = [&](auto& place, auto& ring, char* s_tiles, const CUtensorMap& map, auto tile, int bytes,
-                          int column, int row, int h) {
+    const auto load = [&](auto& place, auto& ring, char* s_tiles, const CUtensorMap& map, auto tile, int column,
+                          int row, int h) {
       using Tile = decltype(tile);
       Mbarrier* const full = &ring.full[place.stage()];
       char* const s_tile = s_tiles + place.stage() * Tile::kBytes;
       place.wait_empty(ring);
-      mbarrier_arrive_expect(full, bytes);
+      mbarrier_arrive_expect(full, Tile::kBytes);
 #pragma unroll
       for (int panel = 0; panel < Tile::kCount; ++panel)
         copy_box(s_tile + panel * Tile::kPanelBytes, &map, column + panel * Tile::kPanelColumns, row, h, b, full);
       place.advance();
     };
     const auto load_k = [&](int n) {
-      load(k_place, *s.k_ring, s.k, maps.k, KTile(), KTile::kBytes, 0, first_key + n * kBlockN, kv_head);
+      load(k_place, *s.k_ring, s.k, maps.k, KTile(), 0, first_key + n * kBlockN, kv_head);
     };
     const auto load_v = [&](int n) {
       const int along = n * kBlockN;
-      load(v_place, *s.v_ring, s.v, maps.v, VTile(), kVCopied, kVTransposed ? first_column + along : 0,
+      load(v_place, *s.v_ring, s.v, maps.v, VTile(), kVTransposed ? first_column + along : 0,
            kVTransposed ? 0 : first_key + along, kv_head);
     };
-    load(q_place, *s.q_ring, s.q, maps.q, QTile(), QTile::kBytes, 0, int(record.seq.q0) + record.row0, record.h);
+    load(q_place, *s.q_ring, s.q, maps.q, QTile(), 0, int(record.seq.q0) + record.row0, record.h);
     for (int n = 0; n < tiles; ++n) {
       if (n > 0 && n + kAhead == tiles) want_next();
       load_k(n);

@@ -93,10 +93,9 @@ __device__ __forceinline__ bool move_reference(const float (&largest)[2], Rows& 
   return moved;
 }
 
-template <int kTiles>
-__device__ __forceinline__ void rescale_outputs(float (&O)[1][kTiles][4], const float (&rescale)[2]) {
+__device__ __forceinline__ void rescale_outputs(float (&O)[1][kOTiles][4], const float (&rescale)[2]) {
 #pragma unroll
-  for (int j = 0; j < kTiles; ++j)
+  for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
     for (int e = 0; e < 4; ++e) O[0][j][e] *= rescale[e / 2];
 }

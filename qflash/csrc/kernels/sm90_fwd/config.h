@@ -36,7 +36,6 @@ constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40, kConsumerRegisters
 using QTile = Panels<kBlockM, kHeadDim>;
 using KTile = Panels<kBlockN, kHeadDim>;
 using VTile = KTile;
-constexpr int kVCopied = VTile::kBytes;
 constexpr bool kVTransposed = false;
 constexpr int kNTiles = kBlockN / 8, kOTiles = kHeadDim / 8;
 

@@ -42,7 +42,6 @@ struct Math {
   __device__ __forceinline__ Math(const Params& params, const Shared& shared)
       : p(params), s(shared), factor(score_factor(p.scale, p.softcap)) {}
 
-  __device__ static __forceinline__ void begin_block(const Shared&) {}
   __device__ __forceinline__ void start_scores(const AlongRows<QTile>& q, const Keys& k) {
     hold(S[0]);
     wgmma_fence();
@@ -141,8 +140,7 @@ struct Math {
   __device__ __forceinline__ void store(const Record& record, int q_stage, bool aligned) {
     char* const s_rows = s.q + q_stage * QTile::kBytes + warp_row() * QTile::kRowBytes;
     finish<kOutThroughQ ? QTile::kPanelBytes : 0>(
-        p, record, O, rows, s_rows, warp_row(), lane_of(), aligned, 1.0f, [&](int r) { return sum_of_quad(rows.l[r]); },
-        [](int) { return 0.0f; },
+        p, record, O, rows, s_rows, warp_row(), lane_of(), aligned, 1.0f, rows.l, [](int) { return 0.0f; },
         [&](int key, int d) {
           const int kv_head = record.h / (p.q_heads / p.kv_heads);
           const HeadRows<Element> v(p.v, record.b, record.seq.k0, kv_head, 0, 0, false);

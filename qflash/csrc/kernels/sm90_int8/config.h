@@ -23,7 +23,7 @@ constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
 constexpr int kBlockM = kConsumers * kGroupRows;
 constexpr int kBlockN = kHeadDim > 128 ? 64 : 128;
 constexpr int kKeysFrom = kBlockN;  // tiles begin where groups of scales and V's order of keys do
-constexpr int kStages = 2;
+constexpr int kStages = kFp8 && kHeadDim <= 128 ? 4 : 2;
 constexpr int kQStages = kFp8 && kHeadDim > 128 ? 1 : 2;
 constexpr int kRecords = 2;
 constexpr bool kSkipsTiles = kBlockN < kBlockM;
@@ -34,19 +34,16 @@ constexpr int kKeyGroup = 64, kParts = kBlockN / kKeyGroup, kLiftKeys = 128;
 
 using QTile = Panels<kBlockM, kHeadDim, 1>;
 using KTile = Panels<kBlockN, kHeadDim, 1>;
-// Rows of ones below those of V's channels: products with them are sums of weights. head_dim 256 has no room for them.
-constexpr int kOnes = kFp8 && kHeadDim <= 128 ? 8 : 0;
 template <bool kTransposed>
 struct VTiles {
   using Tile = Panels<kBlockN, kHeadDim>;
 };
 template <>
 struct VTiles<true> {
-  using Tile = Panels<kHeadDim + kOnes, kBlockN, 1, kBlockN % 128 == 0 ? 128 : 64>;
+  using Tile = Panels<kHeadDim, kBlockN, 1, kBlockN % 128 == 0 ? 128 : 64>;
 };
 constexpr bool kVTransposed = kFp8;
 using VTile = VTiles<kVTransposed>::Tile;
-constexpr int kVCopied = VTile::kBytes - kOnes * kBlockN;  // bytes of a tile that the copy engine brings
 constexpr int kNTiles = kBlockN / 8, kOTiles = kHeadDim / 8;
 
 constexpr int kTilesBytes = kQStages * QTile::kBytes + kStages * (KTile::kBytes + VTile::kBytes);

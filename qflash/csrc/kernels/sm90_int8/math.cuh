@@ -25,21 +25,18 @@ struct Math {
   const Quantized& a;
   const QfAttnParams& p;
   const Shared& s;
-  float O[1][kOTiles + kOnes / 8][4], S[1][kNTiles][4];  // O: and sums of weights, where kOnes
-  int32_t dots[1][kNTiles][4];                           // S, as integers
+  float O[1][kOTiles][4], S[1][kNTiles][4];
+  int32_t dots[1][kNTiles][4];  // S, as integers
   Weights<kFp8> P;
   Rows rows;
-  TileSums sums[kParts];  // of this tile's weights
-  // Sums of weights as they were multiplied, where that makes a difference: of this lane's weights in tiles whose
-  // products with kOnes do not count; and of those products, where they count, when they were promoted.
-  float rounded_l[2], ones_l[2];
+  TileSums sums[kParts];                  // of this tile's weights
+  float rounded_l[2];                     // sums of all weights as they were multiplied, where that makes a difference
   float unlift[kParts];                   // of the tile that is multiplied: weights are as many times too large
   float q_slope[2];                       // of the lane's rows: from dots to base-2 scores, K's scale apart
   const float *g_k_scale, *g_v_lift;      // of the sequence's keys in their head
   float k_scale[kParts], v_lift[kParts];  // of this tile
   float rescale[2];                       // of outputs,
   bool moved;                             // where references moved
-  bool lifted, was_lifted;                // the tile that is multiplied, and the one before: weights by more than 1
   bool promoted;                          // some outputs are aside
   bool wild;                              // some keys are not finite
   bool steep;                             // references would not come off the next tile's scores exactly
@@ -47,15 +44,6 @@ struct Math {
 
   __device__ __forceinline__ Math(const Params& params, const Shared& shared) : a(params), p(params.attn), s(shared) {}
 
-  __device__ static __forceinline__ void begin_block(const Shared& s) {
-    if constexpr (kOnes > 0) {
-      constexpr uint32_t kOneInE4m3 = 0x38383838u;
-      constexpr int kWords = (VTile::kBytes - kVCopied) / 4 + (kOnes == 0);  // never 0
-      for (int i = threadIdx.x; i < kStages * kWords; i += kThreads)
-        reinterpret_cast<uint32_t*>(s.v + i / kWords * VTile::kBytes + kVCopied)[i % kWords] = kOneInE4m3;
-      fence_proxy_async();  // the ones, to wgmma
-    }
-  }
   __device__ __forceinline__ void start_scores(const AlongRows<QTile>& q, const Keys& k) {
     hold(dots[0]);
     wgmma_fence();
@@ -81,9 +69,7 @@ struct Math {
     steep = __any_sync(0xffffffffu, found);
   }
   // Under the product just started.
-  __device__ __forceinline__ void sum_rounded() {
-    if (!kOnes || unlikely(lifted)) P.add_to(rounded_l, unlift);
-  }
+  __device__ __forceinline__ void sum_rounded() { P.add_to(rounded_l, unlift); }
 
   // An item begins.
   __device__ __forceinline__ void begin(const Record& record) {
@@ -96,11 +82,11 @@ struct Math {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       q_slope[h] = row + 8 * h < record.seq.len_q ? g_scales[8 * h] * (fabsf(p.scale) * kLog2e) : 0.0f;
-      rounded_l[h] = ones_l[h] = 0.0f;
+      rounded_l[h] = 0.0f;
     }
     clear_outputs();
     rows = Rows();
-    calm = promoted = lifted = false;
+    calm = promoted = false;
   }
   // What is to be known of the tile that begins at key0.
   __device__ __forceinline__ void fetch(const Record&, int key0) {
@@ -149,19 +135,13 @@ struct Math {
   }
   __device__ __forceinline__ void recover(const Record&, int, bool, int, int) {}
   __device__ __forceinline__ void account() {
-    was_lifted = lifted;
-    lifted = false;
 #pragma unroll
     for (int c = 0; c < kParts; ++c) {
       unlift[c] = kFp8 ? ex2(-v_lift[c]) : 1.0f;
-      lifted |= kFp8 && v_lift[c] != 0.0f;
 #pragma unroll
       for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(sums[c].of[h], unlift[c], rows.l[h]);
     }
-    if (kFp8 && moved) {
-      rounded_l[0] *= rescale[0], rounded_l[1] *= rescale[1];
-      ones_l[0] *= rescale[0], ones_l[1] *= rescale[1];
-    }
+    if (kFp8 && moved) rounded_l[0] *= rescale[0], rounded_l[1] *= rescale[1];
   }
   // What the outputs so far are owed, once their product is done. left: tiles, this one included.
   __device__ __forceinline__ void settle_outputs(int left) {
@@ -170,9 +150,7 @@ struct Math {
       rescale_outputs(O, rescale);
       if (kFp8 && promoted) rescale_promoted();
     }
-    // Products of ones with lifted weights are not sums of weights, and would drown those: they keep to themselves.
-    const bool apart = kOnes && (lifted || was_lifted);
-    if (kFp8 && (unlikely(apart) || left % kTogether == 0)) promote(!was_lifted);
+    if (kFp8 && left % kTogether == 0) promote();
   }
   template <class AwaitV>
   __device__ __forceinline__ void round_weights(const Record&, AwaitV) {
@@ -189,10 +167,6 @@ struct Math {
       }
       __syncwarp();  // rows go where these were
     }
-    const auto total = [&](int r) {
-      if (!kFp8) return sum_of_quad(rows.l[r]);
-      return sum_of_quad(rounded_l[r]) + ones_l[r] + (kOnes && !lifted ? O[0][kOTiles + kOnes / 8 - 1][2 * r] : 0.0f);
-    };
     const float* const g_lift =
         a.lift ? a.lift + (int64_t(record.b) * p.q_heads + record.h) * p.q_len + record.row0 : nullptr;
     const auto lift = [&](int row) { return kPlain ? p.scale * g_lift[row] : 0.0f; };
@@ -202,7 +176,7 @@ struct Math {
     };
     constexpr int kPanelBytes = Panels<16, kHeadDim>::kPanelBytes;
     finish<kPanelBytes>(p, record, O, rows, own_aside(), warp_row(), lane_of(), aligned,
-                        kFp8 ? a.kv.v_scale[head] : 1.0f, total, lift, v);
+                        kFp8 ? a.kv.v_scale[head] : 1.0f, kFp8 ? rounded_l : rows.l, lift, v);
   }
 
  private:
@@ -313,7 +287,7 @@ struct Math {
 
   __device__ __forceinline__ void clear_outputs() {
 #pragma unroll
-    for (int j = 0; j < kOTiles + kOnes / 8; ++j)
+    for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[0][j][e] = 0.0f;
   }
@@ -324,8 +298,7 @@ struct Math {
   __device__ __forceinline__ float4* s_promoted() const { return reinterpret_cast<float4*>(own_aside()) + lane_of(); }
   // Sums of products of 8-bit floats keep about 12 bits, and lose the others towards zero: where V has a mean that is
   // nearly 2 % for every 1000 keys. So now and then they are added up elsewhere, in float32.
-  // ones_count: products with kOnes are sums of weights.
-  __device__ __forceinline__ void promote(bool ones_count) {
+  __device__ __forceinline__ void promote() {
     float4* const s_sums = s_promoted();
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j) {
@@ -335,10 +308,6 @@ struct Math {
         sum.x += before.x, sum.y += before.y, sum.z += before.z, sum.w += before.w;
       }
       s_sums[32 * j] = sum;
-    }
-    if (kOnes && ones_count) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) ones_l[h] += O[0][kOTiles + kOnes / 8 - 1][2 * h];
     }
     promoted = true;
     clear_outputs();

@@ -88,9 +88,9 @@ struct Weights<true> {
       }
     }
   }
-  __device__ __forceinline__ void multiply(float (&O)[kOTiles + kOnes / 8][4], const Values& v) const {
+  __device__ __forceinline__ void multiply(float (&O)[kOTiles][4], const Values& v) const {
 #pragma unroll
-    for (int i = 0; i < kBlockN / 32; ++i) WgmmaE4m3<kHeadDim + kOnes>::multiply(O, a[i], v.step(i));
+    for (int i = 0; i < kBlockN / 32; ++i) WgmmaE4m3<kHeadDim>::multiply(O, a[i], v.step(i));
   }
 };
 
