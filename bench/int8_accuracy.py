@@ -138,6 +138,27 @@ def measure(
             yield shared | rows.problem(problem.case, "accuracy") | about | metrics(out, want)
 
 
+_NO_ROWS = "No rows are committed yet; `python -m bench.int8_accuracy` makes them."
+
+
+def summary() -> str:
+    """Relative L2 errors of the committed rows: one table per machine, an input per line."""
+    from bench import report
+
+    parts = []
+    for found in rows.committed(NAME).values():
+        candidates = list(dict.fromkeys(row["candidate"] for row in found))
+        errors: dict[str, dict[str, float]] = {}
+        for row in found:
+            what = f"{row['input']}, T={row['Tk']} {'causal' if row['causal'] else 'full'}"
+            errors.setdefault(what, {})[row["candidate"]] = row["rel_l2"]
+        lines = [
+            [what, *(f"{of[name]:.2g}" if name in of else "" for name in candidates)] for what, of in errors.items()
+        ]
+        parts.append(f"{report.source(found[0])}\n\n{report.markdown(['input', *candidates], lines)}")
+    return "\n\n".join(parts) or _NO_ROWS
+
+
 def table() -> str:
     """The committed rows: one table per machine, a candidate per line."""
     from bench import report
@@ -154,7 +175,7 @@ def table() -> str:
             previous = what
         header = ["input", "candidate", "cosine", "relative L1", "relative L2", "RMSE", "largest error"]
         parts.append(f"{report.source(found[0])}\n\n{report.markdown(header, lines)}")
-    return "\n\n".join(parts) or "No rows are committed yet; `python -m bench.int8_accuracy` makes them."
+    return "\n\n".join(parts) or _NO_ROWS
 
 
 def main(device: str) -> None:

@@ -125,11 +125,21 @@ def _rungs(rows: list[Row]) -> str:
     return markdown(["(B, H, T, D)", "candidate", "latency", "rate", "error", "× naive", "× PyTorch (FA2)"], lines)
 
 
+def _quantized_summary(rows: list[Row]) -> str:
+    return "\n\n".join([source(rows[0]), "\n".join(f"- {line}" for line in quantized_means(rows))])
+
+
+def quantized_summaries() -> str:
+    """sm90_int8 in sentences, per machine."""
+    parts = [_quantized_summary(rows) for rows in store.committed("sm90_int8").values()]
+    return "\n\n".join(parts) or _no_rows("sm90_int8")
+
+
 def quantized_table() -> str:
     """sm90_int8, one table per machine, head_dim and mask: ours with and without quantization, then their peers."""
     parts = []
     for rows in store.committed("sm90_int8").values():
-        parts.append("\n\n".join([source(rows[0]), "\n".join(f"- {line}" for line in quantized_means(rows))]))
+        parts.append(_quantized_summary(rows))
         groups: dict[tuple[int, bool], list[Row]] = {}
         for row in rows:
             groups.setdefault((row["D"], row["causal"]), []).append(row)
@@ -329,8 +339,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
     int8_gemm.NAME: int8_gemm.table,
     quantize.NAME: quantize.table,
     "sm90_int8": quantized_table,
+    "sm90_int8-means": quantized_summaries,
     "sm90_int8-plots": quantized_plots,
     int8_accuracy.NAME: int8_accuracy.table,
+    f"{int8_accuracy.NAME}-l2": int8_accuracy.summary,
     sm90_quantize.NAME: lambda: quantize.table(sm90_quantize.NAME),
     **{name: (lambda name=name: reductions.table(name)) for name in reductions.PRESET.values()},
     "roofline": rooflines,

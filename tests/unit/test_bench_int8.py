@@ -64,7 +64,7 @@ def test_one_scale_for_a_tensor_is_what_outliers_spoil():
 
 
 def test_rows_their_table_and_plot(results, tmp_path, monkeypatch):
-    assert "No rows are committed yet" in accuracy.table()
+    assert "No rows are committed yet" in accuracy.table() and "No rows are committed yet" in accuracy.summary()
     for module in peers.FA3_MODULES:
         monkeypatch.setitem(sys.modules, module, None)
     told = []
@@ -77,6 +77,9 @@ def test_rows_their_table_and_plot(results, tmp_path, monkeypatch):
     table = accuracy.table()
     assert "| normal, T=96 H=2 D=32 full | **qflash cpu** | 1.0000" in table
     assert f"|  | {accuracy.PER_TENSOR} | 0.99" in table
+    summary = accuracy.summary()
+    assert f"| input | qflash cpu | qflash cpu_int8 | {accuracy.PER_TENSOR} |" in summary
+    assert f"| normal, T=96 full | {by_name['qflash cpu']['rel_l2']:.2g} |" in summary
     picture = plot.draw_errors(found, tmp_path / "errors.svg")
     if picture is not None:  # matplotlib is installed
         assert "relative L2 error" in picture.read_text()
@@ -180,6 +183,7 @@ def test_quantized_kernels_are_held_against_16_bits_and_against_fp8(results):
     rows.write(results / "nvidia-h200" / "sm90_int8.jsonl", found)
     table = report.quantized_table()
     said = f"- D=128, T ≥ 4096: qflash sm90_int8: 1.20× the best of 16 bits (1.20 to 1.20), 0.90× {report.FP8}"
+    assert said in report.quantized_summaries() and "<details>" not in report.quantized_summaries()
     assert said in table and "<details><summary>head dim 128, causal, bfloat16</summary>" in table
     cells = ("(4, 16, 4096, 128)", "**qflash sm90_int8**", "100.0 µs", "1000.0 TFLOP/s", "1e-02")
     assert f"| {' | '.join(cells)} | 1.20× FlashAttention 3 | 0.90× |" in table
