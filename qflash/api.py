@@ -160,5 +160,5 @@ def explain(
         dispatch.plan(spec, kernel)  # refuses a name that is unknown or cannot serve
     rows = dispatch.rows(spec, kernel)
     chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
-    notes = dispatch.notes(spec, chosen, problem.k_len) if problem is not None else []
+    notes = dispatch.notes(spec, chosen, min(problem.q_len, problem.k_len)) if problem is not None else []
     return Explanation(chosen, spec, rows, tuple(notes))

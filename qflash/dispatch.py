@@ -371,15 +371,18 @@ def rows(spec: Spec | OpSpec, asked: str | None = None) -> list[tuple[str, str, 
     return result
 
 
-def notes(spec: Spec, name: str | None, keys: int) -> list[str]:
-    """What one should know about kernel `name` serving `spec` with `keys` keys: where it is not worth its precision."""
+def notes(spec: Spec, name: str | None, tokens: int) -> list[str]:
+    """What one should know about kernel `name` serving `spec`: where it is not worth its precision.
+
+    tokens: queries or keys, whichever are fewer: few of either leave little work to make up for quantizing.
+    """
     if name is None:
         return []
     for head_dim, least in BY_NAME[name].pays_from:
         if spec.head_dim <= head_dim:
-            if least is not None and keys >= least:
+            if least is not None and tokens >= least:
                 return []
-            where = "at this head_dim" if least is None else f"below {least} keys"
+            where = "at this head_dim" if least is None else f"below {least} queries and keys"
             plain = plan(replace(spec, precision=PRECISIONS[0])).name
             return [f"{where} {plain} is usually faster (quantizing is not paid back); precision=None selects it"]
     return []

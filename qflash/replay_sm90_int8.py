@@ -336,7 +336,8 @@ def attention_sm90_int8(
     precision "int8": weights are rounded to the arrays' dtype. "int8_fp8": to E4M3, as 2^(t + lift - top + HEADROOM),
     where lift is that of the key's tile and top the row's largest t + lift over all keys, rounded up to an integer. The
     kernel's top is that of the first tile and moves when weights would pass 448, by whole numbers, which multiplies by
-    powers of two: E4M3 is a floating format, so that rounds only its subnormals differently. Rows are divided by their
+    powers of two: E4M3 is a floating format, so that rounds only its subnormals differently. Those count beside values
+    of V a hundred times beyond the sample and more, which lift their tile above all others. Rows are divided by their
     weights as rounded to E4M3; lse is made of the weights before.
     """
     words = reference._Words.of(q.shape[-1], causal, window, softcap, scale)
@@ -435,9 +436,15 @@ def _weights(dots, q_scales, k_scales, lift, seen, words):
 
 
 def _average_e4m3(weights, lifts, codes, scale):
-    """Weights times values, divided by the weights as they were multiplied, which are lifted and 2^HEADROOM at most."""
+    """Weights times values, divided by the weights as they were multiplied, which are lifted and 2^HEADROOM at most.
+
+    Rows that see a lifted tile are divided by the weights before they were rounded.
+    """
     lifted = np.ldexp(weights.astype(np.float64), lifts.astype(np.int64))
     most = np.fmax.reduce(lifted, axis=-1)
     down = np.ceil(np.log2(np.where(most > 0, most, 1))).astype(np.int64) - HEADROOM
     rounded = np.ldexp(lifted, -down[:, None]).astype(np.float32).astype(E4M3).astype(np.float64)
-    return rounded @ codes * scale / np.ldexp(rounded, -lifts.astype(np.int64)).sum(-1)[:, None]
+    totals = np.ldexp(rounded, -lifts.astype(np.int64)).sum(-1)
+    beside = (weights * (lifts > 0)).sum(-1) > 0  # a value far beyond the sample, where other weights may round to 0
+    totals = np.where(beside, np.ldexp(weights.sum(-1, dtype=np.float64), -down), totals)
+    return rounded @ codes * scale / totals[:, None]

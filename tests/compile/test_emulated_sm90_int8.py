@@ -12,8 +12,8 @@ from test_emulated_sm90 import LATE, MASKS
 
 from qflash.dispatch import BY_NAME as BY_KERNEL
 from qflash.testing import Case, cases
-from qflash.testing.compare import check_contract, check_replay, check_same_bits
-from qflash.testing.oracle import integers_of, replayed
+from qflash.testing.compare import check_contract, check_replay, check_same_bits, errors
+from qflash.testing.oracle import expected, integers_of, replayed
 from qflash.testing.runner import problem_of, suited
 
 KERNELS = ("sm90_int8", "sm90_int8_fp8")
@@ -156,6 +156,15 @@ def test_constant_and_large_values(library, kernel, head_dim, what):  # noqa: F8
     plant = PLANTED[what]
     case = Case("values", 70, KEYS, 2, 2, head_dim, dtype="float16", data="outlier", causal=True, plant=plant, seed=3)
     check_kernel(library, case, kernel)
+
+
+@pytest.mark.parametrize("token", [10000, 60000])
+def test_a_value_that_the_sample_missed(library, kernel, token):  # noqa: F811
+    """It lifts its tile so far above others that their weights round to 0 beside it, and must count all the same."""
+    plant = (("q", ..., "0"), ("v", (0, 1), str(token)))
+    case = Case("missed", 40, 512, 1, 1, 64, dtype="float16", plant=plant, seed=5)
+    out, _ = run_case(library, case, kernel)
+    assert errors(out, expected(case).out).relative_l2 < 0.045
 
 
 def test_rows_of_one_key_at_the_limit_of_float16(library, kernel):  # noqa: F811

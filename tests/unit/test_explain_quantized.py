@@ -46,7 +46,7 @@ def test_notes_come_last(monkeypatch):
     monkeypatch.setitem(dispatch.BY_NAME, "cpu_int8", row)
     said = qflash.explain(X, X, X, precision="int8")
     assert said.notes == (
-        "below 4096 keys cpu is usually faster (quantizing is not paid back); precision=None selects it",
+        "below 4096 queries and keys cpu is usually faster (quantizing is not paid back); precision=None selects it",
     )
     assert str(said).splitlines()[-1] == f"note: {said.notes[0]}"
     assert qflash.explain(X, X, X).notes == ()

@@ -113,7 +113,7 @@ __device__ __forceinline__ void inspect(const Shared& s, int thread, Look look) 
       if (thread % 32 == 0) {
         if (spoiled) record.spoiled = 1;
         if (!whole) mbarrier_arrive(&s.v_checked[checked.stage()]);
-        place.release(*s.v_ring);  // without which the next but one could arrive, and its phase be taken for this one's
+        place.release(*s.v_ring);  // without which another could arrive there, and its phase be taken for this one's
       }
       if (!whole) checked.advance();
     }

@@ -18,7 +18,7 @@ struct Shared {
   Ring<kQStages>* q_ring;
   Ring<kStages>*k_ring, *v_ring;
   // kStages, gone round by the tiles of V that some row does not see whole: the tile holds nothing that zero weights
-  // would not blank out. Consumers are past such a tile before the next but one is copied, so nobody is a phase behind.
+  // would not blank out. Consumers are past such a tile before another takes its stage, so nobody is a phase behind.
   Mbarrier* v_checked;
   Ring<kRecords>* record_ring;
   Mbarrier* wanted;  // the next item

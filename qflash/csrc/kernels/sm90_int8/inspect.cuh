@@ -12,12 +12,7 @@ struct EightBits {
 
   __device__ __forceinline__ bool wanted(const Record& record) const {
     const QfAttnParams& p = a.attn;
-    const int kv_head = record.h / (p.q_heads / p.kv_heads);
-    // The last tile of a packed sequence reaches into the next ones.
-    const int last = p.cu_seqlens_k ? min(record.b + (kBlockN + kPackedFrom - 1) / kPackedFrom, p.batch - 1) : record.b;
-    int wild = 0;
-    for (int b = record.b; b <= last; ++b) wild |= a.kv.v_wild[int64_t(b) * p.kv_heads + kv_head];
-    return wild != 0;
+    return a.kv.v_wild[int64_t(record.b) * p.kv_heads + record.h / (p.q_heads / p.kv_heads)] != 0;
   }
   __device__ __forceinline__ bool clear(char* s_tile, int thread) const {
     bool found = false;

@@ -16,7 +16,7 @@
 // too large for P they are divided by powers of two while they are still float32, and outputs and sums follow. Only
 // where they overflow float32 are the scores computed again.
 // E4M3: rows are divided by the sums of weights as they were rounded. The tensor cores' sums of such products keep
-// about 14 bits, so every 2048 keys they are added to others, in shared memory, in float32.
+// about 12 bits, so every 512 keys they are added to others, in shared memory, in float32.
 //
 // Shared memory (head_dim 128):          int8      int8_fp8
 //   q       2 stages [128][128] int8     32 KB       32 KB
@@ -25,7 +25,7 @@
 //   aside   outputs on their way         32 KB       64 KB  and their sums
 //
 // Bound: the tensor cores, at 1536 (int8) or 1024 (int8_fp8) cycles a pair of tiles, where sm90_fwd has 2048; then the
-// exponentials, 1024 cycles whatever the precision; but first what a warp executes in sequence, about 460 and 600
+// exponentials, 1024 cycles whatever the precision; but first what a warp executes in sequence, about 460 and 550
 // instructions a tile. See docs/kernels/sm90_int8.md for what was predicted, tried and measured.
 #pragma once
 

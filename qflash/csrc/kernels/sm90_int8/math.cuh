@@ -31,6 +31,7 @@ struct Math {
   Rows rows;
   TileSums sums[kParts];                  // of this tile's weights
   float rounded_l[2];                     // sums of all weights as they were multiplied, where that makes a difference
+  float saw_lift[2];                      // 1 where the row has weights in a tile that is lifted
   float unlift[kParts];                   // of the tile that is multiplied: weights are as many times too large
   float q_slope[2];                       // of the lane's rows: from dots to base-2 scores, K's scale apart
   const float *g_k_scale, *g_v_lift;      // of the sequence's keys in their head
@@ -82,7 +83,7 @@ struct Math {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       q_slope[h] = row + 8 * h < record.seq.len_q ? g_scales[8 * h] * (fabsf(p.scale) * kLog2e) : 0.0f;
-      rounded_l[h] = 0.0f;
+      rounded_l[h] = saw_lift[h] = 0.0f;
     }
     clear_outputs();
     rows = Rows();
@@ -142,6 +143,7 @@ struct Math {
       for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(sums[c].of[h], unlift[c], rows.l[h]);
     }
     if (kFp8 && moved) rounded_l[0] *= rescale[0], rounded_l[1] *= rescale[1];
+    if (kFp8 && unlikely(lifts())) note_lifts();
   }
   // What the outputs so far are owed, once their product is done. left: tiles, this one included.
   __device__ __forceinline__ void settle_outputs(int left) {
@@ -159,6 +161,9 @@ struct Math {
   __device__ __forceinline__ void store(const Record& record, int, bool aligned) {
     const int kv_head = record.h / (p.q_heads / p.kv_heads);
     const int64_t head = int64_t(record.b) * p.kv_heads + kv_head;
+    // Beside values far beyond the sample other weights may round to 0; they count all the same.
+    if (kFp8 && max_of_quad(saw_lift[0]) > 0.0f) rounded_l[0] = rows.l[0];
+    if (kFp8 && max_of_quad(saw_lift[1]) > 0.0f) rounded_l[1] = rows.l[1];
     if (kFp8 && promoted) {
 #pragma unroll
       for (int j = 0; j < kOTiles; ++j) {
@@ -219,7 +224,7 @@ struct Math {
 #pragma unroll
       for (int c = 0; c < kParts; ++c) {
         constexpr int kRun = kNTiles / kParts;
-        most = fmaxf(most, largest_score(S, h, c * kRun, (c + 1) * kRun) * slopes.of[h][c]);
+        most = fmaxf(most, fmaf(largest_score(S, h, c * kRun, (c + 1) * kRun), slopes.of[h][c], v_lift[c]));
       }
       largest[h] = ceilf(max_of_quad(most));  // an integer: what moves it are powers of two
     }
@@ -252,6 +257,20 @@ struct Math {
           S[0][j][e] = ex2(fmaf(dot, slopes.of[e / 2][c], shift[e / 2]));
         }
     }
+  }
+  // Is there a value in this tile that is far beyond the sample?
+  __device__ __forceinline__ bool lifts() const {
+    bool found = false;
+#pragma unroll
+    for (int c = 0; c < kParts; ++c) found |= v_lift[c] > 0.0f;
+    return found;
+  }
+  __device__ __forceinline__ void note_lifts() {
+#pragma unroll
+    for (int c = 0; c < kParts; ++c)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (v_lift[c] > 0.0f && sums[c].of[h] > 0.0f) saw_lift[h] = 1.0f;
   }
   // Of the lane's weights of row h in this tile.
   __device__ __forceinline__ float of_row(int h) const {
