@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attn/entry.cuh"
+#include "attn/sm90_quantize/launch.cuh"
 #include "kernels/sm90_int8/attend.cuh"
 
 namespace qf {
@@ -24,17 +25,7 @@ inline int attend_on(const QfAttnParams& p, const QfQuantizedKv* kept, int round
       const bool plain = reinterpret_cast<void*>(kernel) == reinterpret_cast<void*>(qf_sm90_int8_kernel<true>);
       if (const int status = allow_shared_memory(kernel, shared_bytes, devices_done[plain])) return status;
     }
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(unsigned(blocks));
-    config.blockDim = dim3(unsigned(threads));
-    config.dynamicSmemBytes = size_t(shared_bytes);
-    config.stream = on;
-    config.attrs = &overlap;
-    config.numAttrs = overlaps ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, arguments...);
+    return launch_on(on, kernel, blocks, threads, shared_bytes, overlaps, arguments...);
   };
   return attend(p, kept, rounding, seed, processors, launch, borrow);
 }
