@@ -109,23 +109,28 @@ def _weights(dots, q_scales, k_scales, lift, seen, words):
     """
     slope = q_scales[:, None] * k_scales
     steep = slope > STEEP
-    scale = np.float32(words.scale)
     if words.softcap == 0 and words.scale > 0:
         start = np.where(steep, np.float32(0), MAGIC)
         s, offset = np.where(steep, dots * slope, dots + start), -start * slope
         slope = np.where(steep, np.float32(1), slope)
         top = _top(fma(s, slope, offset), seen)
         t = fma(s, slope, offset - top[:, None])
-        lift = scale * lift
+        lift = np.float32(words.scale) * lift
     else:
-        t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (lift * scale * LOG2E)[:, None])
-        if words.softcap:
-            most = np.float32(words.softcap) * LOG2E
-            t = (most * np.tanh(t.astype(np.float64) / most)).astype(np.float32)
-        top = _top(t, seen)
-        t = t - top[:, None]
+        t, top = _capped(dots, slope, lift, seen, words)
         lift = np.zeros_like(lift)
     return np.where(seen, np.exp2(t), np.float32(0)), top, lift
+
+
+def _capped(dots, slope, lift, seen, words):
+    """(t - top, top) where scores, lift among them, are more than a product: softcap, or a scale that is not positive."""
+    scale = np.float32(words.scale)
+    t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (lift * scale * LOG2E)[:, None])
+    if words.softcap:
+        most = np.float32(words.softcap) * LOG2E
+        t = (most * np.tanh(t.astype(np.float64) / most)).astype(np.float32)
+    top = _top(t, seen)
+    return t - top[:, None], top
 
 
 def _top(t, seen):

@@ -16,7 +16,7 @@ import numpy as np
 
 from qflash import reference
 from qflash.replay import LEVELS, LN2, LOG2E, NO_AMPLITUDE, by_packed_sequence, by_sequence, fma, positions_of
-from qflash.replay_fa_int8 import _top
+from qflash.replay_fa_int8 import _capped, _top
 from qflash.replay_quantize import WILD, turned, uniforms
 from qflash.rope import Rope
 
@@ -419,18 +419,12 @@ def _weights(dots, q_scales, k_scales, lift, seen, words):
     """
     slope = (q_scales[:, None] * k_scales + LEAST_SLOPE).view(np.uint32) & np.uint32(0xFFFFFFF0)
     slope = slope.view(np.float32)
-    scale = np.float32(words.scale)
     if words.softcap == 0 and words.scale > 0:
         top = _top(dots * slope, seen)
         t = fma(dots, slope, -top[:, None])
-        lift = scale * lift
+        lift = np.float32(words.scale) * lift
     else:
-        t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (lift * scale * LOG2E)[:, None])
-        if words.softcap:
-            most = np.float32(words.softcap) * LOG2E
-            t = (most * np.tanh(t.astype(np.float64) / most)).astype(np.float32)
-        top = _top(t, seen)
-        t = t - top[:, None]
+        t, top = _capped(dots, slope, lift, seen, words)
         lift = np.zeros_like(lift)
     return np.where(seen, np.exp2(t), np.float32(0)), top, lift
 
