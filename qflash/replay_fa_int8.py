@@ -123,7 +123,7 @@ def _weights(dots, q_scales, k_scales, lift, seen, words):
 
 
 def _capped(dots, slope, lift, seen, words):
-    """(t - top, top) where scores, lift among them, are more than a product: softcap, or a scale that is not positive."""
+    """(t - top, top) of scores that are more than a product, lift among them: softcap, or a scale not positive."""
     scale = np.float32(words.scale)
     t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (lift * scale * LOG2E)[:, None])
     if words.softcap:
