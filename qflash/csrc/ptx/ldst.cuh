@@ -50,4 +50,16 @@ __device__ __forceinline__ void st_streaming(void* address, const Word4& x) {
 #endif
 }
 
+// In one piece, where the compiler would take an assignment apart.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
+__device__ __forceinline__ void st_global(void* address, const Word4& x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.word[0]), "r"(x.word[1]),
+               "r"(x.word[2]), "r"(x.word[3])
+               : "memory");
+#else
+  *static_cast<Word4*>(address) = x;
+#endif
+}
+
 }  // namespace qf

@@ -31,7 +31,7 @@ __device__ __forceinline__ void work(const QfAttnParams& p, const typename Math:
   if (threadIdx.x < kGroupThreads) {
     give_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, items, maps, s);
-    if (threadIdx.x == 32) plan(p, items, s, rows_fall);
+    if (threadIdx.x == 32) plan<Math>(p, params, items, s, rows_fall);
     if (threadIdx.x >= kGroupThreads - kInspectors) inspect(s, threadIdx.x - (kGroupThreads - kInspectors), look);
   } else {
     take_registers<kConsumerRegisters>();

@@ -32,7 +32,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
   const auto look = [&] {
     item.wait_full(*s.record_ring);
     const Record& record = s.records[item.stage()];
-    if (record.tiles >= 0 && record.unserved)
+    if (unlikely(record.unserved))
       fill_unserved_rows<Element, Consumers>(p, record.seq, record.b, record.h, record.row_tile, items.row_tiles, 0,
                                              p.head_dim, true);
     return record.tiles;
@@ -52,6 +52,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
     const auto q = uniform(q_tiles.later(q_place.stage()));
     const auto k = uniform(k_tiles.later(place.stage()));
     if (exists) {
+      math.foresee(s.records[item.stage()]);
       q_place.wait_full(*s.q_ring);
       place.wait_full(*s.k_ring);
     }
@@ -82,7 +83,6 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
       };
 
       math.begin(record);
-      math.fetch(record, key0);
       math.get_ready();
       wgmma_wait<0>();
       math.hold_scores();
@@ -130,6 +130,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
       v_place.wait_full(*s.v_ring);
       wait_checked();
       math.start_outputs(uniform(v_tiles.later(v_place.stage())));
+      math.foresee_store(record);
       math.sum_rounded();
       if (!whole(key0)) checked.advance();
       // Tiles that only other consumers see.

@@ -11,16 +11,24 @@ namespace sm90 {
 struct SixteenBits {
   __device__ __forceinline__ bool wanted(const Record&) const { return true; }
   __device__ __forceinline__ bool clear(char* s_tile, int thread) const {
-    uint32_t seen[4] = {};  // an instruction a word
+    uint32_t seen[2] = {};  // an instruction a word
     const auto look = [&](int i, uint32_t word) {
       seen[i] = QF_DTYPE == QF_F16 ? add_zero_times_f16x2(word, seen[i]) : add_zero_times_bf16x2(word, seen[i]);
     };
-#pragma unroll 4
-    for (int i = thread; i < VTile::kBytes / 16; i += kInspectors) {
-      const uint4 x = *reinterpret_cast<const uint4*>(s_tile + 16 * i);
-      look(0, x.x), look(1, x.y), look(2, x.z), look(3, x.w);
+    constexpr int kOwn = VTile::kBytes / 16 / kInspectors;  // chunks,
+    constexpr int kTogether = kOwn % 4 == 0 ? 4 : 2;        // of which as many are on their way at once
+    static_assert(VTile::kBytes % (16 * kInspectors) == 0 && kOwn % kTogether == 0, "");
+    const char* s_own = s_tile + 16 * thread;
+#pragma unroll 1
+    for (int i = 0; i < kOwn; i += kTogether, s_own += 16 * kInspectors * kTogether) {
+      uint4 x[kTogether];
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) x[n] = *reinterpret_cast<const uint4*>(s_own + 16 * kInspectors * n);
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) look(0, x[n].x), look(1, x[n].y), look(0, x[n].z), look(1, x[n].w);
     }
-    if (!word_nonfinite<Element>(seen[0] | seen[1] | seen[2] | seen[3])) return false;
+    if (!word_nonfinite<Element>(seen[0] | seen[1])) return false;
+#pragma unroll 1
     for (int i = thread; i < VTile::kBytes / 16; i += kInspectors) {
       uint16_t* const s_chunk = reinterpret_cast<uint16_t*>(s_tile + 16 * i);
       for (int e = 0; e < kPerChunk; ++e)

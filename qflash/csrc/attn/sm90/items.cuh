@@ -81,12 +81,14 @@ struct Record {
   Sequence seq;
   Mask mask;
   KeyRange keys, full;  // keys some row of the block sees, keys every row sees
-  int b, h, row_tile, row0;
+  int b, h, kv_head, row_tile, row0;
+  int rows;                   // of the sequence, from row0 on
   int tiles;                  // of keys; -1: there are no more items
+  bool unserved;              // there may be rows that no good sequence fills
   int own_tiles[kConsumers];  // the first of them, after which a consumer sees no more
   int spoiled;                // V of some tile was cleared of NaN and infinity
-  bool unserved;              // there may be rows that no good sequence fills
   int64_t out_at, lse_at;     // of the first row, in elements
+  KernelFacts facts;          // what its Math wants to know; where there are tiles
 
   __device__ __forceinline__ void fill(const QfAttnParams& p, const Item& item, bool rows_fall) {
     const Sequence sequence = sequence_of(p, item.b, rows_fall);
@@ -99,7 +101,8 @@ struct Record {
       keys = m.seen_by_any(first, last);
       full = m.seen_by_all(first, last);
     }
-    b = item.b, h = item.h, row_tile = item.row_tile, row0 = first;
+    b = item.b, h = item.h, kv_head = h / (p.q_heads / p.kv_heads), row_tile = item.row_tile, row0 = first;
+    rows = sequence.len_q - first;
     keys.begin = keys.begin / kKeysFrom * kKeysFrom;
     tiles = (keys.end - keys.begin + kBlockN - 1) / kBlockN;
 #pragma unroll 1

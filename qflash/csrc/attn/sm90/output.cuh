@@ -6,6 +6,7 @@
 #include "attn/mma/nonfinite.cuh"
 #include "attn/sm90/items.cuh"
 #include "attn/sm90/softmax.cuh"
+#include "ptx/ldst.cuh"
 #include "ptx/rcp.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tid.cuh"
@@ -14,7 +15,7 @@ namespace qf {
 namespace sm90 {
 
 // words[i]: this lane's word of chunk i, before; word i of this lane's chunk, after. lane % 4: which word, which chunk.
-__device__ __forceinline__ uint4 swap_in_quad(const uint32_t (&words)[4], int lane) {
+__device__ __forceinline__ Word4 swap_in_quad(const uint32_t (&words)[4], int lane) {
   const bool odd = lane & 1, high = lane & 2;
   const uint32_t x = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
   const uint32_t y = __shfl_xor_sync(0xffffffffu, odd ? words[2] : words[3], 1);
@@ -22,17 +23,16 @@ __device__ __forceinline__ uint4 swap_in_quad(const uint32_t (&words)[4], int la
   const uint32_t a0 = odd ? x : words[0], a1 = odd ? words[1] : x, b0 = odd ? y : words[2], b1 = odd ? words[3] : y;
   const uint32_t z0 = __shfl_xor_sync(0xffffffffu, high ? a0 : b0, 2);
   const uint32_t z1 = __shfl_xor_sync(0xffffffffu, high ? a1 : b1, 2);
-  return high ? make_uint4(z0, z1, b0, b1) : make_uint4(a0, a1, z0, z1);
+  return high ? Word4{{z0, z1, b0, b1}} : Word4{{a0, a1, z0, z1}};
 }
 
 // aligned: all at once.
-__device__ __forceinline__ void store_chunk(Element* g_to, const uint4& words, bool aligned) {
+__device__ __forceinline__ void store_chunk(Element* g_to, const Word4& words, bool aligned) {
   if (aligned) {
-    *reinterpret_cast<uint4*>(g_to) = words;
+    st_global(g_to, words);
   } else {
-    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-    for (int e = 0; e < kPerChunk; ++e) g_to[e].bits = uint16_t(w[e / 2] >> 16 * (e % 2));
+    for (int e = 0; e < kPerChunk; ++e) g_to[e].bits = uint16_t(words.word[e / 2] >> 16 * (e % 2));
   }
 }
 
@@ -48,41 +48,68 @@ __device__ __forceinline__ void store_rows(const float (&O)[1][kOTiles][4], Elem
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = Tensor::pair(O[0][j + i][2 * h], O[0][j + i][2 * h + 1]);
-      const uint4 chunk = swap_in_quad(words, lane);
+      const Word4 chunk = swap_in_quad(words, lane);
       const int d = (j + lane % 4) * kPerChunk;
       if (row < rows && d < head_dim) store_chunk(g_row + d, chunk, aligned);
     }
   }
 }
 
-// The same through shared memory: s_rows, where the warp's rows go, panels kPanelBytes apart. Half the instructions,
-// and rows leave in one piece.
+// The same through shared memory, where half the instructions do and rows leave in one piece: a warp's rows, panels
+// kPanelBytes apart.
 template <int kPanelBytes>
-__device__ __forceinline__ void store_rows_through(char* s_rows, const float (&O)[1][kOTiles][4], Element* g_first,
-                                                   int64_t stride, int rows, int head_dim, bool aligned, int lane) {
+struct WarpRows {
   using Tile = Panels<16, kHeadDim>;
-  constexpr int kChunks = Tile::kChunks;
-  const auto to = rows_then_chunks<kChunks>(lane);
+  static constexpr int kChunks = Tile::kChunks;
+  static constexpr uint32_t kAcross = Tile::kCount * kChunks, kDown = 32 / kAcross;  // lanes
+  static_assert(kChunks == 8 && kDown <= 8, "chunks are permuted by rows % 8");
+
+  char* s_rows;
+  uint32_t lane;
+
+  __device__ __forceinline__ void put(const float (&O)[1][kOTiles][4]) const {
+    const auto to = rows_then_chunks<kChunks>(lane);
 #pragma unroll
-  for (int j = 0; j < kOTiles; j += 2) {
-    uint32_t words[4];
+    for (int j = 0; j < kOTiles; j += 2) {
+      uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = Tensor::pair(O[0][j + i / 2][i % 2 * 2], O[0][j + i / 2][i % 2 * 2 + 1]);
-    stmatrix_x4(s_rows + j / kChunks * kPanelBytes + to.at(0, j % kChunks / 2), words);
+      for (int i = 0; i < 4; ++i) words[i] = Tensor::pair(O[0][j + i / 2][i % 2 * 2], O[0][j + i / 2][i % 2 * 2 + 1]);
+      stmatrix_x4(s_rows + j / kChunks * kPanelBytes + to.at(0, j % kChunks / 2), words);
+    }
+    __syncwarp();
   }
-  __syncwarp();
-  constexpr int kAcross = Tile::kCount * kChunks, kDown = 32 / kAcross;  // lanes
-  const int chunk = lane % kAcross, d = chunk * kPerChunk;
-  const char* const s_column = s_rows + chunk / kChunks * kPanelBytes;
-  Element* const g_column = g_first + d;
-#pragma unroll
-  for (int first = 0; first < 16; first += kDown) {
-    const int row = first + lane / kAcross;
-    const uint4 words =
-        *reinterpret_cast<const uint4*>(s_column + row * Tile::kRowBytes + 16 * (chunk % kChunks ^ row % 8));
-    if (row < rows && d < head_dim) store_chunk(g_column + row * stride, words, aligned);
+  // The lane's chunk of row `first` + down(), where first is a multiple of kDown that the compiler knows.
+  __device__ __forceinline__ uint32_t down() const { return lane / kAcross; }
+  __device__ __forceinline__ uint32_t channel() const { return lane % kAcross * kPerChunk; }
+  __device__ __forceinline__ Word4 chunk(uint32_t first) const {
+    const uint32_t chunk = lane % kAcross, in_row = 16 * (chunk % kChunks ^ down());
+    const char* const s_from = s_rows + chunk / kChunks * kPanelBytes + (down() + first) * Tile::kRowBytes;
+    return *reinterpret_cast<const Word4*>(s_from + (in_row ^ 16 * (first % 8)));
   }
-}
+  // Those of `rows` that exist.
+  __device__ __forceinline__ void store(Element* g_first, int64_t stride, int rows, int head_dim, bool aligned) const {
+#pragma unroll
+    for (int first = 0; first < 16; first += kDown) {
+      const int row = first + int(down());
+      const Word4 words = chunk(first);
+      if (row < rows && int(channel()) < head_dim) store_chunk(g_first + row * stride + channel(), words, aligned);
+    }
+  }
+  // All sixteen, where chunks are aligned.
+  __device__ __forceinline__ void store_all(Element* g_first, int64_t stride, int head_dim) const {
+    constexpr int kRun = kDown > 1 ? 16 : 8;  // rows whose chunks fit registers
+    Element* const g_own = g_first + down() * stride + channel();
+    if (int(channel()) >= head_dim) return;
+#pragma unroll
+    for (int run = 0; run < 16; run += kRun) {
+      Word4 words[kRun / kDown];
+#pragma unroll
+      for (int i = 0; i < kRun / kDown; ++i) words[i] = chunk(run + i * kDown);
+#pragma unroll
+      for (int i = 0; i < kRun / kDown; ++i) st_global(g_own + (run + i * kDown) * stride, words[i]);
+    }
+  }
+};
 
 // An average of numbers that float16 holds, which rounding may have put past the largest of them.
 __device__ __forceinline__ float within(float x) {
@@ -103,40 +130,57 @@ template <int kPanelBytes, class Lift, class V>
 __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& record, float (&O)[1][kOTiles][4],
                                        const Rows& rows, char* s_rows, int warp_row, int lane, bool aligned, float gain,
                                        const float (&l)[2], Lift lift, V v) {
-  const int row0 = record.row0 + warp_row, own_rows = min(16, record.seq.len_q - row0);
-  Element* const g_out =
-      static_cast<Element*>(p.out.data) + record.out_at + warp_row * p.out.stride_t;  // the warp's first row
+  float sum[2], inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int i = lane / 4 + 8 * r;
-    const float sum = sum_of_quad(rows.l[r]);
-    float inverse = rcp(&l == &rows.l ? sum : sum_of_quad(l[r])) * gain, lse = lse_of(rows.m[r], sum);
-    if (!(sum > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
-      const KeyRange keys = record.mask.visible(row0 + i);
-      if (keys.begin == keys.end) {
-        inverse = 0.0f, lse = -infinity();
+    sum[r] = sum_of_quad(rows.l[r]);
+    inverse[r] = rcp(&l == &rows.l ? sum[r] : sum_of_quad(l[r])) * gain;
+  }
+  bool empty[2] = {};
+  if (unlikely(__any_sync(0xffffffffu, !(sum[0] > 0.0f && sum[1] > 0.0f)))) {
 #pragma unroll
-        for (int j = 0; j < kOTiles; ++j) O[0][j][2 * r] = O[0][j][2 * r + 1] = 0.0f;  // scores of NaN left NaN
-      }
+    for (int r = 0; r < 2; ++r) {
+      if (sum[r] > 0.0f) continue;  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
+      const KeyRange keys = record.mask.visible(record.row0 + warp_row + lane / 4 + 8 * r);
+      empty[r] = keys.begin == keys.end;
+      if (!empty[r]) continue;
+      inverse[r] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kOTiles; ++j) O[0][j][2 * r] = O[0][j][2 * r + 1] = 0.0f;  // scores of NaN left NaN
     }
-#pragma unroll
-    for (int j = 0; j < kOTiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) O[0][j][2 * r + e] = within(O[0][j][2 * r + e] * inverse);
-    if (p.lse && lane % 4 == 0 && i < own_rows)
-      p.lse[record.lse_at + warp_row + i] = lse == -infinity() ? lse : lse + lift(warp_row + i);
   }
+  const int own_rows = min(16, record.rows - warp_row);
+  if (p.lse) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = lane / 4 + 8 * r;
+      const float lse = empty[r] ? -infinity() : lse_of(rows.m[r], sum[r]);
+      if (lane % 4 == 0 && i < own_rows)
+        p.lse[record.lse_at + warp_row + i] = lse == -infinity() ? lse : lse + lift(warp_row + i);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kOTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) O[0][j][e] = within(O[0][j][e] * inverse[e / 2]);
+  Element* const g_own =
+      static_cast<Element*>(p.out.data) + record.out_at + warp_row * p.out.stride_t;  // the warp's first row
   if constexpr (kPanelBytes > 0) {
-    store_rows_through<kPanelBytes>(s_rows, O, g_out, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
+    const WarpRows<kPanelBytes> through{s_rows, uint32_t(lane)};
+    through.put(O);
+    if (!unlikely(!aligned || own_rows < 16))
+      through.store_all(g_own, p.out.stride_t, p.head_dim);
+    else
+      through.store(g_own, p.out.stride_t, own_rows, p.head_dim, aligned);
   } else {
-    store_rows(O, g_out, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
+    store_rows(O, g_own, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
   }
-  if (!record.spoiled) return;
+  if (!unlikely(record.spoiled)) return;
   __syncwarp();  // other lanes change what this one stored
   for (int key0 = record.keys.begin; key0 < record.keys.end; key0 += kBlockN)
     if (!record.whole(key0))
-      add_nonfinite_at([&](int i, int d) -> Element& { return g_out[i * p.out.stride_t + d]; }, row0, own_rows,
-                       p.head_dim, key0, kBlockN, record.mask, lane, v);
+      add_nonfinite_at([&](int i, int d) -> Element& { return g_own[i * p.out.stride_t + d]; }, record.row0 + warp_row,
+                       own_rows, p.head_dim, key0, kBlockN, record.mask, lane, v);
 }
 
 // All consumers, where they fill rows together.

@@ -20,7 +20,9 @@ __device__ __forceinline__ int64_t transposed_from(const QfAttnParams& p, const 
 }
 
 // One thread plans the items.
-__device__ __forceinline__ void plan(const QfAttnParams& p, const Items& items, const Shared& s, bool rows_fall) {
+template <class Math>
+__device__ __forceinline__ void plan(const QfAttnParams& p, const typename Math::Params& params, const Items& items,
+                                     const Shared& s, bool rows_fall) {
   Place<kRecords> place;
   uint32_t parity = 0;
   const auto wanted = [&] {
@@ -29,12 +31,15 @@ __device__ __forceinline__ void plan(const QfAttnParams& p, const Items& items, 
   };
   for_each_item(p, items, wanted, [&](const Item& item) {
     place.wait_empty(*s.record_ring);
-    s.records[place.stage()].fill(p, item, rows_fall);
+    Record& record = s.records[place.stage()];
+    record.fill(p, item, rows_fall);
+    if (record.tiles > 0) Math::note(params, record);
     place.fill(*s.record_ring);
     place.advance();
   });
   place.wait_empty(*s.record_ring);
   s.records[place.stage()].tiles = -1;
+  s.records[place.stage()].unserved = false;
   place.fill(*s.record_ring);
 }
 
@@ -43,7 +48,6 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Items& item
   Place<kRecords> item;
   Place<kQStages> q_place;
   Place<kStages> k_place, v_place;
-  const int group = p.q_heads / p.kv_heads;
   for (;; item.release(*s.record_ring), item.advance()) {
     item.wait_full(*s.record_ring);
     const Record& record = s.records[item.stage()];
@@ -56,7 +60,7 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const Items& item
     };
     if (tiles <= kAhead) want_next();
     if (tiles == 0) continue;
-    const int b = p.cu_seqlens_q ? 0 : record.b, kv_head = record.h / group;
+    const int b = p.cu_seqlens_q ? 0 : record.b, kv_head = record.kv_head;
     const int first_key = int(record.seq.k0) + record.keys.begin;
     const int first_column = int(transposed_from(p, record)) + record.keys.begin;
     const auto load = [&](auto& place, auto& ring, char* s_tiles, const CUtensorMap& map, auto tile, int column,
@@ -104,10 +108,11 @@ __device__ __forceinline__ void inspect(const Shared& s, int thread, Look look) 
     Record& record = s.records[item.stage()];
     const int tiles = record.tiles;
     if (tiles < 0) return;
+    const bool wanted = tiles > 0 && look.wanted(record);
     for (int n = 0; n < tiles; ++n, place.advance()) {
       place.wait_full(*s.v_ring);
       const bool whole = record.whole(record.keys.begin + n * kBlockN);
-      const bool found = !whole && look.wanted(record) && look.clear(s.v + place.stage() * VTile::kBytes, thread);
+      const bool found = !whole && wanted && look.clear(s.v + place.stage() * VTile::kBytes, thread);
       const bool spoiled = __any_sync(0xffffffffu, found);
       __syncwarp();  // the zeros of every lane are in place
       if (thread % 32 == 0) {

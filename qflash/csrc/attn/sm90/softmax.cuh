@@ -11,9 +11,11 @@ namespace qf {
 namespace sm90 {
 
 // Who somebody is among those who multiply. Derived afresh where it is used: registers are scarce.
-__device__ __forceinline__ int consumer_of() { return fresh_tid() / kGroupThreads - 1; }
-__device__ __forceinline__ int lane_of() { return fresh_tid() % 32; }
-__device__ __forceinline__ int warp_row() { return (fresh_tid() - kGroupThreads) / 32 * 16; }  // from the block's first
+__device__ __forceinline__ int consumer_of() { return int(uint32_t(fresh_tid()) / kGroupThreads) - 1; }
+__device__ __forceinline__ int lane_of() { return int(uint32_t(fresh_tid()) % 32); }
+__device__ __forceinline__ int warp_row() {  // from the block's first
+  return int(uint32_t(fresh_tid() - kGroupThreads) / 32 * 16);
+}
 
 // Code for what seldom happens goes where it is not in the way of the rest.
 __device__ __forceinline__ bool unlikely(bool x) { return __builtin_expect(x, false); }

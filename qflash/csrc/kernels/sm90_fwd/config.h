@@ -33,6 +33,8 @@ constexpr bool kSkipsTiles = kBlockN < kBlockM;
 // Registers of a thread: a multiple of 8 each, and together what the block was launched with.
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40, kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 
+struct KernelFacts {};  // nothing beside what every record says of an item
+
 using QTile = Panels<kBlockM, kHeadDim>;
 using KTile = Panels<kBlockN, kHeadDim>;
 using VTile = KTile;

@@ -59,6 +59,10 @@ struct Math {
   }
   __device__ __forceinline__ void hold_outputs() { hold(O[0]); }
 
+  __device__ static __forceinline__ void note(const Params&, Record&) {}
+  __device__ __forceinline__ void foresee(const Record&) {}
+  __device__ __forceinline__ void foresee_store(const Record&) {}
+
   // An item begins.
   __device__ __forceinline__ void begin(const Record& record) {
 #pragma unroll
@@ -66,7 +70,8 @@ struct Math {
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[0][j][e] = 0.0f;
     rows = Rows();
-    sees_few = kKeepsRemainders && few(record);
+    // What every row of the block sees is enough, in all items but a few.
+    sees_few = kKeepsRemainders && record.full.end - record.full.begin < kFewKeys && few(record);
   }
   __device__ __forceinline__ void fetch(const Record&, int) {}
   __device__ __forceinline__ void get_ready() {}
@@ -142,8 +147,7 @@ struct Math {
     finish<kOutThroughQ ? QTile::kPanelBytes : 0>(
         p, record, O, rows, s_rows, warp_row(), lane_of(), aligned, 1.0f, rows.l, [](int) { return 0.0f; },
         [&](int key, int d) {
-          const int kv_head = record.h / (p.q_heads / p.kv_heads);
-          const HeadRows<Element> v(p.v, record.b, record.seq.k0, kv_head, 0, 0, false);
+          const HeadRows<Element> v(p.v, record.b, record.seq.k0, record.kv_head, 0, 0, false);
           return to_float(v.row(key)[d]);
         });
     if (kOutThroughQ) fence_proxy_async();  // what went through q's stage, before the copy engine fills it again

@@ -32,6 +32,13 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 // Keys that share a scale; a tile has kParts such groups. V's tiles share a lift (attn/sm90_quantize).
 constexpr int kKeyGroup = 64, kParts = kBlockN / kKeyGroup, kLiftKeys = 128;
 
+// What a record says of an item to this kernel alone. Of the pass before, see attn/sm90_quantize.
+struct KernelFacts {
+  int64_t head;                   // of K and V, among those of all sequences
+  int64_t row;                    // the item's first, among those of all heads
+  int64_t k_scale_at, v_lift_at;  // of the head's first key
+};
+
 using QTile = Panels<kBlockM, kHeadDim, 1>;
 using KTile = Panels<kBlockN, kHeadDim, 1>;
 template <bool kTransposed>

@@ -10,10 +10,7 @@ namespace sm90 {
 struct EightBits {
   const Quantized& a;
 
-  __device__ __forceinline__ bool wanted(const Record& record) const {
-    const QfAttnParams& p = a.attn;
-    return a.kv.v_wild[int64_t(record.b) * p.kv_heads + record.h / (p.q_heads / p.kv_heads)] != 0;
-  }
+  __device__ __forceinline__ bool wanted(const Record& record) const { return a.kv.v_wild[record.facts.head] != 0; }
   __device__ __forceinline__ bool clear(char* s_tile, int thread) const {
     bool found = false;
     for (int i = thread; i < VTile::kBytes / 4; i += kInspectors) {

@@ -36,10 +36,11 @@ struct Math {
   float q_slope[2];                       // of the lane's rows: from dots to base-2 scores, K's scale apart
   const float *g_k_scale, *g_v_lift;      // of the sequence's keys in their head
   float k_scale[kParts], v_lift[kParts];  // of this tile
+  float v_scale;                          // of the item
   float rescale[2];                       // of outputs,
   bool moved;                             // where references moved
   bool promoted;                          // some outputs are aside
-  bool wild;                              // some keys are not finite
+  int wild;                               // not 0: some keys are not finite
   bool steep;                             // references would not come off the next tile's scores exactly
   bool calm;                              // every row has a reference: maxima need not be looked for
 
@@ -72,17 +73,37 @@ struct Math {
   // Under the product just started.
   __device__ __forceinline__ void sum_rounded() { P.add_to(rounded_l, unlift); }
 
+  // What the planning thread finds out for consumers.
+  __device__ static __forceinline__ void note(const Params& a, Record& record) {
+    const QfAttnParams& p = a.attn;
+    KernelFacts& facts = record.facts;
+    const int64_t head = int64_t(record.b) * p.kv_heads + record.kv_head;
+    facts.head = head;
+    facts.row = (int64_t(record.b) * p.q_heads + record.h) * p.q_len + record.row0;
+    facts.k_scale_at = head * ((p.k_len + kKeyGroup - 1) / kKeyGroup);
+    if (kFp8) facts.v_lift_at = head * ((p.k_len + kLiftKeys - 1) / kLiftKeys);
+  }
+  // Asks for what begin() and the first tile need, long before.
+  __device__ __forceinline__ void foresee(const Record& record) {
+    const KernelFacts& facts = record.facts;
+    g_k_scale = a.kv.k_scale + facts.k_scale_at;
+    if (kFp8) g_v_lift = a.kv.v_lift + facts.v_lift_at;
+    wild = a.kv.k_wild[facts.head];
+    const float* const g_q_scale = a.q_scale + facts.row;
+    const int row = warp_row() + lane_of() / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) q_slope[h] = row + 8 * h < record.rows ? g_q_scale[row + 8 * h] : 0.0f;
+    fetch(record, record.keys.begin);
+  }
+  // Asks for what store() needs.
+  __device__ __forceinline__ void foresee_store(const Record& record) {
+    if (kFp8) v_scale = a.kv.v_scale[record.facts.head];
+  }
   // An item begins.
-  __device__ __forceinline__ void begin(const Record& record) {
-    const int64_t head = int64_t(record.b) * p.kv_heads + record.h / (p.q_heads / p.kv_heads);
-    g_k_scale = a.kv.k_scale + head * ((p.k_len + kKeyGroup - 1) / kKeyGroup);
-    if (kFp8) g_v_lift = a.kv.v_lift + head * ((p.k_len + kLiftKeys - 1) / kLiftKeys);
-    wild = a.kv.k_wild[head] != 0;
-    const int row = record.row0 + warp_row() + lane_of() / 4;
-    const float* const g_scales = a.q_scale + (int64_t(record.b) * p.q_heads + record.h) * p.q_len + row;
+  __device__ __forceinline__ void begin(const Record&) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      q_slope[h] = row + 8 * h < record.seq.len_q ? g_scales[8 * h] * (fabsf(p.scale) * kLog2e) : 0.0f;
+      q_slope[h] *= fabsf(p.scale) * kLog2e;
       rounded_l[h] = saw_lift[h] = 0.0f;
     }
     clear_outputs();
@@ -159,8 +180,6 @@ struct Math {
     P.round(S);
   }
   __device__ __forceinline__ void store(const Record& record, int, bool aligned) {
-    const int kv_head = record.h / (p.q_heads / p.kv_heads);
-    const int64_t head = int64_t(record.b) * p.kv_heads + kv_head;
     // Beside values far beyond the sample other weights may round to 0; they count all the same.
     if (kFp8 && max_of_quad(saw_lift[0]) > 0.0f) rounded_l[0] = rows.l[0];
     if (kFp8 && max_of_quad(saw_lift[1]) > 0.0f) rounded_l[1] = rows.l[1];
@@ -172,16 +191,14 @@ struct Math {
       }
       __syncwarp();  // rows go where these were
     }
-    const float* const g_lift =
-        a.lift ? a.lift + (int64_t(record.b) * p.q_heads + record.h) * p.q_len + record.row0 : nullptr;
-    const auto lift = [&](int row) { return kPlain ? p.scale * g_lift[row] : 0.0f; };
+    const auto lift = [&](int row) { return kPlain ? p.scale * a.lift[record.facts.row + row] : 0.0f; };
     const auto v = [&](int key, int d) {
-      if (kFp8) return transposed_is_nan(a, head, transposed_from(p, record) + key, d) ? nan() : 0.0f;
-      return to_float(HeadRows<Element>(p.v, record.b, record.seq.k0, kv_head, 0, 0, false).row(key)[d]);
+      if (kFp8) return transposed_is_nan(a, record.facts.head, transposed_from(p, record) + key, d) ? nan() : 0.0f;
+      return to_float(HeadRows<Element>(p.v, record.b, record.seq.k0, record.kv_head, 0, 0, false).row(key)[d]);
     };
     constexpr int kPanelBytes = Panels<16, kHeadDim>::kPanelBytes;
-    finish<kPanelBytes>(p, record, O, rows, own_aside(), warp_row(), lane_of(), aligned,
-                        kFp8 ? a.kv.v_scale[head] : 1.0f, kFp8 ? rounded_l : rows.l, lift, v);
+    finish<kPanelBytes>(p, record, O, rows, own_aside(), warp_row(), lane_of(), aligned, kFp8 ? v_scale : 1.0f,
+                        kFp8 ? rounded_l : rows.l, lift, v);
   }
 
  private:
@@ -206,8 +223,7 @@ struct Math {
   __device__ __forceinline__ Slopes prepare(const Record& record, int key0, bool whole, int k_stage, Slopes slopes) {
     if (unlikely(wild)) spoil_wild<KTile::kChunks>(S, s.k + k_stage * KTile::kBytes, lane_of() % 4 * 2);
     if (!kPlain) {
-      const float* const g_lift = a.lift + (int64_t(record.b) * p.q_heads + record.h) * p.q_len + record.row0;
-      lift_and_scale(S, slopes.of, 0.0f, g_lift + warp_row() + lane_of() / 4, p);
+      lift_and_scale(S, slopes.of, 0.0f, a.lift + record.facts.row + warp_row() + lane_of() / 4, p);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -311,9 +327,7 @@ struct Math {
       for (int e = 0; e < 4; ++e) O[0][j][e] = 0.0f;
   }
   // This warp's part of the space aside.
-  __device__ __forceinline__ char* own_aside() const {
-    return s.aside + (fresh_tid() - kGroupThreads) / 32 * (kAsideBytes / (kConsumers * kGroupThreads / 32));
-  }
+  __device__ __forceinline__ char* own_aside() const { return s.aside + warp_row() * (kAsideBytes / kBlockM); }
   __device__ __forceinline__ float4* s_promoted() const { return reinterpret_cast<float4*>(own_aside()) + lane_of(); }
   // Sums of products of 8-bit floats keep about 12 bits, and lose the others towards zero: where V has a mean that is
   // nearly 2 % for every 1000 keys. So now and then they are added up elsewhere, in float32.
