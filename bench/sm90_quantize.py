@@ -16,7 +16,7 @@ from qflash.testing.timing import CudaClock, compare
 
 NAME = "sm90_quantize"
 KERNEL = "sm90_quantize"
-PARTS = ("k", "k_scale", "k_mean", "k_wild", "v", "v_scale", "v_lift", "v_wild")
+PARTS = ("k", "k_scale", "k_mean", "k_wild", "v", "v_scale", "v_lift", "v_wild", "v_mean")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from qflash.replay_fa_int8 import _capped, _top
 from qflash.replay_quantize import WILD, turned, uniforms
 from qflash.rope import Rope
 
-SAMPLED = 256  # keys at most that tell the mean of K and the scale of V
+SAMPLED = 256  # keys at most that tell the means of K and V and the scale of V
 SLOTS = 32  # sums of those, taken side by side
 BLOCK = 16  # channels that a Hadamard matrix mixes; rows of integers are padded to whole blocks
 KEY_GROUP = 64  # keys that share a scale; every query has its own
@@ -28,6 +28,8 @@ VALUE_TILE = 128  # keys whose values share an exponent
 E4M3 = ml_dtypes.float8_e4m3fn
 E4M3_MOST = np.float32(448)
 E4M3_NAN = 0x7F
+LEAST_AGREEMENT = np.float32(0.625)  # of the sample's slots, for a mean of V: the sum of sums beside their magnitudes'
+MOST_MEAN = np.float32(2.0**119)  # of V: what is finite in 16 bits is finite less it
 HEADROOM = 7  # weights for E4M3 reach 2^HEADROOM
 LEAST_SLOPE = np.float32(1e-30)  # of scores: masked ones must not meet 0
 QUERY_SEED = 0xFFFFFFFFFFFFFFFF  # flips the seed's bits: queries and keys are rounded by different random numbers
@@ -36,6 +38,10 @@ CHAINS = [np.array([[word // 4 * 16 + word % 4 * 2 + pair + key for key in (0, 1
           for pair in (0, 8, 64, 72)]  # fmt: skip
 # Positions 4 t + (0, 1, 2, 3) of sixteen hold keys 2 t + (0, 1, 8, 9), as a product's sums lie in a warp
 KEY_ORDER = np.array([2 * t + key for t in range(4) for key in (0, 1, 8, 9)])
+
+
+OF_KEYS = ("k", "k_scale", "k_mean", "k_wild")  # parts of KeysValues, in its order
+OF_VALUES = ("v", "v_scale", "v_lift", "v_wild", "v_mean")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +63,7 @@ class KeysValues:
     v_scale: np.ndarray | None = None  # float32 [H]
     v_lift: np.ndarray | None = None  # float32 [H, tiles]
     v_wild: np.ndarray | None = None  # int32 [H]
+    v_mean: np.ndarray | None = None  # float32 [H, D]
 
 
 def quantize_kv(
@@ -76,7 +83,7 @@ def quantize_kv(
         draws = None if random is None else random[b * length : (b + 1) * length]
         values = None if v is None else v[b, exists]
         one.append(_keys_values(k[b, exists], values, length, reference._rope_of(rope, b), draws))
-    names = ["k", "k_scale", "k_mean", "k_wild"] + (["v", "v_scale", "v_lift", "v_wild"] if v is not None else [])
+    names = [*OF_KEYS, *(OF_VALUES if v is not None else ())]
     if not one:  # shapes and dtypes of a sequence, none of them
         values = None if v is None else np.zeros(v.shape[1:], v.dtype)
         none = _keys_values(np.zeros(k.shape[1:], k.dtype), values, length, None, None)
@@ -103,7 +110,8 @@ def quantize_kv_varlen(
         np.zeros((batch, heads, dim), np.float32), np.zeros((batch, heads), np.int32),
         *(() if v is None else (
             np.zeros((1, heads, dim, packed_padded(total, batch)), np.uint8), np.zeros((batch, heads), np.float32),
-            np.zeros((batch, heads, tiles), np.float32), np.zeros((batch, heads), np.int32))),
+            np.zeros((batch, heads, tiles), np.float32), np.zeros((batch, heads), np.int32),
+            np.zeros((batch, heads, dim), np.float32))),
     )  # fmt: skip
     for b, (_, keys) in enumerate(reference._packed(cu_seqlens_k, cu_seqlens_k, total, total)):
         length = keys.stop - keys.start
@@ -118,7 +126,7 @@ def quantize_kv_varlen(
             start = packed_start(keys.start, b)
             result.v[0, :, :, start : start + one.v.shape[-1]] = one.v
             result.v_lift[b, :, : one.v_lift.shape[1]] = one.v_lift
-            result.v_scale[b], result.v_wild[b] = one.v_scale, one.v_wild
+            result.v_scale[b], result.v_wild[b], result.v_mean[b] = one.v_scale, one.v_wild, one.v_mean
     return result
 
 
@@ -172,24 +180,22 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     return padded
 
 
-def key_mean(k: np.ndarray) -> np.ndarray:
-    """float32 `[H, D]`: the mean of a sample of rotated keys `[T, H, D]`, of those that are finite; 0 without any."""
-    sample = _sample(k)
-    finite = np.isfinite(sample).all(-1)
-    sample = np.where(finite[..., None], sample, np.float32(0))
-    total = np.zeros(k.shape[1:], np.float32)
-    for slot in range(SLOTS):
-        part = np.zeros(k.shape[1:], np.float32)
-        for row in sample[slot::SLOTS]:
-            part = part + row
-        total = total + part
-    count = finite.sum(0).astype(np.float32)[:, None]
-    mean = np.where(count > 0, total / np.maximum(count, np.float32(1)), np.float32(0))
-    return np.where(np.isfinite(mean), mean, np.float32(0))
+def sample_mean(x: np.ndarray) -> np.ndarray:
+    """float32 `[H, D]`: the mean of a sample of tokens `[T, H, D]`, of those that are finite; 0 without any."""
+    return _mean_and_agreement(x)[0]
+
+
+def value_mean(v: np.ndarray) -> np.ndarray:
+    """float32 `[H, D]`: what every value loses, and rows of the output get back; 0 where the sample hardly tells."""
+    mean, told = _mean_and_agreement(v)
+    return np.where(told & (np.abs(mean) < MOST_MEAN), mean, np.float32(0))
 
 
 def value_exponent(v: np.ndarray) -> np.ndarray:
-    """Integers `[H]`, v_scale is 2 to them: the largest finite number of a sample of v is 16 to 32 scales."""
+    """Integers `[H]`, v_scale is 2 to them: the largest finite number of a sample of v is 16 to 32 scales.
+
+    v: less its mean.
+    """
     sample = _sample(v)
     largest = np.where(np.isfinite(sample), np.abs(sample), np.float32(0)).max((0, 2), initial=0)
     mantissa, exponent = np.frexp(np.where(largest == 0, np.float32(1), largest))  # largest = mantissa 2^exponent
@@ -199,6 +205,22 @@ def value_exponent(v: np.ndarray) -> np.ndarray:
 
 def _sample(x: np.ndarray) -> np.ndarray:
     return x[:: -(-len(x) // SAMPLED)] if len(x) else x
+
+
+def _mean_and_agreement(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(float32 `[H, D]`: `sample_mean`, whether the sums of its slots agree that there is one)."""
+    sample = _sample(x)
+    finite = np.isfinite(sample).all(-1)
+    sample = np.where(finite[..., None], sample, np.float32(0))
+    total, sizes = np.zeros((2, *x.shape[1:]), np.float32)
+    for slot in range(SLOTS):
+        part = np.zeros(x.shape[1:], np.float32)
+        for row in sample[slot::SLOTS]:
+            part = part + row
+        total, sizes = total + part, sizes + np.abs(part)
+    count = finite.sum(0).astype(np.float32)[:, None]
+    mean = np.where(count > 0, total / np.maximum(count, np.float32(1)), np.float32(0))
+    return np.where(np.isfinite(mean), mean, np.float32(0)), np.abs(total) >= LEAST_AGREEMENT * sizes
 
 
 def _width(dim: int) -> int:
@@ -250,7 +272,7 @@ def _keys_values(k, v, length, rope, draws) -> KeysValues:
     with np.errstate(invalid="ignore", over="ignore"):
         if rope is not None:
             x = turned(x, positions_of(rope, 0, exists)[1], rope)
-        mean = key_mean(x)
+        mean = sample_mean(x)
         y = hadamard(x - mean)
     finite = np.isfinite(y).all(-1)
     y = np.where(finite[..., None], y, np.float32(0))
@@ -267,9 +289,12 @@ def _keys_values(k, v, length, rope, draws) -> KeysValues:
 
 
 def _values(v, length):
-    """(E4M3 codes `[H, D, padded]`, scale `[H]`, lift `[H, tiles]`, wild `[H]`) of one sequence."""
+    """(E4M3 codes `[H, D, padded]`, scale `[H]`, lift `[H, tiles]`, wild `[H]`, mean `[H, D]`) of one sequence."""
     exists, heads, dim = v.shape
     v = np.asarray(v).astype(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = value_mean(v)
+        v = v - mean
     tiles = -(-length // VALUE_TILE)
     exponent = value_exponent(v)
     finite = np.isfinite(v)
@@ -288,7 +313,7 @@ def _values(v, length):
     codes = codes.reshape(len(codes) // BLOCK, BLOCK, heads, dim)[:, KEY_ORDER].reshape(padded.shape)
     wild = (~finite).sum((0, 2)).astype(np.int32)
     scale = np.ldexp(np.float32(1), exponent).astype(np.float32)
-    return np.ascontiguousarray(codes.transpose(1, 2, 0)), scale, lift.T.astype(np.float32), wild
+    return np.ascontiguousarray(codes.transpose(1, 2, 0)), scale, lift.T.astype(np.float32), wild, mean
 
 
 def _codes(x: np.ndarray) -> np.ndarray:
@@ -310,7 +335,7 @@ def _codes(x: np.ndarray) -> np.ndarray:
 
 
 def values_back(codes: np.ndarray, scale: np.ndarray, lift: np.ndarray) -> np.ndarray:
-    """float32 `[padded, H, D]` of one sequence's E4M3 codes, in the order of keys."""
+    """float32 `[padded, H, D]` of one sequence's E4M3 codes, in the order of keys: values less their mean."""
     heads, dim, padded = codes.shape
     ordered = codes.reshape(heads, dim, -1, BLOCK)[..., np.argsort(KEY_ORDER)].reshape(codes.shape)
     per_tile = scale[:, None] * np.exp2(lift)  # [H, tiles]
@@ -376,7 +401,7 @@ def _replay(q, k, v, *, words, rope, precision):
     v32 = v.astype(np.float32)
     finite = np.isfinite(v32)
     v_rest = np.where(finite, np.float32(0), np.float32(np.nan) if in_fp8 else v32)
-    if in_fp8:  # codes alone: weights carry lift, the result the scale
+    if in_fp8:  # codes alone: weights carry lift, the result scale and mean
         v32 = values_back(keys.v, np.ones_like(keys.v_scale), np.zeros_like(keys.v_lift))[:len_k]
         lifts = np.repeat(keys.v_lift, VALUE_TILE, axis=1)[:, :len_k]
     v_finite = np.where(finite, v32, np.float32(0))
@@ -399,6 +424,7 @@ def _replay(q, k, v, *, words, rope, precision):
                 total = weights.sum(-1, dtype=np.float64)
                 if in_fp8:
                     product = _average_e4m3(weights, lifts[kv_head], v_finite[:, kv_head], keys.v_scale[kv_head])
+                    product += keys.v_mean[kv_head]
                 else:
                     product = weights.astype(q.dtype).astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
                 for j in np.flatnonzero(~finite[:, kv_head].all(-1)):

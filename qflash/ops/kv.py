@@ -39,10 +39,11 @@ class QuantizedKV:
     float32 `[B, Hkv, ceil(Tk / 64)]`. k_mean: float32 `[B, Hkv, D]`, what smoothing took off. k_wild: int32 `[B, Hkv]`,
     how many keys are not finite. lens: int32 `[B]`, the keys that exist, or None. dtype: that of the arrays.
 
-    precision "int8": v is the 16-bit array itself, and v_scale, v_lift and v_wild are None. "int8_fp8": v holds E4M3
-    bytes (uint8, which every framework can slice, join and store; `v.view(torch.float8_e4m3fn)` reads them), transposed
-    to `[B, Hkv, D, Tk rounded up to 128]` with the keys permuted in every 16. v_scale: float32 `[B, Hkv]`. v_lift:
-    float32 `[B, Hkv, ceil(Tk / 128)]`; v ~ byte · v_scale · 2^v_lift. v_wild: int32 `[B, Hkv]`, how many values are not
+    precision "int8": v is the 16-bit array itself, and v_scale, v_lift, v_wild and v_mean are None. "int8_fp8": v holds
+    E4M3 bytes (uint8, which every framework can slice, join and store; `v.view(torch.float8_e4m3fn)` reads them),
+    transposed to `[B, Hkv, D, Tk rounded up to 128]` with the keys permuted in every 16. v_scale: float32 `[B, Hkv]`.
+    v_lift: float32 `[B, Hkv, ceil(Tk / 128)]`. v_mean: float32 `[B, Hkv, D]`, what was taken off all values, and rows
+    of the output get back; v ~ byte · v_scale · 2^v_lift + v_mean. v_wild: int32 `[B, Hkv]`, how many values are not
     finite. docs/kernels/sm90_quantize.md defines every step.
     """
 
@@ -54,6 +55,7 @@ class QuantizedKV:
     v_scale: Any = None
     v_lift: Any = None
     v_wild: Any = None
+    v_mean: Any = None
     lens: Any = None
     dtype: str = "bfloat16"
     precision: str = "int8"
@@ -95,9 +97,9 @@ def quantize_kv(
     cos, sin, _, positions, interleaved = tables_of(rope)
     words = (precision, rounding, seed, interleaved, kernel)
     k8, k_scale, k_mean, k_wild, *of_v = run(QUANTIZE_KV, (k, v, lens, cos, sin, positions), words)
-    v8, v_scale, v_lift, v_wild = of_v or (v, None, None, None)
+    of_v = of_v or (v, None, None, None, None)  # v, v_scale, v_lift, v_wild, v_mean
     dtype = dtype_name("k", k.dtype)
-    return QuantizedKV(k8, k_scale, k_mean, k_wild, v8, v_scale, v_lift, v_wild, lens, dtype, precision)
+    return QuantizedKV(k8, k_scale, k_mean, k_wild, *of_v, lens, dtype, precision)
 
 
 def results_of(batch: int, length: int, heads: int, head_dim: int, precision: str) -> dict[str, tuple]:
@@ -114,6 +116,7 @@ def results_of(batch: int, length: int, heads: int, head_dim: int, precision: st
             "v_scale": ("float32", (batch, heads)),
             "v_lift": ("float32", (batch, heads, _parts(length, _VALUE_TILE))),
             "v_wild": ("int32", (batch, heads)),
+            "v_mean": ("float32", (batch, heads, head_dim)),
         }
     return shapes
 

@@ -23,7 +23,7 @@ from qflash.ops.run import run
 from qflash.problem import Array, Options, RopeArrays, check, check_options
 from qflash.spec import DTYPES, OpSpec
 
-_ONLY_E4M3 = ("v_scale", "v_lift", "v_wild")
+_ONLY_E4M3 = ("v_scale", "v_lift", "v_wild", "v_mean")
 
 
 def attention_on_kv(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: bool) -> Any:
@@ -64,7 +64,7 @@ def call_of(
     shape = getattr(q, "shape", ())
     words = check_options(options, shape[-1] if shape and shape[-1] else 1)  # the plan says what is wrong with 0
     arrays = (
-        *(q, kv.k, kv.k_scale, kv.k_mean, kv.k_wild, kv.v, kv.v_scale, kv.v_lift, kv.v_wild),
+        *(q, kv.k, kv.k_scale, kv.k_mean, kv.k_wild, kv.v, kv.v_scale, kv.v_lift, kv.v_wild, kv.v_mean),
         *(kv.lens if kv_lens is None else kv_lens, cos, sin, positions),
     )
     numbers = [words[name] for name in ("window_left", "window_right", "softcap", "scale")]
@@ -81,6 +81,7 @@ def _plan(
     v_scale: Array | None,
     v_lift: Array | None,
     v_wild: Array | None,
+    v_mean: Array | None,
     kv_lens: Array | None,
     cos: Array | None,
     sin: Array | None,
@@ -96,7 +97,7 @@ def _plan(
     kernel: Any,
 ) -> Plan:
     parts = {"k": k, "k_scale": k_scale, "k_mean": k_mean, "k_wild": k_wild}
-    parts |= {"v": v, "v_scale": v_scale, "v_lift": v_lift, "v_wild": v_wild}
+    parts |= {"v": v, "v_scale": v_scale, "v_lift": v_lift, "v_wild": v_wild, "v_mean": v_mean}
     _check_q(q, k, k_mean, dtype)
     batch, length, kv_heads, _ = k.shape
     head_dim = k_mean.shape[-1]
@@ -185,7 +186,8 @@ def _check_q(q: Array, k: Array, k_mean: Array, dtype: str) -> None:
 ATTENTION_KV = Op(
     "attention_kv",
     (
-        *("q", "kv.k", "kv.k_scale", "kv.k_mean", "kv.k_wild", "kv.v", "kv.v_scale", "kv.v_lift", "kv.v_wild"),
+        *("q", "kv.k", "kv.k_scale", "kv.k_mean", "kv.k_wild"),
+        *("kv.v", "kv.v_scale", "kv.v_lift", "kv.v_wild", "kv.v_mean"),
         *("kv_lens", "rope.cos", "rope.sin", "rope.positions_q"),
     ),
     (

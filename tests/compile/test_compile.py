@@ -359,7 +359,7 @@ def kept_plan(row: dispatch.Kernel, x: Array) -> Plan:
     if row.op == "quantize_kv":
         return made
     parts = {result.field: Array(result.shape, None, result.dtype, x.device) for result in made.results}
-    kept = [parts.get(name, x if name == "kv.v" else None) for name in ATTENTION_KV.arrays[1:9]]
+    kept = [parts.get(name, x if name == "kv.v" else None) for name in ATTENTION_KV.arrays[1:10]]
     words = (precision, x.dtype, -1, 0, 0.0, 0.1, False, True, None)
     return ATTENTION_KV.plan(x, *kept, None, None, None, None, *words)
 

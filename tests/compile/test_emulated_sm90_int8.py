@@ -11,6 +11,8 @@ from test_emulated import by_name, call, library, pytestmark, run_case  # noqa: 
 from test_emulated_sm90 import LATE, MASKS
 
 from qflash.dispatch import BY_NAME as BY_KERNEL
+from qflash.reference import attention as attention_in_float64
+from qflash.replay_sm90_int8 import attention_sm90_int8
 from qflash.testing import Case, cases
 from qflash.testing.compare import check_contract, check_replay, check_same_bits, errors
 from qflash.testing.oracle import expected, integers_of, replayed
@@ -172,6 +174,35 @@ def test_rows_of_one_key_at_the_limit_of_float16(library, kernel):  # noqa: F811
     case = Case("limit", 70, KEYS, 2, 2, 64, dtype="float16", data="large", plant=(("v", ..., "65504"),), seed=3)
     out, _ = run_case(library, case, kernel)
     assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [*SHAPES, (40, "float16"), (200, "bfloat16")])
+def test_a_constant_v_comes_back(library, kernel, head_dim, dtype):  # noqa: F811
+    """Less its mean it is zeros: in E4M3 rows are that mean, to the bit; those that see no key are zeros."""
+    case = Case("constant", 150, 130, 2, 1, head_dim, dtype=dtype, causal=True)
+    inputs = case.make_inputs()
+    inputs.v[:] = inputs.v[:, :1] * 100
+    problem = problem_of(case, inputs, None, "cpu")
+    out, _ = call(library(kernel, dtype, head_dim), kernel, problem, inputs.q, inputs.k, inputs.v)
+    assert (out[:, :20] == 0).all()
+    found, wanted = (x.astype(np.float32) for x in np.broadcast_arrays(out[:, 20:], inputs.v[:, :1]))
+    np.testing.assert_allclose(found, wanted, rtol=0 if kernel == "sm90_int8_fp8" else 2e-2)
+
+
+@pytest.mark.parametrize("spread", [1.0, 2.0**-6])
+def test_values_with_a_mean(library, kernel, spread):  # noqa: F811
+    """The error is one of what is left without the mean, however large that is."""
+    case = Case("mean", 70, 600, 2, 1, 64, dtype="float16", seed=3)
+    inputs = case.make_inputs()
+    mean = np.linspace(-8, 8, 64, dtype=np.float16)
+    inputs.v[:] = (inputs.v * np.float16(spread) + mean).astype(np.float16)
+    problem = problem_of(case, inputs, None, "cpu")
+    out, _ = call(library(kernel, "float16", 64), kernel, problem, inputs.q, inputs.k, inputs.v)
+    exact, _ = attention_in_float64(inputs.q, inputs.k, inputs.v)
+    replayed_out, _ = attention_sm90_int8(inputs.q, inputs.k, inputs.v, precision=BY_KERNEL[kernel].precision)
+    ulp = 2.0**-8  # of 8 in float16
+    assert np.abs(out - replayed_out).max() <= ulp
+    assert np.abs(out - exact).max() <= 0.02 * spread + ulp
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), SHAPES)

@@ -60,7 +60,7 @@ def attention(library, case: Case, inputs: Inputs, precision: str) -> Call:  # n
     kept = quantized(library, case, inputs, precision)
     rope = inputs.rope
     tables = (None,) * 3 if rope is None else (rope.cos, rope.sin, rope.positions_q)
-    arrays = (inputs.q, *(kept.get(name) for name in ATTENTION_KV.arrays[1:9]), inputs.kv_lens, *tables)
+    arrays = (inputs.q, *(kept.get(name) for name in ATTENTION_KV.arrays[1:10]), inputs.kv_lens, *tables)
     window = case.window or (-1, -1)
     right = min(x for x in (window[1], 0) if x >= 0) if case.causal else window[1]
     scale = case.head_dim**-0.5 if case.scale is None else case.scale

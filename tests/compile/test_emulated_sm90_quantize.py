@@ -65,7 +65,7 @@ def run(library, k, v=None, q=None, *, lift=True, kv_lens=None, rope=None, seed=
         kv |= {
             "v": poison((1 if packed else batch, heads, dim, padded), np.uint8),
             "v_scale": poison((batch, heads), np.float32), "v_lift": poison((batch, heads, tiles), np.float32),
-            "v_wild": poison((batch, heads), np.int32),
+            "v_wild": poison((batch, heads), np.int32), "v_mean": poison((batch, heads, dim), np.float32),
         }  # fmt: skip
     dtype = np.dtype(k.dtype).name
     size, layout = _native.op_layouts["QfKvAttnParams"]
@@ -115,7 +115,7 @@ def run(library, k, v=None, q=None, *, lift=True, kv_lens=None, rope=None, seed=
 
 
 def check_kv(got, want) -> None:
-    for name in ("k_mean", "k_wild", "k_scale", "k", "v_scale", "v_wild", "v_lift", "v"):
+    for name in ("k_mean", "k_wild", "k_scale", "k", "v_mean", "v_scale", "v_wild", "v_lift", "v"):
         a, b = getattr(got, name), getattr(want, name)
         assert (a is None) == (b is None), name
         if a is not None:
@@ -155,7 +155,7 @@ def test_same_bits_as_the_replay(library, name):
     batch, q_len, k_len, q_heads, kv_heads, dim, dtype, fp8 = CASES[name]
     q = normal((batch, q_len, q_heads, dim), dtype)
     k = normal((batch, k_len, kv_heads, dim), dtype, 1) + normal((1, 1, kv_heads, dim), dtype, 2, 3)
-    v = normal((batch, k_len, kv_heads, dim), dtype, 3) if fp8 else None
+    v = normal((batch, k_len, kv_heads, dim), dtype, 3) + normal((1, 1, kv_heads, dim), dtype, 4, 2) if fp8 else None
     queries, kv = run(library, k, v, q)
     check_kv(kv, replay.quantize_kv(k, v))
     check_q(queries, q, kv.k_mean)
@@ -224,10 +224,12 @@ def test_not_finite(library, dim):
         x[0, 5, 0, 0] = -np.inf
         x[0, 64:128, 0, 5] = np.inf
         x[..., 1, 17] = np.nan
+    v[0, 64, 0, 7] = 50  # sampled; not in the mean, for 64 is not finite, but in the scale
     queries, kv = run(library, k, v, q, order=2)
     check_kv(kv, replay.quantize_kv(k, v))
     check_q(queries, q, kv.k_mean)
     assert kv.k_wild.tolist() == [[66, 300]] and kv.v_wild.tolist() == [[66, 300]]
+    assert kv.v_scale[0, 0] == 2 and abs(kv.v_mean[0, 0]).max() < 1 and (kv.v_mean[0, 1] == 0).all()
     assert np.isfinite(kv.k_scale).all() and kv.k_scale[0, 0, 1] == 0 and kv.k_scale[0, 0, 0] > 0
 
 
@@ -244,7 +246,7 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_constant_tensors(library, name):
-    """A constant K is its mean and leaves zeros; what overflows in a butterfly is not finite."""
+    """Constant K and V are their means and leave zeros; what overflows in a butterfly is not finite."""
     dtype, value = VALUES[name]
     x = normal((1, 70, 2, 64), dtype)
     x[:, :, 0] = value
@@ -254,6 +256,7 @@ def test_constant_tensors(library, name):
     check_q(queries, x, kv.k_mean)
     if value < 1e38:
         assert (kv.k[:, :, 0] == 0).all() and (kv.k_scale[0, 0] == 0).all() and (kv.k_wild == 0).all()
+        assert (kv.v[:, 0] == 0).all() and (kv.v_mean[0, 0] == x[0, 0, 0].astype(np.float32)).all()
     if value == 0:
         assert (queries.values == 0).all() and (queries.scale == 0).all() and (kv.v_scale == 2.0**-5).all()
 
@@ -266,6 +269,53 @@ def test_values_far_above_the_sample(library):
     _, kv = run(library, normal(v.shape), v)
     check_kv(kv, replay.quantize_kv(normal(v.shape), v))
     assert (np.diff(kv.v_lift[0, 0, :4]) > 0).all() and kv.v_lift[0, 0, 3] > 200 and kv.v_lift[0, 0, 4] == 0
+
+
+# What is finite in bfloat16 must be so less its mean, which from 2^119 on is none.
+HUGE = {
+    "mostly negative": (-1e38, 3.38e38),
+    "mostly positive": (3.38e38, -3.38e38),
+    "a mean that is just taken off": (2.0**118, -3.38e38),
+    "a mean that just is not": (-(2.0**119), 3.38e38),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_huge_values_stay_finite(library, name, dim):
+    most, one = HUGE[name]
+    v = np.full((1, 300, 1, dim), most, ml_dtypes.bfloat16)
+    v[0, 131, 0, dim - 5] = one  # not sampled
+    _, kv = run(library, normal(v.shape), v)
+    check_kv(kv, replay.quantize_kv(normal(v.shape), v))
+    assert (kv.v_wild == 0).all() and not (kv.v & 0x7F == 0x7F).any()
+    assert (kv.v_mean == (most if abs(most) < 2.0**119 else 0)).all()
+    codes = replay.values_back(kv.v[0], np.ones(1, np.float32), kv.v_lift[0] * 0)[:300].astype(np.float64)
+    scales = np.repeat(kv.v_scale[0, 0] * 2.0 ** kv.v_lift[0, 0].astype(np.float64), 128)[:300, None, None]
+    np.testing.assert_allclose(codes * scales + kv.v_mean[0], v[0].astype(np.float64), rtol=0.1)
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_mean_that_may_be_chance_stays(library, dim):
+    """Values without a mean are better left so: a sample's is off by a sixteenth of the spread."""
+    k, v = normal((1, 3000, 1, dim)), normal((1, 3000, 1, dim), seed=1).astype(np.float32)
+    v[..., ::2] += np.float32(0.5)
+    v = v.astype(k.dtype)
+    _, kv = run(library, k, v)
+    check_kv(kv, replay.quantize_kv(k, v))
+    assert np.mean(kv.v_mean[..., 1::2] == 0) > 0.95 and (kv.v_mean[..., ::2] > 0.25).all()
+
+
+@pytest.mark.parametrize("length", [1, 3, 127, 129, 255])
+def test_tokens_past_the_end_do_not_take_part(library, length):
+    """Less a mean they would be far from zero: codes are, and neither scale nor lift knows of them."""
+    k = normal((1, length, 1, 64))
+    v = (normal(k.shape, spread=2.0**-6).astype(np.float32) + 100).astype(k.dtype)
+    _, kv = run(library, k, v)
+    check_kv(kv, replay.quantize_kv(k, v))
+    assert (kv.v_lift == 0).all() and kv.v_scale[0, 0] < 1
+    ordered = kv.v.reshape(1, 1, 64, -1, 16)[..., np.argsort(replay.KEY_ORDER)].reshape(kv.v.shape)
+    assert (ordered[..., length:] == 0).all()
 
 
 def test_keys_that_do_not_exist(library):

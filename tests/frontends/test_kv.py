@@ -17,7 +17,7 @@ PRECISIONS = ("int8", "int8_fp8")
 def check_parts(kv, precision):
     """Everything that should be there, shaped as it should be."""
     wanted = results_of(*SHAPE, precision)
-    for name in ("k", "k_scale", "k_mean", "k_wild", "v", "v_scale", "v_lift", "v_wild"):
+    for name in ("k", "k_scale", "k_mean", "k_wild", "v", "v_scale", "v_lift", "v_wild", "v_mean"):
         part = getattr(kv, name)
         if name in wanted:
             dtype, shape = wanted[name]
@@ -123,7 +123,7 @@ class TestJax:
     def test_a_kv_goes_in_and_out_of_jit(self):
         kv, _ = self.jax.eval_shape(lambda *xs: self.both(*xs, "int8_fp8"), *self.avals())
         leaves, tree = self.jax.tree.flatten(kv)
-        assert len(leaves) == 9
+        assert len(leaves) == 10
         again = self.jax.tree.unflatten(tree, leaves)
         assert (again.precision, again.dtype) == ("int8_fp8", "bfloat16")
         out = self.jax.eval_shape(qflash.attention, self.avals()[0], again)

@@ -15,15 +15,18 @@ from qflash.testing.oracle import integers_of, replayed
 from qflash.testing.runner import suited
 
 KERNELS = {"sm90_int8": "int8", "sm90_int8_fp8": "int8_fp8"}
-# Heads of zeros, a constant k (smoothing makes it zero), scales that underflow, float16's largest numbers.
+# Heads of zeros, a constant k or v (less their means they are zero), scales that underflow, the largest numbers of
+# float16, and those of bfloat16, which less a mean must not overflow.
 EXTREMES = [
-    Case(name, 70, 200, 2, 2, head_dim=128, dtype="float16", plant=plant)
+    Case(name, 70, 200, 2, 2, head_dim=128, dtype="bfloat16" if "huge" in name else "float16", plant=plant)
     for name, plant in {
         "zeros": (("q", (0,), "0"), ("k", (0,), "0"), ("v", (0,), "0")),
         "constant_k": (("k", (0,), "3.5"),),
         "underflow": (("q", (0,), "1e-7"), ("k", (0,), "1e-7")),
         "large_k": (("k", (0,), "65504"),),
         "large_v": (("v", (0, 3), "65504"), ("v", (0, 4), "-65504"), ("v", (0, 150), "65504")),
+        "constant_v": (("v", (0,), "-7.25"),),
+        "huge_v": (("v", (0,), "-1e38"), ("v", (0, 131), "3.3e38")),
         "large_scores": (("q", (0,), "65504"), ("k", (0,), "-65504")),
     }.items()
 ]
@@ -54,6 +57,17 @@ def test_errors_do_not_depend_on_the_kind_of_numbers(data: str, kernel: str, bou
     assert errors(out, expected(case, KERNELS[kernel]).out).relative_l2 <= bound
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_mean_of_v_adds_no_error(causal: bool) -> None:
+    """What is rounded is what is left without it: the error in absolute terms is that of values around zero."""
+    case = Case(q_len=1024, k_len=1024, q_heads=2, kv_heads=2, head_dim=128, dtype="bfloat16", causal=causal)
+    absolute = []
+    for data in ("normal", "biased_v"):
+        out, _ = replayed(replace(case, data=data), "sm90_int8_fp8")
+        absolute.append(np.linalg.norm(out - expected(replace(case, data=data), "int8_fp8").out))
+    assert absolute[1] <= 1.05 * absolute[0]
+
+
 # On a GPU: what quantize_kv leaves is the replay's to the bit, and attention on it gives the bits of attention.
 
 UNPACKED = [case for case in cases("full") if not case.packed and case.k_len]  # without a key nothing is computed
@@ -78,8 +92,7 @@ def test_quantize_kv_gives_the_replays_bits(case: Case, name: str) -> None:
     values = inputs.v if BITS[name] == "int8_fp8" else None
     words = {"kv_lens": inputs.kv_lens, "rope": inputs.rope, "seed": random.get("seed")}
     want = replay_sm90_int8.quantize_kv(inputs.k, values, **words)
-    parts = ["k", "k_scale", "k_mean", "k_wild"] + (["v", "v_scale", "v_lift", "v_wild"] if values is not None else [])
-    for part in parts:
+    for part in (*replay_sm90_int8.OF_KEYS, *(replay_sm90_int8.OF_VALUES if values is not None else ())):
         np.testing.assert_array_equal(runner.to_numpy(getattr(kv, part)), getattr(want, part), err_msg=part)
 
 

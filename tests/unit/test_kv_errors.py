@@ -137,6 +137,21 @@ BAD_ATTENTION = {
         TypeError,
         "kv.v_lift does not fit kv.precision, 'int8_fp8'; allowed: an array",
     ),
+    "E4M3 without mean": (
+        lambda: attend(kv=replace(KV8, v_mean=None)),
+        TypeError,
+        "kv.v_mean does not fit kv.precision, 'int8_fp8'; allowed: an array",
+    ),
+    "v_mean dtype": (
+        lambda: attend(kv=replace(KV8, v_mean=KV8.v_mean.astype("f8"))),
+        TypeError,
+        "kv.v_mean has dtype float64; allowed: float32",
+    ),
+    "v_mean shape": (
+        lambda: attend(kv=replace(KV8, v_mean=KV8.v_mean[..., :8])),
+        ValueError,
+        r"kv.v_mean has shape \[2, 2, 8\]; allowed: \[2, 2, 24\]",
+    ),
     "int8 with scale": (
         lambda: attend(kv=replace(KV, v_scale=KV8.v_scale)),
         TypeError,

@@ -169,8 +169,7 @@ def kv_plans(precision, length=300, head_dim=40):
     k = array(2, length, 3, head_dim, dtype="float16")
     quantize = QUANTIZE_KV.plan(k, k, None, None, None, None, precision, "stochastic", 7, False, None)
     parts = {result.field: array(*result.shape, dtype=result.dtype) for result in quantize.results}
-    parts = {"kv.v": k, "kv.v_scale": None, "kv.v_lift": None, "kv.v_wild": None, **parts}
-    ordered = [parts[name] for name in ATTENTION_KV.arrays[1:9]]
+    ordered = [parts.get(name, k if name == "kv.v" else None) for name in ATTENTION_KV.arrays[1:10]]
     q = array(2, 20, 6, head_dim, dtype="float16")
     words = (precision, "float16", -1, 0, 0.0, 0.5, False, True, None)
     return quantize, ATTENTION_KV.plan(q, *ordered, None, None, None, None, *words)
@@ -188,6 +187,7 @@ def test_what_quantize_kv_writes_is_what_attention_reads(precision):
     else:
         assert "attn.v.data" not in read and [x.field for x in quantize.operands] == ["attn.k.data", "attn.v.data"]
         assert written["kv.v"] == ((2, 3, 40, 384), "uint8") and written["kv.v_lift"] == ((2, 3, 3), "float32")
+        assert written["kv.v_mean"] == ((2, 3, 40), "float32")
     code = {"int8": 1, "int8_fp8": 2}[precision]
     for plan in (quantize, attend):
         fields = dict(plan.fields)
@@ -212,7 +212,7 @@ def test_results_known_to_be_zero_are():
     quantize, _ = kv_plans("int8_fp8", length=0)
     k = torch.zeros(2, 0, 3, 40, dtype=torch.float16)
     made = torch_op_launch.launch(QUANTIZE_KV, Prepared(quantize, None, None), [k, k, None, None, None, None])
-    assert [x.numel() for x in made] == [0, 0, 240, 6, 0, 6, 0, 6] and not any(x.any() for x in made)
+    assert [x.numel() for x in made] == [0, 0, 240, 6, 0, 6, 0, 6, 240] and not any(x.any() for x in made)
 
 
 def test_sizes_beyond_int32_are_kept():

@@ -82,10 +82,10 @@ struct Int8Attention {
 
 struct KvAttention {
   using S = QfKvAttnParams;
-  static constexpr OpField kFields[] = {QF_FIELD(struct_bytes), QF_FIELD(rounding),  QF_FIELD(seed),
-                                        QF_ATTENTION(attn),     QF_FIELD(kv.k),      QF_FIELD(kv.k_scale),
-                                        QF_FIELD(kv.k_mean),    QF_FIELD(kv.k_wild), QF_FIELD(kv.v),
-                                        QF_FIELD(kv.v_scale),   QF_FIELD(kv.v_lift), QF_FIELD(kv.v_wild)};
+  static constexpr OpField kFields[] = {
+      QF_FIELD(struct_bytes), QF_FIELD(rounding),  QF_FIELD(seed),      QF_ATTENTION(attn), QF_FIELD(kv.k),
+      QF_FIELD(kv.k_scale),   QF_FIELD(kv.k_mean), QF_FIELD(kv.k_wild), QF_FIELD(kv.v),     QF_FIELD(kv.v_scale),
+      QF_FIELD(kv.v_lift),    QF_FIELD(kv.v_wild), QF_FIELD(kv.v_mean)};
 };
 
 struct Int8Matmul {

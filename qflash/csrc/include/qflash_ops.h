@@ -101,9 +101,10 @@ typedef struct QfQuantizedKv {
   float* k_mean;  /* [batch, kv_heads, head_dim]: what smoothing took off */
   int32_t* k_wild; /* [batch, kv_heads]: how many keys are not finite; they are -128 throughout */
   uint8_t* v;      /* E4M3, [batch, kv_heads, head_dim, padded], keys permuted in every 16; NULL: V stays as it is */
-  float* v_scale;  /* [batch, kv_heads]; these three only with v */
-  float* v_lift;   /* [batch, kv_heads, ceil(k_len / 128)]: v ~ byte v_scale 2^lift */
+  float* v_scale;  /* [batch, kv_heads]; these four only with v */
+  float* v_lift;   /* [batch, kv_heads, ceil(k_len / 128)]: v ~ byte v_scale 2^lift + v_mean */
   int32_t* v_wild; /* [batch, kv_heads]: how many values are not finite */
+  float* v_mean;   /* [batch, kv_heads, head_dim]: what was taken off V, and rows of out get back */
 } QfQuantizedKv;
 
 /* quantize_kv fills kv: of attn it reads k, v, kv_lens, cu_seqlens_k and rope, not q and out. attention_kv reads kv: in

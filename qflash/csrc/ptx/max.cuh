@@ -58,17 +58,4 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 #endif
 }
 
-// Of unsigned integers. sm_90 and later.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#integer-arithmetic-instructions-max
-__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint32_t pair;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-  return pair;
-#else
-  const uint32_t low_a = a & 0xffffu, low_b = b & 0xffffu, high_a = a >> 16, high_b = b >> 16;
-  return (low_a > low_b ? low_a : low_b) | (high_a > high_b ? high_a : high_b) << 16;
-#endif
-}
-
 }  // namespace qf

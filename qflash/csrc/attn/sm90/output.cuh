@@ -123,13 +123,25 @@ __device__ __forceinline__ float sum_of_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// What was taken off V, channel by channel, and averages of it lack. kThere false: nothing was.
+template <bool kThere>
+struct ChannelMean {
+  static constexpr bool kIsThere = kThere;
+  const float* g_mean = nullptr;  // [head_dim]
+  int head_dim = 0;
+
+  __device__ __forceinline__ float2 pair(int d) const {
+    return kThere && d < head_dim ? *reinterpret_cast<const float2*>(g_mean + d) : make_float2(0.0f, 0.0f);
+  }
+};
+
 // Divides a warp's rows by their sums of weights and stores them. warp_row: from the block's first. s_rows: as above;
 // gain: of all outputs; l: this lane's sums of weights as they were multiplied; lift(row): what lse lacks, of a row of
-// the block; v(key, d): V, where some of it is not finite.
-template <int kPanelBytes, class Lift, class V>
+// the block; v(key, d): V, where some of it is not finite; mean: what all rows that see a key get besides.
+template <int kPanelBytes, class Lift, class V, class Mean = ChannelMean<false>>
 __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& record, float (&O)[1][kOTiles][4],
                                        const Rows& rows, char* s_rows, int warp_row, int lane, bool aligned, float gain,
-                                       const float (&l)[2], Lift lift, V v) {
+                                       const float (&l)[2], Lift lift, V v, Mean mean = {}) {
   float sum[2], inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -144,9 +156,12 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
       const KeyRange keys = record.mask.visible(record.row0 + warp_row + lane / 4 + 8 * r);
       empty[r] = keys.begin == keys.end;
       if (!empty[r]) continue;
-      inverse[r] = 0.0f;
+      inverse[r] = 1.0f;
 #pragma unroll
-      for (int j = 0; j < kOTiles; ++j) O[0][j][2 * r] = O[0][j][2 * r + 1] = 0.0f;  // scores of NaN left NaN
+      for (int j = 0; j < kOTiles; ++j) {  // scores of NaN left NaN; zeros, once the mean is added
+        const float2 added = mean.pair(8 * j + lane % 4 * 2);
+        O[0][j][2 * r] = 0.0f - added.x, O[0][j][2 * r + 1] = 0.0f - added.y;
+      }
     }
   }
   const int own_rows = min(16, record.rows - warp_row);
@@ -160,9 +175,14 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
     }
   }
 #pragma unroll
-  for (int j = 0; j < kOTiles; ++j)
+  for (int j = 0; j < kOTiles; ++j) {
+    const float2 added = mean.pair(8 * j + lane % 4 * 2);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) O[0][j][e] = within(O[0][j][e] * inverse[e / 2]);
+    for (int e = 0; e < 4; ++e) {
+      const float x = O[0][j][e], by = inverse[e / 2];
+      O[0][j][e] = within(Mean::kIsThere ? fmaf(x, by, e % 2 ? added.y : added.x) : x * by);
+    }
+  }
   Element* const g_own =
       static_cast<Element*>(p.out.data) + record.out_at + warp_row * p.out.stride_t;  // the warp's first row
   if constexpr (kPanelBytes > 0) {

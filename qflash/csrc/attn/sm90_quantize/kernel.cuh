@@ -18,7 +18,8 @@
 #include "attn/sm90_quantize/values.cuh"
 
 template <class Element, int kHeadDim, bool kTurned>
-__global__ void __launch_bounds__(qf::sm90_quantize::Shape<kHeadDim>::kSampleThreads)
+__global__ void __launch_bounds__(qf::sm90_quantize::Shape<kHeadDim>::kSampleThreads,
+                                  (kTurned ? 512 : 1024) / qf::sm90_quantize::Shape<kHeadDim>::kSampleThreads)
     qf_sm90_quantize_sample_kernel(const __grid_constant__ qf::QuantizeAll all,
                                    const __grid_constant__ qf::sm90_quantize::Deal deal) {
   using namespace qf;
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(qf::sm90_quantize::Shape<kHeadDim>::kSampleThr
   if (of_keys)
     sm90_quantize::sample_keys<Element, kHeadDim, kTurned>(all, deal, b, h, reinterpret_cast<float*>(s_memory));
   else
-    sm90_quantize::sample_values<Element, kHeadDim>(all, deal, b, h, reinterpret_cast<uint32_t*>(s_memory));
+    sm90_quantize::sample_values<Element, kHeadDim>(all, deal, b, h, reinterpret_cast<float*>(s_memory));
 }
 
 template <class Element, int kHeadDim, qf::sm90_quantize::Reads kReads>

@@ -24,7 +24,7 @@ struct QuantizeAll {
 
 namespace sm90_quantize {
 
-constexpr int kSampled = 256;  // keys at most that tell the mean of K and the scale of V
+constexpr int kSampled = 256;  // keys at most that tell the means of K and V and the scale of V
 constexpr int kSlots = 32;     // sums of those, taken side by side
 constexpr int kKeyGroup = 64;  // keys that share a scale
 constexpr int kValueTile = 128;

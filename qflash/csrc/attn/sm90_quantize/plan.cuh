@@ -39,7 +39,8 @@ int run_sm90_quantize(const QuantizeAll& all, Launch launch, int64_t many_blocks
   const QfAttnParams& p = all.attn;
   if (p.head_dim < 8 || p.head_dim > kHeadDim || p.head_dim % 8 != 0) return QF_UNSUPPORTED;
   const bool q = all.q.values, k = all.kv.k, v = all.kv.v;
-  if (!aligned16(all.q.values) || !aligned16(all.kv.k) || !aligned16(all.kv.k_mean) || !aligned16(all.kv.v))
+  if (!aligned16(all.q.values) || !aligned16(all.kv.k) || !aligned16(all.kv.k_mean) || !aligned16(all.kv.v) ||
+      !aligned16(all.kv.v_mean))
     return QF_UNSUPPORTED;
 
   Deal deal{};

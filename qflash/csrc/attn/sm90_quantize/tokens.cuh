@@ -116,9 +116,10 @@ __device__ __forceinline__ void load_tokens(float (&x)[kRounds][16], const QfAtt
 }
 
 // Sixteen of a head's floats, zeros past its end.
-__device__ __forceinline__ void load_mean(float (&mean)[16], const float* g_head, int column, int head_dim) {
+template <int kChannels>
+__device__ __forceinline__ void load_mean(float (&mean)[kChannels], const float* g_head, int column, int head_dim) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kChannels / 4; ++i) {
     const int d = column + 4 * i;
     const float4 four = d < head_dim ? *reinterpret_cast<const float4*>(g_head + d) : make_float4(0, 0, 0, 0);
     mean[4 * i] = four.x, mean[4 * i + 1] = four.y, mean[4 * i + 2] = four.z, mean[4 * i + 3] = four.w;

@@ -1,4 +1,4 @@
-// Values to E4M3, transposed: tiles of 128 tokens, each with an exponent of its own.
+// Values to E4M3, less their mean and transposed: tiles of 128 tokens, each with an exponent of its own.
 //
 // Keys stand permuted in every 16: word t of channel d holds keys 2t, 2t+1, 2t+8, 2t+9, as a product's sums lie in a
 // warp. So a thread loads its eight channels of those four tokens, and what it converts are whole words: no byte moves
@@ -14,13 +14,17 @@
 #include "attn/sm90_quantize/tokens.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/min.cuh"
 
 namespace qf {
 namespace sm90_quantize {
 
-// Magnitudes from here on are not finite.
-__device__ __forceinline__ uint32_t infinity_bits(F16) { return 0x7c00u; }
-__device__ __forceinline__ uint32_t infinity_bits(BF16) { return 0x7f80u; }
+// Of pairs as they lie in memory: of a NaN and a number, the number.
+__device__ __forceinline__ uint32_t most_of(uint32_t a, uint32_t b, F16) { return max_f16x2(a, b); }
+__device__ __forceinline__ uint32_t most_of(uint32_t a, uint32_t b, BF16) { return max_bf16x2(a, b); }
+// Of a NaN and a number, NaN.
+__device__ __forceinline__ uint32_t least_of(uint32_t a, uint32_t b, F16) { return min_nan_f16x2(a, b); }
+__device__ __forceinline__ uint32_t least_of(uint32_t a, uint32_t b, BF16) { return min_nan_bf16x2(a, b); }
 
 __device__ __forceinline__ uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
@@ -106,11 +110,19 @@ struct Chain {
   }
 };
 
-// raw to words of E4M3 in shared memory. A chain is two quads sixteen apart, in the order of their words.
+// Channel e of eight that lie in four words.
+template <class Element>
+__device__ __forceinline__ float value_of(const uint32_t (&words)[4], int e) {
+  return to_float(Element{uint16_t(words[e / 2] >> 16 * (e % 2))});
+}
+
+// raw, less the mean, to words of E4M3 in shared memory. A chain is two quads sixteen apart, in the order of their
+// words. kWild: some may be NaN, and only the first `existing` tokens are there.
 template <class Element, int kHeadDim, bool kWild>
 __device__ __forceinline__ void convert_values(uint32_t* s_words,
                                                const uint32_t (&raw)[ValueTile<Element, kHeadDim>::kQuads][4][4],
-                                               float inverse, int chunk, int side) {
+                                               const float (&mean)[8], float inverse, int existing, int chunk,
+                                               int side) {
   using T = ValueTile<Element, kHeadDim>;
   constexpr int kApart = 16 / T::kSides;
 #pragma unroll
@@ -118,7 +130,8 @@ __device__ __forceinline__ void convert_values(uint32_t* s_words,
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const auto value = [&](int quad, int r) {
-        return mul_rn(to_float(Element{uint16_t(raw[quad][r][e / 2] >> 16 * (e % 2))}), inverse);
+        if (kWild && T::ahead(quad, r) >= existing) return 0.0f;
+        return mul_rn(sub_rn(value_of<Element>(raw[quad][r], e), mean[e]), inverse);
       };
       const auto store = [&](int quad, uint32_t word) {
         const int c = 8 * chunk + e;
@@ -151,9 +164,10 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
   if (item.tile >= tiles.owned && item.tile >= lifts) return;
 
   const int first = T::token(side, 0), existing = s.len - token0 - first;
+  const bool whole = existing > T::ahead(T::kQuads - 1, 3);  // nearly always
   const Element* const g_row = row_of<Element>(p.v, item.b, s.first + token0 + first, item.h_begin);
   Raw8<Element> eight[T::kQuads][4];
-  if (kReads != Reads::kAny && existing > T::ahead(T::kQuads - 1, 3) && d < p.head_dim) {  // nearly always
+  if (kReads != Reads::kAny && whole && d < p.head_dim) {
 #pragma unroll
     for (int i = 0; i < T::kQuads; ++i)
 #pragma unroll
@@ -178,48 +192,59 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
       raw[i][r][0] = bits.x, raw[i][r][1] = bits.y, raw[i][r][2] = bits.z, raw[i][r][3] = bits.w;
     }
 
-  // Magnitudes of 16-bit floats are ordered as integers are, what is not finite above the rest.
-  uint32_t pair = 0;
+  // Rounded differences are in the order of the values, so a channel's largest is that of the most or the least.
+  uint32_t most[4], least[4];
 #pragma unroll
   for (int i = 0; i < T::kQuads; ++i)
 #pragma unroll
     for (int r = 0; r < 4; ++r)
 #pragma unroll
-      for (int w = 0; w < 4; ++w) pair = max_u16x2(pair, raw[i][r][w] & 0x7fff7fffu);
-  uint32_t largest = largest_of_block<S::kWarps>(greater(pair & 0xffffu, pair >> 16), s_words);
-  wait_for_previous_grid();  // v_scale, v_wild
-  const uint32_t limit = infinity_bits(Element{});
+      for (int w = 0; w < 4; ++w) {
+        const uint32_t pair = raw[i][r][w];
+        most[w] = i == 0 && r == 0 ? pair : most_of(most[w], pair, Element{});
+        least[w] = i == 0 && r == 0 ? pair : least_of(least[w], pair, Element{});
+      }
+  wait_for_previous_grid();  // v_mean, v_scale, v_wild
+  float mean[8], amplitude = 0.0f;
+  load_mean(mean, all.kv.v_mean + head * p.head_dim, d, p.head_dim);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    amplitude = max_nan(amplitude, fabsf(sub_rn(value_of<Element>(most, e), mean[e])));
+    amplitude = max_nan(amplitude, fabsf(sub_rn(value_of<Element>(least, e), mean[e])));
+  }
+  if (!whole) amplitude = nan();  // tokens that are not there have none
+  const auto largest = [&] { return bits_to_float(largest_of_block<S::kWarps>(float_to_bits(amplitude), s_words)); };
+  float of_tile = largest();
   int count = 0;
-  if (largest >= limit) {
-    largest = 0;
+  if (!is_finite(of_tile)) {
+    amplitude = 0.0f;
 #pragma unroll
     for (int i = 0; i < T::kQuads; ++i)
 #pragma unroll
       for (int r = 0; r < 4; ++r)
 #pragma unroll
-        for (int w = 0; w < 4; ++w)
-#pragma unroll
-          for (int shift = 0; shift < 32; shift += 16) {
-            const uint32_t magnitude = raw[i][r][w] >> shift & 0x7fffu;
-            if (magnitude < limit) {
-              largest = greater(largest, magnitude);
-            } else {
-              ++count;
-              raw[i][r][w] |= 0x7fffu << shift;  // a NaN, for infinities would become 448
-            }
+        for (int e = 0; e < 8; ++e) {
+          if (T::ahead(i, r) >= existing) continue;
+          const float x = value_of<Element>(raw[i][r], e);
+          if (is_finite(fabsf(x))) {
+            amplitude = fmaxf(amplitude, fabsf(sub_rn(x, mean[e])));
+          } else {
+            ++count;
+            raw[i][r][e / 2] |= 0x7fffu << 16 * (e % 2);  // a NaN, for infinities would become 448
           }
+        }
     if (count > 0) atomicAdd(all.kv.v_wild + head, count);
-    largest = largest_of_block<S::kWarps>(largest, s_words);
+    of_tile = largest();
   }
 
   const int exponent = int(float_to_bits(all.kv.v_scale[head]) >> 23) - 127;
-  const int lift = lift_of(to_float(Element{uint16_t(largest)}), exponent);
+  const int lift = lift_of(of_tile, exponent);
   if (threadIdx.x == 0 && item.tile < lifts) all.kv.v_lift[head * lifts + item.tile] = float(lift);
   const float inverse = bits_to_float(uint32_t(127 - exponent - lift) << 23);
-  if (count == 0)
-    convert_values<Element, kHeadDim, false>(s_words, raw, inverse, chunk, side);
+  if (count == 0 && whole)
+    convert_values<Element, kHeadDim, false>(s_words, raw, mean, inverse, existing, chunk, side);
   else
-    convert_values<Element, kHeadDim, true>(s_words, raw, inverse, chunk, side);
+    convert_values<Element, kHeadDim, true>(s_words, raw, mean, inverse, existing, chunk, side);
   __syncthreads();
   if (item.tile >= tiles.owned) return;
 

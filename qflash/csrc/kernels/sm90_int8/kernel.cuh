@@ -15,8 +15,9 @@
 // Weights are relative to a power of two, the reference of their row, found in the row's first tile. Where weights grow
 // too large for P they are divided by powers of two while they are still float32, and outputs and sums follow. Only
 // where they overflow float32 are the scores computed again.
-// E4M3: rows are divided by the sums of weights as they were rounded. The tensor cores' sums of such products keep
-// about 12 bits, so every 512 keys they are added to others, in shared memory, in float32.
+// E4M3: rows are divided by the sums of weights as they were rounded, and get back the mean that V lost. The tensor
+// cores' sums of such products keep about 12 bits, so every 2048 keys they are added to others, in shared memory, in
+// float32.
 //
 // Shared memory (head_dim 128):          int8      int8_fp8
 //   q       2 stages [128][128] int8     32 KB       32 KB

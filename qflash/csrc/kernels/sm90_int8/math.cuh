@@ -168,7 +168,7 @@ struct Math {
   }
   // What the outputs so far are owed, once their product is done. left: tiles, this one included.
   __device__ __forceinline__ void settle_outputs(int left) {
-    constexpr int kTogether = 512 / kBlockN;  // tiles whose products 8-bit floats' sums hold well enough
+    constexpr int kTogether = 2048 / kBlockN;  // tiles whose products 8-bit floats' sums hold well enough
     if (unlikely(moved)) {
       rescale_outputs(O, rescale);
       if (kFp8 && promoted) rescale_promoted();
@@ -198,7 +198,8 @@ struct Math {
     };
     constexpr int kPanelBytes = Panels<16, kHeadDim>::kPanelBytes;
     finish<kPanelBytes>(p, record, O, rows, own_aside(), warp_row(), lane_of(), aligned, kFp8 ? v_scale : 1.0f,
-                        kFp8 ? rounded_l : rows.l, lift, v);
+                        kFp8 ? rounded_l : rows.l, lift, v,
+                        ChannelMean<kFp8>{a.kv.v_mean + record.facts.head * p.head_dim, p.head_dim});
   }
 
  private:
@@ -329,8 +330,9 @@ struct Math {
   // This warp's part of the space aside.
   __device__ __forceinline__ char* own_aside() const { return s.aside + warp_row() * (kAsideBytes / kBlockM); }
   __device__ __forceinline__ float4* s_promoted() const { return reinterpret_cast<float4*>(own_aside()) + lane_of(); }
-  // Sums of products of 8-bit floats keep about 12 bits, and lose the others towards zero: where V has a mean that is
-  // nearly 2 % for every 1000 keys. So now and then they are added up elsewhere, in float32.
+  // Sums of products of 8-bit floats keep about 12 bits, and lose the others towards zero: where V keeps a mean, as it
+  // does when that changes along the sequence, nearly 2 % of it for every 1000 keys. So now and then they are added up
+  // elsewhere, in float32.
   __device__ __forceinline__ void promote() {
     float4* const s_sums = s_promoted();
 #pragma unroll

@@ -9,7 +9,7 @@ namespace sm90 {
 
 struct Workspace {
   // Byte offsets. Items are drawn from a counter; K and V are there unless somebody keeps them elsewhere.
-  int64_t counter, q, q_scale, lift, k, k_scale, k_mean, k_wild, v, v_scale, v_lift, v_wild, staged;
+  int64_t counter, q, q_scale, lift, k, k_scale, k_mean, k_wild, v, v_scale, v_lift, v_wild, v_mean, staged;
   int64_t bytes = 0;
   int64_t rows_q, rows_k, width, v_columns;  // width: of a row of integers; columns: of a channel of transposed V
 
@@ -36,6 +36,7 @@ struct Workspace {
     v_scale = take(fp8_heads * 4);
     v_lift = take(fp8_heads * tiles * 4);
     v_wild = take(fp8_heads * 4);
+    v_mean = take(fp8_heads * p.head_dim * 4);
     staged = take(staged_bytes);
   }
   QfQuantizedKv kv(char* base) const {
@@ -47,6 +48,7 @@ struct Workspace {
     if (kFp8) {
       result.v = reinterpret_cast<uint8_t*>(base + v);
       result.v_scale = floats(v_scale), result.v_lift = floats(v_lift), result.v_wild = counts(v_wild);
+      result.v_mean = floats(v_mean);
     }
     return result;
   }

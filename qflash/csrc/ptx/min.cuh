@@ -1,0 +1,49 @@
+// min: the less of packed 16-bit numbers.
+#pragma once
+
+#include "ptx/cvt.cuh"
+
+namespace qf {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 800
+// What the instructions do to one half each; they came with sm_80.
+template <class ToFloat>
+__device__ __forceinline__ uint32_t min_nan_of_halves(uint32_t a, uint32_t b, ToFloat to_float) {
+  const auto less = [&](uint32_t x, uint32_t y) {
+    const float left = to_float(x), right = to_float(y);
+    return left != left || left < right ? x : y;
+  };
+  return less(a & 0xffffu, b & 0xffffu) | less(a >> 16, b >> 16) << 16;
+}
+#endif
+
+// Of a NaN and a number, NaN. sm_80 and later.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-min
+__device__ __forceinline__ uint32_t min_nan_f16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t pair;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+#else
+  return min_nan_of_halves(a, b, [](uint32_t half) { return cvt_f32_f16(uint16_t(half)); });
+#endif
+}
+
+// Of a NaN and a number, NaN. sm_80 and later.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-min
+__device__ __forceinline__ uint32_t min_nan_bf16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t pair;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+#else
+  return min_nan_of_halves(a, b, [](uint32_t half) {
+    const uint32_t bits = half << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+  });
+#endif
+}
+
+}  // namespace qf
