@@ -86,9 +86,11 @@ struct Math {
   // Asks for what begin() and the first tile need, long before.
   __device__ __forceinline__ void foresee(const Record& record) {
     const KernelFacts& facts = record.facts;
-    g_k_scale = a.kv.k_scale + facts.k_scale_at;
-    if (kFp8) g_v_lift = a.kv.v_lift + facts.v_lift_at;
-    wild = a.kv.k_wild[facts.head];
+    // What ptxas knows to be the same for all lanes it moves to a register of the warp's, and waits for it to do so.
+    const int zero = fresh_tid() / 1024;
+    g_k_scale = a.kv.k_scale + facts.k_scale_at + zero;
+    if (kFp8) g_v_lift = a.kv.v_lift + facts.v_lift_at + zero;
+    wild = a.kv.k_wild[facts.head + zero];
     const float* const g_q_scale = a.q_scale + facts.row;
     const int row = warp_row() + lane_of() / 4;
 #pragma unroll
