@@ -35,6 +35,15 @@ struct Mask {
     return edges.begin < edges.end ? edges : KeyRange{0, 0};
   }
 
+  // What the window of row i would show of a sequence without ends. Edges are held where they mean the same to the
+  // `rows` rows from i on, whose windows are as many keys further on as they are rows.
+  __device__ __forceinline__ KeyRange window_at(int i, int rows) const {
+    const int64_t diagonal = int64_t(i) + len_k - len_q;
+    const int least = -rows, most = 0x7fffffff - rows;
+    const auto held = [&](int64_t edge) { return int(edge < least ? least : edge > most ? most : edge); };
+    return {left < 0 ? least : held(diagonal - left), right < 0 ? most : held(diagonal + right + 1)};
+  }
+
  private:
   __device__ __forceinline__ int edge_begin(int i) const {
     const int64_t begin = left < 0 ? 0 : int64_t(i) + len_k - len_q - left;

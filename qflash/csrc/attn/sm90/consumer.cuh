@@ -28,21 +28,20 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
     x.low = __shfl_sync(0xffffffffu, x.low, 0);
     return x;
   };
-  // Waits for the next item and sees to rows that no sequence fills. Returns its tiles.
-  const auto look = [&] {
+  // Waits for the next item.
+  const auto look = [&]() -> const Record& {
     item.wait_full(*s.record_ring);
-    const Record& record = s.records[item.stage()];
-    if (unlikely(record.unserved))
-      fill_unserved_rows<Element, Consumers>(p, record.seq, record.b, record.h, record.row_tile, items.row_tiles, 0,
-                                             p.head_dim, true);
-    return record.tiles;
+    return s.records[item.stage()];
   };
-  // To the next item that has keys, past those that have none, whose rows are zeros. False: there are no more.
+  // To the next item that has keys, past those that have none, whose rows are zeros. Sees to rows that no sequence
+  // fills. False: there are no more.
   const auto seek = [&] {
     for (;; item.advance()) {
-      const int tiles = look();
-      if (tiles != 0) return tiles > 0;
-      const Record& record = s.records[item.stage()];
+      const Record& record = look();
+      if (record.unserved)
+        fill_unserved_rows<Element, Consumers>(p, record.seq, record.b, record.h, record.row_tile, items.row_tiles, 0,
+                                               p.head_dim, true);
+      if (record.tiles != 0) return record.tiles > 0;
       if (record.exists()) store_empty_rows(p, record);
       __syncwarp();  // every lane has read the record
       if (leads) item.release(*s.record_ring);
@@ -154,10 +153,11 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
       q_place.advance();
       item.advance();
       // The first product of the next item runs while this one is finished, if its q has a stage of its own; of
-      // whatever is there, for nobody, where that item has no keys.
+      // whatever is there, for nobody, where seek() has to see to that item first.
       more = false;
       if (kQStages > 1) {
-        more = look() > 0;
+        const Record& next = look();
+        more = next.tiles > 0 && !next.unserved;
         start_item(more);
         wgmma_wait<1>();
       } else {

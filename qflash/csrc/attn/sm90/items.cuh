@@ -81,42 +81,47 @@ struct Record {
   Sequence seq;
   Mask mask;
   KeyRange keys, full;  // keys some row of the block sees, keys every row sees
+  KeyRange window;      // of row0, wherever the sequence ends; a row further on it is a key further on
   int b, h, kv_head, row_tile, row0;
   int rows;                   // of the sequence, from row0 on
   int tiles;                  // of keys; -1: there are no more items
-  bool unserved;              // there may be rows that no good sequence fills
+  bool unserved;              // there are rows that no good sequence fills
   int own_tiles[kConsumers];  // the first of them, after which a consumer sees no more
   int spoiled;                // V of some tile was cleared of NaN and infinity
   int64_t out_at, lse_at;     // of the first row, in elements
   KernelFacts facts;          // what its Math wants to know; where there are tiles
 
-  __device__ __forceinline__ void fill(const QfAttnParams& p, const Item& item, bool rows_fall) {
-    const Sequence sequence = sequence_of(p, item.b, rows_fall);
-    const Mask m = {p.window_left, p.window_right, sequence.len_q, sequence.len_k};
-    const int first = item.row_tile * kBlockM, last = min(first + kBlockM, sequence.len_q) - 1;
-    seq = sequence;
-    mask = m;
+  // rows_outside: some rows belong to no sequence.
+  __device__ __forceinline__ void fill(const QfAttnParams& p, const Item& item, bool rows_fall, bool rows_outside) {
+    seq = sequence_of(p, item.b, rows_fall);
+    mask = {p.window_left, p.window_right, seq.len_q, seq.len_k};
+    b = item.b, h = item.h, kv_head = h / (p.q_heads / p.kv_heads), row_tile = item.row_tile;
+    row0 = row_tile * kBlockM;
+    rows = seq.len_q - row0;
+    unserved = !seq.good || (rows_outside && (b == 0 || b == p.batch - 1));
+  }
+  // What follows from that.
+  __device__ __forceinline__ void complete(const QfAttnParams& p) {
+    const int first = row0, last = min(first + kBlockM, mask.len_q) - 1;
     keys = full = {0, 0};
-    if (sequence.good && first < sequence.len_q) {
-      keys = m.seen_by_any(first, last);
-      full = m.seen_by_all(first, last);
+    if (exists()) {
+      keys = mask.seen_by_any(first, last);
+      full = mask.seen_by_all(first, last);
     }
-    b = item.b, h = item.h, kv_head = h / (p.q_heads / p.kv_heads), row_tile = item.row_tile, row0 = first;
-    rows = sequence.len_q - first;
     keys.begin = keys.begin / kKeysFrom * kKeysFrom;
     tiles = (keys.end - keys.begin + kBlockN - 1) / kBlockN;
 #pragma unroll 1
     for (int c = 0; c < kConsumers; ++c) {  // a consumer without rows takes a tile for nobody
-      const int own = first + c * kGroupRows, own_last = min(own + kGroupRows, sequence.len_q) - 1;
-      const int end = tiles > 0 && own <= own_last ? m.seen_by_any(own, own_last).end : 0;
+      const int own = first + c * kGroupRows, own_last = min(own + kGroupRows, mask.len_q) - 1;
+      const int end = tiles > 0 && own <= own_last ? mask.seen_by_any(own, own_last).end : 0;
       own_tiles[c] = kSkipsTiles ? max(1, (end - keys.begin + kBlockN - 1) / kBlockN) : tiles;
     }
+    window = mask.window_at(first, kBlockM);
     spoiled = 0;
-    unserved = !sequence.good || (p.cu_seqlens_q && (item.b == 0 || item.b == p.batch - 1));
-    out_at = item.b * p.out.stride_b + item.h * p.out.stride_h + (sequence.q0 + first) * p.out.stride_t;
-    lse_at = item.b * p.lse_stride_b + item.h * p.lse_stride_h + sequence.q0 + first;
+    out_at = b * p.out.stride_b + h * p.out.stride_h + (seq.q0 + first) * p.out.stride_t;
+    lse_at = b * p.lse_stride_b + h * p.lse_stride_h + seq.q0 + first;
   }
-  __device__ __forceinline__ bool exists() const { return seq.good && row0 < seq.len_q; }
+  __device__ __forceinline__ bool exists() const { return seq.good && rows > 0; }
   // Does every row of the block see every one of the keys key0 .. key0 + kBlockN - 1?
   __device__ __forceinline__ bool whole(int key0) const { return key0 >= full.begin && key0 + kBlockN <= full.end; }
 };

@@ -148,29 +148,24 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
     sum[r] = sum_of_quad(rows.l[r]);
     inverse[r] = rcp(&l == &rows.l ? sum[r] : sum_of_quad(l[r])) * gain;
   }
-  bool empty[2] = {};
-  if (unlikely(__any_sync(0xffffffffu, !(sum[0] > 0.0f && sum[1] > 0.0f)))) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (sum[r] > 0.0f) continue;  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
-      const KeyRange keys = record.mask.visible(record.row0 + warp_row + lane / 4 + 8 * r);
-      empty[r] = keys.begin == keys.end;
-      if (!empty[r]) continue;
-      inverse[r] = 1.0f;
-#pragma unroll
-      for (int j = 0; j < kOTiles; ++j) {  // scores of NaN left NaN; zeros, once the mean is added
-        const float2 added = mean.pair(8 * j + lane % 4 * 2);
-        O[0][j][2 * r] = 0.0f - added.x, O[0][j][2 * r + 1] = 0.0f - added.y;
-      }
-    }
-  }
   const int own_rows = min(16, record.rows - warp_row);
-  if (p.lse) {
+  if (unlikely(p.lse || __any_sync(0xffffffffu, !(sum[0] > 0.0f && sum[1] > 0.0f)))) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = lane / 4 + 8 * r;
-      const float lse = empty[r] ? -infinity() : lse_of(rows.m[r], sum[r]);
-      if (lane % 4 == 0 && i < own_rows)
+      float lse = lse_of(rows.m[r], sum[r]);
+      if (!(sum[r] > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
+        const KeyRange keys = record.mask.visible(record.row0 + warp_row + i);
+        if (keys.begin == keys.end) {
+          inverse[r] = 1.0f, lse = -infinity();
+#pragma unroll
+          for (int j = 0; j < kOTiles; ++j) {  // scores of NaN left NaN; zeros, once the mean is added
+            const float2 added = mean.pair(8 * j + lane % 4 * 2);
+            O[0][j][2 * r] = 0.0f - added.x, O[0][j][2 * r + 1] = 0.0f - added.y;
+          }
+        }
+      }
+      if (p.lse && lane % 4 == 0 && i < own_rows)
         p.lse[record.lse_at + warp_row + i] = lse == -infinity() ? lse : lse + lift(warp_row + i);
     }
   }

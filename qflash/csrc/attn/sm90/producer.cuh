@@ -25,14 +25,17 @@ __device__ __forceinline__ void plan(const QfAttnParams& p, const typename Math:
                                      const Shared& s, bool rows_fall) {
   Place<kRecords> place;
   uint32_t parity = 0;
+  const bool rows_outside = p.cu_seqlens_q && (p.cu_seqlens_q[0] > 0 || p.cu_seqlens_q[p.batch] < p.total_q);
   const auto wanted = [&] {
     mbarrier_wait(s.wanted, parity);
     parity ^= 1;
   };
   for_each_item(p, items, wanted, [&](const Item& item) {
     place.wait_empty(*s.record_ring);
-    Record& record = s.records[place.stage()];
-    record.fill(p, item, rows_fall);
+    s.records[place.stage()].fill(p, item, rows_fall, rows_outside);
+    // From memory: there are not registers enough to remember all of it.
+    Record& record = *reinterpret_cast<Record*>(opaque_shared(reinterpret_cast<char*>(&s.records[place.stage()])));
+    record.complete(p);
     if (record.tiles > 0) Math::note(params, record);
     place.fill(*s.record_ring);
     place.advance();

@@ -40,26 +40,38 @@ struct Rows {
 };
 
 // What the lane's rows see of the tile that begins at key0, counted from the lane's first key.
-__device__ __forceinline__ TileMask<8> tile_mask(const Record& record, int key0) {
-  return TileMask<8>(record.mask, record.row0 + warp_row() + lane_of() / 4, key0 + lane_of() % 4 * 2);
+struct RowKeys {
+  KeyRange of[2];
+};
+__device__ __forceinline__ RowKeys tile_mask(const Record& record, int key0) {
+  const int row = warp_row() + lane_of() / 4, key = key0 + lane_of() % 4 * 2;
+  RowKeys seen;
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    seen.of[h] = {record.window.begin + row + 8 * h - key,
+                  min(record.window.end + row + 8 * h, record.mask.len_k) - key};
+  return seen;
 }
 
-// Blanks out what rows do not see, 32 keys at a time: where all of them are seen, nothing is to be done. `mask` counts
-// from the lane's first key.
-__device__ __forceinline__ void mask_tile(float (&S)[1][kNTiles][4], const TileMask<8>& mask) {
-  const int begin[2] = {mask.begin(0), mask.begin(1)}, end[2] = {mask.end(0), mask.end(1)};
+// Blanks out what rows do not see: keys from some row's end on, 32 at a time, as far as there are any; and keys before
+// its begin, which only windows have.
+__device__ __forceinline__ void mask_tile(float (&S)[1][kNTiles][4], const RowKeys& keys) {
+  const int begin[2] = {keys.of[0].begin, keys.of[1].begin}, end[2] = {keys.of[0].end, keys.of[1].end};
 #pragma unroll
   for (int first = 0; first < kNTiles; first += 4) {
-    const bool seen = begin[1] <= 8 * first && end[0] >= 8 * (first + 3) + 2;  // edges only grow from row to row
-    if (__all_sync(0xffffffffu, seen)) continue;
+    if (__all_sync(0xffffffffu, end[0] >= 8 * (first + 3) + 2)) continue;  // the other row sees no less
 #pragma unroll
     for (int j = first; j < first + 4 && j < kNTiles; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int key = 8 * j + e % 2;
-        if (key < begin[e / 2] || key >= end[e / 2]) S[0][j][e] = -infinity();
-      }
+      for (int e = 0; e < 4; ++e)
+        if (8 * j + e % 2 >= end[e / 2]) S[0][j][e] = -infinity();
   }
+  if (__all_sync(0xffffffffu, begin[1] <= 0)) return;
+#pragma unroll
+  for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (8 * j + e % 2 < begin[e / 2]) S[0][j][e] = -infinity();
 }
 
 // The largest of this lane's scores of its row h, among the 8-key blocks first .. end - 1.

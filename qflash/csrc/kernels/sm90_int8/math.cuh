@@ -86,11 +86,9 @@ struct Math {
   // Asks for what begin() and the first tile need, long before.
   __device__ __forceinline__ void foresee(const Record& record) {
     const KernelFacts& facts = record.facts;
-    // What ptxas knows to be the same for all lanes it moves to a register of the warp's, and waits for it to do so.
-    const int zero = fresh_tid() / 1024;
-    g_k_scale = a.kv.k_scale + facts.k_scale_at + zero;
-    if (kFp8) g_v_lift = a.kv.v_lift + facts.v_lift_at + zero;
-    wild = a.kv.k_wild[facts.head + zero];
+    g_k_scale = a.kv.k_scale + facts.k_scale_at;
+    if (kFp8) g_v_lift = a.kv.v_lift + facts.v_lift_at;
+    wild = a.kv.k_wild[facts.head + zero_of_lane()];
     const float* const g_q_scale = a.q_scale + facts.row;
     const int row = warp_row() + lane_of() / 4;
 #pragma unroll
@@ -99,10 +97,11 @@ struct Math {
   }
   // Asks for what store() needs.
   __device__ __forceinline__ void foresee_store(const Record& record) {
-    if (kFp8) v_scale = a.kv.v_scale[record.facts.head];
+    if (kFp8) v_scale = a.kv.v_scale[record.facts.head + zero_of_lane()];
   }
   // An item begins.
   __device__ __forceinline__ void begin(const Record&) {
+    wild = __shfl_sync(0xffffffffu, wild, 0);  // now it may be a register of the warp's
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       q_slope[h] *= fabsf(p.scale) * kLog2e;
@@ -114,12 +113,12 @@ struct Math {
   }
   // What is to be known of the tile that begins at key0.
   __device__ __forceinline__ void fetch(const Record&, int key0) {
-    const int first = key0 / kKeyGroup, last = (p.k_len - 1) / kKeyGroup;
+    const int first = key0 / kKeyGroup, last = (p.k_len - 1) / kKeyGroup, zero = zero_of_lane();
 #pragma unroll
-    for (int c = 0; c < kParts; ++c) k_scale[c] = g_k_scale[min(first + c, last)];
+    for (int c = 0; c < kParts; ++c) k_scale[c] = g_k_scale[min(first + c, last) + zero];
 #pragma unroll
     for (int c = 0; c < kParts; ++c)
-      v_lift[c] = kFp8 ? g_v_lift[min(key0 + c * kKeyGroup, p.k_len - 1) / kLiftKeys] : 0.0f;
+      v_lift[c] = kFp8 ? g_v_lift[min(key0 + c * kKeyGroup, p.k_len - 1) / kLiftKeys + zero] : 0.0f;
   }
 
   __device__ __forceinline__ void weigh_first(const Record& record, int key0, bool whole, int q_stage, int k_stage) {
@@ -323,6 +322,9 @@ struct Math {
     moved = true;
   }
 
+  // What is loaded from an address that ptxas knows to be the same for all lanes it moves to a register of the warp's,
+  // and waits for it there and then. So addresses get this added, of which it does not know that it is 0.
+  __device__ static __forceinline__ int zero_of_lane() { return fresh_tid() / 1024; }
   __device__ __forceinline__ void clear_outputs() {
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j)
