@@ -78,7 +78,7 @@ struct WarpRows {
     }
     __syncwarp();
   }
-  // The lane's chunk of row `first` + down(), where first is a multiple of kDown that the compiler knows.
+  // The lane's chunk of row `first` + down(), where first is a multiple of kDown.
   __device__ __forceinline__ uint32_t down() const { return lane / kAcross; }
   __device__ __forceinline__ uint32_t channel() const { return lane % kAcross * kPerChunk; }
   __device__ __forceinline__ Word4 chunk(uint32_t first) const {
@@ -86,9 +86,9 @@ struct WarpRows {
     const char* const s_from = s_rows + chunk / kChunks * kPanelBytes + (down() + first) * Tile::kRowBytes;
     return *reinterpret_cast<const Word4*>(s_from + (in_row ^ 16 * (first % 8)));
   }
-  // Those of `rows` that exist.
+  // Those of `rows` that exist. Little code: it lies in the way of what happens more often.
   __device__ __forceinline__ void store(Element* g_first, int64_t stride, int rows, int head_dim, bool aligned) const {
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < 16; first += kDown) {
       const int row = first + int(down());
       const Word4 words = chunk(first);
