@@ -81,6 +81,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
         place.advance();
       };
 
+      const int own_tiles = __shfl_sync(0xffffffffu, record.own_tiles[consumer_of()], 0);
       math.begin(record);
       math.get_ready();
       wgmma_wait<0>();
@@ -95,7 +96,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
       bool k_there = place.is_full(*s.k_ring), v_there = place.before().is_full(*s.v_ring);
       math.round_weights(record, await_v);
 #pragma unroll 1
-      for (int left = __shfl_sync(0xffffffffu, record.own_tiles[consumer_of()], 0) - 1; left > 0; --left) {
+      for (int left = own_tiles - 1; left > 0; --left) {
         const auto q = uniform(q_tiles.later(q_place.stage()));
         const auto k = uniform(k_tiles.later(place.stage()));
         const auto v = uniform(v_tiles.later(place.before().stage()));

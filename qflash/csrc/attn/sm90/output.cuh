@@ -112,10 +112,26 @@ struct WarpRows {
 };
 
 // An average of numbers that float16 holds, which rounding may have put past the largest of them.
+constexpr float kMostHeld = 65504.0f;
 __device__ __forceinline__ float within(float x) {
-  constexpr float kMost = 65504.0f;
   if (QF_DTYPE != QF_F16) return x;
-  return fabsf(x) > kMost && fabsf(x) < infinity() ? copysignf(kMost, x) : x;
+  return fabsf(x) > kMostHeld && fabsf(x) < infinity() ? copysignf(kMostHeld, x) : x;
+}
+
+// All of them, if one is: which takes a look at each, where there are registers enough.
+constexpr bool kLooksFirst = QF_DTYPE == QF_F16 && kOTiles <= 16;
+__device__ __forceinline__ void hold_within(float (&O)[1][kOTiles][4]) {
+  float most[4] = {};
+#pragma unroll
+  for (int j = 0; j < kOTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) most[e] = fmaxf(most[e], fabsf(O[0][j][e]));
+  const float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+  if (kLooksFirst && !__any_sync(0xffffffffu, largest > kMostHeld)) return;
+#pragma unroll
+  for (int j = 0; j < kOTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) O[0][j][e] = within(O[0][j][e]);
 }
 
 __device__ __forceinline__ float sum_of_quad(float x) {
@@ -175,9 +191,10 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float x = O[0][j][e], by = inverse[e / 2];
-      O[0][j][e] = within(Mean::kIsThere ? fmaf(x, by, e % 2 ? added.y : added.x) : x * by);
+      O[0][j][e] = Mean::kIsThere ? fmaf(x, by, e % 2 ? added.y : added.x) : x * by;
     }
   }
+  hold_within(O);
   Element* const g_own =
       static_cast<Element*>(p.out.data) + record.out_at + warp_row * p.out.stride_t;  // the warp's first row
   if constexpr (kPanelBytes > 0) {
