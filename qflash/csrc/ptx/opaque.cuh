@@ -1,4 +1,4 @@
-// A pointer whose origin the compiler is not to see.
+// Values whose origin the compiler is not to see.
 #pragma once
 
 #include <stdint.h>
@@ -14,6 +14,33 @@ __device__ __forceinline__ char* opaque_shared(char* s_pointer) {
   return static_cast<char*>(__cvta_shared_to_generic(address));
 #else
   return s_pointer;
+#endif
+}
+
+// x, in a register from here on: the compiler cannot know how to make it again.
+template <class Word>
+__device__ __forceinline__ Word opaque(Word x) {
+  static_assert(sizeof x == 4, "one register");
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+__device__ __forceinline__ uint16_t opaque(uint16_t x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+h"(x));
+#endif
+  return x;
+}
+// g_pointer, which points into global memory, likewise.
+template <class T>
+__device__ __forceinline__ const T* opaque_global(const T* g_pointer) {
+#ifdef __CUDA_ARCH__
+  size_t address = __cvta_generic_to_global(g_pointer);
+  asm volatile("" : "+l"(address));
+  return static_cast<const T*>(__cvta_global_to_generic(address));
+#else
+  return g_pointer;
 #endif
 }
 

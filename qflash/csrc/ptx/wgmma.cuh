@@ -93,6 +93,12 @@ struct WgmmaE4m3 {
     host::start_product(d[0], {kN, 1, false, false, true, 0, b, host::from_e4m3}, a);
   }
 };
+template <>
+struct WgmmaE4m3<8> {
+  static void multiply(float (&d)[1][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+    host::start_product(d[0], {8, 1, false, false, add, 0, b, host::from_e4m3}, a);
+  }
+};
 #else
 template <class Element, int kN>
 struct Wgmma;
@@ -222,6 +228,17 @@ QF_WGMMA_E4M3(256,
               (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6), QF_SUMS(8), QF_SUMS(10), QF_SUMS(12), QF_SUMS(14),
                QF_SUMS(16), QF_SUMS(18), QF_SUMS(20), QF_SUMS(22), QF_SUMS(24), QF_SUMS(26), QF_SUMS(28), QF_SUMS(30)),
               "%128", "%129", "%130", "%131", "%132")
+
+template <>
+struct WgmmaE4m3<8> {  // d = a b, or d += a b where `add`
+  __device__ static __forceinline__ void multiply(float (&d)[1][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+    asm volatile(
+        "{.reg .pred add; setp.ne.b32 add, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, add, 1, 1;}"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));
+  }
+};
 
 #undef QF_WGMMA_E4M3
 #undef QF_WGMMA_S8

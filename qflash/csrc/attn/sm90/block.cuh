@@ -27,6 +27,7 @@ __device__ __forceinline__ void work(const QfAttnParams& p, const typename Math:
     prefetch_tensor_map(&maps.k);
     prefetch_tensor_map(&maps.v);
   }
+  Math::set_up(s);
   __syncthreads();  // the barriers are in place
   if (threadIdx.x < kGroupThreads) {
     give_registers<kProducerRegisters>();

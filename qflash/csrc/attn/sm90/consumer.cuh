@@ -68,71 +68,58 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
         return kConsumers > 2 ? record.whole(key0) : key0 >= full.begin && key0 + kBlockN <= full.end;
       };
       int key0 = record.keys.begin;
+      bool is_whole = whole(key0);  // the tile at key0
       const auto wait_checked = [&] {
-        if (!whole(key0)) mbarrier_wait(&s.v_checked[checked.stage()], checked.parity());
+        if (!is_whole) mbarrier_wait(&s.v_checked[checked.stage()], checked.parity());
       };
       const auto await_v = [&] {
         place.before().wait_full(*s.v_ring);
         wait_checked();
         return place.before().stage();
       };
-      const auto release_first = [&] {
+      const int own_tiles = __shfl_sync(0xffffffffu, record.own_tiles[consumer_of()], 0);
+      math.begin(record);
+      wgmma_wait<0>();
+      math.hold_scores();
+      const auto release_k = [&] {
         if (leads) place.release(*s.k_ring);
         place.advance();
       };
-
-      const int own_tiles = __shfl_sync(0xffffffffu, record.own_tiles[consumer_of()], 0);
-      math.begin(record);
-      math.get_ready();
-      wgmma_wait<0>();
-      math.hold_scores();
-      const int first_stage = place.stage();
-      if (!Math::kReadsKeys) release_first();
-      math.weigh_first(record, key0, whole(key0), q_place.stage(), first_stage);
-      if (Math::kReadsKeys) {
-        __syncwarp();  // every lane has read them
-        release_first();
-      }
+      math.open(record, key0, is_whole, q_place.stage(), place.stage(), release_k, await_v);
       bool k_there = place.is_full(*s.k_ring), v_there = place.before().is_full(*s.v_ring);
-      math.round_weights(record, await_v);
+      const auto q = uniform(q_tiles.later(q_place.stage()));
 #pragma unroll 1
       for (int left = own_tiles - 1; left > 0; --left) {
-        const auto q = uniform(q_tiles.later(q_place.stage()));
         const auto k = uniform(k_tiles.later(place.stage()));
         const auto v = uniform(v_tiles.later(place.before().stage()));
-        math.fetch(record, key0 + kBlockN);
+        math.fetch();
         if (!k_there) place.wait_full(*s.k_ring);
         math.start_scores(q, k);
         if (!v_there) place.before().wait_full(*s.v_ring);
         wait_checked();
         math.start_outputs(v);
-        if (!whole(key0)) checked.advance();
+        if (!is_whole) checked.advance();
         key0 += kBlockN;
-        math.get_ready();
+        is_whole = whole(key0);
         wgmma_wait<1>();
         math.hold_scores();
-        const bool again = math.weigh(record, key0, whole(key0), q_place.stage(), place.stage());
-        math.sum_rounded();
+        math.weigh(record, key0, is_whole, place.stage());
         k_there = place.after().is_full(*s.k_ring);
         v_there = place.is_full(*s.v_ring);
         wgmma_wait<0>();
         math.hold_outputs();
-        if (again) math.recover(record, key0, whole(key0), q_place.stage(), place.stage());
-        math.account();
-        if (Math::kReadsKeys) __syncwarp();  // every lane has read them
-        if (leads) place.release(*s.k_ring);
-        if (leads) place.before().release(*s.v_ring);
-        place.advance();
-        math.settle_outputs(left);
-        math.round_weights(record, await_v);
+        const auto release = [&] {
+          if (leads) place.before().release(*s.v_ring);
+          release_k();
+        };
+        math.close(record, key0, is_whole, q_place.stage(), place.stage(), left, release, await_v);
       }
       const Place<kStages> v_place = place.before();
       v_place.wait_full(*s.v_ring);
       wait_checked();
       math.start_outputs(uniform(v_tiles.later(v_place.stage())));
       math.foresee_store(record);
-      math.sum_rounded();
-      if (!whole(key0)) checked.advance();
+      if (!is_whole) checked.advance();
       // Tiles that only other consumers see.
       const auto others = [&] { return kSkipsTiles ? record.tiles - record.own_tiles[consumer_of()] : 0; };
       if (others() > 0) {

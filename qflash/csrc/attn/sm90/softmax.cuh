@@ -20,6 +20,8 @@ __device__ __forceinline__ int warp_row() {  // from the block's first
 // Code for what seldom happens goes where it is not in the way of the rest.
 __device__ __forceinline__ bool unlikely(bool x) { return __builtin_expect(x, false); }
 
+__device__ __forceinline__ bool likely(bool x) { return __builtin_expect(x, true); }
+
 // Of this lane's weights in a tile, for its two rows.
 struct TileSums {
   float of[2];
@@ -38,6 +40,13 @@ struct Rows {
     l[1] += sums.of[1];
   }
 };
+
+__device__ __forceinline__ float max_of_warp(float x) {
+  x = max_of_quad(x);
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
 
 // What the lane's rows see of the tile that begins at key0, counted from the lane's first key.
 struct RowKeys {

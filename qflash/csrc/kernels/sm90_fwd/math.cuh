@@ -23,7 +23,6 @@ struct Math {
   using Params = QfAttnParams;
   using Keys = AlongRows<KTile>;
   using Values = AlongColumns<VTile>;
-  static constexpr bool kReadsKeys = false;  // other than to multiply them
 
   const QfAttnParams& p;
   const Shared& s;
@@ -34,6 +33,7 @@ struct Math {
   TileSums sums;     // of this tile's weights
   float rescale[2];  // of outputs,
   bool moved;        // where references moved
+  bool outgrown;     // scores of this tile outgrew references: to be computed again
   // Need no maxima be looked for in the next tile? Not once every row has a reference: scores seldom outgrow it by
   // much, and where they do the sums tell.
   bool calm;
@@ -73,20 +73,24 @@ struct Math {
     // What every row of the block sees is enough, in all items but a few.
     sees_few = kKeepsRemainders && record.full.end - record.full.begin < kFewKeys && few(record);
   }
-  __device__ __forceinline__ void fetch(const Record&, int) {}
-  __device__ __forceinline__ void get_ready() {}
-  __device__ __forceinline__ void sum_rounded() {}  // exact sums do
+  __device__ __forceinline__ void fetch() {}
+  static __device__ __forceinline__ void set_up(const Shared&) {}
 
-  // The scores of an item's first tile become weights.
-  __device__ __forceinline__ void weigh_first(const Record& record, int key0, bool whole, int, int) {
+  // The scores of an item's first tile become weights, and these P. release(): K is no longer read. await_v(): returns
+  // the stage of their V, once it is there.
+  template <class Release, class AwaitV>
+  __device__ __forceinline__ void open(const Record& record, int key0, bool whole, int, int, Release release,
+                                       AwaitV await_v) {
+    release();
     show(record, key0, whole);
     move();
     calm = kPlain && rows.settled();
     sums = take_weights();
-    account();
+    rows.add(sums);
+    round_weights(await_v);
   }
-  // Those of another. Returns whether they must be computed again: recover().
-  __device__ __forceinline__ bool weigh(const Record& record, int key0, bool whole, int, int) {
+  // Those of another become weights,
+  __device__ __forceinline__ void weigh(const Record& record, int key0, bool whole, int) {
     moved = false;
     if (!calm || !whole) {
       show(record, key0, whole);
@@ -96,14 +100,36 @@ struct Math {
       }
     }
     sums = take_weights();
-    const bool outgrown = kPlain && __any_sync(0xffffffffu, fmaxf(sums.of[0], sums.of[1]) > kMostWeight);
+    outgrown = kPlain && __any_sync(0xffffffffu, fmaxf(sums.of[0], sums.of[1]) > kMostWeight);
     // The sums are never negative. Asking keeps the weights, and all that leads to them, before the wait that follows,
     // where ptxas would not leave them.
     if (kPlain ? outgrown && __any_sync(0xffffffffu, rows.l[0] < 0.0f)
                : __any_sync(0xffffffffu, sums.of[0] + sums.of[1] < 0.0f))
       __trap();
-    return outgrown;
   }
+  // and, once the product of the tile before is done, P. left: tiles, this one included.
+  template <class Release, class AwaitV>
+  __device__ __forceinline__ void close(const Record& record, int key0, bool whole, int q_stage, int k_stage, int,
+                                        Release release, AwaitV await_v) {
+    if (outgrown) recover(record, key0, whole, q_stage, k_stage);
+    rows.add(sums);
+    release();
+    if (moved) rescale_outputs(O, rescale);
+    round_weights(await_v);
+  }
+  __device__ __forceinline__ void store(const Record& record, int q_stage, bool aligned) {
+    char* const s_rows = s.q + q_stage * QTile::kBytes + warp_row() * QTile::kRowBytes;
+    finish<kOutThroughQ ? QTile::kPanelBytes : 0>(
+        p, record, O, rows, s_rows, warp_row(), lane_of(), aligned, 1.0f, rows.l, [](int) { return 0.0f; },
+        [&](int key, int d) {
+          const int kv_head = record.h / (p.q_heads / p.kv_heads);
+          const HeadRows<Element> v(p.v, record.b, record.seq.k0, kv_head, 0, 0, false);
+          return to_float(v.row(key)[d]);
+        });
+    if (kOutThroughQ) fence_proxy_async();  // what went through q's stage, before the copy engine fills it again
+  }
+
+ private:
   __device__ __forceinline__ void recover(const Record& record, int key0, bool whole, int q_stage, int k_stage) {
     outputs_aside(Aside::kSave);
 #pragma unroll
@@ -117,15 +143,8 @@ struct Math {
     sums = take_weights();
     outputs_aside(Aside::kRestore);
   }
-  __device__ __forceinline__ void account() { rows.add(sums); }
-  // What the outputs so far are owed, once their product is done.
-  __device__ __forceinline__ void settle_outputs(int) {
-    if (moved) rescale_outputs(O, rescale);
-  }
-
-  // Weights as the next product takes them. await_v(): returns the stage of their V, once it is there.
   template <class AwaitV>
-  __device__ __forceinline__ void round_weights(const Record&, AwaitV await_v) {
+  __device__ __forceinline__ void round_weights(AwaitV await_v) {
 #pragma unroll
     for (int i = 0; i < kBlockN / 16; ++i) weights_of(P[i], S, i);
     if (!kKeepsRemainders || !sees_few) return;
@@ -142,18 +161,6 @@ struct Math {
       hold(O[0]);
     }
   }
-  __device__ __forceinline__ void store(const Record& record, int q_stage, bool aligned) {
-    char* const s_rows = s.q + q_stage * QTile::kBytes + warp_row() * QTile::kRowBytes;
-    finish<kOutThroughQ ? QTile::kPanelBytes : 0>(
-        p, record, O, rows, s_rows, warp_row(), lane_of(), aligned, 1.0f, rows.l, [](int) { return 0.0f; },
-        [&](int key, int d) {
-          const HeadRows<Element> v(p.v, record.b, record.seq.k0, record.kv_head, 0, 0, false);
-          return to_float(v.row(key)[d]);
-        });
-    if (kOutThroughQ) fence_proxy_async();  // what went through q's stage, before the copy engine fills it again
-  }
-
- private:
   enum class Aside { kSave, kRestore };
   __device__ __forceinline__ void outputs_aside(Aside what) {
     if (kAsideBytes == 0) return;

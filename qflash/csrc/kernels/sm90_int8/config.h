@@ -57,7 +57,11 @@ constexpr int kTilesBytes = kQStages * QTile::kBytes + kStages * (KTile::kBytes 
 constexpr int kBarrierBytes = 1024;  // and records of items
 // Outputs in float32, where those of 8-bit floats go before they lose too many bits, and 16-bit ones on their way out.
 constexpr int kAsideBytes = kBlockM * kHeadDim * (kFp8 ? 4 : 2);
-constexpr int kSharedBytes = kTilesBytes + kBarrierBytes + kAsideBytes + kSwizzleBytes;  // the last for alignment
+// Ones, in E4M3, which weights are multiplied by to be added up.
+using OnesTile = Panels<8, 128, 1>;
+constexpr int kOnesBytes = kFp8 ? OnesTile::kBytes : 0;
+constexpr int kSharedBytes =
+    kTilesBytes + kBarrierBytes + kAsideBytes + kOnesBytes + kSwizzleBytes;  // the last: to align
 static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit shared memory");
 
 }  // namespace sm90

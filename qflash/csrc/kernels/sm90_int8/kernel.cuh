@@ -13,20 +13,19 @@
 //   O += P V   P from registers: 32 of 16-bit pairs, or 16 of four E4M3 each
 //
 // Weights are relative to a power of two, the reference of their row, found in the row's first tile. Where weights grow
-// too large for P they are divided by powers of two while they are still float32, and outputs and sums follow. Only
-// where they overflow float32 are the scores computed again.
+// too large for P the tile's scores are computed once more, and outputs and sums follow the new reference.
 // E4M3: rows are divided by the sums of weights as they were rounded, and get back the mean that V lost. The tensor
-// cores' sums of such products keep about 12 bits, so every 2048 keys they are added to others, in shared memory, in
+// cores' sums of such products keep about 12 bits, so every 1024 keys they are added to others, in shared memory, in
 // float32.
 //
 // Shared memory (head_dim 128):          int8      int8_fp8
 //   q       2 stages [128][128] int8     32 KB       32 KB
 //   k       [128][128] int8          2 * 16 KB    4 * 16 KB
 //   v       [128][128], 16-bit       2 * 32 KB              or E4M3, [channel][key]: 4 * 16 KB
-//   aside   outputs on their way         32 KB       64 KB  and their sums
+//   aside   outputs on their way         32 KB       64 KB  and their sums; 1 KB of ones
 //
 // Bound: the tensor cores, at 1536 (int8) or 1024 (int8_fp8) cycles a pair of tiles, where sm90_fwd has 2048; then the
-// exponentials, 1024 cycles whatever the precision; but first what a warp executes in sequence, about 460 and 600
+// exponentials, 1024 cycles whatever the precision; but first what a warp executes in sequence, about 420 and 390
 // instructions a tile. See docs/kernels/sm90_int8.md for what was predicted, tried and measured.
 #pragma once
 

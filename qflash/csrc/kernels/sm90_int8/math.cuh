@@ -10,6 +10,7 @@
 #include "attn/tile_load.cuh"
 #include "kernels/sm90_int8/params.h"
 #include "kernels/sm90_int8/weights.cuh"
+#include "ptx/opaque.cuh"
 
 namespace qf {
 namespace sm90 {
@@ -20,31 +21,43 @@ struct Math {
   using Params = Quantized;
   using Keys = AlongRows<KTile>;
   using Values = Weights<kFp8>::Values;
-  static constexpr bool kReadsKeys = true;
+
+  static constexpr int kScanned = 4;  // scales that a lane asks for ahead of time
 
   const Quantized& a;
   const QfAttnParams& p;
   const Shared& s;
+  AlongRows<OnesTile> ones;
   float O[1][kOTiles][4], S[1][kNTiles][4];
   int32_t dots[1][kNTiles][4];  // S, as integers
   Weights<kFp8> P;
   Rows rows;
-  TileSums sums[kParts];                  // of this tile's weights
-  float rounded_l[2];                     // sums of all weights as they were multiplied, where that makes a difference
-  float saw_lift[2];                      // 1 where the row has weights in a tile that is lifted
-  float unlift[kParts];                   // of the tile that is multiplied: weights are as many times too large
-  float q_slope[2];                       // of the lane's rows: from dots to base-2 scores, K's scale apart
-  const float *g_k_scale, *g_v_lift;      // of the sequence's keys in their head
-  float k_scale[kParts], v_lift[kParts];  // of this tile
-  float v_scale;                          // of the item
-  float rescale[2];                       // of outputs,
-  bool moved;                             // where references moved
-  bool promoted;                          // some outputs are aside
-  int wild;                               // not 0: some keys are not finite
-  bool steep;                             // references would not come off the next tile's scores exactly
-  bool calm;                              // every row has a reference: maxima need not be looked for
+  TileSums sums;                      // of this tile's weights
+  float added[1][4];                  // sums over a tile of weights as they are multiplied, with each product of theirs
+  float rounded_l[2];                 // those of all tiles
+  float saw_lift[2];                  // 1 where the row has weights in a tile that is lifted
+  float unlift;                       // of the tile that is multiplied: weights are as many times too large
+  float q_slope[2];                   // of the lane's rows: from dots to base-2 scores, K's scale apart
+  const float *g_k_scale, *g_v_lift;  // of the sequence's keys in their head
+  float scales[kScanned];             // of keys in their head, the share of this lane,
+  float lifts[kScanned / 2];          // and of values
+  float k_scale[kParts], v_lift;      // of this tile
+  float rescale[2];                   // of outputs,
+  int moved;                          // where references moved
+  bool promoted;                      // some outputs are aside
+  float v_scale;                      // of the item
+  int wild;                           // not 0: some keys are not finite
+  bool lifted;                        // some values are far beyond the sample
+  int exact;                          // sums before rounding are wanted, too
+  int group, last_group;              // of keys: the next to be fetched, the last there is
+  int smooth;  // neither, nor is there a scale off whose scores references would not come exactly
+  int calm;    // every row has a reference: maxima need not be looked for
 
-  __device__ __forceinline__ Math(const Params& params, const Shared& shared) : a(params), p(params.attn), s(shared) {}
+  __device__ __forceinline__ Math(const Params& params, const Shared& shared)
+      : a(params), p(params.attn), s(shared), ones(s_ones(shared)) {
+    ones.low = __shfl_sync(0xffffffffu, ones.low, 0);
+    last_group = opaque((p.k_len - 1) / kKeyGroup);
+  }
 
   __device__ __forceinline__ void start_scores(const AlongRows<QTile>& q, const Keys& k) {
     hold(dots[0]);
@@ -57,21 +70,21 @@ struct Math {
   __device__ __forceinline__ void start_outputs(const Values& v) {
     hold(O[0]);
     wgmma_fence();
-    P.multiply(O[0], v);
+    P.multiply(O[0], added, v, ones);
     wgmma_commit();
   }
-  __device__ __forceinline__ void hold_outputs() { hold(O[0]); }
-  // While scores are on their way.
-  __device__ __forceinline__ void get_ready() {
-    bool found = false;
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int c = 0; c < kParts; ++c) found |= slope_of(q_slope[h], k_scale[c]) > kSteep;
-    steep = __any_sync(0xffffffffu, found);
+  __device__ __forceinline__ void hold_outputs() {
+    hold(O[0]);
+    if (kFp8) hold(added);
   }
-  // Under the product just started.
-  __device__ __forceinline__ void sum_rounded() { P.add_to(rounded_l, unlift); }
+  // All threads, before anything else.
+  static __device__ __forceinline__ void set_up(const Shared& s) {
+    if constexpr (kFp8) {
+      for (int i = threadIdx.x; i < kOnesBytes / 4; i += kThreads)
+        reinterpret_cast<uint32_t*>(s_ones(s))[i] = 0x38383838u;
+      fence_proxy_async();  // them, to wgmma
+    }
+  }
 
   // What the planning thread finds out for consumers.
   __device__ static __forceinline__ void note(const Params& a, Record& record) {
@@ -93,97 +106,126 @@ struct Math {
     const int row = warp_row() + lane_of() / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) q_slope[h] = row + 8 * h < record.rows ? g_q_scale[row + 8 * h] : 0.0f;
-    fetch(record, record.keys.begin);
+    group = record.keys.begin / kKeyGroup + zero_of_lane();
+    g_k_scale = opaque_global(g_k_scale);
+    fetch();
+#pragma unroll
+    for (int i = 0; i < kScanned; ++i) scales[i] = scale_of_group(record, lane_of() + 32 * i);
+#pragma unroll
+    for (int i = 0; i < kScanned / 2 && kFp8; ++i) lifts[i] = lift_of_tile(record, lane_of() + 32 * i);
   }
   // Asks for what store() needs.
   __device__ __forceinline__ void foresee_store(const Record& record) {
     if (kFp8) v_scale = a.kv.v_scale[record.facts.head + zero_of_lane()];
   }
   // An item begins.
-  __device__ __forceinline__ void begin(const Record&) {
+  __device__ __forceinline__ void begin(const Record& record) {
     wild = __shfl_sync(0xffffffffu, wild, 0);  // now it may be a register of the warp's
+    float top_scale = scales[0], top_lift = kFp8 ? lifts[0] : 0.0f;
+#pragma unroll
+    for (int i = 1; i < kScanned; ++i) top_scale = fmaxf(top_scale, scales[i]);
+#pragma unroll
+    for (int i = 1; i < kScanned / 2 && kFp8; ++i) top_lift = fmaxf(top_lift, lifts[i]);
+    for (int i = lane_of() + 32 * kScanned; i * kKeyGroup < record.seq.len_k; i += 32) {
+      top_scale = fmaxf(top_scale, scale_of_group(record, i));
+      if (kFp8) top_lift = fmaxf(top_lift, lift_of_tile(record, i - 16 * kScanned));
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       q_slope[h] *= fabsf(p.scale) * kLog2e;
       rounded_l[h] = saw_lift[h] = 0.0f;
     }
+    lifted = __any_sync(0xffffffffu, top_lift > 0.0f);
+    exact = opaque(int(kFp8 && (p.lse || lifted)));
+    v_lift = 0.0f, unlift = 1.0f;
+    const float steepest = slope_of(fmaxf(q_slope[0], q_slope[1]), max_of_warp(top_scale));
+    smooth = opaque(int(kPlain && wild == 0 && !lifted && !__any_sync(0xffffffffu, steepest > kSteep)));
     clear_outputs();
     rows = Rows();
     calm = promoted = false;
   }
-  // What is to be known of the tile that begins at key0.
-  __device__ __forceinline__ void fetch(const Record&, int key0) {
-    const int first = key0 / kKeyGroup, last = (p.k_len - 1) / kKeyGroup, zero = zero_of_lane();
+  // What is to be known of the next tile.
+  __device__ __forceinline__ void fetch() {
+    k_scale[0] = g_k_scale[group];
 #pragma unroll
-    for (int c = 0; c < kParts; ++c) k_scale[c] = g_k_scale[min(first + c, last) + zero];
-#pragma unroll
-    for (int c = 0; c < kParts; ++c)
-      v_lift[c] = kFp8 ? g_v_lift[min(key0 + c * kKeyGroup, p.k_len - 1) / kLiftKeys + zero] : 0.0f;
+    for (int c = 1; c < kParts; ++c) k_scale[c] = g_k_scale[min(group + c, last_group)];
+    group += kParts;
   }
 
-  __device__ __forceinline__ void weigh_first(const Record& record, int key0, bool whole, int q_stage, int k_stage) {
-    weigh(record, key0, whole, q_stage, k_stage);
-    account();
+  // An item's first tile, all of it.
+  template <class Release, class AwaitV>
+  __device__ __forceinline__ void open(const Record& record, int key0, bool whole, int q_stage, int k_stage,
+                                       Release release, AwaitV) {
+    weigh(record, key0, whole, k_stage);
+    if (kFp8) P.round(S);
+    if (__any_sync(0xffffffffu, too_large())) {
+      shrink(record, key0, whole, q_stage, k_stage);
+    }
+    __syncwarp();  // every lane has read K
+    release();
+    if (!kFp8) {
+      rows.add(sums);
+      P.round(S);
+    } else if (exact) {
+      add_exactly();
+    }
   }
-  // Scores become weights. Returns false: nothing has to be computed again once the outputs are there.
-  __device__ __forceinline__ bool weigh(const Record& record, int key0, bool whole, int q_stage, int k_stage) {
+  // Scores become weights,
+  __device__ __forceinline__ void weigh(const Record& record, int key0, bool whole, int k_stage) {
     moved = false;
-    Slopes slopes = slopes_of_tile();
-    if (kPlain && calm && whole && !wild && !steep) {
+    const Slopes slopes = slopes_of_tile();
+    if (smooth && calm && whole) {
       take_plain_weights(slopes);
     } else {
+      if (kFp8 && lifted) v_lift = g_v_lift[uint32_t(key0) / kLiftKeys];
       to_floats<true>(S, dots);
-      slopes = prepare(record, key0, whole, k_stage, slopes);
-      if (!calm) {
-        moved = move(slopes);
-        calm = rows.settled();
+      take_seen_weights(record, key0, whole, k_stage, slopes, !calm);
+      calm = calm || rows.settled();
+      sums = sum_of(S);
+      if (kFp8 && moved) normalise();
+    }
+  }
+  // and, once the product of the tile before is done, P. left: tiles, this one included. release(): K is no longer
+  // read.
+  template <class Release, class AwaitV>
+  __device__ __forceinline__ void close(const Record& record, int key0, bool whole, int q_stage, int k_stage, int left,
+                                        Release release, AwaitV) {
+    constexpr int kTogether = 1024 / kBlockN;  // tiles whose products 8-bit floats' sums hold well enough
+    const bool promotes = kFp8 && left % kTogether == 0;
+    if (kFp8) {
+      add_rounded();
+      P.round(S);
+    }
+    const bool large = too_large();
+    // One branch for all that is seldom to be done.
+    if (unlikely(__any_sync(0xffffffffu, large || moved || promotes || exact))) {
+      if (moved) rescale_all();
+      if (__any_sync(0xffffffffu, large)) {
+        shrink(record, key0, whole, q_stage, k_stage);
+        rescale_all();
       }
-      take_weights(slopes);
+      if (promotes) promote();
+      if (kFp8 && exact) add_exactly();
     }
-    sum_weights(sums, S);
-    if (kFp8 && unlikely(moved)) normalise();
-    if (unlikely(__any_sync(0xffffffffu, fmaxf(of_row(0), of_row(1)) > Weights<kFp8>::kMost))) {
-      if (__any_sync(0xffffffffu, largest_weight() == infinity())) {
-        start_with(dots, 0);
-        scores_again<Tensor8<90>>(dots, s, q_stage, k_stage);
-        to_floats<true>(S, dots);
-        slopes = prepare(record, key0, whole, k_stage, slopes_of_tile());
-        moved = move(slopes) || moved;
-        take_weights(slopes);
-        sum_weights(sums, S);
-      }
-      normalise();
+    __syncwarp();  // every lane has read K
+    release();
+    if (!kFp8) {
+      rows.add(sums);
+      P.round(S);
     }
-    return false;
-  }
-  __device__ __forceinline__ void recover(const Record&, int, bool, int, int) {}
-  __device__ __forceinline__ void account() {
-#pragma unroll
-    for (int c = 0; c < kParts; ++c) {
-      unlift[c] = kFp8 ? ex2(-v_lift[c]) : 1.0f;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) rows.l[h] = fmaf(sums[c].of[h], unlift[c], rows.l[h]);
-    }
-    if (kFp8 && moved) rounded_l[0] *= rescale[0], rounded_l[1] *= rescale[1];
-    if (kFp8 && unlikely(lifts())) note_lifts();
-  }
-  // What the outputs so far are owed, once their product is done. left: tiles, this one included.
-  __device__ __forceinline__ void settle_outputs(int left) {
-    constexpr int kTogether = 2048 / kBlockN;  // tiles whose products 8-bit floats' sums hold well enough
-    if (unlikely(moved)) {
-      rescale_outputs(O, rescale);
-      if (kFp8 && promoted) rescale_promoted();
-    }
-    if (kFp8 && left % kTogether == 0) promote();
-  }
-  template <class AwaitV>
-  __device__ __forceinline__ void round_weights(const Record&, AwaitV) {
-    P.round(S);
   }
   __device__ __forceinline__ void store(const Record& record, int, bool aligned) {
-    // Beside values far beyond the sample other weights may round to 0; they count all the same.
-    if (kFp8 && max_of_quad(saw_lift[0]) > 0.0f) rounded_l[0] = rows.l[0];
-    if (kFp8 && max_of_quad(saw_lift[1]) > 0.0f) rounded_l[1] = rows.l[1];
+    if (kFp8) {
+      add_rounded();
+      // Whole rows' sums; what follows adds up a quad's. Beside values far beyond the sample other weights may round to
+      // 0; they count all the same.
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        rounded_l[h] *= 0.25f;
+        if (lifted && max_of_quad(saw_lift[h]) > 0.0f) rounded_l[h] = rows.l[h];
+        if (!exact) rows.l[h] = rounded_l[h];
+      }
+    }
     if (kFp8 && promoted) {
 #pragma unroll
       for (int j = 0; j < kOTiles; ++j) {
@@ -204,6 +246,13 @@ struct Math {
   }
 
  private:
+  // Of the sequence's keys in their head; 0 where there are no more.
+  __device__ __forceinline__ float scale_of_group(const Record& record, int i) const {
+    return i * kKeyGroup < record.seq.len_k ? g_k_scale[i] : 0.0f;
+  }
+  __device__ __forceinline__ float lift_of_tile(const Record& record, int i) const {
+    return i * kLiftKeys < record.seq.len_k ? g_v_lift[i] : 0.0f;
+  }
   // From S to base-2 scores.
   struct Slopes {
     float of[2][kParts];
@@ -234,6 +283,19 @@ struct Math {
     if (unlikely(!whole)) mask_tile(S, tile_mask(record, key0));
     return slopes;
   }
+  // S becomes the weights of what rows see. search: for rows' largest scores first, which may move references.
+  __device__ __forceinline__ void take_seen_weights(const Record& record, int key0, bool whole, int k_stage,
+                                                    const Slopes& of_tile, bool search) {
+    const Slopes slopes = prepare(record, key0, whole, k_stage, of_tile);
+    if (search) moved = move(slopes) || moved;
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float shift = v_lift - reference_of(rows.m[e / 2]);
+        S[0][j][e] = ex2(fmaf(S[0][j][e], slopes.of[e / 2][j * kParts / kNTiles], shift));
+      }
+  }
   __device__ __forceinline__ bool move(const Slopes& slopes) {
     float largest[2];
 #pragma unroll
@@ -242,84 +304,91 @@ struct Math {
 #pragma unroll
       for (int c = 0; c < kParts; ++c) {
         constexpr int kRun = kNTiles / kParts;
-        most = fmaxf(most, fmaf(largest_score(S, h, c * kRun, (c + 1) * kRun), slopes.of[h][c], v_lift[c]));
+        most = fmaxf(most, fmaf(largest_score(S, h, c * kRun, (c + 1) * kRun), slopes.of[h][c], v_lift));
       }
       largest[h] = ceilf(max_of_quad(most));  // an integer: what moves it are powers of two
     }
     return move_reference(largest, rows, rescale);
   }
-  __device__ __forceinline__ float shift_of(int h, int c) const { return v_lift[c] - reference_of(rows.m[h]); }
-  __device__ __forceinline__ void take_weights(const Slopes& slopes) {
+  // From dots that are all seen, by rows that have references: they become floats by an addition, kMagic more than they
+  // are, which comes off again, exactly, with the reference. An instruction that converts takes twice as long.
+  // Sums come with them, for the eight clocks that each exponential takes.
+  __device__ __forceinline__ void take_plain_weights(const Slopes& slopes) {
+    float shift[2][kParts];
 #pragma unroll
-    for (int j = 0; j < kNTiles; ++j)
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int c = 0; c < kParts; ++c) shift[h][c] = fmaf(-kMagic, slopes.of[h][c], -rows.m[h]);
+    float sum[4] = {};
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      const int c = j * kParts / kNTiles;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int c = j * kParts / kNTiles;
-        S[0][j][e] = ex2(fmaf(S[0][j][e], slopes.of[e / 2][c], shift_of(e / 2, c)));
+        const float dot = bits_to_float(uint32_t(dots[0][j][e] + kMagicBits));
+        S[0][j][e] = ex2(fmaf(dot, slopes.of[e / 2][c], shift[e / 2][c]));
+        if (!kFp8) sum[e] += S[0][j][e];
       }
-  }
-  // From dots that are all seen: they become floats by an addition, kMagic more than they are, which comes off again,
-  // exactly, with the reference. An instruction that converts takes twice as long.
-  __device__ __forceinline__ void take_plain_weights(const Slopes& slopes) {
-#pragma unroll
-    for (int c = 0; c < kParts; ++c) {
-      constexpr int kRun = kNTiles / kParts;
-      float shift[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) shift[h] = fmaf(-kMagic, slopes.of[h][c], shift_of(h, c));
-#pragma unroll
-      for (int j = c * kRun; j < (c + 1) * kRun; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float dot = bits_to_float(uint32_t(dots[0][j][e] + kMagicBits));
-          S[0][j][e] = ex2(fmaf(dot, slopes.of[e / 2][c], shift[e / 2]));
-        }
     }
+    if (!kFp8) sums = {{sum[0] + sum[1], sum[2] + sum[3]}};
   }
-  // Is there a value in this tile that is far beyond the sample?
-  __device__ __forceinline__ bool lifts() const {
-    bool found = false;
-#pragma unroll
-    for (int c = 0; c < kParts; ++c) found |= v_lift[c] > 0.0f;
-    return found;
+  // Weights of some row are too large for P: from its scores once more, relative to a reference that has moved, and
+  // with it all that is relative to it.
+  __device__ __forceinline__ void shrink(const Record& record, int key0, bool whole, int q_stage, int k_stage) {
+    moved = false;
+    start_with(dots, 0);
+    scores_again<Tensor8<90>>(dots, s, q_stage, k_stage);
+    to_floats<true>(S, dots);
+    take_seen_weights(record, key0, whole, k_stage, slopes_of_tile(), true);
+    sums = sum_of(S);
+    normalise();
+    if (kFp8) P.round(S);
   }
-  __device__ __forceinline__ void note_lifts() {
-#pragma unroll
-    for (int c = 0; c < kParts; ++c)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (v_lift[c] > 0.0f && sums[c].of[h] > 0.0f) saw_lift[h] = 1.0f;
+  // Are weights too large for P? For E4M3 they are there already.
+  __device__ __forceinline__ bool too_large() const {
+    return kFp8 ? P.too_large() : fmaxf(sums.of[0], sums.of[1]) > Weights<kFp8>::kMost;
   }
-  // Of the lane's weights of row h in this tile.
-  __device__ __forceinline__ float of_row(int h) const {
-    float sum = sums[0].of[h];
-#pragma unroll
-    for (int c = 1; c < kParts; ++c) sum += sums[c].of[h];
-    return sum;
-  }
-  __device__ __forceinline__ float largest_weight() const {
-    return fmaxf(largest_score(S, 0, 0, kNTiles), largest_score(S, 1, 0, kNTiles));
-  }
-  // Moves the references of rows whose first weights these are, or whose weights are too large, so that a row's largest
-  // sum, among its lanes, lies in 64 .. 128: sums seldom grow from there to 448 and more, and weights far below them,
-  // to 2^-13 of the sum, are still normal numbers in E4M3.
+  // Moves references that were found just now, or are too small, so that a row's largest sum of weights, among its
+  // lanes, lies in 64 .. 128: sums seldom grow from there to 256 and more, and weights far below them, to 2^-13 of the
+  // sum, are still normal numbers in E4M3.
   __device__ __forceinline__ void normalise() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float most = max_of_quad(of_row(h));
-      const bool first = max_of_quad(rows.l[h]) == 0.0f && most > 0.0f;  // not where all is masked so far
-      const bool moves = first || most > Weights<kFp8>::kMost;
+      const float most = max_of_quad(sums.of[h]);
+      const bool found = moved && rescale[h] != 1.0f && most > 0.0f;  // not where all is masked so far
+      const bool moves = found || most >= Weights<kFp8>::kMost;
       const int up = moves && most < infinity() ? int(float_to_bits(most) >> 23) - 127 - 6 : 0;
       const float factor = bits_to_float(uint32_t(127 - up) << 23);
 #pragma unroll
       for (int j = 0; j < kNTiles; ++j) S[0][j][2 * h] *= factor, S[0][j][2 * h + 1] *= factor;
-#pragma unroll
-      for (int c = 0; c < kParts; ++c) sums[c].of[h] *= factor;
+      sums.of[h] *= factor;
       rows.m[h] += float(up);
       rows.l[h] *= factor;
       rescale[h] = moved ? rescale[h] * factor : factor;
     }
     moved = true;
+  }
+  // What was relative to references that moved.
+  __device__ __forceinline__ void rescale_all() {
+    rescale_outputs(O, rescale);
+    if (!kFp8) return;
+    rounded_l[0] *= rescale[0], rounded_l[1] *= rescale[1];
+    if (promoted) rescale_promoted();
+  }
+  // The weights that were multiplied last.
+  __device__ __forceinline__ void add_rounded() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) rounded_l[h] = fmaf(added[0][2 * h], unlift, rounded_l[h]);
+  }
+  // This tile's weights, before rounding, to their sums.
+  __device__ __forceinline__ void add_exactly() {
+    sums = sum_of(S);
+    unlift = ex2(-v_lift);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      rows.l[h] = fmaf(sums.of[h], unlift, rows.l[h]);
+      if (v_lift > 0.0f && sums.of[h] > 0.0f) saw_lift[h] = 1.0f;
+    }
   }
 
   // What is loaded from an address that ptxas knows to be the same for all lanes it moves to a register of the warp's,
@@ -331,6 +400,7 @@ struct Math {
 #pragma unroll
       for (int e = 0; e < 4; ++e) O[0][j][e] = 0.0f;
   }
+  static __device__ __forceinline__ char* s_ones(const Shared& s) { return s.aside + kAsideBytes; }
   // This warp's part of the space aside.
   __device__ __forceinline__ char* own_aside() const { return s.aside + warp_row() * (kAsideBytes / kBlockM); }
   __device__ __forceinline__ float4* s_promoted() const { return reinterpret_cast<float4*>(own_aside()) + lane_of(); }

@@ -2,25 +2,20 @@
 #pragma once
 
 #include "attn/sm90/softmax.cuh"
-#include "ptx/add.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace qf {
 namespace sm90 {
 
-// Of this lane's weights, before they are rounded, for every group of keys that shares a scale.
-__device__ __forceinline__ void sum_weights(TileSums (&sums)[kParts], const float (&S)[1][kNTiles][4]) {
-  constexpr int kRun = kNTiles / kParts;
+// Of this lane's weights, before they are rounded.
+__device__ __forceinline__ TileSums sum_of(const float (&S)[1][kNTiles][4]) {
+  float sum[4] = {};
 #pragma unroll
-  for (int c = 0; c < kParts; ++c) {
-    float sum[4] = {};
+  for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
-    for (int j = c * kRun; j < (c + 1) * kRun; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[e] += S[0][j][e];
-    sums[c] = {{sum[0] + sum[1], sum[2] + sum[3]}};
-  }
+    for (int e = 0; e < 4; ++e) sum[e] += S[0][j][e];
+  return {{sum[0] + sum[1], sum[2] + sum[3]}};
 }
 
 template <bool kFp8>
@@ -38,8 +33,9 @@ struct Weights<false> {
 #pragma unroll
     for (int i = 0; i < kBlockN / 16; ++i) weights_of(a[i], S, i);
   }
-  __device__ __forceinline__ void add_to(float (&)[2], const float (&)[kParts]) const {}  // sums before rounding do
-  __device__ __forceinline__ void multiply(float (&O)[kOTiles][4], const Values& v) const {
+  __device__ __forceinline__ bool too_large() const { return false; }  // sums before rounding tell
+  __device__ __forceinline__ void multiply(float (&O)[kOTiles][4], float (&)[1][4], const Values& v,
+                                           const AlongRows<OnesTile>&) const {
 #pragma unroll
     for (int i = 0; i < kBlockN / 16; ++i) Wgmma<Element, kHeadDim>::template multiply<true>(O, a[i], v.step(i));
   }
@@ -48,7 +44,7 @@ struct Weights<false> {
 template <>
 struct Weights<true> {
   using Values = AlongRows<VTile>;
-  static constexpr float kMost = 440.0f;  // E4M3 ends at 448: below this none was cut off
+  static constexpr float kMost = 256.0f;  // E4M3 ends at 448: below this none was cut off
 
   uint32_t a[kBlockN / 32][4];
 
@@ -62,35 +58,24 @@ struct Weights<true> {
         a[i][r] = cvt_rn_e4m3x4_f32(S[0][j][e], S[0][j][e + 1], S[0][j + 1][e], S[0][j + 1][e + 1]);
       }
   }
-  // l += factor * the weights as they are multiplied: to divide by these keeps rows averages of V however coarse the
-  // rounding. In float16, eight at a time: what that loses is nothing beside what E4M3 lost.
-  __device__ __forceinline__ void add_to(float (&l)[2], const float (&factors)[kParts]) const {
-    constexpr int kRun = kBlockN / 32 / kParts;
+  // Is one of them kMost or more, or NaN? Codes from 0x78 on: eight more have the sign's bit.
+  __device__ __forceinline__ bool too_large() const {
+    uint32_t signs = 0;
 #pragma unroll
-    for (int c = 0; c < kParts; ++c) {
-      uint32_t pairs[2][2];  // of a row's keys: the first and the second of each block of 8
+    for (int i = 0; i < kBlockN / 32; ++i)
 #pragma unroll
-      for (int i = 0; i < kRun; ++i)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          uint32_t more[2];
-          cvt_rn_f16x4_e4m3x4(more, a[c * kRun + i][r]);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            uint32_t& sum = pairs[r % 2][half];
-            sum = i == 0 && r < 2 ? more[half] : add_f16x2(sum, more[half]);
-          }
-        }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t pair = add_f16x2(pairs[h][0], pairs[h][1]);
-        l[h] = fmaf(cvt_f32_f16(uint16_t(pair)) + cvt_f32_f16(uint16_t(pair >> 16)), factors[c], l[h]);
-      }
-    }
+      for (int r = 0; r < 4; ++r) signs |= a[i][r] + 0x08080808u;
+    return (signs & 0x80808080u) != 0;
   }
-  __device__ __forceinline__ void multiply(float (&O)[kOTiles][4], const Values& v) const {
+  // O += P V, and sums = P's rows added up: to divide by these keeps rows averages of V however coarse the rounding.
+  // The tensor cores' sums lose bits, but not many among the keys of one tile.
+  __device__ __forceinline__ void multiply(float (&O)[kOTiles][4], float (&sums)[1][4], const Values& v,
+                                           const AlongRows<OnesTile>& ones) const {
 #pragma unroll
-    for (int i = 0; i < kBlockN / 32; ++i) WgmmaE4m3<kHeadDim>::multiply(O, a[i], v.step(i));
+    for (int i = 0; i < kBlockN / 32; ++i) {
+      WgmmaE4m3<kHeadDim>::multiply(O, a[i], v.step(i));
+      WgmmaE4m3<8>::multiply(sums, a[i], ones.step(0), i > 0);
+    }
   }
 };
 
