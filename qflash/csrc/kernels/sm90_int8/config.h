@@ -57,7 +57,7 @@ constexpr int kTilesBytes = kQStages * QTile::kBytes + kStages * (KTile::kBytes 
 constexpr int kBarrierBytes = 1024;  // and records of items
 // Outputs in float32, where those of 8-bit floats go before they lose too many bits, and 16-bit ones on their way out.
 constexpr int kAsideBytes = kBlockM * kHeadDim * (kFp8 ? 4 : 2);
-// Ones, in E4M3, which weights are multiplied by to be added up.
+// Ones, in E4M3, which weights are multiplied by to be added up: two columns for every 32 keys, zeros elsewhere.
 using OnesTile = Panels<8, 128, 1>;
 constexpr int kOnesBytes = kFp8 ? OnesTile::kBytes : 0;
 constexpr int kSharedBytes =

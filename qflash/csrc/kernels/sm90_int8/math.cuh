@@ -32,12 +32,12 @@ struct Math {
   int32_t dots[1][kNTiles][4];  // S, as integers
   Weights<kFp8> P;
   Rows rows;
-  TileSums sums;                      // of this tile's weights
-  float added[1][4];                  // sums over a tile of weights as they are multiplied, with each product of theirs
-  float rounded_l[2];                 // those of all tiles
-  float saw_lift[2];                  // 1 where the row has weights in a tile that is lifted
-  float unlift;                       // of the tile that is multiplied: weights are as many times too large
-  float q_slope[2];                   // of the lane's rows: from dots to base-2 scores, K's scale apart
+  TileSums sums;       // of this tile's weights
+  float added[1][4];   // sums of weights as they are multiplied, 32 keys a lane, with each product of theirs
+  float rounded_l[2];  // those of all tiles
+  float saw_lift[2];   // 1 where the row has weights in a tile that is lifted
+  float unlift;        // of the tile that is multiplied: weights are as many times too large
+  float q_slope[2];    // of the lane's rows: from dots to base-2 scores, K's scale apart
   const float *g_k_scale, *g_v_lift;  // of the sequence's keys in their head
   float scales[kScanned];             // of keys in their head, the share of this lane,
   float lifts[kScanned / 2];          // and of values
@@ -80,8 +80,10 @@ struct Math {
   // All threads, before anything else.
   static __device__ __forceinline__ void set_up(const Shared& s) {
     if constexpr (kFp8) {
-      for (int i = threadIdx.x; i < kOnesBytes / 4; i += kThreads)
-        reinterpret_cast<uint32_t*>(s_ones(s))[i] = 0x38383838u;
+      for (int i = threadIdx.x; i < kOnesBytes / 4; i += kThreads) {
+        const int row = i / 32, chunk = i % 32 / 4 ^ row;  // of the tile, which is permuted as all are
+        reinterpret_cast<uint32_t*>(s_ones(s))[i] = chunk / 2 == row / 2 ? 0x38383838u : 0u;
+      }
       fence_proxy_async();  // them, to wgmma
     }
   }
@@ -217,11 +219,9 @@ struct Math {
   __device__ __forceinline__ void store(const Record& record, int, bool aligned) {
     if (kFp8) {
       add_rounded();
-      // Whole rows' sums; what follows adds up a quad's. Beside values far beyond the sample other weights may round to
-      // 0; they count all the same.
+      // Beside values far beyond the sample other weights may round to 0; they count all the same.
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        rounded_l[h] *= 0.25f;
         if (lifted && max_of_quad(saw_lift[h]) > 0.0f) rounded_l[h] = rows.l[h];
         if (!exact) rows.l[h] = rounded_l[h];
       }

@@ -68,13 +68,14 @@ struct Weights<true> {
     return (signs & 0x80808080u) != 0;
   }
   // O += P V, and sums = P's rows added up: to divide by these keeps rows averages of V however coarse the rounding.
-  // The tensor cores' sums lose bits, but not many among the keys of one tile.
+  // The tensor cores lose what is small beside the sum so far, so every 32 keys have a sum, that is columns, of their
+  // own.
   __device__ __forceinline__ void multiply(float (&O)[kOTiles][4], float (&sums)[1][4], const Values& v,
                                            const AlongRows<OnesTile>& ones) const {
 #pragma unroll
     for (int i = 0; i < kBlockN / 32; ++i) {
       WgmmaE4m3<kHeadDim>::multiply(O, a[i], v.step(i));
-      WgmmaE4m3<8>::multiply(sums, a[i], ones.step(0), i > 0);
+      WgmmaE4m3<8>::multiply(sums, a[i], ones.step(i), i > 0);
     }
   }
 };
