@@ -125,13 +125,16 @@ __device__ __forceinline__ void convert_values(uint32_t* s_words,
                                                int side) {
   using T = ValueTile<Element, kHeadDim>;
   constexpr int kApart = 16 / T::kSides;
+  float offset[8];  // inverse is a power of two: what follows is the difference, rounded, times it
+#pragma unroll
+  for (int e = 0; e < 8; ++e) offset[e] = -mul_rn(mean[e], inverse);
 #pragma unroll
   for (int i = 0; i < kApart; ++i)
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const auto value = [&](int quad, int r) {
         if (kWild && T::ahead(quad, r) >= existing) return 0.0f;
-        return mul_rn(sub_rn(value_of<Element>(raw[quad][r], e), mean[e]), inverse);
+        return fmaf(value_of<Element>(raw[quad][r], e), inverse, offset[e]);
       };
       const auto store = [&](int quad, uint32_t word) {
         const int c = 8 * chunk + e;
