@@ -54,7 +54,19 @@ def address(x: np.ndarray | None) -> int:
 
 
 def call(
-    handle: ctypes.CDLL, kernel: str, problem, q, k, v, kv_lens=None, cu_q=None, cu_k=None, rope=None, seed=0, out=None
+    handle: ctypes.CDLL,
+    kernel: str,
+    problem,
+    q,
+    k,
+    v,
+    kv_lens=None,
+    cu_q=None,
+    cu_k=None,
+    rope=None,
+    seed=0,
+    out=None,
+    wants_lse=True,
 ):
     """(out, lse), both full of a value no kernel writes before the call. out: where it is to be, contiguous."""
     functions = (getattr(handle, name) for name in (f"qf_{kernel}", "qf_status_text"))
@@ -67,17 +79,17 @@ def call(
     if rope is not None:
         tables = [np.ascontiguousarray(x, np.float32) for x in (rope.cos, rope.sin)]
         tables += [None if x is None else np.ascontiguousarray(x) for x in (rope.positions_q, rope.positions_k)]
-    addresses = map(address, (q, k, v, out, lse, kv_lens, cu_q, cu_k, *tables))
+    addresses = map(address, (q, k, v, out, lse if wants_lse else None, kv_lens, cu_q, cu_k, *tables))
     _native.AttnCall(problem, entry, text, 0)(*addresses, 0, 0, seed)
     return out, lse
 
 
-def run_case(library, case: Case, kernel: str, arch: int = 90, seed: int = 0):
+def run_case(library, case: Case, kernel: str, arch: int = 90, seed: int = 0, wants_lse: bool = True):
     inputs = case.make_inputs()
     problem = problem_of(case, inputs, None, "cpu")
     extras = (inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.rope)
     handle = library(kernel, case.dtype, problem.head_dim, arch)
-    return call(handle, kernel, problem, inputs.q, inputs.k, inputs.v, *extras, seed)
+    return call(handle, kernel, problem, inputs.q, inputs.k, inputs.v, *extras, seed, wants_lse=wants_lse)
 
 
 def by_name(case: Case) -> str:

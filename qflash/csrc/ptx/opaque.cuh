@@ -26,12 +26,6 @@ __device__ __forceinline__ Word opaque(Word x) {
 #endif
   return x;
 }
-__device__ __forceinline__ uint16_t opaque(uint16_t x) {
-#ifdef __CUDA_ARCH__
-  asm volatile("" : "+h"(x));
-#endif
-  return x;
-}
 // g_pointer, which points into global memory, likewise.
 template <class T>
 __device__ __forceinline__ const T* opaque_global(const T* g_pointer) {

@@ -115,7 +115,7 @@ __device__ __forceinline__ void load_tokens(float (&x)[kRounds][16], const QfAtt
   }
 }
 
-// Sixteen of a head's floats, zeros past its end.
+// Some of a head's floats, from `column` on, zeros past its end.
 template <int kChannels>
 __device__ __forceinline__ void load_mean(float (&mean)[kChannels], const float* g_head, int column, int head_dim) {
 #pragma unroll

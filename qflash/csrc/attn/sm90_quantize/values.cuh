@@ -117,7 +117,7 @@ __device__ __forceinline__ float value_of(const uint32_t (&words)[4], int e) {
 }
 
 // raw, less the mean, to words of E4M3 in shared memory. A chain is two quads sixteen apart, in the order of their
-// words. kWild: some may be NaN, and only the first `existing` tokens are there.
+// words. kWild: some may be NaN, only the first `existing` tokens are there, or the mean is out of all proportion.
 template <class Element, int kHeadDim, bool kWild>
 __device__ __forceinline__ void convert_values(uint32_t* s_words,
                                                const uint32_t (&raw)[ValueTile<Element, kHeadDim>::kQuads][4][4],
@@ -125,16 +125,14 @@ __device__ __forceinline__ void convert_values(uint32_t* s_words,
                                                int side) {
   using T = ValueTile<Element, kHeadDim>;
   constexpr int kApart = 16 / T::kSides;
-  float offset[8];  // inverse is a power of two: what follows is the difference, rounded, times it
-#pragma unroll
-  for (int e = 0; e < 8; ++e) offset[e] = -mul_rn(mean[e], inverse);
 #pragma unroll
   for (int i = 0; i < kApart; ++i)
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const auto value = [&](int quad, int r) {
-        if (kWild && T::ahead(quad, r) >= existing) return 0.0f;
-        return fmaf(value_of<Element>(raw[quad][r], e), inverse, offset[e]);
+        const float x = value_of<Element>(raw[quad][r], e);
+        if (kWild) return T::ahead(quad, r) >= existing ? 0.0f : mul_rn(sub_rn(x, mean[e]), inverse);
+        return fmaf(x, inverse, -mul_rn(mean[e], inverse));  // the same: inverse is a power of two
       };
       const auto store = [&](int quad, uint32_t word) {
         const int c = 8 * chunk + e;
@@ -244,7 +242,10 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
   const int lift = lift_of(of_tile, exponent);
   if (threadIdx.x == 0 && item.tile < lifts) all.kv.v_lift[head * lifts + item.tile] = float(lift);
   const float inverse = bits_to_float(uint32_t(127 - exponent - lift) << 23);
-  if (count == 0 && whole)
+  bool plain = count == 0 && whole;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) plain = plain && is_finite(fabsf(mul_rn(mean[e], inverse)));
+  if (plain)
     convert_values<Element, kHeadDim, false>(s_words, raw, mean, inverse, existing, chunk, side);
   else
     convert_values<Element, kHeadDim, true>(s_words, raw, mean, inverse, existing, chunk, side);

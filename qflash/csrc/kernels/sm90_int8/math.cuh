@@ -50,7 +50,7 @@ struct Math {
   bool lifted;                        // some values are far beyond the sample
   int exact;                          // sums before rounding are wanted, too
   int group, last_group;              // of keys: the next to be fetched, the last there is
-  int smooth;  // neither, nor is there a scale off whose scores references would not come exactly
+  int smooth;  // all keys finite, no value lifted, no scale off whose scores references would not come exactly
   int calm;    // every row has a reference: maxima need not be looked for
 
   __device__ __forceinline__ Math(const Params& params, const Shared& shared)
@@ -128,7 +128,8 @@ struct Math {
     for (int i = 1; i < kScanned; ++i) top_scale = fmaxf(top_scale, scales[i]);
 #pragma unroll
     for (int i = 1; i < kScanned / 2 && kFp8; ++i) top_lift = fmaxf(top_lift, lifts[i]);
-    for (int i = lane_of() + 32 * kScanned; i * kKeyGroup < record.seq.len_k; i += 32) {
+#pragma unroll 4
+    for (int i = lane_of() + 32 * kScanned; seen_from(record) + i * kKeyGroup < record.keys.end; i += 32) {
       top_scale = fmaxf(top_scale, scale_of_group(record, i));
       if (kFp8) top_lift = fmaxf(top_lift, lift_of_tile(record, i - 16 * kScanned));
     }
@@ -138,7 +139,7 @@ struct Math {
       rounded_l[h] = saw_lift[h] = 0.0f;
     }
     lifted = __any_sync(0xffffffffu, top_lift > 0.0f);
-    exact = opaque(int(kFp8 && (p.lse || lifted)));
+    exact = kFp8 ? opaque(int(p.lse || lifted)) : 0;
     v_lift = 0.0f, unlift = 1.0f;
     const float steepest = slope_of(fmaxf(q_slope[0], q_slope[1]), max_of_warp(top_scale));
     smooth = opaque(int(kPlain && wild == 0 && !lifted && !__any_sync(0xffffffffu, steepest > kSteep)));
@@ -246,12 +247,18 @@ struct Math {
   }
 
  private:
-  // Of the sequence's keys in their head; 0 where there are no more.
+  // Where the keys that the item sees begin, in whole tiles of V.
+  __device__ static __forceinline__ int seen_from(const Record& record) {
+    return record.keys.begin / kLiftKeys * kLiftKeys;
+  }
+  // Of those keys' groups and tiles; 0 where there are no more.
   __device__ __forceinline__ float scale_of_group(const Record& record, int i) const {
-    return i * kKeyGroup < record.seq.len_k ? g_k_scale[i] : 0.0f;
+    const int key = seen_from(record) + i * kKeyGroup;
+    return key < record.keys.end ? g_k_scale[key / kKeyGroup] : 0.0f;
   }
   __device__ __forceinline__ float lift_of_tile(const Record& record, int i) const {
-    return i * kLiftKeys < record.seq.len_k ? g_v_lift[i] : 0.0f;
+    const int key = seen_from(record) + i * kLiftKeys;
+    return key < record.keys.end ? g_v_lift[key / kLiftKeys] : 0.0f;
   }
   // From S to base-2 scores.
   struct Slopes {
@@ -311,7 +318,7 @@ struct Math {
     return move_reference(largest, rows, rescale);
   }
   // From dots that are all seen, by rows that have references: they become floats by an addition, kMagic more than they
-  // are, which comes off again, exactly, with the reference. An instruction that converts takes twice as long.
+  // are, which comes off again, exactly, with the reference. To convert takes longer.
   // Sums come with them, for the eight clocks that each exponential takes.
   __device__ __forceinline__ void take_plain_weights(const Slopes& slopes) {
     float shift[2][kParts];
@@ -348,16 +355,16 @@ struct Math {
   __device__ __forceinline__ bool too_large() const {
     return kFp8 ? P.too_large() : fmaxf(sums.of[0], sums.of[1]) > Weights<kFp8>::kMost;
   }
-  // Moves references that were found just now, or are too small, so that a row's largest sum of weights, among its
-  // lanes, lies in 64 .. 128: sums seldom grow from there to 256 and more, and weights far below them, to 2^-13 of the
-  // sum, are still normal numbers in E4M3.
+  // Moves references that rose just now, or are too small, so that a row's largest sum of weights, among its lanes,
+  // lies in 64 .. 128, but never below where they were: weights seldom grow from there to 256 and more, and those far
+  // below the sum, to 2^-13 of it, are still normal numbers in E4M3.
   __device__ __forceinline__ void normalise() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float most = max_of_quad(sums.of[h]);
-      const bool found = moved && rescale[h] != 1.0f && most > 0.0f;  // not where all is masked so far
-      const bool moves = found || most >= Weights<kFp8>::kMost;
-      const int up = moves && most < infinity() ? int(float_to_bits(most) >> 23) - 127 - 6 : 0;
+      const int rise = moved ? 127 - int(float_to_bits(rescale[h]) >> 23) : 0;       // of the reference, just now
+      const bool moves = (rise > 0 && most > 0.0f) || most >= Weights<kFp8>::kMost;  // not where all is masked so far
+      const int up = moves && most < infinity() ? max(int(float_to_bits(most) >> 23) - 127 - 6, -rise) : 0;
       const float factor = bits_to_float(uint32_t(127 - up) << 23);
 #pragma unroll
       for (int j = 0; j < kNTiles; ++j) S[0][j][2 * h] *= factor, S[0][j][2 * h + 1] *= factor;
