@@ -20,7 +20,6 @@ __device__ __forceinline__ int warp_row() {  // from the block's first
 // Code for what seldom happens goes where it is not in the way of the rest.
 __device__ __forceinline__ bool unlikely(bool x) { return __builtin_expect(x, false); }
 
-
 // Of this lane's weights in a tile, for its two rows.
 struct TileSums {
   float of[2];
