@@ -62,7 +62,8 @@ struct WarpRows {
   using Tile = Panels<16, kHeadDim>;
   static constexpr int kChunks = Tile::kChunks;
   static constexpr uint32_t kAcross = Tile::kCount * kChunks, kDown = 32 / kAcross;  // lanes
-  static_assert(kChunks == 8 && kDown <= 8 && 32 % kAcross == 0, "chunks are permuted by rows % 8; no lane is idle");
+  static_assert(kChunks == 8 && kDown <= 8, "chunks are permuted by rows % 8");
+  static_assert(kPanelBytes > 0 && 32 % kAcross == 0, "every lane has a chunk");
 
   char* s_rows;
   uint32_t lane;
