@@ -231,23 +231,29 @@ def test_an_operation_no_kernel_serves_says_why_of_each_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "head_dim", "keys", "note"),
+    ("arch", "precision", "head_dim", "keys", "note"),
     [
-        (80, 64, 16384, "at this head_dim fa_mma is usually faster"),
+        (80, "int8", 64, 16384, "at this head_dim fa_mma is usually faster"),
         (
             80,
+            "int8",
             128,
             4095,
             "below 4096 queries and keys fa_mma is usually faster (quantizing is not paid back); precision=None",
         ),
-        (80, 128, 4096, None),
-        (90, 128, 16383, "below 16384 queries and keys sm90_fwd is usually faster (quantizing is not paid back)"),
-        (90, 64, 16384, "at this head_dim sm90_fwd is usually faster"),
-        (90, 256, 8192, None),
+        (80, "int8", 128, 4096, None),
+        (90, "int8", 128, 16383, "below 16384 queries and keys sm90_fwd is usually faster (quantizing is not paid"),
+        (90, "int8", 64, 16384, "at this head_dim sm90_fwd is usually faster"),
+        (90, "int8", 256, 8192, None),
+        (90, "int8_fp8", 64, 16384, "at this head_dim sm90_fwd is usually faster"),
+        (90, "int8_fp8", 128, 16383, "below 16384 queries and keys sm90_fwd is usually faster"),
+        (90, "int8_fp8", 128, 16384, None),
     ],
 )
-def test_notes_tell_where_quantizing_is_not_paid_back(arch: int, head_dim: int, keys: int, note: str | None) -> None:
-    spec = Spec("cuda", arch, "float16", head_dim, precision="int8")
+def test_notes_tell_where_quantizing_is_not_paid_back(
+    arch: int, precision: str, head_dim: int, keys: int, note: str | None
+) -> None:
+    spec = Spec("cuda", arch, "float16", head_dim, precision=precision)
     found = dispatch.notes(spec, dispatch.plan(spec).name, keys)
     assert [text.startswith(note) for text in found] == [True] if note else found == []
 
