@@ -147,18 +147,20 @@ def explain(
     """
     options = Options(causal, window, softcap, scale, precision, kernel)
     kinds = (type(q), type(k), type(v))
-    problem = None
+    tokens = None  # queries or keys, whichever are fewer
     if QuantizedKV in kinds:
         spec = spec_on_kv(q, k, v, options, kv_lens, rope)
+        tokens = min(q.shape[1], k.k.shape[1])
     elif Quantized in kinds:
         spec = spec_on_integers(q, k, v, options, kv_lens, rope)
     else:
         frontend = frontend_of(type(q))
         problem = frontend.problem_of(q, k, v, options, kv_lens, rope)
         spec = problem.spec(frontend.arch_of(q))
+        tokens = min(problem.q_len, problem.k_len)
     if kernel is not None:
         dispatch.plan(spec, kernel)  # refuses a name that is unknown or cannot serve
     rows = dispatch.rows(spec, kernel)
     chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
-    notes = dispatch.notes(spec, chosen, min(problem.q_len, problem.k_len)) if problem is not None else []
+    notes = dispatch.notes(spec, chosen, tokens) if tokens is not None else []
     return Explanation(chosen, spec, rows, tuple(notes))

@@ -172,6 +172,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=90,
         later_arches=False,
         also=_copy_engine,
+        pays_from=((64, None), (128, 8192), (256, 4096)),  # preset sm90_int8 (kv ready), against sm90_fwd
     ),
     Kernel(
         name="sm90_int8_fp8_kv",
@@ -185,6 +186,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=90,
         later_arches=False,
         also=_copy_engine,
+        pays_from=((64, None), (256, 8192)),  # preset sm90_int8 (kv ready), against sm90_fwd
     ),
     Kernel(
         name="sm90_quantize",
@@ -371,7 +373,7 @@ def rows(spec: Spec | OpSpec, asked: str | None = None) -> list[tuple[str, str, 
     return result
 
 
-def notes(spec: Spec, name: str | None, tokens: int) -> list[str]:
+def notes(spec: Spec | OpSpec, name: str | None, tokens: int) -> list[str]:
     """What one should know about kernel `name` serving `spec`: where it is not worth its precision.
 
     tokens: queries or keys, whichever are fewer: few of either leave little work to make up for quantizing.
@@ -383,6 +385,9 @@ def notes(spec: Spec, name: str | None, tokens: int) -> list[str]:
             if least is not None and tokens >= least:
                 return []
             where = "at this head_dim" if least is None else f"below {least} queries and keys"
+            if isinstance(spec, OpSpec):  # attention_kv, whose k and v are what they are
+                plain = plan(Spec(spec.device, spec.arch, spec.dtype, spec.head_dim)).name
+                return [f"{where} {plain} on k and v of {spec.dtype} is usually faster"]
             plain = plan(replace(spec, precision=PRECISIONS[0])).name
             return [f"{where} {plain} is usually faster (quantizing is not paid back); precision=None selects it"]
     return []

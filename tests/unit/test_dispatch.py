@@ -258,6 +258,22 @@ def test_notes_tell_where_quantizing_is_not_paid_back(
     assert [text.startswith(note) for text in found] == [True] if note else found == []
 
 
+@pytest.mark.parametrize(
+    ("precision", "head_dim", "keys", "where"),
+    [
+        ("int8", 64, 16384, "at this head_dim"),
+        ("int8", 128, 8191, "below 8192 queries and keys"),
+        ("int8", 256, 4096, None),
+        ("int8_fp8", 256, 8191, "below 8192 queries and keys"),
+        ("int8_fp8", 128, 8192, None),
+    ],
+)
+def test_notes_on_kept_keys_and_values(precision: str, head_dim: int, keys: int, where: str | None) -> None:
+    spec = OpSpec("attention_kv", "cuda", 90, "bfloat16", head_dim=head_dim, precision=precision)
+    text = f"{where} sm90_fwd on k and v of bfloat16 is usually faster"
+    assert dispatch.notes(spec, dispatch.plan(spec).name, keys) == ([text] if where else [])
+
+
 def test_there_is_nothing_to_note_elsewhere() -> None:
     assert dispatch.notes(CUDA, "fa", 16) == dispatch.notes(CPU, "cpu", 16) == dispatch.notes(CPU, None, 16) == []
     for kernel in dispatch.KERNELS:  # head dims rise, and only what is quantized has something to pay back
