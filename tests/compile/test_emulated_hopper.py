@@ -20,6 +20,7 @@ FAULTS = {  # in the order of hopper_faults.cc
     "early write": "sums were changed before the wait",
     "overwritten A": "A was changed before the wait",
     "other products": "start different products",
+    "other copy": "go through different copies of the code",
     "other groups": "commit different products",
     "no wait": "a product was under way at the end",
     "no arrival": "wait for parity 0 of the mbarrier at byte 2048",

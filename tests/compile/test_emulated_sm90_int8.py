@@ -232,6 +232,34 @@ def test_steep_slopes(library, kernel, head_dim, dtype):  # noqa: F811
         check_kernel(library, Case("steep", 70, 300, 1, 1, head_dim, dtype=dtype, seed=1, **changes), kernel)
 
 
+@pytest.mark.parametrize("gain", [10000, 14000])
+def test_scores_as_large_as_float16_makes_them(library, kernel, gain):  # noqa: F811
+    """References of 2^28 and more are rounded by more than float16's largest weight: rows stay finite averages."""
+    case = Case("large", 128, 600, 1, 1, 64, dtype="float16", seed=1)
+    inputs = case.make_inputs()
+    q, k = ((x * np.float16(gain)).astype(np.float16) for x in (inputs.q, inputs.k))
+    assert np.isfinite(q).all() and np.isfinite(k).all()
+    run = library(kernel, "float16", 64)
+    out, _ = call(run, kernel, problem_of(case, inputs, None, "cpu"), q, k, inputs.v)
+    assert np.isfinite(out).all() and np.abs(out).max() <= np.abs(inputs.v).max() * 1.1
+
+
+ONE_WARP_APART = {
+    "nan": (("q", (0, 20, 0, 3), "nan"),),
+    "steep": (("q", (0, 20, 0), "3000"),),
+    "outgrown": (("q", (0, 20, 0), "4"), ("k", (0, 300, 0), "4")),
+}
+
+
+@pytest.mark.parametrize("apart", ONE_WARP_APART)
+@pytest.mark.parametrize(("head_dim", "dtype"), SHAPES)
+def test_one_warp_of_a_consumer_is_apart(library, kernel, head_dim, dtype, apart):  # noqa: F811
+    """A query unlike the others must not take its warp through other code: a warpgroup's warps start products together,
+    which the emulator looks at."""
+    case = Case("apart", 64, 1300, 1, 1, head_dim, dtype=dtype, plant=ONE_WARP_APART[apart], seed=1)
+    check_kernel(library, case, kernel)
+
+
 @pytest.mark.parametrize("head_dim", BEYOND_64_SLOW)
 def test_neighbours_in_a_tile(library, kernel, head_dim):  # noqa: F811
     """The last tile of a packed sequence reaches into the next, whose values are none of its business."""

@@ -44,6 +44,16 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 
+// Says which of several copies of the code that starts products this is: warps of a warpgroup must go through the same.
+// For the emulator, which looks.
+__device__ __forceinline__ void wgmma_copy(int copy) {
+#if !defined(__CUDA_ARCH__) && defined(QF_EMULATOR)
+  host::wgmma_copy(copy);
+#else
+  (void)copy;
+#endif
+}
+
 // Keeps the compiler from using sums before, or changing them after, the place where this stands. Likewise A.
 template <int kTiles>
 __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {

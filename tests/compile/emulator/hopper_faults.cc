@@ -16,6 +16,7 @@ enum Fault {
   kEarlyWrite,
   kOverwrittenA,
   kOtherProducts,
+  kOtherCopy,
   kOtherGroups,
   kNoWait,
   kNoArrival,
@@ -50,6 +51,7 @@ void multiply(Fault fault, const CUtensorMap& map, float* g_out) {
   const auto add = [&](int step) {
     qf::Wgmma<qf::F16, kN>::multiply<true>(d, a, b.step(fault == kOtherProducts && thread == 77 ? 1 : step));
   };
+  if (fault == kOtherCopy && thread >= 96) qf::wgmma_copy(1);
   if (fault != kNoFence) qf::wgmma_fence();
   add(0);
   if (fault == kOtherGroups && thread < 32) qf::wgmma_commit();

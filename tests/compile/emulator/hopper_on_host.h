@@ -48,6 +48,7 @@ struct Product {
   uint64_t a, b;
   float (*convert)(uint16_t);
   bool a_in_registers = false;
+  int copy = 0;  // of the code
   int started = 0;
   struct {
     float* sums;
@@ -84,6 +85,7 @@ struct Multiplier {
   unsigned products = 0, groups = 0, waits = 0;  // passed
   unsigned done = 0;                             // products waited for
   bool fenced = false;
+  int copy = 0;  // of the code that starts products
   std::vector<Held> held;
 };
 
@@ -297,12 +299,14 @@ inline void start_product(float* sums, Product wanted, const uint32_t* a_registe
   Warpgroup& group = hopper.warpgroups[threadIdx.x / 128];
   Multiplier& self = hopper.multipliers[threadIdx.x];
   if (!self.fenced) fail("wgmma without a fence since the last wait");
+  wanted.copy = self.copy;
   const unsigned index = self.products++;
   if (index == group.first_product + group.products.size()) group.products.push_back(wanted);
   Product& product = group.products[index - group.first_product];
   if (product.n != n || product.a_in_registers != wanted.a_in_registers || product.transposed != wanted.transposed ||
       product.add != wanted.add || product.a != wanted.a || product.b != wanted.b)
     fail("threads of a warpgroup start different products");
+  if (product.copy != wanted.copy) fail("warps of a warpgroup go through different copies of the code");
   ++product.started;
   auto& mine = product.of[threadIdx.x % 128];
   mine.sums = sums;
@@ -318,6 +322,8 @@ inline void start_product(float* sums, Product wanted, const uint32_t* a_registe
 }
 
 inline void wgmma_fence() { hopper.multipliers[threadIdx.x].fenced = true; }
+
+inline void wgmma_copy(int copy) { hopper.multipliers[threadIdx.x].copy = copy; }
 
 inline void wgmma_commit() {
   Warpgroup& group = hopper.warpgroups[threadIdx.x / 128];

@@ -85,33 +85,75 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
         if (leads) place.release(*s.k_ring);
         place.advance();
       };
-      math.open(record, key0, is_whole, q_place.stage(), place.stage(), release_k, await_v);
+      const auto release = [&] {
+        if (leads) place.before().release(*s.v_ring);
+        release_k();
+      };
+      math.open(record, key0, is_whole, place.stage(), release_k, await_v);
       bool k_there = place.is_full(*s.k_ring), v_there = place.before().is_full(*s.v_ring);
       const auto q = uniform(q_tiles.later(q_place.stage()));
-#pragma unroll 1
-      for (int left = own_tiles - 1; left > 0; --left) {
+      // The products that a tile begins with: its scores, and the outputs of the tile before. copy: of this code.
+      const auto start_tile = [&](int copy, auto wait_for_v) {
         const auto k = uniform(k_tiles.later(place.stage()));
         const auto v = uniform(v_tiles.later(place.before().stage()));
-        math.fetch();
+        wgmma_copy(copy);
         if (!k_there) place.wait_full(*s.k_ring);
         math.start_scores(q, k);
         if (!v_there) place.before().wait_full(*s.v_ring);
-        wait_checked();
+        wait_for_v();
         math.start_outputs(v);
+        wgmma_copy(0);
+      };
+      const auto look_ahead = [&] {
+        k_there = place.after().is_full(*s.k_ring);
+        v_there = place.is_full(*s.v_ring);
+      };
+      const auto finish_outputs = [&] {
+        wgmma_wait<0>();
+        math.hold_outputs();
+      };
+      int left = own_tiles - 1;
+      const auto any_tile = [&] {
+        math.fetch();
+        start_tile(0, wait_checked);
         if (!is_whole) checked.advance();
         key0 += kBlockN;
         is_whole = whole(key0);
         wgmma_wait<1>();
         math.hold_scores();
         math.weigh(record, key0, is_whole, place.stage());
-        k_there = place.after().is_full(*s.k_ring);
-        v_there = place.is_full(*s.v_ring);
-        wgmma_wait<0>();
-        math.hold_outputs();
-        const auto release = [&] {
-          if (leads) place.before().release(*s.v_ring);
-          release_k();
-        };
+        look_ahead();
+        finish_outputs();
+        math.round();
+      };
+#pragma unroll 1
+      for (; left > 0; --left) {
+        if constexpr (Math::kRuns) {
+          // Tiles that every row sees, after another such, and that ask for nothing else have a loop of their own,
+          // without a branch on the way but for stages that are not there yet. The last of them is closed as any tile
+          // is. The warps of a consumer are all in this loop or none is: they start products together.
+          int run = is_whole ? math.steady(left, (full.end - key0) / kBlockN - 1) : 0;
+          run = __shfl_sync(0xffffffffu, run, 0);  // the same for the warp, as the compiler is to know
+          if (run > 0) {
+#pragma unroll 1
+            for (;; --left) {
+              math.fetch_steady();
+              start_tile(1, [] {});
+              key0 += kBlockN;
+              wgmma_wait<1>();
+              math.hold_scores();
+              const bool rare = math.weigh_steady(finish_outputs);
+              look_ahead();
+              if (rare || --run == 0) break;
+              math.pass();
+              release();
+            }
+          } else {
+            any_tile();
+          }
+        } else {
+          any_tile();
+        }
         math.close(record, key0, is_whole, q_place.stage(), place.stage(), left, release, await_v);
       }
       const Place<kStages> v_place = place.before();

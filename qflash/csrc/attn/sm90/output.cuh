@@ -140,16 +140,21 @@ __device__ __forceinline__ float sum_of_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// What was taken off V, channel by channel, and averages of it lack. kThere false: nothing was.
+// What was taken off V, channel by channel, and averages of it lack: the lane's channels of each 8. kThere false:
+// nothing was.
 template <bool kThere>
 struct ChannelMean {
   static constexpr bool kIsThere = kThere;
-  const float* g_mean = nullptr;  // [head_dim]
-  int head_dim = 0;
+  float2 pairs[kThere ? kOTiles : 1];
 
-  __device__ __forceinline__ float2 pair(int d) const {
-    return kThere && d < head_dim ? *reinterpret_cast<const float2*>(g_mean + d) : make_float2(0.0f, 0.0f);
+  __device__ __forceinline__ void load(const float* g_mean, int head_dim, int lane) {
+#pragma unroll
+    for (int j = 0; j < kOTiles && kThere; ++j) {
+      const int d = 8 * j + lane % 4 * 2;
+      pairs[j] = d < head_dim ? *reinterpret_cast<const float2*>(g_mean + d) : make_float2(0.0f, 0.0f);
+    }
   }
+  __device__ __forceinline__ float2 pair(int j) const { return kThere ? pairs[j] : make_float2(0.0f, 0.0f); }
 };
 
 // Divides a warp's rows by their sums of weights and stores them. warp_row: from the block's first. s_rows: as above;
@@ -158,7 +163,7 @@ struct ChannelMean {
 template <int kPanelBytes, class Lift, class V, class Mean = ChannelMean<false>>
 __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& record, float (&O)[1][kOTiles][4],
                                        const Rows& rows, char* s_rows, int warp_row, int lane, bool aligned, float gain,
-                                       const float (&l)[2], Lift lift, V v, Mean mean = {}) {
+                                       const float (&l)[2], Lift lift, V v, const Mean& mean = {}) {
   float sum[2], inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -177,7 +182,7 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
           inverse[r] = 1.0f, lse = -infinity();
 #pragma unroll
           for (int j = 0; j < kOTiles; ++j) {  // scores of NaN left NaN; zeros, once the mean is added
-            const float2 added = mean.pair(8 * j + lane % 4 * 2);
+            const float2 added = mean.pair(j);
             O[0][j][2 * r] = 0.0f - added.x, O[0][j][2 * r + 1] = 0.0f - added.y;
           }
         }
@@ -188,7 +193,7 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const Record& reco
   }
 #pragma unroll
   for (int j = 0; j < kOTiles; ++j) {
-    const float2 added = mean.pair(8 * j + lane % 4 * 2);
+    const float2 added = mean.pair(j);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float x = O[0][j][e], by = inverse[e / 2];

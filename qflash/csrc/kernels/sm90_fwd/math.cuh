@@ -23,6 +23,7 @@ struct Math {
   using Params = QfAttnParams;
   using Keys = AlongRows<KTile>;
   using Values = AlongColumns<VTile>;
+  static constexpr bool kRuns = false;  // of steady tiles: the tensor cores bound, and registers are scarce
 
   const QfAttnParams& p;
   const Shared& s;
@@ -74,12 +75,13 @@ struct Math {
     sees_few = kKeepsRemainders && record.full.end - record.full.begin < kFewKeys && few(record);
   }
   __device__ __forceinline__ void fetch() {}
+  __device__ __forceinline__ void round() {}  // close() does
   static __device__ __forceinline__ void set_up(const Shared&) {}
 
   // The scores of an item's first tile become weights, and these P. release(): K is no longer read. await_v(): returns
   // the stage of their V, once it is there.
   template <class Release, class AwaitV>
-  __device__ __forceinline__ void open(const Record& record, int key0, bool whole, int, int, Release release,
+  __device__ __forceinline__ void open(const Record& record, int key0, bool whole, int, Release release,
                                        AwaitV await_v) {
     release();
     show(record, key0, whole);

@@ -25,7 +25,7 @@
 //   aside   outputs on their way         32 KB       64 KB  and their sums; 1 KB of ones
 //
 // Bound: the tensor cores, at 1536 (int8) or 1024 (int8_fp8) cycles a pair of tiles, where sm90_fwd has 2048; then the
-// exponentials, 1024 cycles whatever the precision; but first what a warp executes in sequence, about 420 and 390
+// exponentials, 1024 cycles whatever the precision; but first what a warp executes in sequence, about 390 and 360
 // instructions a tile. See docs/kernels/sm90_int8.md for what was predicted, tried and measured.
 #pragma once
 

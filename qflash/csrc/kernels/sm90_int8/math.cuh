@@ -22,7 +22,13 @@ struct Math {
   using Keys = AlongRows<KTile>;
   using Values = Weights<kFp8>::Values;
 
-  static constexpr int kScanned = 4;  // scales that a lane asks for ahead of time
+  // Steady tiles have a loop of their own; but not where half a tile's exponentials do not last as long as the product
+  // of the tile before.
+  static constexpr bool kRuns = kPlain && (kFp8 || kHeadDim <= 128);
+  static constexpr int kTogether = 1024 / kBlockN;  // tiles whose products 8-bit floats' sums hold well enough
+  static constexpr int kScanned = 4;                // scales that a lane asks for ahead of time
+
+  static constexpr bool kMeanAhead = kHeadDim <= 128;  // V's mean is there before it is needed; takes registers
 
   const Quantized& a;
   const QfAttnParams& p;
@@ -39,19 +45,23 @@ struct Math {
   float unlift;        // of the tile that is multiplied: weights are as many times too large
   float q_slope[2];    // of the lane's rows: from dots to base-2 scores, K's scale apart
   const float *g_k_scale, *g_v_lift;  // of the sequence's keys in their head
-  float scales[kScanned];             // of keys in their head, the share of this lane,
+  float q_scales[2];                  // of the consumer's rows, the share of this lane,
+  float scales[kScanned];             // of keys in their head, likewise,
   float lifts[kScanned / 2];          // and of values
   float k_scale[kParts], v_lift;      // of this tile
   float rescale[2];                   // of outputs,
   int moved;                          // where references moved
   bool promoted;                      // some outputs are aside
   float v_scale;                      // of the item
+  ChannelMean<kFp8> v_mean;           // likewise
   int wild;                           // not 0: some keys are not finite
   bool lifted;                        // some values are far beyond the sample
   int exact;                          // sums before rounding are wanted, too
   int group, last_group;              // of keys: the next to be fetched, the last there is
-  int smooth;  // all keys finite, no value lifted, no scale off whose scores references would not come exactly
-  int calm;    // every row has a reference: maxima need not be looked for
+  // All keys finite, no value lifted, no scale off whose scores references would not come exactly: the same for all
+  // warps of a consumer.
+  int smooth;
+  int calm;  // every row has a reference: maxima need not be looked for
 
   __device__ __forceinline__ Math(const Params& params, const Shared& shared)
       : a(params), p(params.attn), s(shared), ones(s_ones(shared)) {
@@ -106,8 +116,12 @@ struct Math {
     wild = a.kv.k_wild[facts.head + zero_of_lane()];
     const float* const g_q_scale = a.q_scale + facts.row;
     const int row = warp_row() + lane_of() / 4;
+    const int group_row = consumer_of() * kGroupRows + lane_of();
 #pragma unroll
-    for (int h = 0; h < 2; ++h) q_slope[h] = row + 8 * h < record.rows ? g_q_scale[row + 8 * h] : 0.0f;
+    for (int h = 0; h < 2; ++h) {
+      q_slope[h] = row + 8 * h < record.rows ? g_q_scale[row + 8 * h] : 0.0f;
+      q_scales[h] = group_row + 32 * h < record.rows ? g_q_scale[group_row + 32 * h] : 0.0f;
+    }
     group = record.keys.begin / kKeyGroup + zero_of_lane();
     g_k_scale = opaque_global(g_k_scale);
     fetch();
@@ -118,7 +132,12 @@ struct Math {
   }
   // Asks for what store() needs.
   __device__ __forceinline__ void foresee_store(const Record& record) {
-    if (kFp8) v_scale = a.kv.v_scale[record.facts.head + zero_of_lane()];
+    if (!kFp8) return;
+    v_scale = a.kv.v_scale[record.facts.head + zero_of_lane()];
+    if (kMeanAhead) load_mean(record);
+  }
+  __device__ __forceinline__ void load_mean(const Record& record) {
+    v_mean.load(a.kv.v_mean + record.facts.head * p.head_dim, p.head_dim, lane_of());
   }
   // An item begins.
   __device__ __forceinline__ void begin(const Record& record) {
@@ -141,8 +160,9 @@ struct Math {
     lifted = __any_sync(0xffffffffu, top_lift > 0.0f);
     exact = kFp8 ? opaque(int(p.lse || lifted)) : 0;
     v_lift = 0.0f, unlift = 1.0f;
-    const float steepest = slope_of(fmaxf(q_slope[0], q_slope[1]), max_of_warp(top_scale));
-    smooth = opaque(int(kPlain && wild == 0 && !lifted && !__any_sync(0xffffffffu, steepest > kSteep)));
+    const float top_q = max_of_warp(fmaxf(q_scales[0], q_scales[1])) * (fabsf(p.scale) * kLog2e);
+    const float steepest = slope_of(top_q, max_of_warp(top_scale));
+    smooth = opaque(int(kPlain && wild == 0 && !lifted && !(steepest > kSteep)));
     clear_outputs();
     rows = Rows();
     calm = promoted = false;
@@ -155,67 +175,85 @@ struct Math {
     group += kParts;
   }
 
-  // An item's first tile, all of it.
-  template <class Release, class AwaitV>
-  __device__ __forceinline__ void open(const Record& record, int key0, bool whole, int q_stage, int k_stage,
-                                       Release release, AwaitV) {
-    weigh(record, key0, whole, k_stage);
-    if (kFp8) P.round(S);
-    if (__any_sync(0xffffffffu, too_large())) {
-      shrink(record, key0, whole, q_stage, k_stage);
-    }
-    __syncwarp();  // every lane has read K
-    release();
-    if (!kFp8) {
-      rows.add(sums);
-      P.round(S);
-    } else if (exact) {
-      add_exactly();
-    }
+  // How many of the next tiles are steady: no reference is looked for, nothing is masked, until outputs are promoted.
+  // left: tiles, whole: those that every row sees. The last tile was one of these, so every row has a reference; or is
+  // NaN, and needs none.
+  __device__ __forceinline__ int steady(int left, int whole) const {
+    if (!smooth) return 0;
+    const int run = min(left, whole);
+    return exact ? min(run, 1) : kFp8 ? min(run, left % kTogether + 1) : run;
   }
-  // Scores become weights,
+  __device__ __forceinline__ void fetch_steady() {
+    const float* const g_scales = g_k_scale + group;
+#pragma unroll
+    for (int c = 0; c < kParts; ++c) k_scale[c] = g_scales[c];
+    group += kParts;
+  }
+  // A steady tile, to its P. outputs(): returns once the product of the tile before is done. Returns whether close()
+  // has something to do.
+  template <class Outputs>
+  __device__ __forceinline__ bool weigh_steady(Outputs outputs) {
+    const Slopes slopes = slopes_of_tile();
+    take_plain_weights<true>(slopes, outputs);
+    return __any_sync(0xffffffffu, too_large());
+  }
+  // After a tile.
+  __device__ __forceinline__ void pass() {
+    if (!kFp8) rows.add(sums);
+    __syncwarp();  // every lane has read K, where it did
+  }
+  // Any tile: its scores become weights,
   __device__ __forceinline__ void weigh(const Record& record, int key0, bool whole, int k_stage) {
     moved = false;
     const Slopes slopes = slopes_of_tile();
-    if (smooth && calm && whole) {
-      take_plain_weights(slopes);
-    } else {
-      if (kFp8 && lifted) v_lift = g_v_lift[uint32_t(key0) / kLiftKeys];
-      to_floats<true>(S, dots);
-      take_seen_weights(record, key0, whole, k_stage, slopes, !calm);
-      calm = calm || rows.settled();
-      sums = sum_of(S);
-      if (kFp8 && moved) normalise();
-    }
+    if (!kRuns && smooth && calm && whole) return take_plain_weights<false>(slopes, [] {});
+    if (kFp8 && lifted) v_lift = g_v_lift[uint32_t(key0) / kLiftKeys];
+    to_floats<true>(S, dots);
+    take_seen_weights(record, key0, whole, k_stage, slopes, !calm);
+    calm = calm || rows.settled();
+    sums = sum_of(S);
+    if (kFp8 && moved) normalise();
   }
-  // and, once the product of the tile before is done, P. left: tiles, this one included. release(): K is no longer
+  // and, once the product of the tile before is done, P.
+  __device__ __forceinline__ void round() {
+    if (kFp8) add_rounded();
+    P.round(S);
+  }
+  // An item's first tile: its references have just been found.
+  template <class Release, class AwaitV>
+  __device__ __forceinline__ void open(const Record& record, int key0, bool whole, int k_stage, Release release,
+                                       AwaitV) {
+    weigh(record, key0, whole, k_stage);
+    // Scores so large that a reference, as rounded, may be far from them. E4M3's references were moved already.
+    if (!kFp8 && unlikely(__any_sync(0xffffffffu, too_large()))) {
+      moved = false;
+      normalise();
+    }
+    P.round(S);
+    if (kFp8 && exact) add_exactly();
+    moved = false;
+    pass();
+    release();
+  }
+  // What is left to do for a tile, which is seldom anything. left: tiles, this one included. release(): K is no longer
   // read.
   template <class Release, class AwaitV>
   __device__ __forceinline__ void close(const Record& record, int key0, bool whole, int q_stage, int k_stage, int left,
                                         Release release, AwaitV) {
-    constexpr int kTogether = 1024 / kBlockN;  // tiles whose products 8-bit floats' sums hold well enough
     const bool promotes = kFp8 && left % kTogether == 0;
-    if (kFp8) {
-      add_rounded();
-      P.round(S);
-    }
     const bool large = too_large();
-    // One branch for all that is seldom to be done.
     if (unlikely(__any_sync(0xffffffffu, large || moved || promotes || exact))) {
       if (moved) rescale_all();
       if (__any_sync(0xffffffffu, large)) {
         shrink(record, key0, whole, q_stage, k_stage);
         rescale_all();
       }
+      moved = false;
       if (promotes) promote();
       if (kFp8 && exact) add_exactly();
     }
-    __syncwarp();  // every lane has read K
+    pass();
     release();
-    if (!kFp8) {
-      rows.add(sums);
-      P.round(S);
-    }
   }
   __device__ __forceinline__ void store(const Record& record, int, bool aligned) {
     if (kFp8) {
@@ -240,10 +278,10 @@ struct Math {
       if (kFp8) return transposed_is_nan(a, record.facts.head, transposed_from(p, record) + key, d) ? nan() : 0.0f;
       return to_float(HeadRows<Element>(p.v, record.b, record.seq.k0, record.kv_head, 0, 0, false).row(key)[d]);
     };
+    if (kFp8 && !kMeanAhead) load_mean(record);
     constexpr int kPanelBytes = Panels<16, kHeadDim>::kPanelBytes;
     finish<kPanelBytes>(p, record, O, rows, own_aside(), warp_row(), lane_of(), aligned, kFp8 ? v_scale : 1.0f,
-                        kFp8 ? rounded_l : rows.l, lift, v,
-                        ChannelMean<kFp8>{a.kv.v_mean + record.facts.head * p.head_dim, p.head_dim});
+                        kFp8 ? rounded_l : rows.l, lift, v, v_mean);
   }
 
  private:
@@ -319,25 +357,58 @@ struct Math {
   }
   // From dots that are all seen, by rows that have references: they become floats by an addition, kMagic more than they
   // are, which comes off again, exactly, with the reference. To convert takes longer.
-  // Sums come with them, for the eight clocks that each exponential takes.
-  __device__ __forceinline__ void take_plain_weights(const Slopes& slopes) {
+  // Sums come with them, for the eight clocks that each exponential takes, and, kRounds, P, from when outputs() has
+  // returned, halfway.
+  template <bool kRounds, class Outputs>
+  __device__ __forceinline__ void take_plain_weights(const Slopes& slopes, Outputs outputs) {
     float shift[2][kParts];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int c = 0; c < kParts; ++c) shift[h][c] = fmaf(-kMagic, slopes.of[h][c], -rows.m[h]);
+    constexpr int kChunks = 8, kWords = Weights<kFp8>::kWords / kChunks;
     float sum[4] = {};
+    const auto each = [&](int chunk, auto f) {
 #pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-      const int c = j * kParts / kNTiles;
+      for (int word = chunk * kWords; word < (chunk + 1) * kWords; ++word)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float dot = bits_to_float(uint32_t(dots[0][j][e] + kMagicBits));
-        S[0][j][e] = ex2(fmaf(dot, slopes.of[e / 2][c], shift[e / 2][c]));
-        if (!kFp8) sum[e] += S[0][j][e];
+        for (int i = 0; i < Weights<kFp8>::kPerWord; ++i) {
+          const Lot lot = Weights<kFp8>::lot(word, i);
+          f(lot.j, lot.e);
+        }
+    };
+    const auto shift_scores = [&](int chunk) {
+      each(chunk, [&](int j, int e) {
+        const int c = j * kParts / kNTiles;
+        S[0][j][e] = fmaf(bits_to_float(uint32_t(dots[0][j][e] + kMagicBits)), slopes.of[e / 2][c], shift[e / 2][c]);
+      });
+    };
+    const auto round = [&](int chunk) {
+#pragma unroll
+      for (int word = chunk * kWords; word < (chunk + 1) * kWords; ++word) P.round(S, word);
+    };
+    shift_scores(0);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (chunk + 1 < kChunks) shift_scores(chunk + 1);
+      each(chunk, [&](int j, int e) { S[0][j][e] = ex2(S[0][j][e]); });
+      if (!kFp8 && chunk > 0) each(chunk - 1, [&](int j, int e) { sum[e] += S[0][j][e]; });
+      const int late = chunk - kChunks / 2;
+      if (kRounds && late == 0) {
+        outputs();
+        if (kFp8) add_rounded();
+        round(0);
+      }
+      if (kRounds && late > 0) {
+        round(2 * late - 1);
+        round(2 * late);
       }
     }
-    if (!kFp8) sums = {{sum[0] + sum[1], sum[2] + sum[3]}};
+    if (kRounds) round(kChunks - 1);
+    if (!kFp8) {
+      each(kChunks - 1, [&](int j, int e) { sum[e] += S[0][j][e]; });
+      sums = {{sum[0] + sum[1], sum[2] + sum[3]}};
+    }
   }
   // Weights of some row are too large for P: from its scores once more, relative to a reference that has moved, and
   // with it all that is relative to it.
@@ -349,7 +420,7 @@ struct Math {
     take_seen_weights(record, key0, whole, k_stage, slopes_of_tile(), true);
     sums = sum_of(S);
     normalise();
-    if (kFp8) P.round(S);
+    P.round(S);
   }
   // Are weights too large for P? For E4M3 they are there already.
   __device__ __forceinline__ bool too_large() const {
