@@ -248,6 +248,8 @@ def test_an_operation_no_kernel_serves_says_why_of_each_row() -> None:
         (90, "int8_fp8", 64, 16384, "at this head_dim sm90_fwd is usually faster"),
         (90, "int8_fp8", 128, 16383, "below 16384 queries and keys sm90_fwd is usually faster"),
         (90, "int8_fp8", 128, 16384, None),
+        (90, "int8_fp8", 256, 8191, "below 8192 queries and keys sm90_fwd is usually faster"),
+        (90, "int8_fp8", 256, 8192, None),
     ],
 )
 def test_notes_tell_where_quantizing_is_not_paid_back(
@@ -264,8 +266,10 @@ def test_notes_tell_where_quantizing_is_not_paid_back(
         ("int8", 64, 16384, "at this head_dim"),
         ("int8", 128, 8191, "below 8192 queries and keys"),
         ("int8", 256, 4096, None),
-        ("int8_fp8", 256, 8191, "below 8192 queries and keys"),
+        ("int8_fp8", 128, 8191, "below 8192 queries and keys"),
         ("int8_fp8", 128, 8192, None),
+        ("int8_fp8", 256, 4095, "below 4096 queries and keys"),
+        ("int8_fp8", 256, 4096, None),
     ],
 )
 def test_notes_on_kept_keys_and_values(precision: str, head_dim: int, keys: int, where: str | None) -> None:
