@@ -69,7 +69,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=90,
         later_arches=False,
         also=_copy_engine,
-        pays_from=((64, None), (128, 16384), (256, 8192)),  # preset sm90_int8, against sm90_fwd
+        pays_from=((64, None), (256, 8192)),  # preset sm90_int8, against sm90_fwd
     ),
     Kernel(
         name="sm90_int8_fp8",
@@ -172,7 +172,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=90,
         later_arches=False,
         also=_copy_engine,
-        pays_from=((64, None), (128, 8192), (256, 4096)),  # preset sm90_int8 (kv ready), against sm90_fwd
+        pays_from=((64, None), (256, 4096)),  # preset sm90_int8 (kv ready), against sm90_fwd
     ),
     Kernel(
         name="sm90_int8_fp8_kv",
@@ -186,7 +186,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=90,
         later_arches=False,
         also=_copy_engine,
-        pays_from=((64, None), (128, 8192), (256, 4096)),  # preset sm90_int8 (kv ready), against sm90_fwd
+        pays_from=((64, None), (256, 4096)),  # preset sm90_int8 (kv ready), against sm90_fwd
     ),
     Kernel(
         name="sm90_quantize",
