@@ -112,9 +112,8 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
         wgmma_wait<0>();
         math.hold_outputs();
       };
-      int left = own_tiles - 1;
       const auto any_tile = [&] {
-        math.fetch();
+        math.template fetch<false>();
         start_tile(0, wait_checked);
         if (!is_whole) checked.advance();
         key0 += kBlockN;
@@ -127,7 +126,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
         math.round();
       };
 #pragma unroll 1
-      for (; left > 0; --left) {
+      for (int left = own_tiles - 1; left > 0; --left) {
         if constexpr (Math::kRuns) {
           // Tiles that every row sees, after another such, and that ask for nothing else have a loop of their own,
           // without a branch on the way but for stages that are not there yet. The last of them is closed as any tile
@@ -137,7 +136,7 @@ __device__ __forceinline__ void consume(const QfAttnParams& p, const typename Ma
           if (run > 0) {
 #pragma unroll 1
             for (;; --left) {
-              math.fetch_steady();
+              math.template fetch<true>();
               start_tile(1, [] {});
               key0 += kBlockN;
               wgmma_wait<1>();

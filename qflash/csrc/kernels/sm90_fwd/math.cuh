@@ -74,6 +74,7 @@ struct Math {
     // What every row of the block sees is enough, in all items but a few.
     sees_few = kKeepsRemainders && record.full.end - record.full.begin < kFewKeys && few(record);
   }
+  template <bool>
   __device__ __forceinline__ void fetch() {}
   __device__ __forceinline__ void round() {}  // close() does
   static __device__ __forceinline__ void set_up(const Shared&) {}

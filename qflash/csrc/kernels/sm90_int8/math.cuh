@@ -25,9 +25,8 @@ struct Math {
   // Steady tiles have a loop of their own; but not where half a tile's exponentials do not last as long as the product
   // of the tile before.
   static constexpr bool kRuns = kPlain && (kFp8 || kHeadDim <= 128);
-  static constexpr int kTogether = 1024 / kBlockN;  // tiles whose products 8-bit floats' sums hold well enough
-  static constexpr int kScanned = 4;                // scales that a lane asks for ahead of time
-
+  static constexpr int kTogether = 1024 / kBlockN;     // tiles whose products 8-bit floats' sums hold well enough
+  static constexpr int kScanned = 4;                   // scales that a lane asks for ahead of time
   static constexpr bool kMeanAhead = kHeadDim <= 128;  // V's mean is there before it is needed; takes registers
 
   const Quantized& a;
@@ -124,7 +123,7 @@ struct Math {
     }
     group = record.keys.begin / kKeyGroup + zero_of_lane();
     g_k_scale = opaque_global(g_k_scale);
-    fetch();
+    fetch<false>();
 #pragma unroll
     for (int i = 0; i < kScanned; ++i) scales[i] = scale_of_group(record, lane_of() + 32 * i);
 #pragma unroll
@@ -167,11 +166,13 @@ struct Math {
     rows = Rows();
     calm = promoted = false;
   }
-  // What is to be known of the next tile.
+  // What is to be known of the next tile. kWhole: all its keys exist.
+  template <bool kWhole>
   __device__ __forceinline__ void fetch() {
-    k_scale[0] = g_k_scale[group];
+    const float* const g_scales = g_k_scale + group;
+    k_scale[0] = g_scales[0];
 #pragma unroll
-    for (int c = 1; c < kParts; ++c) k_scale[c] = g_k_scale[min(group + c, last_group)];
+    for (int c = 1; c < kParts; ++c) k_scale[c] = kWhole ? g_scales[c] : g_k_scale[min(group + c, last_group)];
     group += kParts;
   }
 
@@ -182,12 +183,6 @@ struct Math {
     if (!smooth) return 0;
     const int run = min(left, whole);
     return exact ? min(run, 1) : kFp8 ? min(run, left % kTogether + 1) : run;
-  }
-  __device__ __forceinline__ void fetch_steady() {
-    const float* const g_scales = g_k_scale + group;
-#pragma unroll
-    for (int c = 0; c < kParts; ++c) k_scale[c] = g_scales[c];
-    group += kParts;
   }
   // A steady tile, to its P. outputs(): returns once the product of the tile before is done. Returns whether close()
   // has something to do.
