@@ -12,9 +12,10 @@ from qflash.ops.attention import attention_on_integers, spec_on_integers
 from qflash.ops.kv import QuantizedKV
 from qflash.ops.kv_attention import attention_on_kv, spec_on_kv
 from qflash.ops.quantization import Quantized
-from qflash.problem import CAUSAL, PLAIN, Options, require_flag
+from qflash.problem import CAUSAL, PLAIN, Options
 from qflash.rope import Rope
 from qflash.spec import OpSpec, Spec
+from qflash.words import check_flag
 
 
 def _options(causal, window, softcap, scale, precision, kernel) -> Options:
@@ -68,7 +69,7 @@ def attention(
     kernel cannot raise for those and gives NaN in the rows concerned.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
-    require_flag("return_lse", return_lse)
+    check_flag("return_lse", return_lse)
     kinds = (type(q), type(k), type(v))
     if QuantizedKV in kinds:
         return attention_on_kv(q, k, v, options, kv_lens, rope, return_lse)
@@ -103,7 +104,7 @@ def attention_varlen(
     is the longest sequence. lse is `[Hq, total_q]`. Everything else is as in `attention`.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
-    require_flag("return_lse", return_lse)
+    check_flag("return_lse", return_lse)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) in (Quantized, QuantizedKV):
             kind = type(x).__name__

@@ -11,16 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from qflash.spec import DTYPES, PRECISIONS, Spec
+from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, shown
 
 MAX_HEAD_DIM = 256
-_INT32_MAX = 2**31 - 1
-_FLOAT32_MAX = 2.0**128 - 2.0**104
 _FLOAT32_TINY = 2.0**-126
 
 
@@ -186,8 +183,8 @@ def check_packed(
     _check_index("cu_seqlens_k", cu_seqlens_k, ((batch + 1,),), q.device)
     if kv_lens is not None:
         _check_index("kv_lens", kv_lens, ((batch,),), q.device)
-    q_len = _check_int("max_seqlen_q", max_seqlen_q, 0, total_q, "the rows of q")
-    k_len = _check_int("max_seqlen_k", max_seqlen_k, 0, k.shape[0], "the rows of k")
+    q_len = _longest("max_seqlen_q", max_seqlen_q, total_q)
+    k_len = _longest("max_seqlen_k", max_seqlen_k, k.shape[0])
     problem = Problem(
         batch=batch,
         q_len=q_len,
@@ -212,6 +209,12 @@ def check_packed(
     return _with_rope(problem, rope, ((total_q,),), ((k.shape[0],),))
 
 
+def _longest(name: str, bound: Any, total: int) -> int:
+    """How long a sequence may be: `bound`, but none is longer than all of them together."""
+    bound = check_int(name, bound, 0, INT32_MAX)
+    return min(bound, total) if isinstance(total, int) else bound  # a symbolic total gets no guard here
+
+
 def _check_alike(q: Array, k: Array, v: Array) -> None:
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.dtype not in DTYPES:
@@ -227,7 +230,7 @@ def _check_alike(q: Array, k: Array, v: Array) -> None:
         raise ValueError(f"v has shape {v.shape}; allowed: k's, {k.shape}")
     for name, array in (("q", q), ("k", k), ("v", v)):
         # Only plain ints: a traced, symbolic extent is checked when it has a value, and gets no guard here.
-        if any(isinstance(extent, int) and extent > _INT32_MAX for extent in array.shape):
+        if any(isinstance(extent, int) and extent > INT32_MAX for extent in array.shape):
             raise ValueError(f"{name} has shape {array.shape}; allowed: every extent below 2^31")
 
 
@@ -265,28 +268,22 @@ def _check_index(name: str, array: Array, shapes: tuple[tuple[int, ...], ...], d
         raise ValueError(f"{name} is on {array.device}; allowed: q's device, {device}")
 
 
-def _check_int(name: str, value: Any, low: int, high: int, high_is: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {value!r}; allowed: an int")
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; allowed: {low} to {high} ({high_is})")
-    return int(value)
-
-
 def check_options(options: Options, head_dim: int) -> dict[str, Any]:
     """The words of a call with their defaults filled in, by the names of Problem's fields."""
     left, right = _check_window(options.window)
-    require_flag("causal", options.causal)
-    if options.causal:
+    if check_flag("causal", options.causal):
         right = 0
     named = isinstance(options.precision, str) and options.precision in PRECISIONS[1:]
     if options.precision is not None and not named:
         allowed = ", ".join(repr(p) for p in PRECISIONS[1:])
-        raise ValueError(f"precision is {options.precision!r}; allowed: None, {allowed}")
-    if options.kernel is not None and not isinstance(options.kernel, str):
-        raise TypeError(f"kernel is {options.kernel!r}; allowed: None or the name of a kernel")
-    scale = _check_real("scale", options.scale, 1.0 / math.sqrt(head_dim))
-    softcap = _check_real("softcap", options.softcap, 0.0)
+        raise ValueError(f"precision is {shown(options.precision)}; allowed: None, {allowed}")
+    scale, softcap = (
+        default if value is None else check_number(name, value, "None or a number")
+        for name, value, default in (
+            ("scale", options.scale, 1.0 / math.sqrt(head_dim)),
+            ("softcap", options.softcap, 0.0),
+        )
+    )
     if softcap < 0:
         raise ValueError(f"softcap is {softcap}; allowed: None, or 0 or more (0 is off)")
     if 0 < softcap < _FLOAT32_TINY:  # it would become 0 in the kernels, and 0 means none
@@ -297,26 +294,8 @@ def check_options(options: Options, head_dim: int) -> dict[str, Any]:
         "window_left": left,
         "window_right": right,
         "precision": options.precision or PRECISIONS[0],
-        "kernel": options.kernel,
+        "kernel": check_kernel(options.kernel),
     }
-
-
-def require_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False by whatever name: a NumPy bool and 0 or 1 are as good."""
-    if not (isinstance(value, bool) or (isinstance(value, (Integral, np.bool_)) and value in (0, 1))):
-        raise TypeError(f"{name} is {value!r}; allowed: True or False")
-
-
-def _check_real(name: str, value: Any, default: float) -> float:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}; allowed: None or a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value}; allowed: a finite number")
-    if abs(value) > _FLOAT32_MAX:
-        raise ValueError(f"{name} is {value}; allowed: what float32 can hold, up to {_FLOAT32_MAX:.3g} either way")
-    return float(value)
 
 
 def _check_window(window: Any) -> tuple[int, int]:
@@ -324,12 +303,12 @@ def _check_window(window: Any) -> tuple[int, int]:
     if window is None:
         return -1, -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"window is {window!r}; allowed: {form}")
+        raise ValueError(f"window is {shown(window)}; allowed: {form}")
     for edge in window:
         if isinstance(edge, bool) or not isinstance(edge, Integral) or edge < -1:
-            raise ValueError(f"window is {window!r}; allowed: {form}")
+            raise ValueError(f"window is {shown(window)}; allowed: {form}")
     # An edge past every possible length is open; this also keeps i + window inside 32 bits in every kernel.
-    left, right = (-1 if edge > _INT32_MAX // 4 else int(edge) for edge in window)
+    left, right = (-1 if edge > INT32_MAX // 4 else int(edge) for edge in window)
     return left, right
 
 

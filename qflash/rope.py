@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qflash.problem import require_flag
+from qflash.words import check_flag
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class Rope:
     positions_k: Any = None
 
     def __post_init__(self) -> None:
-        require_flag("interleaved", self.interleaved)
+        check_flag("interleaved", self.interleaved)
         # JAX must know this class before jit sees an instance, which may be before the first call of attention.
         if type(self.cos).__module__.partition(".")[0] in ("jax", "jaxlib"):
             import qflash.frontends.jax  # noqa: F401

@@ -8,24 +8,12 @@ from typing import Any
 
 from qflash import _native
 from qflash.frontends.choose import op_frontend_of
-from qflash.ops.plan import (
-    INT32_MAX,
-    Op,
-    Operand,
-    Plan,
-    Result,
-    check_device,
-    check_dtype,
-    check_float,
-    check_int,
-    check_shape,
-    check_word,
-    dtype_code,
-)
+from qflash.ops.plan import Op, Operand, Plan, Result, check_device, check_dtype, check_float, check_shape, dtype_code
 from qflash.ops.quantization import GRANULARITIES, Quantized
 from qflash.ops.run import run
 from qflash.problem import Array, Options, Problem, check, check_options
 from qflash.spec import DTYPES, PRECISIONS, OpSpec
+from qflash.words import INT32_MAX, check_int, check_word
 
 _LEAST_KEY_GROUP = 16  # keys of one lane of the CUDA kernel
 

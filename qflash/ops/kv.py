@@ -14,10 +14,7 @@ from qflash.ops.plan import (
     check_device,
     check_dtype,
     check_float,
-    check_int,
-    check_kernel,
     check_shape,
-    check_word,
     dtype_code,
     dtype_name,
 )
@@ -26,6 +23,7 @@ from qflash.ops.run import run
 from qflash.problem import MAX_HEAD_DIM, Array
 from qflash.rope import Rope
 from qflash.spec import PRECISIONS
+from qflash.words import check_int, check_kernel, check_word
 
 KV_PRECISIONS = PRECISIONS[1:]
 _BLOCK, _KEY_GROUP, _VALUE_TILE = 16, 64, 128  # channels turned together, keys of a scale, keys of a lift

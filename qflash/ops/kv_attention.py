@@ -7,21 +7,12 @@ from typing import Any
 from qflash.frontends.choose import op_frontend_of
 from qflash.ops.attention import attention_struct, class_of, takes_a_copy
 from qflash.ops.kv import KV_PRECISIONS, QuantizedKV, results_of
-from qflash.ops.plan import (
-    Op,
-    Operand,
-    Plan,
-    Result,
-    check_device,
-    check_dtype,
-    check_float,
-    check_shape,
-    check_word,
-)
+from qflash.ops.plan import Op, Operand, Plan, Result, check_device, check_dtype, check_float, check_shape
 from qflash.ops.quantization import Quantized, tables_of
 from qflash.ops.run import run
 from qflash.problem import Array, Options, RopeArrays, check, check_options
 from qflash.spec import DTYPES, OpSpec
+from qflash.words import check_word
 
 _ONLY_E4M3 = ("v_scale", "v_lift", "v_wild", "v_mean")
 

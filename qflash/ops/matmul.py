@@ -15,8 +15,6 @@ from qflash.ops.plan import (
     Result,
     check_device,
     check_dtype,
-    check_kernel,
-    check_number,
     check_shape,
     dtype_code,
     dtype_name,
@@ -24,6 +22,7 @@ from qflash.ops.plan import (
 )
 from qflash.ops.run import run
 from qflash.problem import Array
+from qflash.words import check_kernel, check_number
 
 OUT_DTYPES = ("int32", "float32", "float16", "bfloat16")
 _MOST_K = (2**31 - 1) // 128**2  # beyond, a sum of products may not fit int32

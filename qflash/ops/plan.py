@@ -6,21 +6,16 @@ the argument. A Plan has no address and no array in it; front ends carry it out,
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Integral, Real
 from typing import Any
 
 from qflash import _native, dispatch
 from qflash.planning import entry_of
 from qflash.problem import Array
 from qflash.spec import DTYPES, OP_DTYPES, OpSpec
-
-INT32_MAX = 2**31 - 1
-_FLOAT32_MAX = 2.0**128 - 2.0**104
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,50 +164,6 @@ def check_dtype(name: str, array: Array, *dtypes: str) -> None:
     """Refuse an array of any other dtype."""
     if array.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {array.dtype}; allowed: {', '.join(dtypes)}")
-
-
-def check_number(name: str, value: Any) -> float:
-    """A finite number float32 can hold."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {_shown(value)}; allowed: a number")
-    if not math.isfinite(value) or abs(value) > _FLOAT32_MAX:
-        raise ValueError(f"{name} is {value}; allowed: a finite number, up to {_FLOAT32_MAX:.3g} either way")
-    return float(value)
-
-
-def check_int(name: str, value: Any, low: int, high: int) -> int:
-    """An int from `low` to `high`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {_shown(value)}; allowed: an int")
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; allowed: {low} to {high}")
-    return int(value)
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {_shown(value)}; allowed: True or False")
-    return value
-
-
-def check_word(name: str, value: Any, allowed: Sequence[str]) -> str:
-    """One of a few words."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} is {_shown(value)}; allowed: {', '.join(map(repr, allowed))}")
-    return value
-
-
-def check_kernel(kernel: Any) -> str | None:
-    """None, or what may be a kernel's name."""
-    if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(f"kernel is {_shown(kernel)}; allowed: None or the name of a kernel")
-    return kernel
-
-
-def _shown(value: Any) -> str:
-    """A value in a message; an array by its class alone."""
-    return f"a {type(value).__name__}" if hasattr(value, "shape") else repr(value)
 
 
 def row_stride(array: Array) -> int | None:

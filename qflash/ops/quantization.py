@@ -6,19 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from qflash.ops.plan import (
-    INT32_MAX,
     Op,
     Operand,
     Plan,
     Result,
     check_device,
     check_dtype,
-    check_flag,
     check_float,
-    check_int,
-    check_kernel,
     check_shape,
-    check_word,
     dtype_code,
     dtype_name,
 )
@@ -26,6 +21,7 @@ from qflash.ops.run import run
 from qflash.problem import Array
 from qflash.rope import Rope
 from qflash.spec import DTYPES
+from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_word
 
 GRANULARITIES = ("tensor", "token", "group")
 ROUNDINGS = ("nearest", "stochastic")

@@ -7,25 +7,20 @@ from collections.abc import Collection
 from typing import Any
 
 from qflash.ops.plan import (
-    INT32_MAX,
     Op,
     Operand,
     Plan,
     Result,
     check_device,
     check_dtype,
-    check_flag,
     check_float,
-    check_int,
-    check_kernel,
-    check_number,
     check_shape,
-    check_word,
     dtype_code,
     row_stride,
 )
 from qflash.ops.run import run
 from qflash.problem import Array
+from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, check_word
 
 REDUCTIONS = ("mean", "sum", "none")
 

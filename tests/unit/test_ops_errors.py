@@ -35,7 +35,7 @@ BAD = {
     "scale big": (lambda: qflash.softmax(X, scale=1e39), ValueError, r"scale is 1e\+39; allowed: a finite number, up"),
     "scale text": (lambda: qflash.softmax(X, scale="1"), TypeError, "scale is '1'; allowed: a number"),
     "scale bool": (lambda: qflash.softmax(X, scale=True), TypeError, "scale is True; allowed: a number"),
-    "scale array": (lambda: qflash.softmax(X, scale=X), TypeError, "scale is a ndarray; allowed: a number"),
+    "scale array": (lambda: qflash.softmax(X, scale=X), TypeError, "scale is a numpy.ndarray; allowed: a number"),
     "kernel": (lambda: qflash.softmax(X, kernel="cpu"), ValueError, "kernel is 'cpu'; allowed: None, '"),
     "kernel type": (lambda: qflash.softmax(X, kernel=3), TypeError, "kernel is 3; allowed: None or the name"),
     # layer_norm
@@ -50,7 +50,7 @@ BAD = {
     "bias shape": (lambda: qflash.layer_norm(X, None, X), ValueError, r"bias has shape \[3, 4\]; allowed: \[4\]"),
     "eps": (lambda: qflash.layer_norm(X, eps=-1.0), ValueError, r"eps is -1.0; allowed: 0 or more"),
     "eps nan": (lambda: qflash.layer_norm(X, eps=float("inf")), ValueError, "eps is inf; allowed: a finite number"),
-    "stats": (lambda: qflash.layer_norm(X, return_stats=1), TypeError, "return_stats is 1; allowed: True or False"),
+    "stats": (lambda: qflash.layer_norm(X, return_stats=2), TypeError, "return_stats is 2; allowed: True or False"),
     # cross_entropy
     "targets None": (lambda: qflash.cross_entropy(X, None), TypeError, "targets is None; allowed: an array of int32"),
     "targets list": (lambda: qflash.cross_entropy(X, [0, 1, 2]), TypeError, "targets is builtins.list; .*as logits is"),
@@ -125,7 +125,7 @@ BAD = {
     ),
     "group": (lambda: qflash.quantize(Q, group=0), ValueError, "group is 0; allowed: 1 to"),
     "group type": (lambda: qflash.quantize(Q, group=2.0), TypeError, "group is 2.0; allowed: an int"),
-    "symmetric": (lambda: qflash.quantize(Q, symmetric=0), TypeError, "symmetric is 0; allowed: True or False"),
+    "symmetric": (lambda: qflash.quantize(Q, symmetric="no"), TypeError, "symmetric is 'no'; allowed: True or False"),
     "asymmetric": (
         lambda: qflash.quantize(Q, granularity="token", symmetric=False),
         ValueError,
