@@ -15,7 +15,10 @@ from qflash.ops.quantization import Quantized
 from qflash.problem import CAUSAL, PLAIN, Options
 from qflash.rope import Rope
 from qflash.spec import OpSpec, Spec
-from qflash.words import check_flag
+from qflash.words import check_flag, check_word
+
+LAYOUTS = ("bthd", "bhtd")
+_MANY_HEADS = 128  # more of them than tokens is rather a mix-up than a model
 
 
 def _options(causal, window, softcap, scale, precision, kernel) -> Options:
@@ -42,15 +45,18 @@ def attention(
     return_lse: bool = False,
     precision: str | None = None,
     kernel: str | None = None,
+    layout: str = "bthd",
 ) -> Any:
     """softmax(scale · q kᵀ) v, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
     q: `[B, Tq, Hq, D]`; k, v: `[B, Tk, Hkv, D]`, Hq a multiple of Hkv; float32, float16 or bfloat16; any strides with
     a contiguous last dimension. Returns `[B, Tq, Hq, D]`, and with `return_lse` also the log-sum-exp of each row of
-    scores, float32 `[B, Hq, Tq]`.
+    scores, float32 `[B, Hq, Tq]`. layout: "bhtd" says that q, k, v and the result are `[B, H, T, D]`, as PyTorch's
+    scaled_dot_product_attention has them. Under torch.autocast q, k and v are cast as that function's are.
 
     causal: query i sees keys `j <= i + Tk - Tq`. window: `(left, right)` keys on each side of that diagonal, -1 open.
-    kv_lens: int32 `[B]`, how many keys of each sequence exist; takes Tk's place in the diagonal. softcap: scores become
+    kv_lens: int32 `[B]`, how many keys of each sequence exist; takes Tk's place in the diagonal. It may also be a list,
+    or integers of another type, where its values are on the host. softcap: scores become
     `softcap · tanh(score / softcap)`. scale: default `1 / sqrt(D)`. rope: rotate q and k first, see `qflash.Rope`.
     precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (on Hopper
     alone). kernel: the name of one kernel that must be used. A row that sees no key gives zeros and lse -inf.
@@ -70,12 +76,30 @@ def attention(
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
     check_flag("return_lse", return_lse)
+    if layout != "bthd":
+        q, k, v = _with_length_first(layout, q, k, v)
+        result = attention(q, k, v, **options._asdict(), kv_lens=kv_lens, rope=rope, return_lse=return_lse)
+        return (result[0].swapaxes(1, 2), result[1]) if return_lse else result.swapaxes(1, 2)
     kinds = (type(q), type(k), type(v))
     if QuantizedKV in kinds:
         return attention_on_kv(q, k, v, options, kv_lens, rope, return_lse)
     if Quantized in kinds:
         return attention_on_integers(q, k, v, options, kv_lens, rope, return_lse)
     return frontend_of(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
+
+
+def _with_length_first(layout: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """q, k and v of `layout`, which is not "bthd", as `[B, T, H, D]`: views, where the framework has any."""
+    check_word("layout", layout, LAYOUTS)
+    swapped = []
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if type(x) is Quantized:
+            raise ValueError(f"layout is {layout!r} and {name} is qflash.Quantized; allowed: 'bthd'")
+        rank = len(getattr(x, "shape", ()))
+        if rank not in (0, 4):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: rank 4, [batch, heads, length, head_dim]")
+        swapped.append(x.swapaxes(1, 2) if rank == 4 else x)  # what is no array is refused, by name, further on
+    return swapped[0], swapped[1], swapped[2]
 
 
 def attention_varlen(
@@ -100,8 +124,8 @@ def attention_varlen(
     """`attention` over sequences of different lengths packed one after another.
 
     q: `[total_q, Hq, D]`; k, v: `[total_k, Hkv, D]`. Sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of
-    q and likewise of k and v; both are int32 `[B + 1]`, start at 0, never fall and end at the total. `max_seqlen_*`
-    is the longest sequence. lse is `[Hq, total_q]`. Everything else is as in `attention`.
+    q and likewise of k and v; both are int32 `[B + 1]`, start at 0, never fall and end at the total. No sequence is
+    longer than `max_seqlen_*`. lse is `[Hq, total_q]`. Everything else is as in `attention`.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
     check_flag("return_lse", return_lse)
@@ -141,14 +165,30 @@ def explain(
     rope: Rope | None = None,
     precision: str | None = None,
     kernel: str | None = None,
+    layout: str = "bthd",
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Explanation:
     """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing.
 
-    For a quantized precision it also notes where the arrays' own type is usually faster.
+    With `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`, all four, it tells the same of
+    `attention_varlen`. For a quantized precision it also notes where the arrays' own type is usually faster.
     """
     options = Options(causal, window, softcap, scale, precision, kernel)
+    packed = _packed_words(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if layout != "bthd":
+        if packed:
+            raise ValueError(
+                f"layout is {layout!r} and cu_seqlens_q is given; allowed: 'bthd', packed is [total, H, D]"
+            )
+        q, k, v = _with_length_first(layout, q, k, v)
     kinds = (type(q), type(k), type(v))
+    if packed and (Quantized in kinds or QuantizedKV in kinds):
+        raise TypeError("cu_seqlens_q is given and q, k or v is quantized; allowed: arrays, as in attention_varlen")
     tokens = None  # queries or keys, whichever are fewer
+    notes = []
     if QuantizedKV in kinds:
         spec = spec_on_kv(q, k, v, options, kv_lens, rope)
         tokens = min(q.shape[1], k.k.shape[1])
@@ -156,12 +196,30 @@ def explain(
         spec = spec_on_integers(q, k, v, options, kv_lens, rope)
     else:
         frontend = frontend_of(type(q))
-        problem = frontend.problem_of(q, k, v, options, kv_lens, rope)
+        problem = frontend.problem_of(q, k, v, options, kv_lens, rope, packed)
         spec = problem.spec(frontend.arch_of(q))
         tokens = min(problem.q_len, problem.k_len)
+        if not packed and problem.kv_heads > max(problem.q_len, problem.k_len, _MANY_HEADS):
+            notes.append(
+                f"k has {problem.kv_heads} heads and {problem.k_len} tokens; if that is the wrong way round, pass the "
+                f"other layout than {layout!r}"
+            )
     if kernel is not None:
         dispatch.plan(spec, kernel)  # refuses a name that is unknown or cannot serve
     rows = dispatch.rows(spec, kernel)
     chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
-    notes = dispatch.notes(spec, chosen, tokens) if tokens is not None else []
+    if tokens is not None:
+        notes += dispatch.notes(spec, chosen, tokens)
     return Explanation(chosen, spec, rows, tuple(notes))
+
+
+def _packed_words(*words: Any) -> tuple:
+    """What `attention_varlen` has beside `attention`: all of it, or nothing."""
+    given = [word is not None for word in words]
+    if not any(given):
+        return ()
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    if not all(given):
+        missing = ", ".join(name for name, is_given in zip(names, given, strict=True) if not is_given)
+        raise TypeError(f"{missing} missing; allowed: all of {', '.join(names)}, or none")
+    return words

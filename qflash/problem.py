@@ -18,6 +18,8 @@ from qflash.spec import DTYPES, PRECISIONS, Spec
 from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, shown
 
 MAX_HEAD_DIM = 256
+WINDOW_FORM = "None or (left, right), two ints of -1 (open) or more"
+FULL_TABLES = " (qflash.Rope.from_hf takes tables that have every angle twice)"
 _FLOAT32_TINY = 2.0**-126
 
 
@@ -240,7 +242,10 @@ def _check_heads(q_heads: int, kv_heads: int, head_dim: int) -> None:
     if q_heads < 1:
         raise ValueError("q has 0 heads; allowed: 1 or more")
     if kv_heads < 1 or q_heads % kv_heads:
-        raise ValueError(f"k has {kv_heads} heads; allowed: a divisor of q's {q_heads} heads")
+        raise ValueError(
+            f"k has {kv_heads} heads; allowed: a divisor of q's {q_heads} heads "
+            "(layout, 'bthd' or 'bhtd', says which dimension they are)"
+        )
 
 
 def _strides(name: str, array: Array) -> tuple[int, int, int]:
@@ -299,14 +304,13 @@ def check_options(options: Options, head_dim: int) -> dict[str, Any]:
 
 
 def _check_window(window: Any) -> tuple[int, int]:
-    form = "None or (left, right), two ints of -1 (open) or more"
     if window is None:
         return -1, -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"window is {shown(window)}; allowed: {form}")
+        raise ValueError(f"window is {shown(window)}; allowed: {WINDOW_FORM}")
     for edge in window:
         if isinstance(edge, bool) or not isinstance(edge, Integral) or edge < -1:
-            raise ValueError(f"window is {shown(window)}; allowed: {form}")
+            raise ValueError(f"window is {shown(window)}; allowed: {WINDOW_FORM}")
     # An edge past every possible length is open; this also keeps i + window inside 32 bits in every kernel.
     left, right = (-1 if edge > INT32_MAX // 4 else int(edge) for edge in window)
     return left, right
@@ -332,14 +336,17 @@ def _with_rope(
         if array.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {array.dtype}; allowed: {', '.join(DTYPES)}")
         if len(array.shape) != 2 or array.shape[1] < 1:
-            raise ValueError(f"{name} has shape {array.shape}; allowed: [positions, rotary_dim / 2]")
+            raise ValueError(f"{name} has shape {array.shape}; allowed: [positions, rotary_dim / 2]{FULL_TABLES}")
         if array.device != problem.device:
             raise ValueError(f"{name} is on {array.device}; allowed: q's device, {problem.device}")
     if rope.sin.shape != rope.cos.shape:
         raise ValueError(f"rope.sin has shape {rope.sin.shape}; allowed: rope.cos's, {rope.cos.shape}")
     rows, half = rope.cos.shape
     if 2 * half > problem.head_dim:
-        raise ValueError(f"rope.cos has {half} columns; allowed: at most head_dim / 2 = {problem.head_dim / 2:g}")
+        advice = FULL_TABLES if half == problem.head_dim else ""
+        raise ValueError(
+            f"rope.cos has {half} columns; allowed: at most head_dim / 2 = {problem.head_dim / 2:g}{advice}"
+        )
     strides, lengths = [], []
     for name, array, shapes, reach in (
         ("rope.positions_q", rope.positions_q, q_shapes, (problem.q_len, problem.k_len)),

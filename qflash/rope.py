@@ -20,7 +20,7 @@ class Rope:
     pass through. `interleaved=False` pairs channel p with p + rotary_dim/2 (Llama, NeoX); True pairs 2p with 2p+1
     (GPT-J). Key j stands at position j and query i at `i + Tk - Tq` (with `kv_lens`, at `i + kv_lens[b] - Tq`);
     `positions_q`/`positions_k`, int32 `[T]` or `[B, T]` (`[total]` for packed tensors), override that. A negative
-    position turns backwards.
+    position rotates backwards. Contiguous float32 tables are read as they are; others are converted in every call.
     """
 
     cos: Any
@@ -34,6 +34,28 @@ class Rope:
         # JAX must know this class before jit sees an instance, which may be before the first call of attention.
         if type(self.cos).__module__.partition(".")[0] in ("jax", "jaxlib"):
             import qflash.frontends.jax  # noqa: F401
+
+    @classmethod
+    def from_hf(cls, cos: Any, sin: Any, *, interleaved: bool = False) -> Rope:
+        """The Rope of tables as Hugging Face models make them, `[positions, rotary_dim]` or with a batch of 1 before.
+
+        They have every angle twice: side by side with `interleaved`, else in the second half again, as Llama does.
+        Row t becomes position t, so the tables must be those of positions 0, 1, 2 and so on.
+        """
+        check_flag("interleaved", interleaved)
+        halves = []
+        for name, table in (("cos", cos), ("sin", sin)):
+            shape = tuple(getattr(table, "shape", ()))
+            if len(shape) == 3 and shape[0] == 1:
+                table = table[0]
+            elif len(shape) != 2:
+                raise ValueError(
+                    f"{name} has shape {shape}; allowed: [positions, rotary_dim] or [1, positions, rotary_dim]"
+                )
+            if shape[-1] < 2 or shape[-1] % 2:
+                raise ValueError(f"{name} has {shape[-1]} columns; allowed: an even number, each angle twice")
+            halves.append(table[:, ::2] if interleaved else table[:, : shape[-1] // 2])
+        return cls(*halves, interleaved=interleaved)
 
 
 def rope_tables(positions: int, rotary_dim: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:

@@ -48,9 +48,7 @@ def check_number(name: str, value: Any, allowed: str = "a number") -> float:
     except OverflowError:  # an int beyond float64
         number = math.inf
     if not abs(number) <= FLOAT32_MAX:
-        raise ValueError(
-            f"{name} is {shown(value)}; allowed: a finite number that float32 holds, up to {FLOAT32_MAX:.3g}"
-        )
+        raise ValueError(f"{name} is {shown(value)}; allowed: a finite number, up to float32's {FLOAT32_MAX:.3g}")
     return number
 
 

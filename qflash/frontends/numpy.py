@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 
+from qflash.lengths import lengths
 from qflash.planning import Prepared, prepare
 from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
@@ -25,38 +26,77 @@ def describe(name: str, x: Any, first: str = "q") -> Array:
     if not x.dtype.isnative:  # its name alone would not tell
         raise TypeError(f"{name} has dtype {x.dtype.str}, a foreign byte order; allowed: the native one")
     size = max(x.itemsize, 1)  # a void dtype may have items of no bytes; `check` refuses it by name
-    if any(stride % size for stride in x.strides) or not x.flags.aligned:
+    if any(stride % size for stride in x.strides):
         raise ValueError(f"{name} has byte strides {x.strides}; allowed: multiples of the item size, {size}")
+    if not x.flags.aligned:
+        raise ValueError(
+            f"{name} starts at an address that is no multiple of the alignment of {x.dtype.name}, "
+            f"{x.dtype.alignment} bytes; allowed: an aligned array, such as {name}.copy()"
+        )
     return Array(x.shape, tuple(s // size for s in x.strides), x.dtype.name, "cpu")
 
 
-def _describe_index(name: str, x: Any) -> Array | None:
-    """An optional index array."""
-    if x is None:
-        return None
-    if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: numpy.ndarray of int32")
-    return describe(name, x)
+class _Extras(NamedTuple):
+    """The optional arrays as the engine reads them: contiguous, indices int32, tables float32."""
+
+    kv_lens: np.ndarray | None = None
+    cu_seqlens_q: np.ndarray | None = None
+    cu_seqlens_k: np.ndarray | None = None
+    cos: np.ndarray | None = None
+    sin: np.ndarray | None = None
+    positions_q: np.ndarray | None = None
+    positions_k: np.ndarray | None = None
 
 
-def _describe_rope(rope: Rope | None) -> RopeArrays | None:
-    if rope is None:
-        return None
-    if not isinstance(rope, Rope):
-        raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
-    return RopeArrays(
-        describe("rope.cos", rope.cos),
-        describe("rope.sin", rope.sin),
-        rope.interleaved,
-        _describe_index("rope.positions_q", rope.positions_q),
-        _describe_index("rope.positions_k", rope.positions_k),
-    )
+def index(name: str, x: Any) -> np.ndarray | None:
+    """Lengths or positions as int32."""
+    if x is None or (type(x) is np.ndarray and x.dtype == np.int32):
+        return x
+    return lengths(name, x)
 
 
-def problem_of(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None) -> Problem:
-    """The checked problem behind `attention`, for `explain`."""
+def _with_extras(
+    q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Rope | None, packed: tuple = ()
+) -> tuple[Problem, _Extras]:
+    """The checked problem of a call that has any, and what the engine reads of them."""
     arrays = describe("q", q), describe("k", k), describe("v", v)
-    return check(*arrays, options, _describe_index("kv_lens", kv_lens), _describe_rope(rope))
+    kv_lens = index("kv_lens", kv_lens)
+    lens = None if kv_lens is None else describe("kv_lens", kv_lens)
+    extras, tables = [kv_lens, None, None], None
+    if rope is not None:
+        if not isinstance(rope, Rope):
+            raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
+        positions_q = index("rope.positions_q", rope.positions_q)
+        positions_k = index("rope.positions_k", rope.positions_k)
+        tables = RopeArrays(
+            describe("rope.cos", rope.cos),
+            describe("rope.sin", rope.sin),
+            rope.interleaved,
+            None if positions_q is None else describe("rope.positions_q", positions_q),
+            None if positions_k is None else describe("rope.positions_k", positions_k),
+        )
+        extras += [rope.cos, rope.sin, positions_q, positions_k]
+    if packed:
+        cu_q, cu_k = (
+            _required_index(name, x) for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)
+        )
+        extras[1:3] = cu_q, cu_k
+        cu_seqlens = describe("cu_seqlens_q", cu_q), describe("cu_seqlens_k", cu_k)
+        problem = check_packed(*arrays, *cu_seqlens, *packed[2:], options, lens, tables)
+    else:
+        problem = check(*arrays, options, lens, tables)
+    return problem, _Extras(*extras)
+
+
+def _required_index(name: str, x: Any) -> np.ndarray:
+    if x is None:
+        raise TypeError(f"{name} is None; allowed: ints, as an array or a list")
+    return index(name, x)
+
+
+def problem_of(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None, packed: tuple = ()) -> Problem:
+    """The checked problem behind `attention`, or with `packed` behind `attention_varlen`, for `explain`."""
+    return _with_extras(q, k, v, options, kv_lens, rope, packed)[0]
 
 
 def arch_of(q: np.ndarray) -> int:
@@ -70,8 +110,8 @@ _plans: dict[tuple, Prepared] = {}
 def attention(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None, return_lse: bool = False):
     """See qflash.attention."""
     if kv_lens is not None or rope is not None:
-        problem = problem_of(q, k, v, options, kv_lens, rope)
-        return _run(prepare(problem), q, k, v, return_lse, kv_lens, None, None, rope)
+        problem, extras = _with_extras(q, k, v, options, kv_lens, rope)
+        return _run(prepare(problem), q, k, v, return_lse, extras)
     return _run(_plan(q, k, v, options), q, k, v, return_lse)
 
 
@@ -97,43 +137,27 @@ def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, kv_lens=None, rope=None, return_lse=False
 ):
     """See qflash.attention_varlen."""
-    problem = check_packed(
-        describe("q", q),
-        describe("k", k),
-        describe("v", v),
-        describe("cu_seqlens_q", cu_seqlens_q),
-        describe("cu_seqlens_k", cu_seqlens_k),
-        max_seqlen_q,
-        max_seqlen_k,
-        options,
-        _describe_index("kv_lens", kv_lens),
-        _describe_rope(rope),
-    )
-    return _run(prepare(problem), q, k, v, return_lse, kv_lens, cu_seqlens_q, cu_seqlens_k, rope)
+    packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    problem, extras = _with_extras(q, k, v, options, kv_lens, rope, packed)
+    return _run(prepare(problem), q, k, v, return_lse, extras)
 
 
-def _contiguous(x: np.ndarray | None, dtype: type) -> np.ndarray | None:
-    return None if x is None else np.ascontiguousarray(x, dtype)
+_NO_ADDRESSES = (0,) * len(_Extras._fields)
 
 
-def _rotary(rope: Rope) -> list[np.ndarray | None]:
-    tables = [_contiguous(x, np.float32) for x in (rope.cos, rope.sin)]
-    return tables + [_contiguous(x, np.int32) for x in (rope.positions_q, rope.positions_k)]
-
-
-def _address(x: np.ndarray | None) -> int:
-    return 0 if x is None else x.ctypes.data
-
-
-def _run(prepared: Prepared, q, k, v, return_lse: bool, kv_lens=None, cu_q=None, cu_k=None, rope: Rope | None = None):
+def _run(prepared: Prepared, q, k, v, return_lse: bool, extras: _Extras | None = None):
     problem = prepared.problem
     out = np.empty(q.shape, q.dtype)
     lse = None
     if return_lse:
         rows = (problem.q_heads, problem.total_q) if problem.packed else (problem.batch, problem.q_heads, problem.q_len)
         lse = np.empty(rows, np.float32)
-    # Both are named, so that converted copies outlive the call.
-    index = [_contiguous(x, np.int32) for x in (kv_lens, cu_q, cu_k)]
-    rotary = [None] * 4 if rope is None else _rotary(rope)
-    prepared.call(*map(_address, (q, k, v, out, lse, *index, *rotary)), 0, 0, 0)
+    addresses = _NO_ADDRESSES
+    if extras is not None:
+        dtypes = (np.float32 if name in ("cos", "sin") else np.int32 for name in _Extras._fields)
+        # Named, so that converted copies outlive the call.
+        ready = [None if x is None else np.ascontiguousarray(x, dtype) for x, dtype in zip(extras, dtypes, strict=True)]
+        addresses = [0 if x is None else x.ctypes.data for x in ready]
+    own = (q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, 0 if lse is None else lse.ctypes.data)
+    prepared.call(*own, *addresses, 0, 0, 0)
     return (out, lse) if return_lse else out

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qflash.frontends.numpy import describe
+from qflash.frontends.numpy import describe, index
 from qflash.ops.plan import Op, Operand, Prepared, prepare
 from qflash.problem import Array
 from qflash.spec import OpSpec
@@ -18,7 +18,7 @@ _INT32 = np.iinfo(np.int32)
 
 def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]:
     """Plan, allocate, call. NumPy's own scalars, which arithmetic on one-number results gives, count as arrays."""
-    arrays = [np.asarray(x) if isinstance(x, np.generic) else x for x in arrays]
+    arrays = _as_arrays(op, arrays)
     prepared = _prepared(op, arrays, words)
     make = np.zeros if prepared.call is None else np.empty
     results = [make(result.shape, result.dtype) for result in prepared.plan.results]
@@ -29,9 +29,17 @@ def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarr
     return results
 
 
+def _as_arrays(op: Op, arrays: Sequence[Any]) -> list[Any]:
+    arrays = [np.asarray(x) if isinstance(x, np.generic) else x for x in arrays]
+    for name in op.indices:
+        at = op.arrays.index(name)
+        arrays[at] = index(name, arrays[at])
+    return arrays
+
+
 def spec_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> OpSpec:
     """What selects the kernel of a checked call, for `explain`."""
-    return op.plan(*_described(op, arrays), *words).spec(0)
+    return op.plan(*_described(op, _as_arrays(op, arrays)), *words).spec(0)
 
 
 def scalar(value: float, like: np.ndarray) -> np.ndarray:

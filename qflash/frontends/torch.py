@@ -1,6 +1,6 @@
 """PyTorch tensors, CPU and CUDA: the eager path, and the way to torch.ops.qflash for everything else.
 
-Under autocast the tensors' own dtypes decide, as for any operator autocast does not list.
+Under torch.autocast q, k and v are cast as those of torch.nn.functional.scaled_dot_product_attention are.
 """
 
 from __future__ import annotations
@@ -8,28 +8,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from qflash.frontends import torch_flops  # noqa: F401  (registers with PyTorch's FLOP counter)
 from qflash.frontends import torch_launch as launch
 from qflash.frontends.torch_launch import Extras, Plan
 from qflash.frontends.torch_ops import attention_op, backward_op
+from qflash.frontends.torch_traced import traced_options
+from qflash.frontends.torch_watch import autocast, autocast_dtype, is_compiling, is_grad_enabled, is_watched
 from qflash.problem import Options, Problem
 from qflash.rope import Rope
+from qflash.words import plain
 
 Tensor = torch.Tensor
 _NO_EXTRAS = Extras()
 
-# Bound once: each is asked on every eager call.
-_is_compiling = torch.compiler.is_dynamo_compiling
-_is_grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_jit_tracing = torch._C._get_tracing_state
 
-
-def problem_of(q: Any, k: Any, v: Any, options: Options, kv_lens: Any = None, rope: Rope | None = None) -> Problem:
-    """The checked problem behind `attention`, for `explain`."""
-    return launch.check_call(q, k, v, options, launch.extras_of(kv_lens, rope))
+def problem_of(
+    q: Any, k: Any, v: Any, options: Options, kv_lens: Any = None, rope: Rope | None = None, packed: tuple = ()
+) -> Problem:
+    """The checked problem behind `attention`, or with `packed` behind `attention_varlen`, for `explain`."""
+    return launch.check_call(*autocast(q, k, v), options, launch.extras_of(q, kv_lens, rope, packed))
 
 
 def arch_of(q: Tensor) -> int:
@@ -41,7 +39,7 @@ def attention(
     q: Any, k: Any, v: Any, options: Options, kv_lens: Any = None, rope: Rope | None = None, return_lse: bool = False
 ) -> Any:
     """See qflash.attention."""
-    extras = None if kv_lens is None and rope is None else launch.extras_of(kv_lens, rope)
+    extras = None if kv_lens is None and rope is None else launch.extras_of(q, kv_lens, rope)
     return _attention(q, k, v, options, extras, return_lse)
 
 
@@ -59,29 +57,27 @@ def attention_varlen(
     return_lse: bool = False,
 ) -> Any:
     """See qflash.attention_varlen."""
-    extras = launch.extras_of(kv_lens, rope, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    extras = launch.extras_of(q, kv_lens, rope, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
     return _attention(q, k, v, options, extras, return_lse)
 
 
 def _attention(q: Any, k: Any, v: Any, options: Options, extras: Extras | None, return_lse: bool) -> Any:
-    # Plain tensors that own their data, and nobody watching the dispatcher? Fake tensors have a null data pointer,
-    # functorch's wrappers have none, and a mode, a tracer or a dual level would not see a launch that goes around it.
+    if autocast_dtype(q.device) is not None:
+        q, k, v = autocast(q, k, v)
+    # Plain tensors that own their data, and nobody watching the dispatcher? Fake tensors have a null data pointer and
+    # functorch's wrappers have none.
     if (
-        _is_compiling()
+        is_watched()
         or q.__class__ is not Tensor
         or k.__class__ is not Tensor
         or v.__class__ is not Tensor
-        or _dispatch_modes()
-        or _functorch_level() is not None
-        or _jit_tracing() is not None
-        or forward_ad._current_level >= 0
         or (extras is not None and not launch.are_plain(extras))
     ):
         return _through_op(q, k, v, options, extras, return_lse)
     plan = launch.plan(q, k, v, options, extras)
     if plan is None or plan.may_be_negated:
         return _through_op(q, k, v, options, extras, return_lse)
-    if _is_grad_enabled():
+    if is_grad_enabled():
         if extras is not None:
             launch.check_tables_constant(extras)
         if q.requires_grad or k.requires_grad or v.requires_grad:
@@ -94,8 +90,12 @@ def _attention(q: Any, k: Any, v: Any, options: Options, extras: Extras | None, 
 
 def _through_op(q: Any, k: Any, v: Any, options: Options, extras: Extras | None, return_lse: bool) -> Any:
     """The same call as a dispatcher op."""
-    if not _is_compiling():  # the dispatcher would word its refusals differently
-        launch.check_call(q, k, v, options, extras)
+    if is_compiling():
+        options = traced_options(options)
+    else:
+        launch.check_call(q, k, v, options, extras)  # the dispatcher would word its refusals differently
+        window = options.window
+        options = Options(*map(plain, options))._replace(window=None if window is None else [*map(plain, window)])
     out, lse = attention_op(q, k, v, *(extras or _NO_EXTRAS), *options)
     return (out, lse) if return_lse else out
 
@@ -121,9 +121,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *_ = ctx.saved_tensors  # raises if one of them, or of the extras, was written to since
         plan, extras, options = ctx.call
         dout = torch.zeros_like(out) if dout is None else dout
-        if _is_grad_enabled():  # create_graph: the op refuses when the graph is used, not before
+        if is_grad_enabled():  # create_graph: the op refuses when the graph is used, not before
             dlse = torch.zeros_like(lse) if dlse is None else dlse
-            grads = backward_op(dout, dlse, q, k, v, out, lse, *(extras or _NO_EXTRAS), *options)
+            grads = backward_op(dout, dlse, q, k, v, out, lse, *(extras or _NO_EXTRAS), *map(plain, options))
         else:
             grads = launch.backward(plan, dout, dlse, q, k, v, out, lse, extras)
         return *grads, None, None, None

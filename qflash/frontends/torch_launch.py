@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
 from qflash.backends.arch import arch_for
 from qflash.dispatch import Kernel
+from qflash.frontends.torch_watch import is_compiling
+from qflash.lengths import lengths
 from qflash.planning import Prepared, prepare, prepare_backward
 from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
 
 Tensor = torch.Tensor
 _CACHE_LIMIT = 4096
+_INT32 = torch.iinfo(torch.int32)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int64)
 
 
 class Extras(NamedTuple):
@@ -58,18 +62,39 @@ def are_plain(extras: Extras) -> bool:
     return all(x.__class__ is Tensor or not isinstance(x, Tensor) for x in extras)
 
 
-def extras_of(kv_lens: Any, rope: Any, packed: tuple = ()) -> Extras:
+def index(name: str, x: Any, device: torch.device) -> Tensor:
+    """Lengths or positions as an int32 tensor, where their values are on the host: ints that are not tensors, and
+    tensors of other integers on the CPU. A tensor on a GPU stays what it is, and `check` has its say."""
+    if isinstance(x, Tensor):
+        if x.dtype is torch.int32 or x.dtype not in _INTEGERS or x.is_cuda:
+            return x
+        if x.dtype is torch.int64:  # saturated, so that no bad value becomes a good one
+            x = x.clamp(_INT32.min, _INT32.max)
+        return x.to(torch.int32)
+    if not isinstance(x, (list, tuple, np.ndarray)):
+        kind = f"{type(x).__module__}.{type(x).__qualname__}"
+        raise TypeError(f"{name} is {kind}; allowed: torch.Tensor, or ints as a list, tuple or numpy.ndarray")
+    if is_compiling():
+        return torch.as_tensor(x, dtype=torch.int32, device=device)
+    return torch.from_numpy(lengths(name, x)).to(device)
+
+
+def extras_of(q: Tensor, kv_lens: Any, rope: Any, packed: tuple = ()) -> Extras:
     """The user's optional arguments side by side; what tells by being None that it is absent may not be None."""
+    device = q.device
     if packed:
-        _require_tensor("cu_seqlens_q", packed[0])
-        _require_tensor("cu_seqlens_k", packed[1])
+        packed = (index("cu_seqlens_q", packed[0], device), index("cu_seqlens_k", packed[1], device), *packed[2:])
+    if kv_lens is not None:
+        kv_lens = index("kv_lens", kv_lens, device)
     if rope is None:
         return Extras(kv_lens, None, None, None, None, False, *packed)
     if not isinstance(rope, Rope):
         raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
     _require_tensor("rope.cos", rope.cos)
     _require_tensor("rope.sin", rope.sin)
-    return Extras(kv_lens, rope.cos, rope.sin, rope.positions_q, rope.positions_k, rope.interleaved, *packed)
+    positions_q = None if rope.positions_q is None else index("rope.positions_q", rope.positions_q, device)
+    positions_k = None if rope.positions_k is None else index("rope.positions_k", rope.positions_k, device)
+    return Extras(kv_lens, rope.cos, rope.sin, positions_q, positions_k, rope.interleaved, *packed)
 
 
 def check_call(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Problem:
@@ -170,48 +195,15 @@ def plan(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Pla
     return found
 
 
-# Rope tables as the kernels want them, by the id of the user's tensor; an entry dies with that tensor.
-_tables: dict[tuple[int, int], tuple[weakref.ref, int, Tensor]] = {}
-
-
-def _is_table(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg()
-
-
-def _float_copy(x: Tensor) -> Tensor:
-    return x.detach().resolve_neg().to(torch.float32).contiguous()
-
-
-def with_own_tables(extras: Extras) -> Extras:
-    """Rope tables converted for this call alone: inside a compiled program a copy may live in a pool that is reused."""
-    if extras.cos is None:
-        return extras
-    cos, sin = (x if _is_table(x) else _float_copy(x) for x in (extras.cos, extras.sin))
-    return extras._replace(cos=cos, sin=sin)
-
-
 def _table(x: Tensor) -> Tensor:
-    """float32, contiguous. A converted copy is kept for as long as the user's tensor lives unchanged.
+    """A rope table as kernels read it: float32, contiguous.
 
-    Not kept: copies of inference tensors (no version counter tells a change) and copies made while a CUDA graph is
-    captured (they live in the graph's memory and are filled when it replays).
+    Another one is converted in every call. A copy that is kept would go stale unnoticed: writes through `.data`, or to
+    a tensor that shares the table's memory, leave no trace on the table.
     """
-    if _is_table(x):
+    if x.dtype is torch.float32 and x.is_contiguous() and not x.is_neg():
         return x
-    stream = 0
-    if x.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            return _float_copy(x)
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    if x.is_inference():
-        return _float_copy(x)
-    key = (id(x), stream)
-    kept = _tables.get(key)
-    if kept is not None and kept[0]() is x and kept[1] == x._version:
-        return kept[2]
-    copy = _float_copy(x)
-    _tables[key] = (weakref.ref(x, lambda _: _tables.pop(key, None)), x._version, copy)
-    return copy
+    return x.detach().resolve_neg().to(torch.float32).contiguous()
 
 
 def _address(x: Tensor | None) -> int:
@@ -320,7 +312,7 @@ def backward(
         return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if plan.backward_call is None:
         plan.backward_call = prepare_backward(plan.prepared.problem, arch_of_device(q.device)).call
-    dout, dlse = dout.resolve_neg().contiguous(), _contiguous(dlse)
+    dout, dlse = (None if x is None else x.resolve_neg().contiguous() for x in (dout, dlse))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     side = _side(extras or Extras())
     plan.backward_call(

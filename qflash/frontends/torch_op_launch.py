@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qflash.frontends.torch_launch import arch_of_device, check_storage, describe
+from qflash.frontends.torch_launch import arch_of_device, check_storage, describe, index
 from qflash.ops.plan import Op, Operand, Plan, Prepared, prepare
 from qflash.problem import Array
 
@@ -19,6 +19,16 @@ _INT32 = torch.iinfo(torch.int32)
 def described(op: Op, arrays: Sequence[Any]) -> list[Array | None]:
     """Every array of a call, or TypeError."""
     return [None if x is None else describe(name, x, op.arrays[0]) for name, x in zip(op.arrays, arrays, strict=True)]
+
+
+def with_indices(op: Op, arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, with lengths and positions that are on the host as int32 tensors."""
+    arrays = list(arrays)
+    for name in op.indices:
+        at = op.arrays.index(name)
+        if arrays[at] is not None:
+            arrays[at] = index(name, arrays[at], arrays[0].device)
+    return arrays
 
 
 _plans: dict[tuple, Prepared] = {}

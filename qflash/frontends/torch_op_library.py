@@ -15,8 +15,11 @@ from torch.autograd import forward_ad
 
 from qflash import dispatch
 from qflash.frontends import torch_op_launch as launch
+from qflash.frontends.torch_flops import count
 from qflash.frontends.torch_launch import arch_of_device
 from qflash.frontends.torch_ops import below_autograd
+from qflash.frontends.torch_traced import is_symbolic, traced_word
+from qflash.frontends.torch_watch import is_compiling, is_grad_enabled, is_watched
 from qflash.ops.attention import ATTENTION_INT8
 from qflash.ops.kv import QUANTIZE_KV
 from qflash.ops.kv_attention import ATTENTION_KV
@@ -26,54 +29,47 @@ from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
 from qflash.problem import Array
 from qflash.spec import OpSpec
+from qflash.words import plain
 
 Tensor = torch.Tensor
 
-# How the dispatcher spells the type of each word.
+# How the dispatcher spells the type of each word. Scalar and SymInt may be symbolic, in a program that torch.compile
+# traces; the others decide about shapes or kernels.
 _TYPES = {
-    "scale": "float", "eps": "float", "label_smoothing": "float",
-    "ignore_index": "int", "group": "int", "seed": "int",
+    "scale": "Scalar", "eps": "Scalar", "label_smoothing": "Scalar", "softcap": "Scalar",
+    "ignore_index": "SymInt", "seed": "SymInt", "group": "int",
     "return_stats": "bool", "return_lse": "bool", "symmetric": "bool", "smooth": "bool", "interleaved": "bool",
     "reduction": "str", "granularity": "str", "rounding": "str", "dtype": "str", "precision": "str",
     "out_dtype": "str?", "kernel": "str?",
     "q_granularity": "str", "k_granularity": "str", "v_granularity": "str", "v_dtype": "str?",
     "q_group": "int", "k_group": "int", "v_group": "int",
-    "window_left": "int", "window_right": "int", "softcap": "float",
+    "window_left": "int", "window_right": "int",
 }  # fmt: skip
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # classes whose instances own their data
 
-# Bound once: each is asked on every eager call.
-_is_compiling = torch.compiler.is_dynamo_compiling
-_is_grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_jit_tracing = torch._C._get_tracing_state
-
 
 def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
     """Launch directly where nobody watches the dispatcher, else through it."""
-    if _is_compiling():
-        return _ops[op.name](*arrays, *words)
-    if (
-        any(x.__class__ not in _PLAIN for x in arrays if x is not None)
-        or _dispatch_modes()
-        or _functorch_level() is not None
-        or _jit_tracing() is not None
-        or forward_ad._current_level >= 0
-        or arrays[0].is_meta
-    ):
+    if op.indices:
+        arrays = launch.with_indices(op, arrays)
+    if is_compiling():
+        traced = (traced_word(name, _TYPES[name], word) for name, word in zip(op.words, words, strict=True))
+        return _ops[op.name](*arrays, *traced)
+    if is_watched() or arrays[0].is_meta or any(x.__class__ not in _PLAIN for x in arrays if x is not None):
         launch.described(op, arrays)  # the dispatcher would word its refusals differently
         _plan(op, arrays, words)
-        return _ops[op.name](*arrays, *words)
-    if _is_grad_enabled():
+        return _ops[op.name](*arrays, *map(plain, words))
+    if is_grad_enabled():
         _check_no_gradient(op, arrays)
     return launch.launch(op, launch.prepared(op, arrays, words), arrays)
 
 
 def spec_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> OpSpec:
     """What selects the kernel of a checked call, for `explain`."""
-    return op.plan(*launch.described(op, arrays), *words).spec(arch_of_device(arrays[0].device))
+    return op.plan(*launch.described(op, launch.with_indices(op, arrays)), *words).spec(
+        arch_of_device(arrays[0].device)
+    )
 
 
 def scalar(value: float, like: Tensor) -> Tensor:
@@ -125,13 +121,14 @@ def _real(op: Op, *args: Any) -> list[Tensor]:
 
 def _fake(op: Op, *args: Any) -> list[Tensor]:
     arrays, words = _split(op, args)
-    return launch.empty_results(_plan(op, arrays, words), arrays[0])
+    known = (1 if is_symbolic(word) else word for word in words)  # the op checks the others when it runs
+    return launch.empty_results(_plan(op, arrays, known), arrays[0])
 
 
 def _autograd(op: Op, *args: Any) -> list[Tensor]:
     arrays, _ = _split(op, args)
     _check_no_tangent(op, arrays)
-    if _is_grad_enabled():
+    if is_grad_enabled():
         _check_no_gradient(op, arrays)
     return below_autograd(_ops[op.name], args)
 
@@ -167,7 +164,15 @@ def _define(op: Op) -> Callable[..., list[Tensor]]:
     _library.impl(op.name, partial(_autograd, op), "Autograd")
     torch.library.register_fake(f"qflash::{op.name}", partial(_fake, op), lib=_library)
     torch.library.register_vmap(f"qflash::{op.name}", partial(_vmap, op), lib=_library)
-    return getattr(torch.ops.qflash, op.name).default
+    packet = getattr(torch.ops.qflash, op.name)
+    if op.flops is not None:
+        count(packet, partial(_flops, op))
+    return packet.default
+
+
+def _flops(op: Op, *args: Any, **_: Any) -> int:
+    shapes = {name: x.shape for name, x in zip(op.arrays, args, strict=False) if x is not None}
+    return op.flops(shapes)
 
 
 _ALL = (

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from qflash import dispatch
 from qflash.frontends import torch_launch as launch
 from qflash.frontends.torch_launch import Extras
+from qflash.frontends.torch_traced import is_symbolic
 from qflash.problem import Options, Problem
 
 Tensor = torch.Tensor
@@ -27,7 +28,8 @@ _EXTRAS = (
     "Tensor? kv_lens, Tensor? cos, Tensor? sin, Tensor? positions_q, Tensor? positions_k, bool interleaved, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 )
-_OPTIONS = "bool causal, SymInt[]? window, float? softcap, float? scale, str? precision, str? kernel"
+# Numbers may be symbolic, in a program that torch.compile traces: hence Scalar, and SymInt for a flag.
+_OPTIONS = "SymInt causal, SymInt[]? window, Scalar? softcap, Scalar? scale, str? precision, str? kernel"
 _EXTRAS_COUNT = len(Extras._fields)
 _LONGEST = ("max_seqlen_q", "max_seqlen_k")
 
@@ -53,21 +55,31 @@ def _split(words: Sequence[Any]) -> tuple[Extras, Options]:
 def _attention(q: Tensor, k: Tensor, v: Tensor, *words: Any) -> tuple[Tensor, Tensor]:
     extras, options = _split(words)
     plan = launch.plan(q, k, v, options, extras)
-    return launch.forward(plan, q, k, v, launch.with_own_tables(extras), True)
+    return launch.forward(plan, q, k, v, extras, True)
 
 
 def _attention_backward(dout, dlse, q, k, v, out, lse, *words: Any) -> tuple[Tensor, Tensor, Tensor]:
     extras, options = _split(words)
     plan = launch.plan(q, k, v, options, extras)
     launch.check_differentiable(plan.prepared.kernel)
-    return launch.backward(
-        plan, dout, dlse, q, k, v, out.contiguous(), lse.contiguous(), launch.with_own_tables(extras)
-    )
+    return launch.backward(plan, dout, dlse, q, k, v, out.contiguous(), lse.contiguous(), extras)
 
 
 for _key in ("CPU", "CUDA"):
     _library.impl("attention", _attention, _key)
     _library.impl("attention_backward", _attention_backward, _key)
+
+
+def _with_stand_ins(options: Options) -> Options:
+    """Options with a good value for each that is symbolic: the op checks its own when it runs."""
+    edges = options.window
+    if edges is not None and any(map(is_symbolic, edges)):
+        options = options._replace(window=(0, 0))
+    return options._replace(
+        causal=True if is_symbolic(options.causal) else options.causal,
+        softcap=1.0 if is_symbolic(options.softcap) else options.softcap,
+        scale=1.0 if is_symbolic(options.scale) else options.scale,
+    )
 
 
 def _check_traced(q: Tensor, k: Tensor, v: Tensor, words: Sequence[Any]) -> tuple[Problem, dispatch.Kernel | None]:
@@ -76,8 +88,7 @@ def _check_traced(q: Tensor, k: Tensor, v: Tensor, words: Sequence[Any]) -> tupl
     What selects a kernel becomes a constant of the traced program; lengths stay symbolic.
     """
     extras, options = _split(words)
-    if options.window is not None:
-        options = options._replace(window=tuple(int(edge) for edge in options.window))
+    options = _with_stand_ins(options)
     longest = (0 if isinstance(n, torch.SymInt) else n for n in (extras.max_seqlen_q, extras.max_seqlen_k))
     problem = launch.check_call(q, k, v, options, extras._replace(**dict(zip(_LONGEST, longest, strict=True))))
     if q.device.type == "meta" or (q.device.type == "cuda" and not torch.cuda.is_available()):

@@ -216,6 +216,12 @@ def attention_struct(
     )
 
 
+def attention_flops(q: Sequence[int], k: Sequence[int]) -> int:
+    """Of Q Kᵀ and P V; no mask takes anything off, as in PyTorch's own count."""
+    batch, length, heads, head_dim = q
+    return 4 * batch * heads * length * k[1] * head_dim
+
+
 def takes_a_copy(x: Array) -> bool:
     """Kernels read whole heads, forwards."""
     if x.strides is None or 0 in x.shape:
@@ -248,4 +254,6 @@ ATTENTION_INT8 = Op(
     ),
     _plan,
     checked=("kv_lens",),
+    indices=("kv_lens",),
+    flops=lambda shapes: attention_flops(shapes["q.values"], shapes["k.values"]),
 )

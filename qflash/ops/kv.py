@@ -198,4 +198,5 @@ QUANTIZE_KV = Op(
     ("k", "v", "lens", "rope.cos", "rope.sin", "rope.positions_k"),
     ("precision", "rounding", "seed", "interleaved", "kernel"),
     _plan,
+    indices=("lens", "rope.positions_k"),
 )

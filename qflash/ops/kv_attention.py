@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qflash.frontends.choose import op_frontend_of
-from qflash.ops.attention import attention_struct, class_of, takes_a_copy
+from qflash.ops.attention import attention_flops, attention_struct, class_of, takes_a_copy
 from qflash.ops.kv import KV_PRECISIONS, QuantizedKV, results_of
 from qflash.ops.plan import Op, Operand, Plan, Result, check_device, check_dtype, check_float, check_shape
 from qflash.ops.quantization import Quantized, tables_of
@@ -186,4 +186,6 @@ ATTENTION_KV = Op(
         *("interleaved", "return_lse", "kernel"),
     ),
     _plan,
+    indices=("kv_lens", "rope.positions_q"),
+    flops=lambda shapes: attention_flops(shapes["q"], shapes["kv.k"]),
 )

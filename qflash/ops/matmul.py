@@ -142,4 +142,11 @@ def _folds(mapped: Collection[str], ranks: dict[str, int], words: dict[str, Any]
     return set(mapped) == {"a"} and ranks.get("a_scale", 0) == 0
 
 
-INT8_MATMUL = Op("int8_matmul", ("a", "b", "a_scale", "b_scale", "bias"), ("out_dtype", "kernel"), _plan, folds=_folds)
+INT8_MATMUL = Op(
+    "int8_matmul",
+    ("a", "b", "a_scale", "b_scale", "bias"),
+    ("out_dtype", "kernel"),
+    _plan,
+    folds=_folds,
+    flops=lambda shapes: 2 * math.prod(shapes["a"]) * shapes["b"][1],
+)

@@ -91,6 +91,8 @@ class Op:
     # more, the first. Given the names, the rank of each array in the eyes of one sample, and the words by name.
     folds: Callable[[Collection[str], dict[str, int], dict[str, Any]], bool] = lambda *_: False
     checked: tuple[str, ...] = ()  # arrays of which the CPU kernel refuses some values
+    indices: tuple[str, ...] = ()  # lengths and positions, which may be given as ints on the host
+    flops: Callable[[dict[str, Sequence[int]]], int] | None = None  # of the products of matrices, by arrays' shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from qflash.ops.plan import (
     dtype_name,
 )
 from qflash.ops.run import run
-from qflash.problem import Array
+from qflash.problem import FULL_TABLES, Array
 from qflash.rope import Rope
 from qflash.spec import DTYPES
 from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_word
@@ -88,7 +88,7 @@ def quantize(
     mean = more[-1] if smooth else None
     zero_point, sums = (None, None) if symmetric else more[:2]
     dtype = dtype_name("x", x.dtype)
-    return Quantized(values, scale, zero_point, mean, sums, granularity, group, symmetric, dtype)
+    return Quantized(values, scale, zero_point, mean, sums, granularity, int(group), bool(symmetric), dtype)
 
 
 def dequantize(quantized: Quantized, dtype: Any = None, *, kernel: str | None = None) -> Any:
@@ -246,14 +246,17 @@ def check_rope(
     for name, array in (("rope.cos", cos), ("rope.sin", sin)):
         check_float(name, array)
         if len(array.shape) != 2 or array.shape[1] < 1:
-            raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [positions, rotary_dim / 2]")
+            raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [positions, rotary_dim / 2]{FULL_TABLES}")
         check_device(name, array, of, device)
     check_shape("rope.sin", sin, cos.shape)
     if shape.head_dim > _MOST_ROTATED:
         raise ValueError(f"rope is given for {of} of {shape.head_dim} columns; allowed: up to {_MOST_ROTATED}")
     rows, half = cos.shape
     if 2 * half > shape.head_dim:
-        raise ValueError(f"rope.cos has {half} columns; allowed: at most half of {of}'s, {shape.head_dim / 2:g}")
+        advice = FULL_TABLES if half == shape.head_dim else ""
+        raise ValueError(
+            f"rope.cos has {half} columns; allowed: at most half of {of}'s, {shape.head_dim / 2:g}{advice}"
+        )
     operands = [Operand(name, prefix + name, contiguous=True, dtype="float32") for name in ("rope.cos", "rope.sin")]
     needed, stride = shape.length, 0
     if positions is not None:
@@ -332,6 +335,7 @@ QUANTIZE = Op(
     ("granularity", "group", "symmetric", "smooth", "rounding", "seed", "interleaved", "kernel"),
     _plan_quantize,
     checked=("lens", "rope.positions_k"),
+    indices=("lens", "rope.positions_k"),
 )
 DEQUANTIZE = Op(
     "dequantize",

@@ -158,7 +158,11 @@ BAD = {
     ),
     "sparse": (lambda x: qflash.softmax(x.to_sparse()), TypeError, "x is a sparse_coo tensor; allowed: a dense"),
     "dtype": (lambda x: qflash.softmax(x.double()), TypeError, "x has dtype float64; allowed: float32"),
-    "scale": (lambda x: qflash.softmax(x, scale=torch.ones(())), TypeError, "scale is a Tensor; allowed: a number"),
+    "scale": (
+        lambda x: qflash.softmax(x, scale=torch.ones(())),
+        TypeError,
+        "scale is a torch.Tensor; allowed: a number",
+    ),
     "complex": (lambda x: qflash.softmax(x.to(torch.complex64)), TypeError, "x has dtype complex64"),
     "out": (
         lambda x: qflash.int8_matmul(x.to(torch.int8), x.T.to(torch.int8), out_dtype=torch.float64),

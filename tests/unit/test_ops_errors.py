@@ -135,7 +135,7 @@ BAD = {
     "rounding": (lambda: qflash.quantize(Q, rounding="up"), ValueError, "rounding is 'up'; allowed: 'nearest', 'stoch"),
     "seed": (lambda: qflash.quantize(Q, seed=-1), ValueError, "seed is -1; allowed: 0 to"),
     "seed type": (lambda: qflash.quantize(Q, seed="a"), TypeError, "seed is 'a'; allowed: an int"),
-    "lens dtype": (lambda: qflash.quantize(Q, lens=T[:2]), TypeError, "lens has dtype int64; allowed: int32"),
+    "lens dtype": (lambda: qflash.quantize(Q, lens=X[0]), TypeError, "lens has dtype float32; allowed: an integer"),
     "lens shape": (
         lambda: qflash.quantize(Q, lens=T.astype("i4")),
         ValueError,

@@ -50,7 +50,7 @@ BAD = {
     "window": (lambda: call(window=(3,)), ValueError, r"window is \(3,\); allowed: None or \(left, right\)"),
     "softcap": (lambda: call(softcap=-1.0), ValueError, "softcap is -1.0; allowed: None, or 0 or more"),
     "scale": (lambda: call(scale=float("nan")), ValueError, "scale is nan; allowed: a finite number"),
-    "kv_lens dtype": (lambda: call(kv_lens=np.zeros(2)), TypeError, "kv_lens has dtype float64; allowed: int32"),
+    "kv_lens dtype": (lambda: call(kv_lens=np.zeros(2)), TypeError, "kv_lens has dtype float64; allowed: an integer"),
     "kv_lens shape": (lambda: call(kv_lens=np.zeros(3, "i4")), ValueError, r"kv_lens has shape \[3\]; allowed: \[2\]"),
     "kv_lens value": (
         lambda: call(kv_lens=np.array([41, 0], "i4")),
