@@ -3,6 +3,7 @@
 __init__      argument checks, and the cached jit every call goes through
 call          what is static about a call
 transforms    vmap and grad
+derivatives   the derivatives that do not exist, and what is said of them
 partitioning  how XLA may split a call over devices
 primitives    the JAX primitives and their lowering per platform
 kernels       keys by which compiled programs name kernels

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qflash import _native, dispatch
 from qflash.frontends.jax import arch_of, await_verdict, describe, traced
+from qflash.frontends.jax.derivatives import constant
 from qflash.frontends.jax.kernels import OP, cuda_arch, register
 from qflash.frontends.jax.transforms import map_samples, vary_alike
 from qflash.ops.kv import QuantizedKV
@@ -109,6 +109,7 @@ def _plan_of_avals(op: Op, words: Sequence[Any], names: Sequence[str], avals: Se
 def _run(op: Op, words: tuple, names: tuple[str, ...], arrays: Sequence[jax.Array]) -> list[jax.Array]:
     operands = _plan_of_avals(op, words, names, arrays, "cpu").operands
     wanted = {operand.argument: operand for operand in operands}
+    arrays = [_forward_only(op, name, x) for name, x in zip(names, arrays, strict=True)]
     # What no kernel reads, only a check, goes as it is.
     ready = [_ready(wanted[name], x) if name in wanted else x for name, x in zip(names, arrays, strict=True)]
     return _operation(op, words, names)(*vary_alike(ready))
@@ -116,7 +117,7 @@ def _run(op: Op, words: tuple, names: tuple[str, ...], arrays: Sequence[jax.Arra
 
 @lru_cache(maxsize=4096)
 def _operation(op: Op, words: tuple, names: tuple[str, ...]):
-    """The primitive with what vmap and grad make of it."""
+    """The primitive with what vmap makes of it."""
     bind = partial(op_p.bind, op=op, words=words, names=names)
 
     @custom_vmap
@@ -133,17 +134,14 @@ def _operation(op: Op, words: tuple, names: tuple[str, ...]):
             outs = map_samples(forward, in_batched, operands)
         return outs, tuple(True for _ in outs)
 
-    operation = jax.custom_jvp(forward)
+    return forward
 
-    @partial(operation.defjvp, symbolic_zeros=True)
-    def refuse(primals, tangents):
-        wanted = next(name for name, x in zip(names, tangents, strict=True) if not isinstance(x, SymbolicZero))
-        raise NotImplementedError(
-            f"qflash.{op.name} is forward only and {wanted} is being differentiated; "
-            "put jax.lax.stop_gradient around it"
-        )
 
-    return operation
+def _forward_only(op: Op, name: str, x: jax.Array) -> jax.Array:
+    """Argument `name` of an operation, which refuses to be differentiated."""
+    return constant(
+        x, f"qflash.{op.name} is forward only and {name} is being differentiated; put jax.lax.stop_gradient around it"
+    )
 
 
 def _ready(operand: Operand, x: jax.Array) -> jax.Array:
