@@ -172,7 +172,11 @@ ERRORS = {
     "dtype": (lambda q, k, v: qflash.attention(q, k.astype(jnp.float16), v), TypeError, "k has dtype float16"),
     "integers": (lambda q, k, v: qflash.attention(q.astype(jnp.int32), k, v), TypeError, "q has dtype int32"),
     "numpy": (lambda q, k, v: qflash.attention(q, np.zeros(k.shape), v), TypeError, "k is numpy.ndarray; allowed: jax"),
-    "list": (lambda q, k, v: qflash.attention(q, k, v, kv_lens=[1, 2]), TypeError, "kv_lens is builtins.list"),
+    "number": (
+        lambda q, k, v: qflash.attention(q, k, v, kv_lens=2),
+        TypeError,
+        "kv_lens is builtins.int; allowed: a j",
+    ),
     "rope": (lambda q, k, v: qflash.attention(q, k, v, rope=(q, q)), TypeError, "rope is tuple; allowed"),
     "lens": (lambda q, k, v: qflash.attention(q, k, v, kv_lens=jnp.ones(2)), TypeError, "kv_lens has dtype float32"),
     "kernel": (lambda q, k, v: qflash.attention(q, k, v, kernel="nope"), ValueError, "kernel is 'nope'; allowed"),

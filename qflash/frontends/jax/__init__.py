@@ -1,6 +1,7 @@
 """JAX arrays, on the CPU or CUDA: one XLA custom call that jit, vmap, grad, scan, remat and shard_map all see through.
 
 __init__      argument checks, and the cached jit every call goes through
+lengths       lists, NumPy integers and int64 as int32 arrays
 call          what is static about a call
 transforms    vmap and grad
 derivatives   the derivatives that do not exist, and what is said of them
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 
 from qflash.frontends.jax.call import OPTIONAL, Call, call_of
 from qflash.frontends.jax.kernels import arch_of_device, cuda_arch, platform_of
+from qflash.frontends.jax.lengths import as_lengths
 from qflash.frontends.jax.transforms import attend, vary_alike
 from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
@@ -36,18 +38,18 @@ jax.tree_util.register_dataclass(
 def _named(q, k, v, kv_lens, rope: Rope | None, cu_seqlens: tuple = ()) -> dict[str, Any]:
     """Every array of a call by its operand name, in operand order."""
     arrays = {"q": q, "k": k, "v": v}
-    if cu_seqlens:
-        arrays["cu_seqlens_q"], arrays["cu_seqlens_k"] = cu_seqlens
+    for name, offsets in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=False):
+        arrays[name] = as_lengths(name, offsets)
     if kv_lens is not None:
-        arrays["kv_lens"] = kv_lens
+        arrays["kv_lens"] = as_lengths("kv_lens", kv_lens)
     if rope is not None:
         if not isinstance(rope, Rope):
             raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
         arrays["cos"], arrays["sin"] = rope.cos, rope.sin
         if rope.positions_q is not None:
-            arrays["positions_q"] = rope.positions_q
+            arrays["positions_q"] = as_lengths("rope.positions_q", rope.positions_q)
         if rope.positions_k is not None:
-            arrays["positions_k"] = rope.positions_k
+            arrays["positions_k"] = as_lengths("rope.positions_k", rope.positions_k)
     return arrays
 
 

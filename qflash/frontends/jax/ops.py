@@ -23,6 +23,7 @@ from qflash import _native, dispatch
 from qflash.frontends.jax import arch_of, await_verdict, describe, traced
 from qflash.frontends.jax.derivatives import constant
 from qflash.frontends.jax.kernels import OP, cuda_arch, register
+from qflash.frontends.jax.lengths import as_lengths
 from qflash.frontends.jax.transforms import map_samples, vary_alike
 from qflash.ops.kv import QuantizedKV
 from qflash.ops.plan import Op, Operand, Plan, prepare
@@ -33,6 +34,7 @@ from qflash.spec import OpSpec
 
 _PLANS_LIMIT = 4096
 _INT32 = jnp.iinfo(jnp.int32)
+_LENGTHS = ("lens", "kv_lens", "rope.positions_q", "rope.positions_k")  # as these are called in every operation
 
 jax.tree_util.register_dataclass(
     Quantized,
@@ -52,7 +54,7 @@ op_p.multiple_results = True
 
 def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.Array]:
     """Check, then run as a cached jit."""
-    named = {name: x for name, x in zip(op.arrays, arrays, strict=True) if x is not None}
+    named = _named(op, arrays)
     if traced(named.values()):
         _check(op, named, words)
         return _run(op, tuple(words), tuple(named), tuple(named.values()))
@@ -64,8 +66,16 @@ def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.
 
 def spec_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> OpSpec:
     """What selects the kernel of a checked call, for `explain`."""
-    named = {name: x for name, x in zip(op.arrays, arrays, strict=True) if x is not None}
-    return _check(op, named, words).spec(arch_of(arrays[0]))
+    return _check(op, _named(op, arrays), words).spec(arch_of(arrays[0]))
+
+
+def _named(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
+    """The arrays that are there, by name."""
+    return {
+        name: as_lengths(name, x) if name in _LENGTHS else x
+        for name, x in zip(op.arrays, arrays, strict=True)
+        if x is not None
+    }
 
 
 def scalar(value: float, like: jax.Array) -> jax.Array:
