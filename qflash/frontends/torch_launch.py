@@ -22,6 +22,7 @@ Tensor = torch.Tensor
 _CACHE_LIMIT = 4096
 _INT32 = torch.iinfo(torch.int32)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int64)
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Extras(NamedTuple):
@@ -45,12 +46,17 @@ def _require_tensor(name: str, x: Any, first: str = "q") -> None:
 
 
 def describe(name: str, x: Any, first: str = "q") -> Array:
-    """Shape, strides, dtype and device of a strided tensor, or TypeError. `first` decided the framework."""
+    """Shape, strides, dtype and device of a strided tensor, or TypeError. `first` decided the framework.
+
+    A tensor that a transform of torch.func wraps has no strides: those of one sample are not those of the tensor that
+    the vmap rule makes of it for the kernel, and that one is described by itself.
+    """
     _require_tensor(name, x, first)
     if x.is_nested or x.layout is not torch.strided:
         layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{name} is a {layout} tensor; allowed: a dense (strided) torch.Tensor")
-    return Array(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), str(x.device))
+    strides = None if _is_wrapped(x) else x.stride()
+    return Array(tuple(x.shape), strides, str(x.dtype).removeprefix("torch."), str(x.device))
 
 
 def _describe_optional(name: str, x: Any) -> Array | None:

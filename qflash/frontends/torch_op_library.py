@@ -141,6 +141,8 @@ def _vmap(op: Op, info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], 
     ranks = {name: x.dim() - (name in mapped) for name, x in zip(op.arrays, arrays, strict=True) if x is not None}
     if op.folds(mapped, ranks, dict(zip(op.words, words, strict=True))):
         outs = _ops[op.name](*moved)
+    elif not info.batch_size:
+        outs = _of_no_sample(op, moved, in_dims)
     else:
         samples = (
             _ops[op.name](*(x if dim is None else x[i] for x, dim in zip(moved, in_dims, strict=True)))
@@ -148,6 +150,17 @@ def _vmap(op: Op, info: Any, in_dims: tuple, *args: Any) -> tuple[list[Tensor], 
         )
         outs = [torch.stack(out) for out in zip(*samples, strict=True)]
     return outs, [0] * len(outs)
+
+
+def _of_no_sample(op: Op, moved: Sequence[Any], in_dims: tuple) -> list[Tensor]:
+    """The results of mapping over a dimension of 0: their shapes are those that a sample without data gives."""
+    sample = [
+        torch.empty(x.shape if dim is None else x.shape[1:], dtype=x.dtype, device="meta")
+        if isinstance(x, Tensor)
+        else x
+        for x, dim in zip(moved, in_dims, strict=True)
+    ]
+    return [moved[0].new_zeros((0, *x.shape), dtype=x.dtype) for x in _ops[op.name](*sample)]
 
 
 _library = torch.library.Library("qflash", "FRAGMENT")

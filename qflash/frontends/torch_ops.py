@@ -194,7 +194,7 @@ def _vmap(op: Any, leading: int):
         extras = Extras(*moved[leading : leading + _EXTRAS_COUNT])
         mapped = Extras(*batched[leading : leading + _EXTRAS_COUNT])
         if extras.cu_seqlens_q is not None or mapped.cos or mapped.sin:
-            outs = _each(op, info.batch_size, moved, batched)
+            outs = _each(op, leading, info.batch_size, moved, batched)
         else:
             outs = _folded(op, info.batch_size, leading, moved, batched)
         return outs, (0,) * len(outs)
@@ -202,10 +202,32 @@ def _vmap(op: Any, leading: int):
     return rule
 
 
-def _each(op: Any, size: int, args: list, batched: list[bool]) -> tuple[Tensor, ...]:
+def _each(op: Any, leading: int, size: int, args: list, batched: list[bool]) -> tuple[Tensor, ...]:
     """One call per sample: packed sequences and per-sample rope tables have no batch dimension to fold into."""
+    if not size:
+        return _none(op, leading, args, batched)
+    args = [_readable(x) if i < leading else x for i, x in enumerate(args)]
     calls = (op(*(x[i] if mapped else x for x, mapped in zip(args, batched, strict=True))) for i in range(size))
     return tuple(torch.stack(outs) for outs in zip(*calls, strict=True))
+
+
+def _none(op: Any, leading: int, args: list, batched: list[bool]) -> tuple[Tensor, ...]:
+    """The results of `_each` for no sample at all: their shapes are those that a sample without data gives."""
+
+    def sample(x: Any, mapped: bool) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return torch.empty(x.shape[1:] if mapped else x.shape, dtype=x.dtype, device="meta")
+
+    outs = op(*(sample(x, mapped) for x, mapped in zip(args, batched, strict=True)))
+    # Sums of nothing tie the results to what they would depend on, so that each input has a gradient: zeros.
+    tie = sum(x[:0].sum() for x in args[:leading])
+    return tuple(torch.zeros((0, *x.shape), dtype=x.dtype, device=args[0].device) + tie.to(x.dtype) for x in outs)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Kernels want the last dimension without gaps; moving the mapped one may have left it with some."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _folded(op: Any, size: int, leading: int, args: list, batched: list[bool]) -> tuple[Tensor, ...]:
@@ -225,8 +247,7 @@ def _folded(op: Any, size: int, leading: int, args: list, batched: list[bool]) -
 
     args = list(args)
     for i in range(leading):
-        folded = fold(args[i], batched[i])
-        args[i] = folded if folded.stride(-1) == 1 else folded.contiguous()
+        args[i] = _readable(fold(args[i], batched[i]))
     extras = Extras(*args[leading : leading + _EXTRAS_COUNT])
     mapped = Extras(*batched[leading : leading + _EXTRAS_COUNT])
     if extras.kv_lens is not None:

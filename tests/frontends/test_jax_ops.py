@@ -70,6 +70,17 @@ def test_a_mapped_x_is_one_call():
     assert "scan" in str(jax.make_jaxpr(jax.vmap(lambda x, w: qflash.layer_norm(x, w)))(x, jnp.zeros((5, 8))))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_vmap_over_nothing(name):
+    case = CASES[name]
+    xs = arrays(case)
+    axes = {key: 0 if key in case.mapped else None for key in xs}
+    none = {key: jnp.zeros((0, *x.shape), x.dtype) if key in case.mapped else x for key, x in xs.items()}
+    got = jax.vmap(lambda xs: flat(case.call(**xs)), in_axes=(axes,))(none)
+    wanted = flat(case.call(**xs))
+    assert [(x.shape, x.dtype) for x in got] == [((0, *x.shape), x.dtype) for x in wanted]
+
+
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients_are_refused_by_name(name):
     case = CASES[name]

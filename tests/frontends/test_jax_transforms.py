@@ -113,6 +113,54 @@ def test_vmap_of_packed():
         np.testing.assert_array_equal(gradient[i], jax.grad(loss(one))(q[i], k[i], v[i], cu[0][i]))
 
 
+EMPTY = [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0), (None, 0, 0)]
+CU = jnp.array([0, 4, 9], jnp.int32), jnp.array([0, 6, 13], jnp.int32)
+
+
+def with_lengths(q, k, v):
+    return qflash.attention(q, k, v, kv_lens=jnp.array([4, 13], jnp.int32), return_lse=True)
+
+
+def in_packs(q, k, v):
+    return qflash.attention_varlen(q, k, v, *CU, 5, 7, return_lse=True)
+
+
+def all_sums(f):
+    return lambda *operands: sum(x.sum() for x in f(*operands))
+
+
+@pytest.mark.parametrize("axes", EMPTY, ids=str)
+@pytest.mark.parametrize("call", [with_lengths, in_packs])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vmap_over_nothing(axes, call, dtype):
+    """Empty results and gradients; what all samples share has gradient 0."""
+    one = arrays(dtype=dtype)
+    one = tuple(x[0] for x in one) if call is in_packs else one
+    operands = tuple(x if axis is None else jnp.zeros((0, *x.shape), dtype) for x, axis in zip(one, axes, strict=True))
+    for wrap in (lambda f: f, jax.jit):
+        got = wrap(jax.vmap(call, axes))(*operands)
+        each = wrap(jax.vmap(jax.grad(all_sums(call), (0, 1, 2)), axes))(*operands)
+        for xs, alike in ((got, call(*one)), (each, one)):
+            assert [(x.shape, x.dtype) for x in xs] == [((0, *x.shape), x.dtype) for x in alike]
+        whole = wrap(jax.grad(all_sums(jax.vmap(call, axes)), (0, 1, 2)))(*operands)
+        for x, operand in zip(whole, operands, strict=True):
+            assert (x.shape, x.dtype) == (operand.shape, operand.dtype) and not x.any()
+
+
+def test_vmap_over_nothing_nested_and_of_lengths_and_tables():
+    q, k, v = arrays()
+    none = jnp.zeros((0, *q.shape))
+    kk, vv = jnp.stack([k, k, k]), jnp.stack([v, v, v])
+    nested = jax.vmap(jax.vmap(qflash.attention, (0, None, None)), (None, 0, 0))
+    assert nested(none, kk, vv).shape == (3, 0, *q.shape)
+    assert nested(jnp.stack([q, q]), kk[:0], vv[:0]).shape == (0, 2, *q.shape)
+    mapped = jax.vmap(lambda lens: qflash.attention(q, k, v, kv_lens=lens))(jnp.zeros((0, 2), jnp.int32))
+    assert mapped.shape == (0, *q.shape)
+    cos, sin = (jnp.asarray(x) for x in qflash.rope_tables(13, 16))
+    turned = jax.vmap(lambda q, cos: qflash.attention(q, k, v, rope=qflash.Rope(cos, sin)))
+    assert turned(none, jnp.zeros((0, *cos.shape))).shape == none.shape
+
+
 def test_gradient_through_lse():
     q, k, v = arrays()
 
@@ -190,9 +238,3 @@ def test_no_gradient_for_rope_tables():
     with pytest.raises(NotImplementedError, match=r"rope\.cos has no gradient"):
         jax.grad(call)(cos)
     assert not jax.grad(lambda cos: call(jax.lax.stop_gradient(cos)))(cos).any()
-
-
-def test_forward_mode_is_refused():
-    q, k, v = arrays()
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(lambda q: qflash.attention(q, k, v), (q,), (q,))

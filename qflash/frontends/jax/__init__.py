@@ -1,8 +1,11 @@
 """JAX arrays, on the CPU or CUDA: one XLA custom call that jit, vmap, grad, scan, remat and shard_map all see through.
 
 __init__      argument checks, and the cached jit every call goes through
+words         refuses words that are arrays
+lengths       lists, NumPy integers and int64 as int32 arrays
 call          what is static about a call
 transforms    vmap and grad
+derivatives   the derivatives that do not exist, and what is said of them
 partitioning  how XLA may split a call over devices
 primitives    the JAX primitives and their lowering per platform
 kernels       keys by which compiled programs name kernels
@@ -20,7 +23,9 @@ import jax.numpy as jnp
 
 from qflash.frontends.jax.call import OPTIONAL, Call, call_of
 from qflash.frontends.jax.kernels import arch_of_device, cuda_arch, platform_of
+from qflash.frontends.jax.lengths import as_lengths
 from qflash.frontends.jax.transforms import attend, vary_alike
+from qflash.frontends.jax.words import require_known
 from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
 
@@ -35,18 +40,18 @@ jax.tree_util.register_dataclass(
 def _named(q, k, v, kv_lens, rope: Rope | None, cu_seqlens: tuple = ()) -> dict[str, Any]:
     """Every array of a call by its operand name, in operand order."""
     arrays = {"q": q, "k": k, "v": v}
-    if cu_seqlens:
-        arrays["cu_seqlens_q"], arrays["cu_seqlens_k"] = cu_seqlens
+    for name, offsets in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=False):
+        arrays[name] = as_lengths(name, offsets)
     if kv_lens is not None:
-        arrays["kv_lens"] = kv_lens
+        arrays["kv_lens"] = as_lengths("kv_lens", kv_lens)
     if rope is not None:
         if not isinstance(rope, Rope):
             raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
         arrays["cos"], arrays["sin"] = rope.cos, rope.sin
         if rope.positions_q is not None:
-            arrays["positions_q"] = rope.positions_q
+            arrays["positions_q"] = as_lengths("rope.positions_q", rope.positions_q)
         if rope.positions_k is not None:
-            arrays["positions_k"] = rope.positions_k
+            arrays["positions_k"] = as_lengths("rope.positions_k", rope.positions_k)
     return arrays
 
 
@@ -62,7 +67,8 @@ def describe(arrays: dict[str, Any], decides: str = "q") -> dict[str, Array]:
     for name, x in arrays.items():
         if not isinstance(x, jax.Array):
             kind = f"{type(x).__module__}.{type(x).__qualname__}"
-            raise TypeError(f"{_spoken(name)} is {kind}; allowed: jax.Array, as {decides} is")
+            like = "" if name == decides else f", as {decides} is"
+            raise TypeError(f"{_spoken(name)} is {kind}; allowed: jax.Array{like}")
     if traced(arrays.values()):
         default = _default_platform()
         return {name: Array(x.shape, None, x.dtype.name, default) for name, x in arrays.items()}
@@ -95,6 +101,7 @@ def _default_platform() -> str:
 
 
 def _check(arrays: dict[str, Any], options: Options, interleaved: bool, max_seqlens: tuple = ()) -> Problem:
+    require_known({**options._asdict(), **dict(zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=False))})
     described = describe(arrays)
     rope = None
     if "cos" in described:

@@ -15,15 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qflash import _native, dispatch
 from qflash.frontends.jax import arch_of, await_verdict, describe, traced
+from qflash.frontends.jax.derivatives import constant
 from qflash.frontends.jax.kernels import OP, cuda_arch, register
+from qflash.frontends.jax.lengths import as_lengths
 from qflash.frontends.jax.transforms import map_samples, vary_alike
+from qflash.frontends.jax.words import require_known
 from qflash.ops.kv import QuantizedKV
 from qflash.ops.plan import Op, Operand, Plan, prepare
 from qflash.ops.quantization import Quantized
@@ -33,6 +35,7 @@ from qflash.spec import OpSpec
 
 _PLANS_LIMIT = 4096
 _INT32 = jnp.iinfo(jnp.int32)
+_LENGTHS = ("lens", "kv_lens", "rope.positions_q", "rope.positions_k")  # as these are called in every operation
 
 jax.tree_util.register_dataclass(
     Quantized,
@@ -52,7 +55,7 @@ op_p.multiple_results = True
 
 def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.Array]:
     """Check, then run as a cached jit."""
-    named = {name: x for name, x in zip(op.arrays, arrays, strict=True) if x is not None}
+    named = _named(op, arrays)
     if traced(named.values()):
         _check(op, named, words)
         return _run(op, tuple(words), tuple(named), tuple(named.values()))
@@ -64,8 +67,16 @@ def run_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.
 
 def spec_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> OpSpec:
     """What selects the kernel of a checked call, for `explain`."""
-    named = {name: x for name, x in zip(op.arrays, arrays, strict=True) if x is not None}
-    return _check(op, named, words).spec(arch_of(arrays[0]))
+    return _check(op, _named(op, arrays), words).spec(arch_of(arrays[0]))
+
+
+def _named(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
+    """The arrays that are there, by name."""
+    return {
+        name: as_lengths(name, x) if name in _LENGTHS else x
+        for name, x in zip(op.arrays, arrays, strict=True)
+        if x is not None
+    }
 
 
 def scalar(value: float, like: jax.Array) -> jax.Array:
@@ -74,6 +85,7 @@ def scalar(value: float, like: jax.Array) -> jax.Array:
 
 
 def _check(op: Op, named: dict[str, Any], words: Sequence[Any]) -> Plan:
+    require_known(dict(zip(op.words, words, strict=True)))
     return _plan(op, words, describe(named, op.arrays[0]))
 
 
@@ -109,6 +121,7 @@ def _plan_of_avals(op: Op, words: Sequence[Any], names: Sequence[str], avals: Se
 def _run(op: Op, words: tuple, names: tuple[str, ...], arrays: Sequence[jax.Array]) -> list[jax.Array]:
     operands = _plan_of_avals(op, words, names, arrays, "cpu").operands
     wanted = {operand.argument: operand for operand in operands}
+    arrays = [_forward_only(op, name, x) for name, x in zip(names, arrays, strict=True)]
     # What no kernel reads, only a check, goes as it is.
     ready = [_ready(wanted[name], x) if name in wanted else x for name, x in zip(names, arrays, strict=True)]
     return _operation(op, words, names)(*vary_alike(ready))
@@ -116,7 +129,7 @@ def _run(op: Op, words: tuple, names: tuple[str, ...], arrays: Sequence[jax.Arra
 
 @lru_cache(maxsize=4096)
 def _operation(op: Op, words: tuple, names: tuple[str, ...]):
-    """The primitive with what vmap and grad make of it."""
+    """The primitive with what vmap makes of it."""
     bind = partial(op_p.bind, op=op, words=words, names=names)
 
     @custom_vmap
@@ -133,17 +146,14 @@ def _operation(op: Op, words: tuple, names: tuple[str, ...]):
             outs = map_samples(forward, in_batched, operands)
         return outs, tuple(True for _ in outs)
 
-    operation = jax.custom_jvp(forward)
+    return forward
 
-    @partial(operation.defjvp, symbolic_zeros=True)
-    def refuse(primals, tangents):
-        wanted = next(name for name, x in zip(names, tangents, strict=True) if not isinstance(x, SymbolicZero))
-        raise NotImplementedError(
-            f"qflash.{op.name} is forward only and {wanted} is being differentiated; "
-            "put jax.lax.stop_gradient around it"
-        )
 
-    return operation
+def _forward_only(op: Op, name: str, x: jax.Array) -> jax.Array:
+    """Argument `name` of an operation, which refuses to be differentiated."""
+    return constant(
+        x, f"qflash.{op.name} is forward only and {name} is being differentiated; put jax.lax.stop_gradient around it"
+    )
 
 
 def _ready(operand: Operand, x: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from qflash.frontends.jax.call import Call
+from qflash.frontends.jax.derivatives import once, reverse_only
 from qflash.frontends.jax.partitioning import partitioned
 from qflash.frontends.jax.primitives import attention_bwd_p, attention_p
 from qflash.spec import PRECISIONS
@@ -20,8 +21,8 @@ from qflash.spec import PRECISIONS
 @lru_cache(maxsize=4096)
 def attend(call: Call):
     """(q, k, v, *optional) -> (out, lse): differentiable, batchable."""
-    forward, backward = _forward(call), _backward(call)
-    backward_with_dlse = _backward(call.with_operand("dlse"))
+    forward, backward = once(_forward(call)), once(_backward(call))
+    backward_with_dlse = once(_backward(call.with_operand("dlse")))
 
     @jax.custom_vjp
     def attention(*operands):
@@ -43,7 +44,7 @@ def attend(call: Call):
         return (*gradients, *[None] * len(call.operands))
 
     attention.defvjp(save, pull_back, symbolic_zeros=True)
-    return attention
+    return lambda q, k, v, *optional: attention(*map(reverse_only, (q, k, v)), *optional)
 
 
 def _check_differentiable(call: Call, operands: Sequence[Any]) -> None:
@@ -65,7 +66,7 @@ def _forward(call: Call):
 
     @forward.def_vmap
     def rule(axis_size, in_batched, *operands):
-        if _one_at_a_time(call, in_batched, first_optional=3):
+        if _one_at_a_time(call, axis_size, in_batched, first_optional=3):
             return map_samples(forward, in_batched, operands), (True, True)
         if in_batched[0] and not any(in_batched[1:]):
             return _share_keys(forward, axis_size, *operands), (True, True)
@@ -82,7 +83,7 @@ def _backward(call: Call):
 
     @backward.def_vmap
     def rule(axis_size, in_batched, *operands):
-        if _one_at_a_time(call, in_batched, first_optional=6):
+        if _one_at_a_time(call, axis_size, in_batched, first_optional=6):
             return map_samples(backward, in_batched, operands), (True,) * 3
         folded = _fold(call, axis_size, in_batched, operands, first_optional=6)
         return tuple(_unfold(x, axis_size) for x in backward(*folded)), (True,) * 3
@@ -90,14 +91,17 @@ def _backward(call: Call):
     return backward
 
 
-def _one_at_a_time(call: Call, in_batched: Sequence[bool], first_optional: int) -> bool:
-    """A kernel takes one set of tables and one packed array, so these are not folded but looped over."""
+def _one_at_a_time(call: Call, axis_size: int, in_batched: Sequence[bool], first_optional: int) -> bool:
+    """A kernel takes one set of tables and one packed array, so these are not folded but looped over.
+
+    An axis of 0 cannot be unfolded again, nor be heads; a loop of no turns gives the empty results.
+    """
     tables = [
         batched
         for name, batched in zip(call.operands, in_batched[first_optional:], strict=True)
         if name in ("cos", "sin")
     ]
-    return call.packed or any(tables)
+    return axis_size == 0 or call.packed or any(tables)
 
 
 def map_samples(function, in_batched: Sequence[bool], operands: Sequence[Any]):
