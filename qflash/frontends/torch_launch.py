@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from qflash.backends.arch import arch_for
 from qflash.dispatch import Kernel
-from qflash.frontends.torch_watch import is_compiling
+from qflash.frontends.torch_watch import is_compiling, is_wrapped
 from qflash.lengths import lengths
 from qflash.planning import Prepared, prepare, prepare_backward
 from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
@@ -22,7 +22,6 @@ Tensor = torch.Tensor
 _CACHE_LIMIT = 4096
 _INT32 = torch.iinfo(torch.int32)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int64)
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Extras(NamedTuple):
@@ -55,7 +54,7 @@ def describe(name: str, x: Any, first: str = "q") -> Array:
     if x.is_nested or x.layout is not torch.strided:
         layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{name} is a {layout} tensor; allowed: a dense (strided) torch.Tensor")
-    strides = None if _is_wrapped(x) else x.stride()
+    strides = None if is_wrapped(x) else x.stride()
     return Array(tuple(x.shape), strides, str(x.dtype).removeprefix("torch."), str(x.device))
 
 
@@ -82,7 +81,7 @@ def index(name: str, x: Any, device: torch.device) -> Tensor:
         raise TypeError(f"{name} is {kind}; allowed: torch.Tensor, or ints as a list, tuple or numpy.ndarray")
     if is_compiling():
         return torch.as_tensor(x, dtype=torch.int32, device=device)
-    return torch.from_numpy(lengths(name, x)).to(device)
+    return torch.tensor(lengths(name, x), device=device)  # a copy, because users write to their arrays
 
 
 def extras_of(q: Tensor, kv_lens: Any, rope: Any, packed: tuple = ()) -> Extras:

@@ -15,6 +15,7 @@ Tensor = torch.Tensor
 # Bound once, because attribute look-ups would cost as much as the answers.
 is_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # whether a transform of torch.func holds the tensor
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _jit_tracing = torch._C._get_tracing_state

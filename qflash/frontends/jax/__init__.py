@@ -180,9 +180,10 @@ def await_verdict(function: Callable, *args: Any) -> Any:
         raise
 
 
-def problem_of(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None) -> Problem:
-    """The checked problem behind `attention`, for `explain`."""
-    return _check(_named(q, k, v, kv_lens, rope), options, rope is not None and rope.interleaved)
+def problem_of(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None, packed: tuple = ()) -> Problem:
+    """The checked problem behind `attention`, or with `packed` behind `attention_varlen`, for `explain`."""
+    arrays = _named(q, k, v, kv_lens, rope, packed[:2])
+    return _check(arrays, options, rope is not None and rope.interleaved, packed[2:])
 
 
 def attention(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None, return_lse: bool = False):

@@ -35,7 +35,6 @@ from qflash.spec import OpSpec
 
 _PLANS_LIMIT = 4096
 _INT32 = jnp.iinfo(jnp.int32)
-_LENGTHS = ("lens", "kv_lens", "rope.positions_q", "rope.positions_k")  # as these are called in every operation
 
 jax.tree_util.register_dataclass(
     Quantized,
@@ -73,7 +72,7 @@ def spec_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> OpSpec:
 def _named(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
     """The arrays that are there, by name."""
     return {
-        name: as_lengths(name, x) if name in _LENGTHS else x
+        name: as_lengths(name, x) if name in op.indices else x
         for name, x in zip(op.arrays, arrays, strict=True)
         if x is not None
     }
