@@ -152,11 +152,12 @@ def cache_dir(tmp_path, monkeypatch):
 
 
 def test_cache_is_shown_and_cleared(invoke, cache_dir):
-    (cache_dir / "fa-sm_80-0123").mkdir(parents=True)
-    (cache_dir / "fa-sm_80-0123" / "kernel.so").write_bytes(bytes(1 << 20))
+    entry = cache_dir / "kernels-1" / "fa-sm_80-0123456789abcdef01234567"
+    entry.mkdir(parents=True)
+    (entry / "kernel.so").write_bytes(bytes(1 << 20))
     assert "1 entries, 1.0 MiB" in invoke("cache").output
     assert "removed 1 entries" in invoke("cache", "--clear").output
-    assert list(cache_dir.iterdir()) == []
+    assert list(cache_dir.rglob("*")) == [entry.parent]
 
 
 def test_build_compiles_what_was_asked_for(invoke, monkeypatch):
