@@ -2,7 +2,7 @@
 
 from qflash._native import get_num_threads, set_num_threads
 from qflash.api import Explanation, attention, attention_varlen, explain
-from qflash.errors import CompileError, KernelError, NoKernelError, ToolchainError
+from qflash.errors import CacheError, CompileError, KernelError, NoKernelError, ToolchainError
 from qflash.ops.kv import QuantizedKV, quantize_kv
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.quantization import Quantized, dequantize, quantize
@@ -12,6 +12,7 @@ from qflash.rope import Rope, rope_tables
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheError",
     "CompileError",
     "Explanation",
     "KernelError",

@@ -17,3 +17,7 @@ class CompileError(RuntimeError):
 
 class KernelError(RuntimeError):
     """A kernel returned a failure status while running."""
+
+
+class CacheError(RuntimeError):
+    """The compile cache is not safe or not possible to use; the text names the path and says what to do."""

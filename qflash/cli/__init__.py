@@ -6,9 +6,10 @@ import click
 
 import qflash
 from qflash.cli import bench, cuda, doctor, profile, verify
+from qflash.cli.command import Commands
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(qflash.__version__, prog_name="qflash")
 def main() -> None:
     """Attention for NumPy, PyTorch and JAX on kernels written from scratch."""

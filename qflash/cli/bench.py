@@ -13,6 +13,7 @@ from rich.table import Table
 
 import qflash
 from qflash import machine
+from qflash.cli.command import THREADS, KernelCommand, Seconds
 from qflash.cli.console import make_console, track
 from qflash.cli.usable import usable_kernels
 from qflash.cli.verify import show_failures, verify_kernels
@@ -72,13 +73,13 @@ def write(console: Console, name: str, rows: list[dict]) -> None:
     console.print(f"{len(rows)} rows in {path.relative_to(store.ROOT)}")
     picture = plot.draw(rows, path.with_suffix(".svg"))
     if machine.version("matplotlib") is None:
-        console.print("no plot: matplotlib is not installed (pip install 'qflash[bench]')", markup=False)
+        console.print("no plot: matplotlib is not installed (pip install 'qflash[bench]')")
     elif picture is not None:
         console.print(f"plot in {picture.relative_to(store.ROOT)}")
 
 
-@click.command()
-@click.option("--threads", type=click.IntRange(1), help="Threads for qflash and its peers (default: all cores).")
+@click.command(cls=KernelCommand)
+@click.option("--threads", type=THREADS, help="Threads for qflash and its peers (default: all cores).")
 def run(threads: int | None) -> None:
     """Verify every kernel this machine can run, then race it: one table, rows and a plot."""
     console = make_console()
@@ -99,10 +100,10 @@ def run(threads: int | None) -> None:
     sys.exit(int(failed))
 
 
-@click.command()
+@click.command(cls=KernelCommand)
 @click.argument("presets", nargs=-1)
-@click.option("--threads", type=click.IntRange(1), help="Threads for qflash and its peers (default: all cores).")
-@click.option("--budget", type=float, default=3.0, show_default=True, help="Seconds of timing per problem.")
+@click.option("--threads", type=THREADS, help="Threads for qflash and its peers (default: all cores).")
+@click.option("--budget", type=Seconds(), default=3.0, show_default=True, help="Seconds of timing per problem.")
 @click.option("--dry-run", is_flag=True, help="Print the table and write nothing.")
 def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run: bool) -> None:
     """Measure PRESETS (default: all that this machine can run) and write their rows."""

@@ -14,8 +14,10 @@ LOG_WIDTH = 132  # tables keep their shape where no terminal says how wide it is
 
 
 def make_console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=LOG_WIDTH)
+    """A console that prints text as it is: "qflash[cuda]" is no markup. Colours come with rich.text.Text."""
+    plain = {"highlight": False, "markup": False, "emoji": False}
+    console = Console(**plain)
+    return console if console.is_terminal else Console(**plain, width=LOG_WIDTH)
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def bar(console: Console, description: str, total: int) -> Iterator[Callable[[],
         console.print(f"{description} ({total})")
         yield lambda: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(description, total=total)
         yield lambda: progress.advance(task)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
+from qflash.cli.command import KernelCommand
 from qflash.cli.console import bar, make_console
 from qflash.dispatch import KERNELS
-from qflash.errors import CompileError, ToolchainError
 from qflash.jit.cache import Cache
+from qflash.jit.contents import Info
 
 CUDA_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.device == "cuda")
 
@@ -29,7 +32,7 @@ def parse_arches(text: str) -> list[int]:
     return found
 
 
-@click.command()
+@click.command(cls=KernelCommand)
 @click.option("--arch", "arches", required=True, help="Compute capabilities, with commas: 80,90a")
 @click.option("--kernel", "kernels", multiple=True, type=click.Choice(CUDA_KERNELS), help="Only this one (repeatable).")
 def build(arches: str, kernels: tuple[str, ...]) -> None:
@@ -40,26 +43,46 @@ def build(arches: str, kernels: tuple[str, ...]) -> None:
     units = cuda.specialisations(parse_arches(arches), kernels or None)
     if not units:
         raise click.ClickException(f"no kernel serves {arches}; `qflash doctor` lists what each one needs")
+    Cache().require_writable()  # kernels that are compiled on first use may go elsewhere; what is built ahead may not
     started = time.perf_counter()
-    try:
-        with bar(console, "compiling", len(units)) as advance:
-            cuda.build(parse_arches(arches), kernels or None, progress=lambda unit, done, total: advance())
-    except (ToolchainError, CompileError) as error:
-        raise click.ClickException(str(error)) from None
+    with bar(console, "compiling", len(units)) as advance:
+        cuda.build(parse_arches(arches), kernels or None, progress=lambda unit, done, total: advance())
     console.print(f"{len(units)} libraries ready in {time.perf_counter() - started:.0f} s; {describe(Cache())}")
 
 
 @click.command()
-@click.option("--clear", is_flag=True, help="Remove everything in it.")
+@click.option("--clear", is_flag=True, help="Remove the compiled kernels in it, and nothing else.")
 def cache(clear: bool) -> None:
     """Show (or clear) the cache of compiled CUDA kernels."""
     kept = Cache()
     if clear:
-        click.echo(f"removed {kept.clear()} entries")
+        before = kept.info()
+        click.echo(f"removing {amount(before)} from {before.folder}")
+        removed = kept.clear()
+        after = kept.info()
+        click.echo(f"removed {removed} entries, {mebibytes(before.bytes - after.bytes)}")
+        if after.entries:
+            click.echo(f"{after.entries} entries stay: they are being built, or this user may not remove them")
     click.echo(describe(kept))
+    if strays := kept.info().strays:
+        click.echo(f"not the cache's, and left alone: {listed(strays)}")
 
 
 def describe(kept: Cache) -> str:
     """Where the cache is and what it holds."""
     info = kept.info()
-    return f"{info.root}: {info.entries} entries, {info.bytes / 2**20:.1f} MiB"
+    return f"{info.root}: {amount(info)}"
+
+
+def amount(info: Info) -> str:
+    return f"{info.entries} entries, {mebibytes(info.bytes)}"
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def listed(paths: Sequence[Path], most: int = 8) -> str:
+    """The first paths of many."""
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(map(str, paths[:most])) + more

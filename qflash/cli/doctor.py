@@ -6,14 +6,16 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import click
 from rich.table import Table
+from rich.text import Text
 
 import qflash
 from qflash import _native, machine
 from qflash.backends import arch
-from qflash.cli import cuda
+from qflash.cli import cuda, environment
 from qflash.cli.console import make_console
 from qflash.cli.usable import usable_kernels
 from qflash.errors import ToolchainError
@@ -29,7 +31,7 @@ def hardware() -> list[tuple[str, str]]:
         ("processor", machine.cpu_name()),
         ("cores", f"{machine.cores()} usable, qflash runs {qflash.get_num_threads()} threads"),
         ("vector extensions", " ".join(machine.cpu_flags()) or "none that qflash knows"),
-        ("CPU engine", f"{_native.cpu_isa()} (QFLASH_CPU_ISA overrides)"),
+        ("CPU engine", _cpu_engine()),
         ("memory", f"{machine.memory_gib():.0f} GiB"),
     ]
     gpus, none_because = machine.gpus()
@@ -39,6 +41,12 @@ def hardware() -> list[tuple[str, str]]:
     if not gpus:
         facts.append(("GPU", f"none: {none_because}"))
     return [*facts, *asked_architecture()]
+
+
+def _cpu_engine() -> str:
+    if why_not := environment.cpu_problem():
+        return f"not usable: {why_not}"
+    return f"{_native.cpu_isa()} (QFLASH_CPU_ISA overrides)"
 
 
 def asked_architecture() -> list[tuple[str, str]]:
@@ -61,7 +69,9 @@ def compilers() -> list[tuple[str, str]]:
     except ToolchainError as error:
         nvcc = f"none. {error}"
     host = _compiler_version(("g++", "c++", "clang++"))
-    return [("nvcc", nvcc), ("C++ compiler", host), ("compile cache", cuda.describe(Cache()))]
+    why_not = environment.cache_problem()
+    kept = f"not usable: {why_not}" if why_not else cuda.describe(Cache())
+    return [("nvcc", nvcc), ("C++ compiler", host), ("compile cache", kept)]
 
 
 def _compiler_version(names: tuple[str, ...]) -> str:
@@ -82,7 +92,7 @@ def frameworks() -> list[tuple[str, str]]:
     return [*found, ("XLA handlers", handlers)]
 
 
-def _section(title: str, rows: list[tuple[str, str]]) -> Table:
+def _section(title: str, rows: Sequence[tuple[str, str | Text]]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -93,13 +103,21 @@ def _section(title: str, rows: list[tuple[str, str]]) -> Table:
 
 @click.command()
 def doctor() -> None:
-    """Show hardware, compilers, frameworks and which kernels are usable here."""
+    """Show hardware, compilers, frameworks and which kernels are usable here.
+
+    The exit status is 1 when a QFLASH_* variable or the compile cache has to be put right; a machine that merely lacks
+    a GPU or a compiler is sound.
+    """
     console = make_console()
     sections = {"Hardware": hardware(), "Compilers": compilers(), "Frameworks": frameworks()}
     for title, rows in sections.items():
         console.print(_section(title, rows), "")
     kernels = []
     for entry in usable_kernels().values():
-        verdict = f"[yellow]no[/yellow]   {entry.why_not}" if entry.why_not else "[green]yes[/green]"
-        kernels.append((entry.kernel.name, verdict))
+        no = Text.assemble(("no", "yellow"), f"   {entry.why_not}")
+        kernels.append((entry.kernel.name, no if entry.why_not else Text("yes", "green")))
     console.print(_section("Kernels usable here", kernels))
+    wrong = dict.fromkeys((*environment.problems(), *filter(None, [environment.cache_problem()])))
+    if wrong:
+        console.print("", _section("To be put right", [(str(number), text) for number, text in enumerate(wrong, 1)]))
+        sys.exit(1)

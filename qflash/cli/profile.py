@@ -9,14 +9,17 @@ import click
 
 from qflash import machine
 from qflash.cli.bench import load
+from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, track
 from qflash.cli.cuda import CUDA_KERNELS
 from qflash.dispatch import BY_NAME, arch_reasons
 
 
-@click.command()
+@click.command(cls=KernelCommand)
 @click.option("--kernel", "kernels", multiple=True, help="Only this one (repeatable; default: all the GPU runs).")
-@click.option("--out", type=click.Path(path_type=Path), help="Where the files go (default: profiles/<gpu>).")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Where the files go (default: profiles/<gpu>)."
+)
 @click.option("--ncu", default="ncu", show_default=True, help="Nsight Compute's command.")
 def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
     """Profile CUDA kernels with Nsight Compute: <kernel>.csv and <kernel>.txt for each."""
@@ -39,7 +42,7 @@ def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
             found = profiles.collect(name, folder, ncu)
         except profiles.ProfileError as error:
             failed.append(name)
-            console.print(f"{name}: {error}", markup=False)
+            console.print(f"{name}: {error}")
             continue
         console.print(f"{name}: {found.total(profiles.DURATION) / 1e6:.3f} ms in {len(found.launches)} launches")
     if failed:
@@ -48,10 +51,16 @@ def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
 
 @click.command()
 @click.argument("gpu", default="h200")
-@click.option("--out", type=click.Path(path_type=Path), help="The SVG (default: profiles/GPU/roofline.svg).")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="The SVG (default: profiles/GPU/roofline.svg)."
+)
 def roofline(gpu: str, out: Path | None) -> None:
     """Draw the roofline of GPU, a folder of profiles/, from its CSV files and the ladder's rows."""
     module, profiles = load("roofline"), load("profiles")
+    if out is not None and not out.parent.is_dir():
+        raise click.BadParameter(f"{out.parent} is no directory; allowed: a file in one", param_hint="--out")
+    if machine.version("matplotlib") is None:
+        raise click.ClickException("drawing needs matplotlib: pip install 'qflash[bench]'")
     try:
         path = module.draw(gpu, out or profiles.PROFILES / gpu / "roofline.svg")
     except ValueError as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qflash import machine
 from qflash.backends.arch import arch_for
+from qflash.cli import environment
 from qflash.dispatch import KERNELS, Kernel, arch_reasons
 from qflash.errors import ToolchainError
 from qflash.jit import toolchain
@@ -26,7 +27,7 @@ def usable_kernels() -> dict[str, Usable]:
 
 def _reasons(kernel: Kernel) -> list[str]:
     if kernel.device == "cpu":
-        return []
+        return list(filter(None, [environment.cpu_problem()]))
     reasons = []
     gpus, none_because = machine.gpus()
     if not gpus:

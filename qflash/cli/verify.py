@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, track
 from qflash.cli.usable import usable_kernels
 from qflash.dispatch import Kernel, kernels_of
@@ -96,12 +98,11 @@ def show_failures(console: Console, tallies: list[Tally]) -> bool:
     """Print what failed; True if anything did."""
     for tally in tallies:
         for failure in tally.failures:
-            console.print(f"[red]FAILED[/red] {tally.kernel.name} ", end="")
-            console.print(failure, markup=False, soft_wrap=True)
+            console.print(Text.assemble(("FAILED", "red"), f" {tally.kernel.name} {failure}"), soft_wrap=True)
     return any(tally.failures for tally in tallies)
 
 
-@click.command()
+@click.command(cls=KernelCommand)
 @click.option("--kernel", "names", multiple=True, help="Verify only this kernel (may be repeated).")
 @click.option("--quick", is_flag=True, help="The short case list.")
 @click.option("--repeat", type=click.IntRange(2), help="Then a few large problems so many times each: the same bits?")

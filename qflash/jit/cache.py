@@ -1,7 +1,9 @@
 """The compile cache: directories on disk named by what went into them.
 
-An entry appears whole or not at all: it is built in a directory of its own and renamed into place under a file lock,
-so a killed compiler leaves nothing that looks like an entry, and two processes that want the same one compile once.
+An entry appears whole or not at all: it is built in a directory of its own, sealed, and renamed into place under a file
+lock. So a killed compiler leaves nothing that looks like an entry, and two processes that want the same one compile
+once. Files of an entry are never written again: a damaged entry is renamed away and replaced, and a process that has
+its library open keeps what it has.
 """
 
 from __future__ import annotations
@@ -11,31 +13,47 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from filelock import FileLock
+from qflash.errors import CacheError
+from qflash.jit import contents, entry, layout, trust
+from qflash.jit.lock import locked
 
-_BUILDING = "building-"
+Build = Callable[[Path], Mapping[str, Any] | None]  # fills a directory; what it returns goes into facts.json
 
 
 def default_root() -> Path:
     """$QFLASH_CACHE_DIR, else $XDG_CACHE_HOME/qflash, else ~/.cache/qflash."""
     if asked := os.environ.get("QFLASH_CACHE_DIR"):
         return Path(asked)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "qflash"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "qflash"
+    try:
+        return Path.home() / ".cache" / "qflash"
+    except RuntimeError:
+        raise CacheError("this user has no home directory to keep compiled kernels in; set QFLASH_CACHE_DIR") from None
 
 
-@dataclass(frozen=True)
-class Info:
-    """What a cache holds, for people."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A sound entry, and the descriptor of the directory around it, which only this user or root can change."""
 
-    root: Path
-    entries: int
-    bytes: int
+    path: Path
+    folder: int
+
+    @property
+    def held(self) -> str:
+        """The entry's path by way of the descriptor: nobody who can rename a directory above can change where it leads.
+
+        The key is part of it, because dlopen takes a path that it has seen for the library that it has loaded, and a
+        descriptor's number is used again.
+        """
+        return f"/proc/self/fd/{self.folder}/{self.path.name}"
 
 
 class Cache:
@@ -44,84 +62,144 @@ class Cache:
     def __init__(self, root: Path | None = None):
         self.root = default_root() if root is None else Path(root)
 
-    def find(self, key: str) -> Path | None:
-        """The entry's directory, or None."""
-        for root in (self.root, _private_root(create=False)):
-            if root is not None and (root / key).is_dir():
-                return root / key
-        return None
+    @property
+    def folder(self) -> Path:
+        """Where the entries are."""
+        return self.root / layout.FOLDER
 
-    def get(self, key: str, build: Callable[[Path], None]) -> Path:
-        """The entry's directory; `build(directory)` fills it when nobody else has."""
-        found = self.find(key)
-        if found is not None:
-            return found
-        root = self._writable_root()
-        entry = root / key
-        with FileLock(root / f"{key}.lock"):
-            if entry.is_dir():
-                return entry
-            for stale in root.glob(f"{_BUILDING}{key}-*"):  # left by a process that died: the lock was free
-                shutil.rmtree(stale, ignore_errors=True)
-            directory = Path(tempfile.mkdtemp(prefix=f"{_BUILDING}{key}-", dir=root))
+    @contextmanager
+    def opened(self, key: str, build: Build) -> Iterator[Entry]:
+        """The entry, checked a moment ago; `build(directory)` fills it when nobody else has, or when it is damaged."""
+        with ExitStack() as stack:
+            found, _ = self._find(key, stack)
+            yield found if found is not None else self._built(key, build, stack)
+
+    def get(self, key: str, build: Build) -> Path:
+        """The directory of the entry that `opened` gives.
+
+        A key of another form than layout.py's is served too, but `info` and `clear` leave its entry alone.
+        """
+        with self.opened(key, build) as found:
+            return found.path
+
+    def remove(self, key: str) -> None:
+        """Forget an entry, where it is there and may be removed."""
+        for root in self._roots():
+            folder = root / layout.FOLDER
+            if (folder / key).is_dir():
+                with suppress(OSError), locked(folder, key):
+                    _discard(folder / key)
+
+    def info(self) -> contents.Info:
+        """Entries and their bytes."""
+        return contents.info(self.root)
+
+    def clear(self) -> int:
+        """Remove every entry and nothing else; returns how many were removed."""
+        return contents.clear(self.root)
+
+    def require_writable(self) -> None:
+        """CacheError unless entries can be built under `root`, and not only in the directory behind it."""
+        try:
+            _prepare(self.root)
+        except OSError as error:
+            raise CacheError(
+                f"cannot write the compile cache {self.root} ({error.strerror}); "
+                "set QFLASH_CACHE_DIR to a folder that this user may write"
+            ) from None
+
+    def _roots(self) -> list[Path]:
+        behind = _private_root(create=False)
+        return [self.root] if behind is None else [self.root, behind]
+
+    def _find(self, key: str, stack: ExitStack) -> tuple[Entry | None, list[str]]:
+        """(the first sound entry, kept open by `stack`; what is wrong with those before it)."""
+        damage = []
+        for root in self._roots():
             try:
-                build(directory)
-                directory.rename(entry)
+                return _open_sound(root, key, stack), damage
+            except (FileNotFoundError, PermissionError):
+                continue  # it has none, or none for this user
+            except entry.DamagedError as error:
+                damage.append(f"{root / layout.FOLDER / key} is damaged ({error})")
+        return None, damage
+
+    def _built(self, key: str, build: Build, stack: ExitStack) -> Entry:
+        folder = self._writable_folder()
+        with locked(folder, key):
+            found, damage = self._find(key, stack)
+            if found is not None:
+                return found  # another process built it while this one waited
+            for text in damage:
+                print(f"qflash: {text}; compiling it again", file=sys.stderr, flush=True)
+            for stale in folder.glob(f"{layout.building_prefix(key)}*"):  # its process died: the lock was free
+                shutil.rmtree(stale, ignore_errors=True)
+            directory = Path(tempfile.mkdtemp(prefix=layout.building_prefix(key), dir=folder))
+            try:
+                entry.seal(directory, build(directory) or {})
+                _discard(folder / key)
+                directory.rename(folder / key)
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
-        return entry
+            found, damage = self._find(key, stack)
+        if found is None:
+            raise CacheError(f"{folder / key} cannot be read back: {'; '.join(damage) or 'it is gone'}")
+        return found
 
-    def remove(self, key: str) -> None:
-        """Forget an entry, if it is there and may be removed."""
-        found = self.find(key)
-        if found is not None:
-            shutil.rmtree(found, ignore_errors=True)
-
-    def info(self) -> Info:
-        """Entries and their bytes."""
-        entries = [path for path in self._paths() if path.is_dir() and not path.name.startswith(_BUILDING)]
-        size = sum(file.stat().st_size for entry in entries for file in entry.rglob("*") if file.is_file())
-        return Info(self.root, len(entries), size)
-
-    def clear(self) -> int:
-        """Remove every entry; returns how many there were."""
-        count = self.info().entries
-        for path in self._paths():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix == ".lock":
-                path.unlink(missing_ok=True)
-        return count
-
-    def _paths(self) -> list[Path]:
-        return sorted(self.root.iterdir()) if self.root.is_dir() else []
-
-    def _writable_root(self) -> Path:
+    def _writable_folder(self) -> Path:
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.root):
-                return self.root
+            return _prepare(self.root)
         except OSError as error:
             fallback = _private_root(create=True)
             _warn_once(f"qflash: cannot write the compile cache {self.root} ({error.strerror}); using {fallback}")
-            return fallback
+            return _prepare(fallback)
+
+
+def _open_sound(root: Path, key: str, stack: ExitStack) -> Entry:
+    """The entry `key` of `root`, checked; `stack` keeps the directory around it open."""
+    with ExitStack() as attempt:
+        around = attempt.enter_context(trust.directory(root))
+        folder = attempt.enter_context(trust.directory(root / layout.FOLDER, around))
+        entry.check(root / layout.FOLDER / key, folder)
+        stack.enter_context(attempt.pop_all())
+    return Entry(root / layout.FOLDER / key, folder)
+
+
+def _prepare(root: Path) -> Path:
+    """The folder of entries under `root`, made if need be. OSError where it cannot be written."""
+    folder = root / layout.FOLDER
+    with suppress(FileExistsError, NotADirectoryError):  # something else is in its place: `directory` tells what
+        trust.make_directory(folder)
+    with trust.directory(root) as around, trust.directory(folder, around), tempfile.TemporaryFile(dir=folder):
+        return folder
+
+
+def _discard(path: Path) -> None:
+    """Take an entry out in one step, then remove its files: nobody sees half of it. The caller holds its lock."""
+    if path.is_dir():
+        aside = tempfile.mkdtemp(prefix=layout.building_prefix(path.name), dir=path.parent)
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _private_root(create: bool) -> Path | None:
-    """A directory under the system's temporary one that only this user can have written: compiled code is run."""
-    root = Path(tempfile.gettempdir()) / f"qflash-{os.getuid()}"
+    """A directory under the system's temporary one that only this user can have written.
+
+    Anyone can make one of that name first. It is then not looked into, and refused when it is needed.
+    """
+    root = Path(tempfile.gettempdir()) / f"qflash-{os.geteuid()}"
     if create:
-        root.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):
+            root.mkdir(mode=0o700)
     try:
         found = root.lstat()
     except OSError:
         return None
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
-    if ours:
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
         return root
     if create:
-        raise PermissionError(f"{root} belongs to someone else or may be written by others; set QFLASH_CACHE_DIR")
+        raise CacheError(f"{root} belongs to someone else or may be written by others; set QFLASH_CACHE_DIR")
     return None
 
 

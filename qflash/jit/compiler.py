@@ -12,14 +12,15 @@ import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from qflash.errors import CompileError
 from qflash.jit import toolchain
-from qflash.jit.cache import Cache
+from qflash.jit.cache import Build, Cache
+from qflash.jit.entry import FACTS
 
 LIBRARY = "kernel.so"
 LOG = "compiler.log"  # the compiler's own words, with ptxas's register and spill counts
-_FACTS = "facts.json"
 
 _FLAGS = (
     "-O3", "-std=c++17", "-shared", "-cudart=static", "-lineinfo",
@@ -49,8 +50,13 @@ class Unit:
 def compile_unit(unit: Unit, cache: Cache | None = None) -> Path:
     """The cache entry of `unit`, compiled if need be."""
     cache = cache or Cache()
+    return cache.get(*recipe(unit, cache))
+
+
+def recipe(unit: Unit, cache: Cache) -> tuple[str, Build]:
+    """What `cache` keeps `unit` under, and the function that compiles it."""
     tools = toolchain.find()
-    return cache.get(key_of(unit, tools), lambda directory: _build(unit, tools, directory, cache))
+    return key_of(unit, tools), lambda directory: _build(unit, tools, directory, cache)
 
 
 def key_of(unit: Unit, tools: toolchain.Toolchain) -> str:
@@ -95,7 +101,8 @@ def command(unit: Unit, tools: toolchain.Toolchain, output: Path) -> list[str]:
     ]
 
 
-def _build(unit: Unit, tools: toolchain.Toolchain, directory: Path, cache: Cache) -> None:
+def _build(unit: Unit, tools: toolchain.Toolchain, directory: Path, cache: Cache) -> dict[str, Any]:
+    """Compile into `directory`; returns what facts.json is to say of it."""
     words = command(unit, tools, directory / LIBRARY)
     _say(f"qflash: compiling {unit.label} for {unit.code} with nvcc {tools.release}, {_expected(unit, cache)}")
     start = time.monotonic()
@@ -105,17 +112,17 @@ def _build(unit: Unit, tools: toolchain.Toolchain, directory: Path, cache: Cache
     if done.returncode != 0:
         raise CompileError(f"nvcc failed ({done.returncode}) on {unit.label}\n{' '.join(words)}\n{output}")
     (directory / LOG).write_text(output)
-    (directory / _FACTS).write_text(json.dumps({"label": unit.label, "seconds": round(seconds, 1)}))
     _say(f"qflash: compiled {unit.label} in {seconds:.1f} s")
+    return {"label": unit.label, "seconds": round(seconds, 1)}
 
 
 def _expected(unit: Unit, cache: Cache) -> str:
     """How long this usually takes, from what the cache remembers of the same kernel."""
     known = []
-    for facts in cache.root.glob(f"{unit.name}-*/{_FACTS}"):
+    for facts in cache.folder.glob(f"{unit.name}-*/{FACTS}"):
         try:
-            known.append(json.loads(facts.read_text())["seconds"])
-        except (OSError, ValueError, KeyError):
+            known.append(float(json.loads(facts.read_text())["seconds"]))
+        except (OSError, ValueError, KeyError, TypeError):
             continue
     return f"usually about {sorted(known)[len(known) // 2]:.0f} s here" if known else "usually 5 to 30 s"
 

@@ -75,7 +75,7 @@ def find() -> Toolchain:
     """The first nvcc that runs, or ToolchainError naming every place that was tried. Remembered for the process."""
     tried = []
     for origin, nvcc, library_dirs in candidates():
-        if not nvcc.is_file():
+        if not os.path.isfile(nvcc):  # Path.is_file raises where a directory may not be searched
             tried.append(f"{origin}: {nvcc} is not there")
         elif (version := _version(nvcc)) is None:
             tried.append(f"{origin}: {nvcc} does not run")

@@ -1,23 +1,17 @@
 """The command line: what a new user types first."""
 
+import io
 import sys
 
 import pytest
-from click.testing import CliRunner
+from rich.console import Console
 
 import qflash
-from qflash import cli, machine
+from qflash import machine
 from qflash.cli import usable
+from qflash.cli.console import bar
 from qflash.dispatch import KERNELS
 from qflash.testing import ContractError, cases
-
-
-@pytest.fixture
-def invoke():
-    def run(*arguments):
-        return CliRunner().invoke(cli.main, arguments)
-
-    return run
 
 
 def test_help_lists_the_commands(invoke):
@@ -41,6 +35,30 @@ def test_doctor_names_every_kernel_and_framework(invoke):
 def test_doctor_says_why_cuda_kernels_cannot_run(invoke, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: ((), "the moon is in the wrong phase"))
     assert "no NVIDIA GPU: the moon is in the wrong phase" in invoke("doctor").output
+
+
+def test_text_is_printed_as_it_is(invoke, monkeypatch):
+    """Brackets are no markup, and colons no emoji."""
+    text = "the GPU [bold]at bay[/bold] 7 is :smile: gone [/]"
+    monkeypatch.setattr(machine, "gpus", lambda: ((), text))
+
+    def find():
+        raise qflash.ToolchainError("get nvcc with pip install 'qflash[cuda]'")
+
+    monkeypatch.setattr("qflash.jit.toolchain.find", find)
+    said = " ".join(invoke("doctor").output.split())
+    assert f"GPU none: {text}" in said
+    assert "get nvcc with pip install 'qflash[cuda]'" in said
+    assert f"no no NVIDIA GPU: {text}; no CUDA compiler: pip install 'qflash[cuda]', or put nvcc on the PATH" in said
+    said = " ".join(invoke("verify", "--kernel", "fa").output.split())
+    assert f"fa cannot run here: no NVIDIA GPU: {text}; no CUDA compiler: pip install 'qflash[cuda]'" in said
+
+
+def test_progress_is_printed_as_it_is():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with bar(console, "timing [bold]all[/bold]", 1) as advance:
+        advance()
+    assert "timing [bold]all[/bold]" in console.file.getvalue()
 
 
 def test_an_old_gpu_is_refused_by_its_compute_capability(monkeypatch):
@@ -80,12 +98,12 @@ def test_verify_counts_what_passed(invoke, two_cases):
 
 def test_verify_fails_loudly(invoke, two_cases, monkeypatch):
     def broken(*arguments):
-        raise ContractError("out is wrong; repro: this line")
+        raise ContractError("out is wrong; repro: this line, q[0]")
 
     monkeypatch.setattr("qflash.testing.check", broken)
     result = invoke("verify", "--kernel", "cpu")
     assert result.exit_code == 1
-    assert "FAILED cpu out is wrong; repro: this line" in result.output
+    assert "FAILED cpu out is wrong; repro: this line, q[0]" in result.output
 
 
 def test_verify_repeats_on_request(invoke, two_cases, monkeypatch):
@@ -122,6 +140,34 @@ def test_bench_refuses_unknown_presets(invoke):
     assert "'nonsense' is no preset; allowed: cpu" in result.output
 
 
+@pytest.mark.parametrize("budget", ["-1", "0", "nan", "inf", "-inf", "soon"])
+def test_bench_refuses_what_is_no_time_span(invoke, budget):
+    result = invoke("bench", "nonsense", "--budget", budget)
+    assert result.exit_code == 2
+    assert f"'{budget}' is no time span; allowed: a number of seconds greater than 0, and finite" in result.output
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+@pytest.mark.parametrize("threads", ["0", "1025", "99999999999"])
+def test_threads_have_a_range(invoke, command, threads):
+    result = invoke(command, "--threads", threads)
+    assert result.exit_code == 2
+    assert f"{threads} is not in the range 1<=x<=1024" in result.output
+
+
+def test_drawings_go_into_a_folder_that_is_there(invoke, tmp_path):
+    result = invoke("roofline", "--out", str(tmp_path / "missing" / "roofline.svg"))
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'missing'} is no directory" in result.output
+
+
+def test_profiles_do_not_go_into_a_file(invoke, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    result = invoke("profile", "--out", str(tmp_path / "file"))
+    assert result.exit_code == 2
+    assert "is a file" in result.output
+
+
 def test_bench_of_a_missing_device_points_to_doctor(invoke, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: ((), "none"))
     result = invoke("bench", "cuda")
@@ -145,21 +191,7 @@ def test_doctor_imports_no_framework():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def cache_dir(tmp_path, monkeypatch):
-    monkeypatch.setenv("QFLASH_CACHE_DIR", str(tmp_path / "kept"))
-    return tmp_path / "kept"
-
-
-def test_cache_is_shown_and_cleared(invoke, cache_dir):
-    (cache_dir / "fa-sm_80-0123").mkdir(parents=True)
-    (cache_dir / "fa-sm_80-0123" / "kernel.so").write_bytes(bytes(1 << 20))
-    assert "1 entries, 1.0 MiB" in invoke("cache").output
-    assert "removed 1 entries" in invoke("cache", "--clear").output
-    assert list(cache_dir.iterdir()) == []
-
-
-def test_build_compiles_what_was_asked_for(invoke, monkeypatch):
+def test_build_compiles_what_was_asked_for(invoke, monkeypatch, cache_dir):
     asked = {}
 
     def build(arches, kernels, progress):

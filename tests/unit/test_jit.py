@@ -7,68 +7,16 @@ import signal
 import stat
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from qflash.errors import CompileError, KernelError, ToolchainError
+from qflash.errors import CacheError, CompileError, KernelError, ToolchainError
 from qflash.jit import cache as caches
 from qflash.jit import load, prebuild, toolchain
 from qflash.jit.cache import Cache
-from qflash.jit.compiler import LIBRARY, LOG, Unit, compile_unit, key_of
-
-# Answers --version, counts its runs, sleeps on demand, and makes a real shared library with the C++ compiler.
-FAKE_NVCC = """\
-#!/bin/sh
-if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0; fi
-echo run >> "$FAKE_LOG"
-sleep "${FAKE_SLEEP:-0}"
-while [ "$1" != -o ]; do shift; done
-grep -q BROKEN "$3" && { echo "error: broken source" >&2; exit 2; }
-echo "ptxas info : Used 32 registers" >&2
-exec g++ -shared -fPIC -x c++ -o "$2" "$3"
-"""
-
-
-@pytest.fixture
-def fake(tmp_path, monkeypatch):
-    """A fake nvcc that is found, an empty cache, and a unit to compile. `runs()` counts compilations."""
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text(FAKE_NVCC)
-    nvcc.chmod(0o755)
-    source = tmp_path / "launch.cu"
-    source.write_text('#include "part.h"\nextern "C" int answer() { return ANSWER; }\n')
-    (tmp_path / "part.h").write_text("#define ANSWER 42\n")
-    log = tmp_path / "runs"
-    monkeypatch.setenv("QFLASH_NVCC", str(nvcc))
-    monkeypatch.setenv("QFLASH_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("FAKE_LOG", str(log))
-    monkeypatch.setenv("QFLASH_QUIET", "1")
-    monkeypatch.setattr(caches.tempfile, "tempdir", str(tmp_path))
-    toolchain.find.cache_clear()
-
-    class Fake:
-        unit = Unit("demo", source, (tmp_path,), (), "90a", "demo (test)")
-        directory = tmp_path
-
-        @staticmethod
-        def runs() -> int:
-            return len(log.read_text().splitlines()) if log.exists() else 0
-
-        @staticmethod
-        def script() -> str:
-            """Python source that compiles the same unit in another process."""
-            return textwrap.dedent(f"""
-                from pathlib import Path
-                from qflash.jit.compiler import Unit, compile_unit
-                here = Path({str(tmp_path)!r})
-                print(compile_unit(Unit("demo", here / "launch.cu", (here,), (), "90a", "demo (test)")))
-            """)
-
-    yield Fake
-    toolchain.find.cache_clear()
+from qflash.jit.compiler import LOG, Unit, compile_unit, key_of
 
 
 def test_compiles_once_and_loads(fake):
@@ -121,7 +69,7 @@ def test_killed_compilation_leaves_the_cache_sound(fake, monkeypatch):
     assert fake.runs() == 1 and Cache().info().entries == 0
     monkeypatch.setenv("FAKE_SLEEP", "0")
     assert load.load(fake.unit).answer() == 42
-    leftovers = [path for path in Cache().root.iterdir() if path.name.startswith("building-")]
+    leftovers = [path for path in Cache().folder.iterdir() if path.name.startswith("building-")]
     assert leftovers == []
 
 
@@ -135,32 +83,32 @@ def test_two_processes_compile_once(fake, monkeypatch):
     assert outputs[0] == outputs[1] and fake.runs() == 1
 
 
-def test_damaged_entry_is_compiled_again(fake):
-    entry = compile_unit(fake.unit)
-    (entry / LIBRARY).write_bytes(b"not a library")
-    assert load.load(fake.unit).answer() == 42
+def test_sound_library_that_does_not_open_is_compiled_once_more(fake):
+    (fake.directory / "part.h").write_text("#define ANSWER missing_function()\nextern int missing_function();\n")
+    with pytest.raises(OSError, match=f"^{compile_unit(fake.unit)}.*missing_function"):
+        load.load(fake.unit)
     assert fake.runs() == 2
 
 
 def test_read_only_cache_serves_what_it_has(fake):
     compile_unit(fake.unit)
-    root = Cache().root
-    _refuse_writes(root)
+    _refuse_writes(Cache())
     try:
         assert load.load(fake.unit).answer() == 42
         assert fake.runs() == 1
     finally:
-        root.chmod(0o755)
+        _allow_writes(Cache())
 
 
 def test_read_only_cache_falls_back_to_a_private_directory(fake, monkeypatch, capfd):
-    root = Cache().root
-    root.mkdir()
-    _refuse_writes(root)
+    cache = Cache()
+    cache.folder.mkdir(parents=True, mode=0o700)
+    cache.root.chmod(0o700)
+    _refuse_writes(cache)
     real = caches.tempfile.TemporaryFile
 
     def refuse(*args, dir=None, **kwargs):  # the superuser may write anywhere, so permission bits do not stop it
-        if Path(dir) == root:
+        if Path(dir) == cache.folder:
             raise PermissionError(13, "Permission denied")
         return real(*args, dir=dir, **kwargs)
 
@@ -169,18 +117,23 @@ def test_read_only_cache_falls_back_to_a_private_directory(fake, monkeypatch, ca
     try:
         entry = compile_unit(fake.unit)
     finally:
-        root.chmod(0o755)
-    assert entry.parent == fake.directory / f"qflash-{os.getuid()}"
-    assert stat.S_IMODE(entry.parent.stat().st_mode) == 0o700
-    assert f"cannot write the compile cache {root}" in capfd.readouterr().err
+        _allow_writes(cache)
+    private = fake.directory / f"qflash-{os.geteuid()}"
+    assert entry.parent.parent == private
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    assert f"cannot write the compile cache {cache.root}" in capfd.readouterr().err
     assert compile_unit(fake.unit) == entry and fake.runs() == 1
+    with pytest.raises(CacheError, match=f"cannot write the compile cache {cache.root}"):
+        cache.require_writable()
 
 
 def test_private_directory_of_someone_else_is_refused(fake):
-    (fake.directory / f"qflash-{os.getuid()}").mkdir()
-    (fake.directory / f"qflash-{os.getuid()}").chmod(0o777)
-    with pytest.raises(PermissionError, match="QFLASH_CACHE_DIR"):
+    private = fake.directory / f"qflash-{os.geteuid()}"
+    private.mkdir()
+    private.chmod(0o777)
+    with pytest.raises(CacheError, match="QFLASH_CACHE_DIR"):
         caches._private_root(create=True)
+    assert caches._private_root(create=False) is None  # whoever made it cannot keep others from their own cache
 
 
 def test_prebuild_reports_progress_and_keeps_order(fake):
@@ -201,21 +154,27 @@ def test_missing_compiler_says_what_to_install(fake, monkeypatch):
     assert "nowhere is not there" in str(caught.value)
 
 
-def test_compiler_from_wheels_is_found(fake, monkeypatch):
+def test_compiler_from_wheels_is_found(fake, fake_nvcc, monkeypatch):
     home = fake.directory / "site" / "nvidia" / "cu13"
     (home / "bin").mkdir(parents=True)
-    (home / "bin" / "nvcc").write_text(FAKE_NVCC)
-    (home / "bin" / "nvcc").chmod(0o755)
+    fake_nvcc.rename(home / "bin" / "nvcc")
     monkeypatch.delenv("QFLASH_NVCC")
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: None if name == "nvcc" else f"/usr/bin/{name}")
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(fake.directory / "site"))
-    monkeypatch.setattr(Path, "is_file", lambda self: os.path.isfile(self) and "/usr/local/cuda" not in str(self))
+    is_file = os.path.isfile
+    monkeypatch.setattr(os.path, "isfile", lambda path: is_file(path) and "/usr/local/cuda" not in str(path))
     toolchain.find.cache_clear()
     found = toolchain.find()
     assert found.origin == "PyPI" and found.library_dirs == (str(home / "lib"),) and found.version == "13.0.88"
 
 
-def _refuse_writes(directory: Path) -> None:
-    directory.chmod(0o555)
+def _refuse_writes(cache: Cache) -> None:
+    cache.root.chmod(0o555)
+    cache.folder.chmod(0o555)
+
+
+def _allow_writes(cache: Cache) -> None:
+    cache.root.chmod(0o700)
+    cache.folder.chmod(0o700)

@@ -1,0 +1,51 @@
+"""What all commands share: errors that people can act on are one line without a traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from qflash.cli import environment
+from qflash.errors import CacheError, CompileError, ToolchainError
+
+
+class Commands(click.Group):
+    """The group of all commands. Errors of qflash that say what to do need no traceback; any other is a bug."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (CacheError, CompileError, ToolchainError) as error:
+            raise click.ClickException(str(error)) from None
+
+
+class KernelCommand(click.Command):
+    """A command that compiles or runs kernels. It does not start with a QFLASH_* variable that qflash cannot use.
+
+    Kernels would refuse it at the first call, or, worse, run otherwise than asked for.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if found := environment.problems():
+            raise click.ClickException("\n".join((*found, "`qflash doctor` shows what qflash finds here.")))
+        return super().invoke(ctx)
+
+
+class Seconds(click.ParamType):
+    """A time span. click.FloatRange would take nan, and inf."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if not 0.0 < seconds < float("inf"):
+            self.fail(f"{value!r} is no time span; allowed: a number of seconds greater than 0, and finite", param, ctx)
+        return seconds
+
+
+# The engine's own limit (kMaxThreads in csrc/cpu/threads.cc).
+THREADS = click.IntRange(1, 1024)

@@ -1,0 +1,27 @@
+"""The lock of one entry: whoever holds it may build, replace or remove the entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from qflash.errors import CacheError
+from qflash.jit.layout import lock_path
+
+
+@contextmanager
+def locked(folder: Path, key: str, timeout: float = -1) -> Iterator[None]:
+    """Hold the lock of `key`. filelock.Timeout after `timeout` seconds; without one, wait."""
+    path = lock_path(folder, key)
+    lock = FileLock(path, timeout=timeout)
+    try:
+        lock.acquire()
+    except IsADirectoryError:
+        raise CacheError(f"{path} is a directory; allowed in its place: a lock file. Remove it") from None
+    try:
+        yield
+    finally:
+        lock.release()
