@@ -51,7 +51,8 @@ def scaled_dot_product_attention(
 
     Served are float32, float16 and bfloat16 with a head_dim of 1 to 256, the same for query, key and value, and
     dropout_p = 0. attn_mask may be None, or a `torch.nn.attention.bias` of causal_upper_left or causal_lower_right.
-    Gradients are served where `qflash.attention` has them: on the CPU.
+    Gradients are served where `qflash.attention` has them: on the CPU. The choice of torch.nn.attention.sdpa_kernel
+    is heeded by PyTorch alone.
 
     What is not served raises NotImplementedError (NoKernelError where no kernel serves the problem), or, with
     fallback=True, is computed by PyTorch. Such calls are counted by the Report of the `replace_sdpa` in place, or by
@@ -62,12 +63,10 @@ def scaled_dot_product_attention(
     that `.transpose(1, 2).reshape(B, T, H * D)` copies nothing. With two or three dimensions it is contiguous, unless
     enable_gqa is set.
     """
-    # With a name of its own, this costs half of what `from qflash.integrations import sdpa_torch` does.
+    # In this form the statement costs half of what `from qflash.integrations import sdpa_torch` does on every call.
     import qflash.integrations.sdpa_torch as sdpa_torch
 
-    return sdpa_torch.attend(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, fallback
-    )  # fmt: skip
+    return sdpa_torch.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, fallback)
 
 
 @contextmanager

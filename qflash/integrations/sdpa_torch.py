@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from qflash import NoKernelError, attention
+from qflash import NoKernelError, attention, explain
 from qflash.integrations import sdpa_limits
 from qflash.integrations.sdpa import Report, totals
 from qflash.integrations.sdpa_limits import Obstacle, short
@@ -170,14 +170,17 @@ def _refusal(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bo
 
     Dynamo cannot catch what an operator raises as it is traced, and no length matters to the choice of a kernel.
     """
-    if device.type == "cuda" and not torch.cuda.is_available():  # traced for a device that is not here
+    if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):  # not known here
         return None
     x = torch.zeros(1, 1, 1, head_dim, device=device, dtype=dtype, requires_grad=wants_grad)
-    try:
-        with torch.set_grad_enabled(wants_grad):
-            attention(x, x, x, causal=masked)
-    except (NoKernelError, NotImplementedError) as error:
-        return _first_words(error)
+    if explain(x, x, x, causal=masked).kernel is None:
+        return "no kernel serves this problem"
+    if wants_grad:  # only a call tells whether the kernel has a backward pass
+        try:
+            with torch.enable_grad():
+                attention(x, x, x, causal=masked)
+        except (NoKernelError, NotImplementedError) as error:
+            return _first_words(error)
     return None
 
 
@@ -223,15 +226,11 @@ def _torch_attention() -> Callable[..., Tensor]:
 # Two functions that stay the same from context to context: a compiled program is guarded by the function it has met.
 
 
-def _strict(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):  # fmt: skip
+def _strict(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False)
 
 
-def _lenient(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):  # fmt: skip
+def _lenient(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, True)
 
 
