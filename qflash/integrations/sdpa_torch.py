@@ -220,7 +220,8 @@ def _count(reason: str | None) -> None:
 
 
 def _torch_attention() -> Callable[..., Tensor]:
-    return functional.scaled_dot_product_attention if _original is None else _original
+    original = _original  # read once: another thread may leave its context meanwhile
+    return functional.scaled_dot_product_attention if original is None else original
 
 
 # Two functions that stay the same from context to context: a compiled program is guarded by the function it has met.
