@@ -3,6 +3,7 @@
 from qflash._native import get_num_threads, set_num_threads
 from qflash.api import Explanation, attention, attention_varlen, explain
 from qflash.errors import CacheError, CompileError, KernelError, NoKernelError, ToolchainError
+from qflash.integrations.sdpa import replace_sdpa, scaled_dot_product_attention
 from qflash.ops.kv import QuantizedKV, quantize_kv
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.quantization import Quantized, dequantize, quantize
@@ -31,7 +32,9 @@ __all__ = [
     "layer_norm",
     "quantize",
     "quantize_kv",
+    "replace_sdpa",
     "rope_tables",
+    "scaled_dot_product_attention",
     "set_num_threads",
     "softmax",
 ]
