@@ -193,6 +193,41 @@ def test_bad_arguments(name, compiled):
         (jax.jit(call) if compiled else call)(*arrays())
 
 
+WORDS = {
+    "causal": (True, lambda x, word: qflash.attention(x, x, x, causal=word)),
+    "scale": (0.5, lambda x, word: qflash.attention(x, x, x, scale=word)),
+    "softcap": (2.0, lambda x, word: qflash.attention(x, x, x, softcap=word)),
+    "window": (3, lambda x, word: qflash.attention(x, x, x, window=(word, 0))),
+    "precision": (1, lambda x, word: qflash.attention(x, x, x, precision=word)),
+    "max_seqlen_k": (9, lambda x, word: qflash.attention_varlen(x[0], x[0], x[0], [0, 9], [0, 9], 9, word)),
+    "eps": (1e-3, lambda x, word: qflash.layer_norm(x, x[0, 0, 0], x[0, 0, 0], eps=word)),
+    "group": (16, lambda x, word: qflash.quantize(x, granularity="group", group=word)),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_that_are_arrays(name):
+    """jit traces every argument that is not static, and a kernel is chosen while it traces."""
+    value, call = WORDS[name]
+    x = arrays()[0]
+    with pytest.raises(TypeError, match=rf"^{name} is traced; allowed: a plain value .* static_argnames='{name}'\)"):
+        jax.jit(call)(x, value)
+    with pytest.raises(TypeError, match=rf"^{name} is a jax\.Array; allowed: a plain value, .* {name}\.tolist\(\)"):
+        call(x, jnp.asarray(value))
+    if name != "precision":
+        jax.jit(call, static_argnums=1)(x, value)
+
+
+def test_a_shape_is_no_array():
+    x = arrays()[0]
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    with pytest.raises(TypeError, match=r"^q is jax\S*\.ShapeDtypeStruct; allowed: jax\.Array$"):
+        qflash.attention(shape, x, x)
+    with pytest.raises(TypeError, match=r"^k is jax\S*\.ShapeDtypeStruct; allowed: jax\.Array, as q is$"):
+        qflash.attention(x, shape, x)
+    assert jax.eval_shape(qflash.attention, shape, shape, shape).shape == x.shape
+
+
 @pytest.mark.parametrize("bad", [(2, 14), (-1, 3)])
 def test_bad_lengths_are_value_errors_when_eager(bad):
     q, k, v = arrays()

@@ -1,6 +1,7 @@
 """JAX arrays, on the CPU or CUDA: one XLA custom call that jit, vmap, grad, scan, remat and shard_map all see through.
 
 __init__      argument checks, and the cached jit every call goes through
+words         refuses words that are arrays
 lengths       lists, NumPy integers and int64 as int32 arrays
 call          what is static about a call
 transforms    vmap and grad
@@ -24,6 +25,7 @@ from qflash.frontends.jax.call import OPTIONAL, Call, call_of
 from qflash.frontends.jax.kernels import arch_of_device, cuda_arch, platform_of
 from qflash.frontends.jax.lengths import as_lengths
 from qflash.frontends.jax.transforms import attend, vary_alike
+from qflash.frontends.jax.words import require_known
 from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
 
@@ -65,7 +67,8 @@ def describe(arrays: dict[str, Any], decides: str = "q") -> dict[str, Array]:
     for name, x in arrays.items():
         if not isinstance(x, jax.Array):
             kind = f"{type(x).__module__}.{type(x).__qualname__}"
-            raise TypeError(f"{_spoken(name)} is {kind}; allowed: jax.Array, as {decides} is")
+            like = "" if name == decides else f", as {decides} is"
+            raise TypeError(f"{_spoken(name)} is {kind}; allowed: jax.Array{like}")
     if traced(arrays.values()):
         default = _default_platform()
         return {name: Array(x.shape, None, x.dtype.name, default) for name, x in arrays.items()}
@@ -98,6 +101,7 @@ def _default_platform() -> str:
 
 
 def _check(arrays: dict[str, Any], options: Options, interleaved: bool, max_seqlens: tuple = ()) -> Problem:
+    require_known({**options._asdict(), **dict(zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=False))})
     described = describe(arrays)
     rope = None
     if "cos" in described:

@@ -25,6 +25,7 @@ from qflash.frontends.jax.derivatives import constant
 from qflash.frontends.jax.kernels import OP, cuda_arch, register
 from qflash.frontends.jax.lengths import as_lengths
 from qflash.frontends.jax.transforms import map_samples, vary_alike
+from qflash.frontends.jax.words import require_known
 from qflash.ops.kv import QuantizedKV
 from qflash.ops.plan import Op, Operand, Plan, prepare
 from qflash.ops.quantization import Quantized
@@ -84,6 +85,7 @@ def scalar(value: float, like: jax.Array) -> jax.Array:
 
 
 def _check(op: Op, named: dict[str, Any], words: Sequence[Any]) -> Plan:
+    require_known(dict(zip(op.words, words, strict=True)))
     return _plan(op, words, describe(named, op.arrays[0]))
 
 
