@@ -250,11 +250,7 @@ def test_the_handler_checks_what_it_is_given():
 BAD = {
     "mixed": (lambda x: qflash.layer_norm(x, np.zeros(8, "f4")), TypeError, "weight is numpy.ndarray; .*as x is"),
     "dtype": (lambda x: qflash.softmax(x.astype(int)), TypeError, "x has dtype int32; allowed: float32"),
-    "scale": (
-        lambda x: qflash.softmax(x, scale=jnp.ones(())),
-        TypeError,
-        "scale is a jax.Array; allowed: a plain value",
-    ),
+    "scale": (lambda x: qflash.softmax(x, scale=jnp.ones(())), TypeError, "scale is a jax.Array; allowed: a plain"),
     "kernel": (lambda x: qflash.softmax(x, kernel="fa"), ValueError, "kernel is 'fa'; allowed: None, '"),
     "shape": (lambda x: qflash.layer_norm(x, x[0, :3]), ValueError, r"weight has shape \[3\]; allowed: \[8\]"),
 }

@@ -145,8 +145,9 @@ QfAttnParams params_of(const Attributes& a, ffi::AnyBuffer q, ffi::AnyBuffer k, 
   if (packed) {
     p.total_q = extent("q's rows", dq[0]);
     p.total_k = extent("k's rows", dk[0]);
-    p.q_len = extent("max_seqlen_q", a.max_seqlen_q);
-    p.k_len = extent("max_seqlen_k", a.max_seqlen_k);
+    // Bounds, which a program with symbolic totals may have above them.
+    p.q_len = std::min<int64_t>(extent("max_seqlen_q", a.max_seqlen_q), p.total_q);
+    p.k_len = std::min<int64_t>(extent("max_seqlen_k", a.max_seqlen_k), p.total_k);
   } else {
     p.batch = extent("q's batch size", dq[0]);
     p.q_len = extent("q's length", dq[1]);

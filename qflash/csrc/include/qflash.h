@@ -51,7 +51,7 @@ typedef struct QfAttnParams {
   int32_t struct_bytes;                                     /* sizeof(QfAttnParams) of the caller */
   int32_t dtype;                                            /* QfDtype of q, k, v, out */
   int32_t precision;                                        /* QfPrecision */
-  int32_t batch, q_len, k_len, q_heads, kv_heads, head_dim; /* packed: q_len, k_len are the longest */
+  int32_t batch, q_len, k_len, q_heads, kv_heads, head_dim; /* packed: q_len, k_len are bounds */
   int32_t window_left, window_right; /* keys seen left/right of the diagonal j = i + len_k - len_q; -1 open.
                                         causal is window_right = 0 */
   float scale;                       /* multiplies q.k */
