@@ -277,7 +277,7 @@ def _sequence(q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int, rope: Ro
 def _unrotate(grads, sequence: _Sequence, rope: Rope | None):
     """Gradients of what was rotated become gradients of the inputs: turn back."""
     dq, dk, dv = grads
-    if sequence.positions_q is None:
+    if rope is None or sequence.positions_q is None or sequence.positions_k is None:
         return dq, dk, dv
     return apply_rope(dq, sequence.positions_q, rope, True), apply_rope(dk, sequence.positions_k, rope, True), dv
 

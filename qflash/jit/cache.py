@@ -104,6 +104,7 @@ class Cache:
                 return self.root
         except OSError as error:
             fallback = _private_root(create=True)
+            assert fallback is not None  # with `create` it raises instead
             _warn_once(f"qflash: cannot write the compile cache {self.root} ({error.strerror}); using {fallback}")
             return fallback
 

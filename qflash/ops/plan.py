@@ -14,6 +14,8 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from qflash import _native, dispatch
 from qflash.planning import entry_of
 from qflash.problem import Array
@@ -139,9 +141,9 @@ def dtype_name(name: str, dtype: Any) -> str:
         return text.removeprefix("torch.")
     try:
         import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
-        import numpy as np
 
-        return np.dtype(dtype).name
+        found: str = np.dtype(dtype).name
+        return found
     except TypeError:
         raise TypeError(f"{name} is {dtype!r}; allowed: a dtype, or its name") from None
 
@@ -175,25 +177,27 @@ def check_number(name: str, value: Any) -> float:
     """A finite number float32 can hold."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {_shown(value)}; allowed: a number")
-    if not math.isfinite(value) or abs(value) > _FLOAT32_MAX:
+    number = float(value)
+    if not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
         raise ValueError(f"{name} is {value}; allowed: a finite number, up to {_FLOAT32_MAX:.3g} either way")
-    return float(value)
+    return number
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
     """An int from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is {_shown(value)}; allowed: an int")
-    if not low <= value <= high:
+    number = int(value)
+    if not low <= number <= high:
         raise ValueError(f"{name} is {value}; allowed: {low} to {high}")
-    return int(value)
+    return number
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
+    """True or False, Python's or NumPy's."""
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {_shown(value)}; allowed: True or False")
-    return value
+    return bool(value)
 
 
 def check_word(name: str, value: Any, allowed: Sequence[str]) -> str:
