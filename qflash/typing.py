@@ -59,9 +59,9 @@ else:
     ArrayT_co = TypeVar("ArrayT_co", bound=FrameworkArray, covariant=True)
 
 # NumPy's scalars are as good as Python's.
-Flag: TypeAlias = "bool | np.bool_"
-Integer: TypeAlias = "int | np.integer[Any]"
-Number: TypeAlias = "float | np.floating[Any] | np.integer[Any]"
+Flag: TypeAlias = bool | np.bool_
+Integer: TypeAlias = int | np.integer[Any]
+Number: TypeAlias = float | np.floating[Any] | np.integer[Any]
 Window: TypeAlias = Sequence[Integer]  # (left, right)
 
 # A dtype's name ("bfloat16"), a scalar type (np.float16, jnp.bfloat16), or a dtype object (torch.bfloat16).
