@@ -18,11 +18,15 @@ __all__ = [
     "FrameworkArray",
     "Granularity",
     "Integer",
+    "JaxArray",
+    "Lengths",
     "Number",
     "NumpyT",
     "Precision",
     "Reduction",
     "Rounding",
+    "TensorT",
+    "TorchTensor",
     "Window",
 ]
 
@@ -39,6 +43,20 @@ class FrameworkArray(Protocol):
     def __len__(self) -> int: ...
 
 
+class TorchTensor(FrameworkArray, Protocol):
+    """torch.Tensor, by what only it has."""
+
+    @property
+    def requires_grad(self) -> bool: ...
+
+
+class JaxArray(FrameworkArray, Protocol):
+    """jax.Array, by what only it has."""
+
+    @property
+    def sharding(self) -> Any: ...
+
+
 class _DTypeObject(Protocol):
     """What numpy.dtype and torch.dtype have in common."""
 
@@ -47,8 +65,10 @@ class _DTypeObject(Protocol):
 
 
 ArrayT = TypeVar("ArrayT", bound=FrameworkArray)
-# NumPy's arrays have their dtype in their type, so results of another dtype need a signature of their own.
-NumpyT = TypeVar("NumpyT", bound="np.ndarray[Any, Any]")
+# For results of another dtype. NumPy's arrays have their dtype in their type, and the others do not; signatures that
+# no array fits two of give an answer for NDArray[Any] as well.
+NumpyT = TypeVar("NumpyT", bound=np.ndarray[Any, Any])
+TensorT = TypeVar("TensorT", bound=TorchTensor | JaxArray)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as _TypeVarWithDefault  # part of every type checker
@@ -63,6 +83,7 @@ Flag: TypeAlias = bool | np.bool_
 Integer: TypeAlias = int | np.integer[Any]
 Number: TypeAlias = float | np.floating[Any] | np.integer[Any]
 Window: TypeAlias = Sequence[Integer]  # (left, right)
+Lengths: TypeAlias = FrameworkArray | Sequence[Integer]  # of sequences, int32
 
 # A dtype's name ("bfloat16"), a scalar type (np.float16, jnp.bfloat16), or a dtype object (torch.bfloat16).
 DType: TypeAlias = str | type[Any] | _DTypeObject

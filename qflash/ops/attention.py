@@ -26,11 +26,12 @@ from qflash.ops.quantization import GRANULARITIES, Quantized
 from qflash.ops.run import run
 from qflash.problem import Array, Options, Problem, check, check_options
 from qflash.spec import DTYPES, PRECISIONS, OpSpec
+from qflash.typing import Flag
 
 _LEAST_KEY_GROUP = 16  # keys of one lane of the CUDA kernel
 
 
-def attention_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: bool) -> Any:
+def attention_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag) -> Any:
     """`qflash.attention` with a Quantized among q, k and v."""
     results = run(ATTENTION_INT8, *call_of(q, k, v, options, kv_lens, rope, return_lse))
     return tuple(results) if return_lse else results[0]
@@ -44,7 +45,7 @@ def spec_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rop
 
 
 def call_of(
-    q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: bool
+    q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arrays and the words of ATTENTION_INT8, from those of `attention`."""
     for name, x in (("q", q), ("k", k)):

@@ -22,11 +22,12 @@ from qflash.ops.quantization import Quantized, tables_of
 from qflash.ops.run import run
 from qflash.problem import Array, Options, RopeArrays, check, check_options
 from qflash.spec import DTYPES, OpSpec
+from qflash.typing import Flag
 
 _ONLY_E4M3 = ("v_scale", "v_lift", "v_wild", "v_mean")
 
 
-def attention_on_kv(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: bool) -> Any:
+def attention_on_kv(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag) -> Any:
     """`qflash.attention` with a QuantizedKV among q, k and v."""
     results = run(ATTENTION_KV, *call_of(q, k, v, options, kv_lens, rope, return_lse))
     return tuple(results) if return_lse else results[0]
@@ -40,7 +41,7 @@ def spec_on_kv(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any
 
 
 def call_of(
-    q: Any, kv: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: bool
+    q: Any, kv: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arrays and the words of ATTENTION_KV, from those of `attention`."""
     for name, x in (("q", q), ("v", v)):

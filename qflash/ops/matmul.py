@@ -27,7 +27,7 @@ from qflash.ops.plan import (
 )
 from qflash.ops.run import run
 from qflash.problem import Array
-from qflash.typing import ArrayT, DType, FrameworkArray, Number
+from qflash.typing import DType, FrameworkArray, Number, TensorT
 
 OUT_DTYPES = ("int32", "float32", "float16", "bfloat16")
 _MOST_K = (2**31 - 1) // 128**2  # beyond, a sum of products may not fit int32
@@ -46,7 +46,7 @@ def int8_matmul(
 ) -> NDArray[Any]: ...
 @overload
 def int8_matmul(
-    a: ArrayT,
+    a: TensorT,
     b: FrameworkArray,
     a_scale: FrameworkArray | Number | None = None,
     b_scale: FrameworkArray | Number | None = None,
@@ -54,7 +54,7 @@ def int8_matmul(
     out_dtype: DType | None = None,
     *,
     kernel: str | None = None,
-) -> ArrayT: ...
+) -> TensorT: ...
 def int8_matmul(
     a: Any,
     b: FrameworkArray,

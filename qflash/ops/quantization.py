@@ -30,7 +30,7 @@ from qflash.ops.run import run
 from qflash.problem import Array
 from qflash.rope import Rope
 from qflash.spec import DTYPES
-from qflash.typing import ArrayT, ArrayT_co, DType, Flag, FrameworkArray, Granularity, Integer, Rounding
+from qflash.typing import ArrayT, ArrayT_co, DType, Flag, FrameworkArray, Granularity, Integer, Rounding, TensorT
 
 GRANULARITIES = ("tensor", "token", "group")
 ROUNDINGS = ("nearest", "stochastic")
@@ -80,7 +80,7 @@ def quantize(
 ) -> Quantized[NDArray[Any]]: ...
 @overload
 def quantize(
-    x: ArrayT,
+    x: TensorT,
     *,
     granularity: Granularity = "tensor",
     group: Integer = 16,
@@ -91,7 +91,7 @@ def quantize(
     rounding: Rounding = "nearest",
     seed: Integer = 0,
     kernel: str | None = None,
-) -> Quantized[ArrayT]: ...
+) -> Quantized[TensorT]: ...
 def quantize(
     x: Any,
     *,
@@ -262,7 +262,7 @@ def _plan_quantize(
     )
 
 
-def tables_of(rope: Rope | None) -> tuple[Any, Any, Any, Any, bool]:
+def tables_of(rope: Rope | None) -> tuple[Any, Any, Any, Any, Flag]:
     """cos, sin, positions_q, positions_k and interleaved of a Rope that was given or was not."""
     if rope is None:
         return None, None, None, None, False

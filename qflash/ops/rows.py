@@ -29,7 +29,7 @@ from qflash.ops.plan import (
 )
 from qflash.ops.run import run
 from qflash.problem import Array
-from qflash.typing import ArrayT, Flag, FrameworkArray, Integer, Number, NumpyT, Reduction
+from qflash.typing import ArrayT, Flag, FrameworkArray, Integer, Number, NumpyT, Reduction, TensorT
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -72,13 +72,13 @@ def layer_norm(
 ) -> tuple[NumpyT, NDArray[np.float32], NDArray[np.float32]]: ...
 @overload
 def layer_norm(
-    x: ArrayT,
+    x: TensorT,
     weight: FrameworkArray | None = None,
     bias: FrameworkArray | None = None,
     *,
     return_stats: Literal[True],
     **words: Unpack[_LayerNormWords],
-) -> tuple[ArrayT, ArrayT, ArrayT]: ...
+) -> tuple[TensorT, TensorT, TensorT]: ...
 @overload
 def layer_norm(
     x: ArrayT,
@@ -126,12 +126,12 @@ def cross_entropy(
 ) -> NDArray[np.float32]: ...
 @overload
 def cross_entropy(
-    logits: ArrayT,
+    logits: TensorT,
     targets: FrameworkArray,
     *,
     return_lse: Literal[False] = False,
     **words: Unpack[_CrossEntropyWords],
-) -> ArrayT: ...
+) -> TensorT: ...
 @overload
 def cross_entropy(
     logits: np.ndarray[Any, Any],
@@ -142,12 +142,12 @@ def cross_entropy(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
 @overload
 def cross_entropy(
-    logits: ArrayT,
+    logits: TensorT,
     targets: FrameworkArray,
     *,
     return_lse: Literal[True],
     **words: Unpack[_CrossEntropyWords],
-) -> tuple[ArrayT, ArrayT]: ...
+) -> tuple[TensorT, TensorT]: ...
 @overload
 def cross_entropy(
     logits: ArrayT, targets: FrameworkArray, *, return_lse: Flag, **words: Unpack[_CrossEntropyWords]

@@ -37,6 +37,12 @@ def uses(x: Half, weight: Half, targets: NDArray[np.int64], q: Half, a: NDArray[
     assert_type(qflash.dequantize(quantized, np.dtype(np.float32)), NDArray[Any])
 
 
+def uses_any_dtype(x: NDArray[Any]) -> None:
+    assert_type(qflash.softmax(x), NDArray[Any])
+    assert_type(qflash.layer_norm(x, return_stats=True), tuple[NDArray[Any], Single, Single])
+    assert_type(qflash.quantize(x), qflash.Quantized[NDArray[Any]])
+
+
 def refused(x: Half, targets: NDArray[np.int64], a: NDArray[np.int8]) -> None:
     qflash.softmax([1.0, 2.0])  # type: ignore[type-var]
     qflash.softmax(x, scale="2")  # type: ignore[arg-type]
@@ -51,4 +57,5 @@ def refused(x: Half, targets: NDArray[np.int64], a: NDArray[np.int8]) -> None:
 
 def run() -> None:
     x = np.ones((4, 8), np.float16)
+    uses_any_dtype(x)
     uses(x, x[0], np.zeros(4, np.int64), np.ones((1, 4, 2, 8), np.float16), np.ones((4, 4), np.int8), True)
