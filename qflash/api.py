@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qflash import dispatch
 from qflash.frontends.choose import frontend_of
@@ -15,9 +17,17 @@ from qflash.ops.quantization import Quantized
 from qflash.problem import CAUSAL, PLAIN, Options, require_flag
 from qflash.rope import Rope
 from qflash.spec import OpSpec, Spec
+from qflash.typing import ArrayT, Flag, FrameworkArray, Integer, Lengths, Number, NumpyT, Precision, TensorT, Window
 
 
-def _options(causal, window, softcap, scale, precision, kernel) -> Options:
+def _options(
+    causal: Flag,
+    window: Window | None,
+    softcap: Number | None,
+    scale: Number | None,
+    precision: Precision | None,
+    kernel: str | None,
+) -> Options:
     """Options(...), without building one for the two commonest calls."""
     if window is None and softcap is None and scale is None and precision is None and kernel is None:
         if causal is True:
@@ -27,19 +37,103 @@ def _options(causal, window, softcap, scale, precision, kernel) -> Options:
     return Options(causal, window, softcap, scale, precision, kernel)
 
 
+class _AttentionWords(TypedDict, total=False):
+    """The keywords of attention and attention_varlen that leave the type of the result alone."""
+
+    causal: Flag
+    window: Window | None
+    kv_lens: Lengths | None
+    softcap: Number | None
+    scale: Number | None
+    rope: Rope | None
+    precision: Precision | None
+    kernel: str | None
+
+
+# What may stand in the places of q, k and v: arrays; Quantized; an array and a QuantizedKV. The result is of the kind,
+# and in NumPy of the dtype, of q, or of v where q is Quantized.
+@overload
+def attention(
+    q: ArrayT,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_AttentionWords],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: Quantized,
+    k: Quantized,
+    v: ArrayT | Quantized[ArrayT],
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_AttentionWords],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: QuantizedKV,
+    v: None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_AttentionWords],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: NumpyT, k: FrameworkArray, v: FrameworkArray, *, return_lse: Literal[True], **words: Unpack[_AttentionWords]
+) -> tuple[NumpyT, NDArray[np.float32]]: ...
+@overload
+def attention(
+    q: TensorT, k: FrameworkArray, v: FrameworkArray, *, return_lse: Literal[True], **words: Unpack[_AttentionWords]
+) -> tuple[TensorT, TensorT]: ...
+@overload
+def attention(
+    q: Quantized,
+    k: Quantized,
+    v: NumpyT | Quantized[NumpyT],
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_AttentionWords],
+) -> tuple[NumpyT, NDArray[np.float32]]: ...
+@overload
+def attention(
+    q: Quantized,
+    k: Quantized,
+    v: TensorT | Quantized[TensorT],
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_AttentionWords],
+) -> tuple[TensorT, TensorT]: ...
+@overload
+def attention(
+    q: ArrayT, k: QuantizedKV, v: None = None, *, return_lse: Literal[True], **words: Unpack[_AttentionWords]
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT, k: FrameworkArray, v: FrameworkArray, *, return_lse: Flag, **words: Unpack[_AttentionWords]
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: Quantized, k: Quantized, v: ArrayT | Quantized[ArrayT], *, return_lse: Flag, **words: Unpack[_AttentionWords]
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT, k: QuantizedKV, v: None = None, *, return_lse: Flag, **words: Unpack[_AttentionWords]
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def attention(
     q: Any,
     k: Any,
     v: Any = None,
     *,
-    causal: bool = False,
-    window: Sequence[int] | None = None,
-    kv_lens: Any = None,
-    softcap: float | None = None,
-    scale: float | None = None,
+    causal: Flag = False,
+    window: Window | None = None,
+    kv_lens: Lengths | None = None,
+    softcap: Number | None = None,
+    scale: Number | None = None,
     rope: Rope | None = None,
-    return_lse: bool = False,
-    precision: str | None = None,
+    return_lse: Flag = False,
+    precision: Precision | None = None,
     kernel: str | None = None,
 ) -> Any:
     """softmax(scale · q kᵀ) v, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
@@ -77,23 +171,75 @@ def attention(
     return frontend_of(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
 
 
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_AttentionWords],
+) -> ArrayT: ...
+@overload
+def attention_varlen(
+    q: NumpyT,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_AttentionWords],
+) -> tuple[NumpyT, NDArray[np.float32]]: ...
+@overload
+def attention_varlen(
+    q: TensorT,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_AttentionWords],
+) -> tuple[TensorT, TensorT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
+    *,
+    return_lse: Flag,
+    **words: Unpack[_AttentionWords],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def attention_varlen(
     q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
     *,
-    causal: bool = False,
-    window: Sequence[int] | None = None,
-    kv_lens: Any = None,
-    softcap: float | None = None,
-    scale: float | None = None,
+    causal: Flag = False,
+    window: Window | None = None,
+    kv_lens: Lengths | None = None,
+    softcap: Number | None = None,
+    scale: Number | None = None,
     rope: Rope | None = None,
-    return_lse: bool = False,
-    precision: str | None = None,
+    return_lse: Flag = False,
+    precision: Precision | None = None,
     kernel: str | None = None,
 ) -> Any:
     """`attention` over sequences of different lengths packed one after another.
@@ -127,18 +273,28 @@ class Explanation:
         return "\n".join([title, dispatch.table(self.rows), *(f"note: {note}" for note in self.notes)])
 
 
+@overload
+def explain(
+    q: FrameworkArray, k: FrameworkArray, v: FrameworkArray, **words: Unpack[_AttentionWords]
+) -> Explanation: ...
+@overload
+def explain(
+    q: Quantized, k: Quantized, v: FrameworkArray | Quantized, **words: Unpack[_AttentionWords]
+) -> Explanation: ...
+@overload
+def explain(q: FrameworkArray, k: QuantizedKV, v: None = None, **words: Unpack[_AttentionWords]) -> Explanation: ...
 def explain(
     q: Any,
     k: Any,
     v: Any = None,
     *,
-    causal: bool = False,
-    window: Sequence[int] | None = None,
-    kv_lens: Any = None,
-    softcap: float | None = None,
-    scale: float | None = None,
+    causal: Flag = False,
+    window: Window | None = None,
+    kv_lens: Lengths | None = None,
+    softcap: Number | None = None,
+    scale: Number | None = None,
     rope: Rope | None = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
     kernel: str | None = None,
 ) -> Explanation:
     """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing.

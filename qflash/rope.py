@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Generic
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qflash.problem import require_flag
+from qflash.typing import ArrayT_co, Flag, Integer, Number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rope:
+class Rope(Generic[ArrayT_co]):
     """Rotary embedding that `attention` applies to q and k while it loads them.
 
     cos, sin: `[positions, rotary_dim / 2]`, of the same framework and device as q. Channels from `rotary_dim` on
@@ -23,11 +25,11 @@ class Rope:
     position turns backwards.
     """
 
-    cos: Any
-    sin: Any
-    interleaved: bool = False
-    positions_q: Any = None
-    positions_k: Any = None
+    cos: ArrayT_co
+    sin: ArrayT_co
+    interleaved: Flag = False
+    positions_q: ArrayT_co | None = None
+    positions_k: ArrayT_co | None = None
 
     def __post_init__(self) -> None:
         require_flag("interleaved", self.interleaved)
@@ -36,7 +38,9 @@ class Rope:
             import qflash.frontends.jax  # noqa: F401
 
 
-def rope_tables(positions: int, rotary_dim: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
+def rope_tables(
+    positions: Integer, rotary_dim: Integer, base: Number = 10000.0
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The usual tables (cos, sin), float32 `[positions, rotary_dim / 2]`: angle position · base^(-2p/rotary_dim)."""
     for name, value in (("positions", positions), ("rotary_dim", rotary_dim)):
         if isinstance(value, bool) or not isinstance(value, Integral):
