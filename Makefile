@@ -66,11 +66,11 @@ fmt: $(ENVIRONMENT) ## format Python and C++
 	$(PY) -m ruff check --fix .
 	$(dir $(shell $(PY) -c "import sys; print(sys.executable)"))clang-format -i $(CPP_FILES)
 
-lint: $(ENVIRONMENT) ## check style of Python and C++
+lint: $(ENVIRONMENT) ## check style of Python and C++, and types of Python
 	@$(PY) tools/lint.py $(CPP_FILES)
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) bin build dist .cache .pytest_cache .ruff_cache .hypothesis qflash/_native*.so
+	rm -rf $(VENV) bin build dist .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis qflash/_native*.so
 
 $(VENV)/.complete: pyproject.toml tools/environment.py
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \

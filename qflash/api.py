@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qflash import dispatch
 from qflash.frontends.choose import frontend_of
@@ -15,13 +17,33 @@ from qflash.ops.quantization import Quantized
 from qflash.problem import CAUSAL, PLAIN, Options
 from qflash.rope import Rope
 from qflash.spec import OpSpec, Spec
+from qflash.typing import (
+    ArrayT,
+    Flag,
+    FrameworkArray,
+    Integer,
+    Layout,
+    Lengths,
+    Number,
+    NumpyT,
+    Precision,
+    TensorT,
+    Window,
+)
 from qflash.words import check_flag, check_word
 
 LAYOUTS = ("bthd", "bhtd")
 _MANY_HEADS = 128  # more of them than tokens is rather a mix-up than a model
 
 
-def _options(causal, window, softcap, scale, precision, kernel) -> Options:
+def _options(
+    causal: Flag,
+    window: Window | None,
+    softcap: Number | None,
+    scale: Number | None,
+    precision: Precision | None,
+    kernel: str | None,
+) -> Options:
     """Options(...), without building one for the two commonest calls."""
     if window is None and softcap is None and scale is None and precision is None and kernel is None:
         if causal is True:
@@ -31,21 +53,122 @@ def _options(causal, window, softcap, scale, precision, kernel) -> Options:
     return Options(causal, window, softcap, scale, precision, kernel)
 
 
+class _SharedWords(TypedDict, total=False):
+    """The keywords of attention and attention_varlen that leave the type of the result alone."""
+
+    causal: Flag
+    window: Window | None
+    kv_lens: Lengths | None
+    softcap: Number | None
+    scale: Number | None
+    rope: Rope | None
+    precision: Precision | None
+    kernel: str | None
+
+
+class _AttentionWords(_SharedWords, total=False):
+    layout: Layout
+
+
+class _PackedWords(TypedDict, total=False):
+    """What attention_varlen has and attention has not, for explain."""
+
+    cu_seqlens_q: Lengths | None
+    cu_seqlens_k: Lengths | None
+    max_seqlen_q: Integer | None
+    max_seqlen_k: Integer | None
+
+
+class _ExplainWords(_AttentionWords, _PackedWords, total=False):
+    pass
+
+
+# What may stand in the places of q, k and v: arrays; Quantized; an array and a QuantizedKV. The result is of the kind,
+# and in NumPy of the dtype, of q, or of v where q is Quantized.
+@overload
+def attention(
+    q: ArrayT,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_AttentionWords],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: Quantized,
+    k: Quantized,
+    v: ArrayT | Quantized[ArrayT],
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_AttentionWords],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: QuantizedKV,
+    v: None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_AttentionWords],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: NumpyT, k: FrameworkArray, v: FrameworkArray, *, return_lse: Literal[True], **words: Unpack[_AttentionWords]
+) -> tuple[NumpyT, NDArray[np.float32]]: ...
+@overload
+def attention(
+    q: TensorT, k: FrameworkArray, v: FrameworkArray, *, return_lse: Literal[True], **words: Unpack[_AttentionWords]
+) -> tuple[TensorT, TensorT]: ...
+@overload
+def attention(
+    q: Quantized,
+    k: Quantized,
+    v: NumpyT | Quantized[NumpyT],
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_AttentionWords],
+) -> tuple[NumpyT, NDArray[np.float32]]: ...
+@overload
+def attention(
+    q: Quantized,
+    k: Quantized,
+    v: TensorT | Quantized[TensorT],
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_AttentionWords],
+) -> tuple[TensorT, TensorT]: ...
+@overload
+def attention(
+    q: ArrayT, k: QuantizedKV, v: None = None, *, return_lse: Literal[True], **words: Unpack[_AttentionWords]
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT, k: FrameworkArray, v: FrameworkArray, *, return_lse: Flag, **words: Unpack[_AttentionWords]
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: Quantized, k: Quantized, v: ArrayT | Quantized[ArrayT], *, return_lse: Flag, **words: Unpack[_AttentionWords]
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+@overload
+def attention(
+    q: ArrayT, k: QuantizedKV, v: None = None, *, return_lse: Flag, **words: Unpack[_AttentionWords]
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def attention(
     q: Any,
     k: Any,
     v: Any = None,
     *,
-    causal: bool = False,
-    window: Sequence[int] | None = None,
-    kv_lens: Any = None,
-    softcap: float | None = None,
-    scale: float | None = None,
+    causal: Flag = False,
+    window: Window | None = None,
+    kv_lens: Lengths | None = None,
+    softcap: Number | None = None,
+    scale: Number | None = None,
     rope: Rope | None = None,
-    return_lse: bool = False,
-    precision: str | None = None,
+    return_lse: Flag = False,
+    precision: Precision | None = None,
     kernel: str | None = None,
-    layout: str = "bthd",
+    layout: Layout = "bthd",
 ) -> Any:
     """softmax(scale · q kᵀ) v, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
@@ -78,7 +201,7 @@ def attention(
     check_flag("return_lse", return_lse)
     if layout != "bthd":
         q, k, v = _with_length_first(layout, q, k, v)
-        result = attention(q, k, v, **options._asdict(), kv_lens=kv_lens, rope=rope, return_lse=return_lse)
+        result: Any = attention(q, k, v, **options._asdict(), kv_lens=kv_lens, rope=rope, return_lse=return_lse)
         return (result[0].swapaxes(1, 2), result[1]) if return_lse else result.swapaxes(1, 2)
     kinds = (type(q), type(k), type(v))
     if QuantizedKV in kinds:
@@ -102,23 +225,75 @@ def _with_length_first(layout: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, A
     return swapped[0], swapped[1], swapped[2]
 
 
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_SharedWords],
+) -> ArrayT: ...
+@overload
+def attention_varlen(
+    q: NumpyT,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_SharedWords],
+) -> tuple[NumpyT, NDArray[np.float32]]: ...
+@overload
+def attention_varlen(
+    q: TensorT,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_SharedWords],
+) -> tuple[TensorT, TensorT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
+    *,
+    return_lse: Flag,
+    **words: Unpack[_SharedWords],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def attention_varlen(
     q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    k: FrameworkArray,
+    v: FrameworkArray,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
     *,
-    causal: bool = False,
-    window: Sequence[int] | None = None,
-    kv_lens: Any = None,
-    softcap: float | None = None,
-    scale: float | None = None,
+    causal: Flag = False,
+    window: Window | None = None,
+    kv_lens: Lengths | None = None,
+    softcap: Number | None = None,
+    scale: Number | None = None,
     rope: Rope | None = None,
-    return_lse: bool = False,
-    precision: str | None = None,
+    return_lse: Flag = False,
+    precision: Precision | None = None,
     kernel: str | None = None,
 ) -> Any:
     """`attention` over sequences of different lengths packed one after another.
@@ -152,24 +327,32 @@ class Explanation:
         return "\n".join([title, dispatch.table(self.rows), *(f"note: {note}" for note in self.notes)])
 
 
+@overload
+def explain(q: FrameworkArray, k: FrameworkArray, v: FrameworkArray, **words: Unpack[_ExplainWords]) -> Explanation: ...
+@overload
+def explain(
+    q: Quantized, k: Quantized, v: FrameworkArray | Quantized, **words: Unpack[_AttentionWords]
+) -> Explanation: ...
+@overload
+def explain(q: FrameworkArray, k: QuantizedKV, v: None = None, **words: Unpack[_AttentionWords]) -> Explanation: ...
 def explain(
     q: Any,
     k: Any,
     v: Any = None,
     *,
-    causal: bool = False,
-    window: Sequence[int] | None = None,
-    kv_lens: Any = None,
-    softcap: float | None = None,
-    scale: float | None = None,
+    causal: Flag = False,
+    window: Window | None = None,
+    kv_lens: Lengths | None = None,
+    softcap: Number | None = None,
+    scale: Number | None = None,
     rope: Rope | None = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
     kernel: str | None = None,
-    layout: str = "bthd",
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    layout: Layout = "bthd",
+    cu_seqlens_q: Lengths | None = None,
+    cu_seqlens_k: Lengths | None = None,
+    max_seqlen_q: Integer | None = None,
+    max_seqlen_k: Integer | None = None,
 ) -> Explanation:
     """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing.
 
@@ -213,7 +396,7 @@ def explain(
     return Explanation(chosen, spec, rows, tuple(notes))
 
 
-def _packed_words(*words: Any) -> tuple:
+def _packed_words(*words: Any) -> tuple[Any, ...]:
     """What `attention_varlen` has beside `attention`: all of it, or nothing."""
     given = [word is not None for word in words]
     if not any(given):

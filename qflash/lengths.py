@@ -35,7 +35,7 @@ def lengths(name: str, value: Any) -> np.ndarray:
 def _require_int32(name: str, x: Any) -> None:
     if isinstance(x, (bool, np.bool_)) or not isinstance(x, Integral):
         raise TypeError(f"{name} contains {x!r}; allowed: ints")
-    if not _INT32.min <= x <= _INT32.max:
+    if not _INT32.min <= int(x) <= _INT32.max:
         raise ValueError(f"{name} contains {x}; allowed: what int32 holds, {_INT32.min} to {_INT32.max}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,7 +19,7 @@ class Prepared:
     problem: Problem
     kernel: dispatch.Kernel
     entry: Entry
-    call: _native.AttnCall | _native.AttnBwdCall
+    call: Callable[..., None]  # an AttnCall, or an AttnBwdCall with its further addresses
     workspace_bytes: int = 0
 
 

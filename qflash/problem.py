@@ -9,12 +9,12 @@ not synchronise to find out, writes NaN into every row of a sequence whose descr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
 from qflash.spec import DTYPES, PRECISIONS, Spec
+from qflash.typing import Flag, Number, Precision, Window
 from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, shown
 
 MAX_HEAD_DIM = 256
@@ -39,7 +39,7 @@ class RopeArrays:
 
     cos: Array
     sin: Array
-    interleaved: bool
+    interleaved: Flag
     positions_q: Array | None = None
     positions_k: Array | None = None
 
@@ -47,14 +47,14 @@ class RopeArrays:
 class Options(NamedTuple):
     """The user's words, unchecked. A tuple, because every call builds one and may hash it."""
 
-    causal: bool = False
-    window: Sequence[int] | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    precision: str | None = None
+    causal: Flag = False
+    window: Window | None = None
+    softcap: Number | None = None
+    scale: Number | None = None
+    precision: Precision | None = None
     kernel: str | None = None
 
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         """For a cache of plans. With types, because True == 1.0 is one key to a dict and an error to `check`."""
         if self is PLAIN or self is CAUSAL:
             return self
@@ -213,8 +213,8 @@ def check_packed(
 
 def _longest(name: str, bound: Any, total: int) -> int:
     """How long a sequence may be: `bound`, but none is longer than all of them together."""
-    bound = check_int(name, bound, 0, INT32_MAX)
-    return min(bound, total) if isinstance(total, int) else bound  # a symbolic total gets no guard here
+    longest = check_int(name, bound, 0, INT32_MAX)
+    return min(longest, total) if isinstance(total, int) else longest  # a symbolic total gets no guard here
 
 
 def _check_alike(q: Array, k: Array, v: Array) -> None:
@@ -251,16 +251,17 @@ def _check_heads(q_heads: int, kv_heads: int, head_dim: int) -> None:
 def _strides(name: str, array: Array) -> tuple[int, int, int]:
     """(batch, length, head) strides in elements; packed arrays get batch stride 0."""
     if array.strides is None or 0 in array.shape:  # strides of an empty array mean nothing
-        step, strides = 1, []
+        step, from_last = 1, []
         for extent in reversed(array.shape):
-            strides.append(step)
+            from_last.append(step)
             step *= extent
-        strides = tuple(reversed(strides))
+        strides = tuple(reversed(from_last))
     else:
         strides = array.strides
         if strides[-1] != 1 and array.shape[-1] > 1:
             raise ValueError(f"{name} has stride {strides[-1]} in its last dimension; allowed: 1 (contiguous head_dim)")
-    return (0, *strides[:-1]) if len(strides) == 3 else strides[:-1]
+    batch, length, head = (0, *strides[:-1]) if len(strides) == 3 else strides[:-1]
+    return batch, length, head
 
 
 def _check_index(name: str, array: Array, shapes: tuple[tuple[int, ...], ...], device: str) -> None:
@@ -332,6 +333,7 @@ def _with_rope(
     q_shapes: tuple[tuple[int, ...], ...],
     k_shapes: tuple[tuple[int, ...], ...],
 ) -> Problem:
+    array: Array | None
     for name, array in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
         if array.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {array.dtype}; allowed: {', '.join(DTYPES)}")
@@ -347,7 +349,8 @@ def _with_rope(
         raise ValueError(
             f"rope.cos has {half} columns; allowed: at most head_dim / 2 = {problem.head_dim / 2:g}{advice}"
         )
-    strides, lengths = [], []
+    strides: list[int | None] = []
+    lengths: list[int] = []
     for name, array, shapes, reach in (
         ("rope.positions_q", rope.positions_q, q_shapes, (problem.q_len, problem.k_len)),
         ("rope.positions_k", rope.positions_k, k_shapes, (problem.k_len,)),

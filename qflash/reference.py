@@ -269,15 +269,15 @@ def _sequence(q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int, rope: Ro
     q, k, v = (np.asarray(x, np.float64) for x in (q, k[:length], v[:length]))
     if rope is None or length == 0:  # with no keys a query has nothing to be turned against
         return _Sequence(q, k, v, None, None)
-    positions_q = np.arange(len(q)) + (length - len(q)) if rope.positions_q is None else rope.positions_q
-    positions_k = np.arange(length) if rope.positions_k is None else rope.positions_k[:length]
+    positions_q = np.arange(len(q)) + (length - len(q)) if rope.positions_q is None else np.asarray(rope.positions_q)
+    positions_k = np.arange(length) if rope.positions_k is None else np.asarray(rope.positions_k)[:length]
     return _Sequence(apply_rope(q, positions_q, rope), apply_rope(k, positions_k, rope), v, positions_q, positions_k)
 
 
 def _unrotate(grads, sequence: _Sequence, rope: Rope | None):
     """Gradients of what was rotated become gradients of the inputs: turn back."""
     dq, dk, dv = grads
-    if sequence.positions_q is None:
+    if rope is None or sequence.positions_q is None or sequence.positions_k is None:
         return dq, dk, dv
     return apply_rope(dq, sequence.positions_q, rope, True), apply_rope(dk, sequence.positions_k, rope, True), dv
 
@@ -296,8 +296,8 @@ def _rope_of(rope: Rope | None, b: int) -> Rope | None:
 def _rope_of_packed(rope: Rope | None, rows: slice, keys: slice) -> Rope | None:
     if rope is None:
         return None
-    positions_q = None if rope.positions_q is None else rope.positions_q[rows]
-    positions_k = None if rope.positions_k is None else rope.positions_k[keys]
+    positions_q = None if rope.positions_q is None else np.asarray(rope.positions_q)[rows]
+    positions_k = None if rope.positions_k is None else np.asarray(rope.positions_k)[keys]
     return Rope(rope.cos, rope.sin, rope.interleaved, positions_q, positions_k)
 
 

@@ -111,8 +111,8 @@ def by_packed_sequence(
 
 def positions_of(rope: Rope, len_q: int, len_k: int) -> tuple[np.ndarray, np.ndarray]:
     """Where the queries and the keys of one sequence stand."""
-    positions_q = np.arange(len_q) + (len_k - len_q) if rope.positions_q is None else rope.positions_q
-    positions_k = np.arange(len_k) if rope.positions_k is None else rope.positions_k[:len_k]
+    positions_q = np.arange(len_q) + (len_k - len_q) if rope.positions_q is None else np.asarray(rope.positions_q)
+    positions_k = np.arange(len_k) if rope.positions_k is None else np.asarray(rope.positions_k)[:len_k]
     return positions_q, positions_k
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
+from numpy.typing import NDArray
 
+from qflash.typing import ArrayT_co, Flag, Integer, Lengths, Number
 from qflash.words import check_flag
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rope:
+class Rope(Generic[ArrayT_co]):
     """Rotary embedding that `attention` applies to q and k while it loads them.
 
     cos, sin: `[positions, rotary_dim / 2]`, of the same framework and device as q. Channels from `rotary_dim` on
@@ -23,11 +25,11 @@ class Rope:
     position rotates backwards. Contiguous float32 tables are read as they are; others are converted in every call.
     """
 
-    cos: Any
-    sin: Any
-    interleaved: bool = False
-    positions_q: Any = None
-    positions_k: Any = None
+    cos: ArrayT_co
+    sin: ArrayT_co
+    interleaved: Flag = False
+    positions_q: Lengths | None = None
+    positions_k: Lengths | None = None
 
     def __post_init__(self) -> None:
         check_flag("interleaved", self.interleaved)
@@ -36,7 +38,7 @@ class Rope:
             import qflash.frontends.jax  # noqa: F401
 
     @classmethod
-    def from_hf(cls, cos: Any, sin: Any, *, interleaved: bool = False) -> Rope:
+    def from_hf(cls, cos: Any, sin: Any, *, interleaved: Flag = False) -> Rope[Any]:
         """The Rope of tables as Hugging Face models make them, `[positions, rotary_dim]` or with a batch of 1 before.
 
         They have every angle twice: side by side with `interleaved`, else in the second half again, as Llama does.
@@ -55,10 +57,12 @@ class Rope:
             if shape[-1] < 2 or shape[-1] % 2:
                 raise ValueError(f"{name} has {shape[-1]} columns; allowed: an even number, each angle twice")
             halves.append(table[:, ::2] if interleaved else table[:, : shape[-1] // 2])
-        return cls(*halves, interleaved=interleaved)
+        return cls(halves[0], halves[1], interleaved)
 
 
-def rope_tables(positions: int, rotary_dim: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
+def rope_tables(
+    positions: Integer, rotary_dim: Integer, base: Number = 10000.0
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The usual tables (cos, sin), float32 `[positions, rotary_dim / 2]`: angle position · base^(-2p/rotary_dim)."""
     for name, value in (("positions", positions), ("rotary_dim", rotary_dim)):
         if isinstance(value, bool) or not isinstance(value, Integral):

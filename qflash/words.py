@@ -56,7 +56,7 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
     """An int from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is {shown(value)}; allowed: an int")
-    if not low <= value <= high:
+    if not low <= int(value) <= high:
         raise ValueError(f"{name} is {shown(value)}; allowed: {low} to {high}")
     return int(value)
 

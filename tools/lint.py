@@ -1,7 +1,7 @@
-"""Style checks: ruff on Python, clang-format on the C++ and CUDA files given.
+"""Style and types: ruff and mypy on Python, clang-format on the C++ and CUDA files given.
 
-Both are pinned in pyproject.toml, because releases differ in what they call formatted. A tool that is missing, or of
-another release, is named and skipped.
+All are pinned in pyproject.toml, because releases differ in what they call formatted or correctly typed. A tool that is
+missing, or of another release, is named and skipped.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ def main(cpp_files: list[str]) -> int:
     ruff = find("ruff")
     if ruff:
         checks += [[ruff, "check", "--quiet", "."], [ruff, "format", "--check", "--quiet", "."]]
+    mypy = find("mypy")
+    if mypy:  # pyproject.toml says which files, and how strictly
+        checks.append([mypy, "--python-executable", sys.executable, "--no-error-summary"])
     clang_format = find("clang-format")
     if clang_format and cpp_files:
         checks.append([clang_format, "--dry-run", "-Werror", *cpp_files])
     failed = [check for check in checks if subprocess.run(check, cwd=ROOT).returncode]
     if failed:
-        print("lint: failed; `make fmt` mends most of it")
+        print("lint: failed; `make fmt` mends most of the style, types are mended by hand")
     return int(bool(failed))
 
 

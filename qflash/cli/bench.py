@@ -6,6 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import click
 from rich.console import Console
@@ -39,7 +40,7 @@ def devices() -> list[str]:
     return sorted({entry.kernel.device for entry in entries if not entry.why_not})
 
 
-def table_of(rows: list[dict], title: str) -> Table:
+def table_of(rows: list[dict[str, Any]], title: str) -> Table:
     """Rows as the table users see: qflash in bold, a rule between problems."""
     table = Table(title=title)
     report = load("report")
@@ -59,13 +60,13 @@ def table_of(rows: list[dict], title: str) -> Table:
     return table
 
 
-def measure(console: Console, preset, **options) -> list[dict]:
+def measure(console: Console, preset: Any, **options: Any) -> list[dict[str, Any]]:
     """Rows of a preset, with progress."""
     parts = load("run").measure(preset, on_skip=lambda text: console.print(f"left out: {text}"), **options)
     return [row for part in track(console, f"timing {preset.title}", parts, len(preset.cases)) for row in part]
 
 
-def write(console: Console, name: str, rows: list[dict]) -> None:
+def write(console: Console, name: str, rows: list[dict[str, Any]]) -> None:
     """Rows and their plot into bench/results/<machine>/."""
     store, plot = load("rows"), load("plot")
     path = store.RESULTS / rows[0]["machine"] / f"{name}.jsonl"

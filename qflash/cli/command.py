@@ -32,7 +32,7 @@ class KernelCommand(click.Command):
         return super().invoke(ctx)
 
 
-class Seconds(click.ParamType):
+class Seconds(click.types.FloatParamType):
     """A time span. click.FloatRange would take nan, and inf."""
 
     name = "seconds"

@@ -15,9 +15,10 @@ LOG_WIDTH = 132  # tables keep their shape where no terminal says how wide it is
 
 def make_console() -> Console:
     """A console that prints text as it is: "qflash[cuda]" is no markup. Colours come with rich.text.Text."""
-    plain = {"highlight": False, "markup": False, "emoji": False}
-    console = Console(**plain)
-    return console if console.is_terminal else Console(**plain, width=LOG_WIDTH)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    return console
 
 
 @contextmanager

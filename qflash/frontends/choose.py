@@ -41,23 +41,31 @@ def _is_traced(kind: type) -> bool:
 def _find(kind: type) -> ModuleType:
     package = _package(kind, "q")
     if package == "torch":
-        from qflash.frontends import torch as frontend
-    elif package == "numpy":
-        from qflash.frontends import numpy as frontend
-    else:
-        from qflash.frontends import jax as frontend
-    return frontend
+        from qflash.frontends import torch
+
+        return torch
+    if package == "numpy":
+        from qflash.frontends import numpy
+
+        return numpy
+    from qflash.frontends import jax
+
+    return jax
 
 
 def _find_op(kind: type, argument: str) -> ModuleType:
     package = _package(kind, argument)
     if package == "torch":
-        from qflash.frontends import torch_op_library as frontend
-    elif package == "numpy":
-        from qflash.frontends import numpy_ops as frontend
-    else:
-        from qflash.frontends.jax import ops as frontend
-    return frontend
+        from qflash.frontends import torch_op_library
+
+        return torch_op_library
+    if package == "numpy":
+        from qflash.frontends import numpy_ops
+
+        return numpy_ops
+    from qflash.frontends.jax import ops
+
+    return ops
 
 
 def _package(kind: type, argument: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
@@ -77,18 +78,17 @@ def _with_extras(
         )
         extras += [rope.cos, rope.sin, positions_q, positions_k]
     if packed:
-        cu_q, cu_k = (
-            _required_index(name, x) for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=False)
-        )
+        cu_q, cu_k, longest_q, longest_k = packed
+        cu_q, cu_k = _required_index("cu_seqlens_q", cu_q), _required_index("cu_seqlens_k", cu_k)
         extras[1:3] = cu_q, cu_k
         cu_seqlens = describe("cu_seqlens_q", cu_q), describe("cu_seqlens_k", cu_k)
-        problem = check_packed(*arrays, *cu_seqlens, *packed[2:], options, lens, tables)
+        problem = check_packed(*arrays, *cu_seqlens, longest_q, longest_k, options, lens, tables)
     else:
         problem = check(*arrays, options, lens, tables)
     return problem, _Extras(*extras)
 
 
-def _required_index(name: str, x: Any) -> np.ndarray:
+def _required_index(name: str, x: Any) -> np.ndarray | None:
     if x is None:
         raise TypeError(f"{name} is None; allowed: ints, as an array or a list")
     return index(name, x)
@@ -152,7 +152,7 @@ def _run(prepared: Prepared, q, k, v, return_lse: bool, extras: _Extras | None =
     if return_lse:
         rows = (problem.q_heads, problem.total_q) if problem.packed else (problem.batch, problem.q_heads, problem.q_len)
         lse = np.empty(rows, np.float32)
-    addresses = _NO_ADDRESSES
+    addresses: Sequence[int] = _NO_ADDRESSES
     if extras is not None:
         dtypes = (np.float32 if name in ("cos", "sin") else np.int32 for name in _Extras._fields)
         # Named, so that converted copies outlive the call.

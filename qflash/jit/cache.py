@@ -114,7 +114,7 @@ class Cache:
 
     def _find(self, key: str, stack: ExitStack) -> tuple[Entry | None, list[str]]:
         """(the first sound entry, kept open by `stack`; what is wrong with those before it)."""
-        damage = []
+        damage: list[str] = []
         for root in self._roots():
             try:
                 return _open_sound(root, key, stack), damage
@@ -152,6 +152,7 @@ class Cache:
             return _prepare(self.root)
         except OSError as error:
             fallback = _private_root(create=True)
+            assert fallback is not None  # with `create` it raises instead
             _warn_once(f"qflash: cannot write the compile cache {self.root} ({error.strerror}); using {fallback}")
             return _prepare(fallback)
 

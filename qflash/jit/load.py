@@ -39,4 +39,4 @@ def address(library: ctypes.CDLL, symbol: str) -> int:
         function = getattr(library, symbol)
     except AttributeError:
         raise KernelError(f"the compiled library {library._name} has no function {symbol}") from None
-    return ctypes.cast(function, ctypes.c_void_p).value
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

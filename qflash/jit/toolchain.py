@@ -46,9 +46,9 @@ def candidates() -> Iterator[tuple[str, Path, tuple[str, ...]]]:
         if home := os.environ.get(variable):
             yield variable, Path(home) / "bin" / "nvcc", ()
     yield "/usr/local/cuda", Path("/usr/local/cuda/bin/nvcc"), ()
-    for home in _wheel_homes():
+    for unpacked in _wheel_homes():
         # nvcc 13.0's own profile points at a directory layout that the wheels do not have.
-        yield "PyPI", home / "bin" / "nvcc", (str(home / "lib"),)
+        yield "PyPI", unpacked / "bin" / "nvcc", (str(unpacked / "lib"),)
 
 
 def _wheel_homes() -> Iterator[Path]:

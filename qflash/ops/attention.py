@@ -13,12 +13,13 @@ from qflash.ops.quantization import GRANULARITIES, Quantized
 from qflash.ops.run import run
 from qflash.problem import Array, Options, Problem, check, check_options
 from qflash.spec import DTYPES, PRECISIONS, OpSpec
+from qflash.typing import Flag
 from qflash.words import INT32_MAX, check_int, check_word
 
 _LEAST_KEY_GROUP = 16  # keys of one lane of the CUDA kernel
 
 
-def attention_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: bool) -> Any:
+def attention_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag) -> Any:
     """`qflash.attention` with a Quantized among q, k and v."""
     results = run(ATTENTION_INT8, *call_of(q, k, v, options, kv_lens, rope, return_lse))
     return tuple(results) if return_lse else results[0]
@@ -27,11 +28,12 @@ def attention_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any
 def spec_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any) -> OpSpec:
     """What selects its kernel, for `qflash.explain`."""
     arrays, words = call_of(q, k, v, options, kv_lens, rope, False)
-    return op_frontend_of(type(arrays[0]), ATTENTION_INT8.arrays[0]).spec_of(ATTENTION_INT8, arrays, words)
+    spec: OpSpec = op_frontend_of(type(arrays[0]), ATTENTION_INT8.arrays[0]).spec_of(ATTENTION_INT8, arrays, words)
+    return spec
 
 
 def call_of(
-    q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: bool
+    q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arrays and the words of ATTENTION_INT8, from those of `attention`."""
     for name, x in (("q", q), ("k", k)):
@@ -130,11 +132,12 @@ def _plan(
         raise ValueError("k.granularity is 'token'; allowed: 'tensor' or 'group'")
     copied = {name: takes_a_copy(x) for name, x in (("q", q), ("k", k), ("v", v))}
     # With a common dtype these are the arrays of any attention.
+    alike = {
+        name: replace(x, dtype=dtype, strides=None if copied[name] else x.strides)
+        for name, x in (("q", q), ("k", k), ("v", v))
+    }
     problem = check(
-        *(
-            replace(x, dtype=dtype, strides=None if copy else x.strides)
-            for x, copy in zip((q, k, v), copied.values(), strict=True)
-        ),
+        *(alike["q"], alike["k"], alike["v"]),
         Options(False, (window_left, window_right), softcap, scale, None, kernel),
         kv_lens,
     )
@@ -142,7 +145,7 @@ def _plan(
         Operand(argument, f"attn.{name}.data", contiguous=copied[name])
         for argument, name in (("q.values", "q"), ("k.values", "k"), ("v", "v"))
     ]
-    fields = []
+    fields: list[tuple[str, int | float]] = []
 
     def add(argument: str, field: str, array: Array | None, dtype: str, *shapes: tuple[int, ...]) -> None:
         if array is not None:
@@ -160,9 +163,9 @@ def _plan(
             continue
         batch, length, heads, _ = x.shape
         tokens = _tokens_of_a_scale(name, granularity, group)
-        if tokens is None:
-            shapes, strides = ((), (1,)), (0, 0, INT32_MAX)
-        else:
+        shapes: tuple[tuple[int, ...], ...] = ((), (1,))
+        strides = (0, 0, INT32_MAX)
+        if tokens is not None:
             groups = (length + tokens - 1) // tokens
             shapes, strides = ((batch, heads, groups),), (heads * groups, groups, tokens)
         fields += zip((f"{name}_scales.{part}" for part in ("stride_b", "stride_h", "group")), strides, strict=True)
@@ -234,10 +237,10 @@ def _tokens_of_a_scale(name: str, granularity: Any, group: Any) -> int | None:
     check_word(f"{name}.granularity", granularity, GRANULARITIES)
     if granularity != "group":
         return None if granularity == "tensor" else 1
-    group = check_int(f"{name}.group", group, 1, INT32_MAX)
-    if name == "k" and (group < _LEAST_KEY_GROUP or group & (group - 1)):
-        raise ValueError(f"k.group is {group}; allowed: a power of two, {_LEAST_KEY_GROUP} or more")
-    return group
+    tokens = check_int(f"{name}.group", group, 1, INT32_MAX)
+    if name == "k" and (tokens < _LEAST_KEY_GROUP or tokens & (tokens - 1)):
+        raise ValueError(f"k.group is {tokens}; allowed: a power of two, {_LEAST_KEY_GROUP} or more")
+    return tokens
 
 
 ATTENTION_INT8 = Op(

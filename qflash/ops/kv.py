@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 from qflash import _native
 from qflash.ops.plan import (
@@ -23,6 +23,7 @@ from qflash.ops.run import run
 from qflash.problem import MAX_HEAD_DIM, Array
 from qflash.rope import Rope
 from qflash.spec import PRECISIONS
+from qflash.typing import ArrayT, ArrayT_co, FrameworkArray, Integer, Precision, Rounding
 from qflash.words import check_int, check_kernel, check_word
 
 KV_PRECISIONS = PRECISIONS[1:]
@@ -30,7 +31,7 @@ _BLOCK, _KEY_GROUP, _VALUE_TILE = 16, 64, 128  # channels turned together, keys 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizedKV:
+class QuantizedKV(Generic[ArrayT_co]):
     """K and V quantized for attention on Hopper. What `quantize_kv` returns and `attention(q, kv)` takes.
 
     k: int8 `[B, Tk, Hkv, ceil(D / 16) · 16]`, smoothed and turned by a Hadamard matrix in every 16 channels. k_scale:
@@ -45,18 +46,18 @@ class QuantizedKV:
     finite. docs/kernels/sm90_quantize.md defines every step.
     """
 
-    k: Any
-    k_scale: Any
-    k_mean: Any
-    k_wild: Any
-    v: Any
-    v_scale: Any = None
-    v_lift: Any = None
-    v_wild: Any = None
-    v_mean: Any = None
-    lens: Any = None
+    k: ArrayT_co
+    k_scale: ArrayT_co
+    k_mean: ArrayT_co
+    k_wild: ArrayT_co
+    v: ArrayT_co
+    v_scale: ArrayT_co | None = None
+    v_lift: ArrayT_co | None = None
+    v_wild: ArrayT_co | None = None
+    v_mean: ArrayT_co | None = None
+    lens: ArrayT_co | None = None
     dtype: str = "bfloat16"
-    precision: str = "int8"
+    precision: Precision = "int8"
 
     def __post_init__(self) -> None:
         # JAX must know this class before jit sees an instance, which may be before the first call.
@@ -66,25 +67,27 @@ class QuantizedKV:
     @property
     def length(self) -> int:
         """Tk, of all sequences."""
-        return self.k.shape[1]
+        length: int = self.k.shape[1]
+        return length
 
     @property
     def head_dim(self) -> int:
         """D, of the arrays k and v were made from."""
-        return self.k_mean.shape[-1]
+        head_dim: int = self.k_mean.shape[-1]
+        return head_dim
 
 
 def quantize_kv(
-    k: Any,
-    v: Any,
+    k: ArrayT,
+    v: FrameworkArray,
     *,
-    precision: str = "int8",
+    precision: Precision = "int8",
     rope: Rope | None = None,
-    lens: Any = None,
-    rounding: str = "nearest",
-    seed: int = 0,
+    lens: FrameworkArray | None = None,
+    rounding: Rounding = "nearest",
+    seed: Integer = 0,
     kernel: str | None = None,
-) -> QuantizedKV:
+) -> QuantizedKV[ArrayT]:
     """k, and for "int8_fp8" v, quantized in one pass for `attention(q, kv)`. For PyTorch and JAX arrays on Hopper.
 
     k, v: `[B, Tk, Hkv, D]`, float16 or bfloat16, D a multiple of 8. precision: "int8" leaves v as it is, "int8_fp8"
@@ -95,14 +98,18 @@ def quantize_kv(
     cos, sin, _, positions, interleaved = tables_of(rope)
     words = (precision, rounding, seed, interleaved, kernel)
     k8, k_scale, k_mean, k_wild, *of_v = run(QUANTIZE_KV, (k, v, lens, cos, sin, positions), words)
-    of_v = of_v or (v, None, None, None, None)  # v, v_scale, v_lift, v_wild, v_mean
+    v8, v_scale, v_lift, v_wild, v_mean = of_v or (v, None, None, None, None)
     dtype = dtype_name("k", k.dtype)
-    return QuantizedKV(k8, k_scale, k_mean, k_wild, *of_v, lens, dtype, precision)
+    return QuantizedKV(
+        k8, k_scale, k_mean, k_wild, v8, v_scale, v_lift, v_wild, v_mean, lens=lens, dtype=dtype, precision=precision
+    )
 
 
-def results_of(batch: int, length: int, heads: int, head_dim: int, precision: str) -> dict[str, tuple]:
+def results_of(
+    batch: int, length: int, heads: int, head_dim: int, precision: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """(dtype, shape) of everything quantize_kv writes, by the names of QuantizedKV's fields."""
-    shapes: dict[str, tuple] = {
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         "k": ("int8", (batch, length, heads, _up(head_dim, _BLOCK))),
         "k_scale": ("float32", (batch, heads, _parts(length, _KEY_GROUP))),
         "k_mean": ("float32", (batch, heads, head_dim)),
@@ -152,11 +159,11 @@ def _plan(
     check_shape("v", v, k.shape)
     check_device("v", v, "k", k.device)
     check_word("precision", precision, KV_PRECISIONS)
-    strides = shape.strides("attn.k", k)
+    strides = shape.strides_of("attn.k", k)
     operands = [Operand("k", "attn.k.data", contiguous=strides is None)]
     fields = [*(strides or shape.strides("attn.k"))]
     if precision == "int8_fp8":  # else the kernel does not read it
-        strides = shape.strides("attn.v", v)
+        strides = shape.strides_of("attn.v", v)
         operands.append(Operand("v", "attn.v.data", contiguous=strides is None))
         fields += strides or shape.strides("attn.v")
     if lens is not None:

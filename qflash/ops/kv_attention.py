@@ -12,12 +12,13 @@ from qflash.ops.quantization import Quantized, tables_of
 from qflash.ops.run import run
 from qflash.problem import Array, Options, RopeArrays, check, check_options
 from qflash.spec import DTYPES, OpSpec
+from qflash.typing import Flag
 from qflash.words import check_word
 
 _ONLY_E4M3 = ("v_scale", "v_lift", "v_wild", "v_mean")
 
 
-def attention_on_kv(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: bool) -> Any:
+def attention_on_kv(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag) -> Any:
     """`qflash.attention` with a QuantizedKV among q, k and v."""
     results = run(ATTENTION_KV, *call_of(q, k, v, options, kv_lens, rope, return_lse))
     return tuple(results) if return_lse else results[0]
@@ -26,11 +27,12 @@ def attention_on_kv(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope
 def spec_on_kv(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any) -> OpSpec:
     """What selects its kernel, for `qflash.explain`."""
     arrays, words = call_of(q, k, v, options, kv_lens, rope, False)
-    return op_frontend_of(type(arrays[0]), ATTENTION_KV.arrays[0]).spec_of(ATTENTION_KV, arrays, words)
+    spec: OpSpec = op_frontend_of(type(arrays[0]), ATTENTION_KV.arrays[0]).spec_of(ATTENTION_KV, arrays, words)
+    return spec
 
 
 def call_of(
-    q: Any, kv: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: bool
+    q: Any, kv: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arrays and the words of ATTENTION_KV, from those of `attention`."""
     for name, x in (("q", q), ("v", v)):
@@ -88,7 +90,8 @@ def _plan(
     kernel: Any,
 ) -> Plan:
     parts = {"k": k, "k_scale": k_scale, "k_mean": k_mean, "k_wild": k_wild}
-    parts |= {"v": v, "v_scale": v_scale, "v_lift": v_lift, "v_wild": v_wild, "v_mean": v_mean}
+    only_e4m3 = {"v_scale": v_scale, "v_lift": v_lift, "v_wild": v_wild, "v_mean": v_mean}
+    parts |= {"v": v, **{part: array for part, array in only_e4m3.items() if array is not None}}
     _check_q(q, k, k_mean, dtype)
     batch, length, kv_heads, _ = k.shape
     head_dim = k_mean.shape[-1]
@@ -108,10 +111,9 @@ def _plan(
         values = Array(v.shape, None if copy else v.strides, v.dtype, q.device)
         operands.append(Operand("kv.v", "attn.v.data", contiguous=copy))
     for part, array in parts.items():
-        if array is not None:
-            check_device(f"kv.{part}", array, "q", q.device)
+        check_device(f"kv.{part}", array, "q", q.device)
     rope = None
-    if cos is not None:
+    if cos is not None and sin is not None:  # together: see tables_of
         at = Array((length,), None, "int32", q.device)  # keys were turned before, by a table of their own
         rope = RopeArrays(cos, sin, interleaved, positions, at)
     problem = check(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from numbers import Real
-from typing import Any
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qflash.frontends.choose import op_frontend_of
 from qflash.ops.plan import (
@@ -22,19 +25,42 @@ from qflash.ops.plan import (
 )
 from qflash.ops.run import run
 from qflash.problem import Array
+from qflash.typing import DType, FrameworkArray, Number, TensorT
 from qflash.words import check_kernel, check_number
 
 OUT_DTYPES = ("int32", "float32", "float16", "bfloat16")
 _MOST_K = (2**31 - 1) // 128**2  # beyond, a sum of products may not fit int32
 
 
+@overload
+def int8_matmul(
+    a: np.ndarray[Any, Any],
+    b: FrameworkArray,
+    a_scale: FrameworkArray | Number | None = None,
+    b_scale: FrameworkArray | Number | None = None,
+    bias: FrameworkArray | None = None,
+    out_dtype: DType | None = None,
+    *,
+    kernel: str | None = None,
+) -> NDArray[Any]: ...
+@overload
+def int8_matmul(
+    a: TensorT,
+    b: FrameworkArray,
+    a_scale: FrameworkArray | Number | None = None,
+    b_scale: FrameworkArray | Number | None = None,
+    bias: FrameworkArray | None = None,
+    out_dtype: DType | None = None,
+    *,
+    kernel: str | None = None,
+) -> TensorT: ...
 def int8_matmul(
     a: Any,
-    b: Any,
-    a_scale: Any = None,
-    b_scale: Any = None,
-    bias: Any = None,
-    out_dtype: Any = None,
+    b: FrameworkArray,
+    a_scale: FrameworkArray | Number | None = None,
+    b_scale: FrameworkArray | Number | None = None,
+    bias: FrameworkArray | None = None,
+    out_dtype: DType | None = None,
     *,
     kernel: str | None = None,
 ) -> Any:
@@ -75,12 +101,18 @@ def _layout_of_b(b: Array) -> tuple[str, int, int] | None:
 
 
 def _plan(
-    a: Array, b: Array | None, a_scale: Array | None, b_scale: Array | None, bias: Array | None, out_dtype, kernel
+    a: Array,
+    b: Array | None,
+    a_scale: Array | None,
+    b_scale: Array | None,
+    bias: Array | None,
+    out_dtype: Any,
+    kernel: Any,
 ) -> Plan:
     if b is None:
         raise TypeError("b is None; allowed: an int8 matrix, [K, N]")
-    for name, array in (("a", a), ("b", b)):
-        check_dtype(name, array, "int8")
+    for name, matrix in (("a", a), ("b", b)):
+        check_dtype(name, matrix, "int8")
     if len(a.shape) < 2:
         raise ValueError(f"a has shape {list(a.shape)}; allowed: rank 2 or more, [..., M, K]")
     if len(b.shape) != 2:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from qflash import _native, dispatch
 from qflash.planning import entry_of
 from qflash.problem import Array
@@ -136,9 +138,9 @@ def dtype_name(name: str, dtype: Any) -> str:
         return text.removeprefix("torch.")
     try:
         import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
-        import numpy as np
 
-        return np.dtype(dtype).name
+        found: str = np.dtype(dtype).name
+        return found
     except TypeError:
         raise TypeError(f"{name} is {dtype!r}; allowed: a dtype, or its name") from None
 

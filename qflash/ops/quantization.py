@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qflash.ops.plan import (
     Op,
@@ -21,6 +25,7 @@ from qflash.ops.run import run
 from qflash.problem import FULL_TABLES, Array
 from qflash.rope import Rope
 from qflash.spec import DTYPES
+from qflash.typing import ArrayT, ArrayT_co, DType, Flag, FrameworkArray, Granularity, Integer, Rounding, TensorT
 from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_word
 
 GRANULARITIES = ("tensor", "token", "group")
@@ -30,7 +35,7 @@ _MOST_ROTATED = 2048  # channels that a block of the CUDA kernel holds at once: 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Quantized:
+class Quantized(Generic[ArrayT_co]):
     """int8 values and what undoes them: x ~ scale · (values - zero_point) + mean. What `quantize` returns.
 
     values: int8, shaped like x. scale: float32; granularity "tensor" one number, "token" `[B, H, T]`, "group"
@@ -39,12 +44,12 @@ class Quantized:
     product makes up for the zero point; None when symmetric. Of a matrix x `[T, D]`, B and H fall away. dtype: x's.
     """
 
-    values: Any
-    scale: Any
-    zero_point: Any = None
-    mean: Any = None
-    sums: Any = None
-    granularity: str = "tensor"
+    values: ArrayT_co
+    scale: ArrayT_co
+    zero_point: ArrayT_co | None = None
+    mean: ArrayT_co | None = None
+    sums: ArrayT_co | None = None
+    granularity: Granularity = "tensor"
     group: int = 16
     symmetric: bool = True
     dtype: str = "float32"
@@ -55,19 +60,47 @@ class Quantized:
             import qflash.frontends.jax.ops  # noqa: F401
 
 
+@overload
+def quantize(
+    x: np.ndarray[Any, Any],
+    *,
+    granularity: Granularity = "tensor",
+    group: Integer = 16,
+    symmetric: Flag = True,
+    smooth: Flag = False,
+    rope: Rope | None = None,
+    lens: FrameworkArray | None = None,
+    rounding: Rounding = "nearest",
+    seed: Integer = 0,
+    kernel: str | None = None,
+) -> Quantized[NDArray[Any]]: ...
+@overload
+def quantize(
+    x: TensorT,
+    *,
+    granularity: Granularity = "tensor",
+    group: Integer = 16,
+    symmetric: Flag = True,
+    smooth: Flag = False,
+    rope: Rope | None = None,
+    lens: FrameworkArray | None = None,
+    rounding: Rounding = "nearest",
+    seed: Integer = 0,
+    kernel: str | None = None,
+) -> Quantized[TensorT]: ...
 def quantize(
     x: Any,
     *,
-    granularity: str = "tensor",
-    group: int = 16,
-    symmetric: bool = True,
-    smooth: bool = False,
+    granularity: Granularity = "tensor",
+    group: Integer = 16,
+    symmetric: Flag = True,
+    smooth: Flag = False,
     rope: Rope | None = None,
-    lens: Any = None,
-    rounding: str = "nearest",
-    seed: int = 0,
+    lens: FrameworkArray | None = None,
+    rounding: Rounding = "nearest",
+    seed: Integer = 0,
     kernel: str | None = None,
-) -> Quantized:
+) -> Quantized[Any]:
     """x to int8 with scales, in one pass that also rotates and smooths. For NumPy, PyTorch and JAX arrays.
 
     x: `[B, T, H, D]`, or a matrix `[T, D]`; float32, float16 or bfloat16. granularity: one scale for the "tensor", for
@@ -91,13 +124,14 @@ def quantize(
     return Quantized(values, scale, zero_point, mean, sums, granularity, int(group), bool(symmetric), dtype)
 
 
-def dequantize(quantized: Quantized, dtype: Any = None, *, kernel: str | None = None) -> Any:
+def dequantize(quantized: Quantized[ArrayT], dtype: DType | None = None, *, kernel: str | None = None) -> ArrayT:
     """The array behind `quantized`, in `dtype` (None: that of the array it was made from)."""
     if not isinstance(quantized, Quantized):
         raise TypeError(f"quantized is {type(quantized).__name__}; allowed: qflash.Quantized")
     name = quantized.dtype if dtype is None else dtype_name("dtype", dtype)
     arrays = (quantized.values, quantized.scale, quantized.zero_point, quantized.mean)
     words = (quantized.granularity, quantized.group, quantized.symmetric, name, kernel)
+    out: ArrayT
     (out,) = run(DEQUANTIZE, arrays, words)
     return out
 
@@ -121,18 +155,23 @@ class Shape:
     def scale(self, granularity: str, group: int) -> tuple[int, ...]:
         return () if granularity == "tensor" else self.per_head((self.length + group - 1) // group)
 
-    def strides(self, field: str, array: Array | None = None) -> tuple[tuple[str, int], ...] | None:
-        """Of an array of this shape, by the struct's names; None for `array` is contiguous, None back takes a copy."""
-        names = [f"{field}.stride_{dim}" for dim in "bth"]
+    def strides(self, field: str) -> tuple[tuple[str, int], ...]:
+        """Of a contiguous array of this shape, by the struct's names."""
         row = self.heads * self.head_dim
-        if array is None or array.strides is None or 0 in array.shape:
-            return tuple(zip(names, (self.length * row, row, self.head_dim), strict=True))
+        return _strides(field, (self.length * row, row, self.head_dim))
+
+    def strides_of(self, field: str, array: Array) -> tuple[tuple[str, int], ...] | None:
+        """Of an array of this shape, by the struct's names; None: the kernel takes a contiguous copy."""
+        if array.strides is None or 0 in array.shape:
+            return self.strides(field)
         strides = array.strides
         if (strides[-1] != 1 and self.head_dim != 1) or any(stride < 0 for stride in strides):
             return None
-        if self.matrix:
-            return tuple(zip(names, (0, strides[0], self.head_dim), strict=True))
-        return tuple(zip(names, strides[:-1], strict=True))
+        return _strides(field, (0, strides[0], self.head_dim) if self.matrix else strides[:-1])
+
+
+def _strides(field: str, strides: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    return tuple((f"{field}.stride_{dim}", stride) for dim, stride in zip("bth", strides, strict=True))
 
 
 def shape_of(name: str, array: Array) -> Shape:
@@ -140,7 +179,8 @@ def shape_of(name: str, array: Array) -> Shape:
     if len(array.shape) not in (2, 4):
         raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [B, T, H, D], or a matrix [T, D]")
     matrix = len(array.shape) == 2
-    shape = Shape(1, array.shape[0], 1, array.shape[1], True) if matrix else Shape(*array.shape, False)
+    batch, length, heads, head_dim = (1, array.shape[0], 1, array.shape[1]) if matrix else array.shape
+    shape = Shape(batch, length, heads, head_dim, matrix)
     for what, extent in (("heads", shape.heads), ("columns", shape.head_dim)):
         if extent == 0:
             raise ValueError(f"{name} has shape {list(array.shape)}; allowed: 1 or more {what}")
@@ -180,7 +220,7 @@ def _plan_quantize(
     check_float("x", x)
     shape = shape_of("x", x)
     scale_fields, per_scale = _check_scales(granularity, group, symmetric)
-    strides = shape.strides("x", x)
+    strides = shape.strides_of("x", x)
     operands = [Operand("x", "x.data", contiguous=strides is None)]
     if lens is not None:
         check_dtype("lens", lens, "int32")
@@ -218,7 +258,7 @@ def _plan_quantize(
     )
 
 
-def tables_of(rope: Rope | None) -> tuple[Any, Any, Any, Any, bool]:
+def tables_of(rope: Rope | None) -> tuple[Any, Any, Any, Any, Flag]:
     """cos, sin, positions_q, positions_k and interleaved of a Rope that was given or was not."""
     if rope is None:
         return None, None, None, None, False
@@ -241,7 +281,7 @@ def check_rope(
     prefix: str = "",
 ) -> tuple[tuple[tuple[str, int], ...], tuple[Operand, ...]]:
     """The struct's fields and operands of a Rope that turns keys, those of argument `of`. `prefix`: of field names."""
-    if cos is None:
+    if cos is None or sin is None:  # together: see tables_of
         return (), ()
     for name, array in (("rope.cos", cos), ("rope.sin", sin)):
         check_float(name, array)
@@ -296,7 +336,7 @@ def _plan_dequantize(
     if (zero_point is None) != symmetric:
         allowed = "None" if symmetric else "an int32 array of one element"
         raise ValueError(f"quantized.zero_point does not fit symmetric={symmetric}; allowed: {allowed}")
-    strides = shape.strides("values", values)
+    strides = shape.strides_of("values", values)
     operands = [Operand("quantized.values", "values.data", contiguous=strides is None)]
     for field, array, kind, shapes in (
         ("scale", scale, "float32", ((), (1,)) if granularity == "tensor" else (shape.scale(granularity, per_scale),)),

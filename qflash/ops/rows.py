@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qflash.ops.plan import (
     Op,
@@ -20,28 +23,73 @@ from qflash.ops.plan import (
 )
 from qflash.ops.run import run
 from qflash.problem import Array
+from qflash.typing import ArrayT, Flag, FrameworkArray, Integer, Number, NumpyT, Reduction, TensorT
 from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, check_word
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def softmax(x: Any, *, scale: float = 1.0, kernel: str | None = None) -> Any:
+def softmax(x: ArrayT, *, scale: Number = 1.0, kernel: str | None = None) -> ArrayT:
     """softmax(scale · x) over the last dimension, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
     x: `[..., columns]`, float32, float16 or bfloat16. Returns an array like x; sums are float32. A row of -inf alone
     gives NaN, as the definition does. Forward only.
     """
+    out: ArrayT
     (out,) = run(SOFTMAX, (x,), (scale, kernel))
     return out
 
 
+class _LayerNormWords(TypedDict, total=False):
+    """The keywords of layer_norm that leave the type of its result alone."""
+
+    eps: Number
+    kernel: str | None
+
+
+@overload
+def layer_norm(
+    x: ArrayT,
+    weight: FrameworkArray | None = None,
+    bias: FrameworkArray | None = None,
+    *,
+    return_stats: Literal[False] = False,
+    **words: Unpack[_LayerNormWords],
+) -> ArrayT: ...
+@overload
+def layer_norm(
+    x: NumpyT,
+    weight: FrameworkArray | None = None,
+    bias: FrameworkArray | None = None,
+    *,
+    return_stats: Literal[True],
+    **words: Unpack[_LayerNormWords],
+) -> tuple[NumpyT, NDArray[np.float32], NDArray[np.float32]]: ...
+@overload
+def layer_norm(
+    x: TensorT,
+    weight: FrameworkArray | None = None,
+    bias: FrameworkArray | None = None,
+    *,
+    return_stats: Literal[True],
+    **words: Unpack[_LayerNormWords],
+) -> tuple[TensorT, TensorT, TensorT]: ...
+@overload
+def layer_norm(
+    x: ArrayT,
+    weight: FrameworkArray | None = None,
+    bias: FrameworkArray | None = None,
+    *,
+    return_stats: Flag,
+    **words: Unpack[_LayerNormWords],
+) -> ArrayT | tuple[ArrayT, ArrayT, ArrayT]: ...
 def layer_norm(
     x: Any,
-    weight: Any = None,
-    bias: Any = None,
+    weight: FrameworkArray | None = None,
+    bias: FrameworkArray | None = None,
     *,
-    eps: float = 1e-5,
-    return_stats: bool = False,
+    eps: Number = 1e-5,
+    return_stats: Flag = False,
     kernel: str | None = None,
 ) -> Any:
     """(x - mean) / sqrt(variance + eps) · weight + bias over the last dimension.
@@ -54,14 +102,59 @@ def layer_norm(
     return (out, *stats) if return_stats else out
 
 
+class _CrossEntropyWords(TypedDict, total=False):
+    """The keywords of cross_entropy that leave the type of its result alone."""
+
+    reduction: Reduction
+    ignore_index: Integer
+    label_smoothing: Number
+    kernel: str | None
+
+
+@overload
+def cross_entropy(
+    logits: np.ndarray[Any, Any],
+    targets: FrameworkArray,
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_CrossEntropyWords],
+) -> NDArray[np.float32]: ...
+@overload
+def cross_entropy(
+    logits: TensorT,
+    targets: FrameworkArray,
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_CrossEntropyWords],
+) -> TensorT: ...
+@overload
+def cross_entropy(
+    logits: np.ndarray[Any, Any],
+    targets: FrameworkArray,
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_CrossEntropyWords],
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
+@overload
+def cross_entropy(
+    logits: TensorT,
+    targets: FrameworkArray,
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_CrossEntropyWords],
+) -> tuple[TensorT, TensorT]: ...
+@overload
+def cross_entropy(
+    logits: ArrayT, targets: FrameworkArray, *, return_lse: Flag, **words: Unpack[_CrossEntropyWords]
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def cross_entropy(
     logits: Any,
-    targets: Any,
+    targets: FrameworkArray,
     *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    return_lse: bool = False,
+    reduction: Reduction = "mean",
+    ignore_index: Integer = -100,
+    label_smoothing: Number = 0.0,
+    return_lse: Flag = False,
     kernel: str | None = None,
 ) -> Any:
     """-log softmax(logits)[target] of each row.

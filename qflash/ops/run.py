@@ -11,4 +11,5 @@ from qflash.ops.plan import Op
 
 def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Any]:
     """The results of `op`, in the order of its plan. The class of the first array decides the framework."""
-    return op_frontend_of(type(arrays[0]), op.arrays[0]).run_op(op, arrays, words)
+    results: Sequence[Any] = op_frontend_of(type(arrays[0]), op.arrays[0]).run_op(op, arrays, words)
+    return results

@@ -1,0 +1,97 @@
+"""What csrc/bindings gives Python: launch trampolines, the CPU engine's switches, XLA handlers.
+
+Addresses are plain ints, 0 for null. tests/unit/test_native_stub.py compares these names with the module's.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final, SupportsIndex
+
+from qflash.problem import Problem
+
+ABI: Final[int]
+attn_params_bytes: Final[int]  # of QfAttnParams, which other structs contain
+cpu_entries: Final[dict[str, int]]  # addresses of the CPU kernels by name, and of "status_text"
+op_layouts: Final[dict[str, tuple[int, dict[str, tuple[int, str]]]]]  # {struct: (bytes, {field: (offset, kind)})}
+
+class AttnCall:
+    """A prepared forward call: the struct with everything but addresses. Immutable, so threads share it."""
+
+    def __init__(self, problem: Problem, entry: int, status_text: int, workspace: int) -> None: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    def __call__(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        kv_lens: int,
+        cu_seqlens_q: int,
+        cu_seqlens_k: int,
+        cos: int,
+        sin: int,
+        positions_q: int,
+        positions_k: int,
+        workspace: int,
+        stream: int,
+        num_threads: int,
+        /,
+    ) -> None: ...
+
+class AttnBwdCall:
+    """A prepared backward call. Gradients and dout are contiguous."""
+
+    def __init__(self, problem: Problem, entry: int, status_text: int) -> None: ...
+    def __call__(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        kv_lens: int,
+        cu_seqlens_q: int,
+        cu_seqlens_k: int,
+        cos: int,
+        sin: int,
+        positions_q: int,
+        positions_k: int,
+        dout: int,
+        dlse: int,
+        dq: int,
+        dk: int,
+        dv: int,
+        stream: int,
+        num_threads: int,
+        /,
+    ) -> None: ...
+
+class OpCall:
+    """A prepared call of an operation beside attention. Immutable, so threads share it."""
+
+    def __init__(
+        self, struct: str, params: bytes, pointers: Sequence[str], entry: int, status_text: int, workspace: int
+    ) -> None: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    def __call__(self, *args: int) -> None:
+        """Addresses in the order of `pointers`, then workspace, stream, num_threads."""
+
+def cpu_isa() -> str:
+    """The instruction set that the CPU engine runs: amx, avx512, avx2 or generic."""
+
+def get_num_threads() -> int: ...
+def set_num_threads(num_threads: SupportsIndex, /) -> None: ...
+
+# The module has these where it was built with jaxlib's headers.
+
+xla_operands: Final[dict[str, int]]  # bits of the operands that a call may have
+xla_precisions: Final[dict[str, int]]
+
+def xla_targets() -> list[tuple[str, str, object]]:
+    """The XLA FFI handlers to register: (name, XLA platform, capsule)."""
+
+def register_xla_kernel(key: str, entry: int, status_text: int, workspace: int, takes: str) -> None: ...
+def set_xla_resolver(resolver: Callable[[str], object], /) -> None:
+    """`resolver` is called with a key that the registry does not know; it must register it or raise."""
