@@ -42,6 +42,11 @@ def spec_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> OpSpec:
     return op.plan(*_described(op, _as_arrays(op, arrays)), *words).spec(0)
 
 
+def as_index(name: str, x: Any, like: np.ndarray) -> Any:
+    """Lengths as int32, where `like` is."""
+    return index(name, x)
+
+
 def scalar(value: float, like: np.ndarray) -> np.ndarray:
     """A number as an array where `like` is."""
     return np.array(value, np.float32)

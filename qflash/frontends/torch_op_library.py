@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from qflash import dispatch
 from qflash.frontends import torch_op_launch as launch
 from qflash.frontends.torch_flops import count
-from qflash.frontends.torch_launch import arch_of_device
+from qflash.frontends.torch_launch import arch_of_device, index
 from qflash.frontends.torch_ops import below_autograd
 from qflash.frontends.torch_traced import is_symbolic, traced_word
 from qflash.frontends.torch_watch import is_compiling, is_grad_enabled, is_watched
@@ -70,6 +70,11 @@ def spec_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> OpSpec:
     return op.plan(*launch.described(op, launch.with_indices(op, arrays)), *words).spec(
         arch_of_device(arrays[0].device)
     )
+
+
+def as_index(name: str, x: Any, like: Tensor) -> Tensor:
+    """Lengths as int32, where `like` is."""
+    return index(name, x, like.device)
 
 
 def scalar(value: float, like: Tensor) -> Tensor:

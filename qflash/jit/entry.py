@@ -65,7 +65,7 @@ def check(path: Path, within: int) -> None:
                 raise DamagedError(f"{name} has other contents than it had when it was made")
 
 
-def _sealed_files(path: Path, within: int) -> dict[str, dict]:
+def _sealed_files(path: Path, within: int) -> dict[str, dict[str, Any]]:
     """What facts.json says of every file."""
     try:
         with trust.file(path / FACTS, within) as opened, open(opened, "rb", closefd=False) as stream:

@@ -14,7 +14,6 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 FOLDER = "kernels-1"  # the number is the layout's: entries of another layout are neither read nor removed
 _KEY = r"(?P<key>[A-Za-z0-9_]+-(?:sm|compute)_[0-9]+[a-z]?-[0-9a-f]{24})"
@@ -32,7 +31,7 @@ class Own:
 
     path: Path
     key: str
-    kind: Literal["entry", "lock", "leftover"]
+    kind: str  # "entry", "lock" or "leftover"
 
 
 def recognise(path: Path) -> Own | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from qflash import _native
+from qflash.frontends.choose import op_frontend_of
 from qflash.ops.plan import (
     Op,
     Operand,
@@ -23,7 +24,7 @@ from qflash.ops.run import run
 from qflash.problem import MAX_HEAD_DIM, Array
 from qflash.rope import Rope
 from qflash.spec import PRECISIONS
-from qflash.typing import ArrayT, ArrayT_co, FrameworkArray, Integer, Precision, Rounding
+from qflash.typing import ArrayT, ArrayT_co, FrameworkArray, Integer, Lengths, Precision, Rounding
 from qflash.words import check_int, check_kernel, check_word
 
 KV_PRECISIONS = PRECISIONS[1:]
@@ -83,7 +84,7 @@ def quantize_kv(
     *,
     precision: Precision = "int8",
     rope: Rope | None = None,
-    lens: FrameworkArray | None = None,
+    lens: Lengths | None = None,
     rounding: Rounding = "nearest",
     seed: Integer = 0,
     kernel: str | None = None,
@@ -96,6 +97,8 @@ def quantize_kv(
     it for kv_lens, unless it is given others, at most these. rounding, seed: of k, as in `quantize`. Forward only.
     """
     cos, sin, _, positions, interleaved = tables_of(rope)
+    if lens is not None:  # once, for every call that takes kv
+        lens = op_frontend_of(type(k), "k").as_index("lens", lens, k)
     words = (precision, rounding, seed, interleaved, kernel)
     k8, k_scale, k_mean, k_wild, *of_v = run(QUANTIZE_KV, (k, v, lens, cos, sin, positions), words)
     v8, v_scale, v_lift, v_wild, v_mean = of_v or (v, None, None, None, None)

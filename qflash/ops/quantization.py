@@ -25,7 +25,17 @@ from qflash.ops.run import run
 from qflash.problem import FULL_TABLES, Array
 from qflash.rope import Rope
 from qflash.spec import DTYPES
-from qflash.typing import ArrayT, ArrayT_co, DType, Flag, FrameworkArray, Granularity, Integer, Rounding, TensorT
+from qflash.typing import (
+    ArrayT,
+    ArrayT_co,
+    DType,
+    Flag,
+    Granularity,
+    Integer,
+    Lengths,
+    Rounding,
+    TensorT,
+)
 from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_word
 
 GRANULARITIES = ("tensor", "token", "group")
@@ -69,7 +79,7 @@ def quantize(
     symmetric: Flag = True,
     smooth: Flag = False,
     rope: Rope | None = None,
-    lens: FrameworkArray | None = None,
+    lens: Lengths | None = None,
     rounding: Rounding = "nearest",
     seed: Integer = 0,
     kernel: str | None = None,
@@ -83,7 +93,7 @@ def quantize(
     symmetric: Flag = True,
     smooth: Flag = False,
     rope: Rope | None = None,
-    lens: FrameworkArray | None = None,
+    lens: Lengths | None = None,
     rounding: Rounding = "nearest",
     seed: Integer = 0,
     kernel: str | None = None,
@@ -96,7 +106,7 @@ def quantize(
     symmetric: Flag = True,
     smooth: Flag = False,
     rope: Rope | None = None,
-    lens: FrameworkArray | None = None,
+    lens: Lengths | None = None,
     rounding: Rounding = "nearest",
     seed: Integer = 0,
     kernel: str | None = None,

@@ -16,7 +16,7 @@ def uses(q: Tensor, kv_lens: Tensor, flag: bool) -> None:
     cos, sin = (torch.from_numpy(table) for table in qflash.rope_tables(16, 8))
     rope = qflash.Rope(cos, sin, positions_q=torch.zeros(4, dtype=torch.int32))
     assert_type(rope, qflash.Rope[Tensor])
-    assert_type(rope.positions_k, Tensor | None)
+    assert_type(rope.cos, Tensor)
     assert_type(qflash.attention(q, q, q, rope=rope), Tensor)
     x = qflash.quantize(q)
     assert_type(qflash.attention(x, x, x), Tensor)

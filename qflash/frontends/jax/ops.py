@@ -78,6 +78,11 @@ def _named(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
     }
 
 
+def as_index(name: str, x: Any, like: jax.Array) -> jax.Array:
+    """Lengths as int32; not committed to a device, so they go where `like` is."""
+    return as_lengths(name, x)
+
+
 def scalar(value: float, like: jax.Array) -> jax.Array:
     """A number as an array; not committed to a device, so it goes where `like` is."""
     return jnp.asarray(value, jnp.float32)
