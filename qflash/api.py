@@ -198,7 +198,8 @@ def attention(
     kernel cannot raise for those and gives NaN in the rows concerned.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
-    check_flag("return_lse", return_lse)
+    if return_lse is not False and return_lse is not True:
+        check_flag("return_lse", return_lse)
     if layout != "bthd":
         q, k, v = _with_length_first(layout, q, k, v)
         result: Any = attention(q, k, v, **options._asdict(), kv_lens=kv_lens, rope=rope, return_lse=return_lse)
@@ -303,7 +304,8 @@ def attention_varlen(
     longer than `max_seqlen_*`. lse is `[Hq, total_q]`. Everything else is as in `attention`.
     """
     options = _options(causal, window, softcap, scale, precision, kernel)
-    check_flag("return_lse", return_lse)
+    if return_lse is not False and return_lse is not True:
+        check_flag("return_lse", return_lse)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) in (Quantized, QuantizedKV):
             kind = type(x).__name__

@@ -14,7 +14,7 @@ from qflash.frontends import torch_launch as launch
 from qflash.frontends.torch_launch import Extras, Plan
 from qflash.frontends.torch_ops import attention_op, backward_op
 from qflash.frontends.torch_traced import traced_options
-from qflash.frontends.torch_watch import autocast, autocast_dtype, is_compiling, is_grad_enabled, is_watched
+from qflash.frontends.torch_watch import autocast, is_autocast_anywhere, is_compiling, is_grad_enabled, is_watched
 from qflash.problem import Options, Problem
 from qflash.rope import Rope
 from qflash.words import plain
@@ -62,7 +62,7 @@ def attention_varlen(
 
 
 def _attention(q: Any, k: Any, v: Any, options: Options, extras: Extras | None, return_lse: bool) -> Any:
-    if autocast_dtype(q.device) is not None:
+    if is_autocast_anywhere():
         q, k, v = autocast(q, k, v)
     # Plain tensors that own their data, and nobody watching the dispatcher? Fake tensors have a null data pointer and
     # functorch's wrappers have none.

@@ -15,7 +15,7 @@ from qflash.dispatch import Kernel
 from qflash.frontends.torch_watch import is_compiling, is_wrapped
 from qflash.lengths import lengths
 from qflash.planning import Prepared, prepare, prepare_backward
-from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
+from qflash.problem import PLAIN, Array, Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
 
 Tensor = torch.Tensor
@@ -166,6 +166,7 @@ class Plan:
     # A lazily negated view (the imaginary part of a conjugate) holds its memory with the wrong sign. It is strided in
     # twos, so it passes `check` with one-wide heads alone: those go through the dispatcher, which resolves it.
     may_be_negated: bool
+    like_q: bool  # q is contiguous, and so is what torch.empty_like makes of it without being told
     backward_call: Callable[..., None] | None = None  # prepared when first wanted
 
 
@@ -179,7 +180,7 @@ def _plan(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Pl
     prepared = prepare(problem, arch_of_device(q.device))
     shape = lse_shape(problem)
     strides = torch.empty(shape, device="meta").stride()
-    return Plan(prepared, prepared.call, q.device, q.is_cpu, shape, strides, problem.head_dim == 1)
+    return Plan(prepared, prepared.call, q.device, q.is_cpu, shape, strides, problem.head_dim == 1, q.is_contiguous())
 
 
 def plan(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Plan | None:
@@ -187,7 +188,8 @@ def plan(q: Any, k: Any, v: Any, options: Options, extras: Extras | None) -> Pla
     try:
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, options.key(), None if extras is None else _extras_key(extras),
+            q.device, k.device, v.device, options if options is PLAIN else options.key(),
+            None if extras is None else _extras_key(extras),
         )  # fmt: skip
         return _plans[key]
     except KeyError:
@@ -277,7 +279,7 @@ def forward(
     if not plan.on_cpu and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             return forward(plan, q, k, v, extras, want_lse)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q) if plan.like_q else torch.empty_like(q, memory_format=torch.contiguous_format)
     lse, lse_at = None, 0
     if want_lse:
         # empty_strided takes its arguments in half the time torch.empty needs.

@@ -19,7 +19,7 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # whether a transf
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _jit_tracing = torch._C._get_tracing_state
-_any_autocast = torch._C._is_any_autocast_enabled
+is_autocast_anywhere = torch._C._is_any_autocast_enabled
 
 
 def is_watched() -> bool:
@@ -34,22 +34,15 @@ def is_watched() -> bool:
     )
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What torch.autocast casts the operands of a matrix product to on `device`; None where it is off."""
-    if _any_autocast() and torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return None
-
-
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as `torch.nn.functional.scaled_dot_product_attention` would see them under autocast.
 
     Floating-point tensors on the first one's device get the dtype of autocast, float64 excepted.
     """
-    dtype = autocast_dtype(tensors[0].device)
-    if dtype is None:
-        return tensors
     device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
     return tuple(
         x.to(dtype)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype is not torch.float64 and x.device.type == device
