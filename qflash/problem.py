@@ -20,8 +20,12 @@ from qflash.spec import DTYPES, PRECISIONS, Spec
 
 MAX_HEAD_DIM = 256
 _INT32_MAX = 2**31 - 1
-_FLOAT32_MAX = 2.0**128 - 2.0**104
-_FLOAT32_TINY = 2.0**-126
+# scale and softcap keep clear of float32's ends. Kernels multiply them by one another, by log2(e) and by q, which must
+# not overflow; and where denormals are flushed to zero, a product of scale / softcap that vanishes moves a score by up
+# to 2^-126 softcap, which must not show.
+_MOST = 2.0**100
+_LEAST_SOFTCAP = 2.0**-100
+_LEAST_SCALE_BY_SOFTCAP = 2.0**-126
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +293,12 @@ def check_options(options: Options, head_dim: int) -> dict[str, Any]:
     softcap = _check_real("softcap", options.softcap, 0.0)
     if softcap < 0:
         raise ValueError(f"softcap is {softcap}; allowed: None, or 0 or more (0 is off)")
-    if 0 < softcap < _FLOAT32_TINY:  # it would become 0 in the kernels, and 0 means none
-        raise ValueError(f"softcap is {softcap}; allowed: 0 (off), or {_FLOAT32_TINY:.3g} (float32's least) or more")
+    if 0 < softcap < _LEAST_SOFTCAP:
+        raise ValueError(f"softcap is {softcap}; allowed: 0 (off), or 2^-100 to 2^100, for float32's sake")
+    if softcap and scale and not _LEAST_SCALE_BY_SOFTCAP <= abs(scale) / softcap <= _MOST:
+        raise ValueError(
+            f"scale is {scale} and softcap is {softcap}; allowed: scale / softcap of 0, or 2^-126 to 2^100 either way"
+        )
     return {
         "scale": scale,
         "softcap": softcap,
@@ -314,8 +322,8 @@ def _check_real(name: str, value: Any, default: float) -> float:
         raise TypeError(f"{name} is {value!r}; allowed: None or a number")
     if not math.isfinite(value):
         raise ValueError(f"{name} is {value}; allowed: a finite number")
-    if abs(value) > _FLOAT32_MAX:
-        raise ValueError(f"{name} is {value}; allowed: what float32 can hold, up to {_FLOAT32_MAX:.3g} either way")
+    if abs(value) > _MOST:
+        raise ValueError(f"{name} is {value}; allowed: up to 2^100 ({_MOST:.3g}) either way, for float32's sake")
     return float(value)
 
 

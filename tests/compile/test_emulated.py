@@ -117,6 +117,19 @@ def test_contract_in_full(library, case, kernel):
     check_kernel(library, case, kernel)
 
 
+# What `check_options` allows at most and at least: no product of the two may overflow, nor one that matters vanish.
+ENDS = [(None, 2.0**100), (2.0**-26, 2.0**100), (1.0, 2.0**-100), (2.0**100, 1.0), (2.0**100, 2.0**100)]
+
+
+@pytest.mark.parametrize("kernel", (*KERNELS, "fa_int8"))
+@pytest.mark.parametrize(("scale", "softcap"), ENDS)
+def test_ends_of_scale_and_softcap(library, scale, softcap, kernel):
+    plant = (("q", (0, 3), "0"),)
+    case = Case("ends", 20, 70, 1, 1, 32, scale=scale, softcap=softcap, plant=plant, seed=5)
+    case = suited(case, kernel, 90)
+    check_contract(case, *run_case(library, case, kernel), BY_KERNEL[kernel].precision)
+
+
 # docs/numerics.md, "Ranges": sums of weights and values fit float32 while |v| times the keys of a row is below this.
 MOST_VALUES = {
     "fa": 128,
