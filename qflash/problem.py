@@ -20,7 +20,12 @@ from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_n
 MAX_HEAD_DIM = 256
 WINDOW_FORM = "None or (left, right), two ints of -1 (open) or more"
 FULL_TABLES = " (qflash.Rope.from_hf takes tables that have every angle twice)"
-_FLOAT32_TINY = 2.0**-126
+# scale and softcap keep clear of float32's ends. Kernels multiply them by one another, by log2(e) and by q, which must
+# not overflow; and where denormals are flushed to zero, a product of scale / softcap that vanishes moves a score by up
+# to 2^-126 softcap, which must not show.
+_MOST = 2.0**100
+_LEAST_SOFTCAP = 2.0**-100
+_LEAST_SCALE_BY_SOFTCAP = 2.0**-126
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +289,7 @@ def check_options(options: Options, head_dim: int) -> dict[str, Any]:
         allowed = ", ".join(repr(p) for p in PRECISIONS[1:])
         raise ValueError(f"precision is {shown(options.precision)}; allowed: None, {allowed}")
     scale, softcap = (
-        default if value is None else check_number(name, value, "None or a number")
+        default if value is None else check_number(name, value, "None or a number", _MOST)
         for name, value, default in (
             ("scale", options.scale, 1.0 / math.sqrt(head_dim)),
             ("softcap", options.softcap, 0.0),
@@ -292,8 +297,12 @@ def check_options(options: Options, head_dim: int) -> dict[str, Any]:
     )
     if softcap < 0:
         raise ValueError(f"softcap is {softcap}; allowed: None, or 0 or more (0 is off)")
-    if 0 < softcap < _FLOAT32_TINY:  # it would become 0 in the kernels, and 0 means none
-        raise ValueError(f"softcap is {softcap}; allowed: 0 (off), or {_FLOAT32_TINY:.3g} (float32's least) or more")
+    if 0 < softcap < _LEAST_SOFTCAP:
+        raise ValueError(f"softcap is {softcap}; allowed: 0 (off), or 2^-100 to 2^100, for float32's sake")
+    if softcap and scale and not _LEAST_SCALE_BY_SOFTCAP <= abs(scale) / softcap <= _MOST:
+        raise ValueError(
+            f"scale is {scale} and softcap is {softcap}; allowed: scale / softcap of 0, or 2^-126 to 2^100 either way"
+        )
     return {
         "scale": scale,
         "softcap": softcap,

@@ -39,16 +39,17 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_number(name: str, value: Any, allowed: str = "a number") -> float:
-    """A finite number that float32 can hold."""
+def check_number(name: str, value: Any, allowed: str = "a number", most: float = FLOAT32_MAX) -> float:
+    """A finite number that float32 can hold, of magnitude `most` or less."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {shown(value)}; allowed: {allowed}")
     try:
         number = float(value)
     except OverflowError:  # an int beyond float64
         number = math.inf
-    if not abs(number) <= FLOAT32_MAX:
-        raise ValueError(f"{name} is {shown(value)}; allowed: a finite number, up to float32's {FLOAT32_MAX:.3g}")
+    if not abs(number) <= most:
+        limit = f"float32's {most:.3g}" if most == FLOAT32_MAX else f"2^{math.log2(most):g}, for float32's sake"
+        raise ValueError(f"{name} is {shown(value)}; allowed: a finite number, up to {limit}")
     return number
 
 

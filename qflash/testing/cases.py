@@ -105,6 +105,9 @@ def _scores() -> list[Case]:
         Case("softcap", 90, 90, softcap=5.0, causal=True, seed=70, tags=_QUICK),
         Case("softcap_saturated", 50, 70, softcap=20.0, scale=3.0, seed=71),
         Case("softcap_large", 50, 70, softcap=30.0, data="large", seed=72),
+        # Nothing is near the cap: scores must stay what they are, however coarse a step of the cap would be.
+        Case("softcap_vast", 50, 70, softcap=1e6, seed=79, tags=_QUICK),
+        Case("softcap_between", 50, 70, softcap=70.0, scale=3.0, seed=78),
         Case("scale_zero", 40, 60, scale=0.0, causal=True, seed=73),
         Case("scale_negative", 40, 60, scale=-0.2, seed=74),
         Case("scale_one", 64, 64, head_dim=32, scale=1.0, seed=75),

@@ -80,6 +80,12 @@ def _of_value(*values: float):
     return lambda rng, shape: np.resize(np.array(values), shape[0])[:, None] * np.ones(shape)
 
 
+def _narrow(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Rows whose squares float32 cannot hold, one of them far from zero for its width."""
+    widths = np.resize([1e-15, 1e-22, 1e-30, 1e-34, 1e-30], shape[0])[:, None]
+    return widths * (rng.standard_normal(shape) + np.resize([0, 0, 0, 0, 1000], shape[0])[:, None])
+
+
 _DATA = {
     "normal": lambda rng, shape: rng.standard_normal(shape),
     "wide": lambda rng, shape: 30 * rng.standard_normal(shape),
@@ -88,6 +94,7 @@ _DATA = {
     "outlier": _planted(3e4, -3e4, 1e4, -1e4, 2e4),
     "far_outlier": _planted(1e30, -1e30, -1e30, 1e30, 2e30),
     "huge": lambda rng, shape: np.clip(1e38 * rng.standard_normal(shape), -3e38, 3e38),
+    "narrow": _narrow,
     "nan": _planted(np.nan, 1.0, np.nan),
     "infinite": _planted(np.inf, -np.inf, 1.0, -np.inf, np.inf),
     "constant": _of_value(1.0, -7.3, 1e4, 0.1, 0.0),

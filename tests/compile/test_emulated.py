@@ -117,6 +117,68 @@ def test_contract_in_full(library, case, kernel):
     check_kernel(library, case, kernel)
 
 
+# What `check_options` allows at most and at least: no product of the two may overflow, nor one that matters vanish.
+ENDS = [(None, 2.0**100), (2.0**-26, 2.0**100), (1.0, 2.0**-100), (2.0**100, 1.0), (2.0**100, 2.0**100)]
+
+
+@pytest.mark.parametrize("kernel", (*KERNELS, "fa_int8"))
+@pytest.mark.parametrize(("scale", "softcap"), ENDS)
+def test_ends_of_scale_and_softcap(library, scale, softcap, kernel):
+    plant = (("q", (0, 3), "0"),)
+    case = Case("ends", 20, 70, 1, 1, 32, scale=scale, softcap=softcap, plant=plant, seed=5)
+    case = suited(case, kernel, 90)
+    check_contract(case, *run_case(library, case, kernel), BY_KERNEL[kernel].precision)
+
+
+# docs/numerics.md, "Ranges": sums of weights and values fit float32 while |v| times the keys of a row is below this.
+MOST_VALUES = {
+    "fa": 128,
+    "fa_warps": 128,
+    "fa_tc": 120,
+    "fa_mma": 120,
+    "fa_int8": 120,
+    "sm90_fwd": 118,
+    "sm90_int8": 118,
+}
+
+
+@pytest.mark.parametrize("data", ["normal", "rising"])
+@pytest.mark.parametrize("kernel", MOST_VALUES)
+def test_values_up_to_their_bound(library, kernel, data):
+    dtype = "float32" if kernel in ("fa", "fa_warps") else "bfloat16"
+    case = Case("values", 64, 300, 1, 1, 64, dtype=dtype, data=data, seed=1)
+    inputs = case.make_inputs()
+    inputs.v[...] = np.array(0.99 * 2.0 ** MOST_VALUES[kernel] / 300).astype(dtype)
+    problem = problem_of(case, inputs, None, "cpu")
+    out, _ = call(library(kernel, dtype, 64), kernel, problem, inputs.q, inputs.k, inputs.v)
+    np.testing.assert_allclose(out.astype(np.float64), inputs.v[0, 0, 0, 0].astype(np.float64), rtol=2**-7)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float16", 28), ("bfloat16", 32)])
+@pytest.mark.parametrize("kernel", ["fa_tc", "fa_mma", "fa_int8", "sm90_fwd", "sm90_int8"])
+def test_scores_up_to_their_bound(library, kernel, dtype, most):
+    """In base 2. Beyond it one step of float32 in a score is more than the format of weights has room for."""
+    case = Case("scores", 64, 300, 1, 1, 64, dtype=dtype, seed=1)
+    inputs = case.make_inputs()
+    scores = np.einsum("bqhd,bkhd->bhqk", inputs.q.astype(np.float64), inputs.k.astype(np.float64))
+    factor = 2.0**most / (np.abs(scores).max() / 8 * np.log2(np.e))
+    for x in (inputs.q, inputs.k):
+        x[...] = (x.astype(np.float64) * factor**0.5).astype(dtype)
+    problem = problem_of(case, inputs, None, "cpu")
+    found = call(library(kernel, dtype, 64), kernel, problem, inputs.q, inputs.k, inputs.v)
+    assert all(np.isfinite(x.astype(np.float64)).all() for x in found)
+
+
+def test_sums_of_values_that_overflow_are_infinite(library):
+    """Not the largest finite number, to which `fa_tc` rounds averages that are a little past it."""
+    case = Case("overflow", 16, 300, 1, 1, 64, dtype="bfloat16", seed=1)
+    inputs = case.make_inputs()
+    inputs.v[...] = 1e37
+    problem = problem_of(case, inputs, None, "cpu")
+    out, _ = call(library("fa_tc", "bfloat16", 64), "fa_tc", problem, inputs.q, inputs.k, inputs.v)
+    assert set(out.ravel().tolist()) <= {float("inf"), float(inputs.v[0, 0, 0, 0])} and np.isinf(out).any()
+
+
 SHAPES = ("dim_40", "dim_72", "dim_128", "dim_136", "dim_256", "many_heads", "nan_v")
 
 

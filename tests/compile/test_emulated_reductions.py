@@ -162,6 +162,22 @@ def test_layer_norm_words(library, weight, bias, eps):
     check_layer_norm(x, *vectors, np.float32(eps).item(), *run_layer_norm(library, x, *vectors, eps))
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-31])
+@pytest.mark.parametrize("columns", [2, 37, 1500, 33000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layer_norm_of_narrow_rows(library, dtype, columns, eps):
+    x, eps = RowCase(5, columns, dtype, "narrow").make(), np.float32(eps).item()
+    check_layer_norm(x, None, None, eps, *run_layer_norm(library, x, None, None, eps))
+
+
+def test_layer_norm_without_eps(library):
+    """Constant rows are NaN, as 0 / 0 is, and keep their mean; two numbers next to each other are -1 and 1."""
+    x = np.array([[3e38, 3e38], [1e-30, 1e-30], [0, 0], [1e-30, -1e-30], [1e-44, -1e-44], [1, 1 + 2**-23]], np.float32)
+    out, mean, _ = run_layer_norm(library, x, None, None, 0.0)
+    assert np.isnan(out[:3]).all() and np.array_equal(mean[:3], x[:3, 0])
+    np.testing.assert_allclose(out[3:], [[1, -1], [1, -1], [-1, 1]], rtol=1e-6)
+
+
 def test_constant_rows_are_the_bias_to_the_bit(library):
     for columns in (3, 1000, 3000, 33000):
         case = RowCase(3, columns, "float32", "constant")

@@ -88,6 +88,45 @@ def test_constant_rows_are_the_bias_to_the_bit(place):
         assert np.array_equal(out, np.broadcast_to(bias, x.shape))
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("eps", [0.0, 1e-40, 1e-33, 1e-31, 1e-29])
+@pytest.mark.parametrize("columns", [2, 37, 1500, 33000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layer_norm_of_narrow_rows(dtype, columns, eps, place):
+    """What eps does not outweigh counts, however small: variances down to 1e-68, and rstd past float32's range."""
+    x, eps = RowCase(5, columns, dtype, "narrow").make(), np.float32(eps).item()
+    check_layer_norm(x, None, None, eps, *map(to_numpy, qflash.layer_norm(on(place)(x), eps=eps, return_stats=True)))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_layer_norm_without_eps(place):
+    """Constant rows are NaN, as 0 / 0 is, and keep their mean; two numbers next to each other are -1 and 1."""
+    x = np.array([[3e38, 3e38], [1e-30, 1e-30], [0, 0], [1e-30, -1e-30], [1e-44, -1e-44], [1, 1 + 2**-23]], np.float32)
+    out, mean, _ = map(to_numpy, qflash.layer_norm(on(place)(x), eps=0.0, return_stats=True))
+    assert np.isnan(out[:3]).all() and np.array_equal(mean[:3], x[:3, 0])
+    np.testing.assert_allclose(out[3:], [[1, -1], [1, -1], [-1, 1]], rtol=1e-6)
+
+
+_FLUSHED = """
+import torch
+import qflash
+from qflash.testing.rows import RowCase, check_layer_norm
+x = RowCase(5, 1500, "float32", "narrow").make()
+torch.set_flush_denormal(True)
+out = qflash.layer_norm(x, eps=0.0, return_stats=True)
+torch.set_flush_denormal(False)
+check_layer_norm(x, None, None, 0.0, *out)
+"""
+
+
+def test_layer_norm_of_narrow_rows_where_denormals_are_zero():
+    torch = pytest.importorskip("torch")
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor cannot flush denormals")
+    done = subprocess.run([sys.executable, "-c", _FLUSHED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("bad", [-1, 7, 2**31 - 2, 2**31 - 1, -(2**31), 2**40, -(2**40)])
 def test_a_target_out_of_range(bad):
     """Is named on the CPU."""

@@ -18,10 +18,37 @@ static inline void load_padded(float* to, const void* from, int32_t dtype, int n
 
 static inline void set_zero(float* x, int64_t n) { memset(x, 0, size_t(n) * sizeof(float)); }
 
+static inline WeightMap weight_map(const QfAttnParams& p) {
+  const bool capped = p.softcap != 0.0f;
+  return {(capped ? p.softcap : p.scale) * kLog2e, capped ? p.scale / p.softcap : 0.0f};
+}
+
+// Up to so many keys a row's rowsum(dout * out) is computed as rowsum(P * dP), which it equals. dP - delta cancels the
+// more the fewer keys there are, and `out` as float16 or bfloat16 has too few digits for what is left.
+constexpr int64_t kFewKeys = 16;
+
+static float delta_of_few(const QfAttnParams& p, const Sequence& s, int64_t kv_head, KeyRange keys, const float* q,
+                          const float* dout, float minus_lse) {
+  const int pitch = pitch_of(p);
+  const WeightMap map = weight_map(p);
+  alignas(64) float k[kMaxHeadDim], v[kMaxHeadDim];
+  float delta = 0.0f;
+  for (int64_t key = keys.begin; key < keys.end; key++) {
+    load_padded(k, row_address(p.k, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim, pitch);
+    rotate_row(k, p.rope, key_position(p, s, key));
+    load_padded(v, row_address(p.v, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim, pitch);
+    const float score = dot_rows(q, k, pitch);
+    const float capped = p.softcap != 0.0f ? tanhf(score * map.inverse_cap) : score;
+    delta += exp2f(capped * map.factor + minus_lse) * dot_rows(dout, v, pitch);
+  }
+  return delta;
+}
+
 static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int count,
                          const QueryTile& tile) {
   const QfAttnParams& p = params.fwd;
   const int pitch = pitch_of(p), padded = (count + kBwdRowMultiple - 1) / kBwdRowMultiple * kBwdRowMultiple;
+  const int group = p.q_heads / p.kv_heads;
   const int64_t statistics = s.batch * p.lse_stride_b + head * p.lse_stride_h + s.first_q + first;
   FiniteCheck check;
   alignas(64) float out[kMaxHeadDim];
@@ -34,7 +61,11 @@ static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int h
     load_padded(out, row_address(p.out, p.dtype, s.batch, row, head), p.dtype, p.head_dim, pitch);
     const float lse = p.lse[statistics + r];
     tile.minus_lse[r] = lse == -INFINITY ? -INFINITY : -lse * kLog2e;
-    tile.delta[r] = dot_rows(dout, out, pitch) - (params.dlse ? params.dlse[statistics + r] : 0.0f);
+    const KeyRange keys = visible_keys(p, s, first + r);
+    const float delta = p.dtype != QF_F32 && keys.end - keys.begin <= kFewKeys
+                            ? delta_of_few(p, s, head / group, keys, q, dout, tile.minus_lse[r])
+                            : dot_rows(dout, out, pitch);
+    tile.delta[r] = delta - (params.dlse ? params.dlse[statistics + r] : 0.0f);
     check.add_row(q, pitch);
     check.add_row(dout, pitch);
   }
@@ -87,10 +118,9 @@ static void probabilities(const QfAttnBwdParams& params, const QueryTile& tile, 
                           const KeyBlock& block) {
   const QfAttnParams& p = params.fwd;
   const bool capped = p.softcap != 0.0f;
-  const WeightMap map{(capped ? p.softcap : p.scale) * kLog2e, capped ? p.scale / p.softcap : 0.0f};
   const auto run = all_seen(mask) ? (capped ? score_tile<false, true> : score_tile<false, false>)
                                   : (capped ? score_tile<true, true> : score_tile<true, false>);
-  run(map, p.head_dim, pitch_of(p), tile, mask, block);
+  run(weight_map(p), p.head_dim, pitch_of(p), tile, mask, block);
 }
 
 static void add_to_keys(const QfAttnBwdParams& params, const QueryTile& tile, const TileMask& mask,

@@ -64,7 +64,12 @@ static void add_wild_values(const QfAttnParams& p, const Sequence& s, const Int8
   }
 }
 
-// Divides and writes one row. Finite values of v give a finite mean: rounding must not turn it into infinity.
+static inline float largest_of(int32_t dtype) {
+  return dtype == QF_F32 ? __FLT_MAX__ : dtype == QF_F16 ? 65504.0f : 3.38953138925153547590470800371487866880e+38f;
+}
+
+// Divides and writes one row. Finite values of v give a finite mean: rounding must not turn it into infinity. A sum
+// that overflowed is infinite, and stays so.
 static void finish_row(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t index, const Row& row,
                        float total, float* out) {
   const int64_t query = query_of(p, index), q_head = q_head_of(p, head, index);
@@ -75,11 +80,10 @@ static void finish_row(const QfAttnParams& p, const Sequence& s, const Int8Head&
     if (lse) *lse = -__builtin_inff();
   } else {
     const Vec inverse = broadcast(1.0f / total);
-    const Vec limit = broadcast(p.dtype == QF_F16 ? 65504.0f : 3.38953138925153547590470800371487866880e+38f);
+    const Vec limit = broadcast(largest_of(p.dtype)), infinity = broadcast(__builtin_inff());
     for (int d = 0; d < p.head_dim; d += kLanes) {
-      Vec x = load(out + d) * inverse;
-      if (p.dtype != QF_F32) x = vmin(limit, vmax(-limit, x));
-      store(out + d, x);
+      const Vec sum = load(out + d), mean = sum * inverse;
+      store(out + d, select_less(vmax(sum, -sum), infinity, vmin(limit, vmax(-limit, mean)), mean));
     }
     add_wild_values(p, s, head, row.seen, out);
     if (lse) *lse = (p.softcap != 0.0f ? 0.0f : row.lift) + kLn2 * (row.top + log2f(total));

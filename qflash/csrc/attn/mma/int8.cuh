@@ -77,10 +77,7 @@ __device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4],
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         s[e] = fmaf(s[e] + offset, sign * slopes[2 * i + e / 2][j * kParts / kNTiles], lift[e / 2]);
-      if (a.softcap != 0.0f) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[e] = soften(s[e], a.softcap);
-      }
+      if (a.softcap != 0.0f) soften_four(s, a.softcap);
     }
   }
 }

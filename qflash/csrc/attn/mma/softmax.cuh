@@ -30,10 +30,24 @@ __device__ __forceinline__ float score_factor(float scale, float softcap) {
 }
 
 // softcap * tanh(x / softcap) of a score in base 2. tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7 absolutely: enough for
-// scores, and a tenth of tanhf's code.
+// softcaps up to kMostCoarse, and a tenth of tanhf's code.
 __device__ __forceinline__ float soften(float score, float softcap) {
   const float top = softcap * kLog2e;
   return top - __fdividef(2.0f * top, 1.0f + ex2(score * (2.0f / softcap)));
+}
+
+// That error is 2e-7 of softcap, however small the score is. Above this softcap tanhf, whose error is relative to its
+// own result, takes over.
+constexpr float kMostCoarse = 64.0f;
+__device__ __forceinline__ void soften_four(float (&s)[4], float softcap) {
+  if (__builtin_expect(softcap <= kMostCoarse, true)) {  // the other code then goes where it is not in the way
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[e] = soften(s[e], softcap);
+  } else {
+    const float top = softcap * kLog2e, inverse = 1.0f / top;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[e] = top * tanhf(s[e] * inverse);
+  }
 }
 
 // Four scores at a time with a branch between them: left to itself the compiler would compute all of them side by side
@@ -50,7 +64,8 @@ __device__ __forceinline__ void scale_scores(float (&S)[kMTiles][kNTiles][4], fl
         for (int e = 0; e < 4; ++e) s[e] *= scale * kLog2e;
       } else {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[e] = soften(s[e] * (scale * kLog2e), softcap);
+        for (int e = 0; e < 4; ++e) s[e] *= scale * kLog2e;
+        soften_four(s, softcap);
       }
     }
 }

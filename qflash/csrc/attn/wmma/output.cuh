@@ -14,7 +14,7 @@
 
 namespace qf {
 
-// The largest finite value: a mean of finite values, rounded, is not infinite.
+// The largest finite value: a mean of finite values, rounded, is not infinite; only sums that overflowed are.
 template <class Element>
 struct Largest;
 template <>
@@ -90,7 +90,7 @@ struct WarpOut {
         for (int e = 0; e < kPerChunk; ++e) {
           constexpr float kMost = Largest<Element>::kValue;
           x[e] = s_rows[row * kStride + column + e];
-          if (fabsf(x[e]) > kMost) x[e] = copysignf(kMost, x[e]);  // a NaN stays
+          if (fabsf(x[e]) > kMost && fabsf(x[e]) < infinity()) x[e] = copysignf(kMost, x[e]);  // a NaN stays
           if (tainted && e < count) x[e] += to_float(g_chunk[e]);
           from_float(x[e], y[e]);
         }

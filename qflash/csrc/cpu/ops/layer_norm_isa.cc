@@ -35,6 +35,16 @@ Statistics statistics_of(const float* x, int64_t n, float unit) {
 
 // Rows whose squares overflow float32 are done again in this unit, 2^-84.
 constexpr float kSmallUnit = 5.169878828456423e-26f;
+// So are rows whose squares vanish, in 2^96: where the variance is below 2^-100 and eps does not outweigh it. Numbers
+// of 2^20 and more that differ have a larger one.
+constexpr float kLargeUnit = 7.922816251426434e28f, kLeastVariance = 7.888609052210118e-31f, kMostNarrow = 1048576.0f;
+
+// The unit in which a row has its statistics well inside float32, judged by those in units of 1.
+float unit_for(const Statistics& s, float eps) {
+  if (!(s.variance < INFINITY)) return kSmallUnit;
+  const bool vanishes = s.variance < kLeastVariance && eps < kLeastVariance;
+  return vanishes && fabsf(s.mean) < kMostNarrow ? kLargeUnit : 1.0f;
+}
 
 }  // namespace
 
@@ -48,12 +58,9 @@ int layer_norm_rows(const QfRowsParams& p, int64_t begin, int64_t end) {
   const float* bias = p.bias ? floats_of(p.bias, 0, 0, p.dtype, n, scratch + 2 * n) : nullptr;
   for (int64_t row = begin; row < end; row++) {
     const float* x = floats_of(p.x, p.x_stride, row, p.dtype, n, scratch);
-    float unit = 1.0f;
-    Statistics s = statistics_of(x, n, unit);
-    if (!(s.variance < INFINITY)) {
-      unit = kSmallUnit;
-      s = statistics_of(x, n, unit);
-    }
+    Statistics s = statistics_of(x, n, 1.0f);
+    const float unit = unit_for(s, p.eps);
+    if (unit != 1.0f) s = statistics_of(x, n, unit);
     const double rstd = 1.0 / sqrt(s.variance + double(p.eps) * unit * unit);
     // NaN where the row is not finite, whatever its mean would be.
     if (p.mean) p.mean[row] = float((double(s.mean) + s.rest + s.variance * 0) / unit);

@@ -16,9 +16,12 @@ constexpr int kMostGranules = 8;
 constexpr int kLongThreads = 1024, kLongGranules = 16 / kGranule<Element>;
 
 // Rows whose squared deviations overflow are done again in this unit: 2^-84 leaves room for any row of finite floats.
-// Those of float16 are too small to overflow.
-constexpr bool kMayOverflow = QF_DTYPE != QF_F16;
 constexpr float kSmallUnit = 5.169878828456423e-26f;
+// So are rows whose squared deviations vanish, in 2^96: where the variance is below 2^-100 and eps does not outweigh
+// it. Numbers of 2^20 and more that differ have a larger one.
+constexpr float kLargeUnit = 7.922816251426434e28f, kLeastVariance = 7.888609052210118e-31f, kMostNarrow = 1048576.0f;
+// Those of float16 are too small for the one and too far apart for the other.
+constexpr bool kMayLeaveRange = QF_DTYPE != QF_F16;
 
 }  // namespace layer_norm
 }  // namespace qf

@@ -59,6 +59,13 @@ __device__ __forceinline__ Moments moments_of(const RawShare<Element, kVecs>& sh
   return moments;
 }
 
+// The unit in which a row has its moments well inside float32, judged by those in units of 1.
+__device__ __forceinline__ float unit_for(const Moments& moments, float eps) {
+  if (!(moments.m2 < infinity())) return kSmallUnit;
+  const bool vanishes = moments.m2 < kLeastVariance * moments.count && eps < kLeastVariance;
+  return vanishes && fabsf(moments.mean) < kMostNarrow ? kLargeUnit : 1.0f;
+}
+
 }  // namespace layer_norm
 }  // namespace qf
 
@@ -92,9 +99,10 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
       moments = combine(moments, moments_of(share));
     }
     moments = team.reduce(moments, MomentsOfWarp{}, no_moments(), reinterpret_cast<uint32_t*>(s_memory));
-    // Once is enough for all but rows that overflow, or that hold infinities or NaN: they get another unit.
-    if (!kMayOverflow || moments.m2 < infinity() || unit != 1.0f) break;
-    unit = kSmallUnit;
+    // Once is enough for all but rows that overflow or vanish, or that hold infinities or NaN: they get another unit.
+    if (!kMayLeaveRange || unit != 1.0f) break;
+    unit = unit_for(moments, p.eps);
+    if (unit == 1.0f) break;
     team.meet();
     if (Shape::kWhole) {
       share.scale(unit);
