@@ -51,7 +51,7 @@ def _torch_ways(arrays: Arrays) -> Iterator[Way]:
     yield Way("torch SDPA", "torch", lambda: sdpa(*theirs))
 
     from qflash.frontends import torch as frontend
-    from qflash.problem import Options
+    from qflash.ops.problem import Options
 
     prepared = planning.prepare(frontend.problem_of(q, k, v, Options()), arch_of(arrays.device))
     kernel = prepared.kernel.name

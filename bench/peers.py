@@ -196,7 +196,7 @@ def qflash_alone(kernel: str) -> Candidate:
         torch = load("torch")
         from qflash.frontends import torch_op_launch as launch
         from qflash.ops.kv_attention import ATTENTION_KV, call_of
-        from qflash.problem import Options
+        from qflash.ops.problem import Options
 
         q = arrays.torch[0]
         options = Options(causal=arrays.case.causal, kernel=kernel)

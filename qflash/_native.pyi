@@ -6,7 +6,7 @@ Addresses are plain ints, 0 for null. tests/unit/test_native_stub.py compares th
 from collections.abc import Callable, Sequence
 from typing import Final, SupportsIndex
 
-from qflash.problem import Problem
+from qflash.ops.problem import Problem
 
 ABI: Final[int]
 attn_params_bytes: Final[int]  # of QfAttnParams, which other structs contain

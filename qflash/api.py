@@ -9,14 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qflash import dispatch
+from qflash.call.op import Op
+from qflash.call.spec import Spec
+from qflash.call.words import check_flag, check_word
 from qflash.frontends.choose import frontend_of
-from qflash.ops.attention import attention_on_integers, spec_on_integers
+from qflash.ops.attention import ATTENTION
+from qflash.ops.attention_kv import ATTENTION_KEPT, ATTENTION_QUANTIZED, kept_call, quantized_call
 from qflash.ops.kv import QuantizedKV
-from qflash.ops.kv_attention import attention_on_kv, spec_on_kv
-from qflash.ops.quantization import Quantized
-from qflash.problem import CAUSAL, PLAIN, Options
+from qflash.ops.problem import Options
+from qflash.ops.quantization import Quantized, tables_of
+from qflash.ops.run import run
 from qflash.rope import Rope
-from qflash.spec import OpSpec, Spec
 from qflash.typing import (
     ArrayT,
     Flag,
@@ -30,27 +33,9 @@ from qflash.typing import (
     TensorT,
     Window,
 )
-from qflash.words import check_flag, check_word
 
 LAYOUTS = ("bthd", "bhtd")
 _MANY_HEADS = 128  # more of them than tokens is rather a mix-up than a model
-
-
-def _options(
-    causal: Flag,
-    window: Window | None,
-    softcap: Number | None,
-    scale: Number | None,
-    precision: Precision | None,
-    kernel: str | None,
-) -> Options:
-    """Options(...), without building one for the two commonest calls."""
-    if window is None and softcap is None and scale is None and precision is None and kernel is None:
-        if causal is True:
-            return CAUSAL
-        if causal is False:
-            return PLAIN
-    return Options(causal, window, softcap, scale, precision, kernel)
 
 
 class _SharedWords(TypedDict, total=False):
@@ -197,19 +182,44 @@ def attention(
     Bad arguments raise ValueError or TypeError. So do bad values inside kv_lens and rope positions on the CPU; a CUDA
     kernel cannot raise for those and gives NaN in the rows concerned.
     """
-    options = _options(causal, window, softcap, scale, precision, kernel)
-    if return_lse is not False and return_lse is not True:
-        check_flag("return_lse", return_lse)
     if layout != "bthd":
         q, k, v = _with_length_first(layout, q, k, v)
-        result: Any = attention(q, k, v, **options._asdict(), kv_lens=kv_lens, rope=rope, return_lse=return_lse)
+        words = (causal, window, softcap, scale, precision, kernel)
+        result = _attend(q, k, v, words, kv_lens, rope, return_lse)
         return (result[0].swapaxes(1, 2), result[1]) if return_lse else result.swapaxes(1, 2)
-    kinds = (type(q), type(k), type(v))
-    if QuantizedKV in kinds:
-        return attention_on_kv(q, k, v, options, kv_lens, rope, return_lse)
-    if Quantized in kinds:
-        return attention_on_integers(q, k, v, options, kv_lens, rope, return_lse)
-    return frontend_of(type(q)).attention(q, k, v, options, kv_lens, rope, return_lse)
+    return _attend(q, k, v, (causal, window, softcap, scale, precision, kernel), kv_lens, rope, return_lse)
+
+
+def _attend(q: Any, k: Any, v: Any, options: tuple[Any, ...], kv_lens: Any, rope: Any, return_lse: Any) -> Any:
+    op, arrays, words = _call_of(q, k, v, options, kv_lens, rope, return_lse)
+    results = run(op, arrays, words)
+    if return_lse is False:
+        return results[0]
+    return (results[0], results[1]) if check_flag("return_lse", return_lse) else results[0]
+
+
+def _call_of(
+    q: Any, k: Any, v: Any, options: tuple[Any, ...], kv_lens: Any, rope: Any, return_lse: Any
+) -> tuple[Op, tuple[Any, ...], tuple[Any, ...]]:
+    """The signature of attention that the kinds of q, k and v choose, with its arrays and words."""
+    kind = type(k)
+    if kind is QuantizedKV or type(q) is QuantizedKV or type(v) is QuantizedKV:
+        return ATTENTION_KEPT, *kept_call(q, k, v, Options(*options), kv_lens, rope, return_lse)
+    if kind is Quantized or type(q) is Quantized or type(v) is Quantized:
+        return ATTENTION_QUANTIZED, *quantized_call(q, k, v, Options(*options), kv_lens, rope, return_lse)
+    if rope is None:
+        arrays = (q, k, v, kv_lens, None, None, None, None, None, None)
+        return ATTENTION, arrays, (*_hashable(options), return_lse, False, 0, 0)
+    cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
+    arrays = (q, k, v, kv_lens, None, None, cos, sin, positions_q, positions_k)
+    return ATTENTION, arrays, (*_hashable(options), return_lse, interleaved, 0, 0)
+
+
+def _hashable(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A window that is a list as a tuple, so that the words can be looked up."""
+    if type(options[1]) is not list:
+        return options
+    return (options[0], tuple(options[1]), *options[2:])
 
 
 def _with_length_first(layout: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -303,16 +313,27 @@ def attention_varlen(
     q and likewise of k and v; both are int32 `[B + 1]`, start at 0, never fall and end at the total. No sequence is
     longer than `max_seqlen_*`. lse is `[Hq, total_q]`. Everything else is as in `attention`.
     """
-    options = _options(causal, window, softcap, scale, precision, kernel)
-    if return_lse is not False and return_lse is not True:
-        check_flag("return_lse", return_lse)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) in (Quantized, QuantizedKV):
             kind = type(x).__name__
             raise TypeError(f"{name} is qflash.{kind}; allowed: an array, only attention takes {kind}")
-    return frontend_of(type(q)).attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, kv_lens, rope, return_lse
-    )
+    options = (causal, window, softcap, scale, precision, kernel)
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    results = run(ATTENTION, *_packed_call(q, k, v, options, packed, kv_lens, rope, return_lse))
+    return (results[0], results[1]) if check_flag("return_lse", return_lse) else results[0]
+
+
+def _packed_call(
+    q: Any, k: Any, v: Any, options: tuple[Any, ...], packed: tuple[Any, ...], kv_lens: Any, rope: Any, return_lse: Any
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arrays and the words of ATTENTION on packed sequences."""
+    cu_q, cu_k, longest_q, longest_k = packed
+    for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if x is None:
+            raise TypeError(f"{name} is None; allowed: int32 offsets, [batch + 1]")
+    cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
+    arrays = (q, k, v, kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k)
+    return arrays, (*_hashable(options), return_lse, interleaved, longest_q, longest_k)
 
 
 @dataclass(frozen=True)
@@ -320,7 +341,7 @@ class Explanation:
     """Which kernel would run and why each other one would not. `str()` is a table."""
 
     kernel: str | None
-    spec: Spec | OpSpec  # OpSpec: q and k are Quantized, or k a QuantizedKV
+    spec: Spec
     rows: list[tuple[str, str, str]]
     notes: tuple[str, ...] = ()  # what one should know about that choice
 
@@ -361,7 +382,7 @@ def explain(
     With `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`, all four, it tells the same of
     `attention_varlen`. For a quantized precision it also notes where the arrays' own type is usually faster.
     """
-    options = Options(causal, window, softcap, scale, precision, kernel)
+    options = (causal, window, softcap, scale, precision, kernel)
     packed = _packed_words(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if layout != "bthd":
         if packed:
@@ -372,29 +393,25 @@ def explain(
     kinds = (type(q), type(k), type(v))
     if packed and (Quantized in kinds or QuantizedKV in kinds):
         raise TypeError("cu_seqlens_q is given and q, k or v is quantized; allowed: arrays, as in attention_varlen")
-    tokens = None  # queries or keys, whichever are fewer
-    notes = []
-    if QuantizedKV in kinds:
-        spec = spec_on_kv(q, k, v, options, kv_lens, rope)
-        tokens = min(q.shape[1], k.k.shape[1])
-    elif Quantized in kinds:
-        spec = spec_on_integers(q, k, v, options, kv_lens, rope)
+    if packed:
+        op, (arrays, words) = ATTENTION, _packed_call(q, k, v, options, packed, kv_lens, rope, False)
     else:
-        frontend = frontend_of(type(q))
-        problem = frontend.problem_of(q, k, v, options, kv_lens, rope, packed)
-        spec = problem.spec(frontend.arch_of(q))
-        tokens = min(problem.q_len, problem.k_len)
-        if not packed and problem.kv_heads > max(problem.q_len, problem.k_len, _MANY_HEADS):
-            notes.append(
-                f"k has {problem.kv_heads} heads and {problem.k_len} tokens; if that is the wrong way round, pass the "
-                f"other layout than {layout!r}"
-            )
+        op, arrays, words = _call_of(q, k, v, options, kv_lens, rope, False)
+    frontend = frontend_of(type(arrays[0]), op.arrays[0])
+    plan = frontend.plan_of(op, arrays, words)
+    spec = plan.spec(frontend.arch_of(arrays[0]))
     if kernel is not None:
         dispatch.plan(spec, kernel)  # refuses a name that is unknown or cannot serve
     rows = dispatch.rows(spec, kernel)
     chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
-    if tokens is not None:
-        notes += dispatch.notes(spec, chosen, tokens)
+    sizes = dict(plan.fields)
+    notes = []
+    if not packed and sizes["kv_heads"] > max(sizes["q_len"], sizes["k_len"], _MANY_HEADS):
+        notes.append(
+            f"k has {sizes['kv_heads']} heads and {sizes['k_len']} tokens; if that is the wrong way round, pass the "
+            f"other layout than {layout!r}"
+        )
+    notes += dispatch.notes(spec, chosen, min(sizes["q_len"], sizes["k_len"]))
     return Explanation(chosen, spec, rows, tuple(notes))
 
 

@@ -6,41 +6,55 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from qflash.call.spec import DTYPES, PRECISIONS, Spec
 from qflash.errors import NoKernelError
-from qflash.spec import DTYPES, PRECISIONS, OpSpec, Spec
+
+# Head dims that most kernels of attention are compiled for; each serves every smaller one down to the next.
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+_HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What one kernel can do. The first usable row of its operation wins, so order is preference."""
+    """What one kernel can do, and every fact that wiring it needs. The first usable row of its operation wins."""
 
     name: str
     device: str  # "cpu" or "cuda"
     summary: str
     op: str = "attention"
+    backend: str = ""  # the module of qflash/backends that loads it; "": that of its device
     page: str | None = None  # docs/kernels/<page>.md describes it; None: the page of its own name
-    source: str | None = None  # CUDA: its C entry, under csrc/kernels; None: <name>/launch.cu
     dtypes: tuple[str, ...] = DTYPES
-    per_dtype: bool = True  # CUDA: a library for each dtype; False: one takes them all at run time
-    precision: str = "native"
+    precisions: tuple[str, ...] = ("native",)
+    kvs: tuple[str, ...] = ("arrays",)  # what may stand in the places of k and v, of KV_KINDS
     min_arch: int = 0
     later_arches: bool = True  # False: made of instructions that GPUs after min_arch lack again
-    backward: bool = False
     automatic: bool = True  # False: runs only when asked for by name
-    also: Callable[[Spec | OpSpec], list[str]] | None = None  # further reasons it cannot serve a spec
-    # Quantized: (head_dim, keys) by rising head_dim. Up to that head_dim, a problem of fewer keys is usually faster
-    # without quantization, None: any problem is. What `explain` notes; bench rows say so.
-    pays_from: tuple[tuple[int, int | None], ...] = ()
+    also: Callable[[Spec], list[str]] | None = None  # further reasons it cannot serve a spec
+    # CUDA: what a library is compiled for, a define each. head_dims: (): it takes any at run time.
+    head_dims: tuple[int, ...] = ()
+    per_dtype: bool = True
+    per_arch: bool = True
+    per_precision: bool = False
+    per_kv: bool = False
+    # Quantized: (precision, kind of KV) to (head_dim, keys) by rising head_dim. Up to that head_dim, a problem of fewer
+    # keys is usually faster without quantization, None: any problem is. What `explain` notes; bench rows say so.
+    pays_from: tuple[tuple[tuple[str, str], tuple[tuple[int, int | None], ...]], ...] = ()
+
+    @property
+    def precision(self) -> str:
+        """The one it computes in, or the first."""
+        return self.precisions[0]
 
 
-def _sixteen_bit_tensor_cores(spec: Spec | OpSpec) -> list[str]:
+def _sixteen_bit_tensor_cores(spec: Spec) -> list[str]:
     """Why the tensor cores of a GPU cannot multiply this dtype."""
     if spec.dtype == "bfloat16" and spec.arch < 80:
         return [f"bfloat16 needs the tensor cores of compute capability 8.0, this GPU has {spec.arch / 10}"]
     return []
 
 
-def _copy_engine(spec: Spec | OpSpec) -> list[str]:
+def _copy_engine(spec: Spec) -> list[str]:
     """Why Hopper's copy engine cannot fetch rows of this head_dim."""
     if spec.head_dim % 8:
         return [f"head_dim is {spec.head_dim}; the copy engine takes multiples of 8, rows of whole 16 bytes"]
@@ -52,79 +66,83 @@ KERNELS: tuple[Kernel, ...] = (
         name="cpu",
         device="cpu",
         summary="tiled online softmax on all cores, vectorised for the machine it finds",
-        backward=True,
     ),
     Kernel(
         name="cpu_int8",
         device="cpu",
-        summary="INT8 QK^T with smoothed K and row-group scales, PV in 16 bits or better",
-        precision="int8",
+        summary="INT8 QK^T with smoothed K and row-group scales, PV in 16 bits or better; Quantized arrays as floats",
+        precisions=("int8",),
+        kvs=("arrays", "quantized"),
     ),
     Kernel(
         name="sm90_int8",
         device="cuda",
-        summary="INT8 QK^T for Hopper: one pass turns, smooths and quantizes q and k, products by wgmma, PV in 16 bits",
-        dtypes=("float16", "bfloat16"),
-        precision="int8",
+        summary="INT8 QK^T for Hopper: one pass rotates, smooths and quantizes q and k, products by wgmma, PV in 16 "
+        "bits or E4M3",
+        dtypes=_HALVES,
+        precisions=("int8", "int8_fp8"),
+        kvs=("arrays", "kept"),
         min_arch=90,
         later_arches=False,
         also=_copy_engine,
-        pays_from=((64, None), (256, 8192)),  # preset sm90_int8, against sm90_fwd
-    ),
-    Kernel(
-        name="sm90_int8_fp8",
-        device="cuda",
-        summary="sm90_int8 with PV in E4M3: the pass quantizes v too, and transposes it",
-        page="sm90_int8",
-        source="sm90_int8/fp8.cu",
-        dtypes=("float16", "bfloat16"),
-        precision="int8_fp8",
-        min_arch=90,
-        later_arches=False,
-        also=_copy_engine,
-        pays_from=((64, None), (128, 16384), (256, 8192)),  # preset sm90_int8, against sm90_fwd
+        head_dims=(64, 128, 256),
+        per_precision=True,
+        pays_from=(  # preset sm90_int8, against sm90_fwd
+            (("int8", "arrays"), ((64, None), (256, 8192))),
+            (("int8_fp8", "arrays"), ((64, None), (128, 16384), (256, 8192))),
+            (("int8", "kept"), ((64, None), (256, 4096))),
+            (("int8_fp8", "kept"), ((64, None), (256, 4096))),
+        ),
     ),
     Kernel(
         name="fa_int8",
         device="cuda",
-        summary="INT8 QK^T on tensor cores, smoothed K, row-group scales, PV in 16 bits; quantizes q and k first",
-        dtypes=("float16", "bfloat16"),
-        precision="int8",
+        summary="INT8 QK^T on tensor cores, smoothed K, row-group scales, PV in 16 bits; quantizes q and k first, "
+        "unless they are Quantized, with V in 16 bits or INT8",
+        dtypes=_HALVES,
+        precisions=("int8",),
+        kvs=("arrays", "quantized"),
         min_arch=75,
         also=_sixteen_bit_tensor_cores,
-        pays_from=((64, None), (256, 4096)),  # preset ladder, against fa_mma
+        head_dims=HEAD_DIMS,
+        per_kv=True,
+        pays_from=((("int8", "arrays"), ((64, None), (256, 4096))),),  # preset ladder, against fa_mma
     ),
     Kernel(
         name="sm90_fwd",
         device="cuda",
         summary="FlashAttention for Hopper: tiles by TMA, products by wgmma, softmax under them, warps with roles",
-        dtypes=("float16", "bfloat16"),
+        dtypes=_HALVES,
         min_arch=90,
         later_arches=False,
         also=_copy_engine,
+        head_dims=HEAD_DIMS[1:],
     ),
     Kernel(
         name="fa_mma",
         device="cuda",
         summary="FlashAttention on tensor cores: mma.sync fragments, swizzled tiles, async copies, P in registers",
-        dtypes=("float16", "bfloat16"),
+        dtypes=_HALVES,
         min_arch=75,
         also=_sixteen_bit_tensor_cores,
+        head_dims=HEAD_DIMS,
     ),
     Kernel(
         name="fa",
         device="cuda",
         summary="FlashAttention on CUDA cores in float32: tiled, online softmax, rope as tiles are loaded",
         min_arch=75,
+        head_dims=HEAD_DIMS,
     ),
     Kernel(
         name="fa_tc",
         device="cuda",
         summary="FlashAttention on tensor cores through WMMA: scores and weights pass through shared memory",
-        dtypes=("float16", "bfloat16"),
+        dtypes=_HALVES,
         min_arch=75,
         automatic=False,
         also=_sixteen_bit_tensor_cores,
+        head_dims=HEAD_DIMS,
     ),
     Kernel(
         name="fa_warps",
@@ -132,6 +150,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="fa with whole K and V tiles copied asynchronously: warps meet only where a tile changes hands",
         min_arch=75,
         automatic=False,
+        head_dims=HEAD_DIMS,
     ),
     Kernel(
         name="unfused",
@@ -139,64 +158,26 @@ KERNELS: tuple[Kernel, ...] = (
         summary="three kernels, QK^T, softmax, PV; materialises the scores: memory grows with Tq x Tk",
         min_arch=75,
         automatic=False,
+        per_arch=False,
     ),
     Kernel(
-        name="cpu_int8_quantized",
+        name="cpu_bwd",
         device="cpu",
-        summary="q, k and v back to float32, then the attention of cpu",
-        op="attention_int8",
-        page="fa_int8",
-        precision="int8",
-    ),
-    Kernel(
-        name="fa_int8_quantized",
-        device="cuda",
-        summary="fa_int8 without its quantization: scales or zero points of q and k given, V in 16 bits or INT8",
-        op="attention_int8",
-        page="fa_int8",
-        source="fa_int8/quantized.cu",
-        dtypes=("float16", "bfloat16"),
-        precision="int8",
-        min_arch=75,
-        also=_sixteen_bit_tensor_cores,
-    ),
-    Kernel(
-        name="sm90_int8_kv",
-        device="cuda",
-        summary="sm90_int8 on what quantize_kv left of k: only q is quantized on the way",
-        op="attention_kv",
-        page="sm90_int8",
-        source="sm90_int8/kv.cu",
-        dtypes=("float16", "bfloat16"),
-        precision="int8",
-        min_arch=90,
-        later_arches=False,
-        also=_copy_engine,
-        pays_from=((64, None), (256, 4096)),  # preset sm90_int8 (kv ready), against sm90_fwd
-    ),
-    Kernel(
-        name="sm90_int8_fp8_kv",
-        device="cuda",
-        summary="sm90_int8_fp8 on what quantize_kv left of k and v: only q is quantized on the way",
-        op="attention_kv",
-        page="sm90_int8",
-        source="sm90_int8/fp8_kv.cu",
-        dtypes=("float16", "bfloat16"),
-        precision="int8_fp8",
-        min_arch=90,
-        later_arches=False,
-        also=_copy_engine,
-        pays_from=((64, None), (256, 4096)),  # preset sm90_int8 (kv ready), against sm90_fwd
+        summary="gradients of cpu: weights again from lse, tile by tile, in a fixed order",
+        op="attention_backward",
+        page="cpu",
     ),
     Kernel(
         name="sm90_quantize",
         device="cuda",
         summary="k, and v for E4M3, as sm90_int8 wants them: rope, smoothing, Hadamard matrix, integers in one pass",
         op="quantize_kv",
-        dtypes=("float16", "bfloat16"),
+        dtypes=_HALVES,
+        precisions=("int8", "int8_fp8"),
         min_arch=90,
         later_arches=False,
         also=_copy_engine,
+        head_dims=(64, 128, 256),
     ),
     Kernel(
         name="cpu_softmax",
@@ -314,7 +295,7 @@ def arch_reasons(kernel: Kernel, arch: int, whose: str = "this GPU has") -> list
     return []
 
 
-def reasons(kernel: Kernel, spec: Spec | OpSpec) -> list[str]:
+def reasons(kernel: Kernel, spec: Spec) -> list[str]:
     """Why `kernel` cannot serve `spec`; empty when it can."""
     found = []
     if kernel.op != spec.op:
@@ -324,17 +305,21 @@ def reasons(kernel: Kernel, spec: Spec | OpSpec) -> list[str]:
     found += arch_reasons(kernel, spec.arch)
     if spec.dtype not in kernel.dtypes:
         found.append(f"takes {', '.join(kernel.dtypes)}, not {spec.dtype}")
-    if spec.precision and spec.precision != kernel.precision:
-        found.append(f"computes in precision {kernel.precision}, not {spec.precision}")
-    if isinstance(spec, Spec) and spec.backward and not kernel.backward:
-        found.append("has no backward pass")
+    if spec.precision not in kernel.precisions:
+        found.append(f"computes in precision {' or '.join(kernel.precisions)}, not {spec.precision}")
+    if spec.kv not in kernel.kvs:
+        taken = " or ".join(_KV_WORDS[kv] for kv in kernel.kvs)
+        found.append(f"takes {taken} for k and v, not {_KV_WORDS[spec.kv]}")
     if kernel.also is not None:
         found += kernel.also(spec)
     return found
 
 
+_KV_WORDS = {"arrays": "arrays", "quantized": "qflash.Quantized", "kept": "qflash.QuantizedKV"}
+
+
 @lru_cache(maxsize=4096)
-def plan(spec: Spec | OpSpec, name: str | None = None) -> Kernel:
+def plan(spec: Spec, name: str | None = None) -> Kernel:
     """The kernel that serves `spec`: the one called `name`, or the first usable row of its operation."""
     if name is not None:
         kernel = BY_NAME.get(name)
@@ -348,11 +333,11 @@ def plan(spec: Spec | OpSpec, name: str | None = None) -> Kernel:
     for kernel in kernels_of(spec.op):
         if kernel.automatic and not reasons(kernel, spec):
             return kernel
-    problem = "problem" if isinstance(spec, Spec) else spec.op
+    problem = "problem" if spec.op == "attention" else spec.op
     raise NoKernelError(f"no kernel serves this {problem}\n{table(rows(spec))}")
 
 
-def rows(spec: Spec | OpSpec, asked: str | None = None) -> list[tuple[str, str, str]]:
+def rows(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]:
     """(kernel, verdict, why) for every kernel of the operation: what `explain` shows. `asked`: the one asked for."""
     chosen = asked
     why_first = "comes first" if asked is None else "was asked for"
@@ -373,24 +358,44 @@ def rows(spec: Spec | OpSpec, asked: str | None = None) -> list[tuple[str, str, 
     return result
 
 
-def notes(spec: Spec | OpSpec, name: str | None, tokens: int) -> list[str]:
+def notes(spec: Spec, name: str | None, tokens: int) -> list[str]:
     """What one should know about kernel `name` serving `spec`: where it is not worth its precision.
 
     tokens: queries or keys, whichever are fewer: few of either leave little work to make up for quantizing.
     """
     if name is None:
         return []
-    for head_dim, least in BY_NAME[name].pays_from:
+    for head_dim, least in dict(BY_NAME[name].pays_from).get((spec.precision, spec.kv), ()):
         if spec.head_dim <= head_dim:
             if least is not None and tokens >= least:
                 return []
             where = "at this head_dim" if least is None else f"below {least} queries and keys"
-            if isinstance(spec, OpSpec):  # attention_kv, whose k and v are what they are
-                plain = plan(Spec(spec.device, spec.arch, spec.dtype, spec.head_dim)).name
+            plain = plan(replace(spec, precision=PRECISIONS[0], kv="arrays")).name
+            if spec.kv == "kept":  # k and v are what they are
                 return [f"{where} {plain} on k and v of {spec.dtype} is usually faster"]
-            plain = plan(replace(spec, precision=PRECISIONS[0])).name
             return [f"{where} {plain} is usually faster (quantizing is not paid back); precision=None selects it"]
     return []
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel in one of its precisions: what is tested, measured and profiled by itself."""
+
+    name: str  # the kernel's, or for another precision than its first with an ending: sm90_int8_fp8
+    kernel: Kernel
+    precision: str
+
+
+def _variants() -> dict[str, Variant]:
+    found = {}
+    for kernel in KERNELS:
+        for precision in kernel.precisions:
+            ending = "" if precision == kernel.precision else precision.removeprefix(kernel.precision)
+            found[kernel.name + ending] = Variant(kernel.name + ending, kernel, precision)
+    return found
+
+
+VARIANTS = _variants()
 
 
 def table(lines: list[tuple[str, str, str]]) -> str:

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from qflash import _native, dispatch
 from qflash.backends import Entry
-from qflash.problem import Problem
-from qflash.spec import OpSpec, Spec
+from qflash.call.spec import OpSpec, Spec
+from qflash.ops.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)

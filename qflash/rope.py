@@ -10,8 +10,8 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
+from qflash.call.words import check_flag
 from qflash.typing import ArrayT_co, Flag, Integer, Lengths, Number
-from qflash.words import check_flag
 
 
 @dataclass(frozen=True, slots=True, eq=False)

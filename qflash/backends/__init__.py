@@ -1,8 +1,18 @@
-"""Where kernels live: each backend turns a dispatch row into the addresses of its C functions."""
+"""Where kernels live: each backend turns a dispatch row into something to launch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qflash.call.spec import Spec
+    from qflash.dispatch import Kernel
+
+# A kernel that takes arrays of a framework: (operands, results, stream), in the order of the plan.
+Launch = Callable[[Sequence[Any], Sequence[Any], int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,3 +22,9 @@ class Entry:
     address: int
     status_text: int
     workspace: int = 0
+
+
+def load(kernel: Kernel, spec: Spec) -> Entry | Launch:
+    """`kernel` built for `spec`: linked in, loaded, or compiled first. The row's backend is a module of this package."""
+    entry: Entry | Launch = import_module(f"qflash.backends.{kernel.backend or kernel.device}").entry(kernel, spec)
+    return entry

@@ -9,21 +9,12 @@ from pathlib import Path
 
 from qflash.backends import Entry
 from qflash.backends.arch import ARCHES, asked
-from qflash.dispatch import BY_NAME, KERNELS, Kernel, arch_reasons
+from qflash.call.spec import KV_KINDS, OP_DTYPES, PRECISIONS, Spec
+from qflash.dispatch import BY_NAME, KERNELS, Kernel, reasons
 from qflash.jit import load, prebuild
 from qflash.jit.compiler import Unit
-from qflash.spec import OP_DTYPES, OpSpec, Spec
 
 _CSRC = Path(__file__).resolve().parent.parent / "csrc"
-
-# Kernels compiled for a head_dim serve every smaller one down to the next bucket; the true head_dim comes at run time.
-HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-# Kernels that have fewer buckets, by page: they compute in panels of 64 channels, or of 64 and then 128.
-_OWN_HEAD_DIMS = {"sm90_fwd": HEAD_DIMS[1:], "sm90_int8": (64, 128, 256), "sm90_quantize": (64, 128, 256)}
-# Kernels that take any head_dim and architecture at run time: one library per dtype and target.
-_ONE_FOR_ALL = ("unfused",)
-# Operations whose kernels are compiled for a bucket of HEAD_DIMS.
-_WITH_HEADS = ("attention", "attention_int8", "attention_kv", "quantize_kv")
 
 
 def target(arch: int) -> str:
@@ -31,42 +22,38 @@ def target(arch: int) -> str:
     return "90a" if arch == 90 else str(arch)
 
 
-def buckets(kernel: Kernel) -> tuple[int, ...]:
-    """The head dims that `kernel` is compiled for; (0,) where there are none."""
-    if kernel.op not in _WITH_HEADS:
-        return (0,)
-    return _OWN_HEAD_DIMS.get(kernel.page or kernel.name, HEAD_DIMS)
-
-
-def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
-    """The compilation unit of `kernel` for a dtype, one of its buckets and an architecture.
-
-    For the one that QFLASH_CUDA_ARCH asks for it is PTX.
-    """
-    defines = [("QF_DTYPE", str(OP_DTYPES.index(dtype)))] if kernel.per_dtype else []
-    words = dtype if kernel.per_dtype else "any dtype"
-    if kernel.op not in _WITH_HEADS:
-        defines.append(("QF_ARCH", str(arch)))
-    elif kernel.name not in _ONE_FOR_ALL:
-        defines += [("QF_ARCH", str(arch)), ("QF_HEAD_DIM", str(head_dim))]
-        words = f"head_dim {head_dim}, {dtype}"
-    source = _CSRC / "kernels" / (kernel.source or f"{kernel.name}/launch.cu")
-    includes = (_CSRC, _CSRC / "include")
+def unit(kernel: Kernel, spec: Spec) -> Unit:
+    """The compilation unit of `kernel` that serves `spec`. For the architecture of QFLASH_CUDA_ARCH it is PTX."""
+    defines, words = [], []
+    if kernel.per_dtype:
+        defines.append(("QF_DTYPE", str(OP_DTYPES.index(spec.dtype))))
+    if kernel.per_arch:
+        defines.append(("QF_ARCH", str(spec.arch)))
+    if kernel.head_dims:
+        head_dim = next(bucket for bucket in kernel.head_dims if bucket >= spec.head_dim)
+        defines.append(("QF_HEAD_DIM", str(head_dim)))
+        words.append(f"head_dim {head_dim}")
+    words.append(spec.dtype if kernel.per_dtype else "any dtype")
+    if kernel.per_precision:
+        defines.append(("QF_PRECISION", str(PRECISIONS.index(spec.precision))))
+        words.append(spec.precision)
+    if kernel.per_kv:
+        defines.append(("QF_KV_KIND", str(KV_KINDS.index(spec.kv))))
+        words.append(f"{spec.kv} k and v")
     return Unit(
-        kernel.name, source, includes, tuple(defines), target(arch), f"{kernel.name} ({words})", arch == asked()
+        kernel.name,
+        _CSRC / "kernels" / kernel.name / "launch.cu",
+        (_CSRC, _CSRC / "include"),
+        tuple(defines),
+        target(spec.arch),
+        f"{kernel.name} ({', '.join(words)})",
+        spec.arch == asked(),
     )
 
 
-def unit_of(kernel: Kernel, spec: Spec | OpSpec) -> Unit:
-    """The compilation unit that serves `spec`."""
-    if kernel.op not in _WITH_HEADS:
-        return unit(kernel, spec.dtype, 0, spec.arch)
-    return unit(kernel, spec.dtype, next(bucket for bucket in buckets(kernel) if bucket >= spec.head_dim), spec.arch)
-
-
-def entry(kernel: Kernel, spec: Spec | OpSpec) -> Entry:
+def entry(kernel: Kernel, spec: Spec) -> Entry:
     """Addresses of the kernel's functions for `spec`; compiles on first use."""
-    return _entry(kernel.name, unit_of(kernel, spec))
+    return _entry(kernel.name, unit(kernel, spec))
 
 
 _compiling = threading.Lock()
@@ -87,23 +74,20 @@ def _load(name: str, chosen: Unit) -> Entry:
 def specialisations(arches: Iterable[int] = ARCHES, kernels: Iterable[str] | None = None) -> list[Unit]:
     """Every unit of the named CUDA kernels (all of them by default) for the given architectures."""
     chosen = [row for row in KERNELS if row.device == "cuda"] if kernels is None else [_cuda_row(n) for n in kernels]
-    units = (
-        unit(kernel, dtype, head_dim, arch)
-        for arch in arches
-        for kernel in chosen
-        if not arch_reasons(kernel, arch)
-        for dtype in kernel.dtypes
-        for head_dim in buckets(kernel)
-        if not (kernel.also and kernel.also(_example(kernel, arch, dtype, head_dim)))
-    )
+    units = (unit(row, spec) for arch in arches for row in chosen for spec in specs(row, arch))
     return list(dict.fromkeys(units))
 
 
-def _example(kernel: Kernel, arch: int, dtype: str, head_dim: int) -> Spec | OpSpec:
-    """The plainest spec that a unit serves, to ask a row's `also` whether the unit is wanted."""
-    if kernel.op == "attention":
-        return Spec("cuda", arch, dtype, head_dim, kernel.precision)
-    return OpSpec(kernel.op, "cuda", arch, dtype)
+def specs(kernel: Kernel, arch: int) -> list[Spec]:
+    """The plainest Spec of each library that `kernel` has for an architecture."""
+    found = (
+        Spec("cuda", arch, dtype, head_dim, precision, op=kernel.op, kv=kv)
+        for dtype in kernel.dtypes
+        for head_dim in kernel.head_dims or (0,)
+        for precision in kernel.precisions
+        for kv in kernel.kvs
+    )
+    return [spec for spec in found if not reasons(kernel, spec)]
 
 
 def _cuda_row(name: str) -> Kernel:

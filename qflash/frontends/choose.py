@@ -6,26 +6,15 @@ import sys
 from types import ModuleType
 
 _frontends: dict[type, ModuleType] = {}  # by array class, filled as classes are seen
-_op_frontends: dict[type, ModuleType] = {}
 
 
-def frontend_of(kind: type) -> ModuleType:
-    """The front end of attention for an array class (of q)."""
+def frontend_of(kind: type, argument: str) -> ModuleType:
+    """The front end for an array class, that of `argument`."""
     if _is_traced(kind):
-        return _find(kind)
+        return _find(kind, argument)
     found = _frontends.get(kind)
     if found is None:
-        found = _frontends[kind] = _find(kind)
-    return found
-
-
-def op_frontend_of(kind: type, argument: str) -> ModuleType:
-    """The front end of the other operations for an array class, that of `argument`."""
-    if _is_traced(kind):
-        return _find_op(kind, argument)
-    found = _op_frontends.get(kind)
-    if found is None:
-        found = _op_frontends[kind] = _find_op(kind, argument)
+        found = _frontends[kind] = _find(kind, argument)
     return found
 
 
@@ -38,8 +27,8 @@ def _is_traced(kind: type) -> bool:
 # By import statements, which torch.compile can follow into the first call of a program, unlike importlib.
 
 
-def _find(kind: type) -> ModuleType:
-    package = _package(kind, "q")
+def _find(kind: type, argument: str) -> ModuleType:
+    package = _package(kind, argument)
     if package == "torch":
         from qflash.frontends import torch
 
@@ -51,21 +40,6 @@ def _find(kind: type) -> ModuleType:
     from qflash.frontends import jax
 
     return jax
-
-
-def _find_op(kind: type, argument: str) -> ModuleType:
-    package = _package(kind, argument)
-    if package == "torch":
-        from qflash.frontends import torch_op_library
-
-        return torch_op_library
-    if package == "numpy":
-        from qflash.frontends import numpy_ops
-
-        return numpy_ops
-    from qflash.frontends.jax import ops
-
-    return ops
 
 
 def _package(kind: type, argument: str) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 
-from qflash.lengths import lengths
-from qflash.planning import Prepared, prepare
-from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
-from qflash.rope import Rope
+from qflash.call import cache
+from qflash.call.array import Array
+from qflash.call.lengths import lengths
+from qflash.call.op import Op, Operand, Plan
+from qflash.call.prepare import Prepared, prepare
 
-_CACHE_LIMIT = 4096
+_INT32 = np.iinfo(np.int32)
 
 
 def describe(name: str, x: Any, first: str = "q") -> Array:
@@ -37,127 +38,76 @@ def describe(name: str, x: Any, first: str = "q") -> Array:
     return Array(x.shape, tuple(s // size for s in x.strides), x.dtype.name, "cpu")
 
 
-class _Extras(NamedTuple):
-    """The optional arrays as the engine reads them: contiguous, indices int32, tables float32."""
+def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]:
+    """Plan, allocate, call. Results are in the order of the plan."""
+    arrays = _as_arrays(op, arrays)
+    prepared = _prepared(op, arrays, words)
+    make = np.zeros if prepared.plan.nothing_to_do else np.empty
+    results = [make(result.shape, result.dtype) for result in prepared.plan.results]
+    if prepared.plan.nothing_to_do:
+        return results
+    # A name, so that converted copies outlive the call.
+    operands = [_ready(operand, arrays[op.arrays.index(operand.argument)]) for operand in prepared.plan.operands]
+    if prepared.launch is not None:
+        prepared.launch(operands, results, 0)
+    else:
+        prepared.call(*[x.ctypes.data for x in operands], *[x.ctypes.data for x in results], 0, 0, 0)
+    return results
 
-    kv_lens: np.ndarray | None = None
-    cu_seqlens_q: np.ndarray | None = None
-    cu_seqlens_k: np.ndarray | None = None
-    cos: np.ndarray | None = None
-    sin: np.ndarray | None = None
-    positions_q: np.ndarray | None = None
-    positions_k: np.ndarray | None = None
+
+def plan_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Plan:
+    """The plan of a checked call, for `explain`."""
+    arrays = _as_arrays(op, arrays)
+    described = (
+        None if x is None else describe(name, x, op.arrays[0]) for name, x in zip(op.arrays, arrays, strict=True)
+    )
+    return op.plan(*described, *words)
 
 
-def index(name: str, x: Any) -> np.ndarray | None:
-    """Lengths or positions as int32."""
+def arch_of(x: np.ndarray) -> int:
+    """Compute capability times ten of the array's device: 0, the CPU."""
+    return 0
+
+
+def as_index(name: str, x: Any, like: np.ndarray) -> Any:
+    """Lengths or positions as int32, where `like` is."""
     if x is None or (type(x) is np.ndarray and x.dtype == np.int32):
         return x
     return lengths(name, x)
 
 
-def _with_extras(
-    q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Rope | None, packed: tuple = ()
-) -> tuple[Problem, _Extras]:
-    """The checked problem of a call that has any, and what the engine reads of them."""
-    arrays = describe("q", q), describe("k", k), describe("v", v)
-    kv_lens = index("kv_lens", kv_lens)
-    lens = None if kv_lens is None else describe("kv_lens", kv_lens)
-    extras, tables = [kv_lens, None, None], None
-    if rope is not None:
-        if not isinstance(rope, Rope):
-            raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
-        positions_q = index("rope.positions_q", rope.positions_q)
-        positions_k = index("rope.positions_k", rope.positions_k)
-        tables = RopeArrays(
-            describe("rope.cos", rope.cos),
-            describe("rope.sin", rope.sin),
-            rope.interleaved,
-            None if positions_q is None else describe("rope.positions_q", positions_q),
-            None if positions_k is None else describe("rope.positions_k", positions_k),
-        )
-        extras += [rope.cos, rope.sin, positions_q, positions_k]
-    if packed:
-        cu_q, cu_k, longest_q, longest_k = packed
-        cu_q, cu_k = _required_index("cu_seqlens_q", cu_q), _required_index("cu_seqlens_k", cu_k)
-        extras[1:3] = cu_q, cu_k
-        cu_seqlens = describe("cu_seqlens_q", cu_q), describe("cu_seqlens_k", cu_k)
-        problem = check_packed(*arrays, *cu_seqlens, longest_q, longest_k, options, lens, tables)
-    else:
-        problem = check(*arrays, options, lens, tables)
-    return problem, _Extras(*extras)
+def scalar(value: float, like: np.ndarray) -> np.ndarray:
+    """A number as an array where `like` is."""
+    return np.array(value, np.float32)
 
 
-def _required_index(name: str, x: Any) -> np.ndarray | None:
-    if x is None:
-        raise TypeError(f"{name} is None; allowed: ints, as an array or a list")
-    return index(name, x)
+def _as_arrays(op: Op, arrays: Sequence[Any]) -> list[Any]:
+    """NumPy's own scalars, which arithmetic on one-number results gives, count as arrays; lengths may be lists."""
+    arrays = [np.asarray(x) if isinstance(x, np.generic) else x for x in arrays]
+    for name in op.indices:
+        at = op.arrays.index(name)
+        arrays[at] = as_index(name, arrays[at], arrays[0])
+    return arrays
 
 
-def problem_of(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None, packed: tuple = ()) -> Problem:
-    """The checked problem behind `attention`, or with `packed` behind `attention_varlen`, for `explain`."""
-    return _with_extras(q, k, v, options, kv_lens, rope, packed)[0]
-
-
-def arch_of(q: np.ndarray) -> int:
-    """Compute capability times ten of the array's device: 0, the CPU."""
-    return 0
-
-
-_plans: dict[tuple, Prepared] = {}
-
-
-def attention(q, k, v, options: Options, kv_lens=None, rope: Rope | None = None, return_lse: bool = False):
-    """See qflash.attention."""
-    if kv_lens is not None or rope is not None:
-        problem, extras = _with_extras(q, k, v, options, kv_lens, rope)
-        return _run(prepare(problem), q, k, v, return_lse, extras)
-    return _run(_plan(q, k, v, options), q, k, v, return_lse)
-
-
-def _plan(q: Any, k: Any, v: Any, options: Options) -> Prepared:
-    """The prepared call of plain arrays without extras, looked up by everything it depends on."""
+def _prepared(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Prepared:
+    """The prepared call, looked up by everything it depends on."""
     try:
-        key = (
-            q.shape, k.shape, v.shape, q.strides, k.strides, v.strides, q.dtype, k.dtype, v.dtype,
-            q.flags.aligned and k.flags.aligned and v.flags.aligned, type(q), type(k), type(v), options.key(),
-        )  # fmt: skip
-        return _plans[key]
+        facts = [x if x is None else (x.shape, x.strides, x.dtype, x.flags.aligned, type(x)) for x in arrays]
+        key = ("numpy", op, *facts, *cache.words_key(words))
+        found: Prepared = cache.find(key)
+        return found
     except KeyError:
-        found = prepare(problem_of(q, k, v, options))
+        found = prepare(plan_of(op, arrays, words))
     except (AttributeError, TypeError, ValueError):  # not an array, or words that do not hash
-        return prepare(problem_of(q, k, v, options))
-    if len(_plans) >= _CACHE_LIMIT:
-        _plans.clear()
-    _plans[key] = found
+        return prepare(plan_of(op, arrays, words))
+    cache.keep(key, found)
     return found
 
 
-def attention_varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, kv_lens=None, rope=None, return_lse=False
-):
-    """See qflash.attention_varlen."""
-    packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    problem, extras = _with_extras(q, k, v, options, kv_lens, rope, packed)
-    return _run(prepare(problem), q, k, v, return_lse, extras)
-
-
-_NO_ADDRESSES = (0,) * len(_Extras._fields)
-
-
-def _run(prepared: Prepared, q, k, v, return_lse: bool, extras: _Extras | None = None):
-    problem = prepared.problem
-    out = np.empty(q.shape, q.dtype)
-    lse = None
-    if return_lse:
-        rows = (problem.q_heads, problem.total_q) if problem.packed else (problem.batch, problem.q_heads, problem.q_len)
-        lse = np.empty(rows, np.float32)
-    addresses: Sequence[int] = _NO_ADDRESSES
-    if extras is not None:
-        dtypes = (np.float32 if name in ("cos", "sin") else np.int32 for name in _Extras._fields)
-        # Named, so that converted copies outlive the call.
-        ready = [None if x is None else np.ascontiguousarray(x, dtype) for x, dtype in zip(extras, dtypes, strict=True)]
-        addresses = [0 if x is None else x.ctypes.data for x in ready]
-    own = (q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, 0 if lse is None else lse.ctypes.data)
-    prepared.call(*own, *addresses, 0, 0, 0)
-    return (out, lse) if return_lse else out
+def _ready(operand: Operand, x: np.ndarray) -> np.ndarray:
+    if operand.dtype == "int32" and x.dtype.itemsize > _INT32.dtype.itemsize:
+        x = np.clip(x, _INT32.min, _INT32.max)
+    if operand.dtype is not None:
+        x = x.astype(operand.dtype, copy=False)
+    return np.ascontiguousarray(x) if operand.contiguous else x

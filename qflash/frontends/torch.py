@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from qflash.call.words import plain
 from qflash.frontends import torch_flops  # noqa: F401  (registers with PyTorch's FLOP counter)
 from qflash.frontends import torch_launch as launch
 from qflash.frontends.torch_launch import Extras, Plan
 from qflash.frontends.torch_ops import attention_op, backward_op
 from qflash.frontends.torch_traced import traced_options
 from qflash.frontends.torch_watch import autocast, is_autocast_anywhere, is_compiling, is_grad_enabled, is_watched
-from qflash.problem import Options, Problem
+from qflash.ops.problem import Options, Problem
 from qflash.rope import Rope
-from qflash.words import plain
 
 Tensor = torch.Tensor
 _NO_EXTRAS = Extras()

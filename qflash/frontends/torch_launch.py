@@ -11,11 +11,12 @@ import torch
 from torch.autograd import forward_ad
 
 from qflash.backends.arch import arch_for
+from qflash.call.array import Array
+from qflash.call.lengths import lengths
 from qflash.dispatch import Kernel
 from qflash.frontends.torch_watch import is_compiling, is_wrapped
-from qflash.lengths import lengths
+from qflash.ops.problem import PLAIN, Options, Problem, RopeArrays, check, check_packed
 from qflash.planning import Prepared, prepare, prepare_backward
-from qflash.problem import PLAIN, Array, Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
 
 Tensor = torch.Tensor

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from qflash.call.array import Array
+from qflash.call.op import Op, Operand, Plan, Prepared, prepare
 from qflash.frontends.torch_launch import arch_of_device, check_storage, describe, index
-from qflash.ops.plan import Op, Operand, Plan, Prepared, prepare
-from qflash.problem import Array
 
 Tensor = torch.Tensor
 _CACHE_LIMIT = 4096

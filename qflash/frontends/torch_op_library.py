@@ -14,6 +14,10 @@ import torch
 from torch.autograd import forward_ad
 
 from qflash import dispatch
+from qflash.call.array import Array
+from qflash.call.op import Op, Plan
+from qflash.call.spec import OpSpec
+from qflash.call.words import plain
 from qflash.frontends import torch_op_launch as launch
 from qflash.frontends.torch_flops import count
 from qflash.frontends.torch_launch import arch_of_device, index
@@ -24,12 +28,8 @@ from qflash.ops.attention import ATTENTION_INT8
 from qflash.ops.kv import QUANTIZE_KV
 from qflash.ops.kv_attention import ATTENTION_KV
 from qflash.ops.matmul import INT8_MATMUL
-from qflash.ops.plan import Op, Plan
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
-from qflash.problem import Array
-from qflash.spec import OpSpec
-from qflash.words import plain
 
 Tensor = torch.Tensor
 

@@ -19,7 +19,7 @@ from qflash import dispatch
 from qflash.frontends import torch_launch as launch
 from qflash.frontends.torch_launch import Extras
 from qflash.frontends.torch_traced import is_symbolic
-from qflash.problem import Options, Problem
+from qflash.ops.problem import Options, Problem
 
 Tensor = torch.Tensor
 

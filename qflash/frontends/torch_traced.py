@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from qflash.problem import WINDOW_FORM, Options
-from qflash.words import FLOAT32_MAX, check_flag, shown
+from qflash.call.words import FLOAT32_MAX, check_flag, shown
+from qflash.ops.problem import WINDOW_FORM, Options
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

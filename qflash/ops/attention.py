@@ -1,262 +1,303 @@
-"""attention on arrays that are INT8 already: what `quantize` returns for q and k, and for v if one likes."""
+"""attention on arrays, padded and packed: forward, and backward.
+
+One C struct and one Spec serve these and the calls whose k and v are values of their own (attention_kv.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from qflash import _native
-from qflash.frontends.choose import op_frontend_of
-from qflash.ops.plan import Op, Operand, Plan, Result, check_device, check_dtype, check_float, check_shape, dtype_code
-from qflash.ops.quantization import GRANULARITIES, Quantized
-from qflash.ops.run import run
-from qflash.problem import Array, Options, Problem, check, check_options
-from qflash.spec import DTYPES, PRECISIONS, OpSpec
-from qflash.typing import Flag
-from qflash.words import INT32_MAX, check_int, check_word
+from qflash.call.array import Array, check_device, check_dtype, check_shape, dtype_code
+from qflash.call.op import Extents, Gradient, Op, Operand, Plan, Result
+from qflash.call.spec import KV_KINDS, PRECISIONS
+from qflash.call.words import check_flag
+from qflash.ops.problem import Options, Problem, RopeArrays, check, check_packed
 
-_LEAST_KEY_GROUP = 16  # keys of one lane of the CUDA kernel
+STRUCT = "QfAttnParams"
+BACKWARD_STRUCT = "QfAttnBwdParams"
+_INDICES = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", "rope.positions_q", "rope.positions_k")
+_TABLES = ("rope.cos", "rope.sin")
 
-
-def attention_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag) -> Any:
-    """`qflash.attention` with a Quantized among q, k and v."""
-    results = run(ATTENTION_INT8, *call_of(q, k, v, options, kv_lens, rope, return_lse))
-    return tuple(results) if return_lse else results[0]
+Fields = tuple[tuple[str, int | float | Extents], ...]
 
 
-def spec_on_integers(q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any) -> OpSpec:
-    """What selects its kernel, for `qflash.explain`."""
-    arrays, words = call_of(q, k, v, options, kv_lens, rope, False)
-    spec: OpSpec = op_frontend_of(type(arrays[0]), ATTENTION_INT8.arrays[0]).spec_of(ATTENTION_INT8, arrays, words)
-    return spec
+# The struct ----------------------------------------------------------------------------------------------------------
 
 
-def call_of(
-    q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays and the words of ATTENTION_INT8, from those of `attention`."""
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, Quantized):
-            given = ", ".join(other for other, y in (("q", q), ("k", k), ("v", v)) if isinstance(y, Quantized))
-            raise TypeError(
-                f"{name} is {class_of(x)} and {given} qflash.Quantized; allowed: Quantized q and k, with v either way"
-            )
-    if rope is not None:
-        raise ValueError(
-            "rope is given and q and k are Quantized; allowed: None, apply it in qflash.quantize(..., rope=...)"
-        )
-    if options.precision not in (None, "int8"):
-        raise ValueError(f"precision is {options.precision!r}; allowed with Quantized q and k: None or 'int8'")
-    _check_parts("q", q, smooth=False)
-    _check_parts("k", k, smooth=True)
-    if q.symmetric != k.symmetric:
-        raise ValueError(
-            f"k.symmetric is {k.symmetric} and q.symmetric is {q.symmetric}; allowed: both True or both False"
-        )
-    integer_v = isinstance(v, Quantized)
-    if integer_v:
-        _check_parts("v", v, smooth=False)
-    shape = getattr(q.values, "shape", ())
-    words = check_options(options, shape[-1] if shape and shape[-1] else 1)  # the plan says what is wrong with 0
-    arrays = (
-        *(q.values, q.scale, q.zero_point, None if q.symmetric else q.sums),
-        *(k.values, k.scale, k.zero_point, None if k.symmetric else k.sums, k.mean),
-        *((v.values, v.scale, v.zero_point) if integer_v else (v, None, None)),
-        kv_lens,
+def _size(value: Any, *of: tuple[str, int]) -> Any:
+    """A size, or where it comes from while it is symbolic."""
+    return value if isinstance(value, int) else Extents(of)
+
+
+def _strides(field: str, strides: Sequence[Any], argument: str, packed: bool) -> Fields:
+    """The strides of a tensor. Symbolic ones are those of a contiguous array: products of its last extents."""
+    rank = 3 if packed else 4
+    steps = []
+    for at, stride in enumerate(strides):
+        last = range(rank - 3 + at, rank)
+        steps.append(_size(stride, *((argument, dim) for dim in last)))
+    return tuple((f"{field}.stride_{dim}", step) for dim, step in zip("bth", steps, strict=True))
+
+
+def fields_of(problem: Problem, prefix: str = "", strided: Collection[str] = ("q", "k", "v")) -> Fields:
+    """The struct's fields that a checked problem fixes. `strided`: the tensors whose strides it knows."""
+    packed = problem.packed
+    lengths = (
+        (("q_len", problem.q_len, ()), ("k_len", problem.k_len, ()))
+        if packed
+        else (("q_len", problem.q_len, (("q", 1),)), ("k_len", problem.k_len, (("k", 1),)))
     )
-    groups = [*(word for x in (q, k) for word in (x.granularity, x.group))]
-    groups += [v.granularity, v.group, v.dtype] if integer_v else [GRANULARITIES[0], 1, None]
-    numbers = [words[name] for name in ("window_left", "window_right", "softcap", "scale")]
-    return arrays, (*groups, *numbers, bool(return_lse), options.kernel)
-
-
-def class_of(x: Any) -> str:
-    """A class in a message."""
-    return f"{type(x).__module__}.{type(x).__qualname__}"
-
-
-def _check_parts(name: str, x: Quantized, smooth: bool) -> None:
-    """What no plan sees: parts that are there and should not be, or the other way round."""
-    for part in ("values", "scale"):
-        if getattr(x, part) is None:
-            raise TypeError(f"{name}.{part} is None; allowed: an array")
-    if (x.zero_point is None) != (x.symmetric is True):
-        allowed = "None" if x.symmetric else "an int32 array of one element"
-        raise ValueError(f"{name}.zero_point does not fit {name}.symmetric, {x.symmetric}; allowed: {allowed}")
-    if not x.symmetric and x.sums is None and name != "v":
-        raise ValueError(f"{name}.sums is None and {name} has a zero point; allowed: the sums qflash.quantize gives")
-    if x.mean is not None and not smooth:
-        raise ValueError(f"{name}.mean is given; allowed: None, only k may be smoothed")
-
-
-def _plan(
-    q: Array,
-    q_scale: Array,
-    q_zero_point: Array | None,
-    q_sums: Array | None,
-    k: Array,
-    k_scale: Array,
-    k_zero_point: Array | None,
-    k_sums: Array | None,
-    k_mean: Array | None,
-    v: Array | None,
-    v_scale: Array | None,
-    v_zero_point: Array | None,
-    kv_lens: Array | None,
-    q_granularity: Any,
-    q_group: Any,
-    k_granularity: Any,
-    k_group: Any,
-    v_granularity: Any,
-    v_group: Any,
-    v_dtype: Any,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    scale: float,
-    return_lse: bool,
-    kernel: Any,
-) -> Plan:
-    if v is None:
-        raise TypeError("v is None; allowed: an array, or qflash.Quantized")
-    for name, array in (("q.values", q), ("k.values", k)):
-        check_dtype(name, array, "int8")
-    if v_scale is None:
-        check_float("v", v)
-        dtype = v.dtype
-    else:
-        check_dtype("v.values", v, "int8")
-        dtype = check_word("v.dtype", v_dtype, DTYPES)
-    if k_granularity == "token":
-        raise ValueError("k.granularity is 'token'; allowed: 'tensor' or 'group'")
-    copied = {name: takes_a_copy(x) for name, x in (("q", q), ("k", k), ("v", v))}
-    # With a common dtype these are the arrays of any attention.
-    alike = {
-        name: replace(x, dtype=dtype, strides=None if copied[name] else x.strides)
-        for name, x in (("q", q), ("k", k), ("v", v))
-    }
-    problem = check(
-        *(alike["q"], alike["k"], alike["v"]),
-        Options(False, (window_left, window_right), softcap, scale, None, kernel),
-        kv_lens,
-    )
-    operands = [
-        Operand(argument, f"attn.{name}.data", contiguous=copied[name])
-        for argument, name in (("q.values", "q"), ("k.values", "k"), ("v", "v"))
-    ]
-    fields: list[tuple[str, int | float]] = []
-
-    def add(argument: str, field: str, array: Array | None, dtype: str, *shapes: tuple[int, ...]) -> None:
-        if array is not None:
-            check_dtype(argument, array, dtype)
-            check_shape(argument, array, *shapes)
-            check_device(argument, array, "q.values", q.device)
-            operands.append(Operand(argument, field, contiguous=True))
-
-    for name, x, granularity, group, parts in (
-        ("q", q, q_granularity, q_group, (q_scale, q_zero_point, q_sums)),
-        ("k", k, k_granularity, k_group, (k_scale, k_zero_point, k_sums)),
-        ("v", v, v_granularity, v_group, (v_scale, v_zero_point, None)),
-    ):
-        if parts[0] is None:
-            continue
-        batch, length, heads, _ = x.shape
-        tokens = _tokens_of_a_scale(name, granularity, group)
-        shapes: tuple[tuple[int, ...], ...] = ((), (1,))
-        strides = (0, 0, INT32_MAX)
-        if tokens is not None:
-            groups = (length + tokens - 1) // tokens
-            shapes, strides = ((batch, heads, groups),), (heads * groups, groups, tokens)
-        fields += zip((f"{name}_scales.{part}" for part in ("stride_b", "stride_h", "group")), strides, strict=True)
-        add(f"{name}.scale", f"{name}_scales.scale", parts[0], "float32", *shapes)
-        add(f"{name}.zero_point", f"{name}_scales.zero_point", parts[1], "int32", (), (1,))
-        add(f"{name}.sums", f"{name}_scales.sums", parts[2], "int32", (batch, heads, length))
-    add("k.mean", "k_mean", k_mean, "float32", (problem.batch, problem.kv_heads, problem.head_dim))
-    if kv_lens is not None:
-        operands.append(Operand("kv_lens", "attn.kv_lens", contiguous=True))
-    results = [Result("attn.out.data", tuple(q.shape), dtype)]
-    if return_lse:
-        results.append(Result("attn.lse", (problem.batch, problem.q_heads, problem.q_len), "float32"))
-    return Plan(
-        op="attention_int8",
-        device=q.device,
-        dtype=dtype,
-        kernel=problem.kernel,
-        struct="QfInt8AttnParams",
-        fields=(*attention_struct(problem, dtype, "int8", ("q", "k", "v", "out")), *fields),
-        operands=tuple(operands),
-        results=tuple(results),
-        head_dim=problem.head_dim,
-    )
-
-
-def attention_struct(
-    problem: Problem, dtype: str, precision: str, strided: Sequence[str]
-) -> tuple[tuple[str, int | float], ...]:
-    """The fields of the QfAttnParams within a struct, but for rope. `strided`: the tensors that have strides."""
+    heads = 1 if packed else 2
+    rows = (("q", 0),) if packed else (("q", 1),)
     row = problem.q_heads * problem.head_dim
-    strides = {
-        "q": problem.q_strides,
-        "k": problem.k_strides,
-        "v": problem.v_strides,
-        "out": (problem.q_len * row, row, problem.head_dim),
-    }
-    sizes = ("batch", "q_len", "k_len", "q_heads", "kv_heads", "head_dim")
-    words = ("window_left", "window_right", "scale", "softcap")
-    return (
-        ("attn.struct_bytes", _native.attn_params_bytes),
-        ("attn.dtype", dtype_code(dtype)),
-        ("attn.precision", PRECISIONS.index(precision)),
-        *((f"attn.{name}", getattr(problem, name)) for name in (*sizes, *words)),
-        *(
-            (f"attn.{name}.stride_{dim}", stride)
-            for name in strided
-            for dim, stride in zip("bth", strides[name], strict=True)
+    out = (0 if packed else problem.q_len * row, row, problem.head_dim)
+    tensors = {"q": ("q", problem.q_strides), "k": ("kv.k", problem.k_strides), "v": ("kv.v", problem.v_strides)}
+    fields: list[tuple[str, Any]] = [
+        ("struct_bytes", _native.op_layouts[STRUCT][0]),
+        ("dtype", dtype_code(problem.dtype)),
+        ("precision", PRECISIONS.index(problem.precision)),
+        ("batch", problem.batch if packed else _size(problem.batch, ("q", 0))),
+        *((name, _size(value, *of)) for name, value, of in lengths),
+        ("q_heads", _size(problem.q_heads, ("q", heads))),
+        ("kv_heads", _size(problem.kv_heads, ("k", heads))),
+        ("head_dim", problem.head_dim),
+        ("window_left", problem.window_left),
+        ("window_right", problem.window_right),
+        ("scale", problem.scale),
+        ("softcap", problem.softcap),
+        *(pair for name in strided for pair in _strides(*tensors[name], name, packed)),
+        *_strides("out", out, "q", packed),
+        ("lse_stride_h", _size(problem.total_q if packed else problem.q_len, *rows)),
+        ("lse_stride_b", 0 if packed else _size(problem.q_heads * problem.q_len, ("q", 1), ("q", 2))),
+        ("rope.rows", problem.rope_rows),
+        ("rope.rotary_dim", problem.rotary_dim),
+        ("rope.interleaved", int(problem.rope_interleaved)),
+        ("rope.stride_positions_q_b", _size(problem.positions_q_stride or 0, ("rope.positions_q", 1))),
+        ("rope.stride_positions_k_b", _size(problem.positions_k_stride or 0, ("rope.positions_k", 1))),
+    ]
+    if packed:
+        fields += [("total_q", _size(problem.total_q, ("q", 0))), ("total_k", _size(problem.total_k, ("k", 0)))]
+    return tuple((prefix + name, value) for name, value in fields)
+
+
+def _bounds(problem: Problem, prefix: str = "") -> tuple[tuple[str, str, int], ...]:
+    """max_seqlen of a packed call is cut down to a total that is not known before the program runs."""
+    if not problem.packed:
+        return ()
+    totals = (("q_len", "q", problem.total_q), ("k_len", "k", problem.total_k))
+    return tuple((prefix + field, name, 0) for field, name, total in totals if not isinstance(total, int))
+
+
+def lse_shape(problem: Problem) -> tuple[int, ...]:
+    """[batch, heads, queries], or packed [heads, total]."""
+    if problem.packed:
+        return problem.q_heads, problem.total_q
+    return problem.batch, problem.q_heads, problem.q_len
+
+
+# Arrays --------------------------------------------------------------------------------------------------------------
+
+_EXTRAS = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", *_TABLES, "rope.positions_q", "rope.positions_k")
+_WORDS = (
+    *("causal", "window", "softcap", "scale", "precision", "kernel"),
+    *("return_lse", "interleaved", "max_seqlen_q", "max_seqlen_k"),
+)
+
+
+def check_call(q: Array, k: Array, v: Array, extras: Sequence[Array | None], words: Sequence[Any]) -> Problem:
+    """The checked problem behind a call on arrays. `extras`: by _EXTRAS."""
+    kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k = extras
+    *options, return_lse, interleaved, longest_q, longest_k = words
+    check_flag("return_lse", return_lse)
+    rope = None
+    if cos is not None and sin is not None:
+        rope = RopeArrays(cos, sin, interleaved, positions_q, positions_k)
+    if cu_q is None or cu_k is None:
+        return check(q, k, v, Options(*options), kv_lens, rope)
+    return check_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, Options(*options), kv_lens, rope)
+
+
+def plan_of(problem: Problem, extras: Collection[str], return_lse: bool) -> Plan:
+    """The plan of a checked problem on arrays; `extras`: the optional arrays that are there."""
+    results = [Result("out.data", _q_shape(problem), problem.dtype)]
+    if return_lse:
+        results.append(Result("lse", lse_shape(problem), "float32"))
+    code = dtype_code(problem.dtype)
+    return Plan(
+        for_spec=problem.spec(0),
+        device=problem.device,
+        kernel=problem.kernel,
+        struct=STRUCT,
+        fields=(*fields_of(problem), ("kv.kind", KV_KINDS.index("arrays")), ("kv.k_dtype", code), ("kv.v_dtype", code)),
+        operands=(
+            *(Operand("q", "q.data"), Operand("k", "kv.k.data"), Operand("v", "kv.v.data")),
+            *(_EXTRA_OPERANDS[name] for name in _EXTRAS if name in extras and _is_read(problem, name)),
         ),
-        ("attn.lse_stride_b", problem.q_heads * problem.q_len),
-        ("attn.lse_stride_h", problem.q_len),
+        results=tuple(results),
+        bounds=_bounds(problem),
     )
 
 
-def attention_flops(q: Sequence[int], k: Sequence[int]) -> int:
-    """Of Q Kᵀ and P V; no mask takes anything off, as in PyTorch's own count."""
-    batch, length, heads, head_dim = q
-    return 4 * batch * heads * length * k[1] * head_dim
+_EXTRA_OPERANDS = {
+    name: Operand(name, name, contiguous=True, dtype="float32" if name in _TABLES else None) for name in _EXTRAS
+}
 
 
-def takes_a_copy(x: Array) -> bool:
-    """Kernels read whole heads, forwards."""
-    if x.strides is None or 0 in x.shape:
-        return False
-    return (x.strides[-1] != 1 and x.shape[-1] != 1) or any(stride < 0 for stride in x.strides)
+def _is_read(problem: Problem, name: str) -> bool:
+    """Tables without a row pass the checks where nothing reads them, and then nothing does."""
+    return problem.rope_rows > 0 or not name.startswith("rope.")
 
 
-def _tokens_of_a_scale(name: str, granularity: Any, group: Any) -> int | None:
-    """How many tokens share a scale; None: all of them."""
-    check_word(f"{name}.granularity", granularity, GRANULARITIES)
-    if granularity != "group":
-        return None if granularity == "tensor" else 1
-    tokens = check_int(f"{name}.group", group, 1, INT32_MAX)
-    if name == "k" and (tokens < _LEAST_KEY_GROUP or tokens & (tokens - 1)):
-        raise ValueError(f"k.group is {tokens}; allowed: a power of two, {_LEAST_KEY_GROUP} or more")
-    return tokens
+def _q_shape(problem: Problem) -> tuple[int, ...]:
+    heads = (problem.q_heads, problem.head_dim)
+    return (problem.total_q, *heads) if problem.packed else (problem.batch, problem.q_len, *heads)
 
 
-ATTENTION_INT8 = Op(
-    "attention_int8",
-    (
-        *("q.values", "q.scale", "q.zero_point", "q.sums"),
-        *("k.values", "k.scale", "k.zero_point", "k.sums", "k.mean"),
-        *("v", "v.scale", "v.zero_point"),
-        "kv_lens",
-    ),
-    (
-        *("q_granularity", "q_group", "k_granularity", "k_group", "v_granularity", "v_group", "v_dtype"),
-        *("window_left", "window_right", "softcap", "scale", "return_lse", "kernel"),
-    ),
+def _kv_shape(problem: Problem) -> tuple[int, ...]:
+    heads = (problem.kv_heads, problem.head_dim)
+    return (problem.total_k, *heads) if problem.packed else (problem.batch, problem.k_len, *heads)
+
+
+def _plan(q: Array, k: Array | None, v: Array | None, *rest: Any) -> Plan:
+    extras, words = rest[: len(_EXTRAS)], rest[len(_EXTRAS) :]
+    for name, x in (("k", k), ("v", v)):
+        if x is None:
+            raise TypeError(f"{name} is None; allowed: an array")
+    assert k is not None and v is not None
+    given = {name for name, x in zip(_EXTRAS, extras, strict=True) if x is not None}
+    for one, other in (("rope.cos", "rope.sin"), ("rope.sin", "rope.cos"), *_BOTH_OFFSETS):
+        if one in given and other not in given:
+            raise TypeError(f"{other} is None; allowed: an array")
+    problem = check_call(q, k, v, extras, words)
+    return plan_of(problem, given, bool(words[_WORDS.index("return_lse")]))
+
+
+_BOTH_OFFSETS = (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q"))
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+
+def plan_of_backward(problem: Problem, extras: Collection[str], dlse: bool) -> Plan:
+    """The plan of the gradients of a checked problem. `dlse`: the gradient of lse is given, not zero."""
+    shapes = {"dq": _q_shape(problem), "dk": _kv_shape(problem), "dv": _kv_shape(problem)}
+    like = {"dout": "q", "dq": "q", "dk": "k", "dv": "k"}
+    code = dtype_code(problem.dtype)
+    return Plan(
+        for_spec=problem.spec(0, op="attention_backward"),
+        device=problem.device,
+        kernel=None,  # the forward call's is no kernel of this operation
+        struct=BACKWARD_STRUCT,
+        fields=(
+            *fields_of(problem, "fwd."),
+            *(("fwd.kv.kind", KV_KINDS.index("arrays")), ("fwd.kv.k_dtype", code), ("fwd.kv.v_dtype", code)),
+            *(pair for name, of in like.items() for pair in _contiguous_strides(problem, name, of)),
+        ),
+        operands=(
+            Operand("dout", "dout.data", contiguous=True),
+            *([Operand("dlse", "dlse", contiguous=True)] if dlse else []),
+            *(Operand("q", "fwd.q.data"), Operand("k", "fwd.kv.k.data"), Operand("v", "fwd.kv.v.data")),
+            *(
+                replace(_EXTRA_OPERANDS[name], field=f"fwd.{name}")
+                for name in _EXTRAS
+                if name in extras and _is_read(problem, name)
+            ),
+            Operand("out", "fwd.out.data", contiguous=True),
+            Operand("lse", "fwd.lse", contiguous=True),
+        ),
+        results=tuple(Result(f"{name}.data", shape, problem.dtype) for name, shape in shapes.items()),
+        zeros=any(isinstance(extent, int) and extent == 0 for extent in lse_shape(problem)),  # no query at all
+        bounds=_bounds(problem, "fwd."),
+    )
+
+
+def _contiguous_strides(problem: Problem, field: str, like: str) -> Fields:
+    """Of an array shaped as q or k, without gaps."""
+    heads = problem.q_heads if like == "q" else problem.kv_heads
+    length = problem.q_len if like == "q" else problem.k_len
+    row = heads * problem.head_dim
+    return _strides(field, (0 if problem.packed else length * row, row, problem.head_dim), like, problem.packed)
+
+
+def _plan_backward(dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, *rest: Any) -> Plan:
+    count = len(_EXTRAS)
+    extras, (out, lse), words = rest[:count], rest[count : count + 2], rest[count + 2 :]
+    problem = check_call(q, k, v, extras, words)
+    for name, x, dtype, shape in (
+        ("dout", dout, q.dtype, q.shape),
+        ("out", out, q.dtype, q.shape),
+        ("lse", lse, "float32", lse_shape(problem)),
+        ("dlse", dlse, "float32", lse_shape(problem)),
+    ):
+        if x is not None:
+            check_dtype(name, x, dtype)
+            check_shape(name, x, shape)
+            check_device(name, x, "q", q.device)
+        elif name != "dlse":
+            raise TypeError(f"{name} is None; allowed: an array")
+    given = {name for name, x in zip(_EXTRAS, extras, strict=True) if x is not None}
+    return plan_of_backward(problem, given, dlse is not None)
+
+
+# The dimensions of each array: b batch, m and n query and key lengths, H and G query and key heads, d head_dim.
+_PADDED = {
+    "q": "bmHd", "k": "bnGd", "v": "bnGd", "kv_lens": "b", "rope.cos": "pc", "rope.sin": "pc",
+    "rope.positions_q": "bm", "rope.positions_k": "bn", "out": "bmHd", "lse": "bHm",
+    "dout": "bmHd", "dlse": "bHm", "dq": "bmHd", "dk": "bnGd", "dv": "bnGd",
+}  # fmt: skip
+_PACKED = {
+    "q": "mHd", "k": "nGd", "v": "nGd", "cu_seqlens_q": "s", "cu_seqlens_k": "s", "kv_lens": "t",
+    "rope.cos": "pc", "rope.sin": "pc", "rope.positions_q": "m", "rope.positions_k": "n", "out": "mHd", "lse": "Hm",
+    "dout": "mHd", "dlse": "Hm", "dq": "mHd", "dk": "nGd", "dv": "nGd",
+}  # fmt: skip
+
+
+def _dims(given: Collection[str]) -> Mapping[str, str]:
+    return _PACKED if "cu_seqlens_q" in given else _PADDED
+
+
+def _flops(products: int, arrays: dict[str, Any], words: dict[str, Any]) -> int:
+    """Of so many products of matrices; no mask takes anything off, as in PyTorch's own count. `arrays` by name."""
+    q, k = arrays["q"], arrays["k"]
+    heads, head_dim = q.shape[-2:]
+    offsets = arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_k")
+    if offsets[0] is None or offsets[1] is None:
+        scores = q.shape[0] * q.shape[1] * k.shape[1]
+    elif hasattr(offsets[0], "tolist"):
+        lengths = ([b - a for a, b in pairwise(x)] for x in (y.tolist() for y in offsets))
+        scores = sum(q_len * k_len for q_len, k_len in zip(*lengths, strict=True))
+    else:  # described, not held: bounds must do
+        scores = (offsets[0].shape[0] - 1) * words["max_seqlen_q"] * words["max_seqlen_k"]
+    return 2 * products * scores * heads * head_dim
+
+
+ATTENTION_BACKWARD = Op(
+    "attention_backward",
+    ("dout", "dlse", "q", "k", "v", *_EXTRAS, "out", "lse"),
+    _WORDS,
+    _plan_backward,
+    results=("dq", "dk", "dv"),
+    dims=_dims,
+    checked=_INDICES,
+    tables=_TABLES,
+    flops=lambda arrays, words: _flops(5, arrays, words),  # Q Kᵀ again, dO Vᵀ, and those of dQ, dK, dV
+    no_gradient="qflash.attention has no second derivative; allowed: one backward pass over it",
+)
+ATTENTION = Op(
+    "attention",
+    ("q", "k", "v", *_EXTRAS),
+    _WORDS,
     _plan,
-    checked=("kv_lens",),
-    indices=("kv_lens",),
-    flops=lambda shapes: attention_flops(shapes["q.values"], shapes["k.values"]),
+    results=("out", "lse"),
+    dims=_dims,
+    checked=_INDICES,
+    indices=_INDICES,
+    autocast=("q", "k", "v"),
+    tables=_TABLES,
+    gradient=Gradient(ATTENTION_BACKWARD, ("q", "k", "v"), {"return_lse": True}, refused=_TABLES),
+    flops=lambda arrays, words: _flops(2, arrays, words),
 )

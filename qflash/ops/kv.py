@@ -5,29 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from qflash import _native
-from qflash.frontends.choose import op_frontend_of
-from qflash.ops.plan import (
-    Op,
-    Operand,
-    Plan,
-    Result,
-    check_device,
-    check_dtype,
-    check_float,
-    check_shape,
-    dtype_code,
-    dtype_name,
-)
+from qflash.call.array import Array, check_device, check_dtype, check_float, check_shape, dtype_code, dtype_name
+from qflash.call.op import Op, Operand, Plan, Result
+from qflash.call.spec import KV_KINDS, PRECISIONS, spec_of
+from qflash.call.words import check_int, check_kernel, check_word
+from qflash.frontends.choose import frontend_of
+from qflash.ops.problem import MAX_HEAD_DIM
 from qflash.ops.quantization import ROUNDINGS, check_rope, shape_of, tables_of
 from qflash.ops.run import run
-from qflash.problem import MAX_HEAD_DIM, Array
 from qflash.rope import Rope
-from qflash.spec import PRECISIONS
 from qflash.typing import ArrayT, ArrayT_co, FrameworkArray, Integer, Lengths, Precision, Rounding
-from qflash.words import check_int, check_kernel, check_word
 
 KV_PRECISIONS = PRECISIONS[1:]
+_E4M3 = 5  # QF_E4M3 of QfOpDtype
 _BLOCK, _KEY_GROUP, _VALUE_TILE = 16, 64, 128  # channels turned together, keys of a scale, keys of a lift
 
 
@@ -98,7 +88,7 @@ def quantize_kv(
     """
     cos, sin, _, positions, interleaved = tables_of(rope)
     if lens is not None:  # once, for every call that takes kv
-        lens = op_frontend_of(type(k), "k").as_index("lens", lens, k)
+        lens = frontend_of(type(k), "k").as_index("lens", lens, k)
     words = (precision, rounding, seed, interleaved, kernel)
     k8, k_scale, k_mean, k_wild, *of_v = run(QUANTIZE_KV, (k, v, lens, cos, sin, positions), words)
     v8, v_scale, v_lift, v_wild, v_mean = of_v or (v, None, None, None, None)
@@ -127,6 +117,32 @@ def results_of(
             "v_mean": ("float32", (batch, heads, head_dim)),
         }
     return shapes
+
+
+# Where each part of a QuantizedKV goes in a struct that has a QfKv.
+KEPT_FIELDS = {
+    "k": "kv.k.data", "k_scale": "kv.k_scales.scale", "k_mean": "kv.k_mean", "k_wild": "kv.k_nonfinite",
+    "v": "kv.v.data", "v_scale": "kv.v_scales.scale", "v_lift": "kv.v_exponents", "v_wild": "kv.v_nonfinite",
+    "v_mean": "kv.v_mean",
+}  # fmt: skip
+
+
+def kept_fields(
+    batch: int, length: int, heads: int, head_dim: int, precision: str, dtype: str
+) -> tuple[tuple[str, int], ...]:
+    """What else a QfKv says of one: kind, dtypes, and how its arrays lie."""
+    width, groups = _up(head_dim, _BLOCK), _parts(length, _KEY_GROUP)
+    return (
+        ("kv.kind", KV_KINDS.index("kept")),
+        ("kv.k_dtype", dtype_code("int8")),
+        ("kv.v_dtype", _E4M3 if precision == "int8_fp8" else dtype_code(dtype)),
+        ("kv.k.stride_b", length * heads * width),
+        ("kv.k.stride_t", heads * width),
+        ("kv.k.stride_h", width),
+        ("kv.k_scales.stride_b", heads * groups),
+        ("kv.k_scales.stride_h", groups),
+        ("kv.k_scales.group", _KEY_GROUP),
+    )
 
 
 def _parts(length: int, size: int) -> int:
@@ -162,43 +178,41 @@ def _plan(
     check_shape("v", v, k.shape)
     check_device("v", v, "k", k.device)
     check_word("precision", precision, KV_PRECISIONS)
-    strides = shape.strides_of("attn.k", k)
-    operands = [Operand("k", "attn.k.data", contiguous=strides is None)]
-    fields = [*(strides or shape.strides("attn.k"))]
+    strides = shape.strides_of("k", k)
+    operands = [Operand("k", "k.data", contiguous=strides is None)]
+    fields = [*(strides or shape.strides("k"))]
     if precision == "int8_fp8":  # else the kernel does not read it
-        strides = shape.strides_of("attn.v", v)
-        operands.append(Operand("v", "attn.v.data", contiguous=strides is None))
-        fields += strides or shape.strides("attn.v")
+        strides = shape.strides_of("v", v)
+        operands.append(Operand("v", "v.data", contiguous=strides is None))
+        fields += strides or shape.strides("v")
     if lens is not None:
         check_dtype("lens", lens, "int32")
         check_shape("lens", lens, (shape.batch,))
         check_device("lens", lens, "k", k.device)
-        operands.append(Operand("lens", "attn.kv_lens", contiguous=True))
-    rope_fields, rope_operands = check_rope(shape, k.device, cos, sin, positions, interleaved, "k", "attn.")
-    wanted = results_of(shape.batch, shape.length, shape.heads, shape.head_dim, precision)
+        operands.append(Operand("lens", "kv_lens", contiguous=True))
+    rope_fields, rope_operands = check_rope(shape, k.device, cos, sin, positions, interleaved, "k")
+    sizes = (shape.batch, shape.length, shape.heads, shape.head_dim)
+    wanted = results_of(*sizes, precision)
     return Plan(
-        op="quantize_kv",
+        for_spec=spec_of("quantize_kv", k.device, k.dtype, head_dim=int(shape.head_dim), precision=precision),
         device=k.device,
-        dtype=k.dtype,
         kernel=check_kernel(kernel),
-        struct="QfKvAttnParams",
+        struct="QfQuantizeKvParams",
         fields=(
+            ("dtype", dtype_code(k.dtype)),
+            ("precision", PRECISIONS.index(precision)),
+            ("batch", shape.batch),
+            ("k_len", shape.length),
+            ("kv_heads", shape.heads),
+            ("head_dim", shape.head_dim),
             ("rounding", ROUNDINGS.index(check_word("rounding", rounding, ROUNDINGS))),
             ("seed", check_int("seed", seed, 0, 2**63 - 1)),
-            ("attn.struct_bytes", _native.attn_params_bytes),
-            ("attn.dtype", dtype_code(k.dtype)),
-            ("attn.precision", PRECISIONS.index(precision)),
-            ("attn.batch", shape.batch),
-            ("attn.k_len", shape.length),
-            ("attn.q_heads", shape.heads),
-            ("attn.kv_heads", shape.heads),
-            ("attn.head_dim", shape.head_dim),
             *fields,
             *rope_fields,
+            *kept_fields(*sizes, precision, k.dtype),
         ),
         operands=(*operands, *rope_operands),
-        results=tuple(Result(f"kv.{name}", extents, dtype) for name, (dtype, extents) in wanted.items()),
-        head_dim=int(shape.head_dim),  # selects the kernel, so compiled programs are made for it
+        results=tuple(Result(KEPT_FIELDS[name], extents, dtype) for name, (dtype, extents) in wanted.items()),
         zeros=isinstance(shape.length, int) and shape.length == 0,
     )
 

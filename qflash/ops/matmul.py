@@ -10,23 +10,13 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from qflash.frontends.choose import op_frontend_of
-from qflash.ops.plan import (
-    Op,
-    Operand,
-    Plan,
-    Result,
-    check_device,
-    check_dtype,
-    check_shape,
-    dtype_code,
-    dtype_name,
-    row_stride,
-)
+from qflash.call.array import Array, check_device, check_dtype, check_shape, dtype_code, dtype_name, row_stride
+from qflash.call.op import Op, Operand, Plan, Result
+from qflash.call.spec import spec_of
+from qflash.call.words import check_kernel, check_number
+from qflash.frontends.choose import frontend_of
 from qflash.ops.run import run
-from qflash.problem import Array
 from qflash.typing import DType, FrameworkArray, Number, TensorT
-from qflash.words import check_kernel, check_number
 
 OUT_DTYPES = ("int32", "float32", "float16", "bfloat16")
 _MOST_K = (2**31 - 1) // 128**2  # beyond, a sum of products may not fit int32
@@ -72,7 +62,7 @@ def int8_matmul(
     only there), "float32", the default elsewhere, "float16" or "bfloat16"; a framework's own dtype does as well.
     Returns `[..., M, N]`. K is at most 131071. Forward only.
     """
-    frontend = op_frontend_of(type(a), "a")
+    frontend = frontend_of(type(a), "a")
     a_scale, b_scale = (
         frontend.scalar(check_number(name, scale), a) if isinstance(scale, Real) else scale
         for name, scale in (("a_scale", a_scale), ("b_scale", b_scale))
@@ -147,9 +137,8 @@ def _plan(
         why = "" if whole else ", because scales or bias were given"
         raise ValueError(f"out_dtype is {out_dtype!r}; allowed: {', '.join(map(repr, allowed))}{why}")
     return Plan(
-        op="int8_matmul",
+        for_spec=spec_of("int8_matmul", a.device, out_dtype, layout=contiguous_dim),
         device=a.device,
-        dtype=out_dtype,
         kernel=check_kernel(kernel),
         struct="QfInt8MatmulParams",
         fields=(
@@ -165,7 +154,6 @@ def _plan(
         ),
         operands=tuple(operands),
         results=(Result("out", (*a.shape[:-1], n), out_dtype),),
-        layout=contiguous_dim,
     )
 
 
@@ -180,5 +168,5 @@ INT8_MATMUL = Op(
     ("out_dtype", "kernel"),
     _plan,
     folds=_folds,
-    flops=lambda shapes: 2 * math.prod(shapes["a"]) * shapes["b"][1],
+    flops=lambda arrays, words: 2 * math.prod(arrays["a"].shape) * int(arrays["b"].shape[1]),
 )

@@ -9,22 +9,13 @@ from typing import Any, Generic, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from qflash.ops.plan import (
-    Op,
-    Operand,
-    Plan,
-    Result,
-    check_device,
-    check_dtype,
-    check_float,
-    check_shape,
-    dtype_code,
-    dtype_name,
-)
+from qflash.call.array import Array, check_device, check_dtype, check_float, check_shape, dtype_code, dtype_name
+from qflash.call.op import Op, Operand, Plan, Result
+from qflash.call.spec import DTYPES, spec_of
+from qflash.call.words import INT32_MAX, check_flag, check_int, check_kernel, check_word
+from qflash.ops.problem import FULL_TABLES
 from qflash.ops.run import run
-from qflash.problem import FULL_TABLES, Array
 from qflash.rope import Rope
-from qflash.spec import DTYPES
 from qflash.typing import (
     ArrayT,
     ArrayT_co,
@@ -36,7 +27,6 @@ from qflash.typing import (
     Rounding,
     TensorT,
 )
-from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_word
 
 GRANULARITIES = ("tensor", "token", "group")
 ROUNDINGS = ("nearest", "stochastic")
@@ -247,9 +237,8 @@ def _plan_quantize(
     if check_flag("smooth", smooth):
         results.append(Result("mean", shape.per_head(shape.head_dim), "float32"))
     return Plan(
-        op="quantize",
+        for_spec=spec_of("quantize", x.device, x.dtype),
         device=x.device,
-        dtype=x.dtype,
         kernel=check_kernel(kernel),
         struct="QfQuantizeParams",
         fields=(
@@ -362,9 +351,8 @@ def _plan_dequantize(
         elif field == "scale":
             raise TypeError("quantized.scale is None; allowed: an array of float32")
     return Plan(
-        op="dequantize",
+        for_spec=spec_of("dequantize", values.device, dtype),
         device=values.device,
-        dtype=dtype,
         kernel=check_kernel(kernel),
         struct="QfDequantizeParams",
         fields=(

@@ -9,22 +9,12 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from qflash.ops.plan import (
-    Op,
-    Operand,
-    Plan,
-    Result,
-    check_device,
-    check_dtype,
-    check_float,
-    check_shape,
-    dtype_code,
-    row_stride,
-)
+from qflash.call.array import Array, check_device, check_dtype, check_float, check_shape, dtype_code, row_stride
+from qflash.call.op import Op, Operand, Plan, Result
+from qflash.call.spec import spec_of
+from qflash.call.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, check_word
 from qflash.ops.run import run
-from qflash.problem import Array
 from qflash.typing import ArrayT, Flag, FrameworkArray, Integer, Number, NumpyT, Reduction, TensorT
-from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, check_word
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -191,9 +181,8 @@ def _plan_softmax(x: Array, scale: Any, kernel: Any) -> Plan:
     rows, columns = _check_rows("x", x), x.shape[-1]
     operand, stride = _rows("x", "x", x)
     return Plan(
-        op="softmax",
+        for_spec=spec_of("softmax", x.device, x.dtype),
         device=x.device,
-        dtype=x.dtype,
         kernel=check_kernel(kernel),
         struct="QfRowsParams",
         fields=(
@@ -228,9 +217,8 @@ def _plan_layer_norm(x: Array, weight: Array | None, bias: Array | None, eps: An
     if check_flag("return_stats", stats):
         results += [Result(field, x.shape[:-1], "float32") for field in ("mean", "rstd")]
     return Plan(
-        op="layer_norm",
+        for_spec=spec_of("layer_norm", x.device, x.dtype),
         device=x.device,
-        dtype=x.dtype,
         kernel=check_kernel(kernel),
         struct="QfRowsParams",
         fields=(
@@ -268,9 +256,8 @@ def _plan_cross_entropy(
     if check_flag("return_lse", want_lse):
         results.append(Result("lse", per_row, "float32"))
     return Plan(
-        op="cross_entropy",
+        for_spec=spec_of("cross_entropy", logits.device, logits.dtype),
         device=logits.device,
-        dtype=logits.dtype,
         kernel=check_kernel(kernel),
         struct="QfCrossEntropyParams",
         fields=(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qflash.frontends.choose import op_frontend_of
-from qflash.ops.plan import Op
+from qflash.call.op import Op
+from qflash.frontends.choose import frontend_of
 
 
 def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Any]:
     """The results of `op`, in the order of its plan. The class of the first array decides the framework."""
-    results: Sequence[Any] = op_frontend_of(type(arrays[0]), op.arrays[0]).run_op(op, arrays, words)
+    results: Sequence[Any] = frontend_of(type(arrays[0]), op.arrays[0]).run(op, arrays, words)
     return results

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qflash.spec import DTYPES
+from qflash.call.spec import DTYPES
 from qflash.testing.case import POSITIONS, Case, Rotary
 
 _LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 191)

@@ -9,12 +9,13 @@ import ml_dtypes
 import numpy as np
 
 from qflash import api, dispatch
-from qflash import problem as problems
+from qflash.ops import problem as problems
+from qflash.call.array import Array
+from qflash.call.spec import Spec
 from qflash.frontends import numpy as numpy_frontend
+from qflash.ops.problem import Options, Problem, RopeArrays
 from qflash.planning import prepare, prepare_backward
-from qflash.problem import Array, Options, Problem, RopeArrays
 from qflash.rope import Rope
-from qflash.spec import Spec
 from qflash.testing import compare, oracle
 from qflash.testing.case import Case, Inputs
 

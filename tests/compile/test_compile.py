@@ -19,13 +19,14 @@ import pytest
 from qflash import _native, dispatch
 from qflash.backends import cuda
 from qflash.backends.arch import ARCHES
+from qflash.call.array import Array
+from qflash.call.op import Plan
 from qflash.errors import KernelError, NoKernelError, ToolchainError
 from qflash.jit import toolchain
 from qflash.jit.compiler import LIBRARY, LOG, Unit
 from qflash.ops.kv import QUANTIZE_KV
 from qflash.ops.kv_attention import ATTENTION_KV
-from qflash.ops.plan import Plan
-from qflash.problem import Array, Options, check
+from qflash.ops.problem import Options, check
 
 CUDA_ROWS = [row for row in dispatch.KERNELS if row.device == "cuda"]
 ATTENTION = [row.name for row in dispatch.kernels_of("attention", "cuda")]

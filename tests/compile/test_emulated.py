@@ -15,11 +15,11 @@ import pytest
 
 from qflash import _native
 from qflash.backends import cuda
+from qflash.call.spec import DTYPES
 from qflash.dispatch import BY_NAME as BY_KERNEL
 from qflash.frontends.numpy import describe
-from qflash.problem import Options, RopeArrays, check, check_packed
+from qflash.ops.problem import Options, RopeArrays, check, check_packed
 from qflash.rope import Rope
-from qflash.spec import DTYPES
 from qflash.testing import BY_NAME, Case, cases
 from qflash.testing.compare import check_contract, check_same_bits
 from qflash.testing.runner import problem_of, suited

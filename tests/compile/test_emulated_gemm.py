@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from qflash import _native
-from qflash.spec import OP_DTYPES
+from qflash.call.spec import OP_DTYPES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_emulated import pytestmark  # noqa: F401
 
-from qflash.spec import DTYPES
+from qflash.call.spec import DTYPES
 
 FAULTS = {  # in the order of hopper_faults.cc
     "none": "",

@@ -8,7 +8,7 @@ import pytest
 from test_emulated import QUICK, by_name, call, library, pytestmark, run_case  # noqa: F401
 
 from qflash.frontends.numpy import describe
-from qflash.problem import Options, check
+from qflash.ops.problem import Options, check
 from qflash.testing import BY_NAME, Case, Rotary, cases
 from qflash.testing.compare import check_contract, check_replay, check_same_bits
 from qflash.testing.oracle import integers_of, replayed

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from qflash import _native, replay_quantize
+from qflash.call.spec import DTYPES
 from qflash.rope import Rope, rope_tables
-from qflash.spec import DTYPES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from qflash import _native
+from qflash.call.spec import DTYPES
 from qflash.frontends.numpy import describe
 from qflash.ops import rows
-from qflash.spec import DTYPES
 from qflash.testing.rows import (
     LONG,
     SMALL,

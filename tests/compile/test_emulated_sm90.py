@@ -11,7 +11,7 @@ import pytest
 from test_emulated import by_name, call, check_kernel, library, pytestmark, run_case  # noqa: F401
 
 from qflash.frontends.numpy import describe
-from qflash.problem import Options, check
+from qflash.ops.problem import Options, check
 from qflash.testing import Case, cases
 from qflash.testing.compare import check_contract, check_same_bits
 from qflash.testing.runner import problem_of

@@ -11,10 +11,10 @@ import pytest
 from test_emulated import address, library, pytestmark, run_case  # noqa: F401
 
 from qflash import _native
+from qflash.call.op import Op
 from qflash.frontends.numpy import describe
 from qflash.ops.kv import QUANTIZE_KV
 from qflash.ops.kv_attention import ATTENTION_KV
-from qflash.ops.plan import Op
 from qflash.testing import Case
 from qflash.testing.case import Inputs, Rotary
 from qflash.testing.compare import check_same_bits

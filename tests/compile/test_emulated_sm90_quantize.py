@@ -13,8 +13,8 @@ import pytest
 
 from qflash import _native
 from qflash import replay_sm90_int8 as replay
+from qflash.call.spec import DTYPES
 from qflash.rope import Rope, rope_tables
-from qflash.spec import DTYPES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
 

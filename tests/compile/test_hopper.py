@@ -15,8 +15,8 @@ from test_compile import cuobjdump, needs_nvcc
 from test_emulated_hopper import BYTE_PRODUCTS, SMALL, check_byte_products
 
 from qflash.backends import cuda
+from qflash.call.spec import DTYPES
 from qflash.jit.compiler import LIBRARY, LOG, Unit
-from qflash.spec import DTYPES
 
 pytestmark = needs_nvcc
 HERE = Path(__file__).parent

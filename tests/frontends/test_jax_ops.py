@@ -13,10 +13,10 @@ import qflash
 from qflash import _native, dispatch
 from qflash.backends import Entry
 from qflash.backends.arch import asked
+from qflash.call.array import Array
 from qflash.ops import plan as plan_module
 from qflash.ops.rows import SOFTMAX
 from qflash.planning import entry_of
-from qflash.problem import Array
 from qflash.testing.op_cases import CASES, check_equal, flat
 
 jax = pytest.importorskip("jax")

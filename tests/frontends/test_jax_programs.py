@@ -135,8 +135,8 @@ def test_the_handler_checks_shapes_for_itself():
 
 
 def _native_key(q) -> str:
+    from qflash.call.spec import Spec
     from qflash.frontends.jax.kernels import register
-    from qflash.spec import Spec
 
     spec = Spec("cpu", 0, q.dtype.name, q.shape[-1])
     return register("cpu", spec, Entry(_native.cpu_entries["cpu"], _native.cpu_entries["status_text"]))

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch_math import ALLOWED, ALLOWED_GRADIENT, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
 from qflash.frontends import torch_launch  # noqa: E402
-from qflash.problem import PLAIN  # noqa: E402
+from qflash.ops.problem import PLAIN  # noqa: E402
 from qflash.testing.compare import HALF_FACTOR, INT8, LSE  # noqa: E402
 
 F = torch.nn.functional

@@ -154,7 +154,7 @@ def test_compiled_whole(kernel):
 def test_opcheck():
     from qflash.frontends.torch_launch import Extras
     from qflash.frontends.torch_ops import attention_op
-    from qflash.problem import CAUSAL
+    from qflash.ops.problem import CAUSAL
 
     torch.library.opcheck(attention_op, (*(x.cuda() for x in tensors()), *Extras(), *CAUSAL))
 

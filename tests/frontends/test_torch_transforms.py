@@ -16,7 +16,7 @@ from torch_math import ALLOWED_GRADIENT, OPTIONS, packed, plain, relative, table
 
 from qflash.frontends.torch_launch import Extras  # noqa: E402
 from qflash.frontends.torch_ops import attention_op, backward_op  # noqa: E402
-from qflash.problem import PLAIN, Options  # noqa: E402
+from qflash.ops.problem import PLAIN, Options  # noqa: E402
 
 LENS = torch.tensor([13, 4], dtype=torch.int32)
 ROPE = OPTIONS["rope-positions"]["rope"]

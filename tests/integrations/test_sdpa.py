@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
+from qflash.call.spec import DTYPES  # noqa: E402
 from qflash.integrations import sdpa_limits, sdpa_torch  # noqa: E402
-from qflash.problem import MAX_HEAD_DIM  # noqa: E402
-from qflash.spec import DTYPES  # noqa: E402
+from qflash.ops.problem import MAX_HEAD_DIM  # noqa: E402
 
 F = torch.nn.functional
 ORIGINAL = F.scaled_dot_product_attention

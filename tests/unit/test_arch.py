@@ -4,9 +4,9 @@ import pytest
 
 from qflash import machine
 from qflash.backends import arch, cuda
+from qflash.call.spec import Spec
 from qflash.cli import doctor, usable
 from qflash.jit import compiler, toolchain
-from qflash.spec import Spec
 
 TOOLS = toolchain.Toolchain("nvcc", "PATH", "13.0.88", ())
 

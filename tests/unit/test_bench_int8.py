@@ -132,8 +132,8 @@ def test_who_takes_part():
 
 def test_the_kernel_alone_is_called_without_a_q(monkeypatch):
     """As prepared for the GPU, with a kernel that notes what it is given."""
+    from qflash.call.op import Prepared
     from qflash.frontends import torch_op_launch
-    from qflash.ops.plan import Prepared
 
     calls = []
 

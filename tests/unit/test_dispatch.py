@@ -8,7 +8,7 @@ import pytest
 
 from qflash import NoKernelError, dispatch
 from qflash.backends import cuda
-from qflash.spec import DTYPES, OP_DTYPES, PRECISIONS, OpSpec, Spec
+from qflash.call.spec import DTYPES, OP_DTYPES, PRECISIONS, OpSpec, Spec
 
 CPU = Spec(device="cpu", arch=0, dtype="float32", head_dim=64)
 CUDA = Spec(device="cuda", arch=90, dtype="float32", head_dim=64)

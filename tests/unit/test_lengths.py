@@ -1,9 +1,9 @@
-"""qflash.lengths: what is taken for kv_lens, cu_seqlens and positions where the values are on the host."""
+"""qflash.call.lengths: what is taken for kv_lens, cu_seqlens and positions where the values are on the host."""
 
 import numpy as np
 import pytest
 
-from qflash.lengths import lengths
+from qflash.call.lengths import lengths
 
 EDGES = [-(2**31), -1, 0, 2**31 - 1]
 

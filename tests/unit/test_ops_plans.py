@@ -10,13 +10,13 @@ import pytest
 
 import qflash
 from qflash import _native
+from qflash.call.array import Array, row_stride
+from qflash.call.op import Plan, Prepared, Result, prepare
 from qflash.ops.kv import QUANTIZE_KV
 from qflash.ops.kv_attention import ATTENTION_KV
 from qflash.ops.matmul import INT8_MATMUL
-from qflash.ops.plan import Plan, Prepared, Result, prepare, row_stride
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
-from qflash.problem import Array
 
 HEADERS = Path(qflash.__file__).parent / "csrc" / "include"
 NESTED = {"QfTensor", "QfRope", "QfAttnParams", "QfScales", "QfQuantizedKv"}

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
+from qflash.call.array import Array
+from qflash.ops.problem import Options, Problem, RopeArrays, check, check_packed
 
 
 def array(*shape: int, dtype: str = "float32", device: str = "cpu", strides: tuple[int, ...] | None = None) -> Array:

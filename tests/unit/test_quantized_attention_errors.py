@@ -9,7 +9,7 @@ import pytest
 
 import qflash
 from qflash import NoKernelError, dispatch
-from qflash.spec import OpSpec
+from qflash.call.spec import OpSpec
 
 RNG = np.random.default_rng(0)
 FLOAT_Q, FLOAT_K = (

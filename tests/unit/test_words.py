@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash.words import check_flag, check_int, check_number, shown
+from qflash.call.words import check_flag, check_int, check_number, shown
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from qflash.call.array import Array
 from qflash.frontends.jax.call import OPTIONAL, Call, call_of
 from qflash.frontends.jax.kernels import arch_of_device, cuda_arch, platform_of
 from qflash.frontends.jax.lengths import as_lengths
 from qflash.frontends.jax.transforms import attend, vary_alike
 from qflash.frontends.jax.words import require_known
-from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
+from qflash.ops.problem import Options, Problem, RopeArrays, check, check_packed
 from qflash.rope import Rope
 
 _PLANS_LIMIT = 4096

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from qflash import _native
-from qflash.problem import Array, Options, Problem, RopeArrays, check, check_packed
-from qflash.spec import PRECISIONS
+from qflash.call.array import Array
+from qflash.call.spec import PRECISIONS
+from qflash.ops.problem import Options, Problem, RopeArrays, check, check_packed
 
 # Optional operands in the order the handlers take them, each with the bit of `operands` that announces it.
 OPTIONAL = {

@@ -10,8 +10,8 @@ import jax
 from qflash import _native, dispatch
 from qflash.backends import Entry
 from qflash.backends.arch import arch_for, asked
+from qflash.call.spec import OpSpec, Spec
 from qflash.planning import entry_of
-from qflash.spec import OpSpec, Spec
 
 # XLA's names for the handlers, and the structs that those of attention hand over.
 FORWARD, BACKWARD, OP = "qflash_attention", "qflash_attention_bwd", "qflash_op"

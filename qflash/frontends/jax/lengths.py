@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qflash.call.lengths import lengths
 from qflash.frontends.jax.kernels import platform_of
-from qflash.lengths import lengths
 
 _FORMS = "a jax.Array of int32, a numpy.ndarray of integers, or a list of ints"
 

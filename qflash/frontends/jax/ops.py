@@ -20,6 +20,9 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qflash import _native, dispatch
+from qflash.call.array import Array
+from qflash.call.op import Op, Operand, Plan, prepare
+from qflash.call.spec import OpSpec
 from qflash.frontends.jax import arch_of, await_verdict, describe, traced
 from qflash.frontends.jax.derivatives import constant
 from qflash.frontends.jax.kernels import OP, cuda_arch, register
@@ -27,11 +30,8 @@ from qflash.frontends.jax.lengths import as_lengths
 from qflash.frontends.jax.transforms import map_samples, vary_alike
 from qflash.frontends.jax.words import require_known
 from qflash.ops.kv import QuantizedKV
-from qflash.ops.plan import Op, Operand, Plan, prepare
 from qflash.ops.quantization import Quantized
 from qflash.planning import entry_of
-from qflash.problem import Array
-from qflash.spec import OpSpec
 
 _PLANS_LIMIT = 4096
 _INT32 = jnp.iinfo(jnp.int32)

@@ -16,11 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qflash import dispatch
 from qflash.backends import Entry
+from qflash.call.array import Array
+from qflash.call.spec import Spec
 from qflash.frontends.jax.call import Call
 from qflash.frontends.jax.kernels import BACKWARD, FORWARD, cuda_arch, register
+from qflash.ops.problem import Problem
 from qflash.planning import entry_of, prepare
-from qflash.problem import Array, Problem
-from qflash.spec import Spec
 
 # (q, k, v, *optional) -> (out, lse)
 attention_p = Primitive(FORWARD)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
+from qflash.call.spec import PRECISIONS
 from qflash.frontends.jax.call import Call
 from qflash.frontends.jax.derivatives import once, reverse_only
 from qflash.frontends.jax.partitioning import partitioned
 from qflash.frontends.jax.primitives import attention_bwd_p, attention_p
-from qflash.spec import PRECISIONS
 
 
 @lru_cache(maxsize=4096)

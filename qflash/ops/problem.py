@@ -1,7 +1,7 @@
 """Problem: one attention call described by shapes, strides and options, checked, with no array in it.
 
-Front ends turn their arrays into `Array` descriptions; `check` and `check_packed` turn those and the user's words
-into a `Problem` or raise an error that names the argument, what came and what is allowed. What only the data can
+`check` and `check_packed` turn described arrays and the user's words into a `Problem` or raise an error that names the
+argument, what came and what is allowed. What only the data can
 tell (values of kv_lens, cu_seqlens, positions) is checked by the CPU engine as it runs; a CUDA kernel, which must
 not synchronise to find out, writes NaN into every row of a sequence whose description is out of range.
 """
@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from qflash.spec import DTYPES, PRECISIONS, Spec
+from qflash.call.array import Array
+from qflash.call.spec import DTYPES, KV_KINDS, PRECISIONS, Spec
+from qflash.call.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, shown
 from qflash.typing import Flag, Number, Precision, Window
-from qflash.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, shown
 
 MAX_HEAD_DIM = 256
 WINDOW_FORM = "None or (left, right), two ints of -1 (open) or more"
@@ -26,16 +27,6 @@ FULL_TABLES = " (qflash.Rope.from_hf takes tables that have every angle twice)"
 _MOST = 2.0**100
 _LEAST_SOFTCAP = 2.0**-100
 _LEAST_SCALE_BY_SOFTCAP = 2.0**-126
-
-
-@dataclass(frozen=True, slots=True)
-class Array:
-    """What an array looks like. Strides count elements; None means contiguous (JAX arrays have none)."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    dtype: str
-    device: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +41,7 @@ class RopeArrays:
 
 
 class Options(NamedTuple):
-    """The user's words, unchecked. A tuple, because every call builds one and may hash it."""
+    """The user's words, unchecked."""
 
     causal: Flag = False
     window: Window | None = None
@@ -58,16 +49,6 @@ class Options(NamedTuple):
     scale: Number | None = None
     precision: Precision | None = None
     kernel: str | None = None
-
-    def key(self) -> tuple[Any, ...]:
-        """For a cache of plans. With types, because True == 1.0 is one key to a dict and an error to `check`."""
-        if self is PLAIN or self is CAUSAL:
-            return self
-        edges = None if self.window is None else (*self.window, *map(type, self.window))
-        return (self.causal, edges, *self[2:], *map(type, self))
-
-
-PLAIN, CAUSAL = Options(), Options(causal=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +82,22 @@ class Problem:
     total_q: int
     total_k: int
 
-    def spec(self, arch: int, backward: bool = False) -> Spec:
+    def spec(self, arch: int, op: str = "attention", kv: str = KV_KINDS[0]) -> Spec:
         """The kernel-selecting part of this problem, for a device of compute capability `arch`/10."""
         rope = None if self.rope_rows == 0 else ("interleaved" if self.rope_interleaved else "half")
         return Spec(
             device=self.device.partition(":")[0],
             arch=arch,
             dtype=self.dtype,
-            head_dim=self.head_dim,
+            head_dim=int(self.head_dim),  # it selects the kernel, so traced programs are made for it
             precision=self.precision,
             window=self.window_left >= 0 or self.window_right >= 0,
             softcap=self.softcap != 0.0,
             rope=rope,
             packed=self.packed,
             kv_lens=self.kv_lens,
-            backward=backward,
+            op=op,
+            kv=kv,
         )
 
 

@@ -1,0 +1,43 @@
+"""From a Plan to something that launches: choose the kernel, load or compile it, bind the call. Cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from qflash import _native, backends, dispatch
+from qflash.backends import Entry, Launch
+from qflash.call.op import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan with its kernel. `call` takes addresses only (operands, results, workspace, stream, threads), and threads
+    may share it."""
+
+    plan: Plan
+    kernel: dispatch.Kernel
+    call: Callable[..., None]
+    workspace_bytes: int = 0
+    launch: Launch | None = None  # (operands, results, stream): a kernel that takes arrays, in the place of `call`
+
+
+@lru_cache(maxsize=4096)
+def prepare(plan: Plan, arch: int = 0) -> Prepared:
+    """Choose the kernel, load or compile it, bind the call. `arch`: compute capability times ten; 0 is the CPU."""
+    spec = plan.spec(arch)
+    kernel = dispatch.plan(spec, plan.kernel)
+    if plan.nothing_to_do:
+        return Prepared(plan, kernel, _nothing)
+    entry = backends.load(kernel, spec)
+    if not isinstance(entry, Entry):
+        return Prepared(plan, kernel, _nothing, launch=entry)
+    call = _native.Call(
+        plan.struct, plan.params(), list(plan.pointers), entry.address, entry.status_text, entry.workspace
+    )
+    return Prepared(plan, kernel, call, call.workspace_bytes)
+
+
+def _nothing(*addresses: int) -> None:
+    pass

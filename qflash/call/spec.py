@@ -1,0 +1,38 @@
+"""Spec: the frozen key that selects a kernel. Nothing in it depends on lengths or addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+DTYPES = ("float32", "float16", "bfloat16")
+PRECISIONS = ("native", "int8", "int8_fp8")
+# What may stand in the places of k and v, in the order of QfKvKind: arrays; Quantized; what quantize_kv returns.
+KV_KINDS = ("arrays", "quantized", "kept")
+# In the order of QfDtype and QfOpDtype: an array's code in the structs of operations.
+OP_DTYPES = (*DTYPES, "int8", "int32")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a kernel must be able to do to serve a call."""
+
+    device: str  # "cpu" or "cuda"
+    arch: int  # compute capability times ten (90 is Hopper); 0 on the CPU
+    # Of the floating-point side: of q, k and v, the input of softmax or quantize, the result of int8_matmul and so on
+    dtype: str
+    head_dim: int = 0
+    precision: str = "native"  # one of PRECISIONS
+    window: bool = False  # a finite edge on either side of the diagonal; causal is one
+    softcap: bool = False
+    rope: str | None = None  # None, "half" or "interleaved"
+    packed: bool = False  # attention_varlen
+    kv_lens: bool = False
+    op: str = "attention"
+    kv: str = "arrays"  # one of KV_KINDS
+    layout: str = ""  # int8_matmul: which dimension of b is contiguous, "n" or "k"
+
+
+def spec_of(op: str, device: str, dtype: str, **more: Any) -> Spec:
+    """The Spec of an operation beside attention, but for arch. `device` may have an index."""
+    return Spec(device.partition(":")[0], 0, dtype, op=op, **more)
