@@ -233,6 +233,7 @@ class Backward {
 
 extern "C" int qf_cpu_bwd(const QfAttnBwdParams* params, void*) {
   using namespace qf;
+  if (params->struct_bytes != int32_t(sizeof *params)) return QF_BAD_ABI;
   if (int status = check_values(params->fwd)) return status;
   Isa isa;
   if (int status = choose_isa(&isa)) return status;

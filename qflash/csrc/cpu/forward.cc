@@ -161,8 +161,8 @@ class Block {
   void scores_in_place() {
     for (int j = 0; j < keys_; j += kLanes) {
       const int count = keys_ - j < kLanes ? keys_ - j : kLanes;
-      prefetch_rows(p_.v, j, count);
-      if (j + kLanes < keys_) prefetch_rows(p_.k, j + kLanes, kLanes);
+      prefetch_rows(p_.kv.v, j, count);
+      if (j + kLanes < keys_) prefetch_rows(p_.kv.k, j + kLanes, kLanes);
       const float* keys[kLanes];
       for (int i = 0; i < count; i++)
         keys[i] = key_row(p_, s_, first_key_ + j + i, block_.kv_head, x_.staging + i * x_.pitch);
@@ -225,12 +225,13 @@ class Block {
   void accumulate(int64_t row, int64_t count, Span span) {
     const float* weights = x_.s + row * kTileKeys + span.begin;
     const float* in_place = reinterpret_cast<const float*>(
-        row_address(p_.v, p_.dtype, s_.batch, s_.first_k + first_key_ + span.begin, block_.kv_head));
+        row_address(p_.kv.v, p_.dtype, s_.batch, s_.first_k + first_key_ + span.begin, block_.kv_head));
     for (int64_t start = 0; start < x_.pitch; start += kPanel) {
       const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
       const float* values = values_in_place_ ? in_place + start : values_tile_ + start * kTileKeys + span.begin * width;
-      multiply<true>(count, int(width / kLanes), weights, kTileKeys, values, values_in_place_ ? p_.v.stride_t : width,
-                     x_.o + row * x_.pitch + start, x_.pitch, span.end - span.begin, x_.alpha + row, ahead_);
+      multiply<true>(count, int(width / kLanes), weights, kTileKeys, values,
+                     values_in_place_ ? p_.kv.v.stride_t : width, x_.o + row * x_.pitch + start, x_.pitch,
+                     span.end - span.begin, x_.alpha + row, ahead_);
     }
   }
 
