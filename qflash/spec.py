@@ -8,7 +8,9 @@ from typing import ClassVar
 DTYPES = ("float32", "float16", "bfloat16")
 PRECISIONS = ("native", "int8", "int8_fp8")
 # In the order of QfDtype and QfOpDtype: an array's code in the structs of operations.
-OP_DTYPES = (*DTYPES, "int8", "int32")
+OP_DTYPES = (*DTYPES, "int8", "int32", "e4m3")
+# What may stand in the places of k and v, in the order of QfKvKind.
+KV_KINDS = ("arrays", "quantized", "kept")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,22 @@ _ONE_FOR_ALL = ("unfused",)
 _WITH_HEADS = ("attention", "attention_int8", "attention_kv", "quantize_kv")
 
 
+# Rows whose libraries come from one source: (its folder and entry, what it is compiled for).
+_SHARED = {
+    "sm90_int8": ("sm90_int8", ("QF_PRECISION", "1")),
+    "sm90_int8_fp8": ("sm90_int8", ("QF_PRECISION", "2")),
+    "sm90_int8_kv": ("sm90_int8", ("QF_PRECISION", "1")),
+    "sm90_int8_fp8_kv": ("sm90_int8", ("QF_PRECISION", "2")),
+    "fa_int8": ("fa_int8", ("QF_KV_KIND", "0")),
+    "fa_int8_quantized": ("fa_int8", ("QF_KV_KIND", "1")),
+}
+
+
+def stem(kernel: str) -> str:
+    """The folder of a kernel's source, and its entry without "qf_"."""
+    return _SHARED[kernel][0] if kernel in _SHARED else kernel
+
+
 def target(arch: int) -> str:
     """nvcc's name for a compute capability times ten. Hopper's own instructions need the "a"."""
     return "90a" if arch == 90 else str(arch)
@@ -50,7 +66,9 @@ def unit(kernel: Kernel, dtype: str, head_dim: int, arch: int) -> Unit:
     elif kernel.name not in _ONE_FOR_ALL:
         defines += [("QF_ARCH", str(arch)), ("QF_HEAD_DIM", str(head_dim))]
         words = f"head_dim {head_dim}, {dtype}"
-    source = _CSRC / "kernels" / (kernel.source or f"{kernel.name}/launch.cu")
+    if kernel.name in _SHARED:
+        defines.append(_SHARED[kernel.name][1])
+    source = _CSRC / "kernels" / stem(kernel.name) / "launch.cu"
     includes = (_CSRC, _CSRC / "include")
     return Unit(
         kernel.name, source, includes, tuple(defines), target(arch), f"{kernel.name} ({words})", arch == asked()
@@ -80,7 +98,7 @@ def _entry(name: str, chosen: Unit) -> Entry:
 @lru_cache(maxsize=1024)
 def _load(name: str, chosen: Unit) -> Entry:
     library = load.load(chosen)
-    symbols = (f"qf_{name}", "qf_status_text", f"qf_{name}_workspace")
+    symbols = (f"qf_{stem(name)}", "qf_status_text", f"qf_{stem(name)}_workspace")
     return Entry(*(load.address(library, symbol) for symbol in symbols))
 
 

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qflash import _native
 from qflash.frontends.choose import op_frontend_of
 from qflash.ops.plan import Op, Operand, Plan, Result, check_device, check_dtype, check_float, check_shape, dtype_code
 from qflash.ops.quantization import GRANULARITIES, Quantized
 from qflash.ops.run import run
 from qflash.problem import Array, Options, Problem, check, check_options
-from qflash.spec import DTYPES, PRECISIONS, OpSpec
+from qflash.spec import DTYPES, KV_KINDS, PRECISIONS, OpSpec
 from qflash.typing import Flag
 from qflash.words import INT32_MAX, check_int, check_word
 
@@ -142,10 +141,14 @@ def _plan(
         kv_lens,
     )
     operands = [
-        Operand(argument, f"attn.{name}.data", contiguous=copied[name])
-        for argument, name in (("q.values", "q"), ("k.values", "k"), ("v", "v"))
+        Operand(argument, f"{field}.data", contiguous=copied[name])
+        for argument, name, field in (("q.values", "q", "q"), ("k.values", "k", "kv.k"), ("v", "v", "kv.v"))
     ]
-    fields: list[tuple[str, int | float]] = []
+    fields: list[tuple[str, int | float]] = [
+        ("kv.kind", KV_KINDS.index("quantized")),
+        ("kv.k_dtype", dtype_code("int8")),
+        ("kv.v_dtype", dtype_code(v.dtype)),
+    ]
 
     def add(argument: str, field: str, array: Array | None, dtype: str, *shapes: tuple[int, ...]) -> None:
         if array is not None:
@@ -168,23 +171,24 @@ def _plan(
         if tokens is not None:
             groups = (length + tokens - 1) // tokens
             shapes, strides = ((batch, heads, groups),), (heads * groups, groups, tokens)
-        fields += zip((f"{name}_scales.{part}" for part in ("stride_b", "stride_h", "group")), strides, strict=True)
-        add(f"{name}.scale", f"{name}_scales.scale", parts[0], "float32", *shapes)
-        add(f"{name}.zero_point", f"{name}_scales.zero_point", parts[1], "int32", (), (1,))
-        add(f"{name}.sums", f"{name}_scales.sums", parts[2], "int32", (batch, heads, length))
-    add("k.mean", "k_mean", k_mean, "float32", (problem.batch, problem.kv_heads, problem.head_dim))
+        field = "q_scales" if name == "q" else f"kv.{name}_scales"
+        fields += zip((f"{field}.{part}" for part in ("stride_b", "stride_h", "group")), strides, strict=True)
+        add(f"{name}.scale", f"{field}.scale", parts[0], "float32", *shapes)
+        add(f"{name}.zero_point", f"{field}.zero_point", parts[1], "int32", (), (1,))
+        add(f"{name}.sums", f"{field}.sums", parts[2], "int32", (batch, heads, length))
+    add("k.mean", "kv.k_mean", k_mean, "float32", (problem.batch, problem.kv_heads, problem.head_dim))
     if kv_lens is not None:
-        operands.append(Operand("kv_lens", "attn.kv_lens", contiguous=True))
-    results = [Result("attn.out.data", tuple(q.shape), dtype)]
+        operands.append(Operand("kv_lens", "kv_lens", contiguous=True))
+    results = [Result("out.data", tuple(q.shape), dtype)]
     if return_lse:
-        results.append(Result("attn.lse", (problem.batch, problem.q_heads, problem.q_len), "float32"))
+        results.append(Result("lse", (problem.batch, problem.q_heads, problem.q_len), "float32"))
     return Plan(
         op="attention_int8",
         device=q.device,
         dtype=dtype,
         kernel=problem.kernel,
-        struct="QfInt8AttnParams",
-        fields=(*attention_struct(problem, dtype, "int8", ("q", "k", "v", "out")), *fields),
+        struct="QfAttnParams",
+        fields=(*attention_struct(problem, dtype, "int8", ("q", "kv.k", "kv.v", "out")), *fields),
         operands=tuple(operands),
         results=tuple(results),
         head_dim=problem.head_dim,
@@ -194,28 +198,27 @@ def _plan(
 def attention_struct(
     problem: Problem, dtype: str, precision: str, strided: Sequence[str]
 ) -> tuple[tuple[str, int | float], ...]:
-    """The fields of the QfAttnParams within a struct, but for rope. `strided`: the tensors that have strides."""
+    """The fields of QfAttnParams, but for rope and what `kv` alone has. `strided`: the tensors that have strides."""
     row = problem.q_heads * problem.head_dim
     strides = {
         "q": problem.q_strides,
-        "k": problem.k_strides,
-        "v": problem.v_strides,
+        "kv.k": problem.k_strides,
+        "kv.v": problem.v_strides,
         "out": (problem.q_len * row, row, problem.head_dim),
     }
     sizes = ("batch", "q_len", "k_len", "q_heads", "kv_heads", "head_dim")
     words = ("window_left", "window_right", "scale", "softcap")
     return (
-        ("attn.struct_bytes", _native.attn_params_bytes),
-        ("attn.dtype", dtype_code(dtype)),
-        ("attn.precision", PRECISIONS.index(precision)),
-        *((f"attn.{name}", getattr(problem, name)) for name in (*sizes, *words)),
+        ("dtype", dtype_code(dtype)),
+        ("precision", PRECISIONS.index(precision)),
+        *((name, getattr(problem, name)) for name in (*sizes, *words)),
         *(
-            (f"attn.{name}.stride_{dim}", stride)
+            (f"{name}.stride_{dim}", stride)
             for name in strided
             for dim, stride in zip("bth", strides[name], strict=True)
         ),
-        ("attn.lse_stride_b", problem.q_heads * problem.q_len),
-        ("attn.lse_stride_h", problem.q_len),
+        ("lse_stride_b", problem.q_heads * problem.q_len),
+        ("lse_stride_h", problem.q_len),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from qflash import _native
 from qflash.frontends.choose import op_frontend_of
 from qflash.ops.plan import (
     Op,
@@ -23,7 +22,7 @@ from qflash.ops.quantization import ROUNDINGS, check_rope, shape_of, tables_of
 from qflash.ops.run import run
 from qflash.problem import MAX_HEAD_DIM, Array
 from qflash.rope import Rope
-from qflash.spec import PRECISIONS
+from qflash.spec import KV_KINDS, PRECISIONS
 from qflash.typing import ArrayT, ArrayT_co, FrameworkArray, Integer, Lengths, Precision, Rounding
 from qflash.words import check_int, check_kernel, check_word
 
@@ -129,6 +128,39 @@ def results_of(
     return shapes
 
 
+# Fields of QfKv by the names of QuantizedKV's.
+KV_FIELDS = {
+    "k": "kv.k.data",
+    "k_scale": "kv.k_scales.scale",
+    "k_mean": "kv.k_mean",
+    "k_wild": "kv.k_nonfinite",
+    "v": "kv.v.data",
+    "v_scale": "kv.v_scales.scale",
+    "v_lift": "kv.v_exponents",
+    "v_wild": "kv.v_nonfinite",
+    "v_mean": "kv.v_mean",
+}
+
+
+def kept_fields(
+    batch: int, length: int, heads: int, head_dim: int, precision: str, dtype: str
+) -> tuple[tuple[str, int], ...]:
+    """The fields of QfKv that describe what quantize_kv leaves, but for pointers and v's strides."""
+    shapes = results_of(batch, length, heads, head_dim, precision)
+    width, groups = shapes["k"][1][-1], shapes["k_scale"][1][-1]
+    return (
+        ("kv.kind", KV_KINDS.index("kept")),
+        ("kv.k_dtype", dtype_code("int8")),
+        ("kv.v_dtype", dtype_code("e4m3" if precision == "int8_fp8" else dtype)),
+        ("kv.k.stride_b", length * heads * width),
+        ("kv.k.stride_t", heads * width),
+        ("kv.k.stride_h", width),
+        ("kv.k_scales.stride_b", heads * groups),
+        ("kv.k_scales.stride_h", groups),
+        ("kv.k_scales.group", _KEY_GROUP),
+    )
+
+
 def _parts(length: int, size: int) -> int:
     return (length + size - 1) // size
 
@@ -162,42 +194,41 @@ def _plan(
     check_shape("v", v, k.shape)
     check_device("v", v, "k", k.device)
     check_word("precision", precision, KV_PRECISIONS)
-    strides = shape.strides_of("attn.k", k)
-    operands = [Operand("k", "attn.k.data", contiguous=strides is None)]
-    fields = [*(strides or shape.strides("attn.k"))]
+    strides = shape.strides_of("k", k)
+    operands = [Operand("k", "k.data", contiguous=strides is None)]
+    fields = [*(strides or shape.strides("k"))]
     if precision == "int8_fp8":  # else the kernel does not read it
-        strides = shape.strides_of("attn.v", v)
-        operands.append(Operand("v", "attn.v.data", contiguous=strides is None))
-        fields += strides or shape.strides("attn.v")
+        strides = shape.strides_of("v", v)
+        operands.append(Operand("v", "v.data", contiguous=strides is None))
+        fields += strides or shape.strides("v")
     if lens is not None:
         check_dtype("lens", lens, "int32")
         check_shape("lens", lens, (shape.batch,))
         check_device("lens", lens, "k", k.device)
-        operands.append(Operand("lens", "attn.kv_lens", contiguous=True))
-    rope_fields, rope_operands = check_rope(shape, k.device, cos, sin, positions, interleaved, "k", "attn.")
+        operands.append(Operand("lens", "kv_lens", contiguous=True))
+    rope_fields, rope_operands = check_rope(shape, k.device, cos, sin, positions, interleaved, "k")
     wanted = results_of(shape.batch, shape.length, shape.heads, shape.head_dim, precision)
     return Plan(
         op="quantize_kv",
         device=k.device,
         dtype=k.dtype,
         kernel=check_kernel(kernel),
-        struct="QfKvAttnParams",
+        struct="QfQuantizeKvParams",
         fields=(
             ("rounding", ROUNDINGS.index(check_word("rounding", rounding, ROUNDINGS))),
             ("seed", check_int("seed", seed, 0, 2**63 - 1)),
-            ("attn.struct_bytes", _native.attn_params_bytes),
-            ("attn.dtype", dtype_code(k.dtype)),
-            ("attn.precision", PRECISIONS.index(precision)),
-            ("attn.batch", shape.batch),
-            ("attn.k_len", shape.length),
-            ("attn.q_heads", shape.heads),
-            ("attn.kv_heads", shape.heads),
-            ("attn.head_dim", shape.head_dim),
+            ("dtype", dtype_code(k.dtype)),
+            ("precision", PRECISIONS.index(precision)),
+            ("batch", shape.batch),
+            ("k_len", shape.length),
+            ("kv_heads", shape.heads),
+            ("head_dim", shape.head_dim),
+            *kept_fields(shape.batch, shape.length, shape.heads, shape.head_dim, precision, k.dtype),
             *fields,
             *rope_fields,
         ),
         operands=(*operands, *rope_operands),
-        results=tuple(Result(f"kv.{name}", extents, dtype) for name, (dtype, extents) in wanted.items()),
+        results=tuple(Result(KV_FIELDS[name], extents, dtype) for name, (dtype, extents) in wanted.items()),
         head_dim=int(shape.head_dim),  # selects the kernel, so compiled programs are made for it
         zeros=isinstance(shape.length, int) and shape.length == 0,
     )

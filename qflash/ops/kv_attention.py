@@ -6,7 +6,7 @@ from typing import Any
 
 from qflash.frontends.choose import op_frontend_of
 from qflash.ops.attention import attention_flops, attention_struct, class_of, takes_a_copy
-from qflash.ops.kv import KV_PRECISIONS, QuantizedKV, results_of
+from qflash.ops.kv import KV_FIELDS, KV_PRECISIONS, QuantizedKV, kept_fields, results_of
 from qflash.ops.plan import Op, Operand, Plan, Result, check_device, check_dtype, check_float, check_shape
 from qflash.ops.quantization import Quantized, tables_of
 from qflash.ops.run import run
@@ -96,12 +96,12 @@ def _plan(
     batch, length, kv_heads, _ = k.shape
     head_dim = k_mean.shape[-1]
     copied = takes_a_copy(q)
-    operands = [Operand("q", "attn.q.data", contiguous=copied)]
-    fields = []
+    operands = [Operand("q", "q.data", contiguous=copied)]
+    fields = [*kept_fields(batch, length, kv_heads, head_dim, precision, dtype)]
     for part, (kind, shape) in results_of(batch, length, kv_heads, head_dim, precision).items():
         check_dtype(f"kv.{part}", parts[part], kind)
         check_shape(f"kv.{part}", parts[part], shape)
-        operands.append(Operand(f"kv.{part}", f"kv.{part}", contiguous=True))
+        operands.append(Operand(f"kv.{part}", KV_FIELDS[part], contiguous=True))
     # To the checks that all attention shares, keys and values are arrays like any others.
     keys = values = Array((batch, length, kv_heads, head_dim), None, q.dtype, q.device)
     if precision == "int8":
@@ -109,7 +109,7 @@ def _plan(
         check_shape("kv.v", v, keys.shape)
         copy = takes_a_copy(v)
         values = Array(v.shape, None if copy else v.strides, v.dtype, q.device)
-        operands.append(Operand("kv.v", "attn.v.data", contiguous=copy))
+        operands.append(Operand("kv.v", "kv.v.data", contiguous=copy))
     for part, array in parts.items():
         check_device(f"kv.{part}", array, "q", q.device)
     rope = None
@@ -125,29 +125,27 @@ def _plan(
         rope,
     )
     if kv_lens is not None:
-        operands.append(Operand("kv_lens", "attn.kv_lens", contiguous=True))
+        operands.append(Operand("kv_lens", "kv_lens", contiguous=True))
     if cos is not None:
         fields += [
-            ("attn.rope.rows", cos.shape[0]),
-            ("attn.rope.rotary_dim", problem.rotary_dim),
-            ("attn.rope.interleaved", int(problem.rope_interleaved)),
-            ("attn.rope.stride_positions_q_b", problem.positions_q_stride or 0),
+            ("rope.rows", cos.shape[0]),
+            ("rope.rotary_dim", problem.rotary_dim),
+            ("rope.interleaved", int(problem.rope_interleaved)),
+            ("rope.stride_positions_q_b", problem.positions_q_stride or 0),
         ]
-        operands += [
-            Operand(name, f"attn.{name}", contiguous=True, dtype="float32") for name in ("rope.cos", "rope.sin")
-        ]
+        operands += [Operand(name, name, contiguous=True, dtype="float32") for name in ("rope.cos", "rope.sin")]
         if positions is not None:
-            operands.append(Operand("rope.positions_q", "attn.rope.positions_q", contiguous=True))
-    results = [Result("attn.out.data", tuple(q.shape), q.dtype)]
+            operands.append(Operand("rope.positions_q", "rope.positions_q", contiguous=True))
+    results = [Result("out.data", tuple(q.shape), q.dtype)]
     if return_lse:
-        results.append(Result("attn.lse", (problem.batch, problem.q_heads, problem.q_len), "float32"))
-    strided = ("q", "v", "out") if precision == "int8" else ("q", "out")
+        results.append(Result("lse", (problem.batch, problem.q_heads, problem.q_len), "float32"))
+    strided = ("q", "kv.v", "out") if precision == "int8" else ("q", "out")
     return Plan(
         op="attention_kv",
         device=q.device,
         dtype=q.dtype,
         kernel=problem.kernel,
-        struct="QfKvAttnParams",
+        struct="QfAttnParams",
         fields=(*attention_struct(problem, q.dtype, precision, strided), *fields),
         operands=tuple(operands),
         results=tuple(results),

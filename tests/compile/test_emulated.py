@@ -19,7 +19,6 @@ from qflash.dispatch import BY_NAME as BY_KERNEL
 from qflash.frontends.numpy import describe
 from qflash.problem import Options, RopeArrays, check, check_packed
 from qflash.rope import Rope
-from qflash.spec import DTYPES
 from qflash.testing import BY_NAME, Case, cases
 from qflash.testing.compare import check_contract, check_same_bits
 from qflash.testing.runner import problem_of, suited
@@ -36,15 +35,20 @@ def dtype_of(kernel: str) -> str:
     return BY_KERNEL[kernel].dtypes[0]
 
 
+def stem(kernel: str) -> str:
+    """The folder of a kernel's source, whose entry it runs."""
+    row = BY_KERNEL[kernel]
+    return cuda.unit(row, dtype_of(kernel), cuda.buckets(row)[-1], 90).source.parent.name
+
+
 @pytest.fixture(scope="session")
 def library(emulated):
     """library(kernel, dtype, head_dim, arch): the emulated kernel."""
 
     def get(kernel: str, dtype: str, head_dim: int, arch: int = 90) -> ctypes.CDLL:
-        if kernel == "unfused":  # one library for every head_dim and architecture
-            return emulated(kernel, QF_DTYPE=DTYPES.index(dtype))
         bucket = next(size for size in cuda.buckets(BY_KERNEL[kernel]) if size >= head_dim)
-        return emulated(kernel, QF_DTYPE=DTYPES.index(dtype), QF_HEAD_DIM=bucket, QF_ARCH=arch)
+        unit = cuda.unit(BY_KERNEL[kernel], dtype, bucket, arch)
+        return emulated(stem(kernel), **{name: int(value) for name, value in unit.defines})
 
     return get
 
@@ -69,7 +73,7 @@ def call(
     wants_lse=True,
 ):
     """(out, lse), both full of a value no kernel writes before the call. out: where it is to be, contiguous."""
-    functions = (getattr(handle, name) for name in (f"qf_{kernel}", "qf_status_text"))
+    functions = (getattr(handle, name) for name in (f"qf_{stem(kernel)}", "qf_status_text"))
     entry, text = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
     out = np.empty(q.shape, q.dtype) if out is None else out
     out[:] = 12345.0
@@ -80,6 +84,7 @@ def call(
         tables = [np.ascontiguousarray(x, np.float32) for x in (rope.cos, rope.sin)]
         tables += [None if x is None else np.ascontiguousarray(x) for x in (rope.positions_q, rope.positions_k)]
     addresses = map(address, (q, k, v, out, lse if wants_lse else None, kv_lens, cu_q, cu_k, *tables))
+    problem = replace(problem, precision=BY_KERNEL[kernel].precision)
     _native.AttnCall(problem, entry, text, 0)(*addresses, 0, 0, seed)
     return out, lse
 

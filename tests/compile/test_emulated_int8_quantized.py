@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_emulated import library, pytestmark, run_case  # noqa: F401
+from test_emulated import library, pytestmark, run_case, stem  # noqa: F401
 
 from qflash import NoKernelError, _native
 from qflash.frontends.numpy import describe
@@ -40,7 +40,7 @@ def run(library, case: QuantizedCase, arch: int = 90, seed: int = 0, change=(), 
         np.ascontiguousarray(by_name[x.argument]) if x.contiguous else by_name[x.argument] for x in plan.operands
     ]
     handle = library(KERNEL, case.case.dtype, case.case.head_dim, arch)
-    functions = (getattr(handle, name) for name in (f"qf_{KERNEL}", "qf_status_text"))
+    functions = (getattr(handle, name) for name in (f"qf_{stem(KERNEL)}", "qf_status_text"))
     entry, text = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
     call = _native.OpCall(plan.struct, plan.params(), list(plan.pointers), entry, text, 0)
     call(*(x.ctypes.data for x in (*operands, *results)), 0, 0, seed)
@@ -102,6 +102,9 @@ def test_what_the_kernel_does_not_serve_is_refused(library):  # noqa: F811
     """By the C entry too: a stored program may come past the front ends."""
     case = QuantizedCase(Case("refused", 8, 40, 1, 1, dtype="float16"), "wide_groups")
     with pytest.raises(NoKernelError):
-        run(library, case, change={"k_scales.group": 24})
+        run(library, case, change={"kv.k_scales.group": 24})
     with pytest.raises(NoKernelError):
-        run(library, replace(case, mode="zero_points"), without="k_scales.sums")
+        run(library, replace(case, mode="zero_points"), without="kv.k_scales.sums")
+    for kind in (0, 2, 3):  # of the other library, of another kernel, of none
+        with pytest.raises(NoKernelError):
+            run(library, case, change={"kv.kind": kind})
