@@ -9,6 +9,7 @@
 #include "op_layouts.h"
 #include "params.h"
 #include "qflash.h"
+#include "unlocked.h"
 
 namespace py = pybind11;
 
@@ -109,11 +110,7 @@ class AttnCall {
     p.workspace = pointer<void>(workspace);
     p.workspace_bytes = workspace_bytes_;
     p.num_threads = num_threads;
-    int status;
-    {
-      py::gil_scoped_release unlocked;
-      status = entry_(&p, pointer<void>(stream));
-    }
+    const int status = qflash::run_unlocked([&] { return entry_(&p, pointer<void>(stream)); });
     if (status != QF_OK) raise_status(status, text_);
   }
 
@@ -146,11 +143,7 @@ class AttnBwdCall {
     p.dq.data = pointer<void>(dq);
     p.dk.data = pointer<void>(dk);
     p.dv.data = pointer<void>(dv);
-    int status;
-    {
-      py::gil_scoped_release unlocked;
-      status = entry_(&p, pointer<void>(stream));
-    }
+    const int status = qflash::run_unlocked([&] { return entry_(&p, pointer<void>(stream)); });
     if (status != QF_OK) raise_status(status, text_);
   }
 
