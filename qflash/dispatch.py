@@ -386,6 +386,11 @@ class Variant:
     precision: str
     kv: str
 
+    def spec(self, arch: int, dtype: str, head_dim: int = 0) -> Spec:
+        """The plainest Spec that it serves."""
+        kernel = self.kernel
+        return Spec(kernel.device, arch, dtype, head_dim, self.precision, op=kernel.op, kv=self.kv)
+
     @property
     def device(self) -> str:
         return self.kernel.device
