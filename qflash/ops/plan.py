@@ -103,7 +103,7 @@ class Prepared:
 
     plan: Plan
     kernel: dispatch.Kernel
-    call: _native.OpCall | None
+    call: _native.Call | None
     workspace_bytes: int = 0
 
 
@@ -115,7 +115,7 @@ def prepare(plan: Plan, arch: int = 0) -> Prepared:
     if plan.nothing_to_do:
         return Prepared(plan, kernel, None)
     entry = entry_of(kernel, spec)
-    call = _native.OpCall(
+    call = _native.Call(
         plan.struct, plan.params(), list(plan.pointers), entry.address, entry.status_text, entry.workspace
     )
     return Prepared(plan, kernel, call, call.workspace_bytes)

@@ -285,7 +285,7 @@ def test_a_gemm_library_opens_and_explains_itself_without_a_driver(compiled, ker
             struct.pack_into(layout[name][1], packed, layout[name][0], value)
         symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
         addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
-        call = _native.OpCall("QfInt8MatmulParams", bytes(packed), ["a", "b", "out"], *addresses)
+        call = _native.Call("QfInt8MatmulParams", bytes(packed), ["a", "b", "out"], *addresses)
         assert call.workspace_bytes == 0
         call(4096, 4096, 4096, 0, 0, 0)
 
@@ -308,14 +308,14 @@ def test_a_quantization_library_opens_and_explains_itself_without_a_driver(compi
     kind = f"Qf{kernel.capitalize()}Params"
     size, layout = _native.op_layouts[kind]
 
-    def prepared(**fields: int) -> _native.OpCall:
+    def prepared(**fields: int) -> _native.Call:
         packed = bytearray(size)
         words = {"batch": 1, "length": 100, "heads": 2, "head_dim": 64, "group": 16, "granularity": 1, "symmetric": 1}
         for name, value in {"struct_bytes": size, **words, **fields}.items():
             struct.pack_into(layout[name][1], packed, layout[name][0], value)
         symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
         addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
-        return _native.OpCall(kind, bytes(packed), ["values.data", "scale"], *addresses)
+        return _native.Call(kind, bytes(packed), ["values.data", "scale"], *addresses)
 
     assert prepared().workspace_bytes == 0
     if kernel == "quantize":  # two chunks of two heads: sums of 64 channels, and a count each
@@ -342,7 +342,7 @@ def test_a_library_of_kept_keys_opens_and_explains_itself_without_a_driver(compi
 
     def call(dtype: str) -> None:
         plan = kept_plan(cuda.BY_NAME[kernel], Array((1, 200, 2, 128), None, dtype, "cuda:0"))
-        prepared = _native.OpCall(plan.struct, plan.params(), list(plan.pointers), *addresses)
+        prepared = _native.Call(plan.struct, plan.params(), list(plan.pointers), *addresses)
         prepared(*[4096] * len(plan.pointers), 4096, 0, 0)
 
     with pytest.raises(NoKernelError, match=f"kernel '{kernel}' was built for another dtype"):

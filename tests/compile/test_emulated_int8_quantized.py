@@ -42,7 +42,7 @@ def run(library, case: QuantizedCase, arch: int = 90, seed: int = 0, change=(), 
     handle = library(KERNEL, case.case.dtype, case.case.head_dim, arch)
     functions = (getattr(handle, name) for name in (f"qf_{stem(KERNEL)}", "qf_status_text"))
     entry, text = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-    call = _native.OpCall(plan.struct, plan.params(), list(plan.pointers), entry, text, 0)
+    call = _native.Call(plan.struct, plan.params(), list(plan.pointers), entry, text, 0)
     call(*(x.ctypes.data for x in (*operands, *results)), 0, 0, seed)
     return results
 

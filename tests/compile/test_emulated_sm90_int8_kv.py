@@ -33,7 +33,7 @@ class Call:
         names = [name for name in (entry, "qf_status_text", f"{entry}_workspace") if hasattr(handle, name)]
         symbols = [ctypes.cast(getattr(handle, name), ctypes.c_void_p).value for name in names]
         symbols += [0] * (3 - len(symbols))
-        self.call = _native.OpCall(self.plan.struct, self.plan.params(), list(self.plan.pointers), *symbols)
+        self.call = _native.Call(self.plan.struct, self.plan.params(), list(self.plan.pointers), *symbols)
         given = dict(zip(op.arrays, arrays, strict=True))
         self.operands = {operand.field: np.ascontiguousarray(given[operand.argument]) for operand in self.plan.operands}
         self.workspace = np.full(self.call.workspace_bytes // 4 + 4, np.nan, np.float32)
