@@ -182,6 +182,14 @@ def attention(
     Bad arguments raise ValueError or TypeError. So do bad values inside kv_lens and rope positions on the CPU; a CUDA
     kernel cannot raise for those and gives NaN in the rows concerned.
     """
+    kind = type(q)
+    if kind is type(k) is type(v) and kind not in _VALUES and rope is None and layout == "bthd":
+        # Most calls: three arrays of one framework. The others say the same with more words.
+        words = (causal, window, softcap, scale, precision, kernel, return_lse, False, 0, 0)
+        results = frontend_of(kind, "q").run(ATTENTION, (q, k, v, kv_lens, *_NO_ARRAYS), words)
+        if return_lse is False:
+            return results[0]
+        return (results[0], results[1]) if return_lse else results[0]
     if layout != "bthd":
         q, k, v = _with_length_first(layout, q, k, v)
         words = (causal, window, softcap, scale, precision, kernel)
@@ -207,19 +215,13 @@ def _call_of(
         return ATTENTION_KEPT, *kept_call(q, k, v, Options(*options), kv_lens, rope, return_lse)
     if kind is Quantized or type(q) is Quantized or type(v) is Quantized:
         return ATTENTION_QUANTIZED, *quantized_call(q, k, v, Options(*options), kv_lens, rope, return_lse)
-    if rope is None:
-        arrays = (q, k, v, kv_lens, None, None, None, None, None, None)
-        return ATTENTION, arrays, (*_hashable(options), return_lse, False, 0, 0)
     cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
     arrays = (q, k, v, kv_lens, None, None, cos, sin, positions_q, positions_k)
-    return ATTENTION, arrays, (*_hashable(options), return_lse, interleaved, 0, 0)
+    return ATTENTION, arrays, (*options, return_lse, interleaved, 0, 0)
 
 
-def _hashable(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A window that is a list as a tuple, so that the words can be looked up."""
-    if type(options[1]) is not list:
-        return options
-    return (options[0], tuple(options[1]), *options[2:])
+_VALUES = (Quantized, QuantizedKV)
+_NO_ARRAYS = (None,) * (len(ATTENTION.arrays) - 4)  # all that are optional, but for kv_lens
 
 
 def _with_length_first(layout: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -333,7 +335,7 @@ def _packed_call(
             raise TypeError(f"{name} is None; allowed: int32 offsets, [batch + 1]")
     cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
     arrays = (q, k, v, kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k)
-    return arrays, (*_hashable(options), return_lse, interleaved, longest_q, longest_k)
+    return arrays, (*options, return_lse, interleaved, longest_q, longest_k)
 
 
 @dataclass(frozen=True)

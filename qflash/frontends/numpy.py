@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 
+from qflash._native import plan_key
 from qflash.call import cache
 from qflash.call.array import Array
 from qflash.call.lengths import lengths
@@ -15,6 +16,7 @@ from qflash.call.op import Op, Operand, Plan
 from qflash.call.prepare import Prepared, prepare
 
 _INT32 = np.iinfo(np.int32)
+_PLAIN = (np.ndarray,)
 
 
 def describe(name: str, x: Any, first: str = "q") -> Array:
@@ -92,16 +94,14 @@ def _as_arrays(op: Op, arrays: Sequence[Any]) -> list[Any]:
 
 def _prepared(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Prepared:
     """The prepared call, looked up by everything it depends on."""
+    key = plan_key(op, arrays, words, _PLAIN, False)
     try:
-        facts = [x if x is None else (x.shape, x.strides, x.dtype, x.flags.aligned, type(x)) for x in arrays]
-        key = ("numpy", op, *facts, *cache.words_key(words))
         found: Prepared = cache.find(key)
         return found
-    except KeyError:
+    except (KeyError, TypeError):
         found = prepare(plan_of(op, arrays, words))
-    except (AttributeError, TypeError, ValueError):  # not an array, or words that do not hash
-        return prepare(plan_of(op, arrays, words))
-    cache.keep(key, found)
+    if key is not None:
+        cache.keep(key, found)
     return found
 
 

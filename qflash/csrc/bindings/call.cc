@@ -69,6 +69,17 @@ bool read_address(PyObject* const* args, size_t index, void*& address) {
   return true;
 }
 
+// The same, or the address of an array that tells it as PyTorch's tensors do.
+bool read_array(PyObject* const* args, size_t index, void*& address) {
+  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  if (PyLong_Check(args[index]) || !PyObject_HasAttr(args[index], data_ptr)) return read_address(args, index, address);
+  PyObject* const told = PyObject_CallMethodNoArgs(args[index], data_ptr);
+  if (!told) return false;
+  const bool good = read_address(&told, 0, address);
+  Py_DECREF(told);
+  return good;
+}
+
 bool read_threads(PyObject* arg, int32_t& threads) {
   int overflow = 0;
   const long value = PyLong_Check(arg) ? PyLong_AsLongAndOverflow(arg, &overflow) : -1;
@@ -92,7 +103,7 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t flagged_count, PyOb
   OpParams params = prepared.params;
   void* address = nullptr;
   for (size_t i = 0; i < count; ++i) {
-    if (!read_address(args, i, address)) return nullptr;
+    if (!read_array(args, i, address)) return nullptr;
     params.set_pointer(prepared.pointers[i], address);
   }
   if (!read_address(args, count + kWorkspace, address)) return nullptr;
@@ -167,7 +178,8 @@ PyTypeObject call_type() {
   type.tp_doc =
       "Call(struct, params, pointers, entry, status_text, workspace)\n--\n\n"
       "A prepared call of a kernel. Immutable, so threads share it.\n\n"
-      "It is called with addresses in the order of `pointers`, then workspace, stream and num_threads.";
+      "It is called with addresses, or arrays that have a data_ptr(), in the order of `pointers`, then with workspace, "
+      "stream and num_threads.";
   type.tp_basicsize = sizeof(Call);
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
   type.tp_vectorcall_offset = offsetof(Call, vectorcall);

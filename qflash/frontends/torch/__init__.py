@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 
+from qflash._native import plan_key
+from qflash.call import cache
 from qflash.call.op import Op, Plan
 from qflash.call.words import plain
 from qflash.frontends.torch import autograd, launch
 from qflash.frontends.torch.arrays import arch_of_device, as_index, described, with_indices
+from qflash.frontends.torch.launch import PLAIN
 from qflash.frontends.torch.library import TYPES, dispatched, plan_traced
 from qflash.frontends.torch.traced import traced_word
 from qflash.frontends.torch.watch import autocast, is_autocast_anywhere, is_compiling, is_grad_enabled, is_watched
@@ -27,37 +30,51 @@ from qflash.frontends.torch.watch import autocast, is_autocast_anywhere, is_comp
 __all__ = ["arch_of", "as_index", "plan_of", "run", "scalar"]
 
 Tensor = torch.Tensor
-_PLAIN = (Tensor, torch.nn.Parameter)  # classes whose instances own their data
 
 
 def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
     """Launch directly where nobody watches the dispatcher, else through it. Results are in the order of the plan."""
-    if op.indices:
-        arrays = with_indices(op, arrays)
-    if is_autocast_anywhere():
-        arrays = _autocast(op, arrays)
+    if is_watched() or is_autocast_anywhere():
+        return _run_watched(op, arrays, words)
+    key = plan_key(op, arrays, words, PLAIN, True)
+    try:
+        ready = cache.find(key)
+    except (KeyError, TypeError):  # not seen before, or words that do not hash
+        return _run_unknown(op, arrays, words, key)
+    if ready.wants_gradient and is_grad_enabled():
+        return _with_gradient(op, ready, arrays, words)
+    return launch.launch(op, ready, arrays)
+
+
+def _run_unknown(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -> Sequence[Tensor]:
+    """A call that is no look-up, for the first time or because something in it is not what a kernel reads."""
+    converted = with_indices(op, arrays)
+    if converted is not arrays:
+        arrays, key = converted, plan_key(op, converted, words, PLAIN, True)
+    if key is None or arrays[0].is_meta:
+        return _through_op(op, arrays, words)
+    ready = launch.make_ready(op, arrays, words, key)
+    if ready.wants_gradient and is_grad_enabled():
+        return _with_gradient(op, ready, arrays, words)
+    return launch.launch(op, ready, arrays)
+
+
+def _run_watched(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
+    arrays = _autocast(op, with_indices(op, arrays))
     if is_watched():
         return _through_op(op, arrays, words)
-    for x in arrays:
-        if x is not None and x.__class__ not in _PLAIN:  # fake tensors have a null data pointer
-            return _through_op(op, arrays, words)
-    if arrays[0].is_meta:
-        return _through_op(op, arrays, words)
-    if is_grad_enabled() and autograd.wanted(arrays):
-        return _with_gradient(op, arrays, words)
-    return launch.launch(op, launch.ready(op, arrays, words), arrays)
+    return _run_unknown(op, arrays, words, plan_key(op, arrays, words, PLAIN, True))
 
 
-def _with_gradient(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
+def _with_gradient(op: Op, ready: launch.Ready, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
     autograd.check(op, arrays)
     if op.gradient is None:
-        return launch.launch(op, launch.ready(op, arrays, words), arrays)
-    words = op.with_words(words, op.gradient.words)
-    ready = launch.ready(op, arrays, words)
-    if ready.differentiable is None:
+        return launch.launch(op, ready, arrays)
+    if ready.with_gradient is None:  # the same call with all results that its gradient takes
+        words = op.with_words(words, op.gradient.words)
         launch.check_differentiable(op, ready.prepared.plan, arch_of_device(ready.device))
-        ready.differentiable = True
-    return autograd.apply_eager(op, ready, words, *arrays)
+        ready.with_gradient = launch.ready(op, arrays, words), tuple(words)
+    return autograd.apply_eager(op, *ready.with_gradient, *arrays)
 
 
 def _through_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from qflash import dispatch
+from qflash._native import plan_key
 from qflash.call import cache
 from qflash.call.array import Array
 from qflash.call.op import Op, Operand, Plan
@@ -19,6 +21,7 @@ from qflash.frontends.torch.watch import current_device, current_stream
 
 Tensor = torch.Tensor
 _INT32 = torch.iinfo(torch.int32)
+PLAIN = (Tensor, torch.nn.Parameter)  # classes whose instances own their data
 
 
 @dataclass(slots=True)
@@ -30,10 +33,13 @@ class Ready:
     device: torch.device
     on_cpu: bool
     operands: tuple[int, ...]  # which arrays they are
+    pick: Callable[[Sequence[Any]], Sequence[Tensor]]  # these, of all arrays
     converted: tuple[tuple[int, Operand], ...]  # operands that the kernel does not read as they are
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # and strides, of results
     like_first: bool  # the first result is shaped as the first array, which is contiguous
-    differentiable: bool | None = None  # whether its gradient has a kernel; None: nobody has asked
+    is_plain: bool  # on the CPU, with that one result, no array to convert and a native kernel
+    wants_gradient: bool  # an array requires one
+    with_gradient: tuple[Ready, tuple[Any, ...]] | None = None  # what its gradient goes back from, and its words
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -52,7 +58,14 @@ def _is_read_as_is(operand: Operand, x: Tensor, array: Array) -> bool:
     )
 
 
-def _make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Ready:
+def _picker(places: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Tensor]]:
+    if len(places) == 1:
+        return lambda arrays: (arrays[places[0]],)
+    return itemgetter(*places)
+
+
+def make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -> Ready:
+    """Check a call and prepare it, for this time and the next. `key`: of plan_key."""
     arrays_described = described(op, arrays)
     plan = op.plan(*arrays_described, *words)
     first = arrays[0]
@@ -66,25 +79,34 @@ def _make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Ready:
     shapes = tuple((result.shape, _strides(result.shape), getattr(torch, result.dtype)) for result in plan.results)
     shape, _, dtype = shapes[0]
     like_first = dtype is first.dtype and tuple(first.shape) == tuple(shape) and first.is_contiguous()
-    return Ready(prepared, prepared.call, first.device, first.is_cpu, places, converted, shapes, like_first)
+    native = prepared.launch is None and not plan.nothing_to_do
+    is_plain = first.is_cpu and like_first and len(shapes) == 1 and not converted and native
+    found = Ready(
+        prepared=prepared,
+        call=prepared.call,
+        device=first.device,
+        on_cpu=first.is_cpu,
+        operands=places,
+        pick=_picker(places),
+        converted=converted,
+        shapes=shapes,
+        like_first=like_first,
+        is_plain=is_plain,
+        wants_gradient=any(x is not None and x.requires_grad for x in arrays),
+    )
+    if key is not None:
+        cache.keep(key, found)
+    return found
 
 
 def ready(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Ready:
     """The prepared call, looked up by everything it depends on; a miss checks and prepares."""
+    key = plan_key(op, arrays, words, PLAIN, True)
     try:
-        key = (
-            op,
-            *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in arrays],
-            *cache.words_key(words),
-        )
         found: Ready = cache.find(key)
         return found
-    except KeyError:
-        found = _make_ready(op, arrays, words)
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # not a dense tensor, or words that do not hash
-        return _make_ready(op, arrays, words)
-    cache.keep(key, found)
-    return found
+    except (KeyError, TypeError):
+        return make_ready(op, arrays, words, key)
 
 
 def empty_results(plan: Plan, like: Tensor) -> list[Tensor]:
@@ -92,39 +114,57 @@ def empty_results(plan: Plan, like: Tensor) -> list[Tensor]:
     return [like.new_empty(result.shape, dtype=getattr(torch, result.dtype)) for result in plan.results]
 
 
-def launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> list[Tensor]:
+def launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
     """Allocate the results, launch on the current stream."""
+    if not ready.is_plain:
+        return _launch(op, ready, arrays)
+    # What most calls are, on the CPU: one result like the first array, and nothing to convert.
+    out = torch.empty_like(arrays[0])
+    operands = ready.pick(arrays)
+    if not all(map(_data_ptr, operands)):
+        _check_storage(op, ready, operands)
+    ready.call(*operands, out, 0, 0, torch.get_num_threads())
+    return (out,)
+
+
+_data_ptr = Tensor.data_ptr
+
+
+def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
     device = ready.device
     if not ready.on_cpu and device.index != current_device():
         with torch.cuda.device(device):
-            return launch(op, ready, arrays)
-    shapes = ready.shapes
+            return _launch(op, ready, arrays)
     results = [torch.empty_like(arrays[0])] if ready.like_first else []
-    for shape, strides, dtype in shapes[len(results) :]:
+    for shape, strides, dtype in ready.shapes[len(results) :]:
         # empty_strided takes its arguments in half the time torch.empty needs.
         results.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
     prepared = ready.prepared
     if prepared.plan.nothing_to_do:
         return [x.zero_() for x in results]
-    operands = [arrays[at] for at in ready.operands]  # a name, so that converted copies outlive the launch
-    for i, operand in ready.converted:
-        operands[i] = _converted(operand, operands[i])
+    operands = ready.pick(arrays)  # a name, so that converted copies outlive the launch
+    if ready.converted:
+        operands = list(operands)
+        for i, operand in ready.converted:
+            operands[i] = _converted(operand, operands[i])
     if prepared.launch is not None:
         prepared.launch(operands, results, 0 if ready.on_cpu else current_stream(device.index))
         return results
-    addresses = [x.data_ptr() for x in operands]
-    if 0 in addresses:
-        for at, x in zip(ready.operands, operands, strict=True):
-            check_storage(op.arrays[at], x)
-    addresses += [x.data_ptr() for x in results]
+    if not all(map(_data_ptr, operands)):
+        _check_storage(op, ready, operands)
     if ready.on_cpu:
-        ready.call(*addresses, 0, 0, torch.get_num_threads())
+        ready.call(*operands, *results, 0, 0, torch.get_num_threads())
         return results
     # The allocator hands freed memory to later work of the same stream only, so operands and workspace may go at once.
     size = prepared.workspace_bytes
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    ready.call(*addresses, 0 if workspace is None else workspace.data_ptr(), current_stream(device.index), 0)
+    ready.call(*operands, *results, 0 if workspace is None else workspace.data_ptr(), current_stream(device.index), 0)
     return results
+
+
+def _check_storage(op: Op, ready: Ready, operands: Sequence[Tensor]) -> None:
+    for at, x in zip(ready.operands, operands, strict=True):
+        check_storage(op.arrays[at], x)
 
 
 def _converted(operand: Operand, x: Tensor) -> Tensor:
