@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
@@ -40,21 +41,53 @@ def describe(name: str, x: Any, first: str = "q") -> Array:
     return Array(x.shape, tuple(s // size for s in x.strides), x.dtype.name, "cpu")
 
 
+@dataclass(slots=True)
+class _Ready:
+    """A prepared call with what each run of it asks for, worked out once."""
+
+    prepared: Prepared
+    operands: tuple[int, ...]  # which arrays they are
+    converted: tuple[tuple[int, Operand], ...]  # operands that the kernel does not read as they are
+    results: tuple[tuple[tuple[int, ...], np.dtype], ...]
+
+
 def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]:
     """Plan, allocate, call. Results are in the order of the plan."""
-    arrays = _as_arrays(op, arrays)
-    prepared = _prepared(op, arrays, words)
-    make = np.zeros if prepared.plan.nothing_to_do else np.empty
-    results = [make(result.shape, result.dtype) for result in prepared.plan.results]
+    key = plan_key(op, arrays, words, _PLAIN, False)
+    try:
+        ready: _Ready = cache.find(key)
+    except (KeyError, TypeError):  # not seen before, or words that do not hash
+        arrays = _as_arrays(op, arrays)
+        ready = _make_ready(op, arrays, words, plan_key(op, arrays, words, _PLAIN, False))
+    results = [np.empty(shape, dtype) for shape, dtype in ready.results]
+    prepared = ready.prepared
     if prepared.plan.nothing_to_do:
-        return results
-    # A name, so that converted copies outlive the call.
-    operands = [_ready(operand, arrays[op.arrays.index(operand.argument)]) for operand in prepared.plan.operands]
+        return [np.zeros_like(x) for x in results]
+    operands = [arrays[at] for at in ready.operands]  # a name, so that converted copies outlive the call
+    for i, operand in ready.converted:
+        operands[i] = _converted(operand, operands[i])
     if prepared.launch is not None:
         prepared.launch(operands, results, 0)
     else:
         prepared.call(*[x.ctypes.data for x in operands], *[x.ctypes.data for x in results], 0, 0, 0)
     return results
+
+
+def _make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -> _Ready:
+    """Check a call and prepare it, for this time and the next."""
+    prepared = prepare(plan_of(op, arrays, words))
+    places = tuple(op.arrays.index(operand.argument) for operand in prepared.plan.operands)
+    converted = tuple(
+        (i, operand)
+        for i, (operand, at) in enumerate(zip(prepared.plan.operands, places, strict=True))
+        if operand.dtype not in (None, arrays[at].dtype.name)
+        or (operand.contiguous and not arrays[at].flags.c_contiguous)
+    )
+    results = tuple((result.shape, np.dtype(result.dtype)) for result in prepared.plan.results)
+    ready = _Ready(prepared, places, converted, results)
+    if key is not None:
+        cache.keep(key, ready)
+    return ready
 
 
 def plan_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Plan:
@@ -92,20 +125,7 @@ def _as_arrays(op: Op, arrays: Sequence[Any]) -> list[Any]:
     return arrays
 
 
-def _prepared(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Prepared:
-    """The prepared call, looked up by everything it depends on."""
-    key = plan_key(op, arrays, words, _PLAIN, False)
-    try:
-        found: Prepared = cache.find(key)
-        return found
-    except (KeyError, TypeError):
-        found = prepare(plan_of(op, arrays, words))
-    if key is not None:
-        cache.keep(key, found)
-    return found
-
-
-def _ready(operand: Operand, x: np.ndarray) -> np.ndarray:
+def _converted(operand: Operand, x: np.ndarray) -> np.ndarray:
     if operand.dtype == "int32" and x.dtype.itemsize > _INT32.dtype.itemsize:
         x = np.clip(x, _INT32.min, _INT32.max)
     if operand.dtype is not None:

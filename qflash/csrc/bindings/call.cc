@@ -69,15 +69,27 @@ bool read_address(PyObject* const* args, size_t index, void*& address) {
   return true;
 }
 
-// The same, or the address of an array that tells it as PyTorch's tensors do.
+// The number that a method of x without arguments returns; -1 with an exception.
+long long number_of(PyObject* x, PyObject* method) {
+  PyObject* const told = PyObject_CallMethodNoArgs(x, method);
+  const long long number = told ? PyLong_AsLongLong(told) : -1;
+  Py_XDECREF(told);
+  return number;
+}
+
+// The same, or the address of an array that tells it as PyTorch's tensors do: one with elements must have memory.
 bool read_array(PyObject* const* args, size_t index, void*& address) {
   static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  static PyObject* const numel = PyUnicode_InternFromString("numel");
   if (PyLong_Check(args[index]) || !PyObject_HasAttr(args[index], data_ptr)) return read_address(args, index, address);
-  PyObject* const told = PyObject_CallMethodNoArgs(args[index], data_ptr);
-  if (!told) return false;
-  const bool good = read_address(&told, 0, address);
-  Py_DECREF(told);
-  return good;
+  const long long told = number_of(args[index], data_ptr);
+  if (told == -1 && PyErr_Occurred()) return false;
+  address = reinterpret_cast<void*>(static_cast<uintptr_t>(told));
+  if (told == 0 && number_of(args[index], numel) != 0) {
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "argument %zu has no storage", index);
+    return false;
+  }
+  return true;
 }
 
 bool read_threads(PyObject* arg, int32_t& threads) {

@@ -68,10 +68,11 @@ def with_indices(op: Op, arrays: Sequence[Any]) -> Sequence[Any]:
     return changed or arrays
 
 
-def check_storage(name: str, x: Tensor) -> None:
+def check_storage(op: Op, arrays: Sequence[Any]) -> None:
     """Refuse a tensor with elements and no memory: a storage resized to nothing, or a tensor of no data at all."""
-    if x.numel() and not x.data_ptr():
-        raise ValueError(f"{name} has no storage; allowed: a tensor that holds data")
+    for name, x in op.named(arrays).items():
+        if x.numel() and not x.data_ptr():
+            raise ValueError(f"{name} has no storage; allowed: a tensor that holds data")
 
 
 _arch_of_index: dict[int, int] = {}

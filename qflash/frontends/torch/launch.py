@@ -120,14 +120,12 @@ def launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
         return _launch(op, ready, arrays)
     # What most calls are, on the CPU: one result like the first array, and nothing to convert.
     out = torch.empty_like(arrays[0])
-    operands = ready.pick(arrays)
-    if not all(map(_data_ptr, operands)):
-        _check_storage(op, ready, operands)
-    ready.call(*operands, out, 0, 0, torch.get_num_threads())
+    try:
+        ready.call(*ready.pick(arrays), out, 0, 0, torch.get_num_threads())
+    except ValueError:
+        check_storage(op, arrays)
+        raise
     return (out,)
-
-
-_data_ptr = Tensor.data_ptr
 
 
 def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
@@ -150,21 +148,18 @@ def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
     if prepared.launch is not None:
         prepared.launch(operands, results, 0 if ready.on_cpu else current_stream(device.index))
         return results
-    if not all(map(_data_ptr, operands)):
-        _check_storage(op, ready, operands)
-    if ready.on_cpu:
-        ready.call(*operands, *results, 0, 0, torch.get_num_threads())
-        return results
-    # The allocator hands freed memory to later work of the same stream only, so operands and workspace may go at once.
-    size = prepared.workspace_bytes
-    workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    ready.call(*operands, *results, 0 if workspace is None else workspace.data_ptr(), current_stream(device.index), 0)
+    try:
+        if ready.on_cpu:
+            ready.call(*operands, *results, 0, 0, torch.get_num_threads())
+            return results
+        # The allocator hands freed memory to later work of the same stream only, so operands and workspace may go.
+        size = prepared.workspace_bytes
+        workspace = 0 if size == 0 else torch.empty(size, dtype=torch.uint8, device=device).data_ptr()
+        ready.call(*operands, *results, workspace, current_stream(device.index), 0)
+    except ValueError:
+        check_storage(op, arrays)
+        raise
     return results
-
-
-def _check_storage(op: Op, ready: Ready, operands: Sequence[Tensor]) -> None:
-    for at, x in zip(ready.operands, operands, strict=True):
-        check_storage(op.arrays[at], x)
 
 
 def _converted(operand: Operand, x: Tensor) -> Tensor:
