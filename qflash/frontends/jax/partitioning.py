@@ -32,26 +32,25 @@ def partitioned(call: Call) -> Callable[..., tuple[Any, ...]]:
     def dims(arrays: Sequence[Any]) -> list[str]:
         return [dims_of(known, name, len(x.shape)) for name, x in zip(call.names, arrays, strict=True)]
 
-    def results(arrays: Sequence[Any]) -> list[str]:
-        count = len(call.plan(arrays, "cpu").results)
-        return [known[name] for name in call.op.results[:count]]
-
-    def shardings(mesh: Any, arrays: Sequence[Any]) -> tuple[tuple, tuple]:
-        of_arrays, of_results = dims(arrays), results(arrays)
+    def shardings(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]) -> tuple[tuple, tuple]:
+        of_arrays, of_results = dims(arrays), letters_of(results)
         place = partial(_sharding, mesh, _kept_axes(mesh, arrays, of_arrays, of_results))
         return tuple(map(place, of_arrays)), tuple(map(place, of_results))
 
-    def partition(mesh: Any, arrays: Sequence[Any], _):
-        places, result_places = shardings(mesh, arrays)
+    def letters_of(results: Sequence[Any]) -> list[str]:
+        return [known[name] for name in call.op.results[: len(results)]]
+
+    def partition(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]):
+        places, result_places = shardings(mesh, arrays, results)
         return mesh, bind, result_places, places
 
-    def rule(mesh: Any, arrays: Sequence[Any], _):
-        return _rule(arrays, dims(arrays), results(arrays))
+    def rule(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]):
+        return _rule(arrays, dims(arrays), letters_of(results))
 
     function = custom_partitioning(bind)
     function.def_partition(
         partition=partition,
-        infer_sharding_from_operands=lambda mesh, arrays, _: shardings(mesh, arrays)[1],
+        infer_sharding_from_operands=lambda *of: shardings(*of)[1],
         sharding_rule=rule,
     )
     return function
