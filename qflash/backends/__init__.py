@@ -25,6 +25,6 @@ class Entry:
 
 
 def load(kernel: Kernel, spec: Spec) -> Entry | Launch:
-    """`kernel` built for `spec`: linked in, loaded, or compiled first. The row's backend is a module of this package."""
+    """`kernel` built for `spec`: linked in, loaded, or compiled first. Its backend is a module of this package."""
     entry: Entry | Launch = import_module(f"qflash.backends.{kernel.backend or kernel.device}").entry(kernel, spec)
     return entry

@@ -24,7 +24,7 @@ def find(key: tuple[Any, ...]) -> Any:
 
 
 def keep(key: tuple[Any, ...], prepared: Prepared | Any) -> None:
-    """Keep a prepared call, and forget all of them where there are too many: shapes that vary that much do not repeat."""
+    """Keep a prepared call. Where there are too many all are forgotten: shapes that vary so much do not repeat."""
     if len(_plans) >= LIMIT:
         _plans.clear()
     _plans[key] = prepared

@@ -129,6 +129,6 @@ class Op:
         """The arrays that are there, by name."""
         return {name: x for name, x in zip(self.arrays, arrays, strict=True) if x is not None}
 
-    def with_word(self, words: Sequence[Any], **changes: Any) -> tuple[Any, ...]:
+    def with_words(self, words: Sequence[Any], changes: Mapping[str, Any]) -> tuple[Any, ...]:
         """The words with some of them changed."""
         return tuple(changes.get(name, word) for name, word in zip(self.words, words, strict=True))

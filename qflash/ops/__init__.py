@@ -1,10 +1,14 @@
-"""The operations beside attention. One module per family: public calls, checks, and the plan of a call.
+"""What each operation means: words and described arrays to a checked Plan. One file per operation."""
 
-plan          what every operation shares: the plan of a call, and the way from it to a kernel
-rows          softmax, layer_norm, cross_entropy
-matmul        int8_matmul
-quantization  quantize, dequantize
-attention     attention on what quantize returns
-kv            quantize_kv
-kv_attention  attention on what quantize_kv returns
-"""
+from qflash.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from qflash.ops.attention_kv import ATTENTION_KEPT, ATTENTION_QUANTIZED
+from qflash.ops.kv import QUANTIZE_KV
+from qflash.ops.matmul import INT8_MATMUL
+from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
+from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
+
+# Every operation, for front ends that must know them before the first call.
+OPS = (
+    *(ATTENTION, ATTENTION_BACKWARD, ATTENTION_QUANTIZED, ATTENTION_KEPT),
+    *(QUANTIZE_KV, QUANTIZE, DEQUANTIZE, INT8_MATMUL, SOFTMAX, LAYER_NORM, CROSS_ENTROPY),
+)

@@ -1,0 +1,98 @@
+"""PyTorch tensors, CPU and CUDA: the eager path, and the way to torch.ops.qflash for everything else.
+
+arrays    tensors described, lengths from the host     library  the dispatcher's ops
+launch    the look-up of a plan, and its launch        vmap     what torch.func.vmap makes of them
+autograd  gradients, eager and of the ops              flops    what PyTorch's FLOP counter counts
+traced    words in code that torch.compile traces      watch    what PyTorch has no public name for
+
+Under torch.autocast the arrays that an operation names are cast as those of
+torch.nn.functional.scaled_dot_product_attention are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qflash.call.op import Op, Plan
+from qflash.call.words import plain
+from qflash.frontends.torch import autograd, launch
+from qflash.frontends.torch.arrays import arch_of_device, as_index, described, with_indices
+from qflash.frontends.torch.library import TYPES, dispatched, plan_traced
+from qflash.frontends.torch.traced import traced_word
+from qflash.frontends.torch.watch import autocast, is_autocast_anywhere, is_compiling, is_grad_enabled, is_watched
+
+__all__ = ["arch_of", "as_index", "plan_of", "run", "scalar"]
+
+Tensor = torch.Tensor
+_PLAIN = (Tensor, torch.nn.Parameter)  # classes whose instances own their data
+
+
+def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
+    """Launch directly where nobody watches the dispatcher, else through it. Results are in the order of the plan."""
+    if op.indices:
+        arrays = with_indices(op, arrays)
+    if is_autocast_anywhere():
+        arrays = _autocast(op, arrays)
+    if is_watched():
+        return _through_op(op, arrays, words)
+    for x in arrays:
+        if x is not None and x.__class__ not in _PLAIN:  # fake tensors have a null data pointer
+            return _through_op(op, arrays, words)
+    if arrays[0].is_meta:
+        return _through_op(op, arrays, words)
+    if is_grad_enabled() and autograd.wanted(arrays):
+        return _with_gradient(op, arrays, words)
+    return launch.launch(op, launch.ready(op, arrays, words), arrays)
+
+
+def _with_gradient(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
+    autograd.check(op, arrays)
+    if op.gradient is None:
+        return launch.launch(op, launch.ready(op, arrays, words), arrays)
+    words = op.with_words(words, op.gradient.words)
+    ready = launch.ready(op, arrays, words)
+    if ready.differentiable is None:
+        launch.check_differentiable(op, ready.prepared.plan, arch_of_device(ready.device))
+        ready.differentiable = True
+    return autograd.apply_eager(op, ready, words, *arrays)
+
+
+def _through_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
+    """The same call as a dispatcher op."""
+    if is_compiling():
+        words = [traced_word(name, TYPES[name], word) for name, word in zip(op.words, words, strict=True)]
+    else:
+        plan_of(op, arrays, words)  # the dispatcher would word its refusals differently
+        plan_traced(op, arrays, words)
+        words = [[*map(plain, word)] if isinstance(word, tuple) else plain(word) for word in words]
+    if op.gradient is not None:
+        words = op.with_words(words, op.gradient.words)
+    return dispatched(op, arrays, words)
+
+
+def _autocast(op: Op, arrays: Sequence[Any]) -> Sequence[Any]:
+    places = [op.arrays.index(name) for name in op.autocast]
+    if not places:
+        return arrays
+    changed = list(arrays)
+    for at, x in zip(places, autocast(*(arrays[at] for at in places)), strict=True):
+        changed[at] = x
+    return changed
+
+
+def plan_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Plan:
+    """The plan of a checked call, for `explain`."""
+    return op.plan(*described(op, _autocast(op, with_indices(op, arrays))), *words)
+
+
+def arch_of(x: Tensor) -> int:
+    """Compute capability times ten of the tensor's device; 0 is the CPU."""
+    return arch_of_device(x.device)
+
+
+def scalar(value: float, like: Tensor) -> Tensor:
+    """A number as a tensor where `like` is."""
+    return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -1,0 +1,149 @@
+"""Gradients: of eager calls that launch directly, and of the dispatcher's ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from qflash.call.op import Op
+from qflash.frontends.torch import launch
+from qflash.frontends.torch.arrays import arch_of_device
+from qflash.frontends.torch.launch import Ready
+from qflash.frontends.torch.watch import below_autograd, is_grad_enabled, record
+
+Tensor = torch.Tensor
+
+
+def wanted(arrays: Sequence[Any]) -> bool:
+    """Whether somebody will ask for a gradient."""
+    return is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arrays)
+
+
+def check(op: Op, arrays: Sequence[Any]) -> None:
+    """Refuse gradients that nobody has: of an operation that is forward only, or of some of its arrays."""
+    refused = op.arrays if op.gradient is None else op.gradient.refused
+    for name, x in zip(op.arrays, arrays, strict=True):
+        if name in refused and isinstance(x, Tensor) and x.requires_grad:
+            if op.gradient is not None:
+                raise NotImplementedError(f"{name} requires a gradient; allowed: a table without one, {name}.detach()")
+            raise NotImplementedError(
+                f"{name} requires a gradient and {op.spoken} is forward only; allowed: {name}.detach(), or a call "
+                "under torch.no_grad()"
+            )
+
+
+def check_no_tangents(op: Op, arrays: Sequence[Any]) -> None:
+    """Forward-mode differentiation would lose its tangents in a kernel: refuse it."""
+    if forward_ad._current_level < 0:
+        return
+    for name, x in zip(op.arrays, arrays, strict=True):
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has a tangent and {op.spoken} has no forward-mode derivative (jvp, dual tensors); allowed: "
+                "reverse mode where it has one, or tensors without tangents"
+            )
+
+
+def _cotangents(results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The first is always there; another one that is None is zero, and costs nothing."""
+    first = torch.zeros_like(results[0]) if grads[0] is None else grads[0]
+    return [first, *grads[1:]]
+
+
+def _in_order(op: Op, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of each array of `op`, None where there is none."""
+    assert op.gradient is not None
+    by_name = dict(zip(op.gradient.of, gradients, strict=True))
+    return [by_name.get(name) for name in op.arrays]
+
+
+def _save(ctx: Any, op: Op, arrays: Sequence[Any], words: Sequence[Any], results: Sequence[Tensor]) -> None:
+    ctx.save_for_backward(*(x for x in arrays if x is not None), *results)
+    ctx.set_materialize_grads(False)
+    ctx.call = op, [x is not None for x in arrays], tuple(words)
+
+
+def _saved(ctx: Any) -> tuple[Op, list[Tensor | None], tuple[Any, ...], list[Tensor]]:
+    """What `_save` kept. Raises if one of the tensors was written to since."""
+    op, present, words = ctx.call
+    saved = list(ctx.saved_tensors)
+    arrays = [saved.pop(0) if there else None for there in present]
+    return op, arrays, words, saved
+
+
+class Eager(torch.autograd.Function):
+    """An eager call with a backward pass. Transforms of torch.func never come here, so one forward does it all."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, ready: Ready, words: tuple[Any, ...], *arrays: Any) -> tuple[Tensor, ...]:
+        results = launch.launch(op, ready, arrays)
+        _save(ctx, op, arrays, words, results)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        op, arrays, words, results = _saved(ctx)
+        backward_op = op.gradient.op
+        inputs = [*_cotangents(results, grads), *arrays, *results]
+        if is_grad_enabled():  # create_graph: the op refuses when the graph is used, not before
+            from qflash.frontends.torch.library import dispatched
+
+            gradients = dispatched(backward_op, inputs, words)
+        else:
+            gradients = launch.launch(backward_op, launch.ready(backward_op, inputs, words), inputs)
+        return None, None, None, *_in_order(op, gradients)
+
+
+# Function.apply first asks whether a transform of torch.func is active, at a third of the whole cost. None is, here.
+apply_eager = super(torch.autograd.Function, Eager).apply
+
+
+class _Traced(torch.autograd.Function):
+    """The gradient of a dispatcher op that has one."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, packet: Any, backward_packet: Any, *args: Any) -> tuple[Tensor, ...]:
+        arrays, words = args[: len(op.arrays)], args[len(op.arrays) :]
+        results = below_autograd(packet, args)
+        _save(ctx, op, arrays, words, results)
+        ctx.backward_packet = backward_packet
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        op, arrays, words, results = _saved(ctx)
+        gradients = ctx.backward_packet(*_cotangents(results, grads), *arrays, *results, *words)
+        return None, None, None, *_in_order(op, gradients), *(None for _ in words)
+
+
+class _Refused(torch.autograd.Function):
+    """An op that somebody may differentiate without having asked for it by name: it refuses when the graph is used."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, packet: Any, *args: Any) -> tuple[Tensor, ...]:
+        ctx.text = op.no_gradient
+        return tuple(below_autograd(packet, args))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError(ctx.text)
+
+
+def differentiated(op: Op, packet: Any, backward_packet: Any, plan: Any, args: Sequence[Any]) -> list[Tensor]:
+    """The Autograd kernel of a dispatcher op. `plan`: None where the device that will run it is not known here."""
+    arrays = args[: len(op.arrays)]
+    check_no_tangents(op, arrays)
+    if not wanted(arrays):
+        return below_autograd(packet, args)
+    if op.no_gradient:
+        return list(record(_Refused, (op, packet, *args)))
+    check(op, arrays)
+    if op.gradient is None:
+        return below_autograd(packet, args)
+    known = plan()
+    if known is not None:
+        launch.check_differentiable(op, known, arch_of_device(arrays[0].device))
+    return list(record(_Traced, (op, packet, backward_packet, *args)))

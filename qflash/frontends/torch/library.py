@@ -1,0 +1,129 @@
+"""torch.ops.qflash: one dispatcher op for each operation, for everything that is not a plain eager call.
+
+torch.compile, torch.export, FakeTensor and meta tensors, torch.func transforms, dispatch modes, profilers and tensor
+subclasses all speak to the dispatcher, so they get an op with a fake implementation, an autograd formula and a vmap
+rule. The eager front end goes around it, because a dispatcher op written in Python costs tens of microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from qflash import dispatch
+from qflash.call.array import Array
+from qflash.call.op import Op, Plan
+from qflash.frontends.torch import autograd, launch, vmap
+from qflash.frontends.torch.arrays import arch_of_device
+from qflash.frontends.torch.flops import count
+from qflash.frontends.torch.traced import is_symbolic
+from qflash.ops import OPS
+
+Tensor = torch.Tensor
+
+# How the dispatcher spells the type of each word. Scalar and SymInt may be symbolic, in a program that torch.compile
+# traces; the others decide about shapes or kernels.
+TYPES = {
+    "scale": "Scalar?", "eps": "Scalar", "label_smoothing": "Scalar", "softcap": "Scalar?",
+    "ignore_index": "SymInt", "seed": "SymInt", "group": "int",
+    "causal": "SymInt", "window": "SymInt[]?", "max_seqlen_q": "SymInt", "max_seqlen_k": "SymInt",
+    "return_stats": "bool", "return_lse": "bool", "symmetric": "bool", "smooth": "bool", "interleaved": "bool",
+    "reduction": "str", "granularity": "str", "rounding": "str", "dtype": "str", "precision": "str?",
+    "out_dtype": "str?", "kernel": "str?",
+    "q_granularity": "str", "k_granularity": "str", "v_granularity": "str", "v_dtype": "str?",
+    "q_group": "int", "k_group": "int", "v_group": "int",
+    "window_left": "int", "window_right": "int",
+}  # fmt: skip
+# Good values to plan with for words that are symbolic: the op checks its own when it runs.
+_STAND_INS = {"max_seqlen_q": 0, "max_seqlen_k": 0}
+
+
+def dispatched(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[Tensor]:
+    """The results of a call through the dispatcher."""
+    return _ops[op.name](*arrays, *words)
+
+
+def plan_traced(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Plan:
+    """The plan of a call whose tensors may be fake: lengths may be symbolic, and strides do not matter to results.
+
+    What selects a kernel becomes a constant of a traced program.
+    """
+    described = [
+        None if x is None else Array(tuple(x.shape), None, str(x.dtype).removeprefix("torch."), str(x.device))
+        for x in arrays
+    ]
+    plan = op.plan(*described, *(_known(name, word) for name, word in zip(op.words, words, strict=True)))
+    device = arrays[0].device
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
+        dispatch.plan(plan.spec(arch_of_device(device)), plan.kernel)
+    return plan
+
+
+def _known(name: str, word: Any) -> Any:
+    if isinstance(word, list) and any(map(is_symbolic, word)):
+        return tuple(0 for _ in word)
+    return _STAND_INS.get(name, 1) if is_symbolic(word) else word
+
+
+def _split(op: Op, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    number = len(op.arrays)
+    return args[:number], [tuple(word) if isinstance(word, list) else word for word in args[number:]]
+
+
+def _real(op: Op, *args: Any) -> list[Tensor]:
+    arrays, words = _split(op, args)
+    return launch.launch(op, launch.ready(op, arrays, words), arrays)
+
+
+def _fake(op: Op, *args: Any) -> list[Tensor]:
+    arrays, words = args[: len(op.arrays)], args[len(op.arrays) :]
+    return launch.empty_results(plan_traced(op, arrays, words), arrays[0])
+
+
+def _autograd(op: Op, *args: Any) -> list[Tensor]:
+    arrays, words = args[: len(op.arrays)], args[len(op.arrays) :]
+
+    def plan() -> Plan | None:
+        device = arrays[0].device.type
+        known = device == "cpu" or (device == "cuda" and torch.cuda.is_available())
+        return plan_traced(op, arrays, words) if known else None
+
+    backward = None if op.gradient is None else _ops[op.gradient.op.name]
+    return autograd.differentiated(op, _ops[op.name], backward, plan, args)
+
+
+def _vmap(op: Op, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Tensor], list[int]]:
+    outs = vmap.batched(op, _ops[op.name], info.batch_size, in_dims, args)
+    return outs, [0] * len(outs)
+
+
+def _flops(op: Op, *args: Any, **_: Any) -> int:
+    assert op.flops is not None
+    arrays, words = args[: len(op.arrays)], args[len(op.arrays) :]
+    return op.flops(op.named(arrays), dict(zip(op.words, words, strict=True)))
+
+
+_library = torch.library.Library("qflash", "FRAGMENT")
+
+
+def _define(op: Op) -> Callable[..., list[Tensor]]:
+    """The dispatcher op of an operation: its arrays, then its words; results as a list."""
+    first, *others = (name.replace(".", "_") for name in op.arrays)
+    arrays = [f"Tensor {first}", *(f"Tensor? {name}" for name in others)]
+    words = [f"{TYPES[word]} {word}" for word in op.words]
+    _library.define(f"{op.name}({', '.join((*arrays, *words))}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _library.impl(op.name, partial(_real, op), key)
+    _library.impl(op.name, partial(_autograd, op), "Autograd")
+    torch.library.register_fake(f"qflash::{op.name}", partial(_fake, op), lib=_library)
+    torch.library.register_vmap(f"qflash::{op.name}", partial(_vmap, op), lib=_library)
+    packet = getattr(torch.ops.qflash, op.name)
+    if op.flops is not None:
+        count(packet, partial(_flops, op))
+    return packet.default
+
+
+_ops = {op.name: _define(op) for op in OPS}

@@ -1,0 +1,61 @@
+"""The words of a call in code that torch.compile traces.
+
+Dynamo shows a NumPy scalar as an array whose value is not known while it traces. Numbers and window edges become
+symbolic ones, which the compiled program reads when it runs, and the op checks then. What is a Python constant is
+refused here if an eager call refuses it, before the dispatcher turns True into 1.0 or 2 into True.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from qflash.call.words import FLOAT32_MAX, check_flag, shown
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether the value of a word is not known while a program is traced."""
+    return isinstance(value, _SYMBOLIC)
+
+
+def traced_word(name: str, kind: str, value: Any) -> Any:
+    """A word as its op takes it, by the type that the op declares."""
+    if value is None:
+        return None
+    if kind.startswith("Scalar"):
+        return _number(name, value)
+    if kind == "SymInt[]?":
+        return _edges(name, value)
+    if kind == "bool" or name == "causal":
+        return _flag(name, kind, value)
+    if isinstance(value, bool):
+        raise TypeError(f"{name} is {value}; allowed: an int")
+    return int(value) if isinstance(value, np.ndarray) else value
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} is {value}; allowed: a number")
+    if isinstance(value, int) and abs(value) > FLOAT32_MAX:  # which may be more than the dispatcher can take
+        raise ValueError(f"{name} is {shown(value)}; allowed: a finite number, up to float32's {FLOAT32_MAX:.3g}")
+    return float(value) if isinstance(value, np.ndarray) else value
+
+
+def _edges(name: str, value: Any) -> Any:
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or any(isinstance(edge, bool) for edge in value):
+        raise ValueError(f"{name} is {shown(value)}; allowed: None or two ints")
+    return [int(edge) if isinstance(edge, np.ndarray) else edge for edge in value]
+
+
+def _flag(name: str, kind: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is a torch.Tensor; allowed: True or False")
+    if isinstance(value, np.ndarray):
+        if kind == "bool":
+            raise TypeError(f"{name} is a NumPy value in code that torch.compile traces; allowed: True or False")
+        return int(value.astype(np.int64))  # the item of a bool would be asked for its value
+    return check_flag(name, value)

@@ -1,0 +1,85 @@
+"""torch.func.vmap of any operation: one call where the mapped dimension can be one of its own, else one per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qflash.call.op import Op
+
+Tensor = torch.Tensor
+
+
+def batched(op: Op, packet: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> list[Tensor]:
+    """The results, each with the mapped dimension first."""
+    moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(args, in_dims, strict=True)]
+    count = len(op.arrays)
+    arrays, words = moved[:count], moved[count:]
+    mapped = {name for name, dim in zip(op.arrays, in_dims, strict=False) if dim is not None}
+    named = op.named(arrays)
+    ranks = {name: x.dim() - (name in mapped) for name, x in named.items()}
+    if op.folds(mapped, ranks, dict(zip(op.words, words, strict=True))):
+        return packet(*moved)
+    dims = op.dims(named) if op.dims is not None else {}
+    if dims and dims[op.arrays[0]][0] == "b" and not mapped & set(op.tables):
+        return _folded(op, packet, size, mapped, dims, arrays, words)
+    return _each(op, packet, size, mapped, arrays, words)
+
+
+def _folded(
+    op: Op, packet: Any, size: int, mapped: set[str], dims: Any, arrays: Sequence[Any], words: Sequence[Any]
+) -> list[Tensor]:
+    """One call with the mapped dimension folded into the batch."""
+    first = op.arrays[0]
+    batch = arrays[0].shape[1 if first in mapped else 0]
+
+    def fold(name: str, x: Tensor | None) -> Tensor | None:
+        if x is None or "b" not in dims[name]:
+            return x
+        rank = x.dim() - (name in mapped)  # in the eyes of one sample
+        if rank < len(dims[name]):  # one for every sequence: [T] of [B, T]
+            if name not in mapped:
+                return x
+            x = x[:, None].expand(size, batch, *x.shape[1:])
+        elif name not in mapped:
+            x = x.expand(size, *x.shape)
+        return _readable(x.reshape(size * batch, *x.shape[2:]))
+
+    folded = [fold(name, x) for name, x in zip(op.arrays, arrays, strict=True)]
+    return [x.unflatten(0, (size, batch)) for x in packet(*folded, *words)]
+
+
+def _each(
+    op: Op, packet: Any, size: int, mapped: set[str], arrays: Sequence[Any], words: Sequence[Any]
+) -> list[Tensor]:
+    """One call per sample."""
+    if not size:
+        return _none(op, packet, mapped, arrays, words)
+    ready = [_readable(x) if name in mapped else x for name, x in zip(op.arrays, arrays, strict=True)]
+    samples = (
+        packet(*(x[i] if name in mapped else x for name, x in zip(op.arrays, ready, strict=True)), *words)
+        for i in range(size)
+    )
+    return [torch.stack(out) for out in zip(*samples, strict=True)]
+
+
+def _none(op: Op, packet: Any, mapped: set[str], arrays: Sequence[Any], words: Sequence[Any]) -> list[Tensor]:
+    """The results for no sample at all: their shapes are those that a sample without data gives."""
+
+    def sample(name: str, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return torch.empty(x.shape[1:] if name in mapped else x.shape, dtype=x.dtype, device="meta")
+
+    outs = packet(*(sample(name, x) for name, x in zip(op.arrays, arrays, strict=True)), *words)
+    # Sums of nothing tie the results to what they would depend on, so that each input has a gradient: zeros.
+    tie = sum((x[:0].sum() for x in arrays if x is not None and x.is_floating_point()), torch.zeros(()))
+    nothing = (torch.zeros((0, *x.shape), dtype=x.dtype, device=arrays[0].device) for x in outs)
+    return [x + tie.to(device=x.device, dtype=x.dtype) for x in nothing]
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Kernels want the last dimension without gaps; moving the mapped one may have left it with some."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,79 @@
+"""What PyTorch has no public name for, all in one place, and who watches a call.
+
+Tracers, transforms, modes and profilers do not see a launch that goes around the dispatcher, so a watched call goes
+through torch.ops instead. Each question is asked on every eager call. A release of PyTorch that lacks one of the
+private names fails as this module is imported, with its name; nothing else in the library uses any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad, profiler
+
+Tensor = torch.Tensor
+
+# Bound once, because attribute look-ups would cost as much as the answers.
+is_compiling = torch.compiler.is_dynamo_compiling
+is_grad_enabled = torch.is_grad_enabled
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # whether a transform of torch.func holds the tensor
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_jit_tracing = torch._C._get_tracing_state
+is_autocast_anywhere = torch._C._is_any_autocast_enabled
+current_device = getattr(torch._C, "_cuda_getDevice", None)  # a build without CUDA has neither, and no CUDA tensor
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def is_watched() -> bool:
+    """Whether torch.compile, a dispatch mode, torch.func, torch.jit.trace, a dual level or a profiler is active."""
+    return (
+        is_compiling()
+        or _dispatch_modes() != 0
+        or _functorch_level() is not None
+        or _jit_tracing() is not None
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+    )
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as `torch.nn.functional.scaled_dot_product_attention` would see them under autocast.
+
+    Floating-point tensors on the first one's device get the dtype of autocast, float64 excepted.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype is not torch.float64 and x.device.type == device
+        else x
+        for x in tensors
+    )
+
+
+def record(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+    """`function.apply` for the level of torch.func transforms that is being dispatched, and for no other.
+
+    An Autograd kernel runs once for each level on the stack, as a C++ one does, and what it calls below autograd goes
+    on to the next level. Function.apply would start over at the top, so its base does the work.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
+
+
+def below_autograd(op: Any, args: Sequence[Any]) -> Any:
+    """`op(*args)` as the next dispatch key sees it."""
+    with torch._C._AutoDispatchBelowAutograd():
+        if not torch._C._are_functorch_transforms_active():
+            return op(*args)
+        # Inside Function.forward derivatives are off. The next level down has its own, and turns off what it had off.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return op(*args)
