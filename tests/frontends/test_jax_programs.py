@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import struct
 import subprocess
 import sys
 
@@ -12,15 +14,18 @@ import pytest
 from jax_arrays import arrays
 
 import qflash
-from qflash import _native, planning
+from qflash import _native, backends, dispatch
 from qflash.backends import Entry
 from qflash.backends.arch import asked
+from qflash.call.array import Array
+from qflash.call.prepare import prepare
+from qflash.ops.attention import ATTENTION
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 from jax import export  # noqa: E402
 
-ALLOW = [export.DisabledSafetyCheck.custom_call(name) for name in ("qflash_attention", "qflash_attention_bwd")]
+ALLOW = [export.DisabledSafetyCheck.custom_call("qflash_call")]
 
 
 @pytest.fixture(autouse=True)
@@ -91,15 +96,16 @@ def test_programs_from_the_compilation_cache_run(tmp_path):
     assert int(first[1]) == 0 and int(second[1]) > 0
 
 
+NOTHING = np.zeros(0, np.int64)
+
+
 def test_a_key_nobody_knows_is_a_clear_error():
     q, k, v = arrays()
-    result = [jax.ShapeDtypeStruct(*x) for x in ((q.shape, q.dtype), ((2, 4, 9), jnp.float32), ((0,), jnp.uint8))]
+    result = [jax.ShapeDtypeStruct(*x) for x in ((q.shape, q.dtype), ((0,), jnp.uint8))]
 
     def call(q, k, v, key):
-        attributes = {"scale": np.float32(1), "softcap": np.float32(0), "interleaved": False}
-        names = ("precision", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k", "operands")
-        attributes |= dict.fromkeys(names, np.int64(0))
-        return jax.ffi.ffi_call("qflash_attention", result)(q, k, v, kernel=key, **attributes)
+        words = dict.fromkeys(("params", "pointers", "num_bytes", "sizes", "bounds"), NOTHING)
+        return jax.ffi.ffi_call("qflash_call", result)(q, k, v, kernel=key, takes="QfAttnParams", **words)
 
     qflash.attention(q, k, v)  # brings the front end and with it the handlers
     for key, text in (('[0,"cpu"]', "qflash ABI 0; allowed: "), ("nonsense", "could not be loaded: JSONDecodeError")):
@@ -107,39 +113,81 @@ def test_a_key_nobody_knows_is_a_clear_error():
             jax.block_until_ready(jax.jit(call, static_argnums=3)(q, k, v, key))
 
 
-def test_the_handler_checks_shapes_for_itself():
+def test_the_handler_checks_what_it_completes_the_struct_with():
     """A program is data: what reaches the handler need not come from this front end."""
     q, k, v = arrays()
-    qflash.attention(q, k, v)
-    key = _native_key(q)
+    want = qflash.attention(q, k, v)
+    plan = _plan(q, k, v)
+    fields = _native.op_layouts[plan.struct][1]
 
-    def call(q, k, v, out=None, operands=0):
-        result = [jax.ShapeDtypeStruct(*x) for x in ((out or q.shape, q.dtype), ((2, 4, 9), "f4"), ((0,), "u1"))]
-        attributes = {"scale": np.float32(1), "softcap": np.float32(0), "interleaved": False, "kernel": key}
-        names = ("precision", "max_seqlen_q", "max_seqlen_k")
-        attributes |= dict.fromkeys(names, np.int64(0)) | dict.fromkeys(("window_left", "window_right"), np.int64(-1))
-        attributes["operands"] = np.int64(operands)
-        return jax.block_until_ready(jax.ffi.ffi_call("qflash_attention", result)(q, k, v, **attributes))
+    def at(name):
+        return fields[name][0]
 
-    np.testing.assert_array_equal(call(q, k, v)[0], qflash.attention(q, k, v, scale=1.0))
-    for arguments, text in [
-        ((q[0], k, v, (2, 9, 4, 16)), "q has shape .9, 4, 16.*allowed: rank 4"),
-        ((q, k[:1], v[:1]), "k has shape .*allowed: q's batch size"),
-        ((q, k, v[:, :5]), "v has shape .*allowed: as k"),
-        ((q, k, v, (2, 9, 4, 15)), "out has shape"),
-        ((q, k.astype("f2"), v), "k has shape .*allowed: q's element type"),
-        ((q, k, v, None, 1), "operand kv_lens is missing"),
-    ]:
-        with pytest.raises(Exception, match=text):
-            call(*arguments)
+    good = {
+        "kernel": _key(plan),
+        "takes": plan.struct,
+        "params": np.frombuffer(plan.params(), np.int64),
+        "pointers": np.array([at(name) for name in plan.pointers]),
+        "num_bytes": np.array([x.nbytes for x in (q, k, v, q)]),
+        "sizes": NOTHING,
+        "bounds": NOTHING,
+    }
+
+    def call(**changes):
+        results = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1,), jnp.uint8)]
+        return jax.block_until_ready(jax.ffi.ffi_call("qflash_call", results)(q, k, v, **{**good, **changes}))[0]
+
+    np.testing.assert_array_equal(call(), want)
+    np.testing.assert_array_equal(call(num_bytes=np.full(4, -1)), want)
+    from_extents = np.array([at("batch"), 4, 1, 0, 0, at("q.stride_b"), 8, 3, 0, 1, 0, 2, 0, 3])
+    np.testing.assert_array_equal(call(sizes=from_extents), want)
+    np.testing.assert_array_equal(call(bounds=np.array([at("k_len"), 1, 1])), want)
+    np.testing.assert_array_equal(call(bounds=np.array([at("k_len"), 0, 0])), qflash.attention(q, k[:, :2], v[:, :2]))
+    for changes in (
+        {"num_bytes": np.array([q.nbytes, k.nbytes, v.nbytes, q.nbytes - 4])},
+        {"pointers": np.array([*good["pointers"][:3], at("batch")])},
+        {"pointers": np.array([*good["pointers"][:3], -8])},
+        {"pointers": good["pointers"][:3]},
+        {"sizes": np.array([at("q.data"), 8, 1, 0, 0])},  # an address is no size
+        {"sizes": np.array([at("batch") + 1, 4, 1, 0, 0])},
+        {"sizes": np.array([at("batch"), 8, 1, 0, 0])},  # it has 4 bytes
+        {"sizes": np.array([at("batch"), 4, 1, 9, 0])},
+        {"sizes": np.array([at("batch"), 4, 1, 0, 4])},
+        {"sizes": np.array([at("batch"), 4, 1, -1, 0])},
+        {"sizes": np.array([at("batch"), 4, 2, 0, 0])},  # cut short
+        {"sizes": np.array([at("batch"), 4, -1])},
+        {"sizes": np.array([at("batch")])},
+        {"bounds": np.array([at("scale"), 0, 0])},  # no integer
+        {"bounds": np.array([at("k_len"), 1, 7])},
+        {"bounds": np.array([at("k_len"), 1])},
+    ):
+        with pytest.raises(Exception, match="qflash: "):
+            call(**changes)
 
 
-def _native_key(q) -> str:
-    from qflash.call.spec import Spec
+def _plan(q, k, v):
+    described = [Array(x.shape, None, x.dtype.name, "cpu") for x in (q, k, v)]
+    nothing = (None,) * (len(ATTENTION.arrays) - 3)
+    return ATTENTION.plan(*described, *nothing, False, None, None, None, None, None, False, False, 0, 0)
+
+
+def _key(plan) -> str:
     from qflash.frontends.jax.kernels import register
 
-    spec = Spec("cpu", 0, q.dtype.name, q.shape[-1])
-    return register("cpu", spec, Entry(_native.cpu_entries["cpu"], _native.cpu_entries["status_text"]))
+    spec = plan.spec(0)
+    kernel = dispatch.plan(spec)
+    return register(kernel.name, spec, backends.load(kernel, spec), plan.struct)
+
+
+def params_in(text: str, struct_name: str) -> dict:
+    """The fields of the struct in the one call of a lowered program."""
+    (words,) = re.findall(r"params = dense<\[?([^\]>]*)\]?>", text)
+    packed = (
+        bytes.fromhex(words.strip('"')[2:]) if words.startswith('"') else np.array(words.split(","), np.int64).tobytes()
+    )
+    size, fields = _native.op_layouts[struct_name]
+    assert len(packed) == size
+    return {name: struct.unpack_from(kind, packed, offset)[0] for name, (offset, kind) in fields.items()}
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
@@ -150,16 +198,13 @@ def four_kilobytes(_params):
 @pytest.fixture
 def a_cuda_kernel(monkeypatch):
     """Stands in for compiled CUDA kernels: lowering asks only for addresses and the size of the workspace."""
-    from qflash.frontends.jax import primitives
-
     workspace = ctypes.cast(four_kilobytes, ctypes.c_void_p).value
-    for module in (planning, primitives):
-        monkeypatch.setattr(module, "entry_of", lambda kernel, spec: Entry(1, 0, workspace))
+    monkeypatch.setattr(backends, "load", lambda kernel, spec: Entry(1, 0, workspace))
     monkeypatch.setenv("QFLASH_CUDA_ARCH", "90")
-    for remembered in (planning.prepare, asked):
+    for remembered in (prepare, asked):
         remembered.cache_clear()
     yield
-    for remembered in (planning.prepare, asked):
+    for remembered in (prepare, asked):
         remembered.cache_clear()
 
 
@@ -176,10 +221,11 @@ def no_gpu() -> bool:
 def test_lowering_for_cuda_without_a_gpu(a_cuda_kernel, kernel):
     q, k, v = arrays()
     text = lowered_for_cuda(lambda *x: qflash.attention(*x, causal=True, softcap=30.0, kernel=kernel), q, k, v)
-    call = next(line for line in text.splitlines() if "custom_call @qflash_attention" in line)
+    call = next(line for line in text.splitlines() if "custom_call @qflash_call" in line)
     assert rf"{kernel or 'fa'}\22,\22cuda\22,90,\22float32\22,16" in call
-    for attribute in ("scale = 2.500000e-01 : f32", "softcap = 3.000000e+01 : f32", "window_right = 0 : i64"):
-        assert attribute in call
+    params = params_in(call, "QfAttnParams")
+    for field, value in {"scale": 0.25, "softcap": 30.0, "window_left": -1, "window_right": 0, "q_len": 9}.items():
+        assert params[field] == value
     assert "tensor<4096xui8>" in call
 
 
@@ -194,7 +240,7 @@ def test_lowering_for_cuda_needs_an_architecture(monkeypatch):
 def test_symbolic_sizes_and_a_workspace(a_cuda_kernel):
     (batch,) = export.symbolic_shape("batch")
     symbolic = [jax.ShapeDtypeStruct((batch, 9, 4, 16), jnp.float32)] * 3
-    with pytest.raises(NotImplementedError, match=r"symbolic sizes \(batch, 9"):
+    with pytest.raises(NotImplementedError, match=r"^q has symbolic shape \(batch, 9, 4, 16\); .*workspace is part"):
         lowered_for_cuda(qflash.attention, *symbolic)
 
 

@@ -38,7 +38,7 @@ _FAILED = "INVALID_ARGUMENT: qflash: "  # how XLA spells a handler's refusal of 
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
+class Checked:
     """A checked call of arrays that exist. `waits`: the CPU engine checks values as it runs, and the call waits."""
 
     program: Callable[..., tuple[jax.Array, ...]]
@@ -111,10 +111,10 @@ def _plan(op: Op, given: dict[str, Any], words: Sequence[Any]) -> Plan:
     return Call(op, tuple(words), tuple(given)).plan_of(describe(given, op.arrays[0]))
 
 
-def _check(op: Op, given: dict[str, Any], words: Sequence[Any]) -> _Checked:
+def _check(op: Op, given: dict[str, Any], words: Sequence[Any]) -> Checked:
     plan = _plan(op, given, words)
     waits = plan.device == "cpu" and any(operand.argument in op.checked for operand in plan.operands)
-    return _Checked(_program(Call(op, tuple(words), tuple(given))), waits)
+    return Checked(_program(Call(op, tuple(words), tuple(given))), waits)
 
 
 @lru_cache(maxsize=4096)

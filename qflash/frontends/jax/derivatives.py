@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 from qflash.call.op import Op
 
+
 def _identity(name: str) -> Primitive:
     """A primitive that is its operand, in everything but derivatives."""
     primitive = Primitive(name)

@@ -26,7 +26,7 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
     if gradient is None:
         forward = batchable(call)
         return lambda *arrays: forward(*(forward_only(call.op, *of) for of in zip(call.names, arrays, strict=True)))
-    whole = replace(call, words=call.op.with_word(call.words, **gradient.words))  # with every result
+    whole = replace(call, words=call.op.with_words(call.words, gradient.words))  # with every result
     run, run_whole = (_once(gradient, x) for x in (call, whole))
 
     @jax.custom_vjp
@@ -61,10 +61,7 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
     function.defvjp(save, pull_back, symbolic_zeros=True)
     refusal = no_forward_mode(call.op, gradient.of)
     return lambda *arrays: function(
-        *(
-            reverse_only(x, refusal) if name in gradient.of else x
-            for name, x in zip(call.names, arrays, strict=True)
-        )
+        *(reverse_only(x, refusal) if name in gradient.of else x for name, x in zip(call.names, arrays, strict=True))
     )
 
 
