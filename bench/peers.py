@@ -125,8 +125,9 @@ class Candidate:
 
 
 def _options(case: Case, kernel: str) -> dict[str, Any]:
-    precision = dispatch.BY_NAME[kernel].precision
-    return {"causal": case.causal, "kernel": kernel, "precision": None if precision == "native" else precision}
+    precision = dispatch.VARIANTS[kernel].precision
+    name = dispatch.VARIANTS[kernel].kernel.name
+    return {"causal": case.causal, "kernel": name, "precision": None if precision == "native" else precision}
 
 
 def qflash_torch(kernel: str) -> Candidate:
@@ -163,27 +164,28 @@ def qflash_quantized(kernel: str) -> Candidate:
         q, k, v = arrays.torch
         q8 = qflash.quantize(q, granularity="token")
         k8 = qflash.quantize(k, granularity="group", group=16, smooth=True)
-        causal = arrays.case.causal
-        return lambda: qflash.attention(q8, k8, v, causal=causal, kernel=kernel)
+        causal, name = arrays.case.causal, dispatch.VARIANTS[kernel].kernel.name
+        return lambda: qflash.attention(q8, k8, v, causal=causal, kernel=name)
 
     name = f"qflash {kernel.removesuffix('_quantized')} (kernel alone)"
-    return Candidate(name, make, kernel=kernel, precision=dispatch.BY_NAME[kernel].precision)
+    return Candidate(name, make, kernel=kernel, precision=dispatch.VARIANTS[kernel].precision)
 
 
 def _kept(arrays: Arrays, kernel: str) -> qflash.QuantizedKV:
     _, k, v = arrays.torch
-    return qflash.quantize_kv(k, v, precision=dispatch.BY_NAME[kernel].precision)
+    return qflash.quantize_kv(k, v, precision=dispatch.VARIANTS[kernel].precision)
 
 
 def qflash_kv(kernel: str) -> Candidate:
-    """A kernel of attention_kv: k and v were quantized beforehand, which is not timed; q is, with the kernel."""
+    """A kernel on a QuantizedKV: k and v were quantized beforehand, which is not timed; q is, with the kernel."""
 
     def make(arrays: Arrays) -> Call:
         q, kv, causal = arrays.torch[0], _kept(arrays, kernel), arrays.case.causal
-        return lambda: qflash.attention(q, kv, causal=causal, kernel=kernel)
+        name = dispatch.VARIANTS[kernel].kernel.name
+        return lambda: qflash.attention(q, kv, causal=causal, kernel=name)
 
     name = f"qflash {kernel.removesuffix('_kv')} (kv ready)"
-    return Candidate(name, make, kernel=kernel, precision=dispatch.BY_NAME[kernel].precision)
+    return Candidate(name, make, kernel=kernel, precision=dispatch.VARIANTS[kernel].precision)
 
 
 def qflash_alone(kernel: str) -> Candidate:
@@ -194,15 +196,15 @@ def qflash_alone(kernel: str) -> Candidate:
 
     def make(arrays: Arrays) -> Call:
         torch = load("torch")
-        from qflash.frontends import torch_op_launch as launch
-        from qflash.ops.kv_attention import ATTENTION_KV, call_of
+        from qflash.frontends.torch import launch
+        from qflash.ops.attention_kv import ATTENTION_KEPT, kept_call
         from qflash.ops.problem import Options
 
         q = arrays.torch[0]
-        options = Options(causal=arrays.case.causal, kernel=kernel)
-        given, words = call_of(q, _kept(arrays, kernel), None, options, None, None, False)
-        prepared = launch.prepared(ATTENTION_KV, given, words)
-        operands = [given[ATTENTION_KV.arrays.index(operand.argument)] for operand in prepared.plan.operands]
+        options = Options(causal=arrays.case.causal, kernel=dispatch.VARIANTS[kernel].kernel.name)
+        given, words = kept_call(q, _kept(arrays, kernel), None, options, None, None, False)
+        prepared = launch.ready(ATTENTION_KEPT, given, words).prepared
+        operands = [given[ATTENTION_KEPT.arrays.index(operand.argument)] for operand in prepared.plan.operands]
         (out,) = launch.empty_results(prepared.plan, q)
         workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=q.device)
         first, *others = operands  # named, so that they outlive the calls
@@ -216,7 +218,7 @@ def qflash_alone(kernel: str) -> Candidate:
         return lambda: run(0)
 
     name = f"qflash {kernel.removesuffix('_kv')} (kernel alone)"
-    return Candidate(name, make, kernel=kernel, precision=dispatch.BY_NAME[kernel].precision)
+    return Candidate(name, make, kernel=kernel, precision=dispatch.VARIANTS[kernel].precision)
 
 
 def qflash_numpy(kernel: str) -> Candidate:
@@ -237,7 +239,7 @@ def qflash_torch_train(kernel: str) -> Candidate:
 
 
 def _qflash(kernel: str, framework: str, make) -> Candidate:
-    precision = dispatch.BY_NAME[kernel].precision
+    precision = dispatch.VARIANTS[kernel].precision
     return Candidate(f"qflash {kernel}", make, kernel=kernel, precision=precision, framework=framework)
 
 
@@ -433,9 +435,8 @@ def _front(preset: Preset) -> Callable[[str], Candidate]:
 
 def candidates(preset: Preset) -> list[Candidate]:
     """Everyone who takes part in a preset, qflash first."""
-    fronts = {"attention": (_front(preset),), "attention_int8": (qflash_quantized,)}
-    fronts["attention_kv"] = (qflash_kv, qflash_alone)
-    ours = [front(name) for name in preset.kernels for front in fronts[dispatch.BY_NAME[name].op]]
+    fronts = {"arrays": (_front(preset),), "quantized": (qflash_quantized,), "kept": (qflash_kv, qflash_alone)}
+    ours = [front(name) for name in preset.kernels for front in fronts[dispatch.VARIANTS[name].kv]]
     if preset.rope:
         ours += map(qflash_rope, preset.kernels)
     return [*ours, *peers(preset)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qflash.dispatch import BY_NAME
+from qflash.dispatch import VARIANTS
 from qflash.testing import Case
 
 FORWARD, TRAIN, DECODE, OVERHEAD = "forward", "train", "decode", "overhead"
@@ -12,7 +12,7 @@ FORWARD, TRAIN, DECODE, OVERHEAD = "forward", "train", "decode", "overhead"
 
 @dataclass(frozen=True)
 class Preset:
-    """Problems of one kind on one device. `kernels` are names in qflash.dispatch.KERNELS."""
+    """Problems of one kind on one device. `kernels` are names in qflash.dispatch.VARIANTS."""
 
     name: str
     title: str
@@ -29,7 +29,7 @@ class Preset:
 
 _RUNGS = ("unfused", "fa", "fa_warps", "fa_tc", "fa_mma", "sm90_fwd", "fa_int8", "sm90_int8", "sm90_int8_fp8")
 # The CUDA attention kernels from the first rung to the last; those that are not in the table yet are left out.
-LADDER = tuple(name for name in _RUNGS if name in BY_NAME)
+LADDER = tuple(name for name in _RUNGS if name in VARIANTS)
 
 
 def _square(length: int, head_dim: int, causal: bool, heads: int = 8, batch: int = 1, dtype: str = "float32") -> Case:
@@ -59,7 +59,7 @@ def _grid(dtypes: tuple[str, ...], head_dims: tuple[int, ...], lengths: tuple[in
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # The kernel that is held against the best there is on a Hopper GPU.
-HOPPER = next(name for name in ("sm90_fwd", "fa_mma") if name in BY_NAME)
+HOPPER = next(name for name in ("sm90_fwd", "fa_mma") if name in VARIANTS)
 # Quantized, on Hopper: with the quantization of q, k and v; of q alone, k and v being ready; and without any.
 _HOPPER_INT8 = ("sm90_int8", "sm90_int8_kv", "sm90_int8_fp8", "sm90_int8_fp8_kv")
 
@@ -96,7 +96,7 @@ PRESETS = {
             "CUDA forward, B·T=16384 H·D=2048",
             "cuda",
             FORWARD,
-            tuple(name for name in reversed(LADDER) if BY_NAME[name].precision == "native"),
+            tuple(name for name in reversed(LADDER) if VARIANTS[name].precision == "native"),
             _grid(("float32", "bfloat16"), (64, 128), (1024, 4096, 16384)),
         ),
         Preset(
@@ -121,7 +121,7 @@ PRESETS = {
                 graph=True,
             )
             for name, dtype in (("fa_mma", "bfloat16"), ("fa_mma-f16", "float16"))
-            if "fa_mma" in BY_NAME
+            if "fa_mma" in VARIANTS
         ),
         Preset(
             "fa_int8",

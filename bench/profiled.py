@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import qflash
-from qflash.dispatch import BY_NAME
+from qflash.dispatch import VARIANTS
 
 ROWS, COLUMNS, SIDE = 16384, 8192, 4096
 
@@ -38,11 +38,13 @@ def _quantize(torch: Any, kernel: str) -> Any:
 def _attention_int8(torch: Any, kernel: str) -> Any:
     q = qflash.quantize(_heads(torch), granularity="token")
     k = qflash.quantize(_heads(torch), granularity="group", smooth=True)
-    return qflash.attention(q, k, _heads(torch), kernel=kernel)
+    return qflash.attention(q, k, _heads(torch), kernel=VARIANTS[kernel].kernel.name)
 
 
 def _attention(torch: Any, kernel: str) -> Any:
-    return qflash.attention(*(_heads(torch) for _ in range(3)), precision=BY_NAME[kernel].precision, kernel=kernel)
+    variant = VARIANTS[kernel]
+    arrays = (_heads(torch) for _ in range(3))
+    return qflash.attention(*arrays, precision=variant.precision, kernel=variant.kernel.name)
 
 
 def _quantize_kv(torch: Any, kernel: str) -> Any:
@@ -50,11 +52,11 @@ def _quantize_kv(torch: Any, kernel: str) -> Any:
 
 
 def _attention_kv(torch: Any, kernel: str) -> Any:
-    kv = qflash.quantize_kv(_heads(torch), _heads(torch), precision=BY_NAME[kernel].precision)
-    return qflash.attention(_heads(torch), kv, kernel=kernel)
+    kv = qflash.quantize_kv(_heads(torch), _heads(torch), precision=VARIANTS[kernel].precision)
+    return qflash.attention(_heads(torch), kv, kernel=VARIANTS[kernel].kernel.name)
 
 
-# Operation -> (the problem in words, the call).
+# Operation, with the kind of k and v where these are no arrays -> (the problem in words, the call).
 OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "softmax": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.softmax(_rows(torch), kernel=kernel)),
     "layer_norm": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.layer_norm(_rows(torch), kernel=kernel)),
@@ -68,17 +70,23 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
         "B=4 T=4096 H=16 D=128 to float16",
         lambda torch, kernel: qflash.dequantize(qflash.quantize(_heads(torch)), kernel=kernel),
     ),
-    "attention_int8": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
+    "attention quantized": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
     "attention": ("B=4 T=4096 H=16 D=128 full float16", _attention),
     "quantize_kv": ("B=4 T=4096 H=16 D=128 float16, int8_fp8", _quantize_kv),
-    "attention_kv": ("B=4 T=4096 H=16 D=128 float16, k and v quantized before, full", _attention_kv),
+    "attention kept": ("B=4 T=4096 H=16 D=128 float16, k and v quantized before, full", _attention_kv),
 }
+
+
+def operation_of(kernel: str) -> str:
+    """The key of OPERATIONS for a variant of a kernel."""
+    variant = VARIANTS[kernel]
+    return variant.kernel.op if variant.kv == "arrays" else f"{variant.kernel.op} {variant.kv}"
 
 
 def main(kernel: str) -> None:
     import torch
 
-    OPERATIONS[BY_NAME[kernel].op][1](torch, kernel)
+    OPERATIONS[operation_of(kernel)][1](torch, kernel)
     torch.cuda.synchronize()
 
 

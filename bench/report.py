@@ -10,9 +10,9 @@ from typing import Any
 from bench import int8_accuracy, int8_gemm, profiles, quantize, reductions, sm90_quantize
 from bench import rows as store
 from bench.presets import PRESETS, Preset
-from qflash.dispatch import KERNELS, Kernel, kernels_of
+from qflash.dispatch import KERNELS, VARIANTS, Kernel, kernels_of
 
-CUDA_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.device == "cuda")
+CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.device == "cuda")
 PAGES = (store.ROOT / "README.md", *sorted((store.ROOT / "docs" / "kernels").glob("*.md")))
 Row = dict[str, Any]
 FP8 = "FlashAttention 3 FP8"  # a peer of fewer bits: never the best of those that quantized kernels are held against
@@ -70,18 +70,19 @@ def _where(kernel: Kernel) -> str:
 def kernels_table() -> str:
     """The kernels of attention."""
     lines = []
-    for kernel in kernels_of("attention"):
-        passes = "forward, backward" if kernel.backward else "forward"
+    for kernel in (*kernels_of("attention"), *kernels_of("attention_backward")):
+        passes = "forward" if kernel.op == "attention" else "backward"
         chosen = "" if kernel.automatic else " Only by name."
-        lines.append([f"`{kernel.name}`", _where(kernel), kernel.precision, passes, f"{kernel.summary}.{chosen}"])
-    header = ["kernel", "runs on", "precision", "passes", "what it is"]
+        precisions = ", ".join(kernel.precisions)
+        lines.append([f"`{kernel.name}`", _where(kernel), precisions, passes, f"{kernel.summary}.{chosen}"])
+    header = ["kernel", "runs on", "precision", "pass", "what it is"]
     return markdown(header, lines).replace("---:", "---")
 
 
 def operations_table() -> str:
     """The kernels of the operations beside attention."""
     lines = []
-    for kernel in sorted((row for row in KERNELS if row.op != "attention"), key=lambda row: row.op):
+    for kernel in sorted((row for row in KERNELS if not row.op.startswith("attention")), key=lambda row: row.op):
         chosen = "" if kernel.automatic else " Only by name."
         lines.append([f"`{kernel.op}`", f"`{kernel.name}`", _where(kernel), f"{kernel.summary}.{chosen}"])
     return markdown(["operation", "kernel", "runs on", "what it is"], lines).replace("---:", "---")
@@ -347,7 +348,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **{name: (lambda name=name: reductions.table(name)) for name in reductions.PRESET.values()},
     "roofline": rooflines,
     **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in CUDA_KERNELS},
-    **{f"kernel-{row.name}": (lambda name=row.name: kernel_table(name)) for row in KERNELS},
+    **{f"kernel-{name}": (lambda name=name: kernel_table(name)) for name in VARIANTS},
 }
 
 

@@ -8,8 +8,7 @@ from typing import Final, SupportsIndex
 
 from qflash.ops.problem import Problem
 
-ABI: Final[int]
-attn_params_bytes: Final[int]  # of QfAttnParams, which other structs contain
+ABI: Final[str]  # a digest of op_layouts
 cpu_entries: Final[dict[str, int]]  # addresses of the CPU kernels by name, and of "status_text"
 op_layouts: Final[dict[str, tuple[int, dict[str, tuple[int, str]]]]]  # {struct: (bytes, {field: (offset, kind)})}
 

@@ -379,23 +379,47 @@ def notes(spec: Spec, name: str | None, tokens: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel in one of its precisions: what is tested, measured and profiled by itself."""
+    """A kernel in one of its precisions, on one kind of k and v: what is tested, measured and profiled by itself."""
 
-    name: str  # the kernel's, or for another precision than its first with an ending: sm90_int8_fp8
+    name: str  # the kernel's, with endings for what is not its first: sm90_int8_fp8_kv
     kernel: Kernel
     precision: str
+    kv: str
+
+    def spec(self, arch: int, dtype: str, head_dim: int = 0) -> Spec:
+        """The plainest Spec that it serves."""
+        kernel = self.kernel
+        return Spec(kernel.device, arch, dtype, head_dim, self.precision, op=kernel.op, kv=self.kv)
+
+    @property
+    def device(self) -> str:
+        return self.kernel.device
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return self.kernel.dtypes
+
+
+_KV_ENDINGS = {"arrays": "", "quantized": "_quantized", "kept": "_kv"}
 
 
 def _variants() -> dict[str, Variant]:
     found = {}
     for kernel in KERNELS:
-        for precision in kernel.precisions:
-            ending = "" if precision == kernel.precision else precision.removeprefix(kernel.precision)
-            found[kernel.name + ending] = Variant(kernel.name + ending, kernel, precision)
+        for kv in kernel.kvs:
+            for precision in kernel.precisions:
+                name = kernel.name + precision.removeprefix(kernel.precision) + _KV_ENDINGS[kv]
+                found[name] = Variant(name, kernel, precision, kv)
     return found
 
 
 VARIANTS = _variants()
+
+
+def variants_of(op: str = "attention", device: str | None = None, kv: str = "arrays") -> tuple[Variant, ...]:
+    """The variants of the kernels of one operation, on one device where that is named, that take such k and v."""
+    rows = kernels_of(op, device)
+    return tuple(variant for variant in VARIANTS.values() if variant.kernel in rows and variant.kv == kv)
 
 
 def table(lines: list[tuple[str, str, str]]) -> str:

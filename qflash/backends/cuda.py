@@ -10,7 +10,7 @@ from pathlib import Path
 from qflash.backends import Entry
 from qflash.backends.arch import ARCHES, asked
 from qflash.call.spec import KV_KINDS, OP_DTYPES, PRECISIONS, Spec
-from qflash.dispatch import BY_NAME, KERNELS, Kernel, reasons
+from qflash.dispatch import BY_NAME, KERNELS, Kernel, Variant, reasons
 from qflash.jit import load, prebuild
 from qflash.jit.compiler import Unit
 
@@ -76,6 +76,11 @@ def specialisations(arches: Iterable[int] = ARCHES, kernels: Iterable[str] | Non
     chosen = [row for row in KERNELS if row.device == "cuda"] if kernels is None else [_cuda_row(n) for n in kernels]
     units = (unit(row, spec) for arch in arches for row in chosen for spec in specs(row, arch))
     return list(dict.fromkeys(units))
+
+
+def unit_of(variant: Variant, dtype: str, head_dim: int, arch: int) -> Unit:
+    """The compilation unit of a variant of a kernel."""
+    return unit(variant.kernel, variant.spec(arch, dtype, head_dim))
 
 
 def specs(kernel: Kernel, arch: int) -> list[Spec]:

@@ -10,7 +10,7 @@ PRECISIONS = ("native", "int8", "int8_fp8")
 # What may stand in the places of k and v, in the order of QfKvKind: arrays; Quantized; what quantize_kv returns.
 KV_KINDS = ("arrays", "quantized", "kept")
 # In the order of QfDtype and QfOpDtype: an array's code in the structs of operations.
-OP_DTYPES = (*DTYPES, "int8", "int32")
+OP_DTYPES = (*DTYPES, "int8", "int32", "e4m3")
 
 
 @dataclass(frozen=True, slots=True)

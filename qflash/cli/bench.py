@@ -18,7 +18,7 @@ from qflash.cli.command import THREADS, KernelCommand, Seconds
 from qflash.cli.console import make_console, track
 from qflash.cli.usable import usable_kernels
 from qflash.cli.verify import show_failures, verify_kernels
-from qflash.dispatch import kernels_of
+from qflash.dispatch import variants_of
 
 
 def load(name: str) -> ModuleType:
@@ -86,7 +86,7 @@ def run(threads: int | None) -> None:
     console = make_console()
     load("run").set_threads(threads)
     usable = usable_kernels()
-    kernels = [kernel for kernel in kernels_of("attention") if not usable[kernel.name].why_not]
+    kernels = [variant for variant in variants_of("attention") if not usable[variant.kernel.name].why_not]
     tallies = verify_kernels(console, kernels, quick=True)
     for tally in tallies:
         console.print(tally.summary)

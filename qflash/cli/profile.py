@@ -11,8 +11,9 @@ from qflash import machine
 from qflash.cli.bench import load
 from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, track
-from qflash.cli.cuda import CUDA_KERNELS
-from qflash.dispatch import BY_NAME, arch_reasons
+from qflash.dispatch import VARIANTS, arch_reasons
+
+CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.device == "cuda")
 
 
 @click.command(cls=KernelCommand)
@@ -35,7 +36,7 @@ def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
         raise click.ClickException(f"--ncu is {ncu!r}, which is not on the PATH; it is part of the CUDA toolkit")
     folder = out or profiles.PROFILES / profiles.folder_of(gpus[0].name)
     console = make_console()
-    chosen = kernels or tuple(name for name in CUDA_KERNELS if not arch_reasons(BY_NAME[name], gpus[0].arch))
+    chosen = kernels or tuple(name for name in CUDA_KERNELS if not arch_reasons(VARIANTS[name].kernel, gpus[0].arch))
     failed = []
     for name in track(console, "profiling", chosen, len(chosen)):
         try:

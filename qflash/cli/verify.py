@@ -15,7 +15,7 @@ from rich.text import Text
 from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, track
 from qflash.cli.usable import usable_kernels
-from qflash.dispatch import Kernel, kernels_of
+from qflash.dispatch import VARIANTS, Variant, variants_of
 from qflash.errors import NoKernelError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Tally:
     """What verification of one kernel found."""
 
-    kernel: Kernel
+    kernel: Variant
     passed: int = 0
     refused: int = 0  # cases the kernel does not claim to serve
     worst: dict[str, float] = field(default_factory=dict)  # dtype -> greatest relative L2 error
@@ -40,7 +40,7 @@ class Tally:
         started = time.perf_counter()
         try:
             errors = check(case, self.kernel.name, "native-cuda" if self.kernel.device == "cuda" else "native")
-            if self.kernel.backward and case.finite:
+            if self.has_gradients and case.finite:
                 check_gradients(case, *run_backward(case, self.kernel.name))
         except NoKernelError:
             self.refused += 1
@@ -51,6 +51,11 @@ class Tally:
             if case.finite:
                 self.worst[case.dtype] = max(self.worst.get(case.dtype, 0.0), errors.relative_l2)
         self.seconds += time.perf_counter() - started
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the calls this kernel serves have a backward pass that can be run here."""
+        return self.kernel.device == "cpu" and self.kernel.precision == "native"
 
     @property
     def worst_text(self) -> str:
@@ -67,7 +72,7 @@ class Tally:
         )
 
 
-def verify_kernels(console: Console, kernels: list[Kernel], quick: bool) -> list[Tally]:
+def verify_kernels(console: Console, kernels: list[Variant], quick: bool) -> list[Tally]:
     """Run the case list on each kernel, showing progress."""
     from qflash.testing import cases
 
@@ -108,16 +113,16 @@ def show_failures(console: Console, tallies: list[Tally]) -> bool:
 @click.option("--repeat", type=click.IntRange(2), help="Then a few large problems so many times each: the same bits?")
 def verify(names: tuple[str, ...], quick: bool, repeat: int | None) -> None:
     """Check the kernels of attention against the float64 oracle over the case list."""
-    known = [kernel.name for kernel in kernels_of("attention")]
+    known = [variant.name for variant in variants_of("attention")]
     for name in names:
         if name not in known:
             raise click.BadParameter(
                 f"{name!r} is no kernel of attention; allowed: {', '.join(known)}", param_hint="--kernel"
             )
     usable = usable_kernels()
-    wanted = [usable[name] for name in (names or known)]
+    wanted = {name: usable[VARIANTS[name].kernel.name].why_not for name in (names or known)}
     console = make_console()
-    runnable = [entry.kernel for entry in wanted if not entry.why_not]
+    runnable = [VARIANTS[name] for name, why_not in wanted.items() if not why_not]
     tallies = verify_kernels(console, runnable, quick)
     if repeat:
         repeat_kernels(console, tallies, repeat)
@@ -128,9 +133,9 @@ def verify(names: tuple[str, ...], quick: bool, repeat: int | None) -> None:
         counts = (str(tally.passed), str(len(tally.failures)), str(tally.refused))
         table.add_row(tally.kernel.name, *counts, tally.worst_text, f"{tally.seconds:.1f}")
     console.print(table)
-    for entry in wanted:
-        if entry.why_not:
-            console.print(f"{entry.kernel.name} cannot run here: {entry.why_not}")
+    for name, why_not in wanted.items():
+        if why_not:
+            console.print(f"{name} cannot run here: {why_not}")
     missing = names and len(runnable) < len(names)
     if show_failures(console, tallies) or missing:
         sys.exit(1)

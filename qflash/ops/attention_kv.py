@@ -14,7 +14,7 @@ from qflash.call.op import Extents, Op, Operand, Plan, Result
 from qflash.call.spec import DTYPES, KV_KINDS
 from qflash.call.words import INT32_MAX, check_int, check_word
 from qflash.ops.attention import STRUCT, fields_of, lse_shape
-from qflash.ops.kv import KEPT_FIELDS, KV_PRECISIONS, QuantizedKV, kept_fields, results_of
+from qflash.ops.kv import KV_FIELDS, KV_PRECISIONS, QuantizedKV, kept_fields, results_of
 from qflash.ops.problem import Options, Problem, RopeArrays, check, check_options
 from qflash.ops.quantization import GRANULARITIES, Quantized, tables_of
 from qflash.typing import Flag
@@ -277,7 +277,7 @@ def _plan_kept(
     for part, (kind, shape) in results_of(batch, length, kv_heads, head_dim, precision).items():
         check_dtype(f"kv.{part}", parts[part], kind)
         check_shape(f"kv.{part}", parts[part], shape)
-        operands.append(Operand(f"kv.{part}", KEPT_FIELDS[part], contiguous=True))
+        operands.append(Operand(f"kv.{part}", KV_FIELDS[part], contiguous=True))
     # To the checks that all attention shares, keys and values are arrays like any others.
     keys = values = Array((batch, length, kv_heads, head_dim), None, q.dtype, q.device)
     if precision == "int8":
@@ -285,7 +285,7 @@ def _plan_kept(
         check_shape("kv.v", v, keys.shape)
         copy = takes_a_copy(v)
         values = Array(v.shape, None if copy else v.strides, v.dtype, q.device)
-        operands.append(Operand("kv.v", KEPT_FIELDS["v"], contiguous=copy))
+        operands.append(Operand("kv.v", KV_FIELDS["v"], contiguous=copy))
     for part, array in parts.items():
         check_device(f"kv.{part}", array, "q", q.device)
     rope = None

@@ -17,7 +17,6 @@ from qflash.rope import Rope
 from qflash.typing import ArrayT, ArrayT_co, FrameworkArray, Integer, Lengths, Precision, Rounding
 
 KV_PRECISIONS = PRECISIONS[1:]
-_E4M3 = 5  # QF_E4M3 of QfOpDtype
 _BLOCK, _KEY_GROUP, _VALUE_TILE = 16, 64, 128  # channels turned together, keys of a scale, keys of a lift
 
 
@@ -120,7 +119,7 @@ def results_of(
 
 
 # Where each part of a QuantizedKV goes in a struct that has a QfKv.
-KEPT_FIELDS = {
+KV_FIELDS = {
     "k": "kv.k.data", "k_scale": "kv.k_scales.scale", "k_mean": "kv.k_mean", "k_wild": "kv.k_nonfinite",
     "v": "kv.v.data", "v_scale": "kv.v_scales.scale", "v_lift": "kv.v_exponents", "v_wild": "kv.v_nonfinite",
     "v_mean": "kv.v_mean",
@@ -135,7 +134,7 @@ def kept_fields(
     return (
         ("kv.kind", KV_KINDS.index("kept")),
         ("kv.k_dtype", dtype_code("int8")),
-        ("kv.v_dtype", _E4M3 if precision == "int8_fp8" else dtype_code(dtype)),
+        ("kv.v_dtype", dtype_code("e4m3" if precision == "int8_fp8" else dtype)),
         ("kv.k.stride_b", length * heads * width),
         ("kv.k.stride_t", heads * width),
         ("kv.k.stride_h", width),
@@ -212,7 +211,7 @@ def _plan(
             *kept_fields(*sizes, precision, k.dtype),
         ),
         operands=(*operands, *rope_operands),
-        results=tuple(Result(KEPT_FIELDS[name], extents, dtype) for name, (dtype, extents) in wanted.items()),
+        results=tuple(Result(KV_FIELDS[name], extents, dtype) for name, (dtype, extents) in wanted.items()),
         zeros=isinstance(shape.length, int) and shape.length == 0,
     )
 

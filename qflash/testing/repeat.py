@@ -28,7 +28,7 @@ def check_repeats(kernel: str, times: int, load: Callable[[int], None] | None = 
 
     load(i): what else the machine is given to do beside run i.
     """
-    framework = "torch-cuda" if dispatch.BY_NAME[kernel].device == "cuda" else "numpy"
+    framework = "torch-cuda" if dispatch.VARIANTS[kernel].device == "cuda" else "numpy"
     served = 0
     for case in REPEATED:
         inputs = runner.convert(case.make_inputs(), framework)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,13 @@ import ml_dtypes
 import numpy as np
 
 from qflash import api, dispatch
-from qflash.ops import problem as problems
 from qflash.call.array import Array
+from qflash.call.prepare import Prepared, prepare
 from qflash.call.spec import Spec
 from qflash.frontends import numpy as numpy_frontend
+from qflash.ops import attention
+from qflash.ops import problem as problems
 from qflash.ops.problem import Options, Problem, RopeArrays
-from qflash.planning import prepare, prepare_backward
 from qflash.rope import Rope
 from qflash.testing import compare, oracle
 from qflash.testing.case import Case, Inputs
@@ -49,12 +51,34 @@ def run_backward(case: Case, kernel: str = "cpu", num_threads: int = 0) -> tuple
     out, lse = _run_native(case, inputs, kernel, num_threads)
     dout, dlse = case.make_gradients()
     problem = problem_of(case, inputs, kernel, "cpu")
-    arrays = [inputs.q, inputs.k, inputs.v, out, lse, inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k]
-    arrays += _rope_arrays(inputs.rope)
+    arrays = arrays_of(inputs) | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     grads = [_Guarded(x.shape, case.dtype) for x in (inputs.q, inputs.k, inputs.v)]
-    addresses = [_address(x) for x in (*arrays, dout, dlse, *(grad.array for grad in grads))]
-    prepare_backward(problem).call(*addresses, 0, num_threads)
+    prepared = prepare(attention.plan_of_backward(problem, arrays, dlse is not None))
+    launch(prepared, arrays, [grad.array for grad in grads], num_threads)
     return tuple(grad.checked(name) for grad, name in zip(grads, ("dq", "dk", "dv"), strict=True))
+
+
+def arrays_of(inputs: Inputs) -> dict[str, Any]:
+    """The arrays of a call that are there, by the names that plans have for them."""
+    rope = inputs.rope
+    tables = {} if rope is None else {f"rope.{name}": getattr(rope, name) for name in _ROPE}
+    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "kv_lens": inputs.kv_lens, **tables}
+    named |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+    return {name: x for name, x in named.items() if x is not None}
+
+
+_ROPE = ("cos", "sin", "positions_q", "positions_k")
+
+
+def prepared_forward(problem: Problem, given: Collection[str], arch: int = 0) -> Prepared:
+    """The forward call of a checked problem, with lse. `given`: the optional arrays that are there."""
+    return prepare(attention.plan_of(problem, given, True), arch)
+
+
+def launch(prepared: Prepared, arrays: dict[str, Any], results: Sequence[np.ndarray], num_threads: int = 0) -> None:
+    """Call a CPU kernel on NumPy arrays as they are."""
+    operands = [_address(arrays[operand.argument]) for operand in prepared.plan.operands]
+    prepared.call(*operands, *map(_address, results), 0, 0, num_threads)
 
 
 def check(case: Case, kernel: str | None = None, framework: str = "native") -> compare.Errors:
@@ -62,7 +86,7 @@ def check(case: Case, kernel: str | None = None, framework: str = "native") -> c
     name = kernel or default_kernel(case, framework)
     how = f", {name!r}, {framework!r}"
     first = run_case(case, name, framework)
-    errors = compare.check_contract(case, *first, dispatch.BY_NAME[name].precision, how, oracle.integers_of(name))
+    errors = compare.check_contract(case, *first, dispatch.VARIANTS[name].precision, how, oracle.integers_of(name))
     replay = oracle.replayed(case, name)
     if replay is not None:
         compare.check_replay(case, *first, replay, how, oracle.weights_dtype(case, name))
@@ -73,9 +97,10 @@ def check(case: Case, kernel: str | None = None, framework: str = "native") -> c
 def suited(case: Case, kernel: str, arch: int) -> Case:
     """`case` as `kernel` takes it on a GPU of `arch`: in its own dtype where it can be, else one by turns, and with the
     next head_dim that is served. As it is where the kernel has no code for the GPU."""
-    row = dispatch.BY_NAME[kernel]
+    variant = dispatch.VARIANTS[kernel]
+    row = variant.kernel
     for head_dim in range(case.head_dim, problems.MAX_HEAD_DIM + 1):
-        specs = [Spec(row.device, arch, dtype, head_dim, row.precision) for dtype in row.dtypes]
+        specs = [Spec(row.device, arch, dtype, head_dim, variant.precision) for dtype in row.dtypes]
         dtypes = [spec.dtype for spec in specs if not dispatch.reasons(row, spec)]
         if dtypes:
             dtype = case.dtype if case.dtype in dtypes else dtypes[case.seed % len(dtypes)]
@@ -92,8 +117,8 @@ def default_kernel(case: Case, framework: str = "native") -> str:
 
 def problem_of(case: Case, inputs: Inputs, kernel: str | None, device: str) -> Problem:
     """The checked problem of a case, as a front end would build it."""
-    name = dispatch.BY_NAME[kernel].precision if kernel else "native"
-    options = Options(**case.options(), precision=None if name == "native" else name, kernel=kernel)
+    name, precision = named_kernel(kernel)
+    options = Options(**case.options(), precision=precision, kernel=name)
 
     def describe(what: str, x: np.ndarray | None) -> Array | None:
         if x is None:
@@ -114,6 +139,14 @@ def problem_of(case: Case, inputs: Inputs, kernel: str | None, device: str) -> P
     return problems.check_packed(q, k, v, *cu, *longest(case), options, kv_lens, rope)
 
 
+def named_kernel(variant: str | None) -> tuple[str | None, str | None]:
+    """The words `kernel` and `precision` of a call that asks for a variant of a kernel."""
+    if variant is None:
+        return None, None
+    found = dispatch.VARIANTS[variant]
+    return found.kernel.name, None if found.precision == "native" else found.precision
+
+
 def longest(case: Case) -> tuple[int, int]:
     """(max_seqlen_q, max_seqlen_k) of a packed case."""
     return max(case.q_lens, default=0), max(case.k_lens, default=0)
@@ -121,13 +154,13 @@ def longest(case: Case) -> tuple[int, int]:
 
 def call(case: Case, inputs: Inputs, kernel: str | None = None, **extra: Any) -> tuple[Any, Any]:
     """`qflash.attention` or `attention_varlen` on arrays of any framework: (out, lse)."""
-    precision = dispatch.BY_NAME[kernel].precision if kernel else "native"
+    name, precision = named_kernel(kernel)
     words = {
         **case.options(),
         "kv_lens": inputs.kv_lens,
         "rope": inputs.rope,
-        "precision": None if precision == "native" else precision,
-        "kernel": kernel,
+        "precision": precision,
+        "kernel": name,
         "return_lse": True,
         **extra,
     }
@@ -208,26 +241,15 @@ class _Guarded:
         return self.array
 
 
-def _lse_shape(problem: Problem) -> tuple[int, ...]:
-    if problem.packed:
-        return problem.q_heads, problem.total_q
-    return problem.batch, problem.q_heads, problem.q_len
-
-
 def _address(x: np.ndarray | None) -> int:
     return 0 if x is None else x.ctypes.data
 
 
-def _rope_arrays(rope: Rope | None) -> list[Any]:
-    return [None] * 4 if rope is None else [rope.cos, rope.sin, rope.positions_q, rope.positions_k]
-
-
 def _run_native(case: Case, inputs: Inputs, kernel: str | None, num_threads: int) -> tuple[np.ndarray, np.ndarray]:
     problem = problem_of(case, inputs, kernel, "cpu")
-    out, lse = _Guarded(inputs.q.shape, case.dtype), _Guarded(_lse_shape(problem), "float32")
-    arrays = [inputs.q, inputs.k, inputs.v, out.array, lse.array]
-    arrays += [inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k, *_rope_arrays(inputs.rope)]
-    prepare(problem).call(*(_address(x) for x in arrays), 0, 0, num_threads)
+    out, lse = _Guarded(inputs.q.shape, case.dtype), _Guarded(attention.lse_shape(problem), "float32")
+    arrays = arrays_of(inputs)
+    launch(prepared_forward(problem, arrays), arrays, [out.array, lse.array], num_threads)
     return out.checked("out"), lse.checked("lse")
 
 
@@ -235,15 +257,14 @@ def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None, out_shift: 
     import torch
 
     problem = problem_of(case, inputs, kernel, f"cuda:{torch.cuda.current_device()}")
-    prepared = prepare(problem, arch_of("cuda"))
-    tensors = convert(inputs, "torch-cuda")
+    tensors = arrays_of(convert(inputs, "torch-cuda"))
+    prepared = prepared_forward(problem, tensors, arch_of("cuda"))
     room = torch.full((inputs.q.size + out_shift,), torch.nan, dtype=getattr(torch, case.dtype), device="cuda")
     out = room[out_shift:].view(inputs.q.shape)
-    lse = torch.full(_lse_shape(problem), torch.nan, dtype=torch.float32, device="cuda")
+    lse = torch.full(attention.lse_shape(problem), torch.nan, dtype=torch.float32, device="cuda")
     workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device="cuda")
-    arrays = [tensors.q, tensors.k, tensors.v, out, lse, tensors.kv_lens, tensors.cu_seqlens_q, tensors.cu_seqlens_k]
-    arrays += [*_rope_arrays(tensors.rope), workspace]
-    addresses = [0 if x is None else x.data_ptr() for x in arrays]
+    operands = [tensors[operand.argument] for operand in prepared.plan.operands]
+    addresses = [x.data_ptr() for x in (*operands, out, lse, workspace)]
     prepared.call(*addresses, torch.cuda.current_stream().cuda_stream, 0)
     torch.cuda.synchronize()
     return to_numpy(out), to_numpy(lse)
@@ -255,6 +276,6 @@ def arch_of(device: str) -> int:
         return 0
     import torch
 
-    from qflash.frontends.torch_launch import arch_of_device
+    from qflash.frontends.torch.arrays import arch_of_device
 
     return arch_of_device(torch.device("cuda"))

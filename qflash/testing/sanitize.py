@@ -19,7 +19,7 @@ from qflash.ops.matmul import int8_matmul
 from qflash.rope import Rope, rope_tables
 from qflash.testing.cases import BY_NAME
 from qflash.testing.op_cases import CASES, OpCase
-from qflash.testing.runner import arch_of, run_case, suited
+from qflash.testing.runner import arch_of, named_kernel, run_case, suited
 
 # One of each kind: masks, lengths, layouts, head dims on either side of a bucket, dtypes, non-finite values.
 NAMES = (
@@ -34,14 +34,14 @@ def main(only: list[str]) -> None:
     import torch
 
     arch = arch_of("cuda")
-    rows = [row for row in dispatch.kernels_of("attention", "cuda") if not dispatch.arch_reasons(row, arch)]
+    rows = [row for row in dispatch.variants_of("attention", "cuda") if not dispatch.arch_reasons(row.kernel, arch)]
     if unknown := set(only) - {row.name for row in rows}:
         raise SystemExit(f"no attention kernel of this GPU: {', '.join(sorted(unknown))}")
     rows = [row for row in rows if not only or row.name in only]
     for row in rows:
-        kernel, precision = row.name, None if row.precision == "native" else row.precision
         for name in NAMES:
-            run_case(suited(BY_NAME[name], kernel, arch), kernel, "native-cuda")
+            run_case(suited(BY_NAME[name], row.name, arch), row.name, "native-cuda")
+        kernel, precision = named_kernel(row.name)
         dtype = getattr(torch, row.dtypes[0])
         q, k = (torch.randn(1, tokens, 1, 64, dtype=dtype).cuda() for tokens in (70, 2500))
         api.attention(q, k, k, kernel=kernel, precision=precision)
@@ -62,9 +62,9 @@ def _kept_keys(arch: int, only: list[str]) -> None:
     """quantize_kv, and attention on what it leaves: every bucket, rope, lengths, random rounding, a NaN in k and v."""
     import torch
 
-    rows = [row for row in dispatch.kernels_of("attention_kv", "cuda") if not dispatch.arch_reasons(row, arch)]
-    for row in rows:
-        if only and row.name.removesuffix("_kv") not in only:
+    kept = dispatch.variants_of("attention", "cuda", "kept")
+    for row in (row for row in kept if not dispatch.arch_reasons(row.kernel, arch)):
+        if only and row.name not in only:
             continue
         for length, head_dim in ((300, 64), (130, 128), (77, 200), (1, 8)):
             q, k, v = (torch.randn(2, length, 2, head_dim, dtype=getattr(torch, row.dtypes[0])) for _ in range(3))
@@ -73,7 +73,7 @@ def _kept_keys(arch: int, only: list[str]) -> None:
             rope = Rope(*(torch.from_numpy(table).cuda() for table in rope_tables(length, 8)))
             words = {"precision": row.precision, "rope": rope, "lens": lens, "rounding": "stochastic", "seed": 1}
             kv = quantize_kv(k.cuda(), v.cuda(), **words)
-            out = api.attention(q.cuda(), kv, causal=True, rope=rope, kernel=row.name)
+            out = api.attention(q.cuda(), kv, causal=True, rope=rope, kernel=row.kernel.name)
             if not out.cpu()[0, -1, 0].isnan().all():
                 raise SystemExit(f"{row.name}: a key that is NaN must give NaN, and did not")
         print(f"ran 4 problems on quantize_kv and {row.name}")

@@ -24,21 +24,25 @@ from qflash.call.op import Plan
 from qflash.errors import KernelError, NoKernelError, ToolchainError
 from qflash.jit import toolchain
 from qflash.jit.compiler import LIBRARY, LOG, Unit
-from qflash.ops.kv import QUANTIZE_KV
-from qflash.ops.kv_attention import ATTENTION_KV
+from qflash.ops.attention import plan_of
+from qflash.ops.attention_kv import ATTENTION_KEPT
+from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
 from qflash.ops.problem import Options, check
 
-CUDA_ROWS = [row for row in dispatch.KERNELS if row.device == "cuda"]
-ATTENTION = [row.name for row in dispatch.kernels_of("attention", "cuda")]
+CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.device == "cuda"]
+ATTENTION = [row.name for row in dispatch.variants_of("attention", "cuda")]
 # How the kernels that only stream move memory.
 VECTORS = {
     "quantize": {"LDG.E.128", "STG.E.64"},
     "dequantize": {"LDG.E.64", "STG.E.128"},
     "sm90_quantize": {"LDG.E.128", "STG.E.128"},
+    "sm90_quantize_fp8": {"LDG.E.128", "STG.E.128"},
 }
-HOPPERS_OWN = [row for row in CUDA_ROWS if not row.later_arches]  # kernels of Hopper's own instructions
-WARPGROUPS = [row.name for row in HOPPERS_OWN if row.op != "quantize_kv"]  # those of them that multiply
-KEPT = [row.name for row in HOPPERS_OWN if row.op != "attention"]  # those that make or take a QuantizedKV
+HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
+WARPGROUPS = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"]  # those of them that multiply
+KEPT = [
+    row.name for row in HOPPERS_OWN if row.kernel.op == "quantize_kv" or row.kv == "kept"
+]  # those that make or take a QuantizedKV
 GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
 # Quantized kernels of Hopper: the instruction of PV, which is not that of QK^T.
 PRODUCT_OF_V = {
@@ -65,6 +69,7 @@ INSTRUCTION = {
     "sm90_int8_fp8_kv": ("IGMMA", 4),
     "sm90_int8_kv": ("IGMMA", 4),
     "sm90_quantize": ("F2FP", 96),
+    "sm90_quantize_fp8": ("F2FP", 96),
     "unfused": ("FFMA", 256),
     "softmax": ("SHFL", 20),
     "layer_norm": ("SHFL", 40),
@@ -89,12 +94,12 @@ def covering() -> list[Unit]:
     each architecture, the operations beside it for two (test_whole_matrix has the others), dtypes and buckets in turn,
     a different one first for every kernel; of Hopper's own `sm90_fwd` for three head dims, and those that quantize,
     which nvcc takes long for, once. Hopper's are those that the other tests here look into."""
-    chosen = [cuda.unit(cuda.BY_NAME["sm90_fwd"], *kind, 90) for kind in (("float16", 64), ("bfloat16", 256))]
+    chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in (("float16", 64), ("bfloat16", 256))]
     chosen += [hopper_unit(row.name) for row in HOPPERS_OWN]
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
-        older = ARCHES[:-1] if row.op == "attention" else [ARCHES[first % 4]]
+        older = ARCHES[:-1] if row.kernel.op == "attention" else [ARCHES[first % 4]]
         for turn, arch in enumerate(older, start=first):
-            if units := cuda.specialisations([arch], [row.name]):
+            if units := cuda.specialisations([arch], [row.kernel.name]):
                 chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a kernel has
         chosen.append(hopper_unit(row.name))
     return list(dict.fromkeys(chosen))
@@ -112,11 +117,11 @@ HOPPER = {
 
 
 def on_hopper(kernel: str) -> tuple[str, int]:
-    return HOPPER.get(kernel, (cuda.BY_NAME[kernel].dtypes[0], 128))
+    return HOPPER.get(kernel, (dispatch.VARIANTS[kernel].dtypes[0], 128))
 
 
 def hopper_unit(kernel: str) -> Unit:
-    return cuda.unit(cuda.BY_NAME[kernel], *on_hopper(kernel), 90)
+    return cuda.unit_of(dispatch.VARIANTS[kernel], *on_hopper(kernel), 90)
 
 
 def by_label(unit: Unit) -> str:
@@ -231,7 +236,7 @@ def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
 @pytest.mark.parametrize("kernel", ["softmax", "layer_norm", "cross_entropy"])
 def test_rows_move_sixteen_bytes_at_a_time(compiled, kernel, dtype):
     """Past L1 on the way in, first to leave the caches on the way out, and reduced by shuffles."""
-    opcodes = opcodes_of(compiled(cuda.unit(cuda.BY_NAME[kernel], dtype, 0, 90)))
+    opcodes = opcodes_of(compiled(cuda.unit_of(dispatch.VARIANTS[kernel], dtype, 0, 90)))
     shuffle, least = INSTRUCTION[kernel]
     assert sum(op.split(".")[0] == shuffle for op in opcodes) >= least
     assert opcodes.count("LDG.E.NA.128") >= 4 and not {"LDL", "STL"} & {op.split(".")[0] for op in opcodes}
@@ -244,27 +249,29 @@ def test_rows_move_sixteen_bytes_at_a_time(compiled, kernel, dtype):
 def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     """dlopen, the workspace and the texts need no GPU; a launch says what CUDA says. Where there is a driver the
     made-up addresses would be used, so no launch is tried there."""
-    row = cuda.BY_NAME[kernel]
+    row = dispatch.VARIANTS[kernel]
+    name = row.kernel.name
     library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
     text = library.qf_status_text
     text.restype = ctypes.c_char_p
     assert text(0) == b"success"
-    assert f"kernel '{kernel}'".encode() in text(100001) and b"35" in text(35)
+    assert f"kernel '{name}'".encode() in text(100001) and b"35" in text(35)
     wrong_abi = (ctypes.c_int32 * 512)(12345)
-    assert getattr(library, f"qf_{kernel}")(wrong_abi, None) == 100003
+    assert getattr(library, f"qf_{name}")(wrong_abi, None) == 100003
 
     dtype, head_dim = on_hopper(kernel)
     array = Array((1, 16, 2, head_dim), None, dtype, "cuda:0")
-    symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
+    symbols = [f"qf_{name}", "qf_status_text", f"qf_{name}_workspace"]
     addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
     precision = None if row.precision == "native" else row.precision
-    call = _native.AttnCall(check(array, array, array, Options(precision=precision)), *addresses)
+    plan = plan_of(check(array, array, array, Options(precision=precision)), (), False)
+    call = _native.Call(plan.struct, plan.params(), list(plan.pointers), *addresses)
     if row.precision == "native":
         assert call.workspace_bytes == (4 * 2 * 16 * 16 if kernel == "unfused" else 0)
     if driver_present():
         return
-    with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
-        call(4096, 4096, 4096, 4096, *[0] * 8, 4096, 0, 0)
+    with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{name}': CUDA driver"):
+        call(4096, 4096, 4096, 4096, 4096, 0, 0)
 
 
 @needs_nvcc
@@ -286,7 +293,7 @@ def test_a_gemm_library_opens_and_explains_itself_without_a_driver(compiled, ker
             struct.pack_into(layout[name][1], packed, layout[name][0], value)
         symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
         addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
-        call = _native.OpCall("QfInt8MatmulParams", bytes(packed), ["a", "b", "out"], *addresses)
+        call = _native.Call("QfInt8MatmulParams", bytes(packed), ["a", "b", "out"], *addresses)
         assert call.workspace_bytes == 0
         call(4096, 4096, 4096, 0, 0, 0)
 
@@ -309,14 +316,14 @@ def test_a_quantization_library_opens_and_explains_itself_without_a_driver(compi
     kind = f"Qf{kernel.capitalize()}Params"
     size, layout = _native.op_layouts[kind]
 
-    def prepared(**fields: int) -> _native.OpCall:
+    def prepared(**fields: int) -> _native.Call:
         packed = bytearray(size)
         words = {"batch": 1, "length": 100, "heads": 2, "head_dim": 64, "group": 16, "granularity": 1, "symmetric": 1}
         for name, value in {"struct_bytes": size, **words, **fields}.items():
             struct.pack_into(layout[name][1], packed, layout[name][0], value)
         symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
         addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
-        return _native.OpCall(kind, bytes(packed), ["values.data", "scale"], *addresses)
+        return _native.Call(kind, bytes(packed), ["values.data", "scale"], *addresses)
 
     assert prepared().workspace_bytes == 0
     if kernel == "quantize":  # two chunks of two heads: sums of 64 channels, and a count each
@@ -335,34 +342,37 @@ def test_a_quantization_library_opens_and_explains_itself_without_a_driver(compi
 @pytest.mark.parametrize("kernel", KEPT)
 def test_a_library_of_kept_keys_opens_and_explains_itself_without_a_driver(compiled, kernel):
     library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
+    variant = dispatch.VARIANTS[kernel]
+    name = variant.kernel.name
     library.qf_status_text.restype = ctypes.c_char_p
-    assert f"kernel '{kernel}'".encode() in library.qf_status_text(100001)
-    assert getattr(library, f"qf_{kernel}")((ctypes.c_int32 * 512)(12345), None) == 100003
-    symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
+    assert f"kernel '{name}'".encode() in library.qf_status_text(100001)
+    assert getattr(library, f"qf_{name}")((ctypes.c_int32 * 512)(12345), None) == 100003
+    symbols = [f"qf_{name}", "qf_status_text", f"qf_{name}_workspace"]
     addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
 
     def call(dtype: str) -> None:
-        plan = kept_plan(cuda.BY_NAME[kernel], Array((1, 200, 2, 128), None, dtype, "cuda:0"))
-        prepared = _native.OpCall(plan.struct, plan.params(), list(plan.pointers), *addresses)
+        plan = kept_plan(variant, Array((1, 200, 2, 128), None, dtype, "cuda:0"))
+        prepared = _native.Call(plan.struct, plan.params(), list(plan.pointers), *addresses)
         prepared(*[4096] * len(plan.pointers), 4096, 0, 0)
 
-    with pytest.raises(NoKernelError, match=f"kernel '{kernel}' was built for another dtype"):
+    with pytest.raises(NoKernelError, match=f"kernel '{name}' was built for another dtype"):
         call("float16")
     if not driver_present():
-        with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
+        with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{name}': CUDA driver"):
             call("bfloat16")
 
 
-def kept_plan(row: dispatch.Kernel, x: Array) -> Plan:
+def kept_plan(variant: dispatch.Variant, x: Array) -> Plan:
     """quantize_kv of x and x, or attention of x on that."""
-    precision = "int8_fp8" if row.precision == "native" else row.precision
+    precision = variant.precision
     made = QUANTIZE_KV.plan(x, x, None, None, None, None, precision, "nearest", 0, False, None)
-    if row.op == "quantize_kv":
+    if variant.kernel.op == "quantize_kv":
         return made
     parts = {result.field: Array(result.shape, None, result.dtype, x.device) for result in made.results}
-    kept = [parts.get(name, x if name == "kv.v" else None) for name in ATTENTION_KV.arrays[1:10]]
+    names = [name.removeprefix("kv.") for name in ATTENTION_KEPT.arrays[1:10]]
+    kept = [parts.get(KV_FIELDS[name], x if name == "v" else None) for name in names]
     words = (precision, x.dtype, -1, 0, 0.0, 0.1, False, True, None)
-    return ATTENTION_KV.plan(x, *kept, None, None, None, None, *words)
+    return ATTENTION_KEPT.plan(x, *kept, None, None, None, None, *words)
 
 
 def driver_present() -> bool:
@@ -376,7 +386,7 @@ def driver_present() -> bool:
 @needs_nvcc
 def test_libraries_link_no_cuda_library(compiled):
     """The runtime is linked in, so that a library opens beside any framework's own."""
-    entry = compiled(cuda.unit(cuda.BY_NAME["unfused"], "float32", 32, 90))
+    entry = compiled(cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90))
     listing = subprocess.run(["ldd", str(entry / LIBRARY)], capture_output=True, text=True)
     if listing.returncode == 0:
         assert "cuda" not in listing.stdout, listing.stdout
@@ -389,7 +399,7 @@ def test_libraries_link_no_cuda_library(compiled):
 @pytest.mark.parametrize("arch", [75, 80])
 def test_ptx_libraries_hold_no_machine_code(compiled, arch):
     """So what a newer GPU runs under QFLASH_CUDA_ARCH is the older one's code path, and nothing else."""
-    unit = replace(cuda.unit(cuda.BY_NAME["fa"], "float32", 32, arch), ptx=True)
+    unit = replace(cuda.unit_of(dispatch.VARIANTS["fa"], "float32", 32, arch), ptx=True)
     library = str(compiled(unit) / LIBRARY)
     listed = [
         subprocess.run([cuobjdump(), flag, library], capture_output=True, text=True) for flag in ("-lelf", "-lptx")

@@ -15,9 +15,10 @@ import pytest
 
 from qflash import _native
 from qflash.backends import cuda
-from qflash.call.spec import DTYPES
-from qflash.dispatch import BY_NAME as BY_KERNEL
+from qflash.dispatch import VARIANTS as BY_KERNEL
 from qflash.frontends.numpy import describe
+from qflash.ops import attention
+from qflash.ops.attention import ATTENTION
 from qflash.ops.problem import Options, RopeArrays, check, check_packed
 from qflash.rope import Rope
 from qflash.testing import BY_NAME, Case, cases
@@ -36,15 +37,18 @@ def dtype_of(kernel: str) -> str:
     return BY_KERNEL[kernel].dtypes[0]
 
 
+def stem(kernel: str) -> str:
+    """The folder of a kernel's source, whose entry it runs."""
+    return BY_KERNEL[kernel].kernel.name
+
+
 @pytest.fixture(scope="session")
 def library(emulated):
     """library(kernel, dtype, head_dim, arch): the emulated kernel."""
 
     def get(kernel: str, dtype: str, head_dim: int, arch: int = 90) -> ctypes.CDLL:
-        if kernel == "unfused":  # one library for every head_dim and architecture
-            return emulated(kernel, QF_DTYPE=DTYPES.index(dtype))
-        bucket = next(size for size in cuda.buckets(BY_KERNEL[kernel]) if size >= head_dim)
-        return emulated(kernel, QF_DTYPE=DTYPES.index(dtype), QF_HEAD_DIM=bucket, QF_ARCH=arch)
+        unit = cuda.unit_of(BY_KERNEL[kernel], dtype, head_dim, arch)
+        return emulated(stem(kernel), **{name: int(value) for name, value in unit.defines})
 
     return get
 
@@ -69,18 +73,21 @@ def call(
     wants_lse=True,
 ):
     """(out, lse), both full of a value no kernel writes before the call. out: where it is to be, contiguous."""
-    functions = (getattr(handle, name) for name in (f"qf_{kernel}", "qf_status_text"))
+    functions = (getattr(handle, name) for name in (f"qf_{stem(kernel)}", "qf_status_text"))
     entry, text = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
     out = np.empty(q.shape, q.dtype) if out is None else out
     out[:] = 12345.0
-    shape = (problem.q_heads, problem.total_q) if problem.packed else (problem.batch, problem.q_heads, problem.q_len)
-    lse = np.full(shape, 12345.0, np.float32)
+    lse = np.full(attention.lse_shape(problem), 12345.0, np.float32)
     tables = [None] * 4
     if rope is not None:
         tables = [np.ascontiguousarray(x, np.float32) for x in (rope.cos, rope.sin)]
         tables += [None if x is None else np.ascontiguousarray(x) for x in (rope.positions_q, rope.positions_k)]
-    addresses = map(address, (q, k, v, out, lse if wants_lse else None, kv_lens, cu_q, cu_k, *tables))
-    _native.AttnCall(problem, entry, text, 0)(*addresses, 0, 0, seed)
+    named = dict(zip(ATTENTION.arrays, (q, k, v, kv_lens, cu_q, cu_k, *tables), strict=True))
+    given = {name for name, x in named.items() if x is not None}
+    plan = attention.plan_of(replace(problem, precision=BY_KERNEL[kernel].precision), given, wants_lse)
+    call = _native.Call(plan.struct, plan.params(), list(plan.pointers), entry, text, 0)
+    results = (out, lse) if wants_lse else (out,)
+    call(*(address(named[operand.argument]) for operand in plan.operands), *map(address, results), 0, 0, seed)
     return out, lse
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_emulated import library, pytestmark, run_case  # noqa: F401
+from test_emulated import library, pytestmark, run_case, stem  # noqa: F401
 
 from qflash import NoKernelError, _native
 from qflash.frontends.numpy import describe
-from qflash.ops.attention import ATTENTION_INT8, call_of
+from qflash.ops.attention_kv import ATTENTION_QUANTIZED, quantized_call
 from qflash.testing import Case
 from qflash.testing.quantized import CASES, FEW, QuantizedCase, check_meant
 
@@ -24,25 +24,25 @@ KERNEL = "fa_int8_quantized"
 def run(library, case: QuantizedCase, arch: int = 90, seed: int = 0, change=(), without="", lse=True):  # noqa: F811
     """[out, lse if wanted], full of a value no kernel writes before the call. `change`, `without`: fields to spoil."""
     q, k, v, kv_lens = case.inputs()
-    arrays, words = call_of(q, k, v, case.options, kv_lens, None, lse)
+    arrays, words = quantized_call(q, k, v, case.options, kv_lens, None, lse)
     described = [
-        None if x is None else describe(name, x) for name, x in zip(ATTENTION_INT8.arrays, arrays, strict=True)
+        None if x is None else describe(name, x) for name, x in zip(ATTENTION_QUANTIZED.arrays, arrays, strict=True)
     ]
-    plan = ATTENTION_INT8.plan(*described, *words)
+    plan = ATTENTION_QUANTIZED.plan(*described, *words)
     plan = replace(
         plan,
         fields=tuple({**dict(plan.fields), **dict(change)}.items()),
         operands=tuple(operand for operand in plan.operands if operand.field != without),
     )
-    by_name = dict(zip(ATTENTION_INT8.arrays, arrays, strict=True))
+    by_name = dict(zip(ATTENTION_QUANTIZED.arrays, arrays, strict=True))
     results = [np.full(result.shape, 12345.0, result.dtype) for result in plan.results]
     operands = [
         np.ascontiguousarray(by_name[x.argument]) if x.contiguous else by_name[x.argument] for x in plan.operands
     ]
     handle = library(KERNEL, case.case.dtype, case.case.head_dim, arch)
-    functions = (getattr(handle, name) for name in (f"qf_{KERNEL}", "qf_status_text"))
+    functions = (getattr(handle, name) for name in (f"qf_{stem(KERNEL)}", "qf_status_text"))
     entry, text = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-    call = _native.OpCall(plan.struct, plan.params(), list(plan.pointers), entry, text, 0)
+    call = _native.Call(plan.struct, plan.params(), list(plan.pointers), entry, text, 0)
     call(*(x.ctypes.data for x in (*operands, *results)), 0, 0, seed)
     return results
 
@@ -102,6 +102,9 @@ def test_what_the_kernel_does_not_serve_is_refused(library):  # noqa: F811
     """By the C entry too: a stored program may come past the front ends."""
     case = QuantizedCase(Case("refused", 8, 40, 1, 1, dtype="float16"), "wide_groups")
     with pytest.raises(NoKernelError):
-        run(library, case, change={"k_scales.group": 24})
+        run(library, case, change={"kv.k_scales.group": 24})
     with pytest.raises(NoKernelError):
-        run(library, replace(case, mode="zero_points"), without="k_scales.sums")
+        run(library, replace(case, mode="zero_points"), without="kv.k_scales.sums")
+    for kind in (0, 2, 3):  # of the other library, of another kernel, of none
+        with pytest.raises(NoKernelError):
+            run(library, case, change={"kv.kind": kind})

@@ -46,7 +46,7 @@ def launch(library, plan, arrays: dict[str, np.ndarray], seed: int = 0, **fields
         ctypes.cast(getattr(handle, name), ctypes.c_void_p).value for name in (f"qf_{plan.op}", "qf_status_text")
     )
     plan = replace(plan, fields=tuple((dict(plan.fields) | fields).items()))
-    call = _native.OpCall(plan.struct, plan.params(), list(arrays), entry, text, 0)
+    call = _native.Call(plan.struct, plan.params(), list(arrays), entry, text, 0)
     call(*(array.ctypes.data for array in arrays.values()), 0, 0, seed)
 
 

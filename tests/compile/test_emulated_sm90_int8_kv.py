@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_emulated import address, library, pytestmark, run_case  # noqa: F401
+from test_emulated import address, library, pytestmark, run_case, stem  # noqa: F401
 
-from qflash import _native
+from qflash import NoKernelError, _native
 from qflash.call.op import Op
 from qflash.frontends.numpy import describe
-from qflash.ops.kv import QUANTIZE_KV
-from qflash.ops.kv_attention import ATTENTION_KV
+from qflash.ops.attention_kv import ATTENTION_KEPT
+from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
 from qflash.testing import Case
 from qflash.testing.case import Inputs, Rotary
 from qflash.testing.compare import check_same_bits
@@ -25,13 +25,15 @@ pytestmark = [pytestmark, pytest.mark.parametrize("precision", ["int8", "int8_fp
 class Call:
     """An operation of one array each, as a front end would carry it out on the emulator."""
 
-    def __init__(self, handle: ctypes.CDLL, kernel: str, op: Op, arrays: tuple, words: tuple):
+    def __init__(self, handle: ctypes.CDLL, kernel: str, op: Op, arrays: tuple, words: tuple, change=()):
         described = [None if x is None else describe(name, x) for name, x in zip(op.arrays, arrays, strict=True)]
         self.plan = op.plan(*described, *words)
-        names = [name for name in (f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace") if hasattr(handle, name)]
+        self.plan = replace(self.plan, fields=tuple({**dict(self.plan.fields), **dict(change)}.items()))
+        entry = f"qf_{stem(kernel)}"
+        names = [name for name in (entry, "qf_status_text", f"{entry}_workspace") if hasattr(handle, name)]
         symbols = [ctypes.cast(getattr(handle, name), ctypes.c_void_p).value for name in names]
         symbols += [0] * (3 - len(symbols))
-        self.call = _native.OpCall(self.plan.struct, self.plan.params(), list(self.plan.pointers), *symbols)
+        self.call = _native.Call(self.plan.struct, self.plan.params(), list(self.plan.pointers), *symbols)
         given = dict(zip(op.arrays, arrays, strict=True))
         self.operands = {operand.field: np.ascontiguousarray(given[operand.argument]) for operand in self.plan.operands}
         self.workspace = np.full(self.call.workspace_bytes // 4 + 4, np.nan, np.float32)
@@ -47,27 +49,28 @@ class Call:
 
 
 def quantized(library, case: Case, inputs: Inputs, precision: str) -> dict[str, np.ndarray | None]:  # noqa: F811
-    """By the names of ATTENTION_KV's arrays."""
+    """By the names of ATTENTION_KEPT's arrays."""
     rope = inputs.rope
     tables = (None,) * 3 if rope is None else (rope.cos, rope.sin, rope.positions_k)
     words = (precision, "nearest", 0, rope is not None and rope.interleaved, None)
     handle = library("sm90_quantize", case.dtype, case.head_dim)
     call = Call(handle, "sm90_quantize", QUANTIZE_KV, (inputs.k, inputs.v, inputs.kv_lens, *tables), words)
-    return {"kv.v": inputs.v, **call.run(seed=1)}
+    found = call.run(seed=1)
+    return {"kv.v": inputs.v, **{f"kv.{name}": found[field] for name, field in KV_FIELDS.items() if field in found}}
 
 
-def attention(library, case: Case, inputs: Inputs, precision: str) -> Call:  # noqa: F811
+def attention(library, case: Case, inputs: Inputs, precision: str, change=()) -> Call:  # noqa: F811
     kept = quantized(library, case, inputs, precision)
     rope = inputs.rope
     tables = (None,) * 3 if rope is None else (rope.cos, rope.sin, rope.positions_q)
-    arrays = (inputs.q, *(kept.get(name) for name in ATTENTION_KV.arrays[1:10]), inputs.kv_lens, *tables)
+    arrays = (inputs.q, *(kept.get(name) for name in ATTENTION_KEPT.arrays[1:10]), inputs.kv_lens, *tables)
     window = case.window or (-1, -1)
     right = min(x for x in (window[1], 0) if x >= 0) if case.causal else window[1]
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     words = (precision, case.dtype, window[0], right, case.softcap or 0.0, scale)
     words += (rope is not None and rope.interleaved, True, None)
     kernel = f"sm90_{precision}_kv"
-    return Call(library(kernel, case.dtype, case.head_dim), kernel, ATTENTION_KV, arrays, words)
+    return Call(library(kernel, case.dtype, case.head_dim), kernel, ATTENTION_KEPT, arrays, words, change)
 
 
 CASES = {
@@ -92,7 +95,7 @@ def test_same_bits_as_in_one_go(library, precision, name, head_dim, dtype):  # n
     case = replace(CASES[name], head_dim=head_dim, dtype=dtype, seed=4)
     found = attention(library, case, case.make_inputs(), precision).run(seed=2)
     wanted = run_case(library, case, f"sm90_{precision}", seed=3)
-    check_same_bits(case, (found["attn.out.data"], found["attn.lse"]), wanted)
+    check_same_bits(case, (found["out.data"], found["lse"]), wanted)
 
 
 def test_queries_are_found_where_the_call_before_left_them(library, precision):  # noqa: F811
@@ -100,6 +103,28 @@ def test_queries_are_found_where_the_call_before_left_them(library, precision): 
     case = Case("again", 300, 330, 4, 2, 64, dtype="float16", causal=True)
     call = attention(library, case, case.make_inputs(), precision)
     wanted = call.run(seed=1)
-    found = call.run(seed=2, without="attn.q.data")
-    for field in ("attn.out.data", "attn.lse"):
+    found = call.run(seed=2, without="q.data")
+    for field in ("out.data", "lse"):
         assert np.isfinite(wanted[field]).all() and np.array_equal(found[field], wanted[field])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("precision", 0),
+        ("kv.kind", 0),  # its k is int8
+        ("kv.kind", 1),
+        ("kv.kind", 3),
+        ("kv.k_dtype", 1),
+        ("kv.v_dtype", 3),
+        ("kv.k.stride_h", 80),
+        ("kv.k_scales.group", 128),
+        ("kv.page_size", 16),
+    ],
+)
+def test_what_the_kernel_does_not_serve_is_refused(library, precision, field, value):  # noqa: F811
+    """By the C entry too: a stored program may come past the front ends."""
+    case = Case("refused", 20, 70, 4, 2, 64, dtype="float16")
+    call = attention(library, case, case.make_inputs(), precision, change={field: value})
+    with pytest.raises(NoKernelError):
+        call.run()

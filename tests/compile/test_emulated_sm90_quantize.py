@@ -13,7 +13,8 @@ import pytest
 
 from qflash import _native
 from qflash import replay_sm90_int8 as replay
-from qflash.call.spec import DTYPES
+from qflash.call.spec import DTYPES, PRECISIONS
+from qflash.ops.kv import KV_FIELDS, kept_fields
 from qflash.rope import Rope, rope_tables
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
@@ -48,6 +49,15 @@ def strides(name: str, x: np.ndarray) -> dict[str, int]:
     return dict(zip((f"{name}.stride_{axis}" for axis in "bth"), [0] * (3 - len(steps)) + steps, strict=True))
 
 
+def packed_struct(name: str, fields: dict[str, object]) -> bytes:
+    size, layout = _native.op_layouts[name]
+    params = bytearray(size)
+    for field, value in {"struct_bytes": size, **fields}.items():
+        offset, code = layout[field]
+        struct.pack_into(code, params, offset, (value.ctypes.data if isinstance(value, np.ndarray) else value) or 0)
+    return bytes(params)
+
+
 def run(library, k, v=None, q=None, *, lift=True, kv_lens=None, rope=None, seed=None, cu_q=None, cu_k=None,
         longest=(0, 0), order=1):  # fmt: skip
     """What the emulated kernels write: (Queries as arrays of all sequences or None, KeysValues)."""
@@ -68,47 +78,46 @@ def run(library, k, v=None, q=None, *, lift=True, kv_lens=None, rope=None, seed=
             "v_wild": poison((batch, heads), np.int32), "v_mean": poison((batch, heads, dim), np.float32),
         }  # fmt: skip
     dtype = np.dtype(k.dtype).name
-    size, layout = _native.op_layouts["QfKvAttnParams"]
-    fields = {
-        "struct_bytes": size, "rounding": int(seed is not None), "seed": seed, "attn.dtype": DTYPES.index(dtype),
-        "attn.precision": 1 if v is None else 2, "attn.batch": batch, "attn.k_len": length, "attn.kv_heads": heads,
-        "attn.head_dim": dim, "attn.num_threads": order, "attn.kv_lens": kv_lens, "attn.cu_seqlens_k": cu_k,
-        "attn.total_k": len(k) if packed else 0, "attn.k.data": k, **strides("attn.k", k),
-        **{f"kv.{name}": x for name, x in kv.items()},
+    precision = "int8" if v is None else "int8_fp8"
+    common = {
+        "rounding": int(seed is not None), "seed": seed, "dtype": DTYPES.index(dtype), "batch": batch, "k_len": length,
+        "precision": PRECISIONS.index(precision), "kv_heads": heads, "head_dim": dim, "num_threads": order,
+        "kv_lens": kv_lens, "cu_seqlens_k": cu_k, "total_k": len(k) if packed else 0,
     }  # fmt: skip
-    if v is not None:
-        fields |= {"attn.v.data": v, **strides("attn.v", v)}
+    arrays = {"k": k} if v is None else {"k": k, "v": v}
+    came = {}  # k and v as quantize_kv takes them
+    for name, x in arrays.items():
+        came |= {f"{name}.data": x, **strides(name, x)}
+    left = {KV_FIELDS[name]: x for name, x in kv.items()}
+    left |= dict(kept_fields(batch, length, heads, dim, precision, dtype))
     if rope is not None:
         tables = [np.ascontiguousarray(table, np.float32) for table in (rope.cos, rope.sin)]
-        fields |= {"attn.rope.cos": tables[0], "attn.rope.sin": tables[1], "attn.rope.rows": len(tables[0])}
-        fields |= {"attn.rope.rotary_dim": 2 * tables[0].shape[1], "attn.rope.interleaved": int(rope.interleaved)}
+        common |= {"rope.cos": tables[0], "rope.sin": tables[1], "rope.rows": len(tables[0])}
+        common |= {"rope.rotary_dim": 2 * tables[0].shape[1], "rope.interleaved": int(rope.interleaved)}
         for axis in "qk":
             positions = getattr(rope, f"positions_{axis}")
             if positions is not None:
-                fields[f"attn.rope.positions_{axis}"] = positions
-                fields[f"attn.rope.stride_positions_{axis}_b"] = positions.shape[1] if positions.ndim == 2 else 0
+                common[f"rope.positions_{axis}"] = positions
+                common[f"rope.stride_positions_{axis}_b"] = positions.shape[1] if positions.ndim == 2 else 0
     queries = None
     if q is not None:
         q_len = longest[0] if packed else q.shape[1]
         q_heads = q.shape[-2]
-        fields |= {"attn.q.data": q, **strides("attn.q", q), "attn.q_len": q_len, "attn.q_heads": q_heads}
-        fields |= {"attn.cu_seqlens_q": cu_q, "attn.total_q": len(q) if packed else 0}
+        attn = {"q.data": q, **strides("q", q), "q_len": q_len, "q_heads": q_heads}
+        attn |= {"cu_seqlens_q": cu_q, "total_q": len(q) if packed else 0}
+        attn |= {f"kv.{name}": value for name, value in came.items()}
         values = poison((*q.shape[:-1], width), np.int8)
         queries = replay.Queries(values, *(poison((batch, q_heads, q_len), np.float32) for _ in range(2)))
-    params = bytearray(size)
-    for name, value in fields.items():
-        offset, code = layout[name]
-        value = value.ctypes.data if isinstance(value, np.ndarray) else value
-        struct.pack_into(code, params, offset, value or 0)
+    params = packed_struct("QfQuantizeKvParams", common | came | left)
     of = library(dtype, dim)
     of.qf_status_text.restype = ctypes.c_char_p
     if q is None:
-        status = of.qf_sm90_quantize(bytes(params), None)
+        status = of.qf_sm90_quantize(params, None)
     else:
         counter = poison(1, np.int32)
         written = (queries.values, queries.scale, queries.lift if lift else None, counter)
         pointers = [ctypes.c_void_p(None if x is None else x.ctypes.data) for x in written]
-        status = of.quantize_all(bytes(params), *pointers)
+        status = of.quantize_all(packed_struct("QfAttnParams", common | attn), params, *pointers)
         assert status != 0 or counter[0] == 0
     assert status == 0, (status, of.qf_status_text(status))
     return queries, replay.KeysValues(**kv)

@@ -16,9 +16,9 @@ from qflash.testing import BY_NAME, Case, cases, check, check_gradients, run_bac
 from qflash.testing.compare import check_contract, check_same_bits
 from qflash.testing.runner import arch_of, problem_of, suited
 
-CPU_KERNELS = [kernel.name for kernel in dispatch.kernels_of("attention", "cpu")]
-CUDA_KERNELS = [kernel.name for kernel in dispatch.kernels_of("attention", "cuda")]
-WITH_BACKWARD = [kernel.name for kernel in dispatch.kernels_of("attention", "cpu") if kernel.backward]
+CPU_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cpu")]
+CUDA_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cuda")]
+WITH_BACKWARD = [kernel.name for kernel in dispatch.variants_of("attention", "cpu") if kernel.precision == "native"]
 # Gradients are defined for finite inputs; what stands in the padding must not matter to them either.
 DIFFERENTIABLE = [case for case in cases() if case.finite or case.name.startswith("nan_in_padding")]
 
@@ -31,7 +31,7 @@ def check_or_refused(case: Case, kernel: str, framework: str) -> None:
     """The contract holds, or dispatch says beforehand that this kernel cannot serve the case."""
     device = "cuda" if framework.endswith("cuda") else "cpu"
     spec = problem_of(case, case.make_inputs(), kernel, device).spec(arch_of(device))
-    if dispatch.reasons(dispatch.BY_NAME[kernel], spec):
+    if dispatch.reasons(dispatch.VARIANTS[kernel].kernel, spec):
         with pytest.raises(NoKernelError, match=kernel):
             run_case(case, kernel, framework)
     else:
@@ -92,7 +92,7 @@ def test_gradients(case: Case, kernel: str) -> None:
 @pytest.mark.parametrize("case", cases("quick"), ids=by_name)
 def test_any_number_of_threads(case: Case, threads: int, kernel: str) -> None:
     result = run_case(case, kernel, num_threads=threads)
-    check_contract(case, *result, dispatch.BY_NAME[kernel].precision)
+    check_contract(case, *result, dispatch.VARIANTS[kernel].precision)
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)

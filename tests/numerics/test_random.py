@@ -17,8 +17,8 @@ from qflash.testing.random_cases import random_case, random_cases
 from qflash.testing.runner import arch_of, suited
 
 EXAMPLES = int(os.environ.get("QFLASH_HYPOTHESIS_EXAMPLES", "200"))
-CPU_KERNELS = [kernel.name for kernel in dispatch.kernels_of("attention", "cpu")]
-CUDA_KERNELS = [kernel.name for kernel in dispatch.kernels_of("attention", "cuda")]
+CPU_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cpu")]
+CUDA_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cuda")]
 
 
 def for_random_cases(holds: Callable[[Case], Any]) -> None:

@@ -12,14 +12,14 @@ import qflash
 from qflash import _native
 from qflash.call.array import Array, row_stride
 from qflash.call.op import Plan, Prepared, Result, prepare
-from qflash.ops.kv import QUANTIZE_KV
-from qflash.ops.kv_attention import ATTENTION_KV
+from qflash.ops.attention_kv import ATTENTION_KEPT
+from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
 from qflash.ops.matmul import INT8_MATMUL
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
 
 HEADERS = Path(qflash.__file__).parent / "csrc" / "include"
-NESTED = {"QfTensor", "QfRope", "QfAttnParams", "QfScales", "QfQuantizedKv"}
+NESTED = {"QfTensor", "QfRope", "QfScales", "QfKv", "QfAttnParams"}
 
 
 def array(*shape, dtype="float32", strides=None, device="cpu"):
@@ -57,9 +57,9 @@ def test_layouts_list_every_field_of_the_header(name):
 
 
 def test_every_struct_an_operation_takes_has_a_layout():
-    text = (HEADERS / "qflash_ops.h").read_text()
-    of_the_cpu = set(re.findall(r"int qf_cpu_\w+\(const (\w+)\*", text))
-    assert of_the_cpu | {"QfKvAttnParams"} == set(_native.op_layouts)  # that one: CUDA alone
+    text = "".join((HEADERS / file).read_text() for file in ("qflash.h", "qflash_ops.h"))
+    of_the_cpu = set(re.findall(r"int qf_cpu\w*\(const (\w+)\*", text))
+    assert of_the_cpu | {"QfQuantizeKvParams"} == set(_native.op_layouts)  # that one: CUDA alone
 
 
 def test_params_are_packed_by_name():
@@ -82,13 +82,13 @@ def test_a_field_that_is_not_there_is_an_error():
         plan.params()
     params = SOFTMAX.plan(array(1, 1), 1.0, None).params()
     with pytest.raises(KeyError, match="QfRowsParams has no pointer rows"):
-        _native.OpCall("QfRowsParams", params, ["rows"], 1, 1, 0)
+        _native.Call("QfRowsParams", params, ["rows"], 1, 1, 0)
     with pytest.raises(KeyError, match="no operation takes a struct QfNothing"):
-        _native.OpCall("QfNothing", params, [], 1, 1, 0)
+        _native.Call("QfNothing", params, [], 1, 1, 0)
     with pytest.raises(ValueError, match=f"given as {len(params) - 1} bytes; allowed: {len(params)}"):
-        _native.OpCall("QfRowsParams", params[:-1], [], 1, 1, 0)
+        _native.Call("QfRowsParams", params[:-1], [], 1, 1, 0)
     with pytest.raises(TypeError, match="with 1 pointers was called with 2 numbers; allowed: 4"):
-        _native.OpCall("QfRowsParams", params, ["x"], 1, 1, 0)(0, 0)
+        _native.Call("QfRowsParams", params, ["x"], 1, 1, 0)(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -169,34 +169,38 @@ def kv_plans(precision, length=300, head_dim=40):
     k = array(2, length, 3, head_dim, dtype="float16")
     quantize = QUANTIZE_KV.plan(k, k, None, None, None, None, precision, "stochastic", 7, False, None)
     parts = {result.field: array(*result.shape, dtype=result.dtype) for result in quantize.results}
-    ordered = [parts.get(name, k if name == "kv.v" else None) for name in ATTENTION_KV.arrays[1:10]]
+    names = [name.removeprefix("kv.") for name in ATTENTION_KEPT.arrays[1:10]]
+    ordered = [parts.get(KV_FIELDS[name], k if name == "v" else None) for name in names]
     q = array(2, 20, 6, head_dim, dtype="float16")
     words = (precision, "float16", -1, 0, 0.0, 0.5, False, True, None)
-    return quantize, ATTENTION_KV.plan(q, *ordered, None, None, None, None, *words)
+    return quantize, ATTENTION_KEPT.plan(q, *ordered, None, None, None, None, *words)
 
 
 @pytest.mark.parametrize("precision", ["int8", "int8_fp8"])
 def test_what_quantize_kv_writes_is_what_attention_reads(precision):
     quantize, attend = kv_plans(precision)
     written = {result.field: (result.shape, result.dtype) for result in quantize.results}
-    assert written["kv.k"] == ((2, 300, 3, 48), "int8") and written["kv.k_scale"] == ((2, 3, 5), "float32")
+    assert written["kv.k.data"] == ((2, 300, 3, 48), "int8")
+    assert written["kv.k_scales.scale"] == ((2, 3, 5), "float32")
     read = [operand.field for operand in attend.operands]
-    assert set(written) == {field for field in read if field.startswith("kv.")}
+    assert set(written) | {"kv.v.data"} == {field for field in read if field.startswith("kv.")}
     if precision == "int8":
-        assert "attn.v.data" in read and [x.field for x in quantize.operands] == ["attn.k.data"]
+        assert "kv.v.data" not in written and [x.field for x in quantize.operands] == ["k.data"]
     else:
-        assert "attn.v.data" not in read and [x.field for x in quantize.operands] == ["attn.k.data", "attn.v.data"]
-        assert written["kv.v"] == ((2, 3, 40, 384), "uint8") and written["kv.v_lift"] == ((2, 3, 3), "float32")
+        assert [x.field for x in quantize.operands] == ["k.data", "v.data"]
+        assert written["kv.v.data"] == ((2, 3, 40, 384), "uint8")
+        assert written["kv.v_exponents"] == ((2, 3, 3), "float32")
         assert written["kv.v_mean"] == ((2, 3, 40), "float32")
     code = {"int8": 1, "int8_fp8": 2}[precision]
-    for plan in (quantize, attend):
+    for plan, name in ((quantize, "QfQuantizeKvParams"), (attend, "QfAttnParams")):
         fields = dict(plan.fields)
-        assert (fields["attn.precision"], fields["attn.k_len"], fields["attn.kv_heads"]) == (code, 300, 3)
-        assert plan.struct == "QfKvAttnParams" and plan.spec(90).head_dim == 40
+        assert (fields["precision"], fields["k_len"], fields["kv_heads"]) == (code, 300, 3)
+        assert (fields["kv.kind"], fields["kv.k_dtype"], fields["kv.v_dtype"]) == (2, 3, 5 if code == 2 else 1)
+        assert plan.struct == name and plan.spec(90).head_dim == 40
         assert len(plan.params()) == _native.op_layouts[plan.struct][0]
     assert (dict(quantize.fields)["rounding"], dict(quantize.fields)["seed"]) == (1, 7)
     assert attend.spec(90).precision == precision and quantize.spec(90).precision == ""  # one kernel does both
-    assert [result.field for result in attend.results] == ["attn.out.data", "attn.lse"]
+    assert [result.field for result in attend.results] == ["out.data", "lse"]
 
 
 def test_without_keys_there_is_nothing_to_read():

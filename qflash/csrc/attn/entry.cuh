@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdio>
 
+#include "attn/kv.h"
 #include "attn/schedule.cuh"
 #include "qflash.h"
 
@@ -20,10 +21,11 @@ inline const char* status_text(const char* kernel, int status) {
     case QF_OK:
       return "success";
     case QF_UNSUPPORTED:
-      snprintf(text, sizeof text,
-               "kernel '%s' was built for another dtype, precision or head_dim, or a length or the work is past what "
-               "32 bits count",
-               kernel);
+      snprintf(
+          text, sizeof text,
+          "kernel '%s' was built for another dtype, precision, kind of k and v or head_dim, or a length or the work "
+          "is past what 32 bits count",
+          kernel);
       return text;
     case QF_NO_MEMORY:
       snprintf(text, sizeof text, "kernel '%s' was given no workspace or one that is too small", kernel);
@@ -52,6 +54,12 @@ inline int check_params(const QfAttnParams* p, int dtype, int precision = QF_NAT
   if (p->dtype != dtype || p->precision != precision) return QF_UNSUPPORTED;
   if (p->q_len > kMaxLength || p->k_len > kMaxLength) return QF_UNSUPPORTED;
   return QF_OK;
+}
+
+// The same for a kernel that takes K and V as arrays alone.
+inline int check_arrays(const QfAttnParams* p, int dtype) {
+  if (const int status = check_params(p, dtype)) return status;
+  return kv_is_arrays(*p) ? QF_OK : QF_UNSUPPORTED;
 }
 
 // Allow `kernel` more than 48 KB of dynamic shared memory, once per device.

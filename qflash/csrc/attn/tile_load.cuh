@@ -140,8 +140,8 @@ inline bool tensor_vectorises(const QfTensor& x, int head_dim, int element_bytes
 
 inline Vectorises vectorises(const QfAttnParams& p) {
   const int bytes = p.dtype == QF_F32 ? 4 : 2;
-  return {tensor_vectorises(p.q, p.head_dim, bytes), tensor_vectorises(p.k, p.head_dim, bytes),
-          tensor_vectorises(p.v, p.head_dim, bytes), tensor_vectorises(p.out, p.head_dim, bytes),
+  return {tensor_vectorises(p.q, p.head_dim, bytes), tensor_vectorises(p.kv.k, p.head_dim, bytes),
+          tensor_vectorises(p.kv.v, p.head_dim, bytes), tensor_vectorises(p.out, p.head_dim, bytes),
           rope_tables_vectorise(p.rope)};
 }
 

@@ -6,8 +6,10 @@
 #include <string>
 
 #include "exceptions.h"
+#include "op_layouts.h"
 #include "params.h"
 #include "qflash.h"
+#include "unlocked.h"
 
 namespace py = pybind11;
 
@@ -43,8 +45,10 @@ QfAttnParams params_of(const py::object& problem) {
   p.scale = problem.attr("scale").cast<float>();
   p.softcap = problem.attr("softcap").cast<float>();
   p.q = tensor_like(problem.attr("q_strides"));
-  p.k = tensor_like(problem.attr("k_strides"));
-  p.v = tensor_like(problem.attr("v_strides"));
+  p.kv.kind = QF_KV_ARRAYS;
+  p.kv.k_dtype = p.kv.v_dtype = p.dtype;
+  p.kv.k = tensor_like(problem.attr("k_strides"));
+  p.kv.v = tensor_like(problem.attr("v_strides"));
   const bool packed = problem.attr("packed").cast<bool>();
   p.total_q = problem.attr("total_q").cast<int64_t>();
   p.total_k = problem.attr("total_k").cast<int64_t>();
@@ -73,8 +77,8 @@ struct Addresses {
 
 void set_addresses(QfAttnParams& p, const Addresses& a) {
   p.q.data = pointer<void>(a.q);
-  p.k.data = pointer<void>(a.k);
-  p.v.data = pointer<void>(a.v);
+  p.kv.k.data = pointer<void>(a.k);
+  p.kv.v.data = pointer<void>(a.v);
   p.out.data = pointer<void>(a.out);
   p.lse = pointer<float>(a.lse);
   p.kv_lens = pointer<const int32_t>(a.kv_lens);
@@ -106,11 +110,7 @@ class AttnCall {
     p.workspace = pointer<void>(workspace);
     p.workspace_bytes = workspace_bytes_;
     p.num_threads = num_threads;
-    int status;
-    {
-      py::gil_scoped_release unlocked;
-      status = entry_(&p, pointer<void>(stream));
-    }
+    const int status = qflash::run_unlocked([&] { return entry_(&p, pointer<void>(stream)); });
     if (status != QF_OK) raise_status(status, text_);
   }
 
@@ -126,6 +126,7 @@ class AttnBwdCall {
  public:
   AttnBwdCall(const py::object& problem, uintptr_t entry, uintptr_t status_text)
       : entry_(reinterpret_cast<qflash::AttnBwdEntry>(entry)), text_(reinterpret_cast<StatusText>(status_text)) {
+    params_.struct_bytes = sizeof params_;
     params_.fwd = params_of(problem);
     qflash::set_gradient_strides(params_, problem.attr("packed").cast<bool>());
   }
@@ -142,11 +143,7 @@ class AttnBwdCall {
     p.dq.data = pointer<void>(dq);
     p.dk.data = pointer<void>(dk);
     p.dv.data = pointer<void>(dv);
-    int status;
-    {
-      py::gil_scoped_release unlocked;
-      status = entry_(&p, pointer<void>(stream));
-    }
+    const int status = qflash::run_unlocked([&] { return entry_(&p, pointer<void>(stream)); });
     if (status != QF_OK) raise_status(status, text_);
   }
 
@@ -165,7 +162,7 @@ uintptr_t address(F* function) {
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "qflash's compiled half: launch trampolines, CPU engine, XLA handlers";
-  module.attr("ABI") = QF_ABI;
+  module.attr("ABI") = qflash::abi();
 
   py::class_<AttnCall>(module, "AttnCall")
       .def(py::init<const py::object&, uintptr_t, uintptr_t, uintptr_t>(), py::arg("problem"), py::arg("entry"),

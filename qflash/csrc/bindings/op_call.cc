@@ -8,6 +8,7 @@
 
 #include "exceptions.h"
 #include "op_layouts.h"
+#include "unlocked.h"
 
 namespace py = pybind11;
 
@@ -49,11 +50,7 @@ class OpCall {
     p.set_workspace(pointer(count), workspace_bytes_);
     void* stream = pointer(count + 1);
     p.set_threads(args[count + 2].cast<int32_t>());
-    int status;
-    {
-      py::gil_scoped_release unlocked;
-      status = entry_(p.data(), stream);
-    }
+    const int status = qflash::run_unlocked([&] { return entry_(p.data(), stream); });
     if (status != QF_OK) qflash::raise_status(status, text_);
   }
 
@@ -70,10 +67,8 @@ py::dict layouts() {
   py::dict all;
   for (const qflash::OpLayout& layout : qflash::op_layouts()) {
     py::dict fields;
-    for (size_t i = 0; i < layout.count; ++i) {
-      const qflash::OpField& field = layout.fields[i];
-      fields[field.name] = py::make_tuple(field.offset, std::string(1, field.kind));
-    }
+    for (const qflash::OpField& field : layout.fields)
+      fields[py::str(field.name)] = py::make_tuple(field.offset, std::string(1, field.kind));
     all[layout.name] = py::make_tuple(layout.bytes, fields);
   }
   return all;
@@ -90,9 +85,7 @@ void bind_op_calls(py::module_& module, py::dict& entries) {
   QF_ADD_ENTRY(cpu_int8_matmul);
   QF_ADD_ENTRY(cpu_quantize);
   QF_ADD_ENTRY(cpu_dequantize);
-  QF_ADD_ENTRY(cpu_int8_quantized);
   module.attr("op_layouts") = layouts();
-  module.attr("attn_params_bytes") = sizeof(QfAttnParams);  // of a struct within a struct
   py::class_<OpCall>(module, "OpCall")
       .def(py::init<const std::string&, const std::string&, const std::vector<std::string>&, uintptr_t, uintptr_t,
                     uintptr_t>(),

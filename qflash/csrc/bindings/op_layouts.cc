@@ -1,13 +1,25 @@
 #include "op_layouts.h"
 
-#include <cstring>
+#include <cstdio>
 #include <iterator>
 #include <stdexcept>
-#include <string>
-#include <utility>
+#include <type_traits>
 
 namespace qflash {
 namespace {
+
+// A member of a struct as it is written down; `kind` 's': a struct itself, of `members`.
+struct Member {
+  const char* name;
+  size_t offset, bytes, alignment;
+  char kind;
+  const Member* members;
+  size_t count;
+};
+
+// kMembers of a struct: all of them, in order.
+template <class S>
+struct Table;
 
 template <class T>
 constexpr char kind_of() {
@@ -19,144 +31,158 @@ constexpr char kind_of() {
   return '?';
 }
 
-// Whether the fields follow each other with no more space between them than alignment needs: none was left out.
+// Whether the members follow each other with no more space between them than alignment needs: none was left out.
 template <size_t N>
-constexpr bool complete(const OpField (&fields)[N], size_t struct_bytes) {
+constexpr bool complete(const Member (&members)[N], size_t struct_bytes, size_t alignment) {
   size_t end = 0;
-  for (const OpField& field : fields) {
-    if (field.kind == '?' || field.offset != (end + field.bytes - 1) / field.bytes * field.bytes) return false;
-    end = field.offset + field.bytes;
+  for (const Member& member : members) {
+    if (member.kind == '?' || member.offset != (end + member.alignment - 1) / member.alignment * member.alignment)
+      return false;
+    end = member.offset + member.bytes;
   }
-  return (end + 7) / 8 * 8 == struct_bytes && struct_bytes <= kMostOpBytes;
+  return (end + alignment - 1) / alignment * alignment == struct_bytes && struct_bytes <= kMostOpBytes;
+}
+
+template <class S>
+constexpr void check_complete() {
+  static_assert(complete(Table<S>::kMembers, sizeof(S), alignof(S)),
+                "a struct of qflash.h or qflash_ops.h has members that its table here does not list in order");
+}
+
+template <class T>
+constexpr Member member(const char* name, size_t offset) {
+  if constexpr (std::is_class_v<T>) {
+    check_complete<T>();
+    return {name, offset, sizeof(T), alignof(T), 's', Table<T>::kMembers, std::size(Table<T>::kMembers)};
+  } else {
+    return {name, offset, sizeof(T), alignof(T), kind_of<T>(), nullptr, 0};
+  }
 }
 
 // `S` names the struct whose table is being written.
-#define QF_FIELD(field) {#field, offsetof(S, field), sizeof(S{}.field), kind_of<decltype(S{}.field)>()}
-#define QF_TENSOR(field) \
-  QF_FIELD(field.data), QF_FIELD(field.stride_b), QF_FIELD(field.stride_t), QF_FIELD(field.stride_h)
-#define QF_ROPE(field)                                                                                  \
-  QF_FIELD(field.cos), QF_FIELD(field.sin), QF_FIELD(field.positions_q), QF_FIELD(field.positions_k),   \
-      QF_FIELD(field.stride_positions_q_b), QF_FIELD(field.stride_positions_k_b), QF_FIELD(field.rows), \
-      QF_FIELD(field.rotary_dim), QF_FIELD(field.interleaved), QF_FIELD(field.reserved)
-#define QF_ATTENTION(field)                                                                                          \
-  QF_FIELD(field.struct_bytes), QF_FIELD(field.dtype), QF_FIELD(field.precision), QF_FIELD(field.batch),             \
-      QF_FIELD(field.q_len), QF_FIELD(field.k_len), QF_FIELD(field.q_heads), QF_FIELD(field.kv_heads),               \
-      QF_FIELD(field.head_dim), QF_FIELD(field.window_left), QF_FIELD(field.window_right), QF_FIELD(field.scale),    \
-      QF_FIELD(field.softcap), QF_FIELD(field.num_threads), QF_TENSOR(field.q), QF_TENSOR(field.k),                  \
-      QF_TENSOR(field.v), QF_TENSOR(field.out), QF_FIELD(field.lse), QF_FIELD(field.lse_stride_b),                   \
-      QF_FIELD(field.lse_stride_h), QF_FIELD(field.kv_lens), QF_FIELD(field.cu_seqlens_q),                           \
-      QF_FIELD(field.cu_seqlens_k), QF_ROPE(field.rope), QF_FIELD(field.workspace), QF_FIELD(field.workspace_bytes), \
-      QF_FIELD(field.total_q), QF_FIELD(field.total_k)
-#define QF_SCALES(field)                                                                             \
-  QF_FIELD(field.scale), QF_FIELD(field.zero_point), QF_FIELD(field.sums), QF_FIELD(field.stride_b), \
-      QF_FIELD(field.stride_h), QF_FIELD(field.group), QF_FIELD(field.reserved)
+#define QF_MEMBER(name) member<decltype(S::name)>(#name, offsetof(S, name))
+#define QF_TABLE(type, ...)                             \
+  template <>                                           \
+  struct Table<type> {                                  \
+    using S = type;                                     \
+    static constexpr Member kMembers[] = {__VA_ARGS__}; \
+  }
 
-struct Quantize {
-  using S = QfQuantizeParams;
-  static constexpr OpField kFields[] = {
-      QF_FIELD(struct_bytes), QF_FIELD(dtype),          QF_FIELD(batch),        QF_FIELD(length),
-      QF_FIELD(heads),        QF_FIELD(head_dim),       QF_FIELD(granularity),  QF_FIELD(group),
-      QF_FIELD(symmetric),    QF_FIELD(rounding),       QF_FIELD(num_threads),  QF_FIELD(smooth),
-      QF_FIELD(reserved),     QF_FIELD(queries),        QF_FIELD(seed),         QF_TENSOR(x),
-      QF_TENSOR(values),      QF_FIELD(scale),          QF_FIELD(zero_point),   QF_FIELD(sums),
-      QF_FIELD(mean),         QF_FIELD(lens),           QF_FIELD(cu_seqlens),   QF_FIELD(total),
-      QF_ROPE(rope),          QF_FIELD(key_lens),       QF_FIELD(cu_seqlens_k), QF_FIELD(key_length),
-      QF_FIELD(lift_heads),   QF_FIELD(lift_mean),      QF_FIELD(lift),         QF_FIELD(wild),
-      QF_FIELD(workspace),    QF_FIELD(workspace_bytes)};
-};
+QF_TABLE(QfTensor, QF_MEMBER(data), QF_MEMBER(stride_b), QF_MEMBER(stride_t), QF_MEMBER(stride_h));
 
-struct Dequantize {
-  using S = QfDequantizeParams;
-  static constexpr OpField kFields[] = {
-      QF_FIELD(struct_bytes), QF_FIELD(dtype),       QF_FIELD(batch), QF_FIELD(length),     QF_FIELD(heads),
-      QF_FIELD(head_dim),     QF_FIELD(granularity), QF_FIELD(group), QF_FIELD(symmetric),  QF_FIELD(num_threads),
-      QF_TENSOR(values),      QF_TENSOR(out),        QF_FIELD(scale), QF_FIELD(zero_point), QF_FIELD(mean)};
-};
+QF_TABLE(QfRope, QF_MEMBER(cos), QF_MEMBER(sin), QF_MEMBER(positions_q), QF_MEMBER(positions_k),
+         QF_MEMBER(stride_positions_q_b), QF_MEMBER(stride_positions_k_b), QF_MEMBER(rows), QF_MEMBER(rotary_dim),
+         QF_MEMBER(interleaved), QF_MEMBER(reserved));
 
-struct Int8Attention {
-  using S = QfInt8AttnParams;
-  static constexpr OpField kFields[] = {QF_FIELD(struct_bytes), QF_FIELD(reserved),  QF_ATTENTION(attn),
-                                        QF_SCALES(q_scales),    QF_SCALES(k_scales), QF_SCALES(v_scales),
-                                        QF_FIELD(lift),         QF_FIELD(k_mean),    QF_FIELD(k_wild)};
-};
+QF_TABLE(QfScales, QF_MEMBER(scale), QF_MEMBER(zero_point), QF_MEMBER(sums), QF_MEMBER(stride_b), QF_MEMBER(stride_h),
+         QF_MEMBER(group), QF_MEMBER(reserved));
 
-struct KvAttention {
-  using S = QfKvAttnParams;
-  static constexpr OpField kFields[] = {
-      QF_FIELD(struct_bytes), QF_FIELD(rounding),  QF_FIELD(seed),      QF_ATTENTION(attn), QF_FIELD(kv.k),
-      QF_FIELD(kv.k_scale),   QF_FIELD(kv.k_mean), QF_FIELD(kv.k_wild), QF_FIELD(kv.v),     QF_FIELD(kv.v_scale),
-      QF_FIELD(kv.v_lift),    QF_FIELD(kv.v_wild), QF_FIELD(kv.v_mean)};
-};
+QF_TABLE(QfKv, QF_MEMBER(kind), QF_MEMBER(k_dtype), QF_MEMBER(v_dtype), QF_MEMBER(page_size), QF_MEMBER(k),
+         QF_MEMBER(v), QF_MEMBER(k_scales), QF_MEMBER(v_scales), QF_MEMBER(k_mean), QF_MEMBER(v_mean),
+         QF_MEMBER(k_nonfinite), QF_MEMBER(v_nonfinite), QF_MEMBER(v_exponents), QF_MEMBER(page_table),
+         QF_MEMBER(page_table_stride));
 
-struct Int8Matmul {
-  using S = QfInt8MatmulParams;
-  static constexpr OpField kFields[] = {QF_FIELD(struct_bytes),
-                                        QF_FIELD(out_dtype),
-                                        QF_FIELD(m),
-                                        QF_FIELD(n),
-                                        QF_FIELD(k),
-                                        QF_FIELD(a),
-                                        QF_FIELD(b),
-                                        QF_FIELD(a_stride_m),
-                                        QF_FIELD(b_stride_k),
-                                        QF_FIELD(b_stride_n),
-                                        QF_FIELD(a_scale),
-                                        QF_FIELD(b_scale),
-                                        QF_FIELD(a_scale_stride),
-                                        QF_FIELD(b_scale_stride),
-                                        QF_FIELD(bias),
-                                        QF_FIELD(out),
-                                        QF_FIELD(out_stride_m),
-                                        QF_FIELD(num_threads),
-                                        QF_FIELD(reserved),
-                                        QF_FIELD(workspace),
-                                        QF_FIELD(workspace_bytes)};
-};
+QF_TABLE(QfAttnParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(precision), QF_MEMBER(batch),
+         QF_MEMBER(q_len), QF_MEMBER(k_len), QF_MEMBER(q_heads), QF_MEMBER(kv_heads), QF_MEMBER(head_dim),
+         QF_MEMBER(window_left), QF_MEMBER(window_right), QF_MEMBER(scale), QF_MEMBER(softcap), QF_MEMBER(num_threads),
+         QF_MEMBER(rounding), QF_MEMBER(reserved), QF_MEMBER(seed), QF_MEMBER(q), QF_MEMBER(out), QF_MEMBER(lse),
+         QF_MEMBER(lse_stride_b), QF_MEMBER(lse_stride_h), QF_MEMBER(kv_lens), QF_MEMBER(cu_seqlens_q),
+         QF_MEMBER(cu_seqlens_k), QF_MEMBER(rope), QF_MEMBER(q_scales), QF_MEMBER(lift), QF_MEMBER(kv),
+         QF_MEMBER(workspace), QF_MEMBER(workspace_bytes), QF_MEMBER(total_q), QF_MEMBER(total_k));
 
-struct Rows {
-  using S = QfRowsParams;
-  static constexpr OpField kFields[] = {
-      QF_FIELD(struct_bytes), QF_FIELD(dtype), QF_FIELD(rows),       QF_FIELD(columns), QF_FIELD(x),
-      QF_FIELD(x_stride),     QF_FIELD(out),   QF_FIELD(out_stride), QF_FIELD(scale),   QF_FIELD(eps),
-      QF_FIELD(weight),       QF_FIELD(bias),  QF_FIELD(mean),       QF_FIELD(rstd),    QF_FIELD(num_threads),
-      QF_FIELD(reserved)};
-};
+QF_TABLE(QfAttnBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(reserved), QF_MEMBER(fwd), QF_MEMBER(dout),
+         QF_MEMBER(dlse), QF_MEMBER(dq), QF_MEMBER(dk), QF_MEMBER(dv), QF_MEMBER(workspace),
+         QF_MEMBER(workspace_bytes));
 
-struct CrossEntropy {
-  using S = QfCrossEntropyParams;
-  static constexpr OpField kFields[] = {
-      QF_FIELD(struct_bytes),  QF_FIELD(dtype),   QF_FIELD(rows),         QF_FIELD(columns),    QF_FIELD(logits),
-      QF_FIELD(logits_stride), QF_FIELD(targets), QF_FIELD(ignore_index), QF_FIELD(smoothing),  QF_FIELD(losses),
-      QF_FIELD(lse),           QF_FIELD(total),   QF_FIELD(mean),         QF_FIELD(num_threads)};
-};
+QF_TABLE(QfQuantizeKvParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(precision), QF_MEMBER(batch),
+         QF_MEMBER(k_len), QF_MEMBER(kv_heads), QF_MEMBER(head_dim), QF_MEMBER(rounding), QF_MEMBER(num_threads),
+         QF_MEMBER(reserved), QF_MEMBER(seed), QF_MEMBER(k), QF_MEMBER(v), QF_MEMBER(kv_lens), QF_MEMBER(cu_seqlens_k),
+         QF_MEMBER(total_k), QF_MEMBER(rope), QF_MEMBER(kv));
 
-#undef QF_FIELD
-#undef QF_TENSOR
-#undef QF_ROPE
-#undef QF_ATTENTION
-#undef QF_SCALES
+QF_TABLE(QfQuantizeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(batch), QF_MEMBER(length),
+         QF_MEMBER(heads), QF_MEMBER(head_dim), QF_MEMBER(granularity), QF_MEMBER(group), QF_MEMBER(symmetric),
+         QF_MEMBER(rounding), QF_MEMBER(num_threads), QF_MEMBER(smooth), QF_MEMBER(reserved), QF_MEMBER(queries),
+         QF_MEMBER(seed), QF_MEMBER(x), QF_MEMBER(values), QF_MEMBER(scale), QF_MEMBER(zero_point), QF_MEMBER(sums),
+         QF_MEMBER(mean), QF_MEMBER(lens), QF_MEMBER(cu_seqlens), QF_MEMBER(total), QF_MEMBER(rope),
+         QF_MEMBER(key_lens), QF_MEMBER(cu_seqlens_k), QF_MEMBER(key_length), QF_MEMBER(lift_heads),
+         QF_MEMBER(lift_mean), QF_MEMBER(lift), QF_MEMBER(wild), QF_MEMBER(workspace), QF_MEMBER(workspace_bytes));
 
-template <class Table>
+QF_TABLE(QfDequantizeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(batch), QF_MEMBER(length),
+         QF_MEMBER(heads), QF_MEMBER(head_dim), QF_MEMBER(granularity), QF_MEMBER(group), QF_MEMBER(symmetric),
+         QF_MEMBER(num_threads), QF_MEMBER(values), QF_MEMBER(out), QF_MEMBER(scale), QF_MEMBER(zero_point),
+         QF_MEMBER(mean));
+
+QF_TABLE(QfInt8MatmulParams, QF_MEMBER(struct_bytes), QF_MEMBER(out_dtype), QF_MEMBER(m), QF_MEMBER(n), QF_MEMBER(k),
+         QF_MEMBER(a), QF_MEMBER(b), QF_MEMBER(a_stride_m), QF_MEMBER(b_stride_k), QF_MEMBER(b_stride_n),
+         QF_MEMBER(a_scale), QF_MEMBER(b_scale), QF_MEMBER(a_scale_stride), QF_MEMBER(b_scale_stride), QF_MEMBER(bias),
+         QF_MEMBER(out), QF_MEMBER(out_stride_m), QF_MEMBER(num_threads), QF_MEMBER(reserved), QF_MEMBER(workspace),
+         QF_MEMBER(workspace_bytes));
+
+QF_TABLE(QfRowsParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows), QF_MEMBER(columns), QF_MEMBER(x),
+         QF_MEMBER(x_stride), QF_MEMBER(out), QF_MEMBER(out_stride), QF_MEMBER(scale), QF_MEMBER(eps),
+         QF_MEMBER(weight), QF_MEMBER(bias), QF_MEMBER(mean), QF_MEMBER(rstd), QF_MEMBER(num_threads),
+         QF_MEMBER(reserved));
+
+QF_TABLE(QfCrossEntropyParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows), QF_MEMBER(columns),
+         QF_MEMBER(logits), QF_MEMBER(logits_stride), QF_MEMBER(targets), QF_MEMBER(ignore_index), QF_MEMBER(smoothing),
+         QF_MEMBER(losses), QF_MEMBER(lse), QF_MEMBER(total), QF_MEMBER(mean), QF_MEMBER(num_threads));
+
+#undef QF_TABLE
+#undef QF_MEMBER
+
+void flatten(const std::string& prefix, size_t offset, const Member* members, size_t count,
+             std::vector<OpField>& fields) {
+  for (const Member* member = members; member != members + count; ++member) {
+    const std::string name = prefix + member->name;
+    if (member->kind == 's')
+      flatten(name + ".", offset + member->offset, member->members, member->count, fields);
+    else
+      fields.push_back({name, offset + member->offset, member->bytes, member->kind});
+  }
+}
+
+template <class S>
 OpLayout layout_of(const char* name) {
-  static_assert(complete(Table::kFields, sizeof(typename Table::S)),
-                "a struct of qflash_ops.h has fields that its table here does not list in order");
-  return {name, sizeof(typename Table::S), Table::kFields, std::size(Table::kFields)};
+  check_complete<S>();
+  OpLayout layout{name, sizeof(S), {}, kNoField, kNoField, kNoField};
+  flatten("", 0, Table<S>::kMembers, std::size(Table<S>::kMembers), layout.fields);
+  const auto offset_of = [&](const char* field) {
+    const OpField* found = layout.find(field);
+    return found ? found->offset : kNoField;
+  };
+  layout.threads = offset_of("num_threads");
+  if (layout.threads == kNoField) layout.threads = offset_of("fwd.num_threads");
+  layout.workspace = offset_of("workspace");
+  layout.workspace_bytes = offset_of("workspace_bytes");
+  return layout;
+}
+
+// 64-bit FNV-1a.
+uint64_t digest(const std::string& text) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+  return hash;
 }
 
 }  // namespace
 
 const OpField* OpLayout::find(std::string_view field) const {
-  for (size_t i = 0; i < count; ++i)
-    if (field == fields[i].name) return &fields[i];
+  for (const OpField& candidate : fields)
+    if (field == candidate.name) return &candidate;
   return nullptr;
 }
 
 const std::vector<OpLayout>& op_layouts() {
   static const auto* layouts = new std::vector<OpLayout>{
-      layout_of<Quantize>("QfQuantizeParams"),        layout_of<Dequantize>("QfDequantizeParams"),
-      layout_of<Int8Attention>("QfInt8AttnParams"),   layout_of<KvAttention>("QfKvAttnParams"),
-      layout_of<Int8Matmul>("QfInt8MatmulParams"),    layout_of<Rows>("QfRowsParams"),
-      layout_of<CrossEntropy>("QfCrossEntropyParams")};
+      layout_of<QfAttnParams>("QfAttnParams"),
+      layout_of<QfAttnBwdParams>("QfAttnBwdParams"),
+      layout_of<QfQuantizeKvParams>("QfQuantizeKvParams"),
+      layout_of<QfQuantizeParams>("QfQuantizeParams"),
+      layout_of<QfDequantizeParams>("QfDequantizeParams"),
+      layout_of<QfInt8MatmulParams>("QfInt8MatmulParams"),
+      layout_of<QfRowsParams>("QfRowsParams"),
+      layout_of<QfCrossEntropyParams>("QfCrossEntropyParams"),
+  };
   return *layouts;
 }
 
@@ -166,29 +192,26 @@ const OpLayout* find_op_layout(std::string_view name) {
   return nullptr;
 }
 
+const std::string& abi() {
+  static const auto* text = [] {
+    std::string all;
+    for (const OpLayout& layout : op_layouts()) {
+      all += std::string(layout.name) + ' ' + std::to_string(layout.bytes) + '\n';
+      for (const OpField& field : layout.fields)
+        all += field.name + ' ' + std::to_string(field.offset) + ' ' + field.kind + '\n';
+    }
+    char digits[17];
+    std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(digest(all)));
+    return new std::string(digits);
+  }();
+  return *text;
+}
+
 OpParams::OpParams(const OpLayout& layout, const void* data, size_t bytes) : layout_(&layout) {
   if (bytes != layout.bytes)
     throw std::invalid_argument(std::string(layout.name) + " was given as " + std::to_string(bytes) +
                                 " bytes; allowed: " + std::to_string(layout.bytes));
   std::memcpy(bytes_, data, bytes);
-}
-
-void OpParams::set_pointer(size_t offset, const void* pointer) {
-  std::memcpy(bytes_ + offset, &pointer, sizeof pointer);
-}
-
-void OpParams::set_threads(int32_t threads) {
-  for (const char* name : {"num_threads", "attn.num_threads"})
-    if (const OpField* field = layout_->find(name)) std::memcpy(bytes_ + field->offset, &threads, sizeof threads);
-}
-
-void OpParams::set_workspace(const void* workspace, int64_t bytes) {
-  for (const auto& [pointer, size] :
-       {std::pair{"workspace", "workspace_bytes"}, std::pair{"attn.workspace", "attn.workspace_bytes"}})
-    if (const OpField* field = layout_->find(pointer)) {
-      set_pointer(field->offset, workspace);
-      std::memcpy(bytes_ + layout_->find(size)->offset, &bytes, sizeof bytes);
-    }
 }
 
 }  // namespace qflash

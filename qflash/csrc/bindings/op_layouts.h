@@ -1,10 +1,12 @@
 // Where each field of an operation's struct lies, told by the compiler: Python fills the structs by these names, so
-// the header is the one place that says what they look like.
+// the headers are the one place that says what they look like.
 #ifndef QFLASH_BINDINGS_OP_LAYOUTS_H_
 #define QFLASH_BINDINGS_OP_LAYOUTS_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -12,18 +14,22 @@
 
 namespace qflash {
 
-// `kind` is the letter of Python's struct module for the field's type.
+// `kind` is the letter of Python's struct module for the field's type. A field of a struct within has a name with dots,
+// as "kv.k.data".
 struct OpField {
-  const char* name;
+  std::string name;
   size_t offset, bytes;
   char kind;
 };
 
+constexpr size_t kNoField = size_t(-1);
+
 struct OpLayout {
   const char* name;  // of the struct
   size_t bytes;
-  const OpField* fields;
-  size_t count;
+  std::vector<OpField> fields;
+  // Offsets of what changes from call to call beside the arrays; kNoField where a struct has no such field.
+  size_t threads, workspace, workspace_bytes;
 
   const OpField* find(std::string_view field) const;
 };
@@ -32,6 +38,10 @@ struct OpLayout {
 const std::vector<OpLayout>& op_layouts();
 const OpLayout* find_op_layout(std::string_view name);
 
+// Sixteen hexadecimal digits that change whenever a struct does: what programs and libraries that outlive a process are
+// told apart by.
+const std::string& abi();
+
 constexpr size_t kMostOpBytes = 1024;
 
 // A struct of an operation, by value: the bytes a call was prepared with, and what changes from call to call.
@@ -39,12 +49,32 @@ class OpParams {
  public:
   // Throws std::invalid_argument when `bytes` is not the size of the struct.
   OpParams(const OpLayout& layout, const void* data, size_t bytes);
+  OpParams(const OpParams& other) : layout_(other.layout_) { std::memcpy(bytes_, other.bytes_, layout_->bytes); }
+  OpParams& operator=(const OpParams&) = delete;
 
+  const OpLayout& layout() const { return *layout_; }
   const void* data() const { return bytes_; }
-  void set_pointer(size_t offset, const void* pointer);
-  // Fields that not every struct has; setting one that is absent does nothing.
-  void set_threads(int32_t threads);
-  void set_workspace(const void* workspace, int64_t bytes);
+  void set_pointer(size_t offset, const void* pointer) { set(offset, pointer); }
+  // Setting a field that the struct lacks does nothing.
+  void set_threads(int32_t threads) {
+    if (layout_->threads != kNoField) set(layout_->threads, threads);
+  }
+  void set_workspace(const void* workspace, int64_t bytes) {
+    if (layout_->workspace == kNoField) return;
+    set(layout_->workspace, workspace);
+    set(layout_->workspace_bytes, bytes);
+  }
+  // The caller has made sure that the struct has a field of this type there.
+  template <class T>
+  void set(size_t offset, T value) {
+    std::memcpy(bytes_ + offset, &value, sizeof value);
+  }
+  template <class T>
+  T get(size_t offset) const {
+    T value;
+    std::memcpy(&value, bytes_ + offset, sizeof value);
+    return value;
+  }
 
  private:
   const OpLayout* layout_;

@@ -159,10 +159,12 @@ QfAttnParams params_of(const Attributes& a, ffi::AnyBuffer q, ffi::AnyBuffer k, 
   p.scale = a.scale;
   p.softcap = a.softcap;
   p.q = qflash::contiguous(packed, p.q_len, p.q_heads, p.head_dim);
-  p.k = p.v = qflash::contiguous(packed, p.k_len, p.kv_heads, p.head_dim);
+  p.kv.kind = QF_KV_ARRAYS;
+  p.kv.k_dtype = p.kv.v_dtype = p.dtype;
+  p.kv.k = p.kv.v = qflash::contiguous(packed, p.k_len, p.kv_heads, p.head_dim);
   p.q.data = q.untyped_data();
-  p.k.data = k.untyped_data();
-  p.v.data = v.untyped_data();
+  p.kv.k.data = k.untyped_data();
+  p.kv.v.data = v.untyped_data();
   qflash::set_result_strides(p, packed);
   return p;
 }
@@ -271,6 +273,7 @@ ffi::Error backward_cpu(const Attributes& a, ffi::AnyBuffer q, ffi::AnyBuffer k,
     const KernelAddresses kernel = registry().get(a.kernel, "QfAttnBwdParams");
     const bool packed = a.operands & kPacked;
     QfAttnBwdParams p{};
+    p.struct_bytes = sizeof p;
     p.fwd = params_of(a, q, k, v);
     Remaining rest(optional);
     take_optional(p.fwd, a, rest);

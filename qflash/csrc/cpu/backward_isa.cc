@@ -34,9 +34,9 @@ static float delta_of_few(const QfAttnParams& p, const Sequence& s, int64_t kv_h
   alignas(64) float k[kMaxHeadDim], v[kMaxHeadDim];
   float delta = 0.0f;
   for (int64_t key = keys.begin; key < keys.end; key++) {
-    load_padded(k, row_address(p.k, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim, pitch);
+    load_padded(k, row_address(p.kv.k, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim, pitch);
     rotate_row(k, p.rope, key_position(p, s, key));
-    load_padded(v, row_address(p.v, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim, pitch);
+    load_padded(v, row_address(p.kv.v, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim, pitch);
     const float score = dot_rows(q, k, pitch);
     const float capped = p.softcap != 0.0f ? tanhf(score * map.inverse_cap) : score;
     delta += exp2f(capped * map.factor + minus_lse) * dot_rows(dout, v, pitch);
@@ -100,9 +100,9 @@ static void load_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_h
   FiniteCheck check;
   for (int j = 0; j < count; j++) {
     const int64_t row = s.first_k + first + j;
-    load_padded(block.k + j * pitch, row_address(p.k, p.dtype, s.batch, row, kv_head), p.dtype, p.head_dim, pitch);
+    load_padded(block.k + j * pitch, row_address(p.kv.k, p.dtype, s.batch, row, kv_head), p.dtype, p.head_dim, pitch);
     rotate_row(block.k + j * pitch, p.rope, key_position(p, s, first + j));
-    load_padded(v + j * pitch, row_address(p.v, p.dtype, s.batch, row, kv_head), p.dtype, p.head_dim, pitch);
+    load_padded(v + j * pitch, row_address(p.kv.v, p.dtype, s.batch, row, kv_head), p.dtype, p.head_dim, pitch);
     check.add_row(block.k + j * pitch, pitch);
   }
   set_zero(block.k + count * pitch, int64_t(kBwdBlock - count) * pitch);

@@ -22,6 +22,15 @@ int check_shape(const QfAttnParams& p) {
   return QF_OK;
 }
 
+int check_kv(const QfAttnParams& p) {
+  if (p.kv.kind != QF_KV_ARRAYS || p.kv.page_size != 0)
+    return fail(QF_UNSUPPORTED, "kv.kind is %d with pages of %d; allowed: %d, two arrays, without pages", p.kv.kind,
+                p.kv.page_size, QF_KV_ARRAYS);
+  if (p.kv.k_dtype != p.dtype || p.kv.v_dtype != p.dtype)
+    return fail(QF_UNSUPPORTED, "k and v have dtypes %d and %d; allowed: q's, %d", p.kv.k_dtype, p.kv.v_dtype, p.dtype);
+  return QF_OK;
+}
+
 // cu[0] = 0, never falling, no step above `longest`, cu[batch] = total.
 int check_cumulative(const char* name, const char* longest_name, const int32_t* cu, int32_t batch, int64_t total,
                      int64_t longest) {
@@ -66,6 +75,7 @@ int check_positions(const QfAttnParams& p, const Sequence& s) {
 int check_values(const QfAttnParams& p) {
   if (p.struct_bytes != int32_t(sizeof(QfAttnParams))) return QF_BAD_ABI;
   if (int status = check_shape(p)) return status;
+  if (int status = check_kv(p)) return status;
   if (p.cu_seqlens_q) {
     if (int status = check_cumulative("cu_seqlens_q", "max_seqlen_q", p.cu_seqlens_q, p.batch, p.total_q, p.q_len))
       return status;

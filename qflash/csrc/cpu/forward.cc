@@ -8,6 +8,7 @@
 #include "forward.h"
 
 #include "finish.h"
+#include "interrupt.h"
 #include "pack.h"
 #include "scratch.h"
 #include "softmax.h"
@@ -40,6 +41,9 @@ size_t lay_out(void* base, int64_t rows, int64_t head_dim, bool packed, Scratch*
   return arena.used();
 }
 
+// Tiles after which a block looks whether the call is interrupted: some milliseconds' work.
+constexpr int64_t kTilesPerLook = 16;
+
 class Block {
  public:
   Block(const QfAttnParams& p, const RowBlock& block, const Scratch& scratch)
@@ -47,12 +51,13 @@ class Block {
     values_in_place_ = block.direct && p.dtype == QF_F32 && dim_ % kLanes == 0;
   }
 
-  void run() {
+  int run() {
     load_queries();
     const KeyRange any = keys_of_any(p_, s_, block_.first_query, block_.first_query + block_.queries - 1);
     const int64_t begin = any.begin > block_.key_begin ? any.begin : block_.key_begin;
     const int64_t end = any.end < block_.key_end ? any.end : block_.key_end;
     for (int64_t start = begin / kTileKeys * kTileKeys; begin < end && start < end; start += kTileKeys) {
+      if (start / kTileKeys % kTilesPerLook == kTilesPerLook - 1 && interrupted()) return QF_INTERRUPTED;
       first_key_ = start;
       keys_ = int(end - start < kTileKeys ? end - start : kTileKeys);
       tile();
@@ -61,6 +66,7 @@ class Block {
       store_partial();
     else
       store_result();
+    return QF_OK;
   }
 
  private:
@@ -161,8 +167,8 @@ class Block {
   void scores_in_place() {
     for (int j = 0; j < keys_; j += kLanes) {
       const int count = keys_ - j < kLanes ? keys_ - j : kLanes;
-      prefetch_rows(p_.v, j, count);
-      if (j + kLanes < keys_) prefetch_rows(p_.k, j + kLanes, kLanes);
+      prefetch_rows(p_.kv.v, j, count);
+      if (j + kLanes < keys_) prefetch_rows(p_.kv.k, j + kLanes, kLanes);
       const float* keys[kLanes];
       for (int i = 0; i < count; i++)
         keys[i] = key_row(p_, s_, first_key_ + j + i, block_.kv_head, x_.staging + i * x_.pitch);
@@ -225,12 +231,13 @@ class Block {
   void accumulate(int64_t row, int64_t count, Span span) {
     const float* weights = x_.s + row * kTileKeys + span.begin;
     const float* in_place = reinterpret_cast<const float*>(
-        row_address(p_.v, p_.dtype, s_.batch, s_.first_k + first_key_ + span.begin, block_.kv_head));
+        row_address(p_.kv.v, p_.dtype, s_.batch, s_.first_k + first_key_ + span.begin, block_.kv_head));
     for (int64_t start = 0; start < x_.pitch; start += kPanel) {
       const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
       const float* values = values_in_place_ ? in_place + start : values_tile_ + start * kTileKeys + span.begin * width;
-      multiply<true>(count, int(width / kLanes), weights, kTileKeys, values, values_in_place_ ? p_.v.stride_t : width,
-                     x_.o + row * x_.pitch + start, x_.pitch, span.end - span.begin, x_.alpha + row, ahead_);
+      multiply<true>(count, int(width / kLanes), weights, kTileKeys, values,
+                     values_in_place_ ? p_.kv.v.stride_t : width, x_.o + row * x_.pitch + start, x_.pitch,
+                     span.end - span.begin, x_.alpha + row, ahead_);
     }
   }
 
@@ -270,8 +277,7 @@ int forward_block(const QfAttnParams& p, const RowBlock& block) {
   void* memory = thread_scratch(lay_out(nullptr, rows, p.head_dim, block.packed, &scratch));
   if (!memory) return QF_NO_MEMORY;
   lay_out(memory, rows, p.head_dim, block.packed, &scratch);
-  Block(p, block, scratch).run();
-  return QF_OK;
+  return Block(p, block, scratch).run();
 }
 
 int pack_tile(const QfAttnParams& p, const Sequence& sequence, int64_t kv_head, int64_t first_key, float* tile) {

@@ -1,4 +1,5 @@
 // qf_cpu_int8: plans the passes over keys and rows and hands their items to the kernel of this machine. See int8.h.
+// Arrays that are INT8 already go to ops/int8_quantized.cc.
 #include "int8.h"
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 
 #include "checks.h"
 #include "isa.h"
+#include "ops/int8_quantized.h"
 #include "status.h"
 #include "threads.h"
 
@@ -269,10 +271,12 @@ const Int8Kernel& kernel_for(Isa isa) {
 }  // namespace qf
 
 extern "C" int qf_cpu_int8(const QfAttnParams* params, void*) {
-  if (int status = qf::check_values(*params)) return status;
+  if (params->struct_bytes != int32_t(sizeof *params)) return QF_BAD_ABI;
   qf::Isa isa;
   if (int status = qf::choose_isa(&isa)) return status;
   try {
+    if (params->kv.kind == QF_KV_QUANTIZED) return qf::attend_quantized(*params, isa);
+    if (int status = qf::check_values(*params)) return status;
     return qf::Call(*params, qf::kernel_for(isa)).run();
   } catch (const std::bad_alloc&) {
     return QF_NO_MEMORY;

@@ -57,7 +57,7 @@ static void add_wild_values(const QfAttnParams& p, const Sequence& s, const Int8
     if (!head.wild[block]) continue;
     const KeyRange keys = intersection(seen, {block * kInt8KeyBlock, (block + 1) * kInt8KeyBlock});
     for (int64_t key = keys.begin; key < keys.end; key++) {
-      load_row(v, row_address(p.v, p.dtype, s.batch, s.first_k + key, head.kv_head), p.dtype, p.head_dim);
+      load_row(v, row_address(p.kv.v, p.dtype, s.batch, s.first_k + key, head.kv_head), p.dtype, p.head_dim);
       for (int d = 0; d < p.head_dim; d++)
         if (!__builtin_isfinite(v[d])) out[d] += v[d];
     }

@@ -31,7 +31,7 @@ static inline bool all_finite(const float* x, int n) {
 
 // Rotated key as float32, zeros up to a multiple of kLanes.
 static inline void load_key(const QfAttnParams& p, const Sequence& s, int64_t kv_head, int64_t key, float* x) {
-  load_row(x, row_address(p.k, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim);
+  load_row(x, row_address(p.kv.k, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim);
   clear(x, p.head_dim, int(round_up(p.head_dim, kLanes)));
   rotate_row(x, p.rope, key_position(p, s, key));
 }
@@ -105,7 +105,7 @@ static bool pack_value_rows(const QfAttnParams& p, const Sequence& s, const Int8
     float* row = rows + j * width;
     const int64_t key = first + j;
     const int n = key < s.len_k ? p.head_dim : 0;
-    if (n) load_row(row, row_address(p.v, p.dtype, s.batch, s.first_k + key, head.kv_head), p.dtype, n);
+    if (n) load_row(row, row_address(p.kv.v, p.dtype, s.batch, s.first_k + key, head.kv_head), p.dtype, n);
     clear(row, n, width);
     if (n && !all_finite(row, n)) {
       wild = true;

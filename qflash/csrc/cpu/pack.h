@@ -12,7 +12,7 @@ namespace QF_ISA {
 // Key `key` as float32, rotated: in place when it already is, else in `staging`.
 static inline const float* key_row(const QfAttnParams& p, const Sequence& s, int64_t key, int64_t head,
                                    float* staging) {
-  const char* source = row_address(p.k, p.dtype, s.batch, s.first_k + key, head);
+  const char* source = row_address(p.kv.k, p.dtype, s.batch, s.first_k + key, head);
   if (p.dtype == QF_F32 && !p.rope.cos) return reinterpret_cast<const float*>(source);
   load_row(staging, source, p.dtype, p.head_dim);
   if (p.rope.cos) rotate_row(staging, p.rope, key_position(p, s, key));
@@ -64,7 +64,7 @@ static inline bool pack_values(const QfAttnParams& p, const Sequence& s, int64_t
   const int64_t padded = round_up(dim, kLanes);
   FiniteCheck check;
   for (int64_t j = 0; j < count; j++) {
-    const char* source = row_address(p.v, p.dtype, s.batch, s.first_k + first + j, head);
+    const char* source = row_address(p.kv.v, p.dtype, s.batch, s.first_k + first + j, head);
     const float* row = reinterpret_cast<const float*>(source);
     if (p.dtype != QF_F32) {
       load_row(staging, source, p.dtype, dim);

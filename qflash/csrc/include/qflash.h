@@ -13,11 +13,11 @@
 extern "C" {
 #endif
 
-/* Bumped whenever a struct below changes; part of every compile-cache key. */
-#define QF_ABI 1
-
 enum QfDtype { QF_F32 = 0, QF_F16 = 1, QF_BF16 = 2 };
+/* Elements beyond QfDtype, of keys, values and the arrays of other operations. */
+enum QfOpDtype { QF_I8 = 3, QF_I32 = 4, QF_E4M3 = 5 };
 enum QfPrecision { QF_NATIVE = 0, QF_INT8 = 1, QF_INT8_FP8 = 2 };
+enum QfRounding { QF_NEAREST = 0, QF_STOCHASTIC = 1 };
 
 /* Status of an entry. Values below QF_BAD_VALUE are cudaError_t codes. */
 enum QfStatus {
@@ -26,6 +26,7 @@ enum QfStatus {
   QF_UNSUPPORTED = 100001, /* the entry cannot serve these parameters; dispatch should have refused */
   QF_NO_MEMORY = 100002,   /* scratch memory could not be allocated */
   QF_BAD_ABI = 100003,     /* struct_bytes does not match: caller and library were built apart */
+  QF_INTERRUPTED = 100004, /* the caller asked a CPU entry to stop: results are incomplete */
 };
 
 /* [batch, length, heads, head_dim]; head_dim is contiguous. Packed (varlen) tensors have stride_b = 0. */
@@ -47,9 +48,53 @@ typedef struct QfRope {
   int32_t rows, rotary_dim, interleaved, reserved;
 } QfRope;
 
+/* What one of q, k, v was quantized with: x ~ scale * (value - zero_point). Scales of a token: scale[b * stride_b +
+ * h * stride_h + t / group]; one per tensor is stride_b = stride_h = 0 and a group no token reaches past. */
+typedef struct QfScales {
+  float* scale;              /* NULL: not quantized */
+  const int32_t* zero_point; /* [1]; NULL: symmetric, where a token of -128s is not finite */
+  const int32_t* sums;       /* [batch, heads, length], of q and k when one of them has a zero point */
+  int64_t stride_b, stride_h;
+  int32_t group, reserved;
+} QfScales;
+
+/* What stands in the places of k and v. */
+enum QfKvKind {
+  QF_KV_ARRAYS = 0,    /* two arrays of QfAttnParams.dtype */
+  QF_KV_QUANTIZED = 1, /* q and k are qflash.Quantized, and v may be */
+  QF_KV_KEPT = 2,      /* what quantize_kv leaves */
+  QF_KV_PAGES = 3,     /* for pages of a cache; every entry refuses it today */
+};
+
+/* Keys and values. A field that `kind` does not name is 0.
+ *
+ * QF_KV_ARRAYS: k and v.
+ * QF_KV_QUANTIZED: k holds int8 with k_scales, less k_mean where that is given; v holds int8 with v_scales, or elements
+ * of QfAttnParams.dtype.
+ * QF_KV_KEPT: docs/kernels/sm90_int8.md has the layouts. k is [batch, k_len, kv_heads, head_dim rounded up to 16] in
+ * int8, contiguous: smoothed, then multiplied by a Hadamard matrix in every 16 channels. k_scales.scale is
+ * [batch, kv_heads, ceil(k_len / 64)], group is 64. v is an array of QfAttnParams.dtype, or in E4M3
+ * [batch, kv_heads, head_dim, k_len rounded up to 128], keys permuted in every 16, of which data alone is read; then
+ * v_scales.scale is [batch, kv_heads] and v ~ byte * scale * 2^exponent + v_mean. */
+typedef struct QfKv {
+  int32_t kind;             /* QfKvKind */
+  int32_t k_dtype, v_dtype; /* QfDtype or QfOpDtype of the elements */
+  int32_t page_size;        /* 0: no pages */
+  QfTensor k, v;
+  QfScales k_scales, v_scales;
+  float *k_mean, *v_mean; /* [batch, kv_heads, head_dim]: what was taken off; NULL: nothing */
+  /* [batch, kv_heads]: how many keys, and values, are not finite; NULL: unknown, every tile is looked at */
+  int32_t *k_nonfinite, *v_nonfinite;
+  float* v_exponents; /* [batch, kv_heads, ceil(k_len / 128)], whole numbers */
+  const int32_t* page_table;
+  int64_t page_table_stride;
+} QfKv;
+
+/* rope rotates q and k before all else. With QF_KV_QUANTIZED there is none, for it was applied before quantizing; with
+ * QF_KV_KEPT it rotates q alone. */
 typedef struct QfAttnParams {
   int32_t struct_bytes;                                     /* sizeof(QfAttnParams) of the caller */
-  int32_t dtype;                                            /* QfDtype of q, k, v, out */
+  int32_t dtype;                                            /* QfDtype of q (unless that is quantized) and out */
   int32_t precision;                                        /* QfPrecision */
   int32_t batch, q_len, k_len, q_heads, kv_heads, head_dim; /* packed: q_len, k_len are bounds */
   int32_t window_left, window_right; /* keys seen left/right of the diagonal j = i + len_k - len_q; -1 open.
@@ -57,24 +102,33 @@ typedef struct QfAttnParams {
   float scale;                       /* multiplies q.k */
   float softcap;                     /* 0: none; else s -> softcap * tanh(s / softcap), before masking */
   int32_t num_threads;               /* CPU: 0 means the engine's default */
-  QfTensor q, k, v, out;
+  int32_t rounding;                  /* QfRounding, of the int8 that a kernel makes of q and k; stochastic uses seed */
+  int32_t reserved;                  /* 0 */
+  uint64_t seed;
+  QfTensor q, out;
   float* lse; /* [batch, q_heads, q_len], or [q_heads, total_q] when packed; NULL: not wanted */
   int64_t lse_stride_b, lse_stride_h;
   const int32_t* kv_lens;      /* [batch]: keys of sequence b that exist; must be 0..len_k */
   const int32_t* cu_seqlens_q; /* [batch+1]: packed tensors; both or neither */
   const int32_t* cu_seqlens_k;
   QfRope rope;
+  QfScales q_scales; /* QF_KV_QUANTIZED: q holds int8. Of q and k both have a zero point or neither */
+  const float* lift; /* [batch, q_heads, q_len]: q . (what smoothing took off k); NULL: kv.k_mean says */
+  QfKv kv;
   void* workspace; /* as many bytes as qf_<name>_workspace() asked for; CUDA only */
   int64_t workspace_bytes;
   int64_t total_q, total_k; /* rows of packed q and k; unused otherwise */
 } QfAttnParams;
 
-/* Gradients. out and lse of `fwd` are inputs here (what the forward pass returned). */
+/* Gradients. out and lse of `fwd` are inputs here (what the forward pass returned); fwd's workspace is not used. */
 typedef struct QfAttnBwdParams {
+  int32_t struct_bytes, reserved; /* of this struct; fwd's own is checked too */
   QfAttnParams fwd;
   QfTensor dout;       /* like out */
   const float* dlse;   /* like lse, same strides; NULL: zero */
   QfTensor dq, dk, dv; /* like q, k, v; every element is written */
+  void* workspace;     /* as QfAttnParams has it */
+  int64_t workspace_bytes;
 } QfAttnBwdParams;
 
 /* Every forward kernel NAME exports
@@ -85,7 +139,7 @@ typedef struct QfAttnBwdParams {
  * Entries never throw, never exit, never synchronise a device. */
 int qf_cpu(const QfAttnParams* params, void* stream);
 int qf_cpu_bwd(const QfAttnBwdParams* params, void* stream);
-int qf_cpu_int8(const QfAttnParams* params, void* stream);
+int qf_cpu_int8(const QfAttnParams* params, void* stream); /* QF_KV_ARRAYS and QF_KV_QUANTIZED */
 const char* qf_cpu_status_text(int status);
 
 /* "amx" (avx512 with AMX tiles), "avx512", "avx2" or "generic": what this machine runs, or what QFLASH_CPU_ISA asked

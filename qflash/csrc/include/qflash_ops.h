@@ -15,11 +15,7 @@
 extern "C" {
 #endif
 
-/* Elements beyond QfDtype that operations read or write. */
-enum QfOpDtype { QF_I8 = 3, QF_I32 = 4 };
-
 enum QfGranularity { QF_PER_TENSOR = 0, QF_PER_ROWS = 1 }; /* of scales; rows: `group` consecutive tokens of a head */
-enum QfRounding { QF_NEAREST = 0, QF_STOCHASTIC = 1 };
 
 /* x [batch, length, heads, head_dim] -> int8 of the same shape, and what undoes it: x ~ scale * (value - zero_point)
  * + mean. Symmetric: values -127 .. 127, zero_point 0; a token that holds NaN or an infinity is -128 throughout, and
@@ -70,53 +66,21 @@ typedef struct QfDequantizeParams {
   const float* mean;
 } QfDequantizeParams;
 
-/* What one of q, k, v was quantized with: x ~ scale * (value - zero_point). Scales of a token: scale[b * stride_b +
- * h * stride_h + t / group]; one per tensor is stride_b = stride_h = 0 and a group no token reaches past. */
-typedef struct QfScales {
-  const float* scale;        /* NULL (v only): not quantized */
-  const int32_t* zero_point; /* [1]; NULL: symmetric, where a token of -128s is not finite */
-  const int32_t* sums;       /* [batch, heads, length], of q and k when one of them has a zero point */
-  int64_t stride_b, stride_h;
-  int32_t group, reserved;
-} QfScales;
-
-/* Attention on arrays that are INT8 already. attn as ever, but: q and k hold int8, and so does v when v_scales.scale is
- * given (else attn.dtype); attn.dtype is out's, attn.precision QF_INT8; rope is absent (it was applied before
- * quantizing). Of q and k both have a zero point or neither. CUDA: groups of k are a power of two, 16 tokens or more.
- */
-typedef struct QfInt8AttnParams {
-  int32_t struct_bytes, reserved; /* of this struct; attn's own is checked too */
-  QfAttnParams attn;
-  QfScales q_scales, k_scales, v_scales;
-  const float* lift;     /* [batch, q_heads, q_len]: q . (what smoothing took off k); NULL: k_mean says */
-  const float* k_mean;   /* [batch, kv_heads, head_dim]: what smoothing took off k; NULL: nothing */
-  const int32_t* k_wild; /* [batch, kv_heads]: how many keys are not finite; NULL: unknown, every tile is looked at */
-} QfInt8AttnParams;
-
-/* K and V as quantize_kv leaves them, contiguous; docs/kernels/sm90_int8.md has the layouts. width is head_dim rounded
- * up to 16, padded is k_len rounded up to 128. */
-typedef struct QfQuantizedKv {
-  int8_t* k;      /* [batch, k_len, kv_heads, width]: smoothed, then turned by a Hadamard matrix in every 16 channels */
-  float* k_scale; /* [batch, kv_heads, ceil(k_len / 64)] */
-  float* k_mean;  /* [batch, kv_heads, head_dim]: what smoothing took off */
-  int32_t* k_wild; /* [batch, kv_heads]: how many keys are not finite; they are -128 throughout */
-  uint8_t* v;      /* E4M3, [batch, kv_heads, head_dim, padded], keys permuted in every 16; NULL: V stays as it is */
-  float* v_scale;  /* [batch, kv_heads]; these four only with v */
-  float* v_lift;   /* [batch, kv_heads, ceil(k_len / 128)]: v ~ byte v_scale 2^lift + v_mean */
-  int32_t* v_wild; /* [batch, kv_heads]: how many values are not finite */
-  float* v_mean;   /* [batch, kv_heads, head_dim]: what was taken off V, and rows of out get back */
-} QfQuantizedKv;
-
-/* quantize_kv fills kv: of attn it reads k, v, kv_lens, cu_seqlens_k and rope, not q and out. attention_kv reads kv: in
- * attn k.data is NULL, and v.data too where kv.v is there; rope turns q alone. attn.precision is QF_INT8 (kv.v is NULL)
- * or QF_INT8_FP8; attn.dtype that of q, k, v and out; attn has the workspace of both. attention_kv with q.data NULL:
- * what the call before made of q is still in the workspace, and is used again; so the kernel alone is timed. */
-typedef struct QfKvAttnParams {
-  int32_t struct_bytes, rounding; /* QfRounding, of k's int8, and of q's: stochastic uses seed */
+/* k and v, arrays of `dtype`, to what `kv` describes: QF_KV_KEPT, of which every array is written. precision is QF_INT8
+ * (kv.v is not written: v is kept as it is, and not read here) or QF_INT8_FP8. The other fields are those of
+ * QfAttnParams. */
+typedef struct QfQuantizeKvParams {
+  int32_t struct_bytes, dtype, precision;
+  int32_t batch, k_len, kv_heads, head_dim;
+  int32_t rounding, num_threads, reserved;
   uint64_t seed;
-  QfAttnParams attn;
-  QfQuantizedKv kv;
-} QfKvAttnParams;
+  QfTensor k, v;
+  const int32_t* kv_lens;
+  const int32_t* cu_seqlens_k;
+  int64_t total_k;
+  QfRope rope;
+  QfKv kv;
+} QfQuantizeKvParams;
 
 /* out[i, j] = a_scale[i] * b_scale[j] * sum_k a[i, k] b[k, j] + bias[j]; sums are exact in int32. */
 typedef struct QfInt8MatmulParams {
@@ -171,7 +135,6 @@ int qf_cpu_cross_entropy(const QfCrossEntropyParams* params, void* stream);
 int qf_cpu_int8_matmul(const QfInt8MatmulParams* params, void* stream);
 int qf_cpu_quantize(const QfQuantizeParams* params, void* stream);
 int qf_cpu_dequantize(const QfDequantizeParams* params, void* stream);
-int qf_cpu_int8_quantized(const QfInt8AttnParams* params, void* stream);
 
 #ifdef __cplusplus
 }

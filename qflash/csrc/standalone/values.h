@@ -92,7 +92,9 @@ inline QfAttnParams make_params(const Options& o, int dtype, int precision, cons
   p.window_left = -1, p.window_right = o.causal ? 0 : -1;
   p.scale = 1 / std::sqrt(float(o.head_dim));
   p.q = tensor(q, o.length, o.heads, o.head_dim), p.out = tensor(out, o.length, o.heads, o.head_dim);
-  p.k = tensor(k, o.keys, o.kv_heads, o.head_dim), p.v = tensor(v, o.keys, o.kv_heads, o.head_dim);
+  p.kv.k = tensor(k, o.keys, o.kv_heads, o.head_dim), p.kv.v = tensor(v, o.keys, o.kv_heads, o.head_dim);
+  p.kv.kind = QF_KV_ARRAYS;
+  p.kv.k_dtype = p.kv.v_dtype = dtype;
   p.lse = lse;
   p.lse_stride_b = int64_t(o.heads) * o.length, p.lse_stride_h = o.length;
   return p;

@@ -4,7 +4,7 @@
 extern "C" int qf_fa_mma(const QfAttnParams* p, void*) {
   using namespace qf::fa_mma;
   const auto aligned = [&](const QfTensor& x) { return qf::chunks_aligned(x, p->head_dim, 2); };
-  const Aligned all = {aligned(p->q), aligned(p->k), aligned(p->v), aligned(p->out)};
+  const Aligned all = {aligned(p->q), aligned(p->kv.k), aligned(p->kv.v), aligned(p->out)};
   const qf::Grid grid = qf::grid_of(*p, kBlockM, 1);
   const auto run = [&](auto* kernel) {
     return host::launch_blocks([&] { kernel(*p, grid, all); }, grid.items, kThreads, kSharedBytes, p->num_threads);

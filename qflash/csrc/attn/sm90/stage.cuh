@@ -38,7 +38,7 @@ struct Stage {
 
   Stage(const QfAttnParams& p, bool addressed, Which first = kQ) {
     const bool packed = p.cu_seqlens_q || p.total_q > 0 || p.total_k > 0;
-    const QfTensor all[3] = {p.q, p.k, p.v};
+    const QfTensor all[3] = {p.q, p.kv.k, p.kv.v};
     for (int which = first; which <= kV; ++which) {
       Staged& x = tensors[which];
       x.from = all[which];

@@ -49,10 +49,10 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
     const int64_t head = int64_t(item.b) * p.kv_heads + h;
     float* const s_slots = s_memory + (h & 1) * 2 * S::kWarps;  // others may still read those of the head before
     float x[kRounds][16], largest[kRounds];
-    load_tokens<kReads>(x, p, deal, row_of<Element>(p.k, item.b, s.first + token0, h), p.k.stride_t, existing, column,
-                        [&](int r) { return position_k(p.rope, item.b, s.first, token0 + r); });
+    load_tokens<kReads>(x, p, deal, row_of<Element>(p.kv.k, item.b, s.first + token0, h), p.kv.k.stride_t, existing,
+                        column, [&](int r) { return position_k(p.rope, item.b, s.first, token0 + r); });
     float mean[16], most = 0.0f;
-    wait_for_previous_grid();  // k_mean, k_wild
+    wait_for_previous_grid();  // k_mean, k_nonfinite
     load_mean(mean, all.kv.k_mean + head * p.head_dim, column, p.head_dim);
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
         else
           wild |= 1u << r;
       }
-      if (part == 0 && wild != 0) atomicAdd(all.kv.k_wild + head, __popc(wild));
+      if (part == 0 && wild != 0) atomicAdd(all.kv.k_nonfinite + head, __popc(wild));
       show_warps(shown, most, s_slots + S::kWarps);
     }
     const Scale scale = scale_of(largest_of_group<S::kGroupWarps>(shown));

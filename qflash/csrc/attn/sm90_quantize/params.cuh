@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attn/quantize_layout.cuh"
+#include "attn/sm90_quantize/kept.h"
 #include "qflash_ops.h"
 
 namespace qf {
@@ -14,8 +15,8 @@ struct QuantizedQ {
 };
 
 struct QuantizeAll {
-  QfAttnParams attn;  // q, k and v, those that are wanted; lengths and rope
-  QfQuantizedKv kv;   // k NULL: K is not wanted, and k_mean is given where lift is. v NULL: V is not wanted
+  QfAttnParams attn;  // q, kv.k and kv.v as they come, those that are wanted; lengths and rope
+  KeptKv kv;          // k NULL: K is not wanted, and k_mean is given where lift is. v NULL: V is not wanted
   QuantizedQ q;
   int* counter;  // set to 0; NULL: none
   int rounding;  // QfRounding of q's and k's integers
@@ -26,7 +27,7 @@ namespace sm90_quantize {
 
 constexpr int kSampled = 256;  // keys at most that tell the means of K and V and the scale of V
 constexpr int kSlots = 32;     // sums of those, taken side by side
-constexpr int kKeyGroup = 64;  // keys that share a scale
+constexpr int kKeyGroup = kKeptKeyGroup;
 constexpr int kValueTile = 128;
 constexpr int kRounds = 4;  // tokens of which a thread holds sixteen channels each
 

@@ -32,6 +32,24 @@ inline bool deal_part(Part& part, int64_t tiles, int heads, int heads_each, int6
 
 }  // namespace sm90_quantize
 
+// quantize_kv: can `p.kv` hold what the pass leaves?
+inline bool writes_kept(const QfQuantizeKvParams& p) {
+  if (p.precision != QF_INT8 && p.precision != QF_INT8_FP8) return false;
+  return p.cu_seqlens_k || is_kept(p.kv, p.precision, p.dtype, p.batch, p.k_len, p.kv_heads, p.head_dim);
+}
+
+// quantize_kv as a pass without q.
+inline QuantizeAll quantization_of(const QfQuantizeKvParams& p) {
+  QuantizeAll all{};
+  all.attn.batch = p.batch, all.attn.k_len = p.k_len, all.attn.kv_heads = p.kv_heads, all.attn.head_dim = p.head_dim;
+  all.attn.kv_lens = p.kv_lens, all.attn.cu_seqlens_k = p.cu_seqlens_k, all.attn.total_k = p.total_k;
+  all.attn.rope = p.rope;
+  all.attn.kv.k = p.k, all.attn.kv.v = p.v;
+  all.kv = kept_of(p.kv);
+  all.rounding = p.rounding, all.seed = p.seed;
+  return all;
+}
+
 template <class Element, int kHeadDim, class Launch>
 int run_sm90_quantize(const QuantizeAll& all, Launch launch, int64_t many_blocks = sm90_quantize::kManyBlocks) {
   using namespace sm90_quantize;
@@ -44,7 +62,7 @@ int run_sm90_quantize(const QuantizeAll& all, Launch launch, int64_t many_blocks
     return QF_UNSUPPORTED;
 
   Deal deal{};
-  deal.vector = !(q && !rows_aligned(p.q)) && !(k && !rows_aligned(p.k)) && !(v && !rows_aligned(p.v));
+  deal.vector = !(q && !rows_aligned(p.q)) && !(k && !rows_aligned(p.kv.k)) && !(v && !rows_aligned(p.kv.v));
   deal.table_vectors = rotate_vectorises(p.rope);
   const bool turns = p.rope.cos && (q || k);
   const bool halves =

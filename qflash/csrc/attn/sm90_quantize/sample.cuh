@@ -161,8 +161,8 @@ __device__ __forceinline__ void sample_keys(const QuantizeAll& all, const Deal& 
   const QfAttnParams& p = all.attn;
   const int64_t head = int64_t(b) * p.kv_heads + h;
   const ChannelSample channel =
-      sum_sample<kTurned, Element, kHeadDim>(p, deal, p.k, b, h, s_memory, [](const uint4&, bool) {});
-  if (threadIdx.x == 0) all.kv.k_wild[head] = 0;
+      sum_sample<kTurned, Element, kHeadDim>(p, deal, p.kv.k, b, h, s_memory, [](const uint4&, bool) {});
+  if (threadIdx.x == 0) all.kv.k_nonfinite[head] = 0;
   if (int(threadIdx.x) < p.head_dim) all.kv.k_mean[head * p.head_dim + threadIdx.x] = channel.mean();
 }
 
@@ -188,7 +188,7 @@ __device__ __forceinline__ void sample_values(const QuantizeAll& all, const Deal
       turned_least[w] = most_of(turned_least[w], words[w] ^ 0x80008000u, Element{});
     }
   };
-  const ChannelSample channel = sum_sample<false, Element, kHeadDim>(p, deal, p.v, b, h, s_memory, see);
+  const ChannelSample channel = sum_sample<false, Element, kHeadDim>(p, deal, p.kv.v, b, h, s_memory, see);
   float* const s_mean = s_memory;  // [kHeadDim], in the place of the first slot's sums
   if (int(threadIdx.x) < p.head_dim) {
     const float mean = channel.told() && fabsf(channel.mean()) < kMostMean ? channel.mean() : 0.0f;
@@ -208,7 +208,7 @@ __device__ __forceinline__ void sample_values(const QuantizeAll& all, const Deal
   const uint32_t largest = largest_of_block<Shape<kHeadDim>::kSampleThreads / 32>(float_to_bits(amplitude), s_slots);
   if (threadIdx.x != 0) return;
   all.kv.v_scale[head] = value_scale(bits_to_float(largest));
-  all.kv.v_wild[head] = 0;
+  all.kv.v_nonfinite[head] = 0;
 }
 
 }  // namespace sm90_quantize

@@ -166,13 +166,13 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
 
   const int first = T::token(side, 0), existing = s.len - token0 - first;
   const bool whole = existing > T::ahead(T::kQuads - 1, 3);  // nearly always
-  const Element* const g_row = row_of<Element>(p.v, item.b, s.first + token0 + first, item.h_begin);
+  const Element* const g_row = row_of<Element>(p.kv.v, item.b, s.first + token0 + first, item.h_begin);
   Raw8<Element> eight[T::kQuads][4];
   if (kReads != Reads::kAny && whole && d < p.head_dim) {
 #pragma unroll
     for (int i = 0; i < T::kQuads; ++i)
 #pragma unroll
-      for (int r = 0; r < 4; ++r) load_vector(eight[i][r], g_row + d + T::ahead(i, r) * p.v.stride_t);
+      for (int r = 0; r < 4; ++r) load_vector(eight[i][r], g_row + d + T::ahead(i, r) * p.kv.v.stride_t);
   } else {
 #pragma unroll
     for (int i = 0; i < T::kQuads; ++i)
@@ -181,7 +181,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
         eight[i][r] = Raw8<Element>{};
         if (T::ahead(i, r) < existing)
           eight[i][r] =
-              load8(g_row + T::ahead(i, r) * p.v.stride_t, d, p.head_dim, kReads != Reads::kAny || deal.vector);
+              load8(g_row + T::ahead(i, r) * p.kv.v.stride_t, d, p.head_dim, kReads != Reads::kAny || deal.vector);
       }
   }
   uint32_t raw[T::kQuads][4][4];
@@ -205,7 +205,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
         most[w] = i == 0 && r == 0 ? pair : most_of(most[w], pair, Element{});
         least[w] = i == 0 && r == 0 ? pair : least_of(least[w], pair, Element{});
       }
-  wait_for_previous_grid();  // v_mean, v_scale, v_wild
+  wait_for_previous_grid();  // v_mean, v_scale, v_nonfinite
   float mean[8], amplitude = 0.0f;
   load_mean(mean, all.kv.v_mean + head * p.head_dim, d, p.head_dim);
 #pragma unroll
@@ -234,13 +234,13 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
             raw[i][r][e / 2] |= 0x7fffu << 16 * (e % 2);  // a NaN, for infinities would become 448
           }
         }
-    if (count > 0) atomicAdd(all.kv.v_wild + head, count);
+    if (count > 0) atomicAdd(all.kv.v_nonfinite + head, count);
     of_tile = largest();
   }
 
   const int exponent = int(float_to_bits(all.kv.v_scale[head]) >> 23) - 127;
   const int lift = lift_of(of_tile, exponent);
-  if (threadIdx.x == 0 && item.tile < lifts) all.kv.v_lift[head * lifts + item.tile] = float(lift);
+  if (threadIdx.x == 0 && item.tile < lifts) all.kv.v_exponents[head * lifts + item.tile] = float(lift);
   const float inverse = bits_to_float(uint32_t(127 - exponent - lift) << 23);
   bool plain = count == 0 && whole;
 #pragma unroll

@@ -1,9 +1,18 @@
-// What int8_quantized.cc (compiled once) asks of int8_quantized_isa.cc (compiled per ISA).
+// Attention on arrays that are INT8 already, and what int8_quantized.cc (compiled once) asks of int8_quantized_isa.cc
+// (compiled per ISA).
 #pragma once
 
 #include <stdint.h>
 
 #include "isa.h"
+#include "qflash.h"
+
+namespace qf {
+
+// p.kv.kind is QF_KV_QUANTIZED. May throw std::bad_alloc.
+int attend_quantized(const QfAttnParams& p, Isa isa);
+
+}  // namespace qf
 
 QF_DECLARE_PER_ISA(
     // to[0, n) <- from[0, n), which is of type `dtype`, and back.

@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(qf::fa::kThreads, qf::fa::kMinBlocks)
   const Mask mask = {p.window_left, p.window_right, seq.len_q, seq.len_k};
   const int kv_head = h / (p.q_heads / p.kv_heads);
   const HeadRows<Element> q(p.q, b, seq.q0, h, seq.len_q, p.head_dim, grid.vector.q);
-  const HeadRows<Element> k(p.k, b, seq.k0, kv_head, seq.len_k, p.head_dim, grid.vector.k);
-  const HeadRows<Element> v(p.v, b, seq.k0, kv_head, seq.len_k, p.head_dim, grid.vector.v);
+  const HeadRows<Element> k(p.kv.k, b, seq.k0, kv_head, seq.len_k, p.head_dim, grid.vector.k);
+  const HeadRows<Element> v(p.kv.v, b, seq.k0, kv_head, seq.len_k, p.head_dim, grid.vector.v);
 
   const int warp_row = block_row + threadIdx.x / 32 * kWarpRows;
   const Place place(threadIdx.x, block_row);

@@ -1,5 +1,6 @@
 // Tile shapes of `fa_int8`, from -DQF_HEAD_DIM (a bucket: 32, 64, 96, 128, 192 or 256; the true head_dim comes at run
-// time), -DQF_DTYPE (QF_F16 or QF_BF16: V's, P's and out's) and -DQF_ARCH (compute capability times ten).
+// time), -DQF_DTYPE (QF_F16 or QF_BF16: V's, P's and out's), -DQF_ARCH (compute capability times ten) and -DQF_KV_KIND
+// (see launch.cu).
 #pragma once
 
 #include "attn/elements.cuh"

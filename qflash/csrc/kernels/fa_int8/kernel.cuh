@@ -63,25 +63,24 @@ struct Access {
 };
 
 // q . (what smoothing took off K) of one row, from its integers.
-__device__ inline float lift_from_integers(const QfInt8AttnParams& p, const int8_t* g_q, int b, int h, int row) {
-  const float* const g_mean =
-      p.k_mean + (int64_t(b) * p.attn.kv_heads + h / (p.attn.q_heads / p.attn.kv_heads)) * p.attn.head_dim;
+__device__ inline float lift_from_integers(const QfAttnParams& p, const int8_t* g_q, int b, int h, int row) {
+  const float* const g_mean = p.kv.k_mean + (int64_t(b) * p.kv_heads + h / (p.q_heads / p.kv_heads)) * p.head_dim;
   const int zero = p.q_scales.zero_point ? *p.q_scales.zero_point : 0;
   float sum = 0.0f;
-  for (int d = 0; d < p.attn.head_dim; ++d) sum += float(int(g_q[d]) - zero) * g_mean[d];
+  for (int d = 0; d < p.head_dim; ++d) sum += float(int(g_q[d]) - zero) * g_mean[d];
   return sum * scale_at(p.q_scales, b, h, row);
 }
 
 // What all keys have in common in one row's products of (q - zq) and (k - zk), see start_with_each. Both have one
 // scale.
-__device__ inline float lift_of_zero_points(const QfInt8AttnParams& p, int b, int h, int row) {
-  const int sum = p.q_scales.sums[(int64_t(b) * p.attn.q_heads + h) * p.attn.q_len + row];
-  const int zq = *p.q_scales.zero_point, zk = *p.k_scales.zero_point;
-  return float(zk * (p.attn.head_dim * zq - sum)) * *p.q_scales.scale * *p.k_scales.scale;
+__device__ inline float lift_of_zero_points(const QfAttnParams& p, int b, int h, int row) {
+  const int sum = p.q_scales.sums[(int64_t(b) * p.q_heads + h) * p.q_len + row];
+  const int zq = *p.q_scales.zero_point, zk = *p.kv.k_scales.zero_point;
+  return float(zk * (p.head_dim * zq - sum)) * *p.q_scales.scale * *p.kv.k_scales.scale;
 }
 
 // The scale of one row of q; NaN for a row that is not finite, which its scale does not tell where rows share one.
-__device__ inline float scale_of_row(const QfInt8AttnParams& p, const int8_t* g_q, int b, int h, int row) {
+__device__ inline float scale_of_row(const QfAttnParams& p, const int8_t* g_q, int b, int h, int row) {
   return !p.q_scales.zero_point && g_q[0] == -128 ? nan() : scale_at(p.q_scales, b, h, row);
 }
 
@@ -93,7 +92,7 @@ __device__ inline float scale_of_row(const QfInt8AttnParams& p, const int8_t* g_
 // ExactSums.
 template <bool kAsync, bool kZeroPoints, bool kIntegerV, class Sums>
 __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks)
-    qf_fa_int8_kernel(const __grid_constant__ QfInt8AttnParams p, const __grid_constant__ qf::Grid grid,
+    qf_fa_int8_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::Grid grid,
                       const __grid_constant__ qf::fa_int8::Access access) {
   using namespace qf;
   using namespace qf::fa_int8;
@@ -106,21 +105,20 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   float* const s_q_scale = s_lift + kBlockM;  // times |scale| log2(e): K's scale apart, from dots to base-2 scores
   State& s_state = *reinterpret_cast<State*>(s_q + kTilesBytes + kRowBytes);
 
-  const QfAttnParams& a = p.attn;
   {
-    const Work work(a, grid);
-    const Sequence seq = read_sequence(a, work.b);
-    fill_unserved_rows<Element>(a, seq, work.b, work.h, work.row_tile, grid.row_tiles, 0, a.head_dim, true);
+    const Work work(p, grid);
+    const Sequence seq = read_sequence(p, work.b);
+    fill_unserved_rows<Element>(p, seq, work.b, work.h, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
     if (!seq.good || work.row_tile * kBlockM >= seq.len_q) return;
-    const int kv_head = work.h / (a.q_heads / a.kv_heads);
-    const HeadRows<int8_t> k(a.k, work.b, seq.k0, kv_head, 0, 0, false);
-    const HeadRows<Element> v(a.v, work.b, seq.k0, kv_head, 0, 0, false);
-    s_state.fill(a, work, seq, k.g_head, v.g_head);
+    const int kv_head = work.h / (p.q_heads / p.kv_heads);
+    const HeadRows<int8_t> k(p.kv.k, work.b, seq.k0, kv_head, 0, 0, false);
+    const HeadRows<Element> v(p.kv.v, work.b, seq.k0, kv_head, 0, 0, false);
+    s_state.fill(p, work, seq, k.g_head, v.g_head);
     if (threadIdx.x == 0) {
-      s_state.k_scales = p.k_scales.scale + work.b * p.k_scales.stride_b + kv_head * p.k_scales.stride_h;
-      s_state.may_be_wild = !p.k_wild || p.k_wild[int64_t(work.b) * a.kv_heads + kv_head] != 0;
+      s_state.k_scales = p.kv.k_scales.scale + work.b * p.kv.k_scales.stride_b + kv_head * p.kv.k_scales.stride_h;
+      s_state.may_be_wild = !p.kv.k_nonfinite || p.kv.k_nonfinite[int64_t(work.b) * p.kv_heads + kv_head] != 0;
       if constexpr (kZeroPoints) {
-        s_state.k_sums = p.k_scales.sums + (int64_t(work.b) * a.kv_heads + kv_head) * a.k_len;
+        s_state.k_sums = p.kv.k_scales.sums + (int64_t(work.b) * p.kv_heads + kv_head) * p.k_len;
         s_state.zero_point = *p.q_scales.zero_point;
       }
     }
@@ -128,32 +126,32 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   __syncthreads();  // the state is in place
   const Sequence& seq = s_state.seq;
   const int& b = s_state.b;
-  const auto kv_head = [&] { return s_state.h / (a.q_heads / a.kv_heads); };
-  const auto row_index = [&](int row) { return (int64_t(b) * a.q_heads + s_state.h) * a.q_len + row; };
+  const auto kv_head = [&] { return s_state.h / (p.q_heads / p.kv_heads); };
+  const auto row_index = [&](int row) { return (int64_t(b) * p.q_heads + s_state.h) * p.q_len + row; };
 
   const auto load_q = [&] {
-    const HeadRows<int8_t> q(a.q, b, seq.q0, s_state.h, seq.len_q, a.head_dim, false);
+    const HeadRows<int8_t> q(p.q, b, seq.q0, s_state.h, seq.len_q, p.head_dim, false);
     if constexpr (kAsync)
-      copy_async<QWalk>(s_q, q.g_head, q.stride_t, s_state.block_row, seq.len_q, a.head_dim);
+      copy_async<QWalk>(s_q, q.g_head, q.stride_t, s_state.block_row, seq.len_q, p.head_dim);
     else
-      copy_through_registers<QWalk>(s_q, s_state.block_row, seq.len_q, a.head_dim, 16,
-                                    [&](int row, int d) { return load_bytes(q.row(row), d, a.head_dim, access.q); });
+      copy_through_registers<QWalk>(s_q, s_state.block_row, seq.len_q, p.head_dim, 16,
+                                    [&](int row, int d) { return load_bytes(q.row(row), d, p.head_dim, access.q); });
     for (int row = threadIdx.x; row < kBlockM; row += kThreads) {
       const int i = s_state.block_row + row;
-      if (a.lse || !scales_plainly(a.scale, a.softcap)) {  // else nobody reads it
+      if (p.lse || !scales_plainly(p.scale, p.softcap)) {  // else nobody reads it
         s_lift[row] = i >= seq.len_q ? 0.0f
                       : p.lift       ? p.lift[row_index(i)]
-                      : p.k_mean     ? lift_from_integers(p, q.row(i), b, s_state.h, i)
+                      : p.kv.k_mean  ? lift_from_integers(p, q.row(i), b, s_state.h, i)
                                      : 0.0f;
         if (kZeroPoints && i < seq.len_q) s_lift[row] += lift_of_zero_points(p, b, s_state.h, i);
       }
-      s_q_scale[row] = i >= seq.len_q ? 0.0f : scale_of_row(p, q.row(i), b, s_state.h, i) * fabsf(a.scale) * kLog2e;
+      s_q_scale[row] = i >= seq.len_q ? 0.0f : scale_of_row(p, q.row(i), b, s_state.h, i) * fabsf(p.scale) * kLog2e;
     }
   };
   const auto integer_v = [&](int key, int d) {
-    const int8_t value = HeadRows<int8_t>(a.v, b, seq.k0, kv_head(), 0, 0, false).row(key)[d];
-    const float scale = scale_at(p.v_scales, b, kv_head(), key);
-    if (p.v_scales.zero_point) return scale * float(int(value) - *p.v_scales.zero_point);
+    const int8_t value = HeadRows<int8_t>(p.kv.v, b, seq.k0, kv_head(), 0, 0, false).row(key)[d];
+    const float scale = scale_at(p.kv.v_scales, b, kv_head(), key);
+    if (p.kv.v_scales.zero_point) return scale * float(int(value) - *p.kv.v_scales.zero_point);
     return value == -128 ? nan() : scale * float(int(value));
   };
   const auto s_starts_of = [&](const char* s_tiles) {
@@ -168,25 +166,26 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
       }
     }
     if constexpr (kAsync) {
-      copy_async<KWalk, Order>(s_tiles, static_cast<const int8_t*>(s_state.k), a.k.stride_t, key0, seq.len_k,
-                               a.head_dim);
-      copy_async<VWalk, Order>(s_v, static_cast<const Element*>(s_state.v), a.v.stride_t, key0, seq.len_k, a.head_dim);
+      copy_async<KWalk, Order>(s_tiles, static_cast<const int8_t*>(s_state.k), p.kv.k.stride_t, key0, seq.len_k,
+                               p.head_dim);
+      copy_async<VWalk, Order>(s_v, static_cast<const Element*>(s_state.v), p.kv.v.stride_t, key0, seq.len_k,
+                               p.head_dim);
       cp_async_commit();
     } else {
-      const HeadRows<int8_t> k(a.k, b, seq.k0, kv_head(), seq.len_k, a.head_dim, false);
-      copy_through_registers<KWalk, Order>(s_tiles, key0, seq.len_k, a.head_dim, 16, [&](int row, int d) {
-        return load_bytes(k.row(row), d, a.head_dim, access.k);
+      const HeadRows<int8_t> k(p.kv.k, b, seq.k0, kv_head(), seq.len_k, p.head_dim, false);
+      copy_through_registers<KWalk, Order>(s_tiles, key0, seq.len_k, p.head_dim, 16, [&](int row, int d) {
+        return load_bytes(k.row(row), d, p.head_dim, access.k);
       });
       if constexpr (kIntegerV)
-        copy_through_registers<VWalk, Order>(s_v, key0, seq.len_k, a.head_dim, kPerChunk, [&](int key, int d) {
+        copy_through_registers<VWalk, Order>(s_v, key0, seq.len_k, p.head_dim, kPerChunk, [&](int key, int d) {
           float x[8];
 #pragma unroll
-          for (int e = 0; e < 8; ++e) x[e] = d + e < a.head_dim ? integer_v(key, d + e) : 0.0f;
+          for (int e = 0; e < 8; ++e) x[e] = d + e < p.head_dim ? integer_v(key, d + e) : 0.0f;
           return chunk_of<Element>(make_float4(x[0], x[1], x[2], x[3]), make_float4(x[4], x[5], x[6], x[7]));
         });
       else
         copy_through_registers<VWalk, Order>(
-            s_v, HeadRows<Element>(a.v, b, seq.k0, kv_head(), seq.len_k, a.head_dim, grid.vector.v), key0, access.v);
+            s_v, HeadRows<Element>(p.kv.v, b, seq.k0, kv_head(), seq.len_k, p.head_dim, grid.vector.v), key0, access.v);
     }
   };
   // First key of this lane's run in the tile that starts at key0.
@@ -264,10 +263,10 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
         slopes[r][c] = slope_of(q_scale[r], k_scale[c]);
         steep |= slopes[r][c] > kSteep;
       }
-    const bool lifts = !scales_plainly(a.scale, a.softcap);
+    const bool lifts = !scales_plainly(p.scale, p.softcap);
     const bool plain = !lifts && (kConvert || !__any_sync(0xffffffffu, steep));
     if (!plain) {
-      lift_and_scale(S, slopes, kOffset, lifts ? s_lift + lane_row : nullptr, a);
+      lift_and_scale(S, slopes, kOffset, lifts ? s_lift + lane_row : nullptr, p);
 #pragma unroll
       for (int r = 0; r < 2 * kMTiles; ++r)
 #pragma unroll
@@ -287,23 +286,23 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   const int lane = threadIdx.x % 32, warp_row = s_state.block_row + threadIdx.x / 32 * kWarpRows;
   const int rows_here = min(kWarpRows, seq.len_q - warp_row);
   if (rows_here <= 0) return;
-  float* const g_lse = a.lse ? a.lse + b * a.lse_stride_b + s_state.h * a.lse_stride_h + seq.q0 : nullptr;
-  const bool lifts = scales_plainly(a.scale, a.softcap);  // else the scores hold it already
+  float* const g_lse = p.lse ? p.lse + b * p.lse_stride_b + s_state.h * p.lse_stride_h + seq.q0 : nullptr;
+  const bool lifts = scales_plainly(p.scale, p.softcap);  // else the scores hold it already
   finish_rows(O, rows, s_state.mask, s_state.row0(), g_lse, lane % 4 == 0,
-              [&](int row) { return lifts ? a.scale * s_lift[row - s_state.block_row] : 0.0f; });
+              [&](int row) { return lifts ? p.scale * s_lift[row - s_state.block_row] : 0.0f; });
   char* const s_out = s_q + threadIdx.x / 32 * (kWarpRows * kHeadDim * 2);
   round_rows<Tensor>(O, s_out, lane);
   if (s_state.spoiled) {
     const auto v = [&](int key, int d) {
       if constexpr (kIntegerV) return integer_v(key, d);
-      return to_float(HeadRows<Element>(a.v, b, seq.k0, kv_head(), 0, 0, false).row(key)[d]);
+      return to_float(HeadRows<Element>(p.kv.v, b, seq.k0, kv_head(), 0, 0, false).row(key)[d]);
     };
     for (int key = first_key(); key < s_state.block_keys.end; key += kBlockN)
       if (!s_state.whole_for_block(key, kBlockN))
-        add_nonfinite<kChunks, Element>(s_out, warp_row, rows_here, a.head_dim, key, kBlockN, s_state.mask, lane, v);
+        add_nonfinite<kChunks, Element>(s_out, warp_row, rows_here, p.head_dim, key, kBlockN, s_state.mask, lane, v);
     __syncwarp();  // other lanes read what this one wrote
   }
-  Element* const g_out = static_cast<Element*>(a.out.data) + b * a.out.stride_b + s_state.h * a.out.stride_h +
-                         (seq.q0 + warp_row) * a.out.stride_t;
-  store_rows<kChunks>(s_out, g_out, a.out.stride_t, rows_here, a.head_dim, access.out, lane);
+  Element* const g_out = static_cast<Element*>(p.out.data) + b * p.out.stride_b + s_state.h * p.out.stride_h +
+                         (seq.q0 + warp_row) * p.out.stride_t;
+  store_rows<kChunks>(s_out, g_out, p.out.stride_t, rows_here, p.head_dim, access.out, lane);
 }

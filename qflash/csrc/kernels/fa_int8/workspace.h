@@ -42,7 +42,7 @@ struct Workspace {
     q.cu_seqlens = p.cu_seqlens_q, q.total = p.total_q;
     q.key_lens = p.kv_lens, q.cu_seqlens_k = p.cu_seqlens_k, q.key_length = p.k_len;
     q.lift_heads = p.kv_heads;
-    k = quantization(p, p.k, p.kv_heads, p.k_len, kKeyGroup);
+    k = quantization(p, p.kv.k, p.kv_heads, p.k_len, kKeyGroup);
     k.smooth = 1;
     k.lens = p.kv_lens, k.cu_seqlens = p.cu_seqlens_k, k.total = p.total_k;
     const int64_t needs_q = plan_quantize(q).workspace_bytes(), needs_k = plan_quantize(k).workspace_bytes();
@@ -51,7 +51,7 @@ struct Workspace {
   }
 
   // Fill in the pointers, and the attention that follows.
-  QfInt8AttnParams place(const QfAttnParams& p) {
+  QfAttnParams place(const QfAttnParams& p) {
     char* const base = static_cast<char*>(p.workspace);
     const auto floats = [&](int64_t at) { return reinterpret_cast<float*>(base + at); };
     q.values.data = base + q_values, k.values.data = base + k_values;
@@ -61,14 +61,14 @@ struct Workspace {
     q.workspace = k.workspace = base + scratch;
     q.workspace_bytes = k.workspace_bytes = scratch_bytes;
 
-    QfInt8AttnParams result{};
-    result.struct_bytes = sizeof result;
-    result.attn = p;
-    result.attn.q = q.values, result.attn.k = k.values;
-    result.attn.rope = QfRope{};
-    result.q_scales = scales(q), result.k_scales = scales(k);
+    QfAttnParams result = p;
+    result.q = q.values, result.kv.k = k.values;
+    result.rope = QfRope{};
+    result.q_scales = scales(q), result.kv.k_scales = scales(k);
     result.lift = q.lift;
-    result.k_wild = k.wild;
+    result.kv.kind = QF_KV_QUANTIZED;
+    result.kv.k_dtype = QF_I8;
+    result.kv.k_nonfinite = k.wild;
     return result;
   }
 

@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     fill_unserved_rows<Element>(p, seq, work.b, work.h, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
     if (!seq.good || work.row_tile * kBlockM >= seq.len_q) return;
     const int kv_head = work.h / (p.q_heads / p.kv_heads);
-    const HeadRows<Element> k(p.k, work.b, seq.k0, kv_head, 0, 0, false), v(p.v, work.b, seq.k0, kv_head, 0, 0, false);
+    const HeadRows<Element> k(p.kv.k, work.b, seq.k0, kv_head, 0, 0, false),
+        v(p.kv.v, work.b, seq.k0, kv_head, 0, 0, false);
     s_state.fill(p, work, seq, k.g_head, v.g_head);
   }
   __syncthreads();  // the state is in place
@@ -103,12 +104,12 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   };
   const auto load_kv = [&](char* s_tiles, int key0) {
     if constexpr (kAsync) {
-      copy_async<KVWalk>(s_tiles, static_cast<const Element*>(s_state.k), p.k.stride_t, key0, seq.len_k, p.head_dim);
-      copy_async<KVWalk>(s_tiles + kTileBytes, static_cast<const Element*>(s_state.v), p.v.stride_t, key0, seq.len_k,
+      copy_async<KVWalk>(s_tiles, static_cast<const Element*>(s_state.k), p.kv.k.stride_t, key0, seq.len_k, p.head_dim);
+      copy_async<KVWalk>(s_tiles + kTileBytes, static_cast<const Element*>(s_state.v), p.kv.v.stride_t, key0, seq.len_k,
                          p.head_dim);
       cp_async_commit();
     } else {
-      const HeadRows<Element> k = rows_of(p.k, grid.vector.k), v = rows_of(p.v, grid.vector.v);
+      const HeadRows<Element> k = rows_of(p.kv.k, grid.vector.k), v = rows_of(p.kv.v, grid.vector.v);
       if (p.rope.cos)
         copy_rotated<KVWalk>(s_tiles, k, key0, p.rope, grid.vector.rope,
                              [&](int j) { return position_k(p.rope, b, seq.k0, j); });
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     for (int key = first_key(); key < s_state.block_keys.end; key += kBlockN)
       if (!s_state.whole_for_block(key, kBlockN))
         add_nonfinite<kChunks, Element>(s_out, warp_row, rows_here, p.head_dim, key, kBlockN, s_state.mask, lane,
-                                        [&](int j, int d) { return to_float(rows_of(p.v, false).row(j)[d]); });
+                                        [&](int j, int d) { return to_float(rows_of(p.kv.v, false).row(j)[d]); });
     __syncwarp();  // other lanes read what this one wrote
   }
   Element* const g_out = static_cast<Element*>(p.out.data) + b * p.out.stride_b + s_state.h * p.out.stride_h +

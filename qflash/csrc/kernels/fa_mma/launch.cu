@@ -6,10 +6,10 @@ QF_EXPORT int64_t qf_fa_mma_workspace(const QfAttnParams*) { return 0; }
 
 QF_EXPORT int qf_fa_mma(const QfAttnParams* p, void* stream) {
   using namespace qf::fa_mma;
-  if (const int status = qf::check_params(p, QF_DTYPE)) return status;
+  if (const int status = qf::check_arrays(p, QF_DTYPE)) return status;
   if (p->head_dim < 1 || p->head_dim > kHeadDim) return QF_UNSUPPORTED;
   const auto aligned = [&](const QfTensor& x) { return qf::chunks_aligned(x, p->head_dim, 2); };
-  const Aligned all = {aligned(p->q), aligned(p->k), aligned(p->v), aligned(p->out)};
+  const Aligned all = {aligned(p->q), aligned(p->kv.k), aligned(p->kv.v), aligned(p->out)};
   const auto run = [&](auto* kernel, std::atomic<uint64_t>& devices_done) {
     if (const int status = qf::allow_shared_memory(kernel, kSharedBytes, devices_done)) return status;
     return qf::launch(kernel, *p, qf::grid_of(*p, kBlockM, 1), kThreads, kSharedBytes, stream, all);

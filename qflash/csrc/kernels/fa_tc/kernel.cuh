@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(qf::fa_tc::kThreads, qf::fa_tc::kMinBlocks)
     fill_unserved_rows<Element>(p, seq, work.b, work.h, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
     if (!seq.good || work.row_tile * kBlockM >= seq.len_q) return;
     const int kv_head = work.h / (p.q_heads / p.kv_heads);
-    const HeadRows<Element> k(p.k, work.b, seq.k0, kv_head, 0, 0, false), v(p.v, work.b, seq.k0, kv_head, 0, 0, false);
+    const HeadRows<Element> k(p.kv.k, work.b, seq.k0, kv_head, 0, 0, false),
+        v(p.kv.v, work.b, seq.k0, kv_head, 0, 0, false);
     s_state.fill(p, work, seq, k.g_head, v.g_head);
   }
   __syncthreads();  // the state is in place
@@ -104,21 +105,21 @@ __global__ void __launch_bounds__(qf::fa_tc::kThreads, qf::fa_tc::kMinBlocks)
   };
   const auto load_k = [&](int key0) {
     if constexpr (kAsync) {
-      copy_async<KVWalk>(s_k, static_cast<const Element*>(s_state.k), p.k.stride_t, key0, seq.len_k, p.head_dim);
+      copy_async<KVWalk>(s_k, static_cast<const Element*>(s_state.k), p.kv.k.stride_t, key0, seq.len_k, p.head_dim);
       cp_async_commit();
     } else if (p.rope.cos) {
-      copy_rotated<KVWalk>(s_k, rows_of(p.k, grid.vector.k), key0, p.rope, grid.vector.rope,
+      copy_rotated<KVWalk>(s_k, rows_of(p.kv.k, grid.vector.k), key0, p.rope, grid.vector.rope,
                            [&](int j) { return position_k(p.rope, b, seq.k0, j); });
     } else {
-      copy_through_registers<KVWalk>(s_k, rows_of(p.k, grid.vector.k), key0, aligned.k);
+      copy_through_registers<KVWalk>(s_k, rows_of(p.kv.k, grid.vector.k), key0, aligned.k);
     }
   };
   const auto load_v = [&](int key0) {
     if constexpr (kAsync) {
-      copy_async<KVWalk>(s_v, static_cast<const Element*>(s_state.v), p.v.stride_t, key0, seq.len_k, p.head_dim);
+      copy_async<KVWalk>(s_v, static_cast<const Element*>(s_state.v), p.kv.v.stride_t, key0, seq.len_k, p.head_dim);
       cp_async_commit();
     } else {
-      copy_through_registers<KVWalk>(s_v, rows_of(p.v, grid.vector.v), key0, aligned.v);
+      copy_through_registers<KVWalk>(s_v, rows_of(p.kv.v, grid.vector.v), key0, aligned.v);
     }
   };
   const auto wait_for_copies = [] {

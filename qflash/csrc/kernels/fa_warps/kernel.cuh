@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(qf::fa_warps::kThreads, qf::fa_warps::kMinBloc
     fill_unserved_rows<Element>(p, seq, work.b, work.h, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
     if (!seq.good || work.row_tile * kBlockM >= seq.len_q) return;
     const int kv_head = work.h / (p.q_heads / p.kv_heads);
-    const HeadRows<Element> k(p.k, work.b, seq.k0, kv_head, 0, 0, false), v(p.v, work.b, seq.k0, kv_head, 0, 0, false);
+    const HeadRows<Element> k(p.kv.k, work.b, seq.k0, kv_head, 0, 0, false),
+        v(p.kv.v, work.b, seq.k0, kv_head, 0, 0, false);
     s_state.fill(p, work, seq, k.g_head, v.g_head);
   }
   __syncthreads();  // the state is in place
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(qf::fa_warps::kThreads, qf::fa_warps::kMinBloc
     return HeadRows<Element>(static_cast<const Element*>(g_head), tensor.stride_t, seq.len_k, p.head_dim, vector);
   };
   const auto load_k = [&](int key0) {
-    const HeadRows<Element> k = rows_of(p.k, s_state.k, grid.vector.k);
+    const HeadRows<Element> k = rows_of(p.kv.k, s_state.k, grid.vector.k);
     if (p.rope.cos)
       load_scaled<KvWalk, kKStride>(s_k, k, key0, 0, 1.0f, p.rope, grid.vector.rope,
                                     [&](int j) { return position_k(p.rope, s_state.b, seq.k0, j); });
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(qf::fa_warps::kThreads, qf::fa_warps::kMinBloc
     commit_copies();
   };
   const auto load_v = [&](int key0) {
-    copy_tile<KvWalk, kVStride, kAsync>(s_v, rows_of(p.v, s_state.v, grid.vector.v), key0);
+    copy_tile<KvWalk, kVStride, kAsync>(s_v, rows_of(p.kv.v, s_state.v, grid.vector.v), key0);
     commit_copies();
   };
 

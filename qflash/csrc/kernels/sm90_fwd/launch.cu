@@ -13,7 +13,7 @@ QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams* p) {
 
 QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   using namespace qf::sm90;
-  if (const int status = qf::check_params(p, QF_DTYPE)) return status;
+  if (const int status = qf::check_arrays(p, QF_DTYPE)) return status;
   if (p->head_dim < 1 || p->head_dim > kHeadDim || p->head_dim % 8 != 0) return QF_UNSUPPORTED;
   Items items = items_of(*p);
   if (items.count == 0) return QF_OK;

@@ -126,7 +126,7 @@ struct Math {
         p, record, O, rows, s_rows, warp_row(), lane_of(), aligned, 1.0f, rows.l, [](int) { return 0.0f; },
         [&](int key, int d) {
           const int kv_head = record.h / (p.q_heads / p.kv_heads);
-          const HeadRows<Element> v(p.v, record.b, record.seq.k0, kv_head, 0, 0, false);
+          const HeadRows<Element> v(p.kv.v, record.b, record.seq.k0, kv_head, 0, 0, false);
           return to_float(v.row(key)[d]);
         });
     if (kOutThroughQ) fence_proxy_async();  // what went through q's stage, before the copy engine fills it again

@@ -2,6 +2,7 @@
 // launch(kernel, blocks, threads, shared_bytes, overlaps, arguments...), as attn/sm90_quantize/plan.cuh has it.
 #pragma once
 
+#include "attn/kv.h"
 #include "kernels/sm90_int8/kernel.cuh"
 // Made for those tiles, too.
 #include "attn/sm90/stage.cuh"
@@ -17,20 +18,25 @@ inline Stage stage_of(const QfAttnParams& p, bool addressed) {
   return stage;
 }
 
-inline int64_t workspace_bytes(const QfAttnParams& p, bool kv_kept) {
-  return Workspace(p, kv_kept, stage_of(p, false).bytes).bytes;
+inline int64_t workspace_bytes(const QfAttnParams& p) { return Workspace(p, stage_of(p, false).bytes).bytes; }
+
+// K and V are arrays, still to be quantized, or as quantize_kv left them.
+inline bool serves(const QfAttnParams& p) {
+  if (p.kv.kind == QF_KV_ARRAYS) return kv_is_arrays(p);
+  return !p.cu_seqlens_q && is_kept(p.kv, p.precision, p.dtype, p.batch, p.k_len, p.kv_heads, p.head_dim);
 }
 
-// kept: K and V as quantize_kv left them; NULL: they are still to be quantized. borrow(bytes): memory for one launch.
+// borrow(bytes): memory for one launch.
 template <class Launch, class Borrow>
-int attend(const QfAttnParams& p, const QfQuantizedKv* kept, int rounding, uint64_t seed, int processors, Launch launch,
-           Borrow borrow) {
+int attend(const QfAttnParams& p, int processors, Launch launch, Borrow borrow) {
+  const bool kept = p.kv.kind == QF_KV_KEPT;
+  if (!serves(p)) return QF_UNSUPPORTED;
   if (p.head_dim < 1 || p.head_dim > kHeadDim || p.head_dim % 8 != 0) return QF_UNSUPPORTED;
   Items items = items_of(p);
   if (items.count == 0) return QF_OK;
   if (items.count == kTooMany) return QF_UNSUPPORTED;
   const Stage planned = stage_of(p, false), stage = stage_of(p, true);
-  const Workspace w(p, kept, planned.bytes);
+  const Workspace w(p, planned.bytes);
   if (!p.workspace || p.workspace_bytes < w.bytes) return QF_NO_MEMORY;
   char* const base = static_cast<char*>(p.workspace);
   char* staged = base + w.staged;
@@ -44,7 +50,7 @@ int attend(const QfAttnParams& p, const QfQuantizedKv* kept, int rounding, uint6
   const bool plain = scales_plainly(p.scale, p.softcap);
   Quantized a{};
   a.attn = p;
-  a.kv = kept ? *kept : w.kv(base);
+  a.kv = kept ? kept_of(p.kv) : w.kv(base);
   a.q_scale = reinterpret_cast<float*>(base + w.q_scale);
   if (p.lse || !plain) a.lift = reinterpret_cast<float*>(base + w.lift);
   a.v_columns = w.v_columns;
@@ -55,7 +61,7 @@ int attend(const QfAttnParams& p, const QfQuantizedKv* kept, int rounding, uint6
   if (p.q.data)  // else its integers are where the call before left them: so the attention is timed alone
     all.q = {reinterpret_cast<int8_t*>(base + w.q), const_cast<float*>(a.q_scale), const_cast<float*>(a.lift)};
   all.counter = items.next;
-  all.rounding = rounding, all.seed = seed;
+  all.rounding = p.rounding, all.seed = p.seed;
   if (const int status = run_sm90_quantize<Element, kHeadDim>(all, launch)) return status;
   if (stage.bytes > 0)
     if (const int status =

@@ -1,6 +1,6 @@
-// Tile shapes of `sm90_int8` and `sm90_int8_fp8`, from -DQF_HEAD_DIM (a bucket: 64, 128 or 256; the true head_dim comes
-// at run time), -DQF_DTYPE (QF_F16 or QF_BF16: out's, and V's where that stays as it is) and QF_PV_FP8 (0 or 1: what
-// weights and V are multiplied in), which the file with the C entry defines.
+// Tile shapes of `sm90_int8`, from -DQF_HEAD_DIM (a bucket: 64, 128 or 256; the true head_dim comes
+// at run time), -DQF_DTYPE (QF_F16 or QF_BF16: out's, and V's where that stays as it is) and -DQF_PRECISION (QF_INT8 or
+// QF_INT8_FP8: what weights and V are multiplied in).
 #pragma once
 
 #include "attn/elements.cuh"
@@ -12,7 +12,8 @@ namespace qf {
 namespace sm90 {
 
 constexpr int kHeadDim = QF_HEAD_DIM;
-constexpr bool kFp8 = QF_PV_FP8;
+static_assert(QF_PRECISION == QF_INT8 || QF_PRECISION == QF_INT8_FP8, "a precision with INT8 scores");
+constexpr bool kFp8 = QF_PRECISION == QF_INT8_FP8;
 using Element = ElementOf<QF_DTYPE>::Type;
 using Tensor = Tensor16<Element, 90>;
 

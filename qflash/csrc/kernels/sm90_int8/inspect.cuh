@@ -10,7 +10,9 @@ namespace sm90 {
 struct EightBits {
   const Quantized& a;
 
-  __device__ __forceinline__ bool wanted(const Record& record) const { return a.kv.v_wild[record.facts.head] != 0; }
+  __device__ __forceinline__ bool wanted(const Record& record) const {
+    return a.kv.v_nonfinite[record.facts.head] != 0;
+  }
   __device__ __forceinline__ bool clear(char* s_tile, int thread) const {
     bool found = false;
     for (int i = thread; i < VTile::kBytes / 4; i += kInspectors) {

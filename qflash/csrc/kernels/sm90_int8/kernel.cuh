@@ -1,5 +1,5 @@
-// sm90_int8: attention for Hopper with INT8 scores. S = Q Kt of integers, exact; P V in 16 bits or (sm90_int8_fp8)
-// E4M3.
+// sm90_int8: attention for Hopper with INT8 scores. S = Q Kt of integers, exact; P V in 16 bits or
+// (QF_INT8_FP8) E4M3.
 //
 // Blocks, items, roles and the pipeline are sm90_fwd's (attn/sm90): one warpgroup brings tiles, two own 64 rows each. A
 // pass before (attn/sm90_quantize) leaves q and K as int8 with scales, and V, for E4M3, transposed. What is its own:

@@ -111,8 +111,8 @@ struct Math {
   __device__ __forceinline__ void foresee(const Record& record) {
     const KernelFacts& facts = record.facts;
     g_k_scale = a.kv.k_scale + facts.k_scale_at;
-    if (kFp8) g_v_lift = a.kv.v_lift + facts.v_lift_at;
-    wild = a.kv.k_wild[facts.head + zero_of_lane()];
+    if (kFp8) g_v_lift = a.kv.v_exponents + facts.v_lift_at;
+    wild = a.kv.k_nonfinite[facts.head + zero_of_lane()];
     const float* const g_q_scale = a.q_scale + facts.row;
     const int row = warp_row() + lane_of() / 4;
     const int group_row = consumer_of() * kGroupRows + lane_of();
@@ -271,7 +271,7 @@ struct Math {
     const auto lift = [&](int row) { return kPlain ? p.scale * a.lift[record.facts.row + row] : 0.0f; };
     const auto v = [&](int key, int d) {
       if (kFp8) return transposed_is_nan(a, record.facts.head, transposed_from(p, record) + key, d) ? nan() : 0.0f;
-      return to_float(HeadRows<Element>(p.v, record.b, record.seq.k0, record.kv_head, 0, 0, false).row(key)[d]);
+      return to_float(HeadRows<Element>(p.kv.v, record.b, record.seq.k0, record.kv_head, 0, 0, false).row(key)[d]);
     };
     if (kFp8 && !kMeanAhead) load_mean(record);
     constexpr int kPanelBytes = Panels<16, kHeadDim>::kPanelBytes;

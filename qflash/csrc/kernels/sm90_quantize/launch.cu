@@ -3,15 +3,13 @@
 #include "attn/sm90_quantize/launch.cuh"
 #include "kernels/sm90_quantize/config.h"
 
-QF_EXPORT int64_t qf_sm90_quantize_workspace(const QfKvAttnParams*) { return 0; }
+QF_EXPORT int64_t qf_sm90_quantize_workspace(const QfQuantizeKvParams*) { return 0; }
 
-QF_EXPORT int qf_sm90_quantize(const QfKvAttnParams* p, void* stream) {
+QF_EXPORT int qf_sm90_quantize(const QfQuantizeKvParams* p, void* stream) {
   if (p->struct_bytes != int32_t(sizeof *p)) return QF_BAD_ABI;
-  const int precision = p->kv.v ? QF_INT8_FP8 : QF_INT8;
-  if (const int status = qf::check_params(&p->attn, QF_DTYPE, precision)) return status;
-  const qf::QuantizeAll all = {p->attn, p->kv, {}, nullptr, p->rounding, p->seed};
+  if (p->dtype != QF_DTYPE || p->k_len > qf::kMaxLength || !qf::writes_kept(*p)) return QF_UNSUPPORTED;
   return qf::launch_sm90_quantize<qf::sm90_quantize::Element, qf::sm90_quantize::kHeadDim>(
-      all, static_cast<cudaStream_t>(stream));
+      qf::quantization_of(*p), static_cast<cudaStream_t>(stream));
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("sm90_quantize", status); }

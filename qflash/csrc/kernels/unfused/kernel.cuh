@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(qf::unfused::kThreads)
   if (key0 >= keys.end || key0 + kBlockN <= keys.begin) return;
 
   const HeadRows<Element> q(p.q, b, seq.q0, h, seq.len_q, p.head_dim, grid.vector.q);
-  const HeadRows<Element> k(p.k, b, seq.k0, h / (p.q_heads / p.kv_heads), seq.len_k, p.head_dim, grid.vector.k);
+  const HeadRows<Element> k(p.kv.k, b, seq.k0, h / (p.q_heads / p.kv_heads), seq.len_k, p.head_dim, grid.vector.k);
   const int lane = threadIdx.x % 32, x = Lanes<kLanesX>::x(lane);
   const int lane_row = threadIdx.x / 32 * kWarpRows + Lanes<kLanesX>::y(lane);
 
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(qf::unfused::kThreads)
   const Mask mask = {p.window_left, p.window_right, seq.len_q, seq.len_k};
   const KeyRange keys = keys_of_tile(mask, row0);
   const KeyRange full = mask.seen_by_all(row0, min(row0 + kBlockM, seq.len_q) - 1);
-  const HeadRows<Element> v(p.v, b, seq.k0, h / (p.q_heads / p.kv_heads), seq.len_k, p.head_dim, grid.vector.v);
+  const HeadRows<Element> v(p.kv.v, b, seq.k0, h / (p.q_heads / p.kv_heads), seq.len_k, p.head_dim, grid.vector.v);
   const int lane = threadIdx.x % 32, x = Lanes<kLanesX>::x(lane);
   const int lane_row = threadIdx.x / 32 * kWarpRows + Lanes<kLanesX>::y(lane);
 
