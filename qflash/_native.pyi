@@ -66,12 +66,15 @@ class AttnBwdCall:
         /,
     ) -> None: ...
 
-class OpCall:
-    """A prepared call of an operation beside attention. Immutable, so threads share it."""
+class Call:
+    """A prepared call of a kernel: its struct with everything but addresses. Immutable, so threads share it.
 
-    def __init__(
-        self, struct: str, params: bytes, pointers: Sequence[str], entry: int, status_text: int, workspace: int
-    ) -> None: ...
+    KeyError for a struct that no kernel takes or a pointer it lacks, ValueError for params of another size.
+    """
+
+    def __new__(
+        cls, struct: str, params: bytes, pointers: Sequence[str], entry: int, status_text: int, workspace: int
+    ) -> Call: ...
     @property
     def workspace_bytes(self) -> int: ...
     def __call__(self, *args: int) -> None:

@@ -1,8 +1,10 @@
 """The stub of the native module has the module's names, and its calls take as many arguments."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
+from types import GetSetDescriptorType
 
 import pytest
 
@@ -39,7 +41,8 @@ def test_names_are_those_of_the_module():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_members_are_those_of_the_class(name):
-    own = {member for member in vars(getattr(_native, name)) if is_public(member) or member in ("__init__", "__call__")}
+    special = ("__init__", "__new__", "__call__")
+    own = {member for member in vars(getattr(_native, name)) if is_public(member) or member in special}
     assert {method.partition(".")[2] for method in METHODS if method.startswith(f"{name}.")} == own
 
 
@@ -54,7 +57,8 @@ def test_values_have_the_kind_that_is_written(name):
 def parameters(node: ast.FunctionDef) -> list[str]:
     """As pybind11 tells them: those without a keyword are called arg0, arg1, ..."""
     bare = [arg for arg in node.args.posonlyargs if arg.arg != "self"]
-    names = [f"arg{i}" for i in range(len(bare))] + [arg.arg for arg in node.args.args if arg.arg != "self"]
+    names = [f"arg{i}" for i in range(len(bare))]
+    names += [arg.arg for arg in node.args.args if arg.arg not in ("self", "cls")]
     return [*names, f"*{node.args.vararg.arg}"] if node.args.vararg else names
 
 
@@ -64,8 +68,12 @@ def test_parameters_are_those_of_the_binding(name):
         pytest.skip("the module was built without jaxlib's headers")
     owner, _, method = name.rpartition(".")
     bound = getattr(getattr(_native, owner) if owner else _native, method)
-    if isinstance(bound, property):
+    if isinstance(bound, (property, GetSetDescriptorType)):
         assert ast.unparse(METHODS[name].decorator_list[0]) == "property"
+        return
+    if owner == "Call":  # a type of CPython's, whose own signature says what it is made of
+        told = list(inspect.signature(_native.Call).parameters) if method == "__new__" else ["*args"]
+        assert parameters(METHODS[name]) == told
         return
     signature = re.match(rf"{method}\((.*)\) -> ", bound.__doc__).group(1)
     told = [part.partition(":")[0] for part in signature.split(", ") if part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
 from pathlib import Path
@@ -87,8 +88,84 @@ def test_a_field_that_is_not_there_is_an_error():
         _native.Call("QfNothing", params, [], 1, 1, 0)
     with pytest.raises(ValueError, match=f"given as {len(params) - 1} bytes; allowed: {len(params)}"):
         _native.Call("QfRowsParams", params[:-1], [], 1, 1, 0)
-    with pytest.raises(TypeError, match="with 1 pointers was called with 2 numbers; allowed: 4"):
-        _native.Call("QfRowsParams", params, ["x"], 1, 1, 0)(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "names", "text"),
+    [
+        ((0, 0), {}, "a call with 1 pointers was given 2 numbers and 0 names; allowed: 4"),
+        ((0, 0, 0, 0, 0), {}, "given 5 numbers"),
+        ((0, 0, 0), {"num_threads": 1}, "3 numbers and 1 names"),
+        ((1.5, 0, 0, 0), {}, "argument 0 is 1.5; allowed: an address"),
+        ((None, 0, 0, 0), {}, "argument 0 is None; allowed: an address"),
+        ((-1, 0, 0, 0), {}, "argument 0 is -1; allowed: an address, an int from 0"),
+        ((2**64, 0, 0, 0), {}, "argument 0 is 18446744073709551616"),
+        ((0, "x", 0, 0), {}, "argument 1 is 'x'"),
+        ((0, 0, -1, 0), {}, "argument 2 is -1"),
+        ((0, 0, 0, 2**31), {}, "num_threads is 2147483648; allowed: an int of 32 bits"),
+        ((0, 0, 0, 1.0), {}, "num_threads is 1.0"),
+    ],
+)
+def test_a_call_takes_addresses_alone(numbers, names, text):
+    """Nothing is run before all of them are ints."""
+    params = SOFTMAX.plan(array(1, 1), 1.0, None).params()
+    call = _native.Call("QfRowsParams", params, ["x"], 1, 1, 0)
+    with pytest.raises(TypeError, match=re.escape(text)):
+        call(*numbers, **names)
+
+
+def test_a_call_is_made_of_words_of_their_types():
+    for arguments in (("QfRowsParams",), (1, b"", [], 1, 1, 0), ("QfRowsParams", "", [], 1, 1, 0)):
+        with pytest.raises(TypeError):
+            _native.Call(*arguments)
+    with pytest.raises(TypeError):
+        type("Other", (_native.Call,), {})  # it has no room for more
+    size = _native.op_layouts["QfAttnBwdParams"][0]
+    call = _native.Call(
+        struct="QfAttnBwdParams", params=bytes(size), pointers=("fwd.q.data",), entry=1, status_text=1, workspace=0
+    )
+    assert call.workspace_bytes == 0
+
+
+def test_what_changes_from_call_to_call_is_put_in_its_place():
+    """Pointers by their names, the workspace as large as was asked for, threads wherever the struct has them."""
+    threads = {"QfAttnParams": "num_threads", "QfAttnBwdParams": "fwd.num_threads"}
+    for name, field in threads.items():
+        size, layout = _native.op_layouts[name]
+        prefix = field.removesuffix("num_threads")
+        seen = {}
+
+        @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        def entry(params, stream, size=size, layout=layout, seen=seen):
+            packed = ctypes.string_at(params, size)
+            seen.update({field: struct.unpack_from(kind, packed, at)[0] for field, (at, kind) in layout.items()})
+            seen["stream"] = stream
+            return 0
+
+        needed = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(lambda _: 4321)
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (entry, needed)]
+        params = bytes(range(256)) * 4
+        pointers = [f"{prefix}kv.v.data", f"{prefix}q.data"]
+        call = _native.Call(name, params[:size], pointers, addresses[0], 0, addresses[1])
+        assert call.workspace_bytes == 4321
+        assert call(2**63 + 5, 7, 11, 13, -3) is None
+        changed = {pointers[0]: 2**63 + 5, pointers[1]: 7, "workspace": 11, "workspace_bytes": 4321, field: -3}
+        wanted = {key: struct.unpack_from(kind, params, at)[0] for key, (at, kind) in layout.items()} | changed
+        assert seen.pop("stream") == 13
+        for key, value in wanted.items():
+            assert seen[key] == value or value != value, key
+
+
+def test_the_abi_is_a_digest_of_the_layouts():
+    assert re.fullmatch("[0-9a-f]{16}", _native.ABI)
+    lines = []
+    for name, (size, fields) in _native.op_layouts.items():
+        lines.append(f"{name} {size}")
+        lines += [f"{field} {offset} {kind}" for field, (offset, kind) in fields.items()]
+    digest = 0xCBF29CE484222325  # FNV-1a
+    for byte in "".join(f"{line}\n" for line in lines).encode():
+        digest = (digest ^ byte) * 0x100000001B3 % 2**64
+    assert f"{digest:016x}" == _native.ABI
 
 
 @pytest.mark.parametrize(

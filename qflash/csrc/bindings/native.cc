@@ -6,14 +6,13 @@
 #include <string>
 
 #include "exceptions.h"
-#include "op_layouts.h"
 #include "params.h"
-#include "qflash.h"
+#include "qflash_ops.h"
 #include "unlocked.h"
 
 namespace py = pybind11;
 
-void bind_op_calls(py::module_& module, py::dict& entries);
+void bind_call(py::module_& module);
 void bind_xla_ffi(py::module_& module);
 
 namespace {
@@ -153,16 +152,13 @@ class AttnBwdCall {
   StatusText text_;
 };
 
-template <class F>
-uintptr_t address(F* function) {
-  return reinterpret_cast<uintptr_t>(function);
-}
-
 }  // namespace
+
+// The address of qf_<name> under its name.
+#define QF_ADD_ENTRY(name) entries[#name] = reinterpret_cast<uintptr_t>(&qf_##name)
 
 PYBIND11_MODULE(_native, module) {
   module.doc() = "qflash's compiled half: launch trampolines, CPU engine, XLA handlers";
-  module.attr("ABI") = qflash::abi();
 
   py::class_<AttnCall>(module, "AttnCall")
       .def(py::init<const py::object&, uintptr_t, uintptr_t, uintptr_t>(), py::arg("problem"), py::arg("entry"),
@@ -176,11 +172,16 @@ PYBIND11_MODULE(_native, module) {
 
   // Entry addresses of the CPU kernels by name, and of the text behind their statuses.
   py::dict entries;
-  entries["cpu"] = address(&qf_cpu);
-  entries["cpu_bwd"] = address(&qf_cpu_bwd);
-  entries["cpu_int8"] = address(&qf_cpu_int8);
-  entries["status_text"] = address(&qf_cpu_status_text);
-  bind_op_calls(module, entries);
+  QF_ADD_ENTRY(cpu);
+  QF_ADD_ENTRY(cpu_bwd);
+  QF_ADD_ENTRY(cpu_int8);
+  QF_ADD_ENTRY(cpu_softmax);
+  QF_ADD_ENTRY(cpu_layer_norm);
+  QF_ADD_ENTRY(cpu_cross_entropy);
+  QF_ADD_ENTRY(cpu_int8_matmul);
+  QF_ADD_ENTRY(cpu_quantize);
+  QF_ADD_ENTRY(cpu_dequantize);
+  entries["status_text"] = reinterpret_cast<uintptr_t>(&qf_cpu_status_text);
   module.attr("cpu_entries") = entries;
 
   module.def("cpu_isa", &qf_cpu_isa, "Instruction set the CPU engine runs: amx, avx512, avx2 or generic.");
@@ -190,5 +191,6 @@ PYBIND11_MODULE(_native, module) {
     qf_cpu_set_default_threads(n);
   });
 
+  bind_call(module);
   bind_xla_ffi(module);
 }
