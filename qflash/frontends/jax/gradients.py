@@ -21,7 +21,7 @@ from qflash.frontends.jax.derivatives import constant, forward_only, listed, no_
 
 @lru_cache(maxsize=4096)
 def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
-    """(arrays called `call.names`) -> results; with the derivatives that the operation has, and words for the others."""
+    """(arrays called `call.names`) -> results, with the derivatives that the operation has and words for the others."""
     gradient = call.op.gradient
     if gradient is None:
         forward = batchable(call)

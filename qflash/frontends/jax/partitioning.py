@@ -58,7 +58,10 @@ def partitioned(call: Call) -> Callable[..., tuple[Any, ...]]:
 
 def _sizes(arrays: Sequence[Any], dims: Sequence[str]) -> dict[str, int]:
     """Extents by letter."""
-    return {letter: size for x, letters in zip(arrays, dims, strict=True) for letter, size in zip(letters, x.shape)}
+    sizes: dict[str, int] = {}
+    for x, letters in zip(arrays, dims, strict=True):
+        sizes.update(zip(letters, x.shape, strict=True))
+    return sizes
 
 
 def _sums_keys(results: Sequence[str]) -> bool:
