@@ -17,6 +17,7 @@ from qflash.ops import plan as plan_module
 from qflash.ops.rows import SOFTMAX
 from qflash.planning import entry_of
 from qflash.problem import Array
+from qflash.spec import OpSpec, Spec
 from qflash.testing.op_cases import CASES, check_equal, flat
 
 jax = pytest.importorskip("jax")
@@ -245,6 +246,19 @@ def test_the_handler_checks_what_it_is_given():
     ):
         with pytest.raises(Exception, match=text):
             call(**changes)
+
+
+def test_programs_of_every_operation_find_their_kernels_again():
+    """By the key alone, in a process that has not seen it: attention of any kind takes one struct."""
+    from qflash.frontends.jax.kernels import register, resolve
+
+    specs = [Spec("cpu", 0, "float32", 64), Spec("cpu", 0, "float32", 64, backward=True)]
+    specs += [OpSpec("attention_int8", "cpu", 0, "float16", head_dim=64), OpSpec("softmax", "cpu", 0, "float32")]
+    for spec in specs:
+        kernel = dispatch.plan(spec)
+        takes = {"softmax": "QfRowsParams"}.get(spec.op, "QfAttnParams")
+        takes = "QfAttnBwdParams" if isinstance(spec, Spec) and spec.backward else takes
+        resolve(register(kernel.name, spec, entry_of(kernel, spec), takes))
 
 
 BAD = {

@@ -27,7 +27,7 @@ if not hasattr(_native, "xla_targets"):
 def register(kernel: str, spec: Spec | OpSpec, entry: Entry, takes: str | None = None) -> str:
     """Make a loaded kernel known to the handlers; returns the key that programs name it by. `takes`: its struct."""
     takes = takes or _TAKES[spec.backward]
-    key = json.dumps([_native.ABI, takes, kernel, *astuple(spec)], separators=(",", ":"))
+    key = json.dumps([_native.ABI, type(spec).__name__, takes, kernel, *astuple(spec)], separators=(",", ":"))
     _register(key, takes, entry)
     return key
 
@@ -41,8 +41,8 @@ def resolve(key: str) -> None:
     abi, *words = json.loads(key)
     if abi != _native.ABI:
         raise ValueError(f"the program was compiled with qflash ABI {abi}; allowed: {_native.ABI}. Lower it again")
-    takes, kernel, *fields = words
-    spec = (Spec if takes in _TAKES.values() else OpSpec)(*fields)
+    kind, takes, kernel, *fields = words
+    spec = {"Spec": Spec, "OpSpec": OpSpec}[kind](*fields)
     if spec.device == "cuda":
         spec = replace(spec, arch=cuda_arch())  # the GPU at hand may not be the one the program was lowered for
     _register(key, takes, entry_of(dispatch.plan(spec, kernel), spec))
