@@ -19,6 +19,7 @@ namespace py = pybind11;
 
 namespace ffi = xla::ffi;
 
+void bind_xla_call(py::list& targets);
 void bind_xla_ops(py::list& targets);
 
 namespace {
@@ -338,6 +339,7 @@ void bind_xla_ffi(py::module_& module) {
         targets.append(py::make_tuple("qflash_attention", "cpu", capsule_of(kForwardCpu)));
         targets.append(py::make_tuple("qflash_attention", "CUDA", capsule_of(kForwardCuda)));
         targets.append(py::make_tuple("qflash_attention_bwd", "cpu", capsule_of(kBackwardCpu)));
+        bind_xla_call(targets);
         bind_xla_ops(targets);
         return targets;
       },
