@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash import _native, backends, dispatch
+from qflash import backends
 from qflash.backends import Entry
 from qflash.backends.arch import asked
-from qflash.call.array import Array
 from qflash.call.prepare import prepare
-from qflash.ops.rows import SOFTMAX
 from qflash.testing.op_cases import CASES, check_equal, flat
 
 jax = pytest.importorskip("jax")
@@ -208,42 +206,6 @@ def test_quantized_is_a_pytree():
     assert again.granularity == "token" and again.dtype == "float32"
     out = jax.jit(lambda q: qflash.dequantize(q, jnp.bfloat16))(quantized)
     assert out.dtype == jnp.bfloat16 and bool((out == 1).all())
-
-
-def test_the_handler_checks_what_it_is_given():
-    """A program is data: what reaches the handler need not come from this front end."""
-    from qflash.frontends.jax.kernels import register
-
-    x = jnp.ones((3, 8))
-    plan = SOFTMAX.plan(Array((3, 8), None, "float32", "cpu"), 1.0, None)
-    spec = plan.spec(0)
-    kernel = dispatch.plan(spec)
-    key = register(kernel.name, spec, backends.load(kernel, spec), plan.struct)
-    layout = _native.op_layouts[plan.struct][1]
-    good = {
-        "kernel": key,
-        "takes": plan.struct,
-        "params": np.frombuffer(plan.params(), np.int64),
-        "pointers": np.array([layout["x"][0], layout["out"][0]]),
-        "num_bytes": np.array([96, 96]),
-        "sizes": np.zeros(0, np.int64),
-        "bounds": np.zeros(0, np.int64),
-    }
-
-    def call(**changes):
-        results = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1,), jnp.uint8)]
-        return jax.block_until_ready(jax.ffi.ffi_call("qflash_call", results)(x, **{**good, **changes}))[0]
-
-    check_equal(call(), qflash.softmax(x))
-    for changes, text in (
-        ({"takes": "QfQuantizeParams"}, "no kernel is registered as"),
-        ({"params": good["params"][:-1]}, "bytes; allowed: "),
-        ({"pointers": np.array([0])}, "other operands and results than it names"),
-        ({"pointers": np.array([0, 4096])}, "not as the program was lowered for"),
-        ({"num_bytes": np.array([96, 100])}, "not as the program was lowered for"),
-    ):
-        with pytest.raises(Exception, match=text):
-            call(**changes)
 
 
 BAD = {

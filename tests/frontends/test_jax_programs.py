@@ -17,9 +17,8 @@ import qflash
 from qflash import _native, backends, dispatch
 from qflash.backends import Entry
 from qflash.backends.arch import asked
-from qflash.call.array import Array
 from qflash.call.prepare import prepare
-from qflash.ops.attention import ATTENTION
+from qflash.call.spec import Spec
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -78,6 +77,42 @@ def test_an_exported_program_may_have_symbolic_sizes():
             np.testing.assert_array_equal(got, want)
 
 
+def test_packed_calls_may_have_symbolic_sizes():
+    """The number of sequences too, which is one less than there are offsets; max_seqlen may be above the total."""
+    total_q, total_k, offsets = export.symbolic_shape("total_q, total_k, offsets")
+    shapes = [(total_q, 4, 16), (total_k, 2, 16), (total_k, 2, 16)]
+    symbolic = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    symbolic += [jax.ShapeDtypeStruct((offsets,), jnp.int32)] * 2
+
+    def call(q, k, v, cu_q, cu_k):
+        return qflash.attention_varlen(q, k, v, cu_q, cu_k, 50, 100, causal=True, return_lse=True)
+
+    def packed_gradients(*operands):
+        return jax.grad(lambda *qkv: sum((x**2).sum() for x in call(*qkv, *operands[3:])), (0, 1, 2))(*operands[:3])
+
+    for function in (call, packed_gradients):
+        program = export.export(jax.jit(function), platforms=["cpu"], disabled_checks=ALLOW)(*symbolic)
+        for cu_q, cu_k in (([0, 9], [0, 13]), ([0, 4, 9], [0, 6, 13]), ([0, 0, 30, 80], [0, 70, 150, 200])):
+            operands = (x[0] for x in arrays(q_len=cu_q[-1], k_len=cu_k[-1]))
+            operands = (*operands, jnp.array(cu_q, jnp.int32), jnp.array(cu_k, jnp.int32))
+            for got, want in zip(program.call(*operands), function(*operands), strict=True):
+                np.testing.assert_array_equal(got, want)
+
+
+def test_programs_of_every_operation_find_their_kernels_again():
+    """By the key alone, in a process that has not seen it."""
+    from qflash.frontends.jax.kernels import register, resolve
+
+    for spec, takes in (
+        (Spec("cpu", 0, "float32", 64), "QfAttnParams"),
+        (Spec("cpu", 0, "float16", 64, "int8", kv="quantized"), "QfAttnParams"),
+        (Spec("cpu", 0, "float32", 64, rope="half", op="attention_backward"), "QfAttnBwdParams"),
+        (Spec("cpu", 0, "int32", op="int8_matmul", layout="n"), "QfInt8MatmulParams"),
+    ):
+        kernel = dispatch.plan(spec)
+        resolve(register(kernel.name, spec, backends.load(kernel, spec), takes))
+
+
 CACHED = """
 import jax, numpy as np, qflash
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -111,72 +146,6 @@ def test_a_key_nobody_knows_is_a_clear_error():
     for key, text in (('[0,"cpu"]', "qflash ABI 0; allowed: "), ("nonsense", "could not be loaded: JSONDecodeError")):
         with pytest.raises(Exception, match=text):
             jax.block_until_ready(jax.jit(call, static_argnums=3)(q, k, v, key))
-
-
-def test_the_handler_checks_what_it_completes_the_struct_with():
-    """A program is data: what reaches the handler need not come from this front end."""
-    q, k, v = arrays()
-    want = qflash.attention(q, k, v)
-    plan = _plan(q, k, v)
-    fields = _native.op_layouts[plan.struct][1]
-
-    def at(name):
-        return fields[name][0]
-
-    good = {
-        "kernel": _key(plan),
-        "takes": plan.struct,
-        "params": np.frombuffer(plan.params(), np.int64),
-        "pointers": np.array([at(name) for name in plan.pointers]),
-        "num_bytes": np.array([x.nbytes for x in (q, k, v, q)]),
-        "sizes": NOTHING,
-        "bounds": NOTHING,
-    }
-
-    def call(**changes):
-        results = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1,), jnp.uint8)]
-        return jax.block_until_ready(jax.ffi.ffi_call("qflash_call", results)(q, k, v, **{**good, **changes}))[0]
-
-    np.testing.assert_array_equal(call(), want)
-    np.testing.assert_array_equal(call(num_bytes=np.full(4, -1)), want)
-    from_extents = np.array([at("batch"), 4, 1, 0, 0, at("q.stride_b"), 8, 3, 0, 1, 0, 2, 0, 3])
-    np.testing.assert_array_equal(call(sizes=from_extents), want)
-    np.testing.assert_array_equal(call(bounds=np.array([at("k_len"), 1, 1])), want)
-    np.testing.assert_array_equal(call(bounds=np.array([at("k_len"), 0, 0])), qflash.attention(q, k[:, :2], v[:, :2]))
-    for changes in (
-        {"num_bytes": np.array([q.nbytes, k.nbytes, v.nbytes, q.nbytes - 4])},
-        {"pointers": np.array([*good["pointers"][:3], at("batch")])},
-        {"pointers": np.array([*good["pointers"][:3], -8])},
-        {"pointers": good["pointers"][:3]},
-        {"sizes": np.array([at("q.data"), 8, 1, 0, 0])},  # an address is no size
-        {"sizes": np.array([at("batch") + 1, 4, 1, 0, 0])},
-        {"sizes": np.array([at("batch"), 8, 1, 0, 0])},  # it has 4 bytes
-        {"sizes": np.array([at("batch"), 4, 1, 9, 0])},
-        {"sizes": np.array([at("batch"), 4, 1, 0, 4])},
-        {"sizes": np.array([at("batch"), 4, 1, -1, 0])},
-        {"sizes": np.array([at("batch"), 4, 2, 0, 0])},  # cut short
-        {"sizes": np.array([at("batch"), 4, -1])},
-        {"sizes": np.array([at("batch")])},
-        {"bounds": np.array([at("scale"), 0, 0])},  # no integer
-        {"bounds": np.array([at("k_len"), 1, 7])},
-        {"bounds": np.array([at("k_len"), 1])},
-    ):
-        with pytest.raises(Exception, match="qflash: "):
-            call(**changes)
-
-
-def _plan(q, k, v):
-    described = [Array(x.shape, None, x.dtype.name, "cpu") for x in (q, k, v)]
-    nothing = (None,) * (len(ATTENTION.arrays) - 3)
-    return ATTENTION.plan(*described, *nothing, False, None, None, None, None, None, False, False, 0, 0)
-
-
-def _key(plan) -> str:
-    from qflash.frontends.jax.kernels import register
-
-    spec = plan.spec(0)
-    kernel = dispatch.plan(spec)
-    return register(kernel.name, spec, backends.load(kernel, spec), plan.struct)
 
 
 def params_in(text: str, struct_name: str) -> dict:

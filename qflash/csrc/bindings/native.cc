@@ -13,7 +13,7 @@
 namespace py = pybind11;
 
 void bind_call(py::module_& module);
-void bind_xla_ffi(py::module_& module);
+void bind_xla_call(py::module_& module);
 
 namespace {
 
@@ -192,5 +192,5 @@ PYBIND11_MODULE(_native, module) {
   });
 
   bind_call(module);
-  bind_xla_ffi(module);
+  bind_xla_call(module);
 }

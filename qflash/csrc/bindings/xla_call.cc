@@ -1,8 +1,10 @@
 // The XLA FFI handler of every kernel. The program carries the kernel's struct, packed when it was lowered, where in it
 // the addresses of operands and results belong, and, where sizes were not known yet, which fields are to be made of
-// the arrays' extents.
+// the arrays' extents. Built where jaxlib's headers are found.
 
 #include <pybind11/pybind11.h>
+
+namespace py = pybind11;
 
 #ifdef QF_WITH_XLA
 
@@ -16,7 +18,6 @@
 #include "op_layouts.h"
 #include "xla_registry.h"
 
-namespace py = pybind11;
 namespace ffi = xla::ffi;
 
 namespace {
@@ -201,9 +202,28 @@ XLA_FFI_DEFINE_HANDLER(
 
 }  // namespace
 
-void bind_xla_call(py::list& targets) {
-  targets.append(py::make_tuple("qflash_call", "cpu", qflash::capsule_of(kRunCpu)));
-  targets.append(py::make_tuple("qflash_call", "CUDA", qflash::capsule_of(kRunCuda)));
+void bind_xla_call(py::module_& module) {
+  module.def(
+      "xla_targets",
+      [] {
+        py::list targets;  // (name, XLA platform, handler)
+        targets.append(py::make_tuple("qflash_call", "cpu", qflash::capsule_of(kRunCpu)));
+        targets.append(py::make_tuple("qflash_call", "CUDA", qflash::capsule_of(kRunCuda)));
+        return targets;
+      },
+      "The XLA FFI handlers to register.");
+  module.def(
+      "register_xla_kernel",
+      [](const std::string& key, uintptr_t entry, uintptr_t status_text, uintptr_t workspace,
+         const std::string& takes) { qflash::registry().add(key, {entry, status_text, workspace, takes}); },
+      py::arg("key"), py::arg("entry"), py::arg("status_text"), py::arg("workspace"), py::arg("takes"));
+  module.def(
+      "set_xla_resolver", [](py::object resolver) { qflash::registry().set_resolver(std::move(resolver)); },
+      "Called with a key the registry does not know; it must register it or raise.");
 }
+
+#else
+
+void bind_xla_call(py::module_&) {}
 
 #endif  // QF_WITH_XLA
