@@ -88,7 +88,6 @@ def set_num_threads(num_threads: SupportsIndex, /) -> None: ...
 
 # The module has these where it was built with jaxlib's headers.
 
-
 def xla_targets() -> list[tuple[str, str, object]]:
     """The XLA FFI handlers to register: (name, XLA platform, capsule)."""
 
