@@ -35,7 +35,7 @@ def _mapped(
     """The results with the mapped axis first, which is also where the mapped operands have it."""
     mapped = [name for name, is_mapped in zip(call.names, in_batched, strict=True) if is_mapped]
     ranks = {name: x.ndim - is_mapped for name, x, is_mapped in zip(call.names, operands, in_batched, strict=True)}
-    if call.op.folds(mapped, ranks, call.word()):
+    if call.op.folds(mapped, ranks, call.words_by_name()):
         return function(*operands)
     known = call.dims()
     # An axis of 0 cannot be unfolded again, nor be heads; a loop of no turns gives the empty results.

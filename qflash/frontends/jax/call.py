@@ -34,9 +34,7 @@ class Call:
             found: Plan = cache.find(key)
             return found
         except KeyError:
-            found = self.plan_of(
-                [Array(aval.shape, None, aval.dtype.name, platform) for aval in avals],
-            )
+            found = self.plan_of([Array(aval.shape, None, aval.dtype.name, platform) for aval in avals])
         cache.keep(key, found)
         return found
 
@@ -49,8 +47,8 @@ class Call:
         """The dimensions of arrays and results by letters, where the operation tells them."""
         return None if self.op.dims is None else self.op.dims(self.names)
 
-    def word(self) -> dict[str, Any]:
-        """The words by name."""
+    def words_by_name(self) -> dict[str, Any]:
+        """The words, as checks and rules ask for them."""
         return dict(zip(self.op.words, self.words, strict=True))
 
 
