@@ -88,9 +88,6 @@ def set_num_threads(num_threads: SupportsIndex, /) -> None: ...
 
 # The module has these where it was built with jaxlib's headers.
 
-xla_operands: Final[dict[str, int]]  # bits of the operands that a call may have
-xla_precisions: Final[dict[str, int]]
-
 def xla_targets() -> list[tuple[str, str, object]]:
     """The XLA FFI handlers to register: (name, XLA platform, capsule)."""
 

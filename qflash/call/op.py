@@ -36,7 +36,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """A size that is not known before a program runs: the product of extents of its arrays, (argument, dimension)."""
+    """A size that is not known before a program runs: the product of extents of its arrays, (argument, dimension).
+
+    ~dimension stands for one less than that extent: n + 1 offsets are those of n sequences.
+    """
 
     of: tuple[tuple[str, int], ...]
 

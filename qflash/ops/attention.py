@@ -60,7 +60,7 @@ def fields_of(problem: Problem, prefix: str = "", strided: Collection[str] = ("q
         ("struct_bytes", _native.op_layouts[STRUCT][0]),
         ("dtype", dtype_code(problem.dtype)),
         ("precision", PRECISIONS.index(problem.precision)),
-        ("batch", problem.batch if packed else _size(problem.batch, ("q", 0))),
+        ("batch", _size(problem.batch, ("cu_seqlens_q", ~0) if packed else ("q", 0))),
         *((name, _size(value, *of)) for name, value, of in lengths),
         ("q_heads", _size(problem.q_heads, ("q", heads))),
         ("kv_heads", _size(problem.kv_heads, ("k", heads))),

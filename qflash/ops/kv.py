@@ -52,7 +52,7 @@ class QuantizedKV(Generic[ArrayT_co]):
     def __post_init__(self) -> None:
         # JAX must know this class before jit sees an instance, which may be before the first call.
         if type(self.k).__module__.partition(".")[0] in ("jax", "jaxlib"):
-            import qflash.frontends.jax.ops  # noqa: F401
+            import qflash.frontends.jax  # noqa: F401
 
     @property
     def length(self) -> int:

@@ -72,14 +72,6 @@ def test_no_second_derivative(way, transform):
         SECOND[transform](lambda q: (attend(q) ** 2).sum(), q)
 
 
-def test_the_words_are_those_of_the_pytorch_front_end():
-    pytest.importorskip("torch")
-    from qflash.frontends.jax import derivatives
-    from qflash.frontends.torch_launch import NO_SECOND_DERIVATIVE
-
-    assert derivatives.NO_SECOND_DERIVATIVE == NO_SECOND_DERIVATIVE
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("transform", FORWARD)
 def test_no_forward_mode(way, transform):

@@ -82,15 +82,15 @@ def test_half_precision_is_as_good_as_jax_nn(dtype):
 @pytest.mark.parametrize("kernel", [*KERNELS, "sm90_fwd"])
 def test_captured_in_command_buffers(kernel, monkeypatch):
     """XLA records the launches once, under stream capture, and replays them: the handler is not called again."""
-    from qflash.frontends.jax import primitives
+    from qflash.frontends.jax import primitive
 
     entry_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuStreamIsCapturing.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
     captured, alive = [], []
-    register = primitives.register
+    register = primitive.register
 
-    def register_spy(name, spec, entry):
+    def register_spy(name, spec, entry, takes):
         launch = entry_type(entry.address)
 
         def spy(params, stream):
@@ -101,9 +101,9 @@ def test_captured_in_command_buffers(kernel, monkeypatch):
 
         alive.append(entry_type(spy))
         address = ctypes.cast(alive[-1], ctypes.c_void_p).value
-        return register(name, spec, Entry(address, entry.status_text, entry.workspace))
+        return register(name, spec, Entry(address, entry.status_text, entry.workspace), takes)
 
-    monkeypatch.setattr(primitives, "register", register_spy)
+    monkeypatch.setattr(primitive, "register", register_spy)
     layers, runs = 8, 6
 
     def stack(q, k, v):

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash import _native, dispatch
+from qflash import backends
 from qflash.backends import Entry
 from qflash.backends.arch import asked
-from qflash.call.array import Array
-from qflash.ops import plan as plan_module
-from qflash.ops.rows import SOFTMAX
-from qflash.planning import entry_of
+from qflash.call.prepare import prepare
 from qflash.testing.op_cases import CASES, check_equal, flat
 
 jax = pytest.importorskip("jax")
@@ -102,14 +99,14 @@ def test_exported_programs_run_in_another_process(name, tmp_path):
     case = CASES[name]
     names = list(case.arrays)
     function = jax.jit(lambda *xs: flat(case.call(**dict(zip(names, xs, strict=True)))))
-    checks = [export.DisabledSafetyCheck.custom_call("qflash_op")]
+    checks = [export.DisabledSafetyCheck.custom_call("qflash_call")]
     xs = [jnp.asarray(x) for x in case.arrays.values()]
     exported = export.export(function, disabled_checks=checks)(*xs)
     wanted = [np.asarray(x) for x in function(*xs)]
     np.savez(tmp_path / "arrays.npz", *xs)
     (tmp_path / "program").write_bytes(exported.serialize())
     code = (
-        "import sys, numpy as np, jax, qflash, qflash.frontends.jax.ops\n"
+        "import sys, numpy as np, jax, qflash, qflash.frontends.jax\n"
         "from jax import export\n"
         "folder = sys.argv[1]\n"
         "with np.load(folder + '/arrays.npz') as stored: xs = [stored[name] for name in stored.files]\n"
@@ -137,22 +134,20 @@ def four_kilobytes(_params):
 @pytest.mark.skipif(any(d.platform == "gpu" for d in jax.devices()), reason="a GPU's own architecture would be used")
 def test_lowering_for_cuda_without_a_gpu(monkeypatch):
     """A stand-in for the compiled kernel: lowering asks only for addresses and the size of the workspace."""
-    from qflash.frontends.jax import ops
-
     entry = Entry(1, 0, ctypes.cast(four_kilobytes, ctypes.c_void_p).value)
-    for module in (plan_module, ops):
-        monkeypatch.setattr(module, "entry_of", lambda kernel, spec: entry)
+    monkeypatch.setattr(backends, "load", lambda kernel, spec: entry)
     monkeypatch.setenv("QFLASH_CUDA_ARCH", "90")
     asked.cache_clear()
     try:
         a, b = (jnp.zeros(shape, jnp.int8) for shape in ((4, 8), (8, 3)))
-        checks = [export.DisabledSafetyCheck.custom_call("qflash_op")]
+        checks = [export.DisabledSafetyCheck.custom_call("qflash_call")]
         program = export.export(jax.jit(qflash.int8_matmul), platforms=["cuda"], disabled_checks=checks)(a, b)
     finally:
         asked.cache_clear()
-        plan_module.prepare.cache_clear()
-    call = next(line for line in program.mlir_module().splitlines() if "custom_call @qflash_op" in line)
-    assert r"int8_gemm_tc\22,\22int8_matmul\22,\22cuda\22,90,\22int32\22,\22n\22" in call
+        prepare.cache_clear()
+    call = next(line for line in program.mlir_module().splitlines() if "custom_call @qflash_call" in line)
+    assert r"QfInt8MatmulParams\22,\22int8_gemm_tc\22,\22cuda\22,90,\22int32\22" in call
+    assert r"\22int8_matmul\22,\22arrays\22,\22n\22]" in call
     assert "num_bytes = dense<[32, 24, 48]>" in call and "tensor<4096xui8>" in call
 
 
@@ -211,40 +206,6 @@ def test_quantized_is_a_pytree():
     assert again.granularity == "token" and again.dtype == "float32"
     out = jax.jit(lambda q: qflash.dequantize(q, jnp.bfloat16))(quantized)
     assert out.dtype == jnp.bfloat16 and bool((out == 1).all())
-
-
-def test_the_handler_checks_what_it_is_given():
-    """A program is data: what reaches the handler need not come from this front end."""
-    from qflash.frontends.jax.kernels import register
-
-    x = jnp.ones((3, 8))
-    plan = SOFTMAX.plan(Array((3, 8), None, "float32", "cpu"), 1.0, None)
-    spec = plan.spec(0)
-    kernel = dispatch.plan(spec)
-    key = register(kernel.name, spec, entry_of(kernel, spec), plan.struct)
-    layout = _native.op_layouts[plan.struct][1]
-    good = {
-        "kernel": key,
-        "takes": plan.struct,
-        "params": np.frombuffer(plan.params(), np.int64),
-        "pointers": np.array([layout["x"][0], layout["out"][0]]),
-        "num_bytes": np.array([96, 96]),
-    }
-
-    def call(**changes):
-        results = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1,), jnp.uint8)]
-        return jax.block_until_ready(jax.ffi.ffi_call("qflash_op", results)(x, **{**good, **changes}))[0]
-
-    check_equal(call(), qflash.softmax(x))
-    for changes, text in (
-        ({"takes": "QfQuantizeParams"}, "no kernel is registered as"),
-        ({"params": good["params"][:-1]}, "bytes; allowed: "),
-        ({"pointers": np.array([0])}, "other operands and results than it names"),
-        ({"pointers": np.array([0, 4096])}, "not as the program was lowered for"),
-        ({"num_bytes": np.array([96, 100])}, "not as the program was lowered for"),
-    ):
-        with pytest.raises(Exception, match=text):
-            call(**changes)
 
 
 BAD = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import struct
 import subprocess
 import sys
 
@@ -12,15 +14,17 @@ import pytest
 from jax_arrays import arrays
 
 import qflash
-from qflash import _native, planning
+from qflash import _native, backends, dispatch
 from qflash.backends import Entry
 from qflash.backends.arch import asked
+from qflash.call.prepare import prepare
+from qflash.call.spec import Spec
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 from jax import export  # noqa: E402
 
-ALLOW = [export.DisabledSafetyCheck.custom_call(name) for name in ("qflash_attention", "qflash_attention_bwd")]
+ALLOW = [export.DisabledSafetyCheck.custom_call("qflash_call")]
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +77,42 @@ def test_an_exported_program_may_have_symbolic_sizes():
             np.testing.assert_array_equal(got, want)
 
 
+def test_packed_calls_may_have_symbolic_sizes():
+    """The number of sequences too, which is one less than there are offsets; max_seqlen may be above the total."""
+    total_q, total_k, offsets = export.symbolic_shape("total_q, total_k, offsets")
+    shapes = [(total_q, 4, 16), (total_k, 2, 16), (total_k, 2, 16)]
+    symbolic = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    symbolic += [jax.ShapeDtypeStruct((offsets,), jnp.int32)] * 2
+
+    def call(q, k, v, cu_q, cu_k):
+        return qflash.attention_varlen(q, k, v, cu_q, cu_k, 50, 100, causal=True, return_lse=True)
+
+    def packed_gradients(*operands):
+        return jax.grad(lambda *qkv: sum((x**2).sum() for x in call(*qkv, *operands[3:])), (0, 1, 2))(*operands[:3])
+
+    for function in (call, packed_gradients):
+        program = export.export(jax.jit(function), platforms=["cpu"], disabled_checks=ALLOW)(*symbolic)
+        for cu_q, cu_k in (([0, 9], [0, 13]), ([0, 4, 9], [0, 6, 13]), ([0, 0, 30, 80], [0, 70, 150, 200])):
+            operands = (x[0] for x in arrays(q_len=cu_q[-1], k_len=cu_k[-1]))
+            operands = (*operands, jnp.array(cu_q, jnp.int32), jnp.array(cu_k, jnp.int32))
+            for got, want in zip(program.call(*operands), function(*operands), strict=True):
+                np.testing.assert_array_equal(got, want)
+
+
+def test_programs_of_every_operation_find_their_kernels_again():
+    """By the key alone, in a process that has not seen it."""
+    from qflash.frontends.jax.kernels import register, resolve
+
+    for spec, takes in (
+        (Spec("cpu", 0, "float32", 64), "QfAttnParams"),
+        (Spec("cpu", 0, "float16", 64, "int8", kv="quantized"), "QfAttnParams"),
+        (Spec("cpu", 0, "float32", 64, rope="half", op="attention_backward"), "QfAttnBwdParams"),
+        (Spec("cpu", 0, "int32", op="int8_matmul", layout="n"), "QfInt8MatmulParams"),
+    ):
+        kernel = dispatch.plan(spec)
+        resolve(register(kernel.name, spec, backends.load(kernel, spec), takes))
+
+
 CACHED = """
 import jax, numpy as np, qflash
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -91,15 +131,16 @@ def test_programs_from_the_compilation_cache_run(tmp_path):
     assert int(first[1]) == 0 and int(second[1]) > 0
 
 
+NOTHING = np.zeros(0, np.int64)
+
+
 def test_a_key_nobody_knows_is_a_clear_error():
     q, k, v = arrays()
-    result = [jax.ShapeDtypeStruct(*x) for x in ((q.shape, q.dtype), ((2, 4, 9), jnp.float32), ((0,), jnp.uint8))]
+    result = [jax.ShapeDtypeStruct(*x) for x in ((q.shape, q.dtype), ((0,), jnp.uint8))]
 
     def call(q, k, v, key):
-        attributes = {"scale": np.float32(1), "softcap": np.float32(0), "interleaved": False}
-        names = ("precision", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k", "operands")
-        attributes |= dict.fromkeys(names, np.int64(0))
-        return jax.ffi.ffi_call("qflash_attention", result)(q, k, v, kernel=key, **attributes)
+        words = dict.fromkeys(("params", "pointers", "num_bytes", "sizes", "bounds"), NOTHING)
+        return jax.ffi.ffi_call("qflash_call", result)(q, k, v, kernel=key, takes="QfAttnParams", **words)
 
     qflash.attention(q, k, v)  # brings the front end and with it the handlers
     for key, text in (('[0,"cpu"]', "qflash ABI 0; allowed: "), ("nonsense", "could not be loaded: JSONDecodeError")):
@@ -107,39 +148,15 @@ def test_a_key_nobody_knows_is_a_clear_error():
             jax.block_until_ready(jax.jit(call, static_argnums=3)(q, k, v, key))
 
 
-def test_the_handler_checks_shapes_for_itself():
-    """A program is data: what reaches the handler need not come from this front end."""
-    q, k, v = arrays()
-    qflash.attention(q, k, v)
-    key = _native_key(q)
-
-    def call(q, k, v, out=None, operands=0):
-        result = [jax.ShapeDtypeStruct(*x) for x in ((out or q.shape, q.dtype), ((2, 4, 9), "f4"), ((0,), "u1"))]
-        attributes = {"scale": np.float32(1), "softcap": np.float32(0), "interleaved": False, "kernel": key}
-        names = ("precision", "max_seqlen_q", "max_seqlen_k")
-        attributes |= dict.fromkeys(names, np.int64(0)) | dict.fromkeys(("window_left", "window_right"), np.int64(-1))
-        attributes["operands"] = np.int64(operands)
-        return jax.block_until_ready(jax.ffi.ffi_call("qflash_attention", result)(q, k, v, **attributes))
-
-    np.testing.assert_array_equal(call(q, k, v)[0], qflash.attention(q, k, v, scale=1.0))
-    for arguments, text in [
-        ((q[0], k, v, (2, 9, 4, 16)), "q has shape .9, 4, 16.*allowed: rank 4"),
-        ((q, k[:1], v[:1]), "k has shape .*allowed: q's batch size"),
-        ((q, k, v[:, :5]), "v has shape .*allowed: as k"),
-        ((q, k, v, (2, 9, 4, 15)), "out has shape"),
-        ((q, k.astype("f2"), v), "k has shape .*allowed: q's element type"),
-        ((q, k, v, None, 1), "operand kv_lens is missing"),
-    ]:
-        with pytest.raises(Exception, match=text):
-            call(*arguments)
-
-
-def _native_key(q) -> str:
-    from qflash.call.spec import Spec
-    from qflash.frontends.jax.kernels import register
-
-    spec = Spec("cpu", 0, q.dtype.name, q.shape[-1])
-    return register("cpu", spec, Entry(_native.cpu_entries["cpu"], _native.cpu_entries["status_text"]))
+def params_in(text: str, struct_name: str) -> dict:
+    """The fields of the struct in the one call of a lowered program."""
+    (words,) = re.findall(r"params = dense<\[?([^\]>]*)\]?>", text)
+    packed = (
+        bytes.fromhex(words.strip('"')[2:]) if words.startswith('"') else np.array(words.split(","), np.int64).tobytes()
+    )
+    size, fields = _native.op_layouts[struct_name]
+    assert len(packed) == size
+    return {name: struct.unpack_from(kind, packed, offset)[0] for name, (offset, kind) in fields.items()}
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
@@ -150,16 +167,13 @@ def four_kilobytes(_params):
 @pytest.fixture
 def a_cuda_kernel(monkeypatch):
     """Stands in for compiled CUDA kernels: lowering asks only for addresses and the size of the workspace."""
-    from qflash.frontends.jax import primitives
-
     workspace = ctypes.cast(four_kilobytes, ctypes.c_void_p).value
-    for module in (planning, primitives):
-        monkeypatch.setattr(module, "entry_of", lambda kernel, spec: Entry(1, 0, workspace))
+    monkeypatch.setattr(backends, "load", lambda kernel, spec: Entry(1, 0, workspace))
     monkeypatch.setenv("QFLASH_CUDA_ARCH", "90")
-    for remembered in (planning.prepare, asked):
+    for remembered in (prepare, asked):
         remembered.cache_clear()
     yield
-    for remembered in (planning.prepare, asked):
+    for remembered in (prepare, asked):
         remembered.cache_clear()
 
 
@@ -176,10 +190,11 @@ def no_gpu() -> bool:
 def test_lowering_for_cuda_without_a_gpu(a_cuda_kernel, kernel):
     q, k, v = arrays()
     text = lowered_for_cuda(lambda *x: qflash.attention(*x, causal=True, softcap=30.0, kernel=kernel), q, k, v)
-    call = next(line for line in text.splitlines() if "custom_call @qflash_attention" in line)
+    call = next(line for line in text.splitlines() if "custom_call @qflash_call" in line)
     assert rf"{kernel or 'fa'}\22,\22cuda\22,90,\22float32\22,16" in call
-    for attribute in ("scale = 2.500000e-01 : f32", "softcap = 3.000000e+01 : f32", "window_right = 0 : i64"):
-        assert attribute in call
+    params = params_in(call, "QfAttnParams")
+    for field, value in {"scale": 0.25, "softcap": 30.0, "window_left": -1, "window_right": 0, "q_len": 9}.items():
+        assert params[field] == value
     assert "tensor<4096xui8>" in call
 
 
@@ -194,7 +209,7 @@ def test_lowering_for_cuda_needs_an_architecture(monkeypatch):
 def test_symbolic_sizes_and_a_workspace(a_cuda_kernel):
     (batch,) = export.symbolic_shape("batch")
     symbolic = [jax.ShapeDtypeStruct((batch, 9, 4, 16), jnp.float32)] * 3
-    with pytest.raises(NotImplementedError, match=r"symbolic sizes \(batch, 9"):
+    with pytest.raises(NotImplementedError, match=r"^q has symbolic shape \(batch, 9, 4, 16\); .*workspace is part"):
         lowered_for_cuda(qflash.attention, *symbolic)
 
 

@@ -191,6 +191,19 @@ def test_remat():
     assert_close(ours, want, BOUND)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_remat_keeps_what_its_policy_names(kept, capsys):
+    """out and lse, which the backward pass otherwise computes again."""
+    names = ("qflash.attention.out", "qflash.attention.lse") if kept else ()
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    operands = arrays()
+    within = loss(jax.checkpoint(qflash.attention, policy=policy))
+    jax.ad_checkpoint.print_saved_residuals(within, *operands)
+    assert capsys.readouterr().out.count("'qflash_attention'") == len(names)
+    for got, want in zip(*(jax.grad(f, (0, 1, 2))(*operands) for f in (within, loss(qflash.attention))), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_scan_with_a_rope():
     q, k, v = arrays(q_len=13)
     rope = qflash.Rope(*(jnp.asarray(x) for x in qflash.rope_tables(20, 16)))

@@ -147,37 +147,34 @@ class TestJax:
         """Both calls and attention itself, each with the kernel of its precision; stand-ins for the kernels."""
         from jax import export
 
-        from qflash import planning
+        from qflash import backends
         from qflash.backends import Entry
         from qflash.backends.arch import asked
-        from qflash.frontends.jax import ops, primitives
-        from qflash.ops import plan
+        from qflash.call.prepare import prepare
 
         if any(device.platform == "gpu" for device in self.jax.devices()):
             pytest.skip("a GPU's own architecture would be used")
         workspace = ctypes.cast(four_kilobytes, ctypes.c_void_p).value
-        for module in (planning, primitives, plan, ops):
-            monkeypatch.setattr(module, "entry_of", lambda kernel, spec: Entry(1, 0, workspace))
+        monkeypatch.setattr(backends, "load", lambda kernel, spec: Entry(1, 0, workspace))
         monkeypatch.setenv("QFLASH_CUDA_ARCH", "90")
-        remembered = (planning.prepare, plan.prepare, asked)
+        remembered = (prepare, asked)
         for cache in remembered:
             cache.cache_clear()
 
         def everything(q, k, v):
             return self.both(q, k, v, precision), qflash.attention(q, k, v, precision=precision)
 
-        names = ("qflash_op", "qflash_attention")
-        checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
+        checks = [export.DisabledSafetyCheck.custom_call("qflash_call")]
         try:
             program = export.export(self.jax.jit(everything), platforms=["cuda"], disabled_checks=checks)(*self.avals())
         finally:
             for cache in remembered:
                 cache.cache_clear()
         calls = [line for line in program.mlir_module().splitlines() if "custom_call @qflash" in line]
-        kernel = {"int8": "sm90_int8", "int8_fp8": "sm90_int8_fp8"}[precision]
-        wanted = (("sm90_quantize", "_op"), (f"{kernel}_kv", "_op"), (kernel, "_attention"))
-        for found, (name, op) in zip(calls, wanted, strict=True):
-            assert f"@qflash{op}(" in found and rf"\22{name}\22," in found and "tensor<4096xui8>" in found
+        wanted = (("sm90_quantize", "arrays"), ("sm90_int8", "kept"), ("sm90_int8", "arrays"))
+        for found, (name, kind) in zip(calls, wanted, strict=True):
+            assert "@qflash_call(" in found and rf"\22{name}\22," in found and "tensor<4096xui8>" in found
+            assert rf"\22{precision}\22," in found and rf"\22{kind}\22," in found
 
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_attention_says_why_the_cpu_does_not(self, precision):
@@ -186,7 +183,7 @@ class TestJax:
         if precision == "int8":
             assert attend(q, k, v).shape == (1, 9, 2, 8)
             return
-        with pytest.raises(qflash.NoKernelError, match=r"sm90_int8_fp8 +no +runs on cuda, the arrays are on cpu"):
+        with pytest.raises(qflash.NoKernelError, match=r"sm90_int8 +no +runs on cuda, the arrays are on cpu"):
             attend(q, k, v)
 
     def test_derivatives_are_refused_by_name(self):

@@ -144,8 +144,10 @@ void flatten(const std::string& prefix, size_t offset, const Member* members, si
 template <class S>
 OpLayout layout_of(const char* name) {
   check_complete<S>();
-  OpLayout layout{name, sizeof(S), {}, kNoField, kNoField, kNoField};
+  OpLayout layout{name, sizeof(S), {}, kNoField, kNoField, kNoField, {}};
   flatten("", 0, Table<S>::kMembers, std::size(Table<S>::kMembers), layout.fields);
+  layout.kinds.resize(sizeof(S) / OpLayout::kFieldAlignment);
+  for (const OpField& field : layout.fields) layout.kinds[field.offset / OpLayout::kFieldAlignment] = field.kind;
   const auto offset_of = [&](const char* field) {
     const OpField* found = layout.find(field);
     return found ? found->offset : kNoField;
@@ -170,6 +172,12 @@ const OpField* OpLayout::find(std::string_view field) const {
   for (const OpField& candidate : fields)
     if (field == candidate.name) return &candidate;
   return nullptr;
+}
+
+std::string OpLayout::name_at(size_t offset) const {
+  for (const OpField& field : fields)
+    if (offset == field.offset) return field.name;
+  return "";
 }
 
 const std::vector<OpLayout>& op_layouts() {

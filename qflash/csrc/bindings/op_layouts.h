@@ -32,6 +32,15 @@ struct OpLayout {
   size_t threads, workspace, workspace_bytes;
 
   const OpField* find(std::string_view field) const;
+  // The kind of the field that begins at `offset`, and its name; 0 and "" where none does.
+  char kind_at(int64_t offset) const {
+    const auto at = static_cast<uint64_t>(offset);
+    return at < bytes && at % kFieldAlignment == 0 ? kinds[at / kFieldAlignment] : char(0);
+  }
+  std::string name_at(size_t offset) const;
+
+  static constexpr size_t kFieldAlignment = 4;
+  std::vector<char> kinds;  // by offset / kFieldAlignment
 };
 
 // Every layout, and the one of a struct; null when there is none of that name.

@@ -1,4 +1,4 @@
-"""The derivatives that do not exist, refused in words: attention has one backward pass, the other operations none.
+"""The derivatives that do not exist, refused in words: an operation has one backward pass, or none.
 
 JAX by itself would say that some inner function cannot be differentiated, and name that function. The refusals stand in
 the rules of primitives that change nothing, one for each operand: partial evaluation (of a scan, say) forgets the rules
@@ -7,18 +7,14 @@ of a jax.custom_jvp, and custom_vmap forgets which operands are differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-NO_SECOND_DERIVATIVE = "qflash.attention has no second derivative; allowed: one backward pass over it"
-NO_FORWARD_MODE = (
-    "qflash.attention has no forward-mode derivative (jvp, jacfwd, linearize); allowed: reverse mode (grad, vjp, "
-    "jacrev), or jax.lax.stop_gradient around q, k and v"
-)
+from qflash.call.op import Op
 
 
 def _identity(name: str) -> Primitive:
@@ -46,29 +42,47 @@ def _refuse(primals, tangents, *, text: str):
 ad.primitive_jvps[_constant_p] = _refuse
 
 
-def once(function: Callable) -> Callable:
-    """`function` as a part of the derivative that exists: a derivative of it would be the second."""
-    return lambda *operands: function(*(constant(x, NO_SECOND_DERIVATIVE) for x in operands))
+def forward_only(op: Op, name: str, x: Any) -> Any:
+    """Argument `name` of an operation that has no gradient."""
+    return constant(
+        x, f"{op.spoken} is forward only and {name} is being differentiated; put jax.lax.stop_gradient around it"
+    )
+
+
+def no_forward_mode(op: Op, differentiable: Sequence[str]) -> str:
+    """What to say where a forward-mode derivative of an operation is wanted."""
+    return (
+        f"{op.spoken} has no forward-mode derivative (jvp, jacfwd, linearize); allowed: reverse mode (grad, vjp, "
+        f"jacrev), or jax.lax.stop_gradient around {listed(differentiable)}"
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 _reverse_only_p = _identity("qflash_reverse_only")
 _tangent_p = Primitive("qflash_reverse_only_tangent")
 
 
-def reverse_only(x: Any) -> Any:
-    """x, of which forward-mode derivatives are refused."""
-    return _reverse_only_p.bind(x)
+def reverse_only(x: Any, text: str) -> Any:
+    """x, of which forward-mode derivatives are refused with this text."""
+    return _reverse_only_p.bind(x, text=text)
 
 
-def _refuse_forward(*_: Any, **__: Any):
-    raise NotImplementedError(NO_FORWARD_MODE)
+def _refuse_forward(*_: Any, text: str, **__: Any):
+    raise NotImplementedError(text)
 
 
 # Reverse mode records what becomes of a tangent and transposes the record; forward mode computes it. So the tangent
 # passes an identity that can be transposed and cannot be computed: not at once, not compiled, not for a batch.
-ad.primitive_jvps[_reverse_only_p] = lambda primals, tangents: (primals[0], _tangent_p.bind(tangents[0]))
-_tangent_p.def_abstract_eval(lambda tangent: tangent)
+ad.primitive_jvps[_reverse_only_p] = lambda primals, tangents, **text: (
+    primals[0],
+    _tangent_p.bind(tangents[0], **text),
+)
+_tangent_p.def_abstract_eval(lambda tangent, **_: tangent)
 _tangent_p.def_impl(_refuse_forward)
 mlir.register_lowering(_tangent_p, _refuse_forward)
 batching.primitive_batchers[_tangent_p] = _refuse_forward
-ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
+ad.deflinear2(_tangent_p, lambda cotangent, *_, **__: [cotangent])

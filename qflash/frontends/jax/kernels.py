@@ -7,15 +7,12 @@ from dataclasses import astuple, replace
 
 import jax
 
-from qflash import _native, dispatch
+from qflash import _native, backends, dispatch
 from qflash.backends import Entry
 from qflash.backends.arch import arch_for, asked
-from qflash.call.spec import OpSpec, Spec
-from qflash.planning import entry_of
+from qflash.call.spec import Spec
 
-# XLA's names for the handlers, and the structs that those of attention hand over.
-FORWARD, BACKWARD, OP = "qflash_attention", "qflash_attention_bwd", "qflash_op"
-_TAKES = {False: "QfAttnParams", True: "QfAttnBwdParams"}
+TARGET = "qflash_call"  # XLA's name for the handler
 
 if not hasattr(_native, "xla_targets"):
     raise ImportError(
@@ -24,9 +21,8 @@ if not hasattr(_native, "xla_targets"):
     )
 
 
-def register(kernel: str, spec: Spec | OpSpec, entry: Entry, takes: str | None = None) -> str:
-    """Make a loaded kernel known to the handlers; returns the key that programs name it by. `takes`: its struct."""
-    takes = takes or _TAKES[spec.backward]
+def register(kernel: str, spec: Spec, entry: Entry, takes: str) -> str:
+    """Make a loaded kernel known to the handler; returns the key that programs name it by. `takes`: its struct."""
     key = json.dumps([_native.ABI, takes, kernel, *astuple(spec)], separators=(",", ":"))
     _register(key, takes, entry)
     return key
@@ -42,10 +38,12 @@ def resolve(key: str) -> None:
     if abi != _native.ABI:
         raise ValueError(f"the program was compiled with qflash ABI {abi}; allowed: {_native.ABI}. Lower it again")
     takes, kernel, *fields = words
-    spec = (Spec if takes in _TAKES.values() else OpSpec)(*fields)
+    spec = Spec(*fields)
     if spec.device == "cuda":
         spec = replace(spec, arch=cuda_arch())  # the GPU at hand may not be the one the program was lowered for
-    _register(key, takes, entry_of(dispatch.plan(spec, kernel), spec))
+    entry = backends.load(dispatch.plan(spec, kernel), spec)
+    assert isinstance(entry, Entry)  # or the program would not have been lowered
+    _register(key, takes, entry)
 
 
 def arch_of_device(device: jax.Device) -> int:

@@ -1,4 +1,4 @@
-"""How XLA may split an attention call over devices: by batch and by heads, with no communication.
+"""How XLA may split a call over devices: by batch and by heads, with no communication.
 
 Under shard_map the split is the user's and nothing here runs. Under a bare jit on sharded arrays XLA would gather every
 operand of a custom call it knows nothing about; `partitioned` tells it that sequences are independent, and so are
@@ -8,79 +8,84 @@ groups of heads. Lengths and head_dim are never split: a shard of those is gathe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qflash.frontends.jax.call import Call
-
-# The dimensions of each array by name: b batch, m and n query and key lengths, H and G query and key heads, d head_dim.
-_PADDED = {
-    "q": "bmHd", "kv": "bnGd", "lse": "bHm", "kv_lens": "b", "cos": "pc", "sin": "pc",
-    "positions_q": "bm", "positions_k": "bn", "dlse": "bHm",
-}  # fmt: skip
-_PACKED = {
-    "q": "mHd", "kv": "nGd", "lse": "Hm", "cu_seqlens_q": "s", "cu_seqlens_k": "s", "kv_lens": "t",
-    "cos": "pc", "sin": "pc", "positions_q": "m", "positions_k": "n", "dlse": "Hm",
-}  # fmt: skip
+from qflash.frontends.jax.call import Call, dims_of
+from qflash.frontends.jax.primitive import call_p
 
 
-def partitioned(primitive: Primitive, call: Call, fixed: Sequence[str], results: Sequence[str]):
-    """`primitive` for `call` as a function XLA can split. `fixed` names the operands before the optional ones."""
-    known = _PACKED if call.packed else _PADDED
-    operands = (*fixed, *call.operands)
-    sums_keys = "kv" in results  # a gradient of keys sums over the query heads of a group, so groups stay together
+def partitioned(call: Call) -> Callable[..., tuple[Any, ...]]:
+    """The primitive for `call` as a function XLA can split, where the operation tells its dimensions."""
 
-    def bind(*arrays):
-        return tuple(primitive.bind(*arrays, call=call))
+    def bind(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(call_p.bind(*arrays, call=call))
+
+    known = call.dims()
+    if known is None:
+        return bind
 
     def dims(arrays: Sequence[Any]) -> list[str]:
-        """Dimension names of the operands; positions [length] serve every sequence alike and have no batch."""
-        return [known[name][-_rank(x) :] for name, x in zip(operands, arrays, strict=True)]
+        return [dims_of(known, name, len(x.shape)) for name, x in zip(call.names, arrays, strict=True)]
 
-    def shardings(mesh: Any, arrays: Sequence[Any]) -> tuple[tuple, tuple]:
-        split = _kept_axes(mesh, arrays, dims(arrays), sums_keys)
-        place = partial(_sharding, mesh, split)
-        return tuple(map(place, dims(arrays))), tuple(place(known[name]) for name in results)
+    def shardings(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]) -> tuple[tuple, tuple]:
+        of_arrays, of_results = dims(arrays), letters_of(results)
+        place = partial(_sharding, mesh, _kept_axes(mesh, arrays, of_arrays, of_results))
+        return tuple(map(place, of_arrays)), tuple(map(place, of_results))
 
-    def partition(mesh: Any, arrays: Sequence[Any], _):
-        places, result_places = shardings(mesh, arrays)
+    def letters_of(results: Sequence[Any]) -> list[str]:
+        return [known[name] for name in call.op.results[: len(results)]]
+
+    def partition(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]):
+        places, result_places = shardings(mesh, arrays, results)
         return mesh, bind, result_places, places
 
-    def rule(mesh: Any, arrays: Sequence[Any], _):
-        return _rule(arrays, dims(arrays), [known[name] for name in results], sums_keys)
+    def rule(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]):
+        return _rule(arrays, dims(arrays), letters_of(results))
 
     function = custom_partitioning(bind)
     function.def_partition(
         partition=partition,
-        infer_sharding_from_operands=lambda mesh, arrays, _: shardings(mesh, arrays)[1],
+        infer_sharding_from_operands=lambda *of: shardings(*of)[1],
         sharding_rule=rule,
     )
     return function
 
 
-def _rank(array: Any) -> int:
-    return len(array.shape)
+def _sizes(arrays: Sequence[Any], dims: Sequence[str]) -> dict[str, int]:
+    """Extents by letter."""
+    sizes: dict[str, int] = {}
+    for x, letters in zip(arrays, dims, strict=True):
+        sizes.update(zip(letters, x.shape, strict=True))
+    return sizes
 
 
-def _kept_axes(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], sums_keys: bool) -> dict[str, Any]:
-    """The mesh axes over which batch and heads stay split, from where q is: those that divide them evenly."""
-    q, k = arrays[:2]
-    if not isinstance(q.sharding, NamedSharding):
-        return {}
-    spec = dict(zip(dims[0], (*q.sharding.spec, *[None] * _rank(q)), strict=False))
-    sizes = dict(zip(dims[0], q.shape, strict=True)) | dict(zip(dims[1], k.shape, strict=True))
+def _sums_keys(results: Sequence[str]) -> bool:
+    """A gradient of keys sums over the query heads of a group, so groups stay together."""
+    return any("G" in letters for letters in results)
+
+
+def _kept_axes(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], results: Sequence[str]) -> dict[str, Any]:
+    """The mesh axes over which batch and heads stay split: those that divide them evenly, from where the queries (or
+    what is shaped as they are) are split the most."""
+    sizes = _sizes(arrays, dims)
+    axes: dict[str, Any] = {}
+    for x, letters in zip(arrays, dims, strict=True):
+        if "H" in letters and isinstance(x.sharding, NamedSharding):
+            spec = dict(zip(letters, (*x.sharding.spec, *[None] * len(letters)), strict=False))
+            axes = max(axes, spec, key=lambda spec: _ways(mesh, spec.get("b")) * _ways(mesh, spec.get("H")))
     split = {}
-    if sizes.get("b", 1) % _ways(mesh, spec.get("b")) == 0:
-        split["b"] = spec.get("b")
-    if sizes["G"] % _ways(mesh, spec["H"]) == 0:
-        split["H"] = split["G"] = spec["H"]
-    elif sizes["G"] == 1 and not sums_keys and sizes["H"] % _ways(mesh, spec["H"]) == 0:
-        split["H"] = spec["H"]  # every device has the one key head
+    if sizes.get("b", 1) % _ways(mesh, axes.get("b")) == 0:
+        split["b"] = axes.get("b")
+    heads = axes.get("H")
+    if sizes["G"] % _ways(mesh, heads) == 0:
+        split["H"] = split["G"] = heads
+    elif sizes["G"] == 1 and not _sums_keys(results) and sizes["H"] % _ways(mesh, heads) == 0:
+        split["H"] = heads  # every device has the one key head
     return split
 
 
@@ -94,18 +99,17 @@ def _sharding(mesh: Any, split: dict[str, Any], dims: str) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(split.get(dim) for dim in dims)))
 
 
-def _rule(
-    arrays: Sequence[Any], operands: Sequence[str], results: Sequence[str], sums_keys: bool
-) -> tuple[str, dict[str, Any]]:
+def _rule(arrays: Sequence[Any], operands: Sequence[str], results: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The same for the Shardy partitioner: an einsum-like text, and the factors that must not be split.
 
     Query heads are key heads times a group; the group is the minor factor and stays whole unless it is all there is.
     """
-    q_heads, kv_heads = arrays[0].shape[-2], arrays[1].shape[-2]
+    extents = _sizes(arrays, operands)
+    q_heads, kv_heads = extents["H"], extents["G"]
     if q_heads == kv_heads:
         factors, free, sizes = "G", "bG", {}
     elif kv_heads == 1:
-        factors, free, sizes = "r", "b" if sums_keys else "br", {}
+        factors, free, sizes = "r", "b" if _sums_keys(results) else "br", {}
     else:
         factors, free, sizes = "(G r)", "bG", {"r": q_heads // kv_heads}
     sides = [", ".join(" ".join(dims) for dims in side).replace("H", factors) for side in (operands, results)]

@@ -1,0 +1,89 @@
+"""Reverse mode: the operation that computes gradients, as JAX's derivative of the one it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from qflash import dispatch
+from qflash.call.op import Gradient
+from qflash.frontends.jax.batching import batchable
+from qflash.frontends.jax.call import Call
+from qflash.frontends.jax.derivatives import constant, forward_only, listed, no_forward_mode, reverse_only
+
+
+@lru_cache(maxsize=4096)
+def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
+    """(arrays called `call.names`) -> results, with the derivatives that the operation has and words for the others."""
+    gradient = call.op.gradient
+    if gradient is None:
+        forward = batchable(call)
+        return lambda *arrays: forward(*(forward_only(call.op, *of) for of in zip(call.names, arrays, strict=True)))
+    whole = replace(call, words=call.op.with_words(call.words, gradient.words))  # with every result
+    run, run_whole = (_once(gradient, x) for x in (call, whole))
+
+    @jax.custom_vjp
+    def function(*arrays: Any) -> tuple[Any, ...]:
+        return run(*arrays)
+
+    def save(*arrays: Any) -> tuple[tuple[Any, ...], Any]:
+        _check_differentiable(call, gradient, arrays)
+        arrays = tuple(x.value for x in arrays)
+        # By these names jax.checkpoint's policies can keep what would have to be computed again.
+        results = [
+            checkpoint_name(x, f"{call.op.spoken}.{name}")
+            for name, x in zip(call.op.results, run_whole(*arrays), strict=True)
+        ]
+        return tuple(results[at] for at in _shown(call, whole, arrays)), (arrays, results)
+
+    def pull_back(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        arrays, results = saved
+        of_results: list[Any] = [None] * len(results)
+        for at, cotangent in zip(_shown(call, whole, arrays), cotangents, strict=True):
+            if not isinstance(cotangent, SymbolicZero):
+                of_results[at] = cotangent
+        if of_results[0] is None:
+            of_results[0] = jnp.zeros_like(results[0])
+        by_name = dict(zip(call.names, arrays, strict=True))
+        operands = gradient.op.named([*of_results, *map(by_name.get, call.op.arrays), *results])
+        backward = _once(gradient, Call(gradient.op, whole.words, tuple(operands)))
+        wanted = [name for name in gradient.of if name in by_name]
+        gradients = dict(zip(wanted, backward(*operands.values()), strict=True))
+        return tuple(gradients.get(name) for name in call.names)
+
+    function.defvjp(save, pull_back, symbolic_zeros=True)
+    refusal = no_forward_mode(call.op, gradient.of)
+    return lambda *arrays: function(
+        *(reverse_only(x, refusal) if name in gradient.of else x for name, x in zip(call.names, arrays, strict=True))
+    )
+
+
+def _once(gradient: Gradient, call: Call) -> Callable[..., tuple[Any, ...]]:
+    """`call` as a part of the derivative that exists: a derivative of it would be the second."""
+    function = batchable(call)
+    return lambda *arrays: function(*(constant(x, gradient.op.no_gradient) for x in arrays))
+
+
+def _shown(call: Call, whole: Call, arrays: Sequence[Any]) -> list[int]:
+    """Which of all results the call returns."""
+    fields = [[result.field for result in x.plan(arrays, "cpu").results] for x in (call, whole)]
+    return [fields[1].index(field) for field in fields[0]]
+
+
+def _check_differentiable(call: Call, gradient: Gradient, arrays: Sequence[Any]) -> None:
+    precision = call.plan([x.value for x in arrays], "cpu").for_spec.precision
+    if all(precision not in kernel.precisions for kernel in dispatch.kernels_of(gradient.op.name)):
+        raise NotImplementedError(
+            f"precision {precision!r} has no backward pass; use precision=None, "
+            f"or put jax.lax.stop_gradient around {listed(gradient.of)}"
+        )
+    for name, x in zip(call.names, arrays, strict=True):
+        if name in gradient.refused and x.perturbed:
+            raise NotImplementedError(f"{name} has no gradient in qflash; put jax.lax.stop_gradient around it")

@@ -1,0 +1,23 @@
+"""The values that calls take and return, as pytrees: jit, vmap and scan look into them."""
+
+from __future__ import annotations
+
+import jax
+
+from qflash.ops.kv import QuantizedKV
+from qflash.ops.quantization import Quantized
+from qflash.rope import Rope
+
+jax.tree_util.register_dataclass(
+    Rope, data_fields=["cos", "sin", "positions_q", "positions_k"], meta_fields=["interleaved"]
+)
+jax.tree_util.register_dataclass(
+    Quantized,
+    data_fields=["values", "scale", "zero_point", "mean", "sums"],
+    meta_fields=["granularity", "group", "symmetric", "dtype"],
+)
+jax.tree_util.register_dataclass(
+    QuantizedKV,
+    data_fields=["k", "k_scale", "k_mean", "k_wild", "v", "v_scale", "v_lift", "v_wild", "v_mean", "lens"],
+    meta_fields=["dtype", "precision"],
+)
