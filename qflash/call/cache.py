@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from qflash.call.prepare import Prepared
@@ -9,6 +10,12 @@ from qflash.call.prepare import Prepared
 LIMIT = 4096
 
 _plans: dict[tuple[Any, ...], Any] = {}
+
+
+def words_key(words: Sequence[Any]) -> tuple[Any, ...]:
+    """Words in a key. With types, because to a dict True is 1 is 1.0, and to a plan they are not."""
+    inside = (type(edge) for word in words if type(word) is tuple for edge in word)
+    return (*words, *map(type, words), *inside)
 
 
 # What was kept under a key; KeyError where nothing was, TypeError where something in it has no hash.
