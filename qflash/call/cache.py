@@ -9,7 +9,7 @@ from qflash.call.prepare import Prepared
 
 LIMIT = 4096
 
-_plans: dict[tuple[Any, ...], Any] = {}
+_plans: dict[tuple[Any, ...] | None, Any] = {}
 
 
 def words_key(words: Sequence[Any]) -> tuple[Any, ...]:
@@ -18,12 +18,18 @@ def words_key(words: Sequence[Any]) -> tuple[Any, ...]:
     return (*words, *map(type, words), *inside)
 
 
-# What was kept under a key; KeyError where nothing was, TypeError where something in it has no hash.
-find = _plans.__getitem__
+def find(key: tuple[Any, ...] | None) -> Any:
+    """What was kept under `key`; None where nothing was, or something in it has no hash."""
+    try:
+        return _plans.get(key)
+    except TypeError:
+        return None
 
 
-def keep(key: tuple[Any, ...], prepared: Prepared | Any) -> None:
+def keep(key: tuple[Any, ...] | None, prepared: Prepared | Any) -> None:
     """Keep a prepared call. Where there are too many all are forgotten: shapes that vary so much do not repeat."""
+    if key is None:
+        return
     if len(_plans) >= LIMIT:
         _plans.clear()
     try:

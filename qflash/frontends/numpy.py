@@ -53,10 +53,8 @@ class _Ready:
 
 def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]:
     """Plan, allocate, call. Results are in the order of the plan."""
-    key = plan_key(op, arrays, words, _PLAIN, False)
-    try:
-        ready: _Ready = cache.find(key)
-    except (KeyError, TypeError):  # not seen before, or words that do not hash
+    ready: _Ready | None = cache.find(plan_key(op, arrays, words, _PLAIN, False))
+    if ready is None:
         arrays = _as_arrays(op, arrays)
         ready = _make_ready(op, arrays, words, plan_key(op, arrays, words, _PLAIN, False))
     results = [np.empty(shape, dtype) for shape, dtype in ready.results]
@@ -85,8 +83,7 @@ def _make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -
     )
     results = tuple((result.shape, np.dtype(result.dtype)) for result in prepared.plan.results)
     ready = _Ready(prepared, places, converted, results)
-    if key is not None:
-        cache.keep(key, ready)
+    cache.keep(key, ready)
     return ready
 
 

@@ -365,7 +365,7 @@ ATTENTION_QUANTIZED = Op(
     flops=lambda arrays, words: _flops(arrays, "q.values", "k.values"),
 )
 ATTENTION_KEPT = Op(
-    "attention_kept",
+    "attention_kv",
     (
         *("q", "kv.k", "kv.k_scale", "kv.k_mean", "kv.k_wild"),
         *("kv.v", "kv.v_scale", "kv.v_lift", "kv.v_wild", "kv.v_mean"),

@@ -77,6 +77,10 @@ def prepared_forward(problem: Problem, given: Collection[str], arch: int = 0) ->
 
 def launch(prepared: Prepared, arrays: dict[str, Any], results: Sequence[np.ndarray], num_threads: int = 0) -> None:
     """Call a CPU kernel on NumPy arrays as they are."""
+    if prepared.plan.nothing_to_do:
+        for x in results:
+            x[...] = 0
+        return
     operands = [_address(arrays[operand.argument]) for operand in prepared.plan.operands]
     prepared.call(*operands, *map(_address, results), 0, 0, num_threads)
 

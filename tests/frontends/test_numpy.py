@@ -8,7 +8,7 @@ import pytest
 from concurrency import check_threads_share_plans
 
 import qflash
-from qflash.frontends import numpy as frontend
+from qflash.call import cache
 from qflash.testing.compare import FLOAT32_L2, HALF_FACTOR, UNIT_ROUNDOFF
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -120,10 +120,10 @@ def test_threads_share_plans():
 
 
 def test_plan_cache_is_bounded(monkeypatch):
-    monkeypatch.setattr(frontend, "_CACHE_LIMIT", 4)
+    monkeypatch.setattr(cache, "LIMIT", 4)
     for n in range(1, 12):
         qflash.attention(*arrays(q_len=n))
-        assert len(frontend._plans) <= 4
+        assert len(cache._plans) <= 4
 
 
 Q, K, V = arrays()

@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 
 from torch_math import ALLOWED, ALLOWED_GRADIENT, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
-from qflash.frontends import torch_launch  # noqa: E402
-from qflash.ops.problem import PLAIN  # noqa: E402
+from qflash.call import cache  # noqa: E402
+from qflash.frontends.torch import launch  # noqa: E402
+from qflash.ops.attention import ATTENTION  # noqa: E402
 from qflash.testing.compare import HALF_FACTOR, INT8, LSE  # noqa: E402
 
 F = torch.nn.functional
@@ -221,7 +222,8 @@ def test_threads_share_plans():
 
 def test_the_engine_runs_on_torchs_threads(monkeypatch):
     q, k, v = tensors()
-    plan = torch_launch.plan(q, k, v, PLAIN, None)
+    words = (False, None, None, None, None, None, False, False, 0, 0)
+    plan = launch.find_ready(ATTENTION, (q, k, v, *[None] * 7), words)
     engine, counts = plan.call, []
 
     def counting(*addresses):
@@ -248,10 +250,10 @@ def test_explain_takes_tensors():
 
 
 def test_plan_cache_is_bounded(monkeypatch):
-    monkeypatch.setattr(torch_launch, "_CACHE_LIMIT", 4)
+    monkeypatch.setattr(cache, "LIMIT", 4)
     for n in range(1, 12):
         qflash.attention(*tensors(q_len=n))
-        assert len(torch_launch._plans) <= 4
+        assert len(cache._plans) <= 4
 
 
 def test_numpy_and_torch_agree():

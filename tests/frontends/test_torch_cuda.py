@@ -152,11 +152,10 @@ def test_compiled_whole(kernel):
 
 
 def test_opcheck():
-    from qflash.frontends.torch_launch import Extras
-    from qflash.frontends.torch_ops import attention_op
-    from qflash.ops.problem import CAUSAL
-
-    torch.library.opcheck(attention_op, (*(x.cuda() for x in tensors()), *Extras(), *CAUSAL))
+    arrays = [x.cuda() for x in tensors()]
+    qflash.attention(*arrays)  # first, because the front end defines the ops as it is loaded
+    words = (True, None, None, None, None, None, True, False, 0, 0)
+    torch.library.opcheck(torch.ops.qflash.attention.default, (*arrays, *[None] * 7, *words))
 
 
 def test_gradients_are_refused_at_the_forward_call():

@@ -14,9 +14,8 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch_math import ALLOWED_GRADIENT, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
-from qflash.frontends.torch_launch import Extras  # noqa: E402
-from qflash.frontends.torch_ops import attention_op, backward_op  # noqa: E402
-from qflash.ops.problem import PLAIN, Options  # noqa: E402
+import qflash.frontends.torch  # noqa: E402  (defines the ops)
+from qflash.ops.attention import ATTENTION  # noqa: E402
 
 LENS = torch.tensor([13, 4], dtype=torch.int32)
 ROPE = OPTIONS["rope-positions"]["rope"]
@@ -138,31 +137,48 @@ def test_export_with_dynamic_lengths(strict, rope):
     same(program.module()(*args), Model()(*args))
 
 
-EXTRAS = Extras(LENS, ROPE.cos, ROPE.sin, ROPE.positions_q, ROPE.positions_k)
+attention_op, backward_op = torch.ops.qflash.attention.default, torch.ops.qflash.attention_backward.default
+
+
+def extras(**given):
+    """The optional arrays of ATTENTION, in order."""
+    return tuple(given.get(name.removeprefix("rope.")) for name in ATTENTION.arrays[3:])
+
+
+def words(**given):
+    """The words of ATTENTION, in order."""
+    plain = dict(zip(ATTENTION.words, (False, None, None, None, None, None, True, False, 0, 0), strict=True))
+    return tuple((plain | given).values())
+
+
+SPUN = {"cos": ROPE.cos, "sin": ROPE.sin, "positions_q": ROPE.positions_q, "positions_k": ROPE.positions_k}
 CALLS = {
-    "plain": (Extras(), PLAIN),
-    "everything": (EXTRAS, Options(True, [3, 2], 2.0, 0.3, None, "cpu")),
+    "plain": (extras(), words()),
+    "everything": (
+        extras(kv_lens=LENS, **SPUN),
+        words(causal=True, window=[3, 2], softcap=2.0, scale=0.3, kernel="cpu"),
+    ),
 }
 
 
-@pytest.mark.parametrize(("extras", "options"), CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize(("arrays", "said"), CALLS.values(), ids=CALLS.keys())
 @pytest.mark.parametrize("grad", [False, True])
-def test_opcheck(extras, options, grad):
-    torch.library.opcheck(attention_op, (*tensors(grad=grad), *extras, *options))
+def test_opcheck(arrays, said, grad):
+    torch.library.opcheck(attention_op, (*tensors(grad=grad), *arrays, *said))
 
 
 def test_opcheck_packed():
     q, k, v, cu_q, cu_k = packed([tensors(batch=1, q_len=n) for n in (3, 9)])
-    extras = Extras(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=9, max_seqlen_k=13)
-    torch.library.opcheck(attention_op, (q, k, v, *extras, *PLAIN))
+    arrays = extras(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    torch.library.opcheck(attention_op, (q, k, v, *arrays, *words(max_seqlen_q=9, max_seqlen_k=13)))
 
 
-@pytest.mark.parametrize(("extras", "options"), CALLS.values(), ids=CALLS.keys())
-def test_opcheck_backward(extras, options):
+@pytest.mark.parametrize(("arrays", "said"), CALLS.values(), ids=CALLS.keys())
+def test_opcheck_backward(arrays, said):
     q, k, v = tensors()
-    out, lse = attention_op(q, k, v, *extras, *options)
+    out, lse = attention_op(q, k, v, *arrays, *said)
     grads = torch.randn_like(out), torch.randn_like(lse)
-    torch.library.opcheck(backward_op, (*grads, q, k, v, out, lse, *extras, *options))
+    torch.library.opcheck(backward_op, (*grads, q, k, v, *arrays, out, lse, *said))
 
 
 def loss_of(**options):

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from qflash import _native, reference
-from qflash.planning import prepare_backward
+from qflash.call.prepare import Prepared, prepare
+from qflash.ops import attention
 from qflash.testing import compare, oracle, runner
-from qflash.testing.case import Case, Rotary
+from qflash.testing.case import Case, Inputs, Rotary
 from qflash.testing.cases import cases
 
 NAMES = ("dq", "dk", "dv")
@@ -62,12 +63,14 @@ def gradients(case: Case, dout: np.ndarray, dlse: np.ndarray | None, num_threads
     want = oracle.expected(case)
     out, lse = want.out.astype(case.dtype), want.lse.astype(np.float32)
     grads = tuple(np.full(x.shape, np.nan, x.dtype) for x in (inputs.q, inputs.k, inputs.v))
-    rope = inputs.rope
-    tables = (None,) * 4 if rope is None else (rope.cos, rope.sin, rope.positions_q, rope.positions_k)
-    arrays = (inputs.q, inputs.k, inputs.v, out, lse, inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    addresses = [0 if x is None else x.ctypes.data for x in (*arrays, *tables, dout, dlse, *grads)]
-    prepare_backward(runner.problem_of(case, inputs, "cpu", "cpu")).call(*addresses, 0, num_threads)
+    arrays = runner.arrays_of(inputs) | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    runner.launch(prepared_backward(case, inputs, dlse is not None), arrays, grads, num_threads)
     return grads
+
+
+def prepared_backward(case: Case, inputs: Inputs, dlse: bool) -> Prepared:
+    problem = runner.problem_of(case, inputs, "cpu", "cpu")
+    return prepare(attention.plan_of_backward(problem, runner.arrays_of(inputs), dlse))
 
 
 def assert_same_bits(first: tuple[np.ndarray, ...], second: tuple[np.ndarray, ...], what: str) -> None:
@@ -161,13 +164,13 @@ def test_bad_values_are_refused() -> None:
     gradients(case, dout, dlse)
     too_long = replace(case, kv_lens=(9,))
     inputs = too_long.make_inputs()
-    call = prepare_backward(runner.problem_of(too_long, inputs, "cpu", "cpu")).call
-    arrays = [inputs.q, inputs.k, inputs.v, dout, dlse, inputs.kv_lens, *[None] * 6, dout, dlse, dout, dout, dout]
+    prepared = prepared_backward(too_long, inputs, True)
+    arrays = runner.arrays_of(inputs) | {"out": dout, "lse": dlse, "dout": dout, "dlse": dlse}
     with pytest.raises(ValueError, match=r"kv_lens\[0\] is 9; allowed: 0 to 8"):
-        call(*(0 if x is None else x.ctypes.data for x in arrays), 0, 0)
-    arrays[4], arrays[5] = None, case.make_inputs().kv_lens
+        runner.launch(prepared, arrays, [dout] * 3)
+    arrays |= {"lse": None, "kv_lens": case.make_inputs().kv_lens}
     with pytest.raises(ValueError, match="lse is missing"):
-        call(*(0 if x is None else x.ctypes.data for x in arrays), 0, 0)
+        runner.launch(prepared, arrays, [dout] * 3)
 
 
 def test_concurrent_calls() -> None:
@@ -195,7 +198,7 @@ _CHECK = """
 import sys
 from qflash import _native
 from qflash.testing import compare, runner
-from qflash.testing.case import Case, Rotary
+from qflash.testing.case import Case, Inputs, Rotary
 assert _native.cpu_isa() == sys.argv[1], _native.cpu_isa()
 for line in sys.stdin:
     case = eval(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import pytest
 import qflash
 from qflash import _native
 from qflash.errors import NoKernelError
+from qflash.ops import attention
 from qflash.testing import runner
 from qflash.testing.case import Case
 
@@ -23,12 +24,6 @@ def test_no_keys_in_a_thread_that_never_used_scratch(precision: str | None) -> N
     with ThreadPoolExecutor(1) as fresh:
         out = fresh.submit(qflash.attention, q, k, k, precision=precision).result()
     assert not out.any()
-
-
-def fields(case: Case) -> dict:
-    """What a call is prepared from, open to changes no front end would make."""
-    problem = runner.problem_of(case, case.make_inputs(), "cpu", "cpu")
-    return {name: getattr(problem, name) for name in dir(problem) if not name.startswith("__")}
 
 
 @pytest.mark.parametrize("entry", ["cpu", "cpu_int8", "cpu_bwd"])
@@ -43,14 +38,13 @@ def fields(case: Case) -> dict:
     ],
 )
 def test_shapes_the_engine_cannot_hold_are_refused_before_any_read(entry: str, changes: dict, text: str) -> None:
-    problem = SimpleNamespace(**fields(Case(q_len=3, k_len=3, q_heads=4, kv_heads=2, head_dim=16)) | changes)
+    case = Case(q_len=3, k_len=3, q_heads=4, kv_heads=2, head_dim=16)
+    problem = replace(runner.problem_of(case, case.make_inputs(), "cpu", "cpu"), **changes)  # as no front end would
     addresses = _native.cpu_entries
-    if entry == "cpu_bwd":
-        call, arrays = _native.AttnBwdCall(problem, addresses[entry], addresses["status_text"]), 18
-    else:
-        call, arrays = _native.AttnCall(problem, addresses[entry], addresses["status_text"], 0), 14
+    plan = attention.plan_of_backward(problem, (), True) if entry == "cpu_bwd" else attention.plan_of(problem, (), True)
+    call = _native.Call(plan.struct, plan.params(), list(plan.pointers), addresses[entry], addresses["status_text"], 0)
     with pytest.raises(NoKernelError, match=text):
-        call(*[0] * arrays, 1)
+        call(*[0] * len(plan.pointers), 0, 0, 1)
 
 
 _DENORMALS = """

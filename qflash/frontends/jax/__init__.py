@@ -52,14 +52,11 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.Arr
     if is_traced(values):
         _plan(op, given, words)
         return _program(Call(op, tuple(words), tuple(given)))(*values)
-    try:
-        key = ("jax", op, *given, *[(x.aval, x.sharding, x.committed) for x in values], *cache.words_key(words))
-        checked = cache.find(key)
-    except KeyError:
+    key = _key(op, given, words)
+    checked = cache.find(key)
+    if checked is None:
         checked = _check(op, given, words)
         cache.keep(key, checked)
-    except (AttributeError, TypeError):  # something is not what it should be; the checks say what
-        checked = _check(op, given, words)
     return await_verdict(checked.program, *values) if checked.waits else checked.program(*values)
 
 
@@ -109,6 +106,15 @@ def _given(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
 def _plan(op: Op, given: dict[str, Any], words: Sequence[Any]) -> Plan:
     require_known(dict(zip(op.words, words, strict=True)))
     return Call(op, tuple(words), tuple(given)).plan_of(describe(given, op.arrays[0]))
+
+
+def _key(op: Op, given: dict[str, Any], words: Sequence[Any]) -> tuple[Any, ...] | None:
+    """What a checked call depends on; None where something is not what it should be, and the checks say what."""
+    try:
+        facts = [(x.aval, x.sharding, x.committed) for x in given.values()]
+        return ("jax", op, *given, *facts, *cache.words_key(words))
+    except (AttributeError, TypeError):
+        return None
 
 
 def _check(op: Op, given: dict[str, Any], words: Sequence[Any]) -> Checked:

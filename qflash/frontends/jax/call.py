@@ -30,12 +30,10 @@ class Call:
         """The plan for arrays of these shapes, in the order of `names`; raises what the operation's checks raise."""
         facts = [(aval.shape, aval.dtype) for aval in avals]
         key = ("jax", platform, self.op, self.names, *facts, *cache.words_key(self.words))
-        try:
-            found: Plan = cache.find(key)
-            return found
-        except KeyError:
+        found: Plan | None = cache.find(key)
+        if found is None:
             found = self.plan_of([Array(aval.shape, None, aval.dtype.name, platform) for aval in avals])
-        cache.keep(key, found)
+            cache.keep(key, found)
         return found
 
     def plan_of(self, arrays: Sequence[Array]) -> Plan:

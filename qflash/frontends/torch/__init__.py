@@ -37,9 +37,8 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]
     if is_watched() or is_autocast_anywhere():
         return _run_watched(op, arrays, words)
     key = plan_key(op, arrays, words, PLAIN, True)
-    try:
-        ready = cache.find(key)
-    except (KeyError, TypeError):  # not seen before, or words that do not hash
+    ready = cache.find(key)
+    if ready is None:
         return _run_unknown(op, arrays, words, key)
     if ready.wants_gradient and is_grad_enabled():
         return _with_gradient(op, ready, arrays, words)
@@ -53,6 +52,8 @@ def _run_unknown(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) 
         arrays, key = converted, plan_key(op, converted, words, PLAIN, True)
     if key is None or arrays[0].is_meta:
         return _through_op(op, arrays, words)
+    if is_grad_enabled():
+        autograd.check(op, arrays)
     ready = launch.make_ready(op, arrays, words, key)
     if ready.wants_gradient and is_grad_enabled():
         return _with_gradient(op, ready, arrays, words)
@@ -73,7 +74,7 @@ def _with_gradient(op: Op, ready: launch.Ready, arrays: Sequence[Any], words: Se
     if ready.with_gradient is None:  # the same call with all results that its gradient takes
         words = op.with_words(words, op.gradient.words)
         launch.check_differentiable(op, ready.prepared.plan, arch_of_device(ready.device))
-        ready.with_gradient = launch.ready(op, arrays, words), tuple(words)
+        ready.with_gradient = launch.find_ready(op, arrays, words), tuple(words)
     return autograd.apply_eager(op, *ready.with_gradient, *arrays)
 
 
@@ -92,7 +93,7 @@ def _through_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence
 
 def _autocast(op: Op, arrays: Sequence[Any]) -> Sequence[Any]:
     places = [op.arrays.index(name) for name in op.autocast]
-    if not places:
+    if not places or not is_autocast_anywhere():
         return arrays
     changed = list(arrays)
     for at, x in zip(places, autocast(*(arrays[at] for at in places)), strict=True):

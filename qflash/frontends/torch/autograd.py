@@ -93,7 +93,7 @@ class Eager(torch.autograd.Function):
 
             gradients = dispatched(backward_op, inputs, words)
         else:
-            gradients = launch.launch(backward_op, launch.ready(backward_op, inputs, words), inputs)
+            gradients = launch.launch(backward_op, launch.find_ready(backward_op, inputs, words), inputs)
         return None, None, None, *_in_order(op, gradients)
 
 

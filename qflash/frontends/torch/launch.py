@@ -38,6 +38,7 @@ class Ready:
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # and strides, of results
     like_first: bool  # the first result is shaped as the first array, which is contiguous
     is_plain: bool  # on the CPU, with that one result, no array to convert and a native kernel
+    words: tuple[Any, ...]
     wants_gradient: bool  # an array requires one
     with_gradient: tuple[Ready, tuple[Any, ...]] | None = None  # what its gradient goes back from, and its words
 
@@ -92,21 +93,17 @@ def make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) ->
         shapes=shapes,
         like_first=like_first,
         is_plain=is_plain,
+        words=tuple(words),
         wants_gradient=any(x is not None and x.requires_grad for x in arrays),
     )
-    if key is not None:
-        cache.keep(key, found)
+    cache.keep(key, found)
     return found
 
 
-def ready(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Ready:
+def find_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Ready:
     """The prepared call, looked up by everything it depends on; a miss checks and prepares."""
     key = plan_key(op, arrays, words, PLAIN, True)
-    try:
-        found: Ready = cache.find(key)
-        return found
-    except (KeyError, TypeError):
-        return make_ready(op, arrays, words, key)
+    return cache.find(key) or make_ready(op, arrays, words, key)
 
 
 def empty_results(plan: Plan, like: Tensor) -> list[Tensor]:
@@ -140,6 +137,9 @@ def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
     prepared = ready.prepared
     if prepared.plan.nothing_to_do:
         return [x.zero_() for x in results]
+    if any(not operand.contiguous and arrays[ready.operands[i]].is_neg() for i, operand in ready.converted):
+        arrays = [x if x is None else x.resolve_neg() for x in arrays]  # which have other strides
+        return launch(op, find_ready(op, arrays, ready.words), arrays)
     operands = ready.pick(arrays)  # a name, so that converted copies outlive the launch
     if ready.converted:
         operands = list(operands)

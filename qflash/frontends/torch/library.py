@@ -75,7 +75,7 @@ def _split(op: Op, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 
 def _real(op: Op, *args: Any) -> list[Tensor]:
     arrays, words = _split(op, args)
-    return launch.launch(op, launch.ready(op, arrays, words), arrays)
+    return launch.launch(op, launch.find_ready(op, arrays, words), arrays)
 
 
 def _fake(op: Op, *args: Any) -> list[Tensor]:

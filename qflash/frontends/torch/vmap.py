@@ -75,7 +75,7 @@ def _none(op: Op, packet: Any, mapped: set[str], arrays: Sequence[Any], words: S
 
     outs = packet(*(sample(name, x) for name, x in zip(op.arrays, arrays, strict=True)), *words)
     # Sums of nothing tie the results to what they would depend on, so that each input has a gradient: zeros.
-    tie = sum((x[:0].sum() for x in arrays if x is not None and x.is_floating_point()), torch.zeros(()))
+    tie = sum((x.reshape(-1)[:0].sum() for x in arrays if x is not None and x.is_floating_point()), torch.zeros(()))
     nothing = (torch.zeros((0, *x.shape), dtype=x.dtype, device=arrays[0].device) for x in outs)
     return [x + tie.to(device=x.device, dtype=x.dtype) for x in nothing]
 
