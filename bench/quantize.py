@@ -82,7 +82,7 @@ class Arrays:
         """Whether the integers of the last sequence's first head are the replay's; per tensor, of the whole."""
         import numpy as np
 
-        from qflash import replay_quantize
+        from qflash.reference import quantize
         from qflash.rope import Rope
 
         words, rope = dict(self.problem.words), None
@@ -96,9 +96,7 @@ class Arrays:
             rope = Rope(*qflash.rope_tables(x.shape[1], x.shape[-1]))
         if group is not None and seed is None:  # a head's integers depend on no other's
             x, values = x[-1:, :, :1], values[-1:, :, :1]
-        return bool(
-            np.array_equal(replay_quantize.quantize(x, group=group, seed=seed, rope=rope, **words).values, values)
-        )
+        return bool(np.array_equal(quantize.quantize(x, group=group, seed=seed, rope=rope, **words).values, values))
 
 
 def measure(device: str, budget: float = 2.0) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ import numpy as np
 
 import qflash
 from bench import rows as store
-from qflash import reference_ops
+from qflash import reference
 from qflash.testing.compare import errors
 from qflash.testing.timing import CudaClock, WallClock, compare
 
@@ -60,15 +60,15 @@ def _candidates(operation: str, x: Any, device: str) -> tuple[list[Candidate], n
     first = x[:CHECKED_ROWS].double().cpu().numpy()
     if operation == "softmax":
         ours, theirs = (lambda: qflash.softmax(x)), (lambda x: torch.softmax(x, -1))
-        exact = reference_ops.softmax(first)
+        exact = reference.softmax(first)
     elif operation == "layer_norm":
         ours = lambda: qflash.layer_norm(x, weight, bias)  # noqa: E731
         theirs = lambda x: functional.layer_norm(x, (columns,), weight, bias)  # noqa: E731
-        exact = reference_ops.layer_norm(first, weight.double().cpu().numpy(), bias.double().cpu().numpy())[0]
+        exact = reference.layer_norm(first, weight.double().cpu().numpy(), bias.double().cpu().numpy())[0]
     else:
         ours = lambda: qflash.cross_entropy(x, narrow, reduction="none")  # noqa: E731
         theirs = lambda x: functional.cross_entropy(x, targets, reduction="none")  # noqa: E731
-        exact = reference_ops.cross_entropy(first, targets[:CHECKED_ROWS].cpu().numpy())[0]
+        exact = reference.cross_entropy(first, targets[:CHECKED_ROWS].cpu().numpy())[0]
     compiled = torch.compile(theirs)
     other = torch.empty_like(x)
     kernel = operation if device == "cuda" else f"cpu_{operation}"

@@ -74,14 +74,14 @@ class Arrays:
         """Whether the first two heads of the first sequence, by themselves, become what the replay makes of them."""
         import numpy as np
 
-        from qflash import replay_sm90_int8
+        from qflash.reference import sm90_quantize
         from qflash.testing.runner import to_numpy
 
         k, v = (x[:1, :, :2] for x in (self.k, self.v))
         kv = qflash.quantize_kv(k, v, **self.words)
         k, v = to_numpy(k), to_numpy(v) if self.problem.precision == "int8_fp8" else None
         rope = qflash.Rope(*qflash.rope_tables(k.shape[1], k.shape[3])) if self.problem.rope else None
-        want = replay_sm90_int8.quantize_kv(k, v, rope=rope, seed=self.problem.words.get("seed"))
+        want = sm90_quantize.quantize_kv(k, v, rope=rope, seed=self.problem.words.get("seed"))
         parts = [part for part in PARTS if getattr(want, part) is not None]
         return all(np.array_equal(to_numpy(getattr(kv, part)), getattr(want, part)) for part in parts)
 
