@@ -15,7 +15,7 @@ from bench.presets import DECODE, FORWARD, OVERHEAD, TRAIN, Preset
 from bench.run import Row, Suite
 from qflash import reference
 from qflash.testing import Case, errors
-from qflash.testing.timing import Call, Clock, Comparison, CudaClock, WallClock
+from qflash.testing.timing import Call, Clock, Comparison, WallClock
 
 # Whom speed-ups are given over, where they take part.
 OVER = (
@@ -66,7 +66,7 @@ class Attention(Suite):
     def __init__(self, preset: Preset):
         self.name, self.device, self.cases = preset.name, preset.device, preset.cases
         self.preset = preset
-        self.over = OVER
+        self.over, self.graph = OVER, preset.graph
         self._candidates = candidates(preset)
 
     def arrays(self, case: Case) -> CheckedArrays:
@@ -106,7 +106,7 @@ class Attention(Suite):
 
             # JAX hides its stream. Calls queue up and the last is waited for, once in a sample that dwarfs the wait.
             return WallClock(sync=jax.block_until_ready, settle=0), 0.02
-        return CudaClock(graph=self.preset.graph) if self.device == "cuda" else WallClock(), 1e-3
+        return super().clock()
 
 
 def peak_memory(case: Case, call: Callable[[], Any], preset: Preset) -> dict[str, int]:

@@ -141,10 +141,6 @@ class Accuracy(Suite):
     def row(self, arrays: Arrays, candidate: Candidate, checked: Row, timing: Comparison | None) -> Row:
         return {"candidate": candidate.name, "kernel": candidate.kernel} | checked
 
-    def line(self, row: Row) -> str:
-        figures = ", ".join(f"{name} {row[name]}" for name in METRICS)
-        return f"{row['input']} {_mask(row)} {row['candidate']}: {figures}"
-
 
 def _mask(row: Row) -> str:
     return "causal" if row["causal"] else "full"

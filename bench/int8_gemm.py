@@ -150,9 +150,6 @@ class Gemm(Suite):
             "tops": float(f"{arrays.problem.operations / stats.p50 / 1e6:.4g}"),
         }
 
-    def line(self, row: Row) -> str:
-        return f"{row['m']}x{row['n']}x{row['k']} b:{row['b']} {row['candidate']}: {row['tops']} TOP/s {row['speedup']}"
-
 
 def table() -> str:
     """The committed rows: one table per machine, a candidate per line."""

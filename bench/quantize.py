@@ -122,10 +122,6 @@ class BesideACopy(Suite):
         about = {"candidate": candidate.name, "kernel": candidate.kernel, "bytes": arrays.bytes}
         return about | {"us": stats.as_dict(), "gbps": round(arrays.bytes / stats.p50 / 1e3, 1)}
 
-    def line(self, row: Row) -> str:
-        rate = f"{row['us']['p50']} µs {row['gbps']} GB/s {row['speedup']}"
-        return f"{row['what']} {row['shape']} {row['dtype']} {row['candidate']}: {rate}"
-
 
 class Quantize(BesideACopy):
     name = NAME

@@ -17,7 +17,7 @@ from bench import tables
 from bench.run import Candidate, Row, Suite, main
 from qflash import reference
 from qflash.testing.compare import errors
-from qflash.testing.timing import Call, Clock, Comparison, CudaClock, WallClock
+from qflash.testing.timing import Call, Comparison
 
 OPERATIONS = ("softmax", "layer_norm", "cross_entropy")
 EAGER, COMPILED, COPY = "torch", "torch.compile", "copy"
@@ -92,6 +92,7 @@ def _copy(arrays: Arrays) -> Call:
 
 class Reductions(Suite):
     budget = 2.0
+    graph = False
 
     def __init__(self, device: str):
         self.name, self.device = PRESET[device], device
@@ -136,15 +137,6 @@ class Reductions(Suite):
 
     def rivals(self, candidate: Candidate) -> tuple[str, ...]:
         return (EAGER, COMPILED) if candidate.kernel else ()
-
-    def clock(self) -> tuple[Clock, float]:
-        return CudaClock() if self.device == "cuda" else WallClock(), 1e-3
-
-    def line(self, row: Row) -> str:
-        return (
-            f"{row['kind']:14}{row['rows']:8} x {row['columns']:<7}{row['dtype']:9} {row['candidate']:22}"
-            f"{row['us']['p50']:10.1f} us {row['gbs']:8.1f} GB/s {row['copy_share']:6.1%} of copy {row['speedup']}"
-        )
 
 
 def table(preset: str) -> str:

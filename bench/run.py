@@ -6,6 +6,7 @@ A suite says what is particular: its problems, who takes part, how a result is c
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Suite(ABC):
     over: tuple[str, ...] = ()  # whom speed-ups are given over, where they take part
     timed = True
     budget = 3.0  # seconds of timing a problem
+    graph = True  # CUDA: short calls are replayed from a graph, so that the host's share is not counted
 
     @abstractmethod
     def arrays(self, case: Any) -> Any:
@@ -54,17 +56,13 @@ class Suite(ABC):
     def problem(self, arrays: Any) -> Row:
         """The part of a row that says what was computed."""
 
-    @abstractmethod
     def check(self, arrays: Any, candidate: Any, call: Call, result: Any) -> Any:
         """What `row` is to know of a result; SystemExit where it is wrong and so not worth timing."""
+        return None
 
     @abstractmethod
     def row(self, arrays: Any, candidate: Any, checked: Any, timing: Comparison | None) -> Row:
         """The part of a row that is a candidate's own, without speed-ups."""
-
-    def line(self, row: Row) -> str:
-        """A row for people who watch."""
-        return f"{row['kind']} {row['candidate']}: {row['us']['p50']} µs {row['speedup']}"
 
     def rivals(self, candidate: Any) -> Sequence[str]:
         """Whom a candidate's speed-ups are given over."""
@@ -72,7 +70,7 @@ class Suite(ABC):
 
     def clock(self) -> tuple[Clock, float]:
         """A clock, and how many seconds a sample of it must last."""
-        return (CudaClock(graph=True) if self.device == "cuda" else WallClock()), 1e-3
+        return (CudaClock(graph=self.graph) if self.device == "cuda" else WallClock()), 1e-3
 
     def time(self, calls: Mapping[str, Call], **options: Any) -> Comparison:
         """Options as in `qflash.testing.timing.compare`."""
@@ -158,13 +156,20 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+def line(row: Row) -> str:
+    """A row for people who watch: its problem, its candidate and the figures."""
+    cells = dict(itertools.dropwhile(lambda cell: cell[0] != "kind", row.items()))
+    cells |= {"us": row["us"]["p50"]} if "us" in row else {}
+    return ", ".join(f"{name} {value}" for name, value in cells.items())
+
+
 def main(suite: Suite) -> list[Row]:
     """Measure a suite, tell its rows as they come and write them."""
     set_threads(None)
     collected = []
     for part in measure(suite, on_skip=print):
         collected += part
-        print("\n".join(map(suite.line, part)))
+        print("\n".join(map(line, part)))
     path = rows.save(suite.name, collected)
     print(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}")
     return collected

@@ -30,6 +30,17 @@ def rows_of(preset, case=TINY, on_skip=lambda text: None):
     return {row["candidate"]: row for row in found}
 
 
+def columns(name):
+    """Those of the committed rows of a preset."""
+    return {tuple(row) for found in load("rows").committed(name).values() for row in found}
+
+
+@pytest.mark.parametrize(("name", "case"), [("cpu", TINY), ("cpu-train", TINY), ("cpu-decode", replace(TINY, q_len=1))])
+def test_rows_have_the_committed_columns(name, case):
+    pytest.importorskip("torch")
+    assert {tuple(row) for row in rows_of(PRESETS[name], case).values()} == columns(name)
+
+
 def test_the_grid_on_hopper():
     preset = PRESETS["sm90"]
     grid = {
@@ -148,6 +159,7 @@ def test_rows_of_tiny_calls():
     assert found["torch SDPA"]["kernel"] is None and found["torch SDPA"]["speedup"] == {}
     assert found["the compiled call alone"]["us"]["min"] < ours["us"]["min"]
     assert {row["threads"] for row in found.values()} == {1} and {row["rel_l2"] for row in found.values()} == {None}
+    assert {tuple(row) for row in found.values()} == columns("cpu-overhead")
     fronts = ["NumPy", "PyTorch", *(["JAX, jitted"] if machine.version("jax") else [])]
     assert {f"qflash, {front}{words}" for front in fronts for words in ("", ", kv_lens", ", rope")} <= set(found)
 
