@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import qflash
-from bench import rows
-from bench.peers import E4M3_MOST, Arrays, Unavailable, flash_attn_3, flash_attn_3_fp8, load, qflash_torch
-from bench.run import refusal
+from bench import plot, rows, tables
+from bench.peers import E4M3_MOST, Arrays, flash_attn_3, flash_attn_3_fp8, load, qflash_torch
+from bench.run import Candidate, Row, Suite, main
 from qflash.testing import Case
+from qflash.testing.timing import Call, Comparison
 
 NAME = "int8-accuracy"
 PER_TENSOR = "per-tensor FP8 (simulated)"
@@ -107,90 +107,81 @@ def metrics(got: Any, want: Any) -> dict[str, float]:
     return {name: float(f"{value:.6f}" if name == "cosine" else f"{value:.3g}") for name, value in figures.items()}
 
 
-def candidates(kernels: tuple[str, ...] = KERNELS) -> Iterator[tuple[str, str | None, Callable[[Arrays], Any]]]:
-    """(name, qflash kernel, what computes out)."""
-    for kernel in kernels:
-        ours = qflash_torch(kernel)
-        yield ours.name, kernel, lambda arrays, make=ours.make: make(arrays)()
-    for peer in (flash_attn_3(), flash_attn_3_fp8()):
-        yield peer.name, None, lambda arrays, make=peer.make: make(arrays)()
-    yield PER_TENSOR, None, per_tensor_fp8
+class CheckedArrays(Arrays):
+    """A problem's arrays and the truth, where they are."""
+
+    def __init__(self, problem: Problem, device: str):
+        super().__init__(problem.case, device)
+        self.input = problem.name
+        self.truth = exact(self)
 
 
-def measure(
-    device: str = "cuda",
-    problems: tuple[Problem, ...] = PROBLEMS,
-    kernels: tuple[str, ...] = KERNELS,
-    on_skip: Callable[[str], None] = print,
-) -> Iterator[dict[str, Any]]:
-    """Rows, problem by problem. Candidates that cannot run are told to `on_skip`."""
-    shared = {"preset": NAME} | rows.provenance(device)
-    for problem in problems:
-        arrays = Arrays(problem.case, device)
-        want = exact(arrays)
-        for name, kernel, call in candidates(kernels):
-            try:
-                out = call(arrays)
-            except (Unavailable, qflash.NoKernelError) as error:
-                on_skip(f"{problem.name}: {name}: {refusal(error)}")
-                continue
-            about = {"input": problem.name, "candidate": name, "kernel": kernel}
-            yield shared | rows.problem(problem.case, "accuracy") | about | metrics(out, want)
+class Accuracy(Suite):
+    """Errors alone: nothing is timed."""
+
+    name = NAME
+    timed = False
+
+    def __init__(self, device: str, cases: Sequence[Problem] = PROBLEMS, kernels: tuple[str, ...] = KERNELS):
+        self.device, self.cases, self.kernels = device, cases, kernels
+
+    def arrays(self, case: Problem) -> CheckedArrays:
+        return CheckedArrays(case, self.device)
+
+    def candidates(self, arrays: Arrays) -> tuple[Candidate, ...]:
+        simulated = Candidate(PER_TENSOR, lambda arrays: lambda: per_tensor_fp8(arrays))
+        return (*map(qflash_torch, self.kernels), flash_attn_3(), flash_attn_3_fp8(), simulated)
+
+    def problem(self, arrays: CheckedArrays) -> Row:
+        return rows.problem(arrays.case, "accuracy") | {"input": arrays.input}
+
+    def check(self, arrays: CheckedArrays, candidate: Candidate, call: Call, result: Any) -> Row:
+        return metrics(result, arrays.truth)
+
+    def row(self, arrays: Arrays, candidate: Candidate, checked: Row, timing: Comparison | None) -> Row:
+        return {"candidate": candidate.name, "kernel": candidate.kernel} | checked
 
 
-_NO_ROWS = "No rows are committed yet; `python -m bench.int8_accuracy` makes them."
+def _mask(row: Row) -> str:
+    return "causal" if row["causal"] else "full"
+
+
+def _by_machine(table: Callable[[list[Row]], str]) -> str:
+    return tables.by_machine(NAME, table, "`python -m bench.int8_accuracy` makes them.")
 
 
 def summary() -> str:
     """Relative L2 errors of the committed rows: one table per machine, an input per line."""
-    from bench import report
 
-    parts = []
-    for found in rows.committed(NAME).values():
-        candidates = list(dict.fromkeys(row["candidate"] for row in found))
-        errors: dict[str, dict[str, float]] = {}
+    def of(found: list[Row]) -> str:
+        names = list(dict.fromkeys(row["candidate"] for row in found))
+        by_input: dict[str, dict[str, float]] = {}
         for row in found:
-            what = f"{row['input']}, T={row['Tk']} {'causal' if row['causal'] else 'full'}"
-            errors.setdefault(what, {})[row["candidate"]] = row["rel_l2"]
+            by_input.setdefault(f"{row['input']}, T={row['Tk']} {_mask(row)}", {})[row["candidate"]] = row["rel_l2"]
         lines = [
-            [what, *(f"{of[name]:.2g}" if name in of else "" for name in candidates)] for what, of in errors.items()
+            [what, *(f"{errors[name]:.2g}" if name in errors else "" for name in names)]
+            for what, errors in by_input.items()
         ]
-        parts.append(f"{report.source(found[0])}\n\n{report.markdown(['input', *candidates], lines)}")
-    return "\n\n".join(parts) or _NO_ROWS
+        return tables.markdown(["input", *names], lines)
+
+    return _by_machine(of)
 
 
 def table() -> str:
     """The committed rows: one table per machine, a candidate per line."""
-    from bench import report
 
-    parts = []
-    for found in rows.committed(NAME).values():
-        lines, previous = [], None
+    def of(found: list[Row]) -> str:
+        lines = []
         for row in found:
-            mask = "causal" if row["causal"] else "full"
-            what = f"{row['input']}, T={row['Tk']} H={row['Hq']} D={row['D']} {mask}"
-            name = f"**{row['candidate']}**" if row["kernel"] else row["candidate"]
+            what = f"{row['input']}, T={row['Tk']} H={row['Hq']} D={row['D']} {_mask(row)}"
             figures = [f"{row['cosine']:.5f}", *(f"{row[metric]:.2g}" for metric in METRICS[1:])]
-            lines.append([what if what != previous else "", name, *figures])
-            previous = what
+            lines.append([what, tables.candidate(row), *figures])
         header = ["input", "candidate", "cosine", "relative L1", "relative L2", "RMSE", "largest error"]
-        parts.append(f"{report.source(found[0])}\n\n{report.markdown(header, lines)}")
-    return "\n\n".join(parts) or _NO_ROWS
+        return tables.markdown(header, tables.unrepeated(lines))
 
-
-def main(device: str) -> None:
-    from bench import plot
-
-    collected = []
-    for row in measure(device):
-        collected.append(row)
-        mask = "causal" if row["causal"] else "full"
-        print(f"{row['input']} {mask} {row['candidate']}: {', '.join(f'{name} {row[name]}' for name in METRICS)}")
-    path = rows.RESULTS / collected[0]["machine"] / f"{NAME}.jsonl"
-    rows.write(path, collected)
-    plot.draw_errors(collected, path.with_suffix(".svg"))
-    print(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}")
+    return _by_machine(of)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cuda")
+    collected = main(Accuracy(sys.argv[1] if len(sys.argv) > 1 else "cuda"))
+    plot.draw_errors(collected, rows.RESULTS / collected[0]["machine"] / f"{NAME}.svg")

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import qflash
-from bench import rows
+from bench import tables
+from bench.run import Candidate, Row, Suite, main, tried
 from qflash.dispatch import kernels_of
-from qflash.testing.timing import CudaClock, WallClock, compare
+from qflash.testing.timing import Call, Comparison
 
 NAME = "int8-gemm"
 CHECKED_ROWS = 64
@@ -67,6 +68,7 @@ class Arrays:
     def __init__(self, problem: Problem, device: str):
         import torch
 
+        self.problem = problem
         generator = torch.Generator().manual_seed(1)
 
         def integers(*shape: int) -> Any:
@@ -88,89 +90,83 @@ class Arrays:
         return bool((sums[-CHECKED_ROWS:].double() == want).all())
 
 
-def candidates(device: str) -> Iterator[tuple[str, str | None, str, Callable[[Arrays], Any]]]:
-    """(name, qflash kernel, type of out, call)."""
+@dataclass(frozen=True)
+class Product(Candidate):
+    """One way to multiply."""
+
+    dtype: str = "int32"  # of the result
+
+
+def candidates(device: str) -> Iterator[Product]:
+    """qflash's kernels with and without scales, then what torch has."""
     import torch
 
-    def ours(kernel: str) -> Callable[[Arrays], Any]:
-        return lambda x: qflash.int8_matmul(x.a, x.b, kernel=kernel)
+    def called(call: Callable[[Arrays], Any]) -> Callable[[Arrays], Call]:
+        return lambda arrays: lambda: call(arrays)
 
-    def scaled(kernel: str) -> Callable[[Arrays], Any]:
-        return lambda x: qflash.int8_matmul(x.a, x.b, x.a_scale, x.b_scale, x.bias, torch.bfloat16, kernel=kernel)
+    def of_torch(call: Callable[[Arrays], Any]) -> Callable[[Arrays], Call]:
+        return lambda arrays: tried(lambda: call(arrays))
 
     for row in kernels_of("int8_matmul", device):
-        yield f"qflash {row.name}", row.name, "int32", ours(row.name)
-        yield f"qflash {row.name}, scaled", row.name, "bfloat16", scaled(row.name)
-    yield "torch._int_mm", None, "int32", lambda x: torch._int_mm(x.a, x.b)
+        sums = lambda x, kernel=row.name: qflash.int8_matmul(x.a, x.b, kernel=kernel)  # noqa: E731
+        scaled = lambda x, kernel=row.name: qflash.int8_matmul(  # noqa: E731
+            x.a, x.b, x.a_scale, x.b_scale, x.bias, torch.bfloat16, kernel=kernel
+        )
+        yield Product(f"qflash {row.name}", called(sums), row.name)
+        yield Product(f"qflash {row.name}, scaled", called(scaled), row.name, "bfloat16")
+    yield Product("torch._int_mm", of_torch(lambda x: torch._int_mm(x.a, x.b)))
     peer, dtype = ("torch bf16", "bfloat16") if device == "cuda" else ("torch float32", "float32")
-    yield peer, None, dtype, lambda x: torch.matmul(x.wide_a, x.wide_b)
+    yield Product(peer, of_torch(lambda x: torch.matmul(x.wide_a, x.wide_b)), dtype=dtype)
 
 
-def measure(device: str, budget: float = 3.0, on_skip: Callable[[str], None] = print) -> Iterator[dict[str, Any]]:
-    """Rows, problem by problem. Candidates that refuse a problem are told to `on_skip`."""
-    import torch
+class Gemm(Suite):
+    name = NAME
+    over = OVER
 
-    shared = {"preset": NAME} | rows.provenance(device)
-    clock = CudaClock(graph=True) if device == "cuda" else WallClock()
-    for problem in PROBLEMS[device]:
-        arrays = Arrays(problem, device)
-        calls, facts = {}, {}
-        for name, kernel, dtype, call in candidates(device):
-            try:
-                out = call(arrays)
-            except RuntimeError as error:
-                on_skip(f"{problem}: {name}: {str(error).splitlines()[0]}")
-                continue
-            exact = arrays.check(out) if out.dtype == torch.int32 else None
-            if exact is False:
-                raise SystemExit(f"{problem}: {name} gives wrong sums")
-            calls[name] = lambda call=call, arrays=arrays: call(arrays)
-            facts[name] = {"candidate": name, "kernel": kernel, "dtype": dtype, "exact": exact}
-        timing = compare(calls, clock=clock, budget=budget, min_rounds=7)
-        for name, known in facts.items():
-            stats = timing.stats[name]
-            over = [peer for peer in OVER if peer in calls and peer != name]
-            yield (
-                shared
-                | problem.as_dict()
-                | known
-                | {
-                    "us": stats.as_dict(),
-                    "tops": float(f"{problem.operations / stats.p50 / 1e6:.4g}"),
-                    "speedup": {peer: round(timing.speedup(name, over=peer), 3) for peer in over},
-                }
-            )
+    def __init__(self, device: str):
+        self.device, self.cases = device, PROBLEMS[device]
+
+    def arrays(self, case: Problem) -> Arrays:
+        return Arrays(case, self.device)
+
+    def candidates(self, arrays: Arrays) -> Iterator[Product]:
+        return candidates(self.device)
+
+    def problem(self, arrays: Arrays) -> Row:
+        return arrays.problem.as_dict()
+
+    def check(self, arrays: Arrays, candidate: Product, call: Call, result: Any) -> bool | None:
+        """Whether sums are exact; None where they are rounded."""
+        exact = arrays.check(result) if candidate.dtype == "int32" else None
+        if exact is False:
+            raise SystemExit(f"{arrays.problem}: {candidate.name} gives wrong sums")
+        return exact
+
+    def row(self, arrays: Arrays, candidate: Product, checked: bool | None, timing: Comparison) -> Row:
+        stats = timing.stats[candidate.name]
+        about = {"candidate": candidate.name, "kernel": candidate.kernel, "dtype": candidate.dtype, "exact": checked}
+        return about | {
+            "us": stats.as_dict(),
+            "tops": float(f"{arrays.problem.operations / stats.p50 / 1e6:.4g}"),
+        }
 
 
 def table() -> str:
     """The committed rows: one table per machine, a candidate per line."""
-    from bench import report
 
-    parts = []
-    for found in rows.committed(NAME).values():
-        lines, previous = [], None
+    def of(found: list[Row]) -> str:
         peers = [peer for peer in OVER if any(peer in row["speedup"] for row in found)]
+        lines = []
         for row in found:
             what = f"{row['m']} × {row['n']} × {row['k']}, b along {row['b']}"
-            ratios = [report.ratio(row["speedup"].get(peer)) for peer in peers]
-            name = f"**{row['candidate']}**" if row["kernel"] else row["candidate"]
             rate = f"{row['tops']:.1f} TOP/s" if row["tops"] >= 10 else f"{1e3 * row['tops']:.0f} GOP/s"
-            lines.append([what if what != previous else "", name, row["dtype"], report.time(row), rate, *ratios])
-            previous = what
+            ratios = [tables.ratio(row["speedup"].get(peer)) for peer in peers]
+            lines.append([what, tables.candidate(row), row["dtype"], tables.time(row), rate, *ratios])
         header = ["m × n × k", "candidate", "out", "time", "rate", *(f"× {peer}" for peer in peers)]
-        parts.append(f"{report.source(found[0])}\n\n{report.markdown(header, lines)}")
-    return "\n\n".join(parts) or "No rows are committed yet; `python -m bench.int8_gemm` makes them."
+        return tables.markdown(header, tables.unrepeated(lines))
 
-
-def main(device: str) -> None:
-    collected = []
-    for row in measure(device):
-        collected.append(row)
-        print(f"{row['m']}x{row['n']}x{row['k']} b:{row['b']} {row['candidate']}: {row['tops']} TOP/s {row['speedup']}")
-    path = rows.RESULTS / collected[0]["machine"] / f"{NAME}.jsonl"
-    rows.write(path, collected)
-    print(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}")
+    return tables.by_machine(NAME, of, "`python -m bench.int8_gemm` makes them.")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cuda")
+    main(Gemm(sys.argv[1] if len(sys.argv) > 1 else "cuda"))

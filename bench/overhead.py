@@ -5,42 +5,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
+
 import qflash
-from bench.peers import Arrays, Unavailable, flash_attn_3, load
-from qflash import planning
+from bench import rows
+from bench.peers import Arrays, flash_attn_3, load
+from bench.presets import OVERHEAD, Preset
+from bench.run import Candidate, Row, Suite, Unavailable, set_threads
+from qflash.dispatch import variants_of
 from qflash.testing import Case
-from qflash.testing.runner import arch_of
+from qflash.testing.runner import to_torch
+from qflash.testing.timing import Call, Clock, Comparison, HostClock, WallClock
+
+SDPA = "torch SDPA"
 
 
 @dataclass(frozen=True)
-class Way:
+class Way(Candidate):
     """One way of calling. Times are compared with those of the way called `peer`."""
 
-    name: str
-    framework: str
-    call: Callable[[], Any]
-    kernel: str | None = None  # of qflash; None for peers
+    framework: str = "torch"
     peer: str | None = None
+    precision: str | None = None
 
 
-def ways(case: Case, device: str) -> Iterator[Way]:
+class Overhead(Suite):
+    """The ways of a preset, one thread each: waking a second one is no part of what is asked for."""
+
+    def __init__(self, preset: Preset):
+        self.name, self.device, self.cases = preset.name, preset.device, preset.cases
+
+    def arrays(self, case: Case) -> Arrays:
+        return Arrays(case, self.device)
+
+    def candidates(self, arrays: Arrays) -> Iterator[Way]:
+        return ways(arrays)
+
+    def problem(self, arrays: Arrays) -> Row:
+        return rows.problem(arrays.case, OVERHEAD) | {"threads": 1}
+
+    def row(self, arrays: Arrays, way: Way, checked: None, timing: Comparison) -> Row:
+        about = {"candidate": way.name, "framework": way.framework, "kernel": way.kernel, "precision": way.precision}
+        return about | {"us": timing.stats[way.name].as_dict(), "rel_l2": None}
+
+    def rivals(self, candidate: Way) -> tuple[str, ...]:
+        return (candidate.peer,) if candidate.peer else ()
+
+    def clock(self) -> tuple[Clock, float]:
+        # Calls follow one another without a pause, as they do in a loop over layers.
+        return HostClock() if self.device == "cuda" else WallClock(settle=0), 1e-3
+
+    def time(self, calls: Mapping[str, Call], **options: Any) -> Comparison:
+        threads = qflash.get_num_threads()
+        set_threads(1)
+        try:
+            return super().time(calls, **options)
+        finally:
+            set_threads(threads)
+
+
+def ways(arrays: Arrays) -> Iterator[Way]:
     """Every way this machine has; frameworks that are not installed are left out."""
-    arrays = Arrays(case, device)
-    cuda = device == "cuda"
-    for more in (_torch_ways, _fa3_ways) if cuda else (_numpy_ways, _torch_ways, _torch_train_ways, _jax_ways):
+    on_cuda, on_cpu = (_torch_ways, _kv_ways, _fa3_ways), (_numpy_ways, _torch_ways, _torch_train_ways, _jax_ways)
+    for more in on_cuda if arrays.device == "cuda" else on_cpu:
         try:
             yield from more(arrays)
         except Unavailable:
             continue
 
 
+def _lens(case: Case) -> np.ndarray:
+    return np.full(case.batch, case.k_len, np.int32)
+
+
 def _numpy_ways(arrays: Arrays) -> Iterator[Way]:
     q, k, v = arrays.numpy
-    yield Way("qflash, NumPy", "numpy", lambda: qflash.attention(q, k, v), "cpu")
+    words = {"": {}, ", kv_lens": {"kv_lens": _lens(arrays.case)}, ", rope": {"rope": arrays.rope}}
+    for name, options in words.items():
+        run = partial(qflash.attention, q, k, v, **options)
+        yield Way(f"qflash, NumPy{name}", lambda _, run=run: run, "cpu", "numpy")
 
 
 def _torch_ways(arrays: Arrays) -> Iterator[Way]:
@@ -48,40 +96,53 @@ def _torch_ways(arrays: Arrays) -> Iterator[Way]:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     q, k, v = arrays.torch
     theirs = arrays.torch_bhtd
-    yield Way("torch SDPA", "torch", lambda: sdpa(*theirs))
+    yield Way(SDPA, lambda _: lambda: sdpa(*theirs))
 
-    from qflash.frontends import torch as frontend
-    from qflash.ops.problem import Options
+    from qflash.frontends.torch import launch
+    from qflash.ops.attention import ATTENTION
 
-    prepared = planning.prepare(frontend.problem_of(q, k, v, Options()), arch_of(arrays.device))
+    words = (False, None, None, None, None, None, False, False, 0, 0)
+    prepared = launch.find_ready(ATTENTION, (q, k, v, *[None] * 7), words).prepared
     kernel = prepared.kernel.name
     out = torch.empty_like(q)
     workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=q.device)
     stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else 0
-    # Absent between out and the workspace, in order: see AttnCall in csrc/bindings/native.cc. On the CPU, one thread.
-    addresses = [x.data_ptr() for x in (q, k, v, out)] + [0] * 8 + [workspace.data_ptr(), stream, 1]
+    addresses = [x.data_ptr() for x in (q, k, v, out, workspace)] + [stream, 1]  # on the CPU, one thread
 
     def compiled(keep_alive=(q, k, v, out, workspace)) -> None:
         prepared.call(*addresses)
 
-    yield Way("the compiled call alone", "torch", compiled, kernel, "torch SDPA")
+    yield Way("the compiled call alone", lambda _: compiled, kernel, peer=SDPA)
 
-    lens = torch.tensor([arrays.case.k_len] * arrays.case.batch, dtype=torch.int32, device=q.device)
-    words: dict[str, dict[str, Any]] = {
+    options_of: dict[str, dict[str, Any]] = {
         "": {},
         ", causal": {"causal": True},
         ", return_lse": {"return_lse": True},
-        ", kv_lens": {"kv_lens": lens},
+        ", kv_lens": {"kv_lens": to_torch(_lens(arrays.case), arrays.device)},
         ", rope": {"rope": arrays.torch_rope},
     }
-    for name, options in words.items():
+    for name, options in options_of.items():
         run = lambda options=options: qflash.attention(q, k, v, **options)  # noqa: E731
-        yield Way(f"qflash, PyTorch{name}", "torch", run, kernel, "torch SDPA")
+        yield Way(f"qflash, PyTorch{name}", lambda _, run=run: run, kernel, peer=SDPA)
+
+
+def _kv_ways(arrays: Arrays) -> Iterator[Way]:
+    """Attention on keys and values that were quantized beforehand. Where no kernel has them, the way says so."""
+    load("torch")
+    q, k, v = arrays.torch
+    for row in variants_of("attention", arrays.device, "kept"):
+
+        def make(_: Arrays, precision: str = row.precision) -> Call:
+            kv = qflash.quantize_kv(k, v, precision=precision)
+            return lambda: qflash.attention(q, kv)
+
+        name = f"qflash, PyTorch, QuantizedKV of {row.precision}"
+        yield Way(name, make, row.name, peer=SDPA, precision=row.precision)
 
 
 def _fa3_ways(arrays: Arrays) -> Iterator[Way]:
     peer = flash_attn_3()
-    yield Way(peer.name, "torch", peer.make(arrays))
+    yield Way(peer.name, peer.make)
 
 
 def _torch_train_ways(arrays: Arrays) -> Iterator[Way]:
@@ -91,16 +152,26 @@ def _torch_train_ways(arrays: Arrays) -> Iterator[Way]:
     theirs = arrays.torch_bhtd
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     their_leaves = [x.detach().clone().requires_grad_() for x in theirs]
-    grad = torch.autograd.grad
-    yield Way("torch SDPA, forward and backward", "torch", lambda: grad(sdpa(*their_leaves), their_leaves, theirs[0]))
+    grad, peer = torch.autograd.grad, f"{SDPA}, forward and backward"
+    yield Way(peer, lambda _: lambda: grad(sdpa(*their_leaves), their_leaves, theirs[0]))
     both = lambda: grad(qflash.attention(*leaves), leaves, q)  # noqa: E731
-    yield Way("qflash, PyTorch, forward and backward", "torch", both, "cpu", "torch SDPA, forward and backward")
+    yield Way("qflash, PyTorch, forward and backward", lambda _: both, "cpu", peer=peer)
 
 
 def _jax_ways(arrays: Arrays) -> Iterator[Way]:
     jax = load("jax")
-    theirs = jax.jit(jax.nn.dot_product_attention)
-    ours = jax.jit(lambda q, k, v: qflash.attention(q, k, v))
-    yield Way("jax.nn, jitted", "jax", lambda: jax.block_until_ready(theirs(*arrays.jax)))
-    waited = lambda: jax.block_until_ready(ours(*arrays.jax))  # noqa: E731
-    yield Way("qflash, JAX, jitted", "jax", waited, "cpu", "jax.nn, jitted")
+    attend = qflash.attention
+
+    def waited(call: Callable[..., Any], *more: np.ndarray) -> Call:
+        jitted, given = jax.jit(call), (*arrays.jax, *jax.device_put(more, arrays.jax[0].device))
+        return lambda: jax.block_until_ready(jitted(*given))
+
+    peer, tables = "jax.nn, jitted", (arrays.rope.cos, arrays.rope.sin)
+    yield Way(peer, lambda _: waited(jax.nn.dot_product_attention), framework="jax")
+    for name, call, more in (
+        ("", attend, ()),
+        (", kv_lens", lambda q, k, v, lens: attend(q, k, v, kv_lens=lens), (_lens(arrays.case),)),
+        (", rope", lambda q, k, v, *tables: attend(q, k, v, rope=qflash.Rope(*tables)), tables),
+    ):
+        make = lambda _, call=call, more=more: waited(call, *more)  # noqa: E731
+        yield Way(f"qflash, JAX, jitted{name}", make, "cpu", "jax", peer)

@@ -16,16 +16,13 @@ from typing import Any
 import numpy as np
 
 import qflash
+from bench import run
 from bench.presets import TRAIN, Preset
+from bench.run import Unavailable, tried
 from qflash import dispatch, machine
 from qflash.testing import Case
 from qflash.testing.runner import to_numpy, to_torch
-
-Call = Callable[[], Any]
-
-
-class Unavailable(Exception):
-    """A candidate cannot run here; the text says why."""
+from qflash.testing.timing import Call
 
 
 def load(*modules: str):
@@ -55,15 +52,6 @@ def _draw(case: Case) -> tuple[np.ndarray, ...]:
     sizes = {"q_len": math.prod(shapes[0]), "k_len": math.prod(shapes[1])}
     flat = replace(case, name="flat", batch=1, q_heads=1, kv_heads=1, head_dim=1, causal=False, **sizes)
     return tuple(x.reshape(shape) for x, shape in zip(_numbers(flat), shapes, strict=True))
-
-
-def _tried(call: Call) -> Call:
-    """The call of a peer, once it has shown that it takes the problem."""
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        raise Unavailable(str(error).splitlines()[0]) from None
-    return call
 
 
 class Arrays:
@@ -105,13 +93,10 @@ class Arrays:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One way to compute a problem. `make(arrays)` gives the call to time."""
+class Candidate(run.Candidate):
+    """One way to compute attention."""
 
-    name: str
-    make: Callable[[Arrays], Call]
     bhtd: bool = False  # the result is [B, H, T, D], not [B, T, H, D]
-    kernel: str | None = None  # of qflash; None for peers
     precision: str | None = None
     framework: str = "torch"
     rope: bool = False  # q and k are rotated
@@ -283,7 +268,7 @@ def torch_sdpa_backend(backend: str) -> Candidate:
             with attention.sdpa_kernel(chosen):
                 return call(q, k, v)
 
-        return _tried(run)
+        return tried(run)
 
     return Candidate(SDPA_BACKENDS[backend], make, bhtd=True)
 
@@ -344,7 +329,7 @@ def jax_nn(implementation: str | None = None, wait: bool = True) -> Candidate:
             raise Unavailable("is_causal is aligned to the top left")
         options = {"is_causal": case.causal, "implementation": implementation}
         call = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options))
-        waited = _tried(lambda: jax.block_until_ready(call(*arrays.jax)))
+        waited = tried(lambda: jax.block_until_ready(call(*arrays.jax)))
         return waited if wait else lambda: call(*arrays.jax)
 
     return Candidate(" ".join(("jax.nn", implementation or "")).strip(), make, framework="jax")
@@ -364,7 +349,7 @@ def flash_attn(name: str, *modules: str) -> Candidate:
             out = function(q, k, v, causal=causal)
             return out[0] if isinstance(out, tuple) else out
 
-        return _tried(run)
+        return tried(run)
 
     return Candidate(name, make)
 
@@ -403,7 +388,7 @@ def flash_attn_3_fp8() -> Candidate:
             out = function(*tensors, causal=causal, **scales)
             return out[0] if isinstance(out, tuple) else out
 
-        return _tried(run)
+        return tried(run)
 
     return Candidate("FlashAttention 3 FP8", make, precision="fp8")
 

@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import tables
 from qflash import machine
 
 # qflash in strong colours, peers in quiet ones.
@@ -33,7 +33,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path | None:
     figure, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
     for axis, panel in zip(axes[:, 0], panels, strict=True):
         _bars(axis, [row for row in drawn if _panel(row) == panel], *panel)
-    figure.suptitle(report.source(rows[0]), fontsize=9)
+    figure.suptitle(tables.source(rows[0]), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

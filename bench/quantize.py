@@ -6,13 +6,14 @@ python -m bench.quantize [cuda|cpu]   writes bench/results/<machine>/quantize.js
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
 import qflash
-from bench import rows
-from qflash.testing.timing import CudaClock, WallClock, compare
+from bench import tables
+from bench.run import Candidate, Row, Suite, main
+from qflash.testing.timing import Call, Comparison
 
 NAME = "quantize"
 COPY = "copy"
@@ -82,7 +83,7 @@ class Arrays:
         """Whether the integers of the last sequence's first head are the replay's; per tensor, of the whole."""
         import numpy as np
 
-        from qflash import replay_quantize
+        from qflash.reference import quantize
         from qflash.rope import Rope
 
         words, rope = dict(self.problem.words), None
@@ -96,58 +97,64 @@ class Arrays:
             rope = Rope(*qflash.rope_tables(x.shape[1], x.shape[-1]))
         if group is not None and seed is None:  # a head's integers depend on no other's
             x, values = x[-1:, :, :1], values[-1:, :, :1]
-        return bool(
-            np.array_equal(replay_quantize.quantize(x, group=group, seed=seed, rope=rope, **words).values, values)
-        )
+        return bool(np.array_equal(quantize.quantize(x, group=group, seed=seed, rope=rope, **words).values, values))
 
 
-def measure(device: str, budget: float = 2.0) -> Iterator[dict[str, Any]]:
-    """Rows, problem by problem: ours, and a copy that moves as many bytes."""
-    shared = {"preset": NAME} | rows.provenance(device)
-    clock = CudaClock(graph=True) if device == "cuda" else WallClock()
-    for problem in PROBLEMS:
-        arrays = Arrays(problem, device)
-        if not arrays.same_as_the_replay():
-            raise SystemExit(f"{problem.name}, {problem.dtype}: integers differ from the replay's")
-        ours = "qflash dequantize" if problem.back else "qflash quantize"
-        timing = compare({ours: arrays.run, COPY: arrays.copy}, clock=clock, budget=budget, min_rounds=7)
-        for name in (ours, COPY):
-            stats = timing.stats[name]
-            yield (
-                shared
-                | {"kind": NAME, "what": problem.name, "shape": list(arrays.x.shape), "dtype": problem.dtype}
-                | {"candidate": name, "kernel": None if name == COPY else name.split()[1], "bytes": arrays.bytes}
-                | {"us": stats.as_dict(), "gbps": round(arrays.bytes / stats.p50 / 1e3, 1)}
-                | {"speedup": {} if name == COPY else {COPY: round(timing.speedup(name, over=COPY), 3)}}
-            )
+class BesideACopy(Suite):
+    """A pass over memory beside a copy of as many bytes: `run` and `copy` of arrays that know their `bytes`."""
+
+    over = (COPY,)
+    budget = 2.0
+
+    @abstractmethod
+    def ours(self, arrays: Any) -> Candidate:
+        """What is measured."""
+
+    def candidates(self, arrays: Any) -> tuple[Candidate, ...]:
+        return self.ours(arrays), Candidate(COPY, lambda arrays: arrays.copy)
+
+    def check(self, arrays: Any, candidate: Candidate, call: Call, result: Any) -> None:
+        if candidate.kernel and not arrays.same_as_the_replay():
+            raise SystemExit(f"{self.problem(arrays)}: differs from the replay")
+
+    def row(self, arrays: Any, candidate: Candidate, checked: None, timing: Comparison) -> Row:
+        stats = timing.stats[candidate.name]
+        about = {"candidate": candidate.name, "kernel": candidate.kernel, "bytes": arrays.bytes}
+        return about | {"us": stats.as_dict(), "gbps": round(arrays.bytes / stats.p50 / 1e3, 1)}
+
+
+class Quantize(BesideACopy):
+    name = NAME
+    cases = PROBLEMS
+
+    def __init__(self, device: str):
+        self.device = device
+
+    def arrays(self, case: Problem) -> Arrays:
+        return Arrays(case, self.device)
+
+    def ours(self, arrays: Arrays) -> Candidate:
+        kernel = "dequantize" if arrays.problem.back else "quantize"
+        return Candidate(f"qflash {kernel}", lambda arrays: arrays.run, kernel)
+
+    def problem(self, arrays: Arrays) -> Row:
+        case = arrays.problem
+        return {"kind": NAME, "what": case.name, "shape": list(arrays.x.shape), "dtype": case.dtype}
 
 
 def table(preset: str = NAME) -> str:
     """The committed rows: one table per machine, a problem per line."""
-    from bench import report
 
-    parts = []
-    for found in rows.committed(preset).values():
+    def of(found: list[Row]) -> str:
         lines = [
-            [row["what"], " × ".join(map(str, row["shape"])), row["dtype"], report.time(row), f"{row['gbps']:.0f} GB/s",
-             report.ratio(row["speedup"][COPY])]
+            [row["what"], " × ".join(map(str, row["shape"])), row["dtype"], tables.time(row), f"{row['gbps']:.0f} GB/s",
+             tables.ratio(row["speedup"][COPY])]
             for row in found if row["candidate"] != COPY
         ]  # fmt: skip
-        header = ["what", "shape", "type", "time", "rate of x and integers", "of a copy's"]
-        parts.append(f"{report.source(found[0])}\n\n{report.markdown(header, lines)}")
-    return "\n\n".join(parts) or f"No rows are committed yet; `python -m bench.{preset}` makes them."
+        return tables.markdown(["what", "shape", "type", "time", "rate of x and integers", "of a copy's"], lines)
 
-
-def main(device: str) -> None:
-    collected = []
-    for row in measure(device):
-        collected.append(row)
-        rate = f"{row['us']['p50']} µs {row['gbps']} GB/s {row['speedup']}"
-        print(f"{row['what']} {row['dtype']} {row['candidate']}: {rate}")
-    path = rows.RESULTS / collected[0]["machine"] / f"{NAME}.jsonl"
-    rows.write(path, collected)
-    print(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}")
+    return tables.by_machine(preset, of, f"`python -m bench.{preset}` makes them.")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cuda")
+    main(Quantize(sys.argv[1] if len(sys.argv) > 1 else "cuda"))

@@ -10,6 +10,7 @@ from typing import Any
 from bench import int8_accuracy, int8_gemm, profiles, quantize, reductions, sm90_quantize
 from bench import rows as store
 from bench.presets import PRESETS, Preset
+from bench.tables import candidate, markdown, ratio, source, time, unrepeated
 from qflash.dispatch import KERNELS, VARIANTS, Kernel, kernels_of
 
 CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.device == "cuda")
@@ -32,11 +33,6 @@ def problem(row: Row) -> str:
     return f"B={row['B']} T={row['Tq']} H={row['Hq']} D={row['D']} {'causal' if row['causal'] else 'full'}"
 
 
-def time(row: Row) -> str:
-    us = row["us"]["p50"]
-    return f"{us:.1f} µs" if us < 1e3 else f"{us / 1e3:.2f} ms"
-
-
 def rate(row: Row) -> str:
     if "gbs" in row:
         return f"{row['gbs']:.1f} GB/s"
@@ -47,15 +43,6 @@ def rate(row: Row) -> str:
 
 def error(row: Row) -> str:
     return "" if row["rel_l2"] is None else f"{row['rel_l2']:.0e}"
-
-
-def ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}×"
-
-
-def markdown(header: list[str], lines: list[list[str]]) -> str:
-    rule = ["---", *("---:" for _ in header[1:])]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
 
 
 # Tables
@@ -116,14 +103,16 @@ def ladder_table() -> str:
 
 
 def _rungs(rows: list[Row]) -> str:
-    lines, previous = [], None
+    lines = []
     for row in rows:
-        shape = f"({row['B']}, {row['Hq']}, {row['Tq']}, {row['D']})"
-        name = f"**{row['candidate']}**" if row["kernel"] else row["candidate"]
         ratios = [ratio(row["speedup"].get(peer)) for peer in ("torch naive", "torch FA2")]
-        lines.append([shape if shape != previous else "", name, time(row), rate(row), error(row), *ratios])
-        previous = shape
-    return markdown(["(B, H, T, D)", "candidate", "latency", "rate", "error", "× naive", "× PyTorch (FA2)"], lines)
+        lines.append([_shape(row), candidate(row), time(row), rate(row), error(row), *ratios])
+    header = ["(B, H, T, D)", "candidate", "latency", "rate", "error", "× naive", "× PyTorch (FA2)"]
+    return markdown(header, unrepeated(lines))
+
+
+def _shape(row: Row) -> str:
+    return f"({row['B']}, {row['Hq']}, {row['Tq']}, {row['D']})"
 
 
 def _quantized_summary(rows: list[Row]) -> str:
@@ -151,19 +140,16 @@ def quantized_table() -> str:
 
 
 def _quantized_lines(rows: list[Row]) -> str:
-    lines, previous = [], None
+    lines = []
     for row in rows:
-        shape = f"({row['B']}, {row['Hq']}, {row['Tq']}, {row['D']})"
-        name, best = row["candidate"], best_peer(row) if row["kernel"] else None
+        best = best_peer(row) if row["kernel"] else None
         ratios = [
             f"{ratio(best[1])} {best[0]}" if best else "",
             ratio(row["speedup"].get(FP8)) if row["kernel"] else "",
         ]
-        cells = [f"**{name}**" if row["kernel"] else name, time(row), rate(row), error(row), *ratios]
-        lines.append([shape if shape != previous else "", *cells])
-        previous = shape
+        lines.append([_shape(row), candidate(row), time(row), rate(row), error(row), *ratios])
     header = ["(B, H, T, D)", "candidate", "latency", "rate", "error", "× best of 16 bits", f"× {FP8}"]
-    return markdown(header, lines)
+    return markdown(header, unrepeated(lines))
 
 
 def quantized_means(rows: list[Row]) -> list[str]:
@@ -190,16 +176,8 @@ def _no_rows(name: str) -> str:
     return f"No rows are committed yet; `qflash bench {name}` makes them."
 
 
-def source(row: Row) -> str:
-    """Where rows come from, in a sentence."""
-    where = row["gpu"] or f"{row['cpu']} ({row['isa']}, {row['threads']} threads)"
-    driver = f", driver {row['driver']}" if row["driver"] else ""
-    peers = ", ".join(f"{name} {row['versions'][name]}" for name in ("torch", "jax") if name in row["versions"])
-    return f"{where}{driver}; {peers}; commit {row['commit']}."
-
-
 def peers_of(rows: list[Row]) -> list[str]:
-    """Whom the rows give speed-ups over, in the order of bench.run.OVER."""
+    """Whom the rows give speed-ups over, in the order of bench.attention.OVER."""
     return list(dict.fromkeys(peer for row in rows for peer in row["speedup"]))
 
 

@@ -98,6 +98,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
+def save(name: str, rows: list[dict[str, Any]]) -> Path:
+    """Write the rows of a preset to the folder of the machine they are of."""
+    path = RESULTS / rows[0]["machine"] / f"{name}.jsonl"
+    write(path, rows)
+    return path
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 

@@ -5,18 +5,15 @@ python -m bench.sm90_quantize   on a Hopper GPU; writes bench/results/<machine>/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import qflash
-from bench import rows
-from bench.quantize import COPY
-from qflash.testing.timing import CudaClock, compare
+from bench.quantize import BesideACopy
+from bench.run import Candidate, Row, main
 
 NAME = "sm90_quantize"
 KERNEL = "sm90_quantize"
-PARTS = ("k", "k_scale", "k_mean", "k_wild", "v", "v_scale", "v_lift", "v_wild", "v_mean")
 
 
 @dataclass(frozen=True)
@@ -74,15 +71,15 @@ class Arrays:
         """Whether the first two heads of the first sequence, by themselves, become what the replay makes of them."""
         import numpy as np
 
-        from qflash import replay_sm90_int8
+        from qflash.reference import sm90_quantize
         from qflash.testing.runner import to_numpy
 
         k, v = (x[:1, :, :2] for x in (self.k, self.v))
         kv = qflash.quantize_kv(k, v, **self.words)
         k, v = to_numpy(k), to_numpy(v) if self.problem.precision == "int8_fp8" else None
         rope = qflash.Rope(*qflash.rope_tables(k.shape[1], k.shape[3])) if self.problem.rope else None
-        want = replay_sm90_int8.quantize_kv(k, v, rope=rope, seed=self.problem.words.get("seed"))
-        parts = [part for part in PARTS if getattr(want, part) is not None]
+        want = sm90_quantize.quantize_kv(k, v, rope=rope, seed=self.problem.words.get("seed"))
+        parts = (*sm90_quantize.OF_KEYS, *(sm90_quantize.OF_VALUES if v is not None else ()))
         return all(np.array_equal(to_numpy(getattr(kv, part)), getattr(want, part)) for part in parts)
 
 
@@ -92,38 +89,22 @@ def bytes_of(problem: Problem) -> int:
     return 3 * batch * length * heads * head_dim * (2 if problem.precision == "int8_fp8" else 1)
 
 
-def measure(budget: float = 2.0) -> Iterator[dict[str, Any]]:
-    """Rows, problem by problem: ours, and a copy that moves as many bytes."""
-    shared = {"preset": NAME} | rows.provenance("cuda")
-    clock = CudaClock(graph=True)
-    for problem in PROBLEMS:
-        arrays = Arrays(problem)
-        if not arrays.same_as_the_replay():
-            raise SystemExit(f"{problem.precision}{problem.name}, {problem.shape}: differs from the replay")
-        ours = "qflash quantize_kv"
-        timing = compare({ours: arrays.run, COPY: arrays.copy}, clock=clock, budget=budget, min_rounds=7)
-        for name in (ours, COPY):
-            stats = timing.stats[name]
-            what = f"{'k and v' if problem.precision == 'int8_fp8' else 'k'}, {problem.precision}{problem.name}"
-            yield (
-                shared
-                | {"kind": NAME, "what": what, "shape": list(problem.shape), "dtype": problem.dtype}
-                | {"candidate": name, "kernel": None if name == COPY else KERNEL, "bytes": arrays.bytes}
-                | {"us": stats.as_dict(), "gbps": round(arrays.bytes / stats.p50 / 1e3, 1)}
-                | {"speedup": {} if name == COPY else {COPY: round(timing.speedup(name, over=COPY), 3)}}
-            )
+class QuantizeKV(BesideACopy):
+    name = NAME
+    device = "cuda"
+    cases = PROBLEMS
 
+    def arrays(self, case: Problem) -> Arrays:
+        return Arrays(case)
 
-def main() -> None:
-    collected = []
-    for row in measure():
-        collected.append(row)
-        rate = f"{row['us']['p50']} µs {row['gbps']} GB/s {row['speedup']}"
-        print(f"{row['what']} {row['shape']} {row['candidate']}: {rate}")
-    path = rows.RESULTS / collected[0]["machine"] / f"{NAME}.jsonl"
-    rows.write(path, collected)
-    print(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}")
+    def ours(self, arrays: Arrays) -> Candidate:
+        return Candidate("qflash quantize_kv", lambda arrays: arrays.run, KERNEL)
+
+    def problem(self, arrays: Arrays) -> Row:
+        case = arrays.problem
+        what = f"{'k and v' if case.precision == 'int8_fp8' else 'k'}, {case.precision}{case.name}"
+        return {"kind": NAME, "what": what, "shape": list(case.shape), "dtype": case.dtype}
 
 
 if __name__ == "__main__":
-    main()
+    main(QuantizeKV())

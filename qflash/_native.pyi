@@ -6,65 +6,9 @@ Addresses are plain ints, 0 for null. tests/unit/test_native_stub.py compares th
 from collections.abc import Callable, Sequence
 from typing import Final, SupportsIndex
 
-from qflash.ops.problem import Problem
-
 ABI: Final[str]  # a digest of op_layouts
 cpu_entries: Final[dict[str, int]]  # addresses of the CPU kernels by name, and of "status_text"
 op_layouts: Final[dict[str, tuple[int, dict[str, tuple[int, str]]]]]  # {struct: (bytes, {field: (offset, kind)})}
-
-class AttnCall:
-    """A prepared forward call: the struct with everything but addresses. Immutable, so threads share it."""
-
-    def __init__(self, problem: Problem, entry: int, status_text: int, workspace: int) -> None: ...
-    @property
-    def workspace_bytes(self) -> int: ...
-    def __call__(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int,
-        kv_lens: int,
-        cu_seqlens_q: int,
-        cu_seqlens_k: int,
-        cos: int,
-        sin: int,
-        positions_q: int,
-        positions_k: int,
-        workspace: int,
-        stream: int,
-        num_threads: int,
-        /,
-    ) -> None: ...
-
-class AttnBwdCall:
-    """A prepared backward call. Gradients and dout are contiguous."""
-
-    def __init__(self, problem: Problem, entry: int, status_text: int) -> None: ...
-    def __call__(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int,
-        kv_lens: int,
-        cu_seqlens_q: int,
-        cu_seqlens_k: int,
-        cos: int,
-        sin: int,
-        positions_q: int,
-        positions_k: int,
-        dout: int,
-        dlse: int,
-        dq: int,
-        dk: int,
-        dv: int,
-        stream: int,
-        num_threads: int,
-        /,
-    ) -> None: ...
 
 class Call:
     """A prepared call of a kernel: its struct with everything but addresses. Immutable, so threads share it.

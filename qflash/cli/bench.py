@@ -62,15 +62,15 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
 
 def measure(console: Console, preset: Any, **options: Any) -> list[dict[str, Any]]:
     """Rows of a preset, with progress."""
-    parts = load("run").measure(preset, on_skip=lambda text: console.print(f"left out: {text}"), **options)
+    suite = load("attention").suite_of(preset)
+    parts = load("run").measure(suite, on_skip=lambda text: console.print(f"left out: {text}"), **options)
     return [row for part in track(console, f"timing {preset.title}", parts, len(preset.cases)) for row in part]
 
 
 def write(console: Console, name: str, rows: list[dict[str, Any]]) -> None:
     """Rows and their plot into bench/results/<machine>/."""
     store, plot = load("rows"), load("plot")
-    path = store.RESULTS / rows[0]["machine"] / f"{name}.jsonl"
-    store.write(path, rows)
+    path = store.save(name, rows)
     console.print(f"{len(rows)} rows in {path.relative_to(store.ROOT)}")
     picture = plot.draw(rows, path.with_suffix(".svg"))
     if machine.version("matplotlib") is None:

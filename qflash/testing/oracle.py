@@ -7,16 +7,17 @@ from functools import lru_cache
 
 import numpy as np
 
-from qflash import _native, reference, replay_fa_int8, replay_sm90_int8
+from qflash import _native, reference
+from qflash.reference import fa_int8, sm90_quantize, sm90_sample
 from qflash.rope import Rope
 from qflash.testing.case import Case, Inputs
 
-# Kernels that have a replay, its names in qflash.reference, and its words beyond attention's.
+# Kernels that have a replay, and its words beyond attention's.
 _REPLAYS = {
-    "cpu_int8": ("attention_int8", "attention_varlen_int8", {}),
-    "fa_int8": ("attention_fa_int8", "attention_varlen_fa_int8", {}),
-    "sm90_int8": ("attention_sm90_int8", "attention_varlen_sm90_int8", {"precision": "int8"}),
-    "sm90_int8_fp8": ("attention_sm90_int8", "attention_varlen_sm90_int8", {"precision": "int8_fp8"}),
+    "cpu_int8": (reference.attention_int8, {}),
+    "fa_int8": (reference.attention_fa_int8, {}),
+    "sm90_int8": (reference.attention_sm90_int8, {"precision": "int8"}),
+    "sm90_int8_fp8": (reference.attention_sm90_int8, {"precision": "int8_fp8"}),
 }
 
 
@@ -29,8 +30,8 @@ class Integers:
     sampled: int | None = None  # how many keys at most tell the mean that smoothing takes off; None: all
 
 
-_SM90 = Integers(replay_sm90_int8.KEY_GROUP, replay_sm90_int8.BLOCK, replay_sm90_int8.SAMPLED)
-_INTEGERS = {"fa_int8": Integers(replay_fa_int8.KEY_GROUP), "sm90_int8": _SM90, "sm90_int8_fp8": _SM90}
+_SM90 = Integers(sm90_quantize.KEY_GROUP, sm90_quantize.BLOCK, sm90_sample.SAMPLED)
+_INTEGERS = {"fa_int8": Integers(fa_int8.KEY_GROUP), "sm90_int8": _SM90, "sm90_int8_fp8": _SM90}
 PLAIN_INTEGERS = Integers()
 # Standard deviation of rounding to the integers of 127 steps, in units of the amplitude: uniform over one step.
 _STEP_DEVIATION = 1 / (127 * np.sqrt(12))
@@ -103,15 +104,10 @@ def replayed(case: Case, kernel: str) -> tuple[np.ndarray, np.ndarray] | None:
     if kernel not in _REPLAYS:
         return None
     inputs = case.make_inputs()
-    *names, more = _REPLAYS[kernel]
-    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": inputs.rope, **more}
+    replay, more = _REPLAYS[kernel]
     if kernel == "cpu_int8":
-        words["pv"] = weights_dtype(case, kernel)
-    attention, attention_varlen = (getattr(reference, name) for name in names)
-    if case.packed:
-        cu = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-        return attention_varlen(inputs.q, inputs.k, inputs.v, *cu, **words)
-    return attention(inputs.q, inputs.k, inputs.v, **words)
+        more = {"pv": weights_dtype(case, kernel)}
+    return replay(inputs.q, inputs.k, inputs.v, **_words(case, inputs, inputs.rope), **more)
 
 
 @lru_cache(maxsize=64)
@@ -119,10 +115,7 @@ def expected_gradients(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(dq, dk, dv) in float64 for the case's dout and dlse."""
     inputs = case.make_inputs()
     dout, dlse = case.make_gradients()
-    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": inputs.rope}
-    if case.packed:
-        cu = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-        return reference.attention_varlen_backward(inputs.q, inputs.k, inputs.v, *cu, dout, dlse, **words)
+    words = _words(case, inputs, inputs.rope)
     return reference.attention_backward(inputs.q, inputs.k, inputs.v, dout, dlse, **words)
 
 
@@ -142,10 +135,13 @@ def rounding_model(case: Case, inputs: Inputs) -> np.ndarray:
 
 
 def _attention(case: Case, inputs: Inputs, q, k, v, rope: Rope | None):
-    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": rope}
-    if case.packed:
-        return reference.attention_varlen(q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, **words)
-    return reference.attention(q, k, v, **words)
+    return reference.attention(q, k, v, **_words(case, inputs, rope))
+
+
+def _words(case: Case, inputs: Inputs, rope: Rope | None):
+    """The words of a case as the oracle and the replays take them."""
+    cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if case.packed else None
+    return {**case.options(), "kv_lens": inputs.kv_lens, "rope": rope, "cu_seqlens": cu_seqlens}
 
 
 def _without_inf(inputs: Inputs, precision: str = "int8") -> Inputs:

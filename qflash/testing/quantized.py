@@ -18,7 +18,7 @@ import numpy as np
 import qflash
 from qflash import reference
 from qflash.ops.problem import Options
-from qflash.replay_quantize import dequantize
+from qflash.reference.quantize import dequantize
 from qflash.testing.case import Case
 from qflash.testing.compare import UNIT_ROUNDOFF
 

@@ -1,7 +1,7 @@
 """softmax, layer_norm and cross_entropy: one list of cases, and what rounding allows a kernel to differ by.
 
 Kernels compute in float32, with unit roundoff u = 2^-24, and round the result to x's dtype once. What is allowed,
-against the float64 definition of qflash/reference_ops.py and element by element, counts roundings:
+against the float64 definition of qflash/reference/operations.py and element by element, counts roundings:
 
 softmax        a weight exp(-d), d the distance of a score from the largest, has relative error 3 u d from the three
                roundings of its argument and 2^-22 = 4 u from the exponential, twice where maxima are reconciled; sums
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from qflash import reference_ops
+from qflash import reference
 
 U = 2.0**-24
 TINY = 2.0**-125  # float32 results below it may be flushed to zero
@@ -147,7 +147,7 @@ def check_close(what: str, got: np.ndarray, want: np.ndarray, bound: np.ndarray 
 
 def check_softmax(x: np.ndarray, out: np.ndarray, scale: float = 1.0) -> None:
     """`out` is softmax(scale x), within the bounds above."""
-    want = reference_ops.softmax(x, scale)
+    want = reference.softmax(x, scale)
     with np.errstate(invalid="ignore"):
         s = scale * x.astype(np.float64)
         distance = np.fmax.reduce(s, -1, keepdims=True) - s
@@ -157,8 +157,8 @@ def check_softmax(x: np.ndarray, out: np.ndarray, scale: float = 1.0) -> None:
 
 def check_layer_norm(x, weight, bias, eps, out, mean=None, rstd=None) -> None:
     """`out`, and mean and rstd where they are given, are layer_norm's, within the bounds above."""
-    want, want_mean, want_rstd = reference_ops.layer_norm(x, weight, bias, eps)
-    z = reference_ops.layer_norm(x, None, None, eps)[0]
+    want, want_mean, want_rstd = reference.layer_norm(x, weight, bias, eps)
+    z = reference.layer_norm(x, None, None, eps)[0]
     scale = 1.0 if weight is None else np.abs(weight.astype(np.float64))
     with np.errstate(invalid="ignore"):
         bound = 32 * U * (1 + np.abs(z)) * scale + 2 * U * np.abs(want)
@@ -173,7 +173,7 @@ def check_cross_entropy(
     x, targets, losses, *, smoothing=0.0, ignore_index=-100, lse=None, total=None, mean=True
 ) -> None:
     """`losses`, and lse and total where they are given, are cross_entropy's, within the bounds above."""
-    want, want_lse, want_sum, want_mean = reference_ops.cross_entropy(x, targets, ignore_index, smoothing)
+    want, want_lse, want_sum, want_mean = reference.cross_entropy(x, targets, ignore_index, smoothing)
     with np.errstate(invalid="ignore"):
         s = x.astype(np.float64)
         greatest = np.fmax.reduce(s, -1)

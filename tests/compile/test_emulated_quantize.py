@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qflash import _native, replay_quantize
+from qflash import _native
 from qflash.call.spec import DTYPES
+from qflash.reference import quantize as replay
 from qflash.rope import Rope, rope_tables
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
@@ -48,7 +49,7 @@ def strides(name: str, x: np.ndarray) -> dict[str, int]:
 
 def run(library, x, *, group=None, symmetric=True, smooth=False, seed=None, lens=None, rope=None, order=1, cu=None,
         longest=0, **more):  # fmt: skip
-    """What the emulated kernels write: a replay_quantize.Integers."""
+    """What the emulated kernels write: a replay.Integers."""
     batch, length = (len(cu) - 1, longest) if cu is not None else x.shape[:2]
     heads, dim = x.shape[-2:]
     groups = -(-length // (group or 1))
@@ -76,7 +77,7 @@ def run(library, x, *, group=None, symmetric=True, smooth=False, seed=None, lens
                 fields[f"rope.stride_positions_{axis}_b"] = length if positions.ndim == 2 else 0
     status = library(dtype_of(x)).qf_quantize(params("QfQuantizeParams", **fields), None)
     assert status == 0, status
-    return replay_quantize.Integers(values, scale, zero_point, mean, sums)
+    return replay.Integers(values, scale, zero_point, mean, sums)
 
 
 def check_same(got, want) -> None:
@@ -126,7 +127,7 @@ def test_same_bits_as_the_replay(library, name):
     shape, dtype, words = CASES[name]
     x = normal(shape, dtype) + normal((1, 1, *shape[2:]), dtype, seed=1, spread=3)
     first = run(library, x, **words, order=1)
-    check_same(first, replay_quantize.quantize(x, **{"group": None, **words}))
+    check_same(first, replay.quantize(x, **{"group": None, **words}))
     check_same(first, run(library, x, **words, order=2))
 
 
@@ -150,7 +151,7 @@ def test_rope(library, name, smooth):
     for group, where in ((1, None), (16, positions), (None, positions[0])):
         rope = Rope(*rope_tables(50, rotary_dim), interleaved, positions_k=where)
         got = run(library, x, group=group, smooth=smooth, rope=rope)
-        check_same(got, replay_quantize.quantize(x, group=group, smooth=smooth, rope=rope))
+        check_same(got, replay.quantize(x, group=group, smooth=smooth, rope=rope))
 
 
 def test_rope_on_rows_that_no_vector_fits(library):
@@ -158,7 +159,7 @@ def test_rope_on_rows_that_no_vector_fits(library):
     rope = Rope(*rope_tables(20, 30))
     for group in (1, 4):
         words = {"group": group, "smooth": True, "rope": rope}
-        check_same(run(library, x, **words), replay_quantize.quantize(x, **words))
+        check_same(run(library, x, **words), replay.quantize(x, **words))
 
 
 @pytest.mark.parametrize("bad", [50, -50, 2**31 - 1, -(2**31)])
@@ -169,7 +170,7 @@ def test_a_position_outside_the_tables_spoils_its_token_alone(library, bad):
     rope = Rope(*rope_tables(50, 16), positions_k=positions)
     for words in ({"group": 1}, {"group": 4, "smooth": True}):
         got = run(library, x, rope=rope, **words)
-        check_same(got, replay_quantize.quantize(x, rope=rope, **words))
+        check_same(got, replay.quantize(x, rope=rope, **words))
         assert np.flatnonzero((got.values == -128).all((0, 2, 3))).tolist() == [7]
 
 
@@ -186,20 +187,16 @@ def test_not_finite(library, kind, words, dim):
     x[0, 8:12, 1, 5] = WILD[kind]
     for smooth in (False, True):
         got = run(library, x, smooth=smooth, **words)
-        check_same(got, replay_quantize.quantize(x, smooth=smooth, **{"group": None, **words}))
+        check_same(got, replay.quantize(x, smooth=smooth, **{"group": None, **words}))
     x[..., 0] = WILD[kind]
-    check_same(
-        run(library, x, smooth=True, **words), replay_quantize.quantize(x, smooth=True, **{"group": None, **words})
-    )
+    check_same(run(library, x, smooth=True, **words), replay.quantize(x, smooth=True, **{"group": None, **words}))
 
 
 @pytest.mark.parametrize("words", [{"group": 1}, {"group": 2}, {"symmetric": False}], ids=str)
 def test_not_finite_in_wide_tokens(library, words):
     x = normal((1, 4, 1, 2100))
     x[0, 1, 0, 2099] = np.nan
-    check_same(
-        run(library, x, smooth=True, **words), replay_quantize.quantize(x, smooth=True, **{"group": None, **words})
-    )
+    check_same(run(library, x, smooth=True, **words), replay.quantize(x, smooth=True, **{"group": None, **words}))
 
 
 VALUES = {
@@ -222,7 +219,7 @@ def test_constant_tensors(library, name, words):
     x[:, :, 1] *= np.float32(-0.5) if "largest" in name else np.float32(1)
     for smooth in (False, True):
         got = run(library, x, smooth=smooth, **words)
-        check_same(got, replay_quantize.quantize(x, smooth=smooth, **{"group": None, **words}))
+        check_same(got, replay.quantize(x, smooth=smooth, **{"group": None, **words}))
 
 
 @pytest.mark.parametrize("words", [{"group": 1}, {"group": 16, "smooth": True}, {}, {"symmetric": False}], ids=str)
@@ -230,7 +227,7 @@ def test_tokens_that_do_not_exist(library, words):
     """They are zeros whatever they hold, and not one bit of them is read."""
     x = normal((4, 37, 2, 40), "bfloat16")
     lens = np.array([37, 0, 20, 1], np.int32)
-    want = replay_quantize.quantize(x, lens=lens, **{"group": None, **words})
+    want = replay.quantize(x, lens=lens, **{"group": None, **words})
     for b, length in enumerate(lens):
         x[b, length:] = np.nan
     check_same(run(library, x, lens=lens, **words), want)
@@ -256,7 +253,7 @@ def test_strides(library, order):
     x = wide[1:, ::2, 1:]
     x[...] = normal(x.shape)
     for words in ({"group": 1}, {"group": 4, "smooth": True, "seed": 3}):
-        check_same(run(library, x, **words), replay_quantize.quantize(x, **words))
+        check_same(run(library, x, **words), replay.quantize(x, **words))
 
 
 PACKED = [0, 17, 17, 40, 41]
@@ -272,7 +269,7 @@ def test_packed_sequences(library):
         for b, (begin, end) in enumerate(pairwise(PACKED)):
             one = x[None, begin:end]
             turned = Rope(rope.cos, rope.sin, positions_k=rope.positions_k[begin:end])
-            want = replay_quantize.quantize(one, lens=lens[b : b + 1], rope=turned, **words)
+            want = replay.quantize(one, lens=lens[b : b + 1], rope=turned, **words)
             groups = want.scale.shape[2]
             np.testing.assert_array_equal(got.values[begin:end], want.values[0])
             np.testing.assert_array_equal(got.scale[b, :, :groups], want.scale[0])
@@ -285,7 +282,7 @@ def test_packed_sequences(library):
 def test_packed_stochastic_rounding(library):
     x = normal((20, 3, 9))
     got = run(library, x, cu=np.array([0, 12, 20], np.int32), longest=12, group=1, seed=11)
-    np.testing.assert_array_equal(got.values, replay_quantize.quantize(x[None], group=1, seed=11).values[0])
+    np.testing.assert_array_equal(got.values, replay.quantize(x[None], group=1, seed=11).values[0])
 
 
 # cu_seqlens, longest, and which of 40 tokens are still quantized
@@ -320,10 +317,10 @@ def test_queries_stand_at_the_end_of_their_keys(library, packed):
     more = {"queries": 1, "key_length": 33, "key_lens": key_lens, "lift_heads": 2, "lift_mean": mean, "lift": lift}
     got = run(library, x.reshape(40, 4, 32) if packed else x, group=1, rope=rope, **shape, **more)
     positions = np.arange(20) + key_lens[:, None] - 20
-    want = replay_quantize.quantize(x, group=1, rope=rope, positions=positions)
+    want = replay.quantize(x, group=1, rope=rope, positions=positions)
     np.testing.assert_array_equal(got.values.reshape(x.shape), want.values)
     np.testing.assert_array_equal(got.scale, want.scale)
-    rows = [replay_quantize.turned(x[b], positions[b], rope).astype(float) for b in range(2)]
+    rows = [replay.rotate(x[b], positions[b], rope).astype(float) for b in range(2)]
     dots = np.einsum("bthd,bhd->bht", rows, np.repeat(mean, 2, axis=1).astype(float))
     np.testing.assert_allclose(lift, dots, atol=1e-5)
 
@@ -333,7 +330,7 @@ def test_queries_at_given_positions(library):
     positions = np.array([[3, 1, 0, -2, 9, 5]] * 2, np.int32)
     rope = Rope(*rope_tables(10, 16), positions_q=positions)
     got = run(library, x, group=1, rope=rope, queries=1, key_length=6)
-    check_same(got, replay_quantize.quantize(x, group=1, rope=rope, positions=positions))
+    check_same(got, replay.quantize(x, group=1, rope=rope, positions=positions))
 
 
 def run_back(library, values, scale, zero_point, mean, group, dtype) -> np.ndarray:
@@ -355,8 +352,8 @@ def test_the_way_back(library, name):
     shape, dtype, words = CASES[name]
     x = normal(shape, dtype)
     x[0, 1, 0, 0] = np.nan
-    q = replay_quantize.quantize(x, **{"group": None, **words})
+    q = replay.quantize(x, **{"group": None, **words})
     parts = (q.values, q.scale, q.zero_point, q.mean)
     group = words.get("group")
-    want = replay_quantize.dequantize(*parts, group=group, dtype=dtype).astype(np.float32)
+    want = replay.dequantize(*parts, group=group, dtype=dtype).astype(np.float32)
     np.testing.assert_array_equal(run_back(library, *parts, group, dtype).astype(np.float32), want)

@@ -12,7 +12,7 @@ from test_emulated_sm90 import LATE, MASKS
 
 from qflash.dispatch import BY_NAME as BY_KERNEL
 from qflash.reference import attention as attention_in_float64
-from qflash.replay_sm90_int8 import attention_sm90_int8
+from qflash.reference import attention_sm90_int8
 from qflash.testing import Case, cases
 from qflash.testing.compare import check_contract, check_replay, check_same_bits, errors
 from qflash.testing.oracle import expected, integers_of, replayed

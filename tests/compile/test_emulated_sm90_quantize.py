@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from qflash import _native
-from qflash import replay_sm90_int8 as replay
 from qflash.call.spec import DTYPES, PRECISIONS
 from qflash.ops.kv import KV_FIELDS, kept_fields
+from qflash.reference import sm90_quantize as replay
+from qflash.reference import sm90_values
 from qflash.rope import Rope, rope_tables
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
@@ -71,7 +72,7 @@ def run(library, k, v=None, q=None, *, lift=True, kv_lens=None, rope=None, seed=
         "k_mean": poison((batch, heads, dim), np.float32), "k_wild": poison((batch, heads), np.int32),
     }  # fmt: skip
     if v is not None:
-        padded = replay.packed_padded(len(k), batch) if packed else tiles * 128
+        padded = sm90_values.packed_padded(len(k), batch) if packed else tiles * 128
         kv |= {
             "v": poison((1 if packed else batch, heads, dim, padded), np.uint8),
             "v_scale": poison((batch, heads), np.float32), "v_lift": poison((batch, heads, tiles), np.float32),
@@ -299,7 +300,7 @@ def test_huge_values_stay_finite(library, name, dim):
     check_kv(kv, replay.quantize_kv(normal(v.shape), v))
     assert (kv.v_wild == 0).all() and not (kv.v & 0x7F == 0x7F).any()
     assert (kv.v_mean == (most if abs(most) < 2.0**119 else 0)).all()
-    codes = replay.values_back(kv.v[0], np.ones(1, np.float32), kv.v_lift[0] * 0)[:300].astype(np.float64)
+    codes = sm90_values.values_back(kv.v[0], np.ones(1, np.float32), kv.v_lift[0] * 0)[:300].astype(np.float64)
     scales = np.repeat(kv.v_scale[0, 0] * 2.0 ** kv.v_lift[0, 0].astype(np.float64), 128)[:300, None, None]
     np.testing.assert_allclose(codes * scales + kv.v_mean[0], v[0].astype(np.float64), rtol=0.1)
 
@@ -323,7 +324,7 @@ def test_tokens_past_the_end_do_not_take_part(library, length):
     _, kv = run(library, k, v)
     check_kv(kv, replay.quantize_kv(k, v))
     assert (kv.v_lift == 0).all() and kv.v_scale[0, 0] < 1
-    ordered = kv.v.reshape(1, 1, 64, -1, 16)[..., np.argsort(replay.KEY_ORDER)].reshape(kv.v.shape)
+    ordered = kv.v.reshape(1, 1, 64, -1, 16)[..., np.argsort(sm90_values.KEY_ORDER)].reshape(kv.v.shape)
     assert (ordered[..., length:] == 0).all()
 
 
@@ -385,7 +386,7 @@ def test_packed_sequences(library):
     rope = Rope(*rope_tables(131, 64))
     words = {"rope": rope, "seed": 3}
     queries, kv = run(library, k, v, q, cu_q=cu_q, cu_k=cu_k, longest=(65, 130), kv_lens=lens, **words)
-    check_kv(kv, replay.quantize_kv_varlen(k, v, cu_k, 130, kv_lens=lens, **words))
+    check_kv(kv, replay.quantize_kv(k, v, cu_seqlens_k=cu_k, longest=130, kv_lens=lens, **words))
     for b, (begin, end) in enumerate(pairwise(PACKED_Q)):
         positions = np.arange(end - begin) + int(lens[b]) - (end - begin)
         want = replay.quantize_q(q[begin:end], kv.k_mean[b], positions, rope, seed=3, first=begin)

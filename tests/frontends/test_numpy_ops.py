@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash import reference_ops as oracle
+from qflash import reference as oracle
 from qflash.testing.op_cases import CASES, bytes_, check_equal, floats
 
 STRIDED = {

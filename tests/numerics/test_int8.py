@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash import _native, reference, replay
+from qflash import _native, reference
+from qflash.reference import int8 as replay
 from qflash.testing import cases, errors
 from qflash.testing.oracle import replayed
 from qflash.testing.runner import run_case

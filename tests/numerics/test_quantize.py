@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash import _native, dispatch, replay_quantize
+from qflash import _native, dispatch
+from qflash.reference import quantize as replay_quantize
 from qflash.rope import Rope, rope_tables
 
 CPU = [row.name for row in dispatch.kernels_of("quantize", "cpu")]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash import replay_sm90_int8
+from qflash.reference import sm90_quantize
 from qflash.testing import Case, cases, check, check_contract, errors, expected, repeat, runner
 from qflash.testing.compare import check_same_bits
 from qflash.testing.oracle import integers_of, replayed
@@ -91,8 +91,8 @@ def test_quantize_kv_gives_the_replays_bits(case: Case, name: str) -> None:
     inputs = case.make_inputs()
     values = inputs.v if BITS[name] == "int8_fp8" else None
     words = {"kv_lens": inputs.kv_lens, "rope": inputs.rope, "seed": random.get("seed")}
-    want = replay_sm90_int8.quantize_kv(inputs.k, values, **words)
-    for part in (*replay_sm90_int8.OF_KEYS, *(replay_sm90_int8.OF_VALUES if values is not None else ())):
+    want = sm90_quantize.quantize_kv(inputs.k, values, **words)
+    for part in (*sm90_quantize.OF_KEYS, *(sm90_quantize.OF_VALUES if values is not None else ())):
         np.testing.assert_array_equal(runner.to_numpy(getattr(kv, part)), getattr(want, part), err_msg=part)
 
 

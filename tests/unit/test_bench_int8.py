@@ -16,8 +16,8 @@ from qflash.testing import errors, expected
 
 torch = pytest.importorskip("torch")
 
-accuracy, peers, plot, report, rows, run = (
-    load(name) for name in ("int8_accuracy", "peers", "plot", "report", "rows", "run")
+accuracy, attention, peers, plot, report, rows, run = (
+    load(name) for name in ("int8_accuracy", "attention", "peers", "plot", "report", "rows", "run")
 )
 quantize = load("sm90_quantize")
 SIZES = results_of(1, 96, 2, 32, "int8")
@@ -68,8 +68,9 @@ def test_rows_their_table_and_plot(results, tmp_path, monkeypatch):
     for module in peers.FA3_MODULES:
         monkeypatch.setitem(sys.modules, module, None)
     told = []
-    found = list(accuracy.measure("cpu", SMALL[:4], ("cpu", "cpu_int8"), told.append))
-    assert len(found) == 12 and {"FlashAttention 3", "FlashAttention 3 FP8"} == {text.split(": ")[1] for text in told}
+    suite = accuracy.Accuracy("cpu", SMALL[:4], ("cpu", "cpu_int8"))
+    found = [row for part in run.measure(suite, on_skip=told.append) for row in part]
+    assert len(found) == 12 and [text.split(": ")[0] for text in told] == ["FlashAttention 3", "FlashAttention 3 FP8"]
     by_name = {row["candidate"]: row for row in found[:3]}
     assert by_name["qflash cpu"]["rel_l2"] < 4e-3 < by_name["qflash cpu_int8"]["rel_l2"] < 0.02
     assert all(set(accuracy.METRICS) <= set(row) and row["kind"] == "accuracy" for row in found)
@@ -112,7 +113,7 @@ def test_fa3_gets_e4m3_and_its_scales(monkeypatch):
 
 def test_fp8_is_a_peer_where_it_is_asked_for():
     preset = load("presets").PRESETS["sm90"]
-    assert "FlashAttention 3 FP8" in run.OVER
+    assert "FlashAttention 3 FP8" in attention.OVER
     assert report.FP8 not in [one.name for one in peers.peers(replace(preset, peers=None))]
     assert [one.name for one in peers.peers(replace(preset, peers=(report.FP8,)))] == [report.FP8]
 

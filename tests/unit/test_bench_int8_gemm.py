@@ -8,7 +8,7 @@ from qflash.cli.bench import load
 
 pytest.importorskip("torch")
 
-int8_gemm, rows = load("int8_gemm"), load("rows")
+int8_gemm, rows, run = (load(name) for name in ("int8_gemm", "rows", "run"))
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def small(monkeypatch, tmp_path):
 
 def test_rows_and_their_table(small):
     assert "No rows are committed yet" in int8_gemm.table()
-    found = list(int8_gemm.measure("cpu", budget=0.01, on_skip=lambda text: None))
+    found = [row for part in run.measure(int8_gemm.Gemm("cpu"), budget=0.01) for row in part]
     ours = [row for row in found if row["kernel"]]
     assert {(row["m"], row["b"]) for row in ours} == {(24, "k"), (17, "n")} and len(ours) == 4
     assert all(row["exact"] for row in ours if row["dtype"] == "int32")
@@ -32,7 +32,7 @@ def test_rows_and_their_table(small):
 
 
 def test_wrong_sums_are_not_timed(small, monkeypatch):
-    wrong = ("wrong", None, "int32", lambda x: (x.a.int() @ x.b.int()) + 1)
+    wrong = int8_gemm.Product("wrong", lambda x: lambda: (x.a.int() @ x.b.int()) + 1)
     monkeypatch.setattr(int8_gemm, "candidates", lambda device: iter([wrong]))
     with pytest.raises(SystemExit, match="wrong gives wrong sums"):
-        list(int8_gemm.measure("cpu", budget=0.01))
+        list(run.measure(int8_gemm.Gemm("cpu"), budget=0.01))

@@ -9,10 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import qflash
+from qflash import machine
 from qflash.cli.bench import load
 from qflash.testing import Case
+from qflash.testing.timing import WallClock
 
-peers, presets, run = (load(name) for name in ("peers", "presets", "run"))
+attention, overhead, peers, presets, run = (load(name) for name in ("attention", "overhead", "peers", "presets", "run"))
 PRESETS = presets.PRESETS
 TINY = presets._square(48, 16, causal=True, heads=2)
 
@@ -23,8 +26,19 @@ def here(name: str, **changes):
 
 
 def rows_of(preset, case=TINY, on_skip=lambda text: None):
-    (found,) = run.measure(preset, cases=(case,), budget=0, min_rounds=2, on_skip=on_skip)
+    (found,) = run.measure(attention.suite_of(preset), cases=(case,), budget=0, min_rounds=2, on_skip=on_skip)
     return {row["candidate"]: row for row in found}
+
+
+def columns(name):
+    """Those of the committed rows of a preset."""
+    return {tuple(row) for found in load("rows").committed(name).values() for row in found}
+
+
+@pytest.mark.parametrize(("name", "case"), [("cpu", TINY), ("cpu-train", TINY), ("cpu-decode", replace(TINY, q_len=1))])
+def test_rows_have_the_committed_columns(name, case):
+    pytest.importorskip("torch")
+    assert {tuple(row) for row in rows_of(PRESETS[name], case).values()} == columns(name)
 
 
 def test_the_grid_on_hopper():
@@ -39,7 +53,7 @@ def test_the_grid_on_hopper():
         assert case.batch * case.q_len == 16384 and case.q_heads * case.head_dim == 2048
     names = [one.name for one in peers.candidates(preset)]
     assert names == [f"qflash {presets.HOPPER}", "torch FA2", "torch SDPA cudnn", "FlashAttention 3"]
-    assert set(names) <= set(run.OVER)  # or the best peer would not be known
+    assert set(names) <= set(attention.OVER)  # or the best peer would not be known
 
 
 def test_presets_name_peers_that_exist_and_ratios_that_are_taken():
@@ -48,7 +62,7 @@ def test_presets_name_peers_that_exist_and_ratios_that_are_taken():
         assert preset.peers is None or set(preset.peers) == found
     assert [one.name for one in peers.candidates(PRESETS["sm90-jax"])] == [f"qflash {presets.HOPPER}", "jax.nn cudnn"]
     assert len(PRESETS["sm90-jax"].cases) == 8
-    assert "jax.nn cudnn" in run.OVER
+    assert "jax.nn cudnn" in attention.OVER
     assert {case.q_len for case in PRESETS["sm90-rope"].cases} == {4096, 8192, 16384}
 
 
@@ -100,7 +114,7 @@ def test_neither_package_of_fa3_is_installed(monkeypatch):
 
 def test_rows_with_and_without_rope(monkeypatch):
     pytest.importorskip("torch")
-    monkeypatch.setattr(run, "OVER", ("qflash cpu",))
+    monkeypatch.setattr(attention, "OVER", ("qflash cpu",))
     found = rows_of(here("sm90-rope"))
     assert list(found) == ["qflash cpu", "qflash cpu, rope"]
     assert [row.get("rope") for row in found.values()] == [None, True]
@@ -110,12 +124,14 @@ def test_rows_with_and_without_rope(monkeypatch):
 
 def test_rope_is_judged_by_the_rotated_truth():
     arrays = peers.Arrays(TINY, "cpu")
-    assert np.abs(run.exact(TINY, arrays, "forward", True) - run.exact(TINY, arrays, "forward")).max() > 0.01
+    assert (
+        np.abs(attention.exact(TINY, arrays, "forward", True) - attention.exact(TINY, arrays, "forward")).max() > 0.01
+    )
 
 
 def test_rows_from_jax(monkeypatch):
     pytest.importorskip("jax")
-    monkeypatch.setattr(run, "OVER", ("jax.nn xla",))
+    monkeypatch.setattr(attention, "OVER", ("jax.nn xla",))
     told = []
     found = rows_of(here("sm90-jax", peers=("jax.nn cudnn", "jax.nn xla")), on_skip=told.append)
     assert list(found) == ["qflash cpu", "jax.nn xla"]
@@ -130,7 +146,7 @@ def test_jax_calls_queue_up_and_the_last_is_waited_for(monkeypatch):
     jax = pytest.importorskip("jax")
     waited = []
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
-    clock, min_sample = run._clock(PRESETS["sm90-jax"])
+    clock, min_sample = attention.suite_of(PRESETS["sm90-jax"]).clock()
     clock.sample(iter(range(100)).__next__, 5)
     assert waited == [4] and min_sample > 0.01
 
@@ -142,21 +158,81 @@ def test_rows_of_tiny_calls():
     assert ours["kernel"] == "cpu" and ours["speedup"]["torch SDPA"] > 0 and ours["us"]["p50"] > 0
     assert found["torch SDPA"]["kernel"] is None and found["torch SDPA"]["speedup"] == {}
     assert found["the compiled call alone"]["us"]["min"] < ours["us"]["min"]
+    assert {row["threads"] for row in found.values()} == {1} and {row["rel_l2"] for row in found.values()} == {None}
+    assert {tuple(row) for row in found.values()} == columns("cpu-overhead")
+    fronts = ["NumPy", "PyTorch", *(["JAX, jitted"] if machine.version("jax") else [])]
+    assert {f"qflash, {front}{words}" for front in fronts for words in ("", ", kv_lens", ", rope")} <= set(found)
+
+
+def test_tiny_calls_are_timed_on_one_thread(monkeypatch):
+    """Threads are as they were afterwards, even where a call fails."""
+    told = []
+    monkeypatch.setattr(overhead, "set_threads", told.append)
+    monkeypatch.setattr(qflash, "get_num_threads", lambda: 3)
+    suite = overhead.Overhead(PRESETS["cpu-overhead"])
+    with pytest.raises(ZeroDivisionError):
+        suite.time({"fails": lambda: 1 / 0})
+    assert told == [1, 3]
+
+
+def fake_kv(monkeypatch, quantize_kv):
+    """Ways of the GPU here, where `quantize_kv` and attention on what it gives are stand-ins."""
+    for name in ("torch", "fa3"):
+        monkeypatch.setattr(overhead, f"_{name}_ways", lambda arrays: iter(()))
+    monkeypatch.setattr(qflash, "quantize_kv", quantize_kv)
+    monkeypatch.setattr(qflash, "attention", lambda q, kv: (tuple(q.shape), kv))
+    pytest.importorskip("torch")
+    arrays = peers.Arrays(PRESETS["cuda-overhead"].cases[0], "cpu")
+    assert len(arrays.torch) == 3  # made before the device is said to be another
+    arrays.device = "cuda"
+    return arrays
+
+
+def test_calls_on_kept_keys_and_values(monkeypatch):
+    made = []
+    arrays = fake_kv(monkeypatch, lambda k, v, precision: made.append(precision) or precision)
+    ways = list(overhead.ways(arrays))
+    kernels = [("sm90_int8_kv", "int8"), ("sm90_int8_fp8_kv", "int8_fp8")]
+    assert [(way.kernel, way.precision) for way in ways] == kernels
+    assert {way.peer for way in ways} == {"torch SDPA"} and made == []
+    for way in ways:
+        call = way.make(arrays)
+        assert call() == call() == ((1, 64, 2, 64), way.precision)
+    assert made == ["int8", "int8_fp8"]  # once each, not with every call
+
+
+def test_calls_on_kept_keys_and_values_are_left_out_by_name_before_hopper(monkeypatch):
+    def refuses(k, v, precision):
+        raise qflash.NoKernelError("no kernel serves this problem\nmore")
+
+    arrays = fake_kv(monkeypatch, refuses)
+    monkeypatch.setattr(overhead, "Arrays", lambda case, device: arrays)
+    monkeypatch.setattr(load("rows"), "provenance", lambda device: {"threads": 2})
+    monkeypatch.setattr(overhead.Overhead, "clock", lambda self: (WallClock(settle=0), 1e-4))
+    plain = overhead.Way("torch SDPA", lambda arrays: lambda: None)
+    monkeypatch.setattr(overhead, "_torch_ways", lambda arrays: iter([plain]))
+    told = []
+    assert list(rows_of(PRESETS["cuda-overhead"], PRESETS["cuda-overhead"].cases[0], told.append)) == ["torch SDPA"]
+    assert told == [
+        f"qflash, PyTorch, QuantizedKV of {precision}: no kernel serves this problem"
+        for precision in ("int8", "int8_fp8")
+    ]
 
 
 def test_ways_on_the_gpu_are_those_of_torch(monkeypatch):
-    overhead = load("overhead")
     seen = []
-    for name in ("numpy", "torch", "torch_train", "jax", "fa3"):
+    for name in ("numpy", "torch", "torch_train", "jax", "kv", "fa3"):
         monkeypatch.setattr(overhead, f"_{name}_ways", lambda arrays, name=name: seen.append(name) or iter(()))
-    assert list(overhead.ways(TINY, "cuda")) == []
-    assert seen == ["torch", "fa3"]
+    assert list(overhead.ways(peers.Arrays(TINY, "cuda"))) == []
+    assert seen == ["torch", "kv", "fa3"]
 
 
 @pytest.mark.gpu
 def test_rows_of_tiny_calls_on_the_gpu():
     pytest.importorskip("torch")
     found = rows_of(PRESETS["cuda-overhead"], PRESETS["cuda-overhead"].cases[0])
-    ours = {row["kernel"] for row in found.values()} - {None}
+    kept = {row["kernel"] for row in found.values() if "QuantizedKV" in row["candidate"]}
+    assert kept in ({"sm90_int8_kv", "sm90_int8_fp8_kv"}, set())  # on Hopper alone
+    ours = {row["kernel"] for row in found.values()} - kept - {None}
     assert len(ours) == 1 and found["torch SDPA"]["kernel"] is None
     assert found["the compiled call alone"]["us"]["min"] < found["qflash, PyTorch"]["us"]["min"]

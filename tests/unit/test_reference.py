@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 
 from qflash import Rope, reference, rope_tables
+from qflash.reference import blocks, sm90_quantize
 
 
 def arrays(seed=0, batch=2, q_len=7, k_len=9, q_heads=4, kv_heads=2, head_dim=6):
@@ -205,7 +207,7 @@ def test_non_finite_scores() -> None:
 def test_blocks_of_rows_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = arrays(q_len=30, k_len=30)
     whole = reference.attention(q, k, v, window=(4, 2))
-    monkeypatch.setattr(reference, "_BLOCK_SCORES", 70)
+    monkeypatch.setattr(blocks, "BLOCK_SCORES", 70)
     for a, b in zip(whole, reference.attention(q, k, v, window=(4, 2)), strict=True):
         assert np.allclose(a, b, rtol=1e-13)
 
@@ -218,3 +220,37 @@ def test_bad_values_are_refused() -> None:
         reference.attention(q[:, :3], k, v, rope=Rope(*rope_tables(9, 6), False, np.array([0, 1, 9])))
     with pytest.raises(ValueError, match="cu_seqlens_q"):
         reference.attention_varlen(q[0], k[0], v[0], np.array([0, 5]), np.array([0, 9]))
+
+
+REPLAYS = {
+    "int8": reference.attention_int8,
+    "fa_int8": reference.attention_fa_int8,
+    "sm90_int8": reference.attention_sm90_int8,
+    "sm90_int8_fp8": partial(reference.attention_sm90_int8, precision="int8_fp8"),
+}
+
+
+@pytest.mark.parametrize("replay", REPLAYS.values(), ids=REPLAYS)
+def test_replays_of_packed_sequences_are_those_of_each(replay) -> None:
+    """Of several lengths, one of them without keys, one shorter than its place, at positions of their own."""
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((length, heads, 16), np.float32) for length, heads in ((40, 4), (150, 2), (150, 2)))
+    cu_q, cu_k, lens = np.array([0, 9, 9, 30, 40]), np.array([0, 70, 80, 80, 150]), np.array([70, 10, 0, 33])
+    rope = Rope(*rope_tables(200, 16), False, np.arange(40) + 3, np.arange(150) + 1)
+    out, lse = replay(q, k, v, cu_seqlens=(cu_q, cu_k), kv_lens=lens, causal=True, rope=rope)
+    assert (out[9:30] == 0).all() and (lse[:, 9:30] == -np.inf).all()
+    for b in range(4):
+        rows, keys = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
+        own = Rope(rope.cos, rope.sin, False, rope.positions_q[rows], rope.positions_k[keys])
+        one = replay(q[None, rows], k[None, keys], v[None, keys], kv_lens=lens[b : b + 1], causal=True, rope=own)
+        np.testing.assert_array_equal(out[rows], one[0][0])
+        np.testing.assert_array_equal(lse[:, rows], one[1][0])
+
+
+def test_shapes_without_sequences() -> None:
+    q, k = np.zeros((0, 5, 4, 16), np.float32), np.zeros((0, 9, 2, 16), np.float32)
+    for attend in (reference.attention, *REPLAYS.values()):
+        assert [x.shape for x in attend(q, k, k)] == [(0, 5, 4, 16), (0, 4, 5)]
+    assert [x.shape for x in reference.attention_backward(q, k, k, q)] == [q.shape, k.shape, k.shape]
+    kv = sm90_quantize.quantize_kv(k, k)
+    assert [kv.k.shape, kv.k_scale.shape, kv.v.shape] == [(0, 9, 2, 16), (0, 2, 1), (0, 2, 16, 128)]

@@ -11,7 +11,9 @@ import pytest
 from qflash.cli.bench import load
 from qflash.dispatch import KERNELS
 
-report, store, presets, run, peers = (load(name) for name in ("report", "rows", "presets", "run", "peers"))
+attention, report, store, presets, run, peers = (
+    load(name) for name in ("attention", "report", "rows", "presets", "run", "peers")
+)
 
 
 def row(candidate, gflops, speedup, **changes):
@@ -129,13 +131,13 @@ def test_the_ladder_names_its_shapes_rungs_and_peers():
 def test_peak_memory_is_the_calls_own(monkeypatch):
     case = presets._square(64, 32, causal=False, heads=2, dtype="float16")
     of_torch, of_jax = presets.PRESETS["sm90"], presets.PRESETS["sm90-jax"]
-    assert run._peak_memory(case, lambda: None, presets.PRESETS["cpu"]) == {}
-    assert run._peak_memory(case, lambda: None, of_jax) == {}
+    assert attention.peak_memory(case, lambda: None, presets.PRESETS["cpu"]) == {}
+    assert attention.peak_memory(case, lambda: None, of_jax) == {}
     names = ("synchronize", "reset_peak_memory_stats")
     fake = types.SimpleNamespace(**{name: lambda: None for name in names})
     fake.memory_allocated, fake.max_memory_allocated = lambda: 5000, lambda: 5000 + 700
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=fake))
-    assert run._peak_memory(case, lambda: None, of_torch) == {"peak_bytes": 3 * 64 * 2 * 32 * 2 + 700}
+    assert attention.peak_memory(case, lambda: None, of_torch) == {"peak_bytes": 3 * 64 * 2 * 32 * 2 + 700}
 
 
 def test_rewrite_fills_sections_and_names_what_changed(results):
@@ -201,7 +203,7 @@ def test_presets_name_kernels_of_their_device():
 def test_measured_rows_are_complete_and_name_no_host(capsys):
     preset = presets.PRESETS["cpu"]
     case = presets._square(48, 16, causal=True, heads=2)
-    (rows,) = run.measure(preset, cases=(case,), budget=0, min_rounds=2, on_skip=print)
+    (rows,) = run.measure(attention.suite_of(preset), cases=(case,), budget=0, min_rounds=2, on_skip=print)
     ours = [one for one in rows if one["kernel"]]
     assert [one["kernel"] for one in ours] == list(preset.kernels)
     for one in rows:

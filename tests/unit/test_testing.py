@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qflash import reference, replay_sm90_int8
+from qflash import reference
+from qflash.reference import sm90_quantize
 from qflash.testing import (
     CASES,
     Case,
@@ -202,7 +203,7 @@ def test_integers_after_a_hadamard_matrix_share_an_outlier() -> None:
     assert mixed[5] / plain[5] < 0.6 and 0.5 < np.median(mixed / plain) < 1.5
     x = np.random.default_rng(0).standard_normal((3, 40))
     np.testing.assert_allclose(np.linalg.norm(oracle._mixed(x, 16), axis=-1), np.linalg.norm(x, axis=-1))
-    theirs = replay_sm90_int8.hadamard(x.astype(np.float32))  # four times as large
+    theirs = sm90_quantize.hadamard(x.astype(np.float32))  # four times as large
     np.testing.assert_allclose(oracle._mixed(x, 16), theirs / 4, atol=1e-5)
 
 

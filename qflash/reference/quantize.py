@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from qflash.replay import LEVELS, NO_AMPLITUDE, key_mean, rotate
+from qflash.reference.float32 import LEVELS, NO_AMPLITUDE, inverse_of
+from qflash.reference.rope import rotate
 from qflash.rope import Rope
 
+MEAN_CHUNK = 64  # keys whose sum is taken in float32 before it joins the float64 total
 WILD = -128  # every value of a token that is not finite, when symmetric
 
 
@@ -54,7 +56,7 @@ def quantize(
             where = np.arange(length) if where is None else np.asarray(where)
             where = np.broadcast_to(where, (batch, length))
             for b in range(batch):
-                y[b, exists[b]] = turned(y[b, exists[b]], where[b, exists[b]], rope)
+                y[b, exists[b]] = rotate(y[b, exists[b]], where[b, exists[b]], rope)
         if smooth:
             for b in range(batch):
                 mean[b] = key_mean(y[b, exists[b]])
@@ -104,12 +106,21 @@ def dequantize(
         return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
-def turned(x: np.ndarray, positions: np.ndarray, rope: Rope) -> np.ndarray:
-    """`rotate`, and NaN for a token whose position is outside the tables."""
-    inside = np.abs(np.asarray(positions, np.int64)) < len(rope.cos)
-    result = rotate(x, np.where(inside, positions, 0), rope)
-    result[~inside] = np.nan
-    return result
+def key_mean(k: np.ndarray) -> np.ndarray:
+    """Mean of rotated keys `[T, H, D]` over the finite ones, float32 `[H, D]`; 0 where there is none.
+
+    Keys are added one after another in float32 within chunks of MEAN_CHUNK, chunks one after another in float64.
+    """
+    finite = np.isfinite(k).all(-1)
+    k = np.where(finite[..., None], k, np.float32(0))
+    total = np.zeros(k.shape[1:], np.float64)
+    for start in range(0, k.shape[0], MEAN_CHUNK):
+        chunk = np.zeros(k.shape[1:], np.float32)
+        for row in k[start : start + MEAN_CHUNK]:
+            chunk += row
+        total += chunk
+    mean = (total / np.maximum(finite.sum(0), 1)[:, None]).astype(np.float32)
+    return np.where(np.isfinite(mean), mean, np.float32(0))
 
 
 def tokens_of(per_group: np.ndarray, shape: tuple[int, ...], group: int | None) -> np.ndarray:
@@ -127,10 +138,8 @@ def symmetric_scales(y, finite, wild, group):
                                            for z in (amplitude, finite, wild))  # fmt: skip
     else:
         amplitude, any_finite, any_wild = (grouped(z, group).max(-1, initial=0) for z in (amplitude, finite, wild))
-    usable = amplitude >= NO_AMPLITUDE
-    levels = np.float32(LEVELS)
-    inverse = np.where(usable, levels / np.where(usable, amplitude, levels), np.float32(0))
-    scale = np.where(usable, amplitude / levels, np.float32(0))
+    usable, inverse = inverse_of(amplitude)
+    scale = np.where(usable, amplitude / np.float32(LEVELS), np.float32(0))
     scale = np.where(any_wild & ~any_finite, np.float32(np.nan), scale)
     return np.ascontiguousarray(scale, np.float32), np.ascontiguousarray(inverse, np.float32)
 

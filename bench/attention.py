@@ -1,0 +1,127 @@
+"""Attention beside its peers: the suite of a preset, with errors against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from bench import rows
+from bench.overhead import Overhead
+from bench.peers import Arrays, Candidate, candidates
+from bench.presets import DECODE, FORWARD, OVERHEAD, TRAIN, Preset
+from bench.run import Row, Suite
+from qflash import reference
+from qflash.testing import Case, errors
+from qflash.testing.timing import Call, Clock, Comparison, WallClock
+
+# Whom speed-ups are given over, where they take part.
+OVER = (
+    "torch SDPA", "torch FA2", "torch naive", "qflash fa_mma",
+    "torch SDPA cudnn", "FlashAttention 3", "FlashAttention 3 FP8", "jax.nn cudnn",
+    "qflash sm90_fwd",
+)  # fmt: skip
+CHECKED_ROWS = 512
+
+
+def suite_of(preset: Preset) -> Suite:
+    """What measures a preset."""
+    return Overhead(preset) if preset.kind == OVERHEAD else Attention(preset)
+
+
+def exact(case: Case, arrays: Arrays, kind: str, rope: bool = False) -> np.ndarray:
+    """The last rows of the first head of the first sequence in float64: out, or dq of a train step.
+
+    Neither heads nor query rows see each other, and the diagonal is anchored at the last row, so a part is a problem.
+    """
+    q, k, v = (x[:1, :, :1].astype(np.float64) for x in arrays.numpy)
+    q = q[:, -CHECKED_ROWS:]
+    if kind == TRAIN:
+        dout = arrays.dout[:1, -CHECKED_ROWS:, :1].astype(np.float64)
+        return reference.attention_backward(q, k, v, dout, causal=case.causal)[0]
+    return reference.attention(q, k, v, causal=case.causal, rope=arrays.rope if rope else None)[0]
+
+
+class CheckedArrays(Arrays):
+    """A problem's arrays, and what a part of its result should be."""
+
+    def __init__(self, case: Case, device: str, kind: str):
+        super().__init__(case, device)
+        self.kind = kind
+
+    @cached_property
+    def truth(self) -> np.ndarray:
+        return exact(self.case, self, self.kind)
+
+    @cached_property
+    def rotated_truth(self) -> np.ndarray:
+        return exact(self.case, self, self.kind, rope=True)
+
+
+class Attention(Suite):
+    """Forward passes, train steps or decode steps of a preset."""
+
+    def __init__(self, preset: Preset):
+        self.name, self.device, self.cases = preset.name, preset.device, preset.cases
+        self.preset = preset
+        self.over, self.graph = OVER, preset.graph
+        self._candidates = candidates(preset)
+
+    def arrays(self, case: Case) -> CheckedArrays:
+        return CheckedArrays(case, self.device, self.preset.kind)
+
+    def candidates(self, arrays: Arrays) -> list[Candidate]:
+        return self._candidates
+
+    def problem(self, arrays: Arrays) -> Row:
+        return rows.problem(arrays.case, self.preset.kind)
+
+    def check(self, arrays: CheckedArrays, candidate: Candidate, call: Call, result: Any) -> Row:
+        truth = arrays.rotated_truth if candidate.rope else arrays.truth
+        rel_l2 = errors(candidate.read(result)[:1, -CHECKED_ROWS:, :1], truth).relative_l2
+        return {"rel_l2": float(f"{rel_l2:.3g}")} | peak_memory(arrays.case, call, self.preset)
+
+    def row(self, arrays: Arrays, candidate: Candidate, checked: Row, timing: Comparison) -> Row:
+        stats, kind, case = timing.stats[candidate.name], self.preset.kind, arrays.case
+        row = {
+            "candidate": candidate.name,
+            "framework": candidate.framework,
+            "kernel": candidate.kernel,
+            "precision": candidate.precision,
+            **({"rope": True} if candidate.rope else {}),
+            "us": stats.as_dict(),
+            **checked,
+        }
+        if kind in (FORWARD, TRAIN):
+            row["gflops"] = round(rows.flop(case, kind) / stats.p50 / 1e3, 1)
+        if kind == DECODE:
+            row["gbs"] = round(rows.cache_bytes(case) / stats.p50 / 1e3, 2)
+        return row
+
+    def clock(self) -> tuple[Clock, float]:
+        if self.preset.framework == "jax":
+            import jax
+
+            # JAX hides its stream. Calls queue up and the last is waited for, once in a sample that dwarfs the wait.
+            return WallClock(sync=jax.block_until_ready, settle=0), 0.02
+        return super().clock()
+
+
+def peak_memory(case: Case, call: Callable[[], Any], preset: Preset) -> dict[str, int]:
+    """Bytes of GPU memory a call needs at its peak: q, k and v, its result, and whatever else torch allocates for it.
+
+    On the CPU nobody counts allocations per call, and the process's high-water mark is not the call's: no figure. Nor
+    does torch know what JAX allocates.
+    """
+    if preset.device != "cuda" or preset.framework != "torch":
+        return {}
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return {"peak_bytes": rows.input_bytes(case) + torch.cuda.max_memory_allocated() - before}

@@ -1,0 +1,33 @@
+"""The oracle: every operation of qflash defined in NumPy, and the replay of each quantized pipeline.
+
+`exact` and `operations` are the definitions, in float64. The other modules repeat what a quantized kernel computes,
+rounding by rounding: `int8` (the CPU engine), `quantize`, `fa_int8`, `sm90_quantize` and `sm90_int8`.
+"""
+
+from qflash.reference.blocks import visible
+from qflash.reference.exact import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+)
+from qflash.reference.fa_int8 import attention_fa_int8
+from qflash.reference.int8 import attention_int8
+from qflash.reference.operations import cross_entropy, layer_norm, softmax
+from qflash.reference.rope import apply_rope
+from qflash.reference.sm90_int8 import attention_sm90_int8
+
+__all__ = [
+    "apply_rope",
+    "attention",
+    "attention_backward",
+    "attention_fa_int8",
+    "attention_int8",
+    "attention_sm90_int8",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "cross_entropy",
+    "layer_norm",
+    "softmax",
+    "visible",
+]
