@@ -22,7 +22,7 @@ from qflash.backends.arch import ARCHES
 from qflash.errors import KernelError, NoKernelError, ToolchainError
 from qflash.jit import toolchain
 from qflash.jit.compiler import LIBRARY, LOG, Unit
-from qflash.ops.kv import QUANTIZE_KV
+from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
 from qflash.ops.kv_attention import ATTENTION_KV
 from qflash.ops.plan import Plan
 from qflash.problem import Array, Options, check
@@ -128,6 +128,12 @@ def cuobjdump() -> str | None:
     return str(wheel) if wheel.is_file() else shutil.which("cuobjdump")
 
 
+def symbols(unit: Unit) -> tuple[str, str, str]:
+    """What a library exports: its source's folder names the entry."""
+    entry = f"qf_{unit.source.parent.name}"
+    return entry, "qf_status_text", f"{entry}_workspace"
+
+
 def check_unit(unit: Unit, entry: Path) -> None:
     log = (entry / LOG).read_text()
     used = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -137,7 +143,7 @@ def check_unit(unit: Unit, entry: Path) -> None:
     # (C7508): setmaxnreg is ignored; (C7510): products of wgmma wait for one another; and their like.
     assert not re.search(r"\(C75\d\d\)|Potential Performance Loss", log), log
     library = ctypes.CDLL(str(entry / LIBRARY))
-    for symbol in (f"qf_{unit.name}", f"qf_{unit.name}_workspace", "qf_status_text"):
+    for symbol in symbols(unit):
         assert hasattr(library, symbol), f"{unit.label} does not export {symbol}"
     # Into hopper_unit() another test looks, which takes seconds.
     if unit.name in WARPGROUPS and unit != hopper_unit(unit.name) and cuobjdump() is not None:
@@ -184,7 +190,7 @@ def test_the_covering_set_covers():
     assert set(units) <= set(everything)
     assert {unit.name for unit in units} == {row.name for row in CUDA_ROWS}
     assert {unit.target for unit in units} == {unit.target for unit in everything}
-    for axis in ("QF_DTYPE", "QF_HEAD_DIM", "QF_ARCH"):
+    for axis in ("QF_DTYPE", "QF_HEAD_DIM", "QF_ARCH", "QF_PRECISION", "QF_KV_KIND"):
         values = [{dict(unit.defines).get(axis) for unit in some} for some in (units, everything)]
         assert values[0] == values[1], axis
     assert {row.name for row in CUDA_ROWS} == set(INSTRUCTION)
@@ -248,21 +254,22 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     text = library.qf_status_text
     text.restype = ctypes.c_char_p
     assert text(0) == b"success"
-    assert f"kernel '{kernel}'".encode() in text(100001) and b"35" in text(35)
+    entry, *others = symbols(hopper_unit(kernel))
+    named = f"kernel '{entry.removeprefix('qf_')}'"
+    assert named.encode() in text(100001) and b"35" in text(35)
     wrong_abi = (ctypes.c_int32 * 512)(12345)
-    assert getattr(library, f"qf_{kernel}")(wrong_abi, None) == 100003
+    assert getattr(library, entry)(wrong_abi, None) == 100003
 
     dtype, head_dim = on_hopper(kernel)
     array = Array((1, 16, 2, head_dim), None, dtype, "cuda:0")
-    symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
-    addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
+    addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in (entry, *others)]
     precision = None if row.precision == "native" else row.precision
     call = _native.AttnCall(check(array, array, array, Options(precision=precision)), *addresses)
     if row.precision == "native":
         assert call.workspace_bytes == (4 * 2 * 16 * 16 if kernel == "unfused" else 0)
     if driver_present():
         return
-    with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
+    with pytest.raises(KernelError, match=f"CUDA error .* launching {named}: CUDA driver"):
         call(4096, 4096, 4096, 4096, *[0] * 8, 4096, 0, 0)
 
 
@@ -335,20 +342,21 @@ def test_a_quantization_library_opens_and_explains_itself_without_a_driver(compi
 def test_a_library_of_kept_keys_opens_and_explains_itself_without_a_driver(compiled, kernel):
     library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
     library.qf_status_text.restype = ctypes.c_char_p
-    assert f"kernel '{kernel}'".encode() in library.qf_status_text(100001)
-    assert getattr(library, f"qf_{kernel}")((ctypes.c_int32 * 512)(12345), None) == 100003
-    symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
-    addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
+    entry, *others = symbols(hopper_unit(kernel))
+    named = f"kernel '{entry.removeprefix('qf_')}'"
+    assert named.encode() in library.qf_status_text(100001)
+    assert getattr(library, entry)((ctypes.c_int32 * 512)(12345), None) == 100003
+    addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in (entry, *others)]
 
     def call(dtype: str) -> None:
         plan = kept_plan(cuda.BY_NAME[kernel], Array((1, 200, 2, 128), None, dtype, "cuda:0"))
         prepared = _native.Call(plan.struct, plan.params(), list(plan.pointers), *addresses)
         prepared(*[4096] * len(plan.pointers), 4096, 0, 0)
 
-    with pytest.raises(NoKernelError, match=f"kernel '{kernel}' was built for another dtype"):
+    with pytest.raises(NoKernelError, match=f"{named} was built for another dtype"):
         call("float16")
     if not driver_present():
-        with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
+        with pytest.raises(KernelError, match=f"CUDA error .* launching {named}: CUDA driver"):
             call("bfloat16")
 
 
@@ -359,7 +367,8 @@ def kept_plan(row: dispatch.Kernel, x: Array) -> Plan:
     if row.op == "quantize_kv":
         return made
     parts = {result.field: Array(result.shape, None, result.dtype, x.device) for result in made.results}
-    kept = [parts.get(name, x if name == "kv.v" else None) for name in ATTENTION_KV.arrays[1:10]]
+    names = [name.removeprefix("kv.") for name in ATTENTION_KV.arrays[1:10]]
+    kept = [parts.get(KV_FIELDS[name], x if name == "v" else None) for name in names]
     words = (precision, x.dtype, -1, 0, 0.0, 0.1, False, True, None)
     return ATTENTION_KV.plan(x, *kept, None, None, None, None, *words)
 
