@@ -4,7 +4,7 @@ Addresses are plain ints, 0 for null. tests/unit/test_native_stub.py compares th
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final, SupportsIndex
+from typing import Any, Final, SupportsIndex
 
 ABI: Final[str]  # a digest of op_layouts
 cpu_entries: Final[dict[str, int]]  # addresses of the CPU kernels by name, and of "status_text"
@@ -21,8 +21,13 @@ class Call:
     ) -> Call: ...
     @property
     def workspace_bytes(self) -> int: ...
-    def __call__(self, *args: int) -> None:
-        """Addresses in the order of `pointers`, then workspace, stream, num_threads."""
+    def __call__(self, *args: Any) -> None:
+        """Addresses, or arrays that have a data_ptr(), in the order of `pointers`; workspace, stream, num_threads."""
+
+def plan_key(
+    op: object, arrays: Sequence[Any], words: Sequence[Any], classes: tuple[type, ...], torch: bool, /
+) -> tuple[Any, ...] | None:
+    """A key of the cache of plans; None where an array is neither None nor of one of `classes`."""
 
 def cpu_isa() -> str:
     """The instruction set that the CPU engine runs: amx, avx512, avx2 or generic."""

@@ -192,8 +192,8 @@ def attention(
         return (results[0], results[1]) if return_lse else results[0]
     if layout != "bthd":
         q, k, v = _with_length_first(layout, q, k, v)
-        words = (causal, window, softcap, scale, precision, kernel)
-        result = _attend(q, k, v, words, kv_lens, rope, return_lse)
+        options = (causal, window, softcap, scale, precision, kernel)
+        result = _attend(q, k, v, options, kv_lens, rope, return_lse)
         return (result[0].swapaxes(1, 2), result[1]) if return_lse else result.swapaxes(1, 2)
     return _attend(q, k, v, (causal, window, softcap, scale, precision, kernel), kv_lens, rope, return_lse)
 

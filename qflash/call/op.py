@@ -14,6 +14,8 @@ from typing import Any
 from qflash import _native
 from qflash.call.spec import Spec
 
+Read = Callable[[Any], list[int] | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Operand:
@@ -121,7 +123,8 @@ class Op:
     gradient: Gradient | None = None  # None: forward only
     no_gradient: str = ""  # where the user did not ask for it by name: what to say when its gradient is wanted
     public: str = ""  # what users call it; "": by its name
-    flops: Callable[[dict[str, Any], dict[str, Any]], int] | None = None  # of products of matrices: (arrays, words)
+    # Of its products of matrices, from arrays and words by name, and a function that reads an array of ints where it can.
+    flops: Callable[[dict[str, Any], dict[str, Any], Read], int] | None = None
 
     @property
     def spoken(self) -> str:

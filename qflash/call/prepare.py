@@ -33,8 +33,9 @@ def prepare(plan: Plan, arch: int = 0) -> Prepared:
     entry = backends.load(kernel, spec)
     if not isinstance(entry, Entry):
         return Prepared(plan, kernel, _nothing, launch=entry)
-    call = getattr(_native, "Call", None) or _native.OpCall
-    call = call(plan.struct, plan.params(), list(plan.pointers), entry.address, entry.status_text, entry.workspace)
+    call = _native.Call(
+        plan.struct, plan.params(), list(plan.pointers), entry.address, entry.status_text, entry.workspace
+    )
     return Prepared(plan, kernel, call, call.workspace_bytes)
 
 

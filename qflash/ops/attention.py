@@ -12,7 +12,7 @@ from typing import Any
 
 from qflash import _native
 from qflash.call.array import Array, check_device, check_dtype, check_shape, dtype_code
-from qflash.call.op import Extents, Gradient, Op, Operand, Plan, Result
+from qflash.call.op import Extents, Gradient, Op, Operand, Plan, Read, Result
 from qflash.call.spec import KV_KINDS, PRECISIONS
 from qflash.call.words import check_flag
 from qflash.ops.problem import Options, Problem, RopeArrays, check, check_packed
@@ -260,19 +260,19 @@ def _dims(given: Collection[str]) -> Mapping[str, str]:
     return _PACKED if "cu_seqlens_q" in given else _PADDED
 
 
-def _flops(products: int, arrays: dict[str, Any], words: dict[str, Any]) -> int:
+def _flops(products: int, arrays: dict[str, Any], words: dict[str, Any], read: Read) -> int:
     """Of so many products of matrices; no mask takes anything off, as in PyTorch's own count. `arrays` by name."""
     q, k = arrays["q"], arrays["k"]
     heads, head_dim = q.shape[-2:]
-    offsets = arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_k")
-    if offsets[0] is None or offsets[1] is None:
-        scores = q.shape[0] * q.shape[1] * k.shape[1]
-    elif hasattr(offsets[0], "tolist"):
-        lengths = ([b - a for a, b in pairwise(x)] for x in (y.tolist() for y in offsets))
+    if "cu_seqlens_q" not in arrays:
+        return int(2 * products * q.shape[0] * q.shape[1] * k.shape[1] * heads * head_dim)
+    offsets = [read(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    if offsets[0] is None or offsets[1] is None:  # bounds must do
+        scores = (arrays["cu_seqlens_q"].shape[0] - 1) * words["max_seqlen_q"] * words["max_seqlen_k"]
+    else:
+        lengths = ([b - a for a, b in pairwise(x)] for x in offsets if x is not None)
         scores = sum(q_len * k_len for q_len, k_len in zip(*lengths, strict=True))
-    else:  # described, not held: bounds must do
-        scores = (offsets[0].shape[0] - 1) * words["max_seqlen_q"] * words["max_seqlen_k"]
-    return 2 * products * scores * heads * head_dim
+    return int(2 * products * scores * heads * head_dim)
 
 
 ATTENTION_BACKWARD = Op(
@@ -284,7 +284,7 @@ ATTENTION_BACKWARD = Op(
     dims=_dims,
     checked=_INDICES,
     tables=_TABLES,
-    flops=lambda arrays, words: _flops(5, arrays, words),  # Q Kᵀ again, dO Vᵀ, and those of dQ, dK, dV
+    flops=lambda *call: _flops(5, *call),  # Q Kᵀ again, dO Vᵀ, and those of dQ, dK, dV
     no_gradient="qflash.attention has no second derivative; allowed: one backward pass over it",
 )
 ATTENTION = Op(
@@ -299,5 +299,5 @@ ATTENTION = Op(
     autocast=("q", "k", "v"),
     tables=_TABLES,
     gradient=Gradient(ATTENTION_BACKWARD, ("q", "k", "v"), {"return_lse": True}, refused=_TABLES),
-    flops=lambda arrays, words: _flops(2, arrays, words),
+    flops=lambda *call: _flops(2, *call),
 )

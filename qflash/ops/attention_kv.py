@@ -362,7 +362,7 @@ ATTENTION_QUANTIZED = Op(
     public="attention",
     checked=("kv_lens",),
     indices=("kv_lens",),
-    flops=lambda arrays, words: _flops(arrays, "q.values", "k.values"),
+    flops=lambda arrays, *_: _flops(arrays, "q.values", "k.values"),
 )
 ATTENTION_KEPT = Op(
     "attention_kv",
@@ -378,5 +378,5 @@ ATTENTION_KEPT = Op(
     _plan_kept,
     public="attention",
     indices=("kv_lens", "rope.positions_q"),
-    flops=lambda arrays, words: _flops(arrays, "q", "kv.k"),
+    flops=lambda arrays, *_: _flops(arrays, "q", "kv.k"),
 )

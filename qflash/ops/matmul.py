@@ -168,5 +168,5 @@ INT8_MATMUL = Op(
     ("out_dtype", "kernel"),
     _plan,
     folds=_folds,
-    flops=lambda arrays, words: 2 * math.prod(arrays["a"].shape) * int(arrays["b"].shape[1]),
+    flops=lambda arrays, *_: 2 * math.prod(arrays["a"].shape) * int(arrays["b"].shape[1]),
 )

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from qflash import dispatch
 from qflash.call.array import Array
@@ -103,7 +104,11 @@ def _vmap(op: Op, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list
 def _flops(op: Op, *args: Any, **_: Any) -> int:
     assert op.flops is not None
     arrays, words = args[: len(op.arrays)], args[len(op.arrays) :]
-    return op.flops(op.named(arrays), dict(zip(op.words, words, strict=True)))
+    return op.flops(op.named(arrays), dict(zip(op.words, words, strict=True)), _read)
+
+
+def _read(x: Tensor) -> list[int] | None:
+    return None if is_fake(x) or x.is_meta else x.tolist()
 
 
 _library = torch.library.Library("qflash", "FRAGMENT")
