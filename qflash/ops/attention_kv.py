@@ -12,7 +12,7 @@ from typing import Any
 from qflash.call.array import Array, check_device, check_dtype, check_float, check_shape, dtype_code, takes_a_copy
 from qflash.call.op import Extents, Op, Operand, Plan, Result
 from qflash.call.spec import DTYPES, KV_KINDS
-from qflash.call.words import INT32_MAX, check_int, check_word
+from qflash.call.words import INT32_MAX, check_flag, check_int, check_word
 from qflash.ops.attention import STRUCT, fields_of, lse_shape
 from qflash.ops.kv import KV_FIELDS, KV_PRECISIONS, QuantizedKV, kept_fields, results_of
 from qflash.ops.problem import Options, Problem, RopeArrays, check, check_options
@@ -63,7 +63,7 @@ def quantized_call(
     groups = [*(word for x in (q, k) for word in (x.granularity, x.group))]
     groups += [v.granularity, v.group, v.dtype] if integer_v else [GRANULARITIES[0], 1, None]
     numbers = [words[name] for name in ("window_left", "window_right", "softcap", "scale")]
-    return arrays, (*groups, *numbers, bool(return_lse), options.kernel)
+    return arrays, (*groups, *numbers, check_flag("return_lse", return_lse), options.kernel)
 
 
 def class_of(x: Any) -> str:
@@ -238,7 +238,7 @@ def kept_call(
         *(kv.lens if kv_lens is None else kv_lens, cos, sin, positions),
     )
     numbers = [words[name] for name in ("window_left", "window_right", "softcap", "scale")]
-    return arrays, (kv.precision, kv.dtype, *numbers, interleaved, bool(return_lse), options.kernel)
+    return arrays, (kv.precision, kv.dtype, *numbers, interleaved, check_flag("return_lse", return_lse), options.kernel)
 
 
 def _plan_kept(
