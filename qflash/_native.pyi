@@ -25,7 +25,7 @@ class Call:
         """Addresses, or arrays that have a data_ptr(), in the order of `pointers`; workspace, stream, num_threads."""
 
 def plan_key(
-    op: object, arrays: Sequence[Any], words: Sequence[Any], classes: tuple[type, ...], torch: bool, /
+    op: object, arrays: Sequence[Any], words: Sequence[Any], classes: tuple[type, ...], torch: bool
 ) -> tuple[Any, ...] | None:
     """A key of the cache of plans; None where an array is neither None nor of one of `classes`."""
 

@@ -123,7 +123,7 @@ class Op:
     gradient: Gradient | None = None  # None: forward only
     no_gradient: str = ""  # where the user did not ask for it by name: what to say when its gradient is wanted
     public: str = ""  # what users call it; "": by its name
-    # Of its products of matrices, from arrays and words by name, and a function that reads an array of ints where it can.
+    # Of its products of matrices, from arrays and words by name, and a function that reads an array of ints if it can.
     flops: Callable[[dict[str, Any], dict[str, Any], Read], int] | None = None
 
     @property

@@ -240,8 +240,7 @@ def kept_call(
         *(kv.lens if kv_lens is None else kv_lens, cos, sin, positions),
     )
     numbers = [words[name] for name in ("window_left", "window_right", "softcap", "scale")]
-    wants_lse = check_flag("return_lse", return_lse)
-    return arrays, (kv.precision, kv.dtype, *numbers, interleaved, wants_lse, options.kernel)
+    return arrays, (kv.precision, kv.dtype, *numbers, interleaved, check_flag("return_lse", return_lse), options.kernel)
 
 
 def _plan_kept(

@@ -64,7 +64,7 @@ def test_a_kernel_for_one_architecture_is_compiled_for_it_alone():
     assert {dict(unit.defines)["QF_HEAD_DIM"] for unit in units} == {"64", "96", "128", "192", "256"}
     assert len(units) == 2 * 5
     for head_dim, bucket in ((8, "64"), (64, "64"), (72, "96"), (256, "256")):
-        unit = cuda.unit_of(cuda.BY_NAME["sm90_fwd"], Spec("cuda", 90, "bfloat16", head_dim))
+        unit = cuda.unit(cuda.BY_NAME["sm90_fwd"], Spec("cuda", 90, "bfloat16", head_dim))
         assert unit in units and dict(unit.defines)["QF_HEAD_DIM"] == bucket
 
 
@@ -87,9 +87,9 @@ def test_the_usable_list_knows_kernels_for_one_architecture(ask, monkeypatch, ca
 
 def test_units_become_ptx_and_have_keys_of_their_own(ask):
     row, spec = cuda.BY_NAME["fa"], Spec("cuda", 80, "float16", 64)
-    plain = cuda.unit_of(row, spec)
+    plain = cuda.unit(row, spec)
     ask("80")
-    ptx = cuda.unit_of(row, spec)
+    ptx = cuda.unit(row, spec)
     assert (plain.ptx, ptx.ptx) == (False, True)
     assert plain.defines == ptx.defines
     keys = [compiler.key_of(unit, TOOLS) for unit in (plain, ptx)]
@@ -97,7 +97,7 @@ def test_units_become_ptx_and_have_keys_of_their_own(ask):
     assert keys[1].startswith("fa-compute_80-")
     assert keys[0].split("-")[-1] != keys[1].split("-")[-1]
     assert "-gencode=arch=compute_80,code=compute_80" in compiler.command(ptx, TOOLS, "kernel.so")
-    assert not cuda.unit_of(row, Spec("cuda", 75, "float16", 64)).ptx
+    assert not cuda.unit(row, Spec("cuda", 75, "float16", 64)).ptx
 
 
 def test_doctor_and_the_usable_list_say_so(ask, monkeypatch):

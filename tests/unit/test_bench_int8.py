@@ -133,18 +133,19 @@ def test_who_takes_part():
 
 def test_the_kernel_alone_is_called_without_a_q(monkeypatch):
     """As prepared for the GPU, with a kernel that notes what it is given."""
-    from qflash.call.op import Prepared
-    from qflash.frontends import torch_op_launch
+    from qflash.call.prepare import Prepared
+    from qflash.frontends.torch import launch
+    from qflash.frontends.torch.arrays import described
 
     calls = []
 
-    def prepared(op, arrays, words):
-        plan = op.plan(*torch_op_launch.described(op, arrays), *words)
-        return Prepared(plan, None, lambda *numbers: calls.append(numbers), 64)
+    def find_ready(op, arrays, words):
+        plan = op.plan(*described(op, arrays), *words)
+        return types.SimpleNamespace(prepared=Prepared(plan, None, lambda *numbers: calls.append(numbers), 64))
 
     made = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in SIZES.items()}
     kv = qflash.QuantizedKV(**made, v=torch.zeros(1, 96, 2, 32, dtype=torch.bfloat16), dtype="bfloat16")
-    monkeypatch.setattr(torch_op_launch, "prepared", prepared)
+    monkeypatch.setattr(launch, "find_ready", find_ready)
     monkeypatch.setattr(qflash, "quantize_kv", lambda k, v, precision: kv)
     stream = types.SimpleNamespace(cuda_stream=77)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)

@@ -8,7 +8,7 @@ import pytest
 
 from qflash import NoKernelError, dispatch
 from qflash.backends import cuda
-from qflash.call.spec import DTYPES, OP_DTYPES, PRECISIONS, OpSpec, Spec
+from qflash.call.spec import DTYPES, KV_KINDS, OP_DTYPES, PRECISIONS, Spec
 
 CPU = Spec(device="cpu", arch=0, dtype="float32", head_dim=64)
 CUDA = Spec(device="cuda", arch=90, dtype="float32", head_dim=64)
@@ -20,7 +20,8 @@ def test_names_are_unique_and_rows_are_complete() -> None:
     for kernel in dispatch.KERNELS:
         assert kernel.summary
         assert kernel.device in ("cpu", "cuda")
-        assert kernel.precision in PRECISIONS
+        assert kernel.precisions and set(kernel.precisions) <= set(PRECISIONS)
+        assert kernel.kvs and set(kernel.kvs) <= set(KV_KINDS)
         assert set(kernel.dtypes) <= set(DTYPES if kernel.op == "attention" else OP_DTYPES)
         assert dispatch.BY_NAME[kernel.name] is kernel
 
@@ -36,7 +37,7 @@ def test_the_cpu_serves_everything(dtype: str, head_dim: int) -> None:
 
 
 def test_plan_takes_the_first_usable_automatic_row() -> None:
-    for spec in (CPU, CUDA, replace(CPU, precision="int8"), replace(CPU, backward=True)):
+    for spec in (CPU, CUDA, replace(CPU, precision="int8"), replace(CPU, op="attention_backward")):
         usable = [k for k in dispatch.KERNELS if k.automatic and not dispatch.reasons(k, spec)]
         assert dispatch.plan(spec) is usable[0]
 
@@ -77,8 +78,8 @@ def test_hopper_has_a_kernel_of_its_own(arch: int, dtype: str, head_dim: int, ke
     [
         (90, "bfloat16", 128, "int8", "sm90_int8"),
         (90, "float16", 72, "int8", "sm90_int8"),
-        (90, "float16", 256, "int8_fp8", "sm90_int8_fp8"),
-        (90, "bfloat16", 8, "int8_fp8", "sm90_int8_fp8"),
+        (90, "float16", 256, "int8_fp8", "sm90_int8"),
+        (90, "bfloat16", 8, "int8_fp8", "sm90_int8"),
         (90, "float16", 100, "int8", "fa_int8"),
         (80, "bfloat16", 128, "int8", "fa_int8"),
         (100, "bfloat16", 128, "int8", "fa_int8"),
@@ -92,14 +93,14 @@ def test_hopper_has_quantized_kernels_of_its_own(arch, dtype, head_dim, precisio
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (Spec("cpu", 0, "float16", 64, "int8_fp8"), r"sm90_int8_fp8 +no +runs on cuda, the arrays are on cpu"),
+        (Spec("cpu", 0, "float16", 64, "int8_fp8"), r"sm90_int8 +no +runs on cuda, the arrays are on cpu"),
         (
             Spec("cuda", 80, "float16", 64, "int8_fp8"),
-            r"sm90_int8_fp8 +no +needs compute capability 9.0, this GPU has 8",
+            r"sm90_int8 +no +needs compute capability 9.0, this GPU has 8",
         ),
-        (Spec("cuda", 100, "float16", 64, "int8_fp8"), r"sm90_int8_fp8 +no +runs on compute capability 9.0 alone"),
-        (Spec("cuda", 90, "float16", 60, "int8_fp8"), r"sm90_int8_fp8 +no +head_dim is 60; the copy engine takes mult"),
-        (Spec("cuda", 90, "float32", 64, "int8_fp8"), r"sm90_int8_fp8 +no +takes float16, bfloat16, not float32"),
+        (Spec("cuda", 100, "float16", 64, "int8_fp8"), r"sm90_int8 +no +runs on compute capability 9.0 alone"),
+        (Spec("cuda", 90, "float16", 60, "int8_fp8"), r"sm90_int8 +no +head_dim is 60; the copy engine takes mult"),
+        (Spec("cuda", 90, "float32", 64, "int8_fp8"), r"sm90_int8 +no +takes float16, bfloat16, not float32"),
     ],
 )
 def test_what_int8_fp8_is_not_for_says_why(spec: Spec, why: str) -> None:
@@ -107,30 +108,40 @@ def test_what_int8_fp8_is_not_for_says_why(spec: Spec, why: str) -> None:
         dispatch.plan(spec)
 
 
-@pytest.mark.parametrize("op", ["quantize_kv", "attention_kv"])
-def test_kv_is_quantized_on_hopper_alone(op: str) -> None:
-    for precision, kernel in (("int8", "sm90_int8_kv"), ("int8_fp8", "sm90_int8_fp8_kv")):
-        spec = OpSpec(op, "cuda", 90, "bfloat16", head_dim=128, precision="" if op == "quantize_kv" else precision)
-        assert dispatch.plan(spec).name == (kernel if op == "attention_kv" else "sm90_quantize")
+@pytest.mark.parametrize(("op", "kv"), [("quantize_kv", "arrays"), ("attention", "kept")])
+def test_kv_is_quantized_on_hopper_alone(op: str, kv: str) -> None:
+    for precision in ("int8", "int8_fp8"):
+        spec = Spec("cuda", 90, "bfloat16", 128, precision, op=op, kv=kv)
+        assert dispatch.plan(spec).name == ("sm90_int8" if op == "attention" else "sm90_quantize")
         for other in (replace(spec, arch=89), replace(spec, dtype="float32"), replace(spec, head_dim=20)):
-            with pytest.raises(NoKernelError, match=f"no kernel serves this {op}"):
+            with pytest.raises(NoKernelError, match=f"no kernel serves this {'problem' if op == 'attention' else op}"):
                 dispatch.plan(other)
 
 
 def test_buckets_of_the_quantized_kernels_of_hopper() -> None:
-    for name in ("sm90_int8", "sm90_int8_fp8", "sm90_int8_kv", "sm90_int8_fp8_kv", "sm90_quantize"):
-        assert cuda.buckets(dispatch.BY_NAME[name]) == (64, 128, 256)
+    for name, libraries in (
+        ("sm90_int8", 12),
+        ("sm90_quantize", 6),
+    ):
+        assert dispatch.BY_NAME[name].head_dims == (64, 128, 256)
         units = cuda.specialisations([90], [name])
-        assert len(units) == 6 and {unit.target for unit in units} == {"90a"}
+        assert len(units) == libraries and {unit.target for unit in units} == {"90a"}
         assert all(unit.source.exists() for unit in units)
         assert cuda.specialisations([80, 89], [name]) == []
+
+
+def test_gradients_have_rows_of_their_own() -> None:
+    spec = replace(CPU, op="attention_backward")
+    assert dispatch.plan(spec).name == "cpu_bwd"
+    with pytest.raises(NoKernelError, match=r"cpu_bwd +no +computes in precision native, not int8"):
+        dispatch.plan(replace(spec, precision="int8"))
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_cuda_kernel_has_a_backward_pass(arch: int, dtype: str) -> None:
-    with pytest.raises(NoKernelError, match=r"sm90_fwd .*has no backward pass"):
-        dispatch.plan(Spec("cuda", arch, dtype, 64, backward=True))
+    with pytest.raises(NoKernelError, match=r"cpu_bwd +no +runs on cpu, the arrays are on cuda"):
+        dispatch.plan(Spec("cuda", arch, dtype, 64, op="attention_backward"))
 
 
 def test_a_kernel_can_be_asked_for() -> None:
@@ -167,7 +178,6 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ("cpu", CUDA, "runs on cpu, the arrays are on cuda"),
         ("cpu", replace(CPU, precision="int8"), "computes in precision native, not int8"),
         ("cpu_int8", CPU, "computes in precision int8, not native"),
-        ("cpu_int8", replace(CPU, precision="int8", backward=True), "has no backward pass"),
         ("fa", replace(CUDA, arch=70), "needs compute capability 7.5, this GPU has 7.0"),
         ("fa_tc", CUDA, "takes float16, bfloat16, not float32"),
         (
@@ -213,7 +223,7 @@ def test_dtypes_are_respected() -> None:
 
 
 def test_operations_have_rows_of_their_own() -> None:
-    spec = OpSpec("softmax", "cpu", 0, "float32")
+    spec = Spec("cpu", 0, "float32", op="softmax")
     assert dispatch.plan(spec).op == "softmax"
     assert {name for name, *_ in dispatch.rows(spec)} == {row.name for row in dispatch.kernels_of("softmax")}
     with pytest.raises(ValueError, match=f"kernel is 'cpu'; allowed: None, '{dispatch.kernels_of('softmax')[0].name}'"):
@@ -222,7 +232,7 @@ def test_operations_have_rows_of_their_own() -> None:
 
 
 def test_an_operation_no_kernel_serves_says_why_of_each_row() -> None:
-    spec = OpSpec("softmax", "cpu", 0, "int32")
+    spec = Spec("cpu", 0, "int32", op="softmax")
     with pytest.raises(NoKernelError, match="no kernel serves this softmax") as raised:
         dispatch.plan(spec)
     for row in dispatch.kernels_of("softmax"):
@@ -274,7 +284,7 @@ def test_notes_tell_where_quantizing_is_not_paid_back(
     ],
 )
 def test_notes_on_kept_keys_and_values(precision: str, head_dim: int, keys: int, where: str | None) -> None:
-    spec = OpSpec("attention_kv", "cuda", 90, "bfloat16", head_dim=head_dim, precision=precision)
+    spec = Spec("cuda", 90, "bfloat16", head_dim, precision, kv="kept")
     text = f"{where} sm90_fwd on k and v of bfloat16 is usually faster"
     assert dispatch.notes(spec, dispatch.plan(spec).name, keys) == ([text] if where else [])
 
@@ -282,5 +292,7 @@ def test_notes_on_kept_keys_and_values(precision: str, head_dim: int, keys: int,
 def test_there_is_nothing_to_note_elsewhere() -> None:
     assert dispatch.notes(CUDA, "fa", 16) == dispatch.notes(CPU, "cpu", 16) == dispatch.notes(CPU, None, 16) == []
     for kernel in dispatch.KERNELS:  # head dims rise, and only what is quantized has something to pay back
-        head_dims = [head_dim for head_dim, _ in kernel.pays_from]
-        assert head_dims == sorted(head_dims) and (not head_dims or kernel.precision != "native")
+        for (precision, kv), steps in kernel.pays_from:
+            head_dims = [head_dim for head_dim, _ in steps]
+            assert head_dims == sorted(head_dims) and precision in kernel.precisions[precision == "native" :]
+            assert kv in kernel.kvs

@@ -25,8 +25,10 @@ def quantized(framework="numpy"):
 @pytest.mark.parametrize("framework", WRAP)
 def test_tells_the_kernel(framework):
     said = qflash.explain(*quantized(framework), causal=True)
-    assert said.kernel == "cpu_int8_quantized" and said.spec.op == "attention_int8"
-    assert [name for name, _, _ in said.rows] == ["cpu_int8_quantized", "fa_int8_quantized"]
+    assert said.kernel == "cpu_int8" and (said.spec.op, said.spec.kv) == ("attention", "quantized")
+    verdicts = {name: verdict for name, verdict, _ in said.rows}
+    assert list(verdicts) == [row.name for row in dispatch.kernels_of("attention")]
+    assert {name for name, verdict in verdicts.items() if verdict != "no"} == {"cpu_int8"}
     assert "runs on cuda, the arrays are on cpu" in str(said)
 
 
@@ -36,13 +38,13 @@ def test_refuses_what_attention_refuses():
         qflash.explain(q, q, v)
     with pytest.raises(TypeError, match=r"k is numpy\.ndarray and q qflash.Quantized"):
         qflash.explain(q, X, v)
-    with pytest.raises(qflash.NoKernelError, match="kernel 'fa_int8_quantized' cannot serve"):
-        qflash.explain(q, k, v, kernel="fa_int8_quantized")
+    with pytest.raises(qflash.NoKernelError, match="kernel 'fa_int8' cannot serve"):
+        qflash.explain(q, k, v, kernel="fa_int8")
 
 
 def test_notes_come_last(monkeypatch):
     """The CPU's kernel pays at once; as if it did not."""
-    row = dataclasses.replace(dispatch.BY_NAME["cpu_int8"], pays_from=((256, 4096),))
+    row = dataclasses.replace(dispatch.BY_NAME["cpu_int8"], pays_from=((("int8", "arrays"), ((256, 4096),)),))
     monkeypatch.setitem(dispatch.BY_NAME, "cpu_int8", row)
     said = qflash.explain(X, X, X, precision="int8")
     assert said.notes == (

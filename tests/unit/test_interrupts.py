@@ -52,15 +52,15 @@ _LONG = {
     "int8_matmul": "x = np.ones((1 << 14, 1 << 14), np.int8); call = lambda: qflash.int8_matmul(x, x)",
     "torch": "import torch; x = torch.ones(1, 1 << 16, 4, 256); call = lambda: qflash.attention(x, x, x)",
     "backward": """
-from qflash.planning import prepare_backward
+from qflash.call.prepare import prepare
+from qflash.ops.attention import plan_of_backward
 from qflash.testing import Case, runner
 case = Case(q_len=1 << 15, k_len=1 << 15, q_heads=4, kv_heads=2, head_dim=128)
 x = case.make_inputs()
 lse, gradients = np.full((1, 4, 1 << 15), 20, np.float32), [np.empty_like(a) for a in (x.q, x.k, x.v)]
-arrays = (x.q, x.k, x.v, x.q, lse, *[None] * 7, x.q, None, *gradients)
-addresses = [0 if a is None else a.ctypes.data for a in arrays]
-prepared = prepare_backward(runner.problem_of(case, x, "cpu", "cpu"))
-call = lambda: prepared.call(*addresses, 0, 0)
+arrays = runner.arrays_of(x) | {"out": x.q, "lse": lse, "dout": x.q}
+prepared = prepare(plan_of_backward(runner.problem_of(case, x, "cpu", "cpu"), arrays, False))
+call = lambda: runner.launch(prepared, arrays, gradients)
 """,
 }
 # One that takes a second or two, and what it gives.

@@ -12,7 +12,9 @@ import pytest
 import qflash
 from qflash import _native
 from qflash.call.array import Array, row_stride
-from qflash.call.op import Plan, Prepared, Result, prepare
+from qflash.call.op import Plan, Result
+from qflash.call.prepare import Prepared, prepare
+from qflash.call.spec import spec_of
 from qflash.ops.attention_kv import ATTENTION_KEPT
 from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
 from qflash.ops.matmul import INT8_MATMUL
@@ -78,7 +80,7 @@ def test_params_are_packed_by_name():
 
 
 def test_a_field_that_is_not_there_is_an_error():
-    plan = Plan("softmax", "cpu", "float32", None, "QfRowsParams", (("columnz", 1),), (), ())
+    plan = Plan(spec_of("softmax", "cpu", "float32"), "cpu", None, "QfRowsParams", (("columnz", 1),), (), ())
     with pytest.raises(KeyError, match="columnz"):
         plan.params()
     params = SOFTMAX.plan(array(1, 1), 1.0, None).params()
@@ -209,7 +211,7 @@ def test_either_dimension_of_b_may_be_contiguous(shape, strides, layout, copied)
     a, b = array(2, shape[0], dtype="int8"), array(*shape, dtype="int8", strides=strides)
     plan = INT8_MATMUL.plan(a, b, None, None, None, None, None)
     fields = dict(plan.fields)
-    assert (plan.layout, fields["b_stride_k"], fields["b_stride_n"]) == layout
+    assert (plan.spec(0).layout, fields["b_stride_k"], fields["b_stride_n"]) == layout
     assert plan.operands[1].contiguous == copied
     assert plan.spec(90).layout == layout[0]
 
@@ -276,7 +278,8 @@ def test_what_quantize_kv_writes_is_what_attention_reads(precision):
         assert plan.struct == name and plan.spec(90).head_dim == 40
         assert len(plan.params()) == _native.op_layouts[plan.struct][0]
     assert (dict(quantize.fields)["rounding"], dict(quantize.fields)["seed"]) == (1, 7)
-    assert attend.spec(90).precision == precision and quantize.spec(90).precision == ""  # one kernel does both
+    assert attend.spec(90).precision == quantize.spec(90).precision == precision
+    assert (attend.spec(90).kv, quantize.spec(90).op) == ("kept", "quantize_kv")
     assert [result.field for result in attend.results] == ["out.data", "lse"]
 
 
@@ -286,13 +289,15 @@ def test_without_keys_there_is_nothing_to_read():
     assert quantize.nothing_to_do and not attend.nothing_to_do
 
 
-def test_results_known_to_be_zero_are():
+def test_results_known_to_be_zero_are(monkeypatch):
     torch = pytest.importorskip("torch")
-    from qflash.frontends import torch_op_launch
+    from qflash.frontends.torch import launch
 
     quantize, _ = kv_plans("int8_fp8", length=0)
     k = torch.zeros(2, 0, 3, 40, dtype=torch.float16)
-    made = torch_op_launch.launch(QUANTIZE_KV, Prepared(quantize, None, None), [k, k, None, None, None, None])
+    monkeypatch.setattr(launch, "prepare", lambda plan, arch: Prepared(quantize, None, None))
+    arrays, words = (k, k, None, None, None, None), ("int8_fp8", "stochastic", 7, False, None)
+    made = launch.launch(QUANTIZE_KV, launch.make_ready(QUANTIZE_KV, arrays, words, None), arrays)
     assert [x.numel() for x in made] == [0, 0, 240, 6, 0, 6, 0, 6, 240] and not any(x.any() for x in made)
 
 
@@ -303,6 +308,6 @@ def test_sizes_beyond_int32_are_kept():
 
 
 def test_a_call_without_elements_needs_no_kernel_call():
-    assert prepare(SOFTMAX.plan(array(0, 5), 1.0, None)).call is None
-    assert prepare(SOFTMAX.plan(array(5, 0), 1.0, None)).call is None
-    assert prepare(SOFTMAX.plan(array(5, 1), 1.0, None)).call is not None
+    assert not isinstance(prepare(SOFTMAX.plan(array(0, 5), 1.0, None)).call, _native.Call)
+    assert not isinstance(prepare(SOFTMAX.plan(array(5, 0), 1.0, None)).call, _native.Call)
+    assert isinstance(prepare(SOFTMAX.plan(array(5, 1), 1.0, None)).call, _native.Call)

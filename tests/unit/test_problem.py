@@ -254,9 +254,9 @@ def test_spec_has_what_selects_a_kernel() -> None:
     problem = checked(causal=True, softcap=3.0, rope=rope(), kv_lens=array(2, **INT))
     spec = problem.spec(90)
     assert (spec.device, spec.arch, spec.dtype, spec.head_dim) == ("cpu", 90, "float32", 64)
-    assert (spec.window, spec.softcap, spec.rope, spec.kv_lens, spec.packed, spec.backward) == (
-        True, True, "half", True, False, False,
+    assert (spec.window, spec.softcap, spec.rope, spec.kv_lens, spec.packed, spec.op) == (
+        True, True, "half", True, False, "attention",
     )  # fmt: skip
-    assert packed().spec(0, backward=True).backward
+    assert packed().spec(0, op="attention_backward").op == "attention_backward"
     assert replace(problem, rope_interleaved=True).spec(0).rope == "interleaved"
     assert replace(problem, device="cuda:1").spec(90).device == "cuda"

@@ -9,7 +9,7 @@ import pytest
 
 import qflash
 from qflash import NoKernelError, dispatch
-from qflash.call.spec import OpSpec
+from qflash.call.spec import Spec
 
 RNG = np.random.default_rng(0)
 FLOAT_Q, FLOAT_K = (
@@ -41,9 +41,9 @@ BAD = {
         "precision is 'int8_fp8'; allowed .*: None or 'int8'",
     ),
     "kernel": (
-        lambda: call(kernel="fa_int8"),
+        lambda: call(kernel="softmax"),
         ValueError,
-        "kernel is 'fa_int8'; allowed: None, 'cpu_int8_quantized', ",
+        "kernel is 'softmax'; allowed: None, 'cpu', 'cpu_int8', ",
     ),
     "kernel type": (lambda: call(kernel=3), TypeError, "kernel is 3; allowed: None or the name"),
     "causal": (lambda: call(causal="yes"), TypeError, "causal is 'yes'; allowed: True or False"),
@@ -154,7 +154,7 @@ def test_bad_input_is_named(name):
 
 def test_good_input_is_taken():
     """What the cases above are changes of; and the result's dtype is V's, or of what V was made from."""
-    assert call().dtype == call(kernel="cpu_int8_quantized", precision="int8").dtype == np.float16
+    assert call().dtype == call(kernel="cpu_int8", precision="int8").dtype == np.float16
     assert call(v=V.astype(np.float32)).dtype == np.float32
     assert call(ZQ, ZK, qflash.quantize(V.astype(np.float32))).dtype == np.float32
     out, lse = call(return_lse=True)
@@ -170,6 +170,6 @@ def test_empty_arrays():
 
 @pytest.mark.parametrize(("arch", "dtype"), [(75, "bfloat16"), (90, "float32")])
 def test_cuda_says_what_it_does_not_take(arch, dtype):
-    with pytest.raises(NoKernelError, match=r"fa_int8_quantized .*no .*(bfloat16 needs|takes float16, bfloat16)"):
-        dispatch.plan(OpSpec("attention_int8", "cuda", arch, dtype, head_dim=64))
-    assert dispatch.plan(OpSpec("attention_int8", "cuda", 75, "float16", head_dim=64)).name == "fa_int8_quantized"
+    with pytest.raises(NoKernelError, match=r"fa_int8 .*no .*(bfloat16 needs|takes float16, bfloat16)"):
+        dispatch.plan(Spec("cuda", arch, dtype, 64, "int8", kv="quantized"))
+    assert dispatch.plan(Spec("cuda", 75, "float16", 64, "int8", kv="quantized")).name == "fa_int8"

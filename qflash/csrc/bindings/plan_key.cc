@@ -148,7 +148,7 @@ PyObject* plan_key(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyMethodDef kMethod = {"plan_key", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(plan_key)), METH_FASTCALL,
-                       "plan_key(op, arrays, words, classes, torch): a key of the cache of plans, or None."};
+                       "plan_key(op, arrays, words, classes, torch) -> tuple | None\n\nA key of the cache of plans, or None."};
 
 }  // namespace
 
