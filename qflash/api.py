@@ -173,7 +173,7 @@ def attention(
     k both are symmetric or both have a zero point; k has one scale, or one for each group of a power of two, 16 or
     more, tokens; only k may be smoothed; rope belongs to `quantize`. The result has v's dtype, or that of the array v
     was made from. The CPU turns them back to float32 first; on CUDA scores are products of integers (kernel
-    `fa_int8_quantized`), and results have 16 bits. Forward only.
+    `fa_int8`), and results have 16 bits. Forward only.
 
     In k's place, without v, there may be a `qflash.QuantizedKV` (kv in errors), what `quantize_kv` returns. q is then
     an array, quantized on the way; rope turns q alone; kv_lens are by default those that kv was made with. On Hopper

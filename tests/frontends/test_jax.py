@@ -157,7 +157,7 @@ def test_a_cached_plan_hides_no_bad_argument():
     qflash.attention(q, k, v, scale=1.0, window=(1, 1))
     with pytest.raises(TypeError, match="scale is True"):
         qflash.attention(q, k, v, scale=True, window=(1, 1))
-    with pytest.raises(ValueError, match="window is"):
+    with pytest.raises(TypeError, match="window is"):
         qflash.attention(q, k, v, scale=1.0, window=(1, True))
 
 
@@ -181,7 +181,7 @@ ERRORS = {
     "lens": (lambda q, k, v: qflash.attention(q, k, v, kv_lens=jnp.ones(2)), TypeError, "kv_lens has dtype float32"),
     "kernel": (lambda q, k, v: qflash.attention(q, k, v, kernel="nope"), ValueError, "kernel is 'nope'; allowed"),
     "other": (lambda q, k, v: qflash.attention(q, k, v, kernel="fa"), qflash.NoKernelError, "runs on cuda, the arrays"),
-    "window": (lambda q, k, v: qflash.attention(q, k, v, window=3), ValueError, "window is 3; allowed"),
+    "window": (lambda q, k, v: qflash.attention(q, k, v, window=3), TypeError, "window is 3; allowed"),
 }
 
 

@@ -155,7 +155,7 @@ BAD = {
     "objects": ({"q": Q.astype(object)}, TypeError, "q has dtype object"),
     "last stride": ({"q": Q.repeat(2, -1)[..., ::2]}, ValueError, "q has stride 2 in its last dimension"),
     "scale": ({"scale": True}, TypeError, "scale is True"),
-    "window": ({"window": (True, 0)}, ValueError, r"window is \(True, 0\)"),
+    "window": ({"window": (True, 0)}, TypeError, r"window is \(True, 0\)"),
     "lens": ({"kv_lens": {1, 2}}, TypeError, r"kv_lens is builtins\.set; allowed: a list or tuple of ints"),
     "lens dtype": ({"kv_lens": np.array([1.0, 2.0])}, TypeError, "kv_lens has dtype float64; allowed: an integer"),
     "lens value": ({"kv_lens": np.array([1, 14], np.int32)}, ValueError, r"kv_lens\[1\] is 14"),

@@ -55,7 +55,7 @@ BAD_QUANTIZE = {
     "v dtype": (lambda: quantize(v=K.astype("f4")), TypeError, "v has dtype float32; allowed: float16"),
     "v shape": (lambda: quantize(v=K[:, :39]), ValueError, r"v has shape \[2, 39, 2, 24\]; allowed: \[2, 40, 2, 24\]"),
     "precision": (lambda: quantize(precision="fp8"), ValueError, "precision is 'fp8'; allowed: 'int8', 'int8_fp8'"),
-    "precision None": (lambda: quantize(precision=None), ValueError, "precision is None; allowed: 'int8', 'int8_fp8'"),
+    "precision None": (lambda: quantize(precision=None), TypeError, "precision is None; allowed: 'int8', 'int8_fp8'"),
     "rounding": (lambda: quantize(rounding="up"), ValueError, "rounding is 'up'; allowed: 'nearest', 'stochastic'"),
     "seed": (lambda: quantize(seed=-1), ValueError, "seed is -1; allowed: 0 to"),
     "seed type": (lambda: quantize(seed=0.5), TypeError, "seed is 0.5; allowed: an int"),
@@ -97,7 +97,7 @@ BAD_ATTENTION = {
     "precision": (lambda: attend(precision="int8_fp8"), ValueError, "precision is 'int8_fp8'; .*: None or 'int8'"),
     "kv.precision": (
         lambda: attend(kv=replace(KV, precision=None)),
-        ValueError,
+        TypeError,
         "kv.precision is None; allowed: 'int8'",
     ),
     "kv.dtype": (lambda: attend(kv=replace(KV, dtype="int8")), ValueError, "kv.dtype is 'int8'; allowed: 'float32'"),
