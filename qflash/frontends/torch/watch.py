@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function  # needed: gradients inside torch.func
+from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad, profiler
 
 try:
@@ -29,6 +30,7 @@ Tensor = torch.Tensor
 # Bound once, because attribute look-ups would cost as much as the answers.
 is_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
+is_fake = fake_tensor.is_fake  # needed, for the FLOPs of packed calls
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # needed: whether torch.func holds the tensor
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # needed
 _functorch_level = torch._C._functorch.peek_interpreter_stack  # needed
