@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qflash.call.spec import DTYPES, OP_DTYPES
+from qflash.call.words import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ def dtype_name(name: str, dtype: Any) -> str:
     """A dtype by its plain name, from a name or any framework's own dtype object."""
     if isinstance(dtype, str):
         return dtype
+    if hasattr(dtype, "tolist") and not isinstance(dtype, type):  # an array, of which NumPy would take the dtype
+        raise TypeError(f"{name} is {shown(dtype)}; allowed: a dtype, or its name")
     text = str(dtype)
     if text.startswith("torch."):
         return text.removeprefix("torch.")
@@ -39,7 +42,7 @@ def dtype_name(name: str, dtype: Any) -> str:
         found: str = np.dtype(dtype).name
         return found
     except TypeError:
-        raise TypeError(f"{name} is {dtype!r}; allowed: a dtype, or its name") from None
+        raise TypeError(f"{name} is {shown(dtype)}; allowed: a dtype, or its name") from None
 
 
 def check_float(name: str, array: Array) -> None:
@@ -90,6 +93,6 @@ def row_stride(array: Array) -> int | None:
 
 def takes_a_copy(x: Array) -> bool:
     """Whether an array is not one of whole heads, forwards, as kernels read it."""
-    if x.strides is None or 0 in x.shape:
+    if not x.strides or 0 in x.shape:
         return False
     return (x.strides[-1] != 1 and x.shape[-1] != 1) or any(stride < 0 for stride in x.strides)

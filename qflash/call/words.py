@@ -65,7 +65,8 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
 def check_word(name: str, value: Any, allowed: Sequence[str]) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
+        wrong = ValueError if isinstance(value, str) else TypeError
+        raise wrong(f"{name} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
     return value
 
 

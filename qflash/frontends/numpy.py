@@ -115,11 +115,10 @@ def scalar(value: float, like: np.ndarray) -> np.ndarray:
 
 def _as_arrays(op: Op, arrays: Sequence[Any]) -> list[Any]:
     """NumPy's own scalars, which arithmetic on one-number results gives, count as arrays; lengths may be lists."""
-    arrays = [np.asarray(x) if isinstance(x, np.generic) else x for x in arrays]
-    for name in op.indices:
-        at = op.arrays.index(name)
-        arrays[at] = as_index(name, arrays[at], arrays[0])
-    return arrays
+    return [
+        as_index(name, x, x) if name in op.indices else np.asarray(x) if isinstance(x, np.generic) else x
+        for name, x in zip(op.arrays, arrays, strict=True)
+    ]
 
 
 def _converted(operand: Operand, x: np.ndarray) -> np.ndarray:

@@ -37,10 +37,13 @@ def quantized_call(
             raise TypeError(
                 f"{name} is {class_of(x)} and {given} qflash.Quantized; allowed: Quantized q and k, with v either way"
             )
+    tables_of(rope)  # which refuses what is none
     if rope is not None:
         raise ValueError(
             "rope is given and q and k are Quantized; allowed: None, apply it in qflash.quantize(..., rope=...)"
         )
+    shape = getattr(q.values, "shape", ())
+    words = check_options(options, shape[-1] if shape and shape[-1] else 1)  # the plan says what is wrong with 0
     if options.precision not in (None, "int8"):
         raise ValueError(f"precision is {options.precision!r}; allowed with Quantized q and k: None or 'int8'")
     _check_parts("q", q, smooth=False)
@@ -52,8 +55,6 @@ def quantized_call(
     integer_v = isinstance(v, Quantized)
     if integer_v:
         _check_parts("v", v, smooth=False)
-    shape = getattr(q.values, "shape", ())
-    words = check_options(options, shape[-1] if shape and shape[-1] else 1)  # the plan says what is wrong with 0
     arrays = (
         *(q.values, q.scale, q.zero_point, None if q.symmetric else q.sums),
         *(k.values, k.scale, k.zero_point, None if k.symmetric else k.sums, k.mean),
@@ -76,9 +77,10 @@ def _check_parts(name: str, x: Quantized, smooth: bool) -> None:
     for part in ("values", "scale"):
         if getattr(x, part) is None:
             raise TypeError(f"{name}.{part} is None; allowed: an array")
-    if (x.zero_point is None) != (x.symmetric is True):
-        allowed = "None" if x.symmetric else "an int32 array of one element"
-        raise ValueError(f"{name}.zero_point does not fit {name}.symmetric, {x.symmetric}; allowed: {allowed}")
+    check_flag(f"{name}.symmetric", x.symmetric)
+    if (x.zero_point is None) != bool(x.symmetric):
+        came, allowed = ("given", "None") if x.symmetric else ("None", "an int32 array of one element")
+        raise ValueError(f"{name}.zero_point is {came} and {name}.symmetric {x.symmetric}; allowed: {allowed}")
     if not x.symmetric and x.sums is None and name != "v":
         raise ValueError(f"{name}.sums is None and {name} has a zero point; allowed: the sums qflash.quantize gives")
     if x.mean is not None and not smooth:
@@ -221,6 +223,8 @@ def kept_call(
         raise TypeError(f"v is {class_of(v)} and k qflash.QuantizedKV, which has v in it; allowed: None")
     check_word("kv.precision", kv.precision, KV_PRECISIONS)
     check_word("kv.dtype", kv.dtype, DTYPES)
+    shape = getattr(q, "shape", ())
+    words = check_options(options, shape[-1] if shape and shape[-1] else 1)  # the plan says what is wrong with 0
     if options.precision not in (None, kv.precision):
         raise ValueError(f"precision is {options.precision!r}; allowed with this kv: None or {kv.precision!r}")
     for part in ("k", "k_scale", "k_mean", "k_wild", "v"):
@@ -228,11 +232,9 @@ def kept_call(
             raise TypeError(f"kv.{part} is None; allowed: an array")
     for part in _ONLY_E4M3:
         if (getattr(kv, part) is None) != (kv.precision == "int8"):
-            allowed = "None" if kv.precision == "int8" else "an array"
-            raise TypeError(f"kv.{part} does not fit kv.precision, {kv.precision!r}; allowed: {allowed}")
+            came, allowed = ("given", "None") if kv.precision == "int8" else ("None", "an array")
+            raise TypeError(f"kv.{part} is {came} and kv.precision {kv.precision!r}; allowed: {allowed}")
     cos, sin, positions, _, interleaved = tables_of(rope)
-    shape = getattr(q, "shape", ())
-    words = check_options(options, shape[-1] if shape and shape[-1] else 1)  # the plan says what is wrong with 0
     arrays = (
         *(q, kv.k, kv.k_scale, kv.k_mean, kv.k_wild, kv.v, kv.v_scale, kv.v_lift, kv.v_wild, kv.v_mean),
         *(kv.lens if kv_lens is None else kv_lens, cos, sin, positions),

@@ -131,7 +131,8 @@ def _plan(
         check_device("bias", bias, "a", a.device)
         operands.append(Operand("bias", "bias", contiguous=True))
     whole = len(operands) == 2  # nothing but a and b, so the sums themselves
-    out_dtype = out_dtype or ("int32" if whole else "float32")
+    if out_dtype is None:
+        out_dtype = "int32" if whole else "float32"
     allowed = OUT_DTYPES if whole else OUT_DTYPES[1:]
     if out_dtype not in allowed:
         why = "" if whole else ", because scales or bias were given"

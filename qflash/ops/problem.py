@@ -269,7 +269,8 @@ def check_options(options: Options, head_dim: int) -> dict[str, Any]:
     named = isinstance(options.precision, str) and options.precision in PRECISIONS[1:]
     if options.precision is not None and not named:
         allowed = ", ".join(repr(p) for p in PRECISIONS[1:])
-        raise ValueError(f"precision is {shown(options.precision)}; allowed: None, {allowed}")
+        wrong = ValueError if isinstance(options.precision, str) else TypeError
+        raise wrong(f"precision is {shown(options.precision)}; allowed: None, {allowed}")
     scale, softcap = (
         default if value is None else check_number(name, value, "None or a number", _MOST)
         for name, value, default in (
@@ -298,14 +299,17 @@ def check_options(options: Options, head_dim: int) -> dict[str, Any]:
 def _check_window(window: Any) -> tuple[int, int]:
     if window is None:
         return -1, -1
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
+    if not isinstance(window, (tuple, list)) or not all(map(_is_int, window)):
+        raise TypeError(f"window is {shown(window)}; allowed: {WINDOW_FORM}")
+    if len(window) != 2 or any(edge < -1 for edge in window):
         raise ValueError(f"window is {shown(window)}; allowed: {WINDOW_FORM}")
-    for edge in window:
-        if isinstance(edge, bool) or not isinstance(edge, Integral) or edge < -1:
-            raise ValueError(f"window is {shown(window)}; allowed: {WINDOW_FORM}")
     # An edge past every possible length is open; this also keeps i + window inside 32 bits in every kernel.
     left, right = (-1 if edge > INT32_MAX // 4 else int(edge) for edge in window)
     return left, right
+
+
+def _is_int(edge: Any) -> bool:
+    return isinstance(edge, Integral) and not isinstance(edge, bool)
 
 
 def _no_rope() -> dict[str, Any]:

@@ -333,8 +333,8 @@ def _plan_dequantize(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(repr, DTYPES))}")
     if (zero_point is None) != symmetric:
-        allowed = "None" if symmetric else "an int32 array of one element"
-        raise ValueError(f"quantized.zero_point does not fit symmetric={symmetric}; allowed: {allowed}")
+        came, allowed = ("given", "None") if symmetric else ("None", "an int32 array of one element")
+        raise ValueError(f"quantized.zero_point is {came} and quantized.symmetric {symmetric}; allowed: {allowed}")
     strides = shape.strides_of("values", values)
     operands = [Operand("quantized.values", "values.data", contiguous=strides is None)]
     for field, array, kind, shapes in (

@@ -135,12 +135,12 @@ BAD_ATTENTION = {
     "E4M3 without lift": (
         lambda: attend(kv=replace(KV8, v_lift=None)),
         TypeError,
-        "kv.v_lift does not fit kv.precision, 'int8_fp8'; allowed: an array",
+        "kv.v_lift is None and kv.precision 'int8_fp8'; allowed: an array",
     ),
     "E4M3 without mean": (
         lambda: attend(kv=replace(KV8, v_mean=None)),
         TypeError,
-        "kv.v_mean does not fit kv.precision, 'int8_fp8'; allowed: an array",
+        "kv.v_mean is None and kv.precision 'int8_fp8'; allowed: an array",
     ),
     "v_mean dtype": (
         lambda: attend(kv=replace(KV8, v_mean=KV8.v_mean.astype("f8"))),
@@ -155,7 +155,7 @@ BAD_ATTENTION = {
     "int8 with scale": (
         lambda: attend(kv=replace(KV, v_scale=KV8.v_scale)),
         TypeError,
-        "kv.v_scale does not fit kv.precision, 'int8'; allowed: None",
+        "kv.v_scale is given and kv.precision 'int8'; allowed: None",
     ),
     "kv_lens dtype": (lambda: attend(kv_lens=np.zeros(2)), TypeError, "kv_lens has dtype float64; allowed: an integer"),
     "kv_lens shape": (lambda: attend(kv_lens=LENS[:1]), ValueError, r"kv_lens has shape \[1\]; allowed: \[2\]"),

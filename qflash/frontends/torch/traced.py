@@ -46,7 +46,9 @@ def _number(name: str, value: Any) -> Any:
 
 
 def _edges(name: str, value: Any) -> Any:
-    if not isinstance(value, (tuple, list)) or len(value) != 2 or any(isinstance(edge, bool) for edge in value):
+    if not isinstance(value, (tuple, list)) or any(isinstance(edge, bool) for edge in value):
+        raise TypeError(f"{name} is {shown(value)}; allowed: None or two ints")
+    if len(value) != 2:
         raise ValueError(f"{name} is {shown(value)}; allowed: None or two ints")
     return [int(edge) if isinstance(edge, np.ndarray) else edge for edge in value]
 
