@@ -8,6 +8,7 @@
 #include "exceptions.h"
 #include "params.h"
 #include "qflash.h"
+#include "unlocked.h"
 
 namespace py = pybind11;
 
@@ -106,11 +107,7 @@ class AttnCall {
     p.workspace = pointer<void>(workspace);
     p.workspace_bytes = workspace_bytes_;
     p.num_threads = num_threads;
-    int status;
-    {
-      py::gil_scoped_release unlocked;
-      status = entry_(&p, pointer<void>(stream));
-    }
+    const int status = qflash::run_unlocked([&] { return entry_(&p, pointer<void>(stream)); });
     if (status != QF_OK) raise_status(status, text_);
   }
 
@@ -142,11 +139,7 @@ class AttnBwdCall {
     p.dq.data = pointer<void>(dq);
     p.dk.data = pointer<void>(dk);
     p.dv.data = pointer<void>(dv);
-    int status;
-    {
-      py::gil_scoped_release unlocked;
-      status = entry_(&p, pointer<void>(stream));
-    }
+    const int status = qflash::run_unlocked([&] { return entry_(&p, pointer<void>(stream)); });
     if (status != QF_OK) raise_status(status, text_);
   }
 

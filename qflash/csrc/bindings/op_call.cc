@@ -8,6 +8,7 @@
 
 #include "exceptions.h"
 #include "op_layouts.h"
+#include "unlocked.h"
 
 namespace py = pybind11;
 
@@ -49,11 +50,7 @@ class OpCall {
     p.set_workspace(pointer(count), workspace_bytes_);
     void* stream = pointer(count + 1);
     p.set_threads(args[count + 2].cast<int32_t>());
-    int status;
-    {
-      py::gil_scoped_release unlocked;
-      status = entry_(p.data(), stream);
-    }
+    const int status = qflash::run_unlocked([&] { return entry_(p.data(), stream); });
     if (status != QF_OK) qflash::raise_status(status, text_);
   }
 

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "interrupt.h"
 #include "status.h"
 #include "threads.h"
 
@@ -153,9 +154,10 @@ class Backward {
     // Before any block is taken: one that is taken must be finished, others wait for it.
     if (!take_scratch(&block)) return QF_NO_MEMORY;
     const int64_t count = int64_t(units_.size());
-    for (int64_t i; (i = fresh_unit_.fetch_add(1)) < count;) work_on(*units_[i], block);
-    for (int64_t i = count; i-- > 0;) work_on(*units_[i], block);
-    return QF_OK;
+    bool done = true;
+    for (int64_t i; done && (i = fresh_unit_.fetch_add(1)) < count;) done = work_on(*units_[i], block);
+    for (int64_t i = count; done && i-- > 0;) done = work_on(*units_[i], block);
+    return done ? QF_OK : QF_INTERRUPTED;
   }
 
   bool take_scratch(KeyBlock* block) const {
@@ -172,12 +174,15 @@ class Backward {
     return true;
   }
 
-  void work_on(Unit& unit, KeyBlock& block) {
+  // False, here and below: interrupted. The turns of others then never come, and they find the same.
+  bool work_on(Unit& unit, KeyBlock& block) {
     const int64_t blocks = unit.blocks();
-    for (int64_t b; (b = unit.next_block.fetch_add(1)) < blocks;) key_block(unit, b, block);
+    for (int64_t b; (b = unit.next_block.fetch_add(1)) < blocks;)
+      if (!key_block(unit, b, block)) return false;
+    return true;
   }
 
-  void key_block(const Unit& unit, int64_t index, KeyBlock& block) {
+  bool key_block(const Unit& unit, int64_t index, KeyBlock& block) {
     const Sequence& s = unit.sequence;
     const int64_t first = index * kBwdBlock;
     const int rows = int(std::min<int64_t>(kBwdBlock, unit.key_rows - first));
@@ -192,13 +197,14 @@ class Backward {
           const TileMask mask = mask_of(s, tile, first, count);
           kernels_.probabilities(params_, tile.data, mask, block);
           kernels_.add_to_keys(params_, tile.data, mask, block);
-          wait_for(tile.turn, index);
+          if (!wait_for(tile.turn, index)) return false;
           kernels_.add_to_queries(params_, tile.data, mask, block);
           tile.turn.store(index + 1, std::memory_order_release);
         }
       }
     }
     kernels_.store_keys(params_, s, unit.kv_head, first, count, rows, block);
+    return true;
   }
 
   TileMask mask_of(const Sequence& s, const Tile& tile, int64_t first_key, int keys) const {
@@ -210,9 +216,14 @@ class Backward {
   }
 
   // The thread whose turn it is has its products ready or almost ready: the wait is short.
-  static void wait_for(const std::atomic<int64_t>& turn, int64_t index) {
-    for (int spin = 0; turn.load(std::memory_order_acquire) != index; spin++)
-      if (spin > 100) sched_yield();
+  static bool wait_for(const std::atomic<int64_t>& turn, int64_t index) {
+    if (interrupted()) return false;
+    for (int spin = 0; turn.load(std::memory_order_acquire) != index; spin++) {
+      if (spin <= 100) continue;
+      if (interrupted()) return false;
+      sched_yield();
+    }
+    return true;
   }
 
   const QfAttnBwdParams& params_;

@@ -8,6 +8,7 @@
 #include "forward.h"
 
 #include "finish.h"
+#include "interrupt.h"
 #include "pack.h"
 #include "scratch.h"
 #include "softmax.h"
@@ -40,6 +41,9 @@ size_t lay_out(void* base, int64_t rows, int64_t head_dim, bool packed, Scratch*
   return arena.used();
 }
 
+// Tiles after which a block looks whether the call is interrupted: some milliseconds' work.
+constexpr int64_t kTilesPerLook = 16;
+
 class Block {
  public:
   Block(const QfAttnParams& p, const RowBlock& block, const Scratch& scratch)
@@ -47,12 +51,13 @@ class Block {
     values_in_place_ = block.direct && p.dtype == QF_F32 && dim_ % kLanes == 0;
   }
 
-  void run() {
+  int run() {
     load_queries();
     const KeyRange any = keys_of_any(p_, s_, block_.first_query, block_.first_query + block_.queries - 1);
     const int64_t begin = any.begin > block_.key_begin ? any.begin : block_.key_begin;
     const int64_t end = any.end < block_.key_end ? any.end : block_.key_end;
     for (int64_t start = begin / kTileKeys * kTileKeys; begin < end && start < end; start += kTileKeys) {
+      if (start / kTileKeys % kTilesPerLook == kTilesPerLook - 1 && interrupted()) return QF_INTERRUPTED;
       first_key_ = start;
       keys_ = int(end - start < kTileKeys ? end - start : kTileKeys);
       tile();
@@ -61,6 +66,7 @@ class Block {
       store_partial();
     else
       store_result();
+    return QF_OK;
   }
 
  private:
@@ -270,8 +276,7 @@ int forward_block(const QfAttnParams& p, const RowBlock& block) {
   void* memory = thread_scratch(lay_out(nullptr, rows, p.head_dim, block.packed, &scratch));
   if (!memory) return QF_NO_MEMORY;
   lay_out(memory, rows, p.head_dim, block.packed, &scratch);
-  Block(p, block, scratch).run();
-  return QF_OK;
+  return Block(p, block, scratch).run();
 }
 
 int pack_tile(const QfAttnParams& p, const Sequence& sequence, int64_t kv_head, int64_t first_key, float* tile) {

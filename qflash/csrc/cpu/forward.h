@@ -37,7 +37,7 @@ struct RowBlock {
 }  // namespace qf
 
 QF_DECLARE_PER_ISA(
-    // Runs a block; QF_OK or QF_NO_MEMORY.
+    // Runs a block; QF_OK, QF_NO_MEMORY or QF_INTERRUPTED.
     int forward_block(const QfAttnParams& p, const RowBlock& block);
     // Packs keys [first_key, first_key + kTileKeys), as many as exist, and their values.
     int pack_tile(const QfAttnParams& p, const Sequence& sequence, int64_t kv_head, int64_t first_key, float* tile);

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <cstdlib>
+#include <utility>
 
 namespace qf {
 namespace {
@@ -40,6 +41,11 @@ class Buffer {
 
   size_t bytes() const { return bytes_; }
 
+  void swap(void*& data, size_t& bytes) {
+    std::swap(data_, data);
+    std::swap(bytes_, bytes);
+  }
+
  private:
   void* data_ = nullptr;
   size_t bytes_ = 0;
@@ -56,6 +62,18 @@ void* call_scratch(size_t bytes) { return call_buffer.reserve(bytes); }
 
 void release_call_scratch() {
   if (call_buffer.bytes() > kKeptBytes) call_buffer.clear();
+}
+
+ScratchAside::ScratchAside() : item_{nullptr, 0}, call_{nullptr, 0} {
+  item_buffer.swap(item_.data, item_.bytes);
+  call_buffer.swap(call_.data, call_.bytes);
+}
+
+ScratchAside::~ScratchAside() {
+  item_buffer.swap(item_.data, item_.bytes);
+  call_buffer.swap(call_.data, call_.bytes);
+  std::free(item_.data);
+  std::free(call_.data);
 }
 
 }  // namespace qf

@@ -14,4 +14,20 @@ void* thread_scratch(size_t bytes);
 void* call_scratch(size_t bytes);
 void release_call_scratch();
 
+// While one lives this thread has other scratch, none at first: for code that may call the engine in the middle of a
+// call.
+class ScratchAside {
+ public:
+  ScratchAside();
+  ~ScratchAside();
+  ScratchAside(const ScratchAside&) = delete;
+
+ private:
+  struct Kept {
+    void* data;
+    size_t bytes;
+  };
+  Kept item_, call_;
+};
+
 }  // namespace qf

@@ -26,6 +26,8 @@ extern "C" const char* qf_cpu_status_text(int status) {
       return "the CPU engine could not allocate scratch memory";
     case QF_BAD_ABI:
       return "QfAttnParams of caller and CPU engine differ in size: they were built apart";
+    case QF_INTERRUPTED:
+      return "the call was interrupted";
     default:
       return qf::last_text;
   }

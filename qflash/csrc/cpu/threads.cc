@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -11,6 +12,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "interrupt.h"
 #include "qflash.h"
 
 #if defined(__x86_64__)
@@ -24,6 +26,8 @@ constexpr int32_t kMaxThreads = 1024;
 // A worker that finds no job, or a caller that waits for the last worker, spins about this many pauses (some tens of
 // microseconds) before it sleeps: back-to-back calls, as in decoding, then never pay for a wake-up.
 constexpr int kSpins = 1000;
+// How often a caller asks whether it is to stop.
+constexpr int64_t kAskEveryMs = 50;
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -32,6 +36,25 @@ void pause_cpu() {
   asm volatile("yield");
 #endif
 }
+
+int64_t now_ms(clockid_t clock) {
+  timespec now;
+  clock_gettime(clock, &now);
+  return int64_t(now.tv_sec) * 1000 + now.tv_nsec / 1000000;
+}
+
+// The cheapest clock there is: some milliseconds more or less do not matter.
+int64_t coarse_ms() {
+#if defined(CLOCK_MONOTONIC_COARSE)
+  return now_ms(CLOCK_MONOTONIC_COARSE);
+#else
+  return now_ms(CLOCK_MONOTONIC);
+#endif
+}
+
+struct Job;
+thread_local Interrupt* interrupt_of_thread = nullptr;
+thread_local Job* job_of_thread = nullptr;  // that it is working for
 
 // One parallel_for. Lives on the caller's stack; `wanted` and the list link belong to the pool's mutex.
 struct Job {
@@ -45,20 +68,48 @@ struct Job {
   std::atomic<int64_t> next{0};
   std::atomic<int32_t> running{0};  // workers inside
   std::atomic<int> status{QF_OK};
+  std::atomic<bool> stopped{false};  // interrupted, whatever else may fail afterwards
   Job* older = nullptr;
 
   void work() {
-    while (true) {
+    Job* const outer = job_of_thread;  // where a thread that asked whether to stop was given other work
+    job_of_thread = this;
+    for (bool first = true;; first = false) {
       const int64_t item = next.fetch_add(1, std::memory_order_relaxed);
-      if (item >= items) return;
+      if (item >= items) break;
+      if (!first && interrupted()) break;
       const int result = function(context, item);
-      if (result != QF_OK) {
-        status.store(result, std::memory_order_relaxed);
-        next.store(items, std::memory_order_relaxed);
-      }
+      if (result != QF_OK) fail(result);
     }
+    job_of_thread = outer;
   }
+
+  void fail(int result) {
+    status.store(result, std::memory_order_relaxed);
+    next.store(items, std::memory_order_relaxed);
+  }
+
+  void stop() {
+    stopped.store(true, std::memory_order_relaxed);
+    fail(QF_INTERRUPTED);
+  }
+
+  int result() const { return stopped.load(std::memory_order_relaxed) ? QF_INTERRUPTED : status.load(); }
 };
+
+// The answer of the thread's Interrupt, if it is time to ask. Nothing may be held that an answer could need.
+bool asked_to_stop() {
+  Interrupt* const interrupt = interrupt_of_thread;
+  if (!interrupt) return false;
+  const int64_t now = coarse_ms();
+  const bool due = interrupt->next_ms != 0 && now >= interrupt->next_ms;
+  if (interrupt->next_ms == 0) interrupt->next_ms = now + kAskEveryMs;
+  if (!due) return false;
+  const ScratchAside scratch;
+  const bool stop = interrupt->asked_to_stop(interrupt->context);
+  interrupt->next_ms = coarse_ms() + kAskEveryMs;
+  return stop;
+}
 
 class Pool {
  public:
@@ -84,14 +135,26 @@ class Pool {
         continue;
       }
       pthread_mutex_lock(&mutex_);
-      while (job.running.load(std::memory_order_acquire) > 0) pthread_cond_wait(&done_, &mutex_);
+      if (job.running.load(std::memory_order_acquire) > 0) wait_for_worker();
       pthread_mutex_unlock(&mutex_);
+      if (!job.stopped.load(std::memory_order_relaxed) && asked_to_stop()) job.stop();
     }
     // A worker may still hold the mutex it announced its end under; it no longer touches the job.
-    return job.status.load(std::memory_order_relaxed);
+    return job.result();
   }
 
  private:
+  // Mutex held. Until a worker is done with a job; no longer than until it is time to ask whether to stop.
+  void wait_for_worker() {
+    if (!interrupt_of_thread) {
+      pthread_cond_wait(&done_, &mutex_);
+      return;
+    }
+    const int64_t until = now_ms(CLOCK_REALTIME) + kAskEveryMs;  // the clock of condition variables
+    const timespec deadline{time_t(until / 1000), long(until % 1000 * 1000000)};
+    pthread_cond_timedwait(&done_, &mutex_, &deadline);
+  }
+
   // Mutex held. Starts workers until there are `workers`; fewer when the system refuses.
   void grow(int32_t workers) {
     while (workers_ < workers) {
@@ -208,7 +271,20 @@ int parallel_for(int64_t items, int32_t threads, ItemFunction function, void* co
   Pool* workers = threads > 1 ? pool() : nullptr;
   if (workers) return workers->run(job, threads);
   job.work();
-  return job.status.load(std::memory_order_relaxed);
+  return job.result();
+}
+
+Interrupt* exchange_interrupt(Interrupt* interrupt) {
+  Interrupt* const before = interrupt_of_thread;
+  interrupt_of_thread = interrupt;
+  return before;
+}
+
+bool interrupted() {
+  Job* const job = job_of_thread;
+  if (!job) return false;
+  if (!job->stopped.load(std::memory_order_relaxed) && asked_to_stop()) job->stop();
+  return job->stopped.load(std::memory_order_relaxed);
 }
 
 int32_t resolve_threads(int32_t threads) {

@@ -26,6 +26,7 @@ enum QfStatus {
   QF_UNSUPPORTED = 100001, /* the entry cannot serve these parameters; dispatch should have refused */
   QF_NO_MEMORY = 100002,   /* scratch memory could not be allocated */
   QF_BAD_ABI = 100003,     /* struct_bytes does not match: caller and library were built apart */
+  QF_INTERRUPTED = 100004, /* the caller asked a CPU entry to stop: results are incomplete */
 };
 
 /* [batch, length, heads, head_dim]; head_dim is contiguous. Packed (varlen) tensors have stride_b = 0. */

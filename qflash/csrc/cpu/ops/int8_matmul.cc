@@ -49,7 +49,8 @@ int run(const QfInt8MatmulParams& p, const Int8MatmulKernel& kernel) {
   char* const packed = static_cast<char*>(call_scratch(size_t(at_once * block_bytes)));
   if (!packed)
     return fail(QF_NO_MEMORY, "no memory for %lld bytes of packed b", static_cast<long long>(at_once * block_bytes));
-  for (int64_t first = 0; first < blocks; first += at_once) {
+  int status = QF_OK;
+  for (int64_t first = 0; first < blocks && status == QF_OK; first += at_once) {
     const int64_t count = std::min(at_once, blocks - first);
     auto pack = [&](int64_t item) {
       kernel.pack(p, (first + item) * kernel.columns, packed + item * block_bytes);
@@ -63,11 +64,11 @@ int run(const QfInt8MatmulParams& p, const Int8MatmulKernel& kernel) {
       kernel.multiply(p, row, (first + block) * kernel.columns, packed + block * block_bytes, scratch);
       return int(QF_OK);
     };
-    if (int status = parallel_for(count, p.num_threads, pack)) return status;
-    if (int status = parallel_for(count * row_items, p.num_threads, multiply)) return status;
+    status = parallel_for(count, p.num_threads, pack);
+    if (status == QF_OK) status = parallel_for(count * row_items, p.num_threads, multiply);
   }
   release_call_scratch();
-  return QF_OK;
+  return status;
 }
 
 }  // namespace

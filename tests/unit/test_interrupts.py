@@ -1,0 +1,153 @@
+"""Ctrl-C in the middle of a long call on the CPU: it comes soon, and leaves an engine that works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX signals")
+
+# 50 ms is how often the engine asks, a few more what an item takes; the rest is for a machine that is busy.
+SOON = 2.0
+
+_START = """
+import os, signal, sys, threading, time
+import numpy as np
+import qflash
+from qflash import reference
+
+qflash.set_num_threads(int(sys.argv[1]))
+rng = np.random.default_rng(0)
+small = rng.standard_normal((1, 300, 2, 16), np.float32)  # several items, K and V packed
+right = qflash.attention(small, small, small)
+assert np.allclose(right, reference.attention(small, small, small)[0], atol=1e-5)
+
+def works():
+    return all(qflash.attention(small, small, small).tobytes() == right.tobytes() for _ in range(20))
+
+def send(after=0.5):
+    global sent
+    time.sleep(after)
+    sent = time.monotonic()
+    os.kill(os.getpid(), signal.SIGINT)
+
+def interrupted(call):
+    "How long after Ctrl-C the call ended."
+    threading.Thread(target=send, daemon=True).start()
+    try:
+        call()
+    except KeyboardInterrupt:
+        return time.monotonic() - sent
+    raise AssertionError("the call was over before it was interrupted, or never noticed")
+"""
+
+# One call each, that takes tens of seconds on two threads if nobody stops it.
+_LONG = {
+    "attention": "x = np.ones((1, 1 << 16, 4, 256), np.float32); call = lambda: qflash.attention(x, x, x)",
+    "int8": "x = np.ones((1, 1 << 16, 4, 256), 'f'); call = lambda: qflash.attention(x, x, x, precision='int8')",
+    "int8_matmul": "x = np.ones((1 << 14, 1 << 14), np.int8); call = lambda: qflash.int8_matmul(x, x)",
+    "torch": "import torch; x = torch.ones(1, 1 << 16, 4, 256); call = lambda: qflash.attention(x, x, x)",
+    "backward": """
+from qflash.planning import prepare_backward
+from qflash.testing import Case, runner
+case = Case(q_len=1 << 15, k_len=1 << 15, q_heads=4, kv_heads=2, head_dim=128)
+x = case.make_inputs()
+lse, gradients = np.full((1, 4, 1 << 15), 20, np.float32), [np.empty_like(a) for a in (x.q, x.k, x.v)]
+arrays = (x.q, x.k, x.v, x.q, lse, *[None] * 7, x.q, None, *gradients)
+addresses = [0 if a is None else a.ctypes.data for a in arrays]
+prepared = prepare_backward(runner.problem_of(case, x, "cpu", "cpu"))
+call = lambda: prepared.call(*addresses, 0, 0)
+""",
+}
+# One that takes a second or two, and what it gives.
+_MIDDLING = """
+y = rng.standard_normal((1, 1 << 14, 4, 128), np.float32)
+def middling():
+    return qflash.attention(y, y, y, causal=True)
+"""
+
+
+def run(code: str, threads: int = 2) -> str:
+    command = [sys.executable, "-c", _START + code, str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", _LONG)
+def test_comes_soon_and_leaves_the_engine_whole(name: str, threads: int) -> None:
+    if name == "torch":
+        pytest.importorskip("torch")
+    assert float(run(f"{_LONG[name]}\nprint(interrupted(call)); assert works()", threads)) < SOON
+
+
+def test_comes_soon_in_autograd() -> None:
+    pytest.importorskip("torch")
+    code = "import torch; x = torch.ones(1, 1 << 13, 8, 128, requires_grad=True)\n"
+    code += "loss = qflash.attention(x, x, x).sum(); print(interrupted(loss.backward)); assert works()"
+    assert float(run(code, threads=1)) < SOON
+
+
+def test_comes_soon_among_busy_python_threads() -> None:
+    busy = "for _ in range(2): threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()"
+    assert float(run(f"{_LONG['attention']}\n{busy}\nprint(interrupted(call)); assert works(); os._exit(0)")) < SOON
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_comes_soon_in_a_forked_child() -> None:
+    """Forked from the main thread, and from another, which is the child's main thread then."""
+    child = "print(interrupted(call), flush=True); assert works(); os._exit(0)"
+    code = f"""
+{_LONG["attention"]}
+def fork():
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0
+        return
+    try:
+        {child}
+    finally:
+        os._exit(1)
+fork()
+other = threading.Thread(target=lambda: (works(), fork()))
+other.start(); other.join()
+assert works()
+"""
+    assert all(float(line) < SOON for line in run(code).split())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_handlers_run_meanwhile_and_may_call_the_engine(threads: int) -> None:
+    """A handler that raises nothing changes nothing, though it uses the scratch of the thread that it interrupts."""
+    code = f"""
+{_MIDDLING}
+want, seen, inside = middling(), [], False
+def handle(*_):
+    if inside: seen.append(works())
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 0.07, 0.07)
+inside = True
+got = middling()
+inside = False
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert len(seen) > 2 and all(seen), seen
+assert got.tobytes() == want.tobytes()
+"""
+    run(code, threads)
+
+
+def test_calls_of_other_threads_go_on() -> None:
+    """Python's main thread takes signals; what another one computes is not its business."""
+    code = f"""
+{_MIDDLING}
+want, got, done = middling(), [], threading.Event()
+threading.Thread(target=lambda: (got.append(middling()), done.set())).start()
+print(interrupted(done.wait))
+done.wait()
+assert got[0].tobytes() == want.tobytes() and works()
+"""
+    assert float(run(code)) < SOON
