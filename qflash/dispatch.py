@@ -41,6 +41,10 @@ class Kernel:
     # keys is usually faster without quantization, None: any problem is. What `explain` notes; bench rows say so.
     pays_from: tuple[tuple[tuple[str, str], tuple[tuple[int, int | None], ...]], ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.backend:
+            object.__setattr__(self, "backend", self.device)
+
     @property
     def precision(self) -> str:
         """The one it computes in, or the first."""

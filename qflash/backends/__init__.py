@@ -26,5 +26,5 @@ class Entry:
 
 def load(kernel: Kernel, spec: Spec) -> Entry | Launch:
     """`kernel` built for `spec`: linked in, loaded, or compiled first. Its backend is a module of this package."""
-    entry: Entry | Launch = import_module(f"qflash.backends.{kernel.backend or kernel.device}").entry(kernel, spec)
+    entry: Entry | Launch = import_module(f"qflash.backends.{kernel.backend}").entry(kernel, spec)
     return entry

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from qflash import dispatch
 from qflash.backends import Entry
 from qflash.backends.arch import ARCHES, asked
 from qflash.call.spec import KV_KINDS, OP_DTYPES, PRECISIONS, Spec
-from qflash.dispatch import BY_NAME, KERNELS, Kernel, Variant, reasons
+from qflash.dispatch import BY_NAME, Kernel, Variant, reasons
 from qflash.jit import load, prebuild
 from qflash.jit.compiler import Unit
 
@@ -73,7 +74,7 @@ def _load(name: str, chosen: Unit) -> Entry:
 
 def specialisations(arches: Iterable[int] = ARCHES, kernels: Iterable[str] | None = None) -> list[Unit]:
     """Every unit of the named CUDA kernels (all of them by default) for the given architectures."""
-    chosen = [row for row in KERNELS if row.device == "cuda"] if kernels is None else [_cuda_row(n) for n in kernels]
+    chosen = _cuda_rows() if kernels is None else [_cuda_row(name) for name in kernels]
     units = (unit(row, spec) for arch in arches for row in chosen for spec in specs(row, arch))
     return list(dict.fromkeys(units))
 
@@ -95,10 +96,15 @@ def specs(kernel: Kernel, arch: int) -> list[Spec]:
     return [spec for spec in found if not reasons(kernel, spec)]
 
 
+def _cuda_rows() -> list[Kernel]:
+    """The rows that are compiled here; kernels of other backends run on the same GPUs."""
+    return [row for row in dispatch.KERNELS if row.backend == "cuda"]
+
+
 def _cuda_row(name: str) -> Kernel:
     row = BY_NAME.get(name)
-    if row is None or row.device != "cuda":
-        allowed = ", ".join(row.name for row in KERNELS if row.device == "cuda")
+    if row is None or row.backend != "cuda":
+        allowed = ", ".join(row.name for row in _cuda_rows())
         raise ValueError(f"kernel is {name!r}; allowed: {allowed}")
     return row
 

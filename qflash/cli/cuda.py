@@ -15,7 +15,7 @@ from qflash.dispatch import KERNELS
 from qflash.jit.cache import Cache
 from qflash.jit.contents import Info
 
-CUDA_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.device == "cuda")
+CUDA_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.backend == "cuda")
 
 
 def parse_arches(text: str) -> list[int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qflash import machine
+from qflash import dispatch, machine
 from qflash.backends.arch import arch_for
 from qflash.cli import environment
-from qflash.dispatch import KERNELS, Kernel, arch_reasons
+from qflash.dispatch import Kernel, arch_reasons
 from qflash.errors import ToolchainError
 from qflash.jit import toolchain
 
@@ -22,18 +22,20 @@ class Usable:
 
 def usable_kernels() -> dict[str, Usable]:
     """Every row of KERNELS, judged for this machine."""
-    return {kernel.name: Usable(kernel, "; ".join(_reasons(kernel))) for kernel in KERNELS}
+    return {kernel.name: Usable(kernel, "; ".join(_reasons(kernel))) for kernel in dispatch.KERNELS}
 
 
 def _reasons(kernel: Kernel) -> list[str]:
     if kernel.device == "cpu":
-        return list(filter(None, [environment.cpu_problem()]))
+        return list(filter(None, [environment.cpu_problem()] if kernel.backend == "cpu" else []))
     reasons = []
     gpus, none_because = machine.gpus()
     if not gpus:
         reasons.append(f"no NVIDIA GPU: {none_because}")
     else:
         reasons += _no_code(kernel, max(gpu.arch for gpu in gpus))
+    if kernel.backend != "cuda":
+        return reasons
     try:
         toolchain.find()
     except ToolchainError:

@@ -40,9 +40,8 @@ VECTORS = {
 }
 HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
 WARPGROUPS = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"]  # those of them that multiply
-KEPT = [
-    row.name for row in HOPPERS_OWN if row.kernel.op == "quantize_kv" or row.kv == "kept"
-]  # those that make or take a QuantizedKV
+# those that make or take a QuantizedKV
+KEPT = [row.name for row in HOPPERS_OWN if row.kernel.op == "quantize_kv" or row.kv == "kept"]
 GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
 # Quantized kernels of Hopper: the instruction of PV, which is not that of QK^T.
 PRODUCT_OF_V = {
@@ -89,6 +88,13 @@ def why_no_nvcc() -> str | None:
 needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test: {why_no_nvcc()}")
 
 
+def units_of(row: dispatch.Variant, arch: int) -> list[Unit]:
+    """The units that serve a variant; several variants may share them."""
+    served = (row.precision, row.kv)
+    specs = (spec for spec in cuda.specs(row.kernel, arch) if (spec.precision, spec.kv) == served)
+    return list(dict.fromkeys(cuda.unit(row.kernel, spec) for spec in specs))
+
+
 def covering() -> list[Unit]:
     """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention once for
     each architecture, the operations beside it for two (test_whole_matrix has the others), dtypes and buckets in turn,
@@ -99,8 +105,8 @@ def covering() -> list[Unit]:
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         older = ARCHES[:-1] if row.kernel.op == "attention" else [ARCHES[first % 4]]
         for turn, arch in enumerate(older, start=first):
-            if units := cuda.specialisations([arch], [row.kernel.name]):
-                chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a kernel has
+            if units := units_of(row, arch):
+                chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a variant has
         chosen.append(hopper_unit(row.name))
     return list(dict.fromkeys(chosen))
 
@@ -146,8 +152,12 @@ def check_unit(unit: Unit, entry: Path) -> None:
     for symbol in (f"qf_{unit.name}", f"qf_{unit.name}_workspace", "qf_status_text"):
         assert hasattr(library, symbol), f"{unit.label} does not export {symbol}"
     # Into hopper_unit() another test looks, which takes seconds.
-    if unit.name in WARPGROUPS and unit != hopper_unit(unit.name) and cuobjdump() is not None:
-        check_hopper_instructions(opcodes_of(entry), unit.name)
+    if cuobjdump() is None or unit in map(hopper_unit, WARPGROUPS):
+        return
+    served = [name for name in WARPGROUPS if unit in units_of(dispatch.VARIANTS[name], 90)]
+    opcodes = opcodes_of(entry) if served else []
+    for name in served:
+        check_hopper_instructions(opcodes, name)
 
 
 def opcodes_of(entry: Path) -> list[str]:
@@ -188,9 +198,11 @@ def test_the_covering_set_covers():
     units = covering()
     everything = cuda.specialisations()
     assert set(units) <= set(everything)
-    assert {unit.name for unit in units} == {row.name for row in CUDA_ROWS}
+    assert {unit.name for unit in units} == {row.kernel.name for row in CUDA_ROWS}
+    for row in CUDA_ROWS:
+        assert set(units) & {unit for arch in ARCHES for unit in units_of(row, arch)}, row.name
     assert {unit.target for unit in units} == {unit.target for unit in everything}
-    for axis in ("QF_DTYPE", "QF_HEAD_DIM", "QF_ARCH"):
+    for axis in ("QF_DTYPE", "QF_HEAD_DIM", "QF_ARCH", "QF_PRECISION", "QF_KV_KIND"):
         values = [{dict(unit.defines).get(axis) for unit in some} for some in (units, everything)]
         assert values[0] == values[1], axis
     assert {row.name for row in CUDA_ROWS} == set(INSTRUCTION)

@@ -10,7 +10,7 @@ import pytest
 from test_emulated import by_name, call, library, pytestmark, run_case  # noqa: F401
 from test_emulated_sm90 import LATE, MASKS
 
-from qflash.dispatch import BY_NAME as BY_KERNEL
+from qflash.dispatch import VARIANTS as BY_KERNEL
 from qflash.reference import attention as attention_in_float64
 from qflash.reference import attention_sm90_int8
 from qflash.testing import Case, cases

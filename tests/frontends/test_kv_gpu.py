@@ -102,9 +102,9 @@ def test_a_kv_goes_into_a_compiled_function(precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_opcheck(precision):
     q, k, v = tensors()
+    kv = qflash.quantize_kv(k, v, precision=precision)  # first, because the front end defines the ops as it is loaded
     words = (precision, "nearest", 0, False, None)
     torch.library.opcheck(torch.ops.qflash.quantize_kv.default, (k, v, None, None, None, None, *words))
-    kv = qflash.quantize_kv(k, v, precision=precision)
     parts = (kv.k, kv.k_scale, kv.k_mean, kv.k_wild, kv.v, kv.v_scale, kv.v_lift, kv.v_wild, kv.v_mean)
     words = (precision, "float16", -1, 0, 0.0, 0.125, False, True, None)
     torch.library.opcheck(torch.ops.qflash.attention_kv.default, (q, *parts, None, None, None, None, *words))

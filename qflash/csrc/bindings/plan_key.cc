@@ -103,7 +103,8 @@ Py_ssize_t room_of(PyObject* word) { return PyTuple_CheckExact(word) ? 2 + 2 * P
 // has not what arrays have. arrays and words are tuples or lists; torch: whether arrays are tensors, not ndarrays.
 PyObject* plan_key(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 5 || !PyTuple_Check(args[3])) {
-    PyErr_SetString(PyExc_TypeError, "plan_key takes an operation, its arrays, its words, a tuple of classes and a bool");
+    PyErr_SetString(PyExc_TypeError,
+                    "plan_key takes an operation, its arrays, its words, a tuple of classes and a bool");
     return nullptr;
   }
   PyObject* const arrays = PySequence_Fast(args[1], "arrays are no sequence");
@@ -136,7 +137,8 @@ PyObject* plan_key(PyObject*, PyObject* const* args, Py_ssize_t count) {
       for (Py_ssize_t j = 0; good && j < PyTuple_GET_SIZE(said[i]); ++j)
         good = key.add(reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GET_ITEM(said[i], j))));
   }
-  good = good && plain && key.take(PyLong_FromUnsignedLongLong(present)) && key.add(wants_gradient ? Py_True : Py_False);
+  good =
+      good && plain && key.take(PyLong_FromUnsignedLongLong(present)) && key.add(wants_gradient ? Py_True : Py_False);
   Py_DECREF(arrays);
   Py_DECREF(words);
   if (good) return key.finish();
@@ -147,8 +149,9 @@ PyObject* plan_key(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return nullptr;
 }
 
-PyMethodDef kMethod = {"plan_key", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(plan_key)), METH_FASTCALL,
-                       "plan_key(op, arrays, words, classes, torch) -> tuple | None\n\nA key of the cache of plans, or None."};
+PyMethodDef kMethod = {
+    "plan_key", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(plan_key)), METH_FASTCALL,
+    "plan_key(op, arrays, words, classes, torch) -> tuple | None\n\nA key of the cache of plans, or None."};
 
 }  // namespace
 

@@ -12,7 +12,7 @@ from qflash.call.op import Op
 from qflash.frontends.torch import launch
 from qflash.frontends.torch.arrays import arch_of_device
 from qflash.frontends.torch.launch import Ready
-from qflash.frontends.torch.watch import below_autograd, is_grad_enabled, record
+from qflash.frontends.torch.watch import below_autograd, has_dual_level, is_grad_enabled, record
 
 Tensor = torch.Tensor
 
@@ -37,7 +37,7 @@ def check(op: Op, arrays: Sequence[Any]) -> None:
 
 def check_no_tangents(op: Op, arrays: Sequence[Any]) -> None:
     """Forward-mode differentiation would lose its tangents in a kernel: refuse it."""
-    if forward_ad._current_level < 0:
+    if not has_dual_level():
         return
     for name, x in zip(op.arrays, arrays, strict=True):
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:

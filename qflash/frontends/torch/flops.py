@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch.utils import flop_counter
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from qflash.frontends.torch.watch import active_modes
 
 
 def count(op: Any, formula: Any) -> None:
@@ -15,7 +16,7 @@ def count(op: Any, formula: Any) -> None:
     that very call are told too.
     """
     flop_counter.register_flop_formula(op, get_raw=True)(formula)
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in active_modes():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if registry is not None:
             registry.setdefault(op, flop_counter.flop_registry[op])

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import is_fake
 
 from qflash import dispatch
 from qflash.call.array import Array
@@ -21,6 +20,7 @@ from qflash.frontends.torch import autograd, launch, vmap
 from qflash.frontends.torch.arrays import arch_of_device
 from qflash.frontends.torch.flops import count
 from qflash.frontends.torch.traced import is_symbolic
+from qflash.frontends.torch.watch import is_fake
 from qflash.ops import OPS
 
 Tensor = torch.Tensor

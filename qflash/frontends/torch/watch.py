@@ -1,8 +1,10 @@
 """What PyTorch has no public name for, all in one place, and who watches a call.
 
 Tracers, transforms, modes and profilers do not see a launch that goes around the dispatcher, so a watched call goes
-through torch.ops instead. Each question is asked on every eager call. A release of PyTorch that lacks one of the
-private names fails as this module is imported, with its name; nothing else in the library uses any.
+through torch.ops instead. Each question is asked on every eager call.
+
+A name marked "needed" stops the import of this module, with its name in the error, in a release of PyTorch that lacks
+it: without it a result could be silently wrong. Without one of the others something is slower or not reported.
 """
 
 from __future__ import annotations
@@ -11,21 +13,40 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function  # needed: gradients inside torch.func
+from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad, profiler
+
+try:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
+except ImportError:  # a FLOP counter that watches the very first call then misses it
+
+    def active_modes() -> list[Any]:
+        return []
+
 
 Tensor = torch.Tensor
 
 # Bound once, because attribute look-ups would cost as much as the answers.
 is_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # whether a transform of torch.func holds the tensor
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_jit_tracing = torch._C._get_tracing_state
-is_autocast_anywhere = torch._C._is_any_autocast_enabled
-current_device = getattr(torch._C, "_cuda_getDevice", None)  # a build without CUDA has neither, and no CUDA tensor
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+is_fake = fake_tensor.is_fake  # needed, for the FLOPs of packed calls
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # needed: whether torch.func holds the tensor
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # needed
+_functorch_level = torch._C._functorch.peek_interpreter_stack  # needed
+_jit_tracing = torch._C._get_tracing_state  # needed
+# Faster than torch.is_autocast_enabled, which has to be told a device.
+is_autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+# A build without CUDA has neither, and no CUDA tensor. The public ones make objects, at several times the cost.
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_stream = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+
+
+def has_dual_level() -> bool:
+    """Whether forward-mode differentiation is under way. Needed."""
+    return forward_ad._current_level >= 0
 
 
 def is_watched() -> bool:
@@ -36,7 +57,7 @@ def is_watched() -> bool:
         or _functorch_level() is not None
         or _jit_tracing() is not None
         or forward_ad._current_level >= 0
-        or profiler._is_profiler_enabled
+        or getattr(profiler, "_is_profiler_enabled", False)  # calls are missing in profiles without it
     )
 
 

@@ -66,6 +66,7 @@ __device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4],
                                                const float (&slopes)[2 * kMTiles][kParts], float offset,
                                                const float* s_lift, const QfAttnParams& a) {
   const float sign = a.scale < 0.0f ? -1.0f : 1.0f;
+  const bool coarsely = softens_coarsely(a.softcap);
 #pragma unroll
   for (int i = 0; i < kMTiles; ++i) {
     float lift[2];
@@ -77,7 +78,7 @@ __device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4],
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         s[e] = fmaf(s[e] + offset, sign * slopes[2 * i + e / 2][j * kParts / kNTiles], lift[e / 2]);
-      if (a.softcap != 0.0f) soften_four(s, a.softcap);
+      soften_four(s, a.softcap, coarsely);
     }
   }
 }

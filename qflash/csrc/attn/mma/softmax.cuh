@@ -39,11 +39,15 @@ __device__ __forceinline__ float soften(float score, float softcap) {
 // That error is 2e-7 of softcap, however small the score is. Above this softcap tanhf, whose error is relative to its
 // own result, takes over.
 constexpr float kMostCoarse = 64.0f;
-__device__ __forceinline__ void soften_four(float (&s)[4], float softcap) {
-  if (__builtin_expect(softcap <= kMostCoarse, true)) {  // the other code then goes where it is not in the way
+__device__ __forceinline__ bool softens_coarsely(float softcap) { return softcap > 0.0f && softcap <= kMostCoarse; }
+
+// Softcap of base-2 scores, if any. `coarsely`: softens_coarsely(softcap), asked once, because this is one branch for
+// the usual softcaps where asking for 0 first would be two.
+__device__ __forceinline__ void soften_four(float (&s)[4], float softcap, bool coarsely) {
+  if (coarsely) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) s[e] = soften(s[e], softcap);
-  } else {
+  } else if (softcap != 0.0f) {
     const float top = softcap * kLog2e, inverse = 1.0f / top;
 #pragma unroll
     for (int e = 0; e < 4; ++e) s[e] = top * tanhf(s[e] * inverse);
@@ -54,19 +58,15 @@ __device__ __forceinline__ void soften_four(float (&s)[4], float softcap) {
 // and run out of registers.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void scale_scores(float (&S)[kMTiles][kNTiles][4], float scale, float softcap) {
+  const bool coarsely = softens_coarsely(softcap);
 #pragma unroll
   for (int i = 0; i < kMTiles; ++i)
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j) {
       float (&s)[4] = S[i][j];
-      if (softcap == 0.0f) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[e] *= scale * kLog2e;
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[e] *= scale * kLog2e;
-        soften_four(s, softcap);
-      }
+      for (int e = 0; e < 4; ++e) s[e] *= scale * kLog2e;
+      soften_four(s, softcap, coarsely);
     }
 }
 
