@@ -41,10 +41,9 @@ def library(emulated):
 
 def launch(library, plan, arrays: dict[str, np.ndarray], seed: int = 0, **fields: float) -> None:
     """Run a plan's struct, some fields changed, on the arrays given by pointer name."""
-    handle = library(plan.op, plan.dtype)
-    entry, text = (
-        ctypes.cast(getattr(handle, name), ctypes.c_void_p).value for name in (f"qf_{plan.op}", "qf_status_text")
-    )
+    op = plan.for_spec.op
+    handle = library(op, plan.for_spec.dtype)
+    entry, text = (ctypes.cast(getattr(handle, name), ctypes.c_void_p).value for name in (f"qf_{op}", "qf_status_text"))
     plan = replace(plan, fields=tuple((dict(plan.fields) | fields).items()))
     call = _native.Call(plan.struct, plan.params(), list(arrays), entry, text, 0)
     call(*(array.ctypes.data for array in arrays.values()), 0, 0, seed)
