@@ -152,10 +152,12 @@ def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
         if ready.on_cpu:
             ready.call(*operands, *results, 0, 0, torch.get_num_threads())
             return results
-        # The allocator hands freed memory to later work of the same stream only, so operands and workspace may go.
+        # The allocator hands freed memory to later work of the same stream only, so operands and workspace may go once
+        # the launch is on that stream, and not before.
         size = prepared.workspace_bytes
-        workspace = 0 if size == 0 else torch.empty(size, dtype=torch.uint8, device=device).data_ptr()
-        ready.call(*operands, *results, workspace, current_stream(device.index), 0)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        address = 0 if workspace is None else workspace.data_ptr()
+        ready.call(*operands, *results, address, current_stream(device.index), 0)
     except ValueError:
         check_storage(op, arrays)
         raise
