@@ -8,11 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qflash.call.op import Plan
     from qflash.call.spec import Spec
     from qflash.dispatch import Kernel
 
-# A kernel that takes arrays of a framework: (operands, results, stream), in the order of the plan.
+# A kernel that takes arrays of a framework: (operands, results, stream), in the order of the plan it was bound to.
 Launch = Callable[[Sequence[Any], Sequence[Any], int], None]
+# What such a kernel is before that. The plan's fields have what the words of the call come down to.
+Bind = Callable[["Plan"], Launch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class Entry:
     workspace: int = 0
 
 
-def load(kernel: Kernel, spec: Spec) -> Entry | Launch:
+def load(kernel: Kernel, spec: Spec) -> Entry | Bind:
     """`kernel` built for `spec`: linked in, loaded, or compiled first. Its backend is a module of this package."""
-    entry: Entry | Launch = import_module(f"qflash.backends.{kernel.backend}").entry(kernel, spec)
+    entry: Entry | Bind = import_module(f"qflash.backends.{kernel.backend}").entry(kernel, spec)
     return entry

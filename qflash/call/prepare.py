@@ -32,7 +32,7 @@ def prepare(plan: Plan, arch: int = 0) -> Prepared:
         return Prepared(plan, kernel, _nothing)
     entry = backends.load(kernel, spec)
     if not isinstance(entry, Entry):
-        return Prepared(plan, kernel, _nothing, launch=entry)
+        return Prepared(plan, kernel, _nothing, launch=entry(plan))
     call = _native.Call(
         plan.struct, plan.params(), list(plan.pointers), entry.address, entry.status_text, entry.workspace
     )

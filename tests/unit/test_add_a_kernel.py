@@ -61,11 +61,15 @@ def backend(monkeypatch) -> list[tuple[str, Spec]]:
     launched = []
 
     def entry(kernel: Kernel, spec: Spec) -> Callable[..., None]:
-        def launch(operands, results, stream):
-            launched.append((kernel.name, spec))
-            compute[spec.op]([np.asarray(x, np.float64) for x in operands], np.asarray(results[0]))
+        def bind(plan: Plan) -> Callable[..., None]:
+            def launch(operands, results, stream):
+                launched.append((kernel.name, spec))
+                operands = [np.asarray(x, np.float64) for x in operands]
+                compute[spec.op](operands, np.asarray(results[0]), dict(plan.fields)["scale"])
 
-        return launch
+            return launch
+
+        return bind
 
     module = ModuleType("qflash.backends.toy")
     module.entry = entry
@@ -78,14 +82,14 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum(-1, keepdims=True)
 
 
-def compute_attention(operands: list[np.ndarray], out: np.ndarray) -> None:
+def compute_attention(operands: list[np.ndarray], out: np.ndarray, scale: float) -> None:
     q, k, v = operands
-    scores = np.einsum("bmhd,bnhd->bhmn", q, k) / np.sqrt(q.shape[-1])
+    scores = np.einsum("bmhd,bnhd->bhmn", q, k) * scale
     out[...] = np.einsum("bhmn,bnhd->bmhd", softmax(scores), v)
 
 
-def compute_softmax(operands: list[np.ndarray], out: np.ndarray) -> None:
-    out[...] = softmax(operands[0])
+def compute_softmax(operands: list[np.ndarray], out: np.ndarray, scale: float) -> None:
+    out[...] = softmax(operands[0] * scale)
 
 
 compute = {"attention": compute_attention, "softmax": compute_softmax}
@@ -112,6 +116,8 @@ def test_attention_runs_it(add, backend, convert):
         assert type(out) is type(q)
         np.testing.assert_allclose(out, qflash.attention(q, k, v), atol=1e-5)
     assert [name for name, _ in backend] == ["toy", "toy"]
+    out = qflash.attention(q, k, v, kernel="toy", scale=0.7)  # words come with the plan
+    np.testing.assert_allclose(out, qflash.attention(q, k, v, scale=0.7), atol=1e-5)
     assert backend[0][1] == Spec("cpu", 0, "float32", 16)
 
 
