@@ -19,6 +19,7 @@ from qflash.backends import cuda
 from qflash.backends.arch import ARCHES
 from qflash.call import cache
 from qflash.call.array import Array
+from qflash.call.op import Plan
 from qflash.call.prepare import prepare
 from qflash.call.spec import KV_KINDS, OP_DTYPES, PRECISIONS, Spec
 from qflash.cli.usable import usable_kernels
