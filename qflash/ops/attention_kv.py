@@ -221,35 +221,39 @@ def kept_call(
         raise TypeError("q is qflash.Quantized and k qflash.QuantizedKV; allowed: an array, quantized on the way")
     if v is not None:
         raise TypeError(f"v is {class_of(v)} and k qflash.QuantizedKV, which has v in it; allowed: None")
-    check_word("kv.precision", kv.precision, KV_PRECISIONS)
-    check_word("kv.dtype", kv.dtype, DTYPES)
-    shape = getattr(q, "shape", ())
-    words = check_options(options, shape[-1] if shape and shape[-1] else 1)  # the plan says what is wrong with 0
-    if options.precision not in (None, kv.precision):
-        raise ValueError(f"precision is {options.precision!r}; allowed with this kv: None or {kv.precision!r}")
-    for part in ("k", "k_scale", "k_mean", "k_wild", "v"):
-        if getattr(kv, part) is None:
-            raise TypeError(f"kv.{part} is None; allowed: an array")
-    for part in _ONLY_E4M3:
-        if (getattr(kv, part) is None) != (kv.precision == "int8"):
-            came, allowed = ("given", "None") if kv.precision == "int8" else ("None", "an array")
-            raise TypeError(f"kv.{part} is {came} and kv.precision {kv.precision!r}; allowed: {allowed}")
+    if type(kv.precision) is not str or type(kv.dtype) is not str:  # before a front end has its say of words
+        check_word("kv.precision", kv.precision, KV_PRECISIONS)
+        check_word("kv.dtype", kv.dtype, DTYPES)
     cos, sin, positions, _, interleaved = tables_of(rope)
     arrays = (
         *(q, kv.k, kv.k_scale, kv.k_mean, kv.k_wild, kv.v, kv.v_scale, kv.v_lift, kv.v_wild, kv.v_mean),
         *(kv.lens if kv_lens is None else kv_lens, cos, sin, positions),
     )
-    numbers = [words[name] for name in ("window_left", "window_right", "softcap", "scale")]
-    return arrays, (kv.precision, kv.dtype, *numbers, interleaved, check_flag("return_lse", return_lse), options.kernel)
+    return arrays, (kv.precision, kv.dtype, *options, return_lse, interleaved)
+
+
+def _check_kept(parts: dict[str, Array | None], kv_precision: Any, dtype: Any, precision: Any) -> None:
+    """What of a QuantizedKV must be there, and what must not."""
+    check_word("kv.precision", kv_precision, KV_PRECISIONS)
+    check_word("kv.dtype", dtype, DTYPES)
+    if precision not in (None, kv_precision):
+        raise ValueError(f"precision is {precision!r}; allowed with this kv: None or {kv_precision!r}")
+    for part, array in parts.items():
+        if part not in _ONLY_E4M3:
+            if array is None:
+                raise TypeError(f"kv.{part} is None; allowed: an array")
+        elif (array is None) != (kv_precision == "int8"):
+            came, allowed = ("given", "None") if kv_precision == "int8" else ("None", "an array")
+            raise TypeError(f"kv.{part} is {came} and kv.precision {kv_precision!r}; allowed: {allowed}")
 
 
 def _plan_kept(
     q: Array,
-    k: Array,
-    k_scale: Array,
-    k_mean: Array,
-    k_wild: Array,
-    v: Array,
+    k: Array | None,
+    k_scale: Array | None,
+    k_mean: Array | None,
+    k_wild: Array | None,
+    v: Array | None,
     v_scale: Array | None,
     v_lift: Array | None,
     v_wild: Array | None,
@@ -258,19 +262,25 @@ def _plan_kept(
     cos: Array | None,
     sin: Array | None,
     positions: Array | None,
-    precision: str,
-    dtype: str,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    scale: float,
-    interleaved: bool,
-    return_lse: bool,
+    precision: Any,
+    dtype: Any,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    asked_precision: Any,
     kernel: Any,
+    return_lse: Any,
+    interleaved: Any,
 ) -> Plan:
-    parts = {"k": k, "k_scale": k_scale, "k_mean": k_mean, "k_wild": k_wild}
-    only_e4m3 = {"v_scale": v_scale, "v_lift": v_lift, "v_wild": v_wild, "v_mean": v_mean}
-    parts |= {"v": v, **{part: array for part, array in only_e4m3.items() if array is not None}}
+    given = {"k": k, "k_scale": k_scale, "k_mean": k_mean, "k_wild": k_wild, "v": v}
+    given |= {"v_scale": v_scale, "v_lift": v_lift, "v_wild": v_wild, "v_mean": v_mean}
+    check_flag("return_lse", return_lse)
+    options = Options(causal, window, softcap, scale, asked_precision, kernel)
+    check_options(options, q.shape[-1] if q.shape and q.shape[-1] else 1)  # _check_q says what is wrong with 0
+    _check_kept(given, precision, dtype, asked_precision)
+    parts = {part: array for part, array in given.items() if array is not None}
+    k, k_mean, v = parts["k"], parts["k_mean"], parts["v"]
     _check_q(q, k, k_mean, dtype)
     batch, length, kv_heads, _ = k.shape
     head_dim = k_mean.shape[-1]
@@ -301,7 +311,7 @@ def _plan_kept(
         Array(q.shape, None if copied else q.strides, q.dtype, q.device),
         keys,
         values,
-        Options(False, (window_left, window_right), softcap, scale, None, kernel),
+        options._replace(precision=None),
         kv_lens,
         rope,
     )
@@ -374,8 +384,8 @@ ATTENTION_KEPT = Op(
         *("kv_lens", "rope.cos", "rope.sin", "rope.positions_q"),
     ),
     (
-        *("precision", "dtype", "window_left", "window_right", "softcap", "scale"),
-        *("interleaved", "return_lse", "kernel"),
+        *("kv_precision", "dtype", "causal", "window", "softcap", "scale", "precision", "kernel"),
+        *("return_lse", "interleaved"),
     ),
     _plan_kept,
     public="attention",

@@ -64,11 +64,8 @@ def attention(library, case: Case, inputs: Inputs, precision: str, change=()) ->
     rope = inputs.rope
     tables = (None,) * 3 if rope is None else (rope.cos, rope.sin, rope.positions_q)
     arrays = (inputs.q, *(kept.get(name) for name in ATTENTION_KEPT.arrays[1:10]), inputs.kv_lens, *tables)
-    window = case.window or (-1, -1)
-    right = min(x for x in (window[1], 0) if x >= 0) if case.causal else window[1]
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    words = (precision, case.dtype, window[0], right, case.softcap or 0.0, scale)
-    words += (rope is not None and rope.interleaved, True, None)
+    words = (precision, case.dtype, case.causal, case.window, case.softcap, case.scale, None, None)
+    words += (True, rope is not None and rope.interleaved)
     kernel = f"sm90_{precision}_kv"
     return Call(library(kernel, case.dtype, case.head_dim), kernel, ATTENTION_KEPT, arrays, words, change)
 

@@ -106,7 +106,7 @@ def test_opcheck(precision):
     words = (precision, "nearest", 0, False, None)
     torch.library.opcheck(torch.ops.qflash.quantize_kv.default, (k, v, None, None, None, None, *words))
     parts = (kv.k, kv.k_scale, kv.k_mean, kv.k_wild, kv.v, kv.v_scale, kv.v_lift, kv.v_wild, kv.v_mean)
-    words = (precision, "float16", -1, 0, 0.0, 0.125, False, True, None)
+    words = (precision, "float16", True, None, None, 0.125, None, None, True, False)
     torch.library.opcheck(torch.ops.qflash.attention_kv.default, (q, *parts, None, None, None, None, *words))
 
 

@@ -33,7 +33,7 @@ TYPES = {
     "causal": "SymInt", "window": "SymInt[]?", "max_seqlen_q": "SymInt", "max_seqlen_k": "SymInt",
     "return_stats": "bool", "return_lse": "bool", "symmetric": "bool", "smooth": "bool", "interleaved": "bool",
     "reduction": "str", "granularity": "str", "rounding": "str", "dtype": "str", "precision": "str?",
-    "out_dtype": "str?", "kernel": "str?",
+    "kv_precision": "str", "out_dtype": "str?", "kernel": "str?",
     "q_granularity": "str", "k_granularity": "str", "v_granularity": "str", "v_dtype": "str?",
     "q_group": "int", "k_group": "int", "v_group": "int",
     "window_left": "int", "window_right": "int",
