@@ -35,6 +35,7 @@ from qflash.typing import (
 )
 
 LAYOUTS = ("bthd", "bhtd")
+_BTHD: Layout = "bthd"  # one object with the default of `layout`, so that no array need be compared with it
 _MANY_HEADS = 128  # more of them than tokens is rather a mix-up than a model
 
 
@@ -153,7 +154,7 @@ def attention(
     return_lse: Flag = False,
     precision: Precision | None = None,
     kernel: str | None = None,
-    layout: Layout = "bthd",
+    layout: Layout = _BTHD,
 ) -> Any:
     """softmax(scale · q kᵀ) v, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
@@ -183,14 +184,14 @@ def attention(
     kernel cannot raise for those and gives NaN in the rows concerned.
     """
     kind = type(q)
-    if kind is type(k) is type(v) and kind not in _VALUES and rope is None and layout == "bthd":
+    if kind is type(k) is type(v) and kind not in _VALUES and rope is None and layout is _BTHD:
         # Most calls: three arrays of one framework. The others say the same with more words.
         words = (causal, window, softcap, scale, precision, kernel, return_lse, False, 0, 0)
         results = frontend_of(kind, "q").run(ATTENTION, (q, k, v, kv_lens, *_NO_ARRAYS), words)
         if return_lse is False:
             return results[0]
         return (results[0], results[1]) if return_lse else results[0]
-    if layout != "bthd":
+    if check_word("layout", layout, LAYOUTS) != "bthd":
         q, k, v = _with_length_first(layout, q, k, v)
         options = (causal, window, softcap, scale, precision, kernel)
         result = _attend(q, k, v, options, kv_lens, rope, return_lse)
@@ -226,7 +227,6 @@ _NO_ARRAYS = (None,) * (len(ATTENTION.arrays) - 4)  # all that are optional, but
 
 def _with_length_first(layout: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """q, k and v of `layout`, which is not "bthd", as `[B, T, H, D]`: views, where the framework has any."""
-    check_word("layout", layout, LAYOUTS)
     swapped = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) is Quantized:
@@ -373,7 +373,7 @@ def explain(
     rope: Rope | None = None,
     precision: Precision | None = None,
     kernel: str | None = None,
-    layout: Layout = "bthd",
+    layout: Layout = _BTHD,
     cu_seqlens_q: Lengths | None = None,
     cu_seqlens_k: Lengths | None = None,
     max_seqlen_q: Integer | None = None,
@@ -386,7 +386,7 @@ def explain(
     """
     options = (causal, window, softcap, scale, precision, kernel)
     packed = _packed_words(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if layout != "bthd":
+    if check_word("layout", layout, LAYOUTS) != "bthd":
         if packed:
             raise ValueError(
                 f"layout is {layout!r} and cu_seqlens_q is given; allowed: 'bthd', packed is [total, H, D]"

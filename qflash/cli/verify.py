@@ -15,7 +15,7 @@ from rich.text import Text
 from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, track
 from qflash.cli.usable import usable_kernels
-from qflash.dispatch import VARIANTS, Variant, variants_of
+from qflash.dispatch import VARIANTS, Variant, kernels_of, variants_of
 from qflash.errors import NoKernelError
 
 if TYPE_CHECKING:
@@ -54,8 +54,9 @@ class Tally:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the calls this kernel serves have a backward pass that can be run here."""
-        return self.kernel.device == "cpu" and self.kernel.precision == "native"
+        """Whether the calls this kernel serves have a backward pass on the CPU, where `run_backward` runs it."""
+        rows = kernels_of("attention_backward", "cpu")
+        return self.kernel.device == "cpu" and any(self.kernel.precision in row.precisions for row in rows)
 
     @property
     def worst_text(self) -> str:

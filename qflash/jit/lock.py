@@ -21,6 +21,10 @@ def locked(folder: Path, key: str, timeout: float = -1) -> Iterator[None]:
         lock.acquire()
     except IsADirectoryError:
         raise CacheError(f"{path} is a directory; allowed in its place: a lock file. Remove it") from None
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise CacheError(f"{path} is a symbolic link ({error.strerror}); allowed in its place: a lock file") from None
     try:
         yield
     finally:

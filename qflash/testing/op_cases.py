@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import qflash
+from qflash import dispatch
 
 RNG = np.random.default_rng(8)
 
@@ -40,6 +41,11 @@ class OpCase:
     arrays: dict[str, np.ndarray]
     call: Callable[..., Any]
     mapped: tuple[str, ...]  # arrays to give one more dimension in tests of vmap
+    kv: str = "arrays"  # of attention: what stands in the places of k and v
+
+    def kernels(self, device: str) -> list[str]:
+        """The kernels that serve it on a device."""
+        return [variant.kernel.name for variant in dispatch.variants_of(self.op, device, self.kv)]
 
 
 COS, SIN = qflash.rope_tables(12, 8)
@@ -121,7 +127,7 @@ CASES = {
         ("values", "scale", "mean"),
     ),
     "attention_int8": OpCase(
-        "attention_int8",
+        "attention",
         {"q": halves(2, 9, 4, 24), "k": halves(2, 40, 2, 24), "v": halves(2, 40, 2, 24)},
         lambda q, k, v, **more: qflash.attention(
             qflash.quantize(q, granularity="token"),
@@ -131,9 +137,10 @@ CASES = {
             **more,
         ),
         ("q", "k", "v"),
+        "quantized",
     ),
     "attention_int8 zero points": OpCase(
-        "attention_int8",
+        "attention",
         {"q": halves(2, 9, 4, 24), "kv": halves(2, 40, 2, 24), "lens": np.array([40, 7], np.int32)},
         lambda q, kv, lens, **more: qflash.attention(
             qflash.quantize(q, symmetric=False),
@@ -144,6 +151,7 @@ CASES = {
             **more,
         ),
         ("q", "kv"),
+        "quantized",
     ),
 }
 

@@ -139,15 +139,15 @@ def test_a_length_out_of_range_is_nan_for_its_sequence_only(precision):
 
 def test_explain():
     q, k, v = tensors()
-    for precision, kernel in (("int8", "sm90_int8"), ("int8_fp8", "sm90_int8_fp8")):
+    for precision in PRECISIONS:
         said = qflash.explain(q, k, v, precision=precision)
-        assert said.kernel == kernel and "sm90_fwd is usually faster" in said.notes[0]
+        assert said.kernel == "sm90_int8" and "sm90_fwd is usually faster" in said.notes[0]
         other = qflash.quantize_kv(k, v, precision=precision)
         said = qflash.explain(q, other)
-        assert said.kernel == f"{kernel}_kv" and "sm90_fwd on k and v" in said.notes[0]
-        with pytest.raises(qflash.NoKernelError, match="computes in precision"):
-            wrong = {"int8": "sm90_int8_fp8_kv", "int8_fp8": "sm90_int8_kv"}[precision]
-            qflash.attention(q, other, kernel=wrong)
+        assert said.kernel == "sm90_int8" and "sm90_fwd on k and v" in said.notes[0]
+        assert (said.spec.kv, said.spec.precision) == ("kept", precision)
+        with pytest.raises(qflash.NoKernelError, match="computes in precision native"):
+            qflash.attention(q, other, kernel="sm90_fwd")
     assert dispatch.BY_NAME["sm90_quantize"].op == "quantize_kv"
 
 

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
 
 PAIRS = [
-    pytest.param(case, kernel.name, id=f"{name}-{kernel.name}".replace(" ", "_"))
+    pytest.param(case, kernel, id=f"{name}-{kernel}".replace(" ", "_"))
     for name, case in CASES.items()
-    for kernel in dispatch.kernels_of(case.op, "cuda")
+    for kernel in case.kernels("cuda")
 ]
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 

@@ -16,13 +16,13 @@ from qflash.testing.runner import to_numpy, to_torch
 
 ON = [
     pytest.param(row.name, marks=pytest.mark.gpu if row.device == "cuda" else ())
-    for row in dispatch.kernels_of("attention_int8")
+    for row in dispatch.variants_of("attention", kv="quantized")
 ]
 
 
 def placed(x, kernel: str):
     """An array, or a Quantized of arrays, where the kernel runs."""
-    if dispatch.BY_NAME[kernel].device == "cpu" or x is None:
+    if dispatch.VARIANTS[kernel].device == "cpu" or x is None:
         return x
     if isinstance(x, qflash.Quantized):
         parts = ("values", "scale", "zero_point", "mean", "sums")
@@ -33,7 +33,9 @@ def placed(x, kernel: str):
 def run(case: QuantizedCase, kernel: str) -> tuple[np.ndarray, np.ndarray]:
     q, k, v, kv_lens = (placed(x, kernel) for x in case.inputs())
     words = case.case.options()
-    out, lse = qflash.attention(q, k, v, kv_lens=kv_lens, **words, return_lse=True, kernel=kernel)
+    out, lse = qflash.attention(
+        q, k, v, kv_lens=kv_lens, **words, return_lse=True, kernel=dispatch.VARIANTS[kernel].kernel.name
+    )
     return to_numpy(out), to_numpy(lse)
 
 
@@ -73,6 +75,6 @@ def test_fa_int8_gives_the_bits_of_arrays_quantized_beforehand(words):
     q, k, v, _ = (placed(x, "fa_int8_quantized") for x in QuantizedCase(case, "groups").inputs())
     inputs = case.make_inputs()
     whole = [to_torch(x, "cuda") for x in (inputs.q, inputs.k, inputs.v)]
-    got = qflash.attention(q, k, v, **words, kernel="fa_int8_quantized")
+    got = qflash.attention(q, k, v, **words, kernel="fa_int8")
     want = qflash.attention(*whole, **words, precision="int8", kernel="fa_int8")
     assert to_numpy(got).tobytes() == to_numpy(want).tobytes()

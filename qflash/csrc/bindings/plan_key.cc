@@ -97,7 +97,7 @@ bool add_word(Key& key, PyObject* word) {
   return key.add(reinterpret_cast<PyObject*>(Py_TYPE(word)));
 }
 
-Py_ssize_t room_of(PyObject* word) { return PyTuple_CheckExact(word) ? 2 + 2 * PyTuple_GET_SIZE(word) : 2; }
+Py_ssize_t room_of(PyObject* word) { return PyTuple_Check(word) ? 2 + 2 * PyTuple_GET_SIZE(word) : 2; }
 
 // plan_key(op, arrays, words, classes, torch): a tuple; None where an array is neither None nor of one of `classes`, or
 // has not what arrays have. arrays and words are tuples or lists; torch: whether arrays are tensors, not ndarrays.
@@ -133,7 +133,7 @@ PyObject* plan_key(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   for (Py_ssize_t i = 0; good && plain && i < word_count; ++i) {
     good = add_word(key, said[i]);
-    if (good && PyTuple_CheckExact(said[i]))
+    if (good && PyTuple_Check(said[i]))
       for (Py_ssize_t j = 0; good && j < PyTuple_GET_SIZE(said[i]); ++j)
         good = key.add(reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GET_ITEM(said[i], j))));
   }

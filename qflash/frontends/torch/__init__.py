@@ -48,13 +48,13 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]
 def _run_unknown(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -> Sequence[Tensor]:
     """A call that is no look-up, for the first time or because something in it is not what a kernel reads."""
     converted = with_indices(op, arrays)
-    if converted is not arrays:
-        arrays, key = converted, plan_key(op, converted, words, PLAIN, True)
+    words = [tuple(word) if type(word) is list else word for word in words]  # which a key can hold
+    arrays, key = converted, plan_key(op, converted, words, PLAIN, True)
     if key is None or arrays[0].is_meta:
         return _through_op(op, arrays, words)
     if is_grad_enabled():
         autograd.check(op, arrays)
-    ready = launch.make_ready(op, arrays, words, key)
+    ready = cache.find(key) or launch.make_ready(op, arrays, words, key)
     if ready.wants_gradient and is_grad_enabled():
         return _with_gradient(op, ready, arrays, words)
     return launch.launch(op, ready, arrays)

@@ -12,7 +12,7 @@ from qflash.call.op import Op
 from qflash.frontends.torch import launch
 from qflash.frontends.torch.arrays import arch_of_device
 from qflash.frontends.torch.launch import Ready
-from qflash.frontends.torch.watch import below_autograd, has_dual_level, is_grad_enabled, record
+from qflash.frontends.torch.watch import below_autograd, has_dual_level, is_grad_enabled, is_watched, record
 
 Tensor = torch.Tensor
 
@@ -50,7 +50,8 @@ def check_no_tangents(op: Op, arrays: Sequence[Any]) -> None:
 def _cotangents(results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The first is always there; another one that is None is zero, and costs nothing."""
     first = torch.zeros_like(results[0]) if grads[0] is None else grads[0]
-    return [first, *grads[1:]]
+    # A lazily negated one holds its memory with the wrong sign.
+    return [None if grad is None else grad.resolve_neg() for grad in (first, *grads[1:])]
 
 
 def _in_order(op: Op, gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -88,7 +89,7 @@ class Eager(torch.autograd.Function):
         op, arrays, words, results = _saved(ctx)
         backward_op = op.gradient.op
         inputs = [*_cotangents(results, grads), *arrays, *results]
-        if is_grad_enabled():  # create_graph: the op refuses when the graph is used, not before
+        if is_grad_enabled() or is_watched():  # create_graph: the op refuses when the graph is used, not before
             from qflash.frontends.torch.library import dispatched
 
             gradients = dispatched(backward_op, inputs, words)
