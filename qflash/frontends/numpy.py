@@ -56,8 +56,8 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]
     ready: _Ready | None = cache.find(plan_key(op, arrays, words, _PLAIN, False))
     if ready is None:
         arrays = _as_arrays(op, arrays)
-        words = [tuple(word) if type(word) is list else word for word in words]  # which a key can hold
-        key = plan_key(op, arrays, words, _PLAIN, False)
+        hashable = [tuple(word) if type(word) is list else word for word in words]
+        key = plan_key(op, arrays, hashable, _PLAIN, False)
         ready = cache.find(key) or _make_ready(op, arrays, words, key)
     results = [np.empty(shape, dtype) for shape, dtype in ready.results]
     prepared = ready.prepared

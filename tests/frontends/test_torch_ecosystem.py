@@ -249,6 +249,36 @@ def test_numpy_scalars_in_compiled_code(words, backend):
 
 
 @pytest.mark.parametrize("words", SCALARS.values(), ids=SCALARS)
+def test_numpy_scalars_in_code_that_may_break(words):
+    """Without fullgraph Dynamo gives up at a value it does not know, and must not trace the checks by themselves."""
+    q, k, v = tensors()
+    compiled = torch.compile(lambda words: qflash.attention(q, k, v, **words), backend="aot_eager")
+    same(compiled(words), qflash.attention(q, k, v, **words))
+
+
+def test_calls_that_are_converted_first_are_planned_once(monkeypatch):
+    from qflash.frontends.torch import launch
+
+    made, make = [], launch.make_ready
+    monkeypatch.setattr(launch, "make_ready", lambda *call: made.append(call) or make(*call))
+    q, k, v = tensors(q_len=11)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            qflash.attention(q, k, v)
+    for _ in range(3):
+        qflash.attention(q, k, v, kv_lens=LENS)
+        qflash.attention(q, k, v, kv_lens=torch.tensor(LENS), window=[2, 3])
+    assert len(made) == 3
+
+
+def test_a_counter_sees_the_gradient_of_a_call_it_did_not_see():
+    q, k, v = tensors(grad=True)
+    out = qflash.attention(q, k, v)
+    batch, q_len, heads, dim = q.shape
+    assert flops(lambda: out.sum().backward()) == 5 * 2 * batch * heads * q_len * k.shape[1] * dim
+
+
+@pytest.mark.parametrize("words", SCALARS.values(), ids=SCALARS)
 def test_numpy_scalars_through_the_dispatcher(words):
     q, k, v = tensors()
     parameter = torch.nn.Parameter(q, requires_grad=False)

@@ -32,10 +32,8 @@ def placed(x, kernel: str):
 
 def run(case: QuantizedCase, kernel: str) -> tuple[np.ndarray, np.ndarray]:
     q, k, v, kv_lens = (placed(x, kernel) for x in case.inputs())
-    words = case.case.options()
-    out, lse = qflash.attention(
-        q, k, v, kv_lens=kv_lens, **words, return_lse=True, kernel=dispatch.VARIANTS[kernel].kernel.name
-    )
+    words = case.case.options() | {"kernel": dispatch.VARIANTS[kernel].kernel.name}
+    out, lse = qflash.attention(q, k, v, kv_lens=kv_lens, **words, return_lse=True)
     return to_numpy(out), to_numpy(lse)
 
 

@@ -48,8 +48,8 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]
 def _run_unknown(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -> Sequence[Tensor]:
     """A call that is no look-up, for the first time or because something in it is not what a kernel reads."""
     converted = with_indices(op, arrays)
-    words = [tuple(word) if type(word) is list else word for word in words]  # which a key can hold
-    arrays, key = converted, plan_key(op, converted, words, PLAIN, True)
+    hashable = [tuple(word) if type(word) is list else word for word in words]
+    arrays, key = converted, plan_key(op, converted, hashable, PLAIN, True)
     if key is None or arrays[0].is_meta:
         return _through_op(op, arrays, words)
     if is_grad_enabled():
@@ -83,12 +83,18 @@ def _through_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence
     if is_compiling():
         words = [traced_word(name, TYPES[name], word) for name, word in zip(op.words, words, strict=True)]
     else:
-        plan_of(op, arrays, words)  # the dispatcher would word its refusals differently
-        plan_traced(op, arrays, words)
-        words = [[*map(plain, word)] if isinstance(word, tuple) else plain(word) for word in words]
+        words = _checked_words(op, arrays, words)
     if op.gradient is not None:
         words = op.with_words(words, op.gradient.words)
     return dispatched(op, arrays, words)
+
+
+@torch.compiler.disable  # as make_ready is, and for its reason
+def _checked_words(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Any]:
+    """The words as the dispatcher takes them, which would word its refusals differently."""
+    op.plan(*described(op, arrays), *words)
+    plan_traced(op, arrays, words)
+    return [[*map(plain, word)] if isinstance(word, (tuple, list)) else plain(word) for word in words]
 
 
 def _autocast(op: Op, arrays: Sequence[Any]) -> Sequence[Any]:

@@ -65,6 +65,7 @@ def _picker(places: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Tenso
     return itemgetter(*places)
 
 
+@torch.compiler.disable  # after a graph break Dynamo would trace the checks, and show them NumPy's scalars as arrays
 def make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -> Ready:
     """Check a call and prepare it, for this time and the next. `key`: of plan_key."""
     arrays_described = described(op, arrays)
