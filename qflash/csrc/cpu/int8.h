@@ -1,6 +1,7 @@
 // precision = int8 on the CPU: INT8 QK^T with smoothed keys, softmax in float32, PV in bfloat16 (AMX) or float32.
 //
-// The arithmetic is a contract (docs/numerics.md) that qflash/reference/int8.py repeats bit for bit up to the last sums:
+// The arithmetic is a contract (docs/numerics.md) that qflash/reference/int8.py repeats bit for bit up to the last
+// sums:
 //
 //   1  q and k become float32 and are rotated; each product is rounded, then their sum (no fused multiply-add).
 //   2  mean[d] = mean over a sequence's existing, finite keys of one key head: float32 sums over chunks of
