@@ -36,20 +36,19 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]
     """Launch directly where nobody watches the dispatcher, else through it. Results are in the order of the plan."""
     if is_watched() or is_autocast_anywhere():
         return _run_watched(op, arrays, words)
-    key = plan_key(op, arrays, words, PLAIN, True)
-    ready = cache.find(key)
+    ready = cache.find(plan_key(op, arrays, words, PLAIN, True))
     if ready is None:
-        return _run_unknown(op, arrays, words, key)
+        return _run_unknown(op, arrays, words)
     if ready.wants_gradient and is_grad_enabled():
         return _with_gradient(op, ready, arrays, words)
     return launch.launch(op, ready, arrays)
 
 
-def _run_unknown(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -> Sequence[Tensor]:
+def _run_unknown(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
     """A call that is no look-up, for the first time or because something in it is not what a kernel reads."""
-    converted = with_indices(op, arrays)
+    arrays = with_indices(op, arrays)
     hashable = [tuple(word) if type(word) is list else word for word in words]
-    arrays, key = converted, plan_key(op, converted, hashable, PLAIN, True)
+    key = plan_key(op, arrays, hashable, PLAIN, True)
     if key is None or arrays[0].is_meta:
         return _through_op(op, arrays, words)
     if is_grad_enabled():
@@ -64,7 +63,7 @@ def _run_watched(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequenc
     arrays = _autocast(op, with_indices(op, arrays))
     if is_watched():
         return _through_op(op, arrays, words)
-    return _run_unknown(op, arrays, words, plan_key(op, arrays, words, PLAIN, True))
+    return _run_unknown(op, arrays, words)
 
 
 def _with_gradient(op: Op, ready: launch.Ready, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
