@@ -1,6 +1,6 @@
 # bin/profile_<kernel>: one kernel, one specialisation, no Python; for ncu, cuda-gdb and compute-sanitizer.
 #
-#   make KERNEL=fa NVCC_ARCH=90          any folder of qflash/csrc/kernels that exports an attention entry
+#   make KERNEL=fa NVCC_ARCH=90          any folder of qflash/csrc/kernels/attention
 #   NVCC_ARCH   75, 80, 86, 89, 90 …     (default: the GPU at hand, else 90); PTX goes in too, so a later GPU runs it
 #   HEAD_DIM    32, 64, 96, 128, 192, 256  largest head_dim it serves (default 128)
 #   DTYPE       float32, float16, bfloat16 (default float16)
@@ -18,7 +18,7 @@ CSRC := qflash/csrc
 OBJECTS := build/standalone
 DTYPE_INDEX := $(if $(filter float32,$(DTYPE)),0,$(if $(filter float16,$(DTYPE)),1,$(if $(filter bfloat16,$(DTYPE)),2)))
 
-ATTENTION := $(patsubst $(CSRC)/kernels/%/launch.cu,%,$(shell grep -l QfAttnParams $(CSRC)/kernels/*/launch.cu))
+ATTENTION := $(patsubst $(CSRC)/kernels/attention/%/launch.cu,%,$(wildcard $(CSRC)/kernels/attention/*/launch.cu))
 
 SIXTEEN_BITS := fa_tc fa_mma fa_int8 sm90_fwd sm90_int8
 
@@ -71,7 +71,7 @@ HEADERS := $(wildcard $(foreach depth,*/* */*/*,$(addprefix $(CSRC)/$(depth),.h 
 
 standalone: bin/profile_$(KERNEL) ## with KERNEL=<name> NVCC_ARCH=<XX>: bin/profile_<name> for ncu and the debugger
 
-bin/profile_$(KERNEL): $(CSRC)/kernels/$(KERNEL)/launch.cu $(CSRC)/standalone/main.cu $(ENGINE) $(HEADERS) \
+bin/profile_$(KERNEL): $(CSRC)/kernels/attention/$(KERNEL)/launch.cu $(CSRC)/standalone/main.cu $(ENGINE) $(HEADERS) \
     $(OBJECTS)/$(KERNEL).command
 	@mkdir -p bin
 	$(NVCC_COMMAND) -o $@ $(filter %.cu %.o,$^) -lpthread $(NVCC_FLAGS)

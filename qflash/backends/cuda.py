@@ -43,7 +43,7 @@ def unit(kernel: Kernel, spec: Spec) -> Unit:
         words.append(f"{spec.kv} k and v")
     return Unit(
         kernel.name,
-        _CSRC / "kernels" / kernel.name / "launch.cu",
+        _CSRC / "kernels" / kernel.op / kernel.name / "launch.cu",
         (_CSRC, _CSRC / "include"),
         tuple(defines),
         target(spec.arch),

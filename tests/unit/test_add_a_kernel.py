@@ -225,8 +225,8 @@ def folder(fake, fake_nvcc, monkeypatch, tmp_path) -> Path:
     """csrc with one kernel in it, toy, and the library's own header."""
     fake_nvcc.write_text(textwrap.dedent(NVCC).format(python=sys.executable))
     csrc = tmp_path / "csrc"
-    (csrc / "kernels" / "toy").mkdir(parents=True)
-    (csrc / "kernels" / "toy" / "launch.cu").write_text(textwrap.dedent(LAUNCH))
+    (csrc / "kernels" / "attention" / "toy").mkdir(parents=True)
+    (csrc / "kernels" / "attention" / "toy" / "launch.cu").write_text(textwrap.dedent(LAUNCH))
     (csrc / "include").symlink_to(cuda._CSRC / "include")
     monkeypatch.setattr(cuda, "_CSRC", csrc)
     return csrc
@@ -262,7 +262,7 @@ def test_a_folder_and_a_row_are_compiled_loaded_and_called(add, folder):
 def test_a_folder_and_a_row_are_built_ahead(add, folder):
     add(TOY_CUDA)
     units = cuda.specialisations([75, 90], ["toy"])
-    assert {unit.source for unit in units} == {folder / "kernels" / "toy" / "launch.cu"}
+    assert {unit.source for unit in units} == {folder / "kernels" / "attention" / "toy" / "launch.cu"}
     assert {unit.target for unit in units} == {"90a"}
     assert len(units) == 2 * 2 * 2  # dtypes, head dims, precisions
     assert [unit for unit in cuda.specialisations([90]) if unit.name == "toy"] == units
@@ -291,7 +291,8 @@ def defines_of(row: Kernel, spec: Spec) -> dict[str, str]:
 
 
 def test_every_folder_has_a_row():
-    assert {path.name for path in (cuda._CSRC / "kernels").iterdir()} == {row.name for row in CUDA_ROWS}
+    folders = (cuda._CSRC / "kernels").glob("*/*")
+    assert {(path.parent.name, path.name) for path in folders} == {(row.op, row.name) for row in CUDA_ROWS}
 
 
 @pytest.mark.parametrize("row", CUDA_ROWS, ids=lambda row: row.name)
@@ -300,7 +301,7 @@ def test_units_are_what_the_columns_say(row):
     assert specs
     for spec in specs:
         unit = cuda.unit(row, spec)
-        assert unit.source == cuda._CSRC / "kernels" / row.name / "launch.cu"
+        assert unit.source == cuda._CSRC / "kernels" / row.op / row.name / "launch.cu"
         assert unit.source.is_file()
         assert dict(unit.defines) == defines_of(row, spec)
         assert set(dict(unit.defines)) <= AXES

@@ -3,7 +3,7 @@
 // of that row or key become NaN where they are seen, and no memory outside the table is read.
 #pragma once
 
-#include "attn/elements.cuh"
+#include "common/elements.cuh"
 #include "qflash.h"
 
 namespace qf {

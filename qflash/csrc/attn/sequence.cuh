@@ -7,7 +7,7 @@
 //   rows of q before cu_seqlens_q[0] or from cu_seqlens_q[batch] on: those rows.
 #pragma once
 
-#include "attn/elements.cuh"
+#include "common/elements.cuh"
 #include "qflash.h"
 
 namespace qf {

@@ -3,8 +3,8 @@
 // can: both ways the loads fly while something else is computed.
 #pragma once
 
-#include "attn/elements.cuh"
 #include "attn/rope.cuh"
+#include "common/elements.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/tid.cuh"
 

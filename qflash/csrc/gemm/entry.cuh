@@ -1,7 +1,7 @@
 // The host side of the GEMM libraries: what they refuse, and the launch of one block per tile.
 #pragma once
 
-#include "attn/entry.cuh"
+#include "common/launch.cuh"
 #include "gemm/schedule.cuh"
 
 namespace qf {
@@ -33,14 +33,12 @@ inline const char* status_text(const char* kernel, int status) {
 
 template <class Kernel>
 inline int launch(Kernel* kernel, const QfInt8MatmulParams& p, int tile_rows, int tile_columns, int threads,
-                  int shared_bytes, std::atomic<uint64_t>& devices_done, void* stream) {
+                  int shared_bytes, void* stream) {
   if (p.m == 0 || p.n == 0) return QF_OK;
   const Grid grid = grid_of(p, tile_rows, tile_columns);
   const int64_t blocks = int64_t(grid.row_tiles) * grid.column_tiles;
-  if (blocks > 0x7fffffff) return QF_UNSUPPORTED;
-  if (const int status = allow_shared_memory(kernel, shared_bytes, devices_done)) return status;
-  kernel<<<unsigned(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(p, grid);
-  return cudaGetLastError();
+  if (blocks > kMostBlocks) return QF_UNSUPPORTED;
+  return qf::launch({blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream)}, kernel, p, grid);
 }
 
 }  // namespace gemm

@@ -2,7 +2,7 @@
 // the 16-bit types. Every engine computes exactly this, so CPU and GPU agree to the bit.
 #pragma once
 
-#include "attn/elements.cuh"
+#include "common/elements.cuh"
 #include "qflash_ops.h"
 
 namespace qf {

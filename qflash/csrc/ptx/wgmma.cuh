@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#include "attn/elements.cuh"
+#include "common/element_types.h"
 
 namespace qf {
 

@@ -10,7 +10,7 @@
 // edges: the team's first threads have one each. Nothing outside the row is touched.
 #pragma once
 
-#include "attn/elements.cuh"
+#include "common/elements.cuh"
 #include "ptx/ldst.cuh"
 #include "ptx/max.cuh"
 #include "ptx/mov.cuh"

@@ -1,7 +1,7 @@
 // The host side of kernels over rows: checks before a launch, and the launch.
 #pragma once
 
-#include "attn/entry.cuh"
+#include "common/launch.cuh"
 #include "qflash_ops.h"
 #include "reduce/row_team.cuh"
 
@@ -19,13 +19,12 @@ inline int check_rows(const Params* p, int dtype) {
 template <class Params>
 inline int launch_rows(void (*kernel)(Params, RowGrid), const Params& p, RowGrid grid, int rows_per_block, int threads,
                        int shared_bytes, void* stream) {
-  constexpr int64_t kMostBlocks = 0x7fffffff;
   for (int64_t done = 0; done < grid.items; done += kMostBlocks) {
     const int64_t left = grid.items - done;
     grid.first = done * rows_per_block;
-    kernel<<<unsigned(left < kMostBlocks ? left : kMostBlocks), threads, shared_bytes,
-             static_cast<cudaStream_t>(stream)>>>(p, grid);
-    if (const cudaError_t error = cudaGetLastError()) return error;
+    const Launch how = {left < kMostBlocks ? left : kMostBlocks, threads, shared_bytes,
+                        static_cast<cudaStream_t>(stream)};
+    if (const int status = launch(how, kernel, p, grid)) return status;
   }
   return QF_OK;
 }

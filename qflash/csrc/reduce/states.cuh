@@ -3,7 +3,7 @@
 // of once with all of them: the tree then has a plain sum or maximum at each step.
 #pragma once
 
-#include "attn/softmax.cuh"
+#include "attn/cuda_core/softmax.cuh"
 #include "ptx/rcp.cuh"
 #include "reduce/warp.cuh"
 

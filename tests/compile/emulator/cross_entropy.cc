@@ -1,6 +1,6 @@
 // `cross_entropy`'s C entry over the emulated kernels. num_threads is the seed of the order that warps and lanes run
 // in.
-#include "kernels/cross_entropy/kernel.cuh"
+#include "kernels/cross_entropy/cross_entropy/kernel.cuh"
 
 extern "C" int qf_cross_entropy(const QfCrossEntropyParams* params, void*) {
   const auto launch = [](auto* kernel, const auto& p, qf::RowGrid grid, int, int threads, int shared_bytes) {

@@ -1,6 +1,6 @@
 // `dequantize`'s C entry over the emulated kernel. num_threads carries the seed of the order that warps and lanes run
 // in.
-#include "kernels/dequantize/kernel.cuh"
+#include "kernels/dequantize/dequantize/kernel.cuh"
 
 extern "C" int qf_dequantize(const QfDequantizeParams* p, void*) {
   qf::DequantizePlan plan;

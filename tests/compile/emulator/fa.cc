@@ -1,5 +1,5 @@
 // `fa`'s C entry over the emulated kernel. num_threads carries the seed of the order that warps and lanes run in.
-#include "kernels/fa/kernel.cuh"
+#include "kernels/attention/fa/kernel.cuh"
 
 extern "C" int qf_fa(const QfAttnParams* p, void*) {
   using namespace qf::fa;

@@ -1,7 +1,7 @@
 // `fa_int8`'s C entry over the emulated kernels. num_threads carries the seed of the order that warps and lanes run in.
 #include "attn/kv.h"
-#include "kernels/fa_int8/instances.h"
-#include "kernels/fa_int8/workspace.h"
+#include "kernels/attention/fa_int8/instances.h"
+#include "kernels/attention/fa_int8/workspace.h"
 
 namespace qf {
 namespace fa_int8 {

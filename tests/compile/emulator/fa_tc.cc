@@ -1,5 +1,5 @@
 // `fa_tc`'s C entry over the emulated kernel. num_threads carries the seed of the order that warps and lanes run in.
-#include "kernels/fa_tc/kernel.cuh"
+#include "kernels/attention/fa_tc/kernel.cuh"
 
 extern "C" int qf_fa_tc(const QfAttnParams* p, void*) {
   using namespace qf::fa_tc;

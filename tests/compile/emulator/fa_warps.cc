@@ -1,5 +1,5 @@
 // `fa_warps`' C entry over the emulated kernel. num_threads carries the seed of the order that warps and lanes run in.
-#include "kernels/fa_warps/kernel.cuh"
+#include "kernels/attention/fa_warps/kernel.cuh"
 
 extern "C" int qf_fa_warps(const QfAttnParams* p, void*) {
   using namespace qf::fa_warps;

@@ -1,7 +1,7 @@
 // `int8_gemm_tc`'s C entry over the emulated kernel. num_threads carries the seed of the order that warps and lanes run
 // in; `reserved`, when not 0, the instance to run in place of the one `choose` picks.
-#include "kernels/int8_gemm_tc/choose.cuh"
-#include "kernels/int8_gemm_tc/kernel.cuh"
+#include "kernels/int8_matmul/int8_gemm_tc/choose.cuh"
+#include "kernels/int8_matmul/int8_gemm_tc/kernel.cuh"
 
 namespace {
 

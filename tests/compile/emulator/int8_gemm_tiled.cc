@@ -1,6 +1,6 @@
 // `int8_gemm_tiled`'s C entry over the emulated kernel. num_threads carries the seed of the order that warps and lanes
 // run in.
-#include "kernels/int8_gemm_tiled/kernel.cuh"
+#include "kernels/int8_matmul/int8_gemm_tiled/kernel.cuh"
 
 namespace {
 

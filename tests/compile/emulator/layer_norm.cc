@@ -1,5 +1,5 @@
 // `layer_norm`'s C entry over the emulated kernels. num_threads is the seed of the order that warps and lanes run in.
-#include "kernels/layer_norm/kernel.cuh"
+#include "kernels/layer_norm/layer_norm/kernel.cuh"
 
 extern "C" int qf_layer_norm(const QfRowsParams* params, void*) {
   const auto launch = [](auto* kernel, const auto& p, qf::RowGrid grid, int, int threads, int shared_bytes) {

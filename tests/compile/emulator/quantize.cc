@@ -1,7 +1,7 @@
 // `quantize`'s C entry over the emulated kernels. num_threads carries the seed of the order that warps and lanes run
 // in.
-#include "attn/quantize_plan.cuh"
-#include "kernels/quantize/config.h"
+#include "kernels/quantize/quantize/config.h"
+#include "kernels/quantize/quantize/plan.cuh"
 
 extern "C" int qf_quantize(const QfQuantizeParams* params, void*) {
   QfQuantizeParams p = *params;

@@ -1,8 +1,8 @@
 // `sm90_fwd`'s C entry over the emulated kernels. num_threads carries the seed of everything that is left to chance.
 #include "hopper_on_host.h"
-#include "kernels/sm90_fwd/kernel.cuh"
+#include "kernels/attention/sm90_fwd/kernel.cuh"
 // Made for those tiles, too.
-#include "attn/sm90/stage.cuh"
+#include "attn/wgmma/stage.cuh"
 
 namespace {
 

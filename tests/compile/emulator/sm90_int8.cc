@@ -1,7 +1,7 @@
 // `sm90_int8`'s C entries over the emulated kernels. num_threads carries the seed of everything that is left to chance.
 // Whoever brings no workspace gets one.
 #include "hopper_on_host.h"
-#include "kernels/sm90_int8/attend.cuh"
+#include "kernels/attention/sm90_int8/attend.cuh"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // The quantization pass over the emulated kernels: `sm90_quantize`'s C entry, and q, k and v in one go as attention
 // runs it. num_threads carries the seed of the order that warps and lanes run in.
-#include "attn/sm90_quantize/plan.cuh"
-#include "kernels/sm90_quantize/config.h"
+#include "kernels/quantize_kv/sm90_quantize/config.h"
+#include "kernels/quantize_kv/sm90_quantize/plan.cuh"
 
 static int run(const qf::QuantizeAll& all, int seed) {
   const auto launch = [&](auto* kernel, int64_t blocks, int threads, int shared_bytes, bool, const auto&... arguments) {

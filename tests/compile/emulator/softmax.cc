@@ -1,5 +1,5 @@
 // `softmax`'s C entry over the emulated kernels. num_threads is the seed of the order that warps and lanes run in.
-#include "kernels/softmax/kernel.cuh"
+#include "kernels/softmax/softmax/kernel.cuh"
 
 extern "C" int qf_softmax(const QfRowsParams* params, void*) {
   const auto launch = [](auto* kernel, const auto& p, qf::RowGrid grid, int, int threads, int shared_bytes) {

@@ -1,5 +1,5 @@
 // `unfused`'s C entry over the emulated kernels. num_threads carries the seed of the order that warps and lanes run in.
-#include "kernels/unfused/kernel.cuh"
+#include "kernels/attention/unfused/kernel.cuh"
 
 extern "C" int qf_unfused(const QfAttnParams* params, void*) {
   using namespace qf::unfused;

@@ -1,9 +1,9 @@
 // Scores in INT8: exact integer dot products, and the way from them to floats.
 #pragma once
 
-#include "attn/elements.cuh"
 #include "attn/mask.cuh"
 #include "attn/mma/softmax.cuh"
+#include "common/elements.cuh"
 #include "qflash_ops.h"
 #include "smem/swizzle.cuh"
 

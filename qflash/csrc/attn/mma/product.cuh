@@ -4,7 +4,7 @@
 // registers.
 #pragma once
 
-#include "attn/elements.cuh"
+#include "common/elements.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "smem/swizzle.cuh"

@@ -2,8 +2,8 @@
 // r-th row is row r % 2 of block r / 2) and shares each row with the three other lanes of its quad.
 #pragma once
 
+#include "attn/cuda_core/softmax.cuh"
 #include "attn/mask.cuh"
-#include "attn/softmax.cuh"
 
 namespace qf {
 

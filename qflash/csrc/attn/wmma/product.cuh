@@ -3,7 +3,7 @@
 // the same layout as the one it multiplies.
 #pragma once
 
-#include "attn/elements.cuh"
+#include "common/elements.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wmma.cuh"
 

@@ -1,0 +1,243 @@
+// Rows from accumulators to global memory, 16 bytes at a time: through the tile of q that is done with, where the next
+// item's q has another; without shared memory otherwise, where the four lanes of a quad, which hold four words each of
+// four neighbouring chunks, swap them so that each has one chunk.
+#pragma once
+
+#include "attn/mma/nonfinite.cuh"
+#include "attn/wgmma/items.cuh"
+#include "attn/wgmma/softmax.cuh"
+#include "ptx/ldst.cuh"
+#include "ptx/rcp.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tid.cuh"
+
+namespace qf {
+namespace sm90 {
+
+// words[i]: this lane's word of chunk i, before; word i of this lane's chunk, after. lane % 4: which word, which chunk.
+__device__ __forceinline__ Word4 swap_in_quad(const uint32_t (&words)[4], int lane) {
+  const bool odd = lane & 1, high = lane & 2;
+  const uint32_t x = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
+  const uint32_t y = __shfl_xor_sync(0xffffffffu, odd ? words[2] : words[3], 1);
+  // Chunks odd and odd + 2, words of this lane and its neighbour.
+  const uint32_t a0 = odd ? x : words[0], a1 = odd ? words[1] : x, b0 = odd ? y : words[2], b1 = odd ? words[3] : y;
+  const uint32_t z0 = __shfl_xor_sync(0xffffffffu, high ? a0 : b0, 2);
+  const uint32_t z1 = __shfl_xor_sync(0xffffffffu, high ? a1 : b1, 2);
+  return high ? Word4{{z0, z1, b0, b1}} : Word4{{a0, a1, z0, z1}};
+}
+
+// aligned: all at once.
+__device__ __forceinline__ void store_chunk(Element* g_to, const Word4& words, bool aligned) {
+  if (aligned) {
+    st_global(g_to, words);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kPerChunk; ++e) g_to[e].bits = uint16_t(words.word[e / 2] >> 16 * (e % 2));
+  }
+}
+
+// A warp's rows, of which `rows` exist.
+__device__ __forceinline__ void store_rows(const float (&O)[1][kOTiles][4], Element* g_first, int64_t stride, int rows,
+                                           int head_dim, bool aligned, int lane) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = lane / 4 + 8 * h;
+    Element* const g_row = g_first + row * stride;
+#pragma unroll
+    for (int j = 0; j < kOTiles; j += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = Tensor::pair(O[0][j + i][2 * h], O[0][j + i][2 * h + 1]);
+      const Word4 chunk = swap_in_quad(words, lane);
+      const int d = (j + lane % 4) * kPerChunk;
+      if (row < rows && d < head_dim) store_chunk(g_row + d, chunk, aligned);
+    }
+  }
+}
+
+// The same through shared memory, where half the instructions do and rows leave in one piece: a warp's rows, panels
+// kPanelBytes apart.
+template <int kPanelBytes>
+struct WarpRows {
+  using Tile = Panels<16, kHeadDim>;
+  static constexpr int kChunks = Tile::kChunks;
+  static constexpr uint32_t kAcross = Tile::kCount * kChunks, kDown = 32 / kAcross;  // lanes
+  static_assert(kChunks == 8 && kDown <= 8, "chunks are permuted by rows % 8");
+  static_assert(kPanelBytes > 0 && 32 % kAcross == 0, "every lane has a chunk");
+
+  char* s_rows;
+  uint32_t lane;
+
+  __device__ __forceinline__ void put(const float (&O)[1][kOTiles][4]) const {
+    const auto to = rows_then_chunks<kChunks>(lane);
+#pragma unroll
+    for (int j = 0; j < kOTiles; j += 2) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = Tensor::pair(O[0][j + i / 2][i % 2 * 2], O[0][j + i / 2][i % 2 * 2 + 1]);
+      stmatrix_x4(s_rows + j / kChunks * kPanelBytes + to.at(0, j % kChunks / 2), words);
+    }
+    __syncwarp();
+  }
+  // The lane's chunk of row `first` + down(), where first is a multiple of kDown.
+  __device__ __forceinline__ uint32_t down() const { return lane / kAcross; }
+  __device__ __forceinline__ uint32_t channel() const { return lane % kAcross * kPerChunk; }
+  __device__ __forceinline__ Word4 chunk(uint32_t first) const {
+    const uint32_t chunk = lane % kAcross, in_row = 16 * (chunk % kChunks ^ down());
+    const char* const s_from = s_rows + chunk / kChunks * kPanelBytes + (down() + first) * Tile::kRowBytes;
+    return *reinterpret_cast<const Word4*>(s_from + (in_row ^ 16 * (first % 8)));
+  }
+  // Those of `rows` that exist. Little code: it lies in the way of what happens more often.
+  __device__ __forceinline__ void store(Element* g_first, int64_t stride, int rows, int head_dim, bool aligned) const {
+#pragma unroll 1
+    for (int first = 0; first < 16; first += kDown) {
+      const int row = first + int(down());
+      const Word4 words = chunk(first);
+      if (row < rows && int(channel()) < head_dim) store_chunk(g_first + row * stride + channel(), words, aligned);
+    }
+  }
+  // All sixteen, where chunks are aligned.
+  __device__ __forceinline__ void store_all(Element* g_first, int64_t stride, int head_dim) const {
+    constexpr int kRun = kDown > 1 ? 16 : 8;  // rows whose chunks fit registers
+    Element* const g_own = g_first + down() * stride + channel();
+    if (int(channel()) >= head_dim) return;
+#pragma unroll
+    for (int run = 0; run < 16; run += kRun) {
+      Word4 words[kRun / kDown];
+#pragma unroll
+      for (int i = 0; i < kRun / kDown; ++i) words[i] = chunk(run + i * kDown);
+#pragma unroll
+      for (int i = 0; i < kRun / kDown; ++i) st_global(g_own + (run + i * kDown) * stride, words[i]);
+    }
+  }
+};
+
+// An average of numbers that float16 holds, which rounding may have put past the largest of them.
+constexpr float kMostHeld = 65504.0f;
+__device__ __forceinline__ float within(float x) {
+  if (QF_DTYPE != QF_F16) return x;
+  return fabsf(x) > kMostHeld && fabsf(x) < infinity() ? copysignf(kMostHeld, x) : x;
+}
+
+// All of them, if one is: which takes a look at each, where there are registers enough.
+constexpr bool kLooksFirst = QF_DTYPE == QF_F16 && kOTiles <= 16;
+__device__ __forceinline__ void hold_within(float (&O)[1][kOTiles][4]) {
+  float most[4] = {};
+#pragma unroll
+  for (int j = 0; j < kOTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) most[e] = fmaxf(most[e], fabsf(O[0][j][e]));
+  const float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+  if (kLooksFirst && !__any_sync(0xffffffffu, largest > kMostHeld)) return;
+#pragma unroll
+  for (int j = 0; j < kOTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) O[0][j][e] = within(O[0][j][e]);
+}
+
+__device__ __forceinline__ float sum_of_quad(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// What was taken off V, channel by channel, and averages of it lack: the lane's channels of each 8. kThere false:
+// nothing was.
+template <bool kThere>
+struct ChannelMean {
+  static constexpr bool kIsThere = kThere;
+  float2 pairs[kThere ? kOTiles : 1];
+
+  __device__ __forceinline__ void load(const float* g_mean, int head_dim, int lane) {
+#pragma unroll
+    for (int j = 0; j < kOTiles && kThere; ++j) {
+      const int d = 8 * j + lane % 4 * 2;
+      pairs[j] = d < head_dim ? *reinterpret_cast<const float2*>(g_mean + d) : make_float2(0.0f, 0.0f);
+    }
+  }
+  __device__ __forceinline__ float2 pair(int j) const { return kThere ? pairs[j] : make_float2(0.0f, 0.0f); }
+};
+
+// Divides a warp's rows by their sums of weights and stores them. warp_row: from the block's first. s_rows: as above;
+// gain: of all outputs; l: this lane's sums of weights as they were multiplied; lift(row): what lse lacks, of a row of
+// the block; v(key, d): V, where some of it is not finite; mean: what all rows that see a key get besides.
+template <int kPanelBytes, class Lift, class V, class Mean = ChannelMean<false>>
+__device__ __forceinline__ void finish(const QfAttnParams& p, const Record& record, float (&O)[1][kOTiles][4],
+                                       const Rows& rows, char* s_rows, int warp_row, int lane, bool aligned, float gain,
+                                       const float (&l)[2], Lift lift, V v, const Mean& mean = {}) {
+  float sum[2], inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sum[r] = sum_of_quad(rows.l[r]);
+    inverse[r] = rcp(&l == &rows.l ? sum[r] : sum_of_quad(l[r])) * gain;
+  }
+  const int own_rows = min(16, record.rows - warp_row);
+  if (unlikely(p.lse || __any_sync(0xffffffffu, !(sum[0] > 0.0f && sum[1] > 0.0f)))) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = lane / 4 + 8 * r;
+      float lse = lse_of(rows.m[r], sum[r]);
+      if (!(sum[r] > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
+        const KeyRange keys = record.mask.visible(record.row0 + warp_row + i);
+        if (keys.begin == keys.end) {
+          inverse[r] = 1.0f, lse = -infinity();
+#pragma unroll
+          for (int j = 0; j < kOTiles; ++j) {  // scores of NaN left NaN; zeros, once the mean is added
+            const float2 added = mean.pair(j);
+            O[0][j][2 * r] = 0.0f - added.x, O[0][j][2 * r + 1] = 0.0f - added.y;
+          }
+        }
+      }
+      if (p.lse && lane % 4 == 0 && i < own_rows)
+        p.lse[record.lse_at + warp_row + i] = lse == -infinity() ? lse : lse + lift(warp_row + i);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kOTiles; ++j) {
+    const float2 added = mean.pair(j);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float x = O[0][j][e], by = inverse[e / 2];
+      O[0][j][e] = Mean::kIsThere ? fmaf(x, by, e % 2 ? added.y : added.x) : x * by;
+    }
+  }
+  hold_within(O);
+  Element* const g_own =
+      static_cast<Element*>(p.out.data) + record.out_at + warp_row * p.out.stride_t;  // the warp's first row
+  if constexpr (kPanelBytes > 0) {
+    const WarpRows<kPanelBytes> through{s_rows, uint32_t(lane)};
+    through.put(O);
+    if (!unlikely(!aligned || own_rows < 16))
+      through.store_all(g_own, p.out.stride_t, p.head_dim);
+    else
+      through.store(g_own, p.out.stride_t, own_rows, p.head_dim, aligned);
+  } else {
+    store_rows(O, g_own, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
+  }
+  if (!unlikely(record.spoiled)) return;
+  __syncwarp();  // other lanes change what this one stored
+  for (int key0 = record.keys.begin; key0 < record.keys.end; key0 += kBlockN)
+    if (!record.whole(key0))
+      add_nonfinite_at([&](int i, int d) -> Element& { return g_own[i * p.out.stride_t + d]; }, record.row0 + warp_row,
+                       own_rows, p.head_dim, key0, kBlockN, record.mask, lane, v);
+}
+
+// All consumers, where they fill rows together.
+struct Consumers {
+  __device__ static __forceinline__ int thread() { return fresh_tid() - kGroupThreads; }
+  __device__ static __forceinline__ int threads() { return kConsumers * kGroupThreads; }
+};
+
+// Rows of an item that sees no key at all: zeros, and lse of -inf.
+__device__ inline void store_empty_rows(const QfAttnParams& p, const Record& record) {
+  const int rows = min(kBlockM, record.seq.len_q - record.row0);
+  for (int i = Consumers::thread(); i < rows; i += Consumers::threads()) {
+    const int64_t row = record.seq.q0 + record.row0 + i;
+    Element* const g_row = static_cast<Element*>(p.out.data) + record.b * p.out.stride_b + record.h * p.out.stride_h +
+                           row * p.out.stride_t;
+    for (int d = 0; d < p.head_dim; ++d) g_row[d].bits = 0;
+    if (p.lse) p.lse[record.b * p.lse_stride_b + record.h * p.lse_stride_h + row] = -infinity();
+  }
+}
+
+}  // namespace sm90
+}  // namespace qf

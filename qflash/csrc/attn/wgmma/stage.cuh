@@ -1,0 +1,196 @@
+// A pass before the attention for what the copy engine cannot do: q and k rotated, tensors whose strides it cannot
+// walk. Each gets a copy in the workspace, [batch][rows][heads][head_dim].
+//
+// The kernel's own config.h comes before this header: it says what elements are.
+#pragma once
+
+#include "attn/rope.cuh"
+#include "attn/sequence.cuh"
+#include "hopper/tensor_map.h"
+#include "quant/tokens.cuh"
+
+namespace qf {
+namespace sm90 {
+
+enum Which { kQ, kK, kV };
+
+// How one tensor gets to the copy engine.
+struct Staged {
+  QfTensor from;
+  int64_t rows;
+  int heads, batch;
+  bool rotated, copied;
+  int64_t offset;  // of the copy in the memory for copies
+  bool vector;     // from is read 16 bytes at a time
+
+  // As the copy lies.
+  QfTensor copy(char* memory, int head_dim) const {
+    return {memory + offset, rows * heads * head_dim, int64_t(heads) * head_dim, head_dim};
+  }
+};
+
+// Host side: what becomes of q, k and v. Asked first without addresses, for the size of the workspace: of rope and
+// packed rows it looks at the sizes alone. Where an address then makes more copies necessary than planned, the launch
+// must find the memory itself. first: kV where q and k get to the copy engine by themselves.
+struct Stage {
+  Staged tensors[3] = {};
+  int64_t bytes = 0;
+
+  Stage(const QfAttnParams& p, bool addressed, Which first = kQ) {
+    const bool packed = p.cu_seqlens_q || p.total_q > 0 || p.total_k > 0;
+    const QfTensor all[3] = {p.q, p.kv.k, p.kv.v};
+    for (int which = first; which <= kV; ++which) {
+      Staged& x = tensors[which];
+      x.from = all[which];
+      x.heads = which == kQ ? p.q_heads : p.kv_heads;
+      x.batch = packed ? 1 : p.batch;
+      x.rows = packed ? (which == kQ ? p.total_q : p.total_k) : which == kQ ? p.q_len : p.k_len;
+      x.rotated = p.rope.rotary_dim > 0 && which != kV;
+      const bool odd = addressed && reinterpret_cast<uintptr_t>(x.from.data) % 16 != 0;
+      x.copied = x.rotated || odd || !strides_map(x.from, x.rows, x.heads, x.batch);
+      x.vector = chunks_aligned(x.from, p.head_dim, 2);
+      x.offset = bytes;
+      if (x.copied) bytes += (2 * x.batch * x.rows * x.heads * p.head_dim + 255) / 256 * 256;
+    }
+  }
+  // The map of one of them; memory: where copies are. Returns a cudaError_t.
+  template <class Tile>
+  int map(CUtensorMap& map, Which which, char* memory, int head_dim, int box_rows) const {
+    const Staged& x = tensors[which];
+    if (x.rows == 0) return cudaSuccess;  // never read
+    const QfTensor tensor = x.copied ? x.copy(memory, head_dim) : x.from;
+    return encode_tensor_map<Tile>(map, tensor, head_dim, x.rows, x.heads, x.batch, box_rows);
+  }
+  // For one tensor: no more than can run at once, and no more than there are tokens.
+  int64_t blocks(int processors) const {
+    int64_t tokens = 1;
+    for (const Staged& x : tensors)
+      if (x.copied && x.rows * x.batch > tokens) tokens = x.rows * x.batch;
+    return tokens < processors * 8 ? tokens : processors * 8;
+  }
+};
+
+// Which sequence owns a packed row.
+__device__ __forceinline__ int sequence_with(const int32_t* cu_seqlens, int batch, int64_t row) {
+  int low = 0, high = batch;  // cu_seqlens[low] <= row < cu_seqlens[high], if any such there are
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (cu_seqlens[middle] <= row)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+__device__ __forceinline__ int position_of(const QfAttnParams& p, Which which, int b, int64_t row) {
+  if (p.cu_seqlens_q) b = sequence_with(which == kQ ? p.cu_seqlens_q : p.cu_seqlens_k, p.batch, row);
+  const Sequence seq = sequence_of(p, b, false);
+  if (which == kQ) return position_q(p.rope, b, seq.q0, int(row - seq.q0), seq.len_q, seq.len_k);
+  return position_k(p.rope, b, seq.k0, int(row - seq.k0));
+}
+
+// A token's first head, where it is read and where its copy goes.
+struct Token {
+  const Element* g_from;
+  Element* g_to;
+};
+__device__ __forceinline__ Token token_of(const Staged& x, char* copies, int head_dim, int b, int64_t row) {
+  return {static_cast<const Element*>(x.from.data) + b * x.from.stride_b + row * x.from.stride_t,
+          reinterpret_cast<Element*>(copies + x.offset) + (b * x.rows + row) * x.heads * head_dim};
+}
+
+// May rotate_token() be used?
+__device__ __forceinline__ bool rotates_by_chunks(const Staged& x, const QfRope& rope, bool tables_vectorise) {
+  return x.rotated && x.vector && tables_vectorise && !rope.interleaved && rope.rotary_dim % (2 * kPerChunk) == 0;
+}
+
+// All heads of one token, by a warp. A lane takes the same eight channels, and their partners half a rotation further,
+// of one head after another: it reads the tables once.
+__device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x, const Token& token, int head_dim,
+                                             int position, int lane) {
+  const int half = rope.rotary_dim / 2, pairs = half / kPerChunk, at_once = 32 / pairs;
+  const int d = lane % pairs * kPerChunk, first_head = lane / pairs;
+  const RopeTurn turn = rope_turn(rope, position);
+  float c[kPerChunk], s[kPerChunk];
+#pragma unroll
+  for (int e = 0; e < kPerChunk; ++e) c[e] = s[e] = nan();
+  if (turn.row >= 0) {
+    const int64_t at = int64_t(turn.row) * half + d;
+#pragma unroll
+    for (int e = 0; e < kPerChunk; e += 4) {
+      const float4 cosine = *reinterpret_cast<const float4*>(rope.cos + at + e);
+      const float4 sine = *reinterpret_cast<const float4*>(rope.sin + at + e);
+      c[e] = cosine.x, c[e + 1] = cosine.y, c[e + 2] = cosine.z, c[e + 3] = cosine.w;
+      s[e] = turn.sign * sine.x, s[e + 1] = turn.sign * sine.y;
+      s[e + 2] = turn.sign * sine.z, s[e + 3] = turn.sign * sine.w;
+    }
+  }
+  const auto turn_word = [&](uint32_t& a, uint32_t& b, int e) {
+    const float x0 = Tensor::low(a), x1 = Tensor::high(a), y0 = Tensor::low(b), y1 = Tensor::high(b);
+    a = Tensor::pair(fmaf(y0, -s[e], x0 * c[e]), fmaf(y1, -s[e + 1], x1 * c[e + 1]));
+    b = Tensor::pair(fmaf(x0, s[e], y0 * c[e]), fmaf(x1, s[e + 1], y1 * c[e + 1]));
+  };
+  if (first_head < at_once) {
+#pragma unroll 4
+    for (int h = first_head; h < x.heads; h += at_once) {
+      const Element* const g_from = token.g_from + h * x.from.stride_h + d;
+      Element* const g_to = token.g_to + h * head_dim + d;
+      uint4 a = *reinterpret_cast<const uint4*>(g_from), b = *reinterpret_cast<const uint4*>(g_from + half);
+      turn_word(a.x, b.x, 0), turn_word(a.y, b.y, 2), turn_word(a.z, b.z, 4), turn_word(a.w, b.w, 6);
+      *reinterpret_cast<uint4*>(g_to) = a;
+      *reinterpret_cast<uint4*>(g_to + half) = b;
+    }
+  }
+  const int rest = (head_dim - rope.rotary_dim) / kPerChunk;  // chunks of a head that do not turn
+  for (int i = lane; i < x.heads * rest; i += 32) {
+    const int h = i / rest, channel = rope.rotary_dim + (i - h * rest) * kPerChunk;
+    *reinterpret_cast<uint4*>(token.g_to + h * head_dim + channel) =
+        *reinterpret_cast<const uint4*>(token.g_from + h * x.from.stride_h + channel);
+  }
+}
+
+}  // namespace sm90
+}  // namespace qf
+
+// As many blocks for each of q, k and v, in turn. A warp takes all heads of a token, or a block does.
+__global__ void __launch_bounds__(256)
+    qf_sm90_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90::Stage stage,
+                         char* const copies, const bool tables_vectorise) {
+  using namespace qf;
+  using namespace qf::sm90;
+  const Which which = Which(blockIdx.x % 3);
+  const int64_t block = blockIdx.x / 3, blocks = gridDim.x / 3;
+  const Staged& x = stage.tensors[which];
+  if (!x.copied) return;
+  if (packed_rows_fall(p)) return;  // all rows will be NaN
+  const int64_t tokens = x.rows * x.batch;
+  const auto each = [&](int64_t first, int64_t step, auto take) {
+    for (int64_t item = first; item < tokens; item += step) {
+      const int b = int(item / x.rows);
+      const int64_t row = item - b * x.rows;
+      take(b, row, x.rotated ? position_of(p, which, b, row) : 0);
+    }
+  };
+  if (rotates_by_chunks(x, p.rope, tables_vectorise)) {
+    const int warps = blockDim.x / 32;
+    each(block * warps + threadIdx.x / 32, blocks * warps, [&](int b, int64_t row, int position) {
+      rotate_token(p.rope, x, token_of(x, copies, p.head_dim, b, row), p.head_dim, position, threadIdx.x % 32);
+    });
+    return;
+  }
+  const int chunks = p.head_dim / kPerChunk;
+  each(block, blocks, [&](int b, int64_t row, int position) {
+    const Token token = token_of(x, copies, p.head_dim, b, row);
+    for (int i = threadIdx.x; i < x.heads * chunks; i += blockDim.x) {
+      const int h = i / chunks, d = (i - h * chunks) * kPerChunk;
+      const Element* const g_row = token.g_from + h * x.from.stride_h;
+      const auto part = [&](int channel) {
+        const float4 value = to_float4(load4(g_row, channel, p.head_dim, x.vector), g_row);
+        return x.rotated ? rope4(p.rope, g_row, channel, p.head_dim, position, value, x.vector && tables_vectorise)
+                         : value;
+      };
+      *reinterpret_cast<uint4*>(token.g_to + h * p.head_dim + d) = chunk_of<Element>(part(d), part(d + 4));
+    }
+  });
+}

@@ -1,0 +1,92 @@
+// The one way to launch a kernel, and what a launch asks of the device. Never throws, never synchronises.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+#include "common/limits.h"
+#include "common/refusals.h"
+
+namespace qf {
+
+// Allows `kernel` more than 48 KB of dynamic shared memory, once for each device.
+inline int allow_shared_memory(const void* kernel, int bytes) {
+  struct Allowed {
+    std::atomic<const void*> kernel;
+    std::atomic<uint64_t> devices;  // a bit each
+  };
+  constexpr int kKernels = 32;  // that this library remembers; it asks for others again each time
+  static Allowed all[kKernels];
+  if (bytes <= 48 * 1024) return QF_OK;
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
+  Allowed* own = nullptr;
+  for (Allowed& one : all) {
+    const void* known = nullptr;  // compare_exchange puts there who has the place
+    if (one.kernel.compare_exchange_strong(known, kernel) || known == kernel) {
+      own = &one;
+      break;
+    }
+  }
+  if (own && own->devices.load(std::memory_order_relaxed) & bit) return QF_OK;
+  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {
+    cudaGetLastError();  // takes it off the thread's record
+    return error;
+  }
+  if (own) own->devices.fetch_or(bit, std::memory_order_relaxed);
+  return QF_OK;
+}
+
+// How a kernel is launched.
+struct Launch {
+  int64_t blocks;  // 1 .. kMostBlocks
+  int threads;
+  int shared_bytes;  // dynamic
+  cudaStream_t stream;
+  bool overlaps = false;  // the kernel itself waits for the one before it on the stream (ptx/griddepcontrol.cuh)
+};
+
+template <class... Parameters, class... Arguments>
+int launch(const Launch& how, void (*kernel)(Parameters...), const Arguments&... arguments) {
+  if (const int status = allow_shared_memory(reinterpret_cast<const void*>(kernel), how.shared_bytes)) return status;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(how.blocks));
+  config.blockDim = dim3(unsigned(how.threads));
+  config.dynamicSmemBytes = size_t(how.shared_bytes);
+  config.stream = how.stream;
+  config.attrs = &overlap;
+  config.numAttrs = how.overlaps ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  if (error != cudaSuccess) cudaGetLastError();  // takes it off the thread's record
+  return error;
+}
+
+// Multiprocessors of the current device, asked for once.
+inline int multiprocessors(int& count) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  count = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count > 0) return QF_OK;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device)) return error;
+  if (device < kDevices) known[device].store(count, std::memory_order_relaxed);
+  return QF_OK;
+}
+
+// Memory for one launch, in the order of its stream.
+struct Borrowed {
+  cudaStream_t on;
+  void* memory = nullptr;
+  cudaError_t take(int64_t bytes) { return cudaMallocAsync(&memory, size_t(bytes), on); }
+  ~Borrowed() {
+    if (memory) cudaFreeAsync(memory, on);
+  }
+};
+
+}  // namespace qf

@@ -1,0 +1,44 @@
+// What a kernel library says when it does not serve a call: statuses and the texts behind them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+
+#include "qflash.h"
+
+#define QF_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace qf {
+
+inline const char* status_text(const char* kernel, int status) {
+  static thread_local char text[256];
+  switch (status) {
+    case QF_OK:
+      return "success";
+    case QF_UNSUPPORTED:
+      snprintf(
+          text, sizeof text,
+          "kernel '%s' was built for another dtype, precision, kind of k and v or head_dim, or a length or the work "
+          "is past what 32 bits count",
+          kernel);
+      return text;
+    case QF_NO_MEMORY:
+      snprintf(text, sizeof text, "kernel '%s' was given no workspace or one that is too small", kernel);
+      return text;
+    case QF_BAD_ABI:
+      snprintf(text, sizeof text,
+               "kernel '%s' was built from another qflash.h than its caller; clear the compile cache", kernel);
+      return text;
+  }
+  if (status > 0 && status < QF_BAD_VALUE) {
+    const cudaError_t error = static_cast<cudaError_t>(status);
+    snprintf(text, sizeof text, "CUDA error %d (%s) launching kernel '%s': %s", status, cudaGetErrorName(error), kernel,
+             cudaGetErrorString(error));
+  } else {
+    snprintf(text, sizeof text, "kernel '%s' returned unknown status %d", kernel, status);
+  }
+  return text;
+}
+
+}  // namespace qf

@@ -1,0 +1,180 @@
+// fa_warps: FlashAttention on CUDA cores with warps that rarely meet. Products, softmax and sums in float32 for
+// float32, float16 and bfloat16 arrays.
+//
+// One block computes kBlockM rows of one head, walking over the keys in tiles of kBlockN; a warp has its rows to
+// itself:
+//
+//                K tile, whole (shared, arrays' type)        V tile, whole (shared, arrays' type)
+//                       | read by every warp                        | read by every warp
+//     warp 0 rows   S = Q Kt -> softmax by shuffles -> P (its own) -> O += P V     no barrier from left to right
+//     warp 1 rows   S = Q Kt -> softmax by shuffles -> P (its own) -> O += P V     but the two hand-overs below
+//     ...
+//
+// Roles: every warp does everything for its rows. Lane (y, x) owns 8 rows and kBlockN/kLanesX scores, kHeadDim/kLanesX
+//   outputs of each (smem/lanes.cuh). Registers of a lane at head_dim 128: 64 outputs, 32 scores, 36 of operands, 16 of
+//   maxima and sums; nothing is staged in registers on its way to shared memory.
+//
+// Shared memory (head_dim 128, float32, Hopper: 128 rows, 64 keys, 8 warps, one block a multiprocessor), in floats:
+//   s_q      [kBlockM][kHeadDim + 4]        scaled, rotated q       128 x 132 = 16896
+//   s_p      [kBlockM][kBlockN + kLanesX]   weights                 128 x  80 = 10240   a warp reads only what it wrote
+//   s_fold   [kBlockM]                      maxima at the last fold             128
+//   s_state  256 bytes                                                           64
+//   s_k      [kBlockN][kHeadDim] + 16 bytes a row                    64 x 132 =  8448   in the arrays' type
+//   s_v      [kBlockN][kHeadDim]                                     64 x 128 =  8192   in the arrays' type
+// Together 175 872 bytes. The bank argument is that of smem/lanes.cuh; 16-bit K rows, read 8 bytes at a time, start
+//   (kHeadDim + 8) / 2 words apart, 4 or 20 mod 32: eight of them hit eight different pairs of banks.
+//
+// Pipeline: K and V have a buffer each, and one fills while the other is read. V of a tile is copied (cp.async) behind
+//   Q Kt and the softmax, K of the next behind P V. Two barriers a tile, whatever head_dim is: at each a tile passes
+//   from the copying threads to the reading warps, and the other buffer back. Rotated K goes through registers, after
+//   the barrier and before P V, and so does everything on Turing, which has no cp.async.
+//
+// Masks, NaN in masked rows of V, folding of float32 sums: as in `fa`.
+//
+// Bound: the FMA units, as in `fa`. See docs/kernels/fa_warps.md.
+#pragma once
+
+#include "attn/cuda_core/fold.cuh"
+#include "attn/cuda_core/product.cuh"
+#include "attn/cuda_core/softmax.cuh"
+#include "attn/mask.cuh"
+#include "attn/mma/state.cuh"
+#include "attn/schedule.cuh"
+#include "attn/sequence.cuh"
+#include "attn/tile_load.cuh"
+#include "kernels/attention/fa_warps/config.h"
+#include "reduce/lanes.cuh"
+
+namespace qf {
+namespace fa_warps {
+
+using QWalk = TileWalk<kBlockM, kHeadDim, kThreads>;
+using KvWalk = TileWalk<kBlockN, kHeadDim, kThreads>;
+using LaneMask = TileMask<kLanesY>;
+using State = BlockState<kWarps, kWarpRows>;
+static_assert(sizeof(State) <= kStateBytes, "the state does not fit its place");
+
+// Where a thread stands in the tile: its column x, its first row of the block (the others are kLanesY apart).
+struct Place {
+  int x, row;
+  __device__ __forceinline__ explicit Place(int thread)
+      : x(Lanes<kLanesX>::x(thread % 32)), row(thread / 32 * kWarpRows + Lanes<kLanesX>::y(thread % 32)) {}
+};
+
+// Close the open copies of this thread, and wait for them: nothing to do where there are none.
+__device__ __forceinline__ void commit_copies() {
+  if constexpr (kAsync) cp_async_commit();
+}
+__device__ __forceinline__ void wait_for_copies() {
+  if constexpr (kAsync) cp_async_wait<0>();
+}
+
+}  // namespace fa_warps
+}  // namespace qf
+
+__global__ void __launch_bounds__(qf::fa_warps::kThreads, qf::fa_warps::kMinBlocks)
+    qf_fa_warps_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::Grid grid) {
+  using namespace qf;
+  using namespace qf::fa_warps;
+  extern __shared__ float4 s_memory[];
+  float* const s_q = reinterpret_cast<float*>(s_memory);
+  float* const s_p = s_q + kQFloats;
+  float* const s_fold = s_p + kPFloats;  // maxima of the rows when they were last folded
+  State& s_state = *reinterpret_cast<State*>(s_fold + kBlockM);
+  Element* const s_k = reinterpret_cast<Element*>(s_fold + kBlockM + kStateBytes / 4);
+  Element* const s_v = s_k + kKElements;
+
+  {
+    const Work work(p, grid);
+    const Sequence seq = read_sequence(p, work.b);
+    fill_unserved_rows<Element>(p, seq, work.b, work.h, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
+    if (!seq.good || work.row_tile * kBlockM >= seq.len_q) return;
+    const int kv_head = work.h / (p.q_heads / p.kv_heads);
+    const HeadRows<Element> k(p.kv.k, work.b, seq.k0, kv_head, 0, 0, false),
+        v(p.kv.v, work.b, seq.k0, kv_head, 0, 0, false);
+    s_state.fill(p, work, seq, k.g_head, v.g_head);
+  }
+  __syncthreads();  // the state is in place
+  const Sequence& seq = s_state.seq;
+  const Place place(threadIdx.x);
+  const int x = place.x;
+
+  float O[kRows][4 * kOutVecs] = {};
+  float m[kRows], l[kRows];  // of the rows; l: this lane's share
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) m[r] = -infinity(), l[r] = 0.0f;
+
+  const auto rows_of = [&](const QfTensor& tensor, const void* g_head, bool vector) {  // of K or V
+    return HeadRows<Element>(static_cast<const Element*>(g_head), tensor.stride_t, seq.len_k, p.head_dim, vector);
+  };
+  const auto load_k = [&](int key0) {
+    const HeadRows<Element> k = rows_of(p.kv.k, s_state.k, grid.vector.k);
+    if (p.rope.cos)
+      load_scaled<KvWalk, kKStride>(s_k, k, key0, 0, 1.0f, p.rope, grid.vector.rope,
+                                    [&](int j) { return position_k(p.rope, s_state.b, seq.k0, j); });
+    else
+      copy_tile<KvWalk, kKStride, kAsync>(s_k, k, key0);
+    commit_copies();
+  };
+  const auto load_v = [&](int key0) {
+    copy_tile<KvWalk, kVStride, kAsync>(s_v, rows_of(p.kv.v, s_state.v, grid.vector.v), key0);
+    commit_copies();
+  };
+
+  int key0 = s_state.block_keys.begin / kBlockN * kBlockN;
+  if (key0 < s_state.block_keys.end) {
+    load_k(key0);
+    const HeadRows<Element> q(p.q, s_state.b, seq.q0, s_state.h, seq.len_q, p.head_dim, grid.vector.q);
+    load_scaled<QWalk, kQStride>(s_q, q, s_state.block_row, 0, query_scale(p.scale, p.softcap), p.rope,
+                                 grid.vector.rope,
+                                 [&](int i) { return position_q(p.rope, s_state.b, seq.q0, i, seq.len_q, seq.len_k); });
+  }
+
+  float* const s_q_rows = s_q + place.row * kQStride;
+  float* const s_p_rows = s_p + place.row * kPStride;
+  bool folded = false;
+  for (bool last = false; !last;) {
+    const int fold_end = kFolds ? min(s_state.block_keys.end, key0 + kFoldKeys) : s_state.block_keys.end;
+#pragma unroll 1
+    for (; key0 < fold_end; key0 += kBlockN) {
+      const bool works = !s_state.idle(key0, kBlockN), masked = !s_state.whole_for_warp(key0, kBlockN);
+
+      wait_for_copies();
+      __syncthreads();  // K has changed hands: loaders to readers. And V back: nobody reads the last tile any more
+      load_v(key0);
+      if (works) {
+        float S[kRows][kScoreCols] = {};
+        float rescale[kRows];
+        qk_product<kLanesX, kScoreCols, kHeadDim, kQStride, kKStride, kQkUnroll>(S, s_q_rows, s_k + x * kKStride);
+        if (p.softcap != 0.0f) apply_softcap(S, p.softcap);
+        if (masked) mask_scores<kLanesX>(S, LaneMask(s_state.mask, s_state.block_row + place.row, key0 + x));
+        online_softmax<kLanesX, 1, 1>(S, m, l, true, rescale);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+#pragma unroll
+          for (int c = 0; c < 4 * kOutVecs; ++c) O[r][c] *= rescale[r];
+        store_weights<kLanesX, kPStride>(s_p_rows + x, S);
+        __syncwarp();  // the weights are read by other lanes of this warp
+      }
+
+      wait_for_copies();
+      // V has changed hands, and K back.
+      const bool v_finite = !__syncthreads_or(!own_copies_finite<KvWalk, kVStride>(s_v));
+      if (key0 + kBlockN < s_state.block_keys.end) load_k(key0 + kBlockN);
+      if (works) {
+        if (masked && !v_finite)
+          pv_product<kLanesX, kOutVecs, kBlockN, kPStride, kVStride>(
+              O, s_p_rows, s_v + 4 * x, LaneMask(s_state.mask, s_state.block_row + place.row, key0));
+        else
+          pv_product<kLanesX, kOutVecs, kBlockN, kPStride, kVStride>(O, s_p_rows, s_v + 4 * x, AllVisible{});
+      }
+    }
+
+    last = key0 >= s_state.block_keys.end;
+    const Place here(fresh_tid());
+    const OutRows<Element> out(p, s_state.b, seq.q0, s_state.h, grid.vector.out);
+    fold_rows<kLanesX, kOutVecs, 1, 1, kFolds>(O, m, s_fold + here.row, l, out, s_state.mask, here.x,
+                                               s_state.block_row + here.row, folded, last);
+    folded = true;
+  }
+}

@@ -1,0 +1,35 @@
+// Which instance of the kernel serves a problem. Host side.
+#pragma once
+
+#include <type_traits>
+
+#include "gemm/schedule.cuh"
+#include "kernels/int8_matmul/int8_gemm_tc/load.cuh"
+
+namespace qf {
+namespace int8_gemm_tc {
+
+template <class Shape_, template <int, int> class A, template <int, int> class B>
+struct Instance {
+  using Shape = Shape_;
+  using LoadA = A<Shape::kBlockM, Shape::kThreads>;
+  using LoadB = B<Shape::kBlockN, Shape::kThreads>;
+};
+
+// Calls run(Instance{}) with the instance that serves `p`.
+template <class Run>
+int choose(const QfInt8MatmulParams& p, Run run) {
+  const bool along_k = gemm::k_contiguous(p);
+  if constexpr (kAsync) {
+    using Large = std::conditional_t<kHasWide, Wide, Square>;
+    const gemm::Grid grid = gemm::grid_of(p, Large::kBlockM, Large::kBlockN);
+    const bool large = !kHasWide || int64_t(grid.row_tiles) * grid.column_tiles >= kMultiprocessors * Large::kBlocks;
+    if (along_k && grid.a.vector && grid.b.vector)
+      return large ? run(Instance<Large, AsyncRows, AsyncRows>{}) : run(Instance<Square, AsyncRows, AsyncRows>{});
+    if (!along_k && grid.a.vector && large) return run(Instance<Large, AsyncRows, StagedColumns>{});
+  }
+  return along_k ? run(Instance<Square, StagedRows, StagedRows>{}) : run(Instance<Square, StagedRows, StagedColumns>{});
+}
+
+}  // namespace int8_gemm_tc
+}  // namespace qf

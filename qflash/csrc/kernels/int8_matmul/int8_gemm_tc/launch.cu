@@ -1,0 +1,24 @@
+// C entry of `int8_gemm_tc`.
+#include "gemm/entry.cuh"
+#include "kernels/int8_matmul/int8_gemm_tc/choose.cuh"
+#include "kernels/int8_matmul/int8_gemm_tc/kernel.cuh"
+
+namespace {
+
+template <class Instance>
+int launch(const QfInt8MatmulParams& p, void* stream) {
+  using Shape = typename Instance::Shape;
+  return qf::gemm::launch(qf_int8_gemm_tc_kernel<Shape, typename Instance::LoadA, typename Instance::LoadB>, p,
+                          Shape::kBlockM, Shape::kBlockN, Shape::kThreads, Shape::kSharedBytes, stream);
+}
+
+}  // namespace
+
+QF_EXPORT int64_t qf_int8_gemm_tc_workspace(const QfInt8MatmulParams*) { return 0; }
+
+QF_EXPORT int qf_int8_gemm_tc(const QfInt8MatmulParams* p, void* stream) {
+  if (const int status = qf::gemm::check_params(p, QF_DTYPE)) return status;
+  return qf::int8_gemm_tc::choose(*p, [&](auto instance) { return launch<decltype(instance)>(*p, stream); });
+}
+
+QF_EXPORT const char* qf_status_text(int status) { return qf::gemm::status_text("int8_gemm_tc", status); }
