@@ -14,6 +14,11 @@ struct BF16 {
   uint16_t bits;
 };
 
+template <class Element>
+constexpr bool kIsF16 = false;
+template <>
+constexpr bool kIsF16<F16> = true;
+
 template <int kDtype>
 struct ElementOf;
 template <>

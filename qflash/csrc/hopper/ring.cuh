@@ -1,5 +1,8 @@
-// Stages of shared memory that producer and consumers go round: each has a barrier that says it is full and one that
-// says it is empty.
+// A ring of stages in shared memory between a producer and its consumers. Each stage has two mbarriers: `full` (what it
+// holds may be read) and `empty` (everybody has read it, it may be overwritten).
+//
+//   producer:  wait_empty, fill (or a copy that arrives at `full` by itself), advance
+//   consumer:  wait_full, read, release, advance
 #pragma once
 
 #include "ptx/mbarrier.cuh"
@@ -10,7 +13,7 @@ template <int kStages>
 struct Ring {
   Mbarrier full[kStages], empty[kStages];
 
-  // readers: how many arrive when they are done with a stage.
+  // readers: how many arrive at `empty` when they are done with a stage.
   __device__ __forceinline__ void init(int readers) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&full[i], 1);
@@ -19,17 +22,18 @@ struct Ring {
   }
 };
 
-// Where somebody stands in a ring: how many stages they are past.
+// Where one thread stands in a ring: how many stages it has passed. A stage's barriers complete one phase each time
+// round, so `passed` tells the stage and the parity of the phase to wait for.
 template <int kStages>
-struct Place {
+struct RingPosition {
   static_assert((kStages & (kStages - 1)) == 0, "a division otherwise");
-  uint32_t past = 0;
+  uint32_t passed = 0;
 
-  __device__ __forceinline__ int stage() const { return int(past % kStages); }
-  __device__ __forceinline__ uint32_t parity() const { return past / kStages & 1; }
-  __device__ __forceinline__ void advance() { ++past; }
-  __device__ __forceinline__ Place before() const { return {past - 1}; }
-  __device__ __forceinline__ Place after() const { return {past + 1}; }
+  __device__ __forceinline__ int stage() const { return int(passed % kStages); }
+  __device__ __forceinline__ uint32_t parity() const { return passed / kStages & 1; }
+  __device__ __forceinline__ void advance() { ++passed; }
+  __device__ __forceinline__ RingPosition previous() const { return {passed - 1}; }
+  __device__ __forceinline__ RingPosition next() const { return {passed + 1}; }
 
   __device__ __forceinline__ void wait_full(Ring<kStages>& ring) const { mbarrier_wait(&ring.full[stage()], parity()); }
   __device__ __forceinline__ bool is_full(Ring<kStages>& ring) const {

@@ -8,22 +8,30 @@
 #include <atomic>
 
 #include "hopper/descriptor.cuh"
-#include "qflash.h"
 
 namespace qf {
 
-// Can the copy engine walk it: 16-bit elements, strides of whole 16 bytes? Those of dimensions that have one element do
-// not count.
-inline bool strides_map(const QfTensor& x, int64_t rows, int heads, int batch) {
-  const auto whole = [](int64_t elements) { return elements % 8 == 0 && elements >= 0 && elements < (1ll << 38); };
-  return (rows <= 1 || whole(x.stride_t)) && (heads <= 1 || whole(x.stride_h)) && (batch <= 1 || whole(x.stride_b));
+// Four dimensions, innermost first; the innermost is contiguous. Strides are in elements; that of a dimension with one
+// element does not count.
+struct TensorExtents {
+  void* data;
+  int64_t size[4];
+  int64_t stride[3];  // of dimensions 1, 2 and 3
+};
+
+// Can the copy engine walk it, of elements of `element_bytes`? It begins anywhere: the map asks for whole 16 bytes.
+inline bool strides_map(const TensorExtents& x, int element_bytes) {
+  for (int i = 0; i < 3; ++i) {
+    const int64_t bytes = x.stride[i] * element_bytes;
+    if (x.size[i + 1] > 1 && (bytes % 16 != 0 || bytes < 0 || bytes >= (1ll << 39))) return false;
+  }
+  return true;
 }
 
-// [batch, rows, heads, columns], of which columns are contiguous, in boxes of one panel of Tile: box_rows rows of one
-// head, swizzled. Of 16-bit elements or, where Tile is, of bytes. x begins at whole 16 bytes. Returns a cudaError_t.
+// Boxes of one panel of Tile: box_rows rows (dimension 1), swizzled. Of 16-bit elements or, where Tile is, of bytes. x
+// begins at whole 16 bytes. Returns a cudaError_t.
 template <class Tile>
-inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int64_t columns, int64_t rows, int heads, int batch,
-                             int box_rows) {
+inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_rows) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -40,10 +48,9 @@ inline int encode_tensor_map(CUtensorMap& map, const QfTensor& x, int64_t column
     known.store(encode, std::memory_order_relaxed);
   }
   constexpr int kElementBytes = Tile::kRowBytes / Tile::kPanelColumns;
-  const cuuint64_t sizes[4] = {cuuint64_t(columns), cuuint64_t(rows), cuuint64_t(heads), cuuint64_t(batch)};
-  const auto bytes = [](int64_t stride, bool counts) { return cuuint64_t(counts ? stride * kElementBytes : 16); };
-  const cuuint64_t strides[3] = {bytes(x.stride_t, rows > 1), bytes(x.stride_h, heads > 1),
-                                 bytes(x.stride_b, batch > 1)};
+  cuuint64_t sizes[4], strides[3];
+  for (int i = 0; i < 4; ++i) sizes[i] = cuuint64_t(x.size[i]);
+  for (int i = 0; i < 3; ++i) strides[i] = x.size[i + 1] > 1 ? cuuint64_t(x.stride[i] * kElementBytes) : 16;
   const cuuint32_t box[4] = {cuuint32_t(Tile::kPanelColumns), cuuint32_t(box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   // Their bits are copied as they are, so any type of that size does.

@@ -1,208 +1,321 @@
-// The warpgroups that multiply: each owns 64 rows of the block's tile. When what is waited for, started and released;
-// what is computed is the kernel's Math (kernels/attention/sm90_fwd/math.cuh is the plainest).
+// A consumer: the warpgroup that owns 64 rows of the block's tile. This file says what is waited for, started and
+// released, and in which order; what is computed in between is the kernel's, in policies that know no barrier:
+//
+//   Scores    S = Q K^T and from S to weights      scores_16bit.cuh | scores_int8.cuh
+//   Weights   P as it is multiplied, O += P V      weights_16bit.cuh | weights_e4m3.cuh
+//   Rare      what a tile seldom needs             rare_recover.cuh | rare_int8.cuh
+//
+// Tile n of a work tile, on the tensor cores and beside them:
+//
+//   tensor cores   | S(n+1) = Q K(n+1)^T | O += P(n) V(n)          | S(n+2) ...
+//   this warpgroup | wait                | weights of S(n+1)  wait | round to P(n+1), release K(n+1) and V(n) ...
 #pragma once
 
 #include "attn/wgmma/output.cuh"
-#include "attn/wgmma/shared.cuh"
-#include "ptx/tma.cuh"
+#include "attn/wgmma/shared_memory.cuh"
+#include "ptx/uniform.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace qf {
-namespace sm90 {
+namespace wgmma {
 
-template <class Math>
-__device__ __forceinline__ void consume(const QfAttnParams& p, const typename Math::Params& params, const Items& items,
-                                        const Shared& s, bool out_aligned) {
-  const bool leads = lane_of() == 0;
-  Place<kRecords> item;  // whose q is multiplied next
-  Place<kQStages> q_place;
-  Place<kStages> place;    // of K; that of V is the one before, once its K is released
-  Place<kStages> checked;  // among the tiles of V that somebody inspects
-  Math math(params, s);
+template <class Kernel>
+struct Consumer {
+  using Config = typename Kernel::Config;
+  using Work = WorkTile<Config>;
+  using Weights = typename Kernel::Weights;
+  using QTiles = AlongRows<typename Config::QTile>;
+  using KTiles = AlongRows<typename Config::KTile>;
+  using VTiles = typename Weights::Values;
 
-  const AlongRows<QTile> q_tiles(s.q + consumer_of() * kGroupRows * QTile::kRowBytes);
-  const typename Math::Keys k_tiles(s.k);
-  const typename Math::Values v_tiles(s.v);
-  // As descriptors are wanted: the same for the warp, so that the compiler knows it, too.
-  const auto uniform = [](auto x) {
-    x.low = __shfl_sync(0xffffffffu, x.low, 0);
-    return x;
+  const QfAttnParams& p;
+  const TileSchedule& schedule;
+  const SharedMemory<Config>& s;
+  const bool leads = lane_index() == 0;  // releases for its warp
+  const KTiles k_tiles;
+  const VTiles v_tiles;
+
+  RingPosition<Config::kWorkTiles> work_at;  // whose q is multiplied next
+  RingPosition<Config::kQStages> q_at;
+  RingPosition<Config::kStages> k_at;          // V is one tile behind: v_at()
+  RingPosition<Config::kStages> inspected_at;  // among the tiles of V that are inspected
+  bool k_full, v_full;                         // seen when last looked at
+
+  typename Kernel::Scores scores;
+  Weights weights;
+  typename Kernel::Rare rare;
+  RowState rows;
+  float O[1][Config::kOTiles][4];
+
+  // The tile of keys whose scores are next, or have just been, made weights.
+  struct KeyTile {
+    int key0;
+    bool whole;  // every row of the block sees all of it: nothing to mask, and nobody inspects its V
   };
-  // Waits for the next item.
-  const auto look = [&]() -> const Record& {
-    item.wait_full(*s.record_ring);
-    return s.records[item.stage()];
-  };
-  // To the next item that has keys, past those that have none, whose rows are zeros. Sees to rows that no sequence
-  // fills. False: there are no more.
-  const auto seek = [&] {
-    for (;; item.advance()) {
-      const Record& record = look();
-      if (record.unserved)
-        fill_unserved_rows<Element, Consumers>(p, record.seq, record.b, record.h, record.row_tile, items.row_tiles, 0,
-                                               p.head_dim, true);
-      if (record.tiles != 0) return record.tiles > 0;
-      if (record.exists()) store_empty_rows(p, record);
-      __syncwarp();  // every lane has read the record
-      if (leads) item.release(*s.record_ring);
-    }
-  };
-  const auto start_item = [&](bool exists) {
-    const auto q = uniform(q_tiles.later(q_place.stage()));
-    const auto k = uniform(k_tiles.later(place.stage()));
-    if (exists) {
-      math.foresee(s.records[item.stage()]);
-      q_place.wait_full(*s.q_ring);
-      place.wait_full(*s.k_ring);
-    }
-    math.start_scores(q, k);
-  };
-  while (seek()) {
-    start_item(true);
+
+  __device__ __forceinline__ Consumer(const QfAttnParams& problem, const typename Kernel::Params& params,
+                                      const TileSchedule& tile_schedule, const SharedMemory<Config>& shared)
+      : p(problem),
+        schedule(tile_schedule),
+        s(shared),
+        k_tiles(s.k),
+        v_tiles(s.v),
+        scores(params, s),
+        weights(params, s),
+        rare(params, s) {}
+
+  // All work tiles of the block.
+  __device__ __forceinline__ void run(bool out_aligned) {
+    while (find_work()) {
+      start_work(true);
 #pragma unroll 1
-    for (bool more = true; more;) {  // an item whose first product is started
-      const Place<kRecords> current = item;
-      Record& record = s.records[current.stage()];
-      const KeyRange full = record.full;  // in registers, where there are enough
-      const auto whole = [&](int key0) {
-        return kConsumers > 2 ? record.whole(key0) : key0 >= full.begin && key0 + kBlockN <= full.end;
-      };
-      int key0 = record.keys.begin;
-      bool is_whole = whole(key0);  // the tile at key0
-      const auto wait_checked = [&] {
-        if (!is_whole) mbarrier_wait(&s.v_checked[checked.stage()], checked.parity());
-      };
-      const auto await_v = [&] {
-        place.before().wait_full(*s.v_ring);
-        wait_checked();
-        return place.before().stage();
-      };
-      const int own_tiles = __shfl_sync(0xffffffffu, record.own_tiles[consumer_of()], 0);
-      math.begin(record);
+      for (bool more = true; more;) more = attend(out_aligned);
       wgmma_wait<0>();
-      math.hold_scores();
-      const auto release_k = [&] {
-        if (leads) place.release(*s.k_ring);
-        place.advance();
-      };
-      const auto release = [&] {
-        if (leads) place.before().release(*s.v_ring);
-        release_k();
-      };
-      math.open(record, key0, is_whole, place.stage(), release_k, await_v);
-      bool k_there = place.is_full(*s.k_ring), v_there = place.before().is_full(*s.v_ring);
-      const auto q = uniform(q_tiles.later(q_place.stage()));
-      // The products that a tile begins with: its scores, and the outputs of the tile before. copy: of this code.
-      const auto start_tile = [&](int copy, auto wait_for_v) {
-        const auto k = uniform(k_tiles.later(place.stage()));
-        const auto v = uniform(v_tiles.later(place.before().stage()));
-        wgmma_copy(copy);
-        if (!k_there) place.wait_full(*s.k_ring);
-        math.start_scores(q, k);
-        if (!v_there) place.before().wait_full(*s.v_ring);
-        wait_for_v();
-        math.start_outputs(v);
-        wgmma_copy(0);
-      };
-      const auto look_ahead = [&] {
-        k_there = place.after().is_full(*s.k_ring);
-        v_there = place.is_full(*s.v_ring);
-      };
-      const auto finish_outputs = [&] {
-        wgmma_wait<0>();
-        math.hold_outputs();
-      };
-      const auto any_tile = [&] {
-        math.template fetch<false>();
-        start_tile(0, wait_checked);
-        if (!is_whole) checked.advance();
-        key0 += kBlockN;
-        is_whole = whole(key0);
-        wgmma_wait<1>();
-        math.hold_scores();
-        math.weigh(record, key0, is_whole, place.stage());
-        look_ahead();
-        finish_outputs();
-        math.round();
-      };
-#pragma unroll 1
-      for (int left = own_tiles - 1; left > 0; --left) {
-        if constexpr (Math::kRuns) {
-          // Tiles that every row sees, after another such, and that ask for nothing else have a loop of their own,
-          // without a branch on the way but for stages that are not there yet. The last of them is closed as any tile
-          // is. The warps of a consumer are all in this loop or none is: they start products together.
-          int run = is_whole ? math.steady(left, (full.end - key0) / kBlockN - 1) : 0;
-          run = __shfl_sync(0xffffffffu, run, 0);  // the same for the warp, as the compiler is to know
-          if (run > 0) {
-#pragma unroll 1
-            for (;; --left) {
-              math.template fetch<true>();
-              start_tile(1, [] {});
-              key0 += kBlockN;
-              wgmma_wait<1>();
-              math.hold_scores();
-              const bool rare = math.weigh_steady(finish_outputs);
-              look_ahead();
-              if (rare || --run == 0) break;
-              math.pass();
-              release();
-            }
-          } else {
-            any_tile();
-          }
-        } else {
-          any_tile();
-        }
-        math.close(record, key0, is_whole, q_place.stage(), place.stage(), left, release, await_v);
-      }
-      const Place<kStages> v_place = place.before();
-      v_place.wait_full(*s.v_ring);
-      wait_checked();
-      math.start_outputs(uniform(v_tiles.later(v_place.stage())));
-      math.foresee_store(record);
-      if (!is_whole) checked.advance();
-      // Tiles that only other consumers see.
-      const auto others = [&] { return kSkipsTiles ? record.tiles - record.own_tiles[consumer_of()] : 0; };
-      if (others() > 0) {
-        wgmma_wait<0>();
-        math.hold_outputs();
-        if (leads) v_place.release(*s.v_ring);  // where one of them may belong
-        for (int n = others(); n > 0; --n) {
-          key0 += kBlockN;
-          place.wait_full(*s.k_ring);
-          place.wait_full(*s.v_ring);
-          __syncwarp();  // every lane has seen them, before the next can take their place
-          if (leads) place.release(*s.k_ring);
-          if (leads) place.release(*s.v_ring);
-          place.advance();
-          if (!whole(key0)) checked.advance();
-        }
-      }
-      const Place<kQStages> q_done = q_place;
-      q_place.advance();
-      item.advance();
-      // The first product of the next item runs while this one is finished, if its q has a stage of its own; of
-      // whatever is there, for nobody, where seek() has to see to that item first.
-      more = false;
-      if (kQStages > 1) {
-        const Record& next = look();
-        more = next.tiles > 0 && !next.unserved;
-        start_item(more);
-        wgmma_wait<1>();
-      } else {
-        if (leads) q_done.release(*s.q_ring);
-        wgmma_wait<0>();
-      }
-      math.hold_outputs();
-      if (leads && others() == 0) v_place.release(*s.v_ring);
-      math.store(record, q_done.stage(), out_aligned);
-      __syncwarp();  // every lane has read the record, and its rows
-      if (leads) current.release(*s.record_ring);
-      if (kQStages > 1 && leads) q_done.release(*s.q_ring);
     }
-    wgmma_wait<0>();
   }
-}
 
-}  // namespace sm90
+ private:
+  // One work tile, whose S(0) is started. Returns whether that of the next is.
+  __device__ __forceinline__ bool attend(bool out_aligned) {
+    const RingPosition<Config::kWorkTiles> current = work_at;
+    const Work& work = s.work[current.stage()];
+    const KeyRange full = work.full;  // in registers, where there are enough
+    const auto is_whole = [&](int key0) {
+      return Config::kConsumers > 2 ? work.whole(key0) : key0 >= full.begin && key0 + Config::kBlockN <= full.end;
+    };
+    KeyTile tile = {work.keys.begin, is_whole(work.keys.begin)};
+    const int own_tiles = warp_uniform(work.own_tiles[consumer_index()]);
+    begin(work);
+    wgmma_wait<0>();  // S(0)
+    scores.hold_sums();
+    scores.weigh_first(work, tile.key0, tile.whole, k_at.stage(), rows, weights);
+    weights.round(scores.S);  // P(0)
+    weights.add_first_sums(rows, scores.S);
+    poll();
+    if (Kernel::Scores::kReadsKeys) __syncwarp();  // every lane has read K, where it did
+    release_k();
+    add_remainders(tile);
+    const QTiles q = stage_of(q_tiles(), q_at.stage());
+#pragma unroll 1
+    for (int left = own_tiles - 1; left > 0; --left) {
+      int run = 0;
+      if constexpr (Kernel::Scores::kSteadyTiles) {
+        const int whole_tiles = tile.whole ? (full.end - tile.key0) / Config::kBlockN - 1 : 0;
+        run = warp_uniform(scores.steady_tiles(left, whole_tiles, weights));
+      }
+      if (run > 0)
+        steady_steps(q, tile, run, left);
+      else
+        step(work, q, tile, is_whole);
+      bool rounds = run == 0 && !Weights::kCodesTell;
+      if (unlikely(rare.due(scores, weights, rows, left)))
+        rounds |= rare.run(work, tile.key0, tile.whole, q_at.stage(), k_at.stage(), left, scores, weights, rows, O);
+      release_tile();
+      if (rounds) weights.round(scores.S);  // P(n + 1)
+      add_remainders(tile);
+    }
+    return finish_work(work, current, tile, is_whole, out_aligned);
+  }
+
+  // From tile n to tile n + 1, whichever it is.
+  template <class IsWhole>
+  __device__ __forceinline__ void step(const Work& work, const QTiles& q, KeyTile& tile, IsWhole is_whole) {
+    scores.template fetch<false>();
+    const KTiles k = stage_of(k_tiles, k_at.stage());
+    const VTiles v = stage_of(v_tiles, v_at().stage());
+    wgmma_copy(0);
+    if (!k_full) k_at.wait_full(*s.k_ring);
+    scores.start(q, k);  // S(n + 1) = Q K(n + 1)^T
+    if (!v_full) v_at().wait_full(*s.v_ring);
+    wait_inspected(tile);
+    weights.start_product(O, v);  // O += P(n) V(n)
+    wgmma_copy(0);
+    if (!tile.whole) inspected_at.advance();
+    tile.key0 += Config::kBlockN;
+    tile.whole = is_whole(tile.key0);
+    wgmma_wait<1>();  // S(n + 1)
+    scores.hold_sums();
+    scores.weigh(work, tile.key0, tile.whole, k_at.stage(), rows, weights);
+    poll();
+    wgmma_wait<0>();  // O
+    hold_outputs();
+    weights.finish_product();
+    if (Weights::kCodesTell) weights.round(scores.S);  // P(n + 1); else the caller rounds, once tiles are released
+  }
+
+  // Tiles that every row sees, after another such, and that ask for nothing else have a loop of their own, without a
+  // branch but for stages that are not full yet. The last one is left for the caller to release. The warps of a
+  // consumer are all in this loop or none is: they start products together.
+  __device__ __forceinline__ void steady_steps(const QTiles& q, KeyTile& tile, int run, int& left) {
+    if constexpr (Kernel::Scores::kSteadyTiles) {
+#pragma unroll 1
+      for (;; --left) {
+        scores.template fetch<true>();
+        const KTiles k = stage_of(k_tiles, k_at.stage());
+        const VTiles v = stage_of(v_tiles, v_at().stage());
+        wgmma_copy(1);
+        if (!k_full) k_at.wait_full(*s.k_ring);
+        scores.start(q, k);  // S(n + 1) = Q K(n + 1)^T
+        if (!v_full) v_at().wait_full(*s.v_ring);
+        weights.start_product(O, v);  // O += P(n) V(n)
+        wgmma_copy(0);
+        tile.key0 += Config::kBlockN;
+        wgmma_wait<1>();  // S(n + 1)
+        scores.hold_sums();
+        auto half = scores.weigh_first_half(rows, weights);
+        wgmma_wait<0>();  // O
+        hold_outputs();
+        weights.finish_product();
+        scores.weigh_second_half(half, rows, weights);  // and P(n + 1)
+        const bool large = __any_sync(0xffffffffu, weights.too_large(rows));
+        poll();
+        if (large || --run == 0) break;
+        release_tile();
+      }
+    }
+  }
+
+  // The last product of a work tile, the first of the next, and between them its outputs.
+  template <class IsWhole>
+  __device__ __forceinline__ bool finish_work(const Work& work, RingPosition<Config::kWorkTiles> current, KeyTile& tile,
+                                              IsWhole is_whole, bool out_aligned) {
+    const RingPosition<Config::kStages> last_v = v_at();
+    last_v.wait_full(*s.v_ring);
+    wait_inspected(tile);
+    weights.start_product(O, stage_of(v_tiles, last_v.stage()));  // O += P V, of the last tile
+    weights.prefetch_output(work);
+    if (!tile.whole) inspected_at.advance();
+    const auto others = [&] { return Config::kSkipsTiles ? work.tiles - work.own_tiles[consumer_index()] : 0; };
+    if (others() > 0) {  // tiles that only other consumers see
+      wgmma_wait<0>();
+      hold_outputs();
+      if (leads) last_v.release(*s.v_ring);  // where one of them may belong
+      for (int n = others(); n > 0; --n) {
+        tile.key0 += Config::kBlockN;
+        k_at.wait_full(*s.k_ring);
+        k_at.wait_full(*s.v_ring);
+        __syncwarp();  // every lane has seen them, before the next can take their place
+        if (leads) k_at.release(*s.k_ring);
+        if (leads) k_at.release(*s.v_ring);
+        k_at.advance();
+        if (!is_whole(tile.key0)) inspected_at.advance();
+      }
+    }
+    const RingPosition<Config::kQStages> q_done = q_at;
+    q_at.advance();
+    work_at.advance();
+    bool more = false;
+    if (Config::kQStages > 1) {
+      // S(0) of the next work tile runs while this one is stored. Where find_work() has to see to that one first, a
+      // product of whatever is there is started all the same, and its result ignored: the wait below counts on it.
+      const Work& next = wait_work();
+      more = next.tiles > 0 && !next.unserved;
+      start_work(more);
+      wgmma_wait<1>();  // O
+    } else {
+      if (leads) q_done.release(*s.q_ring);
+      wgmma_wait<0>();  // O
+    }
+    hold_outputs();
+    weights.finish_product();
+    if (leads && others() == 0) last_v.release(*s.v_ring);
+    Kernel::store(p, s, work, q_done.stage(), out_aligned, scores, weights, rare, rows, O);
+    __syncwarp();  // every lane has read the work tile, and its rows
+    if (leads) current.release(*s.work_ring);
+    if (Config::kQStages > 1 && leads) q_done.release(*s.q_ring);
+    return more;
+  }
+
+  __device__ __forceinline__ const Work& wait_work() {
+    work_at.wait_full(*s.work_ring);
+    return s.work[work_at.stage()];
+  }
+  // To the next work tile that has keys, past those that have none, whose rows are zeros. Sees to rows that no sequence
+  // fills. False: there are no more.
+  __device__ __forceinline__ bool find_work() {
+    for (;; work_at.advance()) {
+      const Work& work = wait_work();
+      if (work.unserved)
+        fill_unserved_rows<typename Config::Element, AllConsumers<Config>>(p, work.seq, work.b, work.h, work.row_tile,
+                                                                           schedule.rows, 0, p.head_dim, true);
+      if (work.tiles != 0) return work.tiles > 0;
+      if (work.exists()) store_empty_rows(p, work);
+      __syncwarp();  // every lane has read the work tile
+      if (leads) work_at.release(*s.work_ring);
+    }
+  }
+  // S(0) of the work tile at work_at; of whatever is there, where it does not exist.
+  __device__ __forceinline__ void start_work(bool exists) {
+    const QTiles q = stage_of(q_tiles(), q_at.stage());
+    const KTiles k = stage_of(k_tiles, k_at.stage());
+    if (exists) {
+      scores.prefetch(work_now());
+      weights.prefetch(work_now());
+      q_at.wait_full(*s.q_ring);
+      k_at.wait_full(*s.k_ring);
+    }
+    scores.start(q, k);
+  }
+  __device__ __forceinline__ void begin(const Work& work) {
+    weights.begin(work);
+    scores.begin(work, weights);
+    clear_outputs(O);
+    rows.begin();
+    rare.begin();
+  }
+
+  __device__ __forceinline__ const Work& work_now() const { return s.work[work_at.stage()]; }
+  __device__ __forceinline__ RingPosition<Config::kStages> v_at() const { return k_at.previous(); }
+  // This consumer's rows of q. Derived afresh for each work tile: registers are scarce.
+  __device__ __forceinline__ QTiles q_tiles() const {
+    return QTiles(s.q + consumer_index() * kWarpgroupRows * Config::QTile::kRowBytes);
+  }
+  // Descriptors are the same for the warp, and the compiler is to know it.
+  template <class Tiles>
+  __device__ static __forceinline__ Tiles stage_of(const Tiles& tiles, int stage) {
+    Tiles x = tiles.later(stage);
+    x.low = warp_uniform(x.low);
+    return x;
+  }
+  __device__ __forceinline__ void wait_inspected(const KeyTile& tile) const {
+    if (!tile.whole) mbarrier_wait(&s.v_inspected[inspected_at.stage()], inspected_at.parity());
+  }
+  // Are the next tiles there already? Asked long before it is waited for, so that nobody waits for the answer.
+  __device__ __forceinline__ void poll() {
+    k_full = k_at.next().is_full(*s.k_ring);
+    v_full = k_at.is_full(*s.v_ring);
+  }
+  __device__ __forceinline__ void hold_outputs() {
+    hold(O[0]);
+    weights.hold_sums();
+  }
+  __device__ __forceinline__ void release_k() {
+    if (leads) k_at.release(*s.k_ring);
+    k_at.advance();
+  }
+  // V(n) and K(n + 1) are done with.
+  __device__ __forceinline__ void release_tile() {
+    weights.add_sums(rows);
+    if (Kernel::Scores::kReadsKeys) __syncwarp();  // every lane has read K, where it did
+    if (leads) v_at().release(*s.v_ring);
+    release_k();
+  }
+  // In rows that see few keys: what rounding took off the weights of the tile just weighed, whose V is at v_at().
+  __device__ __forceinline__ void add_remainders(const KeyTile& tile) {
+    if constexpr (Weights::kRemainders) {
+      if (!weights.sees_few) return;
+      v_at().wait_full(*s.v_ring);
+      wait_inspected(tile);
+      const VTiles v = v_tiles.later(v_at().stage());
+#pragma unroll
+      for (int i = 0; i < Config::kBlockN / 16; ++i) {
+        weights.start_remainder(O, scores.S, v, i);
+        wgmma_wait<0>();
+        hold(O[0]);
+      }
+    }
+  }
+};
+
+}  // namespace wgmma
 }  // namespace qf

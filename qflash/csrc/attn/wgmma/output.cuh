@@ -1,18 +1,17 @@
 // Rows from accumulators to global memory, 16 bytes at a time: through the tile of q that is done with, where the next
-// item's q has another; without shared memory otherwise, where the four lanes of a quad, which hold four words each of
-// four neighbouring chunks, swap them so that each has one chunk.
+// work tile's q has another; without shared memory otherwise, where the four lanes of a quad, which hold four words
+// each of four neighbouring chunks, swap them so that each has one chunk.
 #pragma once
 
 #include "attn/mma/nonfinite.cuh"
-#include "attn/wgmma/items.cuh"
 #include "attn/wgmma/softmax.cuh"
+#include "attn/wgmma/work_tile.cuh"
 #include "ptx/ldst.cuh"
 #include "ptx/rcp.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/tid.cuh"
 
 namespace qf {
-namespace sm90 {
+namespace wgmma {
 
 // words[i]: this lane's word of chunk i, before; word i of this lane's chunk, after. lane % 4: which word, which chunk.
 __device__ __forceinline__ Word4 swap_in_quad(const uint32_t (&words)[4], int lane) {
@@ -27,6 +26,7 @@ __device__ __forceinline__ Word4 swap_in_quad(const uint32_t (&words)[4], int la
 }
 
 // aligned: all at once.
+template <class Element>
 __device__ __forceinline__ void store_chunk(Element* g_to, const Word4& words, bool aligned) {
   if (aligned) {
     st_global(g_to, words);
@@ -37,17 +37,18 @@ __device__ __forceinline__ void store_chunk(Element* g_to, const Word4& words, b
 }
 
 // A warp's rows, of which `rows` exist.
-__device__ __forceinline__ void store_rows(const float (&O)[1][kOTiles][4], Element* g_first, int64_t stride, int rows,
-                                           int head_dim, bool aligned, int lane) {
+template <class Config>
+__device__ __forceinline__ void store_rows(const float (&O)[1][Config::kOTiles][4], typename Config::Element* g_first,
+                                           int64_t stride, int rows, int head_dim, bool aligned, int lane) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = lane / 4 + 8 * h;
-    Element* const g_row = g_first + row * stride;
+    auto* const g_row = g_first + row * stride;
 #pragma unroll
-    for (int j = 0; j < kOTiles; j += 4) {
+    for (int j = 0; j < Config::kOTiles; j += 4) {
       uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = Tensor::pair(O[0][j + i][2 * h], O[0][j + i][2 * h + 1]);
+      for (int i = 0; i < 4; ++i) words[i] = Config::Tensor::pair(O[0][j + i][2 * h], O[0][j + i][2 * h + 1]);
       const Word4 chunk = swap_in_quad(words, lane);
       const int d = (j + lane % 4) * kPerChunk;
       if (row < rows && d < head_dim) store_chunk(g_row + d, chunk, aligned);
@@ -57,9 +58,10 @@ __device__ __forceinline__ void store_rows(const float (&O)[1][kOTiles][4], Elem
 
 // The same through shared memory, where half the instructions do and rows leave in one piece: a warp's rows, panels
 // kPanelBytes apart.
-template <int kPanelBytes>
+template <class Config, int kPanelBytes>
 struct WarpRows {
-  using Tile = Panels<16, kHeadDim>;
+  using Element = typename Config::Element;
+  using Tile = Panels<16, Config::kHeadDim>;
   static constexpr int kChunks = Tile::kChunks;
   static constexpr uint32_t kAcross = Tile::kCount * kChunks, kDown = 32 / kAcross;  // lanes
   static_assert(kChunks == 8 && kDown <= 8, "chunks are permuted by rows % 8");
@@ -68,13 +70,14 @@ struct WarpRows {
   char* s_rows;
   uint32_t lane;
 
-  __device__ __forceinline__ void put(const float (&O)[1][kOTiles][4]) const {
+  __device__ __forceinline__ void put(const float (&O)[1][Config::kOTiles][4]) const {
     const auto to = rows_then_chunks<kChunks>(lane);
 #pragma unroll
-    for (int j = 0; j < kOTiles; j += 2) {
+    for (int j = 0; j < Config::kOTiles; j += 2) {
       uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = Tensor::pair(O[0][j + i / 2][i % 2 * 2], O[0][j + i / 2][i % 2 * 2 + 1]);
+      for (int i = 0; i < 4; ++i)
+        words[i] = Config::Tensor::pair(O[0][j + i / 2][i % 2 * 2], O[0][j + i / 2][i % 2 * 2 + 1]);
       stmatrix_x4(s_rows + j / kChunks * kPanelBytes + to.at(0, j % kChunks / 2), words);
     }
     __syncwarp();
@@ -112,16 +115,16 @@ struct WarpRows {
   }
 };
 
-// An average of numbers that float16 holds, which rounding may have put past the largest of them.
-constexpr float kMostHeld = 65504.0f;
-__device__ __forceinline__ float within(float x) {
-  if (QF_DTYPE != QF_F16) return x;
-  return fabsf(x) > kMostHeld && fabsf(x) < infinity() ? copysignf(kMostHeld, x) : x;
-}
-
-// All of them, if one is: which takes a look at each, where there are registers enough.
-constexpr bool kLooksFirst = QF_DTYPE == QF_F16 && kOTiles <= 16;
+// An average of numbers that float16 holds, which rounding may have put past the largest of them. All outputs are held
+// within, if one is past it: which takes a look at each, where there are registers enough.
+template <class Element, int kOTiles>
 __device__ __forceinline__ void hold_within(float (&O)[1][kOTiles][4]) {
+  if (!kIsF16<Element>) return;
+  constexpr float kMostHeld = 65504.0f;
+  constexpr bool kLooksFirst = kOTiles <= 16;
+  const auto within = [](float x) {
+    return fabsf(x) > kMostHeld && fabsf(x) < infinity() ? copysignf(kMostHeld, x) : x;
+  };
   float most[4] = {};
 #pragma unroll
   for (int j = 0; j < kOTiles; ++j)
@@ -140,104 +143,97 @@ __device__ __forceinline__ float sum_of_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// What was taken off V, channel by channel, and averages of it lack: the lane's channels of each 8. kThere false:
-// nothing was.
-template <bool kThere>
-struct ChannelMean {
-  static constexpr bool kIsThere = kThere;
-  float2 pairs[kThere ? kOTiles : 1];
-
-  __device__ __forceinline__ void load(const float* g_mean, int head_dim, int lane) {
-#pragma unroll
-    for (int j = 0; j < kOTiles && kThere; ++j) {
-      const int d = 8 * j + lane % 4 * 2;
-      pairs[j] = d < head_dim ? *reinterpret_cast<const float2*>(g_mean + d) : make_float2(0.0f, 0.0f);
-    }
-  }
-  __device__ __forceinline__ float2 pair(int j) const { return kThere ? pairs[j] : make_float2(0.0f, 0.0f); }
-};
-
-// Divides a warp's rows by their sums of weights and stores them. warp_row: from the block's first. s_rows: as above;
-// gain: of all outputs; l: this lane's sums of weights as they were multiplied; lift(row): what lse lacks, of a row of
-// the block; v(key, d): V, where some of it is not finite; mean: what all rows that see a key get besides.
-template <int kPanelBytes, class Lift, class V, class Mean = ChannelMean<false>>
-__device__ __forceinline__ void finish(const QfAttnParams& p, const Record& record, float (&O)[1][kOTiles][4],
-                                       const Rows& rows, char* s_rows, int warp_row, int lane, bool aligned, float gain,
-                                       const float (&l)[2], Lift lift, V v, const Mean& mean = {}) {
+// Divides a warp's rows by their sums of weights and stores them, and lse. Of the kernel's own, `last` says:
+//   kRoundedSums, divisor[2]   rows are divided by these sums of this lane's weights, not by rows.l
+//   gain, kMean, mean(j)       out = gain O / sum + mean, of the lane's pair of channels in each 8
+//   lse_offset(row)            what lse lacks, of a row of the block
+//   value(key, d)              V, where some of it is not finite
+// kPanelBytes > 0: through shared memory at s_rows, panels as far apart.
+template <int kPanelBytes, class Config, class Last>
+__device__ __forceinline__ void finish(const QfAttnParams& p, const WorkTile<Config>& work,
+                                       float (&O)[1][Config::kOTiles][4], const RowState& rows, char* s_rows,
+                                       bool aligned, const Last& last) {
+  constexpr int kOTiles = Config::kOTiles;
+  const int warp_first = warp_row(), lane = lane_index();
   float sum[2], inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sum[r] = sum_of_quad(rows.l[r]);
-    inverse[r] = rcp(&l == &rows.l ? sum[r] : sum_of_quad(l[r])) * gain;
+    inverse[r] = rcp(Last::kRoundedSums ? sum_of_quad(last.divisor[r]) : sum[r]) * last.gain;
   }
-  const int own_rows = min(16, record.rows - warp_row);
+  const int own_rows = min(16, work.rows - warp_first);
   if (unlikely(p.lse || __any_sync(0xffffffffu, !(sum[0] > 0.0f && sum[1] > 0.0f)))) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = lane / 4 + 8 * r;
       float lse = lse_of(rows.m[r], sum[r]);
       if (!(sum[r] > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
-        const KeyRange keys = record.mask.visible(record.row0 + warp_row + i);
+        const KeyRange keys = work.mask.visible(work.row0 + warp_first + i);
         if (keys.begin == keys.end) {
           inverse[r] = 1.0f, lse = -infinity();
 #pragma unroll
           for (int j = 0; j < kOTiles; ++j) {  // scores of NaN left NaN; zeros, once the mean is added
-            const float2 added = mean.pair(j);
+            const float2 added = last.mean(j);
             O[0][j][2 * r] = 0.0f - added.x, O[0][j][2 * r + 1] = 0.0f - added.y;
           }
         }
       }
       if (p.lse && lane % 4 == 0 && i < own_rows)
-        p.lse[record.lse_at + warp_row + i] = lse == -infinity() ? lse : lse + lift(warp_row + i);
+        p.lse[work.lse_at + warp_first + i] = lse == -infinity() ? lse : lse + last.lse_offset(warp_first + i);
     }
   }
 #pragma unroll
   for (int j = 0; j < kOTiles; ++j) {
-    const float2 added = mean.pair(j);
+    const float2 added = last.mean(j);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float x = O[0][j][e], by = inverse[e / 2];
-      O[0][j][e] = Mean::kIsThere ? fmaf(x, by, e % 2 ? added.y : added.x) : x * by;
+      O[0][j][e] = Last::kMean ? fmaf(x, by, e % 2 ? added.y : added.x) : x * by;
     }
   }
-  hold_within(O);
+  using Element = typename Config::Element;
+  hold_within<Element>(O);
   Element* const g_own =
-      static_cast<Element*>(p.out.data) + record.out_at + warp_row * p.out.stride_t;  // the warp's first row
+      static_cast<Element*>(p.out.data) + work.out_at + warp_first * p.out.stride_t;  // the warp's first row
   if constexpr (kPanelBytes > 0) {
-    const WarpRows<kPanelBytes> through{s_rows, uint32_t(lane)};
+    const WarpRows<Config, kPanelBytes> through{s_rows, uint32_t(lane)};
     through.put(O);
     if (!unlikely(!aligned || own_rows < 16))
       through.store_all(g_own, p.out.stride_t, p.head_dim);
     else
       through.store(g_own, p.out.stride_t, own_rows, p.head_dim, aligned);
   } else {
-    store_rows(O, g_own, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
+    store_rows<Config>(O, g_own, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
   }
-  if (!unlikely(record.spoiled)) return;
+  if (!unlikely(work.v_cleared)) return;
   __syncwarp();  // other lanes change what this one stored
-  for (int key0 = record.keys.begin; key0 < record.keys.end; key0 += kBlockN)
-    if (!record.whole(key0))
-      add_nonfinite_at([&](int i, int d) -> Element& { return g_own[i * p.out.stride_t + d]; }, record.row0 + warp_row,
-                       own_rows, p.head_dim, key0, kBlockN, record.mask, lane, v);
+  for (int key0 = work.keys.begin; key0 < work.keys.end; key0 += Config::kBlockN)
+    if (!work.whole(key0))
+      add_nonfinite_at([&](int i, int d) -> Element& { return g_own[i * p.out.stride_t + d]; }, work.row0 + warp_first,
+                       own_rows, p.head_dim, key0, Config::kBlockN, work.mask, lane,
+                       [&](int key, int d) { return last.value(key, d); });
 }
 
 // All consumers, where they fill rows together.
-struct Consumers {
-  __device__ static __forceinline__ int thread() { return fresh_tid() - kGroupThreads; }
-  __device__ static __forceinline__ int threads() { return kConsumers * kGroupThreads; }
+template <class Config>
+struct AllConsumers {
+  __device__ static __forceinline__ int thread() { return fresh_tid() - kWarpgroupThreads; }
+  __device__ static __forceinline__ int threads() { return Config::kConsumers * kWarpgroupThreads; }
 };
 
-// Rows of an item that sees no key at all: zeros, and lse of -inf.
-__device__ inline void store_empty_rows(const QfAttnParams& p, const Record& record) {
-  const int rows = min(kBlockM, record.seq.len_q - record.row0);
-  for (int i = Consumers::thread(); i < rows; i += Consumers::threads()) {
-    const int64_t row = record.seq.q0 + record.row0 + i;
-    Element* const g_row = static_cast<Element*>(p.out.data) + record.b * p.out.stride_b + record.h * p.out.stride_h +
-                           row * p.out.stride_t;
+// Rows of a work tile that sees no key at all: zeros, and lse of -inf.
+template <class Config>
+__device__ inline void store_empty_rows(const QfAttnParams& p, const WorkTile<Config>& work) {
+  using By = AllConsumers<Config>;
+  const int rows = min(Config::kBlockM, work.seq.len_q - work.row0);
+  for (int i = By::thread(); i < rows; i += By::threads()) {
+    const int64_t row = work.seq.q0 + work.row0 + i;
+    auto* const g_row = static_cast<typename Config::Element*>(p.out.data) + work.b * p.out.stride_b +
+                        work.h * p.out.stride_h + row * p.out.stride_t;
     for (int d = 0; d < p.head_dim; ++d) g_row[d].bits = 0;
-    if (p.lse) p.lse[record.b * p.lse_stride_b + record.h * p.lse_stride_h + row] = -infinity();
+    if (p.lse) p.lse[work.b * p.lse_stride_b + work.h * p.lse_stride_h + row] = -infinity();
   }
 }
 
-}  // namespace sm90
+}  // namespace wgmma
 }  // namespace qf

@@ -1,41 +1,63 @@
-// Online softmax in three steps, so that the tensor cores can work between them: find the reference, take the weights,
-// and, once the product under way is done, rescale the outputs.
+// Online softmax in three steps, so that the tensor cores can work between them: find the reference maximum, take the
+// weights, and, once the product under way is done, rescale the outputs.
+//
+// A lane has two rows (ptx/wgmma.cuh). Of row r, with m_ref its reference and s the base-2 scores:
+//   weights  P = 2^(s - m_ref)     l = sum of P     out = sum of P V / l     lse = ln 2 (m_ref + log2 l)
+// m_ref need not be the row's maximum: any reference gives the same quotient, as long as weights neither overflow nor
+// vanish. So it is found in the row's first tile, and moves only when scores outgrow it by 2^kSlack.
 #pragma once
 
-#include "attn/mma/product.cuh"
 #include "attn/mma/softmax.cuh"
-#include "attn/wgmma/items.cuh"
+#include "attn/wgmma/work_tile.cuh"
 #include "ptx/tid.cuh"
 
 namespace qf {
-namespace sm90 {
+namespace wgmma {
 
 // Who somebody is among those who multiply. Derived afresh where it is used: registers are scarce.
-__device__ __forceinline__ int consumer_of() { return int(uint32_t(fresh_tid()) / kGroupThreads) - 1; }
-__device__ __forceinline__ int lane_of() { return int(uint32_t(fresh_tid()) % 32); }
+__device__ __forceinline__ int consumer_index() { return int(uint32_t(fresh_tid()) / kWarpgroupThreads) - 1; }
+__device__ __forceinline__ int lane_index() { return int(uint32_t(fresh_tid()) % 32); }
 __device__ __forceinline__ int warp_row() {  // from the block's first
-  return int(uint32_t(fresh_tid() - kGroupThreads) / 32 * 16);
+  return int(uint32_t(fresh_tid() - kWarpgroupThreads) / 32 * 16);
 }
 
 // Code for what seldom happens goes where it is not in the way of the rest.
 __device__ __forceinline__ bool unlikely(bool x) { return __builtin_expect(x, false); }
 
-// Of this lane's weights in a tile, for its two rows.
-struct TileSums {
-  float of[2];
-};
-
 // Of a lane's two rows.
-struct Rows {
-  float m[2] = {-infinity(), -infinity()};  // base-2 reference of the weights; -inf: nothing seen yet
-  float l[2] = {};                          // sum of this lane's weights
+struct RowState {
+  float m[2];        // base-2 reference of the weights; -inf: nothing seen yet
+  float l[2];        // sum of this lane's weights of the tiles so far
+  float sums[2];     // of this tile
+  float rescale[2];  // of all that is relative to references,
+  int moved;         // where they moved in this tile
 
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) m[h] = -infinity(), l[h] = 0.0f;
+  }
   __device__ __forceinline__ bool settled() const {
     return __all_sync(0xffffffffu, m[0] > -infinity() && m[1] > -infinity());
   }
-  __device__ __forceinline__ void add(const TileSums& sums) {
-    l[0] += sums.of[0];
-    l[1] += sums.of[1];
+  __device__ __forceinline__ void add_sums() { l[0] += sums[0], l[1] += sums[1]; }
+
+  // Moves the reference of rows whose scores outgrew it; largest: their largest base-2 scores. Returns whether some row
+  // of the warp did.
+  __device__ __forceinline__ bool move(const float (&largest)[2]) {
+    bool any = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) any |= largest[h] > m[h] + kSlack;  // -inf + kSlack: the first finite score does
+    any = __any_sync(0xffffffffu, any);
+    if (any) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float larger = fmaxf(m[h], largest[h]);
+        rescale[h] = ex2(m[h] - reference_of(larger));
+        m[h] = larger;
+        l[h] *= rescale[h];
+      }
+    }
+    return any;
   }
 };
 
@@ -47,22 +69,23 @@ __device__ __forceinline__ float max_of_warp(float x) {
 }
 
 // What the lane's rows see of the tile that begins at key0, counted from the lane's first key.
-struct RowKeys {
+struct VisibleKeys {
   KeyRange of[2];
 };
-__device__ __forceinline__ RowKeys tile_mask(const Record& record, int key0) {
-  const int row = warp_row() + lane_of() / 4, key = key0 + lane_of() % 4 * 2;
-  RowKeys seen;
+template <class Config>
+__device__ __forceinline__ VisibleKeys visible_keys(const WorkTile<Config>& work, int key0) {
+  const int row = warp_row() + lane_index() / 4, key = key0 + lane_index() % 4 * 2;
+  VisibleKeys seen;
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    seen.of[h] = {record.window.begin + row + 8 * h - key,
-                  min(record.window.end + row + 8 * h, record.mask.len_k) - key};
+    seen.of[h] = {work.window.begin + row + 8 * h - key, min(work.window.end + row + 8 * h, work.mask.len_k) - key};
   return seen;
 }
 
-// Blanks out what rows do not see: keys from some row's end on, 32 at a time, as far as there are any; and keys before
+// -inf for what rows do not see: keys from some row's end on, 32 at a time, as far as there are any; and keys before
 // its begin, which only windows have.
-__device__ __forceinline__ void mask_tile(float (&S)[1][kNTiles][4], const RowKeys& keys) {
+template <int kNTiles>
+__device__ __forceinline__ void mask_tile(float (&S)[1][kNTiles][4], const VisibleKeys& keys) {
   const int begin[2] = {keys.of[0].begin, keys.of[1].begin}, end[2] = {keys.of[0].end, keys.of[1].end};
 #pragma unroll
   for (int first = 0; first < kNTiles; first += 4) {
@@ -82,6 +105,7 @@ __device__ __forceinline__ void mask_tile(float (&S)[1][kNTiles][4], const RowKe
 }
 
 // The largest of this lane's scores of its row h, among the 8-key blocks first .. end - 1.
+template <int kNTiles>
 __device__ __forceinline__ float largest_score(const float (&S)[1][kNTiles][4], int h, int first, int end) {
   constexpr int kChains = 4;  // one would be as slow as its latency
   float top[kChains];
@@ -95,25 +119,15 @@ __device__ __forceinline__ float largest_score(const float (&S)[1][kNTiles][4], 
   return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
 }
 
-// Moves the reference of rows whose scores outgrew it; largest: their largest base-2 scores. Returns whether some row
-// of the warp did; rescale is then what outputs are to be multiplied by.
-__device__ __forceinline__ bool move_reference(const float (&largest)[2], Rows& rows, float (&rescale)[2]) {
-  bool moved = false;
+template <int kOTiles>
+__device__ __forceinline__ void clear_outputs(float (&O)[1][kOTiles][4]) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) moved |= largest[h] > rows.m[h] + kSlack;  // -inf + kSlack: the first finite score does
-  moved = __any_sync(0xffffffffu, moved);
-  if (moved) {
+  for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float larger = fmaxf(rows.m[h], largest[h]);
-      rescale[h] = ex2(rows.m[h] - reference_of(larger));
-      rows.m[h] = larger;
-      rows.l[h] *= rescale[h];
-    }
-  }
-  return moved;
+    for (int e = 0; e < 4; ++e) O[0][j][e] = 0.0f;
 }
 
+template <int kOTiles>
 __device__ __forceinline__ void rescale_outputs(float (&O)[1][kOTiles][4], const float (&rescale)[2]) {
 #pragma unroll
   for (int j = 0; j < kOTiles; ++j)
@@ -121,13 +135,5 @@ __device__ __forceinline__ void rescale_outputs(float (&O)[1][kOTiles][4], const
     for (int e = 0; e < 4; ++e) O[0][j][e] *= rescale[e / 2];
 }
 
-// Weights as the A operand of PV: 16 keys of a lane's two rows.
-template <template <class> class Part = Rounded>
-__device__ __forceinline__ void weights_of(uint32_t (&a)[4], const float (&S)[1][kNTiles][4], int k) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    a[i] = Part<Tensor>::pair(S[0][2 * k + i / 2][i % 2 * 2], S[0][2 * k + i / 2][i % 2 * 2 + 1]);
-}
-
-}  // namespace sm90
+}  // namespace wgmma
 }  // namespace qf

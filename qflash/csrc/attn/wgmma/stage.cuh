@@ -1,18 +1,21 @@
 // A pass before the attention for what the copy engine cannot do: q and k rotated, tensors whose strides it cannot
 // walk. Each gets a copy in the workspace, [batch][rows][heads][head_dim].
-//
-// The kernel's own config.h comes before this header: it says what elements are.
 #pragma once
 
+#include "attn/mma/tile.cuh"
 #include "attn/rope.cuh"
 #include "attn/sequence.cuh"
 #include "hopper/tensor_map.h"
-#include "quant/tokens.cuh"
 
 namespace qf {
-namespace sm90 {
+namespace wgmma {
 
 enum Which { kQ, kK, kV };
+
+// [batch, rows, heads, columns], as the copy engine takes it: one head's rows are dimension 1.
+inline TensorExtents extents_of(const QfTensor& x, int64_t columns, int64_t rows, int64_t heads, int64_t batch) {
+  return {x.data, {columns, rows, heads, batch}, {x.stride_t, x.stride_h, x.stride_b}};
+}
 
 // How one tensor gets to the copy engine.
 struct Staged {
@@ -27,6 +30,7 @@ struct Staged {
   QfTensor copy(char* memory, int head_dim) const {
     return {memory + offset, rows * heads * head_dim, int64_t(heads) * head_dim, head_dim};
   }
+  TensorExtents extents(const QfTensor& x, int head_dim) const { return extents_of(x, head_dim, rows, heads, batch); }
 };
 
 // Host side: what becomes of q, k and v. Asked first without addresses, for the size of the workspace: of rope and
@@ -47,7 +51,7 @@ struct Stage {
       x.rows = packed ? (which == kQ ? p.total_q : p.total_k) : which == kQ ? p.q_len : p.k_len;
       x.rotated = p.rope.rotary_dim > 0 && which != kV;
       const bool odd = addressed && reinterpret_cast<uintptr_t>(x.from.data) % 16 != 0;
-      x.copied = x.rotated || odd || !strides_map(x.from, x.rows, x.heads, x.batch);
+      x.copied = x.rotated || odd || !strides_map(x.extents(x.from, p.head_dim), 2);
       x.vector = chunks_aligned(x.from, p.head_dim, 2);
       x.offset = bytes;
       if (x.copied) bytes += (2 * x.batch * x.rows * x.heads * p.head_dim + 255) / 256 * 256;
@@ -59,7 +63,7 @@ struct Stage {
     const Staged& x = tensors[which];
     if (x.rows == 0) return cudaSuccess;  // never read
     const QfTensor tensor = x.copied ? x.copy(memory, head_dim) : x.from;
-    return encode_tensor_map<Tile>(map, tensor, head_dim, x.rows, x.heads, x.batch, box_rows);
+    return encode_tensor_map<Tile>(map, x.extents(tensor, head_dim), box_rows);
   }
   // For one tensor: no more than can run at once, and no more than there are tokens.
   int64_t blocks(int processors) const {
@@ -91,11 +95,13 @@ __device__ __forceinline__ int position_of(const QfAttnParams& p, Which which, i
 }
 
 // A token's first head, where it is read and where its copy goes.
+template <class Element>
 struct Token {
   const Element* g_from;
   Element* g_to;
 };
-__device__ __forceinline__ Token token_of(const Staged& x, char* copies, int head_dim, int b, int64_t row) {
+template <class Element>
+__device__ __forceinline__ Token<Element> token_of(const Staged& x, char* copies, int head_dim, int b, int64_t row) {
   return {static_cast<const Element*>(x.from.data) + b * x.from.stride_b + row * x.from.stride_t,
           reinterpret_cast<Element*>(copies + x.offset) + (b * x.rows + row) * x.heads * head_dim};
 }
@@ -107,8 +113,10 @@ __device__ __forceinline__ bool rotates_by_chunks(const Staged& x, const QfRope&
 
 // All heads of one token, by a warp. A lane takes the same eight channels, and their partners half a rotation further,
 // of one head after another: it reads the tables once.
-__device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x, const Token& token, int head_dim,
-                                             int position, int lane) {
+template <class Element>
+__device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x, const Token<Element>& token,
+                                             int head_dim, int position, int lane) {
+  using Tensor = Tensor16<Element, 90>;
   const int half = rope.rotary_dim / 2, pairs = half / kPerChunk, at_once = 32 / pairs;
   const int d = lane % pairs * kPerChunk, first_head = lane / pairs;
   const RopeTurn turn = rope_turn(rope, position);
@@ -150,15 +158,12 @@ __device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x
   }
 }
 
-}  // namespace sm90
-}  // namespace qf
-
-// As many blocks for each of q, k and v, in turn. A warp takes all heads of a token, or a block does.
-__global__ void __launch_bounds__(256)
-    qf_sm90_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90::Stage stage,
-                         char* const copies, const bool tables_vectorise) {
-  using namespace qf;
-  using namespace qf::sm90;
+// The pass, by kStageThreads threads a block: as many blocks for each of q, k and v, in turn. A warp takes all heads of
+// a token, or a block does.
+constexpr int kStageThreads = 256;
+template <class Element>
+__device__ __forceinline__ void stage_tokens(const QfAttnParams& p, const Stage& stage, char* copies,
+                                             bool tables_vectorise) {
   const Which which = Which(blockIdx.x % 3);
   const int64_t block = blockIdx.x / 3, blocks = gridDim.x / 3;
   const Staged& x = stage.tensors[which];
@@ -175,13 +180,13 @@ __global__ void __launch_bounds__(256)
   if (rotates_by_chunks(x, p.rope, tables_vectorise)) {
     const int warps = blockDim.x / 32;
     each(block * warps + threadIdx.x / 32, blocks * warps, [&](int b, int64_t row, int position) {
-      rotate_token(p.rope, x, token_of(x, copies, p.head_dim, b, row), p.head_dim, position, threadIdx.x % 32);
+      rotate_token(p.rope, x, token_of<Element>(x, copies, p.head_dim, b, row), p.head_dim, position, threadIdx.x % 32);
     });
     return;
   }
   const int chunks = p.head_dim / kPerChunk;
   each(block, blocks, [&](int b, int64_t row, int position) {
-    const Token token = token_of(x, copies, p.head_dim, b, row);
+    const Token<Element> token = token_of<Element>(x, copies, p.head_dim, b, row);
     for (int i = threadIdx.x; i < x.heads * chunks; i += blockDim.x) {
       const int h = i / chunks, d = (i - h * chunks) * kPerChunk;
       const Element* const g_row = token.g_from + h * x.from.stride_h;
@@ -194,3 +199,6 @@ __global__ void __launch_bounds__(256)
     }
   });
 }
+
+}  // namespace wgmma
+}  // namespace qf

@@ -18,8 +18,8 @@ struct QuantizeAll {
   QfAttnParams attn;  // q, kv.k and kv.v as they come, those that are wanted; lengths and rope
   KeptKv kv;          // k NULL: K is not wanted, and k_mean is given where lift is. v NULL: V is not wanted
   QuantizedQ q;
-  int* counter;  // set to 0; NULL: none
-  int rounding;  // QfRounding of q's and k's integers
+  unsigned* counter;  // set to 0; NULL: none
+  int rounding;       // QfRounding of q's and k's integers
   uint64_t seed;
 };
 

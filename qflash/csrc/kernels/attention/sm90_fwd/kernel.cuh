@@ -1,47 +1,84 @@
 // sm90_fwd: attention for Hopper, float16 and bfloat16 in, float32 sums. The copy engine fills shared memory, warpgroup
 // products empty it, and nobody who multiplies ever loads.
 //
-// One block per multiprocessor stays for the whole problem and works through a list of items, a tile of kBlockM rows of
-// one head each (items.cuh). Roles (head_dim 128):
+// One block per multiprocessor stays for the whole problem and works through work tiles, kBlockM rows of one head each
+// (attn/wgmma/work_tile.cuh). Roles (head_dim 128):
 //
 //   warpgroup 0   thread 0     produce: q, K and V tiles by TMA, as far ahead as there are empty stages
-//   (40 regs)     thread 32    plan: what the next items are, which keys they see
+//   (40 regs)     thread 32    describe_work: what the next work tiles are, which keys they see
 //                 warps 2, 3   inspect: NaN and infinity in V, in tiles that some rows see only in part
 //   warpgroup 1   consume: rows 0 - 63 of the tile; S = Q Kt, 64 x 128 in 64 registers, Q and K from shared memory;
 //   (232 regs)    O += P V, 64 x 128 in 64 registers, P from 32
 //   warpgroup 2   consume: rows 64 - 127; head_dim 64 has a third consumer, with 160 registers each
 //
 // Shared memory (head_dim 128): panels of 64 channels, 128 bytes a row, swizzled by TMA (hopper/descriptor.cuh).
-//   q        2 stages of [kBlockM][kHeadDim]   64 KB   the next item's q is there before this one's is done with
+//   q        2 stages of [kBlockM][kHeadDim]   64 KB   the next work tile's is there before this one's is done
 //   k, v     2 stages of [kBlockN][kHeadDim]  128 KB
-//   rings    a full and an empty mbarrier for every stage of q, K, V and records; two more kinds, see shared.cuh
-//   records  what everybody must know of this item and the next
+//   rings    a full and an empty mbarrier for every stage of q, K, V and work tiles; two more kinds of barrier: all of
+//            them, with who arrives and who waits, in attn/wgmma/shared_memory.cuh
 //
-// Pipeline of a consumer, for tile n of an item:
+// Pipeline of a consumer (attn/wgmma/consumer.cuh), for tile n of a work tile:
 //   start S(n + 1) = Q K(n + 1)t          tensor cores, asynchronous
 //   start O += P(n) V(n)                  behind it
 //   wait for S(n + 1); weights            under O's product, and under the products of the other consumer
-//   wait for O; round the weights into P(n + 1)
+//   wait for O; round the weights into P(n + 1); release K(n + 1) and V(n)
 // Weights are relative to the maxima of a row's first tile. Should later scores outgrow those by much the sums of
-// weights tell, and the scores are computed again. At the end of an item S of the next one is started before the
-// outputs are divided and stored.
+// weights tell, and the scores are recomputed (rare_recover.cuh). At the end of a work tile S of the next one is
+// started before the outputs are divided and stored.
 //
 // Masks, NaN in V: as fa_mma's. Rope, and strides that TMA cannot walk: a pass before (stage.cuh).
 // Bound: the tensor cores at 2048 cycles a pair of tiles, if the consumers' own instructions (about 390 a warp and
 // tile) hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
 #pragma once
 
-#include "kernels/attention/sm90_fwd/config.h"
-// What follows is made for those tiles.
 #include "attn/wgmma/block.cuh"
-#include "attn/wgmma/inspect.cuh"
-#include "kernels/attention/sm90_fwd/math.cuh"
+#include "attn/wgmma/rare_recover.cuh"
+#include "attn/wgmma/scores_16bit.cuh"
+#include "attn/wgmma/stage.cuh"
+#include "attn/wgmma/weights_16bit.cuh"
+#include "kernels/attention/sm90_fwd/config.h"
 
-template <bool kPlain>
-__global__ void __launch_bounds__(qf::sm90::kThreads, 1)
-    qf_sm90_fwd_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::sm90::Maps maps,
-                       const __grid_constant__ qf::sm90::Items items, const bool out_aligned) {
-  using namespace qf::sm90;
+namespace qf {
+namespace sm90_fwd {
+
+template <class Element, int kHeadDim, bool kPlain>
+struct Kernel {
+  using Config = wgmma::TileConfig<Shape<Element, kHeadDim>>;
+  using Params = QfAttnParams;
+  using Scores = wgmma::SixteenBitScores<Config, kPlain>;
+  using Weights = wgmma::SixteenBitWeights<Config, Config::kKeepsRemainders>;
+  using Rare = wgmma::Recover<Config>;
+  using Inspector = wgmma::SixteenBitInspector<Config>;
+  using Work = wgmma::WorkTile<Config>;
+
+  __device__ static __forceinline__ void describe(const Params&, Work&) {}
+  __device__ static __forceinline__ void store(const QfAttnParams& p, const wgmma::SharedMemory<Config>& s,
+                                               const Work& work, int q_stage, bool aligned, const Scores&,
+                                               const Weights&, const Rare&, const wgmma::RowState& rows,
+                                               float (&O)[1][Config::kOTiles][4]) {
+    using QTile = typename Config::QTile;
+    char* const s_rows = s.q + q_stage * QTile::kBytes + wgmma::warp_row() * QTile::kRowBytes;
+    wgmma::finish<Config::kOutThroughQ ? QTile::kPanelBytes : 0>(p, work, O, rows, s_rows, aligned,
+                                                                 wgmma::SixteenBitOutput<Config>{p, work});
+    if (Config::kOutThroughQ) fence_proxy_async();  // what went through q's stage, before TMA fills it again
+  }
+};
+
+}  // namespace sm90_fwd
+}  // namespace qf
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
+    qf_sm90_fwd_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::wgmma::TensorMaps maps,
+                       const __grid_constant__ qf::TileSchedule schedule, const bool out_aligned) {
   extern __shared__ float4 s_memory[];
-  work<Math<kPlain>>(p, p, maps, items, SixteenBits(), out_aligned, s_memory);
+  qf::wgmma::run_block<Kernel>(p, p, maps, schedule, out_aligned, reinterpret_cast<char*>(s_memory));
+}
+
+// The pass before, for rotated tensors and strides that TMA cannot walk.
+template <class Element>
+__global__ void __launch_bounds__(qf::wgmma::kStageThreads)
+    qf_sm90_fwd_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::wgmma::Stage stage,
+                             char* const copies, const bool tables_vectorise) {
+  qf::wgmma::stage_tokens<Element>(p, stage, copies, tables_vectorise);
 }

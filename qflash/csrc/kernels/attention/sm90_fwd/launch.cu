@@ -1,25 +1,32 @@
-// C entry of `sm90_fwd`: stage what must be, make tensor maps, attend.
+// C entry of `sm90_fwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): stage
+// what must be, make tensor maps, attend.
 #include "attn/entry.cuh"
 #include "kernels/attention/sm90_fwd/kernel.cuh"
-// Made for those tiles, too.
-#include "attn/wgmma/stage.cuh"
 
-// The counter that items are drawn from comes first in the workspace, copies after it.
-static int64_t counter_bytes(const qf::sm90::Items& items) { return items.drawn ? 256 : 0; }
+namespace {
+
+using Element = qf::ElementOf<QF_DTYPE>::Type;
+using Config = qf::sm90_fwd::Kernel<Element, QF_HEAD_DIM, true>::Config;
+
+// A counter for work tiles comes first in the workspace, copies after it.
+int64_t counter_bytes(const qf::TileSchedule& schedule) { return schedule.dynamic ? 256 : 0; }
+
+}  // namespace
 
 QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams* p) {
-  return counter_bytes(qf::sm90::items_of(*p)) + qf::sm90::Stage(*p, false).bytes;
+  using namespace qf::wgmma;
+  return counter_bytes(schedule_of(*p, Config::kBlockM)) + Stage(*p, false).bytes;
 }
 
 QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
-  using namespace qf::sm90;
+  using namespace qf::wgmma;
   if (const int status = qf::check_arrays(p, QF_DTYPE)) return status;
-  if (p->head_dim < 1 || p->head_dim > kHeadDim || p->head_dim % 8 != 0) return QF_UNSUPPORTED;
-  Items items = items_of(*p);
-  if (items.count == 0) return QF_OK;
-  if (items.count == kTooMany) return QF_UNSUPPORTED;
+  if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0) return QF_UNSUPPORTED;
+  qf::TileSchedule schedule = schedule_of(*p, Config::kBlockM);
+  if (schedule.count == 0) return QF_OK;
+  if (schedule.count == schedule.kTooMany) return QF_UNSUPPORTED;
   const Stage planned(*p, false), stage(*p, true);
-  const int64_t counter = counter_bytes(items), needed = counter + planned.bytes;
+  const int64_t counter = counter_bytes(schedule), needed = counter + planned.bytes;
   if (needed > 0 && (!p->workspace || p->workspace_bytes < needed)) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = qf::multiprocessors(processors)) return error;
@@ -29,26 +36,28 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
     if (const cudaError_t error = borrowed.take(stage.bytes)) return error;
   char* const memory =
       borrowed.memory ? static_cast<char*>(borrowed.memory) : static_cast<char*>(p->workspace) + counter;
-  if (items.count <= processors) items.drawn = false;  // one for each block at most
-  if (items.drawn) {
-    items.next = static_cast<int*>(p->workspace);
-    if (const cudaError_t error = cudaMemsetAsync(items.next, 0, sizeof(int), on)) return error;
+  if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
+  if (schedule.dynamic) {
+    schedule.next = static_cast<unsigned*>(p->workspace);
+    if (const cudaError_t error = cudaMemsetAsync(schedule.next, 0, sizeof(unsigned), on)) return error;
   }
 
   if (stage.bytes > 0) {
-    if (const int status = qf::launch({3 * stage.blocks(processors), 256, 0, on}, qf_sm90_stage_kernel, *p, stage,
-                                      memory, qf::rope_tables_vectorise(p->rope)))
+    const qf::Launch how = {3 * stage.blocks(processors), kStageThreads, 0, on};
+    if (const int status =
+            qf::launch(how, qf_sm90_fwd_stage_kernel<Element>, *p, stage, memory, qf::rope_tables_vectorise(p->rope)))
       return status;
   }
-  Maps maps{};
-  if (const int error = stage.map<QTile>(maps.q, kQ, memory, p->head_dim, kBlockM)) return error;
-  if (const int error = stage.map<KTile>(maps.k, kK, memory, p->head_dim, kBlockN)) return error;
-  if (const int error = stage.map<VTile>(maps.v, kV, memory, p->head_dim, kBlockN)) return error;
+  TensorMaps maps{};
+  if (const int error = stage.map<Config::QTile>(maps.q, kQ, memory, p->head_dim, Config::kBlockM)) return error;
+  if (const int error = stage.map<Config::KTile>(maps.k, kK, memory, p->head_dim, Config::kBlockN)) return error;
+  if (const int error = stage.map<Config::VTile>(maps.v, kV, memory, p->head_dim, Config::kBlockN)) return error;
 
-  const bool plain = qf::scales_plainly(p->scale, p->softcap);
-  auto* const kernel = plain ? qf_sm90_fwd_kernel<true> : qf_sm90_fwd_kernel<false>;
-  const int blocks = items.count < processors ? items.count : processors;
-  return qf::launch({blocks, kThreads, kSharedBytes, on}, kernel, *p, maps, items,
+  auto* const kernel = qf::scales_plainly(p->scale, p->softcap)
+                           ? qf_sm90_fwd_kernel<qf::sm90_fwd::Kernel<Element, QF_HEAD_DIM, true>>
+                           : qf_sm90_fwd_kernel<qf::sm90_fwd::Kernel<Element, QF_HEAD_DIM, false>>;
+  const int blocks = schedule.count < processors ? schedule.count : processors;
+  return qf::launch({blocks, Config::kThreads, Config::kSharedBytes, on}, kernel, *p, maps, schedule,
                     qf::chunks_aligned(p->out, p->head_dim, 2));
 }
 

@@ -10,15 +10,18 @@
 #include "kernels/quantize_kv/sm90_quantize/plan.cuh"
 
 namespace qf {
-namespace sm90 {
+namespace sm90_int8 {
 
-inline Stage stage_of(const QfAttnParams& p, bool addressed) {
-  Stage stage(p, addressed, kV);
-  if (kFp8) stage = Stage(p, addressed, Which(kV + 1));  // nobody copies V
-  return stage;
+// q and K get to the copy engine by the quantization pass, V in E4M3 as well.
+template <class Config>
+wgmma::Stage stage_of(const QfAttnParams& p, bool addressed) {
+  return wgmma::Stage(p, addressed, wgmma::Which(Config::kFp8 ? wgmma::kV + 1 : wgmma::kV));
 }
 
-inline int64_t workspace_bytes(const QfAttnParams& p) { return Workspace(p, stage_of(p, false).bytes).bytes; }
+template <class Config>
+int64_t workspace_bytes(const QfAttnParams& p) {
+  return Workspace<Config>(p, stage_of<Config>(p, false).bytes).bytes;
+}
 
 // K and V are arrays, still to be quantized, or as quantize_kv left them.
 inline bool serves(const QfAttnParams& p) {
@@ -26,17 +29,20 @@ inline bool serves(const QfAttnParams& p) {
   return !p.cu_seqlens_q && is_kept(p.kv, p.precision, p.dtype, p.batch, p.k_len, p.kv_heads, p.head_dim);
 }
 
-inline int attend(const QfAttnParams& p, cudaStream_t stream) {
+template <class Element, int kHeadDim, bool kFp8>
+int attend(const QfAttnParams& p, cudaStream_t stream) {
+  using Config = typename Kernel<Element, kHeadDim, kFp8, true>::Config;
+  using wgmma::extents_of;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
   const bool kept = p.kv.kind == QF_KV_KEPT;
   if (!serves(p)) return QF_UNSUPPORTED;
   if (p.head_dim < 1 || p.head_dim > kHeadDim || p.head_dim % 8 != 0) return QF_UNSUPPORTED;
-  Items items = items_of(p);
-  if (items.count == 0) return QF_OK;
-  if (items.count == kTooMany) return QF_UNSUPPORTED;
-  const Stage planned = stage_of(p, false), stage = stage_of(p, true);
-  const Workspace w(p, planned.bytes);
+  TileSchedule schedule = wgmma::schedule_of(p, Config::kBlockM);
+  if (schedule.count == 0) return QF_OK;
+  if (schedule.count == schedule.kTooMany) return QF_UNSUPPORTED;
+  const wgmma::Stage planned = stage_of<Config>(p, false), stage = stage_of<Config>(p, true);
+  const Workspace<Config> w(p, planned.bytes);
   if (!p.workspace || p.workspace_bytes < w.bytes) return QF_NO_MEMORY;
   char* const base = static_cast<char*>(p.workspace);
   char* staged = base + w.staged;
@@ -45,55 +51,58 @@ inline int attend(const QfAttnParams& p, cudaStream_t stream) {
     if (borrowed.take(stage.bytes) != cudaSuccess) return QF_NO_MEMORY;
     staged = static_cast<char*>(borrowed.memory);
   }
-  if (items.count <= processors) items.drawn = false;  // one for each block at most
-  items.next = reinterpret_cast<int*>(base + w.counter);
+  if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
+  schedule.next = reinterpret_cast<unsigned*>(base + w.counter);
 
   const bool plain = scales_plainly(p.scale, p.softcap);
-  Quantized a{};
+  QuantizedProblem a{};
   a.attn = p;
   a.kv = kept ? kept_of(p.kv) : w.kv(base);
   a.q_scale = reinterpret_cast<float*>(base + w.q_scale);
-  if (p.lse || !plain) a.lift = reinterpret_cast<float*>(base + w.lift);
+  if (p.lse || !plain) a.q_dot_mean = reinterpret_cast<float*>(base + w.q_dot_mean);
   a.v_columns = w.v_columns;
   QuantizeAll all{};
   all.attn = p;
   all.kv = a.kv;
   if (kept) all.kv.k = nullptr, all.kv.v = nullptr;
   if (p.q.data)  // else its integers are where the call before left them: so the attention is timed alone
-    all.q = {reinterpret_cast<int8_t*>(base + w.q), const_cast<float*>(a.q_scale), const_cast<float*>(a.lift)};
-  all.counter = items.next;
+    all.q = {reinterpret_cast<int8_t*>(base + w.q), const_cast<float*>(a.q_scale), const_cast<float*>(a.q_dot_mean)};
+  all.counter = schedule.next;
   all.rounding = p.rounding, all.seed = p.seed;
   if (const int status = run_sm90_quantize<Element, kHeadDim>(all, stream)) return status;
   if (stage.bytes > 0)
-    if (const int status =
-            launch({3 * stage.blocks(processors), 256, 0, stream}, qf_sm90_stage_kernel, p, stage, staged, false))
+    if (const int status = launch({3 * stage.blocks(processors), wgmma::kStageThreads, 0, stream},
+                                  qf_sm90_int8_stage_kernel<Element>, p, stage, staged, false))
       return status;
 
   const bool packed = p.cu_seqlens_q;
   const int batch = packed ? 1 : p.batch;
   const auto integers = [&](void* data, int64_t rows, int heads) {
-    return QfTensor{data, rows * heads * w.width, heads * w.width, w.width};
+    return extents_of({data, rows * heads * w.width, heads * w.width, w.width}, w.width, rows, heads, batch);
   };
   const int64_t rows_q = packed ? p.total_q : p.q_len, rows_k = packed ? p.total_k : p.k_len;
-  Maps maps{};
-  if (const int error = encode_tensor_map<QTile>(maps.q, integers(base + w.q, rows_q, p.q_heads), w.width, rows_q,
-                                                 p.q_heads, batch, kBlockM))
+  wgmma::TensorMaps maps{};
+  if (const int error =
+          encode_tensor_map<typename Config::QTile>(maps.q, integers(base + w.q, rows_q, p.q_heads), Config::kBlockM))
     return error;
   if (rows_k > 0) {
-    if (const int error = encode_tensor_map<KTile>(maps.k, integers(a.kv.k, rows_k, p.kv_heads), w.width, rows_k,
-                                                   p.kv_heads, batch, kBlockN))
+    if (const int error =
+            encode_tensor_map<typename Config::KTile>(maps.k, integers(a.kv.k, rows_k, p.kv_heads), Config::kBlockN))
       return error;
+    using VTile = typename Config::VTile;
     const int64_t of_head = p.head_dim * w.v_columns;
     const QfTensor transposed = {a.kv.v, p.kv_heads * of_head, w.v_columns, of_head};
-    if (const int error =
-            kFp8 ? encode_tensor_map<VTile>(maps.v, transposed, w.v_columns, p.head_dim, p.kv_heads, batch, kHeadDim)
-                 : stage.map<VTile>(maps.v, kV, staged, p.head_dim, kBlockN))
+    const TensorExtents extents = extents_of(transposed, w.v_columns, p.head_dim, p.kv_heads, batch);
+    if (const int error = kFp8 ? encode_tensor_map<VTile>(maps.v, extents, kHeadDim)
+                               : stage.map<VTile>(maps.v, wgmma::kV, staged, p.head_dim, Config::kBlockN))
       return error;
   }
-  auto* const kernel = plain ? qf_sm90_int8_kernel<true> : qf_sm90_int8_kernel<false>;
-  const int blocks = items.count < processors ? items.count : processors;
-  return launch({blocks, kThreads, kSharedBytes, stream}, kernel, a, maps, items, chunks_aligned(p.out, p.head_dim, 2));
+  auto* const kernel = plain ? qf_sm90_int8_kernel<Kernel<Element, kHeadDim, kFp8, true>>
+                             : qf_sm90_int8_kernel<Kernel<Element, kHeadDim, kFp8, false>>;
+  const int blocks = schedule.count < processors ? schedule.count : processors;
+  return launch({blocks, Config::kThreads, Config::kSharedBytes, stream}, kernel, a, maps, schedule,
+                chunks_aligned(p.out, p.head_dim, 2));
 }
 
-}  // namespace sm90
+}  // namespace sm90_int8
 }  // namespace qf

@@ -1,8 +1,9 @@
 // sm90_int8: attention for Hopper with INT8 scores. S = Q Kt of integers, exact; P V in 16 bits or
 // (QF_INT8_FP8) E4M3.
 //
-// Blocks, items, roles and the pipeline are sm90_fwd's (attn/sm90): one warpgroup brings tiles, two own 64 rows each. A
-// pass before (attn/sm90_quantize) leaves q and K as int8 with scales, and V, for E4M3, transposed. What is its own:
+// Blocks, work tiles, roles and the pipeline are sm90_fwd's (attn/wgmma): one warpgroup brings tiles, two own 64 rows
+// each. A pass before (attn/sm90_quantize) leaves q and K as int8 with scales, and V, for E4M3, transposed. What is its
+// own:
 //
 //              kBlockN = 128 keys (head_dim 256: 64)
 //             +--------------------+
@@ -22,28 +23,67 @@
 //   q       2 stages [128][128] int8     32 KB       32 KB
 //   k       [128][128] int8          2 * 16 KB    4 * 16 KB
 //   v       [128][128], 16-bit       2 * 32 KB              or E4M3, [channel][key]: 4 * 16 KB
-//   aside   outputs on their way         32 KB       64 KB  and their sums; 1 KB of ones
+//   outputs on their way                 32 KB       64 KB  or promoted; 1 KB of ones
 //
 // Bound: the tensor cores, at 1536 (int8) or 1024 (int8_fp8) cycles a pair of tiles, where sm90_fwd has 2048; then the
 // exponentials, 1024 cycles whatever the precision; but first what a warp executes in sequence, about 390 and 360
 // instructions a tile. See docs/kernels/sm90_int8.md for what was predicted, tried and measured.
 #pragma once
 
-#include "kernels/attention/sm90_int8/config.h"
-// What follows is made for those tiles.
 #include "attn/wgmma/block.cuh"
-#include "attn/wgmma/inspect.cuh"
-#include "kernels/attention/sm90_int8/inspect.cuh"
-#include "kernels/attention/sm90_int8/math.cuh"
+#include "attn/wgmma/rare_int8.cuh"
+#include "attn/wgmma/scores_int8.cuh"
+#include "attn/wgmma/stage.cuh"
+#include "attn/wgmma/weights_16bit.cuh"
+#include "attn/wgmma/weights_e4m3.cuh"
+#include "kernels/attention/sm90_int8/config.h"
+#include "kernels/attention/sm90_int8/output.cuh"
 
-template <bool kPlain>
-__global__ void __launch_bounds__(qf::sm90::kThreads, 1)
-    qf_sm90_int8_kernel(const __grid_constant__ qf::sm90::Quantized a, const __grid_constant__ qf::sm90::Maps maps,
-                        const __grid_constant__ qf::sm90::Items items, const bool out_aligned) {
-  using namespace qf::sm90;
+namespace qf {
+namespace sm90_int8 {
+
+template <class Element, int kHeadDim, bool kFp8, bool kPlain>
+struct Kernel {
+  using Config = wgmma::TileConfig<Shape<Element, kHeadDim, kFp8>>;
+  using Params = QuantizedProblem;
+  using Scores = wgmma::Int8Scores<Config, kPlain>;
+  using Weights = std::conditional_t<kFp8, wgmma::E4m3Weights<Config>, wgmma::SixteenBitWeights<Config, false>>;
+  using Rare = wgmma::Int8Rare<Config, kFp8>;
+  using Inspector = std::conditional_t<kFp8, wgmma::E4m3Inspector<Config>, wgmma::SixteenBitInspector<Config>>;
+  using Work = wgmma::WorkTile<Config>;
+
+  __device__ static __forceinline__ void describe(const Params& params, Work& work) { Scores::describe(params, work); }
+  __device__ static __forceinline__ void store(const QfAttnParams& p, const wgmma::SharedMemory<Config>&,
+                                               const Work& work, int, bool aligned, const Scores& scores,
+                                               Weights& weights, const Rare& rare, wgmma::RowState& rows,
+                                               float (&O)[1][Config::kOTiles][4]) {
+    if constexpr (kFp8) {
+      weights.finish_sums(rows);
+      rare.finish(O);
+      if (!Weights::kMeanAhead) weights.load_mean(work);
+    }
+    using Output = std::conditional_t<kFp8, E4m3Output<Config, kPlain>, Int8Output<Config, kPlain>>;
+    constexpr int kPanelBytes = Panels<16, kHeadDim>::kPanelBytes;
+    wgmma::finish<kPanelBytes>(p, work, O, rows, rare.s_outputs(), aligned, Output(scores.a, work, weights));
+  }
+};
+
+}  // namespace sm90_int8
+}  // namespace qf
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
+    qf_sm90_int8_kernel(const __grid_constant__ qf::QuantizedProblem a,
+                        const __grid_constant__ qf::wgmma::TensorMaps maps,
+                        const __grid_constant__ qf::TileSchedule schedule, const bool out_aligned) {
   extern __shared__ float4 s_memory[];
-  if constexpr (kFp8)
-    work<Math<kPlain>>(a.attn, a, maps, items, EightBits{a}, out_aligned, s_memory);
-  else
-    work<Math<kPlain>>(a.attn, a, maps, items, SixteenBits(), out_aligned, s_memory);
+  qf::wgmma::run_block<Kernel>(a.attn, a, maps, schedule, out_aligned, reinterpret_cast<char*>(s_memory));
+}
+
+// The pass before, for a V of 16 bits whose strides TMA cannot walk.
+template <class Element>
+__global__ void __launch_bounds__(qf::wgmma::kStageThreads)
+    qf_sm90_int8_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::wgmma::Stage stage,
+                              char* const copies, const bool tables_vectorise) {
+  qf::wgmma::stage_tokens<Element>(p, stage, copies, tables_vectorise);
 }

@@ -5,12 +5,16 @@
 #include "quant/sm90/params.cuh"
 
 namespace qf {
-namespace sm90 {
+namespace sm90_int8 {
 
+template <class Config>
 struct Workspace {
-  // Byte offsets. Items are drawn from a counter; K and V are there unless somebody keeps them elsewhere.
-  int64_t counter, q, q_scale, lift, k, k_scale, k_mean, k_nonfinite, v, v_scale, v_exponents, v_nonfinite, v_mean,
-      staged;
+  static constexpr bool kFp8 = Config::kFp8;
+  static constexpr int kExponentKeys = Config::kExponentKeys;
+
+  // Byte offsets. Work tiles are drawn from a counter; K and V are there unless somebody keeps them elsewhere.
+  int64_t counter, q, q_scale, q_dot_mean, k, k_scale, k_mean, k_nonfinite, v, v_scale, v_exponents, v_nonfinite,
+      v_mean, staged;
   int64_t bytes = 0;
   int64_t rows_q, rows_k, width, v_columns;  // width: of a row of integers; columns: of a channel of transposed V
 
@@ -22,16 +26,16 @@ struct Workspace {
     width = kept_width(p.head_dim);
     rows_q = packed ? p.total_q : batch * p.q_len;
     rows_k = packed ? p.total_k : batch * p.k_len;
-    const int64_t tiles = (int64_t(p.k_len) + kLiftKeys - 1) / kLiftKeys;
-    v_columns = (packed ? p.total_k / kLiftKeys + batch + 1 : tiles) * kLiftKeys;
+    const int64_t tiles = (int64_t(p.k_len) + kExponentKeys - 1) / kExponentKeys;
+    v_columns = (packed ? p.total_k / kExponentKeys + batch + 1 : tiles) * kExponentKeys;
     const int64_t kv_heads = kv_kept ? 0 : p.kv_heads, heads = batch * kv_heads, fp8_heads = kFp8 ? heads : 0;
     counter = take(256);
     q = take(rows_q * p.q_heads * width);
     // One more tile than there are rows: nobody looks where a sequence ends.
-    q_scale = take((batch * p.q_heads * p.q_len + kBlockM) * 4);
-    lift = take((batch * p.q_heads * p.q_len + kBlockM) * 4);
+    q_scale = take((batch * p.q_heads * p.q_len + Config::kBlockM) * 4);
+    q_dot_mean = take((batch * p.q_heads * p.q_len + Config::kBlockM) * 4);
     k = take(rows_k * kv_heads * width);
-    k_scale = take(heads * ((int64_t(p.k_len) + kKeyGroup - 1) / kKeyGroup) * 4);
+    k_scale = take(heads * ((int64_t(p.k_len) + kKeptKeyGroup - 1) / kKeptKeyGroup) * 4);
     k_mean = take(heads * p.head_dim * 4);
     k_nonfinite = take(heads * 4);
     v = take((packed ? 1 : batch) * (kFp8 ? kv_heads : 0) * p.head_dim * v_columns);
@@ -64,5 +68,5 @@ struct Workspace {
   }
 };
 
-}  // namespace sm90
+}  // namespace sm90_int8
 }  // namespace qf

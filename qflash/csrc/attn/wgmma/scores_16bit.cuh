@@ -1,0 +1,123 @@
+// Scores policy: S = Q K^T in 16 bits with float32 sums, and from S to weights. No barrier is waited for here
+// (consumer.cuh does).
+#pragma once
+
+#include "attn/wgmma/recompute.cuh"
+#include "attn/wgmma/softmax.cuh"
+#include "ptx/order.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace qf {
+namespace wgmma {
+
+// kPlain: scales_plainly(), weights = 2^(factor S - m_ref).
+template <class Config_, bool kPlain>
+struct SixteenBitScores {
+  using Config = Config_;
+  using Params = QfAttnParams;
+  using Work = WorkTile<Config>;
+  static constexpr int kNTiles = Config::kNTiles;
+  static constexpr bool kReadsKeys = false;    // lanes never do: wgmma alone
+  static constexpr bool kSteadyTiles = false;  // the tensor cores bound, and registers are scarce
+  // A lane's weights of a row and tile may add up to this before the row's reference must move: float16 holds it.
+  static constexpr float kMostSum = 16384.0f;
+  static_assert(Config::kBlockN / 4 * (1 << int(kSlack)) <= kMostSum, "a reference that stays was found to suffice");
+
+  const QfAttnParams& p;
+  const float factor;
+  float S[1][kNTiles][4];
+  // Need no maxima be looked for in the next tile? Not once every row has a reference: scores seldom outgrow it by
+  // much, and where they do the sums tell.
+  bool settled;
+  bool outgrown;  // scores of this tile outgrew references: to be recomputed
+
+  __device__ __forceinline__ SixteenBitScores(const Params& params, const SharedMemory<Config>&)
+      : p(params), factor(score_factor(p.scale, p.softcap)) {}
+
+  __device__ static __forceinline__ void describe(const Params&, Work&) {}
+  __device__ __forceinline__ void prefetch(const Work&) {}
+  template <class Weights>
+  __device__ __forceinline__ void begin(const Work&, const Weights&) {}
+  template <bool kWhole>
+  __device__ __forceinline__ void fetch() {}
+
+  __device__ __forceinline__ void start(const AlongRows<typename Config::QTile>& q,
+                                        const AlongRows<typename Config::KTile>& k) {
+    hold(S[0]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Config::kHeadDim / 16; ++i)
+      Wgmma<typename Config::Element, Config::kBlockN>::multiply(S[0], q.step(i), k.step(i), i > 0);
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void hold_sums() { hold(S[0]); }
+
+  // The first tile of a work tile becomes weights: its references are found here.
+  template <class Weights>
+  __device__ __forceinline__ void weigh_first(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
+    make_visible(work, key0, whole);
+    find_reference(rows);
+    settled = kPlain && rows.settled();
+    take_weights(rows);
+  }
+  // Another tile does.
+  template <class Weights>
+  __device__ __forceinline__ void weigh(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
+    rows.moved = false;
+    if (!settled || !whole) {
+      make_visible(work, key0, whole);
+      if (!settled) {
+        rows.moved = find_reference(rows);
+        settled = kPlain && !rows.moved && rows.settled();
+      }
+    }
+    take_weights(rows);
+    outgrown = kPlain && __any_sync(0xffffffffu, fmaxf(rows.sums[0], rows.sums[1]) > kMostSum);
+    // The weights before the wait for O's product, which ptxas would put after it.
+    if (kPlain)
+      compute_before_if(outgrown, rows.l[0]);
+    else
+      compute_before(rows.sums[0] + rows.sums[1]);
+  }
+  // A tile whose scores outgrew their reference: they are in shared memory still.
+  __device__ __forceinline__ void weigh_again(const SharedMemory<Config>& s, const Work& work, int key0, bool whole,
+                                              int q_stage, int k_stage, RowState& rows) {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[0][j][e] = 0.0f;
+    recompute_scores<typename Config::Tensor>(S, s, q_stage, k_stage);
+    make_visible(work, key0, whole);
+    rows.moved = find_reference(rows);
+    settled = false;
+    take_weights(rows);
+  }
+
+ private:
+  __device__ __forceinline__ void make_visible(const Work& work, int key0, bool whole) {
+    if (!kPlain) scale_scores(S, p.scale, p.softcap);
+    if (!whole) mask_tile(S, visible_keys(work, key0));
+  }
+  __device__ __forceinline__ bool find_reference(RowState& rows) {
+    float largest[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) largest[h] = max_of_quad(largest_score(S, h, 0, kNTiles)) * factor;
+    return rows.move(largest);
+  }
+  // S becomes weights, and rows.sums their sums.
+  __device__ __forceinline__ void take_weights(RowState& rows) {
+    const float shift[2] = {-reference_of(rows.m[0]), -reference_of(rows.m[1])};
+    float sum[4] = {};
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        S[0][j][e] = ex2(fmaf(S[0][j][e], factor, shift[e / 2]));
+        sum[e] += S[0][j][e];
+      }
+    rows.sums[0] = sum[0] + sum[1], rows.sums[1] = sum[2] + sum[3];
+  }
+};
+
+}  // namespace wgmma
+}  // namespace qf

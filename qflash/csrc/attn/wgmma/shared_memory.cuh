@@ -1,0 +1,67 @@
+// Where things are in a block's shared memory, and every barrier of the block.
+//
+//   ring         filled by            waited for by                     released by
+//   work         describe_work        producer, inspectors, consumers   the same
+//   q            producer (TMA)       consumers                         consumers
+//   k            producer (TMA)       consumers                         consumers
+//   v            producer (TMA)       consumers, inspectors             consumers, inspectors
+//
+//   v_inspected  inspectors arrive; consumers wait, in tiles that some row does not see whole
+//   draw         producer arrives; describe_work waits, before it draws the next work tile
+#pragma once
+
+#include "attn/wgmma/work_tile.cuh"
+#include "hopper/ring.cuh"
+#include "ptx/opaque.cuh"
+
+namespace qf {
+namespace wgmma {
+
+template <class Config>
+struct SharedMemory {
+  static constexpr int kStages = Config::kStages, kQStages = Config::kQStages, kWorkTiles = Config::kWorkTiles;
+  using Work = WorkTile<Config>;
+  static_assert(sizeof(Ring<kQStages>) + 2 * sizeof(Ring<kStages>) + (kStages + 1) * sizeof(Mbarrier) +
+                        sizeof(Ring<kWorkTiles>) + kWorkTiles * sizeof(Work) <=
+                    Config::kBarrierBytes,
+                "");
+
+  char *q, *k, *v;  // kQStages and kStages tiles
+  Ring<kQStages>* q_ring;
+  Ring<kStages>*k_ring, *v_ring;
+  // kStages, gone round by the tiles of V that some row does not see whole: the tile holds nothing that zero weights
+  // would not blank out. Consumers are past such a tile before another takes its stage, so nobody is a phase behind.
+  Mbarrier* v_inspected;
+  Ring<kWorkTiles>* work_ring;
+  Mbarrier* draw;
+  Work* work;
+  char* scratch;  // kScratchBytes
+
+  __device__ __forceinline__ explicit SharedMemory(char* memory) {
+    q = opaque_shared(memory + (kSwizzleBytes - shared_address(memory) % kSwizzleBytes) % kSwizzleBytes);
+    k = q + kQStages * Config::QTile::kBytes;
+    v = k + kStages * Config::KTile::kBytes;
+    q_ring = reinterpret_cast<Ring<kQStages>*>(v + kStages * Config::VTile::kBytes);
+    k_ring = reinterpret_cast<Ring<kStages>*>(q_ring + 1);
+    v_ring = k_ring + 1;
+    v_inspected = reinterpret_cast<Mbarrier*>(v_ring + 1);
+    work_ring = reinterpret_cast<Ring<kWorkTiles>*>(v_inspected + kStages);
+    draw = reinterpret_cast<Mbarrier*>(work_ring + 1);
+    work = reinterpret_cast<Work*>(draw + 1);
+    scratch = reinterpret_cast<char*>(q_ring) + Config::kBarrierBytes;
+  }
+  // One thread. Arrivals are counted in warps, but for the two threads that describe and copy.
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kConsumerWarps = Config::kConsumers * 4, kInspectorWarps = Config::kInspectorThreads / 32;
+    q_ring->init(kConsumerWarps);
+    k_ring->init(kConsumerWarps);
+    v_ring->init(kConsumerWarps + kInspectorWarps);
+    work_ring->init(kConsumerWarps + 1 + kInspectorWarps);
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&v_inspected[i], kInspectorWarps);
+    mbarrier_init(draw, 1);
+    fence_mbarrier_init();  // the barriers, to the copy engine
+  }
+};
+
+}  // namespace wgmma
+}  // namespace qf

@@ -1,0 +1,88 @@
+// A work tile: kBlockM query rows of one head of one sequence, against all keys that these rows see. One thread
+// describes it for everybody, ahead of time and in shared memory: that takes a few thousand cycles, and consumers have
+// no registers to spare.
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/sequence.cuh"
+#include "attn/wgmma/config.cuh"
+#include "hopper/tile_schedule.cuh"
+
+namespace qf {
+namespace wgmma {
+
+// Host side: the order of the work tiles. Where all of them are equally long, a head's row tiles follow each other:
+// neighbours read the same K and V at the same time. Where masks or packed sequences make some longer than others,
+// scheduling is dynamic, over sections of heads whose K and V fit the L2 cache together, the longest row tiles first
+// (causal masks make the last ones longest). kv_lens alone count as equally long.
+inline TileSchedule schedule_of(const QfAttnParams& p, int block_rows) {
+  constexpr int64_t kCacheBytes = 16 << 20;  // of an L2 cache of 50 MB
+  int64_t row_tiles = (int64_t(p.q_len) + block_rows - 1) / block_rows, batch = p.batch;
+  if (p.cu_seqlens_q && p.total_q > 0) {  // packed rows that fit no sequence still get their NaN
+    if (row_tiles == 0) row_tiles = 1;
+    if (batch == 0) batch = 1;
+  }
+  const int64_t heads = batch * p.q_heads, group = p.kv_heads ? p.q_heads / p.kv_heads : 1;
+  const int64_t head_bytes = 2 * int64_t(p.k_len) * p.head_dim * 2;
+  const bool dynamic = p.window_left >= 0 || p.window_right >= 0 || p.cu_seqlens_q || p.total_q > 0;
+  const int64_t fit = !dynamic ? group : head_bytes > 0 ? kCacheBytes / head_bytes * group : heads;
+  return tile_schedule(row_tiles, heads, fit < group ? group : fit, dynamic);
+}
+
+template <class Config>
+struct WorkTile {
+  Sequence seq;
+  Mask mask;
+  KeyRange keys, full;  // keys some row of the block sees, keys every row sees
+  KeyRange window;      // of row0, wherever the sequence ends; a row further on it is a key further on
+  int b, h, kv_head, row_tile, row0;
+  int rows;                           // of the sequence, from row0 on
+  int tiles;                          // of keys; -1: there are no more work tiles
+  bool unserved;                      // there are rows that no good sequence fills
+  int own_tiles[Config::kConsumers];  // the first of them, after which a consumer sees no more
+  int v_cleared;                      // some tile of V was cleared of NaN and infinity (nonfinite.cuh)
+  int64_t out_at, lse_at;             // of the first row, in elements
+  typename Config::Facts facts;       // where there are tiles
+
+  // rows_outside: some packed rows belong to no sequence.
+  __device__ __forceinline__ void fill(const QfAttnParams& p, TileSchedule::Tile tile, bool rows_fall,
+                                       bool rows_outside) {
+    b = tile.column / p.q_heads, h = tile.column - b * p.q_heads;
+    seq = sequence_of(p, b, rows_fall);
+    mask = {p.window_left, p.window_right, seq.len_q, seq.len_k};
+    kv_head = h / (p.q_heads / p.kv_heads), row_tile = tile.row;
+    row0 = row_tile * Config::kBlockM;
+    rows = seq.len_q - row0;
+    unserved = !seq.good || (rows_outside && (b == 0 || b == p.batch - 1));
+  }
+  // What follows from that.
+  __device__ __forceinline__ void complete(const QfAttnParams& p) {
+    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+    const int first = row0, last = min(first + kBlockM, mask.len_q) - 1;
+    keys = full = {0, 0};
+    if (exists()) {
+      keys = mask.seen_by_any(first, last);
+      full = mask.seen_by_all(first, last);
+    }
+    keys.begin = keys.begin / Config::kFirstKey * Config::kFirstKey;
+    tiles = (keys.end - keys.begin + kBlockN - 1) / kBlockN;
+#pragma unroll 1
+    for (int c = 0; c < Config::kConsumers; ++c) {  // a consumer without rows takes a tile for nobody
+      const int own = first + c * kWarpgroupRows, own_last = min(own + kWarpgroupRows, mask.len_q) - 1;
+      const int end = tiles > 0 && own <= own_last ? mask.seen_by_any(own, own_last).end : 0;
+      own_tiles[c] = Config::kSkipsTiles ? max(1, (end - keys.begin + kBlockN - 1) / kBlockN) : tiles;
+    }
+    window = mask.window_at(first, kBlockM);
+    v_cleared = 0;
+    out_at = b * p.out.stride_b + h * p.out.stride_h + (seq.q0 + first) * p.out.stride_t;
+    lse_at = b * p.lse_stride_b + h * p.lse_stride_h + seq.q0 + first;
+  }
+  __device__ __forceinline__ bool exists() const { return seq.good && rows > 0; }
+  // Does every row of the block see every one of the keys key0 .. key0 + kBlockN - 1?
+  __device__ __forceinline__ bool whole(int key0) const {
+    return key0 >= full.begin && key0 + Config::kBlockN <= full.end;
+  }
+};
+
+}  // namespace wgmma
+}  // namespace qf

@@ -1,0 +1,64 @@
+// In which order persistent blocks take the output tiles of a problem: `rows` tiles of each of `columns` columns (the
+// heads of attention, the column tiles of a matrix product).
+//
+// Columns are taken in sections: all tiles of one section before any of the next, the last rows first, columns
+// innermost. Blocks that run at the same time then share what a section reads.
+//
+// Static: block b takes tiles b, b + blocks, b + 2 blocks ... Dynamic: a block draws its next tile from a counter in
+// global memory when it is about to need it, so that tiles may differ in length. Which block takes which tile is then
+// left to chance; what becomes of it is not.
+#pragma once
+
+#include <stdint.h>
+
+namespace qf {
+
+struct TileSchedule {
+  int count, rows, columns, section;  // section: columns that are taken together
+  bool dynamic;
+  unsigned* next;  // dynamic: the counter, 0 when the kernel starts
+
+  static constexpr int kTooMany = 0x40000000;  // tiles: blocks count on from theirs
+
+  struct Tile {
+    int row, column;
+  };
+
+  __device__ __forceinline__ Tile tile(int index) const {
+    const int per_section = section * rows;
+    const int s = index / per_section, rest = index - s * per_section;
+    const int first = s * section, width = min(section, columns - first);
+    const int row = rest / width;
+    return {rows - 1 - row, first + rest - row * width};
+  }
+
+  // visit(tile) for every tile of this block, in order. wait_to_draw(): returns once the next is to be drawn.
+  // Each block draws until it draws one too many, `count` draws in all: atomicInc has wrapped to 0 after the last.
+  template <class Wait, class Visit>
+  __device__ __forceinline__ void for_each(Wait wait_to_draw, Visit visit) const {
+    for (int index = blockIdx.x; index < count;) {
+      visit(tile(index));
+      if (dynamic) {
+        wait_to_draw();
+        index = int(gridDim.x) + int(atomicInc(next, unsigned(count - 1)));
+      } else {
+        index += int(gridDim.x);
+      }
+    }
+  }
+};
+
+// Host side. Every row tile of a section follows the last one's: section is held to 1 .. columns.
+inline TileSchedule tile_schedule(int64_t rows, int64_t columns, int64_t section, bool dynamic) {
+  constexpr int kTooMany = TileSchedule::kTooMany;
+  TileSchedule schedule{};
+  schedule.rows = int(rows);
+  schedule.columns = columns < kTooMany ? int(columns) : kTooMany;
+  schedule.section = int(section < 1 || columns < 1 ? 1 : section > schedule.columns ? schedule.columns : section);
+  const int64_t count = rows * schedule.columns;
+  schedule.count = count < kTooMany ? int(count) : kTooMany;
+  schedule.dynamic = dynamic;
+  return schedule;
+}
+
+}  // namespace qf

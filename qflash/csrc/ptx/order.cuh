@@ -1,0 +1,19 @@
+// Ways to keep ptxas from moving code, each a branch that is never taken: it cannot know that, and moves nothing
+// across.
+#pragma once
+
+namespace qf {
+
+// `never_negative`, and all that leads to it, is computed before this place.
+__device__ __forceinline__ void compute_before(float never_negative) {
+  if (__any_sync(0xffffffffu, never_negative < 0.0f)) __trap();
+}
+// The same where `seldom` holds, at the cost of a branch elsewhere.
+__device__ __forceinline__ void compute_before_if(bool seldom, float never_negative) {
+  if (seldom && __any_sync(0xffffffffu, never_negative < 0.0f)) __trap();
+}
+
+// False. What is loaded after this place is not loaded before it.
+__device__ __forceinline__ bool never(int never_negative) { return __any_sync(0xffffffffu, never_negative < 0); }
+
+}  // namespace qf
