@@ -9,14 +9,15 @@
 // left to chance; what becomes of it is not.
 #pragma once
 
-#include <stdint.h>
+#include "hopper/tile_counter.cuh"
 
 namespace qf {
 
 struct TileSchedule {
   int count, rows, columns, section;  // section: columns that are taken together
   bool dynamic;
-  unsigned* next;  // dynamic: the counter, 0 when the kernel starts
+  int counter;     // dynamic: of tile_counters; -1: `next` is one
+  unsigned* next;  // 0 when the kernel starts
 
   static constexpr int kTooMany = 0x40000000;  // tiles: blocks count on from theirs
 
@@ -36,11 +37,12 @@ struct TileSchedule {
   // Each block draws until it draws one too many, `count` draws in all: atomicInc has wrapped to 0 after the last.
   template <class Wait, class Visit>
   __device__ __forceinline__ void for_each(Wait wait_to_draw, Visit visit) const {
+    unsigned* const draw_from = counter < 0 ? next : &tile_counters[counter];
     for (int index = blockIdx.x; index < count;) {
       visit(tile(index));
       if (dynamic) {
         wait_to_draw();
-        index = int(gridDim.x) + int(atomicInc(next, unsigned(count - 1)));
+        index = int(gridDim.x) + int(atomicInc(draw_from, unsigned(count - 1)));
       } else {
         index += int(gridDim.x);
       }
@@ -58,6 +60,7 @@ inline TileSchedule tile_schedule(int64_t rows, int64_t columns, int64_t section
   const int64_t count = rows * schedule.columns;
   schedule.count = count < kTooMany ? int(count) : kTooMany;
   schedule.dynamic = dynamic;
+  schedule.counter = -1;
   return schedule;
 }
 

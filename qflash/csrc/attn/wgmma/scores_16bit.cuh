@@ -5,6 +5,7 @@
 #include "attn/wgmma/recompute.cuh"
 #include "attn/wgmma/softmax.cuh"
 #include "ptx/order.cuh"
+#include "ptx/rcp.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace qf {
@@ -29,10 +30,11 @@ struct SixteenBitScores {
   // Need no maxima be looked for in the next tile? Not once every row has a reference: scores seldom outgrow it by
   // much, and where they do the sums tell.
   bool settled;
+  const bool capped;  // softcap, and one that soften() is exact enough for
   bool outgrown;  // scores of this tile outgrew references: to be recomputed
 
   __device__ __forceinline__ SixteenBitScores(const Params& params, const SharedMemory<Config>&)
-      : p(params), factor(score_factor(p.scale, p.softcap)) {}
+      : p(params), factor(score_factor(p.scale, p.softcap)), capped(softens_coarsely(p.softcap)) {}
 
   __device__ static __forceinline__ void describe(const Params&, Work&) {}
   __device__ __forceinline__ void prefetch(const Work&) {}
@@ -57,27 +59,25 @@ struct SixteenBitScores {
   __device__ __forceinline__ void weigh_first(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
     make_visible(work, key0, whole);
     find_reference(rows);
-    settled = kPlain && rows.settled();
+    settled = rows.settled();
     take_weights(rows);
   }
   // Another tile does.
   template <class Weights>
   __device__ __forceinline__ void weigh(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
     rows.moved = false;
-    if (!settled || !whole) {
-      make_visible(work, key0, whole);
+    if (!kPlain && settled && whole && capped) {
+      take_capped_weights(rows);
+    } else {
+      if (!kPlain || !settled || !whole) make_visible(work, key0, whole);
       if (!settled) {
         rows.moved = find_reference(rows);
-        settled = kPlain && !rows.moved && rows.settled();
+        settled = !rows.moved && rows.settled();
       }
+      take_weights(rows);
     }
-    take_weights(rows);
-    outgrown = kPlain && __any_sync(0xffffffffu, fmaxf(rows.sums[0], rows.sums[1]) > kMostSum);
-    // The weights before the wait for O's product, which ptxas would put after it.
-    if (kPlain)
-      compute_before_if(outgrown, rows.l[0]);
-    else
-      compute_before(rows.sums[0] + rows.sums[1]);
+    outgrown = __any_sync(0xffffffffu, fmaxf(rows.sums[0], rows.sums[1]) > kMostSum);
+    compute_before_if(outgrown, rows.l[0]);  // all weights, which ptxas would put after the wait for O's product
   }
   // A tile whose scores outgrew their reference: they are in shared memory still.
   __device__ __forceinline__ void weigh_again(const SharedMemory<Config>& s, const Work& work, int key0, bool whole,
@@ -103,6 +103,21 @@ struct SixteenBitScores {
 #pragma unroll
     for (int h = 0; h < 2; ++h) largest[h] = max_of_quad(largest_score(S, h, 0, kNTiles)) * factor;
     return rows.move(largest);
+  }
+  // Softcap and exponential in one, c = softcap log2(e): P = 2^(c tanh(scale S / softcap) - m_ref), where
+  // tanh(x) = 1 - 2 / (1 + e^2x).
+  __device__ __forceinline__ void take_capped_weights(RowState& rows) {
+    const float cap = p.softcap * kLog2e, slope = 2.0f * kLog2e * p.scale / p.softcap;
+    const float shift[2] = {cap - reference_of(rows.m[0]), cap - reference_of(rows.m[1])};
+    float sum[4] = {};
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        S[0][j][e] = ex2(fmaf(-2.0f * cap, rcp(1.0f + ex2(S[0][j][e] * slope)), shift[e / 2]));
+        sum[e] += S[0][j][e];
+      }
+    rows.sums[0] = sum[0] + sum[1], rows.sums[1] = sum[2] + sum[3];
   }
   // S becomes weights, and rows.sums their sums.
   __device__ __forceinline__ void take_weights(RowState& rows) {

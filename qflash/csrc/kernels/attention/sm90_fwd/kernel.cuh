@@ -43,7 +43,7 @@ namespace sm90_fwd {
 
 template <class Element, int kHeadDim, bool kPlain>
 struct Kernel {
-  using Config = wgmma::TileConfig<Shape<Element, kHeadDim>>;
+  using Config = wgmma::TileConfig<Shape<Element, kHeadDim, kPlain>>;
   using Params = QfAttnParams;
   using Scores = wgmma::SixteenBitScores<Config, kPlain>;
   using Weights = wgmma::SixteenBitWeights<Config, Config::kKeepsRemainders>;

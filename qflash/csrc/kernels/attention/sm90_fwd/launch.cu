@@ -8,7 +8,7 @@ namespace {
 using Element = qf::ElementOf<QF_DTYPE>::Type;
 using Config = qf::sm90_fwd::Kernel<Element, QF_HEAD_DIM, true>::Config;
 
-// A counter for work tiles comes first in the workspace, copies after it.
+// A counter for work tiles comes first in the workspace, for when the library has run out of its own; copies after it.
 int64_t counter_bytes(const qf::TileSchedule& schedule) { return schedule.dynamic ? 256 : 0; }
 
 }  // namespace
@@ -38,8 +38,10 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
       borrowed.memory ? static_cast<char*>(borrowed.memory) : static_cast<char*>(p->workspace) + counter;
   if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
   if (schedule.dynamic) {
+    if (const int error = qf::take_tile_counter(on, schedule.counter)) return error;
     schedule.next = static_cast<unsigned*>(p->workspace);
-    if (const cudaError_t error = cudaMemsetAsync(schedule.next, 0, sizeof(unsigned), on)) return error;
+    if (schedule.counter < 0)
+      if (const cudaError_t error = cudaMemsetAsync(schedule.next, 0, sizeof(unsigned), on)) return error;
   }
 
   if (stage.bytes > 0) {
