@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import textwrap
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,13 +23,14 @@ from qflash.backends.arch import ARCHES
 from qflash.call.array import Array
 from qflash.call.op import Plan
 from qflash.errors import KernelError, NoKernelError, ToolchainError
-from qflash.jit import toolchain
+from qflash.jit import runtime, toolchain
 from qflash.jit.compiler import LIBRARY, LOG, Unit
 from qflash.ops.attention import plan_of
 from qflash.ops.attention_kv import ATTENTION_KEPT
 from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
 from qflash.ops.problem import Options, check
 
+MOST_BYTES = 150 * 2**20 // len(cuda.specialisations([90]))  # a library's share of what all may take
 CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.device == "cuda"]
 ATTENTION = [row.name for row in dispatch.variants_of("attention", "cuda")]
 # How the kernels that only stream move memory.
@@ -155,6 +157,7 @@ def check_unit(unit: Unit, entry: Path) -> None:
     if cuobjdump() is None or unit in map(hopper_unit, WARPGROUPS):
         return
     served = [name for name in WARPGROUPS if unit in units_of(dispatch.VARIANTS[name], 90)]
+    assert (entry / LIBRARY).stat().st_size < MOST_BYTES, "all libraries of an architecture are to stay below 150 MiB"
     opcodes = opcodes_of(entry) if served else []
     for name in served:
         check_hopper_instructions(opcodes, name)
@@ -396,14 +399,34 @@ def driver_present() -> bool:
 
 
 @needs_nvcc
-def test_libraries_link_no_cuda_library(compiled):
-    """The runtime is linked in, so that a library opens beside any framework's own."""
-    entry = compiled(cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90))
-    listing = subprocess.run(["ldd", str(entry / LIBRARY)], capture_output=True, text=True)
-    if listing.returncode == 0:
-        assert "cuda" not in listing.stdout, listing.stdout
-    code = f"import ctypes; ctypes.CDLL({str(entry / LIBRARY)!r})"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_libraries_name_the_runtime_and_nothing_else_of_cuda(compiled):
+    """By its SONAME, so that a library opens beside any framework's own; the driver is looked for at the first call."""
+    unit = cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90)
+    library = compiled(unit) / LIBRARY
+    tools = toolchain.find()
+    shared = runtime.find(tools)
+    listed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    needed = {name for name in re.findall(r"NEEDED.*\[(.*)\]", listed) if "cu" in name}
+    assert needed == ({runtime.name_of(tools)} if shared else set())
+    assert not re.search(r"R(UN)?PATH", listed)  # what is opened is what the cache checked
+
+
+@needs_nvcc
+def test_a_fresh_process_opens_a_library_by_the_cache(compiled, shared_cache):
+    unit = cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90)
+    compiled(unit)
+    code = f"""
+        from pathlib import Path
+        from qflash import dispatch
+        from qflash.backends import cuda
+        from qflash.jit.cache import Cache
+        from qflash.jit.load import load
+        unit = cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90)
+        text = load(unit, Cache(Path({str(shared_cache.root)!r}))).qf_status_text
+        print(text(0) != 0)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(words, capture_output=True, text=True).stdout == "True\n"
 
 
 @needs_nvcc
