@@ -1,5 +1,6 @@
 // C entry of `sm90_fwd`: stage what must be, make tensor maps, attend.
 #include "attn/entry.cuh"
+#include "attn/plain_scores.h"
 #include "kernels/attention/sm90_fwd/kernel.cuh"
 // Made for those tiles, too.
 #include "attn/wgmma/stage.cuh"
@@ -15,6 +16,8 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   using namespace qf::sm90;
   if (const int status = qf::check_arrays(p, QF_DTYPE)) return status;
   if (p->head_dim < 1 || p->head_dim > kHeadDim || p->head_dim % 8 != 0) return QF_UNSUPPORTED;
+  const bool plain = qf::scales_plainly(p->scale, p->softcap);
+  if (!qf::serves_scores(plain)) return QF_UNSUPPORTED;
   Items items = items_of(*p);
   if (items.count == 0) return QF_OK;
   if (items.count == kTooMany) return QF_UNSUPPORTED;
@@ -45,11 +48,11 @@ QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
   if (const int error = stage.map<KTile>(maps.k, kK, memory, p->head_dim, kBlockN)) return error;
   if (const int error = stage.map<VTile>(maps.v, kV, memory, p->head_dim, kBlockN)) return error;
 
-  const bool plain = qf::scales_plainly(p->scale, p->softcap);
-  auto* const kernel = plain ? qf_sm90_fwd_kernel<true> : qf_sm90_fwd_kernel<false>;
   const int blocks = items.count < processors ? items.count : processors;
-  return qf::launch({blocks, kThreads, kSharedBytes, on}, kernel, *p, maps, items,
-                    qf::chunks_aligned(p->out, p->head_dim, 2));
+  return qf::by_scores(plain, [&](auto kind) {
+    return qf::launch({blocks, kThreads, kSharedBytes, on}, qf_sm90_fwd_kernel<decltype(kind)::value>, *p, maps, items,
+                      qf::chunks_aligned(p->out, p->head_dim, 2));
+  });
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("sm90_fwd", status); }

@@ -3,6 +3,7 @@
 
 #include "attn/entry.cuh"
 #include "attn/kv.h"
+#include "attn/plain_scores.h"
 #include "kernels/attention/sm90_int8/kernel.cuh"
 // Made for those tiles, too.
 #include "attn/wgmma/stage.cuh"
@@ -27,6 +28,8 @@ inline bool serves(const QfAttnParams& p) {
 }
 
 inline int attend(const QfAttnParams& p, cudaStream_t stream) {
+  const bool plain = scales_plainly(p.scale, p.softcap);
+  if (!serves_scores(plain)) return QF_UNSUPPORTED;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
   const bool kept = p.kv.kind == QF_KV_KEPT;
@@ -48,7 +51,6 @@ inline int attend(const QfAttnParams& p, cudaStream_t stream) {
   if (items.count <= processors) items.drawn = false;  // one for each block at most
   items.next = reinterpret_cast<int*>(base + w.counter);
 
-  const bool plain = scales_plainly(p.scale, p.softcap);
   Quantized a{};
   a.attn = p;
   a.kv = kept ? kept_of(p.kv) : w.kv(base);
@@ -90,9 +92,11 @@ inline int attend(const QfAttnParams& p, cudaStream_t stream) {
                  : stage.map<VTile>(maps.v, kV, staged, p.head_dim, kBlockN))
       return error;
   }
-  auto* const kernel = plain ? qf_sm90_int8_kernel<true> : qf_sm90_int8_kernel<false>;
   const int blocks = items.count < processors ? items.count : processors;
-  return launch({blocks, kThreads, kSharedBytes, stream}, kernel, a, maps, items, chunks_aligned(p.out, p.head_dim, 2));
+  return by_scores(plain, [&](auto kind) {
+    return launch({blocks, kThreads, kSharedBytes, stream}, qf_sm90_int8_kernel<decltype(kind)::value>, a, maps, items,
+                  chunks_aligned(p.out, p.head_dim, 2));
+  });
 }
 
 }  // namespace sm90

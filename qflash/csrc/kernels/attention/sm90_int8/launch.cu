@@ -1,4 +1,8 @@
 // C entry of `sm90_int8`, for one precision (-DQF_PRECISION): quantize q, and K and V unless they are kept, attend.
+#include "common/parts.h"
+#include "kernels/quantize_kv/sm90_quantize/launches.cuh"
+
+#if QF_IN_PART(0)
 #include "attn/entry.cuh"
 #include "kernels/attention/sm90_int8/attend.cuh"
 
@@ -11,3 +15,4 @@ QF_EXPORT int qf_sm90_int8(const QfAttnParams* p, void* stream) {
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("sm90_int8", status); }
+#endif
