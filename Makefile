@@ -52,7 +52,8 @@ gpu-test: build ## what must pass on a machine with a GPU: numerics, front ends,
 
 sanitize: build ## every CUDA kernel under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
 	@for tool in memcheck racecheck initcheck synccheck; do echo "compute-sanitizer --tool $$tool"; \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 --kernel-name kns=qf_ $(PY) -m qflash.testing.sanitize || exit 1; \
+	  QFLASH_LINEINFO=1 compute-sanitizer --tool $$tool --error-exitcode 1 --kernel-name kns=qf_ \
+	    $(PY) -m qflash.testing.sanitize || exit 1; \
 	done
 
 ncu: build ## profile every CUDA kernel (KERNEL=<name>: one) with ncu, into profiles/<gpu> (OUT=<folder>: there)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from bench import profiled
 from bench import rows as store
 from qflash import machine
 from qflash.dispatch import BY_NAME
+from qflash.jit.compiler import LINE_INFO
 from qflash.testing import Case
 
 PROFILES = store.ROOT / "profiles"
@@ -194,8 +196,9 @@ class ProfileError(Exception):
 
 def run(command: Iterable[str | Path]) -> str:
     words = [str(word) for word in command]
+    environment = {**os.environ, LINE_INFO: "1"}  # ncu's source pages need line numbers in what it runs
     try:
-        done = subprocess.run(words, cwd=store.ROOT, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=store.ROOT, capture_output=True, text=True, env=environment)
     except OSError as error:
         raise ProfileError(f"{words[0]} does not run: {error.strerror}") from None
     if done.returncode:

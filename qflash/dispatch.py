@@ -37,6 +37,8 @@ class Kernel:
     per_arch: bool = True
     per_precision: bool = False
     per_kv: bool = False
+    per_scores: bool = False  # a library for Spec.plain_scores, and one for the others
+    parts: int = 1  # objects of a library that are compiled side by side
     # Quantized: (precision, kind of KV) to (head_dim, keys) by rising head_dim. Up to that head_dim, a problem of fewer
     # keys is usually faster without quantization, None: any problem is. What `explain` notes; bench rows say so.
     pays_from: tuple[tuple[tuple[str, str], tuple[tuple[int, int | None], ...]], ...] = ()
@@ -91,6 +93,8 @@ KERNELS: tuple[Kernel, ...] = (
         also=_copy_engine,
         head_dims=(64, 128, 256),
         per_precision=True,
+        per_scores=True,
+        parts=3,
         pays_from=(  # preset sm90_int8, against sm90_fwd
             (("int8", "arrays"), ((64, None), (256, 8192))),
             (("int8_fp8", "arrays"), ((64, None), (128, 16384), (256, 8192))),
@@ -121,6 +125,7 @@ KERNELS: tuple[Kernel, ...] = (
         later_arches=False,
         also=_copy_engine,
         head_dims=HEAD_DIMS[1:],
+        per_scores=True,
     ),
     Kernel(
         name="fa_mma",
@@ -182,6 +187,7 @@ KERNELS: tuple[Kernel, ...] = (
         later_arches=False,
         also=_copy_engine,
         head_dims=(64, 128, 256),
+        parts=3,
     ),
     Kernel(
         name="cpu_softmax",

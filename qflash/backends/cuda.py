@@ -41,6 +41,9 @@ def unit(kernel: Kernel, spec: Spec) -> Unit:
     if kernel.per_kv:
         defines.append(("QF_KV_KIND", str(KV_KINDS.index(spec.kv))))
         words.append(f"{spec.kv} k and v")
+    if kernel.per_scores:
+        defines.append(("QF_PLAIN_SCORES", str(int(spec.plain_scores))))
+        words += [] if spec.plain_scores else ["softcap"]
     return Unit(
         kernel.name,
         _CSRC / "kernels" / kernel.op / kernel.name / "launch.cu",
@@ -49,6 +52,7 @@ def unit(kernel: Kernel, spec: Spec) -> Unit:
         target(spec.arch),
         f"{kernel.name} ({', '.join(words)})",
         spec.arch == asked(),
+        kernel.parts,
     )
 
 
@@ -87,7 +91,8 @@ def unit_of(variant: Variant, dtype: str, head_dim: int, arch: int) -> Unit:
 def specs(kernel: Kernel, arch: int) -> list[Spec]:
     """The plainest Spec of each library that `kernel` has for an architecture."""
     found = (
-        Spec("cuda", arch, dtype, head_dim, precision, op=kernel.op, kv=kv)
+        Spec("cuda", arch, dtype, head_dim, precision, op=kernel.op, kv=kv, plain_scores=plain_scores)
+        for plain_scores in ((True, False) if kernel.per_scores else (True,))
         for dtype in kernel.dtypes
         for head_dim in kernel.head_dims or (0,)
         for precision in kernel.precisions

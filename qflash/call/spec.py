@@ -31,6 +31,8 @@ class Spec:
     op: str = "attention"
     kv: str = "arrays"  # one of KV_KINDS
     layout: str = ""  # int8_matmul: which dimension of b is contiguous, "n" or "k"
+    # Scores are a positive factor times q . k, which the exponential applies: no softcap, a scale above 0
+    plain_scores: bool = True
 
 
 def spec_of(op: str, device: str, dtype: str, **more: Any) -> Spec:

@@ -19,7 +19,7 @@ from qflash.cli import cuda, environment
 from qflash.cli.console import make_console
 from qflash.cli.usable import usable_kernels
 from qflash.errors import ToolchainError
-from qflash.jit import toolchain
+from qflash.jit import runtime, toolchain
 from qflash.jit.cache import Cache
 
 FRAMEWORKS = ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "triton")
@@ -66,12 +66,21 @@ def compilers() -> list[tuple[str, str]]:
     try:
         found = toolchain.find()
         nvcc = f"{found.version} ({found.nvcc}, found by {found.origin})"
+        linked = _cuda_runtime(found)
     except ToolchainError as error:
-        nvcc = f"none. {error}"
+        nvcc, linked = f"none. {error}", "that of the compiler that filled the compile cache"
     host = _compiler_version(("g++", "c++", "clang++"))
     why_not = environment.cache_problem()
     kept = f"not usable: {why_not}" if why_not else cuda.describe(Cache())
-    return [("nvcc", nvcc), ("C++ compiler", host), ("compile cache", kept)]
+    return [("nvcc", nvcc), ("CUDA runtime", linked), ("C++ compiler", host), ("compile cache", kept)]
+
+
+def _cuda_runtime(tools: toolchain.Toolchain) -> str:
+    """Whose runtime the kernels call that this compiler makes."""
+    shared = runtime.find(tools)
+    if shared is not None:
+        return f"one for all kernels, that of PyTorch or JAX where they have it loaded, else {shared.source}"
+    return f"linked into every kernel, a megabyte each: this nvcc has no {runtime.name_of(tools)} beside its libraries"
 
 
 def _compiler_version(names: tuple[str, ...]) -> str:

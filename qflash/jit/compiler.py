@@ -8,24 +8,27 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from qflash.errors import CompileError
-from qflash.jit import toolchain
+from qflash.jit import runtime, toolchain
 from qflash.jit.cache import Build, Cache
 from qflash.jit.entry import FACTS
 
 LIBRARY = "kernel.so"
 LOG = "compiler.log"  # the compiler's own words, with ptxas's register and spill counts
+# Of an entry's facts: the runtime that its library names, if any; what was compiled, whatever compiled it
+RUNTIME, UNIT = "runtime", "unit"
 
-_FLAGS = (
-    "-O3", "-std=c++17", "-shared", "-cudart=static", "-lineinfo",
-    "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v",
-)  # fmt: skip
+LINE_INFO = "QFLASH_LINEINFO"  # "1": machine code knows its source lines, for profilers; it triples a library
+
+_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -40,6 +43,8 @@ class Unit:
     target: str
     label: str  # for people: "fa (head_dim 128, float32)"
     ptx: bool = False  # machine code is left to the driver
+    # Objects that the source is compiled into side by side, with -DQF_PART=0, 1, ..; 1: one, without it.
+    parts: int = 1
 
     @property
     def code(self) -> str:
@@ -47,24 +52,48 @@ class Unit:
         return f"{'compute' if self.ptx else 'sm'}_{self.target}"
 
 
-def compile_unit(unit: Unit, cache: Cache | None = None) -> Path:
-    """The cache entry of `unit`, compiled if need be."""
+def compile_unit(unit: Unit, cache: Cache | None = None, jobs: int | None = None) -> Path:
+    """The cache entry of `unit`, compiled if need be. `jobs`: threads that may be used; None: one for every core."""
     cache = cache or Cache()
-    return cache.get(*recipe(unit, cache))
-
-
-def recipe(unit: Unit, cache: Cache) -> tuple[str, Build]:
-    """What `cache` keeps `unit` under, and the function that compiles it."""
     tools = toolchain.find()
-    return key_of(unit, tools), lambda directory: _build(unit, tools, directory, cache)
+    return cache.get(*recipe(unit, cache, tools, runtime.find(tools), jobs))
 
 
-def key_of(unit: Unit, tools: toolchain.Toolchain) -> str:
-    """sha256 over every byte the result depends on: sources, flags, definitions, architecture, compiler."""
-    digest = hashlib.sha256()
-    digest.update(_sources(unit.source, unit.include_dirs))
-    digest.update(repr((unit.name, unit.defines, unit.code, tools.version, _FLAGS)).encode())
+def recipe(
+    unit: Unit, cache: Cache, tools: toolchain.Toolchain, shared: runtime.Runtime | None, jobs: int | None = None
+) -> tuple[str, Build]:
+    """What `cache` keeps `unit` under, and the function that compiles it. `shared`: None links a runtime of its own."""
+
+    def build(directory: Path) -> dict[str, Any]:
+        if shared is None:
+            return _build(unit, tools, (), directory, cache, jobs)
+        with cache.opened(shared.key, shared.build) as beside:
+            linked = (f"-L{beside.path}", f"-l:{shared.name}")
+            facts = _build(unit, tools, linked, directory, cache, jobs)
+        return {**facts, RUNTIME: {"name": shared.name, "key": shared.key}}
+
+    return key_of(unit, tools, shared), build
+
+
+def key_of(unit: Unit, tools: toolchain.Toolchain, shared: runtime.Runtime | None = None) -> str:
+    """sha256 over every byte the result depends on: sources, flags, definitions, architecture, compiler, runtime."""
+    made_by = (tools.version, flags(tools), shared.key if shared else None)
+    digest = hashlib.sha256(f"{digest_of(unit)} {made_by!r}".encode())
     return f"{unit.name}-{unit.code}-{digest.hexdigest()[:24]}"
+
+
+def digest_of(unit: Unit) -> str:
+    """sha256 over what is compiled, whatever compiles it."""
+    digest = hashlib.sha256(_sources(unit.source, unit.include_dirs))
+    digest.update(repr((unit.name, unit.defines, unit.code, unit.parts)).encode())
+    return digest.hexdigest()
+
+
+def flags(tools: toolchain.Toolchain) -> tuple[str, ...]:
+    """What every object is compiled with."""
+    # The smallest form is one that drivers before 550 cannot read; a GPU that runs CUDA 13 has a later one.
+    compress = "-compress-mode=size" if tools.at_least(13, 0) else "-Xfatbin=-compress-all"
+    return (*_FLAGS, compress, *(["-lineinfo"] if os.environ.get(LINE_INFO) == "1" else []))
 
 
 @lru_cache(maxsize=256)
@@ -86,34 +115,59 @@ def _sources(source: Path, include_dirs: tuple[Path, ...]) -> bytes:
     return digest.digest()
 
 
-def command(unit: Unit, tools: toolchain.Toolchain, output: Path) -> list[str]:
-    """The compiler's command line."""
-    return [
+def commands(
+    unit: Unit,
+    tools: toolchain.Toolchain,
+    linked: tuple[str, ...],
+    output: Path,
+    objects: Path,
+    jobs: int | None = None,
+) -> list[list[str]]:
+    """nvcc's command lines: one for each part of the unit, then one that links them. `linked`: the runtime to share;
+    (): it is linked in."""
+    compiler = [
         tools.nvcc,
-        *_FLAGS,
+        *flags(tools),
         f"-gencode=arch=compute_{unit.target},code={unit.code}",
         *(f"-I{directory}" for directory in unit.include_dirs),
         *(f"-D{name}={value}" for name, value in unit.defines),
-        *(f"-L{directory}" for directory in tools.library_dirs),
-        "-o",
-        str(output),
-        str(unit.source),
     ]
+    # Kernels of one object side by side, with the same machine code as one after another. nvcc's own option of that
+    # name also splits the optimiser's work, and then the code is another.
+    if tools.at_least(12, 8):
+        compiler.append(f"-Xptxas=-split-compile={jobs or 0}")
+    libraries = ["-cudart=none", *linked] if linked else ["-cudart=static"]
+    linker = [*(f"-L{directory}" for directory in tools.library_dirs), *libraries, "-shared"]
+    if unit.parts == 1:
+        return [[*compiler, *linker, "-o", str(output), str(unit.source)]]
+    made = [str(objects / f"{part}.o") for part in range(unit.parts)]
+    each = [[*compiler, f"-DQF_PART={part}", "-c", "-o", name, str(unit.source)] for part, name in enumerate(made)]
+    return [*each, [tools.nvcc, *linker, "-o", str(output), *made]]
 
 
-def _build(unit: Unit, tools: toolchain.Toolchain, directory: Path, cache: Cache) -> dict[str, Any]:
+def _build(
+    unit: Unit, tools: toolchain.Toolchain, linked: tuple[str, ...], directory: Path, cache: Cache, jobs: int | None
+) -> dict[str, Any]:
     """Compile into `directory`; returns what facts.json is to say of it."""
-    words = command(unit, tools, directory / LIBRARY)
     _say(f"qflash: compiling {unit.label} for {unit.code} with nvcc {tools.release}, {_expected(unit, cache)}")
     start = time.monotonic()
-    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    with tempfile.TemporaryDirectory(prefix="qflash-objects-") as objects:
+        *parts, last = commands(unit, tools, linked, directory / LIBRARY, Path(objects), jobs)
+        with ThreadPoolExecutor(max_workers=jobs or os.cpu_count() or 1) as pool:
+            said = list(pool.map(lambda words: _run(words, unit), parts))
+        said.append(_run(last, unit))
     seconds = time.monotonic() - start
-    output = done.stdout + done.stderr
-    if done.returncode != 0:
-        raise CompileError(f"nvcc failed ({done.returncode}) on {unit.label}\n{' '.join(words)}\n{output}")
-    (directory / LOG).write_text(output)
+    (directory / LOG).write_text("".join(said))
     _say(f"qflash: compiled {unit.label} in {seconds:.1f} s")
-    return {"label": unit.label, "seconds": round(seconds, 1)}
+    return {"label": unit.label, "seconds": round(seconds, 1), "nvcc": tools.version, UNIT: digest_of(unit)}
+
+
+def _run(words: list[str], unit: Unit) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        said = done.stdout + done.stderr
+        raise CompileError(f"nvcc failed ({done.returncode}) on {unit.label}\n{' '.join(words)}\n{said}")
+    return done.stdout + done.stderr
 
 
 def _expected(unit: Unit, cache: Cache) -> str:

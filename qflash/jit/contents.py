@@ -33,10 +33,15 @@ def info(root: Path) -> Info:
 
 
 def clear(root: Path) -> int:
-    """Remove every entry but those that are being built, with locks and leftovers; returns how many entries went."""
+    """Remove every entry but those that are being built, with locks and leftovers; returns how many entries went.
+
+    Runtimes go last, and stay where a kernel does: it needs its own, if only to be linked.
+    """
     folder, (own, _) = root / layout.FOLDER, _sort_out(root)
-    removed = 0
-    for key in sorted({each.key for each in own}):
+    removed, stay = 0, False
+    for runtime, key in sorted({(each.runtime, each.key) for each in own}):
+        if runtime and stay:
+            break
         try:
             with locked(folder, key, timeout=0):
                 for each in (each for each in own if each.key == key and each.kind != "lock"):
@@ -44,7 +49,7 @@ def clear(root: Path) -> int:
                     removed += each.kind == "entry" and not each.path.exists()
                 layout.lock_path(folder, key).unlink(missing_ok=True)
         except (Timeout, CacheError, OSError):  # it is being built, or is not this user's to remove
-            continue
+            stay = True
     return removed
 
 

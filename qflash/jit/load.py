@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 
-from qflash.errors import KernelError
-from qflash.jit.cache import Cache
+from qflash.errors import KernelError, ToolchainError
+from qflash.jit import prebuilt, runtime, toolchain
+from qflash.jit.cache import Build, Cache
 from qflash.jit.compiler import LIBRARY, Unit, recipe
 
 
 def load(unit: Unit, cache: Cache | None = None) -> ctypes.CDLL:
-    """The unit's library, compiled if need be.
+    """The unit's library, compiled if need be; on a machine without a compiler, one that another machine compiled.
 
     A sound library that does not open was made for another system (a home shared by machines with different C
-    libraries), or was removed since it was checked. It is compiled once more.
+    libraries), names a function that the framework's CUDA runtime is too old to have, or was removed since it was
+    checked. It is compiled with a runtime of its own, and if need be once more.
     """
     cache = cache or Cache()
     try:
-        return _open(unit, cache)
+        tools = toolchain.find()
+    except ToolchainError as error:
+        return _open_prebuilt(unit, cache, error)
+    if (shared := runtime.find(tools)) is not None:
+        with suppress(OSError):
+            runtime.ensure_loaded(shared.name, shared.key, shared.build, cache)
+            return _open(*recipe(unit, cache, tools, shared), cache)
+    key, build = recipe(unit, cache, tools, None)
+    try:
+        return _open(key, build, cache)
     except OSError:
-        cache.remove(recipe(unit, cache)[0])
-    return _open(unit, cache)
+        cache.remove(key)
+    return _open(key, build, cache)
 
 
-def _open(unit: Unit, cache: Cache) -> ctypes.CDLL:
-    with cache.opened(*recipe(unit, cache)) as entry:
+def _open_prebuilt(unit: Unit, cache: Cache, missing: ToolchainError) -> ctypes.CDLL:
+    def build(directory: object) -> None:
+        raise missing
+
+    found = prebuilt.find(unit, cache)
+    if found is None:
+        raise missing
+    if found.runtime is not None:
+        runtime.ensure_loaded(*found.runtime, build, cache)
+    return _open(found.key, build, cache)
+
+
+def _open(key: str, build: Build, cache: Cache) -> ctypes.CDLL:
+    with cache.opened(key, build) as entry:
         try:
             library = ctypes.CDLL(f"{entry.held}/{LIBRARY}")
         except OSError as error:

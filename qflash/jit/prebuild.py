@@ -24,8 +24,10 @@ def prebuild(
     """
     cache = cache or Cache()
     entries: dict[Unit, Path] = {}
-    with ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1) as pool:
-        futures = {pool.submit(compile_unit, unit, cache): unit for unit in dict.fromkeys(units)}
+    workers = workers or os.cpu_count() or 1
+    jobs = max(1, workers // max(1, len(set(units))))  # of each compiler: few units share the machine
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        futures = {pool.submit(compile_unit, unit, cache, jobs): unit for unit in dict.fromkeys(units)}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
                 unit = futures[future]

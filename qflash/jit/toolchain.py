@@ -34,6 +34,10 @@ class Toolchain:
         """Major and minor: "13.0"."""
         return ".".join(self.version.split(".")[:2])
 
+    def at_least(self, major: int, minor: int) -> bool:
+        """Is it of that release, or of a later one?"""
+        return tuple(map(int, self.release.split("."))) >= (major, minor)
+
 
 def candidates() -> Iterator[tuple[str, Path, tuple[str, ...]]]:
     """(origin, nvcc, library directories it must be told of), best first; the files need not exist."""

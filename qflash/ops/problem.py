@@ -9,6 +9,7 @@ not synchronise to find out, writes NaN into every row of a sequence whose descr
 from __future__ import annotations
 
 import math
+from ctypes import c_float
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -93,6 +94,7 @@ class Problem:
             precision=self.precision,
             window=self.window_left >= 0 or self.window_right >= 0,
             softcap=self.softcap != 0.0,
+            plain_scores=self.softcap == 0.0 and c_float(self.scale).value > 0.0,  # as the kernels see it, in float32
             rope=rope,
             packed=self.packed,
             kv_lens=self.kv_lens,

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from qflash.backends import cuda
+from qflash.jit import runtime, toolchain
 from qflash.jit.cache import Cache
-from qflash.jit.compiler import compile_unit
+from qflash.jit.compiler import Unit, compile_unit
 
 HERE = Path(__file__).parent
 EMULATOR, HEADER = HERE / "emulator", "cuda_on_host.h"
@@ -42,8 +43,15 @@ def shared_cache(tmp_path_factory) -> Cache:
 
 @pytest.fixture(scope="session")
 def compiled(shared_cache):
-    """compiled(unit): its cache entry."""
-    return lambda unit: compile_unit(unit, shared_cache)
+    """compiled(unit): its cache entry. The runtime that its library names is open, so the library can be opened."""
+
+    def compile_and_prepare(unit: Unit) -> Path:
+        tools = toolchain.find()
+        if (shared := runtime.find(tools)) is not None:
+            runtime.ensure_loaded(shared.name, shared.key, shared.build, shared_cache)
+        return compile_unit(unit, shared_cache)
+
+    return compile_and_prepare
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import textwrap
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,13 +23,14 @@ from qflash.backends.arch import ARCHES
 from qflash.call.array import Array
 from qflash.call.op import Plan
 from qflash.errors import KernelError, NoKernelError, ToolchainError
-from qflash.jit import toolchain
+from qflash.jit import runtime, toolchain
 from qflash.jit.compiler import LIBRARY, LOG, Unit
 from qflash.ops.attention import plan_of
 from qflash.ops.attention_kv import ATTENTION_KEPT
 from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
 from qflash.ops.problem import Options, check
 
+MOST_BYTES = 150 * 2**20 // len(cuda.specialisations([90]))  # a library's share of what all may take
 CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.device == "cuda"]
 ATTENTION = [row.name for row in dispatch.variants_of("attention", "cuda")]
 # How the kernels that only stream move memory.
@@ -102,6 +104,7 @@ def covering() -> list[Unit]:
     which nvcc takes long for, once. Hopper's are those that the other tests here look into."""
     chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in (("float16", 64), ("bfloat16", 256))]
     chosen += [hopper_unit(row.name) for row in HOPPERS_OWN]
+    chosen += [other_scores(row.name) for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         older = ARCHES[:-1] if row.kernel.op == "attention" else [ARCHES[first % 4]]
         for turn, arch in enumerate(older, start=first):
@@ -130,6 +133,12 @@ def hopper_unit(kernel: str) -> Unit:
     return cuda.unit_of(dispatch.VARIANTS[kernel], *on_hopper(kernel), 90)
 
 
+def other_scores(kernel: str) -> Unit:
+    """As hopper_unit, for scores with a softcap."""
+    variant = dispatch.VARIANTS[kernel]
+    return cuda.unit(variant.kernel, replace(variant.spec(90, *on_hopper(kernel)), plain_scores=False))
+
+
 def by_label(unit: Unit) -> str:
     return f"{unit.label}-sm_{unit.target}".replace(" ", "_")
 
@@ -148,6 +157,7 @@ def check_unit(unit: Unit, entry: Path) -> None:
     assert "warning" not in log.lower(), log
     # (C7508): setmaxnreg is ignored; (C7510): products of wgmma wait for one another; and their like.
     assert not re.search(r"\(C75\d\d\)|Potential Performance Loss", log), log
+    assert (entry / LIBRARY).stat().st_size < MOST_BYTES, "all libraries of an architecture are to stay below 150 MiB"
     library = ctypes.CDLL(str(entry / LIBRARY))
     for symbol in (f"qf_{unit.name}", f"qf_{unit.name}_workspace", "qf_status_text"):
         assert hasattr(library, symbol), f"{unit.label} does not export {symbol}"
@@ -202,7 +212,7 @@ def test_the_covering_set_covers():
     for row in CUDA_ROWS:
         assert set(units) & {unit for arch in ARCHES for unit in units_of(row, arch)}, row.name
     assert {unit.target for unit in units} == {unit.target for unit in everything}
-    for axis in ("QF_DTYPE", "QF_HEAD_DIM", "QF_ARCH", "QF_PRECISION", "QF_KV_KIND"):
+    for axis in ("QF_DTYPE", "QF_HEAD_DIM", "QF_ARCH", "QF_PRECISION", "QF_KV_KIND", "QF_PLAIN_SCORES"):
         values = [{dict(unit.defines).get(axis) for unit in some} for some in (units, everything)]
         assert values[0] == values[1], axis
     assert {row.name for row in CUDA_ROWS} == set(INSTRUCTION)
@@ -284,6 +294,30 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
         return
     with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{name}': CUDA driver"):
         call(4096, 4096, 4096, 4096, 4096, 0, 0)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", ["sm90_fwd", "sm90_int8"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_library_refuses_the_scores_it_was_not_built_for(compiled, kernel, plain):
+    """Before it launches anything; those it was built for get as far as the driver."""
+    row = dispatch.VARIANTS[kernel]
+    dtype, head_dim = on_hopper(kernel)
+    library = ctypes.CDLL(str(compiled(hopper_unit(kernel) if plain else other_scores(kernel)) / LIBRARY))
+    symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
+    addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
+    array = Array((1, 16, 2, head_dim), None, dtype, "cuda:0")
+    precision = None if row.precision == "native" else row.precision
+    for words in ({}, {"softcap": 5.0}, {"scale": -0.5}, {"scale": 0.0}, {"scale": 1e-60}):
+        if driver_present():
+            continue  # made-up addresses would be used
+        problem = check(array, array, array, Options(precision=precision, **words))
+        plan = plan_of(problem, (), False)
+        assert plan.spec(90).plain_scores == (not words)
+        call = _native.Call(plan.struct, plan.params(), list(plan.pointers), *addresses)
+        expected = KernelError if plan.spec(90).plain_scores == plain else NoKernelError
+        with pytest.raises(expected, match="CUDA driver" if expected is KernelError else "another dtype.* softcap"):
+            call(4096, 4096, 4096, 4096, 4096, 0, 0)
 
 
 @needs_nvcc
@@ -396,14 +430,34 @@ def driver_present() -> bool:
 
 
 @needs_nvcc
-def test_libraries_link_no_cuda_library(compiled):
-    """The runtime is linked in, so that a library opens beside any framework's own."""
-    entry = compiled(cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90))
-    listing = subprocess.run(["ldd", str(entry / LIBRARY)], capture_output=True, text=True)
-    if listing.returncode == 0:
-        assert "cuda" not in listing.stdout, listing.stdout
-    code = f"import ctypes; ctypes.CDLL({str(entry / LIBRARY)!r})"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_libraries_name_the_runtime_and_nothing_else_of_cuda(compiled):
+    """By its SONAME, so that a library opens beside any framework's own; the driver is looked for at the first call."""
+    unit = cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90)
+    library = compiled(unit) / LIBRARY
+    tools = toolchain.find()
+    shared = runtime.find(tools)
+    listed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    needed = {name for name in re.findall(r"NEEDED.*\[(.*)\]", listed) if "cu" in name}
+    assert needed == ({runtime.name_of(tools)} if shared else set())
+    assert not re.search(r"R(UN)?PATH", listed)  # what is opened is what the cache checked
+
+
+@needs_nvcc
+def test_a_fresh_process_opens_a_library_by_the_cache(compiled, shared_cache):
+    unit = cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90)
+    compiled(unit)
+    code = f"""
+        from pathlib import Path
+        from qflash import dispatch
+        from qflash.backends import cuda
+        from qflash.jit.cache import Cache
+        from qflash.jit.load import load
+        unit = cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90)
+        text = load(unit, Cache(Path({str(shared_cache.root)!r}))).qf_status_text
+        print(text(0) != 0)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(words, capture_output=True, text=True).stdout == "True\n"
 
 
 @needs_nvcc

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import json
 import os
 import re
 import struct
@@ -143,7 +145,12 @@ def test_a_key_nobody_knows_is_a_clear_error():
         return jax.ffi.ffi_call("qflash_call", result)(q, k, v, kernel=key, takes="QfAttnParams", **words)
 
     qflash.attention(q, k, v)  # brings the front end and with it the handlers
-    for key, text in (('[0,"cpu"]', "qflash ABI 0; allowed: "), ("nonsense", "could not be loaded: JSONDecodeError")):
+    fewer = json.dumps([_native.ABI, "QfAttnParams", "cpu", *dataclasses.astuple(Spec("cpu", 0, "float32", 8))[:-1]])
+    for key, text in (
+        ('[0,"cpu"]', "qflash ABI 0; allowed: "),
+        ("nonsense", "could not be loaded: JSONDecodeError"),
+        (fewer, "compiled with another version of qflash; allowed: this one"),
+    ):
         with pytest.raises(Exception, match=text):
             jax.block_until_ready(jax.jit(call, static_argnums=3)(q, k, v, key))
 

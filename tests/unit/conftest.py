@@ -11,19 +11,35 @@ from click.testing import CliRunner, Result
 
 from qflash import cli
 from qflash.jit import cache as caches
-from qflash.jit import compiler, toolchain
+from qflash.jit import compiler, runtime, toolchain
 from qflash.jit.compiler import Unit
 
-# Answers --version, counts its runs, sleeps on demand, and makes a real shared library with the C++ compiler.
+# Answers --version and --dryrun, counts its runs, sleeps on demand, and makes a real shared library (or, with -c, an
+# object) with the C++ compiler, linked with what it is told to.
 FAKE_NVCC = """\
 #!/bin/sh
-if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0; fi
+if [ "$1" = --version ]; then echo "Cuda compilation tools, V${FAKE_VERSION:-13.0.88}"; exit 0; fi
+if [ "$1" = --dryrun ]; then echo '#$ LIBRARIES=  "-L'"$FAKE_LIBRARIES"'"' >&2; exit 0; fi
 echo run >> "$FAKE_LOG"
 sleep "${FAKE_SLEEP:-0}"
-while [ "$1" != -o ]; do shift; done
-grep -q BROKEN "$3" && { echo "error: broken source" >&2; exit 2; }
+kind=-shared
+kept=
+while [ "$1" != -o ]; do
+  case "$1" in
+    -c) kind=-c ;;
+    -D* | -L* | -l*) kept="$kept $1" ;;
+    -cudart=static) kept="$kept -DFAKE_STATIC_RUNTIME" ;;
+  esac
+  shift
+done
+output="$2"
+shift 2
+case "$1" in
+  *.o) exec g++ -shared -o "$output" "$@" $kept ;;
+esac
+grep -q BROKEN "$1" && { echo "error: broken source" >&2; exit 2; }
 echo "ptxas info : Used 32 registers" >&2
-exec g++ -shared -fPIC -x c++ -o "$2" "$3"
+exec g++ $kind -fPIC -o "$output" -x c++ "$1" $kept
 """
 
 
@@ -64,7 +80,9 @@ def fake(tmp_path, monkeypatch, fake_nvcc):
     monkeypatch.setenv("FAKE_LOG", str(log))
     monkeypatch.setenv("QFLASH_QUIET", "1")
     monkeypatch.setattr(caches.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("FAKE_LIBRARIES", str(tmp_path / "libraries"))
     toolchain.find.cache_clear()
+    runtime.find.cache_clear()
     compiler._sources.cache_clear()
 
     class Fake:

@@ -202,8 +202,8 @@ LAUNCH = """
     extern "C" int64_t qf_toy_workspace(const QfAttnParams* p) { return p->q_len; }
     extern "C" int qf_toy(const QfAttnParams* p, void*) {
       if (p->struct_bytes != int32_t(sizeof(QfAttnParams))) return QF_BAD_ABI;
-      const float compiled_for[] = {QF_DTYPE, QF_ARCH, QF_HEAD_DIM, QF_PRECISION, QF_KV_KIND};
-      for (int i = 0; i < 5; ++i) static_cast<float*>(p->out.data)[i] = compiled_for[i];
+      const float compiled_for[] = {QF_DTYPE, QF_ARCH, QF_HEAD_DIM, QF_PRECISION, QF_KV_KIND, QF_PLAIN_SCORES};
+      for (int i = 0; i < 6; ++i) static_cast<float*>(p->out.data)[i] = compiled_for[i];
       return QF_OK;
     }
 """
@@ -242,21 +242,23 @@ TOY_CUDA = Kernel(
     head_dims=(64, 128),
     per_precision=True,
     per_kv=True,
+    per_scores=True,
 )
 
 
-def test_a_folder_and_a_row_are_compiled_loaded_and_called(add, folder):
+@pytest.mark.parametrize("scores", [{}, {"softcap": 5.0}, {"scale": -1.0}], ids=str)
+def test_a_folder_and_a_row_are_compiled_loaded_and_called(add, folder, scores):
     add(TOY_CUDA)
     x = Array((1, 3, 2, 72), (432, 144, 72, 1), "float32", "cuda:0")
-    words = {"kernel": "toy", "precision": "int8", "causal": False, "return_lse": False, "interleaved": False}
+    words = {"kernel": "toy", "precision": "int8", "causal": False, "return_lse": False, "interleaved": False, **scores}
     arrays = (x, x, x, *[None] * (len(ATTENTION.arrays) - 3))
     prepared = prepare(ATTENTION.plan(*arrays, *(words.get(word) for word in ATTENTION.words)), arch=90)
     assert prepared.kernel is TOY_CUDA
     assert prepared.workspace_bytes == 3
     q, out = np.zeros(x.shape, np.float32), np.zeros(x.shape, np.float32)
     prepared.call(*[array.ctypes.data for array in (q, q, q, out)], 0, 0, 0)
-    want = [OP_DTYPES.index("float32"), 90, 128, PRECISIONS.index("int8"), KV_KINDS.index("arrays")]
-    assert out.ravel()[:5].tolist() == want
+    want = [OP_DTYPES.index("float32"), 90, 128, PRECISIONS.index("int8"), KV_KINDS.index("arrays"), not scores]
+    assert out.ravel()[:6].tolist() == want
 
 
 def test_a_folder_and_a_row_are_built_ahead(add, folder):
@@ -264,14 +266,16 @@ def test_a_folder_and_a_row_are_built_ahead(add, folder):
     units = cuda.specialisations([75, 90], ["toy"])
     assert {unit.source for unit in units} == {folder / "kernels" / "attention" / "toy" / "launch.cu"}
     assert {unit.target for unit in units} == {"90a"}
-    assert len(units) == 2 * 2 * 2  # dtypes, head dims, precisions
+    assert len(units) == 2 * 2 * 2 * 2  # dtypes, head dims, precisions, kinds of scores
+    plain = [dict(unit.defines)["QF_PLAIN_SCORES"] for unit in units]
+    assert plain == ["1"] * 8 + ["0"] * 8  # what nearly every call needs comes first
     assert [unit for unit in cuda.specialisations([90]) if unit.name == "toy"] == units
     assert len(cuda.build([90], ["toy"])) == len(units)
 
 
 # The rows that are there ---------------------------------------------------------------------------------------------
 
-AXES = {"QF_DTYPE", "QF_ARCH", "QF_HEAD_DIM", "QF_PRECISION", "QF_KV_KIND"}
+AXES = {"QF_DTYPE", "QF_ARCH", "QF_HEAD_DIM", "QF_PRECISION", "QF_KV_KIND", "QF_PLAIN_SCORES"}
 
 
 def defines_of(row: Kernel, spec: Spec) -> dict[str, str]:
@@ -287,6 +291,8 @@ def defines_of(row: Kernel, spec: Spec) -> dict[str, str]:
         found["QF_PRECISION"] = PRECISIONS.index(spec.precision)
     if row.per_kv:
         found["QF_KV_KIND"] = KV_KINDS.index(spec.kv)
+    if row.per_scores:
+        found["QF_PLAIN_SCORES"] = int(spec.plain_scores)
     return {name: str(value) for name, value in found.items()}
 
 
@@ -305,6 +311,7 @@ def test_units_are_what_the_columns_say(row):
         assert unit.source.is_file()
         assert dict(unit.defines) == defines_of(row, spec)
         assert set(dict(unit.defines)) <= AXES
+        assert unit.parts == row.parts
     code = " ".join(re.sub(r"//.*", "", path.read_text()) for path in unit.source.parent.iterdir())
     assert AXES & set(re.findall(r"\bQF_[A-Z_]+\b", code)) <= set(dict(unit.defines))
 

@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from qflash.errors import CacheError
-from qflash.jit import load
+from qflash.jit import load, toolchain
 from qflash.jit.cache import Cache
 from qflash.jit.compiler import LIBRARY, compile_unit, recipe
 from qflash.jit.entry import FACTS
@@ -81,7 +81,7 @@ def test_what_root_built_serves_other_users(fake, entry, monkeypatch):
 def test_what_was_checked_is_opened_though_the_root_is_swapped(fake, entry):
     cache = Cache()
     sound = (entry / LIBRARY).read_bytes()
-    with cache.opened(*recipe(fake.unit, cache)) as found:
+    with cache.opened(*recipe(fake.unit, cache, toolchain.find(), None)) as found:
         cache.root.rename(fake.directory / "away")
         shutil.copytree(fake.directory / "away", cache.root)
         (entry / LIBRARY).write_bytes(b"someone else's")

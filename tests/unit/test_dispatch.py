@@ -120,7 +120,7 @@ def test_kv_is_quantized_on_hopper_alone(op: str, kv: str) -> None:
 
 def test_buckets_of_the_quantized_kernels_of_hopper() -> None:
     for name, libraries in (
-        ("sm90_int8", 12),
+        ("sm90_int8", 24),
         ("sm90_quantize", 6),
     ):
         assert dispatch.BY_NAME[name].head_dims == (64, 128, 256)

@@ -197,3 +197,8 @@ def test_a_failing_command_is_told(tmp_path):
         profiles.run([tool, "--version"])
     with pytest.raises(profiles.ProfileError, match="does not run"):
         profiles.run([tmp_path / "missing"])
+
+
+def test_what_is_profiled_has_line_numbers():
+    code = "import os; print(os.environ['QFLASH_LINEINFO'])"
+    assert profiles.run([sys.executable, "-c", code]) == "1\n"

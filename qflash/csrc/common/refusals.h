@@ -19,8 +19,8 @@ inline const char* status_text(const char* kernel, int status) {
     case QF_UNSUPPORTED:
       snprintf(
           text, sizeof text,
-          "kernel '%s' was built for another dtype, precision, kind of k and v or head_dim, or a length or the work "
-          "is past what 32 bits count",
+          "kernel '%s' was built for another dtype, precision, kind of k and v, softcap or head_dim, or a length or "
+          "the work is past what 32 bits count",
           kernel);
       return text;
     case QF_NO_MEMORY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import astuple, replace
 
@@ -38,6 +39,8 @@ def resolve(key: str) -> None:
     if abi != _native.ABI:
         raise ValueError(f"the program was compiled with qflash ABI {abi}; allowed: {_native.ABI}. Lower it again")
     takes, kernel, *fields = words
+    if len(fields) != len(dataclasses.fields(Spec)):
+        raise ValueError("the program was compiled with another version of qflash; allowed: this one. Lower it again")
     spec = Spec(*fields)
     if spec.device == "cuda":
         spec = replace(spec, arch=cuda_arch())  # the GPU at hand may not be the one the program was lowered for

@@ -3,6 +3,7 @@
 
 #include "attn/entry.cuh"
 #include "attn/kv.h"
+#include "attn/plain_scores.h"
 #include "kernels/attention/sm90_int8/kernel.cuh"
 // Made for those tiles, too.
 #include "attn/wgmma/stage.cuh"
@@ -29,9 +30,12 @@ inline bool serves(const QfAttnParams& p) {
   return !p.cu_seqlens_q && is_kept(p.kv, p.precision, p.dtype, p.batch, p.k_len, p.kv_heads, p.head_dim);
 }
 
-template <class Element, int kHeadDim, bool kFp8>
+template <class Kernel>
 int attend(const QfAttnParams& p, cudaStream_t stream) {
-  using Config = typename Kernel<Element, kHeadDim, kFp8, true>::Config;
+  using Config = typename Kernel::Config;
+  using Element = typename Config::Element;
+  constexpr int kHeadDim = Config::kHeadDim;
+  constexpr bool kFp8 = Config::kFp8;
   using wgmma::extents_of;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
@@ -54,12 +58,11 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
   schedule.next = reinterpret_cast<unsigned*>(base + w.counter);
 
-  const bool plain = scales_plainly(p.scale, p.softcap);
   QuantizedProblem a{};
   a.attn = p;
   a.kv = kept ? kept_of(p.kv) : w.kv(base);
   a.q_scale = reinterpret_cast<float*>(base + w.q_scale);
-  if (p.lse || !plain) a.q_dot_mean = reinterpret_cast<float*>(base + w.q_dot_mean);
+  if (p.lse || !Kernel::kPlain) a.q_dot_mean = reinterpret_cast<float*>(base + w.q_dot_mean);
   a.v_columns = w.v_columns;
   QuantizeAll all{};
   all.attn = p;
@@ -97,11 +100,9 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
                                : stage.map<VTile>(maps.v, wgmma::kV, staged, p.head_dim, Config::kBlockN))
       return error;
   }
-  auto* const kernel = plain ? qf_sm90_int8_kernel<Kernel<Element, kHeadDim, kFp8, true>>
-                             : qf_sm90_int8_kernel<Kernel<Element, kHeadDim, kFp8, false>>;
   const int blocks = schedule.count < processors ? schedule.count : processors;
-  return launch({blocks, Config::kThreads, Config::kSharedBytes, stream}, kernel, a, maps, schedule,
-                chunks_aligned(p.out, p.head_dim, 2));
+  return launch({blocks, Config::kThreads, Config::kSharedBytes, stream}, qf_sm90_int8_kernel<Kernel>, a, maps,
+                schedule, chunks_aligned(p.out, p.head_dim, 2));
 }
 
 }  // namespace sm90_int8

@@ -42,8 +42,9 @@
 namespace qf {
 namespace sm90_int8 {
 
-template <class Element, int kHeadDim, bool kFp8, bool kPlain>
+template <class Element, int kHeadDim, bool kFp8, bool kPlain_>
 struct Kernel {
+  static constexpr bool kPlain = kPlain_;
   using Config = wgmma::TileConfig<Shape<Element, kHeadDim, kFp8>>;
   using Params = QuantizedProblem;
   using Scores = wgmma::Int8Scores<Config, kPlain>;

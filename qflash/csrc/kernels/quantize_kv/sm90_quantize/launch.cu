@@ -1,4 +1,8 @@
 // C entry of `sm90_quantize`.
+#include "common/parts.h"
+#include "kernels/quantize_kv/sm90_quantize/launches.cuh"
+
+#if QF_IN_PART(0)
 #include "kernels/quantize_kv/sm90_quantize/config.h"
 #include "kernels/quantize_kv/sm90_quantize/plan.cuh"
 
@@ -12,3 +16,4 @@ QF_EXPORT int qf_sm90_quantize(const QfQuantizeKvParams* p, void* stream) {
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("sm90_quantize", status); }
+#endif

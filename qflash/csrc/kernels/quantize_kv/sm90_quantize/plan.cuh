@@ -1,8 +1,8 @@
 // Host side of the quantization pass, as the library `sm90_quantize` and as the first pass of `sm90_int8`.
 #pragma once
 
-#include "common/launch.cuh"
-#include "kernels/quantize_kv/sm90_quantize/kernel.cuh"
+#include "kernels/quantize_kv/sm90_quantize/launches.cuh"
+#include "quant/tokens.cuh"
 
 namespace qf {
 namespace sm90_quantize {
@@ -85,17 +85,14 @@ int run_sm90_quantize(const QuantizeAll& all, cudaStream_t stream) {
   const int64_t samples = int64_t(p.batch) * p.kv_heads * (int(k) + int(v));
   if (samples > kMostBlocks) return QF_UNSUPPORTED;
   if (samples > 0) {
-    auto* const kernel = p.rope.cos ? qf_sm90_quantize_sample_kernel<Element, kHeadDim, true>
-                                    : qf_sm90_quantize_sample_kernel<Element, kHeadDim, false>;
-    if (const int status = launch({samples, S::kSampleThreads, S::kSampleSharedBytes, stream}, kernel, all, deal))
-      return status;
+    const Launch how = {samples, S::kSampleThreads, S::kSampleSharedBytes, stream};
+    if (const int status = Launches<Element, kHeadDim>::sample(how, all, deal)) return status;
   }
   if (blocks == 0 && all.counter) blocks = 1;
   if (blocks == 0) return QF_OK;
-  auto* const kernel = reads == Reads::kVectors  ? qf_sm90_quantize_kernel<Element, kHeadDim, Reads::kVectors>
-                       : reads == Reads::kHalves ? qf_sm90_quantize_kernel<Element, kHeadDim, Reads::kHalves>
-                                                 : qf_sm90_quantize_kernel<Element, kHeadDim, Reads::kAny>;
-  return launch({blocks, S::kThreads, S::kSharedBytes, stream, samples > 0}, kernel, all, deal);
+  const Launch how = {blocks, S::kThreads, S::kSharedBytes, stream, samples > 0};
+  if (reads == Reads::kAny) return Launches<Element, kHeadDim>::quantize_any(how, all, deal);
+  return Launches<Element, kHeadDim>::quantize_vectors(how, reads, all, deal);
 }
 
 }  // namespace qf
