@@ -23,7 +23,9 @@ template <class Kernel>
 struct Consumer {
   using Config = typename Kernel::Config;
   using Work = WorkTile<Config>;
+  using Scores = typename Kernel::Scores;
   using Weights = typename Kernel::Weights;
+  using Rare = typename Kernel::Rare;
   using QTiles = AlongRows<typename Config::QTile>;
   using KTiles = AlongRows<typename Config::KTile>;
   using VTiles = typename Weights::Values;
@@ -41,9 +43,9 @@ struct Consumer {
   RingPosition<Config::kStages> inspected_at;  // among the tiles of V that are inspected
   bool k_full, v_full;                         // seen when last looked at
 
-  typename Kernel::Scores scores;
+  Scores scores;
   Weights weights;
-  typename Kernel::Rare rare;
+  Rare rare;
   RowState rows;
   float O[1][Config::kOTiles][4];
 
@@ -92,14 +94,14 @@ struct Consumer {
     weights.round(scores.S);  // P(0)
     weights.add_first_sums(rows, scores.S);
     poll();
-    if (Kernel::Scores::kReadsKeys) __syncwarp();  // every lane has read K, where it did
+    if (Scores::kReadsKeys) __syncwarp();  // every lane has read K, where it did
     release_k();
     add_remainders(tile);
     const QTiles q = stage_of(q_tiles(), q_at.stage());
 #pragma unroll 1
     for (int left = own_tiles - 1; left > 0; --left) {
       int run = 0;
-      if constexpr (Kernel::Scores::kSteadyTiles) {
+      if constexpr (Scores::kSteadyTiles) {
         const int whole_tiles = tile.whole ? (full.end - tile.key0) / Config::kBlockN - 1 : 0;
         run = warp_uniform(scores.steady_tiles(left, whole_tiles, weights));
       }
@@ -107,11 +109,10 @@ struct Consumer {
         steady_steps(q, tile, run, left);
       else
         step(work, q, tile, is_whole);
-      bool rounds = run == 0 && !Weights::kCodesTell;
       if (unlikely(rare.due(scores, weights, rows, left)))
-        rounds |= rare.run(work, tile.key0, tile.whole, q_at.stage(), k_at.stage(), left, scores, weights, rows, O);
+        rare.run(work, tile.key0, tile.whole, q_at.stage(), k_at.stage(), left, scores, weights, rows, O);
       release_tile();
-      if (rounds) weights.round(scores.S);  // P(n + 1)
+      if (Rare::kRoundsLast) weights.round(scores.S);  // P(n + 1)
       add_remainders(tile);
     }
     return finish_work(work, current, tile, is_whole, out_aligned);
@@ -140,14 +141,14 @@ struct Consumer {
     wgmma_wait<0>();  // O
     hold_outputs();
     weights.finish_product();
-    if (Weights::kCodesTell) weights.round(scores.S);  // P(n + 1); else the caller rounds, once tiles are released
+    if (!Rare::kRoundsLast) weights.round(scores.S);  // P(n + 1)
   }
 
   // Tiles that every row sees, after another such, and that ask for nothing else have a loop of their own, without a
   // branch but for stages that are not full yet. The last one is left for the caller to release. The warps of a
   // consumer are all in this loop or none is: they start products together.
   __device__ __forceinline__ void steady_steps(const QTiles& q, KeyTile& tile, int run, int& left) {
-    if constexpr (Kernel::Scores::kSteadyTiles) {
+    if constexpr (Scores::kSteadyTiles) {
 #pragma unroll 1
       for (;; --left) {
         scores.template fetch<true>();
@@ -296,7 +297,7 @@ struct Consumer {
   // V(n) and K(n + 1) are done with.
   __device__ __forceinline__ void release_tile() {
     weights.add_sums(rows);
-    if (Kernel::Scores::kReadsKeys) __syncwarp();  // every lane has read K, where it did
+    if (Scores::kReadsKeys) __syncwarp();  // every lane has read K, where it did
     if (leads) v_at().release(*s.v_ring);
     release_k();
   }

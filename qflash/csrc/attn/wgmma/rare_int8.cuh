@@ -17,6 +17,9 @@ struct Int8Rare {
   static constexpr int kOTiles = Config::kOTiles;
   using Outputs = float[1][kOTiles][4];
 
+  // E4M3's codes tell whether weights are too large; steady tiles are rounded on the way anyway.
+  static constexpr bool kRoundsLast = false;
+
   const SharedMemory<Config>& s;
   bool promoted;  // some outputs are in shared memory
 
@@ -31,14 +34,14 @@ struct Int8Rare {
     if constexpr (kPromotes) any = any || left % Config::kPromotedTiles == 0 || weights.exact;
     return __any_sync(0xffffffffu, any);
   }
-  // Returns whether there are new weights to round.
   template <class Scores, class Weights>
-  __device__ __forceinline__ bool run(const Work& work, int key0, bool whole, int q_stage, int k_stage, int left,
+  __device__ __forceinline__ void run(const Work& work, int key0, bool whole, int q_stage, int k_stage, int left,
                                       Scores& scores, Weights& weights, RowState& rows, Outputs& O) {
     const bool large = __any_sync(0xffffffffu, weights.too_large(rows));
     if (rows.moved) rescale(weights, rows, O);
     if (large) {
       scores.weigh_again(work, key0, whole, q_stage, k_stage, rows, weights);
+      weights.round(scores.S);
       rescale(weights, rows, O);
     }
     rows.moved = false;
@@ -46,7 +49,6 @@ struct Int8Rare {
       if (left % Config::kPromotedTiles == 0) promote(O);
       if (weights.exact) weights.add_exactly(rows, scores.S);
     }
-    return large;
   }
   // All tiles are done: outputs come back.
   __device__ __forceinline__ void finish(Outputs& O) const {

@@ -13,6 +13,9 @@ struct Recover {
   using Work = WorkTile<Config>;
   using Outputs = float[1][Config::kOTiles][4];
 
+  // Sums of weights tell what is rare, so P need not be there yet: tiles are released before it is.
+  static constexpr bool kRoundsLast = true;
+
   const SharedMemory<Config>& s;
 
   template <class Params>
@@ -23,9 +26,8 @@ struct Recover {
   __device__ __forceinline__ bool due(const Scores& scores, const Weights&, const RowState& rows, int) const {
     return scores.outgrown || rows.moved;
   }
-  // Returns whether there are new weights to round.
   template <class Scores, class Weights>
-  __device__ __forceinline__ bool run(const Work& work, int key0, bool whole, int q_stage, int k_stage, int,
+  __device__ __forceinline__ void run(const Work& work, int key0, bool whole, int q_stage, int k_stage, int,
                                       Scores& scores, Weights&, RowState& rows, Outputs& O) {
     if (scores.outgrown) {
       exchange_outputs<true>(O);
@@ -33,7 +35,6 @@ struct Recover {
       exchange_outputs<false>(O);
     }
     if (rows.moved) rescale_outputs(O, rows.rescale);
-    return scores.outgrown;
   }
 
  private:

@@ -27,7 +27,6 @@ struct SixteenBitWeights {
   static constexpr bool kRemainders = kRemainders_;
   static constexpr bool kSumsAsMultiplied = false;  // rows are divided by sums of weights before rounding
   static constexpr bool kNormalises = false;
-  static constexpr bool kCodesTell = false;  // sums of weights tell whether they are too large
   // A lane's weights of a row and tile may add up to this before the row's reference must move: float16 holds it.
   static constexpr float kMostSum = 16384.0f;
 

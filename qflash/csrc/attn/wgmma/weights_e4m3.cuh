@@ -24,7 +24,6 @@ struct E4m3Weights {
   // averages of V however coarse the rounding.
   static constexpr bool kSumsAsMultiplied = true;
   static constexpr bool kNormalises = true;
-  static constexpr bool kCodesTell = true;                     // whether weights are too large: once they are rounded
   static constexpr float kMostSum = 256.0f;                    // E4M3 ends at 448: below this no weight was cut off
   static constexpr int kScanned = 2;                           // exponents that a lane asks for ahead of time
   static constexpr bool kMeanAhead = Config::kHeadDim <= 128;  // V's mean is there before it is needed; takes registers
