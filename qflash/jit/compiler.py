@@ -62,13 +62,13 @@ def recipe(unit: Unit, cache: Cache) -> tuple[str, Build]:
 def key_of(unit: Unit, tools: toolchain.Toolchain) -> str:
     """sha256 over every byte the result depends on: sources, flags, definitions, architecture, compiler."""
     digest = hashlib.sha256()
-    digest.update(_sources(unit.source, unit.include_dirs))
+    digest.update(sources_digest(unit.source, unit.include_dirs))
     digest.update(repr((unit.name, unit.defines, unit.code, tools.version, _FLAGS)).encode())
     return f"{unit.name}-{unit.code}-{digest.hexdigest()[:24]}"
 
 
 @lru_cache(maxsize=256)
-def _sources(source: Path, include_dirs: tuple[Path, ...]) -> bytes:
+def sources_digest(source: Path, include_dirs: tuple[Path, ...]) -> bytes:
     """Digest of a source and every file it includes by a quoted name that is found in `include_dirs`."""
     digest = hashlib.sha256()
     seen: set[Path] = set()
@@ -104,7 +104,7 @@ def command(unit: Unit, tools: toolchain.Toolchain, output: Path) -> list[str]:
 def _build(unit: Unit, tools: toolchain.Toolchain, directory: Path, cache: Cache) -> dict[str, Any]:
     """Compile into `directory`; returns what facts.json is to say of it."""
     words = command(unit, tools, directory / LIBRARY)
-    _say(f"qflash: compiling {unit.label} for {unit.code} with nvcc {tools.release}, {_expected(unit, cache)}")
+    say(f"qflash: compiling {unit.label} for {unit.code} with nvcc {tools.release}, {_expected(unit, cache)}")
     start = time.monotonic()
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     seconds = time.monotonic() - start
@@ -112,7 +112,7 @@ def _build(unit: Unit, tools: toolchain.Toolchain, directory: Path, cache: Cache
     if done.returncode != 0:
         raise CompileError(f"nvcc failed ({done.returncode}) on {unit.label}\n{' '.join(words)}\n{output}")
     (directory / LOG).write_text(output)
-    _say(f"qflash: compiled {unit.label} in {seconds:.1f} s")
+    say(f"qflash: compiled {unit.label} in {seconds:.1f} s")
     return {"label": unit.label, "seconds": round(seconds, 1)}
 
 
@@ -127,6 +127,7 @@ def _expected(unit: Unit, cache: Cache) -> str:
     return f"usually about {sorted(known)[len(known) // 2]:.0f} s here" if known else "usually 5 to 30 s"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell the user what takes a while, unless QFLASH_QUIET=1."""
     if os.environ.get("QFLASH_QUIET") != "1":
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one piece: compilers run side by side

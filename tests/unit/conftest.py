@@ -65,7 +65,7 @@ def fake(tmp_path, monkeypatch, fake_nvcc):
     monkeypatch.setenv("QFLASH_QUIET", "1")
     monkeypatch.setattr(caches.tempfile, "tempdir", str(tmp_path))
     toolchain.find.cache_clear()
-    compiler._sources.cache_clear()
+    compiler.sources_digest.cache_clear()
 
     class Fake:
         unit = Unit("demo", source, (tmp_path,), (), "90a", "demo (test)")
