@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from qflash import _native
+from qflash import _native, dispatch
 from qflash.backends import Entry, cuda
+from qflash.backends.arch import asked
 from qflash.call.op import Plan
 from qflash.call.prepare import Prepared, bind
 from qflash.dispatch import VARIANTS, Variant
@@ -144,6 +145,26 @@ def packed(kind: str, fields: Mapping[str, Any]) -> bytes:
 def kernel_library(kernel: str, dtype: str, head_dim: int = 0, arch: int = ARCH, cache: Cache | None = None) -> Library:
     """The library that serves a variant of a kernel, compiled if need be."""
     return load(cuda.unit_of(VARIANTS[kernel], dtype, head_dim, arch), cache)
+
+
+def arch() -> int:
+    """What kernels are chosen and compiled for: QFLASH_CUDA_ARCH, or Hopper."""
+    return asked() or ARCH
+
+
+def launch(plan: Plan, arrays: Sequence[np.ndarray | None], seed: int = 0) -> None:
+    """Carry a plan out on the emulator: choose the kernel as for a GPU, compile it if need be, call it.
+
+    arrays: operands and results in the order of the plan, as the kernel takes them.
+    """
+    spec = plan.spec(arch())
+    kernel = dispatch.plan(spec, plan.kernel)
+    if plan.nothing_to_do:
+        for result in arrays[len(plan.operands) :]:
+            result[...] = 0
+        return
+    library = load(cuda.unit(kernel, spec))
+    library.launch(bind(plan, kernel, library.entry), arrays, seed)
 
 
 _loaded: dict[str, Library] = {}
