@@ -38,9 +38,8 @@ MOST_MULTIPROCESSORS = 64  # csrc/emulate/control.h
 _CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 _EMULATE = _CSRC / "emulate"
 INCLUDE_DIRS = (_EMULATE / "runtime", _CSRC, _CSRC / "include")  # CUDA's headers are found in the first
-PRELUDE = "emulate/simt.h"  # what is read before any source
 # -O1: what -O2 adds to compilation is more than it takes off the runs. Hidden: libraries share nothing but the process.
-_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-w")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-w")
 _one_at_a_time = threading.Lock()  # a library's schedule and fibers are its own, but one
 
 
@@ -183,7 +182,7 @@ def load(unit: Unit, cache: Cache | None = None) -> Library:
 @lru_cache(maxsize=1)
 def _emulator_digest() -> bytes:
     """Of every file of the emulator, and of what compiles it."""
-    digest = hashlib.sha256(repr((_FLAGS, compiler()[1])).encode())
+    digest = hashlib.sha256(repr((FLAGS, compiler()[1])).encode())
     for path in sorted(_EMULATE.rglob("*.h")):
         digest.update(path.relative_to(_EMULATE).as_posix().encode() + path.read_bytes())
     return digest.digest()
@@ -195,24 +194,29 @@ def _key(name: str, *parts: bytes) -> str:
 
 def _compile(unit: Unit, directory: Path, cache: Cache) -> dict[str, Any]:
     gxx, version = compiler()
-    prelude = cache.get(_key("prelude"), _precompile) / "prelude.h"
+    header = prelude(cache)
     say(f"qflash: compiling {unit.label} for the emulator with g++ {version}, usually 2 to 10 s")
     start = time.monotonic()
     folders = (*INCLUDE_DIRS, *unit.include_dirs)
     words = [f"-I{folder}" for folder in dict.fromkeys(folders)]
     words += [f"-D{name}={value}" for name, value in unit.defines]
-    _run_compiler([gxx, *_FLAGS, "-shared", *words, "-include", str(prelude), "-x", "c++", str(unit.source),
+    _run_compiler([gxx, *FLAGS, "-shared", *words, "-include", str(header), "-x", "c++", str(unit.source),
                    "-o", str(directory / LIBRARY)], unit.label)  # fmt: skip
     return {"label": f"{unit.label}, emulated", "seconds": round(time.monotonic() - start, 1)}
+
+
+def prelude(cache: Cache) -> Path:
+    """What is read before any source, precompiled. It wants INCLUDE_DIRS and FLAGS."""
+    return cache.get(_key("prelude"), _precompile) / "prelude.h"
 
 
 def _precompile(directory: Path) -> None:
     """The prelude as g++ reads it fastest: most of a kernel's compilation would be the standard library's headers."""
     header = directory / "prelude.h"
-    header.write_text(f'#include "{PRELUDE}"\n')
+    header.write_text('#include "emulate/simt.h"\n')
     folders = [f"-I{folder}" for folder in INCLUDE_DIRS]
     words = [*folders, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
-    _run_compiler([compiler()[0], *_FLAGS, *words], "the emulator's prelude")
+    _run_compiler([compiler()[0], *FLAGS, *words], "the emulator's prelude")
 
 
 def _run_compiler(words: list[str], what: str) -> None:
