@@ -1,4 +1,5 @@
-"""What every test shares: whether there is a GPU, and a count of the tests that did not run for want of one."""
+"""What every test shares: whether there is a GPU, a count of the tests that did not run for want of one, and a cache of
+what is compiled."""
 
 from __future__ import annotations
 
@@ -59,3 +60,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped:
         why = why_no_gpu() or "-rs tells why"
         terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {why}")
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory):
+    """A compile cache of this run alone, whose locks let each entry be built by one worker."""
+    from qflash.jit.cache import Cache
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's own folder lies in one that all of them have
+        folder = folder.parent
+    return Cache(folder / "compiled")

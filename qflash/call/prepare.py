@@ -33,6 +33,11 @@ def prepare(plan: Plan, arch: int = 0) -> Prepared:
     entry = backends.load(kernel, spec)
     if not isinstance(entry, Entry):
         return Prepared(plan, kernel, _nothing, launch=entry(plan))
+    return bind(plan, kernel, entry)
+
+
+def bind(plan: Plan, kernel: dispatch.Kernel, entry: Entry) -> Prepared:
+    """The plan with the C functions that carry it out."""
     call = _native.Call(
         plan.struct, plan.params(), list(plan.pointers), entry.address, entry.status_text, entry.workspace
     )

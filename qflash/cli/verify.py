@@ -1,4 +1,7 @@
-"""`qflash verify`: every kernel this machine can run, over the case list, against the float64 oracle."""
+"""`qflash verify`: every kernel this machine can run, over the case list, against the float64 oracle.
+
+With --emulate, CUDA kernels on the CPU: their own source, launch code included, thread by thread.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from rich.text import Text
 from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, track
 from qflash.cli.usable import usable_kernels
-from qflash.dispatch import VARIANTS, Variant, kernels_of, variants_of
-from qflash.errors import NoKernelError
+from qflash.dispatch import VARIANTS, Variant, arch_reasons, kernels_of, variants_of
+from qflash.errors import KernelError, NoKernelError
 
 if TYPE_CHECKING:
     from qflash.testing import Case
@@ -27,6 +30,8 @@ class Tally:
     """What verification of one kernel found."""
 
     kernel: Variant
+    framework: str  # of qflash.testing.check
+    seed: int = 0  # of the emulator's schedule
     passed: int = 0
     refused: int = 0  # cases the kernel does not claim to serve
     worst: dict[str, float] = field(default_factory=dict)  # dtype -> greatest relative L2 error
@@ -39,13 +44,13 @@ class Tally:
 
         started = time.perf_counter()
         try:
-            errors = check(case, self.kernel.name, "native-cuda" if self.kernel.device == "cuda" else "native")
+            errors = check(case, self.kernel.name, self.framework, self.seed)
             if self.has_gradients and case.finite:
                 check_gradients(case, *run_backward(case, self.kernel.name))
         except NoKernelError:
             self.refused += 1
-        except ContractError as error:
-            self.failures.append(str(error))
+        except (ContractError, KernelError) as error:
+            self.failures.append(f"{case.name}: {error}" if isinstance(error, KernelError) else str(error))
         else:
             self.passed += 1
             if case.finite:
@@ -80,11 +85,39 @@ def verify_kernels(console: Console, kernels: list[Variant], quick: bool) -> lis
     chosen = cases("quick" if quick else "full")
     tallies = []
     for kernel in kernels:
-        tally = Tally(kernel)
+        tally = Tally(kernel, "native-cuda" if kernel.device == "cuda" else "native")
         for case in track(console, f"verifying {kernel.name}", chosen, len(chosen)):
             tally.take(case)
         tallies.append(tally)
     return tallies
+
+
+def emulate_kernels(console: Console, kernels: list[Variant], seed: int) -> list[Tally]:
+    """Run the short case list on the source of each CUDA kernel, on the emulator."""
+    from qflash.testing import cases, emulator
+    from qflash.testing.emulated_attention import with_few_keys
+    from qflash.testing.runner import suited
+
+    chosen = cases("quick")
+    tallies = []
+    for kernel in kernels:
+        tally = Tally(kernel, "emulated", seed)
+        for case in track(console, f"emulating {kernel.name}", chosen, len(chosen)):
+            tally.take(suited(with_few_keys(case), kernel.name, emulator.arch()))
+        tallies.append(tally)
+    return tallies
+
+
+def emulated_kernels() -> dict[str, str]:
+    """The kernels of attention that can be emulated, and why they cannot be here."""
+    from qflash.testing import emulator
+
+    why_not = emulator.why_not()
+    return {
+        variant.name: why_not or "; ".join(arch_reasons(variant.kernel, emulator.arch(), "it is emulated for"))
+        for variant in variants_of("attention", "cuda")
+        if variant.kernel.backend == "cuda"
+    }
 
 
 def repeat_kernels(console: Console, tallies: list[Tally], times: int) -> None:
@@ -112,21 +145,44 @@ def show_failures(console: Console, tallies: list[Tally]) -> bool:
 @click.option("--kernel", "names", multiple=True, help="Verify only this kernel (may be repeated).")
 @click.option("--quick", is_flag=True, help="The short case list.")
 @click.option("--repeat", type=click.IntRange(2), help="Then a few large problems so many times each: the same bits?")
-def verify(names: tuple[str, ...], quick: bool, repeat: int | None) -> None:
+@click.option(
+    "--emulate", is_flag=True, help="CUDA kernels on the CPU, thread by thread: g++, no GPU. The short case list."
+)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 2), help="With --emulate: of the order that threads run in.")
+def verify(names: tuple[str, ...], quick: bool, repeat: int | None, emulate: bool, seed: int | None) -> None:
     """Check the kernels of attention against the float64 oracle over the case list."""
-    known = [variant.name for variant in variants_of("attention")]
+    if emulate and repeat:
+        raise click.UsageError("--repeat is of kernels at their full size; allowed: --emulate without it")
+    if seed is not None and not emulate:
+        raise click.UsageError("--seed is of the emulator's schedule; allowed: with --emulate")
+    possible = emulated_kernels() if emulate else usable_variants()
     for name in names:
-        if name not in known:
-            raise click.BadParameter(
-                f"{name!r} is no kernel of attention; allowed: {', '.join(known)}", param_hint="--kernel"
-            )
-    usable = usable_kernels()
-    wanted = {name: usable[VARIANTS[name].kernel.name].why_not for name in (names or known)}
+        if name not in possible:
+            what = "CUDA kernel of attention" if emulate else "kernel of attention"
+            raise click.BadParameter(f"{name!r} is no {what}; allowed: {', '.join(possible)}", param_hint="--kernel")
+    wanted = {name: possible[name] for name in (names or possible)}
     console = make_console()
     runnable = [VARIANTS[name] for name, why_not in wanted.items() if not why_not]
-    tallies = verify_kernels(console, runnable, quick)
+    tallies = emulate_kernels(console, runnable, seed or 0) if emulate else verify_kernels(console, runnable, quick)
     if repeat:
         repeat_kernels(console, tallies, repeat)
+    show_table(console, tallies)
+    for name, why_not in wanted.items():
+        if why_not:
+            console.print(f"{name} cannot run here: {why_not}")
+    missing = names and len(runnable) < len(names)
+    if show_failures(console, tallies) or missing:
+        sys.exit(1)
+
+
+def usable_variants() -> dict[str, str]:
+    """The kernels of attention, and why they cannot run here."""
+    usable = usable_kernels()
+    return {variant.name: usable[variant.kernel.name].why_not for variant in variants_of("attention")}
+
+
+def show_table(console: Console, tallies: list[Tally]) -> None:
+    """One row for each kernel."""
     table = Table(title="Against the float64 oracle")
     for column in ("kernel", "passed", "failed", "not served", "worst relative L2 error", "seconds"):
         table.add_column(column, justify="left" if column == "kernel" else "right")
@@ -134,9 +190,3 @@ def verify(names: tuple[str, ...], quick: bool, repeat: int | None) -> None:
         counts = (str(tally.passed), str(len(tally.failures)), str(tally.refused))
         table.add_row(tally.kernel.name, *counts, tally.worst_text, f"{tally.seconds:.1f}")
     console.print(table)
-    for name, why_not in wanted.items():
-        if why_not:
-            console.print(f"{name} cannot run here: {why_not}")
-    missing = names and len(runnable) < len(names)
-    if show_failures(console, tallies) or missing:
-        sys.exit(1)

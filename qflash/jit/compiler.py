@@ -84,7 +84,7 @@ def key_of(unit: Unit, tools: toolchain.Toolchain, shared: runtime.Runtime | Non
 
 def digest_of(unit: Unit) -> str:
     """sha256 over what is compiled, whatever compiles it."""
-    digest = hashlib.sha256(_sources(unit.source, unit.include_dirs))
+    digest = hashlib.sha256(sources_digest(unit.source, unit.include_dirs))
     digest.update(repr((unit.name, unit.defines, unit.code, unit.parts)).encode())
     return digest.hexdigest()
 
@@ -97,7 +97,7 @@ def flags(tools: toolchain.Toolchain) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _sources(source: Path, include_dirs: tuple[Path, ...]) -> bytes:
+def sources_digest(source: Path, include_dirs: tuple[Path, ...]) -> bytes:
     """Digest of a source and every file it includes by a quoted name that is found in `include_dirs`."""
     digest = hashlib.sha256()
     seen: set[Path] = set()
@@ -149,7 +149,7 @@ def _build(
     unit: Unit, tools: toolchain.Toolchain, linked: tuple[str, ...], directory: Path, cache: Cache, jobs: int | None
 ) -> dict[str, Any]:
     """Compile into `directory`; returns what facts.json is to say of it."""
-    _say(f"qflash: compiling {unit.label} for {unit.code} with nvcc {tools.release}, {_expected(unit, cache)}")
+    say(f"qflash: compiling {unit.label} for {unit.code} with nvcc {tools.release}, {_expected(unit, cache)}")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="qflash-objects-") as objects:
         *parts, last = commands(unit, tools, linked, directory / LIBRARY, Path(objects), jobs)
@@ -158,7 +158,7 @@ def _build(
         said.append(_run(last, unit))
     seconds = time.monotonic() - start
     (directory / LOG).write_text("".join(said))
-    _say(f"qflash: compiled {unit.label} in {seconds:.1f} s")
+    say(f"qflash: compiled {unit.label} in {seconds:.1f} s")
     return {"label": unit.label, "seconds": round(seconds, 1), "nvcc": tools.version, UNIT: digest_of(unit)}
 
 
@@ -181,6 +181,7 @@ def _expected(unit: Unit, cache: Cache) -> str:
     return f"usually about {sorted(known)[len(known) // 2]:.0f} s here" if known else "usually 5 to 30 s"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell the user what takes a while, unless QFLASH_QUIET=1."""
     if os.environ.get("QFLASH_QUIET") != "1":
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one piece: compilers run side by side

@@ -1,6 +1,6 @@
 """Where things lie in a cache's root, and which of them are the cache's own.
 
-    <root>/kernels-1/<key>/               an entry; the key is <kernel>-<sm_80 or compute_80>-<24 hex digits>
+    <root>/kernels-1/<key>/               an entry; the key is <kernel>-<sm_80, compute_80 or emulated>-<24 hex digits>
                                           or, of the CUDA runtime that kernels share, cudart13-runtime-<24 hex digits>
     <root>/kernels-1/<key>.lock           held by whoever builds or removes the entry
     <root>/kernels-1/building-<key>-<x>/  an entry on its way in or out; a process that dies may leave one
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "kernels-1"  # the number is the layout's: entries of another layout are neither read nor removed
-_KEY = r"(?P<key>[A-Za-z0-9_]+-(?:(?:sm|compute)_[0-9]+[a-z]?|(?P<runtime>runtime))-[0-9a-f]{24})"
+_KEY = r"(?P<key>[A-Za-z0-9_]+-(?:(?:sm|compute)_[0-9]+[a-z]?|emulated|(?P<runtime>runtime))-[0-9a-f]{24})"
 _NAMES = {
     "entry": re.compile(_KEY),
     "lock": re.compile(rf"{_KEY}\.lock"),

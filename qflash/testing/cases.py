@@ -222,3 +222,15 @@ def cases(tag: str = "full") -> list[Case]:
     if not chosen:
         raise ValueError(f"tag is {tag!r}; allowed: quick, full, large")
     return chosen
+
+
+# Words of a Case, for tests of kernels that keep a reference maximum: what hides keys of some rows, of 450 keys,
+MASKS = {"plain": {}, "causal": {"causal": True}, "window": {"window": (230, 100)}, "padding": {"kv_lens": (333,)}}
+# and keys that are not finite, in tiles after the first.
+NONFINITE_LATER = {
+    "nan": (("k", (0, 300, 0, 3), "nan"),),
+    "inf": (("k", (0, 300, 0, 3), "inf"),),  # +inf in some rows, -inf in others
+    "both": (("k", (0, 200, 0, 3), "inf"), ("k", (0, 420, 0, 3), "-inf")),
+    "nothing finite at first": tuple(("k", (0, key, 0, 3), "-inf") for key in range(140)),
+    "nothing finite in between": tuple(("k", (0, key, 0, 3), "-inf") for key in range(100, 300)),
+}

@@ -18,20 +18,26 @@ from qflash.ops import attention
 from qflash.ops import problem as problems
 from qflash.ops.problem import Options, Problem, RopeArrays
 from qflash.rope import Rope
-from qflash.testing import compare, oracle
+from qflash.testing import compare, emulator, oracle
 from qflash.testing.case import Case, Inputs
 
-FRAMEWORKS = ("native", "native-cuda", "numpy", "torch", "torch-cuda", "jax")
+FRAMEWORKS = ("native", "native-cuda", "emulated", "numpy", "torch", "torch-cuda", "jax")
 _GUARD = 64  # values on either side of an output that must come back untouched
 
 
 def run_case(
-    case: Case, kernel: str | None = None, framework: str = "native", num_threads: int = 0, out_shift: int = 0
+    case: Case,
+    kernel: str | None = None,
+    framework: str = "native",
+    num_threads: int = 0,
+    out_shift: int = 0,
+    seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of `case` as NumPy arrays.
 
-    "native" and "native-cuda" call the kernel's entry on outputs filled with NaN, so that a value nobody wrote shows;
-    "native" also fails if anything around the outputs was touched. The others go through `qflash.attention`. out_shift:
+    "native", "native-cuda" and "emulated" call the kernel's entry on outputs filled with NaN, so that a value nobody
+    wrote shows; the first and the last also fail if anything around the outputs was touched. The others go through
+    `qflash.attention`. "emulated" runs a CUDA kernel's source on the CPU, in an order drawn from `seed`. out_shift:
     elements that "native-cuda" lets out begin past a whole 16 bytes.
     """
     inputs = case.make_inputs()
@@ -39,6 +45,8 @@ def run_case(
         return _run_native(case, inputs, kernel, num_threads)
     if framework == "native-cuda":
         return _run_native_cuda(case, inputs, kernel, out_shift)
+    if framework == "emulated":
+        return _run_emulated(case, inputs, kernel, seed)
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework is {framework!r}; allowed: {', '.join(FRAMEWORKS)}")
     out, lse = call(case, convert(inputs, framework), kernel)
@@ -85,16 +93,19 @@ def launch(prepared: Prepared, arrays: dict[str, Any], results: Sequence[np.ndar
     prepared.call(*operands, *map(_address, results), 0, 0, num_threads)
 
 
-def check(case: Case, kernel: str | None = None, framework: str = "native") -> compare.Errors:
-    """Run `case` twice and hold it against the contract: what a repro line calls. Returns the error figures."""
+def check(case: Case, kernel: str | None = None, framework: str = "native", seed: int = 0) -> compare.Errors:
+    """Run `case` twice and hold it against the contract: what a repro line calls. Returns the error figures.
+
+    seed: of the emulator's schedule; the second run has the next.
+    """
     name = kernel or default_kernel(case, framework)
-    how = f", {name!r}, {framework!r}"
-    first = run_case(case, name, framework)
+    how = f", {name!r}, {framework!r}" + (f", seed={seed}" if seed else "")
+    first = run_case(case, name, framework, seed=seed)
     errors = compare.check_contract(case, *first, dispatch.VARIANTS[name].precision, how, oracle.integers_of(name))
     replay = oracle.replayed(case, name)
     if replay is not None:
         compare.check_replay(case, *first, replay, how, oracle.weights_dtype(case, name))
-    compare.check_same_bits(case, first, run_case(case, name, framework), how)
+    compare.check_same_bits(case, first, run_case(case, name, framework, seed=seed + 1), how)
     return errors
 
 
@@ -114,6 +125,9 @@ def suited(case: Case, kernel: str, arch: int) -> Case:
 
 def default_kernel(case: Case, framework: str = "native") -> str:
     """The kernel dispatch would choose for `case`."""
+    if framework == "emulated":
+        problem = problem_of(case, case.make_inputs(), None, "cuda")
+        return dispatch.plan(problem.spec(emulator.arch())).name
     device = "cuda" if framework.endswith("cuda") else "cpu"
     problem = problem_of(case, case.make_inputs(), None, device)
     return dispatch.plan(problem.spec(arch_of(device))).name
@@ -272,6 +286,15 @@ def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None, out_shift: 
     prepared.call(*addresses, torch.cuda.current_stream().cuda_stream, 0)
     torch.cuda.synchronize()
     return to_numpy(out), to_numpy(lse)
+
+
+def _run_emulated(case: Case, inputs: Inputs, kernel: str | None, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    problem = problem_of(case, inputs, kernel, "cuda")
+    out, lse = _Guarded(inputs.q.shape, case.dtype), _Guarded(attention.lse_shape(problem), "float32")
+    arrays = arrays_of(inputs)
+    plan = attention.plan_of(problem, arrays, True)
+    emulator.launch(plan, [*(arrays[x.argument] for x in plan.operands), out.array, lse.array], seed=seed)
+    return out.checked("out"), lse.checked("lse")
 
 
 def arch_of(device: str) -> int:

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import struct
 import subprocess
 import sys
-import sysconfig
 import textwrap
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -22,13 +19,14 @@ from qflash.backends import cuda
 from qflash.backends.arch import ARCHES
 from qflash.call.array import Array
 from qflash.call.op import Plan
-from qflash.errors import KernelError, NoKernelError, ToolchainError
+from qflash.errors import KernelError, NoKernelError
 from qflash.jit import runtime, toolchain
 from qflash.jit.compiler import LIBRARY, LOG, Unit
 from qflash.ops.attention import plan_of
 from qflash.ops.attention_kv import ATTENTION_KEPT
 from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
 from qflash.ops.problem import Options, check
+from qflash.testing.cuda_tools import cuobjdump, why_no_nvcc
 
 MOST_BYTES = 150 * 2**20 // len(cuda.specialisations([90]))  # a library's share of what all may take
 CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.device == "cuda"]
@@ -76,15 +74,6 @@ INSTRUCTION = {
     "layer_norm": ("SHFL", 40),
     "cross_entropy": ("SHFL", 30),
 }
-
-
-@lru_cache(maxsize=1)
-def why_no_nvcc() -> str | None:
-    try:
-        toolchain.find()
-    except ToolchainError as error:
-        return str(error).splitlines()[0]
-    return None
 
 
 needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test: {why_no_nvcc()}")
@@ -141,12 +130,6 @@ def other_scores(kernel: str) -> Unit:
 
 def by_label(unit: Unit) -> str:
     return f"{unit.label}-sm_{unit.target}".replace(" ", "_")
-
-
-@lru_cache(maxsize=1)
-def cuobjdump() -> str | None:
-    wheel = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "cuobjdump"
-    return str(wheel) if wheel.is_file() else shutil.which("cuobjdump")
 
 
 def check_unit(unit: Unit, entry: Path) -> None:

@@ -1,5 +1,5 @@
-"""The wrappers of Hopper's own instructions, each in a kernel that does little else (hopper/*.cu): compiled everywhere,
-run on a GPU of compute capability 9.0 and held against NumPy."""
+"""The wrappers of Hopper's own instructions, each in a kernel that does little else (tests/emulated/hopper/*.cu):
+compiled everywhere, run on a GPU of compute capability 9.0 and held against NumPy. The emulator runs them, too."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ import re
 import subprocess
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 import pytest
-from test_compile import cuobjdump, needs_nvcc
-from test_emulated_hopper import BYTE_PRODUCTS, SMALL, check_byte_products
 
 from qflash.backends import cuda
-from qflash.call.spec import DTYPES
 from qflash.jit.compiler import LIBRARY, LOG, Unit
+from qflash.testing.cuda_tools import cuobjdump, why_no_nvcc
+from qflash.testing.instructions import INSTRUCTIONS, SMALL
 
-pytestmark = needs_nvcc
-HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test: {why_no_nvcc()}")
+SOURCE = Path(__file__).parent.parent / "emulated" / "hopper" / "all.cu"
 CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
-UNIT = Unit("hopper", HERE / "hopper" / "all.cu", (CSRC, CSRC / "include"), (), "90a", "Hopper's wrappers")
-ROWS, PANEL = 24, 64  # of a box
+UNIT = Unit("hopper", SOURCE, (CSRC, CSRC / "include"), (), "90a", "Hopper's wrappers")
 
 
 @pytest.fixture(scope="module")
@@ -102,110 +99,7 @@ def test_takers_use_more_registers_than_they_were_launched_with(entry, sass):
     assert max(map(int, re.findall(r"\bR(\d+)\b", body))) > launched + 32
 
 
-def laid_out(shape: tuple[int, ...], order: str) -> tuple[np.ndarray, np.ndarray]:
-    """(memory, view of it as [batch, rows, heads, head_dim]) of distinct float16 values."""
-    rng = np.random.default_rng(0)
-    if order == "heads first":
-        memory = rng.standard_normal([shape[i] for i in (0, 2, 1, 3)]).astype(np.float16)
-        return memory, memory.swapaxes(1, 2)
-    if order == "one batch":
-        memory = rng.standard_normal(shape[1:]).astype(np.float16)
-        return memory, np.broadcast_to(memory, shape)
-    if order == "part of rows":
-        memory = rng.standard_normal([*shape[:-1], shape[-1] + 16]).astype(np.float16)
-        return memory, memory[..., 8 : 8 + shape[-1]]
-    memory = rng.standard_normal(shape).astype(np.float16)
-    return memory, memory
-
-
-def expected_boxes(x: np.ndarray, first_row: int, count: int, head: int, sequence: int) -> np.ndarray:
-    """[box, panel, row, chunk, 8]: zeros past the tensor, chunk c of row r where the swizzle puts it, c ^ (r % 8)."""
-    _, rows, _, head_dim = x.shape
-    padded = np.zeros((max(rows, first_row + count * ROWS), 2 * PANEL), x.dtype)
-    padded[:rows, :head_dim] = x[sequence, :, head]
-    boxes = padded[first_row : first_row + count * ROWS].reshape(count, ROWS, 2, 8, 8).swapaxes(1, 2)
-    row, chunk = np.ogrid[:ROWS, :8]
-    swizzled = np.empty_like(boxes)
-    swizzled[:, :, row, chunk ^ row % 8] = boxes
-    return swizzled
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("shape", "order", "which"),
-    [
-        ((2, 60, 3, 128), "rows first", (0, 3, 2, 1)),  # the last box leaves the tensor
-        ((2, 60, 3, 104), "heads first", (17, 5, 1, 0)),  # channels past the last are zeros; boxes wholly outside
-        ((1, 100, 1, 8), "rows first", (0, 4, 0, 0)),  # the second panel is wholly outside
-        ((3, 48, 2, 96), "one batch", (0, 2, 1, 2)),
-        ((2, 50, 2, 120), "part of rows", (1, 2, 1, 1)),  # whose neighbours are no zeros
-        ((1, 1, 1, 64), "rows first", (0, 1, 0, 0)),
-    ],
-)
-def test_boxes_are_swizzled_and_zero_past_the_tensor(device, shape, order, which):
-    memory, x = laid_out(shape, order)
-    offset = x.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
-    strides = (ctypes.c_int64 * 3)(*(x.strides[i] // 2 for i in (0, 1, 2)))
-    out = np.full((which[1], 2, ROWS, 8, 8), np.nan, np.float16)
-    words = (ctypes.c_int32 * 4)(*shape), (ctypes.c_int32 * 4)(*which)
-    device("boxes", (memory, offset), strides, *words, out)
-    assert np.array_equal(out, expected_boxes(x, *which))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("shape", "which"),
-    [
-        ((2, 120, 3, 128), (0, 3, 2, 1)),  # the last box leaves the tensor
-        ((2, 120, 3, 80), (17, 4, 1, 0)),  # columns past the last are zeros; boxes wholly outside
-        ((1, 200, 1, 16), (0, 4, 0, 0)),  # the second panel is wholly outside
-    ],
-)
-def test_boxes_of_bytes_have_rows_of_64(device, shape, which):
-    """Chunk c of row r lies where the swizzle of 64 bytes puts it, c ^ (r / 2 % 4)."""
-    x = np.random.default_rng(0).integers(1, 256, shape).astype(np.uint8)
-    first, count, head, sequence = which
-    out = np.full((count, 2, 48, 4, 16), 255, np.uint8)
-    words = (ctypes.c_int64 * 3)(*x.strides[:3]), (ctypes.c_int32 * 4)(*shape), (ctypes.c_int32 * 4)(*which)
-    device("byte_boxes", x, *words, out)
-    padded = np.zeros((max(shape[1], first + count * 48), 128), np.uint8)
-    padded[: shape[1], : shape[3]] = x[sequence, :, head]
-    boxes = padded[first : first + count * 48].reshape(count, 48, 2, 4, 16).swapaxes(1, 2)
-    row, chunk = np.ogrid[:48, :4]
-    assert np.array_equal(out[:, :, row, chunk ^ row // 2 % 4], boxes)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "n", "row_bytes"), BYTE_PRODUCTS)
-def test_byte_products(device, kind, n, row_bytes):
-    check_byte_products(device, kind, n, row_bytes)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("transposed", [False, True], ids=["along-k", "transposed"])
-@pytest.mark.parametrize("registers", [False, True], ids=["shared", "registers"])
-@pytest.mark.parametrize("n", [96, 256])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_products(device, dtype, n, registers, transposed):
-    """Of small integers, so that every sum is exact."""
-    rng = np.random.default_rng(n)
-    a, b = (rng.integers(-8, 9, shape).astype(dtype) for shape in ((64, 128), (128, n) if transposed else (n, 128)))
-    out = np.full((64, n), np.nan, np.float32)
-    device("product", DTYPES.index(dtype), n, int(registers), int(transposed), a, b, out)
-    b = b.astype(np.float32)
-    assert np.array_equal(out, a.astype(np.float32) @ (b if transposed else b.T))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", SMALL)
-def test_small_instructions(device, name):
-    SMALL[name](device)
-
-
-@pytest.mark.gpu
-def test_registers_change_hands(device):
-    x = np.random.default_rng(0).integers(-100, 100, (200, 256)).astype(np.float32)
-    out, givers = np.full_like(x, np.nan), np.zeros(1, np.int32)
-    device("registers", x, out, givers)
-    assert givers[0] == 128
-    assert np.array_equal(out, x + x.sum(0))
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_instructions(device, name):
+    INSTRUCTIONS[name](device)

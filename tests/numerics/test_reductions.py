@@ -1,7 +1,7 @@
 """softmax, layer_norm and cross_entropy through the public API, against float64 within counted roundings.
 
 One case list (qflash/testing/rows.py) for the CPU engine and for CUDA, which the emulator runs too
-(tests/compile/test_emulated_reductions.py).
+(tests/emulated/test_emulated_reductions.py).
 """
 
 from __future__ import annotations

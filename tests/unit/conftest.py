@@ -83,7 +83,7 @@ def fake(tmp_path, monkeypatch, fake_nvcc):
     monkeypatch.setenv("FAKE_LIBRARIES", str(tmp_path / "libraries"))
     toolchain.find.cache_clear()
     runtime.find.cache_clear()
-    compiler._sources.cache_clear()
+    compiler.sources_digest.cache_clear()
 
     class Fake:
         unit = Unit("demo", source, (tmp_path,), (), "90a", "demo (test)")

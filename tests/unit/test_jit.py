@@ -36,7 +36,7 @@ def test_key_covers_included_files(fake):
 
     before = key_of(fake.unit, toolchain.find())
     (fake.directory / "part.h").write_text("#define ANSWER 43\n")
-    compiler._sources.cache_clear()  # a process reads its sources once
+    compiler.sources_digest.cache_clear()  # a process reads its sources once
     assert key_of(fake.unit, toolchain.find()) != before
 
 
@@ -52,7 +52,7 @@ def test_failed_compilation_leaves_no_entry(fake):
     fake.unit.source.write_text("BROKEN\n")
     from qflash.jit import compiler
 
-    compiler._sources.cache_clear()
+    compiler.sources_digest.cache_clear()
     with pytest.raises(CompileError, match="error: broken source"):
         compile_unit(fake.unit)
     assert Cache().info().entries == 0

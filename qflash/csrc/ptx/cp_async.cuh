@@ -13,7 +13,7 @@ __device__ __forceinline__ void cp_async_16(void* s_to, const void* g_from, bool
                "l"(g_from), "r"(valid ? 16 : 0)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::cp_async(s_to, g_from, 16, valid);
+  emulate::cp_async(s_to, g_from, 16, valid);
 #endif
 }
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ void cp_async_8(void* s_to, const void* g_from, bool 
                "l"(g_from), "r"(valid ? 8 : 0)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::cp_async(s_to, g_from, 8, valid);
+  emulate::cp_async(s_to, g_from, 8, valid);
 #endif
 }
 
@@ -36,7 +36,7 @@ __device__ __forceinline__ void cp_async_commit() {
 #ifdef __CUDA_ARCH__
   asm volatile("cp.async.commit_group;" ::: "memory");
 #elif defined(QF_EMULATOR)
-  host::cp_async_commit();
+  emulate::cp_async_commit();
 #endif
 }
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ void cp_async_wait() {
 #ifdef __CUDA_ARCH__
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #elif defined(QF_EMULATOR)
-  host::cp_async_wait(kPending);
+  emulate::cp_async_wait(kPending);
 #endif
 }
 

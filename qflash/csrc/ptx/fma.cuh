@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t add_zero_times_f16x2(uint32_t x, uint32_t c)
   asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(c) : "r"(x), "r"(0));
   return c;
 #elif defined(QF_EMULATOR)
-  return host::add_zero_times(x, c, 0x7c00);
+  return emulate::add_zero_times(x, c, 0x7c00);
 #else
   return c;
 #endif
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t add_zero_times_bf16x2(uint32_t x, uint32_t c
   asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(c) : "r"(x), "r"(0));
   return c;
 #elif defined(QF_EMULATOR)
-  return host::add_zero_times(x, c, 0x7f80);
+  return emulate::add_zero_times(x, c, 0x7f80);
 #else
   return c;
 #endif

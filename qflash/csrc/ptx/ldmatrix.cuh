@@ -16,7 +16,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* s_row)
                : "r"(uint32_t(__cvta_generic_to_shared(s_row)))
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::ldmatrix(r, s_row, false);
+  emulate::ldmatrix(r, s_row, false);
 #endif
 }
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                : "r"(uint32_t(__cvta_generic_to_shared(s_row)))
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::ldmatrix(r, s_row, true);
+  emulate::ldmatrix(r, s_row, true);
 #endif
 }
 

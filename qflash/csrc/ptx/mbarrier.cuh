@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
 #ifdef __CUDA_ARCH__
   return uint32_t(__cvta_generic_to_shared(s_pointer));
 #elif defined(QF_EMULATOR)
-  return host::shared_offset(s_pointer);
+  return emulate::shared_offset(s_pointer);
 #else
   return 0;
 #endif
@@ -23,7 +23,7 @@ __device__ __forceinline__ void mbarrier_init(Mbarrier* s_barrier, int arrivals)
 #ifdef __CUDA_ARCH__
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(s_barrier)), "r"(arrivals) : "memory");
 #elif defined(QF_EMULATOR)
-  host::mbarrier_init(s_barrier, arrivals);
+  emulate::mbarrier_init(s_barrier, arrivals);
 #endif
 }
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier* s_barrier) {
 #ifdef __CUDA_ARCH__
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(s_barrier)) : "memory");
 #elif defined(QF_EMULATOR)
-  host::mbarrier_arrive(s_barrier, 0);
+  emulate::mbarrier_arrive(s_barrier, 0);
 #endif
 }
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* s_barrier, int 
                "r"(bytes)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::mbarrier_arrive(s_barrier, bytes);
+  emulate::mbarrier_arrive(s_barrier, bytes);
 #endif
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* s_barrier, uint32_t 
       : "memory");
   return done != 0;
 #elif defined(QF_EMULATOR)
-  host::mbarrier_wait(s_barrier, parity);
+  emulate::mbarrier_wait(s_barrier, parity);
   return true;
 #else
   return false;
@@ -97,7 +97,7 @@ __device__ __forceinline__ bool mbarrier_test(Mbarrier* s_barrier, uint32_t pari
       : "memory");
   return done != 0;
 #elif defined(QF_EMULATOR)
-  return host::mbarrier_test(s_barrier, parity);
+  return emulate::mbarrier_test(s_barrier, parity);
 #else
   return false;
 #endif

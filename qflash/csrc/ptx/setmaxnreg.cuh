@@ -11,7 +11,7 @@ __device__ __forceinline__ void give_registers() {
 #ifdef __CUDA_ARCH__
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 #elif defined(QF_EMULATOR)
-  host::set_registers(kRegisters);
+  emulate::set_registers(kRegisters);
 #endif
 }
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ void take_registers() {
 #ifdef __CUDA_ARCH__
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 #elif defined(QF_EMULATOR)
-  host::set_registers(kRegisters);
+  emulate::set_registers(kRegisters);
 #endif
 }
 

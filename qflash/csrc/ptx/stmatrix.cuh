@@ -15,7 +15,7 @@ __device__ __forceinline__ void stmatrix_x4(void* s_row, const uint32_t (&r)[4])
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::stmatrix(s_row, r);
+  emulate::stmatrix(s_row, r);
 #endif
 }
 

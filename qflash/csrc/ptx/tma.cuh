@@ -25,7 +25,7 @@ __device__ __forceinline__ void copy_box(void* s_to, const void* map, int c0, in
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(s_barrier))
       : "memory");
 #elif defined(QF_EMULATOR)
-  host::copy_box(s_to, map, {c0, c1, c2, c3}, s_barrier);
+  emulate::copy_box(s_to, map, {c0, c1, c2, c3}, s_barrier);
 #endif
 }
 

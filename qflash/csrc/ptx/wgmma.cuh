@@ -19,7 +19,7 @@ __device__ __forceinline__ void wgmma_fence() {
 #ifdef __CUDA_ARCH__
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #elif defined(QF_EMULATOR)
-  host::wgmma_fence();
+  emulate::wgmma_fence();
 #endif
 }
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void wgmma_commit() {
 #ifdef __CUDA_ARCH__
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #elif defined(QF_EMULATOR)
-  host::wgmma_commit();
+  emulate::wgmma_commit();
 #endif
 }
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void wgmma_wait() {
 #ifdef __CUDA_ARCH__
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #elif defined(QF_EMULATOR)
-  host::wgmma_wait(kPending);
+  emulate::wgmma_wait(kPending);
 #endif
 }
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void wgmma_wait() {
 // For the emulator, which looks.
 __device__ __forceinline__ void wgmma_copy(int copy) {
 #if !defined(__CUDA_ARCH__) && defined(QF_EMULATOR)
-  host::wgmma_copy(copy);
+  emulate::wgmma_copy(copy);
 #else
   (void)copy;
 #endif
@@ -78,35 +78,38 @@ __device__ __forceinline__ void hold(Word (&d)[kTiles][4]) {
 // WgmmaS8: the same of int8, exact. WgmmaE4m3: d += a b of 8-bit floats, whose sums keep fewer bits than float32.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 #ifdef QF_EMULATOR
+template <class Element>
+constexpr auto kWidened = emulate::from_f16;
+template <>
+constexpr auto kWidened<BF16> = emulate::from_bf16;
 template <class Element, int kN>
 struct Wgmma {
-  static float convert(uint16_t bits) { return to_float(Element{bits}); }
   template <bool kTransposed = false>
   static void multiply(float (&d)[kN / 8][4], uint64_t a, uint64_t b, bool add) {
-    host::start_product(d[0], {kN, 2, false, kTransposed, add, a, b, convert}, nullptr);
+    emulate::start_product(d[0], {kN, 2, false, kTransposed, add, a, b, kWidened<Element>}, nullptr);
   }
   template <bool kTransposed = false>
   static void multiply(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b) {
-    host::start_product(d[0], {kN, 2, false, kTransposed, true, 0, b, convert}, a);
+    emulate::start_product(d[0], {kN, 2, false, kTransposed, true, 0, b, kWidened<Element>}, a);
   }
 };
 template <int kN>
 struct WgmmaS8 {
   static float convert(uint16_t bits) { return float(int8_t(bits)); }
   static void multiply(int32_t (&d)[kN / 8][4], uint64_t a, uint64_t b, bool add) {
-    host::start_product(reinterpret_cast<float*>(d[0]), {kN, 1, true, false, add, a, b, convert}, nullptr);
+    emulate::start_product(reinterpret_cast<float*>(d[0]), {kN, 1, true, false, add, a, b, convert}, nullptr);
   }
 };
 template <int kN>
 struct WgmmaE4m3 {
   static void multiply(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b) {
-    host::start_product(d[0], {kN, 1, false, false, true, 0, b, host::from_e4m3}, a);
+    emulate::start_product(d[0], {kN, 1, false, false, true, 0, b, emulate::from_e4m3}, a);
   }
 };
 template <>
 struct WgmmaE4m3<8> {
   static void multiply(float (&d)[1][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-    host::start_product(d[0], {8, 1, false, false, add, 0, b, host::from_e4m3}, a);
+    emulate::start_product(d[0], {8, 1, false, false, add, 0, b, emulate::from_e4m3}, a);
   }
 };
 #else

@@ -18,7 +18,7 @@ __device__ __forceinline__ void wmma_load_a_f16(uint32_t (&a)[8], const void* s_
                : "r"(uint32_t(__cvta_generic_to_shared(s_a))), "r"(stride)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::wmma_load(a, s_a, stride);
+  emulate::wmma_load(a, s_a, stride);
 #endif
 }
 __device__ __forceinline__ void wmma_load_a_bf16(uint32_t (&a)[4], const void* s_a, int stride) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void wmma_load_a_bf16(uint32_t (&a)[4], const void* s
                : "r"(uint32_t(__cvta_generic_to_shared(s_a))), "r"(stride)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::wmma_load(a, s_a, stride);
+  emulate::wmma_load(a, s_a, stride);
 #endif
 }
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void wmma_load_b_col_f16(uint32_t (&b)[8], const void
                : "r"(uint32_t(__cvta_generic_to_shared(s_b))), "r"(stride)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::wmma_load(b, s_b, stride);
+  emulate::wmma_load(b, s_b, stride);
 #endif
 }
 __device__ __forceinline__ void wmma_load_b_col_bf16(uint32_t (&b)[4], const void* s_b, int stride) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void wmma_load_b_col_bf16(uint32_t (&b)[4], const voi
                : "r"(uint32_t(__cvta_generic_to_shared(s_b))), "r"(stride)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::wmma_load(b, s_b, stride);
+  emulate::wmma_load(b, s_b, stride);
 #endif
 }
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ void wmma_load_b_row_f16(uint32_t (&b)[8], const void
                : "r"(uint32_t(__cvta_generic_to_shared(s_b))), "r"(stride)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::wmma_load(b, s_b, stride);
+  emulate::wmma_load(b, s_b, stride);
 #endif
 }
 __device__ __forceinline__ void wmma_load_b_row_bf16(uint32_t (&b)[4], const void* s_b, int stride) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void wmma_load_b_row_bf16(uint32_t (&b)[4], const voi
                : "r"(uint32_t(__cvta_generic_to_shared(s_b))), "r"(stride)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::wmma_load(b, s_b, stride);
+  emulate::wmma_load(b, s_b, stride);
 #endif
 }
 
@@ -88,7 +88,7 @@ __device__ __forceinline__ void wmma_mma_row_col_f16(float (&c)[8], const uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(b[0]), "r"(b[1]),
         "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]));
 #elif defined(QF_EMULATOR)
-  host::wmma_multiply(c, a, b, true, host::from_f16);
+  emulate::wmma_multiply(c, a, b, true, emulate::from_f16);
 #endif
 }
 __device__ __forceinline__ void wmma_mma_row_col_bf16(float (&c)[8], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void wmma_mma_row_col_bf16(float (&c)[8], const uint3
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]));
 #elif defined(QF_EMULATOR)
-  host::wmma_multiply(c, a, b, true, host::from_bf16);
+  emulate::wmma_multiply(c, a, b, true, emulate::from_bf16);
 #endif
 }
 __device__ __forceinline__ void wmma_mma_row_row_f16(float (&c)[8], const uint32_t (&a)[8], const uint32_t (&b)[8]) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void wmma_mma_row_row_f16(float (&c)[8], const uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(b[0]), "r"(b[1]),
         "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]));
 #elif defined(QF_EMULATOR)
-  host::wmma_multiply(c, a, b, false, host::from_f16);
+  emulate::wmma_multiply(c, a, b, false, emulate::from_f16);
 #endif
 }
 __device__ __forceinline__ void wmma_mma_row_row_bf16(float (&c)[8], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void wmma_mma_row_row_bf16(float (&c)[8], const uint3
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]));
 #elif defined(QF_EMULATOR)
-  host::wmma_multiply(c, a, b, false, host::from_bf16);
+  emulate::wmma_multiply(c, a, b, false, emulate::from_bf16);
 #endif
 }
 
@@ -132,7 +132,7 @@ __device__ __forceinline__ void wmma_load_c_row(float (&c)[8], const float* s_c,
                : "r"(uint32_t(__cvta_generic_to_shared(s_c))), "r"(stride)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::wmma_load_sums(c, s_c, stride);
+  emulate::wmma_load_sums(c, s_c, stride);
 #endif
 }
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ void wmma_store_row(float* s_d, const float (&d)[8], 
                "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3]), "f"(d[4]), "f"(d[5]), "f"(d[6]), "f"(d[7]), "r"(stride)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::wmma_store(s_d, d, stride, false);
+  emulate::wmma_store(s_d, d, stride, false);
 #endif
 }
 __device__ __forceinline__ void wmma_store_col(float* s_d, const float (&d)[8], int stride) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void wmma_store_col(float* s_d, const float (&d)[8], 
                "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3]), "f"(d[4]), "f"(d[5]), "f"(d[6]), "f"(d[7]), "r"(stride)
                : "memory");
 #elif defined(QF_EMULATOR)
-  host::wmma_store(s_d, d, stride, true);
+  emulate::wmma_store(s_d, d, stride, true);
 #endif
 }
 

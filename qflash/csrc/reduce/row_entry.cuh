@@ -15,13 +15,14 @@ inline int check_rows(const Params* p, int dtype) {
   return QF_OK;
 }
 
-// As many launches as the blocks take. `rows_per_block`: how far a block takes grid.first on.
-template <class Params>
-inline int launch_rows(void (*kernel)(Params, RowGrid), const Params& p, RowGrid grid, int rows_per_block, int threads,
-                       int shared_bytes, void* stream) {
+// As many launches as the blocks take, on teams of Shape (reduce/row_shape.cuh).
+template <class Shape, class Params>
+inline int launch_rows(void (*kernel)(Params, RowGrid), const Params& p, int threads, int shared_bytes, void* stream) {
+  constexpr int kRowsPerBlock = Shape::Team::kRowsPerBlock;
+  RowGrid grid = {0, (p.rows + kRowsPerBlock - 1) / kRowsPerBlock};
   for (int64_t done = 0; done < grid.items; done += kMostBlocks) {
     const int64_t left = grid.items - done;
-    grid.first = done * rows_per_block;
+    grid.first = done * kRowsPerBlock;
     const Launch how = {left < kMostBlocks ? left : kMostBlocks, threads, shared_bytes,
                         static_cast<cudaStream_t>(stream)};
     if (const int status = launch(how, kernel, p, grid)) return status;

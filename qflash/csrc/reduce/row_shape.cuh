@@ -38,9 +38,4 @@ inline int with_row_shape(int64_t columns, Run run) {
   return run(RowShape<BlockTeam, kLong, false, kLongThreads>{}, kLongThreads);
 }
 
-template <class Team>
-inline RowGrid row_grid(int64_t rows) {
-  return {0, (rows + Team::kRowsPerBlock - 1) / Team::kRowsPerBlock};
-}
-
 }  // namespace qf

@@ -166,23 +166,3 @@ __global__ void __launch_bounds__(qf::cross_entropy::kTotalThreads)
   total = reduce_block(total, TotalOfWarp{}, Total{0.0, 0}, reinterpret_cast<uint32_t*>(s_memory));
   if (threadIdx.x == 0) *p.total = float(p.mean ? total.sum / double(total.count) : total.sum);
 }
-
-namespace qf {
-namespace cross_entropy {
-
-// launch(kernel, p, grid, rows per block, threads, bytes of shared memory) for both kernels.
-template <class Launch>
-int run(const QfCrossEntropyParams& p, Launch launch) {
-  const int status =
-      with_row_shape<Element, kMostGranules, kLongGranules, kLongThreads>(p.columns, [&](auto shape, int threads) {
-        using Shape = decltype(shape);
-        using Team = typename Shape::Team;
-        return launch(qf_cross_entropy_kernel<Shape>, p, row_grid<Team>(p.rows), Team::kRowsPerBlock, threads,
-                      kSharedBytes);
-      });
-  if (status != QF_OK || !p.total) return status;
-  return launch(qf_cross_entropy_total_kernel, p, RowGrid{0, 1}, 1, kTotalThreads, kTotalSharedBytes);
-}
-
-}  // namespace cross_entropy
-}  // namespace qf

@@ -16,14 +16,15 @@ struct Instance {
   using LoadB = B<Shape::kBlockN, Shape::kThreads>;
 };
 
-// Calls run(Instance{}) with the instance that serves `p`.
+// Calls run(Instance{}) with the instance that serves `p` on a GPU of so many multiprocessors: below as many wide
+// tiles, square ones keep more of them busy.
 template <class Run>
-int choose(const QfInt8MatmulParams& p, Run run) {
+int choose(const QfInt8MatmulParams& p, int multiprocessors, Run run) {
   const bool along_k = gemm::k_contiguous(p);
   if constexpr (kAsync) {
     using Large = std::conditional_t<kHasWide, Wide, Square>;
     const gemm::Grid grid = gemm::grid_of(p, Large::kBlockM, Large::kBlockN);
-    const bool large = !kHasWide || int64_t(grid.row_tiles) * grid.column_tiles >= kMultiprocessors * Large::kBlocks;
+    const bool large = !kHasWide || int64_t(grid.row_tiles) * grid.column_tiles >= multiprocessors * Large::kBlocks;
     if (along_k && grid.a.vector && grid.b.vector)
       return large ? run(Instance<Large, AsyncRows, AsyncRows>{}) : run(Instance<Square, AsyncRows, AsyncRows>{});
     if (!along_k && grid.a.vector && large) return run(Instance<Large, AsyncRows, StagedColumns>{});

@@ -39,8 +39,5 @@ using Wide = Shape<2, 4, 64>;
 using Square = Shape<4, 2, 32>;
 constexpr bool kHasWide = kAsync && kSharedLimit > 100 * 1024;
 
-// Multiprocessors of the largest part: below as many wide tiles, square ones keep more of them busy.
-constexpr int kMultiprocessors = kArch >= 90 ? 132 : 108;
-
 }  // namespace int8_gemm_tc
 }  // namespace qf

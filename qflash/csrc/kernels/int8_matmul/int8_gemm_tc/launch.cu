@@ -18,7 +18,11 @@ QF_EXPORT int64_t qf_int8_gemm_tc_workspace(const QfInt8MatmulParams*) { return 
 
 QF_EXPORT int qf_int8_gemm_tc(const QfInt8MatmulParams* p, void* stream) {
   if (const int status = qf::gemm::check_params(p, QF_DTYPE)) return status;
-  return qf::int8_gemm_tc::choose(*p, [&](auto instance) { return launch<decltype(instance)>(*p, stream); });
+  if (p->m == 0 || p->n == 0) return QF_OK;  // before the device is asked for anything
+  int multiprocessors = 0;
+  if (const int status = qf::multiprocessors(multiprocessors)) return status;
+  return qf::int8_gemm_tc::choose(*p, multiprocessors,
+                                  [&](auto instance) { return launch<decltype(instance)>(*p, stream); });
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::gemm::status_text("int8_gemm_tc", status); }

@@ -152,20 +152,3 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
     }
   }
 }
-
-namespace qf {
-namespace layer_norm {
-
-// launch(kernel, p, grid, rows per block, threads, bytes of shared memory) with what serves the rows of p.
-template <class Launch>
-int run(const QfRowsParams& p, Launch launch) {
-  if (p.columns == 0) return QF_OK;
-  return with_row_shape<Element, kMostGranules, kLongGranules, kLongThreads>(p.columns, [&](auto shape, int threads) {
-    using Shape = decltype(shape);
-    using Team = typename Shape::Team;
-    return launch(qf_layer_norm_kernel<Shape>, p, row_grid<Team>(p.rows), Team::kRowsPerBlock, threads, kSharedBytes);
-  });
-}
-
-}  // namespace layer_norm
-}  // namespace qf

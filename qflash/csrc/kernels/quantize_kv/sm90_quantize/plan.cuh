@@ -49,9 +49,10 @@ inline QuantizeAll quantization_of(const QfQuantizeKvParams& p) {
   return all;
 }
 
-// One or two launches; nothing waits for the host. What is launched next on the stream sees all of it.
+// One or two launches; nothing waits for the host. What is launched next on the stream sees all of it. many_blocks: how
+// many let a block take several heads, for tests of that on few.
 template <class Element, int kHeadDim>
-int run_sm90_quantize(const QuantizeAll& all, cudaStream_t stream) {
+int run_sm90_quantize(const QuantizeAll& all, cudaStream_t stream, int64_t many_blocks = sm90_quantize::kManyBlocks) {
   using namespace sm90_quantize;
   using S = Shape<kHeadDim>;
   const QfAttnParams& p = all.attn;
@@ -71,7 +72,7 @@ int run_sm90_quantize(const QuantizeAll& all, cudaStream_t stream) {
                       : !turns                                      ? Reads::kVectors
                       : halves                                      ? Reads::kHalves
                                                                     : Reads::kAny;
-  const auto heads_each = [&](int64_t tiles, int heads) { return tiles * heads * p.batch < kManyBlocks ? 1 : kHeads; };
+  const auto heads_each = [&](int64_t tiles, int heads) { return tiles * heads * p.batch < many_blocks ? 1 : kHeads; };
   // Packed, up to two tiles of V belong to no key: one where the next sequence begins, one at the end.
   const int64_t v_tiles = ceil_of(p.k_len, kValueTile) + (p.cu_seqlens_k ? 2 : 0);
   int64_t blocks = 0;

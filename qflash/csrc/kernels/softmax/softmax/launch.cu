@@ -5,8 +5,13 @@
 QF_EXPORT int64_t qf_softmax_workspace(const QfRowsParams*) { return 0; }
 
 QF_EXPORT int qf_softmax(const QfRowsParams* p, void* stream) {
+  using namespace qf::softmax;
   if (const int status = qf::check_rows(p, QF_DTYPE)) return status;
-  return qf::softmax::run(*p, [&](auto... arguments) { return qf::launch_rows(arguments..., stream); });
+  if (p->columns == 0) return QF_OK;
+  return qf::with_row_shape<Element, kMostGranules, kLongGranules, kLongThreads>(
+      p->columns, [&](auto shape, int threads) {
+        return qf::launch_rows<decltype(shape)>(qf_softmax_kernel<decltype(shape)>, *p, threads, kSharedBytes, stream);
+      });
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("softmax", status); }

@@ -1,0 +1,29 @@
+// What the caller of an emulated library sets and asks.
+#pragma once
+
+#include "emulate/scheduler.h"
+
+namespace emulate {
+
+inline unsigned seed = 0;  // of the schedule of the launches to come
+// Device d has d + 1 multiprocessors. So a library that remembers what a device told it stays right when the caller
+// asks for another number of them.
+constexpr int kDevices = 64;
+inline int device = 2;
+
+}  // namespace emulate
+
+#define QF_EMULATE_EXPORT extern "C" __attribute__((visibility("default"), used)) inline
+
+// Launches from here on run in an order drawn from `seed`, on a device of so many multiprocessors: 1 to 64. Returns 0,
+// or 1 for a number of multiprocessors that no device has.
+QF_EMULATE_EXPORT int qf_emulate_schedule(int seed, int multiprocessors) {
+  emulate::complaint.clear();
+  if (multiprocessors < 1 || multiprocessors > emulate::kDevices) return 1;
+  emulate::seed = unsigned(seed);
+  emulate::device = multiprocessors - 1;
+  return 0;
+}
+
+// What went wrong in the last launch; "" where nothing did.
+QF_EMULATE_EXPORT const char* qf_emulate_complaint() { return emulate::complaint.c_str(); }

@@ -1,0 +1,90 @@
+// Fibers: a stack for each thread of a block, and the switch between them.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "emulate/observer.h"
+#include "emulate/types.h"
+
+namespace emulate {
+
+// Something besides its warp or its block that a thread waits for.
+struct Condition {
+  bool (*happened)(const void* object, unsigned argument) = nullptr;
+  std::string (*name)(const void* object, unsigned argument) = nullptr;
+  const void* object = nullptr;
+  unsigned argument = 0;
+};
+
+// A copy of cp.async.
+struct ThreadCopy {
+  void* to;
+  const void* from;
+  int bytes;
+  bool valid;
+};
+
+struct Fiber {
+  jmp_buf place;  // where it waits; ucontext's own switch asks the kernel for a signal mask each time
+  std::unique_ptr<char[]> stack;
+  bool started = false;  // a fiber that is done with one block takes up the next
+  Waits waits;
+  Condition condition;
+  bool slow;
+  unsigned gathers;
+  std::vector<ThreadCopy> issued;               // since the last commit
+  std::vector<std::vector<ThreadCopy>> groups;  // committed, oldest first
+};
+
+constexpr int kStackBytes = 256 * 1024, kMostThreads = 1024;
+inline Fiber fibers[kMostThreads];
+inline jmp_buf scheduler;
+inline std::function<void()> body;  // of the kernel
+
+inline Fiber& self() { return fibers[threadIdx.x]; }
+
+inline void wait_for(Waits what) {
+  Fiber& fiber = self();
+  fiber.waits = what;
+  observe(Event::kWaits, int(what));
+  if (!_setjmp(fiber.place)) _longjmp(scheduler, 1);
+}
+
+inline void wait_for(const Condition& condition) {
+  if (condition.happened(condition.object, condition.argument)) return;
+  self().condition = condition;
+  wait_for(Waits::kCondition);
+}
+
+inline void fiber_main() {
+  for (;;) {
+    body();
+    wait_for(Waits::kDone);
+  }
+}
+
+// Lets a thread run until it waits.
+inline void resume(int thread) {
+  Fiber& fiber = fibers[thread];
+  threadIdx.x = unsigned(thread);
+  ++turns;
+  observe(Event::kRuns, 0);
+  if (_setjmp(scheduler)) return;
+  if (fiber.started) _longjmp(fiber.place, 1);
+  fiber.started = true;
+  if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.get();
+  context.uc_stack.ss_size = kStackBytes;
+  context.uc_link = nullptr;
+  makecontext(&context, fiber_main, 0);
+  setcontext(&context);
+}
+
+}  // namespace emulate

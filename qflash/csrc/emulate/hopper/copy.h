@@ -1,0 +1,53 @@
+// The copy engine (TMA): boxes of tensors into swizzled shared memory. A copy arrives at once, or when no thread can go
+// on without it: the schedule's seed says.
+#pragma once
+
+#include <cstring>
+
+#include "emulate/hopper/mbarrier.h"
+#include "emulate/hopper/swizzle.h"
+
+namespace emulate {
+
+inline void perform(const BoxCopy& copy) {
+  const TensorMap& map = copy.map;
+  for (int row = 0; row < copy.map.rows; ++row)
+    for (int i = 0; i < map.row_bytes / map.stride[0]; ++i) {
+      const int64_t at[4] = {copy.at[0] + i, copy.at[1] + row, copy.at[2], copy.at[3]};
+      const char* from = map.base;
+      bool inside = true;
+      for (int dim = 0; dim < 4; ++dim) {
+        inside &= at[dim] >= 0 && at[dim] < map.size[dim];
+        from += at[dim] * map.stride[dim];
+      }
+      char* const to = shared_memory() +
+                       swizzled(shared_offset(copy.s_to), row, i * map.stride[0], 8 * map.row_bytes, map.row_bytes);
+      if (inside)
+        memcpy(to, from, map.stride[0]);
+      else
+        memset(to, 0, map.stride[0]);
+    }
+  observe(Event::kCopyArrives, map.rows * map.row_bytes, copy.s_to);
+  copy.barrier->bytes -= map.rows * map.row_bytes;
+  complete_if_due(*copy.barrier);
+}
+
+inline void copy_box(void* s_to, const void* map, const int (&at)[4], uint64_t* s_barrier) {
+  const BoxCopy copy = {static_cast<char*>(s_to),
+                        *static_cast<const TensorMap*>(map),
+                        {at[0], at[1], at[2], at[3]},
+                        &mbarrier(s_barrier)};
+  if (!copy.map.base) fail("the tensor map was not encoded");
+  if (shared_offset(s_to) % 1024) fail("a swizzled box begins " + at_byte(s_to) + ", not at whole 1024");
+  if (int64_t(shared_offset(s_to)) + copy.map.rows * copy.map.row_bytes > block_shared_bytes)
+    fail("a box leaves shared memory");
+  if (at[0] * copy.map.stride[0] % 16)
+    fail("a box begins at column " + std::to_string(at[0]) + ", not at whole 16 bytes");
+  observe(Event::kCopyStarts, copy.map.rows * copy.map.row_bytes, s_to);
+  if ((*order)() % 2)
+    perform(copy);
+  else
+    used_hopper().in_flight.push_back(copy);
+}
+
+}  // namespace emulate

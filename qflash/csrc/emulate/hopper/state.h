@@ -1,0 +1,122 @@
+// What a block of Hopper has beside threads and memory: barriers, copies in flight, products of warpgroups.
+#pragma once
+
+#include <deque>
+#include <set>
+#include <utility>
+
+#include "emulate/scheduler.h"
+
+namespace emulate {
+
+// The byte of shared memory that a pointer points at: a shared address.
+inline unsigned shared_offset(const void* s_pointer) {
+  return unsigned(static_cast<const char*>(s_pointer) - reinterpret_cast<const char*>(s_memory));
+}
+inline char* shared_memory() { return reinterpret_cast<char*>(s_memory); }
+inline std::string at_byte(const void* s_pointer) {
+  return "at byte " + std::to_string(shared_offset(s_pointer)) + " of shared memory";
+}
+
+// A tensor as cuTensorMapEncodeTiled describes it: dimensions from the inside out.
+struct TensorMap {
+  const char* base;  // nullptr: nothing was encoded
+  int64_t size[4], stride[4];
+  int rows, row_bytes;  // of a box; swizzled, 64 bytes or 128
+};
+
+struct MbarrierState {
+  int32_t bytes;  // still to come in this phase
+  uint16_t pending;
+  uint16_t arrivals : 15, parity : 1;
+};
+static_assert(sizeof(MbarrierState) == 8, "an mbarrier is 64 bits");
+
+struct BoxCopy {
+  char* s_to;
+  TensorMap map;
+  int at[4];
+  MbarrierState* barrier;
+};
+
+// One wgmma of a warpgroup: what its threads must agree on, and what each of them brings.
+struct Product {
+  int n, element_bytes;
+  bool integers, transposed, add;  // integers: the sums are
+  uint64_t a, b;
+  float (*convert)(uint16_t);
+  bool a_in_registers = false;
+  int copy = 0;  // of the code
+  int started = 0;
+  struct {
+    float* sums;
+    const uint32_t* a;
+    uint32_t a_was[4];
+  } of[128];
+};
+
+// Products that were committed together.
+struct Group {
+  unsigned end;       // the product after its last
+  bool early;         // computed once committed
+  int committed = 0;  // by how many threads
+};
+
+struct Warpgroup {
+  std::deque<Product> products;
+  unsigned first_product = 0;  // products[0], counted from the beginning
+  std::vector<Group> groups;
+  std::vector<std::pair<int, int>> waits;  // how many groups may be under way, how many threads have come
+  unsigned computed = 0, waited = 0;       // products
+  size_t next = 0;                         // the first group that is not computed
+  int registers = 0, traded = 0;           // of a thread; threads that said so
+};
+
+// Sums of one thread, from the first product that adds to them to the wait for the last.
+struct Held {
+  float* sums;
+  int count;
+  unsigned last;  // product
+  std::vector<float> value;
+};
+
+// What one thread has started, committed and waited for.
+struct ThreadProducts {
+  unsigned products = 0, groups = 0, waits = 0;  // passed
+  unsigned done = 0;                             // products waited for
+  bool fenced = false;
+  int copy = 0;  // of the code that starts products
+  std::vector<Held> held;
+};
+
+constexpr uint32_t kTaken = 0x7fc0dead;  // sums that belong to the tensor cores
+
+struct Hopper : Extension {
+  std::set<const void*> barriers;  // that were initialised
+  std::vector<BoxCopy> in_flight;
+  Warpgroup warpgroups[kMostThreads / 128];
+  ThreadProducts threads[kMostThreads];
+
+  void begin() {
+    barriers.clear();
+    in_flight.clear();
+    for (auto& one : warpgroups) one = Warpgroup();
+    std::fill_n(threads, block_threads, ThreadProducts());
+  }
+  bool idle() override;
+  void end() override;
+};
+inline Hopper hopper;
+
+// For whatever a thread does that only Hopper can: the block's state of it begins with the first.
+inline Hopper& used_hopper() {
+  if (extension != &hopper) {
+    hopper.begin();
+    extension = &hopper;
+  }
+  return hopper;
+}
+inline Warpgroup& own_warpgroup() { return used_hopper().warpgroups[threadIdx.x / 128]; }
+inline ThreadProducts& own_products() { return used_hopper().threads[threadIdx.x]; }
+
+}  // namespace emulate

@@ -1,0 +1,123 @@
+// A CUDA runtime for the host, in the place of CUDA's header of this name: as much of it as launch.cu uses. Streams are
+// in order because a launch is over when it returns.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "emulate/control.h"
+#include "emulate/runtime/cuda.h"
+#include "emulate/runtime/errors.h"
+
+using cudaStream_t = struct CUstream_st*;
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
+enum { cudaEnableDefault = 0 };
+
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  union {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+
+namespace emulate {
+
+constexpr int kUsualSharedBytes = 48 * 1024;  // what a kernel may have without asking
+// What kernels asked for beyond that, on each device.
+inline std::map<std::pair<const void*, int>, int> shared_bytes_allowed;
+
+inline cudaError_t check_launch(const cudaLaunchConfig_t& config, const void* kernel) {
+  const dim3 &grid = config.gridDim, &block = config.blockDim;
+  if (grid.x < 1 || grid.x > 0x7fffffffu || block.x < 1 || block.x > kMostThreads) return cudaErrorInvalidConfiguration;
+  if (grid.y != 1 || grid.z != 1 || block.y != 1 || block.z != 1) return cudaErrorNotSupported;  // not emulated
+  const auto asked = shared_bytes_allowed.find({kernel, device});
+  const int allowed = asked == shared_bytes_allowed.end() ? kUsualSharedBytes : asked->second;
+  return config.dynamicSmemBytes > size_t(allowed) ? cudaErrorInvalidValue : cudaSuccess;
+}
+
+}  // namespace emulate
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  const cudaError_t error = emulate::check_launch(*config, reinterpret_cast<const void*>(kernel));
+  if (error != cudaSuccess) return emulate::recorded(error);
+  const std::tuple<Parameters...> parameters(std::forward<Arguments>(arguments)...);  // of which each thread has a copy
+  const bool good = emulate::run_blocks([&] { std::apply(kernel, parameters); }, config->gridDim.x,
+                                        int(config->blockDim.x), int(config->dynamicSmemBytes), emulate::seed);
+  return emulate::recorded(good ? cudaSuccess : cudaErrorLaunchFailure);
+}
+
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > kMostSharedBytes)
+    return emulate::recorded(cudaErrorInvalidValue);
+  emulate::shared_bytes_allowed[{kernel, emulate::device}] = value;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = emulate::device;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (device < 0 || device >= emulate::kDevices) return emulate::recorded(cudaErrorInvalidDevice);
+  if (attribute != cudaDevAttrMultiProcessorCount) return emulate::recorded(cudaErrorInvalidValue);
+  *value = device + 1;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+
+// What was never written reads as NaN in every format of floats.
+inline cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
+  constexpr size_t kAlignment = 256;
+  *memory = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  if (!*memory && bytes > 0) return emulate::recorded(cudaErrorMemoryAllocation);
+  memset(*memory, 0xff, bytes);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
+  std::free(memory);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  memset(memory, value, bytes);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = reinterpret_cast<uintptr_t>(stream);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** found, unsigned, int,
+                                                    cudaDriverEntryPointQueryResult* status) {
+  const bool known = strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
+  *found = known ? reinterpret_cast<void*>(emulate::encode_tiled) : nullptr;
+  *status = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}

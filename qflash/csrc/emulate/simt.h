@@ -1,0 +1,18 @@
+// The prelude of emulated sources: g++ reads it before a kernel's launch.cu, as nvcc reads its own headers. README.md
+// says what is modelled and what is not.
+#pragma once
+
+#define QF_EMULATOR
+#undef _FORTIFY_SOURCE  // it forbids longjmp to another stack, which is how fibers take turns
+
+#include "emulate/types.h"
+// CUDA's words come first, because everything below is read as device code, too.
+#include "emulate/cp_async.h"
+#include "emulate/hopper.h"
+#include "emulate/intrinsics.h"
+#include "emulate/matrix.h"
+#include "emulate/scheduler.h"
+#include "emulate/wmma.h"
+// The runtime after them: a launch is made of blocks that the scheduler runs.
+#include "emulate/control.h"
+#include "emulate/runtime/cuda_runtime.h"

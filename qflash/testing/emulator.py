@@ -1,0 +1,225 @@
+"""CUDA kernels on the CPU: their launch.cu compiled by g++ with csrc/emulate in the place of CUDA, loaded and called.
+
+A library is called as one for a GPU is: through `_native.Call`, with a workspace of the caller. What it adds are two
+functions, one to draw the schedule and one to ask what went wrong (csrc/emulate/control.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qflash import _native, dispatch
+from qflash.backends import Entry, cuda
+from qflash.backends.arch import asked
+from qflash.call.op import Plan
+from qflash.call.prepare import Prepared, bind
+from qflash.dispatch import VARIANTS, Variant
+from qflash.errors import CompileError, KernelError, ToolchainError
+from qflash.jit.cache import Cache
+from qflash.jit.compiler import LIBRARY, Unit, say, sources_digest
+from qflash.jit.load import address
+
+ARCH = 90  # Hopper, unless a test asks for tiles of another
+MULTIPROCESSORS = 3  # few, so that persistent blocks have several work tiles each, and their rings go round
+MOST_MULTIPROCESSORS = 64  # csrc/emulate/control.h
+
+_CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
+_EMULATE = _CSRC / "emulate"
+INCLUDE_DIRS = (_EMULATE / "runtime", _CSRC, _CSRC / "include")  # CUDA's headers are found in the first
+# -O1: what -O2 adds to compilation is more than it takes off the runs. Hidden: libraries share nothing but the process.
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-w")
+_one_at_a_time = threading.Lock()  # a library's schedule and fibers are its own, but one
+
+
+@lru_cache(maxsize=1)
+def compiler() -> tuple[str, str]:
+    """(g++, its version), or ToolchainError."""
+    found = shutil.which("g++")
+    if found is None:
+        raise ToolchainError("the emulator compiles kernels with g++, which is not on the PATH: install it")
+    told = subprocess.run([found, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True)
+    return found, told.stdout.strip()
+
+
+def why_not() -> str:
+    """Why nothing can be emulated here; empty where it can."""
+    try:
+        compiler()
+    except ToolchainError as error:
+        return str(error)
+    return ""
+
+
+class Library:
+    """A kernel's library on the emulator."""
+
+    def __init__(self, path: Path, name: str):
+        self.handle = ctypes.CDLL(str(path))
+        self.name = name
+        self.handle.qf_emulate_complaint.restype = ctypes.c_char_p
+
+    @property
+    def entry(self) -> Entry:
+        """Addresses of the kernel's C functions."""
+        symbols = (f"qf_{self.name}", "qf_status_text", f"qf_{self.name}_workspace")
+        return Entry(*(address(self.handle, symbol) for symbol in symbols))
+
+    def prepare(self, plan: Plan, kernel: Variant) -> Prepared:
+        """What `qflash.call.prepare.prepare` gives for a GPU."""
+        return bind(plan, kernel.kernel, self.entry)
+
+    def launch(
+        self,
+        prepared: Prepared,
+        arrays: Sequence[np.ndarray | None],
+        seed: int = 0,
+        multiprocessors: int = MULTIPROCESSORS,
+        workspace: np.ndarray | None = None,
+    ) -> None:
+        """Call the kernel on operands and results in the order of the plan; None is a null pointer."""
+        addresses = [0 if x is None else x.ctypes.data for x in arrays]
+        self._run(prepared.call, addresses, prepared.workspace_bytes, seed, multiprocessors, workspace)
+
+    def launch_struct(
+        self, kind: str, fields: Mapping[str, Any], seed: int = 0, multiprocessors: int = MULTIPROCESSORS
+    ) -> None:
+        """Call the kernel with a C struct of which all fields are given, arrays for pointers. None is 0."""
+        entry = self.entry
+        call = _native.Call(kind, packed(kind, fields), [], entry.address, entry.status_text, entry.workspace)
+        self._run(call, [], call.workspace_bytes, seed, multiprocessors, None)
+
+    def schedule(self, seed: int = 0, multiprocessors: int = MULTIPROCESSORS) -> None:
+        """Launches from here on run in an order drawn from `seed`, on so many multiprocessors."""
+        if self.handle.qf_emulate_schedule(seed, multiprocessors):
+            raise ValueError(f"multiprocessors is {multiprocessors}; allowed: 1 to {MOST_MULTIPROCESSORS}")
+
+    @property
+    def complaint(self) -> str:
+        """What the emulator says was wrong in the last launch: block, threads, barrier. Empty where nothing was."""
+        return self.handle.qf_emulate_complaint().decode()
+
+    def _run(self, call, addresses, workspace_bytes, seed, multiprocessors, workspace) -> None:
+        if workspace is None:
+            workspace = poisoned(workspace_bytes)
+        with _one_at_a_time:
+            self.schedule(seed, multiprocessors)
+            try:
+                call(*addresses, workspace.ctypes.data if workspace_bytes else 0, 0, 0)
+            except KernelError:
+                if not self.complaint:
+                    raise
+                where = f"seed {seed}, {multiprocessors} multiprocessors"
+                raise KernelError(f"{self.name} on the emulator ({where}): {self.complaint}") from None
+
+
+def poisoned(size: int) -> np.ndarray:
+    """`size` bytes, aligned as a GPU's allocators align, that read as NaN in every format of floats."""
+    memory = np.full(size + 256, 0xFF, np.uint8)
+    first = -memory.ctypes.data % 256
+    return memory[first : first + size]
+
+
+def packed(kind: str, fields: Mapping[str, Any]) -> bytes:
+    """A C struct of csrc/include; arrays become their addresses, and None 0."""
+    size, layout = _native.op_layouts[kind]
+    params = bytearray(size)
+    for name, value in {"struct_bytes": size, **fields}.items():
+        offset, code = layout[name]
+        struct.pack_into(code, params, offset, value.ctypes.data if isinstance(value, np.ndarray) else value or 0)
+    return bytes(params)
+
+
+def kernel_library(kernel: str, dtype: str, head_dim: int = 0, arch: int = ARCH, cache: Cache | None = None) -> Library:
+    """The library that serves a variant of a kernel, compiled if need be."""
+    return load(cuda.unit_of(VARIANTS[kernel], dtype, head_dim, arch), cache)
+
+
+def arch() -> int:
+    """What kernels are chosen and compiled for: QFLASH_CUDA_ARCH, or Hopper."""
+    return asked() or ARCH
+
+
+def launch(plan: Plan, arrays: Sequence[np.ndarray | None], seed: int = 0) -> None:
+    """Carry a plan out on the emulator: choose the kernel as for a GPU, compile it if need be, call it.
+
+    arrays: operands and results in the order of the plan, as the kernel takes them.
+    """
+    spec = plan.spec(arch())
+    kernel = dispatch.plan(spec, plan.kernel)
+    if plan.nothing_to_do:
+        for result in arrays[len(plan.operands) :]:
+            result[...] = 0
+        return
+    library = load(cuda.unit(kernel, spec))
+    library.launch(bind(plan, kernel, library.entry), arrays, seed)
+
+
+_loaded: dict[str, Library] = {}
+
+
+def load(unit: Unit, cache: Cache | None = None) -> Library:
+    """The unit's library on the emulator, compiled if need be."""
+    cache = cache or Cache()
+    key = _key(unit.name, sources_digest(unit.source, unit.include_dirs), repr(unit.defines).encode())
+    if key not in _loaded:
+        path = cache.get(key, lambda directory: _compile(unit, directory, cache)) / LIBRARY
+        _loaded.setdefault(key, Library(path, unit.name))
+    return _loaded[key]
+
+
+@lru_cache(maxsize=1)
+def _emulator_digest() -> bytes:
+    """Of every file of the emulator, and of what compiles it."""
+    digest = hashlib.sha256(repr((FLAGS, compiler()[1])).encode())
+    for path in sorted(_EMULATE.rglob("*.h")):
+        digest.update(path.relative_to(_EMULATE).as_posix().encode() + path.read_bytes())
+    return digest.digest()
+
+
+def _key(name: str, *parts: bytes) -> str:
+    return f"{name}-emulated-{hashlib.sha256(b''.join((_emulator_digest(), *parts))).hexdigest()[:24]}"
+
+
+def _compile(unit: Unit, directory: Path, cache: Cache) -> dict[str, Any]:
+    gxx, version = compiler()
+    header = prelude(cache)
+    say(f"qflash: compiling {unit.label} for the emulator with g++ {version}, usually 2 to 10 s")
+    start = time.monotonic()
+    folders = (*INCLUDE_DIRS, *unit.include_dirs)
+    words = [f"-I{folder}" for folder in dict.fromkeys(folders)]
+    words += [f"-D{name}={value}" for name, value in unit.defines]
+    _run_compiler([gxx, *FLAGS, "-shared", *words, "-include", str(header), "-x", "c++", str(unit.source),
+                   "-o", str(directory / LIBRARY)], unit.label)  # fmt: skip
+    return {"label": f"{unit.label}, emulated", "seconds": round(time.monotonic() - start, 1)}
+
+
+def prelude(cache: Cache) -> Path:
+    """What is read before any source, precompiled. It wants INCLUDE_DIRS and FLAGS."""
+    return cache.get(_key("prelude"), _precompile) / "prelude.h"
+
+
+def _precompile(directory: Path) -> None:
+    """The prelude as g++ reads it fastest: most of a kernel's compilation would be the standard library's headers."""
+    header = directory / "prelude.h"
+    header.write_text('#include "emulate/simt.h"\n')
+    folders = [f"-I{folder}" for folder in INCLUDE_DIRS]
+    words = [*folders, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
+    _run_compiler([compiler()[0], *FLAGS, *words], "the emulator's prelude")
+
+
+def _run_compiler(words: list[str], what: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        raise CompileError(f"g++ failed ({done.returncode}) on {what}\n{' '.join(words)}\n{done.stdout}{done.stderr}")

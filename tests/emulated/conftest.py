@@ -1,0 +1,46 @@
+"""Kernels compiled for the emulator, once for all tests. Workers of pytest-xdist share them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from qflash.jit.cache import Cache
+from qflash.jit.compiler import Unit
+from qflash.testing import emulator
+from qflash.testing.emulator import Library
+
+HERE = Path(__file__).parent
+CSRC = Path(emulator.__file__).resolve().parent.parent / "csrc"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = [item for item in items if HERE in item.path.parents]
+    if why := emulator.why_not():
+        for item in here:
+            item.add_marker(pytest.mark.skip(reason=why))
+    if "slow" in config.getoption("-m"):
+        return
+    left_out = [item for item in here if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def library(shared_cache: Cache):
+    """library(kernel, dtype, head_dim, arch): the kernel that serves them, compiled for the emulator."""
+    return partial(emulator.kernel_library, cache=shared_cache)
+
+
+@pytest.fixture(scope="session")
+def emulated_source(shared_cache: Cache):
+    """emulated_source("hopper/all.cu", QF_DTYPE=1...): a source of this folder, compiled for the emulator."""
+
+    def get(source: str, **defines: int) -> Library:
+        folders = (HERE, CSRC, CSRC / "include")
+        named = tuple((name, str(value)) for name, value in defines.items())
+        return emulator.load(Unit(Path(source).stem, HERE / source, folders, named, "90a", source), shared_cache)
+
+    return get

@@ -1,0 +1,172 @@
+"""The INT8 GEMM kernels' own source run on the CPU, thread by thread (qflash/csrc/emulate): sums equal NumPy's to
+the last bit for every tail, layout and alignment, on the tile shapes of every architecture, in any order of warps."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qflash.call.spec import OP_DTYPES
+from qflash.testing.emulator import MOST_MULTIPROCESSORS
+
+KERNELS = ("int8_gemm_tiled", "int8_gemm_tc")
+# Of the emulated GPU. Wide tiles are for problems that have one for each: few of them make any problem large.
+FEW, MANY = 1, MOST_MULTIPROCESSORS
+
+PAGE, PROT_NONE = mmap.PAGESIZE, 0
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def guarded(x: np.ndarray, row: int, at_end: bool) -> np.ndarray:
+    """x in memory whose rows are `row` bytes apart and whose first or last byte touches a page that cannot be read."""
+    span = row * (x.shape[0] - 1) + x.shape[1] if x.size else 0
+    pages = -(-max(span, 1) // PAGE)
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    whole = np.frombuffer(memory, np.int8)
+    whole[...] = 77  # shows in a sum
+    start = (pages + 1) * PAGE - span if at_end else PAGE
+    view = np.lib.stride_tricks.as_strided(whole[start:], x.shape, (row, 1))
+    view[...] = x
+    for page in (0, pages + 1):
+        assert libc.mprotect(ctypes.c_void_p(whole.ctypes.data + page * PAGE), PAGE, PROT_NONE) == 0
+    return view
+
+
+def operands(shape, layout="k", gaps=(0, 0), at_end=False, seed=0):
+    """a [m, k] and b [k, n], contiguous along k or n, with gaps between rows."""
+    m, n, k = shape
+    rng = np.random.default_rng([seed, *shape])
+    a, b = (rng.integers(-128, 128, size, np.int8) for size in ((m, k), (n, k) if layout == "k" else (k, n)))
+    a, b = (guarded(x, x.shape[1] + gap, at_end) for x, gap in zip((a, b), gaps, strict=True))
+    return a, b.T if layout == "k" else b
+
+
+def exact(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a.astype(np.int32) @ b.astype(np.int32)
+
+
+def run(library, kernel, a, b, dtype="int32", arch=90, seed=1, multiprocessors=MANY, pad=0, **scales):
+    """The product, through memory that is full of a value no kernel writes."""
+    (m, k), n = a.shape, b.shape[1]
+    stride_k, stride_n = b.strides if b.size else (n, 1)  # NumPy has none for no elements; front ends say it so
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    memory = np.full((m, n + pad), 113, kind)
+    fields = {
+        "out_dtype": OP_DTYPES.index(dtype), "m": m, "n": n, "k": k, "a": a.ctypes.data, "b": b.ctypes.data,
+        "a_stride_m": a.strides[0], "b_stride_k": stride_k, "b_stride_n": stride_n,
+        "out": memory.ctypes.data, "out_stride_m": n + pad,
+    }  # fmt: skip
+    fields |= {name: array.ctypes.data for name, array in scales.items()}
+    fields |= {f"{name}_stride": int(scales[name].size > 1) for name in ("a_scale", "b_scale") if name in scales}
+    library(kernel, dtype, arch=arch).launch_struct("QfInt8MatmulParams", fields, seed, multiprocessors)
+    assert (memory[:, n:] == 113).all()
+    return memory[:, :n]
+
+
+# m, n, k: one element, single rows and columns, exact tiles, one more and one less than tiles and vectors.
+SHAPES = [
+    (1, 1, 1),
+    (1, 17, 3),
+    (33, 1, 129),
+    (16, 8, 32),
+    (128, 128, 128),
+    (130, 129, 65),
+    (127, 140, 144),
+    (5, 264, 384),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", ["k", "n"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sums_are_exact_whatever_the_shape(library, kernel, layout, shape):
+    """Packed rows at the end of readable memory: seldom aligned, and nothing may be read past the last byte."""
+    a, b = operands(shape, layout, at_end=True)
+    assert np.array_equal(run(library, kernel, a, b), exact(a, b))
+
+
+@pytest.mark.parametrize("gaps", [(0, 0), (16, 48), (3, 0), (0, 5), (4, 4)], ids=str)
+@pytest.mark.parametrize("layout", ["k", "n"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_may_lie_anywhere(library, kernel, layout, gaps):
+    """Aligned at the start of readable memory, with gaps that keep (16) and break (3, 4, 5) the alignment of rows."""
+    a, b = operands((40, 96, 208), layout, gaps)
+    assert np.array_equal(run(library, kernel, a, b, pad=gaps[0]), exact(a, b))
+
+
+@pytest.mark.parametrize("arch", [75, 80, 86])
+@pytest.mark.parametrize("layout", ["k", "n"])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_tile_shapes_of_other_architectures(library, arch, layout, aligned):
+    a, b = operands((136, 144, 400 if aligned else 389), layout)
+    assert np.array_equal(run(library, "int8_gemm_tc", a, b, arch=arch), exact(a, b))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("layout", ["k", "n"])
+@pytest.mark.parametrize("shape", [(128, 256, 128), (70, 272, 720), (1, 16, 16)], ids=str)
+def test_wide_tiles(library, arch, layout, shape):
+    a, b = operands(shape, layout)
+    assert np.array_equal(run(library, "int8_gemm_tc", a, b, arch=arch, multiprocessors=FEW), exact(a, b))
+
+
+@pytest.mark.parametrize("multiprocessors", [FEW, MANY])
+@pytest.mark.parametrize("layout", ["k", "n"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_order_of_warps_does_not_matter(library, kernel, layout, multiprocessors):
+    a, b = operands((130, 256, 528), layout)
+    for seed in (2, 3):
+        assert np.array_equal(run(library, kernel, a, b, seed=seed, multiprocessors=multiprocessors), exact(a, b))
+
+
+@pytest.mark.parametrize("layout", ["k", "n"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_several_tiles_each_way(library, kernel, layout):
+    """Bands of tiles: more than one, the last one short."""
+    a, b = operands((128 * 16 + 5, 140, 16), layout)
+    assert np.array_equal(run(library, kernel, a, b), exact(a, b))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_extreme_values(library, kernel):
+    for value in (-128, 127):
+        a, b = np.full((2, 1000), -128, np.int8), np.full((1000, 3), value, np.int8)
+        assert (run(library, kernel, a, b) == -128 * value * 1000).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_products_at_all(library, kernel):
+    """k = 0: sums are 0, so out is the bias."""
+    a, b = np.empty((3, 0), np.int8), np.empty((0, 5), np.int8)
+    bias = np.arange(5, dtype=np.float32)
+    assert (run(library, kernel, a, b) == 0).all()
+    assert (run(library, kernel, a, b, "float32", bias=bias) == bias).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("given", [(), ("a",), ("b",), ("a", "b", "bias"), ("one a", "one b", "bias")], ids="+".join)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_scales_and_bias(library, kernel, dtype, given):
+    """fma(float32(sum) * a_scale, b_scale, bias), rounded to the type of out; vector stores and, with a gap, single."""
+    a, b = operands((37, 72, 160))
+    rng = np.random.default_rng(1)
+    arrays = {}
+    for word in given:
+        one, name = word.startswith("one"), word.split()[-1]
+        size = 1 if one else {"a": 37, "b": 72, "bias": 72}[name]
+        scale = 1.0 if name == "bias" else 0.01
+        arrays[name if name == "bias" else f"{name}_scale"] = rng.standard_normal(size).astype(np.float32) * np.float32(
+            scale
+        )
+    scaled = exact(a, b).astype(np.float32) * arrays.get("a_scale", np.ones(1, np.float32))[:, None]
+    # The product of two float32 is exact in float64, so this rounds twice where fma rounds once: to 2^-53 first.
+    want = scaled.astype(float) * arrays.get("b_scale", 1.0) + arrays.get("bias", 0.0)
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    for pad in (0, 8, 1):
+        got = run(library, kernel, a, b, dtype, pad=pad, **arrays)
+        with np.errstate(over="ignore"):
+            assert np.array_equal(got, want.astype(np.float32).astype(kind))

@@ -1,0 +1,61 @@
+"""Hopper's own instructions on the emulator, and what it says to those who use them wrongly (hopper/faults.cu)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from qflash.testing.instructions import INSTRUCTIONS
+
+LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
+FAULTS = {  # in the order of hopper/faults.cu
+    "none": "",
+    "no fence": "wgmma without a fence",
+    "early read": "",  # of NaN
+    "early write": "sums were changed before the wait",
+    "overwritten A": "A was changed before the wait",
+    "other products": "start different products",
+    "other copy": "go through different copies of the code",
+    "other groups": "commit different products",
+    "no wait": "a product was under way at the end",
+    "no arrival": "wait for parity 0 of the mbarrier at byte 2048",
+    "second arrival": "one arrival too many",
+    "no init": "no mbarrier was initialised at byte 2048",
+    "odd box": "a swizzled box begins at byte 512",
+    "no copy": "(0 arrivals and 2048 bytes to come)",
+    "half trade": "a part of a warpgroup traded registers",
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_told(emulated_source, fault, seed):
+    library = emulated_source("hopper/faults.cu")
+    library.schedule(seed)
+    out = np.full(128, 12345.0, np.float32)
+    status = library.handle.try_fault(list(FAULTS).index(fault), out.ctypes.data_as(ctypes.c_void_p))
+    told = library.complaint
+    assert status == (LAUNCH_FAILURE if FAULTS[fault] else 0)
+    assert FAULTS[fault] in told and bool(FAULTS[fault]) == bool(told)
+    if fault == "none":
+        assert (out == 16).all()
+    if fault == "early read":
+        assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_instructions(emulated_source, name, seed):
+    library = emulated_source("hopper/all.cu")
+
+    def call(name: str, *words: int | np.ndarray | ctypes.Array | tuple[np.ndarray, int]) -> None:
+        sent = []
+        for word in words:
+            x, offset = word if isinstance(word, tuple) else (word, 0)
+            sent.append(ctypes.c_void_p(x.ctypes.data + offset) if isinstance(x, np.ndarray) else x)
+        library.schedule(seed)
+        assert getattr(library.handle, f"try_{name}")(*sent) == 0, library.complaint
+
+    INSTRUCTIONS[name](call)
