@@ -39,6 +39,11 @@ inline int atomicAdd(int* address, int value) {
   *address = before + value;
   return before;
 }
+inline unsigned atomicInc(unsigned* address, unsigned last) {
+  const unsigned before = *address;
+  *address = before >= last ? 0 : before + 1;
+  return before;
+}
 inline unsigned atomicMax(unsigned* address, unsigned value) {
   const unsigned before = *address;
   *address = before > value ? before : value;

@@ -26,6 +26,11 @@ __device__ inline char* aligned(char* s_bytes) {
   return s_bytes + (qf::kSwizzleBytes - qf::shared_address(s_bytes) % qf::kSwizzleBytes) % qf::kSwizzleBytes;
 }
 
+// strides: of batch, rows and heads.
+qf::TensorExtents extents_of(void* x, const int64_t* strides, const int32_t* shape) {
+  return {x, {shape[3], shape[1], shape[2], shape[0]}, {strides[1], strides[2], strides[0]}};
+}
+
 }  // namespace boxes
 
 // Warp 0 copies, three warps read: more boxes than stages, so that every barrier goes through both of its phases.
@@ -41,7 +46,7 @@ __global__ void copy_boxes(const __grid_constant__ CUtensorMap map, const boxes:
     qf::prefetch_tensor_map(&map);
   }
   __syncthreads();
-  qf::Place<kStages> place;
+  qf::RingPosition<kStages> place;
   for (int i = 0; i < wanted.count; ++i, place.advance()) {
     char* const s_tile = s_tiles + place.stage() * Tile::kBytes;
     if (threadIdx.x == 0) {
@@ -64,12 +69,16 @@ __global__ void copy_boxes(const __grid_constant__ CUtensorMap map, const boxes:
 namespace boxes {
 
 template <class Tile>
-int run(const QfTensor& x, const int32_t* shape, const int32_t* which, void* out) {
-  const int batch = shape[0], rows = shape[1], heads = shape[2], columns = shape[3];
+int run(const qf::TensorExtents& x, const int32_t* which, void* out) {
   CUtensorMap map;
-  if (const int error = qf::encode_tensor_map<Tile>(map, x, columns, rows, heads, batch, kRows<Tile>)) return error;
+  if (const int error = qf::encode_tensor_map<Tile>(map, x, kRows<Tile>)) return error;
   const Boxes wanted = {which[0], which[1], which[2], which[3]};
   return launch_one(32 + kReaders, kSharedBytes<Tile>, copy_boxes<Tile>, map, wanted, static_cast<char*>(out));
+}
+
+// strides: of batch, rows and heads.
+qf::TensorExtents extents_of(void* x, const int64_t* strides, const int32_t* shape) {
+  return {x, {shape[3], shape[1], shape[2], shape[0]}, {strides[1], strides[2], strides[0]}};
 }
 
 }  // namespace boxes
@@ -77,10 +86,10 @@ int run(const QfTensor& x, const int32_t* shape, const int32_t* which, void* out
 // x: [batch, rows, heads, columns] of float16, or of bytes, under any strides of whole 16 bytes. out: [count][2 panels]
 // [24][128 bytes], or [48][64 bytes].
 QF_EXPORT int try_boxes(void* x, const int64_t* strides, const int32_t* shape, const int32_t* which, void* out) {
-  const QfTensor tensor = {x, strides[0], strides[1], strides[2]};
-  if (!qf::strides_map(tensor, shape[1], shape[2], shape[0])) return cudaErrorInvalidValue;
-  return boxes::run<boxes::Halves>(tensor, shape, which, out);
+  const qf::TensorExtents extents = boxes::extents_of(x, strides, shape);
+  if (!qf::strides_map(extents, 2)) return cudaErrorInvalidValue;
+  return boxes::run<boxes::Halves>(extents, which, out);
 }
 QF_EXPORT int try_byte_boxes(void* x, const int64_t* strides, const int32_t* shape, const int32_t* which, void* out) {
-  return boxes::run<boxes::Bytes>({x, strides[0], strides[1], strides[2]}, shape, which, out);
+  return boxes::run<boxes::Bytes>(boxes::extents_of(x, strides, shape), which, out);
 }

@@ -71,6 +71,6 @@ QF_EXPORT int try_fault(int fault, float* out) {
   alignas(16) uint16_t x[kRows * kN];
   std::fill_n(x, kRows * kN, uint16_t(0x3c00));
   CUtensorMap map{};
-  if (const int error = qf::encode_tensor_map<Tile>(map, {x, 0, kN, 0}, kN, kRows, 1, 1, kRows)) return error;
+  if (const int error = qf::encode_tensor_map<Tile>(map, {x, {kN, kRows, 1, 1}, {kN, 0, 0}}, kRows)) return error;
   return launch_one(128, 4096, multiply, Fault(fault), map, out);
 }

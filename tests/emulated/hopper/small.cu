@@ -70,7 +70,7 @@ __device__ inline void hand_over(char* s_memory, int rounds, int32_t* g_found) {
   const int lane = int(threadIdx.x) % 32, other = 31 - lane;
   if (threadIdx.x == 0) s_ring.init(1);
   __syncthreads();
-  qf::Place<1> place;
+  qf::RingPosition<1> place;
   int found = 0;
   for (int round = 0; round < rounds; ++round, place.advance()) {
     if (threadIdx.x < 32) {

@@ -2,6 +2,7 @@
 // walk. Each gets a copy in the workspace, [batch][rows][heads][head_dim].
 #pragma once
 
+#include "attn/mma/product.cuh"
 #include "attn/mma/tile.cuh"
 #include "attn/rope.cuh"
 #include "attn/sequence.cuh"
