@@ -230,3 +230,15 @@ def test_a_part_that_fails_is_told(fake):
     with pytest.raises(CompileError, match="error: broken source"):
         compile_unit(replace(fake.unit, parts=2))
     assert Cache().info().entries == 0
+
+
+# What people are told ------------------------------------------------------------------------------------------------
+
+
+def test_doctor_tells_whose_runtime_kernels_call(fake, toolkit, invoke):
+    said = " ".join(invoke("doctor").output.split())
+    assert "CUDA runtime one for all kernels, that of PyTorch or JAX where they have it loaded" in said
+    (toolkit / NAME).unlink()
+    runtime.find.cache_clear()
+    said = " ".join(invoke("doctor").output.split())
+    assert f"CUDA runtime linked into every kernel, a megabyte each: this nvcc has no {NAME}" in said
