@@ -85,6 +85,19 @@ def test_the_runtime_of_a_framework_is_used(fake, toolkit):
     assert fake.runs() == 1
 
 
+def test_a_process_has_one_runtime(fake, toolkit):
+    compile_unit(fake.unit)
+    theirs = make_runtime(fake.directory / "framework")
+    then = """
+        load(unit)
+        mapped = {line.split()[-1] for line in open("/proc/self/maps") if "libcudart" in line}
+        print(*mapped)
+    """
+    code = f"import ctypes; ctypes.CDLL({str(theirs)!r})\n{fake.script(then)}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{theirs}\n", done.stderr
+
+
 def test_a_framework_whose_runtime_is_too_old_gets_kernels_with_their_own(fake, toolkit):
     theirs = make_runtime(fake.directory / "framework", "int older_answer() { return 12; }")
     load_theirs = f"import ctypes; ctypes.CDLL({str(theirs)!r})"
