@@ -39,7 +39,10 @@ def _reasons(kernel: Kernel) -> list[str]:
     try:
         toolchain.find()
     except ToolchainError:
-        reasons.append("no CUDA compiler: pip install 'qflash[cuda]', or put nvcc on the PATH")
+        reasons.append(
+            "no CUDA compiler: pip install 'qflash[cuda]', or put nvcc on the PATH (what the compile cache holds runs "
+            "without one)"
+        )
     return reasons
 
 

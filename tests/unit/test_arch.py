@@ -1,5 +1,7 @@
 """QFLASH_CUDA_ARCH: kernels of an older architecture, as PTX, on the GPU at hand."""
 
+from pathlib import Path
+
 import pytest
 
 from qflash import machine
@@ -62,7 +64,7 @@ def test_a_kernel_for_one_architecture_is_compiled_for_it_alone():
     units = cuda.specialisations((*arch.ARCHES, 100, 120), ["sm90_fwd"])
     assert {unit.target for unit in units} == {"90a"}
     assert {dict(unit.defines)["QF_HEAD_DIM"] for unit in units} == {"64", "96", "128", "192", "256"}
-    assert len(units) == 2 * 5
+    assert len(units) == 2 * 5 * 2
     for head_dim, bucket in ((8, "64"), (64, "64"), (72, "96"), (256, "256")):
         unit = cuda.unit(cuda.BY_NAME["sm90_fwd"], Spec("cuda", 90, "bfloat16", head_dim))
         assert unit in units and dict(unit.defines)["QF_HEAD_DIM"] == bucket
@@ -96,7 +98,8 @@ def test_units_become_ptx_and_have_keys_of_their_own(ask):
     assert keys[0].startswith("fa-sm_80-")
     assert keys[1].startswith("fa-compute_80-")
     assert keys[0].split("-")[-1] != keys[1].split("-")[-1]
-    assert "-gencode=arch=compute_80,code=compute_80" in compiler.command(ptx, TOOLS, "kernel.so")
+    (command,) = compiler.commands(ptx, TOOLS, (), Path("kernel.so"), Path("objects"))
+    assert "-gencode=arch=compute_80,code=compute_80" in command
     assert not cuda.unit(row, Spec("cuda", 75, "float16", 64)).ptx
 
 

@@ -85,6 +85,19 @@ def test_the_runtime_of_a_framework_is_used(fake, toolkit):
     assert fake.runs() == 1
 
 
+def test_a_process_has_one_runtime(fake, toolkit):
+    compile_unit(fake.unit)
+    theirs = make_runtime(fake.directory / "framework")
+    then = """
+        load(unit)
+        mapped = {line.split()[-1] for line in open("/proc/self/maps") if "libcudart" in line}
+        print(*mapped)
+    """
+    code = f"import ctypes; ctypes.CDLL({str(theirs)!r})\n{fake.script(then)}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{theirs}\n", done.stderr
+
+
 def test_a_framework_whose_runtime_is_too_old_gets_kernels_with_their_own(fake, toolkit):
     theirs = make_runtime(fake.directory / "framework", "int older_answer() { return 12; }")
     load_theirs = f"import ctypes; ctypes.CDLL({str(theirs)!r})"
@@ -230,3 +243,15 @@ def test_a_part_that_fails_is_told(fake):
     with pytest.raises(CompileError, match="error: broken source"):
         compile_unit(replace(fake.unit, parts=2))
     assert Cache().info().entries == 0
+
+
+# What people are told ------------------------------------------------------------------------------------------------
+
+
+def test_doctor_tells_whose_runtime_kernels_call(fake, toolkit, invoke):
+    said = " ".join(invoke("doctor").output.split())
+    assert "CUDA runtime one for all kernels, that of PyTorch or JAX where they have it loaded" in said
+    (toolkit / NAME).unlink()
+    runtime.find.cache_clear()
+    said = " ".join(invoke("doctor").output.split())
+    assert f"CUDA runtime linked into every kernel, a megabyte each: this nvcc has no {NAME}" in said
