@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,9 @@ def packed(kind: str, fields: Mapping[str, Any]) -> bytes:
 
 def kernel_library(kernel: str, dtype: str, head_dim: int = 0, arch: int = ARCH, cache: Cache | None = None) -> Library:
     """The library that serves a variant of a kernel, compiled if need be."""
-    return load(cuda.unit_of(VARIANTS[kernel], dtype, head_dim, arch), cache)
+    unit = cuda.unit_of(VARIANTS[kernel], dtype, head_dim, arch)
+    both = tuple(define for define in unit.defines if define[0] != "QF_PLAIN_SCORES")  # one library for all scores
+    return load(replace(unit, defines=both), cache)
 
 
 def arch() -> int:

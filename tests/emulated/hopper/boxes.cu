@@ -26,11 +26,6 @@ __device__ inline char* aligned(char* s_bytes) {
   return s_bytes + (qf::kSwizzleBytes - qf::shared_address(s_bytes) % qf::kSwizzleBytes) % qf::kSwizzleBytes;
 }
 
-// strides: of batch, rows and heads.
-qf::TensorExtents extents_of(void* x, const int64_t* strides, const int32_t* shape) {
-  return {x, {shape[3], shape[1], shape[2], shape[0]}, {strides[1], strides[2], strides[0]}};
-}
-
 }  // namespace boxes
 
 // Warp 0 copies, three warps read: more boxes than stages, so that every barrier goes through both of its phases.
