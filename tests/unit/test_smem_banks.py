@@ -124,7 +124,7 @@ def store16(addresses: list[int]) -> int:
 
 
 WMMA = (CSRC / "attn" / "wmma" / "tile.cuh").read_text()
-FA_TC = (CSRC / "kernels" / "fa_tc" / "config.h").read_text()
+FA_TC = (CSRC / "kernels" / "attention" / "fa_tc" / "config.h").read_text()
 
 
 def test_the_model_has_the_strides_of_fa_tc():
