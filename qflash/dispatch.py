@@ -161,7 +161,8 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="fa_tc",
         device="cuda",
-        summary="FlashAttention on tensor cores through WMMA: scores and weights pass through shared memory",
+        summary="FlashAttention on tensor cores through WMMA: scores and weights pass through shared memory; no rope "
+        "or packed arrays",
         dtypes=_HALVES,
         min_arch=75,
         automatic=False,
@@ -172,7 +173,8 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="fa_warps",
         device="cuda",
-        summary="fa with whole K and V tiles copied asynchronously: warps meet only where a tile changes hands",
+        summary="fa with whole K and V tiles copied asynchronously: warps meet only where a tile changes hands; no "
+        "rope or packed arrays",
         min_arch=75,
         automatic=False,
         also=_one_lesson,
@@ -181,7 +183,8 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="unfused",
         device="cuda",
-        summary="three kernels, QK^T, softmax, PV; materialises the scores: memory grows with Tq x Tk",
+        summary="three kernels, QK^T, softmax, PV; materialises the scores: memory grows with Tq x Tk; no rope or "
+        "packed arrays",
         min_arch=75,
         automatic=False,
         also=_one_lesson,
