@@ -144,7 +144,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=90,
         later_arches=False,
         also=_copy_engine,
-        head_dims=HEAD_DIMS[1:],
+        head_dims=(64, 96, 112, 128, 192, 256),
         per_scores=True,
     ),
     Kernel(
