@@ -3,15 +3,17 @@
 #pragma once
 
 #include "attn/wgmma/recompute.cuh"
+#include "attn/wgmma/softcap.cuh"
 #include "attn/wgmma/softmax.cuh"
 #include "ptx/order.cuh"
-#include "ptx/rcp.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace qf {
 namespace wgmma {
 
-// kPlain: scales_plainly(), weights = 2^(factor S - m_ref).
+// kPlain: scales_plainly(), P = 2^(factor S - m_ref) with factor = scale log2(e). Else S is first made tanh(scale S /
+// softcap) with factor = softcap log2(e); or the base-2 score itself, for a vast softcap or a scale that is not
+// positive.
 template <class Config_, bool kPlain>
 struct SixteenBitScores {
   using Config = Config_;
@@ -30,11 +32,13 @@ struct SixteenBitScores {
   // Need no maxima be looked for in the next tile? Not once every row has a reference: scores seldom outgrow it by
   // much, and where they do the sums tell.
   bool settled;
-  const bool capped;  // softcap, and one that soften() is exact enough for
-  bool outgrown;      // scores of this tile outgrew references: to be recomputed
+  bool outgrown;  // scores of this tile outgrew references: to be recomputed
 
   __device__ __forceinline__ SixteenBitScores(const Params& params, const SharedMemory<Config>&)
-      : p(params), factor(score_factor(p.scale, p.softcap)), capped(softens_coarsely(p.softcap)) {}
+      : p(params),
+        factor(kPlain                 ? p.scale * kLog2e
+               : fuses_cap(p.softcap) ? p.softcap * kLog2e
+                                      : 1.0f) {}
 
   __device__ static __forceinline__ void describe(const Params&, Work&) {}
   __device__ __forceinline__ void prefetch(const Work&) {}
@@ -66,16 +70,12 @@ struct SixteenBitScores {
   template <class Weights>
   __device__ __forceinline__ void weigh(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
     rows.moved = false;
-    if (!kPlain && settled && whole && capped) {
-      take_capped_weights(rows);
-    } else {
-      if (!kPlain || !settled || !whole) make_visible(work, key0, whole);
-      if (!settled) {
-        rows.moved = find_reference(rows);
-        settled = !rows.moved && rows.settled();
-      }
-      take_weights(rows);
+    if (!kPlain || !settled || !whole) make_visible(work, key0, whole);
+    if (!settled) {
+      rows.moved = find_reference(rows);
+      settled = !rows.moved && rows.settled();
     }
+    take_weights(rows);
     outgrown = __any_sync(0xffffffffu, fmaxf(rows.sums[0], rows.sums[1]) > kMostSum);
     compute_before_if(outgrown, rows.l[0]);  // all weights, which ptxas would put after the wait for O's product
   }
@@ -95,7 +95,8 @@ struct SixteenBitScores {
 
  private:
   __device__ __forceinline__ void make_visible(const Work& work, int key0, bool whole) {
-    if (!kPlain) scale_scores(S, p.scale, p.softcap);
+    if (!kPlain && p.softcap > 0.0f) take_tanh(S, p.scale / p.softcap);
+    if (!kPlain && unlikely(!fuses_cap(p.softcap))) scale_scores(S, p.softcap > 0.0f ? p.softcap : p.scale, 0.0f);
     if (!whole) mask_tile(S, visible_keys(work, key0));
   }
   __device__ __forceinline__ bool find_reference(RowState& rows) {
@@ -103,21 +104,6 @@ struct SixteenBitScores {
 #pragma unroll
     for (int h = 0; h < 2; ++h) largest[h] = max_of_quad(largest_score(S, h, 0, kNTiles)) * factor;
     return rows.move(largest);
-  }
-  // Softcap and exponential in one, c = softcap log2(e): P = 2^(c tanh(scale S / softcap) - m_ref), where
-  // tanh(x) = 1 - 2 / (1 + e^2x).
-  __device__ __forceinline__ void take_capped_weights(RowState& rows) {
-    const float cap = p.softcap * kLog2e, slope = 2.0f * kLog2e * p.scale / p.softcap;
-    const float shift[2] = {cap - reference_of(rows.m[0]), cap - reference_of(rows.m[1])};
-    float sum[4] = {};
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        S[0][j][e] = ex2(fmaf(-2.0f * cap, rcp(1.0f + ex2(S[0][j][e] * slope)), shift[e / 2]));
-        sum[e] += S[0][j][e];
-      }
-    rows.sums[0] = sum[0] + sum[1], rows.sums[1] = sum[2] + sum[3];
   }
   // S becomes weights, and rows.sums their sums.
   __device__ __forceinline__ void take_weights(RowState& rows) {

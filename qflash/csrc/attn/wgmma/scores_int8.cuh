@@ -9,6 +9,7 @@
 
 #include "attn/mma/int8.cuh"
 #include "attn/wgmma/recompute.cuh"
+#include "attn/wgmma/softcap.cuh"
 #include "attn/wgmma/weights_16bit.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/uniform.cuh"
@@ -285,12 +286,22 @@ struct Int8Scores {
   __device__ __forceinline__ Slopes make_visible(const Work& work, int key0, bool whole, int k_stage, Slopes slopes) {
     using KTile = typename Config::KTile;
     if (unlikely(k_nonfinite)) spoil_wild<KTile::kChunks>(S, s.k + k_stage * KTile::kBytes, lane_index() % 4 * 2);
-    if (!kPlain) {
-      lift_and_scale(S, slopes.of, 0.0f, a.q_dot_mean + work.facts.row + warp_row() + lane_index() / 4, p);
+    if (!kPlain) {  // base-2 scores, with what smoothing took off; scale may be negative or 0
+      const float* const g_dot_mean = a.q_dot_mean + work.facts.row + warp_row() + lane_index() / 4;
+      const float dot_mean[2] = {g_dot_mean[0] * p.scale * kLog2e, g_dot_mean[8] * p.scale * kLog2e};
+      const float sign = p.scale < 0.0f ? -1.0f : 1.0f, cap = p.softcap * kLog2e;
+#pragma unroll
+      for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          S[0][j][e] = fmaf(S[0][j][e], sign * slopes.of[e / 2][j * kParts / kNTiles], dot_mean[e / 2]);
+      if (cap > 0.0f) take_tanh(S, 1.0f / cap);
+      const bool fuses = fuses_cap(p.softcap);
+      if (unlikely(cap > 0.0f && !fuses)) scale_scores(S, p.softcap, 0.0f);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int c = 0; c < kParts; ++c) slopes.of[h][c] = 1.0f;
+        for (int c = 0; c < kParts; ++c) slopes.of[h][c] = fuses ? cap : 1.0f;
     }
     if (unlikely(!whole)) mask_tile(S, visible_keys(work, key0));
     return slopes;

@@ -1,0 +1,57 @@
+// tanh for softcap * tanh(s / softcap), on the scores of a tile.
+//
+// Arguments are small: |s| <= softcap but for scores that the cap is there for. Up to there a polynomial does, on the
+// FMA units, and leaves the special-function unit to the exponentials: tanh(y) = y P(y^2), with P of degree 5 fitted to
+// tanh(y) / y on 0 <= y^2 <= 1 for the least relative error, 6e-7. That is relative to the score, so it holds for any
+// softcap, however large. Beyond, tanh(y) = 1 - 2 / (1 + e^2y), whose error is absolute, 1e-7.
+#pragma once
+
+#include "attn/cuda_core/softmax.cuh"
+#include "ptx/ex2.cuh"
+
+namespace qf {
+namespace wgmma {
+
+__device__ __forceinline__ float tanh_of_small(float y) {
+  const float square = y * y;
+  float p = fmaf(square, -0.0030670483f, 0.016743084f);
+  p = fmaf(square, p, -0.051605646f);
+  p = fmaf(square, p, 0.13281433f);
+  p = fmaf(square, p, -0.33329043f);
+  return y * fmaf(square, p, 0.9999994f);
+}
+__device__ __forceinline__ float tanh_of_any(float y) {
+  const float large = 1.0f - __fdividef(2.0f, 1.0f + ex2(2.0f * kLog2e * y));
+  return fabsf(y) > 1.0f ? large : tanh_of_small(y);
+}
+
+// The cap is multiplied with in the exponential, exactly, where the reference maximum, which is rounded, is close
+// enough to such a product even so.
+__device__ __forceinline__ bool fuses_cap(float softcap) { return softcap > 0.0f && softcap < 65536.0f; }
+
+// S becomes tanh(factor S).
+template <int kNTiles>
+__device__ __forceinline__ void take_tanh(float (&S)[1][kNTiles][4], float factor) {
+  float most[4] = {};
+#pragma unroll
+  for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) most[e] = fmaxf(most[e], fabsf(S[0][j][e]));
+  const float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) * fabsf(factor);
+  if (!__any_sync(0xffffffffu, largest > 1.0f)) {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_of_small(S[0][j][e] * factor);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+      if (__any_sync(0xffffffffu, largest > 1.0f)) {  // always: not all of them side by side, out of registers
+#pragma unroll
+        for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_of_any(S[0][j][e] * factor);
+      }
+  }
+}
+
+}  // namespace wgmma
+}  // namespace qf
