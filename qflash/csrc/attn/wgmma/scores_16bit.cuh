@@ -61,7 +61,7 @@ struct SixteenBitScores {
   // The first tile of a work tile becomes weights: its references are found here.
   template <class Weights>
   __device__ __forceinline__ void weigh_first(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
-    make_visible(work, key0, whole);
+    make_visible(work, key0, whole, tanh_by_turns());
     find_reference(rows);
     settled = rows.settled();
     take_weights(rows);
@@ -70,12 +70,18 @@ struct SixteenBitScores {
   template <class Weights>
   __device__ __forceinline__ void weigh(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
     rows.moved = false;
-    if (!kPlain || !settled || !whole) make_visible(work, key0, whole);
-    if (!settled) {
-      rows.moved = find_reference(rows);
-      settled = !rows.moved && rows.settled();
+    const bool by_turns = tanh_by_turns();
+    if (!kPlain && by_turns && settled && whole) {  // tanh and exponential in one pass
+      const float slope = p.scale / p.softcap;
+      take_weights(rows, [&](float s, int e) { return wgmma::tanh_by_turns(s * slope, e); });
+    } else {
+      if (!kPlain || !settled || !whole) make_visible(work, key0, whole, by_turns);
+      if (!settled) {
+        rows.moved = find_reference(rows);
+        settled = !rows.moved && rows.settled();
+      }
+      take_weights(rows);
     }
-    take_weights(rows);
     outgrown = __any_sync(0xffffffffu, fmaxf(rows.sums[0], rows.sums[1]) > kMostSum);
     compute_before_if(outgrown, rows.l[0]);  // all weights, which ptxas would put after the wait for O's product
   }
@@ -87,15 +93,18 @@ struct SixteenBitScores {
 #pragma unroll
       for (int e = 0; e < 4; ++e) S[0][j][e] = 0.0f;
     recompute_scores<typename Config::Tensor>(S, s, q_stage, k_stage);
-    make_visible(work, key0, whole);
+    make_visible(work, key0, whole, tanh_by_turns());
     rows.moved = find_reference(rows);
     settled = false;
     take_weights(rows);
   }
 
  private:
-  __device__ __forceinline__ void make_visible(const Work& work, int key0, bool whole) {
-    if (!kPlain && p.softcap > 0.0f) take_tanh(S, p.scale / p.softcap);
+  __device__ __forceinline__ bool tanh_by_turns() const {
+    return !kPlain && p.softcap > 0.0f && suits_turns(S, p.scale / p.softcap, softens_coarsely(p.softcap));
+  }
+  __device__ __forceinline__ void make_visible(const Work& work, int key0, bool whole, bool by_turns) {
+    if (!kPlain && p.softcap > 0.0f) take_tanh(S, p.scale / p.softcap, by_turns);
     if (!kPlain && unlikely(!fuses_cap(p.softcap))) scale_scores(S, p.softcap > 0.0f ? p.softcap : p.scale, 0.0f);
     if (!whole) mask_tile(S, visible_keys(work, key0));
   }
@@ -105,15 +114,19 @@ struct SixteenBitScores {
     for (int h = 0; h < 2; ++h) largest[h] = max_of_quad(largest_score(S, h, 0, kNTiles)) * factor;
     return rows.move(largest);
   }
-  // S becomes weights, and rows.sums their sums.
+  // S, made `score` of it first, becomes weights, and rows.sums their sums.
   __device__ __forceinline__ void take_weights(RowState& rows) {
+    take_weights(rows, [](float s, int) { return s; });
+  }
+  template <class Score>
+  __device__ __forceinline__ void take_weights(RowState& rows, Score score) {
     const float shift[2] = {-reference_of(rows.m[0]), -reference_of(rows.m[1])};
     float sum[4] = {};
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        S[0][j][e] = ex2(fmaf(S[0][j][e], factor, shift[e / 2]));
+        S[0][j][e] = ex2(fmaf(score(S[0][j][e], e), factor, shift[e / 2]));
         sum[e] += S[0][j][e];
       }
     rows.sums[0] = sum[0] + sum[1], rows.sums[1] = sum[2] + sum[3];

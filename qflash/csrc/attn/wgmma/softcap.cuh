@@ -7,7 +7,10 @@
 #pragma once
 
 #include "attn/cuda_core/softmax.cuh"
+#include "attn/mma/softmax.cuh"
 #include "ptx/ex2.cuh"
+#include "ptx/order.cuh"
+#include "ptx/rcp.cuh"
 
 namespace qf {
 namespace wgmma {
@@ -20,33 +23,43 @@ __device__ __forceinline__ float tanh_of_small(float y) {
   p = fmaf(square, p, -0.33329043f);
   return y * fmaf(square, p, 0.9999994f);
 }
-__device__ __forceinline__ float tanh_of_any(float y) {
-  const float large = 1.0f - __fdividef(2.0f, 1.0f + ex2(2.0f * kLog2e * y));
-  return fabsf(y) > 1.0f ? large : tanh_of_small(y);
+__device__ __forceinline__ float tanh_coarsely(float y) {
+  return fmaf(-2.0f, rcp(1.0f + ex2(2.0f * kLog2e * y)), 1.0f);
 }
+__device__ __forceinline__ float tanh_of_any(float y) { return fabsf(y) > 1.0f ? tanh_coarsely(y) : tanh_of_small(y); }
 
 // The cap is multiplied with in the exponential, exactly, where the reference maximum, which is rounded, is close
 // enough to such a product even so.
 __device__ __forceinline__ bool fuses_cap(float softcap) { return softcap > 0.0f && softcap < 65536.0f; }
 
-// S becomes tanh(factor S).
+// Half of the scores take the polynomial and half the special-function unit, which then are busy for equally long.
+constexpr int kPolynomials = 2;  // of S's four
+__device__ __forceinline__ float tanh_by_turns(float y, int e) {
+  return e < kPolynomials ? tanh_of_small(y) : tanh_coarsely(y);
+}
+// May that be used for all of a warp? coarsely: softens_coarsely(), an absolute error of 1e-7 does.
 template <int kNTiles>
-__device__ __forceinline__ void take_tanh(float (&S)[1][kNTiles][4], float factor) {
-  float most[4] = {};
+__device__ __forceinline__ bool suits_turns(const float (&S)[1][kNTiles][4], float factor, bool coarsely) {
+  float most[kPolynomials] = {};
 #pragma unroll
   for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) most[e] = fmaxf(most[e], fabsf(S[0][j][e]));
-  const float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) * fabsf(factor);
-  if (!__any_sync(0xffffffffu, largest > 1.0f)) {
+    for (int e = 0; e < kPolynomials; ++e) most[e] = fmaxf(most[e], fabsf(S[0][j][e]));
+  return __all_sync(0xffffffffu, coarsely && !(fmaxf(most[0], most[1]) * fabsf(factor) > 1.0f));
+}
+
+// S becomes tanh(factor S).
+template <int kNTiles>
+__device__ __forceinline__ void take_tanh(float (&S)[1][kNTiles][4], float factor, bool by_turns) {
+  if (by_turns) {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_of_small(S[0][j][e] * factor);
+      for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_by_turns(S[0][j][e] * factor, e);
   } else {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)
-      if (__any_sync(0xffffffffu, largest > 1.0f)) {  // always: not all of them side by side, out of registers
+      if (!never(int(fabsf(factor) > 0.0f))) {  // not all of them side by side, out of registers
 #pragma unroll
         for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_of_any(S[0][j][e] * factor);
       }
