@@ -30,6 +30,8 @@ class Kernel:
     min_arch: int = 0
     later_arches: bool = True  # False: made of instructions that GPUs after min_arch lack again
     automatic: bool = True  # False: runs only when asked for by name
+    # False: NaN and infinity in v reach, in their channel, every row of a tile of which some row sees them
+    hides_masked_nonfinite_v: bool = True
     also: Callable[[Spec], list[str]] | None = None  # further reasons it cannot serve a spec
     # CUDA: what a library is compiled for, a define each. head_dims: (): it takes any at run time.
     head_dims: tuple[int, ...] = ()
@@ -65,6 +67,24 @@ def _copy_engine(spec: Spec) -> list[str]:
     if spec.head_dim % 8:
         return [f"head_dim is {spec.head_dim}; the copy engine takes multiples of 8, rows of whole 16 bytes"]
     return []
+
+
+def _one_lesson(spec: Spec) -> list[str]:
+    """What the rungs that nobody gets by default leave out, so that each of them teaches one thing."""
+    found = []
+    if spec.rope is not None:
+        found.append("takes no rope; fa and fa_mma do")
+    if spec.packed:
+        found.append("takes no packed arrays (attention_varlen); fa and fa_mma do")
+    return found
+
+
+def _wmma(spec: Spec) -> list[str]:
+    """What fa_tc leaves out: as the other rungs, and rows that are no whole chunks of 16 bytes."""
+    found = _sixteen_bit_tensor_cores(spec) + _one_lesson(spec)
+    if spec.head_dim % 8:
+        found.append(f"head_dim is {spec.head_dim}; fa_tc takes multiples of 8, rows of whole 16 bytes")
+    return found
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -124,7 +144,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=90,
         later_arches=False,
         also=_copy_engine,
-        head_dims=HEAD_DIMS[1:],
+        head_dims=(64, 96, 112, 128, 192, 256),
         per_scores=True,
     ),
     Kernel(
@@ -146,27 +166,33 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="fa_tc",
         device="cuda",
-        summary="FlashAttention on tensor cores through WMMA: scores and weights pass through shared memory",
+        summary="FlashAttention on tensor cores through WMMA: scores and weights pass through shared memory; no rope "
+        "or packed arrays",
         dtypes=_HALVES,
         min_arch=75,
         automatic=False,
-        also=_sixteen_bit_tensor_cores,
+        hides_masked_nonfinite_v=False,
+        also=_wmma,
         head_dims=HEAD_DIMS,
     ),
     Kernel(
         name="fa_warps",
         device="cuda",
-        summary="fa with whole K and V tiles copied asynchronously: warps meet only where a tile changes hands",
+        summary="fa with whole K and V tiles copied asynchronously: warps meet only where a tile changes hands; no "
+        "rope or packed arrays",
         min_arch=75,
         automatic=False,
+        also=_one_lesson,
         head_dims=HEAD_DIMS,
     ),
     Kernel(
         name="unfused",
         device="cuda",
-        summary="three kernels, QK^T, softmax, PV; materialises the scores: memory grows with Tq x Tk",
+        summary="three kernels, QK^T, softmax, PV; materialises the scores: memory grows with Tq x Tk; no rope or "
+        "packed arrays",
         min_arch=75,
         automatic=False,
+        also=_one_lesson,
         per_arch=False,
     ),
     Kernel(
@@ -369,12 +395,14 @@ def rows(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]:
 
 
 def notes(spec: Spec, name: str | None, tokens: int) -> list[str]:
-    """What one should know about kernel `name` serving `spec`: where it is not worth its precision.
+    """What one should know about kernel `name` serving `spec`: where NaN goes, where it is not worth its precision.
 
     tokens: queries or keys, whichever are fewer: few of either leave little work to make up for quantizing.
     """
     if name is None:
         return []
+    if spec.window and not BY_NAME[name].hides_masked_nonfinite_v:
+        return [f"NaN or infinity in v may reach rows that {name} masks it from (docs/numerics.md)"]
     for head_dim, least in dict(BY_NAME[name].pays_from).get((spec.precision, spec.kv), ()):
         if spec.head_dim <= head_dim:
             if least is not None and tokens >= least:

@@ -101,7 +101,11 @@ def check(case: Case, kernel: str | None = None, framework: str = "native", seed
     name = kernel or default_kernel(case, framework)
     how = f", {name!r}, {framework!r}" + (f", seed={seed}" if seed else "")
     first = run_case(case, name, framework, seed=seed)
-    errors = compare.check_contract(case, *first, dispatch.VARIANTS[name].precision, how, oracle.integers_of(name))
+    variant = dispatch.VARIANTS[name]
+    errors = compare.check_contract(
+        *(case, *first, variant.precision, how, oracle.integers_of(name)),
+        hides_masked_nonfinite_v=variant.kernel.hides_masked_nonfinite_v,
+    )
     replay = oracle.replayed(case, name)
     if replay is not None:
         compare.check_replay(case, *first, replay, how, oracle.weights_dtype(case, name))
@@ -121,6 +125,13 @@ def suited(case: Case, kernel: str, arch: int) -> Case:
             dtype = case.dtype if case.dtype in dtypes else dtypes[case.seed % len(dtypes)]
             return replace(case, dtype=dtype, head_dim=head_dim)
     return case
+
+
+def refusals(case: Case, kernel: str, arch: int) -> list[str]:
+    """Why dispatch refuses `case` to `kernel` on a GPU of `arch`; empty when it is served."""
+    row = dispatch.VARIANTS[kernel].kernel
+    spec = problem_of(case, case.make_inputs(), kernel, row.device).spec(arch)
+    return dispatch.reasons(row, spec)
 
 
 def default_kernel(case: Case, framework: str = "native") -> str:

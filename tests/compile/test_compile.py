@@ -25,7 +25,7 @@ from qflash.jit.compiler import LIBRARY, LOG, Unit
 from qflash.ops.attention import plan_of
 from qflash.ops.attention_kv import ATTENTION_KEPT
 from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
-from qflash.ops.problem import Options, check
+from qflash.ops.problem import Options, RopeArrays, check, check_packed
 from qflash.testing.cuda_tools import cuobjdump, why_no_nvcc
 
 MOST_BYTES = 150 * 2**20 // len(cuda.specialisations([90]))  # a library's share of what all may take
@@ -301,6 +301,38 @@ def test_a_library_refuses_the_scores_it_was_not_built_for(compiled, kernel, pla
         expected = KernelError if plan.spec(90).plain_scores == plain else NoKernelError
         with pytest.raises(expected, match="CUDA driver" if expected is KernelError else "another dtype.* softcap"):
             call(4096, 4096, 4096, 4096, 4096, 0, 0)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", ["unfused", "fa_warps", "fa_tc"])
+def test_a_rung_refuses_what_it_leaves_out(compiled, kernel):
+    """The entry itself, behind dispatch: before it would launch anything, so without a driver."""
+    library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
+    symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
+    addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
+    dtype, head_dim = on_hopper(kernel)
+
+    def array(*shape: int, dtype: str = dtype) -> Array:
+        return Array(shape, None, dtype, "cuda:0")
+
+    batch, packed, starts = array(1, 16, 2, head_dim), array(16, 2, head_dim), array(2, dtype="int32")
+    odd = array(1, 16, 2, head_dim - 1)
+    table = array(16, head_dim // 2, dtype="float32")
+    rotated = check(batch, batch, batch, Options(), None, RopeArrays(table, table, False))
+    plans = {
+        "rope": plan_of(rotated, ("rope.cos", "rope.sin"), False),
+        "packed": plan_of(
+            check_packed(packed, packed, packed, starts, starts, 16, 16, Options()),
+            ("cu_seqlens_q", "cu_seqlens_k"),
+            False,
+        ),
+    }
+    if kernel == "fa_tc":
+        plans["head_dim"] = plan_of(check(odd, odd, odd, Options()), (), False)
+    for plan in plans.values():
+        call = _native.Call(plan.struct, plan.params(), list(plan.pointers), *addresses)
+        with pytest.raises(NoKernelError, match=f"kernel '{kernel}' was built for .*, takes no rope"):
+            call(*[4096] * len(plan.pointers), 4096, 0, 0)
 
 
 @needs_nvcc

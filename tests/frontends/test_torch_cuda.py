@@ -47,6 +47,10 @@ def gpu(options):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_matches_plain_math(options, dtype, kernel):
     args = tensors(dtype=dtype)
+    if kernel == "unfused" and "rope" in options:
+        with pytest.raises(qflash.NoKernelError, match="takes no rope"):
+            qflash.attention(*map(to_gpu, args), kernel=kernel, **gpu(options))
+        return
     out, lse = qflash.attention(*map(to_gpu, args), kernel=kernel, return_lse=True, **gpu(options))
     want, want_lse = plain(*args, **options)
     assert (out.dtype, out.device.type, lse.dtype) == (dtype, "cuda", torch.float32)
@@ -76,7 +80,7 @@ def test_long_contexts_in_linear_memory(kernel):
     assert relative(out[:, -64:].cpu(), want) < ALLOWED[dtype]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ["fa"])
 def test_packed_matches_the_cpu(kernel):
     args = packed([tensors(batch=1, q_len=n, k_len=m, seed=n) for n, m in ((5, 5), (0, 3), (70, 81), (2, 1))])
     options = {"causal": True, "return_lse": True, "rope": tables(rows=128)}
@@ -127,7 +131,7 @@ def test_captured_in_a_cuda_graph(kernel):
     rope = gpu({"rope": tables()})["rope"]
     rope = qflash.Rope(rope.cos.bfloat16(), rope.sin.bfloat16())  # converted inside the graph as well
     lens = torch.tensor([13, 4], dtype=torch.int32, device="cuda")
-    options = {"kernel": kernel, "causal": True, "kv_lens": lens, "rope": rope}
+    options = {"kernel": kernel, "causal": True, "kv_lens": lens, "rope": None if kernel == "unfused" else rope}
     qflash.attention(q, k, v, **options)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -14,7 +14,7 @@ import pytest
 from qflash import NoKernelError, dispatch
 from qflash.testing import BY_NAME, Case, cases, check, check_gradients, run_backward, run_case
 from qflash.testing.compare import check_contract, check_same_bits
-from qflash.testing.runner import arch_of, problem_of, suited
+from qflash.testing.runner import arch_of, refusals, suited
 
 CPU_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cpu")]
 CUDA_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cuda")]
@@ -30,8 +30,7 @@ def by_name(case: Case) -> str:
 def check_or_refused(case: Case, kernel: str, framework: str) -> None:
     """The contract holds, or dispatch says beforehand that this kernel cannot serve the case."""
     device = "cuda" if framework.endswith("cuda") else "cpu"
-    spec = problem_of(case, case.make_inputs(), kernel, device).spec(arch_of(device))
-    if dispatch.reasons(dispatch.VARIANTS[kernel].kernel, spec):
+    if refusals(case, kernel, arch_of(device)):
         with pytest.raises(NoKernelError, match=kernel):
             run_case(case, kernel, framework)
     else:

@@ -56,6 +56,12 @@ __device__ inline Sequence read_sequence(const QfAttnParams& p, int b) {
   return sequence_of(p, b, packed_rows_fall(p));
 }
 
+// The same for kernels that serve no packed arrays: kv_lens alone can be out of range.
+__device__ inline Sequence read_padded_sequence(const QfAttnParams& p, int b) {
+  const int len_k = p.kv_lens ? p.kv_lens[b] : p.k_len;
+  return {0, 0, p.q_len, len_k, len_k >= 0 && len_k <= p.k_len, p.q_len};
+}
+
 // The threads that fill rows together, where they are the whole block.
 struct WholeBlock {
   __device__ static __forceinline__ int thread() { return int(threadIdx.x); }

@@ -128,6 +128,13 @@ __device__ __forceinline__ void load_scaled(Stored* s_tile, const HeadRows<Eleme
   }
 }
 
+// The same without a rope, of which the compiler leaves nothing.
+template <class Walk, int kStride, class Stored, class Element>
+__device__ __forceinline__ void load_scaled(Stored* s_tile, const HeadRows<Element>& x, int row0, int d0,
+                                            float factor) {
+  load_scaled<Walk, kStride>(s_tile, x, row0, d0, factor, QfRope{}, false, [](int) { return 0; });
+}
+
 // Which tensors may be read in vectors of four. Host side.
 struct Vectorises {
   bool q, k, v, out, rope;

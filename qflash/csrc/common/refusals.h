@@ -11,7 +11,8 @@
 
 namespace qf {
 
-inline const char* status_text(const char* kernel, int status) {
+// refuses: what else the kernel does not take, a clause that begins with a comma.
+inline const char* status_text(const char* kernel, int status, const char* refuses = "") {
   static thread_local char text[256];
   switch (status) {
     case QF_OK:
@@ -19,9 +20,9 @@ inline const char* status_text(const char* kernel, int status) {
     case QF_UNSUPPORTED:
       snprintf(
           text, sizeof text,
-          "kernel '%s' was built for another dtype, precision, kind of k and v, softcap or head_dim, or a length or "
+          "kernel '%s' was built for another dtype, precision, kind of k and v, softcap or head_dim%s, or a length or "
           "the work is past what 32 bits count",
-          kernel);
+          kernel, refuses);
       return text;
     case QF_NO_MEMORY:
       snprintf(text, sizeof text, "kernel '%s' was given no workspace or one that is too small", kernel);

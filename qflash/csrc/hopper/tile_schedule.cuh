@@ -10,6 +10,7 @@
 #pragma once
 
 #include "hopper/tile_counter.cuh"
+#include "ptx/tid.cuh"
 
 namespace qf {
 
@@ -33,18 +34,19 @@ struct TileSchedule {
     return {rows - 1 - row, first + rest - row * width};
   }
 
-  // visit(tile) for every tile of this block, in order. wait_to_draw(): returns once the next is to be drawn.
-  // Each block draws until it draws one too many, `count` draws in all: atomicInc has wrapped to 0 after the last.
+  // visit(index) for every tile of this block, in order; `total` of them in the grid, which may be fewer than `count`.
+  // wait_to_draw(): returns once the next is to be drawn. Each block draws until it draws one too many, `total` draws
+  // in all: atomicInc has wrapped to 0 after the last.
   template <class Wait, class Visit>
-  __device__ __forceinline__ void for_each(Wait wait_to_draw, Visit visit) const {
+  __device__ __forceinline__ void for_each(int total, Wait wait_to_draw, Visit visit) const {
     unsigned* const draw_from = counter < 0 ? next : &tile_counters[counter];
-    for (int index = blockIdx.x; index < count;) {
-      visit(tile(index));
+    for (int index = blockIdx.x; index < total;) {
+      visit(index);
       if (dynamic) {
         wait_to_draw();
-        index = int(gridDim.x) + int(atomicInc(draw_from, unsigned(count - 1)));
+        index = fresh_blocks() + int(atomicInc(draw_from, unsigned(total - 1)));
       } else {
-        index += int(gridDim.x);
+        index += fresh_blocks();
       }
     }
   }

@@ -1,4 +1,4 @@
-// tid: the thread's index, read afresh.
+// tid, nctaid: the thread's index and the number of blocks, read afresh.
 #pragma once
 
 namespace qf {
@@ -13,6 +13,18 @@ __device__ __forceinline__ int fresh_tid() {
   return tid;
 #else
   return threadIdx.x;
+#endif
+}
+
+// gridDim.x, likewise.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-nctaid
+__device__ __forceinline__ int fresh_blocks() {
+#ifdef __CUDA_ARCH__
+  int blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+#else
+  return int(gridDim.x);
 #endif
 }
 

@@ -40,6 +40,23 @@ __device__ __forceinline__ void qk_product(float (&S)[kRows][kCols], const float
   }
 }
 
+// The lane's part of O, element by element.
+template <int kCols>
+__device__ __forceinline__ void set_rows(float (&O)[kRows][kCols], float value) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) O[r][c] = value;
+}
+
+template <int kCols>
+__device__ __forceinline__ void add_rows(float (&O)[kRows][kCols], const float (&sum)[kRows][kCols]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) O[r][c] += sum[r][c];
+}
+
 // Blank out the scores of keys that a row does not see; `mask` counts from the key of S[.][0].
 template <int X, int kCols>
 __device__ __forceinline__ void mask_scores(float (&S)[kRows][kCols], const TileMask<Lanes<X>::kLanesY>& mask) {

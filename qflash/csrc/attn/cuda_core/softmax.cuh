@@ -56,6 +56,15 @@ __device__ __forceinline__ void online_softmax(float (&S)[kRows][kCols], float* 
   }
 }
 
+// O follows the maxima of its rows.
+template <int kCols>
+__device__ __forceinline__ void scale_rows(float (&O)[kRows][kCols], const float (&rescale)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) O[r][c] *= rescale[r];
+}
+
 // Natural-log lse from a base-2 maximum and the row's whole sum. A row whose scores were all -inf has none.
 __device__ __forceinline__ float lse_of(float m, float l) { return l == 0.0f ? nan() : (m + log2f(l)) * kLn2; }
 

@@ -88,6 +88,28 @@ __device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4],
 constexpr float kLeastSlope = 1e-30f;
 __device__ __forceinline__ float slope_of(float q_scale, float k_scale) { return fmaf(q_scale, k_scale, kLeastSlope); }
 
+// Slopes of the lane's rows and groups of keys. Returns whether one of them is steep.
+template <int kParts, int kLaneRows>
+__device__ __forceinline__ bool find_slopes(float (&slopes)[kLaneRows][kParts], const float (&q_scale)[kLaneRows],
+                                            const float (&k_scale)[kParts]) {
+  bool steep = false;
+#pragma unroll
+  for (int r = 0; r < kLaneRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kParts; ++c) {
+      slopes[r][c] = slope_of(q_scale[r], k_scale[c]);
+      steep |= slopes[r][c] > kSteep;
+    }
+  return steep;
+}
+template <int kParts, int kLaneRows>
+__device__ __forceinline__ void set_slopes(float (&slopes)[kLaneRows][kParts], float slope) {
+#pragma unroll
+  for (int r = 0; r < kLaneRows; ++r)
+#pragma unroll
+    for (int c = 0; c < kParts; ++c) slopes[r][c] = slope;
+}
+
 // The scale of a group that has no finite key is NaN. Its keys are told by their values (spoil_wild), so here it must
 // not reach the rows that do not see them. Scales are never negative.
 __device__ __forceinline__ float number_or_zero(float scale) { return fmaxf(scale, 0.0f); }
@@ -99,13 +121,13 @@ __device__ __forceinline__ float scale_at(const QfScales& s, int b, int h, int t
 // Of the keys whose first chunk this thread copied, is one not finite: -128 in its first channel, which no other has?
 // Needs no barrier, only its own copies done.
 template <class Walk>
-__device__ __forceinline__ bool own_rows_wild(const char* s_k) {
+__device__ __forceinline__ bool own_rows_nonfinite(const char* s_k) {
   if (Walk::first_chunk() != 0) return false;
-  bool wild = false;
+  bool found = false;
 #pragma unroll
   for (int r = 0; r < Walk::kRowSteps; ++r)
-    wild |= static_cast<signed char>(s_k[Walk::offset(r * Walk::kColumns)]) == -128;
-  return wild;
+    found |= static_cast<signed char>(s_k[Walk::offset(r * Walk::kColumns)]) == -128;
+  return found;
 }
 
 // NaN for the scores of such keys. S[.][j][.] of this lane belongs to rows 8 j + column and the next of the tile.

@@ -56,6 +56,24 @@ struct BlockState {
     }
   }
 
+  // What the block has to do, for kernels that serve no packed arrays. Collective; its barrier makes it visible. False:
+  // nothing, because kv_lens is out of range, where it leaves NaN.
+  template <class Element>
+  __device__ __forceinline__ bool begin(const QfAttnParams& p, const Grid& grid) {
+    const Work work(p, grid);
+    const Sequence sequence = read_padded_sequence(p, work.b);
+    if (!sequence.good) {
+      fill_nan<Element, WholeBlock>(p, work.b, work.h, 0, p.q_len, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
+      return false;
+    }
+    const auto head = [&](const QfTensor& x) {
+      return static_cast<const Element*>(x.data) + work.b * x.stride_b + work.h / (p.q_heads / p.kv_heads) * x.stride_h;
+    };
+    fill(p, work, sequence, head(p.kv.k), head(p.kv.v));
+    __syncthreads();
+    return true;
+  }
+
   // Does every row of the block see every one of the keys key0 .. key0 + keys - 1?
   __device__ __forceinline__ bool whole_for_block(int key0, int keys) const {
     return key0 >= block_full.begin && key0 + keys <= block_full.end;

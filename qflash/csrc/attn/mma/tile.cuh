@@ -129,11 +129,11 @@ __device__ __forceinline__ void copy_rotated(char* s_tile, const HeadRows<Elemen
     if (row < x.length && d < x.head_dim) {
       const Element* g_row = x.row(row);
       const int at = position(row);
-      const auto turned = [&](int channel) {
+      const auto rotated = [&](int channel) {
         return rope4(rope, g_row, channel, x.head_dim, at,
                      to_float4(load4(g_row, channel, x.head_dim, x.vector), g_row), rope_vector && x.vector);
       };
-      raw = chunk_of<Element>(turned(d), turned(d + 4));
+      raw = chunk_of<Element>(rotated(d), rotated(d + 4));
     }
     *reinterpret_cast<uint4*>(s_tile + Walk::offset(i)) = raw;
   }

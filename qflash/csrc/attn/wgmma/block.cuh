@@ -16,7 +16,7 @@ __device__ __forceinline__ void run_block(const QfAttnParams& p, const typename 
                                           char* s_memory) {
   using Config = typename Kernel::Config;
   const SharedMemory<Config> s(s_memory);
-  const bool rows_fall = packed_rows_fall(p);
+  const int packed_tiles = PackedTiles::count(p, Config::kBlockM, reinterpret_cast<int*>(s.work));
   if (threadIdx.x == 0) {
     s.init_barriers();
     prefetch_tensor_map(&maps.q);
@@ -29,7 +29,7 @@ __device__ __forceinline__ void run_block(const QfAttnParams& p, const typename 
   if (threadIdx.x < kWarpgroupThreads) {
     give_registers<Config::kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, schedule, maps, s);
-    if (threadIdx.x == 32) describe_work<Kernel>(p, params, schedule, s, rows_fall);
+    if (threadIdx.x == 32) describe_work<Kernel>(p, params, schedule, s, packed_tiles);
     if (threadIdx.x >= kFirstInspector) inspect(s, threadIdx.x - kFirstInspector, typename Kernel::Inspector(params));
   } else {
     take_registers<Config::kConsumerRegisters>();

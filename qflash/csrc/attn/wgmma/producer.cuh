@@ -20,22 +20,25 @@ __device__ __forceinline__ int64_t transposed_from(const QfAttnParams& p, const 
   return p.cu_seqlens_q ? (work.seq.k0 / kPackedFrom + work.b) * kPackedFrom : 0;
 }
 
-// Kernel::describe(params, work) adds what its consumers want to know besides.
+// packed_tiles: PackedTiles::count(). Kernel::describe(params, work) adds what its
+// consumers want to know besides.
 template <class Kernel, class Config = typename Kernel::Config>
 __device__ __forceinline__ void describe_work(const QfAttnParams& p, const typename Kernel::Params& params,
                                               const TileSchedule& schedule, const SharedMemory<Config>& s,
-                                              bool rows_fall) {
+                                              int packed_tiles) {
   using Work = WorkTile<Config>;
   RingPosition<Config::kWorkTiles> at;
   uint32_t parity = 0;
-  const bool rows_outside = p.cu_seqlens_q && (p.cu_seqlens_q[0] > 0 || p.cu_seqlens_q[p.batch] < p.total_q);
   const auto wait_to_draw = [&] {
     mbarrier_wait(s.draw, parity);
     parity ^= 1;
   };
-  schedule.for_each(wait_to_draw, [&](TileSchedule::Tile tile) {
+  PackedTiles packed;
+  schedule.for_each(packed_tiles < 0 ? schedule.count : packed_tiles, wait_to_draw, [&](int index) {
+    const TileSchedule::Tile tile =
+        packed_tiles < 0 ? schedule.tile(index) : packed.tile(p, schedule, Config::kBlockM, index);
     at.wait_empty(*s.work_ring);
-    s.work[at.stage()].fill(p, tile, rows_fall, rows_outside);
+    s.work[at.stage()].fill(p, tile, packed_tiles);
     // From memory: there are not registers enough to remember all of it.
     Work& work = *reinterpret_cast<Work*>(opaque_shared(reinterpret_cast<char*>(&s.work[at.stage()])));
     work.complete(p);

@@ -31,7 +31,7 @@ struct SixteenBitScores {
   // much, and where they do the sums tell.
   bool settled;
   const bool capped;  // softcap, and one that soften() is exact enough for
-  bool outgrown;  // scores of this tile outgrew references: to be recomputed
+  bool outgrown;      // scores of this tile outgrew references: to be recomputed
 
   __device__ __forceinline__ SixteenBitScores(const Params& params, const SharedMemory<Config>&)
       : p(params), factor(score_factor(p.scale, p.softcap)), capped(softens_coarsely(p.softcap)) {}

@@ -29,6 +29,54 @@ inline TileSchedule schedule_of(const QfAttnParams& p, int block_rows) {
   return tile_schedule(row_tiles, heads, fit < group ? group : fit, dynamic);
 }
 
+// The work tiles of packed sequences that exist: a sequence has as many row tiles as its own length needs, where the
+// schedule counts those of the longest. Sequence after sequence, each in the schedule's order. Indices must not fall
+// from one call of tile() to the next.
+struct PackedTiles {
+  int b = -1, first = 0, end = 0;  // sequence b has tiles first .. end - 1
+
+  __device__ static __forceinline__ bool rows_outside(const QfAttnParams& p) {
+    return p.cu_seqlens_q[0] > 0 || p.cu_seqlens_q[p.batch] < p.total_q;
+  }
+  __device__ static __forceinline__ int row_tiles(const QfAttnParams& p, int b, int block_rows) {
+    return (p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] + block_rows - 1) / block_rows;
+  }
+  __device__ __forceinline__ TileSchedule::Tile tile(const QfAttnParams& p, const TileSchedule& all, int block_rows,
+                                                     int index) {
+    while (index >= end) {
+      first = end;
+      end += row_tiles(p, ++b, block_rows) * p.q_heads;
+    }
+    TileSchedule of_sequence{};
+    of_sequence.rows = (end - first) / p.q_heads;
+    of_sequence.columns = p.q_heads;
+    of_sequence.section = min(all.section, p.q_heads);
+    const TileSchedule::Tile tile = of_sequence.tile(index - first);
+    return {tile.row, b * p.q_heads + tile.column};
+  }
+
+  // How many there are, or why the schedule's own tiles are taken. Collective; s_sum: a word of shared memory that
+  // nobody else uses until the next barrier of the block.
+  static constexpr int kNotPacked = -1, kRowsFall = -2;
+  static constexpr int kUnserved = -3;  // some rows belong to no good sequence: tiles that do not exist fill these
+  __device__ static inline int count(const QfAttnParams& p, int block_rows, int* s_sum) {
+    if (!p.cu_seqlens_q) return kNotPacked;
+    if (packed_rows_fall(p)) return kRowsFall;
+    if (rows_outside(p)) return kUnserved;
+    if (threadIdx.x == 0) *s_sum = 0;
+    bool bad = false;
+    int own = 0;
+    for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
+      bad |= !sequence_of(p, b, false).good;
+      own += row_tiles(p, b, block_rows);
+    }
+    if (__syncthreads_or(bad)) return kUnserved;  // s_sum is cleared, too
+    if (own > 0) atomicAdd(s_sum, own);
+    __syncthreads();
+    return *s_sum * p.q_heads;
+  }
+};
+
 template <class Config>
 struct WorkTile {
   Sequence seq;
@@ -44,16 +92,16 @@ struct WorkTile {
   int64_t out_at, lse_at;             // of the first row, in elements
   typename Config::Facts facts;       // where there are tiles
 
-  // rows_outside: some packed rows belong to no sequence.
-  __device__ __forceinline__ void fill(const QfAttnParams& p, TileSchedule::Tile tile, bool rows_fall,
-                                       bool rows_outside) {
+  // packed_tiles: PackedTiles::count().
+  __device__ __forceinline__ void fill(const QfAttnParams& p, TileSchedule::Tile tile, int packed_tiles) {
     b = tile.column / p.q_heads, h = tile.column - b * p.q_heads;
-    seq = sequence_of(p, b, rows_fall);
+    seq = sequence_of(p, b, packed_tiles == PackedTiles::kRowsFall);
     mask = {p.window_left, p.window_right, seq.len_q, seq.len_k};
     kv_head = h / (p.q_heads / p.kv_heads), row_tile = tile.row;
     row0 = row_tile * Config::kBlockM;
     rows = seq.len_q - row0;
-    unserved = !seq.good || (rows_outside && (b == 0 || b == p.batch - 1));
+    unserved = !seq.good;
+    if (packed_tiles < PackedTiles::kNotPacked && PackedTiles::rows_outside(p)) unserved |= b == 0 || b == p.batch - 1;
   }
   // What follows from that.
   __device__ __forceinline__ void complete(const QfAttnParams& p) {

@@ -3,8 +3,8 @@
 // shuffle.
 //
 // Weights are rounded to 16 bits before they multiply V. Over many keys the errors average out; a row that sees a
-// handful has outputs as large as V and would miss float16's bound of 1e-3 (docs/numerics.md). Such rows keep what
-// rounding took off, 16 more bits, and multiply V by that as well.
+// handful has outputs as large as V and would miss float16's bound of 1e-3 (docs/numerics.md). Such rows keep the
+// remainder, what rounding took off, as 16 more bits, and multiply V by that as well.
 #pragma once
 
 #include "attn/mma/softmax.cuh"
@@ -54,22 +54,10 @@ __device__ __forceinline__ void store_factor(float* s_factors, const Lane& lane,
     *reinterpret_cast<float4*>(s_row + c) = make_float4(factor, factor, factor, factor);
 }
 
-// Keys that a row must see for its weights to be rounded: the largest of so many N(0, 1) outputs are below 2, where
-// half a unit in the last place of float16 leaves room for the rounding of weights.
-constexpr int kManyKeys = 128;
-template <class Element>
-struct KeepsRest {
-  static constexpr bool kValue = false;
-};
-template <>
-struct KeepsRest<F16> {
-  static constexpr bool kValue = true;
-};
-
-// The lane's weights P, rounded, to its row of s_weights (kPStride elements a row); with `keep`, what rounding took off
-// stays in P.
+// The lane's weights P, rounded, to its row of s_weights (kPStride elements a row); with `keep`, the remainders stay in
+// P.
 template <int kPStride, class Lane, class Element>
-__device__ __forceinline__ void store_rounded(Element* s_weights, const Lane& lane, LaneScores<Lane>& P, bool keep) {
+__device__ __forceinline__ void store_weights(Element* s_weights, const Lane& lane, LaneScores<Lane>& P, bool keep) {
   constexpr int kAtOnce = Lane::kParts == 1 ? 8 : 4;
   Element* const s_row = s_weights + lane.row * kPStride;
 #pragma unroll
@@ -88,30 +76,31 @@ __device__ __forceinline__ void store_rounded(Element* s_weights, const Lane& la
   }
 }
 
-// Scores become weights: read from s_scores (a column per key, kScoreStride floats apart), written to s_weights (a row
-// per row, kPStride elements apart), which may lie in the same place; with `keep`, what rounding took off them stays
-// in S. begin, end: the keys that the row sees. Returns whether O must be scaled by the factors left in s_factors.
-// Visible to the warp after the caller's __syncwarp.
-template <int kScoreStride, int kPStride, int kFactorStride, class Lane, class Element>
-__device__ __forceinline__ bool softmax_row(LaneScores<Lane>& S, const float* s_scores, Element* s_weights,
-                                            float* s_factors, const Lane& lane, RowSum& sum, const QfAttnParams& p,
-                                            bool masked, int begin, int end, bool keep) {
-  const float factor = score_factor(p.scale, p.softcap);
+// S <- the lane's scores. s_scores has a column per key, kScoreStride floats apart.
+template <int kScoreStride, class Lane>
+__device__ __forceinline__ void load_scores(LaneScores<Lane>& S, const float* s_scores, const Lane& lane) {
 #pragma unroll
   for (int i = 0; i < Lane::kScores; ++i) S[i] = s_scores[lane.key(i) * kScoreStride + lane.row];
-  if (!scales_plainly(p.scale, p.softcap)) scale_scores(S.groups, p.scale, p.softcap);
-  if (masked) {
+}
+
+// Blank out the keys of the tile that the lane's row does not see: those outside begin .. end-1.
+template <class Lane>
+__device__ __forceinline__ void mask_scores(LaneScores<Lane>& S, const Lane& lane, int begin, int end) {
 #pragma unroll
-    for (int i = 0; i < Lane::kScores; ++i)
-      if (lane.key(i) < begin || lane.key(i) >= end) S[i] = -infinity();
-  }
+  for (int i = 0; i < Lane::kScores; ++i)
+    if (lane.key(i) < begin || lane.key(i) >= end) S[i] = -infinity();
+}
+
+// S becomes weights 2^(S * factor - m). Returns whether m moved, for some row of the warp; then O must be scaled by the
+// factors left in s_factors, which the warp sees after the caller's __syncwarp.
+template <int kFactorStride, class Lane>
+__device__ __forceinline__ bool online_softmax(LaneScores<Lane>& S, const Lane& lane, RowSum& sum, float factor,
+                                               float* s_factors) {
   float top = S[0];
 #pragma unroll
   for (int i = 1; i < Lane::kScores; ++i) top = fmaxf(top, S[i]);
   top = Lane::max_of_row(top) * factor;
-
   const bool moved = __any_sync(0xffffffffu, top > sum.m + kSlack);
-  __syncwarp();  // every lane has read its scores: they may be overwritten
   if (moved) {
     const float m = fmaxf(sum.m, top), rescale = ex2(sum.m - reference_of(m));
     sum.m = m;
@@ -124,7 +113,6 @@ __device__ __forceinline__ bool softmax_row(LaneScores<Lane>& S, const float* s_
     S[i] = ex2(fmaf(S[i], factor, -reference));
     sum.l += S[i];
   }
-  store_rounded<kPStride>(s_weights, lane, S, keep);
   return moved;
 }
 

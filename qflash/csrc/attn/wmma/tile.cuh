@@ -26,4 +26,16 @@ struct PaddedWalk : ChunkWalk<kTileRows, kRowChunks, kThreads> {
   __device__ static __forceinline__ int offset(int i) { return first_offset() + shift(i); }
 };
 
+// s_tile <- rows row0 .. of x; zeros past the last row and the last channel. kAsync: rows start at multiples of 16
+// bytes, and the copies belong to a group of cp.async of their own. Else they pass through registers.
+template <class Walk, bool kAsync, class Element>
+__device__ __forceinline__ void load_tile(char* s_tile, const HeadRows<Element>& x, int row0, bool aligned) {
+  if constexpr (kAsync) {
+    copy_async<Walk>(s_tile, x.g_head, x.stride_t, row0, x.length, x.head_dim);
+    cp_async_commit();
+  } else {
+    copy_through_registers<Walk>(s_tile, x, row0, aligned);
+  }
+}
+
 }  // namespace qf

@@ -22,7 +22,7 @@
 // Pipeline: a tile is kKSteps steps on channels of K, softmax, then kVSteps steps on keys of V. A step
 //   fetches the next chunk into registers, computes on the current buffer, stashes the fetched chunk into the other
 //   buffer, and meets the block at a barrier. One barrier is enough: the other buffer was last read before the
-//   previous one. Rotated K skips the registers: it is loaded, turned and stored in one go after the product.
+//   previous one. Rotated K skips the registers: it is loaded, rotated and stored in one go after the product.
 //
 // Masks: tiles no row of the block sees are not visited, tiles no row of a warp sees are skipped by that warp, and
 //   only tiles some row sees in part are masked element by element. A masked V row may hold NaN or infinity: the
@@ -170,10 +170,7 @@ __global__ void __launch_bounds__(qf::fa::kThreads, qf::fa::kMinBlocks)
         if (p.softcap != 0.0f) apply_softcap(S, p.softcap);
         if (masked) mask_scores<kLanesX>(S, LaneMask(mask, row0, key0 + x));
         online_softmax<kLanesX, kLanesY, kThreads>(S, s_m, s_l, x == 0, rescale);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-#pragma unroll
-          for (int c = 0; c < 4 * kOutVecs; ++c) O[r][c] *= rescale[r];
+        scale_rows(O, rescale);
         store_weights<kLanesX, kPStride>(s_p + (row0 - block_row) * kPStride + x, S);
         __syncwarp();  // the weights are read by other lanes of this warp
       }

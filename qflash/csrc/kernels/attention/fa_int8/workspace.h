@@ -15,7 +15,7 @@ inline int64_t padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
 struct Workspace {
   QfQuantizeParams q, k;
-  int64_t q_values, k_values, q_scales, k_scales, means, lifts, wild, scratch;  // byte offsets
+  int64_t q_values, k_values, q_scales, k_scales, means, lift, nonfinite, scratch;  // byte offsets
   int64_t scratch_bytes, bytes;
 
   explicit Workspace(const QfAttnParams& p) {
@@ -33,8 +33,8 @@ struct Workspace {
     q_scales = take(int64_t(p.batch) * p.q_heads * p.q_len * 4);
     k_scales = take(int64_t(p.batch) * p.kv_heads * groups * 4);
     means = take(int64_t(p.batch) * p.kv_heads * p.head_dim * 4);
-    lifts = take(int64_t(p.batch) * p.q_heads * p.q_len * 4);
-    wild = take(int64_t(p.batch) * p.kv_heads * 4);
+    lift = take(int64_t(p.batch) * p.q_heads * p.q_len * 4);
+    nonfinite = take(int64_t(p.batch) * p.kv_heads * 4);
 
     // Q: a scale for every token. K: less its mean, a scale for kKeyGroup tokens. Rotated first, both.
     q = quantization(p, p.q, p.q_heads, p.q_len, 1);
@@ -56,8 +56,8 @@ struct Workspace {
     const auto floats = [&](int64_t at) { return reinterpret_cast<float*>(base + at); };
     q.values.data = base + q_values, k.values.data = base + k_values;
     q.scale = floats(q_scales), k.scale = floats(k_scales);
-    k.mean = floats(means), q.lift_mean = k.mean, q.lift = floats(lifts);
-    k.wild = reinterpret_cast<int32_t*>(base + wild);
+    k.mean = floats(means), q.lift_mean = k.mean, q.lift = floats(lift);
+    k.wild = reinterpret_cast<int32_t*>(base + nonfinite);
     q.workspace = k.workspace = base + scratch;
     q.workspace_bytes = k.workspace_bytes = scratch_bytes;
 

@@ -13,6 +13,7 @@ constexpr int kHeadDim = QF_HEAD_DIM;
 constexpr int kArch = QF_ARCH;
 using Element = ElementOf<QF_DTYPE>::Type;
 constexpr int kSharedLimit = shared_limit(kArch);
+constexpr bool kKeepsRemainders = QF_DTYPE == QF_F16;  // attn/wmma/softmax.cuh says why
 
 // Rows of a warp: two blocks of 16 halve the reads of K and V, and give each lane a row of its own in the softmax. The
 // registers hold the outputs of two up to head_dim 128; Turing's shared memory up to 96.
@@ -33,7 +34,7 @@ constexpr int factor_bytes() { return 4 * kWarpRows * kFactorStride; }
 // Blocks that share a multiprocessor, warps of a block, keys of a tile.
 struct Shape {
   int blocks, warps, keys;
-  // A warp's own: scores, then, in their place, weights and, one after the other, factors and the weights' rest.
+  // A warp's own: scores, then, in their place, weights and, one after the other, factors and the weights' remainders.
   constexpr int warp_bytes() const {
     return larger(score_bytes(keys), weight_bytes(keys) + larger(factor_bytes(), weight_bytes(keys)));
   }

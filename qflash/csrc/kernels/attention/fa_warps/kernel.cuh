@@ -15,21 +15,27 @@
 //   maxima and sums; nothing is staged in registers on its way to shared memory.
 //
 // Shared memory (head_dim 128, float32, Hopper: 128 rows, 64 keys, 8 warps, one block a multiprocessor), in floats:
-//   s_q      [kBlockM][kHeadDim + 4]        scaled, rotated q       128 x 132 = 16896
+//   s_q      [kBlockM][kHeadDim + 4]        scaled q                128 x 132 = 16896
 //   s_p      [kBlockM][kBlockN + kLanesX]   weights                 128 x  80 = 10240   a warp reads only what it wrote
 //   s_fold   [kBlockM]                      maxima at the last fold             128
-//   s_state  256 bytes                                                           64
+//   s_state  320 bytes                                                           80
 //   s_k      [kBlockN][kHeadDim] + 16 bytes a row                    64 x 132 =  8448   in the arrays' type
 //   s_v      [kBlockN][kHeadDim]                                     64 x 128 =  8192   in the arrays' type
-// Together 175 872 bytes. The bank argument is that of smem/lanes.cuh; 16-bit K rows, read 8 bytes at a time, start
+// Together 175 936 bytes. The bank argument is that of smem/lanes.cuh; 16-bit K rows, read 8 bytes at a time, start
 //   (kHeadDim + 8) / 2 words apart, 4 or 20 mod 32: eight of them hit eight different pairs of banks.
 //
 // Pipeline: K and V have a buffer each, and one fills while the other is read. V of a tile is copied (cp.async) behind
 //   Q Kt and the softmax, K of the next behind P V. Two barriers a tile, whatever head_dim is: at each a tile passes
-//   from the copying threads to the reading warps, and the other buffer back. Rotated K goes through registers, after
-//   the barrier and before P V, and so does everything on Turing, which has no cp.async.
+//   from the copying threads to the reading warps, and the other buffer back. On Turing, which has no cp.async, tiles
+//   pass through registers at the same places.
 //
-// Masks, NaN in masked rows of V, folding of float32 sums: as in `fa`.
+// Masks: as in `fa`. Tiles that some row sees only in part leave masked keys out of P V one by one: their weights are
+// 0,
+//   but 0 times NaN or infinity in V would not be.
+//
+// Sums: float32 arrays fold O into `out` every kFoldKeys keys, as in `fa` (attn/cuda_core/fold.cuh).
+//
+// Refuses rope and packed arrays (qflash/dispatch.py).
 //
 // Bound: the FMA units, as in `fa`. See docs/kernels/fa_warps.md.
 #pragma once
@@ -61,14 +67,6 @@ struct Place {
       : x(Lanes<kLanesX>::x(thread % 32)), row(thread / 32 * kWarpRows + Lanes<kLanesX>::y(thread % 32)) {}
 };
 
-// Close the open copies of this thread, and wait for them: nothing to do where there are none.
-__device__ __forceinline__ void commit_copies() {
-  if constexpr (kAsync) cp_async_commit();
-}
-__device__ __forceinline__ void wait_for_copies() {
-  if constexpr (kAsync) cp_async_wait<0>();
-}
-
 }  // namespace fa_warps
 }  // namespace qf
 
@@ -79,102 +77,85 @@ __global__ void __launch_bounds__(qf::fa_warps::kThreads, qf::fa_warps::kMinBloc
   extern __shared__ float4 s_memory[];
   float* const s_q = reinterpret_cast<float*>(s_memory);
   float* const s_p = s_q + kQFloats;
-  float* const s_fold = s_p + kPFloats;  // maxima of the rows when they were last folded
+  float* const s_fold = s_p + kPFloats;
   State& s_state = *reinterpret_cast<State*>(s_fold + kBlockM);
   Element* const s_k = reinterpret_cast<Element*>(s_fold + kBlockM + kStateBytes / 4);
   Element* const s_v = s_k + kKElements;
+  if (!s_state.template begin<Element>(p, grid)) return;
 
-  {
-    const Work work(p, grid);
-    const Sequence seq = read_sequence(p, work.b);
-    fill_unserved_rows<Element>(p, seq, work.b, work.h, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
-    if (!seq.good || work.row_tile * kBlockM >= seq.len_q) return;
-    const int kv_head = work.h / (p.q_heads / p.kv_heads);
-    const HeadRows<Element> k(p.kv.k, work.b, seq.k0, kv_head, 0, 0, false),
-        v(p.kv.v, work.b, seq.k0, kv_head, 0, 0, false);
-    s_state.fill(p, work, seq, k.g_head, v.g_head);
-  }
-  __syncthreads();  // the state is in place
-  const Sequence& seq = s_state.seq;
   const Place place(threadIdx.x);
   const int x = place.x;
-
+  float* const s_q_rows = s_q + place.row * kQStride;  // of this lane
+  float* const s_p_rows = s_p + place.row * kPStride;
   float O[kRows][4 * kOutVecs] = {};
   float m[kRows], l[kRows];  // of the rows; l: this lane's share
 #pragma unroll
   for (int r = 0; r < kRows; ++r) m[r] = -infinity(), l[r] = 0.0f;
 
-  const auto rows_of = [&](const QfTensor& tensor, const void* g_head, bool vector) {  // of K or V
-    return HeadRows<Element>(static_cast<const Element*>(g_head), tensor.stride_t, seq.len_k, p.head_dim, vector);
+  const auto load_q = [&] {
+    const HeadRows<Element> q(p.q, s_state.b, 0, s_state.h, p.q_len, p.head_dim, grid.vector.q);
+    load_scaled<QWalk, kQStride>(s_q, q, s_state.block_row, 0, query_scale(p.scale, p.softcap));
   };
-  const auto load_k = [&](int key0) {
-    const HeadRows<Element> k = rows_of(p.kv.k, s_state.k, grid.vector.k);
-    if (p.rope.cos)
-      load_scaled<KvWalk, kKStride>(s_k, k, key0, 0, 1.0f, p.rope, grid.vector.rope,
-                                    [&](int j) { return position_k(p.rope, s_state.b, seq.k0, j); });
-    else
-      copy_tile<KvWalk, kKStride, kAsync>(s_k, k, key0);
-    commit_copies();
+  const auto rows_of = [&](const QfTensor& tensor, const void* g_head, bool vector) {
+    return HeadRows<Element>(static_cast<const Element*>(g_head), tensor.stride_t, s_state.seq.len_k, p.head_dim,
+                             vector);
   };
-  const auto load_v = [&](int key0) {
+  const auto start_k = [&](int key0) {
+    copy_tile<KvWalk, kKStride, kAsync>(s_k, rows_of(p.kv.k, s_state.k, grid.vector.k), key0);
+  };
+  const auto start_v = [&](int key0) {
     copy_tile<KvWalk, kVStride, kAsync>(s_v, rows_of(p.kv.v, s_state.v, grid.vector.v), key0);
-    commit_copies();
   };
-
-  int key0 = s_state.block_keys.begin / kBlockN * kBlockN;
-  if (key0 < s_state.block_keys.end) {
-    load_k(key0);
-    const HeadRows<Element> q(p.q, s_state.b, seq.q0, s_state.h, seq.len_q, p.head_dim, grid.vector.q);
-    load_scaled<QWalk, kQStride>(s_q, q, s_state.block_row, 0, query_scale(p.scale, p.softcap), p.rope,
-                                 grid.vector.rope,
-                                 [&](int i) { return position_q(p.rope, s_state.b, seq.q0, i, seq.len_q, seq.len_k); });
-  }
-
-  float* const s_q_rows = s_q + place.row * kQStride;
-  float* const s_p_rows = s_p + place.row * kPStride;
-  bool folded = false;
-  for (bool last = false; !last;) {
-    const int fold_end = kFolds ? min(s_state.block_keys.end, key0 + kFoldKeys) : s_state.block_keys.end;
-#pragma unroll 1
-    for (; key0 < fold_end; key0 += kBlockN) {
-      const bool works = !s_state.idle(key0, kBlockN), masked = !s_state.whole_for_warp(key0, kBlockN);
-
-      wait_for_copies();
-      __syncthreads();  // K has changed hands: loaders to readers. And V back: nobody reads the last tile any more
-      load_v(key0);
-      if (works) {
-        float S[kRows][kScoreCols] = {};
-        float rescale[kRows];
-        qk_product<kLanesX, kScoreCols, kHeadDim, kQStride, kKStride, kQkUnroll>(S, s_q_rows, s_k + x * kKStride);
-        if (p.softcap != 0.0f) apply_softcap(S, p.softcap);
-        if (masked) mask_scores<kLanesX>(S, LaneMask(s_state.mask, s_state.block_row + place.row, key0 + x));
-        online_softmax<kLanesX, 1, 1>(S, m, l, true, rescale);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-#pragma unroll
-          for (int c = 0; c < 4 * kOutVecs; ++c) O[r][c] *= rescale[r];
-        store_weights<kLanesX, kPStride>(s_p_rows + x, S);
-        __syncwarp();  // the weights are read by other lanes of this warp
-      }
-
-      wait_for_copies();
-      // V has changed hands, and K back.
-      const bool v_finite = !__syncthreads_or(!own_copies_finite<KvWalk, kVStride>(s_v));
-      if (key0 + kBlockN < s_state.block_keys.end) load_k(key0 + kBlockN);
-      if (works) {
-        if (masked && !v_finite)
-          pv_product<kLanesX, kOutVecs, kBlockN, kPStride, kVStride>(
-              O, s_p_rows, s_v + 4 * x, LaneMask(s_state.mask, s_state.block_row + place.row, key0));
-        else
-          pv_product<kLanesX, kOutVecs, kBlockN, kPStride, kVStride>(O, s_p_rows, s_v + 4 * x, AllVisible{});
-      }
+  const auto wait_for_copies = [] {  // of this thread
+    if constexpr (kAsync) {
+      cp_async_commit();
+      cp_async_wait<0>();
     }
-
-    last = key0 >= s_state.block_keys.end;
+  };
+  const auto mask_from = [&](int key) { return LaneMask(s_state.mask, s_state.block_row + place.row, key); };
+  const auto fold_o = [&](bool folded, bool last) {
     const Place here(fresh_tid());
-    const OutRows<Element> out(p, s_state.b, seq.q0, s_state.h, grid.vector.out);
+    const OutRows<Element> out(p, s_state.b, 0, s_state.h, grid.vector.out);
     fold_rows<kLanesX, kOutVecs, 1, 1, kFolds>(O, m, s_fold + here.row, l, out, s_state.mask, here.x,
                                                s_state.block_row + here.row, folded, last);
-    folded = true;
+  };
+
+  const int first_key = s_state.block_keys.begin / kBlockN * kBlockN, end = s_state.block_keys.end;
+  bool folded = false;
+  if (first_key < end) {
+    start_k(first_key);
+    load_q();
   }
+#pragma unroll 1
+  for (int key0 = first_key; key0 < end; key0 += kBlockN) {
+    const bool works = !s_state.idle(key0, kBlockN), masked = !s_state.whole_for_warp(key0, kBlockN);
+
+    wait_for_copies();
+    __syncthreads();  // K has changed hands: loaders to readers. And V back: nobody reads the last tile any more
+    start_v(key0);
+    if (works) {
+      float S[kRows][kScoreCols] = {}, rescale[kRows];
+      qk_product<kLanesX, kScoreCols, kHeadDim, kQStride, kKStride, kQkUnroll>(S, s_q_rows, s_k + x * kKStride);
+      if (p.softcap != 0.0f) apply_softcap(S, p.softcap);
+      if (masked) mask_scores<kLanesX>(S, mask_from(key0 + x));
+      online_softmax<kLanesX, 1, 1>(S, m, l, true, rescale);
+      scale_rows(O, rescale);
+      store_weights<kLanesX, kPStride>(s_p_rows + x, S);
+      __syncwarp();  // the weights are read by other lanes of this warp
+    }
+
+    wait_for_copies();
+    __syncthreads();  // V has changed hands, and K back
+    if (key0 + kBlockN < end) start_k(key0 + kBlockN);
+    if (works && masked)
+      pv_product<kLanesX, kOutVecs, kBlockN, kPStride, kVStride>(O, s_p_rows, s_v + 4 * x, mask_from(key0));
+    else if (works)
+      pv_product<kLanesX, kOutVecs, kBlockN, kPStride, kVStride>(O, s_p_rows, s_v + 4 * x, AllVisible{});
+
+    if (kFolds && (key0 + kBlockN - first_key) % kFoldKeys == 0 && key0 + kBlockN < end) {
+      fold_o(folded, false);
+      folded = true;
+    }
+  }
+  fold_o(folded, true);  // O divided by the sums of weights, and lse
 }

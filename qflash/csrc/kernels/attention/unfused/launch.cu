@@ -12,7 +12,7 @@ QF_EXPORT int64_t qf_unfused_workspace(const QfAttnParams* p) {
 
 QF_EXPORT int qf_unfused(const QfAttnParams* p, void* stream) {
   using namespace qf::unfused;
-  if (const int status = qf::check_arrays(p, QF_DTYPE)) return status;
+  if (const int status = qf::check_unrotated_arrays(p, QF_DTYPE)) return status;
   const int64_t needed = qf_unfused_workspace(p);
   if (needed > 0 && (!p->workspace || p->workspace_bytes < needed)) return QF_NO_MEMORY;
   const auto tiles = [](int extent, int size) { return (extent + size - 1) / size; };
@@ -25,4 +25,6 @@ QF_EXPORT int qf_unfused(const QfAttnParams* p, void* stream) {
   return run(qf_unfused_output_kernel, kBlockM, tiles(p->head_dim, kBlockD), kOutputSharedBytes);
 }
 
-QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("unfused", status); }
+QF_EXPORT const char* qf_status_text(int status) {
+  return qf::status_text("unfused", status, ", takes no rope or packed arrays");
+}
