@@ -48,31 +48,31 @@ def _with_ratio(row: Row, peer: str | None) -> str:
     return rate(row) + (f", **{ratio(row['speedup'][peer])}**" if peer in row["speedup"] else "")
 
 
-_SQUARES = tuple((head_dim, keys, mask) for head_dim in (64, 128) for keys in (4096,) for mask in (FULL, CAUSAL))
-_ENDS = ((64, 1024, CAUSAL), *_SQUARES, (128, 16384, FULL))
-_LONG = ((64, 16384, FULL), (128, 4096, FULL), (128, 4096, CAUSAL))
+_AT_4096 = tuple((head_dim, 4096, mask) for head_dim in (64, 128) for mask in (FULL, CAUSAL))
+_SHORT_TO_LONG = ((64, 1024, CAUSAL), *_AT_4096, (128, 16384, FULL))
+_HOPPER = ((64, 16384, FULL), (128, 4096, FULL), (128, 4096, CAUSAL))
 _QUANTIZED = tuple(f"qflash {name}{how}" for name in ("sm90_int8", "sm90_int8_fp8") for how in ("", " (kernel alone)"))
 _GROUP = "per group of 16"
 
 # By page of docs/kernels.
 TABLES: dict[str, Callable[[], str]] = {
-    "fa": Attention("cuda", "float32", ("qflash fa",), _ENDS),
-    "fa_mma": Attention("fa_mma", "bfloat16", ("qflash fa_mma",), _ENDS),
+    "fa": Attention("cuda", "float32", ("qflash fa",), _SHORT_TO_LONG),
+    "fa_mma": Attention("fa_mma", "bfloat16", ("qflash fa_mma",), _SHORT_TO_LONG),
     "sm90_fwd": Attention(
         "sm90",
         "bfloat16",
         ("qflash sm90_fwd",),
-        ((64, 512, CAUSAL), *_LONG, (128, 16384, CAUSAL), (256, 16384, FULL)),
+        ((64, 512, CAUSAL), *_HOPPER, (128, 16384, CAUSAL), (256, 16384, FULL)),
     ),
     "sm90_int8": Attention(
         "sm90_int8",
         "bfloat16",
         _QUANTIZED,
-        (*_LONG, (128, 16384, FULL), (128, 16384, CAUSAL), (256, 16384, FULL)),
+        (*_HOPPER, (128, 16384, FULL), (128, 16384, CAUSAL), (256, 16384, FULL)),
         True,
     ),
-    "cpu": Attention("cpu", "float32", ("qflash cpu",), ((64, 1024, CAUSAL), *_SQUARES)),
-    "cpu_int8": Attention("cpu", "float32", ("qflash cpu_int8",), ((64, 1024, CAUSAL), *_SQUARES)),
+    "cpu": Attention("cpu", "float32", ("qflash cpu",), ((64, 1024, CAUSAL), *_AT_4096)),
+    "cpu_int8": Attention("cpu", "float32", ("qflash cpu_int8",), ((64, 1024, CAUSAL), *_AT_4096)),
     "reductions": partial(reductions.table, "reductions", keep=lambda row: row["columns"] == 8192),
     "quantize": partial(
         quantize.table,
