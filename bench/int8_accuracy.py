@@ -146,11 +146,11 @@ def _mask(row: Row) -> str:
     return "causal" if row["causal"] else "full"
 
 
-def _by_machine(table: Callable[[list[Row]], str]) -> str:
-    return tables.by_machine(NAME, table, "`python -m bench.int8_accuracy` makes them.")
+def _by_machine(table: Callable[[list[Row]], str], machine: str | None) -> str:
+    return tables.by_machine(NAME, table, "`python -m bench.int8_accuracy` makes them.", machine)
 
 
-def summary() -> str:
+def summary(machine: str | None = None) -> str:
     """Relative L2 errors of the committed rows: one table per machine, an input per line."""
 
     def of(found: list[Row]) -> str:
@@ -164,10 +164,10 @@ def summary() -> str:
         ]
         return tables.markdown(["input", *names], lines)
 
-    return _by_machine(of)
+    return _by_machine(of, machine)
 
 
-def table() -> str:
+def table(machine: str | None = None) -> str:
     """The committed rows: one table per machine, a candidate per line."""
 
     def of(found: list[Row]) -> str:
@@ -179,7 +179,7 @@ def table() -> str:
         header = ["input", "candidate", "cosine", "relative L1", "relative L2", "RMSE", "largest error"]
         return tables.markdown(header, tables.unrepeated(lines))
 
-    return _by_machine(of)
+    return _by_machine(of, machine)
 
 
 if __name__ == "__main__":

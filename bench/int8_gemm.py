@@ -151,8 +151,8 @@ class Gemm(Suite):
         }
 
 
-def table() -> str:
-    """The committed rows: one table per machine, a candidate per line."""
+def table(machine: str | None = None, **chosen: Any) -> str:
+    """The committed rows: one table per machine, a candidate per line; `chosen`: by_machine's keep."""
 
     def of(found: list[Row]) -> str:
         peers = [peer for peer in OVER if any(peer in row["speedup"] for row in found)]
@@ -165,7 +165,7 @@ def table() -> str:
         header = ["m × n × k", "candidate", "out", "time", "rate", *(f"× {peer}" for peer in peers)]
         return tables.markdown(header, tables.unrepeated(lines))
 
-    return tables.by_machine(NAME, of, "`python -m bench.int8_gemm` makes them.")
+    return tables.by_machine(NAME, of, "`python -m bench.int8_gemm` makes them.", machine, **chosen)
 
 
 if __name__ == "__main__":

@@ -142,8 +142,8 @@ class Quantize(BesideACopy):
         return {"kind": NAME, "what": case.name, "shape": list(arrays.x.shape), "dtype": case.dtype}
 
 
-def table(preset: str = NAME) -> str:
-    """The committed rows: one table per machine, a problem per line."""
+def table(preset: str = NAME, machine: str | None = None, **chosen: Any) -> str:
+    """The committed rows: one table per machine, a problem per line; `chosen`: by_machine's keep."""
 
     def of(found: list[Row]) -> str:
         lines = [
@@ -153,7 +153,7 @@ def table(preset: str = NAME) -> str:
         ]  # fmt: skip
         return tables.markdown(["what", "shape", "type", "time", "rate of x and integers", "of a copy's"], lines)
 
-    return tables.by_machine(preset, of, f"`python -m bench.{preset}` makes them.")
+    return tables.by_machine(preset, of, f"`python -m bench.{preset}` makes them.", machine, **chosen)
 
 
 if __name__ == "__main__":

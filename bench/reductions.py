@@ -139,8 +139,8 @@ class Reductions(Suite):
         return (EAGER, COMPILED) if candidate.kernel else ()
 
 
-def table(preset: str) -> str:
-    """One table per machine with committed rows: an operation and shape per line."""
+def table(preset: str, machine: str | None = None, **chosen: Any) -> str:
+    """One table per machine with committed rows: an operation and shape per line; `chosen`: by_machine's keep."""
 
     def of(found: list[Row]) -> str:
         lines = []
@@ -151,7 +151,7 @@ def table(preset: str) -> str:
         header = ["operation", "rows × columns", "dtype", "time", "rate", "of copy's rate", "error", f"× {EAGER}"]
         return tables.markdown([*header, f"× {COMPILED}"], lines)
 
-    return tables.by_machine(preset, of, f"`python -m bench.reductions` makes them ({preset}).")
+    return tables.by_machine(preset, of, f"`python -m bench.reductions` makes them ({preset}).", machine, **chosen)
 
 
 if __name__ == "__main__":

@@ -1,48 +1,25 @@
-"""Tables of the README and the kernel pages, made from committed rows between `<!-- qflash:NAME -->` markers."""
+"""Tables of the README and the kernel pages, made from committed rows between `<!-- qflash:NAME -->` markers; and the
+pages of docs/results, which are nothing but such tables."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from bench import int8_accuracy, int8_gemm, profiles, quantize, reductions, sm90_quantize
+from bench import highlights, int8_accuracy, int8_gemm, profiles, quantize, reductions, result_pages, sm90_quantize
 from bench import rows as store
 from bench.presets import PRESETS, Preset
-from bench.tables import candidate, markdown, ratio, source, time, unrepeated
+from bench.tables import FP8, best_peer, candidate, error, markdown, problem, rate, ratio, source, time, unrepeated
 from qflash.dispatch import KERNELS, VARIANTS, Kernel, kernels_of
 
 CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.device == "cuda")
 PAGES = (store.ROOT / "README.md", *sorted((store.ROOT / "docs" / "kernels").glob("*.md")))
 Row = dict[str, Any]
-FP8 = "FlashAttention 3 FP8"  # a peer of fewer bits: never the best of those that quantized kernels are held against
 LONG = 4096  # keys from which on quantized kernels are to be faster
 BEHIND = 0.95  # of a peer's speed: below it a kernel counts as slower, not as equal
-
-
-# Cells
-
-
-def problem(row: Row) -> str:
-    """A row's problem in a few words."""
-    if row["kind"] == "decode":
-        return f"B={row['B']} Tq=1 Tk={row['Tk']} Hq={row['Hq']} Hkv={row['Hkv']} D={row['D']}"
-    if row["kind"] == "overhead":
-        return f"B={row['B']} T={row['Tq']} H={row['Hq']} D={row['D']}"
-    return f"B={row['B']} T={row['Tq']} H={row['Hq']} D={row['D']} {'causal' if row['causal'] else 'full'}"
-
-
-def rate(row: Row) -> str:
-    if "gbs" in row:
-        return f"{row['gbs']:.1f} GB/s"
-    if "gflops" in row:
-        return f"{row['gflops'] / 1e3:.1f} TFLOP/s" if row["gflops"] >= 1e4 else f"{row['gflops']:.0f} GFLOP/s"
-    return ""
-
-
-def error(row: Row) -> str:
-    return "" if row["rel_l2"] is None else f"{row['rel_l2']:.0e}"
 
 
 # Tables
@@ -75,31 +52,35 @@ def operations_table() -> str:
     return markdown(["operation", "kernel", "runs on", "what it is"], lines).replace("---:", "---")
 
 
-def preset_table(name: str) -> str:
+def preset_table(name: str, machine: str | None = None) -> str:
     """One table per machine with committed rows: a problem per line, qflash's kernels beside their peers."""
     parts = []
-    for rows in store.committed(name).values():
+    for rows in store.committed(name, machine).values():
         means = [f"- {line}" for line in means_of(PRESETS[name], rows)] if PRESETS[name].peers is not None else []
         lines = _lines(rows, PRESETS[name].best)
         parts.append("\n\n".join([source(rows[0]), lines, *(["\n".join(means)] if means else [])]))
     return "\n\n".join(parts) or _no_rows(name)
 
 
-def ladder_table() -> str:
-    """One table per machine, head_dim and mask: the rungs of each problem from first to last, then their peers."""
+def ladder_table(machine: str | None = None, fold: bool = True) -> str:
+    """One table per machine, head_dim and mask: the rungs of each problem from first to last, then their peers.
+    fold: the first is what most readers look for; the others unfold."""
     parts = []
-    for rows in store.committed("ladder").values():
+    for rows in store.committed("ladder", machine).values():
         parts.append(source(rows[0]))
         groups: dict[tuple[int, bool], list[Row]] = {}
         for row in rows:
             groups.setdefault((row["D"], row["causal"]), []).append(row)
         for (head_dim, causal), group in groups.items():
             title = f"head dim {head_dim}, {'causal' if causal else 'full'}, {group[0]['dtype']}"
-            table = _rungs(group)
-            # The first is what most readers look for; the others unfold.
-            folded = f"<details><summary>{title}</summary>\n\n{table}\n\n</details>"
-            parts.append(f"{title.capitalize()}:\n\n{table}" if len(parts) == 1 else folded)
+            parts.append(_titled(title, _rungs(group), fold and len(parts) > 1))
     return "\n\n".join(parts) or _no_rows("ladder")
+
+
+def _titled(title: str, table: str, fold: bool) -> str:
+    if fold:
+        return f"<details><summary>{title}</summary>\n\n{table}\n\n</details>"
+    return f"{title.capitalize()}:\n\n{table}"
 
 
 def _rungs(rows: list[Row]) -> str:
@@ -125,17 +106,17 @@ def quantized_summaries() -> str:
     return "\n\n".join(parts) or _no_rows("sm90_int8")
 
 
-def quantized_table() -> str:
+def quantized_table(machine: str | None = None, fold: bool = True) -> str:
     """sm90_int8, one table per machine, head_dim and mask: ours with and without quantization, then their peers."""
     parts = []
-    for rows in store.committed("sm90_int8").values():
+    for rows in store.committed("sm90_int8", machine).values():
         parts.append(_quantized_summary(rows))
         groups: dict[tuple[int, bool], list[Row]] = {}
         for row in rows:
             groups.setdefault((row["D"], row["causal"]), []).append(row)
         for (head_dim, causal), group in groups.items():
             title = f"head dim {head_dim}, {'causal' if causal else 'full'}, {group[0]['dtype']}"
-            parts.append(f"<details><summary>{title}</summary>\n\n{_quantized_lines(group)}\n\n</details>")
+            parts.append(_titled(title, _quantized_lines(group), fold))
     return "\n\n".join(parts) or _no_rows("sm90_int8")
 
 
@@ -192,12 +173,6 @@ def geometric_means(rows: list[Row]) -> list[str]:
                 among = f"geometric mean of {len(ratios)} problems, {min(ratios):.2f} to {max(ratios):.2f}"
                 sentences.append(f"{name}: {ratio(mean)} {peer} ({among})")
     return sentences
-
-
-def best_peer(row: Row) -> tuple[str, float] | None:
-    """The peer of at least 16 bits that a row of ours has the hardest time with, and how many times faster ours is."""
-    peers = {peer: value for peer, value in row["speedup"].items() if not peer.startswith("qflash") and peer != FP8}
-    return min(peers.items(), key=lambda item: item[1]) if peers else None
 
 
 def against_the_best(rows: list[Row]) -> list[str]:
@@ -278,10 +253,12 @@ def _peer_ratio(row: Row) -> str:
     return ", ".join(f"{ratio(value)} over {peer}" for peer, value in row["speedup"].items())
 
 
-def profile_table(name: str) -> str:
+def profile_table(name: str, gpu: str | None = None) -> str:
     """What ncu found on one kernel, GPU by GPU: a line per figure, a column per launch."""
     parts = []
-    for profile in profiles.committed(name).values():
+    for folder, profile in profiles.committed(name).items():
+        if gpu not in (None, folder):
+            continue
         header = ["", *(f"`{launch}`" for launch in profile.launches)]
         parts.append(f"{profiles.source(profile)}\n\n{markdown(header, profiles.figures(profile))}")
     return "\n\n".join(parts) or f"No profile is committed yet; `qflash profile --kernel {name}` makes it."
@@ -309,21 +286,28 @@ def quantized_plots() -> str:
     return "\n".join(f"![{titles[path.stem]} on {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found)
 
 
+# All rows of a preset: of one machine, or, called without, of every one.
+TABLES: dict[str, Callable[..., str]] = {
+    **{name: partial(preset_table, name) for name in PRESETS},
+    "ladder": ladder_table,
+    "sm90_int8": quantized_table,
+    int8_gemm.NAME: int8_gemm.table,
+    int8_accuracy.NAME: int8_accuracy.table,
+    **{name: partial(quantize.table, name) for name in (quantize.NAME, sm90_quantize.NAME)},
+    **{name: partial(reductions.table, name) for name in reductions.PRESET.values()},
+}
+# The same on pages of their own, where nothing needs to be folded.
+UNFOLDED = TABLES | {name: partial(TABLES[name], fold=False) for name in ("ladder", "sm90_int8")}
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "operations": operations_table,
     "plots": plots,
-    **{name: (lambda name=name: preset_table(name)) for name in PRESETS},
-    "ladder": ladder_table,
-    int8_gemm.NAME: int8_gemm.table,
-    quantize.NAME: quantize.table,
-    "sm90_int8": quantized_table,
+    **TABLES,
     "sm90_int8-means": quantized_summaries,
     "sm90_int8-plots": quantized_plots,
-    int8_accuracy.NAME: int8_accuracy.table,
     f"{int8_accuracy.NAME}-l2": int8_accuracy.summary,
-    sm90_quantize.NAME: lambda: quantize.table(sm90_quantize.NAME),
-    **{name: (lambda name=name: reductions.table(name)) for name in reductions.PRESET.values()},
+    **{f"results-{page}": table for page, table in highlights.TABLES.items()},
     "roofline": rooflines,
     **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in CUDA_KERNELS},
     **{f"kernel-{name}": (lambda name=name: kernel_table(name)) for name in VARIANTS},
@@ -355,4 +339,4 @@ def update(check_only: bool = False) -> list[str]:
         stale += [f"{page.relative_to(store.ROOT)}: {name}" for name in changed]
         if changed and not check_only:
             page.write_text(text)
-    return stale
+    return stale + result_pages.update(result_pages.render(UNFOLDED, profile_table), check_only)

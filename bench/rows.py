@@ -109,6 +109,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
-def committed(preset: str) -> dict[str, list[dict[str, Any]]]:
-    """Rows of a preset by machine."""
-    return {path.parent.name: read(path) for path in sorted(RESULTS.glob(f"*/{preset}.jsonl"))}
+def committed(preset: str, machine: str | None = None) -> dict[str, list[dict[str, Any]]]:
+    """Rows of a preset by machine; `machine`: of that one alone."""
+    return {path.parent.name: read(path) for path in sorted(RESULTS.glob(f"{machine or '*'}/{preset}.jsonl"))}

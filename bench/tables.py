@@ -8,6 +8,28 @@ from typing import Any
 from bench import rows as store
 
 Row = dict[str, Any]
+FP8 = "FlashAttention 3 FP8"  # a peer of fewer bits: never the best of those that quantized kernels are held against
+
+
+def problem(row: Row) -> str:
+    """A row's problem in a few words."""
+    if row["kind"] == "decode":
+        return f"B={row['B']} Tq=1 Tk={row['Tk']} Hq={row['Hq']} Hkv={row['Hkv']} D={row['D']}"
+    if row["kind"] == "overhead":
+        return f"B={row['B']} T={row['Tq']} H={row['Hq']} D={row['D']}"
+    return f"B={row['B']} T={row['Tq']} H={row['Hq']} D={row['D']} {'causal' if row['causal'] else 'full'}"
+
+
+def rate(row: Row) -> str:
+    if "gbs" in row:
+        return f"{row['gbs']:.1f} GB/s"
+    if "gflops" in row:
+        return f"{row['gflops'] / 1e3:.1f} TFLOP/s" if row["gflops"] >= 1e4 else f"{row['gflops']:.0f} GFLOP/s"
+    return ""
+
+
+def error(row: Row) -> str:
+    return "" if row["rel_l2"] is None else f"{row['rel_l2']:.0e}"
 
 
 def time(row: Row) -> str:
@@ -46,7 +68,22 @@ def source(row: Row) -> str:
     return f"{where}{driver}; {peers}; commit {row['commit']}."
 
 
-def by_machine(preset: str, table: Callable[[list[Row]], str], none: str) -> str:
-    """The committed rows of a preset, one table per machine; `none` where there are none."""
-    parts = [f"{source(found[0])}\n\n{table(found)}" for found in store.committed(preset).values()]
+def best_peer(row: Row) -> tuple[str, float] | None:
+    """The peer of at least 16 bits that a row of ours has the hardest time with, and how many times faster ours is."""
+    peers = {peer: value for peer, value in row["speedup"].items() if not peer.startswith("qflash") and peer != FP8}
+    return min(peers.items(), key=lambda item: item[1]) if peers else None
+
+
+def by_machine(
+    preset: str,
+    table: Callable[[list[Row]], str],
+    none: str,
+    machine: str | None = None,
+    keep: Callable[[Row], bool] = lambda row: True,
+) -> str:
+    """The committed rows of a preset that `keep` chooses, one table per machine; `none` where there are no rows."""
+    parts = [
+        f"{source(found[0])}\n\n{table([row for row in found if keep(row)])}"
+        for found in store.committed(preset, machine).values()
+    ]
     return "\n\n".join(parts) or f"No rows are committed yet; {none}"

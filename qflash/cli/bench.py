@@ -128,11 +128,11 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Change nothing; fail if the README differs from the committed rows.")
+@click.option("--check", is_flag=True, help="Change nothing; fail if a page differs from the committed rows.")
 def report(check: bool) -> None:
-    """Rebuild the README's tables from the committed rows."""
+    """Rebuild the tables of README and docs from the committed rows."""
     module = load("report")
     stale = module.update(check_only=check)
     if check and stale:
         raise click.ClickException(f"out of date: {', '.join(stale)}; run `qflash report`")
-    click.echo(f"rewrote {', '.join(stale)}" if stale else "README.md is up to date")
+    click.echo(f"rewrote {', '.join(stale)}" if stale else "all pages are up to date")

@@ -1,0 +1,107 @@
+"""docs/results/<machine>/: every committed row, a page for each subject. The pages are made whole, never edited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import profiles
+from bench import rows as store
+
+FOLDER = store.ROOT / "docs" / "results"
+MADE = "<!-- Made by `qflash report` from the rows in bench/results; edits are lost. -->"
+Pages = dict[Path, str]
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page shows: presets with their headings, and the page of docs/kernels that explains them."""
+
+    name: str
+    title: str
+    explained_by: str | None
+    presets: Mapping[str, str]
+
+
+PAGES = (
+    Page(
+        "ladder",
+        "The ladder: every CUDA rung",
+        None,
+        {"ladder": "float16, B·T = 16384", "cuda": "float32 and bfloat16"},
+    ),
+    Page(
+        "sm90",
+        "sm90_fwd and the best that runs on Hopper",
+        "sm90_fwd",
+        {"sm90": "Forward", "sm90-rope": "With and without rope", "sm90-jax": "From JAX, jitted"},
+    ),
+    Page("int8", "sm90_int8 and sm90_int8_fp8", "sm90_int8", {"sm90_int8": "With quantization and alone"}),
+    Page("accuracy", "Error of quantized attention", "sm90_int8", {"int8-accuracy": "Against float64"}),
+    Page("fa_mma", "fa_mma and FlashAttention 2", "fa_mma", {"fa_mma": "bfloat16", "fa_mma-f16": "float16"}),
+    Page("fa_int8", "fa_int8 with its quantization and alone", "fa_int8", {"fa_int8": "bfloat16"}),
+    Page("quantize", "quantize and dequantize", "quantize", {"quantize": "Beside a copy"}),
+    Page("sm90_quantize", "quantize_kv on Hopper", "sm90_quantize", {"sm90_quantize": "Beside a copy"}),
+    Page("int8_gemm", "INT8 matrix products", "int8_gemm_tc", {"int8-gemm": "Beside PyTorch's"}),
+    Page(
+        "reductions",
+        "softmax, layer_norm and cross_entropy",
+        "reductions",
+        {"reductions": "On a GPU", "reductions-cpu": "On a CPU"},
+    ),
+    Page("cpu", "The CPU engine", "cpu", {"cpu": "Forward", "cpu-train": "Forward and backward"}),
+    Page("decode", "One query against a long cache", "cpu", {"cpu-decode": "On a CPU"}),
+    Page(
+        "overhead", "What a call costs the host", None, {"cpu-overhead": "CPU arrays", "cuda-overhead": "CUDA tensors"}
+    ),
+)
+
+
+def render(tables: Mapping[str, Callable[[str], str]], profile_table: Callable[[str, str], str]) -> Pages:
+    """All pages, by path. tables: a preset's rows on one machine; profile_table: a kernel's profile on one GPU."""
+    found: Pages = {}
+    index = ["# Results", "Every committed row, by machine. The rows are in [bench/results](../../bench/results)."]
+    for folder in sorted(path for path in store.RESULTS.iterdir() if path.is_dir()):
+        pages = {page.name: (page.title, _page(page, folder, tables)) for page in PAGES if _committed(page, folder)}
+        gpu = profiles.folder_of(folder.name)
+        kernels = sorted(path.stem for path in (profiles.PROFILES / gpu).glob("*.csv"))
+        if kernels:
+            figures = [f"## {kernel}\n\n{profile_table(kernel, gpu)}" for kernel in kernels]
+            pages["profiles"] = ("Profiles, by ncu", _text("# Profiles, by ncu", *figures))
+        found |= {FOLDER / folder.name / f"{name}.md": text for name, (_, text) in pages.items()}
+        links = [f"- [{title}]({folder.name}/{name}.md)" for name, (title, _) in pages.items()]
+        index += [f"## {folder.name}", "\n".join(links)]
+    return found | {FOLDER / "README.md": _text(*index)}
+
+
+def _text(*parts: str) -> str:
+    return "\n\n".join((MADE, *parts)) + "\n"
+
+
+def _committed(page: Page, folder: Path) -> list[str]:
+    return [name for name in page.presets if (folder / f"{name}.jsonl").exists()]
+
+
+def _page(page: Page, folder: Path, tables: Mapping[str, Callable[[str], str]]) -> str:
+    parts = [f"# {page.title}"]
+    if page.explained_by:
+        parts.append(f"[{page.explained_by}](../../kernels/{page.explained_by}.md) says what these rows show.")
+    for name in _committed(page, folder):
+        parts += [f"## {page.presets[name]}", tables[name](folder.name)]
+        if (folder / f"{name}.svg").exists():
+            parts.append(f"![{page.title}](../../../bench/results/{folder.name}/{name}.svg)")
+    return _text(*parts)
+
+
+def update(pages: Pages, check_only: bool = False) -> list[str]:
+    """Bring the folder up to date (or only look); the pages that were not. A page that no rows make goes away."""
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    orphans = sorted(set(FOLDER.rglob("*.md")) - set(pages))
+    if not check_only:
+        for path in stale:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(pages[path])
+        for path in orphans:
+            path.unlink()
+    return [str(path.relative_to(FOLDER.parent.parent)) for path in (*stale, *orphans)]
