@@ -32,11 +32,7 @@ struct SixteenBitScores {
   // Need no maxima be looked for in the next tile? Not once every row has a reference: scores seldom outgrow it by
   // much, and where they do the sums tell.
   bool settled;
-  bool outgrown;  // scores of this tile outgrew references, or the polynomial: to be recomputed
-  // Softcap in one pass with the exponential (softcap.cuh), of scores that are taken to be within it; once some were
-  // not the work tile's other tiles ask first.
-  bool optimistic;
-  static constexpr int kPolynomials = Config::kHeadDim > 128 ? 0 : 2;  // with more channels the tensor cores bound
+  bool outgrown;  // scores of this tile outgrew references: to be recomputed
 
   __device__ __forceinline__ SixteenBitScores(const Params& params, const SharedMemory<Config>&)
       : p(params),
@@ -47,9 +43,7 @@ struct SixteenBitScores {
   __device__ static __forceinline__ void describe(const Params&, Work&) {}
   __device__ __forceinline__ void prefetch(const Work&) {}
   template <class Weights>
-  __device__ __forceinline__ void begin(const Work&, const Weights&) {
-    optimistic = !kPlain && softens_coarsely(p.softcap);
-  }
+  __device__ __forceinline__ void begin(const Work&, const Weights&) {}
   template <bool kWhole>
   __device__ __forceinline__ void fetch() {}
 
@@ -67,7 +61,7 @@ struct SixteenBitScores {
   // The first tile of a work tile becomes weights: its references are found here.
   template <class Weights>
   __device__ __forceinline__ void weigh_first(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
-    make_visible(work, key0, whole);
+    make_visible(work, key0, whole, tanh_by_turns());
     find_reference(rows);
     settled = rows.settled();
     take_weights(rows);
@@ -76,25 +70,19 @@ struct SixteenBitScores {
   template <class Weights>
   __device__ __forceinline__ void weigh(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
     rows.moved = false;
-    float most = 0.0f;  // of the arguments of tanh that a polynomial took: up to 1 it does
-    if (!kPlain && optimistic && settled && whole) {
+    const bool by_turns = tanh_by_turns();
+    if (!kPlain && by_turns && settled && whole) {  // tanh and exponential in one pass
       const float slope = p.scale / p.softcap;
-      float largest[kPolynomials + 1] = {};
-      take_weights(rows, [&](float s, int e) {
-        if (e < kPolynomials) largest[e] = fmaxf(largest[e], fabsf(s));
-        return tanh_by_turns<kPolynomials>(s * slope, e);
-      });
-#pragma unroll
-      for (int e = 0; e < kPolynomials; ++e) most = fmaxf(most, largest[e] * fabsf(slope));
+      take_weights(rows, [&](float s, int e) { return wgmma::tanh_by_turns(s * slope, e); });
     } else {
-      if (!kPlain || !settled || !whole) make_visible(work, key0, whole);
+      if (!kPlain || !settled || !whole) make_visible(work, key0, whole, by_turns);
       if (!settled) {
         rows.moved = find_reference(rows);
         settled = !rows.moved && rows.settled();
       }
       take_weights(rows);
     }
-    outgrown = __any_sync(0xffffffffu, fmaxf(rows.sums[0], rows.sums[1]) > kMostSum || (!kPlain && most > 1.0f));
+    outgrown = __any_sync(0xffffffffu, fmaxf(rows.sums[0], rows.sums[1]) > kMostSum);
     compute_before_if(outgrown, rows.l[0]);  // all weights, which ptxas would put after the wait for O's product
   }
   // A tile whose scores outgrew their reference: they are in shared memory still.
@@ -105,15 +93,18 @@ struct SixteenBitScores {
 #pragma unroll
       for (int e = 0; e < 4; ++e) S[0][j][e] = 0.0f;
     recompute_scores<typename Config::Tensor>(S, s, q_stage, k_stage);
-    make_visible(work, key0, whole);
+    make_visible(work, key0, whole, tanh_by_turns());
     rows.moved = find_reference(rows);
-    settled = optimistic = false;
+    settled = false;
     take_weights(rows);
   }
 
  private:
-  __device__ __forceinline__ void make_visible(const Work& work, int key0, bool whole) {
-    if (!kPlain && p.softcap > 0.0f) take_tanh(S, p.scale / p.softcap);
+  __device__ __forceinline__ bool tanh_by_turns() const {
+    return !kPlain && p.softcap > 0.0f && suits_turns(S, p.scale / p.softcap, softens_coarsely(p.softcap));
+  }
+  __device__ __forceinline__ void make_visible(const Work& work, int key0, bool whole, bool by_turns) {
+    if (!kPlain && p.softcap > 0.0f) take_tanh(S, p.scale / p.softcap, by_turns);
     if (!kPlain && unlikely(!fuses_cap(p.softcap))) scale_scores(S, p.softcap > 0.0f ? p.softcap : p.scale, 0.0f);
     if (!whole) mask_tile(S, visible_keys(work, key0));
   }

@@ -32,22 +32,38 @@ __device__ __forceinline__ float tanh_of_any(float y) { return fabsf(y) > 1.0f ?
 // enough to such a product even so.
 __device__ __forceinline__ bool fuses_cap(float softcap) { return softcap > 0.0f && softcap < 65536.0f; }
 
-// Where exponentials bound, half of the scores take the polynomial and half the special-function unit, which then are
-// busy for equally long. kPolynomials: of S's four.
-template <int kPolynomials>
+// Half of the scores take the polynomial and half the special-function unit, which then are busy for equally long.
+constexpr int kPolynomials = 2;  // of S's four
 __device__ __forceinline__ float tanh_by_turns(float y, int e) {
   return e < kPolynomials ? tanh_of_small(y) : tanh_coarsely(y);
 }
-
-// S becomes tanh(factor S), whatever S is.
+// May that be used for all of a warp? coarsely: softens_coarsely(), an absolute error of 1e-7 does.
 template <int kNTiles>
-__device__ __forceinline__ void take_tanh(float (&S)[1][kNTiles][4], float factor) {
+__device__ __forceinline__ bool suits_turns(const float (&S)[1][kNTiles][4], float factor, bool coarsely) {
+  float most[kPolynomials] = {};
 #pragma unroll
   for (int j = 0; j < kNTiles; ++j)
-    if (!never(int(fabsf(factor) > 0.0f))) {  // not all of them side by side, out of registers
 #pragma unroll
-      for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_of_any(S[0][j][e] * factor);
-    }
+    for (int e = 0; e < kPolynomials; ++e) most[e] = fmaxf(most[e], fabsf(S[0][j][e]));
+  return __all_sync(0xffffffffu, coarsely && !(fmaxf(most[0], most[1]) * fabsf(factor) > 1.0f));
+}
+
+// S becomes tanh(factor S).
+template <int kNTiles>
+__device__ __forceinline__ void take_tanh(float (&S)[1][kNTiles][4], float factor, bool by_turns) {
+  if (by_turns) {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_by_turns(S[0][j][e] * factor, e);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+      if (!never(int(fabsf(factor) > 0.0f))) {  // not all of them side by side, out of registers
+#pragma unroll
+        for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_of_any(S[0][j][e] * factor);
+      }
+  }
 }
 
 }  // namespace wgmma

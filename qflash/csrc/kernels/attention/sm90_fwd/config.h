@@ -7,7 +7,7 @@
 namespace qf {
 namespace sm90_fwd {
 
-// kHeadDim: a bucket (64, 96, 112, 128, 192 or 256); the true head_dim comes at run time. kPlain:
+// kHeadDim: a bucket (64, 96, 128, 192 or 256); the true head_dim comes at run time. kPlain:
 // scales_plainly().
 template <class Element_, int kHeadDim_, bool kPlain>
 struct Shape {
@@ -19,11 +19,8 @@ struct Shape {
   static constexpr int kConsumers = kHeadDim == 64 ? 3 : 2;
   static constexpr int kBlockM = 64 * kConsumers;
   // Remainders and softcap need registers, which head_dim 64 has none of to spare.
-  static constexpr int kBlockN = kHeadDim > 192                       ? 64
-                                 : kHeadDim > 128                     ? 96
-                                 : kHeadDim == 64 && !kPlain          ? 96
-                                 : kHeadDim == 64 && kKeepsRemainders ? 112
-                                                                      : 128;
+  static constexpr bool kShortOfRegisters = kHeadDim == 64 && (kKeepsRemainders || !kPlain);
+  static constexpr int kBlockN = kHeadDim > 192 ? 64 : kHeadDim > 128 ? 96 : kShortOfRegisters ? 112 : 128;
   static constexpr int kFirstKey = 1;  // tiles of keys begin at any
   static constexpr int kStages = 2;
   static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;
