@@ -20,7 +20,8 @@ struct SixteenBitScores {
   using Params = QfAttnParams;
   using Work = WorkTile<Config>;
   static constexpr int kNTiles = Config::kNTiles;
-  static constexpr bool kReadsKeys = false;    // lanes never do: wgmma alone
+  static constexpr int kPolynomials = Config::kHeadDim > 128 ? 0 : 2;  // of softcap's tanh (softcap.cuh)
+  static constexpr bool kReadsKeys = false;                            // lanes never do: wgmma alone
   static constexpr bool kSteadyTiles = false;  // the tensor cores bound, and registers are scarce
   // A lane's weights of a row and tile may add up to this before the row's reference must move: float16 holds it.
   static constexpr float kMostSum = 16384.0f;
@@ -73,7 +74,7 @@ struct SixteenBitScores {
     const bool by_turns = tanh_by_turns();
     if (!kPlain && by_turns && settled && whole) {  // tanh and exponential in one pass
       const float slope = p.scale / p.softcap;
-      take_weights(rows, [&](float s, int e) { return wgmma::tanh_by_turns(s * slope, e); });
+      take_weights(rows, [&](float s, int e) { return wgmma::tanh_by_turns<kPolynomials>(s * slope, e); });
     } else {
       if (!kPlain || !settled || !whole) make_visible(work, key0, whole, by_turns);
       if (!settled) {
@@ -101,10 +102,11 @@ struct SixteenBitScores {
 
  private:
   __device__ __forceinline__ bool tanh_by_turns() const {
-    return !kPlain && p.softcap > 0.0f && suits_turns(S, p.scale / p.softcap, softens_coarsely(p.softcap));
+    return !kPlain && p.softcap > 0.0f &&
+           suits_turns<kPolynomials>(S, p.scale / p.softcap, softens_coarsely(p.softcap));
   }
   __device__ __forceinline__ void make_visible(const Work& work, int key0, bool whole, bool by_turns) {
-    if (!kPlain && p.softcap > 0.0f) take_tanh(S, p.scale / p.softcap, by_turns);
+    if (!kPlain && p.softcap > 0.0f) take_tanh<kPolynomials>(S, p.scale / p.softcap, by_turns);
     if (!kPlain && unlikely(!fuses_cap(p.softcap))) scale_scores(S, p.softcap > 0.0f ? p.softcap : p.scale, 0.0f);
     if (!whole) mask_tile(S, visible_keys(work, key0));
   }

@@ -7,7 +7,7 @@
 namespace qf {
 namespace sm90_fwd {
 
-// kHeadDim: a bucket (64, 96, 128, 192 or 256); the true head_dim comes at run time. kPlain:
+// kHeadDim: a bucket (64, 96, 112, 128, 192 or 256); the true head_dim comes at run time. kPlain:
 // scales_plainly().
 template <class Element_, int kHeadDim_, bool kPlain>
 struct Shape {
