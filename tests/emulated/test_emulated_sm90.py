@@ -40,7 +40,7 @@ def test_whoever_is_slow(library, seed):
 
 # Every number of consumers, keys in a tile, stages of q and panels.
 SHAPES = [
-    (64, "float16"), (64, "bfloat16"), (72, "float16"), (96, "bfloat16"), (128, "float16"), (128, "bfloat16"),
+    (64, "float16"), (64, "bfloat16"), (72, "float16"), (96, "bfloat16"), (112, "float16"), (128, "float16"), (128, "bfloat16"),
     (192, "float16"), (256, "float16"), (256, "bfloat16"),
 ]  # fmt: skip
 
@@ -134,3 +134,39 @@ def aligned(x: np.ndarray) -> np.ndarray:
     copy = memory[shift : shift + x.size].reshape(x.shape)
     copy[:] = x
     return copy
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bad", [None, "outside", "falling", "longer than said"])
+def test_packed_sequences_of_many_lengths(library, seed, bad):
+    """Only work tiles that exist are scheduled, in the order of their sequences; but where some rows belong to no good
+    sequence all are, so that somebody fills these rows with NaN."""
+    rng = np.random.default_rng(seed)
+    q_lens = [int(n) for n in rng.integers(0, 400, 12)] + [0, 129, 0]
+    k_lens = [n + int(rng.integers(0, 40)) for n in q_lens]
+    case = Case("packed", q_lens=tuple(q_lens), k_lens=tuple(k_lens), q_heads=2, kv_heads=1, head_dim=64, causal=True,
+                dtype="float16", seed=seed)  # fmt: skip
+    if bad is None:
+        check_kernel(library, case, KERNEL)
+        return
+    inputs = case.make_inputs()
+    problem = problem_of(case, inputs, None, "cpu")
+    starts = inputs.cu_seqlens_q.copy()
+    if bad == "outside":
+        starts[-3:] -= 5
+        rows = slice(starts[-1], None)  # of no sequence
+    elif bad == "falling":
+        starts[3] = starts[4] + 1
+        rows = slice(None)
+    else:
+        longest = int(np.argmax(q_lens))
+        if longest == len(q_lens) - 2:
+            pytest.skip("the longest sequence is the one before the last, which has nobody to give rows to")
+        starts[longest + 1] += 1  # one row more than max_seqlen_q
+        rows = slice(starts[longest], starts[longest + 1])
+    out, lse = call(
+        library(KERNEL, "float16", 64, 90), KERNEL, problem, inputs.q, inputs.k, inputs.v,
+        None, starts, inputs.cu_seqlens_k,
+    )  # fmt: skip
+    assert np.isnan(out[rows].astype(np.float32)).all() and np.isnan(lse[..., rows]).all()
+    assert not (out.astype(np.float32) == 12345.0).any(), "a row that nobody wrote"

@@ -63,9 +63,9 @@ def test_code_for_hopper_is_for_hopper_alone(ask):
 def test_a_kernel_for_one_architecture_is_compiled_for_it_alone():
     units = cuda.specialisations((*arch.ARCHES, 100, 120), ["sm90_fwd"])
     assert {unit.target for unit in units} == {"90a"}
-    assert {dict(unit.defines)["QF_HEAD_DIM"] for unit in units} == {"64", "96", "128", "192", "256"}
-    assert len(units) == 2 * 5 * 2
-    for head_dim, bucket in ((8, "64"), (64, "64"), (72, "96"), (256, "256")):
+    assert {dict(unit.defines)["QF_HEAD_DIM"] for unit in units} == {"64", "96", "112", "128", "192", "256"}
+    assert len(units) == 2 * 6 * 2
+    for head_dim, bucket in ((8, "64"), (64, "64"), (72, "96"), (104, "112"), (120, "128"), (256, "256")):
         unit = cuda.unit(cuda.BY_NAME["sm90_fwd"], Spec("cuda", 90, "bfloat16", head_dim))
         assert unit in units and dict(unit.defines)["QF_HEAD_DIM"] == bucket
 

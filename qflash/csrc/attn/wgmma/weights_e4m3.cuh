@@ -1,7 +1,7 @@
 // Weights policy: P rounded to E4M3, V in E4M3, transposed, with a scale per head, a mean per channel taken off, and,
 // for the few tiles that hold values far beyond the sample their scale was found in, an exponent per kExponentKeys
-// keys:
-//   O / sum = v_scale (sum of P 2^exponent V8) / (sum of P 2^exponent as multiplied) + v_mean
+// keys: V = v_scale 2^exponent V8 + v_mean. With P' = P 2^exponent, rounded, which is what is multiplied:
+//   out = v_scale (sum of P' V8) / (sum of 2^-exponent P') + v_mean
 #pragma once
 
 #include "attn/wgmma/producer.cuh"

@@ -27,7 +27,7 @@
 // started before the outputs are divided and stored.
 //
 // Masks, NaN in V: as fa_mma's. Rope, and strides that TMA cannot walk: a pass before (stage.cuh).
-// Bound: the tensor cores at 2048 cycles a pair of tiles, if the consumers' own instructions (about 390 a warp and
+// Bound: the tensor cores at 2048 cycles a pair of tiles, if the consumers' own instructions (about 354 a warp and
 // tile) hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
 #pragma once
 

@@ -2,7 +2,7 @@
 // (QF_INT8_FP8) E4M3.
 //
 // Blocks, work tiles, roles and the pipeline are sm90_fwd's (attn/wgmma): one warpgroup brings tiles, two own 64 rows
-// each. A pass before (attn/sm90_quantize) leaves q and K as int8 with scales, and V, for E4M3, transposed. What is its
+// each. A pass before (kernels/quantize_kv/sm90_quantize) leaves q and K as int8 with scales, and V, for E4M3, transposed. What is its
 // own:
 //
 //              kBlockN = 128 keys (head_dim 256: 64)
@@ -14,7 +14,7 @@
 //   O += P V   P from registers: 32 of 16-bit pairs, or 16 of four E4M3 each
 //
 // Weights are relative to a power of two, the reference of their row, found in the row's first tile. Where weights grow
-// too large for P the tile's scores are computed once more, and outputs and sums follow the new reference.
+// too large for P the tile's scores are recomputed (rare_int8.cuh), and outputs and sums follow the new reference.
 // E4M3: rows are divided by the sums of weights as they were rounded, and get back the mean that V lost. The tensor
 // cores' sums of such products keep about 12 bits, so every 1024 keys they are added to others, in shared memory, in
 // float32.
