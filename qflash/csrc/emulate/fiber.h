@@ -44,6 +44,7 @@ struct Fiber {
 constexpr int kStackBytes = 256 * 1024, kMostThreads = 1024;
 inline Fiber fibers[kMostThreads];
 inline jmp_buf scheduler;
+inline bool running = false;        // a thread of the kernel
 inline std::function<void()> body;  // of the kernel
 
 inline Fiber& self() { return fibers[threadIdx.x]; }
@@ -74,7 +75,11 @@ inline void resume(int thread) {
   threadIdx.x = unsigned(thread);
   ++turns;
   observe(Event::kRuns, 0);
-  if (_setjmp(scheduler)) return;
+  if (_setjmp(scheduler)) {
+    running = false;
+    return;
+  }
+  running = true;
   if (fiber.started) _longjmp(fiber.place, 1);
   fiber.started = true;
   if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);

@@ -6,6 +6,8 @@
 #include <random>
 
 #include "emulate/complaint.h"
+#include "emulate/guard.h"
+#include "emulate/names.h"
 
 namespace emulate {
 
@@ -82,6 +84,7 @@ inline void begin_block(int threads, int shared_bytes) {
     fiber.issued.clear();
     fiber.groups.clear();
   }
+  begin_names(threads);
   observe(Event::kBlockBegins, threads);
 }
 
@@ -93,7 +96,7 @@ inline bool run_block(int threads, int shared_bytes) {
   // is so slow that it goes on only when no other can.
   std::vector<int> slow;
   unsigned patience = 0;
-  for (bool moved = true; moved;) {
+  for (bool moved = true; moved && complaint.empty();) {
     moved = false;
     if (extension && patience-- == 0) {
       for (int t : slow) fibers[t].slow = false;
@@ -131,6 +134,7 @@ inline bool run_blocks(std::function<void()> kernel, int64_t blocks, int threads
   gridDim = dim3(unsigned(blocks));
   body = std::move(kernel);
   bool good = true;
+  const Guard guard;
   for (int64_t block = 0; block < blocks && good; ++block) {
     blockIdx.x = unsigned(block);
     good = run_block(threads, shared_bytes);

@@ -20,8 +20,11 @@ inline MbarrierState& mbarrier(uint64_t* s_barrier) {
 
 inline void mbarrier_init(uint64_t* s_barrier, int arrivals) {
   used_hopper().barriers.insert(s_barrier);
+  hopper.unfenced.insert(s_barrier);
   new (s_barrier) MbarrierState{0, uint16_t(arrivals), uint16_t(arrivals), 0};
 }
+
+inline void fence_mbarrier_init() { used_hopper().unfenced.clear(); }
 
 inline void mbarrier_arrive(uint64_t* s_barrier, int bytes) {
   MbarrierState& barrier = mbarrier(s_barrier);
