@@ -51,7 +51,14 @@ inline void copy_box(void* s_to, const void* map, const int (&at)[4], uint64_t* 
   if (at[0] * copy.map.stride[0] % 16)
     fail("a box begins at column " + std::to_string(at[0]) + ", not at whole 16 bytes");
   observe(Event::kCopyStarts, copy.map.rows * copy.map.row_bytes, s_to);
-  if ((*order)() % 2)
+  if (timed) {
+    const size_t bytes = size_t(copy.map.rows) * copy.map.row_bytes;
+    hopper.copy_engine_free = std::max(hopper.copy_engine_free, now()) + bytes / kCopyBytes;
+    const uint64_t arrival = hopper.copy_engine_free + kCopyLatency;
+    record("copy", threadIdx.x / 32, now(), arrival, barrier_name(s_barrier));
+    note_arrival(*copy.barrier, arrival);
+  }
+  if (timed || (*order)() % 2)
     perform(copy);
   else
     used_hopper().in_flight.push_back(copy);

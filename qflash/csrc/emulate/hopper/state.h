@@ -3,10 +3,12 @@
 
 #include <cstring>
 #include <deque>
+#include <map>
 #include <set>
 #include <utility>
 
 #include "emulate/scheduler.h"
+#include "emulate/trace.h"
 
 namespace emulate {
 
@@ -60,9 +62,10 @@ struct Product {
 
 // Products that were committed together.
 struct Group {
-  unsigned end;       // the product after its last
-  bool early;         // computed once committed
-  int committed = 0;  // by how many threads
+  unsigned end;                           // the product after its last
+  bool early;                             // computed once committed
+  int committed = 0;                      // by how many threads
+  uint64_t committed_at = 0, finish = 0;  // in the time of trace.h
 };
 
 struct Warpgroup {
@@ -119,6 +122,12 @@ struct Hopper : Extension {
   std::set<const void*> barriers;  // that were initialised
   std::set<const void*> unfenced;  // of those, the ones that the copy engine does not know of yet
   std::vector<BoxCopy> in_flight;
+  // In the time of trace.h: the latest arrival of a barrier's phase and of the one before, and when units are free.
+  struct BarrierTimes {
+    uint64_t arrival = 0, completed = 0;
+  };
+  std::map<const void*, BarrierTimes> times;
+  uint64_t tensor_cores_free = 0, copy_engine_free = 0;
   Warpgroup warpgroups[kMostThreads / 128];
   ThreadProducts threads[kMostThreads];
 
@@ -127,6 +136,8 @@ struct Hopper : Extension {
     unfenced.clear();
     async_memory.begin();
     in_flight.clear();
+    times.clear();
+    tensor_cores_free = copy_engine_free = launch_begin;
     for (auto& one : warpgroups) one = Warpgroup();
     std::fill_n(threads, block_threads, ThreadProducts());
   }
