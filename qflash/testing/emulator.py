@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -67,13 +68,18 @@ class Library:
     """A kernel's library on the emulator."""
 
     def __init__(self, path: Path, name: str):
-        self.handle = ctypes.CDLL(str(path))
+        self.path = path
         self.name = name
-        self.handle.qf_emulate_complaint.restype = ctypes.c_char_p
+        self.handle = _open(path)
+        self.failed = False  # a launch, which may have left counters and the like anywhere
 
     @property
     def entry(self) -> Entry:
-        """Addresses of the kernel's C functions."""
+        """Addresses of the kernel's C functions: of a fresh copy of the library after a launch that failed."""
+        if self.failed:
+            with TemporaryDirectory() as folder:  # another file: one that is open would not be opened again
+                self.handle = _open(Path(shutil.copy(self.path, folder)))
+            self.failed = False
         symbols = (f"qf_{self.name}", "qf_status_text", f"qf_{self.name}_workspace")
         return Entry(*(address(self.handle, symbol) for symbol in symbols))
 
@@ -121,8 +127,16 @@ class Library:
             except KernelError:
                 if not self.complaint:
                     raise
+                self.failed = True
                 where = f"seed {seed}, {multiprocessors} multiprocessors"
                 raise KernelError(f"{self.name} on the emulator ({where}): {self.complaint}") from None
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    handle = ctypes.CDLL(str(path))
+    handle.qf_emulate_complaint.restype = ctypes.c_char_p
+    handle.qf_emulate_spans.restype = ctypes.c_char_p
+    return handle
 
 
 def poisoned(size: int) -> np.ndarray:

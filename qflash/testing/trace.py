@@ -5,7 +5,6 @@ It is a model and no measurement. A few kinds of work take a time that the model
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -40,7 +39,6 @@ def trace(kernel: str, case: Case, multiprocessors: int = 1) -> list[Span]:
     """What happens when a kernel of attention runs a case, which is changed to what the kernel serves."""
     case = suited(case, kernel, emulator.arch())
     library = emulator.kernel_library(kernel, case.dtype, case.head_dim, emulator.arch())
-    library.handle.qf_emulate_spans.restype = ctypes.c_char_p
     library.handle.qf_emulate_trace(1)
     try:
         found = run_case(lambda *_: library, case, kernel, emulator.arch(), multiprocessors=multiprocessors)

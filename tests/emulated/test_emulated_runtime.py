@@ -54,6 +54,15 @@ def test_a_launch_after_a_stuck_one_runs(runtime):
     assert runtime.handle.try_launch(ctypes.c_int64(2), 64, 0) == 0 and not runtime.complaint
 
 
+def test_a_launch_that_failed_leaves_nothing_to_the_next(runtime):
+    """Whose library is a copy: counters of a kernel that did not end are anywhere."""
+    before = runtime.entry
+    assert runtime.entry == before
+    with pytest.raises(KernelError):
+        runtime.launch_struct("QfRowsParams", {})
+    assert runtime.complaint and runtime.entry != before and not runtime.complaint
+
+
 @pytest.mark.parametrize(("blocks", "threads"), [(0, 32), (1, 0), (1, 1025), (2**31, 32)])
 def test_a_launch_of_no_or_too_many_threads_is_refused(runtime, blocks, threads):
     assert runtime.handle.try_launch(ctypes.c_int64(blocks), threads, 0) == INVALID_CONFIGURATION
