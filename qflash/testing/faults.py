@@ -70,26 +70,40 @@ def patched_unit(unit: Unit, faults: Sequence[Fault], folder: Path) -> Unit:
     for room in _PATCHED:
         shutil.copytree(csrc / room, copy / room, dirs_exist_ok=True)
     (copy / "provoked.h").write_text(_SWITCH)
-    places: dict[tuple[str, str, str], str] = {}
+    edits: dict[str, dict[int, tuple[str, str]]] = {}  # of a file: where, what stands there, what is to
     for number, fault in enumerate(faults, start=1):
-        place = (fault.file, fault.within or fault.text, fault.text)
-        places[place] = fault.guarded(number, places.get(place, fault.text))
-    for (file, within, text), guarded in places.items():
-        if (count := (csrc / file).read_text().count(within)) != 1 or within.count(text) != 1:
-            raise ValueError(f"{within!r} occurs {count} times in {file}; allowed: once, and {text!r} once in it")
-        source = (copy / file).read_text()
-        include = "" if source.startswith('#include "provoked.h"') else '#include "provoked.h"\n'
-        (copy / file).write_text(include + source.replace(within, within.replace(text, guarded)))
+        within = fault.within or fault.text
+        source = (csrc / fault.file).read_text()
+        if source.count(within) != 1 or within.count(fault.text) != 1:
+            count = source.count(within)
+            raise ValueError(
+                f"{within!r} occurs {count} times in {fault.file}; allowed: once, and {fault.text!r} once in it"
+            )
+        of_file = edits.setdefault(fault.file, {})
+        at = source.index(within) + within.index(fault.text)
+        of_file[at] = (fault.text, fault.guarded(number, of_file.get(at, (fault.text, fault.text))[1]))
+    for file, of_file in edits.items():
+        source = (csrc / file).read_text()
+        for at, (text, guarded) in sorted(of_file.items(), reverse=True):  # from the end: places before stay
+            source = source[:at] + guarded + source[at + len(text) :]
+        (copy / file).write_text('#include "provoked.h"\n' + source)
     moved = tuple(copy / path.relative_to(csrc) for path in unit.include_dirs)
     return replace(unit, source=copy / unit.source.relative_to(csrc), include_dirs=moved)
 
 
 def outcome(path: Path, name: str, variant: str, case: Case, number: int, seeds: Sequence[int]) -> Outcome:
     """Run a case with a fault under one seed after another until it shows."""
-    signal.alarm(SECONDS)  # ends the process
     with TemporaryDirectory() as folder:  # a copy, which knows nothing of faults before
         library = Library(Path(shutil.copy(path, folder)), name)
     ctypes.c_int.in_dll(library.handle, "qf_provoked").value = number
+    signal.alarm(SECONDS)  # ends the process
+    try:
+        return _first_shown(library, variant, case, seeds)
+    finally:
+        signal.alarm(0)
+
+
+def _first_shown(library: Library, variant: str, case: Case, seeds: Sequence[int]) -> Outcome:
     first = None
     for seed in seeds:
         kind = "contract"
