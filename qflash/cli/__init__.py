@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import qflash
-from qflash.cli import bench, cuda, doctor, profile, verify
+from qflash.cli import bench, cuda, doctor, profile, trace, verify
 from qflash.cli.command import Commands
 
 
@@ -18,6 +18,7 @@ def main() -> None:
 for _command in (
     doctor.doctor,
     verify.verify,
+    trace.trace,
     bench.run,
     bench.bench,
     bench.report,

@@ -14,7 +14,7 @@ from qflash.ops.problem import Problem
 from qflash.testing import compare
 from qflash.testing.case import Case
 from qflash.testing.compare import Errors
-from qflash.testing.emulator import ARCH, Library
+from qflash.testing.emulator import ARCH, MULTIPROCESSORS, Library
 from qflash.testing.oracle import integers_of, replayed, weights_dtype
 from qflash.testing.runner import problem_of, refusals, suited
 
@@ -42,6 +42,7 @@ def call(
     seed: int = 0,
     out: np.ndarray | None = None,
     wants_lse: bool = True,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of a checked problem. out: where it is to be, contiguous."""
     out = np.empty(q.shape, q.dtype) if out is None else out
@@ -57,7 +58,7 @@ def call(
     plan = attention.plan_of(replace(problem, precision=variant.precision), given, wants_lse)
     results = (out, lse) if wants_lse else (out,)
     arrays = (*(named[operand.argument] for operand in plan.operands), *results)
-    library.launch(library.prepare(plan, variant), arrays, seed)
+    library.launch(library.prepare(plan, variant), arrays, seed, multiprocessors)
     return out, lse
 
 
@@ -68,13 +69,15 @@ def run_case(
     arch: int = ARCH,
     seed: int = 0,
     wants_lse: bool = True,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of a case on the tiles that `kernel` has for `arch`. library: emulator.kernel_library or its like."""
     inputs = case.make_inputs()
     problem = problem_of(case, inputs, None, "cpu")
     extras = (inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.rope)
     compiled = library(kernel, case.dtype, problem.head_dim, arch)
-    return call(compiled, kernel, problem, inputs.q, inputs.k, inputs.v, *extras, seed, wants_lse=wants_lse)
+    words = {"wants_lse": wants_lse, "multiprocessors": multiprocessors}
+    return call(compiled, kernel, problem, inputs.q, inputs.k, inputs.v, *extras, seed, **words)
 
 
 def check_kernel(

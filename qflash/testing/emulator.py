@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,9 @@ ARCH = 90  # Hopper, unless a test asks for tiles of another
 MULTIPROCESSORS = 3  # few, so that persistent blocks have several work tiles each, and their rings go round
 MOST_MULTIPROCESSORS = 64  # csrc/emulate/control.h
 
-_CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
-_EMULATE = _CSRC / "emulate"
-INCLUDE_DIRS = (_EMULATE / "runtime", _CSRC, _CSRC / "include")  # CUDA's headers are found in the first
+CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
+_EMULATE = CSRC / "emulate"
+INCLUDE_DIRS = (_EMULATE / "runtime", CSRC, CSRC / "include")  # CUDA's headers are found in the first
 # -O1: what -O2 adds to compilation is more than it takes off the runs. Hidden: libraries share nothing but the process.
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-w")
 _one_at_a_time = threading.Lock()  # a library's schedule and fibers are its own, but one
@@ -67,13 +68,18 @@ class Library:
     """A kernel's library on the emulator."""
 
     def __init__(self, path: Path, name: str):
-        self.handle = ctypes.CDLL(str(path))
+        self.path = path
         self.name = name
-        self.handle.qf_emulate_complaint.restype = ctypes.c_char_p
+        self.handle = _open(path)
+        self.failed = False  # a launch, which may have left counters and the like anywhere
 
     @property
     def entry(self) -> Entry:
-        """Addresses of the kernel's C functions."""
+        """Addresses of the kernel's C functions: of a fresh copy of the library after a launch that failed."""
+        if self.failed:
+            with TemporaryDirectory() as folder:  # another file: one that is open would not be opened again
+                self.handle = _open(Path(shutil.copy(self.path, folder)))
+            self.failed = False
         symbols = (f"qf_{self.name}", "qf_status_text", f"qf_{self.name}_workspace")
         return Entry(*(address(self.handle, symbol) for symbol in symbols))
 
@@ -121,8 +127,16 @@ class Library:
             except KernelError:
                 if not self.complaint:
                     raise
+                self.failed = True
                 where = f"seed {seed}, {multiprocessors} multiprocessors"
                 raise KernelError(f"{self.name} on the emulator ({where}): {self.complaint}") from None
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    handle = ctypes.CDLL(str(path))
+    handle.qf_emulate_complaint.restype = ctypes.c_char_p
+    handle.qf_emulate_spans.restype = ctypes.c_char_p
+    return handle
 
 
 def poisoned(size: int) -> np.ndarray:
@@ -144,9 +158,12 @@ def packed(kind: str, fields: Mapping[str, Any]) -> bytes:
 
 def kernel_library(kernel: str, dtype: str, head_dim: int = 0, arch: int = ARCH, cache: Cache | None = None) -> Library:
     """The library that serves a variant of a kernel, compiled if need be."""
-    unit = cuda.unit_of(VARIANTS[kernel], dtype, head_dim, arch)
-    both = tuple(define for define in unit.defines if define[0] != "QF_PLAIN_SCORES")  # one library for all scores
-    return load(replace(unit, defines=both), cache)
+    return load(with_all_scores(cuda.unit_of(VARIANTS[kernel], dtype, head_dim, arch)), cache)
+
+
+def with_all_scores(unit: Unit) -> Unit:
+    """The unit as one library for all kinds of scores, of which a GPU has one each."""
+    return replace(unit, defines=tuple(define for define in unit.defines if define[0] != "QF_PLAIN_SCORES"))
 
 
 def arch() -> int:
@@ -174,12 +191,20 @@ _loaded: dict[str, Library] = {}
 
 def load(unit: Unit, cache: Cache | None = None) -> Library:
     """The unit's library on the emulator, compiled if need be."""
-    cache = cache or Cache()
-    key = _key(unit.name, sources_digest(unit.source, unit.include_dirs), repr(unit.defines).encode())
+    key = _key_of(unit)
     if key not in _loaded:
-        path = cache.get(key, lambda directory: _compile(unit, directory, cache)) / LIBRARY
-        _loaded.setdefault(key, Library(path, unit.name))
+        _loaded.setdefault(key, Library(compiled(unit, cache) / LIBRARY, unit.name))
     return _loaded[key]
+
+
+def compiled(unit: Unit, cache: Cache | None = None) -> Path:
+    """The folder that has the unit's library."""
+    cache = cache or Cache()
+    return cache.get(_key_of(unit), lambda directory: _compile(unit, directory, cache))
+
+
+def _key_of(unit: Unit) -> str:
+    return _key(unit.name, sources_digest(unit.source, unit.include_dirs), repr(unit.defines).encode())
 
 
 @lru_cache(maxsize=1)
@@ -200,7 +225,7 @@ def _compile(unit: Unit, directory: Path, cache: Cache) -> dict[str, Any]:
     header = prelude(cache)
     say(f"qflash: compiling {unit.label} for the emulator with g++ {version}, usually 2 to 10 s")
     start = time.monotonic()
-    folders = (*INCLUDE_DIRS, *unit.include_dirs)
+    folders = (INCLUDE_DIRS[0], *unit.include_dirs, *INCLUDE_DIRS)  # the unit's own csrc, where it is another
     words = [f"-I{folder}" for folder in dict.fromkeys(folders)]
     words += [f"-D{name}={value}" for name, value in unit.defines]
     _run_compiler([gxx, *FLAGS, "-shared", *words, "-include", str(header), "-x", "c++", str(unit.source),

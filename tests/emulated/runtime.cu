@@ -64,6 +64,17 @@ QF_EXPORT int try_stream(void* stream, unsigned long long* id) {
   return cudaStreamGetId(static_cast<cudaStream_t>(stream), id);
 }
 
+// Threads that leave all memory, and that never end.
+__global__ void outside_kernel(const int* g_from, int* g_to) {
+  if (threadIdx.x == 5) *g_to = g_from[int64_t(1) << 40];
+}
+__global__ void forever_kernel(const volatile int* g_stop) {
+  while (threadIdx.x == 7 && !*g_stop) {
+  }
+}
+QF_EXPORT int try_outside(int* memory) { return qf::launch({2, 64, 0, nullptr}, outside_kernel, memory, memory); }
+QF_EXPORT int try_forever(int* memory) { return qf::launch({2, 64, 0, nullptr}, forever_kernel, memory); }
+
 // How many events of each kind an observer sees of a stuck launch.
 static int event_counts[16];
 QF_EXPORT int try_observer(int* counts) {

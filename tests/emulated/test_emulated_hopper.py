@@ -26,6 +26,8 @@ FAULTS = {  # in the order of hopper/faults.cu
     "odd box": "a swizzled box begins at byte 512",
     "no copy": "(0 arrivals and 2048 bytes to come)",
     "half trade": "a part of a warpgroup traded registers",
+    "no init fence": "no fence (fence_mbarrier_init) since the mbarrier",
+    "no proxy fence": "a product reads what a thread wrote, without a fence between",
 }
 
 

@@ -12,7 +12,7 @@ from qflash.jit.compiler import Unit
 from qflash.testing import emulator
 from qflash.testing.emulator import MOST_MULTIPROCESSORS, Library
 
-INVALID_VALUE, INVALID_CONFIGURATION = 1, 9  # of cudaError_t
+INVALID_VALUE, INVALID_CONFIGURATION, LAUNCH_FAILURE = 1, 9, 719  # of cudaError_t
 MOST_SHARED, USUAL_SHARED = 227 * 1024, 48 * 1024
 
 
@@ -33,11 +33,34 @@ def test_a_stuck_block_is_an_error_that_names_block_threads_and_barrier(runtime,
     assert "threads 32 to 34 wait for their warp (__syncwarp); threads 35 to 35 wait for the block" in text
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("outside", "thread 5 of block 0: an access outside all memory"),
+        ("forever", "thread 7 of block 0: it goes on for ever"),
+    ],
+)
+def test_a_thread_that_would_take_the_process_with_it_is_an_error(runtime, call, said):
+    memory = np.zeros(4, np.int32)
+    assert getattr(runtime.handle, f"try_{call}")(memory.ctypes.data_as(ctypes.c_void_p)) == LAUNCH_FAILURE
+    assert said in runtime.complaint
+    assert runtime.handle.try_launch(ctypes.c_int64(2), 64, 0) == 0 and not runtime.complaint
+
+
 def test_a_launch_after_a_stuck_one_runs(runtime):
     with pytest.raises(KernelError):
         runtime.launch_struct("QfRowsParams", {})
     assert runtime.complaint
     assert runtime.handle.try_launch(ctypes.c_int64(2), 64, 0) == 0 and not runtime.complaint
+
+
+def test_a_launch_that_failed_leaves_nothing_to_the_next(runtime):
+    """Whose library is a copy: counters of a kernel that did not end are anywhere."""
+    before = runtime.entry
+    assert runtime.entry == before
+    with pytest.raises(KernelError):
+        runtime.launch_struct("QfRowsParams", {})
+    assert runtime.complaint and runtime.entry != before and not runtime.complaint
 
 
 @pytest.mark.parametrize(("blocks", "threads"), [(0, 32), (1, 0), (1, 1025), (2**31, 32)])

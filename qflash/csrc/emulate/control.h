@@ -27,3 +27,24 @@ QF_EMULATE_EXPORT int qf_emulate_schedule(int seed, int multiprocessors) {
 
 // What went wrong in the last launch; "" where nothing did.
 QF_EMULATE_EXPORT const char* qf_emulate_complaint() { return emulate::complaint.c_str(); }
+
+// Launches from here on run in the time of trace.h, and are recorded; 0: as `seed` says, and are not.
+QF_EMULATE_EXPORT void qf_emulate_trace(int on) {
+  emulate::timed = on != 0;
+  emulate::spans.clear();
+  emulate::launches = 0;
+  emulate::launch_begin = emulate::last_end = 0;
+}
+
+// What was recorded, a line each: kind, launch, block, warp, begin, end, name, with tabs between.
+QF_EMULATE_EXPORT const char* qf_emulate_spans() {
+  static std::string text;
+  text.clear();
+  for (const emulate::Span& span : emulate::spans) {
+    text += span.kind;
+    for (uint64_t number : {uint64_t(span.launch), uint64_t(span.block), uint64_t(span.warp), span.begin, span.end})
+      text += '\t' + std::to_string(number);
+    text += '\t' + span.name + '\n';
+  }
+  return text.c_str();
+}

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "emulate/scheduler.h"
+#include "emulate/trace.h"
 
 namespace emulate {
 
@@ -15,6 +16,7 @@ inline void cp_async_commit() {
   Fiber& fiber = self();
   fiber.groups.push_back(std::move(fiber.issued));
   fiber.issued.clear();
+  fiber.arrivals.push_back(fiber.clock + kCopyLatency);
 }
 inline void cp_async_wait(int pending) {
   auto& groups = self().groups;
@@ -26,6 +28,11 @@ inline void cp_async_wait(int pending) {
         memset(copy.to, 0, copy.bytes);
     }
     groups.erase(groups.begin());
+    Fiber& fiber = self();
+    const uint64_t begin = fiber.clock;
+    fiber.clock = std::max(fiber.clock, fiber.arrivals.front());
+    fiber.arrivals.erase(fiber.arrivals.begin());
+    waited(begin, "cp.async");
   }
 }
 

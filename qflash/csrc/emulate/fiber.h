@@ -19,6 +19,7 @@ struct Condition {
   std::string (*name)(const void* object, unsigned argument) = nullptr;
   const void* object = nullptr;
   unsigned argument = 0;
+  uint64_t (*since)(const void* object, unsigned argument) = nullptr;  // when it happened, in the time of trace.h
 };
 
 // A copy of cp.async.
@@ -37,13 +38,18 @@ struct Fiber {
   Condition condition;
   bool slow;
   unsigned gathers;
+  uint64_t clock = 0;                           // of trace.h
+  size_t span = 0;                              // the last of its own there
   std::vector<ThreadCopy> issued;               // since the last commit
   std::vector<std::vector<ThreadCopy>> groups;  // committed, oldest first
+  std::vector<uint64_t> arrivals;               // of the groups, in the time of trace.h
 };
 
 constexpr int kStackBytes = 256 * 1024, kMostThreads = 1024;
 inline Fiber fibers[kMostThreads];
 inline jmp_buf scheduler;
+inline bool timed = false;          // threads take turns in the time of trace.h
+inline bool running = false;        // a thread of the kernel
 inline std::function<void()> body;  // of the kernel
 
 inline Fiber& self() { return fibers[threadIdx.x]; }
@@ -56,7 +62,7 @@ inline void wait_for(Waits what) {
 }
 
 inline void wait_for(const Condition& condition) {
-  if (condition.happened(condition.object, condition.argument)) return;
+  if (!timed && condition.happened(condition.object, condition.argument)) return;
   self().condition = condition;
   wait_for(Waits::kCondition);
 }
@@ -74,7 +80,11 @@ inline void resume(int thread) {
   threadIdx.x = unsigned(thread);
   ++turns;
   observe(Event::kRuns, 0);
-  if (_setjmp(scheduler)) return;
+  if (_setjmp(scheduler)) {
+    running = false;
+    return;
+  }
+  running = true;
   if (fiber.started) _longjmp(fiber.place, 1);
   fiber.started = true;
   if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);

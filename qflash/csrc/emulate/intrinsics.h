@@ -2,13 +2,18 @@
 // come, and a warp of which some do not is stuck.
 #pragma once
 
+#include "emulate/trace.h"
 #include "emulate/warp.h"
 
 inline float __fdividef(float x, float y) { return x / y; }
-inline void __syncthreads() { emulate::wait_for(emulate::Waits::kBlock); }
+inline void __syncthreads() {
+  const uint64_t begin = emulate::now();
+  emulate::wait_for(emulate::Waits::kBlock);
+  emulate::waited(begin, "__syncthreads");
+}
 inline int __syncthreads_or(int value) {
   emulate::or_sum |= value != 0;
-  emulate::wait_for(emulate::Waits::kBlock);
+  __syncthreads();
   return emulate::or_result;
 }
 inline void __syncwarp() { emulate::wait_for(emulate::Waits::kWarp); }

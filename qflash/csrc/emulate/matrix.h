@@ -3,6 +3,7 @@
 #pragma once
 
 #include "emulate/floats.h"
+#include "emulate/trace.h"
 #include "emulate/warp.h"
 
 namespace emulate {
@@ -23,6 +24,7 @@ void unpack(float (&to)[kElements], const uint32_t* from, Convert convert) {
 // kDepths blocks of k = 8: element (row, k) of A is register row / 8 + 2 (k / 8) of lane 4 (row % 8) + k % 8 / 2.
 template <int kDepths, class Convert>
 void mma_16bit(float (&c)[4], const uint32_t (&a)[2 * kDepths], const Words<kDepths>& b, Convert convert) {
+  spend(kMmaTime, "mma");
   Operands<float, 4 * kDepths, 2 * kDepths> mine;
   unpack(mine.a, a, convert);
   unpack(mine.b, b.r, convert);
@@ -39,6 +41,7 @@ void mma_16bit(float (&c)[4], const uint32_t (&a)[2 * kDepths], const Words<kDep
 }
 
 inline void mma_s8(int32_t (&c)[4], const uint32_t (&a)[4], const Words<2>& b) {
+  spend(kMmaTime, "mma");
   Operands<uint32_t, 4, 2> mine;
   memcpy(mine.a, a, sizeof mine.a);
   memcpy(mine.b, b.r, sizeof mine.b);

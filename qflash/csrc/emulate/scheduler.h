@@ -6,6 +6,9 @@
 #include <random>
 
 #include "emulate/complaint.h"
+#include "emulate/guard.h"
+#include "emulate/names.h"
+#include "emulate/trace.h"
 
 namespace emulate {
 
@@ -81,19 +84,74 @@ inline void begin_block(int threads, int shared_bytes) {
     fiber.slow = false;
     fiber.issued.clear();
     fiber.groups.clear();
+    fiber.arrivals.clear();
+    fiber.clock = launch_begin;
+    fiber.span = ~size_t(0);
   }
+  begin_names(threads);
   observe(Event::kBlockBegins, threads);
+}
+
+// When a thread can go on, in the time of trace.h; kNever where it cannot.
+constexpr uint64_t kNever = ~uint64_t(0);
+inline uint64_t ready_at(const Fiber& fiber) {
+  const Condition& condition = fiber.condition;
+  if (fiber.waits == Waits::kNot) return fiber.clock;
+  if (fiber.waits != Waits::kCondition || !condition.happened(condition.object, condition.argument)) return kNever;
+  return std::max(fiber.clock, condition.since(condition.object, condition.argument));
+}
+
+// Threads that met go on at the time of the last of them, if all that are left of `members` wait for that.
+inline bool meet(const std::vector<int>& members, Waits kind) {
+  uint64_t last = 0;
+  bool any = false;
+  for (int thread : members) {
+    const Fiber& fiber = fibers[thread];
+    if (fiber.waits == Waits::kDone) continue;
+    if (fiber.waits != kind) return false;
+    last = std::max(last, fiber.clock);
+    any = true;
+  }
+  if (!any) return false;
+  if (kind == Waits::kBlock) or_result = or_sum, or_sum = 0;
+  for (int thread : members)
+    if (fibers[thread].waits == kind) fibers[thread].waits = Waits::kNot, fibers[thread].clock = last;
+  return true;
+}
+
+// The warp that is earliest goes on, until none can.
+inline void run_in_time(std::vector<std::vector<int>>& warps, const std::vector<int>& block) {
+  for (auto& warp : warps) std::sort(warp.begin(), warp.end());
+  std::sort(warps.begin(), warps.end());
+  while (complaint.empty()) {
+    uint64_t earliest = kNever;
+    const std::vector<int>* next = nullptr;
+    for (const auto& warp : warps) {
+      meet(warp, Waits::kWarp) || meet(warp, Waits::kShuffle);
+      for (int thread : warp)
+        if (ready_at(fibers[thread]) < earliest) earliest = ready_at(fibers[thread]), next = &warp;
+    }
+    if (!next && meet(block, Waits::kBlock)) continue;
+    if (!next) return;
+    for (int thread : *next) {
+      const uint64_t ready = ready_at(fibers[thread]);
+      if (ready == kNever) continue;
+      fibers[thread].clock = ready;
+      go_on(thread);
+    }
+  }
 }
 
 // Returns false when the block is stuck or a thread failed: `complaint` says why.
 inline bool run_block(int threads, int shared_bytes) {
   begin_block(threads, shared_bytes);
-  const Turns turns_of(threads);
+  Turns turns_of(threads);
+  if (timed) run_in_time(turns_of.warps, turns_of.block);
   // With an extension, threads depend on each other in more ways than barriers of the block: one warp or lane at a time
   // is so slow that it goes on only when no other can.
   std::vector<int> slow;
   unsigned patience = 0;
-  for (bool moved = true; moved;) {
+  for (bool moved = !timed; moved && complaint.empty();) {
     moved = false;
     if (extension && patience-- == 0) {
       for (int t : slow) fibers[t].slow = false;
@@ -118,6 +176,8 @@ inline bool run_block(int threads, int shared_bytes) {
   }
   if (extension) extension->end();
   observe(Event::kBlockEnds, !done);
+  if (timed)
+    for (size_t warp = 0; warp < role_names.size(); ++warp) record("role", unsigned(warp), 0, 0, role_names[warp]);
   return complaint.empty();
 }
 
@@ -126,16 +186,19 @@ inline bool run_blocks(std::function<void()> kernel, int64_t blocks, int threads
   std::mt19937 seeded(seed);
   order = &seeded;
   turns = 0;
+  launch_begin = last_end;
   complaint.clear();
   blockDim = dim3(unsigned(threads));
   gridDim = dim3(unsigned(blocks));
   body = std::move(kernel);
   bool good = true;
+  const Guard guard;
   for (int64_t block = 0; block < blocks && good; ++block) {
     blockIdx.x = unsigned(block);
     good = run_block(threads, shared_bytes);
   }
   order = nullptr;
+  ++launches;
   return good;
 }
 

@@ -27,6 +27,7 @@ inline void wmma_store(float* s_to, const float (&d)[8], int stride, bool by_col
 template <int kRegisters, class Convert>
 void wmma_multiply(float (&c)[8], const uint32_t (&a)[kRegisters], const uint32_t (&b)[kRegisters], bool b_by_columns,
                    Convert convert) {
+  spend(2 * kMmaTime, "mma");
   Operands<float, 8, 8> mine;
   unpack(mine.a, a, convert);
   unpack(mine.b, b, convert);

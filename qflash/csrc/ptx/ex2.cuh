@@ -15,6 +15,9 @@ __device__ __forceinline__ float ex2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #else
+#ifdef QF_EMULATOR
+  emulate::spend(emulate::kExponentialTime, "exponentials");
+#endif
   return exp2f(x);
 #endif
 }

@@ -32,6 +32,8 @@ __device__ __forceinline__ void mbarrier_init(Mbarrier* s_barrier, int arrivals)
 __device__ __forceinline__ void fence_mbarrier_init() {
 #ifdef __CUDA_ARCH__
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#elif defined(QF_EMULATOR)
+  emulate::fence_mbarrier_init();
 #endif
 }
 

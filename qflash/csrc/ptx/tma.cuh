@@ -34,6 +34,8 @@ __device__ __forceinline__ void copy_box(void* s_to, const void* map, int c0, in
 __device__ __forceinline__ void fence_proxy_async() {
 #ifdef __CUDA_ARCH__
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#elif defined(QF_EMULATOR)
+  emulate::fence_proxy_async();
 #endif
 }
 

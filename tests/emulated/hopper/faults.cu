@@ -24,6 +24,8 @@ enum Fault {
   kOddBox,
   kNoCopy,
   kHalfTrade,
+  kNoInitFence,
+  kNoProxyFence,
 };
 
 constexpr int kRows = 16, kN = 64;
@@ -38,6 +40,7 @@ __global__ void multiply(Fault fault, const __grid_constant__ CUtensorMap map, f
   auto* const s_full = reinterpret_cast<qf::Mbarrier*>(s_tile + Tile::kBytes);
   const int thread = threadIdx.x;
   if (thread == 0 && fault != kNoInit) qf::mbarrier_init(s_full, 1);
+  if (thread == 0 && fault != kNoInitFence) qf::fence_mbarrier_init();
   __syncthreads();
   if (fault != kHalfTrade || thread < 64) qf::give_registers<40>();
   if (thread == 0) {
@@ -46,6 +49,8 @@ __global__ void multiply(Fault fault, const __grid_constant__ CUtensorMap map, f
     if (fault != kNoCopy) qf::copy_box(s_tile + (fault == kOddBox ? 512 : 0), &map, 0, 0, 0, 0, s_full);
   }
   qf::mbarrier_wait(s_full, 0);
+  if (fault == kNoProxyFence && thread == 3) *reinterpret_cast<uint16_t*>(s_tile) = 0;
+  __syncthreads();
   uint32_t a[4];
   float d[kN / 8][4] = {};
   for (uint32_t& pair : a) pair = 0x3c003c00;  // 1, 1

@@ -4,6 +4,7 @@
 #include "attn/wgmma/consumer.cuh"
 #include "attn/wgmma/nonfinite.cuh"
 #include "attn/wgmma/producer.cuh"
+#include "ptx/names.cuh"
 #include "ptx/setmaxnreg.cuh"
 
 namespace qf {
@@ -28,10 +29,12 @@ __device__ __forceinline__ void run_block(const QfAttnParams& p, const typename 
   constexpr int kFirstInspector = kWarpgroupThreads - Config::kInspectorThreads;
   if (threadIdx.x < kWarpgroupThreads) {
     give_registers<Config::kProducerRegisters>();
+    name_role(threadIdx.x < 32 ? "producer" : threadIdx.x < 64 ? "describe_work" : "inspector");
     if (threadIdx.x == 0) produce(p, schedule, maps, s);
     if (threadIdx.x == 32) describe_work<Kernel>(p, params, schedule, s, packed_tiles);
     if (threadIdx.x >= kFirstInspector) inspect(s, threadIdx.x - kFirstInspector, typename Kernel::Inspector(params));
   } else {
+    name_role("consumer", consumer_index());
     take_registers<Config::kConsumerRegisters>();
     Consumer<Kernel>(p, params, schedule, s).run(out_aligned);
   }

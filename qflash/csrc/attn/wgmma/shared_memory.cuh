@@ -53,12 +53,16 @@ struct SharedMemory {
   // One thread. Arrivals are counted in warps, but for the two threads that describe and copy.
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kConsumerWarps = Config::kConsumers * 4, kInspectorWarps = Config::kInspectorThreads / 32;
-    q_ring->init(kConsumerWarps);
-    k_ring->init(kConsumerWarps);
-    v_ring->init(kConsumerWarps + kInspectorWarps);
-    work_ring->init(kConsumerWarps + 1 + kInspectorWarps);
-    for (int i = 0; i < kStages; ++i) mbarrier_init(&v_inspected[i], kInspectorWarps);
+    q_ring->init(kConsumerWarps, "q full", "q empty");
+    k_ring->init(kConsumerWarps, "K full", "K empty");
+    v_ring->init(kConsumerWarps + kInspectorWarps, "V full", "V empty");
+    work_ring->init(kConsumerWarps + 1 + kInspectorWarps, "work full", "work empty");
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&v_inspected[i], kInspectorWarps);
+      name_barrier(&v_inspected[i], "V inspected", i);
+    }
     mbarrier_init(draw, 1);
+    name_barrier(draw, "draw", 0);
     fence_mbarrier_init();  // the barriers, to the copy engine
   }
 };

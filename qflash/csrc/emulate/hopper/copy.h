@@ -11,6 +11,11 @@ namespace emulate {
 
 inline void perform(const BoxCopy& copy) {
   const TensorMap& map = copy.map;
+  const size_t bytes = size_t(map.rows) * map.row_bytes;
+  async_memory.publish();
+  if (!async_memory.knows(copy.s_to, bytes))
+    complain("a copy writes over what a thread wrote, without a fence between (fence_proxy_async), " +
+             at_byte(copy.s_to));
   for (int row = 0; row < copy.map.rows; ++row)
     for (int i = 0; i < map.row_bytes / map.stride[0]; ++i) {
       const int64_t at[4] = {copy.at[0] + i, copy.at[1] + row, copy.at[2], copy.at[3]};
@@ -27,8 +32,9 @@ inline void perform(const BoxCopy& copy) {
       else
         memset(to, 0, map.stride[0]);
     }
-  observe(Event::kCopyArrives, map.rows * map.row_bytes, copy.s_to);
-  copy.barrier->bytes -= map.rows * map.row_bytes;
+  memcpy(async_memory.bytes + shared_offset(copy.s_to), copy.s_to, bytes);
+  observe(Event::kCopyArrives, int64_t(bytes), copy.s_to);
+  copy.barrier->bytes -= int32_t(bytes);
   complete_if_due(*copy.barrier);
 }
 
@@ -37,6 +43,7 @@ inline void copy_box(void* s_to, const void* map, const int (&at)[4], uint64_t* 
                         *static_cast<const TensorMap*>(map),
                         {at[0], at[1], at[2], at[3]},
                         &mbarrier(s_barrier)};
+  if (hopper.unfenced.count(s_barrier)) fail("no fence (fence_mbarrier_init) since the mbarrier " + at_byte(s_barrier));
   if (!copy.map.base) fail("the tensor map was not encoded");
   if (shared_offset(s_to) % 1024) fail("a swizzled box begins " + at_byte(s_to) + ", not at whole 1024");
   if (int64_t(shared_offset(s_to)) + copy.map.rows * copy.map.row_bytes > block_shared_bytes)
@@ -44,10 +51,23 @@ inline void copy_box(void* s_to, const void* map, const int (&at)[4], uint64_t* 
   if (at[0] * copy.map.stride[0] % 16)
     fail("a box begins at column " + std::to_string(at[0]) + ", not at whole 16 bytes");
   observe(Event::kCopyStarts, copy.map.rows * copy.map.row_bytes, s_to);
-  if ((*order)() % 2)
+  if (timed) {
+    const size_t bytes = size_t(copy.map.rows) * copy.map.row_bytes;
+    hopper.copy_engine_free = std::max(hopper.copy_engine_free, now()) + bytes / kCopyBytes;
+    const uint64_t arrival = hopper.copy_engine_free + kCopyLatency;
+    record("copy", threadIdx.x / 32, now(), arrival, barrier_name(s_barrier));
+    note_arrival(*copy.barrier, arrival);
+  }
+  if (timed || (*order)() % 2)
     perform(copy);
   else
     used_hopper().in_flight.push_back(copy);
+}
+
+// This thread's ordinary writes to shared memory come before what the copy engine and wgmma do afterwards.
+inline void fence_proxy_async() {
+  used_hopper();
+  async_memory.fenced = true;
 }
 
 }  // namespace emulate

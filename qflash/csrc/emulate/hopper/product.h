@@ -23,8 +23,11 @@ inline void read_matrix(float (*to)[32], int lines, uint64_t descriptor, bool tr
           transposed ? swizzled(start + line / in_panel * panels, k, line % in_panel * bytes, eights, row_bytes)
                      : swizzled(start, line, k * bytes, eights, row_bytes);
       uint16_t bits = 0;
+      if (byte + bytes <= unsigned(block_shared_bytes) && !async_memory.knows(shared_memory() + byte, bytes))
+        complain("a product reads what a thread wrote, without a fence between (fence_proxy_async), at byte " +
+                 std::to_string(byte) + " of shared memory");
       if (byte + bytes <= unsigned(block_shared_bytes))
-        memcpy(&bits, shared_memory() + byte, bytes);
+        memcpy(&bits, async_memory.bytes + byte, bytes);
       else
         complain("a product reads outside shared memory");
       to[line][k] = product.convert(bits);
@@ -41,6 +44,7 @@ typedef float Lanes __attribute__((vector_size(16)));
 
 inline void compute(const Product& product, int first_thread) {
   const int k_count = 32 / product.element_bytes, in_word = 4 / product.element_bytes, bits = 8 * product.element_bytes;
+  async_memory.publish();
   float a[64][32], b_lines[256][32];
   alignas(16) float b[32][256], row_sums[256];
   read_matrix(b_lines, product.n, product.b, product.transposed, product);

@@ -1,11 +1,14 @@
 // What a block of Hopper has beside threads and memory: barriers, copies in flight, products of warpgroups.
 #pragma once
 
+#include <cstring>
 #include <deque>
+#include <map>
 #include <set>
 #include <utility>
 
 #include "emulate/scheduler.h"
+#include "emulate/trace.h"
 
 namespace emulate {
 
@@ -15,7 +18,9 @@ inline unsigned shared_offset(const void* s_pointer) {
 }
 inline char* shared_memory() { return reinterpret_cast<char*>(s_memory); }
 inline std::string at_byte(const void* s_pointer) {
-  return "at byte " + std::to_string(shared_offset(s_pointer)) + " of shared memory";
+  const std::string name = barrier_name(s_pointer);
+  return (name.empty() ? "" : "\"" + name + "\" ") + "at byte " + std::to_string(shared_offset(s_pointer)) +
+         " of shared memory";
 }
 
 // A tensor as cuTensorMapEncodeTiled describes it: dimensions from the inside out.
@@ -57,9 +62,10 @@ struct Product {
 
 // Products that were committed together.
 struct Group {
-  unsigned end;       // the product after its last
-  bool early;         // computed once committed
-  int committed = 0;  // by how many threads
+  unsigned end;                           // the product after its last
+  bool early;                             // computed once committed
+  int committed = 0;                      // by how many threads
+  uint64_t committed_at = 0, finish = 0;  // in the time of trace.h
 };
 
 struct Warpgroup {
@@ -91,15 +97,47 @@ struct ThreadProducts {
 
 constexpr uint32_t kTaken = 0x7fc0dead;  // sums that belong to the tensor cores
 
+// Shared memory as the copy engine and wgmma see it: without what threads wrote and did not fence since. A fence counts
+// for all that any thread wrote before the next access: more than a GPU promises, but a fence that is left out shows.
+struct AsyncMemory {
+  alignas(1024) char bytes[kMostSharedBytes + 4096];
+  bool fenced;  // since the last access
+
+  void begin() {
+    std::fill_n(reinterpret_cast<float*>(bytes), block_shared_bytes / sizeof(float), NAN);
+    fenced = false;
+  }
+  // Brings it up to date before an access.
+  void publish() {
+    if (fenced) memcpy(bytes, s_memory, size_t(block_shared_bytes));
+    fenced = false;
+  }
+  bool knows(const void* s_pointer, size_t size) const {
+    return memcmp(bytes + shared_offset(s_pointer), s_pointer, size) == 0;
+  }
+};
+inline AsyncMemory async_memory;
+
 struct Hopper : Extension {
   std::set<const void*> barriers;  // that were initialised
+  std::set<const void*> unfenced;  // of those, the ones that the copy engine does not know of yet
   std::vector<BoxCopy> in_flight;
+  // In the time of trace.h: the latest arrival of a barrier's phase and of the one before, and when units are free.
+  struct BarrierTimes {
+    uint64_t arrival = 0, completed = 0;
+  };
+  std::map<const void*, BarrierTimes> times;
+  uint64_t tensor_cores_free = 0, copy_engine_free = 0;
   Warpgroup warpgroups[kMostThreads / 128];
   ThreadProducts threads[kMostThreads];
 
   void begin() {
     barriers.clear();
+    unfenced.clear();
+    async_memory.begin();
     in_flight.clear();
+    times.clear();
+    tensor_cores_free = copy_engine_free = launch_begin;
     for (auto& one : warpgroups) one = Warpgroup();
     std::fill_n(threads, block_threads, ThreadProducts());
   }

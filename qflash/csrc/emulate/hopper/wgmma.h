@@ -40,6 +40,18 @@ inline void wgmma_fence() { own_products().fenced = true; }
 
 inline void wgmma_copy(int copy) { own_products().copy = copy; }
 
+// When the tensor cores are through with a group, after all that was committed before it.
+inline void time_products(const Warpgroup& group, Group& mine) {
+  uint64_t duration = 0;
+  for (unsigned i = group.computed; i < mine.end; ++i)
+    duration += uint64_t(group.products[i - group.first_product].n) / kWgmmaColumns;
+  const bool from_registers =
+      group.computed < mine.end && group.products[group.computed - group.first_product].a_in_registers;
+  const uint64_t begin = std::max(mine.committed_at, hopper.tensor_cores_free);
+  hopper.tensor_cores_free = mine.finish = begin + duration;
+  record("product", threadIdx.x / 32, begin, mine.finish, from_registers ? "A in registers" : "A in shared memory");
+}
+
 inline void wgmma_commit() {
   Warpgroup& group = own_warpgroup();
   ThreadProducts& own = own_products();
@@ -48,7 +60,10 @@ inline void wgmma_commit() {
   Group& mine = group.groups[index];
   observe(Event::kProductsCommit, index);
   if (mine.end != own.products) fail("threads of a warpgroup commit different products");
-  if (++mine.committed < 128 || !mine.early) return;
+  mine.committed_at = std::max(mine.committed_at, now());
+  if (++mine.committed < 128) return;
+  if (timed) time_products(group, mine);
+  if (!timed && !mine.early) return;
   while (group.next <= index) compute_next(group);
 }
 
@@ -75,7 +90,15 @@ inline void wgmma_wait(int pending) {
   };
   condition.object = &group;
   condition.argument = end;
+  condition.since = [](const void* object, unsigned end) {
+    uint64_t finish = 0;
+    for (const Group& one : static_cast<const Warpgroup*>(object)->groups)
+      if (one.end <= end) finish = std::max(finish, one.finish);
+    return finish;
+  };
+  const uint64_t begin = now();
   wait_for(condition);
+  waited(begin, "products");
   own.fenced = false;
   for (; own.done < end; ++own.done) {
     const auto& mine = group.products[own.done - group.first_product].of[threadIdx.x % 128];

@@ -1,0 +1,149 @@
+"""Faults provoked in kernels on the emulator: one synchronisation left out or changed, to see that it is reported.
+
+A patched copy of csrc holds all faults of a kernel, each behind the number of the one that is to be provoked, so one
+library serves them all. A fault may make a kernel do anything, so it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from qflash.backends import cuda
+from qflash.dispatch import VARIANTS
+from qflash.errors import KernelError
+from qflash.jit.compiler import LIBRARY, Unit
+from qflash.testing import compare, emulator
+from qflash.testing.case import Case
+from qflash.testing.emulated_attention import run_case
+from qflash.testing.emulator import Library
+from qflash.testing.oracle import integers_of
+
+NONE = 0  # the number of no fault
+SECONDS = 60  # that a fault may take
+_PATCHED = ("attn", "common", "gemm", "hopper", "include", "kernels", "ptx", "quant", "reduce", "smem")
+_SWITCH = """#pragma once
+extern "C" __attribute__((visibility("default"))) inline int qf_provoked = 0;  // which fault; 0: none
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In `file` of csrc, `text` becomes `instead`: nothing, unless told.
+
+    text: a statement, or an expression of no value. within: what it stands in, where the text alone is found elsewhere,
+    too. That is in the file exactly once, so a fault whose code has moved is an error.
+    """
+
+    file: str
+    text: str
+    instead: str = ""
+    within: str = ""
+
+    def guarded(self, number: int, rest: str) -> str:
+        """`rest`, unless this fault is provoked."""
+        if self.text.endswith(";"):
+            return f"if (qf_provoked == {number}) {{ {self.instead} }} else {rest}"
+        return f"(qf_provoked == {number} ? (void)({self.instead or 0}) : (void)({rest}))"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a fault showed under the first seed that it showed under: as `kind`, and in words."""
+
+    kind: str  # "complaint" of the emulator, "contract", "bits" that differ from seed to seed, "crash"; "": it did not
+    text: str = ""
+    seed: int = -1
+
+
+def patched_unit(unit: Unit, faults: Sequence[Fault], folder: Path) -> Unit:
+    """The unit with all of `faults`, numbered from 1, in a copy of csrc under `folder`."""
+    csrc, copy = emulator.CSRC, folder / "csrc"
+    for room in _PATCHED:
+        shutil.copytree(csrc / room, copy / room, dirs_exist_ok=True)
+    (copy / "provoked.h").write_text(_SWITCH)
+    edits: dict[str, dict[int, tuple[str, str]]] = {}  # of a file: where, what stands there, what is to
+    for number, fault in enumerate(faults, start=1):
+        within = fault.within or fault.text
+        source = (csrc / fault.file).read_text()
+        if source.count(within) != 1 or within.count(fault.text) != 1:
+            count = source.count(within)
+            raise ValueError(
+                f"{within!r} occurs {count} times in {fault.file}; allowed: once, and {fault.text!r} once in it"
+            )
+        of_file = edits.setdefault(fault.file, {})
+        at = source.index(within) + within.index(fault.text)
+        of_file[at] = (fault.text, fault.guarded(number, of_file.get(at, (fault.text, fault.text))[1]))
+    for file, of_file in edits.items():
+        source = (csrc / file).read_text()
+        for at, (text, guarded) in sorted(of_file.items(), reverse=True):  # from the end: places before stay
+            source = source[:at] + guarded + source[at + len(text) :]
+        (copy / file).write_text('#include "provoked.h"\n' + source)
+    moved = tuple(copy / path.relative_to(csrc) for path in unit.include_dirs)
+    return replace(unit, source=copy / unit.source.relative_to(csrc), include_dirs=moved)
+
+
+def outcome(path: Path, name: str, variant: str, case: Case, number: int, seeds: Sequence[int]) -> Outcome:
+    """Run a case with a fault under one seed after another until it shows."""
+    with TemporaryDirectory() as folder:  # a copy, which knows nothing of faults before
+        library = Library(Path(shutil.copy(path, folder)), name)
+    ctypes.c_int.in_dll(library.handle, "qf_provoked").value = number
+    signal.alarm(SECONDS)  # ends the process
+    try:
+        return _first_shown(library, variant, case, seeds)
+    finally:
+        signal.alarm(0)
+
+
+def _first_shown(library: Library, variant: str, case: Case, seeds: Sequence[int]) -> Outcome:
+    first = None
+    for seed in seeds:
+        kind = "contract"
+        try:
+            found = run_case(lambda *_: library, case, variant, seed=seed)
+            compare.check_contract(case, *found, VARIANTS[variant].precision, integers=integers_of(variant))
+            kind = "bits"
+            compare.check_same_bits(case, first or found, found)
+        except KernelError as error:
+            return Outcome("complaint", str(error), seed)
+        except compare.ContractError as error:
+            return Outcome(kind, str(error), seed)
+        first = first or found
+    return Outcome("")
+
+
+class Faults:
+    """The faults of one variant of a kernel, compiled once."""
+
+    def __init__(self, variant: str, dtype: str, head_dim: int, faults: Mapping[str, Fault], folder: Path, cache):
+        self.variant = variant
+        self.names = list(faults)
+        unit = cuda.unit_of(VARIANTS[variant], dtype, head_dim, emulator.ARCH)
+        unit = patched_unit(emulator.with_all_scores(unit), list(faults.values()), folder)
+        self.name = unit.name
+        self.path = emulator.compiled(unit, cache) / LIBRARY
+        self.process: ProcessPoolExecutor | None = None
+
+    def provoke(self, name: str, case: Case, seeds: Sequence[int]) -> Outcome:
+        """How the fault of that name shows in a case; "" provokes none."""
+        self.process = self.process or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        number = self.names.index(name) + 1 if name else NONE
+        try:
+            asked = self.process.submit(outcome, self.path, self.name, self.variant, case, number, list(seeds))
+            return asked.result()
+        except BrokenProcessPool:
+            self.process = None
+            return Outcome("crash", f"the process ended, or took more than {SECONDS} s")
+
+    def close(self) -> None:
+        """End the process that the faults ran in."""
+        if self.process:
+            self.process.shutdown()
