@@ -7,8 +7,10 @@
 //
 // Tile n of a work tile, on the tensor cores and beside them:
 //
-//   tensor cores   | S(n+1) = Q K(n+1)^T | O += P(n) V(n)          | S(n+2) ...
-//   this warpgroup | wait                | weights of S(n+1)  wait | round to P(n+1), release K(n+1) and V(n) ...
+//   tensor cores   | S(n+1) = Q K(n+1)^T | O += P(n) V(n)          | the other consumer's products    | S(n+2) ...
+//   this warpgroup | wait                | weights of S(n+1)  wait | release V(n), K(n+1); round into P(n+1) |
+//
+// hold() says to the compiler: what the tensor cores add to is not touched before this place.
 #pragma once
 
 #include "attn/wgmma/output.cuh"
@@ -33,7 +35,8 @@ struct Consumer {
   const QfAttnParams& p;
   const TileSchedule& schedule;
   const SharedMemory<Config>& s;
-  const bool leads = lane_index() == 0;  // releases for its warp
+  const bool leads = lane_index() == 0;  // releases for its warp: one arrival each
+  const QTiles q_tiles_kept;
   const KTiles k_tiles;
   const VTiles v_tiles;
 
@@ -41,7 +44,7 @@ struct Consumer {
   RingPosition<Config::kQStages> q_at;
   RingPosition<Config::kStages> k_at;          // V is one tile behind: v_at()
   RingPosition<Config::kStages> inspected_at;  // among the tiles of V that are inspected
-  bool k_full, v_full;                         // seen when last looked at
+  bool k_full, v_full;                         // K of the next tile and the V that is due, as poll() saw them
 
   Scores scores;
   Weights weights;
@@ -49,7 +52,7 @@ struct Consumer {
   RowState rows;
   float O[1][Config::kOTiles][4];
 
-  // The tile of keys whose scores are next, or have just been, made weights.
+  // The tile of keys that was last made weights. step() moves on to the next once the product with its V is started.
   struct KeyTile {
     int key0;
     bool whole;  // every row of the block sees all of it: nothing to mask, and nobody inspects its V
@@ -60,6 +63,7 @@ struct Consumer {
       : p(problem),
         schedule(tile_schedule),
         s(shared),
+        q_tiles_kept(own_q_tiles()),
         k_tiles(s.k),
         v_tiles(s.v),
         scores(params, s),
@@ -81,12 +85,13 @@ struct Consumer {
   __device__ __forceinline__ bool attend(bool out_aligned) {
     const RingPosition<Config::kWorkTiles> current = work_at;
     const Work& work = s.work[current.stage()];
-    const KeyRange full = work.full;  // in registers, where there are enough
+    const KeyRange whole_keys = work.full;  // in registers, where there are enough
     const auto is_whole = [&](int key0) {
-      return Config::kConsumers > 2 ? work.whole(key0) : key0 >= full.begin && key0 + Config::kBlockN <= full.end;
+      return Config::kConsumers > 2 ? work.whole(key0)
+                                    : key0 >= whole_keys.begin && key0 + Config::kBlockN <= whole_keys.end;
     };
     KeyTile tile = {work.keys.begin, is_whole(work.keys.begin)};
-    const int own_tiles = warp_uniform(work.own_tiles[consumer_index()]);
+    const int own_tiles = warp_uniform(work.own_tiles[consumer_index()]);  // one at least
     begin(work);
     wgmma_wait<0>();  // S(0)
     scores.hold_sums();
@@ -100,19 +105,21 @@ struct Consumer {
     const QTiles q = stage_of(q_tiles(), q_at.stage());
 #pragma unroll 1
     for (int left = own_tiles - 1; left > 0; --left) {
-      int run = 0;
+      int steady = 0;  // tiles; the same for all warps of a consumer
       if constexpr (Scores::kSteadyTiles) {
-        const int whole_tiles = tile.whole ? (full.end - tile.key0) / Config::kBlockN - 1 : 0;
-        run = warp_uniform(scores.steady_tiles(left, whole_tiles, weights));
+        const int whole_tiles = tile.whole ? (whole_keys.end - tile.key0) / Config::kBlockN - 1 : 0;
+        steady = warp_uniform(scores.steady_tiles(left, whole_tiles, weights));
       }
-      if (run > 0)
-        steady_steps(q, tile, run, left);
+      if (steady > 0)
+        steady_steps(q, tile, steady, left);
       else
         step(work, q, tile, is_whole);
+      // What is rare may recompute scores from K, so K is released after it; its last instructions are the warp's
+      // together.
       if (unlikely(rare.due(scores, weights, rows, left)))
         rare.run(work, tile.key0, tile.whole, q_at.stage(), k_at.stage(), left, scores, weights, rows, O);
       release_tile();
-      if (Rare::kRoundsLast) weights.round(scores.S);  // P(n + 1)
+      if (Rare::kRoundsLast) weights.round(scores.S);  // P(n + 1), of registers alone: tiles need not wait for it
       add_remainders(tile);
     }
     return finish_work(work, current, tile, is_whole, out_aligned);
@@ -124,7 +131,7 @@ struct Consumer {
     scores.template fetch<false>();
     const KTiles k = stage_of(k_tiles, k_at.stage());
     const VTiles v = stage_of(v_tiles, v_at().stage());
-    wgmma_copy(0);
+    wgmma_copy(0);  // of this code, which the emulator checks that all warps go through
     if (!k_full) k_at.wait_full(*s.k_ring);
     scores.start(q, k);  // S(n + 1) = Q K(n + 1)^T
     if (!v_full) v_at().wait_full(*s.v_ring);
@@ -145,9 +152,10 @@ struct Consumer {
   }
 
   // Tiles that every row sees, after another such, and that ask for nothing else have a loop of their own, without a
-  // branch but for stages that are not full yet. The last one is left for the caller to release. The warps of a
-  // consumer are all in this loop or none is: they start products together.
-  __device__ __forceinline__ void steady_steps(const QTiles& q, KeyTile& tile, int run, int& left) {
+  // branch but for stages that are not full yet. The last one is left for the caller to release. Products are started
+  // by all warps of a consumer together, and from the same place in the code: a warp that leaves early, for what is
+  // rare in its rows, is back for the next tile.
+  __device__ __forceinline__ void steady_steps(const QTiles& q, KeyTile& tile, int steady, int& left) {
     if constexpr (Scores::kSteadyTiles) {
 #pragma unroll 1
       for (;; --left) {
@@ -170,7 +178,7 @@ struct Consumer {
         scores.weigh_second_half(half, rows, weights);  // and P(n + 1)
         const bool large = __any_sync(0xffffffffu, weights.too_large(rows));
         poll();
-        if (large || --run == 0) break;
+        if (large || --steady == 0) break;
         release_tile();
       }
     }
@@ -190,7 +198,7 @@ struct Consumer {
     if (others() > 0) {  // tiles that only other consumers see
       wgmma_wait<0>();
       hold_outputs();
-      if (leads) last_v.release(*s.v_ring);  // where one of them may belong
+      if (leads) last_v.release(*s.v_ring);  // one of them may need its stage: to keep it would be a deadlock
       for (int n = others(); n > 0; --n) {
         tile.key0 += Config::kBlockN;
         k_at.wait_full(*s.k_ring);
@@ -199,7 +207,7 @@ struct Consumer {
         if (leads) k_at.release(*s.k_ring);
         if (leads) k_at.release(*s.v_ring);
         k_at.advance();
-        if (!is_whole(tile.key0)) inspected_at.advance();
+        if (!is_whole(tile.key0)) inspected_at.advance();  // a consumer that sees it waits before it releases V
       }
     }
     const RingPosition<Config::kQStages> q_done = q_at;
@@ -231,8 +239,9 @@ struct Consumer {
     work_at.wait_full(*s.work_ring);
     return s.work[work_at.stage()];
   }
-  // To the next work tile that has keys, past those that have none, whose rows are zeros. Sees to rows that no sequence
-  // fills. False: there are no more.
+  // To the next work tile that has keys (tiles > 0), past those that have none (tiles == 0), whose rows, if they exist,
+  // are zeros, and for which nothing was loaded. Sees to rows that no sequence fills (unserved). False: there are no
+  // more (tiles < 0).
   __device__ __forceinline__ bool find_work() {
     for (;; work_at.advance()) {
       const Work& work = wait_work();
@@ -245,11 +254,11 @@ struct Consumer {
       if (leads) work_at.release(*s.work_ring);
     }
   }
-  // S(0) of the work tile at work_at; of whatever is there, where it does not exist.
-  __device__ __forceinline__ void start_work(bool exists) {
+  // S(0) of the work tile at work_at. Not ready: of whatever lies there, and the result is ignored.
+  __device__ __forceinline__ void start_work(bool ready) {
     const QTiles q = stage_of(q_tiles(), q_at.stage());
     const KTiles k = stage_of(k_tiles, k_at.stage());
-    if (exists) {
+    if (ready) {
       scores.prefetch(work_now());
       weights.prefetch(work_now());
       q_at.wait_full(*s.q_ring);
@@ -267,10 +276,11 @@ struct Consumer {
 
   __device__ __forceinline__ const Work& work_now() const { return s.work[work_at.stage()]; }
   __device__ __forceinline__ RingPosition<Config::kStages> v_at() const { return k_at.previous(); }
-  // This consumer's rows of q. Derived afresh for each work tile: registers are scarce.
-  __device__ __forceinline__ QTiles q_tiles() const {
+  // This consumer's rows of q. Derived afresh for each work tile where registers are scarce.
+  __device__ __forceinline__ QTiles own_q_tiles() const {
     return QTiles(s.q + consumer_index() * kWarpgroupRows * Config::QTile::kRowBytes);
   }
+  __device__ __forceinline__ QTiles q_tiles() const { return Config::kConsumers > 2 ? own_q_tiles() : q_tiles_kept; }
   // Descriptors are the same for the warp, and the compiler is to know it.
   template <class Tiles>
   __device__ static __forceinline__ Tiles stage_of(const Tiles& tiles, int stage) {

@@ -21,17 +21,19 @@ struct SixteenBitScores {
   using Work = WorkTile<Config>;
   static constexpr int kNTiles = Config::kNTiles;
   static constexpr int kPolynomials = Config::kHeadDim > 128 ? 0 : 2;  // of softcap's tanh (softcap.cuh)
-  static constexpr bool kReadsKeys = false;                            // lanes never do: wgmma alone
+  static constexpr bool kReadsKeys = false;    // but for weigh_again(), whose last votes are the warp's together
   static constexpr bool kSteadyTiles = false;  // the tensor cores bound, and registers are scarce
   // A lane's weights of a row and tile may add up to this before the row's reference must move: float16 holds it.
   static constexpr float kMostSum = 16384.0f;
-  static_assert(Config::kBlockN / 4 * (1 << int(kSlack)) <= kMostSum, "a reference that stays was found to suffice");
+  static_assert(Config::kBlockN / 4 * (1 << int(kSlack)) <= kMostSum,
+                "weights that left a reference where it was must not count as outgrown");
 
   const QfAttnParams& p;
   const float factor;
   float S[1][kNTiles][4];
-  // Need no maxima be looked for in the next tile? Not once every row has a reference: scores seldom outgrow it by
-  // much, and where they do the sums tell.
+  // Every row has a reference, so the next tile's maxima are not looked for: scores seldom outgrow it by much, and
+  // where they do the sums tell. After a tile that moved one the next is looked at, too: scores that rise may go on
+  // rising.
   bool settled;
   bool outgrown;  // scores of this tile outgrew references: to be recomputed
 
@@ -62,7 +64,7 @@ struct SixteenBitScores {
   // The first tile of a work tile becomes weights: its references are found here.
   template <class Weights>
   __device__ __forceinline__ void weigh_first(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
-    make_visible(work, key0, whole, tanh_by_turns());
+    make_visible(work, key0, whole, takes_turns());
     find_reference(rows);
     settled = rows.settled();
     take_weights(rows);
@@ -71,10 +73,9 @@ struct SixteenBitScores {
   template <class Weights>
   __device__ __forceinline__ void weigh(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
     rows.moved = false;
-    const bool by_turns = tanh_by_turns();
+    const bool by_turns = takes_turns();
     if (!kPlain && by_turns && settled && whole) {  // tanh and exponential in one pass
-      const float slope = p.scale / p.softcap;
-      take_weights(rows, [&](float s, int e) { return wgmma::tanh_by_turns<kPolynomials>(s * slope, e); });
+      take_capped_weights(rows);
     } else {
       if (!kPlain || !settled || !whole) make_visible(work, key0, whole, by_turns);
       if (!settled) {
@@ -84,7 +85,7 @@ struct SixteenBitScores {
       take_weights(rows);
     }
     outgrown = __any_sync(0xffffffffu, fmaxf(rows.sums[0], rows.sums[1]) > kMostSum);
-    compute_before_if(outgrown, rows.l[0]);  // all weights, which ptxas would put after the wait for O's product
+    compute_before_if(outgrown, rows.l[0]);  // ptxas would put the weights after the wait for O's product
   }
   // A tile whose scores outgrew their reference: they are in shared memory still.
   __device__ __forceinline__ void weigh_again(const SharedMemory<Config>& s, const Work& work, int key0, bool whole,
@@ -94,14 +95,14 @@ struct SixteenBitScores {
 #pragma unroll
       for (int e = 0; e < 4; ++e) S[0][j][e] = 0.0f;
     recompute_scores<typename Config::Tensor>(S, s, q_stage, k_stage);
-    make_visible(work, key0, whole, tanh_by_turns());
+    make_visible(work, key0, whole, takes_turns());
     rows.moved = find_reference(rows);
     settled = false;
     take_weights(rows);
   }
 
  private:
-  __device__ __forceinline__ bool tanh_by_turns() const {
+  __device__ __forceinline__ bool takes_turns() const {
     return !kPlain && p.softcap > 0.0f &&
            suits_turns<kPolynomials>(S, p.scale / p.softcap, softens_coarsely(p.softcap));
   }
@@ -116,19 +117,30 @@ struct SixteenBitScores {
     for (int h = 0; h < 2; ++h) largest[h] = max_of_quad(largest_score(S, h, 0, kNTiles)) * factor;
     return rows.move(largest);
   }
-  // S, made `score` of it first, becomes weights, and rows.sums their sums.
+  // S becomes weights, and rows.sums their sums.
   __device__ __forceinline__ void take_weights(RowState& rows) {
-    take_weights(rows, [](float s, int) { return s; });
-  }
-  template <class Score>
-  __device__ __forceinline__ void take_weights(RowState& rows, Score score) {
     const float shift[2] = {-reference_of(rows.m[0]), -reference_of(rows.m[1])};
+    for_each_weight(rows, [&](float s, int e) { return fmaf(s, factor, shift[e / 2]); });
+  }
+  // The same in one pass with tanh, c = softcap log2(e): 2^(c tanh(y) - m_ref) with, where no polynomial takes part,
+  // c tanh(y) - m_ref = (c - m_ref) - 2c / (1 + e^2y).
+  __device__ __forceinline__ void take_capped_weights(RowState& rows) {
+    const float slope = p.scale / p.softcap, offset = kPolynomials == 0 ? factor : 0.0f;
+    const float shift[2] = {offset - reference_of(rows.m[0]), offset - reference_of(rows.m[1])};
+    for_each_weight(rows, [&](float s, int e) {
+      if (kPolynomials == 0) return fmaf(-2.0f * factor, rcp(1.0f + ex2(s * (2.0f * kLog2e * slope))), shift[e / 2]);
+      return fmaf(tanh_by_turns<kPolynomials>(s * slope, e), factor, shift[e / 2]);
+    });
+  }
+  // weight = 2^exponent(score)
+  template <class Exponent>
+  __device__ __forceinline__ void for_each_weight(RowState& rows, Exponent exponent) {
     float sum[4] = {};
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        S[0][j][e] = ex2(fmaf(score(S[0][j][e], e), factor, shift[e / 2]));
+        S[0][j][e] = ex2(exponent(S[0][j][e], e));
         sum[e] += S[0][j][e];
       }
     rows.sums[0] = sum[0] + sum[1], rows.sums[1] = sum[2] + sum[3];

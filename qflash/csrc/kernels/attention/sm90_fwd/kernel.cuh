@@ -8,7 +8,7 @@
 //   (40 regs)     thread 32    describe_work: what the next work tiles are, which keys they see
 //                 warps 2, 3   inspect: NaN and infinity in V, in tiles that some rows see only in part
 //   warpgroup 1   consume: rows 0 - 63 of the tile; S = Q Kt, 64 x 128 in 64 registers, Q and K from shared memory;
-//   (232 regs)    O += P V, 64 x 128 in 64 registers, P from 32
+//   (232 regs)    O += P V, 64 x 128 in 64 registers, P in 32 more
 //   warpgroup 2   consume: rows 64 - 127; head_dim 64 has a third consumer, with 160 registers each
 //
 // Shared memory (head_dim 128): panels of 64 channels, 128 bytes a row, swizzled by TMA (hopper/descriptor.cuh).
@@ -21,13 +21,13 @@
 //   start S(n + 1) = Q K(n + 1)t          tensor cores, asynchronous
 //   start O += P(n) V(n)                  behind it
 //   wait for S(n + 1); weights            under O's product, and under the products of the other consumer
-//   wait for O; round the weights into P(n + 1); release K(n + 1) and V(n)
-// Weights are relative to the maxima of a row's first tile. Should later scores outgrow those by much the sums of
-// weights tell, and the scores are recomputed (rare_recover.cuh). At the end of a work tile S of the next one is
+//   wait for O; release V(n) and K(n + 1); round the weights into P(n + 1)
+// Weights are relative to the maxima of a row's first tile. If later scores exceed those by much, it shows in the sums
+// of the weights, and the scores are recomputed (rare_recover.cuh). At the end of a work tile S of the next one is
 // started before the outputs are divided and stored.
 //
 // Masks, NaN in V: as fa_mma's. Rope, and strides that TMA cannot walk: a pass before (stage.cuh).
-// Bound: the tensor cores at 2048 cycles a pair of tiles, if the consumers' own instructions (about 354 a warp and
+// Bound: the tensor cores at 2048 cycles a tile of K and V, if the consumers' own instructions (about 354 a warp and
 // tile) hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
 #pragma once
 
@@ -57,6 +57,8 @@ struct Kernel {
                                                const Weights&, const Rare&, const wgmma::RowState& rows,
                                                float (&O)[1][Config::kOTiles][4]) {
     using QTile = typename Config::QTile;
+    static_assert(!Config::kOutThroughQ || Config::kQStages > 1, "a single stage of q is released before this");
+    // A warp's products read its own 16 rows of q alone, so these are free for its outputs.
     char* const s_rows = s.q + q_stage * QTile::kBytes + wgmma::warp_row() * QTile::kRowBytes;
     wgmma::finish<Config::kOutThroughQ ? QTile::kPanelBytes : 0>(p, work, O, rows, s_rows, aligned,
                                                                  wgmma::SixteenBitOutput<Config>{p, work});

@@ -2,8 +2,8 @@
 // (QF_INT8_FP8) E4M3.
 //
 // Blocks, work tiles, roles and the pipeline are sm90_fwd's (attn/wgmma): one warpgroup brings tiles, two own 64 rows
-// each. A pass before (kernels/quantize_kv/sm90_quantize) leaves q and K as int8 with scales, and V, for E4M3, transposed. What is its
-// own:
+// each. A pass before (kernels/quantize_kv/sm90_quantize) leaves q and K as int8 with scales, and V, for E4M3,
+// transposed. What is its own:
 //
 //              kBlockN = 128 keys (head_dim 256: 64)
 //             +--------------------+
