@@ -20,6 +20,7 @@ static __device__ unsigned tile_counters[kTileCounters];
 // Of the launch: an index into tile_counters, or -1. Returns a cudaError_t.
 inline int take_tile_counter(cudaStream_t stream, int& counter) {
   counter = -1;
+  if (stream == cudaStreamPerThread) return cudaSuccess;  // one handle for many streams
   cudaStreamCaptureStatus capturing;
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capturing)) {
     cudaGetLastError();  // takes it off the thread's record
@@ -35,6 +36,7 @@ inline int take_tile_counter(cudaStream_t stream, int& counter) {
   }
   unsigned long long id = 0;  // never given twice, as addresses of streams are
   if (const cudaError_t error = cudaStreamGetId(stream, &id)) return error;
+  if (id + 1 == 0) return cudaSuccess;                             // no owner: 0 is nobody
   static std::atomic<unsigned long long> owners[kStreamCounters];  // id + 1
   for (int probe = 0; probe < kStreamCounters; ++probe) {
     const int i = int((id + probe) % kStreamCounters);

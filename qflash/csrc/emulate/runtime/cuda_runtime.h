@@ -13,6 +13,7 @@
 #include "emulate/runtime/errors.h"
 
 using cudaStream_t = struct CUstream_st*;
+static const cudaStream_t cudaStreamPerThread = reinterpret_cast<cudaStream_t>(2);
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
