@@ -4,13 +4,14 @@
 // Two kernels that may run at the same time must not share a counter. Kernels of one stream follow each other, so a
 // stream keeps the counter it got first. A kernel in a captured graph runs whenever the graph does: it gets one that is
 // nobody else's. Where counters have run out, the caller brings one and clears it.
+//
+// Every device has counters of its own, so that the same index on two devices is two counters: which stream has which
+// index is remembered once for all devices.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <atomic>
-
-#include "common/limits.h"
 
 namespace qf {
 
@@ -34,7 +35,10 @@ inline int take_tile_counter(cudaStream_t stream, int& counter) {
     return cudaSuccess;
   }
   unsigned long long id = 0;  // never given twice, as addresses of streams are
-  if (const cudaError_t error = cudaStreamGetId(stream, &id)) return error;
+  if (const cudaError_t error = cudaStreamGetId(stream, &id)) {
+    cudaGetLastError();
+    return error;
+  }
   static std::atomic<unsigned long long> owners[kStreamCounters];  // id + 1
   for (int probe = 0; probe < kStreamCounters; ++probe) {
     const int i = int((id + probe) % kStreamCounters);

@@ -38,6 +38,8 @@ struct cudaLaunchConfig_t {
 
 namespace emulate {
 
+inline bool capturing = false;  // what streams say of themselves; nothing is captured
+
 constexpr int kUsualSharedBytes = 48 * 1024;  // what a kernel may have without asking
 // What kernels asked for beyond that, on each device.
 inline std::map<std::pair<const void*, int>, int> shared_bytes_allowed;
@@ -105,7 +107,7 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
 }
 
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+  *status = emulate::capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 
