@@ -34,9 +34,15 @@ def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(counters):
 
 def test_a_stream_for_which_none_is_left_gets_none_and_takes_nobody_elses(counters):
     count = counters.handle.stream_counters()
-    first = [counter(counters, 1 + stream) for stream in range(count)]
-    assert [counter(counters, 1 + count + more) for more in range(3)] == [NONE] * 3
-    assert [counter(counters, 1 + stream) for stream in range(count)] == first
+    first = [counter(counters, 16 + stream) for stream in range(count)]
+    assert [counter(counters, 16 + count + more) for more in range(3)] == [NONE] * 3
+    assert [counter(counters, 16 + stream) for stream in range(count)] == first
+
+
+def test_the_default_stream_of_a_thread_gets_none_but_in_a_graph(counters):
+    """cudaStreamPerThread is one handle for as many streams as there are threads."""
+    assert counter(counters, 2) == NONE
+    assert counter(counters, 2, capturing=True) == counters.handle.stream_counters()
 
 
 def test_every_captured_launch_gets_a_counter_that_no_stream_has_until_there_are_none(counters):

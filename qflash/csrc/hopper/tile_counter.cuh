@@ -3,7 +3,8 @@
 //
 // Two kernels that may run at the same time must not share a counter. Kernels of one stream follow each other, so a
 // stream keeps the counter it got first. A kernel in a captured graph runs whenever the graph does: it gets one that is
-// nobody else's. Where counters have run out, the caller brings one and clears it.
+// nobody else's. cudaStreamPerThread is another stream in every thread, and nothing promises that its id is, too: it
+// gets none. Where there is none, or counters have run out, the caller brings one and clears it.
 //
 // Every device has counters of its own, so that the same index on two devices is two counters: which stream has which
 // index is remembered once for all devices.
@@ -34,6 +35,7 @@ inline int take_tile_counter(cudaStream_t stream, int& counter) {
     if (next < kTileCounters) counter = next;
     return cudaSuccess;
   }
+  if (stream == cudaStreamPerThread) return cudaSuccess;
   unsigned long long id = 0;  // never given twice, as addresses of streams are
   if (const cudaError_t error = cudaStreamGetId(stream, &id)) {
     cudaGetLastError();

@@ -13,6 +13,7 @@
 #include "emulate/runtime/errors.h"
 
 using cudaStream_t = struct CUstream_st*;
+#define cudaStreamPerThread (reinterpret_cast<cudaStream_t>(2))
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
