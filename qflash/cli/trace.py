@@ -39,8 +39,9 @@ def trace(
     seed: int,
 ) -> None:
     """Show who waits for whom in a CUDA kernel: an emulated run in a model of time. No GPU, no measurement."""
-    from qflash.testing import Case
+    from qflash.testing import Case, emulator
     from qflash.testing import trace as traces
+    from qflash.testing.runner import suited
     from qflash.testing.trace_picture import picture
 
     possible = emulated_kernels()
@@ -54,6 +55,12 @@ def trace(
     if out is None and svg is None:
         raise click.UsageError("there is nowhere to write to; allowed: --out file.json, --svg file.svg, or both")
     case = Case("trace", q_len, k_len, heads, 1, head_dim, dtype="bfloat16", causal=causal, seed=seed)
+    served = suited(case, kernel, emulator.arch()).head_dim
+    if served != head_dim:
+        raise click.BadParameter(
+            f"{head_dim} is no head_dim that {kernel} serves; allowed: {served}, the next that it does",
+            param_hint="--head-dim",
+        )
     try:
         spans = traces.trace(kernel, case)
     except NoKernelError as error:
@@ -62,9 +69,16 @@ def trace(
     title = f"{kernel}: {q_len} x {k_len}, {heads} head{'s' if heads > 1 else ''}, head_dim {head_dim}{mask}"
     console = make_console()
     if out:
-        out.write_text(json.dumps(traces.chrome(spans, title), indent=1) + "\n")
+        _write(out, json.dumps(traces.chrome(spans, title), indent=1) + "\n")
         console.print(f"{out}: {len(spans)} spans and arrivals; https://ui.perfetto.dev opens it", soft_wrap=True)
     if svg:
-        svg.write_text(picture(spans, title))
+        _write(svg, picture(spans, title))
         console.print(f"{svg}: about three tiles of keys", soft_wrap=True)
     console.print(f"Time is {traces.NOTE}.", soft_wrap=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise click.FileError(str(path), f"{error.strerror}; allowed: a file in a folder that may be written") from None

@@ -89,9 +89,10 @@ def units_of(row: dispatch.Variant, arch: int) -> list[Unit]:
 def covering() -> list[Unit]:
     """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention once for
     each architecture, the operations beside it for two (test_whole_matrix has the others), dtypes and buckets in turn,
-    a different one first for every kernel; of Hopper's own `sm90_fwd` for three head dims, and those that quantize,
+    a different one first for every kernel; of Hopper's own `sm90_fwd` for four head dims, and those that quantize,
     which nvcc takes long for, once. Hopper's are those that the other tests here look into."""
-    chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in (("float16", 64), ("bfloat16", 256))]
+    kinds = (("float16", 64), ("float16", 112), ("bfloat16", 256))
+    chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in kinds]
     chosen += [hopper_unit(row.name) for row in HOPPERS_OWN]
     chosen += [other_scores(row.name) for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):

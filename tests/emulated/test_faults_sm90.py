@@ -34,13 +34,14 @@ CASES = {
 
 EITHER = "complaint or contract"  # what comes of it depends on who is late: the barriers jam, or outputs are wrong
 # What changes no result. Without the first, the next work tile is drawn too early for balance; `work`'s ring keeps it
-# from being described too early. Before the other, a vote lets lanes meet in any case; a GPU promises no order of
-# memory there, so it stays.
+# from being described too early. Before the second, a vote lets lanes meet in any case; a GPU promises no order of
+# memory there, so it stays. The third is no fault: streams that find every counter taken use the workspace's.
 HARMLESS = {
     "draw: not waited for": Fault(PRODUCER, "mbarrier_wait(s.draw, parity);"),
     "V inspected: arrival before the zeros of every lane": Fault(
         NONFINITE, "__syncwarp();", within="__syncwarp();  // the zeros of every lane are in place"
     ),
+    "counter: none is left": Fault("hopper/tile_counter.cuh", "if (owner != id + 1) continue;", "continue;"),
 }
 
 # name: the fault, the case, how it shows, and a part of what is said
@@ -185,6 +186,11 @@ FAULTS = {
         Fault(CONSUMER, "wgmma_wait<0>();", "wgmma_wait<1>();",
               within="wgmma_wait<0>();  // O\n    hold_outputs();\n    weights.finish_product();\n    if (!Rare"),
         "even", "complaint", "before the wait for",
+    ),
+    "counter: not 0 again after a launch": (
+        Fault("hopper/tile_schedule.cuh", "index = fresh_blocks() + int(atomicInc(draw_from, unsigned(total - 1)));",
+              "index = fresh_blocks() + int(atomicInc(draw_from, unsigned(total)));"),
+        "causal", "contract", "",
     ),
     "wgmma: last outputs not waited for": (
         Fault(CONSUMER, "wgmma_wait<1>();", "wgmma_wait<2>();", within="start_work(more);\n      wgmma_wait<1>();"),

@@ -89,3 +89,20 @@ def test_the_command_refuses_what_it_cannot_trace(tmp_path):
     assert done.exit_code == 2 and "'cpu' is no CUDA kernel of attention; allowed: " in done.output
     done = CliRunner().invoke(main, ["trace", "--kernel", "fa"])
     assert done.exit_code == 2 and "--out file.json" in done.output
+
+
+def test_the_command_refuses_a_head_dim_that_the_kernel_does_not_serve(tmp_path):
+    """It would trace another problem than its title says."""
+    done = CliRunner().invoke(main, ["trace", "--kernel", "sm90_fwd", "--head-dim", "63", "--svg", str(tmp_path / "t")])
+    assert done.exit_code == 2
+    assert "63 is no head_dim that sm90_fwd serves; allowed: 64" in " ".join(done.output.split())
+    assert not (tmp_path / "t").exists()
+
+
+def test_the_command_says_which_file_it_could_not_write(tmp_path):
+    svg = tmp_path / "missing" / "t.svg"
+    words = ["--kernel", "sm90_fwd", "--head-dim", "64", "--q-len", "64", "--k-len", "64", "--svg", str(svg)]
+    done = CliRunner().invoke(main, ["trace", *words])
+    assert done.exit_code == 1
+    said = "".join(done.output.split())
+    assert "missing/t.svg" in said and "Nosuchfileordirectory" in said

@@ -146,6 +146,34 @@ def test_captured_in_a_cuda_graph(kernel):
         torch.testing.assert_close(out, qflash.attention(q, k, v, **options), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kernel", ["sm90_fwd"])
+def test_dynamic_schedules_on_streams_and_in_graphs_share_no_counter(kernel):
+    """Two graphs and two streams at the same time, again and again. Somebody else's draws would leave tiles out, in
+    that call or in the next."""
+    q, k, v = map(
+        to_gpu, tensors(batch=2, q_len=3000, k_len=3000, q_heads=16, kv_heads=4, dim=64, dtype=torch.bfloat16)
+    )
+    options = {"kernel": kernel, "causal": True}
+    want = qflash.attention(q, k, v, **options)  # 512 work tiles: more than any GPU has multiprocessors
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    outs = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            outs.append(qflash.attention(q, k, v, **options))
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams[:2], strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for stream in streams[2:]:
+            with torch.cuda.stream(stream):
+                outs.append(qflash.attention(q, k, v, **options))
+    torch.cuda.synchronize()
+    for out in outs:
+        torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kernel", ALL_KERNELS)
 def test_compiled_whole(kernel):
     torch._dynamo.reset()

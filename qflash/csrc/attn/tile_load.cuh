@@ -97,17 +97,6 @@ __device__ __forceinline__ void copy_tile(Element* s_tile, const HeadRows<Elemen
   }
 }
 
-// Is all that this thread has copied into s_tile finite? Needs no barrier, only its own copies done.
-template <class Walk, int kStride, class Element>
-__device__ __forceinline__ bool own_copies_finite(const Element* s_tile) {
-  const int thread = fresh_tid();
-  bool all_finite = true;
-#pragma unroll
-  for (int i = 0; i < Walk::kVecs; ++i)
-    all_finite &= finite(read4(s_tile + Walk::row(thread, i) * kStride + Walk::column(thread, i)));
-  return all_finite;
-}
-
 // s_tile <- factor * x, rotated where there is a rope, in one go: for q, which is loaded once, and for rotated k, whose
 // partners, cosines and sines would not fit into registers beside everything else. Rounded where s_tile is 16 bits
 // wide.

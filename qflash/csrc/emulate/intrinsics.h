@@ -22,11 +22,6 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return emulate::gather(value)[(threadIdx.x % 32) ^ mask];
 }
 template <class T>
-T __shfl_down_sync(unsigned, T value, int step) {
-  const unsigned lane = threadIdx.x % 32;
-  return emulate::gather(value)[lane + step < 32 ? lane + step : lane];
-}
-template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return emulate::gather(value)[lane % 32];
 }

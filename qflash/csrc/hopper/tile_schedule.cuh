@@ -9,6 +9,8 @@
 // left to chance; what becomes of it is not.
 #pragma once
 
+#include <stdint.h>
+
 #include "hopper/tile_counter.cuh"
 #include "ptx/tid.cuh"
 

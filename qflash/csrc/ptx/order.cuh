@@ -4,11 +4,8 @@
 
 namespace qf {
 
-// `never_negative`, and all that leads to it, is computed before this place.
-__device__ __forceinline__ void compute_before(float never_negative) {
-  if (__any_sync(0xffffffffu, never_negative < 0.0f)) __trap();
-}
-// The same where `seldom` holds, at the cost of a branch elsewhere.
+// `never_negative`, and all that leads to it, is computed before this place where `seldom` holds, at the cost of a
+// branch elsewhere.
 __device__ __forceinline__ void compute_before_if(bool seldom, float never_negative) {
   if (seldom && __any_sync(0xffffffffu, never_negative < 0.0f)) __trap();
 }

@@ -1,4 +1,4 @@
-// What one thread of a quantizing block holds, as quantize_layout.cuh deals it out: loads, smoothing, stores.
+// What one thread of a quantizing block holds, as quant/layout.cuh deals it out: loads, smoothing, stores.
 #pragma once
 
 #include "ptx/dp4a.cuh"

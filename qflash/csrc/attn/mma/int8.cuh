@@ -110,8 +110,8 @@ __device__ __forceinline__ void set_slopes(float (&slopes)[kLaneRows][kParts], f
     for (int c = 0; c < kParts; ++c) slopes[r][c] = slope;
 }
 
-// The scale of a group that has no finite key is NaN. Its keys are told by their values (spoil_wild), so here it must
-// not reach the rows that do not see them. Scales are never negative.
+// The scale of a group that has no finite key is NaN. Its keys are told by their values (spoil_nonfinite), so here it
+// must not reach the rows that do not see them. Scales are never negative.
 __device__ __forceinline__ float number_or_zero(float scale) { return fmaxf(scale, 0.0f); }
 
 __device__ __forceinline__ float scale_at(const QfScales& s, int b, int h, int token) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ bool own_rows_nonfinite(const char* s_k) {
 
 // NaN for the scores of such keys. S[.][j][.] of this lane belongs to rows 8 j + column and the next of the tile.
 template <int kChunks, int kMTiles, int kNTiles>
-__device__ inline void spoil_wild(float (&S)[kMTiles][kNTiles][4], const char* s_k, int column) {
+__device__ inline void spoil_nonfinite(float (&S)[kMTiles][kNTiles][4], const char* s_k, int column) {
 #pragma unroll
   for (int j = 0; j < kNTiles; ++j)
 #pragma unroll

@@ -2,16 +2,19 @@
 // translation unit: nothing here depends on anything but its template arguments.
 //
 // Shape says (kernels/attention/sm90_fwd/config.h is the plainest):
+//
 //   Element                   type of v (where it stays 16-bit) and out
 //   kHeadDim                  the largest head_dim served; the true one comes at run time
 //   kConsumers, kBlockM       warpgroups that multiply, 64 rows each, and their rows together
 //   kBlockN                   keys of a tile
 //   kFirstKey                 tiles of keys begin at multiples of this
-//   kStages, kQStages         of K and V, and of q; kQStages 2: q of the next work tile is there before this one is
-//   done QTile, KTile, VTile       as they lie in shared memory (hopper/descriptor.cuh) kVTransposed              V
-//   lies as [channel][key] kProducerRegisters, kConsumerRegisters   multiples of 8, together what the block was
-//   launched with kScratchBytes             of shared memory, for the kernel's own use Facts                     what a
-//   work tile says to this kernel alone
+//   kStages, kQStages         of K and V, and of q; with two of q the next work tile's is there early
+//   QTile, KTile, VTile       as they lie in shared memory (hopper/descriptor.cuh)
+//   kVTransposed              V lies as [channel][key]
+//   kProducerRegisters,       multiples of 8, together what the block was launched with
+//   kConsumerRegisters
+//   kScratchBytes             of shared memory, for the kernel's own use
+//   Facts                     what a work tile says to this kernel alone
 #pragma once
 
 #include "attn/mma/product.cuh"

@@ -20,8 +20,7 @@ __device__ __forceinline__ int64_t transposed_from(const QfAttnParams& p, const 
   return p.cu_seqlens_q ? (work.seq.k0 / kPackedFrom + work.b) * kPackedFrom : 0;
 }
 
-// packed_tiles: PackedTiles::count(). Kernel::describe(params, work) adds what its
-// consumers want to know besides.
+// packed_tiles: PackedTiles::count(). Kernel::describe(params, work) adds what its consumers want to know besides.
 template <class Kernel, class Config = typename Kernel::Config>
 __device__ __forceinline__ void describe_work(const QfAttnParams& p, const typename Kernel::Params& params,
                                               const TileSchedule& schedule, const SharedMemory<Config>& s,

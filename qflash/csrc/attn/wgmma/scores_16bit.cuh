@@ -43,7 +43,6 @@ struct SixteenBitScores {
                : fuses_cap(p.softcap) ? p.softcap * kLog2e
                                       : 1.0f) {}
 
-  __device__ static __forceinline__ void describe(const Params&, Work&) {}
   __device__ __forceinline__ void prefetch(const Work&) {}
   template <class Weights>
   __device__ __forceinline__ void begin(const Work&, const Weights&) {}

@@ -285,7 +285,7 @@ struct Int8Scores {
   // S: scores as the rows see them. Returns what is left of the slopes.
   __device__ __forceinline__ Slopes make_visible(const Work& work, int key0, bool whole, int k_stage, Slopes slopes) {
     using KTile = typename Config::KTile;
-    if (unlikely(k_nonfinite)) spoil_wild<KTile::kChunks>(S, s.k + k_stage * KTile::kBytes, lane_index() % 4 * 2);
+    if (unlikely(k_nonfinite)) spoil_nonfinite<KTile::kChunks>(S, s.k + k_stage * KTile::kBytes, lane_index() % 4 * 2);
     if (!kPlain) {  // base-2 scores, with what smoothing took off; scale may be negative or 0
       const float* const g_dot_mean = a.q_dot_mean + work.facts.row + warp_row() + lane_index() / 4;
       const float dot_mean[2] = {g_dot_mean[0] * p.scale * kLog2e, g_dot_mean[8] * p.scale * kLog2e};

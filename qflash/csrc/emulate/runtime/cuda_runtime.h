@@ -13,7 +13,7 @@
 #include "emulate/runtime/errors.h"
 
 using cudaStream_t = struct CUstream_st*;
-static const cudaStream_t cudaStreamPerThread = reinterpret_cast<cudaStream_t>(2);
+#define cudaStreamPerThread (reinterpret_cast<cudaStream_t>(2))
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
@@ -38,6 +38,8 @@ struct cudaLaunchConfig_t {
 };
 
 namespace emulate {
+
+inline bool capturing = false;  // what streams say of themselves; nothing is captured
 
 constexpr int kUsualSharedBytes = 48 * 1024;  // what a kernel may have without asking
 // What kernels asked for beyond that, on each device.
@@ -106,7 +108,7 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
 }
 
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+  *status = emulate::capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     qk_mma<Scores, kByteChunks>(dots, s_q_of_warp(), s_k, fresh_tid() % 32);
     float S[kMTiles][kNTiles][4];
     to_floats<kConvert>(S, dots);
-    if (!kZeroPoints && nonfinite) spoil_wild<kByteChunks>(S, s_k, State::column());
+    if (!kZeroPoints && nonfinite) spoil_nonfinite<kByteChunks>(S, s_k, State::column());
     const int lane_row = fresh_tid() / 32 * kWarpRows + fresh_tid() % 32 / 4;  // in the block
     float q_scale[2 * kMTiles];
 #pragma unroll

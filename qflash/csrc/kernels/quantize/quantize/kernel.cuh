@@ -1,8 +1,11 @@
-// The kernels that quantize: dealt out as quantize_layout.cuh says, defined to the bit by docs/kernels/quantize.md.
+// The kernels that quantize: dealt out as quant/layout.cuh says, defined to the bit by docs/kernels/quantize.md.
 //
 //   qf_quantize_kernel<kFound>      load, rotate, smooth | scales of what the threads hold | round, store
-//   qf_quantize_amplitude_kernel    load, rotate, smooth | maxima -> slots: scales that more tokens share (a tensor's,
-//   a qf_quantize_kernel<kGiven>      long group's) take a pass of their own before that
+//
+// Scales that more tokens share (a tensor's, a long group's) take a pass of their own before that:
+//
+//   qf_quantize_amplitude_kernel    load, rotate, smooth | maxima -> slots
+//   qf_quantize_kernel<kGiven>      load, rotate, smooth | scales of the slots | round, store
 //
 // Amplitudes are maxima of integers, so no order of threads or blocks can change them.
 // Registers: 64 floats of x and, while they are on their way, their raw bits: at most 128, two blocks per
