@@ -1,6 +1,5 @@
 // What the emulator's CUDA runtime allows, refuses and reports, asked as a kernel's launch code would ask.
 #include "common/launch.cuh"
-#include "hopper/tile_counter.cuh"
 #include "qflash_ops.h"
 
 // Lane 3 of warp 1 of block 1 waits for the block, the others of its warp for their warp: neither comes about.
@@ -84,11 +83,4 @@ QF_EXPORT int try_observer(int* counts) {
   emulate::observer = nullptr;
   for (int i = 0; i < 16; ++i) counts[i] = event_counts[i];
   return 0;
-}
-
-// The counter that launches on this stream get; -1: none is left.
-QF_EXPORT int try_tile_counter(void* stream) {
-  int counter = 0;
-  const int error = qf::take_tile_counter(static_cast<cudaStream_t>(stream), counter);
-  return error ? -2 : counter;
 }

@@ -105,21 +105,6 @@ def test_streams_have_an_identity_and_do_not_capture(runtime):
     assert runtime.handle.try_stream(ctypes.c_void_p(4096), ctypes.byref(found)) == 0 and found.value == 4096
 
 
-def test_streams_share_no_tile_counter(runtime):
-    """hopper/tile_counter.cuh: a stream keeps the counter it got first, and who gets none is told so."""
-
-    def counter(stream: int) -> int:
-        return runtime.handle.try_tile_counter(ctypes.c_void_p(stream))
-
-    per_thread = 2  # cudaStreamPerThread: one handle, a stream for each thread
-    assert counter(per_thread) == -1
-    streams = [0, 1, *range(4096, 4096 * 1023, 4096)]  # as many as have counters, some of which collide
-    first = [counter(stream) for stream in streams]
-    assert sorted(first) == list(range(1024))
-    assert counter(4096 * 2000) == -1
-    assert [counter(stream) for stream in streams] == first
-
-
 def test_an_observer_sees_blocks_begin_and_end_and_threads_wait(runtime):
     counts = (ctypes.c_int * 16)()
     runtime.handle.try_observer(counts)

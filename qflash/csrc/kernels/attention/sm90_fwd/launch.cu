@@ -12,7 +12,7 @@ template <bool kPlain>
 using Kernel = sm90_fwd::Kernel<Element, QF_HEAD_DIM, kPlain>;
 constexpr int kBlockM = Kernel<true>::Config::kBlockM;
 
-// A counter for work tiles comes first in the workspace, for when the library has run out of its own; copies after it.
+// A counter for work tiles comes first in the workspace, for calls that get none of the library's; copies after it.
 int64_t counter_bytes(const TileSchedule& schedule) { return schedule.dynamic ? 256 : 0; }
 
 template <class Kernel>
@@ -36,7 +36,10 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
       borrowed.memory ? static_cast<char*>(borrowed.memory) : static_cast<char*>(p.workspace) + counter;
   if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
   if (schedule.dynamic) {
-    if (const int error = take_tile_counter(stream, schedule.counter)) return error;
+    // Blocks count packed tiles by themselves. Should somebody write to cu_seqlens meanwhile, they may disagree, and
+    // the counter would not be 0 after them: such calls bring one, so that no other call has to do with it.
+    if (!p.cu_seqlens_q)
+      if (const int error = take_tile_counter(stream, schedule.counter)) return error;
     schedule.next = static_cast<unsigned*>(p.workspace);
     if (schedule.counter < 0)
       if (const cudaError_t error = cudaMemsetAsync(schedule.next, 0, sizeof(unsigned), stream)) return error;
