@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from qflash.call.spec import DTYPES, PRECISIONS, Spec
+from qflash.call.spec import DTYPES, MOST_DECODE_ROWS, PRECISIONS, Spec
 from qflash.errors import NoKernelError
 
 # Head dims that most kernels of attention are compiled for; each serves every smaller one down to the next.
@@ -30,6 +30,7 @@ class Kernel:
     min_arch: int = 0
     later_arches: bool = True  # False: made of instructions that GPUs after min_arch lack again
     automatic: bool = True  # False: runs only when asked for by name
+    few_rows: bool = False  # serves only Spec.few_rows
     # False: NaN and infinity in v reach, in their channel, every row of a tile of which some row sees them
     hides_masked_nonfinite_v: bool = True
     also: Callable[[Spec], list[str]] | None = None  # further reasons it cannot serve a spec
@@ -87,6 +88,15 @@ def _wmma(spec: Spec) -> list[str]:
     return found
 
 
+def _decoding(spec: Spec) -> list[str]:
+    """What the decode kernels leave out."""
+    return ["takes no packed arrays (attention_varlen)"] if spec.packed else []
+
+
+def _decoding_by_copy_engine(spec: Spec) -> list[str]:
+    return _decoding(spec) + _copy_engine(spec)
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="cpu",
@@ -135,6 +145,18 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=HEAD_DIMS,
         per_kv=True,
         pays_from=((("int8", "arrays"), ((64, None), (256, 4096))),),  # preset ladder, against fa_mma
+    ),
+    Kernel(
+        name="sm90_decode",
+        device="cuda",
+        summary="few queries against a long cache for Hopper: keys split over all blocks, tiles by TMA, one launch",
+        page="decode",
+        dtypes=_HALVES,
+        min_arch=90,
+        later_arches=False,
+        few_rows=True,
+        also=_decoding_by_copy_engine,
+        head_dims=(64, 128, 192, 256),
     ),
     Kernel(
         name="sm90_fwd",
@@ -346,6 +368,8 @@ def reasons(kernel: Kernel, spec: Spec) -> list[str]:
     if spec.kv not in kernel.kvs:
         taken = " or ".join(_KV_WORDS[kv] for kv in kernel.kvs)
         found.append(f"takes {taken} for k and v, not {_KV_WORDS[spec.kv]}")
+    if kernel.few_rows and not spec.few_rows:
+        found.append(f"takes up to {MOST_DECODE_ROWS} rows of queries a KV head (Tq times the heads that share it)")
     if kernel.also is not None:
         found += kernel.also(spec)
     return found

@@ -1,4 +1,4 @@
-"""Spec: the frozen key that selects a kernel. Nothing in it depends on lengths or addresses."""
+"""Spec: the frozen key that selects a kernel. Nothing in it depends on addresses, and of lengths only `few_rows`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ PRECISIONS = ("native", "int8", "int8_fp8")
 KV_KINDS = ("arrays", "quantized", "kept")
 # In the order of QfDtype and QfOpDtype: an array's code in the structs of operations.
 OP_DTYPES = (*DTYPES, "int8", "int32", "e4m3")
+
+MOST_DECODE_ROWS = 64  # csrc/attn/decode/config.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Spec:
     layout: str = ""  # int8_matmul: which dimension of b is contiguous, "n" or "k"
     # Scores are a positive factor times q . k, which the exponential applies: no softcap, a scale above 0
     plain_scores: bool = True
+    few_rows: bool = True  # a KV head has MOST_DECODE_ROWS rows of queries at most: Tq times the heads that share it
 
 
 def spec_of(op: str, device: str, dtype: str, **more: Any) -> Spec:

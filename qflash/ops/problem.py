@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from qflash.call.array import Array
-from qflash.call.spec import DTYPES, KV_KINDS, PRECISIONS, Spec
+from qflash.call.spec import DTYPES, KV_KINDS, MOST_DECODE_ROWS, PRECISIONS, Spec
 from qflash.call.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, shown
 from qflash.typing import Flag, Number, Precision, Window
 
@@ -100,7 +100,16 @@ class Problem:
             kv_lens=self.kv_lens,
             op=op,
             kv=kv,
+            few_rows=self.few_rows,
         )
+
+    @property
+    def few_rows(self) -> bool:
+        """Is this decoding? A length that is not known yet may be anything."""
+        sizes = (self.q_len, self.q_heads, self.kv_heads)
+        if not all(isinstance(size, int) for size in sizes):
+            return False
+        return self.q_len * self.q_heads <= MOST_DECODE_ROWS * self.kv_heads
 
 
 def check(

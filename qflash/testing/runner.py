@@ -12,7 +12,7 @@ import numpy as np
 from qflash import api, dispatch
 from qflash.call.array import Array
 from qflash.call.prepare import Prepared, prepare
-from qflash.call.spec import Spec
+from qflash.call.spec import MOST_DECODE_ROWS, Spec
 from qflash.frontends import numpy as numpy_frontend
 from qflash.ops import attention
 from qflash.ops import problem as problems
@@ -118,6 +118,8 @@ def suited(case: Case, kernel: str, arch: int) -> Case:
     next head_dim that is served. As it is where the kernel has no code for the GPU."""
     variant = dispatch.VARIANTS[kernel]
     row = variant.kernel
+    if row.few_rows and not case.packed:
+        case = replace(case, q_len=min(case.q_len, MOST_DECODE_ROWS * case.kv_heads // case.q_heads))
     for head_dim in range(case.head_dim, problems.MAX_HEAD_DIM + 1):
         specs = [Spec(row.device, arch, dtype, head_dim, variant.precision) for dtype in row.dtypes]
         dtypes = [spec.dtype for spec in specs if not dispatch.reasons(row, spec)]

@@ -25,12 +25,18 @@ template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return emulate::gather(value)[lane % 32];
 }
+template <class T>
+T __shfl_up_sync(unsigned, T value, int lanes) {
+  const int lane = int(threadIdx.x % 32);
+  return emulate::gather(value)[lane < lanes ? lane : lane - lanes];
+}
 inline unsigned __ballot_sync(unsigned, int value) {
   unsigned bits = 0;
   const auto all = emulate::gather(value);
   for (int lane = 0; lane < 32; ++lane) bits |= unsigned(all[lane] != 0) << lane;
   return bits;
 }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __any_sync(unsigned, int value) { return __ballot_sync(~0u, value) != 0; }
 inline int __all_sync(unsigned, int value) { return __ballot_sync(~0u, value) == ~0u; }
@@ -48,5 +54,10 @@ inline unsigned atomicMax(unsigned* address, unsigned value) {
   const unsigned before = *address;
   *address = before > value ? before : value;
   return before;
+}
+inline void __threadfence() {}  // blocks come one after another
+template <class T>
+T __ldcg(const T* address) {
+  return *address;
 }
 inline void __trap() { emulate::fail("a trap"); }

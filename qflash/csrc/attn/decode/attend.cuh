@@ -1,0 +1,196 @@
+// A block's consumers: four warps that attend to the block's share of the keys.
+//
+// Tiles come from a Source: wait_k() and wait_v() return the tile's K and V once they are there, release() gives both
+// back, meet() lets the four warps meet.
+#pragma once
+
+#include "attn/decode/output.cuh"
+#include "attn/decode/product.cuh"
+#include "attn/mma/nonfinite.cuh"
+#include "attn/mma/state.cuh"
+
+namespace qf {
+namespace decode {
+
+// What of V a row may not see, and would spoil it all the same (0 times NaN), becomes zero: keys that no row sees, and
+// NaN and infinity at keys that only some rows see.
+template <class Config>
+__device__ inline void clear_unseen(char* s_v, int key0, const KeyRange& any, const KeyRange& all) {
+  using Tile = typename Config::Tile;
+  for (int i = threadIdx.x; i < Config::kBlockN * Config::kChunks; i += kConsumers) {
+    const int row = i / Config::kChunks, chunk = i % Config::kChunks, key = key0 + row;
+    if (key >= all.begin && key < all.end) continue;
+    uint4& s_chunk = *reinterpret_cast<uint4*>(s_v + chunk / Tile::kChunks * Tile::kPanelBytes +
+                                               Swizzle<Tile::kChunks>::offset(row, chunk % Tile::kChunks));
+    uint4 x = s_chunk;
+    const bool seen = key >= any.begin && key < any.end;
+    const auto clear = [&](uint32_t& word) {
+      if (!seen || word_nonfinite<typename Config::Element>(word & 0xffffu)) word &= 0xffff0000u;
+      if (!seen || word_nonfinite<typename Config::Element>(word >> 16)) word &= 0x0000ffffu;
+    };
+    clear(x.x), clear(x.y), clear(x.z), clear(x.w);
+    s_chunk = x;
+  }
+}
+
+// Where the four warps bring their sums together.
+template <class Config>
+struct Area {
+  float* rows;       // [warp][8][kAreaStride]
+  RowSums* sums;     // [warp][8]
+  unsigned* ticket;  // this block's place among those that are done with a unit
+
+  static constexpr int kBytes = Config::kAreaBytes + Config::kStatsBytes + 16;
+  __device__ __forceinline__ explicit Area(char* s_memory)
+      : rows(reinterpret_cast<float*>(s_memory)),
+        sums(reinterpret_cast<RowSums*>(s_memory + Config::kAreaBytes)),
+        ticket(reinterpret_cast<unsigned*>(s_memory + Config::kAreaBytes + Config::kStatsBytes)) {}
+};
+
+// The sums of one warp over its part of the keys of one unit.
+template <class Config>
+struct WarpSums {
+  float O[1][Config::kChunks][4] = {};
+  RowStatistics<BothSums> rows[1];
+
+  // A tile of keys from key0 on. few: multiply what rounding takes off the weights, too.
+  template <class Source>
+  __device__ __forceinline__ void attend(const QfAttnParams& p, const QueryRows<Config>& q,
+                                         const Seen<Config::kBlockN>& seen, bool few, int key0, Source& source) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row0 = warp / Config::kKeyWarps * 16, first = warp % Config::kKeyWarps * Config::kWarpKeys;
+    const bool whole = key0 >= seen.all.begin && key0 + Config::kBlockN <= seen.all.end;
+    const bool plain = scales_plainly(p.scale, p.softcap);
+    const float factor = score_factor(p.scale, p.softcap);
+    const char* const s_k = source.wait_k();
+    char* s_v = nullptr;
+#pragma unroll 1
+    for (int step = 0; step < Config::kWarpKeys; step += Config::kStep) {
+      float S[1][Config::kStep / 8][4] = {};
+      qk_mma<Config>(S, q, s_k, first + step, lane);
+      if (!plain) scale_scores(S, p.scale, p.softcap);
+      if (!whole) mask_scores(p, seen.mask, S, row0 + lane / 4, key0 + first + step + lane % 4 * 2);
+      online_softmax<1>(S, [=](int, int) { return factor; }, [](int, int) { return 0.0f; }, rows, O);
+      if (step == 0) {
+        s_v = source.wait_v();
+        if (!whole) {
+          clear_unseen<Config>(s_v, key0, seen.any, seen.all);
+          source.written();
+          source.meet();  // the zeros are in place
+        }
+      }
+      pv_mma<Config, Rounded>(O, rows[0], S, s_v, first + step, lane);
+      if (Config::kKeepsRemainders && few) pv_mma<Config, Remainder>(O, rows[0], S, s_v, first + step, lane);
+    }
+    source.release();
+  }
+
+  // Eight rows of each warp, those of `half`, to the area: kAreaColumns channels from `column` on.
+  __device__ __forceinline__ void lay_down(const Area<Config>& area, int half, int column) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float* const s_row = area.rows + (warp * 8 + lane / 4) * Config::kAreaStride + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < Config::kAreaColumns / 8; ++j) {
+      const float (&o)[4] = O[0][column / 8 + j];
+      *reinterpret_cast<float2*>(s_row + 8 * j) = make_float2(o[2 * half], o[2 * half + 1]);
+    }
+    const float l = rows[0].sums.of_row(half), exact = rows[0].sums.for_lse(half);
+    if (lane % 4 == 0) area.sums[warp * 8 + lane / 4] = {rows[0].m[half], l, exact, 0.0f};
+  }
+
+ private:
+  // key: of S[0][0][0].
+  __device__ static __forceinline__ void mask_scores(const QfAttnParams& p, const Mask& mask,
+                                                     float (&S)[1][Config::kStep / 8][4], int row, int key) {
+    const int group = p.q_heads / p.kv_heads;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const KeyRange keys = mask.visible(min((row + 8 * r) / group, p.q_len - 1));
+#pragma unroll
+      for (int j = 0; j < Config::kStep / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (key + 8 * j + e < keys.begin || key + 8 * j + e >= keys.end) S[0][j][2 * r + e] = -infinity();
+    }
+  }
+};
+
+// visit(row, d, merged): four channels of a row, from the warps that took its keys. Collective for the consumers.
+template <class Config, class Source, class Visit>
+__device__ __forceinline__ void merge_warps(const WarpSums<Config>& sums, const Area<Config>& area, Source& source,
+                                            int rows, int head_dim, Visit visit) {
+  constexpr int kQuads = Config::kAreaColumns / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int column = 0; column < Config::kHeadDim; column += Config::kAreaColumns) {
+      if (8 * half >= rows || column >= head_dim) break;
+      sums.lay_down(area, half, column);
+      source.meet();  // all sums are in the area
+#pragma unroll
+      for (int i = threadIdx.x; i < 8 * Config::kRowWarps * kQuads; i += kConsumers) {
+        const int packed = i / kQuads, quad = i % kQuads, d = column + quad * 4;
+        const int row_warp = packed / 8, in_eight = packed % 8, row = row_warp * 16 + 8 * half + in_eight;
+        if (row >= rows || d >= head_dim) continue;
+        Merged merged;
+#pragma unroll
+        for (int w = 0; w < Config::kKeyWarps; ++w) {
+          const int at = (row_warp * Config::kKeyWarps + w) * 8 + in_eight;
+          merged.add(area.sums[at], *reinterpret_cast<const float4*>(area.rows + at * Config::kAreaStride + 4 * quad));
+        }
+        visit(row, d, merged);
+      }
+      source.meet();  // the area may be written again
+    }
+}
+
+// The consumers' whole work. q: where queries are read; counters: one for each block, all 0, and 0 again afterwards.
+template <class Config, class Source>
+__device__ __forceinline__ void attend_share(const QfAttnParams& p, const QfTensor& q, bool q_aligned, bool out_aligned,
+                                             Share<Config::kBlockN> share, Source& source, const Area<Config>& area,
+                                             const Partials& partials, unsigned* counters) {
+  using Element = typename Config::Element;
+  const int lane = threadIdx.x % 32, rows = partials.rows;
+  const int row0 = threadIdx.x / 32 / Config::kKeyWarps * 16;
+  for (Part part; share.next(part);) {
+    QueryRows<Config> queries;
+    queries.load(p, q, part.b, part.kv_head, row0, lane, q_aligned);
+    Seen<Config::kBlockN> seen(p, part.b);
+    // Infinity times a remainder has any sign. So no value that is not finite is multiplied then: as if no key were
+    // seen by all rows, store_row() adds them.
+    const bool few = Config::kKeepsRemainders && seen.sees_few(kFewKeys);
+    if (few) seen.all = {0, 0};
+    WarpSums<Config> sums;
+    const int key0 = seen.first_key(), tiles = min(part.count, seen.tiles());  // a unit without keys has a place
+    for (int n = part.first; n < part.first + tiles; ++n)
+      sums.attend(p, queries, seen, few, key0 + n * Config::kBlockN, source);
+
+    const auto finish = [&](int row, int d, const Merged& merged) {
+      store_row<Element>(p, seen, part, row, d, merged, out_aligned, [&](int key) {
+        const Element* const g_v = static_cast<const Element*>(p.kv.v.data) + part.b * p.kv.v.stride_b +
+                                   int64_t(key) * p.kv.v.stride_t + part.kv_head * p.kv.v.stride_h + d;
+        return make_float4(to_float(g_v[0]), to_float(g_v[1]), to_float(g_v[2]), to_float(g_v[3]));
+      });
+    };
+    if (part.is_whole()) {
+      merge_warps(sums, area, source, rows, p.head_dim, finish);
+      continue;
+    }
+    merge_warps(sums, area, source, rows, p.head_dim,
+                [&](int row, int d, const Merged& merged) { partials.store(part, row, d, merged); });
+    __threadfence();  // this block's part, before its ticket
+    source.meet();    // all threads' parts of it
+    if (threadIdx.x == 0) *area.ticket = atomicInc(&counters[part.first_block], unsigned(part.parts - 1));
+    source.meet();  // the ticket can be read
+    if (*area.ticket == unsigned(part.parts - 1)) {
+      __threadfence();  // the others' parts, after their tickets
+      const int quads = p.head_dim / 4;
+      for (int i = threadIdx.x; i < rows * quads; i += kConsumers)
+        finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4));
+    }
+    source.meet();  // the ticket may be written again
+  }
+}
+
+}  // namespace decode
+}  // namespace qf

@@ -1,0 +1,41 @@
+// Tile shapes of the decode kernels: few query rows against a long cache.
+//
+// The rows of one KV head, Tq tokens of `group` heads each, are packed: row = token * group + head of the group. A
+// block has four warps. Up to 16 rows, every warp takes all rows and a quarter of each tile's keys (kRowWarps = 1), so
+// that warps meet only at the end; up to 32 and 64 rows, two and four warps share the rows.
+#pragma once
+
+#include "attn/mma/product.cuh"
+#include "common/elements.cuh"
+#include "hopper/descriptor.cuh"
+
+namespace qf {
+namespace decode {
+
+constexpr int kMostRows = 64;
+constexpr int kWarps = 4, kConsumers = 32 * kWarps;
+
+template <class Element_, int kHeadDim_, int kRowWarps_, int kArch>
+struct Config {
+  using Element = Element_;
+  using Tensor = Tensor16<Element, kArch>;
+  static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
+  static constexpr int kRowWarps = kRowWarps_, kKeyWarps = kWarps / kRowWarps, kRows = 16 * kRowWarps;
+  static constexpr int kBlockN = kHeadDim <= 64 ? 128 : 64;  // keys of a tile
+  static constexpr int kWarpKeys = kBlockN / kKeyWarps;      // of a warp
+  static constexpr int kStep = 16;                           // at once
+  using Tile = Panels<kBlockN, kHeadDim>;
+
+  // Weights are rounded to multiply V. float16 promises 1e-3, so where some row sees few keys, what rounding takes off
+  // is multiplied too; bfloat16 rounds its outputs far more coarsely than that.
+  static constexpr bool kKeepsRemainders = kIsF16<Element>;
+
+  // Where the warps of a block put their sums, 8 rows and kAreaColumns channels at a time, with as much space between
+  // rows that the eight rows a warp writes at a column fall into four different groups of banks.
+  static constexpr int kAreaColumns = 64, kAreaStride = kAreaColumns + 8;  // floats
+  static constexpr int kAreaBytes = kWarps * 8 * kAreaStride * 4;
+  static constexpr int kStatsBytes = kWarps * 8 * 16;
+};
+
+}  // namespace decode
+}  // namespace qf

@@ -1,0 +1,93 @@
+// C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): stage
+// what must be (rope, strides that TMA cannot walk), make tensor maps, attend.
+#include "attn/entry.cuh"
+#include "attn/wgmma/stage.cuh"
+#include "kernels/attention/sm90_decode/kernel.cuh"
+
+// The pass before, for rotated tensors and strides that TMA cannot walk.
+template <class Element>
+__global__ void __launch_bounds__(qf::wgmma::kStageThreads)
+    qf_sm90_decode_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::wgmma::Stage stage,
+                                char* const copies, const bool tables_vectorise) {
+  qf::wgmma::stage_tokens<Element>(p, stage, copies, tables_vectorise);
+}
+
+namespace {
+
+using namespace qf;
+using Element = ElementOf<QF_DTYPE>::Type;
+template <int kRowWarps>
+using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps>;
+constexpr int kMostProcessors = 144;  // of any GPU of this architecture
+constexpr int64_t kTooManyTiles = 1 << 30;
+
+int rows_of(const QfAttnParams& p) { return p.kv_heads > 0 ? p.q_len * (p.q_heads / p.kv_heads) : 0; }
+// Places of all units where every key is there.
+int64_t most_places(const QfAttnParams& p) {
+  constexpr int kBlockN = Config<1>::kBlockN;
+  return int64_t(p.batch) * p.kv_heads * (p.k_len / kBlockN + 1);
+}
+int64_t blocks_of(const QfAttnParams& p, int processors) {
+  const int64_t blocks = int64_t(processors) * Config<1>::kBlocks, places = most_places(p);
+  return blocks < places ? blocks : places;
+}
+
+// In the workspace: counters, partial sums, copies.
+constexpr int64_t kCounterBytes = sizeof(unsigned) * decode::kMostBlocks;
+int64_t partial_bytes(const QfAttnParams& p) {
+  return (decode::Partials::bytes(blocks_of(p, kMostProcessors), rows_of(p), p.head_dim) + 255) / 256 * 256;
+}
+
+template <class Config>
+int attend(const QfAttnParams& p, cudaStream_t stream) {
+  using namespace decode;
+  const wgmma::Stage planned(p, false), stage(p, true);
+  const int64_t partials = partial_bytes(p), needed = kCounterBytes + partials + planned.bytes;
+  if (!p.workspace || p.workspace_bytes < needed) return QF_NO_MEMORY;
+  int processors = 0;
+  if (const int error = multiprocessors(processors)) return error;
+  const int64_t blocks = blocks_of(p, processors < kMostProcessors ? processors : kMostProcessors);
+  char* const workspace = static_cast<char*>(p.workspace);
+  Borrowed borrowed{stream};  // for addresses that nobody could plan for
+  if (stage.bytes > planned.bytes)
+    if (const cudaError_t error = borrowed.take(stage.bytes)) return error;
+  char* const copies = borrowed.memory ? static_cast<char*>(borrowed.memory) : workspace + kCounterBytes + partials;
+  if (stage.bytes > 0)
+    if (const int status =
+            launch({3 * stage.blocks(processors), wgmma::kStageThreads, 0, stream},
+                   qf_sm90_decode_stage_kernel<Element>, p, stage, copies, rope_tables_vectorise(p.rope)))
+      return status;
+  TensorMaps maps{};
+  using Tile = typename Config::Tile;
+  if (const int error = stage.map<Tile>(maps.k, wgmma::kK, copies, p.head_dim, Config::kBlockN)) return error;
+  if (const int error = stage.map<Tile>(maps.v, wgmma::kV, copies, p.head_dim, Config::kBlockN)) return error;
+  Counters counters{};
+  if (const int error = take_merge_counters(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), counters))
+    return error;
+  const wgmma::Staged& q = stage.tensors[wgmma::kQ];
+  const QfTensor queries = q.copied ? q.copy(copies, p.head_dim) : q.from;
+  const Partials parts = {reinterpret_cast<float*>(workspace + kCounterBytes), rows_of(p), p.head_dim};
+  return launch({blocks, Config::kThreads, Config::kSharedBytes, stream}, qf_sm90_decode_kernel<Config>, p, queries,
+                maps, parts, counters, q.copied || q.vector, chunks_aligned(p.out, p.head_dim, 2));
+}
+
+}  // namespace
+
+QF_EXPORT int64_t qf_sm90_decode_workspace(const QfAttnParams* p) {
+  return kCounterBytes + partial_bytes(*p) + wgmma::Stage(*p, false).bytes;
+}
+
+QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
+  if (const int status = check_arrays(p, QF_DTYPE)) return status;
+  if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
+  const int rows = rows_of(*p);
+  if (rows > decode::kMostRows || most_places(*p) >= kTooManyTiles) return QF_UNSUPPORTED;
+  if (rows == 0 || p->batch == 0) return QF_OK;
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (rows <= 16) return attend<Config<1>>(*p, on);
+  return rows <= 32 ? attend<Config<2>>(*p, on) : attend<Config<4>>(*p, on);
+}
+
+QF_EXPORT const char* qf_status_text(int status) {
+  return qf::status_text("sm90_decode", status, ", packed arrays, or more than 64 rows of a KV head");
+}
