@@ -7,6 +7,7 @@
 
 #include "emulate/complaint.h"
 #include "emulate/guard.h"
+#include "emulate/named_barrier.h"
 #include "emulate/names.h"
 #include "emulate/trace.h"
 
@@ -77,6 +78,7 @@ inline void begin_block(int threads, int shared_bytes) {
   block_shared_bytes = shared_bytes;
   extension = nullptr;
   or_sum = 0;
+  std::fill_n(named_barriers, kNamedBarriers, NamedBarrier{});
   for (int t = 0; t < threads; ++t) {
     Fiber& fiber = fibers[t];
     fiber.waits = Waits::kNot;

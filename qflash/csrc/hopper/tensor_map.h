@@ -29,9 +29,10 @@ inline bool strides_map(const TensorExtents& x, int element_bytes) {
 }
 
 // Boxes of one panel of Tile: box_rows rows (dimension 1), swizzled. Of 16-bit elements or, where Tile is, of bytes. x
-// begins at whole 16 bytes. Returns a cudaError_t.
+// begins at whole 16 bytes. promotion: how much L2 fetches where a box asks for less. Returns a cudaError_t.
 template <class Tile>
-inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_rows) {
+inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_rows,
+                             CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -57,7 +58,7 @@ inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_r
   const auto type = kElementBytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   const auto swizzle = Tile::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const CUresult result = encode(&map, type, 4, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? int(cudaSuccess) : int(cudaErrorInvalidValue);
 }
 

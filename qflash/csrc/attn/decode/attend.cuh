@@ -1,7 +1,8 @@
-// A block's consumers: four warps that attend to the block's share of the keys.
+// A block's consumers: two teams of four warps that attend to the block's share of the keys, a tile each in turn.
 //
-// Tiles come from a Source: wait_k() and wait_v() return the tile's K and V once they are there, release() gives both
-// back, meet() lets the four warps meet.
+// Tiles come from a Source. is_mine() says whether the next tile is this team's. wait_k() and wait_v() return its K and
+// V once they are there, release() gives both back; skip() leaves it to the other team. meet_team() and meet() let the
+// warps of a team, and all of them, meet.
 #pragma once
 
 #include "attn/decode/output.cuh"
@@ -17,7 +18,7 @@ namespace decode {
 template <class Config>
 __device__ inline void clear_unseen(char* s_v, int key0, const KeyRange& any, const KeyRange& all) {
   using Tile = typename Config::Tile;
-  for (int i = threadIdx.x; i < Config::kBlockN * Config::kChunks; i += kConsumers) {
+  for (int i = threadIdx.x % kTeamThreads; i < Config::kBlockN * Config::kChunks; i += kTeamThreads) {
     const int row = i / Config::kChunks, chunk = i % Config::kChunks, key = key0 + row;
     if (key >= all.begin && key < all.end) continue;
     uint4& s_chunk = *reinterpret_cast<uint4*>(s_v + chunk / Tile::kChunks * Tile::kPanelBytes +
@@ -33,18 +34,20 @@ __device__ inline void clear_unseen(char* s_v, int key0, const KeyRange& any, co
   }
 }
 
-// Where the four warps bring their sums together.
+// Where the warps bring their sums together, and what else they share.
 template <class Config>
 struct Area {
-  float* rows;       // [warp][8][kAreaStride]
-  RowSums* sums;     // [warp][8]
+  float* rows;    // [warp][8][kAreaStride]
+  RowSums* sums;  // [warp][8]
+  char* queries;
   unsigned* ticket;  // this block's place among those that are done with a unit
 
-  static constexpr int kBytes = Config::kAreaBytes + Config::kStatsBytes + 16;
+  static constexpr int kBytes = Config::kAreaBytes + Config::kStatsBytes + QueryRows<Config>::kBytes + 16;
   __device__ __forceinline__ explicit Area(char* s_memory)
       : rows(reinterpret_cast<float*>(s_memory)),
         sums(reinterpret_cast<RowSums*>(s_memory + Config::kAreaBytes)),
-        ticket(reinterpret_cast<unsigned*>(s_memory + Config::kAreaBytes + Config::kStatsBytes)) {}
+        queries(s_memory + Config::kAreaBytes + Config::kStatsBytes),
+        ticket(reinterpret_cast<unsigned*>(queries + QueryRows<Config>::kBytes)) {}
 };
 
 // The sums of one warp over its part of the keys of one unit.
@@ -57,7 +60,7 @@ struct WarpSums {
   template <class Source>
   __device__ __forceinline__ void attend(const QfAttnParams& p, const QueryRows<Config>& q,
                                          const Seen<Config::kBlockN>& seen, bool few, int key0, Source& source) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kTeamWarps;
     const int row0 = warp / Config::kKeyWarps * 16, first = warp % Config::kKeyWarps * Config::kWarpKeys;
     const bool whole = key0 >= seen.all.begin && key0 + Config::kBlockN <= seen.all.end;
     const bool plain = scales_plainly(p.scale, p.softcap);
@@ -76,7 +79,7 @@ struct WarpSums {
         if (!whole) {
           clear_unseen<Config>(s_v, key0, seen.any, seen.all);
           source.written();
-          source.meet();  // the zeros are in place
+          source.meet_team();  // the zeros are in place
         }
       }
       pv_mma<Config, Rounded>(O, rows[0], S, s_v, first + step, lane);
@@ -134,8 +137,9 @@ __device__ __forceinline__ void merge_warps(const WarpSums<Config>& sums, const 
         if (row >= rows || d >= head_dim) continue;
         Merged merged;
 #pragma unroll
-        for (int w = 0; w < Config::kKeyWarps; ++w) {
-          const int at = (row_warp * Config::kKeyWarps + w) * 8 + in_eight;
+        for (int i = 0; i < kTeams * Config::kKeyWarps; ++i) {
+          const int team = i / Config::kKeyWarps, w = row_warp * Config::kKeyWarps + i % Config::kKeyWarps;
+          const int at = (team * kTeamWarps + w) * 8 + in_eight;
           merged.add(area.sums[at], *reinterpret_cast<const float4*>(area.rows + at * Config::kAreaStride + 4 * quad));
         }
         visit(row, d, merged);
@@ -150,11 +154,11 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, const QfTens
                                              Share<Config::kBlockN> share, Source& source, const Area<Config>& area,
                                              const Partials& partials, unsigned* counters) {
   using Element = typename Config::Element;
-  const int lane = threadIdx.x % 32, rows = partials.rows;
-  const int row0 = threadIdx.x / 32 / Config::kKeyWarps * 16;
+  const int rows = partials.rows;
+  const int row0 = threadIdx.x / 32 % kTeamWarps / Config::kKeyWarps * 16;
   for (Part part; share.next(part);) {
     QueryRows<Config> queries;
-    queries.load(p, q, part.b, part.kv_head, row0, lane, q_aligned);
+    queries.load(Queries{p, q, part.b, part.kv_head, q_aligned}, area.queries, row0, source);
     Seen<Config::kBlockN> seen(p, part.b);
     // Infinity times a remainder has any sign. So no value that is not finite is multiplied then: as if no key were
     // seen by all rows, store_row() adds them.
@@ -162,8 +166,12 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, const QfTens
     if (few) seen.all = {0, 0};
     WarpSums<Config> sums;
     const int key0 = seen.first_key(), tiles = min(part.count, seen.tiles());  // a unit without keys has a place
-    for (int n = part.first; n < part.first + tiles; ++n)
-      sums.attend(p, queries, seen, few, key0 + n * Config::kBlockN, source);
+    for (int n = part.first; n < part.first + tiles; ++n) {
+      if (source.is_mine())
+        sums.attend(p, queries, seen, few, key0 + n * Config::kBlockN, source);
+      else
+        source.skip();
+    }
 
     const auto finish = [&](int row, int d, const Merged& merged) {
       store_row<Element>(p, seen, part, row, d, merged, out_aligned, [&](int key) {
@@ -178,12 +186,14 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, const QfTens
     }
     merge_warps(sums, area, source, rows, p.head_dim,
                 [&](int row, int d, const Merged& merged) { partials.store(part, row, d, merged); });
-    __threadfence();  // this block's part, before its ticket
-    source.meet();    // all threads' parts of it
-    if (threadIdx.x == 0) *area.ticket = atomicInc(&counters[part.first_block], unsigned(part.parts - 1));
+    source.meet();  // all threads have stored their share of this block's part
+    if (threadIdx.x == 0) {
+      __threadfence();  // this block's part, before its ticket
+      *area.ticket = atomicInc(&counters[part.first_block], unsigned(part.parts - 1));
+      __threadfence();  // the others' parts, after their tickets
+    }
     source.meet();  // the ticket can be read
     if (*area.ticket == unsigned(part.parts - 1)) {
-      __threadfence();  // the others' parts, after their tickets
       const int quads = p.head_dim / 4;
       for (int i = threadIdx.x; i < rows * quads; i += kConsumers)
         finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4));

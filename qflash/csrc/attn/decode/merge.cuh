@@ -44,7 +44,7 @@ struct Partials {
   }
   // Row `row` of the unit's part `index`.
   __device__ __forceinline__ float* row(const Part& part, int index, int row) const {
-    const int64_t slot = int64_t(part.first_block + index) * 2 + (index == 0);
+    const int64_t slot = int64_t(part.block(index)) * 2 + (index == 0);
     return memory + slot * floats(rows, head_dim) + int64_t(row) * (head_dim + 4);
   }
   __device__ __forceinline__ void store(const Part& part, int row, int d, const Merged& x) const {
@@ -54,7 +54,7 @@ struct Partials {
   }
   // All parts of a row, in the order of their keys.
   __device__ __forceinline__ Merged merged(const Part& part, int row, int d) const {
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = 16;  // loads under way
     Merged all;
     for (int first = 0; first < part.parts; first += kAtOnce) {
       float4 o[kAtOnce], sums[kAtOnce];

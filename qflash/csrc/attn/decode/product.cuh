@@ -1,6 +1,8 @@
 // The two products of a warp's 16 rows with a tile of K or V in panels, as the copy engine leaves them
-// (hopper/descriptor.cuh). q stays in registers.
+// (hopper/descriptor.cuh).
 #pragma once
+
+#include <type_traits>
 
 #include "attn/decode/config.cuh"
 
@@ -28,36 +30,72 @@ __device__ __forceinline__ PanelLanes<Tile> lanes_of_v(int lane) {
   return {rows.row_bytes, rows.chunk};
 }
 
-// A warp's rows of q as the A operands of QKt: q[pair] holds channels 16 pair .. 16 pair + 15.
-template <class Config>
-struct QueryRows {
-  uint32_t q[Config::kPairs][4];
+// The queries of a unit: rows from 0 on of KV head `kv_head`, zeros past the last row and channel.
+struct Queries {
+  const QfAttnParams& p;
+  const QfTensor& x;
+  int b, kv_head;
+  bool aligned;  // read two channels at a time
 
-  // Rows from row0 on of KV head `kv_head`; zeros past the last row and channel. aligned: two channels at a time.
-  __device__ __forceinline__ void load(const QfAttnParams& p, const QfTensor& x, int b, int kv_head, int row0, int lane,
-                                       bool aligned) {
-    using Element = typename Config::Element;
-    const int group = p.q_heads / p.kv_heads, rows = p.q_len * group;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = row0 + lane / 4 + 8 * half;
-      const int token = row / group, head = kv_head * group + row - token * group;
-      const Element* const g_row =
-          static_cast<const Element*>(x.data) + b * x.stride_b + token * x.stride_t + head * x.stride_h;
-#pragma unroll
-      for (int pair = 0; pair < Config::kPairs; ++pair)
-#pragma unroll
-        for (int eight = 0; eight < 2; ++eight) {
-          const int d = 16 * pair + 8 * eight + lane % 4 * 2;
-          uint32_t word = 0;
-          if (row < rows && d < p.head_dim)
-            word = aligned ? *reinterpret_cast<const uint32_t*>(g_row + d)
-                           : uint32_t(g_row[d].bits) | uint32_t(g_row[d + 1].bits) << 16;
-          q[pair][half + 2 * eight] = word;
-        }
-    }
+  template <class Element>
+  __device__ __forceinline__ uint32_t two(int row, int d) const {
+    const int group = p.q_heads / p.kv_heads, token = row / group, head = kv_head * group + row - token * group;
+    if (token >= p.q_len || d >= p.head_dim) return 0;
+    const Element* const g_two =
+        static_cast<const Element*>(x.data) + b * x.stride_b + token * x.stride_t + head * x.stride_h + d;
+    return aligned ? *reinterpret_cast<const uint32_t*>(g_two)
+                   : uint32_t(g_two[0].bits) | uint32_t(g_two[1].bits) << 16;
   }
 };
+
+// A warp's 16 rows of q as A operands: channels 16 pair .. 16 pair + 15. In registers.
+template <class Config>
+struct QueriesInRegisters {
+  static constexpr int kBytes = 0;
+  uint32_t q[Config::kPairs][4];
+
+  // Collective for the consumers. row0: the warp's first row.
+  template <class Source>
+  __device__ __forceinline__ void load(const Queries& queries, char*, int row0, Source&) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int pair = 0; pair < Config::kPairs; ++pair)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        q[pair][i] =
+            queries.two<typename Config::Element>(row0 + lane / 4 + i % 2 * 8, 16 * pair + i / 2 * 8 + lane % 4 * 2);
+  }
+  __device__ __forceinline__ void get(uint32_t (&a)[4], int pair, int) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = q[pair][i];
+  }
+};
+
+// The same in shared memory, which all warps read, where registers do not suffice.
+template <class Config>
+struct QueriesInSharedMemory {
+  static constexpr int kBytes = Config::kRows * Config::kHeadDim * 2;
+  const char* s_rows;  // the warp's
+
+  template <class Source>
+  __device__ __forceinline__ void load(const Queries& queries, char* s_q, int row0, Source& source) {
+    constexpr int kWords = Config::kHeadDim / 2;
+    for (int i = threadIdx.x; i < Config::kRows * kWords; i += kConsumers) {
+      const int row = i / kWords, d = i % kWords * 2;
+      *reinterpret_cast<uint32_t*>(s_q + Swizzle<Config::kChunks>::offset(row, d / 8) + d % 8 * 2) =
+          queries.two<typename Config::Element>(row, d);
+    }
+    source.meet();  // q is in place; the warps met after the last unit, so nobody reads that one's
+    s_rows = s_q + row0 * (Config::kHeadDim * 2);
+  }
+  __device__ __forceinline__ void get(uint32_t (&a)[4], int pair, int lane) const {
+    ldmatrix_x4(a, s_rows + rows_then_chunks<Config::kChunks>(lane).at(0, pair));
+  }
+};
+
+template <class Config>
+using QueryRows =
+    std::conditional_t<Config::kQueriesInRegisters, QueriesInRegisters<Config>, QueriesInSharedMemory<Config>>;
 
 // S += Q Kt for the kStep keys from `first` on.
 template <class Config>
@@ -65,14 +103,17 @@ __device__ __forceinline__ void qk_mma(float (&S)[1][Config::kStep / 8][4], cons
                                        const char* s_k, int first, int lane) {
   const auto k_lane = lanes_of_k<typename Config::Tile>(lane);
 #pragma unroll
-  for (int pair = 0; pair < Config::kPairs; ++pair)
+  for (int pair = 0; pair < Config::kPairs; ++pair) {
+    uint32_t q[4];
+    rows.get(q, pair, lane);
 #pragma unroll
     for (int j = 0; j < Config::kStep / 8; j += 2) {
       uint32_t k[4];
       ldmatrix_x4(k, s_k + k_lane.at(first + 8 * j, pair));
-      Config::Tensor::multiply(S[0][j], rows.q[pair], k[0], k[1]);
-      Config::Tensor::multiply(S[0][j + 1], rows.q[pair], k[2], k[3]);
+      Config::Tensor::multiply(S[0][j], q, k[0], k[1]);
+      Config::Tensor::multiply(S[0][j + 1], q, k[2], k[3]);
     }
+  }
 }
 
 // O += P V for the same keys, and the rows' sums with it. Part: the weights rounded, or what rounding takes off.

@@ -1,9 +1,12 @@
-// Which keys of which sequences a block reads. The tiles of all (sequence, KV head) units stand in one row, and every
-// block takes an equal run of it: a run may begin and end in the middle of a unit, so that blocks have the same work
-// however lengths differ. Lengths are read on the device: a captured graph serves whatever they are at replay.
+// Which keys of which sequences a block reads. The tiles of all sequences stand in one row, and every block takes an
+// equal run of it: a run may begin and end in the middle of a sequence, so that blocks have the same work however
+// lengths differ. Lengths are read on the device: a captured graph serves whatever they are at replay.
 //
-//   unit 0: tiles 0 1 2 3 4 5 | unit 1: 0 1 2 | unit 2: 0 1 2 3 4 5 6
-//   block 0: ^^^^^^^  block 1: ^^^^^^^^^^^^^  block 2: ^^^^^^^^^^ ...
+//   sequence 0: tiles 0 1 2 3 4 5 | sequence 1: 0 1 2 | sequence 2: 0 1 2 3 4 5 6
+//   run 0: ^^^^^^^   run 1: ^^^^^^^^^^^^^   run 2: ^^^^^^^^^^ ...
+//
+// Blocks stand side by side, one for each KV head of a chunk of up to 8, and take the same run: where the heads of a
+// token are neighbours in memory, they are read at about the same time. A unit is one KV head of one sequence.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -42,19 +45,27 @@ struct Seen {
 // A run of tiles of one unit, by one block.
 struct Part {
   int b, kv_head;
-  int first, count;  // places, counted from the unit's first
-  int parts, index;  // of the unit: how many blocks share it, and which of them this is
-  int first_block;   // the one that has its first place
+  int first, count;        // places, counted from the unit's first
+  int parts, index;        // of the unit: how many blocks share it, and which of them this is
+  int first_block, apart;  // part i is block first_block + i * apart's
 
+  __device__ __forceinline__ int block(int i) const { return first_block + i * apart; }
   __device__ __forceinline__ bool is_whole() const { return parts == 1; }
 };
 
-// Collective for a warp.
+// Heads that are read side by side: the most, up to 8, that divide the KV heads.
+__host__ __device__ inline int chunk_heads(int kv_heads) {
+  for (int heads = 8; heads > 1; --heads)
+    if (kv_heads % heads == 0) return heads;
+  return 1;
+}
+
+// Collective for a warp. The grid has whole chunks of blocks.
 template <int kBlockN>
 class Share {
  public:
-  __device__ __forceinline__ explicit Share(const QfAttnParams& p) : p_(p) {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ Share(const QfAttnParams& p, int chunk) : p_(p), chunk_(chunk) {
+    const int lane = threadIdx.x % 32, runs = int(gridDim.x) / chunk;
     int total = 0;
     if (p.kv_lens) {
       for (int b0 = 0; b0 < p.batch; b0 += 32) total += sum_of_warp(places_of(b0 + lane));
@@ -62,9 +73,9 @@ class Share {
       places_ = Seen<kBlockN>(p, 0).places();
       total = p.batch * places_;
     }
-    total *= p.kv_heads;
-    each_ = (total + int(gridDim.x) - 1) / int(gridDim.x);
-    at_ = blockIdx.x * each_;
+    total *= chunks();
+    each_ = (total + runs - 1) / runs;
+    at_ = int(blockIdx.x) / chunk * each_;
     end_ = min(at_ + each_, total);
     if (at_ < end_) seek(lane);
   }
@@ -73,16 +84,18 @@ class Share {
   __device__ __forceinline__ bool next(Part& part) {
     if (at_ >= end_) return false;
     const int start = at_ - place_;  // of the unit
-    part.b = b_, part.kv_head = kv_head_;
+    const int in_chunk = int(blockIdx.x) % chunk_, run = int(blockIdx.x) / chunk_;
+    part.b = b_, part.kv_head = head_chunk_ * chunk_ + in_chunk;
     part.first = place_, part.count = min(places_ - place_, end_ - at_);
-    part.first_block = start / each_;
-    part.parts = (start + places_ - 1) / each_ - part.first_block + 1;
-    part.index = int(blockIdx.x) - part.first_block;
+    const int first_run = start / each_;
+    part.first_block = first_run * chunk_ + in_chunk, part.apart = chunk_;
+    part.parts = (start + places_ - 1) / each_ - first_run + 1;
+    part.index = run - first_run;
     at_ += part.count;
     if (at_ < end_) {
       place_ = 0;
-      if (++kv_head_ == p_.kv_heads) {
-        kv_head_ = 0;
+      if (++head_chunk_ == chunks()) {
+        head_chunk_ = 0;
         ++b_;
         if (p_.kv_lens) places_ = Seen<kBlockN>(p_, b_).places();
       }
@@ -91,6 +104,7 @@ class Share {
   }
 
  private:
+  __device__ __forceinline__ int chunks() const { return p_.kv_heads / chunk_; }
   __device__ __forceinline__ int places_of(int b) const { return b < p_.batch ? Seen<kBlockN>(p_, b).places() : 0; }
   __device__ static __forceinline__ int sum_of_warp(int x) {
 #pragma unroll
@@ -102,8 +116,8 @@ class Share {
   __device__ __forceinline__ void seek(int lane) {
     int rest = at_;  // places before it in its sequence
     if (!p_.kv_lens) {
-      b_ = rest / (places_ * p_.kv_heads);
-      rest -= b_ * places_ * p_.kv_heads;
+      b_ = rest / (places_ * chunks());
+      rest -= b_ * places_ * chunks();
     } else {
       int before = 0;  // places of the sequences before, of one head
       for (int b0 = 0; b0 < p_.batch; b0 += 32) {
@@ -114,24 +128,25 @@ class Share {
           const int lower = __shfl_up_sync(0xffffffffu, up_to, d);
           if (lane >= d) up_to += lower;
         }
-        const unsigned beyond = __ballot_sync(0xffffffffu, (before + up_to) * p_.kv_heads > at_);
+        const unsigned beyond = __ballot_sync(0xffffffffu, (before + up_to) * chunks() > at_);
         if (beyond) {
           const int found = __ffs(int(beyond)) - 1;
           b_ = b0 + found;
           places_ = __shfl_sync(0xffffffffu, own, found);
-          rest = at_ - (before + __shfl_sync(0xffffffffu, up_to, found) - places_) * p_.kv_heads;
+          rest = at_ - (before + __shfl_sync(0xffffffffu, up_to, found) - places_) * chunks();
           break;
         }
         before += __shfl_sync(0xffffffffu, up_to, 31);
       }
     }
-    kv_head_ = rest / places_;
-    place_ = rest - kv_head_ * places_;
+    head_chunk_ = rest / places_;
+    place_ = rest - head_chunk_ * places_;
   }
 
   const QfAttnParams& p_;
-  int at_, end_, each_;               // of the row of all tiles: here, the end of this block's run, a run's length
-  int b_, kv_head_, place_, places_;  // the unit of at_, the place in it, and how many it has
+  int chunk_;                            // heads
+  int at_, end_, each_;                  // of the row of all tiles: here, the end of this run, a run's length
+  int b_, head_chunk_, place_, places_;  // the units of at_, the place in them, and how many they have
 };
 
 }  // namespace decode

@@ -3,14 +3,14 @@
 //   barrier   arrived at by                 waited for by
 //   k_full    the copy engine, with bytes   consumers
 //   v_full    the copy engine, with bytes   consumers
-//   empty     consumers, a warp each        loader
-//   met       consumers, a thread each      consumers
+//   empty     a team's warps                loader
 #pragma once
 
 #include <cuda.h>
 
 #include "attn/decode/config.cuh"
 #include "attn/decode/share.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/names.cuh"
 #include "ptx/tma.cuh"
 
@@ -26,7 +26,7 @@ struct TmaRing {
   using Tile = typename Config::Tile;
   static constexpr int kStages = Config::kStages, kStageBytes = 2 * Tile::kBytes;
   struct Barriers {
-    Mbarrier k_full[kStages], v_full[kStages], empty[kStages], met;
+    Mbarrier k_full[kStages], v_full[kStages], empty[kStages];
   };
   char* tiles;  // kStages of K and V
   Barriers* barriers;
@@ -35,13 +35,11 @@ struct TmaRing {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&barriers->k_full[i], 1);
       mbarrier_init(&barriers->v_full[i], 1);
-      mbarrier_init(&barriers->empty[i], kWarps);
+      mbarrier_init(&barriers->empty[i], kTeamWarps);
       name_barrier(&barriers->k_full[i], "K full", i);
       name_barrier(&barriers->v_full[i], "V full", i);
       name_barrier(&barriers->empty[i], "empty", i);
     }
-    mbarrier_init(&barriers->met, kConsumers);
-    name_barrier(&barriers->met, "consumers met", 0);
     fence_mbarrier_init();  // the barriers, to the copy engine
   }
 };
@@ -90,6 +88,11 @@ class TmaTiles {
  public:
   __device__ __forceinline__ explicit TmaTiles(const TmaRing<Config>& ring) : ring_(ring) {}
 
+  __device__ __forceinline__ bool is_mine() const { return next_ == int(threadIdx.x) / kTeamThreads; }
+  __device__ __forceinline__ void skip() {
+    next_ ^= 1;
+    at_.advance();
+  }
   __device__ __forceinline__ const char* wait_k() const {
     mbarrier_wait(&ring_.barriers->k_full[at_.stage], at_.parity);
     return ring_.tiles + at_.stage * ring_.kStageBytes;
@@ -103,19 +106,18 @@ class TmaTiles {
   __device__ __forceinline__ void release() {
     __syncwarp();  // all lanes have read
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring_.barriers->empty[at_.stage]);
-    at_.advance();
+    skip();
   }
-  __device__ __forceinline__ void meet() {
-    mbarrier_arrive(&ring_.barriers->met);
-    mbarrier_wait(&ring_.barriers->met, met_);
-    met_ ^= 1;
-  }
+  __device__ __forceinline__ void meet_team() const { barrier_sync(2 + threadIdx.x / kTeamThreads, kTeamThreads); }
+  __device__ __forceinline__ void meet() const { barrier_sync(1, kConsumers); }
 
  private:
   TmaRing<Config> ring_;
   RingWalk<Config::kStages> at_;
-  uint32_t met_ = 0;
+  int next_ = 0;  // the team that takes the next tile
 };
+
+static_assert(kTeams == 2, "teams take turns");
 
 }  // namespace decode
 }  // namespace qf

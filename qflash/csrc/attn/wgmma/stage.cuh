@@ -60,11 +60,12 @@ struct Stage {
   }
   // The map of one of them; memory: where copies are. Returns a cudaError_t.
   template <class Tile>
-  int map(CUtensorMap& map, Which which, char* memory, int head_dim, int box_rows) const {
+  int map(CUtensorMap& map, Which which, char* memory, int head_dim, int box_rows,
+          CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) const {
     const Staged& x = tensors[which];
     if (x.rows == 0) return cudaSuccess;  // never read
     const QfTensor tensor = x.copied ? x.copy(memory, head_dim) : x.from;
-    return encode_tensor_map<Tile>(map, x.extents(tensor, head_dim), box_rows);
+    return encode_tensor_map<Tile>(map, x.extents(tensor, head_dim), box_rows, promotion);
   }
   // For one tensor: no more than can run at once, and no more than there are tokens.
   int64_t blocks(int processors) const {
