@@ -26,7 +26,7 @@ struct Mask {
   }
 
   // The smallest range that holds every key some row of first .. last sees, and the largest that all of them see.
-  __device__ __forceinline__ KeyRange seen_by_any(int first, int last) const {
+  __host__ __device__ __forceinline__ KeyRange seen_by_any(int first, int last) const {
     const KeyRange edges = {edge_begin(first), edge_end(last)};
     return edges.begin < edges.end ? edges : KeyRange{0, 0};
   }
@@ -45,11 +45,11 @@ struct Mask {
   }
 
  private:
-  __device__ __forceinline__ int edge_begin(int i) const {
+  __host__ __device__ __forceinline__ int edge_begin(int i) const {
     const int64_t begin = left < 0 ? 0 : int64_t(i) + len_k - len_q - left;
     return begin < 0 ? 0 : begin > len_k ? len_k : int(begin);
   }
-  __device__ __forceinline__ int edge_end(int i) const {
+  __host__ __device__ __forceinline__ int edge_end(int i) const {
     const int64_t end = right < 0 ? len_k : int64_t(i) + len_k - len_q + right + 1;
     return end < 0 ? 0 : end > len_k ? len_k : int(end);
   }

@@ -13,6 +13,20 @@
 namespace qf {
 namespace decode {
 
+// What is to be known of a part's unit.
+template <class Config>
+__device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part& part, Unit<Config::kBlockN>& unit) {
+  Seen<Config::kBlockN> seen(p, part.b);
+  unit.part = part;
+  unit.first_key = seen.first_key() + part.first * Config::kBlockN;
+  unit.tiles = min(part.count, seen.tiles());  // a unit without keys has a place
+  // Infinity times a remainder has any sign. So where remainders are multiplied, no value that is not finite is: as if
+  // no key were seen by all rows, store_row() adds them.
+  unit.few = Config::kKeepsRemainders && seen.sees_few(kFewKeys);
+  if (unit.few) seen.all = {0, 0};
+  unit.seen = seen;
+}
+
 // What of V a row may not see, and would spoil it all the same (0 times NaN), becomes zero: keys that no row sees, and
 // NaN and infinity at keys that only some rows see.
 template <class Config>
@@ -34,20 +48,18 @@ __device__ inline void clear_unseen(char* s_v, int key0, const KeyRange& any, co
   }
 }
 
-// Where the warps bring their sums together, and what else they share.
+// Where the warps bring their sums together.
 template <class Config>
 struct Area {
-  float* rows;    // [warp][8][kAreaStride]
-  RowSums* sums;  // [warp][8]
-  char* queries;
+  float* rows;       // [warp][8][kAreaStride]
+  RowSums* sums;     // [warp][8]
   unsigned* ticket;  // this block's place among those that are done with a unit
 
-  static constexpr int kBytes = Config::kAreaBytes + Config::kStatsBytes + QueryRows<Config>::kBytes + 16;
+  static constexpr int kBytes = Config::kAreaBytes + Config::kStatsBytes + 16;
   __device__ __forceinline__ explicit Area(char* s_memory)
       : rows(reinterpret_cast<float*>(s_memory)),
         sums(reinterpret_cast<RowSums*>(s_memory + Config::kAreaBytes)),
-        queries(s_memory + Config::kAreaBytes + Config::kStatsBytes),
-        ticket(reinterpret_cast<unsigned*>(queries + QueryRows<Config>::kBytes)) {}
+        ticket(reinterpret_cast<unsigned*>(s_memory + Config::kAreaBytes + Config::kStatsBytes)) {}
 };
 
 // The sums of one warp over its part of the keys of one unit.
@@ -56,10 +68,11 @@ struct WarpSums {
   float O[1][Config::kChunks][4] = {};
   RowStatistics<BothSums> rows[1];
 
-  // A tile of keys from key0 on. few: multiply what rounding takes off the weights, too.
+  // A tile of keys from key0 on.
   template <class Source>
   __device__ __forceinline__ void attend(const QfAttnParams& p, const QueryRows<Config>& q,
-                                         const Seen<Config::kBlockN>& seen, bool few, int key0, Source& source) {
+                                         const Unit<Config::kBlockN>& unit, int key0, Source& source) {
+    const Seen<Config::kBlockN>& seen = unit.seen;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kTeamWarps;
     const int row0 = warp / Config::kKeyWarps * 16, first = warp % Config::kKeyWarps * Config::kWarpKeys;
     const bool whole = key0 >= seen.all.begin && key0 + Config::kBlockN <= seen.all.end;
@@ -83,22 +96,28 @@ struct WarpSums {
         }
       }
       pv_mma<Config, Rounded>(O, rows[0], S, s_v, first + step, lane);
-      if (Config::kKeepsRemainders && few) pv_mma<Config, Remainder>(O, rows[0], S, s_v, first + step, lane);
+      if (Config::kKeepsRemainders && unit.few) pv_mma<Config, Remainder>(O, rows[0], S, s_v, first + step, lane);
     }
     source.release();
   }
 
-  // Eight rows of each warp, those of `half`, to the area: kAreaColumns channels from `column` on.
-  __device__ __forceinline__ void lay_down(const Area<Config>& area, int half, int column) const {
+  // Eight rows of each warp and kAreaColumns channels to the area: those of pass `pass`, halves of the rows outermost.
+  static constexpr int kColumnPasses = Config::kHeadDim / Config::kAreaColumns;
+  __device__ __forceinline__ void lay_down(const Area<Config>& area, int pass) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float* const s_row = area.rows + (warp * 8 + lane / 4) * Config::kAreaStride + lane % 4 * 2;
 #pragma unroll
-    for (int j = 0; j < Config::kAreaColumns / 8; ++j) {
-      const float (&o)[4] = O[0][column / 8 + j];
-      *reinterpret_cast<float2*>(s_row + 8 * j) = make_float2(o[2 * half], o[2 * half + 1]);
+    for (int i = 0; i < 2 * kColumnPasses; ++i) {  // registers have no index
+      if (i != pass) continue;
+      const int half = i / kColumnPasses, first = i % kColumnPasses * (Config::kAreaColumns / 8);
+#pragma unroll
+      for (int j = 0; j < Config::kAreaColumns / 8; ++j) {
+        const float (&o)[4] = O[0][first + j];
+        *reinterpret_cast<float2*>(s_row + 8 * j) = make_float2(o[2 * half], o[2 * half + 1]);
+      }
+      const float l = rows[0].sums.of_row(half), exact = rows[0].sums.for_lse(half);
+      if (lane % 4 == 0) area.sums[warp * 8 + lane / 4] = {rows[0].m[half], l, exact, 0.0f};
     }
-    const float l = rows[0].sums.of_row(half), exact = rows[0].sums.for_lse(half);
-    if (lane % 4 == 0) area.sums[warp * 8 + lane / 4] = {rows[0].m[half], l, exact, 0.0f};
   }
 
  private:
@@ -122,83 +141,81 @@ struct WarpSums {
 template <class Config, class Source, class Visit>
 __device__ __forceinline__ void merge_warps(const WarpSums<Config>& sums, const Area<Config>& area, Source& source,
                                             int rows, int head_dim, Visit visit) {
-  constexpr int kQuads = Config::kAreaColumns / 4;
+  constexpr int kQuads = Config::kAreaColumns / 4, kColumnPasses = WarpSums<Config>::kColumnPasses;
+#pragma unroll 1
+  for (int pass = 0; pass < 2 * kColumnPasses; ++pass) {
+    const int half = pass / kColumnPasses, column = pass % kColumnPasses * Config::kAreaColumns;
+    if (8 * half >= rows || column >= head_dim) continue;
+    sums.lay_down(area, pass);
+    source.meet();  // all sums are in the area
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 8 * Config::kRowWarps * kQuads; i += kConsumers) {
+      const int packed = i / kQuads, quad = i % kQuads, d = column + quad * 4;
+      const int row_warp = packed / 8, in_eight = packed % 8, row = row_warp * 16 + 8 * half + in_eight;
+      if (row >= rows || d >= head_dim) continue;
+      constexpr int kParts = kTeams * Config::kKeyWarps;
+      RowSums of_warps[kParts];
+      float4 parts[kParts];
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int column = 0; column < Config::kHeadDim; column += Config::kAreaColumns) {
-      if (8 * half >= rows || column >= head_dim) break;
-      sums.lay_down(area, half, column);
-      source.meet();  // all sums are in the area
-#pragma unroll
-      for (int i = threadIdx.x; i < 8 * Config::kRowWarps * kQuads; i += kConsumers) {
-        const int packed = i / kQuads, quad = i % kQuads, d = column + quad * 4;
-        const int row_warp = packed / 8, in_eight = packed % 8, row = row_warp * 16 + 8 * half + in_eight;
-        if (row >= rows || d >= head_dim) continue;
-        Merged merged;
-#pragma unroll
-        for (int i = 0; i < kTeams * Config::kKeyWarps; ++i) {
-          const int team = i / Config::kKeyWarps, w = row_warp * Config::kKeyWarps + i % Config::kKeyWarps;
-          const int at = (team * kTeamWarps + w) * 8 + in_eight;
-          merged.add(area.sums[at], *reinterpret_cast<const float4*>(area.rows + at * Config::kAreaStride + 4 * quad));
-        }
-        visit(row, d, merged);
+      for (int w = 0; w < kParts; ++w) {
+        const int team = w / Config::kKeyWarps, in_team = row_warp * Config::kKeyWarps + w % Config::kKeyWarps;
+        const int at = (team * kTeamWarps + in_team) * 8 + in_eight;
+        of_warps[w] = area.sums[at];
+        parts[w] = *reinterpret_cast<const float4*>(area.rows + at * Config::kAreaStride + 4 * quad);
       }
-      source.meet();  // the area may be written again
+      Merged merged;
+      merged.add(of_warps, parts);
+      visit(row, d, merged);
     }
+    source.meet();  // the area may be written again
+  }
 }
 
-// The consumers' whole work. q: where queries are read; counters: one for each block, all 0, and 0 again afterwards.
+// The consumers' whole work. counters: one for each block, all 0, and 0 again afterwards.
 template <class Config, class Source>
-__device__ __forceinline__ void attend_share(const QfAttnParams& p, const QfTensor& q, bool q_aligned, bool out_aligned,
-                                             Share<Config::kBlockN> share, Source& source, const Area<Config>& area,
-                                             const Partials& partials, unsigned* counters) {
+__device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_aligned, Source& source,
+                                             const Area<Config>& area, const Partials& partials, unsigned* counters) {
   using Element = typename Config::Element;
   const int rows = partials.rows;
   const int row0 = threadIdx.x / 32 % kTeamWarps / Config::kKeyWarps * 16;
-  for (Part part; share.next(part);) {
-    QueryRows<Config> queries;
-    queries.load(Queries{p, q, part.b, part.kv_head, q_aligned}, area.queries, row0, source);
-    Seen<Config::kBlockN> seen(p, part.b);
-    // Infinity times a remainder has any sign. So no value that is not finite is multiplied then: as if no key were
-    // seen by all rows, store_row() adds them.
-    const bool few = Config::kKeepsRemainders && seen.sees_few(kFewKeys);
-    if (few) seen.all = {0, 0};
+  for (;; source.release_unit()) {
+    const Unit<Config::kBlockN>& unit = source.wait_unit();
+    const Part& part = unit.part;
+    if (unit.tiles < 0) return;
+    const QueryRows<Config> queries(source.queries() + row0 * (Config::kHeadDim * 2), threadIdx.x % 32);
     WarpSums<Config> sums;
-    const int key0 = seen.first_key(), tiles = min(part.count, seen.tiles());  // a unit without keys has a place
-    for (int n = part.first; n < part.first + tiles; ++n) {
+    for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
       if (source.is_mine())
-        sums.attend(p, queries, seen, few, key0 + n * Config::kBlockN, source);
+        sums.attend(p, queries, unit, key0, source);
       else
         source.skip();
     }
 
     const auto finish = [&](int row, int d, const Merged& merged) {
-      store_row<Element>(p, seen, part, row, d, merged, out_aligned, [&](int key) {
+      store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, [&](int key) {
         const Element* const g_v = static_cast<const Element*>(p.kv.v.data) + part.b * p.kv.v.stride_b +
                                    int64_t(key) * p.kv.v.stride_t + part.kv_head * p.kv.v.stride_h + d;
         return make_float4(to_float(g_v[0]), to_float(g_v[1]), to_float(g_v[2]), to_float(g_v[3]));
       });
     };
-    if (part.is_whole()) {
-      merge_warps(sums, area, source, rows, p.head_dim, finish);
-      continue;
-    }
-    merge_warps(sums, area, source, rows, p.head_dim,
-                [&](int row, int d, const Merged& merged) { partials.store(part, row, d, merged); });
-    source.meet();  // all threads have stored their share of this block's part
-    if (threadIdx.x == 0) {
-      __threadfence();  // this block's part, before its ticket
+    merge_warps(sums, area, source, rows, p.head_dim, [&](int row, int d, const Merged& merged) {
+      if (part.is_whole())
+        finish(row, d, merged);
+      else
+        partials.store(part, row, d, merged);
+    });
+    if (part.is_whole()) continue;
+    if (threadIdx.x == 0) {  // after merge_warps() all threads have stored their share of this block's part
+      __threadfence();       // this block's part, before its ticket
       *area.ticket = atomicInc(&counters[part.first_block], unsigned(part.parts - 1));
       __threadfence();  // the others' parts, after their tickets
     }
-    source.meet();  // the ticket can be read
+    source.meet();  // the ticket can be read; before the next is written, merge_warps() lets all meet
     if (*area.ticket == unsigned(part.parts - 1)) {
       const int quads = p.head_dim / 4;
       for (int i = threadIdx.x; i < rows * quads; i += kConsumers)
         finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4));
     }
-    source.meet();  // the ticket may be written again
   }
 }
 

@@ -27,7 +27,8 @@ struct Config {
   static constexpr int kWarpKeys = kBlockN / kKeyWarps;      // of a warp
   static constexpr int kStep = 16;                           // at once
   using Tile = Panels<kBlockN, kHeadDim>;
-  static constexpr bool kQueriesInRegisters = kHeadDim <= 192;
+  static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
+  static constexpr int kQueryBytes = kRows * kHeadDim * 2;
 
   // Weights are rounded to multiply V. float16 promises 1e-3, so where some row sees few keys, what rounding takes off
   // is multiplied too; bfloat16 rounds its outputs far more coarsely than that.

@@ -20,14 +20,26 @@ struct Merged {
   float m = -infinity(), l = 0.0f, exact = 0.0f;
   float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
 
-  __device__ __forceinline__ void add(const RowSums& sums, const float4& more) {
-    const float top = fmaxf(m, sums.m), reference = reference_of(top);
-    const float own = ex2(m - reference), other = ex2(sums.m - reference);
+  // Further parts, in order. All weights are known before the first is used: one after another would be slower.
+  template <int kParts>
+  __device__ __forceinline__ void add(const RowSums (&sums)[kParts], const float4 (&parts)[kParts]) {
+    float top = m;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) top = fmaxf(top, sums[i].m);
+    const float reference = reference_of(top), own = ex2(m - reference);
+    float weights[kParts];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) weights[i] = ex2(sums[i].m - reference);
     m = top;
-    l = l * own + sums.l * other;
-    exact = exact * own + sums.exact * other;
-    o.x = o.x * own + more.x * other, o.y = o.y * own + more.y * other;
-    o.z = o.z * own + more.z * other, o.w = o.w * own + more.w * other;
+    l *= own, exact *= own;
+    o.x *= own, o.y *= own, o.z *= own, o.w *= own;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      l = fmaf(sums[i].l, weights[i], l);
+      exact = fmaf(sums[i].exact, weights[i], exact);
+      o.x = fmaf(parts[i].x, weights[i], o.x), o.y = fmaf(parts[i].y, weights[i], o.y);
+      o.z = fmaf(parts[i].z, weights[i], o.z), o.w = fmaf(parts[i].w, weights[i], o.w);
+    }
   }
   __device__ __forceinline__ RowSums sums() const { return {m, l, exact, 0.0f}; }
 };
@@ -57,16 +69,20 @@ struct Partials {
     constexpr int kAtOnce = 16;  // loads under way
     Merged all;
     for (int first = 0; first < part.parts; first += kAtOnce) {
-      float4 o[kAtOnce], sums[kAtOnce];
+      float4 o[kAtOnce];
+      RowSums sums[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const float* const g_row = this->row(part, min(first + i, part.parts - 1), row);
+        const float4 x = __ldcg(reinterpret_cast<const float4*>(g_row + head_dim));
+        sums[i] = {first + i < part.parts ? x.x : -infinity(), x.y, x.z, 0.0f};
         o[i] = __ldcg(reinterpret_cast<const float4*>(g_row + d));
-        sums[i] = __ldcg(reinterpret_cast<const float4*>(g_row + head_dim));
       }
+      // A part that is not there weighs nothing; but 0 times infinity is NaN.
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
-        if (first + i < part.parts) all.add({sums[i].x, sums[i].y, sums[i].z, 0.0f}, o[i]);
+        if (first + i >= part.parts) sums[i].l = sums[i].exact = 0.0f, o[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      all.add(sums, o);
     }
     return all;
   }

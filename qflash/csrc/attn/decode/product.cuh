@@ -30,69 +30,53 @@ __device__ __forceinline__ PanelLanes<Tile> lanes_of_v(int lane) {
   return {rows.row_bytes, rows.chunk};
 }
 
-// The queries of a unit: rows from 0 on of KV head `kv_head`, zeros past the last row and channel.
-struct Queries {
-  const QfAttnParams& p;
-  const QfTensor& x;
-  int b, kv_head;
-  bool aligned;  // read two channels at a time
-
-  template <class Element>
-  __device__ __forceinline__ uint32_t two(int row, int d) const {
-    const int group = p.q_heads / p.kv_heads, token = row / group, head = kv_head * group + row - token * group;
-    if (token >= p.q_len || d >= p.head_dim) return 0;
-    const Element* const g_two =
+// The rows of a unit's queries into shared memory, swizzled: zeros past the last row and channel. By threads `thread`
+// of `threads`. aligned: rows are read 16 bytes at a time.
+template <class Config>
+__device__ __forceinline__ void copy_queries(const QfAttnParams& p, const QfTensor& x, int b, int kv_head, bool aligned,
+                                             char* s_q, int thread, int threads) {
+  using Element = typename Config::Element;
+  const int group = p.q_heads / p.kv_heads;
+#pragma unroll 4
+  for (int i = thread; i < Config::kRows * Config::kChunks; i += threads) {
+    const int row = i / Config::kChunks, chunk = i % Config::kChunks, d = chunk * 8;
+    const int token = row / group, head = kv_head * group + row - token * group;
+    const Element* const g_chunk =
         static_cast<const Element*>(x.data) + b * x.stride_b + token * x.stride_t + head * x.stride_h + d;
-    return aligned ? *reinterpret_cast<const uint32_t*>(g_two)
-                   : uint32_t(g_two[0].bits) | uint32_t(g_two[1].bits) << 16;
+    uint4 value = {0, 0, 0, 0};
+    if (token < p.q_len && d < p.head_dim) {
+      const auto two = [&](int e) { return uint32_t(g_chunk[e].bits) | uint32_t(g_chunk[e + 1].bits) << 16; };
+      value = aligned ? *reinterpret_cast<const uint4*>(g_chunk) : uint4{two(0), two(2), two(4), two(6)};
+    }
+    *reinterpret_cast<uint4*>(s_q + Swizzle<Config::kChunks>::offset(row, chunk)) = value;
   }
-};
+}
 
-// A warp's 16 rows of q as A operands: channels 16 pair .. 16 pair + 15. In registers.
+// A warp's 16 rows of q as A operands, channels 16 pair .. 16 pair + 15: in registers, or read each time where
+// registers do not suffice.
 template <class Config>
 struct QueriesInRegisters {
-  static constexpr int kBytes = 0;
   uint32_t q[Config::kPairs][4];
 
-  // Collective for the consumers. row0: the warp's first row.
-  template <class Source>
-  __device__ __forceinline__ void load(const Queries& queries, char*, int row0, Source&) {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ QueriesInRegisters(const char* s_rows, int lane) {
 #pragma unroll
     for (int pair = 0; pair < Config::kPairs; ++pair)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        q[pair][i] =
-            queries.two<typename Config::Element>(row0 + lane / 4 + i % 2 * 8, 16 * pair + i / 2 * 8 + lane % 4 * 2);
+      ldmatrix_x4(q[pair], s_rows + rows_then_chunks<Config::kChunks>(lane).at(0, pair));
   }
   __device__ __forceinline__ void get(uint32_t (&a)[4], int pair, int) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = q[pair][i];
   }
 };
-
-// The same in shared memory, which all warps read, where registers do not suffice.
 template <class Config>
 struct QueriesInSharedMemory {
-  static constexpr int kBytes = Config::kRows * Config::kHeadDim * 2;
-  const char* s_rows;  // the warp's
+  const char* s_rows;
 
-  template <class Source>
-  __device__ __forceinline__ void load(const Queries& queries, char* s_q, int row0, Source& source) {
-    constexpr int kWords = Config::kHeadDim / 2;
-    for (int i = threadIdx.x; i < Config::kRows * kWords; i += kConsumers) {
-      const int row = i / kWords, d = i % kWords * 2;
-      *reinterpret_cast<uint32_t*>(s_q + Swizzle<Config::kChunks>::offset(row, d / 8) + d % 8 * 2) =
-          queries.two<typename Config::Element>(row, d);
-    }
-    source.meet();  // q is in place; the warps met after the last unit, so nobody reads that one's
-    s_rows = s_q + row0 * (Config::kHeadDim * 2);
-  }
+  __device__ __forceinline__ QueriesInSharedMemory(const char* s_rows, int) : s_rows(s_rows) {}
   __device__ __forceinline__ void get(uint32_t (&a)[4], int pair, int lane) const {
     ldmatrix_x4(a, s_rows + rows_then_chunks<Config::kChunks>(lane).at(0, pair));
   }
 };
-
 template <class Config>
 using QueryRows =
     std::conditional_t<Config::kQueriesInRegisters, QueriesInRegisters<Config>, QueriesInSharedMemory<Config>>;

@@ -22,6 +22,7 @@ struct Seen {
   KeyRange any, all;  // keys that some query sees, and that all queries see
   bool good;          // false: its length is out of range, its rows are NaN
 
+  Seen() = default;
   __device__ __forceinline__ Seen(const QfAttnParams& p, int b) {
     const int len = p.kv_lens ? p.kv_lens[b] : p.k_len;
     good = len >= 0 && len <= p.k_len;
@@ -54,99 +55,115 @@ struct Part {
 };
 
 // Heads that are read side by side: the most, up to 8, that divide the KV heads.
-__host__ __device__ inline int chunk_heads(int kv_heads) {
+inline int chunk_heads(int kv_heads) {
   for (int heads = 8; heads > 1; --heads)
     if (kv_heads % heads == 0) return heads;
   return 1;
 }
 
-// Collective for a warp. The grid has whole chunks of blocks.
+// How the row of all tiles is cut. The grid has a chunk of blocks for each run. Where lengths are not known to the
+// host, `each` is 0, and the device finds it.
+struct Runs {
+  unsigned chunk, chunks;  // heads side by side, and how many such chunks the KV heads are
+  unsigned count;          // runs
+  unsigned each, places;   // tiles of a run; places of a unit
+};
+
+// What is left of a block's run.
 template <int kBlockN>
-class Share {
- public:
-  __device__ __forceinline__ Share(const QfAttnParams& p, int chunk) : p_(p), chunk_(chunk) {
-    const int lane = threadIdx.x % 32, runs = int(gridDim.x) / chunk;
-    int total = 0;
+struct Share {
+  unsigned chunk, chunks, run, in_chunk;
+  unsigned at, end, each;                 // of the row of all tiles: here, the end of this run, a run's length
+  unsigned b, head_chunk, place, places;  // the units of `at`, the place in them, and how many they have
+
+  // Collective for a warp: the whole run.
+  __device__ __forceinline__ Share(const QfAttnParams& p, const Runs& runs)
+      : chunk(runs.chunk), chunks(runs.chunks), run(blockIdx.x / chunk), in_chunk(blockIdx.x - run * chunk) {
+    const int lane = threadIdx.x % 32;
+    unsigned total = unsigned(p.batch) * runs.places;
+    each = runs.each, places = runs.places;
     if (p.kv_lens) {
-      for (int b0 = 0; b0 < p.batch; b0 += 32) total += sum_of_warp(places_of(b0 + lane));
-    } else {
-      places_ = Seen<kBlockN>(p, 0).places();
-      total = p.batch * places_;
+      total = 0;
+      for (int b0 = 0; b0 < p.batch; b0 += 32) total += sum_of_warp(places_of(p, b0 + lane));
+      each = (total * chunks + runs.count - 1) / runs.count;
     }
-    total *= chunks();
-    each_ = (total + runs - 1) / runs;
-    at_ = int(blockIdx.x) / chunk * each_;
-    end_ = min(at_ + each_, total);
-    if (at_ < end_) seek(lane);
+    total *= chunks;
+    at = run * each;
+    end = min(at + each, total);
+    if (at < end) seek(p, lane);
   }
 
-  // The next part of this block's run, if there is one.
-  __device__ __forceinline__ bool next(Part& part) {
-    if (at_ >= end_) return false;
-    const int start = at_ - place_;  // of the unit
-    const int in_chunk = int(blockIdx.x) % chunk_, run = int(blockIdx.x) / chunk_;
-    part.b = b_, part.kv_head = head_chunk_ * chunk_ + in_chunk;
-    part.first = place_, part.count = min(places_ - place_, end_ - at_);
-    const int first_run = start / each_;
-    part.first_block = first_run * chunk_ + in_chunk, part.apart = chunk_;
-    part.parts = (start + places_ - 1) / each_ - first_run + 1;
-    part.index = run - first_run;
-    at_ += part.count;
-    if (at_ < end_) {
-      place_ = 0;
-      if (++head_chunk_ == chunks()) {
-        head_chunk_ = 0;
-        ++b_;
-        if (p_.kv_lens) places_ = Seen<kBlockN>(p_, b_).places();
-      }
-    }
-    return true;
+  __device__ __forceinline__ bool is_over() const { return at >= end; }
+  __device__ __forceinline__ Part part() const {
+    const unsigned start = at - place, first_run = start / each;  // of the unit
+    Part x;
+    x.b = int(b), x.kv_head = int(head_chunk * chunk + in_chunk);
+    x.first = int(place), x.count = int(min(places - place, end - at));
+    x.first_block = int(first_run * chunk + in_chunk), x.apart = int(chunk);
+    x.parts = int((start + places - 1) / each - first_run + 1);
+    x.index = int(run - first_run);
+    return x;
+  }
+  __device__ __forceinline__ void advance(const QfAttnParams& p) {
+    at += min(places - place, end - at);
+    place = 0;
+    if (is_over() || ++head_chunk < chunks) return;
+    head_chunk = 0;
+    ++b;
+    if (p.kv_lens) places = Seen<kBlockN>(p, int(b)).places();
   }
 
  private:
-  __device__ __forceinline__ int chunks() const { return p_.kv_heads / chunk_; }
-  __device__ __forceinline__ int places_of(int b) const { return b < p_.batch ? Seen<kBlockN>(p_, b).places() : 0; }
-  __device__ static __forceinline__ int sum_of_warp(int x) {
+  __device__ static __forceinline__ unsigned places_of(const QfAttnParams& p, int b) {
+    return b < p.batch ? unsigned(Seen<kBlockN>(p, b).places()) : 0;
+  }
+  __device__ static __forceinline__ unsigned sum_of_warp(unsigned x) {
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
     return x;
   }
 
-  // The unit that place at_ belongs to, and the place in it.
-  __device__ __forceinline__ void seek(int lane) {
-    int rest = at_;  // places before it in its sequence
-    if (!p_.kv_lens) {
-      b_ = rest / (places_ * chunks());
-      rest -= b_ * places_ * chunks();
-    } else {
-      int before = 0;  // places of the sequences before, of one head
-      for (int b0 = 0; b0 < p_.batch; b0 += 32) {
-        const int own = places_of(b0 + lane);
-        int up_to = own;  // and including this lane's sequence
+  // The units that place `at` belongs to, and the place in them.
+  __device__ __forceinline__ void seek(const QfAttnParams& p, int lane) {
+    b = 0;
+    unsigned rest = at;  // places before it in its sequence
+    if (p.kv_lens) {
+      unsigned before = 0;  // places of the sequences before, of one head
+      for (int b0 = 0; b0 < p.batch; b0 += 32) {
+        const unsigned own = places_of(p, b0 + lane);
+        unsigned up_to = own;  // and including this lane's sequence
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
-          const int lower = __shfl_up_sync(0xffffffffu, up_to, d);
+          const unsigned lower = __shfl_up_sync(0xffffffffu, up_to, d);
           if (lane >= d) up_to += lower;
         }
-        const unsigned beyond = __ballot_sync(0xffffffffu, (before + up_to) * chunks() > at_);
+        const unsigned beyond = __ballot_sync(0xffffffffu, (before + up_to) * chunks > at);
         if (beyond) {
           const int found = __ffs(int(beyond)) - 1;
-          b_ = b0 + found;
-          places_ = __shfl_sync(0xffffffffu, own, found);
-          rest = at_ - (before + __shfl_sync(0xffffffffu, up_to, found) - places_) * chunks();
+          b = unsigned(b0 + found);
+          places = __shfl_sync(0xffffffffu, own, found);
+          rest = at - (before + __shfl_sync(0xffffffffu, up_to, found) - places) * chunks;
           break;
         }
         before += __shfl_sync(0xffffffffu, up_to, 31);
       }
     }
-    head_chunk_ = rest / places_;
-    place_ = rest - head_chunk_ * places_;
+    head_chunk = rest / places;
+    place = rest - head_chunk * places;
+    if (!p.kv_lens) {  // all sequences have the same places: that was the unit among all
+      b = chunks == 1 ? head_chunk : head_chunk / chunks;
+      head_chunk -= b * chunks;
+    }
   }
+};
 
-  const QfAttnParams& p_;
-  int chunk_;                            // heads
-  int at_, end_, each_;                  // of the row of all tiles: here, the end of this run, a run's length
-  int b_, head_chunk_, place_, places_;  // the units of at_, the place in them, and how many they have
+// What the consumers want to know of one unit, or that there is none left.
+template <int kBlockN>
+struct Unit {
+  Part part;
+  Seen<kBlockN> seen;
+  int first_key, tiles;  // of this block's part; tiles -1: the share is over
+  bool few;              // some row sees so few keys that the rounding of its weights is not lost in their average
 };
 
 }  // namespace decode

@@ -4,13 +4,18 @@
 //   k_full    the copy engine, with bytes   consumers
 //   v_full    the copy engine, with bytes   consumers
 //   empty     a team's warps                loader
+//   unit full   describe_units              consumers
+//   unit empty  consumers, a warp each      describe_units
 #pragma once
 
 #include <cuda.h>
 
 #include "attn/decode/config.cuh"
+#include "attn/decode/product.cuh"
 #include "attn/decode/share.cuh"
+#include "hopper/ring.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/names.cuh"
 #include "ptx/tma.cuh"
 
@@ -21,14 +26,19 @@ struct TensorMaps {
   CUtensorMap k, v;
 };
 
+constexpr int kUnitStages = 2;
+
 template <class Config>
 struct TmaRing {
   using Tile = typename Config::Tile;
   static constexpr int kStages = Config::kStages, kStageBytes = 2 * Tile::kBytes;
   struct Barriers {
     Mbarrier k_full[kStages], v_full[kStages], empty[kStages];
+    Ring<kUnitStages> unit;
   };
-  char* tiles;  // kStages of K and V
+  char* tiles;    // kStages of K and V
+  char* queries;  // kUnitStages
+  Unit<Config::kBlockN>* units;
   Barriers* barriers;
 
   __device__ __forceinline__ void init() const {
@@ -40,6 +50,7 @@ struct TmaRing {
       name_barrier(&barriers->v_full[i], "V full", i);
       name_barrier(&barriers->empty[i], "empty", i);
     }
+    barriers->unit.init(kWarps, "unit full", "unit empty");
     fence_mbarrier_init();  // the barriers, to the copy engine
   }
 };
@@ -55,17 +66,20 @@ struct RingWalk {
   }
 };
 
-// One thread: all tiles of the block's share, as far ahead as there are empty stages.
+// One warp: all tiles of the block's share, as far ahead as there are empty stages.
 template <class Config>
-__device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMaps& maps, Share<Config::kBlockN> share,
-                                           const TmaRing<Config>& ring, bool leads) {
+__device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMaps& maps, const Runs& runs,
+                                           const TmaRing<Config>& ring) {
   using Tile = typename Config::Tile;
+  Share<Config::kBlockN> share(p, runs);
+  if (threadIdx.x % 32 != 0) return;
   RingWalk<Config::kStages> at;
-  for (Part part; share.next(part);) {
+  for (; !share.is_over(); share.advance(p)) {
+    const Part part = share.part();
     const Seen<Config::kBlockN> seen(p, part.b);
-    const int key0 = seen.first_key(), tiles = min(part.count, seen.tiles());
-    for (int n = part.first; n < part.first + tiles; ++n, at.advance()) {
-      if (!leads) continue;
+    const int tiles = min(part.count, seen.tiles());  // a unit without keys has a place
+    int key0 = seen.first_key() + part.first * Config::kBlockN;
+    for (int n = 0; n < tiles; ++n, key0 += Config::kBlockN, at.advance()) {
       typename TmaRing<Config>::Barriers& barriers = *ring.barriers;
       mbarrier_wait(&barriers.empty[at.stage], at.parity ^ 1);
       char* const s_k = ring.tiles + at.stage * ring.kStageBytes;
@@ -73,12 +87,39 @@ __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMa
         mbarrier_arrive_expect(full, Tile::kBytes);
 #pragma unroll
         for (int panel = 0; panel < Tile::kCount; ++panel)
-          copy_box(s_tile + panel * Tile::kPanelBytes, &map, panel * Tile::kPanelColumns, key0 + n * Config::kBlockN,
-                   part.kv_head, part.b, full);
+          copy_box(s_tile + panel * Tile::kPanelBytes, &map, panel * Tile::kPanelColumns, key0, part.kv_head, part.b,
+                   full);
       };
       copy(s_k, maps.k, &barriers.k_full[at.stage]);
       copy(s_k + Tile::kBytes, maps.v, &barriers.v_full[at.stage]);
     }
+  }
+  let_next_grid_start();
+}
+
+// One warp: the block's units and their queries, one ahead. q: where they are read.
+template <class Config>
+__device__ __forceinline__ void describe_units(const QfAttnParams& p, const QfTensor& q, bool aligned, const Runs& runs,
+                                               const TmaRing<Config>& ring) {
+  const int lane = threadIdx.x % 32;
+  RingPosition<kUnitStages> at;
+  Share<Config::kBlockN> share(p, runs);
+  for (;; share.advance(p), at.advance()) {
+    at.wait_empty(ring.barriers->unit);
+    Unit<Config::kBlockN>& unit = ring.units[at.stage()];
+    if (share.is_over()) {
+      if (lane == 0) {
+        unit.tiles = -1;
+        at.fill(ring.barriers->unit);
+      }
+      return;
+    }
+    const Part part = share.part();
+    if (lane == 0) describe_unit<Config>(p, part, unit);
+    copy_queries<Config>(p, q, part.b, part.kv_head, aligned, ring.queries + at.stage() * Config::kQueryBytes, lane,
+                         32);
+    __syncwarp();  // all lanes have written
+    if (lane == 0) at.fill(ring.barriers->unit);
   }
 }
 
@@ -108,12 +149,25 @@ class TmaTiles {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring_.barriers->empty[at_.stage]);
     skip();
   }
+  __device__ __forceinline__ const Unit<Config::kBlockN>& wait_unit() const {
+    unit_at_.wait_full(ring_.barriers->unit);
+    return ring_.units[unit_at_.stage()];
+  }
+  __device__ __forceinline__ const char* queries() const {
+    return ring_.queries + unit_at_.stage() * Config::kQueryBytes;
+  }
+  __device__ __forceinline__ void release_unit() {
+    __syncwarp();  // all lanes have read
+    if (threadIdx.x % 32 == 0) unit_at_.release(ring_.barriers->unit);
+    unit_at_.advance();
+  }
   __device__ __forceinline__ void meet_team() const { barrier_sync(2 + threadIdx.x / kTeamThreads, kTeamThreads); }
   __device__ __forceinline__ void meet() const { barrier_sync(1, kConsumers); }
 
  private:
   TmaRing<Config> ring_;
   RingWalk<Config::kStages> at_;
+  RingPosition<kUnitStages> unit_at_;
   int next_ = 0;  // the team that takes the next tile
 };
 

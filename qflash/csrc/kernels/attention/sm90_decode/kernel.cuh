@@ -4,6 +4,7 @@
 // roles:
 //
 //    loader   one thread            K and V tiles by TMA, as far ahead as the ring has room
+//    units    one warp              what is to be known of the next unit, and its q
 //    team 0   four warps            tiles 0, 2, 4, ..: each warp S = Q Kt, softmax, O += P V for all rows and a quarter
 //    of team 1   four warps            tiles 1, 3, 5, ..  the keys, with its own m, l, O; warps meet at the end of a
 //    unit
@@ -29,9 +30,11 @@ template <class Element, int kHeadDim, int kRowWarps>
 struct Config : decode::Config<Element, kHeadDim, kRowWarps, 90> {
   using Base = decode::Config<Element, kHeadDim, kRowWarps, 90>;
   static constexpr int kLoaderThreads = 128, kThreads = kLoaderThreads + decode::kConsumers;  // whole warpgroups
-  static constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
-  static constexpr int kBarrierBytes = 256;
-  static constexpr int kOtherBytes = kSwizzleBytes + decode::Area<Base>::kBytes + kBarrierBytes;
+  static constexpr int kLoaderRegisters = kHeadDim <= 192 ? 72 : 56;
+  static constexpr int kConsumerRegisters = (504 - kLoaderRegisters) / 2;
+  static constexpr int kBarrierBytes = 512;  // and units
+  static constexpr int kOtherBytes =
+      kSwizzleBytes + decode::kUnitStages * Base::kQueryBytes + decode::Area<Base>::kBytes + kBarrierBytes;
   static constexpr int kStageBytes = 2 * Base::Tile::kBytes;
   static constexpr int kStages = (227 * 1024 - kOtherBytes) / kStageBytes;
   static constexpr int kRingBytes = kStages * kStageBytes;
@@ -46,34 +49,38 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     qf_sm90_decode_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ QfTensor q,
                           const __grid_constant__ qf::decode::TensorMaps maps,
+                          const __grid_constant__ qf::decode::Runs runs,
                           const __grid_constant__ qf::decode::Partials partials, const qf::decode::Counters counters,
-                          const int chunk, const bool q_aligned, const bool out_aligned) {
+                          const bool q_aligned, const bool out_aligned) {
   using namespace qf;
   using namespace qf::decode;
   extern __shared__ float4 s_memory[];
   char* const s_tiles =
       reinterpret_cast<char*>(s_memory) + (kSwizzleBytes - shared_address(s_memory) % kSwizzleBytes) % kSwizzleBytes;
-  char* const s_area = s_tiles + Config::kRingBytes;
-  const TmaRing<Config> ring = {s_tiles,
-                                reinterpret_cast<typename TmaRing<Config>::Barriers*>(s_area + Area<Config>::kBytes)};
-  static_assert(sizeof(typename TmaRing<Config>::Barriers) <= Config::kBarrierBytes, "");
+  char* const s_queries = s_tiles + Config::kRingBytes;
+  char* const s_area = s_queries + kUnitStages * Config::kQueryBytes;
+  using Barriers = typename TmaRing<Config>::Barriers;
+  auto* const s_barriers = reinterpret_cast<Barriers*>(s_area + Area<Config>::kBytes);
+  auto* const s_units = reinterpret_cast<Unit<Config::kBlockN>*>(s_barriers + 1);
+  static_assert(sizeof(Barriers) + kUnitStages * sizeof(*s_units) <= Config::kBarrierBytes, "");
+  const TmaRing<Config> ring = {s_tiles, s_queries, s_units, s_barriers};
   if (threadIdx.x == kConsumers) {
     ring.init();
     prefetch_tensor_map(&maps.k);
     prefetch_tensor_map(&maps.v);
   }
+  __syncthreads();           // the barriers are in place
   wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
-  let_next_grid_start();
-  const Share<Config::kBlockN> share(p, chunk);
-  __syncthreads();  // the barriers are in place
   if (threadIdx.x >= kConsumers) {
     give_registers<Config::kLoaderRegisters>();
-    name_role("loader");
-    if (threadIdx.x < kConsumers + 32) load_share<Config>(p, maps, share, ring, threadIdx.x == kConsumers);
+    const int warp = (threadIdx.x - kConsumers) / 32;
+    name_role(warp == 0 ? "loader" : warp == 1 ? "units" : "idle");
+    if (warp == 0) load_share<Config>(p, maps, runs, ring);
+    if (warp == 1) describe_units<Config>(p, q, q_aligned, runs, ring);
   } else {
     take_registers<Config::kConsumerRegisters>();
     name_role("consumer", int(threadIdx.x / 32));
     TmaTiles<Config> tiles(ring);
-    attend_share<Config>(p, q, q_aligned, out_aligned, share, tiles, Area<Config>(s_area), partials, counters.all());
+    attend_share<Config>(p, out_aligned, tiles, Area<Config>(s_area), partials, counters.all());
   }
 }

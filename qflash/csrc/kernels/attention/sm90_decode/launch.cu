@@ -22,16 +22,21 @@ constexpr int kMostProcessors = 144;  // of any GPU of this architecture
 constexpr int64_t kTooManyTiles = 1 << 30;
 
 int rows_of(const QfAttnParams& p) { return p.kv_heads > 0 ? p.q_len * (p.q_heads / p.kv_heads) : 0; }
-// Places of all runs where every key is there.
-int64_t most_places(const QfAttnParams& p) {
-  constexpr int kBlockN = Config<1>::kBlockN;
-  return int64_t(p.batch) * (p.kv_heads / decode::chunk_heads(p.kv_heads)) * (p.k_len / kBlockN + 1);
+// Places of a unit where every key is there.
+int64_t most_places(const QfAttnParams& p) { return p.k_len / Config<1>::kBlockN + 1; }
+// As many runs as there are multiprocessors for, and no more than there are tiles.
+decode::Runs runs_of(const QfAttnParams& p, int processors) {
+  decode::Runs runs{};
+  runs.chunk = unsigned(decode::chunk_heads(p.kv_heads));
+  runs.chunks = unsigned(p.kv_heads) / runs.chunk;
+  const int64_t fit = processors < int(runs.chunk) ? 1 : processors / runs.chunk;
+  const int64_t most = int64_t(p.batch) * runs.chunks * most_places(p);
+  runs.count = unsigned(fit < most ? fit : most);
+  return runs;
 }
-// A chunk of blocks for each run, as many runs as fit the multiprocessors, and no more than there are tiles.
 int64_t blocks_of(const QfAttnParams& p, int processors) {
-  const int chunk = decode::chunk_heads(p.kv_heads);
-  const int64_t runs = processors < chunk ? 1 : processors / chunk, places = most_places(p);
-  return (runs < places ? runs : places) * chunk;
+  const decode::Runs runs = runs_of(p, processors);
+  return int64_t(runs.count) * runs.chunk;
 }
 
 // In the workspace: counters, partial sums, copies.
@@ -48,7 +53,16 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   if (!p.workspace || p.workspace_bytes < needed) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
-  const int64_t blocks = blocks_of(p, processors < kMostProcessors ? processors : kMostProcessors);
+  Runs runs = runs_of(p, processors < kMostProcessors ? processors : kMostProcessors);
+  if (!p.kv_lens) {  // all sequences are as long
+    const Mask mask = {p.window_left, p.window_right, p.q_len, p.k_len};
+    const KeyRange seen = mask.seen_by_any(0, p.q_len - 1);
+    const int first = seen.begin / Config::kBlockN * Config::kBlockN;
+    const int tiles = (seen.end - first + Config::kBlockN - 1) / Config::kBlockN;
+    runs.places = seen.begin == seen.end ? 1 : tiles;
+    runs.each = unsigned((int64_t(p.batch) * runs.chunks * runs.places + runs.count - 1) / runs.count);
+  }
+  const int64_t blocks = int64_t(runs.count) * runs.chunk;
   char* const workspace = static_cast<char*>(p.workspace);
   Borrowed borrowed{stream};  // for addresses that nobody could plan for
   if (stage.bytes > planned.bytes)
@@ -74,8 +88,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   const QfTensor queries = q.copied ? q.copy(copies, p.head_dim) : q.from;
   const Partials parts = {reinterpret_cast<float*>(workspace + kCounterBytes), rows_of(p), p.head_dim};
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p,
-                queries, maps, parts, counters, chunk_heads(p.kv_heads), q.copied || q.vector,
-                chunks_aligned(p.out, p.head_dim, 2));
+                queries, maps, runs, parts, counters, q.copied || q.vector, chunks_aligned(p.out, p.head_dim, 2));
 }
 
 }  // namespace
@@ -88,7 +101,8 @@ QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
   if (const int status = check_arrays(p, QF_DTYPE)) return status;
   if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
   const int rows = rows_of(*p);
-  if (rows > decode::kMostRows || most_places(*p) >= kTooManyTiles) return QF_UNSUPPORTED;
+  if (rows > decode::kMostRows || int64_t(p->batch) * p->kv_heads * most_places(*p) >= kTooManyTiles)
+    return QF_UNSUPPORTED;
   if (rows == 0 || p->batch == 0) return QF_OK;
   const auto on = static_cast<cudaStream_t>(stream);
   if (rows <= 16) return attend<Config<1>>(*p, on);
