@@ -9,6 +9,7 @@
 #include "attn/decode/product.cuh"
 #include "attn/mma/nonfinite.cuh"
 #include "attn/mma/state.cuh"
+#include "ptx/atom.cuh"
 
 namespace qf {
 namespace decode {
@@ -68,35 +69,36 @@ struct WarpSums {
   float O[1][Config::kChunks][4] = {};
   RowStatistics<BothSums> rows[1];
 
-  // A tile of keys from key0 on.
-  template <class Source>
+  // A tile of keys from key0 on. kPlain: every row sees all of them, and scores are a positive factor times q . k. Such
+  // tiles have code of their own, in one piece: a short call spends much of its time fetching code for the first time.
+  template <bool kPlain, class Source>
   __device__ __forceinline__ void attend(const QfAttnParams& p, const QueryRows<Config>& q,
                                          const Unit<Config::kBlockN>& unit, int key0, Source& source) {
-    const Seen<Config::kBlockN>& seen = unit.seen;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kTeamWarps;
     const int row0 = warp / Config::kKeyWarps * 16, first = warp % Config::kKeyWarps * Config::kWarpKeys;
-    const bool whole = key0 >= seen.all.begin && key0 + Config::kBlockN <= seen.all.end;
-    const bool plain = scales_plainly(p.scale, p.softcap);
-    const float factor = score_factor(p.scale, p.softcap);
+    const float factor = kPlain ? p.scale * kLog2e : score_factor(p.scale, p.softcap);
     const char* const s_k = source.wait_k();
     char* s_v = nullptr;
 #pragma unroll 1
     for (int step = 0; step < Config::kWarpKeys; step += Config::kStep) {
       float S[1][Config::kStep / 8][4] = {};
       qk_mma<Config>(S, q, s_k, first + step, lane);
-      if (!plain) scale_scores(S, p.scale, p.softcap);
-      if (!whole) mask_scores(p, seen.mask, S, row0 + lane / 4, key0 + first + step + lane % 4 * 2);
+      if constexpr (!kPlain) {
+        if (!scales_plainly(p.scale, p.softcap)) scale_scores(S, p.scale, p.softcap);
+        mask_scores(p, unit.seen.mask, S, row0 + lane / 4, key0 + first + step + lane % 4 * 2);
+      }
       online_softmax<1>(S, [=](int, int) { return factor; }, [](int, int) { return 0.0f; }, rows, O);
       if (step == 0) {
         s_v = source.wait_v();
-        if (!whole) {
-          clear_unseen<Config>(s_v, key0, seen.any, seen.all);
+        if constexpr (!kPlain) {
+          clear_unseen<Config>(s_v, key0, unit.seen.any, unit.seen.all);
           source.written();
           source.meet_team();  // the zeros are in place
         }
       }
       pv_mma<Config, Rounded>(O, rows[0], S, s_v, first + step, lane);
-      if (Config::kKeepsRemainders && unit.few) pv_mma<Config, Remainder>(O, rows[0], S, s_v, first + step, lane);
+      if constexpr (!kPlain && Config::kKeepsRemainders)
+        if (unit.few) pv_mma<Config, Remainder>(O, rows[0], S, s_v, first + step, lane);
     }
     source.release();
   }
@@ -177,6 +179,7 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
                                              const Area<Config>& area, const Partials& partials, unsigned* counters) {
   using Element = typename Config::Element;
   const int rows = partials.rows;
+  const bool plain = scales_plainly(p.scale, p.softcap);
   const int row0 = threadIdx.x / 32 % kTeamWarps / Config::kKeyWarps * 16;
   for (;; source.release_unit()) {
     const Unit<Config::kBlockN>& unit = source.wait_unit();
@@ -185,10 +188,13 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
     const QueryRows<Config> queries(source.queries() + row0 * (Config::kHeadDim * 2), threadIdx.x % 32);
     WarpSums<Config> sums;
     for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
-      if (source.is_mine())
-        sums.attend(p, queries, unit, key0, source);
-      else
+      const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
+      if (!source.is_mine())
         source.skip();
+      else if (whole && plain)
+        sums.template attend<true>(p, queries, unit, key0, source);
+      else
+        sums.template attend<false>(p, queries, unit, key0, source);
     }
 
     const auto finish = [&](int row, int d, const Merged& merged) {
@@ -205,11 +211,8 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
         partials.store(part, row, d, merged);
     });
     if (part.is_whole()) continue;
-    if (threadIdx.x == 0) {  // after merge_warps() all threads have stored their share of this block's part
-      __threadfence();       // this block's part, before its ticket
-      *area.ticket = atomicInc(&counters[part.first_block], unsigned(part.parts - 1));
-      __threadfence();  // the others' parts, after their tickets
-    }
+    // After merge_warps() all threads have stored their share of this block's part, which is seen before its ticket.
+    if (threadIdx.x == 0) *area.ticket = atom_inc_in_order(&counters[part.first_block], unsigned(part.parts - 1));
     source.meet();  // the ticket can be read; before the next is written, merge_warps() lets all meet
     if (*area.ticket == unsigned(part.parts - 1)) {
       const int quads = p.head_dim / 4;

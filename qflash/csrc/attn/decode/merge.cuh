@@ -45,46 +45,56 @@ struct Merged {
 };
 
 // Parts in global memory: rows of head_dim sums and a RowSums. A block leaves at most two: of the unit that it begins
-// and does not end (1), and of the unit that it goes on with (0).
+// and does not end, and of the unit that it goes on with.
 struct Partials {
-  float* memory;
+  float *begun, *continued;  // [block][row][head_dim + 4]
   int rows, head_dim;
 
-  static __host__ __device__ int64_t floats(int rows, int head_dim) { return int64_t(rows) * (head_dim + 4); }
-  static __host__ __device__ int64_t bytes(int64_t blocks, int rows, int head_dim) {
-    return blocks * 2 * floats(rows, head_dim) * int64_t(sizeof(float));
-  }
-  // Row `row` of the unit's part `index`.
-  __device__ __forceinline__ float* row(const Part& part, int index, int row) const {
-    const int64_t slot = int64_t(part.block(index)) * 2 + (index == 0);
-    return memory + slot * floats(rows, head_dim) + int64_t(row) * (head_dim + 4);
+  static int64_t floats(int64_t blocks, int rows, int head_dim) { return blocks * rows * (head_dim + 4); }
+  __device__ __forceinline__ int row_floats() const { return head_dim + 4; }
+  __device__ __forceinline__ int64_t place(int block, int row) const {
+    return int64_t(block * rows + row) * row_floats();
   }
   __device__ __forceinline__ void store(const Part& part, int row, int d, const Merged& x) const {
-    float* const g_row = this->row(part, part.index, row);
+    float* const g_row = (part.index == 0 ? begun : continued) + place(part.block(part.index), row);
     *reinterpret_cast<float4*>(g_row + d) = x.o;
     if (d == 0) *reinterpret_cast<RowSums*>(g_row + head_dim) = x.sums();
   }
   // All parts of a row, in the order of their keys.
   __device__ __forceinline__ Merged merged(const Part& part, int row, int d) const {
-    constexpr int kAtOnce = 16;  // loads under way
     Merged all;
-    for (int first = 0; first < part.parts; first += kAtOnce) {
+    {
+      const float* const g_row = begun + place(part.first_block, row);
+      const RowSums sums[1] = {load_sums(g_row)};
+      const float4 o[1] = {load(g_row + d)};
+      all.add(sums, o);
+    }
+    constexpr int kAtOnce = 8;
+    const float* g_row = continued + place(part.block(1), row);
+    const int64_t apart = int64_t(part.apart * rows) * row_floats();
+#pragma unroll 1
+    for (int left = part.parts - 1; left > 0; left -= kAtOnce, g_row += kAtOnce * apart) {
       float4 o[kAtOnce];
       RowSums sums[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const float* const g_row = this->row(part, min(first + i, part.parts - 1), row);
-        const float4 x = __ldcg(reinterpret_cast<const float4*>(g_row + head_dim));
-        sums[i] = {first + i < part.parts ? x.x : -infinity(), x.y, x.z, 0.0f};
-        o[i] = __ldcg(reinterpret_cast<const float4*>(g_row + d));
+        sums[i] = {-infinity(), 0.0f, 0.0f, 0.0f};
+        o[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (i < left) sums[i] = load_sums(g_row + i * apart), o[i] = load(g_row + i * apart + d);
       }
-      // A part that is not there weighs nothing; but 0 times infinity is NaN.
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (first + i >= part.parts) sums[i].l = sums[i].exact = 0.0f, o[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       all.add(sums, o);
     }
     return all;
+  }
+
+ private:
+  // From L2: other blocks wrote it.
+  __device__ static __forceinline__ float4 load(const float* g_four) {
+    return __ldcg(reinterpret_cast<const float4*>(g_four));
+  }
+  __device__ __forceinline__ RowSums load_sums(const float* g_row) const {
+    const float4 x = load(g_row + head_dim);
+    return {x.x, x.y, x.z, 0.0f};
   }
 };
 

@@ -42,7 +42,7 @@ int64_t blocks_of(const QfAttnParams& p, int processors) {
 // In the workspace: counters, partial sums, copies.
 constexpr int64_t kCounterBytes = sizeof(unsigned) * decode::kMostBlocks;
 int64_t partial_bytes(const QfAttnParams& p) {
-  return (decode::Partials::bytes(blocks_of(p, kMostProcessors), rows_of(p), p.head_dim) + 255) / 256 * 256;
+  return 2 * sizeof(float) * decode::Partials::floats(blocks_of(p, kMostProcessors), rows_of(p), p.head_dim);
 }
 
 template <class Config>
@@ -86,7 +86,8 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
     return error;
   const wgmma::Staged& q = stage.tensors[wgmma::kQ];
   const QfTensor queries = q.copied ? q.copy(copies, p.head_dim) : q.from;
-  const Partials parts = {reinterpret_cast<float*>(workspace + kCounterBytes), rows_of(p), p.head_dim};
+  float* const sums = reinterpret_cast<float*>(workspace + kCounterBytes);
+  const Partials parts = {sums, sums + Partials::floats(blocks, rows_of(p), p.head_dim), rows_of(p), p.head_dim};
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p,
                 queries, maps, runs, parts, counters, q.copied || q.vector, chunks_aligned(p.out, p.head_dim, 2));
 }
