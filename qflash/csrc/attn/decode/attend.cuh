@@ -1,4 +1,4 @@
-// A block's consumers: two teams of four warps that attend to the block's share of the keys, a tile each in turn.
+// A block's consumers: teams of warps that attend to the block's share of the keys, a tile each in turn.
 //
 // Tiles come from a Source. is_mine() says whether the next tile is this team's. wait_k() and wait_v() return its K and
 // V once they are there, release() gives both back; skip() leaves it to the other team. meet_team() and meet() let the
@@ -33,7 +33,7 @@ __device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part&
 template <class Config>
 __device__ inline void clear_unseen(char* s_v, int key0, const KeyRange& any, const KeyRange& all) {
   using Tile = typename Config::Tile;
-  for (int i = threadIdx.x % kTeamThreads; i < Config::kBlockN * Config::kChunks; i += kTeamThreads) {
+  for (int i = threadIdx.x % Config::kTeamThreads; i < Config::kBlockN * Config::kChunks; i += Config::kTeamThreads) {
     const int row = i / Config::kChunks, chunk = i % Config::kChunks, key = key0 + row;
     if (key >= all.begin && key < all.end) continue;
     uint4& s_chunk = *reinterpret_cast<uint4*>(s_v + chunk / Tile::kChunks * Tile::kPanelBytes +
@@ -74,7 +74,7 @@ struct WarpSums {
   template <bool kPlain, class Source>
   __device__ __forceinline__ void attend(const QfAttnParams& p, const QueryRows<Config>& q,
                                          const Unit<Config::kBlockN>& unit, int key0, Source& source) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kTeamWarps;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % Config::kTeamWarps;
     const int row0 = warp / Config::kKeyWarps * 16, first = warp % Config::kKeyWarps * Config::kWarpKeys;
     const float factor = kPlain ? p.scale * kLog2e : score_factor(p.scale, p.softcap);
     const char* const s_k = source.wait_k();
@@ -155,13 +155,13 @@ __device__ __forceinline__ void merge_warps(const WarpSums<Config>& sums, const 
       const int packed = i / kQuads, quad = i % kQuads, d = column + quad * 4;
       const int row_warp = packed / 8, in_eight = packed % 8, row = row_warp * 16 + 8 * half + in_eight;
       if (row >= rows || d >= head_dim) continue;
-      constexpr int kParts = kTeams * Config::kKeyWarps;
+      constexpr int kParts = Config::kTeams * Config::kKeyWarps;
       RowSums of_warps[kParts];
       float4 parts[kParts];
 #pragma unroll
       for (int w = 0; w < kParts; ++w) {
         const int team = w / Config::kKeyWarps, in_team = row_warp * Config::kKeyWarps + w % Config::kKeyWarps;
-        const int at = (team * kTeamWarps + in_team) * 8 + in_eight;
+        const int at = (team * Config::kTeamWarps + in_team) * 8 + in_eight;
         of_warps[w] = area.sums[at];
         parts[w] = *reinterpret_cast<const float4*>(area.rows + at * Config::kAreaStride + 4 * quad);
       }
@@ -180,15 +180,20 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
   using Element = typename Config::Element;
   const int rows = partials.rows;
   const bool plain = scales_plainly(p.scale, p.softcap);
-  const int row0 = threadIdx.x / 32 % kTeamWarps / Config::kKeyWarps * 16;
-  for (;; source.release_unit()) {
+  const int row0 = threadIdx.x / 32 % Config::kTeamWarps / Config::kKeyWarps * 16;
+  // A short call spends more time fetching code than running it. So while the first tile is under way, the code for
+  // plain tiles runs once on the area, whatever is there; nothing of it is kept.
+  bool rehearsal = plain && Config::Tile::kBytes <= Config::kAreaBytes;
+  for (;; rehearsal = false) {
+    source.rehearse(rehearsal ? reinterpret_cast<char*>(area.rows) : nullptr);
     const Unit<Config::kBlockN>& unit = source.wait_unit();
     const Part& part = unit.part;
-    if (unit.tiles < 0) return;
+    const int first_key = rehearsal ? 0 : unit.first_key, tiles = rehearsal ? Config::kTeams : unit.tiles;
+    if (tiles < 0) return;
     const QueryRows<Config> queries(source.queries() + row0 * (Config::kHeadDim * 2), threadIdx.x % 32);
     WarpSums<Config> sums;
-    for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
-      const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
+    for (int key0 = first_key, last = key0 + tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
+      const bool whole = rehearsal || (key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end);
       if (!source.is_mine())
         source.skip();
       else if (whole && plain)
@@ -196,6 +201,7 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       else
         sums.template attend<false>(p, queries, unit, key0, source);
     }
+    if (rehearsal) continue;
 
     const auto finish = [&](int row, int d, const Merged& merged) {
       store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, [&](int key) {
@@ -210,7 +216,10 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       else
         partials.store(part, row, d, merged);
     });
-    if (part.is_whole()) continue;
+    if (part.is_whole()) {
+      source.release_unit();
+      continue;
+    }
     // After merge_warps() all threads have stored their share of this block's part, which is seen before its ticket.
     if (threadIdx.x == 0) *area.ticket = atom_inc_in_order(&counters[part.first_block], unsigned(part.parts - 1));
     source.meet();  // the ticket can be read; before the next is written, merge_warps() lets all meet
@@ -219,6 +228,7 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       for (int i = threadIdx.x; i < rows * quads; i += kConsumers)
         finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4));
     }
+    source.release_unit();
   }
 }
 

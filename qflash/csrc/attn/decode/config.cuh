@@ -1,9 +1,9 @@
 // Tile shapes of the decode kernels: few query rows against a long cache.
 //
-// The rows of one KV head, Tq tokens of `group` heads each, are packed: row = token * group + head of the group. Two
-// teams of four warps take tiles of keys in turn. Up to 16 rows, every warp of a team takes all rows and a quarter of
-// the tile's keys (kRowWarps = 1), so that warps meet only at the end; up to 32 and 64 rows, two and four warps of a
-// team share the rows.
+// The rows of one KV head, Tq tokens of `group` heads each, are packed: row = token * group + head of the group. Eight
+// warps make teams, which take tiles of keys in turn. Up to 16 rows, every warp of a team takes all rows and 32 of the
+// tile's keys (kRowWarps = 1), so that warps meet only at the end; up to 32 and 64 rows, two and four warps of a team
+// share the rows.
 #pragma once
 
 #include "attn/mma/product.cuh"
@@ -14,18 +14,20 @@ namespace qf {
 namespace decode {
 
 constexpr int kMostRows = 64;
-constexpr int kTeams = 2, kTeamWarps = 4, kTeamThreads = 32 * kTeamWarps;
-constexpr int kWarps = kTeams * kTeamWarps, kConsumers = 32 * kWarps;
+constexpr int kWarps = 8, kConsumers = 32 * kWarps;
 
 template <class Element_, int kHeadDim_, int kRowWarps_, int kArch>
 struct Config {
   using Element = Element_;
   using Tensor = Tensor16<Element, kArch>;
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
-  static constexpr int kRowWarps = kRowWarps_, kKeyWarps = kTeamWarps / kRowWarps, kRows = 16 * kRowWarps;
   static constexpr int kBlockN = kHeadDim <= 64 ? 128 : 64;  // keys of a tile
-  static constexpr int kWarpKeys = kBlockN / kKeyWarps;      // of a warp
-  static constexpr int kStep = 16;                           // at once
+  static constexpr int kRowWarps = kRowWarps_, kRows = 16 * kRowWarps;
+  static constexpr int kTeamWarps = kRowWarps > kBlockN / 32 ? kRowWarps : kBlockN / 32;
+  static constexpr int kKeyWarps = kTeamWarps / kRowWarps;
+  static constexpr int kTeams = kWarps / kTeamWarps, kTeamThreads = 32 * kTeamWarps;
+  static constexpr int kWarpKeys = kBlockN / kKeyWarps;    // of a warp
+  static constexpr int kStep = kHeadDim <= 128 ? 32 : 16;  // at once
   using Tile = Panels<kBlockN, kHeadDim>;
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;

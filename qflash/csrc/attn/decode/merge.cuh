@@ -62,25 +62,21 @@ struct Partials {
   }
   // All parts of a row, in the order of their keys.
   __device__ __forceinline__ Merged merged(const Part& part, int row, int d) const {
+    constexpr int kAtOnce = 16;  // loads under way
     Merged all;
-    {
-      const float* const g_row = begun + place(part.first_block, row);
-      const RowSums sums[1] = {load_sums(g_row)};
-      const float4 o[1] = {load(g_row + d)};
-      all.add(sums, o);
-    }
-    constexpr int kAtOnce = 8;
-    const float* g_row = continued + place(part.block(1), row);
+    const float* g_row = begun + place(part.first_block, row);
+    const float* g_next = continued + place(part.block(1), row);
     const int64_t apart = int64_t(part.apart * rows) * row_floats();
 #pragma unroll 1
-    for (int left = part.parts - 1; left > 0; left -= kAtOnce, g_row += kAtOnce * apart) {
+    for (int left = part.parts; left > 0; left -= kAtOnce) {
       float4 o[kAtOnce];
       RowSums sums[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         sums[i] = {-infinity(), 0.0f, 0.0f, 0.0f};
         o[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (i < left) sums[i] = load_sums(g_row + i * apart), o[i] = load(g_row + i * apart + d);
+        if (i < left) sums[i] = load_sums(g_row), o[i] = load(g_row + d);
+        g_row = g_next, g_next += apart;
       }
       all.add(sums, o);
     }

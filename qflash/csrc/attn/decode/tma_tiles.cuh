@@ -45,7 +45,7 @@ struct TmaRing {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&barriers->k_full[i], 1);
       mbarrier_init(&barriers->v_full[i], 1);
-      mbarrier_init(&barriers->empty[i], kTeamWarps);
+      mbarrier_init(&barriers->empty[i], Config::kTeamWarps);
       name_barrier(&barriers->k_full[i], "K full", i);
       name_barrier(&barriers->v_full[i], "V full", i);
       name_barrier(&barriers->empty[i], "empty", i);
@@ -129,16 +129,23 @@ class TmaTiles {
  public:
   __device__ __forceinline__ explicit TmaTiles(const TmaRing<Config>& ring) : ring_(ring) {}
 
-  __device__ __forceinline__ bool is_mine() const { return next_ == int(threadIdx.x) / kTeamThreads; }
+  // memory: shared, as large as a tile.
+  __device__ __forceinline__ void rehearse(char* memory) {
+    if (rehearsal_ && !memory) at_ = {}, next_ = 0;
+    rehearsal_ = memory;
+  }
+  __device__ __forceinline__ bool is_mine() const { return next_ == int(threadIdx.x) / Config::kTeamThreads; }
   __device__ __forceinline__ void skip() {
-    next_ ^= 1;
+    if (++next_ == Config::kTeams) next_ = 0;
     at_.advance();
   }
   __device__ __forceinline__ const char* wait_k() const {
+    if (rehearsal_) return rehearsal_;
     mbarrier_wait(&ring_.barriers->k_full[at_.stage], at_.parity);
     return ring_.tiles + at_.stage * ring_.kStageBytes;
   }
   __device__ __forceinline__ char* wait_v() const {
+    if (rehearsal_) return rehearsal_;
     mbarrier_wait(&ring_.barriers->v_full[at_.stage], at_.parity);
     return ring_.tiles + at_.stage * ring_.kStageBytes + Config::Tile::kBytes;
   }
@@ -146,22 +153,24 @@ class TmaTiles {
   __device__ __forceinline__ void written() const { fence_proxy_async(); }
   __device__ __forceinline__ void release() {
     __syncwarp();  // all lanes have read
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring_.barriers->empty[at_.stage]);
+    if (threadIdx.x % 32 == 0 && !rehearsal_) mbarrier_arrive(&ring_.barriers->empty[at_.stage]);
     skip();
   }
   __device__ __forceinline__ const Unit<Config::kBlockN>& wait_unit() const {
-    unit_at_.wait_full(ring_.barriers->unit);
+    if (!rehearsal_) unit_at_.wait_full(ring_.barriers->unit);
     return ring_.units[unit_at_.stage()];
   }
   __device__ __forceinline__ const char* queries() const {
-    return ring_.queries + unit_at_.stage() * Config::kQueryBytes;
+    return rehearsal_ ? rehearsal_ : ring_.queries + unit_at_.stage() * Config::kQueryBytes;
   }
   __device__ __forceinline__ void release_unit() {
     __syncwarp();  // all lanes have read
     if (threadIdx.x % 32 == 0) unit_at_.release(ring_.barriers->unit);
     unit_at_.advance();
   }
-  __device__ __forceinline__ void meet_team() const { barrier_sync(2 + threadIdx.x / kTeamThreads, kTeamThreads); }
+  __device__ __forceinline__ void meet_team() const {
+    barrier_sync(2 + threadIdx.x / Config::kTeamThreads, Config::kTeamThreads);
+  }
   __device__ __forceinline__ void meet() const { barrier_sync(1, kConsumers); }
 
  private:
@@ -169,9 +178,8 @@ class TmaTiles {
   RingWalk<Config::kStages> at_;
   RingPosition<kUnitStages> unit_at_;
   int next_ = 0;  // the team that takes the next tile
+  char* rehearsal_ = nullptr;
 };
-
-static_assert(kTeams == 2, "teams take turns");
 
 }  // namespace decode
 }  // namespace qf
