@@ -181,19 +181,14 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
   const int rows = partials.rows;
   const bool plain = scales_plainly(p.scale, p.softcap);
   const int row0 = threadIdx.x / 32 % Config::kTeamWarps / Config::kKeyWarps * 16;
-  // A short call spends more time fetching code than running it. So while the first tile is under way, the code for
-  // plain tiles runs once on the area, whatever is there; nothing of it is kept.
-  bool rehearsal = plain && Config::Tile::kBytes <= Config::kAreaBytes;
-  for (;; rehearsal = false) {
-    source.rehearse(rehearsal ? reinterpret_cast<char*>(area.rows) : nullptr);
+  for (;; source.release_unit()) {
     const Unit<Config::kBlockN>& unit = source.wait_unit();
     const Part& part = unit.part;
-    const int first_key = rehearsal ? 0 : unit.first_key, tiles = rehearsal ? Config::kTeams : unit.tiles;
-    if (tiles < 0) return;
+    if (unit.tiles < 0) return;
     const QueryRows<Config> queries(source.queries() + row0 * (Config::kHeadDim * 2), threadIdx.x % 32);
     WarpSums<Config> sums;
-    for (int key0 = first_key, last = key0 + tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
-      const bool whole = rehearsal || (key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end);
+    for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
+      const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
       if (!source.is_mine())
         source.skip();
       else if (whole && plain)
@@ -201,7 +196,6 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       else
         sums.template attend<false>(p, queries, unit, key0, source);
     }
-    if (rehearsal) continue;
 
     const auto finish = [&](int row, int d, const Merged& merged) {
       store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, [&](int key) {
@@ -216,10 +210,7 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       else
         partials.store(part, row, d, merged);
     });
-    if (part.is_whole()) {
-      source.release_unit();
-      continue;
-    }
+    if (part.is_whole()) continue;
     // After merge_warps() all threads have stored their share of this block's part, which is seen before its ticket.
     if (threadIdx.x == 0) *area.ticket = atom_inc_in_order(&counters[part.first_block], unsigned(part.parts - 1));
     source.meet();  // the ticket can be read; before the next is written, merge_warps() lets all meet
@@ -228,7 +219,6 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       for (int i = threadIdx.x; i < rows * quads; i += kConsumers)
         finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4));
     }
-    source.release_unit();
   }
 }
 

@@ -1,9 +1,9 @@
 // Tile shapes of the decode kernels: few query rows against a long cache.
 //
 // The rows of one KV head, Tq tokens of `group` heads each, are packed: row = token * group + head of the group. Eight
-// warps make teams, which take tiles of keys in turn. Up to 16 rows, every warp of a team takes all rows and 32 of the
-// tile's keys (kRowWarps = 1), so that warps meet only at the end; up to 32 and 64 rows, two and four warps of a team
-// share the rows.
+// warps make teams, which take tiles of keys in turn. Up to 16 rows, every warp of a team takes all rows and 32 (16) of
+// the tile's keys (kRowWarps = 1), so that warps meet only at the end; up to 32 and 64 rows, two and four warps of a
+// team share the rows.
 #pragma once
 
 #include "attn/mma/product.cuh"
@@ -23,7 +23,8 @@ struct Config {
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
   static constexpr int kBlockN = kHeadDim <= 64 ? 128 : 64;  // keys of a tile
   static constexpr int kRowWarps = kRowWarps_, kRows = 16 * kRowWarps;
-  static constexpr int kTeamWarps = kRowWarps > kBlockN / 32 ? kRowWarps : kBlockN / 32;
+  static constexpr int kFewestWarps = kBlockN / (kHeadDim <= 128 ? 32 : 16);
+  static constexpr int kTeamWarps = kRowWarps > kFewestWarps ? kRowWarps : kFewestWarps;
   static constexpr int kKeyWarps = kTeamWarps / kRowWarps;
   static constexpr int kTeams = kWarps / kTeamWarps, kTeamThreads = 32 * kTeamWarps;
   static constexpr int kWarpKeys = kBlockN / kKeyWarps;    // of a warp
@@ -38,7 +39,7 @@ struct Config {
 
   // Where the warps of a block put their sums, 8 rows and kAreaColumns channels at a time, with as much space between
   // rows that the eight rows a warp writes at a column fall into four different groups of banks.
-  static constexpr int kAreaColumns = 64, kAreaStride = kAreaColumns + 8;  // floats
+  static constexpr int kAreaColumns = kHeadDim <= 128 ? kHeadDim : 64, kAreaStride = kAreaColumns + 8;  // floats
   static constexpr int kAreaBytes = kWarps * 8 * kAreaStride * 4;
   static constexpr int kStatsBytes = kWarps * 8 * 16;
 };

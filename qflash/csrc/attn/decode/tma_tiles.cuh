@@ -32,6 +32,8 @@ template <class Config>
 struct TmaRing {
   using Tile = typename Config::Tile;
   static constexpr int kStages = Config::kStages, kStageBytes = 2 * Tile::kBytes;
+  // A stage is always the same team's, or a team might wait for a phase of a barrier before the one before it is over.
+  static_assert(kStages % Config::kTeams == 0, "");
   struct Barriers {
     Mbarrier k_full[kStages], v_full[kStages], empty[kStages];
     Ring<kUnitStages> unit;
@@ -129,23 +131,16 @@ class TmaTiles {
  public:
   __device__ __forceinline__ explicit TmaTiles(const TmaRing<Config>& ring) : ring_(ring) {}
 
-  // memory: shared, as large as a tile.
-  __device__ __forceinline__ void rehearse(char* memory) {
-    if (rehearsal_ && !memory) at_ = {}, next_ = 0;
-    rehearsal_ = memory;
-  }
   __device__ __forceinline__ bool is_mine() const { return next_ == int(threadIdx.x) / Config::kTeamThreads; }
   __device__ __forceinline__ void skip() {
     if (++next_ == Config::kTeams) next_ = 0;
     at_.advance();
   }
   __device__ __forceinline__ const char* wait_k() const {
-    if (rehearsal_) return rehearsal_;
     mbarrier_wait(&ring_.barriers->k_full[at_.stage], at_.parity);
     return ring_.tiles + at_.stage * ring_.kStageBytes;
   }
   __device__ __forceinline__ char* wait_v() const {
-    if (rehearsal_) return rehearsal_;
     mbarrier_wait(&ring_.barriers->v_full[at_.stage], at_.parity);
     return ring_.tiles + at_.stage * ring_.kStageBytes + Config::Tile::kBytes;
   }
@@ -153,15 +148,15 @@ class TmaTiles {
   __device__ __forceinline__ void written() const { fence_proxy_async(); }
   __device__ __forceinline__ void release() {
     __syncwarp();  // all lanes have read
-    if (threadIdx.x % 32 == 0 && !rehearsal_) mbarrier_arrive(&ring_.barriers->empty[at_.stage]);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring_.barriers->empty[at_.stage]);
     skip();
   }
   __device__ __forceinline__ const Unit<Config::kBlockN>& wait_unit() const {
-    if (!rehearsal_) unit_at_.wait_full(ring_.barriers->unit);
+    unit_at_.wait_full(ring_.barriers->unit);
     return ring_.units[unit_at_.stage()];
   }
   __device__ __forceinline__ const char* queries() const {
-    return rehearsal_ ? rehearsal_ : ring_.queries + unit_at_.stage() * Config::kQueryBytes;
+    return ring_.queries + unit_at_.stage() * Config::kQueryBytes;
   }
   __device__ __forceinline__ void release_unit() {
     __syncwarp();  // all lanes have read
@@ -178,7 +173,6 @@ class TmaTiles {
   RingWalk<Config::kStages> at_;
   RingPosition<kUnitStages> unit_at_;
   int next_ = 0;  // the team that takes the next tile
-  char* rehearsal_ = nullptr;
 };
 
 }  // namespace decode

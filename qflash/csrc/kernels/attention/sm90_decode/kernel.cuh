@@ -5,15 +5,14 @@
 //
 //    loader   one thread            K and V tiles by TMA, as far ahead as the ring has room
 //    units    one warp              what is to be known of the next unit, and its q
-//    team 0   four warps            tiles 0, 2, 4, ..: each warp S = Q Kt, softmax, O += P V for all rows and a quarter
-//    of team 1   four warps            tiles 1, 3, 5, ..  the keys, with its own m, l, O; warps meet at the end of a
-//    unit
+//    teams    four of two warps     tiles in turn: each warp S = Q Kt, softmax, O += P V for all rows and 32 keys of a
+//                                   tile, with its own m, l, O; warps meet only at the end of a unit
 //
 // Rows are the Tq * group queries of a KV head; q stays in registers, from head_dim 256 on in shared memory. Where a
 // unit is cut, blocks leave (m, l, O) in global memory, and the last of them to finish merges all in the order of the
 // keys: the same bits whoever is last.
 //
-// Shared memory (head_dim 128): a ring of 6 stages of K and V, 32 KB each; 19 KB where warps bring their sums together.
+// Shared memory (head_dim 128): a ring of 4 stages of K and V, 32 KB each; 36 KB where warps bring their sums together.
 // Bound: memory. See docs/kernels/decode.md.
 #pragma once
 
@@ -36,7 +35,7 @@ struct Config : decode::Config<Element, kHeadDim, kRowWarps, 90> {
   static constexpr int kOtherBytes =
       kSwizzleBytes + decode::kUnitStages * Base::kQueryBytes + decode::Area<Base>::kBytes + kBarrierBytes;
   static constexpr int kStageBytes = 2 * Base::Tile::kBytes;
-  static constexpr int kStages = (227 * 1024 - kOtherBytes) / kStageBytes;
+  static constexpr int kStages = (227 * 1024 - kOtherBytes) / kStageBytes / Base::kTeams * Base::kTeams;
   static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kSharedBytes = kOtherBytes + kRingBytes;
   static_assert(kStages >= 2, "");
