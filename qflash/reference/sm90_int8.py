@@ -51,14 +51,14 @@ def _replay(q, k, v, *, words, rope, in_fp8):
     finite = np.isfinite(v)
     v_rest = np.where(finite, np.float32(0), np.float32(np.nan) if in_fp8 else v)
     if in_fp8:  # codes alone: weights carry lift, the result scale and mean
-        v = values_back(keys.v, np.ones_like(keys.v_scale), np.zeros_like(keys.v_lift))[:len_k]
-        lifts = np.repeat(keys.v_lift, VALUE_TILE, axis=1)[:, :len_k]
+        v = values_back(keys.v, np.ones_like(keys.v_scale), np.zeros_like(keys.v_exponents))[:len_k]
+        lifts = np.repeat(keys.v_exponents, VALUE_TILE, axis=1)[:, :len_k]
     v_finite = np.where(finite, v, np.float32(0))
     out, lse = np.zeros(q.shape), np.full((q.shape[1], len_q), -np.inf)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for head, kv_head, rows, seen in blocks(q, k, words):
             dots = dots_of(queries.values[rows, head], keys.k[:, kv_head])
-            scales = (q_scales[head, rows], k_scales[kv_head], queries.lift[head, rows])
+            scales = (q_scales[head, rows], k_scales[kv_head], queries.q_dot_mean[head, rows])
             weights, top, lift = _weights(dots, *scales, seen, words)
             total = weights.sum(-1, dtype=np.float64)
             if in_fp8:

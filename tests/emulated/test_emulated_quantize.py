@@ -284,14 +284,21 @@ def test_bad_packing_touches_nothing_outside(library, name):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_queries_stand_at_the_end_of_their_keys(library, packed):
-    """Position t + len_k - len_q, and the lift: what smoothing the keys took off each score."""
+    """Position t + len_k - len_q, and q . k_mean: what smoothing the keys took off each score."""
     x = normal((2, 20, 4, 32), "bfloat16")
     key_lens = np.array([27, 5], np.int32)
     mean = normal((2, 2, 32), seed=2)
-    lift = np.full((2, 4, 20), UNTOUCHED, np.float32)
+    taken_off = np.full((2, 4, 20), UNTOUCHED, np.float32)
     rope = Rope(*rope_tables(40, 32))
     shape = {"cu": np.array([0, 20, 40], np.int32), "longest": 20} if packed else {}
-    more = {"queries": 1, "key_length": 33, "key_lens": key_lens, "lift_heads": 2, "lift_mean": mean, "lift": lift}
+    more = {
+        "queries": 1,
+        "key_length": 33,
+        "key_lens": key_lens,
+        "kv_heads": 2,
+        "k_mean": mean,
+        "q_dot_mean": taken_off,
+    }
     got = run(library, x.reshape(40, 4, 32) if packed else x, group=1, rope=rope, **shape, **more)
     positions = np.arange(20) + key_lens[:, None] - 20
     want = replay.quantize(x, group=1, rope=rope, positions=positions)
@@ -299,7 +306,7 @@ def test_queries_stand_at_the_end_of_their_keys(library, packed):
     np.testing.assert_array_equal(got.scale, want.scale)
     rows = [replay.rotate(x[b], positions[b], rope).astype(float) for b in range(2)]
     dots = np.einsum("bthd,bhd->bht", rows, np.repeat(mean, 2, axis=1).astype(float))
-    np.testing.assert_allclose(lift, dots, atol=1e-5)
+    np.testing.assert_allclose(taken_off, dots, atol=1e-5)
 
 
 def test_queries_at_given_positions(library):

@@ -112,8 +112,8 @@ typedef struct QfAttnParams {
   const int32_t* cu_seqlens_q; /* [batch+1]: packed tensors; both or neither */
   const int32_t* cu_seqlens_k;
   QfRope rope;
-  QfScales q_scales; /* QF_KV_QUANTIZED: q holds int8. Of q and k both have a zero point or neither */
-  const float* lift; /* [batch, q_heads, q_len]: q . (what smoothing took off k); NULL: kv.k_mean says */
+  QfScales q_scales;       /* QF_KV_QUANTIZED: q holds int8. Of q and k both have a zero point or neither */
+  const float* q_dot_mean; /* [batch, q_heads, q_len]: q . (what smoothing took off k); NULL: kv.k_mean says */
   QfKv kv;
   void* workspace; /* as many bytes as qf_<name>_workspace() asked for; CUDA only */
   int64_t workspace_bytes;

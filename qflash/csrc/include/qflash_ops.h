@@ -24,8 +24,9 @@ enum QfGranularity { QF_PER_TENSOR = 0, QF_PER_ROWS = 1 }; /* of scales; rows: `
  * scales. docs/kernels/quantize.md defines every step to the bit.
  *
  * Packed (cu_seqlens given): x and values are [total, heads, head_dim] with stride_b = 0, `length` is the longest
- * sequence, groups count from each sequence's start, and scale, sums and lift keep their padded shapes, indexed by the
- * token's place in its sequence. A sequence whose description is out of range is not read: its scales are NaN. */
+ * sequence, groups count from each sequence's start, and scale, sums and q_dot_mean keep their padded shapes, indexed
+ * by the token's place in its sequence. A sequence whose description is out of range is not read: its scales are NaN.
+ */
 typedef struct QfQuantizeParams {
   int32_t struct_bytes, dtype;
   int32_t batch, length, heads, head_dim;
@@ -47,10 +48,10 @@ typedef struct QfQuantizeParams {
   const int32_t* key_lens; /* with `queries`: where len_k comes from. As kv_lens, cu_seqlens_k, k_len of QfAttnParams */
   const int32_t* cu_seqlens_k;
   int32_t key_length;
-  int32_t lift_heads;     /* heads is a multiple of it */
-  const float* lift_mean; /* [batch, lift_heads, head_dim] */
-  float* lift;            /* [batch, heads, length]: rotated token . lift_mean of its head's group; NULL: not wanted */
-  int32_t* wild;          /* [batch, heads]: how many tokens are not finite; NULL: not wanted. Only with smooth; CUDA */
+  int32_t kv_heads;    /* heads is a multiple of it */
+  const float* k_mean; /* [batch, kv_heads, head_dim] */
+  float* q_dot_mean;   /* [batch, heads, length]: rotated token . k_mean of its head's group; NULL: not wanted */
+  int32_t* nonfinite;  /* [batch, heads]: how many tokens are not finite; NULL: not wanted. Only with smooth; CUDA */
   void* workspace;
   int64_t workspace_bytes;
 } QfQuantizeParams;

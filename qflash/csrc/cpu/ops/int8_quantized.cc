@@ -23,8 +23,8 @@ struct Copy {
 };
 
 int check(const QfAttnParams& p) {
-  if (p.cu_seqlens_q || p.rope.cos || p.lift)
-    return fail(QF_UNSUPPORTED, "kernel 'cpu_int8' takes no packed sequences, rope or lift with arrays in INT8");
+  if (p.cu_seqlens_q || p.rope.cos || p.q_dot_mean)
+    return fail(QF_UNSUPPORTED, "kernel 'cpu_int8' takes no packed sequences, rope or q_dot_mean with arrays in INT8");
   const int32_t of_v = p.kv.v_scales.scale ? int32_t(QF_I8) : p.dtype;
   if (p.kv.k_dtype != QF_I8 || p.kv.v_dtype != of_v || !p.q_scales.scale || !p.kv.k_scales.scale)
     return fail(QF_UNSUPPORTED, "k and v have dtypes %d and %d; allowed: %d and %d, with scales of q and k",

@@ -86,8 +86,8 @@ int check_positions(const QfQuantizeParams& p) {
 
 int check(const QfQuantizeParams& p) {
   if (p.struct_bytes != int32_t(sizeof p)) return QF_BAD_ABI;
-  if (p.cu_seqlens || p.queries || p.lift)
-    return fail(QF_UNSUPPORTED, "kernel 'cpu_quantize' takes no packed sequences, queries or lift");
+  if (p.cu_seqlens || p.queries || p.q_dot_mean)
+    return fail(QF_UNSUPPORTED, "kernel 'cpu_quantize' takes no packed sequences, queries or q_dot_mean");
   if (p.granularity != QF_PER_TENSOR && !p.symmetric)
     return fail(QF_UNSUPPORTED, "symmetric is 0; allowed: 1 unless there is one scale per tensor");
   if (int status = check_lens(p)) return status;

@@ -29,7 +29,7 @@ __device__ __forceinline__ void quantize_queries(const QuantizeAll& all, const D
     // Where the numbers of this lane's round go: token token0 + lane % 4.
     const int64_t at = (int64_t(item.b) * p.q_heads + h) * p.q_len + token0 + lane % kRounds;
     const bool owns = part < kRounds && lane % kRounds < existing;
-    if (all.q.lift) {
+    if (all.q.q_dot_mean) {
       float mean[16], dots[kRounds];
       wait_for_previous_grid();  // k_mean
       const int64_t kv_head = int64_t(item.b) * p.kv_heads + h / (p.q_heads / p.kv_heads);
@@ -40,8 +40,8 @@ __device__ __forceinline__ void quantize_queries(const QuantizeAll& all, const D
 #pragma unroll
         for (int i = 0; i < 16; ++i) dots[r] = fmaf(x[r][i], mean[i], dots[r]);
       }
-      const float lift = reduce_rounds<S::kLanes>(dots, lane, [](float a, float b) { return add_rn(a, b); });
-      if (owns) all.q.lift[at] = lift;
+      const float dot = reduce_rounds<S::kLanes>(dots, lane, [](float a, float b) { return add_rn(a, b); });
+      if (owns) all.q.q_dot_mean[at] = dot;
     }
     float largest[kRounds];
 #pragma unroll

@@ -46,7 +46,7 @@ struct Loads {
       const int i = s_state.block_row + row;
       if (p.lse || !scales_plainly(p.scale, p.softcap)) {  // else nobody reads it
         s_lift[row] = i >= seq.len_q ? 0.0f
-                      : p.lift       ? p.lift[(int64_t(b) * p.q_heads + s_state.h) * p.q_len + i]
+                      : p.q_dot_mean ? p.q_dot_mean[(int64_t(b) * p.q_heads + s_state.h) * p.q_len + i]
                       : p.kv.k_mean  ? lift_from_integers(p, q.row(i), b, s_state.h, i)
                                      : 0.0f;
         if (kZeroPoints && i < seq.len_q) s_lift[row] += lift_of_zero_points(p, b, s_state.h, i);

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
     uint32_t largest[kHeld] = {};
     for (int piece = 0; piece < share.pieces(); ++piece) {
       share.load(x, piece);
-      if (kUnit != Unit::kWideToken && p.lift) share.store_lift(x, reinterpret_cast<float*>(s_memory));
+      if (kUnit != Unit::kWideToken && p.q_dot_mean) share.store_q_dot_mean(x, reinterpret_cast<float*>(s_memory));
       if (p.smooth) share.smooth(x, piece);
       take_largest(largest, x);
     }

@@ -118,5 +118,5 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads)
   }
   const float mean = float(total / double(finite > 0 ? finite : 1));
   p.mean[channel] = magnitude(mean) < kInfinityBits ? mean : 0.0f;
-  if (p.wild && channel % p.head_dim == 0) p.wild[row] = s.len - finite;
+  if (p.nonfinite && channel % p.head_dim == 0) p.nonfinite[row] = s.len - finite;
 }

@@ -68,7 +68,7 @@ inline int check_quantize(const QfQuantizeParams& p) {
   if (p.struct_bytes != int32_t(sizeof(QfQuantizeParams))) return QF_BAD_ABI;
   if (p.head_dim < 1 || p.group < 1) return QF_UNSUPPORTED;
   if (p.granularity != QF_PER_TENSOR && !p.symmetric) return QF_UNSUPPORTED;
-  if (p.head_dim > kWide && (p.rope.cos || p.lift)) return QF_UNSUPPORTED;
+  if (p.head_dim > kWide && (p.rope.cos || p.q_dot_mean)) return QF_UNSUPPORTED;
   return QF_OK;
 }
 
