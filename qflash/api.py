@@ -177,7 +177,7 @@ def attention(
     `fa_int8`), and results have 16 bits. Forward only.
 
     In k's place, without v, there may be a `qflash.QuantizedKV` (kv in errors), what `quantize_kv` returns. q is then
-    an array, quantized on the way; rope turns q alone; kv_lens are by default those that kv was made with. On Hopper
+    an array, quantized on the way; rope rotates q alone; kv_lens are by default those that kv was made with. On Hopper
     alone, and forward only.
 
     Bad arguments raise ValueError or TypeError. So do bad values inside kv_lens and rope positions on the CPU; a CUDA

@@ -30,7 +30,7 @@ from qflash.typing import (
 
 GRANULARITIES = ("tensor", "token", "group")
 ROUNDINGS = ("nearest", "stochastic")
-_PER_TENSOR, _PER_ROWS = 0, 1  # QfGranularity
+_PER_TENSOR, _PER_GROUP = 0, 1  # QfGranularity
 _MOST_ROTATED = 2048  # channels that a block of the CUDA kernel holds at once: kWide
 
 
@@ -198,7 +198,7 @@ def _check_scales(
     if not check_flag(f"{owner}symmetric", symmetric) and granularity != "tensor":
         raise ValueError(f"{owner}symmetric is False; allowed: True with granularity {granularity!r}")
     per_scale = group if granularity == "group" else 1
-    code = _PER_TENSOR if granularity == "tensor" else _PER_ROWS
+    code = _PER_TENSOR if granularity == "tensor" else _PER_GROUP
     return (("granularity", code), ("group", per_scale), ("symmetric", int(symmetric))), per_scale
 
 
@@ -279,7 +279,7 @@ def check_rope(
     of: str = "x",
     prefix: str = "",
 ) -> tuple[tuple[tuple[str, int], ...], tuple[Operand, ...]]:
-    """The struct's fields and operands of a Rope that turns keys, those of argument `of`. `prefix`: of field names."""
+    """The struct's fields and operands of a Rope for the keys of argument `of`. `prefix`: of field names."""
     if cos is None or sin is None:  # together: see tables_of
         return (), ()
     for name, array in (("rope.cos", cos), ("rope.sin", sin)):

@@ -235,7 +235,13 @@ def _plan_layer_norm(x: Array, weight: Array | None, bias: Array | None, eps: An
 
 
 def _plan_cross_entropy(
-    logits: Array, targets: Array | None, reduction: Any, ignore_index: Any, smoothing: Any, want_lse: Any, kernel: Any
+    logits: Array,
+    targets: Array | None,
+    reduction: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+    want_lse: Any,
+    kernel: Any,
 ) -> Plan:
     rows, columns = _check_rows("logits", logits), logits.shape[-1]
     if columns == 0 or (isinstance(columns, int) and columns > INT32_MAX):
@@ -245,9 +251,9 @@ def _plan_cross_entropy(
     check_dtype("targets", targets, "int32", "int64")
     check_shape("targets", targets, logits.shape[:-1])
     check_device("targets", targets, "logits", logits.device)
-    smoothing = check_number("label_smoothing", smoothing)
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"label_smoothing is {smoothing}; allowed: 0 to 1")
+    label_smoothing = check_number("label_smoothing", label_smoothing)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}; allowed: 0 to 1")
     operand, stride = _rows("logits", "logits", logits)
     per_row = tuple(logits.shape[:-1])
     results = [Result("losses", per_row, "float32")]
@@ -267,7 +273,7 @@ def _plan_cross_entropy(
             ("logits_stride", stride),
             # The ends of int32 stand for int64 targets beyond it, which are never to be ignored.
             ("ignore_index", check_int("ignore_index", ignore_index, -INT32_MAX, INT32_MAX - 1)),
-            ("smoothing", smoothing),
+            ("label_smoothing", label_smoothing),
             ("mean", int(reduction == "mean")),
         ),
         operands=(operand, Operand("targets", "targets", contiguous=True, dtype="int32")),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qflash.reference.float32 import LEVELS, NO_AMPLITUDE, fma
-from qflash.reference.quantize import WILD, uniforms
+from qflash.reference.quantize import NONFINITE, uniforms
 from qflash.reference.rope import positions_of, rotate
 from qflash.reference.sequences import ends_of, packed, packed_rope, parts
 from qflash.reference.sm90_sample import mean_and_agreement
@@ -127,7 +127,7 @@ def quantize_sequence(k, v, length: int, rope: Rope | None, draws: np.ndarray | 
     values = np.zeros((length, heads, y.shape[-1]), np.int8)
     by_key = np.repeat(inverse, KEY_GROUP, axis=0)[:exists, :, None]
     values[:exists] = _integers(y, by_key, None if draws is None else draws[:exists])
-    values[:exists][~finite] = WILD
+    values[:exists][~finite] = NONFINITE
     keys = (values, scale.T.copy(), mean, (~finite).sum(0).astype(np.int32))
     return KeysValues(*keys) if v is None else KeysValues(*keys, *quantize_v(v, length))
 
@@ -157,7 +157,7 @@ def quantize_q(
     scale, inverse = _scales(np.abs(y).max(-1, initial=0))  # [T, H]
     draws = _random(first + length, heads, dim, None if seed is None else seed ^ QUERY_SEED)
     values = _integers(y, inverse[..., None], None if draws is None else draws[first:])
-    values[~finite] = WILD
+    values[~finite] = NONFINITE
     return Queries(values, np.where(finite, scale, np.float32(np.nan)).T.copy(), dots.T.copy())
 
 

@@ -1,6 +1,6 @@
 // The quantization pass over q, k and v together, as `sm90_int8` runs it: attention leaves nothing of it to look at.
 #include "kernels/quantize_kv/sm90_quantize/config.h"
-#include "kernels/quantize_kv/sm90_quantize/plan.cuh"
+#include "kernels/quantize_kv/sm90_quantize/run.cuh"
 
 // attn: what comes. p: what becomes of k and v. q, q_scale, q_dot_mean, counter: what becomes of q, and of the
 // counter of work tiles. many_blocks: how many let a block take several heads.

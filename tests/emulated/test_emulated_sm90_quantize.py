@@ -192,7 +192,7 @@ ROPES = {
 
 @pytest.mark.parametrize("name", ROPES)
 def test_rope(library, name):
-    """Every way a token may be turned, backwards too, over more heads than a block takes."""
+    """Every way a token may be rotated, backwards too, over more heads than a block takes."""
     rotary_dim, interleaved = ROPES[name]
     q, k = normal((2, 33, 6, 64)), normal((2, 70, 3, 64), seed=1)
     tables = rope_tables(75, rotary_dim)

@@ -53,8 +53,8 @@ def test_eager(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_strides_do_not_matter(precision):
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
-    check_same(both(*turned, precision), wanted(precision))
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
+    check_same(both(*transposed, precision), wanted(precision))
     gaps = [torch.stack([x, x], -1).flatten(-2)[..., ::2] for x in tensors()]
     check_same(both(*gaps, precision), wanted(precision))
 

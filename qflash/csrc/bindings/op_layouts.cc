@@ -124,8 +124,9 @@ QF_TABLE(QfRowsParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows
          QF_MEMBER(reserved));
 
 QF_TABLE(QfCrossEntropyParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows), QF_MEMBER(columns),
-         QF_MEMBER(logits), QF_MEMBER(logits_stride), QF_MEMBER(targets), QF_MEMBER(ignore_index), QF_MEMBER(smoothing),
-         QF_MEMBER(losses), QF_MEMBER(lse), QF_MEMBER(total), QF_MEMBER(mean), QF_MEMBER(num_threads));
+         QF_MEMBER(logits), QF_MEMBER(logits_stride), QF_MEMBER(targets), QF_MEMBER(ignore_index),
+         QF_MEMBER(label_smoothing), QF_MEMBER(losses), QF_MEMBER(lse), QF_MEMBER(total), QF_MEMBER(mean),
+         QF_MEMBER(num_threads));
 
 #undef QF_TABLE
 #undef QF_MEMBER

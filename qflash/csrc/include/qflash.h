@@ -36,9 +36,9 @@ typedef struct QfTensor {
 } QfTensor;
 
 /* Rotary embedding. Pair p of a head is (x[p], x[p + rotary_dim/2]) or, interleaved, (x[2p], x[2p+1]);
- * it turns by the angle whose cosine and sine stand at [position, p]. Channels >= rotary_dim pass through.
+ * it rotates by the angle whose cosine and sine stand at [position, p]. Channels >= rotary_dim pass through.
  * Position of key j is j, of query i is i + len_k - len_q, unless positions_* are given. A negative position
- * turns backwards: row |position|, sine negated. */
+ * rotates backwards: row |position|, sine negated. */
 typedef struct QfRope {
   const float* cos; /* [rows, rotary_dim/2] contiguous; NULL: no rope */
   const float* sin;

@@ -70,7 +70,7 @@ class Int8Quantized {
     const int64_t groups = one ? 1 : ceil_div(length, scales.group);
     if (!one && (scales.stride_h != groups || scales.stride_b != heads * groups))
       return fail(QF_UNSUPPORTED, "scales are not contiguous; allowed: [batch, heads, groups], or one");
-    x.granularity = one ? QF_PER_TENSOR : QF_PER_ROWS;
+    x.granularity = one ? QF_PER_TENSOR : QF_PER_GROUP;
     x.group = one ? 1 : scales.group;
     x.symmetric = scales.zero_point == nullptr;
     x.num_threads = p_.num_threads;
@@ -83,8 +83,8 @@ class Int8Quantized {
   template <class Work>
   int each_row(const QfTensor& x, const QfTensor& y, int64_t length, int64_t heads, Work work) const {
     const int64_t bytes = p_.dtype == QF_F32 ? 4 : 2;
-    auto one = [&](int64_t item) {
-      const int64_t b = item / length, t = item % length;
+    auto one = [&](int64_t task) {
+      const int64_t b = task / length, t = task % length;
       for (int64_t h = 0; h < heads; h++)
         work(static_cast<char*>(x.data) + (b * x.stride_b + t * x.stride_t + h * x.stride_h) * bytes,
              static_cast<float*>(y.data) + b * y.stride_b + t * y.stride_t + h * y.stride_h);

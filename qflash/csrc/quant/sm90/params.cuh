@@ -66,10 +66,10 @@ struct Deal {
   bool table_vectors;  // and so may rope's tables
 };
 
-struct Item {
+struct TokenTile {
   int b, tile, h_begin, h_end;
 
-  __device__ __forceinline__ Item(const Part& part, uint32_t index, int heads) {
+  __device__ __forceinline__ TokenTile(const Part& part, uint32_t index, int heads) {
     const uint32_t outer = part.heads(index);
     h_begin = int(index - outer * part.heads.divisor) * part.heads_each;
     h_end = min(h_begin + part.heads_each, heads);

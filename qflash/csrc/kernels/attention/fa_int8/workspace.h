@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/attention/fa_int8/config.h"
-#include "kernels/quantize/quantize/plan.cuh"
+#include "kernels/quantize/quantize/passes.cuh"
 
 namespace qf {
 namespace fa_int8 {
@@ -45,7 +45,7 @@ struct Workspace {
     k = quantization(p, p.kv.k, p.kv_heads, p.k_len, kKeyGroup);
     k.smooth = 1;
     k.lens = p.kv_lens, k.cu_seqlens = p.cu_seqlens_k, k.total = p.total_k;
-    const int64_t needs_q = plan_quantize(q).workspace_bytes(), needs_k = plan_quantize(k).workspace_bytes();
+    const int64_t needs_q = passes_of(q).workspace_bytes(), needs_k = passes_of(k).workspace_bytes();
     scratch_bytes = needs_q > needs_k ? needs_q : needs_k;
     scratch = take(scratch_bytes);
   }
@@ -78,7 +78,7 @@ struct Workspace {
     result.struct_bytes = sizeof result;
     result.dtype = p.dtype;
     result.batch = p.batch, result.length = length, result.heads = heads, result.head_dim = p.head_dim;
-    result.granularity = QF_PER_ROWS, result.group = group, result.symmetric = 1;
+    result.granularity = QF_PER_GROUP, result.group = group, result.symmetric = 1;
     result.x = x;
     const int64_t width = padded(p.head_dim);
     result.values = {nullptr, p.cu_seqlens_q ? 0 : length * heads * width, heads * width, width};
