@@ -62,6 +62,13 @@ def scaled_dot_product_attention(
     The result is a `[B, T, H, D]` array seen as `[B, H, T, D]`, as PyTorch's memory-efficient kernel returns it, so
     that `.transpose(1, 2).reshape(B, T, H * D)` copies nothing. With two or three dimensions it is contiguous, unless
     enable_gqa is set.
+
+    Example:
+        >>> import torch
+        >>> import qflash
+        >>> q = torch.randn(1, 8, 128, 64)
+        >>> qflash.scaled_dot_product_attention(q, q, q, is_causal=True).shape
+        torch.Size([1, 8, 128, 64])
     """
     # In this form the statement costs half of what `from qflash.integrations import sdpa_torch` does on every call.
     import qflash.integrations.sdpa_torch as sdpa_torch
@@ -73,10 +80,6 @@ def scaled_dot_product_attention(
 def replace_sdpa(*, fallback: bool = False) -> Iterator[Report]:
     """Put qflash in place of torch.nn.functional.scaled_dot_product_attention, for a model one did not write.
 
-        with qflash.replace_sdpa(fallback=True) as report:
-            model(x)
-        print(report)
-
     fallback: see `scaled_dot_product_attention`. The replacement holds for all threads of the process. Contexts may
     be nested or entered by several threads: the one entered last decides and counts, and what was there before the
     first comes back after the last.
@@ -87,6 +90,15 @@ def replace_sdpa(*, fallback: bool = False) -> Iterator[Report]:
     scaled_dot_product_attention`), calls of torch.ops.aten, TorchScript and exported programs, and C++. A compiled
     model is best compiled and used inside: torch.compile notices the replacement in one's own code, but not where the
     call is made by torch's modules, and there a program stays as it was traced until `torch.compiler.reset()`.
+
+    Example:
+        >>> import torch
+        >>> import qflash
+        >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True, dropout=0.0)
+        >>> with qflash.replace_sdpa(fallback=True) as report:
+        ...     out = model(torch.randn(2, 16, 64))
+        >>> print(report)
+        qflash served 1 of 1 calls of scaled_dot_product_attention
     """
     import qflash.integrations.sdpa_torch as sdpa_torch
 

@@ -40,6 +40,20 @@ class QuantizedKV(Generic[ArrayT_co]):
     float32 `[B, Hkv, D]`, what was taken off all values, and rows of the output get back;
     v ~ byte · v_scale · 2^v_exponents + v_mean. v_nonfinite: int32 `[B, Hkv]`, how many values are not finite.
     docs/kernels/sm90_quantize.md defines every step.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> kv = qflash.QuantizedKV(  # of parts that were stored
+        ...     k=np.zeros((1, 100, 2, 64), np.int8),
+        ...     k_scale=np.ones((1, 2, 2), np.float32),
+        ...     k_mean=np.zeros((1, 2, 64), np.float32),
+        ...     k_nonfinite=np.zeros((1, 2), np.int32),
+        ...     v=np.zeros((1, 100, 2, 64), np.float16),
+        ...     dtype="float16",
+        ... )
+        >>> kv.length, kv.head_dim, kv.precision
+        (100, 64, 'int8')
     """
 
     k: ArrayT_co
@@ -90,6 +104,17 @@ def quantize_kv(
     turns it into E4M3. rope: rotates k; key j stands at j, or at `rope.positions_k`. The same Rope may go to
     `attention`, which rotates q by it. lens: int32 `[B]`, how many keys of each sequence exist; `attention` then takes
     it for kv_lens, unless it is given others, at most these. rounding, seed: of k, as in `quantize`. Forward only.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> k = np.zeros((1, 1024, 8, 128), np.float16)
+        >>> try:  # with tensors on a Hopper GPU: attention(q, quantize_kv(k, v))
+        ...     kv = qflash.quantize_kv(k, k)
+        ... except qflash.NoKernelError as error:
+        ...     print(str(error))
+        no kernel serves this quantize_kv
+          sm90_quantize  no  runs on cuda, the arrays are on cpu
     """
     cos, sin, _, positions, interleaved = tables_of(rope)
     if lens is not None:  # once, for every call that takes kv

@@ -24,6 +24,12 @@ def softmax(x: ArrayT, *, scale: Number = 1.0, kernel: str | None = None) -> Arr
 
     x: `[..., columns]`, float32, float16 or bfloat16. Returns an array like x; sums are float32. A row of -inf alone
     gives NaN, as the definition does. Forward only.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> qflash.softmax(np.array([[0.0, 0.0, -np.inf, 0.0, 0.0]], np.float32))
+        array([[0.25, 0.25, 0.  , 0.25, 0.25]], dtype=float32)
     """
     out: ArrayT
     (out,) = run(SOFTMAX, (x,), (scale, kernel))
@@ -87,6 +93,15 @@ def layer_norm(
     x: `[..., columns]`, float32, float16 or bfloat16; weight, bias: `[columns]` in x's dtype, None for 1 and 0. Returns
     an array like x, and with `return_stats` also the mean and 1 / sqrt(variance + eps) of each row, float32
     `x.shape[:-1]`. Forward only.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.array([[1.0, 3.0], [10.0, 30.0]], np.float32)
+        >>> out, mean, rstd = qflash.layer_norm(x, return_stats=True)
+        >>> np.round(out, 3), mean
+        (array([[-1.,  1.],
+               [-1.,  1.]], dtype=float32), array([ 2., 20.], dtype=float32))
     """
     out, *stats = run(LAYER_NORM, (x, weight, bias), (eps, return_stats, kernel))
     return (out, *stats) if return_stats else out
@@ -155,6 +170,14 @@ def cross_entropy(
     log-sum-exp of each row. The mean of no row is NaN. Forward only.
 
     A target out of range is a ValueError on the CPU; a CUDA kernel cannot raise and gives NaN.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> logits = np.zeros((3, 4), np.float32)
+        >>> targets = np.array([0, 3, -100], np.int32)  # the last is ignored
+        >>> qflash.cross_entropy(logits, targets, reduction="none").round(3)  # ln 4
+        array([1.386, 1.386, 0.   ], dtype=float32)
     """
     words = (reduction, ignore_index, label_smoothing, return_lse, kernel)
     losses, *more = run(CROSS_ENTROPY, (logits, targets), words)
