@@ -6,7 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
+
+from qflash.typing import TorchTensor
+
+TorchT = TypeVar("TorchT", bound=TorchTensor)
 
 
 @dataclass(eq=False)
@@ -32,17 +36,17 @@ totals = Report()
 
 
 def scaled_dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: TorchT,
+    key: TorchTensor,
+    value: TorchTensor,
+    attn_mask: TorchTensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
     fallback: bool = False,
-) -> Any:
+) -> TorchT:
     """torch.nn.functional.scaled_dot_product_attention on qflash's kernels: the same arguments, the same meaning.
 
     query: `[..., Hq, Tq, D]`; key, value: `[..., Hkv, Tk, D]`; two dimensions or more, which are broadcast as PyTorch
@@ -73,7 +77,8 @@ def scaled_dot_product_attention(
     # In this form the statement costs half of what `from qflash.integrations import sdpa_torch` does on every call.
     import qflash.integrations.sdpa_torch as sdpa_torch
 
-    return sdpa_torch.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, fallback)
+    out: TorchT = sdpa_torch.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, fallback)
+    return out
 
 
 @contextmanager
