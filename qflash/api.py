@@ -472,8 +472,8 @@ def explain(
     plan = frontend.plan_of(op, arrays, words)
     spec = plan.spec(frontend.arch_of(arrays[0]))
     if kernel is not None:
-        dispatch.plan(spec, kernel)  # refuses a name that is unknown or cannot serve
-    rows = dispatch.rows(spec, kernel)
+        dispatch.choose(spec, kernel)  # refuses a name that is unknown or cannot serve
+    rows = dispatch.verdicts(spec, kernel)
     chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
     sizes = dict(plan.fields)
     notes = []

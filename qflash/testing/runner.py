@@ -138,10 +138,10 @@ def default_kernel(case: Case, framework: str = "native") -> str:
     """The kernel dispatch would choose for `case`."""
     if framework == "emulated":
         problem = problem_of(case, case.make_inputs(), None, "cuda")
-        return dispatch.plan(problem.spec(emulator.arch())).name
+        return dispatch.choose(problem.spec(emulator.arch())).name
     device = "cuda" if framework.endswith("cuda") else "cpu"
     problem = problem_of(case, case.make_inputs(), None, device)
-    return dispatch.plan(problem.spec(arch_of(device))).name
+    return dispatch.choose(problem.spec(arch_of(device))).name
 
 
 def problem_of(case: Case, inputs: Inputs, kernel: str | None, device: str) -> Problem:
