@@ -177,7 +177,7 @@ def launch(plan: Plan, arrays: Sequence[np.ndarray | None], seed: int = 0) -> No
     arrays: operands and results in the order of the plan, as the kernel takes them.
     """
     spec = plan.spec(arch())
-    kernel = dispatch.plan(spec, plan.kernel)
+    kernel = dispatch.choose(spec, plan.kernel)
     if plan.nothing_to_do:
         for result in arrays[len(plan.operands) :]:
             result[...] = 0

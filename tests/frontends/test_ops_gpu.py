@@ -60,8 +60,8 @@ def test_torch(case, kernel):
 
 @pytest.mark.parametrize(("case", "kernel"), PAIRS)
 def test_strides_do_not_matter(case, kernel):
-    turned = {key: x.mT.contiguous().mT if x.dim() > 1 else x for key, x in on_gpu(case).items()}
-    check_close(case.call(**turned, kernel=kernel), case.call(**case.arrays))
+    transposed = {key: x.mT.contiguous().mT if x.dim() > 1 else x for key, x in on_gpu(case).items()}
+    check_close(case.call(**transposed, kernel=kernel), case.call(**case.arrays))
 
 
 @pytest.mark.parametrize(("case", "kernel"), PAIRS)

@@ -155,7 +155,7 @@ def test_tokens_that_do_not_exist(kernel, words, smooth):
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
 @pytest.mark.parametrize("smooth", [False, True])
 def test_not_finite(kernel, bad, words, smooth):
-    """A wild token comes back as NaN and costs no other anything; asymmetric, everything is NaN."""
+    """A nonfinite token comes back as NaN and costs no other anything; asymmetric, everything is NaN."""
     x = normal((1, 40, 2, 33))
     x[0, 3, 0, 32] = x[0, 17, 1, 0] = bad
     _, back = check(kernel, x, words | {"smooth": smooth})

@@ -36,7 +36,7 @@ def add(monkeypatch) -> Callable[..., Kernel]:
     """add(row): KERNELS as if it had one more row, the last or the first. What was made from the rows follows."""
 
     def forget() -> None:
-        dispatch.plan.cache_clear()
+        dispatch.choose.cache_clear()
         prepare.cache_clear()
 
     def add_row(row: Kernel, first: bool = False) -> Kernel:

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX signals")
 
-# 50 ms is how often the engine asks, a few more what an item takes; the rest is for a machine that is busy.
+# 50 ms is how often the engine asks, a few more what a task takes; the rest is for a machine that is busy.
 SOON = 2.0
 
 _START = """
@@ -22,7 +22,7 @@ from qflash import reference
 
 qflash.set_num_threads(int(sys.argv[1]))
 rng = np.random.default_rng(0)
-small = rng.standard_normal((1, 300, 2, 16), np.float32)  # several items, K and V packed
+small = rng.standard_normal((1, 300, 2, 16), np.float32)  # several tasks, K and V packed
 right = qflash.attention(small, small, small)
 assert np.allclose(right, reference.attention(small, small, small)[0], atol=1e-5)
 
