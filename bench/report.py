@@ -9,14 +9,28 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench import highlights, int8_accuracy, int8_gemm, profiles, quantize, reductions, result_pages, sm90_quantize
+from bench import (
+    front_page,
+    highlights,
+    int8_accuracy,
+    int8_gemm,
+    profiles,
+    quantize,
+    reductions,
+    result_pages,
+    sm90_quantize,
+)
 from bench import rows as store
 from bench.presets import PRESETS, Preset
 from bench.tables import FP8, best_peer, candidate, error, markdown, problem, rate, ratio, source, time, unrepeated
 from qflash.dispatch import KERNELS, VARIANTS, Kernel, kernels_of
 
 CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.device == "cuda")
-PAGES = (store.ROOT / "README.md", *sorted((store.ROOT / "docs" / "kernels").glob("*.md")))
+# Every page that may have marked sections; those of docs/results are made whole.
+PAGES = (
+    store.ROOT / "README.md",
+    *sorted(set((store.ROOT / "docs").rglob("*.md")) - set(result_pages.FOLDER.rglob("*.md"))),
+)
 Row = dict[str, Any]
 LONG = 4096  # keys from which on quantized kernels are to be faster
 BEHIND = 0.95  # of a peer's speed: below it a kernel counts as slower, not as equal
@@ -192,6 +206,12 @@ def against_the_best(rows: list[Row]) -> list[str]:
     return sentences
 
 
+def best_of_hopper() -> str:
+    """sm90_fwd on all problems, in a sentence per machine and dtype."""
+    found = [line for rows in store.committed("sm90").values() for line in against_the_best(rows)]
+    return "\n".join(f"- {line}" for line in found) or _no_rows("sm90")
+
+
 def means_of(preset: Preset, rows: list[Row]) -> list[str]:
     """What a preset's rows come to, in sentences."""
     return geometric_means(rows) + (against_the_best(rows) if preset.best else [])
@@ -264,28 +284,6 @@ def profile_table(name: str, gpu: str | None = None) -> str:
     return "\n\n".join(parts) or f"No profile is committed yet; `qflash profile --kernel {name}` makes it."
 
 
-def rooflines() -> str:
-    """The rooflines that were drawn."""
-    found = sorted(profiles.PROFILES.glob("*/roofline.svg"))
-    pictures = [f"![roofline of {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found]
-    return "\n".join(pictures) or "No roofline is committed yet; `qflash profile` and `qflash roofline` make it."
-
-
-def plots() -> str:
-    """The speed plots of machines with committed rows: the CPU engine's, or the fastest CUDA kernel's."""
-    gpus = sorted({path.parent for name in ("sm90", "cuda") for path in store.RESULTS.glob(f"*/{name}.svg")})
-    fastest = [next(path for name in ("sm90", "cuda") if (path := gpu / f"{name}.svg").exists()) for gpu in gpus]
-    found = sorted(store.RESULTS.glob("*/cpu.svg")) + fastest
-    return "\n".join(f"![speed on {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found)
-
-
-def quantized_plots() -> str:
-    """Speed and accuracy of the quantized kernels of Hopper."""
-    found = [path for name in ("sm90_int8", int8_accuracy.NAME) for path in sorted(store.RESULTS.glob(f"*/{name}.svg"))]
-    titles = {"sm90_int8": "quantized speed", int8_accuracy.NAME: "error of quantized attention"}
-    return "\n".join(f"![{titles[path.stem]} on {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found)
-
-
 # All rows of a preset: of one machine, or, called without, of every one.
 TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(preset_table, name) for name in PRESETS},
@@ -302,13 +300,15 @@ UNFOLDED = TABLES | {name: partial(TABLES[name], fold=False) for name in ("ladde
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "operations": operations_table,
-    "plots": plots,
+    "features": front_page.features,
+    "pays-from": front_page.pays_from,
+    "results": front_page.results,
+    "results-means": best_of_hopper,
+    "contract": front_page.contract,
     **TABLES,
     "sm90_int8-means": quantized_summaries,
-    "sm90_int8-plots": quantized_plots,
     f"{int8_accuracy.NAME}-l2": int8_accuracy.summary,
     **{f"results-{page}": table for page, table in highlights.TABLES.items()},
-    "roofline": rooflines,
     **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in CUDA_KERNELS},
     **{f"kernel-{name}": (lambda name=name: kernel_table(name)) for name in VARIANTS},
 }

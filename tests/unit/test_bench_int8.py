@@ -200,22 +200,6 @@ def test_what_lacks_a_part_of_its_work_is_not_drawn(tmp_path):
     assert "qflash sm90_int8" in text and "kernel alone" not in text
 
 
-def test_pictures_of_both(results):
-    assert report.quantized_plots() == ""
-    (results / "h").mkdir()
-    for name in ("sm90_int8", "int8-accuracy"):
-        (results / "h" / f"{name}.svg").touch()
-    report_root, rows.ROOT = rows.ROOT, results
-    try:
-        lines = report.quantized_plots().splitlines()
-    finally:
-        rows.ROOT = report_root
-    assert lines == [
-        "![quantized speed on h](h/sm90_int8.svg)",
-        "![error of quantized attention on h](h/int8-accuracy.svg)",
-    ]
-
-
 def test_bytes_of_the_pass():
     for problem in quantize.PROBLEMS:
         batch, length, heads, head_dim = problem.shape

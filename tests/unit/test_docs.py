@@ -40,8 +40,8 @@ def test_a_kernel_page_is_short(page):
     assert len(page.read_text().splitlines()) <= LONGEST
 
 
-def test_every_page_of_results_and_logs_is_linked():
-    for folder in ("results", "log"):
+def test_every_page_of_a_folder_is_linked():
+    for folder in ("results", "log", "decisions"):
         index = (ROOT / "docs" / folder / "README.md").read_text()
         pages = [path for path in (ROOT / "docs" / folder).rglob("*.md") if path.name != "README.md"]
         assert pages
@@ -84,6 +84,16 @@ def test_pages_are_made_where_there_are_rows(results):
     assert set(pages) == {results / "README.md", results / "m-2c" / "cpu.md"}
     assert "rows of m-2c" in pages[results / "m-2c" / "cpu.md"]
     assert "## m-2c\n\n- [The CPU engine](m-2c/cpu.md)\n" in pages[results / "README.md"]
+
+
+def test_a_roofline_stands_on_the_page_of_profiles(results, tmp_path, monkeypatch):
+    profiles = load("profiles")
+    monkeypatch.setattr(profiles, "PROFILES", tmp_path / "profiles")
+    (tmp_path / "profiles" / "m-2c").mkdir(parents=True)
+    (tmp_path / "profiles" / "m-2c" / "fa.csv").touch()
+    assert "roofline" not in render()[results / "m-2c" / "profiles.md"]
+    (tmp_path / "profiles" / "m-2c" / "roofline.svg").touch()
+    assert "](../../../profiles/m-2c/roofline.svg)" in render()[results / "m-2c" / "profiles.md"]
 
 
 def test_pages_that_differ_from_the_rows_are_told_and_mended(results):
