@@ -133,7 +133,9 @@ def results() -> str:
         for machine, rows in store.committed(one.preset).items():
             line = _result(one, machine, rows)
             lines += [line] if line else []
-    return markdown(["machine", "what", "problem", "qflash", "best peer", "speed-up", "error"], lines)
+    return markdown(["machine", "what", "problem", "qflash", "best peer", "speed-up", "error"], lines).replace(
+        "---:", "---", 2
+    )
 
 
 def _worst(dtypes: tuple[str, ...], precision: str) -> str:

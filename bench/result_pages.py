@@ -32,8 +32,8 @@ PAGES = (
         None,
         {"ladder": "float16, B·T = 16384", "cuda": "float32 and bfloat16"},
         "The CUDA kernels from the first rung to the last run in one process with PyTorch's three ways. Short calls "
-        "are replayed from CUDA graphs, and the L2 cache is flushed before each. Latency is the median; × PyTorch is the "
-        "speed-up over its FlashAttention-2 backend. The quantized rungs include their quantization; `fa_int8`'s "
+        "are replayed from CUDA graphs, and the L2 cache is flushed before each. Latency is the median; × PyTorch is "
+        "the speed-up over its FlashAttention-2 backend. The quantized rungs include their quantization; `fa_int8`'s "
         '"kernel alone" attends to q and k quantized beforehand. [The ladder](../../learn.md) explains each rung.',
     ),
     Page(
