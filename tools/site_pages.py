@@ -2,8 +2,8 @@
 
 README.md is the home page and ARCHITECTURE.md a page, both as they stand. A link in them, or in docs/, is written for a
 reader of the repository. On the site a link to a page or picture leads to that page or picture; a link to a source file
-leads to the repository's address ([project.urls] Source in pyproject.toml) or, while there is none, is text alone.
-docs/decisions/0014-docs-site.md says why.
+leads to the repository's address ([project.urls] Source in pyproject.toml) or, while there is none, is code without a
+link. docs/decisions/0014-docs-site.md says why.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PAGES = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md"}  # path 
 PICTURES = ("bench/results", "profiles")
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#\s]*)(?P<heading>#[^)\s]*)?\)")
+PATH = re.compile(r"[\w./]*[./][\w./]*")
 MARKER = re.compile(r"^<!-- .*? -->$", re.MULTILINE)
 
 
@@ -78,4 +79,9 @@ def _link(link: re.Match[str], path: str) -> str:
         start = posixpath.dirname(site_path(path) or "")
         return f"{link['picture']}[{link['text']}]({posixpath.relpath(found, start or '.')}{heading})"
     address = source_address()
-    return link["text"] if address is None else f"[{link['text']}]({address}/{target}{heading})"
+    return _code(link["text"]) if address is None else f"[{link['text']}]({address}/{target}{heading})"
+
+
+def _code(text: str) -> str:
+    """A path without a link as code, other words as they are."""
+    return f"`{text}`" if PATH.fullmatch(text) else text

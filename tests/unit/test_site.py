@@ -73,6 +73,8 @@ def test_links_lead_to_pages_pictures_and_sources(monkeypatch):
     assert link("[numerics](docs/numerics.md)", "README.md") == "[numerics](numerics.md)"
     assert link("![plot](../../bench/results/nvidia-h200/sm90.svg)") == "![plot](../bench/results/nvidia-h200/sm90.svg)"
     assert link("[`api`](../../qflash/api.py)") == "`api`"
+    assert link("[api.py](../../qflash/api.py)") == "`api.py`"
+    assert link("[a test](../../tests/unit/test_docs.py)") == "a test"
     assert link("[elsewhere](https://example.org/a)") == "[elsewhere](https://example.org/a)"
     monkeypatch.setattr(hook, "source_address", lambda: "https://example.org/qflash/blob/main")
     assert link("[`api`](../../qflash/api.py)") == "[`api`](https://example.org/qflash/blob/main/qflash/api.py)"
