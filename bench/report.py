@@ -110,13 +110,9 @@ def _shape(row: Row) -> str:
     return f"({row['B']}, {row['Hq']}, {row['Tq']}, {row['D']})"
 
 
-def _quantized_summary(rows: list[Row]) -> str:
-    return "\n\n".join([source(rows[0]), "\n".join(f"- {line}" for line in quantized_means(rows))])
-
-
 def quantized_summaries() -> str:
-    """sm90_int8 in sentences, per machine."""
-    parts = [_quantized_summary(rows) for rows in store.committed("sm90_int8").values()]
+    """sm90_int8 on long sequences, a table of means per machine."""
+    parts = [f"{source(rows[0])}\n\n{quantized_means(rows)}" for rows in store.committed("sm90_int8").values()]
     return "\n\n".join(parts) or _no_rows("sm90_int8")
 
 
@@ -124,7 +120,7 @@ def quantized_table(machine: str | None = None, fold: bool = True) -> str:
     """sm90_int8, one table per machine, head_dim and mask: ours with and without quantization, then their peers."""
     parts = []
     for rows in store.committed("sm90_int8", machine).values():
-        parts.append(_quantized_summary(rows))
+        parts += [source(rows[0]), quantized_means(rows)]
         groups: dict[tuple[int, bool], list[Row]] = {}
         for row in rows:
             groups.setdefault((row["D"], row["causal"]), []).append(row)
@@ -147,24 +143,27 @@ def _quantized_lines(rows: list[Row]) -> str:
     return markdown(header, unrepeated(lines))
 
 
-def quantized_means(rows: list[Row]) -> list[str]:
-    """A sentence per candidate of ours and head_dim: over the best peer of 16 bits, and over FP8, on long sequences."""
-    sentences = []
+def quantized_means(rows: list[Row]) -> str:
+    """A line per candidate of ours: over the best peer of 16 bits and over FP8, by head_dim, on long sequences."""
     long = [row for row in rows if row["kernel"] and row["Tk"] >= LONG]
-    for head_dim in dict.fromkeys(row["D"] for row in long):
-        for name in dict.fromkeys(row["candidate"] for row in long):
+    head_dims = sorted({row["D"] for row in long})
+    lines = []
+    for name in dict.fromkeys(row["candidate"] for row in long):
+        cells = []
+        for head_dim in head_dims:
             ours = [row for row in long if (row["D"], row["candidate"]) == (head_dim, name)]
-            parts = []
-            for who, values in (
-                ("the best of 16 bits", [found[1] for row in ours if (found := best_peer(row))]),
-                (FP8, [row["speedup"][FP8] for row in ours if FP8 in row["speedup"]]),
-            ):
-                if values:
-                    mean = ratio(math.exp(sum(map(math.log, values)) / len(values)))
-                    parts.append(f"{mean} {who} ({min(values):.2f} to {max(values):.2f})")
-            if parts:
-                sentences.append(f"D={head_dim}, T ≥ {LONG}: {name}: {', '.join(parts)}")
-    return sentences
+            cells.append(_mean_and_range([found[1] for row in ours if (found := best_peer(row))]))
+            cells.append(_mean_and_range([row["speedup"][FP8] for row in ours if FP8 in row["speedup"]]))
+        lines.append([name, *cells])
+    heads = [f"D={head_dim}, × {who}" for head_dim in head_dims for who in ("16 bits", "FP8")]
+    return markdown([f"T ≥ {LONG}", *heads], lines)
+
+
+def _mean_and_range(values: list[float]) -> str:
+    if not values:
+        return "–"
+    mean = math.exp(sum(map(math.log, values)) / len(values))
+    return f"**{mean:.2f}** ({min(values):.2f}–{max(values):.2f})"
 
 
 def _no_rows(name: str) -> str:
