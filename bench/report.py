@@ -18,6 +18,7 @@ from bench import (
     quantize,
     reductions,
     result_pages,
+    rungs,
     sm90_quantize,
 )
 from bench import rows as store
@@ -308,6 +309,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "sm90_int8-means": quantized_summaries,
     f"{int8_accuracy.NAME}-l2": int8_accuracy.summary,
     **{f"results-{page}": table for page, table in highlights.TABLES.items()},
+    "rungs": rungs.table,
+    **{f"rung-{name}": partial(rungs.sentence, name) for name in rungs.BELOW},
     **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in CUDA_KERNELS},
     **{f"kernel-{name}": (lambda name=name: kernel_table(name)) for name in VARIANTS},
 }
