@@ -35,6 +35,24 @@ def test_links_lead_to_files_and_headings(page):
     assert dead == []
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "ARCHITECTURE.md"], ids=named)
+def test_lists_are_lists_on_git_hosts_and_on_the_site(page):
+    """Python-Markdown, which makes the site, wants a blank line before a list, and four spaces inside of one."""
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^<!-- .* -->$", "", prose, flags=re.MULTILINE)  # markers, which the site leaves out
+    item = re.compile(r" *(?:[-*]|\d+\.) ")
+    wrong, before = [], ""
+    for line in prose.splitlines():
+        starts = item.match(line)
+        inside = before.startswith(" ") or item.match(before)
+        if (starts and before.strip() and not inside) or re.match(r" {1,3}(?:[-*]|\d+\.) ", line):
+            wrong.append(line)
+        if not before.strip() and re.match(r" {1,3}\S", line):
+            wrong.append(line)
+        before = line
+    assert wrong == []
+
+
 @pytest.mark.parametrize("page", KERNEL_PAGES, ids=named)
 def test_a_kernel_page_is_short(page):
     assert len(page.read_text().splitlines()) <= LONGEST
