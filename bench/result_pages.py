@@ -134,9 +134,10 @@ def _page(page: Page, folder: Path, tables: Mapping[str, Callable[[str], str]]) 
         parts.append(f"[{page.explained_by}](../../kernels/{page.explained_by}.md) says what these rows show.")
     parts += [page.about] if page.about else []
     for name in _committed(page, folder):
-        parts += [f"## {page.presets[name]}", tables[name](folder.name)]
+        parts.append(f"## {page.presets[name]}")
         if (folder / f"{name}.svg").exists():
-            parts.append(f"![{page.title}](../../../bench/results/{folder.name}/{name}.svg)")
+            parts.append(f"![{page.title}: {page.presets[name]}](../../../bench/results/{folder.name}/{name}.svg)")
+        parts.append(tables[name](folder.name))
     return _text(*parts)
 
 
