@@ -284,6 +284,13 @@ def profile_table(name: str, gpu: str | None = None) -> str:
     return "\n\n".join(parts) or f"No profile is committed yet; `qflash profile --kernel {name}` makes it."
 
 
+def tradeoff() -> str:
+    """Error against speed of every kernel, machine by machine, for a page of docs/guide."""
+    found = sorted(store.RESULTS.glob("*/accuracy-speed.svg"))
+    links = [f"../../bench/results/{path.parent.name}/{path.name}" for path in found]
+    return "\n".join(f"![Error against speed on {link.split('/')[-2]}]({link})" for link in links)
+
+
 # All rows of a preset: of one machine, or, called without, of every one.
 TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(preset_table, name) for name in PRESETS},
@@ -304,6 +311,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "pays-from": front_page.pays_from,
     "results": front_page.results,
     "results-means": best_of_hopper,
+    "accuracy-speed": tradeoff,
     "contract": front_page.contract,
     **TABLES,
     "sm90_int8-means": quantized_summaries,

@@ -23,6 +23,7 @@ class Page:
     explained_by: str | None
     presets: Mapping[str, str]
     about: str = ""
+    picture: tuple[str, str] | None = None  # the name and the title of a plot of several presets, where there is one
 
 
 PAGES = (
@@ -58,6 +59,7 @@ PAGES = (
         {"int8-accuracy": "Against float64"},
         "The inputs are normal numbers, keys with a bias in some channels, values with a mean of 3, one value in a "
         "thousand ten times as large, and long sequences.",
+        ("accuracy-speed", "Error against speed"),
     ),
     Page("fa_mma", "fa_mma and FlashAttention 2", "fa_mma", {"fa_mma": "bfloat16", "fa_mma-f16": "float16"}),
     Page("fa_int8", "fa_int8 with its quantization and alone", "fa_int8", {"fa_int8": "bfloat16"}),
@@ -133,12 +135,18 @@ def _page(page: Page, folder: Path, tables: Mapping[str, Callable[[str], str]]) 
     if page.explained_by:
         parts.append(f"[{page.explained_by}](../../kernels/{page.explained_by}.md) says what these rows show.")
     parts += [page.about] if page.about else []
+    if page.picture and (folder / f"{page.picture[0]}.svg").exists():
+        parts.append(_plot(folder, *page.picture))
     for name in _committed(page, folder):
         parts.append(f"## {page.presets[name]}")
         if (folder / f"{name}.svg").exists():
-            parts.append(f"![{page.title}: {page.presets[name]}](../../../bench/results/{folder.name}/{name}.svg)")
+            parts.append(_plot(folder, name, f"{page.title}: {page.presets[name]}"))
         parts.append(tables[name](folder.name))
     return _text(*parts)
+
+
+def _plot(folder: Path, name: str, title: str) -> str:
+    return f"![{title}](../../../bench/results/{folder.name}/{name}.svg)"
 
 
 def update(pages: Pages, check_only: bool = False) -> list[str]:

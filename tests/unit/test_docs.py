@@ -104,6 +104,19 @@ def test_pages_are_made_where_there_are_rows(results):
     assert "## m-2c\n\n- [The CPU engine](m-2c/cpu.md)\n" in pages[results / "README.md"]
 
 
+def test_plots_stand_where_they_were_drawn(results, monkeypatch):
+    monkeypatch.setattr(
+        result_pages, "PAGES", [result_pages.Page("cpu", "T", None, {"cpu": "H"}, "", ("both", "Both"))]
+    )
+    assert "![" not in render()[results / "m-2c" / "cpu.md"]
+    for name in ("cpu", "both", "accuracy-speed"):
+        (store.RESULTS / "m-2c" / f"{name}.svg").touch()
+    page = render()[results / "m-2c" / "cpu.md"]
+    both, heading, plot, rows = (page.index(text) for text in ("![Both](", "## H", "![T: H](", "rows of m-2c"))
+    assert both < heading < plot < rows
+    assert report.tradeoff() == "![Error against speed on m-2c](../../bench/results/m-2c/accuracy-speed.svg)"
+
+
 def test_a_roofline_stands_on_the_page_of_profiles(results, tmp_path, monkeypatch):
     profiles = load("profiles")
     monkeypatch.setattr(profiles, "PROFILES", tmp_path / "profiles")
