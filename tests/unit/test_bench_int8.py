@@ -184,7 +184,8 @@ def test_quantized_kernels_are_held_against_16_bits_and_against_fp8(results):
     assert report.best_peer(found[0]) == ("FlashAttention 3", 1.2)
     rows.write(results / "nvidia-h200" / "sm90_int8.jsonl", found)
     table = report.quantized_table()
-    said = f"- D=128, T ≥ 4096: qflash sm90_int8: 1.20× the best of 16 bits (1.20 to 1.20), 0.90× {report.FP8}"
+    said = "| qflash sm90_int8 | **1.20** (1.20–1.20) | **0.90** (0.90–0.90) |"
+    assert "| T ≥ 4096 | D=128, × 16 bits | D=128, × FP8 |" in report.quantized_summaries()
     assert said in report.quantized_summaries() and "<details>" not in report.quantized_summaries()
     assert said in table and "<details><summary>head dim 128, causal, bfloat16</summary>" in table
     cells = ("(4, 16, 4096, 128)", "**qflash sm90_int8**", "100.0 µs", "1000.0 TFLOP/s", "1e-02")
@@ -198,22 +199,6 @@ def test_what_lacks_a_part_of_its_work_is_not_drawn(tmp_path):
         pytest.skip("matplotlib is not installed")
     text = picture.read_text()
     assert "qflash sm90_int8" in text and "kernel alone" not in text
-
-
-def test_pictures_of_both(results):
-    assert report.quantized_plots() == ""
-    (results / "h").mkdir()
-    for name in ("sm90_int8", "int8-accuracy"):
-        (results / "h" / f"{name}.svg").touch()
-    report_root, rows.ROOT = rows.ROOT, results
-    try:
-        lines = report.quantized_plots().splitlines()
-    finally:
-        rows.ROOT = report_root
-    assert lines == [
-        "![quantized speed on h](h/sm90_int8.svg)",
-        "![error of quantized attention on h](h/int8-accuracy.svg)",
-    ]
 
 
 def test_bytes_of_the_pass():
