@@ -9,7 +9,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench import highlights, int8_accuracy, int8_gemm, profiles, quantize, reductions, result_pages, sm90_quantize
+from bench import (
+    highlights,
+    int8_accuracy,
+    int8_gemm,
+    plot,
+    profiles,
+    quantize,
+    reductions,
+    result_pages,
+    sm90_quantize,
+)
 from bench import rows as store
 from bench.presets import PRESETS, Preset
 from bench.tables import FP8, best_peer, candidate, error, markdown, problem, rate, ratio, source, time, unrepeated
@@ -332,8 +342,8 @@ def rewrite(text: str) -> tuple[str, list[str]]:
 
 
 def update(check_only: bool = False) -> list[str]:
-    """Bring every page up to date (or only look); "page: section" for those that were not."""
-    stale = []
+    """Bring every picture and page up to date (or only look); files, and "page: section", that were not."""
+    stale = plot.update(check_only)  # before the pages, which show the pictures that are there
     for page in PAGES:
         text, changed = rewrite(page.read_text())
         stale += [f"{page.relative_to(store.ROOT)}: {name}" for name in changed]
