@@ -15,7 +15,7 @@ class Limit:
 
 
 # By the folder of profiles/. Measured ones were measured on that GPU; the others follow from its data sheet.
-_WGMMA = "measured, m64n128 wgmma, operands in shared memory, random data, sustained"
+_WGMMA = "measured, m64n128 wgmma, operands in shared memory, two warpgroups per SM, random data, sustained"
 MEMORY = {"h200": Limit("DRAM, copy", 4.27, "measured, device-to-device copy, read and written bytes")}
 INT8 = {"h200": Limit("INT8 tensor cores", 1761, _WGMMA)}
 SIXTEEN_BITS = {"h200": Limit("16-bit tensor cores", 912, _WGMMA)}

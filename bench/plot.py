@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,8 +33,7 @@ class Picture:
 
     @property
     def digest(self) -> str:
-        """What tells one set of sources from another."""
-        return hashlib.sha256(b"".join(path.read_bytes() for path in self.sources)).hexdigest()[:16]
+        return page.digest(self.sources)
 
     @property
     def stale(self) -> bool:
@@ -72,9 +70,7 @@ def everything() -> Iterator[Picture]:
         yield from (picture for picture in of_folder(folder) if picture.path.stem != UNCOMMITTED)
     for gpu in limits.MEMORY:
         if roofline.points(gpu):
-            counted = sorted((profiles.PROFILES / gpu).glob("*.csv"))
-            rows = sorted(store.RESULTS.glob("*/ladder.jsonl"))
-            yield Picture(profiles.PROFILES / gpu / "roofline.svg", (*counted, *rows), roofline.maker(gpu))
+            yield Picture(profiles.PROFILES / gpu / "roofline.svg", roofline.sources(gpu), roofline.maker(gpu))
 
 
 def draw_from(rows_path: Path) -> list[Path]:

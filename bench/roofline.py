@@ -82,6 +82,12 @@ def lines(folder: str) -> dict[str, list[Point]]:
     return found
 
 
+def sources(folder: str) -> tuple[Path, ...]:
+    """The files that the roofline of profiles/<folder> is made from."""
+    counted = [profiles.PROFILES / folder / f"{kernel}.csv" for kernel in LADDER]
+    return (*filter(Path.exists, counted), *sorted(store.RESULTS.glob("*/ladder.jsonl")))
+
+
 def maker(folder: str) -> Callable[[], Figure]:
     """What draws the roofline of profiles/<folder>; ValueError where there is nothing to draw it from."""
     if folder not in limits.MEMORY or not points(folder):
@@ -93,7 +99,7 @@ def maker(folder: str) -> Callable[[], Figure]:
 
 def draw(folder: str, path: Path) -> Path:
     """The roofline of profiles/<folder> as an SVG."""
-    page.write(path, page.render(maker(folder)))
+    page.write(path, page.render(maker(folder), page.digest(sources(folder))))
     return path
 
 

@@ -6,9 +6,10 @@ GitHub than on a MkDocs site; a transparent background leaves no colour of text 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,7 +89,7 @@ def plain_log_ticks(axis: XAxis | YAxis, subs: tuple[int, ...]) -> None:
 
 
 def render(make: Callable[[], Figure], source: str = "") -> str:
-    """The SVG of the picture that `make` draws; source: what tells the rows it was made from."""
+    """The SVG of the picture that `make` draws; source: the digest of what it is made from."""
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS):
@@ -121,6 +122,11 @@ def themed(svg: str) -> str:
     style = f"<style>@media (prefers-color-scheme: dark) {{\n{rules}}}</style>\n"
     svg = svg.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
     return re.sub(r"(<svg [^>]*>\n)", lambda match: match[1] + style, svg, count=1)
+
+
+def digest(sources: Iterable[Path]) -> str:
+    """What tells the files that a picture is made from, from others."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def write(path: Path, svg: str) -> bool:

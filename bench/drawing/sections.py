@@ -19,8 +19,9 @@ FEW = 2  # lengths of a panel up to which rows are bars, not lines
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of one kind of call and one dtype."""
+    """Rows of one preset, one kind of call and one dtype."""
 
+    preset: str
     kind: str
     dtype: str
     rows: list[Row]
@@ -105,7 +106,7 @@ def sections(rows: list[Row]) -> list[Section]:
     drawn = [row for row in rows if row["kind"] in KINDS]
     if len({row["candidate"] for row in drawn}) > ROOMY:
         drawn = [row for row in drawn if not is_part(row)]
-    found: dict[tuple[str, str], list[Row]] = {}
+    found: dict[tuple[str, str, str], list[Row]] = {}
     for row in drawn:
-        found.setdefault((row["kind"], row["dtype"]), []).append(row)
-    return [Section(kind, dtype, group) for (kind, dtype), group in found.items()]
+        found.setdefault((row["preset"], row["kind"], row["dtype"]), []).append(row)
+    return [Section(*key, group) for key, group in found.items()]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 PANEL, BUSY_PANEL, STEEP_PANEL = 225, 275, 350  # pixels of height, by what a panel has to show
 BUSY = 5  # candidates
 DASHES = ("-.", (0, (1, 1.5)))
-KIND = {"forward": "", "train": "forward and backward, ", "decode": "decode, "}
 
 
 def figure(rows: list[Row]) -> Figure:
@@ -31,7 +30,7 @@ def figure(rows: list[Row]) -> Figure:
     looked = looks(name for section in found for name in section.candidates)
     heights = [_height(section) for section in found for _ in range(section.depth)]
     names = [*looked, *dict.fromkeys(_limit(limit) for section in found for limit in section.limits)]
-    preset = PRESETS.get(rows[0]["preset"]) if len({row["preset"] for row in rows}) == 1 else None
+    preset = PRESETS.get(found[0].preset) if len({section.preset for section in found}) == 1 else None
     title = preset.title if preset else "qflash and what one would use instead"
     result = blank(sum(heights), title, _caption(rows, looked), legend.height(names))
     wide = math.lcm(*(section.columns for section in found))
@@ -50,8 +49,8 @@ def figure(rows: list[Row]) -> Figure:
             _limits(axis, section, across == section.columns - 1, handles)
             axis.tick_params(labelleft=across == 0, length=3)
             if across == 0:
-                several = f"{KIND[section.kind]}{section.dtype}\n" if len(found) > 1 else ""
-                axis.set_ylabel(f"{several}{section.unit}")
+                several = f"{section.dtype if preset else section.preset + ', ' + section.dtype}\n"
+                axis.set_ylabel(f"{several if len(found) > 1 else ''}{section.unit}")
             if down == section.depth - 1 and not section.bars:
                 axis.set_xlabel("T, keys" if section.kind == "decode" else "T, queries and keys")
         _scale(first, section)

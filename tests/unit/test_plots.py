@@ -3,6 +3,7 @@
 import re
 from functools import cache, partial
 from itertools import combinations, pairwise
+from xml.etree import ElementTree
 
 import pytest
 
@@ -71,6 +72,7 @@ def test_the_committed_file_is_that_of_the_committed_rows(name):
 @each_picture
 def test_sizes_at_900_pixels(name):
     text = PICTURES[name].path.read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
     width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text).groups())
     assert f'width="{width:g}pt"' in text and width / page.PX == page.WIDTH == 900
     assert 250 < height / page.PX < 900
@@ -259,6 +261,14 @@ def test_bars_for_few_lengths_lines_for_more_and_logarithms_for_the_ladder():
     assert not of((512,), (1.0, 30.0)).steep  # bars stand on zero
 
 
+def test_presets_of_one_run_have_panels_of_their_own():
+    slow, fast = row("qflash cpu", 200.0), row("qflash fa", 30e3, preset="cuda", gpu="NVIDIA H200")
+    found = sections.sections([slow, fast])
+    assert [(section.preset, section.unit) for section in found] == [("cpu", "GFLOP/s"), ("cuda", "TFLOP/s")]
+    text = svg([slow, fast])
+    assert "cpu, float32" in text and "cuda, float32" in text and "limit: float32 FMA, 59 TFLOP/s" in text
+
+
 def test_a_limit_out_of_reach_is_not_drawn():
     def of(gflops, **changes):
         base = {"gpu": "NVIDIA H200", "dtype": "bfloat16"} | changes
@@ -335,6 +345,11 @@ def test_rows_that_feed_two_pictures_draw_both(tmp_path, monkeypatch):
         "int8-accuracy.svg",
         "accuracy-speed.svg",
     ]
+
+
+def test_a_roofline_drawn_alone_is_the_same(tmp_path):
+    path = load("roofline").draw("h200", tmp_path / "roofline.svg")
+    assert not plot.Picture(path, PICTURES["profiles/h200/roofline.svg"].sources, None).stale
 
 
 def test_without_matplotlib_nothing_is_drawn(tmp_path, monkeypatch):
