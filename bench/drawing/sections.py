@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -77,12 +77,13 @@ class Section:
 
     @cached_property
     def limits(self) -> list[limits.Limit]:
-        """The hardware's limits that lie within reach."""
-        gpu = self.rows[0]["gpu"]
-        if gpu is None or self.unit != "TFLOP/s":
-            return []
+        """The hardware's limits that lie within reach: of arithmetic, or of memory for decoding."""
+        gpu = profiles.folder_of(self.rows[0]["gpu"] or "")
         quantized = any(row["precision"] not in (None, "native") for row in self.rows)
-        found = limits.of_rows(profiles.folder_of(gpu), self.dtype, quantized)
+        if self.kind == "decode":
+            found = [replace(limit, rate=1e3 * limit.rate) for folder, limit in limits.MEMORY.items() if folder == gpu]
+        else:
+            found = limits.of_rows(gpu, self.dtype, quantized) if self.unit == "TFLOP/s" else []
         fastest = max(map(self.rate, self.rows))
         return [limit for limit in found if self.steep or limit.rate <= FAR * fastest]
 

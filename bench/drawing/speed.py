@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench import tables
 from bench.drawing import legend
@@ -12,6 +12,7 @@ from bench.drawing.legend import paint
 from bench.drawing.page import blank, plain_log_ticks
 from bench.drawing.sections import Row, Section, is_part, problem, sections, short
 from bench.drawing.style import QUIET, Look, looks
+from bench.limits import Limit
 from bench.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def figure(rows: list[Row]) -> Figure:
     found = sections(rows)
     looked = looks(name for section in found for name in section.candidates)
     heights = [_height(section) for section in found for _ in range(section.depth)]
-    names = [*looked, *dict.fromkeys(_limit(limit) for section in found for limit in section.limits)]
+    names = [*looked, *dict.fromkeys(_limit(section, limit) for section in found for limit in section.limits)]
     preset = PRESETS.get(found[0].preset) if len({section.preset for section in found}) == 1 else None
     title = preset.title if preset else "qflash and what one would use instead"
     result = blank(sum(heights), title, _caption(rows, looked), legend.height(names))
@@ -68,8 +69,8 @@ def _caption(rows: list[Row], drawn: Iterable[str]) -> str:
     return tables.source(rows[0]) + (" Kernels without their quantization are in the tables." if left_out else "")
 
 
-def _limit(limit: Any) -> str:
-    return f"limit: {limit.name}, {limit.rate:g} TFLOP/s"
+def _limit(section: Section, limit: Limit) -> str:
+    return f"limit: {limit.name}, {limit.rate:g} {section.unit.split()[0]}"
 
 
 def _lines(axis: Axes, section: Section, rows: list[Row], looked: dict[str, Look], handles: dict[str, Artist]) -> None:
@@ -104,7 +105,7 @@ def _bars(axis: Axes, section: Section, rows: list[Row], looked: dict[str, Look]
 
 def _limits(axis: Axes, section: Section, last: bool, handles: dict[str, Artist]) -> None:
     for limit, dashes in zip(section.limits, DASHES, strict=False):
-        handles[_limit(limit)] = axis.axhline(limit.rate, color=QUIET.light, linestyle=dashes, linewidth=1.2)
+        handles[_limit(section, limit)] = axis.axhline(limit.rate, color=QUIET.light, linestyle=dashes, linewidth=1.2)
         if last:
             place = {"xy": (1, limit.rate), "xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
             axis.annotate(f"{limit.rate:g}", **place, xytext=(3, 0), va="center", color=QUIET.light)

@@ -277,6 +277,7 @@ def test_a_limit_out_of_reach_is_not_drawn():
     assert of(400e3) == [912] and of(300e3) == []
     assert of(800e3, precision="int8") == [912, 1761] and of(600e3, precision="int8") == [912]
     assert of(40e3, dtype="float32") == [59]
+    assert of(1.0, kind="decode", gbs=3000.0) == [4270] and of(1.0, kind="decode", gbs=1000.0) == []
     assert of(800e3, gpu="NVIDIA T4") == [] and of(400e3, gpu=None) == []
 
 
