@@ -30,7 +30,8 @@ class Section:
     def panels(self) -> dict[str, list[Row]]:
         """Rows by the title of their panel. Panels of one length each would be empty ones, so they are one."""
         found: dict[str, list[Row]] = {}
-        for row in sorted(self.rows, key=lambda row: (row["D"], row["causal"])):
+        batched = self.kind == "decode"  # elsewhere the batch follows from the length
+        for row in sorted(self.rows, key=lambda row: (row["D"], row["causal"], row["B"] if batched else 0)):
             found.setdefault(problem(row), []).append(row)
         if len(found) > 1 and all(len({row["Tk"] for row in rows}) == 1 for rows in found.values()):
             return {"": [row for rows in found.values() for row in rows]}
@@ -38,12 +39,14 @@ class Section:
 
     @cached_property
     def columns(self) -> int:
-        """Four panels stand in a row. Of more, the two masks of a head dim stand below each other."""
-        return len(self.panels) if len(self.panels) <= 4 else math.ceil(len(self.panels) / 2)
+        """Up to four panels stand in a row. Of more, the two masks of a head dim stand below each other."""
+        if len(self.panels) <= 4:
+            return len(self.panels)
+        return 4 if self.kind == "decode" else math.ceil(len(self.panels) / 2)
 
     def place(self, index: int) -> tuple[int, int]:
         """Row and column of a panel."""
-        return (0, index) if self.columns == len(self.panels) else (index % 2, index // 2)
+        return divmod(index, self.columns) if self.kind == "decode" or self.depth == 1 else divmod(index, 2)[::-1]
 
     @cached_property
     def depth(self) -> int:
@@ -89,6 +92,9 @@ class Section:
 
 
 def problem(row: Row) -> str:
+    """What sets a panel apart."""
+    if row["kind"] == "decode":
+        return f"B = {row['B']}, H = {row['Hq']}/{row['Hkv']}, D = {row['D']}"
     return f"D = {row['D']}, {'causal' if row['causal'] else 'full'}"
 
 
