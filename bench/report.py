@@ -14,6 +14,7 @@ from bench import (
     highlights,
     int8_accuracy,
     int8_gemm,
+    plot,
     profiles,
     quantize,
     reductions,
@@ -342,8 +343,8 @@ def rewrite(text: str) -> tuple[str, list[str]]:
 
 
 def update(check_only: bool = False) -> list[str]:
-    """Bring every page up to date (or only look); "page: section" for those that were not."""
-    stale = []
+    """Bring every picture and page up to date (or only look); files, and "page: section", that were not."""
+    stale = plot.update(check_only)  # before the pages, which show the pictures that are there
     for page in PAGES:
         text, changed = rewrite(page.read_text())
         stale += [f"{page.relative_to(store.ROOT)}: {name}" for name in changed]

@@ -68,14 +68,13 @@ def measure(console: Console, preset: Any, **options: Any) -> list[dict[str, Any
 
 
 def write(console: Console, name: str, rows: list[dict[str, Any]]) -> None:
-    """Rows and their plot into bench/results/<machine>/."""
+    """Rows and their plots into bench/results/<machine>/."""
     store, plot = load("rows"), load("plot")
     path = store.save(name, rows)
     console.print(f"{len(rows)} rows in {path.relative_to(store.ROOT)}")
-    picture = plot.draw(rows, path.with_suffix(".svg"))
     if machine.version("matplotlib") is None:
         console.print("no plot: matplotlib is not installed (pip install 'qflash[bench]')")
-    elif picture is not None:
+    for picture in plot.draw_from(path):
         console.print(f"plot in {picture.relative_to(store.ROOT)}")
 
 
@@ -130,7 +129,7 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
 @click.command()
 @click.option("--check", is_flag=True, help="Change nothing; fail if a page differs from the committed rows.")
 def report(check: bool) -> None:
-    """Rebuild the tables of README and docs from the committed rows."""
+    """Rebuild the tables and plots of README and docs from the committed rows."""
     module = load("report")
     stale = module.update(check_only=check)
     if check and stale:
