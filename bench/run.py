@@ -125,7 +125,7 @@ def measure(
 
 def refusal(error: Exception) -> str | None:
     """Why a candidate cannot take part, in a line; None if the error is not of that sort."""
-    if isinstance(error, (Unavailable, NotImplementedError, qflash.NoKernelError)):
+    if isinstance(error, (Unavailable, NotImplementedError, qflash.NoKernelError, qflash.ToolchainError)):
         return str(error).splitlines()[0]
     return "out of memory" if isinstance(error, RuntimeError) and "out of memory" in str(error).lower() else None
 
