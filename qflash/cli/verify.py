@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qflash.cli.command import KernelCommand
-from qflash.cli.console import make_console, track
+from qflash.cli.console import make_console, steps
 from qflash.cli.usable import usable_kernels
 from qflash.dispatch import VARIANTS, Variant, arch_reasons, kernels_of, variants_of
 from qflash.errors import KernelError, NoKernelError, ToolchainError
@@ -92,13 +93,20 @@ def verify_kernels(console: Console, kernels: list[Variant], quick: bool) -> lis
     from qflash.testing import cases
 
     chosen = cases("quick" if quick else "full")
-    tallies = []
-    for kernel in kernels:
-        tally = Tally(kernel, "native-cuda" if kernel.device == "cuda" else "native")
-        for case in track(console, f"verifying {kernel.name}", chosen, len(chosen)):
-            tally.take(case)
-        tallies.append(tally)
+    tallies = [Tally(kernel, "native-cuda" if kernel.device == "cuda" else "native") for kernel in kernels]
+    take_all(console, "verifying", tallies, lambda kernel: chosen)
     return tallies
+
+
+def take_all(console: Console, verb: str, tallies: list[Tally], cases_of: Callable[[Variant], list[Case]]) -> None:
+    """Each tally takes the cases of its kernel, under one progress bar."""
+    work = [(tally, cases_of(tally.kernel)) for tally in tallies]
+    with steps(console, sum(len(cases) for _, cases in work)) as progress:
+        for tally, cases in work:
+            progress.describe(f"{verb} {tally.kernel.name}")
+            for case in cases:
+                tally.take(case)
+                progress.advance()
 
 
 def emulate_kernels(console: Console, kernels: list[Variant], seed: int) -> list[Tally]:
@@ -107,13 +115,10 @@ def emulate_kernels(console: Console, kernels: list[Variant], seed: int) -> list
     from qflash.testing.emulated_attention import with_few_keys
     from qflash.testing.runner import suited
 
-    chosen = cases("quick")
-    tallies = []
-    for kernel in kernels:
-        tally = Tally(kernel, "emulated", seed)
-        for case in track(console, f"emulating {kernel.name}", chosen, len(chosen)):
-            tally.take(suited(with_few_keys(case), kernel.name, emulator.arch()))
-        tallies.append(tally)
+    chosen = [with_few_keys(case) for case in cases("quick")]
+    tallies = [Tally(kernel, "emulated", seed) for kernel in kernels]
+    arch = emulator.arch()
+    take_all(console, "emulating", tallies, lambda kernel: [suited(case, kernel.name, arch) for case in chosen])
     return tallies
 
 
@@ -134,12 +139,15 @@ def repeat_kernels(console: Console, tallies: list[Tally], times: int) -> None:
     from qflash.testing import ContractError
     from qflash.testing.repeat import check_repeats
 
-    for tally in track(console, f"repeating {times} times", tallies, len(tallies)):
-        try:
-            served = check_repeats(tally.kernel.name, times)
-            console.print(f"{tally.kernel.name}: {served} large problems, {times} runs each, the same bits")
-        except ContractError as error:
-            tally.failures.append(str(error))
+    with steps(console, len(tallies)) as progress:
+        for tally in tallies:
+            progress.describe(f"repeating {tally.kernel.name} {times} times")
+            try:
+                served = check_repeats(tally.kernel.name, times)
+                console.print(f"{tally.kernel.name}: {served} large problems, {times} runs each, the same bits")
+            except ContractError as error:
+                tally.failures.append(str(error))
+            progress.advance()
 
 
 def show_failures(console: Console, tallies: list[Tally]) -> bool:

@@ -1,15 +1,12 @@
 """The command line: what a new user types first."""
 
-import io
 import sys
 
 import pytest
-from rich.console import Console
 
 import qflash
 from qflash import machine
 from qflash.cli import usable
-from qflash.cli.console import bar
 from qflash.dispatch import KERNELS
 from qflash.testing import ContractError, cases
 from qflash.testing.compare import Errors
@@ -64,13 +61,6 @@ def test_text_is_printed_as_it_is(invoke, monkeypatch):
     assert f"no NVIDIA GPU: {text}" in said.partition("Kernels")[2]
     said = " ".join(invoke("verify", "--kernel", "fa").output.split())
     assert f"fa cannot run here: no NVIDIA GPU: {text}" in said
-
-
-def test_progress_is_printed_as_it_is():
-    console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with bar(console, "timing [bold]all[/bold]", 1) as advance:
-        advance()
-    assert "timing [bold]all[/bold]" in console.file.getvalue()
 
 
 def test_an_old_gpu_is_refused_by_its_compute_capability(monkeypatch):
