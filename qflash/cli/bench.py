@@ -15,11 +15,12 @@ from rich.table import Table
 
 import qflash
 from qflash import machine
+from qflash.cli.ahead import compile_ahead
 from qflash.cli.command import THREADS, KernelCommand, Seconds
 from qflash.cli.console import make_console, steps
 from qflash.cli.usable import usable_kernels
 from qflash.cli.verify import show_failures, verify_kernels
-from qflash.dispatch import variants_of
+from qflash.dispatch import VARIANTS, variants_of
 
 
 def load(name: str) -> ModuleType:
@@ -63,6 +64,8 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
 
 def measured(console: Console, presets: Sequence[Any], **options: Any) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
     """(preset, its rows), one after another, under one progress bar."""
+    work = ((VARIANTS[name], case) for preset in presets for name in preset.kernels for case in preset.cases)
+    compile_ahead(console, work)
     with steps(console, sum(len(preset.cases) for preset in presets)) as progress:
         for preset in presets:
             progress.describe(f"timing {preset.title}")

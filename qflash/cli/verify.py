@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
 import click
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from qflash.cli.ahead import compile_ahead
 from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, steps
 from qflash.cli.usable import usable_kernels
@@ -93,6 +95,7 @@ def verify_kernels(console: Console, kernels: list[Variant], quick: bool) -> lis
     from qflash.testing import cases
 
     chosen = cases("quick" if quick else "full")
+    compile_ahead(console, product(kernels, chosen))
     tallies = [Tally(kernel, "native-cuda" if kernel.device == "cuda" else "native") for kernel in kernels]
     take_all(console, "verifying", tallies, lambda kernel: chosen)
     return tallies

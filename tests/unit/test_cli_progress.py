@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import io
+import itertools
 import types
 
 import pytest
 from rich.console import Console
 
-from qflash.cli import bench, console
+from qflash import machine
+from qflash.backends import cuda
+from qflash.cli import ahead, bench, console
 from qflash.cli.console import duration, steps
 from qflash.cli.verify import verify_kernels
-from qflash.dispatch import variants_of
+from qflash.dispatch import VARIANTS, reasons, variants_of
+from qflash.errors import ToolchainError
+from qflash.jit import toolchain
+from qflash.testing import Case, cases
 from qflash.testing.compare import Errors
+from qflash.testing.runner import problem_of
 
 
 def terminal() -> Console:
@@ -91,7 +98,7 @@ def test_verify_counts_the_cases_of_all_kernels(monkeypatch):
 
 
 def test_benchmarks_count_the_problems_of_all_presets(monkeypatch):
-    presets = [types.SimpleNamespace(title=title, cases=(1, 2)) for title in ("first", "second")]
+    presets = [types.SimpleNamespace(title=title, kernels=(), cases=(1, 2)) for title in ("first", "second")]
     modules = {
         "attention": types.SimpleNamespace(suite_of=lambda preset: preset),
         "run": types.SimpleNamespace(measure=lambda suite, **options: ([{"case": case}] for case in suite.cases)),
@@ -102,3 +109,53 @@ def test_benchmarks_count_the_problems_of_all_presets(monkeypatch):
     assert rows == {"first": [{"case": 1}, {"case": 2}], "second": [{"case": 1}, {"case": 2}]}
     lines = told.file.getvalue().splitlines()
     assert lines[0] == "timing first (0 of 4 done)" and lines[1].startswith("timing second (2 of 4 done, about")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: ((machine.Gpu("NVIDIA H200", 90, 1, "1"),), ""))
+    monkeypatch.setattr(toolchain, "find", lambda: None)
+
+
+def test_what_a_command_needs_is_compiled_before_it_starts(monkeypatch, hopper):
+    """Each library once, and those that are there already not at all."""
+    asked = []
+
+    def prebuild(units, cache, progress):
+        asked.extend(units)
+        progress(units[0], 1, len(units))
+
+    monkeypatch.setattr(ahead, "prebuild", prebuild)
+    monkeypatch.setattr(ahead, "is_compiled", lambda unit, cache: unit.name == "fa_mma")
+    told = log()
+    cases = [Case(head_dim=64, dtype="float16"), Case(head_dim=128, dtype="float16"), Case(head_dim=60, softcap=2.0)]
+    kernels = [VARIANTS[name] for name in ("cpu", "fa_mma", "fa", "sm90_fwd")]
+    ahead.compile_ahead(told, itertools.product(kernels, cases))
+    assert [unit.label for unit in asked] == [
+        "fa (head_dim 64, float16)",
+        "fa (head_dim 128, float16)",
+        "fa (head_dim 64, float32)",
+        "sm90_fwd (head_dim 64, float16)",
+        "sm90_fwd (head_dim 128, float16)",
+    ]
+    assert told.file.getvalue() == "compiling CUDA kernels for this GPU, once (0 of 5 done)\n"
+
+
+def test_libraries_compiled_ahead_are_those_that_calls_load():
+    """The Spec made from a case selects the library that the call's own Spec does."""
+    for case in cases("quick"):
+        for name in ("sm90_fwd", "sm90_int8_fp8", "fa"):
+            variant = VARIANTS[name]
+            spec = problem_of(case, case.make_inputs(), name, "cuda").spec(90)
+            wanted = [] if reasons(variant.kernel, spec) else [cuda.unit(variant.kernel, spec)]
+            assert set(wanted) <= set(ahead.units_of([(variant, case)], 90))
+
+
+def test_without_a_compiler_nothing_is_compiled_ahead(monkeypatch, hopper):
+    def find():
+        raise ToolchainError("none")
+
+    monkeypatch.setattr(toolchain, "find", find)
+    told = log()
+    ahead.compile_ahead(told, [(VARIANTS["fa"], Case())])
+    assert told.file.getvalue() == ""
