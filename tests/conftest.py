@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 
@@ -45,7 +47,11 @@ def why_no_code(kernel: str) -> str | None:
     return f"{kernel} {found[0]}" if found else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "slow" not in config.getoption("-m"):
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     for item in items:
         if not item.get_closest_marker("gpu"):
             continue
@@ -62,12 +68,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {why}")
 
 
+ROOT = Path(__file__).resolve().parent.parent
+KEPT_SECONDS = 14 * 24 * 3600  # an entry that is older is built again: sources change, and leave entries behind
+
+
 @pytest.fixture(scope="session")
-def shared_cache(tmp_path_factory):
-    """A compile cache of this run alone, whose locks let each entry be built by one worker."""
+def shared_cache():
+    """A compile cache of the tests' own, kept from run to run; its locks let each entry be built by one worker.
+
+    Entries are named by all that went into them, so that one which is there is what would be built.
+    """
     from qflash.jit.cache import Cache
 
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's own folder lies in one that all of them have
-        folder = folder.parent
-    return Cache(folder / "compiled")
+    return Cache(ROOT / ".cache" / "tests")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # a worker of pytest-xdist; the process that started it has done this
+    from qflash.jit.cache import Cache
+
+    kept = Cache(ROOT / ".cache" / "tests")
+    oldest = time.time() - KEPT_SECONDS
+    for path in kept.folder.glob("*/"):
+        if path.stat().st_mtime < oldest:
+            kept.remove(path.name)
