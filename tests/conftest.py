@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import sys
 import time
+from collections.abc import Generator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-# Before NumPy is imported: the oracle's products are small, and BLAS threads would spin beside the engine's own.
+# Before NumPy and torch are imported: products in tests are small, and threads of theirs, which spin while they wait,
+# would take the cores from the engine's own and from the other workers.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @lru_cache(maxsize=1)
@@ -70,6 +76,32 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT_SECONDS = 14 * 24 * 3600  # an entry that is older is built again: sources change, and leave entries behind
+
+
+# What makes a test too dear for `make check`, and needs the mark `process`; asking for a version does not.
+_DEAR = re.compile(r"(python[\d.]*|nvcc|[gc]\+\+|cmake|make|mypy)$")
+_ASKING = {"--version", "-dumpversion", "-dumpfullversion", "--dryrun"}
+_unmarked: list[pytest.Item] = []  # the unit test that runs, if it has no mark
+
+
+def _forbid_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen" and _unmarked:
+        command = list(map(str, arguments[1]))
+        if _DEAR.search(command[0]) and not _ASKING & set(command):
+            raise AssertionError(f"{_unmarked[0].nodeid} starts {command[0]} and has no pytest.mark.process")
+
+
+sys.addaudithook(_forbid_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    if "unit" in item.path.parts and not item.get_closest_marker("process"):
+        _unmarked.append(item)
+    try:
+        return (yield)
+    finally:
+        _unmarked.clear()
 
 
 @pytest.fixture(scope="session")

@@ -247,6 +247,7 @@ TOY_CUDA = Kernel(
 )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("scores", [{}, {"softcap": 5.0}, {"scale": -1.0}], ids=str)
 def test_a_folder_and_a_row_are_compiled_loaded_and_called(add, folder, scores):
     add(TOY_CUDA)
@@ -262,6 +263,7 @@ def test_a_folder_and_a_row_are_compiled_loaded_and_called(add, folder, scores):
     assert out.ravel()[:6].tolist() == want
 
 
+@pytest.mark.process
 def test_a_folder_and_a_row_are_built_ahead(add, folder):
     add(TOY_CUDA)
     units = cuda.specialisations([75, 90], ["toy"])

@@ -184,6 +184,7 @@ def test_without_a_checkout_benchmarks_say_where_they_live(invoke, monkeypatch, 
     assert "source checkout" in result.output
 
 
+@pytest.mark.process
 def test_doctor_imports_no_framework():
     import subprocess
 

@@ -96,6 +96,7 @@ def _qflash(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.process
 def test_doctor_reports_an_unknown_instruction_set():
     done = _qflash("doctor", QFLASH_CPU_ISA="mmx")
     assert done.returncode == 1, done.stderr
@@ -108,12 +109,14 @@ def test_doctor_reports_an_unknown_instruction_set():
     assert rows[-1] == f"1 {words}"
 
 
+@pytest.mark.process
 def test_doctor_is_content_with_a_known_instruction_set():
     done = _qflash("doctor", QFLASH_CPU_ISA="generic")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CPU engine           generic" in done.stdout
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", COMMANDS[:2], ids=lambda words: words[0])
 def test_commands_refuse_an_unknown_instruction_set(command):
     done = _qflash(*command, QFLASH_CPU_ISA="mmx")

@@ -63,6 +63,7 @@ def test_images_have_the_compiler_and_the_python_that_the_project_asks_for():
     assert tuple(map(int, python.groups())) >= least
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on the PATH")
 def test_the_environment_is_one_for_the_gpu_that_will_be_there():
     """An image is built without a GPU, and the Makefile would find that there is none."""

@@ -19,6 +19,8 @@ from qflash.jit import load, prebuild, toolchain
 from qflash.jit.cache import Cache
 from qflash.jit.compiler import LOG, Unit, compile_unit, key_of
 
+pytestmark = pytest.mark.process
+
 
 def test_compiles_once_and_loads(fake):
     first = load.load(fake.unit)
