@@ -30,7 +30,7 @@ PYTEST_ARGS ?= $(shell $(PY) -c "import xdist" 2>/dev/null && printf '%s' '-n au
 PYTEST = XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(PYTEST_ARGS)
 CPP_FILES = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh' 2>/dev/null)
 
-.PHONY: help run test docs bench gpu-test sanitize ncu build fmt lint clean
+.PHONY: help run check test docs bench gpu-test sanitize ncu build fmt lint clean
 .DEFAULT_GOAL := help
 
 include standalone.mk
@@ -40,6 +40,9 @@ help: ## list the targets
 
 run: build ## verify every kernel this machine can run, benchmark it, print one table, write rows and a plot
 	$(PY) -m qflash.cli run
+
+check: build lint ## lint, unit tests and a tile of every CUDA kernel on the CPU: half a minute, before every commit
+	$(PYTEST) -q -m "not process and not gpu" tests/unit tests/emulated/test_one_tile.py
 
 test: build lint docs ## lint, the documentation's site with its links, then every test this machine can run
 	$(PYTEST) tests

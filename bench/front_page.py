@@ -10,7 +10,7 @@ from bench import rows as store
 from bench.presets import PRESETS
 from bench.tables import Row, best_peer, markdown, problem, rate, ratio
 from qflash.call.spec import Spec
-from qflash.dispatch import VARIANTS, Kernel, plan
+from qflash.dispatch import VARIANTS, Kernel, choose
 from qflash.errors import NoKernelError
 from qflash.testing import compare
 
@@ -46,7 +46,7 @@ FEATURES: dict[str, tuple[Change, ...]] = {
 
 def _chosen(spec: Spec) -> Kernel | None:
     try:
-        return plan(spec)
+        return choose(spec)
     except NoKernelError:
         return None
 

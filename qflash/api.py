@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qflash import dispatch
-from qflash.call.op import Op
+from qflash.call.op import Op, Plan
 from qflash.call.spec import Spec
 from qflash.call.words import check_flag, check_word
 from qflash.frontends.choose import frontend_of
@@ -470,19 +470,25 @@ def explain(
         op, arrays, words = _call_of(q, k, v, options, kv_lens, rope, False)
     frontend = frontend_of(type(arrays[0]), op.arrays[0])
     plan = frontend.plan_of(op, arrays, words)
-    spec = plan.spec(frontend.arch_of(arrays[0]))
+    return explanation_of(plan, frontend.arch_of(arrays[0]), layout)
+
+
+def explanation_of(plan: Plan, arch: int, layout: Layout = _BTHD) -> Explanation:
+    """The explanation of a checked call of attention on a device of compute capability `arch`/10 (0: the CPU)."""
+    spec, kernel = plan.spec(arch), plan.kernel
     if kernel is not None:
         dispatch.choose(spec, kernel)  # refuses a name that is unknown or cannot serve
     rows = dispatch.verdicts(spec, kernel)
     chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
-    sizes = dict(plan.fields)
+    sizes: dict[str, Any] = dict(plan.fields)
+    q_len, k_len, kv_heads = (sizes[name] for name in ("q_len", "k_len", "kv_heads"))
     notes = []
-    if not packed and sizes["kv_heads"] > max(sizes["q_len"], sizes["k_len"], _MANY_HEADS):
+    if not spec.packed and kv_heads > max(q_len, k_len, _MANY_HEADS):
         notes.append(
-            f"k has {sizes['kv_heads']} heads and {sizes['k_len']} tokens; if that is the wrong way round, pass the "
+            f"k has {kv_heads} heads and {k_len} tokens; if that is the wrong way round, pass the "
             f"other layout than {layout!r}"
         )
-    notes += dispatch.notes(spec, chosen, min(sizes["q_len"], sizes["k_len"]))
+    notes += dispatch.notes(spec, chosen, min(q_len, k_len))
     return Explanation(chosen, spec, rows, tuple(notes))
 
 

@@ -333,12 +333,21 @@ def arch_reasons(kernel: Kernel, arch: int, whose: str = "this GPU has") -> list
 
 def reasons(kernel: Kernel, spec: Spec) -> list[str]:
     """Why `kernel` cannot serve `spec`; empty when it can."""
-    found = []
     if kernel.op != spec.op:
         return [f"computes {kernel.op}, not {spec.op}"]
     if kernel.device != spec.device:
-        return [f"runs on {kernel.device}, the arrays are on {spec.device}"]
-    found += arch_reasons(kernel, spec.arch)
+        elsewhere = f"runs on {kernel.device}, the arrays are on {spec.device}"
+        return [elsewhere, *_reasons_there(kernel, replace(spec, device=kernel.device, arch=_NEWEST_ARCH))]
+    return arch_reasons(kernel, spec.arch) + _reasons_there(kernel, spec)
+
+
+# Of a GPU that is not known: what is refused there, is refused on every GPU.
+_NEWEST_ARCH = 1000
+
+
+def _reasons_there(kernel: Kernel, spec: Spec) -> list[str]:
+    """Why `kernel` cannot serve `spec` on a device that it has code for."""
+    found = []
     if spec.dtype not in kernel.dtypes:
         found.append(f"takes {', '.join(kernel.dtypes)}, not {spec.dtype}")
     if spec.precision not in kernel.precisions:

@@ -13,7 +13,6 @@ import sys
 
 import numpy as np
 import pytest
-from jax_arrays import arrays
 
 import qflash
 from qflash import _native, backends, dispatch
@@ -21,6 +20,7 @@ from qflash.backends import Entry
 from qflash.backends.arch import asked
 from qflash.call.prepare import prepare
 from qflash.call.spec import Spec
+from qflash.testing.jax_arrays import arrays
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy

@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_smem_banks import lane_xy, load16
 
 import qflash
+from qflash.testing.banks import lane_xy, load16
 
 CSRC = Path(qflash.__file__).parent / "csrc"
 

@@ -9,7 +9,10 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX signals")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX signals"),
+]
 
 # 50 ms is how often the engine asks, a few more what a task takes; the rest is for a machine that is busy.
 SOON = 2.0

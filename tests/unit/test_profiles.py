@@ -214,6 +214,7 @@ def test_a_failing_command_is_told(tmp_path):
         profiles.run([tmp_path / "missing"])
 
 
+@pytest.mark.process
 def test_what_is_profiled_has_line_numbers():
     code = "import os; print(os.environ['QFLASH_LINEINFO'])"
     assert profiles.run([sys.executable, "-c", code]) == "1\n"

@@ -32,7 +32,7 @@ def framework_of(path: Path) -> str:
     return path.stem.partition("_")[0]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_mypy_agrees(capsys):
     """Strictly, so that a `type: ignore` whose line is no error is one itself."""
     mypy = load(ROOT / "tools" / "lint.py").find("mypy")
