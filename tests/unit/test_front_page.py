@@ -29,7 +29,7 @@ def test_a_feature_without_a_kernel_is_a_dash(monkeypatch):
             raise dispatch.NoKernelError("none")
         return dispatch.BY_NAME["cpu"]
 
-    monkeypatch.setattr(front_page, "plan", only_cpu)
+    monkeypatch.setattr(front_page, "choose", only_cpu)
     assert cells(front_page.features())["gradients"] == ["[cpu](docs/kernels/cpu.md)", "–", "–", "–"]
 
 
