@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-# Before NumPy and torch are imported: products in tests are small, and threads of theirs, which spin while they wait,
-# would take the cores from the engine's own and from the other workers.
+# Before NumPy is imported: the oracle's products are small, and BLAS threads would spin beside the engine's own.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before torch is: its threads are to sleep while they wait, and leave the cores to other workers.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @lru_cache(maxsize=1)
