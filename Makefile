@@ -42,7 +42,7 @@ run: build ## verify every kernel this machine can run, benchmark it, print one 
 	$(PY) -m qflash.cli run
 
 check: build lint ## lint, unit tests and a tile of every CUDA kernel on the CPU: half a minute, before every commit
-	$(PYTEST) -q -m "not process and not gpu" tests/unit tests/emulated/test_one_tile.py
+	$(PYTEST) -q -m "not process and not drawing and not gpu" tests/unit tests/emulated/test_one_tile.py
 
 test: build lint docs ## lint, the documentation's site with its links, then every test this machine can run
 	$(PYTEST) tests

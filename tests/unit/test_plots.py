@@ -58,6 +58,7 @@ def test_every_preset_with_rates_has_its_picture():
     assert committed == expected | others - {"profiles/h200/roofline.svg"}  # no picture is left of rows that went
 
 
+@pytest.mark.drawing
 @each_picture
 def test_the_committed_file_is_that_of_the_committed_rows(name):
     picture = PICTURES[name]
@@ -80,6 +81,7 @@ def test_sizes_at_900_pixels(name):
     assert sizes and min(sizes) * 900 / width >= 11
 
 
+@pytest.mark.drawing
 @each_picture
 def test_texts_do_not_overlap_and_stay_on_the_page(name):
     drawn = figure(name)
@@ -92,6 +94,7 @@ def test_texts_do_not_overlap_and_stay_on_the_page(name):
         assert box.x1 <= drawn.bbox.x1 and box.y1 <= drawn.bbox.y1, text
 
 
+@pytest.mark.drawing
 @each_picture
 def test_texts_do_not_lie_on_markers(name):
     drawn = figure(name)
@@ -106,6 +109,7 @@ def test_texts_do_not_lie_on_markers(name):
                     assert not (box.x0 < x < box.x1 and box.y0 < y < box.y1), f"{text!r} lies on a marker"
 
 
+@pytest.mark.drawing
 @each_picture
 def test_every_candidate_has_its_name_and_its_colour(name):
     drawn, rows = figure(name), rows_of(name)

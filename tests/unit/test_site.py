@@ -46,6 +46,7 @@ def copy(tmp_path):
     return tmp_path
 
 
+@pytest.mark.process
 def test_the_site_has_every_page_and_dead_links_are_the_only_warnings(copy):
     for page, text, _ in DEAD:
         (copy / page).write_text(f"{(copy / page).read_text()}\n{text}\n")

@@ -74,8 +74,8 @@ struct SixteenBitWeights {
   }
   __device__ __forceinline__ void hold_sums() {}
   __device__ __forceinline__ void finish_product() {}
-  // O += what rounding took off the weights of 16 keys, times V. `R` is the caller's, because the product reads it until
-  // the caller has waited.
+  // O += what rounding took off the weights of 16 keys, times V. `R` is the caller's, because the product reads it
+  // until the caller has waited.
   __device__ __forceinline__ void start_remainder(float (&O)[1][kOTiles][4], const float (&S)[1][kNTiles][4],
                                                   const Values& v, int step, uint32_t (&R)[4]) {
 #pragma unroll
