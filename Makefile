@@ -10,7 +10,7 @@ VENV ?= .venv
 PYTHON ?= python3
 # CUDA kernels are compiled on first use; where there is a GPU but no nvcc, PyPI's compiler is installed too.
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-EXTRAS ?= torch,jax,bench,dev,build$(if $(GPU),$(if $(shell command -v nvcc),,$(comma)cuda))
+EXTRAS ?= torch,jax,bench,docs,dev,build$(if $(GPU),$(if $(shell command -v nvcc),,$(comma)cuda))
 # Pinned, so that every machine tests and benchmarks against the same peer.
 TORCH ?= torch==2.13.0
 comma := ,
@@ -30,7 +30,7 @@ PYTEST_ARGS ?= $(shell $(PY) -c "import xdist" 2>/dev/null && printf '%s' '-n au
 PYTEST = XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(PYTEST_ARGS)
 CPP_FILES = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh' 2>/dev/null)
 
-.PHONY: help run test bench gpu-test sanitize ncu build fmt lint clean
+.PHONY: help run check test docs bench gpu-test sanitize ncu build fmt lint clean
 .DEFAULT_GOAL := help
 
 include standalone.mk
@@ -41,8 +41,14 @@ help: ## list the targets
 run: build ## verify every kernel this machine can run, benchmark it, print one table, write rows and a plot
 	$(PY) -m qflash.cli run
 
-test: build lint ## lint, then every test this machine can run
+check: build lint ## lint, unit tests and a tile of every CUDA kernel on the CPU: half a minute, before every commit
+	$(PYTEST) -q -m "not process and not drawing and not gpu" tests/unit tests/emulated/test_one_tile.py
+
+test: build lint docs ## lint, the documentation's site with its links, then every test this machine can run
 	$(PYTEST) tests
+
+docs: $(ENVIRONMENT) ## README.md and docs/ as a site in build/site; a dead link or heading fails
+	@$(PY) tools/site.py
 
 bench: build ## the full benchmark grid of this machine, rows in bench/results/
 	$(PY) -m qflash.cli bench

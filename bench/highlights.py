@@ -50,14 +50,22 @@ def _with_ratio(row: Row, peer: str | None) -> str:
 
 _AT_4096 = tuple((head_dim, 4096, mask) for head_dim in (64, 128) for mask in (FULL, CAUSAL))
 _SHORT_TO_LONG = ((64, 1024, CAUSAL), *_AT_4096, (128, 16384, FULL))
+_RUNG = ((64, 1024, CAUSAL), (64, 4096, FULL), (64, 16384, FULL), *_AT_4096[2:], (128, 16384, FULL))
+_INT8 = (*_AT_4096, (128, 16384, FULL), (128, 16384, CAUSAL))
 _HOPPER = ((64, 16384, FULL), (128, 4096, FULL), (128, 4096, CAUSAL))
 _QUANTIZED = tuple(f"qflash {name}{how}" for name in ("sm90_int8", "sm90_int8_fp8") for how in ("", " (kernel alone)"))
 _GROUP = "per group of 16"
 
 # By page of docs/kernels.
 TABLES: dict[str, Callable[[], str]] = {
+    "unfused": Attention("cuda", "float32", ("qflash unfused", "qflash fa"), _SHORT_TO_LONG),
     "fa": Attention("cuda", "float32", ("qflash fa",), _SHORT_TO_LONG),
+    "fa_warps": Attention("ladder", "float16", ("qflash fa_warps", "qflash fa"), _RUNG),
+    "fa_tc": Attention("ladder", "float16", ("qflash fa_tc", "qflash fa_warps"), _RUNG),
     "fa_mma": Attention("fa_mma", "bfloat16", ("qflash fa_mma",), _SHORT_TO_LONG),
+    "fa_int8": Attention(
+        "fa_int8", "bfloat16", ("qflash fa_int8", "qflash fa_int8 (kernel alone)", "qflash fa_mma"), _INT8
+    ),
     "sm90_fwd": Attention(
         "sm90",
         "bfloat16",

@@ -1,6 +1,6 @@
 """How far quantized attention is from float64, side by side on the same inputs: qflash, 16 bits, and what others do.
 
-python -m bench.int8_accuracy   on a Hopper GPU; writes bench/results/<machine>/int8-accuracy.jsonl and a plot.
+python -m bench.int8_accuracy   on a Hopper GPU; writes bench/results/<machine>/int8-accuracy.jsonl and its plots.
 
 Inputs: normal numbers; keys with a tenth of their channels offset; values with a mean of 3; one value in a thousand ten
 times as large (the stress test of FlashAttention 3); long sequences, where errors could pile up. q, k and v are
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench import plot, rows, tables
+from bench import rows, tables
 from bench.peers import E4M3_MOST, Arrays, flash_attn_3, flash_attn_3_fp8, load, qflash_torch
 from bench.run import Candidate, Row, Suite, main
 from qflash.testing import Case
@@ -183,5 +183,7 @@ def table(machine: str | None = None) -> str:
 
 
 if __name__ == "__main__":
+    from bench import plot  # which knows this module by its rows
+
     collected = main(Accuracy(sys.argv[1] if len(sys.argv) > 1 else "cuda"))
-    plot.draw_errors(collected, rows.RESULTS / collected[0]["machine"] / f"{NAME}.svg")
+    plot.draw_from(rows.RESULTS / collected[0]["machine"] / f"{NAME}.jsonl")

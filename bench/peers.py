@@ -78,7 +78,7 @@ class Arrays:
 
     @cached_property
     def rope(self) -> qflash.Rope:
-        """Tables (NumPy) that turn every channel."""
+        """Tables (NumPy) that rotate every channel."""
         return qflash.Rope(*qflash.rope_tables(self.case.k_len, self.case.head_dim))
 
     @cached_property

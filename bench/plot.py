@@ -1,107 +1,94 @@
-"""Bar charts of rows: problems along the axis, one colour per candidate, taller is faster."""
+"""Every picture of bench/results and profiles: which rows it shows, in which form, and in which file it is."""
 
 from __future__ import annotations
 
-from itertools import cycle
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench import tables
+from bench import int8_accuracy, limits, profiles, roofline
+from bench import rows as store
+from bench.drawing import errors, page, speed, tradeoff
+from bench.drawing.sections import sections
 from qflash import machine
 
-# qflash in strong colours, peers in quiet ones.
-OURS = ("#c2410c", "#f59e0b", "#7c2d12")
-PEERS = ("#475569", "#94a3b8", "#cbd5e1", "#64748b", "#a1a1aa", "#d4d4d8", "#e2e8f0")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+QUANTIZED, TRADEOFF = "sm90_int8", "accuracy-speed"
+UNCOMMITTED = "run"  # what `qflash run` leaves
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> Path | None:
-    """An SVG of `rows` at `path`; None where matplotlib is not installed, or no row has a rate to draw."""
-    # What is measured without a part of its work ("kernel alone") is for the tables.
-    drawn = [row for row in rows if row["kind"] in ("forward", "train", "decode") and "(" not in row["candidate"]]
-    panels = list(dict.fromkeys((row["kind"], row["dtype"]) for row in drawn))
-    if not panels or machine.version("matplotlib") is None:
-        return None
-    import matplotlib
+@dataclass(frozen=True)
+class Picture:
+    """A file, and what it is made from."""
 
-    matplotlib.use("agg")
-    # Text stays text and ids are stable: small files that differ only when the rows do.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.size": 9})
-    import matplotlib.pyplot as plt
+    path: Path
+    sources: tuple[Path, ...]
+    make: Callable[[], Figure]
 
-    problems = max(len({_label(row) for row in drawn if _panel(row) == panel}) for panel in panels)
-    size = (max(10, 1.0 * problems), 3.2 * len(panels))
-    figure, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
-    for axis, panel in zip(axes[:, 0], panels, strict=True):
-        _bars(axis, [row for row in drawn if _panel(row) == panel], *panel)
-    figure.suptitle(tables.source(rows[0]), fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    return path
+    @property
+    def digest(self) -> str:
+        return page.digest(self.sources)
+
+    @property
+    def stale(self) -> bool:
+        """It is absent, or other rows are there than those it was drawn from."""
+        said = re.search(r"<dc:source>(.*?)</dc:source>", self.path.read_text()) if self.path.exists() else None
+        return said is None or said[1] != self.digest
+
+    def draw(self) -> bool:
+        """Whether the file had to be written anew."""
+        return page.write(self.path, page.render(self.make, self.digest))
 
 
-def _panel(row: dict[str, Any]) -> tuple[str, str]:
-    return row["kind"], row["dtype"]
+def _form(rows: list[Row]) -> Callable[[], Figure] | None:
+    """How rows are drawn; None: they are for tables alone."""
+    if rows[0]["kind"] == "accuracy":
+        return partial(errors.figure, rows)
+    return partial(speed.figure, rows) if sections(rows) else None
 
 
-def _bars(axis, rows: list[dict[str, Any]], kind: str, dtype: str) -> None:
-    unit = _unit(rows, kind)
-    _grouped(axis, list(dict.fromkeys(map(_label, rows))), rows, _label, lambda row: _height(row, kind, unit))
-    axis.set_ylabel(f"{dtype}, {unit}")
+def of_folder(folder: Path) -> Iterator[Picture]:
+    """The pictures of one machine's rows."""
+    for path in sorted(folder.glob("*.jsonl")):
+        form = _form(store.read(path))
+        if form is not None:
+            yield Picture(path.with_suffix(".svg"), (path,), form)
+    both = tuple(folder / f"{name}.jsonl" for name in (QUANTIZED, int8_accuracy.NAME))
+    if all(path.exists() for path in both):
+        yield Picture(folder / f"{TRADEOFF}.svg", both, partial(tradeoff.figure, *map(store.read, both)))
 
 
-def _grouped(axis, groups: list[str], rows: list[dict[str, Any]], group_of, height_of) -> None:
-    """A bar per row, those of a group side by side, one colour per candidate."""
-    names = list(dict.fromkeys(row["candidate"] for row in rows))
-    ours = [name for name in names if name.startswith("qflash")]
-    peers = [name for name in names if name not in ours]
-    colours = dict(zip(ours, cycle(OURS), strict=False)) | dict(zip(peers, cycle(PEERS), strict=False))
-    width = 0.85 / len(names)
-    for index, name in enumerate(names):
-        heights = {group_of(row): height_of(row) for row in rows if row["candidate"] == name}
-        places = [groups.index(group) + (index - (len(names) - 1) / 2) * width for group in heights]
-        axis.bar(places, list(heights.values()), width, label=name, color=colours[name])
-    axis.set_xticks(range(len(groups)), groups)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, ncols=min(len(names), 7), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+def everything() -> Iterator[Picture]:
+    """All pictures of committed rows and profiles."""
+    for folder in sorted(path for path in store.RESULTS.iterdir() if path.is_dir()):
+        yield from (picture for picture in of_folder(folder) if picture.path.stem != UNCOMMITTED)
+    for gpu in limits.MEMORY:
+        if roofline.points(gpu):
+            yield Picture(profiles.PROFILES / gpu / "roofline.svg", roofline.sources(gpu), roofline.maker(gpu))
 
 
-def _label(row: dict[str, Any]) -> str:
-    if row["kind"] == "decode":
-        return f"Tk={row['Tk']}"
-    return f"T={row['Tq']}\nD={row['D']}\n{'causal' if row['causal'] else 'full'}"
-
-
-def _unit(rows: list[dict[str, Any]], kind: str) -> str:
-    if kind == "decode":
-        return "GB/s of K and V"
-    return "TFLOP/s" if max(row["gflops"] for row in rows) >= 1e4 else "GFLOP/s"
-
-
-def _height(row: dict[str, Any], kind: str, unit: str) -> float:
-    if kind == "decode":
-        return row["gbs"]
-    return row["gflops"] / 1e3 if unit == "TFLOP/s" else row["gflops"]
-
-
-def draw_errors(rows: list[dict[str, Any]], path: Path) -> Path | None:
-    """An SVG of accuracy rows at `path`: inputs along the axis, shorter is better; None where matplotlib is absent."""
+def draw_from(rows_path: Path) -> list[Path]:
+    """Draw the pictures that show the rows of a file, where matplotlib is installed."""
     if machine.version("matplotlib") is None:
-        return None
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "qflash", "font.size": 9})
-    import matplotlib.pyplot as plt
-
-    inputs = list(dict.fromkeys(_input(row) for row in rows))
-    figure, axis = plt.subplots(figsize=(10, 3.2), layout="constrained")
-    _grouped(axis, inputs, rows, _input, lambda row: row["rel_l2"])
-    axis.set(yscale="log", ylabel="relative L2 error, bfloat16 inputs")
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    return path
+        return []
+    pictures = [picture for picture in of_folder(rows_path.parent) if rows_path in picture.sources]
+    for picture in pictures:
+        picture.draw()
+    return [picture.path for picture in pictures]
 
 
-def _input(row: dict[str, Any]) -> str:
-    return f"{row['input']}\n{'causal' if row['causal'] else 'full'}"
+def update(check_only: bool = False) -> list[str]:
+    """Draw every picture (or only look whether its rows have changed); the files that were not up to date."""
+    if check_only:
+        stale = [picture.path for picture in everything() if picture.stale]
+    elif machine.version("matplotlib") is None:
+        stale = []
+    else:
+        stale = [picture.path for picture in everything() if picture.draw()]
+    return [str(path.relative_to(store.ROOT)) for path in stale]

@@ -9,14 +9,30 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench import highlights, int8_accuracy, int8_gemm, profiles, quantize, reductions, result_pages, sm90_quantize
+from bench import (
+    front_page,
+    highlights,
+    int8_accuracy,
+    int8_gemm,
+    plot,
+    profiles,
+    quantize,
+    reductions,
+    result_pages,
+    rungs,
+    sm90_quantize,
+)
 from bench import rows as store
 from bench.presets import PRESETS, Preset
 from bench.tables import FP8, best_peer, candidate, error, markdown, problem, rate, ratio, source, time, unrepeated
 from qflash.dispatch import KERNELS, VARIANTS, Kernel, kernels_of
 
 CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.device == "cuda")
-PAGES = (store.ROOT / "README.md", *sorted((store.ROOT / "docs" / "kernels").glob("*.md")))
+# Every page that may have marked sections; those of docs/results are made whole.
+PAGES = (
+    store.ROOT / "README.md",
+    *sorted(set((store.ROOT / "docs").rglob("*.md")) - set(result_pages.FOLDER.rglob("*.md"))),
+)
 Row = dict[str, Any]
 LONG = 4096  # keys from which on quantized kernels are to be faster
 BEHIND = 0.95  # of a peer's speed: below it a kernel counts as slower, not as equal
@@ -96,13 +112,9 @@ def _shape(row: Row) -> str:
     return f"({row['B']}, {row['Hq']}, {row['Tq']}, {row['D']})"
 
 
-def _quantized_summary(rows: list[Row]) -> str:
-    return "\n\n".join([source(rows[0]), "\n".join(f"- {line}" for line in quantized_means(rows))])
-
-
 def quantized_summaries() -> str:
-    """sm90_int8 in sentences, per machine."""
-    parts = [_quantized_summary(rows) for rows in store.committed("sm90_int8").values()]
+    """sm90_int8 on long sequences, a table of means per machine."""
+    parts = [f"{source(rows[0])}\n\n{quantized_means(rows)}" for rows in store.committed("sm90_int8").values()]
     return "\n\n".join(parts) or _no_rows("sm90_int8")
 
 
@@ -110,7 +122,7 @@ def quantized_table(machine: str | None = None, fold: bool = True) -> str:
     """sm90_int8, one table per machine, head_dim and mask: ours with and without quantization, then their peers."""
     parts = []
     for rows in store.committed("sm90_int8", machine).values():
-        parts.append(_quantized_summary(rows))
+        parts += [source(rows[0]), quantized_means(rows)]
         groups: dict[tuple[int, bool], list[Row]] = {}
         for row in rows:
             groups.setdefault((row["D"], row["causal"]), []).append(row)
@@ -133,24 +145,27 @@ def _quantized_lines(rows: list[Row]) -> str:
     return markdown(header, unrepeated(lines))
 
 
-def quantized_means(rows: list[Row]) -> list[str]:
-    """A sentence per candidate of ours and head_dim: over the best peer of 16 bits, and over FP8, on long sequences."""
-    sentences = []
+def quantized_means(rows: list[Row]) -> str:
+    """A line per candidate of ours: over the best peer of 16 bits and over FP8, by head_dim, on long sequences."""
     long = [row for row in rows if row["kernel"] and row["Tk"] >= LONG]
-    for head_dim in dict.fromkeys(row["D"] for row in long):
-        for name in dict.fromkeys(row["candidate"] for row in long):
+    head_dims = sorted({row["D"] for row in long})
+    lines = []
+    for name in dict.fromkeys(row["candidate"] for row in long):
+        cells = []
+        for head_dim in head_dims:
             ours = [row for row in long if (row["D"], row["candidate"]) == (head_dim, name)]
-            parts = []
-            for who, values in (
-                ("the best of 16 bits", [found[1] for row in ours if (found := best_peer(row))]),
-                (FP8, [row["speedup"][FP8] for row in ours if FP8 in row["speedup"]]),
-            ):
-                if values:
-                    mean = ratio(math.exp(sum(map(math.log, values)) / len(values)))
-                    parts.append(f"{mean} {who} ({min(values):.2f} to {max(values):.2f})")
-            if parts:
-                sentences.append(f"D={head_dim}, T ≥ {LONG}: {name}: {', '.join(parts)}")
-    return sentences
+            cells.append(_mean_and_range([found[1] for row in ours if (found := best_peer(row))]))
+            cells.append(_mean_and_range([row["speedup"][FP8] for row in ours if FP8 in row["speedup"]]))
+        lines.append([name, *cells])
+    heads = [f"D={head_dim}, × {who}" for head_dim in head_dims for who in ("16 bits", "FP8")]
+    return markdown([f"T ≥ {LONG}", *heads], lines)
+
+
+def _mean_and_range(values: list[float]) -> str:
+    if not values:
+        return "–"
+    mean = math.exp(sum(map(math.log, values)) / len(values))
+    return f"**{mean:.2f}** ({min(values):.2f}–{max(values):.2f})"
 
 
 def _no_rows(name: str) -> str:
@@ -190,6 +205,12 @@ def against_the_best(rows: list[Row]) -> list[str]:
         mean = ratio(math.exp(sum(map(math.log, ratios)) / len(ratios)))
         sentences.append(f"{name}, {dtype}: {mean} the best of {', '.join(peers)} ({among}; {behind} under {BEHIND}×)")
     return sentences
+
+
+def best_of_hopper() -> str:
+    """sm90_fwd on all problems, in a sentence per machine and dtype."""
+    found = [line for rows in store.committed("sm90").values() for line in against_the_best(rows)]
+    return "\n".join(f"- {line}" for line in found) or _no_rows("sm90")
 
 
 def means_of(preset: Preset, rows: list[Row]) -> list[str]:
@@ -264,26 +285,11 @@ def profile_table(name: str, gpu: str | None = None) -> str:
     return "\n\n".join(parts) or f"No profile is committed yet; `qflash profile --kernel {name}` makes it."
 
 
-def rooflines() -> str:
-    """The rooflines that were drawn."""
-    found = sorted(profiles.PROFILES.glob("*/roofline.svg"))
-    pictures = [f"![roofline of {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found]
-    return "\n".join(pictures) or "No roofline is committed yet; `qflash profile` and `qflash roofline` make it."
-
-
-def plots() -> str:
-    """The speed plots of machines with committed rows: the CPU engine's, or the fastest CUDA kernel's."""
-    gpus = sorted({path.parent for name in ("sm90", "cuda") for path in store.RESULTS.glob(f"*/{name}.svg")})
-    fastest = [next(path for name in ("sm90", "cuda") if (path := gpu / f"{name}.svg").exists()) for gpu in gpus]
-    found = sorted(store.RESULTS.glob("*/cpu.svg")) + fastest
-    return "\n".join(f"![speed on {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found)
-
-
-def quantized_plots() -> str:
-    """Speed and accuracy of the quantized kernels of Hopper."""
-    found = [path for name in ("sm90_int8", int8_accuracy.NAME) for path in sorted(store.RESULTS.glob(f"*/{name}.svg"))]
-    titles = {"sm90_int8": "quantized speed", int8_accuracy.NAME: "error of quantized attention"}
-    return "\n".join(f"![{titles[path.stem]} on {path.parent.name}]({path.relative_to(store.ROOT)})" for path in found)
+def tradeoff() -> str:
+    """Error against speed of every kernel, machine by machine, for a page of docs/guide."""
+    found = sorted(store.RESULTS.glob("*/accuracy-speed.svg"))
+    links = [f"../../bench/results/{path.parent.name}/{path.name}" for path in found]
+    return "\n".join(f"![Error against speed on {link.split('/')[-2]}]({link})" for link in links)
 
 
 # All rows of a preset: of one machine, or, called without, of every one.
@@ -302,13 +308,18 @@ UNFOLDED = TABLES | {name: partial(TABLES[name], fold=False) for name in ("ladde
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels_table,
     "operations": operations_table,
-    "plots": plots,
+    "features": front_page.features,
+    "pays-from": front_page.pays_from,
+    "results": front_page.results,
+    "results-means": best_of_hopper,
+    "accuracy-speed": tradeoff,
+    "contract": front_page.contract,
     **TABLES,
     "sm90_int8-means": quantized_summaries,
-    "sm90_int8-plots": quantized_plots,
     f"{int8_accuracy.NAME}-l2": int8_accuracy.summary,
     **{f"results-{page}": table for page, table in highlights.TABLES.items()},
-    "roofline": rooflines,
+    "rungs": rungs.table,
+    **{f"rung-{name}": partial(rungs.sentence, name) for name in rungs.BELOW},
     **{f"profile-{name}": (lambda name=name: profile_table(name)) for name in CUDA_KERNELS},
     **{f"kernel-{name}": (lambda name=name: kernel_table(name)) for name in VARIANTS},
 }
@@ -332,8 +343,8 @@ def rewrite(text: str) -> tuple[str, list[str]]:
 
 
 def update(check_only: bool = False) -> list[str]:
-    """Bring every page up to date (or only look); "page: section" for those that were not."""
-    stale = []
+    """Bring every picture and page up to date (or only look); files, and "page: section", that were not."""
+    stale = plot.update(check_only)  # before the pages, which show the pictures that are there
     for page in PAGES:
         text, changed = rewrite(page.read_text())
         stale += [f"{page.relative_to(store.ROOT)}: {name}" for name in changed]

@@ -16,12 +16,14 @@ Pages = dict[Path, str]
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows: presets with their headings, and the page of docs/kernels that explains them."""
+    """What a page shows: presets with their headings, the page of docs/kernels that explains them, how to read it."""
 
     name: str
     title: str
     explained_by: str | None
     presets: Mapping[str, str]
+    about: str = ""
+    picture: tuple[str, str] | None = None  # the name and the title of a plot of several presets, where there is one
 
 
 PAGES = (
@@ -30,15 +32,35 @@ PAGES = (
         "The ladder: every CUDA rung",
         None,
         {"ladder": "float16, B·T = 16384", "cuda": "float32 and bfloat16"},
+        "The CUDA kernels from the first rung to the last run in one process with PyTorch's three ways. Short calls "
+        "are replayed from CUDA graphs, and the L2 cache is flushed before each. Latency is the median; × PyTorch is "
+        "the speed-up over its FlashAttention-2 backend. The quantized rungs include their quantization; `fa_int8`'s "
+        '"kernel alone" attends to q and k quantized beforehand. [The ladder](../../learn.md) explains each rung.',
     ),
     Page(
         "sm90",
         "sm90_fwd and the best that runs on Hopper",
         "sm90_fwd",
         {"sm90": "Forward", "sm90-rope": "With and without rope", "sm90-jax": "From JAX, jitted"},
+        "The peers are cuDNN and FlashAttention 2, both through PyTorch, and FlashAttention 3.",
     ),
-    Page("int8", "sm90_int8 and sm90_int8_fp8", "sm90_int8", {"sm90_int8": "With quantization and alone"}),
-    Page("accuracy", "Error of quantized attention", "sm90_int8", {"int8-accuracy": "Against float64"}),
+    Page(
+        "int8",
+        "sm90_int8 and sm90_int8_fp8",
+        "sm90_int8",
+        {"sm90_int8": "With quantization and alone"},
+        'Rows count the quantization of q, k and v, or only that of q ("kv ready"), or none ("kernel alone"). '
+        "FlashAttention 3 in FP8 gets arrays that are E4M3 already; its cast is not counted.",
+    ),
+    Page(
+        "accuracy",
+        "Error of quantized attention",
+        "sm90_int8",
+        {"int8-accuracy": "Against float64"},
+        "The inputs are normal numbers, keys with a bias in some channels, values with a mean of 3, one value in a "
+        "thousand ten times as large, and long sequences.",
+        ("accuracy-speed", "Error against speed"),
+    ),
     Page("fa_mma", "fa_mma and FlashAttention 2", "fa_mma", {"fa_mma": "bfloat16", "fa_mma-f16": "float16"}),
     Page("fa_int8", "fa_int8 with its quantization and alone", "fa_int8", {"fa_int8": "bfloat16"}),
     Page("quantize", "quantize and dequantize", "quantize", {"quantize": "Beside a copy"}),
@@ -50,10 +72,28 @@ PAGES = (
         "reductions",
         {"reductions": "On a GPU", "reductions-cpu": "On a CPU"},
     ),
-    Page("cpu", "The CPU engine", "cpu", {"cpu": "Forward", "cpu-train": "Forward and backward"}),
-    Page("decode", "One query against a long cache", "cpu", {"cpu-decode": "On a CPU"}),
     Page(
-        "overhead", "What a call costs the host", None, {"cpu-overhead": "CPU arrays", "cuda-overhead": "CUDA tensors"}
+        "cpu",
+        "The CPU engine",
+        "cpu",
+        {"cpu": "Forward", "cpu-train": "Forward and backward"},
+        "Everyone has the same number of threads. The bold column is the speed-up over "
+        "`torch.nn.functional.scaled_dot_product_attention` on contiguous `[B, H, T, D]` tensors, the layout it likes "
+        "best. Forward and backward together count 3.5 times the forward FLOP.",
+    ),
+    Page(
+        "decode",
+        "One query against a long cache",
+        "cpu",
+        {"cpu-decode": "On a CPU"},
+        "GB/s count K and V once.",
+    ),
+    Page(
+        "overhead",
+        "What a call costs the host",
+        None,
+        {"cpu-overhead": "CPU arrays", "cuda-overhead": "CUDA tensors"},
+        "The arrays are so small that next to nothing is computed.",
     ),
 )
 
@@ -68,11 +108,18 @@ def render(tables: Mapping[str, Callable[[str], str]], profile_table: Callable[[
         kernels = sorted(path.stem for path in (profiles.PROFILES / gpu).glob("*.csv"))
         if kernels:
             figures = [f"## {kernel}\n\n{profile_table(kernel, gpu)}" for kernel in kernels]
-            pages["profiles"] = ("Profiles, by ncu", _text("# Profiles, by ncu", *figures))
+            pages["profiles"] = ("Profiles, by ncu", _text("# Profiles, by ncu", *_roofline(gpu), *figures))
         found |= {FOLDER / folder.name / f"{name}.md": text for name, (_, text) in pages.items()}
         links = [f"- [{title}]({folder.name}/{name}.md)" for name, (title, _) in pages.items()]
         index += [f"## {folder.name}", "\n".join(links)]
     return found | {FOLDER / "README.md": _text(*index)}
+
+
+def _roofline(gpu: str) -> list[str]:
+    if not (profiles.PROFILES / gpu / "roofline.svg").exists():
+        return []
+    where = "Each rung stands between the memory's roof and the arithmetic units', on the problem it was profiled with."
+    return [where, f"![Roofline of the {gpu}](../../../profiles/{gpu}/roofline.svg)"]
 
 
 def _text(*parts: str) -> str:
@@ -87,11 +134,19 @@ def _page(page: Page, folder: Path, tables: Mapping[str, Callable[[str], str]]) 
     parts = [f"# {page.title}"]
     if page.explained_by:
         parts.append(f"[{page.explained_by}](../../kernels/{page.explained_by}.md) says what these rows show.")
+    parts += [page.about] if page.about else []
+    if page.picture and (folder / f"{page.picture[0]}.svg").exists():
+        parts.append(_plot(folder, *page.picture))
     for name in _committed(page, folder):
-        parts += [f"## {page.presets[name]}", tables[name](folder.name)]
+        parts.append(f"## {page.presets[name]}")
         if (folder / f"{name}.svg").exists():
-            parts.append(f"![{page.title}](../../../bench/results/{folder.name}/{name}.svg)")
+            parts.append(_plot(folder, name, f"{page.title}: {page.presets[name]}"))
+        parts.append(tables[name](folder.name))
     return _text(*parts)
+
+
+def _plot(folder: Path, name: str, title: str) -> str:
+    return f"![{title}](../../../bench/results/{folder.name}/{name}.svg)"
 
 
 def update(pages: Pages, check_only: bool = False) -> list[str]:

@@ -78,6 +78,11 @@ def input_bytes(case: Case) -> int:
     return cache_bytes(case) + case.batch * case.q_len * case.q_heads * case.head_dim * _item_bytes(case)
 
 
+def moved_bytes(case: Case) -> int:
+    """q, k, v and the output, each moved once: the least that attention must move."""
+    return input_bytes(case) + case.batch * case.q_len * case.q_heads * case.head_dim * _item_bytes(case)
+
+
 def problem(case: Case, kind: str) -> dict[str, Any]:
     """The part of a row that says what was computed."""
     return {

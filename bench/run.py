@@ -15,6 +15,7 @@ from typing import Any
 import qflash
 from bench import rows
 from qflash import machine
+from qflash.cli.console import make_console, steps
 from qflash.testing.timing import Call, Clock, Comparison, CudaClock, WallClock, compare
 
 Row = dict[str, Any]
@@ -125,7 +126,7 @@ def measure(
 
 def refusal(error: Exception) -> str | None:
     """Why a candidate cannot take part, in a line; None if the error is not of that sort."""
-    if isinstance(error, (Unavailable, NotImplementedError, qflash.NoKernelError)):
+    if isinstance(error, (Unavailable, NotImplementedError, qflash.NoKernelError, qflash.ToolchainError)):
         return str(error).splitlines()[0]
     return "out of memory" if isinstance(error, RuntimeError) and "out of memory" in str(error).lower() else None
 
@@ -166,10 +167,14 @@ def line(row: Row) -> str:
 def main(suite: Suite) -> list[Row]:
     """Measure a suite, tell its rows as they come and write them."""
     set_threads(None)
+    console = make_console()
     collected = []
-    for part in measure(suite, on_skip=print):
-        collected += part
-        print("\n".join(map(line, part)))
+    with steps(console, len(suite.cases)) as progress:
+        progress.describe(f"timing {suite.name}")
+        for part in measure(suite, on_skip=lambda text: console.print(text, soft_wrap=True)):
+            collected += part
+            console.print("\n".join(map(line, part)), soft_wrap=True)
+            progress.advance()
     path = rows.save(suite.name, collected)
-    print(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}")
+    console.print(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}", soft_wrap=True)
     return collected

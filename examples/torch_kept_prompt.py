@@ -28,7 +28,7 @@ def main() -> None:
         q = torch.randn(1, 64, Q_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
         out = qflash.attention(q, kv, causal=True, rope=rope)
         assert torch.equal(out, qflash.attention(q, k, v, causal=True, rope=rope, precision="int8_fp8"))
-    kept = sum(x.nbytes for x in (kv.k, kv.v, kv.k_scale, kv.v_lift))
+    kept = sum(x.nbytes for x in (kv.k, kv.v, kv.k_scale, kv.v_exponents))
     print(f"{TURNS} calls on a prompt of {PROMPT} keys, kept in {kept / (k.nbytes + v.nbytes):.2f} of its memory")
 
 

@@ -32,8 +32,11 @@ def plan_key(
 def cpu_isa() -> str:
     """The instruction set that the CPU engine runs: amx, avx512, avx2 or generic."""
 
-def get_num_threads() -> int: ...
-def set_num_threads(num_threads: SupportsIndex, /) -> None: ...
+def get_num_threads() -> int:
+    """How many threads a call on the CPU uses: by default, one for every core it may use."""
+
+def set_num_threads(num_threads: SupportsIndex, /) -> None:
+    """Let calls on the CPU use `num_threads` threads, 1 or more. It holds for the process."""
 
 # The module has these where it was built with jaxlib's headers.
 

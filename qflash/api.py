@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qflash import dispatch
-from qflash.call.op import Op
+from qflash.call.op import Op, Plan
 from qflash.call.spec import Spec
 from qflash.call.words import check_flag, check_word
 from qflash.frontends.choose import frontend_of
@@ -158,30 +158,57 @@ def attention(
 ) -> Any:
     """softmax(scale · q kᵀ) v, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
-    q: `[B, Tq, Hq, D]`; k, v: `[B, Tk, Hkv, D]`, Hq a multiple of Hkv; float32, float16 or bfloat16; any strides with
-    a contiguous last dimension. Returns `[B, Tq, Hq, D]`, and with `return_lse` also the log-sum-exp of each row of
-    scores, float32 `[B, Hq, Tq]`. layout: "bhtd" says that q, k, v and the result are `[B, H, T, D]`, as PyTorch's
-    scaled_dot_product_attention has them. Under torch.autocast q, k and v are cast as that function's are.
+    Args:
+        q: queries, `[B, Tq, Hq, D]`; float32, float16 or bfloat16; any strides with a contiguous last dimension. It may
+            be a `qflash.Quantized`, and then k is one too.
+        k: keys, `[B, Tk, Hkv, D]`, Hq a multiple of Hkv; of q's dtype and device. It may be a `qflash.Quantized`
+            (with q), or a `qflash.QuantizedKV`, which is keys and values in one.
+        v: values, `[B, Tk, Hkv, D]`, or a `qflash.Quantized`. It is left out where k is a `qflash.QuantizedKV`.
+        causal: query i sees keys `j <= i + Tk - Tq`.
+        window: `(left, right)`, how many keys a query sees on each side of that diagonal; -1 is open.
+        kv_lens: int32 `[B]`, how many keys of each sequence exist; it takes Tk's place in the diagonal. A list, or
+            integers of another type, will do where its values are on the host.
+        softcap: scores become `softcap · tanh(score / softcap)`, before they are masked.
+        scale: what q · k is multiplied by; `1 / sqrt(D)` by default.
+        rope: rotates q and k first, see `qflash.Rope`.
+        return_lse: also return the log-sum-exp of each row of scores.
+        precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (on Hopper
+            alone).
+        kernel: the name of the one kernel that must be used, see `qflash doctor`.
+        layout: "bthd", or "bhtd": q, k, v and the result are `[B, H, T, D]`, as PyTorch's
+            scaled_dot_product_attention has them.
 
-    causal: query i sees keys `j <= i + Tk - Tq`. window: `(left, right)` keys on each side of that diagonal, -1 open.
-    kv_lens: int32 `[B]`, how many keys of each sequence exist; takes Tk's place in the diagonal. It may also be a list,
-    or integers of another type, where its values are on the host. softcap: scores become
-    `softcap · tanh(score / softcap)`. scale: default `1 / sqrt(D)`. rope: rotate q and k first, see `qflash.Rope`.
-    precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (on Hopper
-    alone). kernel: the name of one kernel that must be used. A row that sees no key gives zeros and lse -inf.
+    Returns:
+        An array like q, `[B, Tq, Hq, D]`. With `return_lse` a pair of it and lse, float32 `[B, Hq, Tq]`, in natural
+        logarithms. A row that sees no key gives zeros and lse -inf.
 
-    q and k, and v if one likes, may be `qflash.Quantized`, so that what is quantized once serves many calls. Of q and
-    k both are symmetric or both have a zero point; k has one scale, or one for each group of a power of two, 16 or
-    more, tokens; only k may be smoothed; rope belongs to `quantize`. The result has v's dtype, or that of the array v
-    was made from. The CPU turns them back to float32 first; on CUDA scores are products of integers (kernel
-    `fa_int8`), and results have 16 bits. Forward only.
+    Raises:
+        TypeError, ValueError: an argument is not what is allowed; the text names it. Bad values inside kv_lens and
+            rope positions are found on the CPU; a CUDA kernel cannot raise for those and gives NaN in the rows
+            concerned.
+        NoKernelError: no kernel, or not the one that was asked for, serves these arguments; `explain` tells why.
+        KernelError: a kernel failed while it ran.
 
-    In k's place, without v, there may be a `qflash.QuantizedKV` (kv in errors), what `quantize_kv` returns. q is then
-    an array, quantized on the way; rope turns q alone; kv_lens are by default those that kv was made with. On Hopper
-    alone, and forward only.
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> q = np.random.default_rng(0).standard_normal((1, 128, 8, 64), np.float32)
+        >>> k = v = q[:, :, :2]  # grouped-query attention: 8 heads of q share 2 of k and v
+        >>> out, lse = qflash.attention(q, k, v, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        ((1, 128, 8, 64), (1, 8, 128))
+        >>> bool(np.allclose(out[:, 0, :4], v[:, 0, :1]))  # the first query sees one key
+        True
 
-    Bad arguments raise ValueError or TypeError. So do bad values inside kv_lens and rope positions on the CPU; a CUDA
-    kernel cannot raise for those and gives NaN in the rows concerned.
+    *Quantized arrays.* What is quantized once serves many calls. Of q and k both are symmetric or both have a zero
+    point; k has one scale, or one for each group of a power of two, 16 or more, tokens; only k may be smoothed; rope
+    belongs to `quantize`. The result has v's dtype, or that of the array v was made from. The CPU converts them back to
+    float32 first; on CUDA scores are products of integers (kernel `fa_int8`), and results have 16 bits. Forward only.
+
+    *A QuantizedKV* is called kv in errors. q is then an array, quantized on the way; rope rotates q alone; kv_lens are
+    by default those that kv was made with. On Hopper alone, and forward only.
+
+    Under torch.autocast q, k and v are cast as those of scaled_dot_product_attention are.
     """
     kind = type(q)
     if kind is type(k) is type(v) and kind not in _VALUES and rope is None and layout is _BTHD:
@@ -311,9 +338,30 @@ def attention_varlen(
 ) -> Any:
     """`attention` over sequences of different lengths packed one after another.
 
-    q: `[total_q, Hq, D]`; k, v: `[total_k, Hkv, D]`. Sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of
-    q and likewise of k and v; both are int32 `[B + 1]`, start at 0, never fall and end at the total. No sequence is
-    longer than `max_seqlen_*`. lse is `[Hq, total_q]`. Everything else is as in `attention`.
+    Args:
+        q: `[total_q, Hq, D]`.
+        k: `[total_k, Hkv, D]`.
+        v: `[total_k, Hkv, D]`.
+        cu_seqlens_q: int32 `[B + 1]`. Sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q. It starts at
+            0, never falls and ends at total_q.
+        cu_seqlens_k: int32 `[B + 1]`, the same of k and v.
+        max_seqlen_q: no sequence of q is longer.
+        max_seqlen_k: no sequence of k is longer.
+
+    The other arguments, and what is raised, are those of `attention`.
+
+    Returns:
+        `[total_q, Hq, D]`. With `return_lse` a pair of it and lse, float32 `[Hq, total_q]`.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> q = np.random.default_rng(0).standard_normal((30, 4, 64), np.float32)
+        >>> starts = np.array([0, 10, 30], np.int32)  # two sequences, of 10 and 20 tokens
+        >>> out = qflash.attention_varlen(q, q, q, starts, starts, 20, 20, causal=True)
+        >>> alone = qflash.attention(q[None, 10:], q[None, 10:], q[None, 10:], causal=True)[0]
+        >>> bool(np.allclose(out[10:], alone, atol=1e-6))
+        True
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) in (Quantized, QuantizedKV):
@@ -340,7 +388,19 @@ def _packed_call(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which kernel would run and why each other one would not. `str()` is a table."""
+    """Which kernel would run and why each other one would not. `str()` is a table. What `explain` returns.
+
+    kernel: its name, or None where none serves. spec: what of the call chose it. rows: (kernel, verdict, reason) of
+    every kernel. notes: what one should know about the choice.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.zeros((1, 16, 2, 64), np.float32)
+        >>> name, verdict, reason = qflash.explain(x, x, x).rows[0]
+        >>> name, verdict
+        ('cpu', 'runs')
+    """
 
     kernel: str | None
     spec: Spec
@@ -383,6 +443,15 @@ def explain(
 
     With `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`, all four, it tells the same of
     `attention_varlen`. For a quantized precision it also notes where the arrays' own type is usually faster.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.zeros((1, 16, 2, 64), np.float32)
+        >>> qflash.explain(x, x, x, causal=True).kernel
+        'cpu'
+        >>> qflash.explain(x, x, x, precision="int8").kernel
+        'cpu_int8'
     """
     options = (causal, window, softcap, scale, precision, kernel)
     packed = _packed_words(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -401,19 +470,25 @@ def explain(
         op, arrays, words = _call_of(q, k, v, options, kv_lens, rope, False)
     frontend = frontend_of(type(arrays[0]), op.arrays[0])
     plan = frontend.plan_of(op, arrays, words)
-    spec = plan.spec(frontend.arch_of(arrays[0]))
+    return explanation_of(plan, frontend.arch_of(arrays[0]), layout)
+
+
+def explanation_of(plan: Plan, arch: int, layout: Layout = _BTHD) -> Explanation:
+    """The explanation of a checked call of attention on a device of compute capability `arch`/10 (0: the CPU)."""
+    spec, kernel = plan.spec(arch), plan.kernel
     if kernel is not None:
-        dispatch.plan(spec, kernel)  # refuses a name that is unknown or cannot serve
-    rows = dispatch.rows(spec, kernel)
+        dispatch.choose(spec, kernel)  # refuses a name that is unknown or cannot serve
+    rows = dispatch.verdicts(spec, kernel)
     chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
-    sizes = dict(plan.fields)
+    sizes: dict[str, Any] = dict(plan.fields)
+    q_len, k_len, kv_heads = (sizes[name] for name in ("q_len", "k_len", "kv_heads"))
     notes = []
-    if not packed and sizes["kv_heads"] > max(sizes["q_len"], sizes["k_len"], _MANY_HEADS):
+    if not spec.packed and kv_heads > max(q_len, k_len, _MANY_HEADS):
         notes.append(
-            f"k has {sizes['kv_heads']} heads and {sizes['k_len']} tokens; if that is the wrong way round, pass the "
+            f"k has {kv_heads} heads and {k_len} tokens; if that is the wrong way round, pass the "
             f"other layout than {layout!r}"
         )
-    notes += dispatch.notes(spec, chosen, min(sizes["q_len"], sizes["k_len"]))
+    notes += dispatch.notes(spec, chosen, min(q_len, k_len))
     return Explanation(chosen, spec, rows, tuple(notes))
 
 

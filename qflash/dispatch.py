@@ -355,12 +355,21 @@ def arch_reasons(kernel: Kernel, arch: int, whose: str = "this GPU has") -> list
 
 def reasons(kernel: Kernel, spec: Spec) -> list[str]:
     """Why `kernel` cannot serve `spec`; empty when it can."""
-    found = []
     if kernel.op != spec.op:
         return [f"computes {kernel.op}, not {spec.op}"]
     if kernel.device != spec.device:
-        return [f"runs on {kernel.device}, the arrays are on {spec.device}"]
-    found += arch_reasons(kernel, spec.arch)
+        elsewhere = f"runs on {kernel.device}, the arrays are on {spec.device}"
+        return [elsewhere, *_reasons_there(kernel, replace(spec, device=kernel.device, arch=_NEWEST_ARCH))]
+    return arch_reasons(kernel, spec.arch) + _reasons_there(kernel, spec)
+
+
+# Of a GPU that is not known: what is refused there, is refused on every GPU.
+_NEWEST_ARCH = 1000
+
+
+def _reasons_there(kernel: Kernel, spec: Spec) -> list[str]:
+    """Why `kernel` cannot serve `spec` on a device that it has code for."""
+    found = []
     if spec.dtype not in kernel.dtypes:
         found.append(f"takes {', '.join(kernel.dtypes)}, not {spec.dtype}")
     if spec.precision not in kernel.precisions:
@@ -379,25 +388,27 @@ _KV_WORDS = {"arrays": "arrays", "quantized": "qflash.Quantized", "kept": "qflas
 
 
 @lru_cache(maxsize=4096)
-def plan(spec: Spec, name: str | None = None) -> Kernel:
+def choose(spec: Spec, name: str | None = None) -> Kernel:
     """The kernel that serves `spec`: the one called `name`, or the first usable row of its operation."""
     if name is not None:
         kernel = BY_NAME.get(name)
         if kernel is None or kernel.op != spec.op:
-            allowed = "".join(f", {row.name!r}" for row in kernels_of(spec.op))
+            allowed = "".join(f", {other.name!r}" for other in kernels_of(spec.op))
             raise ValueError(f"kernel is {name!r}; allowed: None{allowed}")
         why_not = reasons(kernel, spec)
         if why_not:
-            raise NoKernelError(f"kernel {name!r} cannot serve this problem: {'; '.join(why_not)}\n{table(rows(spec))}")
+            raise NoKernelError(
+                f"kernel {name!r} cannot serve this problem: {'; '.join(why_not)}\n{table(verdicts(spec))}"
+            )
         return kernel
     for kernel in kernels_of(spec.op):
         if kernel.automatic and not reasons(kernel, spec):
             return kernel
     problem = "problem" if spec.op == "attention" else spec.op
-    raise NoKernelError(f"no kernel serves this {problem}\n{table(rows(spec))}")
+    raise NoKernelError(f"no kernel serves this {problem}\n{table(verdicts(spec))}")
 
 
-def rows(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]:
+def verdicts(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]:
     """(kernel, verdict, why) for every kernel of the operation: what `explain` shows. `asked`: the one asked for."""
     chosen = asked
     why_first = "comes first" if asked is None else "was asked for"
@@ -432,7 +443,7 @@ def notes(spec: Spec, name: str | None, tokens: int) -> list[str]:
             if least is not None and tokens >= least:
                 return []
             where = "at this head_dim" if least is None else f"below {least} queries and keys"
-            plain = plan(replace(spec, precision=PRECISIONS[0], kv="arrays")).name
+            plain = choose(replace(spec, precision=PRECISIONS[0], kv="arrays")).name
             if spec.kv == "kept":  # k and v are what they are
                 return [f"{where} {plain} on k and v of {spec.dtype} is usually faster"]
             return [f"{where} {plain} is usually faster (quantizing is not paid back); precision=None selects it"]
@@ -480,12 +491,12 @@ VARIANTS = _variants()
 
 def variants_of(op: str = "attention", device: str | None = None, kv: str = "arrays") -> tuple[Variant, ...]:
     """The variants of the kernels of one operation, on one device where that is named, that take such k and v."""
-    rows = kernels_of(op, device)
-    return tuple(variant for variant in VARIANTS.values() if variant.kernel in rows and variant.kv == kv)
+    kernels = kernels_of(op, device)
+    return tuple(variant for variant in VARIANTS.values() if variant.kernel in kernels and variant.kv == kv)
 
 
 def table(lines: list[tuple[str, str, str]]) -> str:
-    """`rows` as aligned text."""
+    """`verdicts` as aligned text."""
     if not lines:
         return "  (it has no kernel in this version)"
     widths = [max(len(line[i]) for line in lines) for i in range(2)]

@@ -4,20 +4,71 @@ from __future__ import annotations
 
 
 class NoKernelError(ValueError):
-    """No kernel (or not the one that was asked for) can serve the problem; the text carries the reasons."""
+    """No kernel (or not the one that was asked for) can serve the problem; the text carries the reasons.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.zeros((1, 16, 2, 64), np.float32)
+        >>> try:
+        ...     qflash.attention(x, x, x, precision="int8", kernel="cpu")
+        ... except qflash.NoKernelError as error:
+        ...     print(str(error).splitlines()[0])
+        kernel 'cpu' cannot serve this problem: computes in precision native, not int8
+    """
 
 
 class ToolchainError(RuntimeError):
-    """A CUDA kernel must be compiled and no usable compiler was found; the text says what to install."""
+    """A CUDA kernel must be compiled and no usable compiler was found; the text says what to install.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.zeros((1, 16, 2, 64), np.float32)
+        >>> try:
+        ...     out = qflash.attention(x, x, x)
+        ... except qflash.ToolchainError as error:  # first use on a GPU, without nvcc
+        ...     print(error)
+    """
 
 
 class CompileError(RuntimeError):
-    """The compiler ran and failed; the text carries the command and its output."""
+    """The compiler ran and failed; the text carries the command and its output.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.zeros((1, 16, 2, 64), np.float32)
+        >>> try:
+        ...     out = qflash.attention(x, x, x)
+        ... except qflash.CompileError as error:  # nvcc failed on a kernel
+        ...     print(error)
+    """
 
 
 class KernelError(RuntimeError):
-    """A kernel returned a failure status while running."""
+    """A kernel returned a failure status while running.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.zeros((1, 16, 2, 64), np.float32)
+        >>> try:
+        ...     out = qflash.attention(x, x, x)
+        ... except qflash.KernelError as error:  # a kernel failed while it ran
+        ...     print(error)
+    """
 
 
 class CacheError(RuntimeError):
-    """The compile cache is not safe or not possible to use; the text names the path and says what to do."""
+    """The compile cache is not safe or not possible to use; the text names the path and says what to do.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.zeros((1, 16, 2, 64), np.float32)
+        >>> try:
+        ...     out = qflash.attention(x, x, x)
+        ... except qflash.CacheError as error:  # others can write to the cache's folder
+        ...     print(error)
+    """

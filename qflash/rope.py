@@ -23,6 +23,14 @@ class Rope(Generic[ArrayT_co]):
     (GPT-J). Key j stands at position j and query i at `i + Tk - Tq` (with `kv_lens`, at `i + kv_lens[b] - Tq`);
     `positions_q`/`positions_k`, int32 `[T]` or `[B, T]` (`[total]` for packed tensors), override that. A negative
     position rotates backwards. Contiguous float32 tables are read as they are; others are converted in every call.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> rope = qflash.Rope(*qflash.rope_tables(128, 64))
+        >>> q = np.random.default_rng(0).standard_normal((1, 128, 2, 64), np.float32)
+        >>> qflash.attention(q, q, q, causal=True, rope=rope).shape
+        (1, 128, 2, 64)
     """
 
     cos: ArrayT_co
@@ -63,7 +71,14 @@ class Rope(Generic[ArrayT_co]):
 def rope_tables(
     positions: Integer, rotary_dim: Integer, base: Number = 10000.0
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The usual tables (cos, sin), float32 `[positions, rotary_dim / 2]`: angle position · base^(-2p/rotary_dim)."""
+    """The usual tables (cos, sin), float32 `[positions, rotary_dim / 2]`: angle position · base^(-2p/rotary_dim).
+
+    Example:
+        >>> import qflash
+        >>> cos, sin = qflash.rope_tables(4096, 64)
+        >>> cos.shape, float(cos[0, 0]), float(sin[0, 0])
+        ((4096, 32), 1.0, 0.0)
+    """
     for name, value in (("positions", positions), ("rotary_dim", rotary_dim)):
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name} is {value!r}; allowed: an int")

@@ -5,12 +5,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import sys
+import time
+from collections.abc import Generator
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 # Before NumPy is imported: the oracle's products are small, and BLAS threads would spin beside the engine's own.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Before torch is: its threads are to sleep while they wait, and leave the cores to other workers.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @lru_cache(maxsize=1)
@@ -45,7 +53,11 @@ def why_no_code(kernel: str) -> str | None:
     return f"{kernel} {found[0]}" if found else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "slow" not in config.getoption("-m"):
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     for item in items:
         if not item.get_closest_marker("gpu"):
             continue
@@ -62,12 +74,54 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {why}")
 
 
+ROOT = Path(__file__).resolve().parent.parent
+KEPT_SECONDS = 14 * 24 * 3600  # an entry that is older is built again: sources change, and leave entries behind
+
+
+# What makes a test too dear for `make check`, and needs the mark `process`; asking for a version does not.
+_DEAR = re.compile(r"(python[\d.]*|nvcc|[gc]\+\+|cmake|make|mypy)$")
+_ASKING = {"--version", "-dumpversion", "-dumpfullversion", "--dryrun"}
+_unmarked: list[pytest.Item] = []  # the unit test that runs, if it has no mark
+
+
+def _forbid_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen" and _unmarked:
+        command = list(map(str, arguments[1]))
+        if _DEAR.search(command[0]) and not _ASKING & set(command):
+            raise AssertionError(f"{_unmarked[0].nodeid} starts {command[0]} and has no pytest.mark.process")
+
+
+sys.addaudithook(_forbid_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    if "unit" in item.path.parts and not item.get_closest_marker("process"):
+        _unmarked.append(item)
+    try:
+        return (yield)
+    finally:
+        _unmarked.clear()
+
+
 @pytest.fixture(scope="session")
-def shared_cache(tmp_path_factory):
-    """A compile cache of this run alone, whose locks let each entry be built by one worker."""
+def shared_cache():
+    """A compile cache of the tests' own, kept from run to run; its locks let each entry be built by one worker.
+
+    Entries are named by all that went into them, so that one which is there is what would be built.
+    """
     from qflash.jit.cache import Cache
 
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's own folder lies in one that all of them have
-        folder = folder.parent
-    return Cache(folder / "compiled")
+    return Cache(ROOT / ".cache" / "tests")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # a worker of pytest-xdist; the process that started it has done this
+    from qflash.jit.cache import Cache
+
+    kept = Cache(ROOT / ".cache" / "tests")
+    oldest = time.time() - KEPT_SECONDS
+    for path in kept.folder.glob("*/"):
+        if path.stat().st_mtime < oldest:
+            kept.remove(path.name)

@@ -1,4 +1,7 @@
-"""Install this checkout into the running interpreter, unless what it imports is this checkout and newer than its C++.
+"""Install this checkout into the running interpreter, unless what it imports was built from the C++ that is here now.
+
+A record beside the builds says which native module was built from which sources, by their contents: times would miss a
+file of a suffix that nobody thought of, and would build again after `git switch` there and back.
 
 With scikit-build-core and pip at hand that is `pip install --no-build-isolation --no-deps -e .`; on a machine that has
 only CMake and pybind11 (or PyTorch, which carries its headers), the native module is built into the source tree.
@@ -7,16 +10,22 @@ Neither downloads anything.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-CPP = {".h", ".cc", ".cpp"}
+# Everything that CMake reads and compiles, whatever it is called. CUDA sources are compiled on first use, not here.
+SOURCES = ("CMakeLists.txt", "qflash/csrc/bindings", "qflash/csrc/cpu", "qflash/csrc/include")
+RECORD = ROOT / "build" / f"native-{sys.implementation.cache_tag}.json"
 
 
 def imported() -> tuple[Path, Path] | str:
@@ -31,10 +40,38 @@ def imported() -> tuple[Path, Path] | str:
     return Path(package), Path(native)
 
 
-def newest_source() -> float:
-    sources = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml"]
-    sources += [path for path in (ROOT / "qflash" / "csrc").rglob("*") if path.suffix in CPP]
-    return max(path.stat().st_mtime for path in sources)
+def sources() -> dict[str, str]:
+    """What the native module is made of: the path of each file in the checkout, and the digest of its contents."""
+    files = (path for name in SOURCES for path in (ROOT / name, *(ROOT / name).rglob("*")) if path.is_file())
+    contents = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in files}
+    contents["pyproject.toml"] = build_settings()
+    return {name: hashlib.sha256(text).hexdigest() for name, text in contents.items()}
+
+
+def build_settings() -> bytes:
+    """pyproject.toml but for the settings of tools that build and install nothing."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    settings["tool"] = settings["tool"].get("scikit-build")
+    return json.dumps(settings, sort_keys=True).encode()
+
+
+def stamp(native: Path) -> list[str | int]:
+    """Which build of the native module this is."""
+    about = native.stat()
+    return [str(native), about.st_mtime_ns, about.st_size]
+
+
+def recorded() -> dict[str, Any]:
+    """What the last build here left: `module`, the stamp of what it built, and `sources`, what that was built from."""
+    try:
+        return dict(json.loads(RECORD.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Files that were added, removed or edited."""
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
 def outdated() -> str | None:
@@ -45,9 +82,29 @@ def outdated() -> str | None:
     package, native = found
     if package.resolve().parent != ROOT / "qflash":
         return f"the installed qflash is {package.parent}, not this checkout"
-    if native.stat().st_mtime < newest_source():
-        return "its C++ sources changed"
+    last = recorded()
+    if last.get("module") != stamp(native):
+        return "it is not known what the installed module was built from"
+    if files := changed(last["sources"], sources()):
+        return f"{files[0]} changed" if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files changed"
     return None
+
+
+def build() -> None:
+    """Build and install, and record what was built from what."""
+    now = sources()
+    for name in changed(recorded().get("sources", {}), now):
+        if name in now:  # ninja goes by times, and a file that came from elsewhere may be older than its object
+            os.utime(ROOT / name)
+    if has("scikit_build_core") and has("pybind11") and has("pip"):
+        install_editable()
+    else:
+        build_in_place()
+    found = imported()
+    if isinstance(found, str):
+        sys.exit(f"qflash was built and still cannot be used: {found}")
+    RECORD.parent.mkdir(exist_ok=True)
+    RECORD.write_text(json.dumps({"module": stamp(found[1]), "sources": now}, indent=1))
 
 
 def run(command: list[str]) -> None:
@@ -121,10 +178,7 @@ def main() -> None:
     if reason is None:
         return
     print(f"Building qflash's native module ({reason})", flush=True)
-    if has("scikit_build_core") and has("pybind11") and has("pip"):
-        install_editable()
-    else:
-        build_in_place()
+    build()
     still = outdated()
     if still is not None:
         sys.exit(f"qflash was built and still cannot be used: {still}")

@@ -78,8 +78,8 @@ def _load(name: str, chosen: Unit) -> Entry:
 
 def specialisations(arches: Iterable[int] = ARCHES, kernels: Iterable[str] | None = None) -> list[Unit]:
     """Every unit of the named CUDA kernels (all of them by default) for the given architectures."""
-    chosen = _cuda_rows() if kernels is None else [_cuda_row(name) for name in kernels]
-    units = (unit(row, spec) for arch in arches for row in chosen for spec in specs(row, arch))
+    chosen = _cuda_kernels() if kernels is None else [_cuda_kernel(name) for name in kernels]
+    units = (unit(kernel, spec) for arch in arches for kernel in chosen for spec in specs(kernel, arch))
     return list(dict.fromkeys(units))
 
 
@@ -101,17 +101,17 @@ def specs(kernel: Kernel, arch: int) -> list[Spec]:
     return [spec for spec in found if not reasons(kernel, spec)]
 
 
-def _cuda_rows() -> list[Kernel]:
-    """The rows that are compiled here; kernels of other backends run on the same GPUs."""
-    return [row for row in dispatch.KERNELS if row.backend == "cuda"]
+def _cuda_kernels() -> list[Kernel]:
+    """The kernels that are compiled here; kernels of other backends run on the same GPUs."""
+    return [kernel for kernel in dispatch.KERNELS if kernel.backend == "cuda"]
 
 
-def _cuda_row(name: str) -> Kernel:
-    row = BY_NAME.get(name)
-    if row is None or row.backend != "cuda":
-        allowed = ", ".join(row.name for row in _cuda_rows())
+def _cuda_kernel(name: str) -> Kernel:
+    kernel = BY_NAME.get(name)
+    if kernel is None or kernel.backend != "cuda":
+        allowed = ", ".join(other.name for other in _cuda_kernels())
         raise ValueError(f"kernel is {name!r}; allowed: {allowed}")
-    return row
+    return kernel
 
 
 def build(

@@ -27,7 +27,7 @@ class Prepared:
 def prepare(plan: Plan, arch: int = 0) -> Prepared:
     """Choose the kernel, load or compile it, bind the call. `arch`: compute capability times ten; 0 is the CPU."""
     spec = plan.spec(arch)
-    kernel = dispatch.plan(spec, plan.kernel)
+    kernel = dispatch.choose(spec, plan.kernel)
     if plan.nothing_to_do:
         return Prepared(plan, kernel, _nothing)
     entry = backends.load(kernel, spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import qflash
-from qflash.cli import bench, cuda, doctor, profile, trace, verify
+from qflash.cli import bench, cuda, doctor, explain, profile, trace, verify
 from qflash.cli.command import Commands
 
 
@@ -17,6 +17,7 @@ def main() -> None:
 
 for _command in (
     doctor.doctor,
+    explain.explain,
     verify.verify,
     trace.trace,
     bench.run,

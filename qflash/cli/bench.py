@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,11 +15,12 @@ from rich.table import Table
 
 import qflash
 from qflash import machine
+from qflash.cli.ahead import compile_ahead
 from qflash.cli.command import THREADS, KernelCommand, Seconds
-from qflash.cli.console import make_console, track
+from qflash.cli.console import make_console, steps
 from qflash.cli.usable import usable_kernels
 from qflash.cli.verify import show_failures, verify_kernels
-from qflash.dispatch import variants_of
+from qflash.dispatch import VARIANTS, variants_of
 
 
 def load(name: str) -> ModuleType:
@@ -60,22 +62,29 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
     return table
 
 
-def measure(console: Console, preset: Any, **options: Any) -> list[dict[str, Any]]:
-    """Rows of a preset, with progress."""
-    suite = load("attention").suite_of(preset)
-    parts = load("run").measure(suite, on_skip=lambda text: console.print(f"left out: {text}"), **options)
-    return [row for part in track(console, f"timing {preset.title}", parts, len(preset.cases)) for row in part]
+def measured(console: Console, presets: Sequence[Any], **options: Any) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    """(preset, its rows), one after another, under one progress bar."""
+    work = ((VARIANTS[name], case) for preset in presets for name in preset.kernels for case in preset.cases)
+    compile_ahead(console, work)
+    with steps(console, sum(len(preset.cases) for preset in presets)) as progress:
+        for preset in presets:
+            progress.describe(f"timing {preset.title}")
+            suite = load("attention").suite_of(preset)
+            rows = []
+            for part in load("run").measure(suite, on_skip=lambda text: console.print(f"left out: {text}"), **options):
+                rows += part
+                progress.advance()
+            yield preset, rows
 
 
 def write(console: Console, name: str, rows: list[dict[str, Any]]) -> None:
-    """Rows and their plot into bench/results/<machine>/."""
+    """Rows and their plots into bench/results/<machine>/."""
     store, plot = load("rows"), load("plot")
     path = store.save(name, rows)
     console.print(f"{len(rows)} rows in {path.relative_to(store.ROOT)}")
-    picture = plot.draw(rows, path.with_suffix(".svg"))
     if machine.version("matplotlib") is None:
         console.print("no plot: matplotlib is not installed (pip install 'qflash[bench]')")
-    elif picture is not None:
+    for picture in plot.draw_from(path):
         console.print(f"plot in {picture.relative_to(store.ROOT)}")
 
 
@@ -95,7 +104,7 @@ def run(threads: int | None) -> None:
     chosen = [preset for device in devices() for preset in presets.for_device(device) if preset.name in presets.RUN]
     # jax.nn materialises the scores as the naive version does; `qflash bench` has time for both.
     options = {"budget": 0.5, "min_rounds": 3, "leave_out": ("jax.nn",)}
-    rows = [row for preset in chosen for row in measure(console, preset, **options)]
+    rows = [row for _, part in measured(console, chosen, **options) for row in part]
     console.print(table_of(rows, "qflash and what you would use instead: interleaved in one process, medians"))
     write(console, "run", rows)
     sys.exit(int(failed))
@@ -118,8 +127,7 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
         if preset.device not in devices():
             raise click.ClickException(f"preset {preset.name} needs {preset.device}; see `qflash doctor`")
     load("run").set_threads(threads)
-    for preset in chosen:
-        rows = measure(console, preset, budget=budget)
+    for preset, rows in measured(console, chosen, budget=budget):
         console.print(table_of(rows, preset.title))
         for line in load("report").means_of(preset, rows):
             console.print(line)
@@ -130,7 +138,7 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
 @click.command()
 @click.option("--check", is_flag=True, help="Change nothing; fail if a page differs from the committed rows.")
 def report(check: bool) -> None:
-    """Rebuild the tables of README and docs from the committed rows."""
+    """Rebuild the tables and plots of README and docs from the committed rows."""
     module = load("report")
     stale = module.update(check_only=check)
     if check and stale:

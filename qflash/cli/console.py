@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-T = TypeVar("T")
 LOG_WIDTH = 132  # tables keep their shape where no terminal says how wide it is
+LOG_SECONDS = 30.0  # between lines of progress in a log
 
 
 def make_console() -> Console:
@@ -21,22 +22,75 @@ def make_console() -> Console:
     return console
 
 
+class Steps(Protocol):
+    """Progress through a number of steps."""
+
+    def describe(self, text: str) -> None:
+        """Say what the next steps do."""
+
+    def advance(self) -> None:
+        """One more is done."""
+
+
 @contextmanager
-def bar(console: Console, description: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar and the function that moves it; without a terminal, a line at the start."""
+def steps(console: Console, total: int) -> Iterator[Steps]:
+    """A progress bar with the time that is left; without a terminal, a line for each description, and now and then."""
     if not console.is_terminal:
-        console.print(f"{description} ({total})")
-        yield lambda: None
+        yield _Lines(console, total)
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda: progress.advance(task)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    # Steps may take a minute each, and rich forgets what is older than its period.
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
+        yield _Bar(progress, total)
 
 
-def track(console: Console, description: str, items: Iterable[T], total: int) -> Iterator[T]:
-    """Pass `items` on under a progress bar."""
-    with bar(console, description, total) as advance:
-        for item in items:
-            advance()
-            yield item
+class _Bar:
+    def __init__(self, progress: Progress, total: int):
+        self._progress, self._task = progress, progress.add_task("", total=total)
+
+    def describe(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+
+class _Lines:
+    """Progress for a log."""
+
+    def __init__(self, console: Console, total: int):
+        self._console, self._total = console, total
+        self._description, self._done = "", 0
+        self._started = self._said = time.monotonic()
+
+    def describe(self, text: str) -> None:
+        self._description = text
+        self._say(time.monotonic())
+
+    def advance(self) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if now - self._said >= LOG_SECONDS and self._done < self._total:
+            self._say(now)
+
+    def _say(self, now: float) -> None:
+        self._said = now
+        left = ""
+        if self._done:
+            left = f", about {duration((now - self._started) / self._done * (self._total - self._done))} left"
+        self._console.print(f"{self._description} ({self._done} of {self._total} done{left})")
+
+
+def duration(seconds: float) -> str:
+    """A time span as people say it."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from qflash.cli.command import KernelCommand
-from qflash.cli.console import bar, make_console
+from qflash.cli.console import make_console, steps
 from qflash.dispatch import KERNELS
 from qflash.jit.cache import Cache
 from qflash.jit.contents import Info
@@ -45,8 +45,9 @@ def build(arches: str, kernels: tuple[str, ...]) -> None:
         raise click.ClickException(f"no kernel serves {arches}; `qflash doctor` lists what each one needs")
     Cache().require_writable()  # kernels that are compiled on first use may go elsewhere; what is built ahead may not
     started = time.perf_counter()
-    with bar(console, "compiling", len(units)) as advance:
-        cuda.build(parse_arches(arches), kernels or None, progress=lambda unit, done, total: advance())
+    with steps(console, len(units)) as progress:
+        progress.describe("compiling")
+        cuda.build(parse_arches(arches), kernels or None, progress=lambda unit, done, total: progress.advance())
     console.print(f"{len(units)} libraries ready in {time.perf_counter() - started:.0f} s; {describe(Cache())}")
 
 

@@ -6,7 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import click
 from rich.table import Table
@@ -17,7 +17,7 @@ from qflash import _native, machine
 from qflash.backends import arch
 from qflash.cli import cuda, environment
 from qflash.cli.console import make_console
-from qflash.cli.usable import usable_kernels
+from qflash.cli.usable import Usable, usable_kernels
 from qflash.errors import ToolchainError
 from qflash.jit import runtime, toolchain
 from qflash.jit.cache import Cache
@@ -101,13 +101,27 @@ def frameworks() -> list[tuple[str, str]]:
     return [*found, ("XLA handlers", handlers)]
 
 
-def _section(title: str, rows: Sequence[tuple[str, str | Text]]) -> Table:
+def _section(title: str, rows: Sequence[tuple[str | Text, str | Text]]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def kernels(judged: Iterable[Usable]) -> list[tuple[Text, Text]]:
+    """A line for those that can be used, and one for each reason why others cannot, with all that share it."""
+    groups: dict[tuple[str, ...], list[Usable]] = {}
+    for entry in judged:
+        groups.setdefault(entry.reasons or (entry.note,), []).append(entry)
+    rows = []
+    for reasons, entries in sorted(groups.items(), key=lambda group: bool(group[1][0].reasons)):
+        verdict = Text("not usable", "yellow") if entries[0].reasons else Text("usable", "green")
+        names = Text(", ".join(entry.kernel.name for entry in entries))
+        about = "; ".join(filter(None, reasons))
+        rows.append((verdict + f" ({len(entries)})", Text(f"{about}\n") + names if about else names))
+    return rows
 
 
 @click.command()
@@ -121,11 +135,7 @@ def doctor() -> None:
     sections = {"Hardware": hardware(), "Compilers": compilers(), "Frameworks": frameworks()}
     for title, rows in sections.items():
         console.print(_section(title, rows), "")
-    kernels = []
-    for entry in usable_kernels().values():
-        no = Text.assemble(("no", "yellow"), f"   {entry.why_not}")
-        kernels.append((entry.kernel.name, no if entry.why_not else Text("yes", "green")))
-    console.print(_section("Kernels usable here", kernels))
+    console.print(_section("Kernels", kernels(usable_kernels().values())))
     wrong = dict.fromkeys((*environment.problems(), *filter(None, [environment.cache_problem()])))
     if wrong:
         console.print("", _section("To be put right", [(str(number), text) for number, text in enumerate(wrong, 1)]))

@@ -10,7 +10,7 @@ import click
 from qflash import machine
 from qflash.cli.bench import load
 from qflash.cli.command import KernelCommand
-from qflash.cli.console import make_console, track
+from qflash.cli.console import make_console, steps
 from qflash.dispatch import VARIANTS, arch_reasons
 
 CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.device == "cuda")
@@ -38,14 +38,17 @@ def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
     console = make_console()
     chosen = kernels or tuple(name for name in CUDA_KERNELS if not arch_reasons(VARIANTS[name].kernel, gpus[0].arch))
     failed = []
-    for name in track(console, "profiling", chosen, len(chosen)):
-        try:
-            found = profiles.collect(name, folder, ncu)
-        except profiles.ProfileError as error:
-            failed.append(name)
-            console.print(f"{name}: {error}")
-            continue
-        console.print(f"{name}: {found.total(profiles.DURATION) / 1e6:.3f} ms in {len(found.launches)} launches")
+    with steps(console, len(chosen)) as progress:
+        for name in chosen:
+            progress.describe(f"profiling {name}")
+            try:
+                found = profiles.collect(name, folder, ncu)
+                time = found.total(profiles.DURATION) / 1e6
+                console.print(f"{name}: {time:.3f} ms in {len(found.launches)} launches")
+            except profiles.ProfileError as error:
+                failed.append(name)
+                console.print(f"{name}: {error}")
+            progress.advance()
     if failed:
         raise click.ClickException(f"not profiled: {', '.join(failed)}")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qflash import dispatch, machine
+from qflash.backends import cuda
 from qflash.backends.arch import arch_for
 from qflash.cli import environment
 from qflash.dispatch import Kernel, arch_reasons
 from qflash.errors import ToolchainError
-from qflash.jit import toolchain
+from qflash.jit import prebuilt, toolchain
+from qflash.jit.cache import Cache
 
 
 @dataclass(frozen=True)
@@ -17,33 +19,52 @@ class Usable:
     """A kernel and what stands in its way here; `why_not` is empty when nothing does."""
 
     kernel: Kernel
-    why_not: str = ""
+    reasons: tuple[str, ...] = ()
+    note: str = ""  # what one should know of a kernel that can be used
+
+    @property
+    def why_not(self) -> str:
+        return "; ".join(self.reasons)
 
 
 def usable_kernels() -> dict[str, Usable]:
     """Every row of KERNELS, judged for this machine."""
-    return {kernel.name: Usable(kernel, "; ".join(_reasons(kernel))) for kernel in dispatch.KERNELS}
+    return {kernel.name: _judged(kernel) for kernel in dispatch.KERNELS}
 
 
-def _reasons(kernel: Kernel) -> list[str]:
+def _judged(kernel: Kernel) -> Usable:
     if kernel.device == "cpu":
-        return list(filter(None, [environment.cpu_problem()] if kernel.backend == "cpu" else []))
-    reasons = []
+        problem = environment.cpu_problem() if kernel.backend == "cpu" else ""
+        return Usable(kernel, (problem,) if problem else ())
     gpus, none_because = machine.gpus()
     if not gpus:
-        reasons.append(f"no NVIDIA GPU: {none_because}")
-    else:
-        reasons += _no_code(kernel, max(gpu.arch for gpu in gpus))
-    if kernel.backend != "cuda":
-        return reasons
+        return Usable(kernel, (f"no NVIDIA GPU: {none_because}",))
+    best = max(gpu.arch for gpu in gpus)
+    reasons = _no_code(kernel, best)
+    if reasons or kernel.backend != "cuda":
+        return Usable(kernel, tuple(reasons))
     try:
         toolchain.find()
     except ToolchainError:
-        reasons.append(
-            "no CUDA compiler: pip install 'qflash[cuda]', or put nvcc on the PATH (what the compile cache holds runs "
-            "without one)"
+        return _without_compiler(kernel, arch_for(best))
+    return Usable(kernel)
+
+
+def _without_compiler(kernel: Kernel, arch: int) -> Usable:
+    """What the compile cache has of a kernel is all there is of it."""
+    units = cuda.specialisations([arch], [kernel.name])
+    kept = Cache()
+    ready = sum(prebuilt.find(unit, kept) is not None for unit in units)
+    if not ready:
+        return Usable(
+            kernel,
+            (
+                "no CUDA compiler, and the compile cache has no library of it: pip install 'qflash[cuda]', or put nvcc "
+                "on the PATH",
+            ),
         )
-    return reasons
+    note = f"{ready} of {len(units)} libraries are compiled; there is no CUDA compiler for the others"
+    return Usable(kernel, note="" if ready == len(units) else note)
 
 
 def _no_code(kernel: Kernel, best: int) -> list[str]:

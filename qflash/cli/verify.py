@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
 import click
@@ -15,11 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from qflash.cli.ahead import compile_ahead
 from qflash.cli.command import KernelCommand
-from qflash.cli.console import make_console, track
+from qflash.cli.console import make_console, steps
 from qflash.cli.usable import usable_kernels
 from qflash.dispatch import VARIANTS, Variant, arch_reasons, kernels_of, variants_of
-from qflash.errors import KernelError, NoKernelError
+from qflash.errors import KernelError, NoKernelError, ToolchainError
 
 if TYPE_CHECKING:
     from qflash.testing import Case
@@ -34,6 +37,7 @@ class Tally:
     seed: int = 0  # of the emulator's schedule
     passed: int = 0
     refused: int = 0  # cases the kernel does not claim to serve
+    uncompiled: int = 0  # cases whose library is not in the compile cache of a machine without a compiler
     worst: dict[str, float] = field(default_factory=dict)  # dtype -> greatest relative L2 error
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -49,6 +53,8 @@ class Tally:
                 check_gradients(case, *run_backward(case, self.kernel.name))
         except NoKernelError:
             self.refused += 1
+        except ToolchainError:
+            self.uncompiled += 1
         except (ContractError, KernelError) as error:
             self.failures.append(f"{case.name}: {error}" if isinstance(error, KernelError) else str(error))
         else:
@@ -64,6 +70,11 @@ class Tally:
         return self.kernel.device == "cpu" and any(self.kernel.precision in row.precisions for row in rows)
 
     @property
+    def verified_nothing(self) -> bool:
+        """Whether no case ran for want of a compiler."""
+        return bool(self.uncompiled) and not self.passed and not self.failures
+
+    @property
     def worst_text(self) -> str:
         return ", ".join(f"{dtype} {error:.0e}" for dtype, error in self.worst.items())
 
@@ -72,6 +83,7 @@ class Tally:
         """One line on one kernel."""
         total = self.passed + len(self.failures)
         refused = f", {self.refused} not served" if self.refused else ""
+        refused += f", {self.uncompiled} not compiled" if self.uncompiled else ""
         return (
             f"{self.kernel.name}: {self.passed} of {total} cases agree with the float64 oracle{refused}; "
             f"worst relative error {self.worst_text}"
@@ -83,13 +95,21 @@ def verify_kernels(console: Console, kernels: list[Variant], quick: bool) -> lis
     from qflash.testing import cases
 
     chosen = cases("quick" if quick else "full")
-    tallies = []
-    for kernel in kernels:
-        tally = Tally(kernel, "native-cuda" if kernel.device == "cuda" else "native")
-        for case in track(console, f"verifying {kernel.name}", chosen, len(chosen)):
-            tally.take(case)
-        tallies.append(tally)
+    compile_ahead(console, product(kernels, chosen))
+    tallies = [Tally(kernel, "native-cuda" if kernel.device == "cuda" else "native") for kernel in kernels]
+    take_all(console, "verifying", tallies, lambda kernel: chosen)
     return tallies
+
+
+def take_all(console: Console, verb: str, tallies: list[Tally], cases_of: Callable[[Variant], list[Case]]) -> None:
+    """Each tally takes the cases of its kernel, under one progress bar."""
+    work = [(tally, cases_of(tally.kernel)) for tally in tallies]
+    with steps(console, sum(len(cases) for _, cases in work)) as progress:
+        for tally, cases in work:
+            progress.describe(f"{verb} {tally.kernel.name}")
+            for case in cases:
+                tally.take(case)
+                progress.advance()
 
 
 def emulate_kernels(console: Console, kernels: list[Variant], seed: int) -> list[Tally]:
@@ -98,13 +118,10 @@ def emulate_kernels(console: Console, kernels: list[Variant], seed: int) -> list
     from qflash.testing.emulated_attention import with_few_keys
     from qflash.testing.runner import suited
 
-    chosen = cases("quick")
-    tallies = []
-    for kernel in kernels:
-        tally = Tally(kernel, "emulated", seed)
-        for case in track(console, f"emulating {kernel.name}", chosen, len(chosen)):
-            tally.take(suited(with_few_keys(case), kernel.name, emulator.arch()))
-        tallies.append(tally)
+    chosen = [with_few_keys(case) for case in cases("quick")]
+    tallies = [Tally(kernel, "emulated", seed) for kernel in kernels]
+    arch = emulator.arch()
+    take_all(console, "emulating", tallies, lambda kernel: [suited(case, kernel.name, arch) for case in chosen])
     return tallies
 
 
@@ -125,12 +142,15 @@ def repeat_kernels(console: Console, tallies: list[Tally], times: int) -> None:
     from qflash.testing import ContractError
     from qflash.testing.repeat import check_repeats
 
-    for tally in track(console, f"repeating {times} times", tallies, len(tallies)):
-        try:
-            served = check_repeats(tally.kernel.name, times)
-            console.print(f"{tally.kernel.name}: {served} large problems, {times} runs each, the same bits")
-        except ContractError as error:
-            tally.failures.append(str(error))
+    with steps(console, len(tallies)) as progress:
+        for tally in tallies:
+            progress.describe(f"repeating {tally.kernel.name} {times} times")
+            try:
+                served = check_repeats(tally.kernel.name, times)
+                console.print(f"{tally.kernel.name}: {served} large problems, {times} runs each, the same bits")
+            except ContractError as error:
+                tally.failures.append(str(error))
+            progress.advance()
 
 
 def show_failures(console: Console, tallies: list[Tally]) -> bool:
@@ -167,10 +187,10 @@ def verify(names: tuple[str, ...], quick: bool, repeat: int | None, emulate: boo
     if repeat:
         repeat_kernels(console, tallies, repeat)
     show_table(console, tallies)
-    for name, why_not in wanted.items():
-        if why_not:
-            console.print(f"{name} cannot run here: {why_not}")
-    missing = names and len(runnable) < len(names)
+    for why_not in dict.fromkeys(filter(None, wanted.values())):
+        shared = ", ".join(name for name, why in wanted.items() if why == why_not)
+        console.print(f"{shared} cannot run here: {why_not}", soft_wrap=True)
+    missing = names and (len(runnable) < len(names) or any(tally.verified_nothing for tally in tallies))
     if show_failures(console, tallies) or missing:
         sys.exit(1)
 
@@ -184,9 +204,11 @@ def usable_variants() -> dict[str, str]:
 def show_table(console: Console, tallies: list[Tally]) -> None:
     """One row for each kernel."""
     table = Table(title="Against the float64 oracle")
-    for column in ("kernel", "passed", "failed", "not served", "worst relative L2 error", "seconds"):
+    uncompiled = any(tally.uncompiled for tally in tallies)
+    counted = ("passed", "failed", "not served", *(["not compiled"] if uncompiled else []))
+    for column in ("kernel", *counted, "worst relative L2 error", "seconds"):
         table.add_column(column, justify="left" if column == "kernel" else "right")
     for tally in tallies:
-        counts = (str(tally.passed), str(len(tally.failures)), str(tally.refused))
-        table.add_row(tally.kernel.name, *counts, tally.worst_text, f"{tally.seconds:.1f}")
+        counts = (tally.passed, len(tally.failures), tally.refused, tally.uncompiled)[: len(counted)]
+        table.add_row(tally.kernel.name, *map(str, counts), tally.worst_text, f"{tally.seconds:.1f}")
     console.print(table)

@@ -6,7 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
+
+from qflash.typing import TorchTensor
+
+TorchT = TypeVar("TorchT", bound=TorchTensor)
 
 
 @dataclass(eq=False)
@@ -32,17 +36,17 @@ totals = Report()
 
 
 def scaled_dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: TorchT,
+    key: TorchTensor,
+    value: TorchTensor,
+    attn_mask: TorchTensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
     fallback: bool = False,
-) -> Any:
+) -> TorchT:
     """torch.nn.functional.scaled_dot_product_attention on qflash's kernels: the same arguments, the same meaning.
 
     query: `[..., Hq, Tq, D]`; key, value: `[..., Hkv, Tk, D]`; two dimensions or more, which are broadcast as PyTorch
@@ -62,20 +66,24 @@ def scaled_dot_product_attention(
     The result is a `[B, T, H, D]` array seen as `[B, H, T, D]`, as PyTorch's memory-efficient kernel returns it, so
     that `.transpose(1, 2).reshape(B, T, H * D)` copies nothing. With two or three dimensions it is contiguous, unless
     enable_gqa is set.
+
+    Example:
+        >>> import torch
+        >>> import qflash
+        >>> q = torch.randn(1, 8, 128, 64)
+        >>> qflash.scaled_dot_product_attention(q, q, q, is_causal=True).shape
+        torch.Size([1, 8, 128, 64])
     """
     # In this form the statement costs half of what `from qflash.integrations import sdpa_torch` does on every call.
     import qflash.integrations.sdpa_torch as sdpa_torch
 
-    return sdpa_torch.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, fallback)
+    out: TorchT = sdpa_torch.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, fallback)
+    return out
 
 
 @contextmanager
 def replace_sdpa(*, fallback: bool = False) -> Iterator[Report]:
     """Put qflash in place of torch.nn.functional.scaled_dot_product_attention, for a model one did not write.
-
-        with qflash.replace_sdpa(fallback=True) as report:
-            model(x)
-        print(report)
 
     fallback: see `scaled_dot_product_attention`. The replacement holds for all threads of the process. Contexts may
     be nested or entered by several threads: the one entered last decides and counts, and what was there before the
@@ -87,6 +95,15 @@ def replace_sdpa(*, fallback: bool = False) -> Iterator[Report]:
     scaled_dot_product_attention`), calls of torch.ops.aten, TorchScript and exported programs, and C++. A compiled
     model is best compiled and used inside: torch.compile notices the replacement in one's own code, but not where the
     call is made by torch's modules, and there a program stays as it was traced until `torch.compiler.reset()`.
+
+    Example:
+        >>> import torch
+        >>> import qflash
+        >>> model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True, dropout=0.0)
+        >>> with qflash.replace_sdpa(fallback=True) as report:
+        ...     out = model(torch.randn(2, 16, 64))
+        >>> print(report)
+        qflash served 1 of 1 calls of scaled_dot_product_attention
     """
     import qflash.integrations.sdpa_torch as sdpa_torch
 

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -52,24 +54,38 @@ class Unit:
         return f"{'compute' if self.ptx else 'sm'}_{self.target}"
 
 
-def compile_unit(unit: Unit, cache: Cache | None = None, jobs: int | None = None) -> Path:
+Which = Callable[[], str]  # what to say before a unit's name, when it is compiled: "2 of 3, "
+
+
+def compile_unit(unit: Unit, cache: Cache | None = None, jobs: int | None = None, which: Which = lambda: "") -> Path:
     """The cache entry of `unit`, compiled if need be. `jobs`: threads that may be used; None: one for every core."""
     cache = cache or Cache()
     tools = toolchain.find()
-    return cache.get(*recipe(unit, cache, tools, runtime.find(tools), jobs))
+    return cache.get(*recipe(unit, cache, tools, runtime.find(tools), jobs, which))
+
+
+def is_compiled(unit: Unit, cache: Cache) -> bool:
+    """Is there an entry of `unit`? Whether it is sound shows when it is opened."""
+    tools = toolchain.find()
+    return (cache.folder / key_of(unit, tools, runtime.find(tools))).is_dir()
 
 
 def recipe(
-    unit: Unit, cache: Cache, tools: toolchain.Toolchain, shared: runtime.Runtime | None, jobs: int | None = None
+    unit: Unit,
+    cache: Cache,
+    tools: toolchain.Toolchain,
+    shared: runtime.Runtime | None,
+    jobs: int | None = None,
+    which: Which = lambda: "",
 ) -> tuple[str, Build]:
     """What `cache` keeps `unit` under, and the function that compiles it. `shared`: None links a runtime of its own."""
 
     def build(directory: Path) -> dict[str, Any]:
         if shared is None:
-            return _build(unit, tools, (), directory, cache, jobs)
+            return _build(unit, tools, (), directory, cache, jobs, which)
         with cache.opened(shared.key, shared.build) as beside:
             linked = (f"-L{beside.path}", f"-l:{shared.name}")
-            facts = _build(unit, tools, linked, directory, cache, jobs)
+            facts = _build(unit, tools, linked, directory, cache, jobs, which)
         return {**facts, RUNTIME: {"name": shared.name, "key": shared.key}}
 
     return key_of(unit, tools, shared), build
@@ -146,15 +162,22 @@ def commands(
 
 
 def _build(
-    unit: Unit, tools: toolchain.Toolchain, linked: tuple[str, ...], directory: Path, cache: Cache, jobs: int | None
+    unit: Unit,
+    tools: toolchain.Toolchain,
+    linked: tuple[str, ...],
+    directory: Path,
+    cache: Cache,
+    jobs: int | None,
+    which: Which,
 ) -> dict[str, Any]:
     """Compile into `directory`; returns what facts.json is to say of it."""
-    say(f"qflash: compiling {unit.label} for {unit.code} with nvcc {tools.release}, {_expected(unit, cache)}")
+    expected = _expected(unit, cache)
+    say(f"qflash: compiling {which()}{unit.label} for {unit.code} with nvcc {tools.release}, {expected}")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="qflash-objects-") as objects:
         *parts, last = commands(unit, tools, linked, directory / LIBRARY, Path(objects), jobs)
         with ThreadPoolExecutor(max_workers=jobs or os.cpu_count() or 1) as pool:
-            said = list(pool.map(lambda words: _run(words, unit), parts))
+            said = list(pool.map(_run, parts, repeat(unit), repeat(_Parts(unit))))
         said.append(_run(last, unit))
     seconds = time.monotonic() - start
     (directory / LOG).write_text("".join(said))
@@ -162,11 +185,24 @@ def _build(
     return {"label": unit.label, "seconds": round(seconds, 1), "nvcc": tools.version, UNIT: digest_of(unit)}
 
 
-def _run(words: list[str], unit: Unit) -> str:
+class _Parts:
+    """Tells how many parts of a unit are compiled. The last goes without saying."""
+
+    def __init__(self, unit: Unit):
+        self._unit, self._done = unit, count(1)
+
+    def __call__(self) -> None:
+        done = next(self._done)
+        if done < self._unit.parts:
+            say(f"qflash: compiled {done} of {self._unit.parts} parts of {self._unit.label}")
+
+
+def _run(words: list[str], unit: Unit, finished: Callable[[], None] = lambda: None) -> str:
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         said = done.stdout + done.stderr
         raise CompileError(f"nvcc failed ({done.returncode}) on {unit.label}\n{' '.join(words)}\n{said}")
+    finished()
     return done.stdout + done.stderr
 
 

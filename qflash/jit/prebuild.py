@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import count
 from pathlib import Path
 
 from qflash.jit.cache import Cache
-from qflash.jit.compiler import Unit, compile_unit
+from qflash.jit.compiler import Unit, compile_unit, is_compiled
 
 
 def prebuild(
@@ -25,9 +26,15 @@ def prebuild(
     cache = cache or Cache()
     entries: dict[Unit, Path] = {}
     workers = workers or os.cpu_count() or 1
-    jobs = max(1, workers // max(1, len(set(units))))  # of each compiler: few units share the machine
+    missing = sum(not is_compiled(unit, cache) for unit in set(units))
+    jobs = max(1, workers // max(1, missing))  # of each compiler: few units share the machine
+    begun = count(1)
+
+    def which() -> str:
+        return f"{min(next(begun), missing)} of {missing}, " if missing > 1 else ""
+
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        futures = {pool.submit(compile_unit, unit, cache, jobs): unit for unit in dict.fromkeys(units)}
+        futures = {pool.submit(compile_unit, unit, cache, jobs, which): unit for unit in dict.fromkeys(units)}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
                 unit = futures[future]

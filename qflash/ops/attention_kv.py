@@ -20,7 +20,7 @@ from qflash.ops.quantization import GRANULARITIES, Quantized, tables_of
 from qflash.typing import Flag
 
 _LEAST_KEY_GROUP = 16  # keys of one lane of the CUDA kernel
-_ONLY_E4M3 = ("v_scale", "v_lift", "v_wild", "v_mean")
+_ONLY_E4M3 = ("v_scale", "v_exponents", "v_nonfinite", "v_mean")
 _INT8 = dtype_code("int8")
 
 
@@ -226,7 +226,7 @@ def kept_call(
         check_word("kv.dtype", kv.dtype, DTYPES)
     cos, sin, positions, _, interleaved = tables_of(rope)
     arrays = (
-        *(q, kv.k, kv.k_scale, kv.k_mean, kv.k_wild, kv.v, kv.v_scale, kv.v_lift, kv.v_wild, kv.v_mean),
+        *(q, kv.k, kv.k_scale, kv.k_mean, kv.k_nonfinite, kv.v, kv.v_scale, kv.v_exponents, kv.v_nonfinite, kv.v_mean),
         *(kv.lens if kv_lens is None else kv_lens, cos, sin, positions),
     )
     return arrays, (kv.precision, kv.dtype, *options, return_lse, interleaved)
@@ -252,11 +252,11 @@ def _plan_kept(
     k: Array | None,
     k_scale: Array | None,
     k_mean: Array | None,
-    k_wild: Array | None,
+    k_nonfinite: Array | None,
     v: Array | None,
     v_scale: Array | None,
-    v_lift: Array | None,
-    v_wild: Array | None,
+    v_exponents: Array | None,
+    v_nonfinite: Array | None,
     v_mean: Array | None,
     kv_lens: Array | None,
     cos: Array | None,
@@ -273,8 +273,8 @@ def _plan_kept(
     return_lse: Any,
     interleaved: Any,
 ) -> Plan:
-    given = {"k": k, "k_scale": k_scale, "k_mean": k_mean, "k_wild": k_wild, "v": v}
-    given |= {"v_scale": v_scale, "v_lift": v_lift, "v_wild": v_wild, "v_mean": v_mean}
+    given = {"k": k, "k_scale": k_scale, "k_mean": k_mean, "k_nonfinite": k_nonfinite, "v": v}
+    given |= {"v_scale": v_scale, "v_exponents": v_exponents, "v_nonfinite": v_nonfinite, "v_mean": v_mean}
     check_flag("return_lse", return_lse)
     options = Options(causal, window, softcap, scale, asked_precision, kernel)
     check_options(options, q.shape[-1] if q.shape and q.shape[-1] else 1)  # _check_q says what is wrong with 0
@@ -379,8 +379,8 @@ ATTENTION_QUANTIZED = Op(
 ATTENTION_KEPT = Op(
     "attention_kv",
     (
-        *("q", "kv.k", "kv.k_scale", "kv.k_mean", "kv.k_wild"),
-        *("kv.v", "kv.v_scale", "kv.v_lift", "kv.v_wild", "kv.v_mean"),
+        *("q", "kv.k", "kv.k_scale", "kv.k_mean", "kv.k_nonfinite"),
+        *("kv.v", "kv.v_scale", "kv.v_exponents", "kv.v_nonfinite", "kv.v_mean"),
         *("kv_lens", "rope.cos", "rope.sin", "rope.positions_q"),
     ),
     (

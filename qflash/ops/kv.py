@@ -17,33 +17,53 @@ from qflash.rope import Rope
 from qflash.typing import ArrayT, ArrayT_co, FrameworkArray, Integer, Lengths, Precision, Rounding
 
 KV_PRECISIONS = PRECISIONS[1:]
-_BLOCK, _KEY_GROUP, _VALUE_TILE = 16, 64, 128  # channels turned together, keys of a scale, keys of a lift
+_BLOCK, _KEY_GROUP, _VALUE_TILE = (
+    16,
+    64,
+    128,
+)  # channels of a Hadamard matrix, keys of a scale, keys of an exponent of V
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedKV(Generic[ArrayT_co]):
     """K and V quantized for attention on Hopper. What `quantize_kv` returns and `attention(q, kv)` takes.
 
-    k: int8 `[B, Tk, Hkv, ceil(D / 16) · 16]`, smoothed and turned by a Hadamard matrix in every 16 channels. k_scale:
-    float32 `[B, Hkv, ceil(Tk / 64)]`. k_mean: float32 `[B, Hkv, D]`, what smoothing took off. k_wild: int32 `[B, Hkv]`,
-    how many keys are not finite. lens: int32 `[B]`, the keys that exist, or None. dtype: that of the arrays.
+    k: int8 `[B, Tk, Hkv, ceil(D / 16) · 16]`, smoothed, then multiplied by a Hadamard matrix in every 16 channels.
+    k_scale: float32 `[B, Hkv, ceil(Tk / 64)]`. k_mean: float32 `[B, Hkv, D]`, what smoothing took off. k_nonfinite:
+    int32 `[B, Hkv]`, how many keys are not finite. lens: int32 `[B]`, the keys that exist, or None. dtype: that of the
+    arrays.
 
-    precision "int8": v is the 16-bit array itself, and v_scale, v_lift, v_wild and v_mean are None. "int8_fp8": v holds
-    E4M3 bytes (uint8, which every framework can slice, join and store; `v.view(torch.float8_e4m3fn)` reads them),
-    transposed to `[B, Hkv, D, Tk rounded up to 128]` with the keys permuted in every 16. v_scale: float32 `[B, Hkv]`.
-    v_lift: float32 `[B, Hkv, ceil(Tk / 128)]`. v_mean: float32 `[B, Hkv, D]`, what was taken off all values, and rows
-    of the output get back; v ~ byte · v_scale · 2^v_lift + v_mean. v_wild: int32 `[B, Hkv]`, how many values are not
-    finite. docs/kernels/sm90_quantize.md defines every step.
+    precision "int8": v is the 16-bit array itself, and v_scale, v_exponents, v_nonfinite and v_mean are None.
+    "int8_fp8": v holds E4M3 bytes (uint8, which every framework can slice, join and store;
+    `v.view(torch.float8_e4m3fn)` reads them), transposed to `[B, Hkv, D, Tk rounded up to 128]` with the keys permuted
+    in every 16. v_scale: float32 `[B, Hkv]`. v_exponents: float32 `[B, Hkv, ceil(Tk / 128)]`, whole numbers. v_mean:
+    float32 `[B, Hkv, D]`, what was taken off all values, and rows of the output get back;
+    v ~ byte · v_scale · 2^v_exponents + v_mean. v_nonfinite: int32 `[B, Hkv]`, how many values are not finite.
+    docs/kernels/sm90_quantize.md defines every step.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> kv = qflash.QuantizedKV(  # of parts that were stored
+        ...     k=np.zeros((1, 100, 2, 64), np.int8),
+        ...     k_scale=np.ones((1, 2, 2), np.float32),
+        ...     k_mean=np.zeros((1, 2, 64), np.float32),
+        ...     k_nonfinite=np.zeros((1, 2), np.int32),
+        ...     v=np.zeros((1, 100, 2, 64), np.float16),
+        ...     dtype="float16",
+        ... )
+        >>> kv.length, kv.head_dim, kv.precision
+        (100, 64, 'int8')
     """
 
     k: ArrayT_co
     k_scale: ArrayT_co
     k_mean: ArrayT_co
-    k_wild: ArrayT_co
+    k_nonfinite: ArrayT_co
     v: ArrayT_co
     v_scale: ArrayT_co | None = None
-    v_lift: ArrayT_co | None = None
-    v_wild: ArrayT_co | None = None
+    v_exponents: ArrayT_co | None = None
+    v_nonfinite: ArrayT_co | None = None
     v_mean: ArrayT_co | None = None
     lens: ArrayT_co | None = None
     dtype: str = "bfloat16"
@@ -84,16 +104,38 @@ def quantize_kv(
     turns it into E4M3. rope: rotates k; key j stands at j, or at `rope.positions_k`. The same Rope may go to
     `attention`, which rotates q by it. lens: int32 `[B]`, how many keys of each sequence exist; `attention` then takes
     it for kv_lens, unless it is given others, at most these. rounding, seed: of k, as in `quantize`. Forward only.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> k = np.zeros((1, 1024, 8, 128), np.float16)
+        >>> try:  # with tensors on a Hopper GPU: attention(q, quantize_kv(k, v))
+        ...     kv = qflash.quantize_kv(k, k)
+        ... except qflash.NoKernelError as error:
+        ...     print(str(error))
+        no kernel serves this quantize_kv
+          sm90_quantize  no  runs on cuda, the arrays are on cpu
     """
     cos, sin, _, positions, interleaved = tables_of(rope)
     if lens is not None:  # once, for every call that takes kv
         lens = frontend_of(type(k), "k").as_index("lens", lens, k)
     words = (precision, rounding, seed, interleaved, kernel)
-    k8, k_scale, k_mean, k_wild, *of_v = run(QUANTIZE_KV, (k, v, lens, cos, sin, positions), words)
-    v8, v_scale, v_lift, v_wild, v_mean = of_v or (v, None, None, None, None)
+    k8, k_scale, k_mean, k_nonfinite, *of_v = run(QUANTIZE_KV, (k, v, lens, cos, sin, positions), words)
+    v8, v_scale, v_exponents, v_nonfinite, v_mean = of_v or (v, None, None, None, None)
     dtype = dtype_name("k", k.dtype)
     return QuantizedKV(
-        k8, k_scale, k_mean, k_wild, v8, v_scale, v_lift, v_wild, v_mean, lens=lens, dtype=dtype, precision=precision
+        k8,
+        k_scale,
+        k_mean,
+        k_nonfinite,
+        v8,
+        v_scale,
+        v_exponents,
+        v_nonfinite,
+        v_mean,
+        lens=lens,
+        dtype=dtype,
+        precision=precision,
     )
 
 
@@ -105,14 +147,14 @@ def results_of(
         "k": ("int8", (batch, length, heads, _up(head_dim, _BLOCK))),
         "k_scale": ("float32", (batch, heads, _parts(length, _KEY_GROUP))),
         "k_mean": ("float32", (batch, heads, head_dim)),
-        "k_wild": ("int32", (batch, heads)),
+        "k_nonfinite": ("int32", (batch, heads)),
     }
     if precision == "int8_fp8":
         shapes |= {
             "v": ("uint8", (batch, heads, head_dim, _up(length, _VALUE_TILE))),
             "v_scale": ("float32", (batch, heads)),
-            "v_lift": ("float32", (batch, heads, _parts(length, _VALUE_TILE))),
-            "v_wild": ("int32", (batch, heads)),
+            "v_exponents": ("float32", (batch, heads, _parts(length, _VALUE_TILE))),
+            "v_nonfinite": ("int32", (batch, heads)),
             "v_mean": ("float32", (batch, heads, head_dim)),
         }
     return shapes
@@ -120,8 +162,8 @@ def results_of(
 
 # Where each part of a QuantizedKV goes in a struct that has a QfKv.
 KV_FIELDS = {
-    "k": "kv.k.data", "k_scale": "kv.k_scales.scale", "k_mean": "kv.k_mean", "k_wild": "kv.k_nonfinite",
-    "v": "kv.v.data", "v_scale": "kv.v_scales.scale", "v_lift": "kv.v_exponents", "v_wild": "kv.v_nonfinite",
+    "k": "kv.k.data", "k_scale": "kv.k_scales.scale", "k_mean": "kv.k_mean", "k_nonfinite": "kv.k_nonfinite",
+    "v": "kv.v.data", "v_scale": "kv.v_scales.scale", "v_exponents": "kv.v_exponents", "v_nonfinite": "kv.v_nonfinite",
     "v_mean": "kv.v_mean",
 }  # fmt: skip
 

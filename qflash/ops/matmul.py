@@ -61,6 +61,16 @@ def int8_matmul(
     column, `[N]`; bias: float32 `[N]`. out_dtype: "int32", the default where nothing is scaled or added (and allowed
     only there), "float32", the default elsewhere, "float16" or "bfloat16"; a framework's own dtype does as well.
     Returns `[..., M, N]`. K is at most 131071. Forward only.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> a, b = np.full((2, 3), 100, np.int8), np.full((3, 2), -100, np.int8)
+        >>> qflash.int8_matmul(a, b)
+        array([[-30000, -30000],
+               [-30000, -30000]], dtype=int32)
+        >>> qflash.int8_matmul(a, b, a_scale=0.01, b_scale=0.01).dtype
+        dtype('float32')
     """
     frontend = frontend_of(type(a), "a")
     a_scale, b_scale = (

@@ -30,7 +30,7 @@ from qflash.typing import (
 
 GRANULARITIES = ("tensor", "token", "group")
 ROUNDINGS = ("nearest", "stochastic")
-_PER_TENSOR, _PER_ROWS = 0, 1  # QfGranularity
+_PER_TENSOR, _PER_GROUP = 0, 1  # QfGranularity
 _MOST_ROTATED = 2048  # channels that a block of the CUDA kernel holds at once: kWide
 
 
@@ -42,6 +42,16 @@ class Quantized(Generic[ArrayT_co]):
     `[B, H, ceil(T / group)]`. zero_point: int32, one number; None when symmetric. mean: float32 `[B, H, D]`, what
     smoothing took off; None without. sums: int32 `[B, H, T]`, the sum of each token's values, with which an integer
     product makes up for the zero point; None when symmetric. Of a matrix x `[T, D]`, B and H fall away. dtype: x's.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.random.default_rng(0).standard_normal((1, 128, 2, 64), np.float32)
+        >>> q, k = qflash.quantize(x, granularity="token"), qflash.quantize(x, granularity="group", smooth=True)
+        >>> k.values.dtype, k.scale.shape, k.mean.shape
+        (dtype('int8'), (1, 2, 8), (1, 2, 64))
+        >>> qflash.attention(q, k, x).shape  # k is quantized once for many calls
+        (1, 128, 2, 64)
     """
 
     values: ArrayT_co
@@ -112,6 +122,16 @@ def quantize(
 
     Symmetric: a token with NaN or an infinity is -128 throughout and comes back as NaN. Asymmetric: one such number
     makes the scale, and so all that comes back, NaN.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.array([[1.27, -0.5, 0.004]], np.float32)
+        >>> quantized = qflash.quantize(x)
+        >>> quantized.values
+        array([[127, -50,   0]], dtype=int8)
+        >>> round(float(quantized.scale), 6)
+        0.01
     """
     cos, sin, positions_q, positions, interleaved = tables_of(rope)
     if positions_q is not None:
@@ -125,7 +145,16 @@ def quantize(
 
 
 def dequantize(quantized: Quantized[ArrayT], dtype: DType | None = None, *, kernel: str | None = None) -> ArrayT:
-    """The array behind `quantized`, in `dtype` (None: that of the array it was made from)."""
+    """The array behind `quantized`, in `dtype` (None: that of the array it was made from).
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.random.default_rng(0).standard_normal((1, 128, 2, 64), np.float32)
+        >>> back = qflash.dequantize(qflash.quantize(x, granularity="token"))
+        >>> bool(np.abs(back - x).max() < 0.02)
+        True
+    """
     if not isinstance(quantized, Quantized):
         raise TypeError(f"quantized is {type(quantized).__name__}; allowed: qflash.Quantized")
     name = quantized.dtype if dtype is None else dtype_name("dtype", dtype)
@@ -198,7 +227,7 @@ def _check_scales(
     if not check_flag(f"{owner}symmetric", symmetric) and granularity != "tensor":
         raise ValueError(f"{owner}symmetric is False; allowed: True with granularity {granularity!r}")
     per_scale = group if granularity == "group" else 1
-    code = _PER_TENSOR if granularity == "tensor" else _PER_ROWS
+    code = _PER_TENSOR if granularity == "tensor" else _PER_GROUP
     return (("granularity", code), ("group", per_scale), ("symmetric", int(symmetric))), per_scale
 
 
@@ -279,7 +308,7 @@ def check_rope(
     of: str = "x",
     prefix: str = "",
 ) -> tuple[tuple[tuple[str, int], ...], tuple[Operand, ...]]:
-    """The struct's fields and operands of a Rope that turns keys, those of argument `of`. `prefix`: of field names."""
+    """The struct's fields and operands of a Rope for the keys of argument `of`. `prefix`: of field names."""
     if cos is None or sin is None:  # together: see tables_of
         return (), ()
     for name, array in (("rope.cos", cos), ("rope.sin", sin)):

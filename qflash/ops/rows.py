@@ -24,6 +24,12 @@ def softmax(x: ArrayT, *, scale: Number = 1.0, kernel: str | None = None) -> Arr
 
     x: `[..., columns]`, float32, float16 or bfloat16. Returns an array like x; sums are float32. A row of -inf alone
     gives NaN, as the definition does. Forward only.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> qflash.softmax(np.array([[0.0, 0.0, -np.inf, 0.0, 0.0]], np.float32))
+        array([[0.25, 0.25, 0.  , 0.25, 0.25]], dtype=float32)
     """
     out: ArrayT
     (out,) = run(SOFTMAX, (x,), (scale, kernel))
@@ -87,6 +93,15 @@ def layer_norm(
     x: `[..., columns]`, float32, float16 or bfloat16; weight, bias: `[columns]` in x's dtype, None for 1 and 0. Returns
     an array like x, and with `return_stats` also the mean and 1 / sqrt(variance + eps) of each row, float32
     `x.shape[:-1]`. Forward only.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.array([[1.0, 3.0], [10.0, 30.0]], np.float32)
+        >>> out, mean, rstd = qflash.layer_norm(x, return_stats=True)
+        >>> np.round(out, 3), mean
+        (array([[-1.,  1.],
+               [-1.,  1.]], dtype=float32), array([ 2., 20.], dtype=float32))
     """
     out, *stats = run(LAYER_NORM, (x, weight, bias), (eps, return_stats, kernel))
     return (out, *stats) if return_stats else out
@@ -155,6 +170,14 @@ def cross_entropy(
     log-sum-exp of each row. The mean of no row is NaN. Forward only.
 
     A target out of range is a ValueError on the CPU; a CUDA kernel cannot raise and gives NaN.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> logits = np.zeros((3, 4), np.float32)
+        >>> targets = np.array([0, 3, -100], np.int32)  # the last is ignored
+        >>> qflash.cross_entropy(logits, targets, reduction="none").round(3)  # ln 4
+        array([1.386, 1.386, 0.   ], dtype=float32)
     """
     words = (reduction, ignore_index, label_smoothing, return_lse, kernel)
     losses, *more = run(CROSS_ENTROPY, (logits, targets), words)
@@ -235,7 +258,13 @@ def _plan_layer_norm(x: Array, weight: Array | None, bias: Array | None, eps: An
 
 
 def _plan_cross_entropy(
-    logits: Array, targets: Array | None, reduction: Any, ignore_index: Any, smoothing: Any, want_lse: Any, kernel: Any
+    logits: Array,
+    targets: Array | None,
+    reduction: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+    want_lse: Any,
+    kernel: Any,
 ) -> Plan:
     rows, columns = _check_rows("logits", logits), logits.shape[-1]
     if columns == 0 or (isinstance(columns, int) and columns > INT32_MAX):
@@ -245,9 +274,9 @@ def _plan_cross_entropy(
     check_dtype("targets", targets, "int32", "int64")
     check_shape("targets", targets, logits.shape[:-1])
     check_device("targets", targets, "logits", logits.device)
-    smoothing = check_number("label_smoothing", smoothing)
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"label_smoothing is {smoothing}; allowed: 0 to 1")
+    label_smoothing = check_number("label_smoothing", label_smoothing)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}; allowed: 0 to 1")
     operand, stride = _rows("logits", "logits", logits)
     per_row = tuple(logits.shape[:-1])
     results = [Result("losses", per_row, "float32")]
@@ -267,7 +296,7 @@ def _plan_cross_entropy(
             ("logits_stride", stride),
             # The ends of int32 stand for int64 targets beyond it, which are never to be ignored.
             ("ignore_index", check_int("ignore_index", ignore_index, -INT32_MAX, INT32_MAX - 1)),
-            ("smoothing", smoothing),
+            ("label_smoothing", label_smoothing),
             ("mean", int(reduction == "mean")),
         ),
         operands=(operand, Operand("targets", "targets", contiguous=True, dtype="int32")),

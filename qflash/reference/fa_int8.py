@@ -13,7 +13,7 @@ import numpy as np
 
 from qflash.reference.blocks import add_nonfinite, blocks, where_any
 from qflash.reference.float32 import LN2, LOG2E, fma
-from qflash.reference.quantize import WILD, quantize, tokens_of
+from qflash.reference.quantize import NONFINITE, quantize, tokens_of
 from qflash.reference.rope import positions_of, rotate
 from qflash.reference.sequences import by_sequence
 
@@ -48,23 +48,23 @@ def _replay(q, k, v, *, words, rope):
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for head, kv_head, rows, seen in blocks(q, k, words):
             dots = dots_of(queries.values[0, rows, head], keys.values[0, :, kv_head])
-            lift = (rotated[rows, head].astype(np.float64) @ keys.mean[0, kv_head]).astype(np.float32)
-            weights, top, lift = _weights(dots, q_scales[rows, head], k_scales[:, kv_head], lift, seen, words)
+            q_dot_mean = (rotated[rows, head].astype(np.float64) @ keys.mean[0, kv_head]).astype(np.float32)
+            weights, top, bias = _weights(dots, q_scales[rows, head], k_scales[:, kv_head], q_dot_mean, seen, words)
             total = weights.sum(-1, dtype=np.float64)
             product = weights.astype(q.dtype).astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
             product = add_nonfinite(product, seen, v_rest[:, kv_head])
-            out[rows, head], lse[head, rows] = where_any(seen, product, LN2 * (top + np.log2(total)) + lift)
+            out[rows, head], lse[head, rows] = where_any(seen, product, LN2 * (top + np.log2(total)) + bias)
     return out, lse
 
 
 def dots_of(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Dot products of int8 `[n, width]` and `[m, width]` as float32; NaN where the key was not finite."""
     dots = queries.astype(np.float32) @ keys.astype(np.float32).T  # exact: below 2^24
-    dots[:, keys[:, 0] == WILD] = np.nan
+    dots[:, keys[:, 0] == NONFINITE] = np.nan
     return dots
 
 
-def _weights(dots, q_scales, k_scales, lift, seen, words):
+def _weights(dots, q_scales, k_scales, q_dot_mean, seen, words):
     """Weights 2^(t - top) of base-2 scores t, top, and what the scores are without for lse.
 
     Where a score is a product alone, the kernel rounds the offset that dot products start at times the slope, which
@@ -80,17 +80,17 @@ def _weights(dots, q_scales, k_scales, lift, seen, words):
         slope = np.where(steep, np.float32(1), slope)
         top = top_of(fma(s, slope, offset), seen)
         t = fma(s, slope, offset - top[:, None])
-        lift = np.float32(words.scale) * lift
+        bias = np.float32(words.scale) * q_dot_mean
     else:
-        t, top = capped(dots, slope, lift, seen, words)
-        lift = np.zeros_like(lift)
-    return np.where(seen, np.exp2(t), np.float32(0)), top, lift
+        t, top = capped(dots, slope, q_dot_mean, seen, words)
+        bias = np.zeros_like(q_dot_mean)
+    return np.where(seen, np.exp2(t), np.float32(0)), top, bias
 
 
-def capped(dots, slope, lift, seen, words):
-    """(t - top, top) of scores that are more than a product, lift among them: softcap, or a scale not positive."""
+def capped(dots, slope, q_dot_mean, seen, words):
+    """(t - top, top) of scores that need q_dot_mean themselves: a softcap, or a scale that is not positive."""
     scale = np.float32(words.scale)
-    t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (lift * scale * LOG2E)[:, None])
+    t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (q_dot_mean * scale * LOG2E)[:, None])
     if words.softcap:
         most = np.float32(words.softcap) * LOG2E
         t = (most * np.tanh(t.astype(np.float64) / most)).astype(np.float32)

@@ -82,8 +82,8 @@ def _replay(q, k, v, *, words, rope, pv):
             v_finite = np.clip(v_finite, -largest, largest).astype(ml_dtypes.bfloat16).astype(np.float32)
         for head, kv_head, rows, seen in blocks(q, k, words):
             dots = q_integers[rows, head] @ k_integers[:, kv_head].T  # exact: below 2^24
-            lifted = (q[rows, head].astype(np.float64) @ mean[kv_head]).astype(np.float32)
-            weights, shift, total = _weights(dots * k_scales[:, kv_head], q_scales[rows, head], lifted, seen, words)
+            q_dot_mean = (q[rows, head].astype(np.float64) @ mean[kv_head]).astype(np.float32)
+            weights, shift, total = _weights(dots * k_scales[:, kv_head], q_scales[rows, head], q_dot_mean, seen, words)
             if pv == "bfloat16":
                 weights = weights.astype(ml_dtypes.bfloat16)
             product = weights.astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
@@ -92,21 +92,21 @@ def _replay(q, k, v, *, words, rope, pv):
     return out, lse
 
 
-def _weights(u, q_scales, lifted, seen, words):
+def _weights(u, q_scales, q_dot_mean, seen, words):
     """Weights 2^(t - M) of scores t in base 2, what M stands for in lse, and the weights' sum.
 
     u is the dot product times the key's scale. M is the largest score of the row rounded up to an integer, so that
     moving from one M to another, as the engine does block by block, multiplies by a power of two and rounds nothing.
     """
     scale = np.float32(abs(words.scale))
-    lift = scale * lifted
+    bias = scale * q_dot_mean
     if words.softcap:
         softcap = np.float32(words.softcap)
-        s = fma(u, (q_scales * scale)[:, None], lift[:, None])
+        s = fma(u, (q_scales * scale)[:, None], bias[:, None])
         t = np.tanh(s * (np.float32(1) / softcap)) * (softcap * LOG2E)
-        lift = np.zeros_like(lift)
+        bias = np.zeros_like(bias)
     else:
         t = u * (q_scales * (scale * LOG2E))[:, None]
     top = np.ceil(np.fmax.reduce(np.where(seen, t, -np.inf), axis=-1)).astype(np.float32)
     weights = np.where(seen, exp2(t - top[:, None]), np.float32(0))
-    return weights, lift + LN2 * top.astype(np.float64), weights.sum(-1, dtype=np.float64)
+    return weights, bias + LN2 * top.astype(np.float64), weights.sum(-1, dtype=np.float64)

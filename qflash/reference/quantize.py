@@ -16,7 +16,7 @@ from qflash.reference.rope import rotate
 from qflash.rope import Rope
 
 MEAN_CHUNK = 64  # keys whose sum is taken in float32 before it joins the float64 total
-WILD = -128  # every value of a token that is not finite, when symmetric
+NONFINITE = -128  # every value of a token that is not finite, when symmetric
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +62,19 @@ def quantize(
                 mean[b] = key_mean(y[b, exists[b]])
             y = y - mean[:, None]
     finite = np.isfinite(y).all(-1) & exists[..., None]  # [B, T, H]
-    wild = exists[..., None] & ~finite
+    nonfinite = exists[..., None] & ~finite
     y = np.where(finite[..., None], y, np.float32(0))
     if symmetric:
-        scale, inverse = symmetric_scales(y, finite, wild, group)
+        scale, inverse = symmetric_scales(y, finite, nonfinite, group)
         offset, lowest = np.float32(0), np.float32(-LEVELS)
     else:
-        scale, inverse, offset = asymmetric_scale(y, wild.any())
+        scale, inverse, offset = asymmetric_scale(y, nonfinite.any())
         lowest = np.float32(-128)
     integers = rounded(y * tokens_of(inverse, x.shape, group)[..., None], seed)
     values = np.clip(integers + offset, lowest, np.float32(127)).astype(np.int8)
     values[~exists] = 0
-    values[wild] = WILD if symmetric else 0
-    if not symmetric and wild.any():
+    values[nonfinite] = NONFINITE if symmetric else 0
+    if not symmetric and nonfinite.any():
         values[...] = 0
     sums = values.sum(-1, dtype=np.int32).transpose(0, 2, 1)
     zero_point = None if symmetric else np.array([offset], np.int32)
@@ -92,7 +92,7 @@ def dequantize(
 ) -> np.ndarray:
     """scale · (values - zero_point) + mean in float32, not beyond its largest number, then rounded to `dtype`.
 
-    Symmetric, WILD gives NaN.
+    Symmetric, NONFINITE gives NaN.
     """
     largest = np.finfo(np.float32).max
     offset = np.float32(0) if zero_point is None else np.float32(zero_point[0])
@@ -102,7 +102,7 @@ def dequantize(
             x = x + mean[:, None]
         x = np.clip(x, -largest, largest)
         if zero_point is None:
-            x = np.where(values == WILD, np.float32(np.nan), x)
+            x = np.where(values == NONFINITE, np.float32(np.nan), x)
         return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
@@ -130,17 +130,19 @@ def tokens_of(per_group: np.ndarray, shape: tuple[int, ...], group: int | None) 
     return np.repeat(per_group, group, axis=2)[:, :, : shape[1]].transpose(0, 2, 1)
 
 
-def symmetric_scales(y, finite, wild, group):
+def symmetric_scales(y, finite, nonfinite, group):
     """(scale, inverse) per tensor `[1]` or per group `[B, H, groups]`; y is 0 where it is not finite."""
     amplitude = np.abs(y).max(-1, initial=0)  # [B, T, H]
     if group is None:
-        amplitude, any_finite, any_wild = (np.array([z.any() if z.dtype == bool else z.max(initial=0)])
-                                           for z in (amplitude, finite, wild))  # fmt: skip
+        amplitude, any_finite, any_nonfinite = (np.array([z.any() if z.dtype == bool else z.max(initial=0)])
+                                           for z in (amplitude, finite, nonfinite))  # fmt: skip
     else:
-        amplitude, any_finite, any_wild = (grouped(z, group).max(-1, initial=0) for z in (amplitude, finite, wild))
+        amplitude, any_finite, any_nonfinite = (
+            grouped(z, group).max(-1, initial=0) for z in (amplitude, finite, nonfinite)
+        )
     usable, inverse = inverse_of(amplitude)
     scale = np.where(usable, amplitude / np.float32(LEVELS), np.float32(0))
-    scale = np.where(any_wild & ~any_finite, np.float32(np.nan), scale)
+    scale = np.where(any_nonfinite & ~any_finite, np.float32(np.nan), scale)
     return np.ascontiguousarray(scale, np.float32), np.ascontiguousarray(inverse, np.float32)
 
 
@@ -153,10 +155,10 @@ def grouped(z: np.ndarray, group: int) -> np.ndarray:
     return padded.transpose(0, 2, 1).reshape(batch, heads, groups, group)
 
 
-def asymmetric_scale(y, wild):
+def asymmetric_scale(y, nonfinite):
     """(scale `[1]`, inverse `[1]`, zero point as float32) of the whole tensor, zero included in its range."""
     zero = np.zeros(1, np.float32)
-    if wild:
+    if nonfinite:
         return np.full(1, np.nan, np.float32), zero, np.float32(0)
     half = np.float32(0.5)
     above, below = np.float32(y.max(initial=0)), np.float32(-y.min(initial=0))

@@ -30,12 +30,13 @@ def attention_sm90_int8(
 
     The other words and the shapes are those of `qflash.reference.attention`.
 
-    precision "int8": weights are rounded to the arrays' dtype. "int8_fp8": to E4M3, as 2^(t + lift - top + HEADROOM),
-    where lift is that of the key's tile and top the row's largest t + lift over all keys, rounded up to an integer. The
-    kernel's top is that of the first tile and moves when weights would pass 448, by whole numbers, which multiplies by
-    powers of two: E4M3 is a floating format, so that rounds only its subnormals differently. Those count beside values
-    of V a hundred times beyond the sample and more, which lift their tile above all others. Rows are divided by their
-    weights as rounded to E4M3; lse is made of the weights before.
+    precision "int8": weights are rounded to the arrays' dtype. "int8_fp8": to E4M3, as
+    2^(t + exponent - top + HEADROOM), where exponent is that of the values in the key's tile and top the row's largest
+    t + exponent over all keys, rounded up to an integer. The kernel's top is that of the first tile and moves when
+    weights would pass 448, by whole numbers, which multiplies by powers of two: E4M3 is a floating format, so that
+    rounds only its subnormals differently. Those count beside values of V a hundred times beyond the sample and more,
+    whose tile has a larger exponent than all others. Rows are divided by their weights as rounded to E4M3; lse is made
+    of the weights before.
     """
     return by_sequence(partial(_replay, in_fp8=precision == "int8_fp8"), q, k, v, **words)
 
@@ -50,30 +51,30 @@ def _replay(q, k, v, *, words, rope, in_fp8):
     v = v.astype(np.float32)
     finite = np.isfinite(v)
     v_rest = np.where(finite, np.float32(0), np.float32(np.nan) if in_fp8 else v)
-    if in_fp8:  # codes alone: weights carry lift, the result scale and mean
-        v = values_back(keys.v, np.ones_like(keys.v_scale), np.zeros_like(keys.v_lift))[:len_k]
-        lifts = np.repeat(keys.v_lift, VALUE_TILE, axis=1)[:, :len_k]
+    if in_fp8:  # codes alone: weights carry exponents, the result scale and mean
+        v = values_back(keys.v, np.ones_like(keys.v_scale), np.zeros_like(keys.v_exponents))[:len_k]
+        exponents = np.repeat(keys.v_exponents, VALUE_TILE, axis=1)[:, :len_k]
     v_finite = np.where(finite, v, np.float32(0))
     out, lse = np.zeros(q.shape), np.full((q.shape[1], len_q), -np.inf)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for head, kv_head, rows, seen in blocks(q, k, words):
             dots = dots_of(queries.values[rows, head], keys.k[:, kv_head])
-            scales = (q_scales[head, rows], k_scales[kv_head], queries.lift[head, rows])
-            weights, top, lift = _weights(dots, *scales, seen, words)
+            scales = (q_scales[head, rows], k_scales[kv_head], queries.q_dot_mean[head, rows])
+            weights, top, bias = _weights(dots, *scales, seen, words)
             total = weights.sum(-1, dtype=np.float64)
             if in_fp8:
-                product = _average_e4m3(weights, lifts[kv_head], v_finite[:, kv_head], keys.v_scale[kv_head])
+                product = _average_e4m3(weights, exponents[kv_head], v_finite[:, kv_head], keys.v_scale[kv_head])
                 product += keys.v_mean[kv_head]
             else:
                 product = weights.astype(q.dtype).astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
             product = add_nonfinite(product, seen, v_rest[:, kv_head])
             if q.dtype == np.float16:  # averages of what it holds, which rounding may have put past its largest
                 product = np.where(np.isfinite(product), np.clip(product, -65504, 65504), product)
-            out[rows, head], lse[head, rows] = where_any(seen, product, LN2 * (top + np.log2(total)) + lift)
+            out[rows, head], lse[head, rows] = where_any(seen, product, LN2 * (top + np.log2(total)) + bias)
     return out, lse
 
 
-def _weights(dots, q_scales, k_scales, lift, seen, words):
+def _weights(dots, q_scales, k_scales, q_dot_mean, seen, words):
     """Weights 2^(t - top) of base-2 scores t, top, and what the scores are without for lse.
 
     Slopes have 20 bits, so that the kernel can take whole numbers off a score before it is rounded. top is the row's
@@ -84,23 +85,25 @@ def _weights(dots, q_scales, k_scales, lift, seen, words):
     if words.softcap == 0 and words.scale > 0:
         top = top_of(dots * slope, seen)
         t = fma(dots, slope, -top[:, None])
-        lift = np.float32(words.scale) * lift
+        bias = np.float32(words.scale) * q_dot_mean
     else:
-        t, top = capped(dots, slope, lift, seen, words)
-        lift = np.zeros_like(lift)
-    return np.where(seen, np.exp2(t), np.float32(0)), top, lift
+        t, top = capped(dots, slope, q_dot_mean, seen, words)
+        bias = np.zeros_like(q_dot_mean)
+    return np.where(seen, np.exp2(t), np.float32(0)), top, bias
 
 
-def _average_e4m3(weights, lifts, codes, scale):
-    """Weights times values, divided by the weights as they were multiplied, which are lifted and 2^HEADROOM at most.
+def _average_e4m3(weights, exponents, codes, scale):
+    """Weights times values, divided by the weights as they were multiplied, times 2^exponent and 2^HEADROOM at most.
 
-    Rows that see a lifted tile are divided by the weights before they were rounded.
+    Rows that see a tile of an exponent above 0 are divided by the weights before they were rounded.
     """
-    lifted = np.ldexp(weights.astype(np.float64), lifts.astype(np.int64))
-    most = np.fmax.reduce(lifted, axis=-1)
+    raised = np.ldexp(weights.astype(np.float64), exponents.astype(np.int64))
+    most = np.fmax.reduce(raised, axis=-1)
     down = np.ceil(np.log2(np.where(most > 0, most, 1))).astype(np.int64) - HEADROOM
-    rounded = np.ldexp(lifted, -down[:, None]).astype(np.float32).astype(E4M3).astype(np.float64)
-    totals = np.ldexp(rounded, -lifts.astype(np.int64)).sum(-1)
-    beside = (weights * (lifts > 0)).sum(-1) > 0  # a value far beyond the sample, where other weights may round to 0
+    rounded = np.ldexp(raised, -down[:, None]).astype(np.float32).astype(E4M3).astype(np.float64)
+    totals = np.ldexp(rounded, -exponents.astype(np.int64)).sum(-1)
+    beside = (weights * (exponents > 0)).sum(
+        -1
+    ) > 0  # a value far beyond the sample, where other weights may round to 0
     totals = np.where(beside, np.ldexp(weights.sum(-1, dtype=np.float64), -down), totals)
     return rounded @ codes * scale / totals[:, None]

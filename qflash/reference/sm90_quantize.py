@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qflash.reference.float32 import LEVELS, NO_AMPLITUDE, fma
-from qflash.reference.quantize import WILD, uniforms
+from qflash.reference.quantize import NONFINITE, uniforms
 from qflash.reference.rope import positions_of, rotate
 from qflash.reference.sequences import ends_of, packed, packed_rope, parts
 from qflash.reference.sm90_sample import mean_and_agreement
@@ -21,15 +21,15 @@ from qflash.rope import Rope
 BLOCK = 16  # channels that a Hadamard matrix mixes; rows of integers are padded to whole blocks
 KEY_GROUP = 64  # keys that share a scale; every query has its own
 QUERY_SEED = 0xFFFFFFFFFFFFFFFF  # flips the seed's bits: queries and keys are rounded by different random numbers
-OF_KEYS = ("k", "k_scale", "k_mean", "k_wild")  # parts of KeysValues, in its order
-OF_VALUES = ("v", "v_scale", "v_lift", "v_wild", "v_mean")
+OF_KEYS = ("k", "k_scale", "k_mean", "k_nonfinite")  # parts of KeysValues, in its order
+OF_VALUES = ("v", "v_scale", "v_exponents", "v_nonfinite", "v_mean")
 
 
 @dataclass(frozen=True, eq=False)
 class Queries:
     values: np.ndarray  # int8 [T, H, width]: width is D rounded up to whole blocks
     scale: np.ndarray  # float32 [H, T]; NaN where the token is not finite
-    lift: np.ndarray  # float32 [H, T]: rotated token . mean of its head's keys
+    q_dot_mean: np.ndarray  # float32 [H, T]: rotated token . mean of its head's keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +39,11 @@ class KeysValues:
     k: np.ndarray  # int8 [T, H, width]
     k_scale: np.ndarray  # float32 [H, groups]
     k_mean: np.ndarray  # float32 [H, D]
-    k_wild: np.ndarray  # int32 [H]
+    k_nonfinite: np.ndarray  # int32 [H]
     v: np.ndarray | None = None  # uint8 [H, D, padded]: E4M3 codes, keys in KEY_ORDER
     v_scale: np.ndarray | None = None  # float32 [H]
-    v_lift: np.ndarray | None = None  # float32 [H, tiles]
-    v_wild: np.ndarray | None = None  # int32 [H]
+    v_exponents: np.ndarray | None = None  # float32 [H, tiles]
+    v_nonfinite: np.ndarray | None = None  # int32 [H]
     v_mean: np.ndarray | None = None  # float32 [H, D]
 
 
@@ -77,12 +77,12 @@ def quantize_kv(
         one = quantize_sequence(k[part.keys], values, length, part.rope, draws)
         result.k[places] = one.k
         result.k_scale[b, :, : one.k_scale.shape[1]] = one.k_scale
-        result.k_mean[b], result.k_wild[b] = one.k_mean, one.k_wild
+        result.k_mean[b], result.k_nonfinite[b] = one.k_mean, one.k_nonfinite
         if v is not None:
             at, start = (b, 0) if padded else (0, packed_start(places.start, b))
             result.v[at, :, :, start : start + one.v.shape[-1]] = one.v
-            result.v_lift[b, :, : one.v_lift.shape[1]] = one.v_lift
-            result.v_scale[b], result.v_wild[b], result.v_mean[b] = one.v_scale, one.v_wild, one.v_mean
+            result.v_exponents[b, :, : one.v_exponents.shape[1]] = one.v_exponents
+            result.v_scale[b], result.v_nonfinite[b], result.v_mean[b] = one.v_scale, one.v_nonfinite, one.v_mean
     return replace(result, k=result.k.reshape(*padded_shape[:3], _width(dim))) if padded else result
 
 
@@ -127,7 +127,7 @@ def quantize_sequence(k, v, length: int, rope: Rope | None, draws: np.ndarray | 
     values = np.zeros((length, heads, y.shape[-1]), np.int8)
     by_key = np.repeat(inverse, KEY_GROUP, axis=0)[:exists, :, None]
     values[:exists] = _integers(y, by_key, None if draws is None else draws[:exists])
-    values[:exists][~finite] = WILD
+    values[:exists][~finite] = NONFINITE
     keys = (values, scale.T.copy(), mean, (~finite).sum(0).astype(np.int32))
     return KeysValues(*keys) if v is None else KeysValues(*keys, *quantize_v(v, length))
 
@@ -150,15 +150,15 @@ def quantize_q(
     with np.errstate(invalid="ignore", over="ignore"):
         if rope is not None:
             x = rotate(x, positions, rope)
-        lift = _lift(x, np.repeat(k_mean, heads // len(k_mean), axis=0))
+        dots = _q_dot_mean(x, np.repeat(k_mean, heads // len(k_mean), axis=0))
         y = hadamard(x)
     finite = np.isfinite(y).all(-1)
     y = np.where(finite[..., None], y, np.float32(0))
     scale, inverse = _scales(np.abs(y).max(-1, initial=0))  # [T, H]
     draws = _random(first + length, heads, dim, None if seed is None else seed ^ QUERY_SEED)
     values = _integers(y, inverse[..., None], None if draws is None else draws[first:])
-    values[~finite] = WILD
-    return Queries(values, np.where(finite, scale, np.float32(np.nan)).T.copy(), lift.T.copy())
+    values[~finite] = NONFINITE
+    return Queries(values, np.where(finite, scale, np.float32(np.nan)).T.copy(), dots.T.copy())
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
@@ -202,7 +202,7 @@ def _integers(y: np.ndarray, inverse: np.ndarray, draws: np.ndarray | None) -> n
     return np.clip(below + above.astype(np.float32), -LEVELS, LEVELS).astype(np.int8)
 
 
-def _lift(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
+def _q_dot_mean(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
     """x `[T, H, D]` . mean `[H, D]`: fmas one after another in a block, blocks in pairs, in fours, ..."""
     dim = x.shape[-1]
     blocks = 1 << (max(1, _width(dim) // BLOCK) - 1).bit_length()

@@ -21,9 +21,9 @@ KEY_ORDER = np.array([2 * t + key for t in range(4) for key in (0, 1, 8, 9)])
 
 
 def quantize_v(v: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
-    """(E4M3 codes `[H, D, padded]`, scale `[H]`, lift `[H, tiles]`, wild `[H]`, mean `[H, D]`) of one sequence.
+    """(E4M3 codes `[H, D, padded]`, scale `[H]`, exponents `[H, tiles]`, nonfinite `[H]`, mean `[H, D]`).
 
-    v holds the values that exist; `length` counts those that have a place.
+    Of one sequence: v holds the values that exist; `length` counts those that have a place.
     """
     exists, heads, dim = v.shape
     v = np.asarray(v).astype(np.float32)
@@ -31,24 +31,24 @@ def quantize_v(v: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
         mean = value_mean(v)
         v = v - mean
     tiles = -(-length // VALUE_TILE)
-    exponent = value_exponent(v)
+    scale_exponent = value_exponent(v)
     finite = np.isfinite(v)
     padded = np.zeros((tiles * VALUE_TILE, heads, dim), np.float64)
     padded[:exists] = np.where(finite, v, np.float32(0))
     by_tile = padded.reshape(tiles, VALUE_TILE, heads, dim)
-    scaled = np.ldexp(np.abs(by_tile).max((1, 3), initial=0), -exponent)  # [tiles, H]; exact in float64
-    mantissa, power = np.frexp(scaled / 448)  # at most 2^lift: mantissa 2^power, mantissa in [1/2, 1)
-    lift = np.maximum(0, power - (mantissa == 0.5))
-    scaled = np.ldexp(by_tile, -(exponent + lift)[:, None, :, None]).astype(np.float32)
+    scaled = np.ldexp(np.abs(by_tile).max((1, 3), initial=0), -scale_exponent)  # [tiles, H]; exact in float64
+    mantissa, power = np.frexp(scaled / 448)  # at most 2^exponents: mantissa 2^power, mantissa in [1/2, 1)
+    exponents = np.maximum(0, power - (mantissa == 0.5))
+    scaled = np.ldexp(by_tile, -(scale_exponent + exponents)[:, None, :, None]).astype(np.float32)
     codes = np.zeros(scaled.shape, np.uint8)
     for tile in range(tiles):
         codes[tile] = _codes(scaled[tile])
     codes = codes.reshape(padded.shape)
     codes[:exists][~finite] = E4M3_NAN
     codes = codes.reshape(len(codes) // BLOCK, BLOCK, heads, dim)[:, KEY_ORDER].reshape(padded.shape)
-    wild = (~finite).sum((0, 2)).astype(np.int32)
-    scale = np.ldexp(np.float32(1), exponent).astype(np.float32)
-    return np.ascontiguousarray(codes.transpose(1, 2, 0)), scale, lift.T.astype(np.float32), wild, mean
+    nonfinite = (~finite).sum((0, 2)).astype(np.int32)
+    scale = np.ldexp(np.float32(1), scale_exponent).astype(np.float32)
+    return np.ascontiguousarray(codes.transpose(1, 2, 0)), scale, exponents.T.astype(np.float32), nonfinite, mean
 
 
 def _codes(x: np.ndarray) -> np.ndarray:
@@ -69,11 +69,11 @@ def _codes(x: np.ndarray) -> np.ndarray:
     return codes
 
 
-def values_back(codes: np.ndarray, scale: np.ndarray, lift: np.ndarray) -> np.ndarray:
+def values_back(codes: np.ndarray, scale: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """float32 `[padded, H, D]` of one sequence's E4M3 codes, in the order of keys: values less their mean."""
     heads, dim, padded = codes.shape
     ordered = codes.reshape(heads, dim, -1, BLOCK)[..., np.argsort(KEY_ORDER)].reshape(codes.shape)
-    per_tile = scale[:, None] * np.exp2(lift)  # [H, tiles]
+    per_tile = scale[:, None] * np.exp2(exponents)  # [H, tiles]
     x = ordered.view(E4M3).astype(np.float32).transpose(2, 0, 1)
     return x * np.repeat(per_tile, VALUE_TILE, axis=1).T[:padded, :, None].astype(np.float32)
 

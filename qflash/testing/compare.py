@@ -317,7 +317,7 @@ def _judge_quantized(verdict: Verdict, case: Case, figures: dict[str, float], in
     elif case.data == "biased_k":
         # Scores off by independent errors of deviation s move weights by a factor 1 + s, and with many values v about
         # zero an output by s of its length, nearly all of it sideways: 1 - cosine is s^2 / 2. Allowed is twice the
-        # error, hence 2 s^2. Smoothing keeps s near 0.01, where that does not matter; but rope turns the bias by the
+        # error, hence 2 s^2. Smoothing keeps s near 0.01, where that does not matter; but rope rotates the bias by the
         # position of each key, and what keys no longer share smoothing cannot take off.
         noise = float(score_noise(case, integers).max(initial=0.0))
         least = min(figures["biased_cosine"], 1 - 2 * noise * noise)

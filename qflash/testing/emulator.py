@@ -40,8 +40,8 @@ MOST_MULTIPROCESSORS = 64  # csrc/emulate/control.h
 CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 _EMULATE = CSRC / "emulate"
 INCLUDE_DIRS = (_EMULATE / "runtime", CSRC, CSRC / "include")  # CUDA's headers are found in the first
-# -O1: what -O2 adds to compilation is more than it takes off the runs. Hidden: libraries share nothing but the process.
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-w")
+# -Og: what -O1 adds to compilation is more than it takes off the runs. Hidden: libraries share nothing but the process.
+FLAGS = ("-std=c++17", "-Og", "-fPIC", "-fvisibility=hidden", "-w")
 _one_at_a_time = threading.Lock()  # a library's schedule and fibers are its own, but one
 
 
@@ -177,7 +177,7 @@ def launch(plan: Plan, arrays: Sequence[np.ndarray | None], seed: int = 0) -> No
     arrays: operands and results in the order of the plan, as the kernel takes them.
     """
     spec = plan.spec(arch())
-    kernel = dispatch.plan(spec, plan.kernel)
+    kernel = dispatch.choose(spec, plan.kernel)
     if plan.nothing_to_do:
         for result in arrays[len(plan.operands) :]:
             result[...] = 0

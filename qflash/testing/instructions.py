@@ -59,10 +59,10 @@ def check_codes(call: Call) -> None:
     """Every float16, and what lies next to the middle between two E4M3, where rounding turns."""
     codes = np.arange(0x7F, dtype=np.uint8).view("float8_e4m3fn").astype(np.float32)
     middles = (codes[1:] + codes[:-1]) / 2
-    turns = np.concatenate([middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9))])
+    ties = np.concatenate([middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9))])
     rare = np.array([3e38, np.inf, 1e-40, 449, 464, 480, 1e-9, 0], np.float32)
     halves = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
-    x = np.concatenate([turns, -turns, rare, -rare, halves])
+    x = np.concatenate([ties, -ties, rare, -rare, halves])
     x = np.resize(np.random.default_rng(0).permutation(x), (len(x) // 4 + 1, 4))
     found = np.zeros(x.shape, np.uint8)
     call("codes", len(x), x, found)

@@ -14,6 +14,7 @@ import numpy as np
 
 import qflash
 from qflash import dispatch
+from qflash.testing.runner import to_numpy
 
 RNG = np.random.default_rng(8)
 
@@ -171,3 +172,21 @@ def check_equal(got: Any, wanted: Any) -> None:
     for mine, theirs in zip(got, wanted, strict=True):
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
+
+
+TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+def check_close(got: Any, wanted: Any) -> None:
+    """A GPU's results against the CPU's: integers to the bit, floats within a few ulp of the largest."""
+    got, wanted = ([to_numpy(x) for x in flat(side)] for side in (got, wanted))
+    assert len(got) == len(wanted)
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        if theirs.dtype.kind == "i":
+            np.testing.assert_array_equal(mine, theirs)
+        else:
+            exact = theirs.astype(np.float64)
+            reach = np.abs(exact[np.isfinite(exact)]).max(initial=1.0)
+            atol = reach * TOLERANCE[theirs.dtype.name]
+            np.testing.assert_allclose(mine.astype(np.float64), exact, rtol=0, atol=atol)

@@ -167,7 +167,7 @@ def _sequences(case: Case, inputs: Inputs):
 
 
 def _rotated(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """q and k turned by rope, float64."""
+    """q and k rotated by rope, float64."""
     q, k = inputs.q.astype(np.float64), inputs.k.astype(np.float64)
     rope = inputs.rope
     if rope is None:

@@ -140,10 +140,10 @@ def default_kernel(case: Case, framework: str = "native") -> str:
     """The kernel dispatch would choose for `case`."""
     if framework == "emulated":
         problem = problem_of(case, case.make_inputs(), None, "cuda")
-        return dispatch.plan(problem.spec(emulator.arch())).name
+        return dispatch.choose(problem.spec(emulator.arch())).name
     device = "cuda" if framework.endswith("cuda") else "cpu"
     problem = problem_of(case, case.make_inputs(), None, device)
-    return dispatch.plan(problem.spec(arch_of(device))).name
+    return dispatch.choose(problem.spec(arch_of(device))).name
 
 
 def problem_of(case: Case, inputs: Inputs, kernel: str | None, device: str) -> Problem:
@@ -208,22 +208,22 @@ def convert(inputs: Inputs, framework: str) -> Inputs:
     if framework == "jax":
         import jax.numpy as jnp
 
-        turn = jnp.asarray
+        convert = jnp.asarray
     else:
         device = "cuda" if framework.endswith("cuda") else "cpu"
 
-        def turn(x: np.ndarray) -> Any:
+        def convert(x: np.ndarray) -> Any:
             return to_torch(x, device)
 
     def maybe(x: np.ndarray | None) -> Any:
-        return None if x is None else turn(x)
+        return None if x is None else convert(x)
 
     rope = inputs.rope
     if rope is not None:
-        tables = (turn(rope.cos), turn(rope.sin))
+        tables = (convert(rope.cos), convert(rope.sin))
         rope = Rope(*tables, rope.interleaved, maybe(rope.positions_q), maybe(rope.positions_k))
     kv_lens, cu_q, cu_k = (maybe(x) for x in (inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k))
-    return Inputs(turn(inputs.q), turn(inputs.k), turn(inputs.v), kv_lens, rope, cu_q, cu_k)
+    return Inputs(convert(inputs.q), convert(inputs.k), convert(inputs.v), kv_lens, rope, cu_q, cu_k)
 
 
 def to_torch(x: np.ndarray, device: str = "cpu") -> Any:

@@ -16,16 +16,11 @@ HERE = Path(__file__).parent
 CSRC = Path(emulator.__file__).resolve().parent.parent / "csrc"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    here = [item for item in items if HERE in item.path.parents]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if why := emulator.why_not():
-        for item in here:
-            item.add_marker(pytest.mark.skip(reason=why))
-    if "slow" in config.getoption("-m"):
-        return
-    left_out = [item for item in here if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ def test_all_tile_shapes_of_other_architectures(library, name, arch):
 @pytest.mark.parametrize("keys", [range(32, 48), [64]])
 def test_a_group_of_keys_without_a_finite_one_spoils_only_rows_that_see_it(library, keys):
     plant = tuple(("k", (0, key, 0, 3), "nan") for key in keys)
-    check_kernel(library, Case("wild_group", 65, 65, 1, 1, causal=True, plant=plant, seed=1), KERNEL)
+    check_kernel(library, Case("nonfinite_group", 65, 65, 1, 1, causal=True, plant=plant, seed=1), KERNEL)
 
 
 def test_steep_scores(library):

@@ -66,7 +66,7 @@ def test_every_mode_on_every_problem(library, case):
 def test_a_key_that_is_not_finite_is_found_wherever_it_stands_in_a_tile(library, head_dim):
     """Head h has one, key 64 + h, in a tile that every row sees. The last head has none, and keeps its row."""
     plant = tuple(("k", (0, 64 + head, head, head % head_dim), "nan") for head in range(64))
-    case = QuantizedCase(Case("wild", 1, 128, 65, 65, head_dim, dtype="float16", plant=plant, seed=16), "groups")
+    case = QuantizedCase(Case("nonfinite", 1, 128, 65, 65, head_dim, dtype="float16", plant=plant, seed=16), "groups")
     out, lse = run(library, case)
     check_meant(case, out, lse)
     assert np.isnan(lse[0, :64]).all() and np.isfinite(lse[0, 64]).all()
@@ -83,7 +83,7 @@ def test_what_is_not_finite_in_keys_and_in_values_of_the_same_tiles(library):
 @pytest.mark.parametrize("words", [{}, {"softcap": 5.0}, {"scale": -0.2}], ids=str)
 def test_out_is_the_same_whether_lse_is_wanted_or_not(library, mode, words):
     """What rows have in common is computed only where something reads it."""
-    case = QuantizedCase(Case("lifts", 40, 70, 2, 1, dtype="float16", causal=True, seed=18, **words), mode)
+    case = QuantizedCase(Case("row_bias", 40, 70, 2, 1, dtype="float16", causal=True, seed=18, **words), mode)
     (with_lse, _), (without,) = run(library, case), run(library, case, lse=False)
     np.testing.assert_allclose(with_lse.astype(float), without.astype(float), rtol=0, atol=2e-3)
 

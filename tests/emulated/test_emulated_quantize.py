@@ -121,7 +121,7 @@ ROPES = {
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("name", ROPES)
 def test_rope(library, name, smooth):
-    """Every way a token may be turned, backwards too, in tokens, groups and tensors."""
+    """Every way a token may be rotated, backwards too, in tokens, groups and tensors."""
     rotary_dim, interleaved = ROPES[name]
     x = normal((2, 40, 2, 32), "bfloat16", seed=4)
     positions = np.random.default_rng(5).integers(-49, 50, (2, 40)).astype(np.int32)
@@ -151,21 +151,21 @@ def test_a_position_outside_the_tables_spoils_its_token_alone(library, bad):
         assert np.flatnonzero((got.values == -128).all((0, 2, 3))).tolist() == [7]
 
 
-WILD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+NONFINITE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 
 
-@pytest.mark.parametrize("kind", WILD)
+@pytest.mark.parametrize("kind", NONFINITE)
 @pytest.mark.parametrize("words", [{"group": 1}, {"group": 4}, {"group": 40}, {}, {"symmetric": False}], ids=str)
 @pytest.mark.parametrize("dim", [64, 300])
 def test_not_finite(library, kind, words, dim):
-    """Tokens with one wild number, a group of nothing else, and all of a tensor."""
+    """Tokens with one nonfinite number, a group of nothing else, and all of a tensor."""
     x = normal((1, 13, 2, dim))
-    x[0, 3, 0, dim - 1] = WILD[kind]
-    x[0, 8:12, 1, 5] = WILD[kind]
+    x[0, 3, 0, dim - 1] = NONFINITE[kind]
+    x[0, 8:12, 1, 5] = NONFINITE[kind]
     for smooth in (False, True):
         got = run(library, x, smooth=smooth, **words)
         check_same(got, replay.quantize(x, smooth=smooth, **{"group": None, **words}))
-    x[..., 0] = WILD[kind]
+    x[..., 0] = NONFINITE[kind]
     check_same(run(library, x, smooth=True, **words), replay.quantize(x, smooth=True, **{"group": None, **words}))
 
 
@@ -245,8 +245,8 @@ def test_packed_sequences(library):
         got = run(library, x, cu=cu, longest=23, lens=lens, rope=rope, **words)
         for b, (begin, end) in enumerate(pairwise(PACKED)):
             one = x[None, begin:end]
-            turned = Rope(rope.cos, rope.sin, positions_k=rope.positions_k[begin:end])
-            want = replay.quantize(one, lens=lens[b : b + 1], rope=turned, **words)
+            rotated = Rope(rope.cos, rope.sin, positions_k=rope.positions_k[begin:end])
+            want = replay.quantize(one, lens=lens[b : b + 1], rope=rotated, **words)
             groups = want.scale.shape[2]
             np.testing.assert_array_equal(got.values[begin:end], want.values[0])
             np.testing.assert_array_equal(got.scale[b, :, :groups], want.scale[0])
@@ -284,14 +284,21 @@ def test_bad_packing_touches_nothing_outside(library, name):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_queries_stand_at_the_end_of_their_keys(library, packed):
-    """Position t + len_k - len_q, and the lift: what smoothing the keys took off each score."""
+    """Position t + len_k - len_q, and q . k_mean: what smoothing the keys took off each score."""
     x = normal((2, 20, 4, 32), "bfloat16")
     key_lens = np.array([27, 5], np.int32)
     mean = normal((2, 2, 32), seed=2)
-    lift = np.full((2, 4, 20), UNTOUCHED, np.float32)
+    taken_off = np.full((2, 4, 20), UNTOUCHED, np.float32)
     rope = Rope(*rope_tables(40, 32))
     shape = {"cu": np.array([0, 20, 40], np.int32), "longest": 20} if packed else {}
-    more = {"queries": 1, "key_length": 33, "key_lens": key_lens, "lift_heads": 2, "lift_mean": mean, "lift": lift}
+    more = {
+        "queries": 1,
+        "key_length": 33,
+        "key_lens": key_lens,
+        "kv_heads": 2,
+        "k_mean": mean,
+        "q_dot_mean": taken_off,
+    }
     got = run(library, x.reshape(40, 4, 32) if packed else x, group=1, rope=rope, **shape, **more)
     positions = np.arange(20) + key_lens[:, None] - 20
     want = replay.quantize(x, group=1, rope=rope, positions=positions)
@@ -299,7 +306,7 @@ def test_queries_stand_at_the_end_of_their_keys(library, packed):
     np.testing.assert_array_equal(got.scale, want.scale)
     rows = [replay.rotate(x[b], positions[b], rope).astype(float) for b in range(2)]
     dots = np.einsum("bthd,bhd->bht", rows, np.repeat(mean, 2, axis=1).astype(float))
-    np.testing.assert_allclose(lift, dots, atol=1e-5)
+    np.testing.assert_allclose(taken_off, dots, atol=1e-5)
 
 
 def test_queries_at_given_positions(library):

@@ -69,8 +69,8 @@ def test_scores_that_are_not_finite_in_later_tiles(library, head_dim, dtype, whe
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_many_items_without_keys(library, head_dim):
-    """Between items that have some, however many come in a row, and whether or not they have rows."""
+def test_many_work_tiles_without_keys(library, head_dim):
+    """Between work tiles that have some, however many come in a row, and whether or not they have rows."""
     none, more = (0,) * 9, (3, 0, 200, 1, 64, 0, 130, 7, 20)
     packed = {"q_lens": (70, *more, 150, *none, *more), "k_lens": (150, *none, 300, *more, *none)}
     for case in (

@@ -99,8 +99,8 @@ def test_scores_that_are_not_finite_in_later_tiles(library, kernel, head_dim, dt
 
 
 @pytest.mark.parametrize("head_dim", BEYOND_64_SLOW)
-def test_many_items_without_keys(library, kernel, head_dim):
-    """Between items that have some, however many come in a row, and whether or not they have rows."""
+def test_many_work_tiles_without_keys(library, kernel, head_dim):
+    """Between work tiles that have some, however many come in a row, and whether or not they have rows."""
     none, more = (0,) * 9, (3, 0, 200, 1, 64, 0, 130, 7, 20)
     packed = {"q_lens": (70, *more, 150, *none, *more), "k_lens": (150, *none, 300, *more, *none)}
     for case in (
@@ -186,7 +186,7 @@ def test_constant_and_large_values(library, kernel, head_dim, what):
 
 @pytest.mark.parametrize("token", [10000, 60000])
 def test_a_value_that_the_sample_missed(library, kernel, token):
-    """It lifts its tile so far above others that their weights round to 0 beside it, and must count all the same."""
+    """Its tile has so large an exponent that other weights round to 0 beside it, and must count all the same."""
     plant = (("q", ..., "0"), ("v", (0, 1), str(token)))
     case = Case("missed", 40, 512, 1, 1, 64, dtype="float16", plant=plant, seed=5)
     out, _ = run_case(library, case, kernel)

@@ -50,7 +50,7 @@ def strides(name: str, x: np.ndarray) -> dict[str, int]:
     return dict(zip((f"{name}.stride_{axis}" for axis in "bth"), [0] * (3 - len(steps)) + steps, strict=True))
 
 
-def run(library, k, v=None, q=None, *, lift=True, kv_lens=None, rope=None, seed=None, cu_q=None, cu_k=None,
+def run(library, k, v=None, q=None, *, with_dot=True, kv_lens=None, rope=None, seed=None, cu_q=None, cu_k=None,
         longest=(0, 0), order=1, many_blocks=4096):  # fmt: skip
     """What the emulated kernels write: (Queries as arrays of all sequences or None, KeysValues). many_blocks: how many
     let a block take several heads."""
@@ -61,14 +61,14 @@ def run(library, k, v=None, q=None, *, lift=True, kv_lens=None, rope=None, seed=
     rows = (len(k),) if packed else (batch, length)
     kv = {
         "k": poison((*rows, heads, width), np.int8), "k_scale": poison((batch, heads, groups), np.float32),
-        "k_mean": poison((batch, heads, dim), np.float32), "k_wild": poison((batch, heads), np.int32),
+        "k_mean": poison((batch, heads, dim), np.float32), "k_nonfinite": poison((batch, heads), np.int32),
     }  # fmt: skip
     if v is not None:
         padded = sm90_values.packed_padded(len(k), batch) if packed else tiles * 128
         kv |= {
             "v": poison((1 if packed else batch, heads, dim, padded), np.uint8),
-            "v_scale": poison((batch, heads), np.float32), "v_lift": poison((batch, heads, tiles), np.float32),
-            "v_wild": poison((batch, heads), np.int32), "v_mean": poison((batch, heads, dim), np.float32),
+            "v_scale": poison((batch, heads), np.float32), "v_exponents": poison((batch, heads, tiles), np.float32),
+            "v_nonfinite": poison((batch, heads), np.int32), "v_mean": poison((batch, heads, dim), np.float32),
         }  # fmt: skip
     dtype = np.dtype(k.dtype).name
     precision = "int8" if v is None else "int8_fp8"
@@ -108,7 +108,7 @@ def run(library, k, v=None, q=None, *, lift=True, kv_lens=None, rope=None, seed=
         all_three = library(dtype, dim, True)
         all_three.schedule(order)
         counter = poison(1, np.int32)
-        written = (queries.values, queries.scale, queries.lift if lift else None, counter)
+        written = (queries.values, queries.scale, queries.q_dot_mean if with_dot else None, counter)
         pointers = [ctypes.c_void_p(None if x is None else x.ctypes.data) for x in written]
         structs = packed_struct("QfAttnParams", common | attn), packed_struct("QfQuantizeKvParams", kv_fields)
         status = all_three.handle.quantize_all(*structs, *pointers, ctypes.c_int64(many_blocks))
@@ -117,14 +117,14 @@ def run(library, k, v=None, q=None, *, lift=True, kv_lens=None, rope=None, seed=
 
 
 def check_kv(got, want) -> None:
-    for name in ("k_mean", "k_wild", "k_scale", "k", "v_mean", "v_scale", "v_wild", "v_lift", "v"):
+    for name in ("k_mean", "k_nonfinite", "k_scale", "k", "v_mean", "v_scale", "v_nonfinite", "v_exponents", "v"):
         a, b = getattr(got, name), getattr(want, name)
         assert (a is None) == (b is None), name
         if a is not None:
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-def check_q(got, q, mean, *, lift=True, rope=None, len_k=None, seed=None) -> None:
+def check_q(got, q, mean, *, with_dot=True, rope=None, len_k=None, seed=None) -> None:
     """Of a batch that is not packed."""
     for b in range(len(q)):
         positions = None
@@ -134,8 +134,8 @@ def check_q(got, q, mean, *, lift=True, rope=None, len_k=None, seed=None) -> Non
         want = replay.quantize_q(q[b], mean[b], positions, rope, seed=seed, first=b * q.shape[1])
         np.testing.assert_array_equal(got.values[b], want.values)
         np.testing.assert_array_equal(got.scale[b], want.scale)
-        if lift:
-            np.testing.assert_array_equal(got.lift[b], want.lift)
+        if with_dot:
+            np.testing.assert_array_equal(got.q_dot_mean[b], want.q_dot_mean)
 
 
 # batch, q_len, k_len, q_heads, kv_heads, head_dim, dtype, fp8
@@ -173,11 +173,11 @@ def test_keys_alone(library):
     check_kv(run(library, k)[1], replay.quantize_kv(k, None))
 
 
-def test_queries_without_lift(library):
+def test_queries_without_q_dot_mean(library):
     q, k = normal((1, 70, 2, 64)), normal((1, 3, 2, 64), seed=1)
-    queries, kv = run(library, k, None, q, lift=False)
-    check_q(queries, q, kv.k_mean, lift=False)
-    assert (queries.lift == UNTOUCHED).all()
+    queries, kv = run(library, k, None, q, with_dot=False)
+    check_q(queries, q, kv.k_mean, with_dot=False)
+    assert (queries.q_dot_mean == UNTOUCHED).all()
 
 
 ROPES = {
@@ -192,7 +192,7 @@ ROPES = {
 
 @pytest.mark.parametrize("name", ROPES)
 def test_rope(library, name):
-    """Every way a token may be turned, backwards too, over more heads than a block takes."""
+    """Every way a token may be rotated, backwards too, over more heads than a block takes."""
     rotary_dim, interleaved = ROPES[name]
     q, k = normal((2, 33, 6, 64)), normal((2, 70, 3, 64), seed=1)
     tables = rope_tables(75, rotary_dim)
@@ -214,7 +214,7 @@ def test_a_position_outside_the_tables_spoils_its_token_alone(library, interleav
         rope = Rope(*rope_tables(50, 32), interleaved, positions_k=positions)
         _, kv = run(library, k, rope=rope)
         check_kv(kv, replay.quantize_kv(k, None, rope=rope))
-        assert np.flatnonzero((kv.k == -128).all((0, 2, 3))).tolist() == [7] and kv.k_wild[0, 0] == 1
+        assert np.flatnonzero((kv.k == -128).all((0, 2, 3))).tolist() == [7] and kv.k_nonfinite[0, 0] == 1
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -230,7 +230,7 @@ def test_not_finite(library, dim):
     queries, kv = run(library, k, v, q, order=2, many_blocks=1)
     check_kv(kv, replay.quantize_kv(k, v))
     check_q(queries, q, kv.k_mean)
-    assert kv.k_wild.tolist() == [[66, 300]] and kv.v_wild.tolist() == [[66, 300]]
+    assert kv.k_nonfinite.tolist() == [[66, 300]] and kv.v_nonfinite.tolist() == [[66, 300]]
     assert kv.v_scale[0, 0] == 2 and abs(kv.v_mean[0, 0]).max() < 1 and (kv.v_mean[0, 1] == 0).all()
     assert np.isfinite(kv.k_scale).all() and kv.k_scale[0, 0, 1] == 0 and kv.k_scale[0, 0, 0] > 0
 
@@ -257,20 +257,22 @@ def test_constant_tensors(library, name):
     check_kv(kv, replay.quantize_kv(x, x))
     check_q(queries, x, kv.k_mean)
     if value < 1e38:
-        assert (kv.k[:, :, 0] == 0).all() and (kv.k_scale[0, 0] == 0).all() and (kv.k_wild == 0).all()
+        assert (kv.k[:, :, 0] == 0).all() and (kv.k_scale[0, 0] == 0).all() and (kv.k_nonfinite == 0).all()
         assert (kv.v[:, 0] == 0).all() and (kv.v_mean[0, 0] == x[0, 0, 0].astype(np.float32)).all()
     if value == 0:
         assert (queries.values == 0).all() and (queries.scale == 0).all() and (kv.v_scale == 2.0**-5).all()
 
 
 def test_values_far_above_the_sample(library):
-    """Tiles lift their exponents to hold what the sample did not see, up to all that bfloat16 has."""
+    """Tiles raise their exponents to hold what the sample did not see, up to all that bfloat16 has."""
     v = normal((1, 520, 1, 64), spread=2.0**-120)
     for token, value in ((131, 447.0), (133, -449.0), (263, 5e30), (395, 3e38), (517, np.inf)):
         v[0, token, 0, 3] = value
     _, kv = run(library, normal(v.shape), v)
     check_kv(kv, replay.quantize_kv(normal(v.shape), v))
-    assert (np.diff(kv.v_lift[0, 0, :4]) > 0).all() and kv.v_lift[0, 0, 3] > 200 and kv.v_lift[0, 0, 4] == 0
+    assert (
+        (np.diff(kv.v_exponents[0, 0, :4]) > 0).all() and kv.v_exponents[0, 0, 3] > 200 and kv.v_exponents[0, 0, 4] == 0
+    )
 
 
 # What is finite in bfloat16 must be so less its mean, which from 2^119 on is none.
@@ -290,10 +292,10 @@ def test_huge_values_stay_finite(library, name, dim):
     v[0, 131, 0, dim - 5] = one  # not sampled
     _, kv = run(library, normal(v.shape), v)
     check_kv(kv, replay.quantize_kv(normal(v.shape), v))
-    assert (kv.v_wild == 0).all() and not (kv.v & 0x7F == 0x7F).any()
+    assert (kv.v_nonfinite == 0).all() and not (kv.v & 0x7F == 0x7F).any()
     assert (kv.v_mean == (most if abs(most) < 2.0**119 else 0)).all()
-    codes = sm90_values.values_back(kv.v[0], np.ones(1, np.float32), kv.v_lift[0] * 0)[:300].astype(np.float64)
-    scales = np.repeat(kv.v_scale[0, 0] * 2.0 ** kv.v_lift[0, 0].astype(np.float64), 128)[:300, None, None]
+    codes = sm90_values.values_back(kv.v[0], np.ones(1, np.float32), kv.v_exponents[0] * 0)[:300].astype(np.float64)
+    scales = np.repeat(kv.v_scale[0, 0] * 2.0 ** kv.v_exponents[0, 0].astype(np.float64), 128)[:300, None, None]
     np.testing.assert_allclose(codes * scales + kv.v_mean[0], v[0].astype(np.float64), rtol=0.1)
 
 
@@ -310,12 +312,12 @@ def test_a_mean_that_may_be_chance_stays(library, dim):
 
 @pytest.mark.parametrize("length", [1, 3, 127, 129, 255])
 def test_tokens_past_the_end_do_not_take_part(library, length):
-    """Less a mean they would be far from zero: codes are, and neither scale nor lift knows of them."""
+    """Less a mean they would be far from zero: codes are, and neither scale nor exponent knows of them."""
     k = normal((1, length, 1, 64))
     v = (normal(k.shape, spread=2.0**-6).astype(np.float32) + 100).astype(k.dtype)
     _, kv = run(library, k, v)
     check_kv(kv, replay.quantize_kv(k, v))
-    assert (kv.v_lift == 0).all() and kv.v_scale[0, 0] < 1
+    assert (kv.v_exponents == 0).all() and kv.v_scale[0, 0] < 1
     ordered = kv.v.reshape(1, 1, 64, -1, 16)[..., np.argsort(sm90_values.KEY_ORDER)].reshape(kv.v.shape)
     assert (ordered[..., length:] == 0).all()
 
@@ -384,7 +386,7 @@ def test_packed_sequences(library):
         want = replay.quantize_q(q[begin:end], kv.k_mean[b], positions, rope, seed=3, first=begin)
         np.testing.assert_array_equal(queries.values[begin:end], want.values)
         np.testing.assert_array_equal(queries.scale[b, :, : end - begin], want.scale)
-        np.testing.assert_array_equal(queries.lift[b, :, : end - begin], want.lift)
+        np.testing.assert_array_equal(queries.q_dot_mean[b, :, : end - begin], want.q_dot_mean)
         assert (queries.scale[b, :, end - begin :] == UNTOUCHED).all()
 
 
@@ -409,7 +411,7 @@ def test_a_bad_description_is_not_read(library, name):
         begin, end = (cu_k[b], cu_k[b + 1]) if b in good else (0, 0)
         want = replay.quantize_kv(k[None, begin:end], v[None, begin:end])
         np.testing.assert_array_equal(kv.k_mean[b], want.k_mean[0])
-        assert (kv.k_wild[b] == 0).all()
+        assert (kv.k_nonfinite[b] == 0).all()
         if b in good:
             np.testing.assert_array_equal(kv.k_scale[b, :, :1][:, : want.k_scale.shape[2]], want.k_scale[0])
 

@@ -37,7 +37,7 @@ EITHER = "complaint or contract"  # what comes of it depends on who is late: the
 # from being described too early. Before the second, a vote lets lanes meet in any case; a GPU promises no order of
 # memory there, so it stays. The third is no fault: streams that find every counter taken use the workspace's.
 HARMLESS = {
-    "draw: not waited for": Fault(PRODUCER, "mbarrier_wait(s.draw, parity);"),
+    "next tile: not waited for": Fault(PRODUCER, "mbarrier_wait(s.next_tile, parity);"),
     "V inspected: arrival before the zeros of every lane": Fault(
         NONFINITE, "__syncwarp();", within="__syncwarp();  // the zeros of every lane are in place"
     ),
@@ -172,7 +172,9 @@ FAULTS = {
         Fault(OUTPUT, "__syncwarp();", within="__syncwarp();  // other lanes change what this one stored"),
         "causal", "contract", "Inf in other places",
     ),
-    "draw: no arrival": (Fault(PRODUCER, "mbarrier_arrive(s.draw);"), "causal", "complaint", '"draw, stage 0"'),
+    "next tile: no arrival": (
+        Fault(PRODUCER, "mbarrier_arrive(s.next_tile);"), "causal", "complaint", '"next tile, stage 0"',
+    ),
     "wgmma: first scores not waited for": (
         Fault(CONSUMER, "wgmma_wait<0>();", within="wgmma_wait<0>();  // S(0)"),
         "even", "contract", "NaN in other places",
@@ -188,8 +190,8 @@ FAULTS = {
         "even", "complaint", "before the wait for",
     ),
     "counter: not 0 again after a launch": (
-        Fault("hopper/tile_schedule.cuh", "index = fresh_blocks() + int(atomicInc(draw_from, unsigned(total - 1)));",
-              "index = fresh_blocks() + int(atomicInc(draw_from, unsigned(total)));"),
+        Fault("hopper/tile_schedule.cuh", "index = fresh_blocks() + int(atomicInc(take_from, unsigned(total - 1)));",
+              "index = fresh_blocks() + int(atomicInc(take_from, unsigned(total)));"),
         "causal", "contract", "",
     ),
     "wgmma: last outputs not waited for": (

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_arrays import arrays, assert_close
 
 import qflash
 from qflash.testing.compare import FLOAT32_L2, GRADIENT_L2
+from qflash.testing.jax_arrays import arrays, assert_close
 
 SPLIT = P("b", None, "h")
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from concurrency import check_threads_share_plans
-from jax_arrays import arrays, assert_close, relative_l2
 
 import qflash
 from qflash.testing import runner
 from qflash.testing.cases import CASES
 from qflash.testing.compare import FLOAT32_L2, HALF_FACTOR, check_contract, check_gradients
+from qflash.testing.concurrency import check_threads_share_plans
+from qflash.testing.jax_arrays import arrays, assert_close, relative_l2
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy

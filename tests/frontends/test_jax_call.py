@@ -42,7 +42,7 @@ def words(*records: int) -> np.ndarray:
 
 
 def size_of(takes: str, field: str, *factors: tuple[int, int]) -> list[int]:
-    """A record of `sizes`; factors: (array, dimension)."""
+    """A tuple of `sizes`; factors: (array, dimension)."""
     return [at(takes, field), struct.calcsize(_native.op_layouts[takes][1][field][1]), len(factors), *sum(factors, ())]
 
 
@@ -141,14 +141,14 @@ REFUSED = {
     "size of 2 bytes": ({"sizes": words(at(ROWS, "rows"), 2, 0)}, "a size has 2 bytes; allowed: 4 or 8"),
     "size of a pointer": ({"sizes": words(at(ROWS, "x"), 8, 0)}, "no field of kind 'q'"),
     "size of another width": ({"sizes": words(at(ROWS, "rows"), 4, 0)}, "no field of kind 'i'"),
-    "half a size": ({"sizes": words(at(ROWS, "rows"), 8, 2, 0, 0)}, "`sizes` ends within a record"),
+    "half a size": ({"sizes": words(at(ROWS, "rows"), 8, 2, 0, 0)}, "`sizes` ends within a tuple"),
     "size of no array": ({"sizes": words(*size_of(ROWS, "rows", (2, 0)))}, "from array 2; allowed: 0 to 1"),
     "size of array -1": ({"sizes": words(*size_of(ROWS, "rows", (-1, 0)))}, "from array -1; allowed"),
     "size of no dimension": ({"sizes": words(*size_of(ROWS, "rows", (0, 2)))}, "dimension 2 of array 0; allowed: 2"),
     "size of no ~dimension": ({"sizes": words(*size_of(ROWS, "rows", (0, ~2)))}, "dimension 2 of array 0; allowed: 2"),
     "size past int32": ({"sizes": words(*size_of(ROWS, "dtype", *LARGE))}, "dtype is 8589934592; allowed: 0 to 2"),
     "size past int64": ({"sizes": words(*size_of(ROWS, "rows", *LARGE, *LARGE))}, "rows is past what 64 bits count"),
-    "half a bound": ({"bounds": words(at(ROWS, "dtype"), 0)}, "`bounds` ends within a record"),
+    "half a bound": ({"bounds": words(at(ROWS, "dtype"), 0)}, "`bounds` ends within a tuple"),
     "bound of 8 bytes": ({"bounds": words(at(ROWS, "rows"), 0, 0)}, "no field of kind 'i'"),
     "bound of no array": ({"bounds": words(at(ROWS, "dtype"), 7, 0)}, "from array 7; allowed: 0 to 1"),
     "bound of no dimension": ({"bounds": words(at(ROWS, "dtype"), 1, 5)}, "dimension 5 of array 1"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax_arrays
 import numpy as np
 import pytest
 
 import qflash
+from qflash.testing import jax_arrays
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy

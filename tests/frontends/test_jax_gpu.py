@@ -9,13 +9,13 @@ import sys
 
 import numpy as np
 import pytest
-from jax_arrays import arrays, assert_close, relative_l2
 
 import qflash
 from qflash.backends import Entry
 from qflash.testing import runner
 from qflash.testing.cases import CASES
 from qflash.testing.compare import FLOAT32_L2, HALF_FACTOR, check_contract
+from qflash.testing.jax_arrays import arrays, assert_close, relative_l2
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy

@@ -9,11 +9,11 @@ import sys
 
 import numpy as np
 import pytest
-from jax_arrays import arrays
 
 import qflash
 from qflash.call import cache
 from qflash.frontends import jax as frontend
+from qflash.testing.jax_arrays import arrays
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy

@@ -13,7 +13,6 @@ import sys
 
 import numpy as np
 import pytest
-from jax_arrays import arrays
 
 import qflash
 from qflash import _native, backends, dispatch
@@ -21,6 +20,7 @@ from qflash.backends import Entry
 from qflash.backends.arch import asked
 from qflash.call.prepare import prepare
 from qflash.call.spec import Spec
+from qflash.testing.jax_arrays import arrays
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -111,7 +111,7 @@ def test_programs_of_every_operation_find_their_kernels_again():
         (Spec("cpu", 0, "float32", 64, rope="half", op="attention_backward"), "QfAttnBwdParams"),
         (Spec("cpu", 0, "int32", op="int8_matmul", layout="n"), "QfInt8MatmulParams"),
     ):
-        kernel = dispatch.plan(spec)
+        kernel = dispatch.choose(spec)
         resolve(register(kernel.name, spec, backends.load(kernel, spec), takes))
 
 

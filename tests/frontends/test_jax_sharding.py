@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("jax")
 
 
-@pytest.mark.slow
 def test_on_four_devices():
     """The number of devices is fixed when JAX starts, hence the process of its own."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"

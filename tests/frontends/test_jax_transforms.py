@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from jax_arrays import arrays, assert_close
 
 import qflash
 from qflash.testing.compare import FLOAT32_L2, GRADIENT_L2
+from qflash.testing.jax_arrays import arrays, assert_close
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -157,8 +157,8 @@ def test_vmap_over_nothing_nested_and_of_lengths_and_tables():
     mapped = jax.vmap(lambda lens: qflash.attention(q, k, v, kv_lens=lens))(jnp.zeros((0, 2), jnp.int32))
     assert mapped.shape == (0, *q.shape)
     cos, sin = (jnp.asarray(x) for x in qflash.rope_tables(13, 16))
-    turned = jax.vmap(lambda q, cos: qflash.attention(q, k, v, rope=qflash.Rope(cos, sin)))
-    assert turned(none, jnp.zeros((0, *cos.shape))).shape == none.shape
+    rotated = jax.vmap(lambda q, cos: qflash.attention(q, k, v, rope=qflash.Rope(cos, sin)))
+    assert rotated(none, jnp.zeros((0, *cos.shape))).shape == none.shape
 
 
 def test_gradient_through_lse():

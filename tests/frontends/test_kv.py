@@ -17,7 +17,7 @@ PRECISIONS = ("int8", "int8_fp8")
 def check_parts(kv, precision):
     """Everything that should be there, shaped as it should be."""
     wanted = results_of(*SHAPE, precision)
-    for name in ("k", "k_scale", "k_mean", "k_wild", "v", "v_scale", "v_lift", "v_wild", "v_mean"):
+    for name in ("k", "k_scale", "k_mean", "k_nonfinite", "v", "v_scale", "v_exponents", "v_nonfinite", "v_mean"):
         part = getattr(kv, name)
         if name in wanted:
             dtype, shape = wanted[name]
@@ -133,7 +133,7 @@ class TestJax:
         zeros = {name: self.jnp.zeros(shape, dtype) for name, (dtype, shape) in results_of(*SHAPE, "int8").items()}
         kv = qflash.QuantizedKV(**zeros, v=self.jnp.zeros(SHAPE, self.jnp.bfloat16))
         moved = self.jax.jit(lambda kv: self.jax.tree.map(lambda x: x + 1, kv))(kv)
-        assert isinstance(moved, qflash.QuantizedKV) and int(moved.k_wild[0, 0]) == 1
+        assert isinstance(moved, qflash.QuantizedKV) and int(moved.k_nonfinite[0, 0]) == 1
 
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_the_cpu_has_no_kernel(self, precision):

@@ -53,8 +53,8 @@ def test_eager(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_strides_do_not_matter(precision):
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
-    check_same(both(*turned, precision), wanted(precision))
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
+    check_same(both(*transposed, precision), wanted(precision))
     gaps = [torch.stack([x, x], -1).flatten(-2)[..., ::2] for x in tensors()]
     check_same(both(*gaps, precision), wanted(precision))
 
@@ -105,7 +105,7 @@ def test_opcheck(precision):
     kv = qflash.quantize_kv(k, v, precision=precision)  # first, because the front end defines the ops as it is loaded
     words = (precision, "nearest", 0, False, None)
     torch.library.opcheck(torch.ops.qflash.quantize_kv.default, (k, v, None, None, None, None, *words))
-    parts = (kv.k, kv.k_scale, kv.k_mean, kv.k_wild, kv.v, kv.v_scale, kv.v_lift, kv.v_wild, kv.v_mean)
+    parts = (kv.k, kv.k_scale, kv.k_mean, kv.k_nonfinite, kv.v, kv.v_scale, kv.v_exponents, kv.v_nonfinite, kv.v_mean)
     words = (precision, "float16", True, None, None, 0.125, None, None, True, False)
     torch.library.opcheck(torch.ops.qflash.attention_kv.default, (q, *parts, None, None, None, None, *words))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from concurrency import check_threads_share_plans
 
 import qflash
 from qflash.call import cache
 from qflash.testing.compare import FLOAT32_L2, HALF_FACTOR, UNIT_ROUNDOFF
+from qflash.testing.concurrency import check_threads_share_plans
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 

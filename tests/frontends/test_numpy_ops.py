@@ -14,7 +14,7 @@ STRIDED = {
     "gaps": lambda x: np.repeat(x, 2, -1)[..., ::2],
     "wide rows": lambda x: np.concatenate([x, x], -1)[..., : x.shape[-1]],
     "reversed": lambda x: np.ascontiguousarray(x[::-1])[::-1],
-    "turned": lambda x: np.asfortranarray(x),
+    "transposed": lambda x: np.asfortranarray(x),
 }
 
 

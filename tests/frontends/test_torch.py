@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from concurrency import check_threads_share_plans
 
 import qflash
+from qflash.testing.concurrency import check_threads_share_plans
 
 torch = pytest.importorskip("torch")
-
-from torch_math import ALLOWED, ALLOWED_GRADIENT, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
 from qflash.call import cache  # noqa: E402
 from qflash.frontends.torch import launch  # noqa: E402
 from qflash.ops.attention import ATTENTION  # noqa: E402
 from qflash.testing.compare import HALF_FACTOR, INT8, LSE  # noqa: E402
+from qflash.testing.torch_math import ALLOWED, ALLOWED_GRADIENT, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
 F = torch.nn.functional
 

@@ -8,9 +8,8 @@ import qflash
 
 torch = pytest.importorskip("torch")
 
-from torch_math import ALLOWED, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
-
 from qflash.testing.compare import LSE  # noqa: E402
+from qflash.testing.torch_math import ALLOWED, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 KERNELS = ["fa", "unfused"]

@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_math import packed, tables, tensors  # noqa: E402
+
+from qflash.testing.torch_math import packed, tables, tensors  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

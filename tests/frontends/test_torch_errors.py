@@ -9,7 +9,7 @@ import qflash
 
 torch = pytest.importorskip("torch")
 
-from torch_math import packed, tables, tensors  # noqa: E402
+from qflash.testing.torch_math import packed, tables, tensors  # noqa: E402
 
 Q, K, V = tensors()
 ROPE = tables()

@@ -33,8 +33,8 @@ def test_eager_gives_numpys_bits(name):
 @pytest.mark.parametrize("name", CASES)
 def test_strides_do_not_matter(name):
     case = CASES[name]
-    turned = {key: x.mT.contiguous().mT if x.dim() > 1 else x for key, x in tensors(case).items()}
-    check_equal(case.call(**turned), case.call(**case.arrays))
+    transposed = {key: x.mT.contiguous().mT if x.dim() > 1 else x for key, x in tensors(case).items()}
+    check_equal(case.call(**transposed), case.call(**case.arrays))
 
 
 @pytest.mark.parametrize("name", CASES)

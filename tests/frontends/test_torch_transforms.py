@@ -12,10 +12,10 @@ import qflash
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-from torch_math import ALLOWED_GRADIENT, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
 import qflash.frontends.torch  # noqa: E402  (defines the ops)
 from qflash.ops.attention import ATTENTION  # noqa: E402
+from qflash.testing.torch_math import ALLOWED_GRADIENT, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
 LENS = torch.tensor([13, 4], dtype=torch.int32)
 ROPE = OPTIONS["rope-positions"]["rope"]

@@ -43,7 +43,6 @@ def test_contract(case: Case, kernel: str) -> None:
     check_or_refused(case, kernel, "native")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize("case", cases("large"), ids=by_name)
 def test_contract_large(case: Case, kernel: str) -> None:

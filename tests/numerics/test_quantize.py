@@ -155,7 +155,7 @@ def test_tokens_that_do_not_exist(kernel, words, smooth):
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS.keys())
 @pytest.mark.parametrize("smooth", [False, True])
 def test_not_finite(kernel, bad, words, smooth):
-    """A wild token comes back as NaN and costs no other anything; asymmetric, everything is NaN."""
+    """A nonfinite token comes back as NaN and costs no other anything; asymmetric, everything is NaN."""
     x = normal((1, 40, 2, 33))
     x[0, 3, 0, 32] = x[0, 17, 1, 0] = bad
     _, back = check(kernel, x, words | {"smooth": smooth})
@@ -299,25 +299,26 @@ def test_the_number_of_threads_changes_nothing(threads):
         qflash.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_all_words(dtype):
+    """What every instruction set is asked for."""
+    for words in WORDS.values():
+        for dim in (37, 64):
+            x = normal((1, 150, 2, dim), dtype)
+            check("cpu_quantize", x, words | {"smooth": True}, rope=Rope(*rope_tables(150, 36)))
+            check("cpu_quantize", x, words | {"rounding": "stochastic"})
+
+
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set_gives_the_same_bits(isa):
     order = ("generic", "avx2", "avx512", "amx")
     if order.index(isa) > order.index(_native.cpu_isa()):
         pytest.skip(f"this machine has no {isa}")
-    code = (
-        "import sys; sys.path.insert(0, 'tests/numerics'); import test_quantize as t\n"
-        "import numpy as np\n"
-        "from qflash.rope import Rope, rope_tables\n"
-        "for dtype in t.DTYPES:\n"
-        "    for words in t.WORDS.values():\n"
-        "        for dim in (37, 64):\n"
-        "            x = t.normal((1, 150, 2, dim), dtype)\n"
-        "            t.check('cpu_quantize', x, words | {'smooth': True}, rope=Rope(*rope_tables(150, 36)))\n"
-        "            t.check('cpu_quantize', x, words | {'rounding': 'stochastic'})\n"
-    )
+    chosen = ("-k", test_bits_of_all_words.__name__, "-p", "no:cacheprovider", __file__)
     environment = os.environ | {"QFLASH_CPU_ISA": isa}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "pytest", "-q", *chosen]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.gpu

@@ -10,22 +10,8 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash import _native, reference
+from qflash.testing.corners import arrays, check_corners, weights_dtype
 
-# (scale, softcap) at every corner that `check_options` allows, and large softcaps among usual ones.
-CORNERS = [
-    (2.0**100, None),
-    (-(2.0**100), None),
-    (2.0**-140, None),
-    (None, 2.0**100),
-    (2.0**-26, 2.0**100),
-    (2.0**100, 2.0**100),
-    (None, 2.0**-100),
-    (1.0, 2.0**-100),
-    (0.0, 2.0**-100),
-    (2.0**100, 1.0),
-    (None, 1e6),
-]
 BEYOND = [
     ({"scale": 2.0**100 * 1.001}, r"scale is 1\.26.*e\+30; allowed: a finite number, up to 2\^100"),
     ({"scale": -2.4e38}, r"scale is -2\.4e\+38; allowed: a finite number, up to 2\^100"),
@@ -36,44 +22,18 @@ BEYOND = [
 ]
 
 
-def arrays(length: int = 40) -> tuple[np.ndarray, ...]:
-    """q with a row of zeros, k, v."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, length, 2, 16)).astype(np.float32) for _ in range(3))
-    q[0, 3] = 0
-    return q, k, v
-
-
-def weights_dtype(precision: str | None, dtype: str) -> str:
-    """What the weights are rounded to before they meet v: with AMX, cpu_int8 multiplies in bfloat16."""
-    return "bfloat16" if precision == "int8" and _native.cpu_isa() == "amx" else dtype
-
-
-def check_corners(precision: str | None) -> None:
-    """Every corner gives what the definition gives, and a query of zeros the mean of v."""
-    q, k, v = arrays()
-    for scale, softcap in CORNERS:
-        where = f"scale {scale}, softcap {softcap}"
-        out, lse = qflash.attention(q, k, v, scale=scale, softcap=softcap, precision=precision, return_lse=True)
-        assert np.isfinite(out).all() and np.isfinite(lse).all(), where
-        # Equal weights are exactly 1 until the sum is known, so that only v is rounded: by 2^-9 of itself at most.
-        atol = 1e-6 if weights_dtype(precision, "float32") == "float32" else 2**-9 * float(np.abs(v).mean())
-        np.testing.assert_allclose(out[0, 3], v[0].mean(0), atol=atol, err_msg=where)
-        np.testing.assert_allclose(lse[0, :, 3], np.log(40), rtol=1e-6, err_msg=where)
-        if scale is not None and abs(scale) > 1e9:
-            continue  # one step of float32 in a score is more than a softmax can tell apart
-        want, want_lse = reference.attention(q, k, v, scale=scale, softcap=softcap)
-        error = np.linalg.norm(out - want) / np.linalg.norm(want)
-        assert error <= (2e-6 if precision is None else 2e-2), f"{where}: error {error:.3g}"
-        np.testing.assert_allclose(lse, want_lse, atol=2e-5 if precision is None else 0.1, err_msg=where)
-
-
 @pytest.mark.parametrize("precision", [None, "int8"])
 def test_right_at_the_ends(precision: str | None) -> None:
     check_corners(precision)
 
 
-_FLUSHED = "import torch; torch.set_flush_denormal(True); from test_range import check_corners; check_corners({!r})"
+_FLUSHED = """
+import torch
+from qflash.testing.corners import check_corners
+
+torch.set_flush_denormal(True)
+check_corners({!r})
+"""
 
 
 @pytest.mark.parametrize("precision", [None, "int8"])
@@ -82,8 +42,9 @@ def test_right_at_the_ends_where_denormals_are_zero(precision: str | None) -> No
     torch = pytest.importorskip("torch")
     if not torch.set_flush_denormal(False):
         pytest.skip("this processor cannot flush denormals")
-    code = f"import sys; sys.path.insert(0, {__file__.rpartition('/')[0]!r}); {_FLUSHED.format(precision)}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", _FLUSHED.format(precision)], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 

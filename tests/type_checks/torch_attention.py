@@ -18,6 +18,7 @@ def uses(q: Tensor, kv_lens: Tensor, flag: bool) -> None:
     assert_type(rope, qflash.Rope[Tensor])
     assert_type(rope.cos, Tensor)
     assert_type(qflash.attention(q, q, q, rope=rope), Tensor)
+    assert_type(qflash.scaled_dot_product_attention(q, q, q, is_causal=True), Tensor)
     x = qflash.quantize(q)
     assert_type(qflash.attention(x, x, x), Tensor)
     assert_type(qflash.attention(x, x, q, return_lse=True), tuple[Tensor, Tensor])

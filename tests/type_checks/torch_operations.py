@@ -28,7 +28,7 @@ def uses_on_hopper(k: Tensor, lens: Tensor) -> None:
     kv = qflash.quantize_kv(k, k, precision="int8_fp8", lens=lens)
     assert_type(kv, qflash.QuantizedKV[Tensor])
     assert_type(kv.k_scale, Tensor)
-    assert_type(kv.v_lift, Tensor | None)
+    assert_type(kv.v_exponents, Tensor | None)
     assert_type(kv.head_dim, int)
 
 

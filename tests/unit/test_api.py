@@ -214,6 +214,7 @@ def test_number_of_threads() -> None:
         qflash.set_num_threads(before)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["torch", "jax", "click", "rich", "qflash.testing", "qflash.cli", "filelock"])
 def test_importing_qflash_does_not_import(name: str) -> None:
     code = (
@@ -269,6 +270,7 @@ def _in_child(name: str, results) -> None:
         results.put(repr(error))
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_child_processes(method: str) -> None:

@@ -81,10 +81,8 @@ def test_rows_their_table_and_plot(results, tmp_path, monkeypatch):
     summary = accuracy.summary()
     assert f"| input | qflash cpu | qflash cpu_int8 | {accuracy.PER_TENSOR} |" in summary
     assert f"| normal, T=96 full | {by_name['qflash cpu']['rel_l2']:.2g} |" in summary
-    picture = plot.draw_errors(found, tmp_path / "errors.svg")
-    if picture is not None:  # matplotlib is installed
-        assert "relative L2 error" in picture.read_text()
-        assert plot.draw(found, tmp_path / "speed.svg") is None  # there is no speed in them
+    pictures = plot.draw_from(results / "machine" / f"{accuracy.NAME}.jsonl")  # none where matplotlib is not installed
+    assert all("relative L2 error" in picture.read_text() for picture in pictures)
 
 
 def test_fa3_gets_e4m3_and_its_scales(monkeypatch):
@@ -184,36 +182,13 @@ def test_quantized_kernels_are_held_against_16_bits_and_against_fp8(results):
     assert report.best_peer(found[0]) == ("FlashAttention 3", 1.2)
     rows.write(results / "nvidia-h200" / "sm90_int8.jsonl", found)
     table = report.quantized_table()
-    said = f"- D=128, T ≥ 4096: qflash sm90_int8: 1.20× the best of 16 bits (1.20 to 1.20), 0.90× {report.FP8}"
+    said = "| qflash sm90_int8 | **1.20** (1.20–1.20) | **0.90** (0.90–0.90) |"
+    assert "| T ≥ 4096 | D=128, × 16 bits | D=128, × FP8 |" in report.quantized_summaries()
     assert said in report.quantized_summaries() and "<details>" not in report.quantized_summaries()
     assert said in table and "<details><summary>head dim 128, causal, bfloat16</summary>" in table
     cells = ("(4, 16, 4096, 128)", "**qflash sm90_int8**", "100.0 µs", "1000.0 TFLOP/s", "1e-02")
     assert f"| {' | '.join(cells)} | 1.20× FlashAttention 3 | 0.90× |" in table
     assert f"|  | {report.FP8} | 90.0 µs | 1000.0 TFLOP/s | 1e-02 |  |  |" in table
-
-
-def test_what_lacks_a_part_of_its_work_is_not_drawn(tmp_path):
-    picture = plot.draw(quantized_rows(4096), tmp_path / "speed.svg")
-    if picture is None:
-        pytest.skip("matplotlib is not installed")
-    text = picture.read_text()
-    assert "qflash sm90_int8" in text and "kernel alone" not in text
-
-
-def test_pictures_of_both(results):
-    assert report.quantized_plots() == ""
-    (results / "h").mkdir()
-    for name in ("sm90_int8", "int8-accuracy"):
-        (results / "h" / f"{name}.svg").touch()
-    report_root, rows.ROOT = rows.ROOT, results
-    try:
-        lines = report.quantized_plots().splitlines()
-    finally:
-        rows.ROOT = report_root
-    assert lines == [
-        "![quantized speed on h](h/sm90_int8.svg)",
-        "![error of quantized attention on h](h/int8-accuracy.svg)",
-    ]
 
 
 def test_bytes_of_the_pass():

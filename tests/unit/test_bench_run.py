@@ -86,7 +86,8 @@ def test_rows_are_told_and_written(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(rows, "ROOT", tmp_path)
     found = run.main(Sums())
     assert rows.read(tmp_path / "results" / "m" / "sums.jsonl") == found and len(found) == 4
-    said = capsys.readouterr().out.splitlines()
+    first, *said = capsys.readouterr().out.splitlines()
+    assert first == "timing sums (0 of 2 done)"
     assert said[0] == "refuses: cannot count" and said[1].startswith("kind sum, n 3, candidate ours, ")
     assert said[-1] == "4 rows in results/m/sums.jsonl"
 

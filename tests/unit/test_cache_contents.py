@@ -18,6 +18,7 @@ def _tree(root):
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
+@pytest.mark.process
 def test_only_the_caches_own_is_removed(fake):
     entry = compile_unit(fake.unit)
     root, folder = Cache().root, Cache().folder
@@ -49,6 +50,7 @@ def test_only_the_caches_own_is_removed(fake):
     assert fake.unit.source.exists()
 
 
+@pytest.mark.process
 def test_things_of_the_wrong_kind_are_left_alone(fake):
     entry = compile_unit(fake.unit)
     folder = Cache().folder
@@ -61,6 +63,7 @@ def test_things_of_the_wrong_kind_are_left_alone(fake):
     assert _tree(folder) == sorted([file.name, directory.name])
 
 
+@pytest.mark.process
 def test_an_entry_that_is_being_built_survives_clear(fake, monkeypatch):
     monkeypatch.setenv("FAKE_SLEEP", "2")
     process = subprocess.Popen([sys.executable, "-c", fake.script()], stdout=subprocess.PIPE, text=True)

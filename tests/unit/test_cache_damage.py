@@ -19,6 +19,8 @@ from qflash.jit.cache import Cache
 from qflash.jit.compiler import LIBRARY, LOG, compile_unit
 from qflash.jit.entry import FACTS
 
+pytestmark = pytest.mark.process
+
 
 def _cut(path: Path, part: float) -> None:
     os.truncate(path, int(path.stat().st_size * part))

@@ -14,6 +14,8 @@ from qflash.jit.cache import Cache
 from qflash.jit.compiler import LIBRARY, compile_unit, recipe
 from qflash.jit.entry import FACTS
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def entry(fake):

@@ -64,6 +64,7 @@ def test_cache_that_others_may_write_is_refused(invoke, filled, command):
     assert (filled / "kernels-1" / KEY).exists()
 
 
+@pytest.mark.process
 def test_doctor_counts_the_same(invoke, fake):
     entry = compile_unit(fake.unit)
     size = sum(file.stat().st_size for file in entry.iterdir())

@@ -29,6 +29,7 @@ def checked(monkeypatch) -> list[tuple]:
     return asked
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on the PATH")
 def test_a_kernel_is_compiled_and_agrees(invoke, cache_dir):
     result = invoke("verify", "--emulate", "--kernel", "unfused", "--seed", "3")

@@ -40,6 +40,7 @@ def usable_isas() -> list[str]:
     return list(ISAS[: ISAS.index(best) + 1])
 
 
+@pytest.mark.process
 class TestInstructionSets:
     def test_each_one_keeps_the_contract(self):
         code = (
@@ -71,14 +72,17 @@ class TestInstructionSets:
 
 
 class TestThreads:
+    @pytest.mark.process
     def test_number_comes_from_the_environment(self):
         done = python("import qflash; print(qflash.get_num_threads())", QFLASH_NUM_THREADS="3")
         assert done.stdout.strip() == "3"
 
+    @pytest.mark.process
     def test_default_is_what_the_process_may_use(self):
         done = python("import qflash; print(qflash.get_num_threads())", QFLASH_NUM_THREADS="")
         assert int(done.stdout) == len(os.sched_getaffinity(0))
 
+    @pytest.mark.process
     def test_a_bad_number_is_named(self):
         done = python("import qflash; print(qflash.get_num_threads())", QFLASH_NUM_THREADS="two")
         assert int(done.stdout) == len(os.sched_getaffinity(0))
@@ -141,6 +145,7 @@ def test_forked_child_computes_and_so_does_the_parent_afterwards():
         np.testing.assert_array_equal(result, want)
 
 
+@pytest.mark.process
 def test_memory_is_linear_in_length():
     """T = 131072 under a window, so that it takes a second; scratch does not know about windows."""
     code = """

@@ -32,14 +32,14 @@ def test_the_cpu_serves_everything(dtype: str, head_dim: int) -> None:
     spec = replace(
         CPU, dtype=dtype, head_dim=head_dim, window=True, softcap=True, rope="half", packed=True, kv_lens=True
     )
-    assert dispatch.plan(spec).name == "cpu"
-    assert dispatch.plan(replace(spec, precision="int8")).name == "cpu_int8"
+    assert dispatch.choose(spec).name == "cpu"
+    assert dispatch.choose(replace(spec, precision="int8")).name == "cpu_int8"
 
 
 def test_plan_takes_the_first_usable_automatic_row() -> None:
     for spec in (CPU, CUDA, replace(CPU, precision="int8"), replace(CPU, op="attention_backward")):
         usable = [k for k in dispatch.KERNELS if k.automatic and not dispatch.reasons(k, spec)]
-        assert dispatch.plan(spec) is usable[0]
+        assert dispatch.choose(spec) is usable[0]
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_plan_takes_the_first_usable_automatic_row() -> None:
 def test_hopper_has_a_kernel_of_its_own(arch: int, dtype: str, head_dim: int, kernel: str, why: str) -> None:
     """What `explain` shows: the kernel that runs, and why the one for Hopper does not."""
     spec = Spec("cuda", arch, dtype, head_dim, window=True, softcap=True, rope="half", packed=True, kv_lens=True)
-    assert dispatch.plan(spec).name == kernel
-    rows = {name: (verdict, reason) for name, verdict, reason in dispatch.rows(spec)}
+    assert dispatch.choose(spec).name == kernel
+    rows = {name: (verdict, reason) for name, verdict, reason in dispatch.verdicts(spec)}
     assert rows[kernel] == ("runs", dispatch.BY_NAME[kernel].summary)
     if why:
         assert rows["sm90_fwd"][0] == "no" and rows["sm90_fwd"][1].startswith(why)
         with pytest.raises(NoKernelError, match="kernel 'sm90_fwd' cannot serve this problem"):
-            dispatch.plan(spec, "sm90_fwd")
+            dispatch.choose(spec, "sm90_fwd")
     else:
         assert rows["fa_mma"][0] == "could" and rows["fa_mma"][1].startswith("sm90_fwd comes first; ")
-        assert dispatch.plan(spec, "fa_mma").name == "fa_mma"
+        assert dispatch.choose(spec, "fa_mma").name == "fa_mma"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_hopper_has_a_kernel_of_its_own(arch: int, dtype: str, head_dim: int, ke
 )
 def test_hopper_has_quantized_kernels_of_its_own(arch, dtype, head_dim, precision, kernel) -> None:
     spec = Spec("cuda", arch, dtype, head_dim, precision, window=True, softcap=True, rope="half", packed=True)
-    assert dispatch.plan(spec).name == kernel
+    assert dispatch.choose(spec).name == kernel
 
 
 @pytest.mark.parametrize(
@@ -105,17 +105,17 @@ def test_hopper_has_quantized_kernels_of_its_own(arch, dtype, head_dim, precisio
 )
 def test_what_int8_fp8_is_not_for_says_why(spec: Spec, why: str) -> None:
     with pytest.raises(NoKernelError, match=why):
-        dispatch.plan(spec)
+        dispatch.choose(spec)
 
 
 @pytest.mark.parametrize(("op", "kv"), [("quantize_kv", "arrays"), ("attention", "kept")])
 def test_kv_is_quantized_on_hopper_alone(op: str, kv: str) -> None:
     for precision in ("int8", "int8_fp8"):
         spec = Spec("cuda", 90, "bfloat16", 128, precision, op=op, kv=kv)
-        assert dispatch.plan(spec).name == ("sm90_int8" if op == "attention" else "sm90_quantize")
+        assert dispatch.choose(spec).name == ("sm90_int8" if op == "attention" else "sm90_quantize")
         for other in (replace(spec, arch=89), replace(spec, dtype="float32"), replace(spec, head_dim=20)):
             with pytest.raises(NoKernelError, match=f"no kernel serves this {'problem' if op == 'attention' else op}"):
-                dispatch.plan(other)
+                dispatch.choose(other)
 
 
 def test_buckets_of_the_quantized_kernels_of_hopper() -> None:
@@ -132,40 +132,40 @@ def test_buckets_of_the_quantized_kernels_of_hopper() -> None:
 
 def test_gradients_have_rows_of_their_own() -> None:
     spec = replace(CPU, op="attention_backward")
-    assert dispatch.plan(spec).name == "cpu_bwd"
+    assert dispatch.choose(spec).name == "cpu_bwd"
     with pytest.raises(NoKernelError, match=r"cpu_bwd +no +computes in precision native, not int8"):
-        dispatch.plan(replace(spec, precision="int8"))
+        dispatch.choose(replace(spec, precision="int8"))
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_cuda_kernel_has_a_backward_pass(arch: int, dtype: str) -> None:
     with pytest.raises(NoKernelError, match=r"cpu_bwd +no +runs on cpu, the arrays are on cuda"):
-        dispatch.plan(Spec("cuda", arch, dtype, 64, op="attention_backward"))
+        dispatch.choose(Spec("cuda", arch, dtype, 64, op="attention_backward"))
 
 
 def test_a_kernel_can_be_asked_for() -> None:
-    assert dispatch.plan(CUDA, "unfused").name == "unfused"
-    assert dispatch.plan(CPU, "cpu").name == "cpu"
+    assert dispatch.choose(CUDA, "unfused").name == "unfused"
+    assert dispatch.choose(CPU, "cpu").name == "cpu"
 
 
 def test_what_runs_only_on_request_is_not_chosen() -> None:
     for kernel in dispatch.kernels_of("attention", "cuda"):
         if not kernel.automatic:
             spec = replace(CUDA, dtype=kernel.dtypes[0])
-            assert dispatch.plan(spec) is not kernel
-            assert (kernel.name, "on request", kernel.summary) in dispatch.rows(spec)
+            assert dispatch.choose(spec) is not kernel
+            assert (kernel.name, "on request", kernel.summary) in dispatch.verdicts(spec)
 
 
 def test_rows_say_that_a_kernel_asked_for_is_the_one_that_runs() -> None:
-    rows = {name: (verdict, why) for name, verdict, why in dispatch.rows(CUDA, "unfused")}
+    rows = {name: (verdict, why) for name, verdict, why in dispatch.verdicts(CUDA, "unfused")}
     assert rows["unfused"] == ("runs", dispatch.BY_NAME["unfused"].summary)
     assert rows["fa"][0] == "could" and rows["fa"][1].startswith("unfused was asked for; ")
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="kernel is 'nope'; allowed: None") as raised:
-        dispatch.plan(CPU, "nope")
+        dispatch.choose(CPU, "nope")
     assert not isinstance(raised.value, NoKernelError)
     for kernel in dispatch.kernels_of("attention"):
         assert repr(kernel.name) in str(raised.value)
@@ -190,7 +190,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_a_kernel_that_cannot_serve_says_why(name: str, spec: Spec, why: str) -> None:
     assert why in dispatch.reasons(dispatch.BY_NAME[name], spec)
     with pytest.raises(NoKernelError) as raised:
-        dispatch.plan(spec, name)
+        dispatch.choose(spec, name)
     assert why in str(raised.value)
     for kernel in dispatch.kernels_of("attention"):  # the error carries the whole table
         assert kernel.name in str(raised.value)
@@ -198,17 +198,17 @@ def test_a_kernel_that_cannot_serve_says_why(name: str, spec: Spec, why: str) ->
 
 def test_no_kernel_at_all() -> None:
     with pytest.raises(NoKernelError, match="no kernel serves this problem") as raised:
-        dispatch.plan(replace(CPU, precision="int8_fp8"))
+        dispatch.choose(replace(CPU, precision="int8_fp8"))
     assert "not int8_fp8" in str(raised.value)
     assert isinstance(raised.value, ValueError)
 
 
 def test_rows_name_every_kernel_and_at_most_one_runs() -> None:
     for spec in (CPU, CUDA, replace(CPU, precision="int8_fp8")):
-        rows = dispatch.rows(spec)
+        rows = dispatch.verdicts(spec)
         assert [row[0] for row in rows] == [kernel.name for kernel in dispatch.kernels_of("attention")]
         runs = [row[0] for row in rows if row[1] == "runs"]
-        assert runs == ([] if spec.precision == "int8_fp8" else [dispatch.plan(spec).name])
+        assert runs == ([] if spec.precision == "int8_fp8" else [dispatch.choose(spec).name])
         assert all(row[1] in ("runs", "could", "on request", "no") and row[2] for row in rows)
 
 
@@ -224,17 +224,17 @@ def test_dtypes_are_respected() -> None:
 
 def test_operations_have_rows_of_their_own() -> None:
     spec = Spec("cpu", 0, "float32", op="softmax")
-    assert dispatch.plan(spec).op == "softmax"
-    assert {name for name, *_ in dispatch.rows(spec)} == {row.name for row in dispatch.kernels_of("softmax")}
+    assert dispatch.choose(spec).op == "softmax"
+    assert {name for name, *_ in dispatch.verdicts(spec)} == {row.name for row in dispatch.kernels_of("softmax")}
     with pytest.raises(ValueError, match=f"kernel is 'cpu'; allowed: None, '{dispatch.kernels_of('softmax')[0].name}'"):
-        dispatch.plan(spec, "cpu")
+        dispatch.choose(spec, "cpu")
     assert dispatch.reasons(dispatch.BY_NAME["cpu"], spec) == ["computes attention, not softmax"]
 
 
 def test_an_operation_no_kernel_serves_says_why_of_each_row() -> None:
     spec = Spec("cpu", 0, "int32", op="softmax")
     with pytest.raises(NoKernelError, match="no kernel serves this softmax") as raised:
-        dispatch.plan(spec)
+        dispatch.choose(spec)
     for row in dispatch.kernels_of("softmax"):
         assert row.name in str(raised.value)
     assert "not int32" in str(raised.value)
@@ -267,7 +267,7 @@ def test_notes_tell_where_quantizing_is_not_paid_back(
     arch: int, precision: str, head_dim: int, keys: int, note: str | None
 ) -> None:
     spec = Spec("cuda", arch, "float16", head_dim, precision=precision)
-    found = dispatch.notes(spec, dispatch.plan(spec).name, keys)
+    found = dispatch.notes(spec, dispatch.choose(spec).name, keys)
     assert [text.startswith(note) for text in found] == [True] if note else found == []
 
 
@@ -286,7 +286,7 @@ def test_notes_tell_where_quantizing_is_not_paid_back(
 def test_notes_on_kept_keys_and_values(precision: str, head_dim: int, keys: int, where: str | None) -> None:
     spec = Spec("cuda", 90, "bfloat16", head_dim, precision, kv="kept")
     text = f"{where} sm90_fwd on k and v of bfloat16 is usually faster"
-    assert dispatch.notes(spec, dispatch.plan(spec).name, keys) == ([text] if where else [])
+    assert dispatch.notes(spec, dispatch.choose(spec).name, keys) == ([text] if where else [])
 
 
 def test_there_is_nothing_to_note_elsewhere() -> None:

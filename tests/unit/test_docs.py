@@ -35,13 +35,31 @@ def test_links_lead_to_files_and_headings(page):
     assert dead == []
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "ARCHITECTURE.md"], ids=named)
+def test_lists_are_lists_on_git_hosts_and_on_the_site(page):
+    """Python-Markdown, which makes the site, wants a blank line before a list, and four spaces inside of one."""
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^<!-- .* -->$", "", prose, flags=re.MULTILINE)  # markers, which the site leaves out
+    item = re.compile(r" *(?:[-*]|\d+\.) ")
+    wrong, before = [], ""
+    for line in prose.splitlines():
+        starts = item.match(line)
+        inside = before.startswith(" ") or item.match(before)
+        if (starts and before.strip() and not inside) or re.match(r" {1,3}(?:[-*]|\d+\.) ", line):
+            wrong.append(line)
+        if not before.strip() and re.match(r" {1,3}\S", line):
+            wrong.append(line)
+        before = line
+    assert wrong == []
+
+
 @pytest.mark.parametrize("page", KERNEL_PAGES, ids=named)
 def test_a_kernel_page_is_short(page):
     assert len(page.read_text().splitlines()) <= LONGEST
 
 
-def test_every_page_of_results_and_logs_is_linked():
-    for folder in ("results", "log"):
+def test_every_page_of_a_folder_is_linked():
+    for folder in ("results", "log", "decisions"):
         index = (ROOT / "docs" / folder / "README.md").read_text()
         pages = [path for path in (ROOT / "docs" / folder).rglob("*.md") if path.name != "README.md"]
         assert pages
@@ -84,6 +102,29 @@ def test_pages_are_made_where_there_are_rows(results):
     assert set(pages) == {results / "README.md", results / "m-2c" / "cpu.md"}
     assert "rows of m-2c" in pages[results / "m-2c" / "cpu.md"]
     assert "## m-2c\n\n- [The CPU engine](m-2c/cpu.md)\n" in pages[results / "README.md"]
+
+
+def test_plots_stand_where_they_were_drawn(results, monkeypatch):
+    monkeypatch.setattr(
+        result_pages, "PAGES", [result_pages.Page("cpu", "T", None, {"cpu": "H"}, "", ("both", "Both"))]
+    )
+    assert "![" not in render()[results / "m-2c" / "cpu.md"]
+    for name in ("cpu", "both", "accuracy-speed"):
+        (store.RESULTS / "m-2c" / f"{name}.svg").touch()
+    page = render()[results / "m-2c" / "cpu.md"]
+    both, heading, plot, rows = (page.index(text) for text in ("![Both](", "## H", "![T: H](", "rows of m-2c"))
+    assert both < heading < plot < rows
+    assert report.tradeoff() == "![Error against speed on m-2c](../../bench/results/m-2c/accuracy-speed.svg)"
+
+
+def test_a_roofline_stands_on_the_page_of_profiles(results, tmp_path, monkeypatch):
+    profiles = load("profiles")
+    monkeypatch.setattr(profiles, "PROFILES", tmp_path / "profiles")
+    (tmp_path / "profiles" / "m-2c").mkdir(parents=True)
+    (tmp_path / "profiles" / "m-2c" / "fa.csv").touch()
+    assert "roofline" not in render()[results / "m-2c" / "profiles.md"]
+    (tmp_path / "profiles" / "m-2c" / "roofline.svg").touch()
+    assert "](../../../profiles/m-2c/roofline.svg)" in render()[results / "m-2c" / "profiles.md"]
 
 
 def test_pages_that_differ_from_the_rows_are_told_and_mended(results):

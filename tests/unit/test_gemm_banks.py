@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_smem_banks import lane_xy, load16
 
 import qflash
+from qflash.testing.banks import lane_xy, load16
 
 CSRC = Path(qflash.__file__).parent / "csrc"
 
@@ -80,8 +80,8 @@ def test_copies_write_without_conflicts():
         assert clocks([swizzled(first + lane // 8, lane % 8) for lane in range(32)], 16) == 4
 
 
-def test_turned_columns_are_written_without_conflicts():
-    """StagedColumns: lanes are 8 words of k x 4 patches of 16 columns; each of 16 stores writes one column a patch."""
+def test_transposed_columns_are_written_without_conflicts():
+    """HeldColumns: lanes are 8 words of k x 4 patches of 16 columns; each of 16 stores writes one column a patch."""
     for warp in range(8):
         for j in range(16):
             cost = {}
@@ -130,7 +130,7 @@ def test_fetched_rows_are_stashed_without_conflicts():
             assert clocks([4 * in_order(*place) for place in lanes], 4) == 4
 
 
-def test_turned_columns_are_stashed_without_conflicts():
+def test_transposed_columns_are_stashed_without_conflicts():
     for warp in range(4):
         for i in range(4):
             lanes = [((warp * 32 + lane) // 8, lane % 8 * 16 + 4 * i) for lane in range(32)]

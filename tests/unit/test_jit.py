@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from qflash.jit import cache as caches
 from qflash.jit import load, prebuild, toolchain
 from qflash.jit.cache import Cache
 from qflash.jit.compiler import LOG, Unit, compile_unit, key_of
+
+pytestmark = pytest.mark.process
 
 
 def test_compiles_once_and_loads(fake):
@@ -46,6 +49,28 @@ def test_says_what_it_compiles(fake, monkeypatch, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith("qflash: compiling demo (test) for sm_90a with nvcc 13.0, usually ")
     assert lines[1].startswith("qflash: compiled demo (test) in ")
+
+
+def test_says_which_of_how_many_it_compiles(fake, monkeypatch, capfd):
+    """Of several libraries, those that are there already do not count."""
+    units = [replace(fake.unit, defines=(("N", str(n)),), label=f"demo {n}") for n in range(3)]
+    compile_unit(units[1])
+    monkeypatch.delenv("QFLASH_QUIET")
+    prebuild.prebuild(units, workers=1)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "compiling" in line]
+    assert [line.split(" for ")[0] for line in lines] == [
+        "qflash: compiling 1 of 2, demo 0",
+        "qflash: compiling 2 of 2, demo 2",
+    ]
+
+
+def test_says_how_many_parts_of_a_library_are_done(fake, monkeypatch, capfd):
+    monkeypatch.delenv("QFLASH_QUIET")
+    fake.unit.source.write_text('#if QF_PART == 0\nextern "C" int answer() { return 42; }\n#endif\n')
+    assert load.load(replace(fake.unit, parts=3)).answer() == 42
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[1:3] == [f"qflash: compiled {n} of 3 parts of demo (test)" for n in (1, 2)]
+    assert lines[3].startswith("qflash: compiled demo (test) in ")
 
 
 def test_failed_compilation_leaves_no_entry(fake):

@@ -102,7 +102,11 @@ BAD_ATTENTION = {
     ),
     "kv.dtype": (lambda: attend(kv=replace(KV, dtype="int8")), ValueError, "kv.dtype is 'int8'; allowed: 'float32'"),
     "part None": (lambda: attend(kv=replace(KV, k_scale=None)), TypeError, "kv.k_scale is None; allowed: an array"),
-    "part list": (lambda: attend(kv=replace(KV, k_wild=[0])), TypeError, "kv.k_wild is builtins.list; allowed: .*as q"),
+    "part list": (
+        lambda: attend(kv=replace(KV, k_nonfinite=[0])),
+        TypeError,
+        "kv.k_nonfinite is builtins.list; allowed: .*as q",
+    ),
     "part dtype": (
         lambda: attend(kv=replace(KV, k=KV.k.astype("i2"))),
         TypeError,
@@ -132,10 +136,10 @@ BAD_ATTENTION = {
         ValueError,
         r"kv.v has shape \[2, 128, 2, 24\]; allowed: \[2, 2, 24, 128\]",
     ),
-    "E4M3 without lift": (
-        lambda: attend(kv=replace(KV8, v_lift=None)),
+    "E4M3 without exponents": (
+        lambda: attend(kv=replace(KV8, v_exponents=None)),
         TypeError,
-        "kv.v_lift is None and kv.precision 'int8_fp8'; allowed: an array",
+        "kv.v_exponents is None and kv.precision 'int8_fp8'; allowed: an array",
     ),
     "E4M3 without mean": (
         lambda: attend(kv=replace(KV8, v_mean=None)),

@@ -206,4 +206,4 @@ def test_bad_input_is_named(name):
 def test_no_kernel_for_a_device_carries_the_table():
     spec = qflash.ops.rows.SOFTMAX.plan(qflash.ops.problem.Array((2, 3), None, "float32", "tpu"), 1.0, None).spec(0)
     with pytest.raises(qflash.NoKernelError, match=r"cpu_softmax +no +runs on cpu, the arrays are on tpu"):
-        qflash.dispatch.plan(spec)
+        qflash.dispatch.choose(spec)

@@ -105,13 +105,12 @@ def test_pages_show_the_profile(kept):
     assert "B=4 T=4096 H=16 D=128 full float16; NVIDIA H200, driver 580, ncu 2025.3.0; commit abc." in table
     assert "| duration | 18.110 ms |" in table
     assert "No profile is committed yet" in report.profile_table("unfused")
-    assert "No roofline is committed yet" in report.rooflines()
 
 
 def test_roofline_points_come_from_rows_where_there_are_any(kept):
     flop = 4 * 4 * 16 * 4096 * 4096 * 128
     (point,) = roofline.points("h200")
-    assert (point.kernel, point.timed) == ("fa", False)
+    assert (point.kernel, point.timed, point.length) == ("fa", False, 4096)
     assert point.flop_per_byte == pytest.approx(flop / 2.05e9)
     assert point.tflops == pytest.approx(flop / 18.11e-3 / 1e12)
     row = store.problem(profiles.CASE, "forward") | {"kernel": "fa", "gpu": "NVIDIA H200", "gflops": 31e3}
@@ -120,12 +119,28 @@ def test_roofline_points_come_from_rows_where_there_are_any(kept):
     assert (point.tflops, point.timed) == (31.0, True)
 
 
+def test_roofline_lines_have_every_length_at_the_flop_per_byte_it_allows(kept):
+    problem = store.problem(profiles.CASE, "forward") | {"kernel": "fa", "gpu": "NVIDIA H200"}
+    rows = [problem | {"B": 16384 // t, "Tq": t, "Tk": t, "gflops": 1e3 * t} for t in (16384, 512)]
+    rows += [
+        problem | {"causal": True, "gflops": 7e3},
+        problem | {"kernel": "fa_tc", "gpu": "NVIDIA T4", "gflops": 7e3},
+    ]
+    store.write(store.RESULTS / "nvidia-h200" / "ladder.jsonl", rows)
+    lines = roofline.lines("h200")
+    assert list(lines) == ["fa"]
+    assert [(point.flop_per_byte, point.tflops, point.length) for point in lines["fa"]] == [
+        (512 / 2, 512, 512),  # 4·B·H·T²·D FLOP over 4·B·H·T·D numbers of two bytes
+        (16384 / 2, 16384, 16384),
+    ]
+
+
 def test_roofline_is_a_small_svg(kept):
     pytest.importorskip("matplotlib")
     path = roofline.draw("h200", kept / "roofline.svg")
     text = path.read_text()
     assert "<svg" in text
-    assert "912 TFLOP/s" in text
+    assert "912 TFLOP/s" in text and "under ncu" in text
     assert len(text) < 300_000
     with pytest.raises(ValueError, match="no roofline for 't4'"):
         roofline.draw("t4", kept / "t4.svg")
@@ -199,6 +214,7 @@ def test_a_failing_command_is_told(tmp_path):
         profiles.run([tmp_path / "missing"])
 
 
+@pytest.mark.process
 def test_what_is_profiled_has_line_numbers():
     code = "import os; print(os.environ['QFLASH_LINEINFO'])"
     assert profiles.run([sys.executable, "-c", code]) == "1\n"

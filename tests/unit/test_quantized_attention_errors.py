@@ -171,5 +171,5 @@ def test_empty_arrays():
 @pytest.mark.parametrize(("arch", "dtype"), [(75, "bfloat16"), (90, "float32")])
 def test_cuda_says_what_it_does_not_take(arch, dtype):
     with pytest.raises(NoKernelError, match=r"fa_int8 .*no .*(bfloat16 needs|takes float16, bfloat16)"):
-        dispatch.plan(Spec("cuda", arch, dtype, 64, "int8", kv="quantized"))
-    assert dispatch.plan(Spec("cuda", 75, "float16", 64, "int8", kv="quantized")).name == "fa_int8"
+        dispatch.choose(Spec("cuda", arch, dtype, 64, "int8", kv="quantized"))
+    assert dispatch.choose(Spec("cuda", 75, "float16", 64, "int8", kv="quantized")).name == "fa_int8"

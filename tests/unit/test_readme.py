@@ -1,5 +1,5 @@
-"""The README's Python blocks run as they stand, its links lead somewhere, and its tables are those of the rows;
-what it must tell of the package is there."""
+"""Python blocks of the README and of the guide run as they stand, the README's links lead somewhere, and tables are
+those of the rows; what these pages must tell of the package is there."""
 
 import re
 from pathlib import Path
@@ -11,27 +11,34 @@ from qflash.dispatch import KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+LONGEST = 220  # lines of the README
+PAGES = ("README.md", *sorted(f"docs/guide/{path.name}" for path in (ROOT / "docs" / "guide").glob("*.md")))
+BLOCKS = [
+    (page, block)
+    for page in PAGES
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+]
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= LONGEST
 
 
 def test_there_are_blocks_for_each_framework():
-    assert {name for name in ("numpy", "torch", "jax") if f"import {name}" in "".join(BLOCKS)} == {
-        "numpy",
-        "torch",
-        "jax",
-    }
+    of_readme = "".join(block for page, block in BLOCKS if page == "README.md")
+    assert [name for name in ("numpy", "torch", "jax") if f"import {name}" not in of_readme] == []
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0])
-def test_python_blocks_run(block):
+@pytest.mark.parametrize(("page", "block"), BLOCKS, ids=[f"{page}-{at}" for at, (page, _) in enumerate(BLOCKS)])
+def test_python_blocks_run(page, block):
     for name in re.findall(r"^import (torch|jax)", block, re.MULTILINE):
         pytest.importorskip(name)
-    exec(compile(block, "README.md", "exec"), {})
+    exec(compile(block, page, "exec"), {})
 
 
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
 def test_links_lead_to_files(page):
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / page).read_text())
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / page).read_text())  # headings: tests/unit/test_site.py
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
 
@@ -42,7 +49,8 @@ def test_every_variable_the_package_reads_is_explained():
         if path.suffix in (".py", ".cc", ".h") and path.is_file():
             read |= set(re.findall(r'(?:environ(?:\.get\(|\[)|getenv\()"(QFLASH_\w+)"', path.read_text()))
     assert read
-    assert [name for name in sorted(read) if f"| `{name}` |" not in README] == []
+    guide = (ROOT / "docs" / "guide" / "install.md").read_text()
+    assert [name for name in sorted(read) if f"| `{name}` |" not in guide] == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

@@ -132,7 +132,7 @@ def test_packed_sequences_are_separate() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_turns_pairs(interleaved: bool) -> None:
+def test_rope_rotates_pairs(interleaved: bool) -> None:
     cos, sin = rope_tables(50, 6)
     x = np.random.default_rng(4).standard_normal((5, 1, 8))
     positions = np.array([0, 1, 7, 49, -3])
@@ -140,10 +140,10 @@ def test_rope_turns_pairs(interleaved: bool) -> None:
     for t, position in enumerate(positions):
         for p in range(3):
             a, b = (2 * p, 2 * p + 1) if interleaved else (p, p + 3)
-            turned = complex(x[t, 0, a], x[t, 0, b]) * complex(
+            rotated = complex(x[t, 0, a], x[t, 0, b]) * complex(
                 cos[abs(position), p], math.copysign(1, position) * sin[abs(position), p]
             )
-            assert abs(complex(got[t, 0, a], got[t, 0, b]) - turned) < 1e-12
+            assert abs(complex(got[t, 0, a], got[t, 0, b]) - rotated) < 1e-12
     assert np.array_equal(got[..., 6:], x[..., 6:])
     back = reference.apply_rope(got, positions, Rope(cos, sin, interleaved), inverse=True)
     assert np.allclose(back, x, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Rows, README sections and plots."""
+"""Rows and README sections."""
 
 import json
 import os
@@ -167,21 +167,6 @@ def test_every_kernel_is_in_one_table():
 )
 def test_times_have_units(changes, expected):
     assert report.time(row("x", 1, {}, **changes)) == expected
-
-
-def test_plot_is_an_svg(results):
-    pytest.importorskip("matplotlib")
-    path = load("plot").draw(store.committed("cpu")["m-2c"], results / "plot.svg")
-    text = path.read_text()
-    assert "<svg" in text
-    assert "qflash cpu" in text
-
-
-def test_plot_takes_any_number_of_candidates_and_draws_only_rates(tmp_path):
-    pytest.importorskip("matplotlib")
-    many = [row(f"{who} {index}", 1.0, {}) for who in ("qflash k", "peer") for index in range(12)]
-    assert "peer 11" in load("plot").draw(many, tmp_path / "many.svg").read_text()
-    assert load("plot").draw([row("x", 1.0, {}, kind="overhead")], tmp_path / "none.svg") is None
 
 
 def test_flop_counts_half_for_causal():

@@ -27,7 +27,7 @@ def test_they_refuse_rope_and_packed_arrays_and_nothing_else_of_a_call(name: str
         assert dispatch.reasons(row, replace(PLAIN, rope=rope)) == [NO_ROPE]
     assert dispatch.reasons(row, replace(PLAIN, packed=True)) == [NO_PACKING]
     with pytest.raises(NoKernelError, match="takes no rope; fa and fa_mma do; takes no packed arrays"):
-        dispatch.plan(replace(PLAIN, rope="half", packed=True), name)
+        dispatch.choose(replace(PLAIN, rope="half", packed=True), name)
 
 
 @pytest.mark.parametrize("name", ["fa", "fa_mma"])

@@ -21,6 +21,8 @@ from qflash.jit.compiler import LIBRARY, LINE_INFO, LOG, commands, compile_unit,
 from qflash.jit.entry import FACTS
 from qflash.jit.lock import locked
 
+pytestmark = pytest.mark.process
+
 NAME = "libcudart.so.13"
 SOURCE = """\
 extern "C" int runtime_answer();

@@ -1,9 +1,4 @@
-"""A host-side model of shared-memory banks, and the claims of csrc/smem/lanes.cuh and csrc/attn/wmma held against it.
-
-32 banks of 4 bytes serve one word each per clock. A 16-byte load runs as two half-warps; a half-warp takes one pass
-when lanes i and i^1 agree on their address for all i, or i and i^2 do, else it is cut in two. A pass costs as many
-clocks as the busiest bank has different words.
-"""
+"""The claims of csrc/smem/lanes.cuh and csrc/attn/wmma, held against the model of banks in qflash/testing/banks.py."""
 
 from __future__ import annotations
 
@@ -13,45 +8,10 @@ from pathlib import Path
 import pytest
 
 import qflash
+from qflash.testing.banks import clocks, lane_xy, load8, load16, store4
 
 CSRC = Path(qflash.__file__).parent / "csrc"
 SOURCE = (CSRC / "smem" / "lanes.cuh").read_text()
-
-
-def lane_xy(lanes_x: int, lane: int) -> tuple[int, int]:
-    """Lanes<X>::x and ::y, as the header has them."""
-    x = (lane & 1) | ((lane >> 1) & 6)
-    y = (lane >> 1) & 1
-    return (x | ((lane >> 1) & 8), y) if lanes_x == 16 else (x, y | ((lane >> 3) & 2))
-
-
-def clocks(words: list[tuple[int, ...]]) -> int:
-    """Clocks for lanes that each ask for these 4-byte words together."""
-    asked: dict[int, set[int]] = {}
-    for lane in words:
-        for word in lane:
-            asked.setdefault(word % 32, set()).add(word)
-    return max(len(found) for found in asked.values())
-
-
-def load16(addresses: list[int]) -> int:
-    """Clocks of a 16-byte load; addresses in floats."""
-    total = 0
-    for half in (addresses[:16], addresses[16:]):
-        paired = any(all(half[i] == half[i ^ step] for i in range(16)) for step in (1, 2))
-        for part in [half] if paired else [half[:8], half[8:]]:
-            total += clocks([tuple(range(a, a + 4)) for a in part])
-    return total
-
-
-def load8(addresses: list[int]) -> int:
-    """Clocks of an 8-byte load: two half-warps, one pass each; addresses in 4-byte words."""
-    return sum(clocks([(a, a + 1) for a in half]) for half in (addresses[:16], addresses[16:]))
-
-
-def store4(addresses: list[int]) -> int:
-    """Clocks of a 4-byte store of distinct words."""
-    return clocks([(a,) for a in addresses])
 
 
 LANES = [8, 16]

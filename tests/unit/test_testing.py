@@ -231,12 +231,12 @@ def test_keys_that_share_a_scale_are_as_coarse_as_the_largest() -> None:
 def test_biased_keys_are_judged_by_the_noise_that_rope_leaves_them() -> None:
     """A tenth of what is allowed without rope; with it, what smoothing cannot take off counts."""
     case = Case(q_len=20, k_len=65, head_dim=100, data="biased_k", seed=233)
-    turned = replace(case, rope=Rotary(100, True, "shared"))
-    noise, more = (2 * oracle.score_noise(x, oracle.PLAIN_INTEGERS).max() ** 2 for x in (case, turned))
+    rotated = replace(case, rope=Rotary(100, True, "shared"))
+    noise, more = (2 * oracle.score_noise(x, oracle.PLAIN_INTEGERS).max() ** 2 for x in (case, rotated))
     assert noise < 1e-3 < more < 0.05
-    out, lse = result(turned)
+    out, lse = result(rotated)
     out = out + np.sqrt(2 * 1.5 * more) * np.linalg.norm(out) / np.sqrt(out.size) * _signs(out.shape)
-    assert any("cosine" in failure for failure in judge(turned, out.astype(np.float32), lse, "int8").failures)
+    assert any("cosine" in failure for failure in judge(rotated, out.astype(np.float32), lse, "int8").failures)
 
 
 def _signs(shape: tuple[int, ...]) -> np.ndarray:

@@ -1,6 +1,7 @@
 """tests/type_checks uses the public API as users do: mypy agrees with every type it asserts, and the code runs."""
 
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def framework_of(path: Path) -> str:
     return path.stem.partition("_")[0]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_mypy_agrees(capsys):
     """Strictly, so that a `type: ignore` whose line is no error is one itself."""
     mypy = load(ROOT / "tools" / "lint.py").find("mypy")
@@ -56,6 +57,16 @@ def test_what_is_checked_also_runs(path):
 def test_annotations_can_be_evaluated(name):
     """No name in them is known to type checkers alone; tools that read signatures need them too."""
     assert typing.get_type_hints(getattr(qflash, name)) or name.endswith(("Error", "_num_threads"))
+
+
+@pytest.mark.parametrize("name", [name for name in qflash.__all__ if inspect.isfunction(getattr(qflash, name))])
+def test_types_are_complete(name):
+    """Every argument and result that a checker sees has a type, and it is not Any."""
+    function = getattr(qflash, name)
+    for signature in typing.get_overloads(function) or [inspect.unwrap(function)]:
+        hints = typing.get_type_hints(signature)
+        assert {*inspect.signature(signature).parameters, "return"} == set(hints)
+        assert [word for word, hint in hints.items() if hint is typing.Any] == []
 
 
 @pytest.mark.parametrize(

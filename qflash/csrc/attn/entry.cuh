@@ -27,12 +27,12 @@ inline int check_unrotated_arrays(const QfAttnParams* p, int dtype) {
   return p->rope.cos || p->cu_seqlens_q || p->cu_seqlens_k ? QF_UNSUPPORTED : QF_OK;
 }
 
-// A block for every item of the grid, in as many launches as that takes. `more`: the kernel's further arguments.
+// A block for every work tile of the grid, in as many launches as that takes. `more`: the kernel's further arguments.
 template <class Kernel, class... More>
 int launch_grid(Kernel* kernel, const QfAttnParams& p, Grid grid, int threads, int shared_bytes, void* stream,
                 const More&... more) {
-  for (grid.first = 0; grid.first < grid.items; grid.first += kMostBlocks) {
-    const int64_t left = grid.items - grid.first, blocks = left < kMostBlocks ? left : kMostBlocks;
+  for (grid.first = 0; grid.first < grid.work_tiles; grid.first += kMostBlocks) {
+    const int64_t left = grid.work_tiles - grid.first, blocks = left < kMostBlocks ? left : kMostBlocks;
     const Launch how = {blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream)};
     if (const int status = launch(how, kernel, p, grid, more...)) return status;
   }

@@ -1,5 +1,5 @@
 // Rotary embedding of four neighbouring channels while they are loaded. Pairs are (p, p + rotary_dim/2) or,
-// interleaved, (2p, 2p + 1). A position whose row is outside the table turns the rotated channels into NaN: the scores
+// interleaved, (2p, 2p + 1). A position whose row is outside the table makes the rotated channels NaN: the scores
 // of that row or key become NaN where they are seen, and no memory outside the table is read.
 #pragma once
 
@@ -8,13 +8,13 @@
 
 namespace qf {
 
-// Row of the table and direction of the turn. row < 0: outside the table.
-struct RopeTurn {
+// Row of the table and direction of the rotation. row < 0: outside the table.
+struct Rotation {
   int row;
   float sign;
 };
 
-__device__ __forceinline__ RopeTurn rope_turn(const QfRope& rope, int position) {
+__device__ __forceinline__ Rotation rotation_at(const QfRope& rope, int position) {
   const uint32_t row = position < 0 ? 0u - uint32_t(position) : uint32_t(position);
   return {row < uint32_t(rope.rows) ? int(row) : -1, position < 0 ? -1.0f : 1.0f};
 }
@@ -31,10 +31,10 @@ template <class Element>
 __device__ __forceinline__ float4 rope4(const QfRope& rope, const Element* g_row, int d, int head_dim, int position,
                                         float4 x, bool vector) {
   if (d >= rope.rotary_dim) return x;
-  const RopeTurn turn = rope_turn(rope, position);
+  const Rotation rotation = rotation_at(rope, position);
   const int half = rope.rotary_dim / 2;
-  const float* g_cos = rope.cos + int64_t(turn.row) * half;
-  const float* g_sin = rope.sin + int64_t(turn.row) * half;
+  const float* g_cos = rope.cos + int64_t(rotation.row) * half;
+  const float* g_sin = rope.sin + int64_t(rotation.row) * half;
   const bool upper = d >= half;  // of four channels; per channel in the scalar path
   float c[4], s[4];              // x[e] <- x[e] * c[e] + partner[e] * s[e]
   float partner[4];
@@ -42,10 +42,10 @@ __device__ __forceinline__ float4 rope4(const QfRope& rope, const Element* g_row
     partner[0] = x.y, partner[1] = x.x, partner[2] = x.w, partner[3] = x.z;
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      const bool turns = d + 2 * pair < rope.rotary_dim;
-      const bool inside = turns && turn.row >= 0;
-      const float cosine = inside ? g_cos[d / 2 + pair] : turns ? nan() : 1.0f;
-      const float sine = inside ? g_sin[d / 2 + pair] * turn.sign : 0.0f;
+      const bool rotates = d + 2 * pair < rope.rotary_dim;
+      const bool inside = rotates && rotation.row >= 0;
+      const float cosine = inside ? g_cos[d / 2 + pair] : rotates ? nan() : 1.0f;
+      const float sine = inside ? g_sin[d / 2 + pair] * rotation.sign : 0.0f;
       c[2 * pair] = c[2 * pair + 1] = cosine;
       s[2 * pair] = -sine, s[2 * pair + 1] = sine;
     }
@@ -53,11 +53,11 @@ __device__ __forceinline__ float4 rope4(const QfRope& rope, const Element* g_row
   } else if (vector) {
     const float4 y = to_float4(load4(g_row, upper ? d - half : d + half, head_dim, true), g_row);
     float4 cosine = make_float4(nan(), nan(), nan(), nan()), sine = cosine;
-    if (turn.row >= 0) {
+    if (rotation.row >= 0) {
       cosine = *reinterpret_cast<const float4*>(g_cos + (upper ? d - half : d));
       sine = *reinterpret_cast<const float4*>(g_sin + (upper ? d - half : d));
     }
-    const float sign = upper ? turn.sign : -turn.sign;
+    const float sign = upper ? rotation.sign : -rotation.sign;
     partner[0] = y.x, partner[1] = y.y, partner[2] = y.z, partner[3] = y.w;
     c[0] = cosine.x, c[1] = cosine.y, c[2] = cosine.z, c[3] = cosine.w;
     s[0] = sign * sine.x, s[1] = sign * sine.y, s[2] = sign * sine.z, s[3] = sign * sine.w;
@@ -65,11 +65,11 @@ __device__ __forceinline__ float4 rope4(const QfRope& rope, const Element* g_row
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int channel = d + e;
-      const bool turns = channel < rope.rotary_dim, inside = turns && turn.row >= 0, high = channel >= half;
+      const bool rotates = channel < rope.rotary_dim, inside = rotates && rotation.row >= 0, high = channel >= half;
       const int pair = high ? channel - half : channel;
-      partner[e] = turns ? to_float(g_row[high ? channel - half : channel + half]) : 0.0f;
-      c[e] = inside ? g_cos[pair] : turns ? nan() : 1.0f;
-      s[e] = inside ? g_sin[pair] * (high ? turn.sign : -turn.sign) : 0.0f;
+      partner[e] = rotates ? to_float(g_row[high ? channel - half : channel + half]) : 0.0f;
+      c[e] = inside ? g_cos[pair] : rotates ? nan() : 1.0f;
+      s[e] = inside ? g_sin[pair] * (high ? rotation.sign : -rotation.sign) : 0.0f;
     }
   }
   return make_float4(fmaf(partner[0], s[0], x.x * c[0]), fmaf(partner[1], s[1], x.y * c[1]),

@@ -8,7 +8,7 @@
 namespace qf {
 
 struct Grid {
-  int64_t first, items;  // first item of this launch, items of all launches
+  int64_t first, work_tiles;  // first work tile of this launch, work tiles of all launches
   int row_tiles, parts, batch;
   Vectorises vector;
 };
@@ -24,7 +24,7 @@ inline Grid grid_of(const QfAttnParams& p, int tile_rows, int parts) {
     if (grid.batch == 0) grid.batch = 1;
   }
   grid.parts = parts;
-  grid.items = int64_t(grid.row_tiles) * grid.batch * p.q_heads * parts;
+  grid.work_tiles = int64_t(grid.row_tiles) * grid.batch * p.q_heads * parts;
   grid.vector = vectorises(p);
   return grid;
 }
@@ -33,19 +33,19 @@ struct Work {
   int part, h, b, row_tile;
 
   __device__ __forceinline__ Work(const QfAttnParams& p, const Grid& grid) {
-    if (grid.items <= 0x7fffffff)  // nearly always; divisions of 64 bits take a hundred instructions each
+    if (grid.work_tiles <= 0x7fffffff)  // nearly always; divisions of 64 bits take a hundred instructions each
       split(uint32_t(blockIdx.x), p, grid);
     else
       split(uint64_t(grid.first + blockIdx.x), p, grid);
   }
 
  private:
-  template <class Item>
-  __device__ __forceinline__ void split(Item item, const QfAttnParams& p, const Grid& grid) {
-    part = int(item % Item(grid.parts)), item /= Item(grid.parts);
-    h = int(item % Item(p.q_heads)), item /= Item(p.q_heads);
-    b = int(item % Item(grid.batch)), item /= Item(grid.batch);
-    row_tile = grid.row_tiles - 1 - int(item);
+  template <class Index>
+  __device__ __forceinline__ void split(Index index, const QfAttnParams& p, const Grid& grid) {
+    part = int(index % Index(grid.parts)), index /= Index(grid.parts);
+    h = int(index % Index(p.q_heads)), index /= Index(p.q_heads);
+    b = int(index % Index(grid.batch)), index /= Index(grid.batch);
+    row_tile = grid.row_tiles - 1 - int(index);
   }
 };
 

@@ -43,9 +43,9 @@ struct HeadRows {
 };
 
 // raw <- rows row0 .., channels d0 ..; zeros past the last row and the last channel.
-template <class Walk, class Element, class Raw, int kStage>
-__device__ __forceinline__ void fetch(Raw (&raw)[kStage], const HeadRows<Element>& x, int row0, int d0) {
-  static_assert(Walk::kVecs <= kStage, "the stage is too small");
+template <class Walk, class Element, class Raw, int kHeld>
+__device__ __forceinline__ void fetch(Raw (&raw)[kHeld], const HeadRows<Element>& x, int row0, int d0) {
+  static_assert(Walk::kVecs <= kHeld, "the array is too small");
   const int thread = fresh_tid();
 #pragma unroll
   for (int i = 0; i < Walk::kVecs; ++i) {
@@ -56,8 +56,8 @@ __device__ __forceinline__ void fetch(Raw (&raw)[kStage], const HeadRows<Element
 }
 
 // s_tile[row][column] <- float32(raw), rows kStride floats apart. Returns whether all of it is finite.
-template <class Walk, int kStride, class Element, class Raw, int kStage>
-__device__ __forceinline__ bool stash(float* s_tile, const Raw (&raw)[kStage], const HeadRows<Element>& x) {
+template <class Walk, int kStride, class Element, class Raw, int kHeld>
+__device__ __forceinline__ bool stash(float* s_tile, const Raw (&raw)[kHeld], const HeadRows<Element>& x) {
   const int thread = fresh_tid();
   bool all_finite = true;
 #pragma unroll

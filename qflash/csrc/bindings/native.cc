@@ -15,6 +15,26 @@ void bind_xla_call(py::module_& module);
 // The address of qf_<name> under its name.
 #define QF_ADD_ENTRY(name) entries[#name] = reinterpret_cast<uintptr_t>(&qf_##name)
 
+// These two are public as they are, so they have docstrings with an example like all public names.
+constexpr char kGetNumThreads[] = R"(How many threads a call on the CPU uses: by default, one for every core it may use.
+
+Example:
+    >>> import qflash
+    >>> qflash.get_num_threads() >= 1
+    True
+)";
+constexpr char kSetNumThreads[] =
+    R"(Let calls on the CPU use `num_threads` threads, 1 or more. It holds for the process.
+
+Example:
+    >>> import qflash
+    >>> before = qflash.get_num_threads()
+    >>> qflash.set_num_threads(1)
+    >>> qflash.get_num_threads()
+    1
+    >>> qflash.set_num_threads(before)
+)";
+
 PYBIND11_MODULE(_native, module) {
   module.doc() = "qflash's compiled half: launch trampolines, CPU engine, XLA handlers";
 
@@ -33,11 +53,14 @@ PYBIND11_MODULE(_native, module) {
   module.attr("cpu_entries") = entries;
 
   module.def("cpu_isa", &qf_cpu_isa, "Instruction set the CPU engine runs: amx, avx512, avx2 or generic.");
-  module.def("get_num_threads", &qf_cpu_default_threads);
-  module.def("set_num_threads", [](int32_t n) {
-    if (n < 1) throw py::value_error("num_threads is " + std::to_string(n) + "; allowed: 1 or more");
-    qf_cpu_set_default_threads(n);
-  });
+  module.def("get_num_threads", &qf_cpu_default_threads, kGetNumThreads);
+  module.def(
+      "set_num_threads",
+      [](int32_t n) {
+        if (n < 1) throw py::value_error("num_threads is " + std::to_string(n) + "; allowed: 1 or more");
+        qf_cpu_set_default_threads(n);
+      },
+      kSetNumThreads);
 
   bind_call(module);
   bind_plan_key(module);

@@ -87,7 +87,7 @@ QF_TABLE(QfAttnParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(prec
          QF_MEMBER(window_left), QF_MEMBER(window_right), QF_MEMBER(scale), QF_MEMBER(softcap), QF_MEMBER(num_threads),
          QF_MEMBER(rounding), QF_MEMBER(reserved), QF_MEMBER(seed), QF_MEMBER(q), QF_MEMBER(out), QF_MEMBER(lse),
          QF_MEMBER(lse_stride_b), QF_MEMBER(lse_stride_h), QF_MEMBER(kv_lens), QF_MEMBER(cu_seqlens_q),
-         QF_MEMBER(cu_seqlens_k), QF_MEMBER(rope), QF_MEMBER(q_scales), QF_MEMBER(lift), QF_MEMBER(kv),
+         QF_MEMBER(cu_seqlens_k), QF_MEMBER(rope), QF_MEMBER(q_scales), QF_MEMBER(q_dot_mean), QF_MEMBER(kv),
          QF_MEMBER(workspace), QF_MEMBER(workspace_bytes), QF_MEMBER(total_q), QF_MEMBER(total_k));
 
 QF_TABLE(QfAttnBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(reserved), QF_MEMBER(fwd), QF_MEMBER(dout),
@@ -104,8 +104,8 @@ QF_TABLE(QfQuantizeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(
          QF_MEMBER(rounding), QF_MEMBER(num_threads), QF_MEMBER(smooth), QF_MEMBER(reserved), QF_MEMBER(queries),
          QF_MEMBER(seed), QF_MEMBER(x), QF_MEMBER(values), QF_MEMBER(scale), QF_MEMBER(zero_point), QF_MEMBER(sums),
          QF_MEMBER(mean), QF_MEMBER(lens), QF_MEMBER(cu_seqlens), QF_MEMBER(total), QF_MEMBER(rope),
-         QF_MEMBER(key_lens), QF_MEMBER(cu_seqlens_k), QF_MEMBER(key_length), QF_MEMBER(lift_heads),
-         QF_MEMBER(lift_mean), QF_MEMBER(lift), QF_MEMBER(wild), QF_MEMBER(workspace), QF_MEMBER(workspace_bytes));
+         QF_MEMBER(key_lens), QF_MEMBER(cu_seqlens_k), QF_MEMBER(key_length), QF_MEMBER(kv_heads), QF_MEMBER(k_mean),
+         QF_MEMBER(q_dot_mean), QF_MEMBER(nonfinite), QF_MEMBER(workspace), QF_MEMBER(workspace_bytes));
 
 QF_TABLE(QfDequantizeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(batch), QF_MEMBER(length),
          QF_MEMBER(heads), QF_MEMBER(head_dim), QF_MEMBER(granularity), QF_MEMBER(group), QF_MEMBER(symmetric),
@@ -124,8 +124,9 @@ QF_TABLE(QfRowsParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows
          QF_MEMBER(reserved));
 
 QF_TABLE(QfCrossEntropyParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows), QF_MEMBER(columns),
-         QF_MEMBER(logits), QF_MEMBER(logits_stride), QF_MEMBER(targets), QF_MEMBER(ignore_index), QF_MEMBER(smoothing),
-         QF_MEMBER(losses), QF_MEMBER(lse), QF_MEMBER(total), QF_MEMBER(mean), QF_MEMBER(num_threads));
+         QF_MEMBER(logits), QF_MEMBER(logits_stride), QF_MEMBER(targets), QF_MEMBER(ignore_index),
+         QF_MEMBER(label_smoothing), QF_MEMBER(losses), QF_MEMBER(lse), QF_MEMBER(total), QF_MEMBER(mean),
+         QF_MEMBER(num_threads));
 
 #undef QF_TABLE
 #undef QF_MEMBER

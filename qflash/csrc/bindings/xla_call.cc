@@ -30,10 +30,10 @@ struct CallAttributes {
   Words params;             // its bytes, as words
   Words pointers;           // offsets of the fields that get the addresses of operands, then of results
   Words num_bytes;          // of the same arrays; -1: not known when the program was lowered
-  // Records [offset, bytes of the field (4 or 8), count, count times (array, dimension)]: the field is the product of
+  // Tuples [offset, bytes of the field (4 or 8), count, count times (array, dimension)]: the field is the product of
   // the extents. Arrays are counted as in `pointers`; dimension ~d stands for the extent of d less 1.
   Words sizes;
-  // Records [offset, array, dimension]: the field, which has 4 bytes, is the extent where it would be more.
+  // Tuples [offset, array, dimension]: the field, which has 4 bytes, is the extent where it would be more.
   Words bounds;
 };
 
@@ -83,15 +83,15 @@ class Arrays {
   const ffi::RemainingRets& results_;
 };
 
-// Takes records from a flat list, one number after another.
-class Records {
+// Takes tuples from a flat list, one number after another.
+class Tuples {
  public:
-  Records(const char* name, Words words) : name_(name), words_(words) {}
+  Tuples(const char* name, Words words) : name_(name), words_(words) {}
 
   bool more() const { return at_ < words_.size(); }
 
   int64_t next() {
-    if (!more()) refuse(std::string("`") + name_ + "` ends within a record");
+    if (!more()) refuse(std::string("`") + name_ + "` ends within a tuple");
     return words_[at_++];
   }
 
@@ -129,13 +129,13 @@ void set_pointers(qflash::OpParams& params, const CallAttributes& a, const Array
 
 void set_sizes(qflash::OpParams& params, const CallAttributes& a, const Arrays& arrays) {
   const qflash::OpLayout& layout = params.layout();
-  for (Records records("sizes", a.sizes); records.more();) {
-    const int64_t offset = records.next(), bytes = records.next(), factors = records.next();
+  for (Tuples tuples("sizes", a.sizes); tuples.more();) {
+    const int64_t offset = tuples.next(), bytes = tuples.next(), factors = tuples.next();
     if (bytes != 4 && bytes != 8) refuse("a size has " + std::to_string(bytes) + " bytes; allowed: 4 or 8");
     const size_t field = field_at(layout, offset, bytes == 4 ? 'i' : 'q');
     int64_t product = 1;
     for (int64_t i = 0; i < factors; ++i) {
-      const int64_t array = records.next(), dimension = records.next();
+      const int64_t array = tuples.next(), dimension = tuples.next();
       if (__builtin_mul_overflow(product, arrays.extent(array, dimension), &product))
         refuse(layout.name_at(field) + " is past what 64 bits count");
     }
@@ -147,9 +147,9 @@ void set_sizes(qflash::OpParams& params, const CallAttributes& a, const Arrays& 
 }
 
 void set_bounds(qflash::OpParams& params, const CallAttributes& a, const Arrays& arrays) {
-  for (Records records("bounds", a.bounds); records.more();) {
-    const size_t field = field_at(params.layout(), records.next(), 'i');
-    const int64_t array = records.next(), dimension = records.next();
+  for (Tuples tuples("bounds", a.bounds); tuples.more();) {
+    const size_t field = field_at(params.layout(), tuples.next(), 'i');
+    const int64_t array = tuples.next(), dimension = tuples.next();
     const int64_t bounded = std::min<int64_t>(params.get<int32_t>(field), arrays.extent(array, dimension));
     params.set(field, checked_int32(params.layout(), field, bounded));
   }

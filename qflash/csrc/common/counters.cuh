@@ -24,7 +24,7 @@ inline int take_counters(cudaStream_t stream, int wanted, int& first) {
   first = -1;
   cudaStreamCaptureStatus capturing;
   if (const cudaError_t error = cudaStreamIsCapturing(stream, &capturing)) {
-    cudaGetLastError();  // takes it off the thread's record
+    cudaGetLastError();  // clears the thread's last error
     return error;
   }
   if (capturing != cudaStreamCaptureStatusNone) {

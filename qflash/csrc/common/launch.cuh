@@ -32,7 +32,7 @@ inline int allow_shared_memory(const void* kernel, int bytes) {
   }
   if (own && own->devices.load(std::memory_order_relaxed) & bit) return QF_OK;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {
-    cudaGetLastError();  // takes it off the thread's record
+    cudaGetLastError();  // clears the thread's last error
     return error;
   }
   if (own) own->devices.fetch_or(bit, std::memory_order_relaxed);
@@ -62,7 +62,7 @@ int launch(const Launch& how, void (*kernel)(Parameters...), const Arguments&...
   config.attrs = &overlap;
   config.numAttrs = how.overlaps ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-  if (error != cudaSuccess) cudaGetLastError();  // takes it off the thread's record
+  if (error != cudaSuccess) cudaGetLastError();  // clears the thread's last error
   return error;
 }
 

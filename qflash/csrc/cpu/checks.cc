@@ -17,7 +17,7 @@ int check_shape(const QfAttnParams& p) {
     return fail(QF_UNSUPPORTED, "q has %d heads and k has %d; allowed: a multiple of k's, 1 or more", p.q_heads,
                 p.kv_heads);
   if (p.rope.cos && (p.rope.rotary_dim < 0 || p.rope.rotary_dim > p.head_dim))
-    return fail(QF_UNSUPPORTED, "rope.cos turns %d channels; allowed: 0 to %d, head_dim", p.rope.rotary_dim,
+    return fail(QF_UNSUPPORTED, "rope.cos rotates %d channels; allowed: 0 to %d, head_dim", p.rope.rotary_dim,
                 p.head_dim);
   return QF_OK;
 }
@@ -56,7 +56,7 @@ int check_position(const char* name, int64_t index, int64_t position, const QfRo
 }
 
 // Explicit positions of the rows that exist; without them, the first and the last row of each sequence bound the rest.
-// With no key there is nothing to turn a query against, and its implied position (down to -len_q) is never used.
+// With no key there is nothing to rotate a query against, and its implied position (down to -len_q) is never used.
 int check_positions(const QfAttnParams& p, const Sequence& s) {
   const QfRope& rope = p.rope;
   const int64_t step_q = rope.positions_q ? 1 : s.len_q - 1, step_k = rope.positions_k ? 1 : s.len_k - 1;

@@ -120,21 +120,21 @@ class Forward {
 
   // Tile by tile with the heads inside: neighbouring heads share pages.
   int pack_units(int64_t first, int64_t last, const std::vector<float*>& start) const {
-    struct Item {
+    struct Task {
       int64_t unit, tile;
     };
-    std::vector<Item> items;
+    std::vector<Task> tasks;
     for (int64_t begin = first, end; begin < last; begin = end) {
       end = std::min(last, (begin / p_.kv_heads + 1) * p_.kv_heads);
       for (int64_t tile = 0; tile < tiles_of(begin); tile++)
-        for (int64_t unit = begin; unit < end; unit++) items.push_back({unit, tile});
+        for (int64_t unit = begin; unit < end; unit++) tasks.push_back({unit, tile});
     }
     auto pack = [&, pack = QF_PICK(isa_, pack_tile)](int64_t i) {
-      const auto [unit, tile] = items[size_t(i)];
+      const auto [unit, tile] = tasks[size_t(i)];
       return pack(p_, sequence_of_unit(unit), unit % p_.kv_heads, tile * kTileKeys,
                   start[size_t(unit - first)] + tile * packed_tile_floats(p_.head_dim));
     };
-    return parallel_for(int64_t(items.size()), p_.num_threads, pack);
+    return parallel_for(int64_t(tasks.size()), p_.num_threads, pack);
   }
 
   int run_few(int64_t units) const {

@@ -19,7 +19,7 @@ namespace QF_ISA {
 namespace {
 
 struct Scratch {
-  float *q, *o, *s, *k, *v, *staging, *alpha;
+  float *q, *o, *s, *k, *v, *row_buffer, *alpha;
   RowState* states;
   int64_t rows, pitch;  // pitch of q and o rows: head_dim in whole vectors
 };
@@ -35,7 +35,7 @@ size_t lay_out(void* base, int64_t rows, int64_t head_dim, bool packed, Scratch*
   scratch->s = arena.take(rows * kTileKeys);
   scratch->k = arena.take(packed ? 0 : kTileKeys * head_dim);
   scratch->v = arena.take(packed ? 0 : kTileKeys * pitch);
-  scratch->staging = arena.take(kLanes * pitch);
+  scratch->row_buffer = arena.take(kLanes * pitch);
   scratch->alpha = arena.take(rows + kRowSlots);  // the softmax writes whole vectors
   scratch->states = reinterpret_cast<RowState*>(arena.take(rows * 2));
   return arena.used();
@@ -150,8 +150,8 @@ class Block {
     }
     keys_tile_ = x_.k;
     values_tile_ = x_.v;
-    if (!block_.direct) pack_keys(p_, s_, first_key_, keys_, block_.kv_head, x_.staging, x_.k);
-    return !values_in_place_ && pack_values(p_, s_, first_key_, keys_, block_.kv_head, kTileKeys, x_.staging, x_.v);
+    if (!block_.direct) pack_keys(p_, s_, first_key_, keys_, block_.kv_head, x_.row_buffer, x_.k);
+    return !values_in_place_ && pack_values(p_, s_, first_key_, keys_, block_.kv_head, kTileKeys, x_.row_buffer, x_.v);
   }
 
   // Asks for `count` rows of k or v from the tile's row `first` on. They lie whole strides apart, often on pages of
@@ -171,7 +171,7 @@ class Block {
       if (j + kLanes < keys_) prefetch_rows(p_.kv.k, j + kLanes, kLanes);
       const float* keys[kLanes];
       for (int i = 0; i < count; i++)
-        keys[i] = key_row(p_, s_, first_key_ + j + i, block_.kv_head, x_.staging + i * x_.pitch);
+        keys[i] = key_row(p_, s_, first_key_ + j + i, block_.kv_head, x_.row_buffer + i * x_.pitch);
       for (int i = count; i < kLanes; i++) keys[i] = keys[0];
       for (int64_t row = 0; row < x_.rows; row++)
         store(x_.s + row * kTileKeys + j, dot_products(x_.q + row * x_.pitch, keys));
@@ -282,11 +282,12 @@ int forward_block(const QfAttnParams& p, const RowBlock& block) {
 
 int pack_tile(const QfAttnParams& p, const Sequence& sequence, int64_t kv_head, int64_t first_key, float* tile) {
   const int64_t left = sequence.len_k - first_key, keys = left < kTileKeys ? left : kTileKeys;
-  float* staging = static_cast<float*>(thread_scratch(size_t(kLanes * round_up(p.head_dim, kLanes)) * sizeof(float)));
-  if (!staging) return QF_NO_MEMORY;
-  pack_keys(p, sequence, first_key, keys, kv_head, staging, tile);
+  float* row_buffer =
+      static_cast<float*>(thread_scratch(size_t(kLanes * round_up(p.head_dim, kLanes)) * sizeof(float)));
+  if (!row_buffer) return QF_NO_MEMORY;
+  pack_keys(p, sequence, first_key, keys, kv_head, row_buffer, tile);
   const bool finite =
-      pack_values(p, sequence, first_key, keys, kv_head, kTileKeys, staging, tile + kTileKeys * p.head_dim);
+      pack_values(p, sequence, first_key, keys, kv_head, kTileKeys, row_buffer, tile + kTileKeys * p.head_dim);
   tile[packed_tile_floats(p.head_dim) - 1] = finite;
   return QF_OK;
 }

@@ -1,4 +1,4 @@
-// qf_cpu_int8: plans the passes over keys and rows and hands their items to the kernel of this machine. See int8.h.
+// qf_cpu_int8: cuts the passes over keys and rows into tasks and hands these to the kernel of this machine. See int8.h.
 // Arrays that are INT8 already go to ops/int8_quantized.cc.
 #include "int8.h"
 
@@ -20,26 +20,26 @@ namespace {
 
 // Few rows over many keys, as in decoding, are split over the keys. How depends on the problem alone, never on the
 // threads, so that the same call always gives the same bits.
-constexpr int64_t kEnoughItems = 64;
+constexpr int64_t kEnoughTasks = 64;
 constexpr int64_t kLeastShare = 1024;  // keys
 static_assert(kLeastShare % kInt8KeyBlock == 0, "shares start where blocks do");
 
-constexpr int64_t kChunksPerItem = 16;
+constexpr int64_t kChunksPerTask = 16;
 
-// One sequence: its shape and where its items and its memory begin. Items and heads are counted over all sequences.
-struct Plan {
+// One sequence: its shape and where its tasks and its memory begin. Tasks and heads are counted over all sequences.
+struct SequenceLayout {
   Sequence sequence;
   KeyRange keys;       // keys that some row sees: what must be packed
   int64_t first_head;  // times kv_heads: heads of all sequences before
   int64_t padded_keys, blocks, chunks;
   int64_t rows, row_blocks, shares, share_keys;
-  int64_t first_sum_item, first_pack_item, first_attend_item, first_merge_item;
+  int64_t first_sum_task, first_pack_task, first_attend_task, first_merge_task;
   int64_t first_key, first_block, first_chunk, first_partial;
 };
 
-// An item of a pass found again: sequence, key head, and what is left.
-struct Item {
-  const Plan* plan;
+// A task of a pass found again: sequence, key head, and what is left.
+struct Task {
+  const SequenceLayout* layout;
   int64_t kv_head, index;
 };
 
@@ -49,62 +49,63 @@ class Call {
 
   int run() {
     lay_out();
-    if (attend_items_ == 0) return QF_OK;
+    if (attend_tasks_ == 0) return QF_OK;
     if (!allocate()) return QF_NO_MEMORY;
-    if (int status = pass(sum_items_, &Call::sum_item)) return status;
-    if (int status = pass(int64_t(plans_.size()) * p_.kv_heads, &Call::mean_item)) return status;
-    if (int status = pass(pack_items_, &Call::pack_item)) return status;
-    if (int status = pass(attend_items_, &Call::attend_item)) return status;
-    return pass(merge_items_, &Call::merge_item);
+    if (int status = pass(sum_tasks_, &Call::sum_task)) return status;
+    if (int status = pass(int64_t(layouts_.size()) * p_.kv_heads, &Call::mean_task)) return status;
+    if (int status = pass(pack_tasks_, &Call::pack_task)) return status;
+    if (int status = pass(attend_tasks_, &Call::attend_task)) return status;
+    return pass(merge_tasks_, &Call::merge_task);
   }
 
  private:
   void lay_out() {
-    int64_t row_block_items = 0;
+    int64_t row_block_tasks = 0;
     for (int32_t b = 0; b < p_.batch; b++) {
       const Sequence s = sequence_of(p_, b);
-      row_block_items += ceil_div(rows_of(s), kernel_.row_block) * p_.kv_heads;
+      row_block_tasks += ceil_div(rows_of(s), kernel_.row_block) * p_.kv_heads;
     }
     for (int32_t b = 0; b < p_.batch; b++) {
-      Plan plan{};
-      plan.sequence = sequence_of(p_, b);
-      if (plan.sequence.len_q == 0) continue;
-      add(plan, row_block_items);
+      SequenceLayout layout{};
+      layout.sequence = sequence_of(p_, b);
+      if (layout.sequence.len_q == 0) continue;
+      add(layout, row_block_tasks);
     }
   }
 
-  void add(Plan& plan, int64_t row_block_items) {
-    const Sequence& s = plan.sequence;
+  void add(SequenceLayout& layout, int64_t row_block_tasks) {
+    const Sequence& s = layout.sequence;
     const int64_t heads = p_.kv_heads;
-    plan.keys = keys_of_any(p_, s, 0, s.len_q - 1);
-    plan.first_head = int64_t(plans_.size()) * heads;
-    plan.padded_keys = round_up(s.len_k, kInt8KeyBlock);
-    plan.blocks = plan.padded_keys / kInt8KeyBlock;
-    plan.chunks = ceil_div(s.len_k, kInt8MeanChunk);
-    plan.rows = rows_of(s);
-    plan.row_blocks = ceil_div(plan.rows, kernel_.row_block);
-    const int64_t wanted = ceil_div(kEnoughItems, row_block_items);
-    const int64_t visible = std::max<int64_t>(plan.keys.end - plan.keys.begin, 1);
-    plan.share_keys = std::max(kLeastShare, round_up(ceil_div(visible, wanted), kInt8KeyBlock));
-    plan.shares = ceil_div(visible, plan.share_keys);
-    plan.first_key = keys_, plan.first_block = blocks_, plan.first_chunk = chunks_;
-    plan.first_sum_item = sum_items_, plan.first_pack_item = pack_items_;
-    plan.first_attend_item = attend_items_, plan.first_merge_item = merge_items_, plan.first_partial = partial_count_;
-    keys_ += plan.padded_keys * heads;
-    blocks_ += plan.blocks * heads;
-    chunks_ += plan.chunks * heads;
-    sum_items_ += sum_items_of(plan) * heads;
-    pack_items_ += plan.blocks * heads;
-    attend_items_ += plan.row_blocks * plan.shares * heads;
-    if (plan.shares > 1) {
-      merge_items_ += plan.row_blocks * heads;
-      partial_count_ += plan.row_blocks * plan.shares * heads;
+    layout.keys = keys_of_any(p_, s, 0, s.len_q - 1);
+    layout.first_head = int64_t(layouts_.size()) * heads;
+    layout.padded_keys = round_up(s.len_k, kInt8KeyBlock);
+    layout.blocks = layout.padded_keys / kInt8KeyBlock;
+    layout.chunks = ceil_div(s.len_k, kInt8MeanChunk);
+    layout.rows = rows_of(s);
+    layout.row_blocks = ceil_div(layout.rows, kernel_.row_block);
+    const int64_t wanted = ceil_div(kEnoughTasks, row_block_tasks);
+    const int64_t visible = std::max<int64_t>(layout.keys.end - layout.keys.begin, 1);
+    layout.share_keys = std::max(kLeastShare, round_up(ceil_div(visible, wanted), kInt8KeyBlock));
+    layout.shares = ceil_div(visible, layout.share_keys);
+    layout.first_key = keys_, layout.first_block = blocks_, layout.first_chunk = chunks_;
+    layout.first_sum_task = sum_tasks_, layout.first_pack_task = pack_tasks_;
+    layout.first_attend_task = attend_tasks_, layout.first_merge_task = merge_tasks_,
+    layout.first_partial = partial_count_;
+    keys_ += layout.padded_keys * heads;
+    blocks_ += layout.blocks * heads;
+    chunks_ += layout.chunks * heads;
+    sum_tasks_ += sum_tasks_of(layout) * heads;
+    pack_tasks_ += layout.blocks * heads;
+    attend_tasks_ += layout.row_blocks * layout.shares * heads;
+    if (layout.shares > 1) {
+      merge_tasks_ += layout.row_blocks * heads;
+      partial_count_ += layout.row_blocks * layout.shares * heads;
     }
-    plans_.push_back(plan);
+    layouts_.push_back(layout);
   }
 
   int64_t rows_of(const Sequence& s) const { return s.len_q * (p_.q_heads / p_.kv_heads); }
-  static int64_t sum_items_of(const Plan& plan) { return ceil_div(plan.chunks, kChunksPerItem); }
+  static int64_t sum_tasks_of(const SequenceLayout& layout) { return ceil_div(layout.chunks, kChunksPerTask); }
 
   // Hands out the arena's pieces, or with no arena yet only counts their bytes.
   template <class T>
@@ -118,8 +119,8 @@ class Call {
     place(keys_data_, keys_ / kInt8Panel * kernel_.panel_bytes(p_.head_dim));
     place(values_data_, keys_ * kernel_.value_bytes(p_.head_dim));
     place(key_scales_, keys_);
-    place(means_, int64_t(plans_.size()) * p_.kv_heads * kMaxHeadDim);
-    place(wild_, blocks_);
+    place(means_, int64_t(layouts_.size()) * p_.kv_heads * kMaxHeadDim);
+    place(nonfinite_, blocks_);
     place(chunk_sums_, chunks_ * p_.head_dim);
     place(chunk_finite_, chunks_);
     place(partial_data_, partial_count_ * partial_floats());
@@ -137,49 +138,49 @@ class Call {
     return true;
   }
 
-  int pass(int64_t items, int (Call::*item)(int64_t)) {
-    if (items == 0) return QF_OK;
-    auto run_item = [this, item](int64_t i) { return (this->*item)(i); };
-    return parallel_for(items, p_.num_threads, run_item);
+  int pass(int64_t tasks, int (Call::*task)(int64_t)) {
+    if (tasks == 0) return QF_OK;
+    auto run_task = [this, task](int64_t i) { return (this->*task)(i); };
+    return parallel_for(tasks, p_.num_threads, run_task);
   }
 
-  // The plan whose items, `per_head` of them for each key head from `first` on, include `item`.
+  // The layout whose tasks, `per_head` of them for each key head from `first` on, include `task`.
   template <class PerHead>
-  Item find(int64_t item, int64_t Plan::* first, PerHead per_head) const {
-    auto above = std::upper_bound(plans_.begin(), plans_.end(), item,
-                                  [first](int64_t i, const Plan& plan) { return i < plan.*first; });
-    const Plan& plan = *(above - 1);
-    const int64_t local = item - plan.*first, count = per_head(plan);
-    return {&plan, local / count, local % count};
+  Task find(int64_t task, int64_t SequenceLayout::* first, PerHead per_head) const {
+    auto above = std::upper_bound(layouts_.begin(), layouts_.end(), task,
+                                  [first](int64_t i, const SequenceLayout& layout) { return i < layout.*first; });
+    const SequenceLayout& layout = *(above - 1);
+    const int64_t local = task - layout.*first, count = per_head(layout);
+    return {&layout, local / count, local % count};
   }
 
-  Int8Head head_of(const Plan& plan, int64_t kv_head) const {
-    const int64_t key = plan.first_key + kv_head * plan.padded_keys;
+  Int8Head head_of(const SequenceLayout& layout, int64_t kv_head) const {
+    const int64_t key = layout.first_key + kv_head * layout.padded_keys;
     return {kv_head,
             keys_data_ + key / kInt8Panel * kernel_.panel_bytes(p_.head_dim),
             values_data_ + key * kernel_.value_bytes(p_.head_dim),
             key_scales_ + key,
-            means_ + (plan.first_head + kv_head) * kMaxHeadDim,
-            wild_ + plan.first_block + kv_head * plan.blocks};
+            means_ + (layout.first_head + kv_head) * kMaxHeadDim,
+            nonfinite_ + layout.first_block + kv_head * layout.blocks};
   }
 
-  int sum_item(int64_t i) {
-    const Item item = find(i, &Plan::first_sum_item, sum_items_of);
-    const Plan& plan = *item.plan;
-    const int64_t base = plan.first_chunk + item.kv_head * plan.chunks, first = item.index * kChunksPerItem;
-    for (int64_t c = first; c < std::min(first + kChunksPerItem, plan.chunks); c++)
-      chunk_finite_[base + c] = kernel_.sum_keys(p_, plan.sequence, item.kv_head, c * kInt8MeanChunk,
-                                                 std::min((c + 1) * kInt8MeanChunk, plan.sequence.len_k),
+  int sum_task(int64_t i) {
+    const Task task = find(i, &SequenceLayout::first_sum_task, sum_tasks_of);
+    const SequenceLayout& layout = *task.layout;
+    const int64_t base = layout.first_chunk + task.kv_head * layout.chunks, first = task.index * kChunksPerTask;
+    for (int64_t c = first; c < std::min(first + kChunksPerTask, layout.chunks); c++)
+      chunk_finite_[base + c] = kernel_.sum_keys(p_, layout.sequence, task.kv_head, c * kInt8MeanChunk,
+                                                 std::min((c + 1) * kInt8MeanChunk, layout.sequence.len_k),
                                                  chunk_sums_ + (base + c) * p_.head_dim);
     return QF_OK;
   }
 
-  int mean_item(int64_t i) {
-    const Plan& plan = plans_[size_t(i / p_.kv_heads)];
-    const int64_t base = plan.first_chunk + i % p_.kv_heads * plan.chunks;
+  int mean_task(int64_t i) {
+    const SequenceLayout& layout = layouts_[size_t(i / p_.kv_heads)];
+    const int64_t base = layout.first_chunk + i % p_.kv_heads * layout.chunks;
     double total[kMaxHeadDim] = {};
     int64_t finite = 0;
-    for (int64_t c = base; c < base + plan.chunks; c++) {
+    for (int64_t c = base; c < base + layout.chunks; c++) {
       finite += chunk_finite_[c];
       for (int d = 0; d < p_.head_dim; d++) total[d] += double(chunk_sums_[c * p_.head_dim + d]);
     }
@@ -190,12 +191,13 @@ class Call {
     return QF_OK;
   }
 
-  int pack_item(int64_t i) {
-    const Item item = find(i, &Plan::first_pack_item, [](const Plan& plan) { return plan.blocks; });
-    const Plan& plan = *item.plan;
-    const int64_t first = item.index * kInt8KeyBlock;
-    if (first < plan.keys.end && first + kInt8KeyBlock > plan.keys.begin)
-      kernel_.pack_block(p_, plan.sequence, head_of(plan, item.kv_head), item.index);
+  int pack_task(int64_t i) {
+    const Task task =
+        find(i, &SequenceLayout::first_pack_task, [](const SequenceLayout& layout) { return layout.blocks; });
+    const SequenceLayout& layout = *task.layout;
+    const int64_t first = task.index * kInt8KeyBlock;
+    if (first < layout.keys.end && first + kInt8KeyBlock > layout.keys.begin)
+      kernel_.pack_block(p_, layout.sequence, head_of(layout, task.kv_head), task.index);
     return QF_OK;
   }
 
@@ -204,38 +206,40 @@ class Call {
     int64_t first;
     int count;
   };
-  Rows rows_of(const Plan& plan, int64_t index) const {
-    const int64_t first = (plan.row_blocks - 1 - index) * kernel_.row_block;
-    return {first, int(std::min<int64_t>(kernel_.row_block, plan.rows - first))};
+  Rows rows_of(const SequenceLayout& layout, int64_t index) const {
+    const int64_t first = (layout.row_blocks - 1 - index) * kernel_.row_block;
+    return {first, int(std::min<int64_t>(kernel_.row_block, layout.rows - first))};
   }
 
   int64_t partial_floats() const { return int64_t(kernel_.row_block) * (kernel_.value_width(p_.head_dim) + 2); }
-  int64_t partial_index(const Plan& plan, int64_t kv_head, int64_t row_block) const {
-    return plan.first_partial + (kv_head * plan.row_blocks + row_block) * plan.shares;
+  int64_t partial_index(const SequenceLayout& layout, int64_t kv_head, int64_t row_block) const {
+    return layout.first_partial + (kv_head * layout.row_blocks + row_block) * layout.shares;
   }
 
-  int attend_item(int64_t i) {
-    const Item item = find(i, &Plan::first_attend_item, [](const Plan& plan) { return plan.row_blocks * plan.shares; });
-    const Plan& plan = *item.plan;
-    const int64_t row_block = item.index / plan.shares, share = item.index % plan.shares;
-    const Rows rows = rows_of(plan, row_block);
-    const Int8Head head = head_of(plan, item.kv_head);
-    if (plan.shares == 1)
-      return kernel_.attend(p_, plan.sequence, head, rows.first, rows.count, {0, plan.sequence.len_k}, nullptr);
-    const int64_t begin = plan.keys.begin / kInt8KeyBlock * kInt8KeyBlock + share * plan.share_keys;
-    const int64_t end = share + 1 == plan.shares ? plan.sequence.len_k : begin + plan.share_keys;
-    return kernel_.attend(p_, plan.sequence, head, rows.first, rows.count, {begin, end},
-                          &partials_[size_t(partial_index(plan, item.kv_head, row_block) + share)]);
+  int attend_task(int64_t i) {
+    const Task task = find(i, &SequenceLayout::first_attend_task,
+                           [](const SequenceLayout& layout) { return layout.row_blocks * layout.shares; });
+    const SequenceLayout& layout = *task.layout;
+    const int64_t row_block = task.index / layout.shares, share = task.index % layout.shares;
+    const Rows rows = rows_of(layout, row_block);
+    const Int8Head head = head_of(layout, task.kv_head);
+    if (layout.shares == 1)
+      return kernel_.attend(p_, layout.sequence, head, rows.first, rows.count, {0, layout.sequence.len_k}, nullptr);
+    const int64_t begin = layout.keys.begin / kInt8KeyBlock * kInt8KeyBlock + share * layout.share_keys;
+    const int64_t end = share + 1 == layout.shares ? layout.sequence.len_k : begin + layout.share_keys;
+    return kernel_.attend(p_, layout.sequence, head, rows.first, rows.count, {begin, end},
+                          &partials_[size_t(partial_index(layout, task.kv_head, row_block) + share)]);
   }
 
-  int merge_item(int64_t i) {
-    // Sequences without shares have no merge items, so several plans may start at `i`: find() takes the last, and
-    // the one that owns the item is the last of them.
-    const Item item = find(i, &Plan::first_merge_item, [](const Plan& plan) { return plan.row_blocks; });
-    const Plan& plan = *item.plan;
-    const Rows rows = rows_of(plan, item.index);
-    return kernel_.merge(p_, plan.sequence, head_of(plan, item.kv_head), rows.first, rows.count,
-                         &partials_[size_t(partial_index(plan, item.kv_head, item.index))], plan.shares);
+  int merge_task(int64_t i) {
+    // Sequences without shares have no merge tasks, so several layouts may start at `i`: find() takes the last, and
+    // the one that owns the task is the last of them.
+    const Task task =
+        find(i, &SequenceLayout::first_merge_task, [](const SequenceLayout& layout) { return layout.row_blocks; });
+    const SequenceLayout& layout = *task.layout;
+    const Rows rows = rows_of(layout, task.index);
+    return kernel_.merge(p_, layout.sequence, head_of(layout, task.kv_head), rows.first, rows.count,
+                         &partials_[size_t(partial_index(layout, task.kv_head, task.index))], layout.shares);
   }
 
   struct Free {
@@ -244,15 +248,15 @@ class Call {
 
   const QfAttnParams& p_;
   const Int8Kernel& kernel_;
-  std::vector<Plan> plans_;
+  std::vector<SequenceLayout> layouts_;
   std::vector<Int8Partial> partials_;
   int64_t keys_ = 0, blocks_ = 0, chunks_ = 0, partial_count_ = 0;
-  int64_t sum_items_ = 0, pack_items_ = 0, attend_items_ = 0, merge_items_ = 0;
+  int64_t sum_tasks_ = 0, pack_tasks_ = 0, attend_tasks_ = 0, merge_tasks_ = 0;
   std::unique_ptr<char, Free> arena_;
   size_t placed_ = 0;
   char *keys_data_ = nullptr, *values_data_ = nullptr;
   float *key_scales_ = nullptr, *means_ = nullptr, *chunk_sums_ = nullptr, *partial_data_ = nullptr;
-  uint8_t* wild_ = nullptr;
+  uint8_t* nonfinite_ = nullptr;
   int32_t* chunk_finite_ = nullptr;
 };
 

@@ -9,12 +9,12 @@
 //   3  Every row of q and of k gets a scale of its own, s = max|x| / 127, and integers round(x * (127 / max|x|)) to
 //      nearest even, so within +-127. A row below kInt8NoAmplitude has scale 0; one that is not finite has scale NaN.
 //   4  dot = q . k in exact integers; u = dot * s_k; score in base 2 is t = u * (s_q * |scale| * log2 e), scale's sign
-//      going into q. With softcap, t = softcap * log2 e * tanh((u * s_q * |scale| + lift) / softcap), where
-//      lift = |scale| * (q . mean) restores what smoothing took; without it lift only enters lse.
+//      going into q. With softcap, t = softcap * log2 e * tanh((u * s_q * |scale| + bias) / softcap), where
+//      bias = |scale| * (q . mean) restores what smoothing took; without it bias only enters lse.
 //   5  top = the largest t of the row so far, rounded up to an integer; weight = 2^(t - top) by a polynomial of degree
 //      4, not below 2^-125. When top rises, sums are multiplied by a power of two, which is exact: results do not
 //      depend on how the keys were cut into blocks, only the order of the float32 sums does.
-//   6  out = sum(weight * v) / sum(weight); with AMX both weight and v are rounded to bfloat16 first. lse = lift +
+//   6  out = sum(weight * v) / sum(weight); with AMX both weight and v are rounded to bfloat16 first. lse = bias +
 //      ln 2 * (top + log2 sum(weight)).
 //
 // A non-finite value in a q row makes that row NaN, in a key it makes every row NaN that sees the key. A value of v
@@ -31,18 +31,18 @@ namespace qf {
 
 constexpr int kInt8Panel = 16;                                  // keys side by side in a packed panel
 constexpr int kInt8KeyStep = 32;                                // packed keys are padded to this
-constexpr int kInt8KeyBlock = 128;                              // keys of one packing item
+constexpr int kInt8KeyBlock = 128;                              // keys of one packing task
 constexpr int kInt8MeanChunk = 64;                              // see 2 above
 constexpr float kInt8NoAmplitude = 7.8886090522101180541e-31f;  // 2^-100
 
 // The packed keys and values of one key head of one sequence.
 struct Int8Head {
   int64_t kv_head;
-  char* keys;         // panels of kInt8Panel keys, Int8Kernel::panel_bytes each
-  char* values;       // Int8Kernel::value_bytes per key
-  float* key_scales;  // [padded keys]
-  const float* mean;  // [kMaxHeadDim], zeros past head_dim
-  uint8_t* wild;      // [blocks of kInt8KeyBlock keys]: 1 where some v is not finite
+  char* keys;          // panels of kInt8Panel keys, Int8Kernel::panel_bytes each
+  char* values;        // Int8Kernel::value_bytes per key
+  float* key_scales;   // [padded keys]
+  const float* mean;   // [kMaxHeadDim], zeros past head_dim
+  uint8_t* nonfinite;  // [blocks of kInt8KeyBlock keys]: 1 where some v is not finite
 };
 
 // A row block's share of the keys: what is left to divide by, kept until the other shares are done.

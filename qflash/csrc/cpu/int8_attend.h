@@ -44,17 +44,18 @@ static void load_query(const QfAttnParams& p, const Sequence& s, const Int8Head&
   const float scale = __builtin_fabsf(p.scale);
   row.cap_slope = q_scale * scale;
   row.slope = q_scale * (scale * kLog2e);
-  row.lift = p.lse || p.softcap != 0.0f ? scale * dot_rows(x, head.mean, p.head_dim) : 0.0f;
+  row.bias = p.lse || p.softcap != 0.0f ? scale * dot_rows(x, head.mean, p.head_dim) : 0.0f;
   row.top = kLowestTop;
   row.seen = visible_keys(p, s, query);
   row.keys = intersection(row.seen, share);
 }
 
 // out += what the non-finite values of the keys [seen) bring: infinity, or NaN, or NaN from both signs of infinity.
-static void add_wild_values(const QfAttnParams& p, const Sequence& s, const Int8Head& head, KeyRange seen, float* out) {
+static void add_nonfinite_values(const QfAttnParams& p, const Sequence& s, const Int8Head& head, KeyRange seen,
+                                 float* out) {
   alignas(64) float v[kRowFloats];
   for (int64_t block = seen.begin / kInt8KeyBlock; block * kInt8KeyBlock < seen.end; block++) {
-    if (!head.wild[block]) continue;
+    if (!head.nonfinite[block]) continue;
     const KeyRange keys = intersection(seen, {block * kInt8KeyBlock, (block + 1) * kInt8KeyBlock});
     for (int64_t key = keys.begin; key < keys.end; key++) {
       load_row(v, row_address(p.kv.v, p.dtype, s.batch, s.first_k + key, head.kv_head), p.dtype, p.head_dim);
@@ -85,8 +86,8 @@ static void finish_row(const QfAttnParams& p, const Sequence& s, const Int8Head&
       const Vec sum = load(out + d), mean = sum * inverse;
       store(out + d, select_less(vmax(sum, -sum), infinity, vmin(limit, vmax(-limit, mean)), mean));
     }
-    add_wild_values(p, s, head, row.seen, out);
-    if (lse) *lse = (p.softcap != 0.0f ? 0.0f : row.lift) + kLn2 * (row.top + log2f(total));
+    add_nonfinite_values(p, s, head, row.seen, out);
+    if (lse) *lse = (p.softcap != 0.0f ? 0.0f : row.bias) + kLn2 * (row.top + log2f(total));
   }
   store_row(destination, out, p.dtype, p.head_dim);
 }
@@ -159,7 +160,7 @@ static int merge(const QfAttnParams& p, const Sequence& s, const Int8Head& head,
   const int width = value_width(p.head_dim);
   for (int r = 0; r < count; r++) {
     Row row;
-    load_query(p, s, head, first_row + r, {0, s.len_k}, row, unused);  // for its lift and its range
+    load_query(p, s, head, first_row + r, {0, s.len_k}, row, unused);  // for its bias and its range
     for (int64_t i = 0; i < shares; i++) row.top = partials[i].top[r] > row.top ? partials[i].top[r] : row.top;
     clear(out, 0, kRowFloats);
     float total = 0.0f;

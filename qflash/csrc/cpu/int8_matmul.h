@@ -12,11 +12,11 @@ namespace qf {
 
 // What each instruction set defines.
 struct Int8MatmulKernel {
-  int32_t rows, columns;  // of one item: a block of out
+  int32_t rows, columns;  // of one task: a block of out
 
   // Bytes of a packed block: `columns` columns of b over all of k.
   int64_t (*block_bytes)(int64_t k);
-  // Bytes of scratch that an item needs.
+  // Bytes of scratch that a task needs.
   int64_t (*scratch_bytes)();
   // Packs the block of columns [first, first + columns), as many of them as exist.
   void (*pack)(const QfInt8MatmulParams& p, int64_t first, char* block);

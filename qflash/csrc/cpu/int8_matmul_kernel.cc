@@ -16,14 +16,14 @@ namespace {
 
 constexpr int kColumns = kStepKeys;
 constexpr int kBlockPanels = kColumns / kInt8Panel;
-constexpr int kItemRows = 8 * kRowBlock;  // that meet a chunk of packed columns while it is in the cache
+constexpr int kTaskRows = 8 * kRowBlock;  // that meet a chunk of packed columns while it is in the cache
 static_assert(kInt8KeyStep % kInt8Panel == 0, "columns are padded to whole panels");
 
 int64_t chunk_bytes() { return kBlockPanels * panel_bytes_of(kDepth); }
 int64_t block_bytes(int64_t k) { return ceil_div(k, kDepth) * chunk_bytes(); }
 
-// An item's memory: sums of all its rows, the products of a row block, a row block of a.
-constexpr int64_t kSumBytes = int64_t(kItemRows) * kColumns * 4;
+// A task's memory: sums of all its rows, the products of a row block, a row block of a.
+constexpr int64_t kSumBytes = int64_t(kTaskRows) * kColumns * 4;
 constexpr int64_t kProductBytes = int64_t(kRowBlock) * kScoreStride;
 int64_t scratch_bytes() { return kSumBytes + kProductBytes + int64_t(kRowBlock) * kRowStride * sizeof(Integer); }
 
@@ -52,7 +52,7 @@ void add_products(int32_t* sums, const char* products, int rows, int columns, bo
   }
 }
 
-// Scale and bias of an item's columns.
+// Scale and bias of a task's columns.
 struct Columns {
   float scale[kColumns], bias[kColumns];
   Columns(const QfInt8MatmulParams& p, int64_t first, int count) {
@@ -83,7 +83,7 @@ void multiply(const QfInt8MatmulParams& p, int64_t row, int64_t column, const ch
   int32_t* const sums = reinterpret_cast<int32_t*>(scratch);
   char* const products = scratch + kSumBytes;
   Integer* const packed = reinterpret_cast<Integer*>(products + kProductBytes);
-  const int rows = smaller(p.m - row, kItemRows), columns = smaller(p.n - column, kColumns);
+  const int rows = smaller(p.m - row, kTaskRows), columns = smaller(p.n - column, kColumns);
   const int padded = int(round_up(columns, kInt8KeyStep));
   if (p.k == 0) memset(sums, 0, size_t(rows) * kColumns * 4);
   for (int64_t k0 = 0; k0 < p.k; k0 += kDepth, block += chunk_bytes()) {
@@ -101,7 +101,7 @@ void multiply(const QfInt8MatmulParams& p, int64_t row, int64_t column, const ch
 
 }  // namespace
 
-extern const Int8MatmulKernel int8_matmul_kernel = {kItemRows, kColumns, block_bytes, scratch_bytes, pack, multiply};
+extern const Int8MatmulKernel int8_matmul_kernel = {kTaskRows, kColumns, block_bytes, scratch_bytes, pack, multiply};
 
 }  // namespace QF_ISA
 }  // namespace qf

@@ -100,7 +100,7 @@ static void pack_panel(const QfAttnParams& p, const Sequence& s, const Int8Head&
 static bool pack_value_rows(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t first) {
   alignas(64) float rows[kInt8KeyStep * kMaxHeadDim + kLanes];
   const int width = value_width(p.head_dim);
-  bool wild = false;
+  bool nonfinite = false;
   for (int j = 0; j < kInt8KeyStep; j++) {
     float* row = rows + j * width;
     const int64_t key = first + j;
@@ -108,22 +108,22 @@ static bool pack_value_rows(const QfAttnParams& p, const Sequence& s, const Int8
     if (n) load_row(row, row_address(p.kv.v, p.dtype, s.batch, s.first_k + key, head.kv_head), p.dtype, n);
     clear(row, n, width);
     if (n && !all_finite(row, n)) {
-      wild = true;
+      nonfinite = true;
       for (int d = 0; d < n; d++)
         if (!__builtin_isfinite(row[d])) row[d] = 0.0f;
     }
   }
   pack_values(head.values + first * value_bytes(p.head_dim), rows, p.head_dim, kInt8KeyStep);
-  return wild;
+  return nonfinite;
 }
 
 static void pack_block(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t block) {
   const int64_t first = block * kInt8KeyBlock, end = round_up(s.len_k, kInt8KeyStep);
   const int64_t last = first + kInt8KeyBlock < end ? first + kInt8KeyBlock : end;
-  bool wild = false;
+  bool nonfinite = false;
   for (int64_t key = first; key < last; key += kInt8Panel) pack_panel(p, s, head, key);
-  for (int64_t key = first; key < last; key += kInt8KeyStep) wild |= pack_value_rows(p, s, head, key);
-  head.wild[block] = wild;
+  for (int64_t key = first; key < last; key += kInt8KeyStep) nonfinite |= pack_value_rows(p, s, head, key);
+  head.nonfinite[block] = nonfinite;
 }
 
 }  // namespace QF_ISA

@@ -13,7 +13,7 @@ constexpr float kLowestTop = -3.4028234663852886e38f;
 struct Row {
   float slope;      // t = slope * u without softcap
   float cap_slope;  // q's scale * |scale|, used with softcap
-  float lift;       // |scale| * (q . mean); computed when lse or softcap asks for it
+  float bias;       // |scale| * (q . mean); computed when lse or softcap asks for it
   float top;
   KeyRange keys;  // the keys of this share that the row sees
   KeyRange seen;  // all keys the row sees
@@ -44,7 +44,7 @@ static inline float power_between(float from, float to) {
 }
 
 static inline Vec capped(Vec u, const Row& row, const Softcap& softcap) {
-  const Vec s = fma(u, broadcast(row.cap_slope), broadcast(row.lift));
+  const Vec s = fma(u, broadcast(row.cap_slope), broadcast(row.bias));
   return tanh(s * broadcast(softcap.inverse)) * broadcast(softcap.cap * kLog2e);
 }
 

@@ -35,7 +35,7 @@ static inline void score_tile(const Integer* q, int q_stride, const char* panels
     keys[c] = reinterpret_cast<const uint32_t*>(panels + key / kInt8Panel * panel_stride) + key % kInt8Panel;
     for (int r = 0; r < kRows; r++) sum[r][c] = kBiased ? load_keys(keys[c] + groups * kInt8Panel) : no_score();
   }
-#pragma GCC unroll 4  // GCC copies every sum at the end of a turn; fewer turns, fewer copies
+#pragma GCC unroll 4  // GCC copies every sum at the end of an iteration; fewer iterations, fewer copies
   for (int g = 0; g < groups; g++) {
     ScoreVec k[kVecs];
     for (int c = 0; c < kVecs; c++) k[c] = load_keys(keys[c] + g * kInt8Panel);

@@ -15,7 +15,7 @@ struct Interrupt {
 // Makes `interrupt` (NULL: none) the question of this thread; returns the one before it.
 Interrupt* exchange_interrupt(Interrupt* interrupt);
 
-// Whether the parallel_for that this thread works for is being stopped. An item that takes more than some 50 ms asks
+// Whether the parallel_for that this thread works for is being stopped. A task that takes more than some 50 ms asks
 // now and then, and returns QF_INTERRUPTED if so. Costs no more than a look at a coarse clock.
 bool interrupted();
 

@@ -51,12 +51,12 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
-thread_local Buffer item_buffer;
+thread_local Buffer task_buffer;
 thread_local Buffer call_buffer;
 
 }  // namespace
 
-void* thread_scratch(size_t bytes) { return item_buffer.reserve(bytes); }
+void* thread_scratch(size_t bytes) { return task_buffer.reserve(bytes); }
 
 void* call_scratch(size_t bytes) { return call_buffer.reserve(bytes); }
 
@@ -64,15 +64,15 @@ void release_call_scratch() {
   if (call_buffer.bytes() > kKeptBytes) call_buffer.clear();
 }
 
-ScratchAside::ScratchAside() : item_{nullptr, 0}, call_{nullptr, 0} {
-  item_buffer.swap(item_.data, item_.bytes);
+ScratchAside::ScratchAside() : task_{nullptr, 0}, call_{nullptr, 0} {
+  task_buffer.swap(task_.data, task_.bytes);
   call_buffer.swap(call_.data, call_.bytes);
 }
 
 ScratchAside::~ScratchAside() {
-  item_buffer.swap(item_.data, item_.bytes);
+  task_buffer.swap(task_.data, task_.bytes);
   call_buffer.swap(call_.data, call_.bytes);
-  std::free(item_.data);
+  std::free(task_.data);
   std::free(call_.data);
 }
 

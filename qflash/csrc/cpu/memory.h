@@ -5,11 +5,11 @@
 
 namespace qf {
 
-// This thread's scratch for one item: at least `bytes`, 64-byte aligned, contents arbitrary, kept for the thread's
-// next item. A second call on the same thread may move it. NULL: no memory.
+// This thread's scratch for one task: at least `bytes`, 64-byte aligned, contents arbitrary, kept for the thread's
+// next task. A second call on the same thread may move it. NULL: no memory.
 void* thread_scratch(size_t bytes);
 
-// A second buffer of the same kind, for what one call shares with all its items. release_call_scratch() hands back
+// A second buffer of the same kind, for what one call shares with all its tasks. release_call_scratch() hands back
 // what is too large to keep.
 void* call_scratch(size_t bytes);
 void release_call_scratch();
@@ -27,7 +27,7 @@ class ScratchAside {
     void* data;
     size_t bytes;
   };
-  Kept item_, call_;
+  Kept task_, call_;
 };
 
 }  // namespace qf

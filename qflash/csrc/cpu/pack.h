@@ -9,26 +9,26 @@
 namespace qf {
 namespace QF_ISA {
 
-// Key `key` as float32, rotated: in place when it already is, else in `staging`.
+// Key `key` as float32, rotated: in place when it already is, else in `row_buffer`.
 static inline const float* key_row(const QfAttnParams& p, const Sequence& s, int64_t key, int64_t head,
-                                   float* staging) {
+                                   float* row_buffer) {
   const char* source = row_address(p.kv.k, p.dtype, s.batch, s.first_k + key, head);
   if (p.dtype == QF_F32 && !p.rope.cos) return reinterpret_cast<const float*>(source);
-  load_row(staging, source, p.dtype, p.head_dim);
-  if (p.rope.cos) rotate_row(staging, p.rope, key_position(p, s, key));
-  return staging;
+  load_row(row_buffer, source, p.dtype, p.head_dim);
+  if (p.rope.cos) rotate_row(row_buffer, p.rope, key_position(p, s, key));
+  return row_buffer;
 }
 
 // K[first, first + count) transposed: panels of kPanel keys, each [head_dim][kPanel]; keys past the end are zero.
-// `staging` holds kLanes rows of round_up(head_dim, kLanes).
+// `row_buffer` holds kLanes rows of round_up(head_dim, kLanes).
 static inline void pack_keys(const QfAttnParams& p, const Sequence& s, int64_t first, int64_t count, int64_t head,
-                             float* staging, float* packed) {
+                             float* row_buffer, float* packed) {
   const int dim = p.head_dim;
   const int64_t pitch = round_up(dim, kLanes);
   for (int64_t j = 0; j < count; j += kLanes) {
     const int keys = int(count - j < kLanes ? count - j : kLanes);
     const float* rows[kLanes];
-    for (int i = 0; i < keys; i++) rows[i] = key_row(p, s, first + j + i, head, staging + i * pitch);
+    for (int i = 0; i < keys; i++) rows[i] = key_row(p, s, first + j + i, head, row_buffer + i * pitch);
     float* column = packed + j / kPanel * kPanel * dim + j % kPanel;
     for (int d = 0; d < dim; d += kLanes) {
       const int n = dim - d < kLanes ? dim - d : kLanes;
@@ -57,9 +57,9 @@ static inline void pack_keys(const QfAttnParams& p, const Sequence& s, int64_t f
 }
 
 // V[first, first + count) in panels of kPanel channels, each [kTile rows][panel width], channels padded with zeros to
-// whole vectors. `rows` is the pitch of a panel in rows. `staging` holds one padded row. Says whether all is finite.
+// whole vectors. `rows` is the pitch of a panel in rows. `row_buffer` holds one padded row. Says whether all is finite.
 static inline bool pack_values(const QfAttnParams& p, const Sequence& s, int64_t first, int64_t count, int64_t head,
-                               int64_t rows, float* staging, float* packed) {
+                               int64_t rows, float* row_buffer, float* packed) {
   const int dim = p.head_dim;
   const int64_t padded = round_up(dim, kLanes);
   FiniteCheck check;
@@ -67,8 +67,8 @@ static inline bool pack_values(const QfAttnParams& p, const Sequence& s, int64_t
     const char* source = row_address(p.kv.v, p.dtype, s.batch, s.first_k + first + j, head);
     const float* row = reinterpret_cast<const float*>(source);
     if (p.dtype != QF_F32) {
-      load_row(staging, source, p.dtype, dim);
-      row = staging;
+      load_row(row_buffer, source, p.dtype, dim);
+      row = row_buffer;
     }
     for (int64_t start = 0; start < padded; start += kPanel) {
       const int64_t width = padded - start < kPanel ? padded - start : kPanel;

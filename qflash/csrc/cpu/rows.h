@@ -59,12 +59,12 @@ static inline void store_row(void* destination, const float* source, int32_t dty
   }
 }
 
-// Turns a row to `position`; with `back` it undoes that (the transpose, which gradients need).
+// Rotates a row to `position`; with `back` it undoes that (the transpose, which gradients need).
 static inline void rotate_row(float* x, const QfRope& rope, int64_t position, bool back = false) {
   if (!rope.cos) return;
   const int half = rope.rotary_dim / 2;
   const int64_t row = position < 0 ? -position : position;
-  if (row >= rope.rows) return;  // a query with no key to be turned against: check_values let no other through
+  if (row >= rope.rows) return;  // a query with no key to be rotated against: check_values let no other through
   const float* cosine = rope.cos + row * half;
   const float* sine = rope.sin + row * half;
   const float sign = (position < 0) != back ? -1.0f : 1.0f;

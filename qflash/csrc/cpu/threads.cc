@@ -58,9 +58,9 @@ thread_local Job* job_of_thread = nullptr;  // that it is working for
 
 // One parallel_for. Lives on the caller's stack; `wanted` and the list link belong to the pool's mutex.
 struct Job {
-  ItemFunction function;
+  TaskFunction function;
   void* context;
-  int64_t items;
+  int64_t tasks;
   int32_t wanted;  // workers that may still join
   // The caller's rounding and treatment of denormals. A new thread inherits its starter's, and some frameworks change
   // theirs: bits must depend on who calls, not on who happened to start a worker.
@@ -75,10 +75,10 @@ struct Job {
     Job* const outer = job_of_thread;  // where a thread that asked whether to stop was given other work
     job_of_thread = this;
     for (bool first = true;; first = false) {
-      const int64_t item = next.fetch_add(1, std::memory_order_relaxed);
-      if (item >= items) break;
+      const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+      if (task >= tasks) break;
       if (!first && interrupted()) break;
-      const int result = function(context, item);
+      const int result = function(context, task);
       if (result != QF_OK) fail(result);
     }
     job_of_thread = outer;
@@ -86,7 +86,7 @@ struct Job {
 
   void fail(int result) {
     status.store(result, std::memory_order_relaxed);
-    next.store(items, std::memory_order_relaxed);
+    next.store(tasks, std::memory_order_relaxed);
   }
 
   void stop() {
@@ -183,7 +183,7 @@ class Pool {
   // Mutex held. A job that still wants workers, joined; NULL when there is none.
   Job* join_any() {
     for (Job* job = jobs_; job; job = job->older)
-      if (job->wanted > 0 && job->next.load(std::memory_order_relaxed) < job->items) {
+      if (job->wanted > 0 && job->next.load(std::memory_order_relaxed) < job->tasks) {
         job->running.fetch_add(1, std::memory_order_relaxed);
         if (--job->wanted == 0) close(*job);
         return job;
@@ -264,10 +264,10 @@ std::atomic<int32_t> default_threads{initial_threads()};
 
 }  // namespace
 
-int parallel_for(int64_t items, int32_t threads, ItemFunction function, void* context) {
+int parallel_for(int64_t tasks, int32_t threads, TaskFunction function, void* context) {
   threads = resolve_threads(threads);
-  if (threads > items) threads = items < 1 ? 1 : int32_t(items);
-  Job job{function, context, items, 0, {}};
+  if (threads > tasks) threads = tasks < 1 ? 1 : int32_t(tasks);
+  Job job{function, context, tasks, 0, {}};
   Pool* workers = threads > 1 ? pool() : nullptr;
   if (workers) return workers->run(job, threads);
   job.work();

@@ -7,19 +7,19 @@
 
 namespace qf {
 
-// Does item `item`; returns QF_OK or a status. Must not throw and must not call parallel_for.
-using ItemFunction = int (*)(void* context, int64_t item);
+// Does task `task`; returns QF_OK or a status. Must not throw and must not call parallel_for.
+using TaskFunction = int (*)(void* context, int64_t task);
 
-// Runs every item in [0, items), in increasing order of start, on up to `threads` threads (0: the default), of which
-// the caller is one. Any number of threads may call at once. After an item fails the rest may be left out; the status
-// of one failed item is returned.
-int parallel_for(int64_t items, int32_t threads, ItemFunction function, void* context);
+// Runs every task in [0, tasks), in increasing order of start, on up to `threads` threads (0: the default), of which
+// the caller is one. Any number of threads may call at once. After a task fails the rest may be left out; the status
+// of one failed task is returned.
+int parallel_for(int64_t tasks, int32_t threads, TaskFunction function, void* context);
 
-// parallel_for for a callable: int callable(int64_t item). Only for sources that are compiled once, not per ISA.
+// parallel_for for a callable: int callable(int64_t task). Only for sources that are compiled once, not per ISA.
 template <class Callable>
-int parallel_for(int64_t items, int32_t threads, Callable& callable) {
+int parallel_for(int64_t tasks, int32_t threads, Callable& callable) {
   return parallel_for(
-      items, threads, [](void* context, int64_t item) { return (*static_cast<Callable*>(context))(item); }, &callable);
+      tasks, threads, [](void* context, int64_t task) { return (*static_cast<Callable*>(context))(task); }, &callable);
 }
 
 // How many threads a call with num_threads = `threads` uses.

@@ -1,5 +1,5 @@
 // Matrices of int8 in global memory, sixteen bytes of a row at a time, whatever their alignment; and the transpose of
-// 4 x 4 bytes that turns rows along n into words along k.
+// 4 x 4 bytes that transposes rows along n to words along k.
 #pragma once
 
 #include <stdint.h>

@@ -4,7 +4,7 @@
 // Columns are taken in sections: all tiles of one section before any of the next, the last rows first, columns
 // innermost. Blocks that run at the same time then share what a section reads.
 //
-// Static: block b takes tiles b, b + blocks, b + 2 blocks ... Dynamic: a block draws its next tile from a counter in
+// Static: block b takes tiles b, b + blocks, b + 2 blocks ... Dynamic: a block takes its next tile from a counter in
 // global memory when it is about to need it, so that tiles may differ in length. Which block takes which tile is then
 // left to chance; what becomes of it is not.
 #pragma once
@@ -37,16 +37,16 @@ struct TileSchedule {
   }
 
   // visit(index) for every tile of this block, in order; `total` of them in the grid, which may be fewer than `count`.
-  // wait_to_draw(): returns once the next is to be drawn. Each block draws until it draws one too many, `total` draws
+  // wait_to_take(): returns once the next is to be taken. Each block takes until it takes one too many, `total` takings
   // in all: atomicInc has wrapped to 0 after the last.
   template <class Wait, class Visit>
-  __device__ __forceinline__ void for_each(int total, Wait wait_to_draw, Visit visit) const {
-    unsigned* const draw_from = counter < 0 ? next : &tile_counters[counter];
+  __device__ __forceinline__ void for_each(int total, Wait wait_to_take, Visit visit) const {
+    unsigned* const take_from = counter < 0 ? next : &tile_counters[counter];
     for (int index = blockIdx.x; index < total;) {
       visit(index);
       if (dynamic) {
-        wait_to_draw();
-        index = fresh_blocks() + int(atomicInc(draw_from, unsigned(total - 1)));
+        wait_to_take();
+        index = fresh_blocks() + int(atomicInc(take_from, unsigned(total - 1)));
       } else {
         index += fresh_blocks();
       }

@@ -36,9 +36,9 @@ typedef struct QfTensor {
 } QfTensor;
 
 /* Rotary embedding. Pair p of a head is (x[p], x[p + rotary_dim/2]) or, interleaved, (x[2p], x[2p+1]);
- * it turns by the angle whose cosine and sine stand at [position, p]. Channels >= rotary_dim pass through.
+ * it rotates by the angle whose cosine and sine stand at [position, p]. Channels >= rotary_dim pass through.
  * Position of key j is j, of query i is i + len_k - len_q, unless positions_* are given. A negative position
- * turns backwards: row |position|, sine negated. */
+ * rotates backwards: row |position|, sine negated. */
 typedef struct QfRope {
   const float* cos; /* [rows, rotary_dim/2] contiguous; NULL: no rope */
   const float* sin;
@@ -112,8 +112,8 @@ typedef struct QfAttnParams {
   const int32_t* cu_seqlens_q; /* [batch+1]: packed tensors; both or neither */
   const int32_t* cu_seqlens_k;
   QfRope rope;
-  QfScales q_scales; /* QF_KV_QUANTIZED: q holds int8. Of q and k both have a zero point or neither */
-  const float* lift; /* [batch, q_heads, q_len]: q . (what smoothing took off k); NULL: kv.k_mean says */
+  QfScales q_scales;       /* QF_KV_QUANTIZED: q holds int8. Of q and k both have a zero point or neither */
+  const float* q_dot_mean; /* [batch, q_heads, q_len]: q . (what smoothing took off k); NULL: kv.k_mean says */
   QfKv kv;
   void* workspace; /* as many bytes as qf_<name>_workspace() asked for; CUDA only */
   int64_t workspace_bytes;

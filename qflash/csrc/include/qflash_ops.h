@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-enum QfGranularity { QF_PER_TENSOR = 0, QF_PER_ROWS = 1 }; /* of scales; rows: `group` consecutive tokens of a head */
+enum QfGranularity { QF_PER_TENSOR = 0, QF_PER_GROUP = 1 }; /* of scales; group: `group` consecutive tokens of a head */
 
 /* x [batch, length, heads, head_dim] -> int8 of the same shape, and what undoes it: x ~ scale * (value - zero_point)
  * + mean. Symmetric: values -127 .. 127, zero_point 0; a token that holds NaN or an infinity is -128 throughout, and
@@ -24,8 +24,9 @@ enum QfGranularity { QF_PER_TENSOR = 0, QF_PER_ROWS = 1 }; /* of scales; rows: `
  * scales. docs/kernels/quantize.md defines every step to the bit.
  *
  * Packed (cu_seqlens given): x and values are [total, heads, head_dim] with stride_b = 0, `length` is the longest
- * sequence, groups count from each sequence's start, and scale, sums and lift keep their padded shapes, indexed by the
- * token's place in its sequence. A sequence whose description is out of range is not read: its scales are NaN. */
+ * sequence, groups count from each sequence's start, and scale, sums and q_dot_mean keep their padded shapes, indexed
+ * by the token's place in its sequence. A sequence whose description is out of range is not read: its scales are NaN.
+ */
 typedef struct QfQuantizeParams {
   int32_t struct_bytes, dtype;
   int32_t batch, length, heads, head_dim;
@@ -36,7 +37,7 @@ typedef struct QfQuantizeParams {
   int32_t queries; /* 0: token t stands at t, or at rope.positions_k. 1: at t + len_k - len_q, or at rope.positions_q */
   uint64_t seed;   /* of stochastic rounding */
   QfTensor x, values;
-  float* scale;              /* per tensor: [1]; per rows: [batch, heads, ceil(length / group)] */
+  float* scale;              /* per tensor: [1]; per group: [batch, heads, ceil(length / group)] */
   int32_t* zero_point;       /* [1]; NULL when symmetric */
   int32_t* sums;             /* [batch, heads, length]: sum of a token's values; NULL: not wanted */
   float* mean;               /* [batch, heads, head_dim]: what smoothing takes off; NULL without it */
@@ -47,10 +48,10 @@ typedef struct QfQuantizeParams {
   const int32_t* key_lens; /* with `queries`: where len_k comes from. As kv_lens, cu_seqlens_k, k_len of QfAttnParams */
   const int32_t* cu_seqlens_k;
   int32_t key_length;
-  int32_t lift_heads;     /* heads is a multiple of it */
-  const float* lift_mean; /* [batch, lift_heads, head_dim] */
-  float* lift;            /* [batch, heads, length]: rotated token . lift_mean of its head's group; NULL: not wanted */
-  int32_t* wild;          /* [batch, heads]: how many tokens are not finite; NULL: not wanted. Only with smooth; CUDA */
+  int32_t kv_heads;    /* heads is a multiple of it */
+  const float* k_mean; /* [batch, kv_heads, head_dim] */
+  float* q_dot_mean;   /* [batch, heads, length]: rotated token . k_mean of its head's group; NULL: not wanted */
+  int32_t* nonfinite;  /* [batch, heads]: how many tokens are not finite; NULL: not wanted. Only with smooth; CUDA */
   void* workspace;
   int64_t workspace_bytes;
 } QfQuantizeParams;
@@ -114,7 +115,8 @@ typedef struct QfRowsParams {
   int32_t num_threads, reserved;
 } QfRowsParams;
 
-/* losses[i] = lse_i - (1 - smoothing) logits[i, targets[i]] - smoothing mean(logits[i]); 0 where ignored. */
+/* losses[i] = lse_i - (1 - label_smoothing) logits[i, targets[i]] - label_smoothing mean(logits[i]); 0 where ignored.
+ */
 typedef struct QfCrossEntropyParams {
   int32_t struct_bytes, dtype;
   int64_t rows, columns;
@@ -122,7 +124,7 @@ typedef struct QfCrossEntropyParams {
   int64_t logits_stride;
   const int32_t* targets; /* [rows]; ignore_index, or 0 .. columns-1 (else: the loss is NaN, on the CPU a refusal) */
   int32_t ignore_index;
-  float smoothing;
+  float label_smoothing;
   float* losses; /* [rows] */
   float* lse;    /* [rows]; NULL: not wanted */
   float* total;  /* [1]: sum of the losses, or their mean over rows not ignored; NULL: not wanted */

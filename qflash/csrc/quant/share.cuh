@@ -125,11 +125,11 @@ struct Share {
     }
   }
 
-  // lift: rotated tokens times a mean that other tokens lost.
-  __device__ __forceinline__ void store_lift(const float (&x)[kHeld][8], float* s_scratch) const {
+  // q . k_mean: what smoothing the keys took off every score of a query.
+  __device__ __forceinline__ void store_q_dot_mean(const float (&x)[kHeld][8], float* s_scratch) const {
     float mean[8], dots[kHeld] = {};
-    const int lift_head = h / (p.heads / p.lift_heads);
-    load_mean(mean, p.lift_mean + (int64_t(b) * p.lift_heads + lift_head) * p.head_dim, column);
+    const int kv_head = h / (p.heads / p.kv_heads);
+    load_mean(mean, p.k_mean + (int64_t(b) * p.kv_heads + kv_head) * p.head_dim, column);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i)
 #pragma unroll
@@ -137,7 +137,7 @@ struct Share {
     reduce_team(dots, 1, layout.row_lanes, s_scratch, [](float y, float z) { return y + z; });
 #pragma unroll
     for (int i = 0; i < kHeld; ++i)
-      if (i < inside && lane == 0) p.lift[head() * p.length + token(i)] = dots[i];
+      if (i < inside && lane == 0) p.q_dot_mean[head() * p.length + token(i)] = dots[i];
   }
 
   // What each place's token tells its group, from the largest magnitudes this thread has seen of it.

@@ -116,7 +116,7 @@ inline bool rotate_vectorises(const QfRope& rope) {
   return aligned && rope.rotary_dim % (rope.interleaved ? 8 : 16) == 0;
 }
 
-// Channels d .. d+7 (x, d a multiple of 8) of the row at g_row, turned. A row outside the table makes them NaN, and so
+// Channels d .. d+7 (x, d a multiple of 8) of the row at g_row, rotated. A row outside the table makes them NaN, and so
 // the token. `vector`: load8's condition and rotate_vectorises.
 template <class Element>
 __device__ __forceinline__ void rotate8(float (&x)[8], const QfRope& rope, const Element* g_row, int d, int head_dim,
@@ -168,11 +168,11 @@ __device__ __forceinline__ void rotate8(float (&x)[8], const QfRope& rope, const
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const int channel = d + e;
-      const bool turns = channel < rope.rotary_dim, upper = channel >= half;
+      const bool rotates = channel < rope.rotary_dim, upper = channel >= half;
       const int pair = upper ? channel - half : channel;
-      partner[e] = turns ? to_float(g_row[upper ? pair : channel + half]) : 0.0f;
-      cosine[e] = turns ? g_cos[pair] : 1.0f;
-      sine[e] = turns ? mul_rn(upper ? sign : -sign, g_sin[pair]) : 0.0f;
+      partner[e] = rotates ? to_float(g_row[upper ? pair : channel + half]) : 0.0f;
+      cosine[e] = rotates ? g_cos[pair] : 1.0f;
+      sine[e] = rotates ? mul_rn(upper ? sign : -sign, g_sin[pair]) : 0.0f;
     }
   }
 #pragma unroll

@@ -20,8 +20,8 @@ template <class Shape, class Params>
 inline int launch_rows(void (*kernel)(Params, RowGrid), const Params& p, int threads, int shared_bytes, void* stream) {
   constexpr int kRowsPerBlock = Shape::Team::kRowsPerBlock;
   RowGrid grid = {0, (p.rows + kRowsPerBlock - 1) / kRowsPerBlock};
-  for (int64_t done = 0; done < grid.items; done += kMostBlocks) {
-    const int64_t left = grid.items - done;
+  for (int64_t done = 0; done < grid.blocks; done += kMostBlocks) {
+    const int64_t left = grid.blocks - done;
     grid.first = done * kRowsPerBlock;
     const Launch how = {left < kMostBlocks ? left : kMostBlocks, threads, shared_bytes,
                         static_cast<cudaStream_t>(stream)};

@@ -7,7 +7,7 @@ namespace qf {
 
 // Blocks of a launch over rows. `first`: the first row of this launch.
 struct RowGrid {
-  int64_t first, items;
+  int64_t first, blocks;
 };
 
 // One warp; kWarps rows to a block.

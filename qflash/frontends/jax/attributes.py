@@ -46,7 +46,7 @@ def _num_bytes(aval: Any) -> int:
 
 
 def _sizes(plan: Plan, fields: dict[str, tuple[int, str]]) -> Any:
-    """A record for each size that is the product of extents: offset, bytes, how many, then (array, dimension) each."""
+    """A tuple for each size that is the product of extents: offset, bytes, how many, then (array, dimension) each."""
     for name, value in plan.fields:
         if isinstance(value, Extents):
             offset, kind = fields[name]
@@ -56,7 +56,7 @@ def _sizes(plan: Plan, fields: dict[str, tuple[int, str]]) -> Any:
 
 
 def _bounds(plan: Plan, fields: dict[str, tuple[int, str]]) -> Any:
-    """A record for each field that an extent bounds: offset, array, dimension."""
+    """A tuple for each field that an extent bounds: offset, array, dimension."""
     for name, argument, dim in plan.bounds:
         yield from (fields[name][0], _place(plan, argument), dim)
 

@@ -38,7 +38,7 @@ def _mapped(
     if call.op.folds(mapped, ranks, call.words_by_name()):
         return function(*operands)
     known = call.dims()
-    # An axis of 0 cannot be unfolded again, nor be heads; a loop of no turns gives the empty results.
+    # An axis of 0 cannot be unfolded again, nor be heads; a loop of no iterations gives the empty results.
     if known is None or axis_size == 0 or not _takes_a_batch(call, known, mapped):
         return _loop(function, in_batched, operands)
     if _are_queries(call, known, mapped):

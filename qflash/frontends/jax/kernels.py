@@ -44,7 +44,7 @@ def resolve(key: str) -> None:
     spec = Spec(*fields)
     if spec.device == "cuda":
         spec = replace(spec, arch=cuda_arch())  # the GPU at hand may not be the one the program was lowered for
-    entry = backends.load(dispatch.plan(spec, kernel), spec)
+    entry = backends.load(dispatch.choose(spec, kernel), spec)
     assert isinstance(entry, Entry)  # or the program would not have been lowered
     _register(key, takes, entry)
 

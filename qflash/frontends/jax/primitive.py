@@ -76,7 +76,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Any:
 
 def _kernel(call: Call, plan: Plan, arch: int) -> dispatch.Kernel:
     try:
-        return dispatch.plan(plan.spec(arch), plan.kernel)
+        return dispatch.choose(plan.spec(arch), plan.kernel)
     except NoKernelError as error:
         if not call.op.no_gradient:
             raise

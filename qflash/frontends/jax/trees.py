@@ -18,6 +18,17 @@ jax.tree_util.register_dataclass(
 )
 jax.tree_util.register_dataclass(
     QuantizedKV,
-    data_fields=["k", "k_scale", "k_mean", "k_wild", "v", "v_scale", "v_lift", "v_wild", "v_mean", "lens"],
+    data_fields=[
+        "k",
+        "k_scale",
+        "k_mean",
+        "k_nonfinite",
+        "v",
+        "v_scale",
+        "v_exponents",
+        "v_nonfinite",
+        "v_mean",
+        "lens",
+    ],
     meta_fields=["dtype", "precision"],
 )

@@ -12,7 +12,7 @@ from qflash.call.op import Op
 from qflash.frontends.torch import launch
 from qflash.frontends.torch.arrays import arch_of_device
 from qflash.frontends.torch.launch import Ready
-from qflash.frontends.torch.watch import below_autograd, has_dual_level, is_grad_enabled, is_watched, record
+from qflash.frontends.torch.watch import apply_function, below_autograd, has_dual_level, is_grad_enabled, is_watched
 
 Tensor = torch.Tensor
 
@@ -140,11 +140,11 @@ def differentiated(op: Op, packet: Any, backward_packet: Any, plan: Any, args: S
     if not wanted(arrays):
         return below_autograd(packet, args)
     if op.no_gradient:
-        return list(record(_Refused, (op, packet, *args)))
+        return list(apply_function(_Refused, (op, packet, *args)))
     check(op, arrays)
     if op.gradient is None:
         return below_autograd(packet, args)
     known = plan()
     if known is not None:
         launch.check_differentiable(op, known, arch_of_device(arrays[0].device))
-    return list(record(_Traced, (op, packet, backward_packet, *args)))
+    return list(apply_function(_Traced, (op, packet, backward_packet, *args)))

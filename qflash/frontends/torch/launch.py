@@ -187,9 +187,9 @@ def check_differentiable(op: Op, plan: Plan, arch: int) -> None:
     assert gradient is not None
     spec = plan.spec(arch)
     try:
-        dispatch.plan(replace(spec, op=gradient.op.name))
+        dispatch.choose(replace(spec, op=gradient.op.name))
     except NoKernelError:
-        kernel = dispatch.plan(spec, plan.kernel)
+        kernel = dispatch.choose(spec, plan.kernel)
         *most, last = gradient.of
         names = f"{', '.join(most)} or {last}"
         raise NotImplementedError(

@@ -59,7 +59,7 @@ def plan_traced(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Plan:
     plan = op.plan(*described, *(_known(name, word) for name, word in zip(op.words, words, strict=True)))
     device = arrays[0].device
     if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
-        dispatch.plan(plan.spec(arch_of_device(device)), plan.kernel)
+        dispatch.choose(plan.spec(arch_of_device(device)), plan.kernel)
     return plan
 
 

@@ -78,7 +78,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def record(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+def apply_function(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
     """`function.apply` for the level of torch.func transforms that is being dispatched, and for no other.
 
     An Autograd kernel runs once for each level on the stack, as a C++ one does, and what it calls below autograd goes

@@ -28,7 +28,7 @@ __device__ __forceinline__ void start_with(int32_t (&dots)[kMTiles][kNTiles][4],
 }
 
 // With zero points the dot product of (q - zq) and (k - zk) is q.k - zq sum(k) - zk sum(q) + D zq zk. The last two
-// terms are the same for all keys of a row and go to its lift. The rest is (q - zq).k: sums start at -zq sum(k), from
+// terms are the same for all keys of a row and go to its bias. The rest is (q - zq).k: sums start at -zq sum(k), from
 // s_starts, which has one for every row of the tile and points at this lane's first.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void start_with_each(int32_t (&dots)[kMTiles][kNTiles][4], const int32_t* s_starts) {
@@ -59,25 +59,25 @@ __device__ __forceinline__ void to_floats(float (&S)[kMTiles][kNTiles][4], const
 constexpr float kSteep = 1.0f / 2048;
 
 // Base-2 scores with all that comes before the exponential, where that is more than a slope: (S + offset) slope is
-// |scale| log2(e) q.k without what all keys of a row have in common, which s_lift has for the lane's rows (NULL: it
+// |scale| log2(e) q.k without what all keys of a row have in common, which s_row_bias has for the lane's rows (NULL: it
 // stays off); scale may be negative or 0; softcap follows.
 template <int kParts, int kMTiles, int kNTiles>
-__device__ __forceinline__ void lift_and_scale(float (&S)[kMTiles][kNTiles][4],
+__device__ __forceinline__ void scale_and_bias(float (&S)[kMTiles][kNTiles][4],
                                                const float (&slopes)[2 * kMTiles][kParts], float offset,
-                                               const float* s_lift, const QfAttnParams& a) {
+                                               const float* s_row_bias, const QfAttnParams& a) {
   const float sign = a.scale < 0.0f ? -1.0f : 1.0f;
   const bool coarsely = softens_coarsely(a.softcap);
 #pragma unroll
   for (int i = 0; i < kMTiles; ++i) {
-    float lift[2];
+    float bias[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) lift[h] = s_lift ? s_lift[16 * i + 8 * h] * a.scale * kLog2e : 0.0f;
+    for (int h = 0; h < 2; ++h) bias[h] = s_row_bias ? s_row_bias[16 * i + 8 * h] * a.scale * kLog2e : 0.0f;
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j) {  // a branch for every four, as in scale_scores and for its reason
       float (&s)[4] = S[i][j];
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        s[e] = fmaf(s[e] + offset, sign * slopes[2 * i + e / 2][j * kParts / kNTiles], lift[e / 2]);
+        s[e] = fmaf(s[e] + offset, sign * slopes[2 * i + e / 2][j * kParts / kNTiles], bias[e / 2]);
       soften_four(s, a.softcap, coarsely);
     }
   }

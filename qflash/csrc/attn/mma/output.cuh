@@ -9,10 +9,10 @@
 namespace qf {
 
 // The lane's r-th row divided by its sum of weights; zeros for a row that sees no key. Writes lse where asked.
-// row0: the lane's first row in its sequence; lift(row): what lse gets besides.
-template <int kMTiles, int kOTiles, class Rows, class Lift>
+// row0: the lane's first row in its sequence; lse_offset(row): what lse gets besides.
+template <int kMTiles, int kOTiles, class Rows, class Offset>
 __device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], const Rows (&rows)[kMTiles],
-                                            const Mask& mask, int row0, float* g_lse, bool leads, Lift lift) {
+                                            const Mask& mask, int row0, float* g_lse, bool leads, Offset lse_offset) {
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r) {
     const int row = row0 + 8 * r;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], con
         o = empty ? 0.0f : o * factor;
       }
     if (g_lse && leads && row < mask.len_q)
-      g_lse[row] = empty ? -infinity() : lse_of(rows[r / 2].m[r % 2], sum) + lift(row);
+      g_lse[row] = empty ? -infinity() : lse_of(rows[r / 2].m[r % 2], sum) + lse_offset(row);
   }
 }
 

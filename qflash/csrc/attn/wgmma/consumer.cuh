@@ -320,7 +320,8 @@ struct Consumer {
       const VTiles v = v_tiles.later(v_at().stage());
 #pragma unroll
       for (int i = 0; i < Config::kBlockN / 16; ++i) {
-        weights.start_remainder(O, scores.S, v, i);
+        uint32_t R[4];
+        weights.start_remainder(O, scores.S, v, i, R);
         wgmma_wait<0>();
         hold(O[0]);
       }

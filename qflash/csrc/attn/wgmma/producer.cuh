@@ -28,12 +28,12 @@ __device__ __forceinline__ void describe_work(const QfAttnParams& p, const typen
   using Work = WorkTile<Config>;
   RingPosition<Config::kWorkTiles> at;
   uint32_t parity = 0;
-  const auto wait_to_draw = [&] {
-    mbarrier_wait(s.draw, parity);
+  const auto wait_to_take = [&] {
+    mbarrier_wait(s.next_tile, parity);
     parity ^= 1;
   };
   PackedTiles packed;
-  schedule.for_each(packed_tiles < 0 ? schedule.count : packed_tiles, wait_to_draw, [&](int index) {
+  schedule.for_each(packed_tiles < 0 ? schedule.count : packed_tiles, wait_to_take, [&](int index) {
     const TileSchedule::Tile tile =
         packed_tiles < 0 ? schedule.tile(index) : packed.tile(p, schedule, Config::kBlockM, index);
     at.wait_empty(*s.work_ring);
@@ -81,19 +81,19 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const TileSchedul
     const WorkTile<Config>& work = s.work[work_at.stage()];
     const int tiles = work.tiles;
     if (tiles < 0) return;
-    // The later the next work tile is drawn, the better for balance; but not so late that somebody waits for it.
+    // The later the next work tile is taken, the better for balance; but not so late that somebody waits for it.
     constexpr int kAhead = 3;  // tiles of keys
-    const auto let_draw = [&] {
-      if (schedule.dynamic) mbarrier_arrive(s.draw);
+    const auto let_take = [&] {
+      if (schedule.dynamic) mbarrier_arrive(s.next_tile);
     };
-    if (tiles <= kAhead) let_draw();
+    if (tiles <= kAhead) let_take();
     if (tiles == 0) continue;
     const int b = p.cu_seqlens_q ? 0 : work.b, kv_head = work.kv_head;
     const int first_key = int(work.seq.k0) + work.keys.begin;
     const int first_column = int(transposed_from(p, work)) + work.keys.begin;
     load_tile<QTile>(q_at, *s.q_ring, s.q, maps.q, 0, int(work.seq.q0) + work.row0, work.h, b);
     for (int n = 0; n < tiles; ++n) {
-      if (n > 0 && n + kAhead == tiles) let_draw();
+      if (n > 0 && n + kAhead == tiles) let_take();
       const int along = n * Config::kBlockN;
       load_tile<KTile>(k_at, *s.k_ring, s.k, maps.k, 0, first_key + along, kv_head, b);
       load_tile<VTile>(v_at, *s.v_ring, s.v, maps.v, Config::kVTransposed ? first_column + along : 0,

@@ -63,7 +63,7 @@ struct SixteenBitScores {
   // The first tile of a work tile becomes weights: its references are found here.
   template <class Weights>
   __device__ __forceinline__ void weigh_first(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
-    make_visible(work, key0, whole, takes_turns());
+    make_visible(work, key0, whole, mixes_tanh());
     find_reference(rows);
     settled = rows.settled();
     take_weights(rows);
@@ -72,11 +72,11 @@ struct SixteenBitScores {
   template <class Weights>
   __device__ __forceinline__ void weigh(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
     rows.moved = false;
-    const bool by_turns = takes_turns();
-    if (!kPlain && by_turns && settled && whole) {  // tanh and exponential in one pass
+    const bool mixed = mixes_tanh();
+    if (!kPlain && mixed && settled && whole) {  // tanh and exponential in one pass
       take_capped_weights(rows);
     } else {
-      if (!kPlain || !settled || !whole) make_visible(work, key0, whole, by_turns);
+      if (!kPlain || !settled || !whole) make_visible(work, key0, whole, mixed);
       if (!settled) {
         rows.moved = find_reference(rows);
         settled = !rows.moved && rows.settled();
@@ -94,19 +94,19 @@ struct SixteenBitScores {
 #pragma unroll
       for (int e = 0; e < 4; ++e) S[0][j][e] = 0.0f;
     recompute_scores<typename Config::Tensor>(S, s, q_stage, k_stage);
-    make_visible(work, key0, whole, takes_turns());
+    make_visible(work, key0, whole, mixes_tanh());
     rows.moved = find_reference(rows);
     settled = false;
     take_weights(rows);
   }
 
  private:
-  __device__ __forceinline__ bool takes_turns() const {
+  __device__ __forceinline__ bool mixes_tanh() const {
     return !kPlain && p.softcap > 0.0f &&
-           suits_turns<kPolynomials>(S, p.scale / p.softcap, softens_coarsely(p.softcap));
+           suits_mixed<kPolynomials>(S, p.scale / p.softcap, softens_coarsely(p.softcap));
   }
-  __device__ __forceinline__ void make_visible(const Work& work, int key0, bool whole, bool by_turns) {
-    if (!kPlain && p.softcap > 0.0f) take_tanh<kPolynomials>(S, p.scale / p.softcap, by_turns);
+  __device__ __forceinline__ void make_visible(const Work& work, int key0, bool whole, bool mixed) {
+    if (!kPlain && p.softcap > 0.0f) take_tanh<kPolynomials>(S, p.scale / p.softcap, mixed);
     if (!kPlain && unlikely(!fuses_cap(p.softcap))) scale_scores(S, p.softcap > 0.0f ? p.softcap : p.scale, 0.0f);
     if (!whole) mask_tile(S, visible_keys(work, key0));
   }
@@ -128,7 +128,7 @@ struct SixteenBitScores {
     const float shift[2] = {offset - reference_of(rows.m[0]), offset - reference_of(rows.m[1])};
     for_each_weight(rows, [&](float s, int e) {
       if (kPolynomials == 0) return fmaf(-2.0f * factor, rcp(1.0f + ex2(s * (2.0f * kLog2e * slope))), shift[e / 2]);
-      return fmaf(tanh_by_turns<kPolynomials>(s * slope, e), factor, shift[e / 2]);
+      return fmaf(tanh_mixed<kPolynomials>(s * slope, e), factor, shift[e / 2]);
     });
   }
   // weight = 2^exponent(score)

@@ -295,7 +295,7 @@ struct Int8Scores {
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           S[0][j][e] = fmaf(S[0][j][e], sign * slopes.of[e / 2][j * kParts / kNTiles], dot_mean[e / 2]);
-      if (cap > 0.0f) take_tanh<2>(S, 1.0f / cap, suits_turns<2>(S, 1.0f / cap, softens_coarsely(p.softcap)));
+      if (cap > 0.0f) take_tanh<2>(S, 1.0f / cap, suits_mixed<2>(S, 1.0f / cap, softens_coarsely(p.softcap)));
       const bool fuses = fuses_cap(p.softcap);
       if (unlikely(cap > 0.0f && !fuses)) scale_scores(S, p.softcap, 0.0f);
 #pragma unroll

@@ -7,7 +7,7 @@
 //   v            producer (TMA)       consumers, inspectors             consumers, inspectors
 //
 //   v_inspected  inspectors arrive; consumers wait, in tiles that some row does not see whole
-//   draw         producer arrives; describe_work waits, before it draws the next work tile
+//   next_tile    producer arrives; describe_work waits, before it takes the next work tile
 #pragma once
 
 #include "attn/wgmma/work_tile.cuh"
@@ -33,7 +33,7 @@ struct SharedMemory {
   // would not blank out. Consumers are past such a tile before another takes its stage, so nobody is a phase behind.
   Mbarrier* v_inspected;
   Ring<kWorkTiles>* work_ring;
-  Mbarrier* draw;
+  Mbarrier* next_tile;
   Work* work;
   char* scratch;  // kScratchBytes
 
@@ -46,8 +46,8 @@ struct SharedMemory {
     v_ring = k_ring + 1;
     v_inspected = reinterpret_cast<Mbarrier*>(v_ring + 1);
     work_ring = reinterpret_cast<Ring<kWorkTiles>*>(v_inspected + kStages);
-    draw = reinterpret_cast<Mbarrier*>(work_ring + 1);
-    work = reinterpret_cast<Work*>(draw + 1);
+    next_tile = reinterpret_cast<Mbarrier*>(work_ring + 1);
+    work = reinterpret_cast<Work*>(next_tile + 1);
     scratch = reinterpret_cast<char*>(q_ring) + Config::kBarrierBytes;
   }
   // One thread. Arrivals are counted in warps, but for the two threads that describe and copy.
@@ -61,8 +61,8 @@ struct SharedMemory {
       mbarrier_init(&v_inspected[i], kInspectorWarps);
       name_barrier(&v_inspected[i], "V inspected", i);
     }
-    mbarrier_init(draw, 1);
-    name_barrier(draw, "draw", 0);
+    mbarrier_init(next_tile, 1);
+    name_barrier(next_tile, "next tile", 0);
     fence_mbarrier_init();  // the barriers, to the copy engine
   }
 };

@@ -35,12 +35,12 @@ __device__ __forceinline__ bool fuses_cap(float softcap) { return softcap > 0.0f
 // kPolynomials of S's four take the polynomial, the others the special-function unit: two, where exponentials bound,
 // keep both busy for equally long; none, where the tensor cores do.
 template <int kPolynomials>
-__device__ __forceinline__ float tanh_by_turns(float y, int e) {
+__device__ __forceinline__ float tanh_mixed(float y, int e) {
   return e < kPolynomials ? tanh_of_small(y) : tanh_coarsely(y);
 }
 // May that be used for all of a warp? coarsely: softens_coarsely(), an absolute error of 1e-7 does.
 template <int kPolynomials, int kNTiles>
-__device__ __forceinline__ bool suits_turns(const float (&S)[1][kNTiles][4], float factor, bool coarsely) {
+__device__ __forceinline__ bool suits_mixed(const float (&S)[1][kNTiles][4], float factor, bool coarsely) {
   float most[4] = {};
 #pragma unroll
   for (int j = 0; j < kNTiles; ++j)
@@ -51,12 +51,12 @@ __device__ __forceinline__ bool suits_turns(const float (&S)[1][kNTiles][4], flo
 
 // S becomes tanh(factor S).
 template <int kPolynomials, int kNTiles>
-__device__ __forceinline__ void take_tanh(float (&S)[1][kNTiles][4], float factor, bool by_turns) {
-  if (by_turns) {
+__device__ __forceinline__ void take_tanh(float (&S)[1][kNTiles][4], float factor, bool mixed) {
+  if (mixed) {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_by_turns<kPolynomials>(S[0][j][e] * factor, e);
+      for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_mixed<kPolynomials>(S[0][j][e] * factor, e);
   } else {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)

@@ -74,15 +74,15 @@ struct SixteenBitWeights {
   }
   __device__ __forceinline__ void hold_sums() {}
   __device__ __forceinline__ void finish_product() {}
-  // O += what rounding took off the weights of 16 keys, times V.
+  // O += what rounding took off the weights of 16 keys, times V. `R` is the caller's, because the product reads it
+  // until the caller has waited.
   __device__ __forceinline__ void start_remainder(float (&O)[1][kOTiles][4], const float (&S)[1][kNTiles][4],
-                                                  const Values& v, int step) {
-    uint32_t a[4];
+                                                  const Values& v, int step, uint32_t (&R)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = pair<Remainder>(S, 4 * step + i);
+    for (int i = 0; i < 4; ++i) R[i] = pair<Remainder>(S, 4 * step + i);
     hold(O[0]);
     wgmma_fence();
-    Multiply::template multiply<true>(O[0], a, v.step(step));
+    Multiply::template multiply<true>(O[0], R, v.step(step));
     wgmma_commit();
   }
 

@@ -1,4 +1,4 @@
-// cross_entropy of rows: with lse = m + ln l, the loss is ln l + (1 - smoothing) (m - logit) + smoothing (m - mean).
+// cross_entropy of rows: with lse = m + ln l, the loss is ln l + (1 - s) (m - logit) + s (m - mean).
 #include "memory.h"
 #include "row_sums.h"
 
@@ -37,8 +37,8 @@ int cross_entropy_rows(const QfCrossEntropyParams& p, int64_t begin, int64_t end
     const double ln_sum = log(l);
     if (p.lse) p.lse[row] = float(m + ln_sum);
     if (ignored) continue;
-    double loss = ln_sum + (1.0 - p.smoothing) * (double(m) - x[target]);
-    if (p.smoothing != 0.0f) loss += p.smoothing * (m - mean_of(x, p.columns));
+    double loss = ln_sum + (1.0 - p.label_smoothing) * (double(m) - x[target]);
+    if (p.label_smoothing != 0.0f) loss += p.label_smoothing * (m - mean_of(x, p.columns));
     p.losses[row] = float(loss);
   }
   return QF_OK;

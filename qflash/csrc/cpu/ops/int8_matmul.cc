@@ -44,7 +44,7 @@ const Int8MatmulKernel& kernel_for(Isa isa) {
 // All rows times as many blocks of columns as fit the memory for packed b; then the next.
 int run(const QfInt8MatmulParams& p, const Int8MatmulKernel& kernel) {
   const int64_t block_bytes = kernel.block_bytes(p.k);
-  const int64_t blocks = ceil_div(p.n, kernel.columns), row_items = ceil_div(p.m, kernel.rows);
+  const int64_t blocks = ceil_div(p.n, kernel.columns), row_tasks = ceil_div(p.m, kernel.rows);
   const int64_t at_once = std::min(blocks, std::max<int64_t>(1, kPackedBytes / std::max<int64_t>(1, block_bytes)));
   char* const packed = static_cast<char*>(call_scratch(size_t(at_once * block_bytes)));
   if (!packed)
@@ -52,20 +52,20 @@ int run(const QfInt8MatmulParams& p, const Int8MatmulKernel& kernel) {
   int status = QF_OK;
   for (int64_t first = 0; first < blocks && status == QF_OK; first += at_once) {
     const int64_t count = std::min(at_once, blocks - first);
-    auto pack = [&](int64_t item) {
-      kernel.pack(p, (first + item) * kernel.columns, packed + item * block_bytes);
+    auto pack = [&](int64_t task) {
+      kernel.pack(p, (first + task) * kernel.columns, packed + task * block_bytes);
       return int(QF_OK);
     };
     // Rows innermost: threads that run side by side read the same packed columns.
-    auto multiply = [&](int64_t item) {
-      const int64_t block = item / row_items, row = item % row_items * kernel.rows;
+    auto multiply = [&](int64_t task) {
+      const int64_t block = task / row_tasks, row = task % row_tasks * kernel.rows;
       char* const scratch = static_cast<char*>(thread_scratch(size_t(kernel.scratch_bytes())));
       if (!scratch) return fail(QF_NO_MEMORY, "no memory for a thread's scratch");
       kernel.multiply(p, row, (first + block) * kernel.columns, packed + block * block_bytes, scratch);
       return int(QF_OK);
     };
     status = parallel_for(count, p.num_threads, pack);
-    if (status == QF_OK) status = parallel_for(count * row_items, p.num_threads, multiply);
+    if (status == QF_OK) status = parallel_for(count * row_tasks, p.num_threads, multiply);
   }
   release_call_scratch();
   return status;

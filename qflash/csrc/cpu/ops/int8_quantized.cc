@@ -23,8 +23,8 @@ struct Copy {
 };
 
 int check(const QfAttnParams& p) {
-  if (p.cu_seqlens_q || p.rope.cos || p.lift)
-    return fail(QF_UNSUPPORTED, "kernel 'cpu_int8' takes no packed sequences, rope or lift with arrays in INT8");
+  if (p.cu_seqlens_q || p.rope.cos || p.q_dot_mean)
+    return fail(QF_UNSUPPORTED, "kernel 'cpu_int8' takes no packed sequences, rope or q_dot_mean with arrays in INT8");
   const int32_t of_v = p.kv.v_scales.scale ? int32_t(QF_I8) : p.dtype;
   if (p.kv.k_dtype != QF_I8 || p.kv.v_dtype != of_v || !p.q_scales.scale || !p.kv.k_scales.scale)
     return fail(QF_UNSUPPORTED, "k and v have dtypes %d and %d; allowed: %d and %d, with scales of q and k",
@@ -70,7 +70,7 @@ class Int8Quantized {
     const int64_t groups = one ? 1 : ceil_div(length, scales.group);
     if (!one && (scales.stride_h != groups || scales.stride_b != heads * groups))
       return fail(QF_UNSUPPORTED, "scales are not contiguous; allowed: [batch, heads, groups], or one");
-    x.granularity = one ? QF_PER_TENSOR : QF_PER_ROWS;
+    x.granularity = one ? QF_PER_TENSOR : QF_PER_GROUP;
     x.group = one ? 1 : scales.group;
     x.symmetric = scales.zero_point == nullptr;
     x.num_threads = p_.num_threads;
@@ -83,8 +83,8 @@ class Int8Quantized {
   template <class Work>
   int each_row(const QfTensor& x, const QfTensor& y, int64_t length, int64_t heads, Work work) const {
     const int64_t bytes = p_.dtype == QF_F32 ? 4 : 2;
-    auto one = [&](int64_t item) {
-      const int64_t b = item / length, t = item % length;
+    auto one = [&](int64_t task) {
+      const int64_t b = task / length, t = task % length;
       for (int64_t h = 0; h < heads; h++)
         work(static_cast<char*>(x.data) + (b * x.stride_b + t * x.stride_t + h * x.stride_h) * bytes,
              static_cast<float*>(y.data) + b * y.stride_b + t * y.stride_t + h * y.stride_h);

@@ -1,7 +1,7 @@
 // qf_cpu_quantize and qf_cpu_dequantize: checks, and the passes over tokens on all threads.
 //
-//   scales per token or group   one pass: an item takes whole groups of one head
-//   per tensor                  two: every item's extent, joined; then the integers
+//   scales per token or group   one pass: a task takes whole groups of one head
+//   per tensor                  two: every task's extent, joined; then the integers
 //   smoothing                   before that, sums of chunks, joined in order
 // A group that does not fit the scratch memory is loaded twice.
 #include "quantize.h"
@@ -24,7 +24,7 @@ void Extent::join(const Extent& other) {
   above = std::max(above, other.above);
   below = std::max(below, other.below);
   any_finite |= other.any_finite;
-  any_wild |= other.any_wild;
+  any_nonfinite |= other.any_nonfinite;
 }
 
 namespace {
@@ -32,7 +32,7 @@ namespace {
 using LongLong = long long;
 
 constexpr int64_t kBlockFloats = 32 * 1024;  // of tokens that are held at a time: half of a usual second-level cache
-constexpr int64_t kItemTokens = 256;         // of an item, or one group when that is longer
+constexpr int64_t kTaskTokens = 256;         // of a task, or one group when that is longer
 
 float number_of(uint32_t bits) {
   float x;
@@ -41,7 +41,7 @@ float number_of(uint32_t bits) {
 }
 
 Scale symmetric_scale(const Extent& extent) {
-  if (extent.any_wild && !extent.any_finite) return {NAN, 0.0f, 0.0f};
+  if (extent.any_nonfinite && !extent.any_finite) return {NAN, 0.0f, 0.0f};
   const float amplitude = number_of(extent.largest);
   if (amplitude < kNoAmplitude) return {0.0f, 0.0f, 0.0f};
   return {amplitude / 127.0f, 127.0f / amplitude, 0.0f};
@@ -49,7 +49,7 @@ Scale symmetric_scale(const Extent& extent) {
 
 // Halves, because the range itself may overflow.
 Scale asymmetric_scale(const Extent& extent) {
-  if (extent.any_wild) return {NAN, 0.0f, 0.0f};
+  if (extent.any_nonfinite) return {NAN, 0.0f, 0.0f};
   const float half_range = 0.5f * extent.above + 0.5f * extent.below;
   if (half_range < kNoAmplitude) return {0.0f, 0.0f, 0.0f};
   const float inverse = 127.5f / half_range, zero_point = std::rint(-128.0f + extent.below * inverse);
@@ -86,8 +86,8 @@ int check_positions(const QfQuantizeParams& p) {
 
 int check(const QfQuantizeParams& p) {
   if (p.struct_bytes != int32_t(sizeof p)) return QF_BAD_ABI;
-  if (p.cu_seqlens || p.queries || p.lift)
-    return fail(QF_UNSUPPORTED, "kernel 'cpu_quantize' takes no packed sequences, queries or lift");
+  if (p.cu_seqlens || p.queries || p.q_dot_mean)
+    return fail(QF_UNSUPPORTED, "kernel 'cpu_quantize' takes no packed sequences, queries or q_dot_mean");
   if (p.granularity != QF_PER_TENSOR && !p.symmetric)
     return fail(QF_UNSUPPORTED, "symmetric is 0; allowed: 1 unless there is one scale per tensor");
   if (int status = check_lens(p)) return status;
@@ -103,8 +103,8 @@ class Quantize {
         block_tokens_(std::max<int64_t>(1, kBlockFloats / stride_)),
         group_(p.granularity == QF_PER_TENSOR ? 1 : p.group),
         groups_(ceil_div(p.length, group_)),
-        item_tokens_(round_up(std::max(kItemTokens, group_), group_)),
-        items_per_head_(ceil_div(p.length, item_tokens_)) {}
+        task_tokens_(round_up(std::max(kTaskTokens, group_), group_)),
+        tasks_per_head_(ceil_div(p.length, task_tokens_)) {}
 
   int run() {
     if (p_.smooth)
@@ -120,27 +120,27 @@ class Quantize {
   struct Range {
     int64_t b, h, first, end, len;
     TokenBlock scratch;
-    int64_t item;
+    int64_t task;
   };
 
-  // Calls `work` for every item_tokens_ tokens of every head.
+  // Calls `work` for every task_tokens_ tokens of every head.
   template <class Work>
   int pass(Work work) {
-    auto one = [&](int64_t item) {
-      const int64_t head = item / items_per_head_, b = head / p_.heads, first = item % items_per_head_ * item_tokens_;
-      Range range{b, head % p_.heads, first, std::min<int64_t>(first + item_tokens_, p_.length), 0, {}, item};
+    auto one = [&](int64_t task) {
+      const int64_t head = task / tasks_per_head_, b = head / p_.heads, first = task % tasks_per_head_ * task_tokens_;
+      Range range{b, head % p_.heads, first, std::min<int64_t>(first + task_tokens_, p_.length), 0, {}, task};
       range.len = length_of(p_, b);
       if (!take_scratch(range.scratch)) return int(QF_NO_MEMORY);
       work(range);
       return int(QF_OK);
     };
-    return parallel_for(int64_t(p_.batch) * p_.heads * items_per_head_, p_.num_threads, one);
+    return parallel_for(int64_t(p_.batch) * p_.heads * tasks_per_head_, p_.num_threads, one);
   }
 
   bool take_scratch(TokenBlock& block) const {
     const size_t floats = size_t(block_tokens_ * stride_);
     block.rows = static_cast<float*>(thread_scratch(floats * sizeof(float) + size_t(block_tokens_)));
-    block.wild = reinterpret_cast<uint8_t*>(block.rows + floats);
+    block.nonfinite = reinterpret_cast<uint8_t*>(block.rows + floats);
     block.stride = stride_;
     return block.rows != nullptr;
   }
@@ -190,10 +190,10 @@ class Quantize {
   }
 
   int run_tensor() {
-    std::vector<Extent> extents(size_t(int64_t(p_.batch) * p_.heads * items_per_head_));
+    std::vector<Extent> extents(size_t(int64_t(p_.batch) * p_.heads * tasks_per_head_));
     int status = pass([&](const Range& range) {
       int64_t loaded = -1;
-      extents[size_t(range.item)] = extent_of(range, range.first, range.end, loaded);
+      extents[size_t(range.task)] = extent_of(range, range.first, range.end, loaded);
     });
     if (status != QF_OK) return status;
     Extent whole;
@@ -213,15 +213,15 @@ class Quantize {
     const int64_t heads = int64_t(p_.batch) * p_.heads;
     std::vector<float> sums(size_t(heads * chunks * n));
     std::vector<int32_t> finite(size_t(heads * chunks));
-    auto sum_chunk = [&](int64_t item) {
-      const int64_t head = item / chunks, first = item % chunks * kMeanChunk;
-      Range range{head / p_.heads, head % p_.heads, first, 0, length_of(p_, head / p_.heads), {}, item};
+    auto sum_chunk = [&](int64_t task) {
+      const int64_t head = task / chunks, first = task % chunks * kMeanChunk;
+      Range range{head / p_.heads, head % p_.heads, first, 0, length_of(p_, head / p_.heads), {}, task};
       if (!take_scratch(range.scratch)) return int(QF_NO_MEMORY);
       // One token after another: a chunk that is loaded in several blocks is still one sum.
-      float* total = sums.data() + item * n;
+      float* total = sums.data() + task * n;
       int64_t loaded = -1;
       each_block(range, first, first + kMeanChunk, nullptr, loaded,
-                 [&](const TokenBlock& block) { finite[size_t(item)] += QF_PICK(isa_, sum_tokens)(p_, block, total); });
+                 [&](const TokenBlock& block) { finite[size_t(task)] += QF_PICK(isa_, sum_tokens)(p_, block, total); });
       return int(QF_OK);
     };
     if (int status = parallel_for(heads * chunks, p_.num_threads, sum_chunk)) return status;
@@ -241,17 +241,17 @@ class Quantize {
 
   const QfQuantizeParams& p_;
   const Isa isa_;
-  const int64_t stride_, block_tokens_, group_, groups_, item_tokens_, items_per_head_;
+  const int64_t stride_, block_tokens_, group_, groups_, task_tokens_, tasks_per_head_;
 };
 
 int dequantize(const QfDequantizeParams& p, Isa isa) {
-  const int64_t items_per_head = ceil_div(p.length, kItemTokens);
-  auto one = [&](int64_t item) {
-    const int64_t head = item / items_per_head, first = item % items_per_head * kItemTokens;
+  const int64_t tasks_per_head = ceil_div(p.length, kTaskTokens);
+  auto one = [&](int64_t task) {
+    const int64_t head = task / tasks_per_head, first = task % tasks_per_head * kTaskTokens;
     return QF_PICK(isa, dequantize_tokens)(p, head / p.heads, head % p.heads, first,
-                                           std::min(kItemTokens, p.length - first));
+                                           std::min(kTaskTokens, p.length - first));
   };
-  return parallel_for(int64_t(p.batch) * p.heads * items_per_head, p.num_threads, one);
+  return parallel_for(int64_t(p.batch) * p.heads * tasks_per_head, p.num_threads, one);
 }
 
 }  // namespace

@@ -16,16 +16,16 @@ constexpr float kNoAmplitude = 0x1p-100f;        // below it there is no scale
 // Tokens first .. first + count - 1 of one head, which exist, as float32 rows.
 struct TokenBlock {
   int64_t b, h, first, count;
-  float* rows;     // [count][stride]
-  int64_t stride;  // head_dim and room for a vector more
-  uint8_t* wild;   // [count]: 1 for a token that is not finite
+  float* rows;         // [count][stride]
+  int64_t stride;      // head_dim and room for a vector more
+  uint8_t* nonfinite;  // [count]: 1 for a token that is not finite
 };
 
 // What is known of the numbers behind one scale.
 struct Extent {
   uint32_t largest = 0;              // magnitude among finite tokens
   float above = 0.0f, below = 0.0f;  // largest x and -x among them, at least 0
-  bool any_finite = false, any_wild = false;
+  bool any_finite = false, any_nonfinite = false;
 
   void join(const Extent& other);
 };
@@ -37,7 +37,7 @@ struct Scale {
 }  // namespace qf
 
 QF_DECLARE_PER_ISA(
-    // rows <- x, rotated and, where `mean` is given, less it; wild.
+    // rows <- x, rotated and, where `mean` is given, less it; nonfinite.
     void load_tokens(const QfQuantizeParams& p, const TokenBlock& block, const float* mean);
     // sums [head_dim] += the block's finite tokens, one after another; returns how many.
     int32_t sum_tokens(const QfQuantizeParams& p, const TokenBlock& block, float* sums);

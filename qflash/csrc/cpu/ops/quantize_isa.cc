@@ -69,14 +69,14 @@ void load_tokens(const QfQuantizeParams& p, const TokenBlock& block, const float
     rotate_row(row, p.rope, positions ? positions[block.b * p.rope.stride_positions_k_b + token] : token);
     if (mean)
       for (int d = 0; d < n; d++) row[d] -= mean[d];
-    block.wild[i] = largest_magnitude(row, n) >= kInfinityBits;
+    block.nonfinite[i] = largest_magnitude(row, n) >= kInfinityBits;
   }
 }
 
 int32_t sum_tokens(const QfQuantizeParams& p, const TokenBlock& block, float* sums) {
   int32_t finite = 0;
   for (int64_t i = 0; i < block.count; i++) {
-    if (block.wild[i]) continue;
+    if (block.nonfinite[i]) continue;
     const float* row = block.rows + i * block.stride;
     for (int d = 0; d < p.head_dim; d++) sums[d] += row[d];
     finite++;
@@ -89,8 +89,8 @@ Extent extent_of_tokens(const QfQuantizeParams& p, const TokenBlock& block) {
   for (int64_t i = 0; i < block.count; i++) {
     Extent token;
     const float* row = block.rows + i * block.stride;
-    token.any_wild = block.wild[i];
-    token.any_finite = !block.wild[i];
+    token.any_nonfinite = block.nonfinite[i];
+    token.any_finite = !block.nonfinite[i];
     if (token.any_finite) {
       token.largest = largest_magnitude(row, p.head_dim);
       if (!p.symmetric)
@@ -111,7 +111,7 @@ void round_tokens(const QfQuantizeParams& p, const TokenBlock& block, const Scal
     const int64_t token = block.first + i;
     int8_t* values = static_cast<int8_t*>(p.values.data) + offset_of(p.values, block.b, token, block.h);
     float* y = block.rows + i * block.stride;
-    if (block.wild[i]) {
+    if (block.nonfinite[i]) {
       memset(values, p.symmetric ? -128 : 0, size_t(n));
     } else {
       for (int d = 0; d < n; d++) y[d] *= scale.inverse;

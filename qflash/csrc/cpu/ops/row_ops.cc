@@ -26,8 +26,8 @@ int check(const Params& p, const char* array) {
 template <class Params>
 int run(const Params& p, int (*rows)(const Params&, int64_t, int64_t)) {
   const int64_t block = std::max<int64_t>(1, kBlockElements / std::max<int64_t>(1, p.columns));
-  auto item = [&](int64_t i) { return rows(p, i * block, std::min(p.rows, (i + 1) * block)); };
-  return parallel_for((p.rows + block - 1) / block, p.num_threads, item);
+  auto task = [&](int64_t i) { return rows(p, i * block, std::min(p.rows, (i + 1) * block)); };
+  return parallel_for((p.rows + block - 1) / block, p.num_threads, task);
 }
 
 int check_targets(const QfCrossEntropyParams& p) {

@@ -70,12 +70,12 @@ static inline double sum_terms(int64_t n, Term term) {
   return total.total();
 }
 
-// The greatest of turn * x; NaN is passed by.
-static inline float largest_of(const float* x, int64_t n, float turn) {
-  const Vec least = broadcast(-INFINITY), factor = broadcast(turn);
+// The greatest of factor * x; NaN is passed by.
+static inline float largest_of(const float* x, int64_t n, float factor) {
+  const Vec least = broadcast(-INFINITY), factors = broadcast(factor);
   Vec m = least;
   for (int64_t i = 0; i < n; i += kLanes) {
-    const Vec scores = load_or(x + i, n - i, zero()) * factor;
+    const Vec scores = load_or(x + i, n - i, zero()) * factors;
     m = vmax(n - i >= kLanes ? scores : first_or(scores, int(n - i), least), m);
   }
   return max(m);

@@ -7,14 +7,15 @@ namespace QF_ISA {
 
 namespace {
 
-// scale x = scale * turn * x with scale >= 0. A negative scale turns x over; where it is 0, x becomes 0, or NaN if it
-// was not finite; where it is so small that a difference past the largest float would still count, x is halved.
-struct Turn {
-  float turn, scale;
+// scale x = scale * factor * x with scale >= 0. A negative scale changes the sign of x; where it is 0, x becomes 0, or
+// NaN if it was not finite; where it is so small that a difference past the largest float would still count, x is
+// halved.
+struct SplitScale {
+  float factor, scale;
 
-  explicit Turn(float given) : turn(fabsf(given) < 0x1p-100f ? 0.5f : 1.0f), scale(fabsf(given) / turn) {
-    if (given < 0.0f) turn = -turn;
-    if (given == 0.0f) turn = 0.0f, scale = 1.0f;
+  explicit SplitScale(float given) : factor(fabsf(given) < 0x1p-100f ? 0.5f : 1.0f), scale(fabsf(given) / factor) {
+    if (given < 0.0f) factor = -factor;
+    if (given == 0.0f) factor = 0.0f, scale = 1.0f;
   }
 };
 
@@ -24,14 +25,14 @@ int softmax_rows(const QfRowsParams& p, int64_t begin, int64_t end) {
   const bool in_place = p.dtype == QF_F32;  // weights wait in out
   float* scratch = in_place ? nullptr : static_cast<float*>(thread_scratch(size_t(p.columns) * sizeof(float)));
   if (!in_place && !scratch) return QF_NO_MEMORY;
-  const Turn turn(p.scale);
+  const SplitScale split(p.scale);
   for (int64_t row = begin; row < end; row++) {
     const float* x = floats_of(p.x, p.x_stride, row, p.dtype, p.columns, scratch);
     char* out = row_of(p.out, p.out_stride, row, p.dtype);
     float* weights = in_place ? reinterpret_cast<float*>(out) : scratch;
-    const Weights weigh(largest_of(x, p.columns, turn.turn), turn.scale);
+    const Weights weigh(largest_of(x, p.columns, split.factor), split.scale);
     const double l = sum_terms(p.columns, [&](int64_t i, int64_t left) {
-      const Vec weight = weigh(load_or(x + i, left, zero()) * broadcast(turn.turn));
+      const Vec weight = weigh(load_or(x + i, left, zero()) * broadcast(split.factor));
       store_some(weights + i, weight, left);
       return left >= kLanes ? weight : first_or(weight, int(left), zero());
     });

@@ -60,16 +60,16 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   const cudaError_t error = emulate::check_launch(*config, reinterpret_cast<const void*>(kernel));
-  if (error != cudaSuccess) return emulate::recorded(error);
+  if (error != cudaSuccess) return emulate::as_last_error(error);
   const std::tuple<Parameters...> parameters(std::forward<Arguments>(arguments)...);  // of which each thread has a copy
   const bool good = emulate::run_blocks([&] { std::apply(kernel, parameters); }, config->gridDim.x,
                                         int(config->blockDim.x), int(config->dynamicSmemBytes), emulate::seed);
-  return emulate::recorded(good ? cudaSuccess : cudaErrorLaunchFailure);
+  return emulate::as_last_error(good ? cudaSuccess : cudaErrorLaunchFailure);
 }
 
 inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > kMostSharedBytes)
-    return emulate::recorded(cudaErrorInvalidValue);
+    return emulate::as_last_error(cudaErrorInvalidValue);
   emulate::shared_bytes_allowed[{kernel, emulate::device}] = value;
   return cudaSuccess;
 }
@@ -80,8 +80,8 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  if (device < 0 || device >= emulate::kDevices) return emulate::recorded(cudaErrorInvalidDevice);
-  if (attribute != cudaDevAttrMultiProcessorCount) return emulate::recorded(cudaErrorInvalidValue);
+  if (device < 0 || device >= emulate::kDevices) return emulate::as_last_error(cudaErrorInvalidDevice);
+  if (attribute != cudaDevAttrMultiProcessorCount) return emulate::as_last_error(cudaErrorInvalidValue);
   *value = device + 1;
   return cudaSuccess;
 }
@@ -92,7 +92,7 @@ inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 inline cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
   constexpr size_t kAlignment = 256;
   *memory = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
-  if (!*memory && bytes > 0) return emulate::recorded(cudaErrorMemoryAllocation);
+  if (!*memory && bytes > 0) return emulate::as_last_error(cudaErrorMemoryAllocation);
   memset(*memory, 0xff, bytes);
   return cudaSuccess;
 }

@@ -18,7 +18,7 @@ namespace emulate {
 
 inline cudaError_t last_error = cudaSuccess;
 
-inline cudaError_t recorded(cudaError_t error) {
+inline cudaError_t as_last_error(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
 }

@@ -34,23 +34,23 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
                                               float* s_memory) {
   using S = Shape<kHeadDim>;
   const QfAttnParams& p = all.attn;
-  const Item item(deal.k, index, p.kv_heads);
-  const KeyRows s = read_key_rows(p, item.b);
+  const TokenTile work(deal.k, index, p.kv_heads);
+  const KeyRows s = read_key_rows(p, work.b);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = lane % S::kLanes, column = 16 * part;
-  const int token0 = item.tile * S::kTokens + warp * S::kWarpTokens + lane / S::kLanes * kRounds;
+  const int token0 = work.tile * S::kTokens + warp * S::kWarpTokens + lane / S::kLanes * kRounds;
   const int existing = min(kRounds, s.len - token0), owned = min(kRounds, s.owned - token0);
-  const int group = item.tile * (S::kTokens / kKeyGroup) + warp / S::kGroupWarps;
+  const int group = work.tile * (S::kTokens / kKeyGroup) + warp / S::kGroupWarps;
   const int groups = (p.k_len + kKeyGroup - 1) / kKeyGroup;
   const int width = width_of(p.head_dim);
-  const int64_t row0 = (p.cu_seqlens_k ? s.first : int64_t(item.b) * p.k_len) + token0;
+  const int64_t row0 = (p.cu_seqlens_k ? s.first : int64_t(work.b) * p.k_len) + token0;
 
 #pragma unroll 1
-  for (int h = item.h_begin; h < item.h_end; ++h) {
-    const int64_t head = int64_t(item.b) * p.kv_heads + h;
+  for (int h = work.h_begin; h < work.h_end; ++h) {
+    const int64_t head = int64_t(work.b) * p.kv_heads + h;
     float* const s_slots = s_memory + (h & 1) * 2 * S::kWarps;  // others may still read those of the head before
     float x[kRounds][16], largest[kRounds];
-    load_tokens<kReads>(x, p, deal, row_of<Element>(p.kv.k, item.b, s.first + token0, h), p.kv.k.stride_t, existing,
-                        column, [&](int r) { return position_k(p.rope, item.b, s.first, token0 + r); });
+    load_tokens<kReads>(x, p, deal, row_of<Element>(p.kv.k, work.b, s.first + token0, h), p.kv.k.stride_t, existing,
+                        column, [&](int r) { return position_k(p.rope, work.b, s.first, token0 + r); });
     float mean[16], most = 0.0f;
     wait_for_previous_grid();  // k_mean, k_nonfinite
     load_mean(mean, all.kv.k_mean + head * p.head_dim, column, p.head_dim);
@@ -66,7 +66,7 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
     show_warps(shown, most, s_slots);
 #pragma unroll
     for (int w = 0; w < S::kWarps; ++w) of_block = max_nan(of_block, shown[w]);
-    uint32_t wild = 0;  // bit r: token r is not finite
+    uint32_t nonfinite = 0;  // bit r: token r is not finite
     if (!is_finite(of_block)) {
       most = 0.0f;
 #pragma unroll
@@ -75,9 +75,9 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
         if (is_finite(of_token))
           most = max_nan(most, of_token);
         else
-          wild |= 1u << r;
+          nonfinite |= 1u << r;
       }
-      if (part == 0 && wild != 0) atomicAdd(all.kv.k_nonfinite + head, __popc(wild));
+      if (part == 0 && nonfinite != 0) atomicAdd(all.kv.k_nonfinite + head, __popc(nonfinite));
       show_warps(shown, most, s_slots + S::kWarps);
     }
     const Scale scale = scale_of(largest_of_group<S::kGroupWarps>(shown));
@@ -86,10 +86,10 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const int64_t element = ((row0 + r) * p.kv_heads + h) * width + column;
-      const bool spoiled = wild >> r & 1;
+      const bool spoiled = nonfinite >> r & 1;
       if (r < owned && column < width)
         store16(all.kv.k + element, round16<kReads>(x[r], scale.inverse, draws, uint64_t(element)),
-                r < existing && !spoiled, spoiled ? kWildBytes : 0u);
+                r < existing && !spoiled, spoiled ? kNonfiniteBytes : 0u);
     }
   }
 }

@@ -9,14 +9,14 @@
 namespace qf {
 
 struct QuantizedQ {
-  int8_t* values;  // [rows][q_heads][width]; NULL: q is not wanted
-  float* scale;    // [batch, q_heads, q_len]
-  float* lift;     // [batch, q_heads, q_len]: rotated query . k_mean; NULL: not wanted
+  int8_t* values;     // [rows][q_heads][width]; NULL: q is not wanted
+  float* scale;       // [batch, q_heads, q_len]
+  float* q_dot_mean;  // [batch, q_heads, q_len]: rotated query . k_mean; NULL: not wanted
 };
 
 struct QuantizeAll {
   QfAttnParams attn;  // q, kv.k and kv.v as they come, those that are wanted; lengths and rope
-  KeptKv kv;          // k NULL: K is not wanted, and k_mean is given where lift is. v NULL: V is not wanted
+  KeptKv kv;          // k NULL: K is not wanted, and k_mean is given where q_dot_mean is. v NULL: V is not wanted
   QuantizedQ q;
   unsigned* counter;  // set to 0; NULL: none
   int rounding;       // QfRounding of q's and k's integers
@@ -66,10 +66,10 @@ struct Deal {
   bool table_vectors;  // and so may rope's tables
 };
 
-struct Item {
+struct TokenTile {
   int b, tile, h_begin, h_end;
 
-  __device__ __forceinline__ Item(const Part& part, uint32_t index, int heads) {
+  __device__ __forceinline__ TokenTile(const Part& part, uint32_t index, int heads) {
     const uint32_t outer = part.heads(index);
     h_begin = int(index - outer * part.heads.divisor) * part.heads_each;
     h_end = min(h_begin + part.heads_each, heads);

@@ -73,15 +73,15 @@ __device__ __forceinline__ bool add_finite(float (&sum)[8], const float (&x)[8])
 }
 
 // The sum of a slot's tokens that are finite; returns how many they are. see(raw, finite): of every token, unless it is
-// turned.
-template <bool kTurned, class Element, int kHeadDim, class See>
+// rotated.
+template <bool kRotated, class Element, int kHeadDim, class See>
 __device__ __forceinline__ int sum_slot(float (&sum)[8], const QfAttnParams& p, const Deal& deal, int b,
                                         const KeyRows& s, const Element* g_rows, int64_t stride_t,
                                         const Sample<kHeadDim>& sample, See see) {
   constexpr int kChunks = Shape<kHeadDim>::kChunks;
   int count = 0;
   float x[8];
-  if constexpr (kTurned) {
+  if constexpr (kRotated) {
 #pragma unroll 1
     for (int i = 0; i < sample.kEach; ++i) {
       const int token = sample.index(i) * sample.step, d = 8 * sample.chunk;
@@ -125,7 +125,7 @@ struct ChannelSample {
 
 // In thread d < head_dim, channel d. s_memory: [kSlots][kHeadDim] sums, then [kSlots] counts; afterwards thread d alone
 // may read column d of the sums.
-template <bool kTurned, class Element, int kHeadDim, class See>
+template <bool kRotated, class Element, int kHeadDim, class See>
 __device__ __forceinline__ ChannelSample sum_sample(const QfAttnParams& p, const Deal& deal, const QfTensor& x, int b,
                                                     int h, float* s_memory, See see) {
   const KeyRows s = read_key_rows(p, b);
@@ -136,7 +136,7 @@ __device__ __forceinline__ ChannelSample sum_sample(const QfAttnParams& p, const
   for (int pass = 0; pass < Sample<kHeadDim>::kPasses; ++pass) {
     const Sample<kHeadDim> sample(s.len, pass);
     float sum[8] = {};
-    const int count = sum_slot<kTurned>(sum, p, deal, b, s, g_rows, x.stride_t, sample, see);
+    const int count = sum_slot<kRotated>(sum, p, deal, b, s, g_rows, x.stride_t, sample, see);
 #pragma unroll
     for (int e = 0; e < 8; ++e) s_sums[sample.slot * kHeadDim + 8 * sample.chunk + e] = sum[e];
     if (sample.chunk == 0) s_counts[sample.slot] = count;
@@ -156,12 +156,12 @@ __device__ __forceinline__ ChannelSample sum_sample(const QfAttnParams& p, const
   return channel;
 }
 
-template <class Element, int kHeadDim, bool kTurned>
+template <class Element, int kHeadDim, bool kRotated>
 __device__ __forceinline__ void sample_keys(const QuantizeAll& all, const Deal& deal, int b, int h, float* s_memory) {
   const QfAttnParams& p = all.attn;
   const int64_t head = int64_t(b) * p.kv_heads + h;
   const ChannelSample channel =
-      sum_sample<kTurned, Element, kHeadDim>(p, deal, p.kv.k, b, h, s_memory, [](const uint4&, bool) {});
+      sum_sample<kRotated, Element, kHeadDim>(p, deal, p.kv.k, b, h, s_memory, [](const uint4&, bool) {});
   if (threadIdx.x == 0) all.kv.k_nonfinite[head] = 0;
   if (int(threadIdx.x) < p.head_dim) all.kv.k_mean[head * p.head_dim + threadIdx.x] = channel.mean();
 }
@@ -170,11 +170,11 @@ template <class Element, int kHeadDim>
 __device__ __forceinline__ void sample_values(const QuantizeAll& all, const Deal& deal, int b, int h, float* s_memory) {
   const QfAttnParams& p = all.attn;
   const int64_t head = int64_t(b) * p.kv_heads + h;
-  // Of this thread's finite values, channel by channel: the most, and the least with its sign turned. NaN: there is
+  // Of this thread's finite values, channel by channel: the most, and the least with its sign changed. NaN: there is
   // none.
-  uint32_t most[4], turned_least[4];
+  uint32_t most[4], negated_least[4];
 #pragma unroll
-  for (int w = 0; w < 4; ++w) most[w] = turned_least[w] = kTwoNans;
+  for (int w = 0; w < 4; ++w) most[w] = negated_least[w] = kTwoNans;
   const auto see = [&](const uint4& raw, bool finite) {
     uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
     if (!finite) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void sample_values(const QuantizeAll& all, const Deal
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       most[w] = most_of(most[w], words[w], Element{});
-      turned_least[w] = most_of(turned_least[w], words[w] ^ 0x80008000u, Element{});
+      negated_least[w] = most_of(negated_least[w], words[w] ^ 0x80008000u, Element{});
     }
   };
   const ChannelSample channel = sum_sample<false, Element, kHeadDim>(p, deal, p.kv.v, b, h, s_memory, see);
@@ -202,7 +202,7 @@ __device__ __forceinline__ void sample_values(const QuantizeAll& all, const Deal
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     amplitude = fmaxf(amplitude, sub_rn(value_of<Element>(most, e), s_mean[d + e]));
-    amplitude = fmaxf(amplitude, add_rn(value_of<Element>(turned_least, e), s_mean[d + e]));
+    amplitude = fmaxf(amplitude, add_rn(value_of<Element>(negated_least, e), s_mean[d + e]));
   }
   uint32_t* const s_slots = reinterpret_cast<uint32_t*>(s_memory + kHeadDim);
   const uint32_t largest = largest_of_block<Shape<kHeadDim>::kSampleThreads / 32>(float_to_bits(amplitude), s_slots);

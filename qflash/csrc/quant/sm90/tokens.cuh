@@ -18,19 +18,19 @@ struct Raw16 {
   Raw8<Element> part[2];
 };
 
-// Channels d .. d+7 of a token, turned with their partners half a rotary_dim away. A row outside the tables makes them
+// Channels d .. d+7 of a token, rotated with their partners half a rotary_dim away. A row outside the tables makes them
 // NaN.
 template <class Element>
 __device__ __forceinline__ void rotate_halves(float (&x)[8], const Raw8<Element>& partner, const QfRope& rope, int d,
-                                              const RopeTurn& turn) {
+                                              const Rotation& rotation) {
   const int half = rope.rotary_dim / 2;
   const bool upper = d >= half;
-  const uint32_t at = uint32_t(max(turn.row, 0)) * half + (upper ? d - half : d);  // below 2^31: the host checks
+  const uint32_t at = uint32_t(max(rotation.row, 0)) * half + (upper ? d - half : d);  // below 2^31: the host checks
   Raw8<float> raw_cosine, raw_sine;
   load_vector(raw_cosine, rope.cos + at), load_vector(raw_sine, rope.sin + at);
   float cosine[8], sine[8], y[8];
   to_float8(cosine, raw_cosine), to_float8(sine, raw_sine), to_float8(y, partner);
-  const float sign = turn.row < 0 ? nan() : upper ? turn.sign : -turn.sign;
+  const float sign = rotation.row < 0 ? nan() : upper ? rotation.sign : -rotation.sign;
   // Both products are rounded; a sign times the second is exact, so that the fma is their sum.
 #pragma unroll
   for (int e = 0; e < 8; ++e) x[e] = fmaf(mul_rn(y[e], sine[e]), sign, mul_rn(x[e], cosine[e]));
@@ -81,15 +81,15 @@ __device__ __forceinline__ void load_tokens(float (&x)[kRounds][16], const QfAtt
       const int d = column + 8 * i;
       load_vector(partner[r].part[i], g_row + r * stride_t + (d >= half ? d - half : d + half));
     };
-    const auto turn_of = [&](int r) { return rope_turn(p.rope, position(r)); };
+    const auto rotation_of = [&](int r) { return rotation_at(p.rope, position(r)); };
     if (existing >= kRounds && column + 16 <= p.rope.rotary_dim) {  // nearly always
       unpack();
 #pragma unroll
       for (int r = 0; r < kRounds; ++r) {
-        const RopeTurn turn = turn_of(r);
+        const Rotation rotation = rotation_of(r);
         load_partner(r, 0), load_partner(r, 1);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) rotate_halves(eight(r, i), partner[r].part[i], p.rope, column + 8 * i, turn);
+        for (int i = 0; i < 2; ++i) rotate_halves(eight(r, i), partner[r].part[i], p.rope, column + 8 * i, rotation);
       }
     } else {
       unpack();
@@ -99,7 +99,7 @@ __device__ __forceinline__ void load_tokens(float (&x)[kRounds][16], const QfAtt
         for (int i = 0; i < 2; ++i)
           if (r < existing && column + 8 * i < p.rope.rotary_dim) {
             load_partner(r, i);
-            rotate_halves(eight(r, i), partner[r].part[i], p.rope, column + 8 * i, turn_of(r));
+            rotate_halves(eight(r, i), partner[r].part[i], p.rope, column + 8 * i, rotation_of(r));
           }
     }
   } else {
@@ -203,7 +203,7 @@ __device__ __forceinline__ Word4 round16(const float (&x)[16], float inverse, co
 }
 
 // Integers of tokens that are not finite.
-constexpr uint32_t kWildBytes = 0x80808080u;
+constexpr uint32_t kNonfiniteBytes = 0x80808080u;
 
 // Sixteen integers to memory or, unless `keep`, `fill` in their place.
 __device__ __forceinline__ void store16(int8_t* g_to, const Word4& bytes, bool keep, uint32_t fill) {

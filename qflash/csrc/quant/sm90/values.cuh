@@ -42,7 +42,7 @@ __device__ __forceinline__ uint32_t largest_of_block(uint32_t value, uint32_t* s
 }
 
 // Least e >= 0 with amplitude / 2^exponent / 2^e <= 448 = 1.75 * 2^8.
-__device__ __forceinline__ int lift_of(float amplitude, int exponent) {
+__device__ __forceinline__ int exponent_of_tile(float amplitude, int exponent) {
   const uint32_t bits = float_to_bits(amplitude);
   return max(0, int(bits >> 23) - 127 - exponent - 8 + int((bits & 0x7fffffu) > 0x600000u));
 }
@@ -88,8 +88,8 @@ struct ValueTile {
 struct Chain {
   float error = 0.0f;
 
-  // E4M3 of x0 and x1, the former in the lower byte. kWild: they may be NaN.
-  template <bool kWild, bool kFirst, bool kLast>
+  // E4M3 of x0 and x1, the former in the lower byte. kMayBeNan: they may be NaN.
+  template <bool kMayBeNan, bool kFirst, bool kLast>
   __device__ __forceinline__ uint32_t round(float x0, float x1) {
     float y0 = x0, y1 = x1;
     if (!kFirst) {
@@ -103,8 +103,8 @@ struct Chain {
       const uint32_t pair = cvt_rn_f16x2_e4m3x2(codes);
       const float error0 = sub_rn(x0, cvt_f32_f16(uint16_t(pair))),
                   error1 = sub_rn(x1, cvt_f32_f16(uint16_t(pair >> 16)));
-      error = add_rn(error, kWild && x0 != x0 ? 0.0f : error0);
-      error = add_rn(error, kWild && x1 != x1 ? 0.0f : error1);
+      error = add_rn(error, kMayBeNan && x0 != x0 ? 0.0f : error0);
+      error = add_rn(error, kMayBeNan && x1 != x1 ? 0.0f : error1);
     }
     return codes;
   }
@@ -117,8 +117,8 @@ __device__ __forceinline__ float value_of(const uint32_t (&words)[4], int e) {
 }
 
 // raw, less the mean, to words of E4M3 in shared memory. A chain is two quads sixteen apart, in the order of their
-// words. kWild: some may be NaN, only the first `existing` tokens are there, or the mean is out of all proportion.
-template <class Element, int kHeadDim, bool kWild>
+// words. kGeneral: some may be NaN, only the first `existing` tokens are there, or the mean is out of all proportion.
+template <class Element, int kHeadDim, bool kGeneral>
 __device__ __forceinline__ void convert_values(uint32_t* s_words,
                                                const uint32_t (&raw)[ValueTile<Element, kHeadDim>::kQuads][4][4],
                                                const float (&mean)[8], float inverse, int existing, int chunk,
@@ -131,7 +131,7 @@ __device__ __forceinline__ void convert_values(uint32_t* s_words,
     for (int e = 0; e < 8; ++e) {
       const auto value = [&](int quad, int r) {
         const float x = value_of<Element>(raw[quad][r], e);
-        if (kWild) return T::ahead(quad, r) >= existing ? 0.0f : mul_rn(sub_rn(x, mean[e]), inverse);
+        if (kGeneral) return T::ahead(quad, r) >= existing ? 0.0f : mul_rn(sub_rn(x, mean[e]), inverse);
         return fmaf(x, inverse, -mul_rn(mean[e], inverse));  // the same: inverse is a power of two
       };
       const auto store = [&](int quad, uint32_t word) {
@@ -140,11 +140,11 @@ __device__ __forceinline__ void convert_values(uint32_t* s_words,
       };
       const int j = i + kApart;
       Chain chain;
-      uint32_t low = chain.round<kWild, true, false>(value(i, 0), value(i, 1));
-      uint32_t high = chain.round<kWild, false, false>(value(i, 2), value(i, 3));
+      uint32_t low = chain.round<kGeneral, true, false>(value(i, 0), value(i, 1));
+      uint32_t high = chain.round<kGeneral, false, false>(value(i, 2), value(i, 3));
       store(i, low | high << 16);
-      low = chain.round<kWild, false, false>(value(j, 0), value(j, 1));
-      high = chain.round<kWild, false, true>(value(j, 2), value(j, 3));
+      low = chain.round<kGeneral, false, false>(value(j, 0), value(j, 1));
+      high = chain.round<kGeneral, false, true>(value(j, 2), value(j, 3));
       store(j, low | high << 16);
     }
 }
@@ -155,18 +155,18 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
   using S = Shape<kHeadDim>;
   using T = ValueTile<Element, kHeadDim>;
   const QfAttnParams& p = all.attn;
-  const Item item(deal.v, index, p.kv_heads);
-  const KeyRows s = read_key_rows(p, item.b);
-  const ValueTiles tiles = value_tiles(p, s, item.b);
+  const TokenTile work(deal.v, index, p.kv_heads);
+  const KeyRows s = read_key_rows(p, work.b);
+  const ValueTiles tiles = value_tiles(p, s, work.b);
   const int chunk = threadIdx.x % S::kChunks, side = threadIdx.x / S::kChunks, d = 8 * chunk;
-  const int64_t head = int64_t(item.b) * p.kv_heads + item.h_begin;
-  const int lifts = (p.k_len + kValueTile - 1) / kValueTile;
-  const int token0 = item.tile * kValueTile;
-  if (item.tile >= tiles.owned && item.tile >= lifts) return;
+  const int64_t head = int64_t(work.b) * p.kv_heads + work.h_begin;
+  const int exponents = (p.k_len + kValueTile - 1) / kValueTile;
+  const int token0 = work.tile * kValueTile;
+  if (work.tile >= tiles.owned && work.tile >= exponents) return;
 
   const int first = T::token(side, 0), existing = s.len - token0 - first;
   const bool whole = existing > T::ahead(T::kQuads - 1, 3);  // nearly always
-  const Element* const g_row = row_of<Element>(p.kv.v, item.b, s.first + token0 + first, item.h_begin);
+  const Element* const g_row = row_of<Element>(p.kv.v, work.b, s.first + token0 + first, work.h_begin);
   Raw8<Element> eight[T::kQuads][4];
   if (kReads != Reads::kAny && whole && d < p.head_dim) {
 #pragma unroll
@@ -239,9 +239,10 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
   }
 
   const int exponent = int(float_to_bits(all.kv.v_scale[head]) >> 23) - 127;
-  const int lift = lift_of(of_tile, exponent);
-  if (threadIdx.x == 0 && item.tile < lifts) all.kv.v_exponents[head * lifts + item.tile] = float(lift);
-  const float inverse = bits_to_float(uint32_t(127 - exponent - lift) << 23);
+  const int tile_exponent = exponent_of_tile(of_tile, exponent);
+  if (threadIdx.x == 0 && work.tile < exponents)
+    all.kv.v_exponents[head * exponents + work.tile] = float(tile_exponent);
+  const float inverse = bits_to_float(uint32_t(127 - exponent - tile_exponent) << 23);
   bool plain = count == 0 && whole;
 #pragma unroll
   for (int e = 0; e < 8; ++e) plain = plain && is_finite(fabsf(mul_rn(mean[e], inverse)));
@@ -250,9 +251,9 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
   else
     convert_values<Element, kHeadDim, true>(s_words, raw, mean, inverse, existing, chunk, side);
   __syncthreads();
-  if (item.tile >= tiles.owned) return;
+  if (work.tile >= tiles.owned) return;
 
-  const int64_t padded = padded_of(p), plane = p.cu_seqlens_k ? item.h_begin : head;
+  const int64_t padded = padded_of(p), plane = p.cu_seqlens_k ? work.h_begin : head;
   const int vector = threadIdx.x % 8;
 #pragma unroll
   for (int i = 0; i < kHeadDim / T::kReadChannels; ++i) {
@@ -264,7 +265,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
     Word4 y;
 #pragma unroll
     for (int w = 0; w < 4; ++w) y.word[w] = x.word[w ^ within];
-    *reinterpret_cast<Word4*>(all.kv.v + (plane * p.head_dim + c) * padded + (tiles.first + item.tile) * kValueTile +
+    *reinterpret_cast<Word4*>(all.kv.v + (plane * p.head_dim + c) * padded + (tiles.first + work.tile) * kValueTile +
                               16 * vector) = y;
   }
 }

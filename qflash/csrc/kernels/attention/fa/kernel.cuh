@@ -55,7 +55,7 @@ using Raw = Raw4<Element>::Type;
 using QWalk = TileWalk<kBlockM, kHeadDim, kThreads>;
 using KWalk = TileWalk<kBlockN, kChunk, kThreads>;
 using VWalk = TileWalk<kVRows, kHeadDim, kThreads>;
-constexpr int kStage = KWalk::kVecs > VWalk::kVecs ? KWalk::kVecs : VWalk::kVecs;
+constexpr int kHeld = KWalk::kVecs > VWalk::kVecs ? KWalk::kVecs : VWalk::kVecs;
 
 // Where a thread stands in the tile: its column x, its first row (the others are kLanesY apart).
 struct Place {
@@ -113,17 +113,17 @@ __global__ void __launch_bounds__(qf::fa::kThreads, qf::fa::kMinBlocks)
     s_l[r * kThreads] = 0.0f;
   }
 
-  Raw stage[kStage];
+  Raw held[kHeld];
   const bool rotates = p.rope.cos != nullptr;
   const auto fetch_k = [&](int first_key, int d0) {
-    if (!rotates) fetch<KWalk>(stage, k, first_key, d0);
+    if (!rotates) fetch<KWalk>(held, k, first_key, d0);
   };
   const auto stash_k = [&](float* s_tile, int first_key, int d0) {
     if (rotates)
       load_scaled<KWalk, kKStride>(s_tile, k, first_key, d0, 1.0f, p.rope, grid.vector.rope,
                                    [&](int j) { return position_k(p.rope, b, seq.k0, j); });
     else
-      stash<KWalk, kKStride>(s_tile, stage, k);
+      stash<KWalk, kKStride>(s_tile, held, k);
   };
 
   int key0 = block_keys.begin / kBlockN * kBlockN;
@@ -152,14 +152,14 @@ __global__ void __launch_bounds__(qf::fa::kThreads, qf::fa::kMinBlocks)
         if (k_next)
           fetch_k(key0, (step + 1) * kChunk);
         else
-          fetch<VWalk>(stage, v, key0, 0);
+          fetch<VWalk>(held, v, key0, 0);
         if (works)
           qk_product<kLanesX, kScoreCols, kChunk, kQStride, kKStride, kQkUnroll>(
               S, s_q + (row0 - block_row) * kQStride + step * kChunk, s_now + x * kKStride);
         if (k_next)
           stash_k(s_next, key0, (step + 1) * kChunk);
         else
-          v_finite = stash<VWalk, kVStride>(s_next, stage, v);
+          v_finite = stash<VWalk, kVStride>(s_next, held, v);
         v_finite = !__syncthreads_or(!v_finite);
         float* const s_swap = s_now;
         s_now = s_next, s_next = s_swap;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(qf::fa::kThreads, qf::fa::kMinBlocks)
       for (int step = 0; step < kVSteps; ++step) {
         const bool v_next = step + 1 < kVSteps;
         if (v_next)
-          fetch<VWalk>(stage, v, key0 + (step + 1) * kVRows, 0);
+          fetch<VWalk>(held, v, key0 + (step + 1) * kVRows, 0);
         else if (key0 + kBlockN < block_keys.end)
           fetch_k(key0 + kBlockN, 0);
         if (works) {
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(qf::fa::kThreads, qf::fa::kMinBlocks)
         }
         bool next_finite = true;
         if (v_next)
-          next_finite = stash<VWalk, kVStride>(s_next, stage, v);
+          next_finite = stash<VWalk, kVStride>(s_next, held, v);
         else if (key0 + kBlockN < block_keys.end)
           stash_k(s_next, key0 + kBlockN, 0);
         v_finite = !__syncthreads_or(!next_finite);

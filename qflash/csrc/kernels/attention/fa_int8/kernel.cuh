@@ -16,7 +16,7 @@
 // Shared memory (head_dim 128, Hopper), swizzled (smem/swizzle.cuh; rows of Q and K have 8 chunks, of V 16):
 //   s_q         [kBlockM][kHeadDim] int8   16 KB   at the end the rounded outputs take the place of everything above
 //   s_kv        2 stages of K, V           48 KB   [kBlockN][kHeadDim] int8, then 16-bit
-//   s_lift      [kBlockM] floats                   what all scores of a row have in common: lse and softcap need it
+//   s_row_bias  [kBlockM] floats                   what all scores of a row have in common: lse and softcap need it
 //   s_q_scale   [kBlockM] floats                   scales of the rows, times |scale| log2(e)
 //   s_state     sequence, mask, ranges of keys, where K's scales are
 //   s_starts    [2][kBlockN] int32                 with zero points only: what the sums of each key start at
@@ -58,14 +58,14 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   extern __shared__ float4 s_memory[];
   char* const s_q = reinterpret_cast<char*>(s_memory);
   char* const s_kv = s_q + kQBytes;  // kStages pairs of tiles, K then V
-  float* const s_lift = reinterpret_cast<float*>(s_q + kTilesBytes);
-  float* const s_q_scale = s_lift + kBlockM;  // times |scale| log2(e): K's scale apart, from dots to base-2 scores
+  float* const s_row_bias = reinterpret_cast<float*>(s_q + kTilesBytes);
+  float* const s_q_scale = s_row_bias + kBlockM;  // times |scale| log2(e): K's scale apart, from dots to base-2 scores
   State& s_state = *reinterpret_cast<State*>(s_q + kTilesBytes + kRowBytes);
   if (!s_state.template begin<kZeroPoints>(p, grid)) return;
   __syncthreads();  // the state is in place
   const Sequence& seq = s_state.seq;
   const int& b = s_state.b;
-  const Loads<kAsync, kZeroPoints, kIntegerV> loads = {p, grid, access, s_state, s_q, s_kv, s_lift, s_q_scale};
+  const Loads<kAsync, kZeroPoints, kIntegerV> loads = {p, grid, access, s_state, s_q, s_kv, s_row_bias, s_q_scale};
   const auto s_q_of_warp = [&] { return s_q + fresh_tid() / 32 * (kWarpRows * kHeadDim); };
 
   float O[kMTiles][kChunks][4] = {};
@@ -123,10 +123,10 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     for (int r = 0; r < 2 * kMTiles; ++r) q_scale[r] = s_q_scale[lane_row + 8 * r];
     float slopes[2 * kMTiles][kParts];
     const bool steep = find_slopes(slopes, q_scale, k_scale);
-    const bool scores_hold_lift = !scales_plainly(p.scale, p.softcap);  // else lse adds it
-    const bool plain = !scores_hold_lift && (kConvert || !__any_sync(0xffffffffu, steep));
+    const bool scores_hold_bias = !scales_plainly(p.scale, p.softcap);  // else lse adds it
+    const bool plain = !scores_hold_bias && (kConvert || !__any_sync(0xffffffffu, steep));
     if (!plain) {
-      lift_and_scale(S, slopes, kOffset, scores_hold_lift ? s_lift + lane_row : nullptr, p);
+      scale_and_bias(S, slopes, kOffset, scores_hold_bias ? s_row_bias + lane_row : nullptr, p);
       set_slopes(slopes, 1.0f);
     }
     if (!whole && !s_state.whole_for_warp(key0, kBlockN))
@@ -144,9 +144,9 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   const int rows_here = min(kWarpRows, seq.len_q - warp_row);
   if (rows_here <= 0) return;
   float* const g_lse = p.lse ? p.lse + b * p.lse_stride_b + s_state.h * p.lse_stride_h + seq.q0 : nullptr;
-  const bool lse_adds_lift = scales_plainly(p.scale, p.softcap);  // else the scores hold it already
+  const bool lse_adds_bias = scales_plainly(p.scale, p.softcap);  // else the scores hold it already
   finish_rows(O, rows, s_state.mask, s_state.row0(), g_lse, lane % 4 == 0,
-              [&](int row) { return lse_adds_lift ? p.scale * s_lift[row - s_state.block_row] : 0.0f; });
+              [&](int row) { return lse_adds_bias ? p.scale * s_row_bias[row - s_state.block_row] : 0.0f; });
   char* const s_out = s_q + threadIdx.x / 32 * (kWarpRows * kHeadDim * 2);
   round_rows<Tensor>(O, s_out, lane);
   if (s_state.spoiled) {

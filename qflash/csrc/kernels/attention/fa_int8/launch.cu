@@ -3,7 +3,7 @@
 #include "attn/entry.cuh"
 #include "kernels/attention/fa_int8/instances.h"
 #include "kernels/attention/fa_int8/workspace.h"
-#include "kernels/quantize/quantize/plan.cuh"
+#include "kernels/quantize/quantize/passes.cuh"
 
 namespace qf {
 namespace fa_int8 {

@@ -30,7 +30,7 @@ struct Loads {
   const Access& access;
   const State& s_state;
   char *s_q, *s_kv;
-  float *s_lift, *s_q_scale;  // of each row of the block
+  float *s_row_bias, *s_q_scale;  // of each row of the block
 
   // Q, and what is known of each of its rows. Copies belong to the open group of cp.async.
   __device__ __forceinline__ void load_q() const {
@@ -45,11 +45,11 @@ struct Loads {
     for (int row = threadIdx.x; row < kBlockM; row += kThreads) {
       const int i = s_state.block_row + row;
       if (p.lse || !scales_plainly(p.scale, p.softcap)) {  // else nobody reads it
-        s_lift[row] = i >= seq.len_q ? 0.0f
-                      : p.lift       ? p.lift[(int64_t(b) * p.q_heads + s_state.h) * p.q_len + i]
-                      : p.kv.k_mean  ? lift_from_integers(p, q.row(i), b, s_state.h, i)
-                                     : 0.0f;
-        if (kZeroPoints && i < seq.len_q) s_lift[row] += lift_of_zero_points(p, b, s_state.h, i);
+        s_row_bias[row] = i >= seq.len_q ? 0.0f
+                          : p.q_dot_mean ? p.q_dot_mean[(int64_t(b) * p.q_heads + s_state.h) * p.q_len + i]
+                          : p.kv.k_mean  ? q_dot_mean_of_integers(p, q.row(i), b, s_state.h, i)
+                                         : 0.0f;
+        if (kZeroPoints && i < seq.len_q) s_row_bias[row] += bias_of_zero_points(p, b, s_state.h, i);
       }
       s_q_scale[row] = i >= seq.len_q ? 0.0f : scale_of_row(p, q.row(i), b, s_state.h, i) * fabsf(p.scale) * kLog2e;
     }

@@ -40,7 +40,7 @@ struct State : BlockState<kWarps, kWarpRows> {
 static_assert(sizeof(State) <= kStateBytes, "");
 
 // q . (what smoothing took off K) of one row, from its integers.
-__device__ inline float lift_from_integers(const QfAttnParams& p, const int8_t* g_q, int b, int h, int row) {
+__device__ inline float q_dot_mean_of_integers(const QfAttnParams& p, const int8_t* g_q, int b, int h, int row) {
   const float* const g_mean = p.kv.k_mean + (int64_t(b) * p.kv_heads + h / (p.q_heads / p.kv_heads)) * p.head_dim;
   const int zero = p.q_scales.zero_point ? *p.q_scales.zero_point : 0;
   float sum = 0.0f;
@@ -50,7 +50,7 @@ __device__ inline float lift_from_integers(const QfAttnParams& p, const int8_t* 
 
 // What all keys have in common in one row's products of (q - zq) and (k - zk), see start_with_each. Both have one
 // scale.
-__device__ inline float lift_of_zero_points(const QfAttnParams& p, int b, int h, int row) {
+__device__ inline float bias_of_zero_points(const QfAttnParams& p, int b, int h, int row) {
   const int sum = p.q_scales.sums[(int64_t(b) * p.q_heads + h) * p.q_len + row];
   const int zq = *p.q_scales.zero_point, zk = *p.kv.k_scales.zero_point;
   return float(zk * (p.head_dim * zq - sum)) * *p.q_scales.scale * *p.kv.k_scales.scale;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/attention/fa_int8/config.h"
-#include "kernels/quantize/quantize/plan.cuh"
+#include "kernels/quantize/quantize/passes.cuh"
 
 namespace qf {
 namespace fa_int8 {
@@ -15,7 +15,7 @@ inline int64_t padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
 struct Workspace {
   QfQuantizeParams q, k;
-  int64_t q_values, k_values, q_scales, k_scales, means, lift, nonfinite, scratch;  // byte offsets
+  int64_t q_values, k_values, q_scales, k_scales, means, q_dot_mean, nonfinite, scratch;  // byte offsets
   int64_t scratch_bytes, bytes;
 
   explicit Workspace(const QfAttnParams& p) {
@@ -33,7 +33,7 @@ struct Workspace {
     q_scales = take(int64_t(p.batch) * p.q_heads * p.q_len * 4);
     k_scales = take(int64_t(p.batch) * p.kv_heads * groups * 4);
     means = take(int64_t(p.batch) * p.kv_heads * p.head_dim * 4);
-    lift = take(int64_t(p.batch) * p.q_heads * p.q_len * 4);
+    q_dot_mean = take(int64_t(p.batch) * p.q_heads * p.q_len * 4);
     nonfinite = take(int64_t(p.batch) * p.kv_heads * 4);
 
     // Q: a scale for every token. K: less its mean, a scale for kKeyGroup tokens. Rotated first, both.
@@ -41,11 +41,11 @@ struct Workspace {
     q.queries = 1;
     q.cu_seqlens = p.cu_seqlens_q, q.total = p.total_q;
     q.key_lens = p.kv_lens, q.cu_seqlens_k = p.cu_seqlens_k, q.key_length = p.k_len;
-    q.lift_heads = p.kv_heads;
+    q.kv_heads = p.kv_heads;
     k = quantization(p, p.kv.k, p.kv_heads, p.k_len, kKeyGroup);
     k.smooth = 1;
     k.lens = p.kv_lens, k.cu_seqlens = p.cu_seqlens_k, k.total = p.total_k;
-    const int64_t needs_q = plan_quantize(q).workspace_bytes(), needs_k = plan_quantize(k).workspace_bytes();
+    const int64_t needs_q = passes_of(q).workspace_bytes(), needs_k = passes_of(k).workspace_bytes();
     scratch_bytes = needs_q > needs_k ? needs_q : needs_k;
     scratch = take(scratch_bytes);
   }
@@ -56,8 +56,8 @@ struct Workspace {
     const auto floats = [&](int64_t at) { return reinterpret_cast<float*>(base + at); };
     q.values.data = base + q_values, k.values.data = base + k_values;
     q.scale = floats(q_scales), k.scale = floats(k_scales);
-    k.mean = floats(means), q.lift_mean = k.mean, q.lift = floats(lift);
-    k.wild = reinterpret_cast<int32_t*>(base + nonfinite);
+    k.mean = floats(means), q.k_mean = k.mean, q.q_dot_mean = floats(q_dot_mean);
+    k.nonfinite = reinterpret_cast<int32_t*>(base + nonfinite);
     q.workspace = k.workspace = base + scratch;
     q.workspace_bytes = k.workspace_bytes = scratch_bytes;
 
@@ -65,10 +65,10 @@ struct Workspace {
     result.q = q.values, result.kv.k = k.values;
     result.rope = QfRope{};
     result.q_scales = scales(q), result.kv.k_scales = scales(k);
-    result.lift = q.lift;
+    result.q_dot_mean = q.q_dot_mean;
     result.kv.kind = QF_KV_QUANTIZED;
     result.kv.k_dtype = QF_I8;
-    result.kv.k_nonfinite = k.wild;
+    result.kv.k_nonfinite = k.nonfinite;
     return result;
   }
 
@@ -78,7 +78,7 @@ struct Workspace {
     result.struct_bytes = sizeof result;
     result.dtype = p.dtype;
     result.batch = p.batch, result.length = length, result.heads = heads, result.head_dim = p.head_dim;
-    result.granularity = QF_PER_ROWS, result.group = group, result.symmetric = 1;
+    result.granularity = QF_PER_GROUP, result.group = group, result.symmetric = 1;
     result.x = x;
     const int64_t width = padded(p.head_dim);
     result.values = {nullptr, p.cu_seqlens_q ? 0 : length * heads * width, heads * width, width};

@@ -1,15 +1,16 @@
-// C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): stage
-// what must be (rope, strides that TMA cannot walk), make tensor maps, attend.
+// C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM):
+// relayout what must be (rope, strides that TMA cannot walk), make tensor maps, attend.
 #include "attn/entry.cuh"
-#include "attn/wgmma/stage.cuh"
+#include "attn/wgmma/relayout.cuh"
 #include "kernels/attention/sm90_decode/kernel.cuh"
 
 // The pass before, for rotated tensors and strides that TMA cannot walk.
 template <class Element>
-__global__ void __launch_bounds__(qf::wgmma::kStageThreads)
-    qf_sm90_decode_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::wgmma::Stage stage,
-                                char* const copies, const bool tables_vectorise) {
-  qf::wgmma::stage_tokens<Element>(p, stage, copies, tables_vectorise);
+__global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
+    qf_sm90_decode_relayout_kernel(const __grid_constant__ QfAttnParams p,
+                                   const __grid_constant__ qf::wgmma::Relayout relayout, char* const copies,
+                                   const bool tables_vectorise) {
+  qf::wgmma::relayout_tokens<Element>(p, relayout, copies, tables_vectorise);
 }
 
 namespace {
@@ -48,8 +49,8 @@ int64_t partial_bytes(const QfAttnParams& p) {
 template <class Config>
 int attend(const QfAttnParams& p, cudaStream_t stream) {
   using namespace decode;
-  const wgmma::Stage planned(p, false), stage(p, true);
-  const int64_t partials = partial_bytes(p), needed = kCounterBytes + partials + planned.bytes;
+  const wgmma::Relayout reserved(p, false), relayout(p, true);
+  const int64_t partials = partial_bytes(p), needed = kCounterBytes + partials + reserved.bytes;
   if (!p.workspace || p.workspace_bytes < needed) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
@@ -65,26 +66,26 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   const int64_t blocks = int64_t(runs.count) * runs.chunk;
   char* const workspace = static_cast<char*>(p.workspace);
   Borrowed borrowed{stream};  // for addresses that nobody could plan for
-  if (stage.bytes > planned.bytes)
-    if (const cudaError_t error = borrowed.take(stage.bytes)) return error;
+  if (relayout.bytes > reserved.bytes)
+    if (const cudaError_t error = borrowed.take(relayout.bytes)) return error;
   char* const copies = borrowed.memory ? static_cast<char*>(borrowed.memory) : workspace + kCounterBytes + partials;
-  if (stage.bytes > 0)
+  if (relayout.bytes > 0)
     if (const int status =
-            launch({3 * stage.blocks(processors), wgmma::kStageThreads, 0, stream},
-                   qf_sm90_decode_stage_kernel<Element>, p, stage, copies, rope_tables_vectorise(p.rope)))
+            launch({3 * relayout.blocks(processors), wgmma::kRelayoutThreads, 0, stream},
+                   qf_sm90_decode_relayout_kernel<Element>, p, relayout, copies, rope_tables_vectorise(p.rope)))
       return status;
   TensorMaps maps{};
   using Tile = typename Config::Tile;
   // Rows of a panel are 128 bytes. To fetch 256, as elsewhere, costs 6 % here, where nothing else is waited for.
   constexpr auto promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  if (const int error = stage.map<Tile>(maps.k, wgmma::kK, copies, p.head_dim, Config::kBlockN, promotion))
+  if (const int error = relayout.map<Tile>(maps.k, wgmma::kK, copies, p.head_dim, Config::kBlockN, promotion))
     return error;
-  if (const int error = stage.map<Tile>(maps.v, wgmma::kV, copies, p.head_dim, Config::kBlockN, promotion))
+  if (const int error = relayout.map<Tile>(maps.v, wgmma::kV, copies, p.head_dim, Config::kBlockN, promotion))
     return error;
   Counters counters{};
   if (const int error = take_merge_counters(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), counters))
     return error;
-  const wgmma::Staged& q = stage.tensors[wgmma::kQ];
+  const wgmma::RelaidTensor& q = relayout.tensors[wgmma::kQ];
   const QfTensor queries = q.copied ? q.copy(copies, p.head_dim) : q.from;
   float* const sums = reinterpret_cast<float*>(workspace + kCounterBytes);
   const Partials parts = {sums, sums + Partials::floats(blocks, rows_of(p), p.head_dim), rows_of(p), p.head_dim};
@@ -95,7 +96,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
 }  // namespace
 
 QF_EXPORT int64_t qf_sm90_decode_workspace(const QfAttnParams* p) {
-  return kCounterBytes + partial_bytes(*p) + wgmma::Stage(*p, false).bytes;
+  return kCounterBytes + partial_bytes(*p) + wgmma::Relayout(*p, false).bytes;
 }
 
 QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {

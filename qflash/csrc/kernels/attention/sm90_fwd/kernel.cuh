@@ -26,15 +26,15 @@
 // of the weights, and the scores are recomputed (rare_recover.cuh). At the end of a work tile S of the next one is
 // started before the outputs are divided and stored.
 //
-// Masks, NaN in V: as fa_mma's. Rope, and strides that TMA cannot walk: a pass before (stage.cuh).
+// Masks, NaN in V: as fa_mma's. Rope, and strides that TMA cannot walk: a pass before (relayout.cuh).
 // Bound: the tensor cores at 2048 cycles a tile of K and V, if the consumers' own instructions (about 354 a warp and
 // tile) hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
 #pragma once
 
 #include "attn/wgmma/block.cuh"
 #include "attn/wgmma/rare_recover.cuh"
+#include "attn/wgmma/relayout.cuh"
 #include "attn/wgmma/scores_16bit.cuh"
-#include "attn/wgmma/stage.cuh"
 #include "attn/wgmma/weights_16bit.cuh"
 #include "kernels/attention/sm90_fwd/config.h"
 
@@ -79,8 +79,9 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
 
 // The pass before, for rotated tensors and strides that TMA cannot walk.
 template <class Element>
-__global__ void __launch_bounds__(qf::wgmma::kStageThreads)
-    qf_sm90_fwd_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::wgmma::Stage stage,
-                             char* const copies, const bool tables_vectorise) {
-  qf::wgmma::stage_tokens<Element>(p, stage, copies, tables_vectorise);
+__global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
+    qf_sm90_fwd_relayout_kernel(const __grid_constant__ QfAttnParams p,
+                                const __grid_constant__ qf::wgmma::Relayout relayout, char* const copies,
+                                const bool tables_vectorise) {
+  qf::wgmma::relayout_tokens<Element>(p, relayout, copies, tables_vectorise);
 }

@@ -1,4 +1,4 @@
-// C entry of `sm90_fwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): stage
+// C entry of `sm90_fwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): relayout
 // what must be, make tensor maps, attend.
 #include "attn/entry.cuh"
 #include "attn/plain_scores.h"
@@ -19,19 +19,19 @@ template <class Kernel>
 int attend(const QfAttnParams& p, cudaStream_t stream) {
   using namespace wgmma;
   using Config = typename Kernel::Config;
-  static_assert(Config::kBlockM == kBlockM, "the workspace is planned for any scores");
+  static_assert(Config::kBlockM == kBlockM, "the workspace is reserved for any scores");
   if (p.head_dim < 1 || p.head_dim > Config::kHeadDim || p.head_dim % 8 != 0) return QF_UNSUPPORTED;
   TileSchedule schedule = schedule_of(p, kBlockM);
   if (schedule.count == 0) return QF_OK;
   if (schedule.count == schedule.kTooMany) return QF_UNSUPPORTED;
-  const Stage planned(p, false), stage(p, true);
-  const int64_t counter = counter_bytes(schedule), needed = counter + planned.bytes;
+  const Relayout reserved(p, false), relayout(p, true);
+  const int64_t counter = counter_bytes(schedule), needed = counter + reserved.bytes;
   if (needed > 0 && (!p.workspace || p.workspace_bytes < needed)) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
-  Borrowed borrowed{stream};  // for addresses that nobody could plan for
-  if (stage.bytes > planned.bytes)
-    if (const cudaError_t error = borrowed.take(stage.bytes)) return error;
+  Borrowed borrowed{stream};  // for addresses that nobody could foretell
+  if (relayout.bytes > reserved.bytes)
+    if (const cudaError_t error = borrowed.take(relayout.bytes)) return error;
   char* const memory =
       borrowed.memory ? static_cast<char*>(borrowed.memory) : static_cast<char*>(p.workspace) + counter;
   if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
@@ -45,15 +45,16 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
       if (const cudaError_t error = cudaMemsetAsync(schedule.next, 0, sizeof(unsigned), stream)) return error;
   }
 
-  if (stage.bytes > 0)
-    if (const int status = launch({3 * stage.blocks(processors), kStageThreads, 0, stream},
-                                  qf_sm90_fwd_stage_kernel<Element>, p, stage, memory, rope_tables_vectorise(p.rope)))
+  if (relayout.bytes > 0)
+    if (const int status =
+            launch({3 * relayout.blocks(processors), kRelayoutThreads, 0, stream}, qf_sm90_fwd_relayout_kernel<Element>,
+                   p, relayout, memory, rope_tables_vectorise(p.rope)))
       return status;
   TensorMaps maps{};
   using KTile = typename Config::KTile;
-  if (const int error = stage.map<typename Config::QTile>(maps.q, kQ, memory, p.head_dim, kBlockM)) return error;
-  if (const int error = stage.map<KTile>(maps.k, kK, memory, p.head_dim, Config::kBlockN)) return error;
-  if (const int error = stage.map<KTile>(maps.v, kV, memory, p.head_dim, Config::kBlockN)) return error;
+  if (const int error = relayout.map<typename Config::QTile>(maps.q, kQ, memory, p.head_dim, kBlockM)) return error;
+  if (const int error = relayout.map<KTile>(maps.k, kK, memory, p.head_dim, Config::kBlockN)) return error;
+  if (const int error = relayout.map<KTile>(maps.v, kV, memory, p.head_dim, Config::kBlockN)) return error;
   const int blocks = schedule.count < processors ? schedule.count : processors;
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream}, qf_sm90_fwd_kernel<Kernel>, p, maps, schedule,
                 chunks_aligned(p.out, p.head_dim, 2));
@@ -62,7 +63,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
 }  // namespace
 
 QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams* p) {
-  return counter_bytes(wgmma::schedule_of(*p, kBlockM)) + wgmma::Stage(*p, false).bytes;
+  return counter_bytes(wgmma::schedule_of(*p, kBlockM)) + wgmma::Relayout(*p, false).bytes;
 }
 
 QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {

@@ -6,22 +6,22 @@
 #include "attn/plain_scores.h"
 #include "kernels/attention/sm90_int8/kernel.cuh"
 // Made for those tiles, too.
-#include "attn/wgmma/stage.cuh"
+#include "attn/wgmma/relayout.cuh"
 #include "kernels/attention/sm90_int8/workspace.h"
-#include "kernels/quantize_kv/sm90_quantize/plan.cuh"
+#include "kernels/quantize_kv/sm90_quantize/run.cuh"
 
 namespace qf {
 namespace sm90_int8 {
 
 // q and K get to the copy engine by the quantization pass, V in E4M3 as well.
 template <class Config>
-wgmma::Stage stage_of(const QfAttnParams& p, bool addressed) {
-  return wgmma::Stage(p, addressed, wgmma::Which(Config::kFp8 ? wgmma::kV + 1 : wgmma::kV));
+wgmma::Relayout relayout_of(const QfAttnParams& p, bool addressed) {
+  return wgmma::Relayout(p, addressed, wgmma::Which(Config::kFp8 ? wgmma::kV + 1 : wgmma::kV));
 }
 
 template <class Config>
 int64_t workspace_bytes(const QfAttnParams& p) {
-  return Workspace<Config>(p, stage_of<Config>(p, false).bytes).bytes;
+  return Workspace<Config>(p, relayout_of<Config>(p, false).bytes).bytes;
 }
 
 // K and V are arrays, still to be quantized, or as quantize_kv left them.
@@ -45,15 +45,15 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   TileSchedule schedule = wgmma::schedule_of(p, Config::kBlockM);
   if (schedule.count == 0) return QF_OK;
   if (schedule.count == schedule.kTooMany) return QF_UNSUPPORTED;
-  const wgmma::Stage planned = stage_of<Config>(p, false), stage = stage_of<Config>(p, true);
-  const Workspace<Config> w(p, planned.bytes);
+  const wgmma::Relayout reserved = relayout_of<Config>(p, false), relayout = relayout_of<Config>(p, true);
+  const Workspace<Config> w(p, reserved.bytes);
   if (!p.workspace || p.workspace_bytes < w.bytes) return QF_NO_MEMORY;
   char* const base = static_cast<char*>(p.workspace);
-  char* staged = base + w.staged;
+  char* copies = base + w.copies;
   Borrowed borrowed{stream};
-  if (stage.bytes > planned.bytes) {  // for addresses that nobody could plan for
-    if (borrowed.take(stage.bytes) != cudaSuccess) return QF_NO_MEMORY;
-    staged = static_cast<char*>(borrowed.memory);
+  if (relayout.bytes > reserved.bytes) {  // for addresses that nobody could foretell
+    if (borrowed.take(relayout.bytes) != cudaSuccess) return QF_NO_MEMORY;
+    copies = static_cast<char*>(borrowed.memory);
   }
   if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
   schedule.next = reinterpret_cast<unsigned*>(base + w.counter);
@@ -73,9 +73,9 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   all.counter = schedule.next;
   all.rounding = p.rounding, all.seed = p.seed;
   if (const int status = run_sm90_quantize<Element, kHeadDim>(all, stream)) return status;
-  if (stage.bytes > 0)
-    if (const int status = launch({3 * stage.blocks(processors), wgmma::kStageThreads, 0, stream},
-                                  qf_sm90_int8_stage_kernel<Element>, p, stage, staged, false))
+  if (relayout.bytes > 0)
+    if (const int status = launch({3 * relayout.blocks(processors), wgmma::kRelayoutThreads, 0, stream},
+                                  qf_sm90_int8_relayout_kernel<Element>, p, relayout, copies, false))
       return status;
 
   const bool packed = p.cu_seqlens_q;
@@ -97,7 +97,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
     const QfTensor transposed = {a.kv.v, p.kv_heads * of_head, w.v_columns, of_head};
     const TensorExtents extents = extents_of(transposed, w.v_columns, p.head_dim, p.kv_heads, batch);
     if (const int error = kFp8 ? encode_tensor_map<VTile>(maps.v, extents, kHeadDim)
-                               : stage.map<VTile>(maps.v, wgmma::kV, staged, p.head_dim, Config::kBlockN))
+                               : relayout.map<VTile>(maps.v, wgmma::kV, copies, p.head_dim, Config::kBlockN))
       return error;
   }
   const int blocks = schedule.count < processors ? schedule.count : processors;

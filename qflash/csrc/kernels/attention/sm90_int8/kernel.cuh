@@ -32,8 +32,8 @@
 
 #include "attn/wgmma/block.cuh"
 #include "attn/wgmma/rare_int8.cuh"
+#include "attn/wgmma/relayout.cuh"
 #include "attn/wgmma/scores_int8.cuh"
-#include "attn/wgmma/stage.cuh"
 #include "attn/wgmma/weights_16bit.cuh"
 #include "attn/wgmma/weights_e4m3.cuh"
 #include "kernels/attention/sm90_int8/config.h"
@@ -83,8 +83,9 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
 
 // The pass before, for a V of 16 bits whose strides TMA cannot walk.
 template <class Element>
-__global__ void __launch_bounds__(qf::wgmma::kStageThreads)
-    qf_sm90_int8_stage_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::wgmma::Stage stage,
-                              char* const copies, const bool tables_vectorise) {
-  qf::wgmma::stage_tokens<Element>(p, stage, copies, tables_vectorise);
+__global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
+    qf_sm90_int8_relayout_kernel(const __grid_constant__ QfAttnParams p,
+                                 const __grid_constant__ qf::wgmma::Relayout relayout, char* const copies,
+                                 const bool tables_vectorise) {
+  qf::wgmma::relayout_tokens<Element>(p, relayout, copies, tables_vectorise);
 }

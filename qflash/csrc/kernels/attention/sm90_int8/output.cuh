@@ -7,10 +7,10 @@
 namespace qf {
 namespace sm90_int8 {
 
-// What smoothing took off K is the same for all keys of a row: lse lacks scale * (q . k_mean). Scores that are not
+// The row bias, scale * (q . k_mean): smoothing took it off all scores of a row, and lse lacks it. Scores that are not
 // plain had it added before softcap.
 template <bool kPlain, class Work>
-__device__ __forceinline__ float smoothed_lse(const QuantizedProblem& a, const Work& work, int row) {
+__device__ __forceinline__ float row_bias(const QuantizedProblem& a, const Work& work, int row) {
   return kPlain ? a.attn.scale * a.q_dot_mean[work.facts.row + row] : 0.0f;
 }
 
@@ -23,7 +23,7 @@ struct Int8Output : wgmma::SixteenBitOutput<Config> {
   __device__ __forceinline__ Int8Output(const QuantizedProblem& params, const wgmma::WorkTile<Config>& work,
                                         const Weights&)
       : wgmma::SixteenBitOutput<Config>{params.attn, work}, a(params) {}
-  __device__ __forceinline__ float lse_offset(int row) const { return smoothed_lse<kPlain>(a, this->work, row); }
+  __device__ __forceinline__ float lse_offset(int row) const { return row_bias<kPlain>(a, this->work, row); }
 };
 
 template <class Config, bool kPlain>
@@ -39,7 +39,7 @@ struct E4m3Output {
                                         const wgmma::E4m3Weights<Config>& of_kernel)
       : a(params), work(work_tile), weights(of_kernel), gain(weights.v_scale), divisor(weights.rounded_l) {}
   __device__ __forceinline__ float2 mean(int j) const { return weights.v_mean[j]; }
-  __device__ __forceinline__ float lse_offset(int row) const { return smoothed_lse<kPlain>(a, work, row); }
+  __device__ __forceinline__ float lse_offset(int row) const { return row_bias<kPlain>(a, work, row); }
   __device__ __forceinline__ float value(int key, int d) const {
     const int64_t column = wgmma::transposed_from(a.attn, work) + key;
     return wgmma::transposed_is_nan(a, work.facts.head, column, d) ? nan() : 0.0f;

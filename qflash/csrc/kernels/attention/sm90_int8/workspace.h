@@ -12,14 +12,14 @@ struct Workspace {
   static constexpr bool kFp8 = Config::kFp8;
   static constexpr int kExponentKeys = Config::kExponentKeys;
 
-  // Byte offsets. Work tiles are drawn from a counter; K and V are there unless somebody keeps them elsewhere.
+  // Byte offsets. Work tiles are taken from a counter; K and V are there unless somebody keeps them elsewhere.
   int64_t counter, q, q_scale, q_dot_mean, k, k_scale, k_mean, k_nonfinite, v, v_scale, v_exponents, v_nonfinite,
-      v_mean, staged;
+      v_mean, copies;
   int64_t bytes = 0;
   int64_t rows_q, rows_k, width, v_columns;  // width: of a row of integers; columns: of a channel of transposed V
 
-  // staged_bytes: for copies of V.
-  Workspace(const QfAttnParams& p, int64_t staged_bytes) {
+  // copy_bytes: for copies of V.
+  Workspace(const QfAttnParams& p, int64_t copy_bytes) {
     const bool kv_kept = p.kv.kind == QF_KV_KEPT;
     const bool packed = p.cu_seqlens_q || p.total_q > 0 || p.total_k > 0;
     const int64_t batch = p.batch;
@@ -43,7 +43,7 @@ struct Workspace {
     v_exponents = take(fp8_heads * tiles * 4);
     v_nonfinite = take(fp8_heads * 4);
     v_mean = take(fp8_heads * p.head_dim * 4);
-    staged = take(staged_bytes);
+    copies = take(copy_bytes);
   }
   KeptKv kv(char* base) const {
     const auto floats = [&](int64_t at) { return reinterpret_cast<float*>(base + at); };

@@ -1,9 +1,9 @@
-// cross_entropy: losses[i] = lse_i - (1 - smoothing) logits[i, targets[i]] - smoothing mean(logits[i]), as two kernels.
+// cross_entropy: losses[i] = lse_i - (1 - s) logits[i, targets[i]] - s mean(logits[i]), as two kernels.
 //
 //   1 qf_cross_entropy_kernel         logits -> (m, l, sum) of the thread -> one reduction -> loss and lse of the row
 //   2 qf_cross_entropy_total_kernel   losses -> their sum, or their mean over rows that are not ignored
 //
-// With lse = m + ln l the loss is ln l + (1 - smoothing) (m - logit) + smoothing (m - mean): differences first, so that
+// With lse = m + ln l the loss is ln l + (1 - s) (m - logit) + s (m - mean): differences first, so that
 // a common offset of the logits costs no accuracy. The second kernel is one block that adds in a fixed order, in
 // double: same input, same bits, no atomics.
 //
@@ -79,7 +79,7 @@ __device__ __forceinline__ Peak peak_of(const RawShare<Element, kVecs>& share) {
   return {m, l * ex2(fmaf(-reference, factor, shift))};
 }
 
-// The sum only where smoothing asks for it. The fill is taken out by asking who is there.
+// The sum only where label smoothing asks for it. The fill is taken out by asking who is there.
 template <int kVecs>
 __device__ __forceinline__ Logits logits_of(const RawShare<Element, kVecs>& share, bool wants_sum) {
   float sum = 0.0f;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
   const Element* g_logits = static_cast<const Element*>(p.logits) + row * p.logits_stride;
   const RowCut cut = cut_row(g_logits, int(p.columns));
   const CombineLogits combine;
-  const bool wants_sum = p.smoothing != 0.0f;
+  const bool wants_sum = p.label_smoothing != 0.0f;
   const int step = team.size() * Shape::kVecs;
 
   RawShare<Element, Shape::kVecs> share;
@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
   if (team.rank() != 0) return;
 
   const float m = logits.peak.m, ln_sum = logits.peak.l == 0.0f ? nan() : logf(logits.peak.l);
-  float loss = ln_sum + (1.0f - p.smoothing) * (m - logit);
-  if (wants_sum) loss += p.smoothing * (m - logits.sum / (float(p.columns) * kSumUnit));
+  float loss = ln_sum + (1.0f - p.label_smoothing) * (m - logit);
+  if (wants_sum) loss += p.label_smoothing * (m - logits.sum / (float(p.columns) * kSumUnit));
   p.losses[row] = ignored ? 0.0f : loss;
   if (p.lse) p.lse[row] = m + ln_sum;
 }

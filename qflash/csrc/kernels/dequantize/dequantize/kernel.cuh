@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, 3)
 
 namespace qf {
 
-struct DequantizePlan {
+struct DequantizeGrid {
   Layout layout;
   Divider group_of;
   bool vector;
@@ -109,17 +109,17 @@ struct DequantizePlan {
 };
 
 // Host side. QF_UNSUPPORTED: more tokens times heads, or more blocks, than 31 bits count.
-inline int plan_dequantize(const QfDequantizeParams& p, DequantizePlan& plan) {
-  Layout& layout = plan.layout;
+inline int find_grid(const QfDequantizeParams& p, DequantizeGrid& grid) {
+  Layout& layout = grid.layout;
   layout = Layout{};
   layout.row_lanes = layout.unit_lanes = row_lanes(p.head_dim);
-  plan.vector = vectorises8(p.out, p.values, p.head_dim, p.dtype == QF_F32 ? 4 : 2);
+  grid.vector = vectorises8(p.out, p.values, p.head_dim, p.dtype == QF_F32 ? 4 : 2);
   layout.group = dequantize::kHeld;
   layout.scales = int(ceil_of(p.length, p.group));
   const int64_t outer = ceil_of(p.length, dequantize::kHeld);
   deal(layout, outer, p.heads);
-  plan.group_of = divider(p.group);
-  plan.blocks = tiles_of(outer, layout, p.heads) * p.batch;
+  grid.group_of = divider(p.group);
+  grid.blocks = tiles_of(outer, layout, p.heads) * p.batch;
   return fits(outer, layout, p.heads, p.batch) ? QF_OK : QF_UNSUPPORTED;
 }
 

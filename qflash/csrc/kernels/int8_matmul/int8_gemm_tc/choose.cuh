@@ -27,9 +27,9 @@ int choose(const QfInt8MatmulParams& p, int multiprocessors, Run run) {
     const bool large = !kHasWide || int64_t(grid.row_tiles) * grid.column_tiles >= multiprocessors * Large::kBlocks;
     if (along_k && grid.a.vector && grid.b.vector)
       return large ? run(Instance<Large, AsyncRows, AsyncRows>{}) : run(Instance<Square, AsyncRows, AsyncRows>{});
-    if (!along_k && grid.a.vector && large) return run(Instance<Large, AsyncRows, StagedColumns>{});
+    if (!along_k && grid.a.vector && large) return run(Instance<Large, AsyncRows, HeldColumns>{});
   }
-  return along_k ? run(Instance<Square, StagedRows, StagedRows>{}) : run(Instance<Square, StagedRows, StagedColumns>{});
+  return along_k ? run(Instance<Square, HeldRows, HeldRows>{}) : run(Instance<Square, HeldRows, HeldColumns>{});
 }
 
 }  // namespace int8_gemm_tc

@@ -12,7 +12,7 @@
 //
 // Shared memory: kStages x (kBlockM + kBlockN) rows of 128 bytes, swizzled (gemm/swizzle.cuh).
 //   Wide: 48 KB a stage, 4 stages on sm_90 (192 KB), 3 on sm_80. Square: 32 KB, 4, 3 (sm_86, sm_89) or 2 (sm_75).
-//   After the last product 4.5 KB of it per warp turn sums round for the stores.
+//   After the last product 4.5 KB of it per warp transpose sums for the stores.
 //
 // Pipeline: while step t is multiplied, steps t + 1 .. t + kStages - 1 are on their way. One barrier per step, before
 //   its last quarter: by then every warp has read the last of stage t (fragments are read a quarter ahead, the last
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   arrive();
 
   // Fragments are read a quarter ahead where registers allow it.
-  constexpr bool kAhead = Shape::kWarpM * kWarpN + 32 * LoadB::kStagedWords <= 32 * 128;
+  constexpr bool kAhead = Shape::kWarpM * kWarpN + 32 * LoadB::kHeldWords <= 32 * 128;
   const unsigned s_a = Fragments<Shape>::first_of_a(warp, lane), s_b = Fragments<Shape>::first_of_b(warp, lane);
   Sums<Shape> sums = {};
   Fragments<Shape> fragments[kAhead ? 2 : 1];

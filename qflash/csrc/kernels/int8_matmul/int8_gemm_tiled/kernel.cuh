@@ -17,7 +17,7 @@
 // Pipeline: fetch the next 64 bytes of every row into registers, multiply the current buffer, stash into the other one,
 //   meet at a barrier. One barrier is enough: the other buffer was last read before the previous one.
 //
-// b may be contiguous along k (fetched like a) or along n: then a thread fetches 4 k x 16 n and turns it round in
+// b may be contiguous along k (fetched like a) or along n: then a thread fetches 4 k x 16 n and transposes it in
 //   registers (gemm/bytes.cuh) into 16 words that lie side by side.
 //
 // Bound: dp4a issues at 64 lanes per clock and multiprocessor, 512 operations. See docs/kernels/int8_gemm_tiled.md.
@@ -51,13 +51,13 @@ __device__ __forceinline__ unsigned place(unsigned group, unsigned row) {
 struct RowsTile {
   static constexpr int kChunksPerRow = kBlockK / 16, kRowsPerPass = kThreads / kChunksPerRow;
   static constexpr int kPasses = kBlockM / kRowsPerPass;
-  Bytes16 stage[kPasses];
+  Bytes16 held[kPasses];
 
   __device__ __forceinline__ void fetch(const ByteMatrix& x, int row0, int k0) {
     const unsigned thread = fresh_tid(), chunk = thread % kChunksPerRow;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i)
-      stage[i] = load16(x, row0 + thread / kChunksPerRow + i * kRowsPerPass, k0 + chunk * 16);
+      held[i] = load16(x, row0 + thread / kChunksPerRow + i * kRowsPerPass, k0 + chunk * 16);
   }
 
   __device__ __forceinline__ void stash(uint32_t* s_tile) const {
@@ -66,20 +66,20 @@ struct RowsTile {
     for (int i = 0; i < kPasses; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        s_tile[place(chunk * 4 + j, thread / kChunksPerRow + i * kRowsPerPass)] = stage[i].word[j];
+        s_tile[place(chunk * 4 + j, thread / kChunksPerRow + i * kRowsPerPass)] = held[i].word[j];
   }
 };
 
 // A tile of b whose rows run along n: half of the threads take 4 k x 16 n each.
 struct ColumnsTile {
   static constexpr int kAcross = kBlockN / 16, kWorkers = kGroups * kAcross;
-  Bytes16 stage[4];
+  Bytes16 held[4];
 
   __device__ __forceinline__ void fetch(const ByteMatrix& x, int column0, int k0) {
     const unsigned thread = fresh_tid(), group = thread / kAcross, across = thread % kAcross;
     if (thread >= kWorkers) return;
 #pragma unroll
-    for (int r = 0; r < 4; ++r) stage[r] = load16(x, k0 + 4 * group + r, column0 + 16 * across);
+    for (int r = 0; r < 4; ++r) held[r] = load16(x, k0 + 4 * group + r, column0 + 16 * across);
   }
 
   __device__ __forceinline__ void stash(uint32_t* s_tile) const {
@@ -88,7 +88,7 @@ struct ColumnsTile {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t word[4];
-      transpose4x4(word, stage[0].word[i], stage[1].word[i], stage[2].word[i], stage[3].word[i]);
+      transpose4x4(word, held[0].word[i], held[1].word[i], held[2].word[i], held[3].word[i]);
       *reinterpret_cast<uint4*>(s_tile + place(group, 16 * across + 4 * i)) =
           make_uint4(word[0], word[1], word[2], word[3]);
     }

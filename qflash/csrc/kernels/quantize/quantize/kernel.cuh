@@ -22,12 +22,12 @@ namespace qf {
 struct alignas(16) Slot {
   uint32_t key;           // symmetric: the largest token_key
   uint32_t above, below;  // asymmetric: bits of the largest x and of the largest -x, at least 0
-  uint32_t wild;          // asymmetric: 1 when a token is not finite
+  uint32_t nonfinite;     // asymmetric: 1 when a token is not finite
 };
 
 __device__ __forceinline__ Scale scale_of(const Slot& slot, bool symmetric) {
   if (symmetric) return symmetric_scale(slot.key);
-  return asymmetric_scale(bits_to_float(slot.above), bits_to_float(slot.below), slot.wild == 0);
+  return asymmetric_scale(bits_to_float(slot.above), bits_to_float(slot.below), slot.nonfinite == 0);
 }
 
 __device__ __forceinline__ void raise(uint32_t* g_maximum, uint32_t value) {
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
   constexpr int kHeld = kPlaces<kUnit, kMoves>;
   const bool per_tensor = p.granularity == QF_PER_TENSOR;
   uint32_t extent[4] = {};  // a Slot
-  for (uint32_t item = blockIdx.x; item < p.batch * layout.tiles.divisor; item += gridDim.x) {
-    const uint32_t b = layout.tiles(item), tile = item - b * layout.tiles.divisor;
+  for (uint32_t index = blockIdx.x; index < p.batch * layout.tiles.divisor; index += gridDim.x) {
+    const uint32_t b = layout.tiles(index), tile = index - b * layout.tiles.divisor;
     const Share<Element, kUnit, kMoves> share(p, layout, read_tokens(p, b), b, tile, fresh_tid());
     float x[kHeld][8];
     uint32_t largest[kHeld] = {};
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
   raise(&g_slots->key, extent[0]);
   raise(&g_slots->above, extent[1]);
   raise(&g_slots->below, extent[2]);
-  raise(&g_slots->wild, extent[3]);
+  raise(&g_slots->nonfinite, extent[3]);
 }
 
 namespace qf {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void round_and_store(const Share<Element, kUnit, kMov
   const QfQuantizeParams& p = share.p;
   int8_t* const g_row = share.values_row();
   const int64_t step = share.values_step();
-  const uint32_t wild_bytes = p.symmetric ? 0x80808080u : 0u;
+  const uint32_t nonfinite_bytes = p.symmetric ? 0x80808080u : 0u;
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     const int d = share.channel(i, piece);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void round_and_store(const Share<Element, kUnit, kMov
     }
     uint2 bytes = round8<kPlain, kMoves != Moves::kSingly>(x[i], scale, p, kPlain ? 0 : share.element_of(i) + d);
     if (keys[i] < kFinite) {
-      bytes.x = keys[i] == kNotFinite ? wild_bytes : 0u;
+      bytes.x = keys[i] == kNotFinite ? nonfinite_bytes : 0u;
       bytes.y = bytes.x;
     }
     share.store_values(g_row + i * step, i, d, bytes);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
     uint32_t largest[kHeld] = {};
     for (int piece = 0; piece < share.pieces(); ++piece) {
       share.load(x, piece);
-      if (kUnit != Unit::kWideToken && p.lift) share.store_lift(x, reinterpret_cast<float*>(s_memory));
+      if (kUnit != Unit::kWideToken && p.q_dot_mean) share.store_q_dot_mean(x, reinterpret_cast<float*>(s_memory));
       if (p.smooth) share.smooth(x, piece);
       take_largest(largest, x);
     }

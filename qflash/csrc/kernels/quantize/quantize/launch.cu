@@ -1,6 +1,6 @@
 // C entry of `quantize`.
 #include "kernels/quantize/quantize/config.h"
-#include "kernels/quantize/quantize/plan.cuh"
+#include "kernels/quantize/quantize/passes.cuh"
 
 QF_EXPORT int64_t qf_quantize_workspace(const QfQuantizeParams* p) { return qf::quantize_workspace(*p); }
 

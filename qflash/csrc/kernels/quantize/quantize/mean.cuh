@@ -27,7 +27,7 @@ __device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantiz
   // Tokens on their way; a rotated one brings partners, cosines and sines along.
   constexpr int kAhead = kMoves == Moves::kVectors ? 8 : kMoves == Moves::kRotated ? 4 : 1;
   constexpr bool kVectors = kMoves != Moves::kSingly;
-  uint64_t wild = 0;
+  uint64_t nonfinite = 0;
 #pragma unroll
   for (int e = 0; e < 8; ++e) sums[e] = 0.0f;
 #pragma unroll 1
@@ -53,10 +53,10 @@ __device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantiz
         largest = max(largest, magnitude(x[e]));
         sums[e] = add_rn(sums[e], x[e]);
       }
-      if (largest >= kInfinityBits) wild |= bit;
+      if (largest >= kInfinityBits) nonfinite |= bit;
     }
   }
-  return wild;
+  return nonfinite;
 }
 
 }  // namespace qf
@@ -78,15 +78,15 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, kMoves == qf::Moves::kSi
   // Most chunks hold finite numbers only. One that does not is summed again without the tokens that are not finite.
   uint64_t skipped = 0;
   for (int round = 0; round < 2; ++round) {
-    uint64_t wild = 0;
+    uint64_t nonfinite = 0;
     for (int d = 8 * lane; d < p.head_dim && begin < end; d += 8 * layout.row_lanes) {
       float sums[8];
-      wild |= sum_tokens<Element, kMoves>(sums, p, s, b, h, begin, end, d, skipped);
+      nonfinite |= sum_tokens<Element, kMoves>(sums, p, s, b, h, begin, end, d, skipped);
 #pragma unroll
       for (int e = 0; e < 8; ++e)
         if (d + e < p.head_dim) chunks.sums[row * p.head_dim + d + e] = sums[e];
     }
-    uint32_t halves[2] = {uint32_t(wild), uint32_t(wild >> 32)};
+    uint32_t halves[2] = {uint32_t(nonfinite), uint32_t(nonfinite >> 32)};
     reduce_team(halves, 1, layout.row_lanes, reinterpret_cast<uint32_t*>(s_memory),
                 [](uint32_t x, uint32_t y) { return x | y; });
     skipped |= halves[0] | uint64_t(halves[1]) << 32;
@@ -118,5 +118,5 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads)
   }
   const float mean = float(total / double(finite > 0 ? finite : 1));
   p.mean[channel] = magnitude(mean) < kInfinityBits ? mean : 0.0f;
-  if (p.wild && channel % p.head_dim == 0) p.wild[row] = s.len - finite;
+  if (p.nonfinite && channel % p.head_dim == 0) p.nonfinite[row] = s.len - finite;
 }

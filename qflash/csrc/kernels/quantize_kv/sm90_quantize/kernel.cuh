@@ -8,8 +8,8 @@
 // read twice but the sample, rope's partners (which come from L1) and its tables. Shared memory: a word per warp, and
 // the words of a tile of v on their way out (16 KB at head_dim 128).
 //
-// The second kernel may start while the first still runs: its blocks for q need nothing of the sample but for lift, the
-// others wait before they use it. Bound: memory.
+// The second kernel may start while the first still runs: its blocks for q need nothing of the sample but for
+// q_dot_mean, the others wait before they use it. Bound: memory.
 #pragma once
 
 #include "quant/sm90/keys.cuh"
@@ -17,9 +17,9 @@
 #include "quant/sm90/sample.cuh"
 #include "quant/sm90/values.cuh"
 
-template <class Element, int kHeadDim, bool kTurned>
+template <class Element, int kHeadDim, bool kRotated>
 __global__ void __launch_bounds__(qf::sm90_quantize::Shape<kHeadDim>::kSampleThreads,
-                                  (kTurned ? 512 : 1024) / qf::sm90_quantize::Shape<kHeadDim>::kSampleThreads)
+                                  (kRotated ? 512 : 1024) / qf::sm90_quantize::Shape<kHeadDim>::kSampleThreads)
     qf_sm90_quantize_sample_kernel(const __grid_constant__ qf::QuantizeAll all,
                                    const __grid_constant__ qf::sm90_quantize::Deal deal) {
   using namespace qf;
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(qf::sm90_quantize::Shape<kHeadDim>::kSampleThr
   const int head = int(blockIdx.x) - (all.kv.k && !of_keys ? heads : 0), b = head / all.attn.kv_heads;
   const int h = head - b * all.attn.kv_heads;
   if (of_keys)
-    sm90_quantize::sample_keys<Element, kHeadDim, kTurned>(all, deal, b, h, reinterpret_cast<float*>(s_memory));
+    sm90_quantize::sample_keys<Element, kHeadDim, kRotated>(all, deal, b, h, reinterpret_cast<float*>(s_memory));
   else
     sm90_quantize::sample_values<Element, kHeadDim>(all, deal, b, h, reinterpret_cast<float*>(s_memory));
 }

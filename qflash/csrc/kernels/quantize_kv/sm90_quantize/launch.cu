@@ -4,7 +4,7 @@
 
 #if QF_IN_PART(0)
 #include "kernels/quantize_kv/sm90_quantize/config.h"
-#include "kernels/quantize_kv/sm90_quantize/plan.cuh"
+#include "kernels/quantize_kv/sm90_quantize/run.cuh"
 
 QF_EXPORT int64_t qf_sm90_quantize_workspace(const QfQuantizeKvParams*) { return 0; }
 

@@ -65,11 +65,11 @@ int run_sm90_quantize(const QuantizeAll& all, cudaStream_t stream, int64_t many_
   Deal deal{};
   deal.vector = !(q && !rows_aligned(p.q)) && !(k && !rows_aligned(p.kv.k)) && !(v && !rows_aligned(p.kv.v));
   deal.table_vectors = rotate_vectorises(p.rope);
-  const bool turns = p.rope.cos && (q || k);
+  const bool rotates = p.rope.cos && (q || k);
   const bool halves =
       deal.table_vectors && !p.rope.interleaved && int64_t(p.rope.rows) * p.rope.rotary_dim < kMostBlocks;
   const Reads reads = !deal.vector || all.rounding == QF_STOCHASTIC ? Reads::kAny
-                      : !turns                                      ? Reads::kVectors
+                      : !rotates                                    ? Reads::kVectors
                       : halves                                      ? Reads::kHalves
                                                                     : Reads::kAny;
   const auto heads_each = [&](int64_t tiles, int heads) { return tiles * heads * p.batch < many_blocks ? 1 : kHeads; };

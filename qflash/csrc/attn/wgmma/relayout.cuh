@@ -1,5 +1,5 @@
-// A pass before the attention for what the copy engine cannot do: q and k rotated, tensors whose strides it cannot
-// walk. Each gets a copy in the workspace, [batch][rows][heads][head_dim].
+// The relayout pass, before the attention for what the copy engine cannot do: q and k rotated, tensors whose strides it
+// cannot walk. Each gets a copy in the workspace, [batch][rows][heads][head_dim].
 #pragma once
 
 #include "attn/mma/product.cuh"
@@ -19,7 +19,7 @@ inline TensorExtents extents_of(const QfTensor& x, int64_t columns, int64_t rows
 }
 
 // How one tensor gets to the copy engine.
-struct Staged {
+struct RelaidTensor {
   QfTensor from;
   int64_t rows;
   int heads, batch;
@@ -35,17 +35,17 @@ struct Staged {
 };
 
 // Host side: what becomes of q, k and v. Asked first without addresses, for the size of the workspace: of rope and
-// packed rows it looks at the sizes alone. Where an address then makes more copies necessary than planned, the launch
-// must find the memory itself. first: kV where q and k get to the copy engine by themselves.
-struct Stage {
-  Staged tensors[3] = {};
+// packed rows it looks at the sizes alone. Where an address then makes more copies necessary than were reserved, the
+// launch must find the memory itself. first: kV where q and k get to the copy engine by themselves.
+struct Relayout {
+  RelaidTensor tensors[3] = {};
   int64_t bytes = 0;
 
-  Stage(const QfAttnParams& p, bool addressed, Which first = kQ) {
+  Relayout(const QfAttnParams& p, bool addressed, Which first = kQ) {
     const bool packed = p.cu_seqlens_q || p.total_q > 0 || p.total_k > 0;
     const QfTensor all[3] = {p.q, p.kv.k, p.kv.v};
     for (int which = first; which <= kV; ++which) {
-      Staged& x = tensors[which];
+      RelaidTensor& x = tensors[which];
       x.from = all[which];
       x.heads = which == kQ ? p.q_heads : p.kv_heads;
       x.batch = packed ? 1 : p.batch;
@@ -62,7 +62,7 @@ struct Stage {
   template <class Tile>
   int map(CUtensorMap& map, Which which, char* memory, int head_dim, int box_rows,
           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) const {
-    const Staged& x = tensors[which];
+    const RelaidTensor& x = tensors[which];
     if (x.rows == 0) return cudaSuccess;  // never read
     const QfTensor tensor = x.copied ? x.copy(memory, head_dim) : x.from;
     return encode_tensor_map<Tile>(map, x.extents(tensor, head_dim), box_rows, promotion);
@@ -70,7 +70,7 @@ struct Stage {
   // For one tensor: no more than can run at once, and no more than there are tokens.
   int64_t blocks(int processors) const {
     int64_t tokens = 1;
-    for (const Staged& x : tensors)
+    for (const RelaidTensor& x : tensors)
       if (x.copied && x.rows * x.batch > tokens) tokens = x.rows * x.batch;
     return tokens < processors * 8 ? tokens : processors * 8;
   }
@@ -103,40 +103,41 @@ struct Token {
   Element* g_to;
 };
 template <class Element>
-__device__ __forceinline__ Token<Element> token_of(const Staged& x, char* copies, int head_dim, int b, int64_t row) {
+__device__ __forceinline__ Token<Element> token_of(const RelaidTensor& x, char* copies, int head_dim, int b,
+                                                   int64_t row) {
   return {static_cast<const Element*>(x.from.data) + b * x.from.stride_b + row * x.from.stride_t,
           reinterpret_cast<Element*>(copies + x.offset) + (b * x.rows + row) * x.heads * head_dim};
 }
 
 // May rotate_token() be used?
-__device__ __forceinline__ bool rotates_by_chunks(const Staged& x, const QfRope& rope, bool tables_vectorise) {
+__device__ __forceinline__ bool rotates_by_chunks(const RelaidTensor& x, const QfRope& rope, bool tables_vectorise) {
   return x.rotated && x.vector && tables_vectorise && !rope.interleaved && rope.rotary_dim % (2 * kPerChunk) == 0;
 }
 
 // All heads of one token, by a warp. A lane takes the same eight channels, and their partners half a rotation further,
 // of one head after another: it reads the tables once.
 template <class Element>
-__device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x, const Token<Element>& token,
+__device__ __forceinline__ void rotate_token(const QfRope& rope, const RelaidTensor& x, const Token<Element>& token,
                                              int head_dim, int position, int lane) {
   using Tensor = Tensor16<Element, 90>;
   const int half = rope.rotary_dim / 2, pairs = half / kPerChunk, at_once = 32 / pairs;
   const int d = lane % pairs * kPerChunk, first_head = lane / pairs;
-  const RopeTurn turn = rope_turn(rope, position);
+  const Rotation rotation = rotation_at(rope, position);
   float c[kPerChunk], s[kPerChunk];
 #pragma unroll
   for (int e = 0; e < kPerChunk; ++e) c[e] = s[e] = nan();
-  if (turn.row >= 0) {
-    const int64_t at = int64_t(turn.row) * half + d;
+  if (rotation.row >= 0) {
+    const int64_t at = int64_t(rotation.row) * half + d;
 #pragma unroll
     for (int e = 0; e < kPerChunk; e += 4) {
       const float4 cosine = *reinterpret_cast<const float4*>(rope.cos + at + e);
       const float4 sine = *reinterpret_cast<const float4*>(rope.sin + at + e);
       c[e] = cosine.x, c[e + 1] = cosine.y, c[e + 2] = cosine.z, c[e + 3] = cosine.w;
-      s[e] = turn.sign * sine.x, s[e + 1] = turn.sign * sine.y;
-      s[e + 2] = turn.sign * sine.z, s[e + 3] = turn.sign * sine.w;
+      s[e] = rotation.sign * sine.x, s[e + 1] = rotation.sign * sine.y;
+      s[e + 2] = rotation.sign * sine.z, s[e + 3] = rotation.sign * sine.w;
     }
   }
-  const auto turn_word = [&](uint32_t& a, uint32_t& b, int e) {
+  const auto rotate_word = [&](uint32_t& a, uint32_t& b, int e) {
     const float x0 = Tensor::low(a), x1 = Tensor::high(a), y0 = Tensor::low(b), y1 = Tensor::high(b);
     a = Tensor::pair(fmaf(y0, -s[e], x0 * c[e]), fmaf(y1, -s[e + 1], x1 * c[e + 1]));
     b = Tensor::pair(fmaf(x0, s[e], y0 * c[e]), fmaf(x1, s[e + 1], y1 * c[e + 1]));
@@ -147,12 +148,12 @@ __device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x
       const Element* const g_from = token.g_from + h * x.from.stride_h + d;
       Element* const g_to = token.g_to + h * head_dim + d;
       uint4 a = *reinterpret_cast<const uint4*>(g_from), b = *reinterpret_cast<const uint4*>(g_from + half);
-      turn_word(a.x, b.x, 0), turn_word(a.y, b.y, 2), turn_word(a.z, b.z, 4), turn_word(a.w, b.w, 6);
+      rotate_word(a.x, b.x, 0), rotate_word(a.y, b.y, 2), rotate_word(a.z, b.z, 4), rotate_word(a.w, b.w, 6);
       *reinterpret_cast<uint4*>(g_to) = a;
       *reinterpret_cast<uint4*>(g_to + half) = b;
     }
   }
-  const int rest = (head_dim - rope.rotary_dim) / kPerChunk;  // chunks of a head that do not turn
+  const int rest = (head_dim - rope.rotary_dim) / kPerChunk;  // chunks of a head that are not rotated
   for (int i = lane; i < x.heads * rest; i += 32) {
     const int h = i / rest, channel = rope.rotary_dim + (i - h * rest) * kPerChunk;
     *reinterpret_cast<uint4*>(token.g_to + h * head_dim + channel) =
@@ -160,22 +161,22 @@ __device__ __forceinline__ void rotate_token(const QfRope& rope, const Staged& x
   }
 }
 
-// The pass, by kStageThreads threads a block: as many blocks for each of q, k and v, in turn. A warp takes all heads of
-// a token, or a block does.
-constexpr int kStageThreads = 256;
+// The pass, by kRelayoutThreads threads a block: as many blocks for each of q, k and v, in turn. A warp takes all
+// heads of a token, or a block does.
+constexpr int kRelayoutThreads = 256;
 template <class Element>
-__device__ __forceinline__ void stage_tokens(const QfAttnParams& p, const Stage& stage, char* copies,
-                                             bool tables_vectorise) {
+__device__ __forceinline__ void relayout_tokens(const QfAttnParams& p, const Relayout& relayout, char* copies,
+                                                bool tables_vectorise) {
   const Which which = Which(blockIdx.x % 3);
   const int64_t block = blockIdx.x / 3, blocks = gridDim.x / 3;
-  const Staged& x = stage.tensors[which];
+  const RelaidTensor& x = relayout.tensors[which];
   if (!x.copied) return;
   if (packed_rows_fall(p)) return;  // all rows will be NaN
   const int64_t tokens = x.rows * x.batch;
   const auto each = [&](int64_t first, int64_t step, auto take) {
-    for (int64_t item = first; item < tokens; item += step) {
-      const int b = int(item / x.rows);
-      const int64_t row = item - b * x.rows;
+    for (int64_t token = first; token < tokens; token += step) {
+      const int b = int(token / x.rows);
+      const int64_t row = token - b * x.rows;
       take(b, row, x.rotated ? position_of(p, which, b, row) : 0);
     }
   };

@@ -1,0 +1,1 @@
+"""How rows look: one table of colours, one kind of page, and a module for each form of picture."""

@@ -1,0 +1,60 @@
+"""CUDA libraries that a command is about to use, compiled before it starts: several at a time, and told how many.
+
+On first use they would be compiled one after another, each when its turn comes, and nobody could say how many follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from qflash import machine
+from qflash.backends import cuda
+from qflash.backends.arch import arch_for
+from qflash.cli.console import steps
+from qflash.dispatch import Variant, reasons
+from qflash.errors import ToolchainError
+from qflash.jit import toolchain
+from qflash.jit.cache import Cache
+from qflash.jit.compiler import Unit, is_compiled
+from qflash.jit.prebuild import prebuild
+
+if TYPE_CHECKING:
+    from qflash.testing import Case
+
+
+def compile_ahead(console: Console, work: Iterable[tuple[Variant, Case]]) -> None:
+    """Compile what `work`, kernels and the cases that they are to run, needs and the cache lacks.
+
+    Without a compiler or a GPU nothing happens: what a kernel then lacks is told when it is called.
+    """
+    gpus, _ = machine.gpus()
+    if not gpus:
+        return
+    try:
+        toolchain.find()
+    except ToolchainError:
+        return
+    kept = Cache()
+    missing = [unit for unit in units_of(work, arch_for(gpus[0].arch)) if not is_compiled(unit, kept)]
+    if not missing:
+        return
+    with steps(console, len(missing)) as progress:
+        progress.describe("compiling CUDA kernels for this GPU, once")
+        prebuild(missing, kept, progress=lambda unit, done, total: progress.advance())
+
+
+def units_of(work: Iterable[tuple[Variant, Case]], arch: int) -> list[Unit]:
+    """The libraries that kernels run cases with, each once."""
+    found: dict[Unit, None] = {}
+    for variant, case in work:
+        if variant.kernel.backend != "cuda":
+            continue
+        plain_scores = not case.softcap and (case.scale is None or case.scale > 0)
+        spec = replace(variant.spec(arch, case.dtype, case.head_dim), plain_scores=plain_scores)
+        if not reasons(variant.kernel, spec):
+            found[cuda.unit(variant.kernel, spec)] = None
+    return list(found)

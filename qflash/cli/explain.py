@@ -1,0 +1,123 @@
+"""`qflash explain`: which kernel would serve a problem of a shape typed in, and why each other one would not.
+
+Nothing is computed or allocated, and no framework is imported: arrays are described, as front ends describe them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from qflash import api, machine
+from qflash.backends.arch import ARCHES, arch_for
+from qflash.call.array import Array
+from qflash.call.spec import DTYPES, PRECISIONS
+from qflash.cli.command import KernelCommand
+from qflash.cli.console import make_console
+from qflash.cli.cuda import parse_arches
+from qflash.errors import NoKernelError
+from qflash.ops.attention import ATTENTION
+
+_COLOURS = {"runs": "green", "no": "yellow"}
+
+
+def numbers(count: int, meaning: str) -> Callable[..., tuple[int, ...] | None]:
+    """The callback of an option that is `count` whole numbers with commas between them."""
+
+    def read(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        try:
+            found = tuple(int(part) for part in value.split(","))
+        except ValueError:
+            found = ()
+        if len(found) != count:
+            raise click.BadParameter(f"{value!r} is no {meaning}; allowed: {count} whole numbers with commas")
+        return found
+
+    return read
+
+
+shape = numbers(4, "shape [batch, tokens, heads, head_dim]")
+
+
+@click.command(cls=KernelCommand)
+@click.option("--q", "q_shape", callback=shape, required=True, metavar="B,T,H,D", help="Shape of q.")
+@click.option("--kv", "kv_shape", callback=shape, metavar="B,T,H,D", help="Shape of k and v (default: that of q).")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
+@click.option("--device", type=click.Choice(("cpu", "cuda")), help="Default: cuda where --arch or a GPU is, else cpu.")
+@click.option("--arch", help="Compute capability of the GPU, as 90 or 80 (default: that of the GPU here).")
+@click.option("--causal", is_flag=True)
+@click.option("--window", callback=numbers(2, "window"), metavar="LEFT,RIGHT", help="Keys on each side; -1 is open.")
+@click.option("--softcap", type=float)
+@click.option("--scale", type=float)
+@click.option("--padded", is_flag=True, help="With kv_lens.")
+@click.option("--rope", type=click.Choice(("half", "interleaved")), help="With rotary embedding of the whole head_dim.")
+@click.option("--precision", type=click.Choice(PRECISIONS[1:]))
+@click.option("--kernel", metavar="NAME", help="As if kernel=NAME were asked for.")
+def explain(
+    q_shape: tuple[int, ...],
+    kv_shape: tuple[int, ...] | None,
+    dtype: str,
+    device: str | None,
+    arch: str | None,
+    causal: bool,
+    window: tuple[int, ...] | None,
+    softcap: float | None,
+    scale: float | None,
+    padded: bool,
+    rope: str | None,
+    precision: str | None,
+    kernel: str | None,
+) -> None:
+    """Tell which kernel `attention` would run for arrays of these shapes, and why not the others.
+
+    For example: qflash explain --q 2,4096,32,128 --kv 2,4096,8,128 --causal --arch 90 --precision int8
+    """
+    device, number = where(device, arch)
+
+    def array(shape: tuple[int, ...], kind: str = dtype) -> Array:
+        return Array(shape, None, kind, device)
+
+    kv_shape = kv_shape or q_shape
+    lens = array(kv_shape[:1], "int32") if padded else None
+    table = array((max(q_shape[1], kv_shape[1]), q_shape[3] // 2), "float32") if rope else None
+    arrays = (array(q_shape), array(kv_shape), array(kv_shape), lens, None, None, table, table, None, None)
+    words = (causal, window, softcap, scale, precision, kernel, False, rope == "interleaved", None, None)
+    try:
+        told = api.explanation_of(ATTENTION.plan(*arrays, *words), number)
+    except (NoKernelError, ValueError, TypeError) as error:
+        raise click.ClickException(str(error)) from None
+    console = make_console()
+    place = f"compute capability {number / 10}" if device == "cuda" else "the CPU"
+    table_of_kernels = Table(title=f"{told.kernel or 'no kernel'} serves this problem on {place}", title_justify="left")
+    for name in ("kernel", "", "why"):
+        table_of_kernels.add_column(name)
+    for name, verdict, why in told.rows:
+        table_of_kernels.add_row(name, Text(verdict, _COLOURS.get(verdict, "")), why)
+    console.print(table_of_kernels)
+    for note in told.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+
+
+def where(device: str | None, arch: str | None) -> tuple[str, int]:
+    """(device, compute capability times ten) that was meant; the CPU's is 0."""
+    gpus, _ = machine.gpus()
+    if device is None:
+        device = "cuda" if arch or gpus else "cpu"
+    if device == "cpu":
+        if arch:
+            raise click.UsageError(f"--arch is {arch} and --device is cpu; allowed: --arch with --device cuda")
+        return device, 0
+    if arch:
+        number, *more = parse_arches(arch)
+        if more:
+            raise click.BadParameter(f"{arch!r} has several; allowed: one", param_hint="--arch")
+        return device, number
+    if not gpus:
+        allowed = ", ".join(map(str, ARCHES))
+        raise click.UsageError(f"--arch is missing, and there is no GPU here to ask; allowed: such as {allowed}")
+    return device, arch_for(gpus[0].arch)

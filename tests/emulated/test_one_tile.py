@@ -1,0 +1,64 @@
+"""One small problem for every CUDA kernel, on the CPU: what `make check` asks of each, in seconds.
+
+The other files of this folder are thorough, kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+import qflash
+from qflash import dispatch
+from qflash.reference import sm90_quantize as replay
+from qflash.testing import Case
+from qflash.testing.emulated_attention import check_kernel
+from qflash.testing.emulated_ops import EmulatedGpu
+from qflash.testing.op_cases import CASES, check_close
+
+CUDA = {row.name: row for row in dispatch.KERNELS if row.backend == "cuda"}
+ATTENTION = [name for name, row in CUDA.items() if row.op == "attention"]
+QUANTIZE_KV = [name for name, row in CUDA.items() if row.op == "quantize_kv"]
+OTHERS = [name for name, row in CUDA.items() if row.op in CASES and row.op != "attention"]
+# More queries and keys than a tile has, of the dtype and head_dim whose libraries other tests here compile, too.
+TILE = Case("tile", 70, 150, 2, 1, 64, causal=True, dtype="float16", seed=3)
+
+
+def test_every_kernel_has_its_tile():
+    assert sorted((*ATTENTION, *QUANTIZE_KV, *OTHERS)) == sorted(CUDA)
+
+
+@pytest.fixture
+def gpu(shared_cache, monkeypatch) -> EmulatedGpu:
+    """NumPy arrays are on an emulated GPU."""
+    emulated = EmulatedGpu(shared_cache)
+    monkeypatch.setattr("qflash.frontends.numpy.run", emulated.run)
+    return emulated
+
+
+@pytest.mark.parametrize("kernel", ATTENTION)
+def test_attention(library, kernel):
+    assert check_kernel(library, TILE, kernel) is not None
+
+
+@pytest.mark.parametrize("kernel", OTHERS)
+def test_operation(request, kernel):
+    case = CASES[CUDA[kernel].op]
+    wanted = case.call(**case.arrays)  # by the CPU engine
+    gpu = request.getfixturevalue("gpu")
+    check_close(case.call(**case.arrays, kernel=kernel), wanted)
+    assert gpu.launched == [kernel]
+
+
+@pytest.mark.parametrize("kernel", QUANTIZE_KV)
+def test_quantize_kv(gpu, kernel):
+    rng = np.random.default_rng(4)
+    k, v = (rng.standard_normal((1, 70, 2, 64), np.float32).astype(np.float16) for _ in range(2))
+    got, want = qflash.quantize_kv(k, v, precision="int8_fp8", kernel=kernel), replay.quantize_kv(k, v)
+    names = [field.name for field in fields(want)]
+    assert names
+    for name in names:
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+    assert gpu.launched == [kernel]
