@@ -151,7 +151,7 @@ __device__ __forceinline__ void merge_warps(const WarpSums<Config>& sums, const 
     sums.lay_down(area, pass);
     source.meet();  // all sums are in the area
 #pragma unroll 1
-    for (int i = threadIdx.x; i < 8 * Config::kRowWarps * kQuads; i += kConsumers) {
+    for (int i = threadIdx.x; i < 8 * Config::kRowWarps * kQuads; i += Config::kConsumers) {
       const int packed = i / kQuads, quad = i % kQuads, d = column + quad * 4;
       const int row_warp = packed / 8, in_eight = packed % 8, row = row_warp * 16 + 8 * half + in_eight;
       if (row >= rows || d >= head_dim) continue;
@@ -216,7 +216,7 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
     source.meet();  // the ticket can be read; before the next is written, merge_warps() lets all meet
     if (*area.ticket == unsigned(part.parts - 1)) {
       const int quads = p.head_dim / 4;
-      for (int i = threadIdx.x; i < rows * quads; i += kConsumers)
+      for (int i = threadIdx.x; i < rows * quads; i += Config::kConsumers)
         finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4));
     }
   }

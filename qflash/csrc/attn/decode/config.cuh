@@ -1,9 +1,9 @@
 // Tile shapes of the decode kernels: few query rows against a long cache.
 //
-// The rows of one KV head, Tq tokens of `group` heads each, are packed: row = token * group + head of the group. Eight
-// warps make teams, which take tiles of keys in turn. Up to 16 rows, every warp of a team takes all rows and 32 (16) of
-// the tile's keys (kRowWarps = 1), so that warps meet only at the end; up to 32 and 64 rows, two and four warps of a
-// team share the rows.
+// The rows of one KV head, Tq tokens of `group` heads each, are packed: row = token * group + head of the group. Four
+// or eight warps make teams, which take tiles of keys in turn. Up to 16 rows, every warp of a team takes all rows and
+// 32 (16) of the tile's keys (kRowWarps = 1), so that warps meet only at the end; up to 32 and 64 rows, two and four
+// warps of a team share the rows.
 #pragma once
 
 #include "attn/mma/product.cuh"
@@ -14,14 +14,14 @@ namespace qf {
 namespace decode {
 
 constexpr int kMostRows = 64;
-constexpr int kWarps = 8, kConsumers = 32 * kWarps;
 
 template <class Element_, int kHeadDim_, int kRowWarps_, int kArch>
 struct Config {
   using Element = Element_;
   using Tensor = Tensor16<Element, kArch>;
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
-  static constexpr int kBlockN = kHeadDim <= 64 ? 128 : 64;  // keys of a tile
+  static constexpr int kBlockN = kHeadDim <= 64 ? 128 : 64;                         // keys of a tile
+  static constexpr int kWarps = kHeadDim <= 128 ? 8 : 4, kConsumers = 32 * kWarps;  // that attend
   static constexpr int kRowWarps = kRowWarps_, kRows = 16 * kRowWarps;
   static constexpr int kFewestWarps = kBlockN / (kHeadDim <= 128 ? 32 : 16);
   static constexpr int kTeamWarps = kRowWarps > kFewestWarps ? kRowWarps : kFewestWarps;

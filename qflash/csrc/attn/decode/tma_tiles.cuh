@@ -52,7 +52,7 @@ struct TmaRing {
       name_barrier(&barriers->v_full[i], "V full", i);
       name_barrier(&barriers->empty[i], "empty", i);
     }
-    barriers->unit.init(kWarps, "unit full", "unit empty");
+    barriers->unit.init(Config::kWarps, "unit full", "unit empty");
     fence_mbarrier_init();  // the barriers, to the copy engine
   }
 };
@@ -166,7 +166,7 @@ class TmaTiles {
   __device__ __forceinline__ void meet_team() const {
     barrier_sync(2 + threadIdx.x / Config::kTeamThreads, Config::kTeamThreads);
   }
-  __device__ __forceinline__ void meet() const { barrier_sync(1, kConsumers); }
+  __device__ __forceinline__ void meet() const { barrier_sync(1, Config::kConsumers); }
 
  private:
   TmaRing<Config> ring_;

@@ -28,9 +28,10 @@ namespace sm90_decode {
 template <class Element, int kHeadDim, int kRowWarps>
 struct Config : decode::Config<Element, kHeadDim, kRowWarps, 90> {
   using Base = decode::Config<Element, kHeadDim, kRowWarps, 90>;
-  static constexpr int kLoaderThreads = 128, kThreads = kLoaderThreads + decode::kConsumers;  // whole warpgroups
-  static constexpr int kLoaderRegisters = kHeadDim <= 192 ? 72 : 56;
-  static constexpr int kConsumerRegisters = (504 - kLoaderRegisters) / 2;
+  static constexpr int kLoaderThreads = 128, kThreads = kLoaderThreads + Base::kConsumers;  // whole warpgroups
+  // Registers are traded where one warpgroup loads and two attend; one and one have 255 each.
+  static constexpr bool kTrades = Base::kConsumers > 128;
+  static constexpr int kLoaderRegisters = 72, kConsumerRegisters = 216;
   static constexpr int kBarrierBytes = 512;  // and units
   static constexpr int kOtherBytes =
       kSwizzleBytes + decode::kUnitStages * Base::kQueryBytes + decode::Area<Base>::kBytes + kBarrierBytes;
@@ -63,21 +64,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto* const s_units = reinterpret_cast<Unit<Config::kBlockN>*>(s_barriers + 1);
   static_assert(sizeof(Barriers) + kUnitStages * sizeof(*s_units) <= Config::kBarrierBytes, "");
   const TmaRing<Config> ring = {s_tiles, s_queries, s_units, s_barriers};
-  if (threadIdx.x == kConsumers) {
+  if (threadIdx.x == Config::kConsumers) {
     ring.init();
     prefetch_tensor_map(&maps.k);
     prefetch_tensor_map(&maps.v);
   }
   __syncthreads();           // the barriers are in place
   wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
-  if (threadIdx.x >= kConsumers) {
-    give_registers<Config::kLoaderRegisters>();
-    const int warp = (threadIdx.x - kConsumers) / 32;
+  if (threadIdx.x >= Config::kConsumers) {
+    if constexpr (Config::kTrades) give_registers<Config::kLoaderRegisters>();
+    const int warp = (threadIdx.x - Config::kConsumers) / 32;
     name_role(warp == 0 ? "loader" : warp == 1 ? "units" : "idle");
     if (warp == 0) load_share<Config>(p, maps, runs, ring);
     if (warp == 1) describe_units<Config>(p, q, q_aligned, runs, ring);
   } else {
-    take_registers<Config::kConsumerRegisters>();
+    if constexpr (Config::kTrades) take_registers<Config::kConsumerRegisters>();
     name_role("consumer", int(threadIdx.x / 32));
     TmaTiles<Config> tiles(ring);
     attend_share<Config>(p, out_aligned, tiles, Area<Config>(s_area), partials, counters.all());
