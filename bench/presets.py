@@ -38,9 +38,12 @@ def _square(length: int, head_dim: int, causal: bool, heads: int = 8, batch: int
     return Case(name=name, batch=batch, dtype=dtype, causal=causal, **sizes)
 
 
-def _decode(keys: int) -> Case:
+def _decode(keys: int, batch: int = 1, dtype: str = "float32") -> Case:
     sizes = {"q_len": 1, "k_len": keys, "q_heads": 32, "kv_heads": 8, "head_dim": 128}
-    return Case(name=f"Tk={keys}", **sizes)
+    return Case(name=f"B={batch} Tk={keys}", batch=batch, dtype=dtype, **sizes)
+
+
+_CACHES = ((1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 1024), (8, 8192), (32, 8192), (128, 1024), (128, 8192))
 
 
 _CPU = tuple(_square(t, d, causal) for t in (1024, 4096) for d in (64, 128) for causal in (False, True))
@@ -141,6 +144,17 @@ PRESETS = {
             (HOPPER,),
             _grid(("bfloat16",), (64, 128, 256), _LENGTHS) + _grid(("float16",), (64, 128, 256), (4096,)),
             peers=("torch FA2", "torch SDPA cudnn", "FlashAttention 3"),
+            graph=True,
+            best=True,
+        ),
+        Preset(
+            "decode",
+            "CUDA decode, one query on Hq=32 Hkv=8 D=128, bfloat16",
+            "cuda",
+            DECODE,
+            ("sm90_decode",),
+            tuple(_decode(keys, batch, "bfloat16") for batch, keys in _CACHES),
+            peers=("torch SDPA cudnn", "FlashAttention 3"),
             graph=True,
             best=True,
         ),

@@ -85,7 +85,7 @@ PAGES = (
         "decode",
         "One query against a long cache",
         "cpu",
-        {"cpu-decode": "On a CPU"},
+        {"decode": "On a GPU", "cpu-decode": "On a CPU"},
         "GB/s count K and V once.",
     ),
     Page(

@@ -462,7 +462,12 @@ class Variant:
     def spec(self, arch: int, dtype: str, head_dim: int = 0) -> Spec:
         """The plainest Spec that it serves."""
         kernel = self.kernel
-        return Spec(kernel.device, arch, dtype, head_dim, self.precision, op=kernel.op, kv=self.kv)
+        return Spec(
+            *(kernel.device, arch, dtype, head_dim, self.precision),
+            op=kernel.op,
+            kv=self.kv,
+            few_rows=kernel.few_rows,
+        )
 
     @property
     def device(self) -> str:

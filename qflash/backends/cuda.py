@@ -91,7 +91,13 @@ def unit_of(variant: Variant, dtype: str, head_dim: int, arch: int) -> Unit:
 def specs(kernel: Kernel, arch: int) -> list[Spec]:
     """The plainest Spec of each library that `kernel` has for an architecture."""
     found = (
-        Spec("cuda", arch, dtype, head_dim, precision, op=kernel.op, kv=kv, plain_scores=plain_scores)
+        Spec(
+            *("cuda", arch, dtype, head_dim, precision),
+            op=kernel.op,
+            kv=kv,
+            plain_scores=plain_scores,
+            few_rows=kernel.few_rows,
+        )
         for plain_scores in ((True, False) if kernel.per_scores else (True,))
         for dtype in kernel.dtypes
         for head_dim in kernel.head_dims or (0,)

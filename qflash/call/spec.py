@@ -35,7 +35,7 @@ class Spec:
     layout: str = ""  # int8_matmul: which dimension of b is contiguous, "n" or "k"
     # Scores are a positive factor times q . k, which the exponential applies: no softcap, a scale above 0
     plain_scores: bool = True
-    few_rows: bool = True  # a KV head has MOST_DECODE_ROWS rows of queries at most: Tq times the heads that share it
+    few_rows: bool = False  # a KV head has MOST_DECODE_ROWS rows of queries at most: Tq times the heads that share it
 
 
 def spec_of(op: str, device: str, dtype: str, **more: Any) -> Spec:

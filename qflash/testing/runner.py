@@ -12,7 +12,7 @@ import numpy as np
 from qflash import api, dispatch
 from qflash.call.array import Array
 from qflash.call.prepare import Prepared, prepare
-from qflash.call.spec import MOST_DECODE_ROWS, Spec
+from qflash.call.spec import MOST_DECODE_ROWS
 from qflash.frontends import numpy as numpy_frontend
 from qflash.ops import attention
 from qflash.ops import problem as problems
@@ -119,9 +119,10 @@ def suited(case: Case, kernel: str, arch: int) -> Case:
     variant = dispatch.VARIANTS[kernel]
     row = variant.kernel
     if row.few_rows and not case.packed:
-        case = replace(case, q_len=min(case.q_len, MOST_DECODE_ROWS * case.kv_heads // case.q_heads))
+        q_len = min(case.q_len, MOST_DECODE_ROWS * case.kv_heads // case.q_heads)
+        case = replace(case, q_len=q_len, k_len=q_len if case.layout == "fused" else case.k_len)
     for head_dim in range(case.head_dim, problems.MAX_HEAD_DIM + 1):
-        specs = [Spec(row.device, arch, dtype, head_dim, variant.precision) for dtype in row.dtypes]
+        specs = [variant.spec(arch, dtype, head_dim) for dtype in row.dtypes]
         dtypes = [spec.dtype for spec in specs if not dispatch.reasons(row, spec)]
         if dtypes:
             dtype = case.dtype if case.dtype in dtypes else dtypes[case.seed % len(dtypes)]

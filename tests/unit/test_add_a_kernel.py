@@ -119,7 +119,7 @@ def test_attention_runs_it(add, backend, convert):
     assert [name for name, _ in backend] == ["toy", "toy"]
     out = qflash.attention(q, k, v, kernel="toy", scale=0.7)  # words come with the plan
     np.testing.assert_allclose(out, qflash.attention(q, k, v, scale=0.7), atol=1e-5)
-    assert backend[0][1] == Spec("cpu", 0, "float32", 16)
+    assert backend[0][1] == Spec("cpu", 0, "float32", 16, few_rows=True)
 
 
 @pytest.mark.parametrize("convert", [as_numpy, as_torch])
