@@ -120,7 +120,8 @@ def suited(case: Case, kernel: str, arch: int) -> Case:
     row = variant.kernel
     if row.few_rows and not case.packed:
         q_len = min(case.q_len, MOST_DECODE_ROWS * case.kv_heads // case.q_heads)
-        case = replace(case, q_len=q_len, k_len=q_len if case.layout == "fused" else case.k_len)
+        planted = tuple(one for one in case.plant if one[0] != "q" or one[1][1] < q_len)
+        case = replace(case, q_len=q_len, k_len=q_len if case.layout == "fused" else case.k_len, plant=planted)
     for head_dim in range(case.head_dim, problems.MAX_HEAD_DIM + 1):
         specs = [variant.spec(arch, dtype, head_dim) for dtype in row.dtypes]
         dtypes = [spec.dtype for spec in specs if not dispatch.reasons(row, spec)]

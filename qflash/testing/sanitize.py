@@ -14,6 +14,7 @@ import sys
 import numpy as np
 
 from qflash import api, dispatch
+from qflash.call.spec import MOST_DECODE_ROWS
 from qflash.ops.kv import quantize_kv
 from qflash.ops.matmul import int8_matmul
 from qflash.rope import Rope, rope_tables
@@ -44,7 +45,8 @@ def main(only: list[str]) -> None:
                 run_case(case, row.name, "native-cuda")
         kernel, precision = named_kernel(row.name)
         dtype = getattr(torch, row.dtypes[0])
-        q, k = (torch.randn(1, tokens, 1, 64, dtype=dtype).cuda() for tokens in (70, 2500))
+        lengths = (MOST_DECODE_ROWS if row.kernel.few_rows else 70, 2500)
+        q, k = (torch.randn(1, tokens, 1, 64, dtype=dtype).cuda() for tokens in lengths)
         api.attention(q, k, k, kernel=kernel, precision=precision)
         too_long = torch.tensor([999], dtype=torch.int32, device="cuda")
         out = api.attention(q, q, q, kv_lens=too_long, kernel=kernel, precision=precision)

@@ -13,10 +13,11 @@ template <int kStages>
 struct Ring {
   Mbarrier full[kStages], empty[kStages];
 
-  // readers: how many arrive at `empty` when they are done with a stage. The names are for people.
-  __device__ __forceinline__ void init(int readers, const char* full_name = "full", const char* empty_name = "empty") {
+  // readers: how many arrive at `empty` when they are done with a stage; writers: at `full`. The names are for people.
+  __device__ __forceinline__ void init(int readers, const char* full_name = "full", const char* empty_name = "empty",
+                                       int writers = 1) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&full[i], 1);
+      mbarrier_init(&full[i], writers);
       mbarrier_init(&empty[i], readers);
       name_barrier(&full[i], full_name, i);
       name_barrier(&empty[i], empty_name, i);

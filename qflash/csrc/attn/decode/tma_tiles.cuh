@@ -4,7 +4,7 @@
 //   k_full    the copy engine, with bytes   consumers
 //   v_full    the copy engine, with bytes   consumers
 //   empty     a team's warps                loader
-//   unit full   describe_units              consumers
+//   unit full   describe_units, each lane   consumers
 //   unit empty  consumers, a warp each      describe_units
 #pragma once
 
@@ -52,7 +52,7 @@ struct TmaRing {
       name_barrier(&barriers->v_full[i], "V full", i);
       name_barrier(&barriers->empty[i], "empty", i);
     }
-    barriers->unit.init(Config::kWarps, "unit full", "unit empty");
+    barriers->unit.init(Config::kWarps, "unit full", "unit empty", 32);
     fence_mbarrier_init();  // the barriers, to the copy engine
   }
 };
@@ -109,19 +109,17 @@ __device__ __forceinline__ void describe_units(const QfAttnParams& p, const QfTe
   for (;; share.advance(p), at.advance()) {
     at.wait_empty(ring.barriers->unit);
     Unit<Config::kBlockN>& unit = ring.units[at.stage()];
-    if (share.is_over()) {
-      if (lane == 0) {
-        unit.tiles = -1;
-        at.fill(ring.barriers->unit);
-      }
-      return;
+    const bool over = share.is_over();
+    if (over) {
+      if (lane == 0) unit.tiles = -1;
+    } else {
+      const Part part = share.part();
+      if (lane == 0) describe_unit<Config>(p, part, unit);
+      copy_queries<Config>(p, q, part.b, part.kv_head, aligned, ring.queries + at.stage() * Config::kQueryBytes, lane,
+                           32);
     }
-    const Part part = share.part();
-    if (lane == 0) describe_unit<Config>(p, part, unit);
-    copy_queries<Config>(p, q, part.b, part.kv_head, aligned, ring.queries + at.stage() * Config::kQueryBytes, lane,
-                         32);
-    __syncwarp();  // all lanes have written
-    if (lane == 0) at.fill(ring.barriers->unit);
+    at.fill(ring.barriers->unit);  // each lane, what it wrote
+    if (over) return;
   }
 }
 
