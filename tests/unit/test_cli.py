@@ -1,12 +1,14 @@
 """The command line: what a new user types first."""
 
+import re
 import sys
 
+import click
 import pytest
 
 import qflash
 from qflash import machine
-from qflash.cli import usable
+from qflash.cli import bench, usable
 from qflash.dispatch import KERNELS
 from qflash.testing import ContractError, cases
 from qflash.testing.compare import Errors
@@ -140,6 +142,19 @@ def test_bench_refuses_unknown_presets(invoke):
     result = invoke("bench", "nonsense")
     assert result.exit_code == 2
     assert "'nonsense' is no preset; allowed: cpu" in result.output
+
+
+def test_bench_helps_with_its_presets(invoke, monkeypatch):
+    told = invoke("bench", "--help").output
+    assert re.search(r"Presets:\n  cpu +CPU forward", told)
+    assert all(f"\n  {name} " in told for name in bench.load("presets").PRESETS)
+
+    def no_checkout(name):
+        raise click.ClickException("no checkout")
+
+    monkeypatch.setattr(bench, "load", no_checkout)
+    told = invoke("bench", "--help")
+    assert told.exit_code == 0 and "--dry-run" in told.output and "Presets:" not in told.output
 
 
 @pytest.mark.parametrize("budget", ["-1", "0", "nan", "inf", "-inf", "soon"])
