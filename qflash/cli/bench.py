@@ -145,6 +145,10 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
             console.print(line)
         if not dry_run:
             write(console, preset.name, rows)
+    if not dry_run:
+        console.print(
+            "`qflash report` puts these rows into the pages of docs/results; tests hold the pages to the rows"
+        )
 
 
 @click.command()

@@ -157,6 +157,15 @@ def test_bench_helps_with_its_presets(invoke, monkeypatch):
     assert told.exit_code == 0 and "--dry-run" in told.output and "Presets:" not in told.output
 
 
+def test_bench_says_what_to_do_with_its_rows(invoke, monkeypatch):
+    written = []
+    monkeypatch.setattr(bench, "measured", lambda console, presets, **options: ((preset, []) for preset in presets))
+    monkeypatch.setattr(bench, "write", lambda console, name, rows: written.append(name))
+    assert "qflash report" not in invoke("bench", "cpu-decode", "--dry-run").output and written == []
+    assert "`qflash report` puts these rows into the pages" in invoke("bench", "cpu-decode").output
+    assert written == ["cpu-decode"]
+
+
 @pytest.mark.parametrize("budget", ["-1", "0", "nan", "inf", "-inf", "soon"])
 def test_bench_refuses_what_is_no_time_span(invoke, budget):
     result = invoke("bench", "nonsense", "--budget", budget)
