@@ -111,7 +111,8 @@ def render(tables: Mapping[str, Callable[[str], str]], profile_table: Callable[[
             pages["profiles"] = ("Profiles, by ncu", _text("# Profiles, by ncu", *_roofline(gpu), *figures))
         found |= {FOLDER / folder.name / f"{name}.md": text for name, (_, text) in pages.items()}
         links = [f"- [{title}]({folder.name}/{name}.md)" for name, (title, _) in pages.items()]
-        index += [f"## {folder.name}", "\n".join(links)]
+        if links:  # `qflash run` leaves a folder too, and what is in it is not committed
+            index += [f"## {folder.name}", "\n".join(links)]
     return found | {FOLDER / "README.md": _text(*index)}
 
 

@@ -407,9 +407,14 @@ class Explanation:
     rows: list[tuple[str, str, str]]
     notes: tuple[str, ...] = ()  # what one should know about that choice
 
+    @property
+    def title(self) -> str:
+        """The choice in one line."""
+        place = f"compute capability {self.spec.arch / 10}" if self.spec.arch else "the CPU"
+        return f"{self.kernel or 'no kernel'} serves this problem on {place}"
+
     def __str__(self) -> str:
-        title = f"{self.kernel or 'no kernel'} serves {self.spec}"
-        return "\n".join([title, dispatch.table(self.rows), *(f"note: {note}" for note in self.notes)])
+        return "\n".join([self.title, dispatch.table(self.rows), *(f"note: {note}" for note in self.notes)])
 
 
 @overload

@@ -373,7 +373,8 @@ def _reasons_there(kernel: Kernel, spec: Spec) -> list[str]:
     if spec.dtype not in kernel.dtypes:
         found.append(f"takes {', '.join(kernel.dtypes)}, not {spec.dtype}")
     if spec.precision not in kernel.precisions:
-        found.append(f"computes in precision {' or '.join(kernel.precisions)}, not {spec.precision}")
+        taken = " or ".join(map(_precision_word, kernel.precisions))
+        found.append(f"takes precision {taken}, not {_precision_word(spec.precision)}")
     if spec.kv not in kernel.kvs:
         taken = " or ".join(_KV_WORDS[kv] for kv in kernel.kvs)
         found.append(f"takes {taken} for k and v, not {_KV_WORDS[spec.kv]}")
@@ -382,6 +383,11 @@ def _reasons_there(kernel: Kernel, spec: Spec) -> list[str]:
     if kernel.also is not None:
         found += kernel.also(spec)
     return found
+
+
+def _precision_word(precision: str) -> str:
+    """A Spec's precision as `attention` takes it."""
+    return "None" if precision == "native" else f'"{precision}"'
 
 
 _KV_WORDS = {"arrays": "arrays", "quantized": "qflash.Quantized", "kept": "qflash.QuantizedKV"}

@@ -14,7 +14,7 @@ class NoKernelError(ValueError):
         ...     qflash.attention(x, x, x, precision="int8", kernel="cpu")
         ... except qflash.NoKernelError as error:
         ...     print(str(error).splitlines()[0])
-        kernel 'cpu' cannot serve this problem: computes in precision native, not int8
+        kernel 'cpu' cannot serve this problem: takes precision None, not "int8"
     """
 
 

@@ -110,7 +110,19 @@ def run(threads: int | None) -> None:
     sys.exit(int(failed))
 
 
-@click.command(cls=KernelCommand)
+class BenchCommand(KernelCommand):
+    """Its help lists the presets, where there is a checkout that has them."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        try:
+            presets = load("presets").PRESETS
+        except click.ClickException:
+            return
+        with formatter.section("Presets"):
+            formatter.write_dl([(name, preset.title) for name, preset in presets.items()])
+
+
+@click.command(cls=BenchCommand)
 @click.argument("presets", nargs=-1)
 @click.option("--threads", type=THREADS, help="Threads for qflash and its peers (default: all cores).")
 @click.option("--budget", type=Seconds(), default=3.0, show_default=True, help="Seconds of timing per problem.")
@@ -133,6 +145,10 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
             console.print(line)
         if not dry_run:
             write(console, preset.name, rows)
+    if not dry_run:
+        console.print(
+            "`qflash report` puts these rows into the pages of docs/results; tests hold the pages to the rows"
+        )
 
 
 @click.command()

@@ -92,8 +92,7 @@ def explain(
     except (NoKernelError, ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from None
     console = make_console()
-    place = f"compute capability {number / 10}" if device == "cuda" else "the CPU"
-    table_of_kernels = Table(title=f"{told.kernel or 'no kernel'} serves this problem on {place}", title_justify="left")
+    table_of_kernels = Table(title=told.title, title_justify="left")
     for name in ("kernel", "", "why"):
         table_of_kernels.add_column(name)
     for name, verdict, why in told.rows:

@@ -146,7 +146,7 @@ def test_explain():
         said = qflash.explain(q, other)
         assert said.kernel == "sm90_int8" and "sm90_fwd on k and v" in said.notes[0]
         assert (said.spec.kv, said.spec.precision) == ("kept", precision)
-        with pytest.raises(qflash.NoKernelError, match="computes in precision native"):
+        with pytest.raises(qflash.NoKernelError, match="takes precision None"):
             qflash.attention(q, other, kernel="sm90_fwd")
     assert dispatch.BY_NAME["sm90_quantize"].op == "quantize_kv"
 

@@ -80,7 +80,7 @@ def test_precision(precision: str | None) -> None:
         ({"rope": (1, 2)}, TypeError, ["rope", "tuple", "qflash.Rope"]),
         ({"kernel": "nope"}, ValueError, ["kernel", "'nope'", "'cpu'"]),
         ({"kernel": "fa"}, qflash.NoKernelError, ["'fa'", "runs on cuda", "cpu_int8"]),
-        ({"kernel": "cpu", "precision": "int8"}, qflash.NoKernelError, ["'cpu'", "precision native, not int8"]),
+        ({"kernel": "cpu", "precision": "int8"}, qflash.NoKernelError, ["'cpu'", 'precision None, not "int8"']),
         ({"precision": "int8_fp8"}, qflash.NoKernelError, ["no kernel serves", "cpu_int8"]),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,

@@ -1,12 +1,14 @@
 """The command line: what a new user types first."""
 
+import re
 import sys
 
+import click
 import pytest
 
 import qflash
 from qflash import machine
-from qflash.cli import usable
+from qflash.cli import bench, usable
 from qflash.dispatch import KERNELS
 from qflash.testing import ContractError, cases
 from qflash.testing.compare import Errors
@@ -140,6 +142,28 @@ def test_bench_refuses_unknown_presets(invoke):
     result = invoke("bench", "nonsense")
     assert result.exit_code == 2
     assert "'nonsense' is no preset; allowed: cpu" in result.output
+
+
+def test_bench_helps_with_its_presets(invoke, monkeypatch):
+    told = invoke("bench", "--help").output
+    assert re.search(r"Presets:\n  cpu +CPU forward", told)
+    assert all(f"\n  {name} " in told for name in bench.load("presets").PRESETS)
+
+    def no_checkout(name):
+        raise click.ClickException("no checkout")
+
+    monkeypatch.setattr(bench, "load", no_checkout)
+    told = invoke("bench", "--help")
+    assert told.exit_code == 0 and "--dry-run" in told.output and "Presets:" not in told.output
+
+
+def test_bench_says_what_to_do_with_its_rows(invoke, monkeypatch):
+    written = []
+    monkeypatch.setattr(bench, "measured", lambda console, presets, **options: ((preset, []) for preset in presets))
+    monkeypatch.setattr(bench, "write", lambda console, name, rows: written.append(name))
+    assert "qflash report" not in invoke("bench", "cpu-decode", "--dry-run").output and written == []
+    assert "`qflash report` puts these rows into the pages" in invoke("bench", "cpu-decode").output
+    assert written == ["cpu-decode"]
 
 
 @pytest.mark.parametrize("budget", ["-1", "0", "nan", "inf", "-inf", "soon"])

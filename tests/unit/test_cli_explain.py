@@ -48,6 +48,7 @@ def test_it_names_the_kernel(told, words, kernel):
 def test_it_says_the_same_as_python(told):
     q = np.zeros((2, 40, 4, 64), np.float32)
     explanation = qflash.explain(q, q, q, window=(3, 0), precision="int8")
+    assert str(explanation).splitlines()[0] == "cpu_int8 serves this problem on the CPU"
     said = told("--q", "2,40,4,64", "--dtype", "float32", "--window", "3,0", "--precision", "int8")
     assert said.startswith(f"{explanation.kernel} serves")
     for name, verdict, why in explanation.rows:

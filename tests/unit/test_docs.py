@@ -104,6 +104,14 @@ def test_pages_are_made_where_there_are_rows(results):
     assert "## m-2c\n\n- [The CPU engine](m-2c/cpu.md)\n" in pages[results / "README.md"]
 
 
+def test_a_machine_that_only_has_a_run_is_not_listed(results):
+    """`make run` leaves rows that are nobody else's, and no page may go out of date by it."""
+    before = render()
+    (store.RESULTS / "other-2c").mkdir()
+    (store.RESULTS / "other-2c" / "run.jsonl").write_text("{}\n")
+    assert render() == before
+
+
 def test_plots_stand_where_they_were_drawn(results, monkeypatch):
     monkeypatch.setattr(
         result_pages, "PAGES", [result_pages.Page("cpu", "T", None, {"cpu": "H"}, "", ("both", "Both"))]

@@ -64,4 +64,4 @@ def test_every_kernel_has_a_page(kernel):
 
 
 def test_tables_are_up_to_date_with_the_rows():
-    assert load("report").update(check_only=True) == []
+    assert load("report").update(check_only=True) == [], "`qflash report` makes pages and plots from the rows anew"
