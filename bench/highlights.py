@@ -58,6 +58,7 @@ _GROUP = "per group of 16"
 
 # By page of docs/kernels.
 TABLES: dict[str, Callable[[], str]] = {
+    "decode": Attention("decode", "bfloat16", ("qflash sm90_decode",), ((128, 2048, FULL), (128, 32768, FULL))),
     "unfused": Attention("cuda", "float32", ("qflash unfused", "qflash fa"), _SHORT_TO_LONG),
     "fa": Attention("cuda", "float32", ("qflash fa",), _SHORT_TO_LONG),
     "fa_warps": Attention("ladder", "float16", ("qflash fa_warps", "qflash fa"), _RUNG),

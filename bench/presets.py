@@ -43,7 +43,7 @@ def _decode(keys: int, batch: int = 1, dtype: str = "float32") -> Case:
     return Case(name=f"B={batch} Tk={keys}", batch=batch, dtype=dtype, **sizes)
 
 
-_CACHES = ((1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 1024), (8, 8192), (32, 8192), (128, 1024), (128, 8192))
+_CACHES = ((1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (32, 2048), (128, 1024))
 
 
 _CPU = tuple(_square(t, d, causal) for t in (1024, 4096) for d in (64, 128) for causal in (False, True))

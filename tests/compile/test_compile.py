@@ -39,7 +39,8 @@ VECTORS = {
     "sm90_quantize_fp8": {"LDG.E.128", "STG.E.128"},
 }
 HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
-WARPGROUPS = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"]  # those of them that multiply
+MULTIPLYING = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"]  # those of them that multiply
+DECODING = [row.name for row in HOPPERS_OWN if row.kernel.few_rows]  # by a warp each: too few rows for a warpgroup
 # those that make or take a QuantizedKV
 KEPT = [row.name for row in HOPPERS_OWN if row.kernel.op == "quantize_kv" or row.kv == "kept"]
 GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
@@ -62,6 +63,7 @@ INSTRUCTION = {
     "int8_gemm_tc": ("IMMA", 256),
     "int8_gemm_tiled": ("IDP", 512),
     "quantize": ("FMUL", 256),
+    "sm90_decode": ("HMMA", 192),
     "sm90_fwd": ("HGMMA", 12),
     "sm90_int8": ("IGMMA", 4),
     "sm90_int8_fp8": ("IGMMA", 4),
@@ -89,11 +91,12 @@ def units_of(row: dispatch.Variant, arch: int) -> list[Unit]:
 def covering() -> list[Unit]:
     """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention once for
     each architecture, the operations beside it for two (test_whole_matrix has the others), dtypes and buckets in turn,
-    a different one first for every kernel; of Hopper's own `sm90_fwd` for four head dims, and those that quantize,
-    which nvcc takes long for, once. Hopper's are those that the other tests here look into."""
+    a different one first for every kernel; of Hopper's own `sm90_fwd` for four head dims, `sm90_decode` for two, and
+    those that quantize, which nvcc takes long for, once. Hopper's are those that the other tests here look into."""
     kinds = (("float16", 64), ("float16", 112), ("bfloat16", 256))
     chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in kinds]
     chosen += [hopper_unit(row.name) for row in HOPPERS_OWN]
+    chosen += [cuda.unit_of(dispatch.VARIANTS[name], "bfloat16", 256, 90) for name in DECODING]  # all 255 registers
     chosen += [other_scores(row.name) for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         older = ARCHES[:-1] if row.kernel.op == "attention" else [ARCHES[first % 4]]
@@ -146,9 +149,9 @@ def check_unit(unit: Unit, entry: Path) -> None:
     for symbol in (f"qf_{unit.name}", f"qf_{unit.name}_workspace", "qf_status_text"):
         assert hasattr(library, symbol), f"{unit.label} does not export {symbol}"
     # Into hopper_unit() another test looks, which takes seconds.
-    if cuobjdump() is None or unit in map(hopper_unit, WARPGROUPS):
+    if cuobjdump() is None or unit in map(hopper_unit, MULTIPLYING):
         return
-    served = [name for name in WARPGROUPS if unit in units_of(dispatch.VARIANTS[name], 90)]
+    served = [name for name in MULTIPLYING if unit in units_of(dispatch.VARIANTS[name], 90)]
     opcodes = opcodes_of(entry) if served else []
     for name in served:
         check_hopper_instructions(opcodes, name)
@@ -163,13 +166,17 @@ def opcodes_of(entry: Path) -> list[str]:
 
 def check_hopper_instructions(opcodes: list[str], kernel: str) -> None:
     """Products by warpgroups, and by one warp no more than the scores of a tile computed again take (8 keys an
-    instruction); tiles by the copy engine, registers traded, nothing in local memory."""
+    instruction), or all by warps; tiles by the copy engine, registers traded (where few rows are decoded, not for every
+    head_dim), nothing in local memory."""
     names = [op.split(".")[0] for op in opcodes]
     instruction, least = INSTRUCTION[kernel]
     assert names.count(instruction) >= least, names.count(instruction)
     assert PRODUCT_OF_V.get(kernel, instruction) in names, set(names)
-    assert names.count("HMMA") <= 16, names.count("HMMA")
-    assert {"UTMALDG", "USETMAXREG", "SYNCS"} <= set(names), set(names)
+    if kernel in DECODING:
+        assert not any(name.endswith("GMMA") for name in names), set(names)
+    else:
+        assert names.count("HMMA") <= 16 and "USETMAXREG" in names, (names.count("HMMA"), set(names))
+    assert {"UTMALDG", "SYNCS"} <= set(names), set(names)
     assert not {"LDL", "STL"} & set(names), set(names)
     assert "STG.E.128" in opcodes
 
@@ -208,6 +215,11 @@ def test_the_hopper_check_can_fail():
     for bad in (good[1:], good[:-4] + good[-3:], good + ["HMMA.16816.F32"] * 17, [*good, "LDL"], [*good, "STL.64"]):
         with pytest.raises(AssertionError):
             check_hopper_instructions(bad, "sm90_fwd")
+    by_warps = ["HMMA.16816.F32.BF16"] * 192 + ["UTMALDG.4D", "SYNCS.PHASECHK", "STG.E.128"]
+    check_hopper_instructions(by_warps, "sm90_decode")
+    for bad in (by_warps[1:], by_warps[:192] + by_warps[193:], [*by_warps, good[0]], [*by_warps, "LDL"]):
+        with pytest.raises(AssertionError):
+            check_hopper_instructions(bad, "sm90_decode")
     integers = ["IGMMA.64x128x32.S8.S8"] * 4 + good[12:]
     for kernel, product in PRODUCT_OF_V.items():
         check_hopper_instructions([*integers, f"{product}.64x128x32.F32"], kernel)
@@ -218,7 +230,7 @@ def test_the_hopper_check_can_fail():
 
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
-@pytest.mark.parametrize("kernel", sorted({*ATTENTION, *WARPGROUPS, "fa_int8_quantized", *GEMM, *VECTORS}))
+@pytest.mark.parametrize("kernel", sorted({*ATTENTION, *MULTIPLYING, "fa_int8_quantized", *GEMM, *VECTORS}))
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
     opcodes = opcodes_of(compiled(hopper_unit(kernel)))
     instruction, least = INSTRUCTION[kernel]
@@ -227,7 +239,7 @@ def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
     if kernel in VECTORS:
         assert VECTORS[kernel] <= set(opcodes)
         return
-    if kernel in WARPGROUPS:
+    if kernel in MULTIPLYING:
         check_hopper_instructions(opcodes, kernel)
         return
     wide = {op for op in opcodes if ".128" in op}
@@ -272,8 +284,9 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     precision = None if row.precision == "native" else row.precision
     plan = plan_of(check(array, array, array, Options(precision=precision)), (), False)
     call = _native.Call(plan.struct, plan.params(), list(plan.pointers), *addresses)
-    if row.precision == "native":
-        assert call.workspace_bytes == (4 * 2 * 16 * 16 if kernel == "unfused" else 0)
+    if row.precision == "native":  # scores; counters, and two parts of each block's: two blocks of 16 rows
+        workspaces = {"unfused": 4 * 2 * 16 * 16, "sm90_decode": 4 * 512 + 2 * 2 * 16 * (head_dim + 4) * 4}
+        assert call.workspace_bytes == workspaces.get(kernel, 0)
     if driver_present():
         return
     with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{name}': CUDA driver"):

@@ -69,8 +69,11 @@ def test_every_page_of_a_folder_is_linked():
 @pytest.mark.parametrize("page", highlights.TABLES)
 def test_a_kernel_page_shows_few_results(page):
     assert f"<!-- qflash:results-{page} -->" in (ROOT / "docs" / "kernels" / f"{page}.md").read_text()
-    tables = re.split(r"^\| --- .*$", highlights.TABLES[page](), flags=re.MULTILINE)[1:]
-    assert tables
+    shown = highlights.TABLES[page]()
+    tables = re.split(r"^\| --- .*$", shown, flags=re.MULTILINE)[1:]
+    if not tables:  # a kernel that is not measured yet
+        preset = re.fullmatch(r"No rows are committed yet; `qflash bench (\w+)` makes them\.", shown)
+        assert preset and not list(store.RESULTS.glob(f"*/{preset[1]}.jsonl"))
     for table in tables:
         lines = [line for line in table.strip().split("\n\n")[0].splitlines() if line.startswith("|")]
         assert 1 <= len(lines) <= highlights.MOST

@@ -3,14 +3,16 @@
 
 namespace qf {
 
-// Until `threads` threads, whole warps, have come to barrier `id` (1 to 15; 0 is __syncthreads). What they wrote to
+// Until kThreads threads, whole warps, have come to barrier kId (1 to 15; 0 is __syncthreads). What they wrote to
 // memory before it, they see after it.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
+template <int kId, int kThreads>
+__device__ __forceinline__ void barrier_sync() {
+  static_assert(kId > 0 && kId < 16 && kThreads % 32 == 0, "");
 #ifdef __CUDA_ARCH__
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 #elif defined(QF_EMULATOR)
-  emulate::named_barrier_sync(id, threads);
+  emulate::named_barrier_sync(kId, kThreads);
 #endif
 }
 

@@ -7,26 +7,12 @@
 
 #include "attn/decode/output.cuh"
 #include "attn/decode/product.cuh"
+#include "attn/decode/unit.cuh"
 #include "attn/mma/nonfinite.cuh"
-#include "attn/mma/state.cuh"
 #include "ptx/atom.cuh"
 
 namespace qf {
 namespace decode {
-
-// What is to be known of a part's unit.
-template <class Config>
-__device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part& part, Unit<Config::kBlockN>& unit) {
-  Seen<Config::kBlockN> seen(p, part.b);
-  unit.part = part;
-  unit.first_key = seen.first_key() + part.first * Config::kBlockN;
-  unit.tiles = min(part.count, seen.tiles());  // a unit without keys has a place
-  // Infinity times a remainder has any sign. So where remainders are multiplied, no value that is not finite is: as if
-  // no key were seen by all rows, store_row() adds them.
-  unit.few = Config::kKeepsRemainders && seen.sees_few(kFewKeys);
-  if (unit.few) seen.all = {0, 0};
-  unit.seen = seen;
-}
 
 // What of V a row may not see, and would spoil it all the same (0 times NaN), becomes zero: keys that no row sees, and
 // NaN and infinity at keys that only some rows see.

@@ -157,14 +157,5 @@ struct Share {
   }
 };
 
-// What the consumers want to know of one unit, or that there is none left.
-template <int kBlockN>
-struct Unit {
-  Part part;
-  Seen<kBlockN> seen;
-  int first_key, tiles;  // of this block's part; tiles -1: the share is over
-  bool few;              // some row sees so few keys that the rounding of its weights is not lost in their average
-};
-
 }  // namespace decode
 }  // namespace qf

@@ -12,7 +12,7 @@
 
 #include "attn/decode/config.cuh"
 #include "attn/decode/product.cuh"
-#include "attn/decode/share.cuh"
+#include "attn/decode/unit.cuh"
 #include "hopper/ring.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -161,10 +161,14 @@ class TmaTiles {
     if (threadIdx.x % 32 == 0) unit_at_.release(ring_.barriers->unit);
     unit_at_.advance();
   }
+  template <int kTeam = 0>
   __device__ __forceinline__ void meet_team() const {
-    barrier_sync(2 + threadIdx.x / Config::kTeamThreads, Config::kTeamThreads);
+    if (threadIdx.x / Config::kTeamThreads == kTeam)
+      barrier_sync<2 + kTeam, Config::kTeamThreads>();
+    else if constexpr (kTeam + 1 < Config::kTeams)
+      meet_team<kTeam + 1>();
   }
-  __device__ __forceinline__ void meet() const { barrier_sync(1, Config::kConsumers); }
+  __device__ __forceinline__ void meet() const { barrier_sync<1, Config::kConsumers>(); }
 
  private:
   TmaRing<Config> ring_;

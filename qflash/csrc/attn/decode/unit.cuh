@@ -1,0 +1,34 @@
+// A unit, one KV head of one sequence, as the warps that attend to it see it.
+#pragma once
+
+#include "attn/decode/share.cuh"
+#include "attn/mma/state.cuh"
+
+namespace qf {
+namespace decode {
+
+// What the consumers want to know of one unit, or that there is none left.
+template <int kBlockN>
+struct Unit {
+  Part part;
+  Seen<kBlockN> seen;
+  int first_key, tiles;  // of this block's part; tiles -1: the share is over
+  bool few;              // some row sees so few keys that the rounding of its weights is not lost in their average
+};
+
+// What is to be known of a part's unit.
+template <class Config>
+__device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part& part, Unit<Config::kBlockN>& unit) {
+  Seen<Config::kBlockN> seen(p, part.b);
+  unit.part = part;
+  unit.first_key = seen.first_key() + part.first * Config::kBlockN;
+  unit.tiles = min(part.count, seen.tiles());  // a unit without keys has a place
+  // Infinity times a remainder has any sign. So where remainders are multiplied, no value that is not finite is: as if
+  // no key were seen by all rows, store_row() adds them.
+  unit.few = Config::kKeepsRemainders && seen.sees_few(kFewKeys);
+  if (unit.few) seen.all = {0, 0};
+  unit.seen = seen;
+}
+
+}  // namespace decode
+}  // namespace qf
