@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def environment() -> dict[str, str]:
 
 
 def has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    # By the path alone: a finder of setuptools takes a look for pip as a sign that pip runs, and gives up distutils.
+    return PathFinder.find_spec(module) is not None
 
 
 def install_editable() -> None:

@@ -41,7 +41,7 @@ HARMLESS = {
     "V inspected: arrival before the zeros of every lane": Fault(
         NONFINITE, "__syncwarp();", within="__syncwarp();  // the zeros of every lane are in place"
     ),
-    "counter: none is left": Fault("hopper/tile_counter.cuh", "if (owner != id + 1) continue;", "continue;"),
+    "counter: none is left": Fault("common/counters.cuh", "if (owner != id + 1) continue;", "continue;"),
 }
 
 # name: the fault, the case, how it shows, and a part of what is said

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +45,13 @@ def install(tmp_path, monkeypatch) -> ModuleType:
     module.build()
     assert module.outdated() is None
     return module
+
+
+def test_to_look_for_pip_leaves_distutils_to_setuptools():
+    """A finder of setuptools would take it for a sign that pip runs; torch.compile needs setuptools afterwards."""
+    before = [dict(vars(finder)) for finder in sys.meta_path]
+    load().has("pip")
+    assert [dict(vars(finder)) for finder in sys.meta_path] == before
 
 
 def test_suffixes_are_not_headers_and_sources_alone():
