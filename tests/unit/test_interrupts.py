@@ -23,6 +23,7 @@ import numpy as np
 import qflash
 from qflash import reference
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with the signal ignored
 qflash.set_num_threads(int(sys.argv[1]))
 rng = np.random.default_rng(0)
 small = rng.standard_normal((1, 300, 2, 16), np.float32)  # several tasks, K and V packed
