@@ -390,7 +390,10 @@ def _precision_word(precision: str) -> str:
     return "None" if precision == "native" else f'"{precision}"'
 
 
-_KV_WORDS = {"arrays": "arrays", "quantized": "qflash.Quantized", "kept": "qflash.QuantizedKV"}
+_KV_WORDS = {
+    "arrays": "arrays", "quantized": "qflash.Quantized", "kept": "qflash.QuantizedKV",
+    "pages": "qflash.PagedKV", "pages_int8": "qflash.PagedKV of int8",
+}  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -484,7 +487,7 @@ class Variant:
         return self.kernel.dtypes
 
 
-_KV_ENDINGS = {"arrays": "", "quantized": "_quantized", "kept": "_kv"}
+_KV_ENDINGS = {"arrays": "", "quantized": "_quantized", "kept": "_kv", "pages": "_pages", "pages_int8": "_pages_int8"}
 
 
 def _variants() -> dict[str, Variant]:

@@ -7,8 +7,8 @@ from typing import Any
 
 DTYPES = ("float32", "float16", "bfloat16")
 PRECISIONS = ("native", "int8", "int8_fp8")
-# What may stand in the places of k and v, in the order of QfKvKind: arrays; Quantized; what quantize_kv returns.
-KV_KINDS = ("arrays", "quantized", "kept")
+# What may stand in the places of k and v, in the order of QfKvKind: arrays; Quantized; what quantize_kv returns; PagedKV.
+KV_KINDS = ("arrays", "quantized", "kept", "pages", "pages_int8")
 # In the order of QfDtype and QfOpDtype: an array's code in the structs of operations.
 OP_DTYPES = (*DTYPES, "int8", "int32", "e4m3")
 
@@ -35,6 +35,7 @@ class Spec:
     layout: str = ""  # int8_matmul: which dimension of b is contiguous, "n" or "k"
     # Scores are a positive factor times q . k, which the exponential applies: no softcap, a scale above 0
     plain_scores: bool = True
+    sinks: bool = False
     few_rows: bool = False  # a KV head has MOST_DECODE_ROWS rows of queries at most: Tq times the heads that share it
 
 

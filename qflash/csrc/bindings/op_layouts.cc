@@ -80,15 +80,15 @@ QF_TABLE(QfScales, QF_MEMBER(scale), QF_MEMBER(zero_point), QF_MEMBER(sums), QF_
 QF_TABLE(QfKv, QF_MEMBER(kind), QF_MEMBER(k_dtype), QF_MEMBER(v_dtype), QF_MEMBER(page_size), QF_MEMBER(k),
          QF_MEMBER(v), QF_MEMBER(k_scales), QF_MEMBER(v_scales), QF_MEMBER(k_mean), QF_MEMBER(v_mean),
          QF_MEMBER(k_nonfinite), QF_MEMBER(v_nonfinite), QF_MEMBER(v_exponents), QF_MEMBER(page_table),
-         QF_MEMBER(page_table_stride));
+         QF_MEMBER(page_table_stride), QF_MEMBER(pages), QF_MEMBER(reserved));
 
 QF_TABLE(QfAttnParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(precision), QF_MEMBER(batch),
          QF_MEMBER(q_len), QF_MEMBER(k_len), QF_MEMBER(q_heads), QF_MEMBER(kv_heads), QF_MEMBER(head_dim),
          QF_MEMBER(window_left), QF_MEMBER(window_right), QF_MEMBER(scale), QF_MEMBER(softcap), QF_MEMBER(num_threads),
-         QF_MEMBER(rounding), QF_MEMBER(reserved), QF_MEMBER(seed), QF_MEMBER(q), QF_MEMBER(out), QF_MEMBER(lse),
+         QF_MEMBER(rounding), QF_MEMBER(batch_invariant), QF_MEMBER(seed), QF_MEMBER(q), QF_MEMBER(out), QF_MEMBER(lse),
          QF_MEMBER(lse_stride_b), QF_MEMBER(lse_stride_h), QF_MEMBER(kv_lens), QF_MEMBER(cu_seqlens_q),
-         QF_MEMBER(cu_seqlens_k), QF_MEMBER(rope), QF_MEMBER(q_scales), QF_MEMBER(q_dot_mean), QF_MEMBER(kv),
-         QF_MEMBER(workspace), QF_MEMBER(workspace_bytes), QF_MEMBER(total_q), QF_MEMBER(total_k));
+         QF_MEMBER(cu_seqlens_k), QF_MEMBER(rope), QF_MEMBER(q_scales), QF_MEMBER(q_dot_mean), QF_MEMBER(sinks),
+         QF_MEMBER(kv), QF_MEMBER(workspace), QF_MEMBER(workspace_bytes), QF_MEMBER(total_q), QF_MEMBER(total_k));
 
 QF_TABLE(QfAttnBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(reserved), QF_MEMBER(fwd), QF_MEMBER(dout),
          QF_MEMBER(dlse), QF_MEMBER(dq), QF_MEMBER(dk), QF_MEMBER(dv), QF_MEMBER(workspace),
@@ -98,6 +98,10 @@ QF_TABLE(QfQuantizeKvParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBE
          QF_MEMBER(k_len), QF_MEMBER(kv_heads), QF_MEMBER(head_dim), QF_MEMBER(rounding), QF_MEMBER(num_threads),
          QF_MEMBER(reserved), QF_MEMBER(seed), QF_MEMBER(k), QF_MEMBER(v), QF_MEMBER(kv_lens), QF_MEMBER(cu_seqlens_k),
          QF_MEMBER(total_k), QF_MEMBER(rope), QF_MEMBER(kv));
+
+QF_TABLE(QfKvWriteParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(batch), QF_MEMBER(k_len),
+         QF_MEMBER(kv_heads), QF_MEMBER(head_dim), QF_MEMBER(columns), QF_MEMBER(num_threads), QF_MEMBER(k),
+         QF_MEMBER(v), QF_MEMBER(kv_lens), QF_MEMBER(cu_seqlens_k), QF_MEMBER(total_k), QF_MEMBER(rope), QF_MEMBER(kv));
 
 QF_TABLE(QfQuantizeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(batch), QF_MEMBER(length),
          QF_MEMBER(heads), QF_MEMBER(head_dim), QF_MEMBER(granularity), QF_MEMBER(group), QF_MEMBER(symmetric),
@@ -186,6 +190,7 @@ const std::vector<OpLayout>& op_layouts() {
       layout_of<QfAttnParams>("QfAttnParams"),
       layout_of<QfAttnBwdParams>("QfAttnBwdParams"),
       layout_of<QfQuantizeKvParams>("QfQuantizeKvParams"),
+      layout_of<QfKvWriteParams>("QfKvWriteParams"),
       layout_of<QfQuantizeParams>("QfQuantizeParams"),
       layout_of<QfDequantizeParams>("QfDequantizeParams"),
       layout_of<QfInt8MatmulParams>("QfInt8MatmulParams"),

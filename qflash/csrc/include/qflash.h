@@ -63,7 +63,8 @@ enum QfKvKind {
   QF_KV_ARRAYS = 0,    /* two arrays of QfAttnParams.dtype */
   QF_KV_QUANTIZED = 1, /* q and k are qflash.Quantized, and v may be */
   QF_KV_KEPT = 2,      /* what quantize_kv leaves */
-  QF_KV_PAGES = 3,     /* for pages of a cache; every entry refuses it today */
+  QF_KV_PAGES = 3,     /* pages of a cache, elements of QfAttnParams.dtype */
+  QF_KV_PAGES_INT8 = 4 /* pages of a cache in int8, with a scale for each token and head */
 };
 
 /* Keys and values. A field that `kind` does not name is 0.
@@ -75,23 +76,35 @@ enum QfKvKind {
  * int8, contiguous: smoothed, then multiplied by a Hadamard matrix in every 16 channels. k_scales.scale is
  * [batch, kv_heads, ceil(k_len / 64)], group is 64. v is an array of QfAttnParams.dtype, or in E4M3
  * [batch, kv_heads, head_dim, k_len rounded up to 128], keys permuted in every 16, of which data alone is read; then
- * v_scales.scale is [batch, kv_heads] and v ~ byte * scale * 2^exponent + v_mean. */
+ * v_scales.scale is [batch, kv_heads] and v ~ byte * scale * 2^exponent + v_mean.
+ * QF_KV_PAGES: k and v are pools of `pages` pages of page_size tokens; in their strides a page stands in batch's place.
+ * Token j of sequence b is token j % page_size of page page_table[b * page_table_stride + j / page_size], and kv_lens,
+ * which is never NULL, says how many there are. k_len is a bound on them: page_size times the columns of the table.
+ * Entries of the table that no visible token needs are not looked at; what a page holds past the last token is never
+ * part of a result. An entry outside 0 .. pages - 1 that is needed is refused on the CPU, and makes the sequence's rows
+ * NaN on a GPU; it is never followed.
+ * QF_KV_PAGES_INT8: the same with int8 elements. Token t of a page has k_scales.scale[page * stride_b + h * stride_h +
+ * t], and v_scales likewise; group is 1. k, rotated, less k_mean, then multiplied by the normalised Hadamard matrix in
+ * every 16 channels (so head_dim is a multiple of 16), is ~ scale * value; v ~ scale * value. A token that holds a
+ * value that is not finite has a scale of NaN. k_mean is [kv_heads, head_dim], one for all sequences, or NULL. */
 typedef struct QfKv {
   int32_t kind;             /* QfKvKind */
   int32_t k_dtype, v_dtype; /* QfDtype or QfOpDtype of the elements */
   int32_t page_size;        /* 0: no pages */
   QfTensor k, v;
   QfScales k_scales, v_scales;
-  float *k_mean, *v_mean; /* [batch, kv_heads, head_dim]: what was taken off; NULL: nothing */
+  float *k_mean, *v_mean; /* [batch, kv_heads, head_dim] ([kv_heads, head_dim] of pages): what was taken off; NULL: 0 */
   /* [batch, kv_heads]: how many keys, and values, are not finite; NULL: unknown, every tile is looked at */
   int32_t *k_nonfinite, *v_nonfinite;
-  float* v_exponents; /* [batch, kv_heads, ceil(k_len / 128)], whole numbers */
-  const int32_t* page_table;
+  float* v_exponents;        /* [batch, kv_heads, ceil(k_len / 128)], whole numbers */
+  const int32_t* page_table; /* [batch, columns] */
   int64_t page_table_stride;
+  int32_t pages, reserved; /* of a pool */
 } QfKv;
 
 /* rope rotates q and k before all else. With QF_KV_QUANTIZED there is none, for it was applied before quantizing; with
- * QF_KV_KEPT it rotates q alone. */
+ * QF_KV_KEPT and pages it rotates q alone. Pages take cu_seqlens_q without cu_seqlens_k: q is packed, keys are where
+ * the page table says. */
 typedef struct QfAttnParams {
   int32_t struct_bytes;                                     /* sizeof(QfAttnParams) of the caller */
   int32_t dtype;                                            /* QfDtype of q (unless that is quantized) and out */
@@ -103,7 +116,7 @@ typedef struct QfAttnParams {
   float softcap;                     /* 0: none; else s -> softcap * tanh(s / softcap), before masking */
   int32_t num_threads;               /* CPU: 0 means the engine's default */
   int32_t rounding;                  /* QfRounding, of the int8 that a kernel makes of q and k; stochastic uses seed */
-  int32_t reserved;                  /* 0 */
+  int32_t batch_invariant;           /* 1: a sequence's bits do not depend on the others of the batch */
   uint64_t seed;
   QfTensor q, out;
   float* lse; /* [batch, q_heads, q_len], or [q_heads, total_q] when packed; NULL: not wanted */
@@ -114,6 +127,7 @@ typedef struct QfAttnParams {
   QfRope rope;
   QfScales q_scales;       /* QF_KV_QUANTIZED: q holds int8. Of q and k both have a zero point or neither */
   const float* q_dot_mean; /* [batch, q_heads, q_len]: q . (what smoothing took off k); NULL: kv.k_mean says */
+  const float* sinks;      /* [q_heads]: a logit more in each row's denominator, and in lse; NULL: none */
   QfKv kv;
   void* workspace; /* as many bytes as qf_<name>_workspace() asked for; CUDA only */
   int64_t workspace_bytes;

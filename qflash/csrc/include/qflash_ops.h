@@ -83,6 +83,24 @@ typedef struct QfQuantizeKvParams {
   QfKv kv;
 } QfQuantizeKvParams;
 
+/* New tokens of k and v, arrays of `dtype`, into the pages that `kv` describes (QF_KV_PAGES, QF_KV_PAGES_INT8). kv_lens
+ * counts them already: of sequence b's n new tokens, token t becomes token kv_lens[b] - n + t, and rope rotates k by
+ * that position, or by rope.positions_k. n is k_len, or packed cu_seqlens_k[b + 1] - cu_seqlens_k[b]. A sequence of
+ * which a new token would fall below 0, past the table or into a page outside 0 .. pages - 1 is refused on the CPU; on
+ * a GPU such tokens are not written. Nothing else of the pages is touched. */
+typedef struct QfKvWriteParams {
+  int32_t struct_bytes, dtype;
+  int32_t batch, k_len, kv_heads, head_dim; /* packed: k_len is a bound */
+  int32_t columns;                          /* of kv.page_table */
+  int32_t num_threads;
+  QfTensor k, v;
+  const int32_t* kv_lens;      /* [batch] */
+  const int32_t* cu_seqlens_k; /* [batch + 1]; NULL: not packed */
+  int64_t total_k;
+  QfRope rope;
+  QfKv kv;
+} QfKvWriteParams;
+
 /* out[i, j] = a_scale[i] * b_scale[j] * sum_k a[i, k] b[k, j] + bias[j]; sums are exact in int32. */
 typedef struct QfInt8MatmulParams {
   int32_t struct_bytes, out_dtype; /* QF_F32, QF_F16, QF_BF16, or QF_I32 (no scales, no bias) */
@@ -137,6 +155,7 @@ int qf_cpu_cross_entropy(const QfCrossEntropyParams* params, void* stream);
 int qf_cpu_int8_matmul(const QfInt8MatmulParams* params, void* stream);
 int qf_cpu_quantize(const QfQuantizeParams* params, void* stream);
 int qf_cpu_dequantize(const QfDequantizeParams* params, void* stream);
+int qf_cpu_kv_write(const QfKvWriteParams* params, void* stream);
 
 #ifdef __cplusplus
 }
