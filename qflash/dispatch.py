@@ -109,6 +109,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="cpu",
         device="cpu",
         summary="tiled online softmax on all cores, vectorised for the machine it finds",
+        kvs=("arrays", "pages", "pages_int8"),
     ),
     Kernel(
         name="cpu_int8",
