@@ -5,6 +5,7 @@ from qflash.api import Explanation, attention, attention_varlen, explain
 from qflash.errors import CacheError, CompileError, KernelError, NoKernelError, ToolchainError
 from qflash.integrations.sdpa import replace_sdpa, scaled_dot_product_attention
 from qflash.ops.kv import QuantizedKV, quantize_kv
+from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.paged import PagedKV
 from qflash.ops.quantization import Quantized, dequantize, quantize
@@ -32,6 +33,7 @@ __all__ = [
     "get_num_threads",
     "int8_matmul",
     "layer_norm",
+    "paged_write",
     "quantize",
     "quantize_kv",
     "replace_sdpa",

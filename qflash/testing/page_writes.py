@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from qflash.ops.paged import PagedKV
 from qflash.reference import kv_write
 from qflash.rope import Rope, rope_tables
+from qflash.testing.runner import to_numpy
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _ROPES = {"half": (1, False), "interleaved": (1, True), "partial": (2, False), "partial_interleaved": (2, True)}
@@ -128,6 +132,30 @@ def check_written(got: WriteArrays, wanted: WriteArrays) -> None:
         if theirs.dtype.kind != "i":
             same |= np.isnan(mine.astype(np.float32)) & np.isnan(theirs.astype(np.float32))
         assert same.all(), f"{name}: {(~same).sum()} of {same.size} differ, first at {np.argwhere(~same)[0].tolist()}"
+
+
+def on_device(x: WriteArrays, turn: Callable[[np.ndarray], Any] = np.asarray) -> PagedKV:
+    """The pages of a call in any framework. turn: from NumPy's arrays to its own."""
+    pools = {name: turn(pool) for name, pool in x.pools.items()}
+    mean = None if x.k_mean is None else turn(x.k_mean)
+    return PagedKV(**pools, page_table=turn(x.page_table), lens=turn(x.lens), k_mean=mean, layout=x.layout)
+
+
+def words_of(x: WriteArrays, turn: Callable[[np.ndarray], Any] = np.asarray) -> dict[str, Any]:
+    """The keywords of a call in any framework."""
+    rope = x.rope
+    if rope is not None:
+        given = {one.name: getattr(rope, one.name) for one in fields(rope)}
+        rope = Rope(**{name: turn(y) if isinstance(y, np.ndarray) else y for name, y in given.items()})
+    return {"rope": rope, "cu_seqlens": None if x.cu_seqlens is None else turn(x.cu_seqlens)}
+
+
+def check_pools(kv: PagedKV, wanted: WriteArrays) -> None:
+    """Pages of any framework against those that the replay leaves."""
+    got = wanted.copied()
+    for name, pool in got.pools.items():
+        pool[...] = to_numpy(getattr(kv, name))
+    check_written(got, wanted)
 
 
 # Every dtype, page size, head_dim, kind of rope and way tokens come, not each with each.
