@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
@@ -113,7 +114,7 @@ def test_packed_queries(dtype: str, int8: bool) -> None:
     rope = Rope(*rope_tables(512, 64))
     words = {"causal": True, "rope": rope, "return_lse": True}
     out, lse = qflash.attention_varlen(q, kv, None, cu, None, max(q_lens), None, **words)
-    for b, (first, end) in enumerate(zip(cu, cu[1:], strict=False)):
+    for b, (first, end) in enumerate(pairwise(cu)):
         one = replace(kv, page_table=kv.page_table[b : b + 1], lens=kv.lens[b : b + 1])
         wanted, wanted_lse = qflash.attention(q[None, first:end], one, **words)
         assert out[first:end].tobytes() == wanted[0].tobytes()
