@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -64,8 +64,8 @@ class JaxStorage:
     def upload(self, old: Any, values: np.ndarray[Any, np.dtype[np.int32]]) -> Any:
         return jax.device_put(values.copy(), self._placed)  # a copy, which a CPU device may take as it is
 
-    def set_mean(self, layer: int, mean: Any) -> None:
-        self.layers[layer].k_mean = mean
+    def set_mean(self, layer: int, compute: Callable[[], Any]) -> None:
+        self.layers[layer].k_mean = compute()
 
     def write(self, layer: int, kv: PagedKV, k: Any, v: Any, rope: Rope | None, cu_seqlens: Any) -> PagedKV:
         arrays = self.layers[layer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -72,13 +72,13 @@ class TorchStorage:
         old.copy_(host.pin_memory() if old.is_cuda else host, non_blocking=True)
         return old
 
-    def set_mean(self, layer: int, mean: Any) -> None:
+    def set_mean(self, layer: int, compute: Callable[[], Any]) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"the first write to layer {layer} is captured in a CUDA graph, and each replay would decide the mean "
                 "of its keys again; allowed: a write of a prompt before the capture"
             )
-        self.layers[layer].k_mean.copy_(mean)
+        self.layers[layer].k_mean.copy_(compute())
 
     def write(self, layer: int, kv: PagedKV, k: Any, v: Any, rope: Rope | None, cu_seqlens: Any) -> PagedKV:
         return paged_write(kv, k, v, rope=rope, cu_seqlens=cu_seqlens)

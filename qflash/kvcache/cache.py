@@ -102,7 +102,7 @@ class KVCache:
         self.device = storage.device
         self._pages = Pages(self.pages, self.page_size)
         self._lock = RLock()
-        self._state = State(storage.shape, self._pages, storage, self._lock, [False] * self.layers)
+        self._state = State(storage.shape, self._pages, storage, self._lock, [precision is None] * self.layers)
 
     @property
     def free_pages(self) -> int:

@@ -23,7 +23,7 @@ class State:
     pages: Pages
     storage: Storage
     lock: RLock
-    has_mean: list[bool]  # of each layer of int8 pages: whether its k_mean is frozen
+    has_mean: list[bool]  # of each layer: whether its k_mean is what it stays; that of pages which have none is
 
 
 class Step:
@@ -84,13 +84,14 @@ class Step:
             self._check(layer)
             self._check_new(k, v)
             self._check_rope(rope)
-            if state.shape.is_int8 and self.total and not state.has_mean[layer]:
-                state.storage.set_mean(layer, self._mean(k, rope))
-                state.has_mean[layer] = True
-            kv = self._kv(layer)
             if not self.total:
-                return kv
-            return state.storage.write(layer, kv, k, v, rope, self.cu_seqlens if len(k.shape) == 3 else None)
+                return self._kv(layer)
+            if not state.has_mean[layer]:
+                state.storage.set_mean(layer, lambda: self._mean(k, rope))
+            kv = self._kv(layer)
+            kv = state.storage.write(layer, kv, k, v, rope, self.cu_seqlens if len(k.shape) == 3 else None)
+            state.has_mean[layer] = True  # a write that was refused decides nothing
+            return kv
 
     def kv(self, layer: int) -> PagedKV:
         """The keys and values of a layer as they are, for `attention`; nothing is written."""

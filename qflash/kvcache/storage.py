@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,8 +66,8 @@ class Storage(Protocol):
     def upload(self, old: Any, values: np.ndarray[Any, np.dtype[np.int32]]) -> Any:
         """An array of these values: `old`, written in place, where there is one and the framework can."""
 
-    def set_mean(self, layer: int, mean: Any) -> None:
-        """Make `mean`, float32 `[kv_heads, head_dim]`, the k_mean of a layer."""
+    def set_mean(self, layer: int, compute: Callable[[], Any]) -> None:
+        """Make what `compute` returns, float32 `[kv_heads, head_dim]`, the k_mean of a layer."""
 
     def write(self, layer: int, kv: PagedKV, k: Any, v: Any, rope: Rope | None, cu_seqlens: Any) -> PagedKV:
         """Write new tokens to the pages of `kv`; what to read them by."""

@@ -166,6 +166,18 @@ def test_a_write_of_nothing_decides_no_mean(name):
     assert (as_numpy(kv.k_mean) == 1).all()
 
 
+def test_a_write_that_fails_decides_no_mean(monkeypatch):
+    """Whatever fails, the next write to the layer is the first."""
+    cache = make_cache("numpy", precision="int8")
+    step = cache.extend([cache.open()], 4)
+    ones = np.ones((1, 4, KV_HEADS, HEAD_DIM), np.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._state.storage, "write", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            step.write(0, ones, ones)
+    assert (step.write(0, 2 * ones, ones).k_mean == 2).all()
+
+
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_bad_positions_leave_the_pages_as_they_are(name):
     """The CPU refuses them while it runs."""
