@@ -13,6 +13,7 @@ import qflash
 from qflash.dispatch import VARIANTS
 
 ROWS, COLUMNS, SIDE = 16384, 8192, 4096
+PAGE_SIZE = 256  # tokens
 
 
 def _rows(torch: Any) -> Any:
@@ -51,6 +52,19 @@ def _quantize_kv(torch: Any, kernel: str) -> Any:
     return qflash.quantize_kv(_heads(torch), _heads(torch), precision="int8_fp8", kernel=kernel)
 
 
+def _kv_write(torch: Any, kernel: str) -> Any:
+    k = _heads(torch)
+    batch, length, heads, head_dim = k.shape
+    columns = length // PAGE_SIZE
+    int8 = VARIANTS[kernel].kv == "pages_int8"
+    slots = (batch * columns, heads, PAGE_SIZE)
+    pools = [k.new_zeros(*slots, head_dim, dtype=torch.int8 if int8 else k.dtype) for _ in "kv"]
+    scales = [k.new_zeros(slots, dtype=torch.float32) if int8 else None for _ in "kv"]
+    table = torch.arange(batch * columns, dtype=torch.int32, device="cuda").view(batch, columns)
+    kv = qflash.PagedKV(*pools, table, torch.full((batch,), length, dtype=torch.int32, device="cuda"), *scales)
+    return qflash.paged_write(kv, k, k, kernel=VARIANTS[kernel].kernel.name)
+
+
 def _attention_kv(torch: Any, kernel: str) -> Any:
     kv = qflash.quantize_kv(_heads(torch), _heads(torch), precision=VARIANTS[kernel].precision)
     return qflash.attention(_heads(torch), kv, kernel=VARIANTS[kernel].kernel.name)
@@ -73,6 +87,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "attention quantized": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
     "attention": ("B=4 T=4096 H=16 D=128 full float16", _attention),
     "quantize_kv": ("B=4 T=4096 H=16 D=128 float16, int8_fp8", _quantize_kv),
+    "kv_write": (f"B=4 T=4096 H=16 D=128 float16, pages of {PAGE_SIZE}", _kv_write),
     "attention kept": ("B=4 T=4096 H=16 D=128 float16, k and v quantized before, full", _attention_kv),
 }
 
@@ -80,7 +95,8 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
 def operation_of(kernel: str) -> str:
     """The key of OPERATIONS for a variant of a kernel."""
     variant = VARIANTS[kernel]
-    return variant.kernel.op if variant.kv == "arrays" else f"{variant.kernel.op} {variant.kv}"
+    op = variant.kernel.op
+    return op if op != "attention" or variant.kv == "arrays" else f"{op} {variant.kv}"
 
 
 def main(kernel: str) -> None:

@@ -2,9 +2,11 @@
 
 from qflash._native import get_num_threads, set_num_threads
 from qflash.api import Explanation, attention, attention_varlen, explain
-from qflash.errors import CacheError, CompileError, KernelError, NoKernelError, ToolchainError
+from qflash.errors import CacheError, CompileError, KernelError, NoKernelError, OutOfPagesError, ToolchainError
 from qflash.integrations.sdpa import replace_sdpa, scaled_dot_product_attention
+from qflash.kvcache import KVCache
 from qflash.ops.kv import QuantizedKV, quantize_kv
+from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.paged import PagedKV
 from qflash.ops.quantization import Quantized, dequantize, quantize
@@ -17,8 +19,10 @@ __all__ = [
     "CacheError",
     "CompileError",
     "Explanation",
+    "KVCache",
     "KernelError",
     "NoKernelError",
+    "OutOfPagesError",
     "PagedKV",
     "Quantized",
     "QuantizedKV",
@@ -32,6 +36,7 @@ __all__ = [
     "get_num_threads",
     "int8_matmul",
     "layer_norm",
+    "paged_write",
     "quantize",
     "quantize_kv",
     "replace_sdpa",

@@ -93,6 +93,13 @@ def _decoding(spec: Spec) -> list[str]:
     return ["takes no packed arrays (attention_varlen)"] if spec.packed else []
 
 
+def _whole_blocks_of_int8(spec: Spec) -> list[str]:
+    """Why int8 pages cannot hold heads of this head_dim."""
+    if spec.kv == "pages_int8" and spec.head_dim % 16:
+        return [f"head_dim is {spec.head_dim}; int8 pages take multiples of 16, whole blocks of the Hadamard matrix"]
+    return []
+
+
 def _decoding_by_copy_engine(spec: Spec) -> list[str]:
     return _decoding(spec) + _copy_engine(spec)
 
@@ -102,6 +109,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="cpu",
         device="cpu",
         summary="tiled online softmax on all cores, vectorised for the machine it finds",
+        kvs=("arrays", "pages", "pages_int8"),
     ),
     Kernel(
         name="cpu_int8",
@@ -238,6 +246,24 @@ KERNELS: tuple[Kernel, ...] = (
         also=_copy_engine,
         head_dims=(64, 128, 256),
         parts=3,
+    ),
+    Kernel(
+        name="cpu_kv_write",
+        device="cpu",
+        summary="new k and v into the pages of a cache on all cores: rope, mean, Hadamard matrix, scales, integers",
+        op="kv_write",
+        page="kv_write",
+        kvs=("pages", "pages_int8"),
+        also=_whole_blocks_of_int8,
+    ),
+    Kernel(
+        name="kv_write",
+        device="cuda",
+        summary="new k and v into the pages of a cache: rope, mean, Hadamard matrix, scales, integers, one launch",
+        op="kv_write",
+        kvs=("pages", "pages_int8"),
+        min_arch=75,
+        also=_whole_blocks_of_int8,
     ),
     Kernel(
         name="cpu_softmax",

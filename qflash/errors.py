@@ -72,3 +72,27 @@ class CacheError(RuntimeError):
         ... except qflash.CacheError as error:  # others can write to the cache's folder
         ...     print(error)
     """
+
+
+class OutOfPagesError(RuntimeError):
+    """A cache has too few free pages for new tokens; nothing was changed. `needed`, `free`, `total`: how many pages.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> cache = qflash.KVCache(layers=1, kv_heads=2, head_dim=64, pages=4, page_size=16, dtype=np.float32)
+        >>> a = cache.open()
+        >>> try:
+        ...     step = cache.extend([a], 100)
+        ... except qflash.OutOfPagesError as error:
+        ...     print(error)
+        extend needs 7 more pages, and 4 of the cache's 4 are free; make the cache with more pages
+    """
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(needed, free, total)  # so that pickle can make it again
+        self.needed, self.free, self.total = needed, free, total
+
+    def __str__(self) -> str:
+        advice = "close or truncate sequences first" if self.needed <= self.total else "make the cache with more pages"
+        return f"extend needs {self.needed} more pages, and {self.free} of the cache's {self.total} are free; {advice}"

@@ -25,6 +25,11 @@ class Operand:
     field: str
     contiguous: bool = False  # the kernel reads it without gaps
     dtype: str | None = None  # None: as it is. int32 from int64 saturates, so that no bad value becomes a good one
+    written: bool = False  # the kernel writes to it, too: it is taken as it is, because a copy would be lost
+
+    def __post_init__(self) -> None:
+        if self.written and (self.contiguous or self.dtype is not None):
+            raise ValueError(f"{self.argument} is written and would be converted; allowed: an array as it is")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class Plan:
     fields: tuple[tuple[str, int | float | Extents], ...]  # all but pointers, and but what is 0
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
-    zeros: bool = False  # there is nothing to read, and every result is 0
+    zeros: bool = False  # there is nothing to read, every result is 0, and operands stay as they are
     bounds: tuple[tuple[str, str, int], ...] = ()  # (field, argument, dimension): the field is at most that extent
 
     def spec(self, arch: int) -> Spec:
@@ -70,9 +75,14 @@ class Plan:
         return (*(operand.field for operand in self.operands), *(result.field for result in self.results))
 
     @property
+    def written(self) -> tuple[Operand, ...]:
+        """The operands that the kernel writes to, in order."""
+        return tuple(operand for operand in self.operands if operand.written)
+
+    @property
     def nothing_to_do(self) -> bool:
-        """No result has an element, or all are known to be 0."""
-        return self.zeros or all(0 in result.shape for result in self.results)
+        """No result has an element, or all are known to be 0; nor does the kernel write to an operand."""
+        return self.zeros or (not self.written and all(0 in result.shape for result in self.results))
 
     def params(self) -> bytes:
         """The struct with null pointers; sizes that are not known yet are 0."""
@@ -110,6 +120,9 @@ class Op:
     words: tuple[str, ...]
     plan: Callable[..., Plan]  # (one Array or None for each of `arrays`, one value for each of `words`)
     results: tuple[str, ...] = ()  # their names, where gradients or dimensions are told by them
+    # Arrays that calls write to, in the order of `arrays`. Such an operation is called by `run_in_place`, and has no
+    # gradient: NumPy and PyTorch change the arrays, JAX returns new ones, which may have the memory of the old.
+    writes: tuple[str, ...] = ()
     # Whether a call with these arrays mapped by vmap is one call, in which they and all results have one dimension
     # more, the first. Given the names, the rank of each array in the eyes of one sample, and the words by name.
     folds: Callable[[Collection[str], dict[str, int], dict[str, Any]], bool] = lambda *_: False
@@ -134,6 +147,11 @@ class Op:
     def named(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """The arrays that are there, by name."""
         return {name: x for name, x in zip(self.arrays, arrays, strict=True) if x is not None}
+
+    def written(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """The arrays that are there and written to."""
+        given = self.named(arrays)
+        return tuple(given[name] for name in self.writes if name in given)
 
     def with_words(self, words: Sequence[Any], changes: Mapping[str, Any]) -> tuple[Any, ...]:
         """The words with some of them changed."""

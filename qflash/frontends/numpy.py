@@ -73,6 +73,21 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]
     return results
 
 
+def run_in_place(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[np.ndarray]:
+    """`run` of an operation that writes to its arrays: those."""
+    written = op.written(arrays)
+    if not all(isinstance(x, np.ndarray) and x.flags.writeable for x in written):
+        _check_writeable(op, arrays)
+    run(op, arrays, words)
+    return written
+
+
+def _check_writeable(op: Op, arrays: Sequence[Any]) -> None:
+    for name, x in op.named(arrays).items():
+        if name in op.writes and isinstance(x, np.ndarray) and not x.flags.writeable:
+            raise ValueError(f"{name} is read-only; allowed: a numpy.ndarray that {op.spoken} can write to")
+
+
 def _make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -> _Ready:
     """Check a call and prepare it, for this time and the next."""
     prepared = prepare(plan_of(op, arrays, words))

@@ -307,8 +307,12 @@ def check_rope(
     interleaved: Any,
     of: str = "x",
     prefix: str = "",
+    needed: int | None = None,
 ) -> tuple[tuple[tuple[str, int], ...], tuple[Operand, ...]]:
-    """The struct's fields and operands of a Rope for the keys of argument `of`. `prefix`: of field names."""
+    """The struct's fields and operands of a Rope for the keys of argument `of`. `prefix`: of field names.
+
+    needed: rows that the tables must have; None: one for each token, unless positions are given.
+    """
     if cos is None or sin is None:  # together: see tables_of
         return (), ()
     for name, array in (("rope.cos", cos), ("rope.sin", sin)):
@@ -326,16 +330,17 @@ def check_rope(
             f"rope.cos has {half} columns; allowed: at most half of {of}'s, {shape.head_dim / 2:g}{advice}"
         )
     operands = [Operand(name, prefix + name, contiguous=True, dtype="float32") for name in ("rope.cos", "rope.sin")]
-    needed, stride = shape.length, 0
+    least, stride = shape.length, 0
     if positions is not None:
         check_dtype("rope.positions_k", positions, "int32")
         check_shape("rope.positions_k", positions, (shape.length,), (shape.batch, shape.length))
         check_device("rope.positions_k", positions, of, device)
         operands.append(Operand("rope.positions_k", f"{prefix}rope.positions_k", contiguous=True))
         stride = shape.length if len(positions.shape) == 2 else 0
-        needed = 0 if 0 in positions.shape else 1  # whatever the positions say, they need a row to point at
-    if rows < needed:
-        raise ValueError(f"rope.cos has {rows} rows; allowed: at least {needed}, one for each position in use")
+        least = 0 if 0 in positions.shape else 1  # whatever the positions say, they need a row to point at
+    least = least if needed is None else needed
+    if rows < least:
+        raise ValueError(f"rope.cos has {rows} rows; allowed: at least {least}, one for each position in use")
     fields = (
         (f"{prefix}rope.rows", rows),
         (f"{prefix}rope.rotary_dim", 2 * half),

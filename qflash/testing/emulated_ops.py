@@ -26,7 +26,10 @@ class EmulatedGpu:
 
     def run(self, op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]:
         """Plan, allocate, call; results are full of bytes that nobody writes before."""
-        arrays = [None if x is None else np.ascontiguousarray(x) for x in arrays]
+        arrays = [
+            x if x is None or name in op.writes else np.ascontiguousarray(x)
+            for name, x in zip(op.arrays, arrays, strict=True)
+        ]
         described = (
             None if x is None else replace(numpy_frontend.describe(name, x, op.arrays[0]), device="cuda")
             for name, x in zip(op.arrays, arrays, strict=True)

@@ -16,11 +16,13 @@ import numpy as np
 from qflash import api, dispatch
 from qflash.call.spec import MOST_DECODE_ROWS
 from qflash.ops.kv import quantize_kv
+from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
 from qflash.rope import Rope, rope_tables
+from qflash.testing import page_writes
 from qflash.testing.cases import BY_NAME
 from qflash.testing.op_cases import CASES, OpCase
-from qflash.testing.runner import arch_of, named_kernel, refusals, run_case, suited
+from qflash.testing.runner import arch_of, named_kernel, refusals, run_case, suited, to_torch
 
 # One of each kind: masks, lengths, layouts, head dims on either side of a bucket, dtypes, non-finite values.
 NAMES = (
@@ -56,6 +58,7 @@ def main(only: list[str]) -> None:
     _kept_keys(arch, only)
     if only:
         return
+    _page_writes()
     for kernel in (row.name for row in dispatch.kernels_of("int8_matmul", "cuda")):
         print(f"ran {_products(kernel)} products on {kernel}")
     _operations()
@@ -80,6 +83,26 @@ def _kept_keys(arch: int, only: list[str]) -> None:
             if not out.cpu()[0, -1, 0].isnan().all():
                 raise SystemExit(f"{row.name}: a key that is NaN must give NaN, and did not")
         print(f"ran 4 problems on quantize_kv and {row.name}")
+
+
+def _page_writes() -> None:
+    """Every case of paged_write, then tables, lengths and offsets that name places which are not there."""
+    import torch
+
+    def turn(x: np.ndarray) -> torch.Tensor:
+        return to_torch(x, "cuda")
+
+    for case in page_writes.CASES:
+        good = page_writes.arrays_of(case)
+        bad = good.copied()
+        bad.page_table, bad.lens = bad.page_table.copy(), bad.lens.copy()
+        bad.page_table[-1], bad.lens[0] = len(bad.pools["k_pages"]), -1
+        for x in (good, bad):
+            wanted = x.replay()
+            kv = page_writes.on_device(x, turn)
+            paged_write(kv, turn(x.k), turn(x.v), **page_writes.words_of(x, turn))
+            page_writes.check_pools(kv, wanted)
+    print(f"ran {2 * len(page_writes.CASES)} problems on kv_write")
 
 
 def _products(kernel: str) -> int:

@@ -17,17 +17,19 @@ from qflash.testing import Case
 from qflash.testing.emulated_attention import check_kernel
 from qflash.testing.emulated_ops import EmulatedGpu
 from qflash.testing.op_cases import CASES, check_close
+from qflash.testing.page_writes import PageWrite, arrays_of, check_written
 
 CUDA = {row.name: row for row in dispatch.KERNELS if row.backend == "cuda"}
 ATTENTION = [name for name, row in CUDA.items() if row.op == "attention"]
 QUANTIZE_KV = [name for name, row in CUDA.items() if row.op == "quantize_kv"]
+KV_WRITE = [name for name, row in CUDA.items() if row.op == "kv_write"]
 OTHERS = [name for name, row in CUDA.items() if row.op in CASES and row.op != "attention"]
 # More queries and keys than a tile has, of the dtype and head_dim whose libraries other tests here compile, too.
 TILE = Case("tile", 70, 150, 2, 1, 64, causal=True, dtype="float16", seed=3)
 
 
 def test_every_kernel_has_its_tile():
-    assert sorted((*ATTENTION, *QUANTIZE_KV, *OTHERS)) == sorted(CUDA)
+    assert sorted((*ATTENTION, *QUANTIZE_KV, *KV_WRITE, *OTHERS)) == sorted(CUDA)
 
 
 @pytest.fixture
@@ -61,4 +63,15 @@ def test_quantize_kv(gpu, kernel):
     assert names
     for name in names:
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+    assert gpu.launched == [kernel]
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("kernel", KV_WRITE)
+def test_kv_write(gpu, kernel, int8):
+    x = arrays_of(PageWrite("float16", int8, rope="half", mean=int8))
+    wanted = x.replay()
+    kv = qflash.PagedKV(**x.pools, page_table=x.page_table, lens=x.lens, k_mean=x.k_mean)
+    assert qflash.paged_write(kv, x.k, x.v, rope=x.rope, kernel=kernel) is kv
+    check_written(x, wanted)
     assert gpu.launched == [kernel]

@@ -16,7 +16,7 @@ from qflash.testing import BY_NAME, Case, cases, check, check_gradients, run_bac
 from qflash.testing.compare import check_contract, check_same_bits
 from qflash.testing.runner import arch_of, refusals, suited
 
-CPU_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cpu")]
+CPU_KERNELS = [row.name for kv in ("arrays", "pages") for row in dispatch.variants_of("attention", "cpu", kv)]
 CUDA_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cuda")]
 WITH_BACKWARD = [kernel.name for kernel in dispatch.variants_of("attention", "cpu") if kernel.precision == "native"]
 # Gradients are defined for finite inputs; what stands in the padding must not matter to them either.

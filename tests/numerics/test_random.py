@@ -17,7 +17,7 @@ from qflash.testing.random_cases import random_case, random_cases
 from qflash.testing.runner import arch_of, refusals, suited
 
 EXAMPLES = int(os.environ.get("QFLASH_HYPOTHESIS_EXAMPLES", "200"))
-CPU_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cpu")]
+CPU_KERNELS = [row.name for kv in ("arrays", "pages") for row in dispatch.variants_of("attention", "cpu", kv)]
 CUDA_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cuda")]
 
 

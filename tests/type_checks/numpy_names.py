@@ -11,10 +11,10 @@ def uses() -> None:
     assert_type(__version__, str)
     assert_type(get_num_threads(), int)
     set_num_threads(get_num_threads())
-    errors: list[type[Exception]] = [CompileError, KernelError, NoKernelError, ToolchainError]
+    errors: list[type[Exception]] = [CompileError, KernelError, NoKernelError, OutOfPagesError, ToolchainError]
     calls: list[Callable[..., object]] = [attention, attention_varlen, explain, softmax, layer_norm, cross_entropy]
     calls += [int8_matmul, quantize, dequantize, quantize_kv, rope_tables]
-    classes: list[type[object]] = [Explanation, Quantized, QuantizedKV, Rope]
+    classes: list[type[object]] = [Explanation, KVCache, PagedKV, Quantized, QuantizedKV, Rope]
     assert all(map(callable, (*errors, *calls, *classes)))
 
 

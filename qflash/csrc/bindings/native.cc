@@ -49,6 +49,7 @@ PYBIND11_MODULE(_native, module) {
   QF_ADD_ENTRY(cpu_int8_matmul);
   QF_ADD_ENTRY(cpu_quantize);
   QF_ADD_ENTRY(cpu_dequantize);
+  QF_ADD_ENTRY(cpu_kv_write);
   entries["status_text"] = reinterpret_cast<uintptr_t>(&qf_cpu_status_text);
   module.attr("cpu_entries") = entries;
 

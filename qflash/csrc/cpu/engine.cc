@@ -137,17 +137,26 @@ class Forward {
     return parallel_for(int64_t(tasks.size()), p_.num_threads, pack);
   }
 
+  // Keys of the longest sequence. Of arrays it is their length: the bits follow from shapes alone. A table of pages has
+  // room for many more tokens than there are.
+  int64_t longest() const {
+    if (!p_.kv.page_size) return p_.k_len;
+    int64_t most = 0;
+    for (int64_t b = 0; b < p_.batch; b++) most = std::max(most, sequence_of(p_, b).len_k);
+    return most;
+  }
+
   int run_few(int64_t units) const {
     std::vector<RowBlock> blocks = make_blocks(0, units);
-    int64_t keys = std::max(ceil_div(p_.k_len, kMostSplits), kSplitKeys);  // per split
+    int64_t keys = std::max(ceil_div(longest(), kMostSplits), kSplitKeys);  // per split
     keys = ceil_div(keys, kTileKeys) * kTileKeys;
-    if (int64_t(blocks.size()) < kFewBlocks && keys < p_.k_len) return run_splits(blocks, keys);
+    if (int64_t(blocks.size()) < kFewBlocks && keys < longest()) return run_splits(blocks, keys);
     sort_blocks(blocks);
     return run_blocks(blocks);
   }
 
   int run_splits(std::vector<RowBlock>& blocks, int64_t keys) const {
-    const int64_t splits = ceil_div(p_.k_len, keys), row_floats = p_.head_dim + 2;
+    const int64_t splits = ceil_div(longest(), keys), row_floats = p_.head_dim + 2;
     int64_t floats = 0;
     for (const RowBlock& x : blocks) floats += splits * x.heads * x.queries * row_floats;
     std::vector<float> partial(static_cast<size_t>(floats));
@@ -182,7 +191,7 @@ class Forward {
 extern "C" int qf_cpu(const QfAttnParams* params, void*) {
   qf::Isa isa;
   if (int status = qf::choose_isa(&isa)) return status;
-  if (int status = qf::check_values(*params)) return status;
+  if (int status = qf::check_values(*params, true)) return status;
   try {
     return qf::Forward(*params, isa).run();
   } catch (const std::bad_alloc&) {

@@ -8,6 +8,7 @@
 #include "forward.h"
 
 #include "finish.h"
+#include "hadamard.h"
 #include "interrupt.h"
 #include "pack.h"
 #include "scratch.h"
@@ -19,7 +20,7 @@ namespace QF_ISA {
 namespace {
 
 struct Scratch {
-  float *q, *o, *s, *k, *v, *row_buffer, *alpha;
+  float *q, *o, *s, *k, *v, *row_buffer, *alpha, *dot_mean;
   RowState* states;
   int64_t rows, pitch;  // pitch of q and o rows: head_dim in whole vectors
 };
@@ -37,9 +38,18 @@ size_t lay_out(void* base, int64_t rows, int64_t head_dim, bool packed, Scratch*
   scratch->v = arena.take(packed ? 0 : kTileKeys * pitch);
   scratch->row_buffer = arena.take(kLanes * pitch);
   scratch->alpha = arena.take(rows + kRowSlots);  // the softmax writes whole vectors
+  scratch->dot_mean = arena.take(rows);
   scratch->states = reinterpret_cast<RowState*>(arena.take(rows * 2));
   return arena.used();
 }
+
+// For rows that were multiplied by their alpha already. Blocks that read in place have at most kDirectRows.
+struct OnesPerRow {
+  float one[kDirectRows];
+  constexpr OnesPerRow() : one() {
+    for (float& x : one) x = 1.0f;
+  }
+};
 
 // Tiles after which a block looks whether the call is interrupted: some milliseconds' work.
 constexpr int64_t kTilesPerLook = 16;
@@ -47,8 +57,15 @@ constexpr int64_t kTilesPerLook = 16;
 class Block {
  public:
   Block(const QfAttnParams& p, const RowBlock& block, const Scratch& scratch)
-      : p_(p), block_(block), s_(block.sequence), x_(scratch), dim_(p.head_dim), map_(score_map(p)) {
-    values_in_place_ = block.direct && p.dtype == QF_F32 && dim_ % kLanes == 0;
+      : p_(p),
+        block_(block),
+        s_(block.sequence),
+        x_(scratch),
+        dim_(p.head_dim),
+        map_(score_map(p)),
+        k_(key_rows(p, block.sequence, block.kv_head)),
+        v_(value_rows(p, block.sequence, block.kv_head)) {
+    values_in_place_ = block.direct && p.kv.v_dtype == QF_F32 && dim_ % kLanes == 0;
   }
 
   int run() {
@@ -81,10 +98,20 @@ class Block {
       for (int64_t d = dim_; d < x_.pitch; d++) q[d] = 0.0f;
       if (p_.scale < 0.0f)
         for (int d = 0; d < dim_; d++) q[d] = -q[d];
+      if (p_.kv.kind == QF_KV_PAGES_INT8) meet_int8_keys(r, q);
       x_.states[r] = {-kInfinity, 0.0f};
     }
     memset(x_.o, 0, size_t(x_.rows * x_.pitch) * sizeof(float));
   }
+
+  // Keys are less their mean and multiplied by a Hadamard matrix. The query is multiplied by it too, which undoes that
+  // in every score, and its product with the mean is kept.
+  void meet_int8_keys(int64_t row, float* q) {
+    const float* mean = p_.kv.k_mean ? p_.kv.k_mean + block_.kv_head * dim_ : nullptr;
+    x_.dot_mean[row] = mean ? dot_rows(q, mean, dim_) : 0.0f;
+    multiply_by_hadamard(q, dim_);
+  }
+  bool keys_lack_mean() const { return p_.kv.kind == QF_KV_PAGES_INT8 && p_.kv.k_mean; }
 
   // What row `row` sees of this tile.
   Span span_of(int64_t row) const {
@@ -125,6 +152,10 @@ class Block {
     Span spans[kMaxRows];
     const Span any = spans_of(row, count, spans);
     if (any.begin == any.end) return;
+    // A softcap bends whole scores. Without it the mean's share, the same for all keys, can wait for the row's end.
+    if (map_.cap != 0.0f && keys_lack_mean())
+      for (int i = 0; i < count; i++)
+        for (int j = any.begin; j < any.end; j++) x_.s[(row + i) * kTileKeys + j] += x_.dot_mean[row + i];
     online_softmax(x_.s + row * kTileKeys, kTileKeys, count, spans, map_, x_.states + row, x_.alpha + row);
     if (whole_) return;
     if (finite) {
@@ -150,28 +181,32 @@ class Block {
     }
     keys_tile_ = x_.k;
     values_tile_ = x_.v;
-    if (!block_.direct) pack_keys(p_, s_, first_key_, keys_, block_.kv_head, x_.row_buffer, x_.k);
+    if (block_.direct) {
+      k_.list(first_key_, keys_, key_places_, key_scales_);
+      v_.list(first_key_, keys_, value_places_, value_scales_);
+    } else {
+      pack_keys(p_, s_, first_key_, keys_, block_.kv_head, x_.row_buffer, x_.k);
+    }
     return !values_in_place_ && pack_values(p_, s_, first_key_, keys_, block_.kv_head, kTileKeys, x_.row_buffer, x_.v);
   }
 
   // Asks for `count` rows of k or v from the tile's row `first` on. They lie whole strides apart, often on pages of
   // their own, where no hardware prefetcher follows.
-  void prefetch_rows(const QfTensor& tensor, int first, int count) const {
-    const int64_t bytes = dim_ * element_bytes(p_.dtype), stride = tensor.stride_t * element_bytes(p_.dtype);
-    const char* row = row_address(tensor, p_.dtype, s_.batch, s_.first_k + first_key_ + first, block_.kv_head);
-    for (int i = 0; i < count && first + i < keys_; i++, row += stride)
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+  void prefetch_rows(const char* const* places, int64_t bytes, int first, int count) const {
+    for (int i = first; i < first + count && i < keys_; i++)
+      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(places[i] + byte, 0, 2);
   }
 
   // S without a copy of K: each key is read once and meets every row.
   void scores_in_place() {
     for (int j = 0; j < keys_; j += kLanes) {
       const int count = keys_ - j < kLanes ? keys_ - j : kLanes;
-      prefetch_rows(p_.kv.v, j, count);
-      if (j + kLanes < keys_) prefetch_rows(p_.kv.k, j + kLanes, kLanes);
+      prefetch_rows(value_places_, v_.row_bytes(), j, count);
+      prefetch_rows(key_places_, k_.row_bytes(), j + kLanes, kLanes);
       const float* keys[kLanes];
       for (int i = 0; i < count; i++)
-        keys[i] = key_row(p_, s_, first_key_ + j + i, block_.kv_head, x_.row_buffer + i * x_.pitch);
+        keys[i] = key_row(p_, s_, first_key_ + j + i, k_, key_places_[j + i], key_scales_[j + i],
+                          x_.row_buffer + i * x_.pitch);
       for (int i = count; i < kLanes; i++) keys[i] = keys[0];
       for (int64_t row = 0; row < x_.rows; row++)
         store(x_.s + row * kTileKeys + j, dot_products(x_.q + row * x_.pitch, keys));
@@ -229,15 +264,29 @@ class Block {
 
   // O = alpha O + P V for `count` rows from `row` on, over the keys of `span`.
   void accumulate(int64_t row, int64_t count, Span span) {
+    if (values_in_place_) return accumulate_in_place(row, count, span);
     const float* weights = x_.s + row * kTileKeys + span.begin;
-    const float* in_place = reinterpret_cast<const float*>(
-        row_address(p_.kv.v, p_.dtype, s_.batch, s_.first_k + first_key_ + span.begin, block_.kv_head));
     for (int64_t start = 0; start < x_.pitch; start += kPanel) {
       const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
-      const float* values = values_in_place_ ? in_place + start : values_tile_ + start * kTileKeys + span.begin * width;
-      multiply<true>(count, int(width / kLanes), weights, kTileKeys, values,
-                     values_in_place_ ? p_.kv.v.stride_t : width, x_.o + row * x_.pitch + start, x_.pitch,
-                     span.end - span.begin, x_.alpha + row, ahead_);
+      multiply<true>(count, int(width / kLanes), weights, kTileKeys,
+                     values_tile_ + start * kTileKeys + span.begin * width, width, x_.o + row * x_.pitch + start,
+                     x_.pitch, span.end - span.begin, x_.alpha + row, ahead_);
+    }
+  }
+
+  // The same with V where it lies, page by page. The sums go on in the same order: pages do not change the bits.
+  void accumulate_in_place(int64_t row, int64_t count, Span span) {
+    static constexpr OnesPerRow kOnes;
+    const float* alpha = x_.alpha + row;
+    for (int first = span.begin, keys; first < span.end; first += keys, alpha = kOnes.one) {
+      keys = int(v_.run(first_key_ + first, span.end - first));
+      const float* values = reinterpret_cast<const float*>(value_places_[first]);
+      for (int64_t start = 0; start < x_.pitch; start += kPanel) {
+        const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
+        multiply<true>(count, int(width / kLanes), x_.s + row * kTileKeys + first, kTileKeys, values + start,
+                       v_.stride() / int64_t(sizeof(float)), x_.o + row * x_.pitch + start, x_.pitch, keys, alpha,
+                       ahead_);
+      }
     }
   }
 
@@ -245,14 +294,22 @@ class Block {
     for (int64_t r = 0; r < x_.rows; r++) {
       float* partial = block_.partial + r * (dim_ + 2);
       memcpy(partial, x_.o + r * x_.pitch, size_t(dim_) * sizeof(float));
-      partial[dim_] = x_.states[r].m;
-      partial[dim_ + 1] = x_.states[r].l;
+      const RowState state = whole_scores(r);
+      partial[dim_] = state.m;
+      partial[dim_ + 1] = state.l;
     }
   }
 
   void store_result() {
     for (int64_t r = 0; r < x_.rows; r++)
-      finish_row(p_, s_, head_of(r), query_of(r), x_.o + r * x_.pitch, x_.states[r], map_);
+      finish_row(p_, s_, head_of(r), query_of(r), x_.o + r * x_.pitch, whole_scores(r), map_);
+  }
+
+  // The state of a row as if the keys had their mean.
+  RowState whole_scores(int64_t row) const {
+    RowState state = x_.states[row];
+    if (map_.cap == 0.0f && keys_lack_mean()) state.m += x_.dot_mean[row];
+    return state;
   }
 
   const QfAttnParams& p_;
@@ -261,8 +318,11 @@ class Block {
   const Scratch& x_;
   const int dim_;
   const ScoreMap map_;
-  bool values_in_place_;   // V is read where it lies
-  int64_t first_key_ = 0;  // of the tile at hand, and its keys
+  const KvRows k_, v_;
+  const char *key_places_[kTileKeys], *value_places_[kTileKeys];  // of the tile at hand, when it is read in place
+  float key_scales_[kTileKeys], value_scales_[kTileKeys];         // of int8 elements
+  bool values_in_place_;                                          // V is read where it lies
+  int64_t first_key_ = 0;                                         // of the tile at hand, and its keys
   int keys_ = 0;
   Ahead ahead_;                                                // the next packed tile
   const float *keys_tile_ = nullptr, *values_tile_ = nullptr;  // as pack_keys and pack_values leave them

@@ -1,6 +1,7 @@
 // K and V tiles copied into float32 scratch in the order the matrix product reads them.
 #pragma once
 
+#include "kv_rows.h"
 #include "multiply.h"
 #include "rows.h"
 #include "sequence.h"
@@ -9,13 +10,12 @@
 namespace qf {
 namespace QF_ISA {
 
-// Key `key` as float32, rotated: in place when it already is, else in `row_buffer`.
-static inline const float* key_row(const QfAttnParams& p, const Sequence& s, int64_t key, int64_t head,
-                                   float* row_buffer) {
-  const char* source = row_address(p.kv.k, p.dtype, s.batch, s.first_k + key, head);
-  if (p.dtype == QF_F32 && !p.rope.cos) return reinterpret_cast<const float*>(source);
-  load_row(row_buffer, source, p.dtype, p.head_dim);
-  if (p.rope.cos) rotate_row(row_buffer, p.rope, key_position(p, s, key));
+// Key `key`, which lies at `row`, as float32, rotated: in place when it already is, else in `row_buffer`.
+static inline const float* key_row(const QfAttnParams& p, const Sequence& s, int64_t key, const KvRows& k,
+                                   const char* row, float scale, float* row_buffer) {
+  if (!rotates_keys(p)) return k.floats(row, scale, row_buffer);
+  load_row(row_buffer, row, p.dtype, p.head_dim);
+  rotate_row(row_buffer, p.rope, key_position(p, s, key));
   return row_buffer;
 }
 
@@ -25,10 +25,15 @@ static inline void pack_keys(const QfAttnParams& p, const Sequence& s, int64_t f
                              float* row_buffer, float* packed) {
   const int dim = p.head_dim;
   const int64_t pitch = round_up(dim, kLanes);
+  const KvRows k = key_rows(p, s, head);
   for (int64_t j = 0; j < count; j += kLanes) {
     const int keys = int(count - j < kLanes ? count - j : kLanes);
+    const char* places[kLanes];
+    float scales[kLanes] = {};
+    k.list(first + j, keys, places, scales);
     const float* rows[kLanes];
-    for (int i = 0; i < keys; i++) rows[i] = key_row(p, s, first + j + i, head, row_buffer + i * pitch);
+    for (int i = 0; i < keys; i++)
+      rows[i] = key_row(p, s, first + j + i, k, places[i], scales[i], row_buffer + i * pitch);
     float* column = packed + j / kPanel * kPanel * dim + j % kPanel;
     for (int d = 0; d < dim; d += kLanes) {
       const int n = dim - d < kLanes ? dim - d : kLanes;
@@ -63,13 +68,12 @@ static inline bool pack_values(const QfAttnParams& p, const Sequence& s, int64_t
   const int dim = p.head_dim;
   const int64_t padded = round_up(dim, kLanes);
   FiniteCheck check;
+  const KvRows v = value_rows(p, s, head);
+  const char* places[kLanes];
+  float scales[kLanes] = {};
   for (int64_t j = 0; j < count; j++) {
-    const char* source = row_address(p.kv.v, p.dtype, s.batch, s.first_k + first + j, head);
-    const float* row = reinterpret_cast<const float*>(source);
-    if (p.dtype != QF_F32) {
-      load_row(row_buffer, source, p.dtype, dim);
-      row = row_buffer;
-    }
+    if (j % kLanes == 0) v.list(first + j, int(count - j < kLanes ? count - j : kLanes), places, scales);
+    const float* row = v.floats(places[j % kLanes], scales[j % kLanes], row_buffer);
     for (int64_t start = 0; start < padded; start += kPanel) {
       const int64_t width = padded - start < kPanel ? padded - start : kPanel;
       float* destination = packed + start * rows + j * width;

@@ -35,6 +35,11 @@ static inline void load_row(float* destination, const void* source, int32_t dtyp
   }
 }
 
+// destination[0, n) = scale * source[0, n), n in whole vectors.
+static inline void load_scaled(float* destination, const int8_t* source, float scale, int n) {
+  for (int i = 0; i < n; i += kLanes) store(destination + i, broadcast(scale) * load_i8(source + i));
+}
+
 // destination[0, n) of type `dtype` = source[0, n), rounded to nearest even.
 static inline void store_row(void* destination, const float* source, int32_t dtype, int n) {
   if (dtype == QF_F32) {

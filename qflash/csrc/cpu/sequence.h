@@ -21,6 +21,8 @@ static inline Sequence sequence_of(const QfAttnParams& p, int64_t batch) {
   if (p.cu_seqlens_q) {
     s.first_q = p.cu_seqlens_q[batch];
     s.len_q = p.cu_seqlens_q[batch + 1] - s.first_q;
+  }
+  if (p.cu_seqlens_k) {
     s.first_k = p.cu_seqlens_k[batch];
     s.len_k = p.cu_seqlens_k[batch + 1] - s.first_k;
   }
@@ -49,6 +51,11 @@ static inline KeyRange keys_of_any(const QfAttnParams& p, const Sequence& s, int
   return {visible_keys(p, s, first).begin, visible_keys(p, s, last).end};
 }
 
+// Keys that at least one query of the sequence sees. Of pages, nothing else is looked at.
+static inline KeyRange needed_keys(const QfAttnParams& p, const Sequence& s) {
+  return s.len_q > 0 ? keys_of_any(p, s, 0, s.len_q - 1) : KeyRange{0, 0};
+}
+
 // Keys that every one of the queries [first, last] sees: what is inside needs no mask.
 static inline KeyRange keys_of_all(const QfAttnParams& p, const Sequence& s, int64_t first, int64_t last) {
   return {visible_keys(p, s, last).begin, visible_keys(p, s, first).end};
@@ -75,6 +82,9 @@ static inline int64_t key_position(const QfAttnParams& p, const Sequence& s, int
   if (p.rope.positions_k) return p.rope.positions_k[s.batch * p.rope.stride_positions_k_b + s.first_k + key];
   return key;
 }
+
+// Keys in pages were rotated when they were written.
+static inline bool rotates_keys(const QfAttnParams& p) { return p.rope.cos && p.kv.page_size == 0; }
 
 // Offset, in elements, of row `row` (counted from the tensor's start when packed) and head `head`.
 static inline int64_t offset_of(const QfTensor& t, int64_t batch, int64_t row, int64_t head) {

@@ -11,6 +11,7 @@
 //   exp2_*, exp    about 1 ulp; -inf gives 0, NaN gives NaN, overflow gives +inf, results below 2^-126 become 0,
 //                  so no denormal reaches the multiplies that follow
 //   load_f16, ...  kLanes half-precision numbers from or to memory, rounded to nearest even
+//   load_i8        kLanes integers of 8 bits
 #pragma once
 
 #include <stdint.h>

@@ -55,6 +55,9 @@ static inline Vec interleave_high(Vec a, Vec b) {
   return _mm512_permutex2var_ps(a, order, b);
 }
 
+static inline Vec load_i8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 static inline Vec load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline void store_f16(uint16_t* p, Vec x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -118,6 +118,7 @@ static inline uint16_t f32_to_bf16(float x) {
   return x != x ? uint16_t(0x7fc0) : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+static inline Vec load_i8(const int8_t* p) { return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 static inline Vec load_f16(const uint16_t* p) {
   return Vec{f16_to_f32(p[0]), f16_to_f32(p[1]), f16_to_f32(p[2]), f16_to_f32(p[3])};
 }

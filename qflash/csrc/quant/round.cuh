@@ -62,26 +62,33 @@ __device__ __forceinline__ uint32_t pack_low_bytes(uint32_t a, uint32_t b, uint3
 #endif
 }
 
-// Four integers. kPlain: to nearest, symmetric, where nothing needs a clamp: |x * 127 / max|x|| rounds to 127 at most.
-// `element`: index of x[0] in the tensor [batch, length, heads, head_dim] or [total, heads, head_dim]; a multiple of 4
-// when kAligned.
+// Four integers: x times `inverse`, to nearest, where nothing needs a clamp: |x * 127 / max|x|| rounds to 127 at most.
+__device__ __forceinline__ uint32_t nearest4(const float* x, float inverse) {
+  uint32_t bits[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) bits[e] = float_to_bits(add_rn(mul_rn(x[e], inverse), kIntegerInLowBits));
+  return pack_low_bytes(bits[0], bits[1], bits[2], bits[3]);
+}
+
+// Four integers. kPlain: to nearest, symmetric. `element`: index of x[0] in the tensor [batch, length, heads, head_dim]
+// or [total, heads, head_dim]; a multiple of 4 when kAligned.
 template <bool kPlain, bool kAligned>
 __device__ __forceinline__ uint32_t round4(const float* x, const Scale& scale, const QfQuantizeParams& p,
                                            uint64_t element) {
+  if (kPlain) return nearest4(x, scale.inverse);
   float n[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) n[e] = mul_rn(x[e], scale.inverse);
-  if (!kPlain && p.rounding == QF_STOCHASTIC) {
+  if (p.rounding == QF_STOCHASTIC) {
     uint32_t random[4];
     philox4<kAligned>(random, element, p.seed);
 #pragma unroll
     for (int e = 0; e < 4; ++e) n[e] = round_stochastically(n[e], random[e]);
   }
+  const float lowest = p.symmetric ? -127.0f : -128.0f;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    n[e] = add_rn(n[e], kIntegerInLowBits);
-    if (kPlain) continue;
-    const float lowest = p.symmetric ? -127.0f : -128.0f;  // exact from here on
+    n[e] = add_rn(n[e], kIntegerInLowBits);  // exact from here on
     n[e] = fminf(fmaxf(n[e] + scale.zero_point, kIntegerInLowBits + lowest), kIntegerInLowBits + 127.0f);
   }
   return pack_low_bytes(float_to_bits(n[0]), float_to_bits(n[1]), float_to_bits(n[2]), float_to_bits(n[3]));

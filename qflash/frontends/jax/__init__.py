@@ -60,6 +60,11 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.Arr
     return await_verdict(checked.program, *values) if checked.waits else checked.program(*values)
 
 
+def run_in_place(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.Array]:
+    """`run` of an operation that writes to its arrays: new ones, with the memory of the old where that was donated."""
+    return run(op, arrays, words)  # which has no other results
+
+
 def plan_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Plan:
     """The plan of a checked call, for `explain`."""
     return _plan(op, _given(op, arrays), words)

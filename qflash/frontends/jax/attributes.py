@@ -24,13 +24,14 @@ def symbolic(aval: Any) -> bool:
 
 
 def attributes(call: Call, plan: Plan, operands: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:
-    """All but the kernel's key. `operands`, `results`: abstract arrays in the order of the plan."""
+    """All but the kernel's key. `operands`, `results`: abstract arrays in the order of the plan; operands that are
+    written are results once more, the last ones."""
     fields = _native.op_layouts[plan.struct][1]
     _check_sizes(call, plan, operands)
     return {
         "takes": plan.struct,
         "params": np.frombuffer(plan.params(), np.int64),
-        "pointers": _words(fields[name][0] for name in plan.pointers),
+        "pointers": _words(fields[name][0] for name in (*plan.pointers, *(one.field for one in plan.written))),
         "num_bytes": _words(map(_num_bytes, (*operands, *results))),
         "sizes": _words(_sizes(plan, fields)),
         "bounds": _words(_bounds(plan, fields)),

@@ -47,8 +47,12 @@ def _abstract(*avals: Any, call: Call) -> list[Any]:
         sharding = NamedSharding(first.sharding.mesh, PartitionSpec(*map(axes.get, letters)))
         return first.update(shape=tuple(shape), dtype=jnp.dtype(dtype), sharding=sharding)
 
-    results = call.plan(avals, "cpu").results
-    return [like(at, result.shape, result.dtype) for at, result in enumerate(results)]
+    plan = call.plan(avals, "cpu")
+    written = (avals[call.names.index(operand.argument)] for operand in plan.written)
+    return [
+        *(like(at, result.shape, result.dtype) for at, result in enumerate(plan.results)),
+        *(like(0, aval.shape, aval.dtype.name) for aval in written),
+    ]
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Any:
@@ -58,7 +62,10 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Any:
     kernel = _kernel(call, plan, arch)
     if plan.nothing_to_do:
         empty = [(result.shape, result.dtype) for result in plan.results]
-        make = mlir.lower_fun(lambda *_: [jnp.zeros(*result) for result in empty], multiple_results=True)
+        kept = [call.names.index(operand.argument) for operand in plan.written]
+        make = mlir.lower_fun(
+            lambda *xs: [*(jnp.zeros(*result) for result in empty), *(xs[at] for at in kept)], multiple_results=True
+        )
         return make(ctx, *operands)
     entry = backends.load(kernel, spec)
     if not isinstance(entry, Entry):
@@ -71,7 +78,11 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Any:
     words = attributes(call, plan, avals, ctx.avals_out)
     ctx = ctx.replace(avals_in=avals, avals_out=[*ctx.avals_out, workspace])
     key = register(kernel.name, spec, entry, plan.struct)
-    return jax.ffi.ffi_lowering(TARGET)(ctx, *(operands[at] for at in order), kernel=key, **words)[:-1]
+    # What is written goes in and comes out in one buffer: XLA copies an operand that is used again, and no other.
+    places = [at for at, operand in enumerate(plan.operands) if operand.written]
+    aliases = {at: len(plan.results) + i for i, at in enumerate(places)}
+    lower = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)
+    return lower(ctx, *(operands[at] for at in order), kernel=key, **words)[:-1]
 
 
 def _kernel(call: Call, plan: Plan, arch: int) -> dispatch.Kernel:

@@ -21,13 +21,13 @@ from qflash.call import cache
 from qflash.call.op import Op, Plan
 from qflash.call.words import plain
 from qflash.frontends.torch import autograd, launch
-from qflash.frontends.torch.arrays import arch_of_device, as_index, described, with_indices
+from qflash.frontends.torch.arrays import arch_of_device, as_index, check_writeable, described, with_indices
 from qflash.frontends.torch.launch import PLAIN
 from qflash.frontends.torch.library import TYPES, dispatched, plan_traced
 from qflash.frontends.torch.traced import traced_word
 from qflash.frontends.torch.watch import autocast, is_autocast_anywhere, is_compiling, is_grad_enabled, is_watched
 
-__all__ = ["arch_of", "as_index", "plan_of", "run", "scalar"]
+__all__ = ["arch_of", "as_index", "plan_of", "run", "run_in_place", "scalar"]
 
 Tensor = torch.Tensor
 
@@ -42,6 +42,14 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]
     if ready.wants_gradient and is_grad_enabled():
         return _with_gradient(op, ready, arrays, words)
     return launch.launch(op, ready, arrays)
+
+
+def run_in_place(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
+    """`run` of an operation that writes to its tensors: those."""
+    if not is_compiling():
+        check_writeable(op, arrays)
+    run(op, arrays, words)
+    return op.written(arrays)
 
 
 def _run_unknown(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:

@@ -68,6 +68,14 @@ def with_indices(op: Op, arrays: Sequence[Any]) -> Sequence[Any]:
     return changed or arrays
 
 
+def check_writeable(op: Op, arrays: Sequence[Any]) -> None:
+    """Refuse a lazily negated view among the tensors that an operation writes to: its memory has the other sign."""
+    for x in op.written(arrays):
+        if isinstance(x, Tensor) and x.is_neg():
+            name = next(name for name, y in op.named(arrays).items() if y is x)
+            raise ValueError(f"{name} is a lazily negated view; allowed: a tensor that {op.spoken} can write to")
+
+
 def check_storage(op: Op, arrays: Sequence[Any]) -> None:
     """Refuse a tensor with elements and no memory: a storage resized to nothing, or a tensor of no data at all."""
     for name, x in op.named(arrays).items():

@@ -52,11 +52,17 @@ def _is_read_as_is(operand: Operand, x: Tensor, array: Array) -> bool:
         return False
     if operand.contiguous and not x.is_contiguous():
         return False
+    if operand.written:
+        return True
     # A lazily negated view (the imaginary part of a conjugate) holds its memory with the wrong sign. Its strides are
     # even, all of them, so few arrays have to be asked.
     return not x.is_floating_point() or any(
         stride % 2 for stride, extent in zip(x.stride(), x.shape, strict=True) if extent > 1
     )
+
+
+def _is_like(x: Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> bool:
+    return dtype is x.dtype and tuple(x.shape) == tuple(shape) and x.is_contiguous()
 
 
 def _picker(places: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Tensor]]:
@@ -79,8 +85,7 @@ def make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) ->
         if not _is_read_as_is(operand, arrays[at], arrays_described[at])
     )
     shapes = tuple((result.shape, _strides(result.shape), getattr(torch, result.dtype)) for result in plan.results)
-    shape, _, dtype = shapes[0]
-    like_first = dtype is first.dtype and tuple(first.shape) == tuple(shape) and first.is_contiguous()
+    like_first = bool(shapes) and _is_like(first, *shapes[0])
     native = prepared.launch is None and not plan.nothing_to_do
     is_plain = first.is_cpu and like_first and len(shapes) == 1 and not converted and native
     found = Ready(
@@ -127,6 +132,8 @@ def launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
 
 
 def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
+    if op.writes and not ready.prepared.plan.nothing_to_do:
+        _note_writes(op.written(arrays))
     device = ready.device
     if not ready.on_cpu and device.index != current_device():
         with torch.cuda.device(device):
@@ -163,6 +170,11 @@ def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
         check_storage(op, arrays)
         raise
     return results
+
+
+def _note_writes(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd, which refuses to go back through what it saved and somebody wrote to since."""
+    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
 
 
 def _converted(operand: Operand, x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ _STAND_INS = {"max_seqlen_q": 0, "max_seqlen_k": 0}
 
 def dispatched(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[Tensor]:
     """The results of a call through the dispatcher."""
-    return _ops[op.name](*arrays, *words)
+    return _ops[op.name](*arrays, *words) or []
 
 
 def plan_traced(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Plan:
@@ -74,14 +74,19 @@ def _split(op: Op, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return args[:number], [tuple(word) if isinstance(word, list) else word for word in args[number:]]
 
 
-def _real(op: Op, *args: Any) -> list[Tensor]:
+def _real(op: Op, *args: Any) -> list[Tensor] | None:
     arrays, words = _split(op, args)
-    return launch.launch(op, launch.find_ready(op, arrays, words), arrays)
+    return _returned(op, launch.launch(op, launch.find_ready(op, arrays, words), arrays))
 
 
-def _fake(op: Op, *args: Any) -> list[Tensor]:
+def _fake(op: Op, *args: Any) -> list[Tensor] | None:
     arrays, words = args[: len(op.arrays)], args[len(op.arrays) :]
-    return launch.empty_results(plan_traced(op, arrays, words), arrays[0])
+    return _returned(op, launch.empty_results(plan_traced(op, arrays, words), arrays[0]))
+
+
+def _returned(op: Op, results: Sequence[Tensor]) -> list[Tensor] | None:
+    """An op that writes to its arguments returns nothing: functionalization knows no lists beside them."""
+    return None if op.writes else list(results)
 
 
 def _autograd(op: Op, *args: Any) -> list[Tensor]:
@@ -97,6 +102,10 @@ def _autograd(op: Op, *args: Any) -> list[Tensor]:
 
 
 def _vmap(op: Op, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Tensor], list[int]]:
+    if op.writes:
+        raise NotImplementedError(
+            f"{op.spoken} writes to {', '.join(op.writes)} and has no rule for torch.func.vmap; allowed: a loop"
+        )
     outs = vmap.batched(op, _ops[op.name], info.batch_size, in_dims, args)
     return outs, [0] * len(outs)
 
@@ -115,11 +124,14 @@ _library = torch.library.Library("qflash", "FRAGMENT")
 
 
 def _define(op: Op) -> Callable[..., list[Tensor]]:
-    """The dispatcher op of an operation: its arrays, then its words; results as a list."""
-    first, *others = (name.replace(".", "_") for name in op.arrays)
-    arrays = [f"Tensor {first}", *(f"Tensor? {name}" for name in others)]
+    """The dispatcher op of an operation: its arrays, then its words; results as a list, or none where it writes."""
+    arrays = []
+    for at, name in enumerate(op.arrays):
+        written = f"(a{at}!)" if name in op.writes else ""
+        arrays.append(f"Tensor{written}{'?' if at else ''} {name.replace('.', '_')}")  # the first is always there
     words = [f"{TYPES[word]} {word}" for word in op.words]
-    _library.define(f"{op.name}({', '.join((*arrays, *words))}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+    returned = "()" if op.writes else "Tensor[]"
+    _library.define(f"{op.name}({', '.join((*arrays, *words))}) -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         _library.impl(op.name, partial(_real, op), key)
     _library.impl(op.name, partial(_autograd, op), "Autograd")

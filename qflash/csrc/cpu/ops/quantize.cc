@@ -34,17 +34,9 @@ using LongLong = long long;
 constexpr int64_t kBlockFloats = 32 * 1024;  // of tokens that are held at a time: half of a usual second-level cache
 constexpr int64_t kTaskTokens = 256;         // of a task, or one group when that is longer
 
-float number_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
 Scale symmetric_scale(const Extent& extent) {
   if (extent.any_nonfinite && !extent.any_finite) return {NAN, 0.0f, 0.0f};
-  const float amplitude = number_of(extent.largest);
-  if (amplitude < kNoAmplitude) return {0.0f, 0.0f, 0.0f};
-  return {amplitude / 127.0f, 127.0f / amplitude, 0.0f};
+  return scale_of_amplitude(number_of(extent.largest));
 }
 
 // Halves, because the range itself may overflow.

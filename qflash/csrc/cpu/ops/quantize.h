@@ -6,12 +6,11 @@
 
 #include "isa.h"
 #include "qflash_ops.h"
+#include "rounding.h"
 
 namespace qf {
 
-constexpr int64_t kMeanChunk = 64;               // tokens summed in float32 before they join a float64 sum
-constexpr uint32_t kInfinityBits = 0x7f800000u;  // magnitudes, as integers, from here on are not finite
-constexpr float kNoAmplitude = 0x1p-100f;        // below it there is no scale
+constexpr int64_t kMeanChunk = 64;  // tokens summed in float32 before they join a float64 sum
 
 // Tokens first .. first + count - 1 of one head, which exist, as float32 rows.
 struct TokenBlock {
@@ -28,10 +27,6 @@ struct Extent {
   bool any_finite = false, any_nonfinite = false;
 
   void join(const Extent& other);
-};
-
-struct Scale {
-  float scale, inverse, zero_point;
 };
 
 }  // namespace qf

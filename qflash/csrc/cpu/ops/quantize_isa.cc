@@ -11,25 +11,6 @@ namespace qf {
 namespace QF_ISA {
 namespace {
 
-// 1.5 * 2^23: a float32 in 0 .. 2^22 either way that this is added to and taken from is rounded to nearest even.
-constexpr float kIntegers = 12582912.0f;
-
-inline int32_t bits_of(float x) {
-  int32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-// |x| as an integer, of the largest of x[0, n): infinity is above every number, NaN above infinity.
-uint32_t largest_magnitude(const float* x, int64_t n) {
-  int32_t largest = 0;
-  for (int64_t i = 0; i < n; i++) {
-    const int32_t magnitude = bits_of(x[i]) & 0x7fffffff;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  return uint32_t(largest);
-}
-
 // Philox-4x32-10 (J. K. Salmon et al., 2011): four random words as a function of a counter and a key.
 struct Words {
   uint32_t word[4];

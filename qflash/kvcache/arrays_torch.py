@@ -1,0 +1,84 @@
+"""The pages of a cache as torch tensors, on the CPU or a CUDA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from qflash.call.array import check_dtype, check_shape
+from qflash.call.words import shown
+from qflash.frontends.torch.arrays import describe
+from qflash.kvcache.pages import Copy
+from qflash.kvcache.storage import Layer, Shape
+from qflash.ops.kv_write import paged_write
+from qflash.ops.paged import PagedKV
+from qflash.rope import Rope
+
+
+class TorchStorage:
+    """One tensor for the keys of all layers, and one for the values, so that a copy of a page is one launch of each.
+
+    Everything that is written in place later is made outside of inference mode, whose tensors could only be written in
+    that mode.
+    """
+
+    in_place = True
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: Any) -> None:
+        try:
+            # With the number of the GPU, which "cuda" leaves out and the device of every tensor has.
+            self.device = torch.empty(0, device=device).device
+        except (RuntimeError, TypeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"device is {shown(device)}; allowed: one that torch has ({reason})") from None
+        self.shape = shape
+        self.dtype = dtype
+        of_pools, of_scales = (shape.layers, *shape.of_pool), (shape.layers, *shape.of_pool[:-1])
+        of_means = (shape.layers, shape.kv_heads, shape.head_dim)
+        elements = torch.int8 if shape.is_int8 else dtype
+        with torch.inference_mode(False):
+            self._pools = [torch.zeros(of_pools, dtype=elements, device=self.device) for _ in "kv"]
+            scales = (
+                [torch.zeros(of_scales, dtype=torch.float32, device=self.device) for _ in "kv"] if shape.is_int8 else []
+            )
+            means = [torch.zeros(of_means, dtype=torch.float32, device=self.device)] if shape.is_int8 else []
+            self.layers = [Layer(*parts) for parts in zip(*self._pools, *scales, *means, strict=True)]
+        self._pools += scales
+
+    def check_new(self, name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+        if type(x) is torch.Tensor and x.dtype is self.dtype and x.device == self.device and x.shape in shapes:
+            return  # most calls: the rest says what is wrong with the others
+        array = describe(name, x, "dtype")
+        check_dtype(name, array, str(self.dtype).removeprefix("torch."))
+        if x.device != self.device:
+            raise ValueError(f"{name} is on {x.device}; allowed: the cache's device, {self.device}")
+        check_shape(name, array, *shapes)
+
+    def copy_pages(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            for pool in self._pools:  # without indices on the device, and without memory for what is copied
+                pool[:, copy.target, :, : copy.tokens].copy_(pool[:, copy.source, :, : copy.tokens])
+
+    def upload(self, old: Any, values: np.ndarray[Any, np.dtype[np.int32]]) -> Any:
+        if old is None:
+            with torch.inference_mode(False):
+                old = torch.empty(values.shape, dtype=torch.int32, device=self.device)
+        host = torch.from_numpy(values)
+        # The copy does not wait for the GPU. PyTorch keeps pinned memory until such a copy is done, and `values`, which
+        # the next step overwrites, is free at once.
+        old.copy_(host.pin_memory() if old.is_cuda else host, non_blocking=True)
+        return old
+
+    def set_mean(self, layer: int, compute: Callable[[], Any]) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the first write to layer {layer} is captured in a CUDA graph, and each replay would decide the mean "
+                "of its keys again; allowed: a write of a prompt before the capture"
+            )
+        self.layers[layer].k_mean.copy_(compute())
+
+    def write(self, layer: int, kv: PagedKV, k: Any, v: Any, rope: Rope | None, cu_seqlens: Any) -> PagedKV:
+        return paged_write(kv, k, v, rope=rope, cu_seqlens=cu_seqlens)

@@ -1,0 +1,193 @@
+"""A step: one batch of new tokens, for which the cache has reserved pages. It writes them layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+from qflash.call.words import check_int
+from qflash.kvcache.pages import Pages, Reservation, Sequence
+from qflash.kvcache.storage import Shape, Storage
+from qflash.kvcache.tables import Tables
+from qflash.ops.paged import PagedKV
+from qflash.ops.quantization import quantize, tables_of
+from qflash.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a cache and its steps share. Whoever reads or changes any of it holds the lock."""
+
+    shape: Shape
+    pages: Pages
+    storage: Storage
+    lock: RLock
+    has_mean: list[bool]  # of each layer: whether its k_mean is what it stays; that of pages which have none is
+
+
+class Step:
+    """New tokens of some sequences: `write` stores them, and `attention` reads them with all that came before.
+
+    What `KVCache.extend` returns. Tables are arrays of the cache's framework: `page_table` int32 `[B, columns]`, `lens`
+    int32 `[B]` (with the new tokens) and `cu_seqlens` int32 `[B + 1]`, where each sequence's new tokens start in a
+    packed array. `counts` are the new tokens of each of `sequences`, `max_new` is the largest and `total` the sum.
+
+    A step is stale once one of its sequences is extended, truncated or closed, and then refuses to write and to read.
+    `KVCache.extend(..., into=step)` renews it.
+    """
+
+    sequences: tuple[int, ...]
+    counts: tuple[int, ...]
+    max_new: int
+    total: int
+
+    def __init__(self, state: State, rows: int, columns: int) -> None:
+        self._state = state
+        self._tables = Tables(state.storage, rows, columns)
+        self._members: tuple[Sequence, ...] = ()
+        self._versions: tuple[int, ...] | None = None  # of the members, as the tables show them; None: nothing is shown
+        self._epoch = -1  # of the allocator, when the versions were compared last
+        self._kvs: dict[int, PagedKV] = {}  # by layer, where the arrays stay the same
+
+    @property
+    def page_table(self) -> Any:
+        """int32 `[B, columns]`: the pages of each sequence, -1 after the last."""
+        return self._tables.page_table
+
+    @property
+    def lens(self) -> Any:
+        """int32 `[B]`: how many tokens each sequence has, with the new ones."""
+        return self._tables.lens
+
+    @property
+    def cu_seqlens(self) -> Any:
+        """int32 `[B + 1]`: where the new tokens of each sequence start in a packed array."""
+        return self._tables.cu_seqlens
+
+    @property
+    def columns(self) -> int:
+        """How many pages of a sequence the page table has room for."""
+        return self._tables.columns
+
+    def write(self, layer: int, k: Any, v: Any, *, rope: Rope | None = None) -> PagedKV:
+        """Store the new keys and values of a layer in their pages, in one launch; what `attention` takes.
+
+        k, v: `[B, T, Hkv, D]` where every sequence has T new tokens, or packed `[total, Hkv, D]`, a sequence after
+        another. rope: rotates k; a token stands at its place in the sequence, or at `rope.positions_k`. The same Rope
+        goes to `attention`, which rotates q by it.
+
+        The first write to a layer of int8 pages also decides the mean that all its keys lose: that of these keys.
+        """
+        state = self._state
+        with state.lock:
+            self._check(layer)
+            self._check_new(k, v)
+            self._check_rope(rope)
+            if not self.total:
+                return self._kv(layer)
+            if not state.has_mean[layer]:
+                state.storage.set_mean(layer, lambda: self._mean(k, rope))
+            kv = self._kv(layer)
+            kv = state.storage.write(layer, kv, k, v, rope, self.cu_seqlens if len(k.shape) == 3 else None)
+            state.has_mean[layer] = True  # a write that was refused decides nothing
+            return kv
+
+    def kv(self, layer: int) -> PagedKV:
+        """The keys and values of a layer as they are, for `attention`; nothing is written."""
+        with self._state.lock:
+            self._check(layer)
+            return self._kv(layer)
+
+    def __repr__(self) -> str:
+        return f"<qflash Step of sequences {list(self.sequences)}, new tokens {list(self.counts)}>"
+
+    # What the cache calls, in this order, while it holds the lock.
+
+    def _check_fits(self, reservation: Reservation) -> None:
+        """Refuse a batch that the tables have no room for."""
+        rows, columns = self._tables.rows, self._tables.columns
+        if len(reservation.sequences) != rows:
+            raise ValueError(f"seqs has {len(reservation.sequences)} sequences; allowed: as many as into has, {rows}")
+        for sequence, pages in zip(reservation.sequences, reservation.pages, strict=True):
+            if len(pages) > columns:
+                raise ValueError(
+                    f"sequence {sequence.name} needs {len(pages)} pages, and the page table has {columns} columns; "
+                    f"allowed: a step that was made with columns={len(pages)} or more"
+                )
+
+    def _show(self, reservation: Reservation) -> None:
+        """Make the tables those of a reservation. Until `_commit` the step is stale, whatever happens."""
+        self._versions, self._epoch = None, -1
+        self._tables.show(reservation)
+
+    def _commit(self, reservation: Reservation) -> None:
+        """The reservation is committed: the step is its."""
+        self._members = reservation.sequences
+        self._versions = tuple([sequence.version for sequence in self._members])
+        self.sequences = tuple([sequence.name for sequence in self._members])
+        self.counts = reservation.counts
+        self.max_new, self.total = max(self.counts), sum(self.counts)
+        shape = self._state.shape
+        packed = (self.total, shape.kv_heads, shape.head_dim)
+        batch = (len(self.counts), self.max_new, shape.kv_heads, shape.head_dim)
+        is_even = min(self.counts) == self.max_new
+        self._shapes = (batch, packed) if is_even else (packed,)
+        self._longest = max((s.length for s, n in zip(self._members, self.counts, strict=True) if n), default=0)
+
+    def _check(self, layer: Any) -> None:
+        check_int("layer", layer, 0, self._state.shape.layers - 1)
+        epoch = self._state.pages.epoch
+        if epoch == self._epoch:
+            return
+        if self._versions is None:
+            raise ValueError("the step is stale, an extend into it failed; allowed: extend(..., into=step) renews it")
+        for sequence, version in zip(self._members, self._versions, strict=True):
+            if sequence.version != version:
+                raise ValueError(
+                    f"the step is stale, sequence {sequence.name} was extended, truncated or closed since; "
+                    "allowed: the newest step of each sequence, or extend(..., into=step) to renew this one"
+                )
+        self._epoch = epoch
+
+    def _check_new(self, k: Any, v: Any) -> None:
+        check_new = self._state.storage.check_new
+        check_new("k", k, self._shapes)
+        check_new("v", v, (tuple(k.shape),))
+
+    def _check_rope(self, rope: Any) -> None:
+        """Positions are known here, so tables that are too short are found before anything is written."""
+        cos, _, _, positions, _ = tables_of(rope)
+        rows = getattr(cos, "shape", (self._longest,))[0]
+        if positions is None and rows < self._longest:
+            raise ValueError(f"rope.cos has {rows} rows; allowed: at least {self._longest}, the longest sequence's")
+
+    def _mean(self, k: Any, rope: Rope | None) -> Any:
+        """The mean of the new keys, rotated, over tokens and sequences: `[Hkv, D]`."""
+        keys = k if len(k.shape) == 4 else k[None]
+        if rope is not None:
+            positions = rope.positions_k
+            if positions is None:
+                places = self._tables.positions().reshape(keys.shape[:2])
+                positions = self._state.storage.upload(None, places)
+            rope = Rope(rope.cos, rope.sin, rope.interleaved, positions_k=positions)
+        mean: Any = quantize(keys, rope=rope, smooth=True).mean
+        return mean.mean(0)  # sequences of a batch have equally many new tokens
+
+    def _kv(self, layer: int) -> PagedKV:
+        kept = self._kvs.get(layer)
+        if kept is not None:
+            return kept
+        arrays, tables = self._state.storage.layers[layer], self._tables
+        kv = PagedKV(
+            arrays.k,
+            arrays.v,
+            tables.page_table,
+            tables.lens,
+            k_scale=arrays.k_scale,
+            v_scale=arrays.v_scale,
+            k_mean=arrays.k_mean,
+        )
+        if self._state.storage.in_place:
+            self._kvs[layer] = kv
+        return kv

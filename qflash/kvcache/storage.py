@@ -1,0 +1,95 @@
+"""What the cache asks of a framework: pools of pages, copies between pages, uploads of tables.
+
+`make_storage` tells the framework by the dtype's class, and imports none to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from qflash.call.array import dtype_name
+from qflash.call.spec import DTYPES
+from qflash.kvcache.pages import Copy
+from qflash.ops.paged import PagedKV
+from qflash.rope import Rope
+
+EXAMPLES = "np.float32, torch.bfloat16, jnp.bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How much a cache holds, and in which type: `dtype` is that of new tokens, `is_int8` that pages are not."""
+
+    layers: int
+    pages: int
+    kv_heads: int
+    page_size: int
+    head_dim: int
+    dtype: str
+    is_int8: bool
+
+    @property
+    def of_pool(self) -> tuple[int, int, int, int]:
+        """Of the keys, or values, of one layer: head-major, so that a head's tokens of a page lie together."""
+        return self.pages, self.kv_heads, self.page_size, self.head_dim
+
+
+@dataclass(slots=True)
+class Layer:
+    """The arrays of one layer. Scales and k_mean are those of int8 pages."""
+
+    k: Any
+    v: Any
+    k_scale: Any = None
+    v_scale: Any = None
+    k_mean: Any = None
+
+
+class Storage(Protocol):
+    """The arrays of a cache in one framework."""
+
+    shape: Shape
+    layers: list[Layer]
+    device: Any
+    in_place: bool  # whether a write changes the arrays of `layers`; else it replaces them
+
+    def check_new(self, name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Refuse new tokens of another framework, dtype, device or shape."""
+
+    def copy_pages(self, copies: Iterable[Copy]) -> None:
+        """Carry out copies in all layers."""
+
+    def upload(self, old: Any, values: np.ndarray[Any, np.dtype[np.int32]]) -> Any:
+        """An array of these values: `old`, written in place, where there is one and the framework can."""
+
+    def set_mean(self, layer: int, compute: Callable[[], Any]) -> None:
+        """Make what `compute` returns, float32 `[kv_heads, head_dim]`, the k_mean of a layer."""
+
+    def write(self, layer: int, kv: PagedKV, k: Any, v: Any, rope: Rope | None, cu_seqlens: Any) -> PagedKV:
+        """Write new tokens to the pages of `kv`; what to read them by."""
+
+
+def make_storage(dtype: Any, device: Any, **sizes: Any) -> Storage:
+    """The storage of the framework that `dtype` belongs to. `sizes`: the other fields of Shape."""
+    if dtype is None or isinstance(dtype, str):
+        raise TypeError(f"dtype is {dtype!r}, which names no framework; allowed: a framework's own, such as {EXAMPLES}")
+    name = dtype_name("dtype", dtype)
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name}; allowed: {', '.join(DTYPES)} of a framework, such as {EXAMPLES}")
+    shape = Shape(dtype=name, **sizes)
+    framework = type(dtype).__module__.partition(".")[0]
+    if framework == "torch":
+        from qflash.kvcache.arrays_torch import TorchStorage
+
+        return TorchStorage(shape, dtype, device)
+    if framework in ("jax", "jaxlib"):
+        from qflash.kvcache.arrays_jax import JaxStorage
+
+        return JaxStorage(shape, dtype, device)
+    from qflash.kvcache.arrays_numpy import NumpyStorage
+
+    return NumpyStorage(shape, dtype, device)

@@ -1,0 +1,70 @@
+"""The tables of a batch: built in NumPy on the host, and uploaded where they have changed."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+
+from qflash.kvcache.pages import Reservation
+from qflash.kvcache.storage import Storage
+
+UNUSED = -1  # in a page table; no page has that number
+
+
+class Tables:
+    """page_table int32 `[rows, columns]`, lens int32 `[rows]` and cu_seqlens int32 `[rows + 1]` of a batch.
+
+    Their shapes are fixed. Where arrays can be written in place their addresses are too, so that a CUDA graph that
+    reads them sees what the last `show` wrote.
+    """
+
+    def __init__(self, storage: Storage, rows: int, columns: int) -> None:
+        self._storage = storage
+        self._host_table = np.full((rows, columns), UNUSED, np.int32)
+        self._host_lens = np.zeros(rows, np.int32)
+        self._host_starts = np.zeros(rows + 1, np.int32)
+        self.page_table: Any = None
+        self.lens: Any = None
+        self.cu_seqlens: Any = None
+        # What the arrays show. The allocator replaces a list of pages and never changes one, so `is` tells a change.
+        self._pages: tuple[array[int] | None, ...] = (None,) * rows
+        self._counts: tuple[int, ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many sequences there are rows for."""
+        return self._host_table.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """How many pages of a sequence there is room for."""
+        return self._host_table.shape[1]
+
+    def show(self, reservation: Reservation) -> None:
+        """The tables as they are with the reserved tokens."""
+        upload = self._storage.upload
+        pages, table, is_new = reservation.pages, self._host_table, self.page_table is None
+        for row, (listed, shown) in enumerate(zip(pages, self._pages, strict=True)):
+            if listed is not shown:
+                table[row, : len(listed)] = listed
+                table[row, len(listed) :] = UNUSED
+                is_new = True
+        if is_new:
+            self._pages = (None,) * len(pages)  # should the upload fail, the next one is a whole one
+            self.page_table = upload(self.page_table, table)
+            self._pages = pages
+        self._host_lens[:] = [s.length + n for s, n in zip(reservation.sequences, reservation.counts, strict=True)]
+        self.lens = upload(self.lens, self._host_lens)
+        if reservation.counts != self._counts:
+            self._counts = None
+            np.cumsum(reservation.counts, out=self._host_starts[1:])
+            self.cu_seqlens = upload(self.cu_seqlens, self._host_starts)
+            self._counts = reservation.counts
+
+    def positions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """The position of each new token, packed: int32 `[total]`."""
+        counts = np.diff(self._host_starts)
+        before = self._host_lens - counts - self._host_starts[:-1]
+        return np.repeat(before, counts) + np.arange(self._host_starts[-1], dtype=np.int32)
