@@ -246,6 +246,15 @@ KERNELS: tuple[Kernel, ...] = (
         parts=3,
     ),
     Kernel(
+        name="cpu_kv_write",
+        device="cpu",
+        summary="new k and v into the pages of a cache on all cores: rope, mean, Hadamard matrix, scales, integers",
+        op="kv_write",
+        page="kv_write",
+        kvs=("pages", "pages_int8"),
+        also=_whole_blocks_of_int8,
+    ),
+    Kernel(
         name="kv_write",
         device="cuda",
         summary="new k and v into the pages of a cache: rope, mean, Hadamard matrix, scales, integers, one launch",
