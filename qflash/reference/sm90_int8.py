@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qflash.reference.blocks import add_nonfinite, blocks, where_any
+from qflash.reference.blocks import add_nonfinite, blocks, where_any, with_sink
 from qflash.reference.fa_int8 import capped, dots_of, top_of
 from qflash.reference.float32 import LN2, LOG2E, fma
 from qflash.reference.rope import positions_of
@@ -67,10 +67,12 @@ def _replay(q, k, v, *, words, rope, in_fp8):
                 product += keys.v_mean[kv_head]
             else:
                 product = weights.astype(q.dtype).astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
+            sink = words.empty_lse(head)
+            product, joined = with_sink(product, LN2 * (top + np.log2(total)) + bias, sink)
             product = add_nonfinite(product, seen, v_rest[:, kv_head])
             if q.dtype == np.float16:  # averages of what it holds, which rounding may have put past its largest
                 product = np.where(np.isfinite(product), np.clip(product, -65504, 65504), product)
-            out[rows, head], lse[head, rows] = where_any(seen, product, LN2 * (top + np.log2(total)) + bias)
+            out[rows, head], lse[head, rows] = where_any(seen, product, joined, sink)
     return out, lse
 
 

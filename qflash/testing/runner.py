@@ -71,7 +71,7 @@ def arrays_of(inputs: Inputs) -> dict[str, Any]:
     rope = inputs.rope
     tables = {} if rope is None else {f"rope.{name}": getattr(rope, name) for name in _ROPE}
     named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "kv_lens": inputs.kv_lens, **tables}
-    named |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+    named |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k, "sinks": inputs.sinks}
     return {name: x for name, x in named.items() if x is not None}
 
 
@@ -165,11 +165,11 @@ def problem_of(case: Case, inputs: Inputs, kernel: str | None, device: str) -> P
         names = ("cos", "sin", "positions_q", "positions_k")
         cos, sin, positions_q, positions_k = (describe(f"rope.{n}", getattr(inputs.rope, n)) for n in names)
         rope = RopeArrays(cos, sin, inputs.rope.interleaved, positions_q, positions_k)
-    kv_lens = describe("kv_lens", inputs.kv_lens)
+    kv_lens, sinks = describe("kv_lens", inputs.kv_lens), describe("sinks", inputs.sinks)
     if not case.packed:
-        return problems.check(q, k, v, options, kv_lens, rope)
+        return problems.check(q, k, v, options, kv_lens, rope, sinks)
     cu = (describe("cu_seqlens_q", inputs.cu_seqlens_q), describe("cu_seqlens_k", inputs.cu_seqlens_k))
-    return problems.check_packed(q, k, v, *cu, *longest(case), options, kv_lens, rope)
+    return problems.check_packed(q, k, v, *cu, *longest(case), options, kv_lens, rope, sinks)
 
 
 def named_kernel(variant: str | None) -> tuple[str | None, str | None]:
@@ -192,6 +192,7 @@ def call(case: Case, inputs: Inputs, kernel: str | None = None, **extra: Any) ->
         **case.options(),
         "kv_lens": inputs.kv_lens,
         "rope": inputs.rope,
+        "sinks": inputs.sinks,
         "precision": precision,
         "kernel": name,
         "return_lse": True,
@@ -225,7 +226,8 @@ def convert(inputs: Inputs, framework: str) -> Inputs:
         tables = (convert(rope.cos), convert(rope.sin))
         rope = Rope(*tables, rope.interleaved, maybe(rope.positions_q), maybe(rope.positions_k))
     kv_lens, cu_q, cu_k = (maybe(x) for x in (inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k))
-    return Inputs(convert(inputs.q), convert(inputs.k), convert(inputs.v), kv_lens, rope, cu_q, cu_k)
+    arrays = (convert(inputs.q), convert(inputs.k), convert(inputs.v))
+    return Inputs(*arrays, kv_lens, rope, cu_q, cu_k, maybe(inputs.sinks))
 
 
 def to_torch(x: np.ndarray, device: str = "cpu") -> Any:

@@ -3,6 +3,7 @@
 
 #include "attn/decode/config.cuh"
 #include "attn/decode/merge.cuh"
+#include "attn/sinks.cuh"
 
 namespace qf {
 namespace decode {
@@ -34,7 +35,9 @@ __device__ __forceinline__ void store_row(const QfAttnParams& p, const Seen<kBlo
   const int token = row / group, head = part.kv_head * group + row - token * group;
   const KeyRange keys = seen.mask.visible(token);
   const bool empty = keys.begin == keys.end;
-  const float factor = 1.0f / merged.l;
+  const float sink = sink_of(p, head);
+  const WithSink with(merged.m, sink, 0.0f);
+  const float factor = with.keys / with.total(merged.l);
   float4 o = {merged.o.x * factor, merged.o.y * factor, merged.o.z * factor, merged.o.w * factor};
   if (empty) o = {0.0f, 0.0f, 0.0f, 0.0f};
   if (seen.any.begin < seen.all.begin || seen.any.end > seen.all.end) add_nonfinite(o, keys, seen.any, seen.all, value);
@@ -53,8 +56,8 @@ __device__ __forceinline__ void store_row(const QfAttnParams& p, const Seen<kBlo
   }
   if (p.lse && d == 0)
     p.lse[part.b * p.lse_stride_b + head * p.lse_stride_h + token] = !seen.good ? nan()
-                                                                     : empty    ? -infinity()
-                                                                                : lse_of(merged.m, merged.exact);
+                                                                     : empty    ? sink
+                                                                                : with.lse(merged.exact);
 }
 
 }  // namespace decode

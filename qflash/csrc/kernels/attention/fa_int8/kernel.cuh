@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   if (rows_here <= 0) return;
   float* const g_lse = p.lse ? p.lse + b * p.lse_stride_b + s_state.h * p.lse_stride_h + seq.q0 : nullptr;
   const bool lse_adds_bias = scales_plainly(p.scale, p.softcap);  // else the scores hold it already
-  finish_rows(O, rows, s_state.mask, s_state.row0(), g_lse, lane % 4 == 0,
+  finish_rows(O, rows, s_state.mask, s_state.row0(), sink_of(p, s_state.h), g_lse, lane % 4 == 0,
               [&](int row) { return lse_adds_bias ? p.scale * s_row_bias[row - s_state.block_row] : 0.0f; });
   char* const s_out = s_q + threadIdx.x / 32 * (kWarpRows * kHeadDim * 2);
   round_rows<Tensor>(O, s_out, lane);
