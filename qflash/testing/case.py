@@ -56,7 +56,8 @@ class Case(_ShortRepr):
 
     layout: "bthd" contiguous; "bhtd" a transposed view; "fused" q, k, v cut from one array; "gaps" rows with NaN
     between heads; "one_batch" batch stride 0. packed: q_lens and k_lens are the sequences of `attention_varlen`, and
-    batch, q_len, k_len are unused. sinks: as text ("inf"), again from the first where heads are more. plant: (array, index, value) triples written over the data, value as text ("nan").
+    batch, q_len, k_len are unused. sinks: as text ("inf"), again from the first where there are more heads. plant:
+    (array, index, value) triples written over the data, value as text ("nan").
     """
 
     name: str = "case"
