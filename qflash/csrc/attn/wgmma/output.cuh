@@ -156,24 +156,26 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const WorkTile<Con
                                        bool aligned, const Last& last) {
   constexpr int kOTiles = Config::kOTiles;
   const int warp_first = warp_row(), lane = lane_index();
-  float sum[2], inverse[2];
+  float sum[2], divisor[2], inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sum[r] = sum_of_quad(rows.l[r]);
-    inverse[r] = rcp(Last::kRoundedSums ? sum_of_quad(last.divisor[r]) : sum[r]) * last.gain;
+    divisor[r] = Last::kRoundedSums ? sum_of_quad(last.divisor[r]) : sum[r];
+    inverse[r] = rcp(divisor[r]) * last.gain;
   }
   const int own_rows = min(16, work.rows - warp_first);
   if (unlikely(p.lse || p.sinks || __any_sync(0xffffffffu, !(sum[0] > 0.0f && sum[1] > 0.0f)))) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = lane / 4 + 8 * r;
-      const float sink = sink_of(p, work.h), offset = i < own_rows ? last.lse_offset(warp_first + i) : 0.0f;
+      const bool has_offset = (p.lse || p.sinks) && i < own_rows;
+      const float sink = sink_of(p, work.h), offset = has_offset ? last.lse_offset(warp_first + i) : 0.0f;
       const WithSink with(rows.m[r], sink, offset);
       float lse = with.lse(sum[r]) + offset;
       float share = 1.0f;  // of the result without a sink, and so of the mean
       if (with.sink != 0.0f) {
-        const float divisor = Last::kRoundedSums ? sum_of_quad(last.divisor[r]) : sum[r], total = with.total(divisor);
-        inverse[r] = with.keys * rcp(total) * last.gain, share = with.keys * divisor * rcp(total);
+        const float by = with.keys * rcp(with.total(divisor[r]));
+        inverse[r] = by * last.gain, share = by * divisor[r];
       }
       bool empty = false;
       if (!(sum[r] > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
