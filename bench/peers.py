@@ -187,7 +187,7 @@ def qflash_alone(kernel: str) -> Candidate:
 
         q = arrays.torch[0]
         options = Options(causal=arrays.case.causal, kernel=dispatch.VARIANTS[kernel].kernel.name)
-        given, words = kept_call(q, _kept(arrays, kernel), None, options, None, None, False)
+        given, words = kept_call(q, _kept(arrays, kernel), None, options, None, None, None, False)
         prepared = launch.find_ready(ATTENTION_KEPT, given, words).prepared
         operands = [given[ATTENTION_KEPT.arrays.index(operand.argument)] for operand in prepared.plan.operands]
         (out,) = launch.empty_results(prepared.plan, q)

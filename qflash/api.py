@@ -49,6 +49,7 @@ class _SharedWords(TypedDict, total=False):
     softcap: Number | None
     scale: Number | None
     rope: Rope | None
+    sinks: FrameworkArray | None
     precision: Precision | None
     kernel: str | None
 
@@ -152,6 +153,7 @@ def attention(
     softcap: Number | None = None,
     scale: Number | None = None,
     rope: Rope | None = None,
+    sinks: FrameworkArray | None = None,
     return_lse: Flag = False,
     precision: Precision | None = None,
     kernel: str | None = None,
@@ -172,6 +174,9 @@ def attention(
         softcap: scores become `softcap · tanh(score / softcap)`, before they are masked.
         scale: what q · k is multiplied by; `1 / sqrt(D)` by default.
         rope: rotates q and k first, see `qflash.Rope`.
+        sinks: float `[Hq]`, a logit for each head of q that joins the sum in every row's denominator, as if there were
+            one more key, of value 0: rows become `exp(s) v / (Σ exp(s) + exp(sink))`. A trained model has them, and
+            they get no gradient here; `out · sigmoid(lse - sink)` of a call without them is the same and has one.
         return_lse: also return the log-sum-exp of each row of scores.
         precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (on Hopper
             alone).
@@ -181,7 +186,7 @@ def attention(
 
     Returns:
         An array like q, `[B, Tq, Hq, D]`. With `return_lse` a pair of it and lse, float32 `[B, Hq, Tq]`, in natural
-        logarithms. A row that sees no key gives zeros and lse -inf.
+        logarithms. A row that sees no key gives zeros and lse -inf, or its sink.
 
     Raises:
         TypeError, ValueError: an argument is not what is allowed; the text names it. Bad values inside kv_lens and
@@ -218,20 +223,22 @@ def attention(
     if kind is type(k) is type(v) and kind not in _VALUES and rope is None and layout is _BTHD:
         # Most calls: three arrays of one framework. The others say the same with more words.
         words = (causal, window, softcap, scale, precision, kernel, return_lse, False, 0, 0)
-        results = frontend_of(kind, "q").run(ATTENTION, (q, k, v, kv_lens, *_NO_ARRAYS), words)
+        results = frontend_of(kind, "q").run(ATTENTION, (q, k, v, kv_lens, *_NO_ARRAYS, sinks), words)
         if return_lse is False:
             return results[0]
         return (results[0], results[1]) if return_lse else results[0]
+    options = (causal, window, softcap, scale, precision, kernel)
     if check_word("layout", layout, LAYOUTS) != "bthd":
         q, k, v = _with_length_first(layout, q, k, v)
-        options = (causal, window, softcap, scale, precision, kernel)
-        result = _attend(q, k, v, options, kv_lens, rope, return_lse)
+        result = _attend(q, k, v, options, kv_lens, rope, sinks, return_lse)
         return (result[0].swapaxes(1, 2), result[1]) if return_lse else result.swapaxes(1, 2)
-    return _attend(q, k, v, (causal, window, softcap, scale, precision, kernel), kv_lens, rope, return_lse)
+    return _attend(q, k, v, options, kv_lens, rope, sinks, return_lse)
 
 
-def _attend(q: Any, k: Any, v: Any, options: tuple[Any, ...], kv_lens: Any, rope: Any, return_lse: Any) -> Any:
-    op, arrays, words = _call_of(q, k, v, options, kv_lens, rope, return_lse)
+def _attend(
+    q: Any, k: Any, v: Any, options: tuple[Any, ...], kv_lens: Any, rope: Any, sinks: Any, return_lse: Any
+) -> Any:
+    op, arrays, words = _call_of(q, k, v, options, kv_lens, rope, sinks, return_lse)
     results = run(op, arrays, words)
     if return_lse is False:
         return results[0]
@@ -239,23 +246,23 @@ def _attend(q: Any, k: Any, v: Any, options: tuple[Any, ...], kv_lens: Any, rope
 
 
 def _call_of(
-    q: Any, k: Any, v: Any, options: tuple[Any, ...], kv_lens: Any, rope: Any, return_lse: Any
+    q: Any, k: Any, v: Any, options: tuple[Any, ...], kv_lens: Any, rope: Any, sinks: Any, return_lse: Any
 ) -> tuple[Op, tuple[Any, ...], tuple[Any, ...]]:
     """The signature of attention that the kinds of q, k and v choose, with its arrays and words."""
     kind = type(k)
     if kind is PagedKV or type(q) is PagedKV or type(v) is PagedKV:
-        return ATTENTION_PAGED, *paged_call(q, k, v, Options(*options), kv_lens, rope, return_lse)
+        return ATTENTION_PAGED, *paged_call(q, k, v, Options(*options), kv_lens, rope, return_lse, sinks)
     if kind is QuantizedKV or type(q) is QuantizedKV or type(v) is QuantizedKV:
-        return ATTENTION_KEPT, *kept_call(q, k, v, Options(*options), kv_lens, rope, return_lse)
+        return ATTENTION_KEPT, *kept_call(q, k, v, Options(*options), kv_lens, rope, sinks, return_lse)
     if kind is Quantized or type(q) is Quantized or type(v) is Quantized:
-        return ATTENTION_QUANTIZED, *quantized_call(q, k, v, Options(*options), kv_lens, rope, return_lse)
+        return ATTENTION_QUANTIZED, *quantized_call(q, k, v, Options(*options), kv_lens, rope, sinks, return_lse)
     cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
-    arrays = (q, k, v, kv_lens, None, None, cos, sin, positions_q, positions_k)
+    arrays = (q, k, v, kv_lens, None, None, cos, sin, positions_q, positions_k, sinks)
     return ATTENTION, arrays, (*options, return_lse, interleaved, 0, 0)
 
 
 _VALUES = (Quantized, QuantizedKV, PagedKV)
-_NO_ARRAYS = (None,) * (len(ATTENTION.arrays) - 4)  # all that are optional, but for kv_lens
+_NO_ARRAYS = (None,) * (len(ATTENTION.arrays) - 5)  # all that are optional, between kv_lens and sinks
 
 
 def _with_length_first(layout: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -364,6 +371,7 @@ def attention_varlen(
     softcap: Number | None = None,
     scale: Number | None = None,
     rope: Rope | None = None,
+    sinks: FrameworkArray | None = None,
     return_lse: Flag = False,
     precision: Precision | None = None,
     kernel: str | None = None,
@@ -401,12 +409,20 @@ def attention_varlen(
             raise TypeError(f"{name} is qflash.{kind}; allowed: an array, only attention takes {kind}")
     options = (causal, window, softcap, scale, precision, kernel)
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    results = run(*_packed_call(q, k, v, options, packed, kv_lens, rope, return_lse))
+    results = run(*_packed_call(q, k, v, options, packed, kv_lens, rope, sinks, return_lse))
     return (results[0], results[1]) if check_flag("return_lse", return_lse) else results[0]
 
 
 def _packed_call(
-    q: Any, k: Any, v: Any, options: tuple[Any, ...], packed: tuple[Any, ...], kv_lens: Any, rope: Any, return_lse: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    options: tuple[Any, ...],
+    packed: tuple[Any, ...],
+    kv_lens: Any,
+    rope: Any,
+    sinks: Any,
+    return_lse: Any,
 ) -> tuple[Op, tuple[Any, ...], tuple[Any, ...]]:
     """The signature of attention on packed sequences, with its arrays and words."""
     cu_q, cu_k, longest_q, longest_k = packed
@@ -416,13 +432,13 @@ def _packed_call(
                 raise TypeError(f"{name} is given and k is qflash.PagedKV, whose lens say it; allowed: None")
         if cu_q is None:
             raise TypeError("cu_seqlens_q is None; allowed: int32 offsets, [batch + 1]")
-        call = paged_call(q, k, v, Options(*options), kv_lens, rope, return_lse, None, cu_q, longest_q)
+        call = paged_call(q, k, v, Options(*options), kv_lens, rope, return_lse, sinks, cu_q, longest_q)
         return ATTENTION_PAGED, *call
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if x is None:
             raise TypeError(f"{name} is None; allowed: int32 offsets, [batch + 1]")
     cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
-    arrays = (q, k, v, kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k)
+    arrays = (q, k, v, kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k, sinks)
     return ATTENTION, arrays, (*options, return_lse, interleaved, longest_q, longest_k)
 
 
@@ -478,6 +494,7 @@ def explain(
     softcap: Number | None = None,
     scale: Number | None = None,
     rope: Rope | None = None,
+    sinks: FrameworkArray | None = None,
     precision: Precision | None = None,
     kernel: str | None = None,
     layout: Layout = _BTHD,
@@ -515,9 +532,9 @@ def explain(
     if packed and (Quantized in kinds or QuantizedKV in kinds):
         raise TypeError("cu_seqlens_q is given and q, k or v is quantized; allowed: arrays, as in attention_varlen")
     if packed:
-        op, arrays, words = _packed_call(q, k, v, options, packed, kv_lens, rope, False)
+        op, arrays, words = _packed_call(q, k, v, options, packed, kv_lens, rope, sinks, False)
     else:
-        op, arrays, words = _call_of(q, k, v, options, kv_lens, rope, False)
+        op, arrays, words = _call_of(q, k, v, options, kv_lens, rope, sinks, False)
     frontend = frontend_of(type(arrays[0]), op.arrays[0])
     plan = frontend.plan_of(op, arrays, words)
     return explanation_of(plan, frontend.arch_of(arrays[0]), layout)

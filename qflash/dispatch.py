@@ -31,6 +31,7 @@ class Kernel:
     later_arches: bool = True  # False: made of instructions that GPUs after min_arch lack again
     automatic: bool = True  # False: runs only when asked for by name
     few_rows: bool = False  # serves only Spec.few_rows
+    sinks: bool = False  # serves Spec.sinks, too
     # False: NaN and infinity in v reach, in their channel, every row of a tile of which some row sees them
     hides_masked_nonfinite_v: bool = True
     also: Callable[[Spec], list[str]] | None = None  # further reasons it cannot serve a spec
@@ -110,6 +111,7 @@ KERNELS: tuple[Kernel, ...] = (
         device="cpu",
         summary="tiled online softmax on all cores, vectorised for the machine it finds",
         kvs=("arrays", "pages", "pages_int8"),
+        sinks=True,
     ),
     Kernel(
         name="cpu_int8",
@@ -117,6 +119,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="INT8 QK^T with smoothed K and row-group scales, PV in 16 bits or better; Quantized arrays as floats",
         precisions=("int8",),
         kvs=("arrays", "quantized"),
+        sinks=True,
     ),
     Kernel(
         name="sm90_int8",
@@ -139,6 +142,7 @@ KERNELS: tuple[Kernel, ...] = (
             (("int8", "kept"), ((64, None), (256, 4096))),
             (("int8_fp8", "kept"), ((64, None), (256, 4096))),
         ),
+        sinks=True,
     ),
     Kernel(
         name="fa_int8",
@@ -153,6 +157,7 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=HEAD_DIMS,
         per_kv=True,
         pays_from=((("int8", "arrays"), ((64, None), (256, 4096))),),  # preset ladder, against fa_mma
+        sinks=True,
     ),
     Kernel(
         name="sm90_decode",
@@ -167,6 +172,7 @@ KERNELS: tuple[Kernel, ...] = (
         kvs=("arrays", "pages"),
         per_kv=True,
         head_dims=(64, 128, 192, 256),
+        sinks=True,
     ),
     Kernel(
         name="sm90_fwd",
@@ -178,6 +184,7 @@ KERNELS: tuple[Kernel, ...] = (
         also=_copy_engine,
         head_dims=(64, 96, 112, 128, 192, 256),
         per_scores=True,
+        sinks=True,
     ),
     Kernel(
         name="fa_mma",
@@ -187,6 +194,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
         also=_sixteen_bit_tensor_cores,
         head_dims=HEAD_DIMS,
+        sinks=True,
     ),
     Kernel(
         name="fa",
@@ -194,6 +202,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="FlashAttention on CUDA cores in float32: tiled, online softmax, rope as tiles are loaded",
         min_arch=75,
         head_dims=HEAD_DIMS,
+        sinks=True,
     ),
     Kernel(
         name="fa_tc",
@@ -233,6 +242,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="gradients of cpu: weights again from lse, tile by tile, in a fixed order",
         op="attention_backward",
         page="cpu",
+        sinks=True,
     ),
     Kernel(
         name="sm90_quantize",
@@ -408,6 +418,8 @@ def _reasons_there(kernel: Kernel, spec: Spec) -> list[str]:
         found.append(f"takes {taken} for k and v, not {_KV_WORDS[spec.kv]}")
     if kernel.few_rows and not spec.few_rows:
         found.append(f"takes up to {MOST_DECODE_ROWS} rows of queries a KV head (Tq times the heads that share it)")
+    if spec.sinks and not kernel.sinks:
+        found.append("takes no sinks")
     if kernel.also is not None:
         found += kernel.also(spec)
     return found

@@ -56,6 +56,7 @@ shape = numbers(4, "shape [batch, tokens, heads, head_dim]")
 @click.option("--scale", type=float)
 @click.option("--padded", is_flag=True, help="With kv_lens.")
 @click.option("--rope", type=click.Choice(("half", "interleaved")), help="With rotary embedding of the whole head_dim.")
+@click.option("--sinks", is_flag=True, help="With a sink for each head of q.")
 @click.option("--precision", type=click.Choice(PRECISIONS[1:]))
 @click.option("--kernel", metavar="NAME", help="As if kernel=NAME were asked for.")
 def explain(
@@ -70,6 +71,7 @@ def explain(
     scale: float | None,
     padded: bool,
     rope: str | None,
+    sinks: bool,
     precision: str | None,
     kernel: str | None,
 ) -> None:
@@ -85,7 +87,8 @@ def explain(
     kv_shape = kv_shape or q_shape
     lens = array(kv_shape[:1], "int32") if padded else None
     table = array((max(q_shape[1], kv_shape[1]), q_shape[3] // 2), "float32") if rope else None
-    arrays = (array(q_shape), array(kv_shape), array(kv_shape), lens, None, None, table, table, None, None)
+    of_heads = array(q_shape[2:3], "float32") if sinks else None
+    arrays = (array(q_shape), array(kv_shape), array(kv_shape), lens, None, None, table, table, None, None, of_heads)
     words = (causal, window, softcap, scale, precision, kernel, False, rope == "interleaved", None, None)
     try:
         told = api.explanation_of(ATTENTION.plan(*arrays, *words), number)

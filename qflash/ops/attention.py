@@ -101,7 +101,8 @@ def lse_shape(problem: Problem) -> tuple[int, ...]:
 
 # Arrays --------------------------------------------------------------------------------------------------------------
 
-_EXTRAS = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", *_TABLES, "rope.positions_q", "rope.positions_k")
+_EXTRAS = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", *_TABLES, "rope.positions_q", "rope.positions_k", "sinks")
+_AS_FLOAT32 = (*_TABLES, "sinks")
 _WORDS = (
     *("causal", "window", "softcap", "scale", "precision", "kernel"),
     *("return_lse", "interleaved", "max_seqlen_q", "max_seqlen_k"),
@@ -110,15 +111,15 @@ _WORDS = (
 
 def check_call(q: Array, k: Array, v: Array, extras: Sequence[Array | None], words: Sequence[Any]) -> Problem:
     """The checked problem behind a call on arrays. `extras`: by _EXTRAS."""
-    kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k = extras
+    kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k, sinks = extras
     *options, return_lse, interleaved, longest_q, longest_k = words
     check_flag("return_lse", return_lse)
     rope = None
     if cos is not None and sin is not None:
         rope = RopeArrays(cos, sin, interleaved, positions_q, positions_k)
     if cu_q is None or cu_k is None:
-        return check(q, k, v, Options(*options), kv_lens, rope)
-    return check_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, Options(*options), kv_lens, rope)
+        return check(q, k, v, Options(*options), kv_lens, rope, sinks)
+    return check_packed(q, k, v, cu_q, cu_k, longest_q, longest_k, Options(*options), kv_lens, rope, sinks)
 
 
 def plan_of(problem: Problem, extras: Collection[str], return_lse: bool) -> Plan:
@@ -143,7 +144,7 @@ def plan_of(problem: Problem, extras: Collection[str], return_lse: bool) -> Plan
 
 
 _EXTRA_OPERANDS = {
-    name: Operand(name, name, contiguous=True, dtype="float32" if name in _TABLES else None) for name in _EXTRAS
+    name: Operand(name, name, contiguous=True, dtype="float32" if name in _AS_FLOAT32 else None) for name in _EXTRAS
 }
 
 
@@ -246,13 +247,13 @@ def _plan_backward(dout: Array, dlse: Array | None, q: Array, k: Array, v: Array
 # The dimensions of each array: b batch, m and n query and key lengths, H and G query and key heads, d head_dim.
 _PADDED = {
     "q": "bmHd", "k": "bnGd", "v": "bnGd", "kv_lens": "b", "rope.cos": "pc", "rope.sin": "pc",
-    "rope.positions_q": "bm", "rope.positions_k": "bn", "out": "bmHd", "lse": "bHm",
+    "rope.positions_q": "bm", "rope.positions_k": "bn", "sinks": "H", "out": "bmHd", "lse": "bHm",
     "dout": "bmHd", "dlse": "bHm", "dq": "bmHd", "dk": "bnGd", "dv": "bnGd",
 }  # fmt: skip
 _PACKED = {
     "q": "mHd", "k": "nGd", "v": "nGd", "cu_seqlens_q": "s", "cu_seqlens_k": "s", "kv_lens": "t",
-    "rope.cos": "pc", "rope.sin": "pc", "rope.positions_q": "m", "rope.positions_k": "n", "out": "mHd", "lse": "Hm",
-    "dout": "mHd", "dlse": "Hm", "dq": "mHd", "dk": "nGd", "dv": "nGd",
+    "rope.cos": "pc", "rope.sin": "pc", "rope.positions_q": "m", "rope.positions_k": "n", "sinks": "H",
+    "out": "mHd", "lse": "Hm", "dout": "mHd", "dlse": "Hm", "dq": "mHd", "dk": "nGd", "dv": "nGd",
 }  # fmt: skip
 
 
@@ -283,7 +284,7 @@ ATTENTION_BACKWARD = Op(
     results=("dq", "dk", "dv"),
     dims=_dims,
     checked=_INDICES,
-    tables=_TABLES,
+    tables=_AS_FLOAT32,
     flops=lambda *call: _flops(5, *call),  # Q Kᵀ again, dO Vᵀ, and those of dQ, dK, dV
     no_gradient="qflash.attention has no second derivative; allowed: one backward pass over it",
 )
@@ -297,7 +298,7 @@ ATTENTION = Op(
     checked=_INDICES,
     indices=_INDICES,
     autocast=("q", "k", "v"),
-    tables=_TABLES,
-    gradient=Gradient(ATTENTION_BACKWARD, ("q", "k", "v"), {"return_lse": True}, refused=_TABLES),
+    tables=_AS_FLOAT32,
+    gradient=Gradient(ATTENTION_BACKWARD, ("q", "k", "v"), {"return_lse": True}, refused=_AS_FLOAT32),
     flops=lambda *call: _flops(2, *call),
 )

@@ -28,7 +28,7 @@ _INT8 = dtype_code("int8")
 
 
 def quantized_call(
-    q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag
+    q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, sinks: Any, return_lse: Flag
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arrays and the words of ATTENTION_QUANTIZED, from those of `attention`."""
     for name, x in (("q", q), ("k", k)):
@@ -59,7 +59,7 @@ def quantized_call(
         *(q.values, q.scale, q.zero_point, None if q.symmetric else q.sums),
         *(k.values, k.scale, k.zero_point, None if k.symmetric else k.sums, k.mean),
         *((v.values, v.scale, v.zero_point) if integer_v else (v, None, None)),
-        kv_lens,
+        *(kv_lens, sinks),
     )
     groups = [*(word for x in (q, k) for word in (x.granularity, x.group))]
     groups += [v.granularity, v.group, v.dtype] if integer_v else [GRANULARITIES[0], 1, None]
@@ -101,6 +101,7 @@ def _plan_quantized(
     v_scale: Array | None,
     v_zero_point: Array | None,
     kv_lens: Array | None,
+    sinks: Array | None,
     q_granularity: Any,
     q_group: Any,
     k_granularity: Any,
@@ -137,6 +138,7 @@ def _plan_quantized(
         *(alike["q"], alike["k"], alike["v"]),
         Options(False, (window_left, window_right), softcap, scale, None, kernel),
         kv_lens,
+        sinks=sinks,
     )
     operands = [
         Operand(argument, field, contiguous=copied[name])
@@ -175,8 +177,7 @@ def _plan_quantized(
         add(f"{name}.zero_point", f"{scales}.zero_point", parts[1], "int32", (), (1,))
         add(f"{name}.sums", f"{scales}.sums", parts[2], "int32", (batch, heads, length))
     add("k.mean", "kv.k_mean", k_mean, "float32", (problem.batch, problem.kv_heads, problem.head_dim))
-    if kv_lens is not None:
-        operands.append(Operand("kv_lens", "kv_lens", contiguous=True))
+    operands += _last_operands(kv_lens, sinks)
     problem = replace(problem, precision="int8")
     v_code = dtype_code(dtype) if v_scale is None else _INT8
     fields += [("kv.kind", KV_KINDS.index("quantized")), ("kv.k_dtype", _INT8), ("kv.v_dtype", v_code)]
@@ -189,6 +190,12 @@ def _plan_quantized(
         operands=tuple(operands),
         results=_results(problem, tuple(q.shape), return_lse),
     )
+
+
+def _last_operands(kv_lens: Array | None, sinks: Array | None) -> list[Operand]:
+    """Of the arrays that are there, checked."""
+    operands = [] if kv_lens is None else [Operand("kv_lens", "kv_lens", contiguous=True)]
+    return operands if sinks is None else [*operands, Operand("sinks", "sinks", contiguous=True, dtype="float32")]
 
 
 def _results(problem: Problem, shape: tuple[int, ...], return_lse: bool) -> tuple[Result, ...]:
@@ -211,7 +218,7 @@ def _tokens_of_a_scale(name: str, granularity: Any, group: Any) -> int | None:
 
 
 def kept_call(
-    q: Any, kv: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag
+    q: Any, kv: Any, v: Any, options: Options, kv_lens: Any, rope: Any, sinks: Any, return_lse: Flag
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arrays and the words of ATTENTION_KEPT, from those of `attention`."""
     for name, x in (("q", q), ("v", v)):
@@ -227,7 +234,7 @@ def kept_call(
     cos, sin, positions, _, interleaved = tables_of(rope)
     arrays = (
         *(q, kv.k, kv.k_scale, kv.k_mean, kv.k_nonfinite, kv.v, kv.v_scale, kv.v_exponents, kv.v_nonfinite, kv.v_mean),
-        *(kv.lens if kv_lens is None else kv_lens, cos, sin, positions),
+        *(kv.lens if kv_lens is None else kv_lens, cos, sin, positions, sinks),
     )
     return arrays, (kv.precision, kv.dtype, *options, return_lse, interleaved)
 
@@ -262,6 +269,7 @@ def _plan_kept(
     cos: Array | None,
     sin: Array | None,
     positions: Array | None,
+    sinks: Array | None,
     precision: Any,
     dtype: Any,
     causal: Any,
@@ -314,10 +322,10 @@ def _plan_kept(
         options._replace(precision=None),
         kv_lens,
         rope,
+        sinks,
     )
     problem = replace(problem, precision=precision, positions_k_stride=None)
-    if kv_lens is not None:
-        operands.append(Operand("kv_lens", "kv_lens", contiguous=True))
+    operands += _last_operands(kv_lens, sinks)
     return Plan(
         for_spec=problem.spec(0, kv="kept"),
         device=q.device,
@@ -364,7 +372,7 @@ ATTENTION_QUANTIZED = Op(
         *("q.values", "q.scale", "q.zero_point", "q.sums"),
         *("k.values", "k.scale", "k.zero_point", "k.sums", "k.mean"),
         *("v", "v.scale", "v.zero_point"),
-        "kv_lens",
+        *("kv_lens", "sinks"),
     ),
     (
         *("q_granularity", "q_group", "k_granularity", "k_group", "v_granularity", "v_group", "v_dtype"),
@@ -381,7 +389,7 @@ ATTENTION_KEPT = Op(
     (
         *("q", "kv.k", "kv.k_scale", "kv.k_mean", "kv.k_nonfinite"),
         *("kv.v", "kv.v_scale", "kv.v_exponents", "kv.v_nonfinite", "kv.v_mean"),
-        *("kv_lens", "rope.cos", "rope.sin", "rope.positions_q"),
+        *("kv_lens", "rope.cos", "rope.sin", "rope.positions_q", "sinks"),
     ),
     (
         *("kv_precision", "dtype", "causal", "window", "softcap", "scale", "precision", "kernel"),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from qflash.call.array import Array, check_device, check_dtype, check_float, check_shape, dtype_code, takes_a_copy
 from qflash.call.op import Extents, Op, Operand, Plan, Result
-from qflash.call.spec import DTYPES, KV_KINDS
+from qflash.call.spec import KV_KINDS
 from qflash.call.words import INT32_MAX, check_flag, check_word
 from qflash.ops.attention import STRUCT, fields_of, lse_shape
-from qflash.ops.problem import Options, RopeArrays, check_paged
+from qflash.ops.problem import Options, RopeArrays, check_paged, check_sinks
 from qflash.ops.quantization import Quantized, tables_of
 from qflash.typing import ArrayT_co, Flag, PageLayout
 
@@ -282,14 +282,12 @@ def _plan(
         max_seqlen_q,
         rope,
     )
+    problem = replace(problem, sinks=check_sinks(sinks, problem.q_heads, q.device))
     operands = [Operand("q", "q.data", contiguous=copied)]
     operands += [Operand(name, KV_ARRAYS[name], contiguous=name in ("kv.lens", "kv.k_mean")) for name in pool.arrays]
     if cu_seqlens_q is not None:
         operands.append(Operand("cu_seqlens_q", "cu_seqlens_q", contiguous=True))
     if sinks is not None:
-        check_dtype("sinks", sinks, *DTYPES)
-        check_shape("sinks", sinks, (problem.q_heads,))
-        check_device("sinks", sinks, "q", q.device)
         operands.append(Operand("sinks", "sinks", contiguous=True, dtype="float32"))
     if rope is not None:
         operands += [Operand(name, name, contiguous=True, dtype="float32") for name in ("rope.cos", "rope.sin")]
@@ -305,7 +303,7 @@ def _plan(
     if return_lse:
         results.append(Result("lse", lse_shape(problem), "float32"))
     return Plan(
-        for_spec=problem.spec(0, kv="pages_int8" if pool.int8 else "pages", sinks=sinks is not None),
+        for_spec=problem.spec(0, kv="pages_int8" if pool.int8 else "pages"),
         device=q.device,
         kernel=problem.kernel,
         struct=STRUCT,

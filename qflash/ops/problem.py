@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from qflash.call.array import Array
+from qflash.call.array import Array, check_device, check_dtype
 from qflash.call.spec import DTYPES, KV_KINDS, MOST_DECODE_ROWS, PRECISIONS, Spec
 from qflash.call.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, shown
 from qflash.typing import Flag, Number, Precision, Window
 
 MAX_HEAD_DIM = 256
 WINDOW_FORM = "None or (left, right), two ints of -1 (open) or more"
+_SINK_DTYPES = (*DTYPES, "float64")
 FULL_TABLES = " (qflash.Rope.from_hf takes tables that have every angle twice)"
 # scale and softcap keep clear of float32's ends. Kernels multiply them by one another, by log2(e) and by q, which must
 # not overflow; and where denormals are flushed to zero, a product of scale / softcap that vanishes moves a score by up
@@ -82,8 +83,9 @@ class Problem:
     packed: bool
     total_q: int
     total_k: int
+    sinks: bool = False
 
-    def spec(self, arch: int, op: str = "attention", kv: str = KV_KINDS[0], sinks: bool = False) -> Spec:
+    def spec(self, arch: int, op: str = "attention", kv: str = KV_KINDS[0]) -> Spec:
         """The kernel-selecting part of this problem, for a device of compute capability `arch`/10."""
         rope = None if self.rope_rows == 0 else ("interleaved" if self.rope_interleaved else "half")
         return Spec(
@@ -100,7 +102,7 @@ class Problem:
             kv_lens=self.kv_lens,
             op=op,
             kv=kv,
-            sinks=sinks,
+            sinks=self.sinks,
             few_rows=self.few_rows,
         )
 
@@ -120,6 +122,7 @@ def check(
     options: Options,
     kv_lens: Array | None = None,
     rope: RopeArrays | None = None,
+    sinks: Array | None = None,
 ) -> Problem:
     """Check `attention`'s arguments, [B, T, H, D] arrays."""
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -152,6 +155,7 @@ def check(
         packed=False,
         total_q=0,
         total_k=0,
+        sinks=check_sinks(sinks, q_heads, q.device),
     )
     if rope is None:
         return problem
@@ -169,6 +173,7 @@ def check_packed(
     options: Options,
     kv_lens: Array | None = None,
     rope: RopeArrays | None = None,
+    sinks: Array | None = None,
 ) -> Problem:
     """Check `attention_varlen`'s arguments, packed [total, H, D] arrays."""
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -204,6 +209,7 @@ def check_packed(
         packed=True,
         total_q=total_q,
         total_k=k.shape[0],
+        sinks=check_sinks(sinks, q_heads, q.device),
     )
     if rope is None:
         return problem
@@ -326,6 +332,17 @@ def _check_index(name: str, array: Array, shapes: tuple[tuple[int, ...], ...], d
         raise ValueError(f"{name} has shape {list(array.shape)}; allowed: {allowed}")
     if array.device != device:
         raise ValueError(f"{name} is on {array.device}; allowed: q's device, {device}")
+
+
+def check_sinks(sinks: Array | None, q_heads: int, device: str) -> bool:
+    """Whether there are sinks, one for each query head; kernels get them as float32."""
+    if sinks is None:
+        return False
+    check_dtype("sinks", sinks, *_SINK_DTYPES)
+    if tuple(sinks.shape) != (q_heads,):
+        raise ValueError(f"sinks has shape {list(sinks.shape)}; allowed: [{q_heads}], one for each head of q")
+    check_device("sinks", sinks, "q", device)
+    return True
 
 
 def check_options(options: Options, head_dim: int) -> dict[str, Any]:

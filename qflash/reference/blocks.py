@@ -46,7 +46,21 @@ def add_nonfinite(product: np.ndarray, seen: np.ndarray, rest: np.ndarray) -> np
     return product
 
 
-def where_any(seen: np.ndarray, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of rows that see a key; 0 and -inf of the others."""
+def where_any(seen: np.ndarray, out: np.ndarray, lse: np.ndarray, sink: float) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of rows that see a key; 0 and their sink, or -inf, of the others."""
     sees_any = np.asarray(seen.any(-1))
-    return np.where(sees_any[:, None], out, 0), np.where(sees_any, lse, -np.inf)
+    return np.where(sees_any[:, None], out, 0), np.where(sees_any, lse, sink)
+
+
+def with_sink(
+    product: np.ndarray, lse: np.ndarray, sink: float, divided_by: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of rows `[n, D]` once a sink, -inf: none, has joined their denominators.
+
+    divided_by: the logarithm of the sums that the rows were divided by, where that is not lse.
+    """
+    if sink == -np.inf:
+        return product, lse
+    divided_by = lse if divided_by is None else divided_by
+    with np.errstate(invalid="ignore", over="ignore"):
+        return product * np.exp(divided_by - np.logaddexp(divided_by, sink))[:, None], np.logaddexp(lse, sink)

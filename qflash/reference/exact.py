@@ -31,13 +31,14 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
     rope: Rope | None = None,
+    sinks: np.ndarray | None = None,
     cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """`qflash.attention` as a definition: (out `[B, Tq, Hq, D]`, lse `[B, Hq, Tq]`), float64.
 
     With `cu_seqlens`, a pair for q and k, arrays are packed: out `[total_q, Hq, D]`, lse `[Hq, total_q]`.
     """
-    words = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+    words = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks}
     return by_sequence(_forward, q, k, v, cu_seqlens=cu_seqlens, kv_lens=kv_lens, rope=rope, **words)
 
 
@@ -62,7 +63,7 @@ def attention_backward(
 ) -> Gradients:
     """(dq, dk, dv) of `sum(out * dout) + sum(lse * dlse)`, float64; the words are those of `attention`.
 
-    A row that sees no key has no gradient.
+    A row that sees no key has no gradient. That of sinks is not among them (docs/numerics.md).
     """
     if cu_seqlens is None:
         words |= {"kv_lens": kv_lens, "rope": packed_rope(rope, q, k), "cu_seqlens": (ends_of(q), ends_of(k))}
@@ -99,7 +100,7 @@ def _forward(
     q, k, v = _rotated(q, k, v, rope)
     out, lse = np.zeros(q.shape), np.full((q.shape[1], q.shape[0]), -np.inf)
     for head, kv_head, rows, seen in blocks(q, k, words):
-        p, _, lse[head, rows] = _softmax(q[rows, head], k[:, kv_head], seen, words)
+        p, _, lse[head, rows] = _softmax(q[rows, head], k[:, kv_head], seen, words, head)
         out[rows, head] = _product(p, seen, v[:, kv_head])
     return out, lse
 
@@ -110,7 +111,7 @@ def _backward(q, k, v, dout, dlse, *, words: Words, rope: Rope | None) -> Gradie
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     dout = np.asarray(dout, np.float64)
     for head, kv_head, rows, seen in blocks(q, k, words):
-        p, slope, _ = _softmax(q[rows, head], k[:, kv_head], seen, words)
+        p, slope, _ = _softmax(q[rows, head], k[:, kv_head], seen, words, head)
         keys, values, g = k[:, kv_head], v[:, kv_head], dout[rows, head]
         out = _product(p, seen, values)
         with np.errstate(invalid="ignore", over="ignore"):
@@ -135,16 +136,20 @@ def _rotated(q: np.ndarray, k: np.ndarray, v: np.ndarray, rope: Rope | None) -> 
     return apply_rope(q, positions_q, rope), apply_rope(k, positions_k, rope), v
 
 
-def _softmax(q: np.ndarray, k: np.ndarray, seen: np.ndarray, words: Words):
+def _softmax(q: np.ndarray, k: np.ndarray, seen: np.ndarray, words: Words, head: int):
     """(weights, slope of the cap, lse) of rows q `[n, D]` on keys k `[m, D]`; weights are 0 where nothing is seen."""
     s, slope = _scores(q, k, words.scale, words.softcap)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        # A row that sees only scores of -inf has m = -inf and so becomes NaN, as plain softmax does.
+        # A row that sees only scores of -inf, and no sink, has m = -inf and so becomes NaN, as plain softmax does.
         m = np.where(seen, s, -np.inf).max(-1, initial=-np.inf)
+        sink = words.empty_lse(head)
+        m = np.maximum(m, sink)
         weights = np.where(seen, np.exp(s - m[:, None]), 0.0)
         total = weights.sum(-1)
+        if sink != -np.inf:
+            total += np.where(m == sink, 1.0, np.exp(sink - m))
         p = np.where(seen, weights / total[:, None], 0.0)
-        lse = np.where(seen.any(-1), m + np.log(total), -np.inf)
+        lse = np.where(seen.any(-1), m + np.log(total), sink)
     return p, slope, lse
 
 

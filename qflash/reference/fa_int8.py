@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qflash.reference.blocks import add_nonfinite, blocks, where_any
+from qflash.reference.blocks import add_nonfinite, blocks, where_any, with_sink
 from qflash.reference.float32 import LN2, LOG2E, fma
 from qflash.reference.quantize import NONFINITE, quantize, tokens_of
 from qflash.reference.rope import positions_of, rotate
@@ -52,8 +52,10 @@ def _replay(q, k, v, *, words, rope):
             weights, top, bias = _weights(dots, q_scales[rows, head], k_scales[:, kv_head], q_dot_mean, seen, words)
             total = weights.sum(-1, dtype=np.float64)
             product = weights.astype(q.dtype).astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
+            sink = words.empty_lse(head)
+            product, joined = with_sink(product, LN2 * (top + np.log2(total)) + bias, sink)
             product = add_nonfinite(product, seen, v_rest[:, kv_head])
-            out[rows, head], lse[head, rows] = where_any(seen, product, LN2 * (top + np.log2(total)) + bias)
+            out[rows, head], lse[head, rows] = where_any(seen, product, joined, sink)
     return out, lse
 
 

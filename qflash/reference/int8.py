@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qflash.reference.blocks import add_nonfinite, blocks, where_any
+from qflash.reference.blocks import add_nonfinite, blocks, where_any, with_sink
 from qflash.reference.float32 import LEVELS, LN2, LOG2E, fma, inverse_of
 from qflash.reference.quantize import key_mean
 from qflash.reference.rope import positions_of, rotate
@@ -87,8 +87,10 @@ def _replay(q, k, v, *, words, rope, pv):
             if pv == "bfloat16":
                 weights = weights.astype(ml_dtypes.bfloat16)
             product = weights.astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
-            product = add_nonfinite(np.clip(product, -limit, limit), seen, v_rest[:, kv_head])
-            out[rows, head], lse[head, rows] = where_any(seen, product, shift + LN2 * np.log2(total))
+            sink = words.empty_lse(head)
+            product, joined = with_sink(np.clip(product, -limit, limit), shift + LN2 * np.log2(total), sink)
+            product = add_nonfinite(product, seen, v_rest[:, kv_head])
+            out[rows, head], lse[head, rows] = where_any(seen, product, joined, sink)
     return out, lse
 
 

@@ -26,6 +26,7 @@ class Words:
     right: int
     softcap: float
     scale: float
+    sinks: np.ndarray | None  # float64 [Hq]
 
     @classmethod
     def of(
@@ -35,9 +36,16 @@ class Words:
         window: Sequence[int] | None = None,
         softcap: float | None = None,
         scale: float | None = None,
+        sinks: np.ndarray | None = None,
     ) -> Words:
         left, right = (-1, -1) if window is None else window
-        return cls(left, 0 if causal else right, softcap or 0.0, 1.0 / math.sqrt(head_dim) if scale is None else scale)
+        right = 0 if causal else right
+        scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+        return cls(left, right, softcap or 0.0, scale, None if sinks is None else np.asarray(sinks, np.float64))
+
+    def empty_lse(self, head: int) -> float:
+        """lse of a row that sees no key."""
+        return -math.inf if self.sinks is None else float(self.sinks[head])
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ def by_sequence(
     """(out `[B, Tq, Hq, D]`, lse `[B, Hq, Tq]`), or with `cu_seqlens` (out `[total_q, Hq, D]`, lse `[Hq, total_q]`).
 
     `one(q, k, v, words=, rope=)` gives (out `[Tq, Hq, D]`, lse `[Hq, Tq]`) of one sequence, which has at least one row
-    and one key, all keys exist, and positions are its own. The other sequences have zeros and an lse of -inf.
+    and one key, all keys exist, and positions are its own. The other sequences have zeros and no lse but their sinks.
     """
     if cu_seqlens is None:
         ends = (ends_of(q), ends_of(k))
@@ -73,7 +81,9 @@ def by_sequence(
         return out.reshape(q.shape), lse.reshape(q.shape[2], *q.shape[:2]).swapaxes(0, 1).copy()
     meaning = Words.of(q.shape[-1], **words)
     out = np.zeros(q.shape, np.float64)
-    lse = np.full((q.shape[1], q.shape[0]), -np.inf)
+    lse = np.empty((q.shape[1], q.shape[0]))
+    for head in range(q.shape[1]):
+        lse[head] = meaning.empty_lse(head)
     for part in parts(cu_seqlens, len(q), len(k), kv_lens, rope):
         if part.rows.stop > part.rows.start and part.keys.stop > part.keys.start:
             arrays = (q[part.rows], k[part.keys], v[part.keys])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qflash.reference.blocks import add_nonfinite, blocks, where_any
+from qflash.reference.blocks import add_nonfinite, blocks, where_any, with_sink
 from qflash.reference.fa_int8 import capped, dots_of, top_of
 from qflash.reference.float32 import LN2, LOG2E, fma
 from qflash.reference.rope import positions_of
@@ -61,16 +61,21 @@ def _replay(q, k, v, *, words, rope, in_fp8):
             dots = dots_of(queries.values[rows, head], keys.k[:, kv_head])
             scales = (q_scales[head, rows], k_scales[kv_head], queries.q_dot_mean[head, rows])
             weights, top, bias = _weights(dots, *scales, seen, words)
-            total = weights.sum(-1, dtype=np.float64)
+            total = divisor = weights.sum(-1, dtype=np.float64)
             if in_fp8:
-                product = _average_e4m3(weights, exponents[kv_head], v_finite[:, kv_head], keys.v_scale[kv_head])
+                product, divisor = _average_e4m3(
+                    weights, exponents[kv_head], v_finite[:, kv_head], keys.v_scale[kv_head]
+                )
                 product += keys.v_mean[kv_head]
             else:
                 product = weights.astype(q.dtype).astype(np.float64) @ v_finite[:, kv_head] / total[:, None]
+            sink = words.empty_lse(head)
+            joined, divided_by = (LN2 * (top + np.log2(x)) + bias for x in (total, divisor))
+            product, joined = with_sink(product, joined, sink, divided_by)
             product = add_nonfinite(product, seen, v_rest[:, kv_head])
             if q.dtype == np.float16:  # averages of what it holds, which rounding may have put past its largest
                 product = np.where(np.isfinite(product), np.clip(product, -65504, 65504), product)
-            out[rows, head], lse[head, rows] = where_any(seen, product, LN2 * (top + np.log2(total)) + bias)
+            out[rows, head], lse[head, rows] = where_any(seen, product, joined, sink)
     return out, lse
 
 
@@ -93,7 +98,8 @@ def _weights(dots, q_scales, k_scales, q_dot_mean, seen, words):
 
 
 def _average_e4m3(weights, exponents, codes, scale):
-    """Weights times values, divided by the weights as they were multiplied, times 2^exponent and 2^HEADROOM at most.
+    """Weights times values, divided by the weights as they were multiplied, times 2^exponent and 2^HEADROOM at most;
+    and the sums of those weights.
 
     Rows that see a tile of an exponent above 0 are divided by the weights before they were rounded.
     """
@@ -106,4 +112,4 @@ def _average_e4m3(weights, exponents, codes, scale):
         -1
     ) > 0  # a value far beyond the sample, where other weights may round to 0
     totals = np.where(beside, np.ldexp(weights.sum(-1, dtype=np.float64), -down), totals)
-    return rounded @ codes * scale / totals[:, None]
+    return rounded @ codes * scale / totals[:, None], np.ldexp(totals, down)

@@ -47,6 +47,7 @@ class Inputs:
     rope: Rope | None = None
     cu_seqlens_q: np.ndarray | None = None
     cu_seqlens_k: np.ndarray | None = None
+    sinks: np.ndarray | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +56,8 @@ class Case(_ShortRepr):
 
     layout: "bthd" contiguous; "bhtd" a transposed view; "fused" q, k, v cut from one array; "gaps" rows with NaN
     between heads; "one_batch" batch stride 0. packed: q_lens and k_lens are the sequences of `attention_varlen`, and
-    batch, q_len, k_len are unused. plant: (array, index, value) triples written over the data, value as text ("nan").
+    batch, q_len, k_len are unused. sinks: as text ("inf"), again from the first where there are more heads. plant:
+    (array, index, value) triples written over the data, value as text ("nan").
     """
 
     name: str = "case"
@@ -72,6 +74,7 @@ class Case(_ShortRepr):
     softcap: float | None = None
     scale: float | None = None
     rope: Rotary | None = None
+    sinks: tuple[str, ...] | None = None
     q_lens: tuple[int, ...] | None = None
     k_lens: tuple[int, ...] | None = None
     layout: str = "bthd"
@@ -87,7 +90,7 @@ class Case(_ShortRepr):
     @property
     def finite(self) -> bool:
         """No NaN or Inf was planted."""
-        return all(np.isfinite(float(value)) for _, _, value in self.plant)
+        return all(np.isfinite(float(value)) for value in (*(self.sinks or ()), *(value for _, _, value in self.plant)))
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments that are not arrays."""
@@ -105,7 +108,8 @@ class Case(_ShortRepr):
         q, k, v = _laid_out(arrays["q"], arrays["k"], arrays["v"], self.layout)
         cu_q, cu_k = (_cumulative(lens) if self.packed else None for lens in (self.q_lens, self.k_lens))
         kv_lens = None if self.kv_lens is None else np.array(self.kv_lens, np.int32)
-        return Inputs(q, k, v, kv_lens, self._make_rope(rng), cu_q, cu_k)
+        sinks = None if self.sinks is None else np.resize(np.array(self.sinks, np.float32), self.q_heads)
+        return Inputs(q, k, v, kv_lens, self._make_rope(rng), cu_q, cu_k, sinks)
 
     def make_gradients(self) -> tuple[np.ndarray, np.ndarray]:
         """(dout like out, dlse like lse) for the backward pass."""

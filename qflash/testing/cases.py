@@ -159,6 +159,38 @@ def _decode() -> list[Case]:
     ]
 
 
+def _sinks() -> list[Case]:
+    """Logits beside those of the keys, near them and so far above or below that one of the two is lost."""
+    near = ("0.5", "-1.25", "3")
+    far = ("80", "-80", "1e4", "-1e4", "0")
+    return [
+        Case("sinks", 100, 130, 3, 3, sinks=near, seed=130, tags=_QUICK),
+        Case("sinks_causal_gqa", 90, 90, 6, 2, causal=True, sinks=near, seed=131),
+        Case("sinks_window", 150, 150, 4, 2, window=(20, 3), sinks=near, seed=132),
+        Case("sinks_half", 96, 150, 6, 2, dtype="float16", causal=True, sinks=near, seed=133, tags=_QUICK),
+        Case("sinks_bfloat16", 96, 150, 6, 2, head_dim=128, dtype="bfloat16", causal=True, sinks=near, seed=134),
+        Case("sinks_packed", q_lens=(5, 0, 64, 40), k_lens=(5, 3, 64, 0), q_heads=4, causal=True, sinks=near, seed=135),
+        Case("sinks_padding", 40, 96, 4, 2, batch=3, kv_lens=(0, 17, 96), causal=True, sinks=near, seed=136),
+        Case("sinks_long_q", 200, 31, causal=True, sinks=near, seed=137),  # the first 169 rows see nothing
+        Case("sinks_no_keys", 20, 0, 3, 3, sinks=("0.5", "nan", "-inf"), seed=138),
+        Case("sinks_far", 70, 90, 5, 5, sinks=far, seed=139),
+        Case("sinks_far_half", 70, 90, 5, 1, dtype="float16", sinks=far, seed=140),
+        Case("sinks_softcap", 60, 80, softcap=5.0, sinks=near, seed=141),
+        Case("sinks_rope", 60, 60, causal=True, rope=Rotary(64), sinks=near, seed=142),
+        Case("sinks_biased_k", 90, 200, 4, 2, data="biased_k", sinks=near, seed=143),
+        Case("sinks_large", 64, 130, 4, 4, data="large", sinks=("9000", "-5", "2e4", "1e5"), seed=144),
+        Case("sinks_scale_zero", 40, 60, scale=0.0, causal=True, sinks=near, seed=145),
+        Case("sinks_nonfinite", 40, 70, 4, 4, causal=True, sinks=("inf", "-inf", "nan", "1"), seed=146),
+        Case("sinks_decode", 1, 700, 8, 2, head_dim=128, batch=3, kv_lens=(0, 1, 700), sinks=near, seed=147),
+        Case("sinks_nan_k", 70, 70, causal=True, sinks=near, plant=(("k", (0, 40, 0, 3), "nan"),), seed=148),
+        # The one key has a score of -inf: beside a sink its weight is 0, and softmax of nothing but -inf is NaN.
+        Case(
+            *("sinks_scores_all_minus_inf", 2, 1), head_dim=1, data="uniform", sinks=("0.5", "-inf"),
+            plant=(("k", (0, 0, 0, 0), "-inf"), ("k", (0, 0, 1, 0), "-inf")),
+        ),
+    ]  # fmt: skip
+
+
 def _non_finite() -> list[Case]:
     """NaN and Inf where they are seen and where they are not: early rows of a causal square miss late keys."""
     square = Case(q_len=70, k_len=70, causal=True, seed=110)
@@ -207,8 +239,8 @@ def _large() -> list[Case]:
 CASES: tuple[Case, ...] = tuple(
     case
     for group in (
-        _masks, _lengths, _head_dims, _dtypes, _heads, _packed, _rope, _scores, _layouts, _empty, _decode, _non_finite,
-        _large,
+        _masks, _lengths, _head_dims, _dtypes, _heads, _packed, _rope, _scores, _layouts, _empty, _decode, _sinks,
+        _non_finite, _large,
     )
     for case in group()
 )  # fmt: skip

@@ -39,6 +39,7 @@ def call(
     cu_q: np.ndarray | None = None,
     cu_k: np.ndarray | None = None,
     rope=None,
+    sinks: np.ndarray | None = None,
     seed: int = 0,
     out: np.ndarray | None = None,
     wants_lse: bool = True,
@@ -52,7 +53,7 @@ def call(
     if rope is not None:
         tables = [np.ascontiguousarray(x, np.float32) for x in (rope.cos, rope.sin)]
         tables += [None if x is None else np.ascontiguousarray(x) for x in (rope.positions_q, rope.positions_k)]
-    named = dict(zip(ATTENTION.arrays, (q, k, v, kv_lens, cu_q, cu_k, *tables), strict=True))
+    named = dict(zip(ATTENTION.arrays, (q, k, v, kv_lens, cu_q, cu_k, *tables, sinks), strict=True))
     given = {name for name, x in named.items() if x is not None}
     variant = VARIANTS[kernel]
     plan = attention.plan_of(replace(problem, precision=variant.precision), given, wants_lse)
@@ -82,7 +83,7 @@ def run_case(
         compiled.launch(compiled.prepare(plan, variant), (*operands, *results), seed, multiprocessors)
         return results[0], results[1]
     problem = problem_of(case, inputs, None, "cpu")
-    extras = (inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.rope)
+    extras = (inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.rope, inputs.sinks)
     compiled = library(kernel, case.dtype, problem.head_dim, arch)
     words = {"wants_lse": wants_lse, "multiprocessors": multiprocessors}
     return call(compiled, kernel, problem, inputs.q, inputs.k, inputs.v, *extras, seed, **words)
@@ -96,7 +97,7 @@ def check_kernel(
     the error figures."""
     case = suited(case, kernel, arch)
     if refusals(case, kernel, arch):
-        assert case.packed or case.rope, "what else a rung refuses, `suited` takes out of a case"
+        assert case.packed or case.rope or case.sinks, "what else a rung refuses, `suited` takes out of a case"
         return None
     first = run_case(library, case, kernel, arch, seed)
     how = f", {kernel!r}, 'emulated', {seed}"

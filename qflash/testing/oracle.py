@@ -141,7 +141,7 @@ def _attention(case: Case, inputs: Inputs, q, k, v, rope: Rope | None):
 def _words(case: Case, inputs: Inputs, rope: Rope | None):
     """The words of a case as the oracle and the replays take them."""
     cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if case.packed else None
-    return {**case.options(), "kv_lens": inputs.kv_lens, "rope": rope, "cu_seqlens": cu_seqlens}
+    return {**case.options(), "kv_lens": inputs.kv_lens, "rope": rope, "sinks": inputs.sinks, "cu_seqlens": cu_seqlens}
 
 
 def _without_inf(inputs: Inputs, precision: str = "int8") -> Inputs:
@@ -226,6 +226,8 @@ def _strength(case: Case, inputs: Inputs, integers: Integers | None, power: int 
                     s = scale * (q[rows][block, head] @ k[keys][:, head // group].T)
                 best = np.where(seen & np.isfinite(s), s, 0.0).max(-1)
                 where = (head, np.arange(rows.start, rows.stop)[block]) if case.packed else (b, head, block)
+                if integers is None and inputs.sinks is not None and np.isfinite(inputs.sinks[head]):
+                    best = np.where(seen.any(-1), np.maximum(best, inputs.sinks[head]), best)  # one logit more
                 result[where] = best
     return result
 

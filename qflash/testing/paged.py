@@ -31,6 +31,7 @@ class PagedInputs:
     rope: Rope | None = None
     cu_seqlens_q: np.ndarray | None = None
     max_seqlen_q: int = 0
+    sinks: np.ndarray | None = None
 
 
 def on_pages(case: Case, inputs: Inputs, page_size: int | None = None, pool: str | None = None) -> PagedInputs:
@@ -63,7 +64,8 @@ def on_pages(case: Case, inputs: Inputs, page_size: int | None = None, pool: str
         k_pool, v_pool, layout = k_pool.swapaxes(1, 2), v_pool.swapaxes(1, 2), "pthd"
     kv = PagedKV(k_pool, v_pool, table, np.array(lens, np.int32), layout=layout)
     rope = None if inputs.rope is None else replace(inputs.rope, positions_k=None)
-    return PagedInputs(inputs.q, kv, rope, inputs.cu_seqlens_q, max(case.q_lens, default=0) if case.packed else 0)
+    longest = max(case.q_lens, default=0) if case.packed else 0
+    return PagedInputs(inputs.q, kv, rope, inputs.cu_seqlens_q, longest, inputs.sinks)
 
 
 def _tokens(case: Case, inputs: Inputs, b: int, rows: Any, keys: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -95,7 +97,7 @@ def plan_of(case: Case, inputs: PagedInputs, kernel: str | None, device: str) ->
     name = None if kernel is None else dispatch.VARIANTS[kernel].kernel.name
     options = Options(**case.options(), precision=None, kernel=name)
     packed = (inputs.cu_seqlens_q, inputs.max_seqlen_q)
-    arrays, words = paged_call(inputs.q, inputs.kv, None, options, None, inputs.rope, True, None, *packed)
+    arrays, words = paged_call(inputs.q, inputs.kv, None, options, None, inputs.rope, True, inputs.sinks, *packed)
     named = {name: x for name, x in zip(ATTENTION_PAGED.arrays, arrays, strict=True) if x is not None}
     described = {name: numpy_frontend.describe(name, x) for name, x in named.items()}
     on_device = {name: Array(x.shape, x.strides, x.dtype, device) for name, x in described.items()}

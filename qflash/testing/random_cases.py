@@ -49,6 +49,7 @@ def random_case(chooser: Chooser, dtypes: Sequence[str] = DTYPES) -> Case:
         "softcap": chooser.choice((None, None, 1.0, 30.0)),
         "scale": chooser.choice((None, None, None, 0.0, -0.3, 0.5)),
         "rope": _random_rope(chooser, head_dim),
+        "sinks": chooser.choice((None, None, ("0.5", "-2", "3"), ("7", "-inf", "-40"))),
         "data": chooser.choice(("normal", "normal", "biased_k", "outlier", "uniform", "large", "rising", "hills")),
         "seed": chooser.integer(0, 9999),
     }

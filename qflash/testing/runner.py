@@ -76,7 +76,7 @@ def arrays_of(inputs: Inputs) -> dict[str, Any]:
     rope = inputs.rope
     tables = {} if rope is None else {f"rope.{name}": getattr(rope, name) for name in _ROPE}
     named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "kv_lens": inputs.kv_lens, **tables}
-    named |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+    named |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k, "sinks": inputs.sinks}
     return {name: x for name, x in named.items() if x is not None}
 
 
@@ -165,11 +165,11 @@ def problem_of(case: Case, inputs: Inputs, kernel: str | None, device: str) -> P
         names = ("cos", "sin", "positions_q", "positions_k")
         cos, sin, positions_q, positions_k = (describe(f"rope.{n}", getattr(inputs.rope, n)) for n in names)
         rope = RopeArrays(cos, sin, inputs.rope.interleaved, positions_q, positions_k)
-    kv_lens = describe("kv_lens", inputs.kv_lens)
+    kv_lens, sinks = describe("kv_lens", inputs.kv_lens), describe("sinks", inputs.sinks)
     if not case.packed:
-        return problems.check(q, k, v, options, kv_lens, rope)
+        return problems.check(q, k, v, options, kv_lens, rope, sinks)
     cu = (describe("cu_seqlens_q", inputs.cu_seqlens_q), describe("cu_seqlens_k", inputs.cu_seqlens_k))
-    return problems.check_packed(q, k, v, *cu, *longest(case), options, kv_lens, rope)
+    return problems.check_packed(q, k, v, *cu, *longest(case), options, kv_lens, rope, sinks)
 
 
 def _is_paged(kernel: str | None) -> bool:
@@ -191,6 +191,7 @@ def _call_paged(case: Case, inputs: Inputs, kernel: str | None, framework: str) 
     parts = {field.name: getattr(pages.kv, field.name) for field in fields(pages.kv)}
     kv = PagedKV(**{name: turn(x) if isinstance(x, np.ndarray) else x for name, x in parts.items()})
     words = {**case.options(), "rope": _converted_rope(pages.rope, turn), "kernel": named_kernel(kernel)[0]}
+    words["sinks"] = None if pages.sinks is None else turn(pages.sinks)
     if case.packed:
         cu = (turn(pages.cu_seqlens_q), None)
         return api.attention_varlen(turn(pages.q), kv, None, *cu, pages.max_seqlen_q, None, return_lse=True, **words)
@@ -217,6 +218,7 @@ def call(case: Case, inputs: Inputs, kernel: str | None = None, **extra: Any) ->
         **case.options(),
         "kv_lens": inputs.kv_lens,
         "rope": inputs.rope,
+        "sinks": inputs.sinks,
         "precision": precision,
         "kernel": name,
         "return_lse": True,
@@ -231,13 +233,13 @@ def call(case: Case, inputs: Inputs, kernel: str | None = None, **extra: Any) ->
 def convert(inputs: Inputs, framework: str) -> Inputs:
     """The same arrays in another framework; torch keeps the strides, JAX has none."""
     turn = converter(framework)
-    kv_lens, cu_q, cu_k = (None if x is None else turn(x) for x in _indices(inputs))
+    kv_lens, cu_q, cu_k, sinks = (None if x is None else turn(x) for x in _optional(inputs))
     rope = _converted_rope(inputs.rope, turn)
-    return Inputs(turn(inputs.q), turn(inputs.k), turn(inputs.v), kv_lens, rope, cu_q, cu_k)
+    return Inputs(turn(inputs.q), turn(inputs.k), turn(inputs.v), kv_lens, rope, cu_q, cu_k, sinks)
 
 
-def _indices(inputs: Inputs) -> tuple[np.ndarray | None, ...]:
-    return inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k
+def _optional(inputs: Inputs) -> tuple[np.ndarray | None, ...]:
+    return inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.sinks
 
 
 def converter(framework: str) -> Callable[[np.ndarray], Any]:

@@ -9,7 +9,11 @@ import pytest
 from qflash.frontends.numpy import describe
 from qflash.ops.problem import Options, check
 from qflash.testing import BY_NAME, Case, Rotary, cases
-from qflash.testing.emulated_attention import call, check_kernel, with_few_keys
+from qflash.testing.compare import check_replay
+from qflash.testing.emulated_attention import call, check_kernel, run_case, with_few_keys
+from qflash.testing.emulator import ARCH
+from qflash.testing.oracle import replayed
+from qflash.testing.runner import suited
 
 KERNEL = "fa_int8"
 SHAPES = ("dim_40", "dim_72", "dim_128", "dim_136", "dim_256", "many_heads", "nan_v")
@@ -31,6 +35,13 @@ def test_contract(library, case):
 @pytest.mark.parametrize("case", cases("full"), ids=by_name)
 def test_contract_in_full(library, case):
     check_kernel(library, case, KERNEL)
+
+
+@pytest.mark.parametrize("name", ["sinks", "sinks_softcap"])
+def test_sinks_meet_the_scores_that_keys_had_before_smoothing_without_lse_too(library, name):
+    case = suited(BY_NAME[name], KERNEL, ARCH)
+    (_, lse), (out, _) = (run_case(library, case, KERNEL, wants_lse=wanted) for wanted in (True, False))
+    check_replay(case, out, lse, replayed(case, KERNEL), weights_dtype=case.dtype)
 
 
 @pytest.mark.parametrize(("name", "arch"), [("dim_72", 75)])

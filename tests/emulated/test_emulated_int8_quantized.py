@@ -24,7 +24,7 @@ KERNEL = "fa_int8_quantized"
 def run(library, case: QuantizedCase, arch: int = 90, seed: int = 0, change=(), without="", lse=True):
     """[out, lse if wanted], full of a value no kernel writes before the call. `change`, `without`: fields to spoil."""
     q, k, v, kv_lens = case.inputs()
-    arrays, words = quantized_call(q, k, v, case.options, kv_lens, None, lse)
+    arrays, words = quantized_call(q, k, v, case.options, kv_lens, None, None, lse)
     described = [
         None if x is None else describe(name, x) for name, x in zip(ATTENTION_QUANTIZED.arrays, arrays, strict=True)
     ]

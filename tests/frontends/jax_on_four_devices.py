@@ -190,3 +190,15 @@ def test_arrays_on_different_devices_are_named():
         qflash.attention(q, k, v, kv_lens=lens)
     uncommitted = arrays()[1:]
     np.testing.assert_array_equal(qflash.attention(q, *uncommitted), qflash.attention(q, k, v))
+
+
+def test_jit_splits_sinks_with_the_heads(mesh):
+    q, k, v = arrays(batch=4, q_heads=8, kv_heads=4)
+    sinks = jnp.linspace(-1.0, 2.0, 8)
+    split = (*put(mesh, SPLIT, q, k, v), *put(mesh, P("h"), sinks))
+
+    def call(q, k, v, sinks):
+        return qflash.attention(q, k, v, sinks=sinks)
+
+    assert collectives(call, *split) == []
+    np.testing.assert_array_equal(jax.jit(call)(*split), call(q, k, v, sinks))

@@ -166,10 +166,15 @@ def kept(make: Any) -> qflash.QuantizedKV:
     return qflash.QuantizedKV(**parts, lens=lens, dtype="float16", precision="int8_fp8")
 
 
+SINKS = [
+    *others("float32", optional=True),
+    Wrong(array((3,)), ValueError, r"\[3\]"),
+    Wrong(array((1, 2)), ValueError, r"\[1, 2\]"),
+]
 ROPE_PARTS = {"rope": ROPE, "rope.cos": others("float32"), "rope.sin": others("float32"), "rope.interleaved": FLAG}
 OPTIONS = {
     "causal": FLAG, "window": WINDOW, "softcap": [*NUMBER, *wrong_value(-1.0)], "scale": NUMBER, "return_lse": FLAG,
-    "precision": WORD, "kernel": KERNEL, "kv_lens": LENGTHS,
+    "precision": WORD, "kernel": KERNEL, "kv_lens": LENGTHS, "sinks": SINKS,
 }  # fmt: skip
 POSITIONS = {"rope.positions_q": LENGTHS, "rope.positions_k": LENGTHS}
 QUANTIZED = {"granularity": [*WORD, *NONE], "group": [*INT, *wrong_value(0)], "symmetric": FLAG}

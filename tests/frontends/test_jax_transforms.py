@@ -251,3 +251,35 @@ def test_no_gradient_for_rope_tables():
     with pytest.raises(NotImplementedError, match=r"rope\.cos has no gradient"):
         jax.grad(call)(cos)
     assert not jax.grad(lambda cos: call(jax.lax.stop_gradient(cos)))(cos).any()
+
+
+def test_sinks_under_vmap():
+    """A mapped q shares them, as a batch or as heads; sinks that are mapped themselves are taken in turn."""
+    sinks = jnp.stack([jnp.linspace(-1, 2, 4) + i for i in range(3)])
+    for axes in ((0, 0, 0), (0, None, None)):
+        q, k, v = stack(axes, q_heads=4, kv_heads=2)
+        got = jax.vmap(lambda q, k, v: qflash.attention(q, k, v, sinks=sinks[0]), axes)(q, k, v)
+        for i in range(3):
+            one = (x if axis is None else x[i] for x, axis in zip((q, k, v), axes, strict=True))
+            assert_close(got[i], qflash.attention(*one, sinks=sinks[0]), FLOAT32_L2)
+    q, k, v = arrays(q_heads=4, kv_heads=2)
+    got = jax.vmap(lambda sinks: qflash.attention(q, k, v, sinks=sinks))(sinks)
+    for i in range(3):
+        np.testing.assert_array_equal(got[i], qflash.attention(q, k, v, sinks=sinks[i]))
+
+
+def test_no_gradient_for_sinks_but_through_lse():
+    q, k, v = arrays(q_heads=4, kv_heads=2)
+    sinks = jnp.linspace(-1.0, 2.0, 4)
+    with pytest.raises(NotImplementedError, match="sinks has no gradient"):
+        jax.grad(lambda sinks: qflash.attention(q, k, v, sinks=sinks).sum())(sinks)
+
+    def scaled(q, sinks):
+        """The same by what a call without sinks gives, as attention's docstring says."""
+        out, lse = qflash.attention(q, k, v, return_lse=True)
+        return out * jax.nn.sigmoid(lse - sinks[:, None]).swapaxes(1, 2)[..., None]
+
+    assert_close(scaled(q, sinks), qflash.attention(q, k, v, sinks=sinks), FLOAT32_L2)
+    want, of_sinks = jax.grad(lambda *x: (scaled(*x) ** 2).sum(), (0, 1))(q, sinks)
+    assert_close(jax.grad(loss(lambda q: qflash.attention(q, k, v, sinks=sinks)))(q), want, BOUND)
+    assert of_sinks.any()

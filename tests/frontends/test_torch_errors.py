@@ -14,6 +14,7 @@ from qflash.testing.torch_math import packed, tables, tensors  # noqa: E402
 Q, K, V = tensors()
 ROPE = tables()
 INT32 = torch.int32
+H = Q.shape[2]
 
 
 def lens(*values, dtype=INT32):
@@ -89,6 +90,15 @@ BAD = {
     "lens device": ({"kv_lens": lens(3, 4).to("meta")}, ValueError, "kv_lens is on meta; allowed: q's device, cpu"),
     "lens high": ({"kv_lens": lens(3, 14)}, ValueError, r"kv_lens\[1\] is 14"),
     "lens low": ({"kv_lens": lens(-1, 3)}, ValueError, r"kv_lens\[0\] is -1"),
+    "sinks ints": ({"sinks": torch.ones(H, dtype=INT32)}, TypeError, "sinks has dtype int32; allowed: float32, .*64"),
+    "sinks shape": (
+        {"sinks": torch.ones(H + 1)},
+        ValueError,
+        rf"sinks has shape \[{H + 1}\]; allowed: \[{H}\], one for",
+    ),
+    "sinks rank": ({"sinks": torch.ones(1, H)}, ValueError, rf"sinks has shape \[1, {H}\]"),
+    "sinks device": ({"sinks": torch.ones(H).to("meta")}, ValueError, "sinks is on meta; allowed: q's device, cpu"),
+    "sinks list": ({"sinks": [0.0] * H}, TypeError, "sinks is builtins.list"),
     "rope type": ({"rope": (ROPE.cos, ROPE.sin)}, TypeError, r"rope is tuple; allowed: None or qflash\.Rope"),
     "rope none": ({"rope": rope(cos=None)}, TypeError, r"rope\.cos is None; allowed: an array"),
     "rope array": ({"rope": rope(sin=ROPE.sin.numpy())}, TypeError, r"rope\.sin is numpy\.ndarray"),

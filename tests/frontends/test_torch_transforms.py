@@ -152,10 +152,11 @@ def words(**given):
 
 
 SPUN = {"cos": ROPE.cos, "sin": ROPE.sin, "positions_q": ROPE.positions_q, "positions_k": ROPE.positions_k}
+SINKS = torch.linspace(-1, 2, tensors()[0].shape[2])
 CALLS = {
     "plain": (extras(), words()),
     "everything": (
-        extras(kv_lens=LENS, **SPUN),
+        extras(kv_lens=LENS, sinks=SINKS, **SPUN),
         words(causal=True, window=[3, 2], softcap=2.0, scale=0.3, kernel="cpu"),
     ),
 }
@@ -510,3 +511,30 @@ def test_checkpointing():
     want = torch.autograd.grad(qflash.attention(q, k, v).sum(), (q, k, v))
     for a, b in zip(torch.autograd.grad(call.sum(), (q, k, v)), want, strict=True):
         same(a, b)
+
+
+def test_sinks_under_vmap():
+    """A mapped q shares them; sinks that are mapped themselves are taken in turn."""
+    q, k, v = tensors()
+    many, sinks = torch.stack([q, 2 * q]), torch.stack([SINKS, SINKS - 3])
+    got = torch.vmap(lambda q: qflash.attention(q, k, v, sinks=SINKS))(many)
+    each = torch.vmap(lambda sinks: qflash.attention(q, k, v, sinks=sinks))(sinks)
+    for i in range(2):
+        same(got[i], qflash.attention(many[i], k, v, sinks=SINKS))
+        same(each[i], qflash.attention(q, k, v, sinks=sinks[i]))
+
+
+def test_sinks_of_any_float_type_and_stride():
+    q, k, v = tensors()
+    want = qflash.attention(q, k, v, sinks=SINKS.half().float())
+    spread = torch.stack([SINKS.half(), SINKS.half()], 1)[:, 0]
+    for sinks in (SINKS.half(), SINKS.half().double(), spread):
+        same(qflash.attention(q, k, v, sinks=sinks), want)
+
+
+def test_sinks_that_want_a_gradient_are_refused():
+    q, k, v = tensors(grad=True)
+    with pytest.raises(NotImplementedError, match=r"sinks requires a gradient; allowed: .* sinks\.detach\(\)"):
+        qflash.attention(q, k, v, sinks=SINKS.clone().requires_grad_())
+    qflash.attention(q, k, v, sinks=SINKS).sum().backward()
+    assert q.grad is not None

@@ -76,3 +76,18 @@ def test_fa_int8_gives_the_bits_of_arrays_quantized_beforehand(words):
     got = qflash.attention(q, k, v, **words, kernel="fa_int8")
     want = qflash.attention(*whole, **words, precision="int8", kernel="fa_int8")
     assert to_numpy(got).tobytes() == to_numpy(want).tobytes()
+
+
+def test_sinks_join_quantized_arrays_as_they_join_floats():
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((1, 40, heads, 32)).astype(np.float32) for heads in (4, 2, 2))
+    sinks = np.linspace(-1, 2, 4)
+    quantized = (
+        qflash.quantize(q, granularity="token"),
+        qflash.quantize(k, granularity="group", group=16, smooth=True),
+    )
+    out, lse = qflash.attention(*quantized, v, return_lse=True)
+    got, got_lse = qflash.attention(*quantized, v, sinks=sinks, return_lse=True)
+    np.testing.assert_allclose(got_lse, np.logaddexp(lse, sinks[:, None]), rtol=1e-6, atol=1e-6)
+    share = np.exp(lse - got_lse).swapaxes(1, 2)[..., None]
+    np.testing.assert_allclose(got, out * share, rtol=1e-5, atol=1e-6)

@@ -252,7 +252,7 @@ def kv_plans(precision, length=300, head_dim=40):
     ordered = [parts.get(KV_FIELDS[name], k if name == "v" else None) for name in names]
     q = array(2, 20, 6, head_dim, dtype="float16")
     words = (precision, "float16", True, None, None, 0.5, None, None, True, False)
-    return quantize, ATTENTION_KEPT.plan(q, *ordered, None, None, None, None, *words)
+    return quantize, ATTENTION_KEPT.plan(q, *ordered, *[None] * 5, *words)
 
 
 @pytest.mark.parametrize("precision", ["int8", "int8_fp8"])

@@ -16,23 +16,29 @@ RUNGS = ("unfused", "fa_warps", "fa_tc")
 PLAIN = Spec("cuda", 90, "float16", 64)
 EVERY_OTHER_WORD = replace(PLAIN, window=True, softcap=True, kv_lens=True)
 NO_ROPE = "takes no rope; fa and fa_mma do"
+NO_SINKS = "takes no sinks"
 NO_PACKING = "takes no packed arrays (attention_varlen); fa and fa_mma do"
 
 
 @pytest.mark.parametrize("name", RUNGS)
-def test_they_refuse_rope_and_packed_arrays_and_nothing_else_of_a_call(name: str) -> None:
+def test_they_refuse_rope_packed_arrays_and_sinks_and_nothing_else_of_a_call(name: str) -> None:
     row = dispatch.BY_NAME[name]
     assert dispatch.reasons(row, EVERY_OTHER_WORD) == []
     for rope in ("half", "interleaved"):
         assert dispatch.reasons(row, replace(PLAIN, rope=rope)) == [NO_ROPE]
     assert dispatch.reasons(row, replace(PLAIN, packed=True)) == [NO_PACKING]
+    assert dispatch.reasons(row, replace(PLAIN, sinks=True)) == [NO_SINKS]
+    with pytest.raises(NoKernelError, match=rf"kernel '{name}' cannot serve this problem: takes no sinks\n"):
+        dispatch.choose(replace(PLAIN, sinks=True), name)
     with pytest.raises(NoKernelError, match="takes no rope; fa and fa_mma do; takes no packed arrays"):
         dispatch.choose(replace(PLAIN, rope="half", packed=True), name)
 
 
 @pytest.mark.parametrize("name", ["fa", "fa_mma"])
 def test_the_kernels_that_their_reasons_name_do_serve(name: str) -> None:
-    assert dispatch.reasons(dispatch.BY_NAME[name], replace(EVERY_OTHER_WORD, rope="half", packed=True)) == []
+    assert (
+        dispatch.reasons(dispatch.BY_NAME[name], replace(EVERY_OTHER_WORD, rope="half", packed=True, sinks=True)) == []
+    )
 
 
 @pytest.mark.parametrize("head_dim", [1, 20, 100, 255])

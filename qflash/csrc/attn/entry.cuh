@@ -27,10 +27,10 @@ inline int check_pages(const QfAttnParams* p, int dtype) {
   return kv_is_pages(*p) ? QF_OK : QF_UNSUPPORTED;
 }
 
-// The same for a rung that leaves out rope and packed arrays, as its row of dispatch.KERNELS says.
+// The same for a rung that leaves out rope, packed arrays and sinks, as its row of dispatch.KERNELS says.
 inline int check_unrotated_arrays(const QfAttnParams* p, int dtype) {
   if (const int status = check_arrays(p, dtype)) return status;
-  return p->rope.cos || p->cu_seqlens_q || p->cu_seqlens_k ? QF_UNSUPPORTED : QF_OK;
+  return p->rope.cos || p->cu_seqlens_q || p->cu_seqlens_k || p->sinks ? QF_UNSUPPORTED : QF_OK;
 }
 
 // A block for every work tile of the grid, in as many launches as that takes. `more`: the kernel's further arguments.

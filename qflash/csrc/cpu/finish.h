@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "denominator.h"
 #include "pack.h"
 #include "softmax.h"
 
@@ -15,19 +16,20 @@ static inline ScoreMap score_map(const QfAttnParams& p) {
   return {factor, -126.0f / factor, 0.0f, 0.0f, scale};
 }
 
-// Writes out = o / l and lse = unit * m + ln l. A row that sees no key gives zeros and -inf; one that sees keys whose
-// scores are all -inf has l = 0 and gives NaN, as softmax does. o is used up.
+// Writes out = o / l and lse = unit * m + ln l; a sink, a logit more, joins l. A row that sees no key gives zeros and
+// its sink, or -inf; one that sees keys whose scores are all -inf, and no sink, has l = 0 and gives NaN, as softmax
+// does. o is used up.
 static inline void finish_row(const QfAttnParams& p, const Sequence& s, int64_t head, int64_t query, float* o,
                               RowState state, const ScoreMap& map) {
   const KeyRange range = visible_keys(p, s, query);
   const bool sees = range.begin < range.end;
-  for (int d = 0; d < p.head_dim; d += kLanes) store(o + d, sees ? load(o + d) / broadcast(state.l) : zero());
+  const double sink = p.sinks ? double(p.sinks[head]) : -INFINITY;
+  const Denominator total = denominator(double(state.m) * map.unit, state.l, sink);
+  for (int d = 0; d < p.head_dim; d += kLanes) store(o + d, sees ? load(o + d) / broadcast(total.l) : zero());
   char* out = row_address(p.out, p.dtype, s.batch, s.first_q + query, head);
   store_row(out, o, p.dtype, p.head_dim);
   if (!p.lse) return;
-  double lse = -INFINITY;
-  if (sees) lse = state.l == 0.0f ? double(NAN) : double(state.m) * map.unit + log(double(state.l));
-  p.lse[s.batch * p.lse_stride_b + head * p.lse_stride_h + s.first_q + query] = float(lse);
+  p.lse[s.batch * p.lse_stride_b + head * p.lse_stride_h + s.first_q + query] = float(sees ? total.lse : sink);
 }
 
 }  // namespace QF_ISA

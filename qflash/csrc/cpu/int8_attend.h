@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "denominator.h"
 #include "int8.h"
 #include "int8_pack.h"
 #include "int8_softmax.h"
@@ -44,7 +45,7 @@ static void load_query(const QfAttnParams& p, const Sequence& s, const Int8Head&
   const float scale = __builtin_fabsf(p.scale);
   row.cap_slope = q_scale * scale;
   row.slope = q_scale * (scale * kLog2e);
-  row.bias = p.lse || p.softcap != 0.0f ? scale * dot_rows(x, head.mean, p.head_dim) : 0.0f;
+  row.bias = p.lse || p.sinks || p.softcap != 0.0f ? scale * dot_rows(x, head.mean, p.head_dim) : 0.0f;
   row.top = kLowestTop;
   row.seen = visible_keys(p, s, query);
   row.keys = intersection(row.seen, share);
@@ -78,16 +79,19 @@ static void finish_row(const QfAttnParams& p, const Sequence& s, const Int8Head&
   float* lse = p.lse ? p.lse + s.batch * p.lse_stride_b + q_head * p.lse_stride_h + s.first_q + query : nullptr;
   if (row.seen.begin >= row.seen.end) {
     clear(out, 0, p.head_dim);
-    if (lse) *lse = -__builtin_inff();
+    if (lse) *lse = p.sinks ? p.sinks[q_head] : -__builtin_inff();
   } else {
-    const Vec inverse = broadcast(1.0f / total);
+    const double top = double(p.softcap != 0.0f ? 0.0f : row.bias) + double(kLn2) * row.top;
+    const double sink = p.sinks ? double(p.sinks[q_head]) : -INFINITY;
+    const Denominator all = denominator(top, total, sink);
+    const Vec inverse = broadcast(1.0f / all.l);
     const Vec limit = broadcast(largest_of(p.dtype)), infinity = broadcast(__builtin_inff());
     for (int d = 0; d < p.head_dim; d += kLanes) {
       const Vec sum = load(out + d), mean = sum * inverse;
       store(out + d, select_less(vmax(sum, -sum), infinity, vmin(limit, vmax(-limit, mean)), mean));
     }
     add_nonfinite_values(p, s, head, row.seen, out);
-    if (lse) *lse = (p.softcap != 0.0f ? 0.0f : row.bias) + kLn2 * (row.top + log2f(total));
+    if (lse) *lse = float(all.lse);
   }
   store_row(destination, out, p.dtype, p.head_dim);
 }

@@ -13,7 +13,7 @@ constexpr float kLowestTop = -3.4028234663852886e38f;
 struct Row {
   float slope;      // t = slope * u without softcap
   float cap_slope;  // q's scale * |scale|, used with softcap
-  float bias;       // |scale| * (q . mean); computed when lse or softcap asks for it
+  float bias;       // |scale| * (q . mean); computed when lse, sinks or softcap ask for it
   float top;
   KeyRange keys;  // the keys of this share that the row sees
   KeyRange seen;  // all keys the row sees

@@ -28,7 +28,7 @@ def check(op: Op, arrays: Sequence[Any]) -> None:
     for name, x in zip(op.arrays, arrays, strict=True):
         if name in refused and isinstance(x, Tensor) and x.requires_grad:
             if op.gradient is not None:
-                raise NotImplementedError(f"{name} requires a gradient; allowed: a table without one, {name}.detach()")
+                raise NotImplementedError(f"{name} requires a gradient; allowed: a tensor without one, {name}.detach()")
             raise NotImplementedError(
                 f"{name} requires a gradient and {op.spoken} is forward only; allowed: {name}.detach(), or a call "
                 "under torch.no_grad()"

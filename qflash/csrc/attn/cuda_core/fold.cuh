@@ -9,6 +9,7 @@
 #include "attn/cuda_core/product.cuh"
 #include "attn/cuda_core/softmax.cuh"
 #include "attn/mask.cuh"
+#include "attn/sinks.cuh"
 #include "attn/tile_load.cuh"
 
 namespace qf {
@@ -21,6 +22,7 @@ struct OutRows {
   Element* g_head;  // row 0, channel 0
   int64_t stride_t;
   float* g_lse;  // row 0; null: not wanted
+  float sink;    // of the head
   int head_dim;
   bool vector;  // store4's condition holds for every row
 
@@ -28,6 +30,7 @@ struct OutRows {
       : g_head(static_cast<Element*>(p.out.data) + b * p.out.stride_b + row0 * p.out.stride_t + h * p.out.stride_h),
         stride_t(p.out.stride_t),
         g_lse(p.lse ? p.lse + b * p.lse_stride_b + h * p.lse_stride_h + row0 : nullptr),
+        sink(sink_of(p, h)),
         head_dim(p.head_dim),
         vector(vectorises) {}
 };
@@ -46,7 +49,8 @@ __device__ __forceinline__ void fold_rows(float (&O)[kRows][4 * kVecs], const fl
     const float top = m[r * kMaxStep], sum = sum_across_x<X>(l[r * kSumStep]);
     const KeyRange keys = mask.visible(row);
     const bool empty = keys.begin == keys.end;
-    const float factor = last ? 1.0f / sum : 1.0f;
+    const WithSink with(top, out.sink, 0.0f);
+    const float factor = last ? with.keys / with.total(sum) : 1.0f;
     const float past = kFolds && folded ? ex2(s_fold[r * Lanes<X>::kLanesY] - reference_of(top)) : 0.0f;
     __syncwarp();  // every lane has read s_fold
     if (kFolds && x == 0) s_fold[r * Lanes<X>::kLanesY] = top;
@@ -66,7 +70,7 @@ __device__ __forceinline__ void fold_rows(float (&O)[kRows][4 * kVecs], const fl
       }
       store4(g_row, d, out.head_dim, out.vector, sums);
     }
-    if (last && out.g_lse && x == 0) out.g_lse[row] = empty ? -infinity() : lse_of(top, sum);
+    if (last && out.g_lse && x == 0) out.g_lse[row] = empty ? out.sink : with.lse(sum);
   }
 }
 

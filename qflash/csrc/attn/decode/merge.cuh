@@ -6,6 +6,7 @@
 
 #include "attn/decode/share.cuh"
 #include "attn/mma/softmax.cuh"
+#include "attn/sinks.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/relaxed.cuh"
 
@@ -42,6 +43,11 @@ struct Merged {
       o.x = fmaf(parts[i].x, weights[i], o.x), o.y = fmaf(parts[i].y, weights[i], o.y);
       o.z = fmaf(parts[i].z, weights[i], o.z), o.w = fmaf(parts[i].w, weights[i], o.w);
     }
+  }
+  // The row's sink, once, when all parts are there.
+  __device__ __forceinline__ void join(const WithSink& with) {
+    m = with.top, l = with.total(l), exact = with.total(exact);
+    o.x *= with.keys, o.y *= with.keys, o.z *= with.keys, o.w *= with.keys;
   }
   __device__ __forceinline__ RowSums sums() const { return {m, l, exact, 0.0f}; }
 };

@@ -29,11 +29,12 @@ __device__ __forceinline__ void add_nonfinite(float4& o, const KeyRange& keys, c
 // Channels d .. d + 3 of one row. value(key): V's, as floats. aligned: out takes 8 bytes at a time.
 template <class Element, int kBlockN, class Value>
 __device__ __forceinline__ void store_row(const QfAttnParams& p, const Seen<kBlockN>& seen, const Part& part, int row,
-                                          int d, const Merged& merged, bool aligned, Value value) {
+                                          int d, Merged merged, bool aligned, Value value) {
   const int group = p.q_heads / p.kv_heads;
   const int token = row / group, head = part.kv_head * group + row - token * group;
   const KeyRange keys = seen.mask.visible(token);
   const bool empty = keys.begin == keys.end;
+  if (p.sinks) merged.join(WithSink(merged.m, p.sinks[head], 0.0f));
   const float factor = 1.0f / merged.l;
   float4 o = {merged.o.x * factor, merged.o.y * factor, merged.o.z * factor, merged.o.w * factor};
   if (empty) o = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -53,7 +54,7 @@ __device__ __forceinline__ void store_row(const QfAttnParams& p, const Seen<kBlo
   }
   if (p.lse && d == 0)
     p.lse[part.b * p.lse_stride_b + head * p.lse_stride_h + token] = !seen.good ? nan()
-                                                                     : empty    ? -infinity()
+                                                                     : empty    ? sink_of(p, head)
                                                                                 : lse_of(merged.m, merged.exact);
 }
 

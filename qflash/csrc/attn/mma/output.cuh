@@ -5,21 +5,24 @@
 #include "attn/mma/softmax.cuh"
 #include "attn/mma/tile.cuh"
 #include "attn/sequence.cuh"
+#include "attn/sinks.cuh"
 
 namespace qf {
 
 // The lane's r-th row divided by its sum of weights; zeros for a row that sees no key. Writes lse where asked.
-// row0: the lane's first row in its sequence; lse_offset(row): what lse gets besides.
+// row0: the lane's first row in its sequence; sink: of the head; lse_offset(row): what lse gets besides.
 template <int kMTiles, int kOTiles, class Rows, class Offset>
 __device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], const Rows (&rows)[kMTiles],
-                                            const Mask& mask, int row0, float* g_lse, bool leads, Offset lse_offset) {
+                                            const Mask& mask, int row0, float sink, float* g_lse, bool leads,
+                                            Offset lse_offset) {
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r) {
     const int row = row0 + 8 * r;
     const float sum = rows[r / 2].sums.for_lse(r % 2);
     const KeyRange keys = mask.visible(row);
     const bool empty = keys.begin == keys.end;
-    const float factor = 1.0f / rows[r / 2].sums.of_row(r % 2);
+    const WithSink with(rows[r / 2].m[r % 2], sink, lse_offset(row));
+    const float factor = with.keys / with.total(rows[r / 2].sums.of_row(r % 2));
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
@@ -27,8 +30,7 @@ __device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], con
         float& o = O[r / 2][j][r % 2 * 2 + e];
         o = empty ? 0.0f : o * factor;
       }
-    if (g_lse && leads && row < mask.len_q)
-      g_lse[row] = empty ? -infinity() : lse_of(rows[r / 2].m[r % 2], sum) + lse_offset(row);
+    if (g_lse && leads && row < mask.len_q) g_lse[row] = empty ? sink : with.lse(sum) + lse_offset(row);
   }
 }
 

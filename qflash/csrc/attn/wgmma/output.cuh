@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attn/mma/nonfinite.cuh"
+#include "attn/sinks.cuh"
 #include "attn/wgmma/softmax.cuh"
 #include "attn/wgmma/work_tile.cuh"
 #include "ptx/ldst.cuh"
@@ -155,31 +156,45 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const WorkTile<Con
                                        bool aligned, const Last& last) {
   constexpr int kOTiles = Config::kOTiles;
   const int warp_first = warp_row(), lane = lane_index();
-  float sum[2], inverse[2];
+  float sum[2], divisor[2], inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sum[r] = sum_of_quad(rows.l[r]);
-    inverse[r] = rcp(Last::kRoundedSums ? sum_of_quad(last.divisor[r]) : sum[r]) * last.gain;
+    divisor[r] = Last::kRoundedSums ? sum_of_quad(last.divisor[r]) : sum[r];
+    inverse[r] = rcp(divisor[r]) * last.gain;
   }
   const int own_rows = min(16, work.rows - warp_first);
-  if (unlikely(p.lse || __any_sync(0xffffffffu, !(sum[0] > 0.0f && sum[1] > 0.0f)))) {
+  if (unlikely(p.lse || p.sinks || __any_sync(0xffffffffu, !(sum[0] > 0.0f && sum[1] > 0.0f)))) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = lane / 4 + 8 * r;
-      float lse = lse_of(rows.m[r], sum[r]);
+      const bool has_offset = (p.lse || p.sinks) && i < own_rows;
+      const float sink = sink_of(p, work.h), offset = has_offset ? last.lse_offset(warp_first + i) : 0.0f;
+      const WithSink with(rows.m[r], sink, offset);
+      float lse = with.lse(sum[r]) + offset;
+      float share = 1.0f;  // of the result without a sink, and so of the mean
+      if (with.sink != 0.0f) {
+        const float by = with.keys * rcp(with.total(divisor[r]));
+        inverse[r] = by * last.gain, share = by * divisor[r];
+      }
+      bool empty = false;
       if (!(sum[r] > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
         const KeyRange keys = work.mask.visible(work.row0 + warp_first + i);
-        if (keys.begin == keys.end) {
-          inverse[r] = 1.0f, lse = -infinity();
-#pragma unroll
-          for (int j = 0; j < kOTiles; ++j) {  // scores of NaN left NaN; zeros, once the mean is added
-            const float2 added = last.mean(j);
-            O[0][j][2 * r] = 0.0f - added.x, O[0][j][2 * r + 1] = 0.0f - added.y;
-          }
-        }
+        empty = keys.begin == keys.end;
       }
-      if (p.lse && lane % 4 == 0 && i < own_rows)
-        p.lse[work.lse_at + warp_first + i] = lse == -infinity() ? lse : lse + last.lse_offset(warp_first + i);
+      if (empty) lse = sink;
+      if (empty || (Last::kMean && with.sink != 0.0f)) {
+#pragma unroll
+        for (int j = 0; j < kOTiles; ++j) {  // scores of NaN left NaN; zeros, or the mean's share, once it is added
+          const float2 added = last.mean(j);
+          const auto without = [&](float o, float mean) {
+            return empty ? 0.0f - mean : fmaf(o, inverse[r], mean * (share - 1.0f));
+          };
+          O[0][j][2 * r] = without(O[0][j][2 * r], added.x), O[0][j][2 * r + 1] = without(O[0][j][2 * r + 1], added.y);
+        }
+        inverse[r] = 1.0f;
+      }
+      if (p.lse && lane % 4 == 0 && i < own_rows) p.lse[work.lse_at + warp_first + i] = lse;
     }
   }
 #pragma unroll
@@ -221,7 +236,7 @@ struct AllConsumers {
   __device__ static __forceinline__ int threads() { return Config::kConsumers * kWarpgroupThreads; }
 };
 
-// Rows of a work tile that sees no key at all: zeros, and lse of -inf.
+// Rows of a work tile that sees no key at all: zeros, and lse of their sink, or -inf.
 template <class Config>
 __device__ inline void store_empty_rows(const QfAttnParams& p, const WorkTile<Config>& work) {
   using By = AllConsumers<Config>;
@@ -231,7 +246,7 @@ __device__ inline void store_empty_rows(const QfAttnParams& p, const WorkTile<Co
     auto* const g_row = static_cast<typename Config::Element*>(p.out.data) + work.b * p.out.stride_b +
                         work.h * p.out.stride_h + row * p.out.stride_t;
     for (int d = 0; d < p.head_dim; ++d) g_row[d].bits = 0;
-    if (p.lse) p.lse[work.b * p.lse_stride_b + work.h * p.lse_stride_h + row] = -infinity();
+    if (p.lse) p.lse[work.b * p.lse_stride_b + work.h * p.lse_stride_h + row] = sink_of(p, work.h);
   }
 }
 

@@ -16,7 +16,7 @@
 // Shared memory (head_dim 128, Hopper), swizzled (smem/swizzle.cuh; rows of Q and K have 8 chunks, of V 16):
 //   s_q         [kBlockM][kHeadDim] int8   16 KB   at the end the rounded outputs take the place of everything above
 //   s_kv        2 stages of K, V           48 KB   [kBlockN][kHeadDim] int8, then 16-bit
-//   s_row_bias  [kBlockM] floats                   what all scores of a row have in common: lse and softcap need it
+//   s_row_bias  [kBlockM] floats                   what all scores of a row have in common: for lse, sinks, softcap
 //   s_q_scale   [kBlockM] floats                   scales of the rows, times |scale| log2(e)
 //   s_state     sequence, mask, ranges of keys, where K's scales are
 //   s_starts    [2][kBlockN] int32                 with zero points only: what the sums of each key start at
@@ -144,9 +144,9 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   const int rows_here = min(kWarpRows, seq.len_q - warp_row);
   if (rows_here <= 0) return;
   float* const g_lse = p.lse ? p.lse + b * p.lse_stride_b + s_state.h * p.lse_stride_h + seq.q0 : nullptr;
-  const bool lse_adds_bias = scales_plainly(p.scale, p.softcap);  // else the scores hold it already
-  finish_rows(O, rows, s_state.mask, s_state.row0(), g_lse, lane % 4 == 0,
-              [&](int row) { return lse_adds_bias ? p.scale * s_row_bias[row - s_state.block_row] : 0.0f; });
+  const bool adds_bias = (p.lse || p.sinks) && scales_plainly(p.scale, p.softcap);  // else the scores hold it already
+  finish_rows(O, rows, s_state.mask, s_state.row0(), sink_of(p, s_state.h), g_lse, lane % 4 == 0,
+              [&](int row) { return adds_bias ? p.scale * s_row_bias[row - s_state.block_row] : 0.0f; });
   char* const s_out = s_q + threadIdx.x / 32 * (kWarpRows * kHeadDim * 2);
   round_rows<Tensor>(O, s_out, lane);
   if (s_state.spoiled) {

@@ -44,7 +44,7 @@ struct Loads {
                                     [&](int row, int d) { return load_bytes(q.row(row), d, p.head_dim, access.q); });
     for (int row = threadIdx.x; row < kBlockM; row += kThreads) {
       const int i = s_state.block_row + row;
-      if (p.lse || !scales_plainly(p.scale, p.softcap)) {  // else nobody reads it
+      if (p.lse || p.sinks || !scales_plainly(p.scale, p.softcap)) {  // else nobody reads it
         s_row_bias[row] = i >= seq.len_q ? 0.0f
                           : p.q_dot_mean ? p.q_dot_mean[(int64_t(b) * p.q_heads + s_state.h) * p.q_len + i]
                           : p.kv.k_mean  ? q_dot_mean_of_integers(p, q.row(i), b, s_state.h, i)

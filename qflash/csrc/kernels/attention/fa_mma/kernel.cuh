@@ -186,7 +186,8 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   const int rows_here = min(kWarpRows, seq.len_q - warp_row);
   if (rows_here <= 0) return;
   float* const g_lse = p.lse ? p.lse + b * p.lse_stride_b + s_state.h * p.lse_stride_h + seq.q0 : nullptr;
-  finish_rows(O, rows, s_state.mask, s_state.row0(), g_lse, lane % 4 == 0, [](int) { return 0.0f; });
+  finish_rows(O, rows, s_state.mask, s_state.row0(), sink_of(p, s_state.h), g_lse, lane % 4 == 0,
+              [](int) { return 0.0f; });
   char* const s_out = s_q_of_warp();
   round_rows<Tensor>(O, s_out, lane);
   if (s_state.spoiled) {

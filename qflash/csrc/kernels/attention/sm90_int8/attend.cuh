@@ -62,7 +62,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   a.attn = p;
   a.kv = kept ? kept_of(p.kv) : w.kv(base);
   a.q_scale = reinterpret_cast<float*>(base + w.q_scale);
-  if (p.lse || !Kernel::kPlain) a.q_dot_mean = reinterpret_cast<float*>(base + w.q_dot_mean);
+  if (p.lse || p.sinks || !Kernel::kPlain) a.q_dot_mean = reinterpret_cast<float*>(base + w.q_dot_mean);
   a.v_columns = w.v_columns;
   QuantizeAll all{};
   all.attn = p;
