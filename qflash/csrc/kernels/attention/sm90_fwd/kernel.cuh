@@ -41,9 +41,9 @@
 namespace qf {
 namespace sm90_fwd {
 
-template <class Element, int kHeadDim, bool kPlain>
+template <class Element, int kHeadDim, bool kPlain, bool kPaged>
 struct Kernel {
-  using Config = wgmma::TileConfig<Shape<Element, kHeadDim, kPlain>>;
+  using Config = wgmma::TileConfig<Shape<Element, kHeadDim, kPlain, kPaged>>;
   using Params = QfAttnParams;
   using Scores = wgmma::SixteenBitScores<Config, kPlain>;
   using Weights = wgmma::SixteenBitWeights<Config, Config::kKeepsRemainders>;
@@ -78,10 +78,10 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
 }
 
 // The pass before, for rotated tensors and strides that TMA cannot walk.
-template <class Element>
+template <class Element, bool kPaged>
 __global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
     qf_sm90_fwd_relayout_kernel(const __grid_constant__ QfAttnParams p,
                                 const __grid_constant__ qf::wgmma::Relayout relayout, char* const copies,
                                 const bool tables_vectorise) {
-  qf::wgmma::relayout_tokens<Element>(p, relayout, copies, tables_vectorise);
+  qf::wgmma::relayout_tokens<Element, kPaged>(p, relayout, copies, tables_vectorise);
 }

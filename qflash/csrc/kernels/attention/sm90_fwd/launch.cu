@@ -8,8 +8,9 @@ namespace {
 
 using namespace qf;
 using Element = ElementOf<QF_DTYPE>::Type;
+constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS;
 template <bool kPlain>
-using Kernel = sm90_fwd::Kernel<Element, QF_HEAD_DIM, kPlain>;
+using Kernel = sm90_fwd::Kernel<Element, QF_HEAD_DIM, kPlain, kPaged>;
 constexpr int kBlockM = Kernel<true>::Config::kBlockM;
 
 // A counter for work tiles comes first in the workspace, for calls that get none of the library's; copies after it.
@@ -47,14 +48,15 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
 
   if (relayout.bytes > 0)
     if (const int status =
-            launch({3 * relayout.blocks(processors), kRelayoutThreads, 0, stream}, qf_sm90_fwd_relayout_kernel<Element>,
-                   p, relayout, memory, rope_tables_vectorise(p.rope)))
+            launch({3 * relayout.blocks(processors), kRelayoutThreads, 0, stream},
+                   qf_sm90_fwd_relayout_kernel<Element, kPaged>, p, relayout, memory, rope_tables_vectorise(p.rope)))
       return status;
   TensorMaps maps{};
   using KTile = typename Config::KTile;
   if (const int error = relayout.map<typename Config::QTile>(maps.q, kQ, memory, p.head_dim, kBlockM)) return error;
-  if (const int error = relayout.map<KTile>(maps.k, kK, memory, p.head_dim, Config::kBlockN)) return error;
-  if (const int error = relayout.map<KTile>(maps.v, kV, memory, p.head_dim, Config::kBlockN)) return error;
+  const int kv_rows = kPaged ? page_box_rows(p.kv.page_size, Config::kFirstKey) : Config::kBlockN;
+  if (const int error = relayout.map<KTile>(maps.k, kK, memory, p.head_dim, kv_rows)) return error;
+  if (const int error = relayout.map<KTile>(maps.v, kV, memory, p.head_dim, kv_rows)) return error;
   const int blocks = schedule.count < processors ? schedule.count : processors;
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream}, qf_sm90_fwd_kernel<Kernel>, p, maps, schedule,
                 chunks_aligned(p.out, p.head_dim, 2));
@@ -67,7 +69,8 @@ QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams* p) {
 }
 
 QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
-  if (const int status = check_arrays(p, QF_DTYPE)) return status;
+  if (const int status = check_params(p, QF_DTYPE)) return status;
+  if (!(kPaged ? kv_is_pages(*p) : kv_is_arrays(*p))) return QF_UNSUPPORTED;
   return by_scores(scales_plainly(p->scale, p->softcap), [&](auto plain) {
     return attend<Kernel<decltype(plain)::value>>(*p, static_cast<cudaStream_t>(stream));
   });

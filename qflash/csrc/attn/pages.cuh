@@ -1,0 +1,84 @@
+// A sequence's keys and values in the pages of a cache: which page holds a token, and which entries of the page table
+// may be followed. A kernel that attends to pages is compiled for them (kPaged); one that attends to arrays has nothing
+// of this in it.
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/sequence.cuh"
+#include "qflash.h"
+
+namespace qf {
+
+// Does this launch get pages of 16-bit elements as kernels walk them? Host side. Their sizes are powers of two, 16 at
+// least: what a block of threads copies in one step, and a box of the copy engine, lie in one page each.
+inline bool kv_is_pages(const QfAttnParams& p) {
+  const int size = p.kv.page_size;
+  return p.kv.kind == QF_KV_PAGES && p.kv.k_dtype == p.dtype && p.kv.v_dtype == p.dtype && size >= 16 &&
+         (size & (size - 1)) == 0 && p.kv_lens && p.kv.page_table && p.kv.pages >= 0 && !p.cu_seqlens_k;
+}
+
+// One sequence's row of the table.
+struct PageRow {
+  const int32_t* g_entries;
+  int size_log, pages;  // of a page, of a pool
+
+  __device__ __forceinline__ PageRow(const QfKv& kv, int b)
+      : g_entries(kv.page_table + b * kv.page_table_stride), size_log(__ffs(kv.page_size) - 1), pages(kv.pages) {}
+
+  // The page of a token, which the sequence has; -1: the entry is out of range, and not to be followed.
+  __device__ __forceinline__ int page_of(int token) const {
+    const int page = g_entries[token >> size_log];
+    return uint32_t(page) < uint32_t(pages) ? page : -1;
+  }
+  __device__ __forceinline__ int in_page(int token) const { return token & ((1 << size_log) - 1); }
+};
+
+// Is an entry out of range that some visible token needs? This thread's share of the answer, of `threads`. Entries that
+// no row of the sequence needs, before a window or after the last token, may be anything.
+__device__ inline bool needs_missing_page(const QfAttnParams& p, const Sequence& s, int b, int thread, int threads) {
+  if (!s.good || s.len_q <= 0) return false;
+  const KeyRange keys = Mask{p.window_left, p.window_right, s.len_q, s.len_k}.seen_by_any(0, s.len_q - 1);
+  if (keys.begin == keys.end) return false;
+  const PageRow row(p.kv, b);
+  const int end = ((keys.end - 1) >> row.size_log) + 1;
+  bool missing = false;
+#pragma unroll 4
+  for (int i = (keys.begin >> row.size_log) + thread; i < end; i += threads)
+    missing |= uint32_t(row.g_entries[i]) >= uint32_t(row.pages);
+  return missing;
+}
+
+// read_sequence() where K and V are pages. Collective: every thread of the block calls it with the same b.
+__device__ inline Sequence read_paged_sequence(const QfAttnParams& p, int b) {
+  Sequence s = sequence_of<true>(p, b, packed_rows_fall(p));
+  if (__syncthreads_or(needs_missing_page(p, s, b, threadIdx.x, blockDim.x))) s.good = false;
+  return s;
+}
+
+// One head of a sequence's K or V, as HeadRows is of an array.
+template <class Element>
+struct PagedRows {
+  const Element* g_head;  // token 0 of page 0
+  int64_t stride_page, stride_t;
+  PageRow table;
+  int length, head_dim;
+  bool vector;  // load4's condition holds for every row
+
+  __device__ __forceinline__ PagedRows(const QfTensor& x, const QfKv& kv, int b, int h, int len, int dim,
+                                       bool vectorises)
+      : g_head(static_cast<const Element*>(x.data) + h * x.stride_h),
+        stride_page(x.stride_b),
+        stride_t(x.stride_t),
+        table(kv, b),
+        length(len),
+        head_dim(dim),
+        vector(vectorises) {}
+
+  __device__ __forceinline__ const Element* row(int page, int i) const {
+    return g_head + page * stride_page + table.in_page(i) * stride_t;
+  }
+  // Of a token that some row sees: its page is in range.
+  __device__ __forceinline__ const Element* row(int i) const { return row(table.page_of(i), i); }
+};
+
+}  // namespace qf
