@@ -9,12 +9,11 @@
 
 namespace qf {
 
-// Does this launch get pages of 16-bit elements as kernels walk them? Host side. Their sizes are powers of two, 16 at
-// least: what a block of threads copies in one step, and a box of the copy engine, lie in one page each.
-inline bool kv_is_pages(const QfAttnParams& p) {
+// Are pages as these kernels walk them? Host side. Their sizes are powers of two, 16 at least: what a block of threads
+// copies in one step, and a box of the copy engine, lie in one page each.
+inline bool pages_walk(const QfAttnParams& p) {
   const int size = p.kv.page_size;
-  return p.kv.kind == QF_KV_PAGES && p.kv.k_dtype == p.dtype && p.kv.v_dtype == p.dtype && size >= 16 &&
-         (size & (size - 1)) == 0 && p.kv_lens && p.kv.page_table && p.kv.pages >= 0 && !p.cu_seqlens_k;
+  return size >= 16 && (size & (size - 1)) == 0 && p.kv.pages >= 0 && !p.cu_seqlens_k;
 }
 
 // One sequence's row of the table.

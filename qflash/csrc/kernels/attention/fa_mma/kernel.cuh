@@ -43,6 +43,7 @@
 #include "attn/mma/softmax.cuh"
 #include "attn/mma/state.cuh"
 #include "attn/mma/tile.cuh"
+#include "attn/page_gather.cuh"
 #include "attn/schedule.cuh"
 #include "kernels/attention/fa_mma/config.h"
 
@@ -213,4 +214,12 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   Element* const g_out = static_cast<Element*>(p.out.data) + b * p.out.stride_b + s_state.h * p.out.stride_h +
                          (seq.q0 + warp_row) * p.out.stride_t;
   store_rows<kChunks>(s_out, g_out, p.out.stride_t, rows_here, p.head_dim, aligned.out, lane);
+}
+
+// The pass before, for pages of INT8.
+template <class Element>
+__global__ void __launch_bounds__(qf::kGatherThreads)
+    qf_fa_mma_gather_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ QfKv to,
+                            int32_t* const g_table, const qf::PageAccess vector) {
+  qf::gather_pages<Element, true>(p, to, g_table, vector);
 }

@@ -31,6 +31,7 @@
 // tile) hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
 #pragma once
 
+#include "attn/page_gather.cuh"
 #include "attn/wgmma/block.cuh"
 #include "attn/wgmma/rare_recover.cuh"
 #include "attn/wgmma/relayout.cuh"
@@ -84,4 +85,12 @@ __global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
                                 const __grid_constant__ qf::wgmma::Relayout relayout, char* const copies,
                                 const bool tables_vectorise) {
   qf::wgmma::relayout_tokens<Element, kPaged>(p, relayout, copies, tables_vectorise);
+}
+
+// The pass before, for pages that the copy engine cannot fetch as they lie: of INT8, or of strides it cannot walk.
+template <class Element, bool kInt8>
+__global__ void __launch_bounds__(qf::kGatherThreads)
+    qf_sm90_fwd_gather_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ QfKv to,
+                              int32_t* const g_table, const qf::PageAccess vector) {
+  qf::gather_pages<Element, kInt8>(p, to, g_table, vector);
 }
