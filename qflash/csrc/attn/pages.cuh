@@ -9,27 +9,31 @@
 
 namespace qf {
 
-// Are pages as these kernels walk them? Host side. Their sizes are powers of two, 16 at least: what a block of threads
-// copies in one step, and a box of the copy engine, lie in one page each.
+// Are pages as these kernels walk them? Host side. Boxes of the copy engine are of 16 tokens at least, in one page
+// each.
 inline bool pages_walk(const QfAttnParams& p) {
-  const int size = p.kv.page_size;
-  return size >= 16 && (size & (size - 1)) == 0 && p.kv.pages >= 0 && !p.cu_seqlens_k;
+  return p.kv.page_size >= 16 && p.kv.page_size % 16 == 0 && p.kv.pages >= 0 && !p.cu_seqlens_k;
 }
 
 // One sequence's row of the table.
 struct PageRow {
   const int32_t* g_entries;
-  int size_log, pages;  // of a page, of a pool
+  int page_size, pages;  // of a pool
 
   __device__ __forceinline__ PageRow(const QfKv& kv, int b)
-      : g_entries(kv.page_table + b * kv.page_table_stride), size_log(__ffs(kv.page_size) - 1), pages(kv.pages) {}
+      : g_entries(kv.page_table + b * kv.page_table_stride), page_size(kv.page_size), pages(kv.pages) {}
 
+  // Which entry is a token's. Page sizes are powers of two, nearly always; a division takes twenty instructions.
+  __device__ __forceinline__ int column(int token) const {
+    const bool power = (page_size & (page_size - 1)) == 0;
+    return power ? token >> (__ffs(page_size) - 1) : token / page_size;
+  }
+  __device__ __forceinline__ int in_page(int token) const { return token - column(token) * page_size; }
   // The page of a token, which the sequence has; -1: the entry is out of range, and not to be followed.
   __device__ __forceinline__ int page_of(int token) const {
-    const int page = g_entries[token >> size_log];
+    const int page = g_entries[column(token)];
     return uint32_t(page) < uint32_t(pages) ? page : -1;
   }
-  __device__ __forceinline__ int in_page(int token) const { return token & ((1 << size_log) - 1); }
 };
 
 // Is an entry out of range that some visible token needs? This thread's share of the answer, of `threads`. Entries that
@@ -39,10 +43,10 @@ __device__ inline bool needs_missing_page(const QfAttnParams& p, const Sequence&
   const KeyRange keys = Mask{p.window_left, p.window_right, s.len_q, s.len_k}.seen_by_any(0, s.len_q - 1);
   if (keys.begin == keys.end) return false;
   const PageRow row(p.kv, b);
-  const int end = ((keys.end - 1) >> row.size_log) + 1;
+  const int end = row.column(keys.end - 1) + 1;
   bool missing = false;
 #pragma unroll 4
-  for (int i = (keys.begin >> row.size_log) + thread; i < end; i += threads)
+  for (int i = row.column(keys.begin) + thread; i < end; i += threads)
     missing |= uint32_t(row.g_entries[i]) >= uint32_t(row.pages);
   return missing;
 }

@@ -16,7 +16,8 @@ namespace wgmma {
 
 // How many rows a box of K and V has. tile_power: the largest power of two that divides a tile of keys.
 __host__ __device__ __forceinline__ int page_box_rows(int page_size, int tile_power) {
-  return page_size < tile_power ? page_size : tile_power;
+  const int page_power = page_size & -page_size;
+  return page_power < tile_power ? page_power : tile_power;
 }
 
 // Which boxes of a tile a lane copies: one, or none.
