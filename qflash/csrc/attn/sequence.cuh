@@ -3,6 +3,7 @@
 // A kernel must not synchronise to report a bad value, and must not touch memory a bad value points to. So a sequence
 // whose description is out of range gets NaN in every row it owns, in out and in lse:
 //   kv_lens[b] outside 0 .. len_k; a length above the max_seqlen the caller gave; an end past the total: that sequence.
+//   an entry of the page table that is out of range and needed (pages.cuh): that sequence.
 //   cu_seqlens_q falling anywhere: all rows, because nobody can tell any more whose they are.
 //   rows of q before cu_seqlens_q[0] or from cu_seqlens_q[batch] on: those rows.
 #pragma once
@@ -28,15 +29,18 @@ __device__ inline bool packed_rows_fall(const QfAttnParams& p) {
   return __syncthreads_or(falls);
 }
 
-// rows_fall: packed_rows_fall(p).
+// rows_fall: packed_rows_fall(p). kPaged: K and V are pages, whose table is not looked at here (pages.cuh); q may be
+// packed without them.
+template <bool kPaged = false>
 __device__ inline Sequence sequence_of(const QfAttnParams& p, int b, bool rows_fall) {
   Sequence s = {0, 0, p.q_len, p.k_len, true, p.q_len};
   if (p.cu_seqlens_q) {
     if (rows_fall) return {0, 0, 0, 0, false, b == 0 ? p.total_q : 0};
     const int64_t q0 = p.cu_seqlens_q[b], q1 = p.cu_seqlens_q[b + 1];
-    const int64_t k0 = p.cu_seqlens_k[b], k1 = p.cu_seqlens_k[b + 1];
+    const int64_t k0 = kPaged ? 0 : p.cu_seqlens_k[b], k1 = kPaged ? p.k_len : p.cu_seqlens_k[b + 1];
     const int64_t end = q1 < p.total_q ? q1 : p.total_q;
-    s.good = q1 <= p.total_q && q1 - q0 <= p.q_len && k0 >= 0 && k0 <= k1 && k1 <= p.total_k && k1 - k0 <= p.k_len;
+    s.good = q1 <= p.total_q && q1 - q0 <= p.q_len && k0 >= 0 && k0 <= k1 && (kPaged || k1 <= p.total_k) &&
+             k1 - k0 <= p.k_len;
     s.q0 = q0 < end ? q0 : end;
     s.owned = end - s.q0;
     s.k0 = k0;

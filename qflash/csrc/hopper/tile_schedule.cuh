@@ -16,6 +16,26 @@
 
 namespace qf {
 
+// Who walks over a block's tiles: one thread, or all lanes of a warp together.
+struct OneThread {
+  static constexpr bool kKeepsAddress = true;  // of the counter, in registers
+  __device__ static __forceinline__ bool leads() { return true; }
+  template <class Take>
+  __device__ static __forceinline__ int once(Take take) {  // for all of them
+    return take();
+  }
+};
+struct WholeWarp {
+  static constexpr bool kKeepsAddress = false;
+  __device__ static __forceinline__ bool leads() { return uint32_t(fresh_tid()) % 32 == 0; }
+  template <class Take>
+  __device__ static __forceinline__ int once(Take take) {
+    int taken = 0;
+    if (leads()) taken = take();
+    return __shfl_sync(0xffffffffu, taken, 0);
+  }
+};
+
 struct TileSchedule {
   int count, rows, columns, section;  // section: columns that are taken together
   bool dynamic;
@@ -28,6 +48,8 @@ struct TileSchedule {
     int row, column;
   };
 
+  __device__ __forceinline__ unsigned* take_from() const { return counter < 0 ? next : &tile_counters[counter]; }
+
   __device__ __forceinline__ Tile tile(int index) const {
     const int per_section = section * rows;
     const int s = index / per_section, rest = index - s * per_section;
@@ -39,14 +61,15 @@ struct TileSchedule {
   // visit(index) for every tile of this block, in order; `total` of them in the grid, which may be fewer than `count`.
   // wait_to_take(): returns once the next is to be taken. Each block takes until it takes one too many, `total` takings
   // in all: atomicInc has wrapped to 0 after the last.
-  template <class Wait, class Visit>
+  template <class By = OneThread, class Wait, class Visit>
   __device__ __forceinline__ void for_each(int total, Wait wait_to_take, Visit visit) const {
-    unsigned* const take_from = counter < 0 ? next : &tile_counters[counter];
+    unsigned* const kept = take_from();
     for (int index = blockIdx.x; index < total;) {
       visit(index);
       if (dynamic) {
         wait_to_take();
-        index = fresh_blocks() + int(atomicInc(take_from, unsigned(total - 1)));
+        index = fresh_blocks() +
+                By::once([&] { return int(atomicInc(By::kKeepsAddress ? kept : take_from(), unsigned(total - 1))); });
       } else {
         index += fresh_blocks();
       }

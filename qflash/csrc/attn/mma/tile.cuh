@@ -2,6 +2,7 @@
 // where rows are aligned and stay as they are, through registers where they are rotated or start at odd addresses.
 #pragma once
 
+#include "attn/pages.cuh"
 #include "attn/rope.cuh"
 #include "attn/tile_load.cuh"
 #include "ptx/cp_async.cuh"
@@ -72,6 +73,34 @@ __device__ __forceinline__ void copy_async(char* s_tile, const Element* g_head, 
   }
 }
 
+// s_k, s_v <- tokens row0 .. of K and V in the same pages, asynchronously; zeros where copy_async leaves them, and in
+// the place of pages out of range, whose tokens no row sees.
+template <class Walk, class Element>
+__device__ __forceinline__ void copy_pages_async(char* s_k, char* s_v, const PagedRows<Element>& k,
+                                                 const PagedRows<Element>& v, int row0) {
+  constexpr int kElements = 16 / sizeof(Element), kChannels = Walk::kAcross * kElements;
+  const int first_row = row0 + Walk::first_row(), first_channel = Walk::first_chunk() * kElements;
+  int pages[Walk::kRowSteps];  // all on their way before one is waited for
+#pragma unroll
+  for (int r = 0; r < Walk::kRowSteps; ++r) {
+    const int row = first_row + r * Walk::kStep;
+    pages[r] = row < k.length ? k.table.page_of(row) : -1;
+  }
+  const auto copy = [&](char* s_tile, const PagedRows<Element>& x) {
+    char* const s_first = s_tile + Walk::first_offset();
+#pragma unroll
+    for (int r = 0; r < Walk::kRowSteps; ++r) {
+      const Element* const g_row = x.row(pages[r], first_row + r * Walk::kStep) + first_channel;
+#pragma unroll
+      for (int c = 0; c < Walk::kColumns; ++c)
+        cp_async_16(s_first + Walk::shift(r * Walk::kColumns + c), g_row + c * kChannels,
+                    pages[r] >= 0 && first_channel + c * kChannels < x.head_dim);
+    }
+  };
+  copy(s_k, k);
+  copy(s_v, v);
+}
+
 template <class Element>
 __device__ __forceinline__ uint4 chunk_of(const float4& low, const float4& high) {
   const float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -111,9 +140,18 @@ __device__ __forceinline__ uint4 load_chunk(const HeadRows<Element>& x, int row,
   const uint2 high = load4(x.row(row), d + 4, x.head_dim, x.vector);
   return make_uint4(low.x, low.y, high.x, high.y);
 }
-template <class Walk, class Order = InOrder, class Element>
-__device__ __forceinline__ void copy_through_registers(char* s_tile, const HeadRows<Element>& x, int row0,
-                                                       bool aligned) {
+// Zeros in the place of a page out of range, whose tokens no row sees.
+template <class Element>
+__device__ __forceinline__ uint4 load_chunk(const PagedRows<Element>& x, int row, int d, bool aligned) {
+  const int page = x.table.page_of(row);
+  if (page < 0) return make_uint4(0, 0, 0, 0);
+  const Element* const g_row = x.row(page, row);
+  if (aligned) return *reinterpret_cast<const uint4*>(g_row + d);
+  const uint2 low = load4(g_row, d, x.head_dim, x.vector), high = load4(g_row, d + 4, x.head_dim, x.vector);
+  return make_uint4(low.x, low.y, high.x, high.y);
+}
+template <class Walk, class Order = InOrder, class Rows>
+__device__ __forceinline__ void copy_through_registers(char* s_tile, const Rows& x, int row0, bool aligned) {
   copy_through_registers<Walk, Order>(s_tile, row0, x.length, x.head_dim, kPerChunk,
                                       [&](int row, int d) { return load_chunk(x, row, d, aligned); });
 }

@@ -3,6 +3,7 @@
 
 #include "attn/wgmma/consumer.cuh"
 #include "attn/wgmma/nonfinite.cuh"
+#include "attn/wgmma/page_producer.cuh"
 #include "attn/wgmma/producer.cuh"
 #include "ptx/names.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -17,7 +18,7 @@ __device__ __forceinline__ void run_block(const QfAttnParams& p, const typename 
                                           char* s_memory) {
   using Config = typename Kernel::Config;
   const SharedMemory<Config> s(s_memory);
-  const int packed_tiles = PackedTiles::count(p, Config::kBlockM, reinterpret_cast<int*>(s.work));
+  const int packed_tiles = PackedTiles::count<Config::kPaged>(p, Config::kBlockM, reinterpret_cast<int*>(s.work));
   if (threadIdx.x == 0) {
     s.init_barriers();
     prefetch_tensor_map(&maps.q);
@@ -30,8 +31,13 @@ __device__ __forceinline__ void run_block(const QfAttnParams& p, const typename 
   if (threadIdx.x < kWarpgroupThreads) {
     give_registers<Config::kProducerRegisters>();
     name_role(threadIdx.x < 32 ? "producer" : threadIdx.x < 64 ? "describe_work" : "inspector");
-    if (threadIdx.x == 0) produce(p, schedule, maps, s);
-    if (threadIdx.x == 32) describe_work<Kernel>(p, params, schedule, s, packed_tiles);
+    if constexpr (Config::kPaged) {
+      if (threadIdx.x < 32) produce_pages(p, schedule, maps, s);
+      if (threadIdx.x / 32 == 1) describe_work<Kernel, WholeWarp>(p, params, schedule, s, packed_tiles);
+    } else {
+      if (threadIdx.x == 0) produce(p, schedule, maps, s);
+      if (threadIdx.x == 32) describe_work<Kernel, OneThread>(p, params, schedule, s, packed_tiles);
+    }
     if (threadIdx.x >= kFirstInspector) inspect(s, threadIdx.x - kFirstInspector, typename Kernel::Inspector(params));
   } else {
     name_role("consumer", consumer_index());

@@ -10,6 +10,7 @@
 //   kFirstKey                 tiles of keys begin at multiples of this
 //   kStages, kQStages         of K and V, and of q; with two of q the next work tile's is there early
 //   QTile, KTile, VTile       as they lie in shared memory (hopper/descriptor.cuh)
+//   kPaged                    K and V are pages of a cache; tiles begin where boxes of pages may
 //   kVTransposed              V lies as [channel][key]
 //   kProducerRegisters,       multiples of 8, together what the block was launched with
 //   kConsumerRegisters

@@ -246,8 +246,8 @@ struct Consumer {
     for (;; work_at.advance()) {
       const Work& work = wait_work();
       if (work.unserved)
-        fill_unserved_rows<typename Config::Element, AllConsumers<Config>>(p, work.seq, work.b, work.h, work.row_tile,
-                                                                           schedule.rows, 0, p.head_dim, true);
+        fill_unserved_rows<typename Config::Element, AllConsumers<Config>>(
+            p, work.seq, work.b, work.h, work.row_tile, work.unserved_shares(schedule.rows), 0, p.head_dim, true);
       if (work.tiles != 0) return work.tiles > 0;
       if (work.exists()) store_empty_rows(p, work);
       __syncwarp();  // every lane has read the work tile

@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "attn/pages.cuh"
 #include "attn/wgmma/shared_memory.cuh"
 #include "ptx/tma.cuh"
 
@@ -20,8 +21,27 @@ __device__ __forceinline__ int64_t transposed_from(const QfAttnParams& p, const 
   return p.cu_seqlens_q ? (work.seq.k0 / kPackedFrom + work.b) * kPackedFrom : 0;
 }
 
-// packed_tiles: PackedTiles::count(). Kernel::describe(params, work) adds what its consumers want to know besides.
-template <class Kernel, class Config = typename Kernel::Config>
+// Looks, once for each sequence after another, whether the page table has what its rows need.
+struct SequencePages {
+  int b = -1;
+  bool missing = false;
+
+  // Collective: all lanes of a warp, whose first has filled `work`.
+  template <class Work>
+  __device__ __forceinline__ void check(const QfAttnParams& p, Work& work) {
+    __syncwarp();  // every lane sees what the first wrote
+    if (work.b != b) {
+      b = work.b;
+      missing = __any_sync(0xffffffffu, needs_missing_page(p, work.seq, b, int(threadIdx.x % 32), 32));
+    }
+    __syncwarp();  // every lane has read the sequence
+    if (missing && threadIdx.x % 32 == 0) work.refuse();
+  }
+};
+
+// packed_tiles: PackedTiles::count(). Kernel::describe(params, work) adds what its consumers want to know besides. By:
+// a thread does; where there is a page table to be looked at, a warp.
+template <class Kernel, class By, class Config = typename Kernel::Config>
 __device__ __forceinline__ void describe_work(const QfAttnParams& p, const typename Kernel::Params& params,
                                               const TileSchedule& schedule, const SharedMemory<Config>& s,
                                               int packed_tiles) {
@@ -33,18 +53,23 @@ __device__ __forceinline__ void describe_work(const QfAttnParams& p, const typen
     parity ^= 1;
   };
   PackedTiles packed;
-  schedule.for_each(packed_tiles < 0 ? schedule.count : packed_tiles, wait_to_take, [&](int index) {
+  SequencePages pages;
+  schedule.template for_each<By>(packed_tiles < 0 ? schedule.count : packed_tiles, wait_to_take, [&](int index) {
     const TileSchedule::Tile tile =
         packed_tiles < 0 ? schedule.tile(index) : packed.tile(p, schedule, Config::kBlockM, index);
     at.wait_empty(*s.work_ring);
-    s.work[at.stage()].fill(p, tile, packed_tiles);
-    // From memory: there are not registers enough to remember all of it.
-    Work& work = *reinterpret_cast<Work*>(opaque_shared(reinterpret_cast<char*>(&s.work[at.stage()])));
-    work.complete(p);
-    if (work.tiles > 0) Kernel::describe(params, work);
-    at.fill(*s.work_ring);
+    if (By::leads()) s.work[at.stage()].fill(p, tile, packed_tiles);
+    if constexpr (Config::kPaged) pages.check(p, s.work[at.stage()]);
+    if (By::leads()) {
+      // From memory: there are not registers enough to remember all of it.
+      Work& work = *reinterpret_cast<Work*>(opaque_shared(reinterpret_cast<char*>(&s.work[at.stage()])));
+      work.complete(p);
+      if (work.tiles > 0) Kernel::describe(params, work);
+      at.fill(*s.work_ring);
+    }
     at.advance();
   });
+  if (!By::leads()) return;
   at.wait_empty(*s.work_ring);
   s.work[at.stage()].tiles = -1;
   s.work[at.stage()].unserved = false;

@@ -36,14 +36,15 @@ struct RelaidTensor {
 
 // Host side: what becomes of q, k and v. Asked first without addresses, for the size of the workspace: of rope and
 // packed rows it looks at the sizes alone. Where an address then makes more copies necessary than were reserved, the
-// launch must find the memory itself. The others than
-// first .. last get to the copy engine by themselves.
+// launch must find the memory itself. The others than first .. last get to the copy engine by themselves. Pages of k and
+// v are taken as they lie, a page in batch's place, and rope rotates q alone.
 struct Relayout {
   RelaidTensor tensors[3] = {};
   int64_t bytes = 0;
 
   Relayout(const QfAttnParams& p, bool addressed, Which first = kQ, Which last = kV) {
     const bool packed = p.cu_seqlens_q || p.total_q > 0 || p.total_k > 0;
+    const bool paged = p.kv.page_size > 0;
     const QfTensor all[3] = {p.q, p.kv.k, p.kv.v};
     for (int which = first; which <= last; ++which) {
       RelaidTensor& x = tensors[which];
@@ -51,7 +52,8 @@ struct Relayout {
       x.heads = which == kQ ? p.q_heads : p.kv_heads;
       x.batch = packed ? 1 : p.batch;
       x.rows = packed ? (which == kQ ? p.total_q : p.total_k) : which == kQ ? p.q_len : p.k_len;
-      x.rotated = p.rope.rotary_dim > 0 && which != kV;
+      x.rotated = p.rope.rotary_dim > 0 && (which == kQ || (which == kK && !paged));
+      if (paged && which != kQ) x.batch = p.kv.pages, x.rows = p.kv.page_size;
       const bool odd = addressed && reinterpret_cast<uintptr_t>(x.from.data) % 16 != 0;
       x.copied = x.rotated || odd || !strides_map(x.extents(x.from, p.head_dim), 2);
       x.vector = chunks_aligned(x.from, p.head_dim, 2);
@@ -64,7 +66,7 @@ struct Relayout {
   int map(CUtensorMap& map, Which which, char* memory, int head_dim, int box_rows,
           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) const {
     const RelaidTensor& x = tensors[which];
-    if (x.rows == 0) return cudaSuccess;  // never read
+    if (x.rows == 0 || x.batch == 0) return cudaSuccess;  // never read
     const QfTensor tensor = x.copied ? x.copy(memory, head_dim) : x.from;
     return encode_tensor_map<Tile>(map, x.extents(tensor, head_dim), box_rows, promotion);
   }
@@ -90,9 +92,10 @@ __device__ __forceinline__ int sequence_with(const int32_t* cu_seqlens, int batc
   return low;
 }
 
+template <bool kPaged>
 __device__ __forceinline__ int position_of(const QfAttnParams& p, Which which, int b, int64_t row) {
   if (p.cu_seqlens_q) b = sequence_with(which == kQ ? p.cu_seqlens_q : p.cu_seqlens_k, p.batch, row);
-  const Sequence seq = sequence_of(p, b, false);
+  const Sequence seq = sequence_of<kPaged>(p, b, false);
   if (which == kQ) return position_q(p.rope, b, seq.q0, int(row - seq.q0), seq.len_q, seq.len_k);
   return position_k(p.rope, b, seq.k0, int(row - seq.k0));
 }
@@ -165,7 +168,7 @@ __device__ __forceinline__ void rotate_token(const QfRope& rope, const RelaidTen
 // The pass, by kRelayoutThreads threads a block: as many blocks for each of q, k and v, in turn. A warp takes all
 // heads of a token, or a block does.
 constexpr int kRelayoutThreads = 256;
-template <class Element>
+template <class Element, bool kPaged = false>
 __device__ __forceinline__ void relayout_tokens(const QfAttnParams& p, const Relayout& relayout, char* copies,
                                                 bool tables_vectorise) {
   const Which which = Which(blockIdx.x % 3);
@@ -178,7 +181,7 @@ __device__ __forceinline__ void relayout_tokens(const QfAttnParams& p, const Rel
     for (int64_t token = first; token < tokens; token += step) {
       const int b = int(token / x.rows);
       const int64_t row = token - b * x.rows;
-      take(b, row, x.rotated ? position_of(p, which, b, row) : 0);
+      take(b, row, x.rotated ? position_of<kPaged>(p, which, b, row) : 0);
     }
   };
   if (rotates_by_chunks(x, p.rope, tables_vectorise)) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attn/mma/state.cuh"
+#include "attn/pages.cuh"
 #include "attn/tile_load.cuh"
 #include "attn/wgmma/output.cuh"
 #include "attn/wgmma/shared_memory.cuh"
@@ -115,8 +116,11 @@ struct SixteenBitOutput {
   __device__ __forceinline__ float2 mean(int) const { return make_float2(0.0f, 0.0f); }
   __device__ __forceinline__ float lse_offset(int) const { return 0.0f; }
   __device__ __forceinline__ float value(int key, int d) const {
-    return to_float(
-        HeadRows<typename Config::Element>(p.kv.v, work.b, work.seq.k0, work.kv_head, 0, 0, false).row(key)[d]);
+    using Element = typename Config::Element;
+    if constexpr (Config::kPaged)
+      return to_float(PagedRows<Element>(p.kv.v, p.kv, work.b, work.kv_head, 0, 0, false).row(key)[d]);
+    else
+      return to_float(HeadRows<Element>(p.kv.v, work.b, work.seq.k0, work.kv_head, 0, 0, false).row(key)[d]);
   }
 };
 

@@ -24,7 +24,8 @@ inline TileSchedule schedule_of(const QfAttnParams& p, int block_rows) {
   }
   const int64_t heads = batch * p.q_heads, group = p.kv_heads ? p.q_heads / p.kv_heads : 1;
   const int64_t head_bytes = 2 * int64_t(p.k_len) * p.head_dim * 2;
-  const bool dynamic = p.window_left >= 0 || p.window_right >= 0 || p.cu_seqlens_q || p.total_q > 0;
+  const bool paged = p.kv.page_size > 0;  // sequences of a cache differ in length
+  const bool dynamic = p.window_left >= 0 || p.window_right >= 0 || p.cu_seqlens_q || p.total_q > 0 || paged;
   const int64_t fit = !dynamic ? group : head_bytes > 0 ? kCacheBytes / head_bytes * group : heads;
   return tile_schedule(row_tiles, heads, fit < group ? group : fit, dynamic);
 }
@@ -59,6 +60,7 @@ struct PackedTiles {
   // nobody else uses until the next barrier of the block.
   static constexpr int kNotPacked = -1, kRowsFall = -2;
   static constexpr int kUnserved = -3;  // some rows belong to no good sequence: tiles that do not exist fill these
+  template <bool kPaged>
   __device__ static inline int count(const QfAttnParams& p, int block_rows, int* s_sum) {
     if (!p.cu_seqlens_q) return kNotPacked;
     if (packed_rows_fall(p)) return kRowsFall;
@@ -67,7 +69,7 @@ struct PackedTiles {
     bool bad = false;
     int own = 0;
     for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
-      bad |= !sequence_of(p, b, false).good;
+      bad |= !sequence_of<kPaged>(p, b, false).good;
       own += row_tiles(p, b, block_rows);
     }
     if (__syncthreads_or(bad)) return kUnserved;  // s_sum is cleared, too
@@ -95,7 +97,7 @@ struct WorkTile {
   // packed_tiles: PackedTiles::count().
   __device__ __forceinline__ void fill(const QfAttnParams& p, TileSchedule::Tile tile, int packed_tiles) {
     b = tile.column / p.q_heads, h = tile.column - b * p.q_heads;
-    seq = sequence_of(p, b, packed_tiles == PackedTiles::kRowsFall);
+    seq = sequence_of<Config::kPaged>(p, b, packed_tiles == PackedTiles::kRowsFall);
     mask = {p.window_left, p.window_right, seq.len_q, seq.len_k};
     kv_head = h / (p.q_heads / p.kv_heads), row_tile = tile.row;
     row0 = row_tile * Config::kBlockM;
@@ -103,6 +105,8 @@ struct WorkTile {
     unserved = !seq.good;
     if (packed_tiles < PackedTiles::kNotPacked && PackedTiles::rows_outside(p)) unserved |= b == 0 || b == p.batch - 1;
   }
+  // An entry of the page table is missing that the sequence needs.
+  __device__ __forceinline__ void refuse() { seq.good = false, unserved = true; }
   // What follows from that.
   __device__ __forceinline__ void complete(const QfAttnParams& p) {
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
@@ -126,6 +130,13 @@ struct WorkTile {
     lse_at = b * p.lse_stride_b + h * p.lse_stride_h + seq.q0 + first;
   }
   __device__ __forceinline__ bool exists() const { return seq.good && rows > 0; }
+  // How many work tiles of this head share its unserved rows. Which sequences miss a page is not known when packed
+  // tiles are counted, so of those it may be that only the tiles with rows of their own are there.
+  __device__ __forceinline__ int unserved_shares(int row_tiles) const {
+    if (!Config::kPaged) return row_tiles;
+    const int64_t own = (seq.owned + Config::kBlockM - 1) / Config::kBlockM;
+    return own < 1 ? 1 : own < row_tiles ? int(own) : row_tiles;
+  }
   // Does every row of the block see every one of the keys key0 .. key0 + kBlockN - 1?
   __device__ __forceinline__ bool whole(int key0) const {
     return key0 >= full.begin && key0 + Config::kBlockN <= full.end;

@@ -43,6 +43,7 @@
 #include "attn/mma/softmax.cuh"
 #include "attn/mma/state.cuh"
 #include "attn/mma/tile.cuh"
+#include "attn/page_gather.cuh"
 #include "attn/schedule.cuh"
 #include "kernels/attention/fa_mma/config.h"
 
@@ -62,7 +63,8 @@ struct Aligned {
 }  // namespace fa_mma
 }  // namespace qf
 
-// kAsync: q, k and v are aligned, stay as they are, and are copied asynchronously. Sums: lse needs BothSums.
+// kAsync: q, k and v are aligned, stay as they are, and are copied asynchronously; of pages k and v alone. Sums: lse
+// needs BothSums.
 template <bool kAsync, class Sums>
 __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     qf_fa_mma_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::Grid grid,
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
 
   {
     const Work work(p, grid);
-    const Sequence seq = read_sequence(p, work.b);
+    const Sequence seq = kPaged ? read_paged_sequence(p, work.b) : read_sequence(p, work.b);
     fill_unserved_rows<Element>(p, seq, work.b, work.h, work.row_tile, grid.row_tiles, 0, p.head_dim, true);
     if (!seq.good || work.row_tile * kBlockM >= seq.len_q) return;
     const int kv_head = work.h / (p.q_heads / p.kv_heads);
@@ -91,8 +93,12 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   const auto load_q = [&] {
     const HeadRows<Element> q(p.q, b, seq.q0, s_state.h, seq.len_q, p.head_dim, grid.vector.q);
     if constexpr (kAsync) {
-      copy_async<QWalk>(s_q, q.g_head, q.stride_t, s_state.block_row, seq.len_q, p.head_dim);
-    } else if (p.rope.cos) {
+      if (!kPaged || (aligned.q && !p.rope.cos)) {
+        copy_async<QWalk>(s_q, q.g_head, q.stride_t, s_state.block_row, seq.len_q, p.head_dim);
+        return;
+      }
+    }
+    if (p.rope.cos) {
       copy_rotated<QWalk>(s_q, q, s_state.block_row, p.rope, grid.vector.rope,
                           [&](int i) { return position_q(p.rope, b, seq.q0, i, seq.len_q, seq.len_k); });
     } else {
@@ -100,17 +106,26 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     }
   };
   const auto rows_of = [&](const QfTensor& x, bool vector) {  // of K or V
-    return HeadRows<Element>(x, b, seq.k0, s_state.h / (p.q_heads / p.kv_heads), seq.len_k, p.head_dim, vector);
+    const int kv_head = s_state.h / (p.q_heads / p.kv_heads);
+    if constexpr (kPaged)
+      return PagedRows<Element>(x, p.kv, b, kv_head, seq.len_k, p.head_dim, vector);
+    else
+      return HeadRows<Element>(x, b, seq.k0, kv_head, seq.len_k, p.head_dim, vector);
   };
   const auto load_kv = [&](char* s_tiles, int key0) {
-    if constexpr (kAsync) {
+    if constexpr (kAsync && kPaged) {
+      copy_pages_async<KVWalk>(s_tiles, s_tiles + kTileBytes, rows_of(p.kv.k, true), rows_of(p.kv.v, true), key0);
+      cp_async_commit();
+    } else if constexpr (kAsync) {
       copy_async<KVWalk>(s_tiles, static_cast<const Element*>(s_state.k), p.kv.k.stride_t, key0, seq.len_k, p.head_dim);
       copy_async<KVWalk>(s_tiles + kTileBytes, static_cast<const Element*>(s_state.v), p.kv.v.stride_t, key0, seq.len_k,
                          p.head_dim);
       cp_async_commit();
     } else {
-      const HeadRows<Element> k = rows_of(p.kv.k, grid.vector.k), v = rows_of(p.kv.v, grid.vector.v);
-      if (p.rope.cos)
+      const auto k = rows_of(p.kv.k, grid.vector.k), v = rows_of(p.kv.v, grid.vector.v);
+      if constexpr (kPaged)  // its keys were rotated when they were written
+        copy_through_registers<KVWalk>(s_tiles, k, key0, aligned.k);
+      else if (p.rope.cos)
         copy_rotated<KVWalk>(s_tiles, k, key0, p.rope, grid.vector.rope,
                              [&](int j) { return position_k(p.rope, b, seq.k0, j); });
       else
@@ -200,4 +215,12 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   Element* const g_out = static_cast<Element*>(p.out.data) + b * p.out.stride_b + s_state.h * p.out.stride_h +
                          (seq.q0 + warp_row) * p.out.stride_t;
   store_rows<kChunks>(s_out, g_out, p.out.stride_t, rows_here, p.head_dim, aligned.out, lane);
+}
+
+// The pass before, for pages of INT8.
+template <class Element>
+__global__ void __launch_bounds__(qf::kGatherThreads)
+    qf_fa_mma_gather_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ QfKv to,
+                            int32_t* const g_table, const qf::PageAccess vector) {
+  qf::gather_pages<Element, true>(p, to, g_table, vector);
 }

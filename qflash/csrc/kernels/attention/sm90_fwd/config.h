@@ -8,8 +8,8 @@ namespace qf {
 namespace sm90_fwd {
 
 // kHeadDim: a bucket (64, 96, 112, 128, 192 or 256); the true head_dim comes at run time. kPlain:
-// scales_plainly().
-template <class Element_, int kHeadDim_, bool kPlain>
+// scales_plainly(). kPaged: K and V are pages of a cache.
+template <class Element_, int kHeadDim_, bool kPlain, bool kPaged_>
 struct Shape {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -21,7 +21,9 @@ struct Shape {
   // Remainders and softcap need registers, which head_dim 64 has none of to spare.
   static constexpr bool kShortOfRegisters = kHeadDim == 64 && (kKeepsRemainders || !kPlain);
   static constexpr int kBlockN = kHeadDim > 192 ? 64 : kHeadDim > 128 ? 96 : kShortOfRegisters ? 112 : 128;
-  static constexpr int kFirstKey = 1;  // tiles of keys begin at any
+  static constexpr bool kPaged = kPaged_;
+  // Tiles of keys begin at any; of pages where whole boxes do, of the largest power of two that divides a tile.
+  static constexpr int kFirstKey = kPaged ? kBlockN & -kBlockN : 1;
   static constexpr int kStages = 2;
   static constexpr int kQStages = kHeadDim <= 128 ? 2 : 1;
   static constexpr bool kOutThroughQ = kQStages > 1;  // the tile of q that is done with makes room for outputs

@@ -31,6 +31,7 @@
 // tile) hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
 #pragma once
 
+#include "attn/page_gather.cuh"
 #include "attn/wgmma/block.cuh"
 #include "attn/wgmma/rare_recover.cuh"
 #include "attn/wgmma/relayout.cuh"
@@ -41,9 +42,9 @@
 namespace qf {
 namespace sm90_fwd {
 
-template <class Element, int kHeadDim, bool kPlain>
+template <class Element, int kHeadDim, bool kPlain, bool kPaged>
 struct Kernel {
-  using Config = wgmma::TileConfig<Shape<Element, kHeadDim, kPlain>>;
+  using Config = wgmma::TileConfig<Shape<Element, kHeadDim, kPlain, kPaged>>;
   using Params = QfAttnParams;
   using Scores = wgmma::SixteenBitScores<Config, kPlain>;
   using Weights = wgmma::SixteenBitWeights<Config, Config::kKeepsRemainders>;
@@ -78,10 +79,18 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
 }
 
 // The pass before, for rotated tensors and strides that TMA cannot walk.
-template <class Element>
+template <class Element, bool kPaged>
 __global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
     qf_sm90_fwd_relayout_kernel(const __grid_constant__ QfAttnParams p,
                                 const __grid_constant__ qf::wgmma::Relayout relayout, char* const copies,
                                 const bool tables_vectorise) {
-  qf::wgmma::relayout_tokens<Element>(p, relayout, copies, tables_vectorise);
+  qf::wgmma::relayout_tokens<Element, kPaged>(p, relayout, copies, tables_vectorise);
+}
+
+// The pass before, for pages that the copy engine cannot fetch as they lie: of INT8, or of strides it cannot walk.
+template <class Element, bool kInt8>
+__global__ void __launch_bounds__(qf::kGatherThreads)
+    qf_sm90_fwd_gather_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ QfKv to,
+                              int32_t* const g_table, const qf::PageAccess vector) {
+  qf::gather_pages<Element, kInt8>(p, to, g_table, vector);
 }

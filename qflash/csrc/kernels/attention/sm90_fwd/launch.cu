@@ -1,73 +1,112 @@
-// C entry of `sm90_fwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): relayout
-// what must be, make tensor maps, attend.
+// C entry of `sm90_fwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM) and kind of
+// K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8): gather or relayout what must be, make tensor
+// maps, attend.
 #include "attn/entry.cuh"
 #include "attn/plain_scores.h"
 #include "kernels/attention/sm90_fwd/kernel.cuh"
+#include "kernels/attention/sm90_fwd/pages.h"
 
 namespace {
 
 using namespace qf;
 using Element = ElementOf<QF_DTYPE>::Type;
+constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS;
 template <bool kPlain>
-using Kernel = sm90_fwd::Kernel<Element, QF_HEAD_DIM, kPlain>;
+using Kernel = sm90_fwd::Kernel<Element, QF_HEAD_DIM, kPlain, kPaged>;
+using Pages = sm90_fwd::PagePass<QF_KV_KIND>;
 constexpr int kBlockM = Kernel<true>::Config::kBlockM;
 
 // A counter for work tiles comes first in the workspace, for calls that get none of the library's; copies after it.
 int64_t counter_bytes(const TileSchedule& schedule) { return schedule.dynamic ? 256 : 0; }
 
+// What copies a call makes before it attends: pages first, then tensors in another layout. addressed: as Relayout has
+// it.
+struct Copies {
+  bool gathers;
+  int64_t gathered, relaid;
+
+  Copies(const QfAttnParams& p, bool addressed) : gathers(kPaged && Pages::gathers(p, addressed)), gathered(0) {
+    if (gathers) gathered = GatheredPages(p).bytes;
+    relaid = wgmma::Relayout(on_copies(p, nullptr), addressed).bytes;
+  }
+  int64_t bytes() const { return gathered + relaid; }
+  // The same problem, with pages where they are gathered.
+  QfAttnParams on_copies(const QfAttnParams& p, char* memory) const {
+    return gathers ? GatheredPages(p).place(p, memory) : p;
+  }
+};
+
 template <class Kernel>
-int attend(const QfAttnParams& p, cudaStream_t stream) {
+int attend(const QfAttnParams& given, cudaStream_t stream) {
   using namespace wgmma;
   using Config = typename Kernel::Config;
   static_assert(Config::kBlockM == kBlockM, "the workspace is reserved for any scores");
-  if (p.head_dim < 1 || p.head_dim > Config::kHeadDim || p.head_dim % 8 != 0) return QF_UNSUPPORTED;
-  TileSchedule schedule = schedule_of(p, kBlockM);
+  if (given.head_dim < 1 || given.head_dim > Config::kHeadDim || given.head_dim % 8 != 0) return QF_UNSUPPORTED;
+  TileSchedule schedule = schedule_of(given, kBlockM);
   if (schedule.count == 0) return QF_OK;
   if (schedule.count == schedule.kTooMany) return QF_UNSUPPORTED;
-  const Relayout reserved(p, false), relayout(p, true);
-  const int64_t counter = counter_bytes(schedule), needed = counter + reserved.bytes;
-  if (needed > 0 && (!p.workspace || p.workspace_bytes < needed)) return QF_NO_MEMORY;
+  const Copies reserved(given, false), copies(given, true);
+  const int64_t counter = counter_bytes(schedule), needed = counter + reserved.bytes();
+  if (needed > 0 && (!given.workspace || given.workspace_bytes < needed)) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
   Borrowed borrowed{stream};  // for addresses that nobody could foretell
-  if (relayout.bytes > reserved.bytes)
-    if (const cudaError_t error = borrowed.take(relayout.bytes)) return error;
-  char* const memory =
-      borrowed.memory ? static_cast<char*>(borrowed.memory) : static_cast<char*>(p.workspace) + counter;
+  if (copies.bytes() > reserved.bytes())
+    if (const cudaError_t error = borrowed.take(copies.bytes())) return error;
+  char* const gathered =
+      borrowed.memory ? static_cast<char*>(borrowed.memory) : static_cast<char*>(given.workspace) + counter;
+  char* const memory = gathered + copies.gathered;
   if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
   if (schedule.dynamic) {
     // Blocks count packed tiles by themselves. Should somebody write to cu_seqlens meanwhile, they may disagree, and
     // the counter would not be 0 after them: such calls bring one, so that no other call has to do with it.
-    if (!p.cu_seqlens_q)
+    if (!given.cu_seqlens_q)
       if (const int error = take_tile_counter(stream, schedule.counter)) return error;
-    schedule.next = static_cast<unsigned*>(p.workspace);
+    schedule.next = static_cast<unsigned*>(given.workspace);
     if (schedule.counter < 0)
       if (const cudaError_t error = cudaMemsetAsync(schedule.next, 0, sizeof(unsigned), stream)) return error;
   }
 
+  const QfAttnParams p = copies.on_copies(given, gathered);
+  if constexpr (kPaged) {
+    if (copies.gathers)
+      if (const int status = launch_gather(qf_sm90_fwd_gather_kernel<Element, Pages::kInt8>, given, p,
+                                           GatheredPages(given), gathered, Pages::kInt8, stream))
+        return status;
+  }
+  const Relayout relayout(p, true);
   if (relayout.bytes > 0)
     if (const int status =
-            launch({3 * relayout.blocks(processors), kRelayoutThreads, 0, stream}, qf_sm90_fwd_relayout_kernel<Element>,
-                   p, relayout, memory, rope_tables_vectorise(p.rope)))
+            launch({3 * relayout.blocks(processors), kRelayoutThreads, 0, stream},
+                   qf_sm90_fwd_relayout_kernel<Element, kPaged>, p, relayout, memory, rope_tables_vectorise(p.rope)))
       return status;
   TensorMaps maps{};
   using KTile = typename Config::KTile;
+  const int kv_rows = kPaged ? page_box_rows(p.kv.page_size, Config::kFirstKey) : Config::kBlockN;
   if (const int error = relayout.map<typename Config::QTile>(maps.q, kQ, memory, p.head_dim, kBlockM)) return error;
-  if (const int error = relayout.map<KTile>(maps.k, kK, memory, p.head_dim, Config::kBlockN)) return error;
-  if (const int error = relayout.map<KTile>(maps.v, kV, memory, p.head_dim, Config::kBlockN)) return error;
+  if (const int error = relayout.map<KTile>(maps.k, kK, memory, p.head_dim, kv_rows)) return error;
+  if (const int error = relayout.map<KTile>(maps.v, kV, memory, p.head_dim, kv_rows)) return error;
   const int blocks = schedule.count < processors ? schedule.count : processors;
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream}, qf_sm90_fwd_kernel<Kernel>, p, maps, schedule,
                 chunks_aligned(p.out, p.head_dim, 2));
 }
 
+bool serves(const QfAttnParams& p) {
+  if constexpr (kPaged)
+    return Pages::serves(p);
+  else
+    return kv_is_arrays(p);
+}
+
 }  // namespace
 
 QF_EXPORT int64_t qf_sm90_fwd_workspace(const QfAttnParams* p) {
-  return counter_bytes(wgmma::schedule_of(*p, kBlockM)) + wgmma::Relayout(*p, false).bytes;
+  return counter_bytes(wgmma::schedule_of(*p, kBlockM)) + Copies(*p, false).bytes();
 }
 
 QF_EXPORT int qf_sm90_fwd(const QfAttnParams* p, void* stream) {
-  if (const int status = check_arrays(p, QF_DTYPE)) return status;
+  if (const int status = check_params(p, QF_DTYPE)) return status;
+  if (!serves(*p)) return QF_UNSUPPORTED;
   return by_scores(scales_plainly(p->scale, p->softcap), [&](auto plain) {
     return attend<Kernel<decltype(plain)::value>>(*p, static_cast<cudaStream_t>(stream));
   });

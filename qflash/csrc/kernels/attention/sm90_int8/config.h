@@ -34,6 +34,7 @@ struct Shape {
 
   using QTile = Panels<kBlockM, kHeadDim, 1>;
   using KTile = Panels<kBlockN, kHeadDim, 1>;
+  static constexpr bool kPaged = false;
   static constexpr bool kVTransposed = kFp8;
   template <bool kTransposed, class = void>
   struct VTiles {

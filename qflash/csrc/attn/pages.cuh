@@ -1,0 +1,87 @@
+// A sequence's keys and values in the pages of a cache: which page holds a token, and which entries of the page table
+// may be followed. A kernel that attends to pages is compiled for them (kPaged); one that attends to arrays has nothing
+// of this in it.
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/sequence.cuh"
+#include "qflash.h"
+
+namespace qf {
+
+// Are pages as these kernels walk them? Host side. Boxes of the copy engine are of 16 tokens at least, in one page
+// each.
+inline bool pages_walk(const QfAttnParams& p) {
+  return p.kv.page_size >= 16 && p.kv.page_size % 16 == 0 && p.kv.pages >= 0 && !p.cu_seqlens_k;
+}
+
+// One sequence's row of the table.
+struct PageRow {
+  const int32_t* g_entries;
+  int page_size, pages;  // of a pool
+
+  __device__ __forceinline__ PageRow(const QfKv& kv, int b)
+      : g_entries(kv.page_table + b * kv.page_table_stride), page_size(kv.page_size), pages(kv.pages) {}
+
+  // Which entry is a token's. Page sizes are powers of two, nearly always; a division takes twenty instructions.
+  __device__ __forceinline__ int column(int token) const {
+    const bool power = (page_size & (page_size - 1)) == 0;
+    return power ? token >> (__ffs(page_size) - 1) : token / page_size;
+  }
+  __device__ __forceinline__ int in_page(int token) const { return token - column(token) * page_size; }
+  // The page of a token, which the sequence has; -1: the entry is out of range, and not to be followed.
+  __device__ __forceinline__ int page_of(int token) const {
+    const int page = g_entries[column(token)];
+    return uint32_t(page) < uint32_t(pages) ? page : -1;
+  }
+};
+
+// Is an entry out of range that some visible token needs? This thread's share of the answer, of `threads`. Entries that
+// no row of the sequence needs, before a window or after the last token, may be anything.
+__device__ inline bool needs_missing_page(const QfAttnParams& p, const Sequence& s, int b, int thread, int threads) {
+  if (!s.good || s.len_q <= 0) return false;
+  const KeyRange keys = Mask{p.window_left, p.window_right, s.len_q, s.len_k}.seen_by_any(0, s.len_q - 1);
+  if (keys.begin == keys.end) return false;
+  const PageRow row(p.kv, b);
+  const int end = row.column(keys.end - 1) + 1;
+  bool missing = false;
+#pragma unroll 4
+  for (int i = row.column(keys.begin) + thread; i < end; i += threads)
+    missing |= uint32_t(row.g_entries[i]) >= uint32_t(row.pages);
+  return missing;
+}
+
+// read_sequence() where K and V are pages. Collective: every thread of the block calls it with the same b.
+__device__ inline Sequence read_paged_sequence(const QfAttnParams& p, int b) {
+  Sequence s = sequence_of<true>(p, b, packed_rows_fall(p));
+  if (__syncthreads_or(needs_missing_page(p, s, b, threadIdx.x, blockDim.x))) s.good = false;
+  return s;
+}
+
+// One head of a sequence's K or V, as HeadRows is of an array.
+template <class Element>
+struct PagedRows {
+  const Element* g_head;  // token 0 of page 0
+  int64_t stride_page, stride_t;
+  PageRow table;
+  int length, head_dim;
+  bool vector;  // load4's condition holds for every row
+
+  __device__ __forceinline__ PagedRows(const QfTensor& x, const QfKv& kv, int b, int h, int len, int dim,
+                                       bool vectorises)
+      : g_head(static_cast<const Element*>(x.data) + h * x.stride_h),
+        stride_page(x.stride_b),
+        stride_t(x.stride_t),
+        table(kv, b),
+        length(len),
+        head_dim(dim),
+        vector(vectorises) {}
+
+  __device__ __forceinline__ const Element* row(int page, int i) const {
+    return g_head + page * stride_page + table.in_page(i) * stride_t;
+  }
+  // Of a token that some row sees: its page is in range.
+  __device__ __forceinline__ const Element* row(int i) const { return row(table.page_of(i), i); }
+};
+
+}  // namespace qf
