@@ -190,8 +190,9 @@ FAULTS = {
         "even", "complaint", "before the wait for",
     ),
     "counter: not 0 again after a launch": (
-        Fault("hopper/tile_schedule.cuh", "index = fresh_blocks() + int(atomicInc(take_from, unsigned(total - 1)));",
-              "index = fresh_blocks() + int(atomicInc(take_from, unsigned(total)));"),
+        Fault("hopper/tile_schedule.cuh",
+              "return int(atomicInc(By::kKeepsAddress ? kept : take_from(), unsigned(total - 1)));",
+              "return int(atomicInc(take_from(), unsigned(total)));"),
         "causal", "contract", "",
     ),
     "wgmma: last outputs not waited for": (

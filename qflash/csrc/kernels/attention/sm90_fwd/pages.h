@@ -1,6 +1,7 @@
 // Pages of K and V on their way to the copy engine. Host side.
 #pragma once
 
+#include "attn/kv.h"
 #include "attn/page_gather.cuh"
 #include "attn/wgmma/relayout.cuh"
 
