@@ -109,6 +109,7 @@ def covering() -> list[Unit]:
             if units := units_of(row, arch):
                 chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a variant has
         chosen.append(hopper_unit(row.name))
+    chosen.append(cuda.unit_of(dispatch.VARIANTS["int8_gemm_tc"], "int32", 0, 80))  # a dtype that turns may pass over
     return list(dict.fromkeys(chosen))
 
 

@@ -61,7 +61,7 @@ FAULTS = {
     "work: full, by consumers": (Fault(CONSUMER, "work_at.wait_full(*s.work_ring);"), "short", "complaint", ""),
     "work: empty": (
         Fault(PRODUCER, "at.wait_empty(*s.work_ring);",
-              within="at.wait_empty(*s.work_ring);\n    s.work[at.stage()].fill"),
+              within="at.wait_empty(*s.work_ring);\n    if (By::leads()) s.work[at.stage()].fill"),
         "short", EITHER, "",
     ),
     "work: empty, at the end": (
@@ -70,12 +70,12 @@ FAULTS = {
         "short", EITHER, "",
     ),
     "work: never filled": (
-        Fault(PRODUCER, "at.fill(*s.work_ring);", within="at.fill(*s.work_ring);\n    at.advance();"),
+        Fault(PRODUCER, "at.fill(*s.work_ring);", within="at.fill(*s.work_ring);\n    }\n    at.advance();"),
         "even", "complaint", '"work full, stage 0"',
     ),
     "work: filled twice": (
         Fault(PRODUCER, "at.fill(*s.work_ring);", "at.fill(*s.work_ring); at.fill(*s.work_ring);",
-              within="at.fill(*s.work_ring);\n    at.advance();"),
+              within="at.fill(*s.work_ring);\n    }\n    at.advance();"),
         "short", "complaint", "",
     ),
     "work: not released by the producer": (
