@@ -41,6 +41,7 @@ class Kernel:
     per_arch: bool = True
     per_precision: bool = False
     per_kv: bool = False
+    shared_kvs: tuple[tuple[str, str], ...] = ()  # with per_kv: (kind, the kind whose library serves it as well)
     per_scores: bool = False  # a library for Spec.plain_scores, and one for the others
     parts: int = 1  # objects of a library that are compiled side by side
     # Quantized: (precision, kind of KV) to (head_dim, keys) by rising head_dim. Up to that head_dim, a problem of fewer
@@ -185,6 +186,7 @@ KERNELS: tuple[Kernel, ...] = (
         also=_copy_engine,
         head_dims=(64, 96, 112, 128, 192, 256),
         per_kv=True,
+        shared_kvs=(("pages_int8", "pages"),),
         per_scores=True,
         sinks=True,
     ),
@@ -199,6 +201,7 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=HEAD_DIMS,
         sinks=True,
         per_kv=True,
+        shared_kvs=(("pages_int8", "pages"),),
     ),
     Kernel(
         name="fa",

@@ -39,8 +39,9 @@ def unit(kernel: Kernel, spec: Spec) -> Unit:
         defines.append(("QF_PRECISION", str(PRECISIONS.index(spec.precision))))
         words.append(spec.precision)
     if kernel.per_kv:
-        defines.append(("QF_KV_KIND", str(KV_KINDS.index(spec.kv))))
-        words.append(f"{spec.kv} k and v")
+        kind = dict(kernel.shared_kvs).get(spec.kv, spec.kv)
+        defines.append(("QF_KV_KIND", str(KV_KINDS.index(kind))))
+        words.append(f"{kind} k and v")
     if kernel.per_scores:
         defines.append(("QF_PLAIN_SCORES", str(int(spec.plain_scores))))
         words += [] if spec.plain_scores else ["softcap"]

@@ -60,6 +60,8 @@ INSTRUCTION = {
     "fa_int8": ("IMMA", 32),
     "fa_int8_quantized": ("IMMA", 96),
     "fa_mma": ("HMMA", 128),
+    "fa_mma_pages": ("HMMA", 128),
+    "fa_mma_pages_int8": ("HMMA", 128),
     "fa_tc": ("HMMA", 32),
     "fa_warps": ("FFMA", 256),
     "int8_gemm_tc": ("IMMA", 256),
@@ -69,6 +71,8 @@ INSTRUCTION = {
     "quantize": ("FMUL", 256),
     "sm90_decode": ("HMMA", 192),
     "sm90_fwd": ("HGMMA", 12),
+    "sm90_fwd_pages": ("HGMMA", 12),
+    "sm90_fwd_pages_int8": ("HGMMA", 12),
     "sm90_int8": ("IGMMA", 4),
     "sm90_int8_fp8": ("IGMMA", 4),
     "sm90_int8_fp8_kv": ("IGMMA", 4),
@@ -99,6 +103,7 @@ def covering() -> list[Unit]:
     those that quantize, which nvcc takes long for, once. Hopper's are those that the other tests here look into."""
     kinds = (("float16", 64), ("float16", 112), ("bfloat16", 256))
     chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in kinds]
+    chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_fwd_pages"], "float16", 64, 90))  # 32 registers a producer
     chosen += [hopper_unit(row.name) for row in HOPPERS_OWN]
     chosen += [cuda.unit_of(dispatch.VARIANTS[name], "bfloat16", 256, 90) for name in DECODING]  # all 255 registers
     chosen += [other_scores(row.name) for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
@@ -109,6 +114,7 @@ def covering() -> list[Unit]:
             if units := units_of(row, arch):
                 chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a variant has
         chosen.append(hopper_unit(row.name))
+    chosen.append(cuda.unit_of(dispatch.VARIANTS["int8_gemm_tc"], "int32", 0, 80))  # a dtype that turns may pass over
     return list(dict.fromkeys(chosen))
 
 

@@ -61,7 +61,7 @@ FAULTS = {
     "work: full, by consumers": (Fault(CONSUMER, "work_at.wait_full(*s.work_ring);"), "short", "complaint", ""),
     "work: empty": (
         Fault(PRODUCER, "at.wait_empty(*s.work_ring);",
-              within="at.wait_empty(*s.work_ring);\n    s.work[at.stage()].fill"),
+              within="at.wait_empty(*s.work_ring);\n    if (By::leads()) s.work[at.stage()].fill"),
         "short", EITHER, "",
     ),
     "work: empty, at the end": (
@@ -70,12 +70,12 @@ FAULTS = {
         "short", EITHER, "",
     ),
     "work: never filled": (
-        Fault(PRODUCER, "at.fill(*s.work_ring);", within="at.fill(*s.work_ring);\n    at.advance();"),
+        Fault(PRODUCER, "at.fill(*s.work_ring);", within="at.fill(*s.work_ring);\n    }\n    at.advance();"),
         "even", "complaint", '"work full, stage 0"',
     ),
     "work: filled twice": (
         Fault(PRODUCER, "at.fill(*s.work_ring);", "at.fill(*s.work_ring); at.fill(*s.work_ring);",
-              within="at.fill(*s.work_ring);\n    at.advance();"),
+              within="at.fill(*s.work_ring);\n    }\n    at.advance();"),
         "short", "complaint", "",
     ),
     "work: not released by the producer": (
@@ -190,8 +190,9 @@ FAULTS = {
         "even", "complaint", "before the wait for",
     ),
     "counter: not 0 again after a launch": (
-        Fault("hopper/tile_schedule.cuh", "index = fresh_blocks() + int(atomicInc(take_from, unsigned(total - 1)));",
-              "index = fresh_blocks() + int(atomicInc(take_from, unsigned(total)));"),
+        Fault("hopper/tile_schedule.cuh",
+              "return int(atomicInc(By::kKeepsAddress ? kept : take_from(), unsigned(total - 1)));",
+              "return int(atomicInc(take_from(), unsigned(total)));"),
         "causal", "contract", "",
     ),
     "wgmma: last outputs not waited for": (

@@ -64,7 +64,7 @@ def test_a_kernel_for_one_architecture_is_compiled_for_it_alone():
     units = cuda.specialisations((*arch.ARCHES, 100, 120), ["sm90_fwd"])
     assert {unit.target for unit in units} == {"90a"}
     assert {dict(unit.defines)["QF_HEAD_DIM"] for unit in units} == {"64", "96", "112", "128", "192", "256"}
-    assert len(units) == 2 * 6 * 2
+    assert len(units) == 2 * 6 * 2 * 2  # dtypes, head dims, plain scores or not, arrays or pages
     for head_dim, bucket in ((8, "64"), (64, "64"), (72, "96"), (104, "112"), (120, "128"), (256, "256")):
         unit = cuda.unit(cuda.BY_NAME["sm90_fwd"], Spec("cuda", 90, "bfloat16", head_dim))
         assert unit in units and dict(unit.defines)["QF_HEAD_DIM"] == bucket

@@ -129,11 +129,12 @@ inline bool kv_is_int8_pages(const QfAttnParams& p) {
 // Host side: launches the pass, `kernel` its __global__. Returns a status.
 template <class Kernel>
 int launch_gather(Kernel* kernel, const QfAttnParams& p, const QfAttnParams& placed, const GatheredPages& gathered,
-                  char* memory, bool int8, cudaStream_t stream) {
+                  char* memory, cudaStream_t stream) {
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
   const int64_t most = int64_t(processors) * 8, blocks = gathered.pages < most ? gathered.pages : most;
   if (blocks == 0) return QF_OK;
+  const bool int8 = p.kv.kind == QF_KV_PAGES_INT8;
   const auto vector = [&](const QfTensor& x) {
     return int8 ? chunks_aligned(x, p.head_dim, 1) : tensor_vectorises(x, p.head_dim, 2);
   };

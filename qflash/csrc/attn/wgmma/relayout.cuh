@@ -36,8 +36,8 @@ struct RelaidTensor {
 
 // Host side: what becomes of q, k and v. Asked first without addresses, for the size of the workspace: of rope and
 // packed rows it looks at the sizes alone. Where an address then makes more copies necessary than were reserved, the
-// launch must find the memory itself. The others than first .. last get to the copy engine by themselves. Pages of k and
-// v are taken as they lie, a page in batch's place, and rope rotates q alone.
+// launch must find the memory itself. The others than first .. last get to the copy engine by themselves. Pages of k
+// and v are taken as they lie, a page in batch's place, and rope rotates q alone.
 struct Relayout {
   RelaidTensor tensors[3] = {};
   int64_t bytes = 0;

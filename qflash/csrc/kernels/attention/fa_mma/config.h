@@ -1,6 +1,6 @@
 // Tile shapes of `fa_mma`, from -DQF_HEAD_DIM (a bucket: 32, 64, 96, 128, 192 or 256; the true head_dim comes at run
-// time), -DQF_DTYPE (QF_F16 or QF_BF16), -DQF_ARCH (compute capability times ten) and -DQF_KV_KIND (QF_KV_ARRAYS,
-// QF_KV_PAGES or QF_KV_PAGES_INT8).
+// time), -DQF_DTYPE (QF_F16 or QF_BF16), -DQF_ARCH (compute capability times ten) and -DQF_KV_KIND (QF_KV_ARRAYS or
+// QF_KV_PAGES).
 #pragma once
 
 #include "attn/mma/product.cuh"
@@ -14,7 +14,7 @@ constexpr int kHeadDim = QF_HEAD_DIM;
 constexpr int kArch = QF_ARCH;
 using Element = ElementOf<QF_DTYPE>::Type;
 using Tensor = Tensor16<Element, kArch>;
-constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS;  // K and V are pages; those of INT8 are dequantized before
+constexpr bool kPaged = QF_KV_KIND == QF_KV_PAGES;  // K and V are pages; those of INT8 are dequantized before
 
 constexpr int kSharedLimit = shared_limit(kArch);
 constexpr bool kScarce = kSharedLimit <= 64 * 1024;   // Turing

@@ -1,6 +1,6 @@
 // C entry of `sm90_fwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM) and kind of
-// K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8): gather or relayout what must be, make tensor
-// maps, attend.
+// K and V (-DQF_KV_KIND: QF_KV_ARRAYS, or QF_KV_PAGES and with it QF_KV_PAGES_INT8): gather or relayout what must be,
+// make tensor maps, attend.
 #include "attn/entry.cuh"
 #include "attn/plain_scores.h"
 #include "kernels/attention/sm90_fwd/kernel.cuh"
@@ -10,10 +10,9 @@ namespace {
 
 using namespace qf;
 using Element = ElementOf<QF_DTYPE>::Type;
-constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS;
+constexpr bool kPaged = QF_KV_KIND == QF_KV_PAGES;
 template <bool kPlain>
 using Kernel = sm90_fwd::Kernel<Element, QF_HEAD_DIM, kPlain, kPaged>;
-using Pages = sm90_fwd::PagePass<QF_KV_KIND>;
 constexpr int kBlockM = Kernel<true>::Config::kBlockM;
 
 // A counter for work tiles comes first in the workspace, for calls that get none of the library's; copies after it.
@@ -25,7 +24,7 @@ struct Copies {
   bool gathers;
   int64_t gathered, relaid;
 
-  Copies(const QfAttnParams& p, bool addressed) : gathers(kPaged && Pages::gathers(p, addressed)), gathered(0) {
+  Copies(const QfAttnParams& p, bool addressed) : gathers(kPaged && sm90_fwd::gathers(p, addressed)), gathered(0) {
     if (gathers) gathered = GatheredPages(p).bytes;
     relaid = wgmma::Relayout(on_copies(p, nullptr), addressed).bytes;
   }
@@ -69,9 +68,13 @@ int attend(const QfAttnParams& given, cudaStream_t stream) {
 
   const QfAttnParams p = copies.on_copies(given, gathered);
   if constexpr (kPaged) {
+    const auto gather = [&](auto* kernel) {
+      return launch_gather(kernel, given, p, GatheredPages(given), gathered, stream);
+    };
+    const bool int8 = given.kv.kind == QF_KV_PAGES_INT8;
     if (copies.gathers)
-      if (const int status = launch_gather(qf_sm90_fwd_gather_kernel<Element, Pages::kInt8>, given, p,
-                                           GatheredPages(given), gathered, Pages::kInt8, stream))
+      if (const int status = int8 ? gather(qf_sm90_fwd_gather_kernel<Element, true>)
+                                  : gather(qf_sm90_fwd_gather_kernel<Element, false>))
         return status;
   }
   const Relayout relayout(p, true);
@@ -93,7 +96,7 @@ int attend(const QfAttnParams& given, cudaStream_t stream) {
 
 bool serves(const QfAttnParams& p) {
   if constexpr (kPaged)
-    return Pages::serves(p);
+    return sm90_fwd::serves_pages(p);
   else
     return kv_is_arrays(p);
 }

@@ -1,6 +1,7 @@
 // Pages of K and V on their way to the copy engine. Host side.
 #pragma once
 
+#include "attn/kv.h"
 #include "attn/page_gather.cuh"
 #include "attn/wgmma/relayout.cuh"
 
@@ -13,18 +14,14 @@ inline bool pool_maps(const QfAttnParams& p, const QfTensor& pool, bool addresse
   return strides_map(wgmma::extents_of(pool, p.head_dim, p.kv.page_size, p.kv_heads, p.kv.pages), 2);
 }
 
-// What a call on pages of a kind does before it attends.
-template <int kKind>
-struct PagePass {
-  static constexpr bool kInt8 = kKind == QF_KV_PAGES_INT8;
+inline bool serves_pages(const QfAttnParams& p) {
+  return (kv_is_int8_pages(p) || kv_is_pages(p)) && pages_walk(p) && GatheredPages(p).fit();
+}
 
-  static bool serves(const QfAttnParams& p) {
-    return (kInt8 ? kv_is_int8_pages(p) : kv_is_pages(p)) && pages_walk(p) && GatheredPages(p).fit();
-  }
-  static bool gathers(const QfAttnParams& p, bool addressed) {
-    return kInt8 || !pool_maps(p, p.kv.k, addressed) || !pool_maps(p, p.kv.v, addressed);
-  }
-};
+// Are its pages copied before?
+inline bool gathers(const QfAttnParams& p, bool addressed) {
+  return p.kv.kind == QF_KV_PAGES_INT8 || !pool_maps(p, p.kv.k, addressed) || !pool_maps(p, p.kv.v, addressed);
+}
 
 }  // namespace sm90_fwd
 }  // namespace qf
