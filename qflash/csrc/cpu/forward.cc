@@ -65,6 +65,7 @@ class Block {
         map_(score_map(p)),
         k_(key_rows(p, block.sequence, block.kv_head)),
         v_(value_rows(p, block.sequence, block.kv_head)) {
+    keys_in_place_ = p.kv.k_dtype == QF_F32 && !rotates_keys(p);
     values_in_place_ = block.direct && p.kv.v_dtype == QF_F32 && dim_ % kLanes == 0;
   }
 
@@ -181,54 +182,62 @@ class Block {
     }
     keys_tile_ = x_.k;
     values_tile_ = x_.v;
-    if (block_.direct) {
-      k_.list(first_key_, keys_, key_places_, key_scales_);
-      v_.list(first_key_, keys_, value_places_, value_scales_);
-    } else {
-      pack_keys(p_, s_, first_key_, keys_, block_.kv_head, x_.row_buffer, x_.k);
-    }
+    if (!block_.direct) pack_keys(p_, s_, first_key_, keys_, block_.kv_head, x_.row_buffer, x_.k);
     return !values_in_place_ && pack_values(p_, s_, first_key_, keys_, block_.kv_head, kTileKeys, x_.row_buffer, x_.v);
   }
 
   // Asks for `count` rows of k or v from the tile's row `first` on. They lie whole strides apart, often on pages of
   // their own, where no hardware prefetcher follows.
-  void prefetch_rows(const char* const* places, int64_t bytes, int first, int count) const {
-    for (int i = first; i < first + count && i < keys_; i++)
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(places[i] + byte, 0, 2);
+  void prefetch_rows(const KvRows& rows, int first, int count) const {
+    if (first + count > keys_) count = keys_ - first;
+    rows.each(first_key_ + first, count, [&](int, const char* row, float) {
+      for (int64_t byte = 0; byte < rows.row_bytes(); byte += 64) __builtin_prefetch(row + byte, 0, 2);
+    });
   }
 
   // S without a copy of K: each key is read once and meets every row.
   void scores_in_place() {
     for (int j = 0; j < keys_; j += kLanes) {
       const int count = keys_ - j < kLanes ? keys_ - j : kLanes;
-      prefetch_rows(value_places_, v_.row_bytes(), j, count);
-      prefetch_rows(key_places_, k_.row_bytes(), j + kLanes, kLanes);
+      prefetch_rows(v_, j, count);
+      prefetch_rows(k_, j + kLanes, kLanes);
       const float* keys[kLanes];
-      for (int i = 0; i < count; i++)
-        keys[i] = key_row(p_, s_, first_key_ + j + i, k_, key_places_[j + i], key_scales_[j + i],
-                          x_.row_buffer + i * x_.pitch);
+      k_.each(first_key_ + j, count, [&](int i, const char* row, float scale) {
+        keys[i] = keys_in_place_ ? reinterpret_cast<const float*>(row)
+                                 : key_row(p_, s_, first_key_ + j + i, k_, row, scale, x_.row_buffer + i * x_.pitch);
+      });
       for (int i = count; i < kLanes; i++) keys[i] = keys[0];
       for (int64_t row = 0; row < x_.rows; row++)
         store(x_.s + row * kTileKeys + j, dot_products(x_.q + row * x_.pitch, keys));
     }
   }
 
-  // q . keys[i] in lane i.
+  // q . keys[i] in lane i. Eight keys at a time: rows that lie a power of two apart meet in one set of the first-level
+  // cache, which has room for eight lines, and eight addresses stay in registers.
   Vec dot_products(const float* q, const float* const* keys) const {
+    constexpr int kKeys = kLanes < 8 ? kLanes : 8;
     Vec sums[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) sums[i] = zero();
+#pragma GCC unroll 2
+    for (int first = 0; first < kLanes; first += kKeys) add_products<kKeys>(q, keys + first, sums + first);
+    return sum_rows(sums);
+  }
+
+  // sums[i] = q * keys[i], channels in order along the lanes.
+  template <int kKeys>
+  __attribute__((always_inline)) void add_products(const float* q, const float* const* keys, Vec* sums) const {
+#pragma GCC unroll 8
+    for (int i = 0; i < kKeys; i++) sums[i] = zero();
     int d = 0;
     for (; d + kLanes <= dim_; d += kLanes) {
       const Vec x = load(q + d);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; i++) sums[i] = fma(x, load(keys[i] + d), sums[i]);
+#pragma GCC unroll 8
+      for (int i = 0; i < kKeys; i++) sums[i] = fma(x, load(keys[i] + d), sums[i]);
     }
     if (d < dim_) {
       const Vec x = load(q + d);
-      for (int i = 0; i < kLanes; i++) sums[i] = fma(x, load_part(keys[i] + d, dim_ - d), sums[i]);
+#pragma GCC unroll 8
+      for (int i = 0; i < kKeys; i++) sums[i] = fma(x, load_part(keys[i] + d, dim_ - d), sums[i]);
     }
-    return sum_rows(sums);
   }
 
   // S, panel by panel: the panel stays in the first-level cache while the rows pass by.
@@ -262,30 +271,21 @@ class Block {
     for (int j = span.end; j < all_rows.end; j++) weights[j] = 0.0f;
   }
 
-  // O = alpha O + P V for `count` rows from `row` on, over the keys of `span`.
+  // O = alpha O + P V for `count` rows from `row` on, over the keys of `span`. V in place is taken page by page; the
+  // sums go on in the same order, so that pages do not change the bits.
   void accumulate(int64_t row, int64_t count, Span span) {
-    if (values_in_place_) return accumulate_in_place(row, count, span);
-    const float* weights = x_.s + row * kTileKeys + span.begin;
-    for (int64_t start = 0; start < x_.pitch; start += kPanel) {
-      const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
-      multiply<true>(count, int(width / kLanes), weights, kTileKeys,
-                     values_tile_ + start * kTileKeys + span.begin * width, width, x_.o + row * x_.pitch + start,
-                     x_.pitch, span.end - span.begin, x_.alpha + row, ahead_);
-    }
-  }
-
-  // The same with V where it lies, page by page. The sums go on in the same order: pages do not change the bits.
-  void accumulate_in_place(int64_t row, int64_t count, Span span) {
     static constexpr OnesPerRow kOnes;
     const float* alpha = x_.alpha + row;
     for (int first = span.begin, keys; first < span.end; first += keys, alpha = kOnes.one) {
-      keys = int(v_.run(first_key_ + first, span.end - first));
-      const float* values = reinterpret_cast<const float*>(value_places_[first]);
+      keys = values_in_place_ ? int(v_.run(first_key_ + first, span.end - first)) : span.end - first;
+      const float* in_place =
+          values_in_place_ ? reinterpret_cast<const float*>(v_.address(first_key_ + first)) : nullptr;
       for (int64_t start = 0; start < x_.pitch; start += kPanel) {
         const int64_t width = x_.pitch - start < kPanel ? x_.pitch - start : kPanel;
-        multiply<true>(count, int(width / kLanes), x_.s + row * kTileKeys + first, kTileKeys, values + start,
-                       v_.stride() / int64_t(sizeof(float)), x_.o + row * x_.pitch + start, x_.pitch, keys, alpha,
-                       ahead_);
+        const float* values = in_place ? in_place + start : values_tile_ + start * kTileKeys + first * width;
+        multiply<true>(count, int(width / kLanes), x_.s + row * kTileKeys + first, kTileKeys, values,
+                       in_place ? v_.stride() / int64_t(sizeof(float)) : width, x_.o + row * x_.pitch + start, x_.pitch,
+                       keys, alpha, ahead_);
       }
     }
   }
@@ -319,10 +319,9 @@ class Block {
   const int dim_;
   const ScoreMap map_;
   const KvRows k_, v_;
-  const char *key_places_[kTileKeys], *value_places_[kTileKeys];  // of the tile at hand, when it is read in place
-  float key_scales_[kTileKeys], value_scales_[kTileKeys];         // of int8 elements
-  bool values_in_place_;                                          // V is read where it lies
-  int64_t first_key_ = 0;                                         // of the tile at hand, and its keys
+  bool keys_in_place_;     // rows of K need no conversion
+  bool values_in_place_;   // V is read where it lies
+  int64_t first_key_ = 0;  // of the tile at hand, and its keys
   int keys_ = 0;
   Ahead ahead_;                                                // the next packed tile
   const float *keys_tile_ = nullptr, *values_tile_ = nullptr;  // as pack_keys and pack_values leave them

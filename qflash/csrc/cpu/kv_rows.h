@@ -31,17 +31,21 @@ class KvRows {
     scales_page_stride_ = scales.stride_b;
   }
 
-  // rows[i] is token first + i. of_rows[i] is its scale; NULL unless the elements are int8.
-  void list(int64_t first, int count, const char** rows, float* of_rows) const {
+  // Calls visit(i, row, scale) for tokens first + i, i in [0, count). scale: of int8 elements; else 1.
+  template <class Visit>
+  __attribute__((always_inline)) void each(int64_t first, int count, Visit visit) const {
+    if (!table_) {
+      const char* row = address(first);
+      for (int i = 0; i < count; i++, row += stride_) visit(i, row, 1.0f);
+      return;
+    }
     for (int i = 0, n; i < count; i += n) {
       n = int(run(first + i, count - i));
-      const char* row = reinterpret_cast<const char*>(kZeroRow);
       const bool needed = seen(first + i);
-      if (needed) row = address(first + i);
-      for (int j = 0; j < n; j++) rows[i + j] = row + (needed ? j * stride_ : 0);
-      if (!scales_) continue;
-      const float* scale = needed ? scale_address(first + i) : kZeroRow;
-      for (int j = 0; j < n; j++) of_rows[i + j] = scale[needed ? j : 0];
+      const int64_t step = needed ? stride_ : 0;
+      const char* row = needed ? address(first + i) : reinterpret_cast<const char*>(kZeroRow);
+      const float* scale = !scales_ ? nullptr : needed ? scale_address(first + i) : kZeroRow;
+      for (int j = 0; j < n; j++, row += step) visit(i + j, row, scale ? scale[needed ? j : 0] : 1.0f);
     }
   }
 
@@ -73,7 +77,7 @@ class KvRows {
   int64_t row_bytes() const { return dim_ * bytes_; }
 
  private:
-  bool seen(int64_t token) const { return !table_ || (token >= needed_.begin && token < needed_.end); }
+  bool seen(int64_t token) const { return token >= needed_.begin && token < needed_.end; }
   const float* scale_address(int64_t token) const {
     return scales_ + table_[uint32_t(token) / page_size_] * scales_page_stride_ + uint32_t(token) % page_size_;
   }

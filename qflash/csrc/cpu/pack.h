@@ -28,12 +28,10 @@ static inline void pack_keys(const QfAttnParams& p, const Sequence& s, int64_t f
   const KvRows k = key_rows(p, s, head);
   for (int64_t j = 0; j < count; j += kLanes) {
     const int keys = int(count - j < kLanes ? count - j : kLanes);
-    const char* places[kLanes];
-    float scales[kLanes] = {};
-    k.list(first + j, keys, places, scales);
     const float* rows[kLanes];
-    for (int i = 0; i < keys; i++)
-      rows[i] = key_row(p, s, first + j + i, k, places[i], scales[i], row_buffer + i * pitch);
+    k.each(first + j, keys, [&](int i, const char* row, float scale) {
+      rows[i] = key_row(p, s, first + j + i, k, row, scale, row_buffer + i * pitch);
+    });
     float* column = packed + j / kPanel * kPanel * dim + j % kPanel;
     for (int d = 0; d < dim; d += kLanes) {
       const int n = dim - d < kLanes ? dim - d : kLanes;
@@ -69,11 +67,8 @@ static inline bool pack_values(const QfAttnParams& p, const Sequence& s, int64_t
   const int64_t padded = round_up(dim, kLanes);
   FiniteCheck check;
   const KvRows v = value_rows(p, s, head);
-  const char* places[kLanes];
-  float scales[kLanes] = {};
-  for (int64_t j = 0; j < count; j++) {
-    if (j % kLanes == 0) v.list(first + j, int(count - j < kLanes ? count - j : kLanes), places, scales);
-    const float* row = v.floats(places[j % kLanes], scales[j % kLanes], row_buffer);
+  v.each(first, int(count), [&](int j, const char* place, float scale) {
+    const float* row = v.floats(place, scale, row_buffer);
     for (int64_t start = 0; start < padded; start += kPanel) {
       const int64_t width = padded - start < kPanel ? padded - start : kPanel;
       float* destination = packed + start * rows + j * width;
@@ -83,7 +78,7 @@ static inline bool pack_values(const QfAttnParams& p, const Sequence& s, int64_t
         store(destination + d - start, x);
       }
     }
-  }
+  });
   return check.finite();
 }
 
