@@ -102,7 +102,7 @@ def _torch_ways(arrays: Arrays) -> Iterator[Way]:
     from qflash.ops.attention import ATTENTION
 
     words = (False, None, None, None, None, None, False, False, 0, 0)
-    prepared = launch.find_ready(ATTENTION, (q, k, v, *[None] * 7), words).prepared
+    prepared = launch.find_ready(ATTENTION, (q, k, v, *[None] * (len(ATTENTION.arrays) - 3)), words).prepared
     kernel = prepared.kernel.name
     out = torch.empty_like(q)
     workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=q.device)

@@ -60,7 +60,13 @@ def attention(library, case: Case, inputs: Inputs, precision: str, change=()) ->
     kept = quantized(library, case, inputs, precision)
     rope = inputs.rope
     tables = (None,) * 3 if rope is None else (rope.cos, rope.sin, rope.positions_q)
-    arrays = (inputs.q, *(kept.get(name) for name in ATTENTION_KEPT.arrays[1:10]), inputs.kv_lens, *tables)
+    arrays = (
+        inputs.q,
+        *(kept.get(name) for name in ATTENTION_KEPT.arrays[1:10]),
+        inputs.kv_lens,
+        *tables,
+        inputs.sinks,
+    )
     words = (precision, case.dtype, case.causal, case.window, case.softcap, case.scale, None, None)
     words += (True, rope is not None and rope.interleaved)
     kernel = f"sm90_{precision}_kv"
@@ -72,6 +78,7 @@ CASES = {
     "padding": Case("padding", 50, 200, 2, 1, batch=3, kv_lens=(0, 200, 77), window=(60, 20)),
     "softcap": Case("softcap", 64, 130, softcap=5.0),
     "rope": Case("rope", 60, 150, causal=True, rope=Rotary(32)),
+    "sinks": Case("sinks", 60, 150, 4, 2, causal=True, sinks=("0.5", "-1.25", "3")),
     "no keys": Case("no keys", 130, 20, batch=2, kv_lens=(0, 0)),
     "not finite": Case(
         "not finite", 70, 300, causal=True,

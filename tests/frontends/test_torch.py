@@ -222,7 +222,7 @@ def test_threads_share_plans():
 def test_the_engine_runs_on_torchs_threads(monkeypatch):
     q, k, v = tensors()
     words = (False, None, None, None, None, None, False, False, 0, 0)
-    plan = launch.find_ready(ATTENTION, (q, k, v, *[None] * 7), words)
+    plan = launch.find_ready(ATTENTION, (q, k, v, *[None] * (len(ATTENTION.arrays) - 3)), words)
     engine, counts = plan.call, []
 
     def counting(*addresses):
