@@ -6,6 +6,7 @@
 
 #include "ptx/ldst.cuh"
 #include "ptx/max.cuh"
+#include "quant/hadamard.cuh"
 #include "quant/round.cuh"
 #include "quant/sm90/params.cuh"
 #include "quant/tokens.cuh"
@@ -124,18 +125,6 @@ __device__ __forceinline__ void load_mean(float (&mean)[kChannels], const float*
     const float4 four = d < head_dim ? *reinterpret_cast<const float4*>(g_head + d) : make_float4(0, 0, 0, 0);
     mean[4 * i] = four.x, mean[4 * i + 1] = four.y, mean[4 * i + 2] = four.z, mean[4 * i + 3] = four.w;
   }
-}
-
-// x <- x times Sylvester's Hadamard matrix of sixteen: butterflies alone. The orthogonal matrix is a quarter of it.
-__device__ __forceinline__ void hadamard(float (&x)[16]) {
-#pragma unroll
-  for (int stride = 1; stride < 16; stride *= 2)
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (i & stride) continue;
-      const float a = x[i], b = x[i + stride];
-      x[i] = add_rn(a, b), x[i + stride] = sub_rn(a, b);
-    }
 }
 
 // The largest magnitude; NaN where there is one.
