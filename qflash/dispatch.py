@@ -156,6 +156,8 @@ KERNELS: tuple[Kernel, ...] = (
         later_arches=False,
         few_rows=True,
         also=_decoding_by_copy_engine,
+        kvs=("arrays", "pages"),
+        per_kv=True,
         head_dims=(64, 128, 192, 256),
     ),
     Kernel(

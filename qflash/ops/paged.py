@@ -16,6 +16,7 @@ from qflash.ops.quantization import Quantized, tables_of
 from qflash.typing import ArrayT_co, Flag, PageLayout
 
 PAGE_LAYOUTS = ("phtd", "pthd")
+PAGE_UNIT = 16  # tokens: a page has a whole number of them, so that copies in bulk stay inside one
 HADAMARD = 16  # channels of the matrix that K of int8 pages is multiplied by
 
 
@@ -130,8 +131,9 @@ def check_pool(kv: Mapping[str, Array | None], layout: Any, dtype: str, device: 
     pages, heads, page_size, head_dim = (
         k.shape if layout == "phtd" else (k.shape[0], k.shape[2], k.shape[1], k.shape[3])
     )
-    if page_size < 1 or heads < 1:
-        raise ValueError(f"kv.k_pages has shape {list(k.shape)}; allowed: {form} with a token and a head at least")
+    if heads < 1 or page_size < 1 or page_size % PAGE_UNIT:
+        allowed = f"{form} with a head at least and a page_size that is a multiple of {PAGE_UNIT}"
+        raise ValueError(f"kv.k_pages has shape {list(k.shape)}; allowed: {allowed}")
     for name, array in given.items():
         if isinstance(array.shape[0], int) and any(extent > INT32_MAX for extent in array.shape):
             raise ValueError(f"{name} has shape {list(array.shape)}; allowed: every extent below 2^31")
