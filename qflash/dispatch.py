@@ -156,7 +156,7 @@ KERNELS: tuple[Kernel, ...] = (
         later_arches=False,
         few_rows=True,
         also=_decoding_by_copy_engine,
-        kvs=("arrays", "pages"),
+        kvs=("arrays", "pages", "pages_int8"),
         per_kv=True,
         head_dims=(64, 128, 192, 256),
     ),

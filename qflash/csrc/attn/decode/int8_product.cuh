@@ -31,17 +31,16 @@ struct Int8Queries {
   // what K's mean would add; without softcap that is the same for all keys of a row, and stays off.
   float slope[2], bias[2];
 
-  __device__ __forceinline__ Int8Queries(const QfAttnParams& p, char* s_queries, int row0, int lane) {
-    const Int8QueryRows<Config> s(s_queries);
-    const char* const s_rows = s.bytes + row0 * Config::kQueryRowBytes;
+  __device__ __forceinline__ Int8Queries(const QfAttnParams& p, const char* s_queries, int row0, int lane) {
+    const char* const s_rows = s_queries + row0 * Config::kHeadDim;
 #pragma unroll
     for (int pair = 0; pair < Config::kBytePairs; ++pair)
       ldmatrix_x4(q[pair], s_rows + rows_then_chunks<Config::kByteChunks>(lane).at(0, pair));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row0 + lane / 4 + 8 * r;
-      slope[r] = s.scale[row] * (p.scale * kLog2e);
-      bias[r] = p.softcap == 0.0f ? 0.0f : s.dot_k_mean[row] * (p.scale * kLog2e);
+      slope[r] = query_scale<Config>(s_queries, row) * (p.scale * kLog2e);
+      bias[r] = p.softcap == 0.0f ? 0.0f : query_dot_k_mean<Config>(s_queries, row) * (p.scale * kLog2e);
     }
   }
 };

@@ -10,18 +10,16 @@
 namespace qf {
 namespace decode {
 
-// Where the numbers of the rows stand behind their bytes.
+// Of a row in shared memory: its scale, NaN where it is not finite, and its product, before it was rounded, with
+// k_mean.
 template <class Config>
-struct Int8QueryRows {
-  char* bytes;        // [kRows][kHeadDim], swizzled
-  float* scale;       // [kRows]: NaN where the row is not finite
-  float* dot_k_mean;  // [kRows]: the row, before it was rounded, times k_mean
-
-  __device__ __forceinline__ explicit Int8QueryRows(char* s_queries)
-      : bytes(s_queries),
-        scale(reinterpret_cast<float*>(s_queries + Config::kRows * Config::kHeadDim)),
-        dot_k_mean(scale + Config::kRows) {}
-};
+__device__ __forceinline__ float query_scale(const char* s_queries, int row) {
+  return reinterpret_cast<const float*>(s_queries + Config::kQueryScales)[row];
+}
+template <class Config>
+__device__ __forceinline__ float query_dot_k_mean(const char* s_queries, int row) {
+  return reinterpret_cast<const float*>(s_queries + Config::kQueryDots)[row];
+}
 
 // Sixteen channels of a row from g_chunk on. aligned: 16 bytes are read at a time.
 template <class Element>
@@ -61,7 +59,6 @@ __device__ __forceinline__ void quantize_queries(int rows, int head_dim, RowAt r
   constexpr int kLanes = Config::kByteChunks <= 4 ? 4 : Config::kByteChunks <= 8 ? 8 : 16;  // of a row
   constexpr int kAtOnce = 32 / kLanes;
   const int lane = thread % 32, part = lane % kLanes, column = 16 * part;
-  const Int8QueryRows<Config> s(s_queries);
 #pragma unroll 1
   for (int row0 = thread / 32 * kAtOnce; row0 < Config::kRows; row0 += threads / 32 * kAtOnce) {
     const int row = row0 + lane / kLanes;
@@ -88,9 +85,28 @@ __device__ __forceinline__ void quantize_queries(int rows, int head_dim, RowAt r
       bytes = round16(x, largest, scale);
     }
     if (part < Config::kByteChunks)
-      *reinterpret_cast<uint4*>(s.bytes + Swizzle<Config::kByteChunks>::offset(row, part)) = bytes;
-    if (part == 0) s.scale[row] = scale, s.dot_k_mean[row] = dot;
+      *reinterpret_cast<uint4*>(s_queries + Swizzle<Config::kByteChunks>::offset(row, part)) = bytes;
+    if (part == 0) {
+      reinterpret_cast<float*>(s_queries + Config::kQueryScales)[row] = scale;
+      reinterpret_cast<float*>(s_queries + Config::kQueryDots)[row] = dot;
+    }
   }
+}
+
+// The same for one unit of arrays [batch, length, heads, head_dim]: row = token * group + head of the group.
+template <class Config>
+__device__ __forceinline__ void quantize_queries(const QfAttnParams& p, const QfTensor& x, int b, int kv_head,
+                                                 bool aligned, char* s_queries, int thread, int threads) {
+  using Element = typename Config::Element;
+  const int group = p.q_heads / p.kv_heads;
+  const auto row_at = [&](int row) {
+    const int token = row / group, head = kv_head * group + row - token * group;
+    return static_cast<const Element*>(x.data) + b * x.stride_b + token * x.stride_t + head * x.stride_h;
+  };
+  const bool wants_dots = p.kv.k_mean && (p.lse || p.softcap != 0.0f || p.sinks);
+  quantize_queries<Config>(p.q_len * group, p.head_dim, row_at, aligned,
+                           wants_dots ? p.kv.k_mean + int64_t(kv_head) * p.head_dim : nullptr, s_queries, thread,
+                           threads);
 }
 
 }  // namespace decode

@@ -12,8 +12,8 @@
 // computed again: in the first tile, and rarely afterwards.
 #pragma once
 
+#include "attn/decode/attend.cuh"
 #include "attn/decode/int8_product.cuh"
-#include "attn/decode/unit.cuh"
 #include "attn/mma/softmax.cuh"
 #include "ptx/max.cuh"
 
@@ -37,6 +37,10 @@ struct Int8Sums {
   static constexpr int kNTiles = Config::kStep / 8;
   using Scores = float[1][kNTiles][4];
   using Queries = Int8Queries<Config>;
+
+  __device__ static __forceinline__ Queries queries(const QfAttnParams& p, const char* s_queries, int row0, int lane) {
+    return Queries(p, s_queries, row0, lane);
+  }
 
   Int8Products<Config> products;
   float m[2] = {kNoReference, kNoReference};
@@ -75,9 +79,8 @@ struct Int8Sums {
   }
 
   // Eight rows of each warp and kAreaColumns channels to the area: those of pass `pass`, halves of the rows outermost.
-  template <class Area>
-  __device__ __forceinline__ void lay_down(const Area& area, int pass) const {
-    constexpr int kColumnPasses = Config::kHeadDim / Config::kAreaColumns;
+  __device__ __forceinline__ void lay_down(const Area<Config>& area, int pass) const {
+    constexpr int kColumnPasses = Area<Config>::kColumnPasses;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float* const s_row = area.rows + (warp * 8 + lane / 4) * Config::kAreaStride + lane % 4 * 4;
 #pragma unroll
@@ -92,6 +95,18 @@ struct Int8Sums {
       if (lane % 4 == 0)
         area.sums[warp * 8 + lane / 4] = {m[half] == kNoReference ? -infinity() : m[half], sum, sum, 0.0f};
     }
+  }
+
+  // Channels d .. d + 3 of a finished row. Without softcap all scores of a row are without q . k_mean: its reference
+  // gets that back. A token that is not finite has spoiled the rows that see it by its scale.
+  __device__ static __forceinline__ void finish(const QfAttnParams& p, const Seen<Config::kBlockN>& seen,
+                                                const Part& part, int row, int d, Merged merged, bool out_aligned,
+                                                const char* s_queries) {
+    if (p.softcap == 0.0f) merged.m += query_dot_k_mean<Config>(s_queries, row) * (p.scale * kLog2e);
+    Seen<Config::kBlockN> alike = seen;
+    alike.all = seen.any;  // nothing in V is to be added
+    store_row<typename Config::Element>(p, alike, part, row, d, merged, out_aligned,
+                                        [](int) { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); });
   }
 
  private:
@@ -199,6 +214,11 @@ struct Int8Sums {
           if (key + 8 * j + e < keys.begin || key + 8 * j + e >= keys.end) S[0][j][2 * r + e] = -infinity();
     }
   }
+};
+
+template <class Config>
+struct SumsOf<Config, true> {
+  using Type = Int8Sums<Config>;
 };
 
 }  // namespace decode

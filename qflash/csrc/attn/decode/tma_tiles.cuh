@@ -11,6 +11,7 @@
 #include <cuda.h>
 
 #include "attn/decode/config.cuh"
+#include "attn/decode/int8_queries.cuh"
 #include "attn/decode/product.cuh"
 #include "attn/decode/unit.cuh"
 #include "hopper/ring.cuh"
@@ -39,10 +40,13 @@ struct TmaRing {
     Ring<kUnitStages> unit;
   };
   char* tiles;    // kStages of K and V
+  float* scales;  // kStages of theirs, where they are bytes
   char* queries;  // kUnitStages
   Unit<Config::kBlockN>* units;
   Barriers* barriers;
 
+  __device__ __forceinline__ float* k_scales(int stage) const { return scales + 2 * stage * Config::kBlockN; }
+  __device__ __forceinline__ float* v_scales(int stage) const { return k_scales(stage) + Config::kBlockN; }
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&barriers->k_full[i], 1);
@@ -115,8 +119,11 @@ __device__ __forceinline__ void describe_units(const QfAttnParams& p, const QfTe
     } else {
       const Part part = share.part();
       describe_unit<Config>(p, part, unit);
-      copy_queries<Config>(p, q, part.b, part.kv_head, aligned, ring.queries + at.stage() * Config::kQueryBytes, lane,
-                           32);
+      char* const s_queries = ring.queries + at.stage() * Config::kQueryBytes;
+      if constexpr (Config::kInt8)
+        quantize_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, lane, 32);
+      else
+        copy_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, lane, 32);
     }
     at.fill(ring.barriers->unit);  // each lane, what it wrote
     if (over) return;
@@ -142,6 +149,9 @@ class TmaTiles {
     mbarrier_wait(&ring_.barriers->v_full[at_.stage], at_.parity);
     return ring_.tiles + at_.stage * ring_.kStageBytes + Config::Tile::kBytes;
   }
+  // Of the keys of the tile, once K and V are there.
+  __device__ __forceinline__ const float* k_scales() const { return ring_.k_scales(at_.stage); }
+  __device__ __forceinline__ const float* v_scales() const { return ring_.v_scales(at_.stage); }
   // What this thread wrote into the tile, before the copy engine writes there again.
   __device__ __forceinline__ void written() const { fence_proxy_async(); }
   __device__ __forceinline__ void release() {
