@@ -21,10 +21,12 @@ namespace qf {
 namespace decode {
 
 constexpr uint32_t kMostWeight = 0x7800u;  // 2^15, as float16
-constexpr float kMostSum = 0x1p100f;       // of a lane's weights without V's scales
+constexpr float kMostSum = 0x1p112f;       // of a lane's weights without V's scales
 // Where a raised reference puts the largest weight: 2^8 below kMostWeight, and 2^31 above the smallest float16.
 constexpr float kWeightExponent = 7.0f;
-constexpr float kSumExponent = 80.0f;     // and the largest 2^(t - m), at most
+// And the largest 2^(t - m), at most. Scales that are not 0 are 2^-107 and more: such a weight is a normal float16
+// still.
+constexpr float kSumExponent = 96.0f;
 constexpr float kNoReference = -0x1p40f;  // nothing seen yet: any score's weight is infinite
 
 // 2^x > scale, for the least integer x. Of NaN and infinity 129: only rows that see them find it, which they spoil.
