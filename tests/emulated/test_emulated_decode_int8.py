@@ -11,7 +11,7 @@ from qflash.dispatch import VARIANTS
 from qflash.reference.kv_write import quantize_tokens
 from qflash.testing import Case
 from qflash.testing.case import Rotary
-from qflash.testing.compare import REPLAY, check_same_bits, errors
+from qflash.testing.compare import REPLAY, check_contract, check_same_bits, errors
 from qflash.testing.emulated_attention import UNTOUCHED, check_kernel, run_case
 from qflash.testing.oracle import expected
 from qflash.testing.paged import PAGE_SIZES, POOLS, PagedInputs, on_pages, plan_of, replay_of
@@ -79,6 +79,16 @@ def test_words(library, words, data):
     """biased_k has a k_mean, which lse and a softcap must get back."""
     case = Case("words", 4, 280, 8, 2, 64, dtype="float16", batch=2, data=data, seed=3)
     check_kernel(library, replace(case, **words), KERNEL)
+
+
+# What `check_options` allows at most and at least.
+ENDS = [(None, 2.0**100), (2.0**-26, 2.0**100), (1.0, 2.0**-100), (2.0**100, 1.0), (2.0**100, 2.0**100)]
+
+
+@pytest.mark.parametrize(("scale", "softcap"), ENDS)
+def test_ends_of_scale_and_softcap(library, scale, softcap):
+    case = Case("ends", 4, 140, 4, 1, 64, dtype="float16", scale=scale, softcap=softcap, seed=5)
+    check_contract(case, *run_case(library, case, KERNEL), "int8_pages")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

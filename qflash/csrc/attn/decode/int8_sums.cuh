@@ -27,7 +27,6 @@ constexpr float kWeightExponent = 7.0f;
 // And the largest 2^(t - m), at most. Scales that are not 0 are 2^-107 and more: such a weight is a normal float16
 // still.
 constexpr float kSumExponent = 96.0f;
-constexpr float kNoReference = -0x1p40f;  // nothing seen yet: any score's weight is infinite
 
 // 2^x > scale, for the least integer x. Of NaN and infinity 129: only rows that see them find it, which they spoil.
 __device__ __forceinline__ float exponent_above(float scale) {
@@ -45,8 +44,8 @@ struct Int8Sums {
   }
 
   Int8Products<Config> products;
-  float m[2] = {kNoReference, kNoReference};
-  float l[2] = {};  // of this lane's weights
+  float m[2] = {-infinity(), -infinity()};  // -inf: nothing seen yet, so that any score's weight is too large
+  float l[2] = {};                          // of this lane's weights
 
   // A tile of keys from key0 on. kPlain: every row sees all of them, and scores are a factor times q . k.
   template <bool kPlain, class Source>
@@ -94,8 +93,7 @@ struct Int8Sums {
         *reinterpret_cast<float4*>(s_row + 16 * c) = products.four(chunk0 + c, half);
       const float two = l[half] + __shfl_xor_sync(0xffffffffu, l[half], 1);
       const float sum = two + __shfl_xor_sync(0xffffffffu, two, 2);
-      if (lane % 4 == 0)
-        area.sums[warp * 8 + lane / 4] = {m[half] == kNoReference ? -infinity() : m[half], sum, sum, 0.0f};
+      if (lane % 4 == 0) area.sums[warp * 8 + lane / 4] = {m[half], sum, sum, 0.0f};
     }
   }
 
@@ -157,10 +155,10 @@ struct Int8Sums {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const float score = S[0][j][2 * r + e];
-            const float weight = ex2(fmaf(score, slope_of<kPlain>(q, r), -m[r]));
+            const bool unseen = !kPlain && score == -infinity();
+            const float weight = unseen ? 0.0f : ex2(fmaf(score, slope_of<kPlain>(q, r), -m[r]));
             sum[r] += weight;
-            w[e] = weight * (e == 0 ? v_scales[j].x : v_scales[j].y);
-            if (!kPlain && score == -infinity()) w[e] = 0.0f;
+            w[e] = unseen ? 0.0f : weight * (e == 0 ? v_scales[j].x : v_scales[j].y);
           }
           weights[j / 2][j % 2 * 2 + r] = Config::Tensor::pair(w[0], w[1]);
         }
@@ -195,7 +193,7 @@ struct Int8Sums {
           const float scale = e == 0 ? v_scales[j].x : v_scales[j].y;
           wanted = fmaxf(wanted, score + fmaxf(exponent_above(scale) - kWeightExponent, -kSumExponent));
         }
-      const float raised = fmaxf(m[r], ceilf(max_of_quad(wanted))), factor = ex2(m[r] - raised);
+      const float raised = fmaxf(m[r], ceilf(max_of_quad(wanted))), factor = ex2(m[r] - reference_of(raised));
       m[r] = raised;
       l[r] *= factor;
       products.rescale(r, factor);

@@ -50,7 +50,7 @@ int64_t partial_bytes(const QfAttnParams& p) {
 }
 
 // Keys that a page and a tile have whole numbers of.
-int box_rows_of(int page_size, int tile) {
+[[maybe_unused]] int box_rows_of(int page_size, int tile) {
   while (page_size % tile != 0) tile /= 2;
   return tile;
 }
@@ -62,7 +62,7 @@ int map_pages(CUtensorMap& map, const QfAttnParams& p, const QfTensor& pool, int
   const TensorExtents extents = wgmma::extents_of(pool, p.head_dim, p.kv.page_size, p.kv_heads, p.kv.pages);
   return encode_tensor_map<Tile>(map, extents, box_rows, promotion);
 }
-bool pages_map(const QfAttnParams& p) {
+[[maybe_unused]] bool pages_map(const QfAttnParams& p) {
   constexpr int kElementBytes = QF_KV_KIND == QF_KV_PAGES_INT8 ? 1 : 2;
   for (const QfTensor* pool : {&p.kv.k, &p.kv.v}) {
     const TensorExtents extents = wgmma::extents_of(*pool, p.head_dim, p.kv.page_size, p.kv_heads, p.kv.pages);
