@@ -20,8 +20,9 @@ namespace qf {
 namespace decode {
 
 constexpr uint32_t kFlipSigns = 0x80808080u;
-constexpr uint32_t kOffsets = 0x00800080u;  // what every value has too much, as two float16
-constexpr float kValueStep = 0x1p24f;       // from the products to w v
+constexpr uint32_t kUpperBytes = 0;         // of the float16s, whose lower bytes are V's; 0x64646464 is 1024 + v + 128,
+constexpr uint32_t kOffsets = 0x00800080u;  // what every value has too much, as two float16; then 0x64806480,
+constexpr float kValueStep = 0x1p24f;       // from the products to w v; then 1
 
 // A warp's 16 rows of q as A operands, and what their scores are multiplied by.
 template <class Config>
@@ -82,8 +83,8 @@ struct Int8Products {
       for (int chunk = 0; chunk < 2; ++chunk) {
         const uint32_t low = v[2 * chunk] ^ kFlipSigns, high = v[2 * chunk + 1] ^ kFlipSigns;  // keys 0-7 and 8-15
         float (*const tiles)[4] = &O[4 * pair + 2 * chunk];
-        Tensor::multiply(tiles[0], weights, prmt(low, 0, 0x4240), prmt(high, 0, 0x4240));
-        Tensor::multiply(tiles[1], weights, prmt(low, 0, 0x4341), prmt(high, 0, 0x4341));
+        Tensor::multiply(tiles[0], weights, prmt(low, kUpperBytes, 0x4240), prmt(high, kUpperBytes, 0x4240));
+        Tensor::multiply(tiles[1], weights, prmt(low, kUpperBytes, 0x4341), prmt(high, kUpperBytes, 0x4341));
       }
     }
   }
