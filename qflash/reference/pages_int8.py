@@ -71,7 +71,8 @@ def attention_pages_int8(q: np.ndarray, *pages: np.ndarray, **words: Any) -> tup
     """(out, lse) of the decode kernels, before the last rounding.
 
     q `[B, Tq, Hq, D]`, or packed `[total, Hq, D]` with `cu_seqlens_q`. pages: k_pages, v_pages, k_scale, v_scale (as
-    `tokens_of` takes them), page_table, lens. Further words: k_mean, rope, causal, window, softcap, scale.
+    `tokens_of` takes them), page_table, lens. Further words: k_mean, rope, sinks `[Hq]`, causal, window, softcap and
+    scale.
     """
     return _by_sequence(_replay, q, *pages, **words)
 
@@ -129,6 +130,7 @@ def _by_sequence(
     *,
     k_mean: np.ndarray | None = None,
     rope: Rope | None = None,
+    sinks: np.ndarray | None = None,
     cu_seqlens_q: np.ndarray | None = None,
     **words: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -141,6 +143,10 @@ def _by_sequence(
             tokens = tokens_of(k_pages, v_pages, k_scale, v_scale, page_table[b], int(lens[b]))
             own = None if rope is None else Rope(rope.cos, rope.sin, rope.interleaved, positions, None)
             out[rows], lse[:, rows] = one(packed[rows], tokens, k_mean, meaning, own)
+    if sinks is not None:  # a logit more in each row's denominator
+        with_sinks = np.logaddexp(lse, np.asarray(sinks, np.float64)[:, None])
+        out *= np.exp(lse - with_sinks).T[..., None]
+        lse = with_sinks
     if cu_seqlens_q is not None:
         return out, lse
     return out.reshape(q.shape), lse.reshape(q.shape[2], *q.shape[:2]).swapaxes(0, 1).copy()

@@ -67,7 +67,7 @@ def on_pages(
         gap = 4 * (pool == "gaps")  # planes stay whole 16 bytes apart
         planes = np.full((2, pages, case.kv_heads + gap, page_size + gap), np.nan, np.float32)
         k_scale, v_scale = planes[:, :, : case.kv_heads, :page_size]
-        if case.data != "normal" or case.seed % 2:
+        if tokens and (case.data != "normal" or case.seed % 2):
             k_mean = _mean(np.concatenate([k for k, _ in tokens]))
     order = rng.permutation(pages)
     table = rng.choice(np.array([-1, pages, 2**31 - 1], np.int32), (len(tokens), columns))

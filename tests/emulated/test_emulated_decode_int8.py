@@ -9,10 +9,10 @@ import pytest
 
 from qflash.dispatch import VARIANTS
 from qflash.reference.kv_write import quantize_tokens
-from qflash.testing import Case
+from qflash.testing import Case, cases
 from qflash.testing.case import Rotary
 from qflash.testing.compare import REPLAY, check_contract, check_same_bits, errors
-from qflash.testing.emulated_attention import UNTOUCHED, check_kernel, run_case
+from qflash.testing.emulated_attention import UNTOUCHED, check_kernel, run_case, with_few_keys
 from qflash.testing.oracle import expected
 from qflash.testing.paged import PAGE_SIZES, POOLS, PagedInputs, on_pages, plan_of, replay_of
 
@@ -41,6 +41,11 @@ def check_replay(library, case: Case, inputs: PagedInputs, multiprocessors: int 
     assert (np.linalg.norm(np.nan_to_num(out - want), axis=-1) <= (REPLAY + unit) * size + 1e-30).all()
     finite = np.isfinite(wanted[1])
     np.testing.assert_allclose(found[1][finite], wanted[1][finite], atol=2e-4, rtol=2e-6)
+
+
+@pytest.mark.parametrize("case", [case for case in cases("quick") if not case.packed], ids=lambda case: case.name)
+def test_contract(library, case):
+    check_kernel(library, with_few_keys(case), KERNEL)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

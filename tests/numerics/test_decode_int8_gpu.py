@@ -1,4 +1,4 @@
-"""`sm90_decode` on INT8 pages on a GPU, against its replay. Tensor cores round sums in their own way, which the emulator
+"""`sm90_decode` on INT8 pages on a GPU, against its replay. Tensor cores round sums in ways that the emulator
 does not show, and the more keys a warp adds up the more of it there is."""
 
 from __future__ import annotations
