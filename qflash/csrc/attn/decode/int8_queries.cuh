@@ -21,6 +21,11 @@ __device__ __forceinline__ float query_dot_k_mean(const char* s_queries, int row
   return reinterpret_cast<const float*>(s_queries + Config::kQueryDots)[row];
 }
 
+// Does anybody ask for the products with k_mean? Weights do not depend on them, unless a softcap or a sink makes them.
+__device__ __forceinline__ bool wants_dot_k_mean(const QfAttnParams& p) {
+  return p.kv.k_mean && (p.lse || p.softcap != 0.0f || p.sinks);
+}
+
 // Sixteen channels of a row from g_chunk on. aligned: 16 bytes are read at a time.
 template <class Element>
 __device__ __forceinline__ void load16(float (&x)[16], const Element* g_chunk, bool aligned) {
@@ -103,10 +108,9 @@ __device__ __forceinline__ void quantize_queries(const QfAttnParams& p, const Qf
     const int token = row / group, head = kv_head * group + row - token * group;
     return static_cast<const Element*>(x.data) + b * x.stride_b + token * x.stride_t + head * x.stride_h;
   };
-  const bool wants_dots = p.kv.k_mean && (p.lse || p.softcap != 0.0f || p.sinks);
   quantize_queries<Config>(p.q_len * group, p.head_dim, row_at, aligned,
-                           wants_dots ? p.kv.k_mean + int64_t(kv_head) * p.head_dim : nullptr, s_queries, thread,
-                           threads);
+                           wants_dot_k_mean(p) ? p.kv.k_mean + int64_t(kv_head) * p.head_dim : nullptr, s_queries,
+                           thread, threads);
 }
 
 }  // namespace decode

@@ -102,7 +102,8 @@ struct Int8Sums {
   __device__ static __forceinline__ void finish(const QfAttnParams& p, const Seen<Config::kBlockN>& seen,
                                                 const Part& part, int row, int d, Merged merged, bool out_aligned,
                                                 const char* s_queries) {
-    if (p.softcap == 0.0f) merged.m += query_dot_k_mean<Config>(s_queries, row) * (p.scale * kLog2e);
+    if (p.softcap == 0.0f && wants_dot_k_mean(p))
+      merged.m += query_dot_k_mean<Config>(s_queries, row) * (p.scale * kLog2e);
     Seen<Config::kBlockN> alike = seen;
     alike.all = seen.any;  // nothing in V is to be added
     store_row<typename Config::Element>(p, alike, part, row, d, merged, out_aligned,

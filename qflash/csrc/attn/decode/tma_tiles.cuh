@@ -12,6 +12,7 @@
 
 #include "attn/decode/config.cuh"
 #include "attn/decode/int8_queries.cuh"
+#include "attn/decode/merge.cuh"
 #include "attn/decode/product.cuh"
 #include "attn/decode/unit.cuh"
 #include "hopper/ring.cuh"
@@ -106,20 +107,29 @@ __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMa
 // One warp: the block's units and their queries, one ahead. q: where they are read.
 template <class Config>
 __device__ __forceinline__ void describe_units(const QfAttnParams& p, const QfTensor& q, bool aligned, const Runs& runs,
-                                               const TmaRing<Config>& ring) {
+                                               const Partials& partials, const TmaRing<Config>& ring) {
   const int lane = threadIdx.x % 32;
+  Part ended{};  // of the unit that this block ends and did not begin, if there is one
   RingPosition<kUnitStages> at;
   Share<Config::kBlockN> share(p, runs);
   for (;; share.advance(p), at.advance()) {
     at.wait_empty(ring.barriers->unit);
     Unit<Config::kBlockN>& unit = ring.units[at.stage()];
     const bool over = share.is_over();
+    Part part = ended;
+    char* const s_queries = ring.queries + at.stage() * Config::kQueryBytes;
     if (over) {
+      if constexpr (Config::kInt8)  // once more, for who finishes its rows
+        if (ended.parts > 0 && wants_dot_k_mean(p))
+          quantize_queries<Config>(p, q, ended.b, ended.kv_head, aligned, s_queries, lane, 32);
+      if (ended.parts > 0) partials.await_announcements(ended);
+      describe_unit<Config>(p, ended, unit);
       if (lane == 0) unit.tiles = -1;
     } else {
-      const Part part = share.part();
+      part = share.part();
+      if (part.ends() && !part.is_whole()) ended = part;
+      if (!part.ends()) partials.clear(part);  // before consumers know of the unit, and store
       describe_unit<Config>(p, part, unit);
-      char* const s_queries = ring.queries + at.stage() * Config::kQueryBytes;
       if constexpr (Config::kInt8)
         quantize_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, lane, 32);
       else
@@ -127,6 +137,7 @@ __device__ __forceinline__ void describe_units(const QfAttnParams& p, const QfTe
     }
     at.fill(ring.barriers->unit);  // each lane, what it wrote
     if (over) return;
+    if (!part.ends()) partials.announce(part);
   }
 }
 
