@@ -103,7 +103,10 @@ def _whole_blocks_of_int8(spec: Spec) -> list[str]:
 
 
 def _decoding_by_copy_engine(spec: Spec) -> list[str]:
-    return _decoding(spec) + _copy_engine(spec)
+    found = _decoding(spec) + _copy_engine(spec)
+    if spec.kv == "pages_int8" and spec.head_dim % 16 and not found:
+        found.append(f"head_dim is {spec.head_dim}; INT8 pages have multiples of 16")
+    return found
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -170,7 +173,7 @@ KERNELS: tuple[Kernel, ...] = (
         later_arches=False,
         few_rows=True,
         also=_decoding_by_copy_engine,
-        kvs=("arrays", "pages"),
+        kvs=("arrays", "pages", "pages_int8"),
         per_kv=True,
         head_dims=(64, 128, 192, 256),
         sinks=True,
@@ -532,6 +535,11 @@ class Variant:
     @property
     def dtypes(self) -> tuple[str, ...]:
         return self.kernel.dtypes
+
+    @property
+    def contract(self) -> str:
+        """What results are held against (docs/numerics.md): a precision, or "int8_pages"."""
+        return "int8_pages" if self.kv == "pages_int8" else self.precision
 
 
 _KV_ENDINGS = {"arrays": "", "quantized": "_quantized", "kept": "_kv", "pages": "_pages", "pages_int8": "_pages_int8"}

@@ -11,7 +11,7 @@ from qflash.dispatch import VARIANTS
 from qflash.ops import attention
 from qflash.ops.attention import ATTENTION
 from qflash.ops.problem import Problem
-from qflash.testing import compare
+from qflash.testing import compare, paged
 from qflash.testing.case import Case
 from qflash.testing.compare import Errors
 from qflash.testing.emulator import ARCH, MULTIPROCESSORS, Library
@@ -75,7 +75,7 @@ def run_case(
     """(out, lse) of a case on the tiles that `kernel` has for `arch`. library: emulator.kernel_library or its like."""
     inputs = case.make_inputs()
     variant = VARIANTS[kernel]
-    if variant.kv == "pages":
+    if paged.is_paged(kernel):
         plan, arrays = planned(case, inputs, kernel, "cpu")
         results = [np.full(result.shape, UNTOUCHED, result.dtype) for result in plan.results]
         compiled = library(kernel, case.dtype, case.head_dim, arch)
@@ -103,10 +103,10 @@ def check_kernel(
     how = f", {kernel!r}, 'emulated', {seed}"
     variant = VARIANTS[kernel]
     errors = compare.check_contract(
-        *(case, *first, variant.precision, how, integers_of(kernel)),
+        *(case, *first, variant.contract, how, integers_of(kernel)),
         hides_masked_nonfinite_v=variant.kernel.hides_masked_nonfinite_v,
     )
-    replay = replayed(case, kernel)
+    replay = paged.replayed(case, kernel) if paged.is_paged(kernel) else replayed(case, kernel)
     if replay is not None:
         compare.check_replay(case, *first, replay, how, weights_dtype(case, kernel))
     compare.check_same_bits(case, first, run_case(library, case, kernel, arch, seed + 1), how)

@@ -109,7 +109,7 @@ def _first_shown(library: Library, variant: str, case: Case, seeds: Sequence[int
         kind = "contract"
         try:
             found = run_case(lambda *_: library, case, variant, seed=seed)
-            compare.check_contract(case, *found, VARIANTS[variant].precision, integers=integers_of(variant))
+            compare.check_contract(case, *found, VARIANTS[variant].contract, integers=integers_of(variant))
             kind = "bits"
             compare.check_same_bits(case, first or found, found)
         except KernelError as error:

@@ -28,10 +28,12 @@ class Integers:
     key_group: int = 1  # neighbouring keys that share a scale
     block: int = 1  # channels that a Hadamard matrix mixes first
     sampled: int | None = None  # how many keys at most tell the mean that smoothing takes off; None: all
+    smooths: bool = True  # takes off each sequence's own mean; False: what it takes off is not that of these keys
 
 
 _SM90 = Integers(sm90_quantize.KEY_GROUP, sm90_quantize.BLOCK, sm90_sample.SAMPLED)
 _INTEGERS = {"fa_int8": Integers(fa_int8.KEY_GROUP), "sm90_int8": _SM90, "sm90_int8_fp8": _SM90}
+_INT8_PAGES = Integers(block=sm90_quantize.BLOCK, smooths=False)  # k_mean is one for all sequences of a cache
 PLAIN_INTEGERS = Integers()
 # Standard deviation of rounding to the integers of 127 steps, in units of the amplitude: uniform over one step.
 _STEP_DEVIATION = 1 / (127 * np.sqrt(12))
@@ -56,7 +58,8 @@ class Expected:
 
 @lru_cache(maxsize=256)
 def expected(case: Case, precision: str = "native") -> Expected:
-    """The oracle's answer. Integers have no Inf, nor has E4M3: in q and k, or in v, it counts as NaN there."""
+    """The oracle's answer. Integers have no Inf, nor has E4M3: in q and k, or in v, it counts as NaN there. In INT8
+    pages a token of v that is not finite is NaN as a whole."""
     inputs = case.make_inputs()
     quantized = precision != "native"
     if quantized:
@@ -74,12 +77,14 @@ def weights_dtype(case: Case, kernel: str) -> str:
     """What a quantized kernel rounds its weights to before they meet V."""
     if kernel == "cpu_int8":
         return "bfloat16" if _native.cpu_isa() == "amx" else "float32"
+    if kernel.endswith("_pages_int8"):
+        return "float16"
     return "float8_e4m3fn" if kernel == "sm90_int8_fp8" else case.dtype
 
 
 def integers_of(kernel: str) -> Integers:
     """How a quantized kernel makes its integers."""
-    return _INTEGERS.get(kernel, PLAIN_INTEGERS)
+    return _INT8_PAGES if kernel.endswith("_pages_int8") else _INTEGERS.get(kernel, PLAIN_INTEGERS)
 
 
 @lru_cache(maxsize=64)
@@ -146,6 +151,8 @@ def _words(case: Case, inputs: Inputs, rope: Rope | None):
 
 def _without_inf(inputs: Inputs, precision: str = "int8") -> Inputs:
     v = _inf_to_nan(inputs.v) if precision == "int8_fp8" else inputs.v
+    if precision == "int8_pages":
+        v = np.where(np.isfinite(v).all(-1, keepdims=True), v, np.array(np.nan, v.dtype))
     return replace(inputs, q=_inf_to_nan(inputs.q), k=_inf_to_nan(inputs.k), v=v)
 
 
@@ -195,12 +202,13 @@ def _strength(case: Case, inputs: Inputs, integers: Integers | None, power: int 
     integers: None where nothing is quantized. power: of every factor before it is summed.
     """
     q, k = _rotated(case, inputs)
-    if integers:
+    if integers and integers.smooths:
         for _, _, keys, length in sequences(case, inputs):
             if length:
                 sample = k[keys][:: -(-length // (integers.sampled or length))]
                 finite = np.isfinite(sample).all(-1, keepdims=True)
                 k[keys] = k[keys] - np.where(finite, sample, 0.0).sum(0) / np.maximum(finite.sum(0), 1)
+    if integers:
         q, k = _mixed(q, integers.block), _mixed(k, integers.block)
     q, k = np.abs(q) ** power, np.abs(k) ** power
     if integers:  # [max, sum] . [sum, max] of the channels

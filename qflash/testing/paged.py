@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from qflash.call.op import Plan
 from qflash.frontends import numpy as numpy_frontend
 from qflash.ops.paged import ATTENTION_PAGED, PagedKV, paged_call
 from qflash.ops.problem import Options
+from qflash.reference.kv_write import mixed_keys, quantize_tokens
+from qflash.reference.pages_int8 import attention_pages_int8
 from qflash.rope import Rope
 from qflash.testing.case import Case, Inputs
 from qflash.testing.oracle import sequences
@@ -34,21 +37,39 @@ class PagedInputs:
     sinks: np.ndarray | None = None
 
 
-def on_pages(case: Case, inputs: Inputs, page_size: int | None = None, pool: str | None = None) -> PagedInputs:
-    """The case's keys, rotated, and values in shuffled pages of a pool three times as large.
+def is_paged(kernel: str) -> bool:
+    """Whether a variant of a kernel takes pages."""
+    return dispatch.VARIANTS[kernel].kv in ("pages", "pages_int8")
 
-    Every slot that holds no token is NaN, and entries of the table that no token needs point outside the pool. None:
-    one page size, one way to lie in memory by turns, by the case's seed.
+
+def on_pages(
+    case: Case, inputs: Inputs, kernel: str | None = None, page_size: int | None = None, pool: str | None = None
+) -> PagedInputs:
+    """The case's keys, rotated, and values in shuffled pages of a pool three times as large. kernel: the variant that
+    takes them; None takes the case's dtype.
+
+    Every slot that holds no token is NaN (in int8 any number, with a scale of NaN), and entries of the table that no
+    token needs point outside the pool. None: one page size, one way to lie in memory by turns, by the case's seed.
     """
+    int8 = kernel is not None and dispatch.VARIANTS[kernel].kv == "pages_int8"
     page_size = page_size or PAGE_SIZES[case.seed % len(PAGE_SIZES)]
     pool = pool or POOLS[case.seed // len(PAGE_SIZES) % len(POOLS)]
     rng = np.random.default_rng([case.seed, 2])
-    tokens = [_tokens(case, inputs, *where) for where in sequences(case, inputs)]
+    tokens = [_tokens(case, inputs, *where, "float32" if int8 else case.dtype) for where in sequences(case, inputs)]
     lens = [len(k) for k, _ in tokens]
     needed = [-(-length // page_size) for length in lens]
     columns = max(needed, default=0) + 1
     pages = _TIMES * sum(needed) + 1
-    k_pool, v_pool = (_pool(pages, case.kv_heads, page_size, case.head_dim, case.dtype, pool) for _ in range(2))
+    dtype = "int8" if int8 else case.dtype
+    k_pool, v_pool = (_pool(pages, case.kv_heads, page_size, case.head_dim, dtype, pool) for _ in range(2))
+    k_scale, v_scale, k_mean = None, None, None
+    if int8:
+        k_pool[...], v_pool[...] = rng.integers(-128, 128, (2, *k_pool.shape), np.int8)
+        gap = 4 * (pool == "gaps")  # planes stay whole 16 bytes apart
+        planes = np.full((2, pages, case.kv_heads + gap, page_size + gap), np.nan, np.float32)
+        k_scale, v_scale = planes[:, :, : case.kv_heads, :page_size]
+        if tokens and (case.data != "normal" or case.seed % 2):
+            k_mean = _mean(np.concatenate([k for k, _ in tokens]))
     order = rng.permutation(pages)
     table = rng.choice(np.array([-1, pages, 2**31 - 1], np.int32), (len(tokens), columns))
     taken = 0
@@ -57,19 +78,50 @@ def on_pages(case: Case, inputs: Inputs, page_size: int | None = None, pool: str
         taken += needed[b]
         for first in range(0, lens[b], page_size):
             page, part = table[b, first // page_size], slice(first, first + page_size)
-            k_pool[page, :, : len(k[part])] = k[part].swapaxes(0, 1)
-            v_pool[page, :, : len(v[part])] = v[part].swapaxes(0, 1)
+            at = (page, slice(None), slice(len(k[part])))
+            if k_scale is None or v_scale is None:
+                k_pool[at], v_pool[at] = k[part].swapaxes(0, 1), v[part].swapaxes(0, 1)
+                continue
+            keys, values = mixed_keys(k[part], k_mean), v[part].astype(np.float32)
+            for x, to, scale in ((keys, k_pool, k_scale), (values, v_pool, v_scale)):
+                integers, scales = quantize_tokens(x)
+                to[at], scale[at] = integers.swapaxes(0, 1), scales.T
     layout = "phtd"
     if pool == "pthd":
         k_pool, v_pool, layout = k_pool.swapaxes(1, 2), v_pool.swapaxes(1, 2), "pthd"
-    kv = PagedKV(k_pool, v_pool, table, np.array(lens, np.int32), layout=layout)
+    kv = PagedKV(k_pool, v_pool, table, np.array(lens, np.int32), k_scale, v_scale, k_mean, layout)
     rope = None if inputs.rope is None else replace(inputs.rope, positions_k=None)
     longest = max(case.q_lens, default=0) if case.packed else 0
     return PagedInputs(inputs.q, kv, rope, inputs.cu_seqlens_q, longest, inputs.sinks)
 
 
-def _tokens(case: Case, inputs: Inputs, b: int, rows: Any, keys: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rotated keys and the values of one sequence, `[length, heads, head_dim]`."""
+@lru_cache(maxsize=64)
+def replayed(case: Case, kernel: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """(out, lse) of the replay of a decode kernel on INT8 pages, float64; None for a kernel that has no replay."""
+    if dispatch.VARIANTS[kernel].kv != "pages_int8" or dispatch.VARIANTS[kernel].device == "cpu":
+        return None
+    return replay_of(case, on_pages(case, case.make_inputs(), kernel))
+
+
+def replay_of(case: Case, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarray]:
+    """The same for pages that were made some other way."""
+    kv = inputs.kv
+    pools = (x if kv.layout == "phtd" else x.swapaxes(1, 2) for x in (kv.k_pages, kv.v_pages))
+    pages = (*pools, kv.k_scale, kv.v_scale, kv.page_table, kv.lens)
+    words = {"k_mean": kv.k_mean, "rope": inputs.rope, "cu_seqlens_q": inputs.cu_seqlens_q}
+    return attention_pages_int8(inputs.q, *pages, **words, **case.options())
+
+
+def _mean(k: np.ndarray) -> np.ndarray:
+    """Of the keys that are finite, `[heads, head_dim]`."""
+    finite = np.isfinite(k).all(-1, keepdims=True)
+    return (np.where(finite, k, 0).sum(0) / np.maximum(finite.sum(0), 1)).astype(np.float32)
+
+
+def _tokens(
+    case: Case, inputs: Inputs, b: int, rows: Any, keys: Any, length: int, dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rotated keys, rounded to `dtype`, and the values of one sequence, `[length, heads, head_dim]`."""
     k, v, rope = inputs.k[keys], inputs.v[keys], inputs.rope
     if rope is not None and length:
         given = rope.positions_k
@@ -78,18 +130,19 @@ def _tokens(case: Case, inputs: Inputs, b: int, rows: Any, keys: Any, length: in
         else:
             positions = given[keys] if case.packed else (given[b] if given.ndim == 2 else given)[:length]
         with np.errstate(invalid="ignore", over="ignore"):
-            k = reference.apply_rope(k.astype(np.float64), positions, rope).astype(case.dtype)
-    return k, v
+            k = reference.apply_rope(k.astype(np.float64), positions, rope)
+    return k.astype(dtype), v
 
 
 def _pool(pages: int, heads: int, page_size: int, head_dim: int, dtype: str, how: str) -> np.ndarray:
-    """`[pages, heads, page_size, head_dim]` full of NaN."""
+    """`[pages, heads, page_size, head_dim]` full of NaN, or of zeros."""
+    nothing = 0 if dtype == "int8" else np.nan
     if how == "pthd":
-        return np.full((pages, page_size, heads, head_dim), np.nan, dtype).swapaxes(1, 2)
+        return np.full((pages, page_size, heads, head_dim), nothing, dtype).swapaxes(1, 2)
     if how == "phtd":
-        return np.full((pages, heads, page_size, head_dim), np.nan, dtype)
-    gap = 8  # rows stay whole chunks of 16 bytes, which is what copies in bulk need
-    return np.full((pages, heads + 1, page_size + 1, head_dim + gap), np.nan, dtype)[:, :heads, :page_size, :head_dim]
+        return np.full((pages, heads, page_size, head_dim), nothing, dtype)
+    gap = 16  # rows stay whole chunks of 16 bytes, which is what copies in bulk need
+    return np.full((pages, heads + 1, page_size + 1, head_dim + gap), nothing, dtype)[:, :heads, :page_size, :head_dim]
 
 
 def plan_of(case: Case, inputs: PagedInputs, kernel: str | None, device: str) -> tuple[Plan, dict[str, Any]]:

@@ -103,10 +103,10 @@ def check(case: Case, kernel: str | None = None, framework: str = "native", seed
     first = run_case(case, name, framework, seed=seed)
     variant = dispatch.VARIANTS[name]
     errors = compare.check_contract(
-        *(case, *first, variant.precision, how, oracle.integers_of(name)),
+        *(case, *first, variant.contract, how, oracle.integers_of(name)),
         hides_masked_nonfinite_v=variant.kernel.hides_masked_nonfinite_v,
     )
-    replay = oracle.replayed(case, name)
+    replay = paged.replayed(case, name) if _is_paged(name) else oracle.replayed(case, name)
     if replay is not None:
         compare.check_replay(case, *first, replay, how, oracle.weights_dtype(case, name))
     compare.check_same_bits(case, first, run_case(case, name, framework, seed=seed + 1), how)
@@ -173,20 +173,20 @@ def problem_of(case: Case, inputs: Inputs, kernel: str | None, device: str) -> P
 
 
 def _is_paged(kernel: str | None) -> bool:
-    return kernel is not None and dispatch.VARIANTS[kernel].kv == "pages"
+    return kernel is not None and paged.is_paged(kernel)
 
 
 def planned(case: Case, inputs: Inputs, kernel: str | None, device: str) -> tuple[Plan, dict[str, Any]]:
     """The plan of a case on a variant of a kernel, with lse, and its arrays by the plan's names for them."""
     if _is_paged(kernel):
-        return paged.plan_of(case, paged.on_pages(case, inputs), kernel, device)
+        return paged.plan_of(case, paged.on_pages(case, inputs, kernel), kernel, device)
     arrays = arrays_of(inputs)
     return attention.plan_of(problem_of(case, inputs, kernel, device), arrays, True), arrays
 
 
 def _call_paged(case: Case, inputs: Inputs, kernel: str | None, framework: str) -> tuple[Any, Any]:
     """`qflash.attention` or `attention_varlen` on pages, of any framework."""
-    pages = paged.on_pages(case, inputs)
+    pages = paged.on_pages(case, inputs, kernel)
     turn = converter(framework)
     parts = {field.name: getattr(pages.kv, field.name) for field in fields(pages.kv)}
     kv = PagedKV(**{name: turn(x) if isinstance(x, np.ndarray) else x for name, x in parts.items()})

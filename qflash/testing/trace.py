@@ -45,7 +45,7 @@ def trace(kernel: str, case: Case, multiprocessors: int = 1) -> list[Span]:
         text = library.handle.qf_emulate_spans().decode()
     finally:
         library.handle.qf_emulate_trace(0)
-    compare.check_contract(case, *found, VARIANTS[kernel].precision, integers=integers_of(kernel))
+    compare.check_contract(case, *found, VARIANTS[kernel].contract, integers=integers_of(kernel))
     return merged(parse(text))
 
 

@@ -70,6 +70,8 @@ INSTRUCTION = {
     "int8_gemm_tiled": ("IDP", 512),
     "quantize": ("FMUL", 256),
     "sm90_decode": ("HMMA", 192),
+    "sm90_decode_pages": ("HMMA", 192),
+    "sm90_decode_pages_int8": ("IMMA", 96),
     "sm90_fwd": ("HGMMA", 12),
     "sm90_fwd_pages": ("HGMMA", 12),
     "sm90_fwd_pages_int8": ("HGMMA", 12),
@@ -188,6 +190,8 @@ def check_hopper_instructions(opcodes: list[str], kernel: str) -> None:
     else:
         assert names.count("HMMA") <= 16 and "USETMAXREG" in names, (names.count("HMMA"), set(names))
     assert {"UTMALDG", "SYNCS"} <= set(names), set(names)
+    if kernel == "sm90_decode_pages_int8":  # V's bytes are spread, not converted; scales come as runs of bytes
+        assert {"HMMA", "PRMT", "UBLKCP"} <= set(names), set(names)
     assert not {"LDL", "STL"} & set(names), set(names)
     assert "STG.E.128" in opcodes
 

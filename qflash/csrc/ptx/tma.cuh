@@ -1,5 +1,5 @@
 // The copy engine (TMA): boxes of tensors that a map describes, from global to shared memory, swizzled on the way,
-// zeros where the box leaves the tensor. sm_90.
+// zeros where the box leaves the tensor; and runs of bytes. sm_90.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
@@ -26,6 +26,20 @@ __device__ __forceinline__ void copy_box(void* s_to, const void* map, int c0, in
       : "memory");
 #elif defined(QF_EMULATOR)
   emulate::copy_box(s_to, map, {c0, c1, c2, c3}, s_barrier);
+#endif
+}
+
+// `bytes` neighbouring bytes, as they lie; addresses and `bytes` are whole 16. They arrive at s_barrier. One thread
+// calls it.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
+__device__ __forceinline__ void copy_bytes(void* s_to, const void* g_from, int bytes, Mbarrier* s_barrier) {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(s_to)),
+               "l"(g_from), "r"(bytes), "r"(shared_address(s_barrier))
+               : "memory");
+#elif defined(QF_EMULATOR)
+  emulate::copy_bytes(s_to, g_from, bytes, s_barrier);
 #endif
 }
 

@@ -41,6 +41,7 @@ struct Area {
   RowSums* sums;  // [warp][8]
 
   static constexpr int kBytes = Config::kAreaBytes + Config::kStatsBytes;
+  static constexpr int kColumnPasses = Config::kHeadDim / Config::kAreaColumns;
   __device__ __forceinline__ explicit Area(char* s_memory)
       : rows(reinterpret_cast<float*>(s_memory)), sums(reinterpret_cast<RowSums*>(s_memory + Config::kAreaBytes)) {}
 };
@@ -48,6 +49,11 @@ struct Area {
 // The sums of one warp over its part of the keys of one unit.
 template <class Config>
 struct WarpSums {
+  __device__ static __forceinline__ QueryRows<Config> queries(const QfAttnParams&, const char* s_queries, int row0,
+                                                              int lane) {
+    return QueryRows<Config>(s_queries + row0 * (Config::kHeadDim * 2), lane);
+  }
+
   float O[1][Config::kChunks][4] = {};
   RowStatistics<BothSums> rows[1];
 
@@ -86,8 +92,8 @@ struct WarpSums {
   }
 
   // Eight rows of each warp and kAreaColumns channels to the area: those of pass `pass`, halves of the rows outermost.
-  static constexpr int kColumnPasses = Config::kHeadDim / Config::kAreaColumns;
   __device__ __forceinline__ void lay_down(const Area<Config>& area, int pass) const {
+    constexpr int kColumnPasses = Area<Config>::kColumnPasses;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float* const s_row = area.rows + (warp * 8 + lane / 4) * Config::kAreaStride + lane % 4 * 2;
 #pragma unroll
@@ -121,11 +127,17 @@ struct WarpSums {
   }
 };
 
+// What a warp's sums are: those of bytes are another class (int8_sums.cuh).
+template <class Config, bool kInt8 = Config::kInt8>
+struct SumsOf {
+  using Type = WarpSums<Config>;
+};
+
 // visit(row, d, merged): four channels of a row, from the warps that took its keys. Collective for the consumers.
-template <class Config, class Source, class Visit>
-__device__ __forceinline__ void merge_warps(const WarpSums<Config>& sums, const Area<Config>& area, Source& source,
-                                            int rows, int head_dim, Visit visit) {
-  constexpr int kQuads = Config::kAreaColumns / 4, kColumnPasses = WarpSums<Config>::kColumnPasses;
+template <class Config, class Sums, class Source, class Visit>
+__device__ __forceinline__ void merge_warps(const Sums& sums, const Area<Config>& area, Source& source, int rows,
+                                            int head_dim, Visit visit) {
+  constexpr int kQuads = Config::kAreaColumns / 4, kColumnPasses = Area<Config>::kColumnPasses;
 #pragma unroll 1
   for (int pass = 0; pass < 2 * kColumnPasses; ++pass) {
     const int half = pass / kColumnPasses, column = pass % kColumnPasses * Config::kAreaColumns;
@@ -160,6 +172,7 @@ template <class Config, class Source>
 __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_aligned, Source& source,
                                              const Area<Config>& area, const Partials& partials) {
   using Element = typename Config::Element;
+  using Sums = typename SumsOf<Config>::Type;
   const int rows = partials.rows;
   const bool plain = scales_plainly(p.scale, p.softcap);
   const int row0 = threadIdx.x / 32 % Config::kTeamWarps / Config::kKeyWarps * 16;
@@ -167,6 +180,10 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
     const Unit<Config::kBlockN>& unit = source.wait_unit();
     const Part& part = unit.part;
     const auto finish = [&](int row, int d, const Merged& merged) {
+      if constexpr (Config::kInt8) {
+        Sums::finish(p, unit.seen, part, row, d, merged, out_aligned, source.queries());
+        return;
+      }
       store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, [&](int key) {
         int b = part.b;
         if constexpr (Config::kPaged) {
@@ -187,8 +204,8 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       return;
     }
 
-    const QueryRows<Config> queries(source.queries() + row0 * (Config::kHeadDim * 2), threadIdx.x % 32);
-    WarpSums<Config> sums;
+    const auto queries = Sums::queries(p, source.queries(), row0, threadIdx.x % 32);
+    Sums sums;
     for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
       const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
       if (!source.is_mine())
@@ -199,7 +216,7 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
         sums.template attend<false>(p, queries, unit, key0, source);
     }
 
-    merge_warps(sums, area, source, rows, p.head_dim, [&](int row, int d, Merged merged) {
+    merge_warps<Config>(sums, area, source, rows, p.head_dim, [&](int row, int d, Merged merged) {
       if (Config::kPaged && unit.lost) merged.l = merged.exact = nan();
       if (part.is_whole())
         finish(row, d, merged);

@@ -20,6 +20,8 @@ struct Config {
   using Element = Element_;
   using Tensor = Tensor16<Element, kArch>;
   static constexpr bool kPaged = kPaged_;  // K and V are in the pages of a cache
+  static constexpr bool kInt8 = false;     // in bytes (int8_config.cuh)
+  static constexpr int kScaleBytes = 0;    // of K's tile, and of V's
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
   static constexpr int kBlockN = kHeadDim <= 64 ? 128 : 64;                         // keys of a tile
   static constexpr int kWarps = kHeadDim <= 128 ? 8 : 4, kConsumers = 32 * kWarps;  // that attend

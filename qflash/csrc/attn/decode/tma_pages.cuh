@@ -8,12 +8,16 @@ namespace qf {
 namespace decode {
 
 // One warp: all tiles of the block's share. Each lane copies a box of `box_rows` keys, of which a page and a tile have
-// whole numbers; it looks its page up before the stage is waited for. What is in no page of the pool reads as zeros.
+// whole numbers; it looks its page up before the stage is waited for. What is in no page of the pool reads as zeros,
+// and has whatever scales were there before: no row that is not NaN sees it.
 template <class Config>
 __device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const TensorMaps& maps, const Runs& runs,
                                                  const TmaRing<Config>& ring, int box_rows) {
   using Tile = typename Config::Tile;
   const int row = int(threadIdx.x % 32) * box_rows;  // of a tile
+  const auto scales_at = [&](const QfScales& x, const Place& here, int kv_head) {
+    return x.scale + here.page * x.stride_b + kv_head * x.stride_h + here.token;
+  };
   const bool loads = row < Config::kBlockN;
   RingWalk<Config::kStages> at;
   for (Share<Config::kBlockN> share(p, runs); !share.is_over(); share.advance(p)) {
@@ -31,9 +35,12 @@ __device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const Te
       Mbarrier* const k_full = &barriers.k_full[at.stage];
       Mbarrier* const v_full = &barriers.v_full[at.stage];
       mbarrier_wait(&barriers.empty[at.stage], at.parity ^ 1);
+      const bool has_scales = Config::kInt8 && loads && pages.in_pool(here.page);
+      int bytes = Tile::kBytes;
+      if (Config::kInt8) bytes += __popc(__ballot_sync(0xffffffffu, has_scales)) * box_rows * 4;
       if (threadIdx.x % 32 == 0) {
-        mbarrier_arrive_expect(k_full, Tile::kBytes);
-        mbarrier_arrive_expect(v_full, Tile::kBytes);
+        mbarrier_arrive_expect(k_full, bytes);
+        mbarrier_arrive_expect(v_full, bytes);
       }
       __syncwarp();  // bytes are expected before they come
       char* const s_k = ring.tiles + at.stage * ring.kStageBytes + row * Tile::kRowBytes;
@@ -44,7 +51,11 @@ __device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const Te
                    here.page, full);
       };
       if (loads) copy(s_k, maps.k, k_full);
+      if (has_scales)
+        copy_bytes(ring.k_scales(at.stage) + row, scales_at(p.kv.k_scales, here, part.kv_head), box_rows * 4, k_full);
       if (loads) copy(s_k + Tile::kBytes, maps.v, v_full);
+      if (has_scales)
+        copy_bytes(ring.v_scales(at.stage) + row, scales_at(p.kv.v_scales, here, part.kv_head), box_rows * 4, v_full);
     }
   }
   let_next_grid_start();

@@ -11,6 +11,7 @@
 #include <cuda.h>
 
 #include "attn/decode/config.cuh"
+#include "attn/decode/int8_queries.cuh"
 #include "attn/decode/merge.cuh"
 #include "attn/decode/product.cuh"
 #include "attn/decode/unit.cuh"
@@ -40,10 +41,13 @@ struct TmaRing {
     Ring<kUnitStages> unit;
   };
   char* tiles;    // kStages of K and V
+  float* scales;  // kStages of theirs, where they are bytes
   char* queries;  // kUnitStages
   Unit<Config::kBlockN>* units;
   Barriers* barriers;
 
+  __device__ __forceinline__ float* k_scales(int stage) const { return scales + 2 * stage * Config::kBlockN; }
+  __device__ __forceinline__ float* v_scales(int stage) const { return k_scales(stage) + Config::kBlockN; }
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&barriers->k_full[i], 1);
@@ -113,7 +117,11 @@ __device__ __forceinline__ void describe_units(const QfAttnParams& p, const QfTe
     Unit<Config::kBlockN>& unit = ring.units[at.stage()];
     const bool over = share.is_over();
     Part part = ended;
+    char* const s_queries = ring.queries + at.stage() * Config::kQueryBytes;
     if (over) {
+      if constexpr (Config::kInt8)  // once more, for who finishes its rows
+        if (ended.parts > 0 && wants_dot_k_mean(p))
+          quantize_queries<Config>(p, q, ended.b, ended.kv_head, aligned, s_queries, lane, 32);
       if (ended.parts > 0) partials.await_announcements(ended);
       describe_unit<Config>(p, ended, unit);
       if (lane == 0) unit.tiles = -1;
@@ -122,8 +130,10 @@ __device__ __forceinline__ void describe_units(const QfAttnParams& p, const QfTe
       if (part.ends() && !part.is_whole()) ended = part;
       if (!part.ends()) partials.clear(part);  // before consumers know of the unit, and store
       describe_unit<Config>(p, part, unit);
-      copy_queries<Config>(p, q, part.b, part.kv_head, aligned, ring.queries + at.stage() * Config::kQueryBytes, lane,
-                           32);
+      if constexpr (Config::kInt8)
+        quantize_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, lane, 32);
+      else
+        copy_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, lane, 32);
     }
     at.fill(ring.barriers->unit);  // each lane, what it wrote
     if (over) return;
@@ -150,6 +160,9 @@ class TmaTiles {
     mbarrier_wait(&ring_.barriers->v_full[at_.stage], at_.parity);
     return ring_.tiles + at_.stage * ring_.kStageBytes + Config::Tile::kBytes;
   }
+  // Of the keys of the tile, once K and V are there.
+  __device__ __forceinline__ const float* k_scales() const { return ring_.k_scales(at_.stage); }
+  __device__ __forceinline__ const float* v_scales() const { return ring_.v_scales(at_.stage); }
   // What this thread wrote into the tile, before the copy engine writes there again.
   __device__ __forceinline__ void written() const { fence_proxy_async(); }
   __device__ __forceinline__ void release() {

@@ -42,6 +42,7 @@ struct BoxCopy {
   TensorMap map;
   int at[4];
   MbarrierState* barrier;
+  const void* run = nullptr;  // not a box: map.row_bytes bytes from here, as they lie
 };
 
 // One wgmma of a warpgroup: what its threads must agree on, and what each of them brings.

@@ -19,6 +19,7 @@
 
 #include "attn/decode/attend.cuh"
 #include "attn/decode/counters.cuh"
+#include "attn/decode/int8_sums.cuh"
 #include "attn/decode/tma_pages.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -26,20 +27,25 @@
 namespace qf {
 namespace sm90_decode {
 
-template <class Element, int kHeadDim, int kRowWarps, bool kPaged>
-struct Config : decode::Config<Element, kHeadDim, kRowWarps, 90, kPaged> {
-  using Base = decode::Config<Element, kHeadDim, kRowWarps, 90, kPaged>;
+// kKind: QfKvKind.
+template <class Element, int kHeadDim, int kRowWarps, int kKind>
+using BaseOf = std::conditional_t<kKind == QF_KV_PAGES_INT8, decode::Int8Config<Element, kHeadDim, kRowWarps, 90>,
+                                  decode::Config<Element, kHeadDim, kRowWarps, 90, kKind == QF_KV_PAGES>>;
+
+template <class Element, int kHeadDim, int kRowWarps, int kKind>
+struct Config : BaseOf<Element, kHeadDim, kRowWarps, kKind> {
+  using Base = BaseOf<Element, kHeadDim, kRowWarps, kKind>;
   static constexpr int kLoaderThreads = 128, kThreads = kLoaderThreads + Base::kConsumers;  // whole warpgroups
   // Registers are traded where one warpgroup loads and two attend; one and one have 255 each.
   static constexpr bool kTrades = Base::kConsumers > 128;
-  static constexpr int kLoaderRegisters = 88, kConsumerRegisters = 208;
-  static constexpr int kBarrierBytes = 512;  // and units
+  static constexpr int kLoaderRegisters = Base::kInt8 ? 104 : 88, kConsumerRegisters = Base::kInt8 ? 200 : 208;
+  static constexpr int kBarrierBytes = Base::kInt8 ? 768 : 512;  // and units
   static constexpr int kOtherBytes =
       kSwizzleBytes + decode::kUnitStages * Base::kQueryBytes + decode::Area<Base>::kBytes + kBarrierBytes;
-  static constexpr int kStageBytes = 2 * Base::Tile::kBytes;
+  static constexpr int kStageBytes = 2 * (Base::Tile::kBytes + Base::kScaleBytes);
   static constexpr int kStages = (227 * 1024 - kOtherBytes) / kStageBytes / Base::kTeams * Base::kTeams;
-  static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kSharedBytes = kOtherBytes + kRingBytes;
+  static constexpr int kTileBytes = kStages * 2 * Base::Tile::kBytes;
+  static constexpr int kSharedBytes = kOtherBytes + kStages * kStageBytes;
   static_assert(kStages >= 2, "");
 };
 
@@ -58,13 +64,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ float4 s_memory[];
   char* const s_tiles =
       reinterpret_cast<char*>(s_memory) + (kSwizzleBytes - shared_address(s_memory) % kSwizzleBytes) % kSwizzleBytes;
-  char* const s_queries = s_tiles + Config::kRingBytes;
+  char* const s_scales = s_tiles + Config::kTileBytes;
+  char* const s_queries = s_scales + Config::kStages * 2 * Config::kScaleBytes;
   char* const s_area = s_queries + kUnitStages * Config::kQueryBytes;
   using Barriers = typename TmaRing<Config>::Barriers;
   auto* const s_barriers = reinterpret_cast<Barriers*>(s_area + Area<Config>::kBytes);
   auto* const s_units = reinterpret_cast<Unit<Config::kBlockN>*>(s_barriers + 1);
   static_assert(sizeof(Barriers) + kUnitStages * sizeof(*s_units) <= Config::kBarrierBytes, "");
-  const TmaRing<Config> ring = {s_tiles, s_queries, s_units, s_barriers};
+  const TmaRing<Config> ring = {s_tiles, reinterpret_cast<float*>(s_scales), s_queries, s_units, s_barriers};
   if (threadIdx.x == Config::kConsumers) {
     ring.init();
     prefetch_tensor_map(&maps.k);

@@ -1,6 +1,6 @@
 // C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM) and kind
-// of K and V (-DQF_KV_KIND: QF_KV_ARRAYS or QF_KV_PAGES): relayout what must be (rope, strides that TMA cannot walk),
-// make tensor maps, attend.
+// of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8): relayout what must be (rope, strides that
+// TMA cannot walk), make tensor maps, attend.
 #include "attn/entry.cuh"
 #include "attn/wgmma/relayout.cuh"
 #include "kernels/attention/sm90_decode/kernel.cuh"
@@ -18,10 +18,10 @@ namespace {
 
 using namespace qf;
 using Element = ElementOf<QF_DTYPE>::Type;
-constexpr bool kPaged = QF_KV_KIND == QF_KV_PAGES;
+constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS;
 constexpr wgmma::Which kLastRelaid = kPaged ? wgmma::kQ : wgmma::kV;  // pages are taken as they are
 template <int kRowWarps>
-using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps, kPaged>;
+using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps, QF_KV_KIND>;
 constexpr int kMostProcessors = 144;  // of any GPU of this architecture
 constexpr int64_t kTooManyTiles = 1 << 30;
 
@@ -50,7 +50,7 @@ int64_t partial_bytes(const QfAttnParams& p) {
 }
 
 // Keys that a page and a tile have whole numbers of.
-int box_rows_of(int page_size, int tile) {
+[[maybe_unused]] int box_rows_of(int page_size, int tile) {
   while (page_size % tile != 0) tile /= 2;
   return tile;
 }
@@ -62,10 +62,11 @@ int map_pages(CUtensorMap& map, const QfAttnParams& p, const QfTensor& pool, int
   const TensorExtents extents = wgmma::extents_of(pool, p.head_dim, p.kv.page_size, p.kv_heads, p.kv.pages);
   return encode_tensor_map<Tile>(map, extents, box_rows, promotion);
 }
-bool pages_map(const QfAttnParams& p) {
+[[maybe_unused]] bool pages_map(const QfAttnParams& p) {
+  constexpr int kElementBytes = QF_KV_KIND == QF_KV_PAGES_INT8 ? 1 : 2;
   for (const QfTensor* pool : {&p.kv.k, &p.kv.v}) {
     const TensorExtents extents = wgmma::extents_of(*pool, p.head_dim, p.kv.page_size, p.kv_heads, p.kv.pages);
-    if (reinterpret_cast<uintptr_t>(pool->data) % 16 != 0 || !strides_map(extents, 2)) return false;
+    if (reinterpret_cast<uintptr_t>(pool->data) % 16 != 0 || !strides_map(extents, kElementBytes)) return false;
   }
   return p.kv.page_size % 16 == 0;
 }
@@ -130,7 +131,8 @@ QF_EXPORT int64_t qf_sm90_decode_workspace(const QfAttnParams* p) {
 }
 
 QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
-  if (const int status = kPaged ? check_pages(p, QF_DTYPE) : check_arrays(p, QF_DTYPE)) return status;
+  constexpr auto check = QF_KV_KIND == QF_KV_PAGES_INT8 ? check_int8_pages : kPaged ? check_pages : check_arrays;
+  if (const int status = check(p, QF_DTYPE)) return status;
   if (kPaged && !pages_map(*p)) return QF_UNSUPPORTED;
   if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
   const int rows = rows_of(*p);

@@ -1,0 +1,105 @@
+// The two products of a warp's 16 rows with a tile of K or V in bytes.
+//
+// S = Q Kt is exact in integers. P V multiplies float16: a byte of V, its sign bit flipped, is v + 128, and as the bits
+// of a float16 it is the subnormal (v + 128) 2^-24, which tensor cores multiply exactly and at full speed. So V needs
+// no conversion, only to be spread. With the same weights, rounded once, a column of 128 2^-24 gives what the products
+// have too much:
+//
+//   sum of w (v + 128) 2^-24  -  sum of w 128 2^-24  =  2^-24 (sum of w v)
+//
+// An exponent in the upper byte instead (0x64: 1024 + v + 128) would do as well, but the sums would be nine times as
+// large, and so would be the rounding that does not cancel.
+#pragma once
+
+#include "attn/decode/int8_queries.cuh"
+#include "attn/decode/product.cuh"
+#include "attn/mma/int8.cuh"
+#include "ptx/prmt.cuh"
+
+namespace qf {
+namespace decode {
+
+constexpr uint32_t kFlipSigns = 0x80808080u;
+constexpr uint32_t kUpperBytes = 0;         // of the float16s, whose lower bytes are V's; 0x64646464 is 1024 + v + 128,
+constexpr uint32_t kOffsets = 0x00800080u;  // what every value has too much, as two float16; then 0x64806480,
+constexpr float kValueStep = 0x1p24f;       // from the products to w v; then 1
+
+// A warp's 16 rows of q as A operands, and what their scores are multiplied by.
+template <class Config>
+struct Int8Queries {
+  uint32_t q[Config::kBytePairs][4];  // channels 32 pair .. 32 pair + 31
+  // Base-2 scores of the lane's rows, without what softcap does to them, are slope times k's scale times q . k, plus
+  // what K's mean would add; without softcap that is the same for all keys of a row, and stays off.
+  float slope[2], bias[2];
+
+  __device__ __forceinline__ Int8Queries(const QfAttnParams& p, const char* s_queries, int row0, int lane) {
+    const char* const s_rows = s_queries + row0 * Config::kHeadDim;
+#pragma unroll
+    for (int pair = 0; pair < Config::kBytePairs; ++pair)
+      ldmatrix_x4(q[pair], s_rows + rows_then_chunks<Config::kByteChunks>(lane).at(0, pair));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row0 + lane / 4 + 8 * r;
+      slope[r] = query_scale<Config>(s_queries, row) * (p.scale * kLog2e);
+      bias[r] = p.softcap == 0.0f ? 0.0f : query_dot_k_mean<Config>(s_queries, row) * (p.scale * kLog2e);
+    }
+  }
+};
+
+// dots += Q Kt for the kStep keys from `first` on.
+template <class Config>
+__device__ __forceinline__ void qk_mma(int32_t (&dots)[1][Config::kStep / 8][4], const Int8Queries<Config>& rows,
+                                       const char* s_k, int first, int lane) {
+  const auto k_lane = lanes_of_k<typename Config::Tile>(lane);
+#pragma unroll
+  for (int pair = 0; pair < Config::kBytePairs; ++pair)
+#pragma unroll
+    for (int j = 0; j < Config::kStep / 8; j += 2) {
+      uint32_t k[4];
+      ldmatrix_x4(k, s_k + k_lane.at(first + 8 * j, pair));
+      Config::ScoreTensor::multiply(dots[0][j], rows.q[pair], k[0], k[1]);
+      Config::ScoreTensor::multiply(dots[0][j + 1], rows.q[pair], k[2], k[3]);
+    }
+}
+
+// Sums over keys of weights times V: O of 16 rows, and of the weights alone. Transposed pairs of bytes leave channels
+// 2 n of a chunk of sixteen in one tile of eight and 2 n + 1 in the next, so that a lane holds, of chunk c, channels
+// 4 (lane % 4) .. + 3: elements 0 of tiles 2 c and 2 c + 1, then elements 1 of them (2 and 3 in the lower rows).
+template <class Config>
+struct Int8Products {
+  float O[Config::kChunks][4] = {};
+  float offset[4] = {};  // of row h: offset[2 h], in every lane of the quad
+
+  // weights: of 16 keys from `first` on, as A operands.
+  __device__ __forceinline__ void add(const uint32_t (&weights)[4], const char* s_v, int first, int lane) {
+    using Tensor = typename Config::Tensor;
+    const auto v_lane = lanes_of_v<typename Config::Tile>(lane);
+    Tensor::multiply(offset, weights, kOffsets, kOffsets);
+#pragma unroll
+    for (int pair = 0; pair < Config::kBytePairs; ++pair) {
+      uint32_t v[4];
+      ldmatrix_x4_trans(v, s_v + v_lane.at(first, pair));
+#pragma unroll
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        const uint32_t low = v[2 * chunk] ^ kFlipSigns, high = v[2 * chunk + 1] ^ kFlipSigns;  // keys 0-7 and 8-15
+        float (*const tiles)[4] = &O[4 * pair + 2 * chunk];
+        Tensor::multiply(tiles[0], weights, prmt(low, kUpperBytes, 0x4240), prmt(high, kUpperBytes, 0x4240));
+        Tensor::multiply(tiles[1], weights, prmt(low, kUpperBytes, 0x4341), prmt(high, kUpperBytes, 0x4341));
+      }
+    }
+  }
+  __device__ __forceinline__ void rescale(int h, float factor) {
+    offset[2 * h] *= factor;
+#pragma unroll
+    for (int j = 0; j < Config::kChunks; ++j) O[j][2 * h] *= factor, O[j][2 * h + 1] *= factor;
+  }
+  // Channels 16 c + 4 (lane % 4) .. + 3 of row h.
+  __device__ __forceinline__ float4 four(int c, int h) const {
+    const float (&even)[4] = O[2 * c], (&odd)[4] = O[2 * c + 1];
+    const auto of = [&](float x) { return (x - offset[2 * h]) * kValueStep; };
+    return make_float4(of(even[2 * h]), of(odd[2 * h]), of(even[2 * h + 1]), of(odd[2 * h + 1]));
+  }
+};
+
+}  // namespace decode
+}  // namespace qf
