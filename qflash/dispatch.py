@@ -93,6 +93,13 @@ def _decoding(spec: Spec) -> list[str]:
     return ["takes no packed arrays (attention_varlen)"] if spec.packed else []
 
 
+def _decoding_anywhere(spec: Spec) -> list[str]:
+    found = _decoding(spec) + _sixteen_bit_tensor_cores(spec)
+    if spec.head_dim % 8:
+        found.append(f"head_dim is {spec.head_dim}; decode takes multiples of 8, rows of whole 16 bytes")
+    return found
+
+
 def _decoding_by_copy_engine(spec: Spec) -> list[str]:
     return _decoding(spec) + _copy_engine(spec)
 
@@ -157,6 +164,18 @@ KERNELS: tuple[Kernel, ...] = (
         few_rows=True,
         also=_decoding_by_copy_engine,
         head_dims=(64, 128, 192, 256),
+    ),
+    Kernel(
+        name="decode",
+        device="cuda",
+        summary="few queries against a long cache: keys split over all blocks, warps that copy their own tiles, one "
+        "launch",
+        dtypes=_HALVES,
+        min_arch=75,
+        few_rows=True,
+        also=_decoding_anywhere,
+        head_dims=(64, 128, 192, 256),
+        per_kv=True,
     ),
     Kernel(
         name="sm90_fwd",

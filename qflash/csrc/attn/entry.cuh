@@ -21,6 +21,12 @@ inline int check_arrays(const QfAttnParams* p, int dtype) {
   return kv_is_arrays(*p) ? QF_OK : QF_UNSUPPORTED;
 }
 
+// The same for a kernel that takes pages of elements.
+inline int check_pages(const QfAttnParams* p, int dtype) {
+  if (const int status = check_params(p, dtype)) return status;
+  return kv_is_pages(*p) ? QF_OK : QF_UNSUPPORTED;
+}
+
 // The same for a rung that leaves out rope and packed arrays, as its row of dispatch.KERNELS says.
 inline int check_unrotated_arrays(const QfAttnParams* p, int dtype) {
   if (const int status = check_arrays(p, dtype)) return status;

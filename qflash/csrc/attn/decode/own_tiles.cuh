@@ -1,0 +1,334 @@
+// Tiles of K and V that every team copies for itself, into a ring of its own. Up to 16 rows a team is one warp, which
+// waits for nobody else before the end of a unit.
+//
+//   team 0: tiles 0, 4, 8, ..   team 1: tiles 1, 5, 9, ..   (four teams)
+//
+// Copies run kStages tiles ahead, across the ends of units, so that memory is busy while sums are merged and q is
+// fetched. With kAsync they are cp.async; else tiles pass through registers: before sm_80, where K is rotated, and
+// where rows do not begin at multiples of 16 bytes.
+#pragma once
+
+#include "attn/decode/config.cuh"
+#include "attn/decode/product.cuh"
+#include "attn/decode/rows.cuh"
+#include "attn/decode/unit.cuh"
+#include "attn/mma/tile.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/griddepcontrol.cuh"
+
+namespace qf {
+namespace decode {
+
+// What may be read or written 16 bytes at a time: rows of tensors, and the tables of rope.
+struct Aligned {
+  bool q, k, v, out, rope;
+};
+
+// A tile of a team. key0: its first key, -1: there is none left. seen: keys that some row sees.
+struct TeamTile {
+  int b, kv_head, key0;
+  KeyRange seen;
+};
+
+// A team's way through the tiles of its block's share: every kTeams-th of them is its own.
+template <class Config>
+struct TeamWalk {
+  Share<Config::kBlockN> share;
+  int key0, tiles;  // of the unit: the next tile, whoever's, and how many are left
+  int skipped;      // tiles of other teams before the next of this one
+  int b, kv_head;
+  KeyRange seen;
+
+  TeamWalk() = default;
+  __device__ __forceinline__ TeamWalk(const QfAttnParams& p, const Share<Config::kBlockN>& all, int team)
+      : share(all), skipped(team) {
+    enter(p);
+  }
+  __device__ __forceinline__ TeamTile next(const QfAttnParams& p) {
+    while (!share.is_over() && tiles <= skipped) {
+      skipped -= tiles;
+      share.advance(p);
+      enter(p);
+    }
+    if (share.is_over()) return {0, 0, -1, {0, 0}};
+    const TeamTile tile = {b, kv_head, key0 + skipped * Config::kBlockN, seen};
+    key0 = tile.key0 + Config::kBlockN;
+    tiles -= skipped + 1;
+    skipped = Config::kTeams - 1;
+    return tile;
+  }
+
+ private:
+  __device__ __forceinline__ void enter(const QfAttnParams& p) {
+    if (share.is_over()) return;
+    const Part part = share.part();
+    const Seen<Config::kBlockN> of_unit(p, part.b);
+    b = part.b, kv_head = part.kv_head, seen = of_unit.any;
+    tiles = min(part.count, of_unit.tiles());  // a unit without keys has a place
+    key0 = of_unit.first_key() + part.first * Config::kBlockN;
+  }
+};
+
+// A tile's chunks of 16 bytes, by the threads of a team: eight neighbours take 128 bytes of a row.
+template <class Config>
+struct TeamChunks {
+  using Tile = typename Config::Tile;
+  static constexpr int kStep = Config::kTeamThreads / Tile::kChunks, kRowSteps = Config::kBlockN / kStep;
+  static_assert(kRowSteps * kStep == Config::kBlockN, "the walk must come out even");
+
+  __device__ static __forceinline__ int thread() { return int(threadIdx.x) % Config::kTeamThreads; }
+  __device__ static __forceinline__ int row(int step) { return thread() / Tile::kChunks + step * kStep; }
+  __device__ static __forceinline__ int channel(int panel) {
+    return panel * Tile::kPanelColumns + thread() % Tile::kChunks * kPerChunk;
+  }
+  __device__ static __forceinline__ int offset(int step, int panel) {
+    return panel * Tile::kPanelBytes + Swizzle<Tile::kChunks>::offset(row(step), thread() % Tile::kChunks);
+  }
+};
+
+// What the consumers want to know beside the tiles. It stands in shared memory, because registers are full of outputs;
+// one thread of a team, or of the block, finds out what comes next while the others go on.
+template <class Config>
+struct OwnState {
+  Share<Config::kBlockN> share;    // from the unit after the last that was described
+  Unit<Config::kBlockN> units[2];  // in turn
+  struct Team {
+    TeamWalk<Config> walk;
+    TeamTile tiles[2];  // to be copied: this one and the next, in turn
+  } teams[Config::kTeams];
+};
+
+// In shared memory.
+template <class Config>
+struct OwnRing {
+  char* tiles;    // [team][stage], K and V
+  char* queries;  // of the unit that is attended to
+  OwnState<Config>* state;
+};
+
+// A Source (attend.cuh).
+template <class Config, bool kAsync, bool kPages>
+class OwnTiles {
+  using Element = typename Config::Element;
+  using Tile = typename Config::Tile;
+  using Chunks = TeamChunks<Config>;
+
+ public:
+  // Collective for the block.
+  __device__ __forceinline__ OwnTiles(const QfAttnParams& p, const Runs& runs, const Aligned& aligned,
+                                      const OwnRing<Config>& ring)
+      : p_(p), aligned_(aligned), ring_(ring) {
+    {
+      const Share<Config::kBlockN> share(p, runs);
+      if (leads_team()) {
+        typename OwnState<Config>::Team& team = own_team();
+        team.walk = TeamWalk<Config>(p, share, int(threadIdx.x) / Config::kTeamThreads);
+        team.tiles[0] = team.walk.next(p);
+      }
+      if (threadIdx.x == 0) {
+        ring_.state->share = share;
+        describe_next_unit(0);
+      }
+    }
+    meet();  // the first tiles and the first unit are described
+#pragma unroll 1
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      if (stage > 0) meet_team();  // the next tile is described
+      fetch(stage);
+    }
+  }
+
+  __device__ __forceinline__ bool is_mine() const { return next_ == int(threadIdx.x) / Config::kTeamThreads; }
+  __device__ __forceinline__ void skip() {
+    if (++next_ == Config::kTeams) next_ = 0;
+  }
+  __device__ __forceinline__ const char* wait_k() const {
+    if constexpr (kAsync) cp_async_wait<Config::kStages - 1>();
+    meet_team();  // all of the tile is there
+    return stage_of(stage_);
+  }
+  __device__ __forceinline__ char* wait_v() const { return stage_of(stage_) + Tile::kBytes; }  // it came with K
+  __device__ __forceinline__ void written() const {}
+  __device__ __forceinline__ void release() {
+    meet_team();  // all have read
+    fetch(stage_);
+    if (++stage_ == Config::kStages) stage_ = 0;
+    skip();
+  }
+  // Collective for the block. q of the unit before was last read before merge_warps() let all meet, and this unit was
+  // described before that.
+  __device__ __forceinline__ const Unit<Config::kBlockN>& wait_unit() const {
+    const Unit<Config::kBlockN>& unit = ring_.state->units[unit_];
+    if (unit.tiles >= 0) copy_unit_queries(unit.part);
+    meet();  // q is in place, and nobody looks at the unit before any more
+    if (threadIdx.x == 0 && unit.tiles >= 0) describe_next_unit(unit_ ^ 1);
+    return unit;
+  }
+  __device__ __forceinline__ const char* queries() const { return ring_.queries; }
+  __device__ __forceinline__ void release_unit() { unit_ ^= 1; }
+  template <int kTeam = 0>
+  __device__ __forceinline__ void meet_team() const {
+    if constexpr (Config::kTeamWarps == 1)
+      __syncwarp();
+    else if (Config::kTeams == 1 || threadIdx.x / Config::kTeamThreads == kTeam)
+      barrier_sync<1 + kTeam, Config::kTeamThreads>();
+    else if constexpr (kTeam + 1 < Config::kTeams)
+      meet_team<kTeam + 1>();
+  }
+  __device__ __forceinline__ void meet() const { __syncthreads(); }
+
+ private:
+  __device__ __forceinline__ char* stage_of(int stage) const {
+    const int team = threadIdx.x / Config::kTeamThreads;
+    return ring_.tiles + (team * Config::kStages + stage) * Config::kStageBytes;
+  }
+  __device__ __forceinline__ bool leads_team() const { return threadIdx.x % Config::kTeamThreads == 0; }
+  __device__ __forceinline__ typename OwnState<Config>::Team& own_team() const {
+    return ring_.state->teams[threadIdx.x / Config::kTeamThreads];
+  }
+
+  // By one thread, into a place that nobody looks at.
+  __device__ __forceinline__ void describe_next_unit(int place) const {
+    Share<Config::kBlockN>& share = ring_.state->share;
+    Unit<Config::kBlockN>& unit = ring_.state->units[place];
+    if (share.is_over()) {
+      unit.tiles = -1;
+    } else {
+      describe_unit<Config>(p_, share.part(), unit);
+      share.advance(p_);
+    }
+  }
+
+  // The team's next tile, if there is one, into a stage that nobody reads any more. Between two calls the team meets.
+  __device__ __forceinline__ void fetch(int stage) {
+    typename OwnState<Config>::Team& team = own_team();
+    const TeamTile& tile = team.tiles[turn_];
+    turn_ ^= 1;
+    if (tile.key0 >= 0) {
+      copy_tile(tile, stage_of(stage));
+      if (leads_team()) team.tiles[turn_] = team.walk.next(p_);
+    } else {
+      let_next_grid_start();
+      if (leads_team()) team.tiles[turn_].key0 = -1;
+    }
+    if constexpr (kAsync) cp_async_commit();  // one group for each tile, so that they can be counted
+  }
+
+  __device__ __forceinline__ void copy_tile(const TeamTile& tile, char* s_k) const {
+    char* const s_v = s_k + Tile::kBytes;
+    // Pages of whole tiles are looked up once.
+    const bool once = kPages && p_.kv.page_size % Config::kBlockN == 0;
+    const int first = max(tile.key0, tile.seen.begin);
+    TokenPlace of_first = {0, 0};
+    if (once) of_first = place_of<kPages>(p_.kv, tile.b, first);
+    const auto place = [&](int key) {
+      return once ? of_first.later(key - first) : place_of<kPages>(p_.kv, tile.b, key);
+    };
+    if constexpr (kAsync) {
+#pragma unroll
+      for (int step = 0; step < Chunks::kRowSteps; ++step) {
+        const int key = tile.key0 + Chunks::row(step);
+        const bool seen = is_seen(tile, key);
+        TokenPlace at = {0, 0};
+        if (seen) at = place(key);
+        const Element* const g_k = at.template row<Element>(p_.kv.k, tile.kv_head);
+        const Element* const g_v = at.template row<Element>(p_.kv.v, tile.kv_head);
+#pragma unroll
+        for (int panel = 0; panel < Tile::kCount; ++panel) {
+          const int d = Chunks::channel(panel), offset = Chunks::offset(step, panel);
+          const bool there = seen && at.exists() && d < p_.head_dim;
+          if (!kPages || at.exists())
+            cp_async_16(s_k + offset, g_k + d, there);
+          else
+            *reinterpret_cast<uint4*>(s_k + offset) = no_page(d);
+          cp_async_16(s_v + offset, g_v + d, there);
+        }
+      }
+    } else {
+      if (!kPages && p_.rope.cos) {
+        copy_chunks<1>(tile, s_k, place, p_.kv.k, true, [&](const Element* g_row, int d, int key) {
+          return rotated_chunk(p_.rope, g_row, d, p_.head_dim, position_k(p_.rope, tile.b, 0, key), aligned_.k,
+                               aligned_.rope);
+        });
+      } else {
+        copy_chunks<kAtOnce>(tile, s_k, place, p_.kv.k, true,
+                             [&](const Element* g_row, int d, int) { return load_chunk(g_row + d, aligned_.k); });
+      }
+      copy_chunks<kAtOnce>(tile, s_v, place, p_.kv.v, false,
+                           [&](const Element* g_row, int d, int) { return load_chunk(g_row + d, aligned_.v); });
+    }
+  }
+
+  static constexpr int kCopies = Chunks::kRowSteps * Tile::kCount;  // of a thread
+  static constexpr int kAtOnce = kCopies % 8 == 0 ? 8 : kCopies % 4 == 0 ? 4 : kCopies % 3 == 0 ? 3 : 1;
+
+  // Through registers. load(g_row, d, key): the chunk of a row that begins at channel d.
+  template <int kLoads, class Place, class Load>
+  __device__ __forceinline__ void copy_chunks(const TeamTile& tile, char* s_tile, Place place, const QfTensor& x,
+                                              bool keys, Load load) const {
+    static_assert(kCopies % kLoads == 0, "");
+#pragma unroll 1
+    for (int first = 0; first < kCopies; first += kLoads) {
+      uint4 raw[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int step = (first + i) / Tile::kCount, d = Chunks::channel((first + i) % Tile::kCount);
+        const int key = tile.key0 + Chunks::row(step);
+        raw[i] = make_uint4(0, 0, 0, 0);
+        if (!is_seen(tile, key) || d >= p_.head_dim) continue;
+        const TokenPlace at = place(key);
+        if (at.exists())
+          raw[i] = load(at.template row<Element>(x, tile.kv_head), d, key);
+        else if (keys)
+          raw[i] = no_page(d);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int step = (first + i) / Tile::kCount, panel = (first + i) % Tile::kCount;
+        *reinterpret_cast<uint4*>(s_tile + Chunks::offset(step, panel)) = raw[i];
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool is_seen(const TeamTile& tile, int key) const {
+    return key >= tile.seen.begin && key < tile.seen.end;
+  }
+  // What stands in K for a token without a page: NaN, in both types, and so in the rows that see it.
+  __device__ __forceinline__ uint4 no_page(int d) const {
+    const uint32_t word = d < p_.head_dim ? 0x7fff7fffu : 0;
+    return make_uint4(word, word, word, word);
+  }
+
+  __device__ __forceinline__ void copy_unit_queries(const Part& part) const {
+    if (!p_.rope.cos) {
+      copy_queries<Config>(p_, p_.q, part.b, part.kv_head, aligned_.q, ring_.queries, int(threadIdx.x),
+                           Config::kConsumers);
+      return;
+    }
+    const int group = p_.q_heads / p_.kv_heads, keys = p_.kv_lens ? p_.kv_lens[part.b] : p_.k_len;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Config::kRows * Config::kChunks; i += Config::kConsumers) {
+      const int row = i / Config::kChunks, chunk = i % Config::kChunks, d = chunk * kPerChunk;
+      const int token = row / group, head = part.kv_head * group + row - token * group;
+      uint4 value = make_uint4(0, 0, 0, 0);
+      if (token < p_.q_len && d < p_.head_dim) {
+        const Element* const g_row = static_cast<const Element*>(p_.q.data) + part.b * p_.q.stride_b +
+                                     token * p_.q.stride_t + head * p_.q.stride_h;
+        value = rotated_chunk(p_.rope, g_row, d, p_.head_dim, position_q(p_.rope, part.b, 0, token, p_.q_len, keys),
+                              aligned_.q, aligned_.rope);
+      }
+      *reinterpret_cast<uint4*>(ring_.queries + Swizzle<Config::kChunks>::offset(row, chunk)) = value;
+    }
+  }
+
+  const QfAttnParams& p_;
+  const Aligned& aligned_;
+  OwnRing<Config> ring_;
+  int next_ = 0;   // the team that takes the next tile
+  int stage_ = 0;  // of this team's next tile
+  int turn_ = 0;   // of Team::tiles: to be copied next
+  int unit_ = 0;   // of OwnState::units
+};
+
+}  // namespace decode
+}  // namespace qf
