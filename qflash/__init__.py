@@ -6,6 +6,7 @@ from qflash.errors import CacheError, CompileError, KernelError, NoKernelError, 
 from qflash.integrations.sdpa import replace_sdpa, scaled_dot_product_attention
 from qflash.ops.kv import QuantizedKV, quantize_kv
 from qflash.ops.matmul import int8_matmul
+from qflash.ops.paged import PagedKV
 from qflash.ops.quantization import Quantized, dequantize, quantize
 from qflash.ops.rows import cross_entropy, layer_norm, softmax
 from qflash.rope import Rope, rope_tables
@@ -18,6 +19,7 @@ __all__ = [
     "Explanation",
     "KernelError",
     "NoKernelError",
+    "PagedKV",
     "Quantized",
     "QuantizedKV",
     "Rope",

@@ -16,6 +16,7 @@ from qflash.frontends.choose import frontend_of
 from qflash.ops.attention import ATTENTION
 from qflash.ops.attention_kv import ATTENTION_KEPT, ATTENTION_QUANTIZED, kept_call, quantized_call
 from qflash.ops.kv import QuantizedKV
+from qflash.ops.paged import ATTENTION_PAGED, PagedKV, paged_call
 from qflash.ops.problem import Options
 from qflash.ops.quantization import Quantized, tables_of
 from qflash.ops.run import run
@@ -69,8 +70,8 @@ class _ExplainWords(_AttentionWords, _PackedWords, total=False):
     pass
 
 
-# What may stand in the places of q, k and v: arrays; Quantized; an array and a QuantizedKV. The result is of the kind,
-# and in NumPy of the dtype, of q, or of v where q is Quantized.
+# What may stand in the places of q, k and v: arrays; Quantized; an array and a QuantizedKV or PagedKV. The result is of
+# the kind, and in NumPy of the dtype, of q, or of v where q is Quantized.
 @overload
 def attention(
     q: ArrayT,
@@ -92,7 +93,7 @@ def attention(
 @overload
 def attention(
     q: ArrayT,
-    k: QuantizedKV,
+    k: QuantizedKV | PagedKV,
     v: None = None,
     *,
     return_lse: Literal[False] = False,
@@ -126,7 +127,7 @@ def attention(
 ) -> tuple[TensorT, TensorT]: ...
 @overload
 def attention(
-    q: ArrayT, k: QuantizedKV, v: None = None, *, return_lse: Literal[True], **words: Unpack[_AttentionWords]
+    q: ArrayT, k: QuantizedKV | PagedKV, v: None = None, *, return_lse: Literal[True], **words: Unpack[_AttentionWords]
 ) -> tuple[ArrayT, ArrayT]: ...
 @overload
 def attention(
@@ -138,7 +139,7 @@ def attention(
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 @overload
 def attention(
-    q: ArrayT, k: QuantizedKV, v: None = None, *, return_lse: Flag, **words: Unpack[_AttentionWords]
+    q: ArrayT, k: QuantizedKV | PagedKV, v: None = None, *, return_lse: Flag, **words: Unpack[_AttentionWords]
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def attention(
     q: Any,
@@ -162,8 +163,8 @@ def attention(
         q: queries, `[B, Tq, Hq, D]`; float32, float16 or bfloat16; any strides with a contiguous last dimension. It may
             be a `qflash.Quantized`, and then k is one too.
         k: keys, `[B, Tk, Hkv, D]`, Hq a multiple of Hkv; of q's dtype and device. It may be a `qflash.Quantized`
-            (with q), or a `qflash.QuantizedKV`, which is keys and values in one.
-        v: values, `[B, Tk, Hkv, D]`, or a `qflash.Quantized`. It is left out where k is a `qflash.QuantizedKV`.
+            (with q), or a `qflash.QuantizedKV` or `qflash.PagedKV`, which is keys and values in one.
+        v: values, `[B, Tk, Hkv, D]`, or a `qflash.Quantized`. It is left out where k has the values in it.
         causal: query i sees keys `j <= i + Tk - Tq`.
         window: `(left, right)`, how many keys a query sees on each side of that diagonal; -1 is open.
         kv_lens: int32 `[B]`, how many keys of each sequence exist; it takes Tk's place in the diagonal. A list, or
@@ -208,6 +209,9 @@ def attention(
     *A QuantizedKV* is called kv in errors. q is then an array, quantized on the way; rope rotates q alone; kv_lens are
     by default those that kv was made with. On Hopper alone, and forward only.
 
+    *A PagedKV* is called kv in errors. Sequences are as long as its lens say; rope rotates q alone, query i of a
+    sequence at position `i + length - Tq`, for keys were rotated when they were written. Forward only.
+
     Under torch.autocast q, k and v are cast as those of scaled_dot_product_attention are.
     """
     kind = type(q)
@@ -239,6 +243,8 @@ def _call_of(
 ) -> tuple[Op, tuple[Any, ...], tuple[Any, ...]]:
     """The signature of attention that the kinds of q, k and v choose, with its arrays and words."""
     kind = type(k)
+    if kind is PagedKV or type(q) is PagedKV or type(v) is PagedKV:
+        return ATTENTION_PAGED, *paged_call(q, k, v, Options(*options), kv_lens, rope, return_lse)
     if kind is QuantizedKV or type(q) is QuantizedKV or type(v) is QuantizedKV:
         return ATTENTION_KEPT, *kept_call(q, k, v, Options(*options), kv_lens, rope, return_lse)
     if kind is Quantized or type(q) is Quantized or type(v) is Quantized:
@@ -248,7 +254,7 @@ def _call_of(
     return ATTENTION, arrays, (*options, return_lse, interleaved, 0, 0)
 
 
-_VALUES = (Quantized, QuantizedKV)
+_VALUES = (Quantized, QuantizedKV, PagedKV)
 _NO_ARRAYS = (None,) * (len(ATTENTION.arrays) - 4)  # all that are optional, but for kv_lens
 
 
@@ -317,14 +323,40 @@ def attention_varlen(
     return_lse: Flag,
     **words: Unpack[_SharedWords],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: PagedKV,
+    v: None,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: None,
+    max_seqlen_q: Integer,
+    max_seqlen_k: None,
+    *,
+    return_lse: Literal[False] = False,
+    **words: Unpack[_SharedWords],
+) -> ArrayT: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: PagedKV,
+    v: None,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: None,
+    max_seqlen_q: Integer,
+    max_seqlen_k: None,
+    *,
+    return_lse: Flag,
+    **words: Unpack[_SharedWords],
+) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def attention_varlen(
     q: Any,
-    k: FrameworkArray,
-    v: FrameworkArray,
+    k: Any,
+    v: Any,
     cu_seqlens_q: Lengths,
-    cu_seqlens_k: Lengths,
+    cu_seqlens_k: Lengths | None,
     max_seqlen_q: Integer,
-    max_seqlen_k: Integer,
+    max_seqlen_k: Integer | None,
     *,
     causal: Flag = False,
     window: Window | None = None,
@@ -340,7 +372,7 @@ def attention_varlen(
 
     Args:
         q: `[total_q, Hq, D]`.
-        k: `[total_k, Hkv, D]`.
+        k: `[total_k, Hkv, D]`, or a `qflash.PagedKV`, with None for v, cu_seqlens_k and max_seqlen_k.
         v: `[total_k, Hkv, D]`.
         cu_seqlens_q: int32 `[B + 1]`. Sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q. It starts at
             0, never falls and ends at total_q.
@@ -369,21 +401,29 @@ def attention_varlen(
             raise TypeError(f"{name} is qflash.{kind}; allowed: an array, only attention takes {kind}")
     options = (causal, window, softcap, scale, precision, kernel)
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    results = run(ATTENTION, *_packed_call(q, k, v, options, packed, kv_lens, rope, return_lse))
+    results = run(*_packed_call(q, k, v, options, packed, kv_lens, rope, return_lse))
     return (results[0], results[1]) if check_flag("return_lse", return_lse) else results[0]
 
 
 def _packed_call(
     q: Any, k: Any, v: Any, options: tuple[Any, ...], packed: tuple[Any, ...], kv_lens: Any, rope: Any, return_lse: Any
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays and the words of ATTENTION on packed sequences."""
+) -> tuple[Op, tuple[Any, ...], tuple[Any, ...]]:
+    """The signature of attention on packed sequences, with its arrays and words."""
     cu_q, cu_k, longest_q, longest_k = packed
+    if type(k) is PagedKV or type(q) is PagedKV or type(v) is PagedKV:
+        for name, x in (("cu_seqlens_k", cu_k), ("max_seqlen_k", longest_k)):
+            if x is not None:
+                raise TypeError(f"{name} is given and k is qflash.PagedKV, whose lens say it; allowed: None")
+        if cu_q is None:
+            raise TypeError("cu_seqlens_q is None; allowed: int32 offsets, [batch + 1]")
+        call = paged_call(q, k, v, Options(*options), kv_lens, rope, return_lse, None, cu_q, longest_q)
+        return ATTENTION_PAGED, *call
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if x is None:
             raise TypeError(f"{name} is None; allowed: int32 offsets, [batch + 1]")
     cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
     arrays = (q, k, v, kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k)
-    return arrays, (*options, return_lse, interleaved, longest_q, longest_k)
+    return ATTENTION, arrays, (*options, return_lse, interleaved, longest_q, longest_k)
 
 
 @dataclass(frozen=True)
@@ -425,6 +465,8 @@ def explain(
 ) -> Explanation: ...
 @overload
 def explain(q: FrameworkArray, k: QuantizedKV, v: None = None, **words: Unpack[_AttentionWords]) -> Explanation: ...
+@overload
+def explain(q: FrameworkArray, k: PagedKV, v: None = None, **words: Unpack[_ExplainWords]) -> Explanation: ...
 def explain(
     q: Any,
     k: Any,
@@ -459,7 +501,10 @@ def explain(
         'cpu_int8'
     """
     options = (causal, window, softcap, scale, precision, kernel)
-    packed = _packed_words(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if type(k) is PagedKV and cu_seqlens_q is not None:
+        packed: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    else:
+        packed = _packed_words(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if check_word("layout", layout, LAYOUTS) != "bthd":
         if packed:
             raise ValueError(
@@ -470,7 +515,7 @@ def explain(
     if packed and (Quantized in kinds or QuantizedKV in kinds):
         raise TypeError("cu_seqlens_q is given and q, k or v is quantized; allowed: arrays, as in attention_varlen")
     if packed:
-        op, (arrays, words) = ATTENTION, _packed_call(q, k, v, options, packed, kv_lens, rope, False)
+        op, arrays, words = _packed_call(q, k, v, options, packed, kv_lens, rope, False)
     else:
         op, arrays, words = _call_of(q, k, v, options, kv_lens, rope, False)
     frontend = frontend_of(type(arrays[0]), op.arrays[0])

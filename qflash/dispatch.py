@@ -163,6 +163,8 @@ KERNELS: tuple[Kernel, ...] = (
         later_arches=False,
         few_rows=True,
         also=_decoding_by_copy_engine,
+        kvs=("arrays", "pages"),
+        per_kv=True,
         head_dims=(64, 128, 192, 256),
     ),
     Kernel(
@@ -171,6 +173,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="few queries against a long cache: keys split over all blocks, warps that copy their own tiles, one "
         "launch",
         dtypes=_HALVES,
+        kvs=("arrays", "pages"),
         min_arch=75,
         few_rows=True,
         also=_decoding_anywhere,

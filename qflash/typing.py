@@ -23,6 +23,7 @@ __all__ = [
     "Lengths",
     "Number",
     "NumpyT",
+    "PageLayout",
     "Precision",
     "Reduction",
     "Rounding",
@@ -91,6 +92,7 @@ DType: TypeAlias = str | type[Any] | _DTypeObject
 
 # The words that some arguments allow.
 Layout: TypeAlias = Literal["bthd", "bhtd"]
+PageLayout: TypeAlias = Literal["phtd", "pthd"]
 Precision: TypeAlias = Literal["int8", "int8_fp8"]
 Granularity: TypeAlias = Literal["tensor", "token", "group"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]

@@ -7,7 +7,7 @@ from typing import Any
 
 DTYPES = ("float32", "float16", "bfloat16")
 PRECISIONS = ("native", "int8", "int8_fp8")
-# What may stand in the places of k and v, in the order of QfKvKind: arrays; Quantized; what quantize_kv returns; PagedKV.
+# What may stand in the places of k and v, in the order of QfKvKind: arrays; Quantized; QuantizedKV; PagedKV.
 KV_KINDS = ("arrays", "quantized", "kept", "pages", "pages_int8")
 # In the order of QfDtype and QfOpDtype: an array's code in the structs of operations.
 OP_DTYPES = (*DTYPES, "int8", "int32", "e4m3")

@@ -4,11 +4,12 @@ from qflash.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from qflash.ops.attention_kv import ATTENTION_KEPT, ATTENTION_QUANTIZED
 from qflash.ops.kv import QUANTIZE_KV
 from qflash.ops.matmul import INT8_MATMUL
+from qflash.ops.paged import ATTENTION_PAGED
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
 
 # Every operation, for front ends that must know them before the first call.
 OPS = (
-    *(ATTENTION, ATTENTION_BACKWARD, ATTENTION_QUANTIZED, ATTENTION_KEPT),
+    *(ATTENTION, ATTENTION_BACKWARD, ATTENTION_QUANTIZED, ATTENTION_KEPT, ATTENTION_PAGED),
     *(QUANTIZE_KV, QUANTIZE, DEQUANTIZE, INT8_MATMUL, SOFTMAX, LAYER_NORM, CROSS_ENTROPY),
 )

@@ -83,7 +83,7 @@ class Problem:
     total_q: int
     total_k: int
 
-    def spec(self, arch: int, op: str = "attention", kv: str = KV_KINDS[0]) -> Spec:
+    def spec(self, arch: int, op: str = "attention", kv: str = KV_KINDS[0], sinks: bool = False) -> Spec:
         """The kernel-selecting part of this problem, for a device of compute capability `arch`/10."""
         rope = None if self.rope_rows == 0 else ("interleaved" if self.rope_interleaved else "half")
         return Spec(
@@ -100,6 +100,7 @@ class Problem:
             kv_lens=self.kv_lens,
             op=op,
             kv=kv,
+            sinks=sinks,
             few_rows=self.few_rows,
         )
 
@@ -207,6 +208,61 @@ def check_packed(
     if rope is None:
         return problem
     return _with_rope(problem, rope, ((total_q,),), ((k.shape[0],),))
+
+
+def check_paged(
+    q: Array,
+    keys: tuple[int, int, int],
+    options: Options,
+    cu_seqlens_q: Array | None,
+    max_seqlen_q: Any,
+    rope: RopeArrays | None,
+) -> Problem:
+    """Check the arguments of attention on pages beside the pages: q [B, T, H, D], or packed [total, H, D] with
+    cu_seqlens_q. keys: sequences, the most keys that one of them may have, and heads."""
+    batch, k_len, kv_heads = keys
+    *lead, q_heads, head_dim = q.shape
+    _check_heads(q_heads, kv_heads, head_dim)
+    packed = cu_seqlens_q is not None
+    q_shapes: tuple[tuple[int, ...], ...]
+    if cu_seqlens_q is None:
+        if lead[0] != batch:
+            raise ValueError(f"kv.page_table has {batch} rows; allowed: q's batch size, {lead[0]}")
+        q_len, total_q = lead[1], 0
+        q_shapes = ((q_len,), (batch, q_len))
+    else:
+        _check_index("cu_seqlens_q", cu_seqlens_q, ((batch + 1,),), q.device)
+        total_q = lead[0]
+        q_len = _longest("max_seqlen_q", max_seqlen_q, total_q)
+        q_shapes = ((total_q,),)
+    problem = Problem(
+        batch=batch,
+        q_len=q_len,
+        k_len=k_len,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=q.dtype,
+        device=q.device,
+        **check_options(options, head_dim),
+        q_strides=_strides("q", q),
+        k_strides=(0, 0, 0),
+        v_strides=(0, 0, 0),
+        kv_lens=True,
+        **_no_rope(),
+        packed=packed,
+        total_q=total_q,
+        total_k=0,
+    )
+    if rope is None:
+        return problem
+    # Keys were rotated when they were written, and how far queries reach the device alone knows, which looks: whatever
+    # the positions are, they need a row to point at.
+    anywhere = Array((1,), None, "int32", q.device)
+    rope = replace(rope, positions_q=rope.positions_q or anywhere, positions_k=anywhere)
+    given = rope.positions_q is not anywhere
+    rotated = _with_rope(problem, rope, q_shapes if given else ((1,),), ((1,),))
+    return replace(rotated, positions_q_stride=rotated.positions_q_stride if given else None, positions_k_stride=None)
 
 
 def _longest(name: str, bound: Any, total: int) -> int:

@@ -16,7 +16,7 @@ from qflash.testing.case import Case
 from qflash.testing.compare import Errors
 from qflash.testing.emulator import ARCH, MULTIPROCESSORS, Library
 from qflash.testing.oracle import integers_of, replayed, weights_dtype
-from qflash.testing.runner import problem_of, refusals, suited
+from qflash.testing.runner import planned, problem_of, refusals, suited
 
 UNTOUCHED = 12345.0  # what results are full of before a call: no kernel writes it
 # The emulator takes seconds for a thousand keys; so many are several tiles of any kernel, too.
@@ -73,6 +73,14 @@ def run_case(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of a case on the tiles that `kernel` has for `arch`. library: emulator.kernel_library or its like."""
     inputs = case.make_inputs()
+    variant = VARIANTS[kernel]
+    if variant.kv == "pages":
+        plan, arrays = planned(case, inputs, kernel, "cpu")
+        results = [np.full(result.shape, UNTOUCHED, result.dtype) for result in plan.results]
+        compiled = library(kernel, case.dtype, case.head_dim, arch)
+        operands = (arrays[operand.argument] for operand in plan.operands)
+        compiled.launch(compiled.prepare(plan, variant), (*operands, *results), seed, multiprocessors)
+        return results[0], results[1]
     problem = problem_of(case, inputs, None, "cpu")
     extras = (inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.rope)
     compiled = library(kernel, case.dtype, problem.head_dim, arch)

@@ -153,7 +153,7 @@ def _inf_to_nan(x: np.ndarray) -> np.ndarray:
     return np.where(np.isinf(x), np.array(np.nan, x.dtype), x)
 
 
-def _sequences(case: Case, inputs: Inputs):
+def sequences(case: Case, inputs: Inputs):
     """(index of q's rows, index of k's rows, existing keys, positions_q, positions_k) per sequence."""
     lens_k = case.k_lens if case.packed else (case.k_len,) * case.batch
     for b, longest in enumerate(lens_k):
@@ -172,7 +172,7 @@ def _rotated(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     rope = inputs.rope
     if rope is None:
         return q, k
-    for b, rows, keys, length in _sequences(case, inputs):
+    for b, rows, keys, length in sequences(case, inputs):
         if length == 0:
             continue
         given_q, given_k = rope.positions_q, rope.positions_k
@@ -196,7 +196,7 @@ def _strength(case: Case, inputs: Inputs, integers: Integers | None, power: int 
     """
     q, k = _rotated(case, inputs)
     if integers:
-        for _, _, keys, length in _sequences(case, inputs):
+        for _, _, keys, length in sequences(case, inputs):
             if length:
                 sample = k[keys][:: -(-length // (integers.sampled or length))]
                 finite = np.isfinite(sample).all(-1, keepdims=True)
@@ -205,7 +205,7 @@ def _strength(case: Case, inputs: Inputs, integers: Integers | None, power: int 
     q, k = np.abs(q) ** power, np.abs(k) ** power
     if integers:  # [max, sum] . [sum, max] of the channels
         q, k = np.stack([q.max(-1), q.sum(-1)], -1), np.stack([k.sum(-1), k.max(-1)], -1)
-        for _, _, keys, length in _sequences(case, inputs):
+        for _, _, keys, length in sequences(case, inputs):
             if length:
                 k[keys][..., 1] = _largest_of_group(k[keys][..., 1], integers.key_group)
     scale = (abs(case.scale) if case.scale is not None else case.head_dim**-0.5) ** power
@@ -213,7 +213,7 @@ def _strength(case: Case, inputs: Inputs, integers: Integers | None, power: int 
     right = 0 if case.causal else right
     result = np.zeros(q.shape[1::-1] if case.packed else (q.shape[0], q.shape[2], q.shape[1]))
     group = case.q_heads // case.kv_heads
-    for b, rows, keys, length in _sequences(case, inputs):
+    for b, rows, keys, length in sequences(case, inputs):
         len_q = len(q[rows])
         if length == 0 or len_q == 0:
             continue

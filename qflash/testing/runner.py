@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import ml_dtypes
@@ -11,14 +11,16 @@ import numpy as np
 
 from qflash import api, dispatch
 from qflash.call.array import Array
+from qflash.call.op import Plan
 from qflash.call.prepare import Prepared, prepare
 from qflash.call.spec import MOST_DECODE_ROWS
 from qflash.frontends import numpy as numpy_frontend
 from qflash.ops import attention
 from qflash.ops import problem as problems
+from qflash.ops.paged import PagedKV
 from qflash.ops.problem import Options, Problem, RopeArrays
 from qflash.rope import Rope
-from qflash.testing import compare, emulator, oracle
+from qflash.testing import compare, emulator, oracle, paged
 from qflash.testing.case import Case, Inputs
 
 FRAMEWORKS = ("native", "native-cuda", "emulated", "numpy", "torch", "torch-cuda", "jax")
@@ -49,7 +51,10 @@ def run_case(
         return _run_emulated(case, inputs, kernel, seed)
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework is {framework!r}; allowed: {', '.join(FRAMEWORKS)}")
-    out, lse = call(case, convert(inputs, framework), kernel)
+    if _is_paged(kernel):
+        out, lse = _call_paged(case, inputs, kernel, framework)
+    else:
+        out, lse = call(case, convert(inputs, framework), kernel)
     return to_numpy(out), to_numpy(lse)
 
 
@@ -76,11 +81,6 @@ def arrays_of(inputs: Inputs) -> dict[str, Any]:
 
 
 _ROPE = ("cos", "sin", "positions_q", "positions_k")
-
-
-def prepared_forward(problem: Problem, given: Collection[str], arch: int = 0) -> Prepared:
-    """The forward call of a checked problem, with lse. `given`: the optional arrays that are there."""
-    return prepare(attention.plan_of(problem, given, True), arch)
 
 
 def launch(prepared: Prepared, arrays: dict[str, Any], results: Sequence[np.ndarray], num_threads: int = 0) -> None:
@@ -134,8 +134,8 @@ def suited(case: Case, kernel: str, arch: int) -> Case:
 def refusals(case: Case, kernel: str, arch: int) -> list[str]:
     """Why dispatch refuses `case` to `kernel` on a GPU of `arch`; empty when it is served."""
     row = dispatch.VARIANTS[kernel].kernel
-    spec = problem_of(case, case.make_inputs(), kernel, row.device).spec(arch)
-    return dispatch.reasons(row, spec)
+    plan, _ = planned(case, case.make_inputs(), kernel, row.device)
+    return dispatch.reasons(row, plan.spec(arch))
 
 
 def default_kernel(case: Case, framework: str = "native") -> str:
@@ -172,6 +172,31 @@ def problem_of(case: Case, inputs: Inputs, kernel: str | None, device: str) -> P
     return problems.check_packed(q, k, v, *cu, *longest(case), options, kv_lens, rope)
 
 
+def _is_paged(kernel: str | None) -> bool:
+    return kernel is not None and dispatch.VARIANTS[kernel].kv == "pages"
+
+
+def planned(case: Case, inputs: Inputs, kernel: str | None, device: str) -> tuple[Plan, dict[str, Any]]:
+    """The plan of a case on a variant of a kernel, with lse, and its arrays by the plan's names for them."""
+    if _is_paged(kernel):
+        return paged.plan_of(case, paged.on_pages(case, inputs), kernel, device)
+    arrays = arrays_of(inputs)
+    return attention.plan_of(problem_of(case, inputs, kernel, device), arrays, True), arrays
+
+
+def _call_paged(case: Case, inputs: Inputs, kernel: str | None, framework: str) -> tuple[Any, Any]:
+    """`qflash.attention` or `attention_varlen` on pages, of any framework."""
+    pages = paged.on_pages(case, inputs)
+    turn = converter(framework)
+    parts = {field.name: getattr(pages.kv, field.name) for field in fields(pages.kv)}
+    kv = PagedKV(**{name: turn(x) if isinstance(x, np.ndarray) else x for name, x in parts.items()})
+    words = {**case.options(), "rope": _converted_rope(pages.rope, turn), "kernel": named_kernel(kernel)[0]}
+    if case.packed:
+        cu = (turn(pages.cu_seqlens_q), None)
+        return api.attention_varlen(turn(pages.q), kv, None, *cu, pages.max_seqlen_q, None, return_lse=True, **words)
+    return api.attention(turn(pages.q), kv, return_lse=True, **words)
+
+
 def named_kernel(variant: str | None) -> tuple[str | None, str | None]:
     """The words `kernel` and `precision` of a call that asks for a variant of a kernel."""
     if variant is None:
@@ -205,27 +230,33 @@ def call(case: Case, inputs: Inputs, kernel: str | None = None, **extra: Any) ->
 
 def convert(inputs: Inputs, framework: str) -> Inputs:
     """The same arrays in another framework; torch keeps the strides, JAX has none."""
+    turn = converter(framework)
+    kv_lens, cu_q, cu_k = (None if x is None else turn(x) for x in _indices(inputs))
+    rope = _converted_rope(inputs.rope, turn)
+    return Inputs(turn(inputs.q), turn(inputs.k), turn(inputs.v), kv_lens, rope, cu_q, cu_k)
+
+
+def _indices(inputs: Inputs) -> tuple[np.ndarray | None, ...]:
+    return inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k
+
+
+def converter(framework: str) -> Callable[[np.ndarray], Any]:
+    """From NumPy's arrays to those of a framework."""
     if framework == "numpy":
-        return inputs
+        return lambda x: x
     if framework == "jax":
         import jax.numpy as jnp
 
-        convert = jnp.asarray
-    else:
-        device = "cuda" if framework.endswith("cuda") else "cpu"
+        return jnp.asarray
+    device = "cuda" if framework.endswith("cuda") else "cpu"
+    return lambda x: to_torch(x, device)
 
-        def convert(x: np.ndarray) -> Any:
-            return to_torch(x, device)
 
-    def maybe(x: np.ndarray | None) -> Any:
-        return None if x is None else convert(x)
-
-    rope = inputs.rope
-    if rope is not None:
-        tables = (convert(rope.cos), convert(rope.sin))
-        rope = Rope(*tables, rope.interleaved, maybe(rope.positions_q), maybe(rope.positions_k))
-    kv_lens, cu_q, cu_k = (maybe(x) for x in (inputs.kv_lens, inputs.cu_seqlens_q, inputs.cu_seqlens_k))
-    return Inputs(convert(inputs.q), convert(inputs.k), convert(inputs.v), kv_lens, rope, cu_q, cu_k)
+def _converted_rope(rope: Rope | None, turn: Callable[[np.ndarray], Any]) -> Rope | None:
+    if rope is None:
+        return None
+    positions = (None if x is None else turn(x) for x in (rope.positions_q, rope.positions_k))
+    return Rope(turn(rope.cos), turn(rope.sin), rope.interleaved, *positions)
 
 
 def to_torch(x: np.ndarray, device: str = "cpu") -> Any:
@@ -279,24 +310,22 @@ def _address(x: np.ndarray | None) -> int:
 
 
 def _run_native(case: Case, inputs: Inputs, kernel: str | None, num_threads: int) -> tuple[np.ndarray, np.ndarray]:
-    problem = problem_of(case, inputs, kernel, "cpu")
-    out, lse = _Guarded(inputs.q.shape, case.dtype), _Guarded(attention.lse_shape(problem), "float32")
-    arrays = arrays_of(inputs)
-    launch(prepared_forward(problem, arrays), arrays, [out.array, lse.array], num_threads)
+    plan, arrays = planned(case, inputs, kernel, "cpu")
+    out, lse = (_Guarded(result.shape, result.dtype) for result in plan.results)
+    launch(prepare(plan), arrays, [out.array, lse.array], num_threads)
     return out.checked("out"), lse.checked("lse")
 
 
 def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None, out_shift: int) -> tuple[np.ndarray, np.ndarray]:
     import torch
 
-    problem = problem_of(case, inputs, kernel, f"cuda:{torch.cuda.current_device()}")
-    tensors = arrays_of(convert(inputs, "torch-cuda"))
-    prepared = prepared_forward(problem, tensors, arch_of("cuda"))
+    plan, arrays = planned(case, inputs, kernel, f"cuda:{torch.cuda.current_device()}")
+    prepared = prepare(plan, arch_of("cuda"))
     room = torch.full((inputs.q.size + out_shift,), torch.nan, dtype=getattr(torch, case.dtype), device="cuda")
     out = room[out_shift:].view(inputs.q.shape)
-    lse = torch.full(attention.lse_shape(problem), torch.nan, dtype=torch.float32, device="cuda")
+    lse = torch.full(plan.results[1].shape, torch.nan, dtype=torch.float32, device="cuda")
     workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device="cuda")
-    operands = [tensors[operand.argument] for operand in prepared.plan.operands]
+    operands = [to_torch(arrays[operand.argument], "cuda") for operand in plan.operands]
     addresses = [x.data_ptr() for x in (*operands, out, lse, workspace)]
     prepared.call(*addresses, torch.cuda.current_stream().cuda_stream, 0)
     torch.cuda.synchronize()
@@ -304,10 +333,8 @@ def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None, out_shift: 
 
 
 def _run_emulated(case: Case, inputs: Inputs, kernel: str | None, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    problem = problem_of(case, inputs, kernel, "cuda")
-    out, lse = _Guarded(inputs.q.shape, case.dtype), _Guarded(attention.lse_shape(problem), "float32")
-    arrays = arrays_of(inputs)
-    plan = attention.plan_of(problem, arrays, True)
+    plan, arrays = planned(case, inputs, kernel, "cuda")
+    out, lse = (_Guarded(result.shape, result.dtype) for result in plan.results)
     emulator.launch(plan, [*(arrays[x.argument] for x in plan.operands), out.array, lse.array], seed=seed)
     return out.checked("out"), lse.checked("lse")
 

@@ -21,7 +21,7 @@ inline int check_arrays(const QfAttnParams* p, int dtype) {
   return kv_is_arrays(*p) ? QF_OK : QF_UNSUPPORTED;
 }
 
-// The same for a kernel that takes pages of elements.
+// The same for a kernel that takes K and V in pages.
 inline int check_pages(const QfAttnParams* p, int dtype) {
   if (const int status = check_params(p, dtype)) return status;
   return kv_is_pages(*p) ? QF_OK : QF_UNSUPPORTED;

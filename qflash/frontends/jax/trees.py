@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from qflash.ops.kv import QuantizedKV
+from qflash.ops.paged import PagedKV
 from qflash.ops.quantization import Quantized
 from qflash.rope import Rope
 
@@ -31,4 +32,9 @@ jax.tree_util.register_dataclass(
         "lens",
     ],
     meta_fields=["dtype", "precision"],
+)
+jax.tree_util.register_dataclass(
+    PagedKV,
+    data_fields=["k_pages", "v_pages", "page_table", "lens", "k_scale", "v_scale", "k_mean"],
+    meta_fields=["layout"],
 )

@@ -185,12 +185,20 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
 
     const auto finish = [&](int row, int d, const Merged& merged) {
       store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, [&](int key) {
-        const Element* const g_v = static_cast<const Element*>(p.kv.v.data) + part.b * p.kv.v.stride_b +
+        int b = part.b;
+        if constexpr (Config::kPaged) {
+          const PageRow pages(p, part.b);
+          const Place place = pages.place(key);
+          b = place.page, key = place.token;
+          if (!pages.in_pool(b)) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // these rows are NaN already
+        }
+        const Element* const g_v = static_cast<const Element*>(p.kv.v.data) + b * p.kv.v.stride_b +
                                    int64_t(key) * p.kv.v.stride_t + part.kv_head * p.kv.v.stride_h + d;
         return make_float4(to_float(g_v[0]), to_float(g_v[1]), to_float(g_v[2]), to_float(g_v[3]));
       });
     };
-    merge_warps(sums, area, source, rows, p.head_dim, [&](int row, int d, const Merged& merged) {
+    merge_warps(sums, area, source, rows, p.head_dim, [&](int row, int d, Merged merged) {
+      if (Config::kPaged && unit.lost) merged.l = merged.exact = nan();
       if (part.is_whole())
         finish(row, d, merged);
       else
@@ -203,7 +211,8 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
     if (*area.ticket == unsigned(part.parts - 1)) {
       const int quads = p.head_dim / 4;
       for (int i = threadIdx.x; i < rows * quads; i += Config::kConsumers)
-        finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4));
+        finish(i / quads, i % quads * 4,
+               partials.template merged<Config::kPartsAtOnce>(part, i / quads, i % quads * 4));
     }
   }
 }

@@ -15,10 +15,11 @@ namespace decode {
 
 constexpr int kMostRows = 64;
 
-template <class Element_, int kHeadDim_, int kRowWarps_, int kArch>
+template <class Element_, int kHeadDim_, int kRowWarps_, int kArch, bool kPaged_ = false>
 struct Config {
   using Element = Element_;
   using Tensor = Tensor16<Element, kArch>;
+  static constexpr bool kPaged = kPaged_;  // K and V are in the pages of a cache
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
   static constexpr int kBlockN = kHeadDim <= 64 ? 128 : 64;                         // keys of a tile
   static constexpr int kWarps = kHeadDim <= 128 ? 8 : 4, kConsumers = 32 * kWarps;  // that attend
@@ -42,6 +43,7 @@ struct Config {
   static constexpr int kAreaColumns = kHeadDim <= 128 ? kHeadDim : 64, kAreaStride = kAreaColumns + 8;  // floats
   static constexpr int kAreaBytes = kWarps * 8 * kAreaStride * 4;
   static constexpr int kStatsBytes = kWarps * 8 * 16;
+  static constexpr int kPartsAtOnce = 16;  // of other blocks, when they are merged
 };
 
 }  // namespace decode

@@ -60,9 +60,9 @@ struct Partials {
     *reinterpret_cast<float4*>(g_row + d) = x.o;
     if (d == 0) *reinterpret_cast<RowSums*>(g_row + head_dim) = x.sums();
   }
-  // All parts of a row, in the order of their keys.
+  // All parts of a row, in the order of their keys. kAtOnce: loads under way.
+  template <int kAtOnce>
   __device__ __forceinline__ Merged merged(const Part& part, int row, int d) const {
-    constexpr int kAtOnce = 16;  // loads under way
     Merged all;
     const float* g_row = begun + place(part.first_block, row);
     const float* g_next = continued + place(part.block(1), row);

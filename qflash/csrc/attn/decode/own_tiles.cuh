@@ -8,9 +8,10 @@
 // where rows do not begin at multiples of 16 bytes.
 #pragma once
 
+#include "attn/decode/attend.cuh"
 #include "attn/decode/config.cuh"
+#include "attn/decode/pages.cuh"
 #include "attn/decode/product.cuh"
-#include "attn/decode/rows.cuh"
 #include "attn/decode/unit.cuh"
 #include "attn/mma/tile.cuh"
 #include "ptx/barrier.cuh"
@@ -76,7 +77,7 @@ struct TeamChunks {
   static constexpr int kStep = Config::kTeamThreads / Tile::kChunks, kRowSteps = Config::kBlockN / kStep;
   static_assert(kRowSteps * kStep == Config::kBlockN, "the walk must come out even");
 
-  __device__ static __forceinline__ int thread() { return int(threadIdx.x) % Config::kTeamThreads; }
+  __device__ static __forceinline__ int thread() { return fresh_tid() % Config::kTeamThreads; }
   __device__ static __forceinline__ int row(int step) { return thread() / Tile::kChunks + step * kStep; }
   __device__ static __forceinline__ int channel(int panel) {
     return panel * Tile::kPanelColumns + thread() % Tile::kChunks * kPerChunk;
@@ -98,16 +99,61 @@ struct OwnState {
   } teams[Config::kTeams];
 };
 
-// In shared memory.
+// Where the keys of a tile lie. In arrays, their sequence stands in the place of a page.
 template <class Config>
-struct OwnRing {
-  char* tiles;    // [team][stage], K and V
-  char* queries;  // of the unit that is attended to
-  OwnState<Config>* state;
+class TilePlaces {
+ public:
+  __device__ __forceinline__ TilePlaces(const QfAttnParams& p, const TeamTile& tile) : p_(p), tile_(tile) {
+    if constexpr (Config::kPaged) {
+      once_ = p.kv.page_size % Config::kBlockN == 0;  // pages of whole tiles are looked up once
+      key_ = max(tile.key0, tile.seen.begin);
+      if (once_) found_ = PageRow(p, tile.b).place(key_);
+    }
+  }
+  // False: no row sees the key, and nobody is to look for it, or it is in no page of the pool.
+  __device__ __forceinline__ bool find(int key, Place& place) const {
+    place = {tile_.b, key};
+    if (key < tile_.seen.begin || key >= tile_.seen.end) return false;
+    if constexpr (!Config::kPaged) {
+      return true;
+    } else {
+      const PageRow pages(p_, tile_.b);
+      place = once_ ? Place{found_.page, found_.token + key - key_} : pages.place(key);
+      return pages.in_pool(place.page);
+    }
+  }
+  // Of K or V.
+  __device__ __forceinline__ const typename Config::Element* row(const QfTensor& x, const Place& place) const {
+    return static_cast<const typename Config::Element*>(x.data) + place.page * x.stride_b + place.token * x.stride_t +
+           tile_.kv_head * x.stride_h;
+  }
+
+ private:
+  const QfAttnParams& p_;
+  const TeamTile& tile_;
+  bool once_ = false;
+  int key_ = 0;
+  Place found_ = {0, 0};
+};
+
+// Shared memory of a block, from a multiple of kSwizzleBytes on.
+template <class Config>
+struct OwnMemory {
+  char* s_first;  // registers are scarce: the others stand behind it
+
+  __device__ __forceinline__ char* tiles(int team, int stage) const {  // K and V
+    return s_first + (team * Config::kStages + stage) * Config::kStageBytes;
+  }
+  __device__ __forceinline__ char* queries() const { return s_first + Config::kRingBytes; }
+  __device__ __forceinline__ char* area() const { return queries() + Config::kQueryBytes; }
+  __device__ __forceinline__ OwnState<Config>& state() const {
+    static_assert(sizeof(OwnState<Config>) <= Config::kStateBytes, "");
+    return *reinterpret_cast<OwnState<Config>*>(area() + Area<Config>::kBytes);
+  }
 };
 
 // A Source (attend.cuh).
-template <class Config, bool kAsync, bool kPages>
+template <class Config, bool kAsync>
 class OwnTiles {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
@@ -116,8 +162,8 @@ class OwnTiles {
  public:
   // Collective for the block.
   __device__ __forceinline__ OwnTiles(const QfAttnParams& p, const Runs& runs, const Aligned& aligned,
-                                      const OwnRing<Config>& ring)
-      : p_(p), aligned_(aligned), ring_(ring) {
+                                      const OwnMemory<Config>& memory)
+      : p_(p), aligned_(aligned), memory_(memory) {
     {
       const Share<Config::kBlockN> share(p, runs);
       if (leads_team()) {
@@ -125,8 +171,9 @@ class OwnTiles {
         team.walk = TeamWalk<Config>(p, share, int(threadIdx.x) / Config::kTeamThreads);
         team.tiles[0] = team.walk.next(p);
       }
-      if (threadIdx.x == 0) {
-        ring_.state->share = share;
+      if (threadIdx.x < 32) {
+        if (threadIdx.x == 0) memory_.state().share = share;
+        __syncwarp();  // the share is in place
         describe_next_unit(0);
       }
     }
@@ -138,7 +185,7 @@ class OwnTiles {
     }
   }
 
-  __device__ __forceinline__ bool is_mine() const { return next_ == int(threadIdx.x) / Config::kTeamThreads; }
+  __device__ __forceinline__ bool is_mine() const { return next_ == fresh_tid() / Config::kTeamThreads; }
   __device__ __forceinline__ void skip() {
     if (++next_ == Config::kTeams) next_ = 0;
   }
@@ -158,19 +205,19 @@ class OwnTiles {
   // Collective for the block. q of the unit before was last read before merge_warps() let all meet, and this unit was
   // described before that.
   __device__ __forceinline__ const Unit<Config::kBlockN>& wait_unit() const {
-    const Unit<Config::kBlockN>& unit = ring_.state->units[unit_];
+    const Unit<Config::kBlockN>& unit = memory_.state().units[unit_];
     if (unit.tiles >= 0) copy_unit_queries(unit.part);
     meet();  // q is in place, and nobody looks at the unit before any more
-    if (threadIdx.x == 0 && unit.tiles >= 0) describe_next_unit(unit_ ^ 1);
+    if (threadIdx.x < 32 && unit.tiles >= 0) describe_next_unit(unit_ ^ 1);
     return unit;
   }
-  __device__ __forceinline__ const char* queries() const { return ring_.queries; }
+  __device__ __forceinline__ const char* queries() const { return memory_.queries(); }
   __device__ __forceinline__ void release_unit() { unit_ ^= 1; }
   template <int kTeam = 0>
   __device__ __forceinline__ void meet_team() const {
     if constexpr (Config::kTeamWarps == 1)
       __syncwarp();
-    else if (Config::kTeams == 1 || threadIdx.x / Config::kTeamThreads == kTeam)
+    else if (Config::kTeams == 1 || fresh_tid() / Config::kTeamThreads == kTeam)
       barrier_sync<1 + kTeam, Config::kTeamThreads>();
     else if constexpr (kTeam + 1 < Config::kTeams)
       meet_team<kTeam + 1>();
@@ -179,24 +226,24 @@ class OwnTiles {
 
  private:
   __device__ __forceinline__ char* stage_of(int stage) const {
-    const int team = threadIdx.x / Config::kTeamThreads;
-    return ring_.tiles + (team * Config::kStages + stage) * Config::kStageBytes;
+    return memory_.tiles(fresh_tid() / Config::kTeamThreads, stage);
   }
-  __device__ __forceinline__ bool leads_team() const { return threadIdx.x % Config::kTeamThreads == 0; }
+  __device__ __forceinline__ bool leads_team() const { return fresh_tid() % Config::kTeamThreads == 0; }
   __device__ __forceinline__ typename OwnState<Config>::Team& own_team() const {
-    return ring_.state->teams[threadIdx.x / Config::kTeamThreads];
+    return memory_.state().teams[fresh_tid() / Config::kTeamThreads];
   }
 
-  // By one thread, into a place that nobody looks at.
+  // By one warp, into a place that nobody looks at.
   __device__ __forceinline__ void describe_next_unit(int place) const {
-    Share<Config::kBlockN>& share = ring_.state->share;
-    Unit<Config::kBlockN>& unit = ring_.state->units[place];
+    Share<Config::kBlockN>& share = memory_.state().share;
+    Unit<Config::kBlockN>& unit = memory_.state().units[place];
     if (share.is_over()) {
-      unit.tiles = -1;
-    } else {
-      describe_unit<Config>(p_, share.part(), unit);
-      share.advance(p_);
+      if (threadIdx.x == 0) unit.tiles = -1;
+      return;
     }
+    describe_unit<Config>(p_, share.part(), unit);
+    __syncwarp();  // all lanes have read the share
+    if (threadIdx.x == 0) share.advance(p_);
   }
 
   // The team's next tile, if there is one, into a stage that nobody reads any more. Between two calls the team meets.
@@ -214,94 +261,73 @@ class OwnTiles {
     if constexpr (kAsync) cp_async_commit();  // one group for each tile, so that they can be counted
   }
 
+  // Keys that no row sees and channels past the last are zeros, and so is what is in no page of the pool.
   __device__ __forceinline__ void copy_tile(const TeamTile& tile, char* s_k) const {
     char* const s_v = s_k + Tile::kBytes;
-    // Pages of whole tiles are looked up once.
-    const bool once = kPages && p_.kv.page_size % Config::kBlockN == 0;
-    const int first = max(tile.key0, tile.seen.begin);
-    TokenPlace of_first = {0, 0};
-    if (once) of_first = place_of<kPages>(p_.kv, tile.b, first);
-    const auto place = [&](int key) {
-      return once ? of_first.later(key - first) : place_of<kPages>(p_.kv, tile.b, key);
-    };
+    const TilePlaces<Config> places(p_, tile);
     if constexpr (kAsync) {
 #pragma unroll
       for (int step = 0; step < Chunks::kRowSteps; ++step) {
-        const int key = tile.key0 + Chunks::row(step);
-        const bool seen = is_seen(tile, key);
-        TokenPlace at = {0, 0};
-        if (seen) at = place(key);
-        const Element* const g_k = at.template row<Element>(p_.kv.k, tile.kv_head);
-        const Element* const g_v = at.template row<Element>(p_.kv.v, tile.kv_head);
+        Place place;
+        const bool found = places.find(tile.key0 + Chunks::row(step), place);
+        const Element* const g_k = places.row(p_.kv.k, place);
+        const Element* const g_v = places.row(p_.kv.v, place);
 #pragma unroll
         for (int panel = 0; panel < Tile::kCount; ++panel) {
           const int d = Chunks::channel(panel), offset = Chunks::offset(step, panel);
-          const bool there = seen && at.exists() && d < p_.head_dim;
-          if (!kPages || at.exists())
-            cp_async_16(s_k + offset, g_k + d, there);
-          else
-            *reinterpret_cast<uint4*>(s_k + offset) = no_page(d);
-          cp_async_16(s_v + offset, g_v + d, there);
+          cp_async_16(s_k + offset, g_k + d, found && d < p_.head_dim);
+          cp_async_16(s_v + offset, g_v + d, found && d < p_.head_dim);
         }
       }
     } else {
-      if (!kPages && p_.rope.cos) {
-        copy_chunks<1>(tile, s_k, place, p_.kv.k, true, [&](const Element* g_row, int d, int key) {
+      if (!Config::kPaged && p_.rope.cos) {  // pages hold keys that were rotated
+        copy_chunks<1>(tile.key0, places, s_k, p_.kv.k, [&](const Element* g_row, int d, int key) {
           return rotated_chunk(p_.rope, g_row, d, p_.head_dim, position_k(p_.rope, tile.b, 0, key), aligned_.k,
                                aligned_.rope);
         });
       } else {
-        copy_chunks<kAtOnce>(tile, s_k, place, p_.kv.k, true,
+        copy_chunks<kAtOnce>(tile.key0, places, s_k, p_.kv.k,
                              [&](const Element* g_row, int d, int) { return load_chunk(g_row + d, aligned_.k); });
       }
-      copy_chunks<kAtOnce>(tile, s_v, place, p_.kv.v, false,
+      copy_chunks<kAtOnce>(tile.key0, places, s_v, p_.kv.v,
                            [&](const Element* g_row, int d, int) { return load_chunk(g_row + d, aligned_.v); });
     }
   }
 
   static constexpr int kCopies = Chunks::kRowSteps * Tile::kCount;  // of a thread
-  static constexpr int kAtOnce = kCopies % 8 == 0 ? 8 : kCopies % 4 == 0 ? 4 : kCopies % 3 == 0 ? 3 : 1;
+  // Loads under way, as many as there are registers for beside the outputs.
+  static constexpr int kMostLoads = Config::kHeadDim <= 128 ? 8 : 4;
+  static constexpr int kAtOnce = kCopies % kMostLoads == 0 ? kMostLoads
+                                 : kCopies % 4 == 0        ? 4
+                                 : kCopies % 3 == 0        ? 3
+                                                           : 1;
 
   // Through registers. load(g_row, d, key): the chunk of a row that begins at channel d.
-  template <int kLoads, class Place, class Load>
-  __device__ __forceinline__ void copy_chunks(const TeamTile& tile, char* s_tile, Place place, const QfTensor& x,
-                                              bool keys, Load load) const {
+  template <int kLoads, class Load>
+  __device__ __forceinline__ void copy_chunks(int key0, const TilePlaces<Config>& places, char* s_tile,
+                                              const QfTensor& x, Load load) const {
     static_assert(kCopies % kLoads == 0, "");
 #pragma unroll 1
     for (int first = 0; first < kCopies; first += kLoads) {
       uint4 raw[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const int step = (first + i) / Tile::kCount, d = Chunks::channel((first + i) % Tile::kCount);
-        const int key = tile.key0 + Chunks::row(step);
+        const int key = key0 + Chunks::row((first + i) / Tile::kCount);
+        const int d = Chunks::channel((first + i) % Tile::kCount);
         raw[i] = make_uint4(0, 0, 0, 0);
-        if (!is_seen(tile, key) || d >= p_.head_dim) continue;
-        const TokenPlace at = place(key);
-        if (at.exists())
-          raw[i] = load(at.template row<Element>(x, tile.kv_head), d, key);
-        else if (keys)
-          raw[i] = no_page(d);
+        Place place;
+        if (d < p_.head_dim && places.find(key, place)) raw[i] = load(places.row(x, place), d, key);
       }
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int step = (first + i) / Tile::kCount, panel = (first + i) % Tile::kCount;
-        *reinterpret_cast<uint4*>(s_tile + Chunks::offset(step, panel)) = raw[i];
-      }
+      for (int i = 0; i < kLoads; ++i)
+        *reinterpret_cast<uint4*>(s_tile + Chunks::offset((first + i) / Tile::kCount, (first + i) % Tile::kCount)) =
+            raw[i];
     }
-  }
-
-  __device__ __forceinline__ bool is_seen(const TeamTile& tile, int key) const {
-    return key >= tile.seen.begin && key < tile.seen.end;
-  }
-  // What stands in K for a token without a page: NaN, in both types, and so in the rows that see it.
-  __device__ __forceinline__ uint4 no_page(int d) const {
-    const uint32_t word = d < p_.head_dim ? 0x7fff7fffu : 0;
-    return make_uint4(word, word, word, word);
   }
 
   __device__ __forceinline__ void copy_unit_queries(const Part& part) const {
     if (!p_.rope.cos) {
-      copy_queries<Config>(p_, p_.q, part.b, part.kv_head, aligned_.q, ring_.queries, int(threadIdx.x),
+      copy_queries<Config>(p_, p_.q, part.b, part.kv_head, aligned_.q, memory_.queries(), int(threadIdx.x),
                            Config::kConsumers);
       return;
     }
@@ -317,13 +343,13 @@ class OwnTiles {
         value = rotated_chunk(p_.rope, g_row, d, p_.head_dim, position_q(p_.rope, part.b, 0, token, p_.q_len, keys),
                               aligned_.q, aligned_.rope);
       }
-      *reinterpret_cast<uint4*>(ring_.queries + Swizzle<Config::kChunks>::offset(row, chunk)) = value;
+      *reinterpret_cast<uint4*>(memory_.queries() + Swizzle<Config::kChunks>::offset(row, chunk)) = value;
     }
   }
 
   const QfAttnParams& p_;
   const Aligned& aligned_;
-  OwnRing<Config> ring_;
+  OwnMemory<Config> memory_;
   int next_ = 0;   // the team that takes the next tile
   int stage_ = 0;  // of this team's next tile
   int turn_ = 0;   // of Team::tiles: to be copied next

@@ -114,7 +114,7 @@ __device__ __forceinline__ void describe_units(const QfAttnParams& p, const QfTe
       if (lane == 0) unit.tiles = -1;
     } else {
       const Part part = share.part();
-      if (lane == 0) describe_unit<Config>(p, part, unit);
+      describe_unit<Config>(p, part, unit);
       copy_queries<Config>(p, q, part.b, part.kv_head, aligned, ring.queries + at.stage() * Config::kQueryBytes, lane,
                            32);
     }

@@ -1,6 +1,7 @@
 // A unit, one KV head of one sequence, as the warps that attend to it see it.
 #pragma once
 
+#include "attn/decode/pages.cuh"
 #include "attn/decode/share.cuh"
 #include "attn/mma/state.cuh"
 
@@ -13,16 +14,26 @@ struct Unit {
   Part part;
   Seen<kBlockN> seen;
   int first_key, tiles;  // of this block's part; tiles -1: the share is over
+  bool lost;             // a key that some row sees is in no page of the pool: these rows are NaN
   bool few;              // some row sees so few keys that the rounding of its weights is not lost in their average
 };
 
-// What is to be known of a part's unit.
+// What is to be known of a part's unit. Collective for a warp, of which one lane writes.
 template <class Config>
 __device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part& part, Unit<Config::kBlockN>& unit) {
   Seen<Config::kBlockN> seen(p, part.b);
+  const int first_key = seen.first_key() + part.first * Config::kBlockN;
+  const int tiles = min(part.count, seen.tiles());  // a unit without keys has a place
+  bool lost = false;
+  if constexpr (Config::kPaged) {
+    const int end = min(seen.any.end, first_key + tiles * Config::kBlockN);
+    lost = !PageRow(p, part.b).all_in_pool({max(seen.any.begin, first_key), end});
+  }
+  if (threadIdx.x % 32 != 0) return;
   unit.part = part;
-  unit.first_key = seen.first_key() + part.first * Config::kBlockN;
-  unit.tiles = min(part.count, seen.tiles());  // a unit without keys has a place
+  unit.first_key = first_key;
+  unit.tiles = tiles;
+  unit.lost = lost;
   // Infinity times a remainder has any sign. So where remainders are multiplied, no value that is not finite is: as if
   // no key were seen by all rows, store_row() adds them.
   unit.few = Config::kKeepsRemainders && seen.sees_few(kFewKeys);

@@ -36,15 +36,16 @@ struct RelaidTensor {
 
 // Host side: what becomes of q, k and v. Asked first without addresses, for the size of the workspace: of rope and
 // packed rows it looks at the sizes alone. Where an address then makes more copies necessary than were reserved, the
-// launch must find the memory itself. first: kV where q and k get to the copy engine by themselves.
+// launch must find the memory itself. The others than
+// first .. last get to the copy engine by themselves.
 struct Relayout {
   RelaidTensor tensors[3] = {};
   int64_t bytes = 0;
 
-  Relayout(const QfAttnParams& p, bool addressed, Which first = kQ) {
+  Relayout(const QfAttnParams& p, bool addressed, Which first = kQ, Which last = kV) {
     const bool packed = p.cu_seqlens_q || p.total_q > 0 || p.total_k > 0;
     const QfTensor all[3] = {p.q, p.kv.k, p.kv.v};
-    for (int which = first; which <= kV; ++which) {
+    for (int which = first; which <= last; ++which) {
       RelaidTensor& x = tensors[which];
       x.from = all[which];
       x.heads = which == kQ ? p.q_heads : p.kv_heads;

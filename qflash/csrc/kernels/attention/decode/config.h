@@ -11,11 +11,12 @@
 namespace qf {
 namespace decode {
 
-template <class Element_, int kHeadDim_, int kRowWarps_, int kArch_>
+template <class Element_, int kHeadDim_, int kRowWarps_, int kArch_, bool kPaged_>
 struct PortableConfig {
   using Element = Element_;
   using Tensor = Tensor16<Element, kArch_>;
   static constexpr int kArch = kArch_;
+  static constexpr bool kPaged = kPaged_;
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
   static constexpr int kRowWarps = kRowWarps_, kRows = 16 * kRowWarps;
   static constexpr int kTeamWarps = kRowWarps, kTeamThreads = 32 * kTeamWarps, kKeyWarps = 1;
@@ -27,6 +28,7 @@ struct PortableConfig {
   static constexpr int kAreaColumns = 64, kAreaStride = kAreaColumns + 8;  // floats
   static constexpr int area_bytes(int warps) { return warps * 8 * kAreaStride * 4; }
   static constexpr int stats_bytes(int warps) { return warps * 8 * 16; }
+  static constexpr int kPartsAtOnce = 8;  // of other blocks: with more, registers do not suffice
 
   // Tiles that `teams` teams have room for, each, with `keys` keys.
   static constexpr int kStateBytes = 1536;  // OwnState

@@ -22,7 +22,7 @@
 #include "attn/decode/own_tiles.cuh"
 #include "kernels/attention/decode/config.h"
 
-template <class Config, bool kAsync, bool kPages>
+template <class Config, bool kAsync>
 __global__ void __launch_bounds__(Config::kConsumers, 1)
     qf_decode_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::decode::Runs runs,
                      const __grid_constant__ qf::decode::Partials partials, const qf::decode::Counters counters,
@@ -30,13 +30,9 @@ __global__ void __launch_bounds__(Config::kConsumers, 1)
   using namespace qf;
   using namespace qf::decode;
   extern __shared__ float4 s_memory[];
-  char* const s_tiles =
-      reinterpret_cast<char*>(s_memory) + (kSwizzleBytes - shared_address(s_memory) % kSwizzleBytes) % kSwizzleBytes;
-  char* const s_queries = s_tiles + Config::kRingBytes;
-  char* const s_area = s_queries + Config::kQueryBytes;
-  auto* const s_state = reinterpret_cast<OwnState<Config>*>(s_area + Area<Config>::kBytes);
-  static_assert(sizeof(*s_state) <= Config::kStateBytes, "");
+  const OwnMemory<Config> memory = {reinterpret_cast<char*>(s_memory) +
+                                    (kSwizzleBytes - shared_address(s_memory) % kSwizzleBytes) % kSwizzleBytes};
   wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
-  OwnTiles<Config, kAsync, kPages> tiles(p, runs, aligned, {s_tiles, s_queries, s_state});
-  attend_share<Config>(p, aligned.out, tiles, Area<Config>(s_area), partials, counters.all());
+  OwnTiles<Config, kAsync> tiles(p, runs, aligned, memory);
+  attend_share<Config>(p, aligned.out, tiles, Area<Config>(memory.area()), partials, counters.all());
 }

@@ -7,9 +7,9 @@
 namespace {
 
 using namespace qf;
+constexpr bool kPaged = QF_KV_KIND == QF_KV_PAGES;
 template <int kRowWarps>
-using Config = decode::PortableConfig<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM, kRowWarps, QF_ARCH>;
-constexpr bool kPages = QF_KV_KIND == QF_KV_PAGES;
+using Config = decode::PortableConfig<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM, kRowWarps, QF_ARCH, kPaged>;
 constexpr int kMostProcessors = 256;  // of any GPU; blocks of a grid that several KV heads share may be a few more
 
 // In the workspace: counters, partial sums.
@@ -40,10 +40,10 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   const Aligned aligned = {whole(p.q), whole(p.kv.k), whole(p.kv.v), whole(p.out), rope_tables_vectorise(p.rope)};
   const Launch how = {blocks, Config::kConsumers, Config::kSharedBytes, stream, QF_ARCH >= 90};
   constexpr bool kCanCopyAsync = QF_ARCH >= 80;
-  const bool rotates_keys = !kPages && p.rope.cos;
+  const bool rotates_keys = !kPaged && p.rope.cos;
   if (kCanCopyAsync && aligned.k && aligned.v && !rotates_keys)
-    return launch(how, qf_decode_kernel<Config, kCanCopyAsync, kPages>, p, runs, parts, counters, aligned);
-  return launch(how, qf_decode_kernel<Config, false, kPages>, p, runs, parts, counters, aligned);
+    return launch(how, qf_decode_kernel<Config, kCanCopyAsync>, p, runs, parts, counters, aligned);
+  return launch(how, qf_decode_kernel<Config, false>, p, runs, parts, counters, aligned);
 }
 
 // visit(a Config): the one for so many rows of a KV head.
@@ -60,7 +60,7 @@ QF_EXPORT int64_t qf_decode_workspace(const QfAttnParams* p) {
 }
 
 QF_EXPORT int qf_decode(const QfAttnParams* p, void* stream) {
-  if (const int status = kPages ? check_pages(p, QF_DTYPE) : check_arrays(p, QF_DTYPE)) return status;
+  if (const int status = kPaged ? check_pages(p, QF_DTYPE) : check_arrays(p, QF_DTYPE)) return status;
   if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
   const int rows = decode::rows_of(*p);
   if (rows > decode::kMostRows) return QF_UNSUPPORTED;

@@ -3,7 +3,8 @@
 // One block of each multiprocessor takes an equal run of the tiles of all sequences (attn/decode/share.cuh), in three
 // roles:
 //
-//    loader   one thread            K and V tiles by TMA, as far ahead as the ring has room
+//    loader   one warp              K and V tiles by TMA, as far ahead as the ring has room; of pages, a lane for each
+//                                   page of a tile
 //    units    one warp              what is to be known of the next unit, and its q
 //    teams    four of two warps     tiles in turn: each warp S = Q Kt, softmax, O += P V for all rows and 32 keys of a
 //                                   tile, with its own m, l, O; warps meet only at the end of a unit
@@ -18,16 +19,16 @@
 
 #include "attn/decode/attend.cuh"
 #include "attn/decode/counters.cuh"
-#include "attn/decode/tma_tiles.cuh"
+#include "attn/decode/tma_pages.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
 
 namespace qf {
 namespace sm90_decode {
 
-template <class Element, int kHeadDim, int kRowWarps>
-struct Config : decode::Config<Element, kHeadDim, kRowWarps, 90> {
-  using Base = decode::Config<Element, kHeadDim, kRowWarps, 90>;
+template <class Element, int kHeadDim, int kRowWarps, bool kPaged>
+struct Config : decode::Config<Element, kHeadDim, kRowWarps, 90, kPaged> {
+  using Base = decode::Config<Element, kHeadDim, kRowWarps, 90, kPaged>;
   static constexpr int kLoaderThreads = 128, kThreads = kLoaderThreads + Base::kConsumers;  // whole warpgroups
   // Registers are traded where one warpgroup loads and two attend; one and one have 255 each.
   static constexpr bool kTrades = Base::kConsumers > 128;
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                           const __grid_constant__ qf::decode::TensorMaps maps,
                           const __grid_constant__ qf::decode::Runs runs,
                           const __grid_constant__ qf::decode::Partials partials, const qf::decode::Counters counters,
-                          const bool q_aligned, const bool out_aligned) {
+                          const bool q_aligned, const bool out_aligned, const int box_rows) {
   using namespace qf;
   using namespace qf::decode;
   extern __shared__ float4 s_memory[];
@@ -75,7 +76,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if constexpr (Config::kTrades) give_registers<Config::kLoaderRegisters>();
     const int warp = (threadIdx.x - Config::kConsumers) / 32;
     name_role(warp == 0 ? "loader" : warp == 1 ? "units" : "idle");
-    if (warp == 0) load_share<Config>(p, maps, runs, ring);
+    if (warp == 0) {
+      if constexpr (Config::kPaged)
+        load_paged_share<Config>(p, maps, runs, ring, box_rows);
+      else
+        load_share<Config>(p, maps, runs, ring);
+    }
     if (warp == 1) describe_units<Config>(p, q, q_aligned, runs, ring);
   } else {
     if constexpr (Config::kTrades) take_registers<Config::kConsumerRegisters>();

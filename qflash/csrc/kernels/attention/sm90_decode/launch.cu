@@ -1,5 +1,6 @@
-// C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM):
-// relayout what must be (rope, strides that TMA cannot walk), make tensor maps, attend.
+// C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM) and kind
+// of K and V (-DQF_KV_KIND: QF_KV_ARRAYS or QF_KV_PAGES): relayout what must be (rope, strides that TMA cannot walk),
+// make tensor maps, attend.
 #include "attn/entry.cuh"
 #include "attn/wgmma/relayout.cuh"
 #include "kernels/attention/sm90_decode/kernel.cuh"
@@ -17,8 +18,10 @@ namespace {
 
 using namespace qf;
 using Element = ElementOf<QF_DTYPE>::Type;
+constexpr bool kPaged = QF_KV_KIND == QF_KV_PAGES;
+constexpr wgmma::Which kLastRelaid = kPaged ? wgmma::kQ : wgmma::kV;  // pages are taken as they are
 template <int kRowWarps>
-using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps>;
+using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps, kPaged>;
 constexpr int kMostProcessors = 144;  // of any GPU of this architecture
 constexpr int64_t kTooManyTiles = 1 << 30;
 
@@ -46,10 +49,31 @@ int64_t partial_bytes(const QfAttnParams& p) {
   return 2 * sizeof(float) * decode::Partials::floats(blocks_of(p, kMostProcessors), rows_of(p), p.head_dim);
 }
 
+// Keys that a page and a tile have whole numbers of.
+int box_rows_of(int page_size, int tile) {
+  while (page_size % tile != 0) tile /= 2;
+  return tile;
+}
+// Pages take the place of the batch.
+template <class Tile>
+int map_pages(CUtensorMap& map, const QfAttnParams& p, const QfTensor& pool, int box_rows,
+              CUtensorMapL2promotion promotion) {
+  if (p.kv.pages == 0) return cudaSuccess;  // never read
+  const TensorExtents extents = wgmma::extents_of(pool, p.head_dim, p.kv.page_size, p.kv_heads, p.kv.pages);
+  return encode_tensor_map<Tile>(map, extents, box_rows, promotion);
+}
+bool pages_map(const QfAttnParams& p) {
+  for (const QfTensor* pool : {&p.kv.k, &p.kv.v}) {
+    const TensorExtents extents = wgmma::extents_of(*pool, p.head_dim, p.kv.page_size, p.kv_heads, p.kv.pages);
+    if (reinterpret_cast<uintptr_t>(pool->data) % 16 != 0 || !strides_map(extents, 2)) return false;
+  }
+  return p.kv.page_size % 16 == 0;
+}
+
 template <class Config>
 int attend(const QfAttnParams& p, cudaStream_t stream) {
   using namespace decode;
-  const wgmma::Relayout reserved(p, false), relayout(p, true);
+  const wgmma::Relayout reserved(p, false, wgmma::kQ, kLastRelaid), relayout(p, true, wgmma::kQ, kLastRelaid);
   const int64_t partials = partial_bytes(p), needed = kCounterBytes + partials + reserved.bytes;
   if (!p.workspace || p.workspace_bytes < needed) return QF_NO_MEMORY;
   int processors = 0;
@@ -78,10 +102,15 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   using Tile = typename Config::Tile;
   // Rows of a panel are 128 bytes. To fetch 256, as elsewhere, costs 6 % here, where nothing else is waited for.
   constexpr auto promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  if (const int error = relayout.map<Tile>(maps.k, wgmma::kK, copies, p.head_dim, Config::kBlockN, promotion))
-    return error;
-  if (const int error = relayout.map<Tile>(maps.v, wgmma::kV, copies, p.head_dim, Config::kBlockN, promotion))
-    return error;
+  int box_rows = Config::kBlockN;
+  if constexpr (kPaged) {
+    box_rows = box_rows_of(p.kv.page_size, Config::kBlockN);
+    if (const int error = map_pages<Tile>(maps.k, p, p.kv.k, box_rows, promotion)) return error;
+    if (const int error = map_pages<Tile>(maps.v, p, p.kv.v, box_rows, promotion)) return error;
+  } else {
+    if (const int error = relayout.map<Tile>(maps.k, wgmma::kK, copies, p.head_dim, box_rows, promotion)) return error;
+    if (const int error = relayout.map<Tile>(maps.v, wgmma::kV, copies, p.head_dim, box_rows, promotion)) return error;
+  }
   Counters counters{};
   if (const int error = take_merge_counters(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), counters))
     return error;
@@ -90,17 +119,19 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   float* const sums = reinterpret_cast<float*>(workspace + kCounterBytes);
   const Partials parts = {sums, sums + Partials::floats(blocks, rows_of(p), p.head_dim), rows_of(p), p.head_dim};
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p,
-                queries, maps, runs, parts, counters, q.copied || q.vector, chunks_aligned(p.out, p.head_dim, 2));
+                queries, maps, runs, parts, counters, q.copied || q.vector, chunks_aligned(p.out, p.head_dim, 2),
+                box_rows);
 }
 
 }  // namespace
 
 QF_EXPORT int64_t qf_sm90_decode_workspace(const QfAttnParams* p) {
-  return kCounterBytes + partial_bytes(*p) + wgmma::Relayout(*p, false).bytes;
+  return kCounterBytes + partial_bytes(*p) + wgmma::Relayout(*p, false, wgmma::kQ, kLastRelaid).bytes;
 }
 
 QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
-  if (const int status = check_arrays(p, QF_DTYPE)) return status;
+  if (const int status = kPaged ? check_pages(p, QF_DTYPE) : check_arrays(p, QF_DTYPE)) return status;
+  if (kPaged && !pages_map(*p)) return QF_UNSUPPORTED;
   if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
   const int rows = rows_of(*p);
   if (rows > decode::kMostRows || int64_t(p->batch) * p->kv_heads * most_places(*p) >= kTooManyTiles)
@@ -112,5 +143,7 @@ QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
 }
 
 QF_EXPORT const char* qf_status_text(int status) {
-  return qf::status_text("sm90_decode", status, ", packed arrays, or more than 64 rows of a KV head");
+  return qf::status_text(
+      "sm90_decode", status,
+      ", packed arrays, more than 64 rows of a KV head, or pages whose tokens and heads are not whole 16 bytes apart");
 }

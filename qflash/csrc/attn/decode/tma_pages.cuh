@@ -1,0 +1,54 @@
+// Tiles of K and V from the pages of a cache, by the copy engine through the ring of tma_tiles.cuh.
+#pragma once
+
+#include "attn/decode/pages.cuh"
+#include "attn/decode/tma_tiles.cuh"
+
+namespace qf {
+namespace decode {
+
+// One warp: all tiles of the block's share. Each lane copies a box of `box_rows` keys, of which a page and a tile have
+// whole numbers; it looks its page up before the stage is waited for. What is in no page of the pool reads as zeros.
+template <class Config>
+__device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const TensorMaps& maps, const Runs& runs,
+                                                 const TmaRing<Config>& ring, int box_rows) {
+  using Tile = typename Config::Tile;
+  const int row = int(threadIdx.x % 32) * box_rows;  // of a tile
+  const bool loads = row < Config::kBlockN;
+  RingWalk<Config::kStages> at;
+  for (Share<Config::kBlockN> share(p, runs); !share.is_over(); share.advance(p)) {
+    const Part part = share.part();
+    const Seen<Config::kBlockN> seen(p, part.b);
+    const PageRow pages(p, part.b);
+    const int tiles = min(part.count, seen.tiles());  // a unit without keys has a place
+    int key0 = seen.first_key() + part.first * Config::kBlockN;
+    Place next{};
+    if (loads && tiles > 0) next = pages.place(key0 + row);
+    for (int n = 0; n < tiles; ++n, key0 += Config::kBlockN, at.advance()) {
+      const Place here = next;
+      if (loads && n + 1 < tiles) next = pages.place(key0 + Config::kBlockN + row);
+      typename TmaRing<Config>::Barriers& barriers = *ring.barriers;
+      Mbarrier* const k_full = &barriers.k_full[at.stage];
+      Mbarrier* const v_full = &barriers.v_full[at.stage];
+      mbarrier_wait(&barriers.empty[at.stage], at.parity ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        mbarrier_arrive_expect(k_full, Tile::kBytes);
+        mbarrier_arrive_expect(v_full, Tile::kBytes);
+      }
+      __syncwarp();  // bytes are expected before they come
+      char* const s_k = ring.tiles + at.stage * ring.kStageBytes + row * Tile::kRowBytes;
+      const auto copy = [&](char* s_rows, const CUtensorMap& map, Mbarrier* full) {
+#pragma unroll
+        for (int panel = 0; panel < Tile::kCount; ++panel)
+          copy_box(s_rows + panel * Tile::kPanelBytes, &map, panel * Tile::kPanelColumns, here.token, part.kv_head,
+                   here.page, full);
+      };
+      if (loads) copy(s_k, maps.k, k_full);
+      if (loads) copy(s_k + Tile::kBytes, maps.v, v_full);
+    }
+  }
+  let_next_grid_start();
+}
+
+}  // namespace decode
+}  // namespace qf
