@@ -136,10 +136,10 @@ class TilePlaces {
   Place found_ = {0, 0};
 };
 
-// Shared memory of a block, from a multiple of kSwizzleBytes on.
+// Shared memory of a block. Panels may begin anywhere: neither the copy engine nor wgmma sees them.
 template <class Config>
 struct OwnMemory {
-  char* s_first;  // registers are scarce: the others stand behind it
+  char* s_first;
 
   __device__ __forceinline__ char* tiles(int team, int stage) const {  // K and V
     return s_first + (team * Config::kStages + stage) * Config::kStageBytes;
@@ -280,17 +280,11 @@ class OwnTiles {
         }
       }
     } else {
-      if (!Config::kPaged && p_.rope.cos) {  // pages hold keys that were rotated
-        copy_chunks<1>(tile.key0, places, s_k, p_.kv.k, [&](const Element* g_row, int d, int key) {
-          return rotated_chunk(p_.rope, g_row, d, p_.head_dim, position_k(p_.rope, tile.b, 0, key), aligned_.k,
-                               aligned_.rope);
-        });
-      } else {
-        copy_chunks<kAtOnce>(tile.key0, places, s_k, p_.kv.k,
-                             [&](const Element* g_row, int d, int) { return load_chunk(g_row + d, aligned_.k); });
-      }
-      copy_chunks<kAtOnce>(tile.key0, places, s_v, p_.kv.v,
-                           [&](const Element* g_row, int d, int) { return load_chunk(g_row + d, aligned_.v); });
+      if (!Config::kPaged && p_.rope.cos)  // pages hold keys that were rotated
+        copy_rotated_keys(tile, places, s_k);
+      else
+        copy_chunks(tile.key0, places, s_k, p_.kv.k, aligned_.k);
+      copy_chunks(tile.key0, places, s_v, p_.kv.v, aligned_.v);
     }
   }
 
@@ -302,38 +296,54 @@ class OwnTiles {
                                  : kCopies % 3 == 0        ? 3
                                                            : 1;
 
-  // Through registers. load(g_row, d, key): the chunk of a row that begins at channel d.
-  template <int kLoads, class Load>
+  // Through registers.
   __device__ __forceinline__ void copy_chunks(int key0, const TilePlaces<Config>& places, char* s_tile,
-                                              const QfTensor& x, Load load) const {
-    static_assert(kCopies % kLoads == 0, "");
+                                              const QfTensor& x, bool aligned) const {
+    static_assert(kCopies % kAtOnce == 0, "");
 #pragma unroll 1
-    for (int first = 0; first < kCopies; first += kLoads) {
-      uint4 raw[kLoads];
+    for (int first = 0; first < kCopies; first += kAtOnce) {
+      uint4 raw[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
+      for (int i = 0; i < kAtOnce; ++i) {
         const int key = key0 + Chunks::row((first + i) / Tile::kCount);
         const int d = Chunks::channel((first + i) % Tile::kCount);
         raw[i] = make_uint4(0, 0, 0, 0);
         Place place;
-        if (d < p_.head_dim && places.find(key, place)) raw[i] = load(places.row(x, place), d, key);
+        if (d < p_.head_dim && places.find(key, place)) raw[i] = load_chunk(places.row(x, place) + d, aligned);
       }
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i)
+      for (int i = 0; i < kAtOnce; ++i)
         *reinterpret_cast<uint4*>(s_tile + Chunks::offset((first + i) / Tile::kCount, (first + i) % Tile::kCount)) =
             raw[i];
+    }
+  }
+  // The same, rotated: half a chunk at a time, for partners, cosines and sines take registers, too.
+  __device__ __forceinline__ void copy_rotated_keys(const TeamTile& tile, const TilePlaces<Config>& places,
+                                                    char* s_k) const {
+#pragma unroll 1
+    for (int half = 0; half < 2 * kCopies; ++half) {
+      const int step = half / 2 / Tile::kCount, panel = half / 2 % Tile::kCount;
+      const int key = tile.key0 + Chunks::row(step), d = Chunks::channel(panel) + half % 2 * 4;
+      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      Place place;
+      if (d < p_.head_dim && places.find(key, place)) {
+        const Element* const g_row = places.row(p_.kv.k, place);
+        x = to_float4(load4(g_row, d, p_.head_dim, aligned_.k), g_row);
+        x = rope4(p_.rope, g_row, d, p_.head_dim, position_k(p_.rope, tile.b, 0, key), x, aligned_.k && aligned_.rope);
+      }
+      write4(reinterpret_cast<Element*>(s_k + Chunks::offset(step, panel)) + half % 2 * 4, x);
     }
   }
 
   __device__ __forceinline__ void copy_unit_queries(const Part& part) const {
     if (!p_.rope.cos) {
-      copy_queries<Config>(p_, p_.q, part.b, part.kv_head, aligned_.q, memory_.queries(), int(threadIdx.x),
+      copy_queries<Config>(p_, p_.q, part.b, part.kv_head, aligned_.q, memory_.queries(), fresh_tid(),
                            Config::kConsumers);
       return;
     }
     const int group = p_.q_heads / p_.kv_heads, keys = p_.kv_lens ? p_.kv_lens[part.b] : p_.k_len;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < Config::kRows * Config::kChunks; i += Config::kConsumers) {
+    for (int i = fresh_tid(); i < Config::kRows * Config::kChunks; i += Config::kConsumers) {
       const int row = i / Config::kChunks, chunk = i % Config::kChunks, d = chunk * kPerChunk;
       const int token = row / group, head = part.kv_head * group + row - token * group;
       uint4 value = make_uint4(0, 0, 0, 0);

@@ -30,8 +30,7 @@ __global__ void __launch_bounds__(Config::kConsumers, 1)
   using namespace qf;
   using namespace qf::decode;
   extern __shared__ float4 s_memory[];
-  const OwnMemory<Config> memory = {reinterpret_cast<char*>(s_memory) +
-                                    (kSwizzleBytes - shared_address(s_memory) % kSwizzleBytes) % kSwizzleBytes};
+  const OwnMemory<Config> memory = {reinterpret_cast<char*>(s_memory)};
   wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
   OwnTiles<Config, kAsync> tiles(p, runs, aligned, memory);
   attend_share<Config>(p, aligned.out, tiles, Area<Config>(memory.area()), partials, counters.all());
