@@ -249,14 +249,14 @@ class OwnTiles {
   // The team's next tile, if there is one, into a stage that nobody reads any more. Between two calls the team meets.
   __device__ __forceinline__ void fetch(int stage) {
     typename OwnState<Config>::Team& team = own_team();
-    const TeamTile& tile = team.tiles[turn_];
-    turn_ ^= 1;
+    const TeamTile& tile = team.tiles[place_];
+    place_ ^= 1;
     if (tile.key0 >= 0) {
       copy_tile(tile, stage_of(stage));
-      if (leads_team()) team.tiles[turn_] = team.walk.next(p_);
+      if (leads_team()) team.tiles[place_] = team.walk.next(p_);
     } else {
       let_next_grid_start();
-      if (leads_team()) team.tiles[turn_].key0 = -1;
+      if (leads_team()) team.tiles[place_].key0 = -1;
     }
     if constexpr (kAsync) cp_async_commit();  // one group for each tile, so that they can be counted
   }
@@ -362,7 +362,7 @@ class OwnTiles {
   OwnMemory<Config> memory_;
   int next_ = 0;   // the team that takes the next tile
   int stage_ = 0;  // of this team's next tile
-  int turn_ = 0;   // of Team::tiles: to be copied next
+  int place_ = 0;  // of Team::tiles: to be copied next
   int unit_ = 0;   // of OwnState::units
 };
 
