@@ -43,7 +43,6 @@ struct Config {
   static constexpr int kAreaColumns = kHeadDim <= 128 ? kHeadDim : 64, kAreaStride = kAreaColumns + 8;  // floats
   static constexpr int kAreaBytes = kWarps * 8 * kAreaStride * 4;
   static constexpr int kStatsBytes = kWarps * 8 * 16;
-  static constexpr int kPartsAtOnce = 16;  // of other blocks, when they are merged
 };
 
 }  // namespace decode

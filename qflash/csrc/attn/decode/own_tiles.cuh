@@ -92,6 +92,7 @@ struct TeamChunks {
 template <class Config>
 struct OwnState {
   Share<Config::kBlockN> share;    // from the unit after the last that was described
+  Part ended;                      // of the unit that this block ends and did not begin, if there is one
   Unit<Config::kBlockN> units[2];  // in turn
   struct Team {
     TeamWalk<Config> walk;
@@ -162,8 +163,8 @@ class OwnTiles {
  public:
   // Collective for the block.
   __device__ __forceinline__ OwnTiles(const QfAttnParams& p, const Runs& runs, const Aligned& aligned,
-                                      const OwnMemory<Config>& memory)
-      : p_(p), aligned_(aligned), memory_(memory) {
+                                      const Partials& partials, const OwnMemory<Config>& memory)
+      : p_(p), aligned_(aligned), partials_(partials), memory_(memory) {
     {
       const Share<Config::kBlockN> share(p, runs);
       if (leads_team()) {
@@ -172,7 +173,7 @@ class OwnTiles {
         team.tiles[0] = team.walk.next(p);
       }
       if (threadIdx.x < 32) {
-        if (threadIdx.x == 0) memory_.state().share = share;
+        if (threadIdx.x == 0) memory_.state().share = share, memory_.state().ended = Part{};
         __syncwarp();  // the share is in place
         describe_next_unit(0);
       }
@@ -207,6 +208,7 @@ class OwnTiles {
   __device__ __forceinline__ const Unit<Config::kBlockN>& wait_unit() const {
     const Unit<Config::kBlockN>& unit = memory_.state().units[unit_];
     if (unit.tiles >= 0) copy_unit_queries(unit.part);
+    if (unit.tiles < 0 && unit.part.parts > 0 && threadIdx.x < 32) partials_.await_announcements(unit.part);
     meet();  // q is in place, and nobody looks at the unit before any more
     if (threadIdx.x < 32 && unit.tiles >= 0) describe_next_unit(unit_ ^ 1);
     return unit;
@@ -237,13 +239,22 @@ class OwnTiles {
   __device__ __forceinline__ void describe_next_unit(int place) const {
     Share<Config::kBlockN>& share = memory_.state().share;
     Unit<Config::kBlockN>& unit = memory_.state().units[place];
+    Part& ended = memory_.state().ended;
     if (share.is_over()) {
+      describe_unit<Config>(p_, ended, unit);
       if (threadIdx.x == 0) unit.tiles = -1;
       return;
     }
-    describe_unit<Config>(p_, share.part(), unit);
+    const Part part = share.part();
+    describe_unit<Config>(p_, part, unit);
+    if (!part.ends()) {  // before the block stores its part, and before the one that merges looks for it
+      partials_.clear(part);
+      partials_.announce(part);
+    }
     __syncwarp();  // all lanes have read the share
-    if (threadIdx.x == 0) share.advance(p_);
+    if (threadIdx.x != 0) return;
+    if (part.ends() && !part.is_whole()) ended = part;
+    share.advance(p_);
   }
 
   // The team's next tile, if there is one, into a stage that nobody reads any more. Between two calls the team meets.
@@ -359,6 +370,7 @@ class OwnTiles {
 
   const QfAttnParams& p_;
   const Aligned& aligned_;
+  const Partials& partials_;
   OwnMemory<Config> memory_;
   int next_ = 0;   // the team that takes the next tile
   int stage_ = 0;  // of this team's next tile

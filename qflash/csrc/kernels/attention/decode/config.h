@@ -28,13 +28,12 @@ struct PortableConfig {
   static constexpr int kAreaColumns = 64, kAreaStride = kAreaColumns + 8;  // floats
   static constexpr int area_bytes(int warps) { return warps * 8 * kAreaStride * 4; }
   static constexpr int stats_bytes(int warps) { return warps * 8 * 16; }
-  static constexpr int kPartsAtOnce = kHeadDim <= 128 ? 16 : 8;  // of other blocks, as registers allow
 
   // Tiles that `teams` teams have room for, each, with `keys` keys.
   static constexpr int kStateBytes = 1536;  // OwnState
   static constexpr int stages(int teams, int keys) {
     const int warps = teams * kTeamWarps;
-    const int other = kQueryBytes + area_bytes(warps) + stats_bytes(warps) + 16 + kStateBytes;
+    const int other = kQueryBytes + area_bytes(warps) + stats_bytes(warps) + kStateBytes;
     return (shared_limit(kArch) - other) / (teams * 2 * keys * kHeadDim * 2);
   }
   // Eight warps, four where the outputs of a row take more registers; fewer where a tile for each is too much.
@@ -62,7 +61,7 @@ struct PortableConfig {
   static constexpr int kWarps = kTeams * kTeamWarps, kConsumers = 32 * kWarps;
   static constexpr int kAreaBytes = area_bytes(kWarps), kStatsBytes = stats_bytes(kWarps);
   static constexpr int kStageBytes = 2 * Tile::kBytes, kRingBytes = kTeams * kStages * kStageBytes;
-  static constexpr int kSharedBytes = kRingBytes + kQueryBytes + kAreaBytes + kStatsBytes + 16 + kStateBytes;
+  static constexpr int kSharedBytes = kRingBytes + kQueryBytes + kAreaBytes + kStatsBytes + kStateBytes;
   static_assert(kSharedBytes <= shared_limit(kArch), "");
 };
 

@@ -25,13 +25,14 @@
 template <class Config, bool kAsync>
 __global__ void __launch_bounds__(Config::kConsumers, 1)
     qf_decode_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::decode::Runs runs,
-                     const __grid_constant__ qf::decode::Partials partials, const qf::decode::Counters counters,
+                     qf::decode::Partials partials, const qf::decode::Flags flags,
                      const __grid_constant__ qf::decode::Aligned aligned) {
   using namespace qf;
   using namespace qf::decode;
   extern __shared__ float4 s_memory[];
   const OwnMemory<Config> memory = {reinterpret_cast<char*>(s_memory)};
+  partials.flags = flags.all();
   wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
-  OwnTiles<Config, kAsync> tiles(p, runs, aligned, memory);
-  attend_share<Config>(p, aligned.out, tiles, Area<Config>(memory.area()), partials, counters.all());
+  OwnTiles<Config, kAsync> tiles(p, runs, aligned, partials, memory);
+  attend_share<Config>(p, aligned.out, tiles, Area<Config>(memory.area()), partials);
 }

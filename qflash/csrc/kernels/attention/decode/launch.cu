@@ -10,10 +10,10 @@ using namespace qf;
 constexpr bool kPaged = QF_KV_KIND == QF_KV_PAGES;
 template <int kRowWarps>
 using Config = decode::PortableConfig<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM, kRowWarps, QF_ARCH, kPaged>;
-constexpr int kMostProcessors = 256;  // of any GPU; blocks of a grid that several KV heads share may be a few more
+constexpr int kMostProcessors = 256;  // of any GPU
 
-// In the workspace: counters, partial sums.
-constexpr int64_t kCounterBytes = sizeof(unsigned) * decode::kMostBlocks;
+// In the workspace: flags, partial sums.
+constexpr int64_t kFlagBytes = sizeof(unsigned) * decode::kFlagsEach;
 template <class Config>
 int64_t partial_bytes(const QfAttnParams& p) {
   const int64_t blocks = decode::blocks_of(decode::runs_of<Config::kBlockN>(p, kMostProcessors));
@@ -24,26 +24,25 @@ template <class Config>
 int attend(const QfAttnParams& p, cudaStream_t stream) {
   using namespace decode;
   if (too_many_tiles<Config::kBlockN>(p)) return QF_UNSUPPORTED;
-  if (!p.workspace || p.workspace_bytes < kCounterBytes + partial_bytes<Config>(p)) return QF_NO_MEMORY;
+  if (!p.workspace || p.workspace_bytes < kFlagBytes + partial_bytes<Config>(p)) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
   const Runs runs = runs_of<Config::kBlockN>(p, processors < kMostProcessors ? processors : kMostProcessors);
   const int64_t blocks = blocks_of(runs);
   char* const workspace = static_cast<char*>(p.workspace);
-  Counters counters{};
-  if (const int error = take_merge_counters(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), counters))
-    return error;
-  float* const sums = reinterpret_cast<float*>(workspace + kCounterBytes);
+  Flags flags{};
+  if (const int error = take_flags(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), flags)) return error;
+  float* const sums = reinterpret_cast<float*>(workspace + kFlagBytes);
   const int rows = rows_of(p);
-  const Partials parts = {sums, sums + Partials::floats(blocks, rows, p.head_dim), rows, p.head_dim};
+  const Partials parts = {sums, sums + Partials::floats(blocks, rows, p.head_dim), rows, p.head_dim, nullptr};
   const auto whole = [&](const QfTensor& x) { return chunks_aligned(x, p.head_dim, 2); };
   const Aligned aligned = {whole(p.q), whole(p.kv.k), whole(p.kv.v), whole(p.out), rope_tables_vectorise(p.rope)};
   const Launch how = {blocks, Config::kConsumers, Config::kSharedBytes, stream, QF_ARCH >= 90};
   constexpr bool kCanCopyAsync = QF_ARCH >= 80;
   const bool rotates_keys = !kPaged && p.rope.cos;
   if (kCanCopyAsync && aligned.k && aligned.v && !rotates_keys)
-    return launch(how, qf_decode_kernel<Config, kCanCopyAsync>, p, runs, parts, counters, aligned);
-  return launch(how, qf_decode_kernel<Config, false>, p, runs, parts, counters, aligned);
+    return launch(how, qf_decode_kernel<Config, kCanCopyAsync>, p, runs, parts, flags, aligned);
+  return launch(how, qf_decode_kernel<Config, false>, p, runs, parts, flags, aligned);
 }
 
 // visit(a Config): the one for so many rows of a KV head.
@@ -56,7 +55,7 @@ auto by_rows(int rows, Visit visit) {
 }  // namespace
 
 QF_EXPORT int64_t qf_decode_workspace(const QfAttnParams* p) {
-  return by_rows(decode::rows_of(*p), [&](auto config) { return kCounterBytes + partial_bytes<decltype(config)>(*p); });
+  return by_rows(decode::rows_of(*p), [&](auto config) { return kFlagBytes + partial_bytes<decltype(config)>(*p); });
 }
 
 QF_EXPORT int qf_decode(const QfAttnParams* p, void* stream) {
