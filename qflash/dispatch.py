@@ -102,6 +102,13 @@ def _whole_blocks_of_int8(spec: Spec) -> list[str]:
     return []
 
 
+def _decoding_anywhere(spec: Spec) -> list[str]:
+    found = _decoding(spec) + _sixteen_bit_tensor_cores(spec)
+    if spec.head_dim % 8:
+        found.append(f"head_dim is {spec.head_dim}; decode takes multiples of 8, rows of whole 16 bytes")
+    return found
+
+
 def _decoding_by_copy_engine(spec: Spec) -> list[str]:
     found = _decoding(spec) + _copy_engine(spec)
     if spec.kv == "pages_int8" and spec.head_dim % 16 and not found:
@@ -176,6 +183,20 @@ KERNELS: tuple[Kernel, ...] = (
         kvs=("arrays", "pages", "pages_int8"),
         per_kv=True,
         head_dims=(64, 128, 192, 256),
+        sinks=True,
+    ),
+    Kernel(
+        name="decode",
+        device="cuda",
+        summary="few queries against a long cache: keys split over all blocks, warps that copy their own tiles, one "
+        "launch",
+        dtypes=_HALVES,
+        kvs=("arrays", "pages"),
+        min_arch=75,
+        few_rows=True,
+        also=_decoding_anywhere,
+        head_dims=(64, 128, 192, 256),
+        per_kv=True,
         sinks=True,
     ),
     Kernel(

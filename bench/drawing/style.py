@@ -43,6 +43,7 @@ KERNELS = {
     "sm90_int8": Look(Colour("#cf1130", "#ff5c66"), "s"),
     "sm90_int8_fp8": Look(Colour("#b58300", "#f2cc4a"), "D"),
     "sm90_decode": Look(Colour("#d6336c", "#ff85b0"), "P"),
+    "decode": Look(Colour("#7a4fd0", "#b79bff"), "X"),
     "cpu": Look(Colour("#e8560a", "#ff9a52"), "o"),
     "cpu_int8": Look(Colour("#c41034", "#ff6b76"), "s"),
 }

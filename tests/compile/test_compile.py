@@ -55,6 +55,8 @@ PRODUCT_OF_V = {
 }
 # The instruction each kernel exists for, and how many of it the least there must be.
 INSTRUCTION = {
+    "decode": ("HMMA", 192),
+    "decode_pages": ("HMMA", 192),
     "dequantize": ("I2FP", 32),
     "fa": ("FFMA", 256),
     "fa_int8": ("IMMA", 32),
@@ -299,8 +301,9 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     precision = None if row.precision == "native" else row.precision
     plan = plan_of(check(array, array, array, Options(precision=precision)), (), False)
     call = _native.Call(plan.struct, plan.params(), list(plan.pointers), *addresses)
-    if row.precision == "native":  # scores; counters, and two parts of each block's: two blocks of 16 rows
-        workspaces = {"unfused": 4 * 2 * 16 * 16, "sm90_decode": 4 * 512 + 2 * 2 * 16 * (head_dim + 4) * 4}
+    if row.precision == "native":  # scores; flags, and two parts of each block's: two blocks of 16 rows, or four
+        parts = 2 * 16 * (head_dim + 4) * 4
+        workspaces = {"unfused": 4 * 2 * 16 * 16, "sm90_decode": 8 * 512 + 2 * parts, "decode": 8 * 512 + 4 * parts}
         assert call.workspace_bytes == workspaces.get(kernel, 0)
     if driver_present():
         return

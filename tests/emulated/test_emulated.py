@@ -20,7 +20,7 @@ from qflash.testing.compare import check_contract
 from qflash.testing.emulated_attention import call, check_kernel, run_case, with_few_keys
 from qflash.testing.runner import problem_of, suited
 
-KERNELS = ("fa", "fa_warps", "fa_tc", "fa_mma", "sm90_decode", "sm90_fwd", "unfused")
+KERNELS = ("fa", "fa_warps", "fa_tc", "fa_mma", "decode", "sm90_decode", "sm90_fwd", "unfused")
 QUICK = [with_few_keys(case) for case in cases("quick")]
 ROTATING = PACKING = ("fa", "fa_mma", "sm90_fwd")  # the others refuse rope and packed arrays: tests/unit/test_rungs.py
 
@@ -73,6 +73,7 @@ MOST_VALUES = {
     "fa_tc": 120,
     "fa_mma": 120,
     "fa_int8": 120,
+    "decode": 120,
     "sm90_decode": 120,
     "sm90_fwd": 118,
     "sm90_int8": 118,
@@ -92,7 +93,7 @@ def test_values_up_to_their_bound(library, kernel, data):
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float16", 28), ("bfloat16", 32)])
-@pytest.mark.parametrize("kernel", ["fa_tc", "fa_mma", "fa_int8", "sm90_decode", "sm90_fwd", "sm90_int8"])
+@pytest.mark.parametrize("kernel", ["fa_tc", "fa_mma", "fa_int8", "decode", "sm90_decode", "sm90_fwd", "sm90_int8"])
 def test_scores_up_to_their_bound(library, kernel, dtype, most):
     """In base 2. Beyond it one step of float32 in a score is more than the format of weights has room for."""
     case = Case("scores", 64, 300, 1, 1, 64, dtype=dtype, seed=1)

@@ -88,7 +88,6 @@ struct WarpSums {
       if constexpr (!kPlain && Config::kKeepsRemainders)
         if (unit.few) pv_mma<Config, Remainder>(O, rows[0], S, s_v, first + step, lane);
     }
-    source.release();
   }
 
   // Eight rows of each warp and kAreaColumns channels to the area: those of pass `pass`, halves of the rows outermost.
@@ -208,12 +207,15 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
     Sums sums;
     for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
       const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
-      if (!source.is_mine())
+      if (!source.is_mine()) {
         source.skip();
-      else if (whole && plain)
+        continue;
+      }
+      if (whole && plain)
         sums.template attend<true>(p, queries, unit, key0, source);
       else
         sums.template attend<false>(p, queries, unit, key0, source);
+      source.release();
     }
 
     merge_warps<Config>(sums, area, source, rows, p.head_dim, [&](int row, int d, Merged merged) {

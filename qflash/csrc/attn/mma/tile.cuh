@@ -132,7 +132,15 @@ __device__ __forceinline__ void copy_through_registers(char* s_tile, int row0, i
   }
 }
 
-// Eight 16-bit elements of a row of any alignment.
+// Eight 16-bit elements, all of which there are. aligned: their address is a multiple of 16.
+template <class Element>
+__device__ __forceinline__ uint4 load_chunk(const Element* g_chunk, bool aligned) {
+  if (aligned) return *reinterpret_cast<const uint4*>(g_chunk);
+  const auto two = [&](int e) { return uint32_t(g_chunk[e].bits) | uint32_t(g_chunk[e + 1].bits) << 16; };
+  return make_uint4(two(0), two(2), two(4), two(6));
+}
+
+// The same of a row of any alignment, of which the last may be missing.
 template <class Element>
 __device__ __forceinline__ uint4 load_chunk(const HeadRows<Element>& x, int row, int d, bool aligned) {
   if (aligned) return *reinterpret_cast<const uint4*>(x.row(row) + d);
@@ -156,6 +164,18 @@ __device__ __forceinline__ void copy_through_registers(char* s_tile, const Rows&
                                       [&](int row, int d) { return load_chunk(x, row, d, aligned); });
 }
 
+// Eight channels from d on of the row at g_row, rotated. vector: the row may be read in vectors of four, rope_vector:
+// so may the tables.
+template <class Element>
+__device__ __forceinline__ uint4 rotated_chunk(const QfRope& rope, const Element* g_row, int d, int head_dim,
+                                               int position, bool vector, bool rope_vector) {
+  const auto rotated = [&](int channel) {
+    return rope4(rope, g_row, channel, head_dim, position, to_float4(load4(g_row, channel, head_dim, vector), g_row),
+                 rope_vector && vector);
+  };
+  return chunk_of<Element>(rotated(d), rotated(d + 4));
+}
+
 // The same, rotated: position(row) says where a row stands.
 template <class Walk, class Element, class Position>
 __device__ __forceinline__ void copy_rotated(char* s_tile, const HeadRows<Element>& x, int row0, const QfRope& rope,
@@ -164,15 +184,8 @@ __device__ __forceinline__ void copy_rotated(char* s_tile, const HeadRows<Elemen
   for (int i = 0; i < Walk::kCopies; ++i) {
     const int row = row0 + Walk::row(i), d = Walk::chunk(i) * kPerChunk;
     uint4 raw = make_uint4(0, 0, 0, 0);
-    if (row < x.length && d < x.head_dim) {
-      const Element* g_row = x.row(row);
-      const int at = position(row);
-      const auto rotated = [&](int channel) {
-        return rope4(rope, g_row, channel, x.head_dim, at,
-                     to_float4(load4(g_row, channel, x.head_dim, x.vector), g_row), rope_vector && x.vector);
-      };
-      raw = chunk_of<Element>(rotated(d), rotated(d + 4));
-    }
+    if (row < x.length && d < x.head_dim)
+      raw = rotated_chunk(rope, x.row(row), d, x.head_dim, position(row), x.vector, rope_vector);
     *reinterpret_cast<uint4*>(s_tile + Walk::offset(i)) = raw;
   }
 }

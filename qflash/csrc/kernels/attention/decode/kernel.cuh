@@ -1,0 +1,38 @@
+// decode: few query rows against many keys on any GPU from sm_75 on. float16 and bfloat16 in, float32 sums.
+//
+// One block of each multiprocessor takes an equal run of the tiles of all sequences (attn/decode/share.cuh). Its warps
+// are teams of one (up to 16 rows), two or four, which take tiles in turn and copy them for themselves
+// (attn/decode/own_tiles.cuh), in a ring of their own:
+//
+//    warp w of eight    tiles w, w + 8, ..: each S = Q Kt, softmax, O += P V for all rows and the tile's 16 keys, with
+//                       its own m, l, O; then the copies of the tile three turns later; warps meet only at the end of a
+//                       unit
+//
+// Rows are the Tq * group queries of a KV head, rotated as they are copied to shared memory; up to head_dim 128 they
+// stay in registers. Where a unit is cut, blocks leave (m, l, O) in global memory, and the last of them to finish
+// merges all in the order of the keys: the same bits whoever is last.
+//
+// Shared memory (head_dim 128, up to 16 rows, Hopper): 8 rings of 3 stages of K and V, 8 KB each, of which at least two
+// are under way: 128 KB; 19 KB where warps bring their sums together. Two stages on sm_80, one on sm_86 and sm_89; on
+// Turing four warps with one each, which overlap with one another.
+// Bound: memory. See docs/kernels/decode.md.
+#pragma once
+
+#include "attn/decode/counters.cuh"
+#include "attn/decode/own_tiles.cuh"
+#include "kernels/attention/decode/config.h"
+
+template <class Config, bool kAsync>
+__global__ void __launch_bounds__(Config::kConsumers, 1)
+    qf_decode_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::decode::Runs runs,
+                     qf::decode::Partials partials, const qf::decode::Flags flags,
+                     const __grid_constant__ qf::decode::Aligned aligned) {
+  using namespace qf;
+  using namespace qf::decode;
+  extern __shared__ float4 s_memory[];
+  const OwnMemory<Config> memory = {reinterpret_cast<char*>(s_memory)};
+  partials.flags = flags.all();
+  wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
+  OwnTiles<Config, kAsync> tiles(p, runs, aligned, partials, memory);
+  attend_share<Config>(p, aligned.out, tiles, Area<Config>(memory.area()), partials);
+}

@@ -1,0 +1,72 @@
+// C entry of `decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM), architecture
+// (-DQF_ARCH) and kind of K and V (-DQF_KV_KIND: QF_KV_ARRAYS or QF_KV_PAGES).
+#include "attn/decode/runs.h"
+#include "attn/entry.cuh"
+#include "kernels/attention/decode/kernel.cuh"
+
+namespace {
+
+using namespace qf;
+constexpr bool kPaged = QF_KV_KIND == QF_KV_PAGES;
+template <int kRowWarps>
+using Config = decode::PortableConfig<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM, kRowWarps, QF_ARCH, kPaged>;
+constexpr int kMostProcessors = 256;  // of any GPU
+
+// In the workspace: flags, partial sums.
+constexpr int64_t kFlagBytes = sizeof(unsigned) * decode::kFlagsEach;
+template <class Config>
+int64_t partial_bytes(const QfAttnParams& p) {
+  const int64_t blocks = decode::blocks_of(decode::runs_of<Config::kBlockN>(p, kMostProcessors));
+  return 2 * sizeof(float) * decode::Partials::floats(blocks, decode::rows_of(p), p.head_dim);
+}
+
+template <class Config>
+int attend(const QfAttnParams& p, cudaStream_t stream) {
+  using namespace decode;
+  if (too_many_tiles<Config::kBlockN>(p)) return QF_UNSUPPORTED;
+  if (!p.workspace || p.workspace_bytes < kFlagBytes + partial_bytes<Config>(p)) return QF_NO_MEMORY;
+  int processors = 0;
+  if (const int error = multiprocessors(processors)) return error;
+  const Runs runs = runs_of<Config::kBlockN>(p, processors < kMostProcessors ? processors : kMostProcessors);
+  const int64_t blocks = blocks_of(runs);
+  char* const workspace = static_cast<char*>(p.workspace);
+  Flags flags{};
+  if (const int error = take_flags(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), flags)) return error;
+  float* const sums = reinterpret_cast<float*>(workspace + kFlagBytes);
+  const int rows = rows_of(p);
+  const Partials parts = {sums, sums + Partials::floats(blocks, rows, p.head_dim), rows, p.head_dim, nullptr};
+  const auto whole = [&](const QfTensor& x) { return chunks_aligned(x, p.head_dim, 2); };
+  const Aligned aligned = {whole(p.q), whole(p.kv.k), whole(p.kv.v), whole(p.out), rope_tables_vectorise(p.rope)};
+  const Launch how = {blocks, Config::kConsumers, Config::kSharedBytes, stream, QF_ARCH >= 90};
+  constexpr bool kCanCopyAsync = QF_ARCH >= 80;
+  const bool rotates_keys = !kPaged && p.rope.cos;
+  if (kCanCopyAsync && aligned.k && aligned.v && !rotates_keys)
+    return launch(how, qf_decode_kernel<Config, kCanCopyAsync>, p, runs, parts, flags, aligned);
+  return launch(how, qf_decode_kernel<Config, false>, p, runs, parts, flags, aligned);
+}
+
+// visit(a Config): the one for so many rows of a KV head.
+template <class Visit>
+auto by_rows(int rows, Visit visit) {
+  if (rows <= 16) return visit(Config<1>());
+  return rows <= 32 ? visit(Config<2>()) : visit(Config<4>());
+}
+
+}  // namespace
+
+QF_EXPORT int64_t qf_decode_workspace(const QfAttnParams* p) {
+  return by_rows(decode::rows_of(*p), [&](auto config) { return kFlagBytes + partial_bytes<decltype(config)>(*p); });
+}
+
+QF_EXPORT int qf_decode(const QfAttnParams* p, void* stream) {
+  if (const int status = kPaged ? check_pages(p, QF_DTYPE) : check_arrays(p, QF_DTYPE)) return status;
+  if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
+  const int rows = decode::rows_of(*p);
+  if (rows > decode::kMostRows) return QF_UNSUPPORTED;
+  if (rows == 0 || p->batch == 0) return QF_OK;
+  return by_rows(rows, [&](auto config) { return attend<decltype(config)>(*p, static_cast<cudaStream_t>(stream)); });
+}
+
+QF_EXPORT const char* qf_status_text(int status) {
+  return qf::status_text("decode", status, ", packed arrays, or more than 64 rows of a KV head");
+}
