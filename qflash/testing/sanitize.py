@@ -18,6 +18,7 @@ from qflash.call.spec import MOST_DECODE_ROWS
 from qflash.ops.kv import quantize_kv
 from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
+from qflash.ops.paged import PagedKV
 from qflash.rope import Rope, rope_tables
 from qflash.testing import page_writes
 from qflash.testing.cases import BY_NAME
@@ -55,6 +56,7 @@ def main(only: list[str]) -> None:
         if not out.cpu().isnan().all():
             raise SystemExit(f"{kernel}: a length past the keys must give NaN, and did not")
     print(f"ran {len(NAMES) + 2} problems, or those of them that it serves, on {', '.join(row.name for row in rows)}")
+    _pages(arch, only)
     _kept_keys(arch, only)
     if only:
         return
@@ -62,6 +64,28 @@ def main(only: list[str]) -> None:
     for kernel in (row.name for row in dispatch.kernels_of("int8_matmul", "cuda")):
         print(f"ran {_products(kernel)} products on {kernel}")
     _operations()
+
+
+def _pages(arch: int, only: list[str]) -> None:
+    """The same cases on pages, and a table of which an entry points nowhere."""
+    import torch
+
+    for row in (row for kv in ("pages", "pages_int8") for row in dispatch.variants_of("attention", "cuda", kv)):
+        if dispatch.arch_reasons(row.kernel, arch) or (only and row.kernel.name not in only):
+            continue
+        for case in (suited(BY_NAME[name], row.name, arch) for name in NAMES):
+            if not refusals(case, row.name, arch):
+                run_case(case, row.name, "torch-cuda")
+        int8 = row.kv == "pages_int8"
+        pool = torch.ones(3, 1, 16, 64, dtype=torch.int8 if int8 else getattr(torch, row.dtypes[0])).cuda()
+        scales = {name: torch.ones(3, 1, 16).cuda() for name in ("k_scale", "v_scale")} if int8 else {}
+        table = torch.tensor([[0, 3], [2, 1]], dtype=torch.int32).cuda()
+        kv = PagedKV(pool, pool, table, torch.tensor([17, 32], dtype=torch.int32).cuda(), **scales)
+        q = torch.ones(2, 1, 2, 64, dtype=getattr(torch, row.dtypes[0])).cuda()
+        lost = api.attention(q, kv, kernel=row.kernel.name).cpu().isnan()
+        if not lost[0].all() or lost[1].any():
+            raise SystemExit(f"{row.name}: an entry outside the pool must give NaN, and nothing else may")
+        print(f"ran {len(NAMES) + 1} problems, or those of them that it serves, on {row.name}")
 
 
 def _kept_keys(arch: int, only: list[str]) -> None:
