@@ -102,6 +102,7 @@ def covering() -> list[Unit]:
     chosen += [hopper_unit(row.name) for row in HOPPERS_OWN]
     chosen += [cuda.unit_of(dispatch.VARIANTS[name], "bfloat16", 256, 90) for name in DECODING]  # all 255 registers
     chosen += [other_scores(row.name) for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
+    chosen.append(cuda.unit_of(dispatch.VARIANTS[GEMM[0]], "int32", 0, 90))  # a dtype of products alone
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         older = ARCHES[:-1] if row.kernel.op == "attention" else [ARCHES[first % 4]]
         for turn, arch in enumerate(older, start=first):

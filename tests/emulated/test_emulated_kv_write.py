@@ -154,6 +154,12 @@ def test_tokens_that_are_not_finite(library, int8, value):
         assert [int(np.isnan(got.pools[name]).sum()) for name in ("k_scale", "v_scale")] == [1, 1]
 
 
+def test_a_nan_with_a_payload_leaves_none_of_it_in_the_integers(library):
+    x = arrays_of(PageWrite("float32", int8=True))
+    x.v.view(np.uint32)[0, 0, 0, 5] = 0x7FC0_1234
+    check(library, x)
+
+
 @pytest.mark.parametrize("int8", [False, True])
 def test_positions_outside_the_tables_make_the_token_nan(library, int8):
     case = PageWrite("float32", int8, rope="partial", positions=True)

@@ -56,9 +56,14 @@ BAD = {
     ),
     "pages None": (lambda: write(replace(KV, k_pages=None)), TypeError, "kv.k_pages is None; allowed: an array"),
     "pages heads": (
+        lambda: write(k=K[:, :, :1], v=K[:, :, :1]),
+        ValueError,
+        r"kv.k_pages has 2 heads; allowed: k's, 1 \(kv.layout",
+    ),
+    "page_size": (
         lambda: write(replace(KV, layout="pthd")),
         ValueError,
-        r"kv.k_pages has 16 heads; allowed: k's, 2 \(kv.layout",
+        r"kv.k_pages has shape \[5, 2, 16, 64\]; allowed: .* a page_size that is a multiple of 16",
     ),
     "pages head_dim": (
         lambda: write(k=K[..., :32], v=K[..., :32]),

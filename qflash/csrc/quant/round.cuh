@@ -75,23 +75,26 @@ __device__ __forceinline__ uint32_t nearest4(const float* x, float inverse) {
 template <bool kPlain, bool kAligned>
 __device__ __forceinline__ uint32_t round4(const float* x, const Scale& scale, const QfQuantizeParams& p,
                                            uint64_t element) {
-  if (kPlain) return nearest4(x, scale.inverse);
-  float n[4];
+  if constexpr (kPlain) {
+    return nearest4(x, scale.inverse);
+  } else {
+    float n[4];
 #pragma unroll
-  for (int e = 0; e < 4; ++e) n[e] = mul_rn(x[e], scale.inverse);
-  if (p.rounding == QF_STOCHASTIC) {
-    uint32_t random[4];
-    philox4<kAligned>(random, element, p.seed);
+    for (int e = 0; e < 4; ++e) n[e] = mul_rn(x[e], scale.inverse);
+    if (p.rounding == QF_STOCHASTIC) {
+      uint32_t random[4];
+      philox4<kAligned>(random, element, p.seed);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) n[e] = round_stochastically(n[e], random[e]);
+      for (int e = 0; e < 4; ++e) n[e] = round_stochastically(n[e], random[e]);
+    }
+    const float lowest = p.symmetric ? -127.0f : -128.0f;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      n[e] = add_rn(n[e], kIntegerInLowBits);  // exact from here on
+      n[e] = fminf(fmaxf(n[e] + scale.zero_point, kIntegerInLowBits + lowest), kIntegerInLowBits + 127.0f);
+    }
+    return pack_low_bytes(float_to_bits(n[0]), float_to_bits(n[1]), float_to_bits(n[2]), float_to_bits(n[3]));
   }
-  const float lowest = p.symmetric ? -127.0f : -128.0f;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    n[e] = add_rn(n[e], kIntegerInLowBits);  // exact from here on
-    n[e] = fminf(fmaxf(n[e] + scale.zero_point, kIntegerInLowBits + lowest), kIntegerInLowBits + 127.0f);
-  }
-  return pack_low_bytes(float_to_bits(n[0]), float_to_bits(n[1]), float_to_bits(n[2]), float_to_bits(n[3]));
 }
 
 template <bool kPlain, bool kAligned>
