@@ -13,7 +13,7 @@ import qflash
 from qflash.testing.page_writes import CASES, PageWrite, WriteArrays, arrays_of, check_written
 
 DTYPES = ("float32", "float16", "bfloat16")
-PAGE_SIZES = (1, 7, 16, 32, 64, 128, 256)
+PAGE_SIZES = (16, 32, 48, 64, 128, 256)
 ROPES = (None, "half", "interleaved", "partial", "partial_interleaved")
 
 
