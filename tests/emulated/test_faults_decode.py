@@ -14,8 +14,9 @@ from qflash.testing.faults import Fault, Faults
 
 KERNEL, DTYPE, HEAD_DIM = "sm90_decode", "bfloat16", 128
 SEEDS = range(24)
-BLOCK, TILES, ATTEND = (
+BLOCK, TILES, ATTEND, MERGE = (
     "kernels/attention/sm90_decode/kernel.cuh", "attn/decode/tma_tiles.cuh", "attn/decode/attend.cuh",
+    "attn/decode/merge.cuh",
 )  # fmt: skip
 
 # Both warps of a team multiply keys whose values the other clears.
@@ -39,7 +40,6 @@ WRONG = "contract or bits"
 _RELEASE = "if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring_.barriers->empty[at_.stage]);"
 _RELEASE_UNIT = "if (threadIdx.x % 32 == 0) unit_at_.release(ring_.barriers->unit);"
 _FILL = "at.fill(ring.barriers->unit);"
-_TICKET = "*area.ticket = atom_inc_in_order(&counters[part.first_block], unsigned(part.parts - 1));"
 
 # name: the fault, the case, how it shows, and a part of what is said
 FAULTS = {
@@ -118,25 +118,20 @@ FAULTS = {
               "unit_at_.release(ring_.barriers->unit), unit_at_.release(ring_.barriers->unit);", within=_RELEASE_UNIT),
         "short", EITHER, "",
     ),
-    "unit: released before all lanes have read it": (
-        Fault(TILES, "__syncwarp();", within=f"__syncwarp();  // all lanes have read\n    {_RELEASE_UNIT}"),
-        "cut", EITHER, "",
-    ),
     "area: read before all warps have written": (
         Fault(ATTEND, "source.meet();", within="source.meet();  // all sums are in the area"), "short", WRONG, "",
     ),
     "area: written again before all warps have read": (
         Fault(ATTEND, "source.meet();", within="source.meet();  // the area may be written again"), "short", WRONG, "",
     ),
-    "ticket: read before it is there": (
-        Fault(ATTEND, "source.meet();", within="source.meet();  // the ticket can be read"), "causal", WRONG, "",
+    "parts: not announced": (
+        Fault(MERGE, "st_release(flag_of(part, part.index), 1);"), "long", "complaint", "a block before it",
     ),
-    "ticket: the first block takes itself for the last": (
-        Fault(ATTEND, _TICKET, f"{_TICKET} *area.ticket = unsigned(part.parts - 1) - *area.ticket;"),
-        "long", "contract", "",
+    "parts: not stored": (
+        Fault(ATTEND, "partials.store(part, row, d, merged);"), "long", "complaint", "a block before it",
     ),
-    "counters: not 0 again after a launch": (
-        Fault(ATTEND, _TICKET, _TICKET.replace("part.parts - 1", "part.parts")), "long", "contract", "",
+    "parts: merged in another order than their keys'": (
+        Fault(MERGE, "g_row = g_next, g_next += apart;", "g_next += apart;"), "long", EITHER, "",
     ),
 }  # fmt: skip
 
@@ -146,14 +141,20 @@ COVERED = {
     "K and V: released before all lanes have read them": (
         Fault(TILES, "__syncwarp();", within=f"__syncwarp();  // all lanes have read\n    {_RELEASE}"), "long",
     ),
-    # Blocks come one after another: all that one stores is there before the next draws its ticket, and the last to
-    # finish a unit is the last to write its rows. Here a unit is all of a block's share, so the area is written once.
-    "ticket: drawn before all warps have stored their part": (
-        Fault(ATTEND, "source.meet();", within="source.meet();  // the area may be written again"), "long",
+    # Warps have met since they read it, at the end of merge_warps.
+    "unit: released before all lanes have read it": (
+        Fault(TILES, "__syncwarp();", within=f"__syncwarp();  // all lanes have read\n    {_RELEASE_UNIT}"), "cut",
     ),
-    "ticket: every block takes itself for the last": (
-        Fault(ATTEND, _TICKET, "*area.ticket = unsigned(part.parts - 1);"), "long",
+    # Blocks come one after another: all that one stores is there before the next looks for it, and memory that nobody
+    # wrote reads as absent.
+    "parts: not cleared": (Fault(TILES, "partials.clear(part);"), "long"),
+    "parts: announced before all lanes have cleared": (
+        Fault(MERGE, "__syncwarp();", within="__syncwarp();  // all lanes have cleared"), "long",
     ),
+    "parts: announcements not waited for": (
+        Fault(MERGE, "while (ld_acquire(flag) == 0) wait_for_blocks_before();"), "long",
+    ),
+    "parts: flags not 0 again after a launch": (Fault(MERGE, "*flag = 0;"), "long"),
     # So do launches.
     "block: the grid before not waited for": (Fault(BLOCK, "wait_for_previous_grid();"), "rope"),
 }  # fmt: skip

@@ -9,7 +9,6 @@
 #include "attn/decode/product.cuh"
 #include "attn/decode/unit.cuh"
 #include "attn/mma/nonfinite.cuh"
-#include "ptx/atom.cuh"
 
 namespace qf {
 namespace decode {
@@ -38,15 +37,12 @@ __device__ inline void clear_unseen(char* s_v, int key0, const KeyRange& any, co
 // Where the warps bring their sums together.
 template <class Config>
 struct Area {
-  float* rows;       // [warp][8][kAreaStride]
-  RowSums* sums;     // [warp][8]
-  unsigned* ticket;  // this block's place among those that are done with a unit
+  float* rows;    // [warp][8][kAreaStride]
+  RowSums* sums;  // [warp][8]
 
-  static constexpr int kBytes = Config::kAreaBytes + Config::kStatsBytes + 16;
+  static constexpr int kBytes = Config::kAreaBytes + Config::kStatsBytes;
   __device__ __forceinline__ explicit Area(char* s_memory)
-      : rows(reinterpret_cast<float*>(s_memory)),
-        sums(reinterpret_cast<RowSums*>(s_memory + Config::kAreaBytes)),
-        ticket(reinterpret_cast<unsigned*>(s_memory + Config::kAreaBytes + Config::kStatsBytes)) {}
+      : rows(reinterpret_cast<float*>(s_memory)), sums(reinterpret_cast<RowSums*>(s_memory + Config::kAreaBytes)) {}
 };
 
 // The sums of one warp over its part of the keys of one unit.
@@ -159,10 +155,10 @@ __device__ __forceinline__ void merge_warps(const WarpSums<Config>& sums, const 
   }
 }
 
-// The consumers' whole work. counters: one for each block, all 0, and 0 again afterwards.
+// The consumers' whole work.
 template <class Config, class Source>
 __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_aligned, Source& source,
-                                             const Area<Config>& area, const Partials& partials, unsigned* counters) {
+                                             const Area<Config>& area, const Partials& partials) {
   using Element = typename Config::Element;
   const int rows = partials.rows;
   const bool plain = scales_plainly(p.scale, p.softcap);
@@ -170,19 +166,6 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
   for (;; source.release_unit()) {
     const Unit<Config::kBlockN>& unit = source.wait_unit();
     const Part& part = unit.part;
-    if (unit.tiles < 0) return;
-    const QueryRows<Config> queries(source.queries() + row0 * (Config::kHeadDim * 2), threadIdx.x % 32);
-    WarpSums<Config> sums;
-    for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
-      const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
-      if (!source.is_mine())
-        source.skip();
-      else if (whole && plain)
-        sums.template attend<true>(p, queries, unit, key0, source);
-      else
-        sums.template attend<false>(p, queries, unit, key0, source);
-    }
-
     const auto finish = [&](int row, int d, const Merged& merged) {
       store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, [&](int key) {
         int b = part.b;
@@ -197,6 +180,25 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
         return make_float4(to_float(g_v[0]), to_float(g_v[1]), to_float(g_v[2]), to_float(g_v[3]));
       });
     };
+    if (unit.tiles < 0) {  // the share is over; what is left is a unit that blocks before this one began
+      const int quads = p.head_dim / 4;
+      for (int i = threadIdx.x; i < rows * quads && part.parts > 0; i += Config::kConsumers)
+        finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4));
+      return;
+    }
+
+    const QueryRows<Config> queries(source.queries() + row0 * (Config::kHeadDim * 2), threadIdx.x % 32);
+    WarpSums<Config> sums;
+    for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
+      const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
+      if (!source.is_mine())
+        source.skip();
+      else if (whole && plain)
+        sums.template attend<true>(p, queries, unit, key0, source);
+      else
+        sums.template attend<false>(p, queries, unit, key0, source);
+    }
+
     merge_warps(sums, area, source, rows, p.head_dim, [&](int row, int d, Merged merged) {
       if (Config::kPaged && unit.lost) merged.l = merged.exact = nan();
       if (part.is_whole())
@@ -204,15 +206,6 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       else
         partials.store(part, row, d, merged);
     });
-    if (part.is_whole()) continue;
-    // After merge_warps() all threads have stored their share of this block's part, which is seen before its ticket.
-    if (threadIdx.x == 0) *area.ticket = atom_inc_in_order(&counters[part.first_block], unsigned(part.parts - 1));
-    source.meet();  // the ticket can be read; before the next is written, merge_warps() lets all meet
-    if (*area.ticket == unsigned(part.parts - 1)) {
-      const int quads = p.head_dim / 4;
-      for (int i = threadIdx.x; i < rows * quads; i += Config::kConsumers)
-        finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4));
-    }
   }
 }
 

@@ -1,5 +1,5 @@
-// Counters of the blocks that are done with a unit that several share (common/counters.cuh): one for each block, used
-// by the unit that it begins and does not end.
+// Flags of blocks that leave a part of a unit to another to merge (merge.cuh): two for each block. They are 0 between
+// launches, as the counters of common/counters.cuh are.
 #pragma once
 
 #include "common/counters.cuh"
@@ -8,24 +8,23 @@ namespace qf {
 namespace decode {
 
 constexpr int kMostBlocks = 512;  // of a grid
-constexpr int kMergeCounters = 1 << 19;
-static __device__ unsigned merge_counters[kMergeCounters];
+constexpr int kFlagsEach = 2 * kMostBlocks, kFlags = 1 << 19;
+static __device__ unsigned merge_flags[kFlags];
 
-struct Counters {
-  int first;  // of merge_counters; -1: `cleared` are some
+struct Flags {
+  int first;  // of merge_flags; -1: `cleared` are some
   unsigned* cleared;
 
-  __device__ __forceinline__ unsigned* all() const { return first < 0 ? cleared : merge_counters + first; }
+  __device__ __forceinline__ unsigned* all() const { return first < 0 ? cleared : merge_flags + first; }
 };
 
-// memory: kMostBlocks counters of the caller's, cleared where the library has none left. Returns a cudaError_t.
-inline int take_merge_counters(cudaStream_t stream, int blocks, unsigned* memory, Counters& counters) {
+// memory: kFlagsEach flags of the caller's, cleared where the library has none left. Returns a cudaError_t.
+inline int take_flags(cudaStream_t stream, int blocks, unsigned* memory, Flags& flags) {
   struct Merges;
-  counters.cleared = memory;
-  if (const int error = take_counters<Merges, 128, kMostBlocks, kMergeCounters>(stream, blocks, counters.first))
-    return error;
-  if (counters.first >= 0) return cudaSuccess;
-  return cudaMemsetAsync(memory, 0, sizeof(unsigned) * blocks, stream);
+  flags.cleared = memory;
+  if (const int error = take_counters<Merges, 128, kFlagsEach, kFlags>(stream, 2 * blocks, flags.first)) return error;
+  if (flags.first >= 0) return cudaSuccess;
+  return cudaMemsetAsync(memory, 0, 2 * sizeof(unsigned) * blocks, stream);
 }
 
 }  // namespace decode

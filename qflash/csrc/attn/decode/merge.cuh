@@ -7,6 +7,8 @@
 #include "attn/decode/share.cuh"
 #include "attn/mma/softmax.cuh"
 #include "attn/sinks.cuh"
+#include "ptx/opaque.cuh"
+#include "ptx/relaxed.cuh"
 
 namespace qf {
 namespace decode {
@@ -52,51 +54,104 @@ struct Merged {
 
 // Parts in global memory: rows of head_dim sums and a RowSums. A block leaves at most two: of the unit that it begins
 // and does not end, and of the unit that it goes on with.
+//
+// The block that ends a unit merges its parts. It comes after the others in the grid, so they have started when it has,
+// and it may wait for them. A write of 16 bytes tells by itself that it is there: before, its first word is kAbsent.
+// The block that is to write puts that there and then raises a flag; the one that merges lowers it before it looks.
 struct Partials {
   float *begun, *continued;  // [block][row][head_dim + 4]
   int rows, head_dim;
+  unsigned* flags;  // [block][begun, continued], 0 between launches
+
+  static constexpr uint32_t kAbsent = 0xffffffffu, kNan = 0x7fffffffu;
 
   static int64_t floats(int64_t blocks, int rows, int head_dim) { return blocks * rows * (head_dim + 4); }
   __device__ __forceinline__ int row_floats() const { return head_dim + 4; }
   __device__ __forceinline__ int64_t place(int block, int row) const {
     return int64_t(block * rows + row) * row_floats();
   }
-  __device__ __forceinline__ void store(const Part& part, int row, int d, const Merged& x) const {
-    float* const g_row = (part.index == 0 ? begun : continued) + place(part.block(part.index), row);
-    *reinterpret_cast<float4*>(g_row + d) = x.o;
-    if (d == 0) *reinterpret_cast<RowSums*>(g_row + head_dim) = x.sums();
+  __device__ __forceinline__ float* rows_of(const Part& part, int index) const {
+    return (index == 0 ? begun : continued) + place(part.block(index), 0);
   }
-  // All parts of a row, in the order of their keys.
+  __device__ __forceinline__ unsigned* flag_of(const Part& part, int index) const {
+    return flags + 2 * part.block(index) + (index == 0 ? 0 : 1);
+  }
+
+  // Collective for a warp, before the block's sums of the unit are stored: nothing is there.
+  __device__ __forceinline__ void clear(const Part& part) const {
+    float* const g_rows = rows_of(part, part.index);
+    for (int i = int(threadIdx.x % 32); i < rows * row_floats() / 4; i += 32)
+      st_relaxed(g_rows + 4 * i, {kAbsent, kAbsent, kAbsent, kAbsent});
+  }
+  // Collective for the same warp: the block that merges may look.
+  __device__ __forceinline__ void announce(const Part& part) const {
+    __syncwarp();  // all lanes have cleared
+    if (threadIdx.x % 32 == 0) st_release(flag_of(part, part.index), 1);
+  }
+  // Collective for a warp of the block that merges: what is not there yet reads as absent.
+  __device__ __forceinline__ void await_announcements(const Part& part) const {
+    for (int i = int(threadIdx.x % 32); i < part.parts - 1; i += 32) {
+      unsigned* const flag = flag_of(part, i);
+      while (ld_acquire(flag) == 0) wait_for_blocks_before();
+      *flag = 0;
+    }
+    __syncwarp();  // all lanes have looked
+  }
+
+  __device__ __forceinline__ void store(const Part& part, int row, int d, const Merged& x) const {
+    float* const g_row = rows_of(part, part.index) + int64_t(row) * row_floats();
+    st_relaxed(g_row + d, words({x.o.x, x.o.y, x.o.z, x.o.w}));
+    if (d == 0) st_relaxed(g_row + head_dim, words({x.m, x.l, x.exact, 0.0f}));
+  }
+  // All parts of a row, in the order of their keys, once they are there.
   __device__ __forceinline__ Merged merged(const Part& part, int row, int d) const {
     constexpr int kAtOnce = 16;  // loads under way
-    Merged all;
-    const float* g_row = begun + place(part.first_block, row);
-    const float* g_next = continued + place(part.block(1), row);
+    const float* g_row = begun + place(part.first_block, row) + d;
+    const float* g_next = continued + place(part.block(1), row) + d;
     const int64_t apart = int64_t(part.apart * rows) * row_floats();
+    Merged all;
 #pragma unroll 1
     for (int left = part.parts; left > 0; left -= kAtOnce) {
-      float4 o[kAtOnce];
       RowSums sums[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        sums[i] = {-infinity(), 0.0f, 0.0f, 0.0f};
-        o[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (i < left) sums[i] = load_sums(g_row), o[i] = load(g_row + d);
-        g_row = g_next, g_next += apart;
-      }
+      float4 o[kAtOnce];
+      while (!load<kAtOnce>(opaque_global(g_row), opaque_global(g_next), apart, d, left, sums, o))
+        wait_for_blocks_before();
       all.add(sums, o);
+      g_row = g_next + (kAtOnce - 1) * apart, g_next = g_row + apart;
     }
     return all;
   }
 
  private:
-  // From L2: other blocks wrote it.
-  __device__ static __forceinline__ float4 load(const float* g_four) {
-    return __ldcg(reinterpret_cast<const float4*>(g_four));
+  // Are these parts, `left` at most, all there?
+  template <int kAtOnce>
+  __device__ __forceinline__ bool load(const float* g_row, const float* g_next, int64_t apart, int d, int left,
+                                       RowSums (&sums)[kAtOnce], float4 (&o)[kAtOnce]) const {
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      sums[i] = {-infinity(), 0.0f, 0.0f, 0.0f};
+      o[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (i < left) {
+        const float4 x = floats_of(ld_relaxed(g_row + head_dim - d));
+        sums[i] = {x.x, x.y, x.z, 0.0f};
+        o[i] = floats_of(ld_relaxed(g_row));
+      }
+      g_row = g_next, g_next += apart;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      there = there && float_to_bits(sums[i].m) != kAbsent && float_to_bits(o[i].x) != kAbsent;
+    return there;
   }
-  __device__ __forceinline__ RowSums load_sums(const float* g_row) const {
-    const float4 x = load(g_row + head_dim);
-    return {x.x, x.y, x.z, 0.0f};
+  // A NaN of the bits that mean absence becomes another.
+  __device__ static __forceinline__ Word4 words(const float4& x) {
+    const uint32_t first = float_to_bits(x.x);
+    return {first == kAbsent ? kNan : first, float_to_bits(x.y), float_to_bits(x.z), float_to_bits(x.w)};
+  }
+  __device__ static __forceinline__ float4 floats_of(const Word4& x) {
+    return make_float4(bits_to_float(x.word[0]), bits_to_float(x.word[1]), bits_to_float(x.word[2]),
+                       bits_to_float(x.word[3]));
   }
 };
 

@@ -52,6 +52,7 @@ struct Part {
 
   __device__ __forceinline__ int block(int i) const { return first_block + i * apart; }
   __device__ __forceinline__ bool is_whole() const { return parts == 1; }
+  __device__ __forceinline__ bool ends() const { return index == parts - 1; }  // the unit
 };
 
 // Heads that are read side by side: the most, up to 8, that divide the KV heads.

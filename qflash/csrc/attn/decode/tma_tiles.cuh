@@ -11,6 +11,7 @@
 #include <cuda.h>
 
 #include "attn/decode/config.cuh"
+#include "attn/decode/merge.cuh"
 #include "attn/decode/product.cuh"
 #include "attn/decode/unit.cuh"
 #include "hopper/ring.cuh"
@@ -102,24 +103,31 @@ __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMa
 // One warp: the block's units and their queries, one ahead. q: where they are read.
 template <class Config>
 __device__ __forceinline__ void describe_units(const QfAttnParams& p, const QfTensor& q, bool aligned, const Runs& runs,
-                                               const TmaRing<Config>& ring) {
+                                               const Partials& partials, const TmaRing<Config>& ring) {
   const int lane = threadIdx.x % 32;
+  Part ended{};  // of the unit that this block ends and did not begin, if there is one
   RingPosition<kUnitStages> at;
   Share<Config::kBlockN> share(p, runs);
   for (;; share.advance(p), at.advance()) {
     at.wait_empty(ring.barriers->unit);
     Unit<Config::kBlockN>& unit = ring.units[at.stage()];
     const bool over = share.is_over();
+    Part part = ended;
     if (over) {
+      if (ended.parts > 0) partials.await_announcements(ended);
+      describe_unit<Config>(p, ended, unit);
       if (lane == 0) unit.tiles = -1;
     } else {
-      const Part part = share.part();
+      part = share.part();
+      if (part.ends() && !part.is_whole()) ended = part;
+      if (!part.ends()) partials.clear(part);  // before consumers know of the unit, and store
       describe_unit<Config>(p, part, unit);
       copy_queries<Config>(p, q, part.b, part.kv_head, aligned, ring.queries + at.stage() * Config::kQueryBytes, lane,
                            32);
     }
     at.fill(ring.barriers->unit);  // each lane, what it wrote
     if (over) return;
+    if (!part.ends()) partials.announce(part);
   }
 }
 

@@ -10,8 +10,8 @@
 //                                   tile, with its own m, l, O; warps meet only at the end of a unit
 //
 // Rows are the Tq * group queries of a KV head; q stays in registers, from head_dim 256 on in shared memory. Where a
-// unit is cut, blocks leave (m, l, O) in global memory, and the last of them to finish merges all in the order of the
-// keys: the same bits whoever is last.
+// unit is cut, blocks leave (m, l, O) in global memory, and the block that ends the unit, when its share is over,
+// merges all in the order of the keys.
 //
 // Shared memory (head_dim 128): a ring of 4 stages of K and V, 32 KB each; 36 KB where warps bring their sums together.
 // Bound: memory. See docs/kernels/decode.md.
@@ -32,7 +32,7 @@ struct Config : decode::Config<Element, kHeadDim, kRowWarps, 90, kPaged> {
   static constexpr int kLoaderThreads = 128, kThreads = kLoaderThreads + Base::kConsumers;  // whole warpgroups
   // Registers are traded where one warpgroup loads and two attend; one and one have 255 each.
   static constexpr bool kTrades = Base::kConsumers > 128;
-  static constexpr int kLoaderRegisters = 72, kConsumerRegisters = 216;
+  static constexpr int kLoaderRegisters = 88, kConsumerRegisters = 208;
   static constexpr int kBarrierBytes = 512;  // and units
   static constexpr int kOtherBytes =
       kSwizzleBytes + decode::kUnitStages * Base::kQueryBytes + decode::Area<Base>::kBytes + kBarrierBytes;
@@ -50,9 +50,9 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     qf_sm90_decode_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ QfTensor q,
                           const __grid_constant__ qf::decode::TensorMaps maps,
-                          const __grid_constant__ qf::decode::Runs runs,
-                          const __grid_constant__ qf::decode::Partials partials, const qf::decode::Counters counters,
-                          const bool q_aligned, const bool out_aligned, const int box_rows) {
+                          const __grid_constant__ qf::decode::Runs runs, qf::decode::Partials partials,
+                          const qf::decode::Flags flags, const bool q_aligned, const bool out_aligned,
+                          const int box_rows) {
   using namespace qf;
   using namespace qf::decode;
   extern __shared__ float4 s_memory[];
@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prefetch_tensor_map(&maps.k);
     prefetch_tensor_map(&maps.v);
   }
+  partials.flags = flags.all();
   __syncthreads();           // the barriers are in place
   wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
   if (threadIdx.x >= Config::kConsumers) {
@@ -82,11 +83,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       else
         load_share<Config>(p, maps, runs, ring);
     }
-    if (warp == 1) describe_units<Config>(p, q, q_aligned, runs, ring);
+    if (warp == 1) describe_units<Config>(p, q, q_aligned, runs, partials, ring);
   } else {
     if constexpr (Config::kTrades) take_registers<Config::kConsumerRegisters>();
     name_role("consumer", int(threadIdx.x / 32));
     TmaTiles<Config> tiles(ring);
-    attend_share<Config>(p, out_aligned, tiles, Area<Config>(s_area), partials, counters.all());
+    attend_share<Config>(p, out_aligned, tiles, Area<Config>(s_area), partials);
   }
 }

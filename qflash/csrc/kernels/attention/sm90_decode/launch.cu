@@ -43,8 +43,8 @@ int64_t blocks_of(const QfAttnParams& p, int processors) {
   return int64_t(runs.count) * runs.chunk;
 }
 
-// In the workspace: counters, partial sums, copies.
-constexpr int64_t kCounterBytes = sizeof(unsigned) * decode::kMostBlocks;
+// In the workspace: flags, partial sums, copies.
+constexpr int64_t kFlagBytes = sizeof(unsigned) * decode::kFlagsEach;
 int64_t partial_bytes(const QfAttnParams& p) {
   return 2 * sizeof(float) * decode::Partials::floats(blocks_of(p, kMostProcessors), rows_of(p), p.head_dim);
 }
@@ -74,7 +74,7 @@ template <class Config>
 int attend(const QfAttnParams& p, cudaStream_t stream) {
   using namespace decode;
   const wgmma::Relayout reserved(p, false, wgmma::kQ, kLastRelaid), relayout(p, true, wgmma::kQ, kLastRelaid);
-  const int64_t partials = partial_bytes(p), needed = kCounterBytes + partials + reserved.bytes;
+  const int64_t partials = partial_bytes(p), needed = kFlagBytes + partials + reserved.bytes;
   if (!p.workspace || p.workspace_bytes < needed) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
@@ -92,7 +92,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   Borrowed borrowed{stream};  // for addresses that nobody could plan for
   if (relayout.bytes > reserved.bytes)
     if (const cudaError_t error = borrowed.take(relayout.bytes)) return error;
-  char* const copies = borrowed.memory ? static_cast<char*>(borrowed.memory) : workspace + kCounterBytes + partials;
+  char* const copies = borrowed.memory ? static_cast<char*>(borrowed.memory) : workspace + kFlagBytes + partials;
   if (relayout.bytes > 0)
     if (const int status =
             launch({3 * relayout.blocks(processors), wgmma::kRelayoutThreads, 0, stream},
@@ -111,22 +111,22 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
     if (const int error = relayout.map<Tile>(maps.k, wgmma::kK, copies, p.head_dim, box_rows, promotion)) return error;
     if (const int error = relayout.map<Tile>(maps.v, wgmma::kV, copies, p.head_dim, box_rows, promotion)) return error;
   }
-  Counters counters{};
-  if (const int error = take_merge_counters(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), counters))
-    return error;
+  Flags flags{};
+  if (const int error = take_flags(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), flags)) return error;
   const wgmma::RelaidTensor& q = relayout.tensors[wgmma::kQ];
   const QfTensor queries = q.copied ? q.copy(copies, p.head_dim) : q.from;
-  float* const sums = reinterpret_cast<float*>(workspace + kCounterBytes);
-  const Partials parts = {sums, sums + Partials::floats(blocks, rows_of(p), p.head_dim), rows_of(p), p.head_dim};
+  float* const sums = reinterpret_cast<float*>(workspace + kFlagBytes);
+  const Partials parts = {sums, sums + Partials::floats(blocks, rows_of(p), p.head_dim), rows_of(p), p.head_dim,
+                          nullptr};
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p,
-                queries, maps, runs, parts, counters, q.copied || q.vector, chunks_aligned(p.out, p.head_dim, 2),
+                queries, maps, runs, parts, flags, q.copied || q.vector, chunks_aligned(p.out, p.head_dim, 2),
                 box_rows);
 }
 
 }  // namespace
 
 QF_EXPORT int64_t qf_sm90_decode_workspace(const QfAttnParams* p) {
-  return kCounterBytes + partial_bytes(*p) + wgmma::Relayout(*p, false, wgmma::kQ, kLastRelaid).bytes;
+  return kFlagBytes + partial_bytes(*p) + wgmma::Relayout(*p, false, wgmma::kQ, kLastRelaid).bytes;
 }
 
 QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {

@@ -1,0 +1,62 @@
+// ld and st of global memory that blocks of one grid exchange while they run. Scope: the GPU.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model
+#pragma once
+
+#include "ptx/ldst.cuh"
+
+namespace qf {
+
+// 16 aligned bytes in one piece: whoever reads sees all of a write or none of it. In no order with anything else.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+__device__ __forceinline__ Word4 ld_relaxed(const void* address) {
+#ifdef __CUDA_ARCH__
+  uint64_t low, high;
+  asm volatile("{\n.reg .b128 x;\nld.relaxed.gpu.global.b128 x, [%2];\nmov.b128 {%0, %1}, x;\n}"
+               : "=l"(low), "=l"(high)
+               : "l"(address)
+               : "memory");
+  return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
+#else
+  return *static_cast<const Word4*>(address);
+#endif
+}
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
+__device__ __forceinline__ void st_relaxed(void* address, const Word4& x) {
+#ifdef __CUDA_ARCH__
+  const uint64_t low = x.word[0] | uint64_t(x.word[1]) << 32, high = x.word[2] | uint64_t(x.word[3]) << 32;
+  asm volatile("{\n.reg .b128 x;\nmov.b128 x, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], x;\n}" ::"l"(address),
+               "l"(low), "l"(high)
+               : "memory");
+#else
+  *static_cast<Word4*>(address) = x;
+#endif
+}
+
+// One word. Whoever reads it so sees what this thread, and those that it has met, wrote before.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
+__device__ __forceinline__ void st_release(unsigned* address, unsigned x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
+#else
+  *address = x;
+#endif
+}
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+__device__ __forceinline__ unsigned ld_acquire(const unsigned* address) {
+#ifdef __CUDA_ARCH__
+  unsigned x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
+  return x;
+#else
+  return *address;
+#endif
+}
+
+// Between two looks at what another block is to write.
+__device__ __forceinline__ void wait_for_blocks_before() {
+#ifdef QF_EMULATOR
+  emulate::fail("waits for what a block before it should have written");  // blocks run one after another
+#endif
+}
+
+}  // namespace qf
