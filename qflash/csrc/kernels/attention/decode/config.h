@@ -16,7 +16,7 @@ struct PortableConfig {
   using Element = Element_;
   using Tensor = Tensor16<Element, kArch_>;
   static constexpr int kArch = kArch_;
-  static constexpr bool kPaged = kPaged_;
+  static constexpr bool kPaged = kPaged_, kInt8 = false;
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
   static constexpr int kRowWarps = kRowWarps_, kRows = 16 * kRowWarps;
   static constexpr int kTeamWarps = kRowWarps, kTeamThreads = 32 * kTeamWarps, kKeyWarps = 1;
