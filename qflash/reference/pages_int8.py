@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from qflash.reference.blocks import blocks, where_any
+from qflash.reference.blocks import blocks, where_any, with_sink
 from qflash.reference.exact import attention
 from qflash.reference.float32 import LN2, LOG2E
 from qflash.reference.kv_write import dequantize_keys
@@ -99,7 +99,8 @@ def _replay(q, tokens, k_mean, words, rope):
             weights, scaled, top = _weights(t, tokens.v_scale[:, kv_head], seen)
             total = weights.sum(-1)
             product = scaled @ tokens.v[:, kv_head].astype(np.float64) / total[:, None]
-            out[rows, head], lse[head, rows] = where_any(seen, product, LN2 * (top + np.log2(total)) + shift)
+            sums = LN2 * (top + np.log2(total)) + shift
+            out[rows, head], lse[head, rows] = where_any(seen, product, sums, -np.inf)  # sinks join later
     return out, lse
 
 
@@ -143,10 +144,10 @@ def _by_sequence(
             tokens = tokens_of(k_pages, v_pages, k_scale, v_scale, page_table[b], int(lens[b]))
             own = None if rope is None else Rope(rope.cos, rope.sin, rope.interleaved, positions, None)
             out[rows], lse[:, rows] = one(packed[rows], tokens, k_mean, meaning, own)
-    if sinks is not None:  # a logit more in each row's denominator
-        with_sinks = np.logaddexp(lse, np.asarray(sinks, np.float64)[:, None])
-        out *= np.exp(lse - with_sinks).T[..., None]
-        lse = with_sinks
+    for head, sink in enumerate([] if sinks is None else np.asarray(sinks, np.float64)):
+        sees_any = lse[head] != -np.inf
+        joined, lse[head] = with_sink(out[:, head], lse[head], float(sink))
+        out[:, head] = np.where(sees_any[:, None], joined, 0)
     if cu_seqlens_q is not None:
         return out, lse
     return out.reshape(q.shape), lse.reshape(q.shape[2], *q.shape[:2]).swapaxes(0, 1).copy()

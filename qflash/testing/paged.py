@@ -108,7 +108,7 @@ def replay_of(case: Case, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarray]:
     kv = inputs.kv
     pools = (x if kv.layout == "phtd" else x.swapaxes(1, 2) for x in (kv.k_pages, kv.v_pages))
     pages = (*pools, kv.k_scale, kv.v_scale, kv.page_table, kv.lens)
-    words = {"k_mean": kv.k_mean, "rope": inputs.rope, "cu_seqlens_q": inputs.cu_seqlens_q}
+    words = {"k_mean": kv.k_mean, "rope": inputs.rope, "cu_seqlens_q": inputs.cu_seqlens_q, "sinks": inputs.sinks}
     return attention_pages_int8(inputs.q, *pages, **words, **case.options())
 
 

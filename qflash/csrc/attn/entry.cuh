@@ -27,10 +27,10 @@ inline int check_pages(const QfAttnParams* p, int dtype) {
   return kv_is_pages(*p) ? QF_OK : QF_UNSUPPORTED;
 }
 
-// The same for pages of int8.
+// The same for pages of int8 whose scales are copied in runs.
 inline int check_int8_pages(const QfAttnParams* p, int dtype) {
   if (const int status = check_params(p, dtype)) return status;
-  return kv_is_int8_pages(*p) ? QF_OK : QF_UNSUPPORTED;
+  return kv_is_int8_pages(*p) && scales_copy_in_runs(*p) ? QF_OK : QF_UNSUPPORTED;
 }
 
 // The same for a rung that leaves out rope, packed arrays and sinks, as its row of dispatch.KERNELS says.

@@ -16,14 +16,19 @@ inline bool kv_is_pages(const QfAttnParams& p) {
          p.kv.v_dtype == p.dtype;
 }
 
-// K and V are in pages of int8, with scales that runs of 16 bytes can be copied of.
+// K and V are in pages of int8, with all that dequantizing them takes.
 inline bool kv_is_int8_pages(const QfAttnParams& p) {
   for (const QfScales* x : {&p.kv.k_scales, &p.kv.v_scales})
-    if (!x->scale || x->group != 1 || reinterpret_cast<uintptr_t>(x->scale) % 16 != 0 || x->stride_b % 4 != 0 ||
-        x->stride_h % 4 != 0)
-      return false;
+    if (!x->scale || x->group != 1) return false;
   return p.kv.kind == QF_KV_PAGES_INT8 && p.kv.page_size > 0 && p.kv.page_table && p.kv_lens && p.kv.k_dtype == QF_I8 &&
          p.kv.v_dtype == QF_I8 && p.head_dim % 16 == 0;
+}
+
+// Their scales can be copied in runs of 16 bytes.
+inline bool scales_copy_in_runs(const QfAttnParams& p) {
+  for (const QfScales* x : {&p.kv.k_scales, &p.kv.v_scales})
+    if (reinterpret_cast<uintptr_t>(x->scale) % 16 != 0 || x->stride_b % 4 != 0 || x->stride_h % 4 != 0) return false;
+  return true;
 }
 
 }  // namespace qf

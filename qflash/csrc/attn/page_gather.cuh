@@ -4,6 +4,7 @@
 // two sequences share is copied for each.
 #pragma once
 
+#include "attn/kv.h"
 #include "attn/mma/tile.cuh"
 #include "attn/pages.cuh"
 #include "common/launch.cuh"
@@ -118,12 +119,6 @@ __device__ __forceinline__ void gather_pages(const QfAttnParams& p, const QfKv& 
       }
     }
   }
-}
-
-// Are K and V pages of INT8, with all that dequantizing them takes? Host side.
-inline bool kv_is_int8_pages(const QfAttnParams& p) {
-  return p.kv.kind == QF_KV_PAGES_INT8 && p.kv.k_dtype == QF_I8 && p.kv.v_dtype == QF_I8 && p.kv.page_table &&
-         p.kv_lens && p.kv.k_scales.scale && p.kv.v_scales.scale && p.head_dim % 16 == 0;
 }
 
 // Host side: launches the pass, `kernel` its __global__. Returns a status.

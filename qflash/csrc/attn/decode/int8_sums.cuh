@@ -76,7 +76,6 @@ struct Int8Sums {
 #pragma unroll
       for (int j = 0; j < kNTiles / 2; ++j) products.add(weights[j], s_v, first + step + 16 * j, lane);
     }
-    source.release();
   }
 
   // Eight rows of each warp and kAreaColumns channels to the area: those of pass `pass`, halves of the rows outermost.
