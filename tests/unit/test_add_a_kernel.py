@@ -293,7 +293,7 @@ def defines_of(row: Kernel, spec: Spec) -> dict[str, str]:
     if row.per_precision:
         found["QF_PRECISION"] = PRECISIONS.index(spec.precision)
     if row.per_kv:
-        found["QF_KV_KIND"] = KV_KINDS.index(spec.kv)
+        found["QF_KV_KIND"] = KV_KINDS.index(dict(row.shared_kvs).get(spec.kv, spec.kv))
     if row.per_scores:
         found["QF_PLAIN_SCORES"] = int(spec.plain_scores)
     return {name: str(value) for name, value in found.items()}

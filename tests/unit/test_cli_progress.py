@@ -135,8 +135,8 @@ def test_what_a_command_needs_is_compiled_before_it_starts(monkeypatch, hopper):
         "fa (head_dim 64, float16)",
         "fa (head_dim 128, float16)",
         "fa (head_dim 64, float32)",
-        "sm90_fwd (head_dim 64, float16)",
-        "sm90_fwd (head_dim 128, float16)",
+        "sm90_fwd (head_dim 64, float16, arrays k and v)",
+        "sm90_fwd (head_dim 128, float16, arrays k and v)",
     ]
     assert told.file.getvalue() == "compiling CUDA kernels for this GPU, once (0 of 5 done)\n"
 
