@@ -112,7 +112,7 @@ def test_another_specialisation_rebuilds_and_the_same_does_not(tree, binary):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["KERNEL=nonsense"], "KERNEL is 'nonsense'; allowed: fa"),
+        (["KERNEL=nonsense"], "KERNEL is 'nonsense'; allowed: decode fa"),
         (["KERNEL=fa", "DTYPE=int4"], "DTYPE is 'int4'; allowed: float32, float16, bfloat16"),
         (["KERNEL=fa", "HEAD_DIM=100"], "HEAD_DIM is '100'; allowed: 32, 64"),
         (["KERNEL=fa", "HEAD_DIM="], "HEAD_DIM is ''; allowed: 32, 64"),

@@ -20,9 +20,9 @@ ARCHES = (75, 80, 86, 90)
 ROWS = Case("rows", 1, 150, 8, 1, 64, dtype="float16", window=(120, 0), batch=2, kv_lens=(150, 70))
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", [pytest.param(x, marks=[pytest.mark.slow] * (x in (80, 86))) for x in ARCHES])
 @pytest.mark.parametrize("q_heads", [8, 24, 60])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(192, marks=pytest.mark.slow), 256])
 def test_tile_shapes(library, head_dim, q_heads, arch):
     check_kernel(library, replace(ROWS, head_dim=head_dim, q_heads=q_heads, seed=q_heads), KERNEL, arch)
 
@@ -68,14 +68,14 @@ PAGES = Case("pages", 2, 300, 4, 2, 64, dtype="float16", causal=True, batch=4, k
 def test_pages(library, page_size, pool, arch):
     """Pages that are a part of a tile, a whole one and several; the bits do not depend on it."""
     inputs = PAGES.make_inputs()
-    found = run_on_pages(library, PAGES, on_pages(PAGES, inputs, page_size, pool), arch)
+    found = run_on_pages(library, PAGES, on_pages(PAGES, inputs, None, page_size, pool), arch)
     check_contract(PAGES, *found)
     check_same_bits(PAGES, found, run_case(library, PAGES, KERNEL, arch), "")
 
 
 def test_pages_at_odd_addresses(library):
     """Rows that do not begin at multiples of 16 bytes pass through registers."""
-    inputs = on_pages(PAGES, PAGES.make_inputs(), 16, "phtd")
+    inputs = on_pages(PAGES, PAGES.make_inputs(), None, 16, "phtd")
     aligned = run_on_pages(library, PAGES, inputs)
     pools = {}
     for name in ("k_pages", "v_pages"):
@@ -90,7 +90,7 @@ def test_pages_at_odd_addresses(library):
 @pytest.mark.parametrize("page_size", [16, 48])
 def test_a_page_outside_the_pool_is_nan(library, page_size, bad):
     """In the rows of its sequence; the others keep their bits."""
-    inputs = on_pages(PAGES, PAGES.make_inputs(), page_size, "phtd")
+    inputs = on_pages(PAGES, PAGES.make_inputs(), None, page_size, "phtd")
     good = run_on_pages(library, PAGES, inputs)
     table = inputs.kv.page_table.copy()
     table[3, 100 // page_size] = bad

@@ -17,6 +17,8 @@ PAGES, SUMS, PRODUCT, QUERIES = (
     "attn/decode/int8_queries.cuh",
 )  # fmt: skip
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     # 4096 values, which the contract's figures are for; the ring goes round in each of three blocks.
     "long": Case("long", 4, 700, 8, 2, HEAD_DIM, batch=2, dtype=DTYPE, seed=1),

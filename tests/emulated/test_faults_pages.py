@@ -7,6 +7,8 @@ import pytest
 from qflash.testing import Case
 from qflash.testing.faults import Fault, Faults
 
+pytestmark = pytest.mark.slow
+
 KERNEL, DTYPE, HEAD_DIM = "sm90_fwd_pages", "bfloat16", 64
 SEEDS = range(24)
 PAGES, PRODUCER, TABLE = "attn/wgmma/page_producer.cuh", "attn/wgmma/producer.cuh", "attn/pages.cuh"
