@@ -186,10 +186,9 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, [&](int key) {
         int b = part.b;
         if constexpr (Config::kPaged) {
-          const PageRow pages(p, part.b);
-          const Place place = pages.place(key);
-          b = place.page, key = place.token;
-          if (!pages.in_pool(b)) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // these rows are NaN already
+          const PageRow pages(p.kv, part.b);
+          b = pages.page_of(key), key = pages.in_page(key);
+          if (b < 0) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // these rows are NaN already
         }
         const Element* const g_v = static_cast<const Element*>(p.kv.v.data) + b * p.kv.v.stride_b +
                                    int64_t(key) * p.kv.v.stride_t + part.kv_head * p.kv.v.stride_h + d;

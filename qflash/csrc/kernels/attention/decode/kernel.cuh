@@ -19,11 +19,13 @@
 #pragma once
 
 #include "attn/decode/counters.cuh"
+#include "attn/decode/int8_sums.cuh"
 #include "attn/decode/own_tiles.cuh"
 #include "kernels/attention/decode/config.h"
+#include "ptx/names.cuh"
 
 template <class Config, bool kAsync>
-__global__ void __launch_bounds__(Config::kConsumers, 1)
+__global__ void __launch_bounds__(Config::kThreads, 1)
     qf_decode_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::decode::Runs runs,
                      qf::decode::Partials partials, const qf::decode::Flags flags,
                      const __grid_constant__ qf::decode::Aligned aligned) {
@@ -33,6 +35,12 @@ __global__ void __launch_bounds__(Config::kConsumers, 1)
   const OwnMemory<Config> memory = {reinterpret_cast<char*>(s_memory)};
   partials.flags = flags.all();
   wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
-  OwnTiles<Config, kAsync> tiles(p, runs, aligned, partials, memory);
-  attend_share<Config>(p, aligned.out, tiles, Area<Config>(memory.area()), partials);
+  if (threadIdx.x >= Config::kConsumers) {
+    name_role("units");
+    UnitWriter<Config, OwnMemory<Config>>(p, aligned, partials, memory).describe_all(runs);
+  } else {
+    name_role("consumer", int(threadIdx.x / 32));
+    OwnTiles<Config, kAsync> tiles(p, runs, aligned, partials, memory);
+    attend_share<Config>(p, aligned.out, tiles, Area<Config>(memory.area()), partials);
+  }
 }
