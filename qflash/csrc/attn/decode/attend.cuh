@@ -205,11 +205,11 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
     const auto queries = Sums::queries(p, source.queries(), row0, threadIdx.x % 32);
     Sums sums;
     for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
-      const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
       if (!source.is_mine()) {
         source.skip();
         continue;
       }
+      const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
       if (whole && plain)
         sums.template attend<true>(p, queries, unit, key0, source);
       else

@@ -59,6 +59,7 @@ class OwnTiles {
         writer_(p, aligned, partials, memory),
         walk_(p, Share<Config::kBlockN>(p, runs), team(), &memory.state().shares[threadIdx.x / 32]),
         copy_(p, aligned) {
+    wait_for_previous_grid();  // what it wrote may be q, K or V
     if (!walk_.is_over()) copy_.look_up(walk_);
 #pragma unroll 1
     for (int stage = 0; stage < Config::kStages; ++stage) fetch(stage);

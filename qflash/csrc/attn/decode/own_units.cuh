@@ -7,6 +7,7 @@
 #include "attn/decode/product.cuh"
 #include "attn/decode/team_copy.cuh"
 #include "attn/decode/unit.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 namespace qf {
 namespace decode {
@@ -87,7 +88,8 @@ class UnitWriter {
   __device__ __forceinline__ void start(const Runs& runs) const {
     const Share<Config::kBlockN> share(p_, runs);
     if (threadIdx.x % 32 == 0) memory_.state().share = share, memory_.state().ended = Part{};
-    __syncwarp();  // the share is in place
+    __syncwarp();              // the share is in place
+    wait_for_previous_grid();  // what it wrote may be q, and it may still read parts
   }
   // The next unit, into a place that nobody looks at. Up to 16 rows it comes with its queries.
   __device__ __forceinline__ void describe(int place) const {

@@ -38,7 +38,8 @@ struct PortableConfig {
   static constexpr int kQueryPlaces = kQueriesAhead ? 2 : 1;
 
   // Where the warps of a block put their sums; a row's padding is as in attn/decode/config.cuh.
-  static constexpr int kAreaColumns = 64, kAreaStride = kAreaColumns + 8;  // floats
+  static constexpr int kAreaColumns = kHeadDim == 128 && kArch >= 80 ? 128 : 64;
+  static constexpr int kAreaStride = kAreaColumns + 8;  // floats
   static constexpr int area_bytes(int warps) { return warps * 8 * kAreaStride * 4; }
   static constexpr int stats_bytes(int warps) { return warps * 8 * 16; }
 

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ float4 s_memory[];
   const OwnMemory<Config> memory = {reinterpret_cast<char*>(s_memory)};
   partials.flags = flags.all();
-  wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
+  if (p.kv_lens) wait_for_previous_grid();  // what it wrote may be the lengths
   if (threadIdx.x >= Config::kConsumers) {
     name_role("units");
     UnitWriter<Config, OwnMemory<Config>>(p, aligned, partials, memory).describe_all(runs);
