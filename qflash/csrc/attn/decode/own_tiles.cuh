@@ -57,7 +57,7 @@ class OwnTiles {
         aligned_(aligned),
         memory_(memory),
         writer_(p, aligned, partials, memory),
-        walk_(p, Share<Config::kBlockN>(p, runs), team(), &memory.state().shares[threadIdx.x / 32]),
+        walk_(p, Share<Config::kBlockN>(p, runs), team(), memory.state().shares[threadIdx.x / 32]),
         copy_(p, aligned) {
     wait_for_previous_grid();  // what it wrote may be q, K or V
     if (!walk_.is_over()) copy_.look_up(walk_);
@@ -99,7 +99,7 @@ class OwnTiles {
     const Unit<Config::kBlockN>& unit = memory_.state().units[unit_];
     if constexpr (!Config::kQueriesAhead) {
       if (wants_queries<Config>(p_, unit))
-        fetch_queries<Config>(p_, aligned_, unit.part, memory_.queries(0), int(threadIdx.x), Config::kConsumers);
+        fetch_queries<Config>(p_, aligned_, unit.part, memory_.queries(0), fresh_tid(), Config::kConsumers);
       meet();  // q is in place
     }
     if (describes && writer_.advance(unit_)) writer_.describe(unit_ ^ 1);
@@ -119,7 +119,13 @@ class OwnTiles {
   __device__ __forceinline__ void meet() const { barrier_sync<1, Config::kConsumers>(); }
 
  private:
-  __device__ static __forceinline__ int team() { return int(threadIdx.x) / Config::kTeamThreads; }
+  // Where the outputs of a row leave few registers, the thread's index is read afresh.
+  __device__ static __forceinline__ int team() {
+    return (Config::kHeadDim > 128 ? fresh_tid() : int(threadIdx.x)) / Config::kTeamThreads;
+  }
+  __device__ __forceinline__ Share<Config::kBlockN>& own_share() const {
+    return memory_.state().shares[fresh_tid() / 32];
+  }
   __device__ __forceinline__ char* stage() const { return memory_.tiles(team(), stage_); }
 
   // The team's next tile, if there is one, into a stage that nobody reads any more.
@@ -128,7 +134,7 @@ class OwnTiles {
       let_next_grid_start();
     } else {
       copy_.copy(walk_, memory_.tiles(team(), stage));
-      walk_.advance(p_);
+      walk_.advance(p_, own_share());
       if (!walk_.is_over()) copy_.look_up(walk_);
     }
     if constexpr (kAsync) cp_async_commit();  // one group for each tile, so that they can be counted

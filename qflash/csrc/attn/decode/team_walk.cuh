@@ -1,7 +1,7 @@
 // A team's way through the tiles of its block's share: every kTeams-th of them is its own, across the ends of units.
 //
-//   unit 0: tiles 0 1 2 3 4 5 | unit 1: tiles 0 1 2 | ..      team 1 of four: tiles 1, 5 of unit 0, tile 3 - 6 + .. of
-//   dealt:        0 1 2 3 0 1            2 3 0                the units after
+//   unit 0, tiles:  0 1 2 3 4 5   unit 1, tiles:  0 1 2   ..
+//   of four teams:  0 1 2 3 0 1                   2 3 0
 #pragma once
 
 #include "attn/decode/share.cuh"
@@ -21,24 +21,25 @@ class TeamWalk {
 
   // Collective for a warp. s_share: the warp's own.
   __device__ __forceinline__ TeamWalk(const QfAttnParams& p, const Share<kBlockN>& share, int team,
-                                      Share<kBlockN>* s_share)
-      : b(0), kv_head(0), key0(0), seen({0, 0}), end_(0), s_share_(s_share) {
-    enter(p, share, team);
+                                      Share<kBlockN>& s_share)
+      : b(0), kv_head(0), key0(0), seen({0, 0}), end_(0) {
+    enter(p, share, team, s_share);
   }
   __device__ __forceinline__ bool is_over() const { return key0 >= end_; }
   // Collective for a warp, of a walk that is not over.
-  __device__ __forceinline__ void advance(const QfAttnParams& p) {
+  __device__ __forceinline__ void advance(const QfAttnParams& p, Share<kBlockN>& s_share) {
     key0 += Config::kTeams * kBlockN;
     if (key0 < end_) return;
-    Share<kBlockN> share = *s_share_;
+    Share<kBlockN> share = s_share;
     __syncwarp();  // all lanes have read it
     share.advance(p);
-    enter(p, share, (key0 - end_) / kBlockN);
+    enter(p, share, (key0 - end_) / kBlockN, s_share);
   }
 
  private:
   // skipped: tiles of other teams, from the beginning of the share's unit on.
-  __device__ __forceinline__ void enter(const QfAttnParams& p, Share<kBlockN> share, int skipped) {
+  __device__ __forceinline__ void enter(const QfAttnParams& p, Share<kBlockN> share, int skipped,
+                                        Share<kBlockN>& s_share) {
     key0 = end_ = 0;
     for (; !share.is_over(); share.advance(p)) {
       const Part part = share.part();
@@ -52,12 +53,11 @@ class TeamWalk {
       }
       skipped -= tiles;
     }
-    if (threadIdx.x % 32 == 0) *s_share_ = share;
+    if (threadIdx.x % 32 == 0) s_share = share;
     __syncwarp();  // the share is in place
   }
 
   int end_;  // of the block's tiles of this unit
-  Share<kBlockN>* s_share_;
 };
 
 }  // namespace decode
