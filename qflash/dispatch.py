@@ -106,7 +106,7 @@ def _decoding_anywhere(spec: Spec) -> list[str]:
     found = _decoding(spec) + _sixteen_bit_tensor_cores(spec)
     if spec.head_dim % 8:
         found.append(f"head_dim is {spec.head_dim}; decode takes multiples of 8, rows of whole 16 bytes")
-    return found
+    return found or _whole_blocks_of_int8(spec)
 
 
 def _decoding_by_copy_engine(spec: Spec) -> list[str]:
@@ -191,7 +191,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="few queries against a long cache: keys split over all blocks, warps that copy their own tiles, one "
         "launch",
         dtypes=_HALVES,
-        kvs=("arrays", "pages"),
+        kvs=("arrays", "pages", "pages_int8"),
         min_arch=75,
         few_rows=True,
         also=_decoding_anywhere,

@@ -57,6 +57,7 @@ PRODUCT_OF_V = {
 INSTRUCTION = {
     "decode": ("HMMA", 192),
     "decode_pages": ("HMMA", 192),
+    "decode_pages_int8": ("IMMA", 96),
     "dequantize": ("I2FP", 32),
     "fa": ("FFMA", 256),
     "fa_int8": ("IMMA", 32),

@@ -15,6 +15,10 @@ inline bool pages_walk(const QfAttnParams& p) {
   return p.kv.page_size >= 16 && p.kv.page_size % 16 == 0 && p.kv.pages >= 0 && !p.cu_seqlens_k;
 }
 
+struct Place {
+  int page, token;  // a page outside 0 .. pages - 1 is not to be read
+};
+
 // One sequence's row of the table.
 struct PageRow {
   const int32_t* g_entries;
@@ -22,6 +26,7 @@ struct PageRow {
 
   __device__ __forceinline__ PageRow(const QfKv& kv, int b)
       : g_entries(kv.page_table + b * kv.page_table_stride), page_size(kv.page_size), pages(kv.pages) {}
+  __device__ __forceinline__ bool in_pool(int page) const { return unsigned(page) < unsigned(pages); }
 
   // Which entry is a token's. Page sizes are powers of two, nearly always; a division takes twenty instructions.
   __device__ __forceinline__ int column(int token) const {
@@ -32,7 +37,20 @@ struct PageRow {
   // The page of a token, which the sequence has; -1: the entry is out of range, and not to be followed.
   __device__ __forceinline__ int page_of(int token) const {
     const int page = g_entries[column(token)];
-    return uint32_t(page) < uint32_t(pages) ? page : -1;
+    return in_pool(page) ? page : -1;
+  }
+  // Of a token that the table may have no entry for, with `tokens` those that it has.
+  __device__ __forceinline__ Place place(int token, int tokens) const {
+    const int entry = column(token);
+    return {token < tokens ? g_entries[entry] : -1, token - entry * page_size};
+  }
+  // Collective for a warp: are the pages of all these tokens in the pool?
+  __device__ __forceinline__ bool all_in_pool(const KeyRange& tokens) const {
+    if (tokens.begin >= tokens.end) return true;
+    const int last = column(tokens.end - 1);
+    bool good = true;
+    for (int i = column(tokens.begin) + int(threadIdx.x % 32); i <= last; i += 32) good = good && in_pool(g_entries[i]);
+    return __all_sync(0xffffffffu, good);
   }
 };
 
@@ -46,8 +64,7 @@ __device__ inline bool needs_missing_page(const QfAttnParams& p, const Sequence&
   const int end = row.column(keys.end - 1) + 1;
   bool missing = false;
 #pragma unroll 4
-  for (int i = row.column(keys.begin) + thread; i < end; i += threads)
-    missing |= uint32_t(row.g_entries[i]) >= uint32_t(row.pages);
+  for (int i = row.column(keys.begin) + thread; i < end; i += threads) missing |= !row.in_pool(row.g_entries[i]);
   return missing;
 }
 

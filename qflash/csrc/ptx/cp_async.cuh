@@ -30,6 +30,18 @@ __device__ __forceinline__ void cp_async_8(void* s_to, const void* g_from, bool 
 #endif
 }
 
+// 4 bytes, both addresses aligned to 4; zeros, and no read, where `valid` is false. Cached in L1, likewise.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
+__device__ __forceinline__ void cp_async_4(void* s_to, const void* g_from, bool valid) {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(s_to))),
+               "l"(g_from), "r"(valid ? 4 : 0)
+               : "memory");
+#elif defined(QF_EMULATOR)
+  emulate::cp_async(s_to, g_from, 4, valid);
+#endif
+}
+
 // Close a group: every copy this thread has issued since the last one.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-commit-group
 __device__ __forceinline__ void cp_async_commit() {

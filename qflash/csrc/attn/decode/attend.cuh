@@ -186,10 +186,9 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, [&](int key) {
         int b = part.b;
         if constexpr (Config::kPaged) {
-          const PageRow pages(p, part.b);
-          const Place place = pages.place(key);
-          b = place.page, key = place.token;
-          if (!pages.in_pool(b)) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // these rows are NaN already
+          const PageRow pages(p.kv, part.b);
+          b = pages.page_of(key), key = pages.in_page(key);
+          if (b < 0) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // these rows are NaN already
         }
         const Element* const g_v = static_cast<const Element*>(p.kv.v.data) + b * p.kv.v.stride_b +
                                    int64_t(key) * p.kv.v.stride_t + part.kv_head * p.kv.v.stride_h + d;
@@ -206,11 +205,11 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
     const auto queries = Sums::queries(p, source.queries(), row0, threadIdx.x % 32);
     Sums sums;
     for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
-      const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
       if (!source.is_mine()) {
         source.skip();
         continue;
       }
+      const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
       if (whole && plain)
         sums.template attend<true>(p, queries, unit, key0, source);
       else

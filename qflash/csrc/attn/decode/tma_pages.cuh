@@ -1,8 +1,8 @@
 // Tiles of K and V from the pages of a cache, by the copy engine through the ring of tma_tiles.cuh.
 #pragma once
 
-#include "attn/decode/pages.cuh"
 #include "attn/decode/tma_tiles.cuh"
+#include "attn/pages.cuh"
 
 namespace qf {
 namespace decode {
@@ -24,14 +24,14 @@ __device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const Te
   for (; !share.is_over(); share.advance(p)) {
     const Part part = share.part();
     const Seen<Config::kBlockN> seen(p, part.b);
-    const PageRow pages(p, part.b);
+    const PageRow pages(p.kv, part.b);
     const int tiles = min(part.count, seen.tiles());  // a unit without keys has a place
     int key0 = seen.first_key() + part.first * Config::kBlockN;
     Place next{};
-    if (loads && tiles > 0) next = pages.place(key0 + row);
+    if (loads && tiles > 0) next = pages.place(key0 + row, p.k_len);
     for (int n = 0; n < tiles; ++n, key0 += Config::kBlockN, at.advance()) {
       const Place here = next;
-      if (loads && n + 1 < tiles) next = pages.place(key0 + Config::kBlockN + row);
+      if (loads && n + 1 < tiles) next = pages.place(key0 + Config::kBlockN + row, p.k_len);
       typename TmaRing<Config>::Barriers& barriers = *ring.barriers;
       Mbarrier* const k_full = &barriers.k_full[at.stage];
       Mbarrier* const v_full = &barriers.v_full[at.stage];

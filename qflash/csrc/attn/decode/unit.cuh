@@ -1,9 +1,9 @@
 // A unit, one KV head of one sequence, as the warps that attend to it see it.
 #pragma once
 
-#include "attn/decode/pages.cuh"
 #include "attn/decode/share.cuh"
 #include "attn/mma/state.cuh"
+#include "attn/pages.cuh"
 
 namespace qf {
 namespace decode {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part&
   bool lost = false;
   if constexpr (Config::kPaged) {
     const int end = min(seen.any.end, first_key + tiles * Config::kBlockN);
-    lost = !PageRow(p, part.b).all_in_pool({max(seen.any.begin, first_key), end});
+    lost = !PageRow(p.kv, part.b).all_in_pool({max(seen.any.begin, first_key), end});
   }
   if (threadIdx.x % 32 != 0) return;
   unit.part = part;

@@ -5,49 +5,68 @@
 // there are, how many keys a tile has and how many tiles are under way.
 #pragma once
 
+#include <type_traits>
+
 #include "attn/decode/attend.cuh"
 #include "smem/limits.h"
 
 namespace qf {
 namespace decode {
 
-template <class Element_, int kHeadDim_, int kRowWarps_, int kArch_, bool kPaged_>
+// kKind: QfKvKind.
+template <class Element_, int kHeadDim_, int kRowWarps_, int kArch_, int kKind>
 struct PortableConfig {
   using Element = Element_;
-  using Tensor = Tensor16<Element, kArch_>;
   static constexpr int kArch = kArch_;
-  static constexpr bool kPaged = kPaged_, kInt8 = false;
+  static constexpr bool kPaged = kKind != QF_KV_ARRAYS, kInt8 = kKind == QF_KV_PAGES_INT8;
+  using Tensor = Tensor16<std::conditional_t<kInt8, F16, Element>, kArch>;  // of P V: a byte of V is a float16
+  using ScoreTensor = Tensor8<kArch>;                                       // of bytes
+  static constexpr int kElementBytes = kInt8 ? 1 : 2;                       // of K and V
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
+  static constexpr int kByteChunks = kHeadDim / 16, kBytePairs = kHeadDim / 32;  // 16 and 32 channels of bytes
   static constexpr int kRowWarps = kRowWarps_, kRows = 16 * kRowWarps;
   static constexpr int kTeamWarps = kRowWarps, kTeamThreads = 32 * kTeamWarps, kKeyWarps = 1;
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
-  static constexpr int kQueryBytes = kRows * kHeadDim * 2;
-  static constexpr bool kKeepsRemainders = kIsF16<Element>;  // as attn/decode/config.cuh says
+  static constexpr bool kKeepsRemainders = kIsF16<Element> && !kInt8;  // as attn/decode/config.cuh and int8_config.cuh
+
+  // q: rows; of bytes with a scale of each row after them, then q . k_mean of each.
+  static constexpr int kQueryScales = kRows * kHeadDim, kQueryDots = kQueryScales + kRows * 4;
+  static constexpr int kQueryBytes = kInt8 ? kQueryDots + kRows * 4 : kRows * kHeadDim * 2;
+  // A warp of its own describes units, and fetches few rows of q a unit ahead. Teams of four have no room for it: two
+  // of them are eight warps, two for each part of a multiprocessor, and a third would leave them 168 registers.
+  static constexpr bool kUnitsWarp = kHeadDim > 128 || kRowWarps < 4, kQueriesAhead = kRowWarps == 1;
+  static constexpr int kQueryPlaces = kQueriesAhead ? 2 : 1;
 
   // Where the warps of a block put their sums; a row's padding is as in attn/decode/config.cuh.
-  static constexpr int kAreaColumns = 64, kAreaStride = kAreaColumns + 8;  // floats
+  static constexpr int kAreaColumns = kHeadDim == 128 && kArch >= 80 ? 128 : 64;
+  static constexpr int kAreaStride = kAreaColumns + 8;  // floats
   static constexpr int area_bytes(int warps) { return warps * 8 * kAreaStride * 4; }
   static constexpr int stats_bytes(int warps) { return warps * 8 * 16; }
 
   // Tiles that `teams` teams have room for, each, with `keys` keys.
-  static constexpr int kStateBytes = 1536;  // OwnState
+  static constexpr int kStateBytes = 1024;                                        // OwnState
+  static constexpr int kRowBytes = (kHeadDim * kElementBytes + 127) / 128 * 128;  // in whole panels
+  static constexpr int stage_bytes(int keys) {
+    return 2 * keys * ((kHeadDim * kElementBytes <= 64 ? 64 : kRowBytes) + (kInt8 ? 4 : 0));
+  }
   static constexpr int stages(int teams, int keys) {
     const int warps = teams * kTeamWarps;
-    const int other = kQueryBytes + area_bytes(warps) + stats_bytes(warps) + kStateBytes;
-    return (shared_limit(kArch) - other) / (teams * 2 * keys * kHeadDim * 2);
+    const int other = kQueryPlaces * kQueryBytes + area_bytes(warps) + stats_bytes(warps) + kStateBytes;
+    return (shared_limit(kArch) - other) / (teams * stage_bytes(keys));
   }
-  // Eight warps, four where the outputs of a row take more registers; fewer where a tile for each is too much.
+  // Up to eight warps, the one that describes units among them; four and that one where the outputs of a row take more
+  // registers. Fewer where a tile for each is too much.
   static constexpr int kFewestKeys = 16;
   static constexpr int most_teams() {
-    int teams = (kHeadDim <= 128 ? 8 : 4) / kTeamWarps;
-    while (teams > 1 && stages(teams, kFewestKeys) < 1) teams /= 2;
+    int teams = (kHeadDim > 128 ? 4 : kUnitsWarp ? 7 : 8) / kTeamWarps;
+    while (teams > 1 && stages(teams, kFewestKeys) < 1) --teams;
     return teams;
   }
   static constexpr int kTeams = most_teams();
-  // As many keys as a warp copies with 8 KB of K and V at head_dim 128, for every warp of a team: barriers of a team
-  // are then few. Fewer where less than three tiles would be under way.
+  // As many keys as make 8 KB of K and V up to head_dim 128, for every warp of a team: barriers of a team are then few.
+  // Fewer where less than three tiles would be under way.
   static constexpr int most_keys() {
-    int keys = (kHeadDim <= 64 ? 32 : 16) * kTeamWarps;
+    int keys = (kHeadDim <= 64 ? 32 : 16) * (kInt8 && kHeadDim <= 128 ? 2 : 1) * kTeamWarps;
     while (keys > kFewestKeys && stages(kTeams, keys) * kTeams < 3) keys /= 2;
     return keys;
   }
@@ -56,12 +75,14 @@ struct PortableConfig {
   static_assert(kStages >= 1, "the tiles do not fit the shared memory of this architecture");
   static constexpr int kMostStep = kHeadDim <= 128 ? 32 : 16;
   static constexpr int kStep = kBlockN < kMostStep ? kBlockN : kMostStep;  // keys at once
-  using Tile = Panels<kBlockN, kHeadDim>;
+  using Tile = Panels<kBlockN, kHeadDim, kElementBytes>;
 
   static constexpr int kWarps = kTeams * kTeamWarps, kConsumers = 32 * kWarps;
+  static constexpr int kThreads = kConsumers + (kUnitsWarp ? 32 : 0);
   static constexpr int kAreaBytes = area_bytes(kWarps), kStatsBytes = stats_bytes(kWarps);
-  static constexpr int kStageBytes = 2 * Tile::kBytes, kRingBytes = kTeams * kStages * kStageBytes;
-  static constexpr int kSharedBytes = kRingBytes + kQueryBytes + kAreaBytes + kStatsBytes + kStateBytes;
+  static constexpr int kStageBytes = stage_bytes(kBlockN), kRingBytes = kTeams * kStages * kStageBytes;
+  static_assert(kStageBytes == 2 * Tile::kBytes + (kInt8 ? 8 * kBlockN : 0), "");
+  static constexpr int kSharedBytes = kRingBytes + kQueryPlaces * kQueryBytes + kAreaBytes + kStatsBytes + kStateBytes;
   static_assert(kSharedBytes <= shared_limit(kArch), "");
 };
 

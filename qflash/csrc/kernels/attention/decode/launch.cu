@@ -1,5 +1,5 @@
 // C entry of `decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM), architecture
-// (-DQF_ARCH) and kind of K and V (-DQF_KV_KIND: QF_KV_ARRAYS or QF_KV_PAGES).
+// (-DQF_ARCH) and kind of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8).
 #include "attn/decode/runs.h"
 #include "attn/entry.cuh"
 #include "kernels/attention/decode/kernel.cuh"
@@ -7,9 +7,9 @@
 namespace {
 
 using namespace qf;
-constexpr bool kPaged = QF_KV_KIND == QF_KV_PAGES;
+constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS, kInt8 = QF_KV_KIND == QF_KV_PAGES_INT8;
 template <int kRowWarps>
-using Config = decode::PortableConfig<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM, kRowWarps, QF_ARCH, kPaged>;
+using Config = decode::PortableConfig<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM, kRowWarps, QF_ARCH, QF_KV_KIND>;
 constexpr int kMostProcessors = 256;  // of any GPU
 
 // In the workspace: flags, partial sums.
@@ -35,9 +35,11 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   float* const sums = reinterpret_cast<float*>(workspace + kFlagBytes);
   const int rows = rows_of(p);
   const Partials parts = {sums, sums + Partials::floats(blocks, rows, p.head_dim), rows, p.head_dim, nullptr};
-  const auto whole = [&](const QfTensor& x) { return chunks_aligned(x, p.head_dim, 2); };
-  const Aligned aligned = {whole(p.q), whole(p.kv.k), whole(p.kv.v), whole(p.out), rope_tables_vectorise(p.rope)};
-  const Launch how = {blocks, Config::kConsumers, Config::kSharedBytes, stream, QF_ARCH >= 90};
+  const auto whole = [&](const QfTensor& x, int bytes) { return chunks_aligned(x, p.head_dim, bytes); };
+  constexpr int kBytes = Config::kElementBytes;
+  const Aligned aligned = {whole(p.q, 2), whole(p.kv.k, kBytes), whole(p.kv.v, kBytes), whole(p.out, 2),
+                           rope_tables_vectorise(p.rope)};
+  const Launch how = {blocks, Config::kThreads, Config::kSharedBytes, stream, QF_ARCH >= 90};
   constexpr bool kCanCopyAsync = QF_ARCH >= 80;
   const bool rotates_keys = !kPaged && p.rope.cos;
   if (kCanCopyAsync && aligned.k && aligned.v && !rotates_keys)
@@ -59,7 +61,8 @@ QF_EXPORT int64_t qf_decode_workspace(const QfAttnParams* p) {
 }
 
 QF_EXPORT int qf_decode(const QfAttnParams* p, void* stream) {
-  if (const int status = kPaged ? check_pages(p, QF_DTYPE) : check_arrays(p, QF_DTYPE)) return status;
+  constexpr auto check = kInt8 ? check_int8_pages : kPaged ? check_pages : check_arrays;
+  if (const int status = check(p, QF_DTYPE)) return status;
   if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
   const int rows = decode::rows_of(*p);
   if (rows > decode::kMostRows) return QF_UNSUPPORTED;

@@ -138,14 +138,15 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   float O[kMTiles][kChunks][4] = {};
   RowStatistics<Sums> rows[kMTiles];
 
+  // Tiles take stages in turn; which one is told by the tile, because the loop has no register for it.
+  const auto s_stage_of = [&](int key0) { return s_kv + key0 / kBlockN % kStages * (2 * kTileBytes); };
   const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
   if (s_state.block_keys.begin < s_state.block_keys.end) {
     load_q();
-    if (kStages > 1) load_kv(s_kv, first_key());
+    if (kStages > 1) load_kv(s_stage_of(first_key()), first_key());
   }
-  int stage = 0;
   for (int key0 = first_key(); key0 < s_state.block_keys.end; key0 += kBlockN) {
-    char* const s_k = s_kv + stage * 2 * kTileBytes;
+    char* const s_k = s_stage_of(key0);
     char* const s_v = s_k + kTileBytes;
     if (kStages == 1) {
       __syncthreads();  // every warp is done with the tile before
@@ -165,10 +166,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
       clear_nonfinite<Element, KVWalk>(s_v);
       __syncthreads();  // the zeros are in place
     }
-    if (kStages > 1) {
-      stage ^= 1;
-      if (key0 + kBlockN < s_state.block_keys.end) load_kv(s_kv + stage * 2 * kTileBytes, key0 + kBlockN);
-    }
+    if (kStages > 1 && key0 + kBlockN < s_state.block_keys.end) load_kv(s_stage_of(key0 + kBlockN), key0 + kBlockN);
     if (!whole && s_state.idle(key0, kBlockN)) continue;
 
     const auto attend = [&](auto& S, int first, auto pv) {  // to the tile's keys from `first` on, as many as S holds
