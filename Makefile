@@ -24,10 +24,10 @@ else
   ENVIRONMENT := $(VENV)/.complete
 endif
 
-# A worker for each core, where pytest-xdist is installed; on a GPU they share its memory, which JAX would take at once.
+# A worker for each core, where pytest-xdist is installed (tests/conftest.py keeps JAX from taking all of a GPU's memory).
 # Workers that are done take tests from the others: some take 20 s, most nothing.
 PYTEST_ARGS ?= $(shell $(PY) -c "import xdist" 2>/dev/null && printf '%s' '-n auto --dist worksteal')
-PYTEST = XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(PYTEST_ARGS)
+PYTEST = $(PY) -m pytest $(PYTEST_ARGS)
 CPP_FILES = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh' 2>/dev/null)
 
 .PHONY: help run check test docs bench gpu-test sanitize ncu build fmt lint clean

@@ -9,9 +9,13 @@ from typing import Any
 import numpy as np
 
 from bench import rows
+from bench.arrays import Arrays, Candidate
+from bench.kv_write import KvWrite
+from bench.mixed import MixedLengths
 from bench.overhead import Overhead
-from bench.peers import Arrays, Candidate, candidates
-from bench.presets import DECODE, FORWARD, OVERHEAD, TRAIN, Preset
+from bench.paged import PagedArrays
+from bench.peers import candidates
+from bench.presets import DECODE, FORWARD, MIXED, OVERHEAD, TRAIN, WRITE, Preset
 from bench.run import Row, Suite
 from qflash import reference
 from qflash.testing import Case, errors
@@ -21,14 +25,17 @@ from qflash.testing.timing import Call, Clock, Comparison, WallClock
 OVER = (
     "torch SDPA", "torch FA2", "torch naive", "qflash fa_mma",
     "torch SDPA cudnn", "FlashAttention 3", "FlashAttention 3 FP8", "jax.nn cudnn",
-    "qflash sm90_fwd",
+    "FlashAttention 3, pages of 256", "FlashAttention 3, pages of 16",
+    "FlashInfer", "FlashInfer, pages of 256", "FlashInfer, pages of 16",
+    "qflash sm90_fwd", "qflash sm90_decode", "qflash sm90_decode, pages of 256",
 )  # fmt: skip
 CHECKED_ROWS = 512
 
 
 def suite_of(preset: Preset) -> Suite:
     """What measures a preset."""
-    return Overhead(preset) if preset.kind == OVERHEAD else Attention(preset)
+    others: dict[str, Callable[[Preset], Suite]] = {OVERHEAD: Overhead, MIXED: MixedLengths, WRITE: KvWrite}
+    return others.get(preset.kind, Attention)(preset)
 
 
 def exact(case: Case, arrays: Arrays, kind: str, rope: bool = False) -> np.ndarray:
@@ -69,7 +76,9 @@ class Attention(Suite):
         self.over, self.graph = OVER, preset.graph
         self._candidates = candidates(preset)
 
-    def arrays(self, case: Case) -> CheckedArrays:
+    def arrays(self, case: Case) -> CheckedArrays | PagedArrays:
+        if self.preset.page_sizes:
+            return PagedArrays(case, self.device)
         return CheckedArrays(case, self.device, self.preset.kind)
 
     def candidates(self, arrays: Arrays) -> list[Candidate]:
@@ -78,10 +87,11 @@ class Attention(Suite):
     def problem(self, arrays: Arrays) -> Row:
         return rows.problem(arrays.case, self.preset.kind)
 
-    def check(self, arrays: CheckedArrays, candidate: Candidate, call: Call, result: Any) -> Row:
+    def check(self, arrays: CheckedArrays | PagedArrays, candidate: Candidate, call: Call, result: Any) -> Row:
         truth = arrays.rotated_truth if candidate.rope else arrays.truth
         rel_l2 = errors(candidate.read(result)[:1, -CHECKED_ROWS:, :1], truth).relative_l2
-        return {"rel_l2": float(f"{rel_l2:.3g}")} | peak_memory(arrays.case, call, self.preset)
+        memory = peak_memory(arrays.case, call, self.preset, candidate.int8_pages)
+        return {"rel_l2": float(f"{rel_l2:.3g}")} | memory
 
     def row(self, arrays: Arrays, candidate: Candidate, checked: Row, timing: Comparison) -> Row:
         stats, kind, case = timing.stats[candidate.name], self.preset.kind, arrays.case
@@ -97,7 +107,7 @@ class Attention(Suite):
         if kind in (FORWARD, TRAIN):
             row["gflops"] = round(rows.flop(case, kind) / stats.p50 / 1e3, 1)
         if kind == DECODE:
-            row["gbs"] = round(rows.cache_bytes(case) / stats.p50 / 1e3, 2)
+            row["gbs"] = round(rows.cache_bytes(case, candidate.int8_pages) / stats.p50 / 1e3, 2)
         return row
 
     def clock(self) -> tuple[Clock, float]:
@@ -109,7 +119,7 @@ class Attention(Suite):
         return super().clock()
 
 
-def peak_memory(case: Case, call: Callable[[], Any], preset: Preset) -> dict[str, int]:
+def peak_memory(case: Case, call: Callable[[], Any], preset: Preset, int8_pages: bool = False) -> dict[str, int]:
     """Bytes of GPU memory a call needs at its peak: q, k and v, its result, and whatever else torch allocates for it.
 
     On the CPU nobody counts allocations per call, and the process's high-water mark is not the call's: no figure. Nor
@@ -124,4 +134,4 @@ def peak_memory(case: Case, call: Callable[[], Any], preset: Preset) -> dict[str
     before = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
-    return {"peak_bytes": rows.input_bytes(case) + torch.cuda.max_memory_allocated() - before}
+    return {"peak_bytes": rows.input_bytes(case, int8_pages) + torch.cuda.max_memory_allocated() - before}

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import rows, tables
-from bench.peers import E4M3_MOST, Arrays, flash_attn_3, flash_attn_3_fp8, load, qflash_torch
+from bench.arrays import Arrays, load
+from bench.peers import E4M3_MOST, flash_attn_3, flash_attn_3_fp8, qflash_torch
 from bench.run import Candidate, Row, Suite, main
 from qflash.testing import Case
 from qflash.testing.timing import Call, Comparison

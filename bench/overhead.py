@@ -14,7 +14,8 @@ import numpy as np
 
 import qflash
 from bench import rows
-from bench.peers import Arrays, flash_attn_3, load
+from bench.arrays import Arrays, load
+from bench.peers import flash_attn_3
 from bench.presets import OVERHEAD, Preset
 from bench.run import Candidate, Row, Suite, Unavailable, set_threads
 from qflash.dispatch import variants_of

@@ -6,105 +6,22 @@ A candidate gets the same numbers in the layout it likes best; conversion is nev
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
-
 import qflash
-from bench import run
-from bench.presets import TRAIN, Preset
+from bench.arrays import Arrays, Candidate, load
+from bench.paged import qflash_pages
+from bench.paged_peers import FA3_MODULES, decoding_peers
+from bench.presets import DECODE, MIXED, TRAIN, Preset
 from bench.run import Unavailable, tried
 from qflash import dispatch, machine
 from qflash.testing import Case
-from qflash.testing.runner import to_numpy, to_torch
+from qflash.testing.runner import to_torch
 from qflash.testing.timing import Call
-
-
-def load(*modules: str):
-    """Import the first of `modules` that is installed, or raise Unavailable."""
-    reasons = []
-    for module in modules:
-        try:
-            return importlib.import_module(module)
-        except ImportError as error:
-            reasons.append(f"{module} cannot be imported: {error}")
-    raise Unavailable("; ".join(reasons))
-
-
-@lru_cache(maxsize=1)
-def _numbers(flat: Case) -> tuple[np.ndarray, ...]:
-    inputs = flat.make_inputs()
-    return inputs.q, inputs.k, inputs.v
-
-
-def _draw(case: Case) -> tuple[np.ndarray, ...]:
-    """q, k, v as `case.make_inputs()` has them. A grid cuts the same numbers into other shapes: drawn once."""
-    if case.data != "normal":  # channels differ there
-        inputs = case.make_inputs()
-        return inputs.q, inputs.k, inputs.v
-    queries, keys = ((case.batch, length) for length in (case.q_len, case.k_len))
-    shapes = [(*queries, case.q_heads, case.head_dim), *[(*keys, case.kv_heads, case.head_dim)] * 2]
-    sizes = {"q_len": math.prod(shapes[0]), "k_len": math.prod(shapes[1])}
-    flat = replace(case, name="flat", batch=1, q_heads=1, kv_heads=1, head_dim=1, causal=False, **sizes)
-    return tuple(x.reshape(shape) for x, shape in zip(_numbers(flat), shapes, strict=True))
-
-
-class Arrays:
-    """One problem's q, k, v (`[B, T, H, D]`) and output gradient, as NumPy, torch or JAX arrays."""
-
-    def __init__(self, case: Case, device: str):
-        self.case = case
-        self.device = device
-        self.numpy = _draw(case)
-
-    @cached_property
-    def dout(self) -> np.ndarray:
-        return self.case.make_gradients()[0]
-
-    @cached_property
-    def torch(self):
-        load("torch")
-        return tuple(to_torch(x, self.device) for x in self.numpy)
-
-    @cached_property
-    def torch_bhtd(self):
-        """`[B, H, T, D]`, contiguous: how torch's own attention wants them."""
-        return tuple(x.transpose(1, 2).contiguous() for x in self.torch)
-
-    @cached_property
-    def rope(self) -> qflash.Rope:
-        """Tables (NumPy) that rotate every channel."""
-        return qflash.Rope(*qflash.rope_tables(self.case.k_len, self.case.head_dim))
-
-    @cached_property
-    def torch_rope(self) -> qflash.Rope:
-        return qflash.Rope(*(to_torch(table, self.device) for table in (self.rope.cos, self.rope.sin)))
-
-    @cached_property
-    def jax(self):
-        jax = load("jax")
-        device = jax.devices(self.device)[0]  # not JAX's default, which is the GPU where there is one
-        return tuple(jax.device_put(x, device) for x in self.numpy)
-
-
-@dataclass(frozen=True)
-class Candidate(run.Candidate):
-    """One way to compute attention."""
-
-    bhtd: bool = False  # the result is [B, H, T, D], not [B, T, H, D]
-    precision: str | None = None
-    framework: str = "torch"
-    rope: bool = False  # q and k are rotated
-
-    def read(self, result: Any) -> np.ndarray:
-        """A result of the call as `[B, T, H, D]`."""
-        return np.moveaxis(to_numpy(result), 1, 2) if self.bhtd else to_numpy(result)
-
 
 # qflash
 
@@ -354,9 +271,6 @@ def flash_attn(name: str, *modules: str) -> Candidate:
     return Candidate(name, make)
 
 
-FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
-
-
 def flash_attn_3() -> Candidate:
     """FlashAttention 3 as its own repository builds it, or the PyPI package fa3-fwd."""
     return flash_attn("FlashAttention 3", *FA3_MODULES)
@@ -399,6 +313,8 @@ def peers(preset: Preset) -> list[Candidate]:
         everyone = [jax_nn("cudnn", wait=False), jax_nn("xla", wait=False)]
     elif preset.kind == TRAIN:
         everyone = [torch_sdpa_train()]
+    elif preset.kind in (DECODE, MIXED) and preset.device == "cuda":
+        everyone = [torch_sdpa_backend("CUDNN_ATTENTION"), *decoding_peers(preset.page_sizes)]
     elif preset.device == "cuda":
         others = [flash_attn("FlashAttention 2", "flash_attn"), flash_attn_3(), flash_attn_3_fp8()]
         everyone = [torch_sdpa(), *map(torch_sdpa_backend, SDPA_BACKENDS), torch_naive(), *others]
@@ -420,7 +336,14 @@ def _front(preset: Preset) -> Callable[[str], Candidate]:
 
 def candidates(preset: Preset) -> list[Candidate]:
     """Everyone who takes part in a preset, qflash first."""
-    fronts = {"arrays": (_front(preset),), "quantized": (qflash_quantized,), "kept": (qflash_kv, qflash_alone)}
+    sizes = preset.page_sizes
+    fronts = {
+        "arrays": (_front(preset),),
+        "quantized": (qflash_quantized,),
+        "kept": (qflash_kv, qflash_alone),
+        "pages": tuple(partial(qflash_pages, page_size=size) for size in sizes),
+        "pages_int8": tuple(partial(qflash_pages, page_size=size) for size in sizes[:1]),
+    }
     ours = [front(name) for name in preset.kernels for front in fronts[dispatch.VARIANTS[name].kv]]
     if preset.rope:
         ours += map(qflash_rope, preset.kernels)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from qflash.dispatch import VARIANTS
 from qflash.testing import Case
 
 FORWARD, TRAIN, DECODE, OVERHEAD = "forward", "train", "decode", "overhead"
+MIXED, WRITE = "mixed", "write"  # decoding of sequences of many lengths; new tokens into pages
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Preset:
     best: bool = False  # what counts is the ratio to the best peer of each problem
     rope: bool = False  # every kernel runs with rope too
     framework: str = "torch"  # or "jax", jitted
+    page_sizes: tuple[int, ...] = ()  # of variants on pages, and of peers; INT8 pages have the first
 
 
 _RUNGS = ("unfused", "fa", "fa_warps", "fa_tc", "fa_mma", "sm90_fwd", "fa_int8", "sm90_int8", "sm90_int8_fp8")
@@ -44,6 +49,25 @@ def _decode(keys: int, batch: int = 1, dtype: str = "float32") -> Case:
 
 
 _CACHES = ((1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (32, 2048), (128, 1024))
+_PAGED_CACHES = (
+    (1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 1024), (8, 8192), (32, 8192), (128, 1024), (128, 8192),
+)  # fmt: skip
+_SEQUENCES, _SHORTEST, _LONGEST = 64, 100, 20000
+
+
+def _mixed() -> Case:
+    """Lengths whose logarithms are spread evenly, by a seed; k_len is their mean."""
+    logarithms = np.random.default_rng(0).uniform(math.log(_SHORTEST), math.log(_LONGEST), _SEQUENCES)
+    lens = tuple(round(math.exp(x)) for x in logarithms)
+    case = _decode(round(sum(lens) / len(lens)), len(lens), "bfloat16")
+    return replace(case, name=f"{len(lens)} lengths of {_SHORTEST} to {_LONGEST}", kv_lens=lens)
+
+
+_PAGE_SIZES = (256, 16)
+
+
+def _on_pages(peer: str) -> tuple[str, ...]:
+    return tuple(f"{peer}, pages of {size}" for size in _PAGE_SIZES)
 
 
 _CPU = tuple(_square(t, d, causal) for t in (1024, 4096) for d in (64, 128) for causal in (False, True))
@@ -154,9 +178,46 @@ PRESETS = {
             DECODE,
             ("sm90_decode", "decode"),
             tuple(_decode(keys, batch, "bfloat16") for batch, keys in _CACHES),
-            peers=("torch SDPA cudnn", "FlashAttention 3"),
+            peers=("torch SDPA cudnn", "FlashAttention 3", "FlashInfer"),
             graph=True,
             best=True,
+        ),
+        Preset(
+            "decode_pages",
+            "CUDA decode on pages, one query on Hq=32 Hkv=8 D=128, bfloat16",
+            "cuda",
+            DECODE,
+            ("sm90_decode", "sm90_decode_pages", "sm90_decode_pages_int8", "decode", "decode_pages"),
+            tuple(_decode(keys, batch, "bfloat16") for batch, keys in _PAGED_CACHES),
+            peers=(
+                "torch SDPA cudnn",
+                *(name for peer in ("FlashAttention 3", "FlashInfer") for name in (peer, *_on_pages(peer))),
+            ),
+            graph=True,
+            best=True,
+            page_sizes=_PAGE_SIZES,
+        ),
+        Preset(
+            "decode_mixed",
+            f"CUDA decode on pages, {_SEQUENCES} sequences of {_SHORTEST} to {_LONGEST} tokens, bfloat16",
+            "cuda",
+            MIXED,
+            ("sm90_decode_pages", "sm90_decode_pages_int8", "decode_pages"),
+            (_mixed(),),
+            peers=(_on_pages("FlashAttention 3")[0], _on_pages("FlashInfer")[0]),
+            graph=True,
+            page_sizes=_PAGE_SIZES[:1],
+        ),
+        Preset(
+            "kv_write",
+            "New tokens into pages of 256, a token a sequence, Hkv=8 D=128, bfloat16",
+            "cuda",
+            WRITE,
+            ("kv_write_pages", "kv_write_pages_int8"),
+            tuple(_decode(256, batch, "bfloat16") for batch in (1, 8, 128)),
+            peers=(),
+            graph=True,
+            page_sizes=_PAGE_SIZES[:1],
         ),
         Preset(
             "sm90-rope",

@@ -14,6 +14,8 @@ from bench import (
     highlights,
     int8_accuracy,
     int8_gemm,
+    kv_write,
+    mixed,
     plot,
     profiles,
     quantize,
@@ -35,6 +37,7 @@ PAGES = (
 )
 Row = dict[str, Any]
 LONG = 4096  # keys from which on quantized kernels are to be faster
+PAGES_OF_16_BITS = "qflash sm90_decode, pages of 256"
 BEHIND = 0.95  # of a peer's speed: below it a kernel counts as slower, not as equal
 
 
@@ -110,6 +113,20 @@ def _rungs(rows: list[Row]) -> str:
 
 def _shape(row: Row) -> str:
     return f"({row['B']}, {row['Hq']}, {row['Tq']}, {row['D']})"
+
+
+def paged_table(machine: str | None = None) -> str:
+    """decode_pages: a line per problem and candidate, because there are too many candidates for columns."""
+    parts = []
+    for rows in store.committed("decode_pages", machine).values():
+        lines = []
+        for row in rows:
+            ratios = [_against(row, None) if row["kernel"] else "", ratio(row["speedup"].get(PAGES_OF_16_BITS))]
+            lines.append([problem(row), candidate(row), time(row), rate(row), error(row), *ratios])
+        header = ["problem", "candidate", "latency", "rate", "error", "× best peer", "× 16-bit pages of 256"]
+        means = "\n".join(f"- {line}" for line in means_of(PRESETS["decode_pages"], rows))
+        parts.append("\n\n".join([source(rows[0]), markdown(header, unrepeated(lines)), means]))
+    return "\n\n".join(parts) or _no_rows("decode_pages")
 
 
 def quantized_summaries() -> str:
@@ -214,8 +231,11 @@ def best_of_hopper() -> str:
 
 
 def means_of(preset: Preset, rows: list[Row]) -> list[str]:
-    """What a preset's rows come to, in sentences."""
-    return geometric_means(rows) + (against_the_best(rows) if preset.best else [])
+    """What a preset's rows come to, in sentences. On pages there are too many pairs: ours are told, and the best."""
+    pairs = geometric_means(rows)
+    if preset.page_sizes:
+        pairs = [line for line in pairs if "× qflash" in line]
+    return pairs + (against_the_best(rows) if preset.best else [])
 
 
 def _against(row: Row, peer: str | None) -> str:
@@ -297,6 +317,9 @@ TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(preset_table, name) for name in PRESETS},
     "ladder": ladder_table,
     "sm90_int8": quantized_table,
+    "decode_pages": paged_table,
+    mixed.NAME: mixed.table,
+    kv_write.NAME: kv_write.table,
     int8_gemm.NAME: int8_gemm.table,
     int8_accuracy.NAME: int8_accuracy.table,
     **{name: partial(quantize.table, name) for name in (quantize.NAME, sm90_quantize.NAME)},

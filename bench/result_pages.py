@@ -85,8 +85,14 @@ PAGES = (
         "decode",
         "One query against a long cache",
         "cpu",
-        {"decode": "On a GPU", "cpu-decode": "On a CPU"},
-        "GB/s count K and V once.",
+        {
+            "decode": "On a GPU",
+            "decode_pages": "On pages",
+            "decode_mixed": "Sequences of different lengths",
+            "kv_write": "New tokens into pages",
+            "cpu-decode": "On a CPU",
+        },
+        "GB/s count K and V once; those of INT8 pages are the bytes that such pages have, with their scales.",
     ),
     Page(
         "overhead",

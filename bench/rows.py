@@ -14,7 +14,7 @@ from qflash.testing import Case
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-PACKAGES = ("numpy", "torch", "jax", "triton", "flash-attn", "fa3-fwd")
+PACKAGES = ("numpy", "torch", "jax", "triton", "flash-attn", "fa3-fwd", "flashinfer-python")
 
 
 def commit() -> str:
@@ -68,14 +68,15 @@ def _item_bytes(case: Case) -> int:
     return 4 if case.dtype == "float32" else 2
 
 
-def cache_bytes(case: Case) -> int:
-    """K and V, read once: what a decode step must move."""
-    return 2 * case.batch * case.k_len * case.kv_heads * case.head_dim * _item_bytes(case)
+def cache_bytes(case: Case, int8: bool = False) -> int:
+    """K and V, read once: what a decode step must move. INT8 pages have a byte a channel, and a float32 scale."""
+    tokens = sum(case.kv_lens) if case.kv_lens else case.batch * case.k_len
+    return 2 * tokens * case.kv_heads * (case.head_dim + 4 if int8 else case.head_dim * _item_bytes(case))
 
 
-def input_bytes(case: Case) -> int:
+def input_bytes(case: Case, int8: bool = False) -> int:
     """q, k and v."""
-    return cache_bytes(case) + case.batch * case.q_len * case.q_heads * case.head_dim * _item_bytes(case)
+    return cache_bytes(case, int8) + case.batch * case.q_len * case.q_heads * case.head_dim * _item_bytes(case)
 
 
 def moved_bytes(case: Case) -> int:

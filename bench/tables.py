@@ -15,6 +15,10 @@ def problem(row: Row) -> str:
     """A row's problem in a few words."""
     if row["kind"] == "decode":
         return f"B={row['B']} Tq=1 Tk={row['Tk']} Hq={row['Hq']} Hkv={row['Hkv']} D={row['D']}"
+    if row["kind"] == "mixed":
+        return f"B={row['B']} Tq=1 Tk={row['shortest']}–{row['longest']} Hq={row['Hq']} Hkv={row['Hkv']} D={row['D']}"
+    if row["kind"] == "write":
+        return f"B={row['B']} T={row['Tq']} Hkv={row['Hkv']} D={row['D']}"
     if row["kind"] == "overhead":
         return f"B={row['B']} T={row['Tq']} H={row['Hq']} D={row['D']}"
     return f"B={row['B']} T={row['Tq']} H={row['Hq']} D={row['D']} {'causal' if row['causal'] else 'full'}"

@@ -19,6 +19,8 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Before torch is: its threads are to sleep while they wait, and leave the cores to other workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before JAX is: it would take most of a GPU's memory at once, and leave none to other workers and to torch.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 @lru_cache(maxsize=1)

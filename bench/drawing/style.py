@@ -43,6 +43,7 @@ KERNELS = {
     "sm90_int8": Look(Colour("#cf1130", "#ff5c66"), "s"),
     "sm90_int8_fp8": Look(Colour("#b58300", "#f2cc4a"), "D"),
     "sm90_decode": Look(Colour("#d6336c", "#ff85b0"), "P"),
+    "sm90_decode, INT8 pages of 256": Look(Colour("#a15c00", "#e8b04a"), "D"),
     "decode": Look(Colour("#7a4fd0", "#b79bff"), "X"),
     "cpu": Look(Colour("#e8560a", "#ff9a52"), "o"),
     "cpu_int8": Look(Colour("#c41034", "#ff6b76"), "s"),
@@ -59,12 +60,16 @@ PEERS = {
     "FlashAttention 3": Look(Colour("#0891b2", "#39c5cf"), "s", "--"),
     "FlashAttention 3 FP8": Look(Colour("#8250df", "#bc8cff"), "D", "--"),
     "per-tensor FP8 (simulated)": Look(Colour("#b06bd6", "#d8a8f5"), "d", "--"),
+    "FlashInfer": Look(Colour("#b5179e", "#ff7ad9"), "*", "--"),
     "torch SDPA": Look(Colour("#4338ca", "#8b8bff"), "P", "--"),
     "torch SDPA efficient": Look(Colour("#0f766e", "#2dd4bf"), "X", "--"),
     "torch naive": Look(Colour("#6e7781", "#8b949e"), "v", "--"),
     "jax.nn": Look(Colour("#0a9396", "#5fd3c4"), "d", "--"),
     "jax.nn xla": Look(Colour("#3d7ea6", "#86bbd8"), "<", "--"),
 }
+
+# Marker and line of a candidate on 16-bit pages, which has the colour that it has on arrays.
+PAGES = {"pages of 256": ("^", "-"), "pages of 16": ("v", ":")}
 
 # For candidates that have no line above yet.
 SPARE = tuple(
@@ -81,12 +86,16 @@ SPARE = tuple(
 
 
 def known(candidate: str) -> Look | None:
-    """A candidate's line of the table. A part of a kernel's work, or more than its work, is dotted and hollow."""
+    """A candidate's line of the table. On pages it is hollow; a part of a kernel's work, or more, is dotted too."""
     if candidate in PEERS:
         return PEERS[candidate]
     name = candidate.removeprefix("qflash ")
     if name in KERNELS:
         return KERNELS[name]
+    alone, _, pages = candidate.rpartition(", ")
+    if pages in PAGES and (look := known(alone)):
+        marker, line = PAGES[pages]
+        return replace(look, marker=marker, line=line, filled=False)
     base = name.partition(" (")[0].partition(",")[0]
     return replace(KERNELS[base], line=":", filled=False) if base in KERNELS else None
 

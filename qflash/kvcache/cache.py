@@ -162,8 +162,9 @@ class KVCache:
         Args:
             seqs: sequences, each once.
             n: how many new tokens each gets, or an int for all.
-            into: a step of as many sequences, which is renewed. Its tables keep their shapes, and in PyTorch and NumPy
-                their addresses: a CUDA graph that was captured with them stays valid.
+            into: a step of as many sequences or more, which is renewed. Its tables keep their shapes, and in PyTorch
+                and NumPy their addresses: a CUDA graph that was captured with them stays valid. Rows past those of
+                `seqs` are padding, for which nothing is written and attention gives zeros.
             columns: how many pages of a sequence the tables of a new step have room for, where it is to be renewed as
                 sequences grow; by default as many as the longest of `seqs` has now.
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
+import numpy as np
+
 from qflash.call.words import check_int
 from qflash.kvcache.pages import Pages, Reservation, Sequence
 from qflash.kvcache.storage import Shape, Storage
@@ -31,7 +33,9 @@ class Step:
 
     What `KVCache.extend` returns. Tables are arrays of the cache's framework: `page_table` int32 `[B, columns]`, `lens`
     int32 `[B]` (with the new tokens) and `cu_seqlens` int32 `[B + 1]`, where each sequence's new tokens start in a
-    packed array. `counts` are the new tokens of each of `sequences`, `max_new` is the largest and `total` the sum.
+    packed array. `counts` are the new tokens of each of `sequences`, `max_new` is the largest and `total` the sum. B is
+    the number of sequences that the step was made for. Where it was renewed with fewer, the last rows are padding: they
+    have no pages and length 0, nothing is written for them, and attention gives them zeros.
 
     A step is stale once one of its sequences is extended, truncated or closed, and then refuses to write and to read.
     `KVCache.extend(..., into=step)` renews it.
@@ -74,8 +78,8 @@ class Step:
         """Store the new keys and values of a layer in their pages, in one launch; what `attention` takes.
 
         k, v: `[B, T, Hkv, D]` where every sequence has T new tokens, or packed `[total, Hkv, D]`, a sequence after
-        another. rope: rotates k; a token stands at its place in the sequence, or at `rope.positions_k`. The same Rope
-        goes to `attention`, which rotates q by it.
+        another. What they hold in rows of padding is not looked at. rope: rotates k; a token stands at its place in the
+        sequence, or at `rope.positions_k`. The same Rope goes to `attention`, which rotates q by it.
 
         The first write to a layer of int8 pages also decides the mean that all its keys lose: that of these keys.
         """
@@ -107,8 +111,8 @@ class Step:
     def _check_fits(self, reservation: Reservation) -> None:
         """Refuse a batch that the tables have no room for."""
         rows, columns = self._tables.rows, self._tables.columns
-        if len(reservation.sequences) != rows:
-            raise ValueError(f"seqs has {len(reservation.sequences)} sequences; allowed: as many as into has, {rows}")
+        if len(reservation.sequences) > rows:
+            raise ValueError(f"seqs has {len(reservation.sequences)} sequences; allowed: up to into's {rows} rows")
         for sequence, pages in zip(reservation.sequences, reservation.pages, strict=True):
             if len(pages) > columns:
                 raise ValueError(
@@ -130,7 +134,7 @@ class Step:
         self.max_new, self.total = max(self.counts), sum(self.counts)
         shape = self._state.shape
         packed = (self.total, shape.kv_heads, shape.head_dim)
-        batch = (len(self.counts), self.max_new, shape.kv_heads, shape.head_dim)
+        batch = (self._tables.rows, self.max_new, shape.kv_heads, shape.head_dim)
         is_even = min(self.counts) == self.max_new
         self._shapes = (batch, packed) if is_even else (packed,)
         self._longest = max((s.length for s, n in zip(self._members, self.counts, strict=True) if n), default=0)
@@ -163,13 +167,15 @@ class Step:
             raise ValueError(f"rope.cos has {rows} rows; allowed: at least {self._longest}, the longest sequence's")
 
     def _mean(self, k: Any, rope: Rope | None) -> Any:
-        """The mean of the new keys, rotated, over tokens and sequences: `[Hkv, D]`."""
-        keys = k if len(k.shape) == 4 else k[None]
+        """The mean of the new keys, rotated, over tokens and sequences, padding left out: `[Hkv, D]`."""
+        keys = k[: len(self.counts)] if len(k.shape) == 4 else k[None]
         if rope is not None:
-            positions = rope.positions_k
+            positions: Any = rope.positions_k
             if positions is None:
                 places = self._tables.positions().reshape(keys.shape[:2])
                 positions = self._state.storage.upload(None, places)
+            elif np.ndim(positions) == 2:
+                positions = positions[: keys.shape[0]]
             rope = Rope(rope.cos, rope.sin, rope.interleaved, positions_k=positions)
         mean: Any = quantize(keys, rope=rope, smooth=True).mean
         return mean.mean(0)  # sequences of a batch have equally many new tokens

@@ -11,12 +11,14 @@ from qflash.kvcache.pages import Reservation
 from qflash.kvcache.storage import Storage
 
 UNUSED = -1  # in a page table; no page has that number
+NO_PAGES = array("i")  # of a row that is padding: the same list in every batch
 
 
 class Tables:
     """page_table int32 `[rows, columns]`, lens int32 `[rows]` and cu_seqlens int32 `[rows + 1]` of a batch.
 
-    Their shapes are fixed. Where arrays can be written in place their addresses are too, so that a CUDA graph that
+    Their shapes are fixed. A batch of fewer sequences than rows leaves the last rows to padding: no pages, length 0 and
+    no new tokens. Where arrays can be written in place their addresses are too, so that a CUDA graph that
     reads them sees what the last `show` wrote.
     """
 
@@ -45,7 +47,10 @@ class Tables:
     def show(self, reservation: Reservation) -> None:
         """The tables as they are with the reserved tokens."""
         upload = self._storage.upload
-        pages, table, is_new = reservation.pages, self._host_table, self.page_table is None
+        padding = self.rows - len(reservation.sequences)
+        pages = reservation.pages + (NO_PAGES,) * padding
+        counts = reservation.counts + (0,) * padding
+        table, is_new = self._host_table, self.page_table is None
         for row, (listed, shown) in enumerate(zip(pages, self._pages, strict=True)):
             if listed is not shown:
                 table[row, : len(listed)] = listed
@@ -55,13 +60,14 @@ class Tables:
             self._pages = (None,) * len(pages)  # should the upload fail, the next one is a whole one
             self.page_table = upload(self.page_table, table)
             self._pages = pages
-        self._host_lens[:] = [s.length + n for s, n in zip(reservation.sequences, reservation.counts, strict=True)]
+        lengths = [s.length + n for s, n in zip(reservation.sequences, reservation.counts, strict=True)]
+        self._host_lens[:] = lengths + [0] * padding
         self.lens = upload(self.lens, self._host_lens)
-        if reservation.counts != self._counts:
+        if counts != self._counts:
             self._counts = None
-            np.cumsum(reservation.counts, out=self._host_starts[1:])
+            np.cumsum(counts, out=self._host_starts[1:])
             self.cu_seqlens = upload(self.cu_seqlens, self._host_starts)
-            self._counts = reservation.counts
+            self._counts = counts
 
     def positions(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """The position of each new token, packed: int32 `[total]`."""

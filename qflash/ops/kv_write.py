@@ -39,7 +39,7 @@ def paged_write(
     NumPy and PyTorch: the pages are written in place, and `kv` is returned. JAX: a new PagedKV; in a program that is
     given `kv` as a donated argument its pages are those of the old one, and nothing is copied. A token without a place
     (past the table, in a page that is not there) is a ValueError on the CPU, where nothing is written then, and is left
-    out on a GPU. Forward only.
+    out on a GPU. A row of `[B, T, Hkv, D]` whose length is 0 is padding, of which nothing is written. Forward only.
 
     Example:
         >>> import numpy as np

@@ -42,7 +42,8 @@ def write_pages(
     """Store k and v, `[B, T, Hkv, D]` or with `cu_seqlens` `[total, Hkv, D]`, in pages `[pages, Hkv, page_size, D]`.
 
     The pages and the scales `[pages, Hkv, page_size]` are changed in place. A token without a place (below 0, past the
-    table, in a page that is not there) is left out, as on a GPU; the CPU refuses the call.
+    table, in a page that is not there) is left out, as on a GPU; the CPU refuses the call, but for padding, which is a
+    row of `[B, T]` tokens whose length is 0.
     """
     if cu_seqlens is None:
         cu_seqlens, rope, k, v = ends_of(k), packed_rope(rope, None, k), packed(k), packed(v)

@@ -102,10 +102,12 @@ def units_of(row: dispatch.Variant, arch: int) -> list[Unit]:
 
 
 def covering() -> list[Unit]:
-    """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention once for
-    each architecture, the operations beside it for two (test_whole_matrix has the others), dtypes and buckets in turn,
-    a different one first for every kernel; of Hopper's own `sm90_fwd` for four head dims, `sm90_decode` for two, and
-    those that quantize, which nvcc takes long for, once. Hopper's are those that the other tests here look into."""
+    """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention on arrays
+    once for each architecture, but for one of 8.6 and 8.9 in turn, which have the same tiles; on its other kinds of k
+    and v for the first, where tiles pass through registers, and the last; the operations beside it for two
+    (test_whole_matrix has the others); dtypes and buckets in turn, a different one first for every kernel; of Hopper's
+    own `sm90_fwd` for four head dims, `sm90_decode` for two, and those that quantize, which nvcc takes long for, once.
+    Hopper's are those that the other tests here look into."""
     kinds = (("float16", 64), ("float16", 112), ("bfloat16", 256))
     chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in kinds]
     chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_fwd_pages"], "float16", 64, 90))  # 32 registers a producer
@@ -114,7 +116,9 @@ def covering() -> list[Unit]:
     chosen += [other_scores(row.name) for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
     chosen.append(cuda.unit_of(dispatch.VARIANTS[GEMM[0]], "int32", 0, 90))  # a dtype of products alone
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
-        older = ARCHES[:-1] if row.kernel.op == "attention" else [ARCHES[first % 4]]
+        older = [ARCHES[first % 4]]
+        if row.kernel.op == "attention":
+            older = [75, 80, (86, 89)[first % 2]] if row.kv == "arrays" else [75]
         for turn, arch in enumerate(older, start=first):
             if units := units_of(row, arch):
                 chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a variant has

@@ -65,8 +65,10 @@ def test_contract(library, kernel, page_size, head_dim):
         check_kernel(library, case_of(head_dim, mask, packed, page_size, POOLS[turn % len(POOLS)]), f"{kernel}_pages")
 
 
-@pytest.mark.parametrize("arch", [75, 80])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "arch"),
+    [(64, 75), (256, 80), *(pytest.param(*tile, marks=pytest.mark.slow) for tile in ((64, 80), (256, 75)))],
+)
 def test_tiles_of_older_gpus(library, head_dim, arch):
     for page_size, packed in ((16, True), (128, False)):
         case = replace(case_of(head_dim, "rope", packed, page_size), dtype="float16")

@@ -144,10 +144,10 @@ CASES = {
     "odd lengths": (2, 37, 149, 2, 1, 128, "bfloat16", True),
     "sampled": (1, 5, 700, 1, 1, 64, "float16", True),
     "head_dim 64": (1, 130, 200, 3, 3, 64, "bfloat16", True),
-    "head_dim 72": (1, 33, 70, 4, 2, 72, "float16", True),
+    "head_dim 72": (1, 33, 70, 4, 2, 72, "bfloat16", True),
     "head_dim 8": (2, 9, 10, 1, 1, 8, "bfloat16", True),
     "head_dim 256": (1, 70, 131, 2, 1, 256, "bfloat16", True),
-    "head_dim 200": (1, 3, 65, 1, 1, 200, "float16", False),
+    "head_dim 200": (1, 3, 65, 1, 1, 200, "bfloat16", False),
     "no keys": (2, 3, 0, 2, 1, 64, "float16", True),
 }
 

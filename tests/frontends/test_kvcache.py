@@ -193,6 +193,50 @@ def test_bad_positions_leave_the_pages_as_they_are(name):
     step.write(0, x, x, rope=served.rope)
 
 
+@pytest.mark.parametrize("precision", [None, "int8"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_step_with_rows_of_padding(name, precision):
+    """A step made for four sequences serves two: the same bits as a step of two, and nothing of what padding holds."""
+    padded, alone = (make_cache(name, precision=precision) for _ in range(2))
+    rope = qflash.Rope(*(as_array(name, x) for x in qflash.rope_tables(LONGEST, HEAD_DIM)))
+    random = np.random.default_rng(0)
+    made_for_four = padded.extend([padded.open() for _ in range(4)], 0, columns=LONGEST // 16)
+    served = [(cache, [cache.open(), cache.open()]) for cache in (padded, alone)]
+    for new in (PREFIX, 1, 1):  # of which the first decides the mean, and must not take NaN from padding
+        numbers = random.standard_normal((4, new, Q_HEADS + 2 * KV_HEADS, HEAD_DIM), np.float32)
+        numbers[2:] = np.nan
+        q, k, v = np.split(numbers, [Q_HEADS, Q_HEADS + KV_HEADS], axis=2)
+        results = []
+        for (cache, pair), rows, into in zip(served, (4, 2), (made_for_four, None), strict=True):
+            step = cache.extend(pair, new, into=into)
+            kv = step.write(0, *(as_array(name, x[:rows]) for x in (k, v)), rope=rope)
+            out, lse = qflash.attention(as_array(name, q[:rows]), kv, causal=True, rope=rope, return_lse=True)
+            pools = [as_numpy(x) for x in (kv.k_pages, kv.v_pages, kv.k_scale, kv.v_scale, kv.k_mean) if x is not None]
+            results.append((as_numpy(out), as_numpy(lse), pools))
+        (out, lse, pools), (wanted, wanted_lse, wanted_pools) = results
+        np.testing.assert_array_equal(out[:2], wanted)
+        np.testing.assert_array_equal(lse[:2], wanted_lse)
+        assert not out[2:].any() and np.isneginf(lse[2:]).all()
+        for x, y in zip(pools, wanted_pools, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_positions_of_padding_decide_no_mean(name):
+    """rope.positions_k has a row for each row of the step, and those of padding are not looked at."""
+    rope = qflash.Rope(*(as_array(name, x) for x in qflash.rope_tables(LONGEST, HEAD_DIM)))
+    k = np.random.default_rng(0).standard_normal((3, 4, KV_HEADS, HEAD_DIM), np.float32)
+    means = []
+    for rows in (3, 1):
+        cache = make_cache(name, precision="int8")
+        step = cache.extend([cache.open() for _ in range(rows)], 0, columns=1)
+        positions = np.arange(4 * rows, dtype=np.int32).reshape(rows, 4)
+        at = qflash.Rope(rope.cos, rope.sin, positions_k=positions.tolist())
+        kv = cache.extend(step.sequences[:1], 4, into=step).write(0, *(as_array(name, k[:rows]) for _ in "kv"), rope=at)
+        means.append(as_numpy(kv.k_mean))
+    np.testing.assert_array_equal(*means)
+
+
 class TestTorch:
     @pytest.fixture(autouse=True)
     def torch(self):

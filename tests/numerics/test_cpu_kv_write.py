@@ -74,7 +74,10 @@ def test_extreme_tokens(int8: bool, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"lens": (2, 40, 17)}, r"kv.lens\[0\] is 2; allowed: 3, its new tokens, to 48, what kv.page_table holds"),
+        (
+            {"lens": (2, 40, 17)},
+            r"kv.lens\[0\] is 2; allowed: 3, its new tokens, to 48, what kv.page_table holds, or 0",
+        ),
         ({"lens": (5, 40, 49)}, r"kv.lens\[2\] is 49; allowed: 3, its new tokens, to 48"),
         ({"lens": (5, -1, 17)}, r"kv.lens\[1\] is -1; allowed: 3"),
         ({"entry": (2, 1, 27)}, r"kv.page_table\[2, 1\] is 27, where token 16 is; allowed: 0 to 26"),
@@ -99,6 +102,25 @@ def test_a_refused_call_writes_nothing(change: dict, text: str, int8: bool) -> N
     with pytest.raises(ValueError, match=text):
         qflash.paged_write(kv, x.k, x.v, rope=x.rope)
     check_written(after, x)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_of_padding_writes_nothing(int8: bool) -> None:
+    """Its length is 0; its pages, its tokens and their positions may be anything."""
+    x = arrays_of(PageWrite("float32", int8, rope="half"))
+    x.lens[1], x.page_table[1] = 0, -1
+    x.k[1], x.v[1] = np.nan, np.nan
+    positions = np.zeros((3, 3), np.int32)
+    positions[1] = 2**31 - 1
+    x.rope = replace(x.rope, positions_k=positions)
+    check_written(written(x), x.replay())
+
+
+def test_a_packed_sequence_with_new_tokens_is_no_padding() -> None:
+    x = arrays_of(PageWrite("float32", new=(2, 0, 5)))
+    x.lens[2] = 0
+    with pytest.raises(ValueError, match=r"kv.lens\[2\] is 0; allowed: 5, its new tokens, to 48, what .* holds$"):
+        written(x)
 
 
 def test_entries_that_no_new_token_needs_may_hold_anything() -> None:

@@ -197,12 +197,33 @@ def test_a_step_is_renewed_where_it_stands(cache):
     assert step.lens.tolist() == [0, 3]
 
 
+def test_a_step_is_renewed_with_fewer_sequences(cache):
+    """Rows that no sequence has are padding: their pages and lengths of before are gone, and they come back."""
+    sequences = [cache.open() for _ in range(3)]
+    step = cache.extend(sequences, [3, 17, 2], columns=2)
+    kept = step.page_table, step.lens, step.cu_seqlens
+    cache.extend([sequences[1]], 1, into=step)
+    assert (step.page_table, step.lens, step.cu_seqlens) == kept
+    assert step.page_table.tolist() == [cache.pages_of(sequences[1]), [-1, -1], [-1, -1]]
+    assert (step.lens.tolist(), step.cu_seqlens.tolist()) == ([18, 0, 0], [0, 1, 1, 1])
+    assert (step.sequences, step.counts, step.max_new, step.total) == ((sequences[1],), (1,), 1, 1)
+    with pytest.raises(ValueError, match=r"k has shape \[1, 1, 2, 16\]; allowed: \[3, 1, 2, 16\] or \[1, 2, 16\]"):
+        step.write(0, tokens(1, 1), tokens(1, 1))
+    for other in (sequences[0], sequences[2]):  # whose rows the step has no longer
+        cache.close(other)
+    step.write(0, tokens(3, 1), tokens(3, 1))
+    sequences[::2] = cache.open(), cache.open()
+    cache.extend(sequences, 1, into=step)
+    assert step.page_table.tolist() == [[cache.pages_of(s)[0], *cache.pages_of(s)[1:], -1][:2] for s in sequences]
+    assert (step.lens.tolist(), step.cu_seqlens.tolist()) == ([1, 19, 1], [0, 1, 2, 3])
+
+
 def test_a_step_that_does_not_fit_is_not_renewed(cache):
     a, b = cache.open(), cache.open()
     step = cache.extend([a], 3)
     other = qflash.KVCache(**SIZES)
     for call, text in (
-        (lambda: cache.extend([a, b], 1, into=step), "seqs has 2 sequences; allowed: as many as into has, 1"),
+        (lambda: cache.extend([a, b], 1, into=step), "seqs has 2 sequences; allowed: up to into's 1 rows"),
         (
             lambda: cache.extend([a], 14, into=step),
             "sequence 0 needs 2 pages, and the page table has 1 columns; allowed",

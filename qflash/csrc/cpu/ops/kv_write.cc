@@ -18,12 +18,15 @@ using LongLong = long long;
 
 constexpr int64_t kTaskTokens = 64;  // of a task
 
-// All new tokens of a sequence.
+// All new tokens of a sequence: none where its length is 0 and its batch has the same number for all, which is how a
+// batch is filled up with rows of no sequence.
 NewTokens tokens_of(const QfKvWriteParams& p, int64_t b) {
   NewTokens tokens{b, 0, 0, p.k_len, 0};
   if (p.cu_seqlens_k) {
     tokens.first_row = p.cu_seqlens_k[b];
     tokens.count = p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
+  } else if (p.kv_lens[b] == 0) {
+    tokens.count = 0;
   }
   tokens.place = p.kv_lens[b] - tokens.count;
   return tokens;
@@ -52,8 +55,10 @@ int check_shape(const QfKvWriteParams& p) {
 int check_places(const QfKvWriteParams& p, const NewTokens& tokens) {
   const int64_t end = tokens.place + tokens.count, room = int64_t(p.columns) * p.kv.page_size;
   if (tokens.place < 0 || end > room)
-    return fail(QF_BAD_VALUE, "kv.lens[%lld] is %lld; allowed: %lld, its new tokens, to %lld, what kv.page_table holds",
-                LongLong(tokens.batch), LongLong(end), LongLong(tokens.count), LongLong(room));
+    return fail(QF_BAD_VALUE,
+                "kv.lens[%lld] is %lld; allowed: %lld, its new tokens, to %lld, what kv.page_table holds%s",
+                LongLong(tokens.batch), LongLong(end), LongLong(tokens.count), LongLong(room),
+                p.cu_seqlens_k ? "" : ", or 0, a row of padding");
   return check_page_table(p.kv, tokens.batch, {tokens.place, end});
 }
 
