@@ -464,7 +464,7 @@ def kept_plan(variant: dispatch.Variant, x: Array) -> Plan:
     parts = {result.field: Array(result.shape, None, result.dtype, x.device) for result in made.results}
     names = [name.removeprefix("kv.") for name in ATTENTION_KEPT.arrays[1:10]]
     kept = [parts.get(KV_FIELDS[name], x if name == "v" else None) for name in names]
-    words = (precision, x.dtype, True, None, None, 0.1, None, None, True, False)
+    words = (precision, x.dtype, True, None, None, 0.1, None, None, False, True, False)
     return ATTENTION_KEPT.plan(x, *kept, *[None] * 5, *words)
 
 

@@ -65,8 +65,7 @@ struct TeamWalk {
     const Part part = share.part();
     const Seen<Config::kBlockN> of_unit(p, part.b);
     b = part.b, kv_head = part.kv_head, seen = of_unit.any;
-    tiles = min(part.count, of_unit.tiles());  // a unit without keys has a place
-    key0 = of_unit.first_key() + part.first * Config::kBlockN;
+    tiles = of_unit.tiles(part), key0 = of_unit.first_key(part);
   }
 };
 
@@ -186,6 +185,7 @@ class OwnTiles {
     }
   }
 
+  __device__ __forceinline__ int next_team() const { return next_; }
   __device__ __forceinline__ bool is_mine() const { return next_ == fresh_tid() / Config::kTeamThreads; }
   __device__ __forceinline__ void skip() {
     if (++next_ == Config::kTeams) next_ = 0;

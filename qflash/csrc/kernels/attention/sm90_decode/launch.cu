@@ -1,6 +1,7 @@
 // C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM) and kind
 // of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8): relayout what must be (rope, strides that
 // TMA cannot walk), make tensor maps, attend.
+#include "attn/decode/runs.h"
 #include "attn/entry.cuh"
 #include "attn/wgmma/relayout.cuh"
 #include "kernels/attention/sm90_decode/kernel.cuh"
@@ -22,32 +23,12 @@ constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS;
 constexpr wgmma::Which kLastRelaid = kPaged ? wgmma::kQ : wgmma::kV;  // pages are taken as they are
 template <int kRowWarps>
 using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps, QF_KV_KIND>;
-constexpr int kMostProcessors = 144;  // of any GPU of this architecture
-constexpr int64_t kTooManyTiles = 1 << 30;
-
-int rows_of(const QfAttnParams& p) { return p.kv_heads > 0 ? p.q_len * (p.q_heads / p.kv_heads) : 0; }
-// Places of a unit where every key is there.
-int64_t most_places(const QfAttnParams& p) { return p.k_len / Config<1>::kBlockN + 1; }
-// As many runs as there are multiprocessors for, and no more than there are tiles.
-decode::Runs runs_of(const QfAttnParams& p, int processors) {
-  decode::Runs runs{};
-  runs.chunk = unsigned(decode::chunk_heads(p.kv_heads));
-  runs.chunks = unsigned(p.kv_heads) / runs.chunk;
-  const int64_t fit = processors < int(runs.chunk) ? 1 : processors / runs.chunk;
-  const int64_t most = int64_t(p.batch) * runs.chunks * most_places(p);
-  runs.count = unsigned(fit < most ? fit : most);
-  return runs;
-}
-int64_t blocks_of(const QfAttnParams& p, int processors) {
-  const decode::Runs runs = runs_of(p, processors);
-  return int64_t(runs.count) * runs.chunk;
-}
+constexpr int kMostProcessors = 144;         // of any GPU of this architecture
+constexpr int kBlockN = Config<1>::kBlockN;  // whatever the rows
 
 // In the workspace: flags, partial sums, copies.
 constexpr int64_t kFlagBytes = sizeof(unsigned) * decode::kFlagsEach;
-int64_t partial_bytes(const QfAttnParams& p) {
-  return 2 * sizeof(float) * decode::Partials::floats(blocks_of(p, kMostProcessors), rows_of(p), p.head_dim);
-}
+int64_t partial_bytes(const QfAttnParams& p) { return decode::partial_bytes<kBlockN>(p, kMostProcessors); }
 
 // Keys that a page and a tile have whole numbers of.
 [[maybe_unused]] int box_rows_of(int page_size, int tile) {
@@ -75,20 +56,13 @@ template <class Config>
 int attend(const QfAttnParams& p, cudaStream_t stream) {
   using namespace decode;
   const wgmma::Relayout reserved(p, false, wgmma::kQ, kLastRelaid), relayout(p, true, wgmma::kQ, kLastRelaid);
-  const int64_t partials = partial_bytes(p), needed = kFlagBytes + partials + reserved.bytes;
+  const int64_t partials = ::partial_bytes(p), needed = kFlagBytes + partials + reserved.bytes;
   if (!p.workspace || p.workspace_bytes < needed) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
-  Runs runs = runs_of(p, processors < kMostProcessors ? processors : kMostProcessors);
-  if (!p.kv_lens) {  // all sequences are as long
-    const Mask mask = {p.window_left, p.window_right, p.q_len, p.k_len};
-    const KeyRange seen = mask.seen_by_any(0, p.q_len - 1);
-    const int first = seen.begin / Config::kBlockN * Config::kBlockN;
-    const int tiles = (seen.end - first + Config::kBlockN - 1) / Config::kBlockN;
-    runs.places = seen.begin == seen.end ? 1 : tiles;
-    runs.each = unsigned((int64_t(p.batch) * runs.chunks * runs.places + runs.count - 1) / runs.count);
-  }
-  const int64_t blocks = int64_t(runs.count) * runs.chunk;
+  static_assert(Config::kBlockN == kBlockN, "runs and the workspace are the same for any rows");
+  const Runs runs = runs_of<kBlockN>(p, processors < kMostProcessors ? processors : kMostProcessors);
+  const int64_t blocks = blocks_of(runs);
   char* const workspace = static_cast<char*>(p.workspace);
   Borrowed borrowed{stream};  // for addresses that nobody could plan for
   if (relayout.bytes > reserved.bytes)
@@ -116,9 +90,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   if (const int error = take_flags(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), flags)) return error;
   const wgmma::RelaidTensor& q = relayout.tensors[wgmma::kQ];
   const QfTensor queries = q.copied ? q.copy(copies, p.head_dim) : q.from;
-  float* const sums = reinterpret_cast<float*>(workspace + kFlagBytes);
-  const Partials parts = {sums, sums + Partials::floats(blocks, rows_of(p), p.head_dim), rows_of(p), p.head_dim,
-                          nullptr};
+  const Partials parts = partials_in<kBlockN>(reinterpret_cast<float*>(workspace + kFlagBytes), p, runs);
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p,
                 queries, maps, runs, parts, flags, q.copied || q.vector, chunks_aligned(p.out, p.head_dim, 2),
                 box_rows);
@@ -135,9 +107,8 @@ QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
   if (const int status = check(p, QF_DTYPE)) return status;
   if (kPaged && !pages_map(*p)) return QF_UNSUPPORTED;
   if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
-  const int rows = rows_of(*p);
-  if (rows > decode::kMostRows || int64_t(p->batch) * p->kv_heads * most_places(*p) >= kTooManyTiles)
-    return QF_UNSUPPORTED;
+  const int rows = decode::rows_of(*p);
+  if (rows > decode::kMostRows || decode::too_many_tiles<kBlockN>(*p)) return QF_UNSUPPORTED;
   if (rows == 0 || p->batch == 0) return QF_OK;
   const auto on = static_cast<cudaStream_t>(stream);
   if (rows <= 16) return attend<Config<1>>(*p, on);
