@@ -318,6 +318,20 @@ KERNELS: tuple[Kernel, ...] = (
         also=_whole_blocks_of_int8,
     ),
     Kernel(
+        name="cpu_merge",
+        device="cpu",
+        summary="two results of attention on different keys to one, row by row on all cores",
+        op="merge",
+        page="merge",
+    ),
+    Kernel(
+        name="merge",
+        device="cuda",
+        summary="two results of attention on different keys to one, four channels a thread",
+        op="merge",
+        min_arch=75,
+    ),
+    Kernel(
         name="cpu_softmax",
         device="cpu",
         summary="softmax over rows on all cores, vectorised for the machine it finds",
