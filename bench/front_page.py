@@ -35,6 +35,7 @@ FEATURES: dict[str, tuple[Change, ...]] = {
     "grouped queries, causal masks, windows, `softcap`, padding": (_with(window=True, softcap=True, kv_lens=True),),
     "rotary embedding (`rope=`)": (_with(rope="half"),),
     "attention sinks (`sinks=`)": (_with(sinks=True),),
+    "the same bits in every batch (`batch_invariant=`)": (_with(batch_invariant=True),),
     "packed sequences (`attention_varlen`)": (_with(packed=True),),
     "few queries on a long cache (decoding)": (_with(few_rows=True, kv_lens=True),),
     'INT8 QKᵀ (`precision="int8"`)': (_with(precision="int8"),),

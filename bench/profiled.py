@@ -28,6 +28,10 @@ def _heads(torch: Any) -> Any:
     return torch.randn(4, 4096, 16, 128, device="cuda", dtype=torch.float16)
 
 
+def _lse(torch: Any) -> Any:
+    return torch.randn(4, 16, 4096, device="cuda")
+
+
 def _cross_entropy(torch: Any, kernel: str) -> Any:
     return qflash.cross_entropy(_rows(torch), torch.zeros(ROWS, device="cuda", dtype=torch.int64), kernel=kernel)
 
@@ -83,6 +87,10 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "dequantize": (
         "B=4 T=4096 H=16 D=128 to float16",
         lambda torch, kernel: qflash.dequantize(qflash.quantize(_heads(torch)), kernel=kernel),
+    ),
+    "merge": (
+        "B=4 T=4096 H=16 D=128 float16",
+        lambda torch, kernel: qflash.merge(*[_heads(torch), _lse(torch)] * 2, kernel=kernel),
     ),
     "attention quantized": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
     "attention": ("B=4 T=4096 H=16 D=128 full float16", _attention),

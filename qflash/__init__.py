@@ -8,6 +8,7 @@ from qflash.kvcache import KVCache
 from qflash.ops.kv import QuantizedKV, quantize_kv
 from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
+from qflash.ops.merge import merge
 from qflash.ops.paged import PagedKV
 from qflash.ops.quantization import Quantized, dequantize, quantize
 from qflash.ops.rows import cross_entropy, layer_norm, softmax
@@ -36,6 +37,7 @@ __all__ = [
     "get_num_threads",
     "int8_matmul",
     "layer_norm",
+    "merge",
     "paged_write",
     "quantize",
     "quantize_kv",

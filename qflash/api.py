@@ -52,6 +52,7 @@ class _SharedWords(TypedDict, total=False):
     sinks: FrameworkArray | None
     precision: Precision | None
     kernel: str | None
+    batch_invariant: Flag
 
 
 class _AttentionWords(_SharedWords, total=False):
@@ -157,6 +158,7 @@ def attention(
     return_lse: Flag = False,
     precision: Precision | None = None,
     kernel: str | None = None,
+    batch_invariant: Flag = False,
     layout: Layout = _BTHD,
 ) -> Any:
     """softmax(scale · q kᵀ) v, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
@@ -181,6 +183,9 @@ def attention(
         precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (on Hopper
             alone).
         kernel: the name of the one kernel that must be used, see `qflash doctor`.
+        batch_invariant: a sequence's rows have the same bits whatever else is in the batch, however large that is and
+            wherever in it the sequence stands. By default the same call always gives the same bits, but kernels may
+            cut the keys of a sequence in other places when it has other neighbours.
         layout: "bthd", or "bhtd": q, k, v and the result are `[B, H, T, D]`, as PyTorch's
             scaled_dot_product_attention has them.
 
@@ -222,12 +227,12 @@ def attention(
     kind = type(q)
     if kind is type(k) is type(v) and kind not in _VALUES and rope is None and layout is _BTHD:
         # Most calls: three arrays of one framework. The others say the same with more words.
-        words = (causal, window, softcap, scale, precision, kernel, return_lse, False, 0, 0)
+        words = (causal, window, softcap, scale, precision, kernel, batch_invariant, return_lse, False, 0, 0)
         results = frontend_of(kind, "q").run(ATTENTION, (q, k, v, kv_lens, *_NO_ARRAYS, sinks), words)
         if return_lse is False:
             return results[0]
         return (results[0], results[1]) if return_lse else results[0]
-    options = (causal, window, softcap, scale, precision, kernel)
+    options = (causal, window, softcap, scale, precision, kernel, batch_invariant)
     if check_word("layout", layout, LAYOUTS) != "bthd":
         q, k, v = _with_length_first(layout, q, k, v)
         result = _attend(q, k, v, options, kv_lens, rope, sinks, return_lse)
@@ -375,6 +380,7 @@ def attention_varlen(
     return_lse: Flag = False,
     precision: Precision | None = None,
     kernel: str | None = None,
+    batch_invariant: Flag = False,
 ) -> Any:
     """`attention` over sequences of different lengths packed one after another.
 
@@ -407,7 +413,7 @@ def attention_varlen(
         if type(x) in (Quantized, QuantizedKV):
             kind = type(x).__name__
             raise TypeError(f"{name} is qflash.{kind}; allowed: an array, only attention takes {kind}")
-    options = (causal, window, softcap, scale, precision, kernel)
+    options = (causal, window, softcap, scale, precision, kernel, batch_invariant)
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     results = run(*_packed_call(q, k, v, options, packed, kv_lens, rope, sinks, return_lse))
     return (results[0], results[1]) if check_flag("return_lse", return_lse) else results[0]
@@ -497,6 +503,7 @@ def explain(
     sinks: FrameworkArray | None = None,
     precision: Precision | None = None,
     kernel: str | None = None,
+    batch_invariant: Flag = False,
     layout: Layout = _BTHD,
     cu_seqlens_q: Lengths | None = None,
     cu_seqlens_k: Lengths | None = None,
@@ -517,7 +524,7 @@ def explain(
         >>> qflash.explain(x, x, x, precision="int8").kernel
         'cpu_int8'
     """
-    options = (causal, window, softcap, scale, precision, kernel)
+    options = (causal, window, softcap, scale, precision, kernel, batch_invariant)
     if type(k) is PagedKV and cu_seqlens_q is not None:
         packed: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     else:

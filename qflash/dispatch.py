@@ -32,6 +32,7 @@ class Kernel:
     automatic: bool = True  # False: runs only when asked for by name
     few_rows: bool = False  # serves only Spec.few_rows
     sinks: bool = False  # serves Spec.sinks, too
+    batch_invariant: bool = False  # serves Spec.batch_invariant, too
     # False: NaN and infinity in v reach, in their channel, every row of a tile of which some row sees them
     hides_masked_nonfinite_v: bool = True
     also: Callable[[Spec], list[str]] | None = None  # further reasons it cannot serve a spec
@@ -123,6 +124,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="tiled online softmax on all cores, vectorised for the machine it finds",
         kvs=("arrays", "pages", "pages_int8"),
         sinks=True,
+        batch_invariant=True,
     ),
     Kernel(
         name="cpu_int8",
@@ -131,6 +133,7 @@ KERNELS: tuple[Kernel, ...] = (
         precisions=("int8",),
         kvs=("arrays", "quantized"),
         sinks=True,
+        batch_invariant=True,
     ),
     Kernel(
         name="sm90_int8",
@@ -154,6 +157,7 @@ KERNELS: tuple[Kernel, ...] = (
             (("int8_fp8", "kept"), ((64, None), (256, 4096))),
         ),
         sinks=True,
+        batch_invariant=True,
     ),
     Kernel(
         name="fa_int8",
@@ -169,6 +173,7 @@ KERNELS: tuple[Kernel, ...] = (
         per_kv=True,
         pays_from=((("int8", "arrays"), ((64, None), (256, 4096))),),  # preset ladder, against fa_mma
         sinks=True,
+        batch_invariant=True,
     ),
     Kernel(
         name="sm90_decode",
@@ -184,6 +189,7 @@ KERNELS: tuple[Kernel, ...] = (
         per_kv=True,
         head_dims=(64, 128, 192, 256),
         sinks=True,
+        batch_invariant=True,
     ),
     Kernel(
         name="decode",
@@ -198,6 +204,7 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=(64, 128, 192, 256),
         per_kv=True,
         sinks=True,
+        batch_invariant=True,
     ),
     Kernel(
         name="sm90_fwd",
@@ -213,6 +220,7 @@ KERNELS: tuple[Kernel, ...] = (
         shared_kvs=(("pages_int8", "pages"),),
         per_scores=True,
         sinks=True,
+        batch_invariant=True,
     ),
     Kernel(
         name="fa_mma",
@@ -224,6 +232,7 @@ KERNELS: tuple[Kernel, ...] = (
         also=_sixteen_bit_tensor_cores,
         head_dims=HEAD_DIMS,
         sinks=True,
+        batch_invariant=True,
         per_kv=True,
         shared_kvs=(("pages_int8", "pages"),),
     ),
@@ -234,6 +243,7 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
         head_dims=HEAD_DIMS,
         sinks=True,
+        batch_invariant=True,
     ),
     Kernel(
         name="fa_tc",
@@ -274,6 +284,7 @@ KERNELS: tuple[Kernel, ...] = (
         op="attention_backward",
         page="cpu",
         sinks=True,
+        batch_invariant=True,
     ),
     Kernel(
         name="sm90_quantize",
@@ -305,6 +316,20 @@ KERNELS: tuple[Kernel, ...] = (
         kvs=("pages", "pages_int8"),
         min_arch=75,
         also=_whole_blocks_of_int8,
+    ),
+    Kernel(
+        name="cpu_merge",
+        device="cpu",
+        summary="two results of attention on different keys to one, row by row on all cores",
+        op="merge",
+        page="merge",
+    ),
+    Kernel(
+        name="merge",
+        device="cuda",
+        summary="two results of attention on different keys to one, four channels a thread",
+        op="merge",
+        min_arch=75,
     ),
     Kernel(
         name="cpu_softmax",
@@ -451,6 +476,8 @@ def _reasons_there(kernel: Kernel, spec: Spec) -> list[str]:
         found.append(f"takes up to {MOST_DECODE_ROWS} rows of queries a KV head (Tq times the heads that share it)")
     if spec.sinks and not kernel.sinks:
         found.append("takes no sinks")
+    if spec.batch_invariant and not kernel.batch_invariant:
+        found.append("does not promise the same bits in every batch (batch_invariant)")
     if kernel.also is not None:
         found += kernel.also(spec)
     return found

@@ -59,6 +59,7 @@ shape = numbers(4, "shape [batch, tokens, heads, head_dim]")
 @click.option("--sinks", is_flag=True, help="With a sink for each head of q.")
 @click.option("--precision", type=click.Choice(PRECISIONS[1:]))
 @click.option("--kernel", metavar="NAME", help="As if kernel=NAME were asked for.")
+@click.option("--batch-invariant", is_flag=True, help="The same bits whatever else is in the batch.")
 def explain(
     q_shape: tuple[int, ...],
     kv_shape: tuple[int, ...] | None,
@@ -74,6 +75,7 @@ def explain(
     sinks: bool,
     precision: str | None,
     kernel: str | None,
+    batch_invariant: bool,
 ) -> None:
     """Tell which kernel `attention` would run for arrays of these shapes, and why not the others.
 
@@ -89,7 +91,19 @@ def explain(
     table = array((max(q_shape[1], kv_shape[1]), q_shape[3] // 2), "float32") if rope else None
     of_heads = array(q_shape[2:3], "float32") if sinks else None
     arrays = (array(q_shape), array(kv_shape), array(kv_shape), lens, None, None, table, table, None, None, of_heads)
-    words = (causal, window, softcap, scale, precision, kernel, False, rope == "interleaved", None, None)
+    words = (
+        causal,
+        window,
+        softcap,
+        scale,
+        precision,
+        kernel,
+        batch_invariant,
+        False,
+        rope == "interleaved",
+        None,
+        None,
+    )
     try:
         told = api.explanation_of(ATTENTION.plan(*arrays, *words), number)
     except (NoKernelError, ValueError, TypeError) as error:

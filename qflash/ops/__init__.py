@@ -5,6 +5,7 @@ from qflash.ops.attention_kv import ATTENTION_KEPT, ATTENTION_QUANTIZED
 from qflash.ops.kv import QUANTIZE_KV
 from qflash.ops.kv_write import KV_WRITE
 from qflash.ops.matmul import INT8_MATMUL
+from qflash.ops.merge import MERGE
 from qflash.ops.paged import ATTENTION_PAGED
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
@@ -12,5 +13,5 @@ from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
 # Every operation, for front ends that must know them before the first call.
 OPS = (
     *(ATTENTION, ATTENTION_BACKWARD, ATTENTION_QUANTIZED, ATTENTION_KEPT, ATTENTION_PAGED),
-    *(QUANTIZE_KV, KV_WRITE, QUANTIZE, DEQUANTIZE, INT8_MATMUL, SOFTMAX, LAYER_NORM, CROSS_ENTROPY),
+    *(QUANTIZE_KV, KV_WRITE, QUANTIZE, DEQUANTIZE, INT8_MATMUL, SOFTMAX, LAYER_NORM, CROSS_ENTROPY, MERGE),
 )

@@ -69,6 +69,7 @@ def fields_of(problem: Problem, prefix: str = "", strided: Collection[str] = ("q
         ("window_right", problem.window_right),
         ("scale", problem.scale),
         ("softcap", problem.softcap),
+        ("batch_invariant", int(problem.batch_invariant)),
         *(pair for name in strided for pair in _strides(*tensors[name], name, packed)),
         *_strides("out", out, "q", packed),
         ("lse_stride_h", _size(problem.total_q if packed else problem.q_len, *rows)),
@@ -104,7 +105,7 @@ def lse_shape(problem: Problem) -> tuple[int, ...]:
 _EXTRAS = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", *_TABLES, "rope.positions_q", "rope.positions_k", "sinks")
 _AS_FLOAT32 = (*_TABLES, "sinks")
 _WORDS = (
-    *("causal", "window", "softcap", "scale", "precision", "kernel"),
+    *("causal", "window", "softcap", "scale", "precision", "kernel", "batch_invariant"),
     *("return_lse", "interleaved", "max_seqlen_q", "max_seqlen_k"),
 )
 

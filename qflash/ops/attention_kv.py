@@ -64,7 +64,7 @@ def quantized_call(
     groups = [*(word for x in (q, k) for word in (x.granularity, x.group))]
     groups += [v.granularity, v.group, v.dtype] if integer_v else [GRANULARITIES[0], 1, None]
     numbers = [words[name] for name in ("window_left", "window_right", "softcap", "scale")]
-    return arrays, (*groups, *numbers, check_flag("return_lse", return_lse), options.kernel)
+    return arrays, (*groups, *numbers, check_flag("return_lse", return_lse), options.kernel, words["batch_invariant"])
 
 
 def class_of(x: Any) -> str:
@@ -115,6 +115,7 @@ def _plan_quantized(
     scale: float,
     return_lse: bool,
     kernel: Any,
+    batch_invariant: bool,
 ) -> Plan:
     if v is None:
         raise TypeError("v is None; allowed: an array, or qflash.Quantized")
@@ -136,7 +137,7 @@ def _plan_quantized(
     }
     problem = check(
         *(alike["q"], alike["k"], alike["v"]),
-        Options(False, (window_left, window_right), softcap, scale, None, kernel),
+        Options(False, (window_left, window_right), softcap, scale, None, kernel, batch_invariant),
         kv_lens,
         sinks=sinks,
     )
@@ -278,13 +279,14 @@ def _plan_kept(
     scale: Any,
     asked_precision: Any,
     kernel: Any,
+    batch_invariant: Any,
     return_lse: Any,
     interleaved: Any,
 ) -> Plan:
     given = {"k": k, "k_scale": k_scale, "k_mean": k_mean, "k_nonfinite": k_nonfinite, "v": v}
     given |= {"v_scale": v_scale, "v_exponents": v_exponents, "v_nonfinite": v_nonfinite, "v_mean": v_mean}
     check_flag("return_lse", return_lse)
-    options = Options(causal, window, softcap, scale, asked_precision, kernel)
+    options = Options(causal, window, softcap, scale, asked_precision, kernel, batch_invariant)
     check_options(options, q.shape[-1] if q.shape and q.shape[-1] else 1)  # _check_q says what is wrong with 0
     _check_kept(given, precision, dtype, asked_precision)
     parts = {part: array for part, array in given.items() if array is not None}
@@ -376,7 +378,7 @@ ATTENTION_QUANTIZED = Op(
     ),
     (
         *("q_granularity", "q_group", "k_granularity", "k_group", "v_granularity", "v_group", "v_dtype"),
-        *("window_left", "window_right", "softcap", "scale", "return_lse", "kernel"),
+        *("window_left", "window_right", "softcap", "scale", "return_lse", "kernel", "batch_invariant"),
     ),
     _plan_quantized,
     public="attention",
@@ -392,7 +394,7 @@ ATTENTION_KEPT = Op(
         *("kv_lens", "rope.cos", "rope.sin", "rope.positions_q", "sinks"),
     ),
     (
-        *("kv_precision", "dtype", "causal", "window", "softcap", "scale", "precision", "kernel"),
+        *("kv_precision", "dtype", "causal", "window", "softcap", "scale", "precision", "kernel", "batch_invariant"),
         *("return_lse", "interleaved"),
     ),
     _plan_kept,

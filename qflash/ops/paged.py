@@ -257,6 +257,7 @@ def _plan(
     scale: Any,
     precision: Any,
     kernel: Any,
+    batch_invariant: Any,
     return_lse: Any,
     interleaved: Any,
     max_seqlen_q: Any,
@@ -277,7 +278,7 @@ def _plan(
     problem = check_paged(
         Array(q.shape, None if copied else q.strides, q.dtype, q.device),
         (pool.batch, pool.columns * pool.page_size, pool.kv_heads),
-        Options(causal, window, softcap, scale, None, kernel),
+        Options(causal, window, softcap, scale, None, kernel, batch_invariant),
         cu_seqlens_q,
         max_seqlen_q,
         rope,
@@ -326,7 +327,7 @@ ATTENTION_PAGED = Op(
     "attention_paged",
     ("q", *KV_ARRAYS, "cu_seqlens_q", "sinks", "rope.cos", "rope.sin", "rope.positions_q"),
     (
-        *("layout", "causal", "window", "softcap", "scale", "precision", "kernel"),
+        *("layout", "causal", "window", "softcap", "scale", "precision", "kernel", "batch_invariant"),
         *("return_lse", "interleaved", "max_seqlen_q"),
     ),
     _plan,

@@ -51,6 +51,7 @@ class Options(NamedTuple):
     scale: Number | None = None
     precision: Precision | None = None
     kernel: str | None = None
+    batch_invariant: Flag = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Problem:
     total_q: int
     total_k: int
     sinks: bool = False
+    batch_invariant: bool = False
 
     def spec(self, arch: int, op: str = "attention", kv: str = KV_KINDS[0]) -> Spec:
         """The kernel-selecting part of this problem, for a device of compute capability `arch`/10."""
@@ -103,6 +105,7 @@ class Problem:
             op=op,
             kv=kv,
             sinks=self.sinks,
+            batch_invariant=self.batch_invariant,
             few_rows=self.few_rows,
         )
 
@@ -377,6 +380,7 @@ def check_options(options: Options, head_dim: int) -> dict[str, Any]:
         "window_right": right,
         "precision": options.precision or PRECISIONS[0],
         "kernel": check_kernel(options.kernel),
+        "batch_invariant": check_flag("batch_invariant", options.batch_invariant),
     }
 
 

@@ -14,7 +14,7 @@ from qflash.reference.exact import (
 )
 from qflash.reference.fa_int8 import attention_fa_int8
 from qflash.reference.int8 import attention_int8
-from qflash.reference.operations import cross_entropy, layer_norm, softmax
+from qflash.reference.operations import cross_entropy, layer_norm, merge, softmax
 from qflash.reference.rope import apply_rope
 from qflash.reference.sm90_int8 import attention_sm90_int8
 
@@ -29,6 +29,7 @@ __all__ = [
     "attention_varlen_backward",
     "cross_entropy",
     "layer_norm",
+    "merge",
     "softmax",
     "visible",
 ]

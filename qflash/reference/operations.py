@@ -1,4 +1,4 @@
-"""The oracle of the row operations: softmax, layer_norm and cross_entropy in NumPy float64, as they are written down.
+"""The oracle of row operations: softmax, layer_norm, cross_entropy and merge in NumPy float64, as they are defined.
 
 Takes NumPy arrays of any real dtype, returns float64. NaN and infinities follow IEEE arithmetic.
 """
@@ -59,3 +59,26 @@ def cross_entropy(
         losses = np.where(ignored, 0.0, np.where(known, losses, np.nan))
         total = losses.sum()
         return losses, lse, float(total), float(np.float64(total) / np.float64((~ignored).sum()))
+
+
+def merge(out_a: np.ndarray, lse_a: np.ndarray, out_b: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of attention to the keys of both; lse is `[..., heads, length]`, out `[..., length, heads, head_dim]`.
+
+    A row of lse -inf takes no part. One of lse +inf takes all, or both of them a half.
+    """
+    a, b = lse_a.astype(np.float64), lse_b.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        top = np.where(a > b, a, b)
+        weight_a, weight_b = (np.where(x == top, 1.0, np.exp(x - top)) for x in (a, b))
+        weight_a, weight_b = np.where(b == -np.inf, 1.0, weight_a), np.where(b == -np.inf, 0.0, weight_b)
+        weight_a, weight_b = np.where(a == -np.inf, 0.0, weight_a), np.where(a == -np.inf, 1.0, weight_b)
+        total = weight_a + weight_b
+        lse = np.where(a == -np.inf, b, np.where(b == -np.inf, a, top + np.log(total)))
+        parts = [
+            np.where(seen, x.astype(np.float64), 0.0) * np.where(seen, weight, 0.0)
+            for x, weight, seen in (
+                (x, *(np.swapaxes(y, -1, -2)[..., None] for y in (weight / total, one != -np.inf)))
+                for x, weight, one in ((out_a, weight_a, a), (out_b, weight_b, b))
+            )
+        ]
+        return parts[0] + parts[1], lse

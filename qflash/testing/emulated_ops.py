@@ -22,6 +22,7 @@ class EmulatedGpu:
 
     def __init__(self, cache: Cache | None = None, arch: int = emulator.ARCH):
         self.cache, self.arch = cache, arch
+        self.multiprocessors = emulator.MULTIPROCESSORS
         self.launched: list[str] = []  # kernels, in order
 
     def run(self, op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]:
@@ -43,7 +44,8 @@ class EmulatedGpu:
             for one in plan.results
         ]
         library = emulator.load(emulator.with_all_scores(cuda.unit(kernel, spec)), self.cache)
-        library.launch(bind(plan, kernel, library.entry), [*operands, *results])
+        arrays = [*operands, *results]
+        library.launch(bind(plan, kernel, library.entry), arrays, multiprocessors=self.multiprocessors)
         self.launched.append(kernel.name)
         return results
 

@@ -50,6 +50,12 @@ class OpCase:
 
 
 COS, SIN = qflash.rope_tables(12, 8)
+_PARTS = {
+    "out_a": floats(2, 5, 3, 24),
+    "lse_a": floats(2, 3, 5),
+    "out_b": floats(2, 5, 3, 24),
+    "lse_b": floats(2, 3, 5),
+}
 
 CASES = {
     "softmax": OpCase("softmax", {"x": floats(3, 4, 37)}, partial(qflash.softmax, scale=0.7), ("x",)),
@@ -100,6 +106,13 @@ CASES = {
         {"a": bytes_(9, 33), "b": bytes_(33, 21), "b_scale": np.array(0.125, np.float32)},
         partial(qflash.int8_matmul, a_scale=0.25),
         ("a",),
+    ),
+    "merge": OpCase("merge", _PARTS, qflash.merge, tuple(_PARTS)),
+    "merge packed": OpCase(
+        "merge",
+        {"out_a": floats(9, 3, 20), "lse_a": floats(3, 9), "out_b": halves(9, 3, 20), "lse_b": floats(3, 9)},
+        qflash.merge,
+        ("out_a", "lse_a", "out_b", "lse_b"),
     ),
     "quantize": OpCase("quantize", {"x": floats(7, 24)}, qflash.quantize, ("x",)),
     "quantize asymmetric": OpCase(

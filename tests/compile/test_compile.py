@@ -39,6 +39,7 @@ VECTORS = {
     "sm90_quantize_fp8": {"LDG.E.128", "STG.E.128"},
     "kv_write_pages": {"LDG.E.128", "STG.E.128"},
     "kv_write_pages_int8": {"LDG.E.128", "STG.E.128"},
+    "merge": {"LDG.E.64", "STG.E.64"},
 }
 HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
 MULTIPLYING = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"]  # those of them that multiply
@@ -71,6 +72,7 @@ INSTRUCTION = {
     "kv_write_pages": ("ACQBULK", 4),  # waits for the grid before it; kernels of both kinds of pages do
     "kv_write_pages_int8": ("FADD", 128),
     "int8_gemm_tiled": ("IDP", 512),
+    "merge": ("MUFU.EX2", 6),
     "quantize": ("FMUL", 256),
     "sm90_decode": ("HMMA", 192),
     "sm90_decode_pages": ("HMMA", 192),
@@ -469,7 +471,7 @@ def kept_plan(variant: dispatch.Variant, x: Array) -> Plan:
     parts = {result.field: Array(result.shape, None, result.dtype, x.device) for result in made.results}
     names = [name.removeprefix("kv.") for name in ATTENTION_KEPT.arrays[1:10]]
     kept = [parts.get(KV_FIELDS[name], x if name == "v" else None) for name in names]
-    words = (precision, x.dtype, True, None, None, 0.1, None, None, True, False)
+    words = (precision, x.dtype, True, None, None, 0.1, None, None, False, True, False)
     return ATTENTION_KEPT.plan(x, *kept, *[None] * 5, *words)
 
 

@@ -128,7 +128,8 @@ FAULTS = {
         Fault(MERGE, "st_release(flag_of(part, part.index), 1);"), "long", "complaint", "a block before it",
     ),
     "parts: not stored": (
-        Fault(ATTEND, "partials.store(part, row, d, merged);"), "long", "complaint", "a block before it",
+        Fault(ATTEND, "partials.store(part, part.begins() ? 0 : split, row, d, merged);"),
+        "long", "complaint", "a block before it",
     ),
     "parts: merged in another order than their keys'": (
         Fault(MERGE, "g_row = g_next, g_next += apart;", "g_next += apart;"), "long", EITHER, "",

@@ -147,6 +147,7 @@ class Case:
 
 Q = np.zeros((2, 6, 2, 16), np.float32)
 PACKED = np.zeros((6, 2, 16), np.float32)
+LSE = np.zeros((PACKED.shape[1], PACKED.shape[0]), np.float32)
 OFFSETS = np.array([0, 2, 6], np.int32)
 COS, SIN = qflash.rope_tables(6, 16)
 
@@ -174,7 +175,7 @@ SINKS = [
 ROPE_PARTS = {"rope": ROPE, "rope.cos": others("float32"), "rope.sin": others("float32"), "rope.interleaved": FLAG}
 OPTIONS = {
     "causal": FLAG, "window": WINDOW, "softcap": [*NUMBER, *wrong_value(-1.0)], "scale": NUMBER, "return_lse": FLAG,
-    "precision": WORD, "kernel": KERNEL, "kv_lens": LENGTHS, "sinks": SINKS,
+    "precision": WORD, "kernel": KERNEL, "kv_lens": LENGTHS, "sinks": SINKS, "batch_invariant": FLAG,
 }  # fmt: skip
 POSITIONS = {"rope.positions_q": LENGTHS, "rope.positions_k": LENGTHS}
 QUANTIZED = {"granularity": [*WORD, *NONE], "group": [*INT, *wrong_value(0)], "symmetric": FLAG}
@@ -292,6 +293,12 @@ CASES = {
             **{f"quantized.{part}": wrong for part, wrong in QUANTIZED.items()},
             "dtype": DTYPE, "kernel": KERNEL,
         },
+    ),
+    "merge": Case(
+        "merge",
+        qflash.merge,
+        lambda make: {"out_a": make(PACKED), "lse_a": make(LSE), "out_b": make(PACKED), "lse_b": make(LSE)},
+        {"out_a": FIRST, **{name: others("float32") for name in ("lse_a", "out_b", "lse_b")}, "kernel": KERNEL},
     ),
     "int8_matmul": Case(
         "int8_matmul",

@@ -106,7 +106,7 @@ def test_opcheck(precision):
     words = (precision, "nearest", 0, False, None)
     torch.library.opcheck(torch.ops.qflash.quantize_kv.default, (k, v, None, None, None, None, *words))
     parts = (kv.k, kv.k_scale, kv.k_mean, kv.k_nonfinite, kv.v, kv.v_scale, kv.v_exponents, kv.v_nonfinite, kv.v_mean)
-    words = (precision, "float16", True, None, None, 0.125, None, None, True, False)
+    words = (precision, "float16", True, None, None, 0.125, None, None, False, True, False)
     torch.library.opcheck(torch.ops.qflash.attention_kv.default, (q, *parts, None, None, None, None, *words))
 
 

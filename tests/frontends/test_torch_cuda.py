@@ -185,7 +185,7 @@ def test_compiled_whole(kernel):
 def test_opcheck():
     arrays = [x.cuda() for x in tensors()]
     qflash.attention(*arrays)  # first, because the front end defines the ops as it is loaded
-    words = (True, None, None, None, None, None, True, False, 0, 0)
+    words = (True, None, None, None, None, None, False, True, False, 0, 0)
     torch.library.opcheck(torch.ops.qflash.attention.default, (*arrays, *[None] * 8, *words))
 
 

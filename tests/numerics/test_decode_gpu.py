@@ -136,3 +136,28 @@ def test_the_first_runs_for_few_rows(kernel):
     assert qflash.explain(q, k, k).kernel == first
     q, k, _ = tensors(1, 9, 300, 16, 2, 128)
     assert qflash.explain(q, k, k).kernel not in KERNELS
+
+
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize(("q_len", "head_dim"), [(1, 128), (4, 128), (1, 64), (1, 256)])
+def test_the_same_bits_in_every_batch(kernel, q_len, head_dim, pages):
+    """batch_invariant: one sequence, and the same in the last place of 64 others of all lengths."""
+    lens = torch.arange(64, dtype=torch.int32, device="cuda") * 331 % 9000
+    lens[-1] = 8000
+    q, k, v = tensors(64, q_len, 9000, 16, 4, head_dim)
+    words = {"causal": True, "batch_invariant": True, "return_lse": True, "kernel": kernel}
+
+    def attend(b, length):
+        if not pages:
+            return qflash.attention(q[b], k[b, :length], v[b, :length], kv_lens=lens[b].clamp(max=length), **words)
+        columns, first = -(-9000 // 64), -(-length // 64)
+        pools = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, columns * 64 - 9000)) for x in (k, v))
+        pools = [x.reshape(64 * columns, 64, 4, head_dim) for x in pools]
+        table = torch.arange(64 * columns, dtype=torch.int32, device="cuda").reshape(64, columns)
+        return qflash.attention(q[b], qflash.PagedKV(*pools, table[b, :first], lens[b], layout="pthd"), **words)
+
+    together = attend(slice(None), 9000)
+    for b, alone in ((63, attend(slice(63, 64), 8000)), (7, attend(slice(7, 8), 9000))):
+        assert all(torch.equal(one[0], all_of_them[b]) for one, all_of_them in zip(alone, together, strict=True))
+    four = attend(slice(60, 64), 9000)
+    assert all(torch.equal(some[3], all_of_them[63]) for some, all_of_them in zip(four, together, strict=True))

@@ -251,7 +251,7 @@ def kv_plans(precision, length=300, head_dim=40):
     names = [name.removeprefix("kv.") for name in ATTENTION_KEPT.arrays[1:10]]
     ordered = [parts.get(KV_FIELDS[name], k if name == "v" else None) for name in names]
     q = array(2, 20, 6, head_dim, dtype="float16")
-    words = (precision, "float16", True, None, None, 0.5, None, None, True, False)
+    words = (precision, "float16", True, None, None, 0.5, None, None, False, True, False)
     return quantize, ATTENTION_KEPT.plan(q, *ordered, *[None] * 5, *words)
 
 

@@ -50,6 +50,7 @@ PYBIND11_MODULE(_native, module) {
   QF_ADD_ENTRY(cpu_quantize);
   QF_ADD_ENTRY(cpu_dequantize);
   QF_ADD_ENTRY(cpu_kv_write);
+  QF_ADD_ENTRY(cpu_merge);
   entries["status_text"] = reinterpret_cast<uintptr_t>(&qf_cpu_status_text);
   module.attr("cpu_entries") = entries;
 

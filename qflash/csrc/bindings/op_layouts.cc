@@ -122,6 +122,12 @@ QF_TABLE(QfInt8MatmulParams, QF_MEMBER(struct_bytes), QF_MEMBER(out_dtype), QF_M
          QF_MEMBER(out), QF_MEMBER(out_stride_m), QF_MEMBER(num_threads), QF_MEMBER(reserved), QF_MEMBER(workspace),
          QF_MEMBER(workspace_bytes));
 
+QF_TABLE(QfMergeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(b_dtype), QF_MEMBER(batch),
+         QF_MEMBER(length), QF_MEMBER(heads), QF_MEMBER(head_dim), QF_MEMBER(num_threads), QF_MEMBER(a), QF_MEMBER(b),
+         QF_MEMBER(out), QF_MEMBER(a_lse), QF_MEMBER(b_lse), QF_MEMBER(a_lse_stride_b), QF_MEMBER(a_lse_stride_h),
+         QF_MEMBER(a_lse_stride_t), QF_MEMBER(b_lse_stride_b), QF_MEMBER(b_lse_stride_h), QF_MEMBER(b_lse_stride_t),
+         QF_MEMBER(lse));
+
 QF_TABLE(QfRowsParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows), QF_MEMBER(columns), QF_MEMBER(x),
          QF_MEMBER(x_stride), QF_MEMBER(out), QF_MEMBER(out_stride), QF_MEMBER(scale), QF_MEMBER(eps),
          QF_MEMBER(weight), QF_MEMBER(bias), QF_MEMBER(mean), QF_MEMBER(rstd), QF_MEMBER(num_threads),
@@ -194,6 +200,7 @@ const std::vector<OpLayout>& op_layouts() {
       layout_of<QfQuantizeParams>("QfQuantizeParams"),
       layout_of<QfDequantizeParams>("QfDequantizeParams"),
       layout_of<QfInt8MatmulParams>("QfInt8MatmulParams"),
+      layout_of<QfMergeParams>("QfMergeParams"),
       layout_of<QfRowsParams>("QfRowsParams"),
       layout_of<QfCrossEntropyParams>("QfCrossEntropyParams"),
   };

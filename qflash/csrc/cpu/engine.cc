@@ -3,6 +3,7 @@
 // Two ways, by the number of rows (queries times query heads) that share a KV head:
 //   many   K and V are packed once, for as many KV heads as fit the budget; then the blocks of those heads run
 //   few    one block has all the rows; it is cut along the keys, and partial results are merged
+// Whether and where a block is cut follows from the whole problem; with batch_invariant from its own sequence alone.
 #include <algorithm>
 #include <new>
 #include <vector>
@@ -98,6 +99,11 @@ class Forward {
     return parallel_for(int64_t(blocks.size()), p_.num_threads, run);
   }
 
+  int run_sorted(std::vector<RowBlock>& blocks) const {
+    sort_blocks(blocks);
+    return run_blocks(blocks);
+  }
+
   int run_many(int64_t first, int64_t last, int64_t tiles) {
     float* packed = static_cast<float*>(call_scratch(size_t(tiles * tile_bytes())));
     if (!packed) return QF_NO_MEMORY;
@@ -111,8 +117,7 @@ class Forward {
       std::vector<RowBlock> blocks = make_blocks(first, last);
       for (RowBlock& x : blocks)
         x.packed = x.direct ? nullptr : start[size_t(x.sequence.batch * p_.kv_heads + x.kv_head - first)];
-      sort_blocks(blocks);
-      status = run_blocks(blocks);
+      status = p_.batch_invariant ? run_cut_by_sequence(blocks) : run_sorted(blocks);
     }
     release_call_scratch();
     return status;
@@ -146,37 +151,73 @@ class Forward {
     return most;
   }
 
-  int run_few(int64_t units) const {
-    std::vector<RowBlock> blocks = make_blocks(0, units);
-    int64_t keys = std::max(ceil_div(longest(), kMostSplits), kSplitKeys);  // per split
-    keys = ceil_div(keys, kTileKeys) * kTileKeys;
-    if (int64_t(blocks.size()) < kFewBlocks && keys < longest()) return run_splits(blocks, keys);
-    sort_blocks(blocks);
-    return run_blocks(blocks);
+  // Of a split of that many keys.
+  static int64_t split_keys(int64_t keys) {
+    return round_up(std::max(ceil_div(keys, kMostSplits), kSplitKeys), kTileKeys);
   }
 
-  int run_splits(std::vector<RowBlock>& blocks, int64_t keys) const {
-    const int64_t splits = ceil_div(longest(), keys), row_floats = p_.head_dim + 2;
-    int64_t floats = 0;
-    for (const RowBlock& x : blocks) floats += splits * x.heads * x.queries * row_floats;
+  int run_few(int64_t units) const {
+    std::vector<RowBlock> blocks = make_blocks(0, units);
+    if (p_.batch_invariant) return run_cut_by_sequence(blocks);
+    const int64_t keys = split_keys(longest());
+    if (int64_t(blocks.size()) >= kFewBlocks || keys >= longest()) return run_sorted(blocks);
+    const int64_t splits = ceil_div(longest(), keys);
+    std::vector<CutBlock> cut;
+    for (const RowBlock& x : blocks) cut.push_back({x, keys, splits});
+    return run_splits(cut, {});
+  }
+
+  // A sequence of few rows is cut, as if it were alone, and the others are not. A row's bits do not depend on its
+  // block, and so on nothing but the sequence.
+  int run_cut_by_sequence(const std::vector<RowBlock>& blocks) const {
+    std::vector<CutBlock> cut;
+    std::vector<RowBlock> whole;
+    for (const RowBlock& x : blocks) {
+      const int64_t keys = split_keys(x.sequence.len_k);
+      if (x.sequence.len_q * group_ <= kBlockRows && keys < x.sequence.len_k)
+        cut.push_back({x, keys, ceil_div(x.sequence.len_k, keys)});
+      else
+        whole.push_back(x);
+    }
+    return run_splits(cut, whole);
+  }
+
+  struct CutBlock {
+    RowBlock block;
+    int64_t keys, splits;  // of a split, and of the block
+  };
+
+  // And blocks that are not cut beside them.
+  int run_splits(std::vector<CutBlock>& cut, const std::vector<RowBlock>& whole) const {
+    const int64_t row_floats = p_.head_dim + 2;
+    int64_t floats = 0, most = 0;
+    for (const CutBlock& x : cut) {
+      floats += x.splits * x.block.heads * x.block.queries * row_floats;
+      most = std::max(most, x.splits);
+    }
     std::vector<float> partial(static_cast<size_t>(floats));
     float* next = partial.data();
-    for (RowBlock& x : blocks) {
-      x.partial = next;
-      next += splits * x.heads * x.queries * row_floats;
+    for (CutBlock& x : cut) {
+      x.block.partial = next;
+      next += x.splits * x.block.heads * x.block.queries * row_floats;
     }
+    std::vector<RowBlock> pieces = whole;
+    sort_blocks(pieces);
     // Split by split with the heads inside: neighbouring heads of k and v share pages.
-    std::vector<RowBlock> pieces;
-    for (int64_t i = 0; i < splits; i++)
-      for (const RowBlock& x : blocks) {
-        pieces.push_back(x);
-        pieces.back().key_begin = std::min(i * keys, x.sequence.len_k);
-        pieces.back().key_end = std::min((i + 1) * keys, x.sequence.len_k);
-        pieces.back().partial = x.partial + i * x.heads * x.queries * row_floats;
+    for (int64_t i = 0; i < most; i++)
+      for (const CutBlock& x : cut) {
+        if (i >= x.splits) continue;
+        const int64_t len_k = x.block.sequence.len_k;
+        pieces.push_back(x.block);
+        pieces.back().key_begin = std::min(i * x.keys, len_k);
+        pieces.back().key_end = std::min((i + 1) * x.keys, len_k);
+        pieces.back().partial = x.block.partial + i * x.block.heads * x.block.queries * row_floats;
       }
     if (int status = run_blocks(pieces)) return status;
-    auto merge = [&, merge = QF_PICK(isa_, merge_splits)](int64_t i) { return merge(p_, blocks[size_t(i)], splits); };
-    return parallel_for(int64_t(blocks.size()), p_.num_threads, merge);
+    auto merge = [&, merge = QF_PICK(isa_, merge_splits)](int64_t i) {
+      return merge(p_, cut[size_t(i)].block, cut[size_t(i)].splits);
+    };
+    return parallel_for(int64_t(cut.size()), p_.num_threads, merge);
   }
 
   const QfAttnParams& p_;

@@ -19,7 +19,7 @@ namespace qf {
 namespace {
 
 // Few rows over many keys, as in decoding, are split over the keys. How depends on the problem alone, never on the
-// threads, so that the same call always gives the same bits.
+// threads, so that the same call always gives the same bits; with batch_invariant on the sequence alone.
 constexpr int64_t kEnoughTasks = 64;
 constexpr int64_t kLeastShare = 1024;  // keys
 static_assert(kLeastShare % kInt8KeyBlock == 0, "shares start where blocks do");
@@ -83,7 +83,8 @@ class Call {
     layout.chunks = ceil_div(s.len_k, kInt8MeanChunk);
     layout.rows = rows_of(s);
     layout.row_blocks = ceil_div(layout.rows, kernel_.row_block);
-    const int64_t wanted = ceil_div(kEnoughTasks, row_block_tasks);
+    const int64_t beside = p_.batch_invariant ? layout.row_blocks * heads : row_block_tasks;
+    const int64_t wanted = ceil_div(kEnoughTasks, beside);
     const int64_t visible = std::max<int64_t>(layout.keys.end - layout.keys.begin, 1);
     layout.share_keys = std::max(kLeastShare, round_up(ceil_div(visible, wanted), kInt8KeyBlock));
     layout.shares = ceil_div(visible, layout.share_keys);

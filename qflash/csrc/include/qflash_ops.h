@@ -118,6 +118,20 @@ typedef struct QfInt8MatmulParams {
   int64_t workspace_bytes;
 } QfInt8MatmulParams;
 
+/* Attention on some keys (a) and on others (b) to attention on both: out <- a exp(a_lse - lse) + b exp(b_lse - lse)
+ * with lse <- log(exp(a_lse) + exp(b_lse)). A row of lse -inf takes no part. Packed tensors are a batch of one. */
+typedef struct QfMergeParams {
+  int32_t struct_bytes;
+  int32_t dtype, b_dtype; /* QfDtype of a and out; of b */
+  int32_t batch, length, heads, head_dim;
+  int32_t num_threads;
+  QfTensor a, b, out;
+  const float *a_lse, *b_lse; /* [batch, heads, length], of any strides */
+  int64_t a_lse_stride_b, a_lse_stride_h, a_lse_stride_t;
+  int64_t b_lse_stride_b, b_lse_stride_h, b_lse_stride_t;
+  float* lse; /* [batch, heads, length], contiguous */
+} QfMergeParams;
+
 /* softmax and layer_norm: one result row per row of x [rows, columns], columns contiguous. */
 typedef struct QfRowsParams {
   int32_t struct_bytes, dtype;
@@ -155,6 +169,7 @@ int qf_cpu_cross_entropy(const QfCrossEntropyParams* params, void* stream);
 int qf_cpu_int8_matmul(const QfInt8MatmulParams* params, void* stream);
 int qf_cpu_quantize(const QfQuantizeParams* params, void* stream);
 int qf_cpu_dequantize(const QfDequantizeParams* params, void* stream);
+int qf_cpu_merge(const QfMergeParams* params, void* stream);
 int qf_cpu_kv_write(const QfKvWriteParams* params, void* stream);
 
 #ifdef __cplusplus

@@ -1,8 +1,8 @@
 // A block's consumers: teams of warps that attend to the block's share of the keys, a tile each in turn.
 //
-// Tiles come from a Source. is_mine() says whether the next tile is this team's. wait_k() and wait_v() return its K and
-// V once they are there, release() gives both back; skip() leaves it to the other team. meet_team() and meet() let the
-// warps of a team, and all of them, meet.
+// Tiles come from a Source. next_team() tells whose the next tile is, is_mine() whether it is this team's. wait_k() and
+// wait_v() return its K and V once they are there, release() gives both back; skip() leaves it to the other team.
+// meet_team() and meet() let the warps of a team, and all of them, meet.
 #pragma once
 
 #include "attn/decode/output.cuh"
@@ -132,10 +132,11 @@ struct SumsOf {
   using Type = WarpSums<Config>;
 };
 
-// visit(row, d, merged): four channels of a row, from the warps that took its keys. Collective for the consumers.
+// visit(row, d, merged): four channels of a row, from the warps that took its keys, those of first_team before the
+// others: it had the first tile. Collective for the consumers.
 template <class Config, class Sums, class Source, class Visit>
-__device__ __forceinline__ void merge_warps(const Sums& sums, const Area<Config>& area, Source& source, int rows,
-                                            int head_dim, Visit visit) {
+__device__ __forceinline__ void merge_warps(const Sums& sums, const Area<Config>& area, Source& source, int first_team,
+                                            int rows, int head_dim, Visit visit) {
   constexpr int kQuads = Config::kAreaColumns / 4, kColumnPasses = Area<Config>::kColumnPasses;
 #pragma unroll 1
   for (int pass = 0; pass < 2 * kColumnPasses; ++pass) {
@@ -153,7 +154,9 @@ __device__ __forceinline__ void merge_warps(const Sums& sums, const Area<Config>
       float4 parts[kParts];
 #pragma unroll
       for (int w = 0; w < kParts; ++w) {
-        const int team = w / Config::kKeyWarps, in_team = row_warp * Config::kKeyWarps + w % Config::kKeyWarps;
+        const int later = first_team + w / Config::kKeyWarps,
+                  team = later < Config::kTeams ? later : later - Config::kTeams;
+        const int in_team = row_warp * Config::kKeyWarps + w % Config::kKeyWarps;
         const int at = (team * Config::kTeamWarps + in_team) * 8 + in_eight;
         of_warps[w] = area.sums[at];
         parts[w] = *reinterpret_cast<const float4*>(area.rows + at * Config::kAreaStride + 4 * quad);
@@ -198,32 +201,43 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
     if (unit.tiles < 0) {  // the share is over; what is left is a unit that blocks before this one began
       const int quads = p.head_dim / 4;
       for (int i = threadIdx.x; i < rows * quads && part.parts > 0; i += Config::kConsumers)
-        finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4));
+        finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4, p.batch_invariant));
       return;
     }
 
     const auto queries = Sums::queries(p, source.queries(), row0, threadIdx.x % 32);
-    Sums sums;
-    for (int key0 = unit.first_key, last = key0 + unit.tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
-      if (!source.is_mine()) {
-        source.skip();
-        continue;
+    // All tiles of the part are summed up together, or those of each split.
+    const int summed = p.batch_invariant ? unit.seen.place_tiles : unit.tiles;
+    int key0 = unit.first_key, left = unit.tiles;
+#pragma unroll 1
+    for (int split = 0; split == 0 || left > 0; ++split) {
+      const int tiles = min(left, summed), first_team = source.next_team();
+      left -= tiles;
+      Sums sums;
+      for (const int last = key0 + tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
+        const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
+        if (!source.is_mine()) {
+          source.skip();
+          continue;
+        }
+        if (whole && plain)
+          sums.template attend<true>(p, queries, unit, key0, source);
+        else
+          sums.template attend<false>(p, queries, unit, key0, source);
+        source.release();
       }
-      const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
-      if (whole && plain)
-        sums.template attend<true>(p, queries, unit, key0, source);
-      else
-        sums.template attend<false>(p, queries, unit, key0, source);
-      source.release();
-    }
 
-    merge_warps<Config>(sums, area, source, rows, p.head_dim, [&](int row, int d, Merged merged) {
-      if (Config::kPaged && unit.lost) merged.l = merged.exact = nan();
-      if (part.is_whole())
-        finish(row, d, merged);
-      else
-        partials.store(part, row, d, merged);
-    });
+      merge_warps<Config>(sums, area, source, first_team, rows, p.head_dim, [&](int row, int d, Merged merged) {
+        if (Config::kPaged && unit.lost) merged.l = merged.exact = nan();
+        if (part.begins() && split > 0) merged = partials.recall(row, d).followed_by(merged);
+        if (part.begins() && left > 0)
+          partials.remember(row, d, merged);
+        else if (part.is_whole())
+          finish(row, d, merged);
+        else
+          partials.store(part, part.begins() ? 0 : split, row, d, merged);
+      });
+    }
   }
 }
 

@@ -2,6 +2,9 @@
 //
 // A part is (m, l, exact, O) with weights 2^(score - m). m is an integer, so that moving to another reference scales by
 // a power of two: the result depends on the order of the parts alone, and that is the order of the keys.
+//
+// With batch_invariant a part is a split, whoever sums it up, and splits are added one at a time: to the same bits
+// whether one block does all of it or several do.
 #pragma once
 
 #include "attn/decode/share.cuh"
@@ -44,6 +47,14 @@ struct Merged {
       o.z = fmaf(parts[i].z, weights[i], o.z), o.w = fmaf(parts[i].w, weights[i], o.w);
     }
   }
+  // One further part.
+  __device__ __forceinline__ Merged followed_by(const Merged& part) const {
+    const RowSums of_part[1] = {part.sums()};
+    const float4 channels[1] = {part.o};
+    Merged all = *this;
+    all.add(of_part, channels);
+    return all;
+  }
   // The row's sink, once, when all parts are there.
   __device__ __forceinline__ void join(const WithSink& with) {
     m = with.top, l = with.total(l), exact = with.total(exact);
@@ -53,25 +64,25 @@ struct Merged {
 };
 
 // Parts in global memory: rows of head_dim sums and a RowSums. A block leaves at most two: of the unit that it begins
-// and does not end, and of the unit that it goes on with.
+// and does not end, and of the unit that it goes on with; the latter has a slot for each of its splits.
 //
 // The block that ends a unit merges its parts. It comes after the others in the grid, so they have started when it has,
 // and it may wait for them. A write of 16 bytes tells by itself that it is there: before, its first word is kAbsent.
 // The block that is to write puts that there and then raises a flag; the one that merges lowers it before it looks.
 struct Partials {
-  float *begun, *continued;  // [block][row][head_dim + 4]
-  int rows, head_dim;
+  float* begun;      // [block][row][head_dim + 4]
+  float* continued;  // [block][slot][row][head_dim + 4]
+  float* own;        // [block][row][head_dim / 4][8]: of splits of a unit, what the block has so far; for itself alone
+  int rows, head_dim, slots;
   unsigned* flags;  // [block][begun, continued], 0 between launches
 
   static constexpr uint32_t kAbsent = 0xffffffffu, kNan = 0x7fffffffu;
 
-  static int64_t floats(int64_t blocks, int rows, int head_dim) { return blocks * rows * (head_dim + 4); }
   __device__ __forceinline__ int row_floats() const { return head_dim + 4; }
-  __device__ __forceinline__ int64_t place(int block, int row) const {
-    return int64_t(block * rows + row) * row_floats();
-  }
+  __device__ __forceinline__ int64_t slot_floats() const { return int64_t(rows) * row_floats(); }
   __device__ __forceinline__ float* rows_of(const Part& part, int index) const {
-    return (index == 0 ? begun : continued) + place(part.block(index), 0);
+    const int64_t block = part.block(index);
+    return index == 0 ? begun + block * slot_floats() : continued + block * slots * slot_floats();
   }
   __device__ __forceinline__ unsigned* flag_of(const Part& part, int index) const {
     return flags + 2 * part.block(index) + (index == 0 ? 0 : 1);
@@ -80,7 +91,8 @@ struct Partials {
   // Collective for a warp, before the block's sums of the unit are stored: nothing is there.
   __device__ __forceinline__ void clear(const Part& part) const {
     float* const g_rows = rows_of(part, part.index);
-    for (int i = int(threadIdx.x % 32); i < rows * row_floats() / 4; i += 32)
+    const int used = part.begins() ? 1 : min(part.count, slots);
+    for (int i = int(threadIdx.x % 32); i < used * (rows * row_floats() / 4); i += 32)
       st_relaxed(g_rows + 4 * i, {kAbsent, kAbsent, kAbsent, kAbsent});
   }
   // Collective for the same warp: the block that merges may look.
@@ -98,17 +110,39 @@ struct Partials {
     __syncwarp();  // all lanes have looked
   }
 
-  __device__ __forceinline__ void store(const Part& part, int row, int d, const Merged& x) const {
-    float* const g_row = rows_of(part, part.index) + int64_t(row) * row_floats();
+  __device__ __forceinline__ void store(const Part& part, int slot, int row, int d, const Merged& x) const {
+    float* const g_row = rows_of(part, part.index) + slot * slot_floats() + int64_t(row) * row_floats();
     st_relaxed(g_row + d, words({x.o.x, x.o.y, x.o.z, x.o.w}));
     if (d == 0) st_relaxed(g_row + head_dim, words({x.m, x.l, x.exact, 0.0f}));
   }
-  // All parts of a row, in the order of their keys, once they are there.
-  __device__ __forceinline__ Merged merged(const Part& part, int row, int d) const {
+  // What a thread remembers of a row's channels from one split to the next, and recalls.
+  __device__ __forceinline__ void remember(int row, int d, const Merged& x) const {
+    float4* const g_own = own_of(row, d);
+    g_own[0] = x.o;
+    g_own[1] = make_float4(x.m, x.l, x.exact, 0.0f);
+  }
+  __device__ __forceinline__ Merged recall(int row, int d) const {
+    const float4* const g_own = own_of(row, d);
+    const float4 sums = g_own[1];
+    return {sums.x, sums.y, sums.z, g_own[0]};
+  }
+
+  // All parts of a row, in the order of their keys, once they are there. in_splits: the first part, then split by
+  // split.
+  __device__ __forceinline__ Merged merged(const Part& part, int row, int d, bool in_splits) const {
+    return in_splits ? merged_splits(part, row, d) : merged_parts(part, row, d);
+  }
+
+ private:
+  __device__ __forceinline__ float4* own_of(int row, int d) const {
+    return reinterpret_cast<float4*>(own + (int64_t(blockIdx.x) * rows + row) * (2 * head_dim) + 2 * d);
+  }
+
+  __device__ __forceinline__ Merged merged_parts(const Part& part, int row, int d) const {
     constexpr int kAtOnce = 16;  // loads under way
-    const float* g_row = begun + place(part.first_block, row) + d;
-    const float* g_next = continued + place(part.block(1), row) + d;
-    const int64_t apart = int64_t(part.apart * rows) * row_floats();
+    const float* g_row = rows_of(part, 0) + int64_t(row) * row_floats() + d;
+    const float* g_next = rows_of(part, 1) + int64_t(row) * row_floats() + d;
+    const int64_t apart = part.apart * slot_floats();
     Merged all;
 #pragma unroll 1
     for (int left = part.parts; left > 0; left -= kAtOnce) {
@@ -122,7 +156,39 @@ struct Partials {
     return all;
   }
 
- private:
+  __device__ __forceinline__ Merged merged_splits(const Part& part, int row, int d) const {
+    constexpr int kAtOnce = 8;  // loads under way
+    const int64_t in_slot = int64_t(row) * row_floats();
+    Merged all;
+    while (!load_one(opaque_global(rows_of(part, 0) + in_slot), d, all)) wait_for_blocks_before();
+#pragma unroll 1
+    for (int first = 0; first < part.continued; first += kAtOnce) {
+      Merged splits[kAtOnce];
+      for (bool there = false; !there;) {
+        there = true;
+        int index = 1 + first / part.each, slot = first % part.each;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i >= part.continued) break;
+          const float* const g_row = rows_of(part, index) + slot * slot_floats() + in_slot;
+          there = load_one(opaque_global(g_row), d, splits[i]) && there;
+          if (++slot == part.each) slot = 0, ++index;
+        }
+        if (!there) wait_for_blocks_before();
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (first + i < part.continued) all = all.followed_by(splits[i]);
+    }
+    return all;
+  }
+
+  // Is it there?
+  __device__ __forceinline__ bool load_one(const float* g_row, int d, Merged& x) const {
+    const float4 sums = floats_of(ld_relaxed(g_row + head_dim));
+    x = {sums.x, sums.y, sums.z, floats_of(ld_relaxed(g_row + d))};
+    return float_to_bits(x.m) != kAbsent && float_to_bits(x.o.x) != kAbsent;
+  }
   // Are these parts, `left` at most, all there?
   template <int kAtOnce>
   __device__ __forceinline__ bool load(const float* g_row, const float* g_next, int64_t apart, int d, int left,

@@ -69,6 +69,7 @@ class OwnTiles {
     }
   }
 
+  __device__ __forceinline__ int next_team() const { return next_; }
   __device__ __forceinline__ bool is_mine() const { return next_ == team(); }
   __device__ __forceinline__ void skip() {
     if (++next_ == Config::kTeams) next_ = 0;

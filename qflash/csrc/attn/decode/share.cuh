@@ -7,6 +7,10 @@
 //
 // Blocks stand side by side, one for each KV head of a chunk of up to 8, and take the same run: where the heads of a
 // token are neighbours in memory, they are read at about the same time. A unit is one KV head of one sequence.
+//
+// What the row is made of are places: single tiles. Where a unit is cut then depends on the batch, and with it the
+// order of its sums. With batch_invariant a place is a split, several tiles that are summed up by themselves, and how
+// many follows from the unit alone; blocks take whole splits.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -15,11 +19,40 @@
 namespace qf {
 namespace decode {
 
+constexpr int kLeastSplitKeys = 256;  // of a split
+constexpr int kMostSplits = 256;      // of the units of one sequence that are read side by side
+
+__host__ __device__ __forceinline__ int most_splits(int kv_heads) {
+  return kMostSplits / (kv_heads < 8 ? kv_heads : 8);
+}
+// Tiles of a split, but the last, of a unit of so many.
+template <int kBlockN>
+__host__ __device__ __forceinline__ int split_tiles(int tiles, int kv_heads) {
+  constexpr int kLeast = (kLeastSplitKeys + kBlockN - 1) / kBlockN;
+  const int most = most_splits(kv_heads), equal = (tiles + most - 1) / most;
+  return equal > kLeast ? equal : kLeast;
+}
+
+// A run of tiles of one unit, by one block.
+struct Part {
+  int b, kv_head;
+  int first, count;        // places, counted from the unit's first
+  int parts, index;        // of the unit: how many blocks share it, and which of them this is
+  int first_block, apart;  // part i is block first_block + i * apart's
+  int each, continued;     // places of every part between the first and the last, and of all after the first
+
+  __device__ __forceinline__ int block(int i) const { return first_block + i * apart; }
+  __device__ __forceinline__ bool is_whole() const { return parts == 1; }
+  __device__ __forceinline__ bool begins() const { return index == 0; }        // the unit
+  __device__ __forceinline__ bool ends() const { return index == parts - 1; }  // the unit
+};
+
 // What the queries of one sequence see, in tiles of kBlockN keys. Tiles begin at whole multiples of kBlockN.
 template <int kBlockN>
 struct Seen {
   Mask mask;
   KeyRange any, all;  // keys that some query sees, and that all queries see
+  int place_tiles;    // of a place, but the last
   bool good;          // false: its length is out of range, its rows are NaN
 
   Seen() = default;
@@ -29,6 +62,7 @@ struct Seen {
     mask = {p.window_left, p.window_right, p.q_len, good ? len : 0};
     any = mask.seen_by_any(0, p.q_len - 1);
     all = mask.seen_by_all(0, p.q_len - 1);
+    place_tiles = p.batch_invariant ? split_tiles<kBlockN>(tiles(), p.kv_heads) : 1;
   }
   // Does some row see so few keys that the rounding of its weights is not lost in their average?
   __device__ __forceinline__ bool sees_few(int few) const {
@@ -40,19 +74,17 @@ struct Seen {
     return any.begin == any.end ? 0 : (any.end - first_key() + kBlockN - 1) / kBlockN;
   }
   // Places in the row of all tiles: a unit without keys has one too, for somebody must write its rows.
-  __device__ __forceinline__ int places() const { return max(1, tiles()); }
-};
-
-// A run of tiles of one unit, by one block.
-struct Part {
-  int b, kv_head;
-  int first, count;        // places, counted from the unit's first
-  int parts, index;        // of the unit: how many blocks share it, and which of them this is
-  int first_block, apart;  // part i is block first_block + i * apart's
-
-  __device__ __forceinline__ int block(int i) const { return first_block + i * apart; }
-  __device__ __forceinline__ bool is_whole() const { return parts == 1; }
-  __device__ __forceinline__ bool ends() const { return index == parts - 1; }  // the unit
+  __device__ __forceinline__ int places() const {
+    if (place_tiles == 1) return max(1, tiles());
+    return max(1, (tiles() + place_tiles - 1) / place_tiles);
+  }
+  // Of a part: its first key, and how many tiles it has. A unit without keys has a place, and no tile.
+  __device__ __forceinline__ int first_key(const Part& part) const {
+    return first_key() + part.first * place_tiles * kBlockN;
+  }
+  __device__ __forceinline__ int tiles(const Part& part) const {
+    return min(part.count * place_tiles, tiles() - part.first * place_tiles);
+  }
 };
 
 // Heads that are read side by side: the most, up to 8, that divide the KV heads.
@@ -67,7 +99,7 @@ inline int chunk_heads(int kv_heads) {
 struct Runs {
   unsigned chunk, chunks;  // heads side by side, and how many such chunks the KV heads are
   unsigned count;          // runs
-  unsigned each, places;   // tiles of a run; places of a unit
+  unsigned each, places;   // of a run; of a unit
 };
 
 // What is left of a block's run.
@@ -108,6 +140,7 @@ struct Share {
     x.first_block = int(first_run * chunk + in_chunk), x.apart = int(chunk);
     x.parts = int(last_run - first_run + 1);
     x.index = int(run - first_run);
+    x.each = int(each), x.continued = int(start + places) - int((first_run + 1) * each);
     return x;
   }
   __device__ __forceinline__ void advance(const QfAttnParams& p) {

@@ -44,9 +44,9 @@ class TeamWalk {
     for (; !share.is_over(); share.advance(p)) {
       const Part part = share.part();
       const Seen<kBlockN> of_unit(p, part.b);
-      const int tiles = min(part.count, of_unit.tiles());  // a unit without keys has a place
+      const int tiles = of_unit.tiles(part);
       if (skipped < tiles) {
-        const int first = of_unit.first_key() + part.first * kBlockN;
+        const int first = of_unit.first_key(part);
         b = part.b, kv_head = part.kv_head, seen = of_unit.any;
         key0 = first + skipped * kBlockN, end_ = first + tiles * kBlockN;
         break;

@@ -25,8 +25,8 @@ __device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const Te
     const Part part = share.part();
     const Seen<Config::kBlockN> seen(p, part.b);
     const PageRow pages(p.kv, part.b);
-    const int tiles = min(part.count, seen.tiles());  // a unit without keys has a place
-    int key0 = seen.first_key() + part.first * Config::kBlockN;
+    const int tiles = seen.tiles(part);
+    int key0 = seen.first_key(part);
     Place next{};
     if (loads && tiles > 0) next = pages.place(key0 + row, p.k_len);
     for (int n = 0; n < tiles; ++n, key0 += Config::kBlockN, at.advance()) {

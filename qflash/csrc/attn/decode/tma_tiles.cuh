@@ -83,8 +83,8 @@ __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMa
   for (; !share.is_over(); share.advance(p)) {
     const Part part = share.part();
     const Seen<Config::kBlockN> seen(p, part.b);
-    const int tiles = min(part.count, seen.tiles());  // a unit without keys has a place
-    int key0 = seen.first_key() + part.first * Config::kBlockN;
+    const int tiles = seen.tiles(part);
+    int key0 = seen.first_key(part);
     for (int n = 0; n < tiles; ++n, key0 += Config::kBlockN, at.advance()) {
       typename TmaRing<Config>::Barriers& barriers = *ring.barriers;
       mbarrier_wait(&barriers.empty[at.stage], at.parity ^ 1);
@@ -179,6 +179,7 @@ class TmaTiles {
  public:
   __device__ __forceinline__ explicit TmaTiles(const TmaRing<Config>& ring) : ring_(ring) {}
 
+  __device__ __forceinline__ int next_team() const { return next_; }
   __device__ __forceinline__ bool is_mine() const { return next_ == int(threadIdx.x) / Config::kTeamThreads; }
   __device__ __forceinline__ void skip() {
     if (++next_ == Config::kTeams) next_ = 0;

@@ -22,8 +22,7 @@ struct Unit {
 template <class Config>
 __device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part& part, Unit<Config::kBlockN>& unit) {
   Seen<Config::kBlockN> seen(p, part.b);
-  const int first_key = seen.first_key() + part.first * Config::kBlockN;
-  const int tiles = min(part.count, seen.tiles());  // a unit without keys has a place
+  const int first_key = seen.first_key(part), tiles = seen.tiles(part);
   bool lost = false;
   if constexpr (Config::kPaged) {
     const int end = min(seen.any.end, first_key + tiles * Config::kBlockN);

@@ -16,15 +16,14 @@ constexpr int kMostProcessors = 256;  // of any GPU
 constexpr int64_t kFlagBytes = sizeof(unsigned) * decode::kFlagsEach;
 template <class Config>
 int64_t partial_bytes(const QfAttnParams& p) {
-  const int64_t blocks = decode::blocks_of(decode::runs_of<Config::kBlockN>(p, kMostProcessors));
-  return 2 * sizeof(float) * decode::Partials::floats(blocks, decode::rows_of(p), p.head_dim);
+  return decode::partial_bytes<Config::kBlockN>(p, kMostProcessors);
 }
 
 template <class Config>
 int attend(const QfAttnParams& p, cudaStream_t stream) {
   using namespace decode;
   if (too_many_tiles<Config::kBlockN>(p)) return QF_UNSUPPORTED;
-  if (!p.workspace || p.workspace_bytes < kFlagBytes + partial_bytes<Config>(p)) return QF_NO_MEMORY;
+  if (!p.workspace || p.workspace_bytes < kFlagBytes + ::partial_bytes<Config>(p)) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
   const Runs runs = runs_of<Config::kBlockN>(p, processors < kMostProcessors ? processors : kMostProcessors);
@@ -32,9 +31,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   char* const workspace = static_cast<char*>(p.workspace);
   Flags flags{};
   if (const int error = take_flags(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), flags)) return error;
-  float* const sums = reinterpret_cast<float*>(workspace + kFlagBytes);
-  const int rows = rows_of(p);
-  const Partials parts = {sums, sums + Partials::floats(blocks, rows, p.head_dim), rows, p.head_dim, nullptr};
+  const Partials parts = partials_in<Config::kBlockN>(reinterpret_cast<float*>(workspace + kFlagBytes), p, runs);
   const auto whole = [&](const QfTensor& x, int bytes) { return chunks_aligned(x, p.head_dim, bytes); };
   constexpr int kBytes = Config::kElementBytes;
   const Aligned aligned = {whole(p.q, 2), whole(p.kv.k, kBytes), whole(p.kv.v, kBytes), whole(p.out, 2),

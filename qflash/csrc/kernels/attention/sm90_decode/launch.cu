@@ -24,14 +24,11 @@ constexpr wgmma::Which kLastRelaid = kPaged ? wgmma::kQ : wgmma::kV;  // pages a
 template <int kRowWarps>
 using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps, QF_KV_KIND>;
 constexpr int kMostProcessors = 144;         // of any GPU of this architecture
-constexpr int kBlockN = Config<1>::kBlockN;  // for any number of rows
+constexpr int kBlockN = Config<1>::kBlockN;  // whatever the rows
 
 // In the workspace: flags, partial sums, copies.
 constexpr int64_t kFlagBytes = sizeof(unsigned) * decode::kFlagsEach;
-int64_t partial_bytes(const QfAttnParams& p) {
-  const int64_t blocks = decode::blocks_of(decode::runs_of<kBlockN>(p, kMostProcessors));
-  return 2 * sizeof(float) * decode::Partials::floats(blocks, decode::rows_of(p), p.head_dim);
-}
+int64_t partial_bytes(const QfAttnParams& p) { return decode::partial_bytes<kBlockN>(p, kMostProcessors); }
 
 // Keys that a page and a tile have whole numbers of.
 [[maybe_unused]] int box_rows_of(int page_size, int tile) {
@@ -60,7 +57,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   using namespace decode;
   static_assert(Config::kBlockN == kBlockN, "");
   const wgmma::Relayout reserved(p, false, wgmma::kQ, kLastRelaid), relayout(p, true, wgmma::kQ, kLastRelaid);
-  const int64_t partials = partial_bytes(p), needed = kFlagBytes + partials + reserved.bytes;
+  const int64_t partials = ::partial_bytes(p), needed = kFlagBytes + partials + reserved.bytes;
   if (!p.workspace || p.workspace_bytes < needed) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
@@ -93,9 +90,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   if (const int error = take_flags(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), flags)) return error;
   const wgmma::RelaidTensor& q = relayout.tensors[wgmma::kQ];
   const QfTensor queries = q.copied ? q.copy(copies, p.head_dim) : q.from;
-  float* const sums = reinterpret_cast<float*>(workspace + kFlagBytes);
-  const int rows = rows_of(p);
-  const Partials parts = {sums, sums + Partials::floats(blocks, rows, p.head_dim), rows, p.head_dim, nullptr};
+  const Partials parts = partials_in<kBlockN>(reinterpret_cast<float*>(workspace + kFlagBytes), p, runs);
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p,
                 queries, maps, runs, parts, flags, q.copied || q.vector, chunks_aligned(p.out, p.head_dim, 2),
                 box_rows);

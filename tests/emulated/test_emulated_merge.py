@@ -1,0 +1,51 @@
+"""merge run on the CPU: every pair of types, rows that do not begin at whole vectors, and the edges of lse."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qflash
+from qflash import reference
+from qflash.testing.emulated_ops import EmulatedGpu
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
+
+
+@pytest.fixture
+def gpu(shared_cache, monkeypatch) -> EmulatedGpu:
+    """NumPy arrays are on an emulated GPU."""
+    emulated = EmulatedGpu(shared_cache)
+    monkeypatch.setattr("qflash.frontends.numpy.run", emulated.run)
+    return emulated
+
+
+def drawn(*shape, dtype="float32", seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32).astype(DTYPES[dtype])
+
+
+def check(gpu, *arrays):
+    out, lse = qflash.merge(*arrays)
+    assert gpu.launched[-1] == "merge"
+    wanted_out, wanted_lse = reference.merge(*arrays)
+    tolerance = TOLERANCE[out.dtype.name]
+    np.testing.assert_allclose(out.astype(np.float64), wanted_out, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("a", DTYPES)
+@pytest.mark.parametrize("b", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 5, 3, 64), (1, 1, 1, 1), (7, 4, 22)], ids=str)
+def test_every_pair_of_types(gpu, a, b, shape):
+    rows = (*shape[:-3], shape[-2], shape[-3])
+    check(gpu, drawn(*shape, dtype=a), 3 * drawn(*rows), drawn(*shape, dtype=b, seed=1), 3 * drawn(*rows, seed=1))
+
+
+def test_edges_of_lse(gpu):
+    values = np.array([-np.inf, np.inf, np.nan, 0.0, -200.0, 200.0, 3e38, -3e38, 1e-30], np.float32)
+    lse_a, lse_b = (x.reshape(1, 1, -1) for x in np.meshgrid(values, values))
+    out_a, out_b = drawn(1, lse_a.size, 1, 8), drawn(1, lse_a.size, 1, 8, seed=1)
+    out_a[:, lse_a[0, 0] == -np.inf] = np.nan
+    check(gpu, out_a, lse_a, out_b, lse_b)
