@@ -10,6 +10,7 @@ from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.merge import merge
 from qflash.ops.paged import PagedKV
+from qflash.ops.prefix import SharedPrefixKV, share_prefix
 from qflash.ops.quantization import Quantized, dequantize, quantize
 from qflash.ops.rows import cross_entropy, layer_norm, softmax
 from qflash.rope import Rope, rope_tables
@@ -28,6 +29,7 @@ __all__ = [
     "Quantized",
     "QuantizedKV",
     "Rope",
+    "SharedPrefixKV",
     "ToolchainError",
     "attention",
     "attention_varlen",
@@ -45,5 +47,6 @@ __all__ = [
     "rope_tables",
     "scaled_dot_product_attention",
     "set_num_threads",
+    "share_prefix",
     "softmax",
 ]

@@ -17,6 +17,7 @@ from qflash.ops.attention import ATTENTION
 from qflash.ops.attention_kv import ATTENTION_KEPT, ATTENTION_QUANTIZED, kept_call, quantized_call
 from qflash.ops.kv import QuantizedKV
 from qflash.ops.paged import ATTENTION_PAGED, PagedKV, paged_call
+from qflash.ops.prefix import SharedPrefixKV, attend_shared
 from qflash.ops.problem import Options
 from qflash.ops.quantization import Quantized, tables_of
 from qflash.ops.run import run
@@ -95,7 +96,7 @@ def attention(
 @overload
 def attention(
     q: ArrayT,
-    k: QuantizedKV | PagedKV,
+    k: QuantizedKV | PagedKV | SharedPrefixKV,
     v: None = None,
     *,
     return_lse: Literal[False] = False,
@@ -129,7 +130,12 @@ def attention(
 ) -> tuple[TensorT, TensorT]: ...
 @overload
 def attention(
-    q: ArrayT, k: QuantizedKV | PagedKV, v: None = None, *, return_lse: Literal[True], **words: Unpack[_AttentionWords]
+    q: ArrayT,
+    k: QuantizedKV | PagedKV | SharedPrefixKV,
+    v: None = None,
+    *,
+    return_lse: Literal[True],
+    **words: Unpack[_AttentionWords],
 ) -> tuple[ArrayT, ArrayT]: ...
 @overload
 def attention(
@@ -141,7 +147,12 @@ def attention(
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 @overload
 def attention(
-    q: ArrayT, k: QuantizedKV | PagedKV, v: None = None, *, return_lse: Flag, **words: Unpack[_AttentionWords]
+    q: ArrayT,
+    k: QuantizedKV | PagedKV | SharedPrefixKV,
+    v: None = None,
+    *,
+    return_lse: Flag,
+    **words: Unpack[_AttentionWords],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 def attention(
     q: Any,
@@ -167,7 +178,8 @@ def attention(
         q: queries, `[B, Tq, Hq, D]`; float32, float16 or bfloat16; any strides with a contiguous last dimension. It may
             be a `qflash.Quantized`, and then k is one too.
         k: keys, `[B, Tk, Hkv, D]`, Hq a multiple of Hkv; of q's dtype and device. It may be a `qflash.Quantized`
-            (with q), or a `qflash.QuantizedKV` or `qflash.PagedKV`, which is keys and values in one.
+            (with q), or a `qflash.QuantizedKV` or `qflash.PagedKV`, which is keys and values in one. What
+            `qflash.share_prefix` makes of a PagedKV is as good.
         v: values, `[B, Tk, Hkv, D]`, or a `qflash.Quantized`. It is left out where k has the values in it.
         causal: query i sees keys `j <= i + Tk - Tq`.
         window: `(left, right)`, how many keys a query sees on each side of that diagonal; -1 is open.
@@ -243,8 +255,10 @@ def attention(
 def _attend(
     q: Any, k: Any, v: Any, options: tuple[Any, ...], kv_lens: Any, rope: Any, sinks: Any, return_lse: Any
 ) -> Any:
-    op, arrays, words = _call_of(q, k, v, options, kv_lens, rope, sinks, return_lse)
-    results = run(op, arrays, words)
+    if type(k) is SharedPrefixKV:
+        results: Any = attend_shared(q, k, v, Options(*options), kv_lens, rope, return_lse, sinks)
+    else:
+        results = run(*_call_of(q, k, v, options, kv_lens, rope, sinks, return_lse))
     if return_lse is False:
         return results[0]
     return (results[0], results[1]) if check_flag("return_lse", return_lse) else results[0]
@@ -266,7 +280,7 @@ def _call_of(
     return ATTENTION, arrays, (*options, return_lse, interleaved, 0, 0)
 
 
-_VALUES = (Quantized, QuantizedKV, PagedKV)
+_VALUES = (Quantized, QuantizedKV, PagedKV, SharedPrefixKV)
 _NO_ARRAYS = (None,) * (len(ATTENTION.arrays) - 5)  # all that are optional, between kv_lens and sinks
 
 
@@ -410,7 +424,7 @@ def attention_varlen(
         True
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if type(x) in (Quantized, QuantizedKV):
+        if type(x) in (Quantized, QuantizedKV, SharedPrefixKV):
             kind = type(x).__name__
             raise TypeError(f"{name} is qflash.{kind}; allowed: an array, only attention takes {kind}")
     options = (causal, window, softcap, scale, precision, kernel, batch_invariant)
@@ -513,7 +527,8 @@ def explain(
     """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing.
 
     With `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`, all four, it tells the same of
-    `attention_varlen`. For a quantized precision it also notes where the arrays' own type is usually faster.
+    `attention_varlen`. Of shared prefixes it tells the kernel of what sequences have for themselves. For a quantized
+    precision it also notes where the arrays' own type is usually faster.
 
     Example:
         >>> import numpy as np
@@ -525,6 +540,8 @@ def explain(
         'cpu_int8'
     """
     options = (causal, window, softcap, scale, precision, kernel, batch_invariant)
+    if type(k) is SharedPrefixKV:
+        k = k.rest
     if type(k) is PagedKV and cu_seqlens_q is not None:
         packed: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     else:

@@ -10,6 +10,7 @@ import numpy as np
 
 from qflash.call.words import check_int
 from qflash.kvcache.pages import Pages, Reservation, Sequence
+from qflash.kvcache.sharing import pays
 from qflash.kvcache.storage import Shape, Storage
 from qflash.kvcache.tables import Tables
 from qflash.ops.paged import PagedKV
@@ -73,6 +74,21 @@ class Step:
     def columns(self) -> int:
         """How many pages of a sequence the page table has room for."""
         return self._tables.columns
+
+    @property
+    def shared_pages(self) -> int:
+        """How many first pages all sequences share, for `share_prefix`: those that `fork` left, before any new token.
+
+        It is 0 where to read them once would not pay, by the estimate of `kvcache/sharing.py`.
+        """
+        state = self._state
+        with state.lock:
+            self._check(0)
+            full = min(s.length - n for s, n in zip(self._members, self.counts, strict=True)) // state.shape.page_size
+            first, *others = (sequence.pages for sequence in self._members)
+            same = next((i for i in range(full) if any(pages[i] != first[i] for pages in others)), full)
+            saves = pays(len(self._members), same * state.shape.bytes_of_page, state.storage.device)
+            return same if saves else 0
 
     def write(self, layer: int, k: Any, v: Any, *, rope: Rope | None = None) -> PagedKV:
         """Store the new keys and values of a layer in their pages, in one launch; what `attention` takes.

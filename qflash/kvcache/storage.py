@@ -37,6 +37,12 @@ class Shape:
         """Of the keys, or values, of one layer: head-major, so that a head's tokens of a page lie together."""
         return self.pages, self.kv_heads, self.page_size, self.head_dim
 
+    @property
+    def bytes_of_page(self) -> int:
+        """Of one layer, keys and values: what attention reads."""
+        element, scale = (1, 4) if self.is_int8 else (4 if self.dtype == "float32" else 2, 0)
+        return 2 * self.kv_heads * self.page_size * (self.head_dim * element + scale)
+
 
 @dataclass(slots=True)
 class Layer:

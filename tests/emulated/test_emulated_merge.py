@@ -1,4 +1,5 @@
-"""merge run on the CPU: every pair of types, rows that do not begin at whole vectors, and the edges of lse."""
+"""merge run on the CPU: every pair of types, rows that do not begin at whole vectors, the edges of lse, and what it is
+for: a prefix that sequences share."""
 
 from __future__ import annotations
 
@@ -49,3 +50,22 @@ def test_edges_of_lse(gpu):
     out_a, out_b = drawn(1, lse_a.size, 1, 8), drawn(1, lse_a.size, 1, 8, seed=1)
     out_a[:, lse_a[0, 0] == -np.inf] = np.nan
     check(gpu, out_a, lse_a, out_b, lse_b)
+
+
+@pytest.mark.parametrize(("kernel", "sequences"), [("sm90_decode", 5), ("decode", 5), ("sm90_decode", 16)])
+def test_a_prefix_that_sequences_share(gpu, kernel, sequences):
+    """All queries as those of one sequence on the prefix, each sequence's on the rest, and a merge."""
+    pages, page_size, heads, own = 9, 16, (4, 1), 3
+    pools = drawn(2, pages + own * sequences, heads[1], page_size, 64, dtype="bfloat16")
+    table = np.arange(pages, pages + own * sequences, dtype=np.int32).reshape(sequences, own)
+    table = np.concatenate([np.tile(np.arange(pages, dtype=np.int32), (sequences, 1)), table], 1)
+    lens = (pages * page_size + 1 + np.arange(sequences) * 2).astype(np.int32)
+    q = drawn(sequences, 1, heads[0], 64, dtype="bfloat16", seed=1)
+    kv = qflash.PagedKV(*pools, table, lens)
+    words = {"causal": True, "return_lse": True, "kernel": kernel, "sinks": drawn(heads[0])}
+    wanted = qflash.attention(q, kv, **words)
+    gpu.launched.clear()
+    found = qflash.attention(q, qflash.share_prefix(kv, pages), **words)
+    assert gpu.launched == [kernel, kernel, "merge"]
+    for one, other, tolerance in zip(found, wanted, (2 * TOLERANCE["bfloat16"], 1e-5), strict=True):
+        np.testing.assert_allclose(*(x.astype(np.float64) for x in (one, other)), rtol=tolerance, atol=tolerance)

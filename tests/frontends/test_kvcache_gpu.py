@@ -120,3 +120,35 @@ def test_tokens_on_another_device_are_refused():
     with pytest.raises(ValueError, match=f"k is on cpu; allowed: the cache's device, {cache.device}"):
         step.write(0, x, x)
     assert cache.device.index is not None
+
+
+@pytest.mark.parametrize("precision", [None, "int8"])
+@pytest.mark.parametrize("sequences", [5, 40])  # rows of queries that a decode kernel takes, and that it does not
+def test_a_graph_of_a_shared_prefix(precision, sequences, rope):
+    """Captured once, replayed with other lengths; the values are those of attention that does not share."""
+    cache = qflash.KVCache(
+        layers=1, kv_heads=KV_HEADS, head_dim=HEAD_DIM, pages=16 * sequences, page_size=16, dtype=torch.bfloat16,
+        precision=precision, device="cuda",
+    )  # fmt: skip
+    system = cache.open()
+    cache.extend([system], 80).write(0, *tokens(0, 1, 80)[1:3], rope=rope)
+    chats = [cache.fork(system) for _ in range(sequences)]
+    q, k, v = tokens(1, sequences, 1)[:3]
+    step = cache.extend(chats, 1, columns=COLUMNS)
+
+    def attend(pages: int):
+        kv = step.write(0, k, v, rope=rope)
+        return qflash.attention(q, qflash.share_prefix(kv, pages), causal=True, rope=rope, return_lse=True)
+
+    attend(5), attend(0)  # kernels are compiled and loaded before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = attend(5)
+    for length in range(81, 120):
+        graph.replay()
+        # 40 sequences are served on the prefix by a kernel that does not quantize q.
+        of_lse = 1e-3 if precision is None else 1e-2
+        for found, wanted, tolerance in zip(results, attend(0), (2e-2, of_lse), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        assert cache.length(chats[0]) == length
+        cache.extend(chats, 1, into=step)

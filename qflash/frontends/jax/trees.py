@@ -6,6 +6,7 @@ import jax
 
 from qflash.ops.kv import QuantizedKV
 from qflash.ops.paged import PagedKV
+from qflash.ops.prefix import SharedPrefixKV
 from qflash.ops.quantization import Quantized
 from qflash.rope import Rope
 
@@ -38,3 +39,4 @@ jax.tree_util.register_dataclass(
     data_fields=["k_pages", "v_pages", "page_table", "lens", "k_scale", "v_scale", "k_mean"],
     meta_fields=["layout"],
 )
+jax.tree_util.register_dataclass(SharedPrefixKV, data_fields=["whole", "prefix", "rest", "last"], meta_fields=[])

@@ -1,0 +1,138 @@
+"""Attention on sequences that share their first pages: the prefix is read once for all of them.
+
+It is three calls: attention of all queries on the prefix, as queries of one sequence; attention of each sequence on the
+rest of its keys; and `merge`. All queries stand after the prefix, so that nothing of it is masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Generic
+
+from qflash.call.words import check_int
+from qflash.ops.merge import MERGE
+from qflash.ops.paged import ATTENTION_PAGED, PagedKV, paged_call
+from qflash.ops.problem import Options
+from qflash.ops.run import run
+from qflash.rope import Rope
+from qflash.typing import ArrayT_co, Flag, Integer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefixKV(Generic[ArrayT_co]):
+    """A PagedKV whose sequences share their first pages: what `share_prefix` returns and `attention(q, kv)` takes.
+
+    whole: the PagedKV itself. prefix: one sequence, of the shared pages, or None. rest: each sequence from there on.
+    last: int32 `[B]`, the position of each sequence's last token.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> pools = np.zeros((2, 4, 2, 16, 64), np.float32)
+        >>> table = np.array([[3, 0], [3, 1]], np.int32)  # both begin with page 3
+        >>> kv = qflash.share_prefix(qflash.PagedKV(*pools, table, lens=np.array([20, 17], np.int32)), 1)
+        >>> kv.prefix.lens, kv.rest.lens
+        (array([16], dtype=int32), array([4, 1], dtype=int32))
+    """
+
+    whole: PagedKV[ArrayT_co]
+    prefix: PagedKV[ArrayT_co] | None
+    rest: PagedKV[ArrayT_co]
+    last: ArrayT_co
+
+    def __post_init__(self) -> None:
+        if type(self.last).__module__.partition(".")[0] in ("jax", "jaxlib"):  # as PagedKV has it
+            import qflash.frontends.jax  # noqa: F401
+
+    def of(self, kv: PagedKV[ArrayT_co]) -> SharedPrefixKV[ArrayT_co]:
+        """The same sequences in the pools of `kv`, another layer's. No array is made."""
+        if type(kv) is not PagedKV:
+            raise TypeError(f"kv is {type(kv).__module__}.{type(kv).__qualname__}; allowed: qflash.PagedKV")
+
+        def pools_of(tables: PagedKV[ArrayT_co]) -> PagedKV[ArrayT_co]:
+            return replace(kv, page_table=tables.page_table, lens=tables.lens)
+
+        prefix = None if self.prefix is None else pools_of(self.prefix)
+        return SharedPrefixKV(pools_of(self.whole), prefix, pools_of(self.rest), self.last)
+
+
+def share_prefix(kv: PagedKV[ArrayT_co], pages: Integer) -> SharedPrefixKV[ArrayT_co]:
+    """kv for calls of `attention` that read the first `pages` pages of all its sequences once.
+
+    pages: how many leading columns of `kv.page_table` are the same in every row, as `KVCache.fork` makes them and
+    `Step.shared_pages` counts them; 0 shares nothing. Every sequence must have these tokens, and after them at least as
+    many as there are queries: kernels do not look. Three small arrays are made; `SharedPrefixKV.of` takes them to the
+    other layers.
+
+    The result has the values of `attention` on kv, rounded a little otherwise: parts are rounded to the type of q
+    before they are merged. With a window to the left, with rope on several queries of a sequence without `positions_q`
+    of `[B, Tq]`, and with batch_invariant, the prefix is read for each sequence as if it were not shared.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> pools = np.random.default_rng(0).standard_normal((2, 4, 2, 16, 64), np.float32)
+        >>> table = np.array([[3, 0], [3, 1]], np.int32)  # both begin with page 3
+        >>> kv = qflash.PagedKV(*pools, table, lens=np.array([20, 17], np.int32))
+        >>> q = np.ones((2, 1, 4, 64), np.float32)
+        >>> out = qflash.attention(q, qflash.share_prefix(kv, 1), causal=True)
+        >>> bool(np.allclose(out, qflash.attention(q, kv, causal=True), atol=1e-6))
+        True
+    """
+    if type(kv) is not PagedKV:
+        raise TypeError(f"kv is {type(kv).__module__}.{type(kv).__qualname__}; allowed: qflash.PagedKV")
+    shape = tuple(getattr(kv.page_table, "shape", ()))
+    if len(shape) != 2:
+        raise ValueError(f"kv.page_table has shape {list(shape)}; allowed: rank 2, [batch, columns]")
+    if tuple(getattr(kv.lens, "shape", ())) != shape[:1]:
+        raise ValueError(
+            f"kv.lens is {kv.lens!r}; allowed: an int32 array of {shape[0]}, one for each row of the table"
+        )
+    count = check_int("pages", pages, 0, shape[1])
+    table: Any = kv.page_table
+    lens: Any = kv.lens
+    tokens = count * kv.page_size
+    if count == 0 or shape[0] == 0:
+        return SharedPrefixKV(kv, None, kv, lens)
+    prefix = replace(kv, page_table=table[:1, :count], lens=lens[:1] * 0 + tokens)
+    return SharedPrefixKV(kv, prefix, replace(kv, page_table=table[:, count:], lens=lens - tokens), lens - 1)
+
+
+def attend_shared(
+    q: Any, kv: SharedPrefixKV, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag, sinks: Any
+) -> tuple[Any, ...]:
+    """The results of `attention`, in the order of its plan."""
+    ropes = _ropes(q, kv, rope)
+    if kv.prefix is None or ropes is None or not _can_share(q, options):
+        return tuple(run(ATTENTION_PAGED, *paged_call(q, kv.whole, v, options, kv_lens, rope, return_lse, sinks)))
+    # The rest first: it has all words of the call, and refuses what is wrong with them.
+    rest = run(ATTENTION_PAGED, *paged_call(q, kv.rest, v, options, kv_lens, ropes[1], True, sinks))
+    batch, length, heads, head_dim = q.shape
+    rows = q.reshape(1, batch * length, heads, head_dim)
+    unmasked = options._replace(causal=False, window=None)
+    out, lse = run(ATTENTION_PAGED, *paged_call(rows, kv.prefix, None, unmasked, None, ropes[0], True))
+    by_head = lse.reshape(heads, batch, length).swapaxes(0, 1)
+    return tuple(run(MERGE, (*rest, out.reshape(q.shape), by_head), (None,)))
+
+
+def _can_share(q: Any, options: Options) -> bool:
+    """Whether all queries see the whole prefix, and the batch may decide how sums are taken."""
+    window = options.window
+    open_left = window is None or (isinstance(window, (tuple, list)) and len(window) == 2 and window[0] == -1)
+    return len(getattr(q, "shape", ())) == 4 and open_left and not options.batch_invariant
+
+
+def _ropes(q: Any, kv: SharedPrefixKV, rope: Any) -> tuple[Rope | None, Rope | None] | None:
+    """For the prefix and for the rest: positions are those in the whole sequence. None: they are not known here."""
+    if rope is None:
+        return None, None
+    if type(rope) is not Rope or len(getattr(q, "shape", ())) != 4:
+        return None  # which is refused further on
+    batch, length = q.shape[:2]
+    positions: Any = rope.positions_q
+    if positions is None and length == 1:
+        last: Any = kv.last
+        positions = last.reshape(batch, 1)
+    if tuple(getattr(positions, "shape", ())) != (batch, length):
+        return None
+    return replace(rope, positions_q=positions.reshape(batch * length)), replace(rope, positions_q=positions)
