@@ -219,9 +219,9 @@ def paged_call(
     cu_seqlens_q: Any = None, max_seqlen_q: Any = 0,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """The arrays and the words of ATTENTION_PAGED, from those of `attention` and `attention_varlen`."""
-    for name, x in (("q", q), ("v", v)):
-        if type(x) is PagedKV:
-            raise TypeError(f"{name} is qflash.PagedKV; allowed: in the place of k, without v")
+    if type(q) is PagedKV or type(v) is PagedKV:
+        name = "q" if type(q) is PagedKV else "v"
+        raise TypeError(f"{name} is qflash.PagedKV; allowed: in the place of k, without v")
     if type(q) is Quantized:
         raise TypeError("q is qflash.Quantized and k qflash.PagedKV; allowed: an array")
     if v is not None:

@@ -37,7 +37,8 @@ class Ready:
     converted: tuple[tuple[int, Operand], ...]  # operands that the kernel does not read as they are
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # and strides, of results
     like_first: bool  # the first result is shaped as the first array, which is contiguous
-    is_plain: bool  # on the CPU, with that one result, no array to convert and a native kernel
+    is_plain: bool  # that one result, no array to convert or to write to, and a native kernel
+    workspace: tuple[int]  # its shape, in bytes
     words: tuple[Any, ...]
     wants_gradient: bool  # an array requires one
     with_gradient: tuple[Ready, tuple[Any, ...]] | None = None  # what its gradient goes back from, and its words
@@ -87,7 +88,7 @@ def make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) ->
     shapes = tuple((result.shape, _strides(result.shape), getattr(torch, result.dtype)) for result in plan.results)
     like_first = bool(shapes) and _is_like(first, *shapes[0])
     native = prepared.launch is None and not plan.nothing_to_do
-    is_plain = first.is_cpu and like_first and len(shapes) == 1 and not converted and native
+    is_plain = like_first and len(shapes) == 1 and not converted and not op.writes and native
     found = Ready(
         prepared=prepared,
         call=prepared.call,
@@ -99,6 +100,7 @@ def make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) ->
         shapes=shapes,
         like_first=like_first,
         is_plain=is_plain,
+        workspace=(0 if first.is_cpu else prepared.workspace_bytes,),
         words=tuple(words),
         wants_gradient=any(x is not None and x.requires_grad for x in arrays),
     )
@@ -119,12 +121,17 @@ def empty_results(plan: Plan, like: Tensor) -> list[Tensor]:
 
 def launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
     """Allocate the results, launch on the current stream."""
-    if not ready.is_plain:
+    device = ready.device
+    if not ready.is_plain or not (ready.on_cpu or device.index == current_device()):
         return _launch(op, ready, arrays)
-    # What most calls are, on the CPU: one result like the first array, and nothing to convert.
+    # What most calls are: one result like the first array, and nothing to convert.
     out = torch.empty_like(arrays[0])
     try:
-        ready.call(*ready.pick(arrays), out, 0, 0, torch.get_num_threads())
+        if ready.on_cpu:
+            ready.call(*ready.pick(arrays), out, 0, 0, torch.get_num_threads())
+            return (out,)
+        workspace = torch.empty_strided(ready.workspace, (1,), dtype=torch.uint8, device=device)
+        ready.call(*ready.pick(arrays), out, workspace.data_ptr(), current_stream(device.index), 0)
     except ValueError:
         check_storage(op, arrays)
         raise
@@ -162,10 +169,8 @@ def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
             return results
         # The allocator hands freed memory to later work of the same stream only, so operands and workspace may go once
         # the launch is on that stream, and not before.
-        size = prepared.workspace_bytes
-        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        address = 0 if workspace is None else workspace.data_ptr()
-        ready.call(*operands, *results, address, current_stream(device.index), 0)
+        workspace = torch.empty_strided(ready.workspace, (1,), dtype=torch.uint8, device=device)
+        ready.call(*operands, *results, workspace.data_ptr(), current_stream(device.index), 0)
     except ValueError:
         check_storage(op, arrays)
         raise

@@ -15,7 +15,7 @@ namespace decode {
 
 constexpr int kMostRows = 64;
 
-template <class Element_, int kHeadDim_, int kRowWarps_, int kArch, bool kPaged_ = false>
+template <class Element_, int kHeadDim_, int kRowWarps_, int kArch, bool kPaged_ = false, int kKeyBytes = 2>
 struct Config {
   using Element = Element_;
   using Tensor = Tensor16<Element, kArch>;
@@ -23,7 +23,9 @@ struct Config {
   static constexpr bool kInt8 = false;     // in bytes (int8_config.cuh)
   static constexpr int kScaleBytes = 0;    // of K's tile, and of V's
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
-  static constexpr int kBlockN = kHeadDim <= 64 ? 128 : 64;                         // keys of a tile
+  // Keys of a tile: K and V have 32 KB, whatever bytes an element has. What a tile costs the warp that loads it depends
+  // on their number alone.
+  static constexpr int kBlockN = kHeadDim <= 64 ? 256 / kKeyBytes : kHeadDim <= 128 ? 128 / kKeyBytes : 64;
   static constexpr int kWarps = kHeadDim <= 128 ? 8 : 4, kConsumers = 32 * kWarps;  // that attend
   static constexpr int kRowWarps = kRowWarps_, kRows = 16 * kRowWarps;
   static constexpr int kFewestWarps = kBlockN / (kHeadDim <= 128 ? 32 : 16);

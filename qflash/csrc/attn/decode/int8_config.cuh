@@ -7,8 +7,8 @@ namespace qf {
 namespace decode {
 
 template <class Element, int kHeadDim, int kRowWarps, int kArch>
-struct Int8Config : Config<Element, kHeadDim, kRowWarps, kArch, true> {
-  using Base = Config<Element, kHeadDim, kRowWarps, kArch, true>;
+struct Int8Config : Config<Element, kHeadDim, kRowWarps, kArch, true, 1> {
+  using Base = Config<Element, kHeadDim, kRowWarps, kArch, true, 1>;
   static constexpr bool kInt8 = true;
   using Tensor = Tensor16<F16, kArch>;  // of P V, whatever q is: a byte of V is a float16 without a conversion
   using ScoreTensor = Tensor8<kArch>;

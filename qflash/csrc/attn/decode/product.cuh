@@ -36,11 +36,12 @@ template <class Config>
 __device__ __forceinline__ void copy_queries(const QfAttnParams& p, const QfTensor& x, int b, int kv_head, bool aligned,
                                              char* s_q, int thread, int threads) {
   using Element = typename Config::Element;
-  const int group = p.q_heads / p.kv_heads;
+  const unsigned group = unsigned(p.q_heads / p.kv_heads);
+  const unsigned reciprocal = 65536u / group + 1;  // row / group is row * reciprocal / 65536 for rows up to 64
 #pragma unroll 4
   for (int i = thread; i < Config::kRows * Config::kChunks; i += threads) {
     const int row = i / Config::kChunks, chunk = i % Config::kChunks, d = chunk * 8;
-    const int token = row / group, head = kv_head * group + row - token * group;
+    const int token = int(row * reciprocal >> 16), head = int(kv_head * group) + row - token * int(group);
     const Element* const g_chunk =
         static_cast<const Element*>(x.data) + b * x.stride_b + token * x.stride_t + head * x.stride_h + d;
     uint4 value = {0, 0, 0, 0};

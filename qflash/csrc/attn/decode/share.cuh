@@ -80,28 +80,33 @@ struct Share {
   // Collective for a warp: the whole run.
   __device__ __forceinline__ Share(const QfAttnParams& p, const Runs& runs)
       : chunk(runs.chunk), chunks(runs.chunks), run(blockIdx.x / chunk), in_chunk(blockIdx.x - run * chunk) {
-    const int lane = threadIdx.x % 32;
+    Sequences seen;
     unsigned total = unsigned(p.batch) * runs.places;
     each = runs.each, places = runs.places;
     if (p.kv_lens) {
       total = 0;
-      for (int b0 = 0; b0 < p.batch; b0 += 32) total += sum_of_warp(places_of(p, b0 + lane));
+      for (int b0 = 0; b0 < p.batch; b0 += 32) {
+        seen = Sequences(p, b0);
+        total += seen.total();
+      }
       each = (total * chunks + runs.count - 1) / runs.count;
     }
     total *= chunks;
     at = run * each;
     end = min(at + each, total);
-    if (at < end) seek(p, lane);
+    if (at < end) seek(p, seen);
   }
 
   __device__ __forceinline__ bool is_over() const { return at >= end; }
   __device__ __forceinline__ Part part() const {
-    const unsigned start = at - place, first_run = start / each;  // of the unit
+    const unsigned start = at - place, last = start + places - 1;  // of the unit
+    const unsigned own = run * each, own_end = own + each;         // most units of a long run begin and end in it
+    const unsigned first_run = start >= own ? run : start / each, last_run = last < own_end ? run : last / each;
     Part x;
     x.b = int(b), x.kv_head = int(head_chunk * chunk + in_chunk);
     x.first = int(place), x.count = int(min(places - place, end - at));
     x.first_block = int(first_run * chunk + in_chunk), x.apart = int(chunk);
-    x.parts = int((start + places - 1) / each - first_run + 1);
+    x.parts = int(last_run - first_run + 1);
     x.index = int(run - first_run);
     return x;
   }
@@ -115,41 +120,44 @@ struct Share {
   }
 
  private:
-  __device__ static __forceinline__ unsigned places_of(const QfAttnParams& p, int b) {
-    return b < p.batch ? unsigned(Seen<kBlockN>(p, b).places()) : 0;
-  }
-  __device__ static __forceinline__ unsigned sum_of_warp(unsigned x) {
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
-    return x;
-  }
+  // The places of 32 sequences, one a lane.
+  struct Sequences {
+    unsigned own, up_to;  // of the lane's sequence, and of all up to and including it
 
-  // The units that place `at` belongs to, and the place in them.
-  __device__ __forceinline__ void seek(const QfAttnParams& p, int lane) {
+    Sequences() = default;
+    __device__ __forceinline__ Sequences(const QfAttnParams& p, int b0) {
+      const int lane = threadIdx.x % 32;
+      own = b0 + lane < p.batch ? unsigned(Seen<kBlockN>(p, b0 + lane).places()) : 0;
+      up_to = own;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const unsigned lower = __shfl_up_sync(0xffffffffu, up_to, d);
+        if (lane >= d) up_to += lower;
+      }
+    }
+    __device__ __forceinline__ unsigned total() const { return __shfl_sync(0xffffffffu, up_to, 31); }
+  };
+
+  // The units that place `at` belongs to, and the place in them. seen: of the last sequences, which up to 32 are all.
+  __device__ __forceinline__ void seek(const QfAttnParams& p, Sequences seen) {
     b = 0;
     unsigned rest = at;  // places before it in its sequence
     if (p.kv_lens) {
       unsigned before = 0;  // places of the sequences before, of one head
       for (int b0 = 0; b0 < p.batch; b0 += 32) {
-        const unsigned own = places_of(p, b0 + lane);
-        unsigned up_to = own;  // and including this lane's sequence
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-          const unsigned lower = __shfl_up_sync(0xffffffffu, up_to, d);
-          if (lane >= d) up_to += lower;
-        }
-        const unsigned beyond = __ballot_sync(0xffffffffu, (before + up_to) * chunks > at);
+        if (p.batch > 32) seen = Sequences(p, b0);
+        const unsigned beyond = __ballot_sync(0xffffffffu, (before + seen.up_to) * chunks > at);
         if (beyond) {
           const int found = __ffs(int(beyond)) - 1;
           b = unsigned(b0 + found);
-          places = __shfl_sync(0xffffffffu, own, found);
-          rest = at - (before + __shfl_sync(0xffffffffu, up_to, found) - places) * chunks;
+          places = __shfl_sync(0xffffffffu, seen.own, found);
+          rest = at - (before + __shfl_sync(0xffffffffu, seen.up_to, found) - places) * chunks;
           break;
         }
-        before += __shfl_sync(0xffffffffu, up_to, 31);
+        before += seen.total();
       }
     }
-    head_chunk = rest / places;
+    head_chunk = p.kv_lens && chunks == 1 ? 0 : rest / places;
     place = rest - head_chunk * places;
     if (!p.kv_lens) {  // all sequences have the same places: that was the unit among all
       b = chunks == 1 ? head_chunk : head_chunk / chunks;

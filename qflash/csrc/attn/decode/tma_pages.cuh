@@ -11,8 +11,9 @@ namespace decode {
 // whole numbers; it looks its page up before the stage is waited for. What is in no page of the pool reads as zeros,
 // and has whatever scales were there before: no row that is not NaN sees it.
 template <class Config>
-__device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const TensorMaps& maps, const Runs& runs,
-                                                 const TmaRing<Config>& ring, int box_rows) {
+__device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const TensorMaps& maps,
+                                                 Share<Config::kBlockN> share, const TmaRing<Config>& ring,
+                                                 int box_rows) {
   using Tile = typename Config::Tile;
   const int row = int(threadIdx.x % 32) * box_rows;  // of a tile
   const auto scales_at = [&](const QfScales& x, const Place& here, int kv_head) {
@@ -20,7 +21,7 @@ __device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const Te
   };
   const bool loads = row < Config::kBlockN;
   RingWalk<Config::kStages> at;
-  for (Share<Config::kBlockN> share(p, runs); !share.is_over(); share.advance(p)) {
+  for (; !share.is_over(); share.advance(p)) {
     const Part part = share.part();
     const Seen<Config::kBlockN> seen(p, part.b);
     const PageRow pages(p.kv, part.b);

@@ -4,8 +4,8 @@
 //   k_full    the copy engine, with bytes   consumers
 //   v_full    the copy engine, with bytes   consumers
 //   empty     a team's warps                loader
-//   unit full   describe_units, each lane   consumers
-//   unit empty  consumers, a warp each      describe_units
+//   unit full   prepare_units, each lane    consumers
+//   unit empty  consumers, a warp each      prepare_units
 #pragma once
 
 #include <cuda.h>
@@ -57,7 +57,7 @@ struct TmaRing {
       name_barrier(&barriers->v_full[i], "V full", i);
       name_barrier(&barriers->empty[i], "empty", i);
     }
-    barriers->unit.init(Config::kWarps, "unit full", "unit empty", 32);
+    barriers->unit.init(Config::kWarps, "unit full", "unit empty", 3 * 32);
     fence_mbarrier_init();  // the barriers, to the copy engine
   }
 };
@@ -75,10 +75,9 @@ struct RingWalk {
 
 // One warp: all tiles of the block's share, as far ahead as there are empty stages.
 template <class Config>
-__device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMaps& maps, const Runs& runs,
+__device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMaps& maps, Share<Config::kBlockN> share,
                                            const TmaRing<Config>& ring) {
   using Tile = typename Config::Tile;
-  Share<Config::kBlockN> share(p, runs);
   if (threadIdx.x % 32 != 0) return;
   RingWalk<Config::kStages> at;
   for (; !share.is_over(); share.advance(p)) {
@@ -104,41 +103,74 @@ __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMa
   let_next_grid_start();
 }
 
-// One warp: the block's units and their queries, one ahead. q: where they are read.
-template <class Config>
-__device__ __forceinline__ void describe_units(const QfAttnParams& p, const QfTensor& q, bool aligned, const Runs& runs,
-                                               const Partials& partials, const TmaRing<Config>& ring) {
-  const int lane = threadIdx.x % 32;
-  Part ended{};  // of the unit that this block ends and did not begin, if there is one
+// Three warps make the block's units ready for the consumers, one ahead, and do not wait for each other: a short call
+// is over when the slowest of them would just be done with all of it. Collective for a warp. make(part, stage): of a
+// unit; make_last(part, stage): of the unit that this block ends and did not begin (part.parts is 0: there is none);
+// then(part): what of a unit nobody waits for.
+template <class Config, class Make, class MakeLast, class Then>
+__device__ __forceinline__ void prepare_units(const QfAttnParams& p, Share<Config::kBlockN> share,
+                                              const TmaRing<Config>& ring, Make make, MakeLast make_last, Then then) {
+  Part ended{};
   RingPosition<kUnitStages> at;
-  Share<Config::kBlockN> share(p, runs);
-  for (;; share.advance(p), at.advance()) {
+  for (; !share.is_over(); share.advance(p), at.advance()) {
+    const Part part = share.part();
+    if (part.ends() && !part.is_whole()) ended = part;
     at.wait_empty(ring.barriers->unit);
-    Unit<Config::kBlockN>& unit = ring.units[at.stage()];
-    const bool over = share.is_over();
-    Part part = ended;
-    char* const s_queries = ring.queries + at.stage() * Config::kQueryBytes;
-    if (over) {
-      if constexpr (Config::kInt8)  // once more, for who finishes its rows
-        if (ended.parts > 0 && wants_dot_k_mean(p))
-          quantize_queries<Config>(p, q, ended.b, ended.kv_head, aligned, s_queries, lane, 32);
-      if (ended.parts > 0) partials.await_announcements(ended);
-      describe_unit<Config>(p, ended, unit);
-      if (lane == 0) unit.tiles = -1;
-    } else {
-      part = share.part();
-      if (part.ends() && !part.is_whole()) ended = part;
-      if (!part.ends()) partials.clear(part);  // before consumers know of the unit, and store
-      describe_unit<Config>(p, part, unit);
-      if constexpr (Config::kInt8)
-        quantize_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, lane, 32);
-      else
-        copy_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, lane, 32);
-    }
+    make(part, at.stage());
     at.fill(ring.barriers->unit);  // each lane, what it wrote
-    if (over) return;
-    if (!part.ends()) partials.announce(part);
+    then(part);
   }
+  at.wait_empty(ring.barriers->unit);
+  make_last(ended, at.stage());
+  at.fill(ring.barriers->unit);
+}
+
+// The first of them: what is to be known of a unit.
+template <class Config>
+__device__ __forceinline__ void describe_units(const QfAttnParams& p, const Share<Config::kBlockN>& share,
+                                               const TmaRing<Config>& ring) {
+  prepare_units(
+      p, share, ring, [&](const Part& part, int stage) { describe_unit<Config>(p, part, ring.units[stage]); },
+      [&](const Part& ended, int stage) {
+        describe_unit<Config>(p, ended, ring.units[stage]);
+        if (threadIdx.x % 32 == 0) ring.units[stage].tiles = -1;
+      },
+      [](const Part&) {});
+}
+
+// The second: its queries. q: where they are read.
+template <class Config>
+__device__ __forceinline__ void load_queries(const QfAttnParams& p, const QfTensor& q, bool aligned,
+                                             const Share<Config::kBlockN>& share, const TmaRing<Config>& ring) {
+  const auto load = [&](const Part& part, int stage) {
+    char* const s_queries = ring.queries + stage * Config::kQueryBytes;
+    if constexpr (Config::kInt8)
+      quantize_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, threadIdx.x % 32, 32);
+    else
+      copy_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, threadIdx.x % 32, 32);
+  };
+  const auto load_last = [&](const Part& ended, int stage) {  // once more, for who finishes its rows
+    if constexpr (Config::kInt8)
+      if (ended.parts > 0 && wants_dot_k_mean(p)) load(ended, stage);
+  };
+  prepare_units(p, share, ring, load, load_last, [](const Part&) {});
+}
+
+// The third: the place of its partial sums.
+template <class Config>
+__device__ __forceinline__ void clear_parts(const QfAttnParams& p, const Share<Config::kBlockN>& share,
+                                            const Partials& partials, const TmaRing<Config>& ring) {
+  prepare_units(
+      p, share, ring,
+      [&](const Part& part, int) {
+        if (!part.ends()) partials.clear(part);  // before consumers know of the unit, and store
+      },
+      [&](const Part& ended, int) {
+        if (ended.parts > 0) partials.await_announcements(ended);
+      },
+      [&](const Part& part) {
+        if (!part.ends()) partials.announce(part);
+      });
 }
 
 // The ring as consumers see it: a Source (attend.cuh).

@@ -5,7 +5,7 @@
 //
 //    loader   one warp              K and V tiles by TMA, as far ahead as the ring has room; of pages, a lane for each
 //                                   page of a tile
-//    units    one warp              what is to be known of the next unit, and its q
+//    units    three warps           what is to be known of the next unit, its q, and the place of its partial sums
 //    teams    four of two warps     tiles in turn: each warp S = Q Kt, softmax, O += P V for all rows and 32 keys of a
 //                                   tile, with its own m, l, O; warps meet only at the end of a unit
 //
@@ -82,15 +82,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
   if (threadIdx.x >= Config::kConsumers) {
     if constexpr (Config::kTrades) give_registers<Config::kLoaderRegisters>();
+    const Share<Config::kBlockN> share(p, runs);  // for all four warps, so that they fetch its code once
     const int warp = (threadIdx.x - Config::kConsumers) / 32;
-    name_role(warp == 0 ? "loader" : warp == 1 ? "units" : "idle");
+    name_role(warp == 0 ? "loader" : warp == 1 ? "units" : warp == 2 ? "queries" : "parts");
     if (warp == 0) {
       if constexpr (Config::kPaged)
-        load_paged_share<Config>(p, maps, runs, ring, box_rows);
+        load_paged_share<Config>(p, maps, share, ring, box_rows);
       else
-        load_share<Config>(p, maps, runs, ring);
+        load_share<Config>(p, maps, share, ring);
     }
-    if (warp == 1) describe_units<Config>(p, q, q_aligned, runs, partials, ring);
+    if (warp == 1) describe_units<Config>(p, share, ring);
+    if (warp == 2) load_queries<Config>(p, q, q_aligned, share, ring);
+    if (warp == 3) clear_parts<Config>(p, share, partials, ring);
   } else {
     if constexpr (Config::kTrades) take_registers<Config::kConsumerRegisters>();
     name_role("consumer", int(threadIdx.x / 32));
