@@ -120,6 +120,17 @@ def test_tokens_without_a_place_are_not_written(library, name, packed, int8):
     check(library, x)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_of_padding_writes_nothing(library, int8):
+    """Its length is 0; its pages, its tokens and their positions may be anything."""
+    x = arrays_of(PageWrite(int8=int8, rope="half", positions=True))
+    x.lens[1], x.page_table[1] = 0, -1
+    x.k[1], x.v[1], x.rope.positions_k[1] = np.nan, np.nan, 2**31 - 1
+    check(library, x)
+    x.page_table[1] = x.page_table[0]  # a page of another sequence
+    check(library, x)
+
+
 BAD_OFFSETS = {
     "past the tokens": [0, 5, 11],
     "far past": [0, 5, 2**31 - 1],

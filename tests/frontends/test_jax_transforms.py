@@ -130,8 +130,15 @@ def all_sums(f):
 
 
 @pytest.mark.parametrize("axes", EMPTY, ids=str)
-@pytest.mark.parametrize("call", [with_lengths, in_packs])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        (with_lengths, "float32"),
+        (in_packs, "bfloat16"),
+        pytest.param(with_lengths, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(in_packs, "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_vmap_over_nothing(axes, call, dtype):
     """Empty results and gradients; what all samples share has gradient 0."""
     one = arrays(dtype=dtype)

@@ -238,9 +238,24 @@ SCALARS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def some_of_them(*names):
+    """Words of these names; those of the others are among the slow tests."""
+    marks = {name: () if name in names else (pytest.mark.slow,) for name in SCALARS}
+    return [pytest.param(words, id=name, marks=marks[name]) for name, words in SCALARS.items()]
+
+
+@pytest.mark.parametrize("words", some_of_them("scale"))
+def test_numpy_scalars_in_traced_code(words):
+    """Which "aot_eager" traces the same way, before it differentiates."""
+    check_numpy_scalars(words, "eager")
+
+
 @pytest.mark.parametrize("words", SCALARS.values(), ids=SCALARS)
-def test_numpy_scalars_in_compiled_code(words, backend):
+def test_numpy_scalars_in_compiled_code(words):
+    check_numpy_scalars(words, "aot_eager")
+
+
+def check_numpy_scalars(words, backend):
     q, k, v = tensors(grad=True)
     compiled = torch.compile(lambda q, k, v: qflash.attention(q, k, v, **words), backend=backend, fullgraph=True)
     got, want = compiled(q, k, v), qflash.attention(q, k, v, **words)
@@ -249,7 +264,7 @@ def test_numpy_scalars_in_compiled_code(words, backend):
         same(a, b)
 
 
-@pytest.mark.parametrize("words", SCALARS.values(), ids=SCALARS)
+@pytest.mark.parametrize("words", some_of_them("scale", "causal", "window"))  # a float, a bool, ints
 def test_numpy_scalars_in_code_that_may_break(words):
     """Without fullgraph Dynamo gives up at a value it does not know, and must not trace the checks by themselves."""
     q, k, v = tensors()
