@@ -116,6 +116,14 @@ def _decoding_by_copy_engine(spec: Spec) -> list[str]:
     return found
 
 
+def _backward_by_copy_engine(spec: Spec) -> list[str]:
+    """What sm90_bwd leaves out."""
+    found = _copy_engine(spec)
+    if spec.head_dim > 128:
+        found.append(f"head_dim is {spec.head_dim}; sm90_bwd takes up to 128")
+    return found
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="cpu",
@@ -273,6 +281,20 @@ KERNELS: tuple[Kernel, ...] = (
         summary="gradients of cpu: weights again from lse, tile by tile, in a fixed order",
         op="attention_backward",
         page="cpu",
+        sinks=True,
+    ),
+    Kernel(
+        name="sm90_bwd",
+        device="cuda",
+        summary="gradients for Hopper: dQ, then dK and dV, each summed in registers in a fixed order, tiles by TMA, "
+        "products by wgmma",
+        op="attention_backward",
+        dtypes=_HALVES,
+        min_arch=90,
+        later_arches=False,
+        also=_backward_by_copy_engine,
+        head_dims=(64, 96, 128),
+        per_scores=True,
         sinks=True,
     ),
     Kernel(
