@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from qflash.dispatch import VARIANTS
 from qflash.testing import Case
 
-FORWARD, TRAIN, DECODE, OVERHEAD = "forward", "train", "decode", "overhead"
+FORWARD, BACKWARD, TRAIN, DECODE, OVERHEAD = "forward", "backward", "train", "decode", "overhead"
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,16 @@ PRESETS = {
             tuple(_decode(keys, batch, "bfloat16") for batch, keys in _CACHES),
             peers=("torch SDPA cudnn", "FlashAttention 3"),
             graph=True,
+            best=True,
+        ),
+        Preset(
+            "backward",
+            "CUDA backward alone, bfloat16, B·T=16384 H·D=2048",
+            "cuda",
+            BACKWARD,
+            tuple(name for name in ("sm90_bwd", "fa_mma_bwd") if name in VARIANTS),
+            _grid(("bfloat16",), (64, 128), (1024, 4096, 16384)),
+            peers=("torch FA2", "torch SDPA cudnn"),
             best=True,
         ),
         Preset(

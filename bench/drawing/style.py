@@ -44,6 +44,8 @@ KERNELS = {
     "sm90_int8_fp8": Look(Colour("#b58300", "#f2cc4a"), "D"),
     "sm90_decode": Look(Colour("#d6336c", "#ff85b0"), "P"),
     "decode": Look(Colour("#7a4fd0", "#b79bff"), "X"),
+    "sm90_bwd": Look(Colour("#f0640a", "#ff8f3f"), "o"),
+    "fa_mma_bwd": Look(Colour("#7a1f2b", "#c96a6a"), "^"),
     "cpu": Look(Colour("#e8560a", "#ff9a52"), "o"),
     "cpu_int8": Look(Colour("#c41034", "#ff6b76"), "s"),
 }
