@@ -59,6 +59,8 @@ struct KeyConsumer : ConsumerBase<Config> {
   __device__ __forceinline__ void sum_over_queries(const Work& work) {
     const KeyRange own = work.own[consumer_index()];
     const int first = warp_uniform(own.begin), end = warp_uniform(own.end), tiles = warp_uniform(work.tiles);
+    const KeyRange full = {warp_uniform(work.full.begin), warp_uniform(work.full.end)};
+    const auto is_whole = [&](int column0) { return column0 >= full.begin && column0 + Config::kBlockN <= full.end; };
     clear_outputs(dK);
     clear_outputs(dV);
     this->rows_at.wait_full(*s.row_ring);
@@ -67,7 +69,7 @@ struct KeyConsumer : ConsumerBase<Config> {
       this->skip(first);
       int column0 = work.columns.begin + first * Config::kBlockN;
 #pragma unroll 1
-      for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, column0, work.whole(column0));
+      for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, column0, is_whole(column0));
       if (head == 1) this->release_rows();  // S and dP of the last tile are done with
       finish_sums();
       this->skip(tiles - end);

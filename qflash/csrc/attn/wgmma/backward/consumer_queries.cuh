@@ -56,6 +56,8 @@ struct QueryConsumer : ConsumerBase<Config> {
   __device__ __forceinline__ void sum_over_keys(const Work& work) {
     const KeyRange own = work.own[consumer_index()];
     const int first = warp_uniform(own.begin), end = warp_uniform(own.end), tiles = warp_uniform(work.tiles);
+    const KeyRange full = {warp_uniform(work.full.begin), warp_uniform(work.full.end)};
+    const auto is_whole = [&](int column0) { return column0 >= full.begin && column0 + Config::kBlockN <= full.end; };
     const float* const g_delta = static_cast<const float*>(params.workspace);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -68,7 +70,7 @@ struct QueryConsumer : ConsumerBase<Config> {
     this->skip(first);
     int column0 = work.columns.begin + first * Config::kBlockN;
 #pragma unroll 1
-    for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, column0, work.whole(column0));
+    for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, column0, is_whole(column0));
     this->release_rows();  // S and dP of the last tile are done with
     wgmma_wait<0>();
     hold(dQ[0]);

@@ -8,6 +8,7 @@
 #include "attn/wgmma/softcap.cuh"
 #include "attn/wgmma/softmax.cuh"
 #include "ptx/ex2.cuh"
+#include "ptx/order.cuh"
 
 namespace qf {
 namespace wgmma {
@@ -91,6 +92,10 @@ struct Weights {
 #pragma unroll
       for (int e = 0; e < 4; ++e) S[j][e] = ex2(fmaf(S[j][e], factor, minus_lse(e)));
     }
+    uint32_t bits[4 * kNTiles];
+#pragma unroll
+    for (int i = 0; i < 4 * kNTiles; ++i) bits[i] = float_to_bits(S[i / 4][i % 4]);
+    compute_before(bits);  // ptxas would put the exponentials after the wait for dP
   }
   // P and dS rounded, of P (where there is a softcap: of S) and dP, zeros for what rows do not meet. ptxas wants all
   // products done before somebody writes fragments of A, so both are rounded here.
