@@ -50,8 +50,9 @@ PAGES = (
         "sm90_bwd",
         {"backward": "Backward alone"},
         "The forward pass ran once, before, and is not counted; delta = rowsum(dO ∘ O) is. A backward pass counts five "
-        "products, 2.5 times the forward FLOP, whatever a kernel computes again. The peers are cuDNN and FlashAttention "
-        "2 through PyTorch; both add dQ in an order that is left to chance, unless PyTorch is told to be deterministic.",
+        "products, 2.5 times the forward FLOP, whatever a kernel computes again. The peers are cuDNN and "
+        "FlashAttention 2 through PyTorch; both add dQ in an order that is left to chance, unless PyTorch is told to "
+        "be deterministic.",
     ),
     Page(
         "int8",

@@ -1,13 +1,13 @@
-// sm90_bwd: gradients of attention for Hopper, float16 and bfloat16 in, float32 sums. No atomics, nothing is added in an
-// order that is left to chance: each sum stays in the registers of one warpgroup from its first term to its last.
+// sm90_bwd: gradients of attention for Hopper, float16 and bfloat16 in, float32 sums. No atomics, nothing is added in
+// an order that is left to chance: each sum stays in the registers of one warpgroup from its first term to its last.
 //
 //   P = 2^(log2(e) (scale q . k - lse))     dP = dO V^T     dS = P (dP - delta)     delta = rowsum(dO * O) - dlse
 //   dV = P^T dO     dK = scale dS^T Q     dQ = scale dS K
 //
 // Launches: copies of what TMA cannot walk and of q and k rotated (attn/wgmma/relayout.cuh), delta
-// (attn/backward/delta.cuh), dQ, then dK and dV. The last two are one frame (attn/wgmma/backward/): 128 rows stay with a
-// block, tiles of 64 columns pass by (attn/wgmma/backward/config.cuh has the table). Keys stay for dK and dV, and meet
-// the queries of all heads of their group; queries stay for dQ, and S and dP are computed again.
+// (attn/backward/delta.cuh), dQ, then dK and dV. The last two are one frame (attn/wgmma/backward/): 128 rows stay with
+// a block, tiles of 64 columns pass by (attn/wgmma/backward/config.cuh has the table). Keys stay for dK and dV, and
+// meet the queries of all heads of their group; queries stay for dQ, and S and dP are computed again.
 //
 //   dK, dV                                            dQ
 //              queries (pass by)                                 keys (pass by)
@@ -18,13 +18,13 @@
 // Roles (head_dim 128):
 //   warpgroup 0   thread 0     produce: rows of a work tile, then its columns, by TMA
 //   (40 regs)     thread 32    describe_work: which work tile is next, which columns it meets
-//                 warps 2, 3   inspect: lse and delta of the queries that pass by; NaN and infinity in columns that some
-//                              rows must not see
+//                 warps 2, 3   inspect: lse and delta of the queries that pass by; NaN and infinity in columns that
+//                              some rows must not see
 //   warpgroups    dK, dV: S^T and dP^T 32 registers each, dK and dV 64 each, P and dS 16 each
 //   1, 2 (232)    dQ: S and dP 32 each, dQ 64, dS 16
 //
 // Shared memory (head_dim 128): rows 2 x 32 KB; columns 4 stages of 2 x 16 KB; lse and delta 2 KB; 8 KB where channels
-// meet that rotate together; barriers. 201 KB.
+// meet that rotate together; barriers. 204 KB.
 //
 // Pipeline of a consumer: consumer_keys.cuh, consumer_queries.cuh. Bound: the tensor cores at 2048 cycles a tile of dK
 // and dV and 1536 of dQ, seven products where five are counted. docs/kernels/sm90_bwd.md has the prediction.
