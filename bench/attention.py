@@ -15,7 +15,7 @@ from bench.mixed import MixedLengths
 from bench.overhead import Overhead
 from bench.paged import PagedArrays
 from bench.peers import candidates
-from bench.presets import DECODE, FORWARD, MIXED, OVERHEAD, TRAIN, WRITE, Preset
+from bench.presets import BACKWARD, DECODE, FORWARD, MIXED, OVERHEAD, TRAIN, WRITE, Preset
 from bench.run import Row, Suite
 from qflash import reference
 from qflash.testing import Case, errors
@@ -39,13 +39,13 @@ def suite_of(preset: Preset) -> Suite:
 
 
 def exact(case: Case, arrays: Arrays, kind: str, rope: bool = False) -> np.ndarray:
-    """The last rows of the first head of the first sequence in float64: out, or dq of a train step.
+    """The last rows of the first head of the first sequence in float64: out, or dq of a train step or a backward pass.
 
     Neither heads nor query rows see each other, and the diagonal is anchored at the last row, so a part is a problem.
     """
     q, k, v = (x[:1, :, :1].astype(np.float64) for x in arrays.numpy)
     q = q[:, -CHECKED_ROWS:]
-    if kind == TRAIN:
+    if kind in (TRAIN, BACKWARD):
         dout = arrays.dout[:1, -CHECKED_ROWS:, :1].astype(np.float64)
         return reference.attention_backward(q, k, v, dout, causal=case.causal)[0]
     return reference.attention(q, k, v, causal=case.causal, rope=arrays.rope if rope else None)[0]
@@ -68,7 +68,7 @@ class CheckedArrays(Arrays):
 
 
 class Attention(Suite):
-    """Forward passes, train steps or decode steps of a preset."""
+    """Forward passes, backward passes, train steps or decode steps of a preset."""
 
     def __init__(self, preset: Preset):
         self.name, self.device, self.cases = preset.name, preset.device, preset.cases
@@ -104,7 +104,7 @@ class Attention(Suite):
             "us": stats.as_dict(),
             **checked,
         }
-        if kind in (FORWARD, TRAIN):
+        if kind in (FORWARD, BACKWARD, TRAIN):
             row["gflops"] = round(rows.flop(case, kind) / stats.p50 / 1e3, 1)
         if kind == DECODE:
             row["gbs"] = round(rows.cache_bytes(case, candidate.int8_pages) / stats.p50 / 1e3, 2)

@@ -16,7 +16,7 @@ import qflash
 from bench.arrays import Arrays, Candidate, load
 from bench.paged import qflash_pages
 from bench.paged_peers import FA3_MODULES, decoding_peers
-from bench.presets import DECODE, MIXED, TRAIN, Preset
+from bench.presets import BACKWARD, DECODE, MIXED, TRAIN, Preset
 from bench.run import Unavailable, tried
 from qflash import dispatch, machine
 from qflash.testing import Case
@@ -140,6 +140,38 @@ def qflash_torch_train(kernel: str) -> Candidate:
     return _qflash(kernel, "torch", make)
 
 
+def qflash_backward(kernel: str) -> Candidate:
+    """A backward kernel by itself, on out and lse of the forward kernel that dispatch chooses."""
+
+    def make(arrays: Arrays) -> Call:
+        torch = load("torch")
+        from qflash.call.prepare import prepare
+        from qflash.frontends.torch import launch
+        from qflash.frontends.torch.arrays import arch_of_device, describe
+        from qflash.ops import attention
+        from qflash.ops.problem import Options, check
+
+        q, k, v = arrays.torch
+        options = Options(causal=arrays.case.causal)
+        out, lse = qflash.attention(q, k, v, causal=options.causal, return_lse=True)
+        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": to_torch(arrays.dout, arrays.device)}
+        problem = check(*(describe(name, given[name]) for name in "qkv"), options)
+        plan = replace(attention.plan_of_backward(problem, given, False), kernel=kernel)
+        prepared = prepare(plan, arch_of_device(q.device))
+        results = launch.empty_results(plan, q)
+        workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device=q.device)
+        tensors = [*(given[operand.argument] for operand in plan.operands), *results, workspace]
+
+        def run() -> Any:
+            stream = torch.cuda.current_stream().cuda_stream if arrays.device == "cuda" else 0
+            prepared.call(*(x.data_ptr() for x in tensors), stream, 0)
+            return results[0]
+
+        return run
+
+    return _qflash(kernel, "torch", make)
+
+
 def _qflash(kernel: str, framework: str, make) -> Candidate:
     precision = dispatch.VARIANTS[kernel].precision
     return Candidate(f"qflash {kernel}", make, kernel=kernel, precision=precision, framework=framework)
@@ -195,6 +227,25 @@ def torch_sdpa_train() -> Candidate:
         return _with_gradients(arrays, arrays.torch_bhtd, _sdpa(arrays), bhtd=True)
 
     return Candidate("torch SDPA", make, bhtd=True)
+
+
+def torch_sdpa_backward(backend: str) -> Candidate:
+    """The backward pass of one of torch's backends by itself: the forward pass ran once, before."""
+
+    def make(arrays: Arrays) -> Call:
+        torch = load("torch")
+        attention = load("torch.nn.attention")
+        leaves = [x.detach().clone().requires_grad_() for x in arrays.torch_bhtd]
+        dout = to_torch(arrays.dout, arrays.device).transpose(1, 2).contiguous()
+
+        def forward():
+            with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
+                return _sdpa(arrays)(*leaves)
+
+        out = tried(forward)()
+        return tried(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)[0])
+
+    return Candidate(SDPA_BACKENDS[backend], make, bhtd=True)
 
 
 def torch_naive() -> Candidate:
@@ -315,6 +366,8 @@ def peers(preset: Preset) -> list[Candidate]:
         everyone = [torch_sdpa_train()]
     elif preset.kind in (DECODE, MIXED) and preset.device == "cuda":
         everyone = [torch_sdpa_backend("CUDNN_ATTENTION"), *decoding_peers(preset.page_sizes)]
+    elif preset.kind == BACKWARD:
+        everyone = [torch_sdpa_backward(backend) for backend in SDPA_BACKENDS]
     elif preset.device == "cuda":
         others = [flash_attn("FlashAttention 2", "flash_attn"), flash_attn_3(), flash_attn_3_fp8()]
         everyone = [torch_sdpa(), *map(torch_sdpa_backend, SDPA_BACKENDS), torch_naive(), *others]
@@ -331,6 +384,8 @@ def _front(preset: Preset) -> Callable[[str], Candidate]:
         return qflash_jax
     if preset.kind == TRAIN:
         return qflash_torch_train
+    if preset.kind == BACKWARD:
+        return qflash_backward
     return qflash_torch if preset.device == "cuda" or machine.version("torch") else qflash_numpy
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from qflash.dispatch import VARIANTS
 from qflash.testing import Case
 
-FORWARD, TRAIN, DECODE, OVERHEAD = "forward", "train", "decode", "overhead"
+FORWARD, BACKWARD, TRAIN, DECODE, OVERHEAD = "forward", "backward", "train", "decode", "overhead"
 MIXED, WRITE = "mixed", "write"  # decoding of sequences of many lengths; new tokens into pages
 
 
@@ -218,6 +218,16 @@ PRESETS = {
             peers=(),
             graph=True,
             page_sizes=_PAGE_SIZES[:1],
+        ),
+        Preset(
+            "backward",
+            "CUDA backward alone, bfloat16, B·T=16384 H·D=2048",
+            "cuda",
+            BACKWARD,
+            tuple(name for name in ("sm90_bwd", "fa_mma_bwd") if name in VARIANTS),
+            _grid(("bfloat16",), (64, 128), (1024, 4096, 16384)),
+            peers=("torch FA2", "torch SDPA cudnn"),
+            best=True,
         ),
         Preset(
             "sm90-rope",

@@ -45,6 +45,16 @@ PAGES = (
         "The peers are cuDNN and FlashAttention 2, both through PyTorch, and FlashAttention 3.",
     ),
     Page(
+        "backward",
+        "Gradients, and the best that runs on Hopper",
+        "sm90_bwd",
+        {"backward": "Backward alone"},
+        "The forward pass ran once, before, and is not counted; delta = rowsum(dO ∘ O) is. A backward pass counts five "
+        "products, 2.5 times the forward FLOP, whatever a kernel computes again. The peers are cuDNN and "
+        "FlashAttention 2 through PyTorch; both add dQ in an order that is left to chance, unless PyTorch is told to "
+        "be deterministic.",
+    ),
+    Page(
         "int8",
         "sm90_int8 and sm90_int8_fp8",
         "sm90_int8",

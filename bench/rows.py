@@ -61,7 +61,7 @@ def folder_name(device: str) -> str:
 def flop(case: Case, kind: str) -> float:
     """Multiplications and additions of QKᵀ and PV; half for a causal mask; a backward pass counts 2.5 forwards."""
     forward = 4.0 * case.batch * case.q_heads * case.q_len * case.k_len * case.head_dim
-    return forward * (0.5 if case.causal else 1.0) * (3.5 if kind == "train" else 1.0)
+    return forward * (0.5 if case.causal else 1.0) * {"train": 3.5, "backward": 2.5}.get(kind, 1.0)
 
 
 def _item_bytes(case: Case) -> int:

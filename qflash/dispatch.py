@@ -117,6 +117,14 @@ def _decoding_by_copy_engine(spec: Spec) -> list[str]:
     return found
 
 
+def _backward_by_copy_engine(spec: Spec) -> list[str]:
+    """What sm90_bwd leaves out."""
+    found = _copy_engine(spec)
+    if spec.head_dim > 128:
+        found.append(f"head_dim is {spec.head_dim}; sm90_bwd takes up to 128")
+    return found
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="cpu",
@@ -285,6 +293,41 @@ KERNELS: tuple[Kernel, ...] = (
         page="cpu",
         sinks=True,
         batch_invariant=True,
+    ),
+    Kernel(
+        name="sm90_bwd",
+        device="cuda",
+        summary="gradients for Hopper: dQ, then dK and dV, each summed in registers in a fixed order, tiles by TMA, "
+        "products by wgmma",
+        op="attention_backward",
+        dtypes=_HALVES,
+        min_arch=90,
+        later_arches=False,
+        also=_backward_by_copy_engine,
+        head_dims=(64, 96, 128),
+        per_scores=True,
+        sinks=True,
+    ),
+    Kernel(
+        name="fa_mma_bwd",
+        device="cuda",
+        summary="gradients on tensor cores: mma.sync, keys stationary for dK and dV, queries for dQ; no atomics",
+        op="attention_backward",
+        dtypes=_HALVES,
+        min_arch=75,
+        also=_sixteen_bit_tensor_cores,
+        head_dims=HEAD_DIMS,
+        sinks=True,
+    ),
+    Kernel(
+        name="fa_bwd",
+        device="cuda",
+        summary="gradients on CUDA cores in float32: keys stationary for dK and dV, queries for dQ; no atomics",
+        op="attention_backward",
+        min_arch=75,
+        per_arch=False,
+        head_dims=HEAD_DIMS,
+        sinks=True,
     ),
     Kernel(
         name="sm90_quantize",
@@ -513,6 +556,14 @@ def choose(spec: Spec, name: str | None = None) -> Kernel:
             return kernel
     problem = "problem" if spec.op == "attention" else spec.op
     raise NoKernelError(f"no kernel serves this {problem}\n{table(verdicts(spec))}")
+
+
+def backward_of(spec: Spec) -> Kernel | None:
+    """The kernel that computes the gradients of a call that `spec` describes; None where there is none."""
+    try:
+        return choose(replace(spec, op="attention_backward"))
+    except NoKernelError:
+        return None
 
 
 def verdicts(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]:

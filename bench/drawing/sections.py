@@ -10,7 +10,7 @@ from typing import Any
 from bench import limits, profiles
 
 Row = dict[str, Any]
-KINDS = ("forward", "train", "decode")
+KINDS = ("forward", "backward", "train", "decode")
 ROOMY = 5  # candidates up to which parts of a kernel's work ("kernel alone") are drawn too; more are for the tables
 FAR = 2.5  # times the fastest row: a limit that is further away would press the rows flat
 STEEP = 20  # fastest over slowest: from here on a linear axis hides the slow ones

@@ -45,6 +45,8 @@ KERNELS = {
     "sm90_decode": Look(Colour("#d6336c", "#ff85b0"), "P"),
     "sm90_decode, INT8 pages of 256": Look(Colour("#a15c00", "#e8b04a"), "D"),
     "decode": Look(Colour("#7a4fd0", "#b79bff"), "X"),
+    "sm90_bwd": Look(Colour("#f0640a", "#ff8f3f"), "o"),
+    "fa_mma_bwd": Look(Colour("#7a1f2b", "#c96a6a"), "^"),
     "cpu": Look(Colour("#e8560a", "#ff9a52"), "o"),
     "cpu_int8": Look(Colour("#c41034", "#ff6b76"), "s"),
 }

@@ -15,12 +15,14 @@ from qflash import dispatch
 from qflash.reference import sm90_quantize as replay
 from qflash.testing import Case
 from qflash.testing.emulated_attention import check_kernel
+from qflash.testing.emulated_backward import check_gradients_of
 from qflash.testing.emulated_ops import EmulatedGpu
 from qflash.testing.op_cases import CASES, check_close
 from qflash.testing.page_writes import PageWrite, arrays_of, check_written
 
 CUDA = {row.name: row for row in dispatch.KERNELS if row.backend == "cuda"}
 ATTENTION = [name for name, row in CUDA.items() if row.op == "attention"]
+BACKWARD = [name for name, row in CUDA.items() if row.op == "attention_backward"]
 QUANTIZE_KV = [name for name, row in CUDA.items() if row.op == "quantize_kv"]
 KV_WRITE = [name for name, row in CUDA.items() if row.op == "kv_write"]
 OTHERS = [name for name, row in CUDA.items() if row.op in CASES and row.op != "attention"]
@@ -29,7 +31,7 @@ TILE = Case("tile", 70, 150, 2, 1, 64, causal=True, dtype="float16", seed=3)
 
 
 def test_every_kernel_has_its_tile():
-    assert sorted((*ATTENTION, *QUANTIZE_KV, *KV_WRITE, *OTHERS)) == sorted(CUDA)
+    assert sorted((*ATTENTION, *BACKWARD, *QUANTIZE_KV, *KV_WRITE, *OTHERS)) == sorted(CUDA)
 
 
 @pytest.fixture
@@ -43,6 +45,11 @@ def gpu(shared_cache, monkeypatch) -> EmulatedGpu:
 @pytest.mark.parametrize("kernel", ATTENTION)
 def test_attention(library, kernel):
     assert check_kernel(library, TILE, kernel) is not None
+
+
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_gradients(library, kernel):
+    check_gradients_of(library, TILE, kernel)
 
 
 @pytest.mark.parametrize("kernel", OTHERS)

@@ -56,6 +56,20 @@ def test_the_grid_on_hopper():
     assert set(names) <= set(attention.OVER)  # or the best peer would not be known
 
 
+def test_the_backward_pass_alone():
+    """On the CPU, where torch has FlashAttention, too: everyone's dq is right, and five products are counted."""
+    pytest.importorskip("torch")
+    preset = replace(PRESETS["backward"], device="cpu", kernels=("cpu_bwd",), best=False)
+    found = rows_of(preset)
+    assert list(found) == ["qflash cpu_bwd", "torch FA2"]
+    for row in found.values():
+        assert row["rel_l2"] < 1e-6 and row["kind"] == "backward"
+        assert row["gflops"] == pytest.approx(2.5 * 2 * 2 * 48 * 48 * 16 / row["us"]["p50"] / 1e3, rel=0.1, abs=0.1)
+    assert len(PRESETS["backward"].cases) == 12
+    names = [one.name for one in peers.candidates(PRESETS["backward"])]
+    assert names == ["qflash sm90_bwd", "qflash fa_mma_bwd", "torch FA2", "torch SDPA cudnn"]
+
+
 def test_presets_name_peers_that_exist_and_ratios_that_are_taken():
     for preset in PRESETS.values():
         found = {one.name for one in peers.peers(preset)}

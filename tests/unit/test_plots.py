@@ -18,7 +18,7 @@ PICTURES = {
     str(picture.path.relative_to(store.ROOT)): picture for picture in plot.everything() if picture.path.exists()
 }
 each_picture = pytest.mark.parametrize("name", PICTURES)
-RATES = {"forward", "train", "decode"}
+RATES = {"forward", "backward", "train", "decode"}
 
 
 @cache

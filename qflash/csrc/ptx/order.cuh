@@ -2,6 +2,8 @@
 // across.
 #pragma once
 
+#include <stdint.h>
+
 namespace qf {
 
 // `never_negative`, and all that leads to it, is computed before this place where `seldom` holds, at the cost of a
@@ -12,5 +14,14 @@ __device__ __forceinline__ void compute_before_if(bool seldom, float never_negat
 
 // False. What is loaded after this place is not loaded before it.
 __device__ __forceinline__ bool never(int never_negative) { return __any_sync(0xffffffffu, never_negative < 0); }
+
+// All that leads to these words is computed before this place. Not all of their bits are set in all of them.
+template <int kWords>
+__device__ __forceinline__ void compute_before(const uint32_t (&words)[kWords]) {
+  uint32_t common = ~0u;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) common &= words[i];
+  if (__any_sync(0xffffffffu, common == ~0u)) __trap();
+}
 
 }  // namespace qf

@@ -1,0 +1,45 @@
+// One block of either kernel of the backward pass, and its roles.
+#pragma once
+
+#include "attn/wgmma/backward/consumer_keys.cuh"
+#include "attn/wgmma/backward/consumer_queries.cuh"
+#include "attn/wgmma/backward/inspect.cuh"
+#include "attn/wgmma/backward/producer.cuh"
+#include "ptx/names.cuh"
+#include "ptx/setmaxnreg.cuh"
+
+namespace qf {
+namespace wgmma {
+namespace backward {
+
+// params.workspace begins with delta (attn/backward/delta.cuh).
+template <class Config>
+__device__ __forceinline__ void run_block(const QfAttnBwdParams& params, const TensorMaps& maps,
+                                          const TileSchedule& schedule, const Stores& aligned, char* s_memory) {
+  using Consumer = std::conditional_t<Config::kKeysStay, KeyConsumer<Config>, QueryConsumer<Config>>;
+  const SharedMemory<Config> s(s_memory);
+  const PackedFaults faults = PackedFaults::find(params.fwd);
+  if (threadIdx.x == 0) {
+    s.init_barriers();
+    for (const CUtensorMap* map : {&maps.first_rows, &maps.second_rows, &maps.first_columns, &maps.second_columns})
+      prefetch_tensor_map(map);
+  }
+  __syncthreads();  // the barriers are in place
+  constexpr int kFirstInspector = kWarpgroupThreads - Config::kInspectorThreads;
+  if (threadIdx.x < kWarpgroupThreads) {
+    give_registers<Config::kProducerRegisters>();
+    name_role(threadIdx.x < 32 ? "producer" : threadIdx.x < 64 ? "describe_work" : "inspector");
+    if (threadIdx.x == 0) produce(params.fwd, schedule, maps, s);
+    if (threadIdx.x == 32) describe_work(params.fwd, schedule, s, faults);
+    if (threadIdx.x >= kFirstInspector)
+      inspect(params.fwd, static_cast<const float*>(params.workspace), s, threadIdx.x - kFirstInspector);
+  } else {
+    name_role("consumer", consumer_index());
+    take_registers<Config::kConsumerRegisters>();
+    Consumer(params, s).run(schedule.rows, aligned);
+  }
+}
+
+}  // namespace backward
+}  // namespace wgmma
+}  // namespace qf

@@ -1,0 +1,112 @@
+// A consumer of the kernel for dK and dV: 64 keys, whose sums over all queries of their group stay in its registers.
+//
+// Tile n of queries, on the tensor cores and beside them:
+//
+//   tensor cores   | dV(n-1) dK(n-1) | S^T = K Q^T | dP^T = V dO^T | the other consumer's      | dV, dK(n) | S^T(n+1)
+//   this warpgroup | wait, release n-1, wait      | P = exp       | dS = P (dP - delta), round | wait ...
+#pragma once
+
+#include "attn/wgmma/backward/consumer.cuh"
+#include "attn/wgmma/backward/nonfinite.cuh"
+#include "attn/wgmma/backward/rotate_back.cuh"
+#include "attn/wgmma/backward/store.cuh"
+#include "attn/wgmma/backward/weights.cuh"
+
+namespace qf {
+namespace wgmma {
+namespace backward {
+
+template <class Config>
+struct KeyConsumer : ConsumerBase<Config> {
+  using Base = ConsumerBase<Config>;
+  using Base::at, Base::holds, Base::s;
+  using typename Base::ColumnOperand, typename Base::SummedColumns, typename Base::Work;
+
+  const QfAttnBwdParams& params;
+  const QfAttnParams& p;
+  const Weights<Config> weights;
+  typename Base::Scores S, dP;     // [key][query], transposed: S becomes P
+  typename Base::Fragments P, dS;  // rounded, as A of the sums
+  typename Base::Outputs dK, dV;
+
+  __device__ __forceinline__ KeyConsumer(const QfAttnBwdParams& problem, const SharedMemory<Config>& shared)
+      : Base(shared), params(problem), p(problem.fwd), weights(problem.fwd) {}
+
+  // All work tiles of the block.
+  __device__ __forceinline__ void run(int row_tiles, const Stores& aligned) {
+    for (;;) {
+      const Work& work = this->wait_work();
+      if (work.tiles < 0) return;
+      if (work.unserved) {
+        fill_unserved(p, params.dk, work, row_tiles);
+        fill_unserved(p, params.dv, work, row_tiles);
+      }
+      if (work.tiles > 0) {
+        sum_over_queries(work);
+        store_outputs<Config>(params.dv, work, dV, Config::kUnshift, aligned.second, p.head_dim);
+        if (p.rope.cos) rotate_back(p.rope, work, dK[0], this->own_scratch());
+        store_outputs<Config>(params.dk, work, dK, p.scale * Config::kUnshift, aligned.first, p.head_dim);
+        if (unlikely(work.cleared)) add_nonfinite_queries<Config>(params, work);
+      } else if (work.rows > 0) {
+        store_zeros<Config>(params.dk, work, p.head_dim);
+        store_zeros<Config>(params.dv, work, p.head_dim);
+      }
+      this->release_work();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void sum_over_queries(const Work& work) {
+    const KeyRange own = work.own[consumer_index()];
+    const int first = warp_uniform(own.begin), end = warp_uniform(own.end), tiles = warp_uniform(work.tiles);
+    const KeyRange full = {warp_uniform(work.full.begin), warp_uniform(work.full.end)};
+    const auto is_whole = [&](int column0) { return column0 >= full.begin && column0 + Config::kBlockN <= full.end; };
+    clear_outputs(dK);
+    clear_outputs(dV);
+    this->rows_at.wait_full(*s.row_ring);
+#pragma unroll 1
+    for (int head = warp_uniform(work.heads); head > 0; --head) {
+      this->skip(first);
+      int column0 = work.columns.begin + first * Config::kBlockN;
+#pragma unroll 1
+      for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, column0, is_whole(column0));
+      if (head == 1) this->release_rows();  // S and dP of the last tile are done with
+      finish_sums();
+      this->skip(tiles - end);
+    }
+  }
+
+  __device__ __forceinline__ void step(const Work& work, int column0, bool whole) {
+    const auto q = this->template stage_of<ColumnOperand>(s.first_columns);
+    const auto dout = this->template stage_of<ColumnOperand>(s.second_columns);
+    const auto q_summed = this->template stage_of<SummedColumns>(s.first_columns);
+    const auto dout_summed = this->template stage_of<SummedColumns>(s.second_columns);
+    const int statistics = at.stage() * Config::kBlockN + lane_index() % 4 * 2;
+    const ColumnStatistics of = {s.minus_lse + statistics, s.delta + statistics};
+
+    this->wait_columns();
+    finish_sums();                                    // dV(n - 1), dK(n - 1)
+    this->start_scores(S, this->first_rows, q);       // S^T(n) = K Q^T
+    this->start_scores(dP, this->second_rows, dout);  // dP^T(n) = V dO^T
+    wgmma_wait<1>();                                  // S
+    hold(S);
+    weights.take(S, of);
+    wgmma_wait<0>();  // dP
+    hold(dP);
+    weights.finish(S, dP, P, dS, of, work, column0, whole);
+    this->start_sums(dV, P, dout_summed);  // dV += P^T dO
+    this->start_sums(dK, dS, q_summed);    // dK += dS^T Q
+    holds = true;
+    at.advance();
+  }
+
+  __device__ __forceinline__ void finish_sums() {
+    wgmma_wait<0>();
+    hold(dK[0]), hold(dV[0]);
+    this->release_held();
+  }
+};
+
+}  // namespace backward
+}  // namespace wgmma
+}  // namespace qf

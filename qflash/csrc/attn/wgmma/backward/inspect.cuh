@@ -1,0 +1,122 @@
+// Two warps, the inspectors, see to what comes with a tile of columns and not by TMA.
+//
+// Where keys stay, they write lse and delta of the tile's queries to shared memory: consumers have queries as columns,
+// of which a lane has too many to load by itself. A query that does not exist, or sees nothing, gets weights of zero.
+//
+// In tiles that some row of the block does not meet whole, weights of zero meet columns that the row must not see, and
+// 0 times NaN is NaN. So operands of the sums that hold NaN or infinity are cleared there, a token at a time, and so
+// are tokens past the end of the sequence, which are a neighbour's. Rows that do see a cleared token get it back at the
+// end (nonfinite.cuh).
+#pragma once
+
+#include "attn/backward/delta.cuh"
+#include "attn/mma/nonfinite.cuh"
+#include "attn/wgmma/backward/shared_memory.cuh"
+#include "ptx/tma.cuh"
+
+namespace qf {
+namespace wgmma {
+namespace backward {
+
+// One token of a tile of columns, by one thread.
+template <class Config>
+struct Token {
+  using Tile = typename Config::ColumnTile;
+  char* s_token;  // in the first panel
+  int rotation;   // neighbouring threads begin at different chunks, and so in different banks
+
+  __device__ __forceinline__ Token(char* s_tile, int token)
+      : s_token(s_tile + token * Tile::kRowBytes), rotation(token % Tile::kChunks) {}
+  __device__ __forceinline__ uint4& chunk(int i) const {
+    const int panel = i / Tile::kChunks, in_panel = (i + rotation) % Tile::kChunks;
+    return *reinterpret_cast<uint4*>(s_token + panel * Tile::kPanelBytes + in_panel * 16);
+  }
+  __device__ __forceinline__ bool nonfinite() const {
+    using Element = typename Config::Element;
+    bool found = false;
+#pragma unroll 4
+    for (int i = 0; i < Tile::kCount * Tile::kChunks; ++i) {
+      const uint4 x = chunk(i);
+      found |= word_nonfinite<Element>(x.x) | word_nonfinite<Element>(x.y) | word_nonfinite<Element>(x.z) |
+               word_nonfinite<Element>(x.w);
+    }
+    return found;
+  }
+  __device__ __forceinline__ void clear() const {
+#pragma unroll 1
+    for (int i = 0; i < Tile::kCount * Tile::kChunks; ++i) chunk(i) = make_uint4(0, 0, 0, 0);
+  }
+};
+
+// Clears what must not reach rows that do not see it, in a tile whose column0 is given. Returns whether this thread
+// cleared a token that some row may see. Operands of sums: Q and dO of dK and dV, K of dQ.
+template <class Config>
+__device__ __forceinline__ bool clear_columns(const WorkTile<Config>& work, const SharedMemory<Config>& s, int stage,
+                                              int column0, int thread) {
+  bool cleared = false;
+#pragma unroll 1
+  for (int i = thread; i < Config::kBlockN; i += Config::kInspectorThreads) {
+    const bool exists = column0 + i < work.mask.len_k;
+    const Token<Config> first(s.first_columns + stage * Config::ColumnTile::kBytes, i);
+    if (!exists || first.nonfinite()) first.clear(), cleared |= exists;
+    if constexpr (Config::kKeysStay) {
+      const Token<Config> second(s.second_columns + stage * Config::ColumnTile::kBytes, i);
+      if (!exists || second.nonfinite()) {
+        second.clear(), cleared |= exists;
+        if (exists) s.delta[stage * Config::kBlockN + i] = nan();  // dP is as little a number as dO
+      }
+    }
+  }
+  fence_proxy_async();  // the zeros, to wgmma
+  return cleared;
+}
+
+// Of one query.
+struct Statistics {
+  float minus_lse, delta;
+};
+template <class Config>
+__device__ __forceinline__ Statistics statistics_of(const QfAttnParams& p, const float* g_delta,
+                                                    const WorkTile<Config>& work, int head, int i) {
+  if (i >= work.seq.len_q) return {-infinity(), 0.0f};
+  const int64_t at = statistics_at(p, work.b, head, work.seq.q0, i);
+  return {minus_lse2(p.lse[at]) + Config::kShift, g_delta[at]};
+}
+
+template <class Config>
+__device__ __forceinline__ void inspect(const QfAttnParams& p, const float* g_delta, const SharedMemory<Config>& s,
+                                        int thread) {
+  static_assert(!Config::kKeysStay || Config::kBlockN == Config::kInspectorThreads, "a thread has one query");
+  RingPosition<Config::kWorkTiles> work_at;
+  RingPosition<Config::kStages> at;
+  for (;; work_at.advance()) {
+    work_at.wait_full(*s.work_ring);
+    WorkTile<Config>& work = s.work[work_at.stage()];
+    const int tiles = work.tiles;
+    if (tiles < 0) return;
+    for (int head = 0; head < work.heads; ++head)
+      for (int n = 0; n < tiles; ++n, at.advance()) {
+        const int column0 = work.columns.begin + n * Config::kBlockN, stage = at.stage();
+        Statistics own{};
+        if constexpr (Config::kKeysStay)
+          own = statistics_of(p, g_delta, work, work.column_head + head, column0 + thread);
+        at.wait_empty(*s.column_ring);
+        if constexpr (Config::kKeysStay) {
+          s.minus_lse[stage * Config::kBlockN + thread] = own.minus_lse;
+          s.delta[stage * Config::kBlockN + thread] = own.delta;
+        }
+        if (!work.whole(column0)) {
+          at.wait_full(*s.column_ring);
+          if (clear_columns(work, s, stage, column0, thread)) work.cleared = 1;
+        }
+        __syncwarp();  // what every lane wrote is in place
+        if (thread % 32 == 0) mbarrier_arrive(&s.inspected[stage]);
+      }
+    __syncwarp();  // every lane has read the work tile
+    if (thread % 32 == 0) work_at.release(*s.work_ring);
+  }
+}
+
+}  // namespace backward
+}  // namespace wgmma
+}  // namespace qf

@@ -1,0 +1,76 @@
+// Where things are in a block's shared memory, and every barrier of the block.
+//
+//   ring      filled by                          waited for by                     released by
+//   work      describe_work                      producer, inspectors, consumers   the same
+//   rows      producer (TMA)                     consumers                         consumers
+//   columns   producer (TMA), then inspectors    inspectors, consumers             consumers
+//
+//   inspected  inspectors arrive at a stage's once its statistics are there and, where some row does not meet the whole
+//              tile, nothing that zero weights would not blank out; consumers wait for both it and `full`
+//   next_tile  producer arrives; describe_work waits, before it takes the next work tile
+#pragma once
+
+#include "attn/wgmma/backward/work_tile.cuh"
+#include "hopper/ring.cuh"
+#include "ptx/opaque.cuh"
+
+namespace qf {
+namespace wgmma {
+namespace backward {
+
+template <class Config>
+struct SharedMemory {
+  static constexpr int kStages = Config::kStages, kWorkTiles = Config::kWorkTiles;
+  using Work = WorkTile<Config>;
+  static_assert(sizeof(Ring<1>) + sizeof(Ring<kStages>) + (kStages + 1) * sizeof(Mbarrier) + sizeof(Ring<kWorkTiles>) +
+                        kWorkTiles * sizeof(Work) <=
+                    Config::kBarrierBytes,
+                "");
+
+  char *first_rows, *second_rows;        // a tile each
+  char *first_columns, *second_columns;  // kStages tiles each
+  // Where keys stay: of the queries of each stage, [kStages][kBlockN].
+  float *minus_lse, *delta;
+  float* scratch;  // 2 kHeadDim for each warp of consumers
+  Ring<1>* row_ring;
+  Ring<kStages>* column_ring;
+  Mbarrier* inspected;  // kStages
+  Ring<kWorkTiles>* work_ring;
+  Mbarrier* next_tile;
+  Work* work;
+
+  __device__ __forceinline__ explicit SharedMemory(char* memory) {
+    first_rows = opaque_shared(memory + (kSwizzleBytes - shared_address(memory) % kSwizzleBytes) % kSwizzleBytes);
+    second_rows = first_rows + Config::RowTile::kBytes;
+    first_columns = second_rows + Config::RowTile::kBytes;
+    second_columns = first_columns + kStages * Config::ColumnTile::kBytes;
+    char* const after = second_columns + kStages * Config::ColumnTile::kBytes;
+    minus_lse = reinterpret_cast<float*>(after);
+    delta = minus_lse + kStages * Config::kBlockN;
+    scratch = reinterpret_cast<float*>(after + Config::kStatisticsBytes);
+    row_ring = reinterpret_cast<Ring<1>*>(after + Config::kStatisticsBytes + Config::kScratchBytes);
+    column_ring = reinterpret_cast<Ring<kStages>*>(row_ring + 1);
+    inspected = reinterpret_cast<Mbarrier*>(column_ring + 1);
+    work_ring = reinterpret_cast<Ring<kWorkTiles>*>(inspected + kStages);
+    next_tile = reinterpret_cast<Mbarrier*>(work_ring + 1);
+    work = reinterpret_cast<Work*>(next_tile + 1);
+  }
+  // One thread. Arrivals are counted in warps, but for the two threads that describe and copy.
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kConsumerWarps = Config::kConsumers * 4, kInspectorWarps = Config::kInspectorThreads / 32;
+    row_ring->init(kConsumerWarps, "rows full", "rows empty");
+    column_ring->init(kConsumerWarps, "columns full", "columns empty");
+    work_ring->init(kConsumerWarps + 1 + kInspectorWarps, "work full", "work empty");
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&inspected[i], kInspectorWarps);
+      name_barrier(&inspected[i], "columns inspected", i);
+    }
+    mbarrier_init(next_tile, 1);
+    name_barrier(next_tile, "next tile", 0);
+    fence_mbarrier_init();  // the barriers, to the copy engine
+  }
+};
+
+}  // namespace backward
+}  // namespace wgmma
+}  // namespace qf

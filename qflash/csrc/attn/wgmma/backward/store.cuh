@@ -1,0 +1,78 @@
+// Rows of dK, dV or dQ to global memory: of the accumulators of a warp, zeros for rows that nobody meets, and what rows
+// get that no good sequence has.
+#pragma once
+
+#include "attn/wgmma/backward/work_tile.cuh"
+#include "attn/wgmma/output.cuh"
+
+namespace qf {
+namespace wgmma {
+namespace backward {
+
+// May rows of the results be stored 16 bytes at a time? first: dk or dq, second: dv.
+struct Stores {
+  bool first, second;
+};
+
+template <class Config>
+__device__ __forceinline__ typename Config::Element* row_of(const QfTensor& x, const WorkTile<Config>& work, int row) {
+  return static_cast<typename Config::Element*>(x.data) + work.b * x.stride_b + work.row_head * x.stride_h +
+         (work.first_row() + row) * x.stride_t;
+}
+
+// The warp's rows of x: O times factor, or zeros where a row takes no part.
+template <class Config>
+__device__ __forceinline__ void store_outputs(const QfTensor& x, const WorkTile<Config>& work,
+                                              float (&O)[1][Config::kOTiles][4], float factor, bool aligned,
+                                              int head_dim) {
+  const int lane = lane_index(), own_live = work.live - warp_row() - lane / 4;
+#pragma unroll
+  for (int j = 0; j < Config::kOTiles; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) O[0][j][e] = own_live > e / 2 * 8 ? O[0][j][e] * factor : 0.0f;
+  store_rows<Config>(O, row_of<Config>(x, work, warp_row()), x.stride_t, min(16, work.rows - warp_row()), head_dim,
+                     aligned, lane);
+}
+
+// Rows of x that meet nothing.
+template <class Config>
+__device__ inline void store_zeros(const QfTensor& x, const WorkTile<Config>& work, int head_dim) {
+  using By = AllConsumers<Config>;
+  for (int row = By::thread(); row < min(Config::kBlockM, work.rows); row += By::threads()) {
+    auto* const g_row = row_of<Config>(x, work, row);
+    for (int d = 0; d < head_dim; ++d) g_row[d].bits = 0;
+  }
+}
+
+// Rows of x that no good sequence writes, this work tile's share of its head's: NaN in those of a sequence whose
+// description is out of range, and in all where offsets fall. Packed rows outside every sequence: a query has no keys
+// to be attended to, and gets NaN; a key has nobody who sees it, and gets zeros.
+template <class Config>
+__device__ inline void fill_unserved(const QfAttnParams& p, const QfTensor& x, const WorkTile<Config>& work,
+                                     int row_tiles) {
+  using By = AllConsumers<Config>;
+  using Element = typename Config::Element;
+  const int32_t* const offsets = Config::kKeysStay ? p.cu_seqlens_k : p.cu_seqlens_q;
+  const int64_t total = Config::kKeysStay ? p.total_k : p.total_q;
+  const auto fill = [&](int64_t begin, int64_t end, float value) {
+    Element filling;
+    from_float(value, filling);
+    for (int64_t row = begin + int64_t(work.row_tile) * By::threads() + By::thread(); row < end;
+         row += int64_t(row_tiles) * By::threads()) {
+      Element* const g_row =
+          static_cast<Element*>(x.data) + work.b * x.stride_b + work.row_head * x.stride_h + row * x.stride_t;
+      for (int d = 0; d < p.head_dim; ++d) g_row[d] = filling;
+    }
+  };
+  const auto within = [&](int64_t row) { return row < 0 ? 0 : row < total ? row : total; };
+  if (!offsets) return fill(0, Config::kKeysStay ? p.k_len : p.q_len, nan());
+  if (work.falls) return fill(0, work.b == 0 ? total : 0, nan());
+  if (!work.seq.good) fill(within(offsets[work.b]), within(offsets[work.b + 1]), nan());
+  const float outside = Config::kKeysStay ? 0.0f : nan();
+  if (work.b == 0) fill(0, within(offsets[0]), outside);
+  if (work.b == p.batch - 1) fill(within(offsets[p.batch]), total, outside);
+}
+
+}  // namespace backward
+}  // namespace wgmma
+}  // namespace qf

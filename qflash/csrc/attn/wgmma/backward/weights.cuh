@@ -1,0 +1,148 @@
+// From S and dP to P and dS, in the accumulators of one warpgroup: P = 2^(c S - lse'), dS = P (dP - delta). No barrier
+// is waited for here (consumer_keys.cuh and consumer_queries.cuh do).
+//
+// A lane has two rows, g and g + 8, and columns 8 j + 2 t and the next (ptx/wgmma.cuh).
+#pragma once
+
+#include "attn/wgmma/backward/shared_memory.cuh"
+#include "attn/wgmma/softcap.cuh"
+#include "attn/wgmma/softmax.cuh"
+#include "ptx/ex2.cuh"
+#include "ptx/order.cuh"
+
+namespace qf {
+namespace wgmma {
+namespace backward {
+
+// lse' = lse log2(e) less the shift, negated, and delta: of the lane's rows, where these are queries, ...
+struct RowStatistics {
+  float minus_lse_of[2], delta_of[2];
+
+  struct Pair {
+    float at[2];
+    __device__ __forceinline__ float operator()(int e) const { return at[e / 2]; }
+  };
+  __device__ __forceinline__ Pair minus_lse(int) const { return {{minus_lse_of[0], minus_lse_of[1]}}; }
+  __device__ __forceinline__ Pair delta(int) const { return {{delta_of[0], delta_of[1]}}; }
+};
+// ... or of its columns, from shared memory.
+struct ColumnStatistics {
+  const float *s_minus_lse, *s_delta;  // of the lane's first column
+
+  struct Pair {
+    float2 at;
+    __device__ __forceinline__ float operator()(int e) const { return e % 2 ? at.y : at.x; }
+  };
+  __device__ __forceinline__ Pair minus_lse(int j) const {
+    return {*reinterpret_cast<const float2*>(s_minus_lse + 8 * j)};
+  }
+  __device__ __forceinline__ Pair delta(int j) const { return {*reinterpret_cast<const float2*>(s_delta + 8 * j)}; }
+};
+
+// Which columns the lane's rows meet, of a tile that begins at column0, counted from the lane's first column.
+struct MetColumns {
+  KeyRange of[2];
+
+  template <class Config>
+  __device__ __forceinline__ MetColumns(const WorkTile<Config>& work, int column0) {
+    const int row = warp_row() + lane_index() / 4, column = column0 + lane_index() % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      of[h].begin = work.window.begin + row + 8 * h - column;
+      of[h].end = min(work.window.end + row + 8 * h, work.mask.len_k) - column;
+    }
+  }
+  // Zeros for what rows do not meet.
+  template <int kNTiles>
+  __device__ __forceinline__ void keep(float (&x)[kNTiles][4]) const {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int column = 8 * j + e % 2;
+        if (column < of[e / 2].begin || column >= of[e / 2].end) x[j][e] = 0.0f;
+      }
+  }
+};
+
+// 1 - tanh(y)^2, which would cancel where tanh(y) is close to 1.
+__device__ __forceinline__ float tanh_slope(float y, float tanh) {
+  const float shrunk = ex2(-2.0f * kLog2e * fabsf(y)), sum = 1.0f + shrunk;
+  return fabsf(y) > 1.0f ? 4.0f * shrunk * rcp(sum * sum) : fmaf(-tanh, tanh, 1.0f);
+}
+
+template <class Config>
+struct Weights {
+  static constexpr int kNTiles = Config::kNTiles;
+  using Fragments = uint32_t[Config::kColumnSteps][4];  // of A, 16 bits an element
+  using Sums = float[kNTiles][4];
+
+  const float scale, softcap;
+
+  __device__ __forceinline__ explicit Weights(const QfAttnParams& p) : scale(p.scale), softcap(p.softcap) {}
+
+  // S becomes P, but where there is a softcap: finish() takes weights then. What no row is to see is P, too.
+  template <class Statistics>
+  __device__ __forceinline__ void take(Sums& S, const Statistics& of) const {
+    if (caps()) return;
+    const float factor = scale * kLog2e;
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      const auto minus_lse = of.minus_lse(j);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[j][e] = ex2(fmaf(S[j][e], factor, minus_lse(e)));
+    }
+    uint32_t bits[4 * kNTiles];
+#pragma unroll
+    for (int i = 0; i < 4 * kNTiles; ++i) bits[i] = float_to_bits(S[i / 4][i % 4]);
+    compute_before(bits);  // ptxas would put the exponentials after the wait for dP
+  }
+  // P and dS rounded, of P (where there is a softcap: of S) and dP, zeros for what rows do not meet. ptxas wants all
+  // products done before somebody writes fragments of A, so both are rounded here.
+  template <class Statistics>
+  __device__ __forceinline__ void finish(Sums& S, Sums& dP, Fragments& P, Fragments& dS, const Statistics& of,
+                                         const WorkTile<Config>& work, int column0, bool whole) const {
+    if (caps()) take_capped(S, dP, of);
+    if (!whole) MetColumns(work, column0).keep(S);
+    round(S, P);
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      const auto delta = of.delta(j);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dP[j][e] = caps() ? S[j][e] * dP[j][e] : S[j][e] * (dP[j][e] - delta(e));
+    }
+    if (!whole) MetColumns(work, column0).keep(dP);  // it may be anything where P is zero
+    round(dP, dS);
+  }
+
+ private:
+  __device__ __forceinline__ bool caps() const { return !Config::kPlain && softcap != 0.0f; }
+
+  __device__ static __forceinline__ void round(const Sums& x, Fragments& rounded) {
+#pragma unroll
+    for (int word = 0; word < Config::kColumnSteps * 4; ++word) {
+      const int j = word / 4 * 2 + word % 4 / 2, e = word % 2 * 2;
+      rounded[word / 4][word % 4] = Config::Tensor::pair(x[j][e], x[j][e + 1]);
+    }
+  }
+  // S becomes P, and dP what P is multiplied by: (dP - delta) times the slope of the cap.
+  template <class Statistics>
+  __device__ __forceinline__ void take_capped(Sums& S, Sums& dP, const Statistics& of) const {
+    const float inner = scale / softcap, factor = softcap * kLog2e;
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      const auto minus_lse = of.minus_lse(j);
+      const auto delta = of.delta(j);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float y = S[j][e] * inner, tanh = tanh_of_any(y);
+        S[j][e] = ex2(fmaf(tanh, factor, minus_lse(e)));
+        dP[j][e] = (dP[j][e] - delta(e)) * tanh_slope(y, tanh);
+      }
+    }
+  }
+};
+
+}  // namespace backward
+}  // namespace wgmma
+}  // namespace qf

@@ -1,0 +1,72 @@
+// sm90_bwd: gradients of attention for Hopper, float16 and bfloat16 in, float32 sums. No atomics, nothing is added in
+// an order that is left to chance: each sum stays in the registers of one warpgroup from its first term to its last.
+//
+//   P = 2^(log2(e) (scale q . k - lse))     dP = dO V^T     dS = P (dP - delta)     delta = rowsum(dO * O) - dlse
+//   dV = P^T dO     dK = scale dS^T Q     dQ = scale dS K
+//
+// Launches: copies of what TMA cannot walk and of q and k rotated (attn/wgmma/relayout.cuh), delta
+// (attn/backward/delta.cuh), dQ, then dK and dV. The last two are one frame (attn/wgmma/backward/): 128 rows stay with
+// a block, tiles of 64 columns pass by (attn/wgmma/backward/config.cuh has the table). Keys stay for dK and dV, and
+// meet the queries of all heads of their group; queries stay for dQ, and S and dP are computed again.
+//
+//   dK, dV                                            dQ
+//              queries (pass by)                                 keys (pass by)
+//              | 64 | 64 | 64 ..                                 | 64 | 64 | 64 ..
+//   keys   64  | S^T, dP^T: 64 x 64       consumer 1   queries 64 | S, dP: 64 x 64
+//   (stay) 64  | dK, dV += 64 x D         consumer 2   (stay)  64 | dQ += 64 x D
+//
+// Roles (head_dim 128):
+//   warpgroup 0   thread 0     produce: rows of a work tile, then its columns, by TMA
+//   (40 regs)     thread 32    describe_work: which work tile is next, which columns it meets
+//                 warps 2, 3   inspect: lse and delta of the queries that pass by; NaN and infinity in columns that
+//                              some rows must not see
+//   warpgroups    dK, dV: S^T and dP^T 32 registers each, dK and dV 64 each, P and dS 16 each
+//   1, 2 (232)    dQ: S and dP 32 each, dQ 64, dS 16
+//
+// Shared memory (head_dim 128): rows 2 x 32 KB; columns 4 stages of 2 x 16 KB; lse and delta 2 KB; 8 KB where channels
+// meet that rotate together; barriers. 204 KB.
+//
+// Pipeline of a consumer: consumer_keys.cuh, consumer_queries.cuh. Bound: the tensor cores at 2048 cycles a tile of dK
+// and dV and 1536 of dQ, seven products where five are counted. docs/kernels/sm90_bwd.md has the prediction.
+#pragma once
+
+#include "attn/backward/delta.cuh"
+#include "attn/wgmma/backward/block.cuh"
+#include "attn/wgmma/relayout.cuh"
+#include "kernels/attention_backward/sm90_bwd/config.h"
+
+namespace qf {
+namespace sm90_bwd {
+
+template <class Element, bool kKeysStay, bool kPlain>
+using Config = wgmma::backward::BackwardConfig<Shape<Element, QF_HEAD_DIM, kKeysStay, kPlain>>;
+
+}  // namespace sm90_bwd
+}  // namespace qf
+
+// delta = rowsum(dO * O) - dlse.
+template <class Element>
+__global__ void __launch_bounds__(qf::kDeltaThreads)
+    qf_sm90_bwd_delta_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
+                             const qf::DeltaAccess vector) {
+  qf::write_delta<Element, true>(params, grid, vector);
+}
+
+// dK and dV, or dQ.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    qf_sm90_bwd_kernel(const __grid_constant__ QfAttnBwdParams params,
+                       const __grid_constant__ qf::wgmma::backward::TensorMaps maps,
+                       const __grid_constant__ qf::TileSchedule schedule, const qf::wgmma::backward::Stores aligned) {
+  extern __shared__ float4 s_memory[];
+  qf::wgmma::backward::run_block<Config>(params, maps, schedule, aligned, reinterpret_cast<char*>(s_memory));
+}
+
+// The pass before, for strides that TMA cannot walk.
+template <class Element>
+__global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
+    qf_sm90_bwd_relayout_kernel(const __grid_constant__ QfAttnParams p,
+                                const __grid_constant__ qf::wgmma::Relayout relayout, char* const copies,
+                                const bool tables_vectorise) {
+  qf::wgmma::relayout_tokens<Element>(p, relayout, copies, tables_vectorise);
+}
