@@ -99,8 +99,10 @@ class Plan:
 class Gradient:
     """How reverse mode goes through an operation.
 
-    `op` takes the cotangent of each result (None: it is zero), then the arrays of the operation, then its results; it
-    has the operation's words, and returns the gradient of each array in `of`.
+    `op` takes the cotangents of all results, "d" before their names (None: zero; the first is always there), then those
+    arrays and results of the operation that it names; nothing else is kept for it. It has the operation's words, and
+    returns the gradients of the arrays in `of` that are there. `words`: with them, results are the first of
+    `Op.results`.
     """
 
     op: Op

@@ -14,7 +14,14 @@ from qflash.reference.exact import (
 )
 from qflash.reference.fa_int8 import attention_fa_int8
 from qflash.reference.int8 import attention_int8
-from qflash.reference.operations import cross_entropy, layer_norm, softmax
+from qflash.reference.operations import (
+    cross_entropy,
+    cross_entropy_backward,
+    layer_norm,
+    layer_norm_backward,
+    softmax,
+    softmax_backward,
+)
 from qflash.reference.rope import apply_rope
 from qflash.reference.sm90_int8 import attention_sm90_int8
 
@@ -28,7 +35,10 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "cross_entropy",
+    "cross_entropy_backward",
     "layer_norm",
+    "layer_norm_backward",
     "softmax",
+    "softmax_backward",
     "visible",
 ]

@@ -12,24 +12,27 @@ import pytest
 
 import qflash
 from qflash import dispatch
+from qflash.frontends.numpy import run as numpy_frontend_run
 from qflash.reference import sm90_quantize as replay
 from qflash.testing import Case
 from qflash.testing.emulated_attention import check_kernel
 from qflash.testing.emulated_ops import EmulatedGpu
 from qflash.testing.op_cases import CASES, check_close
 from qflash.testing.page_writes import PageWrite, arrays_of, check_written
+from qflash.testing.row_gradients import gradient_call
 
 CUDA = {row.name: row for row in dispatch.KERNELS if row.backend == "cuda"}
 ATTENTION = [name for name, row in CUDA.items() if row.op == "attention"]
 QUANTIZE_KV = [name for name, row in CUDA.items() if row.op == "quantize_kv"]
 KV_WRITE = [name for name, row in CUDA.items() if row.op == "kv_write"]
+BACKWARD = [name for name, row in CUDA.items() if row.op.endswith("_backward") and row.op != "attention_backward"]
 OTHERS = [name for name, row in CUDA.items() if row.op in CASES and row.op != "attention"]
 # More queries and keys than a tile has, of the dtype and head_dim whose libraries other tests here compile, too.
 TILE = Case("tile", 70, 150, 2, 1, 64, causal=True, dtype="float16", seed=3)
 
 
 def test_every_kernel_has_its_tile():
-    assert sorted((*ATTENTION, *QUANTIZE_KV, *KV_WRITE, *OTHERS)) == sorted(CUDA)
+    assert sorted((*ATTENTION, *QUANTIZE_KV, *KV_WRITE, *OTHERS, *BACKWARD)) == sorted(CUDA)
 
 
 @pytest.fixture
@@ -51,6 +54,14 @@ def test_operation(request, kernel):
     wanted = case.call(**case.arrays)  # by the CPU engine
     gpu = request.getfixturevalue("gpu")
     check_close(case.call(**case.arrays, kernel=kernel), wanted)
+    assert gpu.launched == [kernel]
+
+
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_gradients_of_rows(gpu, kernel):
+    op, arrays, words = gradient_call(CUDA[kernel].op)
+    wanted = numpy_frontend_run(op, arrays, words)  # by the CPU engine
+    check_close(gpu.run(op, arrays, words), wanted)
     assert gpu.launched == [kernel]
 
 

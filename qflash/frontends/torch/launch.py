@@ -203,9 +203,10 @@ def check_differentiable(op: Op, plan: Plan, arch: int) -> None:
     except NoKernelError:
         kernel = dispatch.choose(spec, plan.kernel)
         *most, last = gradient.of
-        names = f"{', '.join(most)} or {last}"
+        names = " or ".join(filter(None, (", ".join(most), last)))
+        detached = " and ".join(filter(None, (", ".join(most), last)))
         raise NotImplementedError(
             f"{names} requires a gradient and kernel {kernel.name!r} ({kernel.device}, precision "
             f"{spec.precision}) has no backward pass; allowed: call it under torch.no_grad(), detach() "
-            f"{', '.join(most)} and {last}, or use tensors on the CPU with precision=None"
+            f"{detached}, or use tensors on the CPU with precision=None"
         ) from None
