@@ -447,7 +447,8 @@ class Explanation:
     """Which kernel would run and why each other one would not. `str()` is a table. What `explain` returns.
 
     kernel: its name, or None where none serves. spec: what of the call chose it. rows: (kernel, verdict, reason) of
-    every kernel. notes: what one should know about the choice.
+    every kernel. notes: what one should know about the choice. backward: the kernel that computes the gradients of
+    such a call, or None where it has none.
 
     Example:
         >>> import numpy as np
@@ -462,6 +463,7 @@ class Explanation:
     spec: Spec
     rows: list[tuple[str, str, str]]
     notes: tuple[str, ...] = ()  # what one should know about that choice
+    backward: str | None = None
 
     @property
     def title(self) -> str:
@@ -470,7 +472,13 @@ class Explanation:
         return f"{self.kernel or 'no kernel'} serves this problem on {place}"
 
     def __str__(self) -> str:
-        return "\n".join([self.title, dispatch.table(self.rows), *(f"note: {note}" for note in self.notes)])
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join([self.title, dispatch.table(self.rows), self.gradients, *notes])
+
+    @property
+    def gradients(self) -> str:
+        """What becomes of gradients, in one line."""
+        return f"gradients: {self.backward or 'none'}"
 
 
 @overload
@@ -556,7 +564,8 @@ def explanation_of(plan: Plan, arch: int, layout: Layout = _BTHD) -> Explanation
             f"other layout than {layout!r}"
         )
     notes += dispatch.notes(spec, chosen, min(q_len, k_len))
-    return Explanation(chosen, spec, rows, tuple(notes))
+    backward = dispatch.backward_of(spec)
+    return Explanation(chosen, spec, rows, tuple(notes), backward.name if backward else None)
 
 
 def _packed_words(*words: Any) -> tuple[Any, ...]:

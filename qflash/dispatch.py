@@ -276,6 +276,27 @@ KERNELS: tuple[Kernel, ...] = (
         sinks=True,
     ),
     Kernel(
+        name="fa_mma_bwd",
+        device="cuda",
+        summary="gradients on tensor cores: mma.sync, keys stationary for dK and dV, queries for dQ; no atomics",
+        op="attention_backward",
+        dtypes=_HALVES,
+        min_arch=75,
+        also=_sixteen_bit_tensor_cores,
+        head_dims=HEAD_DIMS,
+        sinks=True,
+    ),
+    Kernel(
+        name="fa_bwd",
+        device="cuda",
+        summary="gradients on CUDA cores in float32: keys stationary for dK and dV, queries for dQ; no atomics",
+        op="attention_backward",
+        min_arch=75,
+        per_arch=False,
+        head_dims=HEAD_DIMS,
+        sinks=True,
+    ),
+    Kernel(
         name="sm90_quantize",
         device="cuda",
         summary="k, and v for E4M3, as sm90_int8 wants them: rope, smoothing, Hadamard matrix, integers in one pass",
@@ -531,6 +552,14 @@ def choose(spec: Spec, name: str | None = None) -> Kernel:
             return kernel
     problem = "problem" if spec.op == "attention" else spec.op
     raise NoKernelError(f"no kernel serves this {problem}\n{table(verdicts(spec))}")
+
+
+def backward_of(spec: Spec) -> Kernel | None:
+    """The kernel that computes the gradients of a call that `spec` describes; None where there is none."""
+    try:
+        return choose(replace(spec, op="attention_backward"))
+    except NoKernelError:
+        return None
 
 
 def verdicts(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]:

@@ -101,6 +101,7 @@ def explain(
     for name, verdict, why in told.rows:
         table_of_kernels.add_row(name, Text(verdict, _COLOURS.get(verdict, "")), why)
     console.print(table_of_kernels)
+    console.print(told.gradients)
     for note in told.notes:
         console.print(f"note: {note}", soft_wrap=True)
 

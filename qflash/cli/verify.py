@@ -21,11 +21,13 @@ from qflash.cli.ahead import compile_ahead
 from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, steps
 from qflash.cli.usable import usable_kernels
-from qflash.dispatch import VARIANTS, Variant, arch_reasons, kernels_of, variants_of
+from qflash.dispatch import VARIANTS, Variant, arch_reasons, variants_of
 from qflash.errors import KernelError, NoKernelError, ToolchainError
 
 if TYPE_CHECKING:
     from qflash.testing import Case
+
+BACKWARD = "attention_backward"
 
 
 @dataclass
@@ -43,14 +45,13 @@ class Tally:
     seconds: float = 0.0
 
     def take(self, case: Case) -> None:
-        """Run one case, forward and (where the kernel has one) backward, and note the outcome."""
-        from qflash.testing import ContractError, check, check_gradients, run_backward
+        """Run one case, forward or backward, and note the outcome."""
+        from qflash.testing import ContractError, check, check_backward
 
         started = time.perf_counter()
+        how = (self.kernel.name, self.framework, self.seed)
         try:
-            errors = check(case, self.kernel.name, self.framework, self.seed)
-            if self.has_gradients and case.finite:
-                check_gradients(case, *run_backward(case, self.kernel.name))
+            errors = check_backward(case, *how) if self.kernel.kernel.op == BACKWARD else check(case, *how)
         except NoKernelError:
             self.refused += 1
         except ToolchainError:
@@ -62,12 +63,6 @@ class Tally:
             if case.finite:
                 self.worst[case.dtype] = max(self.worst.get(case.dtype, 0.0), errors.relative_l2)
         self.seconds += time.perf_counter() - started
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether the calls this kernel serves have a backward pass on the CPU, where `run_backward` runs it."""
-        rows = kernels_of("attention_backward", "cpu")
-        return self.kernel.device == "cpu" and any(self.kernel.precision in row.precisions for row in rows)
 
     @property
     def verified_nothing(self) -> bool:
@@ -132,7 +127,7 @@ def emulated_kernels() -> dict[str, str]:
     why_not = emulator.why_not()
     return {
         variant.name: why_not or "; ".join(arch_reasons(variant.kernel, emulator.arch(), "it is emulated for"))
-        for variant in variants_of("attention", "cuda")
+        for variant in (*variants_of("attention", "cuda"), *variants_of(BACKWARD, "cuda"))
         if variant.kernel.backend == "cuda"
     }
 
@@ -198,7 +193,8 @@ def verify(names: tuple[str, ...], quick: bool, repeat: int | None, emulate: boo
 def usable_variants() -> dict[str, str]:
     """The kernels of attention, and why they cannot run here."""
     usable = usable_kernels()
-    return {variant.name: usable[variant.kernel.name].why_not for variant in variants_of("attention")}
+    variants = (*variants_of("attention"), *variants_of(BACKWARD))
+    return {variant.name: usable[variant.kernel.name].why_not for variant in variants}
 
 
 def show_table(console: Console, tallies: list[Tally]) -> None:

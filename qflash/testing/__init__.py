@@ -4,7 +4,7 @@ from qflash.testing.case import Case, Inputs, Rotary
 from qflash.testing.cases import BY_NAME, CASES, cases
 from qflash.testing.compare import ContractError, Errors, check_contract, check_gradients, errors, judge, repro
 from qflash.testing.oracle import expected, expected_gradients
-from qflash.testing.runner import FRAMEWORKS, check, run_backward, run_case
+from qflash.testing.runner import FRAMEWORKS, check, check_backward, run_backward, run_case
 
 __all__ = [
     "BY_NAME",
@@ -17,6 +17,7 @@ __all__ = [
     "Rotary",
     "cases",
     "check",
+    "check_backward",
     "check_contract",
     "check_gradients",
     "errors",

@@ -196,8 +196,8 @@ def _without_ties(out: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(error[kept]) / max(np.linalg.norm(size[kept]), np.finfo(np.float64).tiny))
 
 
-def check_gradients(case: Case, dq: np.ndarray, dk: np.ndarray, dv: np.ndarray) -> dict[str, Errors]:
-    """Hold gradients against the oracle, by relative L2 error."""
+def check_gradients(case: Case, dq: np.ndarray, dk: np.ndarray, dv: np.ndarray, how: str = "") -> dict[str, Errors]:
+    """Hold gradients against the oracle, by relative L2 error. `how`: further arguments of the repro line."""
     failures: list[str] = []
     found = {}
     condition = float(_condition(expected(case)).max(initial=1.0))
@@ -220,28 +220,33 @@ def check_gradients(case: Case, dq: np.ndarray, dk: np.ndarray, dv: np.ndarray) 
         verdict.expect(f"error of {name} against the largest gradient", _ratio(float(difference), scale), allowed)
         found[name] = verdict.errors
         failures += verdict.failures
-    _raise_if_broken(case, failures)
+    _raise_if_broken(case, failures, how, "check_backward")
     return found
 
 
 def check_same_bits(
-    case: Case, first: tuple, second: tuple, how: str = "", names: tuple[str, ...] = ("out", "lse")
+    case: Case,
+    first: tuple,
+    second: tuple,
+    how: str = "",
+    names: tuple[str, ...] = ("out", "lse"),
+    function: str = "check",
 ) -> None:
     """Same input, same bits, every run."""
     for name, a, b in zip(names, first, second, strict=True):
         if a.tobytes() != b.tobytes():
             failure = f"{name} differs between two runs on the same input; allowed: the same bits"
-            _raise_if_broken(case, [failure], how)
+            _raise_if_broken(case, [failure], how, function)
 
 
-def repro(case: Case, how: str = "") -> str:
+def repro(case: Case, how: str = "", function: str = "check") -> str:
     """One line that runs the case again."""
-    return f"from qflash.testing import *; check({case!r}{how})"
+    return f"from qflash.testing import *; {function}({case!r}{how})"
 
 
-def _raise_if_broken(case: Case, failures: list[str], how: str = "") -> None:
+def _raise_if_broken(case: Case, failures: list[str], how: str = "", function: str = "check") -> None:
     if failures:
-        raise ContractError("\n  ".join([f"{case.name}:", *failures, f"repro: {repro(case, how)}"]))
+        raise ContractError("\n  ".join([f"{case.name}:", *failures, f"repro: {repro(case, how, function)}"]))
 
 
 def _difference(got: np.ndarray, want: np.ndarray) -> np.ndarray:

@@ -172,12 +172,12 @@ def arch() -> int:
     return asked() or ARCH
 
 
-def launch(plan: Plan, arrays: Sequence[np.ndarray | None], seed: int = 0) -> None:
+def launch(plan: Plan, arrays: Sequence[np.ndarray | None], seed: int = 0, of_arch: int | None = None) -> None:
     """Carry a plan out on the emulator: choose the kernel as for a GPU, compile it if need be, call it.
 
-    arrays: operands and results in the order of the plan, as the kernel takes them.
+    arrays: operands and results in the order of the plan, as the kernel takes them. of_arch: of the GPU; None: arch().
     """
-    spec = plan.spec(arch())
+    spec = plan.spec(arch() if of_arch is None else of_arch)
     kernel = dispatch.choose(spec, plan.kernel)
     if plan.nothing_to_do:
         for result in arrays[len(plan.operands) :]:

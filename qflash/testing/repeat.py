@@ -6,6 +6,7 @@ A missing barrier shows itself once in hundreds of runs, and only where many blo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from qflash import dispatch
 from qflash.errors import NoKernelError
@@ -28,6 +29,8 @@ def check_repeats(kernel: str, times: int, load: Callable[[int], None] | None = 
 
     load(i): what else the machine is given to do beside run i.
     """
+    if dispatch.VARIANTS[kernel].kernel.op == "attention_backward":
+        return _check_repeated_gradients(kernel, times, load)
     framework = "torch-cuda" if dispatch.VARIANTS[kernel].device == "cuda" else "numpy"
     served = 0
     for case in REPEATED:
@@ -47,4 +50,26 @@ def check_repeats(kernel: str, times: int, load: Callable[[int], None] | None = 
             if load is not None:
                 load(index)
             check_same_bits(case, first, results(), f", {kernel!r}, {framework!r}  # run {index}")
+    return served
+
+
+def _check_repeated_gradients(kernel: str, times: int, load: Callable[[int], None] | None) -> int:
+    variant = dispatch.VARIANTS[kernel]
+    framework = "native-cuda" if variant.device == "cuda" else "native"
+    served = 0
+    for case in REPEATED:
+        if case.dtype not in variant.dtypes:
+            continue
+        served += 1
+        if framework == "native-cuda":
+            results = runner.CudaCall(*runner.planned_backward(case, kernel, framework)).run
+        else:
+            results = partial(runner.run_backward, case, kernel, framework)
+        first = tuple(results())
+        for index in range(1, times):
+            if load is not None:
+                load(index)
+            how = f", {kernel!r}, {framework!r}"
+            names = ("dq", "dk", "dv")
+            check_same_bits(case, first, tuple(results()), f"{how}  # run {index}", names, "check_backward")
     return served

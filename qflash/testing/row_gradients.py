@@ -24,6 +24,8 @@ from qflash.testing.rows import LONG, SMALL, RowCase, U, check_close
 
 CASES = tuple(case for at, case in enumerate((*SMALL, *LONG)) if at % 3 == 0 or case.data != "normal" or case.gap)
 
+GRADIENTS = ("softmax_backward", "layer_norm_backward", "cross_entropy_backward")
+
 
 @dataclass(frozen=True)
 class Cotangents:

@@ -58,17 +58,62 @@ def run_case(
     return to_numpy(out), to_numpy(lse)
 
 
-def run_backward(case: Case, kernel: str = "cpu", num_threads: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(dq, dk, dv) of a CPU kernel for the case's dout and dlse, in poisoned buffers."""
-    inputs = case.make_inputs()
-    out, lse = _run_native(case, inputs, kernel, num_threads)
-    dout, dlse = case.make_gradients()
-    problem = problem_of(case, inputs, kernel, "cpu")
-    arrays = arrays_of(inputs) | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-    grads = [_Guarded(x.shape, case.dtype) for x in (inputs.q, inputs.k, inputs.v)]
-    prepared = prepare(attention.plan_of_backward(problem, arrays, dlse is not None))
-    launch(prepared, arrays, [grad.array for grad in grads], num_threads)
+def run_backward(
+    case: Case,
+    kernel: str = "cpu_bwd",
+    framework: str = "native",
+    num_threads: int = 0,
+    seed: int = 0,
+    arch: int | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(dq, dk, dv) of a kernel of gradients for the case's dout and dlse, in poisoned buffers.
+
+    `framework` is "native", "native-cuda" or "emulated", as in `run_case`. out and lse are those of the forward kernel
+    that calls of this kind would have run. arch: what "emulated" emulates; None: emulator.arch().
+    """
+    plan, arrays = planned_backward(case, kernel, framework, num_threads)
+    if framework == "native-cuda":
+        dq, dk, dv = CudaCall(plan, arrays).run()
+        return dq, dk, dv
+    grads = [_Guarded(arrays[name].shape, case.dtype) for name in ("q", "k", "v")]
+    results = [grad.array for grad in grads]
+    if framework == "native":
+        launch(prepare(plan), arrays, results, num_threads)
+    else:
+        emulator.launch(plan, [*(arrays[operand.argument] for operand in plan.operands), *results], seed, arch)
     return tuple(grad.checked(name) for grad, name in zip(grads, ("dq", "dk", "dv"), strict=True))
+
+
+def planned_backward(case: Case, kernel: str, framework: str, num_threads: int = 0) -> tuple[Plan, dict[str, Any]]:
+    """The plan of a case's gradients, and its arrays by the plan's names for them."""
+    inputs = case.make_inputs()
+    out, lse = _forward_results(case, framework, num_threads)
+    dout, dlse = case.make_gradients()
+    arrays = arrays_of(inputs) | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    device = {"native": "cpu", "emulated": "cuda"}.get(framework) or _current_gpu()
+    problem = problem_of(case, inputs, None, device)
+    return replace(attention.plan_of_backward(problem, arrays, True), kernel=kernel), arrays
+
+
+def _forward_results(case: Case, framework: str, num_threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) that a backward pass starts from."""
+    if framework == "native-cuda":
+        return run_case(case, None, framework)
+    # The emulator takes seconds where the CPU engine takes milliseconds. lse is the same, but where a GPU's kernels
+    # round rotated q and k: fa_mma does.
+    if framework == "emulated" and case.rope is not None and case.dtype != "float32":
+        return run_case(case, "fa_mma", framework)
+    return run_case(case, "cpu", "native", num_threads)
+
+
+def check_backward(case: Case, kernel: str = "cpu_bwd", framework: str = "native", seed: int = 0) -> compare.Errors:
+    """Run the gradients of `case` twice and hold them against the contract. Returns the error figures of the worst."""
+    how = f", {kernel!r}, {framework!r}" + (f", seed={seed}" if seed else "")
+    first = run_backward(case, kernel, framework, seed=seed)
+    errors = compare.check_gradients(case, *first, how=how)
+    second = run_backward(case, kernel, framework, seed=seed + 1)
+    compare.check_same_bits(case, first, second, how, ("dq", "dk", "dv"), "check_backward")
+    return max(errors.values(), key=lambda of: of.relative_l2)
 
 
 def arrays_of(inputs: Inputs) -> dict[str, Any]:
@@ -318,20 +363,49 @@ def _run_native(case: Case, inputs: Inputs, kernel: str | None, num_threads: int
     return out.checked("out"), lse.checked("lse")
 
 
-def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None, out_shift: int) -> tuple[np.ndarray, np.ndarray]:
+def _current_gpu() -> str:
     import torch
 
-    plan, arrays = planned(case, inputs, kernel, f"cuda:{torch.cuda.current_device()}")
-    prepared = prepare(plan, arch_of("cuda"))
-    room = torch.full((inputs.q.size + out_shift,), torch.nan, dtype=getattr(torch, case.dtype), device="cuda")
-    out = room[out_shift:].view(inputs.q.shape)
-    lse = torch.full(plan.results[1].shape, torch.nan, dtype=torch.float32, device="cuda")
-    workspace = torch.empty(prepared.workspace_bytes, dtype=torch.uint8, device="cuda")
-    operands = [to_torch(arrays[operand.argument], "cuda") for operand in plan.operands]
-    addresses = [x.data_ptr() for x in (*operands, out, lse, workspace)]
-    prepared.call(*addresses, torch.cuda.current_stream().cuda_stream, 0)
-    torch.cuda.synchronize()
-    return to_numpy(out), to_numpy(lse)
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None, out_shift: int) -> tuple[np.ndarray, np.ndarray]:
+    plan, arrays = planned(case, inputs, kernel, _current_gpu())
+    out, lse = CudaCall(plan, arrays, out_shift).run()
+    return out, lse
+
+
+class CudaCall:
+    """A plan on the current GPU with arrays that stay where they are.
+
+    first_shift: elements that the first result begins past a whole 16 bytes.
+    """
+
+    def __init__(self, plan: Plan, arrays: dict[str, Any], first_shift: int = 0):
+        import torch
+
+        self._prepared = prepare(plan, arch_of("cuda"))
+        self._operands = [to_torch(arrays[operand.argument], "cuda") for operand in plan.operands]
+        self._workspace = torch.empty(self._prepared.workspace_bytes, dtype=torch.uint8, device="cuda")
+        self._results = []
+        for at, result in enumerate(plan.results):
+            shift = 0 if at else first_shift
+            size = int(np.prod(result.shape)) + shift
+            room = torch.empty(size, dtype=getattr(torch, result.dtype), device="cuda")
+            self._results.append(room[shift:].view(result.shape))
+
+    def run(self) -> list[np.ndarray]:
+        """The results, which are full of NaN before."""
+        import torch
+
+        if self._prepared.plan.nothing_to_do:
+            return [to_numpy(x.zero_()) for x in self._results]
+        for x in self._results:
+            x.fill_(torch.nan)
+        addresses = [x.data_ptr() for x in (*self._operands, *self._results, self._workspace)]
+        self._prepared.call(*addresses, torch.cuda.current_stream().cuda_stream, 0)
+        torch.cuda.synchronize()
+        return [to_numpy(x) for x in self._results]
 
 
 def _run_emulated(case: Case, inputs: Inputs, kernel: str | None, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -220,9 +220,29 @@ def test_symbolic_sizes_and_a_workspace(a_cuda_kernel):
         lowered_for_cuda(qflash.attention, *symbolic)
 
 
-def test_no_backward_on_cuda(a_cuda_kernel):
+@pytest.mark.skipif(not no_gpu(), reason="there is a GPU, so its own architecture is used")
+@pytest.mark.parametrize(("dtype", "kernel"), [(jnp.float32, "fa_bwd"), (jnp.bfloat16, "fa_mma_bwd")])
+def test_gradients_for_cuda_without_a_gpu(a_cuda_kernel, dtype, kernel):
+    text = lowered_for_cuda(gradients, *(x.astype(dtype) for x in arrays()))
+    calls = [line for line in text.splitlines() if "custom_call @qflash_call" in line]
+    assert len(calls) == 2 and all("tensor<4096xui8>" in call for call in calls)  # each with its workspace
+    assert rf"\22{kernel}\22,\22cuda\22,90" in calls[1]
+    params = params_in(calls[1], "QfAttnBwdParams")
+    assert (params["fwd.q_len"], params["fwd.window_right"], params["dq.stride_h"]) == (9, 0, 16)
+
+
+def test_no_backward_on_cuda(a_cuda_kernel, monkeypatch):
+    """Where no row serves, which is nowhere so far."""
+    monkeypatch.setattr(dispatch, "kernels_of", without_cuda_gradients)
+    dispatch.choose.cache_clear()
     with pytest.raises(NotImplementedError, match="no backward pass on CUDA"):
-        lowered_for_cuda(gradients, *arrays())
+        lowered_for_cuda(gradients, *(x.astype(jnp.float16) for x in arrays()))  # which no test before has lowered
+    dispatch.choose.cache_clear()
+
+
+def without_cuda_gradients(op="attention", device=None):
+    rows = (row for row in dispatch.KERNELS if row.op == op and device in (None, row.device))
+    return tuple(row for row in rows if (row.op, row.device) != ("attention_backward", "cuda"))
 
 
 def test_a_cpu_kernel_asked_for_on_cuda(a_cuda_kernel):

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from qflash import NoKernelError, dispatch
-from qflash.testing import BY_NAME, Case, cases, check, check_gradients, run_backward, run_case
+from qflash.testing import BY_NAME, Case, cases, check, check_backward, run_backward, run_case
 from qflash.testing.compare import check_contract, check_same_bits
 from qflash.testing.runner import arch_of, refusals, suited
 
 CPU_KERNELS = [row.name for kv in ("arrays", "pages") for row in dispatch.variants_of("attention", "cpu", kv)]
 CUDA_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cuda")]
-WITH_BACKWARD = [kernel.name for kernel in dispatch.variants_of("attention", "cpu") if kernel.precision == "native"]
+CPU_BACKWARD, CUDA_BACKWARD = (
+    [row.name for row in dispatch.variants_of("attention_backward", device)] for device in ("cpu", "cuda")
+)
 # Gradients are defined for finite inputs; what stands in the padding must not matter to them either.
 DIFFERENTIABLE = [case for case in cases() if case.finite or case.name.startswith("nan_in_padding")]
 
@@ -77,12 +79,28 @@ def test_outputs_may_begin_at_any_element_on_the_gpu(head_dim: int, kernel: str)
     check_same_bits(case, aligned, odd)
 
 
-@pytest.mark.parametrize("kernel", WITH_BACKWARD)
+@pytest.mark.parametrize("kernel", CPU_BACKWARD)
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=by_name)
 def test_gradients(case: Case, kernel: str) -> None:
-    first = run_backward(case, kernel)
-    check_gradients(case, *first)
-    check_same_bits(case, first, run_backward(case, kernel), names=("dq", "dk", "dv"))
+    check_backward(case, kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", CUDA_BACKWARD)
+@pytest.mark.parametrize("case", cases("full") + cases("large"), ids=by_name)
+def test_gradients_cuda(case: Case, kernel: str) -> None:
+    check_backward(suited(case, kernel, arch_of("cuda")), kernel, "native-cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", CUDA_BACKWARD)
+@pytest.mark.parametrize("bad", [-1, 41, 2**31 - 1])
+def test_a_length_out_of_range_on_the_gpu_makes_gradients_of_its_sequence_nan(bad: int, kernel: str) -> None:
+    good = suited(Case("bad_length", 30, 40, batch=3, kv_lens=(20, 0, 40), causal=True), kernel, arch_of("cuda"))
+    want = run_backward(good, kernel, "native-cuda")
+    for x, y in zip(run_backward(replace(good, kv_lens=(20, bad, 40)), kernel, "native-cuda"), want, strict=True):
+        assert np.isnan(x[1].astype(np.float32)).all()
+        assert all(x[b].tobytes() == y[b].tobytes() for b in (0, 2))
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)

@@ -12,7 +12,7 @@ from qflash import dispatch
 
 pytestmark = pytest.mark.gpu
 
-CUDA_KERNELS = dispatch.variants_of("attention", "cuda")
+CUDA_KERNELS = (*dispatch.variants_of("attention", "cuda"), *dispatch.variants_of("attention_backward", "cuda"))
 
 
 @pytest.mark.parametrize("arch", [75, 80])

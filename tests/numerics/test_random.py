@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from qflash import dispatch
-from qflash.testing import Case, check, check_gradients, repro, run_backward
+from qflash.testing import Case, check, check_backward, repro
 from qflash.testing.random_cases import random_case, random_cases
 from qflash.testing.runner import arch_of, refusals, suited
 
 EXAMPLES = int(os.environ.get("QFLASH_HYPOTHESIS_EXAMPLES", "200"))
 CPU_KERNELS = [row.name for kv in ("arrays", "pages") for row in dispatch.variants_of("attention", "cpu", kv)]
 CUDA_KERNELS = [kernel.name for kernel in dispatch.variants_of("attention", "cuda")]
+CUDA_BACKWARD = [row.name for row in dispatch.variants_of("attention_backward", "cuda")]
 
 
 def for_random_cases(holds: Callable[[Case], Any]) -> None:
@@ -60,7 +61,7 @@ def test_random_problems(kernel: str) -> None:
 
 
 def test_random_gradients() -> None:
-    for_random_cases(lambda case: check_gradients(case, *run_backward(case, "cpu")))
+    for_random_cases(check_backward)
 
 
 @pytest.mark.gpu
@@ -71,3 +72,11 @@ def test_random_problems_cuda(kernel: str) -> None:
     for case in (suited(case, kernel, arch) for case in random_cases(EXAMPLES, seed=len(kernel))):
         if not refusals(case, kernel, arch):
             check(case, kernel, "native-cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", CUDA_BACKWARD)
+def test_random_gradients_cuda(kernel: str) -> None:
+    arch = arch_of("cuda")
+    for case in random_cases(EXAMPLES, seed=len(kernel)):
+        check_backward(suited(case, kernel, arch), kernel, "native-cuda")

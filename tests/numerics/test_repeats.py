@@ -9,9 +9,11 @@ from qflash import dispatch
 from qflash.testing import ContractError, repeat, runner
 from qflash.testing.repeat import check_repeats
 
+OPS = ("attention", "attention_backward")
+
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [row.name for row in dispatch.variants_of("attention", "cuda")])
+@pytest.mark.parametrize("kernel", [row.name for op in OPS for row in dispatch.variants_of(op, "cuda")])
 def test_cuda_kernels(kernel):
     torch = pytest.importorskip("torch")
     beside, x = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda", dtype=torch.float16)
@@ -26,7 +28,7 @@ def test_cuda_kernels(kernel):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("kernel", [row.name for row in dispatch.variants_of("attention", "cpu")])
+@pytest.mark.parametrize("kernel", [row.name for op in OPS for row in dispatch.variants_of(op, "cpu")])
 def test_cpu_kernels(kernel):
     assert check_repeats(kernel, 5) == len(repeat.REPEATED)
 

@@ -18,7 +18,7 @@ def few_cases(monkeypatch):
 
 @pytest.fixture
 def checked(monkeypatch) -> list[tuple]:
-    """What `check` was asked for; nothing is compiled."""
+    """What `check` and `check_backward` were asked for; nothing is compiled."""
     asked = []
 
     def check(case, *words):
@@ -26,6 +26,7 @@ def checked(monkeypatch) -> list[tuple]:
         return Errors(0.0, 0.0, 1.0, 0.0, 0.0)
 
     monkeypatch.setattr("qflash.testing.check", check)
+    monkeypatch.setattr("qflash.testing.check_backward", check)
     return asked
 
 
@@ -43,7 +44,7 @@ def test_every_cuda_kernel_of_attention_and_no_other_is_emulated(invoke, checked
     monkeypatch.setattr(emulator, "why_not", lambda: "")
     assert invoke("verify", "--emulate", "--seed", "7").exit_code == 0
     names = {name for name, _, _ in checked}
-    assert {"fa", "sm90_fwd", "sm90_int8_fp8"} <= names and not {"cpu", "cpu_int8"} & names
+    assert {"fa", "sm90_fwd", "sm90_int8_fp8", "fa_bwd", "fa_mma_bwd"} <= names and not {"cpu", "cpu_int8"} & names
     assert {words[1:] for words in checked} == {("emulated", 7)}
 
 

@@ -137,11 +137,21 @@ def test_gradients_have_rows_of_their_own() -> None:
         dispatch.choose(replace(spec, precision="int8"))
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_cuda_kernel_has_a_backward_pass(arch: int, dtype: str) -> None:
-    with pytest.raises(NoKernelError, match=r"cpu_bwd +no +runs on cpu, the arrays are on cuda"):
-        dispatch.choose(Spec("cuda", arch, dtype, 64, op="attention_backward"))
+@pytest.mark.parametrize("head_dim", [1, 64, 100, 256])
+def test_what_is_served_forward_is_served_backward(arch: int, dtype: str, head_dim: int) -> None:
+    words = {"window": True, "softcap": True, "rope": "half", "packed": True, "kv_lens": True, "sinks": True}
+    spec = Spec("cuda", arch, dtype, head_dim, **words)
+    assert dispatch.choose(spec).device == "cuda"
+    by_cores = dtype == "float32" or (dtype == "bfloat16" and arch < 80)
+    assert dispatch.choose(replace(spec, op="attention_backward")).name == ("fa_bwd" if by_cores else "fa_mma_bwd")
+    assert dispatch.backward_of(spec).name == ("fa_bwd" if by_cores else "fa_mma_bwd")
+
+
+def test_quantized_calls_have_no_backward_pass() -> None:
+    for spec in (replace(CUDA, dtype="float16", precision="int8"), replace(CUDA, dtype="float16", kv="pages")):
+        assert dispatch.backward_of(spec) is None
 
 
 def test_a_kernel_can_be_asked_for() -> None:

@@ -208,5 +208,5 @@ def check_differentiable(op: Op, plan: Plan, arch: int) -> None:
         raise NotImplementedError(
             f"{names} requires a gradient and kernel {kernel.name!r} ({kernel.device}, precision "
             f"{spec.precision}) has no backward pass; allowed: call it under torch.no_grad(), detach() "
-            f"{detached}, or use tensors on the CPU with precision=None"
+            f"{detached}, or precision=None"
         ) from None

@@ -1,0 +1,82 @@
+// Gradients on their way out: rows of float32 in shared memory, which all threads of the block rotate back where there
+// is a rope, scale, round and store.
+//
+// Rope turned pairs (a, b) of q and k into (a c - b s, b c + a s), so gradients of what was rotated turn back into
+// gradients of the inputs: (a c + b s, b c - a s). That happens in float32, before anything is rounded.
+#pragma once
+
+#include "attn/rope.cuh"
+#include "attn/sequence.cuh"
+#include "common/elements.cuh"
+
+namespace qf {
+
+// Where a row goes, and how it is turned back. position(row) is asked for only with a rope.
+template <class Element>
+struct GradientRows {
+  Element* g_head;  // row 0 of the tile, channel 0
+  int64_t stride_t;
+  int rows;   // of the tile that there are
+  int exist;  // of these, from the first on; the others are keys that do not exist, and get zeros
+  int head_dim;
+  float factor;
+  bool vector;  // store4's condition holds for every row
+
+  __device__ __forceinline__ GradientRows(const QfTensor& x, int b, int64_t row0, int h, int rows, int exist,
+                                          int head_dim, float factor, bool vector)
+      : g_head(static_cast<Element*>(x.data) + b * x.stride_b + row0 * x.stride_t + h * x.stride_h),
+        stride_t(x.stride_t),
+        rows(rows),
+        exist(exist),
+        head_dim(head_dim),
+        factor(factor),
+        vector(vector) {}
+};
+
+// Channel `channel` of a row that rope rotated, turned back. at(c): the row's channel c.
+template <class At>
+__device__ __forceinline__ float turned_back(const QfRope& rope, const Rotation& rotation, int channel, At at) {
+  if (channel >= rope.rotary_dim) return at(channel);
+  if (rotation.row < 0) return nan();  // its position is outside the table, and so was it when it was rotated
+  const int half = rope.rotary_dim / 2;
+  const bool high = rope.interleaved ? channel % 2 == 1 : channel >= half;
+  const int pair = rope.interleaved ? channel / 2 : high ? channel - half : channel;
+  const int partner = rope.interleaved ? channel ^ 1 : high ? channel - half : channel + half;
+  const int64_t entry = int64_t(rotation.row) * half + pair;
+  const float cosine = rope.cos[entry], sine = rope.sin[entry] * rotation.sign;
+  return fmaf(at(partner), high ? -sine : sine, at(channel) * cosine);
+}
+
+// The threads that store rows together, where they are one warp.
+struct WholeWarp {
+  __device__ static __forceinline__ int thread() { return int(threadIdx.x % 32); }
+  __device__ static __forceinline__ int threads() { return 32; }
+};
+
+// Rows of the tile to global memory. s_row(row, d): the address of four neighbouring channels from d on, d a multiple
+// of 4; rotated: whether `rope` is to be turned back.
+template <int kHeadDim, class By = WholeBlock, class Element, class Row, class Position>
+__device__ __forceinline__ void store_gradients(const GradientRows<Element>& to, const QfRope& rope, bool rotated,
+                                                Row s_row, Position position) {
+  constexpr int kPerRow = kHeadDim / 4;
+  for (int i = By::thread(); i < to.rows * kPerRow; i += By::threads()) {
+    const int row = i / kPerRow, d = i % kPerRow * 4;
+    if (d >= to.head_dim) continue;
+    float x[4] = {};
+    if (row < to.exist) {
+      const float4 four = *reinterpret_cast<const float4*>(s_row(row, d));
+      x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+      if (rotated) {
+        const Rotation rotation = rotation_at(rope, position(row));
+        const auto at = [&](int c) { return s_row(row, c / 4 * 4)[c % 4]; };
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = turned_back(rope, rotation, d + e, at);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] *= to.factor;
+    }
+    store4(to.g_head + row * to.stride_t, d, to.head_dim, to.vector, x);
+  }
+}
+
+}  // namespace qf

@@ -1,0 +1,56 @@
+// Tile shapes of `fa_mma_bwd`, from -DQF_HEAD_DIM (a bucket: 32, 64, 96, 128, 192 or 256; the true head_dim comes at
+// run time), -DQF_DTYPE (QF_F16 or QF_BF16) and -DQF_ARCH (compute capability times ten).
+#pragma once
+
+#include "attn/mma/product.cuh"
+#include "common/elements.cuh"
+#include "smem/limits.h"
+
+namespace qf {
+namespace fa_mma_bwd {
+
+constexpr int kHeadDim = QF_HEAD_DIM;
+constexpr int kArch = QF_ARCH;
+using Element = ElementOf<QF_DTYPE>::Type;
+using Tensor = Tensor16<Element, kArch>;
+
+constexpr int kSharedLimit = shared_limit(kArch);
+constexpr bool kScarce = kSharedLimit <= 64 * 1024;   // Turing
+constexpr bool kModest = kSharedLimit <= 100 * 1024;  // and the small Amperes and Adas
+constexpr bool kAmple = kSharedLimit > 200 * 1024;    // Hopper
+
+// Both kernels have as many stationary rows and streamed columns: a pair of tiles of kBlockRows stays, kStages pairs of
+// kBlockColumns pass.
+constexpr int kBlockRows = kScarce                                                      ? (kHeadDim > 192 ? 32 : 64)
+                           : (kHeadDim > 192 && !kAmple) || (kHeadDim > 128 && kModest) ? 64
+                                                                                        : 128;
+constexpr int kBlockColumns = kScarce                                        ? (kHeadDim > 128  ? 16
+                                                                                : kHeadDim > 96 ? 32
+                                                                                                : 64)
+                              : kHeadDim > 128 || (kModest && kHeadDim > 96) ? 32
+                                                                             : 64;
+constexpr int kStages = kScarce || (kModest && kHeadDim > 192) ? 1 : 2;
+
+constexpr int kChunks = kHeadDim / 8;  // 16-byte chunks of a row
+constexpr int kRowBytes = kHeadDim * 2;
+constexpr int kStationaryBytes = kBlockRows * kRowBytes, kTileBytes = kBlockColumns * kRowBytes;
+constexpr int kStateBytes = 512;
+constexpr int kStatisticsBytes = kStages * 2 * kBlockColumns * 4;
+constexpr int kSharedBytes = 2 * kStationaryBytes + 2 * kStages * kTileBytes + kStatisticsBytes + kStateBytes;
+static_assert(kSharedBytes <= kSharedLimit, "the tiles do not fit the shared memory of this architecture");
+
+// Keys stationary: a warp has 16 keys, because dK and dV of more do not fit its registers. From head_dim 192 on those
+// of one do not, either: dV and dK are then computed by kernels of their own.
+constexpr int kKeyWarps = kBlockRows / 16;
+constexpr bool kTogether = kHeadDim <= 128;
+constexpr int kKeyStep = kBlockColumns < 32 ? kBlockColumns
+                         : kHeadDim <= 64   ? 64
+                                            : 32;  // columns whose scores are held at once
+
+// Queries stationary: rows of a warp in blocks of 16. Two halve the reads of K and V from shared memory.
+constexpr int kMTiles = kHeadDim > 128 || kScarce ? 1 : 2;
+constexpr int kQueryWarps = kBlockRows / (16 * kMTiles);
+constexpr int kQueryStep = kBlockColumns < 32 ? kBlockColumns : 32;
+
+}  // namespace fa_mma_bwd
+}  // namespace qf

@@ -1,0 +1,53 @@
+"""Gradients of attention on the emulator: a Case on a backward kernel's own source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from qflash.dispatch import VARIANTS
+from qflash.testing import compare
+from qflash.testing.case import Case
+from qflash.testing.emulated_attention import UNTOUCHED
+from qflash.testing.emulator import ARCH, MULTIPROCESSORS, Library
+from qflash.testing.runner import planned_backward, suited
+
+NAMES = ("dq", "dk", "dv")
+Gradients = tuple[np.ndarray, ...]
+
+
+def run_gradients(
+    library: Callable[[str, str, int, int], Library],
+    case: Case,
+    kernel: str,
+    arch: int = ARCH,
+    seed: int = 0,
+    changes: dict[str, np.ndarray | None] | None = None,
+) -> Gradients:
+    """(dq, dk, dv) of a case on the tiles that `kernel` has for `arch`. changes: arrays in the place of the case's own.
+
+    library: emulator.kernel_library or its like.
+    """
+    plan, arrays = planned_backward(case, kernel, "emulated")
+    arrays |= changes or {}
+    results = tuple(np.full(result.shape, UNTOUCHED, result.dtype) for result in plan.results)
+    if plan.nothing_to_do:
+        return tuple(np.zeros_like(x) for x in results)
+    compiled = library(kernel, case.dtype, case.head_dim, arch)
+    operands = (arrays[operand.argument] for operand in plan.operands)
+    compiled.launch(compiled.prepare(plan, VARIANTS[kernel]), (*operands, *results), seed, MULTIPROCESSORS)
+    return results
+
+
+def check_gradients_of(
+    library: Callable[[str, str, int, int], Library], case: Case, kernel: str, arch: int = ARCH, seed: int = 1
+) -> None:
+    """The contract holds, and the order that warps and lanes run in does not matter. The case is changed to what the
+    kernel serves."""
+    case = suited(case, kernel, arch)
+    first = run_gradients(library, case, kernel, arch, seed)
+    how = f", {kernel!r}, 'emulated', {seed}"
+    compare.check_gradients(case, *first, how=how)
+    second = run_gradients(library, case, kernel, arch, seed + 1)
+    compare.check_same_bits(case, first, second, how, NAMES, "check_backward")

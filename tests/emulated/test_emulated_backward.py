@@ -1,0 +1,160 @@
+"""The backward kernels' own source run on the CPU: the case list, tile shapes of other architectures, bad values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qflash import dispatch
+from qflash.testing import BY_NAME, Case, cases
+from qflash.testing.case import Rotary
+from qflash.testing.compare import GRADIENT_L2, check_same_bits, errors
+from qflash.testing.emulated_attention import with_few_keys
+from qflash.testing.emulated_backward import NAMES, check_gradients_of, run_gradients
+from qflash.testing.random_cases import random_cases
+from qflash.testing.runner import suited
+
+KERNELS = [row.name for row in dispatch.variants_of("attention_backward", "cuda")]
+PORTABLE = [name for name in KERNELS if dispatch.BY_NAME[name].min_arch < 90]
+QUICK = [with_few_keys(case) for case in cases("quick")]
+# Rows of two keys: dP - delta cancels, and a delta made of `out` in 16 bits would be most of what is left.
+FEW_KEYS = [
+    Case("two_keys_float16", 2, 2, 2, 1, 80, dtype="float16", seed=505),
+    Case("two_keys_bfloat16", 2, 2, 2, 1, 80, dtype="bfloat16", seed=601),
+    Case("one_row", 1, 2, 1, 1, 80, batch=2, dtype="float16", kv_lens=(2, 0), softcap=30.0, data="uniform", seed=1577),
+    Case("rope", 3, 2, 4, 1, 80, 3, "float16", kv_lens=(0, 0, 2), rope=Rotary(2, True), data="uniform", seed=8565),
+]
+# Windows that leave tiles of keys without a query and rows without a key, groups of heads, lengths that differ.
+MASKED = [
+    Case("keys_unseen", 40, 300, 3, 1, 64, dtype="float16", window=(30, 10), seed=1),
+    Case("rows_unseen", 300, 40, 8, 1, 64, dtype="bfloat16", window=(10, 30), seed=2),
+    Case("group_of_three", 150, 150, 6, 2, 40, dtype="float16", causal=True, seed=3),
+]
+# Values that are not finite, in q, k, v, where some rows of their tiles see them and some do not.
+NONFINITE = [case for case in cases("full") if case.plant]
+
+
+def by_name(case: Case) -> str:
+    return case.name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", QUICK + FEW_KEYS + MASKED, ids=by_name)
+def test_contract(library, case, kernel):
+    check_gradients_of(library, case, kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", cases("full"), ids=by_name)
+def test_contract_in_full(library, case, kernel):
+    check_gradients_of(library, case, kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", list(random_cases(20, seed=19)), ids=lambda case: str(case.seed))
+def test_random_problems(library, case, kernel):
+    check_gradients_of(library, case, kernel)
+
+
+@pytest.mark.parametrize("kernel", PORTABLE)
+@pytest.mark.parametrize(("name", "arch"), [("dim_128", 75), ("dim_256", 86), ("causal", 75)])
+def test_tile_shapes_of_other_architectures(library, name, kernel, arch):
+    check_gradients_of(library, BY_NAME[name], kernel, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", PORTABLE)
+@pytest.mark.parametrize("arch", [75, 80, 86])
+@pytest.mark.parametrize("name", ["dim_20", "dim_40", "dim_72", "dim_128", "dim_136", "dim_256", "nan_k"])
+def test_all_tile_shapes(library, name, kernel, arch):
+    check_gradients_of(library, BY_NAME[name], kernel, arch)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_not_seen_gets_exactly_zero(library, kernel):
+    # Query i stands at i + 50 - 120: the first 70 see nothing. Keys past 50 are padding.
+    case = suited(Case("unseen", 120, 80, 4, 2, kv_lens=(50,), causal=True, seed=9), kernel, 90)
+    dq, dk, dv = run_gradients(library, case, kernel)
+    assert not dq[:, :70].any() and not dk[:, 50:].any() and not dv[:, 50:].any()
+    assert (np.abs(dq[:, 71:].astype(np.float32)).max(-1) > 0).all()
+    assert (np.abs(dv[:, :50].astype(np.float32)).max(-1) > 0).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradient_of_lse_alone_and_none(library, kernel):
+    case = suited(Case("dlse", 70, 60, 2, 2, 64, causal=True, seed=8), kernel, 90)
+    dout, dlse = case.make_gradients()
+    nothing = np.zeros_like(dout)
+    dq, dk, dv = run_gradients(library, case, kernel, changes={"dout": nothing})
+    assert not dv.any() and dq.any() and dk.any()
+    zero = run_gradients(library, case, kernel, changes={"dout": nothing, "dlse": np.zeros_like(dlse)})
+    assert not any(x.any() for x in zero)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("bad", [-1, 41, 2**31 - 1])
+def test_a_length_out_of_range_is_nan_for_its_sequence_only(library, kernel, bad):
+    good = suited(Case("bad_length", 30, 40, batch=3, kv_lens=(20, 0, 40), causal=True), kernel, 90)
+    want = run_gradients(library, good, kernel)
+    found = run_gradients(library, good, kernel, changes={"kv_lens": np.array([20, bad, 40], np.int32)})
+    for x, y in zip(found, want, strict=True):
+        assert np.isnan(x[1].astype(np.float32)).all()
+        assert all(x[b].tobytes() == y[b].tobytes() for b in (0, 2))
+
+
+BAD_OFFSETS = {
+    "falling q": ({"cu_seqlens_q": [0, 30, 20, 70]}, (slice(None), slice(None))),
+    "falling k": ({"cu_seqlens_k": [0, 30, 20, 70]}, (slice(20, 70), slice(None))),
+    "k past the end": ({"cu_seqlens_k": [0, 20, 30, 71]}, (slice(40, 70), slice(30, 70))),
+    "q past the end": ({"cu_seqlens_q": [0, 20, 40, 71]}, (slice(40, 70), slice(30, 70))),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("what", BAD_OFFSETS)
+def test_offsets_out_of_range_are_nan_where_they_are_not_trusted(library, kernel, what):
+    """Every element is written: NaN where nobody can tell, numbers elsewhere."""
+    offsets, (rows, keys) = BAD_OFFSETS[what]
+    case = suited(Case("offsets", q_lens=(20, 20, 30), k_lens=(20, 10, 40), causal=True, seed=4), kernel, 90)
+    changes = {name: np.array(values, np.int32) for name, values in offsets.items()}
+    dq, dk, dv = (x.astype(np.float32) for x in run_gradients(library, case, kernel, changes=changes))
+    assert np.isnan(dq[rows]).all() and np.isnan(dk[keys]).all() and np.isnan(dv[keys]).all()
+    want = run_gradients(library, case, kernel)
+    for x, y, bad in zip((dq, dk, dv), want, (rows, keys, keys), strict=True):
+        trusted = np.ones(len(x), bool)
+        trusted[bad] = False
+        assert np.isfinite(x[trusted]).all() or what.startswith("falling")
+        if not what.startswith("falling"):
+            np.testing.assert_array_equal(x[trusted], y[trusted].astype(np.float32))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_packed_rows_outside_every_sequence(library, kernel):
+    """Queries there get NaN, as their outputs are; keys there, which nobody sees, get zeros."""
+    case = suited(Case("outside", q_lens=(20, 20), k_lens=(20, 20), seed=4), kernel, 90)
+    changes = {"cu_seqlens_q": np.array([3, 20, 36], np.int32), "cu_seqlens_k": np.array([2, 20, 35], np.int32)}
+    dq, dk, dv = (x.astype(np.float32) for x in run_gradients(library, case, kernel, changes=changes))
+    assert np.isnan(dq[:3]).all() and np.isnan(dq[36:]).all() and np.isfinite(dq[3:36]).all()
+    for x in (dk, dv):
+        assert not x[:2].any() and not x[35:].any() and np.isfinite(x).all() and x[2:35].any()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_same_bits_in_any_layout(library, kernel):
+    case = suited(Case("layout", 70, 90, 4, 2, 72, batch=2, causal=True, seed=6), kernel, 90)
+    want = run_gradients(library, case, kernel)
+    for layout in ("bhtd", "gaps"):
+        got = run_gradients(library, replace(case, layout=layout), kernel)
+        check_same_bits(case, want, got, names=NAMES)
+
+
+def test_kernels_agree(library):
+    """Not with each other's bits, but each with the other's numbers: an error in the oracle would show here."""
+    case = Case("agree", 70, 90, 4, 2, 64, dtype="float16", causal=True, seed=6)
+    by_cores, by_tensor_cores = (run_gradients(library, case, kernel) for kernel in ("fa_bwd", "fa_mma_bwd"))
+    for a, b in zip(by_cores, by_tensor_cores, strict=True):
+        assert errors(a, b.astype(np.float64)).relative_l2 <= GRADIENT_L2["float16"]
