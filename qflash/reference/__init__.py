@@ -11,6 +11,7 @@ from qflash.reference.exact import (
     attention_backward,
     attention_varlen,
     attention_varlen_backward,
+    sink_gradient,
 )
 from qflash.reference.fa_int8 import attention_fa_int8
 from qflash.reference.int8 import attention_int8
@@ -38,6 +39,7 @@ __all__ = [
     "cross_entropy_backward",
     "layer_norm",
     "layer_norm_backward",
+    "sink_gradient",
     "softmax",
     "softmax_backward",
     "visible",

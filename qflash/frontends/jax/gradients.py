@@ -61,7 +61,7 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
         return tuple(gradients.get(name) for name in call.names)
 
     function.defvjp(save, pull_back, symbolic_zeros=True)
-    refusal = no_forward_mode(call.op, gradient.of)
+    refusal = no_forward_mode(call.op, [name for name in gradient.of if name in call.names])
     return lambda *arrays: function(
         *(reverse_only(x, refusal) if name in gradient.of else x for name, x in zip(call.names, arrays, strict=True))
     )
@@ -84,7 +84,7 @@ def _check_differentiable(call: Call, gradient: Gradient, arrays: Sequence[Any])
     if all(precision not in kernel.precisions for kernel in dispatch.kernels_of(gradient.op.name)):
         raise NotImplementedError(
             f"precision {precision!r} has no backward pass; use precision=None, "
-            f"or put jax.lax.stop_gradient around {listed(gradient.of)}"
+            f"or put jax.lax.stop_gradient around {listed([name for name in gradient.of if name in call.names])}"
         )
     for name, x in zip(call.names, arrays, strict=True):
         if name in gradient.refused and x.perturbed:

@@ -202,7 +202,8 @@ def check_differentiable(op: Op, plan: Plan, arch: int) -> None:
         dispatch.choose(replace(spec, op=gradient.op.name))
     except NoKernelError:
         kernel = dispatch.choose(spec, plan.kernel)
-        *most, last = gradient.of
+        given = {operand.argument for operand in plan.operands}
+        *most, last = (name for name in gradient.of if name in given)
         names = " or ".join(filter(None, (", ".join(most), last)))
         detached = " and ".join(filter(None, (", ".join(most), last)))
         raise NotImplementedError(
