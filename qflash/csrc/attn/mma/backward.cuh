@@ -154,7 +154,7 @@ __device__ __forceinline__ void add_nonfinite_columns(float (&acc)[kMTiles][kChu
         uint32_t word = 0;
 #pragma unroll
         for (int j = 0; j < 2 * kSteps; ++j)
-          if (column / 8 == j) word = A[i][j / 2][j % 2 * 2 + h];
+          word |= A[i][j / 2][j % 2 * 2 + h] & (0u - uint32_t(column / 8 == j));  // a choice would index A in memory
         word = __shfl_sync(0xffffffffu, word, lane - t + column % 8 / 2);
         weight[i][h] = column % 2 ? Tensor::high(word) : Tensor::low(word);
       }

@@ -35,7 +35,8 @@ constexpr int kChunks = kHeadDim / 8;  // 16-byte chunks of a row
 constexpr int kRowBytes = kHeadDim * 2;
 constexpr int kStationaryBytes = kBlockRows * kRowBytes, kTileBytes = kBlockColumns * kRowBytes;
 constexpr int kStateBytes = 512;
-constexpr int kStatisticsBytes = kStages * 2 * kBlockColumns * 4;
+// lse and delta, of rows, or of the streamed columns of each stage.
+constexpr int kStatisticsBytes = 2 * 4 * (kBlockRows > kStages * kBlockColumns ? kBlockRows : kStages * kBlockColumns);
 constexpr int kSharedBytes = 2 * kStationaryBytes + 2 * kStages * kTileBytes + kStatisticsBytes + kStateBytes;
 static_assert(kSharedBytes <= kSharedLimit, "the tiles do not fit the shared memory of this architecture");
 
@@ -50,7 +51,9 @@ constexpr int kKeyStep = kBlockColumns < 32 ? kBlockColumns
 // Queries stationary: rows of a warp in blocks of 16. Two halve the reads of K and V from shared memory.
 constexpr int kMTiles = kHeadDim > 128 || kScarce ? 1 : 2;
 constexpr int kQueryWarps = kBlockRows / (16 * kMTiles);
-constexpr int kQueryStep = kBlockColumns < 32 ? kBlockColumns : 32;
+// Keys whose scores are held at once; tiles that pass through registers leave fewer of these.
+template <bool kAsync>
+constexpr int kQueryStep = kBlockColumns < 32 || (kMTiles == 2 && kHeadDim > 96 && !kAsync) ? 16 : 32;
 
 }  // namespace fa_mma_bwd
 }  // namespace qf

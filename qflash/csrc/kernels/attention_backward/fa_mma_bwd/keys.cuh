@@ -31,7 +31,9 @@ namespace fa_mma_bwd {
 constexpr int kKeyThreads = 32 * kKeyWarps;
 using KeyWalk = ChunkWalk<kBlockRows, kChunks, kKeyThreads>;
 using QueryTileWalk = ChunkWalk<kBlockColumns, kChunks, kKeyThreads>;
-using KeyState = StationaryState<kKeyWarps, 16>;
+struct KeyState : StationaryState<kKeyWarps, 16> {
+  KeyRows owned;  // of the sequence
+};
 static_assert(sizeof(KeyState) <= kStateBytes && kKeyThreads >= 2 * kBlockColumns, "");
 
 // Which gradients a kernel computes.
@@ -40,9 +42,16 @@ enum Of { kOfBoth, kOfValues, kOfKeys };
 // Where the stream of (query head, tile of queries) stands.
 struct Stream {
   int head, row0;
-  __device__ __forceinline__ void advance(int begin, int end) {
-    row0 += kBlockColumns;
-    if (row0 >= end) row0 = begin, ++head;
+
+  __device__ static __forceinline__ Stream first(const QfAttnParams& p, const KeyState& state) {
+    return {state.h * (p.q_heads / p.kv_heads), state.any.begin / kBlockColumns * kBlockColumns};
+  }
+  __device__ __forceinline__ Stream next(const KeyState& state) const {
+    if (row0 + kBlockColumns < state.any.end) return {head, row0 + kBlockColumns};
+    return {head + 1, state.any.begin / kBlockColumns * kBlockColumns};
+  }
+  __device__ __forceinline__ bool ends(const QfAttnParams& p, const KeyState& state) const {
+    return state.any.begin >= state.any.end || head >= (state.h + 1) * (p.q_heads / p.kv_heads);
   }
 };
 
@@ -64,21 +73,20 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
   const QfAttnParams& p = params.fwd;
   constexpr bool kWantsV = kOf != kOfKeys, kWantsK = kOf != kOfValues;
 
-  const KeyWork work(p, grid);
-  const Sequence sequence = read_sequence(p, work.b);
-  const KeyRows owned = read_key_rows(p, work.b);
-  const int first_key = work.key_tile * kBlockRows;
-  if (kWantsK) fill_unserved_keys<Element>(p, params.dk, owned, sequence.good, work, grid.key_tiles);
-  if (kWantsV) fill_unserved_keys<Element>(p, params.dv, owned, sequence.good, work, grid.key_tiles);
-  if (!sequence.good || !owned.known || first_key >= owned.owned) return;
-  s_state.fill(sequence, mask_of_keys(p, sequence), work.b, work.h, first_key);
+  {
+    const KeyWork work(p, grid);
+    const Sequence sequence = read_sequence(p, work.b);
+    const KeyRows owned = read_key_rows(p, work.b);
+    const int first_key = work.key_tile * kBlockRows;
+    if (kWantsK) fill_unserved_keys<Element>(p, params.dk, owned, sequence.good, work, grid.key_tiles);
+    if (kWantsV) fill_unserved_keys<Element>(p, params.dv, owned, sequence.good, work, grid.key_tiles);
+    if (!sequence.good || !owned.known || first_key >= owned.owned) return;
+    s_state.fill(sequence, mask_of_keys(p, sequence), work.b, work.h, first_key);
+    if (threadIdx.x == 0) s_state.owned = owned;
+  }
   __syncthreads();  // the state is in place
   const Sequence& seq = s_state.seq;
   const int& b = s_state.b;
-
-  const int group = p.q_heads / p.kv_heads;
-  const int begin = s_state.any.begin / kBlockColumns * kBlockColumns, end = s_state.any.end;
-  const int tiles = begin < end ? (end - begin + kBlockColumns - 1) / kBlockColumns : 0;
 
   const auto load_tile = [&](int stage, const Stream& at) {
     char* const s_tile = s_stream + stage * 2 * kTileBytes;
@@ -100,16 +108,16 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
   };
 
   float dV[1][kWantsV ? kChunks : 2][4] = {}, dK[1][kWantsK ? kChunks : 2][4] = {};
-  Stream now = {s_state.h * group, begin}, next = now;
+  Stream now = Stream::first(p, s_state);
   float statistic = 0.0f;
-  if (tiles > 0) {
+  if (!now.ends(p, s_state)) {
     load_k<kAsync, KeyWalk>(s_k, p, seq, b, s_state.h, s_state.first_row, access);
     if (kWantsK) load_v<kAsync, KeyWalk>(s_v, p, seq, b, s_state.h, s_state.first_row, access);
-    if (kStages > 1) load_tile(0, next);
-    statistic = fetch_statistic(next);
+    if (kStages > 1) load_tile(0, now);
+    statistic = fetch_statistic(now);
   }
   int stage = 0;
-  for (int step = 0; step < tiles * group; ++step, now = next) {
+  for (; !now.ends(p, s_state); now = now.next(s_state)) {
     const char* const s_q = s_stream + stage * 2 * kTileBytes;
     const char* const s_do = s_q + kTileBytes;
     if (kStages == 1) {
@@ -127,17 +135,17 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
     else
       nonfinite = __syncthreads_or((kWantsK && own_chunks_nonfinite<Element, QueryTileWalk>(s_q)) ||
                                    (kWantsV && own_chunks_nonfinite<Element, QueryTileWalk>(s_do)));
-    next.advance(begin, end);
     const float* const s_lse = s_statistics + stage * 2 * kBlockColumns;
-    if (step + 1 < tiles * group) {
+    if (const Stream next = now.next(s_state); !next.ends(p, s_state)) {
       if (kStages > 1) load_tile(stage ^ 1, next);
       statistic = fetch_statistic(next);
     }
     if (kStages > 1) stage ^= 1;
     if (!whole && s_state.idle(now.row0, kBlockColumns)) continue;
 
-    const auto attend = [&](auto partial, int first) {  // to the tile's queries from `first` on
+    const auto attend = [&](auto partial, auto step, int first) {  // to `step` of the tile's queries, from `first` on
       constexpr bool kPartial = decltype(partial)::value;
+      constexpr int kStep = decltype(step)::value;
       const Scores scores(p);
       const TileMask<8> mask(s_state.mask, s_state.row0(), now.row0 + first + KeyState::column());
       const auto of_columns = [&](const float* s_x) {  // which all rows share
@@ -149,8 +157,8 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
       const int warp_offset = fresh_tid() / 32 * 16 * kRowBytes;
       const char* const s_q_here = s_q + first * kRowBytes;
       const char* const s_do_here = s_do + first * kRowBytes;
-      float S[1][kKeyStep / 8][4] = {};
-      uint32_t A[1][kKeyStep / 16][4];
+      float S[1][kStep / 8][4] = {};
+      uint32_t A[1][kStep / 16][4];
       qk_mma<Tensor, kChunks>(S, s_k + warp_offset, s_q_here, fresh_tid() % 32);
       weigh<Tensor, kPartial>(S, A, scores, of_columns(s_lse), mask);
       if constexpr (kWantsV) {
@@ -159,7 +167,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
           add_nonfinite_columns<Element, Tensor, kChunks>(dV, A, s_do_here, fresh_tid() % 32, mask);
       }
       if constexpr (kWantsK) {
-        float dP[1][kKeyStep / 8][4] = {};
+        float dP[1][kStep / 8][4] = {};
         qk_mma<Tensor, kChunks>(dP, s_v + warp_offset, s_do_here, fresh_tid() % 32);
         differentiate<Tensor, kPartial>(S, dP, A, GradientShift<Element>::kGradient, of_columns(s_lse + kBlockColumns),
                                         mask);
@@ -168,19 +176,20 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
           add_nonfinite_columns<Element, Tensor, kChunks>(dK, A, s_q_here, fresh_tid() % 32, mask);
       }
     };
-    const bool partial = !whole && !s_state.whole_for_warp(now.row0, kBlockColumns);
+    if (!whole && !s_state.whole_for_warp(now.row0, kBlockColumns)) {  // masks take registers: few queries at a time
 #pragma unroll 1
-    for (int first = 0; first < kBlockColumns; first += kKeyStep) {
-      if (partial)
-        attend(std::true_type{}, first);
-      else
-        attend(std::false_type{}, first);
+      for (int first = 0; first < kBlockColumns; first += 16)
+        attend(std::true_type{}, std::integral_constant<int, 16>{}, first);
+    } else {
+#pragma unroll 1
+      for (int first = 0; first < kBlockColumns; first += kKeyStep)
+        attend(std::false_type{}, std::integral_constant<int, kKeyStep>{}, first);
     }
   }
 
   // Gradients through shared memory, float32 in K's and V's places.
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t left = owned.owned - s_state.first_row;
+  const int64_t left = s_state.owned.owned - s_state.first_row;
   const int rows = left < kBlockRows ? int(left) : kBlockRows;
   const int exist = max(0, min(rows, seq.len_k - s_state.first_row));
   const auto s_row = [&](int row, int d) {
@@ -190,8 +199,8 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
     __syncthreads();  // nobody reads what stands there any more
     stage_rows<kChunks>(gradient, s_k + warp * 16 * (2 * kRowBytes), lane);
     __syncthreads();  // the rows are in place
-    const GradientRows<Element> to(x, b, owned.first + s_state.first_row, s_state.h, rows, exist, p.head_dim, factor,
-                                   vector);
+    const GradientRows<Element> to(x, b, s_state.owned.first + s_state.first_row, s_state.h, rows, exist, p.head_dim,
+                                   factor, vector);
     store_gradients<kHeadDim>(to, p.rope, rotated, s_row,
                               [&](int row) { return position_k(p.rope, b, seq.k0, s_state.first_row + row); });
   };
