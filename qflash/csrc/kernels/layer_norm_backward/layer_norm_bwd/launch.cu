@@ -31,8 +31,8 @@ QF_EXPORT int qf_layer_norm_bwd(const QfLayerNormBwdParams* p, void* stream) {
   if (const int status = qf::check_rows(p, QF_DTYPE)) return status;
   if (p->columns == 0) return QF_OK;
   if (p->sums && (!p->workspace || p->workspace_bytes < Workspace::bytes(*p))) return QF_NO_MEMORY;
-  const int status =
-      qf::with_row_shape<Element, kMostGranules, kLongGranules, kLongThreads>(p->columns, [&](auto shape, int threads) {
+  const int status = qf::with_row_shape<Element, kMostGranules, kLongGranules, kLongThreads, kMostColumns>(
+      p->columns, [&](auto shape, int threads) {
         using Shape = decltype(shape);
         return qf::launch_rows<Shape>(qf_layer_norm_bwd_kernel<Shape>, *p, threads, kSharedBytes, stream);
       });
