@@ -36,6 +36,24 @@ def _cross_entropy(torch: Any, kernel: str) -> Any:
     return qflash.cross_entropy(_rows(torch), torch.zeros(ROWS, device="cuda", dtype=torch.int64), kernel=kernel)
 
 
+def _gradients(call: Callable[[Any, Any], Any]) -> Callable[[Any, str], Any]:
+    """The gradients of call(torch, x), through autograd: what the backward kernels are launched by."""
+
+    def run(torch: Any, kernel: str) -> Any:
+        return call(torch, _rows(torch).requires_grad_()).sum().backward()
+
+    return run
+
+
+def _layer_norm(torch: Any, x: Any) -> Any:
+    weight, bias = (x.new_ones(COLUMNS, requires_grad=True) for _ in range(2))
+    return qflash.layer_norm(x, weight, bias)
+
+
+def _losses(torch: Any, x: Any) -> Any:
+    return qflash.cross_entropy(x, torch.zeros(ROWS, device="cuda", dtype=torch.int64))
+
+
 def _quantize(torch: Any, kernel: str) -> Any:
     return qflash.quantize(_heads(torch), granularity="group", smooth=True, kernel=kernel)
 
@@ -79,6 +97,9 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "softmax": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.softmax(_rows(torch), kernel=kernel)),
     "layer_norm": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.layer_norm(_rows(torch), kernel=kernel)),
     "cross_entropy": (f"{ROWS}x{COLUMNS} float16", _cross_entropy),
+    "softmax_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(lambda torch, x: qflash.softmax(x))),
+    "layer_norm_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(_layer_norm)),
+    "cross_entropy_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(_losses)),
     "int8_matmul": (
         f"{SIDE}x{SIDE}x{SIDE}, b along k",
         lambda torch, kernel: qflash.int8_matmul(_int8(torch), _int8(torch).T, kernel=kernel),

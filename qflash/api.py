@@ -189,8 +189,8 @@ def attention(
         scale: what q · k is multiplied by; `1 / sqrt(D)` by default.
         rope: rotates q and k first, see `qflash.Rope`.
         sinks: float `[Hq]`, a logit for each head of q that joins the sum in every row's denominator, as if there were
-            one more key, of value 0: rows become `exp(s) v / (Σ exp(s) + exp(sink))`. A trained model has them, and
-            they get no gradient here; `out · sigmoid(lse - sink)` of a call without them is the same and has one.
+            one more key, of value 0: rows become `exp(s) v / (Σ exp(s) + exp(sink))`. Models learn them:
+            they have a gradient.
         return_lse: also return the log-sum-exp of each row of scores.
         precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (on Hopper
             alone).

@@ -99,8 +99,10 @@ class Plan:
 class Gradient:
     """How reverse mode goes through an operation.
 
-    `op` takes the cotangent of each result (None: it is zero), then the arrays of the operation, then its results; it
-    has the operation's words, and returns the gradient of each array in `of`.
+    `op` takes the cotangents of all results, "d" before their names (None: zero; the first is always there), then those
+    arrays and results of the operation that it names; nothing else is kept for it. It has the operation's words, and
+    returns the gradients of the arrays in `of` that are there. `words`: with them, results are the first of
+    `Op.results`.
     """
 
     op: Op
@@ -128,6 +130,7 @@ class Op:
     folds: Callable[[Collection[str], dict[str, int], dict[str, Any]], bool] = lambda *_: False
     # The dimensions of arrays and results by letters, given the names of those that are there. "b", where all that have
     # it are independent, takes vmap's dimension and may be split over devices; "H" and "G", query and key heads, too.
+    # A result without "b" is a sum over the batch, which then stays together.
     dims: Callable[[Collection[str]], Mapping[str, str]] | None = None
     checked: tuple[str, ...] = ()  # arrays of which the CPU kernel refuses some values
     indices: tuple[str, ...] = ()  # lengths and positions, which may be given as ints on the host
@@ -147,6 +150,10 @@ class Op:
     def named(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """The arrays that are there, by name."""
         return {name: x for name, x in zip(self.arrays, arrays, strict=True) if x is not None}
+
+    def sums_batch(self, dims: Mapping[str, str]) -> bool:
+        """Whether a result that is there, by `dims`, is a sum over the batch."""
+        return any("b" not in dims[name] for name in self.results if name in dims)
 
     def written(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """The arrays that are there and written to."""

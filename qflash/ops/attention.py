@@ -184,8 +184,9 @@ _BOTH_OFFSETS = (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
-def plan_of_backward(problem: Problem, extras: Collection[str], dlse: bool) -> Plan:
-    """The plan of the gradients of a checked problem. `dlse`: the gradient of lse is given, not zero."""
+def plan_of_backward(problem: Problem, extras: Collection[str], dlse: bool, dsinks: bool = False) -> Plan:
+    """The plan of the gradients of a checked problem. `dlse`: the gradient of lse is given, not zero; `dsinks`: that of
+    sinks is wanted."""
     shapes = {"dq": _q_shape(problem), "dk": _kv_shape(problem), "dv": _kv_shape(problem)}
     like = {"dout": "q", "dq": "q", "dk": "k", "dv": "k"}
     code = dtype_code(problem.dtype)
@@ -211,7 +212,10 @@ def plan_of_backward(problem: Problem, extras: Collection[str], dlse: bool) -> P
             Operand("out", "fwd.out.data", contiguous=True),
             Operand("lse", "fwd.lse", contiguous=True),
         ),
-        results=tuple(Result(f"{name}.data", shape, problem.dtype) for name, shape in shapes.items()),
+        results=(
+            *(Result(f"{name}.data", shape, problem.dtype) for name, shape in shapes.items()),
+            *([Result("dsinks", (problem.q_heads,), "float32")] if dsinks else []),
+        ),
         zeros=any(isinstance(extent, int) and extent == 0 for extent in lse_shape(problem)),  # no query at all
         bounds=_bounds(problem, "fwd."),
     )
@@ -242,7 +246,7 @@ def _plan_backward(dout: Array, dlse: Array | None, q: Array, k: Array, v: Array
         elif name != "dlse":
             raise TypeError(f"{name} is None; allowed: an array")
     given = {name for name, x in zip(_EXTRAS, extras, strict=True) if x is not None}
-    return plan_of_backward(problem, given, dlse is not None)
+    return plan_of_backward(problem, given, dlse is not None, "sinks" in given)
 
 
 # The dimensions of each array: b batch, m and n query and key lengths, H and G query and key heads, d head_dim.
@@ -250,16 +254,19 @@ _PADDED = {
     "q": "bmHd", "k": "bnGd", "v": "bnGd", "kv_lens": "b", "rope.cos": "pc", "rope.sin": "pc",
     "rope.positions_q": "bm", "rope.positions_k": "bn", "sinks": "H", "out": "bmHd", "lse": "bHm",
     "dout": "bmHd", "dlse": "bHm", "dq": "bmHd", "dk": "bnGd", "dv": "bnGd",
+    "dsinks": "H",
 }  # fmt: skip
 _PACKED = {
     "q": "mHd", "k": "nGd", "v": "nGd", "cu_seqlens_q": "s", "cu_seqlens_k": "s", "kv_lens": "t",
     "rope.cos": "pc", "rope.sin": "pc", "rope.positions_q": "m", "rope.positions_k": "n", "sinks": "H",
     "out": "mHd", "lse": "Hm", "dout": "mHd", "dlse": "Hm", "dq": "mHd", "dk": "nGd", "dv": "nGd",
+    "dsinks": "H",
 }  # fmt: skip
 
 
 def _dims(given: Collection[str]) -> Mapping[str, str]:
-    return _PACKED if "cu_seqlens_q" in given else _PADDED
+    dims = _PACKED if "cu_seqlens_q" in given else _PADDED
+    return dims if "sinks" in given else {name: letters for name, letters in dims.items() if name != "dsinks"}
 
 
 def _flops(products: int, arrays: dict[str, Any], words: dict[str, Any], read: Read) -> int:
@@ -282,7 +289,7 @@ ATTENTION_BACKWARD = Op(
     ("dout", "dlse", "q", "k", "v", *_EXTRAS, "out", "lse"),
     _WORDS,
     _plan_backward,
-    results=("dq", "dk", "dv"),
+    results=("dq", "dk", "dv", "dsinks"),
     dims=_dims,
     checked=_INDICES,
     tables=_AS_FLOAT32,
@@ -300,6 +307,6 @@ ATTENTION = Op(
     indices=_INDICES,
     autocast=("q", "k", "v"),
     tables=_AS_FLOAT32,
-    gradient=Gradient(ATTENTION_BACKWARD, ("q", "k", "v"), {"return_lse": True}, refused=_AS_FLOAT32),
+    gradient=Gradient(ATTENTION_BACKWARD, ("q", "k", "v", "sinks"), {"return_lse": True}, refused=_TABLES),
     flops=lambda *call: _flops(2, *call),
 )

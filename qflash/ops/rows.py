@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qflash.call.array import Array, check_device, check_dtype, check_float, check_shape, dtype_code, row_stride
-from qflash.call.op import Op, Operand, Plan, Result
+from qflash.call.array import Array, check_device, check_dtype, check_shape, dtype_code
+from qflash.call.op import Gradient, Op, Operand, Plan, Result
 from qflash.call.spec import spec_of
 from qflash.call.words import INT32_MAX, check_flag, check_int, check_kernel, check_number, check_word
+from qflash.ops.row_arrays import check_rows, rows_operand
+from qflash.ops.row_gradients import CROSS_ENTROPY_BACKWARD, LAYER_NORM_BACKWARD, REDUCTIONS, SOFTMAX_BACKWARD
 from qflash.ops.run import run
 from qflash.typing import ArrayT, Flag, FrameworkArray, Integer, Number, NumpyT, Reduction, TensorT
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def softmax(x: ArrayT, *, scale: Number = 1.0, kernel: str | None = None) -> ArrayT:
     """softmax(scale · x) over the last dimension, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
     x: `[..., columns]`, float32, float16 or bfloat16. Returns an array like x; sums are float32. A row of -inf alone
-    gives NaN, as the definition does. Forward only.
+    gives NaN, as the definition does. Differentiable in PyTorch and JAX.
 
     Example:
         >>> import numpy as np
@@ -92,7 +91,7 @@ def layer_norm(
 
     x: `[..., columns]`, float32, float16 or bfloat16; weight, bias: `[columns]` in x's dtype, None for 1 and 0. Returns
     an array like x, and with `return_stats` also the mean and 1 / sqrt(variance + eps) of each row, float32
-    `x.shape[:-1]`. Forward only.
+    `x.shape[:-1]`. Differentiable in PyTorch and JAX, the statistics too.
 
     Example:
         >>> import numpy as np
@@ -167,7 +166,7 @@ def cross_entropy(
     logits: `[..., classes]`, float32, float16 or bfloat16; targets: int32 or int64 `logits.shape[:-1]`. A row whose
     target is `ignore_index` has loss 0 and no part in the mean. `label_smoothing` s spreads that much of the target
     over all classes. Returns float32: a scalar, or with reduction "none" one loss per row; with `return_lse` also the
-    log-sum-exp of each row. The mean of no row is NaN. Forward only.
+    log-sum-exp of each row. The mean of no row is NaN. Differentiable in PyTorch and JAX, the log-sum-exp too.
 
     A target out of range is a ValueError on the CPU; a CUDA kernel cannot raise and gives NaN.
 
@@ -180,29 +179,14 @@ def cross_entropy(
         array([1.386, 1.386, 0.   ], dtype=float32)
     """
     words = (reduction, ignore_index, label_smoothing, return_lse, kernel)
-    losses, *more = run(CROSS_ENTROPY, (logits, targets), words)
-    if reduction != "none":
-        losses, *more = more
-    return (losses, *more) if return_lse else losses
-
-
-def _check_rows(name: str, array: Array) -> int:
-    """The number of rows."""
-    check_float(name, array)
-    if len(array.shape) < 1:
-        raise ValueError(f"{name} has shape {array.shape}; allowed: rank 1 or more, [..., columns]")
-    return math.prod(array.shape[:-1])
-
-
-def _rows(field: str, name: str, array: Array) -> tuple[Operand, int]:
-    """The operand of row-wise arrays, and its stride."""
-    stride = row_stride(array)
-    return Operand(name, field, contiguous=stride is None), array.shape[-1] if stride is None else stride
+    results = run(CROSS_ENTROPY, (logits, targets), words)  # losses, lse if anybody wants it, the total if there is one
+    losses = results[0] if reduction == "none" else results[-1]
+    return (losses, results[1]) if return_lse else losses
 
 
 def _plan_softmax(x: Array, scale: Any, kernel: Any) -> Plan:
-    rows, columns = _check_rows("x", x), x.shape[-1]
-    operand, stride = _rows("x", "x", x)
+    rows, columns = check_rows("x", x), x.shape[-1]
+    operand, stride = rows_operand("x", x)
     return Plan(
         for_spec=spec_of("softmax", x.device, x.dtype),
         device=x.device,
@@ -222,13 +206,13 @@ def _plan_softmax(x: Array, scale: Any, kernel: Any) -> Plan:
 
 
 def _plan_layer_norm(x: Array, weight: Array | None, bias: Array | None, eps: Any, stats: Any, kernel: Any) -> Plan:
-    rows, columns = _check_rows("x", x), x.shape[-1]
+    rows, columns = check_rows("x", x), x.shape[-1]
     if columns == 0:
         raise ValueError(f"x has shape {list(x.shape)}; allowed: at least 1 column to normalise")
     eps = check_number("eps", eps)
     if eps < 0:
         raise ValueError(f"eps is {eps}; allowed: 0 or more")
-    operand, stride = _rows("x", "x", x)
+    operand, stride = rows_operand("x", x)
     operands = [operand]
     for name, array in (("weight", weight), ("bias", bias)):
         if array is not None:
@@ -266,7 +250,7 @@ def _plan_cross_entropy(
     want_lse: Any,
     kernel: Any,
 ) -> Plan:
-    rows, columns = _check_rows("logits", logits), logits.shape[-1]
+    rows, columns = check_rows("logits", logits), logits.shape[-1]
     if columns == 0 or (isinstance(columns, int) and columns > INT32_MAX):
         raise ValueError(f"logits has {columns} classes; allowed: 1 to 2^31 - 1")
     if targets is None:
@@ -277,13 +261,13 @@ def _plan_cross_entropy(
     label_smoothing = check_number("label_smoothing", label_smoothing)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; allowed: 0 to 1")
-    operand, stride = _rows("logits", "logits", logits)
+    operand, stride = rows_operand("logits", logits)
     per_row = tuple(logits.shape[:-1])
     results = [Result("losses", per_row, "float32")]
-    if check_word("reduction", reduction, REDUCTIONS) != "none":
-        results.append(Result("total", (), "float32"))
     if check_flag("return_lse", want_lse):
         results.append(Result("lse", per_row, "float32"))
+    if check_word("reduction", reduction, REDUCTIONS) != "none":
+        results.append(Result("total", (), "float32"))
     return Plan(
         for_spec=spec_of("cross_entropy", logits.device, logits.dtype),
         device=logits.device,
@@ -314,15 +298,31 @@ def _more_losses(mapped: Collection[str], ranks: dict[str, int], words: dict[str
     return set(mapped) == {"logits", "targets"} and words["reduction"] == "none"
 
 
-SOFTMAX = Op("softmax", ("x",), ("scale", "kernel"), _plan_softmax, folds=_more_rows)
+SOFTMAX = Op(
+    "softmax",
+    ("x",),
+    ("scale", "kernel"),
+    _plan_softmax,
+    results=("out",),
+    folds=_more_rows,
+    gradient=Gradient(SOFTMAX_BACKWARD, ("x",)),
+)
 LAYER_NORM = Op(
-    "layer_norm", ("x", "weight", "bias"), ("eps", "return_stats", "kernel"), _plan_layer_norm, folds=_more_rows
+    "layer_norm",
+    ("x", "weight", "bias"),
+    ("eps", "return_stats", "kernel"),
+    _plan_layer_norm,
+    results=("out", "mean", "rstd"),
+    folds=_more_rows,
+    gradient=Gradient(LAYER_NORM_BACKWARD, ("x", "weight", "bias"), {"return_stats": True}),
 )
 CROSS_ENTROPY = Op(
     "cross_entropy",
     ("logits", "targets"),
     ("reduction", "ignore_index", "label_smoothing", "return_lse", "kernel"),
     _plan_cross_entropy,
+    results=("losses", "lse", "total"),
     folds=_more_losses,
     checked=("targets",),
+    gradient=Gradient(CROSS_ENTROPY_BACKWARD, ("logits",), {"return_lse": True}),
 )

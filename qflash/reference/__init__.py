@@ -11,10 +11,19 @@ from qflash.reference.exact import (
     attention_backward,
     attention_varlen,
     attention_varlen_backward,
+    sink_gradient,
 )
 from qflash.reference.fa_int8 import attention_fa_int8
 from qflash.reference.int8 import attention_int8
-from qflash.reference.operations import cross_entropy, layer_norm, merge, softmax
+from qflash.reference.operations import (
+    cross_entropy,
+    cross_entropy_backward,
+    layer_norm,
+    layer_norm_backward,
+    merge,
+    softmax,
+    softmax_backward,
+)
 from qflash.reference.rope import apply_rope
 from qflash.reference.sm90_int8 import attention_sm90_int8
 
@@ -28,8 +37,12 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "cross_entropy",
+    "cross_entropy_backward",
     "layer_norm",
+    "layer_norm_backward",
     "merge",
+    "sink_gradient",
     "softmax",
+    "softmax_backward",
     "visible",
 ]

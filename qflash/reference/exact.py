@@ -63,7 +63,7 @@ def attention_backward(
 ) -> Gradients:
     """(dq, dk, dv) of `sum(out * dout) + sum(lse * dlse)`, float64; the words are those of `attention`.
 
-    A row that sees no key has no gradient. That of sinks is not among them (docs/numerics.md).
+    A row that sees no key has no gradient. That of sinks is `sink_gradient`'s.
     """
     if cu_seqlens is None:
         words |= {"kv_lens": kv_lens, "rope": packed_rope(rope, q, k), "cu_seqlens": (ends_of(q), ends_of(k))}
@@ -77,6 +77,36 @@ def attention_backward(
         arrays = (q[rows], k[keys], v[keys], dout[rows], None if dlse is None else dlse[:, rows])
         dq[rows], dk[keys], dv[keys] = _backward(*arrays, words=meaning, rope=part.rope)
     return dq, dk, dv
+
+
+def sink_gradient(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    dout: np.ndarray,
+    dlse: np.ndarray | None = None,
+    *,
+    kv_lens: np.ndarray | None = None,
+    rope: Rope | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    **words: Any,
+) -> np.ndarray:
+    """dsinks `[Hq]` of `sum(out * dout) + sum(lse * dlse)`, float64; the words are those of `attention`.
+
+    A sink is a key without a value: with its weight P = exp(sink - lse) a row adds P (dlse - out . dout). A row that
+    sees no key has its sink for its lse, and nothing of it in out. A sink of -inf is none, and has the gradient 0.
+    """
+    if cu_seqlens is None:
+        words |= {"kv_lens": kv_lens, "rope": packed_rope(rope, q, k), "cu_seqlens": (ends_of(q), ends_of(k))}
+        grads = (packed(dout), None if dlse is None else packed_lse(dlse))
+        return sink_gradient(packed(q), packed(k), packed(v), *grads, **words)
+    meaning = Words.of(q.shape[-1], **words)
+    total = np.zeros(q.shape[1])
+    for part in parts(cu_seqlens, len(q), len(k), kv_lens, rope):
+        rows, keys = part.rows, part.keys
+        arrays = (q[rows], k[keys], v[keys], dout[rows], None if dlse is None else dlse[:, rows])
+        total += _of_sinks(*arrays, words=meaning, rope=part.rope)
+    return total
 
 
 def attention_varlen_backward(
@@ -125,6 +155,24 @@ def _backward(q, k, v, dout, dlse, *, words: Words, rope: Rope | None) -> Gradie
     # Gradients of what was rotated become gradients of the inputs by the inverse rotation.
     positions_q, positions_k = positions_of(rope, len(q), len(k))
     return apply_rope(dq, positions_q, rope, True), apply_rope(dk, positions_k, rope, True), dv
+
+
+def _of_sinks(q, k, v, dout, dlse, *, words: Words, rope: Rope | None) -> np.ndarray:
+    """What one sequence adds to the gradient of sinks."""
+    q, k, v = _rotated(q, k, v, rope)
+    total, dout = np.zeros(q.shape[1]), np.asarray(dout, np.float64)
+    for head, kv_head, rows, seen in blocks(q, k, words):
+        sink = words.empty_lse(head)
+        if sink == -np.inf:
+            continue
+        p, _, lse = _softmax(q[rows, head], k[:, kv_head], seen, words, head)
+        out = _product(p, seen, v[:, kv_head])
+        with np.errstate(invalid="ignore", over="ignore"):
+            of_out = np.where(seen.any(-1), (out * dout[rows, head]).sum(-1), 0.0)
+            of_lse = 0.0 if dlse is None else np.asarray(dlse, np.float64)[head, rows]
+            weight = np.where(lse == sink, 1.0, np.exp(sink - lse))  # both may be infinite
+            total[head] += (weight * (of_lse - of_out)).sum()
+    return total
 
 
 def _rotated(q: np.ndarray, k: np.ndarray, v: np.ndarray, rope: Rope | None) -> Gradients:

@@ -1,4 +1,4 @@
-"""The oracle of row operations: softmax, layer_norm, cross_entropy and merge in NumPy float64, as they are defined.
+"""The oracle of softmax, layer_norm, cross_entropy and merge, and of gradients: NumPy float64, as they are defined.
 
 Takes NumPy arrays of any real dtype, returns float64. NaN and infinities follow IEEE arithmetic.
 """
@@ -82,3 +82,51 @@ def merge(out_a: np.ndarray, lse_a: np.ndarray, out_b: np.ndarray, lse_b: np.nda
             )
         ]
         return parts[0] + parts[1], lse
+
+
+def softmax_backward(out: np.ndarray, dout: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    """scale out (dout - sum of out dout), from the result of softmax."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        out, dout = out.astype(np.float64), dout.astype(np.float64)
+        return np.float64(scale) * out * (dout - (out * dout).sum(-1, keepdims=True))
+
+
+def layer_norm_backward(
+    x: np.ndarray,
+    weight: np.ndarray | None,
+    dout: np.ndarray,
+    eps: float = 1e-5,
+    dmean: np.ndarray | None = None,
+    drstd: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(dx, dweight, dbias) of sum(out dout) + sum(mean dmean) + sum(rstd drstd)."""
+    z, _, rstd = layer_norm(x, None, None, eps)
+    with np.errstate(invalid="ignore", over="ignore"):
+        dout, rstd = dout.astype(np.float64), rstd[..., None]
+        g = dout if weight is None else dout * weight.astype(np.float64)
+        dx = rstd * (g - g.mean(-1, keepdims=True) - z * (g * z).mean(-1, keepdims=True))
+        if dmean is not None:
+            dx = dx + dmean.astype(np.float64)[..., None] / x.shape[-1]
+        if drstd is not None:
+            dx = dx - z * drstd.astype(np.float64)[..., None] * rstd**2 / x.shape[-1]
+        rows = tuple(range(x.ndim - 1))
+        return dx, (dout * z).sum(rows), dout.sum(rows)
+
+
+def cross_entropy_backward(
+    logits: np.ndarray,
+    targets: np.ndarray,
+    dlosses: np.ndarray,
+    dlse: np.ndarray | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> np.ndarray:
+    """dlogits of sum(losses dlosses) + sum(lse dlse). An ignored row has a gradient through its lse alone."""
+    columns = logits.shape[-1]
+    ignored, known = targets == ignore_index, (targets >= 0) & (targets < columns)
+    with np.errstate(invalid="ignore", over="ignore"):
+        w = np.where(ignored, 0.0, np.where(known, dlosses.astype(np.float64), np.nan))[..., None]
+        of_lse = 0.0 if dlse is None else dlse.astype(np.float64)[..., None]
+        wanted = (1.0 - label_smoothing) * (np.arange(columns) == targets[..., None]) + label_smoothing / columns
+        dlogits = (w + of_lse) * softmax(logits) - w * wanted
+        return dlogits if dlse is not None else np.where(ignored[..., None], 0.0, dlogits)

@@ -28,7 +28,7 @@ class EmulatedGpu:
     def run(self, op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]:
         """Plan, allocate, call; results are full of bytes that nobody writes before."""
         arrays = [
-            x if x is None or name in op.writes else np.ascontiguousarray(x)
+            x if x is None or name in op.writes else np.asarray(x, order="C")
             for name, x in zip(op.arrays, arrays, strict=True)
         ]
         described = (

@@ -12,6 +12,7 @@ import pytest
 
 import qflash
 from qflash import dispatch
+from qflash.frontends.numpy import run as numpy_frontend_run
 from qflash.reference import sm90_quantize as replay
 from qflash.testing import Case
 from qflash.testing.emulated_attention import check_kernel
@@ -19,19 +20,22 @@ from qflash.testing.emulated_backward import check_gradients_of
 from qflash.testing.emulated_ops import EmulatedGpu
 from qflash.testing.op_cases import CASES, check_close
 from qflash.testing.page_writes import PageWrite, arrays_of, check_written
+from qflash.testing.row_gradients import GRADIENTS, gradient_call
 
 CUDA = {row.name: row for row in dispatch.KERNELS if row.backend == "cuda"}
 ATTENTION = [name for name, row in CUDA.items() if row.op == "attention"]
 BACKWARD = [name for name, row in CUDA.items() if row.op == "attention_backward"]
 QUANTIZE_KV = [name for name, row in CUDA.items() if row.op == "quantize_kv"]
 KV_WRITE = [name for name, row in CUDA.items() if row.op == "kv_write"]
+ROW_GRADIENTS = [name for name, row in CUDA.items() if row.op in GRADIENTS]
 OTHERS = [name for name, row in CUDA.items() if row.op in CASES and row.op != "attention"]
 # More queries and keys than a tile has, of the dtype and head_dim whose libraries other tests here compile, too.
 TILE = Case("tile", 70, 150, 2, 1, 64, causal=True, dtype="float16", seed=3)
 
 
 def test_every_kernel_has_its_tile():
-    assert sorted((*ATTENTION, *BACKWARD, *QUANTIZE_KV, *KV_WRITE, *OTHERS)) == sorted(CUDA)
+    known = (*ATTENTION, *BACKWARD, *QUANTIZE_KV, *KV_WRITE, *OTHERS, *ROW_GRADIENTS)
+    assert sorted(known) == sorted(CUDA)
 
 
 @pytest.fixture
@@ -58,6 +62,14 @@ def test_operation(request, kernel):
     wanted = case.call(**case.arrays)  # by the CPU engine
     gpu = request.getfixturevalue("gpu")
     check_close(case.call(**case.arrays, kernel=kernel), wanted)
+    assert gpu.launched == [kernel]
+
+
+@pytest.mark.parametrize("kernel", ROW_GRADIENTS)
+def test_gradients_of_rows(gpu, kernel):
+    op, arrays, words = gradient_call(CUDA[kernel].op)
+    wanted = numpy_frontend_run(op, arrays, words)  # by the CPU engine
+    check_close(gpu.run(op, arrays, words), wanted)
     assert gpu.launched == [kernel]
 
 

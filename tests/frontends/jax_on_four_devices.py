@@ -202,3 +202,10 @@ def test_jit_splits_sinks_with_the_heads(mesh):
 
     assert collectives(call, *split) == []
     np.testing.assert_array_equal(jax.jit(call)(*split), call(q, k, v, sinks))
+
+    def loss(*xs):
+        return (call(*xs) ** 2).sum()
+
+    got = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*split)  # that of sinks sums over sequences of every device
+    for one, want in zip(got, jax.grad(loss, (0, 1, 2, 3))(q, k, v, sinks), strict=True):
+        np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-5)

@@ -275,18 +275,32 @@ def test_sinks_under_vmap():
         np.testing.assert_array_equal(got[i], qflash.attention(q, k, v, sinks=sinks[i]))
 
 
-def test_no_gradient_for_sinks_but_through_lse():
+def test_gradient_of_sinks():
     q, k, v = arrays(q_heads=4, kv_heads=2)
     sinks = jnp.linspace(-1.0, 2.0, 4)
-    with pytest.raises(NotImplementedError, match="sinks has no gradient"):
-        jax.grad(lambda sinks: qflash.attention(q, k, v, sinks=sinks).sum())(sinks)
 
     def scaled(q, sinks):
-        """The same by what a call without sinks gives, as attention's docstring says."""
+        """The same by what a call without sinks gives."""
         out, lse = qflash.attention(q, k, v, return_lse=True)
         return out * jax.nn.sigmoid(lse - sinks[:, None]).swapaxes(1, 2)[..., None]
 
     assert_close(scaled(q, sinks), qflash.attention(q, k, v, sinks=sinks), FLOAT32_L2)
     want, of_sinks = jax.grad(lambda *x: (scaled(*x) ** 2).sum(), (0, 1))(q, sinks)
-    assert_close(jax.grad(loss(lambda q: qflash.attention(q, k, v, sinks=sinks)))(q), want, BOUND)
-    assert of_sinks.any()
+    grad = jax.grad(loss(lambda q, sinks: qflash.attention(q, k, v, sinks=sinks)), (0, 1))
+    for got in (grad(q, sinks), jax.jit(grad)(q, sinks)):
+        assert_close(got[0], want, BOUND)
+        assert_close(got[1], of_sinks, BOUND)
+    half = jax.grad(loss(lambda sinks: qflash.attention(q, k, v, sinks=sinks)))(sinks.astype("float16"))
+    assert half.dtype == "float16"
+    np.testing.assert_allclose(half, of_sinks, rtol=2e-3)
+
+
+def test_gradient_of_sinks_is_each_samples_own_under_vmap():
+    q, k, v = stack((0, 0, 0), q_heads=4, kv_heads=2)
+    sinks = jnp.linspace(-1.0, 2.0, 4)
+    grad = jax.grad(lambda sinks, q, k, v: (qflash.attention(q, k, v, sinks=sinks) ** 2).sum(), (0, 1))
+    of_sinks, of_q = jax.vmap(grad, (None, 0, 0, 0))(sinks, q, k, v)
+    for i in range(3):
+        want = grad(sinks, q[i], k[i], v[i])
+        assert_close(of_sinks[i], want[0], FLOAT32_L2)
+        assert_close(of_q[i], want[1], FLOAT32_L2)

@@ -112,7 +112,7 @@ def test_meta_tensors_tell_shapes(name):
     assert [(tuple(x.shape), str(x.dtype)[6:]) for x in got] == [(x.shape, x.dtype.name) for x in wanted]
 
 
-@pytest.mark.parametrize("name", ["softmax", "layer_norm", "cross_entropy", "quantize"])
+@pytest.mark.parametrize("name", ["quantize"])
 def test_gradients_are_refused_by_name(name):
     case = CASES[name]
     first = next(iter(case.arrays))
@@ -135,10 +135,10 @@ def test_gradients_are_refused_by_name(name):
 
 def test_parameters_are_tensors():
     x, weight = torch.randn(3, 8), torch.nn.Parameter(torch.randn(8))
-    with pytest.raises(NotImplementedError, match="weight requires a gradient"):
-        qflash.layer_norm(x, weight)
+    wanted = qflash.layer_norm(x.numpy(), weight.detach().numpy())
+    check_equal(qflash.layer_norm(x, weight).detach(), wanted)
     with torch.no_grad():
-        check_equal(qflash.layer_norm(x, weight), qflash.layer_norm(x.numpy(), weight.numpy()))
+        check_equal(qflash.layer_norm(x, weight), wanted)
 
 
 def test_opcheck():

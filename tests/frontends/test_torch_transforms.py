@@ -532,9 +532,32 @@ def test_sinks_of_any_float_type_and_stride():
         same(qflash.attention(q, k, v, sinks=sinks), want)
 
 
-def test_sinks_that_want_a_gradient_are_refused():
+def scaled(q, k, v, sinks):
+    """Attention with sinks, by what a call without them gives."""
+    out, lse = qflash.attention(q, k, v, return_lse=True)
+    return out * torch.sigmoid(lse - sinks[:, None]).transpose(1, 2)[..., None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_gradient_of_sinks(way, dtype):
     q, k, v = tensors(grad=True)
-    with pytest.raises(NotImplementedError, match=r"sinks requires a gradient; allowed: .* sinks\.detach\(\)"):
-        qflash.attention(q, k, v, sinks=SINKS.clone().requires_grad_())
-    qflash.attention(q, k, v, sinks=SINKS).sum().backward()
-    assert q.grad is not None
+    sinks = SINKS.to(dtype).requires_grad_()
+    call = lambda *xs: qflash.attention(*xs[:3], sinks=xs[3])  # noqa: E731
+    if way == "compiled":
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(call(q, k, v, sinks).square().sum(), (q, k, v, sinks))
+    wants = torch.autograd.grad(scaled(q, k, v, sinks.float()).square().sum(), (q, k, v, sinks))
+    assert got[3].dtype == dtype
+    for one, want in zip(got, wants, strict=True):
+        torch.testing.assert_close(one, want, rtol=1e-3 if dtype is torch.float16 else 1e-4, atol=1e-5)
+
+
+def test_gradient_of_sinks_alone_and_of_each_sample_under_vmap():
+    q, k, v = tensors()
+    grad = torch.func.grad(lambda sinks, q: qflash.attention(q, k, v, sinks=sinks).square().sum())
+    many = torch.stack([q, 2 * q, -q])
+    got = torch.vmap(grad, (None, 0))(SINKS, many)
+    for i in range(3):
+        want = torch.func.grad(lambda sinks: scaled(many[i], k, v, sinks).square().sum())(SINKS)  # noqa: B023
+        torch.testing.assert_close(got[i], want, rtol=1e-4, atol=1e-5)

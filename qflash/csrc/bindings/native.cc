@@ -44,8 +44,11 @@ PYBIND11_MODULE(_native, module) {
   QF_ADD_ENTRY(cpu_bwd);
   QF_ADD_ENTRY(cpu_int8);
   QF_ADD_ENTRY(cpu_softmax);
+  QF_ADD_ENTRY(cpu_softmax_bwd);
   QF_ADD_ENTRY(cpu_layer_norm);
+  QF_ADD_ENTRY(cpu_layer_norm_bwd);
   QF_ADD_ENTRY(cpu_cross_entropy);
+  QF_ADD_ENTRY(cpu_cross_entropy_bwd);
   QF_ADD_ENTRY(cpu_int8_matmul);
   QF_ADD_ENTRY(cpu_quantize);
   QF_ADD_ENTRY(cpu_dequantize);

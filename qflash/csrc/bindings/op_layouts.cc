@@ -91,7 +91,7 @@ QF_TABLE(QfAttnParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(prec
          QF_MEMBER(kv), QF_MEMBER(workspace), QF_MEMBER(workspace_bytes), QF_MEMBER(total_q), QF_MEMBER(total_k));
 
 QF_TABLE(QfAttnBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(reserved), QF_MEMBER(fwd), QF_MEMBER(dout),
-         QF_MEMBER(dlse), QF_MEMBER(dq), QF_MEMBER(dk), QF_MEMBER(dv), QF_MEMBER(workspace),
+         QF_MEMBER(dlse), QF_MEMBER(dq), QF_MEMBER(dk), QF_MEMBER(dv), QF_MEMBER(dsinks), QF_MEMBER(workspace),
          QF_MEMBER(workspace_bytes));
 
 QF_TABLE(QfQuantizeKvParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(precision), QF_MEMBER(batch),
@@ -137,6 +137,21 @@ QF_TABLE(QfCrossEntropyParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEM
          QF_MEMBER(logits), QF_MEMBER(logits_stride), QF_MEMBER(targets), QF_MEMBER(ignore_index),
          QF_MEMBER(label_smoothing), QF_MEMBER(losses), QF_MEMBER(lse), QF_MEMBER(total), QF_MEMBER(mean),
          QF_MEMBER(num_threads));
+
+QF_TABLE(QfSoftmaxBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows), QF_MEMBER(columns),
+         QF_MEMBER(out), QF_MEMBER(dout), QF_MEMBER(out_stride), QF_MEMBER(dout_stride), QF_MEMBER(dx),
+         QF_MEMBER(dx_stride), QF_MEMBER(scale), QF_MEMBER(num_threads));
+
+QF_TABLE(QfLayerNormBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows), QF_MEMBER(columns),
+         QF_MEMBER(x), QF_MEMBER(dout), QF_MEMBER(x_stride), QF_MEMBER(dout_stride), QF_MEMBER(weight), QF_MEMBER(mean),
+         QF_MEMBER(rstd), QF_MEMBER(dmean), QF_MEMBER(drstd), QF_MEMBER(dx), QF_MEMBER(dx_stride), QF_MEMBER(dweight),
+         QF_MEMBER(dbias), QF_MEMBER(num_threads), QF_MEMBER(sums), QF_MEMBER(workspace), QF_MEMBER(workspace_bytes));
+
+QF_TABLE(QfCrossEntropyBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows), QF_MEMBER(columns),
+         QF_MEMBER(logits), QF_MEMBER(logits_stride), QF_MEMBER(targets), QF_MEMBER(lse), QF_MEMBER(dlosses),
+         QF_MEMBER(dlse), QF_MEMBER(dtotal), QF_MEMBER(dlogits), QF_MEMBER(dlogits_stride), QF_MEMBER(ignore_index),
+         QF_MEMBER(label_smoothing), QF_MEMBER(mean), QF_MEMBER(num_threads), QF_MEMBER(workspace),
+         QF_MEMBER(workspace_bytes));
 
 #undef QF_TABLE
 #undef QF_MEMBER
@@ -203,6 +218,9 @@ const std::vector<OpLayout>& op_layouts() {
       layout_of<QfMergeParams>("QfMergeParams"),
       layout_of<QfRowsParams>("QfRowsParams"),
       layout_of<QfCrossEntropyParams>("QfCrossEntropyParams"),
+      layout_of<QfSoftmaxBwdParams>("QfSoftmaxBwdParams"),
+      layout_of<QfLayerNormBwdParams>("QfLayerNormBwdParams"),
+      layout_of<QfCrossEntropyBwdParams>("QfCrossEntropyBwdParams"),
   };
   return *layouts;
 }

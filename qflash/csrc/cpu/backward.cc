@@ -250,7 +250,10 @@ extern "C" int qf_cpu_bwd(const QfAttnBwdParams* params, void*) {
   if (int status = choose_isa(&isa)) return status;
   if (!params->fwd.lse) return fail(QF_BAD_VALUE, "lse is missing; allowed: what the forward pass returned");
   try {
-    return Backward(*params, QF_PICK(isa, backward_kernels)).run();
+    const BackwardKernels& kernels = QF_PICK(isa, backward_kernels);
+    if (params->fwd.sinks && params->dsinks)
+      if (int status = sink_gradient(*params, kernels)) return status;
+    return Backward(*params, kernels).run();
   } catch (const std::bad_alloc&) {
     return QF_NO_MEMORY;
   }

@@ -52,7 +52,12 @@ struct BackwardKernels {
   // Also writes zero to the rows from `count` to `rows`, which belong to no key.
   void (*store_keys)(const QfAttnBwdParams&, const Sequence&, int kv_head, int64_t first, int count, int rows,
                      const KeyBlock&);
+  // What the rows [first, first + count) of a head have to do with the gradient of its sink.
+  double (*sink_share)(const QfAttnBwdParams&, const Sequence&, int head, int64_t first, int64_t count);
 };
+
+// dsinks[h] = sum over the rows of head h of exp(sinks[h] - lse) (dlse - rowsum(dout * out)), in the order of rows.
+int sink_gradient(const QfAttnBwdParams& params, const BackwardKernels& kernels);
 
 }  // namespace qf
 

@@ -174,8 +174,32 @@ static void store_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_
   clear_rows(p, params.dv, s, s.first_k + first + count, rows - count, kv_head);
 }
 
-extern const BackwardKernels backward_kernels = {kLanes,      load_queries,   load_keys,     probabilities,
-                                                 add_to_keys, add_to_queries, store_queries, store_keys};
+// A sink is a key without a value: its weight exp(sink - lse) and dP = 0 give dS = -weight * delta. A row that sees no
+// key has its sink for its lse, and nothing of it in out.
+static double sink_share(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int64_t count) {
+  const QfAttnParams& p = params.fwd;
+  const int pitch = pitch_of(p);
+  const float sink = p.sinks[head];
+  if (sink == -INFINITY) return 0.0;  // which is none
+  const int64_t statistics = s.batch * p.lse_stride_b + head * p.lse_stride_h + s.first_q;
+  alignas(64) float out[kMaxHeadDim], dout[kMaxHeadDim];
+  double share = 0.0;
+  for (int64_t row = first; row < first + count; row++) {
+    const KeyRange keys = visible_keys(p, s, row);
+    float delta = params.dlse ? -params.dlse[statistics + row] : 0.0f;
+    if (keys.begin < keys.end) {
+      load_padded(out, row_address(p.out, p.dtype, s.batch, s.first_q + row, head), p.dtype, p.head_dim, pitch);
+      load_padded(dout, row_address(params.dout, p.dtype, s.batch, s.first_q + row, head), p.dtype, p.head_dim, pitch);
+      delta += dot_rows(dout, out, pitch);
+    }
+    const float lse = p.lse[statistics + row];
+    share -= (lse == sink ? 1.0 : ::exp(double(sink) - lse)) * delta;  // both may be infinite
+  }
+  return share;
+}
+
+extern const BackwardKernels backward_kernels = {kLanes,         load_queries,  load_keys,  probabilities, add_to_keys,
+                                                 add_to_queries, store_queries, store_keys, sink_share};
 
 }  // namespace QF_ISA
 }  // namespace qf

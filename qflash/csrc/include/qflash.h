@@ -141,6 +141,7 @@ typedef struct QfAttnBwdParams {
   QfTensor dout;       /* like out */
   const float* dlse;   /* like lse, same strides; NULL: zero */
   QfTensor dq, dk, dv; /* like q, k, v; every element is written */
+  float* dsinks;       /* [q_heads]; NULL: not wanted, or there are no sinks */
   void* workspace;     /* as QfAttnParams has it */
   int64_t workspace_bytes;
 } QfAttnBwdParams;

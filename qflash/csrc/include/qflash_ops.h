@@ -163,9 +163,65 @@ typedef struct QfCrossEntropyParams {
   int32_t mean, num_threads;
 } QfCrossEntropyParams;
 
+/* dx <- scale * out * (dout - rowsum(out * dout)): the gradient of softmax, from its result. */
+typedef struct QfSoftmaxBwdParams {
+  int32_t struct_bytes, dtype;
+  int64_t rows, columns;
+  const void *out, *dout; /* [rows, columns], columns contiguous */
+  int64_t out_stride, dout_stride;
+  void* dx;
+  int64_t dx_stride;
+  float scale;
+  int32_t num_threads;
+} QfSoftmaxBwdParams;
+
+/* Gradients of layer_norm. With z = (x - mean) rstd and g = dout * weight
+ *   dx = rstd (g - rowmean(g) - z rowmean(g z)) + dmean / columns - z drstd rstd^2 / columns
+ *   dweight = sum over rows of dout z,   dbias = sum over rows of dout
+ * The sums over rows are taken in an order that depends on the shape alone. */
+typedef struct QfLayerNormBwdParams {
+  int32_t struct_bytes, dtype;
+  int64_t rows, columns;
+  const void *x, *dout; /* [rows, columns], columns contiguous */
+  int64_t x_stride, dout_stride;
+  const void* weight;         /* [columns] in dtype; NULL: 1 */
+  const float *mean, *rstd;   /* [rows], as the forward pass gave them */
+  const float *dmean, *drstd; /* [rows]: gradients of these; NULL: zero */
+  void* dx;
+  int64_t dx_stride;
+  void *dweight, *dbias; /* [columns] in dtype; NULL: not wanted */
+  int32_t num_threads;
+  int32_t sums; /* 1: dweight or dbias is wanted, and there is a workspace for them */
+  void* workspace;
+  int64_t workspace_bytes;
+} QfLayerNormBwdParams;
+
+/* dlogits[i] <- (w_i + dlse[i]) softmax(logits[i]) - w_i ((1 - label_smoothing) [j = targets[i]] + label_smoothing /
+ * columns). w_i is dlosses[i] and dtotal, which `mean` divides by the number of rows not ignored; 0 where row i is. */
+typedef struct QfCrossEntropyBwdParams {
+  int32_t struct_bytes, dtype;
+  int64_t rows, columns;
+  const void* logits;
+  int64_t logits_stride;
+  const int32_t* targets;     /* as in QfCrossEntropyParams; a bad one makes its row NaN, on the CPU it is refused */
+  const float* lse;           /* [rows], as the forward pass gave it */
+  const float* dlosses;       /* [rows] */
+  const float *dlse, *dtotal; /* [rows]; [1]; NULL: zero */
+  void* dlogits;
+  int64_t dlogits_stride;
+  int32_t ignore_index;
+  float label_smoothing;
+  int32_t mean, num_threads;
+  void* workspace;
+  int64_t workspace_bytes;
+} QfCrossEntropyBwdParams;
+
 int qf_cpu_softmax(const QfRowsParams* params, void* stream);
 int qf_cpu_layer_norm(const QfRowsParams* params, void* stream);
 int qf_cpu_cross_entropy(const QfCrossEntropyParams* params, void* stream);
+int qf_cpu_softmax_bwd(const QfSoftmaxBwdParams* params, void* stream);
+int qf_cpu_layer_norm_bwd(const QfLayerNormBwdParams* params, void* stream);
+int qf_cpu_cross_entropy_bwd(const QfCrossEntropyBwdParams* params, void* stream);
 int qf_cpu_int8_matmul(const QfInt8MatmulParams* params, void* stream);
 int qf_cpu_quantize(const QfQuantizeParams* params, void* stream);
 int qf_cpu_dequantize(const QfDequantizeParams* params, void* stream);

@@ -23,18 +23,18 @@ struct RowShape {
 };
 
 // run(shape, threads per block) for rows of `columns`. kMost: 4 or 8 granules of a thread; kLong, kLongThreads: on a
-// row that does not fit registers.
-template <class Element, int kMost, int kLong, int kLongThreads, class Run>
+// row that does not fit registers; kWhole: columns of the longest that does.
+template <class Element, int kMost, int kLong, int kLongThreads, int kWhole = kWholeColumns, class Run>
 inline int with_row_shape(int64_t columns, Run run) {
   constexpr int kElements = kGranule<Element>, kShare = kMost * kElements, kWarpThreads = 32 * WarpTeam::kWarps;
-  constexpr int kWholeThreads = kWholeColumns / kShare;
+  constexpr int kWholeThreads = kWhole / kShare;
   static_assert(kMost >= 4 && kWholeThreads <= BlockTeam::kMostThreads, "a whole row fits a block's registers");
   if (columns <= 32 * kElements) return run(RowShape<WarpTeam, 1, true>{}, kWarpThreads);
   if (columns <= 32 * kElements * 2) return run(RowShape<WarpTeam, 2, true>{}, kWarpThreads);
   if (columns <= 32 * kElements * 4) return run(RowShape<WarpTeam, 4, true>{}, kWarpThreads);
   if (columns <= 32 * kShare) return run(RowShape<WarpTeam, kMost, true>{}, kWarpThreads);
-  const int threads = int(min(columns, int64_t(kWholeColumns)) + 32 * kShare - 1) / (32 * kShare) * 32;
-  if (columns <= kWholeColumns) return run(RowShape<BlockTeam, kMost, true, kWholeThreads>{}, threads);
+  const int threads = int(min(columns, int64_t(kWhole)) + 32 * kShare - 1) / (32 * kShare) * 32;
+  if (columns <= kWhole) return run(RowShape<BlockTeam, kMost, true, kWholeThreads>{}, threads);
   return run(RowShape<BlockTeam, kLong, false, kLongThreads>{}, kLongThreads);
 }
 

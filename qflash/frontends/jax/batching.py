@@ -48,8 +48,11 @@ def _mapped(
 
 
 def _takes_a_batch(call: Call, known: Mapping[str, str], mapped: Sequence[str]) -> bool:
-    """Whether every mapped array can have one part for each sequence. Tables and packed arrays cannot."""
-    return all(known[name][0] == "b" and name not in call.op.tables for name in mapped)
+    """Whether every mapped array can have one part for each sequence. Tables and packed arrays cannot, nor can
+    sums over all sequences."""
+    return not call.op.sums_batch(known) and all(
+        known[name][0] == "b" and name not in call.op.tables for name in mapped
+    )
 
 
 def _loop(function: Callable[..., Results], in_batched: Sequence[bool], operands: Sequence[Any]) -> Results:
@@ -68,7 +71,7 @@ def _loop(function: Callable[..., Results], in_batched: Sequence[bool], operands
 
 def _are_queries(call: Call, known: Mapping[str, str], mapped: Sequence[str]) -> bool:
     """Whether all that is mapped, and all that is computed, has query heads, and the keys are shared."""
-    names = [*mapped, *call.op.results]
+    names = [*mapped, *(name for name in call.op.results if name in known)]
     return all("H" in known[name] for name in names) and any("G" in known[name] for name in call.names)
 
 

@@ -39,7 +39,7 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
         # By these names jax.checkpoint's policies can keep what would have to be computed again.
         results = [
             checkpoint_name(x, f"{call.op.spoken}.{name}")
-            for name, x in zip(call.op.results, run_whole(*arrays), strict=True)
+            for name, x in zip(call.op.results, run_whole(*arrays), strict=False)  # a total may be missing at the end
         ]
         return tuple(results[at] for at in _shown(call, whole, arrays)), (arrays, results)
 
@@ -52,14 +52,16 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
         if of_results[0] is None:
             of_results[0] = jnp.zeros_like(results[0])
         by_name = dict(zip(call.names, arrays, strict=True))
-        operands = gradient.op.named([*of_results, *map(by_name.get, call.op.arrays), *results])
+        known = by_name | dict(zip(call.op.results, results, strict=False))
+        known |= {f"d{name}": x for name, x in zip(call.op.results, of_results, strict=False) if x is not None}
+        operands = {name: known[name] for name in gradient.op.arrays if name in known}
         backward = _once(gradient, Call(gradient.op, whole.words, tuple(operands)))
         wanted = [name for name in gradient.of if name in by_name]
         gradients = dict(zip(wanted, backward(*operands.values()), strict=True))
         return tuple(gradients.get(name) for name in call.names)
 
     function.defvjp(save, pull_back, symbolic_zeros=True)
-    refusal = no_forward_mode(call.op, gradient.of)
+    refusal = no_forward_mode(call.op, [name for name in gradient.of if name in call.names])
     return lambda *arrays: function(
         *(reverse_only(x, refusal) if name in gradient.of else x for name, x in zip(call.names, arrays, strict=True))
     )
@@ -82,7 +84,7 @@ def _check_differentiable(call: Call, gradient: Gradient, arrays: Sequence[Any])
     if all(precision not in kernel.precisions for kernel in dispatch.kernels_of(gradient.op.name)):
         raise NotImplementedError(
             f"precision {precision!r} has no backward pass; use precision=None, "
-            f"or put jax.lax.stop_gradient around {listed(gradient.of)}"
+            f"or put jax.lax.stop_gradient around {listed([name for name in gradient.of if name in call.names])}"
         )
     for name, x in zip(call.names, arrays, strict=True):
         if name in gradient.refused and x.perturbed:

@@ -69,6 +69,11 @@ def _sums_keys(results: Sequence[str]) -> bool:
     return any("G" in letters for letters in results)
 
 
+def _sums_batch(results: Sequence[str]) -> bool:
+    """A gradient of sinks sums over sequences, so these stay together."""
+    return any("b" not in letters for letters in results)
+
+
 def _kept_axes(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], results: Sequence[str]) -> dict[str, Any]:
     """The mesh axes over which batch and heads stay split: those that divide them evenly, from where the queries (or
     what is shaped as they are) are split the most."""
@@ -79,7 +84,7 @@ def _kept_axes(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], results: S
             spec = dict(zip(letters, (*x.sharding.spec, *[None] * len(letters)), strict=False))
             axes = max(axes, spec, key=lambda spec: _ways(mesh, spec.get("b")) * _ways(mesh, spec.get("H")))
     split = {}
-    if sizes.get("b", 1) % _ways(mesh, axes.get("b")) == 0:
+    if not _sums_batch(results) and sizes.get("b", 1) % _ways(mesh, axes.get("b")) == 0:
         split["b"] = axes.get("b")
     heads = axes.get("H")
     if sizes["G"] % _ways(mesh, heads) == 0:
@@ -112,6 +117,8 @@ def _rule(arrays: Sequence[Any], operands: Sequence[str], results: Sequence[str]
         factors, free, sizes = "r", "b" if _sums_keys(results) else "br", {}
     else:
         factors, free, sizes = "(G r)", "bG", {"r": q_heads // kv_heads}
+    if _sums_batch(results):
+        free = free.replace("b", "")
     sides = [", ".join(" ".join(dims) for dims in side).replace("H", factors) for side in (operands, results)]
     in_order = dict.fromkeys(name for name in sides[0] if name.isalpha())
     return " -> ".join(sides), {

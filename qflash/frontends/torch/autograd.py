@@ -47,32 +47,36 @@ def check_no_tangents(op: Op, arrays: Sequence[Any]) -> None:
             )
 
 
-def _cotangents(results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The first is always there; another one that is None is zero, and costs nothing."""
-    first = torch.zeros_like(results[0]) if grads[0] is None else grads[0]
-    # A lazily negated one holds its memory with the wrong sign.
-    return [None if grad is None else grad.resolve_neg() for grad in (first, *grads[1:])]
-
-
-def _in_order(op: Op, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of each array of `op`, None where there is none."""
-    assert op.gradient is not None
-    by_name = dict(zip(op.gradient.of, gradients, strict=True))
-    return [by_name.get(name) for name in op.arrays]
-
-
 def _save(ctx: Any, op: Op, arrays: Sequence[Any], words: Sequence[Any], results: Sequence[Tensor]) -> None:
-    ctx.save_for_backward(*(x for x in arrays if x is not None), *results)
+    """Keep what the backward operation takes, and nothing else."""
+    assert op.gradient is not None
+    given = op.named(arrays)
+    named = {**given, **dict(zip(op.results, results, strict=False))}  # a total of losses may be missing at the end
+    kept = {name: x for name, x in named.items() if name in op.gradient.op.arrays}
+    ctx.save_for_backward(*kept.values())
     ctx.set_materialize_grads(False)
-    ctx.call = op, [x is not None for x in arrays], tuple(words)
+    ctx.call = op, tuple(words), tuple(given), tuple(kept)
+    ctx.first = results[0].shape, {"dtype": results[0].dtype, "device": results[0].device}
 
 
-def _saved(ctx: Any) -> tuple[Op, list[Tensor | None], tuple[Any, ...], list[Tensor]]:
-    """What `_save` kept. Raises if one of the tensors was written to since."""
-    op, present, words = ctx.call
-    saved = list(ctx.saved_tensors)
-    arrays = [saved.pop(0) if there else None for there in present]
-    return op, arrays, words, saved
+def _inputs(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The arrays of the backward operation. Raises if one that was kept was written to since."""
+    op, _, _, kept = ctx.call
+    # The first cotangent is always there; another one that is None is zero, and costs nothing.
+    shape, like = ctx.first
+    first = torch.zeros(shape, **like) if grads[0] is None else grads[0]
+    # A lazily negated one holds its memory with the wrong sign.
+    cotangents = (None if grad is None else grad.resolve_neg() for grad in (first, *grads[1:]))
+    named = dict(zip(kept, ctx.saved_tensors, strict=True))
+    named |= {f"d{name}": x for name, x in zip(op.results, cotangents, strict=False)}
+    return [named.get(name) for name in op.gradient.op.arrays]
+
+
+def _in_order(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of each array of the operation, None where there is none."""
+    op, _, given, _ = ctx.call
+    by_name = dict(zip((name for name in op.gradient.of if name in given), gradients, strict=True))
+    return [by_name.get(name) for name in op.arrays]
 
 
 class Eager(torch.autograd.Function):
@@ -86,16 +90,15 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        op, arrays, words, results = _saved(ctx)
-        backward_op = op.gradient.op
-        inputs = [*_cotangents(results, grads), *arrays, *results]
+        op, words, *_ = ctx.call
+        backward_op, inputs = op.gradient.op, _inputs(ctx, grads)
         if is_grad_enabled() or is_watched():  # create_graph: the op refuses when the graph is used, not before
             from qflash.frontends.torch.library import dispatched
 
             gradients = dispatched(backward_op, inputs, words)
         else:
             gradients = launch.launch(backward_op, launch.find_ready(backward_op, inputs, words), inputs)
-        return None, None, None, *_in_order(op, gradients)
+        return None, None, None, *_in_order(ctx, gradients)
 
 
 # Function.apply first asks whether a transform of torch.func is active, at a third of the whole cost. None is, here.
@@ -115,9 +118,9 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        op, arrays, words, results = _saved(ctx)
-        gradients = ctx.backward_packet(*_cotangents(results, grads), *arrays, *results, *words)
-        return None, None, None, *_in_order(op, gradients), *(None for _ in words)
+        _, words, *_ = ctx.call
+        gradients = ctx.backward_packet(*_inputs(ctx, grads), *words)
+        return None, None, None, *_in_order(ctx, gradients), *(None for _ in words)
 
 
 class _Refused(torch.autograd.Function):

@@ -207,10 +207,12 @@ def check_differentiable(op: Op, plan: Plan, arch: int) -> None:
         dispatch.choose(replace(spec, op=gradient.op.name))
     except NoKernelError:
         kernel = dispatch.choose(spec, plan.kernel)
-        *most, last = gradient.of
-        names = f"{', '.join(most)} or {last}"
+        given = {operand.argument for operand in plan.operands}
+        *most, last = (name for name in gradient.of if name in given)
+        names = " or ".join(filter(None, (", ".join(most), last)))
+        detached = " and ".join(filter(None, (", ".join(most), last)))
         raise NotImplementedError(
             f"{names} requires a gradient and kernel {kernel.name!r} ({kernel.device}, precision "
             f"{spec.precision}) has no backward pass; allowed: call it under torch.no_grad(), detach() "
-            f"{', '.join(most)} and {last}, or precision=None"
+            f"{detached}, or precision=None"
         ) from None

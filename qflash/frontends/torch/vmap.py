@@ -23,7 +23,7 @@ def batched(op: Op, packet: Any, size: int, in_dims: Sequence[int | None], args:
     if op.folds(mapped, ranks, dict(zip(op.words, words, strict=True))):
         return packet(*moved)
     dims = op.dims(named) if op.dims is not None else {}
-    if dims and dims[op.arrays[0]][0] == "b" and not mapped & set(op.tables):
+    if dims and dims[op.arrays[0]][0] == "b" and not mapped & set(op.tables) and not op.sums_batch(dims):
         return _folded(op, packet, size, mapped, dims, arrays, words)
     return _each(op, packet, size, mapped, arrays, words)
 

@@ -1,11 +1,18 @@
-// C entry of `fa_bwd`: delta, then dK and dV, then dQ, one after the other on the stream.
+// C entry of `fa_bwd`: delta, the gradient of sinks, dK and dV, then dQ, one after the other on the stream.
 #include "attn/backward/entry.cuh"
+#include "attn/backward/sinks.cuh"
 #include "kernels/attention_backward/fa_bwd/kernel.cuh"
 
 __global__ void __launch_bounds__(qf::kDeltaThreads)
     qf_fa_bwd_delta_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
                            const __grid_constant__ qf::DeltaAccess vector) {
   qf::write_delta<qf::fa_bwd::Element, false>(params, grid, vector);
+}
+
+__global__ void __launch_bounds__(qf::kSinkThreads)
+    qf_fa_bwd_sinks_kernel(const __grid_constant__ QfAttnBwdParams params) {
+  extern __shared__ float4 s_memory[];
+  qf::write_sink_gradient(params, reinterpret_cast<uint32_t*>(s_memory));
 }
 
 namespace {
@@ -39,6 +46,7 @@ QF_EXPORT int qf_fa_bwd(const QfAttnBwdParams* params, void* stream) {
   if (p.head_dim < 1 || p.head_dim > kHeadDim) return QF_UNSUPPORTED;
   if (const int status = check_workspace(*params)) return status;
   if (const int status = launch_delta(qf_fa_bwd_delta_kernel, *params, stream)) return status;
+  if (const int status = launch_sink_gradient(qf_fa_bwd_sinks_kernel, *params, stream)) return status;
   const auto vector = [&](const QfTensor& x) { return tensor_vectorises(x, p.head_dim, int(sizeof(Element))); };
   const Access access = {vectorises(p), vector(params->dout), vector(params->dq), vector(params->dk),
                          vector(params->dv)};

@@ -1,7 +1,8 @@
-// C entry of `fa_mma_bwd`: delta, then dK and dV, then dQ, one after the other on the stream.
+// C entry of `fa_mma_bwd`: delta, the gradient of sinks, dK and dV, then dQ, one after the other on the stream.
 #include <type_traits>
 
 #include "attn/backward/entry.cuh"
+#include "attn/backward/sinks.cuh"
 #include "kernels/attention_backward/fa_mma_bwd/keys.cuh"
 #include "kernels/attention_backward/fa_mma_bwd/queries.cuh"
 
@@ -9,6 +10,12 @@ __global__ void __launch_bounds__(qf::kDeltaThreads)
     qf_fa_mma_bwd_delta_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
                                const __grid_constant__ qf::DeltaAccess vector) {
   qf::write_delta<qf::fa_mma_bwd::Element, true>(params, grid, vector);
+}
+
+__global__ void __launch_bounds__(qf::kSinkThreads)
+    qf_fa_mma_bwd_sinks_kernel(const __grid_constant__ QfAttnBwdParams params) {
+  extern __shared__ float4 s_memory[];
+  qf::write_sink_gradient(params, reinterpret_cast<uint32_t*>(s_memory));
 }
 
 namespace {
@@ -49,6 +56,7 @@ QF_EXPORT int qf_fa_mma_bwd(const QfAttnBwdParams* params, void* stream) {
                          aligned(params->dout), vectorises(p),      vector(params->dout),
                          vector(params->dq),    vector(params->dk), vector(params->dv)};
   if (const int status = launch_delta(qf_fa_mma_bwd_delta_kernel, *params, stream)) return status;
+  if (const int status = launch_sink_gradient(qf_fa_mma_bwd_sinks_kernel, *params, stream)) return status;
   constexpr bool kCanCopyAsync = kArch >= 80;
   const bool async = kCanCopyAsync && !p.rope.cos && access.q && access.k && access.v && access.dout;
   return async ? run<kCanCopyAsync>(*params, access, stream) : run<false>(*params, access, stream);
