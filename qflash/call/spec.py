@@ -7,6 +7,8 @@ from typing import Any
 
 DTYPES = ("float32", "float16", "bfloat16")
 PRECISIONS = ("native", "int8", "int8_fp8")
+# Where somebody differentiates a quantized call (docs/decisions/0016-quantized-training.md)
+SERVE_QUANTIZED = ": train in the arrays' own type, and serve what was trained in INT8"
 # What may stand in the places of k and v, in the order of QfKvKind: arrays; Quantized; QuantizedKV; PagedKV.
 KV_KINDS = ("arrays", "quantized", "kept", "pages", "pages_int8")
 # In the order of QfDtype and QfOpDtype: an array's code in the structs of operations.

@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from qflash import dispatch
 from qflash.call.op import Gradient
+from qflash.call.spec import SERVE_QUANTIZED
 from qflash.frontends.jax.batching import batchable
 from qflash.frontends.jax.call import Call
 from qflash.frontends.jax.derivatives import constant, forward_only, listed, no_forward_mode, reverse_only
@@ -83,7 +84,7 @@ def _check_differentiable(call: Call, gradient: Gradient, arrays: Sequence[Any])
     precision = call.plan([x.value for x in arrays], "cpu").for_spec.precision
     if all(precision not in kernel.precisions for kernel in dispatch.kernels_of(gradient.op.name)):
         raise NotImplementedError(
-            f"precision {precision!r} has no backward pass; use precision=None, "
+            f"precision {precision!r} has no backward pass; allowed: precision=None{SERVE_QUANTIZED}; "
             f"or put jax.lax.stop_gradient around {listed([name for name in gradient.of if name in call.names])}"
         )
     for name, x in zip(call.names, arrays, strict=True):

@@ -15,6 +15,7 @@ from qflash.call import cache
 from qflash.call.array import Array
 from qflash.call.op import Op, Operand, Plan
 from qflash.call.prepare import Prepared, prepare
+from qflash.call.spec import SERVE_QUANTIZED
 from qflash.errors import NoKernelError
 from qflash.frontends.torch.arrays import arch_of_device, check_storage, described
 from qflash.frontends.torch.watch import current_device, current_stream
@@ -214,5 +215,5 @@ def check_differentiable(op: Op, plan: Plan, arch: int) -> None:
         raise NotImplementedError(
             f"{names} requires a gradient and kernel {kernel.name!r} ({kernel.device}, precision "
             f"{spec.precision}) has no backward pass; allowed: call it under torch.no_grad(), detach() "
-            f"{detached}, or precision=None"
+            f"{detached}, or precision=None{'' if spec.precision == 'native' else SERVE_QUANTIZED}"
         ) from None
