@@ -30,9 +30,9 @@ struct RowAngles {
   __device__ __forceinline__ void rotate_back(int pair, float& a, float& b) const {
     if (!rotates) return;
     const float c = g_cos ? g_cos[pair] : nan(), s = g_sin ? g_sin[pair] * sign : nan();
-    const float turned = fmaf(b, s, a * c);
+    const float rotated = fmaf(b, s, a * c);
     b = fmaf(-a, s, b * c);
-    a = turned;
+    a = rotated;
   }
 };
 

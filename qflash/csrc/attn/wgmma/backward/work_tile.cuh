@@ -50,7 +50,7 @@ struct PackedFaults {
 template <class Config>
 struct WorkTile {
   Sequence seq;
-  Mask mask;                         // of columns, as rows see them: of keys it is that of queries, turned over
+  Mask mask;                         // of columns, as rows see them: of keys it is that of queries, inverted
   KeyRange columns, full;            // those that some row of the block meets, those that every one does
   KeyRange window;                   // of row0, wherever the sequence ends; a row further on it is a column further on
   KeyRange own[Config::kConsumers];  // of the tiles of columns: which a consumer's rows meet
