@@ -38,8 +38,8 @@ class Spec:
     # Scores are a positive factor times q . k, which the exponential applies: no softcap, a scale above 0
     plain_scores: bool = True
     sinks: bool = False
-    batch_invariant: bool = False  # a sequence's bits are to be the same whatever else is in the batch
     few_rows: bool = False  # a KV head has MOST_DECODE_ROWS rows of queries at most: Tq times the heads that share it
+    batch_invariant: bool = False  # a sequence's bits are to be the same whatever else is in the batch
 
 
 def spec_of(op: str, device: str, dtype: str, **more: Any) -> Spec:

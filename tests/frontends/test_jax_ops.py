@@ -145,7 +145,7 @@ def test_lowering_for_cuda_without_a_gpu(monkeypatch):
         prepare.cache_clear()
     call = next(line for line in program.mlir_module().splitlines() if "custom_call @qflash_call" in line)
     assert r"QfInt8MatmulParams\22,\22int8_gemm_tc\22,\22cuda\22,90,\22int32\22" in call
-    assert r"\22int8_matmul\22,\22arrays\22,\22n\22,true,false,false]" in call
+    assert r"\22int8_matmul\22,\22arrays\22,\22n\22,true,false,false,false]" in call
     assert "num_bytes = dense<[32, 24, 48]>" in call and "tensor<4096xui8>" in call
 
 
