@@ -43,6 +43,7 @@ class Kernel:
     per_precision: bool = False
     per_kv: bool = False
     shared_kvs: tuple[tuple[str, str], ...] = ()  # with per_kv: (kind, the kind whose library serves it as well)
+    per_batch_invariance: bool = False  # a library for Spec.batch_invariant, and one for the others
     per_scores: bool = False  # a library for Spec.plain_scores, and one for the others
     parts: int = 1  # objects of a library that are compiled side by side
     # Quantized: (precision, kind of KV) to (head_dim, keys) by rising head_dim. Up to that head_dim, a problem of fewer
@@ -198,6 +199,7 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=(64, 128, 192, 256),
         sinks=True,
         batch_invariant=True,
+        per_batch_invariance=True,
     ),
     Kernel(
         name="decode",
@@ -213,6 +215,7 @@ KERNELS: tuple[Kernel, ...] = (
         per_kv=True,
         sinks=True,
         batch_invariant=True,
+        per_batch_invariance=True,
     ),
     Kernel(
         name="sm90_fwd",

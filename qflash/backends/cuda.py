@@ -42,6 +42,9 @@ def unit(kernel: Kernel, spec: Spec) -> Unit:
         kind = dict(kernel.shared_kvs).get(spec.kv, spec.kv)
         defines.append(("QF_KV_KIND", str(KV_KINDS.index(kind))))
         words.append(f"{kind} k and v")
+    if kernel.per_batch_invariance:
+        defines.append(("QF_BATCH_INVARIANT", str(int(spec.batch_invariant))))
+        words += ["batch-invariant"] if spec.batch_invariant else []
     if kernel.per_scores:
         defines.append(("QF_PLAIN_SCORES", str(int(spec.plain_scores))))
         words += [] if spec.plain_scores else ["softcap"]
@@ -98,7 +101,9 @@ def specs(kernel: Kernel, arch: int) -> list[Spec]:
             kv=kv,
             plain_scores=plain_scores,
             few_rows=kernel.few_rows,
+            batch_invariant=batch_invariant,
         )
+        for batch_invariant in ((False, True) if kernel.per_batch_invariance else (False,))
         for plain_scores in ((True, False) if kernel.per_scores else (True,))
         for dtype in kernel.dtypes
         for head_dim in kernel.head_dims or (0,)

@@ -120,6 +120,10 @@ def covering() -> list[Unit]:
     chosen += [hopper_unit(row.name) for row in HOPPERS_OWN]
     chosen += [cuda.unit_of(dispatch.VARIANTS[name], "bfloat16", 256, 90) for name in DECODING]  # all 255 registers
     chosen += [other_scores(row.name) for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
+    invariant = [row for row in CUDA_ROWS if row.kernel.per_batch_invariance and row.kv == "arrays"]
+    chosen += [
+        cuda.unit(row.kernel, replace(row.spec(90, *on_hopper(row.name)), batch_invariant=True)) for row in invariant
+    ]
     chosen.append(cuda.unit_of(dispatch.VARIANTS[GEMM[0]], "int32", 0, 90))  # a dtype of products alone
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         older = [ARCHES[first % 4]]
@@ -231,7 +235,15 @@ def test_the_covering_set_covers():
     for row in CUDA_ROWS:
         assert set(units) & {unit for arch in ARCHES for unit in units_of(row, arch)}, row.name
     assert {unit.target for unit in units} == {unit.target for unit in everything}
-    for axis in ("QF_DTYPE", "QF_HEAD_DIM", "QF_ARCH", "QF_PRECISION", "QF_KV_KIND", "QF_PLAIN_SCORES"):
+    for axis in (
+        "QF_DTYPE",
+        "QF_HEAD_DIM",
+        "QF_ARCH",
+        "QF_PRECISION",
+        "QF_KV_KIND",
+        "QF_BATCH_INVARIANT",
+        "QF_PLAIN_SCORES",
+    ):
         values = [{dict(unit.defines).get(axis) for unit in some} for some in (units, everything)]
         assert values[0] == values[1], axis
     assert {row.name for row in CUDA_ROWS} == set(INSTRUCTION)

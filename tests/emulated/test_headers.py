@@ -33,7 +33,14 @@ def first_include(text: str) -> str | None:
 # A header that comes first in another is read alone there: nothing has come before it.
 FIRST_IN = {first: name for name in HEADERS if (first := first_include(SOURCES[name].read_text())) is not None}
 ALONE = [name for name in HEADERS if name not in FIRST_IN]
-DEFINES = {"QF_DTYPE": 1, "QF_ARCH": 90, "QF_HEAD_DIM": 64, "QF_PRECISION": 1, "QF_KV_KIND": 0}  # of any kernel
+DEFINES = {
+    "QF_DTYPE": 1,
+    "QF_ARCH": 90,
+    "QF_HEAD_DIM": 64,
+    "QF_PRECISION": 1,
+    "QF_KV_KIND": 0,
+    "QF_BATCH_INVARIANT": 0,
+}  # of any kernel
 
 
 @pytest.mark.parametrize("header", ALONE)

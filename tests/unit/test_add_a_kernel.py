@@ -279,7 +279,7 @@ def test_a_folder_and_a_row_are_built_ahead(add, folder):
 
 # The rows that are there ---------------------------------------------------------------------------------------------
 
-AXES = {"QF_DTYPE", "QF_ARCH", "QF_HEAD_DIM", "QF_PRECISION", "QF_KV_KIND", "QF_PLAIN_SCORES"}
+AXES = {"QF_DTYPE", "QF_ARCH", "QF_HEAD_DIM", "QF_PRECISION", "QF_KV_KIND", "QF_BATCH_INVARIANT", "QF_PLAIN_SCORES"}
 
 
 def defines_of(row: Kernel, spec: Spec) -> dict[str, str]:
@@ -295,6 +295,8 @@ def defines_of(row: Kernel, spec: Spec) -> dict[str, str]:
         found["QF_PRECISION"] = PRECISIONS.index(spec.precision)
     if row.per_kv:
         found["QF_KV_KIND"] = KV_KINDS.index(dict(row.shared_kvs).get(spec.kv, spec.kv))
+    if row.per_batch_invariance:
+        found["QF_BATCH_INVARIANT"] = int(spec.batch_invariant)
     if row.per_scores:
         found["QF_PLAIN_SCORES"] = int(spec.plain_scores)
     return {name: str(value) for name, value in found.items()}

@@ -60,8 +60,8 @@ struct WarpSums {
   // A tile of keys from key0 on. kPlain: every row sees all of them, and scores are a positive factor times q . k. Such
   // tiles have code of their own, in one piece: a short call spends much of its time fetching code for the first time.
   template <bool kPlain, class Source>
-  __device__ __forceinline__ void attend(const QfAttnParams& p, const QueryRows<Config>& q,
-                                         const Unit<Config::kBlockN>& unit, int key0, Source& source) {
+  __device__ __forceinline__ void attend(const QfAttnParams& p, const QueryRows<Config>& q, const Unit<Config>& unit,
+                                         int key0, Source& source) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % Config::kTeamWarps;
     const int row0 = warp / Config::kKeyWarps * 16, first = warp % Config::kKeyWarps * Config::kWarpKeys;
     const float factor = kPlain ? p.scale * kLog2e : score_factor(p.scale, p.softcap);
@@ -179,7 +179,7 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
   const bool plain = scales_plainly(p.scale, p.softcap);
   const int row0 = threadIdx.x / 32 % Config::kTeamWarps / Config::kKeyWarps * 16;
   for (;; source.release_unit()) {
-    const Unit<Config::kBlockN>& unit = source.wait_unit();
+    const Unit<Config>& unit = source.wait_unit();
     const Part& part = unit.part;
     const auto finish = [&](int row, int d, const Merged& merged) {
       if constexpr (Config::kInt8) {
@@ -201,25 +201,26 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
     if (unit.tiles < 0) {  // the share is over; what is left is a unit that blocks before this one began
       const int quads = p.head_dim / 4;
       for (int i = threadIdx.x; i < rows * quads && part.parts > 0; i += Config::kConsumers)
-        finish(i / quads, i % quads * 4, partials.merged(part, i / quads, i % quads * 4, p.batch_invariant));
+        finish(i / quads, i % quads * 4, partials.merged<Config::kBatchInvariant>(part, i / quads, i % quads * 4));
       return;
     }
 
     const auto queries = Sums::queries(p, source.queries(), row0, threadIdx.x % 32);
     // All tiles of the part are summed up together, or those of each split.
-    const int summed = p.batch_invariant ? unit.seen.place_tiles : unit.tiles;
+    const int summed = Config::kBatchInvariant ? unit.seen.split : unit.tiles;
     int key0 = unit.first_key, left = unit.tiles;
 #pragma unroll 1
-    for (int split = 0; split == 0 || left > 0; ++split) {
-      const int tiles = min(left, summed), first_team = source.next_team();
+    for (int split = 0; split == 0 || (Config::kBatchInvariant && left > 0); ++split) {
+      const int tiles = min(left, summed);
+      const int first_team = Config::kBatchInvariant ? source.next_team() : 0;  // it decides the order of sums
       left -= tiles;
       Sums sums;
       for (const int last = key0 + tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
-        const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
         if (!source.is_mine()) {
           source.skip();
           continue;
         }
+        const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
         if (whole && plain)
           sums.template attend<true>(p, queries, unit, key0, source);
         else
@@ -229,13 +230,14 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
 
       merge_warps<Config>(sums, area, source, first_team, rows, p.head_dim, [&](int row, int d, Merged merged) {
         if (Config::kPaged && unit.lost) merged.l = merged.exact = nan();
-        if (part.begins() && split > 0) merged = partials.recall(row, d).followed_by(merged);
-        if (part.begins() && left > 0)
-          partials.remember(row, d, merged);
-        else if (part.is_whole())
+        if (Config::kBatchInvariant && part.begins()) {
+          if (split > 0) merged = partials.recall(row, d).followed_by(merged);
+          if (left > 0) return partials.remember(row, d, merged);
+        }
+        if (part.is_whole())
           finish(row, d, merged);
         else
-          partials.store(part, part.begins() ? 0 : split, row, d, merged);
+          partials.store(part, Config::kBatchInvariant && !part.begins() ? split : 0, row, d, merged);
       });
     }
   }

@@ -49,8 +49,8 @@ struct Int8Sums {
 
   // A tile of keys from key0 on. kPlain: every row sees all of them, and scores are a factor times q . k.
   template <bool kPlain, class Source>
-  __device__ __forceinline__ void attend(const QfAttnParams& p, const Queries& q, const Unit<Config::kBlockN>& unit,
-                                         int key0, Source& source) {
+  __device__ __forceinline__ void attend(const QfAttnParams& p, const Queries& q, const Unit<Config>& unit, int key0,
+                                         Source& source) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % Config::kTeamWarps, column = lane % 4 * 2;
     const int row0 = warp / Config::kKeyWarps * 16, first = warp % Config::kKeyWarps * Config::kWarpKeys;
     const char* const s_k = source.wait_k();
@@ -98,12 +98,12 @@ struct Int8Sums {
 
   // Channels d .. d + 3 of a finished row. Without softcap all scores of a row are without q . k_mean: its reference
   // gets that back. A token that is not finite has spoiled the rows that see it by its scale.
-  __device__ static __forceinline__ void finish(const QfAttnParams& p, const Seen<Config::kBlockN>& seen,
-                                                const Part& part, int row, int d, Merged merged, bool out_aligned,
+  __device__ static __forceinline__ void finish(const QfAttnParams& p, const Seen<Config>& seen, const Part& part,
+                                                int row, int d, Merged merged, bool out_aligned,
                                                 const char* s_queries) {
     if (p.softcap == 0.0f && wants_dot_k_mean(p))
       merged.m += query_dot_k_mean<Config>(s_queries, row) * (p.scale * kLog2e);
-    Seen<Config::kBlockN> alike = seen;
+    Seen<Config> alike = seen;
     alike.all = seen.any;  // nothing in V is to be added
     store_row<typename Config::Element>(p, alike, part, row, d, merged, out_aligned,
                                         [](int) { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); });

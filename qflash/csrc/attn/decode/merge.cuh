@@ -3,7 +3,7 @@
 // A part is (m, l, exact, O) with weights 2^(score - m). m is an integer, so that moving to another reference scales by
 // a power of two: the result depends on the order of the parts alone, and that is the order of the keys.
 //
-// With batch_invariant a part is a split, whoever sums it up, and splits are added one at a time: to the same bits
+// With kBatchInvariant a part is a split, whoever sums it up, and splits are added one at a time: to the same bits
 // whether one block does all of it or several do.
 #pragma once
 
@@ -127,10 +127,14 @@ struct Partials {
     return {sums.x, sums.y, sums.z, g_own[0]};
   }
 
-  // All parts of a row, in the order of their keys, once they are there. in_splits: the first part, then split by
+  // All parts of a row, in the order of their keys, once they are there. kInSplits: the first part, then split by
   // split.
-  __device__ __forceinline__ Merged merged(const Part& part, int row, int d, bool in_splits) const {
-    return in_splits ? merged_splits(part, row, d) : merged_parts(part, row, d);
+  template <bool kInSplits>
+  __device__ __forceinline__ Merged merged(const Part& part, int row, int d) const {
+    if constexpr (kInSplits)
+      return merged_splits(part, row, d);
+    else
+      return merged_parts(part, row, d);
   }
 
  private:

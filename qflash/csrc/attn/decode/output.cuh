@@ -27,8 +27,8 @@ __device__ __forceinline__ void add_nonfinite(float4& o, const KeyRange& keys, c
 }
 
 // Channels d .. d + 3 of one row. value(key): V's, as floats. aligned: out takes 8 bytes at a time.
-template <class Element, int kBlockN, class Value>
-__device__ __forceinline__ void store_row(const QfAttnParams& p, const Seen<kBlockN>& seen, const Part& part, int row,
+template <class Element, class Config, class Value>
+__device__ __forceinline__ void store_row(const QfAttnParams& p, const Seen<Config>& seen, const Part& part, int row,
                                           int d, Merged merged, bool aligned, Value value) {
   const int group = p.q_heads / p.kv_heads;
   const int token = row / group, head = part.kv_head * group + row - token * group;

@@ -18,10 +18,10 @@ namespace decode {
 
 template <class Config>
 struct OwnState {
-  Share<Config::kBlockN> share;                   // from the unit that was described last on
-  Part ended;                                     // of the unit that this block ends and did not begin, if there is one
-  Unit<Config::kBlockN> units[2];                 // in turn
-  Share<Config::kBlockN> shares[Config::kWarps];  // of what each warp is to copy
+  Share<Config> share;                   // from the unit that was described last on
+  Part ended;                            // of the unit that this block ends and did not begin, if there is one
+  Unit<Config> units[2];                 // in turn
+  Share<Config> shares[Config::kWarps];  // of what each warp is to copy
 };
 
 // Shared memory of a block. Panels may begin anywhere: neither the copy engine nor wgmma sees them.
@@ -57,7 +57,7 @@ class OwnTiles {
         aligned_(aligned),
         memory_(memory),
         writer_(p, aligned, partials, memory),
-        walk_(p, Share<Config::kBlockN>(p, runs), team(), memory.state().shares[threadIdx.x / 32]),
+        walk_(p, Share<Config>(p, runs), team(), memory.state().shares[threadIdx.x / 32]),
         copy_(p, aligned) {
     wait_for_previous_grid();  // what it wrote may be q, K or V
     if (!walk_.is_over()) copy_.look_up(walk_);
@@ -93,11 +93,11 @@ class OwnTiles {
     skip();
   }
   // Collective for the consumers, which are done with the unit before.
-  __device__ __forceinline__ const Unit<Config::kBlockN>& wait_unit() const {
+  __device__ __forceinline__ const Unit<Config>& wait_unit() const {
     const bool describes = !Config::kUnitsWarp && threadIdx.x < 32;
     if (describes) writer_.await(unit_);
     __syncthreads();  // the unit is described
-    const Unit<Config::kBlockN>& unit = memory_.state().units[unit_];
+    const Unit<Config>& unit = memory_.state().units[unit_];
     if constexpr (!Config::kQueriesAhead) {
       if (wants_queries<Config>(p_, unit))
         fetch_queries<Config>(p_, aligned_, unit.part, memory_.queries(0), fresh_tid(), Config::kConsumers);
@@ -124,9 +124,7 @@ class OwnTiles {
   __device__ static __forceinline__ int team() {
     return (Config::kHeadDim > 128 ? fresh_tid() : int(threadIdx.x)) / Config::kTeamThreads;
   }
-  __device__ __forceinline__ Share<Config::kBlockN>& own_share() const {
-    return memory_.state().shares[fresh_tid() / 32];
-  }
+  __device__ __forceinline__ Share<Config>& own_share() const { return memory_.state().shares[fresh_tid() / 32]; }
   __device__ __forceinline__ char* stage() const { return memory_.tiles(team(), stage_); }
 
   // The team's next tile, if there is one, into a stage that nobody reads any more.

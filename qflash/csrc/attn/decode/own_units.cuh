@@ -73,7 +73,7 @@ __device__ __forceinline__ void fetch_queries(const QfAttnParams& p, const Align
 // Does a unit's description come with queries? Where the share is over, the rows of the unit that is merged last are
 // finished with what they multiply K's mean to.
 template <class Config>
-__device__ __forceinline__ bool wants_queries(const QfAttnParams& p, const Unit<Config::kBlockN>& unit) {
+__device__ __forceinline__ bool wants_queries(const QfAttnParams& p, const Unit<Config>& unit) {
   return unit.tiles >= 0 || (Config::kInt8 && unit.part.parts > 0 && wants_dot_k_mean(p));
 }
 
@@ -86,15 +86,15 @@ class UnitWriter {
       : p_(p), aligned_(aligned), partials_(partials), memory_(memory) {}
 
   __device__ __forceinline__ void start(const Runs& runs) const {
-    const Share<Config::kBlockN> share(p_, runs);
+    const Share<Config> share(p_, runs);
     if (threadIdx.x % 32 == 0) memory_.state().share = share, memory_.state().ended = Part{};
     __syncwarp();              // the share is in place
     wait_for_previous_grid();  // what it wrote may be q, and it may still read parts
   }
   // The next unit, into a place that nobody looks at. Up to 16 rows it comes with its queries.
   __device__ __forceinline__ void describe(int place) const {
-    const Share<Config::kBlockN>& share = memory_.state().share;
-    Unit<Config::kBlockN>& unit = memory_.state().units[place];
+    const Share<Config>& share = memory_.state().share;
+    Unit<Config>& unit = memory_.state().units[place];
     const bool over = share.is_over();
     const Part part = over ? memory_.state().ended : share.part();
     describe_unit<Config>(p_, part, unit);
@@ -107,12 +107,12 @@ class UnitWriter {
   }
   // Where the share is over, and before the last unit is merged.
   __device__ __forceinline__ void await(int place) const {
-    const Unit<Config::kBlockN>& unit = memory_.state().units[place];
+    const Unit<Config>& unit = memory_.state().units[place];
     if (unit.tiles < 0 && unit.part.parts > 0) partials_.await_announcements(unit.part);
   }
   // Once all warps know of the unit that was described last: on to the next. False: there is none.
   __device__ __forceinline__ bool advance(int place) const {
-    const Unit<Config::kBlockN>& unit = memory_.state().units[place];
+    const Unit<Config>& unit = memory_.state().units[place];
     if (unit.tiles < 0) return false;
     const Part& part = unit.part;
     if (!part.ends()) partials_.announce(part);

@@ -9,8 +9,8 @@
 // token are neighbours in memory, they are read at about the same time. A unit is one KV head of one sequence.
 //
 // What the row is made of are places: single tiles. Where a unit is cut then depends on the batch, and with it the
-// order of its sums. With batch_invariant a place is a split, several tiles that are summed up by themselves, and how
-// many follows from the unit alone; blocks take whole splits.
+// order of its sums. With Config::kBatchInvariant a place is a split, several tiles that are summed up by themselves,
+// and how many follows from the unit alone; blocks take whole splits.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -48,11 +48,12 @@ struct Part {
 };
 
 // What the queries of one sequence see, in tiles of kBlockN keys. Tiles begin at whole multiples of kBlockN.
-template <int kBlockN>
+template <class Config>
 struct Seen {
+  static constexpr int kBlockN = Config::kBlockN;
   Mask mask;
   KeyRange any, all;  // keys that some query sees, and that all queries see
-  int place_tiles;    // of a place, but the last
+  int split;          // tiles of a split, but the last; with kBatchInvariant
   bool good;          // false: its length is out of range, its rows are NaN
 
   Seen() = default;
@@ -62,7 +63,7 @@ struct Seen {
     mask = {p.window_left, p.window_right, p.q_len, good ? len : 0};
     any = mask.seen_by_any(0, p.q_len - 1);
     all = mask.seen_by_all(0, p.q_len - 1);
-    place_tiles = p.batch_invariant ? split_tiles<kBlockN>(tiles(), p.kv_heads) : 1;
+    if constexpr (Config::kBatchInvariant) split = split_tiles<kBlockN>(tiles(), p.kv_heads);
   }
   // Does some row see so few keys that the rounding of its weights is not lost in their average?
   __device__ __forceinline__ bool sees_few(int few) const {
@@ -73,17 +74,18 @@ struct Seen {
   __device__ __forceinline__ int tiles() const {
     return any.begin == any.end ? 0 : (any.end - first_key() + kBlockN - 1) / kBlockN;
   }
+  // Tiles of a place, but the last.
+  __device__ __forceinline__ int place_tiles() const { return Config::kBatchInvariant ? split : 1; }
   // Places in the row of all tiles: a unit without keys has one too, for somebody must write its rows.
   __device__ __forceinline__ int places() const {
-    if (place_tiles == 1) return max(1, tiles());
-    return max(1, (tiles() + place_tiles - 1) / place_tiles);
+    return max(1, Config::kBatchInvariant ? (tiles() + split - 1) / split : tiles());
   }
   // Of a part: its first key, and how many tiles it has. A unit without keys has a place, and no tile.
   __device__ __forceinline__ int first_key(const Part& part) const {
-    return first_key() + part.first * place_tiles * kBlockN;
+    return first_key() + part.first * place_tiles() * kBlockN;
   }
   __device__ __forceinline__ int tiles(const Part& part) const {
-    return min(part.count * place_tiles, tiles() - part.first * place_tiles);
+    return min(part.count * place_tiles(), tiles() - part.first * place_tiles());
   }
 };
 
@@ -103,7 +105,7 @@ struct Runs {
 };
 
 // What is left of a block's run.
-template <int kBlockN>
+template <class Config>
 struct Share {
   unsigned chunk, chunks, run, in_chunk;
   unsigned at, end, each;                 // of the row of all tiles: here, the end of this run, a run's length
@@ -149,7 +151,7 @@ struct Share {
     if (is_over() || ++head_chunk < chunks) return;
     head_chunk = 0;
     ++b;
-    if (p.kv_lens) places = Seen<kBlockN>(p, int(b)).places();
+    if (p.kv_lens) places = Seen<Config>(p, int(b)).places();
   }
 
  private:
@@ -160,7 +162,7 @@ struct Share {
     Sequences() = default;
     __device__ __forceinline__ Sequences(const QfAttnParams& p, int b0) {
       const int lane = threadIdx.x % 32;
-      own = b0 + lane < p.batch ? unsigned(Seen<kBlockN>(p, b0 + lane).places()) : 0;
+      own = b0 + lane < p.batch ? unsigned(Seen<Config>(p, b0 + lane).places()) : 0;
       up_to = own;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {

@@ -20,17 +20,17 @@ class TeamWalk {
   KeyRange seen;         // keys of its unit that some row sees
 
   // Collective for a warp. s_share: the warp's own.
-  __device__ __forceinline__ TeamWalk(const QfAttnParams& p, const Share<kBlockN>& share, int team,
-                                      Share<kBlockN>& s_share)
+  __device__ __forceinline__ TeamWalk(const QfAttnParams& p, const Share<Config>& share, int team,
+                                      Share<Config>& s_share)
       : b(0), kv_head(0), key0(0), seen({0, 0}), end_(0) {
     enter(p, share, team, s_share);
   }
   __device__ __forceinline__ bool is_over() const { return key0 >= end_; }
   // Collective for a warp, of a walk that is not over.
-  __device__ __forceinline__ void advance(const QfAttnParams& p, Share<kBlockN>& s_share) {
+  __device__ __forceinline__ void advance(const QfAttnParams& p, Share<Config>& s_share) {
     key0 += Config::kTeams * kBlockN;
     if (key0 < end_) return;
-    Share<kBlockN> share = s_share;
+    Share<Config> share = s_share;
     __syncwarp();  // all lanes have read it
     share.advance(p);
     enter(p, share, (key0 - end_) / kBlockN, s_share);
@@ -38,12 +38,12 @@ class TeamWalk {
 
  private:
   // skipped: tiles of other teams, from the beginning of the share's unit on.
-  __device__ __forceinline__ void enter(const QfAttnParams& p, Share<kBlockN> share, int skipped,
-                                        Share<kBlockN>& s_share) {
+  __device__ __forceinline__ void enter(const QfAttnParams& p, Share<Config> share, int skipped,
+                                        Share<Config>& s_share) {
     key0 = end_ = 0;
     for (; !share.is_over(); share.advance(p)) {
       const Part part = share.part();
-      const Seen<kBlockN> of_unit(p, part.b);
+      const Seen<Config> of_unit(p, part.b);
       const int tiles = of_unit.tiles(part);
       if (skipped < tiles) {
         const int first = of_unit.first_key(part);

@@ -11,9 +11,8 @@ namespace decode {
 // whole numbers; it looks its page up before the stage is waited for. What is in no page of the pool reads as zeros,
 // and has whatever scales were there before: no row that is not NaN sees it.
 template <class Config>
-__device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const TensorMaps& maps,
-                                                 Share<Config::kBlockN> share, const TmaRing<Config>& ring,
-                                                 int box_rows) {
+__device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const TensorMaps& maps, Share<Config> share,
+                                                 const TmaRing<Config>& ring, int box_rows) {
   using Tile = typename Config::Tile;
   const int row = int(threadIdx.x % 32) * box_rows;  // of a tile
   const auto scales_at = [&](const QfScales& x, const Place& here, int kv_head) {
@@ -23,7 +22,7 @@ __device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const Te
   RingWalk<Config::kStages> at;
   for (; !share.is_over(); share.advance(p)) {
     const Part part = share.part();
-    const Seen<Config::kBlockN> seen(p, part.b);
+    const Seen<Config> seen(p, part.b);
     const PageRow pages(p.kv, part.b);
     const int tiles = seen.tiles(part);
     int key0 = seen.first_key(part);

@@ -43,7 +43,7 @@ struct TmaRing {
   char* tiles;    // kStages of K and V
   float* scales;  // kStages of theirs, where they are bytes
   char* queries;  // kUnitStages
-  Unit<Config::kBlockN>* units;
+  Unit<Config>* units;
   Barriers* barriers;
 
   __device__ __forceinline__ float* k_scales(int stage) const { return scales + 2 * stage * Config::kBlockN; }
@@ -75,14 +75,14 @@ struct RingWalk {
 
 // One warp: all tiles of the block's share, as far ahead as there are empty stages.
 template <class Config>
-__device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMaps& maps, Share<Config::kBlockN> share,
+__device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMaps& maps, Share<Config> share,
                                            const TmaRing<Config>& ring) {
   using Tile = typename Config::Tile;
   if (threadIdx.x % 32 != 0) return;
   RingWalk<Config::kStages> at;
   for (; !share.is_over(); share.advance(p)) {
     const Part part = share.part();
-    const Seen<Config::kBlockN> seen(p, part.b);
+    const Seen<Config> seen(p, part.b);
     const int tiles = seen.tiles(part);
     int key0 = seen.first_key(part);
     for (int n = 0; n < tiles; ++n, key0 += Config::kBlockN, at.advance()) {
@@ -108,8 +108,8 @@ __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMa
 // unit; make_last(part, stage): of the unit that this block ends and did not begin (part.parts is 0: there is none);
 // then(part): what of a unit nobody waits for.
 template <class Config, class Make, class MakeLast, class Then>
-__device__ __forceinline__ void prepare_units(const QfAttnParams& p, Share<Config::kBlockN> share,
-                                              const TmaRing<Config>& ring, Make make, MakeLast make_last, Then then) {
+__device__ __forceinline__ void prepare_units(const QfAttnParams& p, Share<Config> share, const TmaRing<Config>& ring,
+                                              Make make, MakeLast make_last, Then then) {
   Part ended{};
   RingPosition<kUnitStages> at;
   for (; !share.is_over(); share.advance(p), at.advance()) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void prepare_units(const QfAttnParams& p, Share<Confi
 
 // The first of them: what is to be known of a unit.
 template <class Config>
-__device__ __forceinline__ void describe_units(const QfAttnParams& p, const Share<Config::kBlockN>& share,
+__device__ __forceinline__ void describe_units(const QfAttnParams& p, const Share<Config>& share,
                                                const TmaRing<Config>& ring) {
   prepare_units(
       p, share, ring, [&](const Part& part, int stage) { describe_unit<Config>(p, part, ring.units[stage]); },
@@ -141,7 +141,7 @@ __device__ __forceinline__ void describe_units(const QfAttnParams& p, const Shar
 // The second: its queries. q: where they are read.
 template <class Config>
 __device__ __forceinline__ void load_queries(const QfAttnParams& p, const QfTensor& q, bool aligned,
-                                             const Share<Config::kBlockN>& share, const TmaRing<Config>& ring) {
+                                             const Share<Config>& share, const TmaRing<Config>& ring) {
   const auto load = [&](const Part& part, int stage) {
     char* const s_queries = ring.queries + stage * Config::kQueryBytes;
     if constexpr (Config::kInt8)
@@ -158,8 +158,8 @@ __device__ __forceinline__ void load_queries(const QfAttnParams& p, const QfTens
 
 // The third: the place of its partial sums.
 template <class Config>
-__device__ __forceinline__ void clear_parts(const QfAttnParams& p, const Share<Config::kBlockN>& share,
-                                            const Partials& partials, const TmaRing<Config>& ring) {
+__device__ __forceinline__ void clear_parts(const QfAttnParams& p, const Share<Config>& share, const Partials& partials,
+                                            const TmaRing<Config>& ring) {
   prepare_units(
       p, share, ring,
       [&](const Part& part, int) {
@@ -203,7 +203,7 @@ class TmaTiles {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&ring_.barriers->empty[at_.stage]);
     skip();
   }
-  __device__ __forceinline__ const Unit<Config::kBlockN>& wait_unit() const {
+  __device__ __forceinline__ const Unit<Config>& wait_unit() const {
     unit_at_.wait_full(ring_.barriers->unit);
     return ring_.units[unit_at_.stage()];
   }

@@ -9,10 +9,10 @@ namespace qf {
 namespace decode {
 
 // What the consumers want to know of one unit, or that there is none left.
-template <int kBlockN>
+template <class Config>
 struct Unit {
   Part part;
-  Seen<kBlockN> seen;
+  Seen<Config> seen;
   int first_key, tiles;  // of this block's part; tiles -1: the share is over
   bool lost;             // a key that some row sees is in no page of the pool: these rows are NaN
   bool few;              // some row sees so few keys that the rounding of its weights is not lost in their average
@@ -20,8 +20,8 @@ struct Unit {
 
 // What is to be known of a part's unit. Collective for a warp, of which one lane writes.
 template <class Config>
-__device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part& part, Unit<Config::kBlockN>& unit) {
-  Seen<Config::kBlockN> seen(p, part.b);
+__device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part& part, Unit<Config>& unit) {
+  Seen<Config> seen(p, part.b);
   const int first_key = seen.first_key(part), tiles = seen.tiles(part);
   bool lost = false;
   if constexpr (Config::kPaged) {

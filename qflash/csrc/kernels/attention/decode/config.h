@@ -14,8 +14,9 @@ namespace qf {
 namespace decode {
 
 // kKind: QfKvKind.
-template <class Element_, int kHeadDim_, int kRowWarps_, int kArch_, int kKind>
+template <class Element_, int kHeadDim_, int kRowWarps_, int kArch_, int kKind, bool kBatchInvariant_>
 struct PortableConfig {
+  static constexpr bool kBatchInvariant = kBatchInvariant_;
   using Element = Element_;
   static constexpr int kArch = kArch_;
   static constexpr bool kPaged = kKind != QF_KV_ARRAYS, kInt8 = kKind == QF_KV_PAGES_INT8;

@@ -1,5 +1,6 @@
 // C entry of `decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM), architecture
-// (-DQF_ARCH) and kind of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8).
+// (-DQF_ARCH) and kind of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8), with batch-invariant
+// results or not (-DQF_BATCH_INVARIANT).
 #include "attn/decode/runs.h"
 #include "attn/entry.cuh"
 #include "kernels/attention/decode/kernel.cuh"
@@ -9,7 +10,8 @@ namespace {
 using namespace qf;
 constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS, kInt8 = QF_KV_KIND == QF_KV_PAGES_INT8;
 template <int kRowWarps>
-using Config = decode::PortableConfig<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM, kRowWarps, QF_ARCH, QF_KV_KIND>;
+using Config =
+    decode::PortableConfig<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM, kRowWarps, QF_ARCH, QF_KV_KIND, QF_BATCH_INVARIANT>;
 constexpr int kMostProcessors = 256;  // of any GPU
 
 // In the workspace: flags, partial sums.
@@ -62,7 +64,7 @@ QF_EXPORT int qf_decode(const QfAttnParams* p, void* stream) {
   if (const int status = check(p, QF_DTYPE)) return status;
   if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
   const int rows = decode::rows_of(*p);
-  if (rows > decode::kMostRows) return QF_UNSUPPORTED;
+  if (rows > decode::kMostRows || p->batch_invariant != QF_BATCH_INVARIANT) return QF_UNSUPPORTED;
   if (rows == 0 || p->batch == 0) return QF_OK;
   return by_rows(rows, [&](auto config) { return attend<decltype(config)>(*p, static_cast<cudaStream_t>(stream)); });
 }

@@ -32,9 +32,10 @@ template <class Element, int kHeadDim, int kRowWarps, int kKind>
 using BaseOf = std::conditional_t<kKind == QF_KV_PAGES_INT8, decode::Int8Config<Element, kHeadDim, kRowWarps, 90>,
                                   decode::Config<Element, kHeadDim, kRowWarps, 90, kKind == QF_KV_PAGES>>;
 
-template <class Element, int kHeadDim, int kRowWarps, int kKind>
+template <class Element, int kHeadDim, int kRowWarps, int kKind, bool kBatchInvariant_>
 struct Config : BaseOf<Element, kHeadDim, kRowWarps, kKind> {
   using Base = BaseOf<Element, kHeadDim, kRowWarps, kKind>;
+  static constexpr bool kBatchInvariant = kBatchInvariant_;
   static constexpr int kLoaderThreads = 128, kThreads = kLoaderThreads + Base::kConsumers;  // whole warpgroups
   // Registers are traded where one warpgroup loads and two attend; one and one have 255 each.
   static constexpr bool kTrades = Base::kConsumers > 128;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   char* const s_area = s_queries + kUnitStages * Config::kQueryBytes;
   using Barriers = typename TmaRing<Config>::Barriers;
   auto* const s_barriers = reinterpret_cast<Barriers*>(s_area + Area<Config>::kBytes);
-  auto* const s_units = reinterpret_cast<Unit<Config::kBlockN>*>(s_barriers + 1);
+  auto* const s_units = reinterpret_cast<Unit<Config>*>(s_barriers + 1);
   static_assert(sizeof(Barriers) + kUnitStages * sizeof(*s_units) <= Config::kBarrierBytes, "");
   const TmaRing<Config> ring = {s_tiles, reinterpret_cast<float*>(s_scales), s_queries, s_units, s_barriers};
   if (threadIdx.x == Config::kConsumers) {
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
   if (threadIdx.x >= Config::kConsumers) {
     if constexpr (Config::kTrades) give_registers<Config::kLoaderRegisters>();
-    const Share<Config::kBlockN> share(p, runs);  // for all four warps, so that they fetch its code once
+    const Share<Config> share(p, runs);  // for all four warps, so that they fetch its code once
     const int warp = (threadIdx.x - Config::kConsumers) / 32;
     name_role(warp == 0 ? "loader" : warp == 1 ? "units" : warp == 2 ? "queries" : "parts");
     if (warp == 0) {

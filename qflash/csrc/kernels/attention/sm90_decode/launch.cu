@@ -1,5 +1,6 @@
 // C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM) and kind
-// of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8): relayout what must be (rope, strides that
+// of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8), with batch-invariant results or
+// not (-DQF_BATCH_INVARIANT): relayout what must be (rope, strides that
 // TMA cannot walk), make tensor maps, attend.
 #include "attn/decode/runs.h"
 #include "attn/entry.cuh"
@@ -22,7 +23,7 @@ using Element = ElementOf<QF_DTYPE>::Type;
 constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS;
 constexpr wgmma::Which kLastRelaid = kPaged ? wgmma::kQ : wgmma::kV;  // pages are taken as they are
 template <int kRowWarps>
-using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps, QF_KV_KIND>;
+using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps, QF_KV_KIND, QF_BATCH_INVARIANT>;
 constexpr int kMostProcessors = 144;         // of any GPU of this architecture
 constexpr int kBlockN = Config<1>::kBlockN;  // whatever the rows
 
@@ -105,6 +106,7 @@ QF_EXPORT int64_t qf_sm90_decode_workspace(const QfAttnParams* p) {
 QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
   constexpr auto check = QF_KV_KIND == QF_KV_PAGES_INT8 ? check_int8_pages : kPaged ? check_pages : check_arrays;
   if (const int status = check(p, QF_DTYPE)) return status;
+  if (p->batch_invariant != QF_BATCH_INVARIANT) return QF_UNSUPPORTED;
   if (kPaged && !pages_map(*p)) return QF_UNSUPPORTED;
   if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
   const int rows = decode::rows_of(*p);
