@@ -71,6 +71,7 @@ INSTRUCTION = {
     "kv_write_pages_int8": ("FADD", 128),
     "int8_gemm_tiled": ("IDP", 512),
     "quantize": ("FMUL", 256),
+    "sm90_bwd": ("HGMMA", 44),  # 24 of dK and dV, 20 of dQ
     "sm90_decode": ("HMMA", 192),
     "sm90_decode_pages": ("HMMA", 192),
     "sm90_decode_pages_int8": ("IMMA", 96),
@@ -108,6 +109,7 @@ def covering() -> list[Unit]:
     kinds = (("float16", 64), ("float16", 112), ("bfloat16", 256))
     chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in kinds]
     chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_fwd_pages"], "float16", 64, 90))  # 32 registers a producer
+    chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_bwd"], "float16", 64, 90))  # another tile of dQ
     chosen += [hopper_unit(row.name) for row in HOPPERS_OWN]
     chosen += [cuda.unit_of(dispatch.VARIANTS[name], "bfloat16", 256, 90) for name in DECODING]  # all 255 registers
     chosen += [other_scores(row.name) for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
