@@ -71,7 +71,7 @@ INSTRUCTION = {
     "kv_write_pages_int8": ("FADD", 128),
     "int8_gemm_tiled": ("IDP", 512),
     "quantize": ("FMUL", 256),
-    "sm90_bwd": ("HGMMA", 44),  # 24 of dK and dV, 20 of dQ
+    "sm90_bwd": ("HGMMA", 32),  # half of them of dK and dV, at head_dim 64
     "sm90_decode": ("HMMA", 192),
     "sm90_decode_pages": ("HMMA", 192),
     "sm90_decode_pages_int8": ("IMMA", 96),
