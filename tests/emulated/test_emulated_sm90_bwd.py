@@ -15,7 +15,10 @@ from qflash.testing.compare import GRADIENT_L2, check_gradients, check_same_bits
 from qflash.testing.emulated_backward import NAMES, check_gradients_of, run_gradients
 
 KERNEL = "sm90_bwd"
-HEAD_DIMS = [(64, "float16"), (64, "bfloat16"), (72, "float16"), (96, "bfloat16"), (104, "float16"), (128, "bfloat16")]
+HEAD_DIMS = [
+    (64, "float16"), (64, "bfloat16"), (72, "float16"), (96, "bfloat16"), (104, "float16"), (128, "bfloat16"),
+    (184, "bfloat16"), (256, "float16"),
+]  # fmt: skip
 MASKS = {
     "plain": {},
     "causal": {"causal": True},
@@ -34,16 +37,17 @@ def test_every_tile_shape_under_every_mask(library, head_dim, dtype, mask):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whoever_is_slow(library, seed):
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_whoever_is_slow(library, head_dim, seed):
     """Tiles that one consumer skips, work tiles of one step and of many: whichever warp falls behind must miss no phase
     of a barrier."""
-    case = Case("slow", 300, 400, 3, 1, 64, causal=True, dtype="bfloat16", seed=1)
+    case = Case("slow", 300, 400, 3, 1, head_dim, causal=True, dtype="bfloat16", seed=1)
     want = run_gradients(library, case, KERNEL, seed=100)
     check_same_bits(case, want, run_gradients(library, case, KERNEL, seed=seed), names=NAMES)
     check_gradients(case, *want)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_work_tiles_without_columns(library, head_dim):
     """However many come in a row, between some that have columns; rows that nobody meets are zeros."""
     none, more = (0,) * 9, (3, 0, 200, 1, 64, 0, 130, 7, 20)
@@ -57,18 +61,23 @@ def test_work_tiles_without_columns(library, head_dim):
         check_gradients_of(library, replace(case, head_dim=head_dim, dtype="float16"), KERNEL)
 
 
-@pytest.mark.parametrize("rope", [Rotary(64), Rotary(128), Rotary(128, True), Rotary(40), Rotary(50, True), Rotary(2)])
+@pytest.mark.parametrize(
+    "rope", [Rotary(64), Rotary(128), Rotary(128, True), Rotary(40), Rotary(50, True), Rotary(2), Rotary(12)]
+)
 def test_rope_of_any_width(library, rope):
     """Pairs within a lane, and pairs that meet in shared memory."""
-    check_gradients_of(library, Case("rope", 90, 150, 2, 1, 128, dtype="float16", causal=True, rope=rope), KERNEL)
+    for head_dim in (128, 256):
+        case = Case("rope", 90, 150, 2, 1, head_dim, dtype="float16", causal=True, rope=rope)
+        check_gradients_of(library, case, KERNEL)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize("words", [{}, {"causal": True}, {"window": (30, 10)}])
-def test_what_is_not_finite_in_dout_reaches_who_sees_it(library, words, value):
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_what_is_not_finite_in_dout_reaches_who_sees_it(library, head_dim, words, value):
     """dV in its channel, dK and dQ of what the row sees in all channels, and nothing else: also where a tile is seen in
     part. Of an infinity it is left open whether dK is infinite or NaN."""
-    case = Case("dout", 150, 200, 2, 1, 64, dtype="bfloat16", seed=3, **words)
+    case = Case("dout", 150, 200, 2, 1, head_dim, dtype="bfloat16", seed=3, **words)
     dout, dlse = case.make_gradients()
     dout[0, 77, 1, 5] = dout[0, 140, 0, 9] = float(value)
     inputs = case.make_inputs()
