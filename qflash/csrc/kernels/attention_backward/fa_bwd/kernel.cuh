@@ -119,7 +119,7 @@ __device__ __forceinline__ void update(float (&acc)[kRows][4 * kOutVecs], const 
 }
 
 // Gradients of the block's rows to global memory: a few rows of each warp at a time through shared memory, where they
-// are turned back.
+// are rotated back.
 template <class Position>
 __device__ __forceinline__ void store(const float (&acc)[kRows][4 * kOutVecs], const QfTensor& to, int b, int64_t first,
                                       int h, int rows, int exist, const QfAttnParams& p, float factor, bool rotated,
