@@ -1,7 +1,7 @@
 // Gradients on their way out: rows of float32 in shared memory, which all threads of the block rotate back where there
 // is a rope, scale, round and store.
 //
-// Rope turned pairs (a, b) of q and k into (a c - b s, b c + a s), so gradients of what was rotated turn back into
+// Rope rotated pairs (a, b) of q and k into (a c - b s, b c + a s), so gradients of what was rotated become
 // gradients of the inputs: (a c + b s, b c - a s). That happens in float32, before anything is rounded.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace qf {
 
-// Where a row goes, and how it is turned back. position(row) is asked for only with a rope.
+// Where a row goes, and how it is rotated back. position(row) is asked for only with a rope.
 template <class Element>
 struct GradientRows {
   Element* g_head;  // row 0 of the tile, channel 0
@@ -34,9 +34,9 @@ struct GradientRows {
         aligned(aligned) {}
 };
 
-// Channel `channel` of a row that rope rotated, turned back. at(c): the row's channel c.
+// Channel `channel` of a row that rope rotated, rotated back. at(c): the row's channel c.
 template <class At>
-__device__ __forceinline__ float turned_back(const QfRope& rope, const Rotation& rotation, int channel, At at) {
+__device__ __forceinline__ float rotated_back(const QfRope& rope, const Rotation& rotation, int channel, At at) {
   if (channel >= rope.rotary_dim) return at(channel);
   if (rotation.row < 0) return nan();  // its position is outside the table, and so was it when it was rotated
   const int half = rope.rotary_dim / 2;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store16(Element* g_row, int d, const float (&x)[
 }
 
 // Rows of the tile to global memory. s_row(row, d): the address of four neighbouring channels from d on, d a multiple
-// of 4; rotated: whether `rope` is to be turned back.
+// of 4; rotated: whether `rope` is to be rotated back.
 template <int kHeadDim, class By = WholeBlock, class Element, class Row, class Position>
 __device__ __forceinline__ void store_gradients(const GradientRows<Element>& to, const QfRope& rope, bool rotated,
                                                 Row s_row, Position position) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void store_gradients(const GradientRows<Element>& to,
         const auto at = [&](int c) { return s_row(row, c / 4 * 4)[c % 4]; };
 #pragma unroll
         for (int e = 0; e < kAtOnce; ++e)
-          if (d + e < to.head_dim) x[e] = turned_back(rope, rotation, d + e, at);
+          if (d + e < to.head_dim) x[e] = rotated_back(rope, rotation, d + e, at);
       } else {
 #pragma unroll
         for (int e = 0; e < kAtOnce; e += 4) {

@@ -99,7 +99,7 @@ __device__ __forceinline__ void update(float (&acc)[kRows][4 * kOutVecs], const 
   store_weights<kLanesX, kPStride>(s_rows + lane_x, weights);
 #pragma unroll 1
   for (int n0 = 0; n0 < kColumns && column0 + n0 < end; n0 += kDepthRows) {
-    __syncthreads();  // everybody is done with the chunk before; the weights are in place
+    __syncthreads();  // the weights are in place, and everybody is done with the chunk before
     problem.load<RowsWalk, kHeadDim>(s_chunk, x, column0 + n0, 0);
     bool finite_rows = true;
     if (partial) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void update(float (&acc)[kRows][4 * kOutVecs], const 
 }
 
 // Gradients of the block's rows to global memory: a few rows of each warp at a time through shared memory, where they
-// are turned back.
+// are rotated back.
 template <class Position>
 __device__ __forceinline__ void store(const float (&acc)[kRows][4 * kOutVecs], const QfTensor& to, int b, int64_t first,
                                       int h, int rows, int exist, const QfAttnParams& p, float factor, bool rotated,
