@@ -118,14 +118,6 @@ def _decoding_by_copy_engine(spec: Spec) -> list[str]:
     return found
 
 
-def _backward_by_copy_engine(spec: Spec) -> list[str]:
-    """What sm90_bwd leaves out."""
-    found = _copy_engine(spec)
-    if spec.head_dim > 128:
-        found.append(f"head_dim is {spec.head_dim}; sm90_bwd takes up to 128")
-    return found
-
-
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="cpu",
@@ -306,8 +298,8 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_HALVES,
         min_arch=90,
         later_arches=False,
-        also=_backward_by_copy_engine,
-        head_dims=(64, 96, 128),
+        also=_copy_engine,
+        head_dims=(64, 96, 128, 192, 256),
         per_scores=True,
         sinks=True,
     ),

@@ -169,6 +169,7 @@ struct WgmmaE4m3;
   QF_WGMMA(F16, "f16", N, NAMES, SUMS, __VA_ARGS__) \
   QF_WGMMA(BF16, "bf16", N, NAMES, SUMS, __VA_ARGS__)
 
+QF_WGMMAS(32, QF_NAMES_0 ", " QF_NAMES_1, (QF_SUMS(0), QF_SUMS(2)), "%16", "%17", "%18", "%19", "%20", "%21")
 QF_WGMMAS(64, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3,
           (QF_SUMS(0), QF_SUMS(2), QF_SUMS(4), QF_SUMS(6)), "%32", "%33", "%34", "%35", "%36", "%37")
 QF_WGMMAS(96, QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5,

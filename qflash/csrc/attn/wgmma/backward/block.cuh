@@ -3,6 +3,7 @@
 
 #include "attn/wgmma/backward/consumer_keys.cuh"
 #include "attn/wgmma/backward/consumer_queries.cuh"
+#include "attn/wgmma/backward/consumer_split.cuh"
 #include "attn/wgmma/backward/inspect.cuh"
 #include "attn/wgmma/backward/producer.cuh"
 #include "ptx/names.cuh"
@@ -16,7 +17,6 @@ namespace backward {
 template <class Config>
 __device__ __forceinline__ void run_block(const QfAttnBwdParams& params, const TensorMaps& maps,
                                           const TileSchedule& schedule, const Stores& aligned, char* s_memory) {
-  using Consumer = std::conditional_t<Config::kKeysStay, KeyConsumer<Config>, QueryConsumer<Config>>;
   const SharedMemory<Config> s(s_memory);
   const PackedFaults faults = PackedFaults::find(params.fwd);
   if (threadIdx.x == 0) {
@@ -36,7 +36,16 @@ __device__ __forceinline__ void run_block(const QfAttnBwdParams& params, const T
   } else {
     name_role("consumer", consumer_index());
     take_registers<Config::kConsumerRegisters>();
-    Consumer(params, s).run(schedule.rows, aligned);
+    if constexpr (!Config::kKeysStay) {
+      QueryConsumer<Config>(params, s).run(schedule.rows, aligned);
+    } else if constexpr (!Config::kSplits) {
+      KeyConsumer<Config>(params, s).run(schedule.rows, aligned);
+    } else {
+      if (consumer_index() == 0)
+        SplitConsumer<Config, true>(params, s).run(schedule.rows, aligned);
+      else
+        SplitConsumer<Config, false>(params, s).run(schedule.rows, aligned);
+    }
   }
 }
 

@@ -12,6 +12,7 @@
 //
 //   Element, kHeadDim         the type, and the largest head_dim served; the true one comes at run time
 //   kKeysStay                 rows are keys: dK and dV; else rows are queries: dQ
+//   kSplits                   dK and dV are different consumers' sums
 //   kPlain                    scores are scale * q . k, without a softcap
 //   kBlockN, kStages          columns of a tile, and how many tiles are on their way
 //   kProducerRegisters,       multiples of 8, together what the block was launched with
@@ -29,7 +30,8 @@ struct BackwardConfig : Shape {
   using typename Shape::Element;
   using Tensor = Tensor16<Element, 90>;
   using Shape::kBlockN, Shape::kHeadDim, Shape::kStages;
-  static constexpr int kConsumers = 2, kBlockM = kConsumers * kWarpgroupRows;
+  // kSplits: both consumers have the same 64 rows, and one sum each (consumer_split.cuh).
+  static constexpr int kConsumers = 2, kBlockM = (Shape::kSplits ? 1 : kConsumers) * kWarpgroupRows;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static constexpr int kInspectorThreads = 64;                         // of the producer's warpgroup (inspect.cuh)
   static constexpr int kWorkTiles = 2;                                 // described at a time: this one and the next
@@ -45,10 +47,12 @@ struct BackwardConfig : Shape {
   static constexpr float kShift = kIsF16<Element> ? 8.0f : 0.0f, kUnshift = kIsF16<Element> ? 0x1p-8f : 1.0f;
 
   static constexpr int kStatisticsBytes = Shape::kKeysStay ? kStages * kBlockN * 8 : 0;
+  static constexpr int kExchanges = 2, kExchangeBytes = Shape::kSplits ? kWarpgroupRows * kBlockN * 2 : 0;  // of P
   static constexpr int kScratchBytes = kConsumers * 4 * 2 * kHeadDim * 4;  // two rows of a warp (rotate_back.cuh)
   static constexpr int kBarrierBytes = 1024;                               // and descriptions of work tiles
   static constexpr int kSharedBytes = kRowBytes + kStages * kColumnBytes + kStatisticsBytes + kScratchBytes +
-                                      kBarrierBytes + kSwizzleBytes;  // the last: to align
+                                      kExchanges * kExchangeBytes + kBarrierBytes +
+                                      kSwizzleBytes;  // the last: to align
   static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit shared memory");
 };
 

@@ -96,7 +96,7 @@ struct ConsumerBase {
 
  private:
   __device__ static __forceinline__ RowOperand own_rows(const char* s_rows) {
-    RowOperand x(s_rows + consumer_index() * kWarpgroupRows * Config::RowTile::kRowBytes);
+    RowOperand x(s_rows + consumer_index() * kWarpgroupRows % Config::kBlockM * Config::RowTile::kRowBytes);
     x.low = warp_uniform(x.low);
     return x;
   }

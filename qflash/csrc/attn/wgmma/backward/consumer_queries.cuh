@@ -61,8 +61,8 @@ struct QueryConsumer : ConsumerBase<Config> {
     const float* const g_delta = static_cast<const float*>(params.workspace);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const Statistics row =
-          statistics_of(p, g_delta, work, work.row_head, work.row0 + warp_row() + lane_index() / 4 + 8 * h);
+      const Statistics row = statistics_of(p, g_delta, work, work.row_head,
+                                           work.row0 + first_own_row<Config>() + lane_index() / 4 + 8 * h);
       of.minus_lse_of[h] = row.minus_lse, of.delta_of[h] = row.delta;
     }
     clear_outputs(dQ);

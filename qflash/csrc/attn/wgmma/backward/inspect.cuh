@@ -4,9 +4,9 @@
 // of which a lane has too many to load by itself. A query that does not exist, or sees nothing, gets weights of zero.
 //
 // In tiles that some row of the block does not meet whole, weights of zero meet columns that the row must not see, and
-// 0 times NaN is NaN. So operands of the sums that hold NaN or infinity are cleared there, a token at a time, and so
-// are tokens past the end of the sequence, which are a neighbour's. Rows that do see a cleared token get it back at the
-// end (nonfinite.cuh).
+// 0 times NaN is NaN. So NaN and infinity in operands of the sums make place for numbers there, and tokens past the end
+// of the sequence, which are a neighbour's, for zeros. Rows that do see such a token get it back at the end
+// (nonfinite.cuh).
 #pragma once
 
 #include "attn/backward/delta.cuh"
@@ -42,14 +42,37 @@ struct Token {
     }
     return found;
   }
+  // Zeros for NaN, the largest numbers for infinities: where these are a softcap's arguments, it ends where it would.
+  __device__ __forceinline__ void tame() const {
+    using Element = typename Config::Element;
+    constexpr uint16_t kInfinity = uint16_t(Exponent<Element>::kBits);
+#pragma unroll 1
+    for (int i = 0; i < Tile::kCount * Tile::kChunks; ++i) {
+      uint16_t* const s_elements = reinterpret_cast<uint16_t*>(&chunk(i));
+      for (int e = 0; e < kPerChunk; ++e) {
+        const uint16_t x = s_elements[e], magnitude = x & 0x7fff;
+        if (magnitude >= kInfinity) s_elements[e] = magnitude > kInfinity ? 0 : x - 1;
+      }
+    }
+  }
   __device__ __forceinline__ void clear() const {
 #pragma unroll 1
     for (int i = 0; i < Tile::kCount * Tile::kChunks; ++i) chunk(i) = make_uint4(0, 0, 0, 0);
   }
+  // Of a token that exists only numbers are left; whether there were others is returned.
+  __device__ __forceinline__ bool make_finite(bool exists) const {
+    if (!exists) {
+      clear();
+      return false;
+    }
+    if (!nonfinite()) return false;
+    tame();
+    return true;
+  }
 };
 
-// Clears what must not reach rows that do not see it, in a tile whose column0 is given. Returns whether this thread
-// cleared a token that some row may see. Operands of sums: Q and dO of dK and dV, K of dQ.
+// Takes away what must not reach rows that do not see it, in a tile whose column0 is given. Returns whether this thread
+// changed a token that some row may see. Operands of sums: Q and dO of dK and dV, K of dQ.
 template <class Config>
 __device__ __forceinline__ bool clear_columns(const WorkTile<Config>& work, const SharedMemory<Config>& s, int stage,
                                               int column0, int thread) {
@@ -58,12 +81,12 @@ __device__ __forceinline__ bool clear_columns(const WorkTile<Config>& work, cons
   for (int i = thread; i < Config::kBlockN; i += Config::kInspectorThreads) {
     const bool exists = column0 + i < work.mask.len_k;
     const Token<Config> first(s.first_columns + stage * Config::ColumnTile::kBytes, i);
-    if (!exists || first.nonfinite()) first.clear(), cleared |= exists;
+    cleared |= first.make_finite(exists);
     if constexpr (Config::kKeysStay) {
       const Token<Config> second(s.second_columns + stage * Config::ColumnTile::kBytes, i);
-      if (!exists || second.nonfinite()) {
-        second.clear(), cleared |= exists;
-        if (exists) s.delta[stage * Config::kBlockN + i] = nan();  // dP is as little a number as dO
+      if (second.make_finite(exists)) {
+        cleared = true;
+        s.delta[stage * Config::kBlockN + i] = nan();  // dP is as little a number as dO
       }
     }
   }

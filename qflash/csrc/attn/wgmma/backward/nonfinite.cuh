@@ -13,15 +13,15 @@ namespace backward {
 // inspected.
 template <class Config, class Add>
 __device__ inline void for_each_cleared(const WorkTile<Config>& work, Add add) {
-  const int own_rows = min(16, work.live - warp_row());
+  const int own_rows = min(16, work.live - first_own_row<Config>());
   for (int head = 0; head < work.heads; ++head)
     for (int n = 0; n < work.tiles; ++n) {
       const int column0 = work.columns.begin + n * Config::kBlockN;
       if (work.whole(column0)) continue;
       for (int i = column0; i < min(column0 + Config::kBlockN, work.mask.len_k); ++i)
         for (int row = 0; row < own_rows; ++row) {
-          const KeyRange met = work.mask.visible(work.row0 + warp_row() + row);
-          if (i >= met.begin && i < met.end) add(work.column_head + head, i, warp_row() + row);
+          const KeyRange met = work.mask.visible(work.row0 + first_own_row<Config>() + row);
+          if (i >= met.begin && i < met.end) add(work.column_head + head, i, first_own_row<Config>() + row);
         }
     }
 }
@@ -46,7 +46,8 @@ __device__ __forceinline__ bool rotated_nonfinite(const QfRope& rope, const Elem
 
 // What a query of NaN or infinity gives keys that see it. A weight is never zero, so what dO adds to dV is dO itself;
 // dK gets dS Q, which is NaN wherever Q is no number: S is none, or beyond the softcap where dS is 0.
-template <class Config>
+// kKeys, kValues: to dK, to dV.
+template <class Config, bool kKeys = true, bool kValues = true>
 __device__ inline void add_nonfinite_queries(const QfAttnBwdParams& params, const WorkTile<Config>& work) {
   using Element = typename Config::Element;
   const QfAttnParams& p = params.fwd;
@@ -57,8 +58,9 @@ __device__ inline void add_nonfinite_queries(const QfAttnBwdParams& params, cons
   for_each_cleared(work, [&](int head, int i, int row) {
     for (int d = lane_index(); d < p.head_dim; d += 32) {
       const float dout = to_float(column(params.dout, head, i)[d]);
-      if (is_nonfinite(dout)) add_to(row_of<Config>(params.dv, work, row)[d], dout);
-      if (rotated_nonfinite(p.rope, column(p.q, head, i), d)) add_to(row_of<Config>(params.dk, work, row)[d], nan());
+      if (kValues && is_nonfinite(dout)) add_to(row_of<Config>(params.dv, work, row)[d], dout);
+      if (kKeys && rotated_nonfinite(p.rope, column(p.q, head, i), d))
+        add_to(row_of<Config>(params.dk, work, row)[d], nan());
     }
   });
 }

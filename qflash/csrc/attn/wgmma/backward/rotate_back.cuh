@@ -8,38 +8,40 @@
 #include "attn/rope.cuh"
 #include "attn/wgmma/backward/work_tile.cuh"
 #include "attn/wgmma/softmax.cuh"
+#include "ptx/opaque.cuh"
+#include "ptx/order.cuh"
 
 namespace qf {
 namespace wgmma {
 namespace backward {
 
-// Of one row: its cosines and sines.
+// Of one row: where its cosines and sines are.
 struct RowAngles {
-  const float *g_cos, *g_sin;  // NULL: outside the tables
+  const QfRope& rope;
+  int64_t at;  // -1: outside the tables
   float sign;
   bool rotates;
 
-  __device__ __forceinline__ RowAngles(const QfRope& rope, int position, bool live)
-      : g_cos(nullptr), g_sin(nullptr), sign(0.0f), rotates(live) {
+  __device__ __forceinline__ RowAngles(const QfRope& tables, int position, bool live)
+      : rope(tables), at(-1), rotates(live) {
     const Rotation rotation = rotation_at(rope, position);
-    if (rotation.row < 0) return;
-    const int64_t at = int64_t(rotation.row) * (rope.rotary_dim / 2);
-    g_cos = rope.cos + at, g_sin = rope.sin + at, sign = rotation.sign;
+    if (rotation.row >= 0) at = int64_t(rotation.row) * (rope.rotary_dim / 2);
+    sign = rotation.sign;
   }
   // a and b are the pair's.
   __device__ __forceinline__ void rotate_back(int pair, float& a, float& b) const {
     if (!rotates) return;
-    const float c = g_cos ? g_cos[pair] : nan(), s = g_sin ? g_sin[pair] * sign : nan();
-    const float rotated = fmaf(b, s, a * c);
+    const float c = at >= 0 ? rope.cos[at + pair] : nan(), s = at >= 0 ? rope.sin[at + pair] * sign : nan();
+    const float turned = fmaf(b, s, a * c);
     b = fmaf(-a, s, b * c);
-    a = rotated;
+    a = turned;
   }
 };
 
 // Of the lane's row h.
 template <class Config>
 __device__ __forceinline__ RowAngles angles_of(const QfRope& rope, const WorkTile<Config>& work, int h) {
-  const int own = warp_row() + lane_index() / 4 + 8 * h, i = work.row0 + own;
+  const int own = first_own_row<Config>() + lane_index() / 4 + 8 * h, i = work.row0 + own;
   const Sequence& seq = work.seq;
   const bool live = own < work.live;
   if (!live) return RowAngles(rope, 0, false);
@@ -61,14 +63,18 @@ __device__ __forceinline__ void rotate_back(const QfRope& rope, const WorkTile<C
       const RowAngles angles = angles_of(rope, work, h);
       if (rope.interleaved) {
 #pragma unroll
-        for (int j = 0; j < kOTiles; ++j)
+        for (int j = 0; j < kOTiles; ++j) {
           if (8 * j + first < rope.rotary_dim) angles.rotate_back((8 * j + first) / 2, O[j][2 * h], O[j][2 * h + 1]);
+          if (never(half)) return;  // not all of the tables in registers at once
+        }
       } else {
 #pragma unroll
-        for (int j = 0; j < kHalfTiles; ++j)
+        for (int j = 0; j < kHalfTiles; ++j) {
 #pragma unroll
           for (int e = 2 * h; e < 2 * h + 2; ++e)
             angles.rotate_back(8 * j + first + e % 2, O[j][e], O[j + kHalfTiles][e]);
+          if (never(half)) return;
+        }
       }
     }
     return;
@@ -76,28 +82,30 @@ __device__ __forceinline__ void rotate_back(const QfRope& rope, const WorkTile<C
 #pragma unroll 1
   for (int quad = 0; quad < 8; ++quad) {
     const bool own = lane_index() / 4 == quad;
+    const int first = opaque(lane_index() % 4 * 2), half = opaque(rope.rotary_dim / 2);  // or addresses fill registers
 #pragma unroll
     for (int j = 0; j < kOTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         if (own) s_scratch[e / 2 * Config::kHeadDim + 8 * j + first + e % 2] = O[j][e];
     __syncwarp();  // the rows are there
-    if (own) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const RowAngles angles = angles_of(rope, work, h);
+    for (int h = 0; h < 2; ++h) {
+      RowAngles angles = angles_of(rope, work, h);
+      angles.rotates &= own;
 #pragma unroll
-        for (int j = 0; j < kOTiles; ++j)
+      for (int j = 0; j < kOTiles; ++j) {
 #pragma unroll
-          for (int e = 2 * h; e < 2 * h + 2; ++e) {
-            const int d = 8 * j + first + e % 2;
-            if (d >= rope.rotary_dim) continue;
-            float other = s_scratch[h * Config::kHeadDim + (d < half ? d + half : d - half)];
-            if (d < half)
-              angles.rotate_back(d, O[j][e], other);
-            else
-              angles.rotate_back(d - half, other, O[j][e]);
-          }
+        for (int e = 2 * h; e < 2 * h + 2; ++e) {
+          const int d = 8 * j + first + e % 2;
+          if (d >= rope.rotary_dim) continue;
+          float other = s_scratch[h * Config::kHeadDim + (d < half ? d + half : d - half)];
+          if (d < half)
+            angles.rotate_back(d, O[j][e], other);
+          else
+            angles.rotate_back(d - half, other, O[j][e]);
+        }
+        if (never(half)) return;
       }
     }
     __syncwarp();  // everybody has read them

@@ -4,6 +4,7 @@
 //   work      describe_work                      producer, inspectors, consumers   the same
 //   rows      producer (TMA)                     consumers                         consumers
 //   columns   producer (TMA), then inspectors    inspectors, consumers             consumers
+//   exchange  consumer 0 (kSplits)               consumer 1                        consumer 1
 //
 //   inspected  inspectors arrive at a stage's once its statistics are there and, where some row does not meet the whole
 //              tile, nothing that zero weights would not blank out; consumers wait for both it and `full`
@@ -12,6 +13,7 @@
 
 #include "attn/wgmma/backward/work_tile.cuh"
 #include "hopper/ring.cuh"
+#include "ptx/ldst.cuh"
 #include "ptx/opaque.cuh"
 
 namespace qf {
@@ -22,8 +24,8 @@ template <class Config>
 struct SharedMemory {
   static constexpr int kStages = Config::kStages, kWorkTiles = Config::kWorkTiles;
   using Work = WorkTile<Config>;
-  static_assert(sizeof(Ring<1>) + sizeof(Ring<kStages>) + (kStages + 1) * sizeof(Mbarrier) + sizeof(Ring<kWorkTiles>) +
-                        kWorkTiles * sizeof(Work) <=
+  static_assert(sizeof(Ring<1>) + sizeof(Ring<Config::kExchanges>) + sizeof(Ring<kStages>) +
+                        (kStages + 1) * sizeof(Mbarrier) + sizeof(Ring<kWorkTiles>) + kWorkTiles * sizeof(Work) <=
                     Config::kBarrierBytes,
                 "");
 
@@ -31,8 +33,10 @@ struct SharedMemory {
   char *first_columns, *second_columns;  // kStages tiles each
   // Where keys stay: of the queries of each stage, [kStages][kBlockN].
   float *minus_lse, *delta;
-  float* scratch;  // 2 kHeadDim for each warp of consumers
+  float* scratch;   // 2 kHeadDim for each warp of consumers
+  Word4* exchange;  // kSplits: kExchanges tiles of P
   Ring<1>* row_ring;
+  Ring<Config::kExchanges>* exchange_ring;
   Ring<kStages>* column_ring;
   Mbarrier* inspected;  // kStages
   Ring<kWorkTiles>* work_ring;
@@ -48,8 +52,10 @@ struct SharedMemory {
     minus_lse = reinterpret_cast<float*>(after);
     delta = minus_lse + kStages * Config::kBlockN;
     scratch = reinterpret_cast<float*>(after + Config::kStatisticsBytes);
-    row_ring = reinterpret_cast<Ring<1>*>(after + Config::kStatisticsBytes + Config::kScratchBytes);
-    column_ring = reinterpret_cast<Ring<kStages>*>(row_ring + 1);
+    exchange = reinterpret_cast<Word4*>(after + Config::kStatisticsBytes + Config::kScratchBytes);
+    row_ring = reinterpret_cast<Ring<1>*>(exchange + Config::kExchanges * Config::kExchangeBytes / 16);
+    exchange_ring = reinterpret_cast<Ring<Config::kExchanges>*>(row_ring + 1);
+    column_ring = reinterpret_cast<Ring<kStages>*>(exchange_ring + 1);
     inspected = reinterpret_cast<Mbarrier*>(column_ring + 1);
     work_ring = reinterpret_cast<Ring<kWorkTiles>*>(inspected + kStages);
     next_tile = reinterpret_cast<Mbarrier*>(work_ring + 1);
@@ -59,6 +65,7 @@ struct SharedMemory {
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kConsumerWarps = Config::kConsumers * 4, kInspectorWarps = Config::kInspectorThreads / 32;
     row_ring->init(kConsumerWarps, "rows full", "rows empty");
+    exchange_ring->init(4, "P full", "P empty", 4);
     column_ring->init(kConsumerWarps, "columns full", "columns empty");
     work_ring->init(kConsumerWarps + 1 + kInspectorWarps, "work full", "work empty");
     for (int i = 0; i < kStages; ++i) {

@@ -45,23 +45,22 @@ struct MetColumns {
 
   template <class Config>
   __device__ __forceinline__ MetColumns(const WorkTile<Config>& work, int column0) {
-    const int row = warp_row() + lane_index() / 4, column = column0 + lane_index() % 4 * 2;
+    const int row = first_own_row<Config>() + lane_index() / 4, column = column0 + lane_index() % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       of[h].begin = work.window.begin + row + 8 * h - column;
       of[h].end = min(work.window.end + row + 8 * h, work.mask.len_k) - column;
     }
   }
+  __device__ __forceinline__ bool has(int h, int column) const { return column >= of[h].begin && column < of[h].end; }
   // Zeros for what rows do not meet.
   template <int kNTiles>
   __device__ __forceinline__ void keep(float (&x)[kNTiles][4]) const {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int column = 8 * j + e % 2;
-        if (column < of[e / 2].begin || column >= of[e / 2].end) x[j][e] = 0.0f;
-      }
+      for (int e = 0; e < 4; ++e)
+        if (!has(e / 2, 8 * j + e % 2)) x[j][e] = 0.0f;
   }
 };
 
@@ -110,6 +109,59 @@ struct Weights {
       const auto delta = of.delta(j);
 #pragma unroll
       for (int e = 0; e < 4; ++e) dP[j][e] = caps() ? S[j][e] * dP[j][e] : S[j][e] * (dP[j][e] - delta(e));
+    }
+    if (!whole) MetColumns(work, column0).keep(dP);  // it may be anything where P is zero
+    round(dP, dS);
+  }
+
+  // For a consumer that has S and no dP: P rounded, zeros for what rows do not meet, and P times the slope of the
+  // softcap.
+  template <class Statistics>
+  __device__ __forceinline__ void take_alone(Sums& S, Fragments& P, Fragments& sloped, const Statistics& of,
+                                             const WorkTile<Config>& work, int column0, bool whole) const {
+    if (caps()) {
+      const float inner = scale / softcap, factor = softcap * kLog2e;
+      const MetColumns met(work, column0);
+#pragma unroll
+      for (int step = 0; step < Config::kColumnSteps; ++step) {  // by 16 columns: slopes of all would take registers
+        float weight[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int j = 2 * step + i;
+          const auto minus_lse = of.minus_lse(j);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float y = S[j][e] * inner, tanh = tanh_of_any(y);
+            const float x = ex2(fmaf(tanh, factor, minus_lse(e)));
+            weight[i][e] = whole || met.has(e / 2, 8 * j + e % 2) ? x : 0.0f;
+            S[j][e] = weight[i][e] * tanh_slope(y, tanh);
+          }
+        }
+#pragma unroll
+        for (int word = 0; word < 4; ++word)
+          P[step][word] = Config::Tensor::pair(weight[word / 2][word % 2 * 2], weight[word / 2][word % 2 * 2 + 1]);
+      }
+      round(S, sloped);
+    } else {
+      take(S, of);
+      if (!whole) MetColumns(work, column0).keep(S);
+      round(S, P);
+      round(S, sloped);
+    }
+  }
+  // For one that has dP and that P, rounded: dP becomes dS.
+  template <class Statistics>
+  __device__ __forceinline__ void gradients_alone(Sums& dP, const Fragments& sloped, Fragments& dS,
+                                                  const Statistics& of, const WorkTile<Config>& work, int column0,
+                                                  bool whole) const {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      const auto delta = of.delta(j);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t word = sloped[j / 2][j % 2 * 2 + e / 2];
+        dP[j][e] = (dP[j][e] - delta(e)) * (e % 2 ? Config::Tensor::high(word) : Config::Tensor::low(word));
+      }
     }
     if (!whole) MetColumns(work, column0).keep(dP);  // it may be anything where P is zero
     round(dP, dS);

@@ -5,6 +5,7 @@
 #include "attn/mask.cuh"
 #include "attn/sequence.cuh"
 #include "attn/wgmma/backward/config.cuh"
+#include "attn/wgmma/softmax.cuh"
 #include "hopper/tile_schedule.cuh"
 
 namespace qf {
@@ -46,6 +47,12 @@ struct PackedFaults {
     return {packed_rows_fall(p), k_falls};
   }
 };
+
+// The first of this warp's rows, in the block's tile.
+template <class Config>
+__device__ __forceinline__ int first_own_row() {
+  return warp_row() % Config::kBlockM;
+}
 
 template <class Config>
 struct WorkTile {
@@ -93,7 +100,7 @@ struct WorkTile {
     tiles = (columns.end - columns.begin + kBlockN - 1) / kBlockN;
 #pragma unroll 1
     for (int c = 0; c < Config::kConsumers; ++c) {
-      const int first = row0 + c * kWarpgroupRows, own_last = min(first + kWarpgroupRows, mask.len_q) - 1;
+      const int first = row0 + c * kWarpgroupRows % kBlockM, own_last = min(first + kWarpgroupRows, mask.len_q) - 1;
       const KeyRange met = tiles > 0 && first <= own_last ? mask.seen_by_any(first, own_last) : KeyRange{0, 0};
       own[c] = {0, 0};
       if (met.begin < met.end)

@@ -7,8 +7,8 @@
 namespace qf {
 namespace sm90_bwd {
 
-// kHeadDim: a bucket (64, 96 or 128); the true head_dim comes at run time. kKeysStay: dK and dV, else dQ. kPlain: no
-// softcap.
+// kHeadDim: a bucket (64, 96, 128, 192 or 256); the true head_dim comes at run time. kKeysStay: dK and dV, else dQ.
+// kPlain: no softcap.
 template <class Element_, int kHeadDim_, bool kKeysStay_, bool kPlain_>
 struct Shape {
   using Element = Element_;
@@ -16,8 +16,9 @@ struct Shape {
   static constexpr bool kKeysStay = kKeysStay_, kPlain = kPlain_;
   // A tile is read by three or four products, so stages are held for long: four of few columns wait less for the copy
   // engine than two of many. dQ has registers for more at head_dim 64.
-  static constexpr int kBlockN = !kKeysStay && kHeadDim == 64 ? 128 : 64;
-  static constexpr int kStages = 4;
+  static constexpr int kBlockN = kKeysStay ? 64 : kHeadDim == 64 ? 128 : kHeadDim <= 192 ? 64 : 32;
+  static constexpr int kStages = kHeadDim <= 128 ? 4 : 2;
+  static constexpr bool kSplits = kKeysStay && kHeadDim > 128;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
 
