@@ -238,7 +238,7 @@ def test_rope_is_a_pytree_before_any_call():
 def test_no_gradient_for_int8():
     q, k, v = arrays()
     with pytest.raises(
-        NotImplementedError, match="precision 'int8' has no backward pass; .* train in the arrays' own type, and serve"
+        NotImplementedError, match=r"precision 'int8' has no backward pass; .* train in the arrays' own type, and serve"
     ):
         jax.jit(jax.grad(lambda q: qflash.attention(q, k, v, precision="int8").sum()))(q)
 
