@@ -11,6 +11,7 @@ from typing import Any
 
 import qflash
 from qflash.dispatch import VARIANTS
+from qflash.testing import Case, runner
 
 ROWS, COLUMNS, SIDE = 16384, 8192, 4096
 PAGE_SIZE = 256  # tokens
@@ -66,6 +67,11 @@ def _attention(torch: Any, kernel: str) -> Any:
     return qflash.attention(*arrays, precision=variant.precision, kernel=variant.kernel.name)
 
 
+def _attention_backward(torch: Any, kernel: str) -> Any:
+    case = Case("profiled", 4096, 4096, 16, 16, 128, batch=4, dtype=VARIANTS[kernel].dtypes[0])
+    return runner.CudaCall(*runner.planned_backward(case, kernel, "native-cuda")).run()
+
+
 def _quantize_kv(torch: Any, kernel: str) -> Any:
     return qflash.quantize_kv(_heads(torch), _heads(torch), precision="int8_fp8", kernel=kernel)
 
@@ -107,6 +113,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     ),
     "attention quantized": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
     "attention": ("B=4 T=4096 H=16 D=128 full float16", _attention),
+    "attention_backward": ("B=4 T=4096 H=16 D=128 full, float16 or, of fa_bwd, float32", _attention_backward),
     "quantize_kv": ("B=4 T=4096 H=16 D=128 float16, int8_fp8", _quantize_kv),
     "kv_write": (f"B=4 T=4096 H=16 D=128 float16, pages of {PAGE_SIZE}", _kv_write),
     "attention kept": ("B=4 T=4096 H=16 D=128 float16, k and v quantized before, full", _attention_kv),

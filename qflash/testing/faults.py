@@ -24,6 +24,7 @@ from qflash.jit.compiler import LIBRARY, Unit
 from qflash.testing import compare, emulator
 from qflash.testing.case import Case
 from qflash.testing.emulated_attention import run_case
+from qflash.testing.emulated_backward import NAMES, run_gradients
 from qflash.testing.emulator import Library
 from qflash.testing.oracle import integers_of
 
@@ -108,10 +109,14 @@ def _first_shown(library: Library, variant: str, case: Case, seeds: Sequence[int
     for seed in seeds:
         kind = "contract"
         try:
-            found = run_case(lambda *_: library, case, variant, seed=seed)
-            compare.check_contract(case, *found, VARIANTS[variant].contract, integers=integers_of(variant))
+            if VARIANTS[variant].kernel.op == "attention_backward":
+                found, names = run_gradients(lambda *_: library, case, variant, seed=seed), NAMES
+                compare.check_gradients(case, *found)
+            else:
+                found, names = run_case(lambda *_: library, case, variant, seed=seed), ("out", "lse")
+                compare.check_contract(case, *found, VARIANTS[variant].contract, integers=integers_of(variant))
             kind = "bits"
-            compare.check_same_bits(case, first or found, found)
+            compare.check_same_bits(case, first or found, found, names=names)
         except KernelError as error:
             return Outcome("complaint", str(error), seed)
         except compare.ContractError as error:

@@ -22,7 +22,7 @@ from qflash.call.op import Plan
 from qflash.errors import KernelError, NoKernelError
 from qflash.jit import runtime, toolchain
 from qflash.jit.compiler import LIBRARY, LOG, Unit
-from qflash.ops.attention import plan_of
+from qflash.ops.attention import plan_of, plan_of_backward
 from qflash.ops.attention_kv import ATTENTION_KEPT
 from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
 from qflash.ops.problem import Options, RopeArrays, check, check_packed
@@ -31,6 +31,7 @@ from qflash.testing.cuda_tools import cuobjdump, why_no_nvcc
 MOST_BYTES = 150 * 2**20 // len(cuda.specialisations([90]))  # a library's share of what all may take
 CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.device == "cuda"]
 ATTENTION = [row.name for row in dispatch.variants_of("attention", "cuda")]
+BACKWARD = [row.name for row in dispatch.variants_of("attention_backward", "cuda")]
 # How the kernels that only stream move memory.
 VECTORS = {
     "quantize": {"LDG.E.128", "STG.E.64"},
@@ -59,9 +60,11 @@ INSTRUCTION = {
     "decode_pages": ("HMMA", 192),
     "dequantize": ("I2FP", 32),
     "fa": ("FFMA", 256),
+    "fa_bwd": ("FFMA", 1024),
     "fa_int8": ("IMMA", 32),
     "fa_int8_quantized": ("IMMA", 96),
     "fa_mma": ("HMMA", 128),
+    "fa_mma_bwd": ("HMMA", 512),
     "fa_mma_pages": ("HMMA", 128),
     "fa_mma_pages_int8": ("HMMA", 128),
     "fa_tc": ("HMMA", 32),
@@ -117,7 +120,7 @@ def covering() -> list[Unit]:
     chosen += [other_scores(row.name) for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
     chosen.append(cuda.unit_of(dispatch.VARIANTS[GEMM[0]], "int32", 0, 90))  # a dtype of products alone
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
-        older = ARCHES[:-1] if row.kernel.op == "attention" else [ARCHES[first % 4]]
+        older = ARCHES[:-1] if row.kernel.op in ("attention", "attention_backward") else [ARCHES[first % 4]]
         for turn, arch in enumerate(older, start=first):
             if units := units_of(row, arch):
                 chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a variant has
@@ -251,7 +254,7 @@ def test_the_hopper_check_can_fail():
 
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
-@pytest.mark.parametrize("kernel", sorted({*ATTENTION, *MULTIPLYING, "fa_int8_quantized", *GEMM, *VECTORS}))
+@pytest.mark.parametrize("kernel", sorted({*ATTENTION, *BACKWARD, *MULTIPLYING, "fa_int8_quantized", *GEMM, *VECTORS}))
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
     opcodes = opcodes_of(compiled(hopper_unit(kernel)))
     instruction, least = INSTRUCTION[kernel]
@@ -314,6 +317,28 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
         return
     with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{name}': CUDA driver"):
         call(4096, 4096, 4096, 4096, 4096, 0, 0)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_a_backward_library_explains_itself_without_a_driver(compiled, kernel):
+    """Its workspace holds a float for each row of lse; too small a struct, or none, is refused before any launch."""
+    library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
+    wrong_abi = (ctypes.c_int32 * 512)(12345)
+    assert getattr(library, f"qf_{kernel}")(wrong_abi, None) == 100003
+    dtype, head_dim = on_hopper(kernel)
+    array = Array((3, 16, 2, head_dim), None, dtype, "cuda:0")
+    plan = plan_of_backward(check(array, array, array, Options()), (), True)
+    symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
+    addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
+    call = _native.Call(plan.struct, plan.params(), list(plan.pointers), *addresses)
+    assert call.workspace_bytes >= 3 * 2 * 16 * 4
+    pointers = [4096] * len(plan.pointers)
+    with pytest.raises(KernelError, match=f"kernel '{kernel}' was given no workspace"):
+        call(*pointers, 0, 0, 0)
+    if not driver_present():
+        with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
+            call(*pointers, 4096, 0, 0)
 
 
 @needs_nvcc

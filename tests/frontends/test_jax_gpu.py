@@ -14,7 +14,7 @@ import qflash
 from qflash.backends import Entry
 from qflash.testing import runner
 from qflash.testing.cases import CASES
-from qflash.testing.compare import FLOAT32_L2, HALF_FACTOR, check_contract
+from qflash.testing.compare import FLOAT32_L2, GRADIENT_L2, HALF_FACTOR, check_contract
 from qflash.testing.jax_arrays import arrays, assert_close, relative_l2
 
 jax = pytest.importorskip("jax")
@@ -157,9 +157,36 @@ def test_lengths_out_of_range_give_nan():
     assert bool(jnp.isnan(out[0]).all()) and not bool(jnp.isnan(out[1]).any())
 
 
-def test_no_gradient():
-    with pytest.raises(NotImplementedError, match="no backward pass on CUDA"):
-        jax.grad(lambda *x: qflash.attention(*x).sum())(*arrays())
+def loss(q, k, v):
+    out, lse = qflash.attention(q, k, v, causal=True, return_lse=True)
+    return (out.astype(jnp.float32) ** 2).sum() + lse.sum()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_gradients(dtype):
+    """Against the CPU's, which the oracle holds; and the same bits by jit, remat, vjp and vmap."""
+    operands = [x.astype(dtype) for x in arrays()]
+    got = jax.grad(loss, (0, 1, 2))(*operands)
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        want = jax.grad(loss, (0, 1, 2))(*(jax.device_put(x, cpu) for x in operands))
+    for x, y in zip(got, want, strict=True):
+        assert_close(np.asarray(x, np.float32), np.asarray(y, np.float32), 2 * GRADIENT_L2[dtype])
+    stacked = [jnp.stack([x, x]) for x in operands]
+    ways = {
+        "jit": jax.jit(jax.grad(loss, (0, 1, 2)))(*operands),
+        "remat": jax.grad(jax.checkpoint(loss), (0, 1, 2))(*operands),
+        "vjp under jit": jax.jit(lambda *x: jax.vjp(loss, *x)[1](jnp.float32(1)))(*operands),
+        "vmap": [x[1] for x in jax.vmap(jax.grad(loss, (0, 1, 2)))(*stacked)],
+    }
+    for name, found in ways.items():
+        for x, y in zip(found, got, strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=name)
+
+
+def test_a_second_derivative_is_refused():
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        jax.grad(lambda q: jax.grad(loss)(q, *arrays()[1:]).sum())(arrays()[0])
 
 
 def test_arrays_on_two_devices():

@@ -8,7 +8,7 @@ import qflash
 
 torch = pytest.importorskip("torch")
 
-from qflash.testing.compare import LSE  # noqa: E402
+from qflash.testing.compare import GRADIENT_L2, LSE  # noqa: E402
 from qflash.testing.torch_math import ALLOWED, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -189,18 +189,112 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.qflash.attention.default, (*arrays, *[None] * 8, *words))
 
 
-def test_gradients_are_refused_at_the_forward_call():
-    q, k, v = (x.cuda().requires_grad_() for x in tensors())
-    text = r"kernel 'fa' \(cuda.*no backward pass.*torch\.no_grad\(\).*detach\(\)"
-    with pytest.raises(NotImplementedError, match=text):
-        qflash.attention(q, k, v)
-    with pytest.raises(NotImplementedError, match=text):
-        torch.func.grad(lambda q: qflash.attention(q, k.detach(), v.detach()).sum())(q.detach())
-    with pytest.raises(Exception, match=text):
-        torch.compile(lambda q, k, v: qflash.attention(q, k, v), fullgraph=True)(q, k, v)
-    with torch.no_grad():
-        assert qflash.attention(q, k, v).shape == q.shape
-    assert qflash.attention(q.detach(), k.detach(), v.detach()).shape == q.shape
+def gradients_of(call, *tensors):
+    """Gradients of a loss that out and lse are part of."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, lse = call(*leaves)
+    loss = (out.double() * torch.linspace(-1, 1, out.shape[-1], device=out.device)).sum() + (0.1 * lse).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+GRADIENT_KERNELS = {torch.float32: "fa_bwd", torch.float16: "fa_mma_bwd", torch.bfloat16: "fa_mma_bwd"}
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_KERNELS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_gradients_match_plain_math(options, dtype):
+    args = tensors(dim=64, dtype=dtype)
+    seen = plain(*args, **options)[1] > -torch.inf
+
+    def with_seen(call, words, where):
+        def both(q, k, v):
+            out, lse = call(q, k, v, words)
+            return out, lse.where(where, 0.0)
+
+        return both
+
+    got = gradients_of(
+        with_seen(lambda q, k, v, w: qflash.attention(q, k, v, return_lse=True, **w), gpu(options), seen.cuda()),
+        *map(to_gpu, args),
+    )
+    want = gradients_of(with_seen(lambda q, k, v, w: plain(q, k, v, **w), options, seen), *(x.double() for x in args))
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == dtype
+        assert relative(x.cpu(), y) < GRADIENT_L2[str(dtype).removeprefix("torch.")]
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_KERNELS, ids=str)
+def test_gradients_compiled_checkpointed_and_by_torch_func(dtype):
+    q, k, v = (x.cuda() for x in tensors(q_len=70, k_len=70, dim=64, dtype=dtype))
+    assert qflash.explain(q, k, v).backward is not None
+
+    def attend(q, k, v):
+        return qflash.attention(q, k, v, causal=True, return_lse=True)
+
+    want = gradients_of(attend, q, k, v)
+    ways = {
+        "again": attend,
+        "compiled": torch.compile(attend, fullgraph=True),
+        "checkpointed": lambda *x: torch.utils.checkpoint.checkpoint(attend, *x, use_reentrant=False),
+    }
+    for name, way in ways.items():
+        for got, expected in zip(gradients_of(way, q, k, v), want, strict=True):
+            assert torch.equal(got, expected), name
+
+    def loss(q):
+        out, lse = attend(q, k, v)
+        return (out.double() * torch.linspace(-1, 1, 64, device="cuda")).sum() + (0.1 * lse).sum()
+
+    assert torch.equal(torch.func.grad(loss)(q), want[0])
+    batched = torch.vmap(torch.func.grad(loss))(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(batched[0], want[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_KERNELS, ids=str)
+def test_gradients_of_expanded_and_strided_outputs(dtype):
+    """sum() gives a gradient of stride 0, a transposed view one in another order."""
+    q, k, v = (x.cuda().requires_grad_() for x in tensors(q_len=33, k_len=50, dim=64, dtype=dtype))
+    out = qflash.attention(q, k, v)
+    dout = torch.randn(out.shape[0], out.shape[2], out.shape[1], 64, device="cuda").to(dtype).transpose(1, 2)
+    for given in (torch.ones((), device="cuda", dtype=dtype).expand(out.shape), dout):
+        got = torch.autograd.grad(out, (q, k, v), given, retain_graph=True)
+        want = torch.autograd.grad(out, (q, k, v), given.contiguous(), retain_graph=True)
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_gradients_on_another_stream_and_in_a_graph():
+    q, k, v = (x.cuda().requires_grad_() for x in tensors(q_len=70, k_len=70, dim=64, dtype=torch.bfloat16))
+    dout = torch.ones_like(q)
+    want = torch.autograd.grad(qflash.attention(q, k, v, causal=True), (q, k, v), dout)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # what a graph captures must have run before
+            torch.autograd.grad(qflash.attention(q, k, v, causal=True), (q, k, v), dout)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(qflash.attention(q, k, v, causal=True), (q, k, v), dout)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(captured, want, strict=True))
+
+
+def test_opcheck_of_gradients():
+    arrays = [x.cuda() for x in tensors()]
+    out, lse = qflash.attention(*arrays, return_lse=True)
+    words = (True, None, None, None, None, None, True, False, 0, 0)
+    operands = (torch.ones_like(out), torch.ones_like(lse), *arrays, *[None] * 8, out, lse)
+    torch.library.opcheck(torch.ops.qflash.attention_backward.default, (*operands, *words))
+
+
+def test_gradients_that_are_refused():
+    q, k, v = (x.cuda().half().requires_grad_() for x in tensors(dim=64))
+    with pytest.raises(NotImplementedError, match=r"no backward pass.*torch\.no_grad\(\).*detach\(\)"):
+        qflash.attention(q, k, v, precision="int8")
+    (dq,) = torch.autograd.grad(qflash.attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(dq.sum(), q)
 
 
 def test_devices_must_agree():
@@ -248,8 +342,7 @@ def test_sixteen_bit_arrays_get_the_kernel_of_the_gpu(dtype):
     kernel = "sm90_fwd" if torch.cuda.get_device_capability() == (9, 0) else "fa_mma"
     assert qflash.explain(q, k, v).kernel == kernel
     assert torch.equal(qflash.attention(q, k, v), qflash.attention(q, k, v, kernel=kernel))
-    with pytest.raises(NotImplementedError, match=rf"kernel '{kernel}' \(cuda.*no backward pass"):
-        qflash.attention(q.requires_grad_(), k, v)
+    assert qflash.explain(q, k, v).backward == "fa_mma_bwd"
 
 
 @pytest.mark.parametrize("dim", [20, 100])

@@ -71,8 +71,8 @@ __device__ inline float delta_of_few(const QfAttnBwdParams& params, const Sequen
   const auto rotated = [&](const HeadRows<Element>& x, int row, int d, int position) {
     const float4 raw = channels(x, row, d);
     if (!p.rope.cos) return raw;
-    const float4 turned = rope4(p.rope, x.row(row), d, p.head_dim, position, raw, false);
-    return kRoundsRope ? rounded4(turned, x.g_head) : turned;
+    const float4 rotated_row = rope4(p.rope, x.row(row), d, p.head_dim, position, raw, false);
+    return kRoundsRope ? rounded4(rotated_row, x.g_head) : rotated_row;
   };
   const float minus_lse = minus_lse2(p.lse[statistics_at(p, b, h, seq.q0, i)]);
   const int at_q = p.rope.cos ? position_q(p.rope, b, seq.q0, i, seq.len_q, seq.len_k) : 0;

@@ -58,25 +58,27 @@ __device__ __forceinline__ void weigh(float (&S)[kMTiles][kNTiles][4], uint32_t 
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j) {
       float (&s)[4] = S[i][j];
-      float slope[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-      if (!scores.plain) {
+      const auto weights = [&] {
+        const Four lse = minus_lse(i, j);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[e] *= scores.scale * kLog2e;
-        if (scores.softcap != 0.0f) {
+        for (int e = 0; e < 4; ++e) {
+          s[e] = ex2(fmaf(s[e], scores.factor, lse.x[e]));
+          if (kPartial && !mask(2 * i + e / 2, 8 * j + e % 2)) s[e] = 0.0f;
+        }
 #pragma unroll
-          for (int e = 0; e < 4; ++e) slope[e] = softcap_slope(s[e], scores.softcap);
+        for (int h = 0; h < 2; ++h) A[i][j / 2][j % 2 * 2 + h] = Tensor::pair(s[2 * h], s[2 * h + 1]);
+      };
+      if (scores.plain) {
+        weights();
+      } else {  // all of it in one branch, so that slopes of four scores at a time take registers
+        float slope[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[e] *= scores.scale * kLog2e;
+          slope[e] = scores.softcap != 0.0f ? softcap_slope(s[e], scores.softcap) : 1.0f;
         }
         soften_four(s, scores.softcap, coarsely);
-      }
-      const Four lse = minus_lse(i, j);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        s[e] = ex2(fmaf(s[e], scores.factor, lse.x[e]));
-        if (kPartial && !mask(2 * i + e / 2, 8 * j + e % 2)) s[e] = 0.0f;
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) A[i][j / 2][j % 2 * 2 + h] = Tensor::pair(s[2 * h], s[2 * h + 1]);
-      if (!scores.plain) {
+        weights();
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[e] *= slope[e];
       }

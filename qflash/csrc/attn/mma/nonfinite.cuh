@@ -28,10 +28,11 @@ __device__ __forceinline__ bool word_nonfinite(uint32_t word) {
 }
 
 // Does one of the chunks that this thread copied hold NaN or infinity? Needs no barrier, only its own copies done.
-template <class Element, class Walk>
+// kAtOnce: how many of them are held in registers.
+template <class Element, class Walk, int kAtOnce = Walk::kCopies>
 __device__ __forceinline__ bool own_chunks_nonfinite(const char* s_tile) {
   bool found = false;
-#pragma unroll
+#pragma unroll kAtOnce
   for (int i = 0; i < Walk::kCopies; ++i) {
     const uint4 x = *reinterpret_cast<const uint4*>(s_tile + Walk::offset(i));
     found |= word_nonfinite<Element>(x.x) | word_nonfinite<Element>(x.y) | word_nonfinite<Element>(x.z) |

@@ -36,7 +36,7 @@ using BWalk = TileWalk<kColumns, kDepth, kThreads>;
 using RowsWalk = TileWalk<kDepthRows, kHeadDim, kThreads>;
 using LaneMask = TileMask<kLanesY>;
 
-// Which tensors may be read or written in vectors of four.
+// Which tensors may be read in vectors of four, and which gradients be written 16 bytes at a time.
 struct Access {
   Vectorises vector;
   bool dout, dq, dk, dv;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void update(float (&acc)[kRows][4 * kOutVecs], const 
   store_weights<kLanesX, kPStride>(s_rows + lane_x, weights);
 #pragma unroll 1
   for (int n0 = 0; n0 < kColumns && column0 + n0 < end; n0 += kDepthRows) {
-    __syncthreads();  // everybody is done with the chunk before; the weights are in place
+    __syncthreads();  // the weights are in place, and everybody is done with the chunk before
     problem.load<RowsWalk, kHeadDim>(s_chunk, x, column0 + n0, 0);
     bool finite_rows = true;
     if (partial) {
@@ -119,11 +119,11 @@ __device__ __forceinline__ void update(float (&acc)[kRows][4 * kOutVecs], const 
 }
 
 // Gradients of the block's rows to global memory: a few rows of each warp at a time through shared memory, where they
-// are turned back.
+// are rotated back.
 template <class Position>
 __device__ __forceinline__ void store(const float (&acc)[kRows][4 * kOutVecs], const QfTensor& to, int b, int64_t first,
                                       int h, int rows, int exist, const QfAttnParams& p, float factor, bool rotated,
-                                      bool vector, float* s_chunk, Position position) {
+                                      bool aligned, float* s_chunk, Position position) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float* const s_stage = s_chunk + warp * kLanesY * kHeadDim;
   __syncthreads();  // nobody reads a chunk any more
@@ -136,7 +136,8 @@ __device__ __forceinline__ void store(const float (&acc)[kRows][4 * kOutVecs], c
              make_float4(acc[r][4 * c], acc[r][4 * c + 1], acc[r][4 * c + 2], acc[r][4 * c + 3]));
     __syncwarp();  // other lanes read what this one wrote
     const auto of_these = [&](int n) { return max(0, min(kLanesY, n - row)); };
-    const GradientRows<Element> out(to, b, first + row, h, of_these(rows), of_these(exist), p.head_dim, factor, vector);
+    const GradientRows<Element> out(to, b, first + row, h, of_these(rows), of_these(exist), p.head_dim, factor,
+                                    aligned);
     store_gradients<kHeadDim, WholeWarp>(
         out, p.rope, rotated, [&](int y, int d) { return s_stage + y * kHeadDim + d; },
         [&](int y) { return position(row + y); });

@@ -1,6 +1,7 @@
 // C entry of `fa_bwd`: delta, the gradient of sinks, dK and dV, then dQ, one after the other on the stream.
 #include "attn/backward/entry.cuh"
 #include "attn/backward/sinks.cuh"
+#include "attn/mma/tile.cuh"
 #include "kernels/attention_backward/fa_bwd/kernel.cuh"
 
 __global__ void __launch_bounds__(qf::kDeltaThreads)
@@ -20,11 +21,13 @@ namespace {
 using namespace qf;
 using namespace qf::fa_bwd;
 
+// A template, so that kernels a library does not launch are not compiled.
+template <bool kBoth>
 int run(const QfAttnBwdParams& params, const Access& access, void* stream) {
   const auto keys = [&](auto* kernel) {
     return launch_backward(kernel, params, key_grid_of(params.fwd, kBlockRows), kThreads, kSharedBytes, stream, access);
   };
-  if constexpr (kTogether) {
+  if constexpr (kBoth) {
     if (const int status = keys(qf_fa_bwd_keys_kernel<kOfBoth>)) return status;
   } else {
     if (const int status = keys(qf_fa_bwd_keys_kernel<kOfValues>)) return status;
@@ -47,10 +50,10 @@ QF_EXPORT int qf_fa_bwd(const QfAttnBwdParams* params, void* stream) {
   if (const int status = check_workspace(*params)) return status;
   if (const int status = launch_delta(qf_fa_bwd_delta_kernel, *params, stream)) return status;
   if (const int status = launch_sink_gradient(qf_fa_bwd_sinks_kernel, *params, stream)) return status;
-  const auto vector = [&](const QfTensor& x) { return tensor_vectorises(x, p.head_dim, int(sizeof(Element))); };
-  const Access access = {vectorises(p), vector(params->dout), vector(params->dq), vector(params->dk),
-                         vector(params->dv)};
-  return run(*params, access, stream);
+  const auto aligned = [&](const QfTensor& x) { return chunks_aligned(x, p.head_dim, int(sizeof(Element))); };
+  const Access access = {vectorises(p), tensor_vectorises(params->dout, p.head_dim, int(sizeof(Element))),
+                         aligned(params->dq), aligned(params->dk), aligned(params->dv)};
+  return run<kTogether>(*params, access, stream);
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("fa_bwd", status); }

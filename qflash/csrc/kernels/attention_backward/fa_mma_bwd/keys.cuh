@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
     if (whole)
       __syncthreads();
     else
-      nonfinite = __syncthreads_or((kWantsK && own_chunks_nonfinite<Element, QueryTileWalk>(s_q)) ||
-                                   (kWantsV && own_chunks_nonfinite<Element, QueryTileWalk>(s_do)));
+      nonfinite = __syncthreads_or((kWantsK && own_chunks_nonfinite<Element, QueryTileWalk, 1>(s_q)) ||
+                                   (kWantsV && own_chunks_nonfinite<Element, QueryTileWalk, 1>(s_do)));
     const float* const s_lse = s_statistics + stage * 2 * kBlockColumns;
     if (const Stream next = now.next(s_state); !next.ends(p, s_state)) {
       if (kStages > 1) load_tile(stage ^ 1, next);
@@ -195,16 +195,16 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
   const auto s_row = [&](int row, int d) {
     return reinterpret_cast<float*>(s_k + Swizzle<2 * kChunks>::offset(row, d / 4));
   };
-  const auto store = [&](const auto& gradient, const QfTensor& x, float factor, bool rotated, bool vector) {
+  const auto store = [&](const auto& gradient, const QfTensor& x, float factor, bool rotated, bool aligned) {
     __syncthreads();  // nobody reads what stands there any more
     stage_rows<kChunks>(gradient, s_k + warp * 16 * (2 * kRowBytes), lane);
     __syncthreads();  // the rows are in place
     const GradientRows<Element> to(x, b, s_state.owned.first + s_state.first_row, s_state.h, rows, exist, p.head_dim,
-                                   factor, vector);
+                                   factor, aligned);
     store_gradients<kHeadDim>(to, p.rope, rotated, s_row,
                               [&](int row) { return position_k(p.rope, b, seq.k0, s_state.first_row + row); });
   };
-  if constexpr (kWantsV) store(dV, params.dv, GradientShift<Element>::kOffWeights, false, access.vector_dv);
+  if constexpr (kWantsV) store(dV, params.dv, GradientShift<Element>::kOffWeights, false, access.dv);
   if constexpr (kWantsK)
-    store(dK, params.dk, p.scale * GradientShift<Element>::kOffGradient, p.rope.cos != nullptr, access.vector_dk);
+    store(dK, params.dk, p.scale * GradientShift<Element>::kOffGradient, p.rope.cos != nullptr, access.dk);
 }

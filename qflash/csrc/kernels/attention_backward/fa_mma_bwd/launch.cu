@@ -51,10 +51,9 @@ QF_EXPORT int qf_fa_mma_bwd(const QfAttnBwdParams* params, void* stream) {
   if (p.head_dim < 1 || p.head_dim > kHeadDim) return QF_UNSUPPORTED;
   if (const int status = check_workspace(*params)) return status;
   const auto aligned = [&](const QfTensor& x) { return chunks_aligned(x, p.head_dim, 2); };
-  const auto vector = [&](const QfTensor& x) { return tensor_vectorises(x, p.head_dim, 2); };
-  const Access access = {aligned(p.q),          aligned(p.kv.k),    aligned(p.kv.v),
-                         aligned(params->dout), vectorises(p),      vector(params->dout),
-                         vector(params->dq),    vector(params->dk), vector(params->dv)};
+  const Access access = {aligned(p.q),          aligned(p.kv.k),     aligned(p.kv.v),
+                         aligned(params->dout), aligned(params->dq), aligned(params->dk),
+                         aligned(params->dv),   vectorises(p),       tensor_vectorises(params->dout, p.head_dim, 2)};
   if (const int status = launch_delta(qf_fa_mma_bwd_delta_kernel, *params, stream)) return status;
   if (const int status = launch_sink_gradient(qf_fa_mma_bwd_sinks_kernel, *params, stream)) return status;
   constexpr bool kCanCopyAsync = kArch >= 80;

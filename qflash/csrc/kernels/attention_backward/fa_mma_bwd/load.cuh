@@ -8,11 +8,11 @@
 namespace qf {
 namespace fa_mma_bwd {
 
-// Which tensors may be copied 16 bytes at a time, and which be read or written in vectors of four.
+// Which tensors may be copied 16 bytes at a time, and which be read in vectors of four.
 struct Access {
-  bool q, k, v, dout;
+  bool q, k, v, dout, dq, dk, dv;
   Vectorises vector;
-  bool vector_dout, vector_dq, vector_dk, vector_dv;
+  bool vector_dout;
 };
 
 // s_tile <- rows row0 .. of a tensor that is not rotated. kAsync: asynchronously, all tensors being aligned.

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kQueryThreads)
     if (whole)
       __syncthreads();
     else
-      nonfinite = __syncthreads_or(own_chunks_nonfinite<Element, KeyTileWalk>(s_k));
+      nonfinite = __syncthreads_or(own_chunks_nonfinite<Element, KeyTileWalk, 1>(s_k));
     if (kStages > 1 && key0 + kBlockColumns < s_state.any.end) load_tile(key0 + kBlockColumns);
     if (!whole && s_state.idle(key0, kBlockColumns)) continue;
 
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kQueryThreads)
   const int rows = min(kBlockRows, seq.len_q - s_state.first_row);
   const int exist = seq.len_k > 0 ? rows : 0;  // without keys a query has no position to be rotated to
   const GradientRows<Element> to(params.dq, b, seq.q0 + s_state.first_row, s_state.h, rows, exist, p.head_dim,
-                                 p.scale * GradientShift<Element>::kOffGradient, access.vector_dq);
+                                 p.scale * GradientShift<Element>::kOffGradient, access.dq);
   store_gradients<kHeadDim>(
       to, p.rope, p.rope.cos != nullptr,
       [&](int row, int d) { return reinterpret_cast<float*>(s_q + Swizzle<2 * kChunks>::offset(row, d / 4)); },
