@@ -50,3 +50,13 @@ def test_a_sequence_that_is_out_of_range_spoils_the_sums(library, kernel):
     case = suited(next(case for case in QUICK if case.name == "sinks_padding"), kernel, ARCH)
     dsinks = gradients(library, case, kernel, kv_lens=np.array([0, 97, 5], np.int32))[-1]
     assert np.isnan(dsinks).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nan_in_what_a_row_that_sees_nothing_gets_does_not_reach_it(library, kernel):
+    case = suited(Case("unseen", 9, 6, 2, 2, 64, causal=True, sinks=("0.5",), dtype="float16"), kernel, ARCH)
+    dout = case.make_gradients()[0].copy()
+    dout[:, :3] = np.nan
+    assert np.isfinite(gradients(library, case, kernel, dout=dout)[-1]).all()
+    dout[:, 4] = np.nan
+    assert np.isnan(gradients(library, case, kernel, dout=dout)[-1]).all()

@@ -1,0 +1,1 @@
+"""A small Llama-like model over bytes: one description, one set of weights, two frameworks."""
