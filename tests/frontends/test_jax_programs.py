@@ -221,7 +221,7 @@ def test_symbolic_sizes_and_a_workspace(a_cuda_kernel):
 
 
 @pytest.mark.skipif(not no_gpu(), reason="there is a GPU, so its own architecture is used")
-@pytest.mark.parametrize(("dtype", "kernel"), [(jnp.float32, "fa_bwd"), (jnp.bfloat16, "fa_mma_bwd")])
+@pytest.mark.parametrize(("dtype", "kernel"), [(jnp.float32, "fa_bwd"), (jnp.bfloat16, "sm90_bwd")])
 def test_gradients_for_cuda_without_a_gpu(a_cuda_kernel, dtype, kernel):
     text = lowered_for_cuda(gradients, *(x.astype(dtype) for x in arrays()))
     calls = [line for line in text.splitlines() if "custom_call @qflash_call" in line]
