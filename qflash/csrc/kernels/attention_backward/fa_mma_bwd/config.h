@@ -58,5 +58,8 @@ constexpr int kQueryWarps = kBlockRows / (16 * kMTiles);
 template <bool kAsync>
 constexpr int kQueryStep = kBlockColumns < 32 || (kMTiles == 2 && kHeadDim > 96 && !kAsync) ? 16 : 32;
 
+// Blocks per multiprocessor that registers are for: all of them for 256 threads. The compiler might aim at more blocks.
+constexpr int min_blocks(int threads) { return threads < 256 ? 256 / threads : 1; }
+
 }  // namespace fa_mma_bwd
 }  // namespace qf

@@ -59,7 +59,7 @@ struct Stream {
 }  // namespace qf
 
 template <bool kAsync, qf::fa_mma_bwd::Of kOf>
-__global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
+__global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads, qf::fa_mma_bwd::min_blocks(qf::fa_mma_bwd::kKeyThreads))
     qf_fa_mma_bwd_keys_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::KeyGrid grid,
                               const __grid_constant__ qf::fa_mma_bwd::Access access) {
   using namespace qf;
