@@ -27,6 +27,7 @@ CASES = {
     "even": Case("even", 256, 384, 2, 1, 64, dtype=DTYPE),
     # Rings that go round several times.
     "long": Case("long", 130, 1500, 2, 1, 64, dtype=DTYPE),
+    "tall": Case("tall", 1500, 130, 2, 1, 64, dtype=DTYPE),
     # Many short work tiles.
     "short": Case("short", 60, 1000, 2, 1, 64, dtype=DTYPE),
     # A dynamic schedule, tiles that one consumer skips, tiles that are inspected.
@@ -52,7 +53,7 @@ FAULTS = {
     "work: full, by inspectors": (Fault(INSPECT, "work_at.wait_full(*s.work_ring);"), "short", EITHER, ""),
     "work: full, by consumers": (Fault(CONSUMER, "work_at.wait_full(*s.work_ring);"), "short", EITHER, ""),
     "work: empty": (
-        Fault(PRODUCER, "at.wait_empty(*s.work_ring);", within="at.wait_empty(*s.work_ring);\n    s.work"),
+        Fault(PRODUCER, "at.wait_empty(*s.work_ring);", within="at.wait_empty(*s.work_ring);\n    WorkTile"),
         "short", EITHER, "",
     ),
     "work: not released by the producer": (
@@ -96,13 +97,16 @@ FAULTS = {
     "columns: skipped, not released": (
         Fault(CONSUMER, "at.release(*s.column_ring);"), "causal", "complaint", '"columns empty',
     ),
-    "columns: released under the sums of keys": (
+    "columns: released under the sums of keys": (Fault(KEYS, "wgmma_wait<2>();"), "tall", EITHER, ""),
+    "sums of keys: stored too early": (
         Fault(KEYS, "wgmma_wait<0>();", within="wgmma_wait<0>();\n    hold(dK[0]), hold(dV[0]);"), "even", EITHER, "",
     ),
     "columns: released under the sum of queries": (
         Fault(QUERIES, "wgmma_wait<2>();"), "long", EITHER, "",
     ),
-    "S, of keys: not waited for": (Fault(KEYS, "wgmma_wait<1>();"), "even", EITHER, ""),
+    "S, of keys: not waited for": (
+        Fault(KEYS, "wgmma_wait<1>();", within="wgmma_wait<1>();  // S"), "even", EITHER, "",
+    ),
     "dP, of keys: not waited for": (
         Fault(KEYS, "wgmma_wait<0>();", within="wgmma_wait<0>();  // dP"), "even", EITHER, "",
     ),

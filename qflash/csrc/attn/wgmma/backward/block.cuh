@@ -21,6 +21,7 @@ __device__ __forceinline__ void run_block(const QfAttnBwdParams& params, const T
   const PackedFaults faults = PackedFaults::find(params.fwd);
   if (threadIdx.x == 0) {
     s.init_barriers();
+    *s.faults = faults;
     for (const CUtensorMap* map : {&maps.first_rows, &maps.second_rows, &maps.first_columns, &maps.second_columns})
       prefetch_tensor_map(map);
   }
@@ -30,9 +31,8 @@ __device__ __forceinline__ void run_block(const QfAttnBwdParams& params, const T
     give_registers<Config::kProducerRegisters>();
     name_role(threadIdx.x < 32 ? "producer" : threadIdx.x < 64 ? "describe_work" : "inspector");
     if (threadIdx.x == 0) produce(params.fwd, schedule, maps, s);
-    if (threadIdx.x == 32) describe_work(params.fwd, schedule, s, faults);
-    if (threadIdx.x >= kFirstInspector)
-      inspect(params.fwd, static_cast<const float*>(params.workspace), s, threadIdx.x - kFirstInspector);
+    if (threadIdx.x == 32) describe_work(params.fwd, schedule, s);
+    if (threadIdx.x >= kFirstInspector) inspect(params.fwd, static_cast<const float*>(params.workspace), s);
   } else {
     name_role("consumer", consumer_index());
     take_registers<Config::kConsumerRegisters>();

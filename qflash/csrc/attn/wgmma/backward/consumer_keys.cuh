@@ -2,8 +2,8 @@
 //
 // Tile n of queries, on the tensor cores and beside them:
 //
-//   tensor cores   | dV(n-1) dK(n-1) | S^T = K Q^T | dP^T = V dO^T | the other consumer's      | dV, dK(n) | S^T(n+1)
-//   this warpgroup | wait, release n-1, wait      | P = exp       | dS = P (dP - delta), round | wait ...
+//   tensor cores   | dK(n-1) | S^T = K Q^T | dP^T = V dO^T | the other consumer's       | dV(n) | dK(n) | S^T(n+1)
+//   this warpgroup | wait; release n-1     | P = exp       | dS = P (dP - delta), round | wait; start S^T(n+1) ...
 #pragma once
 
 #include "attn/wgmma/backward/consumer.cuh"
@@ -85,10 +85,14 @@ struct KeyConsumer : ConsumerBase<Config> {
     const ColumnStatistics of = {s.minus_lse + statistics, s.delta + statistics};
 
     this->wait_columns();
-    finish_sums();                                    // dV(n - 1), dK(n - 1)
+    wgmma_wait<1>();  // dV(n - 1): its P needs no registers any more
+    hold(dV[0]);
     this->start_scores(S, this->first_rows, q);       // S^T(n) = K Q^T
     this->start_scores(dP, this->second_rows, dout);  // dP^T(n) = V dO^T
-    wgmma_wait<1>();                                  // S
+    wgmma_wait<2>();                                  // dK(n - 1)
+    hold(dK[0]);
+    this->release_held();
+    wgmma_wait<1>();  // S
     hold(S);
     weights.take(S, of);
     wgmma_wait<0>();  // dP

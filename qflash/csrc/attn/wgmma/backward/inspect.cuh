@@ -34,7 +34,7 @@ struct Token {
   __device__ __forceinline__ bool nonfinite() const {
     using Element = typename Config::Element;
     bool found = false;
-#pragma unroll 4
+#pragma unroll 1
     for (int i = 0; i < Tile::kCount * Tile::kChunks; ++i) {
       const uint4 x = chunk(i);
       found |= word_nonfinite<Element>(x.x) | word_nonfinite<Element>(x.y) | word_nonfinite<Element>(x.z) |
@@ -49,6 +49,7 @@ struct Token {
 #pragma unroll 1
     for (int i = 0; i < Tile::kCount * Tile::kChunks; ++i) {
       uint16_t* const s_elements = reinterpret_cast<uint16_t*>(&chunk(i));
+#pragma unroll 1
       for (int e = 0; e < kPerChunk; ++e) {
         const uint16_t x = s_elements[e], magnitude = x & 0x7fff;
         if (magnitude >= kInfinity) s_elements[e] = magnitude > kInfinity ? 0 : x - 1;
@@ -71,27 +72,29 @@ struct Token {
   }
 };
 
-// Takes away what must not reach rows that do not see it, in a tile whose column0 is given. Returns whether this thread
-// changed a token that some row may see. Operands of sums: Q and dO of dK and dV, K of dQ.
+// Derived afresh where it is used: registers are scarce.
 template <class Config>
-__device__ __forceinline__ bool clear_columns(const WorkTile<Config>& work, const SharedMemory<Config>& s, int stage,
-                                              int column0, int thread) {
-  bool cleared = false;
+__device__ __forceinline__ int inspector_thread() {
+  return fresh_tid() - (kWarpgroupThreads - Config::kInspectorThreads);
+}
+
+// Takes away what must not reach rows that do not see it, in a tile whose column0 is given, and notes where that was a
+// token that some row may see. Operands of sums: Q and dO of dK and dV, K of dQ.
+template <class Config>
+__device__ __forceinline__ void clear_columns(WorkTile<Config>& work, const SharedMemory<Config>& s, int stage,
+                                              int column0) {
 #pragma unroll 1
-  for (int i = thread; i < Config::kBlockN; i += Config::kInspectorThreads) {
+  for (int i = inspector_thread<Config>(); i < Config::kBlockN; i += Config::kInspectorThreads) {
     const bool exists = column0 + i < work.mask.len_k;
-    const Token<Config> first(s.first_columns + stage * Config::ColumnTile::kBytes, i);
-    cleared |= first.make_finite(exists);
+    if (Token<Config>(s.first_columns + stage * Config::ColumnTile::kBytes, i).make_finite(exists)) work.cleared = 1;
     if constexpr (Config::kKeysStay) {
-      const Token<Config> second(s.second_columns + stage * Config::ColumnTile::kBytes, i);
-      if (second.make_finite(exists)) {
-        cleared = true;
+      if (Token<Config>(s.second_columns + stage * Config::ColumnTile::kBytes, i).make_finite(exists)) {
+        work.cleared = 1;
         s.delta[stage * Config::kBlockN + i] = nan();  // dP is as little a number as dO
       }
     }
   }
   fence_proxy_async();  // the zeros, to wgmma
-  return cleared;
 }
 
 // Of one query.
@@ -107,36 +110,34 @@ __device__ __forceinline__ Statistics statistics_of(const QfAttnParams& p, const
 }
 
 template <class Config>
-__device__ __forceinline__ void inspect(const QfAttnParams& p, const float* g_delta, const SharedMemory<Config>& s,
-                                        int thread) {
+__device__ __forceinline__ void inspect(const QfAttnParams& p, const float* g_delta, const SharedMemory<Config>& s) {
   static_assert(!Config::kKeysStay || Config::kBlockN == Config::kInspectorThreads, "a thread has one query");
   RingPosition<Config::kWorkTiles> work_at;
   RingPosition<Config::kStages> at;
   for (;; work_at.advance()) {
     work_at.wait_full(*s.work_ring);
     WorkTile<Config>& work = s.work[work_at.stage()];
-    const int tiles = work.tiles;
-    if (tiles < 0) return;
+    if (work.tiles < 0) return;
     for (int head = 0; head < work.heads; ++head)
-      for (int n = 0; n < tiles; ++n, at.advance()) {
+      for (int n = 0; n < work.tiles; ++n, at.advance()) {
         const int column0 = work.columns.begin + n * Config::kBlockN, stage = at.stage();
         Statistics own{};
         if constexpr (Config::kKeysStay)
-          own = statistics_of(p, g_delta, work, work.column_head + head, column0 + thread);
+          own = statistics_of(p, g_delta, work, work.column_head + head, column0 + inspector_thread<Config>());
         at.wait_empty(*s.column_ring);
         if constexpr (Config::kKeysStay) {
-          s.minus_lse[stage * Config::kBlockN + thread] = own.minus_lse;
-          s.delta[stage * Config::kBlockN + thread] = own.delta;
+          s.minus_lse[stage * Config::kBlockN + inspector_thread<Config>()] = own.minus_lse;
+          s.delta[stage * Config::kBlockN + inspector_thread<Config>()] = own.delta;
         }
         if (!work.whole(column0)) {
           at.wait_full(*s.column_ring);
-          if (clear_columns(work, s, stage, column0, thread)) work.cleared = 1;
+          clear_columns(work, s, stage, column0);
         }
         __syncwarp();  // what every lane wrote is in place
-        if (thread % 32 == 0) mbarrier_arrive(&s.inspected[stage]);
+        if (lane_index() == 0) mbarrier_arrive(&s.inspected[stage]);
       }
     __syncwarp();  // every lane has read the work tile
-    if (thread % 32 == 0) work_at.release(*s.work_ring);
+    if (lane_index() == 0) work_at.release(*s.work_ring);
   }
 }
 

@@ -14,18 +14,26 @@ struct TensorMaps {
   CUtensorMap first_rows, second_rows, first_columns, second_columns;
 };
 
+// Looks the counter of work tiles up each time it takes one: the address would take registers meanwhile.
+struct OneOfFewRegisters : OneThread {
+  static constexpr bool kKeepsAddress = false;
+};
+
 template <class Config>
 __device__ __forceinline__ void describe_work(const QfAttnParams& p, const TileSchedule& schedule,
-                                              const SharedMemory<Config>& s, const PackedFaults& faults) {
+                                              const SharedMemory<Config>& s) {
   RingPosition<Config::kWorkTiles> at;
   uint32_t parity = 0;
   const auto wait_to_take = [&] {
     mbarrier_wait(s.next_tile, parity);
     parity ^= 1;
   };
-  schedule.for_each(schedule.count, wait_to_take, [&](int index) {
+  schedule.for_each<OneOfFewRegisters>(schedule.count, wait_to_take, [&](int index) {
     at.wait_empty(*s.work_ring);
-    s.work[at.stage()].fill(p, schedule.tile(index), schedule.rows, faults);
+    WorkTile<Config>* const work = &s.work[at.stage()];
+    work->fill(p, schedule.tile(index), schedule.rows, *s.faults);
+    // From memory: there are not registers enough to remember all of it.
+    reinterpret_cast<WorkTile<Config>*>(opaque_shared(reinterpret_cast<char*>(work)))->complete();
     at.fill(*s.work_ring);
     at.advance();
   });

@@ -25,7 +25,8 @@ struct SharedMemory {
   static constexpr int kStages = Config::kStages, kWorkTiles = Config::kWorkTiles;
   using Work = WorkTile<Config>;
   static_assert(sizeof(Ring<1>) + sizeof(Ring<Config::kExchanges>) + sizeof(Ring<kStages>) +
-                        (kStages + 1) * sizeof(Mbarrier) + sizeof(Ring<kWorkTiles>) + kWorkTiles * sizeof(Work) <=
+                        (kStages + 1) * sizeof(Mbarrier) + sizeof(Ring<kWorkTiles>) + kWorkTiles * sizeof(Work) +
+                        sizeof(PackedFaults) <=
                     Config::kBarrierBytes,
                 "");
 
@@ -42,6 +43,7 @@ struct SharedMemory {
   Ring<kWorkTiles>* work_ring;
   Mbarrier* next_tile;
   Work* work;
+  PackedFaults* faults;  // of the problem
 
   __device__ __forceinline__ explicit SharedMemory(char* memory) {
     first_rows = opaque_shared(memory + (kSwizzleBytes - shared_address(memory) % kSwizzleBytes) % kSwizzleBytes);
@@ -60,6 +62,7 @@ struct SharedMemory {
     work_ring = reinterpret_cast<Ring<kWorkTiles>*>(inspected + kStages);
     next_tile = reinterpret_cast<Mbarrier*>(work_ring + 1);
     work = reinterpret_cast<Work*>(next_tile + 1);
+    faults = reinterpret_cast<PackedFaults*>(work + kWorkTiles);
   }
   // One thread. Arrivals are counted in warps, but for the two threads that describe and copy.
   __device__ __forceinline__ void init_barriers() const {

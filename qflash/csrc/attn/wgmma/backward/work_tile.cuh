@@ -74,14 +74,13 @@ struct WorkTile {
   __device__ __forceinline__ void fill(const QfAttnParams& p, TileSchedule::Tile tile, int row_tiles,
                                        const PackedFaults& faults) {
     constexpr bool kKeys = Config::kKeysStay;
-    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
     const int of_sequence = kKeys ? p.kv_heads : p.q_heads, group = p.q_heads / p.kv_heads;
     b = tile.column / of_sequence, row_head = tile.column - b * of_sequence;
     column_head = kKeys ? row_head * group : row_head / group;
     heads = kKeys ? group : 1;
     // Causal masks leave most columns to the first keys, and to the last queries: those come first.
     row_tile = kKeys ? row_tiles - 1 - tile.row : tile.row;
-    row0 = row_tile * kBlockM;
+    row0 = row_tile * Config::kBlockM;
     seq = sequence_of(p, b, faults.q_falls);
     falls = faults.q_falls || (kKeys && faults.k_falls);
     seq.good = seq.good && !falls;
@@ -91,6 +90,10 @@ struct WorkTile {
     const int owned = !kKeys ? seq.len_q : p.cu_seqlens_k && seq.good ? key_rows(p) : p.k_len;
     rows = seq.good ? owned - row0 : 0;
     live = seq.good ? mask.len_q - row0 : 0;
+  }
+  // What follows from that.
+  __device__ __forceinline__ void complete() {
+    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
     columns = full = {0, 0};
     const int last = min(row0 + kBlockM, mask.len_q) - 1;
     if (live > 0) {

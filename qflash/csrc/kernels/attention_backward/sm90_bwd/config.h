@@ -19,7 +19,10 @@ struct Shape {
   static constexpr int kBlockN = kKeysStay ? 64 : kHeadDim == 64 ? 128 : kHeadDim <= 192 ? 64 : 32;
   static constexpr int kStages = kHeadDim <= 128 ? 4 : 2;
   static constexpr bool kSplits = kKeysStay && kHeadDim > 128;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  // dK, dV, S, dP and dS of 64 keys, with dK's product and S's under way at once, take all there are.
+  static constexpr bool kShortOfRegisters = kKeysStay && !kSplits && kHeadDim > 64;
+  static constexpr int kProducerRegisters = kShortOfRegisters ? 24 : 40;
+  static constexpr int kConsumerRegisters = kShortOfRegisters ? 240 : 232;
 };
 
 }  // namespace sm90_bwd

@@ -17,11 +17,11 @@
 //
 // Roles (head_dim 128):
 //   warpgroup 0   thread 0     produce: rows of a work tile, then its columns, by TMA
-//   (40 regs)     thread 32    describe_work: which work tile is next, which columns it meets
+//   (24 regs)     thread 32    describe_work: which work tile is next, which columns it meets
 //                 warps 2, 3   inspect: lse and delta of the queries that pass by; NaN and infinity in columns that
 //                              some rows must not see
 //   warpgroups    dK, dV: S^T and dP^T 32 registers each, dK and dV 64 each, P and dS 16 each
-//   1, 2 (232)    dQ: S and dP 32 each, dQ 64, dS 16
+//   1, 2 (240)    dQ (40 and 232): S and dP 32 each, dQ 64, dS 16
 //
 // Shared memory (head_dim 128): rows 2 x 32 KB; columns 4 stages of 2 x 16 KB; lse and delta 2 KB; 8 KB where channels
 // meet that rotate together; barriers. 204 KB.
