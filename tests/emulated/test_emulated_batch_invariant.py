@@ -87,7 +87,7 @@ def test_alone_and_beside_others(gpu, variant, words):
 def test_by_default_bits_depend_on_the_batch(gpu, kernel):
     """What the word is for: were it not so, the tests here would say nothing."""
     batch = Batch(gpu, kernel)
-    assert not same_bits(*(batch.run(processors=n, batch_invariant=False) for n in (1, 7)))
+    assert not same_bits(*(batch.run(processors=n, batch_invariant=False) for n in (1, 24)))
 
 
 @pytest.mark.parametrize(("heads", "q_len"), [((1, 1), 1), ((24, 1), 1), ((48, 1), 1), ((20, 10), 1), ((11, 11), 2)])

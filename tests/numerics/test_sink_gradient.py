@@ -7,6 +7,7 @@ import pytest
 
 from qflash import reference
 from qflash.call.prepare import prepare
+from qflash.dispatch import kernels_of
 from qflash.testing import runner
 from qflash.testing.case import Case
 from qflash.testing.compare import check_same_bits
@@ -34,9 +35,10 @@ def test_cpu(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [row.name for row in kernels_of("attention_backward", "cuda") if row.sinks])
 @pytest.mark.parametrize("case", CASES, ids=by_name)
-def test_cuda(case):
-    kernel = "fa_bwd" if case.dtype == "float32" else "fa_mma_bwd"
+def test_cuda(case, kernel):
+    case = runner.suited(case, kernel, runner.arch_of("cuda"))
     plan, arrays = planned(case, kernel, runner._current_gpu())
     call = runner.CudaCall(plan, arrays)
     first, again = tuple(call.run()), tuple(call.run())

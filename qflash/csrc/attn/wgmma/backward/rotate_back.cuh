@@ -32,9 +32,9 @@ struct RowAngles {
   __device__ __forceinline__ void rotate_back(int pair, float& a, float& b) const {
     if (!rotates) return;
     const float c = at >= 0 ? rope.cos[at + pair] : nan(), s = at >= 0 ? rope.sin[at + pair] * sign : nan();
-    const float turned = fmaf(b, s, a * c);
+    const float first = fmaf(b, s, a * c);
     b = fmaf(-a, s, b * c);
-    a = turned;
+    a = first;
   }
 };
 

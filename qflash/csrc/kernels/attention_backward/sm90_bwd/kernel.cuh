@@ -31,6 +31,7 @@
 #pragma once
 
 #include "attn/backward/delta.cuh"
+#include "attn/backward/sinks.cuh"
 #include "attn/wgmma/backward/block.cuh"
 #include "attn/wgmma/relayout.cuh"
 #include "kernels/attention_backward/sm90_bwd/config.h"
@@ -50,6 +51,13 @@ __global__ void __launch_bounds__(qf::kDeltaThreads)
     qf_sm90_bwd_delta_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
                              const qf::DeltaAccess vector) {
   qf::write_delta<Element, true>(params, grid, vector);
+}
+
+// The gradient of sinks, from delta.
+__global__ void __launch_bounds__(qf::kSinkThreads)
+    qf_sm90_bwd_sinks_kernel(const __grid_constant__ QfAttnBwdParams params) {
+  extern __shared__ float4 s_memory[];
+  qf::write_sink_gradient(params, reinterpret_cast<uint32_t*>(s_memory));
 }
 
 // dK and dV, or dQ.

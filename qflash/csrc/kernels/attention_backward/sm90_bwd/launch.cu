@@ -1,5 +1,5 @@
 // C entry of `sm90_bwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): delta,
-// copies of what the copy engine cannot walk, dQ, then dK and dV.
+// the gradient of sinks, copies of what the copy engine cannot walk, dQ, then dK and dV.
 #include "attn/backward/entry.cuh"
 #include "attn/mma/softmax.cuh"
 #include "attn/plain_scores.h"
@@ -95,6 +95,7 @@ int differentiate(const QfAttnBwdParams& params, cudaStream_t stream) {
   if (const int status = copy(copies.dout, with_dout(params), memory + copies.inputs.bytes, processors, stream))
     return status;
   if (const int status = launch_delta(qf_sm90_bwd_delta_kernel<Element>, params, stream)) return status;
+  if (const int status = launch_sink_gradient(qf_sm90_bwd_sinks_kernel, params, stream)) return status;
   if (const int status =
           run<sm90_bwd::Config<Element, false, kPlain>>(params, copies, memory, counters, processors, stream))
     return status;
