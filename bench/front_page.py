@@ -28,6 +28,15 @@ def _with(**words: object) -> Change:
     return lambda spec: replace(spec, **words)
 
 
+def _on_pages(kv: str) -> tuple[Change, ...]:
+    """Prefill, decoding, and the write of new tokens."""
+    return (
+        _with(kv=kv, kv_lens=True),
+        _with(kv=kv, kv_lens=True, few_rows=True),
+        _with(op="kv_write", kv=kv, kv_lens=True),
+    )
+
+
 FEATURES: dict[str, tuple[Change, ...]] = {
     "float32": (_with(dtype="float32"),),
     "float16": (_with(dtype="float16"),),
@@ -38,6 +47,8 @@ FEATURES: dict[str, tuple[Change, ...]] = {
     "the same bits in every batch (`batch_invariant=`)": (_with(batch_invariant=True),),
     "packed sequences (`attention_varlen`)": (_with(packed=True),),
     "few queries on a long cache (decoding)": (_with(few_rows=True, kv_lens=True),),
+    "keys and values in pages (`KVCache`)": _on_pages("pages"),
+    'INT8 pages (`KVCache(precision="int8")`)': _on_pages("pages_int8"),
     'INT8 QKᵀ (`precision="int8"`)': (_with(precision="int8"),),
     'INT8 QKᵀ, E4M3 PV (`precision="int8_fp8"`)': (_with(precision="int8_fp8"),),
     "K and V quantized once (`quantize_kv`)": (_with(precision="int8", kv="kept"),),
@@ -55,8 +66,13 @@ def _chosen(spec: Spec) -> Kernel | None:
 
 
 def _linked(kernels: Iterable[Kernel]) -> str:
-    pages = {f"[{name}](docs/kernels/{name}.md)": None for name in (row.page or row.name for row in kernels)}
-    return ", ".join(pages)
+    """Their names, or that of a page where it has several of them."""
+    names: dict[str, set[str]] = {}
+    for row in kernels:
+        names.setdefault(row.page or row.name, set()).add(row.name)
+    return ", ".join(
+        f"[{page if len(rows) > 1 else rows.pop()}](docs/kernels/{page}.md)" for page, rows in names.items()
+    )
 
 
 def features() -> str:

@@ -172,7 +172,7 @@ class KVCache:
             A `Step`, which writes the tokens and gives what `attention` takes. Earlier steps of these sequences are
             stale.
         """
-        names = _distinct([_sequence("seqs", seq) for seq in _listed("seqs", seqs)])
+        names = _distinct([_sequence("seqs", seq, "has") for seq in _listed("seqs", seqs, "a list of ints")])
         counts = _counts(n, len(names))
         if into is not None:
             self._check_into(into, columns)
@@ -203,19 +203,19 @@ class KVCache:
             raise ValueError(f"columns is {shown(columns)} and into is given; allowed: None, into has {into.columns}")
 
 
-def _sequence(name: str, value: Any) -> int:
+def _sequence(name: str, value: Any, verb: str = "is") -> int:
     if type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} has {shown(value)}; allowed: sequences, ints that open() and fork() returned")
+        raise TypeError(f"{name} {verb} {shown(value)}; allowed: sequences, ints that open() and fork() returned")
     return int(value)
 
 
-def _listed(name: str, values: Any) -> list[Any]:
+def _listed(name: str, values: Any, allowed: str) -> list[Any]:
     try:
         return list(values)
     except TypeError:
-        raise TypeError(f"{name} is {shown(values)}; allowed: a list of ints") from None
+        raise TypeError(f"{name} is {shown(values)}; allowed: {allowed}") from None
 
 
 def _distinct(names: list[int]) -> list[int]:
@@ -232,7 +232,7 @@ def _counts(n: Any, sequences: int) -> list[int]:
     if isinstance(n, Integral):
         counts = [check_int("n", n, 0, INT32_MAX)] * sequences
     else:
-        counts = [check_int("n", count, 0, INT32_MAX) for count in _listed("n", n)]
+        counts = [check_int("n", count, 0, INT32_MAX) for count in _listed("n", n, "an int, or a list of ints")]
         if len(counts) != sequences:
             raise ValueError(
                 f"n has {len(counts)} counts; allowed: one for each of the {sequences} sequences, or an int"

@@ -7,7 +7,10 @@ rest of its keys; and `merge`. All queries stand after the prefix, so that nothi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Generic
+
+import numpy as np
 
 from qflash.call.words import check_int
 from qflash.ops.merge import MERGE
@@ -23,7 +26,8 @@ class SharedPrefixKV(Generic[ArrayT_co]):
     """A PagedKV whose sequences share their first pages: what `share_prefix` returns and `attention(q, kv)` takes.
 
     whole: the PagedKV itself. prefix: one sequence, of the shared pages, or None. rest: each sequence from there on.
-    last: int32 `[B]`, the position of each sequence's last token.
+    last: int32 `[B]`, the position of each sequence's last token. They hold for the lengths that the PagedKV had: a
+    step that was renewed needs a `share_prefix` of its own.
 
     Example:
         >>> import numpy as np
@@ -45,9 +49,9 @@ class SharedPrefixKV(Generic[ArrayT_co]):
             import qflash.frontends.jax  # noqa: F401
 
     def of(self, kv: PagedKV[ArrayT_co]) -> SharedPrefixKV[ArrayT_co]:
-        """The same sequences in the pools of `kv`, another layer's. No array is made."""
-        if type(kv) is not PagedKV:
-            raise TypeError(f"kv is {type(kv).__module__}.{type(kv).__qualname__}; allowed: qflash.PagedKV")
+        """The same sequences in the pools of `kv`, another layer's of the same step. No array is made."""
+        if _page_size(kv) != self.whole.page_size:
+            raise ValueError(f"kv has pages of {kv.page_size} tokens; allowed: another layer's, {self.whole.page_size}")
 
         def pools_of(tables: PagedKV[ArrayT_co]) -> PagedKV[ArrayT_co]:
             return replace(kv, page_table=tables.page_table, lens=tables.lens)
@@ -61,12 +65,13 @@ def share_prefix(kv: PagedKV[ArrayT_co], pages: Integer) -> SharedPrefixKV[Array
 
     pages: how many leading columns of `kv.page_table` are the same in every row, as `KVCache.fork` makes them and
     `Step.shared_pages` counts them; 0 shares nothing. Every sequence must have these tokens, and after them at least as
-    many as there are queries: kernels do not look. Three small arrays are made; `SharedPrefixKV.of` takes them to the
-    other layers.
+    many as there are queries: kernels do not look, and tables of NumPy alone are looked at here. Three small arrays are
+    made; `SharedPrefixKV.of` takes them to the other layers.
 
     The result has the values of `attention` on kv, rounded a little otherwise: parts are rounded to the type of q
     before they are merged. With a window to the left, with rope on several queries of a sequence without `positions_q`
-    of `[B, Tq]`, and with batch_invariant, the prefix is read for each sequence as if it were not shared.
+    of `[B, Tq]`, and with batch_invariant, the prefix is read for each sequence as if it were not shared. A row of
+    padding, whose length is 0, gets attention on the prefix where that is shared, and not zeros.
 
     Example:
         >>> import numpy as np
@@ -79,8 +84,7 @@ def share_prefix(kv: PagedKV[ArrayT_co], pages: Integer) -> SharedPrefixKV[Array
         >>> bool(np.allclose(out, qflash.attention(q, kv, causal=True), atol=1e-6))
         True
     """
-    if type(kv) is not PagedKV:
-        raise TypeError(f"kv is {type(kv).__module__}.{type(kv).__qualname__}; allowed: qflash.PagedKV")
+    page_size = _page_size(kv)
     shape = tuple(getattr(kv.page_table, "shape", ()))
     if len(shape) != 2:
         raise ValueError(f"kv.page_table has shape {list(shape)}; allowed: rank 2, [batch, columns]")
@@ -91,11 +95,36 @@ def share_prefix(kv: PagedKV[ArrayT_co], pages: Integer) -> SharedPrefixKV[Array
     count = check_int("pages", pages, 0, shape[1])
     table: Any = kv.page_table
     lens: Any = kv.lens
-    tokens = count * kv.page_size
+    tokens = count * page_size
     if count == 0 or shape[0] == 0:
         return SharedPrefixKV(kv, None, kv, lens)
+    if isinstance(table, np.ndarray) and isinstance(lens, np.ndarray):
+        _check_shared(table, lens, count, tokens)
     prefix = replace(kv, page_table=table[:1, :count], lens=lens[:1] * 0 + tokens)
-    return SharedPrefixKV(kv, prefix, replace(kv, page_table=table[:, count:], lens=lens - tokens), lens - 1)
+    rest = replace(kv, page_table=table[:, count:], lens=(lens - tokens) * (lens > 0))  # 0 in rows of padding, too
+    return SharedPrefixKV(kv, prefix, rest, (lens - 1).clip(0))
+
+
+def _page_size(kv: Any) -> int:
+    """That of a PagedKV, of which no call has checked anything yet."""
+    if type(kv) is not PagedKV:
+        raise TypeError(f"kv is {type(kv).__module__}.{type(kv).__qualname__}; allowed: qflash.PagedKV")
+    shape = tuple(getattr(kv.k_pages, "shape", ()))
+    if len(shape) != 4:
+        raise ValueError(f"kv.k_pages has shape {list(shape)}; allowed: rank 4, the pages of qflash.PagedKV")
+    return kv.page_size
+
+
+def _check_shared(table: Any, lens: Any, count: int, tokens: int) -> None:
+    """Refuse what is no prefix of all sequences. Rows of padding do not count."""
+    short = np.flatnonzero((lens != 0) & (lens < tokens))
+    if short.size:
+        came = f"pages is {count}, {tokens} tokens, and kv.lens[{short[0]}] is {lens[short[0]]}"
+        raise ValueError(f"{came}; allowed: pages that every sequence has whole")
+    others = np.flatnonzero((lens != 0) & (table[:, :count] != table[:1, :count]).any(1))
+    if others.size:
+        came = f"pages is {count}, and row {others[0]} of kv.page_table begins with other pages than row 0"
+        raise ValueError(f"{came}; allowed: leading columns that are the same in every row")
 
 
 def attend_shared(
@@ -116,10 +145,14 @@ def attend_shared(
 
 
 def _can_share(q: Any, options: Options) -> bool:
-    """Whether all queries see the whole prefix, and the batch may decide how sums are taken."""
-    window = options.window
-    open_left = window is None or (isinstance(window, (tuple, list)) and len(window) == 2 and window[0] == -1)
-    return len(getattr(q, "shape", ())) == 4 and open_left and not options.batch_invariant
+    """Whether all queries see the whole prefix, and the batch may decide how sums are taken.
+
+    A word of a wrong type does not share: the call that reads every sequence by itself refuses it.
+    """
+    window, invariant = options.window, options.batch_invariant
+    pair = isinstance(window, (tuple, list)) and len(window) == 2 and isinstance(window[0], Integral)
+    open_left = window is None or (pair and window[0] == -1)
+    return len(getattr(q, "shape", ())) == 4 and open_left and isinstance(invariant, Integral) and not invariant
 
 
 def _ropes(q: Any, kv: SharedPrefixKV, rope: Any) -> tuple[Rope | None, Rope | None] | None:

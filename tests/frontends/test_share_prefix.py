@@ -161,6 +161,25 @@ def test_a_jitted_program_takes_the_value():
     np.testing.assert_allclose(found, qflash.attention(q, kv, causal=True), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rope", [None, ROPE], ids=["plain", "rope"])
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_rows_of_padding(framework, rope):
+    """A step that was renewed with fewer sequences: these have what they have without sharing, and padding no NaN."""
+    pytest.importorskip(framework)
+    turn = converter(framework)
+    q, kv, pages = forked()
+    table, lens = kv.page_table.copy(), kv.lens.copy()
+    table[3:], lens[3:] = -1, 0
+    kv = replace(kv, page_table=table, lens=lens)
+    wanted = qflash.attention(q, kv, causal=True, rope=rope)
+    parts = {name: turn(getattr(kv, name)) for name in ("k_pages", "v_pages", "page_table", "lens")}
+    shared = qflash.share_prefix(qflash.PagedKV(**parts), pages)
+    rope = rope and qflash.Rope(turn(rope.cos), turn(rope.sin))
+    found = to_numpy(qflash.attention(turn(q), shared, causal=True, rope=rope))
+    np.testing.assert_allclose(found[:3], wanted[:3], rtol=2e-6, atol=2e-6)
+    assert np.isfinite(found[3:]).all()
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -169,7 +188,13 @@ def test_a_jitted_program_takes_the_value():
         (lambda q, kv: qflash.share_prefix(kv, 1.0), TypeError, "pages is 1.0; allowed: an int"),
         (lambda q, kv: qflash.share_prefix(replace(kv, lens=[1] * 5), 1), ValueError, "kv.lens is"),
         (lambda q, kv: qflash.share_prefix(replace(kv, page_table=kv.lens), 1), ValueError, "kv.page_table has shape"),
+        (lambda q, kv: qflash.share_prefix(replace(kv, k_pages=None), 1), ValueError, "kv.k_pages has shape"),
         (lambda q, kv: qflash.share_prefix(kv, 1).of(q), TypeError, "kv is numpy.ndarray; allowed: qflash.PagedKV"),
+        (
+            lambda q, kv: qflash.share_prefix(kv, 1).of(replace(kv, layout="pthd")),
+            ValueError,
+            "kv has pages of 2 tokens; allowed: another layer's, 16",
+        ),
         (lambda q, kv: qflash.attention(q, qflash.share_prefix(kv, 2), kv), TypeError, "v is qflash.PagedKV"),
         (lambda q, kv: qflash.attention(q, qflash.share_prefix(kv, 2), softcap=-1), ValueError, "softcap is -1"),
         (
@@ -177,11 +202,27 @@ def test_a_jitted_program_takes_the_value():
             TypeError,
             "k is qflash.SharedPrefixKV; allowed: an array, only attention takes SharedPrefixKV",
         ),
-        # A sequence that does not have all of the prefix.
+        # Words that are wrong are refused by name, though they decide whether the prefix is shared.
         (
-            lambda q, kv: qflash.attention(q, qflash.share_prefix(replace(kv, lens=kv.lens * 0 + 20), 2)),
+            lambda q, kv: qflash.attention(q, qflash.share_prefix(kv, 2), batch_invariant=kv.lens),
+            TypeError,
+            "batch_invariant is a numpy.ndarray; allowed: True or False",
+        ),
+        (
+            lambda q, kv: qflash.attention(q, qflash.share_prefix(kv, 2), window=(kv.lens, 0)),
+            TypeError,
+            "window is .*; allowed: None or",
+        ),
+        # A sequence that does not have all of the prefix, and pages that are not shared.
+        (
+            lambda q, kv: qflash.share_prefix(replace(kv, lens=kv.lens * 0 + 20), 2),
             ValueError,
-            "lens",
+            r"pages is 2, 32 tokens, and kv.lens\[0\] is 20; allowed: pages that every sequence has whole",
+        ),
+        (
+            lambda q, kv: qflash.share_prefix(replace(kv, lens=kv.lens + 16), 3),
+            ValueError,
+            "pages is 3, and row 1 of kv.page_table begins with other pages than row 0; allowed: leading columns",
         ),
     ],
 )

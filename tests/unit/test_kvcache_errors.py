@@ -56,6 +56,7 @@ def test_a_cache_is_refused(words, text):
         (lambda c, a: c.extend([a, a], 1), "seqs has sequence 0 2 times; allowed: each sequence once"),
         (lambda c, a: c.extend([], 1), "seqs is empty; allowed: one sequence or more"),
         (lambda c, a: c.extend(a, 1), "seqs is 0; allowed: a list of ints"),
+        (lambda c, a: c.extend([a], 1.0), "n is 1.0; allowed: an int, or a list of ints"),
         (lambda c, a: c.extend([1.0], 1), "seqs has 1.0; allowed: sequences, ints that open()"),
         (lambda c, a: c.extend([a], -1), "n is -1; allowed: 0 to 2147483647"),
         (lambda c, a: c.extend([a], [1, 2]), "n has 2 counts; allowed: one for each of the 1 sequences, or an int"),
@@ -72,7 +73,7 @@ def test_a_cache_is_refused(words, text):
         (lambda c, a: c.truncate(a, 21), "n is 21; allowed: 0 to the length of sequence 0, 20"),
         (lambda c, a: c.truncate(a, -1), "n is -1; allowed: 0 to 2147483647"),
         (lambda c, a: c.fork(9), "sequence 9 does not exist, the cache never opened it"),
-        (lambda c, a: c.length("0"), "seq has '0'; allowed: sequences, ints that open()"),
+        (lambda c, a: c.length("0"), "seq is '0'; allowed: sequences, ints that open()"),
     ],
 )
 def test_a_call_is_refused_and_nothing_changes(cache, call, text):
