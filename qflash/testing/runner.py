@@ -87,7 +87,7 @@ def run_backward(
 def planned_backward(case: Case, kernel: str, framework: str, num_threads: int = 0) -> tuple[Plan, dict[str, Any]]:
     """The plan of a case's gradients, and its arrays by the plan's names for them."""
     inputs = case.make_inputs()
-    out, lse = _forward_results(case, framework, num_threads)
+    out, lse = _forward_results(case, kernel, framework, num_threads)
     dout, dlse = case.make_gradients()
     arrays = arrays_of(inputs) | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     device = {"native": "cpu", "emulated": "cuda"}.get(framework) or _current_gpu()
@@ -95,13 +95,14 @@ def planned_backward(case: Case, kernel: str, framework: str, num_threads: int =
     return replace(attention.plan_of_backward(problem, arrays, True), kernel=kernel), arrays
 
 
-def _forward_results(case: Case, framework: str, num_threads: int) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) that a backward pass starts from."""
+def _forward_results(case: Case, kernel: str, framework: str, num_threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) that a backward pass starts from: of a forward kernel that rounds rotated q and k as `kernel` does, by
+    which lse differs where scores are large."""
+    keeps_float32 = kernel == "fa_bwd"  # as fa and the CPU engine do; the others multiply 16 bits
     if framework == "native-cuda":
-        return run_case(case, None, framework)
-    # The emulator takes seconds where the CPU engine takes milliseconds. lse is the same, but where a GPU's kernels
-    # round rotated q and k: fa_mma does.
-    if framework == "emulated" and case.rope is not None and case.dtype != "float32":
+        return run_case(case, "fa" if keeps_float32 else None, framework)
+    # The emulator takes seconds where the CPU engine takes milliseconds.
+    if framework == "emulated" and case.rope is not None and case.dtype != "float32" and not keeps_float32:
         return run_case(case, "fa_mma", framework)
     return run_case(case, "cpu", "native", num_threads)
 

@@ -23,7 +23,7 @@ from qflash.rope import Rope, rope_tables
 from qflash.testing import page_writes
 from qflash.testing.cases import BY_NAME
 from qflash.testing.op_cases import CASES, OpCase
-from qflash.testing.runner import arch_of, named_kernel, refusals, run_case, suited, to_torch
+from qflash.testing.runner import arch_of, named_kernel, refusals, run_backward, run_case, suited, to_torch
 
 # One of each kind: masks, lengths, layouts, head dims on either side of a bucket, dtypes, non-finite values.
 NAMES = (
@@ -39,7 +39,9 @@ def main(only: list[str]) -> None:
 
     arch = arch_of("cuda")
     rows = [row for row in dispatch.variants_of("attention", "cuda") if not dispatch.arch_reasons(row.kernel, arch)]
-    if unknown := set(only) - {row.name for row in rows}:
+    backward = dispatch.variants_of("attention_backward", "cuda")
+    backward = tuple(row for row in backward if not dispatch.arch_reasons(row.kernel, arch))
+    if unknown := set(only) - {row.name for row in (*rows, *backward)}:
         raise SystemExit(f"no attention kernel of this GPU: {', '.join(sorted(unknown))}")
     rows = [row for row in rows if not only or row.name in only]
     for row in rows:
@@ -56,6 +58,10 @@ def main(only: list[str]) -> None:
         if not out.cpu().isnan().all():
             raise SystemExit(f"{kernel}: a length past the keys must give NaN, and did not")
     print(f"ran {len(NAMES) + 2} problems, or those of them that it serves, on {', '.join(row.name for row in rows)}")
+    for row in (row for row in backward if not only or row.name in only):
+        for case in (suited(BY_NAME[name], row.name, arch) for name in NAMES):
+            run_backward(case, row.name, "native-cuda")
+        print(f"ran the gradients of {len(NAMES)} problems on {row.name}")
     _pages(arch, only)
     _kept_keys(arch, only)
     if only:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from qflash import dispatch
+from qflash import dispatch, reference
 from qflash.testing import BY_NAME, Case, cases
 from qflash.testing.case import Rotary
 from qflash.testing.compare import GRADIENT_L2, check_same_bits, errors
@@ -158,3 +158,18 @@ def test_kernels_agree(library):
     by_cores, by_tensor_cores = (run_gradients(library, case, kernel) for kernel in ("fa_bwd", "fa_mma_bwd"))
     for a, b in zip(by_cores, by_tensor_cores, strict=True):
         assert errors(a, b.astype(np.float64)).relative_l2 <= GRADIENT_L2["float16"]
+
+
+def test_small_gradients_of_long_rows_are_not_lost_in_float16(library):
+    """Weights of 1/2048 and small gradients: dS is about 2^-18, below float16's least normal number, unless shifted."""
+    case = Case("long_rows", 16, 2048, 1, 1, 64, dtype="float16", scale=1.0, seed=3)
+    inputs = case.make_inputs()
+    q = np.zeros_like(inputs.q)
+    out, lse = reference.attention(q, inputs.k, inputs.v, scale=1.0)
+    dout = (case.make_gradients()[0].astype(np.float32) / 1024).astype(np.float16)
+    changes = {"q": q, "out": out.astype(np.float16), "lse": lse.astype(np.float32), "dout": dout}
+    changes["dlse"] = np.zeros(lse.shape, np.float32)
+    dq, _, dv = run_gradients(library, case, "fa_mma_bwd", changes=changes)
+    want_q, _, want_v = reference.attention_backward(q, inputs.k, inputs.v, dout, scale=1.0)
+    assert errors(dq, want_q).relative_l2 <= GRADIENT_L2["float16"]
+    assert np.abs(dv.astype(np.float64) - want_v).max() <= 2.0**-25  # half of float16's least number

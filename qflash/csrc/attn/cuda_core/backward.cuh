@@ -7,35 +7,42 @@
 
 namespace qf {
 
-// S, raw scores, becomes P, and `slope` the cap's derivative. minus_lse(r, j): in base 2; seen(r, j): is the pair in
-// sight? Pairs that are not have a weight of 0.
-template <int kCols, class MinusLse, class Seen>
-__device__ __forceinline__ void weigh(float (&S)[kRows][kCols], float (&slope)[kRows][kCols], float scale,
-                                      float softcap, MinusLse minus_lse, Seen seen) {
+// S, raw scores, becomes P. minus_lse(r, j): in base 2; seen(r, j): is the pair in sight? Pairs that are not have a
+// weight of 0. with_slope(weight, slope, r, j): what is kept of a weight, given the derivative of the cap.
+template <int kCols, class MinusLse, class Seen, class WithSlope>
+__device__ __forceinline__ void weigh(float (&S)[kRows][kCols], float scale, float softcap, MinusLse minus_lse,
+                                      Seen seen, WithSlope with_slope) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
     for (int j = 0; j < kCols; ++j) {
-      float score = S[r][j] * scale;
-      slope[r][j] = 1.0f;
+      float score = S[r][j] * scale, slope = 1.0f;
       if (softcap != 0.0f) {
         const float x = score / softcap, z = ex2(-fabsf(x) * (2.0f * kLog2e));
-        slope[r][j] = 4.0f * z / ((1.0f + z) * (1.0f + z));  // 1 - tanh^2, which would cancel
+        slope = 4.0f * z / ((1.0f + z) * (1.0f + z));  // 1 - tanh^2, which would cancel
         score = softcap * tanhf(x);
       }
-      S[r][j] = seen(r, j) ? ex2(fmaf(score, kLog2e, minus_lse(r, j))) : 0.0f;
+      const float weight = seen(r, j) ? ex2(fmaf(score, kLog2e, minus_lse(r, j))) : 0.0f;
+      S[r][j] = with_slope(weight, slope, r, j);
     }
 }
 
-// dP becomes dS.
-template <int kCols, class MinusDelta, class Seen>
-__device__ __forceinline__ void differentiate(float (&dP)[kRows][kCols], const float (&P)[kRows][kCols],
-                                              const float (&slope)[kRows][kCols], MinusDelta minus_delta, Seen seen) {
+template <int kCols>
+__device__ __forceinline__ void multiply_rows(float (&P)[kRows][kCols], const float (&by)[kRows][kCols]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
-    for (int j = 0; j < kCols; ++j)
-      dP[r][j] = seen(r, j) ? P[r][j] * slope[r][j] * (dP[r][j] + minus_delta(r, j)) : 0.0f;
+    for (int j = 0; j < kCols; ++j) P[r][j] *= by[r][j];
+}
+
+// dP becomes dS, from P times the cap's derivative.
+template <int kCols, class MinusDelta, class Seen>
+__device__ __forceinline__ void differentiate(float (&dP)[kRows][kCols], const float (&P)[kRows][kCols],
+                                              MinusDelta minus_delta, Seen seen) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) dP[r][j] = seen(r, j) ? P[r][j] * (dP[r][j] + minus_delta(r, j)) : 0.0f;
 }
 
 }  // namespace qf

@@ -15,6 +15,7 @@ using Element = ElementOf<QF_DTYPE>::Type;
 // A lane owns 8 stationary rows x kColumns / kLanesX scores, and 8 rows x kHeadDim / kLanesX of each gradient.
 constexpr int kLanesX = kHeadDim % 64 == 0 ? 16 : 8, kLanesY = 32 / kLanesX;
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kMinBlocks = 2;  // per multiprocessor: the registers are for two, where the compiler might aim at three
 constexpr int kWarpRows = kRows * kLanesY, kBlockRows = kWarps * kWarpRows;
 constexpr int kColumns = kLanesX == 8 || kHeadDim > 128 ? 32 : 64;  // streamed rows of a tile
 constexpr bool kTogether = kHeadDim <= 64;                          // the registers hold dK and dV at once

@@ -152,7 +152,7 @@ enum Of { kOfBoth, kOfValues, kOfKeys };
 }  // namespace qf
 
 template <qf::fa_bwd::Of kOf>
-__global__ void __launch_bounds__(qf::fa_bwd::kThreads)
+__global__ void __launch_bounds__(qf::fa_bwd::kThreads, qf::fa_bwd::kMinBlocks)
     qf_fa_bwd_keys_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::KeyGrid grid,
                           const __grid_constant__ qf::fa_bwd::Access access) {
   using namespace qf;
@@ -201,7 +201,8 @@ __global__ void __launch_bounds__(qf::fa_bwd::kThreads)
         s_lse[i] = exists ? minus_lse2(p.lse[place]) : -infinity();
         s_delta[i] = exists ? -static_cast<const float*>(params.workspace)[place] : 0.0f;
       }
-      float P[kRows][kScoreCols], slope[kRows][kScoreCols];
+      float P[kRows][kScoreCols];
+      float slopes[kRows][kOf == kOfBoth ? kScoreCols : 1];  // where P is wanted without them first
       multiply(P, problem, k, first_key, q, row0, s_chunk);
       const int lane = fresh_tid() % 32, lane_x = Lanes<kLanesX>::x(lane);
       const int lane_row = first_key + fresh_tid() / 32 * kWarpRows + Lanes<kLanesX>::y(lane);
@@ -209,12 +210,18 @@ __global__ void __launch_bounds__(qf::fa_bwd::kThreads)
       const auto seen = [&](int r, int j) {
         return !partial || (lane_mask(r, j * kLanesX) && lane_row + r * kLanesY <= last_key);
       };
-      weigh(P, slope, p.scale, p.softcap, [&](int, int j) { return s_lse[lane_x + j * kLanesX]; }, seen);
+      weigh(
+          P, p.scale, p.softcap, [&](int, int j) { return s_lse[lane_x + j * kLanesX]; }, seen,
+          [&](float weight, float slope, int r, int j) {
+            if constexpr (kOf == kOfBoth) slopes[r][j] = slope;
+            return kOf == kOfKeys ? weight * slope : weight;
+          });
       if constexpr (kWantsV) update(dV, P, problem, dout, row0, seq.len_q, mask, first_key, partial, s_chunk, s_p);
+      if constexpr (kOf == kOfBoth) multiply_rows(P, slopes);
       if constexpr (kWantsK) {
         float dS[kRows][kScoreCols];
         multiply(dS, problem, v, first_key, dout, row0, s_chunk);
-        differentiate(dS, P, slope, [&](int, int j) { return s_delta[lane_x + j * kLanesX]; }, seen);
+        differentiate(dS, P, [&](int, int j) { return s_delta[lane_x + j * kLanesX]; }, seen);
         update(dK, dS, problem, q, row0, seq.len_q, mask, first_key, partial, s_chunk, s_p);
       }
     }
@@ -232,7 +239,7 @@ __global__ void __launch_bounds__(qf::fa_bwd::kThreads)
 }
 
 // fwd.out is dq here, so that rows that no sequence serves are filled as the forward pass fills those of out.
-__global__ void __launch_bounds__(qf::fa_bwd::kThreads)
+__global__ void __launch_bounds__(qf::fa_bwd::kThreads, qf::fa_bwd::kMinBlocks)
     qf_fa_bwd_queries_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
                              const __grid_constant__ qf::fa_bwd::Access access) {
   using namespace qf;
@@ -275,7 +282,7 @@ __global__ void __launch_bounds__(qf::fa_bwd::kThreads)
 #pragma unroll 1
   for (int key0 = any.begin / kColumns * kColumns; key0 < any.end; key0 += kColumns) {
     const bool partial = key0 < all.begin || key0 + kColumns > all.end;
-    float P[kRows][kScoreCols], slope[kRows][kScoreCols], dS[kRows][kScoreCols];
+    float P[kRows][kScoreCols], dS[kRows][kScoreCols];
     multiply(P, problem, q, first_row, k, key0, s_chunk);
     const int lane = fresh_tid() % 32, lane_x = Lanes<kLanesX>::x(lane);
     const int lane_row = fresh_tid() / 32 * kWarpRows + Lanes<kLanesX>::y(lane);
@@ -283,9 +290,11 @@ __global__ void __launch_bounds__(qf::fa_bwd::kThreads)
     const auto seen = [&](int r, int j) {
       return !partial || (lane_mask(r, j * kLanesX) && first_row + lane_row + r * kLanesY <= last_row);
     };
-    weigh(P, slope, p.scale, p.softcap, [&](int r, int) { return s_lse[lane_row + r * kLanesY]; }, seen);
+    weigh(
+        P, p.scale, p.softcap, [&](int r, int) { return s_lse[lane_row + r * kLanesY]; }, seen,
+        [](float weight, float slope, int, int) { return weight * slope; });
     multiply(dS, problem, dout, first_row, v, key0, s_chunk);
-    differentiate(dS, P, slope, [&](int r, int) { return s_delta[lane_row + r * kLanesY]; }, seen);
+    differentiate(dS, P, [&](int r, int) { return s_delta[lane_row + r * kLanesY]; }, seen);
     update(dQ, dS, problem, k, key0, seq.len_k, mask, first_row, partial, s_chunk, s_p);
   }
 

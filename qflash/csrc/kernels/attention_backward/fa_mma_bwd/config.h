@@ -40,20 +40,26 @@ constexpr int kStatisticsBytes = 2 * 4 * (kBlockRows > kStages * kBlockColumns ?
 constexpr int kSharedBytes = 2 * kStationaryBytes + 2 * kStages * kTileBytes + kStatisticsBytes + kStateBytes;
 static_assert(kSharedBytes <= kSharedLimit, "the tiles do not fit the shared memory of this architecture");
 
-// Keys stationary: a warp has 16 keys, because dK and dV of more do not fit its registers. From head_dim 192 on those
-// of one do not, either: dV and dK are then computed by kernels of their own.
-constexpr int kKeyWarps = kBlockRows / 16;
+// Keys stationary: keys of a warp in blocks of 16. Two halve the reads of Q and dO from shared memory, but dK and dV of
+// two fit the registers only up to head_dim 64. From head_dim 192 on those of one do not, either: dV and dK are then
+// computed by kernels of their own.
+constexpr int kKeyMTiles = kHeadDim <= 64 && !kScarce ? 2 : 1;
+constexpr int kKeyWarps = kBlockRows / (16 * kKeyMTiles);
 constexpr bool kTogether = kHeadDim <= 128;
-constexpr int kKeyStep = kBlockColumns < 32 ? kBlockColumns
-                         : kHeadDim <= 64   ? 64
-                                            : 32;  // columns whose scores are held at once
+// Columns whose scores are held at once; tiles that pass through registers leave fewer of these.
+template <bool kAsync>
+constexpr int kKeyStep = kBlockColumns < 32 || (kKeyMTiles == 2 && kHeadDim > 32 && !kAsync) ? 16
+                         : kHeadDim <= 64 && kKeyMTiles == 1                                 ? 64
+                                                                                             : 32;
 
 // Queries stationary: rows of a warp in blocks of 16. Two halve the reads of K and V from shared memory.
 constexpr int kMTiles = kHeadDim > 128 || kScarce ? 1 : 2;
 constexpr int kQueryWarps = kBlockRows / (16 * kMTiles);
-// Keys whose scores are held at once; tiles that pass through registers leave fewer of these.
 template <bool kAsync>
 constexpr int kQueryStep = kBlockColumns < 32 || (kMTiles == 2 && kHeadDim > 96 && !kAsync) ? 16 : 32;
+
+// Blocks per multiprocessor that registers are for: all of them for 256 threads. The compiler might aim at more blocks.
+constexpr int min_blocks(int threads) { return threads < 256 ? 256 / threads : 1; }
 
 }  // namespace fa_mma_bwd
 }  // namespace qf

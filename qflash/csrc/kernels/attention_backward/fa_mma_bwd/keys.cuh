@@ -1,9 +1,9 @@
 // fa_mma_bwd, keys stationary: dK and dV of kBlockRows keys of one KV head, summed over the query heads that share it.
 //
 // K and V of the block stay in shared memory; tiles of Q and dO pass by, query head after query head, always in the
-// same order, so that sums have the same bits every time. Per warp (16 keys) and tile:
+// same order, so that sums have the same bits every time. Per warp (kWarpKeys keys) and tile:
 //
-//   St = K Qt            16 x kKeyStep, A from K, B from Q
+//   St = K Qt            kWarpKeys x kKeyStep, A from K, B from Q
 //   Pt = 2^(St - lse)    registers, rounded where dV += Pt dO wants its A operand; B from dO, transposed
 //   dPt = V dOt          A from V, B from dO
 //   dSt = Pt (dPt - delta), rounded likewise; dK += dSt Q, B from Q, transposed
@@ -28,10 +28,10 @@
 namespace qf {
 namespace fa_mma_bwd {
 
-constexpr int kKeyThreads = 32 * kKeyWarps;
+constexpr int kKeyThreads = 32 * kKeyWarps, kWarpKeys = 16 * kKeyMTiles;
 using KeyWalk = ChunkWalk<kBlockRows, kChunks, kKeyThreads>;
 using QueryTileWalk = ChunkWalk<kBlockColumns, kChunks, kKeyThreads>;
-struct KeyState : StationaryState<kKeyWarps, 16> {
+struct KeyState : StationaryState<kKeyWarps, kWarpKeys> {
   KeyRows owned;  // of the sequence
 };
 static_assert(sizeof(KeyState) <= kStateBytes && kKeyThreads >= 2 * kBlockColumns, "");
@@ -59,7 +59,7 @@ struct Stream {
 }  // namespace qf
 
 template <bool kAsync, qf::fa_mma_bwd::Of kOf>
-__global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
+__global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads, qf::fa_mma_bwd::min_blocks(qf::fa_mma_bwd::kKeyThreads))
     qf_fa_mma_bwd_keys_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::KeyGrid grid,
                               const __grid_constant__ qf::fa_mma_bwd::Access access) {
   using namespace qf;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
     if (thread < 2 * kBlockColumns) s_statistics[stage * 2 * kBlockColumns + thread] = x;
   };
 
-  float dV[1][kWantsV ? kChunks : 2][4] = {}, dK[1][kWantsK ? kChunks : 2][4] = {};
+  float dV[kKeyMTiles][kWantsV ? kChunks : 2][4] = {}, dK[kKeyMTiles][kWantsK ? kChunks : 2][4] = {};
   Stream now = Stream::first(p, s_state);
   float statistic = 0.0f;
   if (!now.ends(p, s_state)) {
@@ -154,11 +154,11 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
           return Four{{x.x, x.y, x.x, x.y}};
         };
       };
-      const int warp_offset = fresh_tid() / 32 * 16 * kRowBytes;
+      const int warp_offset = fresh_tid() / 32 * kWarpKeys * kRowBytes;
       const char* const s_q_here = s_q + first * kRowBytes;
       const char* const s_do_here = s_do + first * kRowBytes;
-      float S[1][kStep / 8][4] = {};
-      uint32_t A[1][kStep / 16][4];
+      float S[kKeyMTiles][kStep / 8][4] = {};
+      uint32_t A[kKeyMTiles][kStep / 16][4];
       qk_mma<Tensor, kChunks>(S, s_k + warp_offset, s_q_here, fresh_tid() % 32);
       weigh<Tensor, kPartial>(S, A, scores, of_columns(s_lse), mask);
       if constexpr (kWantsV) {
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
           add_nonfinite_columns<Element, Tensor, kChunks>(dV, A, s_do_here, fresh_tid() % 32, mask);
       }
       if constexpr (kWantsK) {
-        float dP[1][kStep / 8][4] = {};
+        float dP[kKeyMTiles][kStep / 8][4] = {};
         qk_mma<Tensor, kChunks>(dP, s_v + warp_offset, s_do_here, fresh_tid() % 32);
         differentiate<Tensor, kPartial>(S, dP, A, GradientShift<Element>::kGradient, of_columns(s_lse + kBlockColumns),
                                         mask);
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
         attend(std::true_type{}, std::integral_constant<int, 16>{}, first);
     } else {
 #pragma unroll 1
-      for (int first = 0; first < kBlockColumns; first += kKeyStep)
-        attend(std::false_type{}, std::integral_constant<int, kKeyStep>{}, first);
+      for (int first = 0; first < kBlockColumns; first += kKeyStep<kAsync>)
+        attend(std::false_type{}, std::integral_constant<int, kKeyStep<kAsync>>{}, first);
     }
   }
 
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads)
   };
   const auto store = [&](const auto& gradient, const QfTensor& x, float factor, bool rotated, bool aligned) {
     __syncthreads();  // nobody reads what stands there any more
-    stage_rows<kChunks>(gradient, s_k + warp * 16 * (2 * kRowBytes), lane);
+    stage_rows<kChunks>(gradient, s_k + warp * kWarpKeys * (2 * kRowBytes), lane);
     __syncthreads();  // the rows are in place
     const GradientRows<Element> to(x, b, s_state.owned.first + s_state.first_row, s_state.h, rows, exist, p.head_dim,
                                    factor, aligned);

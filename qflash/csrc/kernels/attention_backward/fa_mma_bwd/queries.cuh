@@ -30,7 +30,8 @@ static_assert(sizeof(QueryState) <= kStateBytes, "");
 
 // fwd.out is dq here, so that rows that no sequence serves are filled as the forward pass fills those of out.
 template <bool kAsync>
-__global__ void __launch_bounds__(qf::fa_mma_bwd::kQueryThreads)
+__global__ void __launch_bounds__(qf::fa_mma_bwd::kQueryThreads,
+                                  qf::fa_mma_bwd::min_blocks(qf::fa_mma_bwd::kQueryThreads))
     qf_fa_mma_bwd_queries_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
                                  const __grid_constant__ qf::fa_mma_bwd::Access access) {
   using namespace qf;
