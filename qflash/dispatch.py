@@ -112,10 +112,7 @@ def _decoding_anywhere(spec: Spec) -> list[str]:
 
 
 def _decoding_by_copy_engine(spec: Spec) -> list[str]:
-    found = _decoding(spec) + _copy_engine(spec)
-    if spec.kv == "pages_int8" and spec.head_dim % 16 and not found:
-        found.append(f"head_dim is {spec.head_dim}; INT8 pages have multiples of 16")
-    return found
+    return _decoding(spec) + _copy_engine(spec) or _whole_blocks_of_int8(spec)
 
 
 KERNELS: tuple[Kernel, ...] = (

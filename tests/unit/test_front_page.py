@@ -21,8 +21,9 @@ def test_features_name_the_kernel_that_dispatch_chooses():
     assert set(found) == set(front_page.FEATURES)
     assert found["float32"] == ["[cpu](docs/kernels/cpu.md)", *["[fa](docs/kernels/fa.md)"] * 3]
     assert found["bfloat16"][1:3] == ["[fa](docs/kernels/fa.md)", "[fa_mma](docs/kernels/fa_mma.md)"]
-    assert found["few queries on a long cache (decoding)"][3] == "[sm90_decode](docs/kernels/decode.md)"  # its page's name
-    assert found["softmax, layer norm, cross entropy"][0] == "[reductions](docs/kernels/reductions.md)"  # three kernels
+    # A kernel by its name on a page of another name; several of one page by the page's.
+    assert found["few queries on a long cache (decoding)"][3] == "[sm90_decode](docs/kernels/decode.md)"
+    assert found["softmax, layer norm, cross entropy"][0] == "[reductions](docs/kernels/reductions.md)"
 
 
 def test_a_feature_without_a_kernel_is_a_dash(monkeypatch):

@@ -1,7 +1,7 @@
 // A block's consumers: teams of warps that attend to the block's share of the keys, a tile each in turn.
 //
 // Tiles come from a Source. next_team() tells whose the next tile is, is_mine() whether it is this team's. wait_k() and
-// wait_v() return its K and V once they are there, release() gives both back; skip() leaves it to the other team.
+// wait_v() return its K and V once they are there, release() gives both back; skip() leaves it to another team.
 // meet_team() and meet() let the warps of a team, and all of them, meet.
 #pragma once
 

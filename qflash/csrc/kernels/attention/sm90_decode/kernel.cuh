@@ -7,11 +7,12 @@
 //                                   page of a tile
 //    units    three warps           what is to be known of the next unit, its q, and the place of its partial sums
 //    teams    four of two warps     tiles in turn: each warp S = Q Kt, softmax, O += P V for all rows and 32 keys of a
-//                                   tile, with its own m, l, O; warps meet only at the end of a unit
+//                                   tile, with its own m, l, O; warps meet only at the end of a unit (head_dim 128, up
+//                                   to 16 rows)
 //
-// Rows are the Tq * group queries of a KV head; q stays in registers, from head_dim 256 on in shared memory. Where a
-// unit is cut, blocks leave (m, l, O) in global memory, and the block that ends the unit, when its share is over,
-// merges all in the order of the keys.
+// Rows are the Tq * group queries of a KV head; q stays in registers, above head_dim 128 in shared memory. Where a unit
+// is cut, blocks leave (m, l, O) in global memory, and the block that ends the unit, when its share is over, merges all
+// in the order of the keys.
 //
 // Shared memory (head_dim 128): a ring of 4 stages of K and V, 32 KB each; 36 KB where warps bring their sums together.
 // Bound: memory. See docs/kernels/decode.md.
