@@ -113,6 +113,13 @@ def test_more_chunks_than_a_block_has_warps_and_uneven_ones(library):
     layer_norm_backward(library, RowCase(64 * 130 + 3, 3, "float16"))
 
 
+def test_sums_over_no_row_are_zero(library):
+    none, per_row, vector = np.zeros((0, 70), np.float32), np.zeros(0, np.float32), np.ones(70, np.float32)
+    arrays = (none, None, None, none, vector, vector, per_row, per_row)
+    dx, dweight, dbias = run(library, LAYER_NORM_BACKWARD, arrays, (EPS, True, None))
+    assert dx.shape == (0, 70) and not dweight.any() and not dbias.any()
+
+
 def test_words_of_layer_norm(library):
     case = RowCase(5, 37)
     x, weight, g = case.make(), case.columns_vector(1), cotangents_of(case)

@@ -30,13 +30,17 @@ QF_EXPORT int qf_layer_norm_bwd(const QfLayerNormBwdParams* p, void* stream) {
   using namespace qf::layer_norm_bwd;
   if (const int status = qf::check_rows(p, QF_DTYPE)) return status;
   if (p->columns == 0) return QF_OK;
-  if (p->sums && (!p->workspace || p->workspace_bytes < Workspace::bytes(*p))) return QF_NO_MEMORY;
-  const int status = qf::with_row_shape<Element, kMostGranules, kLongGranules, kLongThreads, kMostColumns>(
-      p->columns, [&](auto shape, int threads) {
-        using Shape = decltype(shape);
-        return qf::launch_rows<Shape>(qf_layer_norm_bwd_kernel<Shape>, *p, threads, kSharedBytes, stream);
-      });
-  if (status != QF_OK || !p->sums) return status;
+  const int64_t needed = p->sums ? Workspace::bytes(*p) : 0;
+  if (needed > 0 && (!p->workspace || p->workspace_bytes < needed)) return QF_NO_MEMORY;
+  if (p->rows > 0) {  // else sums over rows are zero
+    const int status = qf::with_row_shape<Element, kMostGranules, kLongGranules, kLongThreads, kMostColumns>(
+        p->columns, [&](auto shape, int threads) {
+          using Shape = decltype(shape);
+          return qf::launch_rows<Shape>(qf_layer_norm_bwd_kernel<Shape>, *p, threads, kSharedBytes, stream);
+        });
+    if (status != QF_OK) return status;
+  }
+  if (!p->sums) return QF_OK;
   return sum_over_rows(*p, static_cast<cudaStream_t>(stream));
 }
 
