@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attn/backward/delta.cuh"
+#include "common/launch.cuh"
 #include "reduce/block.cuh"
 
 namespace qf {
