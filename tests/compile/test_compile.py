@@ -75,7 +75,7 @@ INSTRUCTION = {
     "kv_write_pages": ("ACQBULK", 4),  # waits for the grid before it; kernels of both kinds of pages do
     "kv_write_pages_int8": ("FADD", 128),
     "int8_gemm_tiled": ("IDP", 512),
-    "merge": ("MUFU.EX2", 6),
+    "merge": ("MUFU", 4),
     "quantize": ("FMUL", 256),
     "sm90_bwd": ("HGMMA", 32),  # half of them of dK and dV, at head_dim 64
     "sm90_decode": ("HMMA", 192),
@@ -107,7 +107,11 @@ needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test
 def units_of(row: dispatch.Variant, arch: int) -> list[Unit]:
     """The units that serve a variant; several variants may share them."""
     served = (row.precision, row.kv)
-    specs = (spec for spec in cuda.specs(row.kernel, arch) if (spec.precision, spec.kv) == served)
+    specs = (
+        spec
+        for spec in cuda.specs(row.kernel, arch)
+        if (spec.precision, spec.kv) == served and not spec.batch_invariant
+    )
     return list(dict.fromkeys(cuda.unit(row.kernel, spec) for spec in specs))
 
 

@@ -67,7 +67,7 @@ def attention(library, case: Case, inputs: Inputs, precision: str, change=()) ->
         *tables,
         inputs.sinks,
     )
-    words = (precision, case.dtype, case.causal, case.window, case.softcap, case.scale, None, None)
+    words = (precision, case.dtype, case.causal, case.window, case.softcap, case.scale, None, None, False)
     words += (True, rope is not None and rope.interleaved)
     kernel = f"sm90_{precision}_kv"
     return Call(library(kernel, case.dtype, case.head_dim), kernel, ATTENTION_KEPT, arrays, words, change)

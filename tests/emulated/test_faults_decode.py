@@ -106,7 +106,7 @@ FAULTS = {
     ),
     "unit: filled twice": (Fault(TILES, _FILL, f"{_FILL} {_FILL}"), "short", EITHER, ""),
     "unit: filled by one lane, before all have written q": (
-        Fault(TILES, _FILL, f"if (lane == 0) for (int i = 0; i < 32; ++i) {_FILL}"), "units", EITHER, "",
+        Fault(TILES, _FILL, f"if (threadIdx.x % 32 == 0) for (int i = 0; i < 32; ++i) {_FILL}"), "units", EITHER, "",
     ),
     "unit: empty": (Fault(TILES, "at.wait_empty(ring.barriers->unit);"), "short", EITHER, ""),
     "unit: not released": (
@@ -128,7 +128,7 @@ FAULTS = {
         Fault(MERGE, "st_release(flag_of(part, part.index), 1);"), "long", "complaint", "a block before it",
     ),
     "parts: not stored": (
-        Fault(ATTEND, "partials.store(part, part.begins() ? 0 : split, row, d, merged);"),
+        Fault(ATTEND, "partials.store(part, Config::kBatchInvariant && !part.begins() ? split : 0, row, d, merged);"),
         "long", "complaint", "a block before it",
     ),
     "parts: merged in another order than their keys'": (

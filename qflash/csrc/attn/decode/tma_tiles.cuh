@@ -112,17 +112,16 @@ __device__ __forceinline__ void prepare_units(const QfAttnParams& p, Share<Confi
                                               Make make, MakeLast make_last, Then then) {
   Part ended{};
   RingPosition<kUnitStages> at;
-  for (; !share.is_over(); share.advance(p), at.advance()) {
-    const Part part = share.part();
-    if (part.ends() && !part.is_whole()) ended = part;
+  for (;; share.advance(p), at.advance()) {
+    const bool over = share.is_over();
+    const Part part = over ? ended : share.part();
+    if (!over && part.ends() && !part.is_whole()) ended = part;
     at.wait_empty(ring.barriers->unit);
-    make(part, at.stage());
+    over ? make_last(part, at.stage()) : make(part, at.stage());
     at.fill(ring.barriers->unit);  // each lane, what it wrote
+    if (over) return;
     then(part);
   }
-  at.wait_empty(ring.barriers->unit);
-  make_last(ended, at.stage());
-  at.fill(ring.barriers->unit);
 }
 
 // The first of them: what is to be known of a unit.
