@@ -40,7 +40,7 @@ VECTORS = {
     "sm90_quantize_fp8": {"LDG.E.128", "STG.E.128"},
     "kv_write_pages": {"LDG.E.128", "STG.E.128"},
     "kv_write_pages_int8": {"LDG.E.128", "STG.E.128"},
-    "merge": {"LDG.E.64", "STG.E.64"},
+    "merge": {"LDG.E.64"},
 }
 HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
 MULTIPLYING = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"]  # those of them that multiply
