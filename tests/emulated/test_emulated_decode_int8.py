@@ -217,7 +217,7 @@ def test_the_replay_tells_a_wrong_scale(library, kernel):
         assert (np.linalg.norm(wrong - good[0], axis=-1) <= (REPLAY + 2.0**-11) * size).all()
 
 
-def test_what_the_pages_hold():
+def test_what_the_pages_hold(kernel):
     """The pages of these tests are made by the replay of kv_write, to the integers."""
     case = Case("made", 1, 100, 2, 2, 64, dtype="float16", seed=4)
     arrays = case.make_inputs()
