@@ -40,7 +40,7 @@ VECTORS = {
     "sm90_quantize_fp8": {"LDG.E.128", "STG.E.128"},
     "kv_write_pages": {"LDG.E.128", "STG.E.128"},
     "kv_write_pages_int8": {"LDG.E.128", "STG.E.128"},
-    "merge": {"LDG.E.64"},
+    "merge": {"LDG.E.128", "LDG.E.64", "STG.E.128"},
 }
 HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
 MULTIPLYING = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"]  # those of them that multiply
@@ -75,7 +75,7 @@ INSTRUCTION = {
     "kv_write_pages": ("ACQBULK", 4),  # waits for the grid before it; kernels of both kinds of pages do
     "kv_write_pages_int8": ("FADD", 128),
     "int8_gemm_tiled": ("IDP", 512),
-    "merge": ("MUFU", 4),
+    "merge": ("MUFU", 24),
     "quantize": ("FMUL", 256),
     "sm90_bwd": ("HGMMA", 32),  # half of them of dK and dV, at head_dim 64
     "sm90_decode": ("HMMA", 192),
