@@ -96,6 +96,7 @@ class Candidate(run.Candidate):
     framework: str = "torch"
     rope: bool = False  # q and k are rotated
     int8_pages: bool = False  # k and v are read from INT8 pages
+    int8_keys: bool = False  # k is read in INT8, v in the arrays' type: a QuantizedKV of precision "int8"
 
     def read(self, result: Any) -> np.ndarray:
         """A result of the call as `[B, T, H, D]`."""

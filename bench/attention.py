@@ -90,7 +90,7 @@ class Attention(Suite):
     def check(self, arrays: CheckedArrays | PagedArrays, candidate: Candidate, call: Call, result: Any) -> Row:
         truth = arrays.rotated_truth if candidate.rope else arrays.truth
         rel_l2 = errors(candidate.read(result)[:1, -CHECKED_ROWS:, :1], truth).relative_l2
-        memory = peak_memory(arrays.case, call, self.preset, candidate.int8_pages)
+        memory = peak_memory(arrays.case, call, self.preset, (candidate.int8_pages, candidate.int8_keys))
         return {"rel_l2": float(f"{rel_l2:.3g}")} | memory
 
     def row(self, arrays: Arrays, candidate: Candidate, checked: Row, timing: Comparison) -> Row:
@@ -107,7 +107,7 @@ class Attention(Suite):
         if kind in (FORWARD, BACKWARD, TRAIN):
             row["gflops"] = round(rows.flop(case, kind) / stats.p50 / 1e3, 1)
         if kind == DECODE:
-            row["gbs"] = round(rows.cache_bytes(case, candidate.int8_pages) / stats.p50 / 1e3, 2)
+            row["gbs"] = round(rows.cache_bytes(case, candidate.int8_pages, candidate.int8_keys) / stats.p50 / 1e3, 2)
         return row
 
     def clock(self) -> tuple[Clock, float]:
@@ -119,8 +119,11 @@ class Attention(Suite):
         return super().clock()
 
 
-def peak_memory(case: Case, call: Callable[[], Any], preset: Preset, int8_pages: bool = False) -> dict[str, int]:
+def peak_memory(
+    case: Case, call: Callable[[], Any], preset: Preset, int8: tuple[bool, bool] = (False, False)
+) -> dict[str, int]:
     """Bytes of GPU memory a call needs at its peak: q, k and v, its result, and whatever else torch allocates for it.
+    int8: whether k and v are on INT8 pages, and whether k alone is in INT8.
 
     On the CPU nobody counts allocations per call, and the process's high-water mark is not the call's: no figure. Nor
     does torch know what JAX allocates.
@@ -134,4 +137,4 @@ def peak_memory(case: Case, call: Callable[[], Any], preset: Preset, int8_pages:
     before = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
-    return {"peak_bytes": rows.input_bytes(case, int8_pages) + torch.cuda.max_memory_allocated() - before}
+    return {"peak_bytes": rows.input_bytes(case, *int8) + torch.cuda.max_memory_allocated() - before}

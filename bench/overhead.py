@@ -102,7 +102,7 @@ def _torch_ways(arrays: Arrays) -> Iterator[Way]:
     from qflash.frontends.torch import launch
     from qflash.ops.attention import ATTENTION
 
-    words = (False, None, None, None, None, None, False, False, 0, 0)
+    words = (False, None, None, None, None, None, False, False, False, 0, 0, qflash.get_backward_memory())
     prepared = launch.find_ready(ATTENTION, (q, k, v, *[None] * (len(ATTENTION.arrays) - 3)), words).prepared
     kernel = prepared.kernel.name
     out = torch.empty_like(q)
@@ -132,10 +132,12 @@ def _kv_ways(arrays: Arrays) -> Iterator[Way]:
     load("torch")
     q, k, v = arrays.torch
     for row in variants_of("attention", arrays.device, "kept"):
+        if row.kernel.few_rows:
+            continue
 
-        def make(_: Arrays, precision: str = row.precision) -> Call:
+        def make(_: Arrays, precision: str = row.precision, kernel: str = row.kernel.name) -> Call:
             kv = qflash.quantize_kv(k, v, precision=precision)
-            return lambda: qflash.attention(q, kv)
+            return lambda: qflash.attention(q, kv, kernel=kernel)
 
         name = f"qflash, PyTorch, QuantizedKV of {row.precision}"
         yield Way(name, make, row.name, peer=SDPA, precision=row.precision)

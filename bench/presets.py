@@ -176,7 +176,7 @@ PRESETS = {
             "CUDA decode, one query on Hq=32 Hkv=8 D=128, bfloat16",
             "cuda",
             DECODE,
-            ("sm90_decode", "decode"),
+            ("sm90_decode", "sm90_decode_kv", "decode", "decode_kv", "sm90_int8_kv"),
             tuple(_decode(keys, batch, "bfloat16") for batch, keys in _CACHES),
             peers=("torch SDPA cudnn", "FlashAttention 3", "FlashInfer"),
             graph=True,

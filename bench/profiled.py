@@ -95,7 +95,8 @@ def _kv_write(torch: Any, kernel: str) -> Any:
 
 def _attention_kv(torch: Any, kernel: str) -> Any:
     kv = qflash.quantize_kv(_heads(torch), _heads(torch), precision=VARIANTS[kernel].precision)
-    return qflash.attention(_heads(torch), kv, kernel=VARIANTS[kernel].kernel.name)
+    q = _heads(torch)[:, -1:] if VARIANTS[kernel].kernel.few_rows else _heads(torch)
+    return qflash.attention(q, kv, kernel=VARIANTS[kernel].kernel.name)
 
 
 # Operation, with the kind of k and v where these are no arrays -> (the problem in words, the call).
@@ -124,7 +125,10 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "attention_backward": ("B=4 T=4096 H=16 D=128 full, float16 or, of fa_bwd, float32", _attention_backward),
     "quantize_kv": ("B=4 T=4096 H=16 D=128 float16, int8_fp8", _quantize_kv),
     "kv_write": (f"B=4 T=4096 H=16 D=128 float16, pages of {PAGE_SIZE}", _kv_write),
-    "attention kept": ("B=4 T=4096 H=16 D=128 float16, k and v quantized before, full", _attention_kv),
+    "attention kept": (
+        "B=4 T=4096 H=16 D=128 float16, k and v quantized before, full; one query of decode kernels",
+        _attention_kv,
+    ),
 }
 
 

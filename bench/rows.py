@@ -68,15 +68,21 @@ def _item_bytes(case: Case) -> int:
     return 4 if case.dtype == "float32" else 2
 
 
-def cache_bytes(case: Case, int8: bool = False) -> int:
-    """K and V, read once: what a decode step must move. INT8 pages have a byte a channel, and a float32 scale."""
+def cache_bytes(case: Case, int8: bool = False, int8_keys: bool = False) -> int:
+    """K and V, read once: what a decode step must move. INT8 pages have a byte a channel, and a float32 scale. A
+    QuantizedKV of precision "int8" (int8_keys) has keys in INT8, and a scale for 64 of them."""
     tokens = sum(case.kv_lens) if case.kv_lens else case.batch * case.k_len
+    if int8_keys:
+        groups = case.batch * -(-case.k_len // 64)
+        return case.kv_heads * (tokens * case.head_dim * (1 + _item_bytes(case)) + 4 * groups)
     return 2 * tokens * case.kv_heads * (case.head_dim + 4 if int8 else case.head_dim * _item_bytes(case))
 
 
-def input_bytes(case: Case, int8: bool = False) -> int:
+def input_bytes(case: Case, int8: bool = False, int8_keys: bool = False) -> int:
     """q, k and v."""
-    return cache_bytes(case, int8) + case.batch * case.q_len * case.q_heads * case.head_dim * _item_bytes(case)
+    return cache_bytes(case, int8, int8_keys) + case.batch * case.q_len * case.q_heads * case.head_dim * _item_bytes(
+        case
+    )
 
 
 def moved_bytes(case: Case) -> int:

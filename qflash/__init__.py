@@ -5,6 +5,7 @@ from qflash.api import Explanation, attention, attention_varlen, explain
 from qflash.errors import CacheError, CompileError, KernelError, NoKernelError, OutOfPagesError, ToolchainError
 from qflash.integrations.sdpa import replace_sdpa, scaled_dot_product_attention
 from qflash.kvcache import KVCache
+from qflash.ops.backward_memory import get_backward_memory, set_backward_memory
 from qflash.ops.kv import QuantizedKV, quantize_kv
 from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
@@ -36,6 +37,7 @@ __all__ = [
     "cross_entropy",
     "dequantize",
     "explain",
+    "get_backward_memory",
     "get_num_threads",
     "int8_matmul",
     "layer_norm",
@@ -46,6 +48,7 @@ __all__ = [
     "replace_sdpa",
     "rope_tables",
     "scaled_dot_product_attention",
+    "set_backward_memory",
     "set_num_threads",
     "share_prefix",
     "softmax",

@@ -15,6 +15,7 @@ from qflash.call.words import check_flag, check_word
 from qflash.frontends.choose import frontend_of
 from qflash.ops.attention import ATTENTION
 from qflash.ops.attention_kv import ATTENTION_KEPT, ATTENTION_QUANTIZED, kept_call, quantized_call
+from qflash.ops.backward_memory import Scores, ds_within, get_backward_memory
 from qflash.ops.kv import QuantizedKV
 from qflash.ops.paged import ATTENTION_PAGED, PagedKV, paged_call
 from qflash.ops.prefix import SharedPrefixKV, attend_shared
@@ -239,7 +240,8 @@ def attention(
     kind = type(q)
     if kind is type(k) is type(v) and kind not in _VALUES and rope is None and layout is _BTHD:
         # Most calls: three arrays of one framework. The others say the same with more words.
-        words = (causal, window, softcap, scale, precision, kernel, batch_invariant, return_lse, False, 0, 0)
+        options = (causal, window, softcap, scale, precision, kernel, batch_invariant)
+        words = (*options, return_lse, False, 0, 0, get_backward_memory())
         results = frontend_of(kind, "q").run(ATTENTION, (q, k, v, kv_lens, *_NO_ARRAYS, sinks), words)
         if return_lse is False:
             return results[0]
@@ -277,7 +279,7 @@ def _call_of(
         return ATTENTION_QUANTIZED, *quantized_call(q, k, v, Options(*options), kv_lens, rope, sinks, return_lse)
     cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
     arrays = (q, k, v, kv_lens, None, None, cos, sin, positions_q, positions_k, sinks)
-    return ATTENTION, arrays, (*options, return_lse, interleaved, 0, 0)
+    return ATTENTION, arrays, (*options, return_lse, interleaved, 0, 0, get_backward_memory())
 
 
 _VALUES = (Quantized, QuantizedKV, PagedKV, SharedPrefixKV)
@@ -459,7 +461,7 @@ def _packed_call(
             raise TypeError(f"{name} is None; allowed: int32 offsets, [batch + 1]")
     cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
     arrays = (q, k, v, kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k, sinks)
-    return ATTENTION, arrays, (*options, return_lse, interleaved, longest_q, longest_k)
+    return ATTENTION, arrays, (*options, return_lse, interleaved, longest_q, longest_k, get_backward_memory())
 
 
 @dataclass(frozen=True)
@@ -468,7 +470,7 @@ class Explanation:
 
     kernel: its name, or None where none serves. spec: what of the call chose it. rows: (kernel, verdict, reason) of
     every kernel. notes: what one should know about the choice. backward: the kernel that computes the gradients of
-    such a call, or None where it has none.
+    such a call, or None where it has none. dq: how it computes dQ, where there is more than one way.
 
     Example:
         >>> import numpy as np
@@ -484,6 +486,7 @@ class Explanation:
     rows: list[tuple[str, str, str]]
     notes: tuple[str, ...] = ()  # what one should know about that choice
     backward: str | None = None
+    dq: str = ""
 
     @property
     def title(self) -> str:
@@ -498,7 +501,7 @@ class Explanation:
     @property
     def gradients(self) -> str:
         """What becomes of gradients, in one line."""
-        return f"gradients: {self.backward or 'none'}"
+        return f"gradients: {self.backward or 'none'}" + (f", {self.dq}" if self.dq else "")
 
 
 @overload
@@ -589,7 +592,33 @@ def explanation_of(plan: Plan, arch: int, layout: Layout = _BTHD) -> Explanation
         )
     notes += dispatch.notes(spec, chosen, min(q_len, k_len))
     backward = dispatch.backward_of(spec)
-    return Explanation(chosen, spec, rows, tuple(notes), backward.name if backward else None)
+    if backward is None:
+        return Explanation(chosen, spec, rows, tuple(notes))
+    return Explanation(chosen, spec, rows, tuple(notes), backward.name, _way_of_dq(plan, spec, backward))
+
+
+def _way_of_dq(plan: Plan, spec: Spec, backward: dispatch.Kernel) -> str:
+    """How a backward kernel computes dQ of a call, in words; "" where it has but one way."""
+    if backward.drops_ds is None:
+        return ""
+    again = "dQ from S and dP computed again"
+    if why := backward.drops_ds(spec):
+        return f"{again}: {why}"
+    sizes: dict[str, Any] = dict(plan.fields)
+    batch, q_heads, kv_heads, q_len, k_len, left, right = (
+        sizes[name] for name in ("batch", "q_heads", "kv_heads", "q_len", "k_len", "window_left", "window_right")
+    )
+    scores = Scores(batch, q_heads, kv_heads, q_len, k_len, (left, right), plan.for_spec.packed)
+    if 0 in (batch, q_len, k_len):
+        return ""
+    if scores.packed:
+        return f"{again}: sequences are packed"
+    limit = get_backward_memory()
+    kept = ds_within(scores, limit)
+    if kept is None:
+        return f"{again}: {limit} bytes (set_backward_memory) hold too few heads of dS"
+    turns = "" if kept.sections == 1 else f", in {kept.sections} turns"
+    return f"dQ from dS kept in {kept.nbytes} bytes{turns}"
 
 
 def _packed_words(*words: Any) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ class Kernel:
     dtypes: tuple[str, ...] = DTYPES
     precisions: tuple[str, ...] = ("native",)
     kvs: tuple[str, ...] = ("arrays",)  # what may stand in the places of k and v, of KV_KINDS
+    kept_precisions: tuple[str, ...] = ()  # those of QuantizedKV, where they are not `precisions`
     min_arch: int = 0
     later_arches: bool = True  # False: made of instructions that GPUs after min_arch lack again
     automatic: bool = True  # False: runs only when asked for by name
@@ -46,6 +47,9 @@ class Kernel:
     per_batch_invariance: bool = False  # a library for Spec.batch_invariant, and one for the others
     per_scores: bool = False  # a library for Spec.plain_scores, and one for the others
     parts: int = 1  # objects of a library that are compiled side by side
+    # Backward: why dS of a spec is not kept for dQ even where memory allows it (ops/backward_memory.py); "": it is.
+    # None: the kernel keeps none.
+    drops_ds: Callable[[Spec], str] | None = None
     # Quantized: (precision, kind of KV) to (head_dim, keys) by rising head_dim. Up to that head_dim, a problem of fewer
     # keys is usually faster without quantization, None: any problem is. What `explain` notes; bench rows say so.
     pays_from: tuple[tuple[tuple[str, str], tuple[tuple[int, int | None], ...]], ...] = ()
@@ -59,12 +63,26 @@ class Kernel:
         """The one it computes in, or the first."""
         return self.precisions[0]
 
+    def precisions_of(self, kv: str) -> tuple[str, ...]:
+        """Those that it computes in with such k and v. A QuantizedKV has one of its own."""
+        return self.kept_precisions if kv == "kept" and self.kept_precisions else self.precisions
+
 
 def _sixteen_bit_tensor_cores(spec: Spec) -> list[str]:
     """Why the tensor cores of a GPU cannot multiply this dtype."""
     if spec.dtype == "bfloat16" and spec.arch < 80:
         return [f"bfloat16 needs the tensor cores of compute capability 8.0, this GPU has {spec.arch / 10}"]
     return []
+
+
+def _small_head_dim(spec: Spec) -> str:
+    """A score costs as many bytes at any head_dim, and less to compute again at a small one."""
+    return "" if spec.head_dim > 64 else "at this head_dim that is faster than to keep dS"
+
+
+def _small_blocks(spec: Spec) -> str:
+    """fa_mma_bwd's blocks must hold whole tiles of dS."""
+    return "shared memory holds 32 keys at this head_dim" if spec.arch < 80 and spec.head_dim > 192 else ""
 
 
 def _copy_engine(spec: Spec) -> list[str]:
@@ -134,6 +152,41 @@ KERNELS: tuple[Kernel, ...] = (
         batch_invariant=True,
     ),
     Kernel(
+        name="sm90_decode",
+        device="cuda",
+        summary="few queries against a long cache for Hopper: keys split over all blocks, tiles by TMA, one launch",
+        page="decode",
+        dtypes=_HALVES,
+        min_arch=90,
+        later_arches=False,
+        few_rows=True,
+        also=_decoding_by_copy_engine,
+        kvs=("arrays", "kept", "pages", "pages_int8"),
+        kept_precisions=("int8",),
+        per_kv=True,
+        head_dims=(64, 128, 192, 256),
+        sinks=True,
+        batch_invariant=True,
+        per_batch_invariance=True,
+    ),
+    Kernel(
+        name="decode",
+        device="cuda",
+        summary="few queries against a long cache: keys split over all blocks, warps that copy their own tiles, one "
+        "launch",
+        dtypes=_HALVES,
+        kvs=("arrays", "kept", "pages", "pages_int8"),
+        kept_precisions=("int8",),
+        min_arch=75,
+        few_rows=True,
+        also=_decoding_anywhere,
+        head_dims=(64, 128, 192, 256),
+        per_kv=True,
+        sinks=True,
+        batch_invariant=True,
+        per_batch_invariance=True,
+    ),
+    Kernel(
         name="sm90_int8",
         device="cuda",
         summary="INT8 QK^T for Hopper: one pass rotates, smooths and quantizes q and k, products by wgmma, PV in 16 "
@@ -172,39 +225,6 @@ KERNELS: tuple[Kernel, ...] = (
         pays_from=((("int8", "arrays"), ((64, None), (256, 4096))),),  # preset ladder, against fa_mma
         sinks=True,
         batch_invariant=True,
-    ),
-    Kernel(
-        name="sm90_decode",
-        device="cuda",
-        summary="few queries against a long cache for Hopper: keys split over all blocks, tiles by TMA, one launch",
-        page="decode",
-        dtypes=_HALVES,
-        min_arch=90,
-        later_arches=False,
-        few_rows=True,
-        also=_decoding_by_copy_engine,
-        kvs=("arrays", "pages", "pages_int8"),
-        per_kv=True,
-        head_dims=(64, 128, 192, 256),
-        sinks=True,
-        batch_invariant=True,
-        per_batch_invariance=True,
-    ),
-    Kernel(
-        name="decode",
-        device="cuda",
-        summary="few queries against a long cache: keys split over all blocks, warps that copy their own tiles, one "
-        "launch",
-        dtypes=_HALVES,
-        kvs=("arrays", "pages", "pages_int8"),
-        min_arch=75,
-        few_rows=True,
-        also=_decoding_anywhere,
-        head_dims=(64, 128, 192, 256),
-        per_kv=True,
-        sinks=True,
-        batch_invariant=True,
-        per_batch_invariance=True,
     ),
     Kernel(
         name="sm90_fwd",
@@ -289,7 +309,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="sm90_bwd",
         device="cuda",
-        summary="gradients for Hopper: dQ, then dK and dV, each summed in registers in a fixed order, tiles by TMA, "
+        summary="gradients for Hopper: dK and dV, and dQ, each summed in registers in a fixed order, tiles by TMA, "
         "products by wgmma",
         op="attention_backward",
         dtypes=_HALVES,
@@ -299,17 +319,21 @@ KERNELS: tuple[Kernel, ...] = (
         head_dims=(64, 96, 128, 192, 256),
         per_scores=True,
         sinks=True,
+        drops_ds=_small_head_dim,
     ),
     Kernel(
         name="fa_mma_bwd",
         device="cuda",
-        summary="gradients on tensor cores: mma.sync, keys stationary for dK and dV, queries for dQ; no atomics",
+        summary="gradients on tensor cores: mma.sync, keys stationary for dK and dV, dQ from their dS or by itself; "
+        "no atomics",
         op="attention_backward",
         dtypes=_HALVES,
         min_arch=75,
         also=_sixteen_bit_tensor_cores,
         head_dims=HEAD_DIMS,
+        per_scores=True,
         sinks=True,
+        drops_ds=_small_blocks,
     ),
     Kernel(
         name="fa_bwd",
@@ -546,9 +570,10 @@ def _reasons_there(kernel: Kernel, spec: Spec) -> list[str]:
     found = []
     if spec.dtype not in kernel.dtypes:
         found.append(f"takes {', '.join(kernel.dtypes)}, not {spec.dtype}")
-    if spec.precision not in kernel.precisions:
-        taken = " or ".join(map(_precision_word, kernel.precisions))
-        found.append(f"takes precision {taken}, not {_precision_word(spec.precision)}")
+    if spec.precision not in kernel.precisions_of(spec.kv):
+        taken = " or ".join(map(_precision_word, kernel.precisions_of(spec.kv)))
+        of_kv = "qflash.QuantizedKV of " if spec.kv == "kept" and kernel.kept_precisions else ""
+        found.append(f"takes {of_kv}precision {taken}, not {_precision_word(spec.precision)}")
     if spec.kv not in kernel.kvs:
         taken = " or ".join(_KV_WORDS[kv] for kv in kernel.kvs)
         found.append(f"takes {taken} for k and v, not {_KV_WORDS[spec.kv]}")
@@ -685,8 +710,8 @@ def _variants() -> dict[str, Variant]:
     found = {}
     for kernel in KERNELS:
         for kv in kernel.kvs:
-            for precision in kernel.precisions:
-                name = kernel.name + precision.removeprefix(kernel.precision) + _KV_ENDINGS[kv]
+            for precision in kernel.precisions_of(kv):
+                name = kernel.name + precision.removeprefix(kernel.precisions_of(kv)[0]) + _KV_ENDINGS[kv]
                 found[name] = Variant(name, kernel, precision, kv)
     return found
 

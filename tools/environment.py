@@ -47,7 +47,8 @@ def main() -> None:
         packages.append(args.torch)
     if args.gpu and "jax" in extras:
         packages.append("jax[cuda13]; sys_platform == 'linux'")
-    command = [args.folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
+    python = args.folder / "bin" / "python"
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
     if sys.stdout.isatty():
         print(f"Setting up {args.folder} with {len(packages)} packages; a few minutes the first time", flush=True)
     else:
@@ -55,9 +56,13 @@ def main() -> None:
         command += ["--progress-bar", "off", "--quiet"]
     if "torch" in extras and not args.gpu and sys.platform == "linux" and reachable(f"{CPU_INDEX}/torch/"):
         command += ["--extra-index-url", CPU_INDEX]
-    if not (args.folder / "bin" / "python").exists():
+    if not python.exists():
         venv.create(args.folder, with_pip=True)
-    sys.exit(subprocess.run([*map(str, command), *packages], stdin=subprocess.DEVNULL).returncode)
+    failed = subprocess.run([*map(str, command), *packages], stdin=subprocess.DEVNULL).returncode
+    if not failed:
+        # Bytecode, which pip would make of one file after another. Files that no Python reads are some packages' data.
+        subprocess.run([python, "-m", "compileall", "-qq", "-j", "0", args.folder / "lib"])
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ def specs(kernel: Kernel, arch: int) -> list[Spec]:
         for plain_scores in ((True, False) if kernel.per_scores else (True,))
         for dtype in kernel.dtypes
         for head_dim in kernel.head_dims or (0,)
-        for precision in kernel.precisions
         for kv in kernel.kvs
+        for precision in kernel.precisions_of(kv)
     )
     return [spec for spec in found if not reasons(kernel, spec)]
 

@@ -20,6 +20,7 @@ from qflash.cli.console import make_console
 from qflash.cli.cuda import parse_arches
 from qflash.errors import NoKernelError
 from qflash.ops.attention import ATTENTION
+from qflash.ops.backward_memory import get_backward_memory
 
 _COLOURS = {"runs": "green", "no": "yellow"}
 
@@ -103,6 +104,7 @@ def explain(
         rope == "interleaved",
         None,
         None,
+        get_backward_memory(),
     )
     try:
         told = api.explanation_of(ATTENTION.plan(*arrays, *words), number)

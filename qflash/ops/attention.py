@@ -15,6 +15,7 @@ from qflash.call.array import Array, check_device, check_dtype, check_shape, dty
 from qflash.call.op import Extents, Gradient, Op, Operand, Plan, Read, Result
 from qflash.call.spec import KV_KINDS, PRECISIONS
 from qflash.call.words import check_flag
+from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY, Scores, check_backward_memory, ds_within
 from qflash.ops.problem import Options, Problem, RopeArrays, check, check_packed
 
 STRUCT = "QfAttnParams"
@@ -106,14 +107,15 @@ _EXTRAS = ("kv_lens", "cu_seqlens_q", "cu_seqlens_k", *_TABLES, "rope.positions_
 _AS_FLOAT32 = (*_TABLES, "sinks")
 _WORDS = (
     *("causal", "window", "softcap", "scale", "precision", "kernel", "batch_invariant"),
-    *("return_lse", "interleaved", "max_seqlen_q", "max_seqlen_k"),
+    *("return_lse", "interleaved", "max_seqlen_q", "max_seqlen_k", "backward_memory"),
 )
 
 
 def check_call(q: Array, k: Array, v: Array, extras: Sequence[Array | None], words: Sequence[Any]) -> Problem:
     """The checked problem behind a call on arrays. `extras`: by _EXTRAS."""
     kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k, sinks = extras
-    *options, return_lse, interleaved, longest_q, longest_k = words
+    *options, return_lse, interleaved, longest_q, longest_k, memory = words
+    check_backward_memory("backward_memory", memory)
     check_flag("return_lse", return_lse)
     rope = None
     if cos is not None and sin is not None:
@@ -184,9 +186,15 @@ _BOTH_OFFSETS = (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
-def plan_of_backward(problem: Problem, extras: Collection[str], dlse: bool, dsinks: bool = False) -> Plan:
+def plan_of_backward(
+    problem: Problem,
+    extras: Collection[str],
+    dlse: bool,
+    dsinks: bool = False,
+    memory: int = DEFAULT_BACKWARD_MEMORY,
+) -> Plan:
     """The plan of the gradients of a checked problem. `dlse`: the gradient of lse is given, not zero; `dsinks`: that of
-    sinks is wanted."""
+    sinks is wanted; `memory`: the most bytes that dS may take."""
     shapes = {"dq": _q_shape(problem), "dk": _kv_shape(problem), "dv": _kv_shape(problem)}
     like = {"dout": "q", "dq": "q", "dk": "k", "dv": "k"}
     code = dtype_code(problem.dtype)
@@ -199,6 +207,7 @@ def plan_of_backward(problem: Problem, extras: Collection[str], dlse: bool, dsin
             *fields_of(problem, "fwd."),
             *(("fwd.kv.kind", KV_KINDS.index("arrays")), ("fwd.kv.k_dtype", code), ("fwd.kv.v_dtype", code)),
             *(pair for name, of in like.items() for pair in _contiguous_strides(problem, name, of)),
+            ("ds_bytes", _memory_of_ds(problem, memory)),
         ),
         operands=(
             Operand("dout", "dout.data", contiguous=True),
@@ -219,6 +228,22 @@ def plan_of_backward(problem: Problem, extras: Collection[str], dlse: bool, dsin
         zeros=any(isinstance(extent, int) and extent == 0 for extent in lse_shape(problem)),  # no query at all
         bounds=_bounds(problem, "fwd."),
     )
+
+
+def scores_of(problem: Problem) -> Scores:
+    """What of a problem says how large dS is."""
+    window = (problem.window_left, problem.window_right)
+    return Scores(
+        problem.batch, problem.q_heads, problem.kv_heads, problem.q_len, problem.k_len, window, problem.packed
+    )
+
+
+def _memory_of_ds(problem: Problem, limit: int) -> int:
+    sizes = (problem.batch, problem.q_heads, problem.kv_heads, problem.q_len, problem.k_len)
+    if not all(isinstance(size, int) for size in sizes):  # known when the program runs
+        return limit
+    kept = ds_within(scores_of(problem), limit)
+    return kept.nbytes if kept else 0
 
 
 def _contiguous_strides(problem: Problem, field: str, like: str) -> Fields:
@@ -246,7 +271,8 @@ def _plan_backward(dout: Array, dlse: Array | None, q: Array, k: Array, v: Array
         elif name != "dlse":
             raise TypeError(f"{name} is None; allowed: an array")
     given = {name for name, x in zip(_EXTRAS, extras, strict=True) if x is not None}
-    return plan_of_backward(problem, given, dlse is not None, "sinks" in given)
+    memory = words[_WORDS.index("backward_memory")]
+    return plan_of_backward(problem, given, dlse is not None, "sinks" in given, memory)
 
 
 # The dimensions of each array: b batch, m and n query and key lengths, H and G query and key heads, d head_dim.

@@ -11,7 +11,7 @@ from qflash.dispatch import VARIANTS
 from qflash.ops import attention
 from qflash.ops.attention import ATTENTION
 from qflash.ops.problem import Problem
-from qflash.testing import compare, paged
+from qflash.testing import compare, kept, paged
 from qflash.testing.case import Case
 from qflash.testing.compare import Errors
 from qflash.testing.emulator import ARCH, MULTIPROCESSORS, Library
@@ -75,7 +75,7 @@ def run_case(
     """(out, lse) of a case on the tiles that `kernel` has for `arch`. library: emulator.kernel_library or its like."""
     inputs = case.make_inputs()
     variant = VARIANTS[kernel]
-    if paged.is_paged(kernel):
+    if paged.is_paged(kernel) or kept.is_kept(kernel):
         plan, arrays = planned(case, inputs, kernel, "cpu")
         results = [np.full(result.shape, UNTOUCHED, result.dtype) for result in plan.results]
         compiled = library(kernel, case.dtype, case.head_dim, arch)

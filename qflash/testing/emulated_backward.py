@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
+from qflash.call.op import Plan
 from qflash.dispatch import VARIANTS
+from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY
 from qflash.testing import compare
 from qflash.testing.case import Case
 from qflash.testing.emulated_attention import UNTOUCHED
@@ -17,6 +20,12 @@ NAMES = ("dq", "dk", "dv")
 Gradients = tuple[np.ndarray, ...]
 
 
+def with_ds_bytes(plan: Plan, nbytes: int) -> Plan:
+    """The plan with so much memory for dS, whether or not that would keep a GPU busy."""
+    fields = tuple((name, nbytes if name == "ds_bytes" else value) for name, value in plan.fields)
+    return replace(plan, fields=fields)
+
+
 def run_gradients(
     library: Callable[[str, str, int, int], Library],
     case: Case,
@@ -24,12 +33,15 @@ def run_gradients(
     arch: int = ARCH,
     seed: int = 0,
     changes: dict[str, np.ndarray | None] | None = None,
+    memory: int = DEFAULT_BACKWARD_MEMORY,
 ) -> Gradients:
-    """(dq, dk, dv) of a case on the tiles that `kernel` has for `arch`. changes: arrays in the place of the case's own.
+    """(dq, dk, dv) of a case on the tiles that `kernel` has for `arch`. changes: arrays in the place of the case's own;
+    memory: bytes that dS may take.
 
     library: emulator.kernel_library or its like.
     """
     plan, arrays = planned_backward(case, kernel, "emulated")
+    plan = with_ds_bytes(plan, memory)
     arrays |= changes or {}
     results = tuple(np.full(result.shape, UNTOUCHED, result.dtype) for result in plan.results)
     if plan.nothing_to_do:
@@ -41,13 +53,18 @@ def run_gradients(
 
 
 def check_gradients_of(
-    library: Callable[[str, str, int, int], Library], case: Case, kernel: str, arch: int = ARCH, seed: int = 1
+    library: Callable[[str, str, int, int], Library],
+    case: Case,
+    kernel: str,
+    arch: int = ARCH,
+    seed: int = 1,
+    memory: int = DEFAULT_BACKWARD_MEMORY,
 ) -> None:
     """The contract holds, and the order that warps and lanes run in does not matter. The case is changed to what the
     kernel serves."""
     case = suited(case, kernel, arch)
-    first = run_gradients(library, case, kernel, arch, seed)
+    first = run_gradients(library, case, kernel, arch, seed, memory=memory)
     how = f", {kernel!r}, 'emulated', {seed}"
     compare.check_gradients(case, *first, how=how)
-    second = run_gradients(library, case, kernel, arch, seed + 1)
+    second = run_gradients(library, case, kernel, arch, seed + 1, memory=memory)
     compare.check_same_bits(case, first, second, how, NAMES, "check_backward")

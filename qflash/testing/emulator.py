@@ -40,9 +40,12 @@ MOST_MULTIPROCESSORS = 64  # csrc/emulate/control.h
 CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 _EMULATE = CSRC / "emulate"
 INCLUDE_DIRS = (_EMULATE / "runtime", CSRC, CSRC / "include")  # CUDA's headers are found in the first
-# -O1: what -O2 adds to compilation is more than it takes off the runs, and what -Og takes off it is no more than it
-# adds to the runs. Hidden: libraries share nothing but the process.
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-w")
+# -Og: kernels are compiled in two thirds of the time of -O1, and a library is seldom run for longer than it was
+# compiled. The emulator itself, where most of a run is spent, is compiled once, and well. Nothing throws, so nothing
+# unwinds. Hidden: libraries share nothing but the process.
+FLAGS = (
+    "-std=c++17", "-Og", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-fPIC", "-fvisibility=hidden", "-w",
+)  # fmt: skip
 _one_at_a_time = threading.Lock()  # a library's schedule and fibers are its own, but one
 
 
@@ -212,7 +215,7 @@ def _key_of(unit: Unit) -> str:
 def _emulator_digest() -> bytes:
     """Of every file of the emulator, and of what compiles it."""
     digest = hashlib.sha256(repr((FLAGS, compiler()[1])).encode())
-    for path in sorted(_EMULATE.rglob("*.h")):
+    for path in sorted((*_EMULATE.rglob("*.h"), *_EMULATE.rglob("*.cc"))):
         digest.update(path.relative_to(_EMULATE).as_posix().encode() + path.read_bytes())
     return digest.digest()
 
@@ -230,22 +233,28 @@ def _compile(unit: Unit, directory: Path, cache: Cache) -> dict[str, Any]:
     words = [f"-I{folder}" for folder in dict.fromkeys(folders)]
     words += [f"-D{name}={value}" for name, value in unit.defines]
     _run_compiler([gxx, *FLAGS, "-shared", *words, "-include", str(header), "-x", "c++", str(unit.source),
-                   "-o", str(directory / LIBRARY)], unit.label)  # fmt: skip
+                   "-x", "none", str(header.with_name(_MACHINE)), "-o", str(directory / LIBRARY)],
+                  unit.label)  # fmt: skip
     return {"label": f"{unit.label}, emulated", "seconds": round(time.monotonic() - start, 1)}
 
 
 def prelude(cache: Cache) -> Path:
-    """What is read before any source, precompiled. It wants INCLUDE_DIRS and FLAGS."""
+    """What is read before any source, precompiled, beside the emulator itself. It wants INCLUDE_DIRS and FLAGS."""
     return cache.get(_key("prelude"), _precompile) / "prelude.h"
+
+
+_MACHINE = "emulator.o"  # every source of the emulator, which all libraries are linked with
 
 
 def _precompile(directory: Path) -> None:
     """The prelude as g++ reads it fastest: most of a kernel's compilation would be the standard library's headers."""
-    header = directory / "prelude.h"
+    header, source = directory / "prelude.h", directory / "emulator.cc"
     header.write_text('#include "emulate/simt.h"\n')
-    folders = [f"-I{folder}" for folder in INCLUDE_DIRS]
-    words = [*folders, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
-    _run_compiler([compiler()[0], *FLAGS, *words], "the emulator's prelude")
+    parts = (path.relative_to(CSRC).as_posix() for path in sorted(_EMULATE.rglob("*.cc")))
+    source.write_text("".join(f'#include "{name}"\n' for name in ("emulate/simt.h", *parts)))
+    words = [compiler()[0], *FLAGS, *(f"-I{folder}" for folder in INCLUDE_DIRS)]
+    _run_compiler([*words, "-x", "c++-header", str(header), "-o", f"{header}.gch"], "the emulator's prelude")
+    _run_compiler([*words, "-O2", "-c", str(source), "-o", str(directory / _MACHINE)], "the emulator")
 
 
 def _run_compiler(words: list[str], what: str) -> None:

@@ -17,10 +17,11 @@ from qflash.call.spec import MOST_DECODE_ROWS
 from qflash.frontends import numpy as numpy_frontend
 from qflash.ops import attention
 from qflash.ops import problem as problems
+from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY
 from qflash.ops.paged import PagedKV
 from qflash.ops.problem import Options, Problem, RopeArrays
 from qflash.rope import Rope
-from qflash.testing import compare, emulator, oracle, paged
+from qflash.testing import compare, emulator, kept, oracle, paged
 from qflash.testing.case import Case, Inputs
 
 FRAMEWORKS = ("native", "native-cuda", "emulated", "numpy", "torch", "torch-cuda", "jax")
@@ -53,6 +54,8 @@ def run_case(
         raise ValueError(f"framework is {framework!r}; allowed: {', '.join(FRAMEWORKS)}")
     if _is_paged(kernel):
         out, lse = _call_paged(case, inputs, kernel, framework)
+    elif _is_kept(kernel):
+        out, lse = _call_kept(case, inputs, kernel, framework)
     else:
         out, lse = call(case, convert(inputs, framework), kernel)
     return to_numpy(out), to_numpy(lse)
@@ -65,13 +68,15 @@ def run_backward(
     num_threads: int = 0,
     seed: int = 0,
     arch: int | None = None,
+    memory: int = DEFAULT_BACKWARD_MEMORY,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(dq, dk, dv) of a kernel of gradients for the case's dout and dlse, in poisoned buffers.
+    """(dq, dk, dv) of a kernel of gradients for the case's dout and dlse, in poisoned buffers, with up to `memory`
+    bytes for dS.
 
     `framework` is "native", "native-cuda" or "emulated", as in `run_case`. out and lse are those of the forward kernel
     that calls of this kind would have run. arch: what "emulated" emulates; None: emulator.arch().
     """
-    plan, arrays = planned_backward(case, kernel, framework, num_threads)
+    plan, arrays = planned_backward(case, kernel, framework, num_threads, memory)
     if framework == "native-cuda":
         dq, dk, dv = CudaCall(plan, arrays).run()
         return dq, dk, dv
@@ -84,15 +89,17 @@ def run_backward(
     return tuple(grad.checked(name) for grad, name in zip(grads, ("dq", "dk", "dv"), strict=True))
 
 
-def planned_backward(case: Case, kernel: str, framework: str, num_threads: int = 0) -> tuple[Plan, dict[str, Any]]:
-    """The plan of a case's gradients, and its arrays by the plan's names for them."""
+def planned_backward(
+    case: Case, kernel: str, framework: str, num_threads: int = 0, memory: int = DEFAULT_BACKWARD_MEMORY
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan of a case's gradients, with that much memory for dS, and its arrays by the plan's names for them."""
     inputs = case.make_inputs()
     out, lse = _forward_results(case, kernel, framework, num_threads)
     dout, dlse = case.make_gradients()
     arrays = arrays_of(inputs) | {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     device = {"native": "cpu", "emulated": "cuda"}.get(framework) or _current_gpu()
     problem = problem_of(case, inputs, None, device)
-    return replace(attention.plan_of_backward(problem, arrays, True), kernel=kernel), arrays
+    return replace(attention.plan_of_backward(problem, arrays, True, memory=memory), kernel=kernel), arrays
 
 
 def _forward_results(case: Case, kernel: str, framework: str, num_threads: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,12 +114,19 @@ def _forward_results(case: Case, kernel: str, framework: str, num_threads: int) 
     return run_case(case, "cpu", "native", num_threads)
 
 
-def check_backward(case: Case, kernel: str = "cpu_bwd", framework: str = "native", seed: int = 0) -> compare.Errors:
+def check_backward(
+    case: Case,
+    kernel: str = "cpu_bwd",
+    framework: str = "native",
+    seed: int = 0,
+    memory: int = DEFAULT_BACKWARD_MEMORY,
+) -> compare.Errors:
     """Run the gradients of `case` twice and hold them against the contract. Returns the error figures of the worst."""
     how = f", {kernel!r}, {framework!r}" + (f", seed={seed}" if seed else "")
-    first = run_backward(case, kernel, framework, seed=seed)
+    how += f", memory={memory}" if memory != DEFAULT_BACKWARD_MEMORY else ""
+    first = run_backward(case, kernel, framework, seed=seed, memory=memory)
     errors = compare.check_gradients(case, *first, how=how)
-    second = run_backward(case, kernel, framework, seed=seed + 1)
+    second = run_backward(case, kernel, framework, seed=seed + 1, memory=memory)
     compare.check_same_bits(case, first, second, how, ("dq", "dk", "dv"), "check_backward")
     return max(errors.values(), key=lambda of: of.relative_l2)
 
@@ -222,10 +236,16 @@ def _is_paged(kernel: str | None) -> bool:
     return kernel is not None and paged.is_paged(kernel)
 
 
+def _is_kept(kernel: str | None) -> bool:
+    return kernel is not None and kept.is_kept(kernel)
+
+
 def planned(case: Case, inputs: Inputs, kernel: str | None, device: str) -> tuple[Plan, dict[str, Any]]:
     """The plan of a case on a variant of a kernel, with lse, and its arrays by the plan's names for them."""
     if _is_paged(kernel):
         return paged.plan_of(case, paged.on_pages(case, inputs, kernel), kernel, device)
+    if _is_kept(kernel):
+        return kept.plan_of(case, kept.on_kept(case, inputs), kernel, device)
     arrays = arrays_of(inputs)
     return attention.plan_of(problem_of(case, inputs, kernel, device), arrays, True), arrays
 
@@ -242,6 +262,14 @@ def _call_paged(case: Case, inputs: Inputs, kernel: str | None, framework: str) 
         cu = (turn(pages.cu_seqlens_q), None)
         return api.attention_varlen(turn(pages.q), kv, None, *cu, pages.max_seqlen_q, None, return_lse=True, **words)
     return api.attention(turn(pages.q), kv, return_lse=True, **words)
+
+
+def _call_kept(case: Case, inputs: Inputs, kernel: str | None, framework: str) -> tuple[Any, Any]:
+    """`qflash.attention` on a QuantizedKV, of any framework."""
+    quantized, turn = kept.on_kept(case, inputs), converter(framework)
+    words = {**case.options(), "rope": _converted_rope(quantized.rope, turn), "kernel": named_kernel(kernel)[0]}
+    words["sinks"] = None if quantized.sinks is None else turn(quantized.sinks)
+    return api.attention(turn(quantized.q), kept.converted(quantized.kv, turn), return_lse=True, **words)
 
 
 def named_kernel(variant: str | None) -> tuple[str | None, str | None]:

@@ -19,6 +19,7 @@ from qflash.backends import cuda
 from qflash.backends.arch import ARCHES
 from qflash.call.array import Array
 from qflash.call.op import Plan
+from qflash.call.spec import Spec
 from qflash.errors import KernelError, NoKernelError
 from qflash.jit import runtime, toolchain
 from qflash.jit.compiler import LIBRARY, LOG, Unit
@@ -29,6 +30,7 @@ from qflash.ops.problem import Options, RopeArrays, check, check_packed
 from qflash.testing.cuda_tools import cuobjdump, why_no_nvcc
 
 MOST_BYTES = 150 * 2**20 // len(cuda.specialisations([90]))  # a library's share of what all may take
+CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.device == "cuda"]
 ATTENTION = [row.name for row in dispatch.variants_of("attention", "cuda")]
 BACKWARD = [row.name for row in dispatch.variants_of("attention_backward", "cuda")]
@@ -58,6 +60,7 @@ PRODUCT_OF_V = {
 # The instruction each kernel exists for, and how many of it the least there must be.
 INSTRUCTION = {
     "decode": ("HMMA", 192),
+    "decode_kv": ("IMMA", 96),
     "decode_pages": ("HMMA", 192),
     "decode_pages_int8": ("IMMA", 96),
     "dequantize": ("I2FP", 32),
@@ -79,6 +82,7 @@ INSTRUCTION = {
     "quantize": ("FMUL", 256),
     "sm90_bwd": ("HGMMA", 32),  # half of them of dK and dV, at head_dim 64
     "sm90_decode": ("HMMA", 192),
+    "sm90_decode_kv": ("IMMA", 96),
     "sm90_decode_pages": ("HMMA", 192),
     "sm90_decode_pages_int8": ("IMMA", 96),
     "sm90_fwd": ("HGMMA", 12),
@@ -105,40 +109,62 @@ needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test
 
 
 def units_of(row: dispatch.Variant, arch: int) -> list[Unit]:
-    """The units that serve a variant; several variants may share them. Those with batch_invariant are left out: at
-    head_dim 256 `decode` has spills there on sm_75 and sm_80 (docs/log/decode.md, Open). `covering` has Hopper's."""
+    """The units that serve a variant; several variants may share them."""
     served = (row.precision, row.kv)
     specs = (
         spec
         for spec in cuda.specs(row.kernel, arch)
-        if (spec.precision, spec.kv) == served and not spec.batch_invariant
+        if (spec.precision, spec.kv) == served and not spills(row.kernel, spec)
     )
     return list(dict.fromkeys(cuda.unit(row.kernel, spec) for spec in specs))
 
 
+# `decode` with batch_invariant at head_dim 256: docs/log/decode.md, Open.
+SPILLING = {75: ("arrays", "pages", "kept"), 86: ("pages_int8",), 89: ("pages_int8",), 90: ("arrays", "pages")}
+
+
+def spills(kernel: dispatch.Kernel, spec: Spec) -> bool:
+    found = kernel.name == "decode" and spec.batch_invariant and spec.head_dim == 256
+    return found and spec.kv in SPILLING.get(spec.arch, ())
+
+
+def folder_of(row: dispatch.Variant) -> Path:
+    return cuda.unit_of(row, row.dtypes[0], 128, 90).source.parent
+
+
+# Variants that have one code for all architectures. A kernel's own files are the only ones that may ask for QF_ARCH:
+# test_one_code_asks_for_no_architecture.
+ONE_CODE = [
+    row.name for row in CUDA_ROWS if not any("QF_ARCH" in path.read_text() for path in folder_of(row).iterdir())
+]
+
+
 def covering() -> list[Unit]:
     """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention on arrays
-    once for each architecture, but for one of 8.6 and 8.9 in turn, which have the same tiles; on its other kinds of k
-    and v for the first, where tiles pass through registers, and the last; the operations beside it for two
-    (test_whole_matrix has the others); dtypes and buckets in turn, a different one first for every kernel; of Hopper's
-    own `sm90_fwd` for four head dims, `sm90_decode` for two, and those that quantize, which nvcc takes long for, once.
-    Hopper's are those that the other tests here look into."""
+    once for each architecture, but for one of 8.6 and 8.9 in turn, which have the same tiles; those of ONE_CODE, and
+    its other kinds of k and v, for the first, where tiles pass through registers, and the last; the operations beside
+    it for two, those of ONE_CODE for Hopper alone (test_whole_matrix has the others); dtypes and buckets in turn, a
+    different one first for every kernel; of Hopper's own `sm90_fwd` for four head dims, `sm90_decode` for two, and
+    those that quantize, which nvcc takes long for, once. Hopper's are those that the other tests here look into."""
     kinds = (("float16", 64), ("float16", 112), ("bfloat16", 256))
     chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in kinds]
     chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_fwd_pages"], "float16", 64, 90))  # 32 registers a producer
     chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_bwd"], "float16", 64, 90))  # another tile of dQ
     chosen += [hopper_unit(row.name) for row in HOPPERS_OWN]
     chosen += [cuda.unit_of(dispatch.VARIANTS[name], "bfloat16", 256, 90) for name in DECODING]  # all 255 registers
-    chosen += [other_scores(row.name) for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
+    scored = [row for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
+    once = {row.kernel.name: row for row in reversed(scored)}.values()  # QK^T is the same in every precision
+    chosen += [other_scores(row.name) for row in once]
     invariant = [row for row in CUDA_ROWS if row.kernel.per_batch_invariance and row.kv == "arrays"]
     chosen += [
         cuda.unit(row.kernel, replace(row.spec(90, *on_hopper(row.name)), batch_invariant=True)) for row in invariant
     ]
     chosen.append(cuda.unit_of(dispatch.VARIANTS[GEMM[0]], "int32", 0, 90))  # a dtype of products alone
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
-        older = [ARCHES[first % 4]]
+        older = [] if row.name in ONE_CODE else [ARCHES[first % 4]]
         if row.kernel.op in ("attention", "attention_backward"):
-            older = [75, 80, (86, 89)[first % 2]] if row.kv == "arrays" else [75]
+            few = row.kv != "arrays" or row.name in ONE_CODE
+            older = [75] if few else [75, 80, (86, 89)[first % 2]]
         for turn, arch in enumerate(older, start=first):
             if units := units_of(row, arch):
                 chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a variant has
@@ -217,6 +243,8 @@ def check_hopper_instructions(opcodes: list[str], kernel: str) -> None:
     else:
         assert names.count("HMMA") <= 16 and "USETMAXREG" in names, (names.count("HMMA"), set(names))
     assert {"UTMALDG", "SYNCS"} <= set(names), set(names)
+    if kernel == "sm90_decode_kv":  # K's integers, V's 16 bits
+        assert {"HMMA", "IMMA"} <= set(names), set(names)
     if kernel == "sm90_decode_pages_int8":  # V's bytes are spread, not converted; scales come as runs of bytes
         assert {"HMMA", "PRMT", "UBLKCP"} <= set(names), set(names)
     assert not {"LDL", "STL"} & set(names), set(names)
@@ -257,6 +285,14 @@ def test_the_covering_set_covers():
         values = [{dict(unit.defines).get(axis) for unit in some} for some in (units, everything)]
         assert values[0] == values[1], axis
     assert {row.name for row in CUDA_ROWS} == set(INSTRUCTION)
+
+
+def test_one_code_asks_for_no_architecture():
+    """What kernels include gets the architecture as an argument."""
+    assert {"fa_bwd", "unfused", "softmax"} <= set(ONE_CODE) and not {"fa", "fa_mma", "decode"} & set(ONE_CODE)
+    headers = [path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh")]
+    outside = [path for path in headers if path.relative_to(CSRC).parts[0] not in ("kernels", "standalone")]
+    assert not [path.name for path in outside if "QF_ARCH" in path.read_text()]
 
 
 def test_the_hopper_check_can_fail():
@@ -512,7 +548,7 @@ def test_a_library_of_kept_keys_opens_and_explains_itself_without_a_driver(compi
 
 
 def kept_plan(variant: dispatch.Variant, x: Array) -> Plan:
-    """quantize_kv of x and x, or attention of x on that."""
+    """quantize_kv of x and x, or attention of x, or of a few rows like it, on that."""
     precision = variant.precision
     made = QUANTIZE_KV.plan(x, x, None, None, None, None, precision, "nearest", 0, False, None)
     if variant.kernel.op == "quantize_kv":
@@ -521,7 +557,8 @@ def kept_plan(variant: dispatch.Variant, x: Array) -> Plan:
     names = [name.removeprefix("kv.") for name in ATTENTION_KEPT.arrays[1:10]]
     kept = [parts.get(KV_FIELDS[name], x if name == "v" else None) for name in names]
     words = (precision, x.dtype, True, None, None, 0.1, None, None, False, True, False)
-    return ATTENTION_KEPT.plan(x, *kept, *[None] * 5, *words)
+    q = Array((1, 4, *x.shape[2:]), None, x.dtype, x.device) if variant.kernel.few_rows else x
+    return ATTENTION_KEPT.plan(q, *kept, *[None] * 5, *words)
 
 
 def driver_present() -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qflash import dispatch, reference
+from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY
 from qflash.testing import BY_NAME, Case, cases
 from qflash.testing.case import Rotary
 from qflash.testing.compare import GRADIENT_L2, check_same_bits, errors
@@ -34,6 +35,20 @@ MASKED = [
 ]
 # Values that are not finite, in q, k, v, where some rows of their tiles see them and some do not.
 NONFINITE = [case for case in cases("full") if case.plant]
+# Kernels that may keep dS in the workspace, which the emulator fills with NaN. They do, unless told otherwise.
+KEEPING = ["sm90_bwd", "fa_mma_bwd"]
+# Strips of dS of every kind (attn/backward/ds_tiles.h), odd and even numbers of tiles, and tiles that are kept in part.
+STRIPS = [
+    Case("folded_odd", 300, 300, 4, 2, 64, batch=2, dtype="bfloat16", causal=True, seed=11),
+    Case("folded_even", 250, 250, 3, 1, 128, dtype="float16", causal=True, seed=12),
+    Case("folded_apart", 190, 330, 2, 2, 64, dtype="bfloat16", causal=True, kv_lens=(201,), seed=13),
+    Case("folded_ahead", 330, 190, 2, 1, 64, dtype="float16", window=(-1, 70), seed=14),
+    Case("round", 500, 500, 2, 1, 64, dtype="bfloat16", window=(60, 5), seed=15),
+    Case("round_apart", 260, 420, 2, 2, 128, dtype="bfloat16", window=(100, 30), kv_lens=(391,), seed=16),
+    Case("left_alone", 200, 200, 2, 1, 128, dtype="float16", window=(50, -1), seed=17),
+    Case("softcap", 130, 140, 4, 1, 128, dtype="bfloat16", causal=True, softcap=20.0, seed=18),
+    Case("rotated", 150, 150, 4, 2, 128, dtype="float16", causal=True, rope=Rotary(64, False), seed=19),
+]
 
 
 def by_name(case: Case) -> str:
@@ -46,11 +61,61 @@ def test_contract(library, case, kernel):
     check_gradients_of(library, case, kernel)
 
 
+@pytest.mark.parametrize("kernel", KEEPING)
+@pytest.mark.parametrize("case", STRIPS, ids=by_name)
+def test_strips_of_stored_ds(library, case, kernel):
+    check_gradients_of(library, case, kernel)
+
+
+@pytest.mark.parametrize("kernel", KEEPING)
+@pytest.mark.parametrize("case", QUICK + FEW_KEYS + MASKED + STRIPS, ids=by_name)
+def test_contract_with_ds_computed_again(library, case, kernel):
+    check_gradients_of(library, case, kernel, memory=0)
+
+
+@pytest.mark.parametrize("kernel", KEEPING)
+@pytest.mark.parametrize("case", NONFINITE, ids=by_name)
+@pytest.mark.parametrize("memory", [0, DEFAULT_BACKWARD_MEMORY], ids=["recomputed", "stored"])
+def test_values_that_are_not_finite(library, case, kernel, memory):
+    check_gradients_of(library, case, kernel, memory=memory)
+
+
+def one_column(case: Case) -> int:
+    """Bytes that dS of one pair of a sequence and a KV head needs at most."""
+    query_tiles, key_tiles = (case.q_len + 63) // 64, (case.k_len + 63) // 64
+    return case.q_heads // case.kv_heads * (query_tiles + 1) * key_tiles * 64 * 64 * 2
+
+
+@pytest.mark.parametrize("kernel", KEEPING)
+@pytest.mark.parametrize("name", ["folded_odd", "left_alone", "round_apart"])
+def test_sections_of_stored_ds_have_the_same_bits(library, kernel, name):
+    case = next(replace(case, batch=3, kv_lens=None) for case in STRIPS if case.name == name)
+    want = run_gradients(library, case, kernel)
+    for columns in (1, 2):
+        got = run_gradients(library, case, kernel, memory=columns * one_column(case))
+        check_same_bits(case, want, got, names=NAMES)
+
+
+@pytest.mark.parametrize("kernel", KEEPING)
+def test_too_little_room_for_ds_computes_it_again(library, kernel):
+    case = Case("little_room", 100, 100, 2, 1, 64, dtype="bfloat16", causal=True, seed=20)
+    want = run_gradients(library, case, kernel, memory=0)
+    got = run_gradients(library, case, kernel, memory=2 * 64 * 64 * 2)
+    check_same_bits(case, want, got, names=NAMES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", cases("full"), ids=by_name)
 def test_contract_in_full(library, case, kernel):
     check_gradients_of(library, case, kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KEEPING)
+@pytest.mark.parametrize("case", cases("full") + list(random_cases(20, seed=23)), ids=by_name)
+def test_contract_in_full_with_ds_computed_again(library, case, kernel):
+    check_gradients_of(library, case, kernel, memory=0)
 
 
 @pytest.mark.slow
@@ -61,9 +126,15 @@ def test_random_problems(library, case, kernel):
 
 
 @pytest.mark.parametrize("kernel", PORTABLE)
-@pytest.mark.parametrize(("name", "arch"), [("dim_128", 75), ("dim_256", 86), ("causal", 75)])
+@pytest.mark.parametrize(("name", "arch"), [("dim_128", 75), ("dim_256", 86), ("dim_256", 75), ("causal", 75)])
 def test_tile_shapes_of_other_architectures(library, name, kernel, arch):
     check_gradients_of(library, BY_NAME[name], kernel, arch)
+
+
+@pytest.mark.parametrize("kernel", [name for name in KEEPING if name in PORTABLE])
+@pytest.mark.parametrize(("name", "arch"), [("dim_128", 75), ("dim_256", 86), ("causal", 80)])
+def test_ds_computed_again_in_tile_shapes_of_other_architectures(library, name, kernel, arch):
+    check_gradients_of(library, BY_NAME[name], kernel, arch, memory=0)
 
 
 @pytest.mark.slow
@@ -72,6 +143,8 @@ def test_tile_shapes_of_other_architectures(library, name, kernel, arch):
 @pytest.mark.parametrize("name", ["dim_20", "dim_40", "dim_72", "dim_128", "dim_136", "dim_256", "nan_k"])
 def test_all_tile_shapes(library, name, kernel, arch):
     check_gradients_of(library, BY_NAME[name], kernel, arch)
+    if kernel in KEEPING:
+        check_gradients_of(library, BY_NAME[name], kernel, arch, memory=0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import qflash
 from qflash import dispatch
-from qflash.testing import Case, paged
+from qflash.testing import Case, kept, paged
 from qflash.testing.compare import check_contract
 from qflash.testing.emulated_ops import EmulatedGpu
+from qflash.testing.oracle import integers_of
 
 DECODE = ("sm90_decode", "decode")
 # Lengths that have one split, several, as many as there can be and none; and a last split that is not full.
@@ -44,6 +47,7 @@ class Batch:
         if self.variant.precision != "native":
             self.words["precision"] = self.variant.precision
         self.kv = paged.on_pages(self.case, self.inputs, variant, 32).kv if paged.is_paged(variant) else None
+        self.kept = kept.on_kept(self.case, self.inputs).kv if kept.is_kept(variant) else None
 
     def run(self, which=slice(None), processors=3, lengths=True, **words):
         """(out, lse) of some sequences. lengths: False cuts arrays to the length of the one, which is not told."""
@@ -57,10 +61,21 @@ class Batch:
                 table = table[:, : -(-int(lens[0]) // self.kv.page_size)]
             kv = qflash.PagedKV(self.kv.k_pages, self.kv.v_pages, table, lens, *parts)
             return qflash.attention(q, kv, **words)
+        if self.kept is not None:
+            return qflash.attention(q, self.quantized(which, lengths), **words)
         if lengths:
             return qflash.attention(q, k, v, kv_lens=np.array(self.lens, np.int32)[which], **words)
         length = self.lens[which.start]
         return qflash.attention(q, k[:, :length], v[:, :length], **words)
+
+    def quantized(self, which, lengths):
+        """The QuantizedKV of some sequences, as `run` wants them."""
+        length = None if lengths else self.lens[which.start]
+        cuts = {"k": length, "v": length, "k_scale": length and -(-length // 64)}
+        parts = {name: getattr(self.kept, name)[which] for name in ("k", "k_scale", "k_mean", "k_nonfinite", "v")}
+        for name, end in cuts.items():
+            parts[name] = np.ascontiguousarray(parts[name][..., :end] if name == "k_scale" else parts[name][:, :end])
+        return dataclasses.replace(self.kept, **parts, lens=self.kept.lens[which] if lengths else None)
 
     def check(self, together=PROCESSORS, alone=(5,)):
         first = self.run(processors=together[0])
@@ -73,14 +88,17 @@ class Batch:
         return first
 
 
-@pytest.mark.parametrize("variant", [*DECODE, "sm90_decode_pages", "decode_pages", "sm90_decode_pages_int8"])
+@pytest.mark.parametrize(
+    "variant",
+    [*DECODE, "sm90_decode_pages", "decode_pages", "sm90_decode_pages_int8", "sm90_decode_kv", "decode_kv"],
+)
 @pytest.mark.parametrize("words", [{"causal": True}, {"window": (600, 0)}, {"softcap": 20.0}], ids=str)
 def test_alone_and_beside_others(gpu, variant, words):
     batch = Batch(gpu, variant, **words)
     found = batch.check()
     assert gpu.launched[-1] == batch.variant.kernel.name
     if batch.variant.kv != "pages_int8":
-        check_contract(batch.case, *found)
+        check_contract(batch.case, *found, batch.variant.contract, integers=integers_of(variant))
 
 
 @pytest.mark.parametrize("kernel", DECODE)
@@ -106,7 +124,7 @@ def test_as_many_splits_as_there_can_be(gpu, kernel):
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize("kernel", DECODE)
+@pytest.mark.parametrize("kernel", [*DECODE, "sm90_decode_kv", "decode_kv", "decode_pages_int8"])
 def test_head_dims(gpu, kernel, head_dim):
     sinks = np.linspace(-1, 2, 8, dtype=np.float32)
     Batch(gpu, kernel, (1000, 600), 1, head_dim=head_dim, sinks=sinks).check((1, 5), (3,))

@@ -36,14 +36,23 @@ def test_every_tile_shape_under_every_mask(library, head_dim, dtype, mask):
     check_gradients_of(library, case, KERNEL)
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(96, "bfloat16"), (128, "float16"), (256, "bfloat16")])
+def test_every_tile_shape_without_memory_for_dS(library, head_dim, dtype, mask):
+    """dQ from S and dP, computed again."""
+    case = Case("again", 210, 330, 4, 2, head_dim, dtype=dtype, seed=head_dim, **MASKS[mask])
+    check_gradients_of(library, case, KERNEL, memory=0)
+
+
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("head_dim", [64, 192])
-def test_whoever_is_slow(library, head_dim, seed):
+@pytest.mark.parametrize(("head_dim", "memory"), [(64, 0), (128, 0), (128, 1 << 30), (192, 1 << 30)])
+def test_whoever_is_slow(library, head_dim, memory, seed):
     """Tiles that one consumer skips, work tiles of one step and of many: whichever warp falls behind must miss no phase
-    of a barrier."""
+    of a barrier, and no turn."""
     case = Case("slow", 300, 400, 3, 1, head_dim, causal=True, dtype="bfloat16", seed=1)
-    want = run_gradients(library, case, KERNEL, seed=100)
-    check_same_bits(case, want, run_gradients(library, case, KERNEL, seed=seed), names=NAMES)
+    want = run_gradients(library, case, KERNEL, seed=100, memory=memory)
+    got = run_gradients(library, case, KERNEL, seed=seed, memory=memory)
+    check_same_bits(case, want, got, names=NAMES)
     check_gradients(case, *want)
 
 

@@ -58,7 +58,7 @@ FAULTS = {
         Fault(TILES, "mbarrier_wait(&ring_.barriers->v_full[at_.stage], at_.parity);"), "long", EITHER, "",
     ),
     "K and V: bytes not expected": (
-        Fault(TILES, "mbarrier_arrive_expect(full, Tile::kBytes);"), "long", "complaint", "",
+        Fault(TILES, "mbarrier_arrive_expect(full, tile.kBytes);"), "long", "complaint", "",
     ),
     "K and V: empty": (
         Fault(TILES, "mbarrier_wait(&barriers.empty[at.stage], at.parity ^ 1);"), "long", EITHER, "",

@@ -13,11 +13,11 @@ from qflash.testing.faults import Fault, Faults
 
 KERNEL, DTYPE = "sm90_bwd", "bfloat16"
 SEEDS = range(24)
-BLOCK, PRODUCER, INSPECT, CONSUMER, KEYS, QUERIES, SPLIT, SHARED = (
+BLOCK, PRODUCER, INSPECT, CONSUMER, KEYS, QUERIES, SPLIT, KEPT, SHARED = (
     f"attn/wgmma/backward/{name}.cuh"
     for name in (
         "block", "producer", "inspect", "consumer", "consumer_keys", "consumer_queries", "consumer_split",
-        "shared_memory",
+        "consumer_ds", "shared_memory",
     )
 )  # fmt: skip
 
@@ -32,8 +32,12 @@ CASES = {
     "short": Case("short", 60, 1000, 2, 1, 64, dtype=DTYPE),
     # A dynamic schedule, tiles that one consumer skips, tiles that are inspected.
     "causal": Case("causal", 330, 330, 2, 1, 64, causal=True, dtype=DTYPE, plant=NAN),
+    "narrow": Case("narrow", 1500, 1500, 2, 1, 64, window=(30, 0), dtype=DTYPE),
     # Rows of neighbours in the last tiles.
     "packed": Case("packed", q_lens=(100, 90, 70), k_lens=(150, 40, 90), q_heads=2, head_dim=64, dtype=DTYPE),
+    # Consumers that take turns, dS that is stored and multiplied; queries of four tiles of dS.
+    "again": Case("again", 600, 700, 2, 1, 96, dtype=DTYPE),
+    "causal again": Case("causal again", 500, 400, 2, 1, 96, causal=True, dtype=DTYPE, plant=NAN),
     # One consumer sums dV, the other dK.
     "split": Case("split", 260, 200, 2, 1, 192, dtype=DTYPE),
 }
@@ -86,19 +90,17 @@ FAULTS = {
     "columns: statistics before the stage is empty": (
         Fault(INSPECT, "at.wait_empty(*s.column_ring);"), "even", EITHER, "",
     ),
-    "columns: statistics and zeros of other lanes": (
-        Fault(INSPECT, "__syncwarp();", within="__syncwarp();  // what every lane wrote is in place"),
-        "long", EITHER, "",
+    "columns: statistics that nobody tells of": (
+        Fault(INSPECT, "mbarrier_arrive(&s.inspected[stage]);"), "even", "complaint", '"columns inspected, stage 0"',
     ),
     "columns: zeros known to wgmma": (Fault(INSPECT, "fence_proxy_async();"), "packed", "complaint", "fence"),
     "columns: not released": (
         Fault(CONSUMER, "at.previous().release(*s.column_ring);"), "even", "complaint", '"columns empty, stage 0"',
     ),
     "columns: skipped, not released": (
-        Fault(CONSUMER, "at.release(*s.column_ring);"), "causal", "complaint", '"columns empty',
+        Fault(CONSUMER, "at.release(*s.column_ring);"), "narrow", "complaint", '"columns empty',
     ),
-    "columns: released under the sums of keys": (Fault(KEYS, "wgmma_wait<2>();"), "tall", EITHER, ""),
-    "sums of keys: stored too early": (
+    "sums of keys: stored, or columns released, too early": (
         Fault(KEYS, "wgmma_wait<0>();", within="wgmma_wait<0>();\n    hold(dK[0]), hold(dV[0]);"), "even", EITHER, "",
     ),
     "columns: released under the sum of queries": (
@@ -126,20 +128,53 @@ EXCHANGE = {
     "P: not released": (
         Fault(SPLIT, "exchange_at.release(*s.exchange_ring);"), "split", "complaint", '"P empty, stage 0"',
     ),
-    "P: words of other lanes": (
-        Fault(SPLIT, "__syncwarp();", within="__syncwarp();  // every lane's words are there"), "split", EITHER, "",
-    ),
     "columns: released under a sum": (
         Fault(SPLIT, "wgmma_wait<0>();", within="wgmma_wait<0>();\n    hold(sums[0]);"), "split", EITHER, "",
     ),
+}  # fmt: skip
+ALTERNATING = {
+    "columns: released under the sums of keys": (Fault(KEYS, "wgmma_wait<2>();"), "again", EITHER, ""),
+    "alternating: not passed": (
+        Fault(KEYS, "this->let_other_issue();", within="this->let_other_issue();\n    if constexpr"),
+        "again", "complaint", "barrier",
+    ),
+    "alternating: not passed past tiles that are skipped": (
+        Fault(CONSUMER, "wait_to_issue(), let_other_issue();"), "causal again", "complaint", "barrier",
+    ),
+    "alternating: not passed at the end": (
+        Fault(KEYS, "this->let_other_issue();", within="this->let_other_issue();\n      if (head"),
+        "again", "complaint", "barrier",
+    ),
+    "dP: started before it is preset": (
+        Fault(KEYS, "of.preset(dP);"), "again", EITHER, "",
+    ),
+    "dS: full": (Fault(CONSUMER, "at.wait_full(*s.column_ring);"), "again", EITHER, ""),
+    "dS: empty": (
+        Fault(PRODUCER, "at.wait_empty(*s.column_ring);", within="at.wait_empty(*s.column_ring);\n  mbarrier"),
+        "again", EITHER, "",
+    ),
+    "dS: fewer bytes expected": (
+        Fault(PRODUCER, "bytes += meets(c) ? kDsTileBytes : 0;"), "again", EITHER, "",
+    ),
+    "dS: not copied": (
+        Fault(PRODUCER, "copy_bytes(s_ds + c * kDsTileBytes, g_tile, kDsTileBytes, full);"),
+        "causal again", "complaint", '"columns full',
+    ),
+    "dS: of another consumer": (
+        Fault(PRODUCER, "copy_bytes(s_ds + c * kDsTileBytes, g_tile, kDsTileBytes, full);",
+              "copy_bytes(s_ds, g_tile, kDsTileBytes, full);"), "again", EITHER, "",
+    ),
+    "dS: released under its product": (
+        Fault(KEPT, "wgmma_wait<1>();"), "again", EITHER, "",
+    ),
+    "dQ: stored too early": (Fault(KEPT, "wgmma_wait<0>();"), "again", EITHER, ""),
 }  # fmt: skip
 # What changes no result while there are as many stages of columns as of P: whoever leaves P(n + 2) has got columns
 # whose stage the other consumer released, after it took P(n). The ring does not count on that.
 HARMLESS = {
     "P: empty": Fault(SPLIT, "exchange_at.wait_empty(*s.exchange_ring);"),
-    "P: taken by every lane": Fault(SPLIT, "__syncwarp();", within="__syncwarp();  // every lane has read its own"),
 }
-HEAD_DIMS = {"frame": (64, FAULTS), "exchange": (192, EXCHANGE)}
+HEAD_DIMS = {"frame": (64, FAULTS), "alternating": (96, ALTERNATING), "exchange": (192, EXCHANGE)}
 
 
 @pytest.fixture(scope="module")
@@ -177,4 +212,5 @@ def test_what_changes_no_result(provoked, name):
 
 @pytest.mark.parametrize("case", CASES)
 def test_without_a_fault_nothing_is_reported(provoked, case):
-    assert provoked("exchange" if case == "split" else "frame").provoke("", CASES[case], range(2)).kind == ""
+    table = next(table for table, (head_dim, _) in HEAD_DIMS.items() if head_dim == CASES[case].head_dim)
+    assert provoked(table).provoke("", CASES[case], range(2)).kind == ""

@@ -79,6 +79,16 @@ def test_an_exported_program_may_have_symbolic_sizes():
             np.testing.assert_array_equal(got, want)
 
 
+def test_an_exported_program_may_have_symbolic_heads():
+    (heads,) = export.symbolic_shape("heads")
+    program = export.export(jax.jit(gradients), platforms=["cpu"], disabled_checks=ALLOW)(
+        *[jax.ShapeDtypeStruct((2, 9, heads, 16), jnp.float32)] * 3
+    )
+    x = arrays()[0]
+    for got, want in zip(program.call(x, x, x), gradients(x, x, x), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_packed_calls_may_have_symbolic_sizes():
     """The number of sequences too, which is one less than there are offsets; max_seqlen may be above the total."""
     total_q, total_k, offsets = export.symbolic_shape("total_q, total_k, offsets")

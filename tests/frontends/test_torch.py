@@ -221,7 +221,7 @@ def test_threads_share_plans():
 
 def test_the_engine_runs_on_torchs_threads(monkeypatch):
     q, k, v = tensors()
-    words = (False, None, None, None, None, None, False, False, False, 0, 0)
+    words = (False, None, None, None, None, None, False, False, False, 0, 0, qflash.get_backward_memory())
     plan = launch.find_ready(ATTENTION, (q, k, v, *[None] * (len(ATTENTION.arrays) - 3)), words)
     engine, counts = plan.call, []
 

@@ -185,7 +185,7 @@ def test_compiled_whole(kernel):
 def test_opcheck():
     arrays = [x.cuda() for x in tensors()]
     qflash.attention(*arrays)  # first, because the front end defines the ops as it is loaded
-    words = (True, None, None, None, None, None, False, True, False, 0, 0)
+    words = (True, None, None, None, None, None, False, True, False, 0, 0, 0)
     torch.library.opcheck(torch.ops.qflash.attention.default, (*arrays, *[None] * 8, *words))
 
 
@@ -283,7 +283,7 @@ def test_gradients_on_another_stream_and_in_a_graph():
 def test_opcheck_of_gradients():
     arrays = [x.cuda() for x in tensors()]
     out, lse = qflash.attention(*arrays, return_lse=True)
-    words = (True, None, None, None, None, None, False, True, False, 0, 0)
+    words = (True, None, None, None, None, None, False, True, False, 0, 0, 0)
     operands = (torch.ones_like(out), torch.ones_like(lse), *arrays, *[None] * 8, out, lse)
     torch.library.opcheck(torch.ops.qflash.attention_backward.default, (*operands, *words))
 

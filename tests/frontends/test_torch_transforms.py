@@ -150,7 +150,7 @@ def extras(**given):
 
 def words(**given):
     """The words of ATTENTION, in order."""
-    plain = dict(zip(ATTENTION.words, (False, None, None, None, None, None, False, True, False, 0, 0), strict=True))
+    plain = dict(zip(ATTENTION.words, (False, None, None, None, None, None, False, True, False, 0, 0, 0), strict=True))
     return tuple((plain | given).values())
 
 

@@ -93,6 +93,13 @@ def test_gradients_cuda(case: Case, kernel: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [name for name in CUDA_BACKWARD if dispatch.BY_NAME[name].drops_ds is not None])
+@pytest.mark.parametrize("case", cases("full") + cases("large"), ids=by_name)
+def test_gradients_without_memory_for_ds_cuda(case: Case, kernel: str) -> None:
+    check_backward(suited(case, kernel, arch_of("cuda")), kernel, "native-cuda", memory=0)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", CUDA_BACKWARD)
 @pytest.mark.parametrize("bad", [-1, 41, 2**31 - 1])
 def test_a_length_out_of_range_on_the_gpu_makes_gradients_of_its_sequence_nan(bad: int, kernel: str) -> None:

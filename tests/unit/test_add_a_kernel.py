@@ -253,7 +253,7 @@ def test_a_folder_and_a_row_are_compiled_loaded_and_called(add, folder, scores):
     add(TOY_CUDA)
     x = Array((1, 3, 2, 72), (432, 144, 72, 1), "float32", "cuda:0")
     words = {"kernel": "toy", "precision": "int8", "causal": False, "return_lse": False, "interleaved": False}
-    words |= {"batch_invariant": False, **scores}
+    words |= {"batch_invariant": False, "backward_memory": 0, **scores}
     arrays = (x, x, x, *[None] * (len(ATTENTION.arrays) - 3))
     prepared = prepare(ATTENTION.plan(*arrays, *(words.get(word) for word in ATTENTION.words)), arch=90)
     assert prepared.kernel is TOY_CUDA

@@ -194,7 +194,7 @@ def fake_kv(monkeypatch, quantize_kv):
     for name in ("torch", "fa3"):
         monkeypatch.setattr(overhead, f"_{name}_ways", lambda arrays: iter(()))
     monkeypatch.setattr(qflash, "quantize_kv", quantize_kv)
-    monkeypatch.setattr(qflash, "attention", lambda q, kv: (tuple(q.shape), kv))
+    monkeypatch.setattr(qflash, "attention", lambda q, kv, kernel: (tuple(q.shape), kv))
     pytest.importorskip("torch")
     arrays = peers.Arrays(PRESETS["cuda-overhead"].cases[0], "cpu")
     assert len(arrays.torch) == 3  # made before the device is said to be another

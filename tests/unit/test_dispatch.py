@@ -118,6 +118,42 @@ def test_kv_is_quantized_on_hopper_alone(op: str, kv: str) -> None:
                 dispatch.choose(other)
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim", "precision", "kernel"),
+    [
+        (90, "bfloat16", 128, "int8", "sm90_decode"),
+        (90, "float16", 72, "int8", "sm90_decode"),
+        (80, "bfloat16", 128, "int8", "decode"),
+        (75, "float16", 256, "int8", "decode"),
+        (90, "bfloat16", 128, "int8_fp8", "sm90_int8"),
+    ],
+)
+def test_few_queries_on_kept_keys_are_decoded(arch, dtype, head_dim, precision, kernel) -> None:
+    """A QuantizedKV with values in 16 bits; those in E4M3 stay with the kernel that multiplies them so."""
+    spec = Spec("cuda", arch, dtype, head_dim, precision, kv="kept", few_rows=True, sinks=True, batch_invariant=True)
+    assert dispatch.choose(spec).name == kernel
+    if precision == "int8_fp8":
+        why = dict((name, reason) for name, _, reason in dispatch.verdicts(spec))["sm90_decode"]
+        assert why == 'takes qflash.QuantizedKV of precision "int8", not "int8_fp8"'
+        return
+    rows = {name: verdict for name, verdict, _ in dispatch.verdicts(spec)}
+    assert rows["sm90_int8"] == ("could" if arch == 90 else "no")
+    with pytest.raises(NoKernelError, match="takes up to 64 rows of queries a KV head"):
+        dispatch.choose(replace(spec, few_rows=False), kernel)
+    with pytest.raises(NoKernelError, match='takes precision None, not "int8"'):  # of arrays: nobody quantized them
+        dispatch.choose(replace(spec, kv="arrays"), kernel)
+
+
+def test_variants_of_the_decode_kernels() -> None:
+    for name in ("sm90_decode", "decode"):
+        found = {row.name: (row.precision, row.kv) for row in dispatch.VARIANTS.values() if row.kernel.name == name}
+        assert found == {
+            name: ("native", "arrays"), f"{name}_kv": ("int8", "kept"), f"{name}_pages": ("native", "pages"),
+            f"{name}_pages_int8": ("native", "pages_int8"),
+        }  # fmt: skip
+        assert dispatch.VARIANTS[f"{name}_kv"].contract == "int8"
+
+
 def test_buckets_of_the_quantized_kernels_of_hopper() -> None:
     for name, libraries in (
         ("sm90_int8", 24),

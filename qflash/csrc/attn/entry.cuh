@@ -4,6 +4,7 @@
 #include "attn/kv.h"
 #include "attn/schedule.cuh"
 #include "common/launch.cuh"
+#include "quant/sm90/kept.h"
 
 namespace qf {
 
@@ -31,6 +32,21 @@ inline int check_pages(const QfAttnParams* p, int dtype) {
 inline int check_int8_pages(const QfAttnParams* p, int dtype) {
   if (const int status = check_params(p, dtype)) return status;
   return kv_is_int8_pages(*p) && scales_copy_in_runs(*p) ? QF_OK : QF_UNSUPPORTED;
+}
+
+// The same for what quantize_kv leaves, in one precision.
+inline int check_kept(const QfAttnParams* p, int dtype, int precision) {
+  if (const int status = check_params(p, dtype, precision)) return status;
+  const bool kept = is_kept(p->kv, precision, dtype, p->batch, p->k_len, p->kv_heads, p->head_dim);
+  return kept && !p->cu_seqlens_k ? QF_OK : QF_UNSUPPORTED;
+}
+
+// The same for a kernel that decodes one kind of K and V: what quantize_kv left in INT8, arrays or pages.
+template <int kKind>
+int check_kv(const QfAttnParams* p, int dtype) {
+  if constexpr (kKind == QF_KV_KEPT) return check_kept(p, dtype, QF_INT8);
+  if constexpr (kKind == QF_KV_PAGES_INT8) return check_int8_pages(p, dtype);
+  return kKind == QF_KV_PAGES ? check_pages(p, dtype) : check_arrays(p, dtype);
 }
 
 // The same for a rung that leaves out rope, packed arrays and sinks, as its row of dispatch.KERNELS says.

@@ -92,7 +92,7 @@ QF_TABLE(QfAttnParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(prec
 
 QF_TABLE(QfAttnBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(reserved), QF_MEMBER(fwd), QF_MEMBER(dout),
          QF_MEMBER(dlse), QF_MEMBER(dq), QF_MEMBER(dk), QF_MEMBER(dv), QF_MEMBER(dsinks), QF_MEMBER(workspace),
-         QF_MEMBER(workspace_bytes));
+         QF_MEMBER(workspace_bytes), QF_MEMBER(ds_bytes));
 
 QF_TABLE(QfQuantizeKvParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(precision), QF_MEMBER(batch),
          QF_MEMBER(k_len), QF_MEMBER(kv_heads), QF_MEMBER(head_dim), QF_MEMBER(rounding), QF_MEMBER(num_threads),

@@ -1,8 +1,6 @@
 // What the caller of an emulated library sets and asks.
 #pragma once
 
-#include "emulate/scheduler.h"
-
 namespace emulate {
 
 inline unsigned seed = 0;  // of the schedule of the launches to come
@@ -13,38 +11,17 @@ inline int device = 2;
 
 }  // namespace emulate
 
-#define QF_EMULATE_EXPORT extern "C" __attribute__((visibility("default"), used)) inline
+#define QF_EMULATE_EXPORT extern "C" __attribute__((visibility("default"), used))
 
 // Launches from here on run in an order drawn from `seed`, on a device of so many multiprocessors: 1 to 64. Returns 0,
 // or 1 for a number of multiprocessors that no device has.
-QF_EMULATE_EXPORT int qf_emulate_schedule(int seed, int multiprocessors) {
-  emulate::complaint.clear();
-  if (multiprocessors < 1 || multiprocessors > emulate::kDevices) return 1;
-  emulate::seed = unsigned(seed);
-  emulate::device = multiprocessors - 1;
-  return 0;
-}
+QF_EMULATE_EXPORT int qf_emulate_schedule(int seed, int multiprocessors);
 
 // What went wrong in the last launch; "" where nothing did.
-QF_EMULATE_EXPORT const char* qf_emulate_complaint() { return emulate::complaint.c_str(); }
+QF_EMULATE_EXPORT const char* qf_emulate_complaint();
 
 // Launches from here on run in the time of trace.h, and are recorded; 0: as `seed` says, and are not.
-QF_EMULATE_EXPORT void qf_emulate_trace(int on) {
-  emulate::timed = on != 0;
-  emulate::spans.clear();
-  emulate::launches = 0;
-  emulate::launch_begin = emulate::last_end = 0;
-}
+QF_EMULATE_EXPORT void qf_emulate_trace(int on);
 
 // What was recorded, a line each: kind, launch, block, warp, begin, end, name, with tabs between.
-QF_EMULATE_EXPORT const char* qf_emulate_spans() {
-  static std::string text;
-  text.clear();
-  for (const emulate::Span& span : emulate::spans) {
-    text += span.kind;
-    for (uint64_t number : {uint64_t(span.launch), uint64_t(span.block), uint64_t(span.warp), span.begin, span.end})
-      text += '\t' + std::to_string(number);
-    text += '\t' + span.name + '\n';
-  }
-  return text.c_str();
-}
+QF_EMULATE_EXPORT const char* qf_emulate_spans();

@@ -2,38 +2,10 @@
 // barrier.
 #pragma once
 
-#include <cstring>
-
-#include "emulate/scheduler.h"
-#include "emulate/trace.h"
-
 namespace emulate {
 
-inline void cp_async(void* to, const void* from, int bytes, bool valid) {
-  self().issued.push_back({to, from, bytes, valid});
-}
-inline void cp_async_commit() {
-  Fiber& fiber = self();
-  fiber.groups.push_back(std::move(fiber.issued));
-  fiber.issued.clear();
-  fiber.arrivals.push_back(fiber.clock + kCopyLatency);
-}
-inline void cp_async_wait(int pending) {
-  auto& groups = self().groups;
-  while (int(groups.size()) > pending) {
-    for (const ThreadCopy& copy : groups.front()) {
-      if (copy.valid)
-        memcpy(copy.to, copy.from, copy.bytes);
-      else
-        memset(copy.to, 0, copy.bytes);
-    }
-    groups.erase(groups.begin());
-    Fiber& fiber = self();
-    const uint64_t begin = fiber.clock;
-    fiber.clock = std::max(fiber.clock, fiber.arrivals.front());
-    fiber.arrivals.erase(fiber.arrivals.begin());
-    waited(begin, "cp.async");
-  }
-}
+void cp_async(void* to, const void* from, int bytes, bool valid);
+void cp_async_commit();
+void cp_async_wait(int pending);
 
 }  // namespace emulate

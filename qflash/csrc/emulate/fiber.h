@@ -4,8 +4,8 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "emulate/observer.h"
@@ -46,55 +46,19 @@ struct Fiber {
 };
 
 constexpr int kStackBytes = 256 * 1024, kMostThreads = 1024;
-inline Fiber fibers[kMostThreads];
+extern Fiber fibers[kMostThreads];
 inline jmp_buf scheduler;
-inline bool timed = false;          // threads take turns in the time of trace.h
-inline bool running = false;        // a thread of the kernel
-inline std::function<void()> body;  // of the kernel
+inline bool timed = false;         // threads take turns in the time of trace.h
+inline bool running = false;       // a thread of the kernel
+extern void (*body)(const void*);  // the kernel, as one thread runs it
+extern const void* body_arguments;
 
 inline Fiber& self() { return fibers[threadIdx.x]; }
 
-inline void wait_for(Waits what) {
-  Fiber& fiber = self();
-  fiber.waits = what;
-  observe(Event::kWaits, int(what));
-  if (!_setjmp(fiber.place)) _longjmp(scheduler, 1);
-}
-
-inline void wait_for(const Condition& condition) {
-  if (!timed && condition.happened(condition.object, condition.argument)) return;
-  self().condition = condition;
-  wait_for(Waits::kCondition);
-}
-
-inline void fiber_main() {
-  for (;;) {
-    body();
-    wait_for(Waits::kDone);
-  }
-}
+void wait_for(Waits what);
+void wait_for(const Condition& condition);
 
 // Lets a thread run until it waits.
-inline void resume(int thread) {
-  Fiber& fiber = fibers[thread];
-  threadIdx.x = unsigned(thread);
-  ++turns;
-  observe(Event::kRuns, 0);
-  if (_setjmp(scheduler)) {
-    running = false;
-    return;
-  }
-  running = true;
-  if (fiber.started) _longjmp(fiber.place, 1);
-  fiber.started = true;
-  if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
-  ucontext_t context;
-  getcontext(&context);
-  context.uc_stack.ss_sp = fiber.stack.get();
-  context.uc_stack.ss_size = kStackBytes;
-  context.uc_link = nullptr;
-  makecontext(&context, fiber_main, 0);
-  setcontext(&context);
-}
+void resume(int thread);
 
 }  // namespace emulate

@@ -1,15 +1,10 @@
 // Who runs next: the threads of a block take turns until all are done or none can go on.
 #pragma once
 
-#include <cmath>
-#include <initializer_list>
+#include <cstdint>
 #include <random>
 
-#include "emulate/complaint.h"
-#include "emulate/guard.h"
-#include "emulate/named_barrier.h"
-#include "emulate/names.h"
-#include "emulate/trace.h"
+#include "emulate/fiber.h"
 
 namespace emulate {
 
@@ -19,189 +14,14 @@ struct Extension {
   virtual void end() = 0;
 };
 
-constexpr unsigned kMostPatience = 64;  // turns for which somebody is slow
 inline Extension* extension = nullptr;
 inline std::mt19937* order = nullptr;  // what is left to chance
 inline int block_threads, block_shared_bytes;
 inline int or_sum, or_result;  // of __syncthreads_or
 
-// Lets a thread run if it may. Returns whether it did.
-inline bool go_on(int thread) {
-  Fiber& fiber = fibers[thread];
-  const Condition& condition = fiber.condition;
-  if (fiber.waits == Waits::kCondition && condition.happened(condition.object, condition.argument))
-    fiber.waits = Waits::kNot;
-  if (fiber.waits != Waits::kNot) return false;
-  resume(thread);
-  return true;
-}
-
-// Lets every thread of `members` that may run, and is not slow, do so; then, if all that are left wait for the same
-// thing of the kinds given, lets them go on. Returns whether anything moved.
-inline bool turn(const std::vector<int>& members, std::initializer_list<Waits> kinds) {
-  bool moved = false;
-  for (int thread : members)
-    if (!fibers[thread].slow) moved |= go_on(thread);
-  for (Waits kind : kinds) {
-    bool all = true, any = false;
-    for (int thread : members) {
-      all &= fibers[thread].waits == kind || fibers[thread].waits == Waits::kDone;
-      any |= fibers[thread].waits == kind;
-    }
-    if (!all || !any) continue;
-    if (kind == Waits::kBlock) or_result = or_sum, or_sum = 0;
-    for (int thread : members)
-      if (fibers[thread].waits == kind) fibers[thread].waits = Waits::kNot;
-    moved = true;
-  }
-  return moved;
-}
-
-// Threads in the order of their turns: warps shuffled, and lanes within each.
-struct Turns {
-  std::vector<std::vector<int>> warps;
-  std::vector<int> block;
-
-  explicit Turns(int threads) : warps(size_t(threads + 31) / 32) {
-    for (int t = 0; t < threads; ++t) {
-      warps[size_t(t) / 32].push_back(t);
-      block.push_back(t);
-    }
-    for (auto& warp : warps) std::shuffle(warp.begin(), warp.end(), *order);
-    std::shuffle(warps.begin(), warps.end(), *order);
-  }
-};
-
-inline void begin_block(int threads, int shared_bytes) {
-  std::fill_n(s_memory, size_t(shared_bytes) / sizeof(float4), make_float4(NAN, NAN, NAN, NAN));
-  block_threads = threads;
-  block_shared_bytes = shared_bytes;
-  extension = nullptr;
-  or_sum = 0;
-  std::fill_n(named_barriers, kNamedBarriers, NamedBarrier{});
-  for (int t = 0; t < threads; ++t) {
-    Fiber& fiber = fibers[t];
-    fiber.waits = Waits::kNot;
-    fiber.gathers = 0;
-    fiber.slow = false;
-    fiber.issued.clear();
-    fiber.groups.clear();
-    fiber.arrivals.clear();
-    fiber.clock = launch_begin;
-    fiber.span = ~size_t(0);
-  }
-  begin_names(threads);
-  observe(Event::kBlockBegins, threads);
-}
-
-// When a thread can go on, in the time of trace.h; kNever where it cannot.
-constexpr uint64_t kNever = ~uint64_t(0);
-inline uint64_t ready_at(const Fiber& fiber) {
-  const Condition& condition = fiber.condition;
-  if (fiber.waits == Waits::kNot) return fiber.clock;
-  if (fiber.waits != Waits::kCondition || !condition.happened(condition.object, condition.argument)) return kNever;
-  return std::max(fiber.clock, condition.since(condition.object, condition.argument));
-}
-
-// Threads that met go on at the time of the last of them, if all that are left of `members` wait for that.
-inline bool meet(const std::vector<int>& members, Waits kind) {
-  uint64_t last = 0;
-  bool any = false;
-  for (int thread : members) {
-    const Fiber& fiber = fibers[thread];
-    if (fiber.waits == Waits::kDone) continue;
-    if (fiber.waits != kind) return false;
-    last = std::max(last, fiber.clock);
-    any = true;
-  }
-  if (!any) return false;
-  if (kind == Waits::kBlock) or_result = or_sum, or_sum = 0;
-  for (int thread : members)
-    if (fibers[thread].waits == kind) fibers[thread].waits = Waits::kNot, fibers[thread].clock = last;
-  return true;
-}
-
-// The warp that is earliest goes on, until none can.
-inline void run_in_time(std::vector<std::vector<int>>& warps, const std::vector<int>& block) {
-  for (auto& warp : warps) std::sort(warp.begin(), warp.end());
-  std::sort(warps.begin(), warps.end());
-  while (complaint.empty()) {
-    uint64_t earliest = kNever;
-    const std::vector<int>* next = nullptr;
-    for (const auto& warp : warps) {
-      meet(warp, Waits::kWarp) || meet(warp, Waits::kShuffle);
-      for (int thread : warp)
-        if (ready_at(fibers[thread]) < earliest) earliest = ready_at(fibers[thread]), next = &warp;
-    }
-    if (!next && meet(block, Waits::kBlock)) continue;
-    if (!next) return;
-    for (int thread : *next) {
-      const uint64_t ready = ready_at(fibers[thread]);
-      if (ready == kNever) continue;
-      fibers[thread].clock = ready;
-      go_on(thread);
-    }
-  }
-}
-
-// Returns false when the block is stuck or a thread failed: `complaint` says why.
-inline bool run_block(int threads, int shared_bytes) {
-  begin_block(threads, shared_bytes);
-  Turns turns_of(threads);
-  if (timed) run_in_time(turns_of.warps, turns_of.block);
-  // With an extension, threads depend on each other in more ways than barriers of the block: one warp or lane at a time
-  // is so slow that it goes on only when no other can.
-  std::vector<int> slow;
-  unsigned patience = 0;
-  for (bool moved = !timed; moved && complaint.empty();) {
-    moved = false;
-    if (extension && patience-- == 0) {
-      for (int t : slow) fibers[t].slow = false;
-      slow = turns_of.warps[(*order)() % turns_of.warps.size()];
-      if ((*order)() % 2) slow.resize(1);
-      for (int t : slow) fibers[t].slow = true;
-      patience = (*order)() % kMostPatience;
-    }
-    for (const auto& warp : turns_of.warps)
-      while (turn(warp, {Waits::kWarp, Waits::kShuffle})) moved = true;
-    moved |= turn(turns_of.block, {Waits::kBlock});
-    if (!moved && extension && (*order)() % 2) moved = extension->idle();
-    if (moved) continue;
-    for (int t : slow) moved |= go_on(t);
-    if (!moved && extension) moved = extension->idle();
-  }
-  const bool done =
-      std::all_of(turns_of.block.begin(), turns_of.block.end(), [](int t) { return fibers[t].waits == Waits::kDone; });
-  if (!done) {
-    complain(waiting(threads));
-    for (Fiber& fiber : fibers) fiber.started = false;  // their stacks are given up
-  }
-  if (extension) extension->end();
-  observe(Event::kBlockEnds, !done);
-  if (timed)
-    for (size_t warp = 0; warp < role_names.size(); ++warp) record("role", unsigned(warp), 0, 0, role_names[warp]);
-  return complaint.empty();
-}
-
-// Runs `kernel()` as every thread of `blocks` blocks, one block after another. Returns false when something went wrong.
-inline bool run_blocks(std::function<void()> kernel, int64_t blocks, int threads, int shared_bytes, unsigned seed) {
-  std::mt19937 seeded(seed);
-  order = &seeded;
-  turns = 0;
-  launch_begin = last_end;
-  complaint.clear();
-  blockDim = dim3(unsigned(threads));
-  gridDim = dim3(unsigned(blocks));
-  body = std::move(kernel);
-  bool good = true;
-  const Guard guard;
-  for (int64_t block = 0; block < blocks && good; ++block) {
-    blockIdx.x = unsigned(block);
-    good = run_block(threads, shared_bytes);
-  }
-  order = nullptr;
-  ++launches;
-  return good;
-}
+// Runs `kernel(arguments)` as every thread of `blocks` blocks, one block after another. Returns false when something
+// went wrong: `complaint` says what.
+bool run_blocks(void (*kernel)(const void*), const void* arguments, int64_t blocks, int threads, int shared_bytes,
+                unsigned seed);
 
 }  // namespace emulate

@@ -7,11 +7,15 @@
 
 #include "emulate/types.h"
 // CUDA's words come first, because everything below is read as device code, too.
+#include "emulate/complaint.h"
 #include "emulate/cp_async.h"
+#include "emulate/floats.h"
 #include "emulate/hopper.h"
 #include "emulate/intrinsics.h"
 #include "emulate/matrix.h"
-#include "emulate/scheduler.h"
+#include "emulate/named_barrier.h"
+#include "emulate/names.h"
+#include "emulate/trace.h"
 #include "emulate/wmma.h"
 // The runtime after them: a launch is made of blocks that the scheduler runs.
 #include "emulate/control.h"

@@ -27,42 +27,23 @@ struct Span {
   uint64_t begin, end;
   std::string name;
 };
-inline std::vector<Span> spans;
+extern std::vector<Span> spans;
 inline int launches = 0;                 // since tracing began
 inline uint64_t launch_begin, last_end;  // the latest end of all
 
 inline uint64_t now() { return self().clock; }
 
-inline void record(const char* kind, unsigned warp, uint64_t begin, uint64_t end, const std::string& name) {
-  spans.push_back({kind, launches, blockIdx.x, warp, begin, end, name});
-  last_end = std::max(last_end, end);
-}
+void record(const char* kind, unsigned warp, uint64_t begin, uint64_t end, const std::string& name);
 // Lane 0 stands for its warp.
-inline void record_own(const char* kind, uint64_t begin, uint64_t end, const std::string& name) {
-  if (timed && threadIdx.x % 32 == 0) record(kind, threadIdx.x / 32, begin, end, name);
-}
+void record_own(const char* kind, uint64_t begin, uint64_t end, const std::string& name);
 
 // This thread waited from `begin` until now.
-inline void waited(uint64_t begin, const std::string& name) {
-  if (now() > begin) record_own("wait", begin, now(), name);
-}
+void waited(uint64_t begin, const std::string& name);
 
 // This thread works for so long, at what it did before or at something else.
+void spend_timed(uint64_t time, const char* at);
 inline void spend(uint64_t time, const char* at) {
-  if (!timed) return;
-  Fiber& fiber = self();
-  fiber.clock += time;
-  if (threadIdx.x % 32) return;
-  if (fiber.span < spans.size()) {
-    Span& last = spans[fiber.span];
-    if (last.end + time == fiber.clock && last.name == at) {
-      last.end = fiber.clock;
-      last_end = std::max(last_end, last.end);
-      return;
-    }
-  }
-  fiber.span = spans.size();
-  record("work", threadIdx.x / 32, fiber.clock - time, fiber.clock, at);
+  if (timed) spend_timed(time, at);
 }
 
 }  // namespace emulate

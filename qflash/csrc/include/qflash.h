@@ -144,6 +144,7 @@ typedef struct QfAttnBwdParams {
   float* dsinks;       /* [q_heads]; NULL: not wanted, or there are no sinks */
   void* workspace;     /* as QfAttnParams has it */
   int64_t workspace_bytes;
+  int64_t ds_bytes; /* the most that dS may take of the workspace; 0: kernels compute it again for dq */
 } QfAttnBwdParams;
 
 /* Every forward kernel NAME exports

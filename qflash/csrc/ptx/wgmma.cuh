@@ -3,7 +3,7 @@
 // Sums: with g = lane / 4 and t = lane % 4, warp w of the group holds rows 16 w + g (d[j][0], d[j][1]) and
 // 16 w + g + 8 (d[j][2], d[j][3]), columns 8 j + 2 t and the next: what mma.sync gives a warp (ptx/mma.cuh).
 // A: from shared memory through a descriptor (hopper/descriptor.cuh), or registers as mma.sync takes them.
-// B: from shared memory: rows of K channels, or, `transposed` (16-bit elements alone), of N.
+// B: from shared memory: rows of K channels, or, `transposed` (16-bit elements alone), of N. Likewise A: or of M.
 // Sums and A in registers belong to the tensor cores from wgmma_fence to the wgmma_wait that ends their group.
 #pragma once
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ void hold(Word (&d)[kTiles][4]) {
 #endif
 }
 
-// Wgmma: d = a b, or d += a b where `add`. kTransposed: B's rows run along N.
+// Wgmma: d = a b, or d += a b where `add`. kTransposed: B's rows run along N; kTransposedA: A's along M.
 // WgmmaS8: the same of int8, exact. WgmmaE4m3: d += a b of 8-bit floats, whose sums keep fewer bits than float32.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 #ifdef QF_EMULATOR
@@ -84,9 +84,9 @@ template <>
 constexpr auto kWidened<BF16> = emulate::from_bf16;
 template <class Element, int kN>
 struct Wgmma {
-  template <bool kTransposed = false>
+  template <bool kTransposed = false, bool kTransposedA = false>
   static void multiply(float (&d)[kN / 8][4], uint64_t a, uint64_t b, bool add) {
-    emulate::start_product(d[0], {kN, 2, false, kTransposed, add, a, b, kWidened<Element>}, nullptr);
+    emulate::start_product(d[0], {kN, 2, false, kTransposed, add, a, b, kWidened<Element>, kTransposedA}, nullptr);
   }
   template <bool kTransposed = false>
   static void multiply(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b) {
@@ -148,14 +148,14 @@ struct WgmmaE4m3;
 #define QF_WGMMA(ELEMENT, TYPE, N, NAMES, SUMS, I0, I1, I2, I3, I4, I5)                                         \
   template <>                                                                                                   \
   struct Wgmma<ELEMENT, N> {                                                                                    \
-    template <bool kTransposed = false>                                                                         \
+    template <bool kTransposed = false, bool kTransposedA = false>                                              \
     __device__ static __forceinline__ void multiply(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool add) {   \
       asm volatile("{.reg .pred add; setp.ne.b32 add, " I2                                                      \
                    ", 0;\n"                                                                                     \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES "}, " I0 ", " I1  \
-                   ", add, 1, 1, 0, " I3 ";}"                                                                   \
+                   ", add, 1, 1, " I4 ", " I3 ";}"                                                              \
                    : QF_LIST SUMS                                                                               \
-                   : "l"(a), "l"(b), "r"(int(add)), "n"(int(kTransposed)));                                     \
+                   : "l"(a), "l"(b), "r"(int(add)), "n"(int(kTransposed)), "n"(int(kTransposedA)));             \
     }                                                                                                           \
     template <bool kTransposed = false>                                                                         \
     __device__ static __forceinline__ void multiply(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { \

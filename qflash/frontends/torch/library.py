@@ -32,7 +32,7 @@ TYPES = {
     "ignore_index": "SymInt", "seed": "SymInt", "group": "int",
     "causal": "SymInt", "window": "SymInt[]?", "max_seqlen_q": "SymInt", "max_seqlen_k": "SymInt",
     "return_stats": "bool", "return_lse": "bool", "symmetric": "bool", "smooth": "bool", "interleaved": "bool",
-    "batch_invariant": "bool",
+    "batch_invariant": "bool", "backward_memory": "int",
     "reduction": "str", "granularity": "str", "layout": "str", "rounding": "str", "dtype": "str", "precision": "str?",
     "kv_precision": "str", "out_dtype": "str?", "kernel": "str?",
     "q_granularity": "str", "k_granularity": "str", "v_granularity": "str", "v_dtype": "str?",

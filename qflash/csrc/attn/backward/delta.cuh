@@ -2,7 +2,8 @@
 // at the same place in the workspace. With it dS = P * (dP - delta).
 //
 // O comes in the type of the problem. dP - delta cancels the more the fewer keys a row sees, and O in 16 bits has too
-// few digits for what is left. So rows of few keys compute rowsum(dO * O) as rowsum(P * dP), which it equals.
+// few digits for what is left. So a second pass computes rowsum(dO * O) of rows of few keys as rowsum(P * dP), which it
+// equals. It is a kernel of its own, because it takes three times the registers.
 #pragma once
 
 #include "attn/cuda_core/softmax.cuh"
@@ -16,10 +17,12 @@ constexpr int kDeltaThreads = 128;
 constexpr int kDeltaRows = 64;     // of a block
 constexpr int kDeltaLanes = 8;     // of a row
 constexpr int kDeltaFewKeys = 16;  // up to so many, delta is taken from P and dP
+constexpr int kFewRows = 512;      // of a block of that pass, most of which have nothing to do
 
-// Which tensors may be read in vectors of four. Host side.
+// How rows may be read. Host side.
 struct DeltaAccess {
-  bool dout, out;
+  bool dout;    // four channels at once
+  bool chunks;  // dout and out, 16 bytes at once
 };
 
 // Where a row's statistics stand: row i of the sequence, in lse, dlse and delta alike.
@@ -55,18 +58,19 @@ __device__ __forceinline__ float sum_of_lanes(float x) {
   return x;
 }
 
-// rowsum(P * dP) of row i, by a whole warp. keys: those that it sees; kRoundsRope: rotated rows are rounded.
+// rowsum(P * dP) of row i, by kDeltaLanes lanes; other lanes of the warp have other rows, and none if keys are none.
+// keys: those that it sees; kRoundsRope: rotated rows are rounded.
 template <class Element, bool kRoundsRope>
 __device__ inline float delta_of_few(const QfAttnBwdParams& params, const Sequence& seq, int b, int h, int i,
-                                     KeyRange keys, int lane) {
+                                     KeyRange keys, int lane, const Vectorises& vector, bool dout_vector) {
   const QfAttnParams& p = params.fwd;
   const int kv_head = h / (p.q_heads / p.kv_heads);
-  const HeadRows<Element> q(p.q, b, seq.q0, h, seq.len_q, p.head_dim, false),
-      dout(params.dout, b, seq.q0, h, seq.len_q, p.head_dim, false),
-      k(p.kv.k, b, seq.k0, kv_head, seq.len_k, p.head_dim, false),
-      v(p.kv.v, b, seq.k0, kv_head, seq.len_k, p.head_dim, false);
+  const HeadRows<Element> q(p.q, b, seq.q0, h, seq.len_q, p.head_dim, vector.q),
+      dout(params.dout, b, seq.q0, h, seq.len_q, p.head_dim, dout_vector),
+      k(p.kv.k, b, seq.k0, kv_head, seq.len_k, p.head_dim, vector.k),
+      v(p.kv.v, b, seq.k0, kv_head, seq.len_k, p.head_dim, vector.v);
   const auto channels = [&](const HeadRows<Element>& x, int row, int d) {
-    return to_float4(load4(x.row(row), d, p.head_dim, false), x.g_head);
+    return to_float4(load4(x.row(row), d, p.head_dim, x.vector), x.g_head);
   };
   const auto rotated = [&](const HeadRows<Element>& x, int row, int d, int position) {
     const float4 raw = channels(x, row, d);
@@ -74,63 +78,142 @@ __device__ inline float delta_of_few(const QfAttnBwdParams& params, const Sequen
     const float4 rotated_row = rope4(p.rope, x.row(row), d, p.head_dim, position, raw, false);
     return kRoundsRope ? rounded4(rotated_row, x.g_head) : rotated_row;
   };
-  const float minus_lse = minus_lse2(p.lse[statistics_at(p, b, h, seq.q0, i)]);
-  const int at_q = p.rope.cos ? position_q(p.rope, b, seq.q0, i, seq.len_q, seq.len_k) : 0;
+  const int count = keys.end - keys.begin;
+  int most = count;  // of the warp's rows: lanes add up together
+#pragma unroll
+  for (int step = kDeltaLanes; step < 32; step *= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
+  const float minus_lse = count > 0 ? minus_lse2(p.lse[statistics_at(p, b, h, seq.q0, i)]) : 0.0f;
+  const int at_q = p.rope.cos && count > 0 ? position_q(p.rope, b, seq.q0, i, seq.len_q, seq.len_k) : 0;
   float delta = 0.0f;
-  for (int key = keys.begin; key < keys.end; ++key) {
-    const int at_k = p.rope.cos ? position_k(p.rope, b, seq.k0, key) : 0;
+#pragma unroll 2
+  for (int n = 0; n < most; ++n) {
+    const int key = keys.begin + n;
     float score = 0.0f, gradient = 0.0f;
-    for (int d = 4 * lane; d < p.head_dim; d += 128) {
-      score = dot4(rotated(q, i, d, at_q), rotated(k, key, d, at_k), score);
-      gradient = dot4(channels(dout, i, d), channels(v, key, d), gradient);
+    if (n < count) {
+      const int at_k = p.rope.cos ? position_k(p.rope, b, seq.k0, key) : 0;
+      for (int d = 4 * (lane % kDeltaLanes); d < p.head_dim; d += 4 * kDeltaLanes) {
+        score = dot4(rotated(q, i, d, at_q), rotated(k, key, d, at_k), score);
+        gradient = dot4(channels(dout, i, d), channels(v, key, d), gradient);
+      }
     }
-    score = sum_of_lanes<32>(score) * p.scale;
+    score = sum_of_lanes<kDeltaLanes>(score) * p.scale, gradient = sum_of_lanes<kDeltaLanes>(gradient);
     if (p.softcap != 0.0f) score = p.softcap * tanhf(score / p.softcap);
-    delta = fmaf(ex2(fmaf(score, kLog2e, minus_lse)), sum_of_lanes<32>(gradient), delta);
+    if (n < count) delta = fmaf(ex2(fmaf(score, kLog2e, minus_lse)), gradient, delta);
   }
   return delta;
 }
 
-// The pass: a block takes kDeltaRows rows of one head, a warp four of them at a time. Rows of a sequence whose
-// description is out of range are left alone: nobody reads theirs. kRoundsRope: the kernels after it round rotated rows
-// to 16 bits, so that P is made of such.
-template <class Element, bool kRoundsRope>
-__device__ __forceinline__ void write_delta(const QfAttnBwdParams& params, const Grid& grid,
-                                            const DeltaAccess& vector) {
-  constexpr int kAtOnce = 32 / kDeltaLanes, kWarps = kDeltaThreads / 32;
-  const QfAttnParams& p = params.fwd;
-  const Work work(p, grid);
-  const int b = work.b, h = work.h;
-  const Sequence seq = read_sequence(p, b);
-  const int first_row = work.row_tile * kDeltaRows;
-  if (!seq.good || first_row >= seq.len_q) return;
+// Adds dO * O of this lane's channels to the sums of kRows rows kStep apart, 16 bytes of a row at a time; all rows'
+// loads are under way at once. kChunks: they may be loaded so. Sums have the same bits either way.
+template <int kRows, int kStep, bool kChunks, class Element>
+__device__ __forceinline__ void add_products(float (&sums)[kRows], const HeadRows<Element>& dout,
+                                             const HeadRows<Element>& out, int first, int lane) {
+  constexpr int kPerChunk = 16 / int(sizeof(Element));
+  union Chunk {
+    uint4 all;
+    Element each[kPerChunk];
+  };
+  const auto load = [&](const HeadRows<Element>& x, int row, int d) {
+    Chunk chunk{};
+    if constexpr (kChunks) {
+      chunk.all = *reinterpret_cast<const uint4*>(x.row(row) + d);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kPerChunk; ++e)
+        if (d + e < x.head_dim) chunk.each[e] = x.row(row)[d + e];
+    }
+    return chunk;
+  };
+#pragma unroll 1
+  for (int d = kPerChunk * (lane % kDeltaLanes); d < dout.head_dim; d += kPerChunk * kDeltaLanes) {
+    Chunk x[kRows], y[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = min(first + r * kStep, dout.length - 1);
+      x[r] = load(dout, row, d), y[r] = load(out, row, d);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int e = 0; e < kPerChunk; ++e) sums[r] = fmaf(to_float(x[r].each[e]), to_float(y[r].each[e]), sums[r]);
+  }
+}
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Mask mask = {p.window_left, p.window_right, seq.len_q, seq.len_k};
-  const HeadRows<Element> dout(params.dout, b, seq.q0, h, seq.len_q, p.head_dim, vector.dout),
-      out(p.out, b, seq.q0, h, seq.len_q, p.head_dim, vector.out);
-  float* const g_delta = static_cast<float*>(params.workspace);
-  for (int first = first_row + warp * kAtOnce; first < min(first_row + kDeltaRows, seq.len_q);
-       first += kWarps * kAtOnce) {
+// A block takes some rows of one head. The first rows come first, which causal masks leave few keys and so, in the
+// second pass, the work. Rows of a sequence whose description is out of range are left alone: nobody reads theirs.
+struct DeltaBlock {
+  int b, h, first_row;
+  Sequence seq;
+
+  __device__ __forceinline__ DeltaBlock(const QfAttnParams& p, const Grid& grid, int rows) {
+    const Work work(p, grid);
+    b = work.b, h = work.h, first_row = (grid.row_tiles - 1 - work.row_tile) * rows;
+    seq = read_sequence(p, b);
+  }
+  __device__ __forceinline__ bool empty() const { return !seq.good || first_row >= seq.len_q; }
+  __device__ __forceinline__ void write(const QfAttnBwdParams& params, int row, float sum) const {
+    const int64_t at = statistics_at(params.fwd, b, h, seq.q0, row);
+    static_cast<float*>(params.workspace)[at] = sum - (params.dlse ? params.dlse[at] : 0.0f);
+  }
+};
+
+// The first pass: eight lanes take a row, and several rows each.
+template <class Element>
+__device__ __forceinline__ void write_delta(const QfAttnBwdParams& params, const Grid& grid,
+                                            const DeltaAccess& access) {
+  constexpr int kStep = kDeltaThreads / kDeltaLanes, kRows = kDeltaRows / kStep;
+  const QfAttnParams& p = params.fwd;
+  const DeltaBlock block(p, grid, kDeltaRows);
+  if (block.empty()) return;
+  const int lane = threadIdx.x % 32, first = block.first_row + int(threadIdx.x) / kDeltaLanes;
+  const int len_q = block.seq.len_q;
+  const HeadRows<Element> dout(params.dout, block.b, block.seq.q0, block.h, len_q, p.head_dim, access.dout),
+      out(p.out, block.b, block.seq.q0, block.h, len_q, p.head_dim, false);
+  float sums[kRows] = {};
+  if (access.chunks)
+    add_products<kRows, kStep, true>(sums, dout, out, first, lane);
+  else
+    add_products<kRows, kStep, false>(sums, dout, out, first, lane);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float sum = sum_of_lanes<kDeltaLanes>(sums[r]);
+    if (first + r * kStep < len_q && lane % kDeltaLanes == 0) block.write(params, first + r * kStep, sum);
+  }
+}
+
+// Host side: may some row of a 16-bit problem see few keys?
+inline bool delta_has_few(const QfAttnParams& p) {
+  return p.dtype != QF_F32 &&
+         (p.window_left >= 0 || p.window_right >= 0 || p.kv_lens || p.cu_seqlens_q || p.k_len <= kDeltaFewKeys);
+}
+
+// The second pass: eight lanes take a row of few keys. kRoundsRope: the kernels after it round rotated rows to 16 bits,
+// so that P is made of such.
+template <class Element, bool kRoundsRope>
+__device__ __forceinline__ void write_delta_of_few(const QfAttnBwdParams& params, const Grid& grid,
+                                                   const DeltaAccess& access) {
+  const QfAttnParams& p = params.fwd;
+  const DeltaBlock block(p, grid, kFewRows);
+  if (block.empty()) return;
+  const Mask mask = {p.window_left, p.window_right, block.seq.len_q, block.seq.len_k};
+  const int end = min(block.first_row + kFewRows, block.seq.len_q), lane = threadIdx.x % 32;
+  const auto count = [&](int row) {
+    const KeyRange keys = mask.visible(row);
+    return keys.end - keys.begin;
+  };
+  // Over the rows of a sequence the number of keys rises to some row and falls from there on: where neither end of a
+  // run of rows has few, no row between them has.
+  if (count(block.first_row) > kDeltaFewKeys && count(end - 1) > kDeltaFewKeys) return;
+  constexpr int kAtOnce = 32 / kDeltaLanes;
+  for (int first = block.first_row + int(threadIdx.x) / 32 * kAtOnce; first < end;
+       first += kDeltaThreads / kDeltaLanes) {
     const int row = first + lane / kDeltaLanes;
-    float delta = 0.0f;
-    if (row < seq.len_q)
-      for (int d = 4 * (lane % kDeltaLanes); d < p.head_dim; d += 4 * kDeltaLanes)
-        delta = dot4(to_float4(load4(dout.row(row), d, p.head_dim, dout.vector), dout.g_head),
-                     to_float4(load4(out.row(row), d, p.head_dim, out.vector), out.g_head), delta);
-    delta = sum_of_lanes<kDeltaLanes>(delta);
-    if constexpr (sizeof(Element) < sizeof(float)) {
-      for (int r = 0; r < kAtOnce && first + r < seq.len_q; ++r) {
-        const KeyRange keys = mask.visible(first + r);
-        if (keys.begin == keys.end || keys.end - keys.begin > kDeltaFewKeys) continue;
-        const float few = delta_of_few<Element, kRoundsRope>(params, seq, b, h, first + r, keys, lane);
-        if (lane / kDeltaLanes == r) delta = few;
-      }
-    }
-    if (row < seq.len_q && lane % kDeltaLanes == 0) {
-      const int64_t at = statistics_at(p, b, h, seq.q0, row);
-      g_delta[at] = delta - (params.dlse ? params.dlse[at] : 0.0f);
-    }
+    KeyRange keys = row < end ? mask.visible(row) : KeyRange{0, 0};
+    if (keys.end - keys.begin > kDeltaFewKeys) keys = {0, 0};
+    if (!__any_sync(0xffffffffu, keys.begin < keys.end)) continue;
+    const float few = delta_of_few<Element, kRoundsRope>(params, block.seq, block.b, block.h, row, keys, lane,
+                                                         grid.vector, access.dout);
+    if (keys.begin < keys.end && lane % kDeltaLanes == 0) block.write(params, row, few);
   }
 }
 

@@ -40,14 +40,18 @@ int launch_backward(Kernel* kernel, const QfAttnBwdParams& params, SomeGrid grid
   return QF_OK;
 }
 
-// The pass before the others, `kernel` its __global__.
-template <class Kernel>
-int launch_delta(Kernel* kernel, const QfAttnBwdParams& params, void* stream) {
+// The passes before the others: `kernel` and `few`, of rows of few keys, are the library's __global__s.
+template <class Kernel, class Few>
+int launch_delta(Kernel* kernel, Few* few, const QfAttnBwdParams& params, void* stream) {
   const QfAttnParams& p = params.fwd;
   const int bytes = p.dtype == QF_F32 ? 4 : 2;
-  const DeltaAccess access = {tensor_vectorises(params.dout, p.head_dim, bytes),
-                              tensor_vectorises(p.out, p.head_dim, bytes)};
-  return launch_backward(kernel, params, grid_of(p, kDeltaRows, 1), kDeltaThreads, 0, stream, access);
+  const DeltaAccess access = {
+      tensor_vectorises(params.dout, p.head_dim, bytes),
+      chunks_aligned(params.dout, p.head_dim, bytes) && chunks_aligned(p.out, p.head_dim, bytes)};
+  if (const int status = launch_backward(kernel, params, grid_of(p, kDeltaRows, 1), kDeltaThreads, 0, stream, access))
+    return status;
+  if (!delta_has_few(p)) return QF_OK;
+  return launch_backward(few, params, grid_of(p, kFewRows, 1), kDeltaThreads, 0, stream, access);
 }
 
 }  // namespace qf

@@ -1,5 +1,6 @@
 // Which block computes which keys' gradients: one block per (key tile, batch, KV head), heads innermost; the first key
-// tiles first, because causal masks show them to the most queries.
+// tiles first, because causal masks show them to the most queries. A launch may take a section of the columns alone,
+// the pairs of a sequence and a KV head.
 //
 // Every row of dk and dv is written by somebody. Keys past kv_lens, and packed rows that belong to no sequence, get
 // zeros: nobody sees them. Keys of a sequence whose description is out of range get NaN, as its rows of out do
@@ -13,22 +14,32 @@
 namespace qf {
 
 struct KeyGrid {
-  int64_t first, work_tiles;  // first work tile of this launch, work tiles of all launches
-  int key_tiles, batch;
+  int64_t first, work_tiles;      // first work tile of this launch, work tiles of all launches
+  int64_t first_column, columns;  // of these work tiles
+  int key_tiles;
   Vectorises vector;
 };
 
-// Host side.
+// Host side, for all columns.
 inline KeyGrid key_grid_of(const QfAttnParams& p, int tile_keys) {
   KeyGrid grid{};
   grid.key_tiles = int((int64_t(p.k_len) + tile_keys - 1) / tile_keys);
-  grid.batch = p.batch;
+  int batch = p.batch;
   if (p.cu_seqlens_k && p.total_k > 0) {  // as in grid_of: rows that fit no sequence are written, too
     if (grid.key_tiles == 0) grid.key_tiles = 1;
-    if (grid.batch == 0) grid.batch = 1;
+    if (batch == 0) batch = 1;
   }
-  grid.work_tiles = int64_t(grid.key_tiles) * grid.batch * p.kv_heads;
+  grid.columns = int64_t(batch) * p.kv_heads;
+  grid.work_tiles = grid.key_tiles * grid.columns;
   grid.vector = vectorises(p);
+  return grid;
+}
+// For a section of them.
+inline KeyGrid key_grid_of(const QfAttnParams& p, int tile_keys, int64_t first_column, int64_t columns) {
+  KeyGrid grid = key_grid_of(p, tile_keys);
+  grid.first_column = first_column;
+  grid.columns = columns;
+  grid.work_tiles = grid.key_tiles * columns;
   return grid;
 }
 
@@ -45,9 +56,10 @@ struct KeyWork {
  private:
   template <class Index>
   __device__ __forceinline__ void split(Index index, const QfAttnParams& p, const KeyGrid& grid) {
-    h = int(index % Index(p.kv_heads)), index /= Index(p.kv_heads);
-    b = int(index % Index(grid.batch)), index /= Index(grid.batch);
-    key_tile = int(index);
+    const Index column = index % Index(grid.columns) + Index(grid.first_column);
+    h = int(column % Index(p.kv_heads));
+    b = int(column / Index(p.kv_heads));
+    key_tile = int(index / Index(grid.columns));
   }
 };
 

@@ -18,14 +18,17 @@ __device__ __forceinline__ Mask mask_of_keys(const QfAttnParams& p, const Sequen
   return {p.window_right, p.window_left, seq.len_k, seq.len_q};
 }
 
-template <int kWarps, int kWarpRows>
+// A warp has kWarpRows rows, which kShare neighbouring warps share.
+template <int kWarps, int kWarpRows, int kShare = 1>
 struct StationaryState {
+  static constexpr int kParts = kWarps / kShare;  // of the block's rows
+
   Sequence seq;
   Mask mask;                                    // of the stationary rows
   int b, h;                                     // h: of the stationary rows' heads
   int first_row;                                // of the block
   KeyRange any, all;                            // columns that some row of the block sees, that every row sees
-  KeyRange warp_any[kWarps], warp_all[kWarps];  // the same for each warp
+  KeyRange part_any[kParts], part_all[kParts];  // the same for each warp's rows
 
   // Collective. The caller's next barrier makes it visible.
   __device__ __forceinline__ void fill(const Sequence& sequence, const Mask& m, int batch, int head, int first) {
@@ -37,14 +40,14 @@ struct StationaryState {
       some = m.seen_by_any(row, last);
       if (row + rows <= length) every = m.seen_by_all(row, last);  // rows that do not exist see nothing
     };
-    if (thread < kWarps) of(first + thread * kWarpRows, kWarpRows, warp_any[thread], warp_all[thread]);
+    if (thread < kParts) of(first + thread * kWarpRows, kWarpRows, part_any[thread], part_all[thread]);
     if (thread == 0) {
       seq = sequence;
       mask = m;
       b = batch;
       h = head;
       first_row = first;
-      of(first, kWarps * kWarpRows, any, all);
+      of(first, kParts * kWarpRows, any, all);
     }
   }
 
@@ -54,20 +57,20 @@ struct StationaryState {
     return first >= all.begin && first + count <= all.end;
   }
   __device__ __forceinline__ bool whole_for_warp(int first, int count) const {
-    const KeyRange every = warp_all[fresh_tid() / 32];
+    const KeyRange every = part_all[part()];
     return first >= every.begin && first + count <= every.end;
   }
   __device__ __forceinline__ bool idle(int first, int count) const {
-    const KeyRange some = warp_any[fresh_tid() / 32];
+    const KeyRange some = part_any[part()];
     return first >= some.end || first + count <= some.begin;
   }
 
   // This lane's first row in tensor-core fragments (the others follow 8 apart), and its first column of every 8.
   __device__ __forceinline__ int row0() const {
-    const int thread = fresh_tid();
-    return first_row + thread / 32 * kWarpRows + thread % 32 / 4;
+    return first_row + part() * kWarpRows + int(uint32_t(fresh_tid()) % 32 / 4);
   }
-  __device__ static __forceinline__ int column() { return fresh_tid() % 4 * 2; }
+  __device__ static __forceinline__ int part() { return int(uint32_t(fresh_tid()) / (32 * kShare)); }
+  __device__ static __forceinline__ int column() { return int(uint32_t(fresh_tid()) % 4 * 2); }
 };
 
 }  // namespace qf

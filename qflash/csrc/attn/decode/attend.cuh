@@ -46,6 +46,16 @@ struct Area {
       : rows(reinterpret_cast<float*>(s_memory)), sums(reinterpret_cast<RowSums*>(s_memory + Config::kAreaBytes)) {}
 };
 
+// The thread's index. Where outputs, and what else there is, fill the registers, it is read afresh, so that nothing
+// that is made of it is kept.
+template <class Config>
+__device__ __forceinline__ uint32_t thread_of() {
+  if constexpr (Config::kFewRegisters)
+    return uint32_t(fresh_tid());
+  else
+    return threadIdx.x;
+}
+
 // The sums of one warp over its part of the keys of one unit.
 template <class Config>
 struct WarpSums {
@@ -62,7 +72,8 @@ struct WarpSums {
   template <bool kPlain, class Source>
   __device__ __forceinline__ void attend(const QfAttnParams& p, const QueryRows<Config>& q, const Unit<Config>& unit,
                                          int key0, Source& source) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % Config::kTeamWarps;
+    const uint32_t thread = thread_of<Config>();
+    const int lane = thread % 32, warp = thread / 32 % Config::kTeamWarps;
     const int row0 = warp / Config::kKeyWarps * 16, first = warp % Config::kKeyWarps * Config::kWarpKeys;
     const float factor = kPlain ? p.scale * kLog2e : score_factor(p.scale, p.softcap);
     const char* const s_k = source.wait_k();
@@ -86,14 +97,15 @@ struct WarpSums {
       }
       pv_mma<Config, Rounded>(O, rows[0], S, s_v, first + step, lane);
       if constexpr (!kPlain && Config::kKeepsRemainders)
-        if (unit.few) pv_mma<Config, Remainder>(O, rows[0], S, s_v, first + step, lane);
+        if (unit.few) pv_mma<Config, Remainder>(O, rows[0], S, s_v, first + step, thread_of<Config>() % 32);
     }
   }
 
   // Eight rows of each warp and kAreaColumns channels to the area: those of pass `pass`, halves of the rows outermost.
   __device__ __forceinline__ void lay_down(const Area<Config>& area, int pass) const {
     constexpr int kColumnPasses = Area<Config>::kColumnPasses;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint32_t thread = thread_of<Config>();
+    const int lane = thread % 32, warp = thread / 32;
     float* const s_row = area.rows + (warp * 8 + lane / 4) * Config::kAreaStride + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2 * kColumnPasses; ++i) {  // registers have no index
@@ -109,7 +121,7 @@ struct WarpSums {
     }
   }
 
- private:
+ protected:
   // key: of S[0][0][0].
   __device__ static __forceinline__ void mask_scores(const QfAttnParams& p, const Mask& mask,
                                                      float (&S)[1][Config::kStep / 8][4], int row, int key) {
@@ -126,8 +138,9 @@ struct WarpSums {
   }
 };
 
-// What a warp's sums are: those of bytes are another class (int8_sums.cuh).
-template <class Config, bool kInt8 = Config::kInt8>
+// What a warp's sums are: those of bytes are another class (int8_sums.cuh), and so are those of K in bytes
+// (kept_sums.cuh).
+template <class Config, bool kInt8 = Config::kInt8, bool kKept = Config::kKept>
 struct SumsOf {
   using Type = WarpSums<Config>;
 };
@@ -145,7 +158,7 @@ __device__ __forceinline__ void merge_warps(const Sums& sums, const Area<Config>
     sums.lay_down(area, pass);
     source.meet();  // all sums are in the area
 #pragma unroll 1
-    for (int i = threadIdx.x; i < 8 * Config::kRowWarps * kQuads; i += Config::kConsumers) {
+    for (int i = thread_of<Config>(); i < 8 * Config::kRowWarps * kQuads; i += Config::kConsumers) {
       const int packed = i / kQuads, quad = i % kQuads, d = column + quad * 4;
       const int row_warp = packed / 8, in_eight = packed % 8, row = row_warp * 16 + 8 * half + in_eight;
       if (row >= rows || d >= head_dim) continue;
@@ -186,7 +199,7 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
         Sums::finish(p, unit.seen, part, row, d, merged, out_aligned, source.queries());
         return;
       }
-      store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, [&](int key) {
+      const auto value = [&](int key) {
         int b = part.b;
         if constexpr (Config::kPaged) {
           const PageRow pages(p.kv, part.b);
@@ -196,7 +209,12 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
         const Element* const g_v = static_cast<const Element*>(p.kv.v.data) + b * p.kv.v.stride_b +
                                    int64_t(key) * p.kv.v.stride_t + part.kv_head * p.kv.v.stride_h + d;
         return make_float4(to_float(g_v[0]), to_float(g_v[1]), to_float(g_v[2]), to_float(g_v[3]));
-      });
+      };
+      if constexpr (Config::kKept)
+        store_row<Element>(p, unit.seen, part, row, d, Sums::finished(p, row, merged, source.queries()), out_aligned,
+                           value);
+      else
+        store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, value);
     };
     if (unit.tiles < 0) {  // the share is over; what is left is a unit that blocks before this one began
       const int quads = p.head_dim / 4;
@@ -221,7 +239,7 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
           continue;
         }
         const bool whole = key0 >= unit.seen.all.begin && key0 + Config::kBlockN <= unit.seen.all.end;
-        if (whole && plain)
+        if (whole && plain && !(Config::kKept && unit.spoiled))
           sums.template attend<true>(p, queries, unit, key0, source);
         else
           sums.template attend<false>(p, queries, unit, key0, source);
@@ -232,13 +250,26 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
         if (Config::kPaged && unit.lost) merged.l = merged.exact = nan();
         if (Config::kBatchInvariant && part.begins()) {
           if (split > 0) merged = partials.recall(row, d).followed_by(merged);
-          if (left > 0) return partials.remember(row, d, merged);
+          if (left > 0 || Config::kFinishesLater) return partials.remember(row, d, merged);
         }
-        if (part.is_whole())
+        if (!Config::kFinishesLater && part.is_whole())
           finish(row, d, merged);
         else
           partials.store(part, Config::kBatchInvariant && !part.begins() ? split : 0, row, d, merged);
       });
+    }
+    // Where registers are few, nothing but one addition is done beside the outputs: what a block has of a unit that it
+    // began is remembered after the last split as after any, and the rest is done when the outputs are gone.
+    if constexpr (Config::kFinishesLater) {
+      const int quads = p.head_dim / 4;
+      for (int i = thread_of<Config>(); i < rows * quads && part.begins(); i += Config::kConsumers) {
+        const int row = i / quads, d = i % quads * 4;
+        const Merged merged = partials.recall(row, d);  // of another thread's: all met since it was written
+        if (part.is_whole())
+          finish(row, d, merged);
+        else
+          partials.store(part, 0, row, d, merged);
+      }
     }
   }
 }

@@ -19,9 +19,11 @@ template <class Element_, int kHeadDim_, int kRowWarps_, int kArch, bool kPaged_
 struct Config {
   using Element = Element_;
   using Tensor = Tensor16<Element, kArch>;
-  static constexpr bool kPaged = kPaged_;  // K and V are in the pages of a cache
-  static constexpr bool kInt8 = false;     // in bytes (int8_config.cuh)
-  static constexpr int kScaleBytes = 0;    // of K's tile, and of V's
+  static constexpr bool kPaged = kPaged_;      // K and V are in the pages of a cache
+  static constexpr bool kInt8 = false;         // in bytes (int8_config.cuh)
+  static constexpr bool kKept = false;         // K in bytes, V in 16 bits: what quantize_kv leaves (kept_config.cuh)
+  static constexpr bool kInt8Queries = false;  // q is multiplied in bytes, as K is
+  static constexpr int kScaleBytes = 0;        // of K's tile, and of V's
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
   // Keys of a tile: K and V have 32 KB, whatever bytes an element has. What a tile costs the warp that loads it depends
   // on their number alone.
@@ -35,6 +37,7 @@ struct Config {
   static constexpr int kWarpKeys = kBlockN / kKeyWarps;    // of a warp
   static constexpr int kStep = kHeadDim <= 128 ? 32 : 16;  // at once
   using Tile = Panels<kBlockN, kHeadDim>;
+  using KeyTile = Tile;  // where K lies as V does
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
   static constexpr int kQueryBytes = kRows * kHeadDim * 2;
 

@@ -9,10 +9,11 @@ namespace decode {
 template <class Element, int kHeadDim, int kRowWarps, int kArch>
 struct Int8Config : Config<Element, kHeadDim, kRowWarps, kArch, true, 1> {
   using Base = Config<Element, kHeadDim, kRowWarps, kArch, true, 1>;
-  static constexpr bool kInt8 = true;
+  static constexpr bool kInt8 = true, kInt8Queries = true;
   using Tensor = Tensor16<F16, kArch>;  // of P V, whatever q is: a byte of V is a float16 without a conversion
   using ScoreTensor = Tensor8<kArch>;
   using Tile = Panels<Base::kBlockN, kHeadDim, 1>;
+  using KeyTile = Tile;
   static constexpr int kByteChunks = kHeadDim / 16, kBytePairs = kHeadDim / 32;  // 16 and 32 channels of a row
   static constexpr int kScaleBytes = Base::kBlockN * 4;
   static constexpr bool kKeepsRemainders = false;  // quantizing V costs far more than rounding the weights

@@ -24,19 +24,47 @@ constexpr uint32_t kUpperBytes = 0;         // of the float16s, whose lower byte
 constexpr uint32_t kOffsets = 0x00800080u;  // what every value has too much, as two float16; then 0x64806480,
 constexpr float kValueStep = 0x1p24f;       // from the products to w v; then 1
 
-// A warp's 16 rows of q as A operands, and what their scores are multiplied by.
+struct Operand {
+  uint32_t words[4];
+};
+// A warp's 16 rows of q as A operands, channels 32 pair .. 32 pair + 31: in registers, or read each time where outputs
+// fill these.
+template <class Config, bool kInRegisters>
+struct Int8QueryBytes {
+  Operand q[Config::kBytePairs];
+
+  __device__ __forceinline__ Int8QueryBytes(const char* s_rows, int lane) {
+#pragma unroll
+    for (int pair = 0; pair < Config::kBytePairs; ++pair)
+      ldmatrix_x4(q[pair].words, s_rows + rows_then_chunks<Config::kByteChunks>(lane).at(0, pair));
+  }
+  __device__ __forceinline__ const Operand& of(int pair, int) const { return q[pair]; }
+};
+template <class Config>
+struct Int8QueryBytes<Config, false> {
+  const char* s_rows;
+
+  __device__ __forceinline__ Int8QueryBytes(const char* s_rows, int) : s_rows(s_rows) {}
+  __device__ __forceinline__ Operand of(int pair, int lane) const {
+    Operand a;
+    ldmatrix_x4(a.words, s_rows + rows_then_chunks<Config::kByteChunks>(lane).at(0, pair));
+    return a;
+  }
+};
+
+template <class Config>
+constexpr bool kHoldsQueries = Config::kHeadDim <= 128 || (Config::kInt8 && !Config::kBatchInvariant);
+
+// The same with what their scores are multiplied by.
 template <class Config>
 struct Int8Queries {
-  uint32_t q[Config::kBytePairs][4];  // channels 32 pair .. 32 pair + 31
+  Int8QueryBytes<Config, kHoldsQueries<Config>> q;
   // Base-2 scores of the lane's rows, without what softcap does to them, are slope times k's scale times q . k, plus
   // what K's mean would add; without softcap that is the same for all keys of a row, and stays off.
   float slope[2], bias[2];
 
-  __device__ __forceinline__ Int8Queries(const QfAttnParams& p, const char* s_queries, int row0, int lane) {
-    const char* const s_rows = s_queries + row0 * Config::kHeadDim;
-#pragma unroll
-    for (int pair = 0; pair < Config::kBytePairs; ++pair)
-      ldmatrix_x4(q[pair], s_rows + rows_then_chunks<Config::kByteChunks>(lane).at(0, pair));
+  __device__ __forceinline__ Int8Queries(const QfAttnParams& p, const char* s_queries, int row0, int lane)
+      : q(s_queries + row0 * Config::kHeadDim, lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row0 + lane / 4 + 8 * r;
@@ -50,16 +78,18 @@ struct Int8Queries {
 template <class Config>
 __device__ __forceinline__ void qk_mma(int32_t (&dots)[1][Config::kStep / 8][4], const Int8Queries<Config>& rows,
                                        const char* s_k, int first, int lane) {
-  const auto k_lane = lanes_of_k<typename Config::Tile>(lane);
+  const auto k_lane = lanes_of_k<typename Config::KeyTile>(lane);
 #pragma unroll
-  for (int pair = 0; pair < Config::kBytePairs; ++pair)
+  for (int pair = 0; pair < Config::kBytePairs; ++pair) {
+    const Operand& q = rows.q.of(pair, lane);
 #pragma unroll
     for (int j = 0; j < Config::kStep / 8; j += 2) {
       uint32_t k[4];
       ldmatrix_x4(k, s_k + k_lane.at(first + 8 * j, pair));
-      Config::ScoreTensor::multiply(dots[0][j], rows.q[pair], k[0], k[1]);
-      Config::ScoreTensor::multiply(dots[0][j + 1], rows.q[pair], k[2], k[3]);
+      Config::ScoreTensor::multiply(dots[0][j], q.words, k[0], k[1]);
+      Config::ScoreTensor::multiply(dots[0][j + 1], q.words, k[2], k[3]);
     }
+  }
 }
 
 // Sums over keys of weights times V: O of 16 rows, and of the weights alone. Transposed pairs of bytes leave channels

@@ -75,7 +75,8 @@ __device__ __forceinline__ void quantize_queries(int rows, int head_dim, RowAt r
       if (g_k_mean) {
         if (column < head_dim) {
 #pragma unroll
-          for (int i = 0; i < 16; ++i) dot = fmaf(x[i], g_k_mean[column + i], dot);
+          for (int i = 0; i < 16; ++i)
+            if (!Config::kKept || column + i < head_dim) dot = fmaf(x[i], g_k_mean[column + i], dot);
         }
 #pragma unroll
         for (int step = 1; step < kLanes; step *= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);

@@ -217,7 +217,7 @@ struct Int8Sums {
 };
 
 template <class Config>
-struct SumsOf<Config, true> {
+struct SumsOf<Config, true, false> {
   using Type = Int8Sums<Config>;
 };
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attn/decode/attend.cuh"
+#include "attn/decode/kept_copy.cuh"
 #include "attn/decode/own_units.cuh"
 #include "attn/decode/team_copy.cuh"
 #include "ptx/barrier.cuh"
@@ -48,6 +49,7 @@ struct OwnMemory {
 template <class Config, bool kAsync>
 class OwnTiles {
   using Tile = typename Config::Tile;
+  using Copy = std::conditional_t<Config::kKept, KeptCopy<Config, kAsync>, TeamCopy<Config, kAsync>>;
 
  public:
   // Collective for the consumers: the first tiles are on their way.
@@ -79,7 +81,7 @@ class OwnTiles {
     meet_team();  // all of the tile is there
     return stage();
   }
-  __device__ __forceinline__ char* wait_v() const { return stage() + Tile::kBytes; }  // it came with K
+  __device__ __forceinline__ char* wait_v() const { return stage() + Config::KeyTile::kBytes; }  // it came with K
   // Of the keys of the tile, where K and V are bytes.
   __device__ __forceinline__ const float* k_scales() const {
     return reinterpret_cast<const float*>(stage() + 2 * Tile::kBytes);
@@ -144,7 +146,7 @@ class OwnTiles {
   OwnMemory<Config> memory_;
   UnitWriter<Config, OwnMemory<Config>> writer_;
   TeamWalk<Config> walk_;
-  TeamCopy<Config, kAsync> copy_;
+  Copy copy_;
   int next_ = 0;   // the team that takes the next tile
   int stage_ = 0;  // of this team's next tile
   int unit_ = 0;   // of OwnState::units

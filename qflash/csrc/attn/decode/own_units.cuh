@@ -2,7 +2,7 @@
 // nothing else to do, or it is the first of those that attend (kUnitsWarp).
 #pragma once
 
-#include "attn/decode/int8_queries.cuh"
+#include "attn/decode/kept_queries.cuh"
 #include "attn/decode/merge.cuh"
 #include "attn/decode/product.cuh"
 #include "attn/decode/team_copy.cuh"
@@ -42,6 +42,10 @@ template <class Config>
 __device__ __forceinline__ void fetch_queries(const QfAttnParams& p, const Aligned& aligned, const Part& part,
                                               char* s_queries, int thread, int threads) {
   using Element = typename Config::Element;
+  if constexpr (Config::kKept) {
+    quantize_kept_queries<Config>(p, part, aligned.q, s_queries, thread, threads);
+    return;
+  }
   if (!p.rope.cos) {
     if constexpr (Config::kInt8)
       quantize_queries<Config>(p, p.q, part.b, part.kv_head, aligned.q, s_queries, thread, threads);
@@ -74,7 +78,7 @@ __device__ __forceinline__ void fetch_queries(const QfAttnParams& p, const Align
 // finished with what they multiply K's mean to.
 template <class Config>
 __device__ __forceinline__ bool wants_queries(const QfAttnParams& p, const Unit<Config>& unit) {
-  return unit.tiles >= 0 || (Config::kInt8 && unit.part.parts > 0 && wants_dot_k_mean(p));
+  return unit.tiles >= 0 || (Config::kInt8Queries && unit.part.parts > 0 && wants_dot_k_mean(p));
 }
 
 // What that warp does; all of it is collective for the warp.

@@ -142,7 +142,7 @@ class TeamCopy {
 
   static constexpr int kCopies = kRowSteps * Tile::kCount;  // of a thread
   // Loads under way, as many as there are registers for beside the outputs.
-  static constexpr int kMostLoads = Config::kHeadDim <= 128 ? 8 : Config::kInt8 ? 2 : 4;
+  static constexpr int kMostLoads = Config::kHeadDim <= 128 ? 8 : Config::kInt8 || Config::kBatchInvariant ? 2 : 4;
   static constexpr int kAtOnce = kCopies % kMostLoads == 0 ? kMostLoads
                                  : kCopies % 4 == 0        ? 4
                                  : kCopies % 3 == 0        ? 3

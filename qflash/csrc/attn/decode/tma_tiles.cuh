@@ -11,7 +11,7 @@
 #include <cuda.h>
 
 #include "attn/decode/config.cuh"
-#include "attn/decode/int8_queries.cuh"
+#include "attn/decode/kept_queries.cuh"
 #include "attn/decode/merge.cuh"
 #include "attn/decode/product.cuh"
 #include "attn/decode/unit.cuh"
@@ -32,8 +32,8 @@ constexpr int kUnitStages = 2;
 
 template <class Config>
 struct TmaRing {
-  using Tile = typename Config::Tile;
-  static constexpr int kStages = Config::kStages, kStageBytes = 2 * Tile::kBytes;
+  using KeyTile = typename Config::KeyTile;
+  static constexpr int kStages = Config::kStages, kStageBytes = KeyTile::kBytes + Config::Tile::kBytes;
   // A stage is always the same team's, or a team might wait for a phase of a barrier before the one before it is over.
   static_assert(kStages % Config::kTeams == 0, "");
   struct Barriers {
@@ -78,6 +78,7 @@ template <class Config>
 __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMaps& maps, Share<Config> share,
                                            const TmaRing<Config>& ring) {
   using Tile = typename Config::Tile;
+  using KeyTile = typename Config::KeyTile;
   if (threadIdx.x % 32 != 0) return;
   RingWalk<Config::kStages> at;
   for (; !share.is_over(); share.advance(p)) {
@@ -89,15 +90,15 @@ __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMa
       typename TmaRing<Config>::Barriers& barriers = *ring.barriers;
       mbarrier_wait(&barriers.empty[at.stage], at.parity ^ 1);
       char* const s_k = ring.tiles + at.stage * ring.kStageBytes;
-      const auto copy = [&](char* s_tile, const CUtensorMap& map, Mbarrier* full) {
-        mbarrier_arrive_expect(full, Tile::kBytes);
+      const auto copy = [&](auto tile, char* s_tile, const CUtensorMap& map, Mbarrier* full) {
+        mbarrier_arrive_expect(full, tile.kBytes);
 #pragma unroll
-        for (int panel = 0; panel < Tile::kCount; ++panel)
-          copy_box(s_tile + panel * Tile::kPanelBytes, &map, panel * Tile::kPanelColumns, key0, part.kv_head, part.b,
+        for (int panel = 0; panel < tile.kCount; ++panel)
+          copy_box(s_tile + panel * tile.kPanelBytes, &map, panel * tile.kPanelColumns, key0, part.kv_head, part.b,
                    full);
       };
-      copy(s_k, maps.k, &barriers.k_full[at.stage]);
-      copy(s_k + Tile::kBytes, maps.v, &barriers.v_full[at.stage]);
+      copy(KeyTile(), s_k, maps.k, &barriers.k_full[at.stage]);
+      copy(Tile(), s_k + KeyTile::kBytes, maps.v, &barriers.v_full[at.stage]);
     }
   }
   let_next_grid_start();
@@ -143,13 +144,15 @@ __device__ __forceinline__ void load_queries(const QfAttnParams& p, const QfTens
                                              const Share<Config>& share, const TmaRing<Config>& ring) {
   const auto load = [&](const Part& part, int stage) {
     char* const s_queries = ring.queries + stage * Config::kQueryBytes;
-    if constexpr (Config::kInt8)
+    if constexpr (Config::kKept)
+      quantize_kept_queries<Config>(p, part, aligned, s_queries, threadIdx.x % 32, 32);
+    else if constexpr (Config::kInt8)
       quantize_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, threadIdx.x % 32, 32);
     else
       copy_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, threadIdx.x % 32, 32);
   };
   const auto load_last = [&](const Part& ended, int stage) {  // once more, for who finishes its rows
-    if constexpr (Config::kInt8)
+    if constexpr (Config::kInt8Queries)
       if (ended.parts > 0 && wants_dot_k_mean(p)) load(ended, stage);
   };
   prepare_units(p, share, ring, load, load_last, [](const Part&) {});
@@ -190,7 +193,7 @@ class TmaTiles {
   }
   __device__ __forceinline__ char* wait_v() const {
     mbarrier_wait(&ring_.barriers->v_full[at_.stage], at_.parity);
-    return ring_.tiles + at_.stage * ring_.kStageBytes + Config::Tile::kBytes;
+    return ring_.tiles + at_.stage * ring_.kStageBytes + Config::KeyTile::kBytes;
   }
   // Of the keys of the tile, once K and V are there.
   __device__ __forceinline__ const float* k_scales() const { return ring_.k_scales(at_.stage); }

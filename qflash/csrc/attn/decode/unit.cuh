@@ -16,6 +16,7 @@ struct Unit {
   int first_key, tiles;  // of this block's part; tiles -1: the share is over
   bool lost;             // a key that some row sees is in no page of the pool: these rows are NaN
   bool few;              // some row sees so few keys that the rounding of its weights is not lost in their average
+  bool spoiled;          // of what quantize_kv left: a key may not be finite
 };
 
 // What is to be known of a part's unit. Collective for a warp, of which one lane writes.
@@ -37,6 +38,8 @@ __device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part&
   // no key were seen by all rows, store_row() adds them.
   unit.few = Config::kKeepsRemainders && seen.sees_few(kFewKeys);
   if (unit.few) seen.all = {0, 0};
+  if constexpr (Config::kKept)
+    unit.spoiled = !p.kv.k_nonfinite || p.kv.k_nonfinite[part.b * p.kv_heads + part.kv_head] != 0;
   unit.seen = seen;
 }
 

@@ -35,23 +35,20 @@ __device__ __forceinline__ float softcap_slope(float score, float softcap) {
   return __fdividef(4.0f * z, (1.0f + z) * (1.0f + z));
 }
 
-// What a score becomes a weight by.
+// What a score becomes a weight by. kPlain: scales_plainly().
+template <bool kPlain>
 struct Scores {
   float scale, softcap, factor;  // factor: score_factor()
-  bool plain;                    // scales_plainly()
 
   __device__ __forceinline__ explicit Scores(const QfAttnParams& p)
-      : scale(p.scale),
-        softcap(p.softcap),
-        factor(score_factor(p.scale, p.softcap)),
-        plain(scales_plainly(p.scale, p.softcap)) {}
+      : scale(p.scale), softcap(p.softcap), factor(score_factor(p.scale, p.softcap)) {}
 };
 
 // S, raw scores, becomes P * slope, and A becomes P, rounded. minus_lse(i, j): of the accumulator's four places, in
 // base 2. kPartial: pairs out of sight get 0, by `mask`, which counts from the first column.
-template <class Tensor, bool kPartial, int kMTiles, int kNTiles, class MinusLse>
+template <class Tensor, bool kPartial, bool kPlain, int kMTiles, int kNTiles, class MinusLse>
 __device__ __forceinline__ void weigh(float (&S)[kMTiles][kNTiles][4], uint32_t (&A)[kMTiles][kNTiles / 2][4],
-                                      const Scores& scores, MinusLse minus_lse, const TileMask<8>& mask) {
+                                      const Scores<kPlain>& scores, MinusLse minus_lse, const TileMask<8>& mask) {
   const bool coarsely = softens_coarsely(scores.softcap);
 #pragma unroll
   for (int i = 0; i < kMTiles; ++i)
@@ -68,9 +65,9 @@ __device__ __forceinline__ void weigh(float (&S)[kMTiles][kNTiles][4], uint32_t 
 #pragma unroll
         for (int h = 0; h < 2; ++h) A[i][j / 2][j % 2 * 2 + h] = Tensor::pair(s[2 * h], s[2 * h + 1]);
       };
-      if (scores.plain) {
+      if constexpr (kPlain) {
         weights();
-      } else {  // all of it in one branch, so that slopes of four scores at a time take registers
+      } else {  // slopes of four scores at a time take registers
         float slope[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -115,12 +112,14 @@ __device__ __forceinline__ uint32_t finite_halves(uint32_t word) {
   return low | high;
 }
 
-// acc += A X. s_x: 16 kSteps rows of kChunks chunks of channels. clean (with kPartial): values of X that are not finite
+// acc += A X. s_x: 16 kSteps rows of kRowChunks chunks of channels, of which the warp has kChunks, from the first on
+// or, where it has a multiple of 8, from where s_x points to. clean (with kPartial): values of X that are not finite
 // count as 0; add_nonfinite_columns() adds them to the rows that see them.
-template <class Element, class Tensor, int kChunks, bool kPartial, int kMTiles, int kSteps>
+template <class Element, class Tensor, int kRowChunks, bool kPartial, int kMTiles, int kChunks, int kSteps>
 __device__ __forceinline__ void update_mma(float (&acc)[kMTiles][kChunks][4], const uint32_t (&A)[kMTiles][kSteps][4],
                                            const char* s_x, int lane, bool clean) {
-  const auto x_lane = rows_then_chunks<kChunks>(lane);
+  static_assert(kChunks == kRowChunks || kChunks % 8 == 0, "a part must be a multiple of the swizzle's width");
+  const auto x_lane = rows_then_chunks<kRowChunks>(lane);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
 #pragma unroll
@@ -141,7 +140,7 @@ __device__ __forceinline__ void update_mma(float (&acc)[kMTiles][kChunks][4], co
 
 // The values that update_mma() left out, times A, for the rows that see their column. Columns one after the other: this
 // happens in tiles that hold NaN or infinity and are masked in part, and nowhere else.
-template <class Element, class Tensor, int kChunks, int kMTiles, int kSteps>
+template <class Element, class Tensor, int kRowChunks, int kMTiles, int kChunks, int kSteps>
 __device__ __forceinline__ void add_nonfinite_columns(float (&acc)[kMTiles][kChunks][4],
                                                       const uint32_t (&A)[kMTiles][kSteps][4], const char* s_x,
                                                       int lane, const TileMask<8>& mask) {
@@ -162,7 +161,7 @@ __device__ __forceinline__ void add_nonfinite_columns(float (&acc)[kMTiles][kChu
       }
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
-      const uint32_t word = *reinterpret_cast<const uint32_t*>(s_x + Swizzle<kChunks>::offset(column, j) + 4 * t);
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(s_x + Swizzle<kRowChunks>::offset(column, j) + 4 * t);
       if (!word_nonfinite<Element>(word)) continue;
       const float x[2] = {Tensor::low(word), Tensor::high(word)};
 #pragma unroll
@@ -175,16 +174,19 @@ __device__ __forceinline__ void add_nonfinite_columns(float (&acc)[kMTiles][kChu
   }
 }
 
-// Accumulators of a warp's rows into float32 rows of shared memory. s_rows: the warp's first row, whose index in the
-// tile is a multiple of 16. The swizzle is that of rows of 2 kChunks chunks.
-template <int kChunks, int kMTiles>
-__device__ __forceinline__ void stage_rows(const float (&acc)[kMTiles][kChunks][4], char* s_rows, int lane) {
+// Accumulators of a warp's rows into float32 rows of shared memory, 2 kRowChunks chunks each and swizzled likewise.
+// s_rows: the warp's first row, whose index in the tile is a multiple of 16; first: where the warp's channels begin, in
+// chunks of 16 bits.
+template <int kRowChunks, int kMTiles, int kChunks>
+__device__ __forceinline__ void stage_rows(const float (&acc)[kMTiles][kChunks][4], char* s_rows, int lane,
+                                           int first = 0) {
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r)
 #pragma unroll
     for (int j = 0; j < kChunks; ++j)
-      *reinterpret_cast<float2*>(s_rows + Swizzle<2 * kChunks>::offset(8 * r + lane / 4, 2 * j + lane % 4 / 2) +
-                                 lane % 2 * 8) = make_float2(acc[r / 2][j][r % 2 * 2], acc[r / 2][j][r % 2 * 2 + 1]);
+      *reinterpret_cast<float2*>(
+          s_rows + Swizzle<2 * kRowChunks>::offset(8 * r + lane / 4, 2 * (first + j) + lane % 4 / 2) + lane % 2 * 8) =
+          make_float2(acc[r / 2][j][r % 2 * 2], acc[r / 2][j][r % 2 * 2 + 1]);
 }
 
 }  // namespace qf

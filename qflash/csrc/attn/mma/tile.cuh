@@ -189,12 +189,4 @@ __device__ __forceinline__ void copy_rotated(char* s_tile, const HeadRows<Elemen
     *reinterpret_cast<uint4*>(s_tile + Walk::offset(i)) = raw;
   }
 }
-
-// May x be copied 16 bytes at a time? Host side.
-inline bool chunks_aligned(const QfTensor& x, int head_dim, int element_bytes) {
-  const int per_chunk = 16 / element_bytes;
-  return head_dim % per_chunk == 0 && x.stride_b % per_chunk == 0 && x.stride_t % per_chunk == 0 &&
-         x.stride_h % per_chunk == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
-}
-
 }  // namespace qf

@@ -37,14 +37,13 @@ __device__ __forceinline__ void store_chunk(Element* g_to, const Word4& words, b
   }
 }
 
-// A warp's rows, of which `rows` exist.
-template <class Config>
-__device__ __forceinline__ void store_rows(const float (&O)[1][Config::kOTiles][4], typename Config::Element* g_first,
-                                           int64_t stride, int rows, int head_dim, bool aligned, int lane) {
+// A warp's rows. row_at(i): where the i-th of them goes, nullptr where it does not exist.
+template <class Config, class RowAt>
+__device__ __forceinline__ void store_rows(const float (&O)[1][Config::kOTiles][4], RowAt row_at, int head_dim,
+                                           bool aligned, int lane) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int row = lane / 4 + 8 * h;
-    auto* const g_row = g_first + row * stride;
+    auto* const g_row = row_at(lane / 4 + 8 * h);
 #pragma unroll
     for (int j = 0; j < Config::kOTiles; j += 4) {
       uint32_t words[4];
@@ -52,7 +51,7 @@ __device__ __forceinline__ void store_rows(const float (&O)[1][Config::kOTiles][
       for (int i = 0; i < 4; ++i) words[i] = Config::Tensor::pair(O[0][j + i][2 * h], O[0][j + i][2 * h + 1]);
       const Word4 chunk = swap_in_quad(words, lane);
       const int d = (j + lane % 4) * kPerChunk;
-      if (row < rows && d < head_dim) store_chunk(g_row + d, chunk, aligned);
+      if (g_row && d < head_dim) store_chunk(g_row + d, chunk, aligned);
     }
   }
 }
@@ -218,7 +217,8 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const WorkTile<Con
     else
       through.store(g_own, p.out.stride_t, own_rows, p.head_dim, aligned);
   } else {
-    store_rows<Config>(O, g_own, p.out.stride_t, own_rows, p.head_dim, aligned, lane);
+    store_rows<Config>(
+        O, [&](int i) { return i < own_rows ? g_own + i * p.out.stride_t : nullptr; }, p.head_dim, aligned, lane);
   }
   if (!unlikely(work.v_cleared)) return;
   __syncwarp();  // other lanes change what this one stored

@@ -1,17 +1,8 @@
 // setmaxnreg: registers change hands once, and warps of a warpgroup ask for the same.
 #pragma once
 
-#include "emulate/hopper/state.h"
-
 namespace emulate {
 
-inline void set_registers(int registers) {
-  Warpgroup& group = own_warpgroup();
-  if (registers % 8 || registers < 24 || registers > 256)
-    fail("nobody has " + std::to_string(registers) + " registers");
-  if (group.traded && group.registers != registers) fail("warps of a warpgroup ask for different registers");
-  if (++group.traded > 128) fail("registers change hands twice");
-  group.registers = registers;
-}
+void set_registers(int registers);
 
 }  // namespace emulate

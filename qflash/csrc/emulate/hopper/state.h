@@ -17,11 +17,7 @@ inline unsigned shared_offset(const void* s_pointer) {
   return unsigned(static_cast<const char*>(s_pointer) - reinterpret_cast<const char*>(s_memory));
 }
 inline char* shared_memory() { return reinterpret_cast<char*>(s_memory); }
-inline std::string at_byte(const void* s_pointer) {
-  const std::string name = barrier_name(s_pointer);
-  return (name.empty() ? "" : "\"" + name + "\" ") + "at byte " + std::to_string(shared_offset(s_pointer)) +
-         " of shared memory";
-}
+std::string at_byte(const void* s_pointer);
 
 // A tensor as cuTensorMapEncodeTiled describes it: dimensions from the inside out.
 struct TensorMap {
@@ -51,6 +47,7 @@ struct Product {
   bool integers, transposed, add;  // integers: the sums are
   uint64_t a, b;
   float (*convert)(uint16_t);
+  bool a_transposed = false;
   bool a_in_registers = false;
   int copy = 0;  // of the code
   int started = 0;
@@ -104,10 +101,7 @@ struct AsyncMemory {
   alignas(1024) char bytes[kMostSharedBytes + 4096];
   bool fenced;  // since the last access
 
-  void begin() {
-    std::fill_n(reinterpret_cast<float*>(bytes), block_shared_bytes / sizeof(float), NAN);
-    fenced = false;
-  }
+  void begin();
   // Brings it up to date before an access.
   void publish() {
     if (fenced) memcpy(bytes, s_memory, size_t(block_shared_bytes));
@@ -117,7 +111,7 @@ struct AsyncMemory {
     return memcmp(bytes + shared_offset(s_pointer), s_pointer, size) == 0;
   }
 };
-inline AsyncMemory async_memory;
+extern AsyncMemory async_memory;
 
 struct Hopper : Extension {
   std::set<const void*> barriers;  // that were initialised
@@ -132,30 +126,15 @@ struct Hopper : Extension {
   Warpgroup warpgroups[kMostThreads / 128];
   ThreadProducts threads[kMostThreads];
 
-  void begin() {
-    barriers.clear();
-    unfenced.clear();
-    async_memory.begin();
-    in_flight.clear();
-    times.clear();
-    tensor_cores_free = copy_engine_free = launch_begin;
-    for (auto& one : warpgroups) one = Warpgroup();
-    std::fill_n(threads, block_threads, ThreadProducts());
-  }
+  void begin();
   bool idle() override;
   void end() override;
 };
-inline Hopper hopper;
+extern Hopper hopper;
 
 // For whatever a thread does that only Hopper can: the block's state of it begins with the first.
-inline Hopper& used_hopper() {
-  if (extension != &hopper) {
-    hopper.begin();
-    extension = &hopper;
-  }
-  return hopper;
-}
-inline Warpgroup& own_warpgroup() { return used_hopper().warpgroups[threadIdx.x / 128]; }
-inline ThreadProducts& own_products() { return used_hopper().threads[threadIdx.x]; }
+Hopper& used_hopper();
+Warpgroup& own_warpgroup();
+ThreadProducts& own_products();
 
 }  // namespace emulate

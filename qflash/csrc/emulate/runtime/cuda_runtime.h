@@ -4,13 +4,13 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <tuple>
 #include <utility>
 
 #include "emulate/control.h"
 #include "emulate/runtime/cuda.h"
 #include "emulate/runtime/errors.h"
+#include "emulate/scheduler.h"
 
 using cudaStream_t = struct CUstream_st*;
 #define cudaStreamPerThread (reinterpret_cast<cudaStream_t>(2))
@@ -42,17 +42,7 @@ namespace emulate {
 inline bool capturing = false;  // what streams say of themselves; nothing is captured
 
 constexpr int kUsualSharedBytes = 48 * 1024;  // what a kernel may have without asking
-// What kernels asked for beyond that, on each device.
-inline std::map<std::pair<const void*, int>, int> shared_bytes_allowed;
-
-inline cudaError_t check_launch(const cudaLaunchConfig_t& config, const void* kernel) {
-  const dim3 &grid = config.gridDim, &block = config.blockDim;
-  if (grid.x < 1 || grid.x > 0x7fffffffu || block.x < 1 || block.x > kMostThreads) return cudaErrorInvalidConfiguration;
-  if (grid.y != 1 || grid.z != 1 || block.y != 1 || block.z != 1) return cudaErrorNotSupported;  // not emulated
-  const auto asked = shared_bytes_allowed.find({kernel, device});
-  const int allowed = asked == shared_bytes_allowed.end() ? kUsualSharedBytes : asked->second;
-  return config.dynamicSmemBytes > size_t(allowed) ? cudaErrorInvalidValue : cudaSuccess;
-}
+cudaError_t check_launch(const cudaLaunchConfig_t& config, const void* kernel);
 
 }  // namespace emulate
 
@@ -61,18 +51,19 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Arguments&&... arguments) {
   const cudaError_t error = emulate::check_launch(*config, reinterpret_cast<const void*>(kernel));
   if (error != cudaSuccess) return emulate::as_last_error(error);
-  const std::tuple<Parameters...> parameters(std::forward<Arguments>(arguments)...);  // of which each thread has a copy
-  const bool good = emulate::run_blocks([&] { std::apply(kernel, parameters); }, config->gridDim.x,
-                                        int(config->blockDim.x), int(config->dynamicSmemBytes), emulate::seed);
+  struct Call {
+    void (*kernel)(Parameters...);
+    std::tuple<Parameters...> parameters;  // of which each thread has a copy
+  } const call = {kernel, {std::forward<Arguments>(arguments)...}};
+  const auto run = [](const void* call) {
+    std::apply(static_cast<const Call*>(call)->kernel, static_cast<const Call*>(call)->parameters);
+  };
+  const bool good = emulate::run_blocks(run, &call, config->gridDim.x, int(config->blockDim.x),
+                                        int(config->dynamicSmemBytes), emulate::seed);
   return emulate::as_last_error(good ? cudaSuccess : cudaErrorLaunchFailure);
 }
 
-inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || value > kMostSharedBytes)
-    return emulate::as_last_error(cudaErrorInvalidValue);
-  emulate::shared_bytes_allowed[{kernel, emulate::device}] = value;
-  return cudaSuccess;
-}
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
 inline cudaError_t cudaGetDevice(int* device) {
   *device = emulate::device;
@@ -89,13 +80,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 
 // What was never written reads as NaN in every format of floats.
-inline cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
-  constexpr size_t kAlignment = 256;
-  *memory = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
-  if (!*memory && bytes > 0) return emulate::as_last_error(cudaErrorMemoryAllocation);
-  memset(*memory, 0xff, bytes);
-  return cudaSuccess;
-}
+cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t);
 
 inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
   std::free(memory);
@@ -117,10 +102,5 @@ inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) 
   return cudaSuccess;
 }
 
-inline cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** found, unsigned, int,
-                                                    cudaDriverEntryPointQueryResult* status) {
-  const bool known = strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
-  *found = known ? reinterpret_cast<void*>(emulate::encode_tiled) : nullptr;
-  *status = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-  return cudaSuccess;
-}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** found, unsigned, int,
+                                             cudaDriverEntryPointQueryResult* status);

@@ -1,8 +1,6 @@
 // Statuses of the CUDA runtime that kernels' launch code may see here: the numbers and names are CUDA's.
 #pragma once
 
-#include "emulate/complaint.h"
-
 enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
@@ -31,46 +29,6 @@ inline cudaError_t cudaGetLastError() {
   return error;
 }
 
-inline const char* cudaGetErrorName(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "cudaSuccess";
-    case cudaErrorInvalidValue:
-      return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation:
-      return "cudaErrorMemoryAllocation";
-    case cudaErrorInvalidConfiguration:
-      return "cudaErrorInvalidConfiguration";
-    case cudaErrorInvalidDevice:
-      return "cudaErrorInvalidDevice";
-    case cudaErrorSymbolNotFound:
-      return "cudaErrorSymbolNotFound";
-    case cudaErrorLaunchFailure:
-      return "cudaErrorLaunchFailure";
-    case cudaErrorNotSupported:
-      return "cudaErrorNotSupported";
-  }
-  return "unrecognized error code";
-}
+const char* cudaGetErrorName(cudaError_t error);
 
-inline const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "no error";
-    case cudaErrorInvalidValue:
-      return "invalid argument";
-    case cudaErrorMemoryAllocation:
-      return "out of memory";
-    case cudaErrorInvalidConfiguration:
-      return "invalid configuration argument";
-    case cudaErrorInvalidDevice:
-      return "invalid device ordinal";
-    case cudaErrorSymbolNotFound:
-      return "named symbol not found";
-    case cudaErrorLaunchFailure:
-      return emulate::complaint.c_str();
-    case cudaErrorNotSupported:
-      return "operation not supported";
-  }
-  return "unrecognized error code";
-}
+const char* cudaGetErrorString(cudaError_t error);

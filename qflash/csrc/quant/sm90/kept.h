@@ -21,7 +21,7 @@ struct KeptKv {
   float* v_mean;
 };
 
-inline int64_t kept_width(int head_dim) { return (head_dim + 15) / 16 * 16; }
+__host__ __device__ inline int64_t kept_width(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
 inline KeptKv kept_of(const QfKv& kv) {
   KeptKv result{};

@@ -4,6 +4,7 @@
 //              rows (stay)   columns (pass by)    first product   second product   sums of a row
 //   dK, dV     K, V          Q, dO                S^T = K Q^T     dP^T = V dO^T    dV += P^T dO, dK += dS^T Q
 //   dQ         Q, dO         K, V                 S = Q K^T       dP = dO V^T      dQ += dS K
+//   dQ         none          K, dS                none            none             dQ += dS K, where dS was stored
 //
 // "first" and "second" call the two operands of either side: K and V, or Q and dO. Rows of dK and dV meet the columns
 // of all query heads that share their KV head, one head after another, so that sums over a group stay in registers.
@@ -12,13 +13,17 @@
 //
 //   Element, kHeadDim         the type, and the largest head_dim served; the true one comes at run time
 //   kKeysStay                 rows are keys: dK and dV; else rows are queries: dQ
+//   kStoresDs                 where keys stay: dS may go to memory (attn/backward/ds_tiles.h)
+//   kFromDs                   rows are queries, and dS comes from there: dQ = dS K alone
 //   kSplits                   dK and dV are different consumers' sums
+//   kConsumers                warpgroups that multiply
 //   kPlain                    scores are scale * q . k, without a softcap
 //   kBlockN, kStages          columns of a tile, and how many tiles are on their way
 //   kProducerRegisters,       multiples of 8, together what the block was launched with
 //   kConsumerRegisters
 #pragma once
 
+#include "attn/backward/ds_tiles.h"
 #include "attn/wgmma/config.cuh"
 
 namespace qf {
@@ -30,8 +35,12 @@ struct BackwardConfig : Shape {
   using typename Shape::Element;
   using Tensor = Tensor16<Element, 90>;
   using Shape::kBlockN, Shape::kHeadDim, Shape::kStages;
+  using Shape::kConsumers;
   // kSplits: both consumers have the same 64 rows, and one sum each (consumer_split.cuh).
-  static constexpr int kConsumers = 2, kBlockM = (Shape::kSplits ? 1 : kConsumers) * kWarpgroupRows;
+  static constexpr int kBlockM = (Shape::kSplits ? 1 : kConsumers) * kWarpgroupRows;
+  // Tiles of columns begin at whole kBlockN of a sequence, as tiles of dS do.
+  static constexpr bool kWholeTiles = Shape::kStoresDs || Shape::kFromDs;
+  static_assert(!kWholeTiles || kBlockN == kDsTile, "a consumer and a tile of columns meet in one tile of dS");
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static constexpr int kInspectorThreads = 64;                         // of the producer's warpgroup (inspect.cuh)
   static constexpr int kWorkTiles = 2;                                 // described at a time: this one and the next
@@ -40,7 +49,10 @@ struct BackwardConfig : Shape {
 
   using RowTile = Panels<kBlockM, kHeadDim>;
   using ColumnTile = Panels<kBlockN, kHeadDim>;
-  static constexpr int kRowBytes = 2 * RowTile::kBytes, kColumnBytes = 2 * ColumnTile::kBytes;  // first and second
+  // First and second: of columns that meet dS, the second is a tile of dS for each consumer.
+  static constexpr int kSecondBytes = Shape::kFromDs ? kConsumers * kDsTileBytes : ColumnTile::kBytes;
+  static constexpr int kRowBytes = Shape::kFromDs ? 0 : 2 * RowTile::kBytes;
+  static constexpr int kColumnBytes = ColumnTile::kBytes + kSecondBytes;
 
   // Weights of float16 are multiplied by 2^8 and sums divided by it at the end, both exactly: a weight of a row of
   // 16384 keys is float16's least normal number otherwise, and what is multiplied with it is smaller still.

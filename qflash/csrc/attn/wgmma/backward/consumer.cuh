@@ -5,6 +5,7 @@
 
 #include "attn/wgmma/backward/shared_memory.cuh"
 #include "attn/wgmma/softmax.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/uniform.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -24,6 +25,7 @@ struct ConsumerBase {
   using Outputs = float[1][Config::kOTiles][4];
 
   const SharedMemory<Config>& s;
+  const int consumer = warp_uniform(consumer_index());
   const bool leads = lane_index() == 0;  // releases for its warp: one arrival each
   const RowOperand first_rows, second_rows;
   RingPosition<Config::kWorkTiles> work_at;
@@ -53,28 +55,59 @@ struct ConsumerBase {
     mbarrier_wait(&s.inspected[at.stage()], at.parity());
   }
   __device__ __forceinline__ void release_held() {
+    __syncwarp();  // every lane has read lse and delta
     if (holds && leads) at.previous().release(*s.column_ring);
     holds = false;
   }
+  // Consumers take turns at starting products, the sums of one tile and the scores of the next: where both started
+  // theirs at once, the tensor cores would work at both and then wait while both compute weights. The second passes
+  // the turn to the first before anything else, and the first takes it once more at the end.
+  __device__ __forceinline__ void wait_to_issue() const {
+    if constexpr (Config::kAlternates) {
+      if (consumer == 0)
+        barrier_sync<1, 2 * kWarpgroupThreads>();
+      else
+        barrier_sync<2, 2 * kWarpgroupThreads>();
+    }
+  }
+  __device__ __forceinline__ void let_other_issue() const {
+    if constexpr (Config::kAlternates) {
+      if (consumer == 0)
+        barrier_arrive<2, 2 * kWarpgroupThreads>();
+      else
+        barrier_arrive<1, 2 * kWarpgroupThreads>();
+    }
+  }
+  __device__ __forceinline__ void begin_alternating() const {
+    if (consumer == 1) let_other_issue();
+  }
+  __device__ __forceinline__ void end_alternating() const {
+    if (consumer == 0) wait_to_issue();
+  }
+
   // Past tiles that this consumer's rows do not meet. Nothing is held meanwhile: the others may need its stage.
+  // kAlternating: a turn for each, which the other consumer waits for.
+  template <bool kAlternating = false>
   __device__ __forceinline__ void skip(int tiles) {
     for (; tiles > 0; --tiles) {
       wait_columns();
       __syncwarp();  // every lane has seen them, before the next can take their place
       if (leads) at.release(*s.column_ring);
       at.advance();
+      if constexpr (kAlternating) wait_to_issue(), let_other_issue();
     }
   }
 
   __device__ __forceinline__ float* own_scratch() const { return s.scratch + warp_row() / 16 * 2 * Config::kHeadDim; }
 
-  // D = A B^T over all channels.
+  // D = A B^T over all channels. kAdds: D += A B^T.
+  template <bool kAdds = false>
   __device__ static __forceinline__ void start_scores(Scores& D, const RowOperand& a, const ColumnOperand& b) {
     hold(D);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Config::kChannelSteps; ++i)
-      Wgmma<Element, Config::kBlockN>::multiply(D, a.step(i), b.step(i), i > 0);
+      Wgmma<Element, Config::kBlockN>::multiply(D, a.step(i), b.step(i), kAdds || i > 0);
     wgmma_commit();
   }
   // D += A B over the columns of a tile, A from registers.
@@ -87,10 +120,21 @@ struct ConsumerBase {
     wgmma_commit();
   }
 
-  template <class Operand>
-  __device__ __forceinline__ Operand stage_of(char* s_tiles) const {
-    Operand x = Operand(s_tiles).later(at.stage());
-    x.low = warp_uniform(x.low);  // descriptors are the same for the warp, and the compiler is to know it
+  // The stage's columns as operands. Descriptors are the same for the warp, and the compiler is to know it: one word is
+  // made known, from which the others are a constant away.
+  struct Columns {
+    ColumnOperand first, second;
+    SummedColumns first_summed, second_summed;
+  };
+  __device__ __forceinline__ Columns columns() const {
+    constexpr uint32_t kSecond = Config::kStages * Config::ColumnTile::kBytes >> 4;
+    Columns x = {ColumnOperand(s.first_columns), ColumnOperand(s.first_columns), SummedColumns(s.first_columns),
+                 SummedColumns(s.first_columns)};
+    const uint32_t summed = x.first_summed.low - x.first.low;
+    x.first.low = warp_uniform(x.first.later(at.stage()).low);
+    x.second.low = x.first.low + kSecond;
+    x.first_summed.low = x.first.low + summed;
+    x.second_summed.low = x.second.low + summed;
     return x;
   }
 

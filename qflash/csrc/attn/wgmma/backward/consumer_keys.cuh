@@ -2,14 +2,18 @@
 //
 // Tile n of queries, on the tensor cores and beside them:
 //
-//   tensor cores   | dK(n-1) | S^T = K Q^T | dP^T = V dO^T | the other consumer's       | dV(n) | dK(n) | S^T(n+1)
-//   this warpgroup | wait; release n-1     | P = exp       | dS = P (dP - delta), round | wait; start S^T(n+1) ...
+//   tensor cores   | dK(n-1) | S^T = K Q^T | dP^T = V dO^T | the other consumer's  | dV(n) | dK(n) | S^T(n+1) | dP^T ..
+//   this warpgroup | wait; release n-1     | P = exp       | dS = P dP, round      | its turn: starts these four ...
+//
+// What it starts at its turn runs without a gap while the other computes weights. dS also goes to memory where dQ is to
+// be summed from it (store_ds.cuh).
 #pragma once
 
 #include "attn/wgmma/backward/consumer.cuh"
 #include "attn/wgmma/backward/nonfinite.cuh"
 #include "attn/wgmma/backward/rotate_back.cuh"
 #include "attn/wgmma/backward/store.cuh"
+#include "attn/wgmma/backward/store_ds.cuh"
 #include "attn/wgmma/backward/weights.cuh"
 
 namespace qf {
@@ -22,21 +26,26 @@ struct KeyConsumer : ConsumerBase<Config> {
   using Base::at, Base::holds, Base::s;
   using typename Base::ColumnOperand, typename Base::SummedColumns, typename Base::Work;
 
+  static constexpr bool kWide = Config::kBlockN > 64;  // S and dP take more registers than dK and dV
+
   const QfAttnBwdParams& params;
   const QfAttnParams& p;
+  const DsMemory& ds;
   const Weights<Config> weights;
   typename Base::Scores S, dP;     // [key][query], transposed: S becomes P
   typename Base::Fragments P, dS;  // rounded, as A of the sums
   typename Base::Outputs dK, dV;
 
-  __device__ __forceinline__ KeyConsumer(const QfAttnBwdParams& problem, const SharedMemory<Config>& shared)
-      : Base(shared), params(problem), p(problem.fwd), weights(problem.fwd) {}
+  __device__ __forceinline__ KeyConsumer(const QfAttnBwdParams& problem, const DsMemory& memory,
+                                         const SharedMemory<Config>& shared)
+      : Base(shared), params(problem), p(problem.fwd), ds(memory), weights(problem.fwd) {}
 
   // All work tiles of the block.
   __device__ __forceinline__ void run(int row_tiles, const Stores& aligned) {
+    this->begin_alternating();
     for (;;) {
       const Work& work = this->wait_work();
-      if (work.tiles < 0) return;
+      if (work.tiles < 0) return this->end_alternating();
       if (work.unserved) {
         fill_unserved(p, params.dk, work, row_tiles);
         fill_unserved(p, params.dv, work, row_tiles);
@@ -57,8 +66,7 @@ struct KeyConsumer : ConsumerBase<Config> {
 
  private:
   __device__ __forceinline__ void sum_over_queries(const Work& work) {
-    const KeyRange own = work.own[consumer_index()];
-    const int first = warp_uniform(own.begin), end = warp_uniform(own.end), tiles = warp_uniform(work.tiles);
+    const KeyRange& own = work.own[consumer_index()];
     const KeyRange full = {warp_uniform(work.full.begin), warp_uniform(work.full.end)};
     const auto is_whole = [&](int column0) { return column0 >= full.begin && column0 + Config::kBlockN <= full.end; };
     clear_outputs(dK);
@@ -66,38 +74,50 @@ struct KeyConsumer : ConsumerBase<Config> {
     this->rows_at.wait_full(*s.row_ring);
 #pragma unroll 1
     for (int head = warp_uniform(work.heads); head > 0; --head) {
-      this->skip(first);
-      int column0 = work.columns.begin + first * Config::kBlockN;
+      this->template skip<true>(warp_uniform(own.begin));
+      const int begin = work.columns.begin, end = warp_uniform(begin + own.end * Config::kBlockN);
+      int column0 = warp_uniform(begin + own.begin * Config::kBlockN);
+      this->wait_to_issue();
 #pragma unroll 1
-      for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, column0, is_whole(column0));
+      for (; column0 < end; column0 += Config::kBlockN) step(work, head, column0, is_whole(column0));
+      this->let_other_issue();
       if (head == 1) this->release_rows();  // S and dP of the last tile are done with
       finish_sums();
-      this->skip(tiles - end);
+      this->template skip<true>(warp_uniform(work.tiles - own.end));
     }
   }
 
-  __device__ __forceinline__ void step(const Work& work, int column0, bool whole) {
-    const auto q = this->template stage_of<ColumnOperand>(s.first_columns);
-    const auto dout = this->template stage_of<ColumnOperand>(s.second_columns);
-    const auto q_summed = this->template stage_of<SummedColumns>(s.first_columns);
-    const auto dout_summed = this->template stage_of<SummedColumns>(s.second_columns);
+  // heads_left: of the group, this one among them.
+  __device__ __forceinline__ void step(const Work& work, int heads_left, int column0, bool whole) {
+    const auto [q, dout, q_summed, dout_summed] = this->columns();
     const int statistics = at.stage() * Config::kBlockN + lane_index() % 4 * 2;
-    const ColumnStatistics of = {s.minus_lse + statistics, s.delta + statistics};
+    ColumnStatistics<Config::kNTiles> of(s.minus_lse + statistics, s.minus_delta + statistics);
 
     this->wait_columns();
-    wgmma_wait<1>();  // dV(n - 1): its P needs no registers any more
-    hold(dV[0]);
-    this->start_scores(S, this->first_rows, q);       // S^T(n) = K Q^T
-    this->start_scores(dP, this->second_rows, dout);  // dP^T(n) = V dO^T
-    wgmma_wait<2>();                                  // dK(n - 1)
-    hold(dK[0]);
-    this->release_held();
+    if constexpr (kWide) {
+      finish_sums();  // of tile n - 1: its fragments make room for S and dP
+    } else {
+      wgmma_wait<1>();  // dV(n - 1): its P needs no registers any more
+      hold(dV[0]);
+    }
+    this->start_scores(S, this->first_rows, q);  // S^T(n) = K Q^T
+    of.preset(dP);
+    this->template start_scores<true>(dP, this->second_rows, dout);  // dP^T(n) = V dO^T - delta
+    this->let_other_issue();
+    if constexpr (!kWide) {
+      wgmma_wait<2>();  // dK(n - 1)
+      hold(dK[0]);
+      this->release_held();
+    }
+    of.fetch();
     wgmma_wait<1>();  // S
     hold(S);
     weights.take(S, of);
     wgmma_wait<0>();  // dP
     hold(dP);
     weights.finish(S, dP, P, dS, of, work, column0, whole);
+    if constexpr (Config::kStoresDs) store_ds<Config>(ds, work, heads_left, column0, dS);
+    this->wait_to_issue();
     this->start_sums(dV, P, dout_summed);  // dV += P^T dO
     this->start_sums(dK, dS, q_summed);    // dK += dS^T Q
     holds = true;

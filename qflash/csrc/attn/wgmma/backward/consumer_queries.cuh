@@ -36,9 +36,10 @@ struct QueryConsumer : ConsumerBase<Config> {
 
   // All work tiles of the block.
   __device__ __forceinline__ void run(int row_tiles, const Stores& aligned) {
+    this->begin_alternating();
     for (;;) {
       const Work& work = this->wait_work();
-      if (work.tiles < 0) return;
+      if (work.tiles < 0) return this->end_alternating();
       if (work.unserved) fill_unserved(p, params.dq, work, row_tiles);
       if (work.tiles > 0) {
         sum_over_keys(work);
@@ -67,26 +68,27 @@ struct QueryConsumer : ConsumerBase<Config> {
     }
     clear_outputs(dQ);
     this->rows_at.wait_full(*s.row_ring);
-    this->skip(first);
+    this->template skip<true>(first);
     int column0 = work.columns.begin + first * Config::kBlockN;
+    this->wait_to_issue();
 #pragma unroll 1
     for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, column0, is_whole(column0));
+    this->let_other_issue();
     this->release_rows();  // S and dP of the last tile are done with
     wgmma_wait<0>();
     hold(dQ[0]);
     this->release_held();
-    this->skip(tiles - end);
+    this->template skip<true>(tiles - end);
   }
 
   __device__ __forceinline__ void step(const Work& work, int column0, bool whole) {
-    const auto k = this->template stage_of<ColumnOperand>(s.first_columns);
-    const auto v = this->template stage_of<ColumnOperand>(s.second_columns);
-    const auto k_summed = this->template stage_of<SummedColumns>(s.first_columns);
+    const auto [k, v, k_summed, _] = this->columns();
 
     this->wait_columns();
     this->start_scores(S, this->first_rows, k);    // S(n) = Q K^T
     this->start_scores(dP, this->second_rows, v);  // dP(n) = dO V^T
-    wgmma_wait<2>();                               // dQ(n - 1)
+    this->let_other_issue();
+    wgmma_wait<2>();  // dQ(n - 1)
     hold(dQ[0]);
     this->release_held();
     wgmma_wait<1>();  // S
@@ -96,6 +98,7 @@ struct QueryConsumer : ConsumerBase<Config> {
     hold(dP);
     typename Base::Fragments P;  // of no use here
     weights.finish(S, dP, P, dS, of, work, column0, whole);
+    this->wait_to_issue();
     this->start_sums(dQ, dS, k_summed);  // dQ += dS K
     holds = true;
     at.advance();

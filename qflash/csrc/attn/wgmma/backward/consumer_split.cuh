@@ -11,6 +11,7 @@
 #include "attn/wgmma/backward/nonfinite.cuh"
 #include "attn/wgmma/backward/rotate_back.cuh"
 #include "attn/wgmma/backward/store.cuh"
+#include "attn/wgmma/backward/store_ds.cuh"
 #include "attn/wgmma/backward/weights.cuh"
 
 namespace qf {
@@ -26,14 +27,16 @@ struct SplitConsumer : ConsumerBase<Config> {
 
   const QfAttnBwdParams& params;
   const QfAttnParams& p;
+  const DsMemory& ds;
   const Weights<Config> weights;
   RingPosition<Config::kExchanges> exchange_at;
   typename Base::Scores S;      // or dP; [key][query], transposed
   typename Base::Fragments A;   // P, or dS, rounded
   typename Base::Outputs sums;  // dV, or dK
 
-  __device__ __forceinline__ SplitConsumer(const QfAttnBwdParams& problem, const SharedMemory<Config>& shared)
-      : Base(shared), params(problem), p(problem.fwd), weights(problem.fwd) {}
+  __device__ __forceinline__ SplitConsumer(const QfAttnBwdParams& problem, const DsMemory& memory,
+                                           const SharedMemory<Config>& shared)
+      : Base(shared), params(problem), p(problem.fwd), ds(memory), weights(problem.fwd) {}
 
   // All work tiles of the block.
   __device__ __forceinline__ void run(int row_tiles, const Stores& aligned) {
@@ -72,35 +75,40 @@ struct SplitConsumer : ConsumerBase<Config> {
       this->skip(first);
       int column0 = work.columns.begin + first * Config::kBlockN;
 #pragma unroll 1
-      for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, column0, is_whole(column0));
+      for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, head, column0, is_whole(column0));
       if (head == 1) this->release_rows();  // the last tile's S, or dP, is done with
       finish_sums();
       this->skip(tiles - end);
     }
   }
 
-  __device__ __forceinline__ void step(const Work& work, int column0, bool whole) {
-    const auto scored = this->template stage_of<ColumnOperand>(kValues ? s.first_columns : s.second_columns);
-    const auto summed = this->template stage_of<SummedColumns>(kValues ? s.second_columns : s.first_columns);
+  // heads_left: of the group, this one among them.
+  __device__ __forceinline__ void step(const Work& work, int heads_left, int column0, bool whole) {
+    const auto columns = this->columns();
+    const auto scored = kValues ? columns.first : columns.second;
+    const auto summed = kValues ? columns.second_summed : columns.first_summed;
     const int statistics = at.stage() * Config::kBlockN + lane_index() % 4 * 2;
-    const ColumnStatistics of = {s.minus_lse + statistics, s.delta + statistics};
+    ColumnStatistics<Config::kNTiles> of(s.minus_lse + statistics, s.minus_delta + statistics);
 
     this->wait_columns();
     finish_sums();  // of tile n - 1
     if constexpr (kValues) {
       this->start_scores(S, this->first_rows, scored);  // S^T(n) = K Q^T
+      of.fetch();
       wgmma_wait<0>();
       hold(S);
       typename Base::Fragments sloped;
       weights.take_alone(S, A, sloped, of, work, column0, whole);
       leave(sloped);
     } else {
-      this->start_scores(S, this->second_rows, scored);  // dP^T(n) = V dO^T
+      of.preset(S);
+      this->template start_scores<true>(S, this->second_rows, scored);  // dP^T(n) = V dO^T - delta
       typename Base::Fragments P;
       take(P);
       wgmma_wait<0>();
       hold(S);
-      weights.gradients_alone(S, P, A, of, work, column0, whole);
+      weights.gradients_alone(S, P, A, work, column0, whole);
+      store_ds<Config>(ds, work, heads_left, column0, A);
     }
     this->start_sums(sums, A, summed);  // dV += P^T dO, or dK += dS^T Q
     holds = true;
@@ -124,8 +132,7 @@ struct SplitConsumer : ConsumerBase<Config> {
 #pragma unroll
     for (int i = 0; i < Config::kColumnSteps; ++i)
       s_own[32 * i] = Word4{{words[i][0], words[i][1], words[i][2], words[i][3]}};
-    __syncwarp();  // every lane's words are there
-    if (this->leads) exchange_at.fill(*s.exchange_ring);
+    exchange_at.fill(*s.exchange_ring);  // each lane for its own
     exchange_at.advance();
   }
   __device__ __forceinline__ void take(typename Base::Fragments& words) {
@@ -137,8 +144,7 @@ struct SplitConsumer : ConsumerBase<Config> {
 #pragma unroll
       for (int word = 0; word < 4; ++word) words[i][word] = x.word[word];
     }
-    __syncwarp();  // every lane has read its own
-    if (this->leads) exchange_at.release(*s.exchange_ring);
+    exchange_at.release(*s.exchange_ring);
     exchange_at.advance();
   }
 };

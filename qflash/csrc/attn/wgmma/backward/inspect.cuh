@@ -90,7 +90,7 @@ __device__ __forceinline__ void clear_columns(WorkTile<Config>& work, const Shar
     if constexpr (Config::kKeysStay) {
       if (Token<Config>(s.second_columns + stage * Config::ColumnTile::kBytes, i).make_finite(exists)) {
         work.cleared = 1;
-        s.delta[stage * Config::kBlockN + i] = nan();  // dP is as little a number as dO
+        s.minus_delta[stage * Config::kBlockN + i] = nan();  // dP is as little a number as dO
       }
     }
   }
@@ -111,7 +111,8 @@ __device__ __forceinline__ Statistics statistics_of(const QfAttnParams& p, const
 
 template <class Config>
 __device__ __forceinline__ void inspect(const QfAttnParams& p, const float* g_delta, const SharedMemory<Config>& s) {
-  static_assert(!Config::kKeysStay || Config::kBlockN == Config::kInspectorThreads, "a thread has one query");
+  constexpr int kOwn = Config::kKeysStay ? Config::kBlockN / Config::kInspectorThreads : 1;  // queries of a thread
+  static_assert(kOwn >= 1, "");
   RingPosition<Config::kWorkTiles> work_at;
   RingPosition<Config::kStages> at;
   for (;; work_at.advance()) {
@@ -121,20 +122,23 @@ __device__ __forceinline__ void inspect(const QfAttnParams& p, const float* g_de
     for (int head = 0; head < work.heads; ++head)
       for (int n = 0; n < work.tiles; ++n, at.advance()) {
         const int column0 = work.columns.begin + n * Config::kBlockN, stage = at.stage();
-        Statistics own{};
-        if constexpr (Config::kKeysStay)
-          own = statistics_of(p, g_delta, work, work.column_head + head, column0 + inspector_thread<Config>());
+        Statistics own[kOwn];
+#pragma unroll
+        for (int i = 0; Config::kKeysStay && i < kOwn; ++i)
+          own[i] = statistics_of(p, g_delta, work, work.column_head + head,
+                                 column0 + inspector_thread<Config>() + i * Config::kInspectorThreads);
         at.wait_empty(*s.column_ring);
-        if constexpr (Config::kKeysStay) {
-          s.minus_lse[stage * Config::kBlockN + inspector_thread<Config>()] = own.minus_lse;
-          s.delta[stage * Config::kBlockN + inspector_thread<Config>()] = own.delta;
+#pragma unroll
+        for (int i = 0; Config::kKeysStay && i < kOwn; ++i) {
+          const int at_own = stage * Config::kBlockN + inspector_thread<Config>() + i * Config::kInspectorThreads;
+          s.minus_lse[at_own] = own[i].minus_lse;
+          s.minus_delta[at_own] = -own[i].delta;
         }
         if (!work.whole(column0)) {
           at.wait_full(*s.column_ring);
           clear_columns(work, s, stage, column0);
         }
-        __syncwarp();  // what every lane wrote is in place
-        if (lane_index() == 0) mbarrier_arrive(&s.inspected[stage]);
+        mbarrier_arrive(&s.inspected[stage]);
       }
     __syncwarp();  // every lane has read the work tile
     if (lane_index() == 0) work_at.release(*s.work_ring);

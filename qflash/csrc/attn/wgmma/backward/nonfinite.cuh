@@ -13,15 +13,15 @@ namespace backward {
 // inspected.
 template <class Config, class Add>
 __device__ inline void for_each_cleared(const WorkTile<Config>& work, Add add) {
-  const int own_rows = min(16, work.live - first_own_row<Config>());
   for (int head = 0; head < work.heads; ++head)
     for (int n = 0; n < work.tiles; ++n) {
       const int column0 = work.columns.begin + n * Config::kBlockN;
       if (work.whole(column0)) continue;
       for (int i = column0; i < min(column0 + Config::kBlockN, work.mask.len_k); ++i)
-        for (int row = 0; row < own_rows; ++row) {
-          const KeyRange met = work.mask.visible(work.row0 + first_own_row<Config>() + row);
-          if (i >= met.begin && i < met.end) add(work.column_head + head, i, first_own_row<Config>() + row);
+        for (int own = 0; own < 16; ++own) {
+          const int row = own_row<Config>(own);
+          const KeyRange met = work.mask.visible(work.row0 + row);
+          if (row < work.live && i >= met.begin && i < met.end) add(work.column_head + head, i, row);
         }
     }
 }

@@ -20,7 +20,7 @@ struct OneOfFewRegisters : OneThread {
 };
 
 template <class Config>
-__device__ __forceinline__ void describe_work(const QfAttnParams& p, const TileSchedule& schedule,
+__device__ __forceinline__ void describe_work(const QfAttnParams& p, const TileSchedule& schedule, const DsMemory& ds,
                                               const SharedMemory<Config>& s) {
   RingPosition<Config::kWorkTiles> at;
   uint32_t parity = 0;
@@ -31,7 +31,7 @@ __device__ __forceinline__ void describe_work(const QfAttnParams& p, const TileS
   schedule.for_each<OneOfFewRegisters>(schedule.count, wait_to_take, [&](int index) {
     at.wait_empty(*s.work_ring);
     WorkTile<Config>* const work = &s.work[at.stage()];
-    work->fill(p, schedule.tile(index), schedule.rows, *s.faults);
+    work->fill(p, schedule.tile(index), schedule.rows, ds, *s.faults);
     // From memory: there are not registers enough to remember all of it.
     reinterpret_cast<WorkTile<Config>*>(opaque_shared(reinterpret_cast<char*>(work)))->complete();
     at.fill(*s.work_ring);
@@ -61,10 +61,39 @@ __device__ __forceinline__ void load_pair(RingPosition<kStages>& at, Ring<kStage
   at.advance();
 }
 
+// Tile n of keys, and the tiles of dS of the consumers whose queries see some of it; the others' were never written.
+template <class Config>
+__device__ __forceinline__ void load_keys_and_ds(RingPosition<Config::kStages>& at, const SharedMemory<Config>& s,
+                                                 const CUtensorMap& keys, const DsMemory& ds,
+                                                 const WorkTile<Config>& work, int n, int head, int b) {
+  using Tile = typename Config::ColumnTile;
+  Mbarrier* const full = &s.column_ring->full[at.stage()];
+  char* const s_keys = s.first_columns + at.stage() * Tile::kBytes;
+  char* const s_ds = s.second_columns + at.stage() * Config::kSecondBytes;
+  const int place = ds.tiles.place(work.columns.begin / Config::kBlockN + n), query_tile = work.row0 / kDsTile;
+  const auto meets = [&](int consumer) { return n >= work.own[consumer].begin && n < work.own[consumer].end; };
+  int bytes = Tile::kBytes;
+#pragma unroll
+  for (int c = 0; c < Config::kConsumers; ++c) bytes += meets(c) ? kDsTileBytes : 0;
+  at.wait_empty(*s.column_ring);
+  mbarrier_arrive_expect(full, bytes);
+#pragma unroll
+  for (int panel = 0; panel < Tile::kCount; ++panel)
+    copy_box(s_keys + panel * Tile::kPanelBytes, &keys, panel * Tile::kPanelColumns,
+             int(work.first_column()) + n * Config::kBlockN, head, b, full);
+#pragma unroll
+  for (int c = 0; c < Config::kConsumers; ++c) {
+    if (!meets(c)) continue;
+    const char* const g_tile = ds.g_tiles + ds.tiles.tile(work.ds_head, query_tile + c, place) * kDsTileBytes;
+    copy_bytes(s_ds + c * kDsTileBytes, g_tile, kDsTileBytes, full);
+  }
+  at.advance();
+}
+
 // As far ahead as there are empty stages.
 template <class Config>
 __device__ __forceinline__ void produce(const QfAttnParams& p, const TileSchedule& schedule, const TensorMaps& maps,
-                                        const SharedMemory<Config>& s) {
+                                        const DsMemory& ds, const SharedMemory<Config>& s) {
   RingPosition<Config::kWorkTiles> work_at;
   RingPosition<1> rows_at;
   RingPosition<Config::kStages> columns_at;
@@ -82,14 +111,18 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const TileSchedul
     if (left <= kAhead) let_take();
     if (left == 0) continue;
     const int b = p.cu_seqlens_q ? 0 : work.b, first_column = int(work.first_column());
-    load_pair<typename Config::RowTile>(rows_at, *s.row_ring, s.first_rows, s.second_rows, maps.first_rows,
-                                        maps.second_rows, int(work.first_row()), work.row_head, b);
+    if constexpr (!Config::kFromDs)
+      load_pair<typename Config::RowTile>(rows_at, *s.row_ring, s.first_rows, s.second_rows, maps.first_rows,
+                                          maps.second_rows, int(work.first_row()), work.row_head, b);
     for (int head = work.column_head; left > 0; ++head)
       for (int n = 0; n < tiles; ++n, --left) {
         if (left == kAhead && tiles * work.heads > kAhead) let_take();
-        load_pair<typename Config::ColumnTile>(columns_at, *s.column_ring, s.first_columns, s.second_columns,
-                                               maps.first_columns, maps.second_columns,
-                                               first_column + n * Config::kBlockN, head, b);
+        if constexpr (Config::kFromDs)
+          load_keys_and_ds(columns_at, s, maps.first_columns, ds, work, n, head, b);
+        else
+          load_pair<typename Config::ColumnTile>(columns_at, *s.column_ring, s.first_columns, s.second_columns,
+                                                 maps.first_columns, maps.second_columns,
+                                                 first_column + n * Config::kBlockN, head, b);
       }
   }
 }

@@ -41,7 +41,7 @@ struct RowAngles {
 // Of the lane's row h.
 template <class Config>
 __device__ __forceinline__ RowAngles angles_of(const QfRope& rope, const WorkTile<Config>& work, int h) {
-  const int own = first_own_row<Config>() + lane_index() / 4 + 8 * h, i = work.row0 + own;
+  const int own = own_row<Config>(lane_index() / 4 + 8 * h), i = work.row0 + own;
   const Sequence& seq = work.seq;
   const bool live = own < work.live;
   if (!live) return RowAngles(rope, 0, false);

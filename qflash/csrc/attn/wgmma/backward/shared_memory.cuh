@@ -31,9 +31,9 @@ struct SharedMemory {
                 "");
 
   char *first_rows, *second_rows;        // a tile each
-  char *first_columns, *second_columns;  // kStages tiles each
+  char *first_columns, *second_columns;  // kStages tiles each; kFromDs: second are tiles of dS
   // Where keys stay: of the queries of each stage, [kStages][kBlockN].
-  float *minus_lse, *delta;
+  float *minus_lse, *minus_delta;
   float* scratch;   // 2 kHeadDim for each warp of consumers
   Word4* exchange;  // kSplits: kExchanges tiles of P
   Ring<1>* row_ring;
@@ -47,12 +47,12 @@ struct SharedMemory {
 
   __device__ __forceinline__ explicit SharedMemory(char* memory) {
     first_rows = opaque_shared(memory + (kSwizzleBytes - shared_address(memory) % kSwizzleBytes) % kSwizzleBytes);
-    second_rows = first_rows + Config::RowTile::kBytes;
-    first_columns = second_rows + Config::RowTile::kBytes;
+    second_rows = first_rows + Config::kRowBytes / 2;
+    first_columns = first_rows + Config::kRowBytes;
     second_columns = first_columns + kStages * Config::ColumnTile::kBytes;
-    char* const after = second_columns + kStages * Config::ColumnTile::kBytes;
+    char* const after = second_columns + kStages * Config::kSecondBytes;
     minus_lse = reinterpret_cast<float*>(after);
-    delta = minus_lse + kStages * Config::kBlockN;
+    minus_delta = minus_lse + kStages * Config::kBlockN;
     scratch = reinterpret_cast<float*>(after + Config::kStatisticsBytes);
     exchange = reinterpret_cast<Word4*>(after + Config::kStatisticsBytes + Config::kScratchBytes);
     row_ring = reinterpret_cast<Ring<1>*>(exchange + Config::kExchanges * Config::kExchangeBytes / 16);
@@ -64,15 +64,16 @@ struct SharedMemory {
     work = reinterpret_cast<Work*>(next_tile + 1);
     faults = reinterpret_cast<PackedFaults*>(work + kWorkTiles);
   }
-  // One thread. Arrivals are counted in warps, but for the two threads that describe and copy.
+  // One thread. Arrivals are counted in warps, but for inspectors, the exchange of P, and the two threads that
+  // describe and copy.
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kConsumerWarps = Config::kConsumers * 4, kInspectorWarps = Config::kInspectorThreads / 32;
     row_ring->init(kConsumerWarps, "rows full", "rows empty");
-    exchange_ring->init(4, "P full", "P empty", 4);
+    exchange_ring->init(kWarpgroupThreads, "P full", "P empty", kWarpgroupThreads);
     column_ring->init(kConsumerWarps, "columns full", "columns empty");
     work_ring->init(kConsumerWarps + 1 + kInspectorWarps, "work full", "work empty");
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&inspected[i], kInspectorWarps);
+      mbarrier_init(&inspected[i], Config::kInspectorThreads);  // each for what it wrote
       name_barrier(&inspected[i], "columns inspected", i);
     }
     mbarrier_init(next_tile, 1);

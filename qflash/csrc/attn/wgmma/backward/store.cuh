@@ -25,13 +25,20 @@ template <class Config>
 __device__ __forceinline__ void store_outputs(const QfTensor& x, const WorkTile<Config>& work,
                                               float (&O)[1][Config::kOTiles][4], float factor, bool aligned,
                                               int head_dim) {
-  const int lane = lane_index(), own_live = work.live - first_own_row<Config>() - lane / 4;
+  const int lane = lane_index();
 #pragma unroll
-  for (int j = 0; j < Config::kOTiles; ++j)
+  for (int h = 0; h < 2; ++h) {
+    const bool live = own_row<Config>(lane / 4 + 8 * h) < work.live;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) O[0][j][e] = own_live > e / 2 * 8 ? O[0][j][e] * factor : 0.0f;
-  store_rows<Config>(O, row_of<Config>(x, work, first_own_row<Config>()), x.stride_t,
-                     min(16, work.rows - first_own_row<Config>()), head_dim, aligned, lane);
+    for (int j = 0; j < Config::kOTiles; ++j)
+#pragma unroll
+      for (int e = 2 * h; e < 2 * h + 2; ++e) O[0][j][e] = live ? O[0][j][e] * factor : 0.0f;
+  }
+  const auto row_at = [&](int i) {
+    const int row = own_row<Config>(i);
+    return row < work.rows ? row_of<Config>(x, work, row) : nullptr;
+  };
+  store_rows<Config>(O, row_at, head_dim, aligned, lane);
 }
 
 // Rows of x that meet nothing.

@@ -2,6 +2,7 @@
 // One thread describes it for everybody, ahead of time and in shared memory.
 #pragma once
 
+#include "attn/backward/ds_tiles.h"
 #include "attn/mask.cuh"
 #include "attn/sequence.cuh"
 #include "attn/wgmma/backward/config.cuh"
@@ -12,26 +13,37 @@ namespace qf {
 namespace wgmma {
 namespace backward {
 
-// Host side: the order of the work tiles. Masks and packed sequences make some longer than others: scheduling is
-// dynamic then, over sections of heads whose columns fit the L2 cache together, the longest first.
+// Host side: the order of the work tiles of `pairs` pairs of a sequence and a KV head. Masks and packed sequences make
+// some longer than others: scheduling is dynamic then, over sections of heads whose columns fit the L2 cache together,
+// the longest first.
 template <class Config>
-inline TileSchedule schedule_of(const QfAttnParams& p) {
+inline TileSchedule schedule_of(const QfAttnParams& p, int64_t pairs) {
   constexpr int64_t kCacheBytes = 16 << 20;  // of an L2 cache of 50 MB
   constexpr bool kKeys = Config::kKeysStay;
   const int64_t length = kKeys ? p.k_len : p.q_len, total = kKeys ? p.total_k : p.total_q;
-  int64_t row_tiles = (length + Config::kBlockM - 1) / Config::kBlockM, batch = p.batch;
+  int64_t row_tiles = (length + Config::kBlockM - 1) / Config::kBlockM;
   if (p.cu_seqlens_q && total > 0) {  // packed rows that fit no sequence still get their NaN
     if (row_tiles == 0) row_tiles = 1;
-    if (batch == 0) batch = 1;
+    if (pairs == 0) pairs = p.kv_heads;
   }
-  const int64_t group = p.kv_heads ? p.q_heads / p.kv_heads : 1;
-  const int64_t heads = batch * (kKeys ? p.kv_heads : p.q_heads);
+  const int64_t group = p.kv_heads ? p.q_heads / p.kv_heads : 1, heads = pairs * (kKeys ? 1 : group);
   const int64_t of_head = 2 * int64_t(kKeys ? group * p.q_len : p.k_len) * p.head_dim * 2;  // bytes of columns
   const int64_t sharing = kKeys ? 1 : group;  // heads that meet the same columns
   const bool dynamic = p.window_left >= 0 || p.window_right >= 0 || p.cu_seqlens_q || total > 0;
-  const int64_t fit = !dynamic ? sharing : of_head > 0 ? kCacheBytes / of_head * sharing : heads;
+  int64_t fit = !dynamic ? sharing : of_head > 0 ? kCacheBytes / of_head * sharing : heads;
+  // Of few work tiles the longest all come first: one that began last would keep everybody waiting.
+  constexpr int64_t kFewTiles = 1024;
+  if (dynamic && heads * row_tiles <= kFewTiles) fit = heads;
   return tile_schedule(row_tiles, heads, fit < sharing ? sharing : fit, dynamic);
 }
+
+// dS in the workspace: of the pairs of a sequence and a KV head from first_column on. g_tiles is nullptr where dS is
+// not stored.
+struct DsMemory {
+  char* g_tiles;
+  DsTiles tiles;
+  int first_column;
+};
 
 // Packed offsets that fall somewhere: nobody can tell any more whose rows are whose.
 struct PackedFaults {
@@ -54,15 +66,25 @@ __device__ __forceinline__ int first_own_row() {
   return warp_row() % Config::kBlockM;
 }
 
+// Of the 16 rows that a warp holds in its accumulators: row i in the block's tile.
+template <class Config>
+__device__ __forceinline__ int own_row(int i) {
+  const int row = first_own_row<Config>() + i;
+  return Config::kFromDs ? row - row % kDsTile + query_of_ds(row % kDsTile) : row;
+}
+
 template <class Config>
 struct WorkTile {
   Sequence seq;
   Mask mask;                         // of columns, as rows see them: of keys it is that of queries, inverted
-  KeyRange columns, full;            // those that some row of the block meets, those that every one does
+  KeyRange columns, full;            // those that some row of the block meets, those that every one does; where dS
+                                     // is stored, rows that take no part count as well
   KeyRange window;                   // of row0, wherever the sequence ends; a row further on it is a column further on
   KeyRange own[Config::kConsumers];  // of the tiles of columns: which a consumer's rows meet
   int b, row_tile, row_head;
-  int column_head, heads;  // the first that rows meet, and how many
+  int column_head, heads;            // the first that rows meet, and how many
+  int ds_head;                       // the first query head, counted from the first whose dS is kept
+  int ds_place[Config::kConsumers];  // of a consumer's keys, in strips of dS
   int row0;
   int live;       // rows that take part, from row0 on; keys past kv_lens do not
   int rows;       // rows to be stored, from row0 on: those that do not take part are zeros
@@ -72,15 +94,20 @@ struct WorkTile {
   int cleared;    // something was cleared of NaN and infinity (inspect.cuh)
 
   __device__ __forceinline__ void fill(const QfAttnParams& p, TileSchedule::Tile tile, int row_tiles,
-                                       const PackedFaults& faults) {
+                                       const DsMemory& ds, const PackedFaults& faults) {
     constexpr bool kKeys = Config::kKeysStay;
     const int of_sequence = kKeys ? p.kv_heads : p.q_heads, group = p.q_heads / p.kv_heads;
-    b = tile.column / of_sequence, row_head = tile.column - b * of_sequence;
+    const int column = ds.first_column * (kKeys ? 1 : group) + tile.column;
+    b = column / of_sequence, row_head = column - b * of_sequence;
+    ds_head = tile.column * (kKeys ? group : 1);
     column_head = kKeys ? row_head * group : row_head / group;
     heads = kKeys ? group : 1;
     // Causal masks leave most columns to the first keys, and to the last queries: those come first.
     row_tile = kKeys ? row_tiles - 1 - tile.row : tile.row;
     row0 = row_tile * Config::kBlockM;
+    if (kKeys && ds.g_tiles)
+      for (int c = 0; c < Config::kConsumers; ++c)
+        ds_place[c] = ds.tiles.place((row0 + c * kWarpgroupRows % Config::kBlockM) / kDsTile);
     seq = sequence_of(p, b, faults.q_falls);
     falls = faults.q_falls || (kKeys && faults.k_falls);
     seq.good = seq.good && !falls;
@@ -99,7 +126,9 @@ struct WorkTile {
     if (live > 0) {
       columns = mask.seen_by_any(row0, last);
       full = mask.seen_by_all(row0, last);
+      if (Config::kStoresDs && live < kBlockM) full = {0, 0};  // rows that take no part meet nothing
     }
+    if (Config::kWholeTiles) columns.begin -= columns.begin % kBlockN;
     tiles = (columns.end - columns.begin + kBlockN - 1) / kBlockN;
 #pragma unroll 1
     for (int c = 0; c < Config::kConsumers; ++c) {

@@ -19,20 +19,26 @@ struct PortableConfig {
   static constexpr bool kBatchInvariant = kBatchInvariant_;
   using Element = Element_;
   static constexpr int kArch = kArch_;
-  static constexpr bool kPaged = kKind != QF_KV_ARRAYS, kInt8 = kKind == QF_KV_PAGES_INT8;
+  static constexpr bool kPaged = kKind == QF_KV_PAGES || kKind == QF_KV_PAGES_INT8;
+  static constexpr bool kInt8 = kKind == QF_KV_PAGES_INT8, kKept = kKind == QF_KV_KEPT;
+  static constexpr bool kInt8Queries = kInt8 || kKept;
   using Tensor = Tensor16<std::conditional_t<kInt8, F16, Element>, kArch>;  // of P V: a byte of V is a float16
   using ScoreTensor = Tensor8<kArch>;                                       // of bytes
-  static constexpr int kElementBytes = kInt8 ? 1 : 2;                       // of K and V
+  static constexpr int kKeyBytes = kInt8Queries ? 1 : 2, kElementBytes = kInt8 ? 1 : 2;  // of an element of K, of V
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
   static constexpr int kByteChunks = kHeadDim / 16, kBytePairs = kHeadDim / 32;  // 16 and 32 channels of bytes
   static constexpr int kRowWarps = kRowWarps_, kRows = 16 * kRowWarps;
   static constexpr int kTeamWarps = kRowWarps, kTeamThreads = 32 * kTeamWarps, kKeyWarps = 1;
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
-  static constexpr bool kKeepsRemainders = kIsF16<Element> && !kInt8;  // as attn/decode/config.cuh and int8_config.cuh
+  static constexpr bool kKeepsRemainders = kIsF16<Element> && !kInt8Queries;  // as in attn/decode/
+
+  // Registers: whether a thread's index is read afresh, and rows are finished when outputs are gone (attend.cuh).
+  static constexpr bool kFewRegisters = kHeadDim > 128 && (kKept || (kBatchInvariant && !kInt8));
+  static constexpr bool kFinishesLater = kHeadDim > 128 && kBatchInvariant && !kInt8;
 
   // q: rows; of bytes with a scale of each row after them, then q . k_mean of each.
   static constexpr int kQueryScales = kRows * kHeadDim, kQueryDots = kQueryScales + kRows * 4;
-  static constexpr int kQueryBytes = kInt8 ? kQueryDots + kRows * 4 : kRows * kHeadDim * 2;
+  static constexpr int kQueryBytes = kInt8Queries ? kQueryDots + kRows * 4 : kRows * kHeadDim * 2;
   // A warp of its own describes units, and fetches few rows of q a unit ahead. Teams of four have no room for it: two
   // of them are eight warps, two for each part of a multiprocessor, and a third would leave them 168 registers.
   static constexpr bool kUnitsWarp = kHeadDim > 128 || kRowWarps < 4, kQueriesAhead = kRowWarps == 1;
@@ -45,10 +51,13 @@ struct PortableConfig {
   static constexpr int stats_bytes(int warps) { return warps * 8 * 16; }
 
   // Tiles that `teams` teams have room for, each, with `keys` keys.
-  static constexpr int kStateBytes = 1024;                                        // OwnState
-  static constexpr int kRowBytes = (kHeadDim * kElementBytes + 127) / 128 * 128;  // in whole panels
+  static constexpr int kStateBytes = 1024;           // OwnState
+  static constexpr int row_bytes(int element_bytes)  // in whole panels
+  {
+    return kHeadDim * element_bytes <= 64 ? 64 : (kHeadDim * element_bytes + 127) / 128 * 128;
+  }
   static constexpr int stage_bytes(int keys) {
-    return 2 * keys * ((kHeadDim * kElementBytes <= 64 ? 64 : kRowBytes) + (kInt8 ? 4 : 0));
+    return keys * (row_bytes(kKeyBytes) + row_bytes(kElementBytes) + (kInt8 ? 8 : 0));
   }
   static constexpr int stages(int teams, int keys) {
     const int warps = teams * kTeamWarps;
@@ -77,12 +86,13 @@ struct PortableConfig {
   static constexpr int kMostStep = kHeadDim <= 128 ? 32 : 16;
   static constexpr int kStep = kBlockN < kMostStep ? kBlockN : kMostStep;  // keys at once
   using Tile = Panels<kBlockN, kHeadDim, kElementBytes>;
+  using KeyTile = Panels<kBlockN, kHeadDim, kKeyBytes>;
 
   static constexpr int kWarps = kTeams * kTeamWarps, kConsumers = 32 * kWarps;
   static constexpr int kThreads = kConsumers + (kUnitsWarp ? 32 : 0);
   static constexpr int kAreaBytes = area_bytes(kWarps), kStatsBytes = stats_bytes(kWarps);
   static constexpr int kStageBytes = stage_bytes(kBlockN), kRingBytes = kTeams * kStages * kStageBytes;
-  static_assert(kStageBytes == 2 * Tile::kBytes + (kInt8 ? 8 * kBlockN : 0), "");
+  static_assert(kStageBytes == KeyTile::kBytes + Tile::kBytes + (kInt8 ? 8 * kBlockN : 0), "");
   static constexpr int kSharedBytes = kRingBytes + kQueryPlaces * kQueryBytes + kAreaBytes + kStatsBytes + kStateBytes;
   static_assert(kSharedBytes <= shared_limit(kArch), "");
 };

@@ -1,5 +1,5 @@
-// decode: few query rows against many keys on any GPU from sm_75 on. float16 and bfloat16 in, or K and V in INT8 pages;
-// float32 sums.
+// decode: few query rows against many keys on any GPU from sm_75 on. float16 and bfloat16 in, or K and V in INT8 pages,
+// or K in INT8 as quantize_kv left it; float32 sums.
 //
 // One block of each multiprocessor takes an equal run of the tiles of all sequences (attn/decode/share.cuh). Its warps
 // are teams of one (up to 16 rows), two or four, which take tiles in turn and copy them for themselves
@@ -22,6 +22,7 @@
 
 #include "attn/decode/counters.cuh"
 #include "attn/decode/int8_sums.cuh"
+#include "attn/decode/kept_sums.cuh"
 #include "attn/decode/own_tiles.cuh"
 #include "kernels/attention/decode/config.h"
 #include "ptx/names.cuh"

@@ -1,6 +1,6 @@
 // C entry of `decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM), architecture
-// (-DQF_ARCH) and kind of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8), with batch-invariant
-// results or not (-DQF_BATCH_INVARIANT).
+// (-DQF_ARCH) and kind of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_KEPT, QF_KV_PAGES or QF_KV_PAGES_INT8), with
+// batch-invariant results or not (-DQF_BATCH_INVARIANT).
 #include "attn/decode/runs.h"
 #include "attn/entry.cuh"
 #include "kernels/attention/decode/kernel.cuh"
@@ -8,7 +8,6 @@
 namespace {
 
 using namespace qf;
-constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS, kInt8 = QF_KV_KIND == QF_KV_PAGES_INT8;
 template <int kRowWarps>
 using Config =
     decode::PortableConfig<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM, kRowWarps, QF_ARCH, QF_KV_KIND, QF_BATCH_INVARIANT>;
@@ -35,12 +34,12 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   if (const int error = take_flags(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), flags)) return error;
   const Partials parts = partials_in<Config::kBlockN>(reinterpret_cast<float*>(workspace + kFlagBytes), p, runs);
   const auto whole = [&](const QfTensor& x, int bytes) { return chunks_aligned(x, p.head_dim, bytes); };
-  constexpr int kBytes = Config::kElementBytes;
-  const Aligned aligned = {whole(p.q, 2), whole(p.kv.k, kBytes), whole(p.kv.v, kBytes), whole(p.out, 2),
-                           rope_tables_vectorise(p.rope)};
+  const int key_columns = Config::kKept ? int(kept_width(p.head_dim)) : p.head_dim;
+  const Aligned aligned = {whole(p.q, 2), chunks_aligned(p.kv.k, key_columns, Config::kKeyBytes),
+                           whole(p.kv.v, Config::kElementBytes), whole(p.out, 2), rope_tables_vectorise(p.rope)};
   const Launch how = {blocks, Config::kThreads, Config::kSharedBytes, stream, QF_ARCH >= 90};
   constexpr bool kCanCopyAsync = QF_ARCH >= 80;
-  const bool rotates_keys = !kPaged && p.rope.cos;
+  const bool rotates_keys = QF_KV_KIND == QF_KV_ARRAYS && p.rope.cos;
   if (kCanCopyAsync && aligned.k && aligned.v && !rotates_keys)
     return launch(how, qf_decode_kernel<Config, kCanCopyAsync>, p, runs, parts, flags, aligned);
   return launch(how, qf_decode_kernel<Config, false>, p, runs, parts, flags, aligned);
@@ -60,8 +59,7 @@ QF_EXPORT int64_t qf_decode_workspace(const QfAttnParams* p) {
 }
 
 QF_EXPORT int qf_decode(const QfAttnParams* p, void* stream) {
-  constexpr auto check = kInt8 ? check_int8_pages : kPaged ? check_pages : check_arrays;
-  if (const int status = check(p, QF_DTYPE)) return status;
+  if (const int status = check_kv<QF_KV_KIND>(p, QF_DTYPE)) return status;
   if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
   const int rows = decode::rows_of(*p);
   if (rows > decode::kMostRows || p->batch_invariant != QF_BATCH_INVARIANT) return QF_UNSUPPORTED;

@@ -21,6 +21,7 @@
 #include "attn/decode/attend.cuh"
 #include "attn/decode/counters.cuh"
 #include "attn/decode/int8_sums.cuh"
+#include "attn/decode/kept_sums.cuh"
 #include "attn/decode/tma_pages.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -30,23 +31,30 @@ namespace sm90_decode {
 
 // kKind: QfKvKind.
 template <class Element, int kHeadDim, int kRowWarps, int kKind>
-using BaseOf = std::conditional_t<kKind == QF_KV_PAGES_INT8, decode::Int8Config<Element, kHeadDim, kRowWarps, 90>,
-                                  decode::Config<Element, kHeadDim, kRowWarps, 90, kKind == QF_KV_PAGES>>;
+using BaseOf =
+    std::conditional_t<kKind == QF_KV_PAGES_INT8, decode::Int8Config<Element, kHeadDim, kRowWarps, 90>,
+                       std::conditional_t<kKind == QF_KV_KEPT, decode::KeptConfig<Element, kHeadDim, kRowWarps, 90>,
+                                          decode::Config<Element, kHeadDim, kRowWarps, 90, kKind == QF_KV_PAGES>>>;
 
 template <class Element, int kHeadDim, int kRowWarps, int kKind, bool kBatchInvariant_>
 struct Config : BaseOf<Element, kHeadDim, kRowWarps, kKind> {
   using Base = BaseOf<Element, kHeadDim, kRowWarps, kKind>;
   static constexpr bool kBatchInvariant = kBatchInvariant_;
+  // Whether a thread's index is read afresh, and rows are finished when outputs are gone (attend.cuh).
+  static constexpr bool kFewRegisters = kHeadDim > 128 && Base::kKept,
+                        kFinishesLater = kFewRegisters && kBatchInvariant;
   static constexpr int kLoaderThreads = 128, kThreads = kLoaderThreads + Base::kConsumers;  // whole warpgroups
   // Registers are traded where one warpgroup loads and two attend; one and one have 255 each.
   static constexpr bool kTrades = Base::kConsumers > 128;
-  static constexpr int kLoaderRegisters = Base::kInt8 ? 104 : 88, kConsumerRegisters = Base::kInt8 ? 200 : 208;
-  static constexpr int kBarrierBytes = Base::kInt8 ? 768 : 512;  // and units
+  static constexpr int kLoaderRegisters = Base::kKept ? 128 : Base::kInt8 ? 104 : 88;
+  static constexpr int kConsumerRegisters = Base::kKept ? 184 : Base::kInt8 ? 200 : 208;
+  static constexpr int kBarrierBytes = Base::kInt8Queries ? 768 : 512;  // and units
   static constexpr int kOtherBytes =
       kSwizzleBytes + decode::kUnitStages * Base::kQueryBytes + decode::Area<Base>::kBytes + kBarrierBytes;
-  static constexpr int kStageBytes = 2 * (Base::Tile::kBytes + Base::kScaleBytes);
+  static constexpr int kStageTiles = Base::KeyTile::kBytes + Base::Tile::kBytes;
+  static constexpr int kStageBytes = kStageTiles + 2 * Base::kScaleBytes;
   static constexpr int kStages = (227 * 1024 - kOtherBytes) / kStageBytes / Base::kTeams * Base::kTeams;
-  static constexpr int kTileBytes = kStages * 2 * Base::Tile::kBytes;
+  static constexpr int kTileBytes = kStages * kStageTiles;
   static constexpr int kSharedBytes = kOtherBytes + kStages * kStageBytes;
   static_assert(kStages >= 2, "");
 };

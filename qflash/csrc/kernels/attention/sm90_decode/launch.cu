@@ -1,7 +1,6 @@
 // C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM) and kind
-// of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_PAGES or QF_KV_PAGES_INT8), with batch-invariant results or
-// not (-DQF_BATCH_INVARIANT): relayout what must be (rope, strides that
-// TMA cannot walk), make tensor maps, attend.
+// of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_KEPT, QF_KV_PAGES or QF_KV_PAGES_INT8), with batch-invariant results or
+// not (-DQF_BATCH_INVARIANT): relayout what must be (rope, strides that TMA cannot walk), make tensor maps, attend.
 #include "attn/decode/runs.h"
 #include "attn/entry.cuh"
 #include "attn/wgmma/relayout.cuh"
@@ -20,8 +19,9 @@ namespace {
 
 using namespace qf;
 using Element = ElementOf<QF_DTYPE>::Type;
-constexpr bool kPaged = QF_KV_KIND != QF_KV_ARRAYS;
-constexpr wgmma::Which kLastRelaid = kPaged ? wgmma::kQ : wgmma::kV;  // pages are taken as they are
+constexpr bool kKept = QF_KV_KIND == QF_KV_KEPT, kPaged = !kKept && QF_KV_KIND != QF_KV_ARRAYS;
+// Pages are taken as they are. Where K was quantized, q is rotated as it is quantized, and K is contiguous.
+constexpr wgmma::Which kFirstRelaid = kKept ? wgmma::kV : wgmma::kQ, kLastRelaid = kPaged ? wgmma::kQ : wgmma::kV;
 template <int kRowWarps>
 using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps, QF_KV_KIND, QF_BATCH_INVARIANT>;
 constexpr int kMostProcessors = 144;         // of any GPU of this architecture
@@ -31,6 +31,13 @@ constexpr int kBlockN = Config<1>::kBlockN;  // whatever the rows
 constexpr int64_t kFlagBytes = sizeof(unsigned) * decode::kFlagsEach;
 int64_t partial_bytes(const QfAttnParams& p) { return decode::partial_bytes<kBlockN>(p, kMostProcessors); }
 
+// K as quantize_kv left it.
+template <class Tile>
+int map_kept(CUtensorMap& map, const QfAttnParams& p, int box_rows, CUtensorMapL2promotion promotion) {
+  if (p.k_len == 0) return cudaSuccess;  // never read
+  const TensorExtents extents = wgmma::extents_of(p.kv.k, kept_width(p.head_dim), p.k_len, p.kv_heads, p.batch);
+  return encode_tensor_map<Tile>(map, extents, box_rows, promotion);
+}
 // Keys that a page and a tile have whole numbers of.
 [[maybe_unused]] int box_rows_of(int page_size, int tile) {
   while (page_size % tile != 0) tile /= 2;
@@ -57,7 +64,7 @@ template <class Config>
 int attend(const QfAttnParams& p, cudaStream_t stream) {
   using namespace decode;
   static_assert(Config::kBlockN == kBlockN, "");
-  const wgmma::Relayout reserved(p, false, wgmma::kQ, kLastRelaid), relayout(p, true, wgmma::kQ, kLastRelaid);
+  const wgmma::Relayout reserved(p, false, kFirstRelaid, kLastRelaid), relayout(p, true, kFirstRelaid, kLastRelaid);
   const int64_t partials = ::partial_bytes(p), needed = kFlagBytes + partials + reserved.bytes;
   if (!p.workspace || p.workspace_bytes < needed) return QF_NO_MEMORY;
   int processors = 0;
@@ -84,30 +91,32 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
     if (const int error = map_pages<Tile>(maps.k, p, p.kv.k, box_rows, promotion)) return error;
     if (const int error = map_pages<Tile>(maps.v, p, p.kv.v, box_rows, promotion)) return error;
   } else {
-    if (const int error = relayout.map<Tile>(maps.k, wgmma::kK, copies, p.head_dim, box_rows, promotion)) return error;
+    if (const int error = kKept ? map_kept<typename Config::KeyTile>(maps.k, p, box_rows, promotion)
+                                : relayout.map<Tile>(maps.k, wgmma::kK, copies, p.head_dim, box_rows, promotion))
+      return error;
     if (const int error = relayout.map<Tile>(maps.v, wgmma::kV, copies, p.head_dim, box_rows, promotion)) return error;
   }
   Flags flags{};
   if (const int error = take_flags(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), flags)) return error;
   const wgmma::RelaidTensor& q = relayout.tensors[wgmma::kQ];
-  const QfTensor queries = q.copied ? q.copy(copies, p.head_dim) : q.from;
+  const QfTensor queries = q.copied ? q.copy(copies, p.head_dim) : p.q;
   const Partials parts = partials_in<kBlockN>(reinterpret_cast<float*>(workspace + kFlagBytes), p, runs);
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p,
-                queries, maps, runs, parts, flags, q.copied || q.vector, chunks_aligned(p.out, p.head_dim, 2),
-                box_rows);
+                queries, maps, runs, parts, flags, q.copied || chunks_aligned(p.q, p.head_dim, 2),
+                chunks_aligned(p.out, p.head_dim, 2), box_rows);
 }
 
 }  // namespace
 
 QF_EXPORT int64_t qf_sm90_decode_workspace(const QfAttnParams* p) {
-  return kFlagBytes + partial_bytes(*p) + wgmma::Relayout(*p, false, wgmma::kQ, kLastRelaid).bytes;
+  return kFlagBytes + partial_bytes(*p) + wgmma::Relayout(*p, false, kFirstRelaid, kLastRelaid).bytes;
 }
 
 QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
-  constexpr auto check = QF_KV_KIND == QF_KV_PAGES_INT8 ? check_int8_pages : kPaged ? check_pages : check_arrays;
-  if (const int status = check(p, QF_DTYPE)) return status;
+  if (const int status = check_kv<QF_KV_KIND>(p, QF_DTYPE)) return status;
   if (p->batch_invariant != QF_BATCH_INVARIANT) return QF_UNSUPPORTED;
   if (kPaged && !pages_map(*p)) return QF_UNSUPPORTED;
+  if (kKept && reinterpret_cast<uintptr_t>(p->kv.k.data) % 16 != 0) return QF_UNSUPPORTED;
   if (p->head_dim < 1 || p->head_dim > QF_HEAD_DIM || p->head_dim % 8 != 0 || p->cu_seqlens_q) return QF_UNSUPPORTED;
   const int rows = decode::rows_of(*p);
   if (rows > decode::kMostRows || decode::too_many_tiles<kBlockN>(*p)) return QF_UNSUPPORTED;
@@ -118,7 +127,7 @@ QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
 }
 
 QF_EXPORT const char* qf_status_text(int status) {
-  return qf::status_text(
-      "sm90_decode", status,
-      ", packed arrays, more than 64 rows of a KV head, or pages whose tokens and heads are not whole 16 bytes apart");
+  return qf::status_text("sm90_decode", status,
+                         ", packed arrays, more than 64 rows of a KV head, or pages or QuantizedKV whose tokens and "
+                         "heads are not whole 16 bytes apart");
 }

@@ -6,8 +6,14 @@
 
 __global__ void __launch_bounds__(qf::kDeltaThreads)
     qf_fa_bwd_delta_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
-                           const __grid_constant__ qf::DeltaAccess vector) {
-  qf::write_delta<qf::fa_bwd::Element, false>(params, grid, vector);
+                           const __grid_constant__ qf::DeltaAccess access) {
+  qf::write_delta<qf::fa_bwd::Element>(params, grid, access);
+}
+
+__global__ void __launch_bounds__(qf::kDeltaThreads, 2)
+    qf_fa_bwd_few_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
+                         const __grid_constant__ qf::DeltaAccess access) {
+  qf::write_delta_of_few<qf::fa_bwd::Element, false>(params, grid, access);
 }
 
 __global__ void __launch_bounds__(qf::kSinkThreads)
@@ -48,7 +54,7 @@ QF_EXPORT int qf_fa_bwd(const QfAttnBwdParams* params, void* stream) {
   const QfAttnParams& p = params->fwd;
   if (p.head_dim < 1 || p.head_dim > kHeadDim) return QF_UNSUPPORTED;
   if (const int status = check_workspace(*params)) return status;
-  if (const int status = launch_delta(qf_fa_bwd_delta_kernel, *params, stream)) return status;
+  if (const int status = launch_delta(qf_fa_bwd_delta_kernel, qf_fa_bwd_few_kernel, *params, stream)) return status;
   if (const int status = launch_sink_gradient(qf_fa_bwd_sinks_kernel, *params, stream)) return status;
   const auto aligned = [&](const QfTensor& x) { return chunks_aligned(x, p.head_dim, int(sizeof(Element))); };
   const Access access = {vectorises(p), tensor_vectorises(params->dout, p.head_dim, int(sizeof(Element))),

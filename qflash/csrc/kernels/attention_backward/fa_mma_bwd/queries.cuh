@@ -29,7 +29,7 @@ static_assert(sizeof(QueryState) <= kStateBytes, "");
 }  // namespace qf
 
 // fwd.out is dq here, so that rows that no sequence serves are filled as the forward pass fills those of out.
-template <bool kAsync>
+template <bool kAsync, bool kPlain>
 __global__ void __launch_bounds__(qf::fa_mma_bwd::kQueryThreads,
                                   qf::fa_mma_bwd::min_blocks(qf::fa_mma_bwd::kQueryThreads))
     qf_fa_mma_bwd_queries_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kQueryThreads,
   float* const s_lse = reinterpret_cast<float*>(s_stream + 2 * kStages * kTileBytes);  // -lse, then -delta, of rows
   QueryState& s_state = *reinterpret_cast<QueryState*>(reinterpret_cast<char*>(s_lse) + kStatisticsBytes);
   const QfAttnParams& p = params.fwd;
-  constexpr int kStep = kQueryStep<kAsync>;
+  constexpr int kStep = kQueryStep<kAsync, kPlain>;
 
   {
     const Work work(p, grid);
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kQueryThreads,
     const auto attend = [&](auto partial, auto step, int first) {  // to the tile's keys from `first` on, `step` of them
       constexpr bool kPartial = decltype(partial)::value;
       constexpr int kKeys = decltype(step)::value;
-      const Scores scores(p);
+      const Scores<kPlain> scores(p);
       const TileMask<8> mask(s_state.mask, s_state.row0(), key0 + first + QueryState::column());
       const auto of_rows = [](const float* s_x) {  // which all columns share
         const float* const s_row = s_x + fresh_tid() / 32 * kWarpQueries + fresh_tid() % 32 / 4;

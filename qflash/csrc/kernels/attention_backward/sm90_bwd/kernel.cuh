@@ -5,9 +5,11 @@
 //   dV = P^T dO     dK = scale dS^T Q     dQ = scale dS K
 //
 // Launches: copies of what TMA cannot walk and of q and k rotated (attn/wgmma/relayout.cuh), delta
-// (attn/backward/delta.cuh), dQ, then dK and dV. The last two are one frame (attn/wgmma/backward/): 128 rows stay with
+// (attn/backward/delta.cuh), dK and dV, dQ. The last two are one frame (attn/wgmma/backward/): 128 rows stay with
 // a block, tiles of 64 columns pass by (attn/wgmma/backward/config.cuh has the table). Keys stay for dK and dV, and
-// meet the queries of all heads of their group; queries stay for dQ, and S and dP are computed again.
+// meet the queries of all heads of their group; queries stay for dQ. dS comes from memory, where the kernel of dK and
+// dV stored it, of as many heads as there is room for (attn/backward/ds_tiles.h); without room S and dP are computed
+// again.
 //
 //   dK, dV                                            dQ
 //              queries (pass by)                                 keys (pass by)
@@ -21,13 +23,13 @@
 //                 warps 2, 3   inspect: lse and delta of the queries that pass by; NaN and infinity in columns that
 //                              some rows must not see
 //   warpgroups    dK, dV: S^T and dP^T 32 registers each, dK and dV 64 each, P and dS 16 each
-//   1, 2 (240)    dQ (40 and 232): S and dP 32 each, dQ 64, dS 16
+//   1, 2 (240)    dQ (40 and 232): S and dP 32 each, dQ 64, dS 16; of stored dS four warpgroups (104), dQ 64
 //
 // Shared memory (head_dim 128): rows 2 x 32 KB; columns 4 stages of 2 x 16 KB; lse and delta 2 KB; 8 KB where channels
 // meet that rotate together; barriers. 204 KB.
 //
-// Pipeline of a consumer: consumer_keys.cuh, consumer_queries.cuh. Bound: the tensor cores at 2048 cycles a tile of dK
-// and dV and 1536 of dQ, seven products where five are counted. docs/kernels/sm90_bwd.md has the prediction.
+// Pipeline of a consumer: consumer_keys.cuh, consumer_queries.cuh, consumer_ds.cuh. Bound: weights, beside the tensor
+// cores at 2048 cycles a tile of dK and dV; memory, of dQ from stored dS. docs/kernels/sm90_bwd.md has the budget.
 #pragma once
 
 #include "attn/backward/delta.cuh"
@@ -39,18 +41,24 @@
 namespace qf {
 namespace sm90_bwd {
 
-template <class Element, bool kKeysStay, bool kPlain>
-using Config = wgmma::backward::BackwardConfig<Shape<Element, QF_HEAD_DIM, kKeysStay, kPlain>>;
+template <class Element, Of kOf, bool kPlain>
+using Config = wgmma::backward::BackwardConfig<Shape<Element, QF_HEAD_DIM, kOf, kPlain>>;
 
 }  // namespace sm90_bwd
 }  // namespace qf
 
-// delta = rowsum(dO * O) - dlse.
+// delta = rowsum(dO * O) - dlse, then that of rows of few keys.
 template <class Element>
 __global__ void __launch_bounds__(qf::kDeltaThreads)
     qf_sm90_bwd_delta_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
-                             const qf::DeltaAccess vector) {
-  qf::write_delta<Element, true>(params, grid, vector);
+                             const qf::DeltaAccess access) {
+  qf::write_delta<Element>(params, grid, access);
+}
+template <class Element>
+__global__ void __launch_bounds__(qf::kDeltaThreads, 2)
+    qf_sm90_bwd_few_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
+                           const __grid_constant__ qf::DeltaAccess access) {
+  qf::write_delta_of_few<Element, true>(params, grid, access);
 }
 
 // The gradient of sinks, from delta.
@@ -65,9 +73,11 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     qf_sm90_bwd_kernel(const __grid_constant__ QfAttnBwdParams params,
                        const __grid_constant__ qf::wgmma::backward::TensorMaps maps,
-                       const __grid_constant__ qf::TileSchedule schedule, const qf::wgmma::backward::Stores aligned) {
+                       const __grid_constant__ qf::TileSchedule schedule,
+                       const __grid_constant__ qf::wgmma::backward::DsMemory ds,
+                       const qf::wgmma::backward::Stores aligned) {
   extern __shared__ float4 s_memory[];
-  qf::wgmma::backward::run_block<Config>(params, maps, schedule, aligned, reinterpret_cast<char*>(s_memory));
+  qf::wgmma::backward::run_block<Config>(params, maps, schedule, ds, aligned, reinterpret_cast<char*>(s_memory));
 }
 
 // The pass before, for strides that TMA cannot walk.

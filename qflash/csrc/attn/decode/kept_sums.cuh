@@ -1,0 +1,116 @@
+// The sums of one warp over its part of the keys of one unit, on what quantize_kv left: scores are exact integers, as
+// on INT8 pages, with one scale for 64 keys; from there on it is the softmax and the P V of 16 bits.
+#pragma once
+
+#include "attn/decode/attend.cuh"
+#include "attn/decode/int8_product.cuh"
+#include "attn/decode/kept_config.cuh"
+#include "attn/mma/int8.cuh"
+
+namespace qf {
+namespace decode {
+
+template <class Config>
+struct KeptSums : WarpSums<Config> {
+  using Queries = Int8Queries<Config>;
+  static constexpr int kNTiles = Config::kStep / 8;
+  using Scores = float[1][kNTiles][4];
+
+  __device__ static __forceinline__ Queries queries(const QfAttnParams& p, const char* s_queries, int row0, int lane) {
+    return Queries(p, s_queries, row0, lane);
+  }
+
+  // A tile of keys from key0 on. kPlain: every row sees all of them, they are finite, and scores are a positive factor
+  // times q . k.
+  template <bool kPlain, class Source>
+  __device__ __forceinline__ void attend(const QfAttnParams& p, const Queries& q, const Unit<Config>& unit, int key0,
+                                         Source& source) {
+    const int thread = thread_of<Config>(), lane = thread % 32, column = lane % 4 * 2;
+    const int warp = thread / 32 % Config::kTeamWarps;
+    const int row0 = warp / Config::kKeyWarps * 16, first = warp % Config::kKeyWarps * Config::kWarpKeys;
+    const WarpScales scales(p, unit.part, key0 + first);  // on their way while K is waited for
+    const char* const s_k = source.wait_k();
+    char* s_v = nullptr;
+#pragma unroll 1
+    for (int step = 0; step < Config::kWarpKeys; step += Config::kStep) {
+      int32_t dots[1][kNTiles][4];
+      start_with(dots, kMagicBits);
+      qk_mma<Config>(dots, q, s_k, first + step, lane);
+      Scores S;
+      const float scale = scales.of(step);
+      float slopes[2] = {q.slope[0] * scale, q.slope[1] * scale};
+      to_integers(S, dots);
+      if constexpr (!kPlain) {
+        finish_scores(p, S, slopes, q.bias);
+        if (unit.spoiled)
+          spoil_nonfinite<Config::KeyTile::kChunks>(S, s_k + (first + step) * Config::KeyTile::kRowBytes, column);
+        this->mask_scores(p, unit.seen.mask, S, row0 + lane / 4, key0 + first + step + column);
+        slopes[0] = slopes[1] = 1.0f;
+      }
+      online_softmax<1>(S, [&](int r, int) { return slopes[r]; }, [](int, int) { return 0.0f; }, this->rows, this->O);
+      if (step == 0) {
+        s_v = source.wait_v();
+        if constexpr (!kPlain) {
+          clear_unseen<Config>(s_v, key0, unit.seen.any, unit.seen.all);
+          source.written();
+          source.meet_team();  // the zeros are in place
+        }
+      }
+      pv_mma<Config, Rounded>(this->O, this->rows[0], S, s_v, first + step, lane);
+    }
+  }
+
+  // Without softcap all scores of a row are without q . k_mean: its reference gets that back.
+  __device__ static __forceinline__ Merged finished(const QfAttnParams& p, int row, Merged merged,
+                                                    const char* s_queries) {
+    if (p.softcap == 0.0f && wants_dot_k_mean(p))
+      merged.m += query_dot_k_mean<Config>(s_queries, row) * (p.scale * kLog2e);
+    return merged;
+  }
+
+ private:
+  // Scales of the keys that a warp takes of one tile: 128 at most, and tiles begin at whole multiples of themselves.
+  struct WarpScales {
+    static constexpr int kGroups = Config::kWarpKeys > kKeptKeyGroup ? 2 : 1;
+    static_assert(Config::kWarpKeys <= kGroups * kKeptKeyGroup && kKeptKeyGroup % Config::kStep == 0, "");
+    float each[kGroups];
+
+    __device__ __forceinline__ WarpScales(const QfAttnParams& p, const Part& part, int key) {
+      const float* const g_scales =
+          p.kv.k_scales.scale + part.b * p.kv.k_scales.stride_b + part.kv_head * p.kv.k_scales.stride_h;
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) each[i] = g_scales[min(key + i * kKeptKeyGroup, p.k_len - 1) / kKeptKeyGroup];
+    }
+    __device__ __forceinline__ float of(int step) const {
+      return kGroups > 1 && step >= kKeptKeyGroup ? each[kGroups - 1] : each[0];
+    }
+  };
+
+  // Of sums that started at kMagicBits.
+  __device__ static __forceinline__ void to_integers(Scores& S, const int32_t (&dots)[1][kNTiles][4]) {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[0][j][e] = bits_to_float(uint32_t(dots[0][j][e])) - kMagic;
+  }
+
+  // What comes before the exponential where that is more than a slope.
+  __device__ static __forceinline__ void finish_scores(const QfAttnParams& p, Scores& S, const float (&slopes)[2],
+                                                       const float (&bias)[2]) {
+    const bool coarsely = softens_coarsely(p.softcap);
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) S[0][j][e] = fmaf(S[0][j][e], slopes[e / 2], bias[e / 2]);
+      soften_four(S[0][j], p.softcap, coarsely);
+    }
+  }
+};
+
+template <class Config>
+struct SumsOf<Config, false, true> {
+  using Type = KeptSums<Config>;
+};
+
+}  // namespace decode
+}  // namespace qf
