@@ -38,3 +38,16 @@ def tiles_of_rows(
     whole_begin = tl.where(whole_end > whole_begin, whole_begin, tl.maximum(tl.cdiv(end_any, BLOCK_N) * BLOCK_N, begin))
     whole_end = tl.maximum(whole_end, whole_begin)
     return begin, whole_begin, whole_end, end_any
+
+
+@triton.jit
+def cut_tile(done, begin, whole_begin, whole_end):
+    """The first key of a tile that is seen in part, when `done` keys of such tiles are done."""
+    first = begin + done
+    return first + tl.where(first >= whole_begin, whole_end - whole_begin, 0)
+
+
+@triton.jit
+def sees(key, begin, end):
+    """[rows, keys]: whether each row, which sees begin .. end - 1, sees each key."""
+    return (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
