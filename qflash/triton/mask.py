@@ -41,6 +41,12 @@ def tiles_of_rows(
 
 
 @triton.jit
+def cut_keys(begin, whole_begin, whole_end, end):
+    """How many keys the tiles have that are seen in part: those before the whole ones, and those after."""
+    return (whole_begin - begin) + tl.maximum(end - whole_end, 0)
+
+
+@triton.jit
 def cut_tile(done, begin, whole_begin, whole_end):
     """The first key of a tile that is seen in part, when `done` keys of such tiles are done."""
     first = begin + done

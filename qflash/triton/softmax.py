@@ -40,10 +40,13 @@ def scores_of(products, scale, softcap, PLAIN: tl.constexpr, SOFTCAP: tl.constex
 
 
 @triton.jit
-def weigh(s, factor, m, l):
+def weigh(s, factor, m, l, WHOLE: tl.constexpr = False):
     """(weights, rescale, m, l) after the scores s of one more tile: old sums are to be multiplied by `rescale`. A score
-    of -inf weighs nothing, whatever m is."""
-    m_new = tl.maximum(m, tl.max(s, 1))
+    of -inf weighs nothing, whatever m is. WHOLE: m is a whole number, so that rescaling rounds nothing."""
+    m_new = tl.max(s, 1)
+    if WHOLE:
+        m_new = tl.ceil(m_new)
+    m_new = tl.maximum(m, m_new)
     reference = tl.where(m_new == float("-inf"), 0.0, m_new) * factor
     weight = tl.exp2(s * factor - reference[:, None])
     rescale = tl.exp2(m * factor - reference)
@@ -51,11 +54,12 @@ def weigh(s, factor, m, l):
 
 
 @triton.jit
-def finish(m2, l, sees, sink, SINKS: tl.constexpr):
-    """(what the row's sum of values is multiplied by, lse). m2: the base-2 score that l is relative to; sees: whether
-    the row sees a key at all. A row that sees nothing but scores of -inf is NaN; one that sees none is 0."""
+def finish(m2, l, bias, sees, sink, SINKS: tl.constexpr):
+    """(what the row's sum of values is multiplied by, lse). m2: the base-2 score that l is relative to; bias: what
+    every score of the row has beside, in natural units; sees: whether the row sees a key at all. A row that sees
+    nothing but scores of -inf is NaN; one that sees none is 0."""
     if SINKS:
-        sink2 = sink * LOG2E
+        sink2 = (sink - bias) * LOG2E
         top = tl.maximum(m2, sink2)
         reference = tl.where(top == float("-inf"), 0.0, top)
         share = tl.exp2(m2 - reference)
@@ -66,10 +70,11 @@ def finish(m2, l, sees, sink, SINKS: tl.constexpr):
         total = l
     nothing = tl.where(sees, float("nan"), 0.0)
     factor = tl.where(total == 0, nothing, share / total)
-    lse = tl.where(total == 0, nothing + float("-inf"), (reference + tl.log2(total)) * LN2)
+    lse = tl.where(total == 0, nothing + float("-inf"), (reference + tl.log2(total)) * LN2 + bias)
     if SINKS:
         drowned = (sink == float("inf")) & (l == l)
         factor = tl.where(drowned, 0.0, factor)
         lse = tl.where(drowned, float("inf"), lse)
-        factor = tl.where(sees, factor, 0.0)  # a sink of NaN is in the lse of rows that see no key, and not in them
+        # A row that sees no key has its sink for lse, whatever its q holds, and NaN where that is one.
+        lse = tl.where(sees, lse, sink)
     return factor, lse

@@ -22,10 +22,11 @@ import triton.language as tl
 from qflash.call.spec import Spec
 from qflash.triton import rope
 from qflash.triton.launches import TYPES, Choice, Launches, Pass, size, vectors
-from qflash.triton.mask import cut_tile, key_range, sees, tiles_of_rows
+from qflash.triton.mask import cut_keys, cut_tile, key_range, sees, tiles_of_rows
+from qflash.triton.rows import load_rows, padded, store_rows
 from qflash.triton.sequence import fill_unserved_rows, read_sequence
-from qflash.triton.softmax import finish, scores_of, weigh
-from qflash.triton.values import add_seen, finite_of
+from qflash.triton.softmax import scores_of, weigh
+from qflash.triton.values import finite_of
 
 # (rows of a tile, keys of a tile, warps, stages) by the channels that heads are padded to. With these nothing spills:
 # tests/compile/test_triton.py compiles them.
@@ -38,21 +39,6 @@ HALVES_80 = {
 FLOATS = {16: (64, 32, 4, 2), 32: (64, 32, 4, 1), 64: (32, 16, 8, 1), 128: (32, 16, 8, 1), 256: (16, 16, 4, 1)}
 # Rows that are not whole vectors are loaded element by element, each by an address of its own in registers.
 ODD_ROWS = {16: (64, 32, 4, 1), 32: (64, 32, 4, 1), 64: (64, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)}
-
-
-@triton.jit
-def load_rows(rows, present, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr):
-    """A tile of rows whose first channels are at `rows`, [n, 1]; 0 where a row is not there. ALL: all are."""
-    channel = tl.arange(0, BLOCK_D)[None, :]
-    if ALL and HEAD_DIM == BLOCK_D:
-        tile = tl.load(rows + channel)
-    elif ALL:
-        tile = tl.load(rows + channel, mask=channel < HEAD_DIM, other=0.0)
-    elif HEAD_DIM == BLOCK_D:
-        tile = tl.load(rows + channel, mask=present, other=0.0)
-    else:
-        tile = tl.load(rows + channel, mask=present & (channel < HEAD_DIM), other=0.0)
-    return tile
 
 
 @triton.jit
@@ -122,9 +108,8 @@ def qf_triton_fwd_kernel(
         acc = tl.dot(weight.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
 
     # Tiles that are cut, the first part's and then the last's: the loop jumps over those that are done.
-    cut = (whole_begin - begin) + tl.maximum(end - whole_end, 0)
     nonfinite = tl.zeros([BLOCK_N], tl.int32)
-    for done in tl.range(0, cut, BLOCK_N, num_stages=1):
+    for done in tl.range(0, cut_keys(begin, whole_begin, whole_end, end), BLOCK_N, num_stages=1):
         key = cut_tile(done, begin, whole_begin, whole_end) + tl.arange(0, BLOCK_N)
         key_present = (key < len_k)[:, None]
         k_tile = load_rows(k_base + key[:, None] * kv_k_stride_t, key_present, HEAD_DIM, BLOCK_D, False)
@@ -137,26 +122,11 @@ def qf_triton_fwd_kernel(
         acc = tl.dot(weight.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
 
     sink = tl.load(sinks + head) if SINKS else 0.0
-    seen_any = row_begin < row_end
-    inverse, row_lse = finish(m * factor, l, seen_any, sink, SINKS)
-    channel = tl.arange(0, BLOCK_D)[None, :]
-    o = tl.where(seen_any[:, None], acc * inverse[:, None], 0.0).to(out.dtype.element_ty)
-    out_rows = out + (q0 + row)[:, None] * out_stride_t
-    tl.store(out_rows + channel, o, mask=row_present & (channel < HEAD_DIM))
-    tl.store(lse + q0 + row, row_lse, mask=(row < len_q) & (has_lse != 0))
-
-    if tl.max(nonfinite, 0) != 0:
-        tl.debug_barrier()  # out is read again, by other threads than wrote it
-        for done in tl.range(0, cut, BLOCK_N, num_stages=1):
-            key = cut_tile(done, begin, whole_begin, whole_end) + tl.arange(0, BLOCK_N)
-            visible = sees(key, row_begin, row_end)
-            v_rows = v_base + key[:, None] * kv_v_stride_t
-            add_seen(out_rows, v_rows, row_present, (key < len_k)[:, None], visible, HEAD_DIM, PRECISION)
-
-
-def padded(head_dim: int) -> int:
-    """The channels of a tile: a power of two, for tl.dot 16 at least."""
-    return max(16, triton.next_power_of_2(head_dim))
+    store_rows(
+        acc, m * factor, l, 0.0, row, row_present, row_begin, row_end, sink,
+        out + q0 * out_stride_t, out_stride_t, lse + q0, has_lse, v_base, kv_v_stride_t, len_k,
+        nonfinite, begin, whole_begin, whole_end, end, HEAD_DIM, BLOCK_D, BLOCK_N, SINKS, PRECISION,
+    )  # fmt: skip
 
 
 def attend(spec: Spec, tile: tuple[int, int, int, int]) -> Pass:
