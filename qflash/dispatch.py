@@ -133,6 +133,13 @@ def _decoding_by_copy_engine(spec: Spec) -> list[str]:
     return _decoding(spec) + _copy_engine(spec) or _whole_blocks_of_int8(spec)
 
 
+def _decoding_in_triton(spec: Spec) -> list[str]:
+    found = _decoding(spec)
+    if spec.rope is not None and spec.kv == "arrays":
+        found.append("takes no rope with arrays, whose keys it would have to rotate at every step; with pages it does")
+    return found
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="cpu",
@@ -318,6 +325,21 @@ KERNELS: tuple[Kernel, ...] = (
         page="triton",
         min_arch=80,
         automatic=False,
+        sinks=True,
+        batch_invariant=True,
+    ),
+    Kernel(
+        name="triton_decode",
+        device="cuda",
+        summary="few queries against a long cache in Triton: keys split over programs, parts merged in a fixed order",
+        dtypes=_HALVES,
+        kvs=("arrays", "pages"),
+        backend="triton",
+        page="triton",
+        min_arch=80,
+        automatic=False,
+        few_rows=True,
+        also=_decoding_in_triton,
         sinks=True,
         batch_invariant=True,
     ),

@@ -24,19 +24,21 @@ def key_range(row, len_q, len_k, left, right, WINDOW: tl.constexpr):
 
 @triton.jit
 def tiles_of_rows(
-    first, last, len_q, len_k, left, right, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
-):
-    """(begin, whole_begin, whole_end, end) of the rows first .. last, in keys: some row sees keys of the tiles from
-    begin on, all rows see all keys of the tiles whole_begin .. whole_end - 1; past these the tiles up to end are seen
-    in part. All but end are multiples of BLOCK_N."""
+    first, last, len_q, len_k, left, right, from_key, to_key, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
+):  # fmt: skip
+    """(begin, whole_begin, whole_end, end) of the rows first .. last, within the keys from_key .. to_key - 1: some row
+    sees keys of the tiles from begin on, all rows see all keys of the tiles whole_begin .. whole_end - 1; past these the
+    tiles up to end are seen in part. All but end are multiples of BLOCK_N, as from_key is."""
     begin_any, end_all = key_range(first, len_q, len_k, left, right, WINDOW)
     begin_all, end_any = key_range(last, len_q, len_k, left, right, WINDOW)
-    begin = begin_any // BLOCK_N * BLOCK_N
-    whole_begin = tl.cdiv(begin_all, BLOCK_N) * BLOCK_N
-    whole_end = tl.maximum(end_all // BLOCK_N * BLOCK_N, whole_begin)
+    end_any = tl.minimum(end_any, to_key)
+    begin = tl.maximum(begin_any // BLOCK_N * BLOCK_N, from_key)
+    whole_begin = tl.maximum(tl.cdiv(begin_all, BLOCK_N) * BLOCK_N, from_key)
+    whole_end = tl.minimum(end_all, to_key) // BLOCK_N * BLOCK_N
     # Where no tile is whole, all of them are walked as the first part.
-    whole_begin = tl.where(whole_end > whole_begin, whole_begin, tl.maximum(tl.cdiv(end_any, BLOCK_N) * BLOCK_N, begin))
-    whole_end = tl.maximum(whole_end, whole_begin)
+    none = whole_end <= whole_begin
+    whole_begin = tl.where(none, tl.maximum(tl.cdiv(end_any, BLOCK_N) * BLOCK_N, begin), whole_begin)
+    whole_end = tl.where(none, whole_begin, whole_end)
     return begin, whole_begin, whole_end, end_any
 
 

@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 from qflash.call.spec import Spec
-from qflash.triton.launches import Pass, Region, constant, size
+from qflash.triton.launches import Pass, Region, size
 from qflash.triton.rope import rotated, tokens_of
 from qflash.triton.sequence import read_sequence
 
 CHUNK = 64  # keys whose sum is taken in float32
 GROUP = 16  # keys that share a scale
-BLOCK_T = 32  # tokens of a program that makes integers
+TILE = 4096  # values of a program that makes integers, in whole groups of tokens
 LEVELS = tl.constexpr(127.0)
 NO_AMPLITUDE = tl.constexpr(2.0**-100)
 MAGIC = tl.constexpr(1.5 * 2**23)  # added and taken off: the nearest integer, ties to even
@@ -200,15 +200,16 @@ def passes(spec: Spec, block_d: int) -> tuple[Pass, ...]:
     each: dict[str, Any] = {"HEAD_DIM": spec.head_dim, "BLOCK_D": block_d}
     each |= {"PACKED": spec.packed, "KV_LENS": spec.kv_lens, "ROPE": spec.rope is not None}
     each |= {"INTERLEAVED": spec.rope == "interleaved"}
+    block_t = max(GROUP, min(2 * GROUP, TILE // block_d))
     heads = size("kv_heads") * size("batch")
     chunks = size("k_len").ceil_div(CHUNK) * heads
-    k_tiles, q_tiles = (size(length).ceil_div(BLOCK_T) for length in ("k_len", "q_len"))
+    k_tiles, q_tiles = (size(length).ceil_div(block_t) for length in ("k_len", "q_len"))
     return (
         Pass(qf_triton_int8_sums_kernel, chunks, {**each, "CHUNK": CHUNK}, 1, fuses=False),
         Pass(qf_triton_int8_mean_kernel, heads, {"BLOCK_D": block_d, "CHUNK": CHUNK}, 1, fuses=False),
-        Pass(qf_triton_int8_k_kernel, k_tiles * heads, {**each, "BLOCK_T": BLOCK_T, "GROUP": GROUP}, fuses=False),
+        Pass(qf_triton_int8_k_kernel, k_tiles * heads, {**each, "BLOCK_T": block_t, "GROUP": GROUP}, fuses=False),
         Pass(
-            qf_triton_int8_q_kernel, q_tiles * size("q_heads") * size("batch"), {**each, "BLOCK_T": BLOCK_T},
+            qf_triton_int8_q_kernel, q_tiles * size("q_heads") * size("batch"), {**each, "BLOCK_T": block_t},
             fuses=False,
         ),
     )  # fmt: skip
@@ -227,5 +228,5 @@ def regions(spec: Spec, block_d: int) -> tuple[Region, ...]:
         Region("k_scales", "fp32", keys),
         Region("q_values", "i8", queries * block_d),
         Region("q_scales", "fp32", queries),
-        Region("q_dots", "fp32", queries + constant(0)),
+        Region("q_dots", "fp32", queries),
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from qflash.call.spec import Spec
-from qflash.triton.launches import TYPES, Pass, Region, Size, constant, size
+from qflash.triton.launches import TYPES, Pass, Region, Size, size
 from qflash.triton.sequence import read_sequence
 
 BLOCK_T = 16  # tokens of a program
@@ -135,28 +135,25 @@ def tokens_of(spec: Spec, which: str) -> Size:
     return size(f"total_{which}") if spec.packed else size("batch") * size(f"{which}_len")
 
 
-def passes(spec: Spec, block_d: int) -> tuple[Pass, ...]:
-    """Those that rotate q and k; none where there is no rope."""
+def passes(spec: Spec, block_d: int, keys: bool = True) -> tuple[Pass, ...]:
+    """Those that rotate q and, unless `keys` are rotated already, k; none where there is no rope."""
     if spec.rope is None:
         return ()
     constants: dict[str, Any] = {
         "HEAD_DIM": spec.head_dim, "BLOCK_D": block_d, "ROW": row_of(spec), "BLOCK_T": BLOCK_T,
         "PACKED": spec.packed, "KV_LENS": spec.kv_lens, "INTERLEAVED": spec.rope == "interleaved",
     }  # fmt: skip
+    functions = ((qf_triton_rope_q_kernel, "q_len", "q_heads"), (qf_triton_rope_k_kernel, "k_len", "kv_heads"))
     return tuple(
         Pass(function, size(length).ceil_div(BLOCK_T) * size(heads) * size("batch"), constants)
-        for function, length, heads in (
-            (qf_triton_rope_q_kernel, "q_len", "q_heads"),
-            (qf_triton_rope_k_kernel, "k_len", "kv_heads"),
-        )
+        for function, length, heads in functions[: 1 + keys]
     )
 
 
-def regions(spec: Spec) -> tuple[Region, ...]:
+def regions(spec: Spec, keys: bool = True) -> tuple[Region, ...]:
     """Where rotated q and k are; empty where there is no rope."""
-    element = TYPES[spec.dtype]
-    sizes = (
-        tokens_of(spec, which) * size(heads) * row_of(spec) if spec.rope else constant(0)
-        for which, heads in (("q", "q_heads"), ("k", "kv_heads"))
+    names = (("rotated_q", "q", "q_heads"), ("rotated_k", "k", "kv_heads"))
+    return tuple(
+        Region(name, TYPES[spec.dtype], tokens_of(spec, which) * size(heads) * (row_of(spec) if spec.rope else 0))
+        for name, which, heads in names[: 1 + keys]
     )
-    return tuple(Region(name, element, count) for name, count in zip(("rotated_q", "rotated_k"), sizes, strict=True))

@@ -91,7 +91,7 @@ def qf_triton_fwd_kernel(
     v_base = kv_v + b64 * kv_v_stride_b + kv_head * kv_v_stride_h + k0 * kv_v_stride_t
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, len_q) - 1
     begin, whole_begin, whole_end, end = tiles_of_rows(
-        tile * BLOCK_M, last, len_q, len_k, window_left, window_right, BLOCK_N, WINDOW
+        tile * BLOCK_M, last, len_q, len_k, window_left, window_right, 0, len_k, BLOCK_N, WINDOW
     )
     row_begin, row_end = key_range(row, len_q, len_k, window_left, window_right, WINDOW)
 

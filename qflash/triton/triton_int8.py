@@ -25,7 +25,7 @@ from qflash.triton.softmax import tanh, weigh
 from qflash.triton.values import finite_of
 
 # (rows of a tile, keys of a tile, warps, stages) by the channels that heads are padded to
-HOPPER = {32: (128, 64, 4, 3), 64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 3)}
+HOPPER = {32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 3)}
 AMPERE = {32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)}
 ODD_ROWS = {32: (64, 32, 4, 1), 64: (64, 32, 8, 1), 128: (32, 32, 8, 1), 256: (32, 32, 8, 1)}
 
@@ -94,7 +94,7 @@ def qf_triton_int8_kernel(
     bias = q_dot * scale if PLAIN else q_dot * 0.0
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, len_q) - 1
     begin, whole_begin, whole_end, end = tiles_of_rows(
-        tile * BLOCK_M, last, len_q, len_k, window_left, window_right, BLOCK_N, WINDOW
+        tile * BLOCK_M, last, len_q, len_k, window_left, window_right, 0, len_k, BLOCK_N, WINDOW
     )
     row_begin, row_end = key_range(row, len_q, len_k, window_left, window_right, WINDOW)
 
