@@ -17,7 +17,14 @@ class Call:
     """
 
     def __new__(
-        cls, struct: str, params: bytes, pointers: Sequence[str], entry: int, status_text: int, workspace: int
+        cls,
+        struct: str,
+        params: bytes,
+        pointers: Sequence[str],
+        entry: int,
+        status_text: int,
+        workspace: int,
+        context: int = 0,
     ) -> Call: ...
     @property
     def workspace_bytes(self) -> int: ...
@@ -43,6 +50,8 @@ def set_num_threads(num_threads: SupportsIndex, /) -> None:
 def xla_targets() -> list[tuple[str, str, object]]:
     """The XLA FFI handlers to register: (name, XLA platform, capsule)."""
 
-def register_xla_kernel(key: str, entry: int, status_text: int, workspace: int, takes: str) -> None: ...
+def register_xla_kernel(
+    key: str, entry: int, status_text: int, workspace: int, takes: str, context: int = 0
+) -> None: ...
 def set_xla_resolver(resolver: Callable[[str], object], /) -> None:
     """`resolver` is called with a key that the registry does not know; it must register it or raise."""

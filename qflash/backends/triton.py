@@ -1,38 +1,61 @@
-"""Triton kernels: which of them serves a Spec, compiled by Triton on first use."""
+"""Triton kernels: which of them serves a Spec, compiled by Triton when a call first needs it.
+
+What Triton compiles is launched as kernels of csrc/ are, by C functions that take the operation's struct, and not by
+Triton: so JAX's programs run it, too, and a call costs what other calls cost. Triton keeps what it compiled in its own
+cache (TRITON_CACHE_DIR).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
+from qflash import _native
+from qflash.backends import Entry
+from qflash.backends.arch import asked
 from qflash.call.spec import Spec
 from qflash.dispatch import Kernel
-from qflash.errors import ToolchainError
-from qflash.triton.launches import Choice, Launches, Pass
+from qflash.errors import CompileError, ToolchainError
+from qflash.triton.launches import HAS, Choice, Launches, Pass, Size
+
+_WARP = 32
 
 
-@dataclass(frozen=True)
-class Cubin:
-    """A pass as it is launched: machine code, or PTX, the kernel in it, bytes of shared memory and threads of a block."""
-
-    image: bytes
-    name: str
-    shared_bytes: int
-    threads: int
+def why_not() -> str:
+    """Why no kernel can be compiled here; empty where they can."""
+    try:
+        import_module("triton")
+    except ImportError as error:
+        return f"the package triton cannot be imported ({error}): pip install 'qflash[triton]'"
+    return ""
 
 
 def launches(kernel: Kernel, spec: Spec) -> Launches:
     """What calls of `spec` launch: the module of qflash/triton that has the kernel's name says so."""
-    try:
-        import_module("triton")
-    except ImportError as error:
-        raise ToolchainError(
-            f"kernel {kernel.name!r} is compiled by the package triton, which cannot be imported ({error}): "
-            "pip install 'qflash[triton]'"
-        ) from None
+    if problem := why_not():
+        raise ToolchainError(f"kernel {kernel.name!r} is written in Triton, and {problem}")
     found: Launches = import_module(f"qflash.triton.{kernel.name}").launches(spec)
     return found
+
+
+@lru_cache(maxsize=1024)
+def entry(kernel: Kernel, spec: Spec) -> Entry:
+    """The functions that launch the kernel for `spec`."""
+    of = launches(kernel, spec)
+    cubins = _native.Cubins(
+        of.struct,
+        [([_code(of, one) for one in of.conditions(choice)], [_pass_code(of, one) for one in choice.passes])
+         for choice in of.choices],
+        [_code(of, at) for at in of.offsets().values()],
+        partial(_machine_code, of, spec.arch),
+    )  # fmt: skip
+    _kept.append(cubins)
+    address, status_text, workspace, context = cubins.functions
+    return Entry(address, status_text, workspace if of.regions else 0, context)
+
+
+_kept: list[_native.Cubins] = []  # for as long as the process lives: XLA's programs have their addresses
 
 
 def compiled(of: Launches, choice: Choice, arch: int) -> list[Any]:
@@ -41,15 +64,51 @@ def compiled(of: Launches, choice: Choice, arch: int) -> list[Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    target = GPUTarget("cuda", arch, 32)
+    found = []
+    for one in choice.passes:
+        source = ASTSource(one.function, _signature(of, one), dict(one.constants), _attributes(choice, of, one))
+        options = {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": one.fuses}
+        found.append(triton.compile(source, GPUTarget("cuda", arch, _WARP), options))
+    return found
+
+
+def _machine_code(of: Launches, arch: int, index: int) -> list[tuple[bytes, str, int, int]]:
+    """(machine code, kernel, bytes of shared memory, threads of a block) of each pass of choice `index`. It is PTX for
+    the architecture of QFLASH_CUDA_ARCH, as CUDA kernels are."""
+    found = []
+    for one in compiled(of, of.choices[index], arch):
+        facts = one.metadata
+        if facts.num_ctas != 1 or facts.global_scratch_size or facts.profile_scratch_size:
+            raise CompileError(f"Triton made {facts.name} for a cluster or with scratch memory; allowed: neither")
+        image = one.asm["ptx"].encode() if arch == asked() else one.asm["cubin"]
+        found.append((image, facts.name, facts.shared, _WARP * facts.num_warps))
+    return found
+
+
+def _code(of: Launches, size: Size) -> list[tuple[str, int]]:
+    """A Size as _native takes it: fields are told by their offset."""
     return [
-        triton.compile(
-            ASTSource(one.function, _signature(of, one), dict(one.constants), _attributes(choice, of, one)),
-            target,
-            {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": one.fuses},
-        )
-        for one in choice.passes
+        (operation, _offset(of, str(operand)) if operation == "field" else int(operand))
+        for operation, operand in size.code
     ]
+
+
+def _pass_code(of: Launches, one: Pass) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """A pass as _native takes it: its grid, and where its arguments come from."""
+    regions = [region.name for region in of.regions]
+    arguments = []
+    for name in one.parameters:
+        if name in regions:
+            arguments.append(("region", regions.index(name)))
+        elif name.startswith(HAS):
+            arguments.append(("has", _offset(of, of.field(name.removeprefix(HAS)))))
+        else:
+            arguments.append(("field", _offset(of, of.field(name))))
+    return _code(of, one.grid), arguments
+
+
+def _offset(of: Launches, field: str) -> int:
+    return _native.op_layouts[of.struct][1][field][0]
 
 
 def _signature(of: Launches, one: Pass) -> dict[str, str]:

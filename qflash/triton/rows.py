@@ -18,6 +18,11 @@ def padded(head_dim: int, least: int = 16) -> int:
     return channels
 
 
+def has_hopper_memory(arch: int) -> bool:
+    """Whether a block may have 227 KB of shared memory, as on Hopper and on Blackwell's servers; else it is 99."""
+    return 90 <= arch < 120
+
+
 @triton.jit
 def load_rows(rows, present, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr):
     """A tile of rows whose first channels are at `rows`, [n, 1]; 0 where a row is not there. ALL: all are."""

@@ -22,7 +22,7 @@ from qflash.triton.mask import cut_keys, cut_tile, key_range, sees, tiles_of_row
 from qflash.triton.rows import load_rows, padded
 from qflash.triton.sequence import read_sequence
 from qflash.triton.softmax import finish, scores_of, weigh
-from qflash.triton.values import add_seen, finite_of
+from qflash.triton.values import add_few, add_seen, finite_of
 
 ROWS = 16  # of a tile: what tl.dot takes at least
 PART = 256  # keys of a program
@@ -134,7 +134,7 @@ def qf_triton_decode_kernel(
         )  # fmt: skip
         v_tile, found = finite_of(load_rows(v_rows, present, HEAD_DIM, BLOCK_D, False))
         nonfinite = tl.maximum(nonfinite, found)
-        acc = tl.dot(weight.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        acc = add_few(acc * rescale[:, None], weight, v_tile, PRECISION)
         if PAGED:  # an entry is needed where some row of the sequence sees a key of its page
             seen = tl.max((visible & row_present).to(tl.int32), 0)
             lacking = tl.maximum(lacking, seen * tl.max((present == 0).to(tl.int32), 1))

@@ -23,18 +23,29 @@ from qflash.call.spec import Spec
 from qflash.triton import rope
 from qflash.triton.launches import TYPES, Choice, Launches, Pass, size, vectors
 from qflash.triton.mask import cut_keys, cut_tile, key_range, sees, tiles_of_rows
-from qflash.triton.rows import load_rows, padded, store_rows
+from qflash.triton.rows import has_hopper_memory, load_rows, padded, store_rows
 from qflash.triton.sequence import fill_unserved_rows, read_sequence
 from qflash.triton.softmax import scores_of, weigh
-from qflash.triton.values import finite_of
+from qflash.triton.values import add_few, finite_of
 
-# (rows of a tile, keys of a tile, warps, stages) by the channels that heads are padded to. With these nothing spills:
-# tests/compile/test_triton.py compiles them.
-HALVES_90 = {
-    16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 3),
+# (rows of a tile, keys of a tile, warps, stages) by the channels that heads are padded to, for Hopper and for what came
+# before it. With these nothing spills: tests/compile/test_triton.py compiles them. float16, which multiplies more than
+# the weights themselves in tiles that are cut, needs smaller ones.
+HOPPER = {
+    "bfloat16": {
+        16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 3),
+    },
+    "float16": {
+        16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 16, 8, 2),
+    },
 }  # fmt: skip
-HALVES_80 = {
-    16: (64, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 16, 8, 2),
+AMPERE = {
+    "bfloat16": {
+        16: (64, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 16, 8, 2),
+    },
+    "float16": {
+        16: (64, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 32, 8, 3), 128: (128, 16, 8, 3), 256: (64, 16, 8, 2),
+    },
 }  # fmt: skip
 FLOATS = {16: (64, 32, 4, 2), 32: (64, 32, 4, 1), 64: (32, 16, 8, 1), 128: (32, 16, 8, 1), 256: (16, 16, 4, 1)}
 # Rows that are not whole vectors are loaded element by element, each by an address of its own in registers.
@@ -119,7 +130,7 @@ def qf_triton_fwd_kernel(
         v_tile = load_rows(v_base + key[:, None] * kv_v_stride_t, key_present, HEAD_DIM, BLOCK_D, False)
         v_tile, found = finite_of(v_tile)
         nonfinite = tl.maximum(nonfinite, found)
-        acc = tl.dot(weight.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        acc = add_few(acc * rescale[:, None], weight, v_tile, PRECISION)
 
     sink = tl.load(sinks + head) if SINKS else 0.0
     store_rows(
@@ -144,7 +155,7 @@ def attend(spec: Spec, tile: tuple[int, int, int, int]) -> Pass:
 
 def launches(spec: Spec) -> Launches:
     """What a call of `spec` launches."""
-    table = FLOATS if spec.dtype == "float32" else HALVES_90 if spec.arch >= 90 else HALVES_80
+    table = FLOATS if spec.dtype == "float32" else (HOPPER if has_hopper_memory(spec.arch) else AMPERE)[spec.dtype]
     block_d = padded(spec.head_dim)
     element = TYPES[spec.dtype]
     types = {"q": element, "kv_k": element, "kv_v": element, "out": element, "lse": "fp32", "sinks": "fp32"}

@@ -19,7 +19,7 @@ from qflash.triton import quantize
 from qflash.triton.launches import TYPES, Choice, Launches, Pass, size, vectors
 from qflash.triton.mask import cut_keys, cut_tile, key_range, sees, tiles_of_rows
 from qflash.triton.numbers import LOG2E
-from qflash.triton.rows import load_rows, padded, store_rows
+from qflash.triton.rows import has_hopper_memory, load_rows, padded, store_rows
 from qflash.triton.sequence import fill_unserved_rows, read_sequence
 from qflash.triton.softmax import tanh, weigh
 from qflash.triton.values import finite_of
@@ -146,7 +146,7 @@ def attend(spec: Spec, tile: tuple[int, int, int, int]) -> Pass:
 
 def launches(spec: Spec) -> Launches:
     """What a call of `spec` launches."""
-    table = HOPPER if spec.arch >= 90 else AMPERE
+    table = HOPPER if has_hopper_memory(spec.arch) else AMPERE
     block_d = padded(spec.head_dim, 32)
     element = TYPES[spec.dtype]
     types = {"q": element, "kv_k": element, "kv_v": element, "out": element, "lse": "fp32", "sinks": "fp32"}

@@ -1,4 +1,8 @@
-"""What is not finite in V, where some rows must not see it: 0 times NaN would reach them all.
+"""Weights times V in tiles that an edge cuts, where rows may see few keys, and not all rows see the same.
+
+float16 promises 1e-3: there what rounding the weights takes off is multiplied, too. With many keys it averages out.
+
+What is not finite in V must not reach rows that do not see it: 0 times NaN would, all of them.
 
 Tiles that an edge cuts are multiplied without it, and where there was any, these tiles are walked once more when the
 result is stored and its registers are free: a product of who sees what, ones and zeros, with a code for each kind tells
@@ -23,6 +27,17 @@ def finite_of(v):
     """(v with 0 in the place of what is not finite, whether there was any such in each row)."""
     finite = tl.abs(v) < float("inf")
     return tl.where(finite, v, 0.0), tl.max((finite == 0).to(tl.int32), 1)
+
+
+@triton.jit
+def add_few(acc, weight, v, PRECISION: tl.constexpr):
+    """acc + weight v, with more than 16 bits of the weights where v has 16."""
+    rounded = weight.to(v.dtype)
+    acc = tl.dot(rounded, v, acc, input_precision=PRECISION)
+    if v.dtype == tl.float16:
+        rest = (weight - rounded.to(tl.float32)).to(v.dtype)
+        acc = tl.dot(rest, v, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
