@@ -27,8 +27,8 @@ def tiles_of_rows(
     first, last, len_q, len_k, left, right, from_key, to_key, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
     """(begin, whole_begin, whole_end, end) of the rows first .. last, within the keys from_key .. to_key - 1: some row
-    sees keys of the tiles from begin on, all rows see all keys of the tiles whole_begin .. whole_end - 1; past these the
-    tiles up to end are seen in part. All but end are multiples of BLOCK_N, as from_key is."""
+    sees keys of the tiles from begin on, all rows see all keys of the tiles whole_begin .. whole_end - 1; past these
+    the tiles up to end are seen in part. All but end are multiples of BLOCK_N, as from_key is."""
     begin_any, end_all = key_range(first, len_q, len_k, left, right, WINDOW)
     begin_all, end_any = key_range(last, len_q, len_k, left, right, WINDOW)
     end_any = tl.minimum(end_any, to_key)

@@ -83,7 +83,7 @@ def qf_triton_int8_sums_kernel(
     chunk = tl.program_id(0) % chunks
     head = tl.program_id(0) // chunks % kv_heads
     b = tl.program_id(0) // chunks // kv_heads
-    q0, k0, len_q, len_k, good = read_sequence(
+    _, k0, _, len_k, good = read_sequence(
         b, batch, q_len, k_len, total_q, total_k, cu_seqlens_q, cu_seqlens_k, kv_lens, PACKED, KV_LENS
     )
     b64 = b.to(tl.int64)
@@ -133,7 +133,7 @@ def qf_triton_int8_k_kernel(
     tiles = tl.cdiv(k_len, BLOCK_T)
     token = tl.program_id(0) // kv_heads % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
     b = tl.program_id(0) // kv_heads // tiles
-    q0, k0, len_q, len_k, good = read_sequence(
+    _, k0, _, len_k, good = read_sequence(
         b, batch, q_len, k_len, total_q, total_k, cu_seqlens_q, cu_seqlens_k, kv_lens, PACKED, KV_LENS
     )
     length = tl.where(good, len_k, 0)  # nothing is read or written of a sequence whose description is out of range
@@ -170,7 +170,7 @@ def qf_triton_int8_q_kernel(
     tiles = tl.cdiv(q_len, BLOCK_T)
     token = tl.program_id(0) // q_heads % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
     b = tl.program_id(0) // q_heads // tiles
-    q0, k0, len_q, len_k, good = read_sequence(
+    q0, _, len_q, len_k, good = read_sequence(
         b, batch, q_len, k_len, total_q, total_k, cu_seqlens_q, cu_seqlens_k, kv_lens, PACKED, KV_LENS
     )
     length = tl.where(good, len_q, 0)

@@ -2,8 +2,8 @@
 
 q and k are rotated by passes of their own, into the workspace. CUDA kernels rotate a tile as they load it; in Triton a
 channel's partner is out of reach, in another lane's register, and has to be loaded as a second tile, whose addresses
-leave no registers to the loop. A position whose row is outside the tables makes a row NaN, as in csrc/attn/rope.cuh, and
-nothing outside is read.
+leave no registers to the loop. A position whose row is outside the tables makes a row NaN, as in csrc/attn/rope.cuh,
+and nothing outside is read.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def qf_triton_rope_q_kernel(
     tiles = tl.cdiv(q_len, BLOCK_T)
     token = tl.program_id(0) // q_heads % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
     b = tl.program_id(0) // q_heads // tiles
-    q0, k0, len_q, len_k, good = read_sequence(
+    q0, _, len_q, len_k, good = read_sequence(
         b, batch, q_len, k_len, total_q, total_k, cu_seqlens_q, cu_seqlens_k, kv_lens, PACKED, KV_LENS
     )
     b64 = b.to(tl.int64)
@@ -112,7 +112,7 @@ def qf_triton_rope_k_kernel(
     tiles = tl.cdiv(k_len, BLOCK_T)
     token = tl.program_id(0) // kv_heads % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
     b = tl.program_id(0) // kv_heads // tiles
-    q0, k0, len_q, len_k, good = read_sequence(
+    _, k0, _, len_k, good = read_sequence(
         b, batch, q_len, k_len, total_q, total_k, cu_seqlens_q, cu_seqlens_k, kv_lens, PACKED, KV_LENS
     )
     b64 = b.to(tl.int64)

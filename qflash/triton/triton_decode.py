@@ -20,7 +20,6 @@ from qflash.triton import rope
 from qflash.triton.launches import TYPES, Choice, Launches, Pass, Region, size, vectors
 from qflash.triton.mask import cut_keys, cut_tile, key_range, sees, tiles_of_rows
 from qflash.triton.rows import load_rows, padded
-from qflash.triton.sequence import read_sequence
 from qflash.triton.softmax import finish, scores_of, weigh
 from qflash.triton.values import add_few, add_seen, finite_of
 

@@ -139,10 +139,8 @@ const OpLayout& layout_named(const char* name) {
 
 Prepared prepare(const char* name, PyObject* params, PyObject* pointers, const KernelFunctions& kernel) {
   const OpLayout& layout = layout_named(name);
-  Prepared prepared{OpParams(layout, PyBytes_AS_STRING(params), static_cast<size_t>(PyBytes_GET_SIZE(params))),
-                    {},
-                    kernel,
-                    0};
+  Prepared prepared{
+      OpParams(layout, PyBytes_AS_STRING(params), static_cast<size_t>(PyBytes_GET_SIZE(params))), {}, kernel, 0};
   for (const std::string& pointer : py::handle(pointers).cast<std::vector<std::string>>()) {
     const OpField* field = layout.find(pointer);
     if (!field || field->kind != 'P') throw py::key_error(std::string(name) + " has no pointer " + pointer);
@@ -153,7 +151,8 @@ Prepared prepare(const char* name, PyObject* params, PyObject* pointers, const K
 }
 
 PyObject* create(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"struct", "params", "pointers", "entry", "status_text", "workspace", "context", nullptr};
+  static const char* names[] = {"struct",      "params",    "pointers", "entry",
+                                "status_text", "workspace", "context",  nullptr};
   const char* name = nullptr;
   PyObject *params = nullptr, *pointers = nullptr;
   unsigned long long entry = 0, text = 0, workspace = 0, context = 0;
@@ -161,7 +160,8 @@ PyObject* create(PyTypeObject* type, PyObject* args, PyObject* keywords) {
                                    &pointers, &entry, &text, &workspace, &context))
     return nullptr;
   return guarded([&] {
-    auto prepared = std::make_unique<Prepared>(prepare(name, params, pointers, KernelFunctions{entry, text, workspace, context}));
+    auto prepared =
+        std::make_unique<Prepared>(prepare(name, params, pointers, KernelFunctions{entry, text, workspace, context}));
     PyObject* const self = type->tp_alloc(type, 0);
     if (!self) throw py::error_already_set();
     reinterpret_cast<Call*>(self)->vectorcall = call;

@@ -262,9 +262,8 @@ class Cubins {
         values[count] = workspace_of(params) + static_cast<uint64_t>(regions_[argument.at].value(params));
       else if (argument.source == Argument::kHas)
         values[count] = field_of<uint64_t>(params, argument.at) != 0;  // its low half is the int32 that is passed
-      arguments[count++] = argument.source == Argument::kField
-                               ? const_cast<unsigned char*>(params) + argument.at
-                               : value;
+      arguments[count++] =
+          argument.source == Argument::kField ? const_cast<unsigned char*>(params) + argument.at : value;
     }
     for (int i = 0; i < kTrailing; ++i) values[count] = 0, arguments[count] = &values[count], ++count;
     const DriverError error =
@@ -310,15 +309,17 @@ const char* cubins_text(int) { return failure.c_str(); }
 void bind_cubins(py::module_& module) {
   using qflash::Cubins;
   py::class_<Cubins>(module, "Cubins")
-      .def(py::init<const std::string&, const std::vector<Cubins::ChoiceCode>&,
-                    const std::vector<qflash::Size::Code>&, py::object>(),
+      .def(py::init([](const std::string& takes, const py::sequence& choices, const py::sequence& regions,
+                       py::object compile) {
+             return std::make_unique<Cubins>(takes, choices.cast<std::vector<Cubins::ChoiceCode>>(),
+                                             regions.cast<std::vector<qflash::Size::Code>>(), std::move(compile));
+           }),
            py::arg("struct"), py::arg("choices"), py::arg("regions"), py::arg("compile"))
       .def("load", &Cubins::load, py::arg("choice"))
       .def_property_readonly("functions", [](Cubins& self) {
         // (entry, status_text, workspace, context)
-        return py::make_tuple(reinterpret_cast<uintptr_t>(&qflash::run_cubins),
-                              reinterpret_cast<uintptr_t>(&qflash::cubins_text),
-                              reinterpret_cast<uintptr_t>(&qflash::cubins_workspace),
-                              reinterpret_cast<uintptr_t>(&self));
+        return py::make_tuple(
+            reinterpret_cast<uintptr_t>(&qflash::run_cubins), reinterpret_cast<uintptr_t>(&qflash::cubins_text),
+            reinterpret_cast<uintptr_t>(&qflash::cubins_workspace), reinterpret_cast<uintptr_t>(&self));
       });
 }

@@ -61,10 +61,10 @@ DriverError error_of(int status, const char* function) {
 }
 
 // Calls a function of the driver, and leaves the enclosing one with its error.
-#define QF_DRIVER(function, ...)                                                       \
-  do {                                                                                 \
-    const DriverError error = error_of(driver().function(__VA_ARGS__), #function);     \
-    if (error.status != 0) return error;                                               \
+#define QF_DRIVER(function, ...)                                                   \
+  do {                                                                             \
+    const DriverError error = error_of(driver().function(__VA_ARGS__), #function); \
+    if (error.status != 0) return error;                                           \
   } while (false)
 
 // While it lives, the thread may do what a capture of another stream would forbid.
@@ -97,7 +97,7 @@ DriverError current_device(void* stream, int& device) {
   if (!driver().missing.empty()) return {kNotFound, driver().missing};
   void* context = nullptr;
   if (driver().cuCtxGetCurrent(&context) == kNotInitialised) QF_DRIVER(cuInit, 0);
-  if (!context) {  // a thread that no library of CUDA's has been called on yet
+  if (!context) {                             // a thread that no library of CUDA's has been called on yet
     constexpr uintptr_t kSpecialStreams = 2;  // null, legacy and per-thread, which belong to no context
     if (reinterpret_cast<uintptr_t>(stream) > kSpecialStreams) {
       QF_DRIVER(cuStreamGetCtx, stream, &context);
