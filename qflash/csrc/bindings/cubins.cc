@@ -44,30 +44,30 @@ class Size {
     for (const auto& [name, operand] : code) {
       const Operation operation = operation_called(name);
       depth += operation <= kField ? 1 : -1;
-      if (depth < 1) throw std::invalid_argument("a size has an operation without operands");
+      if (depth < 1 || depth > kMostDepth) throw std::invalid_argument("a size has too few operands, or too many");
       const char kind = operation == kField ? layout.kind_at(operand) : char(0);
       if (operation == kField && (kind == 0 || kind == 'f'))
         throw std::invalid_argument(std::string(layout.name) + " has no whole number at " + std::to_string(operand));
       steps_.push_back({operation, operand, kind});
     }
-    if (depth != 1 || steps_.size() > kMostSteps) throw std::invalid_argument("a size is no single number");
+    if (depth != 1) throw std::invalid_argument("a size is no single number");
   }
 
   int64_t value(Bytes params) const {
-    int64_t stack[kMostSteps];
-    int64_t* top = stack - 1;
+    int64_t stack[kMostDepth];
+    int depth = 0;
     for (const Step& step : steps_) {
       if (step.operation == kConstant) {
-        *++top = step.operand;
+        stack[depth++] = step.operand;
       } else if (step.operation == kField) {
         const size_t at = static_cast<size_t>(step.operand);
-        *++top = step.kind == 'i' ? field_of<int32_t>(params, at) : field_of<int64_t>(params, at);
+        stack[depth++] = step.kind == 'i' ? field_of<int32_t>(params, at) : field_of<int64_t>(params, at);
       } else {
-        const int64_t right = *top--;
-        *top = applied(step.operation, *top, right);
+        const int64_t right = stack[--depth];
+        stack[depth - 1] = applied(step.operation, stack[depth - 1], right);
       }
     }
-    return *top;
+    return stack[0];
   }
 
  private:
@@ -77,7 +77,7 @@ class Size {
     int64_t operand;
     char kind;
   };
-  static constexpr size_t kMostSteps = 64;
+  static constexpr int kMostDepth = 8;
 
   static Operation operation_called(const std::string& name) {
     static const char* const names[] = {"constant",    "field",   "multiply", "add",
