@@ -1,6 +1,6 @@
 """Machine code launched through NVIDIA's driver (csrc/bindings/cubins.cc), without a GPU.
 
-Scripts run in processes that find tests/triton/fake_driver.c, compiled, where the driver would be.
+Scripts run in processes that find tests/unit/fake_driver.c, compiled, where the driver would be.
 """
 
 from __future__ import annotations
