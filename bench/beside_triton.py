@@ -142,7 +142,7 @@ def first_calls(problem: Problem, kernel: str, device: str) -> Row:
         caches = {name: str(Path(folder) / name) for name in ("QFLASH_CACHE_DIR", "TRITON_CACHE_DIR")}
         env = os.environ | caches | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
         cold, warm = (_run(script, env) for _ in range(2))
-    return {"cold_s": round(cold[0], 3), "warm_s": round(warm[0], 3), "again_s": round(warm[1], 6)}
+    return {"cold_s": round(cold[0], 6), "warm_s": round(warm[0], 6), "again_s": round(warm[1], 6)}
 
 
 def _run(script: str, env: dict[str, str]) -> list[float]:

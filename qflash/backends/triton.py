@@ -7,6 +7,7 @@ cache (TRITON_CACHE_DIR).
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from qflash.errors import CompileError, ToolchainError
 from qflash.triton.launches import HAS, Choice, Launches, Pass, Size
 
 _WARP = 32
+_compiling = threading.Lock()  # Triton does not say that several threads may compile
 
 
 def why_not() -> str:
@@ -65,7 +67,8 @@ def compiled(of: Launches, choice: Choice, arch: int) -> list[Any]:
     for one in choice.passes:
         source = ASTSource(one.function, _signature(of, one), dict(one.constants), _attributes(choice, of, one))
         options = {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": one.fuses}
-        found.append(triton.compile(source, GPUTarget("cuda", arch, _WARP), options))
+        with _compiling:
+            found.append(triton.compile(source, GPUTarget("cuda", arch, _WARP), options))
     return found
 
 
