@@ -8,6 +8,8 @@ from qflash.kvcache import KVCache
 from qflash.ops.backward_memory import get_backward_memory, set_backward_memory
 from qflash.ops.kv import QuantizedKV, quantize_kv
 from qflash.ops.kv_write import paged_write
+from qflash.ops.linear import linear, swiglu
+from qflash.ops.linear_weights import QuantizedLinear, quantize_linear
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.merge import merge
 from qflash.ops.paged import PagedKV
@@ -29,6 +31,7 @@ __all__ = [
     "PagedKV",
     "Quantized",
     "QuantizedKV",
+    "QuantizedLinear",
     "Rope",
     "SharedPrefixKV",
     "ToolchainError",
@@ -41,10 +44,12 @@ __all__ = [
     "get_num_threads",
     "int8_matmul",
     "layer_norm",
+    "linear",
     "merge",
     "paged_write",
     "quantize",
     "quantize_kv",
+    "quantize_linear",
     "replace_sdpa",
     "rope_tables",
     "scaled_dot_product_attention",
@@ -52,4 +57,5 @@ __all__ = [
     "set_num_threads",
     "share_prefix",
     "softmax",
+    "swiglu",
 ]

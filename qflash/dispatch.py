@@ -45,6 +45,7 @@ class Kernel:
     per_kv: bool = False
     shared_kvs: tuple[tuple[str, str], ...] = ()  # with per_kv: (kind, the kind whose library serves it as well)
     per_batch_invariance: bool = False  # a library for Spec.batch_invariant, and one for the others
+    per_activation: bool = False  # of linear: a library for each of ACTIVATIONS
     per_scores: bool = False  # a library for Spec.plain_scores, and one for the others
     parts: int = 1  # objects of a library that are compiled side by side
     # Backward: why dS of a spec is not kept for dQ even where memory allows it (ops/backward_memory.py); "": it is.
@@ -108,6 +109,11 @@ def _wmma(spec: Spec) -> list[str]:
     if spec.head_dim % 8:
         found.append(f"head_dim is {spec.head_dim}; fa_tc takes multiples of 8, rows of whole 16 bytes")
     return found
+
+
+def _one_product(spec: Spec) -> list[str]:
+    """Why a kernel that multiplies with one weight cannot serve."""
+    return ["takes no swiglu, which has two weights"] if spec.activation == "swiglu" else []
 
 
 def _decoding(spec: Spec) -> list[str]:
@@ -484,24 +490,31 @@ KERNELS: tuple[Kernel, ...] = (
         name="cpu_int8_matmul",
         device="cpu",
         summary="INT8 product on all cores: AMX tiles, VNNI or pairs of int16, whichever the machine has",
-        op="int8_matmul",
+        op="linear",
+        precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
     ),
     Kernel(
         name="int8_gemm_tc",
         device="cuda",
         summary="INT8 product on tensor cores: mma.sync, swizzled tiles, asynchronous copies",
-        op="int8_matmul",
+        op="linear",
+        precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
         min_arch=75,
+        also=_one_product,
+        per_activation=True,
     ),
     Kernel(
         name="int8_gemm_tiled",
         device="cuda",
         summary="INT8 product on CUDA cores: tiles in shared memory, four products an instruction (dp4a)",
-        op="int8_matmul",
+        op="linear",
+        precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
         min_arch=75,
+        also=_one_product,
+        per_activation=True,
     ),
     Kernel(
         name="cpu_quantize",

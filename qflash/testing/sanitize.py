@@ -67,7 +67,7 @@ def main(only: list[str]) -> None:
     if only:
         return
     _page_writes()
-    for kernel in (row.name for row in dispatch.kernels_of("int8_matmul", "cuda")):
+    for kernel in (row.name for row in dispatch.kernels_of("linear", "cuda") if "int8" in row.precisions):
         print(f"ran {_products(kernel)} products on {kernel}")
     _operations()
 

@@ -49,7 +49,7 @@ MULTIPLYING = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"
 DECODING = [row.name for row in HOPPERS_OWN if row.kernel.few_rows]  # by a warp each: too few rows for a warpgroup
 # those that make or take a QuantizedKV
 KEPT = [row.name for row in HOPPERS_OWN if row.kernel.op == "quantize_kv" or row.kv == "kept"]
-GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
+GEMM = [row.name for row in dispatch.kernels_of("linear", "cuda") if "int8" in row.precisions]
 # Quantized kernels of Hopper: the instruction of PV, which is not that of QK^T.
 PRODUCT_OF_V = {
     "sm90_int8": "HGMMA",

@@ -62,7 +62,7 @@ def run(library, kernel, a, b, dtype="int32", arch=90, seed=1, multiprocessors=M
     }  # fmt: skip
     fields |= {name: array.ctypes.data for name, array in scales.items()}
     fields |= {f"{name}_stride": int(scales[name].size > 1) for name in ("a_scale", "b_scale") if name in scales}
-    library(kernel, dtype, arch=arch).launch_struct("QfInt8MatmulParams", fields, seed, multiprocessors)
+    library(kernel, dtype, arch=arch).launch_struct("QfLinearParams", fields, seed, multiprocessors)
     assert (memory[:, n:] == 113).all()
     return memory[:, :n]
 

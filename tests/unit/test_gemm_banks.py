@@ -44,8 +44,8 @@ def test_the_model_is_the_header():
     assert "row * kSwizzledRow + ((chunk ^ row ^ (row / 16 * 2)) & 7) * 16" in source("gemm/swizzle.cuh")
     assert "(offset ^ ((i ^ j) % 4 * 32)) + i * 16 * kSwizzledRow" in source("gemm/swizzle.cuh")
     place = "group * kBlockM + (row ^ (group / 4 % 4 * 8) ^ (row / 32 % 4 * 4))"
-    assert place in source("kernels/int8_matmul/int8_gemm_tiled/kernel.cuh")
-    assert "kSlabStride = kWarpN + 8" in source("kernels/int8_matmul/int8_gemm_tc/kernel.cuh")
+    assert place in source("kernels/linear/int8_gemm_tiled/kernel.cuh")
+    assert "kSlabStride = kWarpN + 8" in source("kernels/linear/int8_gemm_tc/kernel.cuh")
 
 
 def test_offsets_further_on_follow_from_the_first():

@@ -19,9 +19,9 @@ struct Int8MatmulKernel {
   // Bytes of scratch that a task needs.
   int64_t (*scratch_bytes)();
   // Packs the block of columns [first, first + columns), as many of them as exist.
-  void (*pack)(const QfInt8MatmulParams& p, int64_t first, char* block);
+  void (*pack)(const QfLinearParams& p, int64_t first, char* block);
   // out[row .. +rows, column .. +columns], as much of it as exists.
-  void (*multiply)(const QfInt8MatmulParams& p, int64_t row, int64_t column, const char* block, char* scratch);
+  void (*multiply)(const QfLinearParams& p, int64_t row, int64_t column, const char* block, char* scratch);
 };
 
 namespace generic {

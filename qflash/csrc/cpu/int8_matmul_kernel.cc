@@ -29,7 +29,7 @@ int64_t scratch_bytes() { return kSumBytes + kProductBytes + int64_t(kRowBlock) 
 
 int smaller(int64_t a, int64_t b) { return int(a < b ? a : b); }
 
-void pack(const QfInt8MatmulParams& p, int64_t first, char* block) {
+void pack(const QfLinearParams& p, int64_t first, char* block) {
   const int columns = smaller(p.n - first, kColumns), padded = int(round_up(columns, kInt8KeyStep));
   for (int64_t k0 = 0; k0 < p.k; k0 += kDepth, block += chunk_bytes()) {
     const int depth = smaller(p.k - k0, kDepth);
@@ -55,30 +55,30 @@ void add_products(int32_t* sums, const char* products, int rows, int columns, bo
 // Scale and bias of a task's columns.
 struct Columns {
   float scale[kColumns], bias[kColumns];
-  Columns(const QfInt8MatmulParams& p, int64_t first, int count) {
+  Columns(const QfLinearParams& p, int64_t first, int count) {
     for (int c = 0; c < count; c++) {
-      scale[c] = p.b_scale ? p.b_scale[(first + c) * p.b_scale_stride] : 1.0f;
-      bias[c] = p.bias ? p.bias[first + c] : 0.0f;
+      scale[c] = p.w_scale ? p.w_scale[(first + c) * p.w_scale_stride] : 1.0f;
+      bias[c] = p.bias ? static_cast<const float*>(p.bias)[first + c] : 0.0f;
     }
   }
 };
 
-// fma(float(sum) * a_scale, b_scale, bias): csrc/gemm/epilogue.cuh says the same for the GPU.
-void store_sums(const QfInt8MatmulParams& p, int64_t row, int64_t first, const int32_t* sums, int count,
+// fma(float(sum) * x_scale, w_scale, bias): csrc/gemm/epilogue.cuh says the same for the GPU.
+void store_sums(const QfLinearParams& p, int64_t row, int64_t first, const int32_t* sums, int count,
                 const Columns& columns) {
   const int64_t offset = row * p.out_stride_m + first;
   if (p.out_dtype == QF_I32) {
     memcpy(static_cast<int32_t*>(p.out) + offset, sums, size_t(count) * 4);
     return;
   }
-  const float a_scale = p.a_scale ? p.a_scale[row * p.a_scale_stride] : 1.0f;
+  const float x_scale = p.x_scale ? p.x_scale[row * p.x_scale_stride] : 1.0f;
   float values[kColumns];
   for (int c = 0; c < count; c++)
-    values[c] = __builtin_fmaf(float(sums[c]) * a_scale, columns.scale[c], columns.bias[c]);
+    values[c] = __builtin_fmaf(float(sums[c]) * x_scale, columns.scale[c], columns.bias[c]);
   store_row(static_cast<char*>(p.out) + offset * element_bytes(p.out_dtype), values, p.out_dtype, count);
 }
 
-void multiply(const QfInt8MatmulParams& p, int64_t row, int64_t column, const char* block, char* scratch) {
+void multiply(const QfLinearParams& p, int64_t row, int64_t column, const char* block, char* scratch) {
   const TileSession session;
   int32_t* const sums = reinterpret_cast<int32_t*>(scratch);
   char* const products = scratch + kSumBytes;

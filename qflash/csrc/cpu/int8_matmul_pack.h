@@ -76,14 +76,14 @@ static inline void pack_correction(char* panel, int depth) {
 }
 
 // Columns [first, first + columns), columns <= kInt8Panel, of b's rows [k0, k0 + depth).
-static inline void pack_panel(const QfInt8MatmulParams& p, int64_t first, int columns, int64_t k0, int depth,
+static inline void pack_panel(const QfLinearParams& p, int64_t first, int columns, int64_t k0, int depth,
                               char* panel) {
-  const int8_t* b = p.b + k0 * p.b_stride_k + first * p.b_stride_n;
-  if (p.b_stride_k == 1) {
+  const int8_t* b = static_cast<const int8_t*>(p.w) + k0 * p.w_stride_k + first * p.w_stride_n;
+  if (p.w_stride_k == 1) {
     for (int c = 0; c < kInt8Panel; c += kLanes)
-      pack_along_k(b + c * p.b_stride_n, p.b_stride_n, columns - c, depth, panel + c * 4);
+      pack_along_k(b + c * p.w_stride_n, p.w_stride_n, columns - c, depth, panel + c * 4);
   } else {
-    pack_along_n(b, p.b_stride_k, p.b_stride_n, columns, depth, panel);
+    pack_along_n(b, p.w_stride_k, p.w_stride_n, columns, depth, panel);
   }
   if (kBiased) pack_correction(panel, depth);
 }
@@ -92,7 +92,7 @@ static inline void pack_panel(const QfInt8MatmulParams& p, int64_t first, int co
 constexpr int kRowStride = kDepth + 64 / int(sizeof(Integer));
 
 // Rows [row, row + rows) of a, values [k0, k0 + depth), zeros up to kRowBlock rows and whole steps.
-static inline void pack_rows(const QfInt8MatmulParams& p, int64_t row, int rows, int64_t k0, int depth,
+static inline void pack_rows(const QfLinearParams& p, int64_t row, int rows, int64_t k0, int depth,
                              Integer* packed) {
   const int padded = groups_of(depth) * kPack;
   for (int r = 0; r < kRowBlock; r++, packed += kRowStride) {
@@ -100,7 +100,7 @@ static inline void pack_rows(const QfInt8MatmulParams& p, int64_t row, int rows,
       memset(packed, 0, size_t(padded) * sizeof(Integer));
       continue;
     }
-    const int8_t* from = p.a + (row + r) * p.a_stride_m + k0;
+    const int8_t* from = static_cast<const int8_t*>(p.x) + (row + r) * p.x_stride_m + k0;
     for (int k = 0; k < depth; k++) packed[k] = kBiased ? Integer(int8_t(from[k] ^ -128)) : Integer(from[k]);
     memset(packed + depth, 0, size_t(padded - depth) * sizeof(Integer));
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from qflash.ops.kv import QuantizedKV
+from qflash.ops.linear_weights import QuantizedLinear
 from qflash.ops.paged import PagedKV
 from qflash.ops.prefix import SharedPrefixKV
 from qflash.ops.quantization import Quantized
@@ -40,3 +41,4 @@ jax.tree_util.register_dataclass(
     meta_fields=["layout"],
 )
 jax.tree_util.register_dataclass(SharedPrefixKV, data_fields=["whole", "prefix", "rest", "last"], meta_fields=[])
+jax.tree_util.register_dataclass(QuantizedLinear, data_fields=["values", "scale"], meta_fields=["dtype"])

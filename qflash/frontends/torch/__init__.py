@@ -91,7 +91,7 @@ def _through_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence
         words = [traced_word(name, TYPES[name], word) for name, word in zip(op.words, words, strict=True)]
     else:
         words = _checked_words(op, arrays, words)
-    if op.gradient is not None:
+    if op.gradient is not None and is_grad_enabled():
         words = op.with_words(words, op.gradient.words)
     return dispatched(op, arrays, words)
 

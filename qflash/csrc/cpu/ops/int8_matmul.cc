@@ -15,10 +15,10 @@ namespace {
 constexpr int64_t kMostK = 131071;                   // -128 * -128 * k must fit an int32
 constexpr int64_t kPackedBytes = int64_t(32) << 20;  // of b at a time, or one block of columns if that is more
 
-int check(const QfInt8MatmulParams& p) {
-  if (p.struct_bytes != int32_t(sizeof(QfInt8MatmulParams)))
+int check(const QfLinearParams& p) {
+  if (p.struct_bytes != int32_t(sizeof(QfLinearParams)))
     return fail(QF_BAD_ABI, "struct_bytes is %d; this library was built for %d", p.struct_bytes,
-                int(sizeof(QfInt8MatmulParams)));
+                int(sizeof(QfLinearParams)));
   if (p.m < 0 || p.n < 0 || p.k < 0)
     return fail(QF_UNSUPPORTED, "m, n, k are %lld, %lld, %lld; allowed: 0 and up", static_cast<long long>(p.m),
                 static_cast<long long>(p.n), static_cast<long long>(p.k));
@@ -42,7 +42,7 @@ const Int8MatmulKernel& kernel_for(Isa isa) {
 }
 
 // All rows times as many blocks of columns as fit the memory for packed b; then the next.
-int run(const QfInt8MatmulParams& p, const Int8MatmulKernel& kernel) {
+int run(const QfLinearParams& p, const Int8MatmulKernel& kernel) {
   const int64_t block_bytes = kernel.block_bytes(p.k);
   const int64_t blocks = ceil_div(p.n, kernel.columns), row_tasks = ceil_div(p.m, kernel.rows);
   const int64_t at_once = std::min(blocks, std::max<int64_t>(1, kPackedBytes / std::max<int64_t>(1, block_bytes)));
@@ -74,7 +74,7 @@ int run(const QfInt8MatmulParams& p, const Int8MatmulKernel& kernel) {
 }  // namespace
 }  // namespace qf
 
-extern "C" int qf_cpu_int8_matmul(const QfInt8MatmulParams* params, void*) {
+extern "C" int qf_cpu_int8_matmul(const QfLinearParams* params, void*) {
   if (int status = qf::check(*params)) return status;
   if (params->m == 0 || params->n == 0) return QF_OK;
   qf::Isa isa;

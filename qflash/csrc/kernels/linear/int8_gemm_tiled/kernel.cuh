@@ -26,7 +26,7 @@
 #include "gemm/bytes.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/schedule.cuh"
-#include "kernels/int8_matmul/int8_gemm_tiled/config.h"
+#include "kernels/linear/int8_gemm_tiled/config.h"
 #include "ptx/dp4a.cuh"
 #include "ptx/tid.cuh"
 #include "smem/lanes.cuh"
@@ -118,7 +118,7 @@ __device__ __forceinline__ void multiply(int32_t (&sums)[kOwn][kOwn], const uint
   }
 }
 
-__device__ __forceinline__ void store_out(const QfInt8MatmulParams& p, bool vector, int row, int column,
+__device__ __forceinline__ void store_out(const QfLinearParams& p, bool vector, int row, int column,
                                           const int32_t (&sums)[kOwn][kOwn]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ void store_out(const QfInt8MatmulParams& p, bool vect
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int32_t four[4] = {sums[i][4 * half], sums[i][4 * half + 1], sums[i][4 * half + 2], sums[i][4 * half + 3]};
-      store_columns<Out>(p, vector, row + i % 4 + i / 4 * 64, column + 64 * half, four, columns);
+      store_columns<Out, kActivation>(p, vector, row + i % 4 + i / 4 * 64, column + 64 * half, four, columns);
     }
   }
 }
@@ -136,8 +136,7 @@ __device__ __forceinline__ void store_out(const QfInt8MatmulParams& p, bool vect
 
 template <class BTile>
 __global__ void __launch_bounds__(qf::int8_gemm_tiled::kThreads, qf::int8_gemm_tiled::kMinBlocks)
-    qf_int8_gemm_tiled_kernel(const __grid_constant__ QfInt8MatmulParams p,
-                              const __grid_constant__ qf::gemm::Grid grid) {
+    qf_int8_gemm_tiled_kernel(const __grid_constant__ QfLinearParams p, const __grid_constant__ qf::gemm::Grid grid) {
   using namespace qf;
   using namespace qf::int8_gemm_tiled;
   extern __shared__ float4 s_memory[];

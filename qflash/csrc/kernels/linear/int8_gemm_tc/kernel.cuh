@@ -25,7 +25,7 @@
 
 #include "gemm/epilogue.cuh"
 #include "gemm/schedule.cuh"
-#include "kernels/int8_matmul/int8_gemm_tc/load.cuh"
+#include "kernels/linear/int8_gemm_tc/load.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 
@@ -87,7 +87,7 @@ constexpr int kSlabStride = kWarpN + 8;
 constexpr int kSlabWords = 16 * kSlabStride;
 
 template <class Shape>
-__device__ __forceinline__ void store_out(const QfInt8MatmulParams& p, bool vector, int row0, int column0,
+__device__ __forceinline__ void store_out(const QfLinearParams& p, bool vector, int row0, int column0,
                                           const Sums<Shape>& sums, int32_t* s_slab, int lane) {
   constexpr int kCount = 16 / sizeof(Out), kAcross = kWarpN / kCount, kDown = 32 / kAcross;
   const int column = column0 + lane % kAcross * kCount;
@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_out(const QfInt8MatmulParams& p, bool vect
         const int4 four = *reinterpret_cast<const int4*>(s_slab + row * kSlabStride + lane % kAcross * kCount + e);
         values[e] = four.x, values[e + 1] = four.y, values[e + 2] = four.z, values[e + 3] = four.w;
       }
-      store_columns<Out>(p, vector, row0 + 16 * i + row, column, values, columns);
+      store_columns<Out, kActivation>(p, vector, row0 + 16 * i + row, column, values, columns);
     }
     __syncwarp();  // read before the next 16 rows overwrite it
   }
@@ -121,7 +121,7 @@ __device__ __forceinline__ void store_out(const QfInt8MatmulParams& p, bool vect
 
 template <class Shape, class LoadA, class LoadB>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    qf_int8_gemm_tc_kernel(const __grid_constant__ QfInt8MatmulParams p, const __grid_constant__ qf::gemm::Grid grid) {
+    qf_int8_gemm_tc_kernel(const __grid_constant__ QfLinearParams p, const __grid_constant__ qf::gemm::Grid grid) {
   using namespace qf;
   using namespace qf::int8_gemm_tc;
   constexpr int kStages = Shape::kStages, kQuarters = kBlockK / kQuarter;

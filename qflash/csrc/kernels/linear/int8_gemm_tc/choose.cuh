@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "gemm/schedule.cuh"
-#include "kernels/int8_matmul/int8_gemm_tc/load.cuh"
+#include "kernels/linear/int8_gemm_tc/load.cuh"
 
 namespace qf {
 namespace int8_gemm_tc {
@@ -19,7 +19,7 @@ struct Instance {
 // Calls run(Instance{}) with the instance that serves `p` on a GPU of so many multiprocessors: below as many wide
 // tiles, square ones keep more of them busy.
 template <class Run>
-int choose(const QfInt8MatmulParams& p, int multiprocessors, Run run) {
+int choose(const QfLinearParams& p, int multiprocessors, Run run) {
   const bool along_k = gemm::k_contiguous(p);
   if constexpr (kAsync) {
     using Large = std::conditional_t<kHasWide, Wide, Square>;

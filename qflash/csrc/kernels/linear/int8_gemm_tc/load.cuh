@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gemm/bytes.cuh"
-#include "kernels/int8_matmul/int8_gemm_tc/config.h"
+#include "kernels/linear/int8_gemm_tc/config.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/tid.cuh"
 

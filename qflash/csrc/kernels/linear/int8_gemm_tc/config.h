@@ -11,6 +11,7 @@ namespace int8_gemm_tc {
 
 constexpr int kArch = QF_ARCH;
 using Out = gemm::OutOf<QF_DTYPE>::Type;
+constexpr int kActivation = QF_ACTIVATION;
 
 constexpr int kSharedLimit = shared_limit(kArch);
 constexpr bool kAsync = kArch >= 80;  // cp.async exists

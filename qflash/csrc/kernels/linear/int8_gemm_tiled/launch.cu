@@ -1,20 +1,20 @@
 // C entry of `int8_gemm_tiled`.
 #include "gemm/entry.cuh"
-#include "kernels/int8_matmul/int8_gemm_tiled/kernel.cuh"
+#include "kernels/linear/int8_gemm_tiled/kernel.cuh"
 
 namespace {
 
 template <class BTile>
-int launch(const QfInt8MatmulParams& p, void* stream) {
+int launch(const QfLinearParams& p, void* stream) {
   using namespace qf::int8_gemm_tiled;
   return qf::gemm::launch(qf_int8_gemm_tiled_kernel<BTile>, p, kBlockM, kBlockN, kThreads, kSharedBytes, stream);
 }
 
 }  // namespace
 
-QF_EXPORT int64_t qf_int8_gemm_tiled_workspace(const QfInt8MatmulParams*) { return 0; }
+QF_EXPORT int64_t qf_int8_gemm_tiled_workspace(const QfLinearParams*) { return 0; }
 
-QF_EXPORT int qf_int8_gemm_tiled(const QfInt8MatmulParams* p, void* stream) {
+QF_EXPORT int qf_int8_gemm_tiled(const QfLinearParams* p, void* stream) {
   if (const int status = qf::gemm::check_params(p, QF_DTYPE)) return status;
   return qf::gemm::k_contiguous(*p) ? launch<qf::int8_gemm_tiled::RowsTile>(*p, stream)
                                     : launch<qf::int8_gemm_tiled::ColumnsTile>(*p, stream);

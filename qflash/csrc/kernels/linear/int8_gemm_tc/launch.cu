@@ -1,12 +1,12 @@
 // C entry of `int8_gemm_tc`.
 #include "gemm/entry.cuh"
-#include "kernels/int8_matmul/int8_gemm_tc/choose.cuh"
-#include "kernels/int8_matmul/int8_gemm_tc/kernel.cuh"
+#include "kernels/linear/int8_gemm_tc/choose.cuh"
+#include "kernels/linear/int8_gemm_tc/kernel.cuh"
 
 namespace {
 
 template <class Instance>
-int launch(const QfInt8MatmulParams& p, void* stream) {
+int launch(const QfLinearParams& p, void* stream) {
   using Shape = typename Instance::Shape;
   return qf::gemm::launch(qf_int8_gemm_tc_kernel<Shape, typename Instance::LoadA, typename Instance::LoadB>, p,
                           Shape::kBlockM, Shape::kBlockN, Shape::kThreads, Shape::kSharedBytes, stream);
@@ -14,9 +14,9 @@ int launch(const QfInt8MatmulParams& p, void* stream) {
 
 }  // namespace
 
-QF_EXPORT int64_t qf_int8_gemm_tc_workspace(const QfInt8MatmulParams*) { return 0; }
+QF_EXPORT int64_t qf_int8_gemm_tc_workspace(const QfLinearParams*) { return 0; }
 
-QF_EXPORT int qf_int8_gemm_tc(const QfInt8MatmulParams* p, void* stream) {
+QF_EXPORT int qf_int8_gemm_tc(const QfLinearParams* p, void* stream) {
   if (const int status = qf::gemm::check_params(p, QF_DTYPE)) return status;
   if (p->m == 0 || p->n == 0) return QF_OK;  // before the device is asked for anything
   int multiprocessors = 0;

@@ -8,6 +8,7 @@ namespace qf {
 namespace int8_gemm_tiled {
 
 using Out = gemm::OutOf<QF_DTYPE>::Type;
+constexpr int kActivation = QF_ACTIVATION;
 
 constexpr int kThreads = 256;
 constexpr int kBlockM = 128, kBlockN = 128;
