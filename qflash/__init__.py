@@ -14,7 +14,7 @@ from qflash.ops.paged import PagedKV
 from qflash.ops.prefix import SharedPrefixKV, share_prefix
 from qflash.ops.quantization import Quantized, dequantize, quantize
 from qflash.ops.rows import cross_entropy, layer_norm, softmax
-from qflash.rope import Rope, rope_tables
+from qflash.rotary import Rope, rope_tables
 
 __version__ = "0.1.0"
 

@@ -15,7 +15,7 @@ from qflash.call.spec import DTYPES, spec_of
 from qflash.call.words import INT32_MAX, check_flag, check_int, check_kernel, check_word
 from qflash.ops.problem import FULL_TABLES
 from qflash.ops.run import run
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.typing import (
     ArrayT,
     ArrayT_co,

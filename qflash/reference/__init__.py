@@ -24,7 +24,7 @@ from qflash.reference.operations import (
     softmax,
     softmax_backward,
 )
-from qflash.reference.rope import apply_rope
+from qflash.reference.rotary import apply_rope
 from qflash.reference.sm90_int8 import attention_sm90_int8
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 
 def positions_of(rope: Rope, len_q: int, len_k: int) -> tuple[np.ndarray, np.ndarray]:
