@@ -1,4 +1,5 @@
-"""Rotary embedding of one sequence: in float64 for the oracle, in float32 as kernels round it for the replays."""
+"""Rotary embedding, of arrays and of one sequence: in float64 for the oracle, in float32 as kernels round it for the
+replays."""
 
 from __future__ import annotations
 
@@ -40,6 +41,21 @@ def apply_rope(
     x[..., first] = a * c - b * s
     x[..., second] = b * c + a * s
     return x
+
+
+def rope(
+    x: np.ndarray, rope: Rope, positions: np.ndarray | None = None, inverse: bool = False, dtype: Any = np.float64
+) -> np.ndarray:
+    """`qflash.rope`: x `[B, T, H, D]` or packed `[total, H, D]`, rotated, or with `inverse` rotated back."""
+    positions = rope.positions_k if positions is None else positions
+    positions = np.arange(x.shape[-3]) if positions is None else np.asarray(positions)
+    if x.ndim == 3:
+        return apply_rope(x, positions, rope, inverse, dtype)
+    everywhere = np.broadcast_to(positions, x.shape[:2])
+    rotated = np.empty(x.shape, dtype)
+    for sequence, where, result in zip(x, everywhere, rotated, strict=True):
+        result[:] = apply_rope(sequence, where, rope, inverse, dtype)
+    return rotated
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope) -> np.ndarray:
