@@ -400,7 +400,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="rope",
         device="cuda",
-        summary="rotary embedding, and the way back: both channels of a pair in one thread, tables read once for four heads",
+        summary="rotary embedding, and the way back: whole pairs in a thread, tables read once for four heads",
         op="rope",
         min_arch=75,
     ),

@@ -104,9 +104,9 @@ class Gradient:
     returns the gradients of the arrays in `of` that are there. `words`: with them, results are the first of
     `Op.results`.
 
-    None: the operation is linear in its first array, and orthogonal. It is its own gradient, of the cotangent of its one
-    result in the place of that array, with the flag that `flips` names the other way round; that can be differentiated
-    again.
+    None: the operation is linear and orthogonal in its first array, and so its own gradient. That takes the cotangent
+    of its one result in the place of this array, and the flag that `flips` names the other way round. It can be
+    differentiated again.
     """
 
     op: Op | None

@@ -32,9 +32,9 @@ def rope(x: ArrayT, rope: Rope, *, positions: Lengths | None = None, kernel: str
         kernel: the name of the one kernel that must be used.
 
     Returns:
-        An array like x. It is computed in float32 and rounded once. A position outside the tables is a ValueError on the
-        CPU; a CUDA kernel cannot raise and gives NaN in the channels that it rotates. Differentiable in x, in PyTorch
-        and JAX, any number of times.
+        An array like x, computed in float32 and rounded once. A position outside the tables is a ValueError on the CPU;
+        a CUDA kernel cannot raise and gives NaN in the channels that it rotates. Differentiable in x, in PyTorch and
+        JAX, any number of times.
 
     Example:
         >>> import numpy as np

@@ -1,7 +1,7 @@
 """The oracle: every operation of qflash defined in NumPy, and the replay of each quantized pipeline.
 
-`exact`, `operations` and `rotary` are the definitions, in float64. The other modules repeat what a quantized kernel computes,
-rounding by rounding: `int8` (the CPU engine), `quantize`, `kv_write`, `pages_int8`, `fa_int8`,
+`exact`, `operations` and `rotary` are the definitions, in float64. The other modules repeat what a quantized kernel
+computes, rounding by rounding: `int8` (the CPU engine), `quantize`, `kv_write`, `pages_int8`, `fa_int8`,
 `sm90_quantize` and `sm90_int8`.
 """
 

@@ -134,8 +134,8 @@ typedef struct QfMergeParams {
 
 /* out <- x with every head of a token rotated by the token's position; with `inverse` rotated back, which is the
  * gradient of that. Token t of sequence b stands at positions[b, t] where these are given, else where rope.positions_k
- * says, else at t. A position outside the table is refused on the CPU; on a GPU the channels it rotates become NaN. Packed
- * tensors are a batch of one. */
+ * says, else at t. A position outside the table is refused on the CPU; on a GPU the channels it rotates become NaN.
+ * Packed tensors are a batch of one. */
 typedef struct QfRopeParams {
   int32_t struct_bytes, dtype;
   int32_t batch, length, heads, head_dim;

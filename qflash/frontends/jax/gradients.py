@@ -64,9 +64,14 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
 
     function.defvjp(save, pull_back, symbolic_zeros=True)
     refusal = no_forward_mode(call.op, [name for name in gradient.of if name in call.names])
-    return lambda *arrays: function(
-        *(reverse_only(x, refusal) if name in gradient.of else x for name, x in zip(call.names, arrays, strict=True))
-    )
+
+    def guarded(name: str, x: Any) -> Any:
+        # Not in `save`: where that fails, JAX keeps a program that nobody can differentiate any more.
+        if name in gradient.refused:
+            return constant(x, f"{name} has no gradient in qflash; put jax.lax.stop_gradient around it")
+        return reverse_only(x, refusal) if name in gradient.of else x
+
+    return lambda *arrays: function(*(guarded(*of) for of in zip(call.names, arrays, strict=True)))
 
 
 def _inner(op: Op, call: Call) -> Callable[..., tuple[Any, ...]]:
@@ -93,6 +98,3 @@ def _check_differentiable(call: Call, gradient: Gradient, arrays: Sequence[Any])
             f"precision {precision!r} has no backward pass; allowed: precision=None{SERVE_QUANTIZED}; "
             f"or put jax.lax.stop_gradient around {listed([name for name in gradient.of if name in call.names])}"
         )
-    for name, x in zip(call.names, arrays, strict=True):
-        if name in gradient.refused and x.perturbed:
-            raise NotImplementedError(f"{name} has no gradient in qflash; put jax.lax.stop_gradient around it")

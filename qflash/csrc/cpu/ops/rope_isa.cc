@@ -1,8 +1,7 @@
 // rope of rows. They are rotated as attention rotates q and k, by the same function compiled alike, so that its results
 // in float32 are the same bits.
-#include "rope.h"
-
 #include "memory.h"
+#include "rope.h"
 #include "rows.h"
 
 namespace qf {

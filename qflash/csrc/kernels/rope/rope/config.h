@@ -8,8 +8,9 @@ namespace rope {
 
 using Element = ElementOf<QF_DTYPE>::Type;
 
-constexpr int kThreads = 256;
-constexpr int kHeads = 4;  // of a thread: as many granules under way as two times this, and tables read once for them
+constexpr int kThreads = 128;
+constexpr int kResidentBlocks = 4;  // of a multiprocessor at least: some load while others store
+constexpr int kHeads = 4;           // of a thread, which has two granules of each under way
 constexpr int kVector = kGranule<Element>;
 
 // Griddepcontrol came with Hopper; code for an older architecture does not wait, so its launches must not overlap.

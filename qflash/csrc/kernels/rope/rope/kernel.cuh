@@ -10,9 +10,8 @@
 // Pieces are granules of 16 bytes where strides, head_dim, rotary_dim and addresses allow it, else n = 1.
 //
 // Roles: neighbouring threads have neighbouring units, then neighbouring heads, so that a warp touches whole lines.
-// Registers: eight granules, the cosines, the sines. Shared memory: none. Pipeline: none inside a thread; all loads of x
-// are under way before the position is asked for, on which the tables wait.
-// Bound: memory. See docs/kernels/rope.md.
+// Registers: eight granules, the cosines, the sines. Shared memory: none. Pipeline: none inside a thread; all loads of
+// x are under way before the position is asked for, on which the tables wait. Bound: memory. See docs/kernels/rope.md.
 #pragma once
 
 #include "attn/rope.cuh"
@@ -130,7 +129,7 @@ struct Angles {
 
 // kCount: pairs of a unit. p.rope.positions_k: of every token, or null.
 template <int kCount, bool kInterleaved>
-__global__ void __launch_bounds__(qf::rope::kThreads)
+__global__ void __launch_bounds__(qf::rope::kThreads, qf::rope::kResidentBlocks)
     qf_rope_kernel(const __grid_constant__ QfRopeParams p, const qf::rope::Deal deal) {
   using namespace qf;
   using namespace qf::rope;
@@ -157,5 +156,6 @@ __global__ void __launch_bounds__(qf::rope::kThreads)
 #pragma unroll
     for (int j = 0; j < kHeads; ++j) angles.template rotate<kInterleaved>(raw[j]);
   }
-  for_each_piece([&](int j, int piece, int64_t h, int d) { store_piece(g_out + h * p.out.stride_h + d, raw[j][piece]); });
+  for_each_piece(
+      [&](int j, int piece, int64_t h, int d) { store_piece(g_out + h * p.out.stride_h + d, raw[j][piece]); });
 }

@@ -51,4 +51,6 @@ QF_EXPORT int qf_rope(const QfRopeParams* params, void* stream) {
   return vectorises(p) ? run<kVector>(p, on) : run<1>(p, on);
 }
 
-QF_EXPORT const char* qf_status_text(int status) { return qf::status_text("rope", status); }
+QF_EXPORT const char* qf_status_text(int status) {
+  return qf::status_text("rope", status, ", or its tables are missing or rotate more channels than there are");
+}
