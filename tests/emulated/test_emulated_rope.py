@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash import reference
 from qflash.call.spec import DTYPES as NAMES
 from qflash.testing.emulated_ops import EmulatedGpu
+from qflash.testing.rotations import check_rotated
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of a rounding
 GUARD = 77.0
 INT_MIN = -(2**31)
 
@@ -69,15 +68,6 @@ def rotated(library, x, rope, positions=None, *, inverse=False, out=None, order=
     return result
 
 
-def check(got, x, rope, positions=None, inverse=False):
-    exact = reference.rope(x, rope, positions, inverse)
-    error = np.abs(got.astype(np.float64) - exact)
-    bound = UNIT[x.dtype.name] * np.abs(exact) + 2.0**-22 * np.abs(x.astype(np.float64)).max(initial=1.0)
-    assert (error <= bound).all(), (error / bound).max()
-    rest = 2 * rope.cos.shape[1]
-    np.testing.assert_array_equal(got[..., rest:], x[..., rest:])
-
-
 # x's shape, rotary_dim: of whole granules, with a rest of none, one or more pieces; odd ones; one pair; more heads than
 # a thread has.
 SHAPES = [
@@ -94,7 +84,7 @@ def test_both_directions(library, shape, rotary_dim, dtype, interleaved):
     rope = qflash.Rope(*qflash.rope_tables(shape[1], rotary_dim), interleaved)
     for inverse in (False, True):
         first = rotated(library, placed(x), rope, inverse=inverse)
-        check(first, x, rope, inverse=inverse)
+        check_rotated(first, x, rope, inverse=inverse)
         np.testing.assert_array_equal(first, rotated(library, placed(x), rope, inverse=inverse, order=2))
 
 
@@ -129,9 +119,9 @@ def test_transposed_heads_and_expanded_batches(library):
     x = drawn(2, 3, 5, 32)
     rope = qflash.Rope(*qflash.rope_tables(5, 32))
     transposed = placed(x).swapaxes(1, 2)
-    check(rotated(library, transposed, rope), transposed, rope)
+    check_rotated(rotated(library, transposed, rope), transposed, rope)
     expanded = np.broadcast_to(placed(x[:1].swapaxes(1, 2).copy()), (4, 5, 3, 32))
-    check(rotated(library, expanded, rope), expanded, rope)
+    check_rotated(rotated(library, expanded, rope), expanded, rope)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
@@ -143,7 +133,7 @@ def test_positions(library, head_dim, rotary_dim, interleaved):
     each = np.array([[0, -1, 8, -8, 3, 3], [7, 6, -5, 4, 0, 1]], np.int32)
     for positions, inverse in product((each, each[1]), (False, True)):
         got = rotated(library, x, rope, positions, inverse=inverse)
-        check(got, x, rope, positions, inverse)
+        check_rotated(got, x, rope, positions, inverse)
         step = 0 if positions.ndim == 1 else 6
         other = {"rope.positions_k": positions, "rope.stride_positions_k_b": step}
         np.testing.assert_array_equal(rotated(library, x, rope, inverse=inverse, **other), got)
@@ -156,7 +146,7 @@ def test_the_way_back_from_position_0(library):
     x = placed(drawn(1, 1, 2, 16))
     cos, sin = (np.ascontiguousarray(table[5:]) for table in qflash.rope_tables(6, 16))
     rope = qflash.Rope(cos, sin)
-    check(rotated(library, x, rope, inverse=True), x, rope, inverse=True)
+    check_rotated(rotated(library, x, rope, inverse=True), x, rope, inverse=True)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
@@ -170,7 +160,7 @@ def test_a_position_outside_the_tables_gives_nan(library, dtype, head_dim, inter
     outside = np.abs(positions.astype(np.int64)) >= 3
     assert np.isnan(got[:, outside, :, :16].astype(np.float32)).all()
     np.testing.assert_array_equal(got[..., 16:], x[..., 16:])
-    check(got[:, ~outside], x[:, ~outside], rope, positions[~outside])
+    check_rotated(got[:, ~outside], x[:, ~outside], rope, positions[~outside])
 
 
 def test_what_is_not_rotated_keeps_its_bits(library):

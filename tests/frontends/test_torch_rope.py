@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import qflash
-from qflash import reference
+from qflash.testing.rotations import check_rotated
+from qflash.testing.runner import to_numpy
 
 torch = pytest.importorskip("torch")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 POSITIONS = torch.tensor([[0, -1, 8, -8, 3, 3], [7, 6, -5, 4, 0, 1]], dtype=torch.int32)
 # Words, and x's shape.
 CALLS = {
@@ -32,27 +31,25 @@ def tables(interleaved=False, **positions):
 
 
 def call_of(name: str):
-    """The call, x's shape, and the definition of its gradient, a function of what comes from above."""
+    """The call, x's shape, and a check of its gradient, of that and what comes from above."""
     words, shape = CALLS[name]
     rope, positions = tables(words.get("interleaved", False)), words.get("positions")
     in_numpy = qflash.Rope(rope.cos.numpy(), rope.sin.numpy(), rope.interleaved)
+    places = None if positions is None else positions.numpy()
 
-    def back(top):
-        return reference.rope(top.double().numpy(), in_numpy, None if positions is None else positions.numpy(), True)
+    def check_back(got, top):
+        check_rotated(to_numpy(got), to_numpy(top), in_numpy, places, inverse=True)
 
-    return lambda x: qflash.rope(x, rope, positions=positions), shape, back
+    return lambda x: qflash.rope(x, rope, positions=positions), shape, check_back
 
 
 @EVERY
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_is_the_rotation_back(name, dtype):
-    call, shape, back = call_of(name)
+    call, shape, check_back = call_of(name)
     x, top = drawn(*shape, dtype=dtype).requires_grad_(), drawn(*shape, dtype=dtype, seed=1)
     (got,) = torch.autograd.grad(call(x), x, top)
-    assert (got.dtype, got.shape) == (x.dtype, x.shape)
-    want = back(top)
-    error = np.abs(got.double().numpy() - want)
-    assert (error <= UNIT[dtype] * np.abs(want) + 2.0**-20).all()
+    check_back(got, top)
 
 
 @EVERY
@@ -134,9 +131,9 @@ def test_vmap_is_a_loop(shape, mapped):
     count = 3
     x = drawn(count, *shape)
     positions = torch.randint(-8, 9, (count, shape[-3]), generator=torch.Generator().manual_seed(0)).int()
-    turned = torch.stack([tables().sin * sign for sign in (1, -1, 0.5)])
+    many_sines = torch.stack([tables().sin * sign for sign in (1, -1, 0.5)])
     dims = tuple(0 if name in mapped else None for name in ("x", "positions", "rope"))
-    arrays = [many if dim == 0 else many[0] for many, dim in zip((x, positions, turned), dims, strict=True)]
+    arrays = [many if dim == 0 else many[0] for many, dim in zip((x, positions, many_sines), dims, strict=True)]
 
     def call(x, positions, sin):
         return qflash.rope(x, qflash.Rope(tables().cos, sin), positions=positions)

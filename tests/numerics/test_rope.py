@@ -14,9 +14,9 @@ import qflash
 from qflash import _native, reference
 from qflash.ops.rope import ROPE
 from qflash.ops.run import run
+from qflash.testing.rotations import STORED_UNIT, check_rotated
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of a rounding
 PAIRS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
 
@@ -26,17 +26,6 @@ def drawn(*shape, dtype="float32", seed=0):
 
 def rope_of(rows, rotary_dim, interleaved=False, **positions):
     return qflash.Rope(*qflash.rope_tables(rows, rotary_dim), interleaved, **positions)
-
-
-def check(got, x, rope, positions=None, inverse=False):
-    """Within one rounding of the result, and those of float32 before it; what is not rotated is x."""
-    exact = reference.rope(x, rope, positions, inverse)
-    assert (got.shape, got.dtype) == (x.shape, x.dtype)
-    error = np.abs(got.astype(np.float64) - exact)
-    bound = UNIT[x.dtype.name] * np.abs(exact) + 2.0**-22 * np.abs(x.astype(np.float64)).max(initial=1.0)
-    assert (error <= bound).all(), (error / bound).max()
-    rest = 2 * rope.cos.shape[1]
-    np.testing.assert_array_equal(got[..., rest:], x[..., rest:])
 
 
 SHAPES = [
@@ -51,7 +40,7 @@ SHAPES = [
 def test_against_float64(shape, rotary_dim, dtype, interleaved):
     """Whole and partial rotary_dim, odd head_dims, packed arrays, rows longer than a vector, more than one task."""
     x, rope = drawn(*shape, dtype=dtype), rope_of(shape[-3], rotary_dim, interleaved)
-    check(qflash.rope(x, rope), x, rope)
+    check_rotated(qflash.rope(x, rope), x, rope)
 
 
 @PAIRS
@@ -63,7 +52,7 @@ def test_the_way_back(dtype, interleaved):
     rope = qflash.Rope(cos, sin, interleaved)
     for positions in (None, np.array([0, -1, 5, -5, 2, 2], np.int32)):
         (back,) = run(ROPE, (x, cos, sin, positions, None), (interleaved, True, None))
-        check(back, x, rope, positions, inverse=True)
+        check_rotated(back, x, rope, positions, inverse=True)
 
 
 @PAIRS
@@ -85,7 +74,7 @@ EACH = np.array([[0, -1, 8, -8, 3, 3], [7, 6, -5, 4, 0, 1]], np.int32)
 def test_positions(positions, interleaved):
     x, rope = drawn(2, 6, 3, 16), rope_of(9, 12, interleaved)
     got = qflash.rope(x, rope, positions=positions)
-    check(got, x, rope, np.asarray(positions))
+    check_rotated(got, x, rope, np.asarray(positions))
     of_rope = rope_of(9, 12, interleaved, positions_k=positions)
     np.testing.assert_array_equal(qflash.rope(x, of_rope), got)
 
@@ -110,7 +99,7 @@ def test_packed_tokens_are_a_batch_of_one():
     x, rope = drawn(6, 3, 16), rope_of(9, 12)
     np.testing.assert_array_equal(qflash.rope(x, rope), qflash.rope(x[None], rope)[0])
     restarted = [0, 1, 2, 0, 1, 2]  # of two sequences
-    check(qflash.rope(x, rope, positions=restarted), x, rope, np.array(restarted))
+    check_rotated(qflash.rope(x, rope, positions=restarted), x, rope, np.array(restarted))
     with pytest.raises(ValueError, match=r"positions has shape \[1, 6\]; allowed: \[6\]"):
         qflash.rope(x, rope, positions=[restarted])
 
@@ -119,7 +108,7 @@ def test_packed_tokens_are_a_batch_of_one():
 def test_tables_of_any_dtype(table_dtype):
     cos, sin = (table.astype(DTYPES[table_dtype]) for table in qflash.rope_tables(5, 16))
     x = drawn(1, 5, 2, 16)
-    check(qflash.rope(x, qflash.Rope(cos, sin)), x, qflash.Rope(cos, sin))
+    check_rotated(qflash.rope(x, qflash.Rope(cos, sin)), x, qflash.Rope(cos, sin))
 
 
 STRIDED = {
@@ -140,7 +129,7 @@ def test_strides(strided, dtype):
     x = STRIDED[strided](drawn(2, 6, 3, 20, dtype=dtype))
     before = x.copy()
     got = qflash.rope(x, rope)
-    check(got, x, rope)
+    check_rotated(got, x, rope)
     assert got.flags.c_contiguous and not np.shares_memory(got, x)
     np.testing.assert_array_equal(x, before)
 
@@ -246,7 +235,7 @@ def test_pages_rotate_to_the_same_numbers(dtype, interleaved):
     table = np.zeros((1, 1), np.int32)
     qflash.paged_write(qflash.PagedKV(pages, pages.copy(), table, np.array([16], np.int32)), k, k, rope=rope)
     stored, got = pages[0].swapaxes(0, 1).astype(np.float64), qflash.rope(k, rope)[0].astype(np.float64)
-    assert (np.abs(got - stored) <= 2 * UNIT[dtype] * np.abs(got) + 1e-6).all()
+    assert (np.abs(got - stored) <= 2 * STORED_UNIT[dtype] * np.abs(got) + 1e-6).all()
 
 
 @pytest.mark.process

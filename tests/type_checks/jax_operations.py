@@ -15,6 +15,8 @@ def uses(x: Array, weight: Array, targets: Array, q: Array, a: Array) -> None:
     assert_type(qflash.cross_entropy(x, targets), Array)
     assert_type(qflash.cross_entropy(x, targets, return_lse=True), tuple[Array, Array])
     assert_type(qflash.int8_matmul(a, a, 0.5, out_dtype=jnp.bfloat16), Array)
+    rope = qflash.Rope(*map(jnp.asarray, qflash.rope_tables(4, 8)))
+    assert_type(qflash.rope(q, rope, positions=jnp.arange(4)), Array)
     quantized = qflash.quantize(q)
     assert_type(quantized, qflash.Quantized[Array])
     assert_type(qflash.dequantize(quantized, jnp.float32), Array)

@@ -17,6 +17,8 @@ def uses(x: Tensor, weight: Tensor, targets: Tensor, q: Tensor, a: Tensor, flag:
     assert_type(qflash.cross_entropy(x, targets, return_lse=True), tuple[Tensor, Tensor])
     assert_type(qflash.cross_entropy(x, targets, return_lse=flag), Tensor | tuple[Tensor, Tensor])
     assert_type(qflash.int8_matmul(a, a, 0.5, out_dtype=torch.bfloat16), Tensor)
+    rope = qflash.Rope(*map(torch.from_numpy, qflash.rope_tables(4, 8)))
+    assert_type(qflash.rope(q, rope, positions=torch.arange(4)), Tensor)
     quantized = qflash.quantize(q)
     assert_type(quantized, qflash.Quantized[Tensor])
     assert_type(quantized.scale, Tensor)
