@@ -47,11 +47,11 @@ def rope(
     x: np.ndarray, rope: Rope, positions: np.ndarray | None = None, inverse: bool = False, dtype: Any = np.float64
 ) -> np.ndarray:
     """`qflash.rope`: x `[B, T, H, D]` or packed `[total, H, D]`, rotated, or with `inverse` rotated back."""
-    positions = rope.positions_k if positions is None else positions
-    positions = np.arange(x.shape[-3]) if positions is None else np.asarray(positions)
+    given = rope.positions_k if positions is None else positions
+    places = np.arange(x.shape[-3]) if given is None else np.asarray(given)
     if x.ndim == 3:
-        return apply_rope(x, positions, rope, inverse, dtype)
-    everywhere = np.broadcast_to(positions, x.shape[:2])
+        return apply_rope(x, places, rope, inverse, dtype)
+    everywhere = np.broadcast_to(places, x.shape[:2])
     rotated = np.empty(x.shape, dtype)
     for sequence, where, result in zip(x, everywhere, rotated, strict=True):
         result[:] = apply_rope(sequence, where, rope, inverse, dtype)
