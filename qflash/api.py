@@ -22,7 +22,7 @@ from qflash.ops.prefix import SharedPrefixKV, attend_shared
 from qflash.ops.problem import Options
 from qflash.ops.quantization import Quantized, tables_of
 from qflash.ops.run import run
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.typing import (
     ArrayT,
     Flag,
