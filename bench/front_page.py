@@ -54,6 +54,7 @@ FEATURES: dict[str, tuple[Change, ...]] = {
     "K and V quantized once (`quantize_kv`)": (_with(precision="int8", kv="kept"),),
     "gradients": (_with(op="attention_backward"),),
     "softmax, layer norm, cross entropy": tuple(_with(op=op) for op in ("softmax", "layer_norm", "cross_entropy")),
+    "rotary embedding by itself (`qflash.rope`)": (_with(op="rope"),),
     "quantize, dequantize, INT8 products": tuple(_with(op=op) for op in ("quantize", "dequantize", "int8_matmul")),
 }
 

@@ -55,6 +55,11 @@ def _losses(torch: Any, x: Any) -> Any:
     return qflash.cross_entropy(x, torch.zeros(ROWS, device="cuda", dtype=torch.int64))
 
 
+def _rope(torch: Any, kernel: str) -> Any:
+    tables = (torch.from_numpy(table).cuda() for table in qflash.rope_tables(4096, 128))
+    return qflash.rope(_heads(torch), qflash.Rope(*tables), kernel=kernel)
+
+
 def _quantize(torch: Any, kernel: str) -> Any:
     return qflash.quantize(_heads(torch), granularity="group", smooth=True, kernel=kernel)
 
@@ -120,6 +125,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
         "B=4 T=4096 H=16 D=128 float16",
         lambda torch, kernel: qflash.merge(*[_heads(torch), _lse(torch)] * 2, kernel=kernel),
     ),
+    "rope": ("B=4 T=4096 H=16 D=128 float16", _rope),
     "attention quantized": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
     "attention": ("B=4 T=4096 H=16 D=128 full float16", _attention),
     "attention_backward": ("B=4 T=4096 H=16 D=128 full, float16 or, of fa_bwd, float32", _attention_backward),

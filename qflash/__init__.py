@@ -15,8 +15,9 @@ from qflash.ops.merge import merge
 from qflash.ops.paged import PagedKV
 from qflash.ops.prefix import SharedPrefixKV, share_prefix
 from qflash.ops.quantization import Quantized, dequantize, quantize
+from qflash.ops.rope import rope
 from qflash.ops.rows import cross_entropy, layer_norm, softmax
-from qflash.rope import Rope, rope_tables
+from qflash.rotary import Rope, rope_tables
 
 __version__ = "0.1.0"
 
@@ -51,6 +52,7 @@ __all__ = [
     "quantize_kv",
     "quantize_linear",
     "replace_sdpa",
+    "rope",
     "rope_tables",
     "scaled_dot_product_attention",
     "set_backward_memory",

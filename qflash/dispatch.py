@@ -397,6 +397,20 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
     ),
     Kernel(
+        name="cpu_rope",
+        device="cpu",
+        summary="rotary embedding, and the way back, row by row on all cores",
+        op="rope",
+        page="rope",
+    ),
+    Kernel(
+        name="rope",
+        device="cuda",
+        summary="rotary embedding, and the way back: whole pairs in a thread, tables read once for four heads",
+        op="rope",
+        min_arch=75,
+    ),
+    Kernel(
         name="cpu_softmax",
         device="cpu",
         summary="softmax over rows on all cores, vectorised for the machine it finds",

@@ -11,13 +11,14 @@ from qflash.ops.matmul import INT8_MATMUL
 from qflash.ops.merge import MERGE
 from qflash.ops.paged import ATTENTION_PAGED
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
+from qflash.ops.rope import ROPE
 from qflash.ops.row_gradients import CROSS_ENTROPY_BACKWARD, LAYER_NORM_BACKWARD, SOFTMAX_BACKWARD
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
 
 # Every operation, for front ends that must know them before the first call.
 OPS = (
     *(ATTENTION, ATTENTION_BACKWARD, ATTENTION_QUANTIZED, ATTENTION_KEPT, ATTENTION_PAGED),
-    *(QUANTIZE_KV, KV_WRITE, QUANTIZE, DEQUANTIZE, INT8_MATMUL, SOFTMAX, LAYER_NORM, CROSS_ENTROPY, MERGE),
+    *(QUANTIZE_KV, KV_WRITE, QUANTIZE, DEQUANTIZE, INT8_MATMUL, SOFTMAX, LAYER_NORM, CROSS_ENTROPY, MERGE, ROPE),
     *(SOFTMAX_BACKWARD, LAYER_NORM_BACKWARD, CROSS_ENTROPY_BACKWARD),
     *(LINEAR, LINEAR_BACKWARD, QUANTIZE_LINEAR, QUANTIZE_ROWS),
 )

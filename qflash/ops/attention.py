@@ -290,7 +290,7 @@ _PACKED = {
 }  # fmt: skip
 
 
-def _dims(given: Collection[str]) -> Mapping[str, str]:
+def _dims(given: Mapping[str, int]) -> Mapping[str, str]:
     dims = _PACKED if "cu_seqlens_q" in given else _PADDED
     return dims if "sinks" in given else {name: letters for name, letters in dims.items() if name != "dsinks"}
 

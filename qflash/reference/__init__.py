@@ -1,7 +1,7 @@
 """The oracle: every operation of qflash defined in NumPy, and the replay of each quantized pipeline.
 
-`exact` and `operations` are the definitions, in float64. The other modules repeat what a quantized kernel computes,
-rounding by rounding: `int8` (the CPU engine), `quantize`, `kv_write`, `pages_int8`, `fa_int8`,
+`exact`, `operations` and `rotary` are the definitions, in float64. The other modules repeat what a quantized kernel
+computes, rounding by rounding: `int8` (the CPU engine), `quantize`, `kv_write`, `pages_int8`, `fa_int8`,
 `sm90_quantize` and `sm90_int8`.
 """
 
@@ -24,7 +24,7 @@ from qflash.reference.operations import (
     softmax,
     softmax_backward,
 )
-from qflash.reference.rope import apply_rope
+from qflash.reference.rotary import apply_rope, rope
 from qflash.reference.sm90_int8 import attention_sm90_int8
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_backward",
     "merge",
+    "rope",
     "sink_gradient",
     "softmax",
     "softmax_backward",

@@ -57,6 +57,13 @@ _PARTS = {
     "lse_b": floats(2, 3, 5),
 }
 
+_PLACES = np.array([3, -3, 0, 11, -11, 5, 5, 1, 2, 9, -7, 4], np.int32)
+
+
+def _rotated(x: Any, cos: Any, sin: Any, *, interleaved: bool = False, **more: Any) -> Any:
+    return qflash.rope(x, qflash.Rope(cos, sin, interleaved), **more)
+
+
 CASES = {
     "softmax": OpCase("softmax", {"x": floats(3, 4, 37)}, partial(qflash.softmax, scale=0.7), ("x",)),
     "softmax one row": OpCase("softmax", {"x": floats(5)}, qflash.softmax, ("x",)),
@@ -114,6 +121,20 @@ CASES = {
         qflash.merge,
         ("out_a", "lse_a", "out_b", "lse_b"),
     ),
+    "rope": OpCase("rope", {"x": floats(2, 12, 3, 24), "cos": COS, "sin": SIN}, _rotated, ("x",)),
+    "rope packed": OpCase(
+        "rope",
+        {"x": halves(12, 3, 16), "cos": COS, "sin": SIN, "positions": _PLACES},
+        partial(_rotated, interleaved=True),
+        ("x", "positions"),
+    ),
+    "rope positions mapped": OpCase(
+        "rope",
+        {"x": floats(2, 12, 5, 8), "cos": COS, "sin": SIN, "positions": np.stack([_PLACES, _PLACES[::-1]])},
+        _rotated,
+        ("positions",),
+    ),
+    "rope tables mapped": OpCase("rope", {"x": halves(2, 12, 3, 9), "cos": COS, "sin": SIN}, _rotated, ("cos", "x")),
     "quantize": OpCase("quantize", {"x": floats(7, 24)}, qflash.quantize, ("x",)),
     "quantize asymmetric": OpCase(
         "quantize", {"x": floats(2, 12, 3, 24)}, partial(qflash.quantize, symmetric=False), ("x",)

@@ -19,7 +19,7 @@ from qflash.ops.kv import quantize_kv
 from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.paged import PagedKV
-from qflash.rope import Rope, rope_tables
+from qflash.rotary import Rope, rope_tables
 from qflash.testing import page_writes
 from qflash.testing.cases import BY_NAME
 from qflash.testing.op_cases import CASES, OpCase

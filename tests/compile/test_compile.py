@@ -43,6 +43,7 @@ VECTORS = {
     "kv_write_pages": {"LDG.E.128", "STG.E.128"},
     "kv_write_pages_int8": {"LDG.E.128", "STG.E.128"},
     "merge": {"LDG.E.128", "LDG.E.64", "STG.E.128"},
+    "rope": {"LDG.E.NA.128", "LDG.E.128.CONSTANT", "STG.E.128"},  # x once, tables that L1 keeps
 }
 HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
 MULTIPLYING = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"]  # those of them that multiply
@@ -80,6 +81,7 @@ INSTRUCTION = {
     "int8_gemm_tiled": ("IDP", 512),
     "merge": ("MUFU", 24),
     "quantize": ("FMUL", 256),
+    "rope": ("FFMA", 80),  # of each rotated channel: four heads of one pair and of four, half-split and interleaved
     "sm90_bwd": ("HGMMA", 32),  # half of them of dK and dV, at head_dim 64
     "sm90_decode": ("HMMA", 192),
     "sm90_decode_kv": ("IMMA", 96),

@@ -300,6 +300,16 @@ CASES = {
         lambda make: {"out_a": make(PACKED), "lse_a": make(LSE), "out_b": make(PACKED), "lse_b": make(LSE)},
         {"out_a": FIRST, **{name: others("float32") for name in ("lse_a", "out_b", "lse_b")}, "kernel": KERNEL},
     ),
+    "rope": Case(
+        "rope",
+        qflash.rope,
+        lambda make: {"x": make(Q), "rope": rope(make)},
+        {
+            "x": FIRST, **ROPE_PARTS, "rope": [*ROPE, *NONE], "positions": LENGTHS, "rope.positions_k": LENGTHS,
+            "kernel": KERNEL,
+        },
+        INTERLEAVED,
+    ),
     "int8_matmul": Case(
         "int8_matmul",
         qflash.int8_matmul,
@@ -342,7 +352,8 @@ ON_HOPPER_ALONE = ("attention_kv", "quantize_kv")
 
 def test_every_operation_and_every_argument_is_in_the_table():
     elsewhere = {"attention_paged", "kv_write"}  # test_paged_errors.py, test_kv_write_errors.py
-    elsewhere |= {op.gradient.op.name for op in OPS if op.gradient is not None}  # nobody calls them by name
+    # Nobody calls gradients by name, but those that are operations of their own.
+    elsewhere |= {op.backward.name for op in OPS if op.gradient is not None and op.backward is not op}
     assert {case.op for case in CASES.values()} == {op.name for op in OPS} - elsewhere
     for function in {case.function for case in CASES.values()}:
         tried = {path for case in CASES.values() if case.function is function for path in case.wrong}

@@ -28,6 +28,10 @@ def uses(x: Half, weight: Half, targets: NDArray[np.int64], q: Half, a: NDArray[
     assert_type(qflash.int8_matmul(a, a, np.float32(2), 0.5, out_dtype=np.float16), NDArray[Any])
     assert_type(qflash.int8_matmul(a, a, out_dtype="float32"), NDArray[Any])
 
+    rope = qflash.Rope(*qflash.rope_tables(4, 8))
+    assert_type(qflash.rope(q, rope), Half)
+    assert_type(qflash.rope(q, rope, positions=[0, 1, 2, 3], kernel=None), Half)
+
     quantized = qflash.quantize(q, symmetric=np.bool_(False), smooth=True)
     assert_type(quantized, qflash.Quantized[NDArray[Any]])
     assert_type(quantized.values, NDArray[Any])
@@ -52,6 +56,8 @@ def refused(x: Half, targets: NDArray[np.int64], a: NDArray[np.int8]) -> None:
     qflash.int8_matmul(a, a, "2")  # type: ignore[call-overload]
     qflash.quantize(x, granularity="row")  # type: ignore[call-overload]
     qflash.dequantize(x)  # type: ignore[arg-type]
+    qflash.rope(x)  # type: ignore[call-arg]
+    qflash.rope(x, None)  # type: ignore[arg-type]
     qflash.softmax(x).values  # type: ignore[attr-defined]
 
 

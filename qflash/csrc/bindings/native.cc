@@ -54,6 +54,7 @@ PYBIND11_MODULE(_native, module) {
   QF_ADD_ENTRY(cpu_dequantize);
   QF_ADD_ENTRY(cpu_kv_write);
   QF_ADD_ENTRY(cpu_merge);
+  QF_ADD_ENTRY(cpu_rope);
   entries["status_text"] = reinterpret_cast<uintptr_t>(&qf_cpu_status_text);
   module.attr("cpu_entries") = entries;
 

@@ -137,6 +137,10 @@ QF_TABLE(QfMergeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(b_d
          QF_MEMBER(a_lse_stride_t), QF_MEMBER(b_lse_stride_b), QF_MEMBER(b_lse_stride_h), QF_MEMBER(b_lse_stride_t),
          QF_MEMBER(lse));
 
+QF_TABLE(QfRopeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(batch), QF_MEMBER(length), QF_MEMBER(heads),
+         QF_MEMBER(head_dim), QF_MEMBER(inverse), QF_MEMBER(num_threads), QF_MEMBER(x), QF_MEMBER(out),
+         QF_MEMBER(positions), QF_MEMBER(stride_positions_b), QF_MEMBER(rope));
+
 QF_TABLE(QfRowsParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows), QF_MEMBER(columns), QF_MEMBER(x),
          QF_MEMBER(x_stride), QF_MEMBER(out), QF_MEMBER(out_stride), QF_MEMBER(scale), QF_MEMBER(eps),
          QF_MEMBER(weight), QF_MEMBER(bias), QF_MEMBER(mean), QF_MEMBER(rstd), QF_MEMBER(num_threads),
@@ -226,6 +230,7 @@ const std::vector<OpLayout>& op_layouts() {
       layout_of<QfLinearParams>("QfLinearParams"),
       layout_of<QfLinearBwdParams>("QfLinearBwdParams"),
       layout_of<QfMergeParams>("QfMergeParams"),
+      layout_of<QfRopeParams>("QfRopeParams"),
       layout_of<QfRowsParams>("QfRowsParams"),
       layout_of<QfCrossEntropyParams>("QfCrossEntropyParams"),
       layout_of<QfSoftmaxBwdParams>("QfSoftmaxBwdParams"),

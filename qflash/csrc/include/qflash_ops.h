@@ -167,6 +167,20 @@ typedef struct QfMergeParams {
   float* lse; /* [batch, heads, length], contiguous */
 } QfMergeParams;
 
+/* out <- x with every head of a token rotated by the token's position; with `inverse` rotated back, which is the
+ * gradient of that. Token t of sequence b stands at positions[b, t] where these are given, else where rope.positions_k
+ * says, else at t. A position outside the table is refused on the CPU; on a GPU the channels it rotates become NaN.
+ * Packed tensors are a batch of one. */
+typedef struct QfRopeParams {
+  int32_t struct_bytes, dtype;
+  int32_t batch, length, heads, head_dim;
+  int32_t inverse, num_threads;
+  QfTensor x, out;
+  const int32_t* positions;   /* [batch, length]; NULL: none */
+  int64_t stride_positions_b; /* 0: one row serves the whole batch */
+  QfRope rope;
+} QfRopeParams;
+
 /* softmax and layer_norm: one result row per row of x [rows, columns], columns contiguous. */
 typedef struct QfRowsParams {
   int32_t struct_bytes, dtype;
@@ -261,6 +275,7 @@ int qf_cpu_int8_matmul(const QfLinearParams* params, void* stream);
 int qf_cpu_quantize(const QfQuantizeParams* params, void* stream);
 int qf_cpu_dequantize(const QfDequantizeParams* params, void* stream);
 int qf_cpu_merge(const QfMergeParams* params, void* stream);
+int qf_cpu_rope(const QfRopeParams* params, void* stream);
 int qf_cpu_kv_write(const QfKvWriteParams* params, void* stream);
 
 #ifdef __cplusplus

@@ -41,9 +41,9 @@ class Call:
         by_name = dict(zip(self.names, arrays, strict=True))
         return self.op.plan(*(by_name.get(name) for name in self.op.arrays), *self.words)
 
-    def dims(self) -> Mapping[str, str] | None:
-        """The dimensions of arrays and results by letters, where the operation tells them."""
-        return None if self.op.dims is None else self.op.dims(self.names)
+    def dims(self, ranks: Sequence[int]) -> Mapping[str, str] | None:
+        """The dimensions of arrays of these ranks, and of results, by letters, where the operation tells them."""
+        return None if self.op.dims is None else self.op.dims(dict(zip(self.names, ranks, strict=True)))
 
     def words_by_name(self) -> dict[str, Any]:
         """The words, as checks and rules ask for them."""

@@ -9,7 +9,7 @@ from qflash.ops.linear_weights import QuantizedLinear
 from qflash.ops.paged import PagedKV
 from qflash.ops.prefix import SharedPrefixKV
 from qflash.ops.quantization import Quantized
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 jax.tree_util.register_dataclass(
     Rope, data_fields=["cos", "sin", "positions_q", "positions_k"], meta_fields=["interleaved"]

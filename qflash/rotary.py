@@ -16,7 +16,7 @@ from qflash.typing import ArrayT_co, Flag, Integer, Lengths, Number
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope(Generic[ArrayT_co]):
-    """Rotary embedding that `attention` applies to q and k while it loads them.
+    """Rotary embedding that `attention` applies to q and k while it loads them, and `rope` to an array by itself.
 
     cos, sin: `[positions, rotary_dim / 2]`, of the same framework and device as q. Channels from `rotary_dim` on
     pass through. `interleaved=False` pairs channel p with p + rotary_dim/2 (Llama, NeoX); True pairs 2p with 2p+1

@@ -1,4 +1,5 @@
-"""Rotary embedding of one sequence: in float64 for the oracle, in float32 as kernels round it for the replays."""
+"""Rotary embedding, of arrays and of one sequence: in float64 for the oracle, in float32 as kernels round it for the
+replays."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 
 def positions_of(rope: Rope, len_q: int, len_k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -40,6 +41,21 @@ def apply_rope(
     x[..., first] = a * c - b * s
     x[..., second] = b * c + a * s
     return x
+
+
+def rope(
+    x: np.ndarray, rope: Rope, positions: np.ndarray | None = None, inverse: bool = False, dtype: Any = np.float64
+) -> np.ndarray:
+    """`qflash.rope`: x `[B, T, H, D]` or packed `[total, H, D]`, rotated, or with `inverse` rotated back."""
+    given = rope.positions_k if positions is None else positions
+    places = np.arange(x.shape[-3]) if given is None else np.asarray(given)
+    if x.ndim == 3:
+        return apply_rope(x, places, rope, inverse, dtype)
+    everywhere = np.broadcast_to(places, x.shape[:2])
+    rotated = np.empty(x.shape, dtype)
+    for sequence, where, result in zip(x, everywhere, rotated, strict=True):
+        result[:] = apply_rope(sequence, where, rope, inverse, dtype)
+    return rotated
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, rope: Rope) -> np.ndarray:
