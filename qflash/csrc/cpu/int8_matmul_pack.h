@@ -76,8 +76,7 @@ static inline void pack_correction(char* panel, int depth) {
 }
 
 // Columns [first, first + columns), columns <= kInt8Panel, of b's rows [k0, k0 + depth).
-static inline void pack_panel(const QfLinearParams& p, int64_t first, int columns, int64_t k0, int depth,
-                              char* panel) {
+static inline void pack_panel(const QfLinearParams& p, int64_t first, int columns, int64_t k0, int depth, char* panel) {
   const int8_t* b = static_cast<const int8_t*>(p.w) + k0 * p.w_stride_k + first * p.w_stride_n;
   if (p.w_stride_k == 1) {
     for (int c = 0; c < kInt8Panel; c += kLanes)
@@ -92,8 +91,7 @@ static inline void pack_panel(const QfLinearParams& p, int64_t first, int column
 constexpr int kRowStride = kDepth + 64 / int(sizeof(Integer));
 
 // Rows [row, row + rows) of a, values [k0, k0 + depth), zeros up to kRowBlock rows and whole steps.
-static inline void pack_rows(const QfLinearParams& p, int64_t row, int rows, int64_t k0, int depth,
-                             Integer* packed) {
+static inline void pack_rows(const QfLinearParams& p, int64_t row, int rows, int64_t k0, int depth, Integer* packed) {
   const int padded = groups_of(depth) * kPack;
   for (int r = 0; r < kRowBlock; r++, packed += kRowStride) {
     if (r >= rows) {
