@@ -524,6 +524,13 @@ KERNELS: tuple[Kernel, ...] = (
         per_activation=True,
     ),
     Kernel(
+        name="cpu_linear_bwd",
+        device="cpu",
+        summary="gradients of cpu_linear: its products with w and x transposed; sums over rows in a fixed order",
+        op="linear_backward",
+        page="linear",
+    ),
+    Kernel(
         name="cpu_quantize",
         device="cpu",
         summary="rope, smoothing, scales and rounding to INT8 on all cores",

@@ -1,8 +1,8 @@
-// Products of float matrices on the CPU: linear layers and their gradients. Blocks of out are tasks of their own; a task
-// packs what it reads of x and w, a chunk of k at a time, so that both wait in its core's cache.
+// Products of float matrices on the CPU: linear layers and their gradients. Blocks of out are tasks of their own; a
+// task packs what it reads of x and w, a chunk of k at a time, so that both wait in its core's cache.
 //
-// An element of out is the sum of its chunks in order, each a chain of multiply-adds in the order of k. Chunks are cut by
-// k alone: the bits of a row depend neither on threads nor on blocks nor on which rows it is computed with.
+// An element of out is the sum of its chunks in order, each a chain of multiply-adds in the order of k. Chunks are cut
+// by k alone: the bits of a row depend neither on threads nor on blocks nor on which rows it is computed with.
 #pragma once
 
 #include <stdint.h>
@@ -43,3 +43,11 @@ int run_linear(const LinearCall& call, Isa isa);
 }  // namespace qf
 
 QF_DECLARE_PER_ISA(extern const ::qf::LinearKernel linear_floats)
+
+#if defined(__x86_64__)
+namespace qf {
+namespace avx512_bf16 {
+extern const LinearKernel linear_bf16;
+}
+}  // namespace qf
+#endif

@@ -1,92 +1,72 @@
-// Blocks of x and w copied into float32 scratch in the order the product reads them.
+// Blocks of x and w as words (linear_words.h) in the order the product reads them.
 #pragma once
 
-#include "qflash.h"
+#include "linear_words.h"
+#include "multiply.h"
 #include "sizes.h"
-#include "vec.h"
 
 namespace qf {
 namespace QF_ISA {
 
-// Elements in memory, read as float32.
-struct F32 {
-  using Type = float;
-  static Vec read(const Type* p) { return load(p); }
-  static Vec read_part(const Type* p, int n) { return load_part(p, n); }
-};
-template <Vec (*kLoad)(const uint16_t*)>
-struct Half {
-  using Type = uint16_t;
-  static Vec read(const Type* p) { return kLoad(p); }
-  static Vec read_part(const Type* p, int n) {
-    Type part[kLanes] = {};
-    for (int i = 0; i < n; i++) part[i] = p[i];
-    return kLoad(part);
-  }
-};
-using F16 = Half<load_f16>;
-using BF16 = Half<load_bf16>;
+static inline int smaller(int64_t a, int64_t b) { return int(a < b ? a : b); }
 
-// to[r][c] = from[r][c]; columns are padded with zeros to whole vectors.
-template <class Element>
-static void copy_block(const typename Element::Type* from, int64_t stride, int rows, int columns, float* to,
-                       int64_t pitch) {
-  for (int r = 0; r < rows; r++, from += stride, to += pitch) {
-    int c = 0;
-    for (; c + kLanes <= columns; c += kLanes) store(to + c, Element::read(from + c));
-    if (c < columns) store(to + c, Element::read_part(from + c, columns - c));
+// kLanes vectors, transposed, to `count` rows of words.
+static inline void store_transposed(Vec* block, float* to, int64_t pitch, int count) {
+  transpose(block);
+  if (count >= kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) store(to + i * pitch, block[i]);
+  } else {
+    for (int i = 0; i < count; i++) store(to + i * pitch, block[i]);
   }
 }
 
-// to[c][r] = from[r][c]; rows are padded with zeros to whole vectors.
-template <class Element>
-static void transpose_block(const typename Element::Type* from, int64_t stride, int rows, int columns, float* to,
-                            int64_t pitch) {
-  for (int r = 0; r < rows; r += kLanes, from += kLanes * stride, to += kLanes) {
-    const int height = rows - r < kLanes ? rows - r : kLanes;
-    for (int c = 0; c < columns; c += kLanes) {
-      const int width = columns - c < kLanes ? columns - c : kLanes;
+// Rows of x to rows of words, `pitch` apart, whole vectors of them. x[r][c] is x[r * row_stride + c * k_stride].
+template <class Words>
+static void pack_x(const typename Words::Number* x, int64_t row_stride, int64_t k_stride, int rows, int depth,
+                   float* packed, int64_t pitch) {
+  constexpr int kNumbers = kLanes * Words::kPack;  // of a vector of words
+  if (k_stride == 1) {
+    for (int r = 0; r < rows; r++, x += row_stride, packed += pitch)
+      for (int k = 0; k < depth; k += kNumbers) store(packed + k / Words::kPack, Words::along(x + k, depth - k));
+    return;
+  }
+  for (int r = 0; r < rows; r += kLanes)
+    for (int k = 0; k < depth; k += kNumbers) {
       Vec block[kLanes];
-      if (height == kLanes && width == kLanes) {
+      for (int i = 0; i < kLanes; i++) {
+        const int at = k + i * Words::kPack;
+        block[i] = at < depth ? Words::across(x + r + at * k_stride, k_stride, depth - at, rows - r) : zero();
+      }
+      store_transposed(block, packed + r * pitch + k / Words::kPack, pitch, rows - r);
+    }
+}
+
+// Up to kPanel columns of w to a panel: [words][kPanel], columns padded with zeros to whole vectors. w[k][c] is
+// w[k * k_stride + c * column_stride].
+template <class Words>
+static void pack_panel(const typename Words::Number* w, int64_t k_stride, int64_t column_stride, int columns, int depth,
+                       float* packed) {
+  if (column_stride == 1) {
+    for (int k = 0; k < depth; k += Words::kPack, w += Words::kPack * k_stride, packed += kPanel)
+      for (int c = 0; c < columns; c += kLanes)
+        store(packed + c, Words::across(w + c, k_stride, depth - k, columns - c));
+    return;
+  }
+  const int words = int(ceil_div(depth, Words::kPack));
+  for (int c = 0; c < columns; c += kLanes, w += kLanes * column_stride, packed += kLanes)
+    for (int at = 0; at < words; at += kLanes) {
+      const int k = at * Words::kPack;
+      Vec block[kLanes];
+      if (columns - c >= kLanes) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) block[i] = Element::read(from + i * stride + c);
+        for (int i = 0; i < kLanes; i++) block[i] = Words::along(w + i * column_stride + k, depth - k);
       } else {
         for (int i = 0; i < kLanes; i++)
-          block[i] = i < height ? Element::read_part(from + i * stride + c, width) : zero();
+          block[i] = i < columns - c ? Words::along(w + i * column_stride + k, depth - k) : zero();
       }
-      transpose(block);
-      if (width == kLanes) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) store(to + (c + i) * pitch, block[i]);
-      } else {
-        for (int i = 0; i < width; i++) store(to + (c + i) * pitch, block[i]);
-      }
+      store_transposed(block, packed + int64_t(at) * kPanel, kPanel, words - at);
     }
-  }
-}
-
-// A matrix in memory; one of the strides is 1.
-struct Matrix {
-  const void* data;
-  int64_t row_stride, column_stride;
-};
-
-template <class Element>
-static inline void pack_elements(const Matrix& m, int64_t row, int rows, int64_t column, int columns, float* to,
-                                 int64_t pitch) {
-  const auto* from = static_cast<const typename Element::Type*>(m.data) + row * m.row_stride + column * m.column_stride;
-  if (m.column_stride == 1)
-    copy_block<Element>(from, m.row_stride, rows, columns, to, pitch);
-  else
-    transpose_block<Element>(from, m.column_stride, columns, rows, to, pitch);
-}
-
-// to[r][c] = m[row + r][column + c] as float32; columns are padded with zeros to whole vectors.
-static inline void pack_block(const Matrix& m, int32_t dtype, int64_t row, int rows, int64_t column, int columns,
-                              float* to, int64_t pitch) {
-  if (dtype == QF_F32) return pack_elements<F32>(m, row, rows, column, columns, to, pitch);
-  if (dtype == QF_F16) return pack_elements<F16>(m, row, rows, column, columns, to, pitch);
-  pack_elements<BF16>(m, row, rows, column, columns, to, pitch);
 }
 
 }  // namespace QF_ISA

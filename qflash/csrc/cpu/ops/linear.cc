@@ -61,7 +61,13 @@ struct Cut {
 
 }  // namespace
 
-const LinearKernel& linear_kernel(Isa isa, int32_t) { return QF_PICK(isa, linear_floats); }
+const LinearKernel& linear_kernel(Isa isa, int32_t dtype) {
+#if defined(__x86_64__)
+  if (dtype == QF_BF16 && has_avx512_bf16()) return avx512_bf16::linear_bf16;
+#endif
+  (void)dtype;
+  return QF_PICK(isa, linear_floats);
+}
 
 int run_linear(const LinearCall& call, Isa isa) {
   const QfLinearParams& p = call.p;
@@ -72,7 +78,8 @@ int run_linear(const LinearCall& call, Isa isa) {
   // Rows innermost: threads that run side by side read the same columns of w.
   auto multiply = [&](int64_t task) {
     const int64_t row = task % cut.row_blocks * cut.rows, column = task / cut.row_blocks * cut.columns;
-    const LinearBlock block = {row, column, int(std::min(cut.rows, p.m - row)), int(std::min(cut.columns, p.n - column))};
+    const LinearBlock block = {row, column, int(std::min(cut.rows, p.m - row)),
+                               int(std::min(cut.columns, p.n - column))};
     void* const scratch = thread_scratch(size_t(kernel.scratch_bytes(int(cut.rows), int(cut.columns), products)));
     if (!scratch) return fail(QF_NO_MEMORY, "no memory for a thread's scratch");
     return kernel.multiply(call, block, scratch);
