@@ -12,12 +12,20 @@ constexpr float kRootHalf = 0.70710678118654752f;     // sqrt(1/2)
 constexpr float kRootTwoByPi = 0.79788456080286536f;  // sqrt(2/pi)
 constexpr float kCubic = 0.044715f;
 
-static inline Vec sigmoid(Vec h) { return broadcast(1.0f) / (broadcast(1.0f) + exp(-h)); }
+// The logistic distribution at z, 1 / (1 + exp(-z)): the share below it, and share (1 - share). Neither is a difference.
+struct Logistic {
+  Vec share, spread;
+};
 
-// (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3))) / 2, which is the sigmoid of twice that argument.
-static inline Vec tanh_cdf(Vec h) {
+static inline Logistic logistic(Vec z) {
+  const Vec e = exp(-vmax(z, -z)), larger = broadcast(1.0f) / (broadcast(1.0f) + e), smaller = e * larger;
+  return {select_less(z, zero(), smaller, larger), smaller * larger};
+}
+
+// (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3))) / 2 is the logistic distribution at twice that argument.
+static inline Logistic tanh_logistic(Vec h) {
   const Vec cubed = h * h * h;
-  return sigmoid(broadcast(2.0f * kRootTwoByPi) * fma(broadcast(kCubic), cubed, h));
+  return logistic(broadcast(2.0f * kRootTwoByPi) * fma(broadcast(kCubic), cubed, h));
 }
 
 // The normal distribution at h: the share below it, and exp(-h^2 / 2).
@@ -51,9 +59,9 @@ static inline Normal normal(Vec h) {
 template <int kActivation>
 static inline Vec activated(Vec h, Vec u) {
   if constexpr (kActivation == QF_GELU) return h * normal(h).cdf;
-  if constexpr (kActivation == QF_GELU_TANH) return h * tanh_cdf(h);
-  if constexpr (kActivation == QF_SILU) return h * sigmoid(h);
-  if constexpr (kActivation == QF_SWIGLU) return h * sigmoid(h) * u;
+  if constexpr (kActivation == QF_GELU_TANH) return h * tanh_logistic(h).share;
+  if constexpr (kActivation == QF_SILU) return h * logistic(h).share;
+  if constexpr (kActivation == QF_SWIGLU) return h * logistic(h).share * u;
   return h;
 }
 
@@ -64,24 +72,23 @@ struct Slopes {
 
 template <int kActivation>
 static inline Slopes slopes(Vec h, Vec u) {
-  const Vec one = broadcast(1.0f);
   if constexpr (kActivation == QF_GELU) {
     const Normal at = normal(h);
     return {fma(h * at.bell, broadcast(0.5f * kRootTwoByPi), at.cdf), zero()};  // 1 / sqrt(2 pi) = sqrt(2 / pi) / 2
   }
   if constexpr (kActivation == QF_GELU_TANH) {
-    const Vec cdf = tanh_cdf(h);
-    // Bounded: where h^2 overflows, cdf (1 - cdf) is 0 long since.
-    const Vec squared = vmin(broadcast(1e4f), h * h);
+    const Logistic at = tanh_logistic(h);
+    const Vec squared = vmin(broadcast(1e4f), h * h);  // where it overflows, the spread is 0 long since
     const Vec inner = fma(broadcast(6.0f * kRootTwoByPi * kCubic), squared, broadcast(2.0f * kRootTwoByPi));
-    return {fma(h * cdf * (one - cdf), inner, cdf), zero()};
+    return {fma(h * at.spread, inner, at.share), zero()};
   }
   if constexpr (kActivation == QF_SILU || kActivation == QF_SWIGLU) {
-    const Vec s = sigmoid(h), slope = s * fma(h, one - s, one);
-    if constexpr (kActivation == QF_SWIGLU) return {slope * u, h * s};
+    const Logistic at = logistic(h);
+    const Vec slope = fma(h, at.spread, at.share);
+    if constexpr (kActivation == QF_SWIGLU) return {slope * u, h * at.share};
     return {slope, zero()};
   }
-  return {one, zero()};
+  return {broadcast(1.0f), zero()};
 }
 
 // visit.run<activation>(): `activation` as a constant.

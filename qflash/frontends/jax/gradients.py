@@ -56,15 +56,19 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
         known = by_name | dict(zip(call.op.results, results, strict=False))
         known |= {f"d{name}": x for name, x in zip(call.op.results, of_results, strict=False) if x is not None}
         operands = {name: known[name] for name in gradient.op.arrays if name in known}
-        backward = _once(gradient, Call(gradient.op, whole.words, tuple(operands)))
+        backward_call = Call(gradient.op, whole.words, tuple(operands))
+        operands = dict(zip(operands, backward_call.read_as(tuple(operands.values())), strict=True))
+        backward = _once(gradient, backward_call)
         wanted = [name for name in gradient.of if name in by_name]
         gradients = dict(zip(wanted, backward(*operands.values()), strict=True))
+        gradients |= dict.fromkeys(gradient.passed, of_results[0])
         return tuple(gradients.get(name) for name in call.names)
 
     function.defvjp(save, pull_back, symbolic_zeros=True)
-    refusal = no_forward_mode(call.op, [name for name in gradient.of if name in call.names])
+    of = [name for name in call.names if name in (*gradient.of, *gradient.passed)]
+    refusal = no_forward_mode(call.op, of)
     return lambda *arrays: function(
-        *(reverse_only(x, refusal) if name in gradient.of else x for name, x in zip(call.names, arrays, strict=True))
+        *(reverse_only(x, refusal) if name in of else x for name, x in zip(call.names, arrays, strict=True))
     )
 
 
@@ -82,7 +86,7 @@ def _shown(call: Call, whole: Call, arrays: Sequence[Any]) -> list[int]:
 
 def _check_differentiable(call: Call, gradient: Gradient, arrays: Sequence[Any]) -> None:
     precision = call.plan([x.value for x in arrays], "cpu").for_spec.precision
-    if all(precision not in kernel.precisions for kernel in dispatch.kernels_of(gradient.op.name)):
+    if all(precision not in kernel.precisions for kernel in dispatch.kernels_of(gradient.op.computed_as)):
         raise NotImplementedError(
             f"precision {precision!r} has no backward pass; allowed: precision=None{SERVE_QUANTIZED}; "
             f"or put jax.lax.stop_gradient around {listed([name for name in gradient.of if name in call.names])}"

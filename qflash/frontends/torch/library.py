@@ -33,7 +33,7 @@ TYPES = {
     "causal": "SymInt", "window": "SymInt[]?", "max_seqlen_q": "SymInt", "max_seqlen_k": "SymInt",
     "return_stats": "bool", "return_lse": "bool", "symmetric": "bool", "smooth": "bool", "interleaved": "bool",
     "batch_invariant": "bool", "backward_memory": "int",
-    "weights_transposed": "bool", "with_residual": "bool", "keep_pre": "bool", "activation": "str?",
+    "keep_pre": "bool", "activation": "str?",
     "reduction": "str", "granularity": "str", "layout": "str", "rounding": "str", "dtype": "str", "precision": "str?",
     "kv_precision": "str", "out_dtype": "str?", "kernel": "str?",
     "q_granularity": "str", "k_granularity": "str", "v_granularity": "str", "v_dtype": "str?",
