@@ -1,8 +1,8 @@
 """Cases of linear and swiglu, forward and backward, and how far a result may be off, element by element.
 
 With u = 2^-24, a sum of k products has an error of u (16 + 4 sqrt(min(k, 256))) sqrt(sum of their squares) at most,
-where chains are 256 long or shorter: several times what normal numbers give. Activations have slopes of 1.13 at most and
-32 u of their own, and the result is rounded once.
+where chains are 256 long or shorter: several times what normal numbers give. Activations have slopes of 1.13 at most
+and 32 u of their own, and the result is rounded once.
 """
 
 from __future__ import annotations

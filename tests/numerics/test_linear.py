@@ -1,5 +1,5 @@
-"""qflash.linear and qflash.swiglu against float64, element by element; their gradients; where NaN goes; bits that depend
-on nothing but a row and the weights; and INT8 against its replay and against what quantization may cost."""
+"""qflash.linear and qflash.swiglu against float64, element by element; their gradients; where NaN goes; bits that
+depend on nothing but a row and the weights; and INT8 against its replay and against what quantization may cost."""
 
 from __future__ import annotations
 
