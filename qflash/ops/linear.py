@@ -12,7 +12,7 @@ from qflash.call.spec import ACTIVATIONS
 from qflash.call.words import check_word
 from qflash.frontends.choose import frontend_of
 from qflash.ops.linear_gradient import LINEAR_BACKWARD, SWIGLU_BACKWARD
-from qflash.ops.linear_plan import GATE_AND_UP, ONE_WEIGHT, plan_int8_layer, plan_layer
+from qflash.ops.linear_plan import GATE_AND_UP, ONE_WEIGHT, check_inputs, plan_int8_layer, plan_layer
 from qflash.ops.linear_weights import QuantizedLinear, quantized_rows, quantized_weight
 from qflash.ops.run import run
 from qflash.typing import Activation, ArrayT, DType, FrameworkArray, LinearPrecision
@@ -58,7 +58,7 @@ def linear(
     if activation is not None:
         check_word("activation", activation, _AFTER_ONE)
     out: ArrayT
-    if _are_integers(x, {"w": w}, precision):
+    if _multiplies_integers(x, {"w": w}, precision):
         layer = quantized_weight("linear", "w", w)
         values, scale = quantized_rows("linear", x)
         arrays = (values, layer.values, bias, residual, scale, layer.scale)
@@ -94,7 +94,7 @@ def swiglu(
         array([3.6791, 3.6791, 3.6791, 3.6791], dtype=float32)
     """
     out: ArrayT
-    if _are_integers(x, {"gate": gate, "up": up}, precision):
+    if _multiplies_integers(x, {"gate": gate, "up": up}, precision):
         first, second = (quantized_weight("swiglu", name, w) for name, w in (("gate", gate), ("up", up)))
         values, scale = quantized_rows("swiglu", x)
         arrays = (
@@ -108,8 +108,8 @@ def swiglu(
     return out
 
 
-def _are_integers(x: Any, weights: dict[str, Any], precision: Any) -> bool:
-    """Whether integers are multiplied: weights are quantized, or are to be."""
+def _multiplies_integers(x: Any, weights: dict[str, Any], precision: Any) -> bool:
+    """Whether weights are quantized, or are to be: then what would be refused only after that is refused here."""
     if precision is not None:
         check_word("precision", precision, ("int8",))
     (first, w), *more = weights.items()
@@ -119,16 +119,18 @@ def _are_integers(x: Any, weights: dict[str, Any], precision: Any) -> bool:
                 f"{name} is a {type(other).__name__} and {first} a {type(w).__name__}; allowed: both are "
                 "QuantizedLinear, or neither"
             )
-    integers = precision is not None or isinstance(w, QuantizedLinear)
-    if integers:
-        frontend = frontend_of(type(x), "x")
-        for name, w in weights.items():  # before one of another framework, or None, is quantized by itself
-            if isinstance(w, QuantizedLinear):
-                continue
-            if w is None or frontend_of(type(w), name) is not frontend:
-                kind = f"{type(w).__module__}.{type(w).__qualname__}"
-                raise TypeError(f"{name} is {kind}; allowed: a matrix [K, N] of x's framework, or QuantizedLinear")
-    return integers
+    if precision is None and not isinstance(w, QuantizedLinear):
+        return False
+    frontend = frontend_of(type(x), "x")
+    for name, w in weights.items():
+        if isinstance(w, QuantizedLinear):
+            continue
+        if w is None or frontend_of(type(w), name) is not frontend:
+            kind = f"{type(w).__module__}.{type(w).__qualname__}"
+            raise TypeError(f"{name} is {kind}; allowed: a matrix [K, N] of x's framework, or qflash.QuantizedLinear")
+        if x.shape:
+            check_inputs(name, w, x.shape[-1])
+    return True
 
 
 def _out_dtype(x: Any, out_dtype: Any) -> str:

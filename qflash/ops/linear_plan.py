@@ -54,7 +54,7 @@ def plan_layer(
 ) -> Plan:
     """A layer of floats; weights are [K, N] each. keep_pre: what activations are taken of are results, too."""
     check_x(x)
-    matrices = [_check_weight(name, w, x, "[K, N]") for name, w in zip(names.weights, weights, strict=True)]
+    matrices = [_check_weight(name, w, x) for name, w in zip(names.weights, weights, strict=True)]
     k, n = matrices[0].shape
     for name, w in zip(names.weights[1:], matrices[1:], strict=True):
         check_shape(name, w, (k, n))
@@ -88,10 +88,10 @@ def plan_int8_layer(
     kernel: Any,
 ) -> Plan:
     """A layer of integers. Weights are [N, K], as QuantizedLinear has them, with a scale for each of N."""
-    matrices = [_check_weight(name, w, x, "[N, K]", columns=-1) for name, w in zip(names.weights, weights, strict=True)]
+    matrices = [_check_values(name, w, x) for name, w in zip(names.weights, weights, strict=True)]
     n, k = matrices[0].shape
     for name, w in zip(names.weights[1:], matrices[1:], strict=True):
-        check_shape(name, w, (n, k))
+        check_shape(f"{name}.values", w, (n, k))
     if isinstance(k, int) and k > MOST_INT8_K:
         raise ValueError(f"x has {k} columns; allowed: at most {MOST_INT8_K}, so that no int32 sum can overflow")
     _check_out_dtype(out_dtype, DTYPES)
@@ -164,19 +164,37 @@ def _plan(
     )
 
 
-def _check_weight(name: str, w: Array | None, x: Array, shape: str, columns: int = 0) -> Array:
-    """`columns`: which dimension of w is as long as a row of x."""
-    if w is None:
-        raise TypeError(f"{name} is None; allowed: a matrix {shape}, or qflash.QuantizedLinear")
-    check_dtype(name, w, x.dtype)
+def check_inputs(name: str, w: Any, columns: int) -> None:
+    """Refuse a weight [K, N] that is not for rows of so many numbers. w: an array, or one described."""
     if len(w.shape) != 2:
-        raise ValueError(f"{name} has shape {list(w.shape)}; allowed: rank 2, {shape}")
-    if w.shape[columns] != x.shape[-1]:
+        raise ValueError(f"{name} has shape {list(w.shape)}; allowed: rank 2, [K, N]")
+    if w.shape[0] != columns:
         raise ValueError(
-            f"{name} has shape {list(w.shape)}; allowed: {shape} with K as many as x has columns, {x.shape[-1]}"
+            f"{name} has shape {list(w.shape)}; allowed: [K, N] with K as many as x has columns, {columns}"
         )
+
+
+def _check_weight(name: str, w: Array | None, x: Array) -> Array:
+    if w is None:
+        raise TypeError(f"{name} is None; allowed: a matrix [K, N], or qflash.QuantizedLinear")
+    check_dtype(name, w, x.dtype)
+    check_inputs(name, w, x.shape[-1])
     check_device(name, w, "x", x.device)
     return w
+
+
+def _check_values(name: str, values: Array | None, x: Array) -> Array:
+    """Of a QuantizedLinear, or of a weight whose shape was checked before it became one."""
+    if values is None:
+        raise TypeError(f"{name}.values is None; allowed: int8 [N, K]")
+    check_dtype(f"{name}.values", values, "int8")
+    if len(values.shape) != 2 or values.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{name}.values has shape {list(values.shape)}; allowed: [N, K] with K as many as x has columns, "
+            f"{x.shape[-1]}"
+        )
+    check_device(name, values, "x", x.device)
+    return values
 
 
 def _check_out_dtype(out_dtype: Any, allowed: Sequence[str]) -> str:
