@@ -501,6 +501,13 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
     ),
     Kernel(
+        name="cpu_linear",
+        device="cpu",
+        summary="product with a weight, bias, activation and residual on all cores, packed in blocks for the caches",
+        op="linear",
+        page="linear",
+    ),
+    Kernel(
         name="cpu_int8_matmul",
         device="cpu",
         summary="INT8 product on all cores: AMX tiles, VNNI or pairs of int16, whichever the machine has",
@@ -529,6 +536,13 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
         also=_one_product,
         per_activation=True,
+    ),
+    Kernel(
+        name="cpu_linear_bwd",
+        device="cpu",
+        summary="gradients of cpu_linear: its products with w and x transposed; sums over rows in a fixed order",
+        op="linear_backward",
+        page="linear",
     ),
     Kernel(
         name="cpu_quantize",

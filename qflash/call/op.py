@@ -102,7 +102,7 @@ class Gradient:
     `op` takes the cotangents of all results, "d" before their names (None: zero; the first is always there), then those
     arrays and results of the operation that it names; nothing else is kept for it. It has the operation's words, and
     returns the gradients of the arrays in `of` that are there. `words`: with them, results are the first of
-    `Op.results`.
+    `Op.results`. The gradient of an array in `passed` is the cotangent of the first result, as it is.
 
     None: the operation is linear and orthogonal in its first array, and so its own gradient. That takes the cotangent
     of its one result in the place of this array, and the flag that `flips` names the other way round. It can be
@@ -116,6 +116,7 @@ class Gradient:
     )  # what the forward call must say, so that all results are there
     refused: tuple[str, ...] = ()  # arrays whose gradient somebody may want and nobody has
     flips: str = ""
+    passed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # one object each, so that a look-up need not hash what is in it
@@ -144,8 +145,14 @@ class Op:
     gradient: Gradient | None = None  # None: forward only
     no_gradient: str = ""  # where the user did not ask for it by name: what to say when its gradient is wanted
     public: str = ""  # what users call it; "": by its name
+    kernels_of: str = ""  # the operation, as KERNELS names it, whose kernels compute it; "": that of its name
     # Of its products of matrices, from arrays and words by name, and a function that reads an array of ints if it can.
     flops: Callable[[dict[str, Any], dict[str, Any], Read], int] | None = None
+
+    @property
+    def computed_as(self) -> str:
+        """The operation whose rows of KERNELS compute it."""
+        return self.kernels_of or self.name
 
     @property
     def spoken(self) -> str:

@@ -4,9 +4,9 @@ from qflash.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from qflash.ops.attention_kv import ATTENTION_KEPT, ATTENTION_QUANTIZED
 from qflash.ops.kv import QUANTIZE_KV
 from qflash.ops.kv_write import KV_WRITE
-from qflash.ops.linear import LINEAR
-from qflash.ops.linear_gradient import LINEAR_BACKWARD
-from qflash.ops.linear_weights import QUANTIZE_LINEAR, QUANTIZE_ROWS
+from qflash.ops.linear import LINEAR, LINEAR_INT8, SWIGLU, SWIGLU_INT8
+from qflash.ops.linear_gradient import LINEAR_BACKWARD, SWIGLU_BACKWARD
+from qflash.ops.linear_weights import QUANTIZE_ROWS
 from qflash.ops.matmul import INT8_MATMUL
 from qflash.ops.merge import MERGE
 from qflash.ops.paged import ATTENTION_PAGED
@@ -20,5 +20,5 @@ OPS = (
     *(ATTENTION, ATTENTION_BACKWARD, ATTENTION_QUANTIZED, ATTENTION_KEPT, ATTENTION_PAGED),
     *(QUANTIZE_KV, KV_WRITE, QUANTIZE, DEQUANTIZE, INT8_MATMUL, SOFTMAX, LAYER_NORM, CROSS_ENTROPY, MERGE, ROPE),
     *(SOFTMAX_BACKWARD, LAYER_NORM_BACKWARD, CROSS_ENTROPY_BACKWARD),
-    *(LINEAR, LINEAR_BACKWARD, QUANTIZE_LINEAR, QUANTIZE_ROWS),
+    *(LINEAR, SWIGLU, LINEAR_INT8, SWIGLU_INT8, LINEAR_BACKWARD, SWIGLU_BACKWARD, *QUANTIZE_ROWS),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic
 
 from qflash.call.array import Array, check_float, dtype_code, dtype_name, row_stride
@@ -56,25 +57,32 @@ def quantize_linear(w: ArrayT) -> QuantizedLinear[ArrayT]:
         >>> bool(np.abs(error).max() < 0.5)
         True
     """
-    frontend_of(type(w), "w")
-    shape: tuple[int, ...] = tuple(w.shape)
-    if len(shape) != 2:
-        raise ValueError(f"w has shape {list(shape)}; allowed: rank 2, [K, N]")
-    matrix: Any = w
-    values, scale = run(QUANTIZE_LINEAR, (matrix.T,), ())
-    return QuantizedLinear(values, scale, dtype_name("w", w.dtype))
+    return quantized_weight("quantize_linear", "w", w)
 
 
-def quantize_rows(x: Any) -> tuple[Any, Any]:
-    """int8 `[..., K]` and a float32 scale for each row of x. A row with NaN or an infinity has the scale NaN."""
-    values, scale = run(QUANTIZE_ROWS, (x,), ())
+def quantized_weight(function: str, name: str, w: Any) -> QuantizedLinear[Any]:
+    """The weight that `function` calls `name`, quantized; what is one already stays as it is."""
+    if isinstance(w, QuantizedLinear) and function != "quantize_linear":
+        return w
+    frontend_of(type(w), name)
+    shape = tuple(w.shape)
+    if len(shape) != 2 or shape[0] == 0:
+        raise ValueError(f"{name} has shape {list(shape)}; allowed: rank 2, [K, N], with K 1 or more")
+    values, scale = run(_QUANTIZE[function, name], (w.T,), ())
+    return QuantizedLinear(values, scale, dtype_name(name, w.dtype))
+
+
+def quantized_rows(function: str, x: Any) -> tuple[Any, Any]:
+    """int8 `[..., K]` and a float32 scale for each row of the x of `function`. A row that holds NaN or an infinity has
+    the scale NaN."""
+    values, scale = run(_QUANTIZE[function, "x"], (x,), ())
     return values, scale
 
 
 def _plan_rows(name: str, x: Array) -> Plan:
     check_float(name, x)
     if len(x.shape) < 1 or x.shape[-1] == 0:
-        raise ValueError(f"{name} has shape {list(x.shape)}; allowed: rank 1 or more, 1 or more numbers a row")
+        raise ValueError(f"{name} has shape {list(x.shape)}; allowed: [..., K], with K 1 or more")
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     for what, extent in (("rows", rows), ("columns", columns)):
         if isinstance(extent, int) and extent > INT32_MAX:
@@ -108,7 +116,23 @@ def _more_rows(mapped: Collection[str], ranks: dict[str, int], words: dict[str, 
     return True
 
 
-QUANTIZE_ROWS = Op("quantize_rows", ("x",), (), lambda x: _plan_rows("x", x), folds=_more_rows, public="linear")
-QUANTIZE_LINEAR = Op(
-    "quantize_linear", ("w",), (), lambda w: _plan_rows("w", w), folds=_more_rows, public="quantize_linear"
-)
+def _op(function: str, name: str) -> Op:
+    public = function if function == "quantize_linear" else f"{function} in INT8"
+    return Op(
+        "quantize_linear" if function == "quantize_linear" else f"{function}_quantize_{name}",
+        (name,),
+        (),
+        partial(_plan_rows, name),
+        folds=_more_rows,
+        public=public,
+        kernels_of="quantize",
+    )
+
+
+# The same operation for every array that a public function quantizes: what it refuses has the user's names.
+_QUANTIZE = {
+    (function, name): _op(function, name)
+    for function, names in (("linear", "x w"), ("swiglu", "x gate up"), ("quantize_linear", "w"))
+    for name in names.split()
+}
+QUANTIZE_ROWS = tuple(_QUANTIZE.values())

@@ -164,5 +164,6 @@ INT8_MATMUL = Op(
     ("out_dtype", "kernel"),
     _plan,
     folds=_folds,
+    kernels_of="linear",
     flops=lambda arrays, *_: 2 * math.prod(arrays["a"].shape) * int(arrays["b"].shape[1]),
 )

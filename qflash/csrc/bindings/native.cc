@@ -49,6 +49,8 @@ PYBIND11_MODULE(_native, module) {
   QF_ADD_ENTRY(cpu_layer_norm_bwd);
   QF_ADD_ENTRY(cpu_cross_entropy);
   QF_ADD_ENTRY(cpu_cross_entropy_bwd);
+  QF_ADD_ENTRY(cpu_linear);
+  QF_ADD_ENTRY(cpu_linear_bwd);
   QF_ADD_ENTRY(cpu_int8_matmul);
   QF_ADD_ENTRY(cpu_quantize);
   QF_ADD_ENTRY(cpu_dequantize);

@@ -75,15 +75,20 @@ static inline void pack_correction(char* panel, int depth) {
   memcpy(panel + int64_t(groups_of(depth)) * kInt8Panel * 4, sums, sizeof sums);
 }
 
+// A weight [k, n] in memory; one of the strides is 1.
+struct Int8Weight {
+  const int8_t* data;
+  int64_t stride_k, stride_n;
+};
+
 // Columns [first, first + columns), columns <= kInt8Panel, of b's rows [k0, k0 + depth).
-static inline void pack_panel(const QfLinearParams& p, int64_t first, int columns, int64_t k0, int depth,
-                              char* panel) {
-  const int8_t* b = static_cast<const int8_t*>(p.w) + k0 * p.w_stride_k + first * p.w_stride_n;
-  if (p.w_stride_k == 1) {
+static inline void pack_panel(const Int8Weight& b, int64_t first, int columns, int64_t k0, int depth, char* panel) {
+  const int8_t* from = b.data + k0 * b.stride_k + first * b.stride_n;
+  if (b.stride_k == 1) {
     for (int c = 0; c < kInt8Panel; c += kLanes)
-      pack_along_k(b + c * p.w_stride_n, p.w_stride_n, columns - c, depth, panel + c * 4);
+      pack_along_k(from + c * b.stride_n, b.stride_n, columns - c, depth, panel + c * 4);
   } else {
-    pack_along_n(b, p.w_stride_k, p.w_stride_n, columns, depth, panel);
+    pack_along_n(from, b.stride_k, b.stride_n, columns, depth, panel);
   }
   if (kBiased) pack_correction(panel, depth);
 }
@@ -92,8 +97,7 @@ static inline void pack_panel(const QfLinearParams& p, int64_t first, int column
 constexpr int kRowStride = kDepth + 64 / int(sizeof(Integer));
 
 // Rows [row, row + rows) of a, values [k0, k0 + depth), zeros up to kRowBlock rows and whole steps.
-static inline void pack_rows(const QfLinearParams& p, int64_t row, int rows, int64_t k0, int depth,
-                             Integer* packed) {
+static inline void pack_rows(const QfLinearParams& p, int64_t row, int rows, int64_t k0, int depth, Integer* packed) {
   const int padded = groups_of(depth) * kPack;
   for (int r = 0; r < kRowBlock; r++, packed += kRowStride) {
     if (r >= rows) {

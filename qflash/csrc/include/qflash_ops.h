@@ -271,6 +271,8 @@ int qf_cpu_cross_entropy(const QfCrossEntropyParams* params, void* stream);
 int qf_cpu_softmax_bwd(const QfSoftmaxBwdParams* params, void* stream);
 int qf_cpu_layer_norm_bwd(const QfLayerNormBwdParams* params, void* stream);
 int qf_cpu_cross_entropy_bwd(const QfCrossEntropyBwdParams* params, void* stream);
+int qf_cpu_linear(const QfLinearParams* params, void* stream);
+int qf_cpu_linear_bwd(const QfLinearBwdParams* params, void* stream);
 int qf_cpu_int8_matmul(const QfLinearParams* params, void* stream);
 int qf_cpu_quantize(const QfQuantizeParams* params, void* stream);
 int qf_cpu_dequantize(const QfDequantizeParams* params, void* stream);

@@ -57,21 +57,25 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
         known = by_name | dict(zip(call.op.results, results, strict=False))
         known |= {name: x for name, x in zip(call.op.cotangents, of_results, strict=False) if x is not None}
         operands = {name: known[name] for name in call.op.backward.arrays if name in known}
-        backward = _inner(call.op, Call(call.op.backward, call.op.backward_words(whole.words), tuple(operands)))
+        backward_call = Call(call.op.backward, call.op.backward_words(whole.words), tuple(operands))
+        operands = dict(zip(operands, backward_call.read_as(tuple(operands.values())), strict=True))
+        backward = _inner(call.op, backward_call)
         wanted = [name for name in gradient.of if name in by_name]
         gradients = dict(zip(wanted, backward(*operands.values()), strict=True))
+        gradients |= dict.fromkeys(gradient.passed, of_results[0])
         return tuple(gradients.get(name) for name in call.names)
 
     function.defvjp(save, pull_back, symbolic_zeros=True)
-    refusal = no_forward_mode(call.op, [name for name in gradient.of if name in call.names])
+    of = [name for name in call.names if name in (*gradient.of, *gradient.passed)]
+    refusal = no_forward_mode(call.op, of)
 
     def guarded(name: str, x: Any) -> Any:
         # Not in `save`: where that fails, JAX keeps a program that nobody can differentiate any more.
         if name in gradient.refused:
             return constant(x, f"{name} has no gradient in qflash; put jax.lax.stop_gradient around it")
-        return reverse_only(x, refusal) if name in gradient.of else x
+        return reverse_only(x, refusal) if name in of else x
 
-    return lambda *arrays: function(*(guarded(*of) for of in zip(call.names, arrays, strict=True)))
+    return lambda *arrays: function(*(guarded(*pair) for pair in zip(call.names, arrays, strict=True)))
 
 
 def _inner(op: Op, call: Call) -> Callable[..., tuple[Any, ...]]:
@@ -93,7 +97,7 @@ def _shown(call: Call, whole: Call, arrays: Sequence[Any]) -> list[int]:
 
 def _check_differentiable(call: Call, gradient: Gradient, arrays: Sequence[Any]) -> None:
     precision = call.plan([x.value for x in arrays], "cpu").for_spec.precision
-    if all(precision not in kernel.precisions for kernel in dispatch.kernels_of(call.op.backward.name)):
+    if all(precision not in kernel.precisions for kernel in dispatch.kernels_of(call.op.backward.computed_as)):
         raise NotImplementedError(
             f"precision {precision!r} has no backward pass; allowed: precision=None{SERVE_QUANTIZED}; "
             f"or put jax.lax.stop_gradient around {listed([name for name in gradient.of if name in call.names])}"

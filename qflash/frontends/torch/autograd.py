@@ -71,10 +71,12 @@ def _inputs(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [named.get(name) for name in op.backward.arrays]
 
 
-def _in_order(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of each array of the operation, None where there is none."""
+def _in_order(ctx: Any, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of each array of the operation, None where there is none. `inputs`: of the backward operation."""
     op, _, given, _ = ctx.call
+    by_name: dict[str, Tensor | None]
     by_name = dict(zip((name for name in op.gradient.of if name in given), gradients, strict=True))
+    by_name |= {name: inputs[0] for name in op.gradient.passed if name in given}
     return [by_name.get(name) for name in op.arrays]
 
 
@@ -97,7 +99,7 @@ class Eager(torch.autograd.Function):
             gradients = dispatched(backward_op, inputs, words)
         else:
             gradients = launch.launch(backward_op, launch.find_ready(backward_op, inputs, words), inputs)
-        return None, None, None, *_in_order(ctx, gradients)
+        return None, None, None, *_in_order(ctx, inputs, gradients)
 
 
 # Function.apply first asks whether a transform of torch.func is active, at a third of the whole cost. None is, here.
@@ -118,8 +120,9 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         op, words, *_ = ctx.call
-        gradients = ctx.backward_packet(*_inputs(ctx, grads), *op.backward_words(words))
-        return None, None, None, *_in_order(ctx, gradients), *(None for _ in words)
+        inputs = _inputs(ctx, grads)
+        gradients = ctx.backward_packet(*inputs, *op.backward_words(words))
+        return None, None, None, *_in_order(ctx, inputs, gradients), *(None for _ in words)
 
 
 class _Refused(torch.autograd.Function):

@@ -34,7 +34,7 @@ TYPES = {
     "return_stats": "bool", "return_lse": "bool", "symmetric": "bool", "smooth": "bool", "interleaved": "bool",
     "inverse": "bool",
     "batch_invariant": "bool", "backward_memory": "int",
-    "weights_transposed": "bool", "with_residual": "bool", "keep_pre": "bool", "activation": "str?",
+    "keep_pre": "bool", "activation": "str?",
     "reduction": "str", "granularity": "str", "layout": "str", "rounding": "str", "dtype": "str", "precision": "str?",
     "kv_precision": "str", "out_dtype": "str?", "kernel": "str?",
     "q_granularity": "str", "k_granularity": "str", "v_granularity": "str", "v_dtype": "str?",

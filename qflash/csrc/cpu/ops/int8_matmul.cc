@@ -27,6 +27,10 @@ int check(const QfLinearParams& p) {
                 static_cast<long long>(p.k), static_cast<long long>(kMostK));
   if (p.out_dtype != QF_F32 && p.out_dtype != QF_F16 && p.out_dtype != QF_BF16 && p.out_dtype != QF_I32)
     return fail(QF_UNSUPPORTED, "out_dtype is %d; allowed: float32, float16, bfloat16, int32", p.out_dtype);
+  if (p.bias_dtype != QF_F32 && p.bias_dtype != p.out_dtype)
+    return fail(QF_UNSUPPORTED, "bias_dtype is %d; allowed: float32 or that of out, %d", p.bias_dtype, p.out_dtype);
+  if (p.activation < QF_IDENTITY || p.activation > QF_SWIGLU)
+    return fail(QF_UNSUPPORTED, "activation is %d; allowed: %d to %d", p.activation, QF_IDENTITY, QF_SWIGLU);
   return QF_OK;
 }
 
@@ -43,7 +47,7 @@ const Int8MatmulKernel& kernel_for(Isa isa) {
 
 // All rows times as many blocks of columns as fit the memory for packed b; then the next.
 int run(const QfLinearParams& p, const Int8MatmulKernel& kernel) {
-  const int64_t block_bytes = kernel.block_bytes(p.k);
+  const int64_t block_bytes = kernel.block_bytes(p);
   const int64_t blocks = ceil_div(p.n, kernel.columns), row_tasks = ceil_div(p.m, kernel.rows);
   const int64_t at_once = std::min(blocks, std::max<int64_t>(1, kPackedBytes / std::max<int64_t>(1, block_bytes)));
   char* const packed = static_cast<char*>(call_scratch(size_t(at_once * block_bytes)));
@@ -59,7 +63,7 @@ int run(const QfLinearParams& p, const Int8MatmulKernel& kernel) {
     // Rows innermost: threads that run side by side read the same packed columns.
     auto multiply = [&](int64_t task) {
       const int64_t block = task / row_tasks, row = task % row_tasks * kernel.rows;
-      char* const scratch = static_cast<char*>(thread_scratch(size_t(kernel.scratch_bytes())));
+      char* const scratch = static_cast<char*>(thread_scratch(size_t(kernel.scratch_bytes(p))));
       if (!scratch) return fail(QF_NO_MEMORY, "no memory for a thread's scratch");
       kernel.multiply(p, row, (first + block) * kernel.columns, packed + block * block_bytes, scratch);
       return int(QF_OK);
