@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qflash.call.array import Array, dtype_name
 from qflash.call.op import Gradient, Op, Plan
@@ -15,14 +18,55 @@ from qflash.ops.linear_gradient import LINEAR_BACKWARD, SWIGLU_BACKWARD
 from qflash.ops.linear_plan import GATE_AND_UP, ONE_WEIGHT, check_inputs, plan_int8_layer, plan_layer
 from qflash.ops.linear_weights import QuantizedLinear, quantized_rows, quantized_weight
 from qflash.ops.run import run
-from qflash.typing import Activation, ArrayT, DType, FrameworkArray, LinearPrecision
+from qflash.typing import Activation, ArrayT, DType, FrameworkArray, LinearPrecision, TensorT
 
 Weight = FrameworkArray | QuantizedLinear
 _AFTER_ONE = ACTIVATIONS[1:4]  # activations of one product
 
 
+class _SwigluWords(TypedDict, total=False):
+    """The keywords of swiglu that leave the type of its result alone."""
+
+    residual: FrameworkArray | None
+    precision: LinearPrecision | None
+    kernel: str | None
+
+
+class _LinearWords(_SwigluWords, total=False):
+    """Those of linear."""
+
+    activation: Activation | None
+
+
+@overload
 def linear(
     x: ArrayT,
+    w: Weight,
+    bias: FrameworkArray | None = None,
+    *,
+    out_dtype: None = None,
+    **words: Unpack[_LinearWords],
+) -> ArrayT: ...
+@overload
+def linear(
+    x: np.ndarray[Any, Any],
+    w: Weight,
+    bias: FrameworkArray | None = None,
+    *,
+    out_dtype: DType,
+    **words: Unpack[_LinearWords],
+) -> NDArray[Any]: ...
+@overload
+def linear(
+    x: TensorT,
+    w: Weight,
+    bias: FrameworkArray | None = None,
+    *,
+    out_dtype: DType,
+    **words: Unpack[_LinearWords],
+) -> TensorT: ...
+def linear(
+    x: Any,
     w: Weight,
     bias: FrameworkArray | None = None,
     *,
@@ -31,7 +75,7 @@ def linear(
     precision: LinearPrecision | None = None,
     out_dtype: DType | None = None,
     kernel: str | None = None,
-) -> ArrayT:
+) -> Any:
     """activation(x w + bias) + residual in one pass, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
     x: `[..., K]`, float32, float16 or bfloat16; w: `[K, N]` of x's dtype, with either dimension contiguous, so that the
@@ -57,7 +101,6 @@ def linear(
     """
     if activation is not None:
         check_word("activation", activation, _AFTER_ONE)
-    out: ArrayT
     if _multiplies_integers(x, {"w": w}, precision):
         layer = quantized_weight("linear", "w", w)
         values, scale = quantized_rows("linear", x)
@@ -69,8 +112,41 @@ def linear(
     return out
 
 
+@overload
 def swiglu(
     x: ArrayT,
+    gate: Weight,
+    up: Weight,
+    gate_bias: FrameworkArray | None = None,
+    up_bias: FrameworkArray | None = None,
+    *,
+    out_dtype: None = None,
+    **words: Unpack[_SwigluWords],
+) -> ArrayT: ...
+@overload
+def swiglu(
+    x: np.ndarray[Any, Any],
+    gate: Weight,
+    up: Weight,
+    gate_bias: FrameworkArray | None = None,
+    up_bias: FrameworkArray | None = None,
+    *,
+    out_dtype: DType,
+    **words: Unpack[_SwigluWords],
+) -> NDArray[Any]: ...
+@overload
+def swiglu(
+    x: TensorT,
+    gate: Weight,
+    up: Weight,
+    gate_bias: FrameworkArray | None = None,
+    up_bias: FrameworkArray | None = None,
+    *,
+    out_dtype: DType,
+    **words: Unpack[_SwigluWords],
+) -> TensorT: ...
+def swiglu(
+    x: Any,
     gate: Weight,
     up: Weight,
     gate_bias: FrameworkArray | None = None,
@@ -80,7 +156,7 @@ def swiglu(
     precision: LinearPrecision | None = None,
     out_dtype: DType | None = None,
     kernel: str | None = None,
-) -> ArrayT:
+) -> Any:
     """silu(x gate + gate_bias) · (x up + up_bias) + residual in one pass over x: the first half of a Llama MLP.
 
     gate, up: `[K, N]` each, as `linear` takes w (two halves of one array do); gate_bias, up_bias: `[N]`, of one dtype.
@@ -93,7 +169,6 @@ def swiglu(
         >>> qflash.swiglu(x, w, 2 * w).round(4)[0]  # silu(1.5) * 3
         array([3.6791, 3.6791, 3.6791, 3.6791], dtype=float32)
     """
-    out: ArrayT
     if _multiplies_integers(x, {"gate": gate, "up": up}, precision):
         first, second = (quantized_weight("swiglu", name, w) for name, w in (("gate", gate), ("up", up)))
         values, scale = quantized_rows("swiglu", x)

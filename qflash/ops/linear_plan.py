@@ -215,7 +215,9 @@ def _ends(
     """Operands and strides of what follows the products, and the dtype of the biases. `bias_dtype`: theirs, where it is
     not float32."""
     operands, fields = [], Fields()
-    given = [x for x in zip(names.biases, BIASES, biases, strict=False) if x[2] is not None]
+    given = [
+        (name, field, bias) for name, field, bias in zip(names.biases, BIASES, biases, strict=False) if bias is not None
+    ]
     found = given[0][2].dtype if given else "float32"
     for name, field, bias in given:
         check_dtype(name, bias, *dict.fromkeys(("float32", bias_dtype)))

@@ -6,7 +6,10 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qflash.call.array import Array, check_float, dtype_code, dtype_name, row_stride
 from qflash.call.op import Op, Operand, Plan, Result
@@ -14,7 +17,7 @@ from qflash.call.spec import spec_of
 from qflash.call.words import INT32_MAX
 from qflash.frontends.choose import frontend_of
 from qflash.ops.run import run
-from qflash.typing import ArrayT, ArrayT_co
+from qflash.typing import ArrayT_co, TensorT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +45,11 @@ class QuantizedLinear(Generic[ArrayT_co]):
             import qflash.frontends.jax  # noqa: F401
 
 
-def quantize_linear(w: ArrayT) -> QuantizedLinear[ArrayT]:
+@overload
+def quantize_linear(w: np.ndarray[Any, Any]) -> QuantizedLinear[NDArray[Any]]: ...
+@overload
+def quantize_linear(w: TensorT) -> QuantizedLinear[TensorT]: ...
+def quantize_linear(w: Any) -> QuantizedLinear[Any]:
     """A weight `[K, N]`, as `linear` takes it, to INT8: symmetric, -127 to 127, a scale for each output channel.
 
     w: float32, float16 or bfloat16. Once for a layer: `linear` and `swiglu` take the result in the weight's place. A

@@ -12,7 +12,8 @@ constexpr float kRootHalf = 0.70710678118654752f;     // sqrt(1/2)
 constexpr float kRootTwoByPi = 0.79788456080286536f;  // sqrt(2/pi)
 constexpr float kCubic = 0.044715f;
 
-// The logistic distribution at z, 1 / (1 + exp(-z)): the share below it, and share (1 - share). Neither is a difference.
+// The logistic distribution at z, 1 / (1 + exp(-z)): the share below it, and share (1 - share). Neither is a
+// difference.
 struct Logistic {
   Vec share, spread;
 };

@@ -1,6 +1,7 @@
 // Blocks of x and w as words (linear_words.h) in the order the product reads them.
 #pragma once
 
+#include "linear_ahead.h"
 #include "linear_words.h"
 #include "multiply.h"
 #include "sizes.h"
@@ -42,15 +43,27 @@ static void pack_x(const typename Words::Number* x, int64_t row_stride, int64_t 
     }
 }
 
+// What is read while a panel is packed lies `distance` numbers ahead of what is wanted next, of which packing asks for
+// the first `runs`: columns where memory runs along k, else rows.
+struct PackAhead {
+  int64_t distance;
+  int runs;
+};
+
 // Up to kPanel columns of w to a panel: [words][kPanel], columns padded with zeros to whole vectors. w[k][c] is
 // w[k * k_stride + c * column_stride].
 template <class Words>
 static void pack_panel(const typename Words::Number* w, int64_t k_stride, int64_t column_stride, int columns, int depth,
-                       float* packed) {
+                       float* packed, PackAhead ahead) {
+  constexpr int kLineNumbers = 64 / int(sizeof(typename Words::Number));
   if (column_stride == 1) {
-    for (int k = 0; k < depth; k += Words::kPack, w += Words::kPack * k_stride, packed += kPanel)
+    for (int k = 0; k < depth; k += Words::kPack, w += Words::kPack * k_stride, packed += kPanel) {
+      if (k < ahead.runs)
+        for (int i = 0; i < Words::kPack; i++)
+          for (int c = 0; c < columns; c += kLineNumbers) prefetch_far(w + i * k_stride + c + ahead.distance);
       for (int c = 0; c < columns; c += kLanes)
         store(packed + c, Words::across(w + c, k_stride, depth - k, columns - c));
+    }
     return;
   }
   const int words = int(ceil_div(depth, Words::kPack));
@@ -58,6 +71,8 @@ static void pack_panel(const typename Words::Number* w, int64_t k_stride, int64_
     for (int at = 0; at < words; at += kLanes) {
       const int k = at * Words::kPack;
       Vec block[kLanes];
+      if (c < ahead.runs && k % kLineNumbers == 0)
+        for (int i = 0; i < kLanes; i++) prefetch_far(w + i * column_stride + k + ahead.distance);
       if (columns - c >= kLanes) {
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; i++) block[i] = Words::along(w + i * column_stride + k, depth - k);

@@ -4,6 +4,7 @@
 // many narrower numbers of consecutive k as fit four bytes: what Words::dot multiplies and adds up.
 #pragma once
 
+#include "linear_ahead.h"
 #include "multiply.h"
 
 namespace qf {
@@ -13,13 +14,14 @@ namespace QF_ISA {
 // chains round less.
 template <class Words, int M, int N, bool kFirst>
 static inline __attribute__((always_inline)) void product_tile(const float* a, int64_t pitch, const float* b, float* c,
-                                                               int64_t ldc, int words) {
+                                                               int64_t ldc, int words, LinesAhead& ahead) {
   Vec sums[M][N];
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) sums[i][j] = zero();
   for (int k = 0; k < words; k++, b += kPanel) {
+    ahead.step();
     Vec row[N];
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) row[j] = load(b + j * kLanes);
@@ -40,28 +42,29 @@ static inline __attribute__((always_inline)) void product_tile(const float* a, i
 }
 
 template <class Words, int M, int N, bool kFirst>
-static void product_rows(int rows, const float* a, int64_t pitch, const float* b, float* c, int64_t ldc, int words) {
+static void product_rows(int rows, const float* a, int64_t pitch, const float* b, float* c, int64_t ldc, int words,
+                         LinesAhead& ahead) {
   for (; rows >= M; rows -= M, a += M * pitch, c += M * ldc)
-    product_tile<Words, M, N, kFirst>(a, pitch, b, c, ldc, words);
+    product_tile<Words, M, N, kFirst>(a, pitch, b, c, ldc, words, ahead);
   if constexpr (M > 1)
-    if (rows > 0) product_rows<Words, M - 1, N, kFirst>(rows, a, pitch, b, c, ldc, words);
+    if (rows > 0) product_rows<Words, M - 1, N, kFirst>(rows, a, pitch, b, c, ldc, words, ahead);
 }
 
 template <class Words, int N, bool kFirst>
 static inline void product_vectors(int vectors, int rows, const float* a, int64_t pitch, const float* b, float* c,
-                                   int64_t ldc, int words) {
-  if (vectors == N) return product_rows<Words, kMaxRows, N, kFirst>(rows, a, pitch, b, c, ldc, words);
-  if constexpr (N > 1) product_vectors<Words, N - 1, kFirst>(vectors, rows, a, pitch, b, c, ldc, words);
+                                   int64_t ldc, int words, LinesAhead& ahead) {
+  if (vectors == N) return product_rows<Words, kMaxRows, N, kFirst>(rows, a, pitch, b, c, ldc, words, ahead);
+  if constexpr (N > 1) product_vectors<Words, N - 1, kFirst>(vectors, rows, a, pitch, b, c, ldc, words, ahead);
 }
 
 // C[rows][vectors] (+)= A B for one panel, vectors in 1..kMaxVectors.
 template <class Words>
 static inline void product(int vectors, int rows, const float* a, int64_t pitch, const float* b, float* c, int64_t ldc,
-                           int words, bool first) {
+                           int words, bool first, LinesAhead& ahead) {
   if (first)
-    product_vectors<Words, kMaxVectors, true>(vectors, rows, a, pitch, b, c, ldc, words);
+    product_vectors<Words, kMaxVectors, true>(vectors, rows, a, pitch, b, c, ldc, words, ahead);
   else
-    product_vectors<Words, kMaxVectors, false>(vectors, rows, a, pitch, b, c, ldc, words);
+    product_vectors<Words, kMaxVectors, false>(vectors, rows, a, pitch, b, c, ldc, words, ahead);
 }
 
 }  // namespace QF_ISA
