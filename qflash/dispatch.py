@@ -116,6 +116,11 @@ def _one_product(spec: Spec) -> list[str]:
     return ["takes no swiglu, which has two weights"] if spec.activation == "swiglu" else []
 
 
+def _sums_alone(spec: Spec) -> list[str]:
+    """int32 results are sums, and nothing follows them."""
+    return ["gives int32 without an activation alone"] if spec.dtype == "int32" and spec.activation else []
+
+
 def _decoding(spec: Spec) -> list[str]:
     """What the decode kernels leave out."""
     return ["takes no packed arrays (attention_varlen)"] if spec.packed else []
@@ -495,6 +500,16 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=(*DTYPES, "int32"),
     ),
     Kernel(
+        name="gemm_mma",
+        device="cuda",
+        summary="products in 16 bits on tensor cores: mma.sync, swizzled tiles of any layout, asynchronous copies",
+        op="linear",
+        dtypes=_HALVES,
+        min_arch=75,
+        also=_sixteen_bit_tensor_cores,
+        per_activation=True,
+    ),
+    Kernel(
         name="int8_gemm_tc",
         device="cuda",
         summary="INT8 product on tensor cores: mma.sync, swizzled tiles, asynchronous copies",
@@ -502,7 +517,7 @@ KERNELS: tuple[Kernel, ...] = (
         precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
         min_arch=75,
-        also=_one_product,
+        also=_sums_alone,
         per_activation=True,
     ),
     Kernel(

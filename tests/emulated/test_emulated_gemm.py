@@ -56,12 +56,11 @@ def run(library, kernel, a, b, dtype="int32", arch=90, seed=1, multiprocessors=M
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     memory = np.full((m, n + pad), 113, kind)
     fields = {
-        "out_dtype": OP_DTYPES.index(dtype), "m": m, "n": n, "k": k, "a": a.ctypes.data, "b": b.ctypes.data,
-        "a_stride_m": a.strides[0], "b_stride_k": stride_k, "b_stride_n": stride_n,
-        "out": memory.ctypes.data, "out_stride_m": n + pad,
+        "dtype": OP_DTYPES.index("int8"), "out_dtype": OP_DTYPES.index(dtype), "m": m, "n": n, "k": k, "x": a, "w": b,
+        "x_stride_m": a.strides[0], "x_stride_k": 1, "w_stride_k": stride_k, "w_stride_n": stride_n,
+        "out": memory, "out_stride_m": n + pad, **scales,
     }  # fmt: skip
-    fields |= {name: array.ctypes.data for name, array in scales.items()}
-    fields |= {f"{name}_stride": int(scales[name].size > 1) for name in ("a_scale", "b_scale") if name in scales}
+    fields |= {f"{name}_stride": int(scales[name].size > 1) for name in ("x_scale", "w_scale") if name in scales}
     library(kernel, dtype, arch=arch).launch_struct("QfLinearParams", fields, seed, multiprocessors)
     assert (memory[:, n:] == 113).all()
     return memory[:, :n]
@@ -151,7 +150,7 @@ def test_no_products_at_all(library, kernel):
 @pytest.mark.parametrize("given", [(), ("a",), ("b",), ("a", "b", "bias"), ("one a", "one b", "bias")], ids="+".join)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scales_and_bias(library, kernel, dtype, given):
-    """fma(float32(sum) * a_scale, b_scale, bias), rounded to the type of out; vector stores and, with a gap, single."""
+    """fma(float32(sum) * x_scale, w_scale, bias), rounded to the type of out; vector stores and, with a gap, single."""
     a, b = operands((37, 72, 160))
     rng = np.random.default_rng(1)
     arrays = {}
@@ -159,12 +158,12 @@ def test_scales_and_bias(library, kernel, dtype, given):
         one, name = word.startswith("one"), word.split()[-1]
         size = 1 if one else {"a": 37, "b": 72, "bias": 72}[name]
         scale = 1.0 if name == "bias" else 0.01
-        arrays[name if name == "bias" else f"{name}_scale"] = rng.standard_normal(size).astype(np.float32) * np.float32(
+        arrays[{"a": "x_scale", "b": "w_scale"}.get(name, name)] = rng.standard_normal(size).astype(np.float32) * np.float32(
             scale
         )
-    scaled = exact(a, b).astype(np.float32) * arrays.get("a_scale", np.ones(1, np.float32))[:, None]
+    scaled = exact(a, b).astype(np.float32) * arrays.get("x_scale", np.ones(1, np.float32))[:, None]
     # The product of two float32 is exact in float64, so this rounds twice where fma rounds once: to 2^-53 first.
-    want = scaled.astype(float) * arrays.get("b_scale", 1.0) + arrays.get("bias", 0.0)
+    want = scaled.astype(float) * arrays.get("w_scale", 1.0) + arrays.get("bias", 0.0)
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     for pad in (0, 8, 1):
         got = run(library, kernel, a, b, dtype, pad=pad, **arrays)

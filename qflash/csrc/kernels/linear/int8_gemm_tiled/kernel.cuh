@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(qf::int8_gemm_tiled::kThreads, qf::int8_gemm_t
 
   RowsTile a;
   BTile b;
-  const auto fetch = [&](int k0) { a.fetch(grid.a, row0, k0), b.fetch(grid.b, column0, k0); };
+  const auto fetch = [&](int k0) { a.fetch(grid.x, row0, k0), b.fetch(grid.w[0], column0, k0); };
   const auto stash = [&](uint32_t* s_buffer) { a.stash(s_buffer), b.stash(s_buffer + kTileWords); };
 
   int32_t sums[kOwn][kOwn] = {};

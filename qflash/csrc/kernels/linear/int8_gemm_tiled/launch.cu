@@ -15,8 +15,8 @@ int launch(const QfLinearParams& p, void* stream) {
 QF_EXPORT int64_t qf_int8_gemm_tiled_workspace(const QfLinearParams*) { return 0; }
 
 QF_EXPORT int qf_int8_gemm_tiled(const QfLinearParams* p, void* stream) {
-  if (const int status = qf::gemm::check_params(p, QF_DTYPE)) return status;
-  return qf::gemm::k_contiguous(*p) ? launch<qf::int8_gemm_tiled::RowsTile>(*p, stream)
+  if (const int status = qf::gemm::check_params(p, {QF_I8, QF_ACTIVATION, QF_DTYPE})) return status;
+  return qf::gemm::w_along_k(*p) ? launch<qf::int8_gemm_tiled::RowsTile>(*p, stream)
                                     : launch<qf::int8_gemm_tiled::ColumnsTile>(*p, stream);
 }
 
