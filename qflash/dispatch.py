@@ -536,6 +536,14 @@ KERNELS: tuple[Kernel, ...] = (
         per_activation=True,
     ),
     Kernel(
+        name="linear_bwd",
+        device="cuda",
+        summary="gradients of linear layers: the activation's slopes and dbias in one pass, dx and dw by the kernels of "
+        "the forward pass; no atomics",
+        op="linear_backward",
+        min_arch=75,
+    ),
+    Kernel(
         name="cpu_quantize",
         device="cpu",
         summary="rope, smoothing, scales and rounding to INT8 on all cores",

@@ -72,3 +72,42 @@ def run_linear(
     found.launch_struct("QfLinearParams", fields, seed, multiprocessors)
     assert (memory[:, case.n :] == memory.dtype.type(_POISON)).all(), "out has gaps between its rows"
     return arrays, results
+
+
+def run_gradients(
+    cache: Cache,
+    case: LinearCase,
+    arrays: Arrays,
+    dout: np.ndarray,
+    saved: Arrays,
+    *,
+    kernel: str = "linear_bwd",
+    arch: int = emulator.ARCH,
+    seed: int = 1,
+    multiprocessors: int = emulator.MOST_MULTIPROCESSORS,
+    wanted: tuple[str, ...] | None = None,
+) -> Arrays:
+    """Gradients of a call on the emulator: of all its arrays, or those that are wanted."""
+    shapes = {"dx": (case.m, case.k), "dw": (case.k, case.n), "dup": (case.k, case.n), "dbias": (case.n,),
+              "dup_bias": (case.n,), "dresidual": (case.m, case.n)}  # fmt: skip
+    results = {
+        name: poisoned(shape, case.bias if name.endswith("bias") else case.dtype)
+        for name, shape in shapes.items()
+        if name[1:] in arrays and (wanted is None or name in wanted)
+    }
+    fields: dict[str, Any] = {
+        "dtype": OP_DTYPES.index(case.dtype),
+        "bias_dtype": OP_DTYPES.index(case.bias or "float32"),
+        "activation": ACTIVATIONS.index(case.activation),
+        **{"m": case.m, "n": case.n, "k": case.k, "dout": dout, "x": arrays["x"], "w": arrays["w"]},
+        "dout_stride_m": strides(dout, ("m", "n"))["m"],
+        "x_stride_m": strides(arrays["x"], ("m", "k"))["m"],
+        **strides(arrays["w"], ("w_stride_k", "w_stride_n")),
+        **(saved if case.activation else {}),
+        **results,
+    }
+    if case.gated:
+        fields |= {"up": arrays["up"], **strides(arrays["up"], ("up_stride_k", "up_stride_n"))}
+    found = library(cache, kernel, case.dtype, "", arch)
+    found.launch_struct("QfLinearBwdParams", fields, seed, multiprocessors)
+    return results

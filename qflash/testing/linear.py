@@ -141,6 +141,16 @@ def linear(case: LinearCase, arrays: Arrays) -> tuple[Arrays, Arrays]:
     return want, {name: bound[name] + rounding * (np.abs(x) + bound[name]) + least for name, x in want.items()}
 
 
+def upstream(case: LinearCase, arrays: Arrays, gap: int = 0) -> tuple[np.ndarray, Arrays]:
+    """dout of random numbers, `gap` elements between its rows, and the pre-activations as the forward pass rounds
+    them."""
+    kind = KINDS[case.dtype]
+    dout = np.random.default_rng(case.seed + 1).standard_normal((case.m, case.n)).astype(kind)
+    want, _ = linear(case, arrays)
+    saved = {name: x.astype(kind) for name, x in want.items() if name != "out" and case.activation}
+    return guarded(dout, (case.n + gap) * kind.itemsize, case.at_end), saved
+
+
 def gradients(case: LinearCase, arrays: Arrays, dout: np.ndarray, saved: Arrays) -> tuple[Arrays, Arrays]:
     """Gradients of `arrays` in float64, from the pre-activations as they were rounded, and how far a kernel may be."""
     u, least = _ROUNDING[case.dtype], _LEAST[case.dtype]

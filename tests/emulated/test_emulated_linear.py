@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from qflash.testing.emulated_linear import run_linear
+from qflash.testing.emulated_linear import run_gradients, run_linear
 from qflash.testing.emulator import MOST_MULTIPROCESSORS
-from qflash.testing.linear import KINDS, LinearCase, check_near, linear
+from qflash.testing.linear import KINDS, LinearCase, check_near, gradients, linear, operands, upstream
 
 # Of the emulated GPU. Wide tiles are for problems that have one for each: few of them make any problem large.
 FEW, MANY = 1, MOST_MULTIPROCESSORS
@@ -159,3 +159,74 @@ def test_a_row_that_is_not_finite_stays_one_row(run, activation):
     lost = np.isnan(results["out"].astype(float))
     assert lost[3].all() and not np.delete(lost, 3, axis=0).any()
     assert np.array_equal(np.delete(results["out"], 3, axis=0), np.delete(plain["out"], 3, axis=0))
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+# A library serves every activation; products on tensor cores and on CUDA cores.
+LIBRARIES = [("float16", 90), ("bfloat16", 80), ("float16", 75), ("float32", 90), ("bfloat16", 75)]
+
+
+def check_gradients(cache, case: LinearCase, gap: int = 0, **how) -> None:
+    arrays = operands(case)
+    dout, saved = upstream(case, arrays, gap)
+    want, bound = gradients(case, arrays, dout, saved)
+    got = run_gradients(cache, case, arrays, dout, saved, **how)
+    assert set(got) == set(want) if "wanted" not in how else set(got) == set(how["wanted"])
+    check_near(got, want, bound)
+
+
+@pytest.mark.parametrize("activation", ["", "gelu", "gelu_tanh", "silu", "swiglu"])
+@pytest.mark.parametrize("w_layout", ["k", "n"])
+@pytest.mark.parametrize("dtype, arch", LIBRARIES)
+def test_gradients(shared_cache, dtype, arch, w_layout, activation):
+    """Of everything, with every activation; a few columns more than whole vectors and steps."""
+    case = LinearCase(70, 72, 40, dtype, activation, bias=dtype, residual=True, w_layout=w_layout)
+    check_gradients(shared_cache, case, arch=arch)
+
+
+@pytest.mark.parametrize("activation", ["", "silu", "swiglu"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 5), (129, 9, 130), (65, 139, 67), (130, 64, 8)], ids=str)
+@pytest.mark.parametrize("dtype, arch", [("float16", 90), ("float32", 90)])
+def test_gradients_whatever_the_shape(shared_cache, dtype, arch, shape, activation):
+    """Packed rows at the end of readable memory, seldom aligned; two chunks of rows."""
+    case = LinearCase(*shape, dtype, activation, bias="float32", residual=True, w_layout="n", at_end=True)
+    check_gradients(shared_cache, case, arch=arch)
+
+
+@pytest.mark.parametrize("w_layout", ["k", "n"])
+@pytest.mark.parametrize("activation", ["", "swiglu"])
+def test_gradients_by_wide_tiles(shared_cache, activation, w_layout):
+    case = LinearCase(136, 264, 264, activation=activation, w_layout=w_layout)
+    check_gradients(shared_cache, case, multiprocessors=FEW)
+
+
+@pytest.mark.parametrize("activation", ["", "gelu"])
+def test_rows_of_dout_and_x_may_have_gaps(shared_cache, activation):
+    for gap in (8, 3):
+        case = LinearCase(70, 40, 24, activation=activation, bias="float16", residual=True, gaps=(gap, 0), w_layout="n")
+        check_gradients(shared_cache, case, gap=gap)
+
+
+@pytest.mark.parametrize("wanted", [("dx",), ("dw",), ("dbias",), ("dresidual",), ("dw", "dbias")], ids="-".join)
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_only_what_is_wanted(shared_cache, activation, wanted):
+    case = LinearCase(20, 24, 16, activation=activation, bias="float32", residual=True)
+    check_gradients(shared_cache, case, wanted=wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("shape", [(0, 5, 3), (5, 0, 3)], ids=str)
+def test_gradients_of_nothing(shared_cache, dtype, shape):
+    """Without rows dw and dbias are zeros, without columns dx is."""
+    case = LinearCase(*shape, dtype, "silu", bias="float32", residual=True, w_layout="n")
+    check_gradients(shared_cache, case)
+
+
+def test_gradients_are_the_same_in_every_order_of_warps(shared_cache):
+    case = LinearCase(300, 72, 40, activation="swiglu", bias="float32", residual=True)
+    arrays = operands(case)
+    dout, saved = upstream(case, arrays)
+    runs = [run_gradients(shared_cache, case, arrays, dout, saved, seed=seed) for seed in (1, 2)]
+    for name, x in runs[0].items():
+        assert np.array_equal(x, runs[1][name]), name

@@ -44,10 +44,10 @@ inline const char* status_text(const char* kernel, int status) {
 }
 
 template <class Kernel>
-inline int launch(Kernel* kernel, const QfLinearParams& p, int tile_rows, int tile_columns, int threads,
-                  int shared_bytes, void* stream) {
+inline int launch(Kernel* kernel, const QfLinearParams& p, const Operands& operands, int tile_rows, int tile_columns,
+                  int threads, int shared_bytes, void* stream) {
   if (p.m == 0 || p.n == 0) return QF_OK;
-  const Grid grid = grid_of(p, tile_rows, tile_columns);
+  const Grid grid = grid_of(p, operands, tile_rows, tile_columns);
   const int64_t blocks = int64_t(grid.row_tiles) * grid.column_tiles;
   if (blocks > kMostBlocks) return QF_UNSUPPORTED;
   return qf::launch({blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream)}, kernel, p, grid);

@@ -105,9 +105,9 @@ __device__ __forceinline__ void store_values(Out* g_out, bool vector, int inside
   }
 }
 
-// value[j] += g_row[j], likewise.
+// kCount elements of a row, likewise; zeros past the last one.
 template <class Element, int kCount>
-__device__ __forceinline__ void add_values(float (&value)[kCount], const Element* g_row, bool vector, int inside) {
+__device__ __forceinline__ void load_values(float (&value)[kCount], const Element* g_row, bool vector, int inside) {
   constexpr int kBytes = kCount * int(sizeof(Element));
   alignas(16) Element x[kCount] = {};
   if (vector && inside >= kCount) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void add_values(float (&value)[kCount], const Element
       if (j < inside) x[j] = g_row[j];
   }
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) value[j] += to_float(x[j]);
+  for (int j = 0; j < kCount; ++j) value[j] = to_float(x[j]);
 }
 
 // out[row][first ..+kCount] from h and, of SwiGLU alone, u; and both of them for the backward pass.
@@ -133,8 +133,12 @@ __device__ __forceinline__ void store_activated(const QfLinearParams& p, bool ve
     if (p.pre_up) store_values(static_cast<Out*>(p.pre_up) + at, vector, inside, u);
 #pragma unroll
   for (int j = 0; j < kCount; ++j) h[j] = activated<kActivation>(h[j], u[j]);
-  if (p.residual)
-    add_values(h, static_cast<const Out*>(p.residual) + row * p.residual_stride_m + first, vector, inside);
+  if (p.residual) {
+    float residual[kCount];
+    load_values(residual, static_cast<const Out*>(p.residual) + row * p.residual_stride_m + first, vector, inside);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) h[j] += residual[j];
+  }
   store_values(static_cast<Out*>(p.out) + row * p.out_stride_m + first, vector, inside, h);
 }
 

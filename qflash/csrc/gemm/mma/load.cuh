@@ -31,8 +31,8 @@ struct AsyncRows {
   static constexpr bool kDown = false;
   const StepsOf<kSource> of;
   const int row0;
-  __device__ __forceinline__ AsyncRows(const ByteMatrix* x, int steps, int first)
-      : of{x, steps}, row0(first / kSources) {}
+  __device__ __forceinline__ AsyncRows(const ByteMatrix* x, int first, int begin)
+      : of{x, first}, row0(begin / kSources) {}
 
   __device__ __forceinline__ void fetch(int step, char* s_tile) {
     const unsigned thread = fresh_tid(), chunk = thread % kChunks, row = thread / kChunks;
@@ -64,8 +64,8 @@ struct HeldRows {
   const StepsOf<kSource> of;
   const int row0;
   Bytes16 held[kRows / kPassRows];
-  __device__ __forceinline__ HeldRows(const ByteMatrix* x, int steps, int first)
-      : of{x, steps}, row0(first / kSources) {}
+  __device__ __forceinline__ HeldRows(const ByteMatrix* x, int first, int begin)
+      : of{x, first}, row0(begin / kSources) {}
 
   __device__ __forceinline__ void fetch(int step, char*) {
     const unsigned thread = fresh_tid();
@@ -101,8 +101,8 @@ struct HeldColumns {
   const ByteMatrix* const x;
   const int column0;
   Bytes16 held[kPatches][4];
-  __device__ __forceinline__ HeldColumns(const ByteMatrix* matrices, int, int first)
-      : x(matrices), column0(first / kSources) {}
+  __device__ __forceinline__ HeldColumns(const ByteMatrix* matrices, int, int begin)
+      : x(matrices), column0(begin / kSources) {}
 
   __device__ static __forceinline__ unsigned group(unsigned thread) {
     return thread / 32 % kWarpsK * 8 + thread % 32 / 4;
@@ -166,7 +166,7 @@ struct AsyncPanels {
   static constexpr bool kDown = true;
   const StepsOf<kSource> of;
   const int column0;
-  __device__ __forceinline__ AsyncPanels(const ByteMatrix* x, int steps, int first) : of{x, steps}, column0(first) {}
+  __device__ __forceinline__ AsyncPanels(const ByteMatrix* x, int first, int begin) : of{x, first}, column0(begin) {}
 
   __device__ __forceinline__ void fetch(int step, char* s_tile) {
     const unsigned thread = fresh_tid(), s_first = swizzled(thread / kChunks, thread % kChunks);
@@ -191,7 +191,7 @@ struct HeldPanels {
   const StepsOf<kSource> of;
   const int column0;
   Bytes16 held[kColumns / kPassRows];
-  __device__ __forceinline__ HeldPanels(const ByteMatrix* x, int steps, int first) : of{x, steps}, column0(first) {}
+  __device__ __forceinline__ HeldPanels(const ByteMatrix* x, int first, int begin) : of{x, first}, column0(begin) {}
 
   __device__ __forceinline__ void fetch(int step, char*) {
     const PanelWalk<kSource> walk(of, step, column0, fresh_tid());

@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply_tile(const QfLinearParams& p, const Gri
   const int steps = (int(p.k) + kElements - 1) / kElements;
 
   LoadX x(&grid.x, steps, row0);
-  LoadW w(grid.w, steps, column0);
+  LoadW w(grid.w, p.up ? steps / 2 : steps, column0);
   const auto fetch = [&](int step, char* s_stage) {
     if (step >= steps) return;
     x.fetch(step, s_stage), w.fetch(step, s_stage + kXBytes);

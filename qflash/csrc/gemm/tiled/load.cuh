@@ -34,17 +34,18 @@ __device__ __forceinline__ uint32_t word_of(const Bytes16& chunk, int i) {
 }
 
 // Memory runs along k.
-template <class Config, Source kSource>
+template <class Config, Source kSource_>
 struct RowsTile {
   using Element = typename Config::Element;
   static constexpr int kWords = kWordsPerChunk<Element>, kChunksPerRow = kGroups / kWords;
   static constexpr int kRowsPerPass = kTiledThreads / kChunksPerRow, kPasses = kTiledBlock / kRowsPerPass;
+  static constexpr Source kSource = kSource_;
   static constexpr int kSources = kSource == Source::kPaired ? 2 : 1;
   const StepsOf<kSource> of;
   const int row0;
   Bytes16 held[kPasses];
-  __device__ __forceinline__ RowsTile(const ByteMatrix* x, int steps, int first)
-      : of{x, steps}, row0(first / kSources) {}
+  __device__ __forceinline__ RowsTile(const ByteMatrix* x, int first, int begin)
+      : of{x, first}, row0(begin / kSources) {}
 
   __device__ __forceinline__ void fetch(int step) {
     const unsigned thread = fresh_tid(), row = thread / kChunksPerRow, chunk = thread % kChunksPerRow;
@@ -72,17 +73,18 @@ struct RowsTile {
 };
 
 // Memory runs along m or n, floats of any size: chunks are stored as they lie.
-template <class Config, Source kSource>
+template <class Config, Source kSource_>
 struct ColumnsTile {
   using Element = typename Config::Element;
   static constexpr int kWords = kWordsPerChunk<Element>, kAcross = kTiledBlock / kWords;
   static constexpr int kDown = kTiledThreads / kAcross, kPasses = kGroups / kDown;
+  static constexpr Source kSource = kSource_;
   static constexpr int kSources = kSource == Source::kPaired ? 2 : 1;
   const StepsOf<kSource> of;
   const int column0;
   Bytes16 held[kPasses];
-  __device__ __forceinline__ ColumnsTile(const ByteMatrix* x, int steps, int first)
-      : of{x, steps}, column0(first / kSources * int(sizeof(Element))) {}
+  __device__ __forceinline__ ColumnsTile(const ByteMatrix* x, int first, int begin)
+      : of{x, first}, column0(begin / kSources * int(sizeof(Element))) {}
 
   __device__ __forceinline__ void fetch(int step) {
     const unsigned thread = fresh_tid(), across = thread % kAcross;
@@ -107,16 +109,17 @@ struct ColumnsTile {
 
 // int8 of which memory runs along n: half of the threads take 4 k x 16 n each and transpose them to 16 words that lie
 // side by side.
-template <class Config, Source kSource>
+template <class Config, Source kSource_>
 struct TransposedTile {
+  static constexpr Source kSource = kSource_;
   static_assert(kSource != Source::kChained, "integers have no backward pass");
   static constexpr int kAcross = kTiledBlock / 16, kWorkers = kGroups * kAcross;
   static constexpr int kSources = kSource == Source::kPaired ? 2 : 1;
   const ByteMatrix* const x;
   const int column0;
   Bytes16 held[4];
-  __device__ __forceinline__ TransposedTile(const ByteMatrix* matrices, int, int first)
-      : x(matrices), column0(first / kSources) {}
+  __device__ __forceinline__ TransposedTile(const ByteMatrix* matrices, int, int begin)
+      : x(matrices), column0(begin / kSources) {}
 
   __device__ __forceinline__ void fetch(int step) {
     const unsigned thread = fresh_tid(), group = thread / kAcross, across = thread % kAcross;

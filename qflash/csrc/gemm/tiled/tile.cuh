@@ -27,10 +27,10 @@ __device__ __forceinline__ void load_words(uint32_t (&word)[kOwn], const uint32_
   }
 }
 
-template <class Sum>
+template <int kUnroll, class Sum>
 __device__ __forceinline__ void multiply(Sum (&sums)[kOwn][kOwn], const uint32_t* s_x, const uint32_t* s_w, int row,
                                          int column) {
-#pragma unroll 4
+#pragma unroll(kUnroll)
   for (int group = 0; group < kGroups; ++group) {
     uint32_t a[kOwn], b[kOwn];
     load_words(a, s_x, group, row);
@@ -77,10 +77,11 @@ __device__ __forceinline__ void multiply_tile(const QfLinearParams& p, const Gri
   const int steps = (int(p.k) + Config::kStep - 1) / Config::kStep;
 
   LoadX x(&grid.x, steps, row0);
-  LoadW w(grid.w, steps, column0);
+  LoadW w(grid.w, p.up ? steps / 2 : steps, column0);
   const auto fetch = [&](int step) { x.fetch(step), w.fetch(step); };
   const auto stash = [&](uint32_t* s_buffer) { x.stash(s_buffer), w.stash(s_buffer + kTileWords); };
 
+  constexpr int kUnroll = LoadW::kSource == Source::kChained ? 2 : 4;  // the choice of a matrix takes registers
   typename Config::Sum sums[kOwn][kOwn] = {};
   if (steps > 0) {
     fetch(0);
@@ -91,7 +92,7 @@ __device__ __forceinline__ void multiply_tile(const QfLinearParams& p, const Gri
   for (int step = 0; step < steps; ++step) {
     const bool more = step + 1 < steps;
     if (more) fetch(step + 1);
-    multiply(sums, s_now, s_now + kTileWords, row, column);
+    multiply<kUnroll>(sums, s_now, s_now + kTileWords, row, column);
     if (more) stash(s_next);
     __syncthreads();
     uint32_t* const s_swap = s_now;

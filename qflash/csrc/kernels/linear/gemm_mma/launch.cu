@@ -9,10 +9,12 @@ QF_EXPORT int qf_gemm_mma(const QfLinearParams* p, void* stream) {
   if (const int status = qf::gemm::check_params(p, {QF_DTYPE, QF_ACTIVATION, QF_DTYPE})) return status;
   if (p->m == 0 || p->n == 0) return QF_OK;  // before the device is asked for anything
   constexpr Source kWeights = Config::kGated ? Source::kPaired : Source::kOne;
-  const bool along_k = qf::gemm::w_along_k(*p);
-  if (qf::gemm::x_along_k(*p))
-    return along_k ? run<Config, true, true, kWeights>(*p, stream) : run<Config, true, false, kWeights>(*p, stream);
-  return along_k ? run<Config, false, true, kWeights>(*p, stream) : run<Config, false, false, kWeights>(*p, stream);
+  const qf::gemm::Operands operands = qf::gemm::operands_of(*p);
+  const bool x_along_k = qf::gemm::x_along_k(*p), w_along_k = qf::gemm::w_along_k(*p);
+  if (x_along_k && w_along_k) return run<Config, true, true, kWeights>(*p, operands, stream);
+  if (x_along_k) return run<Config, true, false, kWeights>(*p, operands, stream);
+  if (w_along_k) return run<Config, false, true, kWeights>(*p, operands, stream);
+  return run<Config, false, false, kWeights>(*p, operands, stream);
 }
 
 QF_EXPORT const char* qf_status_text(int status) { return qf::gemm::status_text("gemm_mma", status); }

@@ -26,7 +26,7 @@ int choose(const QfLinearParams& p, int multiprocessors, Run run) {
   const bool along_k = w_along_k(p);
   if constexpr (Config::kAsync) {
     using Large = Config::Wide;
-    const Grid grid = grid_of(p, Large::kBlockM, kOutColumns<Config, Large>);
+    const Grid grid = grid_of(p, operands_of(p), Large::kBlockM, kOutColumns<Config, Large>);
     const bool large =
         !Config::kHasWide || int64_t(grid.row_tiles) * grid.column_tiles >= multiprocessors * Large::kBlocks;
     const bool vector = grid.w[0].vector && (!Config::kGated || grid.w[1].vector);

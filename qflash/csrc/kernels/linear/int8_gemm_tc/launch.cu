@@ -9,7 +9,7 @@ template <class Instance>
 int launch(const QfLinearParams& p, void* stream) {
   using Shape = typename Instance::Shape;
   return qf::gemm::launch(qf_int8_gemm_tc_kernel<Shape, typename Instance::LoadX, typename Instance::LoadW>, p,
-                          Shape::kBlockM, qf::gemm::kOutColumns<qf::int8_gemm_tc::Config, Shape>, Shape::kThreads,
+                          qf::gemm::operands_of(p), Shape::kBlockM, qf::gemm::kOutColumns<qf::int8_gemm_tc::Config, Shape>, Shape::kThreads,
                           Shape::kSharedBytes, stream);
 }
 
