@@ -111,6 +111,14 @@ def _wmma(spec: Spec) -> list[str]:
     return found
 
 
+def _gelu_alone(spec: Spec) -> list[str]:
+    """What the rung of WMMA leaves out."""
+    found = _sixteen_bit_tensor_cores(spec)
+    if not spec.activation.startswith("gelu"):
+        found.append(f"fuses GeLU alone, activation is {spec.activation or None!r}; gemm_mma takes every activation")
+    return found
+
+
 def _sums_alone(spec: Spec) -> list[str]:
     """int32 results are sums, and nothing follows them."""
     return ["gives int32 without an activation alone"] if spec.dtype == "int32" and spec.activation else []
@@ -510,6 +518,18 @@ KERNELS: tuple[Kernel, ...] = (
         summary="products in float32 on CUDA cores: tiles in shared memory, 8 x 8 sums a thread",
         op="linear",
         min_arch=75,
+        per_arch=False,
+        per_activation=True,
+    ),
+    Kernel(
+        name="gelu_linear_wmma",
+        device="cuda",
+        summary="GeLU behind products through WMMA: opaque fragments, sums pass through shared memory; no other activation",
+        op="linear",
+        dtypes=_HALVES,
+        min_arch=75,
+        automatic=False,
+        also=_gelu_alone,
         per_arch=False,
         per_activation=True,
     ),

@@ -161,6 +161,21 @@ def test_a_row_that_is_not_finite_stays_one_row(run, activation):
     assert np.array_equal(np.delete(results["out"], 3, axis=0), np.delete(plain["out"], 3, axis=0))
 
 
+# gelu_linear_wmma ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, activation, arch", [("float16", "gelu", 75), ("bfloat16", "gelu_tanh", 80)])
+@pytest.mark.parametrize("w_layout", ["k", "n"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (37, 72, 80), (130, 139, 67), (128, 128, 32), (5, 9, 0)], ids=str)
+def test_wmma(run, dtype, activation, arch, w_layout, shape):
+    """Tails on every side, at the end of readable memory; both types of out."""
+    for out_dtype in ("", "float32"):
+        case = LinearCase(*shape, dtype, activation, out_dtype, "float32", True, w_layout=w_layout, at_end=True)
+        for seed in (1, 2):
+            arrays, results = run("gelu_linear_wmma", case, arch=arch, seed=seed, keep_pre=True)
+            check_near(results, *linear(case, arrays))
+
+
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 # A library serves every activation; products on tensor cores and on CUDA cores.

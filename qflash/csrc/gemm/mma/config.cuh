@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "gemm/epilogue.cuh"
+#include "gemm/slab.cuh"
 #include "gemm/swizzle.cuh"
 #include "smem/limits.h"
 
@@ -14,9 +14,8 @@ namespace gemm {
 constexpr int kStepBytes = kSwizzledRow;  // of k, of a row of x or of a column of w
 constexpr int kQuarterBytes = 32;         // of k per mma
 constexpr int kBandRows = 16;             // of tiles that share columns of w: gemm/schedule.cuh
-constexpr int kWarpN = 64;
 
-// How a block's warps share a tile, each owning kWarpM x 64 sums; how many blocks a multiprocessor is to hold; and with
+// How a block's warps share a tile, each owning kWarpM x kWarpN sums; how many blocks a multiprocessor is to hold; and with
 // that, how deep the pipeline is.
 template <int kArch, int kWarpsM_, int kWarpsN_, int kWarpM_, int kBlocks_ = 1>
 struct MmaShape {

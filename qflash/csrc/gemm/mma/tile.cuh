@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply_tile(const QfLinearParams& p, const Gri
   }
 
   // No barrier: before the last step's, every warp had read its last fragments. The stages become slabs.
-  char* const s_slab = s_stages + warp * kSlabWords * 4;
+  auto* const s_slab = reinterpret_cast<typename Config::Sum*>(s_stages) + warp * kSlabWords;
   const int warp_row = row0 + warp % Shape::kWarpsM * Shape::kWarpM,
             warp_column = column0 + warp / Shape::kWarpsM * kWarpN;
   store_out(p, grid.vector_out, warp_row, Config::kGated ? warp_column / 2 : warp_column, sums, s_slab, lane);
