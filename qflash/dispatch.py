@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from qflash.call.spec import DTYPES, MOST_DECODE_ROWS, PRECISIONS, Spec
+from qflash.call.spec import ACTIVATIONS, DTYPES, MOST_DECODE_ROWS, PRECISIONS, Spec
 from qflash.errors import NoKernelError
 
 # Head dims that most kernels of attention are compiled for; each serves every smaller one down to the next.
@@ -742,12 +742,16 @@ class Variant:
     def spec(self, arch: int, dtype: str, head_dim: int = 0) -> Spec:
         """The plainest Spec that it serves."""
         kernel = self.kernel
-        return Spec(
+        plain = Spec(
             *(kernel.device, arch, dtype, head_dim, self.precision),
             op=kernel.op,
             kv=self.kv,
             few_rows=kernel.few_rows,
         )
+        if not kernel.per_activation:
+            return plain
+        specs = (replace(plain, activation=activation) for activation in ACTIVATIONS)
+        return next((spec for spec in specs if not reasons(kernel, spec)), plain)
 
     @property
     def device(self) -> str:

@@ -12,7 +12,7 @@ from qflash.call.spec import ACTIVATIONS, OP_DTYPES
 from qflash.dispatch import BY_NAME, VARIANTS
 from qflash.jit.cache import Cache
 from qflash.testing import emulator
-from qflash.testing.linear import KINDS, Arrays, LinearCase, operands
+from qflash.testing.linear_problems import KINDS, Arrays, LinearProblem, operands
 
 _POISON = 113  # what outputs are full of before
 
@@ -37,7 +37,7 @@ def poisoned(shape: tuple[int, ...], dtype: str, pad: int = 0) -> np.ndarray:
 def run_linear(
     cache: Cache,
     kernel: str,
-    case: LinearCase,
+    case: LinearProblem,
     *,
     arch: int = emulator.ARCH,
     seed: int = 1,
@@ -76,7 +76,7 @@ def run_linear(
 
 def run_gradients(
     cache: Cache,
-    case: LinearCase,
+    case: LinearProblem,
     arrays: Arrays,
     dout: np.ndarray,
     saved: Arrays,

@@ -11,7 +11,7 @@ from qflash.call.spec import ACTIVATIONS, OP_DTYPES
 from qflash.testing import emulated_linear
 from qflash.testing.emulator import MOST_MULTIPROCESSORS
 from qflash.testing.guarded import guarded
-from qflash.testing.linear import KINDS, activated, check_near
+from qflash.testing.linear_problems import KINDS, activated, check_near
 
 KERNELS = ("int8_gemm_tiled", "int8_gemm_tc")
 # Of the emulated GPU. Wide tiles are for problems that have one for each: few of them make any problem large.

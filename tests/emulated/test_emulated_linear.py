@@ -12,7 +12,7 @@ import pytest
 
 from qflash.testing.emulated_linear import run_gradients, run_linear
 from qflash.testing.emulator import MOST_MULTIPROCESSORS
-from qflash.testing.linear import KINDS, LinearCase, check_near, gradients, linear, operands, upstream
+from qflash.testing.linear_problems import KINDS, LinearProblem, check_near, gradients, linear, operands, upstream
 
 # Of the emulated GPU. Wide tiles are for problems that have one for each: few of them make any problem large.
 FEW, MANY = 1, MOST_MULTIPROCESSORS
@@ -28,14 +28,14 @@ def run(shared_cache):
     return partial(run_linear, shared_cache)
 
 
-def whole(m: int, n: int, k: int, layouts: tuple[str, str], **words) -> LinearCase:
+def whole(m: int, n: int, k: int, layouts: tuple[str, str], **words) -> LinearProblem:
     """Integers, and sums in float32."""
     x_layout, w_layout = layouts
     words = {"dtype": "float16", **words}
-    return LinearCase(m, n, k, out_dtype="float32", x_layout=x_layout, w_layout=w_layout, integers=True, **words)
+    return LinearProblem(m, n, k, out_dtype="float32", x_layout=x_layout, w_layout=w_layout, integers=True, **words)
 
 
-def check_exact(run, kernel: str, case: LinearCase, **how) -> None:
+def check_exact(run, kernel: str, case: LinearProblem, **how) -> None:
     arrays, results = run(kernel, case, **how)
     want, _ = linear(case, arrays)
     assert np.array_equal(results["out"], want["out"].astype(KINDS[case.out_dtype or case.dtype]))
@@ -96,7 +96,7 @@ def test_several_tiles_each_way(run, kernel, dtype, layouts):
 def test_no_products_at_all(run, kernel, dtype, wide):
     """k = 0: sums are 0, so out is the bias."""
     out_dtype = "float32" if wide else dtype
-    arrays, results = run(kernel, LinearCase(3, 5, 0, dtype, out_dtype=out_dtype, bias=dtype))
+    arrays, results = run(kernel, LinearProblem(3, 5, 0, dtype, out_dtype=out_dtype, bias=dtype))
     assert (results["out"] == arrays["bias"].astype(KINDS[out_dtype])).all()
 
 
@@ -121,7 +121,7 @@ ENDINGS = [
 def test_what_follows_the_sums(run, kernel, activation, arch, dtype, bias, residual, wide):
     """Bias, activation, residual and what the backward pass wants; vector stores and, with a gap, single ones."""
     bias, out_dtype = dtype if bias == "same" else bias, "float32" if wide else ""
-    case = LinearCase(37, 72, 80, dtype, activation, out_dtype, bias, residual)
+    case = LinearProblem(37, 72, 80, dtype, activation, out_dtype, bias, residual)
     for pad in (0, 8, 1):
         arrays, results = run(kernel, case, arch=arch, pad=pad, keep_pre=True)
         check_near(results, *linear(case, arrays))
@@ -144,14 +144,14 @@ def test_swiglu_in_every_layout(run, kernel, dtype, arch, multiprocessors, align
     x_layout, w_layout = layouts
     n, k = (136, 72) if aligned else (139, 75)
     lies = {"x_layout": x_layout, "w_layout": w_layout, "at_end": not aligned}
-    case = LinearCase(40, n, k, dtype, "swiglu", bias="float32", **lies)
+    case = LinearProblem(40, n, k, dtype, "swiglu", bias="float32", **lies)
     arrays, results = run(kernel, case, arch=arch, multiprocessors=multiprocessors, keep_pre=True)
     check_near(results, *linear(case, arrays))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_a_row_that_is_not_finite_stays_one_row(run, activation):
-    case = LinearCase(20, 24, 40, activation=activation)
+    case = LinearProblem(20, 24, 40, activation=activation)
     arrays, plain = run("gemm_mma", case)
     x = arrays["x"].copy()
     x[3, 5] = np.nan
@@ -170,7 +170,7 @@ def test_a_row_that_is_not_finite_stays_one_row(run, activation):
 def test_wmma(run, dtype, activation, arch, w_layout, shape):
     """Tails on every side, at the end of readable memory; both types of out."""
     for out_dtype in ("", "float32"):
-        case = LinearCase(*shape, dtype, activation, out_dtype, "float32", True, w_layout=w_layout, at_end=True)
+        case = LinearProblem(*shape, dtype, activation, out_dtype, "float32", True, w_layout=w_layout, at_end=True)
         for seed in (1, 2):
             arrays, results = run("gelu_linear_wmma", case, arch=arch, seed=seed, keep_pre=True)
             check_near(results, *linear(case, arrays))
@@ -182,7 +182,7 @@ def test_wmma(run, dtype, activation, arch, w_layout, shape):
 LIBRARIES = [("float16", 90), ("bfloat16", 80), ("float16", 75), ("float32", 90), ("bfloat16", 75)]
 
 
-def check_gradients(cache, case: LinearCase, gap: int = 0, **how) -> None:
+def check_gradients(cache, case: LinearProblem, gap: int = 0, **how) -> None:
     arrays = operands(case)
     dout, saved = upstream(case, arrays, gap)
     want, bound = gradients(case, arrays, dout, saved)
@@ -196,7 +196,7 @@ def check_gradients(cache, case: LinearCase, gap: int = 0, **how) -> None:
 @pytest.mark.parametrize("dtype, arch", LIBRARIES)
 def test_gradients(shared_cache, dtype, arch, w_layout, activation):
     """Of everything, with every activation; a few columns more than whole vectors and steps."""
-    case = LinearCase(70, 72, 40, dtype, activation, bias=dtype, residual=True, w_layout=w_layout)
+    case = LinearProblem(70, 72, 40, dtype, activation, bias=dtype, residual=True, w_layout=w_layout)
     check_gradients(shared_cache, case, arch=arch)
 
 
@@ -205,28 +205,28 @@ def test_gradients(shared_cache, dtype, arch, w_layout, activation):
 @pytest.mark.parametrize("dtype, arch", [("float16", 90), ("float32", 90)])
 def test_gradients_whatever_the_shape(shared_cache, dtype, arch, shape, activation):
     """Packed rows at the end of readable memory, seldom aligned; two chunks of rows."""
-    case = LinearCase(*shape, dtype, activation, bias="float32", residual=True, w_layout="n", at_end=True)
+    case = LinearProblem(*shape, dtype, activation, bias="float32", residual=True, w_layout="n", at_end=True)
     check_gradients(shared_cache, case, arch=arch)
 
 
 @pytest.mark.parametrize("w_layout", ["k", "n"])
 @pytest.mark.parametrize("activation", ["", "swiglu"])
 def test_gradients_by_wide_tiles(shared_cache, activation, w_layout):
-    case = LinearCase(136, 264, 264, activation=activation, w_layout=w_layout)
+    case = LinearProblem(136, 264, 264, activation=activation, w_layout=w_layout)
     check_gradients(shared_cache, case, multiprocessors=FEW)
 
 
 @pytest.mark.parametrize("activation", ["", "gelu"])
 def test_rows_of_dout_and_x_may_have_gaps(shared_cache, activation):
     for gap in (8, 3):
-        case = LinearCase(70, 40, 24, activation=activation, bias="float16", residual=True, gaps=(gap, 0), w_layout="n")
+        case = LinearProblem(70, 40, 24, activation=activation, bias="float16", residual=True, gaps=(gap, 0), w_layout="n")
         check_gradients(shared_cache, case, gap=gap)
 
 
 @pytest.mark.parametrize("wanted", [("dx",), ("dw",), ("dbias",), ("dresidual",), ("dw", "dbias")], ids="-".join)
 @pytest.mark.parametrize("activation", ["", "silu"])
 def test_only_what_is_wanted(shared_cache, activation, wanted):
-    case = LinearCase(20, 24, 16, activation=activation, bias="float32", residual=True)
+    case = LinearProblem(20, 24, 16, activation=activation, bias="float32", residual=True)
     check_gradients(shared_cache, case, wanted=wanted)
 
 
@@ -234,12 +234,12 @@ def test_only_what_is_wanted(shared_cache, activation, wanted):
 @pytest.mark.parametrize("shape", [(0, 5, 3), (5, 0, 3)], ids=str)
 def test_gradients_of_nothing(shared_cache, dtype, shape):
     """Without rows dw and dbias are zeros, without columns dx is."""
-    case = LinearCase(*shape, dtype, "silu", bias="float32", residual=True, w_layout="n")
+    case = LinearProblem(*shape, dtype, "silu", bias="float32", residual=True, w_layout="n")
     check_gradients(shared_cache, case)
 
 
 def test_gradients_are_the_same_in_every_order_of_warps(shared_cache):
-    case = LinearCase(300, 72, 40, activation="swiglu", bias="float32", residual=True)
+    case = LinearProblem(300, 72, 40, activation="swiglu", bias="float32", residual=True)
     arrays = operands(case)
     dout, saved = upstream(case, arrays)
     runs = [run_gradients(shared_cache, case, arrays, dout, saved, seed=seed) for seed in (1, 2)]

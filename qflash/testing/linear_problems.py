@@ -21,7 +21,7 @@ _U = _ROUNDING["float32"]
 
 
 @dataclass(frozen=True)
-class LinearCase:
+class LinearProblem:
     """A call. x_layout, w_layout: the contiguous dimension of x [m, k] and of w [k, n]; gaps: elements between the rows
     of either in memory; at_end: they end where readable memory does. bias: the dtype it has, "": there is none."""
 
@@ -45,7 +45,7 @@ class LinearCase:
         return self.activation == "swiglu"
 
 
-def operands(case: LinearCase) -> Arrays:
+def operands(case: LinearProblem) -> Arrays:
     """x, w and what else the call takes."""
     rng = np.random.default_rng([case.seed, case.m, case.n, case.k])
     kind, out = KINDS[case.dtype], KINDS[case.out_dtype or case.dtype]
@@ -120,7 +120,7 @@ def _product(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> tuple[np.
     return x @ w + (0.0 if bias is None else _double(bias)), (x.shape[1] + 4) * _U * sizes
 
 
-def linear(case: LinearCase, arrays: Arrays) -> tuple[Arrays, Arrays]:
+def linear(case: LinearProblem, arrays: Arrays) -> tuple[Arrays, Arrays]:
     """out, pre and pre_up in float64, and how far a kernel may be from each."""
     h, error = _product(arrays["x"], arrays["w"], arrays.get("bias"))
     want, bound = {"pre": h}, {"pre": error}
@@ -141,7 +141,7 @@ def linear(case: LinearCase, arrays: Arrays) -> tuple[Arrays, Arrays]:
     return want, {name: bound[name] + rounding * (np.abs(x) + bound[name]) + least for name, x in want.items()}
 
 
-def upstream(case: LinearCase, arrays: Arrays, gap: int = 0) -> tuple[np.ndarray, Arrays]:
+def upstream(case: LinearProblem, arrays: Arrays, gap: int = 0) -> tuple[np.ndarray, Arrays]:
     """dout of random numbers, `gap` elements between its rows, and the pre-activations as the forward pass rounds
     them."""
     kind = KINDS[case.dtype]
@@ -151,7 +151,7 @@ def upstream(case: LinearCase, arrays: Arrays, gap: int = 0) -> tuple[np.ndarray
     return guarded(dout, (case.n + gap) * kind.itemsize, case.at_end), saved
 
 
-def gradients(case: LinearCase, arrays: Arrays, dout: np.ndarray, saved: Arrays) -> tuple[Arrays, Arrays]:
+def gradients(case: LinearProblem, arrays: Arrays, dout: np.ndarray, saved: Arrays) -> tuple[Arrays, Arrays]:
     """Gradients of `arrays` in float64, from the pre-activations as they were rounded, and how far a kernel may be."""
     u, least = _ROUNDING[case.dtype], _LEAST[case.dtype]
     x, w, dout = _double(arrays["x"]), _double(arrays["w"]), _double(dout)
