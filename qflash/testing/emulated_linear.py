@@ -12,7 +12,16 @@ from qflash.call.spec import ACTIVATIONS, OP_DTYPES
 from qflash.dispatch import BY_NAME, VARIANTS
 from qflash.jit.cache import Cache
 from qflash.testing import emulator
-from qflash.testing.linear_problems import KINDS, Arrays, LinearProblem, operands
+from qflash.testing.linear_problems import (
+    KINDS,
+    Arrays,
+    LinearProblem,
+    check_near,
+    gradients,
+    linear,
+    operands,
+    upstream,
+)
 
 _POISON = 113  # what outputs are full of before
 
@@ -72,6 +81,23 @@ def run_linear(
     found.launch_struct("QfLinearParams", fields, seed, multiprocessors)
     assert (memory[:, case.n :] == memory.dtype.type(_POISON)).all(), "out has gaps between its rows"
     return arrays, results
+
+
+def check_tile(cache: Cache, kernel: str) -> None:
+    """A small problem that the kernel serves: more rows, columns and k than a tile has, all that may follow the sums."""
+    row = BY_NAME[kernel]
+    dtype = row.dtypes[-1]
+    if row.op == "linear_backward":
+        problem = LinearProblem(130, 140, 70, dtype, "swiglu", bias="float32", residual=True)
+        arrays = operands(problem)
+        dout, saved = upstream(problem, arrays)
+        got = run_gradients(cache, problem, arrays, dout, saved, kernel=kernel)
+        check_near(got, *gradients(problem, arrays, dout, saved))
+        return
+    activation = VARIANTS[kernel].spec(emulator.ARCH, dtype).activation
+    problem = LinearProblem(130, 140, 70, dtype, activation, bias=dtype, residual=True)
+    arrays, got = run_linear(cache, kernel, problem, keep_pre=True)
+    check_near(got, *linear(problem, arrays))
 
 
 def run_gradients(

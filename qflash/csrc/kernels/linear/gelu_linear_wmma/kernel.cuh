@@ -9,9 +9,8 @@
 //          +-----------+-----------+
 //
 // Fragments are opaque: no lane knows which sums it holds, so none knows which bias belongs to them. What follows the
-// products therefore happens after a trip through shared memory. gemm_mma makes that trip as well, for the sake of its
-// stores, but could do without it; and it knows its fragments on the way in, so its tiles need no padding, its copies no
-// registers, and its sums twice as many columns.
+// products therefore happens after a trip through shared memory. gemm_mma makes that trip as well, but for the sake of its
+// stores alone; and it knows its fragments on the way in, so that its tiles are swizzled where these are padded.
 //
 // Shared memory, 40 KB, two buffers of
 //   s_x [128][32 + 8]                      rows along k
