@@ -55,7 +55,13 @@ FEATURES: dict[str, tuple[Change, ...]] = {
     "gradients": (_with(op="attention_backward"),),
     "softmax, layer norm, cross entropy": tuple(_with(op=op) for op in ("softmax", "layer_norm", "cross_entropy")),
     "rotary embedding by itself (`qflash.rope`)": (_with(op="rope"),),
-    "quantize, dequantize, INT8 products": tuple(_with(op=op) for op in ("quantize", "dequantize", "int8_matmul")),
+    "linear layers (`linear`, `swiglu`)": tuple(_with(op="linear", activation=word) for word in ("", "gelu", "swiglu")),
+    "gradients of linear layers": (_with(op="linear_backward"),),
+    "quantize, dequantize, INT8 products": (
+        _with(op="quantize"),
+        _with(op="dequantize"),
+        _with(op="linear", precision="int8"),
+    ),
 }
 
 

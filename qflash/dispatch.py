@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from qflash.call.spec import DTYPES, MOST_DECODE_ROWS, PRECISIONS, Spec
+from qflash.call.spec import ACTIVATIONS, DTYPES, MOST_DECODE_ROWS, PRECISIONS, Spec
 from qflash.errors import NoKernelError
 
 # Head dims that most kernels of attention are compiled for; each serves every smaller one down to the next.
@@ -111,9 +111,17 @@ def _wmma(spec: Spec) -> list[str]:
     return found
 
 
-def _one_product(spec: Spec) -> list[str]:
-    """Why a kernel that multiplies with one weight cannot serve."""
-    return ["takes no swiglu, which has two weights"] if spec.activation == "swiglu" else []
+def _gelu_alone(spec: Spec) -> list[str]:
+    """What the rung of WMMA leaves out."""
+    found = _sixteen_bit_tensor_cores(spec)
+    if not spec.activation.startswith("gelu"):
+        found.append(f"fuses GeLU alone, activation is {spec.activation or None!r}; gemm_mma takes every activation")
+    return found
+
+
+def _sums_alone(spec: Spec) -> list[str]:
+    """int32 results are sums, and nothing follows them."""
+    return ["gives int32 without an activation alone"] if spec.dtype == "int32" and spec.activation else []
 
 
 def _decoding(spec: Spec) -> list[str]:
@@ -516,6 +524,37 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=(*DTYPES, "int32"),
     ),
     Kernel(
+        name="gemm_mma",
+        device="cuda",
+        summary="products in 16 bits on tensor cores: mma.sync, swizzled tiles of any layout, asynchronous copies",
+        op="linear",
+        dtypes=_HALVES,
+        min_arch=75,
+        also=_sixteen_bit_tensor_cores,
+        per_activation=True,
+    ),
+    Kernel(
+        name="gemm_tiled",
+        device="cuda",
+        summary="products in float32 on CUDA cores: tiles in shared memory, 8 x 8 sums a thread",
+        op="linear",
+        min_arch=75,
+        per_arch=False,
+        per_activation=True,
+    ),
+    Kernel(
+        name="gelu_linear_wmma",
+        device="cuda",
+        summary="GeLU behind products through WMMA: opaque fragments, sums pass through shared memory; no other activation",
+        op="linear",
+        dtypes=_HALVES,
+        min_arch=75,
+        automatic=False,
+        also=_gelu_alone,
+        per_arch=False,
+        per_activation=True,
+    ),
+    Kernel(
         name="int8_gemm_tc",
         device="cuda",
         summary="INT8 product on tensor cores: mma.sync, swizzled tiles, asynchronous copies",
@@ -523,7 +562,7 @@ KERNELS: tuple[Kernel, ...] = (
         precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
         min_arch=75,
-        also=_one_product,
+        also=_sums_alone,
         per_activation=True,
     ),
     Kernel(
@@ -534,7 +573,7 @@ KERNELS: tuple[Kernel, ...] = (
         precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
         min_arch=75,
-        also=_one_product,
+        also=_sums_alone,
         per_activation=True,
     ),
     Kernel(
@@ -543,6 +582,14 @@ KERNELS: tuple[Kernel, ...] = (
         summary="gradients of cpu_linear: its products with w and x transposed; sums over rows in a fixed order",
         op="linear_backward",
         page="linear",
+    ),
+    Kernel(
+        name="linear_bwd",
+        device="cuda",
+        summary="gradients of linear layers: the activation's slopes and dbias in one pass, dx and dw by the kernels of "
+        "the forward pass; no atomics",
+        op="linear_backward",
+        min_arch=75,
     ),
     Kernel(
         name="cpu_quantize",
@@ -723,12 +770,16 @@ class Variant:
     def spec(self, arch: int, dtype: str, head_dim: int = 0) -> Spec:
         """The plainest Spec that it serves."""
         kernel = self.kernel
-        return Spec(
+        plain = Spec(
             *(kernel.device, arch, dtype, head_dim, self.precision),
             op=kernel.op,
             kv=self.kv,
             few_rows=kernel.few_rows,
         )
+        if not kernel.per_activation:
+            return plain
+        specs = (replace(plain, activation=activation) for activation in ACTIVATIONS)
+        return next((spec for spec in specs if not reasons(kernel, spec)), plain)
 
     @property
     def device(self) -> str:
