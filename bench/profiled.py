@@ -26,8 +26,6 @@ def _int8(torch: Any) -> Any:
 
 
 def _linear(torch: Any, kernel: str) -> Any:
-    if VARIANTS[kernel].precision == "int8":
-        return qflash.int8_matmul(_int8(torch), _int8(torch).T, kernel=kernel)
     x, weight = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.float16) for _ in range(2))
     return qflash.linear(x, weight.T, x[0], activation="gelu_tanh", kernel=kernel)
 
@@ -125,7 +123,11 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "softmax_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(lambda torch, x: qflash.softmax(x))),
     "layer_norm_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(_layer_norm)),
     "cross_entropy_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(_losses)),
-    "linear": (f"{SIDE}x{SIDE}x{SIDE}, w along k; float16 with bias and gelu_tanh, or int8", _linear),
+    "linear": (f"{SIDE}x{SIDE}x{SIDE}, w along k, float16 with bias and gelu_tanh", _linear),
+    "linear int8": (
+        f"{SIDE}x{SIDE}x{SIDE}, b along k",
+        lambda torch, kernel: qflash.int8_matmul(_int8(torch), _int8(torch).T, kernel=VARIANTS[kernel].kernel.name),
+    ),
     "linear_backward": (f"{SIDE}x{SIDE}x{SIDE}, w along k, float16 with bias and gelu_tanh", _linear_gradients),
     "quantize": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed", _quantize),
     "dequantize": (
