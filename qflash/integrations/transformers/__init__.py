@@ -1,0 +1,14 @@
+"""qflash in Hugging Face transformers: attention functions, a paged cache, and a decode loop. Importing it needs both.
+
+register   makes attn_implementation "qf" and "qf_int8" known
+patterns   what a mask function of transformers means
+mask       masks in qflash's words, and the mask function that makes them
+attention  the attention functions
+tokens     which tokens of a batch are padding
+pages      PagedCache, a cache of transformers over qflash.KVCache
+"""
+
+from qflash.integrations.transformers.pages import PagedCache
+from qflash.integrations.transformers.register import register
+
+__all__ = ["PagedCache", "register"]
