@@ -6,9 +6,12 @@ mask       masks in qflash's words, and the mask function that makes them
 attention  the attention functions
 tokens     which tokens of a batch are padding
 pages      PagedCache, a cache of transformers over qflash.KVCache
+sampling   the next token from logits
+decoding   generate and Decoder, the decode loop
 """
 
+from qflash.integrations.transformers.decoding import Decoder, Generated, generate
 from qflash.integrations.transformers.pages import PagedCache
 from qflash.integrations.transformers.register import register
 
-__all__ = ["PagedCache", "register"]
+__all__ = ["Decoder", "Generated", "PagedCache", "generate", "register"]

@@ -105,9 +105,15 @@ def qf_mask(
         return Mask(**sizes, causal=False, obstacle="a mask function added by the model (or_mask or and_mask)")
     if torch.compiler.is_compiling():
         pattern = traced_pattern_of(
-            mask_function, batch_size, q_length, local_size=local_size, both_ways=allow_is_bidirectional_skip is not None,
-            is_plain=allow_is_causal_skip or q_length == 1, config=config, device=device,
-        )  # fmt: skip
+            mask_function,
+            batch_size,
+            q_length,
+            local_size=local_size,
+            both_ways=allow_is_bidirectional_skip is not None,
+            is_plain=allow_is_causal_skip or q_length == 1,
+            config=config,
+            device=device,
+        )
     else:
         pattern = pattern_of(mask_function)
     words = {"causal": pattern.causal, "window": pattern.window, "obstacle": pattern.obstacle}
@@ -133,13 +139,11 @@ def qf_mask(
     return Mask(**sizes, **words | _padding(pattern, visible, q_length, exist))
 
 
-def can_look() -> bool:
-    """Whether values on a device may decide what is done next: not while a graph is made."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    )
+def can_look(x: Tensor) -> bool:
+    """Whether values of a tensor may decide what is done next: not while a graph is made."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _visible(attention_mask: Tensor, keys: int, exist: Any, kv_offset: int) -> Tensor:
@@ -157,13 +161,17 @@ def _padding(pattern: Pattern, visible: Tensor, q_length: int, exist: Any) -> di
     if pattern.is_aligned and q_length > 1:
         places = torch.arange(q_length, device=visible.device) + (exist - q_length)
         queries = visible.index_select(1, places)
-    if not can_look():
-        if pattern.window is not None:
+    # With holes keys come closer to queries than they are; only a window that hides some of them notices.
+    is_bounded = pattern.window is not None and not (
+        pattern.causal and isinstance(exist, int) and exist <= pattern.window[0] + 1
+    )
+    if not can_look(visible):
+        if is_bounded:
             torch._assert_async(_has_no_holes(visible).all(), "a padding mask with holes under a sliding window")
         return _in_order(visible, queries)
     if bool(visible.all()):
         return {} if isinstance(exist, int) else _in_order(visible, None) | {"key_order": None}
-    if pattern.window is not None and not bool(_has_no_holes(visible).all()):
+    if is_bounded and not bool(_has_no_holes(visible).all()):
         return {"obstacle": "a padding mask with holes under a sliding window"}
     if pattern.causal and isinstance(exist, int) and q_length == exist and _falls(visible):
         return {"visible": visible}  # padding on the right comes after all that can see it
@@ -200,7 +208,7 @@ def _has_no_holes(flags: Tensor) -> Tensor:
 
 def _packing(starts: Tensor) -> dict[str, Any]:
     """The words of packed sequences, rows of the batch one after another."""
-    if not can_look():
+    if not can_look(starts):
         return {"starts": starts}
     if not bool(starts[:, 1:].any()):
         return {}

@@ -77,7 +77,8 @@ class PagedCache(Cache):
         config: the model's, which says how many layers it has.
         pages: how many pages there are for all sequences of a batch.
         page_size: tokens of a page: 16, 32, 64, 128 or 256.
-        precision: None keeps the model's dtype. "int8" keeps a byte for each value, and a scale for each token and head.
+        precision: None keeps the model's dtype. "int8" keeps a byte for each value, and a scale for each token and
+            head.
 
     Pages are allocated with the first tokens, whose dtype, device and shape they take. Padding on the left takes no
     place in them. Beams share pages until their tokens differ. Layers with a sliding window keep all tokens.
@@ -106,18 +107,29 @@ class PagedCache(Cache):
     kv: qflash.KVCache | None
     """The pages, from the first tokens on."""
 
+    tables: Any
+    """The step of `kv` that passes read; it is renewed as long as the batch is as large and finds room in it."""
+
+    columns: int
+    """How many pages of a sequence new tables have room for, at least."""
+
     def __init__(
         self, config: Any, *, pages: int, page_size: int = 256, precision: Literal["int8"] | None = None
     ) -> None:
         text = config.get_text_config(decoder=True)
         count = getattr(text, "decoder_layers", None) or text.num_hidden_layers
+        others = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if others or getattr(text, "num_kv_shared_layers", None):
+            came = ", ".join(sorted(others)) or "layers that share keys"
+            raise NotImplementedError(f"config has {came}; allowed: layers of full_attention and sliding_attention")
         super().__init__(layers=[PagedLayer(self, index) for index in range(count)])
         self.kv = None
         self._sizes = {"pages": pages, "page_size": page_size, "precision": precision}
-        qflash.KVCache(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device="meta", **self._sizes)  # checks them
+        # Pages come with the first tokens; what is wrong with their sizes is said now.
+        qflash.KVCache(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device="meta", **self._sizes)
+        self.tables, self.columns = None, 1
         self._log = TokenLog()
         self._sequences: list[int] = []
-        self._step: Any = None  # its tables are renewed as long as the batch has as many sequences
         self._new = 0  # tokens of each sequence in the forward pass under way, or in the last one
         self._written: set[int] = set()  # layers that have written them
         self._rows: Tensor | None = None  # of the new tokens, flattened: those that are no padding; None: all
@@ -168,6 +180,20 @@ class PagedCache(Cache):
         self._select([])
         self._log = TokenLog()
 
+    def advance(self) -> None:
+        """Reserve the next token of every sequence now, and not in the forward pass that writes it.
+
+        That pass then does no work on the host, which a CUDA graph could not repeat: call this before each replay.
+        """
+        self._extend([1] * len(self._sequences))
+        self._log.add(1, None)
+        self._written.clear()
+        self._new, self._rows = 1, None
+
+    def repeat_pass(self) -> None:
+        """Let the forward pass that was run, or captured, last write its tokens again: they are the same."""
+        self._written.clear()
+
     # Sequences.
 
     def _select(self, indices: Sequence[int]) -> None:
@@ -190,19 +216,18 @@ class PagedCache(Cache):
     # A forward pass.
 
     def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
-        words = {"causal": mask.causal, "window": mask.window} | words
         if not self._new or new.layer in self._written:
             self._begin(new.k, new.v, mask)
         k, v, q = (x.transpose(1, 2) for x in (new.k, new.v, query))
         if self._rows is None:
-            kv = self._step.write(new.layer, k, v)
+            kv = self.tables.write(new.layer, k, v)
             self._written.add(new.layer)
             return qflash.attention(q, kv, **words)
         shape = q.shape
         q, k, v = (x.reshape(-1, *x.shape[2:]).index_select(0, self._rows) for x in (q, k, v))
-        kv = self._step.write(new.layer, k, v)
+        kv = self.tables.write(new.layer, k, v)
         self._written.add(new.layer)
-        packed = (self._step.cu_seqlens, None, self._step.max_new, None)
+        packed = (self.tables.cu_seqlens, None, self.tables.max_new, None)
         out = qflash.attention_varlen(q, kv, None, *packed, **words)
         return out.new_zeros(shape).flatten(0, 1).index_copy(0, self._rows, out).view(shape)
 
@@ -210,13 +235,11 @@ class PagedCache(Cache):
         """Reserve pages for the tokens of a forward pass; in its first layer."""
         batch, heads, length, head_dim = k.shape
         if v.shape != k.shape:
-            raise NotImplementedError(f"values have shape {list(v.shape)}; allowed in pages: that of keys, {list(k.shape)}")
+            raise NotImplementedError(f"values have shape {list(v.shape)}; allowed: that of keys, {list(k.shape)}")
         if self.kv is None:
             sizes = {"layers": len(self.layers), "kv_heads": heads, "head_dim": head_dim}
             self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=k.dtype, device=k.device)
-        if not self._sequences:
-            self._sequences = [self.kv.open() for _ in range(batch)]
-        if len(self._sequences) != batch:
+        if self._sequences and len(self._sequences) != batch:
             raise ValueError(f"there are {batch} sequences; allowed: as many as the cache has, {len(self._sequences)}")
         flags, rows = None, None
         if mask.visible is not None:
@@ -224,8 +247,16 @@ class PagedCache(Cache):
             flags = new.cpu().numpy()
             rows = None if flags.all() else new.flatten().nonzero()[:, 0]
         counts = [length] * batch if flags is None else [int(n) for n in flags.sum(1)]
-        self._check_same(mask, counts)
-        self._extend(counts)
+        is_first = not self._sequences
+        if is_first:
+            self._sequences = [self.kv.open() for _ in range(batch)]
+        try:
+            self._check_same(mask, counts)
+            self._extend(counts)
+        except BaseException:
+            if is_first:
+                self._select([])
+            raise
         self._written.clear()
         self._new, self._rows = length, rows
         self._log.add(length, None if rows is None else flags)
@@ -243,10 +274,11 @@ class PagedCache(Cache):
             )
 
     def _extend(self, counts: list[int]) -> None:
-        size, step = self.kv.page_size, self._step
+        step = self.tables
         longest = max(self.kv.length(s) + n for s, n in zip(self._sequences, counts, strict=True))
-        needed = -(-longest // size)
+        needed = -(-longest // self.kv.page_size)
         if step is not None and step.lens.shape[0] == len(self._sequences) and step.columns >= needed:
             self.kv.extend(self._sequences, counts, into=step)
         else:
-            self._step = self.kv.extend(self._sequences, counts, columns=2 * max(needed, 1))
+            columns = self.columns if self.columns >= needed else 2 * needed
+            self.tables = self.kv.extend(self._sequences, counts, columns=columns)

@@ -106,8 +106,8 @@ def traced_pattern_of(
 ) -> Pattern:
     """The same while torch.compile traces, from what transformers passes beside the function.
 
-    local_size: of a window or a chunk. both_ways: a bidirectional mask was asked for. is_plain: nothing was added to the
-    mask that the other arguments tell.
+    local_size: of a window or a chunk. both_ways: a bidirectional mask was asked for. is_plain: nothing was added to
+    what these tell, such as packed sequences.
     """
     if mask_function is masking.causal_mask_function:
         return Pattern(causal=True)
