@@ -1,6 +1,6 @@
 """qflash in Hugging Face transformers: attention functions, a paged cache, and a decode loop. Importing it needs both.
 
-register   makes attn_implementation "qf" and "qf_int8" known
+names      register, which makes attn_implementation "qf" and "qf_int8" known
 patterns   what a mask function of transformers means
 mask       masks in qflash's words, and the mask function that makes them
 attention  the attention functions
@@ -11,7 +11,7 @@ decoding   generate and Decoder, the decode loop
 """
 
 from qflash.integrations.transformers.decoding import Decoder, Generated, generate
+from qflash.integrations.transformers.names import register
 from qflash.integrations.transformers.pages import PagedCache
-from qflash.integrations.transformers.register import register
 
 __all__ = ["Decoder", "Generated", "PagedCache", "generate", "register"]

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from qflash.integrations.transformers.mask import UNPADDED
+from qflash.integrations.transformers.names import FUNCTIONS, register
 from qflash.integrations.transformers.pages import PagedCache
-from qflash.integrations.transformers.register import FUNCTIONS, register
 from qflash.integrations.transformers.sampling import Sampling
 
 Tensor = torch.Tensor
