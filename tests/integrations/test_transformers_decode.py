@@ -254,6 +254,16 @@ def test_a_step_is_captured_once_and_replayed(fake_graphs):
     assert (fake_graphs.captures, fake_graphs.replays) == (1, 2 * (NEW - 1) - 1)
 
 
+def test_a_graph_is_captured_again_with_other_tables(fake_graphs):
+    decoder = qf.Decoder(tiny.decoder("llama"), pages=32, page_size=16)
+    for _ in range(2):
+        result = decoder.generate(tiny.tokens(), tiny.padding("left"), max_new_tokens=NEW)
+        assert torch.equal(result.sequences, reference("llama"))
+        (step,) = decoder._steps.values()
+        step._tables = None
+    assert fake_graphs.captures == 2
+
+
 def test_a_captured_step_draws_the_same_tokens(fake_graphs):
     words = {"do_sample": True, "seed": 5, "top_k": 20}
     captured, drawn = generated("llama", **words), generated("llama", **words, capture=False)

@@ -121,6 +121,15 @@ def test_padding_takes_no_place():
     assert [cache.kv.length(s) for s in cache._sequences] == mask.sum(1).tolist()
 
 
+def test_layers_that_have_not_written():
+    """While a pass is under way, a layer counts what it has seen itself."""
+    cache, _ = prefilled(tiny.decoder("llama"))
+    cache.advance()
+    assert [cache.get_seq_length(layer) for layer in (0, 1)] == [tiny.LENGTH] * 2
+    cache._written.add(0)
+    assert [cache.get_seq_length(layer) for layer in (0, 1)] == [tiny.LENGTH + 1, tiny.LENGTH]
+
+
 @pytest.mark.parametrize("tokens", [-3, 11])
 def test_crop(tokens):
     """A negative number is how many tokens go, a positive one how many stay."""
@@ -186,8 +195,13 @@ def test_assisted_generation():
 def test_out_of_pages():
     """The pass that finds no page raises; the cache is what it was, and goes on where there is room."""
     model = tiny.decoder("llama")
+    cache = pages(model, count=2)
     with pytest.raises(qflash.OutOfPagesError, match="3 more pages"):
-        generated(model, "qf", past_key_values=pages(model, count=2))
+        generated(model, "qf", past_key_values=cache)
+    assert cache.batch_size == -1 and cache.get_seq_length() == 0  # a smaller batch may come
+    with tiny.attention_by(model, "qf"), torch.no_grad():
+        model(tiny.tokens(2), past_key_values=cache)
+    assert cache.kv.free_pages == 0
     cache, mask = prefilled(model, count=4)
     cache.kv.open()
     other = cache.kv.open()

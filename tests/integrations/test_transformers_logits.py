@@ -156,6 +156,21 @@ def test_cross_attention_to_a_padded_encoder():
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 
+def test_no_mask_means_from_the_first_key_on():
+    """As transformers calls a static cache that is empty: keys past the queries do not exist yet."""
+    random = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 4, length, 16, generator=random) for length in (5, 9, 9))
+    out, _ = qf_attention(SimpleNamespace(is_causal=True), q, k, v, None)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5], is_causal=True)
+    torch.testing.assert_close(out.transpose(1, 2), want, atol=TOLERANCE, rtol=0)
+    for words in ({"is_causal": False}, {}):
+        out, _ = qf_attention(
+            SimpleNamespace(is_causal=not words), q[:, :, :1] if not words else q, k, v, None, **words
+        )
+        want = torch.nn.functional.scaled_dot_product_attention(q[:, :, :1] if not words else q, k, v)
+        torch.testing.assert_close(out.transpose(1, 2), want, atol=TOLERANCE, rtol=0)
+
+
 def test_values_narrower_than_keys():
     """As in models that compress keys and values into a latent space."""
     random = torch.Generator().manual_seed(5)

@@ -173,7 +173,7 @@ def _padding(pattern: Pattern, visible: Tensor, q_length: int, exist: Any) -> di
         return {} if isinstance(exist, int) else _in_order(visible, None) | {"key_order": None}
     if is_bounded and not bool(_has_no_holes(visible).all()):
         return {"obstacle": "a padding mask with holes under a sliding window"}
-    if pattern.causal and isinstance(exist, int) and q_length == exist and _falls(visible):
+    if pattern.causal and isinstance(exist, int) and _falls(visible):
         return {"visible": visible}  # padding on the right comes after all that can see it
     if queries is None or _rises(queries):
         order = _in_order(visible, None)

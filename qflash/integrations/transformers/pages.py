@@ -157,10 +157,10 @@ class PagedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of all sequences; a positive number is how many are kept."""
-        length = self._log.length
-        kept = min(tokens_to_remove, length) if tokens_to_remove > 0 else max(length + tokens_to_remove, 0)
-        for sequence, tokens in zip(self._sequences, self._log.crop(kept, len(self._sequences)), strict=True):
-            self.kv.truncate(sequence, tokens)
+        length, tokens = self._log.length, int(tokens_to_remove)
+        kept = min(tokens, length) if tokens > 0 else max(length + tokens, 0)
+        for sequence, left in zip(self._sequences, self._log.crop(kept, len(self._sequences)), strict=True):
+            self.kv.truncate(sequence, left)
         self._end_pass()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
