@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -89,6 +92,15 @@ def test_whisper():
         assert torch.equal(model.generate(sound, **words), want)
         cache = transformers.EncoderDecoderCache(pages(model), transformers.DynamicCache())
         assert torch.equal(model.generate(sound, **words, past_key_values=cache), want)
+
+
+@pytest.mark.parametrize("name", ["PagedCache", "generate", "register"])
+def test_the_example_is_true(name):
+    text = inspect.getdoc(getattr(qf, name))
+    example = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+    said: list[str] = []
+    results = doctest.DocTestRunner().run(example, out=said.append)
+    assert results.attempted and not results.failed, "".join(said)
 
 
 # PagedCache -----------------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_a_window_to_both_sides():
 
 def test_a_model_that_slices_its_mask():
     with pytest.raises(NotImplementedError, match="slices its attention mask"):
-        Mask(1, 4, 4, True)[:, :, :, :2]
+        Mask(1, 4, 4, 4, True)[:, :, :, :2]
 
 
 def test_a_window_without_a_mask():
@@ -134,6 +134,16 @@ def test_a_window_without_a_mask():
     module = SimpleNamespace(is_causal=True, layer_idx=3, config=SimpleNamespace(model_type="some"))
     with pytest.raises(NotImplementedError, match="SimpleNamespace of some, layer 3: sliding_window is 4"):
         qf_attention(module, q, q, q, None, sliding_window=4)
+
+
+def test_a_mask_for_other_keys():
+    from types import SimpleNamespace
+
+    from qflash.integrations.transformers.attention import qf_attention
+
+    q, k = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 9, 16)
+    with pytest.raises(NotImplementedError, match=r"there are 3 queries and 9 keys; allowed: .* 3 queries and 7 keys"):
+        qf_attention(SimpleNamespace(), q, k, k, Mask(1, 3, 7, 7, True))
 
 
 def test_weights_are_not_to_be_had():
@@ -213,6 +223,20 @@ def test_compiled(family):
                 got = graph(ids, **words).logits
         real = slice(None) if mask is None else mask.bool()
         torch.testing.assert_close(got[real], want[real], atol=TOLERANCE, rtol=0, msg=f"padding {kind}")
+
+
+def test_a_graph_with_a_growing_cache():
+    """Lengths as symbols: a prompt, and tokens one by one."""
+    model, ids = tiny.decoder("mistral"), tiny.tokens()
+    torch.compiler.reset()
+    logits = {}
+    for name in ("sdpa", "qf"):
+        cache = transformers.DynamicCache(config=model.config)
+        with tiny.attention_by(model, name), torch.no_grad():
+            call = torch.compile(model, fullgraph=True, backend="eager") if name == "qf" else model
+            parts = [ids[:, :6], *ids[:, 6:].split(1, 1)]
+            logits[name] = torch.cat([call(part, past_key_values=cache).logits for part in parts], 1)
+    torch.testing.assert_close(logits["qf"], logits["sdpa"], atol=TOLERANCE, rtol=0)
 
 
 def test_a_compiled_encoder():

@@ -52,7 +52,7 @@ def _attend(
     max_length_q: int | None = None,
     **others: Any,
 ) -> Tensor:
-    obstacle = _in_mask(mask, key, sliding_window) or _in_words(dropout, others)
+    obstacle = _in_mask(mask, query, key, sliding_window) or _in_words(dropout, others)
     if obstacle is not None:
         raise NotImplementedError(f"{_place(module)}: {obstacle}")
     if mask is None:
@@ -78,10 +78,10 @@ def _attend(
 _NOT_SERVED = ("position_bias", "head_mask", "indices", "block_indices")
 
 
-def _in_mask(mask: Any, key: Any, sliding_window: int | None) -> str | None:
+def _in_mask(mask: Any, query: Tensor, key: Any, sliding_window: int | None) -> str | None:
     if isinstance(mask, Mask):
         if mask.obstacle is None:
-            return None
+            return _in_sizes(mask, query, key)
         return (
             f"the mask is {mask.obstacle}, for which there are no exact words; allowed: causal and bidirectional "
             "masks, sliding windows, padding, packed position_ids, or another attn_implementation"
@@ -98,6 +98,15 @@ def _in_mask(mask: Any, key: Any, sliding_window: int | None) -> str | None:
     if sliding_window is not None and (type(key) is NewTokens or key.shape[2] > sliding_window):
         return f"sliding_window is {sliding_window} and the model made no mask; allowed: a mask that says how it lies"
     return None
+
+
+def _in_sizes(mask: Mask, query: Tensor, key: Any) -> str | None:
+    """A mask for other queries or keys than those that came."""
+    lengths = (query.shape[2], key.keys if type(key) is NewTokens else key.shape[2])
+    if lengths == (mask.q_length, mask.kv_length):
+        return None
+    made_for = f"{mask.q_length} queries and {mask.kv_length} keys"
+    return f"there are {lengths[0]} queries and {lengths[1]} keys; allowed: as the mask was made for, {made_for}"
 
 
 def _in_words(dropout: float, others: dict[str, Any]) -> str | None:
@@ -125,8 +134,10 @@ def _unmasked(module: torch.nn.Module, query: Tensor, key: Any, is_causal: bool 
     """What transformers means by no mask: causal from the first key on, where the module or the call is causal."""
     batch, _, q_length, _ = query.shape
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and q_length > 1
-    keys = key.keys if type(key) is NewTokens else key.shape[2]
-    return Mask(batch, q_length, min(keys, q_length) if causal and type(key) is not NewTokens else keys, causal)
+    if type(key) is NewTokens:
+        return Mask(batch, q_length, key.keys, key.keys, causal)
+    kv_length = key.shape[2]
+    return Mask(batch, q_length, kv_length, min(kv_length, q_length) if causal else kv_length, causal)
 
 
 def _on_arrays(

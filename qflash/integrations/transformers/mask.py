@@ -21,8 +21,9 @@ Tensor = torch.Tensor
 class Mask:
     """Which keys each query sees. One object serves all layers of a forward pass that have the same kind of mask.
 
+    kv_length: how many rows k and v have. keys: how many of them are used; those of a static cache that come after the
+        last query are cut off.
     causal, window: as in `qflash.attention`.
-    keys: how many rows of k and v there are; a static cache has more, which are cut off.
     kv_lens: int32 `[B]`, or None where all keys of all sequences exist.
     key_order, query_order: int64 `[B, T]`, in which order keys and queries are taken, or None for theirs.
     cu_seqlens, longest: of packed sequences. starts: where they begin, if nobody could look while a graph was made.
@@ -33,6 +34,7 @@ class Mask:
 
     batch: int
     q_length: int
+    kv_length: int
     keys: int
     causal: bool
     window: tuple[int, int] | None = None
@@ -53,7 +55,7 @@ class Mask:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """That of the dense mask which this one stands for."""
-        return (self.batch, 1, self.q_length, self.keys)
+        return (self.batch, 1, self.q_length, self.kv_length)
 
     def contiguous(self) -> Mask:
         """generate() calls this for a static cache."""
@@ -100,7 +102,8 @@ def qf_mask(
     """The mask function of "qf" and "qf_int8"; its arguments are those of transformers' `sdpa_mask`."""
     if isinstance(attention_mask, Mask):
         return attention_mask  # generate() had it made before the forward pass
-    sizes = {"batch": batch_size, "q_length": q_length, "keys": kv_length}
+    sizes = {"batch": batch_size, "q_length": q_length, "kv_length": kv_length, "keys": kv_length}
+    may_be_packed = attention_mask is None and q_length == kv_length  # otherwise transformers looks for no packing
     if use_vmap:
         return Mask(**sizes, causal=False, obstacle="a mask function added by the model (or_mask or and_mask)")
     if torch.compiler.is_compiling():
@@ -110,7 +113,7 @@ def qf_mask(
             q_length,
             local_size=local_size,
             both_ways=allow_is_bidirectional_skip is not None,
-            is_plain=allow_is_causal_skip or q_length == 1,
+            is_plain=allow_is_causal_skip or not may_be_packed,
             config=config,
             device=device,
         )
@@ -126,6 +129,8 @@ def qf_mask(
     if pattern.is_aligned and not pattern.causal and q_offset + q_length != kv_offset + kv_length:
         came = f"a window to both sides for {q_length} queries from {q_offset} on and {kv_length} keys"
         return Mask(**sizes, **words | {"obstacle": came})
+    if pattern.starts is not None and not may_be_packed:
+        return Mask(**sizes, **words | {"obstacle": "packed sequences with padding or a cache"})
     if pattern.starts is not None:
         return Mask(**sizes, **words, **_packing(pattern.starts))
     if isinstance(exist, int):
