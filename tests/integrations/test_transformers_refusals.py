@@ -117,7 +117,9 @@ def test_a_window_to_both_sides():
     mask = create_bidirectional_sliding_window_mask(config, torch.zeros(1, 9, 1), None)
     assert mask.obstacle is None and not mask.causal and mask.window == (3, 3)
     mask = create_bidirectional_sliding_window_mask(config, torch.zeros(1, 9, 1), None, torch.zeros(1, 5, 1))
-    assert "window to both sides for 9 queries" in mask.obstacle
+    assert "queries that stand up to key 9, of 5" in mask.obstacle
+    mask = create_bidirectional_sliding_window_mask(config, torch.zeros(1, 5, 1), None, torch.zeros(1, 9, 1))
+    assert "a window to both sides of queries that stand up to key 5, of 9" in mask.obstacle
 
 
 def test_a_model_that_slices_its_mask():

@@ -119,18 +119,15 @@ def qf_mask(
         )
     else:
         pattern = pattern_of(mask_function)
-    words = {"causal": pattern.causal, "window": pattern.window, "obstacle": pattern.obstacle}
-    if pattern.obstacle is not None:
-        return Mask(**sizes, **words)
     # Where queries stand among the keys. Keys of a static cache that come after the last query do not exist yet.
-    exist = q_offset + q_length - kv_offset if pattern.causal else kv_length
-    if pattern.chunk is not None and not (isinstance(exist, int) and exist + kv_offset <= pattern.chunk):
-        return Mask(**sizes, **words | {"obstacle": f"attention in chunks of {pattern.chunk} tokens"})
-    if pattern.is_aligned and not pattern.causal and q_offset + q_length != kv_offset + kv_length:
-        came = f"a window to both sides for {q_length} queries from {q_offset} on and {kv_length} keys"
-        return Mask(**sizes, **words | {"obstacle": came})
+    end = q_offset + q_length - kv_offset
+    exist = end if pattern.causal else kv_length
+    words = {"causal": pattern.causal, "window": pattern.window}
+    obstacle = pattern.obstacle or _in_places(pattern, end, kv_length, kv_offset)
     if pattern.starts is not None and not may_be_packed:
-        return Mask(**sizes, **words | {"obstacle": "packed sequences with padding or a cache"})
+        obstacle = "packed sequences with padding or a cache"
+    if obstacle is not None:
+        return Mask(**sizes, **words, obstacle=obstacle)
     if pattern.starts is not None:
         return Mask(**sizes, **words, **_packing(pattern.starts))
     if isinstance(exist, int):
@@ -142,6 +139,17 @@ def qf_mask(
         return Mask(**sizes, **words, kv_lens=lens)
     visible = _visible(attention_mask, sizes["keys"], exist, kv_offset)
     return Mask(**sizes, **words | _padding(pattern, visible, q_length, exist))
+
+
+def _in_places(pattern: Pattern, end: Any, kv_length: int, kv_offset: int) -> str | None:
+    """Queries that stand where no word puts them. end: the key that the last of them stands at, and one more."""
+    if pattern.chunk is not None and not (isinstance(end, int) and end + kv_offset <= pattern.chunk):
+        return f"attention in chunks of {pattern.chunk} tokens"
+    if pattern.is_aligned and isinstance(end, int) and end > kv_length:
+        return f"one of queries that stand up to key {end}, of {kv_length}"
+    if pattern.is_aligned and not pattern.causal and end != kv_length:
+        return f"a window to both sides of queries that stand up to key {end}, of {kv_length}"
+    return None
 
 
 def can_look(x: Tensor) -> bool:
