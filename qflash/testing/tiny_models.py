@@ -148,6 +148,17 @@ def bert() -> Any:
 
 
 @lru_cache(maxsize=1)
+def modernbert() -> Any:
+    """An encoder of text, one layer of which has a window to both sides."""
+    special = {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+    config = transformers.ModernBertConfig(
+        **_SIZES, **_SPREAD, **special, local_attention=WINDOW, global_attn_every_n_layers=2, max_position_embeddings=64
+    )
+    torch.manual_seed(1)
+    return transformers.ModernBertModel(config).eval()
+
+
+@lru_cache(maxsize=1)
 def vit() -> Any:
     """An encoder of images of 32 by 32."""
     sizes = {name: size for name, size in _SIZES.items() if name != "vocab_size"}

@@ -142,6 +142,13 @@ def test_words_out_of_range(words, text):
         qf.generate(tiny.decoder("llama"), tiny.tokens(), **{"max_new_tokens": 2, "do_sample": True} | words)
 
 
+def test_a_model_with_attention_of_its_own():
+    sizes = {"vocab_size": tiny.VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8, "n_positions": 64}
+    model = transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes)).eval()
+    with pytest.raises(NotImplementedError, match="GPTJForCausalLM has attention of its own, 'eager'"):
+        qf.generate(model, tiny.tokens(), max_new_tokens=2)
+
+
 def test_a_model_with_an_encoder():
     with pytest.raises(NotImplementedError, match="BartForConditionalGeneration has an encoder"):
         qf.generate(tiny.bart(), tiny.tokens(), max_new_tokens=2)

@@ -120,23 +120,30 @@ def test_chunks_of_a_prompt_into_a_cache(family, kind):
     torch.testing.assert_close(run("qf"), run("sdpa"), atol=TOLERANCE, rtol=0)
 
 
+def hidden_states(model, name, *inputs, **words):
+    with tiny.attention_by(model, name), torch.no_grad():
+        return model(*inputs, **words).last_hidden_state
+
+
 @pytest.mark.parametrize("kind", ["none", "left", "right", "both", "holes"])
 def test_bert(kind):
-    model, mask = tiny.bert(), tiny.padding(kind)
-    states = {}
-    for name in ("qf", "sdpa"):
-        with tiny.attention_by(model, name), torch.no_grad():
-            states[name] = model(tiny.tokens(), attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(states["qf"], states["sdpa"], atol=TOLERANCE, rtol=0)
+    """Where nothing is aligned padding may look at what exists, too, and does."""
+    words = {"input_ids": tiny.tokens(), "attention_mask": tiny.padding(kind)}
+    got, want = (hidden_states(tiny.bert(), name, **words) for name in ("qf", "sdpa"))
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_windows_to_both_sides(kind):
+    words = {"input_ids": tiny.tokens(), "attention_mask": tiny.padding(kind)}
+    got, want = (hidden_states(tiny.modernbert(), name, **words)[exist(kind)] for name in ("qf", "sdpa"))
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 
 def test_vit():
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
-    states = {}
-    for name in ("qf", "sdpa"):
-        with tiny.attention_by(tiny.vit(), name), torch.no_grad():
-            states[name] = tiny.vit()(images).last_hidden_state
-    torch.testing.assert_close(states["qf"], states["sdpa"], atol=TOLERANCE, rtol=0)
+    got, want = (hidden_states(tiny.vit(), name, images) for name in ("qf", "sdpa"))
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 
 def test_whisper():

@@ -311,6 +311,11 @@ def _attention_by_qflash(model: Any) -> Iterator[None]:
         yield
         return
     model.set_attn_implementation("qf")
+    if model.config._attn_implementation != "qf":
+        raise NotImplementedError(
+            f"{type(model).__name__} has attention of its own, {before!r}, which transformers does not replace; "
+            "allowed: models whose set_attn_implementation takes any registered name"
+        )
     try:
         yield
     finally:
