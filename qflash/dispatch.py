@@ -513,7 +513,6 @@ KERNELS: tuple[Kernel, ...] = (
         device="cpu",
         summary="product with a weight, bias, activation and residual on all cores, packed in blocks for the caches",
         op="linear",
-        page="linear",
     ),
     Kernel(
         name="cpu_int8_matmul",
@@ -581,7 +580,7 @@ KERNELS: tuple[Kernel, ...] = (
         device="cpu",
         summary="gradients of cpu_linear: its products with w and x transposed; sums over rows in a fixed order",
         op="linear_backward",
-        page="linear",
+        page="cpu_linear",
     ),
     Kernel(
         name="linear_bwd",

@@ -222,6 +222,14 @@ def test_exports(mode):
             assert torch.equal(program.module()(x), module(x))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_program_serves_either_grad_mode():
+    """torch.jit.trace runs a function again under no_grad, and compares the graphs."""
+    x, w, *_ = (t.detach() for t in inputs(torch.float32))
+    traced = torch.jit.trace(lambda x, w: qflash.linear(x, w.T, activation="gelu"), (x, w))
+    assert torch.equal(traced(2 * x, w), qflash.linear(2 * x, w.T, activation="gelu"))
+
+
 def test_only_what_the_backward_pass_reads_is_kept():
     x, w, b, r = inputs(torch.float32)
     kept = []

@@ -34,9 +34,6 @@ struct LinearKernel {
   int (*multiply)(const LinearCall& call, const LinearBlock& block, void* scratch);
 };
 
-// The kernel of this machine for arrays of `dtype`.
-const LinearKernel& linear_kernel(Isa isa, int32_t dtype);
-
 // All of out on the threads that p.num_threads asks for.
 int run_linear(const LinearCall& call, Isa isa);
 

@@ -59,9 +59,8 @@ struct Cut {
   }
 };
 
-}  // namespace
-
-const LinearKernel& linear_kernel(Isa isa, int32_t dtype) {
+// The kernel of this machine for arrays of `dtype`.
+const LinearKernel& kernel_for(Isa isa, int32_t dtype) {
 #if defined(__x86_64__)
   if (dtype == QF_BF16 && has_avx512_bf16()) return avx512_bf16::linear_bf16;
 #endif
@@ -69,10 +68,12 @@ const LinearKernel& linear_kernel(Isa isa, int32_t dtype) {
   return QF_PICK(isa, linear_floats);
 }
 
+}  // namespace
+
 int run_linear(const LinearCall& call, Isa isa) {
   const QfLinearParams& p = call.p;
   if (p.m == 0 || p.n == 0) return QF_OK;
-  const LinearKernel& kernel = linear_kernel(isa, p.dtype);
+  const LinearKernel& kernel = kernel_for(isa, p.dtype);
   const Cut cut(p, kernel);
   const int products = p.activation == QF_SWIGLU ? 2 : 1;
   // Rows innermost: threads that run side by side read the same columns of w.

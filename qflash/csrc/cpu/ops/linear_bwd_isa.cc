@@ -23,9 +23,11 @@ struct Differentiate {
   }
 };
 
-const char* at(const void* array, int64_t element, int32_t dtype) {
-  return static_cast<const char*>(array) + element * element_bytes(dtype);
+// Element `index` of an array of `dtype`.
+const char* at(const void* array, int64_t index, int32_t dtype) {
+  return static_cast<const char*>(array) + index * element_bytes(dtype);
 }
+char* at(void* array, int64_t index, int32_t dtype) { return static_cast<char*>(array) + index * element_bytes(dtype); }
 
 // row[0, count) goes to `to` in `dtype`; what is stored there is added to `sums`.
 void store_and_sum(float* row, int32_t dtype, int count, void* to, float* sums) {
@@ -44,8 +46,7 @@ void linear_bwd_strip(const QfLinearBwdParams& p, const Strip& strip, const Prod
   for (int r = 0; r < strip.rows; r++) {
     const int64_t row = strip.row + r, place = row * p.n + strip.column;
     const char* from = at(p.dout, row * p.dout_stride_m + strip.column, p.dtype);
-    if (p.dresidual)
-      memcpy(const_cast<char*>(at(p.dresidual, place, p.dtype)), from, size_t(count) * element_bytes(p.dtype));
+    if (p.dresidual) memcpy(at(p.dresidual, place, p.dtype), from, size_t(count) * element_bytes(p.dtype));
     load_row(dout, from, p.dtype, count);
     if (p.activation == QF_IDENTITY) {
       for (int c = 0; c < count; c += kLanes) store(totals[0] + c, load(totals[0] + c) + load(dout + c));
@@ -54,11 +55,8 @@ void linear_bwd_strip(const QfLinearBwdParams& p, const Strip& strip, const Prod
     load_row(h, at(p.pre, place, p.dtype), p.dtype, count);
     if (gradients.du) load_row(u, at(p.pre_up, place, p.dtype), p.dtype, count);
     with_activation(p.activation, Differentiate{dout, h, u, count});
-    store_and_sum(h, p.dtype, count, const_cast<char*>(at(gradients.dh, place, p.dtype)),
-                  sums[0] ? totals[0] : nullptr);
-    if (gradients.du)
-      store_and_sum(u, p.dtype, count, const_cast<char*>(at(gradients.du, place, p.dtype)),
-                    sums[1] ? totals[1] : nullptr);
+    store_and_sum(h, p.dtype, count, at(gradients.dh, place, p.dtype), sums[0] ? totals[0] : nullptr);
+    if (gradients.du) store_and_sum(u, p.dtype, count, at(gradients.du, place, p.dtype), sums[1] ? totals[1] : nullptr);
   }
   for (int i = 0; i < 2; i++)
     if (sums[i]) memcpy(sums[i], totals[i], size_t(count) * 4);
@@ -71,7 +69,7 @@ void linear_bwd_bias(const float* sums, int64_t parts, int64_t n, int64_t column
   for (int64_t part = 0; part < parts; part++)
     for (int c = 0; c < columns; c++) totals[c] += sums[part * n + column + c];
   for (int c = 0; c < columns; c++) rounded[c] = float(totals[c]);
-  store_row(const_cast<char*>(at(bias, column, dtype)), rounded, dtype, columns);
+  store_row(at(bias, column, dtype), rounded, dtype, columns);
 }
 
 }  // namespace QF_ISA
