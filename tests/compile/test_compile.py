@@ -332,7 +332,9 @@ def test_the_hopper_check_can_fail():
 
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
-@pytest.mark.parametrize("kernel", sorted({*ATTENTION, *BACKWARD, *MULTIPLYING, "fa_int8_quantized", *GEMM, "linear_bwd", *VECTORS}))
+@pytest.mark.parametrize(
+    "kernel", sorted({*ATTENTION, *BACKWARD, *MULTIPLYING, "fa_int8_quantized", *GEMM, "linear_bwd", *VECTORS})
+)
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
     opcodes = opcodes_of(compiled(hopper_unit(kernel)))
     instruction, least = INSTRUCTION[kernel]
@@ -545,7 +547,7 @@ def test_the_library_of_linear_gradients_explains_itself_without_a_driver(compil
     with pytest.raises(KernelError, match="kernel 'linear_bwd' was given no workspace"):
         prepared()(*[4096] * 8, 0, 0, 0)
     if not driver_present():
-        with pytest.raises(KernelError, match="CUDA error .* launching kernel 'linear_bwd': CUDA driver"):
+        with pytest.raises(KernelError, match=r"CUDA error .* launching kernel 'linear_bwd': CUDA driver"):
             prepared()(*[4096] * 8, 4096, 0, 0)
 
 

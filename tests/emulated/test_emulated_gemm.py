@@ -3,19 +3,23 @@ the last bit for every tail, layout and alignment, on the tile shapes of every a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+from qflash.backends import cuda
 from qflash.call.spec import ACTIVATIONS, OP_DTYPES
-from qflash.testing import emulated_linear
-from qflash.testing.emulator import MOST_MULTIPROCESSORS
+from qflash.dispatch import BY_NAME, VARIANTS
+from qflash.testing.emulator import ARCH, MOST_MULTIPROCESSORS, load
 from qflash.testing.guarded import guarded
 from qflash.testing.linear_problems import KINDS, activated, check_near
 
 KERNELS = ("int8_gemm_tiled", "int8_gemm_tc")
 # Of the emulated GPU. Wide tiles are for problems that have one for each: few of them make any problem large.
 FEW, MANY = 1, MOST_MULTIPROCESSORS
+
 
 def operands(shape, layout="k", gaps=(0, 0), at_end=False, seed=0):
     """a [m, k] and b [k, n], contiguous along k or n, with gaps between rows."""
@@ -139,9 +143,9 @@ def test_scales_and_bias(library, kernel, dtype, given):
         one, name = word.startswith("one"), word.split()[-1]
         size = 1 if one else {"a": 37, "b": 72, "bias": 72}[name]
         scale = 1.0 if name == "bias" else 0.01
-        arrays[{"a": "x_scale", "b": "w_scale"}.get(name, name)] = rng.standard_normal(size).astype(np.float32) * np.float32(
-            scale
-        )
+        arrays[{"a": "x_scale", "b": "w_scale"}.get(name, name)] = rng.standard_normal(size).astype(
+            np.float32
+        ) * np.float32(scale)
     scaled = exact(a, b).astype(np.float32) * arrays.get("x_scale", np.ones(1, np.float32))[:, None]
     # The product of two float32 is exact in float64, so this rounds twice where fma rounds once: to 2^-53 first.
     want = scaled.astype(float) * arrays.get("w_scale", 1.0) + arrays.get("bias", 0.0)
@@ -153,7 +157,9 @@ def test_scales_and_bias(library, kernel, dtype, given):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout, aligned, multiprocessors", [("k", True, FEW), ("k", False, MANY), ("n", True, FEW), ("n", False, MANY)])
+@pytest.mark.parametrize(
+    "layout, aligned, multiprocessors", [("k", True, FEW), ("k", False, MANY), ("n", True, FEW), ("n", False, MANY)]
+)
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_activations(shared_cache, kernel, activation, layout, aligned, multiprocessors, dtype):
@@ -175,7 +181,8 @@ def test_activations(shared_cache, kernel, activation, layout, aligned, multipro
         "up_stride_n": up.strides[1], "x_scale_stride": 1, "w_scale_stride": 1, "residual_stride_m": n,
         "out": out, "out_stride_m": n, "pre": pre, "pre_up": pre_up if gated else None, **given,
     }  # fmt: skip
-    library = emulated_linear.library(shared_cache, kernel, dtype, activation)
+    spec = replace(VARIANTS[kernel].spec(ARCH, dtype), activation=activation)
+    library = load(cuda.unit(BY_NAME[kernel], spec), shared_cache)
     library.launch_struct("QfLinearParams", fields, 1, multiprocessors)
 
     def scaled(weight, scale, bias):

@@ -1,6 +1,6 @@
-"""The kernels of linear layers on the CPU, thread by thread (qflash/csrc/emulate): sums of small integers exact for every
-tail, layout and alignment on the tile shapes of every architecture, in any order of warps; activations and gradients
-within their bounds of float64."""
+"""The kernels of linear layers on the CPU, thread by thread (qflash/csrc/emulate): sums of small integers exact for
+every tail, layout and alignment on the tile shapes of every architecture, in any order of warps; activations and
+gradients within their bounds of float64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,16 @@ def check_exact(run, kernel: str, case: LinearProblem, **how) -> None:
 
 
 # m, n, k: one element, single rows and columns, exact tiles, one more and one less than tiles and vectors.
-SHAPES = [(1, 1, 1), (1, 17, 3), (33, 1, 65), (16, 8, 16), (128, 128, 64), (130, 129, 33), (127, 140, 72), (5, 264, 192)]
+SHAPES = [
+    (1, 1, 1),
+    (1, 17, 3),
+    (33, 1, 65),
+    (16, 8, 16),
+    (128, 128, 64),
+    (130, 129, 33),
+    (127, 140, 72),
+    (5, 264, 192),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -219,7 +228,9 @@ def test_gradients_by_wide_tiles(shared_cache, activation, w_layout):
 @pytest.mark.parametrize("activation", ["", "gelu"])
 def test_rows_of_dout_and_x_may_have_gaps(shared_cache, activation):
     for gap in (8, 3):
-        case = LinearProblem(70, 40, 24, activation=activation, bias="float16", residual=True, gaps=(gap, 0), w_layout="n")
+        case = LinearProblem(
+            70, 40, 24, activation=activation, bias="float16", residual=True, gaps=(gap, 0), w_layout="n"
+        )
         check_gradients(shared_cache, case, gap=gap)
 
 
