@@ -54,8 +54,12 @@ FEATURES: dict[str, tuple[Change, ...]] = {
     "K and V quantized once (`quantize_kv`)": (_with(precision="int8", kv="kept"),),
     "gradients": (_with(op="attention_backward"),),
     "softmax, layer norm, cross entropy": tuple(_with(op=op) for op in ("softmax", "layer_norm", "cross_entropy")),
-    "linear layers (`linear`, `swiglu`)": tuple(_with(op="linear", activation=word) for word in ("", "gelu", "swiglu")),
-    "gradients of linear layers": (_with(op="linear_backward"),),
+    "linear layers: activations, SwiGLU, residual; gradients": (
+        _with(op="linear", activation="gelu"),
+        _with(op="linear", activation="swiglu"),
+        _with(op="linear_backward", activation="gelu"),
+    ),
+    'linear layers in INT8 (`linear(precision="int8")`)': (_with(op="linear", precision="int8", activation="gelu"),),
     "quantize, dequantize, INT8 products": (
         _with(op="quantize"),
         _with(op="dequantize"),
