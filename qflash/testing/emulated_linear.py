@@ -10,6 +10,7 @@ from qflash.jit.cache import Cache
 from qflash.testing import emulator
 from qflash.testing.linear_calls import LinearCall, backward, forward, spec_of
 from qflash.testing.linear_problems import (
+    KINDS,
     Arrays,
     LinearProblem,
     check_near,
@@ -70,7 +71,7 @@ def run_gradients(
 def check_tile(cache: Cache, kernel: str) -> None:
     """A small problem that the kernel serves: more rows, columns and k than a tile has, and all that may follow."""
     row = BY_NAME[kernel]
-    dtype = row.dtypes[-1]
+    dtype = next(dtype for dtype in reversed(row.dtypes) if dtype in KINDS)
     if row.op == "linear_backward":
         problem = LinearProblem(130, 140, 70, dtype, "swiglu", bias="float32", residual=True)
         arrays = operands(problem)
