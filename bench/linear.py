@@ -142,9 +142,10 @@ def candidates(problem: Problem, device: str) -> Iterator[Layer]:
     import torch.nn.functional as F
 
     for row in kernels_of("linear", device):
-        int8 = "int8" in row.precisions
-        make = lambda x, kernel=row.name, int8=int8: _ours(x, kernel, int8)  # noqa: E731
-        yield Layer(f"qflash {row.name}", make, row.name, int8)
+        for precision in row.precisions:
+            int8, what = precision == "int8", "" if precision == row.precision else ", INT8"
+            make = lambda x, kernel=row.name, int8=int8: _ours(x, kernel, int8)  # noqa: E731
+            yield Layer(f"qflash {row.name}{what}", make, row.name, int8)
     layer = of_torch(problem)
     if problem.activation:
         yield Layer(EAGER, lambda x: tried(lambda: layer(x.x, x.weight, x.bias)))

@@ -25,15 +25,13 @@ def _int8(torch: Any) -> Any:
     return torch.randint(-127, 128, (SIDE, SIDE), device="cuda", dtype=torch.int8)
 
 
-def _linear(torch: Any, kernel: str) -> Any:
-    x, weight = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.float16) for _ in range(2))
-    return qflash.linear(x, weight.T, x[0], activation="gelu_tanh", kernel=kernel)
-
-
-def _linear_gradients(torch: Any, kernel: str) -> Any:
-    x, weight = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(2))
-    bias = torch.randn(SIDE, device="cuda", dtype=torch.float16, requires_grad=True)
-    return qflash.linear(x, weight.T, bias, activation="gelu_tanh").sum().backward()
+def _linear(torch: Any, kernel: str | None, *, requires_grad: bool = False) -> Any:
+    inputs = COLUMNS // 4
+    shapes = (ROWS, inputs), (COLUMNS, inputs), (COLUMNS,)
+    x, w, bias = (
+        torch.randn(shape, device="cuda", dtype=torch.float16, requires_grad=requires_grad) for shape in shapes
+    )
+    return qflash.linear(x, w.T, bias, activation="gelu", kernel=kernel)
 
 
 def _heads(torch: Any) -> Any:
@@ -123,12 +121,18 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "softmax_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(lambda torch, x: qflash.softmax(x))),
     "layer_norm_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(_layer_norm)),
     "cross_entropy_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(_losses)),
-    "linear": (f"{SIDE}x{SIDE}x{SIDE}, w along k, float16 with bias and gelu_tanh", _linear),
+    "linear": (
+        f"{ROWS}x{COLUMNS}x{COLUMNS // 4} float16, w along k, bias, gelu",
+        _linear,
+    ),
+    "linear_backward": (
+        f"{ROWS}x{COLUMNS}x{COLUMNS // 4} float16, w along k, bias, gelu",
+        lambda torch, kernel: _linear(torch, None, requires_grad=True).sum().backward(),
+    ),
     "linear int8": (
         f"{SIDE}x{SIDE}x{SIDE}, b along k",
         lambda torch, kernel: qflash.int8_matmul(_int8(torch), _int8(torch).T, kernel=VARIANTS[kernel].kernel.name),
     ),
-    "linear_backward": (f"{SIDE}x{SIDE}x{SIDE}, w along k, float16 with bias and gelu_tanh", _linear_gradients),
     "quantize": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed", _quantize),
     "dequantize": (
         "B=4 T=4096 H=16 D=128 to float16",

@@ -544,7 +544,8 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="gelu_linear_wmma",
         device="cuda",
-        summary="GeLU behind products through WMMA: opaque fragments, sums pass through shared memory; no other activation",
+        summary="GeLU behind products through WMMA: opaque fragments, sums pass through shared memory; no other "
+        "activation",
         op="linear",
         dtypes=_HALVES,
         min_arch=75,
@@ -585,8 +586,8 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="linear_bwd",
         device="cuda",
-        summary="gradients of linear layers: the activation's slopes and dbias in one pass, dx and dw by the kernels of "
-        "the forward pass; no atomics",
+        summary="gradients of linear layers: slopes of the activation and dbias in one pass, dx and dw by the kernels "
+        "of the forward pass; no atomics",
         op="linear_backward",
         min_arch=75,
     ),

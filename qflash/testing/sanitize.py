@@ -10,18 +10,21 @@ for memory nobody wrote.
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import numpy as np
 
 from qflash import api, dispatch
-from qflash.call.spec import MOST_DECODE_ROWS
+from qflash.call.spec import ACTIVATIONS, MOST_DECODE_ROWS
 from qflash.ops.kv import quantize_kv
 from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.paged import PagedKV
 from qflash.rotary import Rope, rope_tables
-from qflash.testing import page_writes
+from qflash.testing import cuda_linear, page_writes
 from qflash.testing.cases import BY_NAME
+from qflash.testing.linear_calls import spec_of
+from qflash.testing.linear_problems import LinearProblem, check_near, gradients, linear, operands, upstream
 from qflash.testing.op_cases import CASES, OpCase
 from qflash.testing.runner import arch_of, named_kernel, refusals, run_backward, run_case, suited, to_torch
 
@@ -69,6 +72,7 @@ def main(only: list[str]) -> None:
     _page_writes()
     for kernel in (row.name for row in dispatch.kernels_of("linear", "cuda") if "int8" in row.precisions):
         print(f"ran {_products(kernel)} products on {kernel}")
+    _linear_layers(arch)
     _operations()
 
 
@@ -153,6 +157,47 @@ def _products(kernel: str) -> int:
                     raise SystemExit(f"{kernel}: wrong sums at {m} x {n} x {k}, b along {'k' if along_k else 'n'}")
                 count += 1
     return count
+
+
+# m, n, k: tails on every side, one tile and several, no depth. The last has a wide tile for each multiprocessor.
+LAYERS = ((130, 144, 72), (37, 75, 45), (3, 5, 0), (2104, 2112, 136))
+
+
+def _linear_layers(arch: int) -> None:
+    """Every activation in every layout, aligned and not, on the portable kernels of linear layers; their gradients."""
+    for kernel in (*dispatch.kernels_of("linear", "cuda"), *dispatch.kernels_of("linear_backward", "cuda")):
+        if not kernel.later_arches or "native" not in kernel.precisions:
+            continue
+        count = 0
+        for dtype, shape, activation in product(kernel.dtypes, LAYERS, ACTIVATIONS):
+            large = shape == LAYERS[-1]  # float64 takes its time
+            if large and activation not in ("", "swiglu"):
+                continue
+            for x_layout, w_layout, at_end in product("km", "kn", (False,) if large else (False, True)):
+                lies = {"x_layout": x_layout, "w_layout": w_layout, "at_end": at_end}
+                problem = LinearProblem(*shape, dtype, activation, bias="float32", residual=True, **lies)
+                if not dispatch.reasons(kernel, spec_of(kernel.name, problem, arch)):
+                    count += _layer(kernel, problem)
+        print(f"ran {count} problems on {kernel.name}")
+
+
+def _layer(kernel: dispatch.Kernel, problem: LinearProblem) -> int:
+    if kernel.op == "linear_backward":
+        if problem.x_layout == "m":
+            return 0
+        arrays = operands(problem)
+        dout, saved = upstream(problem, arrays)
+        got = cuda_linear.run_gradients(kernel.name, problem, arrays, dout, saved)
+        check_near(got, *gradients(problem, arrays, dout, saved))
+        return 1
+    if problem.x_layout == "m" and not kernel.automatic:
+        return 0
+    arrays = operands(problem)
+    check_near(
+        cuda_linear.run_linear(kernel.name, problem, arrays, pad=problem.at_end, keep_pre=True),
+        *linear(problem, arrays),
+    )
+    return 1
 
 
 def ready_arrays(case: OpCase) -> dict[str, np.ndarray]:

@@ -549,7 +549,7 @@ def test_the_library_of_linear_gradients_explains_itself_without_a_driver(compil
     with pytest.raises(KernelError, match="kernel 'linear_bwd' was given no workspace"):
         prepared()(*[4096] * 8, 0, 0, 0)
     if not driver_present():
-        with pytest.raises(KernelError, match="CUDA error .* launching kernel 'linear_bwd': CUDA driver"):
+        with pytest.raises(KernelError, match=r"CUDA error .* launching kernel 'linear_bwd': CUDA driver"):
             prepared()(*[4096] * 8, 4096, 0, 0)
 
 

@@ -3,13 +3,16 @@ the last bit for every tail, layout and alignment, on the tile shapes of every a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+from qflash.backends import cuda
 from qflash.call.spec import ACTIVATIONS, OP_DTYPES
-from qflash.testing import emulated_linear
-from qflash.testing.emulator import MOST_MULTIPROCESSORS
+from qflash.dispatch import BY_NAME, VARIANTS
+from qflash.testing.emulator import ARCH, MOST_MULTIPROCESSORS, load
 from qflash.testing.guarded import guarded
 from qflash.testing.linear_problems import KINDS, activated, check_near
 
@@ -178,7 +181,8 @@ def test_activations(shared_cache, kernel, activation, layout, aligned, multipro
         "up_stride_n": up.strides[1], "x_scale_stride": 1, "w_scale_stride": 1, "residual_stride_m": n,
         "out": out, "out_stride_m": n, "pre": pre, "pre_up": pre_up if gated else None, **given,
     }  # fmt: skip
-    library = emulated_linear.library(shared_cache, kernel, dtype, activation)
+    spec = replace(VARIANTS[kernel].spec(ARCH, dtype), activation=activation)
+    library = load(cuda.unit(BY_NAME[kernel], spec), shared_cache)
     library.launch_struct("QfLinearParams", fields, 1, multiprocessors)
 
     def scaled(weight, scale, bias):

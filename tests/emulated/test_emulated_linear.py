@@ -1,6 +1,6 @@
-"""The kernels of linear layers on the CPU, thread by thread (qflash/csrc/emulate): sums of small integers exact for every
-tail, layout and alignment on the tile shapes of every architecture, in any order of warps; activations and gradients
-within their bounds of float64."""
+"""The kernels of linear layers on the CPU, thread by thread (qflash/csrc/emulate): sums of small integers exact for
+every tail, layout and alignment on the tile shapes of every architecture, in any order of warps; activations and
+gradients within their bounds of float64."""
 
 from __future__ import annotations
 

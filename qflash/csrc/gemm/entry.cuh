@@ -35,11 +35,12 @@ inline int check_params(const QfLinearParams* p, const Built& built) {
 inline const char* status_text(const char* kernel, int status) {
   static thread_local char text[384];
   if (status != QF_UNSUPPORTED) return qf::status_text(kernel, status);
-  snprintf(text, sizeof text,
-           "kernel '%s' was built for another dtype, out_dtype or activation, or x or w has no contiguous dimension (up "
-           "not that of w), or m, n or k is past what 32 bits count in bytes (of integers: k past 131071, where int32 "
-           "could overflow)",
-           kernel);
+  snprintf(
+      text, sizeof text,
+      "kernel '%s' was built for another dtype, out_dtype or activation, or x or w has no contiguous dimension (up "
+      "not that of w), or m, n or k is past what 32 bits count in bytes (of integers: k past 131071, where int32 "
+      "could overflow)",
+      kernel);
   return text;
 }
 

@@ -33,8 +33,9 @@ inline Operands operands_of(const QfLinearParams& p) {
   const auto weight = [&](const void* data, int64_t stride_k, int64_t stride_n) {
     return w_along_k(p) ? byte_matrix(data, size, stride_n, p.n, p.k) : byte_matrix(data, size, stride_k, p.k, p.n);
   };
-  return {x_along_k(p) ? byte_matrix(p.x, size, p.x_stride_m, p.m, p.k) : byte_matrix(p.x, size, p.x_stride_k, p.k, p.m),
-          {weight(p.w, p.w_stride_k, p.w_stride_n), weight(p.up, p.up_stride_k, p.up_stride_n)}};
+  return {
+      x_along_k(p) ? byte_matrix(p.x, size, p.x_stride_m, p.m, p.k) : byte_matrix(p.x, size, p.x_stride_k, p.k, p.m),
+      {weight(p.w, p.w_stride_k, p.w_stride_n), weight(p.up, p.up_stride_k, p.up_stride_n)}};
 }
 
 inline Grid grid_of(const QfLinearParams& p, const Operands& operands, int tile_rows, int tile_columns) {

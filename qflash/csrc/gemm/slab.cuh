@@ -1,5 +1,5 @@
-// A warp's sums on their way to out, 16 rows at a time through shared memory that only this warp uses: from the layout of
-// tensor cores to rows, so that every lane stores 16 bytes and a warp whole sectors.
+// A warp's sums on their way to out, 16 rows at a time through shared memory that only this warp uses: from the layout
+// of tensor cores to rows, so that every lane stores 16 bytes and a warp whole sectors.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -14,7 +14,8 @@ constexpr int kWarpN = 64;  // columns of a warp's sums
 constexpr int kSlabStride = kWarpN + 8;
 constexpr int kSlabWords = 16 * kSlabStride;
 
-// What a lane finishes of every slab: kCount columns. SwiGLU: the first 32 of a row's 64 sums are gates, the others ups.
+// What a lane finishes of every slab: kCount columns. SwiGLU: the first 32 of a row's 64 sums are gates, the others
+// ups.
 template <class Out, int kActivation, class Sum>
 struct SlabColumns {
   static constexpr bool kGated = kActivation == QF_SWIGLU;

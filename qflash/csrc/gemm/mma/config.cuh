@@ -15,8 +15,8 @@ constexpr int kStepBytes = kSwizzledRow;  // of k, of a row of x or of a column 
 constexpr int kQuarterBytes = 32;         // of k per mma
 constexpr int kBandRows = 16;             // of tiles that share columns of w: gemm/schedule.cuh
 
-// How a block's warps share a tile, each owning kWarpM x kWarpN sums; how many blocks a multiprocessor is to hold; and with
-// that, how deep the pipeline is.
+// How a block's warps share a tile, each owning kWarpM x kWarpN sums; how many blocks a multiprocessor is to hold; and
+// with that, how deep the pipeline is.
 template <int kArch, int kWarpsM_, int kWarpsN_, int kWarpM_, int kBlocks_ = 1>
 struct MmaShape {
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpM = kWarpM_, kBlocks = kBlocks_;

@@ -4,8 +4,8 @@
 //   panels   [kRows / 64][64 k][64 elements of 16 bits]: what lies along m or n, as it lies; ldmatrix.trans reads it
 // One interface: fetch(step, s_tile) starts a step's copies, stash(s_tile) ends them; asynchronous ones are complete
 // once their group is. kDown says that k runs down the rows of the tile (panels). Of two matrices side by side, 32 of
-// every 64 rows of the tile are the first's and 32 the second's, so that a warp's 64 columns are 32 of w and the same 32
-// of up.
+// every 64 rows of the tile are the first's and 32 the second's, so that a warp's 64 columns are 32 of w and the same
+// 32 of up.
 #pragma once
 
 #include "gemm/bytes.cuh"
@@ -73,8 +73,8 @@ struct HeldRows {
     const int k0 = of.within(step) * kStepBytes;
 #pragma unroll
     for (int i = 0; i < kRows / kPassRows; ++i)
-      held[i] = load16((&x)[i % kSources], row0 + thread / kChunks + i / kSources * kPassRows,
-                       k0 + thread % kChunks * 16);
+      held[i] =
+          load16((&x)[i % kSources], row0 + thread / kChunks + i / kSources * kPassRows, k0 + thread % kChunks * 16);
   }
   __device__ __forceinline__ void stash(char* s_tile) const {
     const unsigned thread = fresh_tid(), s_first = swizzled(thread / kChunks, thread % kChunks);
@@ -123,8 +123,8 @@ struct HeldColumns {
     for (int i = 0; i < kPatches; ++i)
 #pragma unroll
       for (int r = 0; r < 4; ++r)
-        held[i][r] = load16(x[matrix(column(thread, i))], k0 + 4 * group(thread) + r,
-                            column0 + within(column(thread, i)));
+        held[i][r] =
+            load16(x[matrix(column(thread, i))], k0 + 4 * group(thread) + r, column0 + within(column(thread, i)));
   }
   __device__ __forceinline__ void stash(char* s_tile) const {
     const unsigned thread = fresh_tid(), g = group(thread);
@@ -147,8 +147,8 @@ template <Source kSource>
 struct PanelWalk {
   static constexpr int kSources = kSource == Source::kPaired ? 2 : 1;
   static constexpr int kPanelBytes = 2 * kPanel / kSources;  // of one source
-  const ByteMatrix& x;                                       // this thread's: of two side by side, chunks 0 .. 3 are the first's
-  const int k, column;                                       // of its first chunk; column in bytes
+  const ByteMatrix& x;  // this thread's: of two side by side, chunks 0 .. 3 are the first's
+  const int k, column;  // of its first chunk; column in bytes
 
   __device__ __forceinline__ PanelWalk(const StepsOf<kSource>& of, int step, int first, unsigned thread)
       : x((&of.matrix(step))[kSources == 1 ? 0 : thread % kChunks / 4]),

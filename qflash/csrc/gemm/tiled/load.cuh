@@ -12,8 +12,8 @@ namespace gemm {
 
 // Where word (group, row) of a tile lies: rows in order, but for two exclusive ors that keep fours together.
 //   8 (group / 4 % 4): a warp stashes word j of 8 rows x 4 chunks, that is of groups 4c + j (16-bit elements: of 16
-//     rows x 2 chunks, groups 8c + j). Without it the chunks meet in the same banks; with it chunk c lies 8c (16c) banks
-//     further and the 32 words fill the 32 banks.
+//     rows x 2 chunks, groups 8c + j). Without it the chunks meet in the same banks; with it chunk c lies 8c (16c)
+//     banks further and the 32 words fill the 32 banks.
 //   4 (row / 32 % 4): eight lanes stash four words each, 16 rows apart (int8 along n) or 8 (16-bit elements). Without
 //     it they meet in two (four) of the eight groups of four banks; with it they fill all eight.
 // Readers take four rows from 4x, x = 0..7 of an aligned 32: those move together or trade places within the 32.
@@ -102,8 +102,8 @@ struct ColumnsTile {
 #pragma unroll
       for (int j = 0; j < kWords; j += 4)
         *reinterpret_cast<uint4*>(s_tile + place(group + i * kDown, column + j)) =
-            make_uint4(word_of<Element>(held[i], j), word_of<Element>(held[i], j + 1),
-                       word_of<Element>(held[i], j + 2), word_of<Element>(held[i], j + 3));
+            make_uint4(word_of<Element>(held[i], j), word_of<Element>(held[i], j + 1), word_of<Element>(held[i], j + 2),
+                       word_of<Element>(held[i], j + 3));
   }
 };
 

@@ -1,6 +1,7 @@
 // One tile of out by one block: the whole of a GEMM kernel on CUDA cores, whatever its operands' type and layout.
 //
-// Pipeline: fetch the next step's words into registers, multiply the current buffer, stash into the other one, meet at a
+// Pipeline: fetch the next step's words into registers, multiply the current buffer, stash into the other one, meet at
+// a
 //   barrier. One barrier is enough: the other buffer was last read before the previous one.
 #pragma once
 

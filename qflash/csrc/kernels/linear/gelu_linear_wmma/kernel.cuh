@@ -1,4 +1,5 @@
-// gelu_linear_wmma: out = gelu(x w + bias) + residual in one pass, products by WMMA. float16 and bfloat16, float32 sums.
+// gelu_linear_wmma: out = gelu(x w + bias) + residual in one pass, products by WMMA. float16 and bfloat16, float32
+// sums.
 //
 //                 128 columns                 256 threads, 8 warps of 32 x 64 sums: 2 x 4 fragments of 16 x 16. Per 16
 //          +-----------+-----------+          of k a warp loads 2 fragments of x and 4 of w for 8 products.
@@ -9,15 +10,16 @@
 //          +-----------+-----------+
 //
 // Fragments are opaque: no lane knows which sums it holds, so none knows which bias belongs to them. What follows the
-// products therefore happens after a trip through shared memory. gemm_mma makes that trip as well, but for the sake of its
-// stores alone; and it knows its fragments on the way in, so that its tiles are swizzled where these are padded.
+// products therefore happens after a trip through shared memory. gemm_mma makes that trip as well, but for the sake of
+// its stores alone; and it knows its fragments on the way in, so that its tiles are swizzled where these are padded.
 //
 // Shared memory, 40 KB, two buffers of
 //   s_x [128][32 + 8]                      rows along k
 //   s_w [128][32 + 8], or [32][128 + 8]    columns along k, or rows along n: wmma takes B by columns or by rows
 // and in their place, in the end, 4.5 KB a warp for 16 rows of sums.
 //
-// Pipeline: fetch the next step into registers, multiply the current buffer, stash into the other one, meet at a barrier.
+// Pipeline: fetch the next step into registers, multiply the current buffer, stash into the other one, meet at a
+// barrier.
 //   One barrier is enough: the other buffer was last read before the previous one.
 //
 // Refuses every other activation (qflash/dispatch.py). Bound: shared memory. See docs/kernels/gelu_linear_wmma.md.
@@ -31,8 +33,8 @@
 namespace qf {
 namespace gelu_linear_wmma {
 
-using gemm::Bytes16;
 using gemm::ByteMatrix;
+using gemm::Bytes16;
 
 // Memory runs along k: [128 rows][64 bytes], two chunks of 16 bytes a thread. Eight lanes take a chunk of eight rows,
 // which padding spreads over the banks; a warp still reads whole sectors.

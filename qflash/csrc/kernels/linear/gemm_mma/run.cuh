@@ -15,14 +15,15 @@ int launch(const QfLinearParams& p, const gemm::Operands& operands, void* stream
   using namespace gemm;
   constexpr int kM = Shape::kBlockM, kN = Shape::kBlockN, kThreads = Shape::kThreads;
   constexpr Source kOne = Source::kOne;
-  using LoadX = std::conditional_t<
-      kXAlongK, std::conditional_t<kAsync, AsyncRows<kM, kThreads, kOne>, HeldRows<kM, kThreads, kOne>>,
-      std::conditional_t<kAsync, AsyncPanels<kM, kThreads, kOne>, HeldPanels<kM, kThreads, kOne>>>;
+  using LoadX =
+      std::conditional_t<kXAlongK,
+                         std::conditional_t<kAsync, AsyncRows<kM, kThreads, kOne>, HeldRows<kM, kThreads, kOne>>,
+                         std::conditional_t<kAsync, AsyncPanels<kM, kThreads, kOne>, HeldPanels<kM, kThreads, kOne>>>;
   using LoadW = std::conditional_t<
       kWAlongK, std::conditional_t<kAsync, AsyncRows<kN, kThreads, kWeights>, HeldRows<kN, kThreads, kWeights>>,
       std::conditional_t<kAsync, AsyncPanels<kN, kThreads, kWeights>, HeldPanels<kN, kThreads, kWeights>>>;
-  return gemm::launch(qf_gemm_mma_kernel<Config, Shape, LoadX, LoadW>, p, operands, kM, kOutColumns<Config, Shape>, kThreads,
-                      Shape::kSharedBytes, stream);
+  return gemm::launch(qf_gemm_mma_kernel<Config, Shape, LoadX, LoadW>, p, operands, kM, kOutColumns<Config, Shape>,
+                      kThreads, Shape::kSharedBytes, stream);
 }
 
 // The instance for operands that lie so. Below as many wide tiles as there are multiprocessors, square ones keep more

@@ -9,8 +9,8 @@ namespace gemm_tiled {
 
 // out is of the operands' type, or float32: p.out_dtype says which.
 template <int kDtype, int kActivation>
-using Config = gemm::TiledConfig<typename ElementOf<kDtype>::Type, std::conditional_t<kDtype == QF_F32, float, void>,
-                                 kActivation>;
+using Config =
+    gemm::TiledConfig<typename ElementOf<kDtype>::Type, std::conditional_t<kDtype == QF_F32, float, void>, kActivation>;
 
 }  // namespace gemm_tiled
 }  // namespace qf

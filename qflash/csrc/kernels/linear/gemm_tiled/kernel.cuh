@@ -1,4 +1,5 @@
-// gemm_tiled: out = activation(x w + bias) + residual on CUDA cores in float32; 16-bit operands are converted on the way.
+// gemm_tiled: out = activation(x w + bias) + residual on CUDA cores in float32; 16-bit operands are converted on the
+// way.
 //
 //                    128 columns                        256 threads, 8 warps as 4 x 2 over the tile.
 //                 +------------+------------+           Thread (y, x), both 0..15, owns 8 x 8 sums in registers:

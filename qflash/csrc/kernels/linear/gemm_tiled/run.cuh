@@ -14,8 +14,8 @@ int run(const QfLinearParams& p, const gemm::Operands& operands, void* stream) {
   using namespace gemm;
   using LoadX = std::conditional_t<kXAlongK, RowsTile<Config, Source::kOne>, ColumnsTile<Config, Source::kOne>>;
   using LoadW = std::conditional_t<kWAlongK, RowsTile<Config, kWeights>, ColumnsTile<Config, kWeights>>;
-  return gemm::launch(qf_gemm_tiled_kernel<Config, LoadX, LoadW>, p, operands, kTiledBlock, Config::kOutColumns, kTiledThreads,
-                      kTiledSharedBytes, stream);
+  return gemm::launch(qf_gemm_tiled_kernel<Config, LoadX, LoadW>, p, operands, kTiledBlock, Config::kOutColumns,
+                      kTiledThreads, kTiledSharedBytes, stream);
 }
 
 }  // namespace gemm_tiled

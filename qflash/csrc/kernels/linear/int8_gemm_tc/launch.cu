@@ -9,8 +9,9 @@ template <class Instance>
 int launch(const QfLinearParams& p, void* stream) {
   using Shape = typename Instance::Shape;
   return qf::gemm::launch(qf_int8_gemm_tc_kernel<Shape, typename Instance::LoadX, typename Instance::LoadW>, p,
-                          qf::gemm::operands_of(p), Shape::kBlockM, qf::gemm::kOutColumns<qf::int8_gemm_tc::Config, Shape>, Shape::kThreads,
-                          Shape::kSharedBytes, stream);
+                          qf::gemm::operands_of(p), Shape::kBlockM,
+                          qf::gemm::kOutColumns<qf::int8_gemm_tc::Config, Shape>, Shape::kThreads, Shape::kSharedBytes,
+                          stream);
 }
 
 }  // namespace

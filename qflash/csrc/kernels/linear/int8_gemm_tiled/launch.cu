@@ -11,8 +11,8 @@ int launch(const QfLinearParams& p, void* stream) {
   using namespace qf::gemm;
   using LoadX = RowsTile<Config, Source::kOne>;
   using LoadW = Weights<Config, Config::kGated ? Source::kPaired : Source::kOne>;
-  return qf::gemm::launch(qf_int8_gemm_tiled_kernel<LoadX, LoadW>, p, operands_of(p), kTiledBlock, Config::kOutColumns, kTiledThreads,
-                          kTiledSharedBytes, stream);
+  return qf::gemm::launch(qf_int8_gemm_tiled_kernel<LoadX, LoadW>, p, operands_of(p), kTiledBlock, Config::kOutColumns,
+                          kTiledThreads, kTiledSharedBytes, stream);
 }
 
 }  // namespace

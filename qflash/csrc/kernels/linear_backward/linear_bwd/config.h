@@ -1,5 +1,5 @@
-// `linear_bwd` is specialised for -DQF_DTYPE (a QfDtype) and -DQF_ARCH (compute capability times ten), which decide what
-// multiplies; activations are chosen at run time.
+// `linear_bwd` is specialised for -DQF_DTYPE (a QfDtype) and -DQF_ARCH (compute capability times ten), which decide
+// what multiplies; activations are chosen at run time.
 #pragma once
 
 #include "gemm/epilogue.cuh"

@@ -60,8 +60,7 @@ __global__ void __launch_bounds__(qf::linear_bwd::kThreads)
       load_values(h, static_cast<const Element*>(p.pre) + row * p.n + column, pass.vector, inside);
     if constexpr (kGated)
       load_values(u, static_cast<const Element*>(p.pre_up) + row * p.n + column, pass.vector, inside);
-    if (p.dresidual)
-      store_values(static_cast<Element*>(p.dresidual) + row * p.n + column, pass.vector, inside, dout);
+    if (p.dresidual) store_values(static_cast<Element*>(p.dresidual) + row * p.n + column, pass.vector, inside, dout);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const Slopes slope = slopes<kActivation>(h[j], u[j]);

@@ -45,15 +45,15 @@ Pass pass_of(const QfLinearBwdParams& p, const Workspace& w) {
   char* const memory = static_cast<char*>(p.workspace);
   const bool stored = w.dh_bytes > 0;
   const int64_t columns = stored ? w.columns : p.n;
-  return {stored ? reinterpret_cast<Element*>(memory) : nullptr,
-          w.stride,
-          columns,
-          reinterpret_cast<float*>(memory + w.dh_bytes),
-          chunks_of(p.m),
-          (columns + kTileColumns - 1) / kTileColumns,
-          p.dbias || p.dup_bias,
-          aligned(p.dout, p.dout_stride_m) && aligned(p.pre, p.n) && aligned(p.pre_up, p.n) &&
-              aligned(p.dresidual, p.n)};
+  return {
+      stored ? reinterpret_cast<Element*>(memory) : nullptr,
+      w.stride,
+      columns,
+      reinterpret_cast<float*>(memory + w.dh_bytes),
+      chunks_of(p.m),
+      (columns + kTileColumns - 1) / kTileColumns,
+      p.dbias || p.dup_bias,
+      aligned(p.dout, p.dout_stride_m) && aligned(p.pre, p.n) && aligned(p.pre_up, p.n) && aligned(p.dresidual, p.n)};
 }
 
 int over_elements(const QfLinearBwdParams& p, const Pass& pass, cudaStream_t stream) {
