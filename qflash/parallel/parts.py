@@ -19,7 +19,7 @@ from qflash.rope import Rope
 
 
 class Maths(Protocol):
-    """The few functions of a framework that parts are made with. All arrays are int32."""
+    """The few functions of a framework that parts are made with. All arrays but that of as_float32 are int32."""
 
     def arange(self, count: int, like: Any) -> Any: ...
 
@@ -28,6 +28,8 @@ class Maths(Protocol):
     def clip(self, x: Any, low: Any, high: Any) -> Any: ...
 
     def where(self, condition: Any, x: Any, y: Any) -> Any: ...
+
+    def as_float32(self, x: Any) -> Any: ...
 
     def starts(self, offsets: Any, tokens: Any) -> Any:
         """Of the packed sequence that each token is in, the first token."""
@@ -60,6 +62,7 @@ class Sequences:
     rope: Rope | None = None  # its positions_q are those of this rank's tokens
     positions_q: Any = None  # [ranks, T] or [ranks, B, T]: those that were given, of all ranks, where they are needed
     positions_k: Any = None
+    wide: bool = False  # results that are merged are computed from float32 arrays, so that they are not rounded before
 
     @property
     def token_dim(self) -> int:
@@ -200,6 +203,8 @@ class Sequences:
         """out and lse of a part. q: all of the rank's; k, v: all that are at hand."""
         words = self._words_of(part, sinks)
         arrays = (self._cut(q, part.q), self._cut(k, part.k), self._cut(v, part.k))
+        if self.wide and not part.alone:
+            arrays = tuple(map(self.maths.as_float32, arrays))
         if part.offsets is None:
             out, lse = attention(*arrays, return_lse=True, **words)
         else:

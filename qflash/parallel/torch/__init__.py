@@ -192,7 +192,8 @@ def _sequences(
         indexed = {name: as_index(f"rope.{name}", getattr(rope, name), q)
                    for name in ("positions_q", "positions_k") if getattr(rope, name) is not None}  # fmt: skip
         rope = replace(rope, **indexed)
-    return Sequences(at, words, maths, q, kv_lens, cu_seqlens, min(longest, at.length), rope)
+    longest = min(longest, at.length)
+    return Sequences(at, words, maths, q, kv_lens, cu_seqlens, longest, rope, wide=q.device.type == "cpu")
 
 
 def _check_local(

@@ -26,6 +26,10 @@ def where(condition: Tensor, x: Any, y: Any) -> Tensor:
     return torch.where(condition, x, y)
 
 
+def as_float32(x: Tensor) -> Tensor:
+    return x.float()
+
+
 def starts(offsets: Tensor, tokens: Tensor) -> Tensor:
     sequence = torch.searchsorted(offsets, tokens, right=True, out_int32=True)
     return offsets[(sequence - 1).clamp(0, offsets.shape[0] - 2).long()]
