@@ -28,7 +28,7 @@ from qflash.ops.attention import ATTENTION
 from qflash.ops.backward_memory import get_backward_memory
 from qflash.ops.quantization import tables_of
 from qflash.parallel.parts import Sequences
-from qflash.parallel.placement import Placement
+from qflash.parallel.placement import PLACEMENTS, Placement
 from qflash.parallel.torch import maths
 from qflash.parallel.torch.agree import agree
 from qflash.parallel.torch.exchange import all_gather
@@ -37,7 +37,7 @@ from qflash.parallel.torch.groups import Ranks, group_of
 from qflash.parallel.torch.ring import ring
 from qflash.parallel.torch.shards import positions, shard, unshard
 from qflash.parallel.torch.ulysses import ulysses
-from qflash.parallel.words import Words, check_strategy, check_words
+from qflash.parallel.words import STRATEGIES, Words, check_strategy, check_words
 from qflash.rope import Rope
 
 __all__ = ["attention", "positions", "shard", "unshard"]
@@ -101,49 +101,74 @@ def attention(
     """
     process_group = group_of(group)
     if process_group.size() == 1:
-        check_words(strategy, placement, causal, window, softcap, scale, precision, return_lse, 1)
-        return _alone(q, k, v, cu_seqlens, max_seqlen, causal=causal, window=window, softcap=softcap, scale=scale,
-                      sinks=sinks, kv_lens=kv_lens, rope=rope, precision=precision, return_lse=return_lse)  # fmt: skip
-    ranks = Ranks(process_group, process_group.rank(), process_group.size())
-    if is_autocast_anywhere():
-        q, k, v = autocast(q, k, v) if isinstance(q, Tensor) else (q, k, v)
-    words: Words | None = None
+        # The same program on one GPU: attention itself, which checks the rest.
+        if strategy not in STRATEGIES or placement not in _KNOWN_PLACEMENTS:
+            check_words(strategy, placement, causal, window, softcap, scale, precision, return_lse, 1)
+        if cu_seqlens is None and max_seqlen is None:
+            return attention_on_one_rank(
+                q, k, v, causal=causal, window=window, kv_lens=kv_lens, softcap=softcap, scale=scale, rope=rope,
+                sinks=sinks, return_lse=return_lse, precision=precision,
+            )  # fmt: skip
+        return _packed_alone(q, k, v, cu_seqlens, max_seqlen, causal=causal, window=window, softcap=softcap,
+                             scale=scale, sinks=sinks, kv_lens=kv_lens, rope=rope, precision=precision,
+                             return_lse=return_lse)  # fmt: skip
+    words = (strategy, placement, causal, window, softcap, scale, precision, return_lse)
+    described = (q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
+    if torch.compiler.is_compiling() and strategy == "ring":
+        return _outside_of_graphs(process_group, words, *described)
+    return _attend(process_group, words, *described)
+
+
+def _attend(
+    group: Any,
+    words: tuple[Any, ...],
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    kv_lens: Any,
+    cu_seqlens: Any,
+    max_seqlen: Any,
+    rope: Any,
+) -> Any:
+    """The call on several ranks: checked by each, agreed on by all, and carried out."""
+    ranks = Ranks(group, group.rank(), group.size())
+    if is_autocast_anywhere() and isinstance(q, Tensor):
+        q, k, v = autocast(q, k, v)
     refusal: Exception | None = None
     of: Sequences | None = None
     try:
         head_dim = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
-        words = check_words(strategy, placement, causal, window, softcap, scale, precision, return_lse, head_dim)
-        of = _sequences(ranks, words, q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
+        of = _sequences(ranks, check_words(*words, head_dim), q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
     except (TypeError, ValueError, NotImplementedError) as error:
         if torch.compiler.is_compiling():
             raise
         refusal = error
     if not torch.compiler.is_compiling():
         device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-        agree(ranks, "" if of is None else _described(words, of, q, k, v, sinks), refusal, device)
-    assert words is not None and of is not None
+        agree(ranks, "" if of is None else _described(of, q, k, v, sinks), refusal, device)
+    assert of is not None
     of = _with_positions(of, ranks)
-    out, lse = _STRATEGIES[words.strategy](q, k, v, sinks, of, ranks)
-    return (out, lse) if words.return_lse else out
+    out, lse = _CARRIED_OUT_BY[of.words.strategy](q, k, v, sinks, of, ranks)
+    return (out, lse) if of.words.return_lse else out
 
 
-def _alone(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, max_seqlen: Any, **words: Any) -> Any:
-    """The call where there is but one rank."""
-    if cu_seqlens is None:
-        return attention_on_one_rank(q, k, v, **words)
+_outside_of_graphs = torch.compiler.disable(
+    _attend,
+    reason="qflash.parallel.torch.attention with strategy='ring' sends and receives step by step, which torch.compile "
+    "does not trace; allowed with fullgraph=True: strategy='all_gather' or 'ulysses'",
+)
+_CARRIED_OUT_BY = {"ring": ring, "all_gather": gathered, "ulysses": ulysses}
+
+
+_KNOWN_PLACEMENTS = (None, *PLACEMENTS)
+
+
+def _packed_alone(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, max_seqlen: Any, **words: Any) -> Any:
+    """The call on packed sequences where there is but one rank."""
+    _check_max_seqlen(cu_seqlens, max_seqlen)
     longest = q.shape[0] if max_seqlen is None else max_seqlen
     return attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **words)
-
-
-@torch.compiler.disable(
-    reason="qflash.parallel.torch.attention with strategy='ring' sends and receives step by step, which torch.compile "
-    "cannot trace; allowed with fullgraph=True: strategy='all_gather' or 'ulysses'"
-)
-def _ring(*arguments: Any) -> Any:
-    return ring(*arguments)
-
-
-_STRATEGIES = {"ring": _ring, "all_gather": gathered, "ulysses": ulysses}
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -166,12 +191,11 @@ def _sequences(
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
     packed = cu_seqlens is not None
+    _check_max_seqlen(cu_seqlens, max_seqlen)
     if kv_lens is not None:
         kv_lens = as_index("kv_lens", kv_lens, q)
     if packed:
         cu_seqlens = as_index("cu_seqlens", cu_seqlens, q)
-    elif max_seqlen is not None:
-        raise ValueError(f"max_seqlen is {shown(max_seqlen)} and cu_seqlens is None; allowed: None")
     token_dim = 0 if packed else 1
     rank_of_arrays = token_dim + 3
     if q.dim() != rank_of_arrays:
@@ -179,7 +203,8 @@ def _sequences(
         raise ValueError(f"q has shape {tuple(q.shape)}; allowed: rank {rank_of_arrays}, {form}")
     at = Placement.of_part(words.placement, ranks.size, q.shape[token_dim], "q")
     longest = at.length if max_seqlen is None else check_int("max_seqlen", max_seqlen, 0, 2**31 - 1)
-    _check_local(words, q, k, v, sinks, kv_lens, cu_seqlens, longest, rope)
+    if not torch.compiler.is_compiling():  # there the operations that are traced look at their arrays
+        _check_local(words, q, k, v, sinks, kv_lens, cu_seqlens, longest, rope)
     if k.shape[token_dim] != q.shape[token_dim]:
         raise ValueError(
             f"k has {k.shape[token_dim]} tokens on this rank; allowed: q's, {q.shape[token_dim]}, because both are of "
@@ -194,6 +219,11 @@ def _sequences(
         rope = replace(rope, **indexed)
     longest = min(longest, at.length)
     return Sequences(at, words, maths, q, kv_lens, cu_seqlens, longest, rope, wide=q.device.type == "cpu")
+
+
+def _check_max_seqlen(cu_seqlens: Any, max_seqlen: Any) -> None:
+    if cu_seqlens is None and max_seqlen is not None:
+        raise ValueError(f"max_seqlen is {shown(max_seqlen)} and cu_seqlens is None; allowed: None")
 
 
 def _check_local(
@@ -241,11 +271,11 @@ def _check_rope(rope: Rope, at: Placement, reach: int) -> None:
         raise ValueError(f"rope.cos has {rows} rows; allowed: at least {reach}, one for each position in use")
 
 
-def _described(words: Words | None, of: Sequences, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
+def _described(of: Sequences, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
     """What must be the same on all ranks, in facts between semicolons."""
     facts = [f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}"
              for name, x in (("q", q), ("k", k), ("v", v))]  # fmt: skip
-    assert words is not None
+    words = of.words
     facts.append(f"strategy={words.strategy!r}, placement={words.placement!r}, window={words.edges}")
     facts.append(f"softcap={words.softcap}, scale={words.scale}, precision={words.precision!r}")
     facts.append(f"max_seqlen={of.longest}")
