@@ -215,7 +215,7 @@ class Sequences:
         self, part: Part, dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any
     ) -> tuple[Any, ...]:
         """dq, dk, dv and, where sinks count in this part, dsinks. out, lse: of all of the rank's rows and all keys."""
-        words = self._words_of(part, sinks) | {"precision": None}
+        words = self._words_of(part, sinks)
         of_lse = [None if x is None else x[..., slice(*part.q)] for x in (dlse, lse)]
         return attention_gradients(
             self._cut(dout, part.q),

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from qflash.call.spec import SERVE_QUANTIZED
 from qflash.frontends.jax.varying import vary_alike
 from qflash.parallel.jax import maths
 from qflash.parallel.parts import Sequences
@@ -90,3 +91,20 @@ def add_rows(total: Any, share: Any, axis: int, rows: tuple[int, int]) -> Any:
     if rows == (0, total.shape[axis]):
         return total + share
     return total.at[(slice(None),) * axis + (slice(*rows),)].add(share)
+
+
+def saved_again(*arrays: Any) -> Any:
+    """Arrays that a forward pass kept, for the backward pass: what is computed from them is computed again.
+
+    XLA would else find that keys went round, or were gathered, before, and keep all that came, of every layer.
+    """
+    return jax.lax.optimization_barrier(arrays)
+
+
+def check_differentiable(static: Static) -> None:
+    """Refuse the gradient of a quantized precision, in the words of `qflash.attention`."""
+    if static.words.precision is not None:
+        raise NotImplementedError(
+            f"precision {static.words.precision!r} has no backward pass; allowed: precision=None{SERVE_QUANTIZED}; "
+            "or put jax.lax.stop_gradient around q, k and v"
+        )

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qflash.parallel.jax.call import Facts, Static, for_each_kind
+from qflash.parallel.jax.call import Facts, Static, check_differentiable, for_each_kind, saved_again
 from qflash.parallel.jax.shards import by_rank, in_token_order
 from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import chunk_call
@@ -58,16 +58,19 @@ def _gathered(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) 
 
 
 def _save(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[tuple[Any, Any], Any]:
+    check_differentiable(static)
     out, lse = _gathered(static, q, k, v, sinks, facts)
     return (out, lse), (q, k, v, sinks, facts, out, lse)
 
 
 def _pull_back(static: Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     q, k, v, sinks, facts, out, lse = saved
+    dout, dlse = cotangents
+    k, v, dout = saved_again(k, v, dout)
     of = static.sequences(q, facts)
     keys = _all_keys(static, k, v, of.token_dim)
     shares = _for_each_part(
-        static, of, lambda part: of.gradients(part, *cotangents, q, keys[0], keys[1], sinks, out, lse), q
+        static, of, lambda part: of.gradients(part, dout, dlse, q, keys[0], keys[1], sinks, out, lse), q
     )
     dq = jnp.concatenate([share[0] for share in shares], of.token_dim)
     dkeys = sum(jnp.stack(share[1:3]).astype(jnp.float32) for share in shares)

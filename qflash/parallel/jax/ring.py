@@ -18,7 +18,7 @@ from qflash.api import attention
 from qflash.frontends.jax.varying import vary_alike
 from qflash.ops.merge import merge
 from qflash.ops.quantization import Quantized, quantize
-from qflash.parallel.jax.call import Facts, Static, add_rows, for_each_kind
+from qflash.parallel.jax.call import Facts, Static, add_rows, for_each_kind, saved_again
 from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import Piece, Span, ring_steps
 
@@ -91,6 +91,7 @@ def _save(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> t
 def _pull_back(static: Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     q, k, v, sinks, facts, out, lse = saved
     dout, dlse = cotangents
+    k, v, dout = saved_again(k, v, dout)
     of = static.sequences(q, facts)
     steps = _steps(static, of.offsets is not None)
     block = jnp.stack([k, v])
