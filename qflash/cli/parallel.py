@@ -37,26 +37,22 @@ NETWORK = (50.0, "a 400 Gb/s network adapter for each GPU, its nominal rate")
 MEMORY = (4270.0, "a copy on an H200, measured: bench/limits.py")
 
 
-class Count(click.ParamType):
+def _count(text: str) -> int:
     """A whole number, with k or M for 1024 and 1024²."""
-
-    name = "count"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        text = str(value).lower()
-        digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
-        if not digits.isdecimal() or int(digits) < 1:
-            self.fail(f"{value!r} is no count; allowed: a whole number, 1 or more, such as 65536, 128k or 1M", param, ctx)
-        return int(digits) * unit
+    digits, unit = (text[:-1], _UNITS[text[-1].lower()]) if text[-1:].lower() in _UNITS else (text, 1)
+    if not digits.isdecimal() or int(digits) < 1:
+        raise click.BadParameter(f"{text!r} is no count; allowed: a whole number, 1 or more, such as 65536, 128k or 1M")
+    return int(digits) * unit
 
 
-class Counts(click.ParamType):
-    """Whole numbers with commas between them."""
+def count(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """The callback of an option that is a count."""
+    return _count(value)
 
-    name = "counts"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        return tuple(Count().convert(part, param, ctx) for part in str(value).split(","))
+def counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """The callback of an option that is counts with commas between them."""
+    return tuple(map(_count, value.split(",")))
 
 
 RATE = click.FloatRange(min=0, min_open=True, max=1e9)
@@ -68,8 +64,8 @@ def parallel() -> None:
 
 
 @parallel.command()
-@click.option("--gpus", type=Counts(), required=True, metavar="N[,N...]", help="How many GPUs share a sequence.")
-@click.option("--tokens", type=Count(), required=True, help="Of the whole sequence; 128k and 1M are 2^17 and 2^20.")
+@click.option("--gpus", callback=counts, required=True, metavar="N[,N...]", help="How many GPUs share a sequence.")
+@click.option("--tokens", callback=count, required=True, help="Of the whole sequence; 128k and 1M are 2^17 and 2^20.")
 @click.option("--heads", type=click.IntRange(1, 4096), default=32, show_default=True, help="Of q.")
 @click.option("--kv-heads", type=click.IntRange(1, 4096), default=8, show_default=True, help="Of k and v.")
 @click.option("--head-dim", type=click.IntRange(1, 256), default=128, show_default=True)
@@ -109,7 +105,7 @@ def plan(
     values = {name: _GIGA * (of_user or default) for name, (of_user, (default, _)) in given.items()}
     place = Machine(**values, node=node)
     rates, source = _rates(machine, tflops, head_dim, dtype, layer)
-    found = [one for count in gpus for one in estimates(layer, count, place, rates)]
+    found = [one for number in gpus for one in estimates(layer, number, place, rates)]
     console = make_console()
     mask = "no mask" if full else "causal"
     title = f"one layer, {batch} x {tokens} tokens, {heads} / {kv_heads} heads of {head_dim}, {dtype}, {mask}"
@@ -136,8 +132,8 @@ def _rates(machine: str, tflops: float | None, head_dim: int, dtype: str, layer:
     missing = [kind for kind in KINDS for causal in {False, layer.causal} if (kind, causal) not in rates.rates]
     if missing:
         raise click.ClickException(
-            f"bench/results/{machine} has no rows of {missing[0]} passes with head_dim {head_dim} and {dtype}; allowed: "
-            "what it has rows of, or --tflops"
+            f"bench/results/{machine} has no rows of {missing[0]} passes with head_dim {head_dim} and {dtype}; "
+            "allowed: what it has rows of, or --tflops"
         )
     lengths = sorted({length for of in rates.rates.values() for length, _ in of})
     return rates, (
@@ -169,10 +165,10 @@ def _table(title: str, found: Sequence[Estimate]) -> Table:
                 first = kind == KINDS[0]
                 times = (part.computing, part.waiting, part.copying, part.seconds)
                 computes, waits, copies, in_all = map(_time, times)
-                table.add_row(
-                    str(gpus) if first else "", Text(one.strategy if first else "", "bold" if one is best else ""), kind,
-                    computes, _bytes(part.moved_bytes), waits, copies, in_all, _bytes(one.keys_bytes) if first else "",
-                )  # fmt: skip
+                strategy = Text(one.strategy, "bold" if one is best else "")
+                head = (str(gpus), strategy, kind) if first else ("", "", kind)
+                held = _bytes(one.keys_bytes) if first else ""
+                table.add_row(*head, computes, _bytes(part.moved_bytes), waits, copies, in_all, held)
         table.add_section()
     return table
 
@@ -180,13 +176,13 @@ def _table(title: str, found: Sequence[Estimate]) -> Table:
 def _notes(layer: Layer, place: Machine, rates: Rates, found: Sequence[Estimate]) -> list[str]:
     """Which strategies there are not, and from how many tokens on a ring hides its transfers."""
     notes = [f"{one.gpus} GPUs: no {one.strategy}, because {one.why_not}." for one in found if one.why_not]
-    for count in sorted({one.gpus for one in found if one.gpus > 1}):
-        part = max(layer.tokens // count, 1)
-        least = hidden_from(layer, place, count, rates.operations(FORWARD, part, False))
+    for gpus in sorted({one.gpus for one in found if one.gpus > 1}):
+        part = max(layer.tokens // gpus, 1)
+        least = hidden_from(layer, place, gpus, rates.operations(FORWARD, part, False))
         verdict = "hides" if part >= least else "does not hide"
         notes.append(
-            f"{count} GPUs: a ring {verdict} its transfers, forward; it does from {least:.0f} tokens for each GPU on, and "
-            f"there are {part}."
+            f"{gpus} GPUs: a ring {verdict} its transfers, forward; it does from {least:.0f} tokens for each GPU on, "
+            f"and there are {part}."
         )
     return notes
 

@@ -24,7 +24,7 @@ ASSUMPTIONS = (
     "A ring's transfer runs under its computation and takes nothing from it: a step takes the longer of the two.",
     "Gathering and exchanging are waited for. Backward gathers again, and sums gradients of keys in float32.",
     "A ring that leaves a node moves at the network's rate throughout, and so do collectives over several nodes.",
-    "Every GPU has the whole rate of its link in either direction. Latency, and small messages that get less, are left out.",
+    "Every GPU has the whole rate of its link either way. Latency, and small messages that get less, are left out.",
     "Merging, adding up and copying run at the rate of memory, beside which nothing else runs.",
 )
 
@@ -202,7 +202,9 @@ def _ring(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) ->
     rate = machine.rate(gpus)
     waiting = (gpus - 1) * max(hop / rate - other, 0.0) + (last / rate if gpus > 1 else 0.0)
     moved = (gpus - 1) * hop + (last if gpus > 1 else 0.0)
-    return Pass(own + (gpus - 1) * other, moved, moved / rate, waiting, _ring_copies(layer, gpus, kind) / machine.memory)
+    return Pass(
+        own + (gpus - 1) * other, moved, moved / rate, waiting, _ring_copies(layer, gpus, kind) / machine.memory
+    )
 
 
 def _ring_copies(layer: Layer, gpus: int, kind: str) -> float:

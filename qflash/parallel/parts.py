@@ -120,7 +120,8 @@ class Sequences:
             of_q = self._offsets_in(end - self.at.chunk, end)
             of_k = self.maths.clip(self.offsets, 0, k_end)
             offsets = tuple(
-                self.maths.concatenate([x, tokens + last]) for x, last in ((of_q, self.at.chunk), (of_k, self.at.length))
+                self.maths.concatenate([x, tokens + last])
+                for x, last in ((of_q, self.at.chunk), (of_k, self.at.length))
             )
             return Part(q, whole, window, sinks=True, offsets=offsets, rope=rope)
         batch = self.like.shape[0]
@@ -156,8 +157,9 @@ class Sequences:
 
     def _query_positions(self, rank: Any, q: Span) -> Any:
         assert self.rope is not None
-        if self.rope.positions_q is not None:
-            return self.rope.positions_q[..., slice(*q)]  # type: ignore[index]
+        given: Any = self.rope.positions_q
+        if given is not None:
+            return given[..., slice(*q)]
         tokens = self.tokens(rank)
         if self.offsets is not None:
             tokens = self._in_sequence(tokens)
@@ -220,7 +222,9 @@ class Sequences:
         return attention_gradients(
             self._cut(dout, part.q),
             of_lse[0],
-            *(self._cut(x, span) for x, span in ((q, part.q), (k, part.k), (v, part.k))),
+            self._cut(q, part.q),
+            self._cut(k, part.k),
+            self._cut(v, part.k),
             self._cut(out, part.q),
             of_lse[1],
             partial=not part.alone,

@@ -7,6 +7,7 @@ are right for any number of ranks; that tensors arrive is the front ends' own to
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
 import numpy as np
 
 import qflash

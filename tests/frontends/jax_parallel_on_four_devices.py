@@ -129,7 +129,7 @@ def test_quantized(mesh, case, strategy):
     arrays = [order(x) for x in (inputs.q, inputs.k, inputs.v)]
     out, _ = jax.jit(run)(*arrays, inputs.sinks)
     check_contract(case, whole(out), precision="int8")
-    with pytest.raises(NotImplementedError, match="forward only|has no backward pass"):
+    with pytest.raises(NotImplementedError, match=r"forward only|has no backward pass"):
         jax.grad(lambda q: run(q, *arrays[1:], inputs.sinks)[0].sum())(arrays[0])
 
 
@@ -205,7 +205,10 @@ def test_beside_another_axis():
 @pytest.mark.parametrize("causal", [False, True])
 def test_positions_are_those_of_the_placement(mesh, causal):
     own = jax.shard_map(
-        lambda: parallel.positions(16, axis_name="context", causal=causal), mesh=mesh, in_specs=(), out_specs=P("context")
+        lambda: parallel.positions(16, axis_name="context", causal=causal),
+        mesh=mesh,
+        in_specs=(),
+        out_specs=P("context"),
     )()
     np.testing.assert_array_equal(own, parallel.shard(jnp.arange(16), ranks=4, dim=0, causal=causal))
     np.testing.assert_array_equal(parallel.unshard(own, ranks=4, dim=0, causal=causal), jnp.arange(16))
@@ -233,5 +236,7 @@ def test_bad_input(mesh, words, error, text):
 
 
 def test_lengths_that_do_not_divide():
-    with pytest.raises(ValueError, match="x has 30 tokens in dimension 1; allowed: a multiple of 8, two chunks for each"):
+    with pytest.raises(
+        ValueError, match="x has 30 tokens in dimension 1; allowed: a multiple of 8, two chunks for each"
+    ):
         parallel.shard(jnp.zeros((1, 30, 2, 8)), ranks=4, causal=True)

@@ -104,7 +104,7 @@ def test_shard_and_unshard(ranks, dim, causal):
     answers = ranks.values(torch_ranks.there_and_back, 16, dim, causal)
     assert all(same for same, _ in answers)
     places = [positions for _, positions in answers]
-    assert sorted(sum(places, [])) == list(range(16))
+    assert sorted(token for own in places for token in own) == list(range(16))
     assert places[1] == ([2, 3, 12, 13] if causal else [4, 5, 6, 7])
 
 
@@ -124,7 +124,7 @@ def test_a_ring_breaks_the_graph(ranks):
         assert "allowed with fullgraph=True: strategy='all_gather' or 'ulysses'" in " ".join(answer.text.split())
 
 
-# Bad input: an error on every rank, which names the rank and what it had ------------------------------------------------
+# Bad input: an error on every rank, which names the rank and what it had ----------------------------------------------
 
 SHAPES = [[1, 8, 4, 16]] * 3
 
@@ -139,7 +139,7 @@ def refused(ranks, words: dict, of_rank: dict, error: str, text: str, own: str |
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_with_another_length(ranks, strategy):
-    odd = {2: dict.fromkeys("qkv", [1, 12, 4, 16])}
+    odd = {2: {name: [1, 12, 4, 16] for name in "qkv"}}
     text = (
         r"ranks have different calls: ranks 0, 1, 3 had q float32 \[1, 8, 4, 16\] on cpu.*"
         r"rank 2 had q float32 \[1, 12, 4, 16\] on cpu.*; allowed: the same on all ranks"
@@ -185,7 +185,7 @@ def test_a_rank_with_a_bad_call(ranks, of_one, error, own):
 
 def test_values_are_looked_at_before_anything_moves(ranks):
     packed = [[8, 4, 16]] * 3
-    everywhere = dict.fromkeys(range(4), {})
+    everywhere = {rank: {} for rank in range(4)}
     rope = qflash.Rope(*(torch.from_numpy(x) for x in qflash.rope_tables(16, 16)))
     for words, text in (
         ({"kv_lens": [33]}, r"kv_lens\[0\] is 33; allowed: 0 to 32, the tokens of all ranks"),

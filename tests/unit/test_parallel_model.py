@@ -23,7 +23,7 @@ from qflash.parallel.model import (
     hidden_from,
 )
 
-# Llama 3 of 8B and 70B on 8 GPUs, 600 TFLOP/s, links of 350 GB/s; by hand, in ms: 4 S² Hq D / 2 / 8 / 600e12, and so on.
+# Llama 3 of 8B and 70B on 8 GPUs, 600 TFLOP/s, links of 350 GB/s; by hand, in ms: 4 S² Hq D / 2 / 8 / 600e12 and so on
 RATES = FixedRate(600e12)
 EIGHT = Machine(link=350e9, network=350e9, memory=4.3e12)
 SMALL, LARGE = 32, 64  # heads of q; 8 of k
@@ -222,6 +222,8 @@ def test_the_rate_of_memory_is_the_one_that_was_measured():
 def test_rows_of_other_problems_are_left_out():
     row = {"kernel": "k", "D": 64, "dtype": "float16", "precision": "native", "Tq": 8, "Tk": 8, "kind": "forward"}
     row |= {"gflops": 5.0, "causal": True}
-    others = [row | change for change in ({"D": 32}, {"Tk": 16}, {"precision": "int8"}, {"kernel": None}, {"kv_lens": [3]})]
+    others = [
+        row | change for change in ({"D": 32}, {"Tk": 16}, {"precision": "int8"}, {"kernel": None}, {"kv_lens": [3]})
+    ]
     rates = MeasuredRates.of_rows([json.loads(json.dumps(row)), *others], 64, "float16")
     assert rates.rates == {("forward", True): ((8, 5e9),)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qflash.parallel.pieces import chunk_call, ring_hops, ring_pieces, ring_steps
+from qflash.parallel.pieces import chunk_call, ring_hops, ring_pieces
 from qflash.parallel.placement import Placement, check_placement
 from qflash.parallel.words import check_strategy, check_words
 

@@ -176,7 +176,8 @@ static void store_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_
 }
 
 // A sink is a key without a value: its weight exp(sink - lse) and dP = 0 give dS = -weight * delta. A row that sees no
-// key has its sink for its lse, and nothing of it in out; with params.partial that lse tells that it sees none elsewhere.
+// key has its sink for its lse, and nothing of it in out; with params.partial that lse tells that it sees none
+// elsewhere.
 static double sink_share(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int64_t count) {
   const QfAttnParams& p = params.fwd;
   const int pitch = pitch_of(p);

@@ -135,8 +135,8 @@ typedef struct QfAttnParams {
 } QfAttnParams;
 
 /* Gradients. out and lse of `fwd` are inputs here (what the forward pass returned); fwd's workspace is not used.
- * partial: 1: out and lse, and dout and dlse, are of more keys than fwd has. dq, dk, dv and dsinks are then the share of
- * fwd's keys, and of the sinks where fwd has them: shares of keys that are apart add up to the gradients. */
+ * partial: 1: out and lse, and dout and dlse, are of more keys than fwd has. dq, dk, dv and dsinks are then the share
+ * of fwd's keys, and of the sinks where fwd has them: shares of keys that are apart add up to the gradients. */
 typedef struct QfAttnBwdParams {
   int32_t struct_bytes; /* of this struct; fwd's own is checked too */
   int32_t partial;

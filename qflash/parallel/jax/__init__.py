@@ -134,7 +134,12 @@ _CARRIED_OUT_BY = {"ring": ring, "all_gather": gathered, "ulysses": ulysses}
 def _facts(q: Any, kv_lens: Any, cu_seqlens: Any, rope: Any) -> Facts:
     """The arrays that say something of tokens, those that are there."""
     cos, sin, positions_q, positions_k, _ = tables_of(rope)
-    indices = (("kv_lens", kv_lens), ("offsets", cu_seqlens), ("positions_q", positions_q), ("positions_k", positions_k))
+    indices = (
+        ("kv_lens", kv_lens),
+        ("offsets", cu_seqlens),
+        ("positions_q", positions_q),
+        ("positions_k", positions_k),
+    )
     spoken = {"offsets": "cu_seqlens", "positions_q": "rope.positions_q", "positions_k": "rope.positions_k"}
     found = {name: as_index(spoken.get(name, name), x, q) for name, x in indices if x is not None}
     return found | {name: x for name, x in (("cos", cos), ("sin", sin)) if x is not None}
@@ -180,5 +185,3 @@ def _positions_of_all(static: Static, facts: Facts) -> Facts:
     """The positions of all devices' tokens, where the user gave some: they are int32, and few."""
     wanted = ["positions_k"] + (["positions_q"] if static.words.strategy == "ulysses" else [])
     return {f"{name}_of_all": jax.lax.all_gather(facts[name], static.axis) for name in wanted if name in facts}
-
-

@@ -67,7 +67,5 @@ def _rope(of: Sequences) -> Rope | None:
     """Positions that were given, of all tokens; else attention's own, which are those of the whole sequence."""
     if of.rope is None:
         return None
-    positions = [
-        None if x is None else in_token_order(x, of.at, x.ndim - 2) for x in (of.positions_q, of.positions_k)
-    ]
+    positions = [None if x is None else in_token_order(x, of.at, x.ndim - 2) for x in (of.positions_q, of.positions_k)]
     return replace(of.rope, positions_q=positions[0], positions_k=positions[1])

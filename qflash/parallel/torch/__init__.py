@@ -10,6 +10,7 @@ ulysses   heads for tokens
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -255,7 +256,7 @@ def _check_values(at: Placement, kv_lens: Any, offsets: Any, longest: int) -> No
                 f"cu_seqlens begins with {ends[0]} and ends with {ends[-1]}; allowed: from 0 to {at.length}, the "
                 "tokens of all ranks"
             )
-        for index, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        for index, (start, end) in enumerate(pairwise(ends)):
             if not 0 <= end - start <= longest:
                 raise ValueError(
                     f"cu_seqlens[{index + 1}] is {end} after {start}; allowed: {start} to {start + longest} "

@@ -14,9 +14,7 @@ from qflash.parallel.torch.groups import Ranks, group_of, ranks_of
 Tensor = torch.Tensor
 
 
-def shard(
-    x: Tensor, *, group: Any = None, dim: int = 1, causal: bool = False, placement: str | None = None
-) -> Tensor:
+def shard(x: Tensor, *, group: Any = None, dim: int = 1, causal: bool = False, placement: str | None = None) -> Tensor:
     """This rank's part of a tensor that every rank has whole.
 
     Args:
@@ -58,7 +56,7 @@ def positions(
     placement: str | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """int32 `[length / ranks]`: which tokens of a sequence of `length` this rank has, in the order in which it has them.
+    """int32 `[length / ranks]`: which tokens of a sequence of `length` this rank has, in its order.
 
     They are the positions for rotary embeddings that are applied outside of `attention`, and for labels.
     """
