@@ -7,6 +7,7 @@ last key, so a slice that ends elsewhere moves it: every such band is one call, 
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -89,17 +90,21 @@ def ring_hops(at: Placement, edges: tuple[int, int], packed: bool = False) -> in
     return next(hop for hop in hops if any(ring_pieces(at, to, (to - hop) % at.ranks, edges, packed) for to in ranks))
 
 
-def ring_steps(at: Placement, rank: int, edges: tuple[int, int], packed: bool = False) -> list[list[Piece]]:
+@lru_cache(maxsize=4096)
+def ring_steps(
+    at: Placement, rank: int, edges: tuple[int, int], packed: bool = False
+) -> tuple[tuple[Piece, ...], ...]:
     """What `rank` computes after each hop: after h of them it has the keys of the rank h before it."""
     sources = ((rank - hop) % at.ranks for hop in range(ring_hops(at, edges, packed) + 1))
     steps = [ring_pieces(at, rank, source, edges, packed) for source in sources]
-    of_all = [piece for pieces in steps for piece in pieces]
-    return [[piece._replace(alone=not _meets_another(piece, of_all)) for piece in pieces] for pieces in steps]
+    spans = Counter(piece.q for pieces in steps for piece in pieces)
+    alone = {span: _meet(span, spans) == 1 for span in spans}
+    return tuple(tuple(piece._replace(alone=alone[piece.q]) for piece in pieces) for pieces in steps)
 
 
-def _meets_another(piece: Piece, pieces: list[Piece]) -> bool:
-    """Whether other keys have a result for some of the same queries."""
-    return sum(other.q[0] < piece.q[1] and piece.q[0] < other.q[1] for other in pieces) > 1
+def _meet(q: Span, spans: Counter[Span]) -> int:
+    """How many pieces have some of these queries."""
+    return sum(count for other, count in spans.items() if other[0] < q[1] and q[0] < other[1])
 
 
 class ChunkCall(NamedTuple):

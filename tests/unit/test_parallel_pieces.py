@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qflash.parallel.pieces import chunk_call, ring_hops, ring_pieces
+from qflash.parallel.pieces import chunk_call, ring_hops, ring_pieces, ring_steps
 from qflash.parallel.placement import Placement, check_placement
 from qflash.parallel.words import check_strategy, check_words
 
@@ -47,6 +47,20 @@ def test_the_pieces_of_a_ring_are_the_mask(ranks, kind, packed, edges):
                 own[q] += piece.own
     np.testing.assert_array_equal(seen, global_mask(at.length, edges))
     assert (own == 1).all()  # so that a sink counts once
+
+
+@pytest.mark.parametrize("edges", EDGES, ids=str)
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_a_piece_is_alone_where_its_queries_see_no_other_keys(kind, edges):
+    at, mask = Placement(kind, 4, 48), global_mask(48, edges)
+    for rank in range(4):
+        steps = ring_steps(at, rank, edges)
+        assert len(steps) == ring_hops(at, edges) + 1
+        for hop, pieces in enumerate(steps):
+            for piece in pieces:
+                q, k = tokens(at, rank)[slice(*piece.q)], tokens(at, (rank - hop) % 4)[slice(*piece.k)]
+                elsewhere = np.delete(mask[q], k, axis=1)
+                assert piece.alone is not bool(elsewhere.any())
 
 
 @pytest.mark.parametrize("edges", EDGES, ids=str)

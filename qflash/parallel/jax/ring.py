@@ -37,7 +37,7 @@ def ring(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tu
 def _steps(static: Static, packed: bool) -> list[list[Pieces]]:
     """For each hop, what every rank computes after it."""
     of_ranks = [ring_steps(static.at, rank, static.words.edges, packed) for rank in range(static.ranks)]
-    return [[tuple(steps[hop]) for steps in of_ranks] for hop in range(len(of_ranks[0]))]
+    return [[steps[hop] for steps in of_ranks] for hop in range(len(of_ranks[0]))]
 
 
 def _parts(of: Sequences, static: Static, pieces: Pieces, hop: int) -> list[Part]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,9 @@ def agree(ranks: Ranks, text: str, refusal: Exception | None, device: torch.devi
 
 def _exchange(ranks: Ranks, text: str, device: torch.device) -> list[str]:
     """The texts of all ranks."""
-    own = text.encode()[:_BYTES]
+    own = text.encode()
+    if len(own) > _BYTES:  # what is cut off still counts
+        own = own[: _BYTES - 16] + f" ...{crc32(own):08x}".encode()
     wire = torch.frombuffer(bytearray(own.ljust(_BYTES, b"\0")), dtype=torch.uint8)
     if dist.get_backend(ranks.group) != "gloo":
         wire = wire.to(device)
