@@ -91,9 +91,7 @@ def ring_hops(at: Placement, edges: tuple[int, int], packed: bool = False) -> in
 
 
 @lru_cache(maxsize=4096)
-def ring_steps(
-    at: Placement, rank: int, edges: tuple[int, int], packed: bool = False
-) -> tuple[tuple[Piece, ...], ...]:
+def ring_steps(at: Placement, rank: int, edges: tuple[int, int], packed: bool = False) -> tuple[tuple[Piece, ...], ...]:
     """What `rank` computes after each hop: after h of them it has the keys of the rank h before it."""
     sources = ((rank - hop) % at.ranks for hop in range(ring_hops(at, edges, packed) + 1))
     steps = [ring_pieces(at, rank, source, edges, packed) for source in sources]

@@ -110,6 +110,18 @@ def call(rank: int, shapes: list[list[int]], words: dict[str, Any], of_rank: dic
     parallel.attention(*arrays, **(words | given))
 
 
+def strange_groups(rank: int) -> tuple[str, str]:
+    """What is said of a mesh of two dimensions, and of a group of the first two ranks."""
+    said = []
+    for group in (_mesh(), dist.new_group([0, 1])):
+        try:
+            parallel.positions(16, group=group)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said[0], said[1]
+
+
 def compiled(rank: int, strategy: str, fullgraph: bool, backend: str, causal: bool = True) -> tuple[float, ...] | None:
     """How far a compiled call, and its gradients, are from an eager one."""
     torch.compiler.reset()

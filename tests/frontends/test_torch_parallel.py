@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_on_four_ranks():
@@ -18,3 +20,24 @@ def test_on_four_ranks():
     done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent, timeout=500)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_example_on_two_ranks():
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, "examples/context_parallel.py"], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks, 64 tokens: loss 0.9" in done.stdout
+
+
+def test_groups_that_are_none():
+    from qflash.parallel import torch as parallel
+
+    x = torch.zeros(1, 8, 2, 16)
+    with pytest.raises(ValueError, match=r"group is None and torch.distributed has no default group; allowed: "):
+        parallel.attention(x, x, x)
+    with pytest.raises(
+        TypeError, match=r"group is builtins.str; allowed: None, a process group, or one dimension of a"
+    ):
+        parallel.shard(x, group="context")

@@ -199,6 +199,18 @@ def test_values_are_looked_at_before_anything_moves(ranks):
         refused(ranks, {"cu_seqlens": offsets}, everywhere, "ValueError", text, shapes=packed)
 
 
+def test_groups_that_are_none(ranks):
+    for rank, (of_mesh, of_others) in enumerate(ranks.values(torch_ranks.strange_groups)):
+        assert of_mesh == (
+            "group is a DeviceMesh of 2 dimensions, ('data', 'context'); allowed: one of them, such as mesh['context']"
+        )
+        assert (
+            of_others == ""
+            if rank < 2
+            else f"group does not have this process, rank {rank} of the default" in of_others
+        )
+
+
 def test_heads_that_do_not_divide(ranks):
     text = "q has 6 heads; allowed with strategy='ulysses' on 4 ranks: a multiple of 4; strategy='ring' or 'all_gather'"
     refused(ranks, {"strategy": "ulysses"}, {}, "ValueError", text, shapes=[[1, 8, 6, 16]] * 3)
