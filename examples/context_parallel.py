@@ -77,9 +77,8 @@ def main() -> None:
     first, last = train(device)
     worst = compare(device)
     if dist.get_rank() == 0:
-        print(
-            f"{dist.get_world_size()} ranks, {LENGTH} tokens: loss {first:.3f} at the start, {last:.3f} after {STEPS} steps"
-        )
+        ranks = dist.get_world_size()
+        print(f"{ranks} ranks, {LENGTH} tokens: loss {first:.3f} at the start, {last:.3f} after {STEPS} steps")
         print("worst difference to one process:", ", ".join(f"{name} {x:.1e}" for name, x in worst.items()))
     assert last < 0.5 * first and max(worst.values()) < 1e-5
     dist.destroy_process_group()
