@@ -48,7 +48,13 @@ def _own_rope(rope: Rope | None, case: Case, cut: Callable[..., Tensor]) -> Rope
 
 
 def attend(
-    rank: int, case: Case, strategy: str, placement: str | None, where: str = "world", precision: str | None = None
+    rank: int,
+    case: Case,
+    strategy: str,
+    placement: str | None,
+    where: str = "world",
+    precision: str | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any] | None:
     """A case's results and, without a precision, gradients, whole; on rank 0 alone. Twice, and the same bits."""
     group = _group(where)
@@ -60,8 +66,8 @@ def attend(
     def whole(x: Tensor, dim: int) -> np.ndarray:
         return to_numpy(parallel.unshard(x.detach(), dim=dim, **how))
 
-    inputs, dim = convert(case.make_inputs(), "torch"), 0 if case.packed else 1
-    gradients = [to_torch(x) for x in case.make_gradients()]
+    inputs, dim = convert(case.make_inputs(), "torch" if device == "cpu" else "torch-cuda"), 0 if case.packed else 1
+    gradients = [to_torch(x, device) for x in case.make_gradients()]
     words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": _own_rope(inputs.rope, case, cut)}
     if case.packed:
         words |= {"cu_seqlens": inputs.cu_seqlens_q, "max_seqlen": max(case.q_lens)}
@@ -84,6 +90,32 @@ def attend(
         runs.append(found)
     same = all(runs[0][name].tobytes() == runs[1][name].tobytes() for name in runs[0])
     return runs[0] | {"same": same} if rank == 0 else None
+
+
+def what_happens(rank: int, words: dict[str, Any]) -> tuple[list[str], int]:
+    """The hops and the calls of a ring, in the order in which they are begun, and how many bytes this rank sends."""
+    from qflash.parallel import parts
+    from qflash.parallel.torch import exchange, ring
+
+    events, sent = [], 0
+    make_hop, attend_part, attend_int8 = exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8
+
+    def hop(self: Any, ranks: Any, tensors: Any, *more: Any, **named: Any) -> None:
+        nonlocal sent
+        sent += sum(x.numel() * x.element_size() for x in tensors)
+        events.append("hop")
+        make_hop(self, ranks, tensors, *more, **named)
+
+    def called(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (events.append("call"), function(*given))[1]
+
+    exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8 = hop, called(attend_part), called(attend_int8)
+    try:
+        x = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16)
+        parallel.attention(x, x, x, strategy="ring", **words)
+    finally:
+        exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8 = make_hop, attend_part, attend_int8
+    return events, sent
 
 
 def there_and_back(rank: int, length: int, dim: int, causal: bool) -> tuple[bool, list[int]]:

@@ -98,6 +98,27 @@ def test_quantized(ranks, case, strategy):
     assert got["same"]
 
 
+def test_a_hop_is_under_way_before_the_call_that_hides_it(ranks):
+    for events, _ in ranks.values(torch_ranks.what_happens, {"causal": True}):
+        assert events == ["hop", "call"] * 3 + ["call"]
+
+
+def test_a_window_sends_keys_no_further_than_it_reaches(ranks):
+    words = {"causal": True, "window": (40, 0), "placement": "contiguous"}
+    for rank, (events, _) in enumerate(ranks.values(torch_ranks.what_happens, words)):
+        assert events == ["hop", "call", "call"] if rank else ["hop", "call"]  # nothing is before the first rank
+
+
+def test_quantized_keys_are_sent_in_half_the_bytes(ranks):
+    """Values are as many bytes as before, and so is what goes with 16 keys: a scale, and a mean for all of them."""
+    plain, quantized = (
+        ranks.values(torch_ranks.what_happens, {"precision": precision})[0][1] for precision in (None, "int8")
+    )
+    keys = 3 * 64 * 2 * 64  # of three hops
+    assert plain == 2 * 2 * keys
+    assert quantized == keys + 2 * keys + 3 * 4 * (2 * 64 // 16 + 2 * 64)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_shard_and_unshard(ranks, dim, causal):

@@ -25,10 +25,10 @@ from qflash.ops.attention import ATTENTION
 from qflash.ops.backward_memory import get_backward_memory
 from qflash.ops.quantization import tables_of
 from qflash.parallel.jax.call import Facts, Static
-from qflash.parallel.jax.gather import gathered
-from qflash.parallel.jax.ring import ring
+from qflash.parallel.jax.gather import attend_gathered
+from qflash.parallel.jax.ring import attend_ring
 from qflash.parallel.jax.shards import positions, shard, size_of, unshard
-from qflash.parallel.jax.ulysses import ulysses
+from qflash.parallel.jax.ulysses import attend_ulysses
 from qflash.parallel.placement import Placement
 from qflash.parallel.words import check_strategy, check_words
 from qflash.rope import Rope
@@ -128,7 +128,7 @@ def attention(
     return (out, lse) if words.return_lse else out
 
 
-_CARRIED_OUT_BY = {"ring": ring, "all_gather": gathered, "ulysses": ulysses}
+_CARRIED_OUT_BY = {"ring": attend_ring, "all_gather": attend_gathered, "ulysses": attend_ulysses}
 
 
 def _facts(q: Any, kv_lens: Any, cu_seqlens: Any, rope: Any) -> Facts:

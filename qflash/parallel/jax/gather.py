@@ -20,7 +20,7 @@ from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import chunk_call
 
 
-def gathered(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
+def attend_gathered(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
     """out and lse of this device's queries."""
     out, lse = _gathered(static, q, k, v, sinks, facts)
     return out, lse

@@ -26,7 +26,7 @@ Pieces = tuple[Piece, ...]
 State = tuple[Any, Any]  # float32 out and lse
 
 
-def ring(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
+def attend_ring(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
     """out and lse of this device's queries."""
     if static.words.precision is not None:
         return _ring_int8(static, q, k, v, sinks, facts)

@@ -19,7 +19,7 @@ from qflash.parallel.parts import Sequences
 from qflash.rope import Rope
 
 
-def ulysses(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
+def attend_ulysses(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
     """out and, where it is wanted, lse of this device's queries."""
     of = static.sequences(q, facts)
     words = {

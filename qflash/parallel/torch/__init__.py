@@ -33,11 +33,11 @@ from qflash.parallel.placement import PLACEMENTS, Placement
 from qflash.parallel.torch import maths
 from qflash.parallel.torch.agree import agree
 from qflash.parallel.torch.exchange import all_gather
-from qflash.parallel.torch.gather import gathered
+from qflash.parallel.torch.gather import attend_gathered
 from qflash.parallel.torch.groups import Ranks, group_of
-from qflash.parallel.torch.ring import ring
+from qflash.parallel.torch.ring import attend_ring
 from qflash.parallel.torch.shards import positions, shard, unshard
-from qflash.parallel.torch.ulysses import ulysses
+from qflash.parallel.torch.ulysses import attend_ulysses
 from qflash.parallel.words import STRATEGIES, Words, check_strategy, check_words
 from qflash.rope import Rope
 
@@ -154,12 +154,15 @@ def _attend(
     return (out, lse) if of.words.return_lse else out
 
 
-_outside_of_graphs = torch.compiler.disable(
-    _attend,
-    reason="qflash.parallel.torch.attention with strategy='ring' sends and receives step by step, which torch.compile "
-    "does not trace; allowed with fullgraph=True: strategy='all_gather' or 'ulysses'",
+_NOT_IN_GRAPHS = (
+    "qflash.parallel.torch.attention with strategy='ring' sends and receives step by step, which torch.compile does "
+    "not trace; allowed with fullgraph=True: strategy='all_gather' or 'ulysses'"
 )
-_CARRIED_OUT_BY = {"ring": ring, "all_gather": gathered, "ulysses": ulysses}
+try:
+    _outside_of_graphs = torch.compiler.disable(_attend, reason=_NOT_IN_GRAPHS)
+except TypeError:  # PyTorch before 2.7 breaks the graph as well, and gives no reason
+    _outside_of_graphs = torch.compiler.disable(_attend)
+_CARRIED_OUT_BY = {"ring": attend_ring, "all_gather": attend_gathered, "ulysses": attend_ulysses}
 
 
 _KNOWN_PLACEMENTS = (None, *PLACEMENTS)

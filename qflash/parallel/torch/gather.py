@@ -19,7 +19,7 @@ from qflash.parallel.torch.shards import by_rank, in_token_order
 Tensor = torch.Tensor
 
 
-def gathered(
+def attend_gathered(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries."""

@@ -26,7 +26,9 @@ _BACKWARD = "a hop of keys and values, backward"
 _GRADIENTS = "a hop of the gradients of keys and values"
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def attend_ring(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries."""
     if of.words.precision is not None:
         return _ring_int8(q, k, v, sinks, of, ranks)

@@ -20,7 +20,7 @@ from qflash.rope import Rope
 Tensor = torch.Tensor
 
 
-def ulysses(
+def attend_ulysses(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
 ) -> tuple[Tensor, Tensor | None]:
     """out and, where it is wanted, lse of this rank's queries."""
