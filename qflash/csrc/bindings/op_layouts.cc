@@ -90,8 +90,8 @@ QF_TABLE(QfAttnParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(prec
          QF_MEMBER(cu_seqlens_k), QF_MEMBER(rope), QF_MEMBER(q_scales), QF_MEMBER(q_dot_mean), QF_MEMBER(sinks),
          QF_MEMBER(kv), QF_MEMBER(workspace), QF_MEMBER(workspace_bytes), QF_MEMBER(total_q), QF_MEMBER(total_k));
 
-QF_TABLE(QfAttnBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(reserved), QF_MEMBER(fwd), QF_MEMBER(dout),
-         QF_MEMBER(dlse), QF_MEMBER(dq), QF_MEMBER(dk), QF_MEMBER(dv), QF_MEMBER(dsinks), QF_MEMBER(workspace),
+QF_TABLE(QfAttnBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(partial), QF_MEMBER(fwd), QF_MEMBER(dout), QF_MEMBER(dlse),
+         QF_MEMBER(dq), QF_MEMBER(dk), QF_MEMBER(dv), QF_MEMBER(dsinks), QF_MEMBER(workspace),
          QF_MEMBER(workspace_bytes), QF_MEMBER(ds_bytes));
 
 QF_TABLE(QfQuantizeKvParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(precision), QF_MEMBER(batch),
