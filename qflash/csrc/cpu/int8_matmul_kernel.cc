@@ -25,29 +25,29 @@ int64_t chunk_bytes() { return kBlockPanels * panel_bytes_of(kDepth); }
 int64_t weight_bytes(int64_t k) { return ceil_div(k, kDepth) * chunk_bytes(); }
 int64_t block_bytes(const QfLinearParams& p) { return products_of(p) * weight_bytes(p.k); }
 
-// A task's memory: sums of all its rows, for each weight; the products of a row block; a row block of a.
+// A task's memory: sums of all its rows, for each weight; the products of a row block; a row block of a; where nothing
+// is packed for it, a chunk of each weight.
 constexpr int64_t kSumBytes = int64_t(kTaskRows) * kColumns * 4;
 constexpr int64_t kProductBytes = int64_t(kRowBlock) * kScoreStride;
+constexpr int64_t kRowsBytes = int64_t(kRowBlock) * kRowStride * sizeof(Integer);
 int64_t scratch_bytes(const QfLinearParams& p) {
-  return products_of(p) * kSumBytes + kProductBytes + int64_t(kRowBlock) * kRowStride * sizeof(Integer);
+  return products_of(p) * (kSumBytes + chunk_bytes()) + kProductBytes + kRowsBytes;
 }
 
 int smaller(int64_t a, int64_t b) { return int(a < b ? a : b); }
 
-void pack_weight(const QfLinearParams& p, const Int8Weight& w, int64_t first, char* block) {
-  const int columns = smaller(p.n - first, kColumns), padded = int(round_up(columns, kInt8KeyStep));
-  for (int64_t k0 = 0; k0 < p.k; k0 += kDepth, block += chunk_bytes()) {
-    const int depth = smaller(p.k - k0, kDepth);
-    for (int c = 0; c < padded; c += kInt8Panel)
-      pack_panel(w, first + c, smaller(columns - c, kInt8Panel), k0, depth,
-                 block + c / kInt8Panel * panel_bytes_of(depth));
-  }
+// Values [k0, k0 + kDepth) of the columns [first, first + kColumns) of weight i, as many of both as exist.
+void pack_chunk(const QfLinearParams& p, int i, int64_t first, int64_t k0, char* chunk) {
+  const Int8Weight weights[2] = {{static_cast<const int8_t*>(p.w), p.w_stride_k, p.w_stride_n},
+                                 {static_cast<const int8_t*>(p.up), p.up_stride_k, p.up_stride_n}};
+  const int columns = smaller(p.n - first, kColumns), depth = smaller(p.k - k0, kDepth);
+  for (int c = 0; c < round_up(columns, kInt8KeyStep); c += kInt8Panel, chunk += panel_bytes_of(depth))
+    pack_panel(weights[i], first + c, smaller(columns - c, kInt8Panel), k0, depth, chunk);
 }
 
 void pack(const QfLinearParams& p, int64_t first, char* block) {
-  pack_weight(p, {static_cast<const int8_t*>(p.w), p.w_stride_k, p.w_stride_n}, first, block);
-  if (products_of(p) == 2)
-    pack_weight(p, {static_cast<const int8_t*>(p.up), p.up_stride_k, p.up_stride_n}, first, block + weight_bytes(p.k));
+  for (int i = 0; i < products_of(p); i++)
+    for (int64_t k0 = 0; k0 < p.k; k0 += kDepth, block += chunk_bytes()) pack_chunk(p, i, first, k0, block);
 }
 
 // sums[r][c] += products[r][c], or = for the first chunk.
@@ -104,17 +104,23 @@ void multiply(const QfLinearParams& p, int64_t row, int64_t column, const char* 
   int32_t* const sums = reinterpret_cast<int32_t*>(scratch);
   char* const products = scratch + weights * kSumBytes;
   Integer* const packed = reinterpret_cast<Integer*>(products + kProductBytes);
+  char* const own_chunks = products + kProductBytes + kRowsBytes;
   const int rows = smaller(p.m - row, kTaskRows), columns = smaller(p.n - column, kColumns);
   const int padded = int(round_up(columns, kInt8KeyStep));
   if (p.k == 0) memset(sums, 0, size_t(weights * kSumBytes));
-  for (int64_t k0 = 0; k0 < p.k; k0 += kDepth, block += chunk_bytes()) {
+  for (int64_t k0 = 0; k0 < p.k; k0 += kDepth) {
     const int depth = smaller(p.k - k0, kDepth);
+    const char* chunks[2];
+    for (int i = 0; i < weights; i++) {
+      chunks[i] = block ? block + i * weight_bytes(p.k) + k0 / kDepth * chunk_bytes() : own_chunks + i * chunk_bytes();
+      if (!block) pack_chunk(p, i, column, k0, own_chunks + i * chunk_bytes());
+    }
     for (int r = 0; r < rows; r += kRowBlock) {
       const int count = smaller(rows - r, kRowBlock);
       pack_rows(p, row + r, count, k0, depth, packed);
       for (int i = 0; i < weights; i++) {
-        score_block(session, packed, kRowStride, count, block + i * weight_bytes(p.k), panel_bytes_of(depth),
-                    groups_of(depth), padded, products);
+        score_block(session, packed, kRowStride, count, chunks[i], panel_bytes_of(depth), groups_of(depth), padded,
+                    products);
         add_products(sums + i * (kSumBytes / 4) + int64_t(r) * kColumns, products, count, columns, k0 == 0);
       }
     }

@@ -65,14 +65,20 @@ static inline void pack_along_n(const int8_t* b, int64_t stride_k, int64_t strid
   }
 }
 
-// -128 times the sum of each column, in the group behind the last.
+// -128 times the sum of each column, in the group behind the last. Sums are products with 1.
 static inline void pack_correction(char* panel, int depth) {
-  int32_t sums[kInt8Panel] = {};
-  const int8_t* packed = reinterpret_cast<const int8_t*>(panel);
-  for (int g = 0; g < groups_of(depth); g++, packed += kInt8Panel * 4)
-    for (int c = 0; c < kInt8Panel; c++)
-      sums[c] -= 128 * (packed[4 * c] + packed[4 * c + 1] + packed[4 * c + 2] + packed[4 * c + 3]);
-  memcpy(panel + int64_t(groups_of(depth)) * kInt8Panel * 4, sums, sizeof sums);
+  Integer ones[kPack];
+  for (int i = 0; i < kPack; i++) ones[i] = 1;
+  uint32_t* const groups = reinterpret_cast<uint32_t*>(panel);
+  int32_t sums[kInt8Panel];
+  for (int c = 0; c < kInt8Panel; c += kLanes) {
+    ScoreVec sum = no_score();
+    for (int g = 0; g < groups_of(depth); g++)
+      sum = dot(sum, broadcast_query(ones), load_keys(groups + g * kInt8Panel + c));
+    store_scores(sums + c, sum);
+  }
+  for (int c = 0; c < kInt8Panel; c++) sums[c] *= -128;
+  memcpy(groups + groups_of(depth) * kInt8Panel, sums, sizeof sums);
 }
 
 // A weight [k, n] in memory; one of the strides is 1.
@@ -90,7 +96,7 @@ static inline void pack_panel(const Int8Weight& b, int64_t first, int columns, i
   } else {
     pack_along_n(from, b.stride_k, b.stride_n, columns, depth, panel);
   }
-  if (kBiased) pack_correction(panel, depth);
+  if constexpr (kBiased) pack_correction(panel, depth);
 }
 
 // Distance between packed rows of a: whole cache lines, and not a power of two.

@@ -45,6 +45,17 @@ const Int8MatmulKernel& kernel_for(Isa isa) {
   return generic::int8_matmul_kernel;
 }
 
+// One task for each block of columns: packed b is read once, from the cache.
+int run_few_rows(const QfLinearParams& p, const Int8MatmulKernel& kernel) {
+  auto multiply = [&](int64_t block) {
+    char* const scratch = static_cast<char*>(thread_scratch(size_t(kernel.scratch_bytes(p))));
+    if (!scratch) return fail(QF_NO_MEMORY, "no memory for a thread's scratch");
+    kernel.multiply(p, 0, block * kernel.columns, nullptr, scratch);
+    return int(QF_OK);
+  };
+  return parallel_for(ceil_div(p.n, kernel.columns), p.num_threads, multiply);
+}
+
 // All rows times as many blocks of columns as fit the memory for packed b; then the next.
 int run(const QfLinearParams& p, const Int8MatmulKernel& kernel) {
   const int64_t block_bytes = kernel.block_bytes(p);
@@ -83,5 +94,6 @@ extern "C" int qf_cpu_int8_matmul(const QfLinearParams* params, void*) {
   if (params->m == 0 || params->n == 0) return QF_OK;
   qf::Isa isa;
   if (int status = qf::choose_isa(&isa)) return status;
-  return qf::run(*params, qf::kernel_for(isa));
+  const qf::Int8MatmulKernel& kernel = qf::kernel_for(isa);
+  return params->m <= kernel.rows ? qf::run_few_rows(*params, kernel) : qf::run(*params, kernel);
 }
