@@ -15,7 +15,7 @@ from qflash.ops.attention import attention_gradients
 from qflash.parallel.pieces import OPEN, ChunkCall, Piece, Span, chunk_call
 from qflash.parallel.placement import Placement
 from qflash.parallel.words import Words
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 
 class Maths(Protocol):

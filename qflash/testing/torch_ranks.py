@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import qflash
 from qflash.parallel import torch as parallel
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.testing.case import Case
 from qflash.testing.runner import convert, to_numpy, to_torch
 

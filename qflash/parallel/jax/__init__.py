@@ -31,7 +31,7 @@ from qflash.parallel.jax.shards import positions, shard, size_of, unshard
 from qflash.parallel.jax.ulysses import attend_ulysses
 from qflash.parallel.placement import Placement
 from qflash.parallel.words import check_strategy, check_words
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 __all__ = ["attention", "positions", "shard", "unshard"]
 

@@ -19,7 +19,7 @@ from qflash.parallel.jax import maths
 from qflash.parallel.parts import Sequences
 from qflash.parallel.placement import Placement
 from qflash.parallel.words import Words
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 Facts = dict[str, Any]  # arrays that say something of tokens, by name; none of them has a gradient
 Kind = TypeVar("Kind", bound=Hashable)

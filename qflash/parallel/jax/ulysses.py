@@ -16,7 +16,7 @@ from qflash.api import attention, attention_varlen
 from qflash.parallel.jax.call import Facts, Static
 from qflash.parallel.jax.shards import by_rank, in_token_order
 from qflash.parallel.parts import Sequences
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 
 def attend_ulysses(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:

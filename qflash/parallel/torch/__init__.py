@@ -39,7 +39,7 @@ from qflash.parallel.torch.ring import attend_ring
 from qflash.parallel.torch.shards import positions, shard, unshard
 from qflash.parallel.torch.ulysses import attend_ulysses
 from qflash.parallel.words import STRATEGIES, Words, check_strategy, check_words
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 __all__ = ["attention", "positions", "shard", "unshard"]
 

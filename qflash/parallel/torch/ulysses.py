@@ -15,7 +15,7 @@ from qflash.parallel.parts import Sequences
 from qflash.parallel.torch.exchange import all_to_all
 from qflash.parallel.torch.groups import Ranks
 from qflash.parallel.torch.shards import by_rank, in_token_order
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 Tensor = torch.Tensor
 
