@@ -111,6 +111,15 @@ def _wmma(spec: Spec) -> list[str]:
     return found
 
 
+def _gemm_by_copy_engine(spec: Spec) -> list[str]:
+    """What Hopper's GEMM leaves to others: float32, and integers that its tensor cores cannot read."""
+    if spec.precision == "native" and spec.dtype not in _HALVES:
+        return [f"multiplies float16, bfloat16 and int8, not {spec.dtype}"]
+    if spec.precision == "int8" and spec.layout == "n":
+        return ["takes int8 weights that are contiguous along k (w = values.T of [N, K]), not along n"]
+    return []
+
+
 def _one_product(spec: Spec) -> list[str]:
     """Why a kernel that multiplies with one weight cannot serve."""
     return ["takes no swiglu, which has two weights"] if spec.activation == "swiglu" else []
@@ -495,6 +504,20 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=(*DTYPES, "int32"),
     ),
     Kernel(
+        name="sm90_gemm",
+        device="cuda",
+        summary="linear layers for Hopper: tiles by TMA for clusters of two blocks, products by wgmma, bias, activation "
+        "and scales under the next tile's products",
+        op="linear",
+        precisions=("native", "int8"),
+        dtypes=(*DTYPES, "int32"),
+        min_arch=90,
+        later_arches=False,
+        also=_gemm_by_copy_engine,
+        per_precision=True,
+        per_activation=True,
+    ),
+    Kernel(
         name="int8_gemm_tc",
         device="cuda",
         summary="INT8 product on tensor cores: mma.sync, swizzled tiles, asynchronous copies",
@@ -724,7 +747,8 @@ def _variants() -> dict[str, Variant]:
     for kernel in KERNELS:
         for kv in kernel.kvs:
             for precision in kernel.precisions_of(kv):
-                name = kernel.name + precision.removeprefix(kernel.precisions_of(kv)[0]) + _KV_ENDINGS[kv]
+                ending = precision.removeprefix(kernel.precisions_of(kv)[0]).removeprefix("_")
+                name = kernel.name + (f"_{ending}" if ending else "") + _KV_ENDINGS[kv]
                 found[name] = Variant(name, kernel, precision, kv)
     return found
 

@@ -46,7 +46,9 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier* s_barrier) {
 #endif
 }
 
-// The same at the barrier in the place of s_barrier in block `rank` of the cluster, which may be this one.
+// The same at the barrier in the place of s_barrier in block `rank` of the cluster, which may be this one. It says that
+// products that read shared memory are complete, and carries no writes of this thread to the other block: a release of
+// the cluster's scope would wait for all memory of the GPU (MEMBAR.ALL.GPU).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
 __device__ __forceinline__ void mbarrier_arrive_at(Mbarrier* s_barrier, uint32_t rank) {
 #ifdef __CUDA_ARCH__
@@ -54,7 +56,7 @@ __device__ __forceinline__ void mbarrier_arrive_at(Mbarrier* s_barrier, uint32_t
       "{\n"
       ".reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "mbarrier.arrive.release.cta.shared::cluster.b64 _, [there];\n"
       "}" ::"r"(shared_address(s_barrier)),
       "r"(rank)
       : "memory");
