@@ -116,7 +116,9 @@ def _gemm_by_copy_engine(spec: Spec) -> list[str]:
     if spec.precision == "native" and spec.dtype not in _HALVES:
         return [f"multiplies float16, bfloat16 and int8, not {spec.dtype}"]
     if spec.precision == "int8" and spec.layout == "n":
-        return ["takes int8 weights that are contiguous along k (w = values.T of [N, K]), not along n"]
+        return ["takes int8 weights that are contiguous along k (the transpose of [N, K]), not along n"]
+    if spec.dtype == "int32" and spec.activation:
+        return [f"int32 are the sums alone, without {spec.activation}"]
     return []
 
 
@@ -506,8 +508,8 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="sm90_gemm",
         device="cuda",
-        summary="linear layers for Hopper: tiles by TMA for clusters of two blocks, products by wgmma, bias, activation "
-        "and scales under the next tile's products",
+        summary="linear layers for Hopper: tiles by TMA for pairs of blocks, products by wgmma, bias, activation and "
+        "scales under the next tile's products",
         op="linear",
         precisions=("native", "int8"),
         dtypes=(*DTYPES, "int32"),

@@ -1,5 +1,5 @@
-"""A linear layer as its C struct takes it: arrays in memory with gaps and odd addresses, results that were poisoned, and
-what they are held against in float64. For kernels that are called by their struct, on the emulator."""
+"""A linear layer as its C struct takes it: arrays in memory with gaps and odd addresses, poisoned results, and what
+these are held against in float64. For kernels that are called by their struct, on the emulator."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from qflash.call.spec import ACTIVATIONS, OP_DTYPES
 from qflash.testing.compare import ContractError
+from qflash.testing.emulator import Library
 
 POISON = 0xA5  # every byte of results, and of what lies between rows
 GELU_ERROR = 1e-4  # absolute, of the activation (docs/numerics.md)
@@ -72,6 +73,7 @@ class GemmCase:
     gaps: tuple[int, int, int] = (0, 0, 0)  # elements between rows of x; of w and up; of out and residual
     offsets: tuple[int, int, int] = (0, 0, 0)  # elements by which the same begin late
     plant: tuple[tuple[str, tuple[int, int], float], ...] = ()  # (array, place, value)
+    multiprocessors: int = 2  # of the emulated GPU, by which kernels choose tiles
     seed: int = 0
     results: tuple[str, ...] = field(init=False)
 
@@ -158,7 +160,7 @@ class GemmCase:
             if self.dtype != "int8":
                 with np.errstate(invalid="ignore"):
                     h = np.asarray(arrays["x"], np.float64) @ w.astype(np.float64)
-                return h if of(bias) is None else h + of(bias).astype(np.float64)
+                    return h if of(bias) is None else h + of(bias).astype(np.float64)
             sums = np.asarray(arrays["x"], np.int32) @ w.astype(np.int32)
             if self.out_dtype == "int32":
                 return sums
@@ -205,7 +207,8 @@ class GemmCase:
                         f"{name}: {np.sum(~same)} results differ from the replay, first {_first(~same)}"
                     )
                 continue
-            far = np.abs(got.astype(np.float64) - want)
+            with np.errstate(invalid="ignore"):
+                far = np.abs(got.astype(np.float64) - want)
             large = np.abs(want) + (np.abs(np.asarray(arrays["residual"], np.float64)) if self.residual else 0)
             allowed = 4 * summing * np.maximum(1, large) + large * (ROUNDING[self.out_dtype] + 2.0**-21) + 1e-6
             if self.out_dtype == "float16":
@@ -221,6 +224,21 @@ class GemmCase:
                     f"{name}: {np.sum(bad)} of {bad.size} results are off, the first at {at}: {got[at]} instead of "
                     f"{want[at]} (allowed: {allowed[at]:.3g} apart)"
                 )
+
+
+def run(library: Library, case: GemmCase, seed: int = 0) -> dict[str, Any]:
+    """The arrays of a case, with the results that a kernel's library computed under a schedule."""
+    arrays = case.arrays()
+    library.launch_struct("QfLinearParams", case.fields(arrays), seed, case.multiprocessors)
+    return arrays
+
+
+def check_same_bits(case: GemmCase, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Of two runs. ContractError where they differ."""
+    for name in case.results:
+        one, other = (np.ascontiguousarray(arrays[name]).view(np.uint8) for arrays in (first, second))
+        if not np.array_equal(one, other):
+            raise ContractError(f"{name}: bits differ from run to run")
 
 
 def _first(wrong: np.ndarray) -> tuple[int, ...]:

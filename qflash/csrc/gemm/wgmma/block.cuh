@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gemm/wgmma/consumer.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/names.cuh"
 #include "ptx/setmaxnreg.cuh"
 
@@ -35,7 +36,8 @@ __device__ __forceinline__ void run_block(const QfLinearParams& p, const TensorM
     }
     prefetch_tensor_map(&maps.out);
   }
-  meet<Config>();  // the barriers are in place
+  meet<Config>();              // the barriers are in place
+  wait_for_previous_grid();  // what it wrote may be any operand, and it may use the same counters and copies
   if (threadIdx.x < kWarpgroupThreads) {
     give_registers<Config::kProducerRegisters>();
     name_role(threadIdx.x < 32 ? "producer" : threadIdx.x < 64 ? "terms" : "nobody");

@@ -126,7 +126,7 @@ int run(const QfLinearParams& given, int processors, int parts, cudaStream_t str
     const int places = walk.count / parts * Config::kCluster * Config::kConsumerWarps;
     if (const int error = take_places(stream, places, reinterpret_cast<unsigned*>(workspace), splits)) return error;
   }
-  Launch how = {Config::kCluster, Config::kThreads, Config::kSharedBytes, stream, false, Config::kCluster};
+  Launch how = {Config::kCluster, Config::kThreads, Config::kSharedBytes, stream, true, Config::kCluster};
   int clusters = 0;
   if (const int error = resident_clusters<Config>(how, processors, clusters)) return error;
   how.blocks = int64_t(walk.count < clusters ? walk.count : clusters) * Config::kCluster;
