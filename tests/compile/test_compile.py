@@ -49,7 +49,7 @@ MULTIPLYING = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"
 DECODING = [row.name for row in HOPPERS_OWN if row.kernel.few_rows]  # by a warp each: too few rows for a warpgroup
 # those that make or take a QuantizedKV
 KEPT = [row.name for row in HOPPERS_OWN if row.kernel.op == "quantize_kv" or row.kv == "kept"]
-GEMM = [row.name for row in dispatch.kernels_of("linear", "cuda") if "int8" in row.precisions]
+GEMM = [row.name for row in CUDA_ROWS if row.kernel.op == "linear" and row not in HOPPERS_OWN]
 # Quantized kernels of Hopper: the instruction of PV, which is not that of QK^T.
 PRODUCT_OF_V = {
     "sm90_int8": "HGMMA",
@@ -88,6 +88,8 @@ INSTRUCTION = {
     "sm90_fwd": ("HGMMA", 12),
     "sm90_fwd_pages": ("HGMMA", 12),
     "sm90_fwd_pages_int8": ("HGMMA", 12),
+    "sm90_gemm": ("HGMMA", 16),  # four a step, of two tiles and two layouts of w
+    "sm90_gemm_int8": ("IGMMA", 8),
     "sm90_int8": ("IGMMA", 4),
     "sm90_int8_fp8": ("IGMMA", 4),
     "sm90_int8_fp8_kv": ("IGMMA", 4),
