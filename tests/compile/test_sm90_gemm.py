@@ -1,5 +1,5 @@
-"""`sm90_gemm` compiled by nvcc: its libraries of other activations and types than test_compile.py looks into, tiles that
-no library has (tests/emulated/sm90_gemm_shapes.cu), and what its loop over k is made of."""
+"""`sm90_gemm` compiled by nvcc: its libraries of other activations and types than test_compile.py looks into, tiles
+that no library has (tests/emulated/sm90_gemm_shapes.cu), and what its loop over k is made of."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 #define QF_EXPORT extern "C" __attribute__((visibility("default")))
 
-// chosen: 1 for the large tile, then the parts along k.
+// chosen: 1 for the large tile, then the splits of k.
 QF_EXPORT void try_policy(int64_t m, int64_t n, int64_t steps, int processors, int32_t* chosen) {
   const qf::gemm::Choice90 choice = qf::gemm::choose_tile({m, n, steps}, processors);
   chosen[0] = choice.large;

@@ -24,8 +24,8 @@ CASES = {
     "short": GemmCase(700, 1500, 60, bias="float32", multiprocessors=2),
     # A single block, without a cluster.
     "alone": GemmCase(60, 500, 2000, bias="float32", multiprocessors=1),
-    # Parts along k.
-    "parts": GemmCase(60, 200, 3000, bias="float32", multiprocessors=16),
+    # Splits of k.
+    "splits": GemmCase(60, 200, 3000, bias="float32", multiprocessors=16),
     # One tile of one step; 32-bit results, which lanes store one by one.
     "one": GemmCase(200, 200, 60, multiprocessors=2),
     "words": GemmCase(700, 1500, 60, out_dtype="float32", multiprocessors=2),
@@ -39,7 +39,7 @@ FAULTS = {
         Fault(BLOCK, "__syncthreads();"), "alone", "complaint", "no mbarrier was initialised",
     ),
     "cluster: barriers in place": (
-        Fault(BLOCK, "meet<Config>();", within="meet<Config>();              // the barriers are in place"),
+        Fault(BLOCK, "meet<Config>();", within="meet<Config>();            // the barriers are in place"),
         "pair", "complaint", "no mbarrier was initialised",
     ),
     "barriers known to the copy engine": (
@@ -127,7 +127,7 @@ FAULTS = {
     "panels: stored, and not committed": (
         Fault(OUTPUT, "commit_stores();"), "short", EITHER, "",
     ),
-    "parts: not added up": (Fault(SPLITS, "return true;", "return false;"), "parts", "contract", ""),
+    "splits: not added up": (Fault(SPLITS, "return true;", "return false;"), "splits", "contract", ""),
 }  # fmt: skip
 
 # What changes no result. Without the first, both consumers end their tiles at the same time. The next three order
@@ -136,14 +136,14 @@ FAULTS = {
 # of memory there, so they stay. The last is no fault: streams that find every counter taken use the workspace's.
 HARMLESS = {
     "lag: not waited for": (Fault(CONSUMER, "barrier_sync<kLagBarrier, 2 * kWarpgroupThreads>();"), "pair"),
-    "parts: counted before they are in memory": (
-        Fault(SPLITS, "__threadfence();", within="__threadfence();  // the sums, before they are counted"), "parts",
+    "splits: counted before they are in memory": (
+        Fault(SPLITS, "__threadfence();", within="__threadfence();  // the sums, before they are counted"), "splits",
     ),
-    "parts: read before they are counted": (
+    "splits: read before they are counted": (
         Fault(SPLITS, "__threadfence();", within="__threadfence();  // the count, before what it counts is read"),
-        "parts",
+        "splits",
     ),
-    "parts: added up by whoever comes": (Fault(SPLITS, "return false;"), "parts"),
+    "splits: added up by whoever comes": (Fault(SPLITS, "return false;"), "splits"),
     "residual: read before every lane has written": (
         Fault(OUTPUT, "__syncwarp();", within="__syncwarp();  // every lane has written\n"), "residual",
     ),
@@ -152,7 +152,7 @@ HARMLESS = {
               within="fence_proxy_async();  // the panel just written, to the copy engine\n    __syncwarp();"),
         "short",
     ),
-    "counter: none is left": (Fault("common/counters.cuh", "if (owner != id + 1) continue;", "continue;"), "parts"),
+    "counter: none is left": (Fault("common/counters.cuh", "if (owner != id + 1) continue;", "continue;"), "splits"),
 }  # fmt: skip
 
 

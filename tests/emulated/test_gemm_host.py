@@ -11,7 +11,7 @@ import pytest
 from qflash.call.spec import ACTIVATIONS
 from qflash.testing.gemm_case import DEFINITIONS
 
-H200, MOST_PARTS, LEAST_STEPS = 132, 16, 4
+H200, MOST_SPLITS, LEAST_STEPS = 132, 16, 4
 BYTES = {True: 128 * 256 * 4, False: 64 * 128 * 4}  # of partial sums: of a large tile, of a small one
 SHAPES = [
     (m, n, steps)
@@ -34,7 +34,7 @@ def words(*numbers: int) -> list:
 
 
 def choose(host, m: int, n: int, steps: int, processors: int = H200) -> tuple[bool, int]:
-    """(large, parts along k)."""
+    """(large, splits of k)."""
     chosen = (ctypes.c_int32 * 2)()
     host.try_policy(*words(m, n, steps, processors), chosen)
     return bool(chosen[0]), chosen[1]
@@ -46,7 +46,7 @@ def clusters(m: int, n: int, large: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k_bytes", "large", "parts"),
+    ("m", "n", "k_bytes", "large", "splits"),
     [
         (8192, 8192, 8192, True, {1}),  # int8
         (8192, 8192, 16384, True, {1}),  # 16-bit
@@ -62,33 +62,33 @@ def clusters(m: int, n: int, large: bool) -> int:
         (1, 100, 100, False, {1}),
     ],
 )
-def test_tiles_of_known_problems(host, m, n, k_bytes, large, parts):
+def test_tiles_of_known_problems(host, m, n, k_bytes, large, splits):
     chosen = choose(host, m, n, -(-k_bytes // 128))
-    assert chosen[0] == large and chosen[1] in parts
+    assert chosen[0] == large and chosen[1] in splits
 
 
 @pytest.mark.parametrize("processors", [1, 2, 3, 64, 114, H200, 144])
-def test_parts_keep_to_their_bounds(host, processors):
-    """All of a problem's parts run at the same time, have steps, and fit the memory that a plan reserved for them."""
+def test_splits_keep_to_their_bounds(host, processors):
+    """All of a problem's splits run at the same time, have steps, and fit the memory that a plan reserved for them."""
     for m, n, steps in SHAPES:
-        large, parts = choose(host, m, n, steps, processors)
-        assert 1 <= parts <= MOST_PARTS and (not large or (processors > 1 and m > 128))
-        if parts > 1:
-            units, blocks = clusters(m, n, large) * parts, 2 if large else 1
-            assert steps // parts >= LEAST_STEPS and units <= processors // blocks
+        large, splits = choose(host, m, n, steps, processors)
+        assert 1 <= splits <= MOST_SPLITS and (not large or (processors > 1 and m > 128))
+        if splits > 1:
+            units, blocks = clusters(m, n, large) * splits, 2 if large else 1
+            assert steps // splits >= LEAST_STEPS and units <= processors // blocks
             assert units * blocks * BYTES[large] <= host.try_partial_bytes(*words(m, n, steps, 144))
 
 
 def test_the_choice_is_the_fastest_of_the_model(host):
     for m, n, steps in SHAPES:
-        large, parts = choose(host, m, n, steps)
-        chosen = host.try_clocks(*words(m, n, steps, H200, large, parts))
+        large, splits = choose(host, m, n, steps)
+        chosen = host.try_clocks(*words(m, n, steps, H200, large, splits))
         assert chosen <= host.try_clocks(*words(m, n, steps, H200, 0, 1))
         if m > 128:
             assert chosen <= host.try_clocks(*words(m, n, steps, H200, 1, 1))
 
 
-def test_memory_for_parts_is_reserved_where_there_may_be_some(host):
+def test_memory_for_splits_is_reserved_where_there_may_be_some(host):
     assert host.try_partial_bytes(*words(8192, 8192, 64, 144)) == 0
     assert host.try_partial_bytes(*words(1, 4096, 3, 144)) == 0
     assert 0 < host.try_partial_bytes(*words(1, 4096, 64, 144)) <= 144 * BYTES[False]

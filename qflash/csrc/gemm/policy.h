@@ -1,5 +1,5 @@
-// Which tile of Hopper's GEMM serves a problem, and into how many parts its k is cut: what a model of the GPU takes for
-// fastest. Host side, and without CUDA, so that a test can ask it (tests/unit/test_gemm_policy.py).
+// Which tile of Hopper's GEMM serves a problem, and into how many splits its k is cut: what a model of the GPU takes
+// for fastest. Host side, and without CUDA, so that a test can ask it (tests/unit/test_gemm_policy.py).
 //
 // The model: all multiprocessors run steps of 128 bytes of k at the pace of what is slowest, for one wave of tiles
 // after another. It is an estimate, in clocks, from a few limits of an H200; nothing in it is exact, and nothing but
@@ -31,19 +31,19 @@ struct Choice90 {
   int splits;
 };
 
-constexpr int kMostSplits = 16, kLeastSteps = 4;  // steps: of a part
+constexpr int kMostSplits = 16, kLeastSteps = 4;  // steps: of a split
 
-constexpr int64_t parts_of(int64_t all, int64_t each) { return (all + each - 1) / each; }
+constexpr int64_t count_of(int64_t all, int64_t each) { return (all + each - 1) / each; }
 
 // Clusters' work without splits.
 constexpr int64_t tiles_of(const Problem90& p, const Tile90& tile) {
-  return parts_of(p.m, int64_t(tile.rows) * tile.cluster) * parts_of(p.n, tile.columns);
+  return count_of(p.m, int64_t(tile.rows) * tile.cluster) * count_of(p.n, tile.columns);
 }
 
 // Does every block of a cluster have rows? Else the other tile is better in any case.
 constexpr bool fills_clusters(const Problem90& p, const Tile90& tile) { return p.m > tile.rows * (tile.cluster - 1); }
 
-// May k be cut into so many? All parts must be at work at the same time, so that a bound on multiprocessors is one on
+// May k be cut into so many? All splits must be at work at the same time, so that a bound on multiprocessors is one on
 // the memory for partial sums.
 constexpr bool may_split(const Problem90& p, const Tile90& tile, int splits, int processors) {
   return splits == 1 || (splits <= kMostSplits && p.steps / splits >= kLeastSteps &&
@@ -58,13 +58,13 @@ inline double clocks_of(const Problem90& p, const Tile90& tile, int splits, int 
   const auto larger = [](double a, double b) { return a > b ? a : b; };
   const int64_t units = tiles_of(p, tile) * splits, slots = processors / tile.cluster;
   const double active = double(at_most(units, slots) * tile.cluster);
-  const double rows = double(at_most(p.m, tile.rows)), row_tiles = double(parts_of(p.m, tile.rows));
+  const double rows = double(at_most(p.m, tile.rows)), row_tiles = double(count_of(p.m, tile.rows));
   const double bytes = 128 * (rows + double(tile.columns) / tile.cluster);
   const double from_memory = 128 * tile.columns * active / (row_tiles < active ? row_tiles : active);
   double step = larger(tile.clocks, larger(bytes / kPortBytes, active * bytes / kL2Bytes));
   step = larger(step, from_memory / kMemoryBytes);
   const double meeting = splits > 1 ? kMeet + 2 * rows * tile.columns * 4 / kPortBytes : 0;
-  return double(parts_of(units, slots)) * (double(parts_of(p.steps, splits)) * step + kFixed) + meeting;
+  return double(count_of(units, slots)) * (double(count_of(p.steps, splits)) * step + kFixed) + meeting;
 }
 
 // processors: multiprocessors of the GPU, 1 at least.

@@ -25,7 +25,7 @@ __device__ __forceinline__ void meet() {
 // s_memory: this block's, at whole kSwizzleBytes.
 template <class Config>
 __device__ __forceinline__ void run_block(const QfLinearParams& p, const TensorMaps& maps, const Walk& walk,
-                                          const Splits& splits, char* s_memory) {
+                                          const PartialSums& partials, char* s_memory) {
   const SharedMemory<Config> s(s_memory);
   if (threadIdx.x == 0) {
     s.init_barriers();
@@ -36,7 +36,7 @@ __device__ __forceinline__ void run_block(const QfLinearParams& p, const TensorM
     }
     prefetch_tensor_map(&maps.out);
   }
-  meet<Config>();              // the barriers are in place
+  meet<Config>();            // the barriers are in place
   wait_for_previous_grid();  // what it wrote may be any operand, and it may use the same counters and copies
   if (threadIdx.x < kWarpgroupThreads) {
     give_registers<Config::kProducerRegisters>();
@@ -47,7 +47,7 @@ __device__ __forceinline__ void run_block(const QfLinearParams& p, const TensorM
   } else {
     name_role("consumer", int(threadIdx.x) / kWarpgroupThreads - 1);
     take_registers<Config::kConsumerRegisters>();
-    Consumer<Config>(p, walk, splits, maps, s).run();
+    Consumer<Config>(p, walk, partials, maps, s).run();
     if (Config::kCluster > 1) meet<Config>();  // no block ends while another may reach into it
   }
 }

@@ -24,7 +24,7 @@ struct Consumer {
 
   const QfLinearParams& p;
   const Walk& walk;
-  const Splits& splits;
+  const PartialSums& partials;
   const SharedMemory<Config>& s;
   Output<Config> output;
   const int index = warp_uniform(int(threadIdx.x) / kWarpgroupThreads - 1);  // of this consumer
@@ -37,11 +37,12 @@ struct Consumer {
   int to_lag;  // consumer 0: steps until the other starts
   Sum sums[Config::kSumTiles][4];
 
-  __device__ __forceinline__ Consumer(const QfLinearParams& problem, const Walk& all_work, const Splits& all_splits,
-                                      const TensorMaps& maps, const SharedMemory<Config>& shared)
+  __device__ __forceinline__ Consumer(const QfLinearParams& problem, const Walk& all_work,
+                                      const PartialSums& partial_sums, const TensorMaps& maps,
+                                      const SharedMemory<Config>& shared)
       : p(problem),
         walk(all_work),
-        splits(all_splits),
+        partials(partial_sums),
         s(shared),
         output(problem, maps, shared),
         x_tiles(shared.x + index * Config::X::kWarpgroupBytes),
@@ -59,7 +60,7 @@ struct Consumer {
       const int row0 = work.row0 + rank * Config::kRows;
       bool mine = row0 + output.warp * kWarpRows < p.m;  // there are rows, and nobody else takes them out
       if (mine && walk.splits > 1)
-        mine = meet_parts<Config>(splits, walk, work, rank * Config::kConsumerWarps + output.warp, lane, sums);
+        mine = add_splits<Config>(partials, walk, work, rank * Config::kConsumerWarps + output.warp, lane, sums);
       if (mine) write_out(row0, work.column0);
       __syncwarp();  // every lane has read the terms
       if (lane == 0) terms_at.release(*s.terms);

@@ -1,5 +1,5 @@
 // Which work a cluster of blocks does, in which order. Persistent: cluster c takes work c, c + clusters, c + 2 clusters
-// and so on. A unit of work is a column of kCluster tiles, or a part of their steps along k (`splits`).
+// and so on. A unit of work is a column of kCluster tiles, or a split of their steps along k.
 //
 // Clusters that run at the same time should share what they read: work covers a band of kBandRows rows of clusters,
 // column by column, so that a hundred tiles touch about as many bytes of x as of w, and both stay in the L2 cache.
@@ -20,8 +20,8 @@ struct Work {
 
 struct Walk {
   int row_tiles, column_tiles;  // counted in clusters; in tiles
-  int steps, splits;            // along k, of a whole tile; parts that they are cut into, each of one step at least
-  int count;                    // units of work
+  int steps, splits;  // along k, of a whole tile; how many splits they are cut into, each of one step at least
+  int count;          // units of work
 
   static constexpr int kTooMany = 0x40000000;  // clusters count on from theirs
 
@@ -46,10 +46,10 @@ struct Walk {
 // Host side. splits: 1 .. steps, or 1 where there are none.
 template <class Config>
 inline Walk walk_of(const QfLinearParams& p, int splits) {
-  const auto parts = [](int64_t all, int64_t each) { return (all + each - 1) / each; };
-  const int64_t rows = parts(p.m, Config::kRows * Config::kCluster), columns = parts(p.n, Config::kOutColumns);
+  const auto count_of = [](int64_t all, int64_t each) { return (all + each - 1) / each; };
+  const int64_t rows = count_of(p.m, Config::kRows * Config::kCluster), columns = count_of(p.n, Config::kOutColumns);
   const int64_t count = rows * columns * splits;
-  return {int(rows), int(columns), int(parts(p.k, Config::kStep)), splits,
+  return {int(rows), int(columns), int(count_of(p.k, Config::kStep)), splits,
           count < Walk::kTooMany ? int(count) : Walk::kTooMany};
 }
 

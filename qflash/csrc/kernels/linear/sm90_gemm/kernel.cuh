@@ -29,9 +29,9 @@
 // when they are done, in both blocks. Consumer 1 starts kLag steps late, so that at the end of a tile one consumer
 // takes its sums out while the other multiplies.
 //
-// Few rows: k is cut into parts, which meet in memory (gemm/wgmma/splits.cuh). Matrices that TMA cannot walk: a pass
-// before, or after (gemm/wgmma/relayout.cuh). Bound: the tensor cores, with shared memory at 128 bytes a clock beside
-// them. docs/kernels/sm90_gemm.md has the budget and the prediction; nothing is measured yet.
+// Few rows: k is cut into splits, whose sums meet in memory (gemm/wgmma/splits.cuh). Matrices that TMA cannot walk: a
+// pass before, or after (gemm/wgmma/relayout.cuh). Bound: the tensor cores, with shared memory at 128 bytes a clock
+// beside them. docs/kernels/sm90_gemm.md has the budget and the prediction; nothing is measured yet.
 #pragma once
 
 #include "gemm/wgmma/block.cuh"
@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     qf_sm90_gemm_kernel(const __grid_constant__ QfLinearParams p,
                         const __grid_constant__ qf::gemm::wgmma::TensorMaps maps,
                         const __grid_constant__ qf::gemm::wgmma::Walk walk,
-                        const __grid_constant__ qf::gemm::wgmma::Splits splits) {
+                        const __grid_constant__ qf::gemm::wgmma::PartialSums partials) {
   alignas(1024) extern __shared__ float4 s_memory[];  // whole kSwizzleBytes: there is no room to align it by hand
-  qf::gemm::wgmma::run_block<Config>(p, maps, walk, splits, qf::own_shared(s_memory));
+  qf::gemm::wgmma::run_block<Config>(p, maps, walk, partials, qf::own_shared(s_memory));
 }
 
 // The passes before and after, for matrices that the copy engine cannot walk.

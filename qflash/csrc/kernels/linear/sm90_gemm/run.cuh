@@ -8,7 +8,7 @@
 namespace qf {
 namespace sm90_gemm {
 
-using gemm::parts_of;
+using gemm::count_of;
 using gemm::Problem90;
 using gemm::wgmma::Relayout;
 using gemm::wgmma::Rows;
@@ -17,7 +17,7 @@ inline bool has_words(const QfLinearParams& p) { return p.out_dtype == QF_F32 ||
 
 template <class Config>
 Problem90 problem_of(const QfLinearParams& p) {
-  return {p.m, (Config::kTwoProducts ? 2 : 1) * p.n, parts_of(p.k, Config::kStep)};
+  return {p.m, (Config::kTwoProducts ? 2 : 1) * p.n, count_of(p.k, Config::kStep)};
 }
 
 // The workspace: counters for a call that gets none of the library's, partial sums, copies.
@@ -71,7 +71,7 @@ int relayout_pass(const Relayout& relayout, const QfLinearParams& p, char* copie
     auto* const kernel = operand && Config::kIntegers ? qf_sm90_gemm_relayout_kernel<uint8_t, kBack>
                          : !operand && has_words(p)   ? qf_sm90_gemm_relayout_kernel<uint32_t, kBack>
                                                       : qf_sm90_gemm_relayout_kernel<uint16_t, kBack>;
-    const int64_t blocks = parts_of(given.pitch() / 16 * given.rows, kThreads), most = 16 * processors;
+    const int64_t blocks = count_of(given.pitch() / 16 * given.rows, kThreads), most = 16 * processors;
     if (const int status = launch({blocks < most ? blocks : most, kThreads, 0, stream}, kernel, given,
                                   copies + relayout.offset[which]))
       return status;
@@ -97,17 +97,17 @@ int make_maps(const Relayout& relayout, const QfLinearParams& p, char* copies, g
   return map_result(maps.pre_up, Relayout::kPreUp);
 }
 
-// A problem of at least one element, with k cut into `parts`. processors: up to kMostProcessors.
+// A problem of at least one element, with k cut into so many splits. processors: up to kMostProcessors.
 template <class Config>
-int run(const QfLinearParams& given, int processors, int parts, cudaStream_t stream) {
+int run(const QfLinearParams& given, int processors, int splits, cudaStream_t stream) {
   using namespace gemm::wgmma;
-  const Walk walk = walk_of<Config>(given, parts);
+  const Walk walk = walk_of<Config>(given, splits);
   if (walk.count == Walk::kTooMany) return QF_UNSUPPORTED;
   const Relayout reserved = Relayout::of<Config>(given, false), relayout = Relayout::of<Config>(given, true);
   const Workspace layout(problem_of<Config>(given));
   const int64_t needed = layout.copies_at + reserved.bytes;
-  const int64_t partials = int64_t(walk.count) * Config::kCluster * Config::kRows * Config::kColumns * 4;
-  if (parts > 1 && partials > layout.partials) return QF_UNSUPPORTED;
+  const int64_t partial_bytes = int64_t(walk.count) * Config::kCluster * Config::kRows * Config::kColumns * 4;
+  if (splits > 1 && partial_bytes > layout.partials) return QF_UNSUPPORTED;
   if (needed > 0 && (!given.workspace || given.workspace_bytes < needed)) return QF_NO_MEMORY;
   char* const workspace = static_cast<char*>(given.workspace);
   Borrowed borrowed{stream};  // for addresses that nobody could plan for
@@ -121,17 +121,17 @@ int run(const QfLinearParams& given, int processors, int parts, cudaStream_t str
   const Rows residual = relayout.seen(Relayout::kResidual, copies);
   p.residual = residual.g_data;
   p.residual_stride_m = residual.stride / (has_words(given) ? 4 : 2);
-  Splits splits{workspace + Workspace::kCounterBytes, -1, nullptr};
-  if (parts > 1) {
-    const int places = walk.count / parts * Config::kCluster * Config::kConsumerWarps;
-    if (const int error = take_places(stream, places, reinterpret_cast<unsigned*>(workspace), splits)) return error;
+  PartialSums partials{workspace + Workspace::kCounterBytes, -1, nullptr};
+  if (splits > 1) {
+    const int places = walk.count / splits * Config::kCluster * Config::kConsumerWarps;
+    if (const int error = take_places(stream, places, reinterpret_cast<unsigned*>(workspace), partials)) return error;
   }
   Launch how = {Config::kCluster, Config::kThreads, Config::kSharedBytes, stream, true, Config::kCluster};
   int clusters = 0;
   if (const int error = resident_clusters<Config>(how, processors, clusters)) return error;
   how.blocks = int64_t(walk.count < clusters ? walk.count : clusters) * Config::kCluster;
   if (const int status = relayout_pass<Config, false>(relayout, p, copies, processors, stream)) return status;
-  if (const int status = launch(how, qf_sm90_gemm_kernel<Config>, p, maps, walk, splits)) return status;
+  if (const int status = launch(how, qf_sm90_gemm_kernel<Config>, p, maps, walk, partials)) return status;
   return relayout_pass<Config, true>(relayout, p, copies, processors, stream);
 }
 
