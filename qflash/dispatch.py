@@ -124,6 +124,17 @@ def _sums_alone(spec: Spec) -> list[str]:
     return ["gives int32 without an activation alone"] if spec.dtype == "int32" and spec.activation else []
 
 
+def _gemm_by_copy_engine(spec: Spec) -> list[str]:
+    """What Hopper's GEMM leaves to others: float32, and integers that its tensor cores cannot read."""
+    if spec.precision == "native" and spec.dtype not in _HALVES:
+        return [f"multiplies float16, bfloat16 and int8, not {spec.dtype}"]
+    if spec.precision == "int8" and spec.layout == "n":
+        return ["takes int8 weights that are contiguous along k (the transpose of [N, K]), not along n"]
+    if spec.dtype == "int32" and spec.activation:
+        return [f"int32 are the sums alone, without {spec.activation}"]
+    return []
+
+
 def _decoding(spec: Spec) -> list[str]:
     """What the decode kernels leave out."""
     return ["takes no packed arrays (attention_varlen)"] if spec.packed else []
@@ -523,6 +534,21 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=(*DTYPES, "int32"),
     ),
     Kernel(
+        name="sm90_gemm",
+        device="cuda",
+        summary="linear layers for Hopper: tiles by TMA for pairs of blocks, products by wgmma, bias, activation and "
+        "scales under the next tile's products",
+        op="linear",
+        precisions=("native", "int8"),
+        dtypes=(*DTYPES, "int32"),
+        min_arch=90,
+        later_arches=False,
+        also=_gemm_by_copy_engine,
+        per_precision=True,
+        automatic=False,  # it has not run on a GPU yet
+        per_activation=True,
+    ),
+    Kernel(
         name="gemm_mma",
         device="cuda",
         summary="products in 16 bits on tensor cores: mma.sync, swizzled tiles of any layout, asynchronous copies",
@@ -803,7 +829,8 @@ def _variants() -> dict[str, Variant]:
     for kernel in KERNELS:
         for kv in kernel.kvs:
             for precision in kernel.precisions_of(kv):
-                name = kernel.name + precision.removeprefix(kernel.precisions_of(kv)[0]) + _KV_ENDINGS[kv]
+                ending = precision.removeprefix(kernel.precisions_of(kv)[0]).removeprefix("_")
+                name = kernel.name + (f"_{ending}" if ending else "") + _KV_ENDINGS[kv]
                 found[name] = Variant(name, kernel, precision, kv)
     return found
 

@@ -15,14 +15,15 @@ from itertools import product
 import numpy as np
 
 from qflash import api, dispatch
-from qflash.call.spec import ACTIVATIONS, MOST_DECODE_ROWS
+from qflash.call.spec import ACTIVATIONS, MOST_DECODE_ROWS, Spec
 from qflash.ops.kv import quantize_kv
 from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.paged import PagedKV
 from qflash.rotary import Rope, rope_tables
-from qflash.testing import cuda_linear, page_writes
+from qflash.testing import cuda_gemm, cuda_linear, page_writes
 from qflash.testing.cases import BY_NAME
+from qflash.testing.gemm_case import GemmCase
 from qflash.testing.linear_calls import spec_of
 from qflash.testing.linear_problems import LinearProblem, check_near, gradients, linear, operands, upstream
 from qflash.testing.op_cases import CASES, OpCase
@@ -69,9 +70,11 @@ def main(only: list[str]) -> None:
     _kept_keys(arch, only)
     if only:
         return
+    _hopper_layers(arch)
     _page_writes()
-    for kernel in (row.name for row in dispatch.kernels_of("linear", "cuda") if "int8" in row.precisions):
-        print(f"ran {_products(kernel)} products on {kernel}")
+    for row in dispatch.kernels_of("linear", "cuda"):
+        if "int8" in row.precisions and not dispatch.arch_reasons(row, arch):
+            print(f"ran {_products(row.name)} products on {row.name}")
     _linear_layers(arch)
     _operations()
 
@@ -140,13 +143,37 @@ def _page_writes() -> None:
     print(f"ran {2 * len(page_writes.CASES)} problems on kv_write")
 
 
+def _hopper_layers(arch: int) -> None:
+    """Both tiles of sm90_gemm, clusters, splits, either layout, copies of what TMA cannot walk, every epilogue."""
+    if dispatch.arch_reasons(dispatch.BY_NAME["sm90_gemm"], arch):
+        return
+    full = {"bias": "float32", "residual": True, "pre": True}
+    cases = [
+        *(GemmCase(*shape, w_along=along) for shape in ((1, 1, 0), (300, 520, 130), (20, 600, 3000)) for along in "kn"),
+        *(GemmCase(300, n, 130, activation=word, **full) for n in (520, 521) for word in ACTIVATIONS),
+        *(GemmCase(m, 520, 2050, "int8", "float16", scales="each", **full) for m in (20, 300)),
+        GemmCase(700, 1100, 300, "int8"),
+        GemmCase(300, 131, 77, gaps=(1, 3, 5), offsets=(1, 1, 1), residual=True),
+    ]
+    for case in cases:
+        cuda_gemm.check(case)
+    print(f"ran {len(cases)} problems on sm90_gemm")
+
+
+def _takes(kernel: str, layout: str) -> bool:
+    """Does it take int8 weights that are contiguous so?"""
+    row = dispatch.BY_NAME[kernel]
+    spec = Spec("cuda", row.min_arch, "int32", precision="int8", op="linear", layout=layout)
+    return not dispatch.reasons(row, spec)
+
+
 def _products(kernel: str) -> int:
     """Every way operands get into shared memory, tails on every side, both tile sizes, vector and single stores."""
     import torch
 
     count = 0
     for m, n, k in ((130, 144, 400), (37, 75, 333), (2176, 2048, 256), (1, 1, 0)):
-        for along_k in (True, False):
+        for along_k in (True, False) if _takes(kernel, "n") else (True,):
             for offset in (0, 1):
                 a, b = (torch.randint(-128, 128, (rows * k + 1,), dtype=torch.int8).cuda() for rows in (m, n))
                 a = a[offset : offset + m * k].view(m, k)

@@ -21,7 +21,7 @@ MAY_INCLUDE = {
     "ptx": {"common"},
     "smem": set(),
     "reduce": {"attn", "common", "ptx", "smem"},
-    "gemm": {"common", "ptx", "smem"},
+    "gemm": {"common", "hopper", "ptx", "smem"},
     "hopper": {"common", "ptx"},
     "quant": {"attn", "common", "ptx", "reduce"},
     "attn": {"common", "hopper", "ptx", "quant", "reduce", "smem"},
