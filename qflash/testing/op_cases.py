@@ -47,6 +47,7 @@ class OpCase:
     dtype: str = "float16"
     precision: str = "native"
     activation: str = ""
+    layout: str = "n"
 
     def kernels(self, device: str) -> list[str]:
         """The kernels that serve it on a device."""
@@ -56,7 +57,7 @@ class OpCase:
         if self.op != "linear":
             return True
         spec = variant.spec(variant.kernel.min_arch, self.dtype)
-        spec = replace(spec, precision=self.precision, activation=self.activation)
+        spec = replace(spec, precision=self.precision, activation=self.activation, layout=self.layout)
         return not dispatch.reasons(variant.kernel, spec)
 
 
@@ -169,6 +170,7 @@ CASES = {
         partial(qflash.linear, activation="gelu", precision="int8"),
         ("x", "residual"),
         precision="int8",
+        layout="k",
         activation="gelu",
     ),
     "swiglu of QuantizedLinear": OpCase(
@@ -177,6 +179,7 @@ CASES = {
         lambda x, gate, up, **more: qflash.swiglu(x, *map(qflash.quantize_linear, (gate, up)), **more),
         ("x", "gate", "up"),
         precision="int8",
+        layout="k",
         activation="swiglu",
     ),
     "merge": OpCase("merge", _PARTS, qflash.merge, tuple(_PARTS)),
