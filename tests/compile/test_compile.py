@@ -168,8 +168,8 @@ def covering() -> list[Unit]:
         cuda.unit(row.kernel, replace(row.spec(90, *on_hopper(row.name)), batch_invariant=True)) for row in invariant
     ]
     chosen.append(cuda.unit_of(dispatch.VARIANTS["int8_gemm_tc"], "int32", 0, 90))  # a dtype of products alone
-    chosen += [activated("gemm_mma", "float16", "swiglu"), activated("gemm_tiled", "float32", "silu")]
-    chosen.append(activated("gelu_linear_wmma", "float16", "gelu_tanh"))
+    chosen += [activated("gemm_mma", "float16", "swiglu"), activated("gemm_tiled", "float32", "swiglu", 80)]
+    chosen += [activated("gemm_tiled", "float32", "silu"), activated("gelu_linear_wmma", "float16", "gelu_tanh")]
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         older = [] if row.name in ONE_CODE else [ARCHES[first % 4]]
         if row.kernel.op in ("attention", "attention_backward"):

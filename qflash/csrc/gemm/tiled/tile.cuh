@@ -82,7 +82,7 @@ __device__ __forceinline__ void multiply_tile(const QfLinearParams& p, const Gri
   const auto fetch = [&](int step) { x.fetch(step), w.fetch(step); };
   const auto stash = [&](uint32_t* s_buffer) { x.stash(s_buffer), w.stash(s_buffer + kTileWords); };
 
-  constexpr int kUnroll = LoadW::kSource == Source::kChained ? 2 : 4;  // the choice of a matrix takes registers
+  constexpr int kUnroll = LoadW::kSource == Source::kOne ? 4 : 2;  // a second matrix takes registers
   typename Config::Sum sums[kOwn][kOwn] = {};
   if (steps > 0) {
     fetch(0);
