@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from bench import (
+    beside_triton,
     front_page,
     highlights,
     int8_accuracy,
@@ -324,6 +325,7 @@ TABLES: dict[str, Callable[..., str]] = {
     int8_gemm.NAME: int8_gemm.table,
     linear.NAME: linear.table,
     int8_accuracy.NAME: int8_accuracy.table,
+    **beside_triton.TABLES,
     **{name: partial(quantize.table, name) for name in (quantize.NAME, sm90_quantize.NAME)},
     **{name: partial(reductions.table, name) for name in reductions.PRESET.values()},
 }

@@ -92,6 +92,20 @@ PAGES = (
         {"reductions": "On a GPU", "reductions-cpu": "On a CPU"},
     ),
     Page(
+        "cuda-vs-triton",
+        "CUDA and Triton side by side",
+        "triton",
+        {
+            "triton": "Attention",
+            "triton-decode": "Decoding",
+            "triton-softmax": "softmax",
+            "triton-start": "Lines, compilation and the first call",
+        },
+        "Kernels of the same operation in one process. Lines are those with code on them, in a kernel's own files and "
+        "in all that these include. The first call ever compiles; the first of a process loads what an earlier one "
+        "compiled.",
+    ),
+    Page(
         "cpu",
         "The CPU engine",
         "cpu",

@@ -17,12 +17,44 @@ class Call:
     """
 
     def __new__(
-        cls, struct: str, params: bytes, pointers: Sequence[str], entry: int, status_text: int, workspace: int
+        cls,
+        struct: str,
+        params: bytes,
+        pointers: Sequence[str],
+        entry: int,
+        status_text: int,
+        workspace: int,
+        context: int = 0,
     ) -> Call: ...
     @property
     def workspace_bytes(self) -> int: ...
     def __call__(self, *args: Any) -> None:
         """Addresses, or arrays that have a data_ptr(), in the order of `pointers`; workspace, stream, num_threads."""
+
+class Cubins:
+    """A kernel that is machine code of somebody else's compiler, launched through NVIDIA's driver.
+
+    choices: (conditions, passes) by falling preference; a pass is (its grid, where its arguments come from: "field" or
+    "has" with the offset of a field, "region" with the index of a region). Conditions, grids and regions, where they
+    begin in the workspace and last where it ends, are numbers made of fields: (operation, operand) in postfix order.
+    compile(choice): (machine code, kernel, bytes of shared memory, threads of a block) for each pass of a choice.
+    """
+
+    def __init__(
+        self,
+        struct: str,
+        choices: Sequence[tuple[Sequence[_Size], Sequence[tuple[_Size, Sequence[tuple[str, int]]]]]],
+        regions: Sequence[_Size],
+        compile: Callable[[int], Sequence[tuple[bytes, str, int, int]]],
+    ) -> None: ...
+    def load(self, choice: int) -> None:
+        """Compile a choice and hand it to the driver now, not when a call first needs it."""
+
+    @property
+    def functions(self) -> tuple[int, int, int, int]:
+        """(entry, status_text, workspace, context), for as long as the object lives."""
+
+_Size = Sequence[tuple[str, int]]
 
 def plan_key(
     op: object, arrays: Sequence[Any], words: Sequence[Any], classes: tuple[type, ...], torch: bool
@@ -43,6 +75,8 @@ def set_num_threads(num_threads: SupportsIndex, /) -> None:
 def xla_targets() -> list[tuple[str, str, object]]:
     """The XLA FFI handlers to register: (name, XLA platform, capsule)."""
 
-def register_xla_kernel(key: str, entry: int, status_text: int, workspace: int, takes: str) -> None: ...
+def register_xla_kernel(
+    key: str, entry: int, status_text: int, workspace: int, takes: str, context: int = 0
+) -> None: ...
 def set_xla_resolver(resolver: Callable[[str], object], /) -> None:
     """`resolver` is called with a key that the registry does not know; it must register it or raise."""

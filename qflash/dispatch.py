@@ -158,6 +158,13 @@ def _decoding_by_copy_engine(spec: Spec) -> list[str]:
     return _decoding(spec) + _copy_engine(spec) or _whole_blocks_of_int8(spec)
 
 
+def _decoding_in_triton(spec: Spec) -> list[str]:
+    found = _decoding(spec)
+    if spec.rope is not None and spec.kv == "arrays":
+        found.append("takes no rope with arrays, whose keys it would have to rotate at every step; with pages it does")
+    return found
+
+
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="cpu",
@@ -323,6 +330,45 @@ KERNELS: tuple[Kernel, ...] = (
         per_arch=False,
     ),
     Kernel(
+        name="triton_fwd",
+        device="cuda",
+        summary="FlashAttention in Triton: the tiles of fa_mma, their layouts and copies left to a compiler",
+        backend="triton",
+        page="triton",
+        min_arch=80,
+        automatic=False,
+        sinks=True,
+        batch_invariant=True,
+    ),
+    Kernel(
+        name="triton_int8",
+        device="cuda",
+        summary="INT8 QK^T in Triton: the integers of fa_int8, made by passes of their own, PV in 16 bits",
+        dtypes=_HALVES,
+        precisions=("int8",),
+        backend="triton",
+        page="triton",
+        min_arch=80,
+        automatic=False,
+        sinks=True,
+        batch_invariant=True,
+    ),
+    Kernel(
+        name="triton_decode",
+        device="cuda",
+        summary="few queries against a long cache in Triton: keys split over programs, parts merged in a fixed order",
+        dtypes=_HALVES,
+        kvs=("arrays", "pages"),
+        backend="triton",
+        page="triton",
+        min_arch=80,
+        automatic=False,
+        few_rows=True,
+        also=_decoding_in_triton,
+        sinks=True,
+        batch_invariant=True,
+    ),
+    Kernel(
         name="cpu_bwd",
         device="cpu",
         summary="gradients of cpu: weights again from lse, tile by tile, in a fixed order",
@@ -443,6 +489,16 @@ KERNELS: tuple[Kernel, ...] = (
         op="softmax",
         page="reductions",
         min_arch=75,
+    ),
+    Kernel(
+        name="triton_softmax",
+        device="cuda",
+        summary="in Triton: rows in registers, two reductions; longer rows in two walks",
+        op="softmax",
+        backend="triton",
+        page="triton",
+        min_arch=80,
+        automatic=False,
     ),
     Kernel(
         name="cpu_layer_norm",

@@ -25,6 +25,7 @@ class Entry:
     address: int
     status_text: int
     workspace: int = 0
+    context: int = 0  # what functions that serve many kernels take before the struct; 0: these serve one
 
 
 def load(kernel: Kernel, spec: Spec) -> Entry | Bind:

@@ -38,9 +38,8 @@ def prepare(plan: Plan, arch: int = 0) -> Prepared:
 
 def bind(plan: Plan, kernel: dispatch.Kernel, entry: Entry) -> Prepared:
     """The plan with the C functions that carry it out."""
-    call = _native.Call(
-        plan.struct, plan.params(), list(plan.pointers), entry.address, entry.status_text, entry.workspace
-    )
+    functions = (entry.address, entry.status_text, entry.workspace, entry.context)
+    call = _native.Call(plan.struct, plan.params(), list(plan.pointers), *functions)
     return Prepared(plan, kernel, call, call.workspace_bytes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qflash import dispatch, machine
-from qflash.backends import cuda
+from qflash.backends import cuda, triton
 from qflash.backends.arch import arch_for
 from qflash.cli import environment
 from qflash.dispatch import Kernel, arch_reasons
@@ -41,6 +41,8 @@ def _judged(kernel: Kernel) -> Usable:
         return Usable(kernel, (f"no NVIDIA GPU: {none_because}",))
     best = max(gpu.arch for gpu in gpus)
     reasons = _no_code(kernel, best)
+    if kernel.backend == "triton" and (problem := triton.why_not()):
+        reasons.append(problem)
     if reasons or kernel.backend != "cuda":
         return Usable(kernel, tuple(reasons))
     try:

@@ -16,6 +16,7 @@ from qflash.testing.case import Case, Inputs
 _REPLAYS = {
     "cpu_int8": (reference.attention_int8, {}),
     "fa_int8": (reference.attention_fa_int8, {}),
+    "triton_int8": (reference.attention_fa_int8, {}),
     "sm90_int8": (reference.attention_sm90_int8, {"precision": "int8"}),
     "sm90_int8_fp8": (reference.attention_sm90_int8, {"precision": "int8_fp8"}),
     "sm90_int8_kv": (reference.attention_sm90_int8, {"precision": "int8"}),
@@ -36,7 +37,7 @@ class Integers:
 
 _SM90 = Integers(sm90_quantize.KEY_GROUP, sm90_quantize.BLOCK, sm90_sample.SAMPLED)
 _ON_SM90 = ("sm90_int8", "sm90_int8_fp8", "sm90_int8_kv", "sm90_decode_kv", "decode_kv")
-_INTEGERS = {"fa_int8": Integers(fa_int8.KEY_GROUP), **dict.fromkeys(_ON_SM90, _SM90)}
+_INTEGERS = dict.fromkeys(("fa_int8", "triton_int8"), Integers(fa_int8.KEY_GROUP)) | dict.fromkeys(_ON_SM90, _SM90)
 _INT8_PAGES = Integers(block=sm90_quantize.BLOCK, smooths=False)  # k_mean is one for all sequences of a cache
 PLAIN_INTEGERS = Integers()
 # Standard deviation of rounding to the integers of 127 steps, in units of the amplitude: uniform over one step.

@@ -21,10 +21,10 @@ from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY
 from qflash.ops.paged import PagedKV
 from qflash.ops.problem import Options, Problem, RopeArrays
 from qflash.rotary import Rope
-from qflash.testing import compare, emulator, kept, oracle, paged
+from qflash.testing import compare, emulator, interpreted, kept, oracle, paged
 from qflash.testing.case import Case, Inputs
 
-FRAMEWORKS = ("native", "native-cuda", "emulated", "numpy", "torch", "torch-cuda", "jax")
+FRAMEWORKS = ("native", "native-cuda", "emulated", "interpreted", "numpy", "torch", "torch-cuda", "jax")
 _GUARD = 64  # values on either side of an output that must come back untouched
 
 
@@ -38,10 +38,10 @@ def run_case(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of `case` as NumPy arrays.
 
-    "native", "native-cuda" and "emulated" call the kernel's entry on outputs filled with NaN, so that a value nobody
-    wrote shows; the first and the last also fail if anything around the outputs was touched. The others go through
-    `qflash.attention`. "emulated" runs a CUDA kernel's source on the CPU, in an order drawn from `seed`. out_shift:
-    elements that "native-cuda" lets out begin past a whole 16 bytes.
+    "native", "native-cuda", "emulated" and "interpreted" call the kernel's entry on outputs filled with NaN, so that a
+    value nobody wrote shows; all but the second also fail if anything around the outputs was touched. The others go
+    through `qflash.attention`. "emulated" runs a CUDA kernel's source on the CPU, in an order drawn from `seed`, and
+    "interpreted" a Triton kernel's. out_shift: elements that "native-cuda" lets out begin past a whole 16 bytes.
     """
     inputs = case.make_inputs()
     if framework == "native":
@@ -50,6 +50,8 @@ def run_case(
         return _run_native_cuda(case, inputs, kernel, out_shift)
     if framework == "emulated":
         return _run_emulated(case, inputs, kernel, seed)
+    if framework == "interpreted":
+        return interpreted.in_interpreter(run_interpreted, case, kernel)
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework is {framework!r}; allowed: {', '.join(FRAMEWORKS)}")
     if _is_paged(kernel):
@@ -169,7 +171,8 @@ def check(case: Case, kernel: str | None = None, framework: str = "native", seed
     replay = paged.replayed(case, name) if _is_paged(name) else oracle.replayed(case, name)
     if replay is not None:
         compare.check_replay(case, *first, replay, how, oracle.weights_dtype(case, name))
-    compare.check_same_bits(case, first, run_case(case, name, framework, seed=seed + 1), how)
+    if framework != "interpreted":  # which knows one order alone
+        compare.check_same_bits(case, first, run_case(case, name, framework, seed=seed + 1), how)
     return errors
 
 
@@ -441,6 +444,21 @@ def _run_emulated(case: Case, inputs: Inputs, kernel: str | None, seed: int) -> 
     plan, arrays = planned(case, inputs, kernel, "cuda")
     out, lse = (_Guarded(result.shape, result.dtype) for result in plan.results)
     emulator.launch(plan, [*(arrays[x.argument] for x in plan.operands), out.array, lse.array], seed=seed)
+    return out.checked("out"), lse.checked("lse")
+
+
+def run_interpreted(
+    case: Case, kernel: str, arch: int = interpreted.ARCH, changed: dict[str, np.ndarray] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of a Triton kernel, in the interpreter's process. changed: arrays in the place of the case's own."""
+    plan, arrays = planned(case, case.make_inputs(), kernel, "cuda")
+    arrays |= changed or {}
+    out, lse = (_Guarded(result.shape, result.dtype) for result in plan.results)
+    if plan.nothing_to_do:
+        out.array[...], lse.array[...] = 0, 0
+    else:
+        operands = [arrays[operand.argument] for operand in plan.operands]
+        interpreted.launch(plan, [*operands, out.array, lse.array], arch)
     return out.checked("out"), lse.checked("lse")
 
 

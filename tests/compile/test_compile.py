@@ -31,8 +31,8 @@ from qflash.testing.cuda_tools import cuobjdump, why_no_nvcc
 
 MOST_BYTES = 150 * 2**20 // len(cuda.specialisations([90]))  # a library's share of what all may take
 CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
-CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.device == "cuda"]
-ATTENTION = [row.name for row in dispatch.variants_of("attention", "cuda")]
+CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.kernel.backend == "cuda"]
+ATTENTION = [row.name for row in dispatch.variants_of("attention", "cuda") if row in CUDA_ROWS]
 BACKWARD = [row.name for row in dispatch.variants_of("attention_backward", "cuda")]
 # How the kernels that only stream move memory.
 VECTORS = {

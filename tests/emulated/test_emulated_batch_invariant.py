@@ -143,7 +143,7 @@ def test_a_page_that_is_lost(gpu, kernel):
 OTHERS = [
     name
     for name, variant in dispatch.VARIANTS.items()
-    if variant.device == "cuda" and variant.kernel.batch_invariant and not variant.kernel.few_rows
+    if variant.kernel.backend == "cuda" and variant.kernel.batch_invariant and not variant.kernel.few_rows
     and variant.kv not in ("quantized", "kept") and variant.precision != "int8_fp8"
 ]  # fmt: skip
 

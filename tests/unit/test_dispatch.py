@@ -200,7 +200,7 @@ def test_a_kernel_can_be_asked_for() -> None:
 def test_what_runs_only_on_request_is_not_chosen() -> None:
     for kernel in dispatch.kernels_of("attention", "cuda"):
         if not kernel.automatic:
-            spec = replace(CUDA, dtype=kernel.dtypes[0])
+            spec = dispatch.VARIANTS[kernel.name].spec(CUDA.arch, kernel.dtypes[0], CUDA.head_dim)
             assert dispatch.choose(spec) is not kernel
             assert (kernel.name, "on request", kernel.summary) in dispatch.verdicts(spec)
 

@@ -36,6 +36,6 @@ def test_plain_scores_are_a_positive_factor(words, plain):
 
 
 def test_every_kernel_of_hopper_that_multiplies_has_both_libraries():
-    for row in dispatch.kernels_of("attention", "cuda"):
+    for row in (row for row in dispatch.kernels_of("attention") if row.backend == "cuda"):
         found = {dict(unit.defines).get("QF_PLAIN_SCORES") for unit in cuda.specialisations([90], [row.name])}
         assert found == ({"0", "1"} if row.per_scores else {None}), row.name

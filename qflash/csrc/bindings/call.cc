@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "exceptions.h"
+#include "kernel_functions.h"
 #include "op_layouts.h"
 #include "unlocked.h"
 
@@ -25,8 +26,7 @@ namespace {
 struct Prepared {
   OpParams params;  // everything but addresses
   std::vector<size_t> pointers;
-  OpEntry entry;
-  StatusText text;
+  KernelFunctions kernel;
   int64_t workspace_bytes;
 };
 
@@ -125,8 +125,8 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t flagged_count, PyOb
   if (!read_address(args, count + kStream, stream) || !read_threads(args[count + kThreads], threads)) return nullptr;
   params.set_threads(threads);
   return guarded([&]() -> PyObject* {
-    const int status = run_unlocked([&] { return prepared.entry(params.data(), stream); });
-    if (status != QF_OK) raise_status(status, prepared.text);
+    const int status = run_unlocked([&] { return prepared.kernel.run(params.data(), stream); });
+    if (status != QF_OK) raise_status(status, prepared.kernel.text());
     Py_RETURN_NONE;
   });
 }
@@ -137,33 +137,31 @@ const OpLayout& layout_named(const char* name) {
   return *layout;
 }
 
-Prepared prepare(const char* name, PyObject* params, PyObject* pointers, uintptr_t entry, uintptr_t text,
-                 uintptr_t workspace) {
+Prepared prepare(const char* name, PyObject* params, PyObject* pointers, const KernelFunctions& kernel) {
   const OpLayout& layout = layout_named(name);
-  Prepared prepared{OpParams(layout, PyBytes_AS_STRING(params), static_cast<size_t>(PyBytes_GET_SIZE(params))),
-                    {},
-                    reinterpret_cast<OpEntry>(entry),
-                    reinterpret_cast<StatusText>(text),
-                    0};
+  Prepared prepared{
+      OpParams(layout, PyBytes_AS_STRING(params), static_cast<size_t>(PyBytes_GET_SIZE(params))), {}, kernel, 0};
   for (const std::string& pointer : py::handle(pointers).cast<std::vector<std::string>>()) {
     const OpField* field = layout.find(pointer);
     if (!field || field->kind != 'P') throw py::key_error(std::string(name) + " has no pointer " + pointer);
     prepared.pointers.push_back(field->offset);
   }
-  if (workspace) prepared.workspace_bytes = reinterpret_cast<OpWorkspaceBytes>(workspace)(prepared.params.data());
+  prepared.workspace_bytes = kernel.workspace_bytes(prepared.params.data());
   return prepared;
 }
 
 PyObject* create(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"struct", "params", "pointers", "entry", "status_text", "workspace", nullptr};
+  static const char* names[] = {"struct",      "params",    "pointers", "entry",
+                                "status_text", "workspace", "context",  nullptr};
   const char* name = nullptr;
   PyObject *params = nullptr, *pointers = nullptr;
-  unsigned long long entry = 0, text = 0, workspace = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sSOKKK:Call", const_cast<char**>(names), &name, &params, &pointers,
-                                   &entry, &text, &workspace))
+  unsigned long long entry = 0, text = 0, workspace = 0, context = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sSOKKK|K:Call", const_cast<char**>(names), &name, &params,
+                                   &pointers, &entry, &text, &workspace, &context))
     return nullptr;
   return guarded([&] {
-    auto prepared = std::make_unique<Prepared>(prepare(name, params, pointers, entry, text, workspace));
+    auto prepared =
+        std::make_unique<Prepared>(prepare(name, params, pointers, KernelFunctions{entry, text, workspace, context}));
     PyObject* const self = type->tp_alloc(type, 0);
     if (!self) throw py::error_already_set();
     reinterpret_cast<Call*>(self)->vectorcall = call;
@@ -188,7 +186,7 @@ PyTypeObject call_type() {
   PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
   type.tp_name = "qflash._native.Call";
   type.tp_doc =
-      "Call(struct, params, pointers, entry, status_text, workspace)\n--\n\n"
+      "Call(struct, params, pointers, entry, status_text, workspace, context=0)\n--\n\n"
       "A prepared call of a kernel. Immutable, so threads share it.\n\n"
       "It is called with addresses, or arrays that have a data_ptr(), in the order of `pointers`, then with workspace, "
       "stream and num_threads.";

@@ -9,6 +9,7 @@
 namespace py = pybind11;
 
 void bind_call(py::module_& module);
+void bind_cubins(py::module_& module);
 void bind_plan_key(py::module_& module);
 void bind_xla_call(py::module_& module);
 
@@ -71,6 +72,7 @@ PYBIND11_MODULE(_native, module) {
       kSetNumThreads);
 
   bind_call(module);
+  bind_cubins(module);
   bind_plan_key(module);
   bind_xla_call(module);
 }

@@ -90,9 +90,6 @@ class OpParams {
   alignas(16) unsigned char bytes_[kMostOpBytes];
 };
 
-using OpEntry = int (*)(const void*, void*);
-using OpWorkspaceBytes = int64_t (*)(const void*);
-
 }  // namespace qflash
 
 #endif  // QFLASH_BINDINGS_OP_LAYOUTS_H_

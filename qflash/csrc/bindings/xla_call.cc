@@ -159,8 +159,8 @@ void set_bounds(qflash::OpParams& params, const CallAttributes& a, const Arrays&
 // the same addresses, and only buffers XLA knows of are still ours by then.
 void set_workspace(qflash::OpParams& params, const qflash::KernelAddresses& kernel, const CallAttributes& a,
                    ffi::AnyBuffer workspace) {
-  if (!kernel.workspace) return;
-  const int64_t needed = reinterpret_cast<qflash::OpWorkspaceBytes>(kernel.workspace)(params.data());
+  if (!kernel.functions.workspace) return;
+  const int64_t needed = kernel.functions.workspace_bytes(params.data());
   if (needed > static_cast<int64_t>(workspace.size_bytes()))
     refuse("this program was lowered with a workspace of " + std::to_string(workspace.size_bytes()) +
            " bytes, kernel " + std::string(a.kernel) + " needs " + std::to_string(needed) + " here: lower it again");
@@ -180,7 +180,7 @@ ffi::Error run(void* stream, const CallAttributes& a, const ffi::RemainingArgs& 
     set_sizes(params, a, arrays);
     set_bounds(params, a, arrays);
     set_workspace(params, kernel, a, arrays.workspace());
-    return qflash::error_of(reinterpret_cast<qflash::OpEntry>(kernel.entry)(params.data(), stream), kernel.status_text);
+    return qflash::error_of(kernel.functions.run(params.data(), stream), kernel.functions.text());
   });
 }
 
@@ -214,9 +214,10 @@ void bind_xla_call(py::module_& module) {
       "The XLA FFI handlers to register.");
   module.def(
       "register_xla_kernel",
-      [](const std::string& key, uintptr_t entry, uintptr_t status_text, uintptr_t workspace,
-         const std::string& takes) { qflash::registry().add(key, {entry, status_text, workspace, takes}); },
-      py::arg("key"), py::arg("entry"), py::arg("status_text"), py::arg("workspace"), py::arg("takes"));
+      [](const std::string& key, uintptr_t entry, uintptr_t status_text, uintptr_t workspace, const std::string& takes,
+         uintptr_t context) { qflash::registry().add(key, {{entry, status_text, workspace, context}, takes}); },
+      py::arg("key"), py::arg("entry"), py::arg("status_text"), py::arg("workspace"), py::arg("takes"),
+      py::arg("context") = 0);
   module.def(
       "set_xla_resolver", [](py::object resolver) { qflash::registry().set_resolver(std::move(resolver)); },
       "Called with a key the registry does not know; it must register it or raise.");

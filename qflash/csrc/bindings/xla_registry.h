@@ -16,7 +16,7 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "exceptions.h"
+#include "kernel_functions.h"
 #include "qflash.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -29,7 +29,7 @@ namespace py = pybind11;
 
 // `takes` names the parameter struct of the entry: a program that would hand over another one is refused.
 struct KernelAddresses {
-  uintptr_t entry, status_text, workspace;
+  KernelFunctions functions;
   std::string takes;
 };
 
@@ -83,9 +83,8 @@ inline Registry& registry() {
   return *instance;
 }
 
-inline ffi::Error error_of(int status, uintptr_t status_text) {
+inline ffi::Error error_of(int status, StatusText text) {
   if (status == QF_OK) return ffi::Error::Success();
-  const auto text = reinterpret_cast<StatusText>(status_text);
   std::string message = std::string("qflash: ") + (text ? text(status) : "status " + std::to_string(status));
   const bool bad_value = status == QF_BAD_VALUE;
   return bad_value ? ffi::Error::InvalidArgument(std::move(message)) : ffi::Error::Internal(std::move(message));

@@ -30,7 +30,7 @@ def register(kernel: str, spec: Spec, entry: Entry, takes: str) -> str:
 
 
 def _register(key: str, takes: str, entry: Entry) -> None:
-    _native.register_xla_kernel(key, entry.address, entry.status_text, entry.workspace, takes)
+    _native.register_xla_kernel(key, entry.address, entry.status_text, entry.workspace, takes, entry.context)
 
 
 def resolve(key: str) -> None:

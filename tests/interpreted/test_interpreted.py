@@ -1,0 +1,196 @@
+"""Triton kernels on Triton's interpreter, on the CPU: the contract that all kernels are held to (docs/numerics.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qflash import dispatch
+from qflash.backends import triton as backend
+from qflash.reference.quantize import quantize
+from qflash.testing import BY_NAME, Case, check, interpreted_ops
+from qflash.testing.interpreted import ARCH, in_interpreter
+from qflash.testing.rows import LONG, SMALL, RowCase, check_softmax
+from qflash.testing.runner import run_interpreted, suited
+
+pytestmark = pytest.mark.skipif(bool(backend.why_not()), reason=backend.why_not())
+
+# Each costs a tenth of a second or three; kernels that take 16 bits alone are given them in these.
+FORWARD = (
+    "plain", "causal", "causal_long_q", "window_both", "window_long_q", "padding", "packed", "packed_padded",
+    "packed_empty_keys", "rope_half", "rope_partial_interleaved", "rope_batch_positions", "rope_no_keys", "softcap",
+    "softcap_vast", "scale_negative", "scale_zero", "sinks", "sinks_half", "sinks_nonfinite", "nan_q", "nan_k", "nan_v",
+    "nan_bfloat16", "inf_v", "scores_all_minus_inf", "nan_in_padding_half", "nan_row_sees_nothing", "layout_gaps_half",
+    "dim_3", "dim_136", "dim_256", "empty_k", "float16_causal_gqa", "bfloat16_odd_dim", "bfloat16_rope",
+    "rising_padding", "large_causal_bfloat16",
+)  # fmt: skip
+IN_16_BITS = ("causal", "window_both", "softcap", "nan_v", "layout_one_batch")  # cases of float32
+DECODING = (
+    "plain", "window_both", "causal_long_q", "padding_causal", "gqa_8_2", "softcap", "scale_negative", "decode",
+    "decode_window", "sinks_half", "sinks_nonfinite", "nan_q", "nan_k", "nan_v", "nan_bfloat16", "inf_v", "dim_3",
+    "dim_136", "empty_k", "layout_one_batch",
+)  # fmt: skip
+ON_PAGES = (
+    "window_both", "padding_causal", "gqa_8_2", "decode_window", "rope_half", "rope_padding", "nan_k", "inf_v",
+)  # fmt: skip
+INT8 = (
+    "causal_short_q", "window_both", "padding_causal", "packed_padded", "rope_partial_interleaved", "softcap",
+    "scale_negative", "biased_k", "sinks_biased_k", "nan_q", "nan_k", "nan_v", "inf_k", "layout_gaps_half", "dim_3",
+)  # fmt: skip
+QUERIES = 6  # of a case of decoding: every row is a program of its own in the merge
+KEYS = 100  # of a case in INT8: keys are added up one after another
+
+
+def check_case(case: Case, kernel: str) -> None:
+    check(suited(case, kernel, ARCH), kernel, "interpreted")
+
+
+def with_few_queries(case: Case) -> Case:
+    q_len = min(case.q_len, QUERIES)
+    return replace(case, q_len=q_len, plant=tuple(one for one in case.plant if one[0] != "q" or one[1][1] < q_len))
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward(name):
+    check_case(BY_NAME[name], "triton_fwd")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_forward_in_16_bits(name, dtype):
+    check_case(replace(BY_NAME[name], dtype=dtype), "triton_fwd")
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding(name):
+    check_case(with_few_queries(BY_NAME[name]), "triton_decode")
+
+
+@pytest.mark.parametrize("name", ON_PAGES)
+def test_decoding_on_pages(name):
+    check_case(with_few_queries(BY_NAME[name]), "triton_decode_pages")
+
+
+@pytest.mark.parametrize("name", INT8)
+def test_int8(name):
+    case = BY_NAME[name]
+    check_case(replace(case, k_len=min(case.k_len, KEYS)), "triton_int8")
+
+
+# What passes leave in the workspace ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nan_k", "float16_rope"])
+def test_integers_are_those_of_quantize_to_the_bit(name):
+    case = replace(suited(BY_NAME[name], "triton_int8", ARCH), q_len=70, k_len=70, plant=BY_NAME[name].plant[:1])
+    inputs, channels = case.make_inputs(), case.head_dim  # which is a power of two
+    found = in_interpreter(interpreted_ops.regions, case, "triton_int8")
+    shape = (1, case.k_len, case.kv_heads)
+    keys = quantize(inputs.k, group=16, smooth=True, rope=inputs.rope)
+    values = np.resize(found["k_values"].view(np.int8), (*shape, channels))
+    scales = np.resize(found["k_scales"].view(np.float32), (case.kv_heads, case.k_len))
+    finite = np.isfinite(scales).T[None]
+    wanted = np.repeat(keys.scale[0], 16, axis=-1)[:, : case.k_len]
+    np.testing.assert_array_equal(np.where(finite[..., None], values, -128), keys.values)
+    np.testing.assert_array_equal(scales, np.where(finite[0].T, wanted, np.nan))
+    means = np.resize(found["mean"].view(np.float32), (case.kv_heads, channels))
+    np.testing.assert_array_equal(means, keys.mean[0])
+    queries = quantize(inputs.q, group=1, rope=inputs.rope)
+    values = np.resize(found["q_values"].view(np.int8), (1, case.q_len, case.q_heads, channels))
+    np.testing.assert_array_equal(values, queries.values)
+    scales = np.resize(found["q_scales"].view(np.float32), (case.q_heads, case.q_len))
+    np.testing.assert_array_equal(scales, queries.scale[0])
+
+
+# Descriptions that are out of range ----------------------------------------------------------------------------------
+
+ATTENTION = [row.name for row in dispatch.kernels_of("attention") if row.backend == "triton"]
+PACKING = [name for name in ATTENTION if not dispatch.BY_NAME[name].few_rows]
+
+
+def is_nan(out: np.ndarray, lse: np.ndarray) -> bool:
+    return bool(np.isnan(out.astype(np.float32)).all() and np.isnan(lse).all())
+
+
+@pytest.mark.parametrize("bad", [-1, 41])
+@pytest.mark.parametrize("kernel", ATTENTION)
+def test_a_length_that_is_out_of_range_makes_its_sequence_nan(kernel, bad):
+    case = Case("bad", 5, 40, batch=2, kv_lens=(9, 40), dtype="float16", head_dim=32)
+    lens = np.array([bad, 40], np.int32)
+    out, lse = in_interpreter(run_interpreted, case, kernel, ARCH, {"kv_lens": lens})
+    assert is_nan(out[0], lse[0])
+    assert np.isfinite(out[1]).all() and np.isfinite(lse[1]).all()
+
+
+@pytest.mark.parametrize("kernel", PACKING)
+def test_offsets_that_fall_make_all_rows_nan(kernel):
+    case = Case("falls", q_lens=(5, 6, 7), k_lens=(5, 6, 7), dtype="float16", head_dim=32)
+    changed = {"cu_seqlens_q": np.array([0, 11, 5, 18], np.int32)}
+    assert is_nan(*in_interpreter(run_interpreted, case, kernel, ARCH, changed))
+
+
+@pytest.mark.parametrize("kernel", PACKING)
+def test_packed_rows_of_no_sequence_are_nan(kernel):
+    case = Case("gaps", q_lens=(5, 6, 7), k_lens=(5, 6, 7), dtype="float16", head_dim=32)
+    changed = {"cu_seqlens_q": np.array([2, 5, 11, 16], np.int32)}
+    out, lse = in_interpreter(run_interpreted, case, kernel, ARCH, changed)
+    assert is_nan(out[:2], lse[:, :2]) and is_nan(out[16:], lse[:, 16:])
+    assert np.isfinite(out[2:16]).all() and np.isfinite(lse[:, 2:16]).all()
+
+
+@pytest.mark.parametrize("kernel", PACKING)
+def test_keys_past_the_end_make_their_sequence_nan(kernel):
+    case = Case("past", q_lens=(5, 6), k_lens=(5, 6), dtype="float16", head_dim=32)
+    changed = {"cu_seqlens_k": np.array([0, 5, 12], np.int32)}
+    out, lse = in_interpreter(run_interpreted, case, kernel, ARCH, changed)
+    assert np.isfinite(out[:5]).all() and is_nan(out[5:], lse[:, 5:])
+
+
+@pytest.mark.parametrize("entry", [-1, 1000])
+def test_an_entry_that_points_nowhere_makes_its_sequence_nan(entry):
+    case = Case("lost", 2, 300, 2, 1, 32, batch=2, dtype="float16", seed=2)
+    table = in_interpreter(interpreted_ops.page_table, case, "triton_decode_pages")
+    table[1, 0] = entry
+    out, lse = in_interpreter(run_interpreted, case, "triton_decode_pages", ARCH, {"kv.page_table": table})
+    assert np.isfinite(out[0]).all() and is_nan(out[1], lse[1])
+    window = replace(case, window=(16, 0))  # which no row sees through
+    out, _ = in_interpreter(run_interpreted, window, "triton_decode_pages", ARCH, {"kv.page_table": table})
+    assert np.isfinite(out).all()
+
+
+# Bits ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ATTENTION)
+def test_a_sequence_has_the_same_bits_in_every_batch(kernel):
+    case = Case("batch", 3, 300, 2, 1, 32, batch=2, kv_lens=(40, 260), dtype="bfloat16", seed=5)
+    inputs = case.make_inputs()
+    out, lse = in_interpreter(run_interpreted, case, kernel)
+    alone = replace(case, batch=1, kv_lens=(260,), k_len=270)
+    arrays = {name: getattr(inputs, name)[1:2, : 3 if name == "q" else 270].copy() for name in "qkv"}
+    one_out, one_lse = in_interpreter(run_interpreted, alone, kernel, ARCH, arrays)
+    assert one_out.tobytes() == out[1:2].tobytes() and one_lse.tobytes() == lse[1:2].tobytes()
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+SOFTMAX = (
+    *(RowCase(3, columns) for columns in (1, 63, 64, 65, 257, 1025, 4099, 16384, 16385)),
+    *(case for case in SMALL if case.columns in (37, 255, 1030) and (case.data != "normal" or case.gap)),
+    *LONG,
+)
+
+
+def test_softmax():
+    for case in SOFTMAX:
+        check_softmax(case.make(), in_interpreter(interpreted_ops.softmax, case))
+
+
+@pytest.mark.parametrize("scale", [0.125, -2.5, 0.0, 1e-40, 1e38, -3e38])
+def test_softmax_scale(scale):
+    scale = np.float32(scale).item()
+    for data in ("normal", "infinite", "huge"):
+        case = RowCase(5, 70, data=data)
+        check_softmax(case.make(), in_interpreter(interpreted_ops.softmax, case, scale), scale)
