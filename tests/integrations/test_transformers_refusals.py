@@ -3,6 +3,7 @@ and what it can express compiles without a break."""
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -14,6 +15,7 @@ import transformers
 
 import qflash
 import qflash.integrations.transformers as qf
+from qflash.integrations.transformers.attention import qf_attention
 from qflash.integrations.transformers.mask import Mask
 from qflash.testing import tiny_models as tiny
 
@@ -130,8 +132,6 @@ def test_a_model_that_slices_its_mask():
 def test_a_window_without_a_mask():
     from types import SimpleNamespace
 
-    from qflash.integrations.transformers.attention import qf_attention
-
     q = torch.zeros(1, 2, 9, 16)
     module = SimpleNamespace(is_causal=True, layer_idx=3, config=SimpleNamespace(model_type="some"))
     with pytest.raises(NotImplementedError, match="SimpleNamespace of some, layer 3: sliding_window is 4"):
@@ -141,16 +141,42 @@ def test_a_window_without_a_mask():
 def test_a_mask_for_other_keys():
     from types import SimpleNamespace
 
-    from qflash.integrations.transformers.attention import qf_attention
-
     q, k = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 9, 16)
     with pytest.raises(NotImplementedError, match=r"there are 3 queries and 9 keys; allowed: .* 3 queries and 7 keys"):
         qf_attention(SimpleNamespace(), q, k, k, Mask(1, 3, 7, 7, True))
 
 
-def test_weights_are_not_to_be_had():
+def test_weights_are_not_to_be_had(monkeypatch):
     with pytest.raises(NotImplementedError, match="output_attentions is True"):
         forward("llama", output_attentions=True)
+    monkeypatch.setattr(tiny.decoder("llama").config, "_output_attentions", True)
+    with pytest.raises(NotImplementedError, match="output_attentions is True"):
+        forward("llama")
+
+
+def test_more_queries_than_keys_without_a_mask():
+    """PyTorch aligns its causal mask to the first key, which no word says then."""
+    q, k = torch.randn(1, 2, 7, 16), torch.randn(1, 2, 4, 16)
+    module = torch.nn.Module()
+    with pytest.raises(NotImplementedError, match="there are 7 queries and 4 keys and no mask"):
+        qf_attention(module, q, k, k, None, is_causal=True)
+    got, _ = qf_attention(module, q, k, k, None, is_causal=False)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2)
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+def test_sinks_of_each_query():
+    q = torch.randn(1, 2, 3, 16)
+    with pytest.raises(NotImplementedError, match="sinks is given"):
+        qf_attention(torch.nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 3, 1))
+
+
+def test_a_cache_without_sequences():
+    cache = qf.PagedCache(tiny.decoder("llama").config, pages=8, page_size=16)
+    with pytest.raises(ValueError, match="the cache has no sequences"):
+        cache.advance()
+    with pytest.raises(NotImplementedError, match="a PagedCache is not copied"):
+        copy.deepcopy(cache)
 
 
 def test_errors_of_attention_name_the_layer():
