@@ -17,6 +17,7 @@ import qflash
 import qflash.integrations.transformers as qf
 from qflash.integrations.transformers.attention import qf_attention
 from qflash.integrations.transformers.mask import Mask
+from qflash.integrations.transformers.patterns import traced_pattern_of
 from qflash.testing import tiny_models as tiny
 
 qf.register()
@@ -109,6 +110,24 @@ def test_chunks():
     assert mask.obstacle is None and mask.causal and mask.window is None
     mask = create_chunked_causal_mask(config, torch.zeros(1, 9, 1), None, None)
     assert "chunks of 8 tokens" in mask.obstacle
+
+
+def test_chunks_of_packed_sequences():
+    """Whether chunks are of positions, as from transformers 5.23 on, or of indices: packing is never left out."""
+    from transformers import masking_utils
+
+    config = transformers.LlamaConfig(attn_implementation="qf")
+    config.attention_chunk_size = 8
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    mask = masking_utils.create_chunked_causal_mask(config, torch.zeros(1, 8, 1), None, None, packed)
+    assert mask.obstacle == "chunks of packed sequences" or mask.cu_seqlens.tolist() == [0, 3, 8]
+    # In a graph nobody looks at positions; there the mask function tells where sequences begin.
+    segments = masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]))
+    function = masking_utils.and_masks(masking_utils.causal_mask_function, segments)
+    words = {"local_size": 8, "both_ways": False, "config": config, "device": "cpu"}
+    assert traced_pattern_of(function, 1, 8, is_plain=True, **words).starts is None
+    pattern = traced_pattern_of(function, 1, 8, is_plain=False, **words)
+    assert pattern.chunk == 8 and pattern.starts[0].nonzero()[:, 0].tolist() == [0, 3]
 
 
 def test_a_window_to_both_sides():

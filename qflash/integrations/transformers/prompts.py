@@ -1,5 +1,5 @@
-"""What `generate` is given: prompts, padding masks and how many tokens are wanted. What is wrong is said here, because a
-model would fail far away from it, or not at all."""
+"""What `generate` is given: prompts, padding masks and how many tokens are wanted. What is wrong is said here: a model
+would fail far away from it, or not at all."""
 
 from __future__ import annotations
 
