@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -135,11 +136,74 @@ def test_a_batch_that_does_not_fit():
         ({"top_k": 0}, "top_k is 0"),
         ({"top_p": 1.5}, r"top_p is 1\.5"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": -20}, "max_new_tokens is -20"),
+        ({"max_new_tokens": 2.0}, r"max_new_tokens is 2\.0; allowed: an int"),
+        ({"top_k": 2.5}, r"top_k is 2\.5; allowed: None, or an int"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"page_size": 0}, "page_size is 0; allowed: 16 to 256"),
     ],
 )
 def test_words_out_of_range(words, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         qf.generate(tiny.decoder("llama"), tiny.tokens(), **{"max_new_tokens": 2, "do_sample": True} | words)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([[1, 2]], "input_ids is list; allowed: a tensor"),
+        (tiny.tokens()[0], r"input_ids has shape \[14\]; allowed: \[batch, length\]"),
+        (tiny.tokens()[:, :0], r"input_ids has shape \[3, 0\]"),
+        (tiny.tokens()[:0], r"input_ids has shape \[0, 14\]"),
+        (tiny.tokens().float(), r"input_ids has dtype torch\.float32; allowed: int64, int32"),
+    ],
+    ids=["list", "one dimension", "no tokens", "no sequences", "float"],
+)
+def test_what_are_no_prompts(ids, text):
+    decoder = qf.Decoder(tiny.decoder("llama"), pages=4, page_size=16)
+    with pytest.raises((ValueError, TypeError), match=text):
+        qf.generate(tiny.decoder("llama"), ids, max_new_tokens=2)
+    with pytest.raises((ValueError, TypeError), match=text):
+        decoder.generate(ids, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("shape", [(3, 12), (3, 16), (1, 14), (2, 14), (3, 1, 14, 14)], ids=str)
+def test_a_padding_mask_of_another_shape(shape):
+    """A narrower one would otherwise drop the last tokens of the prompts in silence."""
+    with pytest.raises(ValueError, match=r"attention_mask has shape .* allowed: that of input_ids, \[3, 14\]"):
+        qf.generate(tiny.decoder("llama"), tiny.tokens(), torch.ones(shape), max_new_tokens=2)
+
+
+def test_a_prompt_of_padding_alone():
+    mask = tiny.padding("left")
+    mask[1] = 0
+    with pytest.raises(ValueError, match=r"attention_mask has no token in rows \[1\]"):
+        qf.generate(tiny.decoder("llama"), tiny.tokens(), mask, max_new_tokens=2)
+
+
+def test_whatever_is_not_0_in_a_mask_is_a_token():
+    mask = tiny.padding("left") * torch.arange(tiny.LENGTH, 0, -1)
+    got = qf.generate(tiny.decoder("llama"), tiny.tokens(), mask, max_new_tokens=NEW, page_size=16)
+    assert torch.equal(got.sequences, reference("llama"))
+
+
+def test_autocast():
+    """Rotated keys are float32 under autocast and values are not; pages have the type that autocast computes in."""
+    with tiny.attention_by(tiny.decoder("llama"), "qf") as model, torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = qf.PagedCache(model.config, pages=8, page_size=16)
+            got, want = (model(tiny.tokens(), past_key_values=x).logits.float() for x in (cache, None))
+            assert generated("llama").lengths == [NEW] * 3
+        exact = model(tiny.tokens()).logits
+    assert (got - exact).norm() <= 2 * (want - exact).norm()
+
+
+def test_threads_share_a_model_that_is_set_before_they_start():
+    with tiny.attention_by(tiny.decoder("llama"), "qf") as model, ThreadPoolExecutor(3) as pool:
+        ids = tiny.tokens()
+        runs = [pool.submit(qf.generate, model, row[None], max_new_tokens=NEW, page_size=16) for row in ids]
+        got = torch.cat([run.result().sequences for run in runs])
+    assert torch.equal(got, reference("llama", padding="ones"))
 
 
 def test_a_model_with_attention_of_its_own():

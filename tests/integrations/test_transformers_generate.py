@@ -237,9 +237,17 @@ def test_a_mask_that_hides_what_is_in_pages():
     model = tiny.decoder("llama")
     cache, mask = prefilled(model)
     mask[1, 3] = 0
-    with pytest.raises(
-        ValueError, match=r"shows \[10, 14, 14\] tokens of the sequences and the cache holds \[10, 15, 14"
-    ):
+    with pytest.raises(ValueError, match=r"attention_mask\[1, 3\] says padding, which was a token when it came"):
+        next_logits(model, cache, mask, torch.full((3, 1), 5))
+    assert cache.get_seq_length() == tiny.LENGTH
+
+
+def test_a_mask_that_hides_another_token_and_shows_padding():
+    """As many tokens as there are in the pages, and not the same ones."""
+    model = tiny.decoder("llama")
+    cache, mask = prefilled(model)
+    mask[0, 0], mask[0, 9] = 1, 0
+    with pytest.raises(ValueError, match=r"attention_mask\[0, 0\] says a token, which was padding when it came"):
         next_logits(model, cache, mask, torch.full((3, 1), 5))
     assert cache.get_seq_length() == tiny.LENGTH
 

@@ -3,6 +3,7 @@ and what it can express compiles without a break."""
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -14,7 +15,9 @@ import transformers
 
 import qflash
 import qflash.integrations.transformers as qf
+from qflash.integrations.transformers.attention import qf_attention
 from qflash.integrations.transformers.mask import Mask
+from qflash.integrations.transformers.patterns import traced_pattern_of
 from qflash.testing import tiny_models as tiny
 
 qf.register()
@@ -109,6 +112,24 @@ def test_chunks():
     assert "chunks of 8 tokens" in mask.obstacle
 
 
+def test_chunks_of_packed_sequences():
+    """Whether chunks are of positions, as from transformers 5.23 on, or of indices: packing is never left out."""
+    from transformers import masking_utils
+
+    config = transformers.LlamaConfig(attn_implementation="qf")
+    config.attention_chunk_size = 8
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    mask = masking_utils.create_chunked_causal_mask(config, torch.zeros(1, 8, 1), None, None, packed)
+    assert mask.obstacle == "chunks of packed sequences" or mask.cu_seqlens.tolist() == [0, 3, 8]
+    # In a graph nobody looks at positions; there the mask function tells where sequences begin.
+    segments = masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]))
+    function = masking_utils.and_masks(masking_utils.causal_mask_function, segments)
+    words = {"local_size": 8, "both_ways": False, "config": config, "device": "cpu"}
+    assert traced_pattern_of(function, 1, 8, is_plain=True, **words).starts is None
+    pattern = traced_pattern_of(function, 1, 8, is_plain=False, **words)
+    assert pattern.chunk == 8 and pattern.starts[0].nonzero()[:, 0].tolist() == [0, 3]
+
+
 def test_a_window_to_both_sides():
     from transformers.masking_utils import create_bidirectional_sliding_window_mask
 
@@ -130,8 +151,6 @@ def test_a_model_that_slices_its_mask():
 def test_a_window_without_a_mask():
     from types import SimpleNamespace
 
-    from qflash.integrations.transformers.attention import qf_attention
-
     q = torch.zeros(1, 2, 9, 16)
     module = SimpleNamespace(is_causal=True, layer_idx=3, config=SimpleNamespace(model_type="some"))
     with pytest.raises(NotImplementedError, match="SimpleNamespace of some, layer 3: sliding_window is 4"):
@@ -141,16 +160,42 @@ def test_a_window_without_a_mask():
 def test_a_mask_for_other_keys():
     from types import SimpleNamespace
 
-    from qflash.integrations.transformers.attention import qf_attention
-
     q, k = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 9, 16)
     with pytest.raises(NotImplementedError, match=r"there are 3 queries and 9 keys; allowed: .* 3 queries and 7 keys"):
         qf_attention(SimpleNamespace(), q, k, k, Mask(1, 3, 7, 7, True))
 
 
-def test_weights_are_not_to_be_had():
+def test_weights_are_not_to_be_had(monkeypatch):
     with pytest.raises(NotImplementedError, match="output_attentions is True"):
         forward("llama", output_attentions=True)
+    monkeypatch.setattr(tiny.decoder("llama").config, "_output_attentions", True)
+    with pytest.raises(NotImplementedError, match="output_attentions is True"):
+        forward("llama")
+
+
+def test_more_queries_than_keys_without_a_mask():
+    """PyTorch aligns its causal mask to the first key, which no word says then."""
+    q, k = torch.randn(1, 2, 7, 16), torch.randn(1, 2, 4, 16)
+    module = torch.nn.Module()
+    with pytest.raises(NotImplementedError, match="there are 7 queries and 4 keys and no mask"):
+        qf_attention(module, q, k, k, None, is_causal=True)
+    got, _ = qf_attention(module, q, k, k, None, is_causal=False)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2)
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+def test_sinks_of_each_query():
+    q = torch.randn(1, 2, 3, 16)
+    with pytest.raises(NotImplementedError, match="sinks is given"):
+        qf_attention(torch.nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 3, 1))
+
+
+def test_a_cache_without_sequences():
+    cache = qf.PagedCache(tiny.decoder("llama").config, pages=8, page_size=16)
+    with pytest.raises(ValueError, match="the cache has no sequences"):
+        cache.advance()
+    with pytest.raises(NotImplementedError, match="a PagedCache is not copied"):
+        copy.deepcopy(cache)
 
 
 def test_errors_of_attention_name_the_layer():

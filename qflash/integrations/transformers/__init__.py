@@ -6,6 +6,7 @@ mask       masks in qflash's words, and the mask function that makes them
 attention  the attention functions
 tokens     which tokens of a batch are padding
 pages      PagedCache, a cache of transformers over qflash.KVCache
+prompts    what generate is given, and what is refused of it
 sampling   the next token from logits
 decoding   generate and Decoder, the decode loop
 """

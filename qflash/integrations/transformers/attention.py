@@ -52,11 +52,14 @@ def _attend(
     max_length_q: int | None = None,
     **others: Any,
 ) -> Tensor:
-    obstacle = _in_mask(mask, query, key, sliding_window) or _in_words(dropout, others)
+    obstacle = _in_mask(mask, query, key, sliding_window) or _in_words(module, dropout, others)
     if obstacle is not None:
         raise NotImplementedError(f"{_place(module)}: {obstacle}")
     if mask is None:
         mask = _unmasked(module, query, key, is_causal)
+        if mask.causal and mask.q_length > mask.kv_length:
+            sizes = f"{mask.q_length} queries and {mask.kv_length} keys"
+            raise NotImplementedError(f"{_place(module)}: there are {sizes} and no mask; allowed: a key for each query")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     words = {"causal": mask.causal, "window": mask.window, "softcap": softcap, "scale": scale, "sinks": s_aux}
     try:
@@ -75,7 +78,7 @@ def _attend(
 # What is not served ---------------------------------------------------------------------------------------------------
 
 # What models pass that changes scores in a way that no word of qflash says, if it is not None.
-_NOT_SERVED = ("position_bias", "head_mask", "indices", "block_indices")
+_NOT_SERVED = ("position_bias", "sinks", "head_mask", "indices", "block_indices")
 
 
 def _in_mask(mask: Any, query: Tensor, key: Any, sliding_window: int | None) -> str | None:
@@ -109,13 +112,13 @@ def _in_sizes(mask: Mask, query: Tensor, key: Any) -> str | None:
     return f"there are {lengths[0]} queries and {lengths[1]} keys; allowed: as the mask was made for, {made_for}"
 
 
-def _in_words(dropout: float, others: dict[str, Any]) -> str | None:
+def _in_words(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> str | None:
     if dropout:
         return f"dropout is {dropout}; allowed: 0, by the config's attention dropout or model.eval()"
     for name in _NOT_SERVED:
         if others.get(name) is not None:
             return f"{name} is given; allowed: None, or another attn_implementation"
-    if others.get("output_attentions"):
+    if others.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         return "output_attentions is True; allowed: False, no kernel has the weights"
     return None
 

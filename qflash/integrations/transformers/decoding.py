@@ -19,6 +19,7 @@ import torch
 from qflash.integrations.transformers.mask import UNPADDED
 from qflash.integrations.transformers.names import FUNCTIONS, register
 from qflash.integrations.transformers.pages import PagedCache
+from qflash.integrations.transformers.prompts import check_count, check_prompts, left_padded
 from qflash.integrations.transformers.sampling import Sampling
 
 Tensor = torch.Tensor
@@ -68,8 +69,8 @@ def generate(
     Args:
         model: a model for causal language modelling. Its attn_implementation becomes "qf" meanwhile, unless it is
             "qf_int8".
-        input_ids: int64 `[B, T]`.
-        attention_mask: `[B, T]`, 0 for padding, on either side; None: there is none.
+        input_ids: int64 or int32 `[B, T]`.
+        attention_mask: `[B, T]`, 0 for padding, on either side, and a token at least in each row; None: no padding.
         max_new_tokens: how many tokens are generated at most.
         eos_token_id: what ends a sequence, one or several; None: those of model.generation_config; (): nothing does.
         pad_token_id: what follows an end; None: that of model.generation_config, or its first end, or 0.
@@ -84,7 +85,8 @@ def generate(
     Returns:
         `Generated`. Its `reason` says why no CUDA graph was used, where none was.
 
-    Several calls on one model are better made by one `Decoder`, which keeps pages and graphs.
+    Several calls on one model are better made by one `Decoder`, which keeps pages and graphs. Threads may share a model
+    whose attn_implementation is "qf" or "qf_int8" before they start, each with a `Decoder` or calls of its own.
 
     Example:
         >>> import torch
@@ -97,8 +99,11 @@ def generate(
         >>> result.sequences.shape, result.lengths, result.reason
         (torch.Size([1, 11]), [4], 'the model is on cpu')
     """
-    tokens = input_ids.shape[0] * -(-(input_ids.shape[1] + max_new_tokens) // page_size)
-    decoder = Decoder(model, pages=tokens, page_size=page_size, cache_precision=cache_precision, capture=capture)
+    check_prompts(input_ids, attention_mask)
+    check_count("max_new_tokens", max_new_tokens)
+    # The cache refuses other page sizes, 0 among them.
+    pages = input_ids.shape[0] * -(-(input_ids.shape[1] + max_new_tokens) // max(page_size, 1))
+    decoder = Decoder(model, pages=pages, page_size=page_size, cache_precision=cache_precision, capture=capture)
     return decoder.generate(
         input_ids, attention_mask, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id,
         do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stream=stream,
@@ -155,8 +160,8 @@ class Decoder:
         """See `qflash.integrations.transformers.generate`."""
         sampling = Sampling(do_sample, temperature, top_k, top_p)
         sampling.check()
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}; allowed: 1 and more")
+        check_prompts(input_ids, attention_mask)
+        check_count("max_new_tokens", max_new_tokens)
         ends, padding = self._special_tokens(eos_token_id, pad_token_id)
         tokens = input_ids.shape[1] + max_new_tokens
         columns = 1 << (-(-tokens // self._page_size) - 1).bit_length()  # a power of two, so that few graphs serve all
@@ -176,7 +181,11 @@ class Decoder:
     def _special_tokens(self, eos: Any, pad: int | None) -> tuple[tuple[int, ...], int]:
         config = self.model.generation_config
         eos = config.eos_token_id if eos is None else eos
+        if isinstance(eos, Tensor):
+            eos = eos.tolist()
         ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        if not all(isinstance(end, int) for end in ends):
+            raise TypeError(f"eos_token_id is {eos!r}; allowed: None, an int or several")
         if pad is None:
             pad = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
         return ends, pad
@@ -224,14 +233,14 @@ class _DecodeStep:
         if cache.tables is not self._tables:
             self._tables, self.graph = cache.tables, None  # a graph reads the tables that it was captured with
         history = [self._tokens[:, 0].clone()]
-        self._send(stream, history)
+        over = self._send(stream, [False] * len(ids))
         for index in range(1, count):
             if self._is_over(index, stream):
                 break
             cache.advance()
             self._advance(index)
             history.append(self._tokens[:, 0].clone())
-            self._send(stream, history)
+            over = self._send(stream, over)
         new = torch.stack(history, 1)
         return new[:, : max(_lengths(new, self._ends.tolist()))]
 
@@ -239,9 +248,7 @@ class _DecodeStep:
         """The prompts, and their first tokens."""
         if self._generator is not None:
             self._generator.seed() if seed is None else self._generator.manual_seed(seed)
-        mask = torch.ones_like(ids) if mask is None else mask.to(torch.int64)
-        order = mask.argsort(dim=1, stable=True)  # padding on the left, wherever it was
-        ids, mask = ids.gather(1, order), mask.gather(1, order)
+        ids, mask = left_padded(ids, mask)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         logits = self._decoder.forward(ids, positions, mask)
         self._has_ended.zero_()
@@ -288,11 +295,13 @@ class _DecodeStep:
         waits = self._tokens.device.type == "cpu" or stream is not None or index % LOOK_EVERY == 0
         return waits and bool(self._has_ended.all())
 
-    def _send(self, stream: Stream | None, history: list[Tensor]) -> None:
+    def _send(self, stream: Stream | None, over: list[bool]) -> list[bool]:
+        """Hand the new tokens of sequences that are not over to `stream`; which ones are over now."""
         if stream is None:
-            return
-        ended = torch.isin(torch.stack(history, 1)[:, :-1], self._ends).any(1).tolist()
-        stream([None if over else token for token, over in zip(history[-1].tolist(), ended, strict=True)])
+            return over
+        tokens, ended = self._tokens[:, 0].tolist(), self._has_ended.tolist()
+        stream([None if was else token for token, was in zip(tokens, over, strict=True)])
+        return ended
 
 
 def _lengths(new: Tensor, ends: Sequence[int]) -> list[int]:

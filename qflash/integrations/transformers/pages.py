@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import qflash
 from qflash.integrations.transformers.mask import Mask
-from qflash.integrations.transformers.tokens import TokenLog
+from qflash.integrations.transformers.tokens import Flags, TokenLog
 
 Tensor = torch.Tensor
 
@@ -185,6 +186,8 @@ class PagedCache(Cache):
 
         That pass then does no work on the host, which a CUDA graph could not repeat: call this before each replay.
         """
+        if not self._sequences:
+            raise ValueError("the cache has no sequences; allowed: after a forward pass with their first tokens")
         self._extend([1] * len(self._sequences))
         self._log.add(1, None)
         self._written.clear()
@@ -193,6 +196,11 @@ class PagedCache(Cache):
     def repeat_pass(self) -> None:
         """Let the forward pass that was run, or captured, last write its tokens again: they are the same."""
         self._written.clear()
+
+    def __deepcopy__(self, memo: Any) -> PagedCache:
+        raise NotImplementedError(
+            "a PagedCache is not copied, its pages would be; allowed: batch_repeat_interleave, which shares them, or crop"
+        )
 
     # Sequences.
 
@@ -216,9 +224,10 @@ class PagedCache(Cache):
     # A forward pass.
 
     def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
+        k, v, q = _under_autocast(new.k, new.v, query)
         if not self._new or new.layer in self._written:
-            self._begin(new.k, new.v, mask)
-        k, v, q = (x.transpose(1, 2) for x in (new.k, new.v, query))
+            self._begin(k, v, mask)
+        k, v, q = (x.transpose(1, 2) for x in (k, v, q))
         if self._rows is None:
             kv = self.tables.write(new.layer, k, v)
             self._written.add(new.layer)
@@ -241,17 +250,17 @@ class PagedCache(Cache):
             self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=k.dtype, device=k.device)
         if self._sequences and len(self._sequences) != batch:
             raise ValueError(f"there are {batch} sequences; allowed: as many as the cache has, {len(self._sequences)}")
+        visible = None if mask.visible is None else mask.visible.cpu().numpy()
+        self._check_same(mask, visible, batch, length)
         flags, rows = None, None
-        if mask.visible is not None:
-            new = mask.visible[:, -length:]
-            flags = new.cpu().numpy()
-            rows = None if flags.all() else new.flatten().nonzero()[:, 0]
+        if visible is not None:
+            flags = visible[:, -length:]
+            rows = None if flags.all() else mask.visible[:, -length:].flatten().nonzero()[:, 0]
         counts = [length] * batch if flags is None else [int(n) for n in flags.sum(1)]
         is_first = not self._sequences
         if is_first:
             self._sequences = [self.kv.open() for _ in range(batch)]
         try:
-            self._check_same(mask, counts)
             self._extend(counts)
         except BaseException:
             if is_first:
@@ -261,16 +270,19 @@ class PagedCache(Cache):
         self._new, self._rows = length, rows
         self._log.add(length, None if rows is None else flags)
 
-    def _check_same(self, mask: Mask, counts: list[int]) -> None:
+    def _check_same(self, mask: Mask, visible: Flags | None, batch: int, new: int) -> None:
         """Refuse a mask that hides tokens which are in pages, or shows padding, which is not."""
-        if mask.is_as_cached:
+        if mask.is_as_cached or (visible is None and not self._log.has_padding):
             return
-        shown = [mask.keys] * mask.batch if mask.visible is None else mask.visible.sum(1).tolist()
-        held = [self.kv.length(s) + n for s, n in zip(self._sequences, counts, strict=True)]
-        if shown != held:
+        held = self._log.flags(batch)
+        shown = np.ones_like(held) if visible is None else visible[:, :-new]
+        wrong = np.argwhere(held != shown)
+        if len(wrong):
+            sequence, token = wrong[0]
+            was, now = ("a token", "padding") if held[sequence, token] else ("padding", "a token")
             raise ValueError(
-                f"the attention mask shows {shown} tokens of the sequences and the cache holds {held}; "
-                "allowed: a mask that is for earlier tokens what it was when they came"
+                f"attention_mask[{sequence}, {token}] says {now}, which was {was} when it came; "
+                "allowed: a mask that is for earlier tokens what it was"
             )
 
     def _extend(self, counts: list[int]) -> None:
@@ -282,3 +294,12 @@ class PagedCache(Cache):
         else:
             columns = self.columns if self.columns >= needed else 2 * needed
             self.tables = self.kv.extend(self._sequences, counts, columns=columns)
+
+
+def _under_autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
+    """Keys, values and queries in the type that torch.autocast computes attention in. Rotated keys would be float32
+    otherwise, beside values that are not, and pages hold one type."""
+    device = arrays[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return arrays
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in arrays)

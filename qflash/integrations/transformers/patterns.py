@@ -49,6 +49,9 @@ _SLIDING = _code(masking.sliding_window_overlay(1))
 _SLIDING_BOTH_WAYS = _code(masking.sliding_window_bidirectional_overlay(1))
 _PACKED = _code(masking.packed_sequence_mask_function(None))
 _CHUNKED = _code(masking.chunked_overlay(1, None))
+# From 5.23 on the other parts of a mask for packed sequences see positions instead of indices.
+_remap = getattr(masking, "remap_positions_for_packed_sequence", None)
+_REMAPPED = object() if _remap is None else _code(_remap(None, None))
 
 
 def pattern_of(mask_function: Callable[..., Any]) -> Pattern:
@@ -83,8 +86,18 @@ def _with_part(pattern: Pattern, part: Callable[..., Any]) -> Pattern:
         return replace(pattern, starts=_first_of_row(segments[:, 1:] != segments[:, :-1]))
     if code is _CHUNKED:
         return replace(pattern, chunk=_variables(part)["chunk_size"])
+    if code is _REMAPPED:
+        return _with_remapped(pattern, _variables(part)["mask_function"])
     kind = "a union of masks" if code is _OR else f"the mask function {getattr(part, '__qualname__', part)}"
     return replace(pattern, obstacle=kind)
+
+
+def _with_remapped(pattern: Pattern, function: Callable[..., Any]) -> Pattern:
+    """A mask function of positions. Inside a packed sequence these rise by one, as indices do, so what depends on their
+    difference alone is the same of both."""
+    for part in _parts(function):
+        pattern = _with_part(pattern, part)
+    return replace(pattern, obstacle="chunks of packed sequences") if pattern.chunk is not None else pattern
 
 
 def _variables(function: Callable[..., Any]) -> dict[str, Any]:
@@ -118,8 +131,9 @@ def traced_pattern_of(
     if both_ways:
         return Pattern(window=(local_size, local_size)) if local_size else Pattern(obstacle="a mask of several parts")
     if local_size is not None and getattr(config, "attention_chunk_size", None) == local_size:
-        return Pattern(causal=True, chunk=local_size)
-    pattern = Pattern(causal=True, window=None if local_size is None else (local_size - 1, -1))
+        pattern = Pattern(causal=True, chunk=local_size)
+    else:
+        pattern = Pattern(causal=True, window=None if local_size is None else (local_size - 1, -1))
     if is_plain:
         return pattern
     if local_size is not None and local_size < 2:

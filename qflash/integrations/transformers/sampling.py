@@ -21,6 +21,8 @@ class Sampling(NamedTuple):
         """Refuse words out of range."""
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; allowed: more than 0, or do_sample=False")
+        if self.top_k is not None and not isinstance(self.top_k, int):
+            raise TypeError(f"top_k is {self.top_k!r}; allowed: None, or an int, 1 and more")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; allowed: None, or 1 and more")
         if self.top_p is not None and not 0 < self.top_p <= 1:

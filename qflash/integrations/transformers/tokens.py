@@ -39,6 +39,16 @@ class TokenLog:
             real += length if flags is None else flags.sum(1)
         return [int(n) for n in real]
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether there is a token that is padding, of any sequence."""
+        return any(flags is not None for _, flags in self._passes)
+
+    def flags(self, batch: int) -> Flags:
+        """Of all tokens, `[B, length]`: True is no padding."""
+        passes = [np.ones((batch, n), np.bool_) if flags is None else flags for n, flags in self._passes]
+        return np.concatenate(passes, 1) if passes else np.ones((batch, 0), np.bool_)
+
     def select(self, indices: Sequence[int]) -> None:
         """Sequences are those of `indices` from now on."""
         rows = list(indices)
