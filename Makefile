@@ -10,7 +10,7 @@ VENV ?= .venv
 PYTHON ?= python3
 # CUDA kernels are compiled on first use; where there is a GPU but no nvcc, PyPI's compiler is installed too.
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-EXTRAS ?= torch,jax,triton,bench,docs,dev,build$(if $(GPU),$(if $(shell command -v nvcc),,$(comma)cuda))
+EXTRAS ?= torch,jax,transformers,triton,bench,docs,dev,build$(if $(GPU),$(if $(shell command -v nvcc),,$(comma)cuda))
 # Pinned, so that every machine tests and benchmarks against the same peer.
 TORCH ?= torch==2.13.0
 comma := ,

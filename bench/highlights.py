@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from bench import int8_gemm, quantize, reductions, sm90_quantize, tables
+from bench import int8_gemm, linear, quantize, reductions, sm90_quantize, tables
 from bench.tables import FP8, Row, best_peer, markdown, problem, rate, ratio
 
 MOST = 6
@@ -101,6 +101,13 @@ TABLES: dict[str, Callable[[], str]] = {
         keep=lambda row: (
             row["candidate"] == "qflash int8_gemm_tc"
             and (row["m"] in (128, 4095, 4096) or (row["m"], row["b"]) == (8192, "k"))
+        ),
+    ),
+    "gemm_mma": partial(
+        linear.table,
+        keep=lambda row: (
+            row["candidate"] == "qflash gemm_mma"
+            and (row["m"], row["n"], row["k"]) in ((8192,) * 3, (4096,) * 3, (16384, 8192, 2048))
         ),
     ),
 }

@@ -107,7 +107,7 @@ def candidates(device: str) -> Iterator[Product]:
     def of_torch(call: Callable[[Arrays], Any]) -> Callable[[Arrays], Call]:
         return lambda arrays: tried(lambda: call(arrays))
 
-    for row in kernels_of("int8_matmul", device):
+    for row in (row for row in kernels_of("linear", device) if "int8" in row.precisions):
         sums = lambda x, kernel=row.name: qflash.int8_matmul(x.a, x.b, kernel=kernel)  # noqa: E731
         scaled = lambda x, kernel=row.name: qflash.int8_matmul(  # noqa: E731
             x.a, x.b, x.a_scale, x.b_scale, x.bias, torch.bfloat16, kernel=kernel

@@ -25,6 +25,15 @@ def _int8(torch: Any) -> Any:
     return torch.randint(-127, 128, (SIDE, SIDE), device="cuda", dtype=torch.int8)
 
 
+def _linear(torch: Any, kernel: str | None, *, requires_grad: bool = False) -> Any:
+    inputs = COLUMNS // 4
+    shapes = (ROWS, inputs), (COLUMNS, inputs), (COLUMNS,)
+    x, w, bias = (
+        torch.randn(shape, device="cuda", dtype=torch.float16, requires_grad=requires_grad) for shape in shapes
+    )
+    return qflash.linear(x, w.T, bias, activation="gelu", kernel=kernel)
+
+
 def _heads(torch: Any) -> Any:
     return torch.randn(4, 4096, 16, 128, device="cuda", dtype=torch.float16)
 
@@ -53,6 +62,11 @@ def _layer_norm(torch: Any, x: Any) -> Any:
 
 def _losses(torch: Any, x: Any) -> Any:
     return qflash.cross_entropy(x, torch.zeros(ROWS, device="cuda", dtype=torch.int64))
+
+
+def _rope(torch: Any, kernel: str) -> Any:
+    tables = (torch.from_numpy(table).cuda() for table in qflash.rope_tables(4096, 128))
+    return qflash.rope(_heads(torch), qflash.Rope(*tables), kernel=kernel)
 
 
 def _quantize(torch: Any, kernel: str) -> Any:
@@ -107,9 +121,17 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "softmax_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(lambda torch, x: qflash.softmax(x))),
     "layer_norm_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(_layer_norm)),
     "cross_entropy_backward": (f"{ROWS}x{COLUMNS} float16", _gradients(_losses)),
-    "int8_matmul": (
+    "linear": (
+        f"{ROWS}x{COLUMNS}x{COLUMNS // 4} float16, w along k, bias, gelu",
+        _linear,
+    ),
+    "linear_backward": (
+        f"{ROWS}x{COLUMNS}x{COLUMNS // 4} float16, w along k, bias, gelu",
+        lambda torch, kernel: _linear(torch, None, requires_grad=True).sum().backward(),
+    ),
+    "linear int8": (
         f"{SIDE}x{SIDE}x{SIDE}, b along k",
-        lambda torch, kernel: qflash.int8_matmul(_int8(torch), _int8(torch).T, kernel=kernel),
+        lambda torch, kernel: qflash.int8_matmul(_int8(torch), _int8(torch).T, kernel=VARIANTS[kernel].kernel.name),
     ),
     "quantize": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed", _quantize),
     "dequantize": (
@@ -120,6 +142,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
         "B=4 T=4096 H=16 D=128 float16",
         lambda torch, kernel: qflash.merge(*[_heads(torch), _lse(torch)] * 2, kernel=kernel),
     ),
+    "rope": ("B=4 T=4096 H=16 D=128 float16", _rope),
     "attention quantized": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
     "attention": ("B=4 T=4096 H=16 D=128 full float16", _attention),
     "attention_backward": ("B=4 T=4096 H=16 D=128 full, float16 or, of fa_bwd, float32", _attention_backward),
@@ -136,6 +159,8 @@ def operation_of(kernel: str) -> str:
     """The key of OPERATIONS for a variant of a kernel."""
     variant = VARIANTS[kernel]
     op = variant.kernel.op
+    if op == "linear" and variant.precision != "native":
+        return f"{op} {variant.precision}"
     return op if op != "attention" or variant.kv == "arrays" else f"{op} {variant.kv}"
 
 

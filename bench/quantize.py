@@ -84,7 +84,7 @@ class Arrays:
         import numpy as np
 
         from qflash.reference import quantize
-        from qflash.rope import Rope
+        from qflash.rotary import Rope
 
         words, rope = dict(self.problem.words), None
         x = self.x.float().cpu().numpy()

@@ -77,6 +77,15 @@ PAGES = (
     Page("sm90_quantize", "quantize_kv on Hopper", "sm90_quantize", {"sm90_quantize": "Beside a copy"}),
     Page("int8_gemm", "INT8 matrix products", "int8_gemm_tc", {"int8-gemm": "Beside PyTorch's"}),
     Page(
+        "linear",
+        "Linear layers",
+        "gemm_mma",
+        {"linear": "Beside PyTorch's"},
+        "A product with a weight, bias, and GeLU or SwiGLU behind it. PyTorch computes it in separate kernels (torch), "
+        "compiled with max-autotune (torch.compile), with cuBLASLt's epilogue (torch._addmm_activation) and, for "
+        "comparison, without what follows the product (torch product). INT8 rows count the quantization of x.",
+    ),
+    Page(
         "reductions",
         "softmax, layer_norm and cross_entropy",
         "reductions",

@@ -8,13 +8,16 @@ from qflash.kvcache import KVCache
 from qflash.ops.backward_memory import get_backward_memory, set_backward_memory
 from qflash.ops.kv import QuantizedKV, quantize_kv
 from qflash.ops.kv_write import paged_write
+from qflash.ops.linear import linear, swiglu
+from qflash.ops.linear_weights import QuantizedLinear, quantize_linear
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.merge import merge
 from qflash.ops.paged import PagedKV
 from qflash.ops.prefix import SharedPrefixKV, share_prefix
 from qflash.ops.quantization import Quantized, dequantize, quantize
+from qflash.ops.rope import rope
 from qflash.ops.rows import cross_entropy, layer_norm, softmax
-from qflash.rope import Rope, rope_tables
+from qflash.rotary import Rope, rope_tables
 
 __version__ = "0.1.0"
 
@@ -29,6 +32,7 @@ __all__ = [
     "PagedKV",
     "Quantized",
     "QuantizedKV",
+    "QuantizedLinear",
     "Rope",
     "SharedPrefixKV",
     "ToolchainError",
@@ -41,15 +45,19 @@ __all__ = [
     "get_num_threads",
     "int8_matmul",
     "layer_norm",
+    "linear",
     "merge",
     "paged_write",
     "quantize",
     "quantize_kv",
+    "quantize_linear",
     "replace_sdpa",
+    "rope",
     "rope_tables",
     "scaled_dot_product_attention",
     "set_backward_memory",
     "set_num_threads",
     "share_prefix",
     "softmax",
+    "swiglu",
 ]

@@ -22,7 +22,7 @@ from qflash.ops.prefix import SharedPrefixKV, attend_shared
 from qflash.ops.problem import Options
 from qflash.ops.quantization import Quantized, tables_of
 from qflash.ops.run import run
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.typing import (
     ArrayT,
     Flag,
@@ -575,8 +575,12 @@ def explain(
     return explanation_of(plan, frontend.arch_of(arrays[0]), layout)
 
 
-def explanation_of(plan: Plan, arch: int, layout: Layout = _BTHD) -> Explanation:
-    """The explanation of a checked call of attention on a device of compute capability `arch`/10 (0: the CPU)."""
+def explanation_of(plan: Plan, arch: int, layout: Layout = _BTHD, backward_memory: int | None = None) -> Explanation:
+    """The explanation of a checked call of attention on a device of compute capability `arch`/10 (0: the CPU).
+
+    backward_memory: the limit that its gradients keep to; None: `get_backward_memory()`.
+    """
+    limit = get_backward_memory() if backward_memory is None else backward_memory
     spec, kernel = plan.spec(arch), plan.kernel
     if kernel is not None:
         dispatch.choose(spec, kernel)  # refuses a name that is unknown or cannot serve
@@ -594,10 +598,10 @@ def explanation_of(plan: Plan, arch: int, layout: Layout = _BTHD) -> Explanation
     backward = dispatch.backward_of(spec)
     if backward is None:
         return Explanation(chosen, spec, rows, tuple(notes))
-    return Explanation(chosen, spec, rows, tuple(notes), backward.name, _way_of_dq(plan, spec, backward))
+    return Explanation(chosen, spec, rows, tuple(notes), backward.name, _way_of_dq(plan, spec, backward, limit))
 
 
-def _way_of_dq(plan: Plan, spec: Spec, backward: dispatch.Kernel) -> str:
+def _way_of_dq(plan: Plan, spec: Spec, backward: dispatch.Kernel, limit: int) -> str:
     """How a backward kernel computes dQ of a call, in words; "" where it has but one way."""
     if backward.drops_ds is None:
         return ""
@@ -613,7 +617,6 @@ def _way_of_dq(plan: Plan, spec: Spec, backward: dispatch.Kernel) -> str:
         return ""
     if scores.packed:
         return f"{again}: sequences are packed"
-    limit = get_backward_memory()
     kept = ds_within(scores, limit)
     if kept is None:
         return f"{again}: {limit} bytes (set_backward_memory) hold too few heads of dS"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from qflash.call.spec import DTYPES, MOST_DECODE_ROWS, PRECISIONS, Spec
+from qflash.call.spec import ACTIVATIONS, DTYPES, MOST_DECODE_ROWS, PRECISIONS, Spec
 from qflash.errors import NoKernelError
 
 # Head dims that most kernels of attention are compiled for; each serves every smaller one down to the next.
@@ -45,6 +45,7 @@ class Kernel:
     per_kv: bool = False
     shared_kvs: tuple[tuple[str, str], ...] = ()  # with per_kv: (kind, the kind whose library serves it as well)
     per_batch_invariance: bool = False  # a library for Spec.batch_invariant, and one for the others
+    per_activation: bool = False  # of linear: a library for each of ACTIVATIONS
     per_scores: bool = False  # a library for Spec.plain_scores, and one for the others
     parts: int = 1  # objects of a library that are compiled side by side
     # Backward: why dS of a spec is not kept for dQ even where memory allows it (ops/backward_memory.py); "": it is.
@@ -108,6 +109,30 @@ def _wmma(spec: Spec) -> list[str]:
     if spec.head_dim % 8:
         found.append(f"head_dim is {spec.head_dim}; fa_tc takes multiples of 8, rows of whole 16 bytes")
     return found
+
+
+def _gelu_alone(spec: Spec) -> list[str]:
+    """What the rung of WMMA leaves out."""
+    found = _sixteen_bit_tensor_cores(spec)
+    if not spec.activation.startswith("gelu"):
+        found.append(f"fuses GeLU alone, activation is {spec.activation or None!r}; gemm_mma takes every activation")
+    return found
+
+
+def _sums_alone(spec: Spec) -> list[str]:
+    """int32 results are sums, and nothing follows them."""
+    return ["gives int32 without an activation alone"] if spec.dtype == "int32" and spec.activation else []
+
+
+def _gemm_by_copy_engine(spec: Spec) -> list[str]:
+    """What Hopper's GEMM leaves to others: float32, and integers that its tensor cores cannot read."""
+    if spec.precision == "native" and spec.dtype not in _HALVES:
+        return [f"multiplies float16, bfloat16 and int8, not {spec.dtype}"]
+    if spec.precision == "int8" and spec.layout == "n":
+        return ["takes int8 weights that are contiguous along k (the transpose of [N, K]), not along n"]
+    if spec.dtype == "int32" and spec.activation:
+        return [f"int32 are the sums alone, without {spec.activation}"]
+    return []
 
 
 def _decoding(spec: Spec) -> list[str]:
@@ -437,6 +462,20 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
     ),
     Kernel(
+        name="cpu_rope",
+        device="cpu",
+        summary="rotary embedding, and the way back, row by row on all cores",
+        op="rope",
+        page="rope",
+    ),
+    Kernel(
+        name="rope",
+        device="cuda",
+        summary="rotary embedding, and the way back: whole pairs in a thread, tables read once for four heads",
+        op="rope",
+        min_arch=75,
+    ),
+    Kernel(
         name="cpu_softmax",
         device="cpu",
         summary="softmax over rows on all cores, vectorised for the machine it finds",
@@ -537,26 +576,101 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
     ),
     Kernel(
+        name="cpu_linear",
+        device="cpu",
+        summary="product with a weight, bias, activation and residual on all cores, packed in blocks for the caches",
+        op="linear",
+    ),
+    Kernel(
         name="cpu_int8_matmul",
         device="cpu",
         summary="INT8 product on all cores: AMX tiles, VNNI or pairs of int16, whichever the machine has",
-        op="int8_matmul",
+        op="linear",
+        precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
+    ),
+    Kernel(
+        name="sm90_gemm",
+        device="cuda",
+        summary="linear layers for Hopper: tiles by TMA for pairs of blocks, products by wgmma, bias, activation and "
+        "scales under the next tile's products",
+        op="linear",
+        precisions=("native", "int8"),
+        dtypes=(*DTYPES, "int32"),
+        min_arch=90,
+        later_arches=False,
+        also=_gemm_by_copy_engine,
+        per_precision=True,
+        automatic=False,  # it has not run on a GPU yet
+        per_activation=True,
+    ),
+    Kernel(
+        name="gemm_mma",
+        device="cuda",
+        summary="products in 16 bits on tensor cores: mma.sync, swizzled tiles of any layout, asynchronous copies",
+        op="linear",
+        dtypes=_HALVES,
+        min_arch=75,
+        also=_sixteen_bit_tensor_cores,
+        per_activation=True,
+    ),
+    Kernel(
+        name="gemm_tiled",
+        device="cuda",
+        summary="products in float32 on CUDA cores: tiles in shared memory, 8 x 8 sums a thread",
+        op="linear",
+        min_arch=75,
+        per_arch=False,
+        per_activation=True,
+    ),
+    Kernel(
+        name="gelu_linear_wmma",
+        device="cuda",
+        summary="GeLU behind products through WMMA: opaque fragments, sums pass through shared memory; no other "
+        "activation",
+        op="linear",
+        dtypes=_HALVES,
+        min_arch=75,
+        automatic=False,
+        also=_gelu_alone,
+        per_arch=False,
+        per_activation=True,
     ),
     Kernel(
         name="int8_gemm_tc",
         device="cuda",
         summary="INT8 product on tensor cores: mma.sync, swizzled tiles, asynchronous copies",
-        op="int8_matmul",
+        op="linear",
+        precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
         min_arch=75,
+        also=_sums_alone,
+        per_activation=True,
     ),
     Kernel(
         name="int8_gemm_tiled",
         device="cuda",
         summary="INT8 product on CUDA cores: tiles in shared memory, four products an instruction (dp4a)",
-        op="int8_matmul",
+        op="linear",
+        precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
+        min_arch=75,
+        also=_sums_alone,
+        per_activation=True,
+    ),
+    Kernel(
+        name="cpu_linear_bwd",
+        device="cpu",
+        summary="gradients of cpu_linear: its products with w and x transposed; sums over rows in a fixed order",
+        op="linear_backward",
+        page="cpu_linear",
+    ),
+    Kernel(
+        name="linear_bwd",
+        device="cuda",
+        summary="gradients of linear layers: slopes of the activation and dbias in one pass, dx and dw by the kernels "
+        "of the forward pass; no atomics",
+        op="linear_backward",
         min_arch=75,
     ),
     Kernel(
@@ -738,12 +852,16 @@ class Variant:
     def spec(self, arch: int, dtype: str, head_dim: int = 0) -> Spec:
         """The plainest Spec that it serves."""
         kernel = self.kernel
-        return Spec(
+        plain = Spec(
             *(kernel.device, arch, dtype, head_dim, self.precision),
             op=kernel.op,
             kv=self.kv,
             few_rows=kernel.few_rows,
         )
+        if not kernel.per_activation:
+            return plain
+        specs = (replace(plain, activation=activation) for activation in ACTIVATIONS)
+        return next((spec for spec in specs if not reasons(kernel, spec)), plain)
 
     @property
     def device(self) -> str:
@@ -767,7 +885,8 @@ def _variants() -> dict[str, Variant]:
     for kernel in KERNELS:
         for kv in kernel.kvs:
             for precision in kernel.precisions_of(kv):
-                name = kernel.name + precision.removeprefix(kernel.precisions_of(kv)[0]) + _KV_ENDINGS[kv]
+                ending = precision.removeprefix(kernel.precisions_of(kv)[0]).removeprefix("_")
+                name = kernel.name + (f"_{ending}" if ending else "") + _KV_ENDINGS[kv]
                 found[name] = Variant(name, kernel, precision, kv)
     return found
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 __all__ = [
+    "Activation",
     "ArrayT",
     "DType",
     "Flag",
@@ -21,6 +22,7 @@ __all__ = [
     "JaxArray",
     "Layout",
     "Lengths",
+    "LinearPrecision",
     "Number",
     "NumpyT",
     "PageLayout",
@@ -94,6 +96,8 @@ DType: TypeAlias = str | type[Any] | _DTypeObject
 Layout: TypeAlias = Literal["bthd", "bhtd"]
 PageLayout: TypeAlias = Literal["phtd", "pthd"]
 Precision: TypeAlias = Literal["int8", "int8_fp8"]
+Activation: TypeAlias = Literal["gelu", "gelu_tanh", "silu"]
+LinearPrecision: TypeAlias = Literal["int8"]
 Granularity: TypeAlias = Literal["tensor", "token", "group"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 Reduction: TypeAlias = Literal["mean", "sum", "none"]

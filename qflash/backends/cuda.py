@@ -10,7 +10,7 @@ from pathlib import Path
 from qflash import dispatch
 from qflash.backends import Entry
 from qflash.backends.arch import ARCHES, asked
-from qflash.call.spec import KV_KINDS, OP_DTYPES, PRECISIONS, Spec
+from qflash.call.spec import ACTIVATIONS, KV_KINDS, OP_DTYPES, PRECISIONS, Spec
 from qflash.dispatch import BY_NAME, Kernel, Variant, reasons
 from qflash.jit import load, prebuild
 from qflash.jit.compiler import Unit
@@ -45,6 +45,9 @@ def unit(kernel: Kernel, spec: Spec) -> Unit:
     if kernel.per_batch_invariance:
         defines.append(("QF_BATCH_INVARIANT", str(int(spec.batch_invariant))))
         words += ["batch-invariant"] if spec.batch_invariant else []
+    if kernel.per_activation:
+        defines.append(("QF_ACTIVATION", str(ACTIVATIONS.index(spec.activation))))
+        words += [spec.activation] if spec.activation else []
     if kernel.per_scores:
         defines.append(("QF_PLAIN_SCORES", str(int(spec.plain_scores))))
         words += [] if spec.plain_scores else ["softcap"]
@@ -102,7 +105,9 @@ def specs(kernel: Kernel, arch: int) -> list[Spec]:
             plain_scores=plain_scores,
             few_rows=kernel.few_rows,
             batch_invariant=batch_invariant,
+            activation=activation,
         )
+        for activation in (ACTIVATIONS if kernel.per_activation else ("",))
         for batch_invariant in ((False, True) if kernel.per_batch_invariance else (False,))
         for plain_scores in ((True, False) if kernel.per_scores else (True,))
         for dtype in kernel.dtypes

@@ -102,15 +102,21 @@ class Gradient:
     `op` takes the cotangents of all results, "d" before their names (None: zero; the first is always there), then those
     arrays and results of the operation that it names; nothing else is kept for it. It has the operation's words, and
     returns the gradients of the arrays in `of` that are there. `words`: with them, results are the first of
-    `Op.results`.
+    `Op.results`. The gradient of an array in `passed` is the cotangent of the first result, as it is.
+
+    None: the operation is linear and orthogonal in its first array, and so its own gradient. That takes the cotangent
+    of its one result in the place of this array, and the flag that `flips` names the other way round. It can be
+    differentiated again.
     """
 
-    op: Op
+    op: Op | None
     of: tuple[str, ...]
     words: Mapping[str, Any] = field(
         default_factory=dict
     )  # what the forward call must say, so that all results are there
     refused: tuple[str, ...] = ()  # arrays whose gradient somebody may want and nobody has
+    flips: str = ""
+    passed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # one object each, so that a look-up need not hash what is in it
@@ -128,10 +134,10 @@ class Op:
     # Whether a call with these arrays mapped by vmap is one call, in which they and all results have one dimension
     # more, the first. Given the names, the rank of each array in the eyes of one sample, and the words by name.
     folds: Callable[[Collection[str], dict[str, int], dict[str, Any]], bool] = lambda *_: False
-    # The dimensions of arrays and results by letters, given the names of those that are there. "b", where all that have
-    # it are independent, takes vmap's dimension and may be split over devices; "H" and "G", query and key heads, too.
-    # A result without "b" is a sum over the batch, which then stays together.
-    dims: Callable[[Collection[str]], Mapping[str, str]] | None = None
+    # The dimensions of arrays and results by letters, given the ranks of those arrays that are there. "b", where all
+    # that have it are independent, takes vmap's dimension and may be split over devices; "H" and "G", query and key
+    # heads, too. A result without "b" is a sum over the batch, or has none: it then stays together.
+    dims: Callable[[Mapping[str, int]], Mapping[str, str]] | None = None
     checked: tuple[str, ...] = ()  # arrays of which the CPU kernel refuses some values
     indices: tuple[str, ...] = ()  # lengths and positions, which may be given as ints on the host
     autocast: tuple[str, ...] = ()  # arrays that torch.autocast casts
@@ -139,13 +145,36 @@ class Op:
     gradient: Gradient | None = None  # None: forward only
     no_gradient: str = ""  # where the user did not ask for it by name: what to say when its gradient is wanted
     public: str = ""  # what users call it; "": by its name
+    kernels_of: str = ""  # the operation, as KERNELS names it, whose kernels compute it; "": that of its name
     # Of its products of matrices, from arrays and words by name, and a function that reads an array of ints if it can.
     flops: Callable[[dict[str, Any], dict[str, Any], Read], int] | None = None
+
+    @property
+    def computed_as(self) -> str:
+        """The operation whose rows of KERNELS compute it."""
+        return self.kernels_of or self.name
 
     @property
     def spoken(self) -> str:
         """Its name in messages."""
         return f"qflash.{self.public or self.name}"
+
+    @property
+    def backward(self) -> Op:
+        """The operation that computes its gradients."""
+        assert self.gradient is not None
+        return self.gradient.op or self
+
+    @property
+    def cotangents(self) -> tuple[str, ...]:
+        """What `backward` calls the cotangents of its results."""
+        return self.arrays[:1] if self.backward is self else tuple(f"d{name}" for name in self.results)
+
+    def backward_words(self, words: Sequence[Any]) -> tuple[Any, ...]:
+        """The words of `backward`."""
+        assert self.gradient is not None
+        flips = self.gradient.flips
+        return self.with_words(words, {flips: not words[self.words.index(flips)]}) if flips else tuple(words)
 
     def named(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """The arrays that are there, by name."""

@@ -13,6 +13,8 @@ SERVE_QUANTIZED = ": train in the arrays' own type, and serve what was trained i
 KV_KINDS = ("arrays", "quantized", "kept", "pages", "pages_int8")
 # In the order of QfDtype and QfOpDtype: an array's code in the structs of operations.
 OP_DTYPES = (*DTYPES, "int8", "int32", "e4m3")
+# What a linear layer ends with, in the order of QfActivation; "": nothing.
+ACTIVATIONS = ("", "gelu", "gelu_tanh", "silu", "swiglu")
 
 MOST_DECODE_ROWS = 64  # csrc/attn/decode/config.cuh
 
@@ -23,7 +25,7 @@ class Spec:
 
     device: str  # "cpu" or "cuda"
     arch: int  # compute capability times ten (90 is Hopper); 0 on the CPU
-    # Of the floating-point side: of q, k and v, the input of softmax or quantize, the result of int8_matmul and so on
+    # Of the floating-point side: of q, k and v, the input of softmax or quantize, the result of int8 products and so on
     dtype: str
     head_dim: int = 0
     precision: str = "native"  # one of PRECISIONS
@@ -34,7 +36,8 @@ class Spec:
     kv_lens: bool = False
     op: str = "attention"
     kv: str = "arrays"  # one of KV_KINDS
-    layout: str = ""  # int8_matmul: which dimension of b is contiguous, "n" or "k"
+    layout: str = ""  # linear: which dimension of w [k, n] is contiguous, "n" or "k"
+    activation: str = ""  # linear: one of ACTIVATIONS
     # Scores are a positive factor times q . k, which the exponential applies: no softcap, a scale above 0
     plain_scores: bool = True
     sinks: bool = False

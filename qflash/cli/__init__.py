@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import qflash
-from qflash.cli import bench, cuda, doctor, explain, profile, trace, verify
+from qflash.cli import bench, cuda, doctor, explain, parallel, profile, trace, verify
 from qflash.cli.command import Commands
 
 
@@ -27,5 +27,6 @@ for _command in (
     profile.roofline,
     cuda.build,
     cuda.cache,
+    parallel.parallel,
 ):
     main.add_command(_command)

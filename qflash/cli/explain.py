@@ -61,6 +61,12 @@ shape = numbers(4, "shape [batch, tokens, heads, head_dim]")
 @click.option("--precision", type=click.Choice(PRECISIONS[1:]))
 @click.option("--kernel", metavar="NAME", help="As if kernel=NAME were asked for.")
 @click.option("--batch-invariant", is_flag=True, help="The same bits whatever else is in the batch.")
+@click.option(
+    "--backward-memory",
+    type=click.IntRange(0, (1 << 63) - 1),
+    metavar="BYTES",
+    help="As if qflash.set_backward_memory had been told so (default: 1 GiB).",
+)
 def explain(
     q_shape: tuple[int, ...],
     kv_shape: tuple[int, ...] | None,
@@ -77,6 +83,7 @@ def explain(
     precision: str | None,
     kernel: str | None,
     batch_invariant: bool,
+    backward_memory: int | None,
 ) -> None:
     """Tell which kernel `attention` would run for arrays of these shapes, and why not the others.
 
@@ -87,6 +94,7 @@ def explain(
     def array(shape: tuple[int, ...], kind: str = dtype) -> Array:
         return Array(shape, None, kind, device)
 
+    limit = get_backward_memory() if backward_memory is None else backward_memory
     kv_shape = kv_shape or q_shape
     lens = array(kv_shape[:1], "int32") if padded else None
     table = array((max(q_shape[1], kv_shape[1]), q_shape[3] // 2), "float32") if rope else None
@@ -104,10 +112,10 @@ def explain(
         rope == "interleaved",
         None,
         None,
-        get_backward_memory(),
+        limit,
     )
     try:
-        told = api.explanation_of(ATTENTION.plan(*arrays, *words), number)
+        told = api.explanation_of(ATTENTION.plan(*arrays, *words), number, backward_memory=limit)
     except (NoKernelError, ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from None
     console = make_console()

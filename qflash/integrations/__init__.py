@@ -1,1 +1,1 @@
-"""qflash inside other projects: one file or pair of files for each, on the public API alone."""
+"""qflash inside other projects: one file, or a few, for each, on the public API alone."""

@@ -17,7 +17,7 @@ from qflash.kvcache.pages import Copy
 from qflash.kvcache.storage import Layer, Shape
 from qflash.ops.kv_write import paged_write
 from qflash.ops.paged import PagedKV
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 
 class JaxStorage:

@@ -15,7 +15,7 @@ from qflash.kvcache.storage import Shape, Storage
 from qflash.kvcache.tables import Tables
 from qflash.ops.paged import PagedKV
 from qflash.ops.quantization import quantize, tables_of
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 
 @dataclass(frozen=True, slots=True)

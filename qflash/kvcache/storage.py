@@ -15,7 +15,7 @@ from qflash.call.array import dtype_name
 from qflash.call.spec import DTYPES
 from qflash.kvcache.pages import Copy
 from qflash.ops.paged import PagedKV
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 EXAMPLES = "np.float32, torch.bfloat16, jnp.bfloat16"
 

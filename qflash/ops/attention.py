@@ -5,6 +5,7 @@ One C struct and one Spec serve these and the calls whose k and v are values of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -15,8 +16,16 @@ from qflash.call.array import Array, check_device, check_dtype, check_shape, dty
 from qflash.call.op import Extents, Gradient, Op, Operand, Plan, Read, Result
 from qflash.call.spec import KV_KINDS, PRECISIONS
 from qflash.call.words import check_flag
-from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY, Scores, check_backward_memory, ds_within
+from qflash.ops.backward_memory import (
+    DEFAULT_BACKWARD_MEMORY,
+    Scores,
+    check_backward_memory,
+    ds_within,
+    get_backward_memory,
+)
 from qflash.ops.problem import Options, Problem, RopeArrays, check, check_packed
+from qflash.ops.quantization import tables_of
+from qflash.ops.run import run
 
 STRUCT = "QfAttnParams"
 BACKWARD_STRUCT = "QfAttnBwdParams"
@@ -192,9 +201,10 @@ def plan_of_backward(
     dlse: bool,
     dsinks: bool = False,
     memory: int = DEFAULT_BACKWARD_MEMORY,
+    partial: bool = False,
 ) -> Plan:
     """The plan of the gradients of a checked problem. `dlse`: the gradient of lse is given, not zero; `dsinks`: that of
-    sinks is wanted; `memory`: the most bytes that dS may take."""
+    sinks is wanted; `memory`: the most bytes that dS may take; `partial`: out and lse are of more keys."""
     shapes = {"dq": _q_shape(problem), "dk": _kv_shape(problem), "dv": _kv_shape(problem)}
     like = {"dout": "q", "dq": "q", "dk": "k", "dv": "k"}
     code = dtype_code(problem.dtype)
@@ -208,6 +218,7 @@ def plan_of_backward(
             *(("fwd.kv.kind", KV_KINDS.index("arrays")), ("fwd.kv.k_dtype", code), ("fwd.kv.v_dtype", code)),
             *(pair for name, of in like.items() for pair in _contiguous_strides(problem, name, of)),
             ("ds_bytes", _memory_of_ds(problem, memory)),
+            ("partial", int(partial)),
         ),
         operands=(
             Operand("dout", "dout.data", contiguous=True),
@@ -254,7 +265,9 @@ def _contiguous_strides(problem: Problem, field: str, like: str) -> Fields:
     return _strides(field, (0 if problem.packed else length * row, row, problem.head_dim), like, problem.packed)
 
 
-def _plan_backward(dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, *rest: Any) -> Plan:
+def _plan_backward(
+    dout: Array, dlse: Array | None, q: Array, k: Array, v: Array, *rest: Any, partial: bool = False
+) -> Plan:
     count = len(_EXTRAS)
     extras, (out, lse), words = rest[:count], rest[count : count + 2], rest[count + 2 :]
     problem = check_call(q, k, v, extras, words)
@@ -272,7 +285,7 @@ def _plan_backward(dout: Array, dlse: Array | None, q: Array, k: Array, v: Array
             raise TypeError(f"{name} is None; allowed: an array")
     given = {name for name, x in zip(_EXTRAS, extras, strict=True) if x is not None}
     memory = words[_WORDS.index("backward_memory")]
-    return plan_of_backward(problem, given, dlse is not None, "sinks" in given, memory)
+    return plan_of_backward(problem, given, dlse is not None, "sinks" in given, memory, partial)
 
 
 # The dimensions of each array: b batch, m and n query and key lengths, H and G query and key heads, d head_dim.
@@ -290,7 +303,7 @@ _PACKED = {
 }  # fmt: skip
 
 
-def _dims(given: Collection[str]) -> Mapping[str, str]:
+def _dims(given: Mapping[str, int]) -> Mapping[str, str]:
     dims = _PACKED if "cu_seqlens_q" in given else _PADDED
     return dims if "sinks" in given else {name: letters for name, letters in dims.items() if name != "dsinks"}
 
@@ -322,6 +335,10 @@ ATTENTION_BACKWARD = Op(
     flops=lambda *call: _flops(5, *call),  # Q Kᵀ again, dO Vᵀ, and those of dQ, dK, dV
     no_gradient="qflash.attention has no second derivative; allowed: one backward pass over it",
 )
+# Of some of the keys that out and lse are of: the same arrays, words and kernels.
+ATTENTION_BACKWARD_SHARE = replace(
+    ATTENTION_BACKWARD, name="attention_backward_share", plan=functools.partial(_plan_backward, partial=True)
+)
 ATTENTION = Op(
     "attention",
     ("q", "k", "v", *_EXTRAS),
@@ -336,3 +353,37 @@ ATTENTION = Op(
     gradient=Gradient(ATTENTION_BACKWARD, ("q", "k", "v", "sinks"), {"return_lse": True}, refused=_TABLES),
     flops=lambda *call: _flops(2, *call),
 )
+
+
+def attention_gradients(
+    dout: Any,
+    dlse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    partial: bool,
+    offsets: tuple[Any, Any] | None = None,
+    longest: tuple[int, int] = (0, 0),
+    kv_lens: Any = None,
+    rope: Any = None,
+    sinks: Any = None,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """dq, dk, dv and, with sinks, dsinks of attention on k and v, from its results.
+
+    partial: out, lse and their gradients dout, dlse are of more keys than k has, and the gradients are these keys'
+    share. exp(score - lse) is then the weight that a key has among all of them, and what is taken off a row's dP,
+    dout · out - dlse, is that of the whole row: shares are exact and add up. The words describe k as they would in a
+    call on these keys alone; sinks are given with one of the parts.
+
+    dlse: None where it is zero. Arrays are of q's type, lse and dlse float32; offsets and longest are cu_seqlens and
+    max_seqlen of packed sequences, of q and of k.
+    """
+    cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
+    extras = (kv_lens, *(offsets or (None, None)), cos, sin, positions_q, positions_k, sinks)
+    words = (*Options(**options), True, interleaved, *longest, get_backward_memory())
+    op = ATTENTION_BACKWARD_SHARE if partial else ATTENTION_BACKWARD
+    return tuple(run(op, (dout, dlse, q, k, v, *extras, out, lse), words))

@@ -13,7 +13,7 @@ from qflash.frontends.choose import frontend_of
 from qflash.ops.problem import MAX_HEAD_DIM
 from qflash.ops.quantization import ROUNDINGS, check_rope, shape_of, tables_of
 from qflash.ops.run import run
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.typing import ArrayT, ArrayT_co, FrameworkArray, Integer, Lengths, Precision, Rounding
 
 KV_PRECISIONS = PRECISIONS[1:]

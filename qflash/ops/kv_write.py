@@ -13,7 +13,7 @@ from qflash.ops.paged import KV_ARRAYS, PAGE_LAYOUTS, PagedKV, Pool, arrays_of, 
 from qflash.ops.problem import MAX_HEAD_DIM
 from qflash.ops.quantization import Shape, check_rope, shape_of, tables_of
 from qflash.ops.run import run_in_place
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.typing import ArrayT, FrameworkArray, Lengths
 
 WRITTEN = ("kv.k_pages", "kv.v_pages", "kv.k_scale", "kv.v_scale")

@@ -15,11 +15,11 @@ from qflash.call.op import Op, Operand, Plan, Result
 from qflash.call.spec import spec_of
 from qflash.call.words import check_kernel, check_number
 from qflash.frontends.choose import frontend_of
+from qflash.ops.matrices import MOST_INT8_K, Fields, layout_of, scale_operand
 from qflash.ops.run import run
 from qflash.typing import DType, FrameworkArray, Number, TensorT
 
 OUT_DTYPES = ("int32", "float32", "float16", "bfloat16")
-_MOST_K = (2**31 - 1) // 128**2  # beyond, a sum of products may not fit int32
 
 
 @overload
@@ -82,24 +82,6 @@ def int8_matmul(
     return out
 
 
-def _layout_of_b(b: Array) -> tuple[str, int, int] | None:
-    """(contiguous dimension, stride of k, stride of n); None: neither is, and it takes a copy."""
-    k, n = b.shape
-    if b.strides is None or 0 in b.shape:
-        return "n", n, 1
-    stride_k, stride_n = b.strides
-    # A dimension of one element has no stride to speak of, so it fits in with the other.
-    if k == 1:
-        stride_k = n if stride_n == 1 or n == 1 else 1
-    if n == 1:
-        stride_n = k if stride_k == 1 and k != 1 else 1
-    if stride_n == 1 and stride_k >= 0:
-        return "n", stride_k, 1
-    if stride_k == 1 and stride_n >= 0:
-        return "k", 1, stride_n
-    return None
-
-
 def _plan(
     a: Array,
     b: Array | None,
@@ -120,21 +102,21 @@ def _plan(
     k, n = b.shape
     if a.shape[-1] != k:
         raise ValueError(f"b has shape {list(b.shape)}; allowed: as many rows as a has columns, {a.shape[-1]}")
-    if isinstance(k, int) and k > _MOST_K:
-        raise ValueError(f"a has {k} columns; allowed: at most {_MOST_K}, so that no int32 sum can overflow")
+    if isinstance(k, int) and k > MOST_INT8_K:
+        raise ValueError(f"a has {k} columns; allowed: at most {MOST_INT8_K}, so that no int32 sum can overflow")
     check_device("b", b, "a", a.device)
     stride = row_stride(a)
-    layout = _layout_of_b(b)
-    operands = [Operand("a", "a", contiguous=stride is None), Operand("b", "b", contiguous=layout is None)]
+    layout = layout_of(b)
+    operands = [Operand("a", "x", contiguous=stride is None), Operand("b", "w", contiguous=layout is None)]
     contiguous_dim, stride_k, stride_n = layout or ("n", n, 1)
-    strides = {}
-    for name, array, each in (("a_scale", a_scale, tuple(a.shape[:-1])), ("b_scale", b_scale, (n,))):
-        if array is not None:
-            check_dtype(name, array, "float32")
-            check_shape(name, array, (), (1,), each)
-            check_device(name, array, "a", a.device)
-            strides[f"{name}_stride"] = int(array.shape not in ((), (1,)))
-            operands.append(Operand(name, name, contiguous=True))
+    strides: Fields = []
+    for name, field, array, each in (
+        ("a_scale", "x_scale", a_scale, a.shape[:-1]),
+        ("b_scale", "w_scale", b_scale, (n,)),
+    ):
+        more, fields = scale_operand(name, field, array, each, a.device, "a")
+        operands += more
+        strides += fields
     if bias is not None:
         check_dtype("bias", bias, "float32")
         check_shape("bias", bias, (n,))
@@ -148,20 +130,23 @@ def _plan(
         why = "" if whole else ", because scales or bias were given"
         raise ValueError(f"out_dtype is {out_dtype!r}; allowed: {', '.join(map(repr, allowed))}{why}")
     return Plan(
-        for_spec=spec_of("int8_matmul", a.device, out_dtype, layout=contiguous_dim),
+        for_spec=spec_of("linear", a.device, out_dtype, precision="int8", layout=contiguous_dim),
         device=a.device,
         kernel=check_kernel(kernel),
-        struct="QfInt8MatmulParams",
+        struct="QfLinearParams",
         fields=(
+            ("dtype", dtype_code("int8")),
             ("out_dtype", dtype_code(out_dtype)),
+            ("bias_dtype", dtype_code("float32")),
             ("m", math.prod(a.shape[:-1])),
             ("n", n),
             ("k", k),
-            ("a_stride_m", k if stride is None else stride),
-            ("b_stride_k", stride_k),
-            ("b_stride_n", stride_n),
+            ("x_stride_m", k if stride is None else stride),
+            ("x_stride_k", 1),
+            ("w_stride_k", stride_k),
+            ("w_stride_n", stride_n),
             ("out_stride_m", n),
-            *strides.items(),
+            *strides,
         ),
         operands=tuple(operands),
         results=(Result("out", (*a.shape[:-1], n), out_dtype),),
@@ -179,5 +164,6 @@ INT8_MATMUL = Op(
     ("out_dtype", "kernel"),
     _plan,
     folds=_folds,
+    kernels_of="linear",
     flops=lambda arrays, *_: 2 * math.prod(arrays["a"].shape) * int(arrays["b"].shape[1]),
 )

@@ -8,11 +8,12 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from qflash.call.array import Array, check_device, check_dtype, check_float, check_shape, dtype_code, takes_a_copy
+from qflash.call.array import Array, check_device, check_dtype, check_float, check_shape, dtype_code
 from qflash.call.op import Extents, Op, Operand, Plan, Result
 from qflash.call.spec import spec_of
-from qflash.call.words import INT32_MAX, check_kernel
+from qflash.call.words import check_kernel
 from qflash.ops.run import run
+from qflash.ops.token_arrays import check_tokens, size_of, sizes_of, strides_without_gaps, tokens_operand
 from qflash.typing import FrameworkArray, NumpyT, TensorT
 
 
@@ -73,34 +74,22 @@ def _plan(out_a: Array, lse_a: Array | None, out_b: Array | None, lse_b: Array |
         if x is None:
             raise TypeError(f"{name} is None; allowed: an array")
     assert lse_a is not None and out_b is not None and lse_b is not None
-    rank = len(out_a.shape)
-    if rank not in (3, 4):
-        form = "[batch, length, heads, head_dim], or packed [total, heads, head_dim]"
-        raise ValueError(f"out_a has shape {list(out_a.shape)}; allowed: {form}")
-    check_float("out_a", out_a)
+    check_tokens("out_a", out_a)
     check_float("out_b", out_b)
     check_shape("out_b", out_b, tuple(out_a.shape))
-    *batch, length, heads, head_dim = out_a.shape
-    if any(isinstance(extent, int) and extent > INT32_MAX for extent in out_a.shape):
-        raise ValueError(f"out_a has shape {list(out_a.shape)}; allowed: every extent below 2^31")
-    if head_dim < 1:
-        raise ValueError(f"out_a has head_dim {head_dim}; allowed: 1 or more")
+    *batch, length, heads, _ = out_a.shape
     lse_shape = (*batch, heads, length)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         check_dtype(name, lse, "float32")
         check_shape(name, lse, lse_shape)
     for name, x in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         check_device(name, x, "out_a", out_a.device)
-    operands, fields = [], []
-    for name, field, x in (("out_a", "a", out_a), ("out_b", "b", out_b)):
-        copied = takes_a_copy(x)
-        operands.append(Operand(name, f"{field}.data", contiguous=copied))
-        fields += _strides(field, x, None if copied else x.strides)
+    (of_a, a_strides), (of_b, b_strides) = tokens_operand("out_a", "a", out_a), tokens_operand("out_b", "b", out_b)
+    operands, fields = [of_a, of_b], [*a_strides, *b_strides]
     for name, field, lse in (("lse_a", "a", lse_a), ("lse_b", "b", lse_b)):
         copied = lse.strides is None or 0 in lse.shape or min(lse.strides) < 0
         operands.append(Operand(name, f"{field}_lse", contiguous=copied))
         fields += _lse_strides(field, out_a, None if copied else lse.strides)
-    sizes = (("length", rank - 3), ("heads", rank - 2), ("head_dim", rank - 1))
     return Plan(
         for_spec=spec_of("merge", out_a.device, out_a.dtype),
         device=out_a.device,
@@ -109,42 +98,20 @@ def _plan(out_a: Array, lse_a: Array | None, out_b: Array | None, lse_b: Array |
         fields=(
             ("dtype", dtype_code(out_a.dtype)),
             ("b_dtype", dtype_code(out_b.dtype)),
-            ("batch", _size(out_a, 0) if batch else 1),
-            *((name, _size(out_a, dim)) for name, dim in sizes),
+            *sizes_of("out_a", out_a),
             *fields,
-            *_strides("out", out_a, None),
+            *strides_without_gaps("out", "out_a", out_a),
         ),
         operands=tuple(operands),
         results=(Result("out.data", tuple(out_a.shape), out_a.dtype), Result("lse", lse_shape, "float32")),
     )
 
 
-def _size(out_a: Array, *dims: int) -> int | Extents:
-    """The product of some extents, or where it comes from while one of them is symbolic."""
-    product = 1
-    for dim in dims:
-        product *= out_a.shape[dim]
-    return product if isinstance(product, int) else Extents(tuple(("out_a", dim) for dim in dims))
-
-
-def _strides(field: str, x: Array, steps: tuple[int, ...] | None) -> list[tuple[str, int | Extents]]:
-    """Those of a QfTensor, shaped as out_a is; steps: x's own, or None where it has no gaps."""
-    rank = len(x.shape)
-    strides: list[int | Extents]
-    if steps is not None and 0 not in x.shape:
-        strides = list(steps[:-1])
-    else:
-        strides = [_size(x, *range(dim + 1, rank)) for dim in range(rank - 1)]
-    names = ("stride_b", "stride_t", "stride_h")[4 - rank :]
-    return [(f"{field}.{name}", stride) for name, stride in zip(names, strides, strict=True)]
-
-
 def _lse_strides(field: str, out_a: Array, steps: tuple[int, ...] | None) -> list[tuple[str, int | Extents]]:
-    """Those of an lse; steps as in `_strides`."""
+    """Those of an lse; steps: its own, or None where it has no gaps."""
     rank = len(out_a.shape)
-    strides: list[int | Extents] = [_size(out_a, rank - 2, rank - 3), _size(out_a, rank - 3), 1][4 - rank :]
-    if steps is not None:
-        strides = list(steps)
+    strides: list[int | Extents] = [size_of("out_a", out_a, *dims) for dims in ((rank - 2, rank - 3), (rank - 3,), ())]
+    strides = strides[4 - rank :] if steps is None else list(steps)
     names = ("stride_b", "stride_h", "stride_t")[4 - rank :]
     return [(f"{field}_lse_{name}", stride) for name, stride in zip(names, strides, strict=True)]
 

@@ -17,7 +17,7 @@ from qflash.ops.merge import MERGE
 from qflash.ops.paged import ATTENTION_PAGED, PagedKV, paged_call
 from qflash.ops.problem import Options
 from qflash.ops.run import run
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.typing import ArrayT_co, Flag, Integer
 
 

@@ -15,7 +15,7 @@ from qflash.call.spec import DTYPES, spec_of
 from qflash.call.words import INT32_MAX, check_flag, check_int, check_kernel, check_word
 from qflash.ops.problem import FULL_TABLES
 from qflash.ops.run import run
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.typing import (
     ArrayT,
     ArrayT_co,
@@ -298,6 +298,21 @@ def tables_of(rope: Rope | None) -> tuple[Any, Any, Any, Any, Flag]:
     return rope.cos, rope.sin, rope.positions_q, rope.positions_k, rope.interleaved
 
 
+def check_tables(cos: Array, sin: Array, head_dim: int, of: str, device: str) -> tuple[int, int]:
+    """The rows and columns of a Rope's tables, checked for argument `of`."""
+    for name, array in (("rope.cos", cos), ("rope.sin", sin)):
+        check_float(name, array)
+        if len(array.shape) != 2 or array.shape[1] < 1:
+            raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [positions, rotary_dim / 2]{FULL_TABLES}")
+        check_device(name, array, of, device)
+    check_shape("rope.sin", sin, cos.shape)
+    rows, half = cos.shape
+    if 2 * half > head_dim:
+        advice = FULL_TABLES if half == head_dim else ""
+        raise ValueError(f"rope.cos has {half} columns; allowed: at most half of {of}'s, {head_dim / 2:g}{advice}")
+    return rows, half
+
+
 def check_rope(
     shape: Shape,
     device: str,
@@ -315,20 +330,9 @@ def check_rope(
     """
     if cos is None or sin is None:  # together: see tables_of
         return (), ()
-    for name, array in (("rope.cos", cos), ("rope.sin", sin)):
-        check_float(name, array)
-        if len(array.shape) != 2 or array.shape[1] < 1:
-            raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [positions, rotary_dim / 2]{FULL_TABLES}")
-        check_device(name, array, of, device)
-    check_shape("rope.sin", sin, cos.shape)
+    rows, half = check_tables(cos, sin, shape.head_dim, of, device)
     if shape.head_dim > _MOST_ROTATED:
         raise ValueError(f"rope is given for {of} of {shape.head_dim} columns; allowed: up to {_MOST_ROTATED}")
-    rows, half = cos.shape
-    if 2 * half > shape.head_dim:
-        advice = FULL_TABLES if half == shape.head_dim else ""
-        raise ValueError(
-            f"rope.cos has {half} columns; allowed: at most half of {of}'s, {shape.head_dim / 2:g}{advice}"
-        )
     operands = [Operand(name, prefix + name, contiguous=True, dtype="float32") for name in ("rope.cos", "rope.sin")]
     least, stride = shape.length, 0
     if positions is not None:

@@ -1,8 +1,8 @@
 """The oracle: every operation of qflash defined in NumPy, and the replay of each quantized pipeline.
 
-`exact` and `operations` are the definitions, in float64. The other modules repeat what a quantized kernel computes,
-rounding by rounding: `int8` (the CPU engine), `quantize`, `kv_write`, `pages_int8`, `fa_int8`,
-`sm90_quantize` and `sm90_int8`.
+`exact`, `operations`, `rotary` and `linear` are the definitions, in float64. The other modules repeat what a quantized
+kernel computes, rounding by rounding: `int8` (the CPU engine), `quantize`, `kv_write`, `pages_int8`, `fa_int8`,
+`sm90_quantize` and `sm90_int8`; so does `linear_int8`.
 """
 
 from qflash.reference.blocks import visible
@@ -15,6 +15,7 @@ from qflash.reference.exact import (
 )
 from qflash.reference.fa_int8 import attention_fa_int8
 from qflash.reference.int8 import attention_int8
+from qflash.reference.linear import linear, linear_backward, linear_int8, swiglu, swiglu_backward
 from qflash.reference.operations import (
     cross_entropy,
     cross_entropy_backward,
@@ -24,7 +25,7 @@ from qflash.reference.operations import (
     softmax,
     softmax_backward,
 )
-from qflash.reference.rope import apply_rope
+from qflash.reference.rotary import apply_rope, rope
 from qflash.reference.sm90_int8 import attention_sm90_int8
 
 __all__ = [
@@ -40,9 +41,15 @@ __all__ = [
     "cross_entropy_backward",
     "layer_norm",
     "layer_norm_backward",
+    "linear",
+    "linear_backward",
+    "linear_int8",
     "merge",
+    "rope",
     "sink_gradient",
     "softmax",
     "softmax_backward",
+    "swiglu",
+    "swiglu_backward",
     "visible",
 ]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from qflash.reference.blocks import blocks
-from qflash.reference.rope import apply_rope, positions_of
+from qflash.reference.rotary import apply_rope, positions_of
 from qflash.reference.sequences import CuSeqlens, Words, by_sequence, ends_of, packed, packed_lse, packed_rope, parts
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 Gradients = tuple[np.ndarray, np.ndarray, np.ndarray]
 

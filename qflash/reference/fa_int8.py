@@ -14,7 +14,7 @@ import numpy as np
 from qflash.reference.blocks import add_nonfinite, blocks, where_any, with_sink
 from qflash.reference.float32 import LN2, LOG2E, fma
 from qflash.reference.quantize import NONFINITE, quantize, tokens_of
-from qflash.reference.rope import positions_of, rotate
+from qflash.reference.rotary import positions_of, rotate
 from qflash.reference.sequences import by_sequence
 
 KEY_GROUP = 16  # keys that share a scale; every query has its own

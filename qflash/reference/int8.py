@@ -19,7 +19,7 @@ import numpy as np
 from qflash.reference.blocks import add_nonfinite, blocks, where_any, with_sink
 from qflash.reference.float32 import LEVELS, LN2, LOG2E, fma, inverse_of
 from qflash.reference.quantize import key_mean
-from qflash.reference.rope import positions_of, rotate
+from qflash.reference.rotary import positions_of, rotate
 from qflash.reference.sequences import by_sequence
 
 LOWEST_EXPONENT = np.float32(-125.0)  # weights below 2^-125 of the largest are not told apart

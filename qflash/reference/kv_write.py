@@ -19,10 +19,10 @@ from __future__ import annotations
 import numpy as np
 
 from qflash.reference.float32 import LEVELS, inverse_of
-from qflash.reference.rope import rotate
+from qflash.reference.rotary import rotate
 from qflash.reference.sequences import ends_of, packed, packed_rope
 from qflash.reference.sm90_quantize import BLOCK, hadamard
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 
 def write_pages(

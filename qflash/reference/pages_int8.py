@@ -18,10 +18,10 @@ from qflash.reference.blocks import blocks, where_any, with_sink
 from qflash.reference.exact import attention
 from qflash.reference.float32 import LN2, LOG2E
 from qflash.reference.kv_write import dequantize_keys
-from qflash.reference.rope import positions_of, rotate
+from qflash.reference.rotary import positions_of, rotate
 from qflash.reference.sequences import Words
 from qflash.reference.sm90_quantize import quantize_q
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 WEIGHT_EXPONENT = 7  # the largest weight of a row, times V's scale, is about 2^this: csrc/attn/decode/int8_sums.cuh
 

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from qflash.reference.float32 import LEVELS, NO_AMPLITUDE, inverse_of
-from qflash.reference.rope import rotate
-from qflash.rope import Rope
+from qflash.reference.rotary import rotate
+from qflash.rotary import Rope
 
 MEAN_CHUNK = 64  # keys whose sum is taken in float32 before it joins the float64 total
 NONFINITE = -128  # every value of a token that is not finite, when symmetric

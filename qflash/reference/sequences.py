@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 CuSeqlens = tuple[np.ndarray, np.ndarray]  # of the queries and of the keys
 

@@ -14,7 +14,7 @@ import numpy as np
 from qflash.reference.blocks import add_nonfinite, blocks, where_any, with_sink
 from qflash.reference.fa_int8 import capped, dots_of, top_of
 from qflash.reference.float32 import LN2, LOG2E, fma
-from qflash.reference.rope import positions_of
+from qflash.reference.rotary import positions_of
 from qflash.reference.sequences import by_sequence
 from qflash.reference.sm90_quantize import KEY_GROUP, quantize_q, quantize_sequence
 from qflash.reference.sm90_values import E4M3, VALUE_TILE, values_back

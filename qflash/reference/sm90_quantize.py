@@ -12,11 +12,11 @@ import numpy as np
 
 from qflash.reference.float32 import LEVELS, NO_AMPLITUDE, fma
 from qflash.reference.quantize import NONFINITE, uniforms
-from qflash.reference.rope import positions_of, rotate
+from qflash.reference.rotary import positions_of, rotate
 from qflash.reference.sequences import ends_of, packed, packed_rope, parts
 from qflash.reference.sm90_sample import mean_and_agreement
 from qflash.reference.sm90_values import VALUE_TILE, packed_padded, packed_start, quantize_v
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 BLOCK = 16  # channels that a Hadamard matrix mixes; rows of integers are padded to whole blocks
 KEY_GROUP = 64  # keys that share a scale; every query has its own

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 
-from qflash.rope import Rope, rope_tables
+from qflash.rotary import Rope, rope_tables
 
 LAYOUTS = ("bthd", "bhtd", "fused", "gaps", "one_batch")
 DATA = ("normal", "biased_k", "biased_v", "outlier", "large", "uniform", "rising", "hills")

@@ -16,16 +16,18 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from qflash.backends import cuda
 from qflash.dispatch import VARIANTS
 from qflash.errors import KernelError
 from qflash.jit.compiler import LIBRARY, Unit
-from qflash.testing import compare, emulator
+from qflash.testing import compare, emulator, gemm_case
 from qflash.testing.case import Case
 from qflash.testing.emulated_attention import run_case
 from qflash.testing.emulated_backward import NAMES, run_gradients
 from qflash.testing.emulator import Library
+from qflash.testing.gemm_case import GemmCase
 from qflash.testing.oracle import integers_of
 
 NONE = 0  # the number of no fault
@@ -92,7 +94,7 @@ def patched_unit(unit: Unit, faults: Sequence[Fault], folder: Path) -> Unit:
     return replace(unit, source=copy / unit.source.relative_to(csrc), include_dirs=moved)
 
 
-def outcome(path: Path, name: str, variant: str, case: Case, number: int, seeds: Sequence[int]) -> Outcome:
+def outcome(path: Path, name: str, variant: str, case: Case | GemmCase, number: int, seeds: Sequence[int]) -> Outcome:
     """Run a case with a fault under one seed after another until it shows."""
     with TemporaryDirectory() as folder:  # a copy, which knows nothing of faults before
         library = Library(Path(shutil.copy(path, folder)), name)
@@ -104,11 +106,18 @@ def outcome(path: Path, name: str, variant: str, case: Case, number: int, seeds:
         signal.alarm(0)
 
 
-def _first_shown(library: Library, variant: str, case: Case, seeds: Sequence[int]) -> Outcome:
-    first = None
+def _first_shown(library: Library, variant: str, case: Case | GemmCase, seeds: Sequence[int]) -> Outcome:
+    first: Any = None
     for seed in seeds:
         kind = "contract"
         try:
+            if isinstance(case, GemmCase):
+                arrays = gemm_case.run(library, case, seed)
+                case.check(arrays)
+                kind = "bits"
+                gemm_case.check_same_bits(case, first or arrays, arrays)
+                first = first or arrays
+                continue
             if VARIANTS[variant].kernel.op == "attention_backward":
                 found, names = run_gradients(lambda *_: library, case, variant, seed=seed), NAMES
                 compare.check_gradients(case, *found)
@@ -137,7 +146,7 @@ class Faults:
         self.path = emulator.compiled(unit, cache) / LIBRARY
         self.process: ProcessPoolExecutor | None = None
 
-    def provoke(self, name: str, case: Case, seeds: Sequence[int]) -> Outcome:
+    def provoke(self, name: str, case: Case | GemmCase, seeds: Sequence[int]) -> Outcome:
         """How the fault of that name shows in a case; "" provokes none."""
         self.process = self.process or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         number = self.names.index(name) + 1 if name else NONE

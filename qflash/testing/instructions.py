@@ -119,7 +119,7 @@ def check_byte_products(call: Call, kind: str, n: int, row_bytes: int) -> None:
 
 
 # (kind, n, row_bytes) of hopper/byte_products.cu.
-BYTE_PRODUCTS = [("s8", n, row) for n in (64, 128) for row in (64, 128)]
+BYTE_PRODUCTS = [("s8", n, row) for n in (64, 128, 256) for row in (64, 128)]
 BYTE_PRODUCTS += [("e4m3", n, row) for n in (64, 128, 256) for row in (64, 128)]
 
 
@@ -193,6 +193,39 @@ def check_byte_boxes(call: Call, shape: tuple[int, ...], which: tuple[int, ...])
     assert np.array_equal(out[:, :, row, chunk ^ row // 2 % 4], boxes)
 
 
+STORES = [
+    ((40, 200), 200, (0, 0, 4, 3)),  # the last boxes leave the tensor on both sides
+    ((40, 72), 80, (-16, -3, 2, 2)),  # the first ones do; rows of a wider matrix
+    ((5, 8), 8, (64, 16, 1, 1)),  # nothing of it is inside
+]
+
+
+def check_stores(call: Call, bytes_: int, shape: tuple[int, int], stride: int, boxes: tuple[int, ...]) -> None:
+    """What lies inside the tensor is written, chunk by chunk, and nothing else."""
+    (rows, columns), (first_column, first_row, across, down) = shape, boxes
+    out = np.full((rows, stride), 7, np.uint16 if bytes_ == 2 else np.uint32)
+    call("stores", bytes_, out, (ctypes.c_int32 * 2)(*shape), stride, (ctypes.c_int32 * 4)(*boxes))
+    wanted = np.full_like(out, 7)
+    width = 128 // bytes_
+    for box in range(across * down):
+        for row in range(16):
+            for column in range(width):
+                r, c = first_row + box // across * 16 + row, first_column + box % across * width + column
+                if 0 <= r < rows and 0 <= c < columns:
+                    wanted[r, c] = 1000 * box + 10 * row + column * bytes_ // 16
+    assert np.array_equal(out, wanted)
+
+
+def check_clusters(call: Call, count: int) -> None:
+    """Both blocks see the halves that either brought, round after round."""
+    x = np.random.default_rng(count).integers(0, 2**16, (2 * count, 16, 8, 8)).astype(np.uint16)
+    out = np.zeros((2, *x.shape), np.uint16)
+    call("clusters", count, x, out)
+    row, chunk = np.ogrid[:16, :8]
+    for block in out:
+        assert np.array_equal(block[:, row, chunk ^ row % 8], x)
+
+
 def check_products(call: Call, dtype: str, n: int, registers: bool, transposed: bool) -> None:
     """Of small integers, so that every sum is exact."""
     rng = np.random.default_rng(n)
@@ -216,6 +249,12 @@ def check_registers(call: Call) -> None:
 INSTRUCTIONS: dict[str, Check] = {
     **SMALL,
     "registers": check_registers,
+    **{
+        f"stores-{bytes_}-{i}": partial(check_stores, bytes_=bytes_, shape=shape, stride=stride, boxes=boxes)
+        for bytes_ in (2, 4)
+        for i, (shape, stride, boxes) in enumerate(STORES)
+    },
+    **{f"clusters-{count}": partial(check_clusters, count=count) for count in (1, 7)},
     **{f"boxes-{i}": partial(check_boxes, shape=s, order=o, which=w) for i, (s, o, w) in enumerate(BOXES)},
     **{f"byte_boxes-{i}": partial(check_byte_boxes, shape=s, which=w) for i, (s, w) in enumerate(BYTE_BOXES)},
     **{

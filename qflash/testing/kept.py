@@ -15,7 +15,7 @@ from qflash.ops.attention_kv import ATTENTION_KEPT, kept_call
 from qflash.ops.kv import QuantizedKV
 from qflash.ops.problem import Options
 from qflash.reference import sm90_quantize
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.testing.case import Case, Inputs
 
 PRECISION = "int8"

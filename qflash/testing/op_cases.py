@@ -6,7 +6,7 @@ A case is a dict of NumPy arrays and a function of them; on the CPU every front 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -43,10 +43,22 @@ class OpCase:
     call: Callable[..., Any]
     mapped: tuple[str, ...]  # arrays to give one more dimension in tests of vmap
     kv: str = "arrays"  # of attention: what stands in the places of k and v
+    # Of linear: words of its Spec
+    dtype: str = "float16"
+    precision: str = "native"
+    activation: str = ""
+    layout: str = "n"
 
     def kernels(self, device: str) -> list[str]:
         """The kernels that serve it on a device."""
-        return [variant.kernel.name for variant in dispatch.variants_of(self.op, device, self.kv)]
+        return [v.kernel.name for v in dispatch.variants_of(self.op, device, self.kv) if self._is_served_by(v)]
+
+    def _is_served_by(self, variant: dispatch.Variant) -> bool:
+        if self.op != "linear":
+            return True
+        spec = variant.spec(variant.kernel.min_arch, self.dtype)
+        spec = replace(spec, precision=self.precision, activation=self.activation, layout=self.layout)
+        return not dispatch.reasons(variant.kernel, spec)
 
 
 COS, SIN = qflash.rope_tables(12, 8)
@@ -56,6 +68,45 @@ _PARTS = {
     "out_b": floats(2, 5, 3, 24),
     "lse_b": floats(2, 3, 5),
 }
+
+_PLACES = np.array([3, -3, 0, 11, -11, 5, 5, 1, 2, 9, -7, 4], np.int32)
+
+
+def _rotated(x: Any, cos: Any, sin: Any, *, interleaved: bool = False, **more: Any) -> Any:
+    return qflash.rope(x, qflash.Rope(cos, sin, interleaved), **more)
+
+
+# Arrays, the function of them, what is mapped, and the result's dtype.
+_PRODUCTS = {
+    "": ({"a": bytes_(9, 33), "b": bytes_(33, 21)}, qflash.int8_matmul, ("a",), "int32"),
+    " both mapped": ({"a": bytes_(9, 33), "b": bytes_(33, 21)}, qflash.int8_matmul, ("a", "b"), "int32"),
+    " tiles": ({"a": bytes_(300, 400), "b": bytes_(400, 272)}, qflash.int8_matmul, ("a",), "int32"),
+    " scaled": (
+        {
+            "a": bytes_(2, 5, 33),
+            "b": bytes_(33, 21),
+            "a_scale": floats(2, 5),
+            "b_scale": floats(21),
+            "bias": floats(21),
+        },
+        partial(qflash.int8_matmul, out_dtype="float16"),
+        ("a",),
+        "float16",
+    ),
+    " numbers": (
+        {"a": bytes_(9, 33), "b": bytes_(33, 21), "b_scale": np.array(0.125, np.float32)},
+        partial(qflash.int8_matmul, a_scale=0.25),
+        ("a",),
+        "float32",
+    ),
+}
+
+
+def _int8_matmul(
+    arrays: dict[str, np.ndarray], call: Callable[..., Any], mapped: tuple[str, ...], dtype: str
+) -> OpCase:
+    return OpCase("linear", arrays, call, mapped, dtype=dtype, precision="int8")
+
 
 CASES = {
     "softmax": OpCase("softmax", {"x": floats(3, 4, 37)}, partial(qflash.softmax, scale=0.7), ("x",)),
@@ -82,30 +133,54 @@ CASES = {
         partial(qflash.cross_entropy, reduction="none", label_smoothing=0.1, ignore_index=7),
         ("logits", "targets"),
     ),
-    "int8_matmul": OpCase("int8_matmul", {"a": bytes_(9, 33), "b": bytes_(33, 21)}, qflash.int8_matmul, ("a",)),
-    "int8_matmul both mapped": OpCase(
-        "int8_matmul", {"a": bytes_(9, 33), "b": bytes_(33, 21)}, qflash.int8_matmul, ("a", "b")
+    **{f"int8_matmul{name}": _int8_matmul(*case) for name, case in _PRODUCTS.items()},
+    "linear": OpCase(
+        "linear",
+        {"x": halves(2, 9, 33), "w": halves(33, 21), "bias": floats(21), "residual": halves(2, 9, 21)},
+        partial(qflash.linear, activation="gelu"),
+        ("x", "residual"),
+        activation="gelu",
     ),
-    "int8_matmul tiles": OpCase(
-        "int8_matmul", {"a": bytes_(300, 400), "b": bytes_(400, 272)}, qflash.int8_matmul, ("a",)
+    "linear plain": OpCase("linear", {"x": halves(9, 40), "w": halves(40, 24)}, qflash.linear, ("x",)),
+    "linear one row": OpCase(
+        "linear",
+        {"x": halves(40), "w": halves(40, 24), "bias": halves(24)},
+        partial(qflash.linear, activation="silu", out_dtype="float32"),
+        ("x",),
+        activation="silu",
     ),
-    "int8_matmul scaled": OpCase(
-        "int8_matmul",
-        {
-            "a": bytes_(2, 5, 33),
-            "b": bytes_(33, 21),
-            "a_scale": floats(2, 5),
-            "b_scale": floats(21),
-            "bias": floats(21),
-        },
-        partial(qflash.int8_matmul, out_dtype="float16"),
-        ("a",),
+    "linear weights mapped": OpCase(
+        "linear",
+        {"x": halves(9, 40), "w": halves(40, 24), "bias": halves(24)},
+        partial(qflash.linear, activation="gelu_tanh"),
+        ("w", "bias"),
+        activation="gelu_tanh",
     ),
-    "int8_matmul numbers": OpCase(
-        "int8_matmul",
-        {"a": bytes_(9, 33), "b": bytes_(33, 21), "b_scale": np.array(0.125, np.float32)},
-        partial(qflash.int8_matmul, a_scale=0.25),
-        ("a",),
+    "linear tiles": OpCase("linear", {"x": halves(300, 272), "w": halves(272, 400)}, qflash.linear, ("x",)),
+    "swiglu": OpCase(
+        "linear",
+        {"x": halves(2, 9, 40), "gate": halves(40, 24), "up": halves(40, 24), "gate_bias": halves(24)},
+        qflash.swiglu,
+        ("x",),
+        activation="swiglu",
+    ),
+    "linear in INT8": OpCase(
+        "linear",
+        {"x": halves(2, 9, 33), "w": halves(21, 33).T, "bias": floats(21), "residual": halves(2, 9, 21)},
+        partial(qflash.linear, activation="gelu", precision="int8"),
+        ("x", "residual"),
+        precision="int8",
+        layout="k",
+        activation="gelu",
+    ),
+    "swiglu of QuantizedLinear": OpCase(
+        "linear",
+        {"x": halves(9, 40), "gate": halves(24, 40).T, "up": halves(24, 40).T, "up_bias": floats(24)},
+        lambda x, gate, up, **more: qflash.swiglu(x, *map(qflash.quantize_linear, (gate, up)), **more),
+        ("x", "gate", "up"),
+        precision="int8",
+        layout="k",
+        activation="swiglu",
     ),
     "merge": OpCase("merge", _PARTS, qflash.merge, tuple(_PARTS)),
     "merge packed": OpCase(
@@ -114,6 +189,20 @@ CASES = {
         qflash.merge,
         ("out_a", "lse_a", "out_b", "lse_b"),
     ),
+    "rope": OpCase("rope", {"x": floats(2, 12, 3, 24), "cos": COS, "sin": SIN}, _rotated, ("x",)),
+    "rope packed": OpCase(
+        "rope",
+        {"x": halves(12, 3, 16), "cos": COS, "sin": SIN, "positions": _PLACES},
+        partial(_rotated, interleaved=True),
+        ("x", "positions"),
+    ),
+    "rope positions mapped": OpCase(
+        "rope",
+        {"x": floats(2, 12, 5, 8), "cos": COS, "sin": SIN, "positions": np.stack([_PLACES, _PLACES[::-1]])},
+        _rotated,
+        ("positions",),
+    ),
+    "rope tables mapped": OpCase("rope", {"x": halves(2, 12, 3, 9), "cos": COS, "sin": SIN}, _rotated, ("cos", "x")),
     "quantize": OpCase("quantize", {"x": floats(7, 24)}, qflash.quantize, ("x",)),
     "quantize asymmetric": OpCase(
         "quantize", {"x": floats(2, 12, 3, 24)}, partial(qflash.quantize, symmetric=False), ("x",)

@@ -9,7 +9,7 @@ import numpy as np
 
 from qflash import _native, reference
 from qflash.reference import fa_int8, sm90_quantize, sm90_sample
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.testing.case import Case, Inputs
 
 # Kernels that have a replay, and its words beyond attention's.

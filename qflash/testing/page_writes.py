@@ -12,7 +12,7 @@ import numpy as np
 
 from qflash.ops.paged import PagedKV
 from qflash.reference import kv_write
-from qflash.rope import Rope, rope_tables
+from qflash.rotary import Rope, rope_tables
 from qflash.testing.runner import to_numpy
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

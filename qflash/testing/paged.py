@@ -16,7 +16,7 @@ from qflash.ops.paged import ATTENTION_PAGED, PagedKV, paged_call
 from qflash.ops.problem import Options
 from qflash.reference.kv_write import mixed_keys, quantize_tokens
 from qflash.reference.pages_int8 import attention_pages_int8
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.testing.case import Case, Inputs
 from qflash.testing.oracle import sequences
 

@@ -20,7 +20,7 @@ from qflash.ops import problem as problems
 from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY
 from qflash.ops.paged import PagedKV
 from qflash.ops.problem import Options, Problem, RopeArrays
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.testing import compare, emulator, interpreted, kept, oracle, paged
 from qflash.testing.case import Case, Inputs
 

@@ -10,18 +10,22 @@ for memory nobody wrote.
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import numpy as np
 
 from qflash import api, dispatch
-from qflash.call.spec import MOST_DECODE_ROWS
+from qflash.call.spec import ACTIVATIONS, MOST_DECODE_ROWS, Spec
 from qflash.ops.kv import quantize_kv
 from qflash.ops.kv_write import paged_write
 from qflash.ops.matmul import int8_matmul
 from qflash.ops.paged import PagedKV
-from qflash.rope import Rope, rope_tables
-from qflash.testing import page_writes
+from qflash.rotary import Rope, rope_tables
+from qflash.testing import cuda_gemm, cuda_linear, page_writes
 from qflash.testing.cases import BY_NAME
+from qflash.testing.gemm_case import GemmCase
+from qflash.testing.linear_calls import spec_of
+from qflash.testing.linear_problems import LinearProblem, check_near, gradients, linear, operands, upstream
 from qflash.testing.op_cases import CASES, OpCase
 from qflash.testing.runner import arch_of, named_kernel, refusals, run_backward, run_case, suited, to_torch
 
@@ -66,9 +70,12 @@ def main(only: list[str]) -> None:
     _kept_keys(arch, only)
     if only:
         return
+    _hopper_layers(arch)
     _page_writes()
-    for kernel in (row.name for row in dispatch.kernels_of("int8_matmul", "cuda")):
-        print(f"ran {_products(kernel)} products on {kernel}")
+    for row in dispatch.kernels_of("linear", "cuda"):
+        if "int8" in row.precisions and not dispatch.arch_reasons(row, arch):
+            print(f"ran {_products(row.name)} products on {row.name}")
+    _linear_layers(arch)
     _operations()
 
 
@@ -136,13 +143,37 @@ def _page_writes() -> None:
     print(f"ran {2 * len(page_writes.CASES)} problems on kv_write")
 
 
+def _hopper_layers(arch: int) -> None:
+    """Both tiles of sm90_gemm, clusters, splits, either layout, copies of what TMA cannot walk, every epilogue."""
+    if dispatch.arch_reasons(dispatch.BY_NAME["sm90_gemm"], arch):
+        return
+    full = {"bias": "float32", "residual": True, "pre": True}
+    cases = [
+        *(GemmCase(*shape, w_along=along) for shape in ((1, 1, 0), (300, 520, 130), (20, 600, 3000)) for along in "kn"),
+        *(GemmCase(300, n, 130, activation=word, **full) for n in (520, 521) for word in ACTIVATIONS),
+        *(GemmCase(m, 520, 2050, "int8", "float16", scales="each", **full) for m in (20, 300)),
+        GemmCase(700, 1100, 300, "int8"),
+        GemmCase(300, 131, 77, gaps=(1, 3, 5), offsets=(1, 1, 1), residual=True),
+    ]
+    for case in cases:
+        cuda_gemm.check(case)
+    print(f"ran {len(cases)} problems on sm90_gemm")
+
+
+def _takes(kernel: str, layout: str) -> bool:
+    """Does it take int8 weights that are contiguous so?"""
+    row = dispatch.BY_NAME[kernel]
+    spec = Spec("cuda", row.min_arch, "int32", precision="int8", op="linear", layout=layout)
+    return not dispatch.reasons(row, spec)
+
+
 def _products(kernel: str) -> int:
     """Every way operands get into shared memory, tails on every side, both tile sizes, vector and single stores."""
     import torch
 
     count = 0
     for m, n, k in ((130, 144, 400), (37, 75, 333), (2176, 2048, 256), (1, 1, 0)):
-        for along_k in (True, False):
+        for along_k in (True, False) if _takes(kernel, "n") else (True,):
             for offset in (0, 1):
                 a, b = (torch.randint(-128, 128, (rows * k + 1,), dtype=torch.int8).cuda() for rows in (m, n))
                 a = a[offset : offset + m * k].view(m, k)
@@ -153,6 +184,47 @@ def _products(kernel: str) -> int:
                     raise SystemExit(f"{kernel}: wrong sums at {m} x {n} x {k}, b along {'k' if along_k else 'n'}")
                 count += 1
     return count
+
+
+# m, n, k: tails on every side, one tile and several, no depth. The last has a wide tile for each multiprocessor.
+LAYERS = ((130, 144, 72), (37, 75, 45), (3, 5, 0), (2104, 2112, 136))
+
+
+def _linear_layers(arch: int) -> None:
+    """Every activation in every layout, aligned and not, on the portable kernels of linear layers; their gradients."""
+    for kernel in (*dispatch.kernels_of("linear", "cuda"), *dispatch.kernels_of("linear_backward", "cuda")):
+        if not kernel.later_arches or "native" not in kernel.precisions:
+            continue
+        count = 0
+        for dtype, shape, activation in product(kernel.dtypes, LAYERS, ACTIVATIONS):
+            large = shape == LAYERS[-1]  # float64 takes its time
+            if large and activation not in ("", "swiglu"):
+                continue
+            for x_layout, w_layout, at_end in product("km", "kn", (False,) if large else (False, True)):
+                lies = {"x_layout": x_layout, "w_layout": w_layout, "at_end": at_end}
+                problem = LinearProblem(*shape, dtype, activation, bias="float32", residual=True, **lies)
+                if not dispatch.reasons(kernel, spec_of(kernel.name, problem, arch)):
+                    count += _layer(kernel, problem)
+        print(f"ran {count} problems on {kernel.name}")
+
+
+def _layer(kernel: dispatch.Kernel, problem: LinearProblem) -> int:
+    if kernel.op == "linear_backward":
+        if problem.x_layout == "m":
+            return 0
+        arrays = operands(problem)
+        dout, saved = upstream(problem, arrays)
+        got = cuda_linear.run_gradients(kernel.name, problem, arrays, dout, saved)
+        check_near(got, *gradients(problem, arrays, dout, saved))
+        return 1
+    if problem.x_layout == "m" and not kernel.automatic:
+        return 0
+    arrays = operands(problem)
+    check_near(
+        cuda_linear.run_linear(kernel.name, problem, arrays, pad=problem.at_end, keep_pre=True),
+        *linear(problem, arrays),
+    )
+    return 1
 
 
 def ready_arrays(case: OpCase) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from qflash.backends import cuda
 from qflash.backends.arch import ARCHES
 from qflash.call.array import Array
 from qflash.call.op import Plan
-from qflash.call.spec import Spec
+from qflash.call.spec import ACTIVATIONS, OP_DTYPES, Spec
 from qflash.errors import KernelError, NoKernelError
 from qflash.jit import runtime, toolchain
 from qflash.jit.compiler import LIBRARY, LOG, Unit
@@ -43,13 +43,14 @@ VECTORS = {
     "kv_write_pages": {"LDG.E.128", "STG.E.128"},
     "kv_write_pages_int8": {"LDG.E.128", "STG.E.128"},
     "merge": {"LDG.E.128", "LDG.E.64", "STG.E.128"},
+    "rope": {"LDG.E.NA.128", "LDG.E.128.CONSTANT", "STG.E.128"},  # x once, tables that L1 keeps
 }
 HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
 MULTIPLYING = [row.name for row in HOPPERS_OWN if row.kernel.op != "quantize_kv"]  # those of them that multiply
 DECODING = [row.name for row in HOPPERS_OWN if row.kernel.few_rows]  # by a warp each: too few rows for a warpgroup
 # those that make or take a QuantizedKV
 KEPT = [row.name for row in HOPPERS_OWN if row.kernel.op == "quantize_kv" or row.kv == "kept"]
-GEMM = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
+GEMM = [row.name for row in CUDA_ROWS if row.kernel.op == "linear" and row not in HOPPERS_OWN]
 # Quantized kernels of Hopper: the instruction of PV, which is not that of QK^T.
 PRODUCT_OF_V = {
     "sm90_int8": "HGMMA",
@@ -74,12 +75,17 @@ INSTRUCTION = {
     "fa_mma_pages_int8": ("HMMA", 128),
     "fa_tc": ("HMMA", 32),
     "fa_warps": ("FFMA", 256),
+    "gelu_linear_wmma": ("HMMA", 64),
+    "gemm_mma": ("HMMA", 1024),
+    "gemm_tiled": ("FFMA", 1024),
     "int8_gemm_tc": ("IMMA", 256),
     "kv_write_pages": ("ACQBULK", 4),  # waits for the grid before it; kernels of both kinds of pages do
     "kv_write_pages_int8": ("FADD", 128),
     "int8_gemm_tiled": ("IDP", 512),
+    "linear_bwd": ("HMMA", 768),
     "merge": ("MUFU", 24),
     "quantize": ("FMUL", 256),
+    "rope": ("FFMA", 80),  # of each rotated channel: four heads of one pair and of four, half-split and interleaved
     "sm90_bwd": ("HGMMA", 32),  # half of them of dK and dV, at head_dim 64
     "sm90_decode": ("HMMA", 192),
     "sm90_decode_kv": ("IMMA", 96),
@@ -88,6 +94,8 @@ INSTRUCTION = {
     "sm90_fwd": ("HGMMA", 12),
     "sm90_fwd_pages": ("HGMMA", 12),
     "sm90_fwd_pages_int8": ("HGMMA", 12),
+    "sm90_gemm": ("HGMMA", 16),  # four a step, of two tiles and two layouts of w
+    "sm90_gemm_int8": ("IGMMA", 8),
     "sm90_int8": ("IGMMA", 4),
     "sm90_int8_fp8": ("IGMMA", 4),
     "sm90_int8_fp8_kv": ("IGMMA", 4),
@@ -159,7 +167,9 @@ def covering() -> list[Unit]:
     chosen += [
         cuda.unit(row.kernel, replace(row.spec(90, *on_hopper(row.name)), batch_invariant=True)) for row in invariant
     ]
-    chosen.append(cuda.unit_of(dispatch.VARIANTS[GEMM[0]], "int32", 0, 90))  # a dtype of products alone
+    chosen.append(cuda.unit_of(dispatch.VARIANTS["int8_gemm_tc"], "int32", 0, 90))  # a dtype of products alone
+    chosen += [activated("gemm_mma", "float16", "swiglu"), activated("gemm_tiled", "float32", "swiglu", 80)]
+    chosen += [activated("gemm_tiled", "float32", "silu"), activated("gelu_linear_wmma", "float16", "gelu_tanh")]
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         older = [] if row.name in ONE_CODE else [ARCHES[first % 4]]
         if row.kernel.op in ("attention", "attention_backward"):
@@ -180,6 +190,9 @@ HOPPER = {
     "fa_mma": ("bfloat16", 256),
     "fa_tc": ("bfloat16", 128),
     "fa_warps": ("float32", 96),
+    "gelu_linear_wmma": ("bfloat16", 128),
+    "gemm_mma": ("bfloat16", 128),
+    "linear_bwd": ("bfloat16", 128),
     **{row.name: ("bfloat16", 128) for row in HOPPERS_OWN},
 }
 
@@ -196,6 +209,12 @@ def other_scores(kernel: str) -> Unit:
     """As hopper_unit, for scores with a softcap."""
     variant = dispatch.VARIANTS[kernel]
     return cuda.unit(variant.kernel, replace(variant.spec(90, *on_hopper(kernel)), plain_scores=False))
+
+
+def activated(kernel: str, dtype: str, activation: str, arch: int = 90) -> Unit:
+    """The unit of a linear layer's activation."""
+    variant = dispatch.VARIANTS[kernel]
+    return cuda.unit(variant.kernel, replace(variant.spec(arch, dtype), activation=activation))
 
 
 def by_label(unit: Unit) -> str:
@@ -280,6 +299,7 @@ def test_the_covering_set_covers():
         "QF_PRECISION",
         "QF_KV_KIND",
         "QF_BATCH_INVARIANT",
+        "QF_ACTIVATION",
         "QF_PLAIN_SCORES",
     ):
         values = [{dict(unit.defines).get(axis) for unit in some} for some in (units, everything)]
@@ -316,7 +336,9 @@ def test_the_hopper_check_can_fail():
 
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
-@pytest.mark.parametrize("kernel", sorted({*ATTENTION, *BACKWARD, *MULTIPLYING, "fa_int8_quantized", *GEMM, *VECTORS}))
+@pytest.mark.parametrize(
+    "kernel", sorted({*ATTENTION, *BACKWARD, *MULTIPLYING, "fa_int8_quantized", *GEMM, "linear_bwd", *VECTORS})
+)
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
     opcodes = opcodes_of(compiled(hopper_unit(kernel)))
     instruction, least = INSTRUCTION[kernel]
@@ -469,26 +491,68 @@ def test_a_gemm_library_opens_and_explains_itself_without_a_driver(compiled, ker
     assert text(0) == b"success"
     assert f"kernel '{kernel}'".encode() in text(100001) and b"131071" in text(100001) and b"35" in text(35)
     assert getattr(library, f"qf_{kernel}")((ctypes.c_int32 * 512)(12345), None) == 100003
+    spec = dispatch.VARIANTS[kernel].spec(90, *on_hopper(kernel))
+    integers = spec.precision == "int8"
+    words = {
+        "dtype": OP_DTYPES.index("int8" if integers else spec.dtype),
+        "out_dtype": OP_DTYPES.index(spec.dtype),
+        "activation": ACTIVATIONS.index(spec.activation),
+        **{"m": 16, "n": 16, "k": 16, "x_stride_m": 16, "x_stride_k": 1, "w_stride_k": 16, "w_stride_n": 1},
+        "out_stride_m": 16,
+    }
 
     def launch(**fields: int) -> None:
-        size, layout = _native.op_layouts["QfInt8MatmulParams"]
+        size, layout = _native.op_layouts["QfLinearParams"]
         packed = bytearray(size)
-        words = {"m": 16, "n": 16, "k": 16, "a_stride_m": 16, "b_stride_k": 16, "b_stride_n": 1, "out_stride_m": 16}
         for name, value in {"struct_bytes": size, **words, **fields}.items():
             struct.pack_into(layout[name][1], packed, layout[name][0], value)
         symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
         addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
-        call = _native.Call("QfInt8MatmulParams", bytes(packed), ["a", "b", "out"], *addresses)
+        call = _native.Call("QfLinearParams", bytes(packed), ["x", "w", "out"], *addresses)
         assert call.workspace_bytes == 0
         call(4096, 4096, 4096, 0, 0, 0)
 
-    for refused in ({"k": 131072}, {"m": -1}, {"n": 2**31 - 1}, {"out_dtype": 3}, {"b_stride_n": 2}):
-        with pytest.raises(NoKernelError, match=f"kernel '{kernel}' was built for another out_dtype, or k is past"):
+    refusals = [{"m": -1}, {"n": 2**31 - 1}, {"dtype": 4}, {"out_dtype": 3}, {"activation": 4}, {"w_stride_n": 2}]
+    refusals.append({"k": 131072} if integers else {"x_stride_k": 2})
+    for refused in refusals:
+        with pytest.raises(NoKernelError, match=f"kernel '{kernel}' was built for another dtype, out_dtype or activ"):
             launch(**refused)
     launch(m=0), launch(n=0)
     if not driver_present():
         with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
             launch()
+
+
+@needs_nvcc
+def test_the_library_of_linear_gradients_explains_itself_without_a_driver(compiled):
+    """Its workspace holds shares of dbias and, where there is an activation, dh: whole vectors, of two whole steps."""
+    library = ctypes.CDLL(str(compiled(hopper_unit("linear_bwd")) / LIBRARY))
+    assert library.qf_linear_bwd((ctypes.c_int32 * 512)(12345), None) == 100003
+    size, layout = _native.op_layouts["QfLinearBwdParams"]
+    words = {"dtype": 2, "m": 100, "n": 36, "k": 16, "dout_stride_m": 36, "x_stride_m": 16, "w_stride_k": 36}
+    words |= {"w_stride_n": 1, "up_stride_k": 36, "up_stride_n": 1}
+
+    def prepared(**fields: int) -> _native.Call:
+        packed = bytearray(size)
+        for name, value in {"struct_bytes": size, **words, **fields}.items():
+            struct.pack_into(layout[name][1], packed, layout[name][0], value)
+        symbols = ["qf_linear_bwd", "qf_status_text", "qf_linear_bwd_workspace"]
+        addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
+        pointers = ["dout", "x", "w", "up", "pre", "pre_up", "dx", "dw"]
+        return _native.Call("QfLinearBwdParams", bytes(packed), pointers, *addresses)
+
+    shares = 2 * 2 * 36 * 4  # of two chunks of rows
+    assert prepared().workspace_bytes == shares
+    assert prepared(activation=1).workspace_bytes == -(-100 * 40 * 2 // 256) * 256 + shares
+    assert prepared(activation=4).workspace_bytes == -(-100 * 128 * 2 // 256) * 256 + shares
+    for refused in ({"dtype": 0}, {"bias_dtype": 1}, {"activation": 5}, {"n": 2**31 - 1}, {"w_stride_n": 2}):
+        with pytest.raises(NoKernelError, match="kernel 'linear_bwd' was built for another dtype"):
+            prepared(**refused)(*[4096] * 8, 4096, 0, 0)
+    with pytest.raises(KernelError, match="kernel 'linear_bwd' was given no workspace"):
+        prepared()(*[4096] * 8, 0, 0, 0)
+    if not driver_present():
+        with pytest.raises(KernelError, match=r"CUDA error .* launching kernel 'linear_bwd': CUDA driver"):
+            prepared()(*[4096] * 8, 4096, 0, 0)
 
 
 @needs_nvcc

@@ -63,7 +63,7 @@ def test_they_compile(entry, library):
     used = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert used and all(set(found) == {"0"} for found in used), log
     assert "warning" not in log.lower() and not re.search(r"\(C75\d\d\)|Potential Performance Loss", log), log
-    for name in ("boxes", "byte_boxes", "product", "s8", "e4m3", "registers", *SMALL):
+    for name in ("boxes", "byte_boxes", "clusters", "product", "s8", "e4m3", "registers", "stores", *SMALL):
         assert hasattr(library, f"try_{name}")
 
 
@@ -80,7 +80,9 @@ def sass(entry) -> str:
     [
         "UTMALDG.4D", "UTMACCTL.PF", "FENCE.VIEW.ASYNC.S", "SYNCS.EXCH.64", "SYNCS.ARRIVE.TRANS64",
         "SYNCS.ARRIVE.TRANS64.A1T0", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "SYNCS.PHASECHK.TRANS64", "HGMMA.64x96x16.F32",
-        "HGMMA.64x256x16.F32.BF16", "IGMMA.64x64x32.S8.S8", "IGMMA.64x128x32.S8.S8", "QGMMA.64x64x32.F32.E4M3.E4M3",
+        "HGMMA.64x256x16.F32.BF16", "IGMMA.64x64x32.S8.S8", "IGMMA.64x128x32.S8.S8",
+        "IGMMA.64x256x32.S8.S8", "UTMALDG.4D.MULTICAST", "UTMASTG.4D", "UTMACMDFLUSH", "UCGABAR_ARV",
+        "UCGABAR_WAIT", "SYNCS.ARRIVE.TRANS64.RED.A1T0", "QGMMA.64x64x32.F32.E4M3.E4M3",
         "QGMMA.64x128x32.F32.E4M3.E4M3", "QGMMA.64x256x32.F32.E4M3.E4M3", "HADD2",
         "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C", "F2FP.F16.E4M3.UNPACK_B", "WARPGROUP.ARRIVE",
         "WARPGROUP.DEPBAR.LE", "STSM.16.M88.4", "HFMA2",

@@ -14,7 +14,7 @@ import pytest
 from qflash.dispatch import VARIANTS as BY_KERNEL
 from qflash.frontends.numpy import describe
 from qflash.ops.problem import Options, RopeArrays, check, check_packed
-from qflash.rope import Rope
+from qflash.rotary import Rope
 from qflash.testing import BY_NAME, Case, cases
 from qflash.testing.compare import check_contract
 from qflash.testing.emulated_attention import call, check_kernel, run_case, with_few_keys

@@ -3,37 +3,22 @@ the last bit for every tail, layout and alignment, on the tile shapes of every a
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from qflash.call.spec import OP_DTYPES
-from qflash.testing.emulator import MOST_MULTIPROCESSORS
+from qflash.backends import cuda
+from qflash.call.spec import ACTIVATIONS, OP_DTYPES
+from qflash.dispatch import BY_NAME, VARIANTS
+from qflash.testing.emulator import ARCH, MOST_MULTIPROCESSORS, load
+from qflash.testing.guarded import guarded
+from qflash.testing.linear_problems import KINDS, activated, check_near
 
 KERNELS = ("int8_gemm_tiled", "int8_gemm_tc")
 # Of the emulated GPU. Wide tiles are for problems that have one for each: few of them make any problem large.
 FEW, MANY = 1, MOST_MULTIPROCESSORS
-
-PAGE, PROT_NONE = mmap.PAGESIZE, 0
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def guarded(x: np.ndarray, row: int, at_end: bool) -> np.ndarray:
-    """x in memory whose rows are `row` bytes apart and whose first or last byte touches a page that cannot be read."""
-    span = row * (x.shape[0] - 1) + x.shape[1] if x.size else 0
-    pages = -(-max(span, 1) // PAGE)
-    memory = mmap.mmap(-1, (pages + 2) * PAGE)
-    whole = np.frombuffer(memory, np.int8)
-    whole[...] = 77  # shows in a sum
-    start = (pages + 1) * PAGE - span if at_end else PAGE
-    view = np.lib.stride_tricks.as_strided(whole[start:], x.shape, (row, 1))
-    view[...] = x
-    for page in (0, pages + 1):
-        assert libc.mprotect(ctypes.c_void_p(whole.ctypes.data + page * PAGE), PAGE, PROT_NONE) == 0
-    return view
 
 
 def operands(shape, layout="k", gaps=(0, 0), at_end=False, seed=0):
@@ -56,13 +41,12 @@ def run(library, kernel, a, b, dtype="int32", arch=90, seed=1, multiprocessors=M
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     memory = np.full((m, n + pad), 113, kind)
     fields = {
-        "out_dtype": OP_DTYPES.index(dtype), "m": m, "n": n, "k": k, "a": a.ctypes.data, "b": b.ctypes.data,
-        "a_stride_m": a.strides[0], "b_stride_k": stride_k, "b_stride_n": stride_n,
-        "out": memory.ctypes.data, "out_stride_m": n + pad,
+        "dtype": OP_DTYPES.index("int8"), "out_dtype": OP_DTYPES.index(dtype), "m": m, "n": n, "k": k, "x": a, "w": b,
+        "x_stride_m": a.strides[0], "x_stride_k": 1, "w_stride_k": stride_k, "w_stride_n": stride_n,
+        "out": memory, "out_stride_m": n + pad, **scales,
     }  # fmt: skip
-    fields |= {name: array.ctypes.data for name, array in scales.items()}
-    fields |= {f"{name}_stride": int(scales[name].size > 1) for name in ("a_scale", "b_scale") if name in scales}
-    library(kernel, dtype, arch=arch).launch_struct("QfInt8MatmulParams", fields, seed, multiprocessors)
+    fields |= {f"{name}_stride": int(scales[name].size > 1) for name in ("x_scale", "w_scale") if name in scales}
+    library(kernel, dtype, arch=arch).launch_struct("QfLinearParams", fields, seed, multiprocessors)
     assert (memory[:, n:] == 113).all()
     return memory[:, :n]
 
@@ -151,7 +135,7 @@ def test_no_products_at_all(library, kernel):
 @pytest.mark.parametrize("given", [(), ("a",), ("b",), ("a", "b", "bias"), ("one a", "one b", "bias")], ids="+".join)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scales_and_bias(library, kernel, dtype, given):
-    """fma(float32(sum) * a_scale, b_scale, bias), rounded to the type of out; vector stores and, with a gap, single."""
+    """fma(float32(sum) * x_scale, w_scale, bias), rounded to the type of out; vector stores and, with a gap, single."""
     a, b = operands((37, 72, 160))
     rng = np.random.default_rng(1)
     arrays = {}
@@ -159,14 +143,57 @@ def test_scales_and_bias(library, kernel, dtype, given):
         one, name = word.startswith("one"), word.split()[-1]
         size = 1 if one else {"a": 37, "b": 72, "bias": 72}[name]
         scale = 1.0 if name == "bias" else 0.01
-        arrays[name if name == "bias" else f"{name}_scale"] = rng.standard_normal(size).astype(np.float32) * np.float32(
-            scale
-        )
-    scaled = exact(a, b).astype(np.float32) * arrays.get("a_scale", np.ones(1, np.float32))[:, None]
+        arrays[{"a": "x_scale", "b": "w_scale"}.get(name, name)] = rng.standard_normal(size).astype(
+            np.float32
+        ) * np.float32(scale)
+    scaled = exact(a, b).astype(np.float32) * arrays.get("x_scale", np.ones(1, np.float32))[:, None]
     # The product of two float32 is exact in float64, so this rounds twice where fma rounds once: to 2^-53 first.
-    want = scaled.astype(float) * arrays.get("b_scale", 1.0) + arrays.get("bias", 0.0)
+    want = scaled.astype(float) * arrays.get("w_scale", 1.0) + arrays.get("bias", 0.0)
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     for pad in (0, 8, 1):
         got = run(library, kernel, a, b, dtype, pad=pad, **arrays)
         with np.errstate(over="ignore"):
             assert np.array_equal(got, want.astype(np.float32).astype(kind))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "layout, aligned, multiprocessors", [("k", True, FEW), ("k", False, MANY), ("n", True, FEW), ("n", False, MANY)]
+)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_activations(shared_cache, kernel, activation, layout, aligned, multiprocessors, dtype):
+    """h of scaled integers is exact to a rounding; then activation, residual, and what a backward pass would want."""
+    m, n, k = (40, 144, 160) if aligned else (37, 139, 131)
+    gated, rng = activation == "swiglu", np.random.default_rng(5)
+    x, w = operands((m, n, k), layout, at_end=not aligned)
+    _, up = operands((m, n, k), layout, at_end=not aligned, seed=1)
+    given = {"x": x, "w": w, "bias": rng.standard_normal(n).astype(np.float32)}
+    given |= {f"{name}_scale": rng.uniform(0.001, 0.01, size).astype(np.float32) for name, size in (("x", m), ("w", n))}
+    if gated:
+        given |= {"up": up, "up_scale": np.full(1, 0.004, np.float32), "up_bias": given["bias"][::-1].copy()}
+    given["residual"] = rng.standard_normal((m, n)).astype(KINDS[dtype])
+    out, pre, pre_up = (np.full((m, n), 113, KINDS[dtype]) for _ in range(3))
+    fields = {
+        "dtype": OP_DTYPES.index("int8"), "out_dtype": OP_DTYPES.index(dtype), "m": m, "n": n, "k": k,
+        "activation": ACTIVATIONS.index(activation), "x_stride_m": x.strides[0], "x_stride_k": 1,
+        "w_stride_k": w.strides[0], "w_stride_n": w.strides[1], "up_stride_k": up.strides[0],
+        "up_stride_n": up.strides[1], "x_scale_stride": 1, "w_scale_stride": 1, "residual_stride_m": n,
+        "out": out, "out_stride_m": n, "pre": pre, "pre_up": pre_up if gated else None, **given,
+    }  # fmt: skip
+    spec = replace(VARIANTS[kernel].spec(ARCH, dtype), activation=activation)
+    library = load(cuda.unit(BY_NAME[kernel], spec), shared_cache)
+    library.launch_struct("QfLinearParams", fields, 1, multiprocessors)
+
+    def scaled(weight, scale, bias):
+        sums = exact(x, weight).astype(np.float32) * given["x_scale"][:, None]
+        return (sums.astype(float) * scale + bias).astype(np.float32)
+
+    h = scaled(w, given["w_scale"], given["bias"])
+    u = scaled(up, given["up_scale"], given["up_bias"]) if gated else None
+    assert np.array_equal(pre, h.astype(KINDS[dtype]))
+    if gated:
+        assert np.array_equal(pre_up, u.astype(KINDS[dtype]))
+    want = activated(activation, h.astype(float), u) + given["residual"].astype(float)
+    reach = 1.0 + np.abs(h) * (1.0 if u is None else np.abs(u)) + np.abs(want)
+    check_near({"out": out}, {"out": want}, {"out": float(ml_dtypes.finfo(KINDS[dtype]).eps) * 4 * reach})

@@ -10,7 +10,7 @@ import pytest
 
 from qflash.call.spec import DTYPES
 from qflash.reference import quantize as replay
-from qflash.rope import Rope, rope_tables
+from qflash.rotary import Rope, rope_tables
 
 UNTOUCHED = 77
 

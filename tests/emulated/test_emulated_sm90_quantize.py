@@ -14,7 +14,7 @@ from qflash.errors import NoKernelError
 from qflash.ops.kv import KV_FIELDS, kept_fields
 from qflash.reference import sm90_quantize as replay
 from qflash.reference import sm90_values
-from qflash.rope import Rope, rope_tables
+from qflash.rotary import Rope, rope_tables
 from qflash.testing.emulator import Library
 from qflash.testing.emulator import packed as packed_struct
 

@@ -40,6 +40,7 @@ DEFINES = {
     "QF_PRECISION": 1,
     "QF_KV_KIND": 0,
     "QF_BATCH_INVARIANT": 0,
+    "QF_ACTIVATION": 1,
 }  # of any kernel
 
 

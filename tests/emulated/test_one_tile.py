@@ -17,6 +17,7 @@ from qflash.reference import sm90_quantize as replay
 from qflash.testing import Case
 from qflash.testing.emulated_attention import check_kernel
 from qflash.testing.emulated_backward import check_gradients_of
+from qflash.testing.emulated_linear import check_tile
 from qflash.testing.emulated_ops import EmulatedGpu
 from qflash.testing.op_cases import CASES, check_close
 from qflash.testing.page_writes import PageWrite, arrays_of, check_written
@@ -29,12 +30,13 @@ QUANTIZE_KV = [name for name, row in CUDA.items() if row.op == "quantize_kv"]
 KV_WRITE = [name for name, row in CUDA.items() if row.op == "kv_write"]
 ROW_GRADIENTS = [name for name, row in CUDA.items() if row.op in GRADIENTS]
 OTHERS = [name for name, row in CUDA.items() if row.op in CASES and row.op != "attention"]
+LINEAR = [name for name, row in CUDA.items() if row.op.startswith("linear") and name not in OTHERS]
 # More queries and keys than a tile has, of the dtype and head_dim whose libraries other tests here compile, too.
 TILE = Case("tile", 70, 150, 2, 1, 64, causal=True, dtype="float16", seed=3)
 
 
 def test_every_kernel_has_its_tile():
-    known = (*ATTENTION, *BACKWARD, *QUANTIZE_KV, *KV_WRITE, *OTHERS, *ROW_GRADIENTS)
+    known = (*ATTENTION, *BACKWARD, *QUANTIZE_KV, *KV_WRITE, *OTHERS, *LINEAR, *ROW_GRADIENTS)
     assert sorted(known) == sorted(CUDA)
 
 
@@ -58,10 +60,22 @@ def test_gradients(library, kernel):
 
 @pytest.mark.parametrize("kernel", OTHERS)
 def test_operation(request, kernel):
-    case = CASES[CUDA[kernel].op]
+    case = next(case for case in CASES.values() if case.op == CUDA[kernel].op and kernel in case.kernels("cuda"))
     wanted = case.call(**case.arrays)  # by the CPU engine
     gpu = request.getfixturevalue("gpu")
     check_close(case.call(**case.arrays, kernel=kernel), wanted)
+    assert gpu.launched == [kernel]
+
+
+@pytest.mark.parametrize("kernel", LINEAR)
+def test_linear(shared_cache, gpu, kernel):
+    if CUDA[kernel].precision == "native":
+        check_tile(shared_cache, kernel)
+        return
+    rng = np.random.default_rng(6)
+    a, b = (rng.integers(-128, 128, shape, np.int8) for shape in ((130, 150), (150, 140)))
+    got = qflash.int8_matmul(a, b, kernel=kernel)
+    np.testing.assert_array_equal(got, a.astype(np.int32) @ b.astype(np.int32))
     assert gpu.launched == [kernel]
 
 

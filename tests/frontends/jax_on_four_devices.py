@@ -209,3 +209,41 @@ def test_jit_splits_sinks_with_the_heads(mesh):
     got = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*split)  # that of sinks sums over sequences of every device
     for one, want in zip(got, jax.grad(loss, (0, 1, 2, 3))(q, k, v, sinks), strict=True):
         np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", [None, "all", "each"])
+def test_jit_keeps_what_rope_rotates_split(mesh, positions):
+    """By batch and heads, there and back, with no communication."""
+    (x,) = arrays(batch=4, q_heads=8, kv_heads=8)[:1]
+    rope = qflash.Rope(*(jnp.asarray(table) for table in qflash.rope_tables(20, 8)))
+    at = {"all": jnp.arange(9, dtype=jnp.int32)[::-1], "each": jnp.arange(36, dtype=jnp.int32).reshape(4, 9) % 20 - 9}
+    more = () if positions is None else (at[positions],)
+
+    def call(x, *positions):
+        return qflash.rope(x, rope, positions=positions[0] if positions else None)
+
+    def gradient(x, *positions):
+        return jax.grad(lambda x: (call(x, *positions) ** 3).sum())(x)
+
+    split = put(mesh, SPLIT, x)
+    for function in (call, gradient):
+        assert collectives(function, *split, *more) == []
+        got = jax.jit(function)(*split, *more)
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, SPLIT), 4)
+        np.testing.assert_array_equal(got, function(x, *more))
+
+
+@pytest.mark.parametrize("spec", [P("b", "h"), P(None, None, None, "h"), P(None, "b", ("h",), None)], ids=str)
+def test_jit_gathers_what_rope_must_have_whole(mesh, spec):
+    """Lengths, because a token's place in its array may be its position, and channels, because they come in pairs."""
+    (x,) = arrays(batch=4, q_heads=4, q_len=16)[:1]
+    rope = qflash.Rope(*(jnp.asarray(table) for table in qflash.rope_tables(16, 16)))
+    np.testing.assert_array_equal(jax.jit(qflash.rope)(*put(mesh, spec, x), rope), qflash.rope(x, rope))
+
+
+def test_rope_of_packed_tokens_split_by_heads(mesh):
+    x = arrays(q_heads=8)[0][0]
+    rope = qflash.Rope(*(jnp.asarray(table) for table in qflash.rope_tables(9, 16)))
+    split = put(mesh, P(None, "h"), x)
+    assert collectives(lambda x: qflash.rope(x, rope), *split) == []
+    np.testing.assert_array_equal(jax.jit(qflash.rope)(*split, rope), qflash.rope(x, rope))

@@ -119,7 +119,8 @@ def test_programs_of_every_operation_find_their_kernels_again():
         (Spec("cpu", 0, "float32", 64), "QfAttnParams"),
         (Spec("cpu", 0, "float16", 64, "int8", kv="quantized"), "QfAttnParams"),
         (Spec("cpu", 0, "float32", 64, rope="half", op="attention_backward"), "QfAttnBwdParams"),
-        (Spec("cpu", 0, "int32", op="int8_matmul", layout="n"), "QfInt8MatmulParams"),
+        (Spec("cpu", 0, "int32", precision="int8", op="linear", layout="n"), "QfLinearParams"),
+        (Spec("cpu", 0, "float16", op="linear_backward", layout="k", activation="gelu"), "QfLinearBwdParams"),
     ):
         kernel = dispatch.choose(spec)
         resolve(register(kernel.name, spec, backends.load(kernel, spec), takes))

@@ -102,6 +102,38 @@ def test_bad_values_give_nan():
         lens=torch.tensor([13, 5], dtype=torch.int32, device="cuda"),
     )
     assert quantized.scale.isnan().all(-1).all(-1).tolist() == [True, False]
+    positions = torch.tensor([0, 12, -12, -11, 2**31 - 1, -(2**31)], dtype=torch.int32, device="cuda")
+    lost = qflash.rope(torch.randn(1, 6, 3, 24, device="cuda"), rope_of(12, 16), positions=positions).isnan()
+    assert lost[..., :16].all(-1).all(-1).tolist() == [[False, True, True, False, True, True]]
+    assert not lost[..., 16:].any()
+
+
+def rope_of(rows: int, rotary_dim: int, interleaved: bool = False) -> qflash.Rope:
+    return qflash.Rope(*(torch.from_numpy(x).cuda() for x in qflash.rope_tables(rows, rotary_dim)), interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (64, 32), (40, 24), (13, 6)])
+def test_rope_rotates_as_attention_does(head_dim, rotary_dim, interleaved):
+    """The same bits in float32, where what is rotated goes into the products as it is."""
+    q, k, v = torch.randn(3, 2, 70, 5, head_dim, device="cuda")
+    rope = rope_of(70, rotary_dim, interleaved)
+    apart = qflash.attention(qflash.rope(q, rope), qflash.rope(k, rope), v, kernel="fa")
+    assert torch.equal(apart, qflash.attention(q, k, v, rope=rope, kernel="fa"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (40, 24), (13, 6)])
+def test_rope_goes_back(dtype, head_dim, rotary_dim):
+    """By the kernel that was asked for, to what the CPU has."""
+    rope = rope_of(70, rotary_dim)
+    on_cpu = qflash.Rope(rope.cos.cpu(), rope.sin.cpu())
+    x = torch.randn(2, 70, 5, head_dim, dtype=dtype, device="cuda", requires_grad=True)
+    top = torch.randn_like(x)
+    (got,) = torch.autograd.grad(qflash.rope(x, rope, kernel="rope"), x, top)
+    there = x.detach().cpu().requires_grad_()
+    (want,) = torch.autograd.grad(qflash.rope(there, on_cpu), there, top.cpu())
+    check_close(got.cpu(), want)
 
 
 def test_empty_arrays():
@@ -110,5 +142,5 @@ def test_empty_arrays():
     targets = torch.zeros(0, dtype=torch.int64, device="cuda")
     assert qflash.cross_entropy(none, targets).isnan() and qflash.cross_entropy(none, targets, reduction="sum") == 0
     a, b = (torch.zeros(shape, dtype=torch.int8, device="cuda") for shape in ((2, 0), (0, 3)))
-    for kernel in dispatch.kernels_of("int8_matmul", "cuda"):
+    for kernel in (row for row in dispatch.kernels_of("linear", "cuda") if "int8" in row.precisions):
         assert not qflash.int8_matmul(a, b, kernel=kernel.name).any()

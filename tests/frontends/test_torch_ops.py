@@ -44,7 +44,18 @@ def test_compiles_as_one_graph(name):
     check_equal(compiled(**tensors(case)), flat(case.call(**case.arrays)))
 
 
-@pytest.mark.parametrize("name", ["softmax", "layer_norm", "cross_entropy", "int8_matmul", "quantize stochastic"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "softmax",
+        "layer_norm",
+        "cross_entropy",
+        "int8_matmul",
+        "linear plain",
+        "swiglu of QuantizedLinear",
+        "quantize stochastic",
+    ],
+)
 def test_compiles_for_any_length(name):
     case = CASES[name]
     graphs = []

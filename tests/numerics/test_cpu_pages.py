@@ -13,7 +13,7 @@ import qflash
 from qflash import PagedKV, Rope, reference
 from qflash.call.spec import DTYPES
 from qflash.reference.kv_write import dequantize_keys, write_pages
-from qflash.rope import rope_tables
+from qflash.rotary import rope_tables
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 HEAD_DIMS = (64, 80, 128, 256)

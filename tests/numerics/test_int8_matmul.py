@@ -14,8 +14,8 @@ import pytest
 import qflash
 from qflash import _native, dispatch
 
-CPU = [row.name for row in dispatch.kernels_of("int8_matmul", "cpu")]
-CUDA = [row.name for row in dispatch.kernels_of("int8_matmul", "cuda")]
+CPU = [row.name for row in dispatch.kernels_of("linear", "cpu") if "int8" in row.precisions]
+CUDA = [row.name for row in dispatch.kernels_of("linear", "cuda") if "int8" in row.precisions]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ON = [*CPU, *(pytest.param(name, marks=pytest.mark.gpu) for name in CUDA)]
 

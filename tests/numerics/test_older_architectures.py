@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +23,11 @@ def test_every_kernel_meets_the_contract_as_for(arch):
     command = [sys.executable, "-m", "qflash.cli", "verify", "--quick", *names]
     done = subprocess.run(command, env=os.environ | {"QFLASH_CUDA_ARCH": str(arch)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arch", [75, 80])
+def test_linear_layers_are_right_as_for(arch):
+    tests = str(Path(__file__).parent / "test_linear_gpu.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "sums or gradients", tests]
+    done = subprocess.run(command, env=os.environ | {"QFLASH_CUDA_ARCH": str(arch)}, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

@@ -14,7 +14,7 @@ import pytest
 import qflash
 from qflash import _native, dispatch
 from qflash.reference import quantize as replay_quantize
-from qflash.rope import Rope, rope_tables
+from qflash.rotary import Rope, rope_tables
 
 CPU = [row.name for row in dispatch.kernels_of("quantize", "cpu")]
 CUDA = [row.name for row in dispatch.kernels_of("quantize", "cuda")]

@@ -13,8 +13,29 @@ def uses() -> None:
     set_num_threads(get_num_threads())
     errors: list[type[Exception]] = [CompileError, KernelError, NoKernelError, OutOfPagesError, ToolchainError]
     calls: list[Callable[..., object]] = [attention, attention_varlen, explain, softmax, layer_norm, cross_entropy]
-    calls += [int8_matmul, merge, quantize, dequantize, quantize_kv, rope_tables, share_prefix]
-    classes: list[type[object]] = [Explanation, KVCache, PagedKV, Quantized, QuantizedKV, Rope, SharedPrefixKV]
+    calls += [
+        int8_matmul,
+        linear,
+        swiglu,
+        quantize_linear,
+        merge,
+        quantize,
+        dequantize,
+        quantize_kv,
+        rope,
+        rope_tables,
+        share_prefix,
+    ]
+    classes: list[type[object]] = [
+        Explanation,
+        KVCache,
+        PagedKV,
+        Quantized,
+        QuantizedKV,
+        QuantizedLinear,
+        Rope,
+        SharedPrefixKV,
+    ]
     assert all(map(callable, (*errors, *calls, *classes)))
 
 

@@ -28,6 +28,22 @@ def uses(x: Half, weight: Half, targets: NDArray[np.int64], q: Half, a: NDArray[
     assert_type(qflash.int8_matmul(a, a, np.float32(2), 0.5, out_dtype=np.float16), NDArray[Any])
     assert_type(qflash.int8_matmul(a, a, out_dtype="float32"), NDArray[Any])
 
+    rope = qflash.Rope(*qflash.rope_tables(4, 8))
+    assert_type(qflash.rope(q, rope), Half)
+    assert_type(qflash.rope(q, rope, positions=[0, 1, 2, 3], kernel=None), Half)
+
+    w = x.T
+    layer = qflash.quantize_linear(w)
+    assert_type(layer, qflash.QuantizedLinear[NDArray[Any]])
+    assert_type(layer.scale, NDArray[Any])
+    assert_type(layer.dtype, str)
+    assert_type(qflash.linear(x, w), Half)
+    assert_type(qflash.linear(x, w, x[:, 0], activation="gelu", residual=x @ w), Half)
+    assert_type(qflash.linear(x, layer, precision="int8"), Half)
+    assert_type(qflash.linear(x, w, out_dtype=np.float32), NDArray[Any])
+    assert_type(qflash.swiglu(x, w, w), Half)
+    assert_type(qflash.swiglu(x, layer, layer, out_dtype="float32"), NDArray[Any])
+
     quantized = qflash.quantize(q, symmetric=np.bool_(False), smooth=True)
     assert_type(quantized, qflash.Quantized[NDArray[Any]])
     assert_type(quantized.values, NDArray[Any])
@@ -50,8 +66,13 @@ def refused(x: Half, targets: NDArray[np.int64], a: NDArray[np.int8]) -> None:
     qflash.cross_entropy(x)  # type: ignore[call-overload]
     qflash.cross_entropy(x, targets, reduction="average")  # type: ignore[call-overload]
     qflash.int8_matmul(a, a, "2")  # type: ignore[call-overload]
+    qflash.linear(x, x, activation="relu")  # type: ignore[call-overload]
+    qflash.linear(x)  # type: ignore[call-overload]
+    qflash.swiglu(x, x)  # type: ignore[call-overload]
     qflash.quantize(x, granularity="row")  # type: ignore[call-overload]
     qflash.dequantize(x)  # type: ignore[arg-type]
+    qflash.rope(x)  # type: ignore[call-arg]
+    qflash.rope(x, None)  # type: ignore[arg-type]
     qflash.softmax(x).values  # type: ignore[attr-defined]
 
 

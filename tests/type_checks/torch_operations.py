@@ -17,6 +17,15 @@ def uses(x: Tensor, weight: Tensor, targets: Tensor, q: Tensor, a: Tensor, flag:
     assert_type(qflash.cross_entropy(x, targets, return_lse=True), tuple[Tensor, Tensor])
     assert_type(qflash.cross_entropy(x, targets, return_lse=flag), Tensor | tuple[Tensor, Tensor])
     assert_type(qflash.int8_matmul(a, a, 0.5, out_dtype=torch.bfloat16), Tensor)
+    cos, sin = map(torch.from_numpy, qflash.rope_tables(4, 8))
+    rope = qflash.Rope(cos, sin)
+    assert_type(qflash.rope(q, rope, positions=torch.arange(4)), Tensor)
+    layer = qflash.quantize_linear(x.T)
+    assert_type(layer, qflash.QuantizedLinear[Tensor])
+    assert_type(layer.values, Tensor)
+    assert_type(qflash.linear(x, x.T, activation="silu"), Tensor)
+    assert_type(qflash.linear(x, layer, out_dtype=torch.float16), Tensor)
+    assert_type(qflash.swiglu(x, x.T, x.T, residual=x @ x.T), Tensor)
     quantized = qflash.quantize(q)
     assert_type(quantized, qflash.Quantized[Tensor])
     assert_type(quantized.scale, Tensor)
@@ -37,6 +46,8 @@ def of_any_framework(quantized: qflash.Quantized, kv: qflash.QuantizedKV) -> tup
 
 
 def refused(x: Tensor) -> None:
+    qflash.linear(x, x, precision="int4")  # type: ignore[call-overload]
+    qflash.swiglu(x, x, x, activation="silu")  # type: ignore[call-overload]
     qflash.softmax(x, kernel=3)  # type: ignore[arg-type]
     qflash.layer_norm(x, epsilon=1e-5)  # type: ignore[call-overload]
     qflash.quantize_kv(x)  # type: ignore[call-arg]

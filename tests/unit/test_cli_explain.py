@@ -99,3 +99,10 @@ def test_a_kernel_of_another_device_is_judged_as_far_as_it_can_be():
     ]
     halves = Spec("cpu", 0, "bfloat16", 64)
     assert dispatch.reasons(dispatch.BY_NAME["fa_mma"], halves) == ["runs on cuda, the arrays are on cpu"]
+
+
+def test_gradients_keep_to_the_limit_that_is_typed_in(told):
+    long = ("--q", "1,16384,16,128", "--arch", "90")
+    assert "dQ from dS kept in" in told(*long)
+    assert "dQ from S and dP computed again: 0 bytes" in told(*long, "--backward-memory", "0")
+    assert "Invalid value for '--backward-memory'" in told(*long, "--backward-memory", "-1", status=2)

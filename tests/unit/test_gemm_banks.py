@@ -1,4 +1,4 @@
-"""The bank claims of the INT8 GEMM kernels (csrc/gemm/swizzle.cuh, kernels/int8_gemm_*), counted on the host.
+"""The bank claims of the GEMM kernels (csrc/gemm, kernels/linear), counted on the host.
 
 32 banks of 4 bytes serve one word each per clock; lanes that ask for the same word share it. A 16-byte access runs
 eight lanes at a time, an 8-byte one sixteen, a 4-byte one all 32.
@@ -43,9 +43,14 @@ def source(path: str) -> str:
 def test_the_model_is_the_header():
     assert "row * kSwizzledRow + ((chunk ^ row ^ (row / 16 * 2)) & 7) * 16" in source("gemm/swizzle.cuh")
     assert "(offset ^ ((i ^ j) % 4 * 32)) + i * 16 * kSwizzledRow" in source("gemm/swizzle.cuh")
-    place = "group * kBlockM + (row ^ (group / 4 % 4 * 8) ^ (row / 32 % 4 * 4))"
-    assert place in source("kernels/int8_matmul/int8_gemm_tiled/kernel.cuh")
-    assert "kSlabStride = kWarpN + 8" in source("kernels/int8_matmul/int8_gemm_tc/kernel.cuh")
+    place = "group * kTiledBlock + (row ^ (group / 4 % 4 * 8) ^ (row / 32 % 4 * 4))"
+    assert place in source("gemm/tiled/load.cuh")
+    assert "kSlabStride = kWarpN + 8" in source("gemm/slab.cuh")
+    panels = "swizzled(lane % 8 + lane / 16 * 8, row % 64 / 8 + lane / 8 % 2)", "swizzled(lane % 16, lane / 16)"
+    assert all(first in source("gemm/mma/fragments.cuh") for first in panels)
+    wmma = source("kernels/linear/gelu_linear_wmma/config.h")
+    assert all(f"k{name} = kBlock{of} + kPadding" in wmma for name, of in (("Stride", "K"), ("DownStride", "")))
+    assert "kBlock = 128, kBlockK = 32" in wmma and "kPadding = 8" in wmma
 
 
 def test_offsets_further_on_follow_from_the_first():
@@ -58,6 +63,12 @@ def test_offsets_further_on_follow_from_the_first():
                     continue
                 for j in range(4):
                     assert (first ^ ((i ^ j) % 4 * 32)) + i * 2048 == swizzled(row + 16 * i, chunk + 2 * j)
+    for row in range(16):  # panels: rows 16 i further down k, chunks 2 j further along, of either half of a panel
+        for chunk, tiles in ((0, 4), (1, 4), (4, 2), (5, 2)):
+            for i in range(4):
+                for j in range(tiles):
+                    further = (swizzled(row, chunk) ^ ((i ^ j) % 4 * 32)) + i * 2048
+                    assert further == swizzled(row + 16 * i, chunk + 2 * j)
     for row in range(32):  # what copies use: rows 32 i further
         for chunk in range(8):
             for i in range(8):
@@ -70,6 +81,17 @@ def test_ldmatrix_reads_without_conflicts():
         for quarter in range(4):
             a = [(first + lane % 16, 2 * quarter + lane // 16) for lane in range(32)]
             b = [(first + lane % 8 + lane // 16 * 8, 2 * quarter + lane // 8 % 2) for lane in range(32)]
+            for lanes in (a, b):
+                assert clocks([swizzled(*place) for place in lanes], 16) == 4  # one for each matrix
+                assert clocks([plain(*place) for place in lanes], 16) == 4 * 8
+
+
+def test_transposing_ldmatrix_reads_panels_without_conflicts():
+    """Four matrices of eight k, for a (chunks 2i and 2i + 1, then the next eight k) and b (the other way round)."""
+    for quarter in range(4):
+        for tile in range(4):
+            a = [(16 * quarter + lane % 8 + lane // 16 * 8, 2 * tile + lane // 8 % 2) for lane in range(32)]
+            b = [(16 * quarter + lane % 16, 2 * tile + lane // 16) for lane in range(32)]
             for lanes in (a, b):
                 assert clocks([swizzled(*place) for place in lanes], 16) == 4  # one for each matrix
                 assert clocks([plain(*place) for place in lanes], 16) == 4 * 8
@@ -104,7 +126,7 @@ def test_sums_on_their_way_out(stride, expected):
     assert clocks(rows, 16) == 4
 
 
-# int8_gemm_tiled
+# gemm_tiled and int8_gemm_tiled --------------------------------------------------------------------------------------
 
 
 def placed(group: int, row: int) -> int:
@@ -130,6 +152,27 @@ def test_fetched_rows_are_stashed_without_conflicts():
             assert clocks([4 * in_order(*place) for place in lanes], 4) == 4
 
 
+def test_converted_rows_are_stashed_without_conflicts():
+    """RowsTile of 16-bit elements: a warp has 16 rows x 2 chunks of eight words."""
+    for first in range(0, 128, 16):
+        for j in range(8):
+            lanes = [(lane % 2 * 8 + j, first + lane // 2) for lane in range(32)]
+            assert clocks([4 * placed(*place) for place in lanes], 4) == 1
+            assert clocks([4 * in_order(*place) for place in lanes], 4) == 2
+
+
+def test_columns_are_stashed_without_conflicts():
+    """ColumnsTile: a warp has 32 chunks of four floats of one k, or 16 of eight converted elements of two."""
+    for group in range(16):
+        floats = [(group, 4 * lane) for lane in range(32)]
+        assert clocks([4 * placed(*place) for place in floats], 16) == 4
+    for group in range(0, 16, 2):
+        for j in (0, 4):
+            halves = [(group + lane // 16, lane % 16 * 8 + j) for lane in range(32)]
+            assert clocks([4 * placed(*place) for place in halves], 16) == 4
+            assert clocks([4 * in_order(*place) for place in halves], 16) == 4 * 2
+
+
 def test_transposed_columns_are_stashed_without_conflicts():
     for warp in range(4):
         for i in range(4):
@@ -147,3 +190,22 @@ def test_products_read_without_conflicts():
                 columns = [4 * (warp // 4 * 8 + lane_xy(8, lane)[0]) + half for lane in range(32)]
                 for lanes in (rows, columns):
                     assert load16([placed(group, row) for row in lanes]) == 2
+
+
+# gelu_linear_wmma ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [32, 128])
+def test_fragments_of_padded_tiles_are_read_without_conflicts(columns):
+    """wmma reads eight rows at one column at a time, a chunk of each."""
+    for padding, expected in ((8, 1), (0, 4 if columns == 32 else 8)):
+        stride = 2 * (columns + padding)
+        for column in range(0, columns, 8):
+            assert clocks([row * stride + 2 * column for row in range(8)], 16) == expected
+
+
+def test_padded_tiles_are_stashed_without_conflicts():
+    """RowsTile: eight lanes have a chunk of eight rows; DownTile: eight chunks of a row."""
+    rows = [lane % 8 * 80 + lane // 8 * 16 for lane in range(32)]
+    down = [lane // 16 * 272 + lane % 16 * 16 for lane in range(32)]
+    assert clocks(rows, 16) == clocks(down, 16) == 4

@@ -54,6 +54,10 @@ _LONG = {
     "attention": "x = np.ones((1, 1 << 16, 4, 256), np.float32); call = lambda: qflash.attention(x, x, x)",
     "int8": "x = np.ones((1, 1 << 16, 4, 256), 'f'); call = lambda: qflash.attention(x, x, x, precision='int8')",
     "int8_matmul": "x = np.ones((1 << 14, 1 << 14), np.int8); call = lambda: qflash.int8_matmul(x, x)",
+    "linear": """
+x, w = (np.broadcast_to(np.ones(shape[1], np.float32), shape) for shape in ((1 << 15, 1 << 16), (1 << 16, 1 << 12)))
+call = lambda: qflash.linear(x, w)
+""",
     "torch": "import torch; x = torch.ones(1, 1 << 16, 4, 256); call = lambda: qflash.attention(x, x, x)",
     "backward": """
 from qflash.call.prepare import prepare

@@ -211,7 +211,7 @@ def test_either_dimension_of_b_may_be_contiguous(shape, strides, layout, copied)
     a, b = array(2, shape[0], dtype="int8"), array(*shape, dtype="int8", strides=strides)
     plan = INT8_MATMUL.plan(a, b, None, None, None, None, None)
     fields = dict(plan.fields)
-    assert (plan.spec(0).layout, fields["b_stride_k"], fields["b_stride_n"]) == layout
+    assert (plan.spec(0).layout, fields["w_stride_k"], fields["w_stride_n"]) == layout
     assert plan.operands[1].contiguous == copied
     assert plan.spec(90).layout == layout[0]
 

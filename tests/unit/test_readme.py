@@ -31,7 +31,7 @@ def test_there_are_blocks_for_each_framework():
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS, ids=[f"{page}-{at}" for at, (page, _) in enumerate(BLOCKS)])
 def test_python_blocks_run(page, block):
-    for name in re.findall(r"^import (torch|jax)", block, re.MULTILINE):
+    for name in re.findall(r"^(?:import|from) (torch|jax|transformers)", block, re.MULTILINE):
         pytest.importorskip(name)
     exec(compile(block, page, "exec"), {})
 

@@ -13,6 +13,7 @@ import pytest
 
 import qflash
 import qflash.typing as words
+from qflash.call.spec import ACTIVATIONS
 from qflash.ops.kv import KV_PRECISIONS
 from qflash.ops.quantization import GRANULARITIES, ROUNDINGS
 from qflash.ops.rows import REDUCTIONS
@@ -72,6 +73,7 @@ def test_types_are_complete(name):
 @pytest.mark.parametrize(
     ("alias", "allowed"),
     [
+        (words.Activation, ACTIVATIONS[1:4]),
         (words.Granularity, GRANULARITIES),
         (words.Precision, KV_PRECISIONS),
         (words.Reduction, REDUCTIONS),

@@ -50,11 +50,14 @@ PYBIND11_MODULE(_native, module) {
   QF_ADD_ENTRY(cpu_layer_norm_bwd);
   QF_ADD_ENTRY(cpu_cross_entropy);
   QF_ADD_ENTRY(cpu_cross_entropy_bwd);
+  QF_ADD_ENTRY(cpu_linear);
+  QF_ADD_ENTRY(cpu_linear_bwd);
   QF_ADD_ENTRY(cpu_int8_matmul);
   QF_ADD_ENTRY(cpu_quantize);
   QF_ADD_ENTRY(cpu_dequantize);
   QF_ADD_ENTRY(cpu_kv_write);
   QF_ADD_ENTRY(cpu_merge);
+  QF_ADD_ENTRY(cpu_rope);
   entries["status_text"] = reinterpret_cast<uintptr_t>(&qf_cpu_status_text);
   module.attr("cpu_entries") = entries;
 

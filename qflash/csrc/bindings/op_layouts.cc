@@ -90,8 +90,8 @@ QF_TABLE(QfAttnParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(prec
          QF_MEMBER(cu_seqlens_k), QF_MEMBER(rope), QF_MEMBER(q_scales), QF_MEMBER(q_dot_mean), QF_MEMBER(sinks),
          QF_MEMBER(kv), QF_MEMBER(workspace), QF_MEMBER(workspace_bytes), QF_MEMBER(total_q), QF_MEMBER(total_k));
 
-QF_TABLE(QfAttnBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(reserved), QF_MEMBER(fwd), QF_MEMBER(dout),
-         QF_MEMBER(dlse), QF_MEMBER(dq), QF_MEMBER(dk), QF_MEMBER(dv), QF_MEMBER(dsinks), QF_MEMBER(workspace),
+QF_TABLE(QfAttnBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(partial), QF_MEMBER(fwd), QF_MEMBER(dout), QF_MEMBER(dlse),
+         QF_MEMBER(dq), QF_MEMBER(dk), QF_MEMBER(dv), QF_MEMBER(dsinks), QF_MEMBER(workspace),
          QF_MEMBER(workspace_bytes), QF_MEMBER(ds_bytes));
 
 QF_TABLE(QfQuantizeKvParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(precision), QF_MEMBER(batch),
@@ -116,17 +116,30 @@ QF_TABLE(QfDequantizeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBE
          QF_MEMBER(num_threads), QF_MEMBER(values), QF_MEMBER(out), QF_MEMBER(scale), QF_MEMBER(zero_point),
          QF_MEMBER(mean));
 
-QF_TABLE(QfInt8MatmulParams, QF_MEMBER(struct_bytes), QF_MEMBER(out_dtype), QF_MEMBER(m), QF_MEMBER(n), QF_MEMBER(k),
-         QF_MEMBER(a), QF_MEMBER(b), QF_MEMBER(a_stride_m), QF_MEMBER(b_stride_k), QF_MEMBER(b_stride_n),
-         QF_MEMBER(a_scale), QF_MEMBER(b_scale), QF_MEMBER(a_scale_stride), QF_MEMBER(b_scale_stride), QF_MEMBER(bias),
-         QF_MEMBER(out), QF_MEMBER(out_stride_m), QF_MEMBER(num_threads), QF_MEMBER(reserved), QF_MEMBER(workspace),
-         QF_MEMBER(workspace_bytes));
+QF_TABLE(QfLinearParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(out_dtype), QF_MEMBER(bias_dtype),
+         QF_MEMBER(activation), QF_MEMBER(num_threads), QF_MEMBER(m), QF_MEMBER(n), QF_MEMBER(k), QF_MEMBER(x),
+         QF_MEMBER(w), QF_MEMBER(up), QF_MEMBER(x_stride_m), QF_MEMBER(x_stride_k), QF_MEMBER(w_stride_k),
+         QF_MEMBER(w_stride_n), QF_MEMBER(up_stride_k), QF_MEMBER(up_stride_n), QF_MEMBER(x_scale), QF_MEMBER(w_scale),
+         QF_MEMBER(up_scale), QF_MEMBER(x_scale_stride), QF_MEMBER(w_scale_stride), QF_MEMBER(up_scale_stride),
+         QF_MEMBER(bias), QF_MEMBER(up_bias), QF_MEMBER(residual), QF_MEMBER(residual_stride_m), QF_MEMBER(out),
+         QF_MEMBER(out_stride_m), QF_MEMBER(pre), QF_MEMBER(pre_up), QF_MEMBER(workspace), QF_MEMBER(workspace_bytes));
+
+QF_TABLE(QfLinearBwdParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(bias_dtype), QF_MEMBER(activation),
+         QF_MEMBER(num_threads), QF_MEMBER(reserved), QF_MEMBER(m), QF_MEMBER(n), QF_MEMBER(k), QF_MEMBER(dout),
+         QF_MEMBER(x), QF_MEMBER(w), QF_MEMBER(up), QF_MEMBER(pre), QF_MEMBER(pre_up), QF_MEMBER(dout_stride_m),
+         QF_MEMBER(x_stride_m), QF_MEMBER(w_stride_k), QF_MEMBER(w_stride_n), QF_MEMBER(up_stride_k),
+         QF_MEMBER(up_stride_n), QF_MEMBER(dx), QF_MEMBER(dw), QF_MEMBER(dup), QF_MEMBER(dbias), QF_MEMBER(dup_bias),
+         QF_MEMBER(dresidual), QF_MEMBER(workspace), QF_MEMBER(workspace_bytes));
 
 QF_TABLE(QfMergeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(b_dtype), QF_MEMBER(batch),
          QF_MEMBER(length), QF_MEMBER(heads), QF_MEMBER(head_dim), QF_MEMBER(num_threads), QF_MEMBER(a), QF_MEMBER(b),
          QF_MEMBER(out), QF_MEMBER(a_lse), QF_MEMBER(b_lse), QF_MEMBER(a_lse_stride_b), QF_MEMBER(a_lse_stride_h),
          QF_MEMBER(a_lse_stride_t), QF_MEMBER(b_lse_stride_b), QF_MEMBER(b_lse_stride_h), QF_MEMBER(b_lse_stride_t),
          QF_MEMBER(lse));
+
+QF_TABLE(QfRopeParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(batch), QF_MEMBER(length), QF_MEMBER(heads),
+         QF_MEMBER(head_dim), QF_MEMBER(inverse), QF_MEMBER(num_threads), QF_MEMBER(x), QF_MEMBER(out),
+         QF_MEMBER(positions), QF_MEMBER(stride_positions_b), QF_MEMBER(rope));
 
 QF_TABLE(QfRowsParams, QF_MEMBER(struct_bytes), QF_MEMBER(dtype), QF_MEMBER(rows), QF_MEMBER(columns), QF_MEMBER(x),
          QF_MEMBER(x_stride), QF_MEMBER(out), QF_MEMBER(out_stride), QF_MEMBER(scale), QF_MEMBER(eps),
@@ -214,8 +227,10 @@ const std::vector<OpLayout>& op_layouts() {
       layout_of<QfKvWriteParams>("QfKvWriteParams"),
       layout_of<QfQuantizeParams>("QfQuantizeParams"),
       layout_of<QfDequantizeParams>("QfDequantizeParams"),
-      layout_of<QfInt8MatmulParams>("QfInt8MatmulParams"),
+      layout_of<QfLinearParams>("QfLinearParams"),
+      layout_of<QfLinearBwdParams>("QfLinearBwdParams"),
       layout_of<QfMergeParams>("QfMergeParams"),
+      layout_of<QfRopeParams>("QfRopeParams"),
       layout_of<QfRowsParams>("QfRowsParams"),
       layout_of<QfCrossEntropyParams>("QfCrossEntropyParams"),
       layout_of<QfSoftmaxBwdParams>("QfSoftmaxBwdParams"),

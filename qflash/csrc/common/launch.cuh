@@ -46,22 +46,41 @@ struct Launch {
   int shared_bytes;  // dynamic
   cudaStream_t stream;
   bool overlaps = false;  // the kernel itself waits for the one before it on the stream (ptx/griddepcontrol.cuh)
+  int cluster = 1;        // blocks of a cluster, which divides `blocks`
+};
+
+// It as CUDA takes it.
+struct LaunchConfig {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config{};
+
+  explicit LaunchConfig(const Launch& how) {
+    config.gridDim = dim3(unsigned(how.blocks));
+    config.blockDim = dim3(unsigned(how.threads));
+    config.dynamicSmemBytes = size_t(how.shared_bytes);
+    config.stream = how.stream;
+    config.attrs = attributes;
+    if (how.overlaps) {
+      cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+      overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      overlap.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (how.cluster > 1) {
+      cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim.x = unsigned(how.cluster);
+      cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    }
+  }
+  LaunchConfig(const LaunchConfig&) = delete;  // it points into itself
+  LaunchConfig& operator=(const LaunchConfig&) = delete;
 };
 
 template <class... Parameters, class... Arguments>
 int launch(const Launch& how, void (*kernel)(Parameters...), const Arguments&... arguments) {
   if (const int status = allow_shared_memory(reinterpret_cast<const void*>(kernel), how.shared_bytes)) return status;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(how.blocks));
-  config.blockDim = dim3(unsigned(how.threads));
-  config.dynamicSmemBytes = size_t(how.shared_bytes);
-  config.stream = how.stream;
-  config.attrs = &overlap;
-  config.numAttrs = how.overlaps ? 1 : 0;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  const LaunchConfig with(how);
+  const cudaError_t error = cudaLaunchKernelEx(&with.config, kernel, arguments...);
   if (error != cudaSuccess) cudaGetLastError();  // clears the thread's last error
   return error;
 }

@@ -23,8 +23,9 @@ static inline WeightMap weight_map(const QfAttnParams& p) {
   return {(capped ? p.softcap : p.scale) * kLog2e, capped ? p.scale / p.softcap : 0.0f};
 }
 
-// Up to so many keys a row's rowsum(dout * out) is computed as rowsum(P * dP), which it equals. dP - delta cancels the
-// more the fewer keys there are, and `out` as float16 or bfloat16 has too few digits for what is left.
+// Up to so many keys a row's rowsum(dout * out) is computed as rowsum(P * dP), which it equals where these are all keys
+// of the row. dP - delta cancels the more the fewer keys there are, and `out` as float16 or bfloat16 has too few digits
+// for what is left.
 constexpr int64_t kFewKeys = 16;
 
 static float delta_of_few(const QfAttnParams& p, const Sequence& s, int64_t kv_head, KeyRange keys, const float* q,
@@ -62,7 +63,7 @@ static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int h
     const float lse = p.lse[statistics + r];
     tile.minus_lse[r] = lse == -INFINITY ? -INFINITY : -lse * kLog2e;
     const KeyRange keys = visible_keys(p, s, first + r);
-    const float delta = p.dtype != QF_F32 && keys.end - keys.begin <= kFewKeys
+    const float delta = p.dtype != QF_F32 && !params.partial && keys.end - keys.begin <= kFewKeys
                             ? delta_of_few(p, s, head / group, keys, q, dout, tile.minus_lse[r])
                             : dot_rows(dout, out, pitch);
     tile.delta[r] = delta - (params.dlse ? params.dlse[statistics + r] : 0.0f);
@@ -175,7 +176,8 @@ static void store_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_
 }
 
 // A sink is a key without a value: its weight exp(sink - lse) and dP = 0 give dS = -weight * delta. A row that sees no
-// key has its sink for its lse, and nothing of it in out.
+// key has its sink for its lse, and nothing of it in out; with params.partial that lse tells that it sees none
+// elsewhere.
 static double sink_share(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int64_t count) {
   const QfAttnParams& p = params.fwd;
   const int pitch = pitch_of(p);
@@ -186,13 +188,13 @@ static double sink_share(const QfAttnBwdParams& params, const Sequence& s, int h
   double share = 0.0;
   for (int64_t row = first; row < first + count; row++) {
     const KeyRange keys = visible_keys(p, s, row);
+    const float lse = p.lse[statistics + row];
     float delta = params.dlse ? -params.dlse[statistics + row] : 0.0f;
-    if (keys.begin < keys.end) {
+    if (keys.begin < keys.end || (params.partial && lse != sink)) {
       load_padded(out, row_address(p.out, p.dtype, s.batch, s.first_q + row, head), p.dtype, p.head_dim, pitch);
       load_padded(dout, row_address(params.dout, p.dtype, s.batch, s.first_q + row, head), p.dtype, p.head_dim, pitch);
       delta += dot_rows(dout, out, pitch);
     }
-    const float lse = p.lse[statistics + row];
     share -= (lse == sink ? 1.0 : ::exp(double(sink) - lse)) * delta;  // both may be infinite
   }
   return share;

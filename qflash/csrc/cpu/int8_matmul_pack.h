@@ -65,42 +65,52 @@ static inline void pack_along_n(const int8_t* b, int64_t stride_k, int64_t strid
   }
 }
 
-// -128 times the sum of each column, in the group behind the last.
+// -128 times the sum of each column, in the group behind the last. Sums are products with 1.
 static inline void pack_correction(char* panel, int depth) {
-  int32_t sums[kInt8Panel] = {};
-  const int8_t* packed = reinterpret_cast<const int8_t*>(panel);
-  for (int g = 0; g < groups_of(depth); g++, packed += kInt8Panel * 4)
-    for (int c = 0; c < kInt8Panel; c++)
-      sums[c] -= 128 * (packed[4 * c] + packed[4 * c + 1] + packed[4 * c + 2] + packed[4 * c + 3]);
-  memcpy(panel + int64_t(groups_of(depth)) * kInt8Panel * 4, sums, sizeof sums);
+  Integer ones[kPack];
+  for (int i = 0; i < kPack; i++) ones[i] = 1;
+  uint32_t* const groups = reinterpret_cast<uint32_t*>(panel);
+  int32_t sums[kInt8Panel];
+  for (int c = 0; c < kInt8Panel; c += kLanes) {
+    ScoreVec sum = no_score();
+    for (int g = 0; g < groups_of(depth); g++)
+      sum = dot(sum, broadcast_query(ones), load_keys(groups + g * kInt8Panel + c));
+    store_scores(sums + c, sum);
+  }
+  for (int c = 0; c < kInt8Panel; c++) sums[c] *= -128;
+  memcpy(groups + groups_of(depth) * kInt8Panel, sums, sizeof sums);
 }
 
+// A weight [k, n] in memory; one of the strides is 1.
+struct Int8Weight {
+  const int8_t* data;
+  int64_t stride_k, stride_n;
+};
+
 // Columns [first, first + columns), columns <= kInt8Panel, of b's rows [k0, k0 + depth).
-static inline void pack_panel(const QfInt8MatmulParams& p, int64_t first, int columns, int64_t k0, int depth,
-                              char* panel) {
-  const int8_t* b = p.b + k0 * p.b_stride_k + first * p.b_stride_n;
-  if (p.b_stride_k == 1) {
+static inline void pack_panel(const Int8Weight& b, int64_t first, int columns, int64_t k0, int depth, char* panel) {
+  const int8_t* from = b.data + k0 * b.stride_k + first * b.stride_n;
+  if (b.stride_k == 1) {
     for (int c = 0; c < kInt8Panel; c += kLanes)
-      pack_along_k(b + c * p.b_stride_n, p.b_stride_n, columns - c, depth, panel + c * 4);
+      pack_along_k(from + c * b.stride_n, b.stride_n, columns - c, depth, panel + c * 4);
   } else {
-    pack_along_n(b, p.b_stride_k, p.b_stride_n, columns, depth, panel);
+    pack_along_n(from, b.stride_k, b.stride_n, columns, depth, panel);
   }
-  if (kBiased) pack_correction(panel, depth);
+  if constexpr (kBiased) pack_correction(panel, depth);
 }
 
 // Distance between packed rows of a: whole cache lines, and not a power of two.
 constexpr int kRowStride = kDepth + 64 / int(sizeof(Integer));
 
 // Rows [row, row + rows) of a, values [k0, k0 + depth), zeros up to kRowBlock rows and whole steps.
-static inline void pack_rows(const QfInt8MatmulParams& p, int64_t row, int rows, int64_t k0, int depth,
-                             Integer* packed) {
+static inline void pack_rows(const QfLinearParams& p, int64_t row, int rows, int64_t k0, int depth, Integer* packed) {
   const int padded = groups_of(depth) * kPack;
   for (int r = 0; r < kRowBlock; r++, packed += kRowStride) {
     if (r >= rows) {
       memset(packed, 0, size_t(padded) * sizeof(Integer));
       continue;
     }
-    const int8_t* from = p.a + (row + r) * p.a_stride_m + k0;
+    const int8_t* from = static_cast<const int8_t*>(p.x) + (row + r) * p.x_stride_m + k0;
     for (int k = 0; k < depth; k++) packed[k] = kBiased ? Integer(int8_t(from[k] ^ -128)) : Integer(from[k]);
     memset(packed + depth, 0, size_t(padded - depth) * sizeof(Integer));
   }

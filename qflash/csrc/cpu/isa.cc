@@ -111,8 +111,10 @@ int choose_isa(Isa* isa) {
 bool has_amx() { return usable && choice.name == kAmx && tiles_permitted(); }
 #if defined(__x86_64__)
 bool has_avx512_vnni() { return kSets[choice.name] == Isa::kAvx512 && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_bf16() { return kSets[choice.name] == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16"); }
 #else
 bool has_avx512_vnni() { return false; }
+bool has_avx512_bf16() { return false; }
 #endif
 
 }  // namespace qf

@@ -11,6 +11,7 @@ int choose_isa(Isa* isa);
 // Instructions beyond the three sets, for kernels that test them one by one. Each is false unless `isa` is kAvx512:
 // asking for less by QFLASH_CPU_ISA turns them off too.
 bool has_avx512_vnni();
+bool has_avx512_bf16();
 // AMX tiles, int8 and bfloat16, and the permission to use them, asked for at the first call. QFLASH_CPU_ISA=amx insists
 // on them, =avx512 leaves them out.
 bool has_amx();

@@ -13,7 +13,7 @@ void fail(const std::string& what) {
   wait_for(Waits::kForGood);
 }
 
-std::string waiting(int threads) {
+std::string waiting() {
   const auto what = [](const Fiber& fiber) -> std::string {
     switch (fiber.waits) {
       case Waits::kWarp:
@@ -29,14 +29,19 @@ std::string waiting(int threads) {
     }
   };
   std::string all;
-  for (int first = 0, next; first < threads; first = next) {
-    const std::string one = what(fibers[first]);
-    for (next = first + 1; next < threads && what(fibers[next]) == one; ++next) {
+  for (int rank = 0; rank < cluster_blocks; ++rank) {
+    const Fiber* const threads = fibers + rank * block_threads;
+    if (block_is_done(rank)) continue;
+    all += (all.empty() ? "block " : "; block ") + std::to_string(first_block + unsigned(rank)) + " is stuck";
+    for (int first = 0, next; first < block_threads; first = next) {
+      const std::string one = what(threads[first]);
+      for (next = first + 1; next < block_threads && what(threads[next]) == one; ++next) {
+      }
+      if (one.empty()) continue;
+      all += "; threads " + std::to_string(first) + " to " + std::to_string(next - 1) + " wait " + one;
     }
-    if (one.empty()) continue;
-    all += "; threads " + std::to_string(first) + " to " + std::to_string(next - 1) + " wait " + one;
   }
-  return "block " + std::to_string(blockIdx.x) + " is stuck" + all;
+  return all;
 }
 
 }  // namespace emulate

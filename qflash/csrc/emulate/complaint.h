@@ -14,7 +14,7 @@ void complain(const std::string& what);
 // This thread did what a GPU forbids: it goes no further.
 void fail(const std::string& what);
 
-// Who waits for what in a block that goes no further.
-std::string waiting(int threads);
+// Who waits for what in a block, or a cluster, that goes no further.
+std::string waiting();
 
 }  // namespace emulate

@@ -5,6 +5,7 @@ namespace emulate {
 Fiber fibers[kMostThreads];
 void (*body)(const void*);
 const void* body_arguments;
+unsigned first_block;
 
 void wait_for(Waits what) {
   Fiber& fiber = self();
@@ -19,6 +20,12 @@ void wait_for(const Condition& condition) {
   wait_for(Waits::kCondition);
 }
 
+bool block_is_done(int rank) {
+  for (int t = rank * block_threads; t < (rank + 1) * block_threads; ++t)
+    if (fibers[t].waits != Waits::kDone) return false;
+  return true;
+}
+
 static void fiber_main() {
   for (;;) {
     body(body_arguments);
@@ -28,7 +35,9 @@ static void fiber_main() {
 
 void resume(int thread) {
   Fiber& fiber = fibers[thread];
-  threadIdx.x = unsigned(thread);
+  fiber_now = thread;
+  threadIdx.x = unsigned(thread % block_threads);
+  blockIdx.x = first_block + unsigned(thread / block_threads);
   ++turns;
   observe(Event::kRuns, 0);
   if (_setjmp(scheduler)) {

@@ -52,13 +52,19 @@ inline bool timed = false;         // threads take turns in the time of trace.h
 inline bool running = false;       // a thread of the kernel
 extern void (*body)(const void*);  // the kernel, as one thread runs it
 extern const void* body_arguments;
+extern unsigned first_block;  // of the cluster that runs
 
-inline Fiber& self() { return fibers[threadIdx.x]; }
+// A cluster's threads are counted from its first block's first on: which one runs, and its block's place.
+inline int fiber_now = 0;
+inline int block_threads, block_shared_bytes, cluster_blocks;
+inline Fiber& self() { return fibers[fiber_now]; }
+inline int rank_now() { return fiber_now / block_threads; }
+bool block_is_done(int rank);
 
 void wait_for(Waits what);
 void wait_for(const Condition& condition);
 
-// Lets a thread run until it waits.
+// Lets a thread of the cluster run until it waits.
 void resume(int thread);
 
 }  // namespace emulate

@@ -8,9 +8,9 @@
 inline float __fdividef(float x, float y) { return x / y; }
 void __syncthreads();
 inline int __syncthreads_or(int value) {
-  emulate::or_sum |= value != 0;
+  emulate::or_sum[emulate::rank_now()] |= value != 0;
   __syncthreads();
-  return emulate::or_result;
+  return emulate::or_result[emulate::rank_now()];
 }
 inline void __syncwarp() { emulate::wait_for(emulate::Waits::kWarp); }
 template <class T>

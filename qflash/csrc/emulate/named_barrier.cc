@@ -10,7 +10,7 @@ namespace emulate {
 
 void named_barrier_arrive(int id, int threads) {
   if (id < 1 || id >= kNamedBarriers) fail("barrier " + std::to_string(id) + " is not one of 1 to 15");
-  NamedBarrier& barrier = named_barriers[id];
+  NamedBarrier& barrier = named_barriers[rank_now()][id];
   barrier.last = std::max(barrier.last, now());
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
@@ -21,7 +21,7 @@ void named_barrier_arrive(int id, int threads) {
 
 void named_barrier_sync(int id, int threads) {
   if (id < 1 || id >= kNamedBarriers) fail("barrier " + std::to_string(id) + " is not one of 1 to 15");
-  NamedBarrier& barrier = named_barriers[id];
+  NamedBarrier& barrier = named_barriers[rank_now()][id];
   const unsigned generation = barrier.generation;
   named_barrier_arrive(id, threads);
   Condition condition;
@@ -30,8 +30,8 @@ void named_barrier_sync(int id, int threads) {
   };
   condition.name = [](const void* object, unsigned) {
     const auto* const barrier = static_cast<const NamedBarrier*>(object);
-    return "barrier " + std::to_string(barrier - named_barriers) + " (" + std::to_string(barrier->arrived) +
-           " threads have come)";
+    return "barrier " + std::to_string((barrier - named_barriers[0]) % kNamedBarriers) + " (" +
+           std::to_string(barrier->arrived) + " threads have come)";
   };
   condition.object = &barrier;
   condition.argument = generation;

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "emulate/types.h"
+
 namespace emulate {
 
 struct NamedBarrier {
@@ -11,7 +13,7 @@ struct NamedBarrier {
   uint64_t last, completed;  // in the time of trace.h: the latest arrival, and that of the generation before
 };
 constexpr int kNamedBarriers = 16;
-inline NamedBarrier named_barriers[kNamedBarriers];  // of this block
+inline NamedBarrier named_barriers[kMostClusterBlocks][kNamedBarriers];  // of the blocks that run
 
 void named_barrier_arrive(int id, int threads);
 void named_barrier_sync(int id, int threads);

@@ -2,7 +2,7 @@
 
 #include <map>
 
-#include "emulate/types.h"
+#include "emulate/fiber.h"
 
 namespace emulate {
 
@@ -23,7 +23,7 @@ std::string barrier_name(const void* s_barrier) {
 }
 
 void name_role(const char* name, int index) {
-  role_names[threadIdx.x / 32] = name + (index < 0 ? "" : " " + std::to_string(index));
+  role_names[size_t(fiber_now) / 32] = name + (index < 0 ? "" : " " + std::to_string(index));
 }
 
 }  // namespace emulate

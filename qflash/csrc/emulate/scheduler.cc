@@ -26,6 +26,12 @@ static bool go_on(int thread) {
   return true;
 }
 
+// What __syncthreads_or tells a block, all of whose threads have come.
+static void take_votes(const std::vector<int>& block) {
+  const int rank = block.front() / block_threads;
+  or_result[rank] = or_sum[rank], or_sum[rank] = 0;
+}
+
 // Lets every thread of `members` that may run, and is not slow, do so; then, if all that are left wait for the same
 // thing of the kinds given, lets them go on. Returns whether anything moved.
 static bool turn(const std::vector<int>& members, std::initializer_list<Waits> kinds) {
@@ -39,7 +45,7 @@ static bool turn(const std::vector<int>& members, std::initializer_list<Waits> k
       any |= fibers[thread].waits == kind;
     }
     if (!all || !any) continue;
-    if (kind == Waits::kBlock) or_result = or_sum, or_sum = 0;
+    if (kind == Waits::kBlock) take_votes(members);
     for (int thread : members)
       if (fibers[thread].waits == kind) fibers[thread].waits = Waits::kNot;
     moved = true;
@@ -49,26 +55,27 @@ static bool turn(const std::vector<int>& members, std::initializer_list<Waits> k
 
 // Threads in the order of their turns: warps shuffled, and lanes within each.
 struct Turns {
-  std::vector<std::vector<int>> warps;
-  std::vector<int> block;
+  std::vector<std::vector<int>> warps, blocks;
 
-  explicit Turns(int threads) : warps(size_t(threads + 31) / 32) {
-    for (int t = 0; t < threads; ++t) {
+  Turns() : warps(size_t(cluster_blocks * block_threads + 31) / 32), blocks(size_t(cluster_blocks)) {
+    for (int t = 0; t < cluster_blocks * block_threads; ++t) {
       warps[size_t(t) / 32].push_back(t);
-      block.push_back(t);
+      blocks[size_t(t / block_threads)].push_back(t);
     }
     for (auto& warp : warps) std::shuffle(warp.begin(), warp.end(), *order);
     std::shuffle(warps.begin(), warps.end(), *order);
   }
 };
 
-static void begin_block(int threads, int shared_bytes) {
-  std::fill_n(s_memory, size_t(shared_bytes) / sizeof(float4), make_float4(NAN, NAN, NAN, NAN));
-  block_threads = threads;
-  block_shared_bytes = shared_bytes;
+static void begin_cluster() {
   extension = nullptr;
-  or_sum = 0;
-  std::fill_n(named_barriers, kNamedBarriers, NamedBarrier{});
+  for (int rank = 0; rank < cluster_blocks; ++rank) {
+    std::fill_n(s_memory + rank * kSharedWindow / sizeof(float4), size_t(block_shared_bytes) / sizeof(float4),
+                make_float4(NAN, NAN, NAN, NAN));
+    or_sum[rank] = 0;
+    std::fill_n(named_barriers[rank], kNamedBarriers, NamedBarrier{});
+  }
+  const int threads = cluster_blocks * block_threads;
   for (int t = 0; t < threads; ++t) {
     Fiber& fiber = fibers[t];
     fiber.waits = Waits::kNot;
@@ -105,14 +112,14 @@ static bool meet(const std::vector<int>& members, Waits kind) {
     any = true;
   }
   if (!any) return false;
-  if (kind == Waits::kBlock) or_result = or_sum, or_sum = 0;
+  if (kind == Waits::kBlock) take_votes(members);
   for (int thread : members)
     if (fibers[thread].waits == kind) fibers[thread].waits = Waits::kNot, fibers[thread].clock = last;
   return true;
 }
 
 // The warp that is earliest goes on, until none can.
-static void run_in_time(std::vector<std::vector<int>>& warps, const std::vector<int>& block) {
+static void run_in_time(std::vector<std::vector<int>>& warps, const std::vector<std::vector<int>>& blocks) {
   for (auto& warp : warps) std::sort(warp.begin(), warp.end());
   std::sort(warps.begin(), warps.end());
   while (complaint.empty()) {
@@ -123,7 +130,9 @@ static void run_in_time(std::vector<std::vector<int>>& warps, const std::vector<
       for (int thread : warp)
         if (ready_at(fibers[thread]) < earliest) earliest = ready_at(fibers[thread]), next = &warp;
     }
-    if (!next && meet(block, Waits::kBlock)) continue;
+    bool met = false;
+    for (const auto& block : blocks) met |= !next && meet(block, Waits::kBlock);
+    if (met) continue;
     if (!next) return;
     for (int thread : *next) {
       const uint64_t ready = ready_at(fibers[thread]);
@@ -134,11 +143,17 @@ static void run_in_time(std::vector<std::vector<int>>& warps, const std::vector<
   }
 }
 
-// Returns false when the block is stuck or a thread failed: `complaint` says why.
-static bool run_block(int threads, int shared_bytes) {
-  begin_block(threads, shared_bytes);
-  Turns turns_of(threads);
-  if (timed) run_in_time(turns_of.warps, turns_of.block);
+static bool cluster_is_done() {
+  for (int rank = 0; rank < cluster_blocks; ++rank)
+    if (!block_is_done(rank)) return false;
+  return true;
+}
+
+// Returns false when a block is stuck or a thread failed: `complaint` says why.
+static bool run_cluster() {
+  begin_cluster();
+  Turns turns_of;
+  if (timed) run_in_time(turns_of.warps, turns_of.blocks);
   // With an extension, threads depend on each other in more ways than barriers of the block: one warp or lane at a time
   // is so slow that it goes on only when no other can.
   std::vector<int> slow;
@@ -154,27 +169,30 @@ static bool run_block(int threads, int shared_bytes) {
     }
     for (const auto& warp : turns_of.warps)
       while (turn(warp, {Waits::kWarp, Waits::kShuffle})) moved = true;
-    moved |= turn(turns_of.block, {Waits::kBlock});
-    if (!moved && extension && (*order)() % 2) moved = extension->idle();
+    for (const auto& block : turns_of.blocks) moved |= turn(block, {Waits::kBlock});
+    if (!moved && extension && (*order)() % 2 && !cluster_is_done()) moved = extension->idle();
     if (moved) continue;
     for (int t : slow) moved |= go_on(t);
-    if (!moved && extension) moved = extension->idle();
+    if (!moved && extension && !cluster_is_done()) moved = extension->idle();
   }
-  const bool done =
-      std::all_of(turns_of.block.begin(), turns_of.block.end(), [](int t) { return fibers[t].waits == Waits::kDone; });
+  const bool done = cluster_is_done();
   if (!done) {
-    complain(waiting(threads));
+    complain(waiting());
     for (Fiber& fiber : fibers) fiber.started = false;  // their stacks are given up
   }
   if (extension) extension->end();
   observe(Event::kBlockEnds, !done);
   if (timed)
-    for (size_t warp = 0; warp < role_names.size(); ++warp) record("role", unsigned(warp), 0, 0, role_names[warp]);
+    for (size_t warp = 0; warp < role_names.size(); ++warp) {
+      const unsigned warps = unsigned(block_threads + 31) / 32;
+      blockIdx.x = first_block + unsigned(warp) / warps;
+      record("role", unsigned(warp) % warps, 0, 0, role_names[warp]);
+    }
   return complaint.empty();
 }
 
-bool run_blocks(void (*kernel)(const void*), const void* arguments, int64_t blocks, int threads, int shared_bytes,
-                unsigned seed) {
+bool run_blocks(void (*kernel)(const void*), const void* arguments, int64_t blocks, int cluster, int threads,
+                int shared_bytes, unsigned seed) {
   std::mt19937 seeded(seed);
   order = &seeded;
   turns = 0;
@@ -184,11 +202,14 @@ bool run_blocks(void (*kernel)(const void*), const void* arguments, int64_t bloc
   gridDim = dim3(unsigned(blocks));
   body = kernel;
   body_arguments = arguments;
+  block_threads = threads;
+  block_shared_bytes = shared_bytes;
+  cluster_blocks = cluster;
   bool good = true;
   const Guard guard;
-  for (int64_t block = 0; block < blocks && good; ++block) {
-    blockIdx.x = unsigned(block);
-    good = run_block(threads, shared_bytes);
+  for (int64_t block = 0; block < blocks && good; block += cluster) {
+    blockIdx.x = first_block = unsigned(block);
+    good = run_cluster();
   }
   order = nullptr;
   ++launches;

@@ -1,4 +1,4 @@
-// Who runs next: the threads of a block take turns until all are done or none can go on.
+// Who runs next: the threads of a block, or of a cluster's blocks, take turns until all are done or none can go on.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,12 @@ struct Extension {
 };
 
 inline Extension* extension = nullptr;
-inline std::mt19937* order = nullptr;  // what is left to chance
-inline int block_threads, block_shared_bytes;
-inline int or_sum, or_result;  // of __syncthreads_or
+inline std::mt19937* order = nullptr;                                  // what is left to chance
+inline int or_sum[kMostClusterBlocks], or_result[kMostClusterBlocks];  // of __syncthreads_or
 
-// Runs `kernel(arguments)` as every thread of `blocks` blocks, one block after another. Returns false when something
-// went wrong: `complaint` says what.
-bool run_blocks(void (*kernel)(const void*), const void* arguments, int64_t blocks, int threads, int shared_bytes,
-                unsigned seed);
+// Runs `kernel(arguments)` as every thread of `blocks` blocks: `cluster` of them together, one cluster after another.
+// Returns false when something went wrong: `complaint` says what.
+bool run_blocks(void (*kernel)(const void*), const void* arguments, int64_t blocks, int cluster, int threads,
+                int shared_bytes, unsigned seed);
 
 }  // namespace emulate

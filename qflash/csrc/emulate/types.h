@@ -45,6 +45,8 @@ struct dim3 {
 // One thread runs at a time; whoever lets it run sets them.
 inline dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
 
-// Dynamic shared memory, which every kernel calls so. One more page than the most a block can have.
-constexpr int kMostSharedBytes = 227 * 1024;
-alignas(1024) inline float4 s_memory[(kMostSharedBytes + 4096) / sizeof(float4)];
+// Dynamic shared memory, which every kernel calls so. One more page than the most a block can have. Blocks of a cluster
+// run together: each has a window of it, and a kernel for clusters asks for its own (ptx/cluster.cuh).
+constexpr int kMostSharedBytes = 227 * 1024, kMostClusterBlocks = 2;
+constexpr int kSharedWindow = kMostSharedBytes + 4096;
+alignas(1024) inline float4 s_memory[kMostClusterBlocks * kSharedWindow / sizeof(float4)];

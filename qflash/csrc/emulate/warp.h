@@ -21,7 +21,7 @@ struct Shown {
 template <class T>
 Shown<T> gather(const T& mine) {
   static_assert(sizeof(T) <= kExchangeBytes, "lanes exchange at most kExchangeBytes");
-  const unsigned thread = threadIdx.x;
+  const int thread = fiber_now;
   auto& place = exchanged[fibers[thread].gathers++ % 2];
   new (place[thread]) T(mine);
   wait_for(Waits::kShuffle);

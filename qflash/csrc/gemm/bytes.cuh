@@ -1,5 +1,5 @@
-// Matrices of int8 in global memory, sixteen bytes of a row at a time, whatever their alignment; and the transpose of
-// 4 x 4 bytes that transposes rows along n to words along k.
+// Matrices in global memory, sixteen bytes of a row at a time, whatever their alignment; and the transpose of 4 x 4
+// bytes that transposes rows of int8 along n to words along k.
 #pragma once
 
 #include <stdint.h>
@@ -13,7 +13,8 @@ struct Bytes16 {
   uint32_t word[4];
 };
 
-// `columns` are contiguous. begin .. end is the memory from the first to the last element.
+// Rows of bytes, of whatever elements: strides and columns count bytes. `columns` are contiguous. begin .. end is the
+// memory from the first to the last element.
 struct ByteMatrix {
   const int8_t *g_data, *g_begin, *g_end;
   int64_t stride;
@@ -21,8 +22,10 @@ struct ByteMatrix {
   bool vector;  // every 16 bytes from a column that divides by 16 are aligned, and columns divides by 16
 };
 
-// Host side.
-inline ByteMatrix byte_matrix(const int8_t* data, int64_t stride, int64_t rows, int64_t columns) {
+// Host side: elements of so many bytes, stride and columns counted in them.
+inline ByteMatrix byte_matrix(const void* elements, int size, int64_t stride, int64_t rows, int64_t columns) {
+  stride *= size, columns *= size;
+  const int8_t* const data = static_cast<const int8_t*>(elements);
   const int64_t span = rows > 0 ? (rows - 1) * stride : 0;
   const int8_t* const begin = data + (span < 0 ? span : 0);
   const bool vector = columns % 16 == 0 && stride % 16 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;

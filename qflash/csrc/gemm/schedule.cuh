@@ -1,6 +1,6 @@
 // Which block computes which tile of out. Blocks that run at the same time should share what they read: a run of
 // consecutive blocks covers a band of kBandRows row tiles, column by column, so that about a hundred of them touch
-// about as many bytes of a as of b, and both stay in the L2 cache.
+// about as many bytes of x as of w, and both stay in the L2 cache.
 #pragma once
 
 #include "gemm/bytes.cuh"
@@ -9,25 +9,42 @@
 namespace qf {
 namespace gemm {
 
-struct Grid {
-  ByteMatrix a, b;  // a [m][k]; b as it lies in memory: [n][k] or [k][n]
-  int row_tiles, column_tiles;
-  bool vector_out;  // rows of out start on 16 bytes
+// Both operands of a product as they lie in memory.
+struct Operands {
+  ByteMatrix x;     // [m][k], or [k][m] where m is contiguous
+  ByteMatrix w[2];  // likewise: [n][k] or [k][n]; the second is up
 };
 
-// b's k runs along memory. Where both directions qualify (one of k and n is 1) it makes no difference.
-inline bool k_contiguous(const QfInt8MatmulParams& p) { return p.b_stride_k == 1; }
+struct Grid : Operands {
+  int row_tiles, column_tiles;
+  bool vector_out;  // rows of out, residual and pre start on 16 bytes
+};
 
-// Host side.
-inline Grid grid_of(const QfInt8MatmulParams& p, int tile_rows, int tile_columns) {
-  const int out_bytes = p.out_dtype == QF_F16 || p.out_dtype == QF_BF16 ? 2 : 4;
-  Grid grid;
-  grid.a = byte_matrix(p.a, p.a_stride_m, p.m, p.k);
-  grid.b = k_contiguous(p) ? byte_matrix(p.b, p.b_stride_n, p.n, p.k) : byte_matrix(p.b, p.b_stride_k, p.k, p.n);
-  grid.row_tiles = int((p.m + tile_rows - 1) / tile_rows);
-  grid.column_tiles = int((p.n + tile_columns - 1) / tile_columns);
-  grid.vector_out = reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.out_stride_m * out_bytes % 16 == 0;
-  return grid;
+// k runs along memory. Where both directions qualify (one of the extents is 1) it makes no difference.
+inline bool x_along_k(const QfLinearParams& p) { return p.x_stride_k == 1; }
+inline bool w_along_k(const QfLinearParams& p) { return p.w_stride_k == 1; }
+
+// Bytes of an element of a QfDtype or QfOpDtype.
+constexpr int bytes_of(int dtype) { return dtype == QF_I8 ? 1 : dtype == QF_F16 || dtype == QF_BF16 ? 2 : 4; }
+
+// Host side, as is what follows.
+inline Operands operands_of(const QfLinearParams& p) {
+  const int size = bytes_of(p.dtype);
+  const auto weight = [&](const void* data, int64_t stride_k, int64_t stride_n) {
+    return w_along_k(p) ? byte_matrix(data, size, stride_n, p.n, p.k) : byte_matrix(data, size, stride_k, p.k, p.n);
+  };
+  return {
+      x_along_k(p) ? byte_matrix(p.x, size, p.x_stride_m, p.m, p.k) : byte_matrix(p.x, size, p.x_stride_k, p.k, p.m),
+      {weight(p.w, p.w_stride_k, p.w_stride_n), weight(p.up, p.up_stride_k, p.up_stride_n)}};
+}
+
+inline Grid grid_of(const QfLinearParams& p, const Operands& operands, int tile_rows, int tile_columns) {
+  const auto aligned = [&](const void* data, int64_t stride) {
+    return !data || (reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * bytes_of(p.out_dtype) % 16 == 0);
+  };
+  const bool vector_out = aligned(p.out, p.out_stride_m) && aligned(p.residual, p.residual_stride_m) &&
+                          aligned(p.pre, p.n) && aligned(p.pre_up, p.n);
+  return {operands, int((p.m + tile_rows - 1) / tile_rows), int((p.n + tile_columns - 1) / tile_columns), vector_out};
 }
 
 struct Tile {

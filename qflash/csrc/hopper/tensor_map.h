@@ -28,8 +28,8 @@ inline bool strides_map(const TensorExtents& x, int element_bytes) {
   return true;
 }
 
-// Boxes of one panel of Tile: box_rows rows (dimension 1), swizzled. Of 16-bit elements or, where Tile is, of bytes. x
-// begins at whole 16 bytes. promotion: how much L2 fetches where a box asks for less. Returns a cudaError_t.
+// Boxes of one panel of Tile: box_rows rows (dimension 1), swizzled. Of 16-bit elements or, where Tile is, of bytes or
+// words. x begins at whole 16 bytes. promotion: how much L2 fetches where a box asks for less. Returns a cudaError_t.
 template <class Tile>
 inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_rows,
                              CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
@@ -55,7 +55,9 @@ inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_r
   const cuuint32_t box[4] = {cuuint32_t(Tile::kPanelColumns), cuuint32_t(box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   // Their bits are copied as they are, so any type of that size does.
-  const auto type = kElementBytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  const auto type = kElementBytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                    : kElementBytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                         : CU_TENSOR_MAP_DATA_TYPE_UINT32;
   const auto swizzle = Tile::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const CUresult result = encode(&map, type, 4, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                  swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -134,9 +134,12 @@ typedef struct QfAttnParams {
   int64_t total_q, total_k; /* rows of packed q and k; unused otherwise */
 } QfAttnParams;
 
-/* Gradients. out and lse of `fwd` are inputs here (what the forward pass returned); fwd's workspace is not used. */
+/* Gradients. out and lse of `fwd` are inputs here (what the forward pass returned); fwd's workspace is not used.
+ * partial: 1: out and lse, and dout and dlse, are of more keys than fwd has. dq, dk, dv and dsinks are then the share
+ * of fwd's keys, and of the sinks where fwd has them: shares of keys that are apart add up to the gradients. */
 typedef struct QfAttnBwdParams {
-  int32_t struct_bytes, reserved; /* of this struct; fwd's own is checked too */
+  int32_t struct_bytes; /* of this struct; fwd's own is checked too */
+  int32_t partial;
   QfAttnParams fwd;
   QfTensor dout;       /* like out */
   const float* dlse;   /* like lse, same strides; NULL: zero */

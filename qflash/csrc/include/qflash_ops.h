@@ -1,4 +1,4 @@
-/* Parameter structs of the operations beside attention: quantization, INT8 products, row reductions.
+/* Parameter structs of the operations beside attention: quantization, linear layers, row reductions.
  *
  * As in qflash.h: plain C, strides count elements, optional pointers are NULL when absent, `num_threads` is the CPU's.
  * Every kernel NAME of an operation exports, with that operation's struct P,
@@ -101,22 +101,57 @@ typedef struct QfKvWriteParams {
   QfKv kv;
 } QfKvWriteParams;
 
-/* out[i, j] = a_scale[i] * b_scale[j] * sum_k a[i, k] b[k, j] + bias[j]; sums are exact in int32. */
-typedef struct QfInt8MatmulParams {
-  int32_t struct_bytes, out_dtype; /* QF_F32, QF_F16, QF_BF16, or QF_I32 (no scales, no bias) */
+enum QfActivation {
+  QF_IDENTITY = 0,
+  QF_GELU = 1,      /* h (1 + erf(h / sqrt(2))) / 2 */
+  QF_GELU_TANH = 2, /* h (1 + tanh(sqrt(2 / pi) (h + 0.044715 h^3))) / 2 */
+  QF_SILU = 3,      /* h / (1 + exp(-h)) */
+  QF_SWIGLU = 4     /* silu(h) u, where u is the product with `up` as h is that with w */
+};
+
+/* A linear layer: out <- activation(h) + residual with h[i, j] = x_scale[i] w_scale[j] sum_k x[i, k] w[k, j] + bias[j].
+ * Sums are float32, of integers exact in int32 (then k is at most 131071). Scales are for integers alone. */
+typedef struct QfLinearParams {
+  int32_t struct_bytes;
+  int32_t dtype;      /* of x, w and up: QF_F32, QF_F16, QF_BF16 or QF_I8 */
+  int32_t out_dtype;  /* of out, residual, pre and pre_up: `dtype` or QF_F32. Integers: QF_F32, QF_F16, QF_BF16, or
+                         QF_I32 where nothing but the sums is wanted */
+  int32_t bias_dtype; /* of bias and up_bias: QF_F32, or the 16-bit type of x or out */
+  int32_t activation; /* QfActivation */
+  int32_t num_threads;
   int64_t m, n, k;
-  const int8_t *a, *b;
-  int64_t a_stride_m; /* k is contiguous in a */
-  int64_t b_stride_k, b_stride_n;
-  const float *a_scale, *b_scale;         /* NULL: 1 */
-  int64_t a_scale_stride, b_scale_stride; /* 0: one scale for all rows (columns); 1: one each */
-  const float* bias;                      /* [n]; NULL: 0 */
-  void* out;
-  int64_t out_stride_m; /* n is contiguous in out */
-  int32_t num_threads, reserved;
+  const void *x, *w, *up;                    /* [m, k]; [k, n]; [k, n], QF_SWIGLU alone */
+  int64_t x_stride_m, x_stride_k;            /* one of them is 1; of integers x_stride_k is */
+  int64_t w_stride_k, w_stride_n;            /* one of them is 1 */
+  int64_t up_stride_k, up_stride_n;          /* the one that is 1 in w is 1 here */
+  const float *x_scale, *w_scale, *up_scale; /* NULL: 1 */
+  int64_t x_scale_stride;                    /* 0: one scale for all rows; 1: one each */
+  int64_t w_scale_stride, up_scale_stride;   /* likewise of columns */
+  const void *bias, *up_bias;                /* [n]; NULL: 0 */
+  const void* residual;                      /* [m, n], n contiguous; NULL: 0 */
+  int64_t residual_stride_m;
+  void* out; /* [m, n], n contiguous */
+  int64_t out_stride_m;
+  void *pre, *pre_up; /* [m, n] contiguous: h and u, which the backward pass wants; NULL: not wanted */
   void* workspace;
   int64_t workspace_bytes;
-} QfInt8MatmulParams;
+} QfLinearParams;
+
+/* Gradients of it, x and w of `dtype` QF_F32, QF_F16 or QF_BF16. With dh = dout activation'(pre), in `dtype`,
+ *   dx = dh w^T,   dw = x^T dh,   dbias = the sums of dh's columns,   dresidual = dout.
+ * QF_SWIGLU: dh = dout u silu'(h) and du = dout silu(h); dx = dh w^T + du up^T, dup = x^T du, dup_bias likewise.
+ * Sums are taken in an order that the shape alone decides. */
+typedef struct QfLinearBwdParams {
+  int32_t struct_bytes, dtype, bias_dtype, activation; /* as in QfLinearParams */
+  int32_t num_threads, reserved;
+  int64_t m, n, k;
+  const void *dout, *x, *w, *up, *pre, *pre_up; /* as above; dout, x, pre and pre_up of `dtype` */
+  int64_t dout_stride_m, x_stride_m;            /* n and k are contiguous */
+  int64_t w_stride_k, w_stride_n, up_stride_k, up_stride_n;
+  void *dx, *dw, *dup, *dbias, *dup_bias, *dresidual; /* contiguous, [m, k], [k, n], [n], [m, n]; NULL: not wanted */
+  void* workspace;
+  int64_t workspace_bytes;
+} QfLinearBwdParams;
 
 /* Attention on some keys (a) and on others (b) to attention on both: out <- a exp(a_lse - lse) + b exp(b_lse - lse)
  * with lse <- log(exp(a_lse) + exp(b_lse)). A row of lse -inf takes no part. Packed tensors are a batch of one. */
@@ -131,6 +166,20 @@ typedef struct QfMergeParams {
   int64_t b_lse_stride_b, b_lse_stride_h, b_lse_stride_t;
   float* lse; /* [batch, heads, length], contiguous */
 } QfMergeParams;
+
+/* out <- x with every head of a token rotated by the token's position; with `inverse` rotated back, which is the
+ * gradient of that. Token t of sequence b stands at positions[b, t] where these are given, else where rope.positions_k
+ * says, else at t. A position outside the table is refused on the CPU; on a GPU the channels it rotates become NaN.
+ * Packed tensors are a batch of one. */
+typedef struct QfRopeParams {
+  int32_t struct_bytes, dtype;
+  int32_t batch, length, heads, head_dim;
+  int32_t inverse, num_threads;
+  QfTensor x, out;
+  const int32_t* positions;   /* [batch, length]; NULL: none */
+  int64_t stride_positions_b; /* 0: one row serves the whole batch */
+  QfRope rope;
+} QfRopeParams;
 
 /* softmax and layer_norm: one result row per row of x [rows, columns], columns contiguous. */
 typedef struct QfRowsParams {
@@ -222,10 +271,13 @@ int qf_cpu_cross_entropy(const QfCrossEntropyParams* params, void* stream);
 int qf_cpu_softmax_bwd(const QfSoftmaxBwdParams* params, void* stream);
 int qf_cpu_layer_norm_bwd(const QfLayerNormBwdParams* params, void* stream);
 int qf_cpu_cross_entropy_bwd(const QfCrossEntropyBwdParams* params, void* stream);
-int qf_cpu_int8_matmul(const QfInt8MatmulParams* params, void* stream);
+int qf_cpu_linear(const QfLinearParams* params, void* stream);
+int qf_cpu_linear_bwd(const QfLinearBwdParams* params, void* stream);
+int qf_cpu_int8_matmul(const QfLinearParams* params, void* stream);
 int qf_cpu_quantize(const QfQuantizeParams* params, void* stream);
 int qf_cpu_dequantize(const QfDequantizeParams* params, void* stream);
 int qf_cpu_merge(const QfMergeParams* params, void* stream);
+int qf_cpu_rope(const QfRopeParams* params, void* stream);
 int qf_cpu_kv_write(const QfKvWriteParams* params, void* stream);
 
 #ifdef __cplusplus

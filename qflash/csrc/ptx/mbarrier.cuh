@@ -46,6 +46,25 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier* s_barrier) {
 #endif
 }
 
+// The same at the barrier in the place of s_barrier in block `rank` of the cluster, which may be this one. It says that
+// products that read shared memory are complete, and carries no writes of this thread to the other block: a release of
+// the cluster's scope would wait for all memory of the GPU (MEMBAR.ALL.GPU).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
+__device__ __forceinline__ void mbarrier_arrive_at(Mbarrier* s_barrier, uint32_t rank) {
+#ifdef __CUDA_ARCH__
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cta.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(shared_address(s_barrier)),
+      "r"(rank)
+      : "memory");
+#elif defined(QF_EMULATOR)
+  emulate::mbarrier_arrive_at(s_barrier, int(rank));
+#endif
+}
+
 // One arrival, and `bytes` more for the copy engine to bring in this phase.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* s_barrier, int bytes) {

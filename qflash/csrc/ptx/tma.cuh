@@ -1,5 +1,6 @@
 // The copy engine (TMA): boxes of tensors that a map describes, from global to shared memory, swizzled on the way,
-// zeros where the box leaves the tensor; and runs of bytes. sm_90.
+// zeros where the box leaves the tensor; back again, where nothing is written outside the tensor; and runs of bytes.
+// sm_90.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
@@ -26,6 +27,57 @@ __device__ __forceinline__ void copy_box(void* s_to, const void* map, int c0, in
       : "memory");
 #elif defined(QF_EMULATOR)
   emulate::copy_box(s_to, map, {c0, c1, c2, c3}, s_barrier);
+#endif
+}
+
+// The same to every block of the cluster whose bit is set in `blocks`, this one among them or not: to the place of s_to
+// in each, where the bytes arrive at the barrier in the place of s_barrier. L2 is read once.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
+__device__ __forceinline__ void copy_box_to(uint16_t blocks, void* s_to, const void* map, int c0, int c1, int c2,
+                                            int c3, Mbarrier* s_barrier) {
+#ifdef __CUDA_ARCH__
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(s_to)),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(s_barrier)), "h"(blocks)
+      : "memory");
+#elif defined(QF_EMULATOR)
+  emulate::copy_box_to(blocks, s_to, map, {c0, c1, c2, c3}, s_barrier);
+#endif
+}
+
+// A box from shared memory to (c0, c1, c2, c3) of the map's tensor. Whoever wrote it has fenced (fence_proxy_async),
+// and the calling thread has met them. One thread calls it, and it alone can wait.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
+__device__ __forceinline__ void store_box(const void* map, int c0, int c1, int c2, int c3, const void* s_from) {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(s_from))
+               : "memory");
+#elif defined(QF_EMULATOR)
+  emulate::store_box(map, {c0, c1, c2, c3}, s_from);
+#endif
+}
+
+// Close a group: every store of this thread since the last one.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-commit-group
+__device__ __forceinline__ void commit_stores() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#elif defined(QF_EMULATOR)
+  emulate::commit_stores();
+#endif
+}
+
+// Wait until the copy engine has read all but kPending groups of this thread's stores: shared memory may be written
+// again, or be given up.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-wait-group
+template <int kPending>
+__device__ __forceinline__ void wait_stores_read() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+#elif defined(QF_EMULATOR)
+  emulate::wait_stores_read(kPending);
 #endif
 }
 

@@ -217,6 +217,15 @@ QF_WGMMA_S8(128,
             (QF_INTEGER_SUMS(0), QF_INTEGER_SUMS(2), QF_INTEGER_SUMS(4), QF_INTEGER_SUMS(6), QF_INTEGER_SUMS(8),
              QF_INTEGER_SUMS(10), QF_INTEGER_SUMS(12), QF_INTEGER_SUMS(14)),
             "%64", "%65", "%66")
+QF_WGMMA_S8(256,
+            QF_NAMES_0 ", " QF_NAMES_1 ", " QF_NAMES_2 ", " QF_NAMES_3 ", " QF_NAMES_4 ", " QF_NAMES_5 ", " QF_NAMES_6
+                       ", " QF_NAMES_7 ", " QF_NAMES_8 ", " QF_NAMES_9 ", " QF_NAMES_10 ", " QF_NAMES_11
+                       ", " QF_NAMES_12 ", " QF_NAMES_13 ", " QF_NAMES_14 ", " QF_NAMES_15,
+            (QF_INTEGER_SUMS(0), QF_INTEGER_SUMS(2), QF_INTEGER_SUMS(4), QF_INTEGER_SUMS(6), QF_INTEGER_SUMS(8),
+             QF_INTEGER_SUMS(10), QF_INTEGER_SUMS(12), QF_INTEGER_SUMS(14), QF_INTEGER_SUMS(16), QF_INTEGER_SUMS(18),
+             QF_INTEGER_SUMS(20), QF_INTEGER_SUMS(22), QF_INTEGER_SUMS(24), QF_INTEGER_SUMS(26), QF_INTEGER_SUMS(28),
+             QF_INTEGER_SUMS(30)),
+            "%128", "%129", "%130")
 
 #define QF_WGMMA_E4M3(N, NAMES, SUMS, I0, I1, I2, I3, I4)                                                       \
   template <>                                                                                                   \

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from qflash.call import cache
-from qflash.call.op import Op, Operand, Plan
+from qflash.call.op import Op, Plan
 from qflash.frontends.jax import trees  # noqa: F401  (registers them)
 from qflash.frontends.jax.call import Call
 from qflash.frontends.jax.describe import default_platform, describe, is_traced
@@ -33,7 +33,6 @@ from qflash.frontends.jax.lengths import as_lengths
 from qflash.frontends.jax.varying import vary_alike
 from qflash.frontends.jax.words import require_known
 
-_INT32 = jnp.iinfo(jnp.int32)
 _FAILED = "INVALID_ARGUMENT: qflash: "  # how XLA spells a handler's refusal of a value
 
 
@@ -133,19 +132,8 @@ def _program(call: Call) -> Callable[..., tuple[jax.Array, ...]]:
     """The jit of a call. It has no static arguments, so that looking up the compiled program hashes none."""
 
     def program(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        wanted = {operand.argument: operand for operand in call.plan(arrays, "cpu").operands}
-        # What no kernel reads, only a check, goes as it is.
-        ready = [_ready(wanted.get(name), x) for name, x in zip(call.names, arrays, strict=True)]
-        return differentiable(call)(*vary_alike(ready))
+        return differentiable(call)(*vary_alike(call.read_as(arrays)))
 
     program.__name__ = program.__qualname__ = f"qflash_{call.op.name}"  # what jaxprs and profilers show
     compiled: Callable[..., tuple[jax.Array, ...]] = jax.jit(program)
     return compiled
-
-
-def _ready(operand: Operand | None, x: jax.Array) -> jax.Array:
-    if operand is None or operand.dtype is None:
-        return x
-    if operand.dtype == "int32" and x.dtype.itemsize > _INT32.dtype.itemsize:
-        x = jnp.clip(x, _INT32.min, _INT32.max)
-    return x.astype(operand.dtype)

@@ -37,7 +37,7 @@ def _mapped(
     ranks = {name: x.ndim - is_mapped for name, x, is_mapped in zip(call.names, operands, in_batched, strict=True)}
     if call.op.folds(mapped, ranks, call.words_by_name()):
         return function(*operands)
-    known = call.dims()
+    known = call.dims([ranks[name] for name in call.names])
     # An axis of 0 cannot be unfolded again, nor be heads; a loop of no iterations gives the empty results.
     if known is None or axis_size == 0 or not _takes_a_batch(call, known, mapped):
         return _loop(function, in_batched, operands)

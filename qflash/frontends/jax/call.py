@@ -10,9 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from qflash.call import cache
 from qflash.call.array import Array
 from qflash.call.op import Op, Plan
+
+_INT32 = jnp.iinfo(jnp.int32)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -41,13 +45,26 @@ class Call:
         by_name = dict(zip(self.names, arrays, strict=True))
         return self.op.plan(*(by_name.get(name) for name in self.op.arrays), *self.words)
 
-    def dims(self) -> Mapping[str, str] | None:
-        """The dimensions of arrays and results by letters, where the operation tells them."""
-        return None if self.op.dims is None else self.op.dims(self.names)
+    def read_as(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays in the dtypes that the kernel reads. What no kernel reads, only a check, stays as it is."""
+        wanted = {operand.argument: operand.dtype for operand in self.plan(arrays, "cpu").operands}
+        return [_converted(x, wanted.get(name)) for name, x in zip(self.names, arrays, strict=True)]
+
+    def dims(self, ranks: Sequence[int]) -> Mapping[str, str] | None:
+        """The dimensions of arrays of these ranks, and of results, by letters, where the operation tells them."""
+        return None if self.op.dims is None else self.op.dims(dict(zip(self.names, ranks, strict=True)))
 
     def words_by_name(self) -> dict[str, Any]:
         """The words, as checks and rules ask for them."""
         return dict(zip(self.op.words, self.words, strict=True))
+
+
+def _converted(x: Any, dtype: str | None) -> Any:
+    if dtype is None:
+        return x
+    if dtype == "int32" and x.dtype.itemsize > _INT32.dtype.itemsize:
+        x = jnp.clip(x, _INT32.min, _INT32.max)
+    return x.astype(dtype)
 
 
 def dims_of(known: Mapping[str, str], name: str, rank: int) -> str:

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from qflash import dispatch
-from qflash.call.op import Gradient
+from qflash.call.op import Gradient, Op
 from qflash.call.spec import SERVE_QUANTIZED
 from qflash.frontends.jax.batching import batchable
 from qflash.frontends.jax.call import Call
@@ -28,7 +28,7 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
         forward = batchable(call)
         return lambda *arrays: forward(*(forward_only(call.op, *of) for of in zip(call.names, arrays, strict=True)))
     whole = replace(call, words=call.op.with_words(call.words, gradient.words))  # with every result
-    run, run_whole = (_once(gradient, x) for x in (call, whole))
+    run = batchable(call) if call.op.backward is call.op else _once(call.op, call)
 
     @jax.custom_vjp
     def function(*arrays: Any) -> tuple[Any, ...]:
@@ -37,6 +37,7 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
     def save(*arrays: Any) -> tuple[tuple[Any, ...], Any]:
         _check_differentiable(call, gradient, arrays)
         arrays = tuple(x.value for x in arrays)
+        run_whole = _inner(call.op, whole)
         # By these names jax.checkpoint's policies can keep what would have to be computed again.
         results = [
             checkpoint_name(x, f"{call.op.spoken}.{name}")
@@ -54,24 +55,38 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
             of_results[0] = jnp.zeros_like(results[0])
         by_name = dict(zip(call.names, arrays, strict=True))
         known = by_name | dict(zip(call.op.results, results, strict=False))
-        known |= {f"d{name}": x for name, x in zip(call.op.results, of_results, strict=False) if x is not None}
-        operands = {name: known[name] for name in gradient.op.arrays if name in known}
-        backward = _once(gradient, Call(gradient.op, whole.words, tuple(operands)))
+        known |= {name: x for name, x in zip(call.op.cotangents, of_results, strict=False) if x is not None}
+        operands = {name: known[name] for name in call.op.backward.arrays if name in known}
+        backward_call = Call(call.op.backward, call.op.backward_words(whole.words), tuple(operands))
+        operands = dict(zip(operands, backward_call.read_as(tuple(operands.values())), strict=True))
+        backward = _inner(call.op, backward_call)
         wanted = [name for name in gradient.of if name in by_name]
         gradients = dict(zip(wanted, backward(*operands.values()), strict=True))
+        gradients |= dict.fromkeys(gradient.passed, of_results[0])
         return tuple(gradients.get(name) for name in call.names)
 
     function.defvjp(save, pull_back, symbolic_zeros=True)
-    refusal = no_forward_mode(call.op, [name for name in gradient.of if name in call.names])
-    return lambda *arrays: function(
-        *(reverse_only(x, refusal) if name in gradient.of else x for name, x in zip(call.names, arrays, strict=True))
-    )
+    of = [name for name in call.names if name in (*gradient.of, *gradient.passed)]
+    refusal = no_forward_mode(call.op, of)
+
+    def guarded(name: str, x: Any) -> Any:
+        # Not in `save`: where that fails, JAX keeps a program that nobody can differentiate any more.
+        if name in gradient.refused:
+            return constant(x, f"{name} has no gradient in qflash; put jax.lax.stop_gradient around it")
+        return reverse_only(x, refusal) if name in of else x
+
+    return lambda *arrays: function(*(guarded(*pair) for pair in zip(call.names, arrays, strict=True)))
 
 
-def _once(gradient: Gradient, call: Call) -> Callable[..., tuple[Any, ...]]:
-    """`call` as a part of the derivative that exists: a derivative of it would be the second."""
+def _inner(op: Op, call: Call) -> Callable[..., tuple[Any, ...]]:
+    """`call` as a part of the derivative of `op`. What is its own derivative has all further ones, too."""
+    return differentiable(call) if op.backward is op else _once(op, call)
+
+
+def _once(op: Op, call: Call) -> Callable[..., tuple[Any, ...]]:
+    """`call` as a part of the one derivative of `op` that exists: a derivative of it would be the second."""
     function = batchable(call)
-    return lambda *arrays: function(*(constant(x, gradient.op.no_gradient) for x in arrays))
+    return lambda *arrays: function(*(constant(x, op.backward.no_gradient) for x in arrays))
 
 
 def _shown(call: Call, whole: Call, arrays: Sequence[Any]) -> list[int]:
@@ -82,11 +97,8 @@ def _shown(call: Call, whole: Call, arrays: Sequence[Any]) -> list[int]:
 
 def _check_differentiable(call: Call, gradient: Gradient, arrays: Sequence[Any]) -> None:
     precision = call.plan([x.value for x in arrays], "cpu").for_spec.precision
-    if all(precision not in kernel.precisions for kernel in dispatch.kernels_of(gradient.op.name)):
+    if all(precision not in kernel.precisions for kernel in dispatch.kernels_of(call.op.backward.computed_as)):
         raise NotImplementedError(
             f"precision {precision!r} has no backward pass; allowed: precision=None{SERVE_QUANTIZED}; "
             f"or put jax.lax.stop_gradient around {listed([name for name in gradient.of if name in call.names])}"
         )
-    for name, x in zip(call.names, arrays, strict=True):
-        if name in gradient.refused and x.perturbed:
-            raise NotImplementedError(f"{name} has no gradient in qflash; put jax.lax.stop_gradient around it")

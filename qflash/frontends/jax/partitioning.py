@@ -25,27 +25,26 @@ def partitioned(call: Call) -> Callable[..., tuple[Any, ...]]:
     def bind(*arrays: Any) -> tuple[Any, ...]:
         return tuple(call_p.bind(*arrays, call=call))
 
-    known = call.dims()
-    if known is None:
+    if call.op.dims is None:
         return bind
 
-    def dims(arrays: Sequence[Any]) -> list[str]:
-        return [dims_of(known, name, len(x.shape)) for name, x in zip(call.names, arrays, strict=True)]
+    def dims(arrays: Sequence[Any], results: Sequence[Any]) -> tuple[list[str], list[str]]:
+        known = call.dims([len(x.shape) for x in arrays])
+        assert known is not None
+        of_arrays = [dims_of(known, name, len(x.shape)) for name, x in zip(call.names, arrays, strict=True)]
+        return of_arrays, [known[name] for name in call.op.results[: len(results)]]
 
     def shardings(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]) -> tuple[tuple, tuple]:
-        of_arrays, of_results = dims(arrays), letters_of(results)
+        of_arrays, of_results = dims(arrays, results)
         place = partial(_sharding, mesh, _kept_axes(mesh, arrays, of_arrays, of_results))
         return tuple(map(place, of_arrays)), tuple(map(place, of_results))
-
-    def letters_of(results: Sequence[Any]) -> list[str]:
-        return [known[name] for name in call.op.results[: len(results)]]
 
     def partition(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]):
         places, result_places = shardings(mesh, arrays, results)
         return mesh, bind, result_places, places
 
     def rule(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]):
-        return _rule(arrays, dims(arrays), letters_of(results))
+        return _rule(arrays, *dims(arrays, results))
 
     function = custom_partitioning(bind)
     function.def_partition(
@@ -62,6 +61,11 @@ def _sizes(arrays: Sequence[Any], dims: Sequence[str]) -> dict[str, int]:
     for x, letters in zip(arrays, dims, strict=True):
         sizes.update(zip(letters, x.shape, strict=True))
     return sizes
+
+
+def _kv_heads(sizes: dict[str, int]) -> int:
+    """Heads that are split one by one: of keys, or all where there are no keys."""
+    return sizes.get("G", sizes["H"])
 
 
 def _sums_keys(results: Sequence[str]) -> bool:
@@ -86,10 +90,10 @@ def _kept_axes(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], results: S
     split = {}
     if not _sums_batch(results) and sizes.get("b", 1) % _ways(mesh, axes.get("b")) == 0:
         split["b"] = axes.get("b")
-    heads = axes.get("H")
-    if sizes["G"] % _ways(mesh, heads) == 0:
+    heads, kv_heads = axes.get("H"), _kv_heads(sizes)
+    if kv_heads % _ways(mesh, heads) == 0:
         split["H"] = split["G"] = heads
-    elif sizes["G"] == 1 and not _sums_keys(results) and sizes["H"] % _ways(mesh, heads) == 0:
+    elif kv_heads == 1 and not _sums_keys(results) and sizes["H"] % _ways(mesh, heads) == 0:
         split["H"] = heads  # every device has the one key head
     return split
 
@@ -110,7 +114,7 @@ def _rule(arrays: Sequence[Any], operands: Sequence[str], results: Sequence[str]
     Query heads are key heads times a group; the group is the minor factor and stays whole unless it is all there is.
     """
     extents = _sizes(arrays, operands)
-    q_heads, kv_heads = extents["H"], extents["G"]
+    q_heads, kv_heads = extents["H"], _kv_heads(extents)
     if q_heads == kv_heads:
         factors, free, sizes = "G", "bG", {}
     elif kv_heads == 1:

@@ -35,7 +35,7 @@ def _abstract(*avals: Any, call: Call) -> list[Any]:
     """The results vary over the mesh axes that the operands vary over, and are split as dimensions of the same letter
     are; those without a letter are whole."""
     first = avals[0].update(weak_type=False)
-    known = call.dims()
+    known = call.dims([aval.ndim for aval in avals])
     axes: dict[str, Any] = {}
     if known is not None:
         for name, aval in zip(call.names, avals, strict=True):

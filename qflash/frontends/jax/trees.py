@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 
 from qflash.ops.kv import QuantizedKV
+from qflash.ops.linear_weights import QuantizedLinear
 from qflash.ops.paged import PagedKV
 from qflash.ops.prefix import SharedPrefixKV
 from qflash.ops.quantization import Quantized
-from qflash.rope import Rope
+from qflash.rotary import Rope
 
 jax.tree_util.register_dataclass(
     Rope, data_fields=["cos", "sin", "positions_q", "positions_k"], meta_fields=["interleaved"]
@@ -40,3 +41,4 @@ jax.tree_util.register_dataclass(
     meta_fields=["layout"],
 )
 jax.tree_util.register_dataclass(SharedPrefixKV, data_fields=["whole", "prefix", "rest", "last"], meta_fields=[])
+jax.tree_util.register_dataclass(QuantizedLinear, data_fields=["values", "scale"], meta_fields=["dtype"])

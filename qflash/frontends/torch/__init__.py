@@ -25,7 +25,14 @@ from qflash.frontends.torch.arrays import arch_of_device, as_index, check_writea
 from qflash.frontends.torch.launch import PLAIN
 from qflash.frontends.torch.library import TYPES, dispatched, plan_traced
 from qflash.frontends.torch.traced import traced_word
-from qflash.frontends.torch.watch import autocast, is_autocast_anywhere, is_compiling, is_grad_enabled, is_watched
+from qflash.frontends.torch.watch import (
+    autocast,
+    is_autocast_anywhere,
+    is_compiling,
+    is_grad_enabled,
+    is_jit_tracing,
+    is_watched,
+)
 
 __all__ = ["arch_of", "as_index", "plan_of", "run", "run_in_place", "scalar"]
 
@@ -91,7 +98,8 @@ def _through_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence
         words = [traced_word(name, TYPES[name], word) for name, word in zip(op.words, words, strict=True)]
     else:
         words = _checked_words(op, arrays, words)
-    if op.gradient is not None:
+    # A program that torch.jit.trace records serves either grad mode, so it has what gradients take in any case.
+    if op.gradient is not None and (is_grad_enabled() or (not is_compiling() and is_jit_tracing())):
         words = op.with_words(words, op.gradient.words)
     return dispatched(op, arrays, words)
 

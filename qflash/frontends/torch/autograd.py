@@ -49,10 +49,9 @@ def check_no_tangents(op: Op, arrays: Sequence[Any]) -> None:
 
 def _save(ctx: Any, op: Op, arrays: Sequence[Any], words: Sequence[Any], results: Sequence[Tensor]) -> None:
     """Keep what the backward operation takes, and nothing else."""
-    assert op.gradient is not None
     given = op.named(arrays)
     named = {**given, **dict(zip(op.results, results, strict=False))}  # a total of losses may be missing at the end
-    kept = {name: x for name, x in named.items() if name in op.gradient.op.arrays}
+    kept = {name: x for name, x in named.items() if name in op.backward.arrays and name not in op.cotangents}
     ctx.save_for_backward(*kept.values())
     ctx.set_materialize_grads(False)
     ctx.call = op, tuple(words), tuple(given), tuple(kept)
@@ -68,14 +67,16 @@ def _inputs(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     # A lazily negated one holds its memory with the wrong sign.
     cotangents = (None if grad is None else grad.resolve_neg() for grad in (first, *grads[1:]))
     named = dict(zip(kept, ctx.saved_tensors, strict=True))
-    named |= {f"d{name}": x for name, x in zip(op.results, cotangents, strict=False)}
-    return [named.get(name) for name in op.gradient.op.arrays]
+    named |= dict(zip(op.cotangents, cotangents, strict=False))
+    return [named.get(name) for name in op.backward.arrays]
 
 
-def _in_order(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of each array of the operation, None where there is none."""
+def _in_order(ctx: Any, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of each array of the operation, None where there is none. `inputs`: of the backward operation."""
     op, _, given, _ = ctx.call
+    by_name: dict[str, Tensor | None]
     by_name = dict(zip((name for name in op.gradient.of if name in given), gradients, strict=True))
+    by_name |= {name: inputs[0] for name in op.gradient.passed if name in given}
     return [by_name.get(name) for name in op.arrays]
 
 
@@ -91,14 +92,14 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         op, words, *_ = ctx.call
-        backward_op, inputs = op.gradient.op, _inputs(ctx, grads)
+        backward_op, inputs, words = op.backward, _inputs(ctx, grads), op.backward_words(words)
         if is_grad_enabled() or is_watched():  # create_graph: the op refuses when the graph is used, not before
             from qflash.frontends.torch.library import dispatched
 
             gradients = dispatched(backward_op, inputs, words)
         else:
             gradients = launch.launch(backward_op, launch.find_ready(backward_op, inputs, words), inputs)
-        return None, None, None, *_in_order(ctx, gradients)
+        return None, None, None, *_in_order(ctx, inputs, gradients)
 
 
 # Function.apply first asks whether a transform of torch.func is active, at a third of the whole cost. None is, here.
@@ -118,9 +119,10 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _, words, *_ = ctx.call
-        gradients = ctx.backward_packet(*_inputs(ctx, grads), *words)
-        return None, None, None, *_in_order(ctx, gradients), *(None for _ in words)
+        op, words, *_ = ctx.call
+        inputs = _inputs(ctx, grads)
+        gradients = ctx.backward_packet(*inputs, *op.backward_words(words))
+        return None, None, None, *_in_order(ctx, inputs, gradients), *(None for _ in words)
 
 
 class _Refused(torch.autograd.Function):

@@ -205,7 +205,7 @@ def check_differentiable(op: Op, plan: Plan, arch: int) -> None:
     assert gradient is not None
     spec = plan.spec(arch)
     try:
-        dispatch.choose(replace(spec, op=gradient.op.name))
+        dispatch.choose(replace(spec, op=op.backward.computed_as))
     except NoKernelError:
         kernel = dispatch.choose(spec, plan.kernel)
         given = {operand.argument for operand in plan.operands}

@@ -32,7 +32,9 @@ TYPES = {
     "ignore_index": "SymInt", "seed": "SymInt", "group": "int",
     "causal": "SymInt", "window": "SymInt[]?", "max_seqlen_q": "SymInt", "max_seqlen_k": "SymInt",
     "return_stats": "bool", "return_lse": "bool", "symmetric": "bool", "smooth": "bool", "interleaved": "bool",
+    "inverse": "bool",
     "batch_invariant": "bool", "backward_memory": "int",
+    "keep_pre": "bool", "activation": "str?",
     "reduction": "str", "granularity": "str", "layout": "str", "rounding": "str", "dtype": "str", "precision": "str?",
     "kv_precision": "str", "out_dtype": "str?", "kernel": "str?",
     "q_granularity": "str", "k_granularity": "str", "v_granularity": "str", "v_dtype": "str?",
@@ -98,7 +100,7 @@ def _autograd(op: Op, *args: Any) -> list[Tensor]:
         known = device == "cpu" or (device == "cuda" and torch.cuda.is_available())
         return plan_traced(op, arrays, words) if known else None
 
-    backward = None if op.gradient is None else _ops[op.gradient.op.name]
+    backward = None if op.gradient is None else _ops[op.backward.name]
     return autograd.differentiated(op, _ops[op.name], backward, plan, args)
 
 

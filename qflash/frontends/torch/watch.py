@@ -49,6 +49,11 @@ def has_dual_level() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_jit_tracing() -> bool:
+    """Whether torch.jit.trace records what is called."""
+    return _jit_tracing() is not None
+
+
 def is_watched() -> bool:
     """Whether torch.compile, a dispatch mode, torch.func, torch.jit.trace, a dual level or a profiler is active."""
     return (

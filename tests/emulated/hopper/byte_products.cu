@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(128) e4m3_kernel(const char* g_a, const char* 
 }
 
 // Every N and width of rows there is a test of.
-#define QF_EACH_S8(DO) DO(64, 64) DO(64, 128) DO(128, 64) DO(128, 128)
+#define QF_EACH_S8(DO) DO(64, 64) DO(64, 128) DO(128, 64) DO(128, 128) DO(256, 64) DO(256, 128)
 #define QF_EACH_E4M3(DO) DO(64, 64) DO(64, 128) DO(128, 64) DO(128, 128) DO(256, 64) DO(256, 128)
 
 #define QF_RUN(KERNEL, N, ROW)    \

@@ -2,6 +2,7 @@
 #include "hopper/descriptor.cuh"
 #include "hopper/tensor_map.h"
 #include "launch_one.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -26,6 +27,11 @@ enum Fault {
   kHalfTrade,
   kNoInitFence,
   kNoProxyFence,
+  kNoStoreFence,
+  kNoStoreWait,
+  kOddStore,
+  kEndedBlock,
+  kNoMeeting,
 };
 
 constexpr int kRows = 16, kN = 64;
@@ -71,11 +77,41 @@ __global__ void multiply(Fault fault, const __grid_constant__ CUtensorMap map, f
   if (fault != kEarlyRead) g_out[thread] = d[0][0];
 }
 
+// A thread has the copy engine store what it wrote.
+__global__ void store(Fault fault, const __grid_constant__ CUtensorMap map, float* g_out) {
+  extern __shared__ float4 s_memory[];
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 8; ++i) s_memory[i] = make_float4(1, 1, 1, 1);
+    if (fault != kNoStoreFence) qf::fence_proxy_async();
+    qf::store_box(&map, 0, 0, 0, 0, reinterpret_cast<char*>(s_memory) + (fault == kOddStore ? 512 : 0));
+    qf::commit_stores();
+    if (fault != kNoStoreWait) qf::wait_stores_read<0>();
+  }
+  g_out[threadIdx.x] = 16;
+}
+
+// Two blocks: the second arrives at a barrier of the first, which is to wait for it.
+__global__ void reach(Fault fault, float* g_out) {
+  extern __shared__ float4 s_memory[];
+  auto* const s_barrier = reinterpret_cast<qf::Mbarrier*>(qf::own_shared(s_memory));
+  if (threadIdx.x == 0) qf::mbarrier_init(s_barrier, 1);
+  if (fault != kNoMeeting) {
+    qf::cluster_arrive();
+    qf::cluster_wait();  // the barriers of both are in place
+  }
+  if (qf::cluster_rank() == 1 && threadIdx.x == 0) qf::mbarrier_arrive_at(s_barrier, 0);
+  if (qf::cluster_rank() == 0 && fault != kEndedBlock) qf::mbarrier_wait(s_barrier, 0);
+  g_out[threadIdx.x] = 16;
+}
+
 // out: float32 [128]. Returns a cudaError_t.
 QF_EXPORT int try_fault(int fault, float* out) {
   alignas(16) uint16_t x[kRows * kN];
   std::fill_n(x, kRows * kN, uint16_t(0x3c00));
   CUtensorMap map{};
   if (const int error = qf::encode_tensor_map<Tile>(map, {x, {kN, kRows, 1, 1}, {kN, 0, 0}}, kRows)) return error;
+  if (fault == kEndedBlock || fault == kNoMeeting)
+    return qf::launch({2, 128, 4096, nullptr, false, 2}, reach, Fault(fault), out);
+  if (fault >= kNoStoreFence) return launch_one(128, 4096, store, Fault(fault), map, out);
   return launch_one(128, 4096, multiply, Fault(fault), map, out);
 }

@@ -50,7 +50,7 @@ int launch_delta(Kernel* kernel, Few* few, const QfAttnBwdParams& params, void* 
       chunks_aligned(params.dout, p.head_dim, bytes) && chunks_aligned(p.out, p.head_dim, bytes)};
   if (const int status = launch_backward(kernel, params, grid_of(p, kDeltaRows, 1), kDeltaThreads, 0, stream, access))
     return status;
-  if (!delta_has_few(p)) return QF_OK;
+  if (params.partial || !delta_has_few(p)) return QF_OK;  // P and dP of some of a row's keys do not make its delta
   return launch_backward(few, params, grid_of(p, kFewRows, 1), kDeltaThreads, 0, stream, access);
 }
 

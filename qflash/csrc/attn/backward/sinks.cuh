@@ -2,7 +2,8 @@
 //
 // A sink is a key without a value: its weight exp(sink - lse) and dP = 0 give dS = -weight * delta, and through lse, of
 // which delta has the gradient, it is the same. A row that sees no key has its sink for its lse, and nothing of it in
-// O. One block has one head and adds in double, in an order that the problem alone fixes: no atomics, no workspace.
+// O; with params.partial that lse tells that it sees none elsewhere. One block has one head and adds in double, in an
+// order that the problem alone fixes: no atomics, no workspace.
 #pragma once
 
 #include "attn/backward/delta.cuh"
@@ -30,8 +31,9 @@ __device__ __forceinline__ float sink_share(const QfAttnBwdParams& params, const
                                             int i) {
   const KeyRange keys = mask.visible(i);
   const float dlse = params.dlse ? params.dlse[at] : 0.0f;
-  const float delta = keys.begin == keys.end ? -dlse : static_cast<const float*>(params.workspace)[at];
   const float lse = params.fwd.lse[at];
+  const bool sees = keys.begin < keys.end || (params.partial && lse != sink);
+  const float delta = sees ? static_cast<const float*>(params.workspace)[at] : -dlse;
   return -(lse == sink ? 1.0f : ex2((sink - lse) * kLog2e)) * delta;  // both may be infinite
 }
 

@@ -15,10 +15,10 @@ namespace {
 constexpr int64_t kMostK = 131071;                   // -128 * -128 * k must fit an int32
 constexpr int64_t kPackedBytes = int64_t(32) << 20;  // of b at a time, or one block of columns if that is more
 
-int check(const QfInt8MatmulParams& p) {
-  if (p.struct_bytes != int32_t(sizeof(QfInt8MatmulParams)))
+int check(const QfLinearParams& p) {
+  if (p.struct_bytes != int32_t(sizeof(QfLinearParams)))
     return fail(QF_BAD_ABI, "struct_bytes is %d; this library was built for %d", p.struct_bytes,
-                int(sizeof(QfInt8MatmulParams)));
+                int(sizeof(QfLinearParams)));
   if (p.m < 0 || p.n < 0 || p.k < 0)
     return fail(QF_UNSUPPORTED, "m, n, k are %lld, %lld, %lld; allowed: 0 and up", static_cast<long long>(p.m),
                 static_cast<long long>(p.n), static_cast<long long>(p.k));
@@ -27,6 +27,10 @@ int check(const QfInt8MatmulParams& p) {
                 static_cast<long long>(p.k), static_cast<long long>(kMostK));
   if (p.out_dtype != QF_F32 && p.out_dtype != QF_F16 && p.out_dtype != QF_BF16 && p.out_dtype != QF_I32)
     return fail(QF_UNSUPPORTED, "out_dtype is %d; allowed: float32, float16, bfloat16, int32", p.out_dtype);
+  if (p.bias_dtype != QF_F32 && p.bias_dtype != p.out_dtype)
+    return fail(QF_UNSUPPORTED, "bias_dtype is %d; allowed: float32 or that of out, %d", p.bias_dtype, p.out_dtype);
+  if (p.activation < QF_IDENTITY || p.activation > QF_SWIGLU)
+    return fail(QF_UNSUPPORTED, "activation is %d; allowed: %d to %d", p.activation, QF_IDENTITY, QF_SWIGLU);
   return QF_OK;
 }
 
@@ -41,9 +45,20 @@ const Int8MatmulKernel& kernel_for(Isa isa) {
   return generic::int8_matmul_kernel;
 }
 
+// One task for each block of columns: packed b is read once, from the cache.
+int run_few_rows(const QfLinearParams& p, const Int8MatmulKernel& kernel) {
+  auto multiply = [&](int64_t block) {
+    char* const scratch = static_cast<char*>(thread_scratch(size_t(kernel.scratch_bytes(p))));
+    if (!scratch) return fail(QF_NO_MEMORY, "no memory for a thread's scratch");
+    kernel.multiply(p, 0, block * kernel.columns, nullptr, scratch);
+    return int(QF_OK);
+  };
+  return parallel_for(ceil_div(p.n, kernel.columns), p.num_threads, multiply);
+}
+
 // All rows times as many blocks of columns as fit the memory for packed b; then the next.
-int run(const QfInt8MatmulParams& p, const Int8MatmulKernel& kernel) {
-  const int64_t block_bytes = kernel.block_bytes(p.k);
+int run(const QfLinearParams& p, const Int8MatmulKernel& kernel) {
+  const int64_t block_bytes = kernel.block_bytes(p);
   const int64_t blocks = ceil_div(p.n, kernel.columns), row_tasks = ceil_div(p.m, kernel.rows);
   const int64_t at_once = std::min(blocks, std::max<int64_t>(1, kPackedBytes / std::max<int64_t>(1, block_bytes)));
   char* const packed = static_cast<char*>(call_scratch(size_t(at_once * block_bytes)));
@@ -59,7 +74,7 @@ int run(const QfInt8MatmulParams& p, const Int8MatmulKernel& kernel) {
     // Rows innermost: threads that run side by side read the same packed columns.
     auto multiply = [&](int64_t task) {
       const int64_t block = task / row_tasks, row = task % row_tasks * kernel.rows;
-      char* const scratch = static_cast<char*>(thread_scratch(size_t(kernel.scratch_bytes())));
+      char* const scratch = static_cast<char*>(thread_scratch(size_t(kernel.scratch_bytes(p))));
       if (!scratch) return fail(QF_NO_MEMORY, "no memory for a thread's scratch");
       kernel.multiply(p, row, (first + block) * kernel.columns, packed + block * block_bytes, scratch);
       return int(QF_OK);
@@ -74,10 +89,11 @@ int run(const QfInt8MatmulParams& p, const Int8MatmulKernel& kernel) {
 }  // namespace
 }  // namespace qf
 
-extern "C" int qf_cpu_int8_matmul(const QfInt8MatmulParams* params, void*) {
+extern "C" int qf_cpu_int8_matmul(const QfLinearParams* params, void*) {
   if (int status = qf::check(*params)) return status;
   if (params->m == 0 || params->n == 0) return QF_OK;
   qf::Isa isa;
   if (int status = qf::choose_isa(&isa)) return status;
-  return qf::run(*params, qf::kernel_for(isa));
+  const qf::Int8MatmulKernel& kernel = qf::kernel_for(isa);
+  return params->m <= kernel.rows ? qf::run_few_rows(*params, kernel) : qf::run(*params, kernel);
 }

@@ -14,6 +14,7 @@ namespace emulate {
 void perform(const BoxCopy& copy) {
   const TensorMap& map = copy.map;
   const size_t bytes = size_t(map.rows) * map.row_bytes;
+  if (block_is_done(rank_of(copy.s_to))) complain("a copy reaches a block that has ended, " + at_byte(copy.s_to));
   async_memory.publish();
   if (!async_memory.knows(copy.s_to, bytes))
     complain("a copy writes over what a thread wrote, without a fence between (fence_proxy_async), " +
@@ -28,14 +29,14 @@ void perform(const BoxCopy& copy) {
         inside &= at[dim] >= 0 && at[dim] < map.size[dim];
         from += at[dim] * map.stride[dim];
       }
-      char* const to = shared_memory() +
+      char* const to = shared_memory(rank_of(copy.s_to)) +
                        swizzled(shared_offset(copy.s_to), row, i * map.stride[0], 8 * map.row_bytes, map.row_bytes);
       if (inside)
         memcpy(to, from, map.stride[0]);
       else
         memset(to, 0, map.stride[0]);
     }
-  memcpy(async_memory.bytes + shared_offset(copy.s_to), copy.s_to, bytes);
+  memcpy(async_memory.bytes + cluster_offset(copy.s_to), copy.s_to, bytes);
   observe(Event::kCopyArrives, int64_t(bytes), copy.s_to);
   copy.barrier->bytes -= int32_t(bytes);
   complete_if_due(*copy.barrier);
@@ -48,8 +49,9 @@ static void start(const BoxCopy& copy, uint64_t* s_barrier) {
   if (int64_t(shared_offset(copy.s_to)) + int64_t(bytes) > block_shared_bytes) fail("a copy leaves shared memory");
   observe(Event::kCopyStarts, int64_t(bytes), copy.s_to);
   if (timed) {
-    hopper.copy_engine_free = std::max(hopper.copy_engine_free, now()) + bytes / kCopyBytes;
-    const uint64_t arrival = hopper.copy_engine_free + kCopyLatency;
+    uint64_t& free = hopper.copy_engine_free[rank_now()];
+    free = std::max(free, now()) + bytes / kCopyBytes;
+    const uint64_t arrival = free + kCopyLatency;
     record("copy", threadIdx.x / 32, now(), arrival, barrier_name(s_barrier));
     note_arrival(*copy.barrier, arrival);
   }

@@ -11,7 +11,8 @@
 namespace emulate {
 
 // [lines][k] of a product from a descriptor; transposed: lines run along k in shared memory, panels one after another.
-static void read_matrix(float (*to)[32], int lines, uint64_t descriptor, bool transposed, const Product& product) {
+static void read_matrix(float (*to)[32], int lines, uint64_t descriptor, bool transposed, const Product& product,
+                        const char* s_block) {
   const unsigned start = descriptor << 4 & 0x3fff0, panels = descriptor >> 12 & 0x3fff0,
                  eights = descriptor >> 28 & 0x3fff0;
   const uint64_t swizzle = descriptor >> 62;
@@ -24,11 +25,11 @@ static void read_matrix(float (*to)[32], int lines, uint64_t descriptor, bool tr
           transposed ? swizzled(start + line / in_panel * panels, k, line % in_panel * bytes, eights, row_bytes)
                      : swizzled(start, line, k * bytes, eights, row_bytes);
       uint16_t bits = 0;
-      if (byte + bytes <= unsigned(block_shared_bytes) && !async_memory.knows(shared_memory() + byte, bytes))
+      if (byte + bytes <= unsigned(block_shared_bytes) && !async_memory.knows(s_block + byte, bytes))
         complain("a product reads what a thread wrote, without a fence between (fence_proxy_async), at byte " +
                  std::to_string(byte) + " of shared memory");
       if (byte + bytes <= unsigned(block_shared_bytes))
-        memcpy(&bits, async_memory.bytes + byte, bytes);
+        memcpy(&bits, async_memory.bytes + cluster_offset(s_block) + byte, bytes);
       else
         complain("a product reads outside shared memory");
       to[line][k] = product.convert(bits);
@@ -48,10 +49,11 @@ static void compute(const Product& product, int first_thread) {
   async_memory.publish();
   float a[64][32], b_lines[256][32];
   alignas(16) float b[32][256], row_sums[256];
-  read_matrix(b_lines, product.n, product.b, product.transposed, product);
+  const char* const s_block = shared_memory(first_thread / block_threads);
+  read_matrix(b_lines, product.n, product.b, product.transposed, product, s_block);
   for (int k = 0; k < k_count; ++k)
     for (int j = 0; j < product.n; ++j) b[k][j] = b_lines[j][k];
-  if (!product.a_in_registers) read_matrix(a, 64, product.a, product.a_transposed, product);
+  if (!product.a_in_registers) read_matrix(a, 64, product.a, product.a_transposed, product, s_block);
   for (int t = 0; product.a_in_registers && t < 128; ++t)
     for (int word = 0; word < 4; ++word)
       for (int i = 0; i < in_word; ++i)

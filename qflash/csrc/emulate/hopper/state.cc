@@ -17,7 +17,8 @@ std::string at_byte(const void* s_pointer) {
 AsyncMemory async_memory;
 
 void AsyncMemory::begin() {
-  std::fill_n(reinterpret_cast<float*>(bytes), block_shared_bytes / sizeof(float), NAN);
+  for (int rank = 0; rank < cluster_blocks; ++rank)
+    std::fill_n(reinterpret_cast<float*>(bytes + rank * kSharedWindow), block_shared_bytes / sizeof(float), NAN);
   fenced = false;
 }
 
@@ -28,10 +29,14 @@ void Hopper::begin() {
   unfenced.clear();
   async_memory.begin();
   in_flight.clear();
+  stores.clear();
+  cluster = ClusterBarrier();
   times.clear();
-  tensor_cores_free = copy_engine_free = launch_begin;
+  std::fill_n(tensor_cores_free, kMostClusterBlocks, launch_begin);
+  std::fill_n(copy_engine_free, kMostClusterBlocks, launch_begin);
   for (auto& one : warpgroups) one = Warpgroup();
-  std::fill_n(threads, block_threads, ThreadProducts());
+  std::fill_n(threads, cluster_blocks * block_threads, ThreadProducts());
+  std::fill_n(states, cluster_blocks * block_threads, ThreadState());
 }
 
 Hopper& used_hopper() {
@@ -42,8 +47,10 @@ Hopper& used_hopper() {
   return hopper;
 }
 
-Warpgroup& own_warpgroup() { return used_hopper().warpgroups[threadIdx.x / 128]; }
+Warpgroup& own_warpgroup() { return used_hopper().warpgroups[fiber_now / 128]; }
 
-ThreadProducts& own_products() { return used_hopper().threads[threadIdx.x]; }
+ThreadProducts& own_products() { return used_hopper().threads[fiber_now]; }
+
+ThreadState& own_state() { return used_hopper().states[fiber_now]; }
 
 }  // namespace emulate

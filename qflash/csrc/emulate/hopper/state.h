@@ -12,11 +12,14 @@
 
 namespace emulate {
 
-// The byte of shared memory that a pointer points at: a shared address.
-inline unsigned shared_offset(const void* s_pointer) {
+// Of the cluster's shared memory, and of its block's: a shared address.
+inline unsigned cluster_offset(const void* s_pointer) {
   return unsigned(static_cast<const char*>(s_pointer) - reinterpret_cast<const char*>(s_memory));
 }
-inline char* shared_memory() { return reinterpret_cast<char*>(s_memory); }
+inline unsigned shared_offset(const void* s_pointer) { return cluster_offset(s_pointer) % kSharedWindow; }
+// Shared memory of a block of the cluster; which block a pointer points into.
+inline char* shared_memory(int rank) { return reinterpret_cast<char*>(s_memory) + rank * kSharedWindow; }
+inline int rank_of(const void* s_pointer) { return int(cluster_offset(s_pointer) / kSharedWindow); }
 std::string at_byte(const void* s_pointer);
 
 // A tensor as cuTensorMapEncodeTiled describes it: dimensions from the inside out.
@@ -39,6 +42,15 @@ struct BoxCopy {
   int at[4];
   MbarrierState* barrier;
   const void* run = nullptr;  // not a box: map.row_bytes bytes from here, as they lie
+};
+
+// A box on its way to global memory.
+struct BoxStore {
+  const char* s_from;
+  TensorMap map;
+  int at[4];
+  int thread;      // of the cluster
+  unsigned group;  // of that thread
 };
 
 // One wgmma of a warpgroup: what its threads must agree on, and what each of them brings.
@@ -95,20 +107,35 @@ struct ThreadProducts {
 
 constexpr uint32_t kTaken = 0x7fc0dead;  // sums that belong to the tensor cores
 
+// How one thread stands with what it has the copy engine store, and with its cluster.
+struct ThreadState {
+  unsigned store_groups = 0;  // committed
+  unsigned generation = 0;    // of the cluster's barrier, when it arrived there
+  bool arrived = false;
+};
+
+// Where all threads of a cluster meet.
+struct ClusterBarrier {
+  int arrived = 0;
+  unsigned generation = 0;
+  uint64_t last = 0, completed = 0;  // in the time of trace.h
+};
+
 // Shared memory as the copy engine and wgmma see it: without what threads wrote and did not fence since. A fence counts
 // for all that any thread wrote before the next access: more than a GPU promises, but a fence that is left out shows.
 struct AsyncMemory {
-  alignas(1024) char bytes[kMostSharedBytes + 4096];
+  alignas(1024) char bytes[kMostClusterBlocks * kSharedWindow];
   bool fenced;  // since the last access
 
   void begin();
   // Brings it up to date before an access.
   void publish() {
-    if (fenced) memcpy(bytes, s_memory, size_t(block_shared_bytes));
+    for (int rank = 0; fenced && rank < cluster_blocks; ++rank)
+      memcpy(bytes + rank * kSharedWindow, shared_memory(rank), size_t(block_shared_bytes));
     fenced = false;
   }
   bool knows(const void* s_pointer, size_t size) const {
-    return memcmp(bytes + shared_offset(s_pointer), s_pointer, size) == 0;
+    return memcmp(bytes + cluster_offset(s_pointer), s_pointer, size) == 0;
   }
 };
 extern AsyncMemory async_memory;
@@ -117,14 +144,17 @@ struct Hopper : Extension {
   std::set<const void*> barriers;  // that were initialised
   std::set<const void*> unfenced;  // of those, the ones that the copy engine does not know of yet
   std::vector<BoxCopy> in_flight;
+  std::vector<BoxStore> stores;  // that have not been read from shared memory yet
+  ClusterBarrier cluster;
   // In the time of trace.h: the latest arrival of a barrier's phase and of the one before, and when units are free.
   struct BarrierTimes {
     uint64_t arrival = 0, completed = 0;
   };
   std::map<const void*, BarrierTimes> times;
-  uint64_t tensor_cores_free = 0, copy_engine_free = 0;
+  uint64_t tensor_cores_free[kMostClusterBlocks], copy_engine_free[kMostClusterBlocks];
   Warpgroup warpgroups[kMostThreads / 128];
   ThreadProducts threads[kMostThreads];
+  ThreadState states[kMostThreads];
 
   void begin();
   bool idle() override;
@@ -136,5 +166,6 @@ extern Hopper hopper;
 Hopper& used_hopper();
 Warpgroup& own_warpgroup();
 ThreadProducts& own_products();
+ThreadState& own_state();
 
 }  // namespace emulate

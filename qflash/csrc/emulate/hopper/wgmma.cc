@@ -50,8 +50,9 @@ static void time_products(const Warpgroup& group, Group& mine) {
     duration += uint64_t(group.products[i - group.first_product].n) / kWgmmaColumns;
   const bool from_registers =
       group.computed < mine.end && group.products[group.computed - group.first_product].a_in_registers;
-  const uint64_t begin = std::max(mine.committed_at, hopper.tensor_cores_free);
-  hopper.tensor_cores_free = mine.finish = begin + duration;
+  uint64_t& free = hopper.tensor_cores_free[rank_now()];
+  const uint64_t begin = std::max(mine.committed_at, free);
+  free = mine.finish = begin + duration;
   record("product", threadIdx.x / 32, begin, mine.finish, from_registers ? "A in registers" : "A in shared memory");
 }
 
@@ -88,8 +89,8 @@ void wgmma_wait(int pending) {
   };
   condition.name = [](const void* object, unsigned) {
     const auto* group = static_cast<const Warpgroup*>(object);
-    return "products of warpgroup " + std::to_string(group - hopper.warpgroups) + ", the next of which " +
-           std::to_string(group->groups[group->next].committed) + " threads have started";
+    return "products of warpgroup " + std::to_string((group - hopper.warpgroups) % (block_threads / 128)) +
+           ", the next of which " + std::to_string(group->groups[group->next].committed) + " threads have started";
   };
   condition.object = &group;
   condition.argument = end;

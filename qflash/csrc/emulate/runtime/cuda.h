@@ -6,7 +6,11 @@
 using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
-enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_UINT8 = 1, CU_TENSOR_MAP_DATA_TYPE_UINT16 = 2 };  // bytes
+enum CUtensorMapDataType {  // bytes
+  CU_TENSOR_MAP_DATA_TYPE_UINT8 = 1,
+  CU_TENSOR_MAP_DATA_TYPE_UINT16 = 2,
+  CU_TENSOR_MAP_DATA_TYPE_UINT32 = 4
+};
 enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
 enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_64B = 64, CU_TENSOR_MAP_SWIZZLE_128B = 128 };  // bytes of a row
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B };

@@ -7,10 +7,19 @@ namespace emulate {
 // What kernels asked for beyond the usual, on each device.
 static std::map<std::pair<const void*, int>, int> shared_bytes_allowed;
 
+int cluster_of(const cudaLaunchConfig_t& config) {
+  for (unsigned i = 0; i < config.numAttrs; ++i)
+    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) return int(config.attrs[i].val.clusterDim.x);
+  return 1;
+}
+
 cudaError_t check_launch(const cudaLaunchConfig_t& config, const void* kernel) {
   const dim3 &grid = config.gridDim, &block = config.blockDim;
   if (grid.x < 1 || grid.x > 0x7fffffffu || block.x < 1 || block.x > kMostThreads) return cudaErrorInvalidConfiguration;
   if (grid.y != 1 || grid.z != 1 || block.y != 1 || block.z != 1) return cudaErrorNotSupported;  // not emulated
+  const int cluster = cluster_of(config);
+  if (cluster < 1 || cluster > kMostClusterBlocks || grid.x % unsigned(cluster)) return cudaErrorInvalidConfiguration;
+  if (cluster > 1 && (block.x % 32 || int(block.x) * cluster > kMostThreads)) return cudaErrorNotSupported;
   const auto asked = shared_bytes_allowed.find({kernel, device});
   const int allowed = asked == shared_bytes_allowed.end() ? kUsualSharedBytes : asked->second;
   return config.dynamicSmemBytes > size_t(allowed) ? cudaErrorInvalidValue : cudaSuccess;

@@ -17,7 +17,10 @@ using cudaStream_t = struct CUstream_st*;
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
 enum { cudaEnableDefault = 0 };
@@ -25,6 +28,9 @@ enum { cudaEnableDefault = 0 };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   union {
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
     int programmaticStreamSerializationAllowed;
   } val;
 };
@@ -43,6 +49,7 @@ inline bool capturing = false;  // what streams say of themselves; nothing is ca
 
 constexpr int kUsualSharedBytes = 48 * 1024;  // what a kernel may have without asking
 cudaError_t check_launch(const cudaLaunchConfig_t& config, const void* kernel);
+int cluster_of(const cudaLaunchConfig_t& config);  // blocks
 
 }  // namespace emulate
 
@@ -58,8 +65,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const auto run = [](const void* call) {
     std::apply(static_cast<const Call*>(call)->kernel, static_cast<const Call*>(call)->parameters);
   };
-  const bool good = emulate::run_blocks(run, &call, config->gridDim.x, int(config->blockDim.x),
-                                        int(config->dynamicSmemBytes), emulate::seed);
+  const bool good = emulate::run_blocks(run, &call, config->gridDim.x, emulate::cluster_of(*config),
+                                        int(config->blockDim.x), int(config->dynamicSmemBytes), emulate::seed);
   return emulate::as_last_error(good ? cudaSuccess : cudaErrorLaunchFailure);
 }
 
@@ -74,6 +81,15 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   if (device < 0 || device >= emulate::kDevices) return emulate::as_last_error(cudaErrorInvalidDevice);
   if (attribute != cudaDevAttrMultiProcessorCount) return emulate::as_last_error(cudaErrorInvalidValue);
   *value = device + 1;
+  return cudaSuccess;
+}
+
+// As many as there are multiprocessors for, a block each.
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel* kernel, const cudaLaunchConfig_t* config) {
+  const cudaError_t error = emulate::check_launch(*config, reinterpret_cast<const void*>(kernel));
+  if (error != cudaSuccess) return emulate::as_last_error(error);
+  *clusters = (emulate::device + 1) / emulate::cluster_of(*config);
   return cudaSuccess;
 }
 

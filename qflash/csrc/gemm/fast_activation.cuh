@@ -1,0 +1,52 @@
+// The activations of activation.cuh in as few instructions as their accuracy allows, for epilogues that tensor cores
+// wait for. NaN and infinities go where activation.cuh sends them.
+//
+//   gelu                  within 5e-5 of the definition, absolute: a polynomial, no special functions
+//   gelu_tanh, silu, ...  float32, but for the last bits of ex2 and rcp
+#pragma once
+
+#include "gemm/activation.cuh"
+#include "ptx/ex2.cuh"
+#include "ptx/fma.cuh"
+#include "ptx/rcp.cuh"
+
+namespace qf {
+namespace gemm {
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 1 / (1 + e^-h) for minus_h = -log2(e) h.
+__device__ __forceinline__ float sigmoid_of_log2(float minus_h) { return rcp(1.0f + ex2(minus_h)); }
+
+// Phi(h) = saturated(1/2 + h Q(min(h^2, c^2))): Q is fitted for the least error of h Phi(h) on [0, c], with c Q(c^2) =
+// 1/2, so that beyond c saturation makes it 0 or 1 and h need not be clamped.
+__device__ __forceinline__ float fast_normal_cdf(float h) {
+  constexpr float kClip = 4.4f;
+  const float t = fminf(h * h, kClip * kClip);
+  float q = 3.569430515e-11f;
+  q = fmaf(q, t, -3.754050404e-09f);
+  q = fmaf(q, t, 1.740847893e-07f);
+  q = fmaf(q, t, -4.724869541e-06f);
+  q = fmaf(q, t, 8.429303125e-05f);
+  q = fmaf(q, t, -1.054992550e-03f);
+  q = fmaf(q, t, 9.643028490e-03f);
+  q = fmaf(q, t, -6.607642770e-02f);
+  q = fmaf(q, t, 3.987616003e-01f);
+  return fma_saturated(h, q, 0.5f);
+}
+
+// As activated().
+template <int kActivation>
+__device__ __forceinline__ float fast_activated(float h, float u) {
+  if constexpr (kActivation == QF_GELU) return h * fast_normal_cdf(h);
+  if constexpr (kActivation == QF_GELU_TANH) {
+    constexpr float kFirst = -2.0f * kLog2E * kRootTwoByPi;
+    return h * sigmoid_of_log2(h * fmaf(h * h, kFirst * kCubic, kFirst));
+  }
+  if constexpr (kActivation == QF_SILU) return h * sigmoid_of_log2(-kLog2E * h);
+  if constexpr (kActivation == QF_SWIGLU) return h * sigmoid_of_log2(-kLog2E * h) * u;
+  return h;
+}
+
+}  // namespace gemm
+}  // namespace qf

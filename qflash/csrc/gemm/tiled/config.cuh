@@ -1,0 +1,39 @@
+// What a GEMM on CUDA cores is compiled for, and its tiles, which fit every architecture since Turing. A tile is made
+// of words of 32 bits: four int8 of neighbouring k, or one float, to which 16-bit elements are converted.
+#pragma once
+
+#include "gemm/epilogue.cuh"
+#include "gemm/source.cuh"
+
+namespace qf {
+namespace gemm {
+
+constexpr int kTiledThreads = 256;
+constexpr int kTiledBlock = 128;    // rows, and columns, of a tile
+constexpr int kGroups = 16;         // words of a row of x, or of a column of w, per step
+constexpr int kTiledBandRows = 12;  // of tiles that share columns of w: gemm/schedule.cuh
+
+// A thread owns 8 x 8 sums: rows 4y ..+3 and 64 + 4y ..+3, columns 4x ..+3 and 64 + 4x ..+3. A warp is 4 x 8 lanes
+// (smem/lanes.cuh), the block 4 x 2 warps.
+constexpr int kOwn = 8, kLanesX = 8;
+constexpr int kTiledMinBlocks = 2;  // per multiprocessor: caps the registers at 128
+
+// Shared memory: two buffers of x [kGroups][128] and w [kGroups][128], in words.
+constexpr int kTileWords = kGroups * kTiledBlock;
+constexpr int kBufferWords = 2 * kTileWords;
+constexpr int kTiledSharedBytes = 2 * kBufferWords * 4;
+
+// Element: int8_t, float, F16 or BF16. Out: the type of out; void: Element's or float, which the call decides.
+template <class Element_, class Out_, int kActivation_>
+struct TiledConfig {
+  using Element = Element_;
+  using Out = Out_;
+  using Sum = std::conditional_t<std::is_same_v<Element, int8_t>, int32_t, float>;
+  static constexpr int kActivation = kActivation_;
+  static constexpr bool kGated = kActivation == QF_SWIGLU;
+  static constexpr int kStep = std::is_same_v<Element, int8_t> ? 4 * kGroups : kGroups;  // elements of k
+  static constexpr int kOutColumns = kGated ? kTiledBlock / 2 : kTiledBlock;
+};
+
+}  // namespace gemm
+}  // namespace qf

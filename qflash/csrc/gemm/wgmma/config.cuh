@@ -1,0 +1,106 @@
+// What follows from the tile that a GEMM for Hopper has chosen: TileConfig<Shape>. Two shapes may meet in one
+// translation unit: nothing here depends on anything but its template arguments.
+//
+// Shape says (kernels/linear/sm90_gemm/config.h):
+//
+//   Element                   of x and w: F16, BF16 or int8_t
+//   kActivation               QfActivation
+//   kXAlongM, kWAlongN        x is contiguous along m, w along n; of 16-bit elements alone
+//   kConsumers                warpgroups that multiply, 64 rows of the tile each
+//   kColumns                  of the sums of a tile. SwiGLU: a half of gate, a half of up
+//   kStages                   steps along k on their way, a power of two
+//   kCluster                  blocks whose tiles have the same columns: each loads a share of w for all of them
+//   kBandRows                 row tiles that are walked together, counted in clusters (walk.cuh)
+//   kLag                      steps that the second consumer begins after the first
+//   kProducerRegisters,       multiples of 8, together what the block was launched with
+//   kConsumerRegisters
+#pragma once
+
+#include <type_traits>
+
+#include "hopper/descriptor.cuh"
+#include "ptx/wgmma.cuh"
+#include "qflash_ops.h"
+#include "smem/limits.h"
+
+namespace qf {
+namespace gemm {
+namespace wgmma {
+
+constexpr int kWarpgroupThreads = 128, kWarpgroupRows = 64, kWarpRows = 16;
+constexpr int kStepBytes = 128, kProductBytes = 32;  // along k: of a step, of a product
+
+// A stage of one operand: kLines rows of x, or columns of w, of a step along k each. kAlongLines: lines, not k, are
+// contiguous. It comes in kBoxes boxes, each with as many lines.
+template <class Element_, int kLines, bool kAlongLines_, int kWantedBoxes>
+struct Operand {
+  using Element = Element_;
+  static constexpr bool kAlongLines = kAlongLines_;
+  static constexpr int kStep = kStepBytes / int(sizeof(Element));  // elements along k
+  static constexpr int kPanelLines = 64;                           // where lines are contiguous: 128 bytes of them
+  static constexpr int kBoxes = kAlongLines ? kLines / kPanelLines : kWantedBoxes;
+  static constexpr int kBoxLines = kLines / kBoxes;
+  static constexpr int kBoxRows = kAlongLines ? kStep : kBoxLines;
+  static_assert(!kAlongLines || sizeof(Element) == 2, "wgmma takes bytes along k alone");
+
+  using Tile = std::conditional_t<kAlongLines, Panels<kStep, kLines>, Panels<kLines, kStep, int(sizeof(Element))>>;
+  using Tiles = std::conditional_t<kAlongLines, AlongColumns<Tile>, AlongRows<Tile>>;  // as wgmma reads it
+  static constexpr int kBoxBytes = Tile::kBytes / kBoxes;
+  static constexpr int kWarpgroupBytes = kWarpgroupRows * kStepBytes;  // of 64 lines, which lie together in either
+};
+
+// A warpgroup's product: 64 rows of x by kColumns columns of w, 32 bytes along k.
+template <class Element, int kColumns>
+struct Product {
+  using Sum = float;
+  template <bool kXAlongM, bool kWAlongN>
+  __device__ static __forceinline__ void multiply(Sum (&sums)[kColumns / 8][4], uint64_t x, uint64_t w, bool add) {
+    Wgmma<Element, kColumns>::template multiply<kWAlongN, kXAlongM>(sums, x, w, add);
+  }
+};
+template <int kColumns>
+struct Product<int8_t, kColumns> {
+  using Sum = int32_t;
+  template <bool kXAlongM, bool kWAlongN>
+  __device__ static __forceinline__ void multiply(Sum (&sums)[kColumns / 8][4], uint64_t x, uint64_t w, bool add) {
+    WgmmaS8<kColumns>::multiply(sums, x, w, add);
+  }
+};
+
+// Rows of a warp and 128 bytes of each, on their way out.
+template <class Out>
+using OutPanel = Panels<kWarpRows, 128 / int(sizeof(Out)), int(sizeof(Out))>;
+
+template <class Shape>
+struct TileConfig : Shape {
+  using Shape::kActivation, Shape::kCluster, Shape::kColumns, Shape::kConsumers, Shape::kStages;
+  using typename Shape::Element;
+  using Product = wgmma::Product<Element, kColumns>;
+  using Sum = typename Product::Sum;
+  static constexpr bool kIntegers = std::is_same_v<Element, int8_t>;  // then results have scales
+  static constexpr bool kTwoProducts = kActivation == QF_SWIGLU;
+  static constexpr int kRows = kConsumers * kWarpgroupRows;
+  static constexpr int kOutColumns = kTwoProducts ? kColumns / 2 : kColumns;
+  static constexpr int kSumTiles = kColumns / 8, kOutTiles = kOutColumns / 8;  // blocks of 8 columns
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
+  static constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
+
+  using X = Operand<Element, kRows, Shape::kXAlongM, 1>;
+  using W =
+      Operand<Element, kColumns, Shape::kWAlongN, 2>;  // two: each block of a cluster loads one, or each weight is
+  static constexpr int kStep = X::kStep, kProducts = kStepBytes / kProductBytes;
+  static constexpr int kStageBytes = X::Tile::kBytes + W::Tile::kBytes;
+  static constexpr int kOwnWBoxes = W::kBoxes / kCluster;  // that this block loads
+  static_assert(W::kBoxes % 2 == 0 && W::kBoxes % kCluster == 0 && Shape::kLag < kStages, "");
+
+  static constexpr int kWarpPanels = 2, kPanelBytes = kWarpRows * 128;  // of each consumer warp, used in turn
+  static constexpr int kPanelsBytes = kConsumerWarps * kWarpPanels * kPanelBytes;
+  static constexpr int kTermsBytes = 4 * (kIntegers ? 2 * kColumns + kRows : kColumns);
+  static constexpr int kBarrierBytes = 16 * (kStages + 1);  // two of each stage, two of the terms
+  static constexpr int kSharedBytes = kStages * kStageBytes + kPanelsBytes + kTermsBytes + kBarrierBytes;
+  static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit shared memory");
+};
+
+}  // namespace wgmma
+}  // namespace gemm
+}  // namespace qf

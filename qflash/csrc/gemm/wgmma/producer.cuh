@@ -1,0 +1,92 @@
+// Who brings the consumers what they need: a thread has the copy engine load x and w, a warp fetches what is added to
+// sums and multiplied with them.
+#pragma once
+
+#include <cuda.h>
+
+#include "gemm/epilogue.cuh"
+#include "gemm/wgmma/shared_memory.cuh"
+#include "gemm/wgmma/walk.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/tma.cuh"
+
+namespace qf {
+namespace gemm {
+namespace wgmma {
+
+struct TensorMaps {
+  CUtensorMap x, w, up;
+  CUtensorMap out, pre, pre_up;
+};
+
+// A box of an operand: `line` and on, one step along k from `k` on.
+template <class Operand, int kBlocks>
+__device__ __forceinline__ void load_box(char* s_to, const CUtensorMap& map, int line, int k, Mbarrier* full) {
+  const int c0 = Operand::kAlongLines ? line : k, c1 = Operand::kAlongLines ? k : line;
+  if constexpr (kBlocks == 1)
+    copy_box(s_to, &map, c0, c1, 0, 0, full);
+  else
+    copy_box_to((1 << kBlocks) - 1, s_to, &map, c0, c1, 0, 0, full);
+}
+
+// x and w of every step, as far ahead as there are empty stages. Of w each block of a cluster loads its share for all.
+template <class Config>
+__device__ __forceinline__ void produce(const Walk& walk, const TensorMaps& maps, const SharedMemory<Config>& s) {
+  using X = typename Config::X;
+  using W = typename Config::W;
+  const int rank = Config::kCluster > 1 ? int(cluster_rank()) : 0;
+  RingPosition<Config::kStages> at;
+  walk.for_each<Config>([&](const Work& work) {
+#pragma unroll 1
+    for (int step = 0; step < work.steps; ++step, at.advance()) {
+      const int k = (work.first_step + step) * Config::kStep;
+      char* const s_x = s.x + at.stage() * X::Tile::kBytes;
+      char* const s_w = s.w + at.stage() * W::Tile::kBytes;
+      Mbarrier* const full = &s.steps->full[at.stage()];
+      at.wait_empty(*s.steps);
+      mbarrier_arrive_expect(full, Config::kStageBytes);
+#pragma unroll
+      for (int i = 0; i < X::kBoxes; ++i)
+        load_box<X, 1>(s_x + i * X::kBoxBytes, maps.x, work.row0 + rank * Config::kRows + i * X::kBoxLines, k, full);
+#pragma unroll
+      for (int own = 0; own < Config::kOwnWBoxes; ++own) {
+        const int i = rank * Config::kOwnWBoxes + own;
+        const bool up = Config::kTwoProducts && i >= W::kBoxes / 2;
+        const int column = work.column0 + (up ? i - W::kBoxes / 2 : i) * W::kBoxLines;
+        load_box<W, Config::kCluster>(s_w + i * W::kBoxBytes, up ? maps.up : maps.w, column, k, full);
+      }
+    }
+  });
+}
+
+// What results need beside the sums of a tile, while these are taken: bias and scales of its columns, scales of its
+// rows. One warp.
+template <class Config>
+__device__ __forceinline__ void stage_terms(const QfLinearParams& p, const Walk& walk, const SharedMemory<Config>& s) {
+  const int lane = int(threadIdx.x) % 32, rank = Config::kCluster > 1 ? int(cluster_rank()) : 0;
+  RingPosition<1> at;
+  walk.for_each<Config>([&](const Work& work) {
+    at.wait_empty(*s.terms);
+    for (int i = lane; i < Config::kColumns; i += 32) {
+      const bool up = Config::kTwoProducts && i >= Config::kOutColumns;
+      const int column = work.column0 + i % Config::kOutColumns;
+      const void* const g_bias = up ? p.up_bias : p.bias;
+      const float* const g_scale = up ? p.up_scale : p.w_scale;
+      const bool inside = column < p.n;
+      s.bias[i] = g_bias && inside ? element(g_bias, p.bias_dtype, column) : 0.0f;
+      if constexpr (Config::kIntegers)
+        s.w_scale[i] = g_scale && inside ? g_scale[column * (up ? p.up_scale_stride : p.w_scale_stride)] : 1.0f;
+    }
+    if constexpr (Config::kIntegers) {
+      const int row0 = work.row0 + rank * Config::kRows;
+      for (int i = lane; i < Config::kRows; i += 32) s.x_scale[i] = row0 + i < p.m ? row_scale(p, row0 + i) : 1.0f;
+    }
+    __syncwarp();  // every lane has written
+    if (lane == 0) at.fill(*s.terms);
+    at.advance();
+  });
+}
+
+}  // namespace wgmma
+}  // namespace gemm
+}  // namespace qf

@@ -1,0 +1,86 @@
+// Tiles whose k is cut into splits: each split's sums go to memory, and whoever comes last to a place adds all of them
+// up, in the order of the splits, whoever that is: the same bits every time. A place is the 16 rows of one warp, so
+// that no warp waits for another.
+#pragma once
+
+#include "common/counters.cuh"
+#include "common/elements.cuh"
+#include "gemm/wgmma/walk.cuh"
+#include "ptx/relaxed.cuh"
+
+namespace qf {
+namespace gemm {
+namespace wgmma {
+
+constexpr int kMostProcessors = 144;  // of any GPU of this architecture
+// Of places that have splits: of half as many blocks as run at most, and of 8 consumer warps each.
+constexpr int kPlaces = kMostProcessors / 2 * 8, kStreamsWithPlaces = 128, kAllPlaces = 1 << 18;
+static __device__ unsigned place_counters[kAllPlaces];  // 0 between launches (common/counters.cuh)
+
+struct PartialSums {
+  char* g_sums;
+  int first;  // of place_counters; -1: `cleared` are some
+  unsigned* cleared;
+
+  __device__ __forceinline__ unsigned* counters() const { return first < 0 ? cleared : place_counters + first; }
+};
+
+// Host side. memory: kPlaces counters of the caller's, cleared where the library has none left. Returns a cudaError_t.
+inline int take_places(cudaStream_t stream, int places, unsigned* memory, PartialSums& partials) {
+  struct Places;
+  partials.cleared = memory;
+  if (const int error = take_counters<Places, kStreamsWithPlaces, kPlaces, kAllPlaces>(stream, places, partials.first))
+    return error;
+  return partials.first >= 0 ? int(cudaSuccess) : int(cudaMemsetAsync(memory, 0, sizeof(unsigned) * places, stream));
+}
+
+__device__ __forceinline__ uint32_t bits_of_sum(float sum) { return float_to_bits(sum); }
+__device__ __forceinline__ uint32_t bits_of_sum(int32_t sum) { return uint32_t(sum); }
+__device__ __forceinline__ void sum_of_bits(uint32_t bits, float& sum) { sum = bits_to_float(bits); }
+__device__ __forceinline__ void sum_of_bits(uint32_t bits, int32_t& sum) { sum = int32_t(bits); }
+
+// Leaves this warp's sums of a split, and takes those of all splits if it comes last: then `sums` are whole. Returns
+// whether they are. warp: of the cluster's consumers.
+template <class Config>
+__device__ __forceinline__ bool add_splits(const PartialSums& partials, const Walk& walk, const Work& work, int warp,
+                                           int lane, typename Config::Sum (&sums)[Config::kSumTiles][4]) {
+  using Sum = typename Config::Sum;
+  constexpr int kWarps = Config::kCluster * Config::kConsumerWarps;
+  const auto sums_of = [&](int split) {
+    const int64_t at = (int64_t(work.tile) * walk.splits + split) * kWarps + warp;
+    return partials.g_sums + (at * Config::kSumTiles * 32 + lane) * 16;
+  };
+  char* const g_own = sums_of(work.split);
+#pragma unroll
+  for (int j = 0; j < Config::kSumTiles; ++j) {
+    Word4 words;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) words.word[e] = bits_of_sum(sums[j][e]);
+    st_relaxed(g_own + j * 32 * 16, words);
+  }
+  __threadfence();  // the sums, before they are counted
+  __syncwarp();
+  unsigned before = 0;
+  if (lane == 0) before = atomicInc(partials.counters() + work.tile * kWarps + warp, unsigned(walk.splits - 1));
+  if (int(__shfl_sync(0xffffffffu, before, 0)) + 1 < walk.splits) return false;
+  __threadfence();  // the count, before what it counts is read
+#pragma unroll 1
+  for (int split = 0; split < walk.splits; ++split) {
+    const char* const g_split = sums_of(split);
+#pragma unroll
+    for (int j = 0; j < Config::kSumTiles; ++j) {
+      const Word4 words = ld_relaxed(g_split + j * 32 * 16);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        Sum more;
+        sum_of_bits(words.word[e], more);
+        sums[j][e] = split == 0 ? more : sums[j][e] + more;
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace wgmma
+}  // namespace gemm
+}  // namespace qf

@@ -1,0 +1,58 @@
+// Which work a cluster of blocks does, in which order. Persistent: cluster c takes work c, c + clusters, c + 2 clusters
+// and so on. A unit of work is a column of kCluster tiles, or a split of their steps along k.
+//
+// Clusters that run at the same time should share what they read: work covers a band of kBandRows rows of clusters,
+// column by column, so that a hundred tiles touch about as many bytes of x as of w, and both stay in the L2 cache.
+#pragma once
+
+#include "gemm/wgmma/config.cuh"
+#include "ptx/tid.cuh"
+
+namespace qf {
+namespace gemm {
+namespace wgmma {
+
+struct Work {
+  int row0, column0;      // of the cluster's first tile
+  int first_step, steps;  // along k
+  int tile, split;        // tile: counted over all of them
+};
+
+struct Walk {
+  int row_tiles, column_tiles;  // counted in clusters; in tiles
+  int steps, splits;  // along k, of a whole tile; how many splits they are cut into, each of one step at least
+  int count;          // units of work
+
+  static constexpr int kTooMany = 0x40000000;  // clusters count on from theirs
+
+  template <class Config>
+  __device__ __forceinline__ Work work(int index) const {
+    const int tile = index / splits, split = index - tile * splits;
+    const int band = tile / (Config::kBandRows * column_tiles), first = band * Config::kBandRows;
+    const int rows = min(Config::kBandRows, row_tiles - first), within = tile - first * column_tiles;
+    const int column = within / rows, row = first + within - column * rows;
+    const int begin = int(int64_t(steps) * split / splits), end = int(int64_t(steps) * (split + 1) / splits);
+    return {row * Config::kCluster * Config::kRows, column * Config::kOutColumns, begin, end - begin, tile, split};
+  }
+
+  // visit(Work) for everything that this block's cluster does, in order.
+  template <class Config, class Visit>
+  __device__ __forceinline__ void for_each(Visit visit) const {
+    for (int index = int(blockIdx.x) / Config::kCluster; index < count; index += fresh_blocks() / Config::kCluster)
+      visit(work<Config>(index));
+  }
+};
+
+// Host side. splits: 1 .. steps, or 1 where there are none.
+template <class Config>
+inline Walk walk_of(const QfLinearParams& p, int splits) {
+  const auto count_of = [](int64_t all, int64_t each) { return (all + each - 1) / each; };
+  const int64_t rows = count_of(p.m, Config::kRows * Config::kCluster), columns = count_of(p.n, Config::kOutColumns);
+  const int64_t count = rows * columns * splits;
+  return {int(rows), int(columns), int(count_of(p.k, Config::kStep)), splits,
+          count < Walk::kTooMany ? int(count) : Walk::kTooMany};
+}
+
+}  // namespace wgmma
+}  // namespace gemm
+}  // namespace qf

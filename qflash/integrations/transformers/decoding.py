@@ -1,0 +1,331 @@
+"""generate: a decode loop over a paged cache whose step has fixed shapes, captured as a CUDA graph where there is one.
+
+Each token takes one forward pass of the model as it is. Before it the host reserves a slot in the pages and uploads
+lengths (`PagedCache.advance`). The pass itself, and the choice of the next token, read and write tensors that stay
+where they are, so that a CUDA graph of one pass serves all tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from qflash.integrations.transformers.mask import UNPADDED
+from qflash.integrations.transformers.names import FUNCTIONS, register
+from qflash.integrations.transformers.pages import PagedCache
+from qflash.integrations.transformers.prompts import check_count, check_prompts, left_padded
+from qflash.integrations.transformers.sampling import Sampling
+
+Tensor = torch.Tensor
+Stream = Callable[[list[int | None]], None]
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 16  # tokens on a GPU: how often the host waits to see whether all sequences have ended
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """What `generate` returns.
+
+    sequences: int64 `[B, T + n]`, the prompts as they came and what was generated; after an end there is padding.
+    new_tokens: the generated part, `[B, n]`. lengths: how many of those each sequence has, with its end.
+    is_captured: whether a CUDA graph did the steps. reason: why not, or "".
+    """
+
+    sequences: Tensor
+    new_tokens: Tensor
+    lengths: list[int]
+    is_captured: bool
+    reason: str
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    cache_precision: Literal["int8"] | None = None,
+    page_size: int = 256,
+    stream: Stream | None = None,
+    capture: bool = True,
+) -> Generated:
+    """Generate text with a decoder-only model of transformers, its keys and values in pages.
+
+    Args:
+        model: a model for causal language modelling. Its attn_implementation becomes "qf" meanwhile, unless it is
+            "qf_int8".
+        input_ids: int64 or int32 `[B, T]`.
+        attention_mask: `[B, T]`, 0 for padding, on either side, and a token at least in each row; None: no padding.
+        max_new_tokens: how many tokens are generated at most.
+        eos_token_id: what ends a sequence, one or several; None: those of model.generation_config; (): nothing does.
+        pad_token_id: what follows an end; None: that of model.generation_config, or its first end, or 0.
+        do_sample, temperature, top_k, top_p: how a token is chosen; the most likely one by default.
+        seed: of the draws; None: another one each time.
+        cache_precision: None, or "int8" for pages of half the size.
+        page_size: tokens of a page: 16, 32, 64, 128 or 256.
+        stream: called for each step with a list of new tokens, None for sequences that have ended. The host then waits
+            for every token.
+        capture: False keeps the steps out of a CUDA graph.
+
+    Returns:
+        `Generated`. Its `reason` says why no CUDA graph was used, where none was.
+
+    Several calls on one model are better made by one `Decoder`, which keeps pages and graphs. Threads may share a model
+    whose attn_implementation is "qf" or "qf_int8" before they start, each with a `Decoder` or calls of its own.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from qflash.integrations.transformers import generate
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...                      num_attention_heads=4)
+        >>> model, ids = LlamaForCausalLM(config).eval(), torch.arange(5, 12)[None]
+        >>> result = generate(model, ids, max_new_tokens=4, eos_token_id=())
+        >>> result.sequences.shape, result.lengths, result.reason
+        (torch.Size([1, 11]), [4], 'the model is on cpu')
+    """
+    check_prompts(input_ids, attention_mask)
+    check_count("max_new_tokens", max_new_tokens)
+    # The cache refuses other page sizes, 0 among them.
+    pages = input_ids.shape[0] * -(-(input_ids.shape[1] + max_new_tokens) // max(page_size, 1))
+    decoder = Decoder(model, pages=pages, page_size=page_size, cache_precision=cache_precision, capture=capture)
+    return decoder.generate(
+        input_ids, attention_mask, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id,
+        do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stream=stream,
+    )  # fmt: skip
+
+
+class Decoder:
+    """A model with pages of its own, and a CUDA graph of the decode step for each batch size that it has served.
+
+    Args:
+        model: as of `generate`.
+        pages: how many pages there are for all sequences of a batch.
+        page_size, cache_precision, capture: as of `generate`.
+
+    A batch that does not fit raises `qflash.OutOfPagesError`, and the next one finds all pages free.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        pages: int,
+        page_size: int = 256,
+        cache_precision: Literal["int8"] | None = None,
+        capture: bool = True,
+    ) -> None:
+        if model.config.is_encoder_decoder:
+            raise NotImplementedError(f"{type(model).__name__} has an encoder; allowed: decoder-only models")
+        self._parameters = inspect.signature(model.forward).parameters
+        if "position_ids" not in self._parameters:
+            raise NotImplementedError(
+                f"{type(model).__name__} takes no position_ids, which padding needs; allowed: models that do"
+            )
+        self.model = model
+        self.cache = PagedCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)
+        self._capture, self._page_size = capture, page_size
+        self._steps: dict[Any, _DecodeStep] = {}
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stream: Stream | None = None,
+    ) -> Generated:
+        """See `qflash.integrations.transformers.generate`."""
+        sampling = Sampling(do_sample, temperature, top_k, top_p)
+        sampling.check()
+        check_prompts(input_ids, attention_mask)
+        check_count("max_new_tokens", max_new_tokens)
+        ends, padding = self._special_tokens(eos_token_id, pad_token_id)
+        tokens = input_ids.shape[1] + max_new_tokens
+        columns = 1 << (-(-tokens // self._page_size) - 1).bit_length()  # a power of two, so that few graphs serve all
+        key = (input_ids.shape[0], columns, input_ids.device, sampling, ends, padding)
+        with torch.no_grad(), _attention_by_qflash(self.model):
+            if key not in self._steps:
+                self._steps[key] = _DecodeStep(self, *key)
+            try:
+                new = self._steps[key].run(input_ids, attention_mask, max_new_tokens, seed, stream)
+            finally:
+                self.cache.reset()
+        step = self._steps[key]
+        return Generated(
+            torch.cat([input_ids, new], 1), new, _lengths(new, ends), step.graph is not None, step.reason
+        )  # fmt: skip
+
+    def _special_tokens(self, eos: Any, pad: int | None) -> tuple[tuple[int, ...], int]:
+        config = self.model.generation_config
+        eos = config.eos_token_id if eos is None else eos
+        if isinstance(eos, Tensor):
+            eos = eos.tolist()
+        ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        if not all(isinstance(end, int) for end in ends):
+            raise TypeError(f"eos_token_id is {eos!r}; allowed: None, an int or several")
+        if pad is None:
+            pad = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
+        return ends, pad
+
+    def forward(self, ids: Tensor, positions: Tensor, attention_mask: Any) -> Tensor:
+        """The logits of the last token of each sequence."""
+        last = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
+        out = self.model(
+            input_ids=ids, position_ids=positions, attention_mask=attention_mask, past_key_values=self.cache,
+            use_cache=True, **last,
+        )  # fmt: skip
+        return out.logits[:, -1]
+
+
+class _DecodeStep:
+    """The tensors of one batch size and length, which stay where they are, and the graph that reads and writes them."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        batch: int,
+        columns: int,
+        device: torch.device,
+        sampling: Sampling,
+        ends: tuple[int, ...],
+        padding: int,
+    ) -> None:
+        self._decoder, self._columns, self._sampling, self._padding = decoder, columns, sampling, padding
+        self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._positions = torch.zeros_like(self._tokens)
+        self._has_ended = torch.zeros(batch, dtype=torch.bool, device=device)
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        self._generator = torch.Generator(device) if sampling.do_sample else None
+        self._tables: Any = None  # of the cache, which the graph reads
+        self.graph: Any = None
+        self.reason = "" if device.type == "cuda" else f"the model is on {device.type}"
+        if not decoder._capture:
+            self.reason = "capture is False"
+
+    def run(self, ids: Tensor, mask: Tensor | None, count: int, seed: int | None, stream: Stream | None) -> Tensor:
+        """The new tokens, `[B, n]`."""
+        cache = self._decoder.cache
+        cache.tables, cache.columns = self._tables, self._columns
+        self._start(ids, mask, seed)
+        if cache.tables is not self._tables:
+            self._tables, self.graph = cache.tables, None  # a graph reads the tables that it was captured with
+        history = [self._tokens[:, 0].clone()]
+        over = self._send(stream, [False] * len(ids))
+        for index in range(1, count):
+            if self._is_over(index, stream):
+                break
+            cache.advance()
+            self._advance(index)
+            history.append(self._tokens[:, 0].clone())
+            over = self._send(stream, over)
+        new = torch.stack(history, 1)
+        return new[:, : max(_lengths(new, self._ends.tolist()))]
+
+    def _start(self, ids: Tensor, mask: Tensor | None, seed: int | None) -> None:
+        """The prompts, and their first tokens."""
+        if self._generator is not None:
+            self._generator.seed() if seed is None else self._generator.manual_seed(seed)
+        ids, mask = left_padded(ids, mask)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = self._decoder.forward(ids, positions, mask)
+        self._has_ended.zero_()
+        self._positions.copy_(positions[:, -1:])
+        self._take(logits)
+
+    def _take(self, logits: Tensor) -> None:
+        """Choose the next tokens, and stand where they do."""
+        tokens = self._sampling.choose(logits, self._generator)
+        tokens = torch.where(self._has_ended, self._padding, tokens)
+        self._has_ended |= (tokens[:, None] == self._ends).any(1)
+        self._tokens.copy_(tokens[:, None])
+        self._positions += 1
+
+    def _step(self) -> None:
+        self._take(self._decoder.forward(self._tokens, self._positions, UNPADDED))
+
+    def _advance(self, index: int) -> None:
+        """One step: the first one as it is, which warms everything up, and those after it by the graph."""
+        if self.graph is None and not self.reason and index > 1:
+            self._try_capture()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._step()
+
+    def _try_capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            if self._generator is not None:
+                graph.register_generator_state(self._generator)
+            with torch.cuda.graph(graph):
+                self._step()
+        except Exception as error:  # whatever the model does that a graph cannot hold: the step is made without one
+            self.reason = f"the step was not captured: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            logger.warning("%s", self.reason)
+        else:
+            self.graph = graph
+        self._decoder.cache.repeat_pass()
+
+    def _is_over(self, index: int, stream: Stream | None) -> bool:
+        if not len(self._ends):
+            return False
+        waits = self._tokens.device.type == "cpu" or stream is not None or index % LOOK_EVERY == 0
+        return waits and bool(self._has_ended.all())
+
+    def _send(self, stream: Stream | None, over: list[bool]) -> list[bool]:
+        """Hand the new tokens of sequences that are not over to `stream`; which ones are over now."""
+        if stream is None:
+            return over
+        tokens, ended = self._tokens[:, 0].tolist(), self._has_ended.tolist()
+        stream([None if was else token for token, was in zip(tokens, over, strict=True)])
+        return ended
+
+
+def _lengths(new: Tensor, ends: Sequence[int]) -> list[int]:
+    """How many tokens each sequence has up to its end, which counts."""
+    is_end = torch.isin(new, torch.tensor(ends, dtype=new.dtype, device=new.device))
+    first = torch.where(is_end.any(1), is_end.to(torch.int8).argmax(1) + 1, new.shape[1])
+    return [int(length) for length in first.tolist()]
+
+
+@contextmanager
+def _attention_by_qflash(model: Any) -> Iterator[None]:
+    """A model's attn_implementation as "qf", unless it is one of ours."""
+    register()
+    before = model.config._attn_implementation
+    if before in FUNCTIONS:
+        yield
+        return
+    model.set_attn_implementation("qf")
+    if model.config._attn_implementation != "qf":
+        raise NotImplementedError(
+            f"{type(model).__name__} has attention of its own, {before!r}, which transformers does not replace; "
+            "allowed: models whose set_attn_implementation takes any registered name"
+        )
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

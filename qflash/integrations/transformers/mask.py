@@ -1,0 +1,230 @@
+"""Masks in qflash's words: what the mask function returns and the attention function takes, instead of a dense tensor.
+
+A causal mask of qflash is aligned to the last key and `kv_lens` is padding on the right. Padding on the left, or with
+holes, becomes that by putting the keys that exist first, in their order, and the queries that exist last, in theirs:
+the r-th query of m then stands at key n - m + r of n, as it should.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from qflash.integrations.transformers.patterns import Pattern, pattern_of, traced_pattern_of
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys each query sees. One object serves all layers of a forward pass that have the same kind of mask.
+
+    kv_length: how many rows k and v have. keys: how many of them are used; those of a static cache that come after the
+        last query are cut off.
+    causal, window: as in `qflash.attention`.
+    kv_lens: int32 `[B]`, or None where all keys of all sequences exist.
+    key_order, query_order: int64 `[B, T]`, in which order keys and queries are taken, or None for theirs.
+    cu_seqlens, longest: of packed sequences. starts: where they begin, if nobody could look while a graph was made.
+    visible: bool `[B, keys]`, which keys exist, where not all do: what pages are filled by.
+    is_as_cached: tokens are those that the cache holds, and nobody needs to look.
+    obstacle: what could not be said; the attention function raises it, because it knows the layer.
+    """
+
+    batch: int
+    q_length: int
+    kv_length: int
+    keys: int
+    causal: bool
+    window: tuple[int, int] | None = None
+    kv_lens: Tensor | None = None
+    key_order: Tensor | None = None
+    query_order: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    longest: int = 0
+    starts: Tensor | None = None
+    visible: Tensor | None = None
+    is_as_cached: bool = False
+    obstacle: str | None = None
+
+    # What transformers asks of a mask on its way to the layers.
+
+    ndim = 4
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of the dense mask which this one stands for."""
+        return (self.batch, 1, self.q_length, self.kv_length)
+
+    def contiguous(self) -> Mask:
+        """generate() calls this for a static cache."""
+        return self
+
+    def to(self, device: Any, **_: Any) -> Mask:
+        """On another device, where layers are spread over several."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)})
+
+    def __getitem__(self, _: Any) -> Any:
+        raise NotImplementedError(
+            "the model slices its attention mask, and attn_implementation 'qf' has none that is a tensor; "
+            "allowed: models that hand the mask of create_causal_mask and the like to the attention function"
+        )
+
+
+class Unpadded:
+    """In the place of a padding mask: every new token exists, and the cache knows which of the others do."""
+
+    ndim = 4
+    shape = (0, 0, 0, 0)
+
+
+UNPADDED = Unpadded()
+
+
+def qf_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    device: Any = "cpu",
+    **_: Any,
+) -> Mask:
+    """The mask function of "qf" and "qf_int8"; its arguments are those of transformers' `sdpa_mask`."""
+    if isinstance(attention_mask, Mask):
+        return attention_mask  # generate() had it made before the forward pass
+    sizes = {"batch": batch_size, "q_length": q_length, "kv_length": kv_length, "keys": kv_length}
+    may_be_packed = attention_mask is None and q_length == kv_length  # otherwise transformers looks for no packing
+    if use_vmap:
+        return Mask(**sizes, causal=False, obstacle="a mask function added by the model (or_mask or and_mask)")
+    if torch.compiler.is_compiling():
+        pattern = traced_pattern_of(
+            mask_function,
+            batch_size,
+            q_length,
+            local_size=local_size,
+            both_ways=allow_is_bidirectional_skip is not None,
+            is_plain=allow_is_causal_skip or not may_be_packed,
+            config=config,
+            device=device,
+        )
+    else:
+        pattern = pattern_of(mask_function)
+    # Where queries stand among the keys. Keys of a static cache that come after the last query do not exist yet.
+    end = q_offset + q_length - kv_offset
+    exist = end if pattern.causal else kv_length
+    words = {"causal": pattern.causal, "window": pattern.window}
+    obstacle = pattern.obstacle or _in_places(pattern, end, kv_length, kv_offset)
+    if pattern.starts is not None and not may_be_packed:
+        obstacle = "packed sequences with padding or a cache"
+    if obstacle is not None:
+        return Mask(**sizes, **words, obstacle=obstacle)
+    if pattern.starts is not None:
+        return Mask(**sizes, **words, **_packing(pattern.starts))
+    if isinstance(exist, int):
+        sizes["keys"] = exist
+    if isinstance(attention_mask, Unpadded):
+        return Mask(**sizes, **words, is_as_cached=True)
+    if attention_mask is None:
+        lens = None if isinstance(exist, int) else exist.to(torch.int32).repeat(batch_size)
+        return Mask(**sizes, **words, kv_lens=lens)
+    visible = _visible(attention_mask, sizes["keys"], exist, kv_offset)
+    return Mask(**sizes, **words | _padding(pattern, visible, q_length, exist))
+
+
+def _in_places(pattern: Pattern, end: Any, kv_length: int, kv_offset: int) -> str | None:
+    """Queries that stand where no word puts them. end: the key that the last of them stands at, and one more."""
+    if pattern.chunk is not None and not (isinstance(end, int) and end + kv_offset <= pattern.chunk):
+        return f"attention in chunks of {pattern.chunk} tokens"
+    if pattern.is_aligned and isinstance(end, int) and end > kv_length:
+        return f"one of queries that stand up to key {end}, of {kv_length}"
+    if pattern.is_aligned and not pattern.causal and end != kv_length:
+        return f"a window to both sides of queries that stand up to key {end}, of {kv_length}"
+    return None
+
+
+def can_look(x: Tensor) -> bool:
+    """Whether values of a tensor may decide what is done next: not while a graph is made."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _visible(attention_mask: Tensor, keys: int, exist: Any, kv_offset: int) -> Tensor:
+    """Which of the keys that the cache returns exist: bool `[B, keys]`. Those past the padding mask do not."""
+    visible = attention_mask[:, kv_offset : kv_offset + keys].to(torch.bool)
+    if visible.shape[1] < keys:
+        visible = torch.nn.functional.pad(visible, (0, keys - visible.shape[1]))
+    return visible if isinstance(exist, int) else visible & (torch.arange(keys, device=visible.device) < exist)
+
+
+def _padding(pattern: Pattern, visible: Tensor, q_length: int, exist: Any) -> dict[str, Any]:
+    """The words of a mask in which some keys do not exist, or may not."""
+    # Queries that exist must come last, which those of one token do.
+    queries = None
+    if pattern.is_aligned and q_length > 1:
+        places = torch.arange(q_length, device=visible.device) + (exist - q_length)
+        queries = visible.index_select(1, places)
+    # With holes keys come closer to queries than they are; only a window that hides some of them notices.
+    is_bounded = pattern.window is not None and not (
+        pattern.causal and isinstance(exist, int) and exist <= pattern.window[0] + 1
+    )
+    if not can_look(visible):
+        if is_bounded:
+            torch._assert_async(_has_no_holes(visible).all(), "a padding mask with holes under a sliding window")
+        return _in_order(visible, queries)
+    if bool(visible.all()):
+        return {} if isinstance(exist, int) else _in_order(visible, None) | {"key_order": None}
+    if is_bounded and not bool(_has_no_holes(visible).all()):
+        return {"obstacle": "a padding mask with holes under a sliding window"}
+    if pattern.causal and isinstance(exist, int) and _falls(visible):
+        return {"visible": visible}  # padding on the right comes after all that can see it
+    if queries is None or _rises(queries):
+        order = _in_order(visible, None)
+        return order | {"key_order": None} if _falls(visible) else order
+    return _in_order(visible, queries)
+
+
+def _in_order(visible: Tensor, queries: Tensor | None) -> dict[str, Any]:
+    return {
+        "kv_lens": visible.sum(1, dtype=torch.int32),
+        "key_order": torch.argsort((~visible).to(torch.int8), dim=1, stable=True),
+        "query_order": None if queries is None else torch.argsort(queries.to(torch.int8), dim=1, stable=True),
+        "visible": visible,
+    }
+
+
+def _rises(flags: Tensor) -> bool:
+    """Whether in each row everything that is true comes last."""
+    return bool((flags[:, 1:] >= flags[:, :-1]).all())
+
+
+def _falls(flags: Tensor) -> bool:
+    """Whether in each row everything that is true comes first."""
+    return bool((flags[:, 1:] <= flags[:, :-1]).all())
+
+
+def _has_no_holes(flags: Tensor) -> Tensor:
+    """Of each row, whether all that is true lies together."""
+    begins = (flags[:, 1:] & ~flags[:, :-1]).sum(1) + flags[:, 0]
+    return begins <= 1
+
+
+def _packing(starts: Tensor) -> dict[str, Any]:
+    """The words of packed sequences, rows of the batch one after another."""
+    if not can_look(starts):
+        return {"starts": starts}
+    if not bool(starts[:, 1:].any()):
+        return {}
+    total = torch.tensor([starts.numel()], device=starts.device)
+    cu_seqlens = torch.cat([starts.flatten().nonzero()[:, 0], total]).to(torch.int32)
+    return {"cu_seqlens": cu_seqlens, "longest": int(cu_seqlens.diff().max())}

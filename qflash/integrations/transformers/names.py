@@ -1,0 +1,32 @@
+"""The names "qf" and "qf_int8" for attn_implementation."""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from qflash.integrations.transformers.attention import qf_attention, qf_int8_attention
+from qflash.integrations.transformers.mask import qf_mask
+
+FUNCTIONS = {"qf": qf_attention, "qf_int8": qf_int8_attention}
+
+
+def register() -> None:
+    """Make attn_implementation "qf" and "qf_int8" known to transformers, with the mask function that they need.
+
+    "qf" computes attention in the model's own type, "qf_int8" with precision "int8" where a call has more than one
+    query. Both take models whose masks are causal or bidirectional, with sliding windows, padding on either side,
+    packed position_ids, softcap and sinks; anything else raises NotImplementedError in the layer that needs it.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from qflash.integrations.transformers import register
+        >>> register()
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...                      num_attention_heads=4, attn_implementation="qf")
+        >>> LlamaForCausalLM(config)(torch.arange(10)[None]).logits.shape
+        torch.Size([1, 10, 99])
+    """
+    for name, function in FUNCTIONS.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, qf_mask)

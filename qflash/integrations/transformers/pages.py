@@ -1,0 +1,305 @@
+"""PagedCache: a cache of transformers whose keys and values are in the pages of a qflash.KVCache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+import qflash
+from qflash.integrations.transformers.mask import Mask
+from qflash.integrations.transformers.tokens import Flags, TokenLog
+
+Tensor = torch.Tensor
+
+
+class NewTokens:
+    """What `PagedCache.update` returns in the place of keys: tokens of a layer that are not in their pages yet.
+
+    Whether a token is padding, which gets no place in a page, only the mask tells. So the attention function, which has
+    both, writes them.
+    """
+
+    def __init__(self, cache: PagedCache, layer: int, k: Tensor, v: Tensor) -> None:
+        self.cache, self.layer, self.k, self.v = cache, layer, k, v
+
+    @property
+    def keys(self) -> int:
+        """How many tokens there are with these, padding included."""
+        return self.cache.get_seq_length(self.layer) + int(self.k.shape[2])
+
+    def attend(self, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
+        """Write the tokens, and attend to all that are in the pages: `[B, Tq, Hq, D]`."""
+        return self.cache._attend(self, query, mask, words)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"keys in pages have no {name!r}, and only qflash reads them; allowed: a PagedCache with a model whose "
+            "attn_implementation is 'qf' or 'qf_int8' and which hands keys to the attention function as they are"
+        )
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a PagedCache, which does the work."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: PagedCache, index: int) -> None:
+        super().__init__()
+        self._cache, self._index = cache, index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Pages are there for all layers at once."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, None]:
+        return self._cache.update(key_states, value_states, self._index)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.get_seq_length(self._index)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PagedCache(Cache):
+    """Keys and values of a transformers model in the pages of a `qflash.KVCache`, for attn_implementation "qf".
+
+    Args:
+        config: the model's, which says how many layers it has.
+        pages: how many pages there are for all sequences of a batch.
+        page_size: tokens of a page: 16, 32, 64, 128 or 256.
+        precision: None keeps the model's dtype. "int8" keeps a byte for each value, and a scale for each token and
+            head.
+
+    Pages are allocated with the first tokens, whose dtype, device and shape they take. Padding on the left takes no
+    place in them. Beams share pages until their tokens differ. Layers with a sliding window keep all tokens.
+
+    Where pages run out, the forward pass raises `qflash.OutOfPagesError` before its first write, and the cache is what
+    it was. After any other exception inside a forward pass call `crop` or `reset`.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from qflash.integrations.transformers import PagedCache, register
+        >>> register()
+        >>> config = LlamaConfig(
+        ...     vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        ...     pad_token_id=0, attn_implementation="qf",
+        ... )
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> cache = PagedCache(config, pages=4, page_size=16)
+        >>> ids = torch.arange(10, 20)[None]
+        >>> model.generate(ids, past_key_values=cache, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape
+        torch.Size([1, 13])
+        >>> cache.get_seq_length(), cache.kv.free_pages
+        (12, 3)
+    """
+
+    kv: qflash.KVCache | None
+    """The pages, from the first tokens on."""
+
+    tables: Any
+    """The step of `kv` that passes read; it is renewed as long as the batch is as large and finds room in it."""
+
+    columns: int
+    """How many pages of a sequence new tables have room for, at least."""
+
+    def __init__(
+        self, config: Any, *, pages: int, page_size: int = 256, precision: Literal["int8"] | None = None
+    ) -> None:
+        text = config.get_text_config(decoder=True)
+        count = getattr(text, "decoder_layers", None) or text.num_hidden_layers
+        others = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if others or getattr(text, "num_kv_shared_layers", None):
+            came = ", ".join(sorted(others)) or "layers that share keys"
+            raise NotImplementedError(f"config has {came}; allowed: layers of full_attention and sliding_attention")
+        super().__init__(layers=[PagedLayer(self, index) for index in range(count)])
+        self.kv = None
+        self._sizes = {"pages": pages, "page_size": page_size, "precision": precision}
+        # Pages come with the first tokens; what is wrong with their sizes is said now.
+        qflash.KVCache(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device="meta", **self._sizes)
+        self.tables, self.columns = None, 1
+        self._log = TokenLog()
+        self._sequences: list[int] = []
+        self._new = 0  # tokens of each sequence in the forward pass under way, or in the last one
+        self._written: set[int] = set()  # layers that have written them
+        self._rows: Tensor | None = None  # of the new tokens, flattened: those that are no padding; None: all
+
+    # What models and generate() ask.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[NewTokens, None]:
+        """New tokens of a layer, `[B, Hkv, T, D]`, for the attention function to write."""
+        return NewTokens(self, layer_idx, key_states, value_states), None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many tokens a layer has seen, padding included."""
+        return self._log.length - (0 if layer_idx in self._written else self._new)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many keys there will be, and that the first one is token 0."""
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences there are; -1 before the first tokens."""
+        return len(self._sequences) or -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of all sequences; a positive number is how many are kept."""
+        length, tokens = self._log.length, int(tokens_to_remove)
+        kept = min(tokens, length) if tokens > 0 else max(length + tokens, 0)
+        for sequence, left in zip(self._sequences, self._log.crop(kept, len(self._sequences)), strict=True):
+            self.kv.truncate(sequence, left)
+        self._end_pass()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes what sequence beam_idx[i] is."""
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences that `indices`, numbers or flags, name."""
+        self._select(torch.arange(len(self._sequences))[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times, one after another."""
+        self._select([index for index in range(len(self._sequences)) for _ in range(repeats)])
+
+    def reset(self) -> None:
+        """Forget all sequences; their pages are free, and stay allocated."""
+        self._select([])
+        self._log = TokenLog()
+
+    def advance(self) -> None:
+        """Reserve the next token of every sequence now, and not in the forward pass that writes it.
+
+        That pass then does no work on the host, which a CUDA graph could not repeat: call this before each replay.
+        """
+        if not self._sequences:
+            raise ValueError("the cache has no sequences; allowed: after a forward pass with their first tokens")
+        self._extend([1] * len(self._sequences))
+        self._log.add(1, None)
+        self._written.clear()
+        self._new, self._rows = 1, None
+
+    def repeat_pass(self) -> None:
+        """Let the forward pass that was run, or captured, last write its tokens again: they are the same."""
+        self._written.clear()
+
+    def __deepcopy__(self, memo: Any) -> PagedCache:
+        raise NotImplementedError(
+            "a PagedCache is not copied, its pages would be; allowed: batch_repeat_interleave, which shares them, or crop"
+        )
+
+    # Sequences.
+
+    def _select(self, indices: Sequence[int]) -> None:
+        """Make the sequences those of `indices`. One that is named again shares its pages with the first."""
+        old, kept = self._sequences, set()
+        self._sequences = []
+        for index in indices:
+            self._sequences.append(self.kv.fork(old[index]) if index in kept else old[index])
+            kept.add(index)
+        for index, sequence in enumerate(old):
+            if index not in kept:
+                self.kv.close(sequence)
+        self._log.select(indices)
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._new = 0
+        self._written.clear()
+
+    # A forward pass.
+
+    def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
+        k, v, q = _under_autocast(new.k, new.v, query)
+        if not self._new or new.layer in self._written:
+            self._begin(k, v, mask)
+        k, v, q = (x.transpose(1, 2) for x in (k, v, q))
+        if self._rows is None:
+            kv = self.tables.write(new.layer, k, v)
+            self._written.add(new.layer)
+            return qflash.attention(q, kv, **words)
+        shape = q.shape
+        q, k, v = (x.reshape(-1, *x.shape[2:]).index_select(0, self._rows) for x in (q, k, v))
+        kv = self.tables.write(new.layer, k, v)
+        self._written.add(new.layer)
+        packed = (self.tables.cu_seqlens, None, self.tables.max_new, None)
+        out = qflash.attention_varlen(q, kv, None, *packed, **words)
+        return out.new_zeros(shape).flatten(0, 1).index_copy(0, self._rows, out).view(shape)
+
+    def _begin(self, k: Tensor, v: Tensor, mask: Mask) -> None:
+        """Reserve pages for the tokens of a forward pass; in its first layer."""
+        batch, heads, length, head_dim = k.shape
+        if v.shape != k.shape:
+            raise NotImplementedError(f"values have shape {list(v.shape)}; allowed: that of keys, {list(k.shape)}")
+        if self.kv is None:
+            sizes = {"layers": len(self.layers), "kv_heads": heads, "head_dim": head_dim}
+            self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=k.dtype, device=k.device)
+        if self._sequences and len(self._sequences) != batch:
+            raise ValueError(f"there are {batch} sequences; allowed: as many as the cache has, {len(self._sequences)}")
+        visible = None if mask.visible is None else mask.visible.cpu().numpy()
+        self._check_same(mask, visible, batch, length)
+        flags, rows = None, None
+        if visible is not None:
+            flags = visible[:, -length:]
+            rows = None if flags.all() else mask.visible[:, -length:].flatten().nonzero()[:, 0]
+        counts = [length] * batch if flags is None else [int(n) for n in flags.sum(1)]
+        is_first = not self._sequences
+        if is_first:
+            self._sequences = [self.kv.open() for _ in range(batch)]
+        try:
+            self._extend(counts)
+        except BaseException:
+            if is_first:
+                self._select([])
+            raise
+        self._written.clear()
+        self._new, self._rows = length, rows
+        self._log.add(length, None if rows is None else flags)
+
+    def _check_same(self, mask: Mask, visible: Flags | None, batch: int, new: int) -> None:
+        """Refuse a mask that hides tokens which are in pages, or shows padding, which is not."""
+        if mask.is_as_cached or (visible is None and not self._log.has_padding):
+            return
+        held = self._log.flags(batch)
+        shown = np.ones_like(held) if visible is None else visible[:, :-new]
+        wrong = np.argwhere(held != shown)
+        if len(wrong):
+            sequence, token = wrong[0]
+            was, now = ("a token", "padding") if held[sequence, token] else ("padding", "a token")
+            raise ValueError(
+                f"attention_mask[{sequence}, {token}] says {now}, which was {was} when it came; "
+                "allowed: a mask that is for earlier tokens what it was"
+            )
+
+    def _extend(self, counts: list[int]) -> None:
+        step = self.tables
+        longest = max(self.kv.length(s) + n for s, n in zip(self._sequences, counts, strict=True))
+        needed = -(-longest // self.kv.page_size)
+        if step is not None and step.lens.shape[0] == len(self._sequences) and step.columns >= needed:
+            self.kv.extend(self._sequences, counts, into=step)
+        else:
+            columns = self.columns if self.columns >= needed else 2 * needed
+            self.tables = self.kv.extend(self._sequences, counts, columns=columns)
+
+
+def _under_autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
+    """Keys, values and queries in the type that torch.autocast computes attention in. Rotated keys would be float32
+    otherwise, beside values that are not, and pages hold one type."""
+    device = arrays[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return arrays
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in arrays)

@@ -1,0 +1,51 @@
+"""The next token from logits, on their device and in fixed shapes, so that a CUDA graph can hold it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. The words are those of transformers' GenerationConfig."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def check(self) -> None:
+        """Refuse words out of range."""
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}; allowed: more than 0, or do_sample=False")
+        if self.top_k is not None and not isinstance(self.top_k, int):
+            raise TypeError(f"top_k is {self.top_k!r}; allowed: None, or an int, 1 and more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; allowed: None, or 1 and more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; allowed: None, or more than 0 and up to 1")
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The next tokens, int64 `[B]`, from logits `[B, vocabulary]`."""
+        if not self.do_sample:
+            return logits.argmax(-1)
+        weights = self.filtered(logits.float()).softmax(-1)
+        # The largest of weights over exponential noise is a draw by the weights, without a sum that is searched.
+        noise = torch.empty_like(weights).exponential_(generator=generator)
+        return (weights / noise).argmax(-1)
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """Logits at this temperature, -inf for tokens that top_k and top_p leave out."""
+        logits = logits / self.temperature
+        if self.top_k is not None:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p is not None:
+            ordered, places = logits.sort(descending=True)
+            weights = ordered.softmax(-1)
+            is_left_out = weights.cumsum(-1) - weights >= self.top_p  # better tokens have the sum already
+            logits = logits.masked_fill(is_left_out.scatter(-1, places, is_left_out), -torch.inf)
+        return logits

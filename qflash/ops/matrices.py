@@ -1,0 +1,48 @@
+"""Matrices as products take them: which dimension is contiguous, and the operands and fields that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qflash.call.array import Array, check_device, check_dtype, check_shape
+from qflash.call.op import Operand
+
+MOST_INT8_K = (2**31 - 1) // 128**2  # beyond, a sum of products of int8 may not fit int32
+Fields = list[tuple[str, int]]
+
+
+def layout_of(matrix: Array) -> tuple[str, int, int] | None:
+    """(contiguous dimension, stride of k, stride of n) of a matrix [k, n]; None: neither is, and it takes a copy."""
+    k, n = matrix.shape
+    if matrix.strides is None or 0 in matrix.shape:
+        return "n", n, 1
+    stride_k, stride_n = matrix.strides
+    # A dimension of one element has no stride to speak of, so it fits in with the other.
+    if k == 1:
+        stride_k = n if stride_n == 1 or n == 1 else 1
+    if n == 1:
+        stride_n = k if stride_k == 1 and k != 1 else 1
+    if stride_n == 1 and stride_k >= 0:
+        return "n", stride_k, 1
+    if stride_k == 1 and stride_n >= 0:
+        return "k", 1, stride_n
+    return None
+
+
+def transposed(matrix: Array) -> Array:
+    """The same elements as [columns, rows]."""
+    rows, columns = matrix.shape
+    strides = (1, columns) if matrix.strides is None else (matrix.strides[1], matrix.strides[0])
+    return Array((columns, rows), strides, matrix.dtype, matrix.device)
+
+
+def scale_operand(
+    name: str, field: str, array: Array | None, each: Sequence[int], device: str, first: str
+) -> tuple[list[Operand], Fields]:
+    """The operand and the stride of float32 scales: one for all, or one for `each`. Nothing where there are none."""
+    if array is None:
+        return [], []
+    check_dtype(name, array, "float32")
+    check_shape(name, array, (), (1,), tuple(each))
+    check_device(name, array, first, device)
+    return [Operand(name, field, contiguous=True)], [(f"{field}_stride", int(array.shape not in ((), (1,))))]

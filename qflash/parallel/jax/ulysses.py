@@ -1,0 +1,71 @@
+"""strategy="ulysses": heads for tokens. Every device gets all tokens of some heads, attends, and gives them back.
+
+The call in the middle is plain attention over the whole sequence, so every word means what it does there, and its
+gradient is attention's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qflash.api import attention, attention_varlen
+from qflash.parallel.jax.call import Facts, Static
+from qflash.parallel.jax.shards import by_rank, in_token_order
+from qflash.parallel.parts import Sequences
+from qflash.rotary import Rope
+
+
+def attend_ulysses(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
+    """out and, where it is wanted, lse of this device's queries."""
+    of = static.sequences(q, facts)
+    words = {
+        "window": of.words.edges,
+        "softcap": of.words.softcap,
+        "scale": of.words.scale,
+        "kv_lens": of.kv_lens,
+        "rope": _rope(of),
+        "sinks": None if sinks is None else sinks.reshape(static.ranks, -1)[static.rank()],
+        "precision": of.words.precision,
+        "return_lse": of.words.return_lse,
+    }
+    heads = _all_tokens(static, of, q, k, v)
+    if of.offsets is None:
+        results = attention(*heads, **words)
+    else:
+        results = attention_varlen(*heads, of.offsets, of.offsets, of.longest, of.longest, **words)
+    out, lse = results if of.words.return_lse else (results, None)
+    out = _own_tokens(static, out, of.token_dim, of.token_dim + 1)
+    return out, None if lse is None else _own_tokens(static, lse, lse.ndim - 1, lse.ndim - 2)
+
+
+def _exchange(static: Static, x: Any) -> Any:
+    """Row `rank` of every device's x, `[ranks, ...]`."""
+    return jax.lax.all_to_all(x, static.axis, 0, 0, tiled=True)
+
+
+def _all_tokens(static: Static, of: Sequences, q: Any, k: Any, v: Any) -> list[Any]:
+    """q, k and v of all tokens, with the heads of this device. A head of k that several devices need goes to each."""
+    dim = of.token_dim + 1
+    if k.shape[dim] < static.ranks:
+        k, v = (jnp.repeat(x, static.ranks // k.shape[dim], dim) for x in (k, v))
+    rows = [jnp.stack(jnp.split(x, static.ranks, dim)) for x in (q, k, v)]
+    arrived = in_token_order(_exchange(static, jnp.concatenate(rows, dim + 1)), static.at, of.token_dim)
+    q_heads, kv_heads = rows[0].shape[dim + 1], rows[1].shape[dim + 1]
+    return jnp.split(arrived, [q_heads, q_heads + kv_heads], dim)
+
+
+def _own_tokens(static: Static, x: Any, token_dim: int, head_dim: int) -> Any:
+    """x of this device's tokens, with all heads."""
+    return jnp.concatenate(list(_exchange(static, by_rank(x, static.at, token_dim))), head_dim)
+
+
+def _rope(of: Sequences) -> Rope | None:
+    """Positions that were given, of all tokens; else attention's own, which are those of the whole sequence."""
+    if of.rope is None:
+        return None
+    positions = [None if x is None else in_token_order(x, of.at, x.ndim - 2) for x in (of.positions_q, of.positions_k)]
+    return replace(of.rope, positions_q=positions[0], positions_k=positions[1])

@@ -1,0 +1,241 @@
+"""A model of time: a layer of attention over many GPUs, from its arithmetic, its bytes and the rates of both.
+
+It counts what `qflash.parallel` computes and sends, strategy by strategy, and divides by rates that it is given:
+measured ones for arithmetic (`MeasuredRates`, from result rows), those of links and memory by whoever asks. It knows no
+latencies, no congestion and no clock that drops; `ASSUMPTIONS` says what else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from qflash.parallel.words import STRATEGIES
+
+FORWARD, BACKWARD = "forward", "backward"
+KINDS = (FORWARD, BACKWARD)
+_PRODUCTS = {FORWARD: 2, BACKWARD: 5}  # of matrices, two operations for each pair of numbers
+_FLOAT32 = 4
+
+ASSUMPTIONS = (
+    "Tokens are placed by zigzag where the mask is causal, so that every GPU computes the same.",
+    "A ring's transfer runs under its computation and takes nothing from it: a step takes the longer of the two.",
+    "Gathering and exchanging are waited for. Backward gathers again, and sums gradients of keys in float32.",
+    "A ring that leaves a node moves at the network's rate throughout, and so do collectives over several nodes.",
+    "Every GPU has the whole rate of its link either way. Latency, and small messages that get less, are left out.",
+    "Merging, adding up and copying run at the rate of memory, beside which nothing else runs.",
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of attention on one sequence, or on `batch` of them."""
+
+    tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool = True
+    number_bytes: int = 2
+    batch: int = 1
+
+    def operations(self, kind: str) -> float:
+        """Of all GPUs together: those of the products of matrices that the mask leaves."""
+        scores = self.batch * self.q_heads * float(self.tokens) ** 2 * (0.5 if self.causal else 1.0)
+        return 2 * _PRODUCTS[kind] * scores * self.head_dim
+
+    def numbers(self, tokens: float, heads: float) -> float:
+        """How many there are in an array like q, k or v."""
+        return self.batch * tokens * heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates in bytes a second: of a GPU's link within its node and to others, one way, and of its memory."""
+
+    link: float
+    network: float
+    memory: float
+    node: int = 8  # GPUs that the link joins
+
+    def rate(self, gpus: int) -> float:
+        """What moves between so many GPUs moves at the slowest of the rates on its way."""
+        return self.link if gpus <= self.node else min(self.link, self.network)
+
+
+class Rates(Protocol):
+    """How fast arithmetic is."""
+
+    def operations(self, kind: str, length: int, causal: bool) -> float:
+        """A second, of a call on so many queries and keys."""
+
+
+@dataclass(frozen=True)
+class FixedRate:
+    """The same for every call."""
+
+    rate: float
+
+    def operations(self, kind: str, length: int, causal: bool) -> float:
+        return self.rate
+
+
+@dataclass(frozen=True)
+class MeasuredRates:
+    """Of result rows, by kind and mask: (length, operations a second), from short to long."""
+
+    rates: Mapping[tuple[str, bool], tuple[tuple[int, float], ...]]
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]], head_dim: int, dtype: str) -> MeasuredRates:
+        """The fastest kernel of qflash in each row's problem, of queries and keys of the same length."""
+        best: dict[tuple[str, bool], dict[int, float]] = {}
+        for row in rows:
+            fits = row.get("kernel") and row.get("D") == head_dim and row.get("dtype") == dtype
+            if not fits or row.get("precision") != "native" or row.get("Tq") != row.get("Tk"):
+                continue
+            if row.get("kind") in KINDS and row.get("gflops") and not row.get("kv_lens"):
+                of = best.setdefault((row["kind"], bool(row["causal"])), {})
+                of[row["Tq"]] = max(of.get(row["Tq"], 0.0), 1e9 * row["gflops"])
+        return cls({key: tuple(sorted(of.items())) for key, of in best.items()})
+
+    def operations(self, kind: str, length: int, causal: bool) -> float:
+        """The rate at the length that is nearest by ratio; beyond the last one it is that one's."""
+        return self._nearest(kind, length, causal)[1]
+
+    def measured_length(self, kind: str, length: int, causal: bool) -> int:
+        """Which length stands for this one."""
+        return self._nearest(kind, length, causal)[0]
+
+    def _nearest(self, kind: str, length: int, causal: bool) -> tuple[int, float]:
+        known = self.rates.get((kind, causal))
+        if not known:
+            raise LookupError(f"there is no row of kind {kind!r} with causal {causal}")
+        return min(known, key=lambda one: abs(math.log(one[0] / max(length, 1))))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a layer on one GPU, in seconds and bytes."""
+
+    computing: float
+    moved_bytes: float
+    moving: float  # as long as transfers take by themselves
+    waiting: float  # what of that is not hidden under computation
+    copying: float  # merges, sums and copies, at the rate of memory
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.waiting + self.copying
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A strategy on so many GPUs. Where `why_not` is not empty, it is no strategy for this layer."""
+
+    strategy: str
+    gpus: int
+    passes: Mapping[str, Pass]
+    keys_bytes: float = 0.0  # keys and values that a GPU holds at once, forward
+    why_not: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.passes.values())
+
+
+def estimate(layer: Layer, gpus: int, strategy: str, machine: Machine, rates: Rates) -> Estimate:
+    """The time of a layer's passes, forward and backward."""
+    why_not = _why_not(layer, gpus, strategy)
+    if why_not:
+        return Estimate(strategy, gpus, {}, why_not=why_not)
+    passes = {kind: _PASSES[strategy](layer, gpus, kind, machine, rates) for kind in KINDS}
+    held = {"ring": 2 / gpus, "all_gather": 1.0, "ulysses": _repeated(layer, gpus) / layer.kv_heads / gpus}[strategy]
+    return Estimate(strategy, gpus, passes, held * 2 * layer.numbers(layer.tokens, layer.kv_heads) * layer.number_bytes)
+
+
+def estimates(layer: Layer, gpus: int, machine: Machine, rates: Rates) -> list[Estimate]:
+    """Of every strategy."""
+    return [estimate(layer, gpus, strategy, machine, rates) for strategy in STRATEGIES]
+
+
+def hidden_from(layer: Layer, machine: Machine, gpus: int, rate: float) -> float:
+    """From how many tokens for each GPU on a step of a ring takes longer than its transfer, at this rate of arithmetic.
+
+    A step computes 4 T² Hq D operations, or half, and moves 2 T Hkv D numbers.
+    """
+    half = 0.5 if layer.causal else 1.0
+    bytes_per_token = 2 * layer.kv_heads * layer.head_dim * layer.number_bytes
+    operations_per_token = 4 * half * layer.q_heads * layer.head_dim
+    return bytes_per_token / machine.rate(gpus) * rate / operations_per_token
+
+
+def _why_not(layer: Layer, gpus: int, strategy: str) -> str:
+    parts = (2 if layer.causal else 1) * gpus
+    if layer.tokens % parts:
+        return f"{layer.tokens} tokens do not make {parts} chunks"
+    if strategy != "ulysses":
+        return ""
+    if layer.q_heads % gpus:
+        return f"{layer.q_heads} heads of q do not divide over {gpus} GPUs"
+    if layer.kv_heads % gpus and gpus % layer.kv_heads:
+        return f"{layer.kv_heads} heads of k do not divide over {gpus} GPUs, nor these over the heads"
+    return ""
+
+
+def _repeated(layer: Layer, gpus: int) -> int:
+    """Heads of k that ulysses sends: a head that several GPUs need goes to each of them."""
+    return max(layer.kv_heads, gpus)
+
+
+def _ring(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) -> Pass:
+    part = layer.tokens // gpus
+    operations = layer.operations(kind) / gpus**2  # of a step
+    own = operations / rates.operations(kind, part, layer.causal)
+    other = operations / rates.operations(kind, part, False)
+    keys = 2 * layer.numbers(part, layer.kv_heads)
+    # Backward the gradients of a block follow it, and go one hop further.
+    hop = keys * (layer.number_bytes + (0 if kind == FORWARD else _FLOAT32))
+    last = 0.0 if kind == FORWARD else keys * _FLOAT32
+    rate = machine.rate(gpus)
+    waiting = (gpus - 1) * max(hop / rate - other, 0.0) + (last / rate if gpus > 1 else 0.0)
+    moved = (gpus - 1) * hop + (last if gpus > 1 else 0.0)
+    return Pass(
+        own + (gpus - 1) * other, moved, moved / rate, waiting, _ring_copies(layer, gpus, kind) / machine.memory
+    )
+
+
+def _ring_copies(layer: Layer, gpus: int, kind: str) -> float:
+    """Bytes that merges, or the sums of gradients, read and write."""
+    part = layer.tokens // gpus
+    # Under a causal mask half of the steps have all rows of q and half of the keys, the others it the other way round.
+    share = 0.75 if layer.causal else 1.0
+    rows, keys = (share * layer.numbers(part, heads) for heads in (layer.q_heads, layer.kv_heads))
+    add = 2 * _FLOAT32 + layer.number_bytes  # the sum read and written, a share read
+    if kind == FORWARD:
+        return (gpus - 1) * rows * add
+    delta = 2 * rows * layer.number_bytes  # dout · out, which every step computes for itself
+    return gpus * (rows * add + 2 * keys * add + delta)
+
+
+def _all_gather(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) -> Pass:
+    computing = layer.operations(kind) / gpus / rates.operations(kind, layer.tokens, layer.causal)
+    keys = 2 * layer.numbers(layer.tokens, layer.kv_heads)
+    each = layer.number_bytes + (0 if kind == FORWARD else _FLOAT32)  # gradients of keys are summed in float32
+    moved = keys * each * (gpus - 1) / gpus
+    moving = moved / machine.rate(gpus)
+    return Pass(computing, moved, moving, moving, 2 * keys * each / machine.memory)  # put in the order of tokens
+
+
+def _ulysses(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) -> Pass:
+    computing = layer.operations(kind) / gpus / rates.operations(kind, layer.tokens, layer.causal)
+    heads = 2 * layer.q_heads + 2 * _repeated(layer, gpus)  # q, k and v there, out back; backward the other way round
+    numbers = layer.numbers(layer.tokens / gpus, heads)
+    moved = numbers * layer.number_bytes * (gpus - 1) / gpus
+    moving = moved / machine.rate(gpus)
+    return Pass(computing, moved, moving, moving, 4 * numbers * layer.number_bytes / machine.memory)  # on either side
+
+
+_PASSES = {"ring": _ring, "all_gather": _all_gather, "ulysses": _ulysses}

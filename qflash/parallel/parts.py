@@ -1,0 +1,255 @@
+"""Parts: calls of attention on a rank's queries and some keys, with the arrays that go with the slices.
+
+What is said of the whole sequence (lengths, offsets of packed sequences, positions for rope) is said of each part
+again. Ranks and the starts of chunks may be traced, so all of it is arithmetic on small arrays, and no value is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from qflash.api import attention, attention_varlen
+from qflash.ops.attention import attention_gradients
+from qflash.parallel.pieces import OPEN, ChunkCall, Piece, Span, chunk_call
+from qflash.parallel.placement import Placement
+from qflash.parallel.words import Words
+from qflash.rotary import Rope
+
+
+class Maths(Protocol):
+    """The few functions of a framework that parts are made with. All arrays but that of as_float32 are int32."""
+
+    def arange(self, count: int, like: Any) -> Any: ...
+
+    def concatenate(self, arrays: Sequence[Any]) -> Any: ...
+
+    def clip(self, x: Any, low: Any, high: Any) -> Any: ...
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any: ...
+
+    def as_float32(self, x: Any) -> Any: ...
+
+    def starts(self, offsets: Any, tokens: Any) -> Any:
+        """Of the packed sequence that each token is in, the first token."""
+
+
+class Part(NamedTuple):
+    """One call. q, k: which of the local tokens, and of the keys at hand."""
+
+    q: Span
+    k: Span
+    window: tuple[int, int]
+    sinks: bool  # do they count here? They count once for every query
+    alone: bool = True  # has it all keys that its queries see?
+    kv_lens: Any = None
+    offsets: tuple[Any, Any] | None = None  # cu_seqlens of q and of k, where sequences are packed
+    rope: Rope | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The tokens of all ranks: where they are, and what is said of them."""
+
+    at: Placement
+    words: Words
+    maths: Maths
+    like: Any  # an array of the device that everything is on
+    kv_lens: Any = None  # [B], of whole sequences
+    offsets: Any = None  # [B + 1], of all tokens
+    longest: int = 0  # no packed sequence is longer
+    rope: Rope | None = None  # its positions_q are those of this rank's tokens
+    positions_q: Any = None  # [ranks, T] or [ranks, B, T]: those that were given, of all ranks, where they are needed
+    positions_k: Any = None
+    wide: bool = False  # results that are merged are computed from float32 arrays, so that they are not rounded before
+
+    @property
+    def token_dim(self) -> int:
+        """Of q, k and v."""
+        return 1 if self.offsets is None else 0
+
+    def tokens(self, rank: Any) -> Any:
+        """int32 `[T]`: which tokens of the whole sequence a rank has."""
+        steps = self.maths.arange(self.at.chunk, self.like)
+        return self.maths.concatenate([steps + chunk * self.at.chunk for chunk in self.at.chunks(rank)])
+
+    def ring_part(self, piece: Piece, rank: Any, source: Any) -> Part:
+        """The part of a piece, on the keys of `source`."""
+        rope = None
+        if self.rope is not None:
+            positions_k = self._key_positions(source)[..., slice(*piece.k)]
+            rope = replace(self.rope, positions_q=self._query_positions(rank, piece.q), positions_k=positions_k)
+        lens, offsets = self._keys_in(source, piece.k), self._both(piece, rank, source)
+        return Part(piece.q, piece.k, piece.window, piece.own, piece.alone, lens, offsets, rope)
+
+    def gathered_parts(self, rank: int) -> list[Part]:
+        """What a rank computes on all keys, in the order of tokens: one part for each of its chunks, or for both."""
+        if self.words.open and self.offsets is None:
+            q, length = (0, self.at.part), self.at.length
+            rope = self._rope_of_gathered(rank, q, length)
+            return [Part(q, (0, length), OPEN, sinks=True, kv_lens=self.kv_lens, rope=rope)]
+        return [
+            self._sliced_part(run, rank, chunk, chunk_call(self.at, chunk, self.words.edges))
+            for run, chunk in enumerate(self.at.chunks(rank))
+        ]
+
+    def _sliced_part(self, run: int, rank: int, chunk: int, call: ChunkCall) -> Part:
+        """The part of a rank's chunk number `run` on the first keys of all, in the order of tokens."""
+        end = (chunk + 1) * self.at.chunk
+        q = (run * self.at.chunk, (run + 1) * self.at.chunk)
+        lens = self.kv_lens
+        if lens is not None and self.words.ends_at_the_diagonal:
+            # The last query of the chunk stands as many tokens before the last key as it has queries behind it.
+            lens = self._valid(lens, self.maths.clip(lens - (self.at.length - end), 0, self.at.length))
+        offsets = None
+        if self.offsets is not None:
+            offsets = self._offsets_in(end - self.at.chunk, end), self.maths.clip(self.offsets, 0, call.k_end)
+        rope = self._rope_of_gathered(rank, q, call.k_end)
+        return Part(q, (0, call.k_end), call.window, sinks=True, kv_lens=lens, offsets=offsets, rope=rope)
+
+    def masked_part(self, run: int, rank: Any, chunk: Any, k_end: Any, window: tuple[int, int]) -> Part:
+        """The same of a chunk that is traced: lengths say where its keys end, because slices cannot."""
+        end = (chunk + 1) * self.at.chunk
+        q = (run * self.at.chunk, (run + 1) * self.at.chunk)
+        whole = (0, self.at.length)
+        rope = self._rope_of_gathered(rank, q, self.at.length)
+        if self.offsets is not None:
+            # After the last sequence stands one without queries, of the keys that no query of the chunk sees.
+            tokens = self.maths.arange(1, self.like)
+            of_q = self._offsets_in(end - self.at.chunk, end)
+            of_k = self.maths.clip(self.offsets, 0, k_end)
+            offsets = tuple(
+                self.maths.concatenate([x, tokens + last])
+                for x, last in ((of_q, self.at.chunk), (of_k, self.at.length))
+            )
+            return Part(q, whole, window, sinks=True, offsets=offsets, rope=rope)
+        batch = self.like.shape[0]
+        if self.kv_lens is None:
+            lens = self.maths.arange(batch, self.like) * 0 + k_end
+        elif self.words.ends_at_the_diagonal:
+            moved = self.maths.clip(self.kv_lens - (self.at.length - end), 0, self.at.length)
+            lens = self._valid(self.kv_lens, moved)
+        else:
+            lens = self.kv_lens
+        return Part(q, whole, window, sinks=True, kv_lens=lens, rope=rope)
+
+    def _rope_of_gathered(self, rank: Any, q: Span, k_end: int) -> Rope | None:
+        """Key j of all keys stands at j, or where it was said to: `positions_k` is then `[ranks, T]` in shard order."""
+        if self.rope is None:
+            return None
+        if self.positions_k is not None:
+            keys = self.maths.concatenate([self._chunk_of(*holder) for holder in self.at.holders()])
+        elif self.offsets is not None:
+            keys = self._in_sequence(self.maths.arange(self.at.length, self.like))
+        else:
+            keys = self.maths.arange(self.at.length, self.like)
+        return replace(self.rope, positions_q=self._query_positions(rank, q), positions_k=keys[..., :k_end])
+
+    def _chunk_of(self, rank: int, run: int) -> Any:
+        return self.positions_k[rank][..., run * self.at.chunk : (run + 1) * self.at.chunk]
+
+    def _key_positions(self, source: Any) -> Any:
+        if self.positions_k is not None:
+            return self.positions_k[source]
+        tokens = self.tokens(source)
+        return tokens if self.offsets is None else self._in_sequence(tokens)
+
+    def _query_positions(self, rank: Any, q: Span) -> Any:
+        assert self.rope is not None
+        given: Any = self.rope.positions_q
+        if given is not None:
+            return given[..., slice(*q)]
+        tokens = self.tokens(rank)
+        if self.offsets is not None:
+            tokens = self._in_sequence(tokens)
+        if self.kv_lens is not None:
+            # The last query stands at the last key. Without keys no query is rotated, wherever it would stand.
+            lens = self.kv_lens[:, None]
+            tokens = self.maths.where(lens > 0, tokens + lens - self.at.length, tokens)
+        return tokens[..., slice(*q)]
+
+    def _in_sequence(self, tokens: Any) -> Any:
+        return tokens - self.maths.starts(self.offsets, tokens)
+
+    def _keys_in(self, source: Any, k: Span) -> Any:
+        """[B]: how many of these keys of `source` exist. Those that do stand first: a rank has its chunks in order."""
+        if self.kv_lens is None:
+            return None
+        found = 0
+        for run, chunk in enumerate(self.at.chunks(source)):
+            if k[0] <= run * self.at.chunk < k[1]:
+                found = found + self.maths.clip(self.kv_lens - chunk * self.at.chunk, 0, self.at.chunk)
+        return self._valid(self.kv_lens, found)
+
+    def _valid(self, lens: Any, lens_here: Any) -> Any:
+        """Lengths of a part; one that no sequence can have stays such, so that no bad value becomes a good one."""
+        return self.maths.where((lens >= 0) & (lens <= self.at.length), lens_here, lens * 0 - 1)
+
+    def _both(self, piece: Piece, rank: Any, source: Any) -> tuple[Any, Any] | None:
+        """Offsets within the chunk of queries and the chunk of keys that a piece is of."""
+        if self.offsets is None:
+            return None
+        chunk = self.at.chunk
+        q_start = self.at.chunks(rank)[piece.q[0] // chunk] * chunk
+        k_start = self.at.chunks(source)[piece.k[0] // chunk] * chunk
+        return self._offsets_in(q_start, q_start + chunk), self._offsets_in(k_start, k_start + chunk)
+
+    def _offsets_in(self, start: Any, end: Any) -> Any:
+        """Where sequences begin within some tokens; those that are elsewhere are empty."""
+        return self.maths.clip(self.offsets, start, end) - start
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    def attend(self, part: Part, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
+        """out and lse of a part. q: all of the rank's; k, v: all that are at hand."""
+        words = self._words_of(part, sinks)
+        arrays = (self._cut(q, part.q), self._cut(k, part.k), self._cut(v, part.k))
+        if self.wide and not part.alone:
+            arrays = tuple(map(self.maths.as_float32, arrays))
+        if part.offsets is None:
+            out, lse = attention(*arrays, return_lse=True, **words)
+        else:
+            out, lse = attention_varlen(*arrays, *part.offsets, *self._longest(part), return_lse=True, **words)
+        return out, lse
+
+    def gradients(
+        self, part: Part, dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any
+    ) -> tuple[Any, ...]:
+        """dq, dk, dv and, where sinks count in this part, dsinks. out, lse: of all of the rank's rows and all keys."""
+        words = self._words_of(part, sinks)
+        of_lse = [None if x is None else x[..., slice(*part.q)] for x in (dlse, lse)]
+        return attention_gradients(
+            self._cut(dout, part.q),
+            of_lse[0],
+            self._cut(q, part.q),
+            self._cut(k, part.k),
+            self._cut(v, part.k),
+            self._cut(out, part.q),
+            of_lse[1],
+            partial=not part.alone,
+            offsets=part.offsets,
+            longest=self._longest(part),
+            **words,
+        )
+
+    def _words_of(self, part: Part, sinks: Any) -> dict[str, Any]:
+        return {
+            "window": part.window,
+            "softcap": self.words.softcap,
+            "scale": self.words.scale,
+            "precision": self.words.precision,
+            "kv_lens": part.kv_lens,
+            "rope": part.rope,
+            "sinks": sinks if part.sinks else None,
+        }
+
+    def _longest(self, part: Part) -> tuple[int, int]:
+        """Bounds on packed sequences. Keys that nobody sees may be one sequence, however long they are."""
+        return min(self.longest, part.q[1] - part.q[0]), part.k[1] - part.k[0]
+
+    def _cut(self, x: Any, span: Span) -> Any:
+        """Some tokens of an array of q's, k's or v's shape: a view, where the framework has any."""
+        if span == (0, x.shape[self.token_dim]):
+            return x
+        return x[:, slice(*span)] if self.token_dim else x[slice(*span)]

@@ -1,0 +1,319 @@
+"""Context parallelism on torch.distributed: attention over a sequence whose tokens are spread over processes.
+
+__init__  the call, its checks                      groups    process groups and mesh dimensions
+shards    tensors cut over ranks, positions         agree     the same call on all ranks, or an error on all
+ring      keys and values go round                  exchange  what moves between ranks
+gather    every rank gets all keys                  maths     arithmetic on lengths and positions
+ulysses   heads for tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from qflash import dispatch
+from qflash.api import attention as attention_on_one_rank
+from qflash.api import attention_varlen
+from qflash.call.words import check_int, shown
+from qflash.frontends.torch import arch_of, plan_of
+from qflash.frontends.torch.arrays import as_index
+from qflash.frontends.torch.autograd import check as check_gradients
+from qflash.frontends.torch.autograd import wanted as gradient_wanted
+from qflash.frontends.torch.launch import check_differentiable
+from qflash.frontends.torch.watch import autocast, is_autocast_anywhere
+from qflash.ops.attention import ATTENTION
+from qflash.ops.backward_memory import get_backward_memory
+from qflash.ops.quantization import tables_of
+from qflash.parallel.parts import Sequences
+from qflash.parallel.placement import PLACEMENTS, Placement
+from qflash.parallel.torch import maths
+from qflash.parallel.torch.agree import agree
+from qflash.parallel.torch.exchange import all_gather
+from qflash.parallel.torch.gather import attend_gathered
+from qflash.parallel.torch.groups import Ranks, group_of
+from qflash.parallel.torch.ring import attend_ring
+from qflash.parallel.torch.shards import positions, shard, unshard
+from qflash.parallel.torch.ulysses import attend_ulysses
+from qflash.parallel.words import STRATEGIES, Words, check_strategy, check_words
+from qflash.rotary import Rope
+
+__all__ = ["attention", "positions", "shard", "unshard"]
+
+Tensor = torch.Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any = None,
+    strategy: str = "ring",
+    placement: str | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    kv_lens: Any = None,
+    cu_seqlens: Any = None,
+    max_seqlen: int | None = None,
+    rope: Rope | None = None,
+    precision: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`qflash.attention` of a sequence whose tokens are spread over the ranks of a group.
+
+    Args:
+        q: this rank's queries, `[B, T, Hq, D]`, as `shard` cuts them; T is the same on all ranks.
+        k: this rank's keys, `[B, T, Hkv, D]`, of the same tokens.
+        v: this rank's values, like k.
+        group: a process group, or one dimension of a DeviceMesh; None: the default group.
+        strategy: what moves. "ring": keys and values, from rank to rank, under the computation. "all_gather": keys and
+            values of all ranks at once. "ulysses": heads for tokens, and back.
+        placement: which tokens a rank has, "zigzag" or "contiguous", as `shard` has it; None: zigzag where causal.
+        causal: a query sees the keys up to its own token.
+        window: `(left, right)`, how many keys a query sees on each side of its own; -1 is open.
+        softcap: as in `qflash.attention`.
+        scale: as in `qflash.attention`.
+        sinks: float `[Hq]`, the same on all ranks. A rank's gradient of them is of its own queries (of its own heads
+            with "ulysses"), as that of any parameter is: sum it over the group.
+        kv_lens: int32 `[B]`, how many keys of each whole sequence exist, the same on all ranks.
+        cu_seqlens: int32 `[N + 1]`, where packed sequences begin and end among the tokens of all ranks, the same on all
+            ranks; q, k and v are then `[T, H, D]`, and ranks may cut sequences anywhere.
+        max_seqlen: no packed sequence is longer; None: they may be as long as all of them together.
+        rope: rotates q and k by the positions that tokens have in the whole sequence. `positions_q` and `positions_k`
+            say others, of this rank's tokens.
+        precision: None, "int8" or "int8_fp8". In a ring keys travel as INT8, quantized once. Forward only.
+        return_lse: also return the log-sum-exp of each row of scores.
+
+    Returns:
+        This rank's part of the result, like q. With `return_lse` a pair of it and lse, float32 `[B, Hq, T]` (packed:
+        `[Hq, T]`). Gradients go through both.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is allowed, or not the same on all ranks, or the strategy cannot
+            express it and the text names one that can. All ranks raise.
+        RuntimeError: another rank does not answer within the group's timeout, or is gone.
+    """
+    process_group = group_of(group)
+    if process_group.size() == 1:
+        # The same program on one GPU: attention itself, which checks the rest.
+        if strategy not in STRATEGIES or placement not in _KNOWN_PLACEMENTS:
+            check_words(strategy, placement, causal, window, softcap, scale, precision, return_lse, 1)
+        if cu_seqlens is None and max_seqlen is None:
+            return attention_on_one_rank(
+                q, k, v, causal=causal, window=window, kv_lens=kv_lens, softcap=softcap, scale=scale, rope=rope,
+                sinks=sinks, return_lse=return_lse, precision=precision,
+            )  # fmt: skip
+        return _packed_alone(q, k, v, cu_seqlens, max_seqlen, causal=causal, window=window, softcap=softcap,
+                             scale=scale, sinks=sinks, kv_lens=kv_lens, rope=rope, precision=precision,
+                             return_lse=return_lse)  # fmt: skip
+    words = (strategy, placement, causal, window, softcap, scale, precision, return_lse)
+    described = (q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
+    if torch.compiler.is_compiling() and strategy == "ring":
+        return _outside_of_graphs(process_group, words, *described)
+    return _attend(process_group, words, *described)
+
+
+def _attend(
+    group: Any,
+    words: tuple[Any, ...],
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    kv_lens: Any,
+    cu_seqlens: Any,
+    max_seqlen: Any,
+    rope: Any,
+) -> Any:
+    """The call on several ranks: checked by each, agreed on by all, and carried out."""
+    ranks = Ranks(group, group.rank(), group.size())
+    if is_autocast_anywhere() and isinstance(q, Tensor):
+        q, k, v = autocast(q, k, v)
+    refusal: Exception | None = None
+    of: Sequences | None = None
+    try:
+        head_dim = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
+        of = _sequences(ranks, check_words(*words, head_dim), q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if torch.compiler.is_compiling():
+            raise
+        refusal = error
+    if not torch.compiler.is_compiling():
+        device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+        agree(ranks, "" if of is None else _described(of, q, k, v, sinks), refusal, device)
+    assert of is not None
+    of = _with_positions(of, ranks)
+    out, lse = _CARRIED_OUT_BY[of.words.strategy](q, k, v, sinks, of, ranks)
+    return (out, lse) if of.words.return_lse else out
+
+
+_NOT_IN_GRAPHS = (
+    "qflash.parallel.torch.attention with strategy='ring' sends and receives step by step, which torch.compile does "
+    "not trace; allowed with fullgraph=True: strategy='all_gather' or 'ulysses'"
+)
+try:
+    _outside_of_graphs = torch.compiler.disable(_attend, reason=_NOT_IN_GRAPHS)
+except TypeError:  # PyTorch before 2.7 breaks the graph as well, and gives no reason
+    _outside_of_graphs = torch.compiler.disable(_attend)
+_CARRIED_OUT_BY = {"ring": attend_ring, "all_gather": attend_gathered, "ulysses": attend_ulysses}
+
+
+_KNOWN_PLACEMENTS = (None, *PLACEMENTS)
+
+
+def _packed_alone(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, max_seqlen: Any, **words: Any) -> Any:
+    """The call on packed sequences where there is but one rank."""
+    _check_max_seqlen(cu_seqlens, max_seqlen)
+    longest = q.shape[0] if max_seqlen is None else max_seqlen
+    return attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **words)
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def _sequences(
+    ranks: Ranks,
+    words: Words,
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    kv_lens: Any,
+    cu_seqlens: Any,
+    max_seqlen: Any,
+    rope: Any,
+) -> Sequences:
+    """The checked call. Everything that can be wrong on one rank is found here, before anything moves."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
+    packed = cu_seqlens is not None
+    _check_max_seqlen(cu_seqlens, max_seqlen)
+    if kv_lens is not None:
+        kv_lens = as_index("kv_lens", kv_lens, q)
+    if packed:
+        cu_seqlens = as_index("cu_seqlens", cu_seqlens, q)
+    token_dim = 0 if packed else 1
+    rank_of_arrays = token_dim + 3
+    if q.dim() != rank_of_arrays:
+        form = "[length, heads, head_dim] with cu_seqlens" if packed else "[batch, length, heads, head_dim]"
+        raise ValueError(f"q has shape {tuple(q.shape)}; allowed: rank {rank_of_arrays}, {form}")
+    at = Placement.of_part(words.placement, ranks.size, q.shape[token_dim], "q")
+    longest = at.length if max_seqlen is None else check_int("max_seqlen", max_seqlen, 0, 2**31 - 1)
+    if not torch.compiler.is_compiling():  # there the operations that are traced look at their arrays
+        _check_local(words, q, k, v, sinks, kv_lens, cu_seqlens, longest, rope)
+    if k.shape[token_dim] != q.shape[token_dim]:
+        raise ValueError(
+            f"k has {k.shape[token_dim]} tokens on this rank; allowed: q's, {q.shape[token_dim]}, because both are of "
+            "the same sequence"
+        )
+    check_strategy(words, ranks.size, q.shape[-2], k.shape[-2], kv_lens is not None, packed)
+    _check_values(at, kv_lens, cu_seqlens, longest)
+    if rope is not None:
+        _check_rope(rope, at, longest if packed else at.length)
+        indexed = {name: as_index(f"rope.{name}", getattr(rope, name), q)
+                   for name in ("positions_q", "positions_k") if getattr(rope, name) is not None}  # fmt: skip
+        rope = replace(rope, **indexed)
+    longest = min(longest, at.length)
+    return Sequences(at, words, maths, q, kv_lens, cu_seqlens, longest, rope, wide=q.device.type == "cpu")
+
+
+def _check_max_seqlen(cu_seqlens: Any, max_seqlen: Any) -> None:
+    if cu_seqlens is None and max_seqlen is not None:
+        raise ValueError(f"max_seqlen is {shown(max_seqlen)} and cu_seqlens is None; allowed: None")
+
+
+def _check_local(
+    words: Words, q: Any, k: Any, v: Any, sinks: Any, kv_lens: Any, offsets: Any, longest: int, rope: Any
+) -> None:
+    """What `qflash.attention` refuses of this rank's arrays, and gradients that nobody has."""
+    cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
+    arrays = (q, k, v, kv_lens, offsets, offsets, cos, sin, positions_q, positions_k, sinks)
+    options = (False, words.edges, words.softcap, words.scale, words.precision, None, False)
+    plan = plan_of(ATTENTION, arrays, (*options, True, interleaved, longest, longest, get_backward_memory()))
+    dispatch.choose(plan.spec(arch_of(q)), None)
+    if gradient_wanted(arrays):
+        check_gradients(ATTENTION, arrays)
+        check_differentiable(ATTENTION, plan, arch_of(q))
+
+
+def _check_values(at: Placement, kv_lens: Any, offsets: Any, longest: int) -> None:
+    """Lengths whose values are on the host: the engine would refuse them in the midst of a call, on one rank alone."""
+    if torch.compiler.is_compiling():
+        return
+    if kv_lens is not None and kv_lens.device.type == "cpu":
+        for index, length in enumerate(kv_lens.tolist()):
+            if not 0 <= length <= at.length:
+                raise ValueError(f"kv_lens[{index}] is {length}; allowed: 0 to {at.length}, the tokens of all ranks")
+    if offsets is not None and offsets.device.type == "cpu":
+        ends = offsets.tolist()
+        if ends[0] != 0 or ends[-1] != at.length:
+            raise ValueError(
+                f"cu_seqlens begins with {ends[0]} and ends with {ends[-1]}; allowed: from 0 to {at.length}, the "
+                "tokens of all ranks"
+            )
+        for index, (start, end) in enumerate(pairwise(ends)):
+            if not 0 <= end - start <= longest:
+                raise ValueError(
+                    f"cu_seqlens[{index + 1}] is {end} after {start}; allowed: {start} to {start + longest} "
+                    "(max_seqlen)"
+                )
+
+
+def _check_rope(rope: Rope, at: Placement, reach: int) -> None:
+    """Tables must reach as far as the tokens of all ranks, not of this one; given positions are looked at later."""
+    given = (rope.positions_q is not None, rope.positions_k is not None)
+    rows = rope.cos.shape[0]
+    if not all(given) and rows < reach:
+        raise ValueError(f"rope.cos has {rows} rows; allowed: at least {reach}, one for each position in use")
+
+
+def _described(of: Sequences, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
+    """What must be the same on all ranks, in facts between semicolons."""
+    facts = [f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}"
+             for name, x in (("q", q), ("k", k), ("v", v))]  # fmt: skip
+    words = of.words
+    facts.append(f"strategy={words.strategy!r}, placement={words.placement!r}, window={words.edges}")
+    facts.append(f"softcap={words.softcap}, scale={words.scale}, precision={words.precision!r}")
+    facts.append(f"max_seqlen={of.longest}")
+    rope = of.rope
+    tables = None if rope is None else (rope.positions_q, rope.positions_k)
+    for name, x in (
+        ("kv_lens", of.kv_lens),
+        ("cu_seqlens", of.offsets),
+        ("sinks", sinks),
+        ("rope", None if rope is None else rope.cos),
+        ("rope.positions_q", tables and tables[0]),
+        ("rope.positions_k", tables and tables[1]),
+    ):
+        facts.append(f"no {name}" if x is None else f"{name} {list(x.shape)}{_values_in_words(name, x)}")
+    facts.append("with gradients" if gradient_wanted((q, k, v, sinks)) else "without gradients")
+    return "; ".join(facts)
+
+
+def _values_in_words(name: str, x: Tensor) -> str:
+    """Lengths on the host are part of what must be the same; a few of them are shown, and all of them count."""
+    if name not in ("kv_lens", "cu_seqlens") or x.device.type != "cpu":
+        return ""
+    values = x.tolist()
+    few = ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")
+    return f" of {few} ({hash(tuple(values)) & 0xFFFFFFFF:08x})"
+
+
+def _with_positions(of: Sequences, ranks: Ranks) -> Sequences:
+    """The call with the positions of all ranks' tokens, where the user gave some: they are int32, and few."""
+    if of.rope is None:
+        return of
+    given = {"positions_k": of.rope.positions_k}
+    if of.words.strategy == "ulysses":
+        given["positions_q"] = of.rope.positions_q
+    gathered_positions = {name: all_gather(ranks, x, f"the gathering of {name}") for name, x in given.items()
+                          if x is not None}  # fmt: skip
+    return replace(of, **gathered_positions)

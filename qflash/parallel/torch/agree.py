@@ -1,0 +1,60 @@
+"""Every rank learns before anything else moves whether the call is the same on all of them, and good on each.
+
+A rank that raised alone would leave the others waiting for its tensors. So each tells the others what it was given, or
+what is wrong with it, and all of them raise. The answer must be read on the host: with tensors on the CPU every call
+asks, with tensors on a GPU, whose stream the host would have to wait for, only the first of its kind in a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from qflash.parallel.torch.exchange import all_gather
+from qflash.parallel.torch.groups import Ranks
+
+_BYTES = 1024  # of a rank's text
+_BAD = "!"  # how the text of a refusal begins
+_agreed: WeakKeyDictionary = WeakKeyDictionary()  # by group: the calls on GPUs that all of its ranks agreed on
+
+
+def agree(ranks: Ranks, text: str, refusal: Exception | None, device: torch.device) -> None:
+    """Return where all ranks came with the same text and without a refusal; else raise on all of them."""
+    known = _agreed.setdefault(ranks.group, set()) if device.type == "cuda" else set()
+    if refusal is None and text in known:
+        return
+    said = _exchange(ranks, text if refusal is None else f"{_BAD}{type(refusal).__name__}: {refusal}", device)
+    if refusal is not None:
+        raise refusal
+    for rank, other in enumerate(said):
+        if other.startswith(_BAD):
+            raise ValueError(f"rank {rank} of {ranks.size} refused the call: {other[len(_BAD) :]}")
+    if len(set(said)) > 1:
+        raise ValueError(f"ranks have different calls: {_differences(said)}; allowed: the same on all ranks")
+    known.add(text)
+
+
+def _exchange(ranks: Ranks, text: str, device: torch.device) -> list[str]:
+    """The texts of all ranks."""
+    own = text.encode()
+    if len(own) > _BYTES:  # what is cut off still counts
+        own = own[: _BYTES - 16] + f" ...{crc32(own):08x}".encode()
+    wire = torch.frombuffer(bytearray(own.ljust(_BYTES, b"\0")), dtype=torch.uint8)
+    if dist.get_backend(ranks.group) != "gloo":
+        wire = wire.to(device)
+    gathered = all_gather(ranks, wire, "the comparison of the ranks' calls").cpu()
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
+
+
+def _differences(said: Sequence[str]) -> str:
+    """What ranks have, where they differ: each fact that all share is left out."""
+    facts = [text.split("; ") for text in said]
+    shared = set(facts[0]).intersection(*facts[1:])
+    groups: dict[str, list[int]] = {}
+    for rank, own in enumerate(facts):
+        groups.setdefault(", ".join(fact for fact in own if fact not in shared) or "nothing else", []).append(rank)
+    return "; ".join(f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))} had {text}" for text, of in groups.items())

@@ -1,0 +1,87 @@
+"""What moves between ranks: hops of a ring, and the three collectives.
+
+Collectives are those that torch.compile can trace. A failure says which rank was waited for, and how far the call had
+come; a rank that does not answer is an error after the group's timeout, as torch.distributed has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from qflash.parallel.torch.groups import Ranks
+
+Tensor = torch.Tensor
+
+# PyTorch 2.13 has new names, and warns of the old.
+_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+class Hop:
+    """Tensors on their way to the rank `distance` further, and others coming from the rank `distance` before.
+
+    The transfer is under way once the Hop is made; what is sent must not be written to before `wait` has returned.
+    """
+
+    def __init__(self, ranks: Ranks, tensors: Sequence[Tensor], what: str, distance: int = 1) -> None:
+        self._ranks, self._what, self._distance = ranks, what, distance
+        self._device = tensors[0].device
+        sent = [_on_wire(ranks, x.contiguous()) for x in tensors]
+        self._received = [torch.empty_like(x) for x in sent]
+        to, source = ranks.peer(distance), ranks.peer(-distance)
+        operations = [dist.P2POp(dist.isend, x, to, ranks.group) for x in sent]
+        operations += [dist.P2POp(dist.irecv, x, source, ranks.group) for x in self._received]
+        self._sent = sent  # kept until they are sent
+        self._works = self._tried(lambda: dist.batch_isend_irecv(operations))
+
+    def wait(self) -> list[Tensor]:
+        """What came. On a GPU it is the stream that waits, not the host."""
+        for work in self._works:
+            self._tried(work.wait)
+        self._sent = []
+        return [x.to(self._device) for x in self._received]
+
+    def _tried(self, action: Callable[[], Any]) -> Any:
+        ranks = self._ranks
+        to, source = ((ranks.rank + by) % ranks.size for by in (self._distance, -self._distance))
+        try:
+            return action()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {ranks.rank} of {ranks.size} lost rank {source} or {to} during {self._what}: it waited for "
+                f"tensors from rank {source} and sent its own to rank {to}. {error}"
+            ) from error
+
+
+def all_gather(ranks: Ranks, x: Tensor, what: str) -> Tensor:
+    """x of every rank, `[ranks, ...]`."""
+    return _collective(ranks, x[None], what, lambda wire: _gather(wire, 0, ranks.group))
+
+
+def reduce_scatter(ranks: Ranks, x: Tensor, what: str) -> Tensor:
+    """The sum over all ranks of row `rank` of x, `[ranks, ...]`."""
+    return _collective(ranks, x, what, lambda wire: _scatter(wire, "sum", 0, ranks.group))[0]
+
+
+def all_to_all(ranks: Ranks, x: Tensor, what: str) -> Tensor:
+    """Row `rank` of every rank's x, `[ranks, ...]`."""
+    return _collective(ranks, x, what, lambda wire: functional.all_to_all_single(wire, None, None, ranks.group))
+
+
+def _collective(ranks: Ranks, x: Tensor, what: str, of: Callable[[Tensor], Tensor]) -> Tensor:
+    if torch.compiler.is_compiling():
+        return of(x.contiguous())
+    try:
+        return functional.wait_tensor(of(_on_wire(ranks, x.contiguous()))).to(x.device)
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {ranks.rank} of {ranks.size} lost another rank during {what}. {error}") from error
+
+
+def _on_wire(ranks: Ranks, x: Tensor) -> Tensor:
+    """x where the group's backend takes it from: gloo sends what is in the host's memory."""
+    return x.cpu() if x.is_cuda and dist.get_backend(ranks.group) == "gloo" else x

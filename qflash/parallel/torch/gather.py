@@ -1,0 +1,69 @@
+"""strategy="all_gather": every rank gets all keys and values, and attends to them with its own queries.
+
+Each chunk of queries is one call on the keys up to its end, so nothing is merged and the mask may be any that ends
+where the keys do. Backward, keys are gathered again, which takes less memory than keeping them for every layer, and
+their gradients are summed over the ranks in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qflash.parallel.parts import Part, Sequences
+from qflash.parallel.torch.exchange import all_gather, reduce_scatter
+from qflash.parallel.torch.groups import Ranks
+from qflash.parallel.torch.shards import by_rank, in_token_order
+
+Tensor = torch.Tensor
+
+
+def attend_gathered(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries."""
+    out, lse = _Gathered.apply(q, k, v, sinks, of, ranks)
+    return out, lse
+
+
+def _all_keys(k: Tensor, v: Tensor, of: Sequences, ranks: Ranks, what: str) -> Tensor:
+    """k and v of all ranks in the order of tokens, `[2, B, S, Hkv, D]`."""
+    return in_token_order(all_gather(ranks, torch.stack([k, v]), what), of.at, of.token_dim + 1)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
+    ) -> tuple[Tensor, Tensor]:
+        keys = _all_keys(k, v, of, ranks, "the gathering of keys and values")
+        parts: list[Part] = of.gathered_parts(ranks.rank)
+        results = [of.attend(part, q, keys[0], keys[1], sinks) for part in parts]
+        out = torch.cat([out for out, _ in results], of.token_dim)
+        lse = torch.cat([lse for _, lse in results], -1)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call = of, ranks, parts
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        of, ranks, parts = ctx.call
+        dout = torch.zeros_like(out) if dout is None else dout
+        keys = _all_keys(k, v, of, ranks, "the gathering of keys and values, backward")
+        dkeys = torch.zeros(keys.shape, dtype=torch.float32, device=q.device)
+        dqs, dsinks = [], None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
+        for part in parts:
+            dq, dk, dv, *of_sinks = of.gradients(part, dout, dlse, q, keys[0], keys[1], sinks, out, lse)
+            dqs.append(dq)
+            for total, share in ((dkeys[0], dk), (dkeys[1], dv)):
+                total.narrow(of.token_dim, part.k[0], part.k[1] - part.k[0]).add_(share)
+            if of_sinks and dsinks is not None:
+                dsinks = dsinks + of_sinks[0]
+        by_ranks = by_rank(dkeys, of.at, of.token_dim + 1)
+        dk, dv = reduce_scatter(ranks, by_ranks, "the sums of the gradients of keys and values").to(k.dtype)
+        dq = torch.cat(dqs, of.token_dim)
+        return dq, dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None, None

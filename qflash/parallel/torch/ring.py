@@ -1,0 +1,202 @@
+"""strategy="ring": keys and values go round, and each rank attends to every block of them as it comes by.
+
+The next block is on its way before the present one is computed on. Partial results are merged by lse in float32, in
+the order of hops, which is fixed for every rank: the same input gives the same bits. Backward, blocks go round again
+and their gradients follow one hop behind; every share is computed from the out and lse of all keys, and is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from qflash.api import attention
+from qflash.ops.merge import merge
+from qflash.ops.quantization import Quantized, quantize
+from qflash.parallel.parts import Part, Sequences
+from qflash.parallel.pieces import Span, ring_steps
+from qflash.parallel.torch.exchange import Hop
+from qflash.parallel.torch.groups import Ranks
+
+Tensor = torch.Tensor
+_FORWARD = "a hop of keys and values"
+_BACKWARD = "a hop of keys and values, backward"
+_GRADIENTS = "a hop of the gradients of keys and values"
+
+
+def attend_ring(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's queries."""
+    if of.words.precision is not None:
+        return _ring_int8(q, k, v, sinks, of, ranks)
+    out, lse = _Ring.apply(q, k, v, sinks, of, ranks)
+    return out, lse
+
+
+def _steps(of: Sequences, ranks: Ranks) -> list[list[Part]]:
+    """What this rank computes after each hop."""
+    steps = ring_steps(of.at, ranks.rank, of.words.edges, of.offsets is not None)
+    return [
+        [of.ring_part(piece, ranks.rank, (ranks.rank - hop) % ranks.size) for piece in pieces]
+        for hop, pieces in enumerate(steps)
+    ]
+
+
+class _Merged:
+    """A float32 out and an lse that parts are merged into. Rows that no part has had are zeros and -inf."""
+
+    def __init__(self, token_dim: int) -> None:
+        self._dim = token_dim
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def add(self, rows: Span, like: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merge the result of some rows. like: a tensor of the shape of all of them."""
+        if self.out is None or self.lse is None:
+            self._begin(rows, like, out, lse)
+        elif rows == (0, self.out.shape[self._dim]):
+            self.out, self.lse = merge(self.out, self.lse, out, lse)
+        else:
+            place, place_lse = self._rows(rows)
+            merged, merged_lse = merge(place, place_lse, out, lse)
+            place.copy_(merged)
+            place_lse.copy_(merged_lse)
+
+    def _begin(self, rows: Span, like: Tensor, out: Tensor, lse: Tensor) -> None:
+        if rows == (0, like.shape[self._dim]):
+            self.out, self.lse = out.float(), lse
+            return
+        heads, tokens = like.shape[-2], like.shape[self._dim]
+        self.out = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        shape = (*like.shape[: self._dim], heads, tokens)
+        self.lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=like.device)
+        place, place_lse = self._rows(rows)
+        place.copy_(out)
+        place_lse.copy_(lse)
+
+    def _rows(self, rows: Span) -> tuple[Tensor, Tensor]:
+        assert self.out is not None and self.lse is not None
+        start, length = rows[0], rows[1] - rows[0]
+        return self.out.narrow(self._dim, start, length), self.lse.narrow(-1, start, length)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
+    ) -> tuple[Tensor, Tensor]:
+        steps = _steps(of, ranks)
+        merged = _Merged(of.token_dim)
+        block = torch.stack([k, v])
+        for hop, parts in enumerate(steps):
+            coming = Hop(ranks, [block], _FORWARD) if hop + 1 < len(steps) else None
+            for part in parts:
+                merged.add(part.q, q, *of.attend(part, q, block[0], block[1], sinks))
+            if coming is not None:
+                (block,) = coming.wait()
+        assert merged.out is not None and merged.lse is not None
+        out, lse = merged.out.to(q.dtype), merged.lse
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call = of, ranks, steps
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        of, ranks, steps = ctx.call
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
+        block = torch.stack([k, v])
+        # dblock is the gradient of the block at hand: what the ranks that had it before have added to it so far.
+        dblock = torch.zeros(block.shape, dtype=torch.float32, device=q.device)
+        returning: Hop | None = None
+        for hop, parts in enumerate(steps):
+            coming = Hop(ranks, [block], _BACKWARD) if hop + 1 < len(steps) else None
+            shares = [of.gradients(part, dout, dlse, q, block[0], block[1], sinks, out, lse) for part in parts]
+            if returning is not None:
+                (dblock,) = returning.wait()
+            for part, (dq_share, dk, dv, *of_sinks) in zip(parts, shares, strict=True):
+                _rows_of(dq, of.token_dim, part.q).add_(dq_share)
+                _rows_of(dblock[0], of.token_dim, part.k).add_(dk)
+                _rows_of(dblock[1], of.token_dim, part.k).add_(dv)
+                if of_sinks and dsinks is not None:
+                    dsinks += of_sinks[0]
+            if coming is not None:
+                (block,) = coming.wait()
+                returning = Hop(ranks, [dblock], _GRADIENTS)
+        if len(steps) > 1:  # back to the rank whose keys they are, as many ranks before this one as there were hops
+            (dblock,) = Hop(ranks, [dblock], _GRADIENTS, distance=1 - len(steps)).wait()
+        dk, dv = dblock.to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None, None
+
+
+def _rows_of(x: Tensor, token_dim: int, rows: Span) -> Tensor:
+    return x.narrow(token_dim, rows[0], rows[1] - rows[0])
+
+
+# Quantized keys: forward only -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Keys as integers, and values: what goes round."""
+
+    k: Quantized
+    v: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        assert self.k.mean is not None
+        return [self.k.values, self.k.scale, self.k.mean, self.v]
+
+    def with_tensors(self, values: Tensor, scale: Tensor, mean: Tensor, v: Tensor) -> _Block:
+        return _Block(replace(self.k, values=values, scale=scale, mean=mean), v)
+
+
+def _ring_int8(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """Keys are rotated, smoothed and quantized once, by the rank whose they are, and travel as integers."""
+    steps = _steps(of, ranks)
+    own = steps[0][0]  # of all of the rank's queries and keys, which a mask without a window leaves in one part
+    rope_q = None if own.rope is None else replace(own.rope, positions_q=None, positions_k=own.rope.positions_q)
+    rope_k = None if own.rope is None else replace(own.rope, positions_q=None)
+    queries = quantize(q.detach(), granularity="token", rope=rope_q)
+    keys = quantize(k.detach(), granularity="group", smooth=True, rope=rope_k, lens=own.kv_lens)
+    block, merged = _Block(keys, v.detach()), _Merged(of.token_dim)
+    for hop, parts in enumerate(steps):
+        coming = Hop(ranks, block.tensors(), _FORWARD) if hop + 1 < len(steps) else None
+        for part in parts:
+            merged.add(part.q, q, *_attend_int8(queries, block, part, sinks, of))
+        if coming is not None:
+            block = block.with_tensors(*coming.wait())
+    assert merged.out is not None and merged.lse is not None
+    return merged.out.to(q.dtype), merged.lse
+
+
+def _attend_int8(
+    queries: Quantized, block: _Block, part: Part, sinks: Tensor | None, of: Sequences
+) -> tuple[Tensor, Tensor]:
+    """A part on quantized keys. They are cut by lengths: a slice of them would have to end where a scale does."""
+    batch, tokens = block.v.shape[:2]
+    lens = part.kv_lens
+    if lens is None and part.k != (0, tokens):
+        lens = torch.full((batch,), part.k[1], dtype=torch.int32, device=block.v.device)
+    rows = slice(*part.q)
+    some = replace(queries, values=queries.values[:, rows], scale=queries.scale[..., rows])
+    return attention(
+        some,
+        block.k,
+        block.v,
+        window=part.window,
+        softcap=of.words.softcap,
+        scale=of.words.scale,
+        kv_lens=lens,
+        sinks=sinks if part.sinks else None,
+        return_lse=True,
+    )

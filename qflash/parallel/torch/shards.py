@@ -1,0 +1,109 @@
+"""Tensors cut over ranks and put together again, and where a rank's tokens stand in the whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qflash.call.words import check_int
+from qflash.parallel.placement import Placement, check_placement
+from qflash.parallel.torch.exchange import all_gather
+from qflash.parallel.torch.groups import Ranks, group_of, ranks_of
+
+Tensor = torch.Tensor
+
+
+def shard(x: Tensor, *, group: Any = None, dim: int = 1, causal: bool = False, placement: str | None = None) -> Tensor:
+    """This rank's part of a tensor that every rank has whole.
+
+    Args:
+        x: with all tokens in dimension `dim`: q, k, v, token ids, labels.
+        group: a process group, or one dimension of a DeviceMesh; None: the default group.
+        dim: which dimension the tokens are.
+        causal: says the placement, as it does in `attention`.
+        placement: "zigzag" (two chunks for each rank, from both ends) or "contiguous" (one); None: zigzag where causal.
+
+    Returns:
+        A tensor with 1 / ranks of the tokens, in the order in which `attention` takes them. Its gradient is x's, with
+        zeros for the tokens of other ranks.
+
+    Raises:
+        ValueError: the tokens do not divide evenly. Pad them at the end: a causal mask hides padded keys, and `kv_lens`
+            does without one.
+    """
+    ranks, at, dim = _placed("x", x, group, dim, causal, placement, whole=True)
+    return own_part(x, at, ranks.rank, dim) if ranks.size > 1 else x
+
+
+def unshard(
+    x: Tensor, *, group: Any = None, dim: int = 1, causal: bool = False, placement: str | None = None
+) -> Tensor:
+    """The tensor whose parts the ranks have, on every rank: the inverse of `shard`, with the same words.
+
+    Its gradient is this rank's part of the whole tensor's, as is right where every rank computes the same loss from
+    that. Losses that ranks compute from parts of their own need none of it.
+    """
+    ranks, at, dim = _placed("x", x, group, dim, causal, placement, whole=False)
+    return _Unshard.apply(x, ranks, at, dim) if ranks.size > 1 else x
+
+
+def positions(
+    length: int,
+    *,
+    group: Any = None,
+    causal: bool = False,
+    placement: str | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """int32 `[length / ranks]`: which tokens of a sequence of `length` this rank has, in its order.
+
+    They are the positions for rotary embeddings that are applied outside of `attention`, and for labels.
+    """
+    length = check_int("length", length, 0, 2**31 - 1)
+    kind, ranks = check_placement(placement, causal), ranks_of(group)
+    at = Placement.of_whole(kind, ranks.size, length, "a sequence", 0)
+    steps = torch.arange(at.chunk, dtype=torch.int32, device=device)
+    return torch.cat([steps + chunk * at.chunk for chunk in at.chunks(ranks.rank)])
+
+
+def _placed(
+    name: str, x: Any, group: Any, dim: Any, causal: Any, placement: Any, whole: bool
+) -> tuple[Ranks, Placement, int]:
+    """The checked words of `shard` and `unshard`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
+    kind, found = check_placement(placement, causal), group_of(group)
+    dim = check_int("dim", dim, -x.dim(), x.dim() - 1) % x.dim() if x.dim() else check_int("dim", dim, 0, 0)
+    if not x.dim():
+        raise ValueError(f"{name} has no dimension; allowed: a tensor with tokens in dimension {dim}")
+    ranks = ranks_of(found)
+    if whole:
+        return ranks, Placement.of_whole(kind, ranks.size, x.shape[dim], name, dim), dim
+    return ranks, Placement.of_part(kind, ranks.size, x.shape[dim], name), dim
+
+
+def own_part(x: Tensor, at: Placement, rank: int, dim: int) -> Tensor:
+    """The tokens of a rank, of a tensor that has all."""
+    return torch.cat([x.narrow(dim, chunk * at.chunk, at.chunk) for chunk in at.chunks(rank)], dim)
+
+
+def by_rank(x: Tensor, at: Placement, dim: int) -> Tensor:
+    """A tensor with all tokens as `[ranks, ...]`, each row a rank's part."""
+    return torch.stack([own_part(x, at, rank, dim) for rank in range(at.ranks)])
+
+
+def in_token_order(parts: Tensor, at: Placement, dim: int) -> Tensor:
+    """`[ranks, ...]`, each row a rank's part, as one tensor with all tokens. dim: of a part."""
+    return torch.cat([parts[rank].narrow(dim, run * at.chunk, at.chunk) for rank, run in at.holders()], dim)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, at: Placement, dim: int) -> Tensor:
+        ctx.where = at, ranks.rank, dim
+        return in_token_order(all_gather(ranks, x, "unshard"), at, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return own_part(grad, *ctx.where), None, None, None

@@ -1,0 +1,83 @@
+"""strategy="ulysses": heads for tokens. Every rank gets all tokens of some heads, attends, and gives them back.
+
+The call in the middle is plain attention over the whole sequence, so every word means what it does there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from qflash.api import attention, attention_varlen
+from qflash.parallel.parts import Sequences
+from qflash.parallel.torch.exchange import all_to_all
+from qflash.parallel.torch.groups import Ranks
+from qflash.parallel.torch.shards import by_rank, in_token_order
+from qflash.rotary import Rope
+
+Tensor = torch.Tensor
+
+
+def attend_ulysses(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
+) -> tuple[Tensor, Tensor | None]:
+    """out and, where it is wanted, lse of this rank's queries."""
+    words = {
+        "window": of.words.edges,
+        "softcap": of.words.softcap,
+        "scale": of.words.scale,
+        "kv_lens": of.kv_lens,
+        "rope": _rope(of),
+        "sinks": None if sinks is None else sinks.chunk(ranks.size)[ranks.rank],
+        "precision": of.words.precision,
+        "return_lse": of.words.return_lse,
+    }
+    heads = _all_tokens(q, k, v, of, ranks)
+    if of.offsets is None:
+        results = attention(*heads, **words)
+    else:
+        results = attention_varlen(*heads, of.offsets, of.offsets, of.longest, of.longest, **words)
+    out, lse = results if of.words.return_lse else (results, None)
+    out = _own_tokens(out, of, ranks, of.token_dim, of.token_dim + 1)
+    return out, None if lse is None else _own_tokens(lse, of, ranks, lse.dim() - 1, lse.dim() - 2)
+
+
+def _all_tokens(q: Tensor, k: Tensor, v: Tensor, of: Sequences, ranks: Ranks) -> tuple[Tensor, ...]:
+    """q, k and v of all tokens, with the heads of this rank. A head of k that several ranks need goes to each."""
+    dim = of.token_dim + 1
+    if k.shape[dim] < ranks.size:
+        k, v = (x.repeat_interleave(ranks.size // k.shape[dim], dim) for x in (k, v))
+    by_ranks = [x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for x in (q, k, v)]
+    sent = torch.cat(by_ranks, dim + 1)  # one exchange for all three
+    arrived = in_token_order(_AllToAll.apply(sent, ranks, "the exchange of tokens for heads"), of.at, of.token_dim)
+    return arrived.split([x.shape[dim + 1] for x in by_ranks], dim)
+
+
+def _own_tokens(x: Tensor, of: Sequences, ranks: Ranks, token_dim: int, head_dim: int) -> Tensor:
+    """x of this rank's tokens, with all heads."""
+    arrived = _AllToAll.apply(by_rank(x, of.at, token_dim), ranks, "the exchange of heads for tokens")
+    return arrived.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
+
+
+def _rope(of: Sequences) -> Rope | None:
+    """Positions that were given, of all tokens; else attention's own, which are those of the whole sequence."""
+    if of.rope is None or (of.positions_q is None and of.positions_k is None):
+        return of.rope
+    positions = (None if x is None else in_token_order(x, of.at, x.dim() - 2) for x in (of.positions_q, of.positions_k))
+    return replace(of.rope, positions_q=next(positions), positions_k=next(positions))
+
+
+class _AllToAll(torch.autograd.Function):
+    """Row r of `[ranks, ...]` for row `rank` of rank r. The same exchange takes gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, what: str) -> Tensor:
+        ctx.call = ranks, what
+        return all_to_all(ranks, x, what)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ranks, what = ctx.call
+        return all_to_all(ranks, grad, f"{what}, backward"), None, None

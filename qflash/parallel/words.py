@@ -1,0 +1,123 @@
+"""The words of a parallel call, and what each strategy can and cannot express with them.
+
+A refusal names the strategy that can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qflash.call.words import check_flag, check_word
+from qflash.ops.problem import Options, check_options
+from qflash.parallel.pieces import CAUSAL, OPEN
+from qflash.parallel.placement import check_placement
+
+STRATEGIES = ("ring", "all_gather", "ulysses")
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The words of a call that are not arrays, checked. They are the same on every rank."""
+
+    strategy: str
+    placement: str
+    edges: tuple[int, int]  # how many keys a query sees on each side of its own; -1 is open
+    softcap: float
+    scale: float
+    precision: str | None
+    return_lse: bool
+
+    @property
+    def open(self) -> bool:
+        """There is no mask."""
+        return self.edges == OPEN
+
+    @property
+    def ends_at_the_diagonal(self) -> bool:
+        """No query sees a key after its own: causal, with a window to the left or without."""
+        return self.edges[1] == 0
+
+
+def check_words(
+    strategy: Any,
+    placement: Any,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    precision: Any,
+    return_lse: Any,
+    head_dim: int,
+) -> Words:
+    """Check a call's words. `head_dim`: of q, for the default of scale."""
+    options = check_options(Options(causal, window, softcap, scale, precision), max(head_dim, 1))
+    return Words(
+        strategy=check_word("strategy", strategy, STRATEGIES),
+        placement=check_placement(placement, causal),
+        edges=(options["window_left"], options["window_right"]),
+        softcap=options["softcap"],
+        scale=options["scale"],
+        precision=precision,
+        return_lse=check_flag("return_lse", return_lse),
+    )
+
+
+def check_strategy(words: Words, ranks: int, q_heads: int, kv_heads: int, kv_lens: bool, packed: bool) -> None:
+    """Refuse what the strategy cannot express exactly."""
+    if words.strategy == "ulysses":
+        _check_heads(ranks, q_heads, kv_heads)
+        return
+    others = "strategy='all_gather' or 'ulysses'" if words.ends_at_the_diagonal else "strategy='ulysses'"
+    if packed and kv_lens:
+        raise ValueError(
+            f"kv_lens and cu_seqlens are given; allowed with strategy={words.strategy!r}: one of them; "
+            "strategy='ulysses' takes both"
+        )
+    if words.strategy == "all_gather":
+        if (kv_lens or packed) and not (words.open or words.ends_at_the_diagonal):
+            raise ValueError(
+                f"window is {words.edges} and {'kv_lens' if kv_lens else 'cu_seqlens'} is given; allowed with "
+                "strategy='all_gather': no mask, or one that ends at the diagonal (causal=True, window=(left, 0)), "
+                f"because sequences end in different places; {others} takes it"
+            )
+        return
+    if kv_lens and not words.open:
+        raise ValueError(
+            f"kv_lens is given and {_mask(words)}; allowed with strategy='ring': kv_lens without a mask, because each "
+            f"sequence has a diagonal of its own; {others} takes it"
+        )
+    if packed and words.edges not in (OPEN, CAUSAL):
+        raise ValueError(
+            f"cu_seqlens is given and {_mask(words)}; allowed with strategy='ring': no mask or causal=True, because "
+            f"each sequence has its own place in a chunk; {others} takes it"
+        )
+    if words.precision == "int8_fp8":
+        raise ValueError(
+            "precision is 'int8_fp8'; allowed with strategy='ring': None or 'int8'; strategy='all_gather' or 'ulysses' "
+            "takes it"
+        )
+    if words.precision == "int8" and (packed or words.edges not in (OPEN, CAUSAL)):
+        what = "cu_seqlens is given" if packed else _mask(words)
+        raise ValueError(
+            f"precision is 'int8' and {what}; allowed with strategy='ring': no mask or causal=True on sequences that "
+            f"are not packed, because keys that were quantized cannot be cut at every token; {others} takes it"
+        )
+
+
+def _mask(words: Words) -> str:
+    return "causal is True" if words.edges == CAUSAL else f"window is {words.edges}"
+
+
+def _check_heads(ranks: int, q_heads: int, kv_heads: int) -> None:
+    """Every rank gets as many heads of q, and whole heads of k: some of them, or one that several ranks share."""
+    for name, heads, fits in (
+        ("q", q_heads, q_heads % ranks == 0),
+        ("k", kv_heads, kv_heads % ranks == 0 or ranks % kv_heads == 0),
+    ):
+        if not fits:
+            more = f"a multiple or, for k, a divisor of the {ranks} ranks" if name == "k" else f"a multiple of {ranks}"
+            raise ValueError(
+                f"{name} has {heads} heads; allowed with strategy='ulysses' on {ranks} ranks: {more}; "
+                "strategy='ring' or 'all_gather' takes any number"
+            )

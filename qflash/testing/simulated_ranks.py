@@ -1,0 +1,156 @@
+"""A group of ranks in one process: what each computes, in NumPy, with slices in the place of transfers.
+
+It walks the same parts as the front ends of torch and JAX do, so it says whether masks, lengths, offsets and positions
+are right for any number of ranks; that tensors arrive is the front ends' own to show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+import qflash
+from qflash.parallel.parts import Part, Sequences
+from qflash.parallel.pieces import chunk_call, ring_steps
+from qflash.parallel.placement import Placement
+from qflash.parallel.words import check_words
+from qflash.testing.case import Case, Inputs
+
+
+class NumpyMaths:
+    """qflash.parallel.parts.Maths of NumPy."""
+
+    @staticmethod
+    def arange(count, like):
+        return np.arange(count, dtype=np.int32)
+
+    @staticmethod
+    def concatenate(arrays):
+        return np.concatenate(arrays, -1)
+
+    @staticmethod
+    def clip(x, low, high):
+        return np.clip(x, low, high).astype(np.int32)
+
+    @staticmethod
+    def where(condition, x, y):
+        return np.where(condition, x, y).astype(np.int32)
+
+    @staticmethod
+    def as_float32(x):
+        return x.astype(np.float32)
+
+    @staticmethod
+    def starts(offsets, tokens):
+        return offsets[np.searchsorted(offsets, tokens, "right") - 1]
+
+
+@dataclass
+class Simulated:
+    """The results of all ranks, in the order of tokens."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dsinks: np.ndarray | None
+
+
+@dataclass
+class Ranks:
+    """A case over simulated ranks."""
+
+    case: Case
+    of: Sequences
+    inputs: Inputs
+
+    @classmethod
+    def of_case(cls, case: Case, strategy: str, placement: str, ranks: int, wide: bool) -> Ranks:
+        inputs = case.make_inputs()
+        words = check_words(
+            strategy, placement, case.causal, case.window, case.softcap, case.scale, None, True, case.head_dim
+        )
+        length = inputs.q.shape[0 if case.packed else 1]
+        at = Placement.of_whole(placement, ranks, length, "q", 1)
+        longest = max(case.q_lens) if case.packed else 0
+        lens, offsets = inputs.kv_lens, inputs.cu_seqlens_q
+        of = Sequences(at, words, NumpyMaths(), inputs.q, lens, offsets, longest, inputs.rope, wide=wide)
+        if inputs.rope is not None and inputs.rope.positions_k is not None:
+            given = np.stack([inputs.rope.positions_k[..., of.tokens(rank)] for rank in range(ranks)])
+            of = replace(of, positions_k=given)
+        return cls(case, of, inputs)
+
+    def mine(self, x: np.ndarray, rank: int) -> np.ndarray:
+        """A rank's part of an array like q, k or v."""
+        return np.take(x, self.of.tokens(rank), self.of.token_dim)
+
+    def for_rank(self, rank: int) -> Sequences:
+        """What is said of all tokens, with the positions that were given of this rank's queries."""
+        rope = self.inputs.rope
+        if rope is None or rope.positions_q is None:
+            return self.of
+        return replace(self.of, rope=replace(rope, positions_q=rope.positions_q[..., self.of.tokens(rank)]))
+
+    def steps(self, rank: int) -> list[tuple[Part, np.ndarray]]:
+        """Each part that a rank computes, and the tokens of its keys."""
+        of, everything = self.for_rank(rank), np.arange(self.of.at.length)
+        if of.words.strategy == "ring":
+            found = []
+            for hop, pieces in enumerate(ring_steps(of.at, rank, of.words.edges, self.case.packed)):
+                source = (rank - hop) % of.at.ranks
+                found += [(of.ring_part(piece, rank, source), of.tokens(source)) for piece in pieces]
+            return found
+        if of.words.strategy == "masked":
+            found = []
+            for run, chunk in enumerate(of.at.chunks(rank)):
+                call = chunk_call(of.at, chunk, of.words.edges)
+                found.append((of.masked_part(run, rank, chunk, call.k_end, call.window), everything))
+            return found
+        return [(part, everything) for part in of.gathered_parts(rank)]
+
+    def run(self) -> Simulated:
+        """Every rank's results and gradients, put together."""
+        case, of, inputs, axis = self.case, self.of, self.inputs, self.of.token_dim
+        dout, dlse = case.make_gradients()
+        out, lse = np.empty_like(dout), np.empty_like(dlse)
+        totals = [np.zeros(x.shape, np.float32) for x in (inputs.q, inputs.k, inputs.v)]
+        dsinks = None if inputs.sinks is None else np.zeros(case.q_heads, np.float64)
+        for rank in range(of.at.ranks):
+            own = of.tokens(rank)
+            q, steps = self.mine(inputs.q, rank), self.steps(rank)
+            at_rows = np.s_[own] if axis == 0 else np.s_[:, own]
+            merged = np.zeros(q.shape, np.float32)
+            merged_lse = np.full(lse[..., own].shape, -np.inf, np.float32)
+            for part, keys in steps:
+                k, v = (np.take(x, keys, axis) for x in (inputs.k, inputs.v))
+                rows = slice(*part.q)
+                cut = np.s_[rows] if axis == 0 else np.s_[:, rows]
+                share = of.attend(part, q, k, v, inputs.sinks)
+                merged[cut], merged_lse[..., rows] = qflash.merge(merged[cut], merged_lse[..., rows].copy(), *share)
+            out[at_rows], lse[..., own] = merged.astype(q.dtype), merged_lse
+            grads = (self.mine(dout, rank), np.ascontiguousarray(dlse[..., own]))
+            for part, keys in steps:
+                k, v = (np.take(x, keys, axis) for x in (inputs.k, inputs.v))
+                shares = of.gradients(part, *grads, q, k, v, inputs.sinks, merged.astype(q.dtype), merged_lse)
+                places = (own[slice(*part.q)], keys[slice(*part.k)], keys[slice(*part.k)])
+                for total, place, share in zip(totals, places, shares, strict=False):
+                    total[place if axis == 0 else np.s_[:, place]] += share.astype(np.float32)
+                if len(shares) > 3:
+                    dsinks += shares[3]
+        rounded = [x.astype(case.dtype) for x in totals]
+        return Simulated(out, lse, *rounded, None if dsinks is None else dsinks.astype(np.float32))
+
+
+def simulate(case: Case, strategy: str, placement: str, ranks: int, wide: bool = True) -> Simulated:
+    """A case over so many ranks. strategy: "ring", "all_gather", or "masked": the latter as JAX has it.
+
+    wide: parts are merged in float32 as they were computed, as on the CPU; else each is rounded to the case's type
+    first, as kernels for GPUs do.
+    """
+    checked = "all_gather" if strategy == "masked" else strategy
+    group = Ranks.of_case(case, checked, placement, ranks, wide)
+    if strategy == "masked":
+        group.of = replace(group.of, words=replace(group.of.words, strategy="masked"))
+    return group.run()

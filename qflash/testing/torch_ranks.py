@@ -1,0 +1,231 @@
+"""What ranks of `processes` do in the tests of qflash.parallel.torch. Every function runs on every rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import qflash
+from qflash.parallel import torch as parallel
+from qflash.rotary import Rope
+from qflash.testing.case import Case
+from qflash.testing.runner import convert, to_numpy, to_torch
+
+Tensor = torch.Tensor
+
+
+@lru_cache(maxsize=1)
+def _mesh() -> Any:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "context"))
+
+
+def _impatient(seconds: float) -> Any:
+    """A group of all ranks for one test: after an error a group is of no more use."""
+    return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=seconds))
+
+
+def _group(where: str) -> Any:
+    """ "world": the default group. "mesh": half of the ranks, twice."""
+    return None if where == "world" else _mesh()["context"]
+
+
+def _own_rope(rope: Rope | None, case: Case, cut: Callable[..., Tensor]) -> Rope | None:
+    """Positions that are given are those of the rank's own tokens."""
+    if rope is None or rope.positions_q is None:
+        return rope
+    of_q, of_k = (cut(x, dim=x.dim() - 1).contiguous() for x in (rope.positions_q, rope.positions_k))
+    return replace(rope, positions_q=of_q, positions_k=of_k)
+
+
+def attend(
+    rank: int,
+    case: Case,
+    strategy: str,
+    placement: str | None,
+    where: str = "world",
+    precision: str | None = None,
+    device: str = "cpu",
+) -> dict[str, Any] | None:
+    """A case's results and, without a precision, gradients, whole; on rank 0 alone. Twice, and the same bits."""
+    group = _group(where)
+    how = {"group": group, "causal": case.causal, "placement": placement}
+
+    def cut(x: Tensor, dim: int) -> Tensor:
+        return parallel.shard(x, dim=dim, **how)
+
+    def whole(x: Tensor, dim: int) -> np.ndarray:
+        return to_numpy(parallel.unshard(x.detach(), dim=dim, **how))
+
+    inputs, dim = convert(case.make_inputs(), "torch" if device == "cpu" else "torch-cuda"), 0 if case.packed else 1
+    gradients = [to_torch(x, device) for x in case.make_gradients()]
+    words = {**case.options(), "kv_lens": inputs.kv_lens, "rope": _own_rope(inputs.rope, case, cut)}
+    if case.packed:
+        words |= {"cu_seqlens": inputs.cu_seqlens_q, "max_seqlen": max(case.q_lens)}
+    runs = []
+    for _ in range(2):
+        arrays = [cut(x, dim).clone().requires_grad_(precision is None) for x in (inputs.q, inputs.k, inputs.v)]
+        sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_(precision is None)
+        out, lse = parallel.attention(
+            *arrays, group=group, strategy=strategy, placement=placement, sinks=sinks, precision=precision,
+            return_lse=True, **words,
+        )  # fmt: skip
+        found = {"out": whole(out, dim), "lse": whole(lse, lse.dim() - 1)}
+        if precision is None:
+            torch.autograd.backward([out, lse], [cut(gradients[0], dim), cut(gradients[1], lse.dim() - 1)])
+            found |= {name: whole(x.grad, dim) for name, x in zip(("dq", "dk", "dv"), arrays, strict=True)}
+            if sinks is not None:
+                total = sinks.grad.clone()
+                dist.all_reduce(total, group=group if group is None else group.get_group())
+                found["dsinks"] = to_numpy(total)
+        runs.append(found)
+    same = all(runs[0][name].tobytes() == runs[1][name].tobytes() for name in runs[0])
+    return runs[0] | {"same": same} if rank == 0 else None
+
+
+def what_happens(rank: int, words: dict[str, Any]) -> tuple[list[str], int]:
+    """The hops and the calls of a ring, in the order in which they are begun, and how many bytes this rank sends."""
+    from qflash.parallel import parts
+    from qflash.parallel.torch import exchange, ring
+
+    events, sent = [], 0
+    make_hop, attend_part, attend_int8 = exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8
+
+    def hop(self: Any, ranks: Any, tensors: Any, *more: Any, **named: Any) -> None:
+        nonlocal sent
+        sent += sum(x.numel() * x.element_size() for x in tensors)
+        events.append("hop")
+        make_hop(self, ranks, tensors, *more, **named)
+
+    def called(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (events.append("call"), function(*given))[1]
+
+    exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8 = hop, called(attend_part), called(attend_int8)
+    try:
+        x = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16)
+        parallel.attention(x, x, x, strategy="ring", **words)
+    finally:
+        exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8 = make_hop, attend_part, attend_int8
+    return events, sent
+
+
+def there_and_back(rank: int, length: int, dim: int, causal: bool) -> tuple[bool, list[int]]:
+    """Whether unshard is the inverse of shard, with gradients; and this rank's positions."""
+    shape = [2, 3, 4]
+    shape[dim] = length
+    x = torch.arange(float(np.prod(shape))).reshape(shape).requires_grad_()
+    back = parallel.unshard(parallel.shard(x, dim=dim, causal=causal), dim=dim, causal=causal)
+    (back * x.detach()).sum().backward()
+    own = parallel.shard(x.detach(), dim=dim, causal=causal)
+    mine = parallel.shard(x.grad, dim=dim, causal=causal)
+    return bool(torch.equal(back, x) and torch.equal(own, mine)), parallel.positions(length, causal=causal).tolist()
+
+
+def call(rank: int, shapes: list[list[int]], words: dict[str, Any], of_rank: dict[int, dict[str, Any]]) -> None:
+    """A call of arrays of zeros; `of_rank` has what some ranks give otherwise: words, or q, k, v as shapes."""
+    mine = of_rank.get(rank, {})
+    arrays = [torch.zeros(mine.get(name, shape)) for name, shape in zip("qkv", shapes, strict=True)]
+    if "dtype" in mine:
+        arrays = [x.to(mine["dtype"]) for x in arrays]
+    given = {name: x for name, x in mine.items() if name not in ("q", "k", "v", "dtype", "grad")}
+    for x in arrays:
+        x.requires_grad_(mine.get("grad", False))
+    parallel.attention(*arrays, **(words | given))
+
+
+def strange_groups(rank: int) -> tuple[str, str]:
+    """What is said of a mesh of two dimensions, and of a group of the first two ranks."""
+    said = []
+    for group in (_mesh(), dist.new_group([0, 1])):
+        try:
+            parallel.positions(16, group=group)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said[0], said[1]
+
+
+def compiled(rank: int, strategy: str, fullgraph: bool, backend: str, causal: bool = True) -> tuple[float, ...] | None:
+    """How far a compiled call, and its gradients, are from an eager one."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    q, k, v = (parallel.shard(torch.randn(1, 64, heads, 32), causal=causal) for heads in (4, 4, 4))
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = parallel.attention(q * 2, k, v, strategy=strategy, causal=causal, return_lse=True)
+        return (out**2).sum() + lse.sum()
+
+    found = []
+    for function in (step, torch.compile(step, fullgraph=fullgraph, backend=backend)):
+        arrays = [x.clone().requires_grad_() for x in (q, k, v)]
+        loss = function(*arrays)
+        loss.backward()
+        found.append([loss.detach(), *(x.grad for x in arrays)])
+    return tuple(float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True))
+
+
+def wait_for_the_last(rank: int, strategy: str, ends: bool, seconds: float) -> float:
+    """The last rank stays away, or ends in the midst of a call; the others report how long they took to notice."""
+    group = _impatient(seconds)
+    q = torch.zeros(1, 8, 4, 16)
+    parallel.attention(q, q, q, group=group, strategy=strategy)
+    if rank == dist.get_world_size() - 1:
+        if ends:
+            os._exit(3)
+        return 0.0
+    begin = time.monotonic()
+    try:
+        parallel.attention(q, q, q, group=group, strategy=strategy)
+    except RuntimeError as error:
+        raise RuntimeError(f"after {time.monotonic() - begin:.1f} s: {error}") from error
+    return time.monotonic() - begin
+
+
+def lose_a_hop(rank: int, seconds: float) -> None:
+    """The last rank agrees to a call and then does not take part in the ring."""
+    from qflash.parallel.torch import exchange
+
+    group = _impatient(seconds)
+    if rank == dist.get_world_size() - 1:
+
+        def stop(*_: Any) -> None:
+            raise ValueError("this rank has stopped")
+
+        exchange.Hop.__init__, kept = stop, exchange.Hop.__init__
+        try:
+            parallel.attention(*torch.zeros(3, 1, 8, 4, 16), group=group, strategy="ring")
+        finally:
+            exchange.Hop.__init__ = kept
+    parallel.attention(*torch.zeros(3, 1, 8, 4, 16), group=group, strategy="ring")
+
+
+def overhead_of_one_rank(rank: int, rounds: int) -> float:
+    """Microseconds that a group of one rank adds to plain attention, each by the quickest of many rounds."""
+    groups = [dist.new_group([one]) for one in range(dist.get_world_size())]
+    q, k, v = torch.randn(3, 1, 4, 2, 16)
+    group = groups[rank]
+
+    def timed(function: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        for _ in range(200):
+            function()
+        return (time.perf_counter() - begin) / 200
+
+    def alone() -> Any:
+        return qflash.attention(q, k, v, causal=True)
+
+    def grouped() -> Any:
+        return parallel.attention(q, k, v, group=group, causal=True)
+
+    pairs = [(timed(alone), timed(grouped)) for _ in range(rounds)]
+    without, with_group = (min(times) for times in zip(*pairs, strict=True))
+    return 1e6 * (with_group - without)

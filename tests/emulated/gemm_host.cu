@@ -1,0 +1,29 @@
+// What gemm/ has for the host, and functions of one number: asked by test_gemm_host.py.
+#include "gemm/fast_activation.cuh"
+#include "gemm/policy.h"
+
+#define QF_EXPORT extern "C" __attribute__((visibility("default")))
+
+// chosen: 1 for the large tile, then the splits of k.
+QF_EXPORT void try_policy(int64_t m, int64_t n, int64_t steps, int processors, int32_t* chosen) {
+  const qf::gemm::Choice90 choice = qf::gemm::choose_tile({m, n, steps}, processors);
+  chosen[0] = choice.large;
+  chosen[1] = choice.splits;
+}
+QF_EXPORT double try_clocks(int64_t m, int64_t n, int64_t steps, int processors, int large, int splits) {
+  return qf::gemm::clocks_of({m, n, steps}, large ? qf::gemm::kLargeTile : qf::gemm::kSmallTile, splits, processors);
+}
+QF_EXPORT int64_t try_partial_bytes(int64_t m, int64_t n, int64_t steps, int processors) {
+  return qf::gemm::most_partial_bytes({m, n, steps}, processors);
+}
+
+// Of each h[i], with u[i] where it has two.
+QF_EXPORT void try_activation(int activation, int64_t count, const float* h, const float* u, float* out) {
+  using namespace qf::gemm;
+  for (int64_t i = 0; i < count; ++i)
+    out[i] = activation == QF_GELU        ? fast_activated<QF_GELU>(h[i], u[i])
+             : activation == QF_GELU_TANH ? fast_activated<QF_GELU_TANH>(h[i], u[i])
+             : activation == QF_SILU      ? fast_activated<QF_SILU>(h[i], u[i])
+             : activation == QF_SWIGLU    ? fast_activated<QF_SWIGLU>(h[i], u[i])
+                                          : fast_activated<QF_IDENTITY>(h[i], u[i]);
+}

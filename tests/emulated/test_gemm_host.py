@@ -1,0 +1,130 @@
+"""What csrc/gemm has without a GPU: which tile a problem gets (policy.h), and how far the activations of Hopper's
+epilogue (fast_activation.cuh) are from their definitions."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from qflash.call.spec import ACTIVATIONS
+from qflash.testing.gemm_case import DEFINITIONS
+
+H200, MOST_SPLITS, LEAST_STEPS = 132, 16, 4
+BYTES = {True: 128 * 256 * 4, False: 64 * 128 * 4}  # of partial sums: of a large tile, of a small one
+SHAPES = [
+    (m, n, steps)
+    for m in (1, 16, 17, 64, 65, 128, 129, 256, 512, 1000, 4096, 16384)
+    for n in (1, 100, 1024, 4096, 28672)
+    for steps in (0, 1, 7, 32, 64, 448)
+]
+
+
+@pytest.fixture(scope="module")
+def host(emulated_source):
+    handle = emulated_source("gemm_host.cu").handle
+    for name, result in (("try_clocks", ctypes.c_double), ("try_partial_bytes", ctypes.c_int64)):
+        getattr(handle, name).restype = result
+    return handle
+
+
+def words(*numbers: int) -> list:
+    return [ctypes.c_int64(number) for number in numbers[:3]] + [ctypes.c_int(number) for number in numbers[3:]]
+
+
+def choose(host, m: int, n: int, steps: int, processors: int = H200) -> tuple[bool, int]:
+    """(large, splits of k)."""
+    chosen = (ctypes.c_int32 * 2)()
+    host.try_policy(*words(m, n, steps, processors), chosen)
+    return bool(chosen[0]), chosen[1]
+
+
+def clusters(m: int, n: int, large: bool) -> int:
+    rows, columns = (256, 256) if large else (64, 128)
+    return -(-m // rows) * -(-n // columns)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k_bytes", "large", "splits"),
+    [
+        (8192, 8192, 8192, True, {1}),  # int8
+        (8192, 8192, 16384, True, {1}),  # 16-bit
+        (4096, 4096, 4096, True, {1}),
+        (16384, 8192, 2048, True, {1}),
+        (1024, 4096, 8192, True, {1}),  # 64 pairs for 66
+        (512, 4096, 8192, True, {2}),  # 32 pairs
+        (256, 4096, 8192, True, {4}),
+        (128, 4096, 8192, False, {2}),  # no second block of a pair would have rows
+        (16, 4096, 4096, False, {2, 3, 4}),
+        (1, 4096, 8192, False, {2, 3, 4}),
+        (1, 28672, 16384, False, {1}),
+        (1, 100, 100, False, {1}),
+    ],
+)
+def test_tiles_of_known_problems(host, m, n, k_bytes, large, splits):
+    chosen = choose(host, m, n, -(-k_bytes // 128))
+    assert chosen[0] == large and chosen[1] in splits
+
+
+@pytest.mark.parametrize("processors", [1, 2, 3, 64, 114, H200, 144])
+def test_splits_keep_to_their_bounds(host, processors):
+    """All of a problem's splits run at the same time, have steps, and fit the memory that a plan reserved for them."""
+    for m, n, steps in SHAPES:
+        large, splits = choose(host, m, n, steps, processors)
+        assert 1 <= splits <= MOST_SPLITS and (not large or (processors > 1 and m > 128))
+        if splits > 1:
+            units, blocks = clusters(m, n, large) * splits, 2 if large else 1
+            assert steps // splits >= LEAST_STEPS and units <= processors // blocks
+            assert units * blocks * BYTES[large] <= host.try_partial_bytes(*words(m, n, steps, 144))
+
+
+def test_the_choice_is_the_fastest_of_the_model(host):
+    for m, n, steps in SHAPES:
+        large, splits = choose(host, m, n, steps)
+        chosen = host.try_clocks(*words(m, n, steps, H200, large, splits))
+        assert chosen <= host.try_clocks(*words(m, n, steps, H200, 0, 1))
+        if m > 128:
+            assert chosen <= host.try_clocks(*words(m, n, steps, H200, 1, 1))
+
+
+def test_memory_for_splits_is_reserved_where_there_may_be_some(host):
+    assert host.try_partial_bytes(*words(8192, 8192, 64, 144)) == 0
+    assert host.try_partial_bytes(*words(1, 4096, 3, 144)) == 0
+    assert 0 < host.try_partial_bytes(*words(1, 4096, 64, 144)) <= 144 * BYTES[False]
+    assert 0 < host.try_partial_bytes(*words(512, 4096, 64, 144)) <= 144 * BYTES[True]
+
+
+# |error|: absolute where the definition is small, relative elsewhere.
+ERRORS = {"": 0.0, "gelu": 5e-5, "gelu_tanh": 3e-7, "silu": 3e-7, "swiglu": 3e-7}
+
+
+def activated(host, activation: str, h: np.ndarray, u: np.ndarray) -> np.ndarray:
+    out = np.full_like(h, 77)
+    pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (h, u, out)]
+    host.try_activation(ACTIVATIONS.index(activation), ctypes.c_int64(h.size), *pointers)
+    return out
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_near_their_definitions(host, activation):
+    rng = np.random.default_rng(0)
+    edges = [0.0, -0.0, 4.4, -4.4, 1e4, -1e4, 1e-30, -1e-30, 88.0, -88.0]
+    h = np.concatenate([np.linspace(-12, 12, 200_001), rng.standard_normal(20_000), edges]).astype(np.float32)
+    u = rng.standard_normal(h.size).astype(np.float32)
+    with np.errstate(over="ignore"):
+        want = DEFINITIONS[activation](h.astype(np.float64), u.astype(np.float64))
+    error = np.abs(activated(host, activation, h, u) - want) / np.maximum(1, np.abs(want))
+    assert error.max() <= ERRORS[activation], (error.max(), h[error.argmax()])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_what_is_not_finite(host, activation):
+    """As IEEE arithmetic has it in the definitions: of -inf, NaN, but for the identity."""
+    h = np.array([np.nan, np.inf, -np.inf, 1, 1], np.float32)
+    u = np.array([1, 1, 1, np.nan, np.inf], np.float32)
+    found = activated(host, activation, h, u)
+    two = activation == "swiglu"
+    assert np.isnan(found[0]) and found[1] == np.inf
+    assert np.isnan(found[2]) if activation else found[2] == -np.inf
+    assert np.isnan(found[3]) == two and (found[4] == np.inf) == two

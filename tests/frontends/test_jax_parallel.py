@@ -1,0 +1,23 @@
+"""qflash.parallel.jax: four devices that XLA makes of this CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax")
+
+
+def test_on_four_devices():
+    """The number of devices is fixed when JAX starts, hence the process of its own."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    path = Path(__file__).with_name("jax_parallel_on_four_devices.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=path.parent, timeout=500)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,43 @@
+"""qflash.parallel.torch: four ranks of gloo on this CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_on_four_ranks():
+    """In a process of its own, so that ranks are started once, and not by every worker of pytest-xdist."""
+    path = Path(__file__).with_name("torch_on_four_ranks.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent, timeout=500)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_example_on_two_ranks():
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, "examples/context_parallel.py"], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks, 64 tokens: loss 0.9" in done.stdout
+
+
+def test_groups_that_are_none():
+    from qflash.parallel import torch as parallel
+
+    x = torch.zeros(1, 8, 2, 16)
+    with pytest.raises(ValueError, match=r"group is None and torch.distributed has no default group; allowed: "):
+        parallel.attention(x, x, x)
+    with pytest.raises(
+        TypeError, match=r"group is builtins.str; allowed: None, a process group, or one dimension of a"
+    ):
+        parallel.shard(x, group="context")

@@ -1,0 +1,266 @@
+"""Tests of qflash.parallel.torch. test_torch_parallel.py runs them in a process that starts four ranks, once."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import qflash
+from qflash.testing import torch_ranks
+from qflash.testing.case import Case, Rotary
+from qflash.testing.compare import check_contract, check_gradients
+from qflash.testing.processes import Processes
+from qflash.testing.sink_gradients import check_sink_gradient
+
+STRATEGIES = ["ring", "all_gather", "ulysses"]
+BASE = {"q_len": 64, "k_len": 64, "q_heads": 8, "kv_heads": 2, "head_dim": 32, "batch": 2}
+PACKED = {"q_heads": 4, "kv_heads": 4, "head_dim": 32, "q_lens": (3, 37, 0, 16, 8), "k_lens": (3, 37, 0, 16, 8)}
+SINKS = ("0.5", "-2", "1", "0")
+EVERYWHERE = [
+    Case("full", **BASE),
+    Case("causal", **BASE, causal=True),
+    Case("causal_float16", **BASE, causal=True, dtype="float16"),
+    Case("causal_bfloat16", **BASE, causal=True, dtype="bfloat16"),
+    Case("full_bfloat16", **BASE, dtype="bfloat16"),
+    Case("many_heads", **(BASE | {"kv_heads": 8, "batch": 1}), causal=True),
+    Case("one_key_head", **(BASE | {"kv_heads": 1}), causal=True),
+    Case("window", **BASE, causal=True, window=(20, 0)),
+    Case("window_both_ways", **BASE, window=(13, 7), dtype="bfloat16"),
+    Case("softcap_sinks", **BASE, causal=True, softcap=5.0, scale=0.3, sinks=SINKS),
+    Case("rope", **BASE, causal=True, rope=Rotary(32)),
+    Case("rope_positions", **BASE, causal=True, rope=Rotary(16, True, "per_batch")),
+    Case("lens", **BASE, kv_lens=(64, 23)),
+    Case("lens_sinks", **BASE, kv_lens=(9, 0), sinks=SINKS),
+    Case("packed", **PACKED),
+    Case("packed_causal", **PACKED, causal=True, rope=Rotary(32)),
+]
+GATHERED = [
+    Case("lens_causal", **BASE, causal=True, kv_lens=(64, 23)),
+    Case("packed_window", **PACKED, causal=True, window=(9, 0)),
+]
+ULYSSES = [
+    Case("lens_window", **BASE, window=(9, 4), kv_lens=(64, 23)),
+    Case("packed_window_both_ways", **PACKED, window=(9, 4)),
+]
+CHOSEN = [
+    *((case, strategy) for case in EVERYWHERE for strategy in STRATEGIES),
+    *((case, strategy) for case in GATHERED for strategy in STRATEGIES[1:]),
+    *((case, "ulysses") for case in ULYSSES),
+]
+by_name = pytest.mark.parametrize(("case", "strategy"), CHOSEN, ids=lambda x: getattr(x, "name", x))
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    group = Processes(4, tmp_path_factory.mktemp("ranks") / "store")
+    yield group
+    group.close()
+
+
+def check(case: Case, got: dict) -> None:
+    check_contract(case, got["out"], got["lse"])
+    check_gradients(case, got["dq"], got["dk"], got["dv"])
+    if case.sinks:
+        check_sink_gradient(case, got["dsinks"])
+    assert got["same"]
+
+
+@pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
+@by_name
+def test_four_ranks(ranks, case, strategy, placement):
+    check(case, ranks.values(torch_ranks.attend, case, strategy, placement)[0])
+
+
+@by_name
+def test_two_ranks_of_a_mesh(ranks, case, strategy):
+    """Both groups of ranks of one dimension; the placement is the default."""
+    check(case, ranks.values(torch_ranks.attend, case, strategy, None, "mesh")[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("int8", **BASE),
+        Case("int8_causal", **BASE, causal=True),
+        Case("int8_bfloat16", **BASE, causal=True, dtype="bfloat16"),
+        Case("int8_biased", **BASE, causal=True, data="biased_k"),
+        Case("int8_rope", **BASE, causal=True, rope=Rotary(32)),
+        Case("int8_lens", **BASE, kv_lens=(64, 23), sinks=SINKS),
+    ],
+    ids=lambda case: case.name,
+)
+def test_quantized(ranks, case, strategy):
+    got = ranks.values(torch_ranks.attend, case, strategy, "zigzag", "world", "int8")[0]
+    check_contract(case, got["out"], precision="int8")
+    assert got["same"]
+
+
+def test_a_hop_is_under_way_before_the_call_that_hides_it(ranks):
+    for events, _ in ranks.values(torch_ranks.what_happens, {"causal": True}):
+        assert events == ["hop", "call"] * 3 + ["call"]
+
+
+def test_a_window_sends_keys_no_further_than_it_reaches(ranks):
+    words = {"causal": True, "window": (40, 0), "placement": "contiguous"}
+    for rank, (events, _) in enumerate(ranks.values(torch_ranks.what_happens, words)):
+        assert events == ["hop", "call", "call"] if rank else ["hop", "call"]  # nothing is before the first rank
+
+
+def test_quantized_keys_are_sent_in_half_the_bytes(ranks):
+    """Values are as many bytes as before, and so is what goes with 16 keys: a scale, and a mean for all of them."""
+    plain, quantized = (
+        ranks.values(torch_ranks.what_happens, {"precision": precision})[0][1] for precision in (None, "int8")
+    )
+    keys = 3 * 64 * 2 * 64  # of three hops
+    assert plain == 2 * 2 * keys
+    assert quantized == keys + 2 * keys + 3 * 4 * (2 * 64 // 16 + 2 * 64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_shard_and_unshard(ranks, dim, causal):
+    answers = ranks.values(torch_ranks.there_and_back, 16, dim, causal)
+    assert all(same for same, _ in answers)
+    places = [positions for _, positions in answers]
+    assert sorted(token for own in places for token in own) == list(range(16))
+    assert places[1] == ([2, 3, 12, 13] if causal else [4, 5, 6, 7])
+
+
+# torch.compile --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
+def test_compiled_whole(ranks, strategy):
+    for errors in ranks.values(torch_ranks.compiled, strategy, True, "aot_eager"):
+        assert max(errors) < 2e-6
+
+
+def test_a_ring_breaks_the_graph(ranks):
+    for errors in ranks.values(torch_ranks.compiled, "ring", False, "aot_eager"):
+        assert max(errors) < 2e-6
+    for answer in ranks.call(torch_ranks.compiled, "ring", True, "aot_eager"):
+        assert "allowed with fullgraph=True: strategy='all_gather' or 'ulysses'" in " ".join(answer.text.split())
+
+
+# Bad input: an error on every rank, which names the rank and what it had ----------------------------------------------
+
+SHAPES = [[1, 8, 4, 16]] * 3
+
+
+def refused(ranks, words: dict, of_rank: dict, error: str, text: str, own: str | None = None, shapes=SHAPES) -> None:
+    """Every rank raises: `text`; on the ranks of `of_rank`, `own` where that is something else."""
+    for rank, answer in enumerate(ranks.call(torch_ranks.call, shapes, words, of_rank)):
+        expected = own if own is not None and rank in of_rank else text
+        assert re.search(expected, answer.text), (rank, answer)
+        assert answer.error == error or rank not in of_rank, (rank, answer)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_with_another_length(ranks, strategy):
+    odd = {2: {name: [1, 12, 4, 16] for name in "qkv"}}
+    text = (
+        r"ranks have different calls: ranks 0, 1, 3 had q float32 \[1, 8, 4, 16\] on cpu.*"
+        r"rank 2 had q float32 \[1, 12, 4, 16\] on cpu.*; allowed: the same on all ranks"
+    )
+    refused(ranks, {"strategy": strategy}, odd, "ValueError", text)
+    ranks.values(torch_ranks.call, SHAPES, {"strategy": strategy}, {})  # and the group is as good as before
+
+
+@pytest.mark.parametrize(
+    ("of_one", "text"),
+    [
+        ({"dtype": torch.bfloat16}, r"rank 1 had q bfloat16 \[1, 8, 4, 16\] on cpu, k bfloat16"),
+        ({"strategy": "all_gather"}, "rank 1 had strategy='all_gather'"),
+        ({"causal": True}, r"rank 1 had strategy='ring', placement='zigzag', window=\(-1, 0\)"),
+        ({"kv_lens": [7]}, r"rank 1 had kv_lens \[1\] of 7"),
+        ({"softcap": 3.0}, "rank 1 had softcap=3.0"),
+        ({"grad": True}, "rank 1 had with gradients"),
+    ],
+)
+def test_a_rank_with_another_call(ranks, of_one, text):
+    refused(ranks, {}, {1: of_one}, "ValueError", text)
+
+
+@pytest.mark.parametrize(
+    ("of_one", "error", "own"),
+    [
+        ({"k": [1, 8, 3, 16], "v": [1, 8, 3, 16]}, "ValueError", "k has 3 heads; allowed: a divisor of q's 4 heads"),
+        ({"q": [1, 7, 4, 16]}, "ValueError", "q has 7 tokens on this rank; allowed: an even number"),
+        ({"k": [1, 6, 4, 16], "v": [1, 6, 4, 16]}, "ValueError", "k has 6 tokens on this rank; allowed: q's, 8"),
+        ({"strategy": "star"}, "ValueError", "strategy is 'star'; allowed: 'ring', 'all_gather', 'ulysses'"),
+        ({"placement": "striped"}, "ValueError", "placement is 'striped'"),
+        ({"kv_lens": [8]}, "ValueError", "kv_lens is given and causal is True"),
+        ({"dtype": torch.float64}, "TypeError", "q has dtype torch.float64|q has dtype float64"),
+        ({"window": (1, 2, 3)}, "ValueError", "window is"),
+        ({"precision": "int4"}, "ValueError", "precision is 'int4'"),
+        ({"max_seqlen": 3}, "ValueError", "max_seqlen is 3 and cu_seqlens is None"),
+        ({"precision": "int8", "grad": True}, "NotImplementedError", "requires a gradient"),
+    ],
+)
+def test_a_rank_with_a_bad_call(ranks, of_one, error, own):
+    refused(ranks, {"causal": True}, {3: of_one}, error, "rank 3 of 4 refused the call: ", own)
+
+
+def test_values_are_looked_at_before_anything_moves(ranks):
+    packed = [[8, 4, 16]] * 3
+    everywhere = {rank: {} for rank in range(4)}
+    rope = qflash.Rope(*(torch.from_numpy(x) for x in qflash.rope_tables(16, 16)))
+    for words, text in (
+        ({"kv_lens": [33]}, r"kv_lens\[0\] is 33; allowed: 0 to 32, the tokens of all ranks"),
+        ({"rope": rope}, "rope.cos has 16 rows; allowed: at least 32, one for each position in use"),
+    ):
+        refused(ranks, words, everywhere, "ValueError", text)
+    for offsets, text in (
+        ([0, 31], "cu_seqlens begins with 0 and ends with 31; allowed: from 0 to 32, the tokens of all ranks"),
+        ([0, 20, 10, 32], r"cu_seqlens\[2\] is 10 after 20"),
+    ):
+        refused(ranks, {"cu_seqlens": offsets}, everywhere, "ValueError", text, shapes=packed)
+
+
+def test_groups_that_are_none(ranks):
+    for rank, (of_mesh, of_others) in enumerate(ranks.values(torch_ranks.strange_groups)):
+        assert of_mesh == (
+            "group is a DeviceMesh of 2 dimensions, ('data', 'context'); allowed: one of them, such as mesh['context']"
+        )
+        assert (
+            of_others == ""
+            if rank < 2
+            else f"group does not have this process, rank {rank} of the default" in of_others
+        )
+
+
+def test_heads_that_do_not_divide(ranks):
+    text = "q has 6 heads; allowed with strategy='ulysses' on 4 ranks: a multiple of 4; strategy='ring' or 'all_gather'"
+    refused(ranks, {"strategy": "ulysses"}, {}, "ValueError", text, shapes=[[1, 8, 6, 16]] * 3)
+
+
+# Time -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_one_rank_costs_next_to_nothing(ranks):
+    assert min(ranks.values(torch_ranks.overhead_of_one_rank, 20)) < 5
+
+
+def test_a_rank_that_stays_away_is_an_error_in_time(ranks):
+    answers = ranks.call(torch_ranks.wait_for_the_last, "ring", False, 3.0)
+    assert not answers[3].error
+    for answer in answers[:3]:
+        text = r"after \d{1,2}\.\d s: rank \d of 4 lost another rank during the comparison"
+        assert re.search(text, answer.text), answer
+
+
+def test_a_rank_that_leaves_a_ring_is_an_error_in_time(ranks):
+    answers = ranks.call(torch_ranks.lose_a_hop, 3.0)
+    assert answers[3].text == "this rank has stopped"
+    for rank in (0, 2):  # which wait for the last, and for one that waits for it
+        assert re.search(rf"rank {rank} of 4 lost rank \d or \d during a hop of keys and values", answers[rank].text)
+
+
+def test_a_rank_that_ends_is_an_error_in_time(ranks):
+    """The last test: there are but three ranks after it."""
+    answers = ranks.call(torch_ranks.wait_for_the_last, "ring", True, 3.0)
+    assert answers[3].error == "Gone"
+    assert all(answer.error == "RuntimeError" and "lost another rank" in answer.text for answer in answers[:3])

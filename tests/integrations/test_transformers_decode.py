@@ -1,0 +1,418 @@
+"""generate and Decoder: the decode loop over pages, its steps of fixed shapes, and what is captured of them."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qflash
+import qflash.integrations.transformers as qf
+from qflash.integrations.transformers import decoding
+from qflash.integrations.transformers.sampling import Sampling
+from qflash.testing import tiny_models as tiny
+
+NEW = 12
+
+
+def reference(family, rows=slice(None), padding="left", **words):
+    model, mask = tiny.decoder(family), tiny.padding(padding)
+    words = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | words
+    with tiny.attention_by(model, tiny.reference_of(family)):
+        return model.generate(tiny.tokens()[rows], attention_mask=mask[rows], **words)
+
+
+def generated(family, padding="left", **words):
+    """What qflash makes of the same batch."""
+    words = {"max_new_tokens": NEW, "page_size": 16, "pad_token_id": 0} | words
+    return qf.generate(tiny.decoder(family), tiny.tokens(), tiny.padding(padding), **words)
+
+
+@pytest.mark.parametrize("padding", ["left", "ones"])
+@pytest.mark.parametrize("family", tiny.DECODERS)
+def test_tokens(family, padding):
+    result = generated(family, padding)
+    assert torch.equal(result.sequences, reference(family, padding=padding))
+    assert torch.equal(result.new_tokens, result.sequences[:, tiny.LENGTH :]) and result.lengths == [NEW] * 3
+    assert tiny.decoder(family).config._attn_implementation == "eager"  # as it was
+    assert (result.is_captured, result.reason) == (False, "the model is on cpu")
+
+
+def test_padding_on_the_right():
+    """Each prompt goes on where it ends, as it does alone."""
+    model, mask, ids = tiny.decoder("mistral"), tiny.padding("right"), tiny.tokens()
+    got = qf.generate(model, ids, mask, max_new_tokens=NEW, page_size=16).new_tokens
+    for row, length in enumerate(mask.sum(1).tolist()):
+        alone = qf.generate(model, ids[row : row + 1, :length], max_new_tokens=NEW, page_size=16).new_tokens
+        assert torch.equal(got[row : row + 1], alone)
+
+
+def test_ends():
+    """A sequence that has ended goes on with padding, and all of them end the loop."""
+    free = reference("llama")[:, tiny.LENGTH :]
+    end = int(free[0, 3])
+    want = reference("llama", eos_token_id=end)
+    result = generated("llama", eos_token_id=end)
+    assert torch.equal(result.sequences, want)
+    assert result.lengths[0] == free[0].tolist().index(end) + 1
+    ends = [int(row[2]) for row in free]  # one for each: the loop is over early
+    result = generated("llama", eos_token_id=ends)
+    assert torch.equal(result.sequences, reference("llama", eos_token_id=ends))
+    assert result.new_tokens.shape[1] == max(result.lengths) <= 3
+
+
+def test_ends_are_those_of_the_model(monkeypatch):
+    end = int(reference("llama")[1, tiny.LENGTH + 4])
+    want = reference("llama", eos_token_id=end)
+    monkeypatch.setattr(tiny.decoder("llama").generation_config, "eos_token_id", end)
+    assert torch.equal(generated("llama").sequences, want)
+    assert generated("llama", eos_token_id=()).lengths == [NEW] * 3
+
+
+def test_looking_seldom_changes_nothing(monkeypatch):
+    """On a GPU the host looks for ends once in a while; what came after an end is cut off."""
+    end = [int(row[2]) for row in reference("llama")[:, tiny.LENGTH :]]
+    want = generated("llama", eos_token_id=end)
+    monkeypatch.setattr(decoding._DecodeStep, "_is_over", lambda self, index, stream: False)
+    got = generated("llama", eos_token_id=end)
+    assert torch.equal(got.sequences, want.sequences) and got.lengths == want.lengths
+
+
+def test_stream():
+    end = int(reference("llama")[0, tiny.LENGTH + 3])
+    steps = []
+    result = generated("llama", eos_token_id=end, stream=steps.append)
+    for row, length in enumerate(result.lengths):
+        told = [step[row] for step in steps]
+        assert told[:length] == result.new_tokens[row, :length].tolist() and set(told[length:]) <= {None}
+    assert min(result.lengths) < NEW
+
+
+def test_int8_pages():
+    result = qf.generate(
+        tiny.decoder("llama"),
+        tiny.tokens(),
+        tiny.padding("left"),
+        max_new_tokens=4,
+        cache_precision="int8",
+        page_size=16,
+    )
+    assert result.new_tokens.shape == (3, 4)
+
+
+# Decoder --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_decoder_serves_batches_of_several_sizes():
+    decoder = qf.Decoder(tiny.decoder("mistral"), pages=32, page_size=16)
+    for rows in (slice(1), slice(3), slice(2), slice(3)):
+        got = decoder.generate(tiny.tokens()[rows], tiny.padding("left")[rows], max_new_tokens=NEW)
+        assert torch.equal(got.sequences, reference("mistral", rows))
+        assert decoder.cache.kv.free_pages == 32
+    assert len(decoder._steps) == 3
+
+
+def test_a_batch_that_does_not_fit():
+    decoder = qf.Decoder(tiny.decoder("llama"), pages=4, page_size=16)
+    with pytest.raises(qflash.OutOfPagesError):  # while tokens are generated
+        decoder.generate(tiny.tokens(), max_new_tokens=NEW)
+    assert decoder.cache.kv.free_pages == 4
+    got = decoder.generate(tiny.tokens()[:2], tiny.padding("left")[:2], max_new_tokens=NEW)
+    assert torch.equal(got.sequences, reference("llama", slice(2)))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"temperature": 0.0}, r"temperature is 0\.0; allowed: more than 0"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 1.5}, r"top_p is 1\.5"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": -20}, "max_new_tokens is -20"),
+        ({"max_new_tokens": 2.0}, r"max_new_tokens is 2\.0; allowed: an int"),
+        ({"top_k": 2.5}, r"top_k is 2\.5; allowed: None, or an int"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"page_size": 0}, "page_size is 0; allowed: 16 to 256"),
+    ],
+)
+def test_words_out_of_range(words, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        qf.generate(tiny.decoder("llama"), tiny.tokens(), **{"max_new_tokens": 2, "do_sample": True} | words)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([[1, 2]], "input_ids is list; allowed: a tensor"),
+        (tiny.tokens()[0], r"input_ids has shape \[14\]; allowed: \[batch, length\]"),
+        (tiny.tokens()[:, :0], r"input_ids has shape \[3, 0\]"),
+        (tiny.tokens()[:0], r"input_ids has shape \[0, 14\]"),
+        (tiny.tokens().float(), r"input_ids has dtype torch\.float32; allowed: int64, int32"),
+    ],
+    ids=["list", "one dimension", "no tokens", "no sequences", "float"],
+)
+def test_what_are_no_prompts(ids, text):
+    decoder = qf.Decoder(tiny.decoder("llama"), pages=4, page_size=16)
+    with pytest.raises((ValueError, TypeError), match=text):
+        qf.generate(tiny.decoder("llama"), ids, max_new_tokens=2)
+    with pytest.raises((ValueError, TypeError), match=text):
+        decoder.generate(ids, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("shape", [(3, 12), (3, 16), (1, 14), (2, 14), (3, 1, 14, 14)], ids=str)
+def test_a_padding_mask_of_another_shape(shape):
+    """A narrower one would otherwise drop the last tokens of the prompts in silence."""
+    with pytest.raises(ValueError, match=r"attention_mask has shape .* allowed: that of input_ids, \[3, 14\]"):
+        qf.generate(tiny.decoder("llama"), tiny.tokens(), torch.ones(shape), max_new_tokens=2)
+
+
+def test_a_prompt_of_padding_alone():
+    mask = tiny.padding("left")
+    mask[1] = 0
+    with pytest.raises(ValueError, match=r"attention_mask has no token in rows \[1\]"):
+        qf.generate(tiny.decoder("llama"), tiny.tokens(), mask, max_new_tokens=2)
+
+
+def test_whatever_is_not_0_in_a_mask_is_a_token():
+    mask = tiny.padding("left") * torch.arange(tiny.LENGTH, 0, -1)
+    got = qf.generate(tiny.decoder("llama"), tiny.tokens(), mask, max_new_tokens=NEW, page_size=16)
+    assert torch.equal(got.sequences, reference("llama"))
+
+
+def test_autocast():
+    """Rotated keys are float32 under autocast and values are not; pages have the type that autocast computes in."""
+    with tiny.attention_by(tiny.decoder("llama"), "qf") as model, torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = qf.PagedCache(model.config, pages=8, page_size=16)
+            got, want = (model(tiny.tokens(), past_key_values=x).logits.float() for x in (cache, None))
+            assert generated("llama").lengths == [NEW] * 3
+        exact = model(tiny.tokens()).logits
+    assert (got - exact).norm() <= 2 * (want - exact).norm()
+
+
+def test_threads_share_a_model_that_is_set_before_they_start():
+    with tiny.attention_by(tiny.decoder("llama"), "qf") as model, ThreadPoolExecutor(3) as pool:
+        ids = tiny.tokens()
+        runs = [pool.submit(qf.generate, model, row[None], max_new_tokens=NEW, page_size=16) for row in ids]
+        got = torch.cat([run.result().sequences for run in runs])
+    assert torch.equal(got, reference("llama", padding="ones"))
+
+
+def test_a_model_with_attention_of_its_own():
+    sizes = {"vocab_size": tiny.VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8, "n_positions": 64}
+    model = transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes)).eval()
+    with pytest.raises(NotImplementedError, match="GPTJForCausalLM has attention of its own, 'eager'"):
+        qf.generate(model, tiny.tokens(), max_new_tokens=2)
+
+
+def test_a_model_with_an_encoder():
+    with pytest.raises(NotImplementedError, match="BartForConditionalGeneration has an encoder"):
+        qf.generate(tiny.bart(), tiny.tokens(), max_new_tokens=2)
+
+
+# A step as a CUDA graph would hold it ---------------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """The operations of a step with the shapes of their arguments; reading a value is refused."""
+
+    ASKS_FOR_VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
+
+    OPAQUE = (list, torch.Generator)
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.overloadpacket.__name__ not in self.ASKS_FOR_VALUES, f"{function} waits for the device"
+        values = [*args, *(kwargs or {}).values()]
+        shapes = [
+            tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in values if not isinstance(x, self.OPAQUE)
+        ]
+        self.calls.append((str(function), str(shapes)))
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("family", tiny.DECODERS)
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_every_step_is_the_same(family, do_sample, monkeypatch):
+    """The same operations on the same shapes, tensors of the loop where they were, and no value that is looked at."""
+    calls, places = [], []
+    step = decoding._DecodeStep._step
+
+    def recorded(self):
+        tables = self._decoder.cache.tables
+        tensors = (self._tokens, self._positions, self._has_ended, tables.page_table, tables.lens)
+        places.append([x.data_ptr() for x in tensors])
+        with Recorder() as recorder:
+            step(self)
+        calls.append(recorder.calls)
+
+    monkeypatch.setattr(decoding._DecodeStep, "_step", recorded)
+    words = {"do_sample": do_sample, "top_k": 9, "top_p": 0.9, "eos_token_id": tiny.VOCABULARY}
+    generated(family, max_new_tokens=24, **words)
+    assert len(calls) == 23  # which takes every sequence to another page, and past the window
+    assert calls[0] and all(other == calls[0] for other in calls) and all(other == places[0] for other in places)
+    assert any("attention_paged" in name for name, _ in calls[0])
+
+
+class FakeGraph:
+    """In the place of torch.cuda.CUDAGraph: a replay runs the step that was captured, which changed nothing then."""
+
+    step = None
+
+    def __init__(self):
+        self.generators = []
+
+    def register_generator_state(self, generator):
+        self.generators.append(generator)
+
+    def replay(self):
+        type(self).replays += 1
+        self.run()
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch):
+    """Decode steps that take the CPU for a GPU. A captured step runs, and its tensors are then as before."""
+
+    @contextmanager
+    def capture(graph):
+        step = FakeGraph.step
+        tensors = (step._tokens, step._positions, step._has_ended)
+        before = [x.clone() for x in tensors]
+        seed = None if step._generator is None else step._generator.get_state()
+        yield
+        for x, old in zip(tensors, before, strict=True):
+            x.copy_(old)
+        if seed is not None:
+            assert graph.generators == [step._generator]
+            step._generator.set_state(seed)
+        graph.run = step._step
+        FakeGraph.captures += 1
+
+    def init(self, *args):
+        original(self, *args)
+        if args[0]._capture:
+            self.reason = ""
+        FakeGraph.step = self
+
+    original = decoding._DecodeStep.__init__
+    FakeGraph.captures = FakeGraph.replays = 0
+    monkeypatch.setattr(decoding._DecodeStep, "__init__", init)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return FakeGraph
+
+
+def test_a_step_is_captured_once_and_replayed(fake_graphs):
+    """The order of things alone: that a real graph holds the step is for a machine with a GPU to tell."""
+    decoder = qf.Decoder(tiny.decoder("llama"), pages=32, page_size=16)
+    for _ in range(2):
+        result = decoder.generate(tiny.tokens(), tiny.padding("left"), max_new_tokens=NEW)
+        assert torch.equal(result.sequences, reference("llama"))
+        assert result.is_captured and result.reason == ""
+    # The first token comes with the prompt, and the first step of all warms up.
+    assert (fake_graphs.captures, fake_graphs.replays) == (1, 2 * (NEW - 1) - 1)
+
+
+def test_a_graph_is_captured_again_with_other_tables(fake_graphs):
+    decoder = qf.Decoder(tiny.decoder("llama"), pages=32, page_size=16)
+    for _ in range(2):
+        result = decoder.generate(tiny.tokens(), tiny.padding("left"), max_new_tokens=NEW)
+        assert torch.equal(result.sequences, reference("llama"))
+        (step,) = decoder._steps.values()
+        step._tables = None
+    assert fake_graphs.captures == 2
+
+
+def test_a_captured_step_draws_the_same_tokens(fake_graphs):
+    words = {"do_sample": True, "seed": 5, "top_k": 20}
+    captured, drawn = generated("llama", **words), generated("llama", **words, capture=False)
+    assert captured.is_captured and not drawn.is_captured
+    assert torch.equal(captured.sequences, drawn.sequences)
+
+
+def test_a_step_that_cannot_be_captured(fake_graphs, monkeypatch):
+    """The loop goes on without a graph, from the step that failed half-way, and says why."""
+    forward = decoding.Decoder.forward
+    calls = []
+
+    def fails_in_capture(self, ids, positions, attention_mask):
+        calls.append(ids.shape)
+        if len(calls) == 3:  # the prompt, a step, and the step that is captured
+            self.cache._written.add(0)
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return forward(self, ids, positions, attention_mask)
+
+    monkeypatch.setattr(decoding.Decoder, "forward", fails_in_capture)
+    result = generated("llama")
+    assert torch.equal(result.sequences, reference("llama")) and not result.is_captured
+    reason = "the step was not captured: RuntimeError: operation not permitted when stream is capturing"
+    assert result.reason == reason and fake_graphs.captures == 0
+
+
+def test_capture_may_be_left_out():
+    result = generated("llama", capture=False)
+    assert (result.is_captured, result.reason) == (False, "capture is False")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
+def test_a_real_graph(family):
+    model = tiny.decoder(family).to("cuda")
+    try:
+        ids, mask = tiny.tokens().cuda(), tiny.padding("left").cuda()
+        captured = qf.generate(model, ids, mask, max_new_tokens=40, page_size=16)
+        eager = qf.generate(model, ids, mask, max_new_tokens=40, page_size=16, capture=False)
+    finally:
+        tiny.decoder.cache_clear()
+    assert captured.is_captured, captured.reason
+    assert torch.equal(captured.sequences, eager.sequences)
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_draws_the_same():
+    decoder = qf.Decoder(tiny.decoder("llama"), pages=32, page_size=16)
+    words = {"max_new_tokens": NEW, "do_sample": True, "temperature": 2.0}
+    one, same, other = (decoder.generate(tiny.tokens(), **words, seed=seed).new_tokens for seed in (3, 3, 4))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+def test_one_token_to_choose_from_is_the_best_one():
+    want = reference("llama")
+    for words in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}):
+        assert torch.equal(generated("llama", do_sample=True, **words).sequences, want), words
+
+
+@pytest.mark.parametrize(
+    "words", [{"top_k": 7}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.8}, {"temperature": 0.7}], ids=str
+)
+def test_tokens_that_are_left_out_are_those_of_transformers(words):
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2)) * 3
+    scores = (
+        transformers.TemperatureLogitsWarper(words["temperature"])(None, logits) if "temperature" in words else logits
+    )
+    scores = transformers.TopKLogitsWarper(words["top_k"])(None, scores) if "top_k" in words else scores
+    scores = transformers.TopPLogitsWarper(words["top_p"])(None, scores) if "top_p" in words else scores
+    torch.testing.assert_close(Sampling(True, **words).filtered(logits), scores)
+
+
+def test_draws_follow_the_weights():
+    """40000 draws of three tokens: within five standard deviations of what is expected."""
+    weights, count = torch.tensor([0.5, 0.3, 0.2]), 40000
+    drawn = Sampling(True).choose(weights.log().expand(count, 3), torch.Generator().manual_seed(1))
+    for token, weight in enumerate(weights.tolist()):
+        expected, deviation = count * weight, math.sqrt(count * weight * (1 - weight))
+        assert abs(int((drawn == token).sum()) - expected) < 5 * deviation

@@ -1,0 +1,57 @@
+"""bench.linear: rows of small problems, a candidate that is wrong, and the table made from rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from qflash.cli.bench import load
+from qflash.dispatch import kernels_of
+
+torch = pytest.importorskip("torch")
+
+linear, rows, run = (load(name) for name in ("linear", "rows", "run"))
+ACTIVATIONS = (None, "gelu_tanh", "swiglu")
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    monkeypatch.setattr(torch, "compile", lambda function, **words: function)  # which takes seconds
+    native = [row for row in kernels_of("linear", "cpu") if "native" in row.precisions]
+    monkeypatch.setattr(linear, "kernels_of", lambda op, device: native)
+    problems = tuple(linear.Problem(24, 40, 64, activation) for activation in ACTIVATIONS)
+    monkeypatch.setitem(linear.PROBLEMS, "cpu", problems)
+
+
+def test_rows_and_their_table(small):
+    assert "No rows are committed yet" in linear.table()
+    found = [row for part in run.measure(linear.Linear("cpu"), budget=0.01) for row in part]
+    peers = {row["activation"]: set() for row in found if not row["kernel"]}
+    for row in found:
+        assert row["gflops"] > 0 and {"mean", "std", "min", "max", "p50", "p95", "p99"} <= set(row["us"])
+        if not row["kernel"]:
+            peers[row["activation"]].add(row["candidate"])
+    assert peers[None] == {linear.COMPILED, linear.PRODUCT}
+    assert peers["gelu_tanh"] == peers["swiglu"] == {linear.EAGER, linear.COMPILED, linear.PRODUCT}
+    floats = [row["rel_l2"] for row in found if row["dtype"] == "float32" and row["rel_l2"] is not None]
+    assert floats and max(floats) < 1e-6
+    assert {row["kernel"] for row in found if row["kernel"]} <= {row.name for row in kernels_of("linear", "cpu")}
+    rows.write(rows.RESULTS / "machine" / f"{linear.NAME}.jsonl", found)
+    table = linear.table()
+    assert "24 × 40 × 64, swiglu" in table and f"× {linear.PRODUCT}" in table and "GFLOP/s" in table
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_wrong_results_are_not_timed(small, monkeypatch, activation):
+    wrong = linear.Layer("wrong", lambda x: lambda: x.x @ x.w + 1)
+    monkeypatch.setattr(linear, "candidates", lambda problem, device: iter([wrong]))
+    with pytest.raises(SystemExit, match="wrong is off by"):
+        list(run.measure(linear.Linear("cpu"), cases=(linear.Problem(24, 40, 64, activation),), budget=0.01))
+
+
+def test_problems_are_those_of_the_issue_and_fit_a_gpu():
+    """No operand has more than 2 GB."""
+    problems = linear.PROBLEMS["cuda"]
+    assert {(8192,) * 3, (4096,) * 3, (16384, 8192, 2048)} <= {(p.m, p.n, p.k) for p in problems}
+    assert {1, 16, 64} <= {p.m for p in problems}
+    assert max(2 * max(p.m * p.k, p.n * p.k, p.m * p.n) for p in problems) < 2**31
