@@ -102,6 +102,7 @@ class Problem:
     call: str
     shape: tuple[int, ...]
     kernels: tuple[str, ...]
+    before: str = ""  # what is made before
 
 
 _ATTENTION = (1, 4096, 16, 128)
@@ -115,6 +116,19 @@ PROBLEMS = (
     ),
     Problem("decode", "qflash.attention(q[:, -1:], k, v, {})", _ATTENTION, ("sm90_decode", "decode", "triton_decode")),
     Problem("softmax", "qflash.softmax(q, {})", (4096, 4096), ("softmax", "triton_softmax")),
+    Problem(
+        "rope",
+        "qflash.rope(q, rope, {})",
+        _ATTENTION,
+        ("rope", "triton_rope"),
+        "rope = qflash.Rope(*(torch.from_numpy(x).to(device) for x in qflash.rope_tables(4096, 128)))",
+    ),
+    Problem(
+        "linear",
+        'qflash.linear(q, k, activation="gelu", {})',
+        (4096, 4096),
+        ("sm90_gemm", "gemm_mma", "triton_linear"),
+    ),
 )
 # Imports and the device's own start are not the kernel's. Prints the seconds of the first call and of one more.
 SCRIPT = """
@@ -123,6 +137,7 @@ import torch
 import qflash
 device, dtype = {device!r}, torch.bfloat16
 q, k, v = (torch.randn({shape}, device=device).to(dtype) for _ in range(3))
+{before}
 settle = torch.cuda.synchronize if device == "cuda" else (lambda: None)
 def seconds():
     start = time.perf_counter()
@@ -137,7 +152,8 @@ print(json.dumps([seconds(), seconds()]))
 
 def first_calls(problem: Problem, kernel: str, device: str) -> Row:
     """Seconds of the first call with empty caches, with full ones, and of the second call."""
-    script = SCRIPT.format(device=device, shape=problem.shape, call=problem.call.format(f"kernel={kernel!r}"))
+    call = problem.call.format(f"kernel={kernel!r}")
+    script = SCRIPT.format(device=device, shape=problem.shape, before=problem.before, call=call)
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder) / name) for name in ("QFLASH_CACHE_DIR", "TRITON_CACHE_DIR")}
         env = os.environ | caches | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}

@@ -124,6 +124,13 @@ def _sums_alone(spec: Spec) -> list[str]:
     return ["gives int32 without an activation alone"] if spec.dtype == "int32" and spec.activation else []
 
 
+def _linear_in_triton(spec: Spec) -> list[str]:
+    """What triton_linear leaves out."""
+    if spec.precision == "native" and spec.dtype not in _HALVES:
+        return [f"multiplies float16, bfloat16 and int8, not {spec.dtype}"]
+    return _sums_alone(spec)
+
+
 def _gemm_by_copy_engine(spec: Spec) -> list[str]:
     """What Hopper's GEMM leaves to others: float32, and integers that its tensor cores cannot read."""
     if spec.precision == "native" and spec.dtype not in _HALVES:
@@ -476,6 +483,16 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
     ),
     Kernel(
+        name="triton_rope",
+        device="cuda",
+        summary="in Triton: whole pairs in a program, tables read once for four heads",
+        op="rope",
+        backend="triton",
+        page="triton",
+        min_arch=80,
+        automatic=False,
+    ),
+    Kernel(
         name="cpu_softmax",
         device="cpu",
         summary="softmax over rows on all cores, vectorised for the machine it finds",
@@ -657,6 +674,19 @@ KERNELS: tuple[Kernel, ...] = (
         min_arch=75,
         also=_sums_alone,
         per_activation=True,
+    ),
+    Kernel(
+        name="triton_linear",
+        device="cuda",
+        summary="linear layers in Triton, 16 bits or INT8 with scales: bias, activation, residual behind the products",
+        op="linear",
+        dtypes=(*_HALVES, "float32", "int32"),
+        precisions=("native", "int8"),
+        backend="triton",
+        page="triton",
+        min_arch=80,
+        automatic=False,
+        also=_linear_in_triton,
     ),
     Kernel(
         name="cpu_linear_bwd",

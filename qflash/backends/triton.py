@@ -65,7 +65,7 @@ def compiled(of: Launches, choice: Choice, arch: int) -> list[Any]:
 
     found = []
     for one in choice.passes:
-        source = ASTSource(one.function, _signature(of, one), dict(one.constants), _attributes(choice, of, one))
+        source = ASTSource(one.function, _signature(of, choice, one), dict(one.constants), _attributes(of, choice, one))
         options = {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": one.fuses}
         with _compiling:
             found.append(triton.compile(source, GPUTarget("cuda", arch, _WARP), options))
@@ -111,12 +111,12 @@ def _offset(of: Launches, field: str) -> int:
     return _native.op_layouts[of.struct][1][field][0]
 
 
-def _signature(of: Launches, one: Pass) -> dict[str, str]:
+def _signature(of: Launches, choice: Choice, one: Pass) -> dict[str, str]:
     names = one.function.arg_names
-    return {name: "constexpr" if name in one.constants else of.type_of(name) for name in names}
+    return {name: "constexpr" if name in one.constants else of.type_of(name, choice) for name in names}
 
 
-def _attributes(choice: Choice, of: Launches, one: Pass) -> dict[tuple[int], list[list[Any]]]:
+def _attributes(of: Launches, choice: Choice, one: Pass) -> dict[tuple[int], list[list[Any]]]:
     """What is known of arguments, by their place: what they are multiples of."""
     known = {**choice.multiples, **{region.name: 16 for region in of.regions}}
     names = one.function.arg_names

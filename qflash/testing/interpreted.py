@@ -23,8 +23,9 @@ import numpy as np
 
 from qflash import _native, dispatch
 from qflash.call.op import Plan
+from qflash.call.spec import Spec
 from qflash.testing.emulator import poisoned
-from qflash.triton.launches import HAS, Launches
+from qflash.triton.launches import HAS, Choice, Launches
 
 ARCH = 90  # what kernels are chosen for: tiles and constants of Hopper, unless a test asks for others
 T = TypeVar("T")
@@ -95,14 +96,20 @@ def launch(plan: Plan, arrays: Sequence[np.ndarray | None], arch: int = ARCH) ->
     arrays: operands and results in the order of the plan, as the kernel takes them; None is a null pointer. Returns
     what the regions of the workspace hold in the end, as bytes.
     """
+    spec = plan.spec(arch)
+    fields = {**dict(plan.fields), **dict(zip(plan.pointers, arrays, strict=True))}
+    return launch_struct(dispatch.choose(spec, plan.kernel).name, spec, plan.struct, fields)
+
+
+def launch_struct(kernel: str, spec: Spec, struct: str, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The same with a C struct of which all fields that are not 0 are given, arrays for pointers."""
     from qflash.backends import triton as backend
 
     _mend()
-    spec = plan.spec(arch)
-    of = backend.launches(dispatch.choose(spec, plan.kernel), spec)
-    _, layout = _native.op_layouts[plan.struct]
-    fields: dict[str, Any] = dict.fromkeys(layout, 0) | dict(plan.fields)
-    fields |= {name: 0 if x is None else x.ctypes.data for name, x in zip(plan.pointers, arrays, strict=True)}
+    of = backend.launches(dispatch.BY_NAME[kernel], spec)
+    _, layout = _native.op_layouts[struct]
+    fields: dict[str, Any] = dict.fromkeys(layout, 0)
+    fields |= {name: x.ctypes.data if isinstance(x, np.ndarray) else x or 0 for name, x in given.items()}
     offsets = [offset.value(fields) for offset in of.offsets().values()]
     workspace = poisoned(offsets[-1])
     parts = {
@@ -112,13 +119,15 @@ def launch(plan: Plan, arrays: Sequence[np.ndarray | None], arch: int = ARCH) ->
     for one in choice.passes:
         programs = one.grid.value(fields)
         if programs:
-            arguments = {name: _argument(of, name, fields, parts) for name in one.parameters}
+            arguments = {name: _argument(of, choice, name, fields, parts) for name in one.parameters}
             with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):  # as a GPU does
                 one.function[(programs,)](**arguments, **one.constants)
     return parts
 
 
-def _argument(of: Launches, name: str, fields: Mapping[str, Any], parts: Mapping[str, np.ndarray]) -> Any:
+def _argument(
+    of: Launches, choice: Choice, name: str, fields: Mapping[str, Any], parts: Mapping[str, np.ndarray]
+) -> Any:
     """A parameter's value, of the type that it is compiled with."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
@@ -129,7 +138,7 @@ def _argument(of: Launches, name: str, fields: Mapping[str, Any], parts: Mapping
         value = int(fields[of.field(name.removeprefix(HAS))] != 0)
     else:
         value = fields[of.field(name)]
-    told = of.type_of(name)
+    told = of.type_of(name, choice)
     kind = tl.str_to_ty(told, None)
     of_numpy = np.uint64 if told.startswith("*") else _NUMPY[told]
     return tl.tensor(TensorHandle(np.array([value], of_numpy), kind), kind)
@@ -168,10 +177,15 @@ def _mend() -> None:
         found = plain_binary(self, left, right, operation)
         return TensorHandle(found.data, tl.int1) if found.data.dtype == bool else found
 
+    def fma(self, x, y, z):
+        """Rounded once."""
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
     def patch(tensor, *rest):
         """An array of one number is a number, which newer NumPys no longer say."""
         plain_patch(tensor, *rest)
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
-    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = dot, cast
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl, InterpreterBuilder.create_fma = dot, cast, fma
     InterpreterBuilder.binary_op, interpreter._patch_lang_tensor = binary, patch

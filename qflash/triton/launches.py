@@ -127,6 +127,7 @@ class Choice:
     passes: tuple[Pass, ...]
     when: tuple[Size, ...] = ()
     multiples: Mapping[str, int] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)  # of what pointers point at, where `Launches.types` differs
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Launches:
             at = at + region_bytes(region).ceil_div(REGION_BYTES) * REGION_BYTES
         return found | {"": at}
 
-    def type_of(self, parameter: str) -> str:
+    def type_of(self, parameter: str, choice: Choice) -> str:
         """Triton's name for a parameter's type."""
         for region in self.regions:
             if region.name == parameter:
@@ -164,7 +165,7 @@ class Launches:
             return "i32"
         _, fields = _native.op_layouts[self.struct]
         kind = fields[self.field(parameter)][1]
-        return f"*{self.types[parameter]}" if kind == "P" else _KINDS[kind]
+        return f"*{choice.types.get(parameter) or self.types[parameter]}" if kind == "P" else _KINDS[kind]
 
 
 def region_bytes(region: Region) -> Size:

@@ -33,7 +33,16 @@ SPECS = {
         Spec("cuda", 0, "bfloat16", 128, kv=kv, kv_lens=True, few_rows=True) for kv in ("arrays", "pages")
     ),
     "triton_softmax": (Spec("cuda", 0, "float16", op="softmax"),),
+    "triton_rope": (Spec("cuda", 0, "bfloat16", op="rope"),),
+    "triton_linear": (
+        Spec("cuda", 0, "bfloat16", op="linear", activation="gelu", layout="k"),
+        Spec("cuda", 0, "bfloat16", op="linear", layout="n"),
+        Spec("cuda", 0, "bfloat16", op="linear", activation="swiglu", layout="k"),
+        Spec("cuda", 0, "bfloat16", precision="int8", op="linear", layout="k"),
+    ),
 }
+# The choice that most calls take, where it is not the first: many rows; a result and a bias of x's type.
+USUAL = {("triton_linear", "native"): 11, ("triton_linear", "int8"): 5}
 # At head_dim 256 no register is free, and releases of Triton, from 3.6 to 3.9, differ by some words.
 MOST_STACK = {0: 0, 64: 0, 128: 0, 256: 64}
 CASES = [
@@ -72,7 +81,7 @@ def test_every_row_is_compiled_here():
 def test_nothing_spills(name, spec, tmp_path):
     assert dispatch.reasons(dispatch.BY_NAME[name], spec) == []
     launches = of(name, spec)
-    for one in backend.compiled(launches, launches.choices[0], spec.arch):
+    for one in backend.compiled(launches, launches.choices[USUAL.get((name, spec.precision), 0)], spec.arch):
         assert stack_bytes(one.asm["cubin"], tmp_path / "cubin") <= MOST_STACK[spec.head_dim], one.metadata.name
         assert one.metadata.shared <= SHARED_BYTES[spec.arch]
         assert "local" not in one.asm["ptx"]
@@ -83,7 +92,7 @@ def products(name: str, spec: Spec) -> str:
     launches = of(name, spec)
     return next(
         one.asm["ptx"]
-        for one in backend.compiled(launches, launches.choices[0], spec.arch)
+        for one in backend.compiled(launches, launches.choices[USUAL.get((name, spec.precision), 0)], spec.arch)
         if re.search("wgmma|mma.sync", one.asm["ptx"])
     )
 
@@ -94,6 +103,8 @@ def test_hopper_multiplies_by_its_own_instruction():
     quantized = products("triton_int8", Spec("cuda", 90, "bfloat16", 128, "int8", **CAUSAL))
     assert len(re.findall(r"wgmma\.mma_async\S*\.s32\.s8\.s8", quantized)) >= 4
     assert "cp.async" in forward and "cp.async" in quantized
+    layer = products("triton_linear", Spec("cuda", 90, "bfloat16", op="linear", activation="gelu", layout="k"))
+    assert re.search(r"wgmma\.mma_async\.\S*m64n256k16\S*\.f32\.bf16\.bf16", layer)
 
 
 def test_older_tensor_cores_multiply_by_theirs():
@@ -130,9 +141,17 @@ def test_parameters_are_fields_and_regions(row):
     for spec in SPECS[row.name]:
         launches = of(row.name, replace(spec, arch=90))
         known = {*parameters_of(launches.struct), *(region.name for region in launches.regions)}
-        for one in (one for choice in launches.choices for one in choice.passes):
-            assert {name.removeprefix(HAS) for name in one.parameters} <= known
-            assert all(launches.type_of(name) for name in one.parameters)
+        for choice in launches.choices:
+            for one in choice.passes:
+                assert {name.removeprefix(HAS) for name in one.parameters} <= known
+                assert all(launches.type_of(name, choice) for name in one.parameters)
+
+
+def test_the_usual_choice_of_a_layer_is_for_many_rows():
+    for (name, precision), at in USUAL.items():
+        choice = of(name, Spec("cuda", 90, "bfloat16", precision=precision, op="linear", layout="k")).choices[at]
+        assert choice.passes[0].constants["BLOCK_M"] == 128 and choice.multiples
+        assert choice.types["out"] == choice.types["bias"] == "bf16"
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -143,7 +162,7 @@ def test_the_driver_gets_the_parameters_and_two_addresses_more(name):
         entry = re.search(r"\.entry \w+\((.*?)\)", told.asm["ptx"], re.DOTALL).group(1)
         kinds = re.findall(r"\.param \.(\w+)", entry)
         widths = {"i32": "u32", "i64": "u64", "u64": "u64", "fp32": "f32"}
-        types = [launches.type_of(parameter) for parameter in one.parameters]
+        types = [launches.type_of(parameter, choice) for parameter in one.parameters]
         wanted = ["u64" if kind.startswith("*") else widths[kind] for kind in types]
         assert kinds == [*wanted, "u64", "u64"]
         assert told.metadata.num_ctas == 1 and not told.metadata.global_scratch_size

@@ -107,6 +107,28 @@ def test_softmax():
         torch.testing.assert_close(qflash.softmax(x, kernel="triton_softmax"), qflash.softmax(x, kernel="softmax"))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(interleaved):
+    tables = (torch.from_numpy(table).cuda() for table in qflash.rope_tables(70, 48))
+    rope = qflash.Rope(*tables, interleaved)
+    x = torch.randn(2, 70, 5, 64, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(qflash.rope(x, rope, kernel="triton_rope"), qflash.rope(x, rope, kernel="rope"))
+
+
+@pytest.mark.parametrize("precision", [None, "int8"])
+@pytest.mark.parametrize(("m", "n", "k"), [(8, 256, 512), (300, 520, 264), (37, 75, 45)])
+def test_linear(m, n, k, precision):
+    x, weight = (torch.randn(*shape, device="cuda").to(torch.bfloat16) for shape in ((m, k), (n, k)))
+    bias = torch.randn(n, device="cuda")
+    words = {"activation": "gelu", "precision": precision}
+    other = "gemm_mma" if precision is None else "int8_gemm_tc"
+    wanted = qflash.linear(x, weight.T, bias, kernel=other, **words)
+    check(qflash.linear(x, weight.T, bias, kernel="triton_linear", **words), wanted)
+    if precision is None:
+        gates = qflash.swiglu(x, weight.T, weight.T, kernel="triton_linear")
+        torch.testing.assert_close(gates, qflash.swiglu(x, weight.T, weight.T, kernel=other), atol=0.5, rtol=2e-2)
+
+
 @pytest.mark.parametrize("kernel", CALLS)
 def test_jax_runs_it(kernel):
     jax = pytest.importorskip("jax")

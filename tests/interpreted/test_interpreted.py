@@ -7,11 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import qflash
 from qflash import dispatch
 from qflash.backends import triton as backend
 from qflash.reference.quantize import quantize
+from qflash.rotary import Rope, rope_tables
 from qflash.testing import BY_NAME, Case, check, interpreted_ops
 from qflash.testing.interpreted import ARCH, in_interpreter
+from qflash.testing.linear_problems import LinearProblem, check_near, linear, operands
+from qflash.testing.rotations import check_rotated
 from qflash.testing.rows import LONG, SMALL, RowCase, check_softmax
 from qflash.testing.runner import run_interpreted, suited
 
@@ -194,3 +198,74 @@ def test_softmax_scale(scale):
     for data in ("normal", "infinite", "huge"):
         case = RowCase(5, 70, data=data)
         check_softmax(case.make(), in_interpreter(interpreted_ops.softmax, case, scale), scale)
+
+
+# Rope ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize(
+    ("shape", "rotary_dim"),
+    [((2, 5, 4, 64), 64), ((1, 3, 9, 128), 32), ((2, 20, 3, 24), 16), ((1, 5, 2, 7), 6), ((1, 3, 2, 300), 260)],
+)
+def test_rope(shape, rotary_dim, interleaved):
+    rng = np.random.default_rng(rotary_dim)
+    rope = Rope(*rope_tables(50, rotary_dim), interleaved)
+    places = (None, rng.integers(-49, 50, shape[1]), rng.integers(-49, 50, shape[:2]))
+    for dtype, positions in zip(("float32", "float16", "bfloat16"), places, strict=True):
+        x = rng.standard_normal(shape, np.float32).astype(dtype)
+        positions = None if positions is None else positions.astype(np.int32)
+        for inverse in (False, True):
+            got = in_interpreter(interpreted_ops.rope, x, rope, positions, inverse)
+            check_rotated(got, x, rope, positions, inverse)
+
+
+def test_a_position_outside_the_tables_makes_what_it_rotates_nan():
+    x = np.ones((1, 3, 2, 24), np.float16)
+    positions = np.array([1, 50, -(2**31)], np.int32)
+    got = in_interpreter(interpreted_ops.rope, x, Rope(*rope_tables(50, 16)), positions)
+    assert np.isfinite(got[:, 0]).all() and np.isnan(got[:, 1:, :, :16]).all() and (got[..., 16:] == 1).all()
+
+
+# Linear layers -------------------------------------------------------------------------------------------------------
+
+LAYERS = (
+    LinearProblem(130, 144, 72, "bfloat16", "gelu", bias="bfloat16", residual=True),
+    LinearProblem(130, 144, 72, "float16", "gelu_tanh", bias="float32", w_layout="n"),
+    LinearProblem(130, 272, 72, "float16", residual=True),
+    LinearProblem(130, 144, 72, "bfloat16", "swiglu", bias="float32", residual=True, out_dtype="float32"),
+    LinearProblem(37, 75, 45, "float16", "silu", bias="float16", residual=True, w_layout="n"),
+    LinearProblem(37, 75, 45, "bfloat16", "swiglu", bias="bfloat16"),
+    LinearProblem(37, 75, 45, "bfloat16", x_layout="m", w_layout="n", out_dtype="float32"),
+    LinearProblem(16, 64, 256, "float16", "gelu", bias="float32"),
+    LinearProblem(5, 3, 0, "float16", "gelu", bias="float32"),
+)
+
+
+@pytest.mark.parametrize("problem", LAYERS, ids=str)
+def test_linear(problem):
+    keeps, pad = bool(problem.activation), 3 if problem.m == 37 else 0
+    got = in_interpreter(interpreted_ops.linear, problem, pad, keeps)
+    assert set(got) == {"out", *({"pre"} if keeps else ()), *({"pre_up"} if problem.gated else ())}
+    check_near(got, *linear(problem, operands(problem)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_linear_in_int8(dtype):
+    rng = np.random.default_rng(6)
+    for m, n, k in ((37, 75, 45), (130, 144, 272)):
+        x, w = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in ((m, k), (k, n)))
+        bias = rng.standard_normal(n, np.float32)
+        got = in_interpreter(interpreted_ops.int8_linear, x, w, bias)
+        assert np.array_equal(got, qflash.linear(x, w, bias, precision="int8"))  # by the CPU engine: the same bits
+        got = in_interpreter(interpreted_ops.int8_linear, x, w, bias, "silu")
+        wanted = qflash.linear(x, w, bias, activation="silu", precision="int8")
+        np.testing.assert_allclose(got.astype(np.float64), wanted.astype(np.float64), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("along", ["n", "k"])
+def test_integer_sums_are_exact(along):
+    rng = np.random.default_rng(7)
+    a, b = (rng.integers(-128, 128, shape, np.int8) for shape in ((70, 200), (200, 130)))
+    b = b if along == "n" else np.ascontiguousarray(b.T).T
+    assert np.array_equal(in_interpreter(interpreted_ops.int8_sums, a, b), a.astype(np.int64) @ b.astype(np.int64))

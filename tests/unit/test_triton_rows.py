@@ -82,16 +82,16 @@ def test_regions_begin_at_whole_vectors():
     launches = Launches("QfRowsParams", {}, (Choice(()),), regions)
     offsets = {name: offset.value(FIELDS) for name, offset in launches.offsets().items()}
     assert offsets == {"bytes": 0, "floats": 256, "": 512}
-    assert launches.type_of("floats") == "*fp32"
+    assert launches.type_of("floats", launches.choices[0]) == "*fp32"
 
 
 def test_parameters_have_the_names_of_fields():
     names = parameters_of("QfAttnParams")
     assert names["kv_k"] == "kv.k.data" and names["kv_k_stride_t"] == "kv.k.stride_t" and names["lse"] == "lse"
     launches = Launches("QfAttnParams", {"q": "fp16"}, (Choice((), (), vectors("float16", "q")),))
-    assert [launches.type_of(name) for name in ("q", "q_stride_b", "q_len", "scale", "has_lse")] == [
-        *("*fp16", "i64", "i32", "fp32", "i32"),
-    ]
+    names, choice = ("q", "q_stride_b", "q_len", "scale", "has_lse"), launches.choices[0]
+    assert [launches.type_of(name, choice) for name in names] == ["*fp16", "i64", "i32", "fp32", "i32"]
+    assert launches.type_of("q", Choice((), types={"q": "fp32"})) == "*fp32"
     conditions = [one.code for one in launches.conditions(launches.choices[0])]
     assert conditions == [
         (("field", f"q.{name}"), ("constant", number), ("multiple_of", 0))
