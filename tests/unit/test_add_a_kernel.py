@@ -21,7 +21,7 @@ from qflash.call import cache
 from qflash.call.array import Array
 from qflash.call.op import Plan
 from qflash.call.prepare import prepare
-from qflash.call.spec import KV_KINDS, OP_DTYPES, PRECISIONS, Spec
+from qflash.call.spec import ACTIVATIONS, KV_KINDS, OP_DTYPES, PRECISIONS, Spec
 from qflash.cli.usable import usable_kernels
 from qflash.dispatch import Kernel
 from qflash.jit import toolchain
@@ -279,7 +279,10 @@ def test_a_folder_and_a_row_are_built_ahead(add, folder):
 
 # The rows that are there ---------------------------------------------------------------------------------------------
 
-AXES = {"QF_DTYPE", "QF_ARCH", "QF_HEAD_DIM", "QF_PRECISION", "QF_KV_KIND", "QF_BATCH_INVARIANT", "QF_PLAIN_SCORES"}
+AXES = {
+    "QF_DTYPE", "QF_ARCH", "QF_HEAD_DIM", "QF_PRECISION", "QF_KV_KIND", "QF_BATCH_INVARIANT", "QF_ACTIVATION",
+    "QF_PLAIN_SCORES",
+}  # fmt: skip
 
 
 def defines_of(row: Kernel, spec: Spec) -> dict[str, str]:
@@ -297,6 +300,8 @@ def defines_of(row: Kernel, spec: Spec) -> dict[str, str]:
         found["QF_KV_KIND"] = KV_KINDS.index(dict(row.shared_kvs).get(spec.kv, spec.kv))
     if row.per_batch_invariance:
         found["QF_BATCH_INVARIANT"] = int(spec.batch_invariant)
+    if row.per_activation:
+        found["QF_ACTIVATION"] = ACTIVATIONS.index(spec.activation)
     if row.per_scores:
         found["QF_PLAIN_SCORES"] = int(spec.plain_scores)
     return {name: str(value) for name, value in found.items()}
