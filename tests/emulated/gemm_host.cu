@@ -1,4 +1,5 @@
 // What gemm/ has for the host, and functions of one number: asked by test_gemm_host.py.
+#include "gemm/activation.cuh"
 #include "gemm/fast_activation.cuh"
 #include "gemm/policy.h"
 
@@ -26,4 +27,13 @@ QF_EXPORT void try_activation(int activation, int64_t count, const float* h, con
              : activation == QF_SILU      ? fast_activated<QF_SILU>(h[i], u[i])
              : activation == QF_SWIGLU    ? fast_activated<QF_SWIGLU>(h[i], u[i])
                                           : fast_activated<QF_IDENTITY>(h[i], u[i]);
+}
+
+// The slope of each h[i], of the activations that have one product.
+QF_EXPORT void try_slopes(int activation, int64_t count, const float* h, float* slope) {
+  using namespace qf::gemm;
+  for (int64_t i = 0; i < count; ++i)
+    slope[i] = activation == QF_GELU        ? slopes<QF_GELU>(h[i], 0.0f).of_h
+               : activation == QF_GELU_TANH ? slopes<QF_GELU_TANH>(h[i], 0.0f).of_h
+                                            : slopes<QF_SILU>(h[i], 0.0f).of_h;
 }

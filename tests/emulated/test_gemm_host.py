@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qflash.call.spec import ACTIVATIONS
+from qflash.reference.linear import slope
 from qflash.testing.gemm_case import DEFINITIONS
 
 H200, MOST_SPLITS, LEAST_STEPS = 132, 16, 4
@@ -128,3 +129,16 @@ def test_activations_of_what_is_not_finite(host, activation):
     assert np.isnan(found[0]) and found[1] == np.inf
     assert np.isnan(found[2]) if activation else found[2] == -np.inf
     assert np.isnan(found[3]) == two and (found[4] == np.inf) == two
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:4])
+def test_slopes_where_squares_overflow(host, activation):
+    """The derivative is 0 or 1 far out, not NaN, and near float64's everywhere."""
+    h = np.concatenate([np.linspace(-12, 12, 2001), [0.0, -0.0, 1e10, -1e10, 1e20, -1e20, 3e38, -3e38]]).astype(
+        np.float32
+    )
+    got = np.empty_like(h)
+    pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (h, got))
+    host.try_slopes(ctypes.c_int(ACTIVATIONS.index(activation)), ctypes.c_int64(h.size), *pointers)
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(got, slope(activation, h.astype(np.float64)), rtol=0, atol=2e-6)

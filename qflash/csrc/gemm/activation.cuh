@@ -42,7 +42,8 @@ __device__ __forceinline__ Slopes slopes(float h, float u) {
   }
   if constexpr (kActivation == QF_GELU_TANH) {
     const float cdf = tanh_cdf(h);
-    return {cdf + h * cdf * (1.0f - cdf) * 2.0f * kRootTwoByPi * (1.0f + 3.0f * kCubic * h * h), 0.0f};
+    const float squared = fminf(h * h, 1e4f);  // where h^2 would overflow, cdf (1 - cdf) is 0 long since
+    return {cdf + h * cdf * (1.0f - cdf) * 2.0f * kRootTwoByPi * (1.0f + 3.0f * kCubic * squared), 0.0f};
   }
   if constexpr (kActivation == QF_SILU || kActivation == QF_SWIGLU) {
     const float s = sigmoid(h), slope = s * (1.0f + h * (1.0f - s));

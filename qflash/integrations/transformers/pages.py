@@ -199,7 +199,7 @@ class PagedCache(Cache):
 
     def __deepcopy__(self, memo: Any) -> PagedCache:
         raise NotImplementedError(
-            "a PagedCache is not copied, its pages would be; allowed: batch_repeat_interleave, which shares them, or crop"
+            "a PagedCache is not copied, because its pages would be; allowed: batch_repeat_interleave, or crop"
         )
 
     # Sequences.

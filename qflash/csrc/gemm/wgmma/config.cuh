@@ -4,6 +4,7 @@
 // Shape says (kernels/linear/sm90_gemm/config.h):
 //
 //   Element                   of x and w: F16, BF16 or int8_t
+//   Out                       of integers, the type of out; of floats it is Element or float, known at run time
 //   kActivation               QfActivation
 //   kXAlongM, kWAlongN        x is contiguous along m, w along n; of 16-bit elements alone
 //   kConsumers                warpgroups that multiply, 64 rows of the tile each
@@ -85,9 +86,9 @@ struct TileConfig : Shape {
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
 
+  // w comes in two boxes at least: a box of each block of a cluster, or of each of two weights.
   using X = Operand<Element, kRows, Shape::kXAlongM, 1>;
-  using W =
-      Operand<Element, kColumns, Shape::kWAlongN, 2>;  // two: each block of a cluster loads one, or each weight is
+  using W = Operand<Element, kColumns, Shape::kWAlongN, 2>;
   static constexpr int kStep = X::kStep, kProducts = kStepBytes / kProductBytes;
   static constexpr int kStageBytes = X::Tile::kBytes + W::Tile::kBytes;
   static constexpr int kOwnWBoxes = W::kBoxes / kCluster;  // that this block loads

@@ -31,7 +31,7 @@ struct Walk {
     const int band = tile / (Config::kBandRows * column_tiles), first = band * Config::kBandRows;
     const int rows = min(Config::kBandRows, row_tiles - first), within = tile - first * column_tiles;
     const int column = within / rows, row = first + within - column * rows;
-    const int begin = int(int64_t(steps) * split / splits), end = int(int64_t(steps) * (split + 1) / splits);
+    const int begin = steps * split / splits, end = steps * (split + 1) / splits;  // of up to 2^25 steps
     return {row * Config::kCluster * Config::kRows, column * Config::kOutColumns, begin, end - begin, tile, split};
   }
 
@@ -43,7 +43,7 @@ struct Walk {
   }
 };
 
-// Host side. splits: 1 .. steps, or 1 where there are none.
+// Host side. splits: 1 .. kMostSplits, and no more than there are steps, unless there are none.
 template <class Config>
 inline Walk walk_of(const QfLinearParams& p, int splits) {
   const auto count_of = [](int64_t all, int64_t each) { return (all + each - 1) / each; };

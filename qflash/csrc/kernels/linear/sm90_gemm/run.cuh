@@ -126,10 +126,11 @@ int run(const QfLinearParams& given, int processors, int splits, cudaStream_t st
     const int places = walk.count / splits * Config::kCluster * Config::kConsumerWarps;
     if (const int error = take_places(stream, places, reinterpret_cast<unsigned*>(workspace), partials)) return error;
   }
-  Launch how = {Config::kCluster, Config::kThreads, Config::kSharedBytes, stream, true, Config::kCluster};
+  Launch how = {Config::kCluster, Config::kThreads, Config::kSharedBytes, stream, false, Config::kCluster};
   int clusters = 0;
   if (const int error = resident_clusters<Config>(how, processors, clusters)) return error;
   how.blocks = int64_t(walk.count < clusters ? walk.count : clusters) * Config::kCluster;
+  how.overlaps = true;
   if (const int status = relayout_pass<Config, false>(relayout, p, copies, processors, stream)) return status;
   if (const int status = launch(how, qf_sm90_gemm_kernel<Config>, p, maps, walk, partials)) return status;
   return relayout_pass<Config, true>(relayout, p, copies, processors, stream);
