@@ -87,6 +87,7 @@ def test_a_step_has_its_products_and_little_else(compiled, name):
         assert not {opcode.split(".")[0] for opcode in loop} & {"MEMBAR", "LDG", "STG", "LDS", "STS", "FENCE"}
 
 
+@pytest.mark.slow
 def test_tiles_that_no_library_has(compiled):
     """Clusters of one block, no lag, x contiguous along m: a transposed A of wgmma."""
     entry = compiled(Unit("gemm_shapes", SHAPES, (CSRC, CSRC / "include"), (), "90a", "sm90_gemm's tiles"))

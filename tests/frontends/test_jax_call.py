@@ -111,12 +111,12 @@ def test_bounds_lower_what_is_above_an_extent():
 
 
 def test_the_workspace_is_as_large_as_the_kernel_asks_for():
-    struct_with_one = "QfInt8MatmulParams"
+    struct_with_one = "QfLinearParams"
     results = [jax.ShapeDtypeStruct((4, 4), jnp.int32)]
 
     def run(probe):
         operands = [jnp.ones((4, 4), jnp.int8)] * 2
-        jax.block_until_ready(call(struct_with_one, probe.key, results, operands, ["a", "b", "out"], {}))
+        jax.block_until_ready(call(struct_with_one, probe.key, results, operands, ["x", "w", "out"], {}))
         return probe.seen
 
     seen = run(Probe(struct_with_one, needs=1))
