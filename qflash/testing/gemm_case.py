@@ -4,7 +4,7 @@ these are held against in float64. For kernels that are called by their struct, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,20 +14,12 @@ import numpy as np
 from qflash.call.spec import ACTIVATIONS, OP_DTYPES
 from qflash.testing.compare import ContractError
 from qflash.testing.emulator import Library
+from qflash.testing.linear_problems import activated
 
 POISON = 0xA5  # every byte of results, and of what lies between rows
 GELU_ERROR = 1e-4  # absolute, of the activation (docs/numerics.md)
 # Of a unit in the last place, where a result is rounded once: half of it, and what float32 arithmetic before may add.
 ROUNDING = {"float32": 0.0, "float16": 0.51 * 2.0**-10, "bfloat16": 0.51 * 2.0**-7}
-
-erf = np.vectorize(math.erf, otypes=[np.float64])
-DEFINITIONS: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "": lambda h, u: h,
-    "gelu": lambda h, u: h * (1 + erf(h / math.sqrt(2))) / 2,
-    "gelu_tanh": lambda h, u: h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))) / 2,
-    "silu": lambda h, u: h / (1 + np.exp(-h)),
-    "swiglu": lambda h, u: h / (1 + np.exp(-h)) * u,
-}
 
 
 def in_memory(x: np.ndarray, along: int = 1, gap: int = 0, offset: int = 0) -> np.ndarray:
@@ -175,7 +167,7 @@ class GemmCase:
         if self.out_dtype == "int32":
             return {"out": h}
         with np.errstate(all="ignore"):
-            out = DEFINITIONS[self.activation](h, u)
+            out = activated(self.activation, h, u)
             if self.residual:
                 out = out + np.asarray(arrays["residual"], np.float64)
         return {"out": out, "pre": h, "pre_up": u}

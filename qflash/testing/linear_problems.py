@@ -3,14 +3,13 @@ them a kernel may be."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from qflash.reference.linear import activate, slope
 from qflash.testing.guarded import guarded
 
 Arrays = dict[str, np.ndarray]
@@ -75,38 +74,9 @@ def operands(case: LinearProblem) -> Arrays:
     return found
 
 
-_erf = np.vectorize(math.erf, otypes=[float])
-
-
-def _sigmoid(h: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return 1.0 / (1.0 + np.exp(-h))
-
-
-_ROOT, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715
-_ACTIVATED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "": lambda h: h,
-    "gelu": lambda h: h * 0.5 * (1.0 + _erf(h / math.sqrt(2.0))),
-    "gelu_tanh": lambda h: h * 0.5 * (1.0 + np.tanh(_ROOT * (h + _CUBIC * h**3))),
-    "silu": lambda h: h * _sigmoid(h),
-}
-
-
 def activated(activation: str, h: np.ndarray, u: np.ndarray | None = None) -> np.ndarray:
     """The activation of h, or of h and u, in float64."""
-    return _ACTIVATED["silu"](h) * u if activation == "swiglu" else _ACTIVATED[activation](h)
-
-
-def _slope(activation: str, h: np.ndarray) -> np.ndarray:
-    if activation == "gelu":
-        return 0.5 * (1.0 + _erf(h / math.sqrt(2.0))) + h * np.exp(-0.5 * h * h) / math.sqrt(2.0 * math.pi)
-    if activation == "gelu_tanh":
-        t = np.tanh(_ROOT * (h + _CUBIC * h**3))
-        return 0.5 * (1.0 + t) + 0.5 * h * (1.0 - t * t) * _ROOT * (1.0 + 3.0 * _CUBIC * h * h)
-    if activation == "silu":
-        s = _sigmoid(h)
-        return s * (1.0 + h * (1.0 - s))
-    return np.ones_like(h)
+    return activate("silu", h) * u if activation == "swiglu" else activate(activation or None, h)
 
 
 def _double(x: Any) -> np.ndarray:
@@ -127,10 +97,10 @@ def linear(case: LinearProblem, arrays: Arrays) -> tuple[Arrays, Arrays]:
     if case.gated:
         u, of_u = _product(arrays["x"], arrays["up"], arrays.get("up_bias"))
         want["pre_up"], bound["pre_up"] = u, of_u
-        silu = _ACTIVATED["silu"](h)
+        silu = activate("silu", h)
         out, error = silu * u, 1.2 * error * np.abs(u) + np.abs(silu) * of_u + error * of_u + 16 * _U * np.abs(silu * u)
     else:
-        out = _ACTIVATED[case.activation](h)
+        out = activate(case.activation or None, h)
         if case.activation:
             error = 1.2 * error + 16 * _U * (np.abs(h) + np.abs(out))
     if "residual" in arrays:
@@ -158,16 +128,16 @@ def gradients(case: LinearProblem, arrays: Arrays, dout: np.ndarray, saved: Arra
     h = _double(saved["pre"]) if case.activation else np.zeros_like(dout)
     if case.gated:
         v = _double(saved["pre_up"])
-        slopes = {"": v * _slope("silu", h), "up": _ACTIVATED["silu"](h)}
+        slopes = {"": v * slope("silu", h), "up": activate("silu", h)}
         sizes = {"": np.abs(v) * (1.0 + np.abs(h)), "up": np.abs(h)}
     else:
-        slopes, sizes = {"": _slope(case.activation, h)}, {"": 1.0 + np.abs(h)}
+        slopes, sizes = {"": slope(case.activation or None, h)}, {"": 1.0 + np.abs(h)}
     of = {"": ("w", "bias"), "up": ("up", "up_bias")}
     want: Arrays = {"dx": np.zeros_like(x)}
     bound: Arrays = {"dx": np.zeros_like(x)}
-    for which, slope in slopes.items():
+    for which, steepness in slopes.items():
         weight, bias = of[which]
-        dh = dout * slope
+        dh = dout * steepness
         # dh is computed in float32, from slopes whose parts may cancel, and rounded where there is an activation.
         error = np.abs(dout) * sizes[which] * 32 * _U if case.activation else np.zeros_like(dh)
         rounded = error + (u * np.abs(dh) + least if case.activation else 0.0)

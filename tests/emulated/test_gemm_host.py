@@ -10,7 +10,7 @@ import pytest
 
 from qflash.call.spec import ACTIVATIONS
 from qflash.reference.linear import slope
-from qflash.testing.gemm_case import DEFINITIONS
+from qflash.testing import linear_problems
 
 H200, MOST_SPLITS, LEAST_STEPS = 132, 16, 4
 BYTES = {True: 128 * 256 * 4, False: 64 * 128 * 4}  # of partial sums: of a large tile, of a small one
@@ -114,7 +114,7 @@ def test_activations_are_near_their_definitions(host, activation):
     h = np.concatenate([np.linspace(-12, 12, 200_001), rng.standard_normal(20_000), edges]).astype(np.float32)
     u = rng.standard_normal(h.size).astype(np.float32)
     with np.errstate(over="ignore"):
-        want = DEFINITIONS[activation](h.astype(np.float64), u.astype(np.float64))
+        want = linear_problems.activated(activation, h.astype(np.float64), u.astype(np.float64))
     error = np.abs(activated(host, activation, h, u) - want) / np.maximum(1, np.abs(want))
     assert error.max() <= ERRORS[activation], (error.max(), h[error.argmax()])
 
