@@ -9,8 +9,12 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
 
-NEEDS = {"context_parallel": "torch"}  # what the name does not say
-QUICKLY = {"train_llama": ("--steps", "2", "--length", "32", "--batch", "2", "--layers", "1")}
+# What the name does not say.
+NEEDS = {"context_parallel": "torch", "train_llama": "torch", "train_stdlib_model": "transformers"}
+QUICKLY = {
+    "train_llama": ("--steps", "2", "--length", "32", "--batch", "2", "--layers", "1"),
+    "train_stdlib_model": ("--steps", "2", "--length", "32", "--batch", "2"),
+}
 
 
 def give(monkeypatch, path: Path, *arguments: str) -> None:
@@ -22,7 +26,7 @@ def give(monkeypatch, path: Path, *arguments: str) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path, capsys, monkeypatch):
     framework = NEEDS.get(path.stem, path.stem.partition("_")[0])
-    if framework in ("torch", "jax"):
+    if framework in ("torch", "jax", "transformers"):
         pytest.importorskip(framework)
     give(monkeypatch, path, *QUICKLY.get(path.stem, ()))
     runpy.run_path(str(path), run_name="__main__")
