@@ -1,4 +1,4 @@
-"""The attention functions of "qf" and "qf_int8"."""
+"""The attention functions of "qf", "qf_int8" and "qf_int8_fp8"."""
 
 from __future__ import annotations
 
@@ -31,8 +31,18 @@ def qf_int8_attention(
 
     A single query reads keys in their own type: quantizing all of them would take longer than reading them does.
     """
-    precision = None if query.shape[2] == 1 or type(key) is NewTokens else "int8"
-    return _attend(module, query, key, value, attention_mask, precision, **words), None
+    return _attend(module, query, key, value, attention_mask, _quantized("int8", query, key), **words), None
+
+
+def qf_int8_fp8_attention(
+    module: torch.nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, **words: Any
+) -> tuple[Tensor, None]:
+    """The same with precision "int8_fp8"."""
+    return _attend(module, query, key, value, attention_mask, _quantized("int8_fp8", query, key), **words), None
+
+
+def _quantized(precision: str, query: Tensor, key: Any) -> str | None:
+    return None if query.shape[2] == 1 or type(key) is NewTokens else precision
 
 
 def _attend(

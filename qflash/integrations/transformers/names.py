@@ -1,21 +1,22 @@
-"""The names "qf" and "qf_int8" for attn_implementation."""
+"""The names "qf", "qf_int8" and "qf_int8_fp8" for attn_implementation."""
 
 from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from qflash.integrations.transformers.attention import qf_attention, qf_int8_attention
+from qflash.integrations.transformers.attention import qf_attention, qf_int8_attention, qf_int8_fp8_attention
 from qflash.integrations.transformers.mask import qf_mask
 
-FUNCTIONS = {"qf": qf_attention, "qf_int8": qf_int8_attention}
+FUNCTIONS = {"qf": qf_attention, "qf_int8": qf_int8_attention, "qf_int8_fp8": qf_int8_fp8_attention}
 
 
 def register() -> None:
-    """Make attn_implementation "qf" and "qf_int8" known to transformers, with the mask function that they need.
+    """Make attn_implementation "qf", "qf_int8" and "qf_int8_fp8" known to transformers, with their mask function.
 
     "qf" computes attention in the model's own type, "qf_int8" with precision "int8" where a call has more than one
-    query. Both take models whose masks are causal or bidirectional, with sliding windows, padding on either side,
-    packed position_ids, softcap and sinks; anything else raises NotImplementedError in the layer that needs it.
+    query, "qf_int8_fp8" with precision "int8_fp8" there. All take models whose masks are causal or bidirectional, with
+    sliding windows, padding on either side, packed position_ids, softcap and sinks; anything else raises
+    NotImplementedError in the layer that needs it.
 
     Example:
         >>> import torch
