@@ -71,12 +71,11 @@ class Learner:
         return sum(self.loss(part).item() * len(part) for part in parts) / len(windows)
 
     def save(self, folder: Path) -> None:
-        """A checkpoint that from_pretrained reads, in float16: 11 bits of what AdamW found."""
-        half = {name: x.detach().half().cpu() for name, x in zip(self.names(), self.weights, strict=True)}
+        """A checkpoint that from_pretrained reads, in 16 bits: those that a GPU has computed with, else float16."""
+        dtype = torch.float16 if self.dtype == torch.float32 else self.dtype
+        names = (name for name, _ in self.model.named_parameters())
+        half = {name: x.to("cpu", dtype) for name, x in zip(names, self.weights, strict=True)}
         self.model.save_pretrained(folder, state_dict=half)
-
-    def names(self) -> list[str]:
-        return [name for name, _ in self.model.named_parameters()]
 
 
 def slowing(step: int, steps: int) -> float:

@@ -1,0 +1,144 @@
+"""Serve a small Llama in plain JAX: prompts of different lengths, then greedy text, with keys and values in pages.
+
+The weights are the repository's checkpoint, a byte-level model of the standard library's sources. Both programs, the
+prompts' and a step's, are given the pages as donated arguments, so that `qflash.paged_write` stores new tokens in them
+and nothing is copied. The step is compiled once and serves every token. The text must be that of a model without a
+cache, which computes every token from all that came before it, and the script checks that it is.
+
+python examples/jax_serve_llama.py
+python examples/jax_serve_llama.py --prompt "class Queue:" --prompt "import os" --new-tokens 60
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from llama import checkpoint
+from llama.jax_model import Weights, forward, qflash_attention
+from llama.shape import Shape
+
+import qflash
+
+SMALL = Path(__file__).resolve().parent / "llama" / "stdlib-small"
+PROMPTS = ("def __init__(self, ", "    def close(self):\n        ", "import ")
+PAGE = 16  # tokens
+
+Pools = list[tuple[jax.Array, jax.Array]]  # of each layer: the pages of keys and those of values
+
+
+class Server:
+    """Sequences of a batch in one pool of pages, each with a row of the page table."""
+
+    def __init__(self, weights: Weights, shape: Shape) -> None:
+        self.weights = jax.tree.map(jnp.asarray, weights)
+        rope = qflash.Rope(*map(jnp.asarray, qflash.rope_tables(shape.length, shape.head_dim)))
+
+        @partial(jax.jit, donate_argnames="pools", static_argnames="longest")
+        def prefill(weights, pools, page_table, lens, tokens, starts, longest):
+            """The first new token of every sequence, after prompts that lie one after another in tokens [1, total]."""
+
+            def attend(q, kv):
+                return qflash.attention_varlen(
+                    q[0], kv, None, starts, None, longest, None, causal=True, rope=rope
+                )[None]  # fmt: skip
+
+            def write(kv, k, v):
+                return qflash.paged_write(kv, k[0], v[0], rope=rope, cu_seqlens=starts)
+
+            logits, pools = paged(weights, tokens, shape, pools, page_table, lens, write, attend)
+            return logits[0, starts[1:] - 1].argmax(-1).astype(jnp.int32), pools
+
+        @partial(jax.jit, donate_argnames="pools")
+        def decode(weights, pools, page_table, lens, tokens):
+            """The next token of every sequence after tokens [B], which lens count already."""
+            logits, pools = paged(
+                weights,
+                tokens[:, None],
+                shape,
+                pools,
+                page_table,
+                lens,
+                partial(qflash.paged_write, rope=rope),
+                lambda q, kv: qflash.attention(q, kv, causal=True, rope=rope),
+            )
+            return logits[:, -1].argmax(-1).astype(jnp.int32), pools
+
+        self.shape, self.prefill, self.decode = shape, prefill, decode
+
+    def generate(self, prompts: list[bytes], new_tokens: int) -> list[bytes]:
+        """What the model writes after each prompt."""
+        counts = np.array([len(prompt) for prompt in prompts], np.int32)
+        longest = int(counts.max()) + new_tokens
+        if not counts.all() or longest > self.shape.length:
+            allowed = f"allowed: prompts with a byte, up to {self.shape.length} with what is to come"
+            raise ValueError(f"prompts have {counts.tolist()} bytes and new_tokens is {new_tokens}; {allowed}")
+        columns = -(-longest // PAGE)
+        page_table = jnp.arange(len(prompts) * columns, dtype=jnp.int32).reshape(-1, columns)
+        starts = jnp.asarray(np.concatenate([[0], counts.cumsum()]), jnp.int32)
+        tokens, lens = jnp.asarray(np.frombuffer(b"".join(prompts), np.uint8), jnp.int32)[None], jnp.asarray(counts)
+        pools = self.empty_pages(page_table.size)
+        token, pools = self.prefill(self.weights, pools, page_table, lens, tokens, starts, int(counts.max()))
+        found = [token]
+        for _ in range(new_tokens - 1):
+            lens = lens + 1
+            token, pools = self.decode(self.weights, pools, page_table, lens, token)
+            found.append(token)  # nothing waits for it: JAX computes behind the loop
+        return [bytes(row) for row in np.stack(found, 1).astype(np.uint8)]
+
+    def empty_pages(self, count: int) -> Pools:
+        size = (count, self.shape.kv_heads, PAGE, self.shape.head_dim)
+        return [(jnp.zeros(size), jnp.zeros(size)) for _ in range(self.shape.layers)]
+
+
+def paged(weights, tokens, shape, pools, page_table, lens, write, attend) -> tuple[jax.Array, Pools]:
+    """The model's forward pass, whose attention writes new tokens into the pages of its layer and reads them there."""
+    written: Pools = []
+
+    def attend_in_pages(q, k, v):
+        kv = write(qflash.PagedKV(*pools[len(written)], page_table, lens), k, v)
+        written.append((kv.k_pages, kv.v_pages))  # layers come in order
+        return attend(q, kv)
+
+    logits = forward(weights, tokens, shape, attend_in_pages)
+    return logits, written
+
+
+def without_cache(weights: Weights, shape: Shape, prompt: bytes, new_tokens: int) -> bytes:
+    """The same text by the model's forward pass over all tokens, once for each new one."""
+    tables = [jnp.asarray(x) for x in qflash.rope_tables(shape.length, shape.head_dim)]
+    weights = jax.tree.map(jnp.asarray, weights)
+
+    @jax.jit
+    def next_token(tokens, count):
+        # Tokens to come are zeros, which a causal mask hides, so that one program serves all lengths.
+        logits = forward(weights, tokens, shape, lambda q, k, v: qflash_attention(q, k, v, *tables))
+        return logits[0, count - 1].argmax()
+
+    text = np.zeros((1, len(prompt) + new_tokens), np.int32)
+    text[0, : len(prompt)] = np.frombuffer(prompt, np.uint8)
+    for count in range(len(prompt), text.shape[1]):
+        text[0, count] = next_token(jnp.asarray(text), count)
+    return bytes(text[0, len(prompt) :].astype(np.uint8))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve a small Llama in plain JAX, with keys and values in pages.")
+    parser.add_argument("--checkpoint", type=Path, default=SMALL, help="a folder of examples/train_stdlib_model.py")
+    parser.add_argument("--prompt", action="append", help="may come several times")
+    parser.add_argument("--new-tokens", type=int, default=40)
+    given = parser.parse_args()
+    shape, weights = checkpoint.load(given.checkpoint)
+    prompts = [text.encode() for text in given.prompt or PROMPTS]
+    server = Server(weights, shape)
+    for prompt, text in zip(prompts, server.generate(prompts, given.new_tokens), strict=True):
+        assert text == without_cache(weights, shape, prompt, given.new_tokens), (prompt, text)
+        print(f"--- {prompt.decode()}|{text.decode(errors='replace')}")
+    assert server.decode._cache_size() == (given.new_tokens > 1)  # compiled once
+    print(f"{len(prompts)} sequences of {given.new_tokens} new tokens, as without a cache")
+
+
+if __name__ == "__main__":
+    main()
