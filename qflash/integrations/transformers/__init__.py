@@ -9,10 +9,25 @@ pages      PagedCache, a cache of transformers over qflash.KVCache
 prompts    what generate is given, and what is refused of it
 sampling   the next token from logits
 decoding   generate and Decoder, the decode loop
+stand_ins  what a module computes, found out by trying it
+joined     fuse_projections: layers that read the same input as one product
+int8_linears  quantize_linears: linear layers in INT8
 """
 
 from qflash.integrations.transformers.decoding import Decoder, Generated, generate
+from qflash.integrations.transformers.int8_linears import Int8Layers, Int8Linear, quantize_linears
+from qflash.integrations.transformers.joined import fuse_projections
 from qflash.integrations.transformers.names import register
 from qflash.integrations.transformers.pages import PagedCache
 
-__all__ = ["Decoder", "Generated", "PagedCache", "generate", "register"]
+__all__ = [
+    "Decoder",
+    "Generated",
+    "Int8Layers",
+    "Int8Linear",
+    "PagedCache",
+    "fuse_projections",
+    "generate",
+    "quantize_linears",
+    "register",
+]

@@ -1,0 +1,159 @@
+"""Layers that read the same input as one product: q, k and v of attention, gate and up of an MLP.
+
+A model calls them one after another. The first call computes the product of all, and the others take their columns of
+it, if the input is the very same tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensor = torch.Tensor
+
+# Children of one module, by name, that models call with one input.
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class Joined(nn.Module):
+    """One product, and how many of its columns belong to each layer. product: a module that maps `[..., K]` to
+    `[..., N]`."""
+
+    def __init__(self, product: nn.Module, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.product = product
+        self.ends = tuple(itertools.accumulate(sizes, initial=0))
+        # By thread, because threads may share a model: the input, its version, and columns that nobody took yet.
+        self._left: dict[int, tuple[Tensor, int, dict[int, Tensor]]] = {}
+
+    def take(self, index: int, x: Tensor) -> Tensor:
+        """Columns of layer `index`."""
+        thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+        source, version, left = self._left.pop(thread, (None, 0, {}))
+        if source is not x or version != _version(x) or index not in left:
+            out = self.product(x)
+            left = {i: self._columns(out, i) for i in range(len(self.ends) - 1)}
+        taken = left.pop(index)
+        if left:
+            self._left[thread] = (x, _version(x), left)
+        return taken
+
+    def _columns(self, out: Tensor, index: int) -> Tensor:
+        return out[..., self.ends[index] : self.ends[index + 1]]
+
+
+class JoinedPart(nn.Module):
+    """In the place of a layer: its columns of a product. The first part of a product has it as a submodule."""
+
+    def __init__(self, joined: Joined, index: int) -> None:
+        super().__init__()
+        if index == 0:
+            self.joined = joined
+        self._source = (joined,)  # a tuple, so that the others do not have its weights a second time
+        self.index = index
+        self.out_features = joined.ends[index + 1] - joined.ends[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._source[0].take(self.index, x)
+
+    def extra_repr(self) -> str:
+        return f"out_features={self.out_features}, part {self.index} of {len(self._source[0].ends) - 1}"
+
+
+def groups_of(model: nn.Module, skip: Any = lambda name: False) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+    """Every module of a decoder with children that may be one product: its name, itself, and their names.
+
+    A model with an encoder has none: its cross attention reads keys and queries from different inputs. `skip` says of a
+    layer's whole name whether it stays as it is.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return
+    used = _uses(model)
+    for name, module in list(model.named_modules()):
+        for children in GROUPS:
+            layers = [module._modules.get(child) for child in children]
+            if any(skip(f"{name}.{child}") for child in children):
+                continue
+            if all(is_plain_linear(layer) and used[id(layer.weight)] == 1 for layer in layers) and _fit(layers):
+                yield name, module, children
+
+
+def is_plain_linear(layer: Any) -> bool:
+    """A torch.nn.Linear that nobody has hooked into."""
+    return type(layer) is nn.Linear and not (
+        layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    )
+
+
+def join(module: nn.Module, children: Sequence[str], product: nn.Module) -> None:
+    """Make children of `module` parts of a product, which computes their columns in this order."""
+    joined = Joined(product, [module.get_submodule(child).out_features for child in children])
+    for index, child in enumerate(children):
+        setattr(module, child, JoinedPart(joined, index))
+
+
+def fuse_projections(model: nn.Module) -> tuple[str, ...]:
+    """Compute q, k and v of each attention, and gate and up of each MLP, as one product: fewer launches, which is most
+    of what a step of few tokens costs on a GPU.
+
+    The model is changed for good, and so are the names in its state_dict: save it before. Its weights take no more
+    memory, and have gradients as before. Layers of another kind, with hooks, of different types or whose weights are
+    used elsewhere stay as they are. Results are within rounding of those before.
+
+    Returns:
+        The names of the layers, those of a product in one: "model.layers.0.self_attn.q_proj+k_proj+v_proj".
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from qflash.integrations.transformers import fuse_projections
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...                      num_attention_heads=4)
+        >>> fuse_projections(LlamaForCausalLM(config))
+        ('model.layers.0.self_attn.q_proj+k_proj+v_proj', 'model.layers.0.mlp.gate_proj+up_proj')
+    """
+    names = []
+    for name, module, children in groups_of(model):
+        layers = [module.get_submodule(child) for child in children]
+        join(module, children, _one_linear(layers))
+        names.append(f"{name}.{'+'.join(children)}".removeprefix("."))
+    return tuple(names)
+
+
+def _one_linear(layers: Sequence[Any]) -> nn.Linear:
+    first = layers[0]
+    outputs = sum(layer.out_features for layer in layers)
+    product = nn.Linear(first.in_features, outputs, bias=first.bias is not None, device="meta")
+    for name in ("weight", "bias") if first.bias is not None else ("weight",):
+        parts = [getattr(layer, name) for layer in layers]
+        whole = torch.cat([part.detach() for part in parts])
+        setattr(product, name, nn.Parameter(whole, requires_grad=all(part.requires_grad for part in parts)))
+    return product
+
+
+def _fit(layers: Sequence[Any]) -> bool:
+    """Whether layers take the same input and give the same type."""
+    kinds = {
+        (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None, layer.weight.requires_grad)
+        for layer in layers
+    }
+    return len(kinds) == 1
+
+
+def _uses(model: nn.Module) -> dict[int, int]:
+    """How many modules have a parameter, by its id."""
+    used: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                used[id(parameter)] = used.get(id(parameter), 0) + 1
+    return used
+
+
+def _version(x: Tensor) -> int:
+    """What changes when a tensor is written to; those of inference mode, and of a graph, do not tell."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
