@@ -618,7 +618,6 @@ KERNELS: tuple[Kernel, ...] = (
         later_arches=False,
         also=_gemm_by_copy_engine,
         per_precision=True,
-        automatic=False,  # it has not run on a GPU yet
         per_activation=True,
     ),
     Kernel(

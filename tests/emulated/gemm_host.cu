@@ -18,15 +18,19 @@ QF_EXPORT int64_t try_partial_bytes(int64_t m, int64_t n, int64_t steps, int pro
   return qf::gemm::most_partial_bytes({m, n, steps}, processors);
 }
 
-// Of each h[i], with u[i] where it has two.
-QF_EXPORT void try_activation(int activation, int64_t count, const float* h, const float* u, float* out) {
+template <bool kRounded>
+float activation_of(int activation, float h, float u) {
   using namespace qf::gemm;
+  return activation == QF_GELU        ? fast_activated<QF_GELU, kRounded>(h, u)
+         : activation == QF_GELU_TANH ? fast_activated<QF_GELU_TANH, kRounded>(h, u)
+         : activation == QF_SILU      ? fast_activated<QF_SILU, kRounded>(h, u)
+         : activation == QF_SWIGLU    ? fast_activated<QF_SWIGLU, kRounded>(h, u)
+                                      : fast_activated<QF_IDENTITY, kRounded>(h, u);
+}
+// Of each h[i], with u[i] where it has two; rounded: as for a result of 16 bits, before it is rounded.
+QF_EXPORT void try_activation(int activation, int rounded, int64_t count, const float* h, const float* u, float* out) {
   for (int64_t i = 0; i < count; ++i)
-    out[i] = activation == QF_GELU        ? fast_activated<QF_GELU>(h[i], u[i])
-             : activation == QF_GELU_TANH ? fast_activated<QF_GELU_TANH>(h[i], u[i])
-             : activation == QF_SILU      ? fast_activated<QF_SILU>(h[i], u[i])
-             : activation == QF_SWIGLU    ? fast_activated<QF_SWIGLU>(h[i], u[i])
-                                          : fast_activated<QF_IDENTITY>(h[i], u[i]);
+    out[i] = rounded ? activation_of<true>(activation, h[i], u[i]) : activation_of<false>(activation, h[i], u[i]);
 }
 
 // The slope of each h[i], of the activations that have one product.

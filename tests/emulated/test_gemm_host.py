@@ -98,33 +98,37 @@ def test_memory_for_splits_is_reserved_where_there_may_be_some(host):
 
 # |error|: absolute where the definition is small, relative elsewhere.
 ERRORS = {"": 0.0, "gelu": 5e-5, "gelu_tanh": 3e-7, "silu": 3e-7, "swiglu": 3e-7}
+ROUNDED_ERRORS = ERRORS | {"gelu_tanh": 8e-5}  # of what is rounded to 16 bits after it
 
 
-def activated(host, activation: str, h: np.ndarray, u: np.ndarray) -> np.ndarray:
+def activated(host, activation: str, h: np.ndarray, u: np.ndarray, rounded: bool = False) -> np.ndarray:
     out = np.full_like(h, 77)
     pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (h, u, out)]
-    host.try_activation(ACTIVATIONS.index(activation), ctypes.c_int64(h.size), *pointers)
+    host.try_activation(ACTIVATIONS.index(activation), int(rounded), ctypes.c_int64(h.size), *pointers)
     return out
 
 
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_are_near_their_definitions(host, activation):
+def test_activations_are_near_their_definitions(host, activation, rounded):
     rng = np.random.default_rng(0)
-    edges = [0.0, -0.0, 4.4, -4.4, 1e4, -1e4, 1e-30, -1e-30, 88.0, -88.0]
+    edges = [0.0, -0.0, 4.0, -4.0, 4.4, -4.4, 1e4, -1e4, 1e-30, -1e-30, 88.0, -88.0]
     h = np.concatenate([np.linspace(-12, 12, 200_001), rng.standard_normal(20_000), edges]).astype(np.float32)
     u = rng.standard_normal(h.size).astype(np.float32)
     with np.errstate(over="ignore"):
         want = linear_problems.activated(activation, h.astype(np.float64), u.astype(np.float64))
-    error = np.abs(activated(host, activation, h, u) - want) / np.maximum(1, np.abs(want))
-    assert error.max() <= ERRORS[activation], (error.max(), h[error.argmax()])
+    error = np.abs(activated(host, activation, h, u, rounded) - want) / np.maximum(1, np.abs(want))
+    allowed = (ROUNDED_ERRORS if rounded else ERRORS)[activation]
+    assert error.max() <= allowed, (error.max(), h[error.argmax()])
 
 
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_of_what_is_not_finite(host, activation):
+def test_activations_of_what_is_not_finite(host, activation, rounded):
     """As IEEE arithmetic has it in the definitions: of -inf, NaN, but for the identity."""
     h = np.array([np.nan, np.inf, -np.inf, 1, 1], np.float32)
     u = np.array([1, 1, 1, np.nan, np.inf], np.float32)
-    found = activated(host, activation, h, u)
+    found = activated(host, activation, h, u, rounded)
     two = activation == "swiglu"
     assert np.isnan(found[0]) and found[1] == np.inf
     assert np.isnan(found[2]) if activation else found[2] == -np.inf

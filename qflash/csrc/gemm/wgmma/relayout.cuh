@@ -1,5 +1,6 @@
-// The relayout passes, for matrices that the copy engine cannot walk. Where rows do not begin at whole 16 bytes, there
-// is a copy whose rows do: operands are copied before the products, results after them.
+// The relayout passes, for matrices that the copy engine cannot walk. Where rows do not begin and end at whole 16 bytes,
+// there is a copy whose rows do: operands are copied before the products, results after them. Their ends count, because
+// the copy engine stores whole 16 bytes: on an H200 it wrote past the last column of results of one row.
 #pragma once
 
 #include "gemm/wgmma/producer.cuh"
@@ -17,7 +18,7 @@ struct Rows {
   __host__ __device__ int64_t pitch() const { return (width + 15) / 16 * 16; }  // of a copy
   // Can the copy engine walk it? addressed: the address is known, too.
   bool walks(bool addressed) const {
-    return strides_map({g_data, {width, rows, 1, 1}, {stride, 0, 0}}, 1) &&
+    return width % 16 == 0 && strides_map({g_data, {width, rows, 1, 1}, {stride, 0, 0}}, 1) &&
            !(addressed && reinterpret_cast<uintptr_t>(g_data) % 16 != 0);
   }
 };
@@ -54,8 +55,7 @@ struct Relayout {
     for (int which = kX; which < kCount; ++which) {
       const Rows& x = all.given[which];
       if ((!x.g_data && addressed) || x.rows == 0 || x.width == 0 || (which == kUp && !Config::kTwoProducts)) continue;
-      const bool in_chunks = which != kResidual || x.width % 16 == 0;  // read past its last column
-      all.copied[which] = !x.walks(addressed) || !in_chunks;
+      all.copied[which] = !x.walks(addressed);
       all.offset[which] = all.bytes;
       if (all.copied[which]) all.bytes += (x.pitch() * x.rows + 255) / 256 * 256;
     }
