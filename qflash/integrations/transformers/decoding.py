@@ -10,12 +10,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from qflash.integrations.transformers.fusion import Fusion
 from qflash.integrations.transformers.mask import UNPADDED
 from qflash.integrations.transformers.names import FUNCTIONS, register
 from qflash.integrations.transformers.pages import PagedCache
@@ -36,7 +37,8 @@ class Generated:
 
     sequences: int64 `[B, T + n]`, the prompts as they came and what was generated; after an end there is padding.
     new_tokens: the generated part, `[B, n]`. lengths: how many of those each sequence has, with its end.
-    is_captured: whether a CUDA graph did the steps. reason: why not, or "".
+    is_captured: whether a CUDA graph did the steps. reason: why not, or "". fused: the names of modules that ran with
+    fewer launches, by what was fused: "rope", "rms_norm", "gelu".
     """
 
     sequences: Tensor
@@ -44,6 +46,7 @@ class Generated:
     lengths: list[int]
     is_captured: bool
     reason: str
+    fused: dict[str, tuple[str, ...]]
 
 
 def generate(
@@ -63,6 +66,7 @@ def generate(
     page_size: int = 256,
     stream: Stream | None = None,
     capture: bool = True,
+    fuse: bool = True,
 ) -> Generated:
     """Generate text with a decoder-only model of transformers, its keys and values in pages.
 
@@ -81,6 +85,9 @@ def generate(
         stream: called for each step with a list of new tokens, None for sequences that have ended. The host then waits
             for every token.
         capture: False keeps the steps out of a CUDA graph.
+        fuse: False runs every module of the model as it was made. True computes what is recognised in fewer launches:
+            rotary embedding in the write of keys and in attention, RMS norms and GeLU with tanh in one each. Results
+            are the same within rounding; `fused` of the result has the names.
 
     Returns:
         `Generated`. Its `reason` says why no CUDA graph was used, where none was.
@@ -103,7 +110,10 @@ def generate(
     check_count("max_new_tokens", max_new_tokens)
     # The cache refuses other page sizes, 0 among them.
     pages = input_ids.shape[0] * -(-(input_ids.shape[1] + max_new_tokens) // max(page_size, 1))
-    decoder = Decoder(model, pages=pages, page_size=page_size, cache_precision=cache_precision, capture=capture)
+    decoder = Decoder(
+        model, pages=pages, page_size=page_size, cache_precision=cache_precision, capture=capture,
+        fuse=fuse,
+    )  # fmt: skip
     return decoder.generate(
         input_ids, attention_mask, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id,
         do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stream=stream,
@@ -116,7 +126,7 @@ class Decoder:
     Args:
         model: as of `generate`.
         pages: how many pages there are for all sequences of a batch.
-        page_size, cache_precision, capture: as of `generate`.
+        page_size, cache_precision, capture, fuse: as of `generate`.
 
     A batch that does not fit raises `qflash.OutOfPagesError`, and the next one finds all pages free.
     """
@@ -129,6 +139,7 @@ class Decoder:
         page_size: int = 256,
         cache_precision: Literal["int8"] | None = None,
         capture: bool = True,
+        fuse: bool = True,
     ) -> None:
         if model.config.is_encoder_decoder:
             raise NotImplementedError(f"{type(model).__name__} has an encoder; allowed: decoder-only models")
@@ -140,6 +151,7 @@ class Decoder:
         self.model = model
         self.cache = PagedCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)
         self._capture, self._page_size = capture, page_size
+        self._fusion = Fusion(model) if fuse else None
         self._steps: dict[Any, _DecodeStep] = {}
 
     def generate(
@@ -166,7 +178,8 @@ class Decoder:
         tokens = input_ids.shape[1] + max_new_tokens
         columns = 1 << (-(-tokens // self._page_size) - 1).bit_length()  # a power of two, so that few graphs serve all
         key = (input_ids.shape[0], columns, input_ids.device, sampling, ends, padding)
-        with torch.no_grad(), _attention_by_qflash(self.model):
+        fused = nullcontext() if self._fusion is None else self._fusion.applied()
+        with torch.no_grad(), _attention_by_qflash(self.model), fused:
             if key not in self._steps:
                 self._steps[key] = _DecodeStep(self, *key)
             try:
@@ -175,8 +188,13 @@ class Decoder:
                 self.cache.reset()
         step = self._steps[key]
         return Generated(
-            torch.cat([input_ids, new], 1), new, _lengths(new, ends), step.graph is not None, step.reason
+            torch.cat([input_ids, new], 1), new, _lengths(new, ends), step.graph is not None, step.reason, self.fused
         )  # fmt: skip
+
+    @property
+    def fused(self) -> dict[str, tuple[str, ...]]:
+        """The names of modules that run with fewer launches, by what is fused."""
+        return {} if self._fusion is None else self._fusion.names
 
     def _special_tokens(self, eos: Any, pad: int | None) -> tuple[tuple[int, ...], int]:
         config = self.model.generation_config
@@ -193,10 +211,14 @@ class Decoder:
     def forward(self, ids: Tensor, positions: Tensor, attention_mask: Any) -> Tensor:
         """The logits of the last token of each sequence."""
         last = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
-        out = self.model(
-            input_ids=ids, position_ids=positions, attention_mask=attention_mask, past_key_values=self.cache,
-            use_cache=True, **last,
-        )  # fmt: skip
+        try:
+            out = self.model(
+                input_ids=ids, position_ids=positions, attention_mask=attention_mask, past_key_values=self.cache,
+                use_cache=True, **last,
+            )  # fmt: skip
+        finally:
+            if self._fusion is not None:
+                self._fusion.end_pass()
         return out.logits[:, -1]
 
 

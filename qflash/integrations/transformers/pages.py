@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import qflash
 from qflash.integrations.transformers.mask import Mask
+from qflash.integrations.transformers.rotations import take_rope
 from qflash.integrations.transformers.tokens import Flags, TokenLog
 
 Tensor = torch.Tensor
@@ -224,20 +225,24 @@ class PagedCache(Cache):
     # A forward pass.
 
     def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
+        rope = take_rope(query, new.k)
         k, v, q = _under_autocast(new.k, new.v, query)
         if not self._new or new.layer in self._written:
             self._begin(k, v, mask)
         k, v, q = (x.transpose(1, 2) for x in (k, v, q))
         if self._rows is None:
-            kv = self.tables.write(new.layer, k, v)
+            kv = self.tables.write(new.layer, k, v, rope=rope)
             self._written.add(new.layer)
-            return qflash.attention(q, kv, **words)
+            return qflash.attention(q, kv, rope=rope, **words)
         shape = q.shape
         q, k, v = (x.reshape(-1, *x.shape[2:]).index_select(0, self._rows) for x in (q, k, v))
-        kv = self.tables.write(new.layer, k, v)
+        if rope is not None:
+            positions = rope.positions_q.flatten().index_select(0, self._rows)
+            rope = qflash.Rope(rope.cos, rope.sin, positions_q=positions, positions_k=positions)
+        kv = self.tables.write(new.layer, k, v, rope=rope)
         self._written.add(new.layer)
         packed = (self.tables.cu_seqlens, None, self.tables.max_new, None)
-        out = qflash.attention_varlen(q, kv, None, *packed, **words)
+        out = qflash.attention_varlen(q, kv, None, *packed, rope=rope, **words)
         return out.new_zeros(shape).flatten(0, 1).index_copy(0, self._rows, out).view(shape)
 
     def _begin(self, k: Tensor, v: Tensor, mask: Mask) -> None:

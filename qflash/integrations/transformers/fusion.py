@@ -1,0 +1,92 @@
+"""Fewer launches in a forward pass of an unmodified model: what it computes in several small steps is computed in one,
+while a `Decoder` runs it. Modules that are not recognised are run as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import FastGELUActivation, NewGELUActivation
+
+from qflash.integrations.transformers.rotations import Rotations
+from qflash.integrations.transformers.stand_ins import is_tanh_gelu, norm_eps, norm_weight
+
+Tensor = torch.Tensor
+Forward = Callable[..., Any]
+
+_IN_STEPS = (NewGELUActivation, FastGELUActivation)  # GeLU with tanh, an elementwise launch for each operation
+
+
+class Fusion:
+    """The modules of a model that are recognised, and their forwards meanwhile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rotations = Rotations()
+        self._forwards: list[tuple[nn.Module, Forward]] = []
+        self._names: dict[str, list[str]] = {"rope": self._rotations.names, "rms_norm": [], "gelu": []}
+        for name, module in model.named_modules():
+            self._look_at(name, module)
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The names of the modules that are fused, by what is: "rope", "rms_norm", "gelu"."""
+        return {kind: tuple(found) for kind, found in self._names.items() if found}
+
+    def _look_at(self, name: str, module: nn.Module) -> None:
+        rotated = self._rotations.forward_of(name, module)
+        if rotated is not None:
+            self._forwards.append((module, rotated))
+            return
+        if isinstance(module, _IN_STEPS) and is_tanh_gelu(module):
+            kind, forward = "gelu", _gelu
+        elif (formula := norm_weight(module)) is not None:
+            kind, forward = "rms_norm", _norm(module, formula == "1 + w")
+        else:
+            return
+        self._names[kind].append(name)
+        self._forwards.append((module, forward))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model with these forwards. One that another thread takes away meanwhile is the model's own again, which
+        computes the same. A module that somebody has given a forward since stays as it is."""
+        placed = []
+        for module, forward in self._forwards:
+            if "forward" not in vars(module):
+                module.forward = forward
+                placed.append((module, forward))
+        try:
+            yield
+        finally:
+            for module, forward in placed:
+                if vars(module).get("forward") is forward:
+                    del module.forward
+
+    def end_pass(self) -> None:
+        """Forget what a forward pass made."""
+        self._rotations.end_pass()
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _norm(module: Any, is_plus_one: bool) -> Forward:
+    original, eps = type(module).forward, norm_eps(module)
+
+    def forward(*arguments: Any, **words: Any) -> Any:
+        x, weight = arguments[0] if arguments else None, module.weight
+        # A gate, say, or a shape that broadcasts: the module knows what that means.
+        if words or len(arguments) != 1 or not isinstance(x, Tensor) or x.shape[-1:] != weight.shape:
+            return original(module, *arguments, **words)
+        if is_plus_one:  # 1 + w is rounded in no type but float32, in which the module computes it
+            return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+        if x.dtype is not weight.dtype:  # PyTorch's one kernel takes one type
+            return original(module, *arguments)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    return forward

@@ -1,0 +1,194 @@
+"""Rotary embedding on the way into pages: a model's own rotation is left out, and the write of keys and the attention
+kernel rotate instead, by the same tables.
+
+An attention module of transformers calls `apply_rotary_pos_emb(q, k, cos, sin)`, hands k to the cache and q to the
+attention function. In a forward that is run by `Rotations`, that call returns q and k as they are and leaves a record
+of them. The cache asks for the record with the tensors that reached it. If they are others, or the first pass showed
+that something else is computed from them, the model does more than to rotate them: nothing was written yet, and the
+module is run again as it was made, now and ever after.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import qflash
+from qflash.integrations.transformers.stand_ins import rotation_tables
+
+Tensor = torch.Tensor
+
+logger = logging.getLogger(__name__)
+
+NAME = "apply_rotary_pos_emb"  # what modules of transformers call the function
+
+
+class _Record(NamedTuple):
+    q: Tensor
+    k: Tensor
+    rope: qflash.Rope
+
+
+class _NotUnderstood(Exception):
+    """A module does more with q and k than to rotate them."""
+
+
+_of_thread = threading.local()
+
+
+def take_rope(q: Tensor, k: Tensor) -> qflash.Rope | None:
+    """By what q and k, `[B, H, T, D]`, are still to be rotated; None: they are what attention takes.
+
+    Its positions are int32 `[B, T]`, of q and k the same.
+    """
+    record = getattr(_of_thread, "record", None)
+    if record is None:
+        return None
+    if record.q is not q or record.k is not k:
+        raise _NotUnderstood
+    _of_thread.record = None
+    return record.rope
+
+
+class Rotations:
+    """The attention modules of one model whose rotation can be left out."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """Of the modules that are run so."""
+        self._tables: list[tuple[Tensor, Tensor, qflash.Rope]] = []  # of the pass under way: layers share them
+
+    def forward_of(self, name: str, module: nn.Module) -> Callable[..., Any] | None:
+        """A forward for `module` that leaves its rotation out; None: it is not understood."""
+        original = type(module).forward
+        is_function = isinstance(original, FunctionType) and "forward" not in vars(module)
+        if not is_function or NAME not in original.__code__.co_names:
+            return None
+        rotate = original.__globals__.get(NAME)
+        form = rotation_tables(rotate) if callable(rotate) else None
+        if form is None:
+            return None
+        layer = _Layer(self, name, rotate, form)
+        inner = _with_global(original, NAME, layer.record)
+        self.names.append(name)
+        return lambda *arguments, **words: layer.run(
+            MethodType(inner, module), MethodType(original, module), arguments, words
+        )
+
+    def end_pass(self) -> None:
+        """Forget the tables of a forward pass."""
+        self._tables = []
+
+    def give_up(self, name: str) -> None:
+        """Run a module as it was made from now on."""
+        if name in self.names:
+            self.names.remove(name)
+            logger.info("%s does more with q and k than to rotate them by halves; it rotates them itself", name)
+
+    def rope(self, cos: Tensor, sin: Tensor, batch: int, half: int) -> qflash.Rope:
+        """Tables of a pass, `[1 or B, T, ...]`, as qflash takes them: a row for each token."""
+        for known_cos, known_sin, rope in self._tables:
+            if known_cos is cos and known_sin is sin:
+                return rope
+        rows = [x[..., :half].reshape(-1, half).float().contiguous() for x in (cos, sin)]
+        length = cos.shape[1]
+        positions = torch.arange(cos.shape[0] * length, dtype=torch.int32, device=cos.device).view(-1, length)
+        if cos.shape[0] != batch:
+            positions = positions.expand(batch, length).contiguous()
+        rope = qflash.Rope(*rows, positions_q=positions, positions_k=positions)
+        self._tables = [*self._tables, (cos, sin, rope)]
+        return rope
+
+
+class _Layer:
+    """One attention module: `record` stands in the place of the function that rotates."""
+
+    def __init__(self, rotations: Rotations, name: str, rotate: Callable[..., Any], form: str) -> None:
+        self._rotations, self._name, self._rotate, self._form = rotations, name, rotate, form
+        self._has_halves: bool | None = None  # not looked at yet
+        self._is_watched = self._is_given_up = False
+
+    def run(
+        self, inner: Callable[..., Any], original: Callable[..., Any], arguments: tuple[Any, ...], words: dict[str, Any]
+    ) -> Any:
+        """The module's result, without its rotation if that can be."""
+        if not self._is_given_up:
+            try:
+                with nullcontext() if self._is_watched else _Watch():
+                    out = inner(*arguments, **words)
+                if getattr(_of_thread, "record", None) is None:
+                    self._is_watched = True
+                    return out
+            except _NotUnderstood:
+                pass
+            finally:
+                _of_thread.record = None
+            self._give_up()
+        return original(*arguments, **words)
+
+    def record(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **words: Any) -> Any:
+        """q and k as they are, where the rest can be left to qflash."""
+        if more or words or not self._is_served(q, k, cos, sin):
+            self._give_up()
+            return self._rotate(q, k, cos, sin, *more, **words)
+        if getattr(_of_thread, "record", None) is not None:  # two rotations before one attention
+            raise _NotUnderstood
+        rope = self._rotations.rope(cos, sin, q.shape[0], q.shape[-1] // 2)
+        _of_thread.record = _Record(q, k, rope)
+        return q, k
+
+    def _give_up(self) -> None:
+        self._is_given_up = True
+        self._rotations.give_up(self._name)
+
+    def _is_served(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+        if q.ndim != 4 or k.ndim != 4 or cos.ndim != 3 or cos.shape != sin.shape or q.shape[-1] % 2:
+            return False
+        batch, _, length, head_dim = q.shape
+        width = head_dim if self._form == "twice" else head_dim // 2
+        if (k.shape[0], *k.shape[2:]) != (batch, length, head_dim) or cos.shape[0] not in (1, batch):
+            return False
+        return cos.shape[1:] == (length, width) and self._is_halved(cos, sin)
+
+    def _is_halved(self, cos: Tensor, sin: Tensor) -> bool:
+        """Whether each angle is there twice, as it is everywhere but where several positions are mixed. It is looked at
+        once, with the prompt, because steps that a CUDA graph holds have values that nobody can look at."""
+        if self._has_halves is None:
+            half = cos.shape[-1] // 2
+            is_equal = self._form == "once" or all(torch.equal(x[..., :half], x[..., half:]) for x in (cos, sin))
+            self._has_halves = is_equal
+        return self._has_halves
+
+
+class _Watch(TorchFunctionMode):
+    """Lets nothing be computed from q and k between their rotation and attention. A layer is watched once, because
+    watching is slow and a layer does the same in every pass."""
+
+    _LOOKS = frozenset(
+        getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        record = getattr(_of_thread, "record", None)
+        if record is not None and func not in self._LOOKS and func not in (Tensor.size, Tensor.dim):
+            values = [*args, *(kwargs or {}).values()]
+            values += [x for value in values if isinstance(value, list | tuple) for x in value]
+            if any(value is record.q or value is record.k for value in values):
+                raise _NotUnderstood
+        return func(*args, **(kwargs or {}))
+
+
+def _with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
+    """The same function, to which a global name means something else. Nobody else's does."""
+    names = function.__globals__ | {name: value}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
