@@ -20,11 +20,13 @@ from bench import (
     mixed,
     plot,
     profiles,
+    quality,
     quantize,
     reductions,
     result_pages,
     rungs,
     sm90_quantize,
+    training,
 )
 from bench import rows as store
 from bench.presets import PRESETS, Preset
@@ -325,6 +327,8 @@ TABLES: dict[str, Callable[..., str]] = {
     int8_gemm.NAME: int8_gemm.table,
     linear.NAME: linear.table,
     int8_accuracy.NAME: int8_accuracy.table,
+    quality.NAME: quality.table,
+    training.NAME: training.table,
     **beside_triton.TABLES,
     **{name: partial(quantize.table, name) for name in (quantize.NAME, sm90_quantize.NAME)},
     **{name: partial(reductions.table, name) for name in reductions.PRESET.values()},

@@ -71,6 +71,14 @@ PAGES = (
         "thousand ten times as large, and long sequences.",
         ("accuracy-speed", "Error against speed"),
     ),
+    Page(
+        "quality",
+        "A trained model, quantized",
+        None,
+        {"quality": "Mode by mode", "training": "Training"},
+        "A byte-level Llama of transformers, trained on the standard library's sources, reads files that were held "
+        "out. [Quality of a quantized model](../../guide/quality.md) says what the columns mean.",
+    ),
     Page("fa_mma", "fa_mma and FlashAttention 2", "fa_mma", {"fa_mma": "bfloat16", "fa_mma-f16": "float16"}),
     Page("fa_int8", "fa_int8 with its quantization and alone", "fa_int8", {"fa_int8": "bfloat16"}),
     Page("quantize", "quantize and dequantize", "quantize", {"quantize": "Beside a copy"}),
