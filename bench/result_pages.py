@@ -79,6 +79,17 @@ PAGES = (
         "A byte-level Llama of transformers, trained on the standard library's sources, reads files that were held "
         "out. [Quality of a quantized model](../../guide/quality.md) says what the columns mean.",
     ),
+    Page(
+        "models",
+        "Text from whole models of transformers",
+        None,
+        {"models": "Random weights in bfloat16"},
+        "Greedy text after prompts of one length. The first token is known when the device has its logits; tokens a "
+        "second count the whole batch, those of decoding without the first token, and the factors are of these. "
+        '"Joined" and "INT8 linear" are models after `fuse_projections` and `quantize_linears`; '
+        "[the guide](../../guide/transformers.md) says what these do. Transformers' compiled step is the one that "
+        '`cache_implementation="static"` brings.',
+    ),
     Page("fa_mma", "fa_mma and FlashAttention 2", "fa_mma", {"fa_mma": "bfloat16", "fa_mma-f16": "float16"}),
     Page("fa_int8", "fa_int8 with its quantization and alone", "fa_int8", {"fa_int8": "bfloat16"}),
     Page("quantize", "quantize and dequantize", "quantize", {"quantize": "Beside a copy"}),

@@ -1,0 +1,142 @@
+"""Ways to generate text with a model of transformers, each as a call that also notes when the first token was known."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+PAGE = 256
+Change = Literal["", "joined", "int8"]
+
+
+@dataclass
+class First:
+    """The logits of the first new token, and when the device had them."""
+
+    logits: Any = None
+    at: float = 0.0
+
+    def note(self, logits: Any) -> None:
+        """Of the calls of a run the first one counts."""
+        if self.logits is None:
+            synchronize(logits)
+            self.at = time.perf_counter()
+            self.logits = logits[:2].detach().float().clone()
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """As a logits processor of transformers, which adds no launch."""
+        self.note(scores)
+        return scores
+
+
+Generate = Callable[[Any, int, First], Any]  # ids, how many new tokens: the new tokens, [B, n]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`change` is what is done to the model for good before `start(model, ids, count)` gives the call to time."""
+
+    key: str
+    name: str
+    start: Callable[[Any, Any, int], Any]  # a context manager of Generate
+    change: Change = ""
+    int8_pages: bool = False
+    pages: bool = True
+    is_prepared: bool = True  # it compiles or captures for a number of tokens; else a few are enough to warm it up
+
+
+@contextmanager
+def _transformers(model: Any, ids: Any, count: int, static: bool = False) -> Iterator[Generate]:
+    _forget(model)
+    words = {"cache_implementation": "static"} if static else {}
+
+    def generate(ids: Any, count: int, first: First) -> Any:
+        out = model.generate(ids, max_new_tokens=count, do_sample=False, logits_processor=[first], **words)
+        return out[:, ids.shape[1] :]
+
+    try:
+        yield generate
+    finally:
+        _forget(model)
+
+
+def _forget(model: Any) -> None:
+    """What transformers keeps of other batches: a static cache is never made shorter than one before it was, and a
+    compiled step would serve several sizes, which makes it slower."""
+    import torch
+
+    for name in ("_previous_max_cache_length", "_cache", "_compiled_call"):
+        vars(model).pop(name, None)
+    torch.compiler.reset()
+    gc.collect()
+
+
+@contextmanager
+def _qflash(model: Any, ids: Any, count: int, precision: Literal["int8"] | None = None) -> Iterator[Generate]:
+    from qflash.integrations.transformers import Decoder
+
+    pages = ids.shape[0] * -(-(ids.shape[1] + count) // PAGE)
+    decoder = Decoder(model, pages=pages, page_size=PAGE, cache_precision=precision)
+    forward = decoder.forward
+
+    def generate(ids: Any, count: int, first: First) -> Any:
+        def noted(*arguments: Any) -> Any:
+            logits = forward(*arguments)
+            if first.logits is None:
+                first.note(logits)
+            return logits
+
+        decoder.forward = noted  # type: ignore[method-assign]
+        result = decoder.generate(ids, max_new_tokens=count, eos_token_id=())
+        generate.reason = result.reason  # type: ignore[attr-defined]
+        return result.new_tokens
+
+    yield generate
+
+
+def _static(model: Any, ids: Any, count: int) -> Any:
+    return _transformers(model, ids, count, static=True)
+
+
+def _int8_pages(model: Any, ids: Any, count: int) -> Any:
+    return _qflash(model, ids, count, "int8")
+
+
+HF, STATIC = "HF default", "HF static, compiled"
+CONTENDERS = {
+    one.key: one
+    for one in (
+        Contender("hf", HF, _transformers, pages=False, is_prepared=False),
+        Contender("hf-static", STATIC, _static, pages=False),
+        Contender("qflash", "qflash", _qflash),
+        Contender("qflash-kv8", "qflash, INT8 KV", _int8_pages, int8_pages=True),
+        Contender("qflash-joined", "qflash, joined", _qflash, "joined"),
+        Contender("qflash-joined-kv8", "qflash, joined, INT8 KV", _int8_pages, "joined", int8_pages=True),
+        Contender("qflash-int8", "qflash, INT8 linear", _qflash, "int8"),
+        Contender("qflash-int8-kv8", "qflash, INT8 linear, INT8 KV", _int8_pages, "int8", int8_pages=True),
+    )
+}
+CHANGES: tuple[Change, ...] = ("", "joined", "int8")
+
+
+def changed(model: Any, change: Change) -> bool:
+    """Do to a model what contenders of a change do; False: there is nothing to change."""
+    from qflash.integrations.transformers import fuse_projections, quantize_linears
+
+    if change == "joined":
+        return bool(fuse_projections(model))
+    if change == "int8":
+        quantize_linears(model)  # joins the same layers
+    return True
+
+
+def synchronize(x: Any) -> None:
+    """Wait for the device that an array is on."""
+    if x.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
