@@ -56,6 +56,8 @@ def _transformers(model: Any, ids: Any, count: int, static: bool = False) -> Ite
 
     def generate(ids: Any, count: int, first: First) -> Any:
         out = model.generate(ids, max_new_tokens=count, do_sample=False, logits_processor=[first], **words)
+        if static:
+            generate.reason = "" if "_compiled_call" in vars(model) else "not compiled"  # type: ignore[attr-defined]
         return out[:, ids.shape[1] :]
 
     try:

@@ -25,7 +25,7 @@ def test_every_contender_has_a_row():
     for row in rows:
         assert "skipped" not in row and row["rel_l2"] < 3e-2, row
         assert row["decode_tokens_s"] > 0 and row["first_ms"] > 0 and (row["B"], row["prompt"]) == (2, 20)
-        assert row["captured"] is (False if row["candidate"].startswith("qflash") else None)
+        assert row["captured"] is (None if row["candidate"] == "HF default" else False)  # nothing is, on a CPU
     assert by_name["qflash, INT8 KV"]["cache_bytes"] < 0.4 * by_name["qflash"]["cache_bytes"]
     assert by_name["qflash, INT8 linear"]["weight_bytes"] < 0.6 * by_name["qflash"]["weight_bytes"]
     assert by_name["qflash, joined"]["weight_bytes"] == by_name["qflash"]["weight_bytes"]
