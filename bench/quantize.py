@@ -18,7 +18,13 @@ from qflash.testing.timing import Call, Comparison
 NAME = "quantize"
 COPY = "copy"
 SHAPES = {"cuda": (4, 4096, 16, 128), "cpu": (1, 2048, 8, 128)}
-MATRIX = {"cuda": (16384, 8192), "cpu": (1024, 4096)}
+# What linear(precision="int8") quantizes: x of a long prompt, of a batch that decodes, and of one token before the
+# widest layer, where the launch is most of the time.
+MATRICES = {
+    "long": {"cuda": (16384, 8192), "cpu": (1024, 4096)},
+    "batch": {"cuda": (64, 8192), "cpu": (64, 4096)},
+    "one row": {"cuda": (1, 28672), "cpu": (1, 28672)},
+}
 GROUP = {"granularity": "group", "group": 16}
 
 
@@ -30,7 +36,7 @@ class Problem:
     words: dict[str, Any] = field(default_factory=dict)
     dtype: str = "bfloat16"
     rope: bool = False
-    matrix: bool = False
+    matrix: str = ""  # one of MATRICES
     back: bool = False
 
 
@@ -45,7 +51,8 @@ PROBLEMS = (
     Problem("per group of 16, stochastic", GROUP | {"rounding": "stochastic", "seed": 1}),
     Problem("per tensor"),
     Problem("per tensor, asymmetric", {"symmetric": False}),
-    Problem("matrix, per row", {"granularity": "token"}, matrix=True),
+    *(Problem("matrix, per row", {"granularity": "token"}, matrix=matrix) for matrix in MATRICES),
+    Problem("matrix, per row", {"granularity": "token"}, dtype="float32", matrix="long"),
     Problem("dequantize, per group of 16", GROUP, back=True),
 )
 
@@ -57,7 +64,7 @@ class Arrays:
         import torch
 
         self.problem = problem
-        shape = (MATRIX if problem.matrix else SHAPES)[device]
+        shape = (MATRICES[problem.matrix] if problem.matrix else SHAPES)[device]
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(shape, generator=generator).to(getattr(torch, problem.dtype)).to(device)
         words = dict(problem.words)

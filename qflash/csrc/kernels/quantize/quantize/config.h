@@ -1,4 +1,4 @@
-// `quantize`, specialised for -DQF_DTYPE (a QfDtype) alone: any head_dim, any architecture.
+// `quantize`, specialised for -DQF_DTYPE (a QfDtype) and -DQF_ARCH (compute capability times ten): any head_dim.
 #pragma once
 
 #include "common/elements.cuh"
@@ -7,6 +7,9 @@ namespace qf {
 namespace quantize {
 
 using Element = ElementOf<QF_DTYPE>::Type;
+
+// Griddepcontrol came with Hopper; code for an older architecture does not wait, so its launches must not overlap.
+constexpr bool kOverlaps = QF_ARCH >= 90;
 
 }  // namespace quantize
 }  // namespace qf
