@@ -49,6 +49,7 @@ class LinearCase:
     residual: bool = False
     out_dtype: str | None = None
     seed: int = 0
+    run: int = 256  # how many products a kernel adds one after the other, before it adds the sums
 
     @property
     def result_dtype(self) -> str:
@@ -98,7 +99,7 @@ class LinearCase:
         for name, bias in zip(self.weights, self.biases, strict=True):
             w = self.arrays[name].astype(np.float64)
             h = reference.linear(x, w, self.arrays.get(bias))
-            found.append((h, sum_error(x, w) + 2 * U * np.abs(h)))
+            found.append((h, sum_error(x, w, self.run) + 2 * U * np.abs(h)))
         return found
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
@@ -114,10 +115,12 @@ class LinearCase:
             out = out + self.arrays["residual"].astype(np.float64)
         return out, error + U * np.abs(out)
 
-    def check(self, out: np.ndarray) -> None:
-        """Raise where the result of the call is not what it should be."""
+    def check(self, out: np.ndarray, activation_error: float = 0.0) -> None:
+        """Raise where the result of the call is not what it should be. activation_error: what a kernel's activation may
+        be off by itself."""
         assert out.dtype == DTYPES[self.result_dtype] and out.shape == (self.m, self.n)
-        check_close(out, *self.expected(), str(self))
+        want, error = self.expected()
+        check_close(out, want, error + activation_error, str(self))
 
     def expected_gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Gradients in float64 by the names of the arrays, and how far each element may be off before it is rounded.
@@ -155,9 +158,9 @@ class LinearCase:
         return {name: (want, error) for name, (want, error) in found.items()}
 
 
-def sum_error(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """How far the sums of a product of float64 matrices may be off in float32."""
-    return U * (16 + 4 * np.sqrt(min(x.shape[-1], 256))) * np.sqrt(x**2 @ w**2)
+def sum_error(x: np.ndarray, w: np.ndarray, run: int = 256) -> np.ndarray:
+    """How far the sums of a product of float64 matrices may be off in float32, added in runs of this many."""
+    return U * (16 + 4 * np.sqrt(min(x.shape[-1], run))) * np.sqrt(x**2 @ w**2)
 
 
 def check_close(got: np.ndarray, want: np.ndarray, error: np.ndarray, what: str) -> None:

@@ -57,10 +57,10 @@ FAULTS = {
     ),
     "steps: empty": (Fault(PRODUCER, "at.wait_empty(*s.steps);"), "pair", EITHER, ""),
     "steps: nothing expected": (
-        Fault(PRODUCER, "mbarrier_arrive_expect(full, Config::kStageBytes);"), "alone", "complaint", "step full",
+        Fault(PRODUCER, "mbarrier_arrive_expect(full, stage_bytes);"), "alone", "complaint", "step full",
     ),
     "steps: fewer bytes expected": (
-        Fault(PRODUCER, "mbarrier_arrive_expect(full, Config::kStageBytes);",
+        Fault(PRODUCER, "mbarrier_arrive_expect(full, stage_bytes);",
               "mbarrier_arrive_expect(full, Config::X::Tile::kBytes);"),
         "pair", EITHER, "",
     ),

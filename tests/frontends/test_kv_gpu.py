@@ -107,7 +107,7 @@ def test_opcheck(precision):
     torch.library.opcheck(torch.ops.qflash.quantize_kv.default, (k, v, None, None, None, None, *words))
     parts = (kv.k, kv.k_scale, kv.k_mean, kv.k_nonfinite, kv.v, kv.v_scale, kv.v_exponents, kv.v_nonfinite, kv.v_mean)
     words = (precision, "float16", True, None, None, 0.125, None, None, False, True, False)
-    torch.library.opcheck(torch.ops.qflash.attention_kv.default, (q, *parts, None, None, None, None, *words))
+    torch.library.opcheck(torch.ops.qflash.attention_kv.default, (q, *parts, *[None] * 5, *words))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -102,7 +102,7 @@ def test_quantize_kv_gives_the_replays_bits(case: Case, name: str) -> None:
 def test_attention_on_what_quantize_kv_left_gives_the_same_bits(case: Case, kernel: str) -> None:
     case = suited(case, kernel, 90)
     inputs, kv = kept(case, KERNELS[kernel])
-    words = {**case.options(), "rope": inputs.rope, "return_lse": True}
+    words = {**case.options(), "rope": inputs.rope, "sinks": inputs.sinks, "return_lse": True}
     got = qflash.attention(inputs.q, kv, **words, kernel="sm90_int8")
     want = runner.call(case, inputs, kernel)
     check_same_bits(case, *(tuple(runner.to_numpy(x) for x in pair) for pair in (got, want)))

@@ -48,6 +48,16 @@ struct Operand {
   using Tiles = std::conditional_t<kAlongLines, AlongColumns<Tile>, AlongRows<Tile>>;  // as wgmma reads it
   static constexpr int kBoxBytes = Tile::kBytes / kBoxes;
   static constexpr int kWarpgroupBytes = kWarpgroupRows * kStepBytes;  // of 64 lines, which lie together in either
+
+  // Of a tile that has all lines there are, boxes end with them, at whole eights: lines outside of a matrix cost the
+  // copy engine more time than lines of it. What is not loaded belongs to rows without results.
+  __host__ __device__ static constexpr int box_rows(int64_t lines) {
+    if (kAlongLines || kLines > kWarpgroupRows || lines >= kBoxLines) return kBoxRows;
+    return int(lines + 7) / 8 * 8;
+  }
+  __host__ __device__ static constexpr int missing_bytes(int64_t lines) {
+    return (kBoxRows - box_rows(lines)) * kStepBytes;
+  }
 };
 
 // A warpgroup's product: 64 rows of x by kColumns columns of w, 32 bytes along k.

@@ -67,8 +67,8 @@ struct Output {
         for (int j = 0; j < kTiles; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            h[j][e] = fast_activated<Config::kActivation, sizeof(Out) == 2>(h[j][e],
-                                                                            Config::kTwoProducts ? u[j][e] : 0.0f);
+            h[j][e] =
+                fast_activated<Config::kActivation, sizeof(Out) == 2>(h[j][e], Config::kTwoProducts ? u[j][e] : 0.0f);
         if (p.residual) add_residual<Out>(h, row, column);
         leave_floats<Out>(h, maps.out, row, column);
       }

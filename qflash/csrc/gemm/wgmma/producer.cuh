@@ -31,9 +31,11 @@ __device__ __forceinline__ void load_box(char* s_to, const CUtensorMap& map, int
 
 // x and w of every step, as far ahead as there are empty stages. Of w each block of a cluster loads its share for all.
 template <class Config>
-__device__ __forceinline__ void produce(const Walk& walk, const TensorMaps& maps, const SharedMemory<Config>& s) {
+__device__ __forceinline__ void produce(int64_t m, const Walk& walk, const TensorMaps& maps,
+                                        const SharedMemory<Config>& s) {
   using X = typename Config::X;
   using W = typename Config::W;
+  const int stage_bytes = Config::kStageBytes - X::missing_bytes(m);
   const int rank = Config::kCluster > 1 ? int(cluster_rank()) : 0;
   RingPosition<Config::kStages> at;
   walk.for_each<Config>([&](const Work& work) {
@@ -44,7 +46,7 @@ __device__ __forceinline__ void produce(const Walk& walk, const TensorMaps& maps
       char* const s_w = s.w + at.stage() * W::Tile::kBytes;
       Mbarrier* const full = &s.steps->full[at.stage()];
       at.wait_empty(*s.steps);
-      mbarrier_arrive_expect(full, Config::kStageBytes);
+      mbarrier_arrive_expect(full, stage_bytes);
 #pragma unroll
       for (int i = 0; i < X::kBoxes; ++i)
         load_box<X, 1>(s_x + i * X::kBoxBytes, maps.x, work.row0 + rank * Config::kRows + i * X::kBoxLines, k, full);

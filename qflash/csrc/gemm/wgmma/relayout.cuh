@@ -1,6 +1,6 @@
-// The relayout passes, for matrices that the copy engine cannot walk. Where rows do not begin and end at whole 16 bytes,
-// there is a copy whose rows do: operands are copied before the products, results after them. Their ends count, because
-// the copy engine stores whole 16 bytes: on an H200 it wrote past the last column of results of one row.
+// The relayout passes, for matrices that the copy engine cannot walk. Where rows do not begin and end at whole 16
+// bytes, there is a copy whose rows do: operands are copied before the products, results after them. Their ends count,
+// because the copy engine stores whole 16 bytes: on an H200 it wrote past the last column of results of one row.
 #pragma once
 
 #include "gemm/wgmma/producer.cuh"

@@ -84,7 +84,7 @@ int make_maps(const Relayout& relayout, const QfLinearParams& p, char* copies, g
   using namespace gemm::wgmma;
   using X = typename Config::X;
   using W = typename Config::W;
-  if (const int error = relayout.map<typename X::Tile>(maps.x, Relayout::kX, copies, X::kBoxRows)) return error;
+  if (const int error = relayout.map<typename X::Tile>(maps.x, Relayout::kX, copies, X::box_rows(p.m))) return error;
   if (const int error = relayout.map<typename W::Tile>(maps.w, Relayout::kW, copies, W::kBoxRows)) return error;
   if (Config::kTwoProducts)
     if (const int error = relayout.map<typename W::Tile>(maps.up, Relayout::kUp, copies, W::kBoxRows)) return error;
