@@ -49,7 +49,6 @@ class LinearCase:
     residual: bool = False
     out_dtype: str | None = None
     seed: int = 0
-    run: int = 256  # how many products a kernel adds one after the other, before it adds the sums
 
     @property
     def result_dtype(self) -> str:
@@ -99,7 +98,7 @@ class LinearCase:
         for name, bias in zip(self.weights, self.biases, strict=True):
             w = self.arrays[name].astype(np.float64)
             h = reference.linear(x, w, self.arrays.get(bias))
-            found.append((h, sum_error(x, w, self.run) + 2 * U * np.abs(h)))
+            found.append((h, sum_error(x, w) + 2 * U * np.abs(h)))
         return found
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
@@ -158,9 +157,9 @@ class LinearCase:
         return {name: (want, error) for name, (want, error) in found.items()}
 
 
-def sum_error(x: np.ndarray, w: np.ndarray, run: int = 256) -> np.ndarray:
-    """How far the sums of a product of float64 matrices may be off in float32, added in runs of this many."""
-    return U * (16 + 4 * np.sqrt(min(x.shape[-1], run))) * np.sqrt(x**2 @ w**2)
+def sum_error(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """How far the sums of a product of float64 matrices may be off in float32, added in runs of 256 products."""
+    return U * (16 + 4 * np.sqrt(min(x.shape[-1], 256))) * np.sqrt(x**2 @ w**2)
 
 
 def check_close(got: np.ndarray, want: np.ndarray, error: np.ndarray, what: str) -> None:

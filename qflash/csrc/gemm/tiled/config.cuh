@@ -16,7 +16,10 @@ constexpr int kTiledBandRows = 12;  // of tiles that share columns of w: gemm/sc
 // A thread owns 8 x 8 sums: rows 4y ..+3 and 64 + 4y ..+3, columns 4x ..+3 and 64 + 4x ..+3. A warp is 4 x 8 lanes
 // (smem/lanes.cuh), the block 4 x 2 warps.
 constexpr int kOwn = 8, kLanesX = 8;
-constexpr int kTiledMinBlocks = 2;  // per multiprocessor: caps the registers at 128
+
+// Floats are added in runs of 256 products, whose sums are added then: rounding errors of one long chain would be twice
+// those of a product that cuBLAS splits. The second set of sums takes the registers of a second block.
+constexpr int kRunSteps = 256 / kGroups;
 
 // Shared memory: two buffers of x [kGroups][128] and w [kGroups][128], in words.
 constexpr int kTileWords = kGroups * kTiledBlock;
@@ -30,6 +33,8 @@ struct TiledConfig {
   using Out = Out_;
   using Sum = std::conditional_t<std::is_same_v<Element, int8_t>, int32_t, float>;
   static constexpr int kActivation = kActivation_;
+  static constexpr bool kInRuns = std::is_same_v<Sum, float>;
+  static constexpr int kMinBlocks = kInRuns ? 1 : 2;  // per multiprocessor: caps the registers at 255 or 128
   static constexpr bool kGated = kActivation == QF_SWIGLU;
   static constexpr int kStep = std::is_same_v<Element, int8_t> ? 4 * kGroups : kGroups;  // elements of k
   static constexpr int kOutColumns = kGated ? kTiledBlock / 2 : kTiledBlock;

@@ -1,8 +1,7 @@
 // One tile of out by one block: the whole of a GEMM kernel on CUDA cores, whatever its operands' type and layout.
 //
 // Pipeline: fetch the next step's words into registers, multiply the current buffer, stash into the other one, meet at
-// a
-//   barrier. One barrier is enough: the other buffer was last read before the previous one.
+//   a barrier. One barrier is enough: the other buffer was last read before the previous one.
 #pragma once
 
 #include "gemm/schedule.cuh"
@@ -83,7 +82,13 @@ __device__ __forceinline__ void multiply_tile(const QfLinearParams& p, const Gri
   const auto stash = [&](uint32_t* s_buffer) { x.stash(s_buffer), w.stash(s_buffer + kTileWords); };
 
   constexpr int kUnroll = LoadW::kSource == Source::kOne ? 4 : 2;  // a second matrix takes registers
-  typename Config::Sum sums[kOwn][kOwn] = {};
+  typename Config::Sum sums[kOwn][kOwn] = {}, of_runs[kOwn][kOwn] = {};
+  const auto end_run = [&] {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) of_runs[i][j] += sums[i][j], sums[i][j] = 0;
+  };
   if (steps > 0) {
     fetch(0);
     stash(s_now);
@@ -94,20 +99,24 @@ __device__ __forceinline__ void multiply_tile(const QfLinearParams& p, const Gri
     const bool more = step + 1 < steps;
     if (more) fetch(step + 1);
     multiply<kUnroll>(sums, s_now, s_now + kTileWords, row, column);
+    if (Config::kInRuns && step % kRunSteps == kRunSteps - 1) end_run();
     if (more) stash(s_next);
     __syncthreads();
     uint32_t* const s_swap = s_now;
     s_now = s_next, s_next = s_swap;
   }
 
+  if constexpr (Config::kInRuns) end_run();
+  const auto& results = Config::kInRuns ? of_runs : sums;
+
   using Out = typename Config::Out;
   const int out_row = row0 + row, out_column = column0 / (Config::kGated ? 2 : 1) + column;
   if constexpr (!std::is_void_v<Out>)
-    store_as<Out, Config>(p, grid.vector_out, out_row, out_column, sums);
+    store_as<Out, Config>(p, grid.vector_out, out_row, out_column, results);
   else if (p.out_dtype == QF_F32)
-    store_as<float, Config>(p, grid.vector_out, out_row, out_column, sums);
+    store_as<float, Config>(p, grid.vector_out, out_row, out_column, results);
   else
-    store_as<typename Config::Element, Config>(p, grid.vector_out, out_row, out_column, sums);
+    store_as<typename Config::Element, Config>(p, grid.vector_out, out_row, out_column, results);
 }
 
 }  // namespace gemm

@@ -23,7 +23,7 @@
 #include "kernels/linear/gemm_tiled/config.h"
 
 template <class Config, class LoadX, class LoadW>
-__global__ void __launch_bounds__(qf::gemm::kTiledThreads, qf::gemm::kTiledMinBlocks)
+__global__ void __launch_bounds__(qf::gemm::kTiledThreads, Config::kMinBlocks)
     qf_gemm_tiled_kernel(const __grid_constant__ QfLinearParams p, const __grid_constant__ qf::gemm::Grid grid) {
   extern __shared__ float4 s_memory[];
   qf::gemm::multiply_tile<Config, LoadX, LoadW>(p, grid, reinterpret_cast<uint32_t*>(s_memory));

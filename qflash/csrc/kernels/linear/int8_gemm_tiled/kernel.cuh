@@ -24,7 +24,7 @@
 #include "kernels/linear/int8_gemm_tiled/config.h"
 
 template <class LoadX, class LoadW>
-__global__ void __launch_bounds__(qf::gemm::kTiledThreads, qf::gemm::kTiledMinBlocks)
+__global__ void __launch_bounds__(qf::gemm::kTiledThreads, qf::int8_gemm_tiled::Config::kMinBlocks)
     qf_int8_gemm_tiled_kernel(const __grid_constant__ QfLinearParams p, const __grid_constant__ qf::gemm::Grid grid) {
   extern __shared__ float4 s_memory[];
   qf::gemm::multiply_tile<qf::int8_gemm_tiled::Config, LoadX, LoadW>(p, grid, reinterpret_cast<uint32_t*>(s_memory));
