@@ -49,8 +49,8 @@ def weigh(s, factor, m, l, WHOLE: tl.constexpr = False):
     m_new = tl.maximum(m, m_new)
     finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     weight = tl.exp2(s * factor - (finite * factor)[:, None])
-    # The difference first: an FMA of m * factor - reference would leave what rounding took from the reference, and a sum
-    # that is multiplied by 1 + 1e-7 in every tile is off by 1e-4 after 32768 keys.
+    # The difference first: an FMA of m * factor and a rounded reference would not cancel, and a sum that every tile
+    # multiplies by 1 + 1e-7 is off by 1e-4 after 32768 keys.
     rescale = tl.exp2((m - finite) * factor)
     return weight, rescale, m_new, l * rescale + tl.sum(weight, 1)
 
