@@ -92,6 +92,14 @@ PAGES = (
     ),
     Page("fa_mma", "fa_mma and FlashAttention 2", "fa_mma", {"fa_mma": "bfloat16", "fa_mma-f16": "float16"}),
     Page("fa_int8", "fa_int8 with its quantization and alone", "fa_int8", {"fa_int8": "bfloat16"}),
+    Page(
+        "ring",
+        "Context parallelism without its links",
+        None,
+        {"ring": "All ranks on one GPU"},
+        "The parts of all ranks, one after the other on one device, beside one call on the whole sequence: what a ring "
+        "costs in computation. [The guide](../../guide/parallel.md) explains it.",
+    ),
     Page("quantize", "quantize and dequantize", "quantize", {"quantize": "Beside a copy"}),
     Page("sm90_quantize", "quantize_kv on Hopper", "sm90_quantize", {"sm90_quantize": "Beside a copy"}),
     Page("int8_gemm", "INT8 matrix products", "int8_gemm_tc", {"int8-gemm": "Beside PyTorch's"}),

@@ -7,6 +7,7 @@ and their gradients follow one hop behind; every share is computed from the out 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,13 +37,33 @@ def attend_ring(
     return out, lse
 
 
-def _steps(of: Sequences, ranks: Ranks) -> list[list[Part]]:
-    """What this rank computes after each hop."""
-    steps = ring_steps(of.at, ranks.rank, of.words.edges, of.offsets is not None)
+def steps_of(of: Sequences, rank: int) -> list[list[Part]]:
+    """What a rank computes after each hop."""
+    steps = ring_steps(of.at, rank, of.words.edges, of.offsets is not None)
     return [
-        [of.ring_part(piece, ranks.rank, (ranks.rank - hop) % ranks.size) for piece in pieces]
-        for hop, pieces in enumerate(steps)
+        [of.ring_part(piece, rank, (rank - hop) % of.at.ranks) for piece in pieces] for hop, pieces in enumerate(steps)
     ]
+
+
+def attend_blocks(
+    q: Tensor, sinks: Tensor | None, of: Sequences, steps: list[list[Part]], blocks: Iterable[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a rank's queries. blocks: keys and values, stacked, after each hop."""
+    merged = _Merged(of.token_dim)
+    for parts, block in zip(steps, blocks, strict=True):
+        for part in parts:
+            merged.add(part.q, q, *of.attend(part, q, block[0], block[1], sinks))
+    assert merged.out is not None and merged.lse is not None
+    return merged.out.to(q.dtype), merged.lse
+
+
+def _going_round(block: Tensor, steps: int, ranks: Ranks) -> Iterator[Tensor]:
+    """The block at hand after each hop; the next one is on its way while it is used."""
+    for hop in range(steps):
+        coming = Hop(ranks, [block], _FORWARD) if hop + 1 < steps else None
+        yield block
+        if coming is not None:
+            (block,) = coming.wait()
 
 
 class _Merged:
@@ -88,17 +109,8 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
     ) -> tuple[Tensor, Tensor]:
-        steps = _steps(of, ranks)
-        merged = _Merged(of.token_dim)
-        block = torch.stack([k, v])
-        for hop, parts in enumerate(steps):
-            coming = Hop(ranks, [block], _FORWARD) if hop + 1 < len(steps) else None
-            for part in parts:
-                merged.add(part.q, q, *of.attend(part, q, block[0], block[1], sinks))
-            if coming is not None:
-                (block,) = coming.wait()
-        assert merged.out is not None and merged.lse is not None
-        out, lse = merged.out.to(q.dtype), merged.lse
+        steps = steps_of(of, ranks.rank)
+        out, lse = attend_blocks(q, sinks, of, steps, _going_round(torch.stack([k, v]), len(steps), ranks))
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.set_materialize_grads(False)
         ctx.call = of, ranks, steps
@@ -162,7 +174,7 @@ def _ring_int8(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """Keys are rotated, smoothed and quantized once, by the rank whose they are, and travel as integers."""
-    steps = _steps(of, ranks)
+    steps = steps_of(of, ranks.rank)
     own = steps[0][0]  # of all of the rank's queries and keys, which a mask without a window leaves in one part
     rope_q = None if own.rope is None else replace(own.rope, positions_q=None, positions_k=own.rope.positions_q)
     rope_k = None if own.rope is None else replace(own.rope, positions_q=None)
