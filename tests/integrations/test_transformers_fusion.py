@@ -183,8 +183,8 @@ def test_looks_at_shapes_are_no_use(monkeypatch):
 def test_another_function_of_that_name(monkeypatch):
     def interleaved(q, k, cos, sin):
         cos, sin = (x[:, None, :, : x.shape[-1] // 2].repeat_interleave(2, -1) for x in (cos, sin))
-        turned = [torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) for x in (q, k)]
-        return q * cos + turned[0] * sin, k * cos + turned[1] * sin
+        rotated = [torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) for x in (q, k)]
+        return q * cos + rotated[0] * sin, k * cos + rotated[1] * sin
 
     monkeypatch.setattr(modeling_llama, rotations.NAME, interleaved)
     model = llama()
