@@ -21,7 +21,7 @@ from qflash.triton.launches import TYPES, Choice, Launches, Pass, Region, size, 
 from qflash.triton.mask import cut_keys, cut_tile, key_range, sees, tiles_of_rows
 from qflash.triton.rows import load_rows, padded
 from qflash.triton.softmax import finish, scores_of, weigh
-from qflash.triton.values import add_few, add_seen, finite_of
+from qflash.triton.values import add_few, add_seen, add_weighted, finite_of
 
 ROWS = 16  # of a tile: what tl.dot takes at least
 PART = 256  # keys of a program
@@ -112,7 +112,7 @@ def qf_triton_decode_kernel(
             kv_page_table, kv_page_table_stride, kv_page_size, kv_pages, PAGED,
         )  # fmt: skip
         v_tile = load_rows(v_rows, present, HEAD_DIM, BLOCK_D, not PAGED)
-        acc = tl.dot(weight.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        acc = add_weighted(acc, rescale, weight, v_tile, PRECISION)
         if PAGED:
             lacking = tl.maximum(lacking, tl.max((present == 0).to(tl.int32), 1))
 

@@ -26,7 +26,7 @@ from qflash.triton.mask import cut_keys, cut_tile, key_range, sees, tiles_of_row
 from qflash.triton.rows import has_hopper_memory, load_rows, padded, store_rows
 from qflash.triton.sequence import fill_unserved_rows, read_sequence
 from qflash.triton.softmax import scores_of, weigh
-from qflash.triton.values import add_few, finite_of
+from qflash.triton.values import add_few, add_weighted, finite_of
 
 # (rows of a tile, keys of a tile, warps, stages) by the channels that heads are padded to, for Hopper and for what came
 # before it. With these nothing spills: tests/compile/test_triton.py compiles them. float16, which multiplies more than
@@ -116,7 +116,7 @@ def qf_triton_fwd_kernel(
         s = scores_of(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale, softcap, PLAIN, SOFTCAP)[0]
         weight, rescale, m, l = weigh(s, factor, m, l)
         v_tile = load_rows(v_base + key[:, None] * kv_v_stride_t, None, HEAD_DIM, BLOCK_D, True)
-        acc = tl.dot(weight.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        acc = add_weighted(acc, rescale, weight, v_tile, PRECISION)
 
     # Tiles that are cut, the first part's and then the last's: the loop jumps over those that are done.
     nonfinite = tl.zeros([BLOCK_N], tl.int32)
