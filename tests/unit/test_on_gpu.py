@@ -1,0 +1,78 @@
+"""tools/on_gpu.py: its steps name what exists, and what they made is kept after each of them."""
+
+import importlib.util
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from bench.presets import PRESETS
+from qflash.dispatch import VARIANTS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def on_gpu(tmp_path, monkeypatch):
+    """The module, as if a checkout in tmp_path were its own."""
+    spec = importlib.util.spec_from_file_location("on_gpu", ROOT / "tools" / "on_gpu.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, "on_gpu", module)  # where dataclasses look
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(module, "MADE", (tmp_path / "rows", tmp_path / "logs"))
+    return module
+
+
+def test_steps_name_what_exists(on_gpu):
+    assert len({step.name for step in on_gpu.STEPS}) == len(on_gpu.STEPS)
+    for step in on_gpu.STEPS:
+        module, *words = step.arguments[1:]
+        if module == "pytest":
+            paths = [word for word in words if word.startswith("tests/")]
+            assert paths and all((ROOT / path).exists() for path in paths), step
+        elif module == "qflash.cli":
+            assert words[0] == "bench" and all(PRESETS[name].device == "cuda" for name in words[1:]), step
+        elif module == "qflash.testing.sanitize":
+            assert all(name in VARIANTS for name in words), step
+        else:
+            assert importlib.util.find_spec(module), step
+
+
+def test_every_file_of_gpu_tests_is_in_a_step(on_gpu):
+    named = {word for step in on_gpu.STEPS for word in step.arguments if word.startswith("tests/")}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        if "pytest.mark.gpu" in text and path.name != Path(__file__).name:
+            name = path.relative_to(ROOT).as_posix()
+            assert any(name == one or name.startswith(f"{one}/") for one in named), f"{name} is in no step"
+
+
+@pytest.mark.process
+def test_what_was_made_is_kept_after_every_step(on_gpu, tmp_path, capsys, monkeypatch):
+    write = "import pathlib; pathlib.Path('rows').mkdir(); pathlib.Path('rows/a.jsonl').write_text('1'); print('made')"
+    steps = (
+        on_gpu.Step("makes", ("-c", write), 60),
+        on_gpu.Step("fails", ("-c", "import os, sys; print(os.environ['WORD']); sys.exit(3)"), 60, {"WORD": "word"}),
+        on_gpu.Step("hangs", ("-c", "import time; time.sleep(600)"), 1),
+    )
+    monkeypatch.setattr(on_gpu, "STEPS", steps)
+    to = tmp_path / "kept"
+    assert on_gpu.main(["--to", str(to)]) == 1
+    rows = [json.loads(line) for line in (to / "steps.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["status"]) for row in rows] == [("makes", 0), ("fails", 3), ("hangs", "too long")]
+    assert [row["last"] for row in rows[:2]] == ["made", "word"]
+    with tarfile.open(to / "made.tar.gz") as archive:
+        assert archive.getnames() == ["logs/fails.log", "logs/hangs.log", "logs/makes.log", "rows/a.jsonl"]
+    assert capsys.readouterr().out.count("\n") == 3
+
+
+def test_steps_that_do_not_fit_are_named(on_gpu, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(on_gpu, "STEPS", tuple(on_gpu.Step(name, (), 100) for name in "abc"))
+    monkeypatch.setattr(on_gpu, "run", lambda step: (0, 1.0, "done"))
+    assert on_gpu.main(["--to", str(tmp_path / "kept"), "--minutes", "0.5"]) == 0
+    assert "go on with --from b" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="there is no step d"):
+        on_gpu.main(["--to", str(tmp_path), "--from", "d"])

@@ -1,0 +1,177 @@
+"""Everything that only a GPU can show, step by step: tests, sanitizer, benchmarks. To be run before a release.
+
+    python tools/on_gpu.py --to FOLDER                 all steps
+    python tools/on_gpu.py --to FOLDER --minutes 9     as many as fit; the last line says how to go on
+    python tools/on_gpu.py --to FOLDER --from STEP     from a step on
+    python tools/on_gpu.py --to FOLDER STEP...         these alone
+    python tools/on_gpu.py --list                      their names and limits
+
+FOLDER gets steps.jsonl, with each step's exit status and seconds, and made.tar.gz, with the rows and profiles that were
+made and what the steps printed. Both are written after every step, so that what was measured outlives the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / "build" / "on_gpu"
+MADE = (ROOT / "bench" / "results", ROOT / "profiles", LOGS)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of the checkout, and the seconds after which it and all that it started are ended."""
+
+    name: str
+    arguments: tuple[str, ...]  # of Python
+    seconds: int
+    variables: dict[str, str] = field(default_factory=dict)
+    before: tuple[str, ...] = ()  # a program that runs Python
+
+
+def _tests(name: str, seconds: int, words: str = "", examples: int | None = None, **folders: str) -> Step:
+    """Tests with the mark gpu. folders: of tests/, each with the names of its files, "" for all."""
+    paths = [f"tests/{folder}" for folder, names in folders.items() if not names]
+    paths += [f"tests/{folder}/test_{name}.py" for folder, names in folders.items() for name in names.split()]
+    arguments = ("-m", "pytest", "-q", "-m", "gpu", "-n", "12", "--dist", "worksteal", "--maxfail", "40", *paths)
+    variables = {} if examples is None else {"QFLASH_HYPOTHESIS_EXAMPLES": str(examples)}
+    return Step(name, arguments + (("-k", words) if words else ()), seconds, variables)
+
+
+def _bench(name: str, seconds: int, *presets: str) -> Step:
+    return Step(name, ("-m", "qflash.cli", "bench", *presets), seconds)
+
+
+def _module(name: str, seconds: int, *arguments: str) -> Step:
+    return Step(name, ("-m", *arguments), seconds)
+
+
+def _sanitizer(tool: str, seconds: int, *kernels: str) -> Step:
+    before = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1", "--kernel-name", "kns=qf_")
+    name = "-".join((tool, *kernels))
+    return Step(name, ("-m", "qflash.testing.sanitize", *kernels), seconds, {"QFLASH_LINEINFO": "1"}, before)
+
+
+STEPS = (
+    _tests("tests-linear", 300, numerics="linear linear_gpu int8_matmul sm90_gemm_gpu quantize_rows"),
+    _tests("tests-triton", 240, frontends="triton_gpu"),
+    _tests("tests-contract", 500, numerics="contract"),
+    _tests(
+        "tests-decode",
+        300,
+        numerics="decode_gpu decode_kv_gpu decode_int8_gpu pages_gpu",
+        frontends="kv_gpu kvcache_gpu paged_write_gpu",
+    ),
+    _tests("tests-gradients", 400, words="gradients", examples=700, numerics="random"),
+    _tests("tests-older", 300, numerics="older_architectures"),
+    _tests("tests-models", 240, integrations="", frontends="torch_parallel_gpu"),
+    _tests("tests-frontends", 400, frontends="torch_cuda jax_gpu ops_gpu jax jax_lengths"),
+    _tests(
+        "tests-others",
+        500,
+        numerics="quantize quantized_attention repeats row_gradients reductions sink_gradient sm90_int8",
+        compile="",
+        unit="",
+    ),
+    _bench("bench-backward", 300, "backward"),
+    _module("bench-linear", 300, "bench.linear", "cuda"),
+    _module("bench-int8-gemm", 120, "bench.int8_gemm", "cuda"),
+    _module("bench-ring", 120, "bench.ring", "cuda"),
+    _module("bench-models", 560, "bench.models", "cuda", "--missing", "--limit", "540"),
+    _module("bench-quality", 240, "bench.quality", "cuda"),
+    _bench("bench-triton", 300, "triton", "triton-decode"),
+    _module("bench-triton-start", 400, "bench.beside_triton"),
+    _bench("bench-decode", 400, "decode", "decode_pages", "decode_mixed", "kv_write"),
+    _bench("bench-sm90", 500, "sm90"),
+    _bench("bench-sm90-int8", 500, "sm90_int8"),
+    _bench("bench-overhead", 60, "cuda-overhead"),
+    *(_sanitizer(tool, 500) for tool in ("memcheck", "synccheck", "initcheck")),
+    _sanitizer("racecheck", 500, "sm90_bwd"),
+)
+
+
+def run(step: Step) -> tuple[int | str, float, str]:
+    """(exit status or "too long", seconds, last line) of a step."""
+    command = [*step.before, sys.executable, *step.arguments]
+    log, begun = LOGS / f"{step.name}.log", time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        out.write(f"{shlex.join(command)}\n")
+        out.flush()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | step.variables, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            status: int | str = process.wait(step.seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # pytest's workers, too
+            process.wait()
+            status = "too long"
+    seconds = time.monotonic() - begun
+    lines = log.read_text(errors="replace").splitlines()
+    return status, seconds, next(filter(str.strip, reversed(lines)))
+
+
+def keep(folder: Path, begun: float) -> None:
+    """What was written since `begun`, as one archive."""
+    with tarfile.open(folder / "made.tar.gz", "w:gz") as archive:
+        for path in sorted(path for made in MADE for path in made.rglob("*")):
+            if path.is_file() and path.stat().st_mtime >= begun:
+                archive.add(path, path.relative_to(ROOT))
+
+
+def chosen_steps(names: Sequence[str], first: str | None) -> list[Step]:
+    known = {step.name: step for step in STEPS}
+    if unknown := [name for name in (*names, *filter(None, [first])) if name not in known]:
+        raise SystemExit(f"there is no step {', '.join(unknown)}; there are {', '.join(known)}")
+    steps = [known[name] for name in names] or list(STEPS)
+    at = [step.name for step in steps].index(first) if first else 0
+    return steps[at:]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="STEP")
+    parser.add_argument("--to", type=Path, metavar="FOLDER")
+    parser.add_argument("--from", dest="first", metavar="STEP")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args(arguments)
+    steps = chosen_steps(given.steps, given.first)
+    if given.list:
+        print("\n".join(f"{step.seconds:5d} s  {step.name}" for step in steps))
+        return 0
+    if given.to is None:
+        parser.error("--to FOLDER is missing")
+    given.to.mkdir(parents=True, exist_ok=True)
+    begun, started = time.time(), time.monotonic()
+    failed = False
+    for step in steps:
+        left = given.minutes * 60 - (time.monotonic() - started)
+        if left < step.seconds and step is not steps[0]:
+            print(f"{left:.0f} s are left and {step.name} may take {step.seconds}: go on with --from {step.name}")
+            break
+        status, seconds, last = run(step)
+        keep(given.to, begun)
+        failed |= status != 0
+        row = {"step": step.name, "status": status, "seconds": round(seconds, 1), "last": last}
+        with (given.to / "steps.jsonl").open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        print(f"{step.name:20} {status!s:>8} {seconds:6.0f} s  {last[:120]}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
