@@ -1,8 +1,9 @@
 """qflash: attention for NumPy, PyTorch and JAX on kernels written from scratch."""
 
 from qflash._native import get_num_threads, set_num_threads
-from qflash.api import Explanation, attention, attention_varlen, explain
+from qflash.api import attention, attention_varlen, explain
 from qflash.errors import CacheError, CompileError, KernelError, NoKernelError, OutOfPagesError, ToolchainError
+from qflash.explanation import Explanation
 from qflash.integrations.sdpa import replace_sdpa, scaled_dot_product_attention
 from qflash.kvcache import KVCache
 from qflash.ops.backward_memory import get_backward_memory, set_backward_memory

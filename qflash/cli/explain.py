@@ -11,7 +11,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from qflash import api, machine
+from qflash import machine
 from qflash.backends.arch import ARCHES, arch_for
 from qflash.call.array import Array
 from qflash.call.spec import DTYPES, PRECISIONS
@@ -19,6 +19,7 @@ from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console
 from qflash.cli.cuda import parse_arches
 from qflash.errors import NoKernelError
+from qflash.explanation import explanation_of
 from qflash.ops.attention import ATTENTION
 from qflash.ops.backward_memory import get_backward_memory
 
@@ -115,7 +116,7 @@ def explain(
         limit,
     )
     try:
-        told = api.explanation_of(ATTENTION.plan(*arrays, *words), number, backward_memory=limit)
+        told = explanation_of(ATTENTION.plan(*arrays, *words), number, backward_memory=limit)
     except (NoKernelError, ValueError, TypeError) as error:
         raise click.ClickException(str(error)) from None
     console = make_console()

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash import api, dispatch
+from qflash import dispatch
 from qflash.call.array import Array
+from qflash.explanation import Explanation, explanation_of
 from qflash.ops import attention
 from qflash.ops.attention import ATTENTION
 from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY, Scores, ds_within, kept_ds
@@ -66,13 +67,13 @@ def test_no_more_heads_at_a_time_than_keep_a_gpu_busy():
     assert ds_within(Scores(1, 2, 2, 512, 512, (-1, 0), False), 1 << 30).sections == 1  # there are no more
 
 
-def explained(head_dim: int = 128, q_len: int = 4096, heads: int = 16, arch: int = 90, **words) -> api.Explanation:
+def explained(head_dim: int = 128, q_len: int = 4096, heads: int = 16, arch: int = 90, **words) -> Explanation:
     x = Array((4, q_len, heads, head_dim), None, "bfloat16", "cuda:0")
     arrays = (x, x, x, *[None] * (len(ATTENTION.arrays) - 3))
     defaults = {"batch_invariant": False, "return_lse": False, "interleaved": False, "causal": False, "max_seqlen_q": 0,
                 "max_seqlen_k": 0, "backward_memory": 0}  # fmt: skip
     words = defaults | words
-    return api.explanation_of(ATTENTION.plan(*arrays, *(words.get(name) for name in ATTENTION.words)), arch)
+    return explanation_of(ATTENTION.plan(*arrays, *(words.get(name) for name in ATTENTION.words)), arch)
 
 
 def test_explain_names_the_way_of_dq(limit):
@@ -90,7 +91,7 @@ def test_explain_on_other_architectures(head_dim, arch, kept):
     x = Array((4, 4096, 16, head_dim), None, "float16", "cuda:0")
     words = (False, None, None, None, None, None, False, False, False, 0, 0, 0)
     plan = ATTENTION.plan(x, x, x, *[None] * (len(ATTENTION.arrays) - 3), *words)
-    told = api.explanation_of(plan, arch)
+    told = explanation_of(plan, arch)
     assert told.backward == "fa_mma_bwd"
     assert told.dq.startswith("dQ from dS kept") == kept
     assert kept or told.dq.endswith("shared memory holds 32 keys at this head_dim")

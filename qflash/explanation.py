@@ -1,0 +1,103 @@
+"""What `explain` answers: which kernel serves a call, why the others do not, and how gradients are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qflash import dispatch
+from qflash.call.op import Plan
+from qflash.call.spec import Spec
+from qflash.ops.backward_memory import Scores, ds_within, get_backward_memory
+from qflash.typing import Layout
+
+_MANY_HEADS = 128  # more of them than tokens is rather a mix-up than a model
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel would run and why each other one would not. `str()` is a table. What `explain` returns.
+
+    kernel: its name, or None where none serves. spec: what of the call chose it. rows: (kernel, verdict, reason) of
+    every kernel. notes: what one should know about the choice. backward: the kernel that computes the gradients of
+    such a call, or None where it has none. dq: how it computes dQ, where there is more than one way.
+
+    Example:
+        >>> import numpy as np
+        >>> import qflash
+        >>> x = np.zeros((1, 16, 2, 64), np.float32)
+        >>> name, verdict, reason = qflash.explain(x, x, x).rows[0]
+        >>> name, verdict
+        ('cpu', 'runs')
+    """
+
+    kernel: str | None
+    spec: Spec
+    rows: list[tuple[str, str, str]]
+    notes: tuple[str, ...] = ()  # what one should know about that choice
+    backward: str | None = None
+    dq: str = ""
+
+    @property
+    def title(self) -> str:
+        """The choice in one line."""
+        place = f"compute capability {self.spec.arch / 10}" if self.spec.arch else "the CPU"
+        return f"{self.kernel or 'no kernel'} serves this problem on {place}"
+
+    def __str__(self) -> str:
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join([self.title, dispatch.table(self.rows), self.gradients, *notes])
+
+    @property
+    def gradients(self) -> str:
+        """What becomes of gradients, in one line."""
+        return f"gradients: {self.backward or 'none'}" + (f", {self.dq}" if self.dq else "")
+
+
+def explanation_of(plan: Plan, arch: int, layout: Layout = "bthd", backward_memory: int | None = None) -> Explanation:
+    """The explanation of a checked call of attention on a device of compute capability `arch`/10 (0: the CPU).
+
+    backward_memory: the limit that its gradients keep to; None: `get_backward_memory()`.
+    """
+    limit = get_backward_memory() if backward_memory is None else backward_memory
+    spec, kernel = plan.spec(arch), plan.kernel
+    if kernel is not None:
+        dispatch.choose(spec, kernel)  # refuses a name that is unknown or cannot serve
+    rows = dispatch.verdicts(spec, kernel)
+    chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
+    sizes: dict[str, Any] = dict(plan.fields)
+    q_len, k_len, kv_heads = (sizes[name] for name in ("q_len", "k_len", "kv_heads"))
+    notes = []
+    if not spec.packed and kv_heads > max(q_len, k_len, _MANY_HEADS):
+        notes.append(
+            f"k has {kv_heads} heads and {k_len} tokens; if that is the wrong way round, pass the "
+            f"other layout than {layout!r}"
+        )
+    notes += dispatch.notes(spec, chosen, min(q_len, k_len))
+    backward = dispatch.backward_of(spec)
+    if backward is None:
+        return Explanation(chosen, spec, rows, tuple(notes))
+    return Explanation(chosen, spec, rows, tuple(notes), backward.name, _way_of_dq(plan, spec, backward, limit))
+
+
+def _way_of_dq(plan: Plan, spec: Spec, backward: dispatch.Kernel, limit: int) -> str:
+    """How a backward kernel computes dQ of a call, in words; "" where it has but one way."""
+    if backward.drops_ds is None:
+        return ""
+    again = "dQ from S and dP computed again"
+    if why := backward.drops_ds(spec):
+        return f"{again}: {why}"
+    sizes: dict[str, Any] = dict(plan.fields)
+    batch, q_heads, kv_heads, q_len, k_len, left, right = (
+        sizes[name] for name in ("batch", "q_heads", "kv_heads", "q_len", "k_len", "window_left", "window_right")
+    )
+    scores = Scores(batch, q_heads, kv_heads, q_len, k_len, (left, right), plan.for_spec.packed)
+    if 0 in (batch, q_len, k_len):
+        return ""
+    if scores.packed:
+        return f"{again}: sequences are packed"
+    kept = ds_within(scores, limit)
+    if kept is None:
+        return f"{again}: {limit} bytes (set_backward_memory) hold too few heads of dS"
+    turns = "" if kept.sections == 1 else f", in {kept.sections} turns"
+    return f"dQ from dS kept in {kept.nbytes} bytes{turns}"
