@@ -229,7 +229,7 @@ def test_what_the_pages_hold(kernel):
     np.testing.assert_array_equal(kv.v_scale[kv.page_table[0, page], :, slot], scale)
 
 
-@pytest.mark.parametrize("arch", [75, 80, 86])
+@pytest.mark.parametrize("arch", [75, pytest.param(80, marks=pytest.mark.slow), 86])
 @pytest.mark.parametrize("page_size", [16, 48, 256])
 @pytest.mark.parametrize("q_heads", [4, 24, 60])
 def test_other_architectures(library, q_heads, page_size, arch):
