@@ -29,6 +29,7 @@ from bench import (
     rungs,
     sm90_quantize,
     training,
+    words,
 )
 from bench import rows as store
 from bench.presets import PRESETS, Preset
@@ -332,6 +333,7 @@ TABLES: dict[str, Callable[..., str]] = {
     quality.NAME: quality.table,
     training.NAME: training.table,
     ring.NAME: ring.table,
+    words.NAME: words.table,
     models.NAME: models.table,
     **beside_triton.TABLES,
     **{name: partial(quantize.table, name) for name in (quantize.NAME, sm90_quantize.NAME)},

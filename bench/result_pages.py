@@ -155,6 +155,14 @@ PAGES = (
         "GB/s count K and V once; those of INT8 pages are the bytes that such pages have, with their scales.",
     ),
     Page(
+        "words",
+        "What a word costs",
+        None,
+        {"words": "With the word and without"},
+        "`return_lse=True` on causal prompts, `batch_invariant=True` on decode steps, and `share_prefix` on sequences "
+        "that begin with the same tokens: each beside the same call without it.",
+    ),
+    Page(
         "overhead",
         "What a call costs the host",
         None,

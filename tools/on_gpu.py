@@ -89,6 +89,7 @@ STEPS = (
     _module("bench-linear", 300, "bench.linear", "cuda"),
     _module("bench-int8-gemm", 120, "bench.int8_gemm", "cuda"),
     _module("bench-ring", 120, "bench.ring", "cuda"),
+    _module("bench-words", 120, "bench.words", "cuda"),
     _module("bench-models", 560, "bench.models", "cuda", "--missing", "--limit", "540"),
     _module("bench-quality", 240, "bench.quality", "cuda"),
     _bench("bench-triton", 300, "triton", "triton-decode"),
