@@ -18,7 +18,7 @@ from bench.arrays import Arrays, load
 from bench.peers import flash_attn_3
 from bench.presets import OVERHEAD, Preset
 from bench.run import Candidate, Row, Suite, Unavailable, set_threads
-from qflash.dispatch import variants_of
+from qflash.dispatch import kernels_of, variants_of
 from qflash.testing import Case
 from qflash.testing.runner import to_torch
 from qflash.testing.timing import Call, Clock, Comparison, HostClock, WallClock
@@ -72,7 +72,8 @@ class Overhead(Suite):
 
 def ways(arrays: Arrays) -> Iterator[Way]:
     """Every way this machine has; frameworks that are not installed are left out."""
-    on_cuda, on_cpu = (_torch_ways, _kv_ways, _fa3_ways), (_numpy_ways, _torch_ways, _torch_train_ways, _jax_ways)
+    on_cuda = (_torch_ways, _paged_ways, _kv_ways, _fa3_ways)
+    on_cpu = (_numpy_ways, _torch_ways, _paged_ways, _torch_train_ways, _jax_ways)
     for more in on_cuda if arrays.device == "cuda" else on_cpu:
         try:
             yield from more(arrays)
@@ -125,6 +126,22 @@ def _torch_ways(arrays: Arrays) -> Iterator[Way]:
     for name, options in options_of.items():
         run = lambda options=options: qflash.attention(q, k, v, **options)  # noqa: E731
         yield Way(f"qflash, PyTorch{name}", lambda _, run=run: run, kernel, peer=SDPA)
+
+
+def _paged_ways(arrays: Arrays) -> Iterator[Way]:
+    """A decode step of one layer: a token's keys and values into its page, and one query on all that are there."""
+    load("torch")
+    (q, k, v), case = arrays.torch, arrays.case
+    cache = qflash.KVCache(
+        layers=1, kv_heads=case.kv_heads, head_dim=case.head_dim, pages=case.batch, dtype=q.dtype, device=arrays.device
+    )  # fmt: skip
+    kv = cache.extend([cache.open() for _ in range(case.batch)], [case.k_len] * case.batch).write(0, k, v)
+    query, *token = (x[:, -1:] for x in (q, k, v))
+    attend, write = partial(qflash.attention, query, kv, causal=True), partial(qflash.paged_write, kv, *token)
+    kernel = qflash.explain(query, kv, causal=True).kernel
+    yield Way("qflash, PyTorch, PagedKV", lambda _: attend, kernel, peer=SDPA)
+    writer = kernels_of("kv_write", arrays.device)[0].name
+    yield Way("qflash, PyTorch, paged_write", lambda _: write, writer, peer=SDPA)
 
 
 def _kv_ways(arrays: Arrays) -> Iterator[Way]:

@@ -175,6 +175,8 @@ def test_rows_of_tiny_calls():
     assert {row["threads"] for row in found.values()} == {1} and {row["rel_l2"] for row in found.values()} == {None}
     assert {tuple(row) for row in found.values()} == columns("cpu-overhead")
     fronts = ["NumPy", "PyTorch", *(["JAX, jitted"] if machine.version("jax") else [])]
+    assert found["qflash, PyTorch, PagedKV"]["kernel"] == "cpu"
+    assert found["qflash, PyTorch, paged_write"]["kernel"] == "cpu_kv_write"
     assert {f"qflash, {front}{words}" for front in fronts for words in ("", ", kv_lens", ", rope")} <= set(found)
 
 
@@ -191,7 +193,7 @@ def test_tiny_calls_are_timed_on_one_thread(monkeypatch):
 
 def fake_kv(monkeypatch, quantize_kv):
     """Ways of the GPU here, where `quantize_kv` and attention on what it gives are stand-ins."""
-    for name in ("torch", "fa3"):
+    for name in ("torch", "paged", "fa3"):
         monkeypatch.setattr(overhead, f"_{name}_ways", lambda arrays: iter(()))
     monkeypatch.setattr(qflash, "quantize_kv", quantize_kv)
     monkeypatch.setattr(qflash, "attention", lambda q, kv, kernel: (tuple(q.shape), kv))
@@ -235,10 +237,10 @@ def test_calls_on_kept_keys_and_values_are_left_out_by_name_before_hopper(monkey
 
 def test_ways_on_the_gpu_are_those_of_torch(monkeypatch):
     seen = []
-    for name in ("numpy", "torch", "torch_train", "jax", "kv", "fa3"):
+    for name in ("numpy", "torch", "paged", "torch_train", "jax", "kv", "fa3"):
         monkeypatch.setattr(overhead, f"_{name}_ways", lambda arrays, name=name: seen.append(name) or iter(()))
     assert list(overhead.ways(peers.Arrays(TINY, "cuda"))) == []
-    assert seen == ["torch", "kv", "fa3"]
+    assert seen == ["torch", "paged", "kv", "fa3"]
 
 
 @pytest.mark.gpu
@@ -247,6 +249,8 @@ def test_rows_of_tiny_calls_on_the_gpu():
     found = rows_of(PRESETS["cuda-overhead"], PRESETS["cuda-overhead"].cases[0])
     kept = {row["kernel"] for row in found.values() if "QuantizedKV" in row["candidate"]}
     assert kept in ({"sm90_int8_kv", "sm90_int8_fp8_kv"}, set())  # on Hopper alone
-    ours = {row["kernel"] for row in found.values()} - kept - {None}
+    paged = {found[f"qflash, PyTorch, {name}"]["kernel"] for name in ("PagedKV", "paged_write")}
+    assert "kv_write" in paged
+    ours = {row["kernel"] for row in found.values()} - kept - paged - {None}
     assert len(ours) == 1 and found["torch SDPA"]["kernel"] is None
     assert found["the compiled call alone"]["us"]["min"] < found["qflash, PyTorch"]["us"]["min"]
