@@ -114,18 +114,7 @@ def save(name: str, rows: list[dict[str, Any]]) -> Path:
     """Write the rows of a preset to the folder of the machine they are of."""
     path = RESULTS / rows[0]["machine"] / f"{name}.jsonl"
     write(path, rows)
-    _unfinished(path).unlink(missing_ok=True)
     return path
-
-
-def keep(name: str, rows: list[dict[str, Any]]) -> None:
-    """Write the rows there are so far to a file beside, so that a run that is cut off leaves what it measured."""
-    if rows:
-        write(_unfinished(RESULTS / rows[0]["machine"] / f"{name}.jsonl"), rows)
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_suffix(".unfinished")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

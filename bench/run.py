@@ -173,7 +173,6 @@ def main(suite: Suite) -> list[Row]:
         progress.describe(f"timing {suite.name}")
         for part in measure(suite, on_skip=lambda text: console.print(text, soft_wrap=True)):
             collected += part
-            rows.keep(suite.name, collected)
             console.print("\n".join(map(line, part)), soft_wrap=True)
             progress.advance()
     path = rows.save(suite.name, collected)

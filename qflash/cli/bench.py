@@ -62,10 +62,8 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
     return table
 
 
-def measured(
-    console: Console, presets: Sequence[Any], keep: bool, **options: Any
-) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
-    """(preset, its rows), one after another, under one progress bar. keep: rows of an unfinished preset are kept."""
+def measured(console: Console, presets: Sequence[Any], **options: Any) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    """(preset, its rows), one after another, under one progress bar."""
     work = ((VARIANTS[name], case) for preset in presets for name in preset.kernels for case in preset.cases)
     compile_ahead(console, work)
     with steps(console, sum(len(preset.cases) for preset in presets)) as progress:
@@ -75,8 +73,6 @@ def measured(
             rows = []
             for part in load("run").measure(suite, on_skip=lambda text: console.print(f"left out: {text}"), **options):
                 rows += part
-                if keep:
-                    load("rows").keep(preset.name, rows)
                 progress.advance()
             yield preset, rows
 
@@ -108,7 +104,7 @@ def run(threads: int | None) -> None:
     chosen = [preset for device in devices() for preset in presets.for_device(device) if preset.name in presets.RUN]
     # jax.nn materialises the scores as the naive version does; `qflash bench` has time for both.
     options = {"budget": 0.5, "min_rounds": 3, "leave_out": ("jax.nn",)}
-    rows = [row for _, part in measured(console, chosen, keep=False, **options) for row in part]
+    rows = [row for _, part in measured(console, chosen, **options) for row in part]
     console.print(table_of(rows, "qflash and what you would use instead: interleaved in one process, medians"))
     write(console, "run", rows)
     sys.exit(int(failed))
@@ -143,7 +139,7 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
         if preset.device not in devices():
             raise click.ClickException(f"preset {preset.name} needs {preset.device}; see `qflash doctor`")
     load("run").set_threads(threads)
-    for preset, rows in measured(console, chosen, keep=not dry_run, budget=budget):
+    for preset, rows in measured(console, chosen, budget=budget):
         console.print(table_of(rows, preset.title))
         for line in load("report").means_of(preset, rows):
             console.print(line)

@@ -92,20 +92,6 @@ def test_rows_are_told_and_written(monkeypatch, tmp_path, capsys):
     assert said[-1] == "4 rows in results/m/sums.jsonl"
 
 
-def test_a_run_that_is_cut_off_leaves_what_it_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(rows, "provenance", lambda device: {"machine": "m"})
-    monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    monkeypatch.setattr(Sums, "cases", (3, "cannot be made"))
-    with pytest.raises(TypeError):
-        run.main(Sums())
-    assert [row["n"] for row in rows.read(tmp_path / "m" / "sums.unfinished")] == [3, 3]
-    assert not (tmp_path / "m" / "sums.jsonl").exists()
-    monkeypatch.setattr(Sums, "cases", (3,))
-    monkeypatch.setattr(rows, "ROOT", tmp_path)
-    run.main(Sums())
-    assert [path.name for path in (tmp_path / "m").iterdir()] == ["sums.jsonl"]
-
-
 def committed(preset: str) -> set[tuple[str, ...]]:
     return {tuple(row) for found in rows.committed(preset).values() for row in found}
 
