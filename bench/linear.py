@@ -198,7 +198,7 @@ class Linear(Suite):
         }
 
 
-def table(machine: str | None = None, **chosen: Any) -> str:
+def table(machine: str | None = None, preset: str = NAME, **chosen: Any) -> str:
     """The committed rows: one table per machine, a candidate per line; `chosen`: by_machine's keep."""
 
     def of(found: list[Row]) -> str:
@@ -212,7 +212,8 @@ def table(machine: str | None = None, **chosen: Any) -> str:
         header = ["m × n × k", "candidate", "operands", "error", "time", "rate", *(f"× {peer}" for peer in peers)]
         return tables.markdown(header, tables.unrepeated(lines))
 
-    return tables.by_machine(NAME, of, "`python -m bench.linear` makes them.", machine, **chosen)
+    module = "linear" if preset == NAME else "beside_triton"
+    return tables.by_machine(preset, of, f"`python -m bench.{module}` makes them.", machine, **chosen)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def measure(
                 continue
             calls[name], checked[name] = call, suite.check(arrays, candidate, call, result)
             taking_part.append(candidate)
-        timing = suite.time(calls, **options) if suite.timed else None
+        timing = suite.time(calls, **options) if suite.timed and calls else None
         about, missing = shared | suite.problem(arrays), {"left_out": absent} if suite.says_left_out else {}
         part = [
             about | suite.row(arrays, one, checked[one.name], timing) | _speedups(suite, one, timing) | missing
