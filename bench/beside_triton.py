@@ -27,7 +27,7 @@ import qflash
 from bench import attention, kernel_costs, linear, reductions, run, tables, tutorial
 from bench.presets import PRESETS
 from bench.run import Candidate, Row, Suite
-from qflash import reference
+from qflash import machine, reference
 from qflash.cli.ahead import compile_ahead
 from qflash.cli.command import Seconds
 from qflash.cli.console import make_console
@@ -115,7 +115,7 @@ class Rows(reductions.Reductions):
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def attention_table(machine: str | None = None) -> str:
+def attention_table(folder: str | None = None) -> str:
     """One table per machine with committed rows: a line per problem and candidate, and what they come to."""
 
     def of(found: list[Row]) -> str:
@@ -134,10 +134,10 @@ def attention_table(machine: str | None = None) -> str:
         parts = (tables.markdown(header, tables.unrepeated(lines)), "\n".join(means), tables.left_out(found))
         return "\n\n".join(filter(None, parts))
 
-    return tables.by_machine(ATTENTION, of, "`python -m bench.beside_triton` makes them.", machine)
+    return tables.by_machine(ATTENTION, of, "`python -m bench.beside_triton` makes them.", folder)
 
 
-def rows_table(machine: str | None = None) -> str:
+def rows_table(folder: str | None = None) -> str:
     """One table per machine with committed rows: a line per operation, shape and candidate."""
 
     def of(found: list[Row]) -> str:
@@ -152,7 +152,7 @@ def rows_table(machine: str | None = None) -> str:
         header = ["rows × columns", "candidate", "time", "rate", "of copy's rate"]
         return tables.markdown(header, tables.unrepeated(lines))
 
-    return tables.by_machine(ROWS, of, "`python -m bench.beside_triton` makes them.", machine)
+    return tables.by_machine(ROWS, of, "`python -m bench.beside_triton` makes them.", folder)
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -175,10 +175,18 @@ SUITES: dict[str, Callable[[], Suite]] = {
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(SUITES)))
-@click.option("--tutorial", "file", type=click.Path(exists=True, dir_okay=False, resolve_path=True))
+@click.option(
+    "--tutorial",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    help="06-fused-attention.py of Triton's sources, whose kernel then takes part.",
+)
 @click.option("--budget", type=Seconds(), default=1.0, show_default=True, help="Seconds of timing per problem.")
 def main(names: tuple[str, ...], file: str | None, budget: float) -> None:
-    """Measure NAMES (default: all), and write their rows as they come. FILE: 06-fused-attention.py of Triton."""
+    """Measure NAMES (default: all), and write their rows as they come."""
+    gpus, why_not = machine.gpus()
+    if not gpus:
+        raise click.ClickException(f"Triton's kernels run on a GPU, and here is none: {why_not}")
     if file is not None:
         os.environ[tutorial.VARIABLE] = file
     chosen = names or tuple(SUITES)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from click.testing import CliRunner
 
-from qflash import dispatch
+from qflash import dispatch, machine
 from qflash.cli.bench import load
 from qflash.testing.timing import WallClock
 
@@ -211,6 +211,7 @@ def test_the_page_shows_what_the_command_measures():
 def command(monkeypatch):
     """The command, with suites of which nothing is measured, and what was asked of them."""
     asked = []
+    monkeypatch.setattr(machine, "gpus", lambda: ((machine.Gpu("a GPU", 90, 1, "1"),), ""))
     monkeypatch.setattr(beside, "compile_ahead", lambda console, work: asked.append(len({v.name for v, _ in work})))
     monkeypatch.setattr(run, "main", lambda suite, budget: asked.append((suite.name, budget)))
     monkeypatch.delenv(tutorial.VARIABLE, raising=False)
@@ -231,6 +232,13 @@ def test_or_a_part_of_it(command):
     invoke, asked = command
     assert invoke(["triton-rows", "triton-costs", "--budget", "0.5"]).exit_code == 0
     assert asked == [0, ("triton-rows", 0.5), ("triton-costs", 0.5)]
+
+
+def test_without_a_gpu_it_says_so(command, monkeypatch):
+    invoke, asked = command
+    monkeypatch.setattr(machine, "gpus", lambda: ((), "no NVIDIA driver"))
+    found = invoke([])
+    assert (found.exit_code, asked) == (1, []) and "on a GPU, and here is none: no NVIDIA driver" in found.output
 
 
 @pytest.mark.parametrize(
