@@ -29,6 +29,7 @@ from bench import (
     rungs,
     sm90_quantize,
     training,
+    triton_tiles,
 )
 from bench import rows as store
 from bench.presets import PRESETS, Preset
@@ -330,6 +331,7 @@ TABLES: dict[str, Callable[..., str]] = {
     ring.NAME: ring.table,
     models.NAME: models.table,
     **beside_triton.TABLES,
+    triton_tiles.NAME: triton_tiles.table,
     **{name: partial(quantize.table, name) for name in (quantize.NAME, sm90_quantize.NAME)},
     **{name: partial(reductions.table, name) for name in reductions.PRESET.values()},
 }

@@ -128,6 +128,7 @@ PAGES = (
             "triton-decode": "Decoding",
             "triton-linear": "Linear layers",
             "triton-rows": "softmax and rope",
+            "triton-tiles": "Tiles of triton_fwd",
         },
         "Kernels of the same operation in one process. Lines are those with code on them, in a kernel's own files and "
         "in all that these include. The first call of a process loads what an earlier one compiled; compilation is how "

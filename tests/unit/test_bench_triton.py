@@ -199,7 +199,7 @@ def test_the_table_of_rows(monkeypatch):
 
 def test_the_page_shows_what_the_command_measures():
     (page,) = (page for page in result_pages.PAGES if page.name == "cuda-vs-triton")
-    assert set(page.presets) == set(beside.SUITES) and set(beside.TABLES) <= set(beside.SUITES)
+    assert set(page.presets) == {*beside.SUITES, "triton-tiles"} and set(beside.TABLES) <= set(beside.SUITES)
     for table in beside.TABLES.values():
         assert "No rows are committed yet; `python -m bench.beside_triton` makes them." in table("no-such-machine")
 
