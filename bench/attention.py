@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import rows
+from bench import rows, tutorial
 from bench.arrays import Arrays, Candidate
 from bench.kv_write import KvWrite
 from bench.mixed import MixedLengths
@@ -28,6 +28,7 @@ OVER = (
     "FlashAttention 3, pages of 256", "FlashAttention 3, pages of 16",
     "FlashInfer", "FlashInfer, pages of 256", "FlashInfer, pages of 16",
     "qflash sm90_fwd", "qflash sm90_decode", "qflash sm90_decode, pages of 256",
+    "torch.compile", tutorial.NAME,
 )  # fmt: skip
 CHECKED_ROWS = 512
 
@@ -74,6 +75,7 @@ class Attention(Suite):
         self.name, self.device, self.cases = preset.name, preset.device, preset.cases
         self.preset = preset
         self.over, self.graph = OVER, preset.graph
+        self.says_left_out = tutorial.NAME in (preset.peers or ())
         self._candidates = candidates(preset)
 
     def arrays(self, case: Case) -> CheckedArrays | PagedArrays:

@@ -1,247 +1,150 @@
-"""What CUDA and Triton kernels of the same operation cost beside their speed: lines, compilation, the first call.
+"""CUDA and Triton kernels side by side: everything that the page cuda-vs-triton shows, in one command.
 
-python -m bench.beside_triton   writes bench/results/<machine>/triton-start.jsonl and triton-softmax.jsonl
+python -m bench.beside_triton [--tutorial FILE] [--budget SECONDS] [NAME ...]
 
-`qflash bench triton triton-decode` measures the speed of attention. triton-start runs each kernel in processes of its
-own, first with empty caches and then with what the first left in them, and counts its source; triton-softmax times
-softmax as bench.reductions does, with both kernels.
+writes bench/results/<machine>/NAME.jsonl for each of
+
+    triton         attention, beside PyTorch eager and compiled, FlashAttention 2 and Triton's own tutorial
+    triton-decode  one query on a long cache
+    triton-linear  linear layers, beside PyTorch eager and compiled
+    triton-rows    softmax and rope, likewise, and beside a copy
+    triton-costs   of one problem each: a call, the first call, compilation, lines of source
+
+A run that is cut off goes on where it was when the command is given again. `qflash report` makes the tables.
 """
 
 from __future__ import annotations
 
-import ast
-import json
 import os
-import re
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import click
+import numpy as np
+
 import qflash
-from bench import reductions, tables
-from bench.rows import ROOT
-from bench.run import Candidate, Row, Suite, Unavailable, main
-from qflash import dispatch
+from bench import attention, kernel_costs, linear, reductions, run, tables, tutorial
+from bench.presets import PRESETS
+from bench.run import Candidate, Row, Suite
+from qflash import machine, reference
+from qflash.cli.ahead import compile_ahead
+from qflash.cli.command import Seconds
+from qflash.cli.console import make_console
+from qflash.dispatch import VARIANTS
 from qflash.testing.timing import Call
 
-START, SOFTMAX = "triton-start", "triton-softmax"
-PACKAGE = ROOT / "qflash"
-_SHARED_OF_TRITON = {"launches"}  # what every Triton kernel is launched with, as csrc/common is no kernel's own
-
-
-# Lines ---------------------------------------------------------------------------------------------------------------
-
-
-def lines_of(kernel: str) -> tuple[int, int]:
-    """(its own, with all that it includes of the package): lines that hold more than a comment or a docstring."""
-    row = dispatch.BY_NAME[kernel]
-    if row.backend == "triton":
-        own = PACKAGE / "triton" / f"{kernel}.py"
-        return python_lines(own), sum(map(python_lines, imported(own)))
-    folder = PACKAGE / "csrc" / "kernels" / row.op / kernel
-    own = sum(c_lines(path) for path in sorted(folder.iterdir()))
-    return own, sum(map(c_lines, included(folder / "launch.cu")))
-
-
-def python_lines(path: Path) -> int:
-    """Lines with code on them."""
-    tree = ast.parse(path.read_text())
-    docstrings = {
-        line
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    lines = enumerate(path.read_text().splitlines(), 1)
-    return sum(bool(line.strip()) and not line.lstrip().startswith("#") and at not in docstrings for at, line in lines)
-
-
-def c_lines(path: Path) -> int:
-    """Lines with code on them."""
-    text = re.sub(r"/\*.*?\*/", lambda found: "\n" * found[0].count("\n"), path.read_text(), flags=re.DOTALL)
-    return sum(bool(re.sub(r"//.*", "", line).strip()) for line in text.splitlines())
-
-
-def imported(path: Path, seen: set[Path] | None = None) -> set[Path]:
-    """A Triton kernel's module and those of qflash/triton that it is made of."""
-    seen = set() if seen is None else seen
-    seen.add(path)
-    names = re.findall(r"^from qflash\.triton\.(\w+) import", path.read_text(), re.MULTILINE)
-    for group in re.findall(r"^from qflash\.triton import (.+)$", path.read_text(), re.MULTILINE):
-        names += re.findall(r"\w+", group)
-    for name in (name for name in names if name not in _SHARED_OF_TRITON):
-        if (other := path.with_name(f"{name}.py")) not in seen:
-            imported(other, seen)
-    return seen
-
-
-def included(path: Path, seen: set[Path] | None = None) -> set[Path]:
-    """A CUDA kernel's source and the headers of csrc that it is made of."""
-    seen = set() if seen is None else seen
-    seen.add(path)
-    csrc = PACKAGE / "csrc"
-    for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
-        found = next((one for one in (csrc / name, csrc / "include" / name) if one.exists()), None)
-        if found and found not in seen:
-            included(found, seen)
-    return seen
-
-
-# The first call ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What one operation is called with first: `call`, an expression of q, k and v, and the kernels that serve it."""
-
-    kind: str
-    call: str
-    shape: tuple[int, ...]
-    kernels: tuple[str, ...]
-    before: str = ""  # what is made before
-
-
-_ATTENTION = (1, 4096, 16, 128)
-PROBLEMS = (
-    Problem("forward", "qflash.attention(q, k, v, causal=True, {})", _ATTENTION, ("sm90_fwd", "fa_mma", "triton_fwd")),
-    Problem(
-        "int8",
-        'qflash.attention(q, k, v, causal=True, precision="int8", {})',
-        _ATTENTION,
-        ("sm90_int8", "fa_int8", "triton_int8"),
-    ),
-    Problem("decode", "qflash.attention(q[:, -1:], k, v, {})", _ATTENTION, ("sm90_decode", "decode", "triton_decode")),
-    Problem("softmax", "qflash.softmax(q, {})", (4096, 4096), ("softmax", "triton_softmax")),
-    Problem(
-        "rope",
-        "qflash.rope(q, rope, {})",
-        _ATTENTION,
-        ("rope", "triton_rope"),
-        "rope = qflash.Rope(*(torch.from_numpy(x).to(device) for x in qflash.rope_tables(4096, 128)))",
-    ),
-    Problem(
-        "linear",
-        'qflash.linear(q, k, activation="gelu", {})',
-        (4096, 4096),
-        ("sm90_gemm", "gemm_mma", "triton_linear"),
-    ),
+ATTENTION, DECODE, LINEAR, ROWS = "triton", "triton-decode", "triton-linear", "triton-rows"
+FA2 = "torch FA2"
+LAYERS = (
+    *(linear.Problem(size, size, size, "gelu_tanh") for size in (4096, 8192)),
+    linear.Problem(4096, 14336, 4096, "swiglu"),
+    linear.Problem(4096, 4096, 4096),
+    linear.Problem(16, 4096, 4096),
 )
-# Imports and the device's own start are not the kernel's. Prints the seconds of the first call and of one more.
-SCRIPT = """
-import json, time
-import torch
-import qflash
-device, dtype = {device!r}, torch.bfloat16
-q, k, v = (torch.randn({shape}, device=device).to(dtype) for _ in range(3))
-{before}
-settle = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-def seconds():
-    start = time.perf_counter()
-    {call}
-    settle()
-    return time.perf_counter() - start
-qflash.softmax(torch.zeros(1, 1))  # imports what PyTorch's tensors need
-settle()
-print(json.dumps([seconds(), seconds()]))
-"""
+LAYER_KERNELS = ("sm90_gemm", "gemm_mma", "int8_gemm_tc", "triton_linear")
+HEADS, HEAD_DIM, TOKENS = 16, 128, 16384  # of rope
+ROPE = tuple(reductions.Problem("rope", TOKENS, HEADS * HEAD_DIM, dtype) for dtype in ("bfloat16", "float32"))
 
 
-def first_calls(problem: Problem, kernel: str, device: str) -> Row:
-    """Seconds of the first call with empty caches, with full ones, and of the second call."""
-    call = problem.call.format(f"kernel={kernel!r}")
-    script = SCRIPT.format(device=device, shape=problem.shape, before=problem.before, call=call)
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder) / name) for name in ("QFLASH_CACHE_DIR", "TRITON_CACHE_DIR")}
-        env = os.environ | caches | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-        cold, warm = (_run(script, env) for _ in range(2))
-    return {"cold_s": round(cold[0], 6), "warm_s": round(warm[0], 6), "again_s": round(warm[1], 6)}
+class Linear(linear.Linear):
+    """bench.linear's candidates on fewer layers: of the kernels in CUDA, those that dispatch would choose."""
+
+    name = LINEAR
+
+    def __init__(self, device: str = "cuda", cases: tuple[linear.Problem, ...] = LAYERS):
+        super().__init__(device)
+        self.cases = cases
+
+    def candidates(self, arrays: linear.Arrays) -> list[linear.Layer]:
+        everyone = super().candidates(arrays)
+        return [one for one in everyone if one.kernel is None or one.kernel in LAYER_KERNELS]
 
 
-def _run(script: str, env: dict[str, str]) -> list[float]:
-    found = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    if found.returncode:
-        raise Unavailable(found.stderr.strip().splitlines()[-1])
-    seconds: list[float] = json.loads(found.stdout.splitlines()[-1])
-    return seconds
+class RopeArrays:
+    """Tokens whose heads are all rotated, by us and as it is written in PyTorch; what bench.reductions' Arrays are."""
+
+    def __init__(self, problem: reductions.Problem, device: str):
+        import torch
+
+        self.problem, tokens = problem, problem.rows
+        self.x = torch.randn(tokens, problem.columns, device=device).to(getattr(torch, problem.dtype))
+        angles = qflash.Rope(*qflash.rope_tables(tokens, HEAD_DIM))
+        self.rope = qflash.Rope(*(torch.from_numpy(table).to(device) for table in (angles.cos, angles.sin)))
+        cos, sin = (table[:, None] for table in (self.rope.cos, self.rope.sin))
+
+        def theirs(x: Any) -> Any:
+            first, second = x.unflatten(1, (-1, HEAD_DIM)).float().chunk(2, dim=-1)
+            rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+            return rotated.to(x.dtype).flatten(1)
+
+        self.ours, self.theirs = self.by(None), theirs
+        first = self.x[: reductions.CHECKED_ROWS].double().cpu().numpy()
+        rotated = reference.apply_rope(first.reshape(len(first), -1, HEAD_DIM), np.arange(len(first)), angles)
+        self.exact = rotated.reshape(first.shape)
+
+    def by(self, kernel: str | None) -> Call:
+        """Our call, by a kernel."""
+        heads = self.x.view(1, self.problem.rows, -1, HEAD_DIM)
+        return lambda: qflash.rope(heads, self.rope, kernel=kernel).view_as(self.x)
 
 
-class Start(Suite):
-    """Nothing is timed against another: each kernel is told what it costs to begin with."""
+class Rows(reductions.Reductions):
+    """bench.reductions' softmax, and rope in the same way, with the kernels in Triton."""
 
-    timed = False
+    def __init__(self, device: str = "cuda"):
+        super().__init__(device)
+        self.name = ROWS
+        self.cases = (*(case for case in self.cases if case.operation == "softmax"), *ROPE)
 
-    def __init__(self, device: str = "cuda", problems: Sequence[Problem] = PROBLEMS):
-        self.name, self.device, self.cases = START, device, problems
+    def arrays(self, case: reductions.Problem) -> Any:
+        return RopeArrays(case, self.device) if case.operation == "rope" else super().arrays(case)
 
-    def arrays(self, case: Problem) -> Problem:
-        return case
-
-    def candidates(self, arrays: Problem) -> Iterator[Candidate]:
-        for kernel in arrays.kernels:
-            yield Candidate(f"qflash {kernel}", lambda problem, kernel=kernel: self._call(problem, kernel), kernel)
-
-    def _call(self, problem: Problem, kernel: str) -> Call:
-        return lambda: first_calls(problem, kernel, self.device)
-
-    def problem(self, arrays: Problem) -> Row:
-        return {"kind": arrays.kind, "shape": list(arrays.shape)}
-
-    def check(self, arrays: Problem, candidate: Candidate, call: Call, result: Any) -> Row:
-        return dict(result)
-
-    def row(self, arrays: Problem, candidate: Candidate, checked: Row, timing: None) -> Row:
-        assert candidate.kernel is not None
-        own, whole = lines_of(candidate.kernel) if dispatch.BY_NAME[candidate.kernel].device == "cuda" else (0, 0)
-        about = {"candidate": candidate.name, "kernel": candidate.kernel}
-        return about | checked | {"lines": own, "lines_with_included": whole}
-
-
-class Softmax(reductions.Reductions):
-    """bench.reductions' softmax, with the kernel in Triton."""
-
-    def __init__(self) -> None:
-        super().__init__("cuda")
-        self.name = SOFTMAX
-        self.cases = tuple(case for case in self.cases if case.operation == "softmax")
-
-    def candidates(self, arrays: reductions.Arrays) -> tuple[Candidate, ...]:
+    def candidates(self, arrays: Any) -> tuple[Candidate, ...]:
         ours, *peers = super().candidates(arrays)
-        name = "triton_softmax"
-        in_triton = Candidate(f"qflash {name}", lambda arrays: lambda: qflash.softmax(arrays.x, kernel=name), name)
-        return ours, in_triton, *peers
+        name = f"triton_{arrays.problem.operation}"
+
+        def make(arrays: Any) -> Call:
+            if arrays.problem.operation == "rope":
+                return arrays.by(name)
+            return lambda: qflash.softmax(arrays.x, kernel=name)
+
+        return ours, Candidate(f"qflash {name}", make, name), *peers
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def start_table(machine: str | None = None) -> str:
-    """One table per machine with committed rows: a line per operation and kernel."""
+def attention_table(folder: str | None = None) -> str:
+    """One table per machine with committed rows: a line per problem and candidate, and what they come to."""
 
     def of(found: list[Row]) -> str:
-        lines = [
-            [
-                *(row["kind"], tables.candidate(row), f"{row['lines']}", f"{row['lines_with_included']}"),
-                *(f"{row['cold_s']:.2f} s", f"{row['warm_s'] * 1e3:.0f} ms"),
-            ]
-            for row in found
+        lines = []
+        for row in found:
+            what = f"{tables.problem(row)} {row['dtype']}"
+            ratios = [tables.ratio(row["speedup"].get(peer)) for peer in (FA2, tutorial.NAME)]
+            cells = (tables.candidate(row), tables.time(row), tables.rate(row), tables.error(row))
+            lines.append([what, *cells, *ratios])
+        header = ["problem", "candidate", "time", "rate", "error", f"× {FA2}", f"× {tutorial.NAME}"]
+        means = [
+            f"- {line}"
+            for line in tables.geometric_means(found)
+            if line.startswith("qflash triton") and not any(peer in line for peer in ("naive", "torch.compile"))
         ]
-        header = ["operation", "kernel", "lines", "with what it includes", "first call ever", "first of a process"]
-        return tables.markdown(header, tables.unrepeated(lines))
+        parts = (tables.markdown(header, tables.unrepeated(lines)), "\n".join(means), tables.left_out(found))
+        return "\n\n".join(filter(None, parts))
 
-    return tables.by_machine(START, of, "`python -m bench.beside_triton` makes them.", machine)
+    return tables.by_machine(ATTENTION, of, "`python -m bench.beside_triton` makes them.", folder)
 
 
-def softmax_table(machine: str | None = None) -> str:
-    """One table per machine with committed rows: a line per shape and candidate."""
+def rows_table(folder: str | None = None) -> str:
+    """One table per machine with committed rows: a line per operation, shape and candidate."""
 
     def of(found: list[Row]) -> str:
         lines = [
             [
-                *(f"{row['rows']} × {row['columns']} {row['dtype']}", tables.candidate(row), tables.time(row)),
+                f"`{row['kind']}` {row['rows']} × {row['columns']} {row['dtype']}",
+                *(tables.candidate(row), tables.time(row)),
                 *(f"{row['gbs'] / 1e3:.2f} TB/s", f"{row['copy_share']:.1%}"),
             ]
             for row in found
@@ -249,12 +152,50 @@ def softmax_table(machine: str | None = None) -> str:
         header = ["rows × columns", "candidate", "time", "rate", "of copy's rate"]
         return tables.markdown(header, tables.unrepeated(lines))
 
-    return tables.by_machine(SOFTMAX, of, "`python -m bench.beside_triton` makes them.", machine)
+    return tables.by_machine(ROWS, of, "`python -m bench.beside_triton` makes them.", folder)
 
 
-TABLES = {START: start_table, SOFTMAX: softmax_table}
+TABLES: dict[str, Callable[..., str]] = {
+    ATTENTION: attention_table,
+    LINEAR: partial(linear.table, preset=LINEAR),
+    ROWS: rows_table,
+    kernel_costs.NAME: kernel_costs.table,
+}
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+SUITES: dict[str, Callable[[], Suite]] = {
+    **{name: partial(attention.suite_of, PRESETS[name]) for name in (ATTENTION, DECODE)},
+    LINEAR: Linear,
+    ROWS: Rows,
+    kernel_costs.NAME: kernel_costs.Costs,
+}
+
+
+@click.command()
+@click.argument("names", nargs=-1, type=click.Choice(list(SUITES)))
+@click.option(
+    "--tutorial",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    help="06-fused-attention.py of Triton's sources, whose kernel then takes part.",
+)
+@click.option("--budget", type=Seconds(), default=1.0, show_default=True, help="Seconds of timing per problem.")
+def main(names: tuple[str, ...], file: str | None, budget: float) -> None:
+    """Measure NAMES (default: all), and write their rows as they come."""
+    gpus, why_not = machine.gpus()
+    if not gpus:
+        raise click.ClickException(f"Triton's kernels run on a GPU, and here is none: {why_not}")
+    if file is not None:
+        os.environ[tutorial.VARIABLE] = file
+    chosen = names or tuple(SUITES)
+    presets = [PRESETS[name] for name in chosen if name in PRESETS]
+    work = ((VARIANTS[kernel], case) for preset in presets for kernel in preset.kernels for case in preset.cases)
+    compile_ahead(make_console(), work)
+    for name in chosen:
+        run.main(SUITES[name](), budget=budget)
 
 
 if __name__ == "__main__":
-    for suite in (Start(), Softmax()):
-        main(suite)
+    main()

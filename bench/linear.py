@@ -12,6 +12,7 @@ from typing import Any
 
 import qflash
 from bench import tables
+from bench.compiled import compiled
 from bench.run import Candidate, Row, Suite, main, tried
 from qflash.dispatch import kernels_of
 from qflash.testing.timing import Call, Comparison
@@ -124,7 +125,10 @@ def of_torch(problem: Problem) -> Callable[[Any, Any, Any], Any]:
         def layer(x: Any, weight: Any, bias: Any) -> Any:
             return F.gelu(F.linear(x, weight, bias), approximate="tanh")
     else:
-        layer = F.linear
+
+        def layer(x: Any, weight: Any, bias: Any) -> Any:
+            return F.linear(x, weight, bias)
+
     return layer
 
 
@@ -149,8 +153,8 @@ def candidates(problem: Problem, device: str) -> Iterator[Layer]:
     layer = of_torch(problem)
     if problem.activation:
         yield Layer(EAGER, lambda x: tried(lambda: layer(x.x, x.weight, x.bias)))
-    compiled = torch.compile(layer, mode="max-autotune-no-cudagraphs")
-    yield Layer(COMPILED, lambda x: tried(lambda: compiled(x.x, x.weight, x.bias)))
+    made = compiled(layer)
+    yield Layer(COMPILED, lambda x: tried(lambda: made(x.x, x.weight, x.bias)))
     if problem.activation == "gelu_tanh" and device == "cuda":  # cuBLASLt's GELU is the one with tanh
         yield Layer(EPILOGUE, lambda x: tried(lambda: torch._addmm_activation(x.bias, x.x, x.w, use_gelu=True)))
     yield Layer(PRODUCT, lambda x: tried(lambda: F.linear(x.x, x.weight)), product=True)
@@ -194,7 +198,7 @@ class Linear(Suite):
         }
 
 
-def table(machine: str | None = None, **chosen: Any) -> str:
+def table(machine: str | None = None, preset: str = NAME, **chosen: Any) -> str:
     """The committed rows: one table per machine, a candidate per line; `chosen`: by_machine's keep."""
 
     def of(found: list[Row]) -> str:
@@ -208,7 +212,8 @@ def table(machine: str | None = None, **chosen: Any) -> str:
         header = ["m × n × k", "candidate", "operands", "error", "time", "rate", *(f"× {peer}" for peer in peers)]
         return tables.markdown(header, tables.unrepeated(lines))
 
-    return tables.by_machine(NAME, of, "`python -m bench.linear` makes them.", machine, **chosen)
+    module = "linear" if preset == NAME else "beside_triton"
+    return tables.by_machine(preset, of, f"`python -m bench.{module}` makes them.", machine, **chosen)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@ from typing import Any
 
 import qflash
 from bench.arrays import Arrays, Candidate, load
+from bench.compiled import compiled
 from bench.paged import qflash_pages
 from bench.paged_peers import FA3_MODULES, decoding_peers
 from bench.presets import BACKWARD, DECODE, MIXED, TRAIN, Preset
 from bench.run import Unavailable, tried
+from bench.tutorial import triton_tutorial
 from qflash import dispatch, machine
 from qflash.testing import Case
 from qflash.testing.runner import to_torch
@@ -251,30 +253,45 @@ def torch_sdpa_backward(backend: str) -> Candidate:
     return Candidate(SDPA_BACKENDS[backend], make, bhtd=True)
 
 
+def _naive(arrays: Arrays) -> Callable[[Any, Any, Any], Any]:
+    """matmul, softmax, matmul: what a first version looks like, with the scores in memory."""
+    torch = load("torch")
+    case = arrays.case
+    scale = 1 / math.sqrt(case.head_dim)
+    group = case.q_heads // case.kv_heads
+    mask = None
+    if case.causal:
+        ones = torch.ones(case.q_len, case.k_len, dtype=torch.bool, device=arrays.torch[0].device)
+        mask = ones.triu(1 + case.k_len - case.q_len)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        keys, values = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+        scores = (q @ keys.transpose(-1, -2)) * scale
+        if mask is not None:
+            scores = scores.masked_fill(mask, -math.inf)
+        return torch.softmax(scores, -1) @ values
+
+    return attend
+
+
 def torch_naive() -> Candidate:
-    """What a first version looks like: matmul, softmax, matmul, with the scores in memory."""
-
     def make(arrays: Arrays) -> Call:
-        torch = load("torch")
-        case = arrays.case
+        attend = _naive(arrays)
         q, k, v = arrays.torch_bhtd
-        scale = 1 / math.sqrt(case.head_dim)
-        group = case.q_heads // case.kv_heads
-        mask = None
-        if case.causal:
-            ones = torch.ones(case.q_len, case.k_len, dtype=torch.bool, device=q.device)
-            mask = ones.triu(1 + case.k_len - case.q_len)
-
-        def run():
-            keys, values = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-            scores = (q @ keys.transpose(-1, -2)) * scale
-            if mask is not None:
-                scores = scores.masked_fill(mask, -math.inf)
-            return torch.softmax(scores, -1) @ values
-
-        return run
+        return lambda: attend(q, k, v)
 
     return Candidate("torch naive", make, bhtd=True)
+
+
+def torch_compiled() -> Candidate:
+    """The naive version as PyTorch's compiler makes it, which may know it as attention and call SDPA."""
+
+    def make(arrays: Arrays) -> Call:
+        attend = compiled(_naive(arrays))
+        q, k, v = arrays.torch_bhtd
+        return tried(lambda: attend(q, k, v))
+
+    return Candidate("torch.compile", make, bhtd=True)
 
 
 def _with_gradients(arrays: Arrays, tensors, attention, bhtd: bool = False) -> Call:
@@ -374,6 +391,8 @@ def peers(preset: Preset) -> list[Candidate]:
     elif preset.device == "cuda":
         others = [flash_attn("FlashAttention 2", "flash_attn"), flash_attn_3(), flash_attn_3_fp8()]
         everyone = [torch_sdpa(), *map(torch_sdpa_backend, SDPA_BACKENDS), torch_naive(), *others]
+        if preset.peers is not None:  # only by name: they take a minute to be compiled, or a file
+            everyone += [torch_compiled(), triton_tutorial()]
     else:
         everyone = [torch_sdpa(), torch_naive(), jax_nn()]
     if preset.peers is None:  # all that compute in the arrays' own type

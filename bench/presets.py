@@ -263,12 +263,13 @@ PRESETS = {
         ),
         Preset(
             "triton",
-            "CUDA and Triton side by side, bfloat16, B·T=16384 H·D=2048",
+            "CUDA and Triton side by side, B·T=16384 H·D=2048",
             "cuda",
             FORWARD,
             (HOPPER, "fa_mma", "triton_fwd", "sm90_int8", "fa_int8", "triton_int8"),
-            _grid(("bfloat16",), (64, 128), (1024, 4096, 16384)),
-            peers=("torch FA2",),
+            # float16 is what Triton's tutorial takes
+            _grid(("float16",), (64, 128), (1024, 4096, 16384)) + _grid(("bfloat16",), (64, 128), (4096,)),
+            peers=("torch FA2", "torch naive", "torch.compile", "Triton tutorial"),
             graph=True,
         ),
         Preset(

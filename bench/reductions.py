@@ -14,13 +14,15 @@ from typing import Any
 
 import qflash
 from bench import tables
+from bench.compiled import compiled
 from bench.run import Candidate, Row, Suite, main
 from qflash import reference
 from qflash.testing.compare import errors
 from qflash.testing.timing import Call, Comparison
 
 OPERATIONS = ("softmax", "layer_norm", "cross_entropy")
-EAGER, COMPILED, COPY = "torch", "torch.compile", "copy"
+EAGER, COMPILED, AUTOTUNED, COPY = "torch", "torch.compile", "torch.compile max-autotune", "copy"
+PEERS = (EAGER, COMPILED, AUTOTUNED)
 CHECKED_ROWS = 64
 SHAPES = {
     "cuda": ((16384, 8192), (131072, 1024), (1048576, 128), (4096, 32768), (2048, 131072)),
@@ -79,10 +81,13 @@ def _eager(arrays: Arrays) -> Call:
 
 
 def _compiled(arrays: Arrays) -> Call:
-    import torch
+    theirs = compiled(arrays.theirs, mode=None)
+    return lambda: theirs(arrays.x)
 
-    compiled = torch.compile(arrays.theirs)
-    return lambda: compiled(arrays.x)
+
+def _autotuned(arrays: Arrays) -> Call:
+    theirs = compiled(arrays.theirs)
+    return lambda: theirs(arrays.x)
 
 
 def _copy(arrays: Arrays) -> Call:
@@ -109,7 +114,8 @@ class Reductions(Suite):
     def candidates(self, arrays: Arrays) -> tuple[Candidate, ...]:
         kernel = f"{'' if self.device == 'cuda' else 'cpu_'}{arrays.problem.operation}"
         ours = Candidate(f"qflash {kernel}", lambda arrays: arrays.ours, kernel)
-        return ours, Candidate(EAGER, _eager), Candidate(COMPILED, _compiled), Candidate(COPY, _copy)
+        ways = ((EAGER, _eager), (COMPILED, _compiled), (AUTOTUNED, _autotuned), (COPY, _copy))
+        return ours, *(Candidate(name, make) for name, make in ways)
 
     def problem(self, arrays: Arrays) -> Row:
         case = arrays.problem
@@ -136,7 +142,7 @@ class Reductions(Suite):
         }
 
     def rivals(self, candidate: Candidate) -> tuple[str, ...]:
-        return (EAGER, COMPILED) if candidate.kernel else ()
+        return PEERS if candidate.kernel else ()
 
 
 def table(preset: str, machine: str | None = None, **chosen: Any) -> str:
@@ -144,12 +150,13 @@ def table(preset: str, machine: str | None = None, **chosen: Any) -> str:
 
     def of(found: list[Row]) -> str:
         lines = []
+        peers = [peer for peer in PEERS if any(peer in row["speedup"] for row in found)]
         for ours in (row for row in found if row["kernel"]):
             cells = [f"`{ours['kind']}`", f"{ours['rows']} × {ours['columns']}", ours["dtype"], tables.time(ours)]
             cells += [f"{ours['gbs'] / 1e3:.2f} TB/s", f"**{ours['copy_share']:.1%}**", f"{ours['rel_l2']:.0e}"]
-            lines.append(cells + [tables.ratio(ours["speedup"].get(peer)) for peer in (EAGER, COMPILED)])
-        header = ["operation", "rows × columns", "dtype", "time", "rate", "of copy's rate", "error", f"× {EAGER}"]
-        return tables.markdown([*header, f"× {COMPILED}"], lines)
+            lines.append(cells + [tables.ratio(ours["speedup"].get(peer)) for peer in peers])
+        header = ["operation", "rows × columns", "dtype", "time", "rate", "of copy's rate", "error"]
+        return tables.markdown([*header, *(f"× {peer}" for peer in peers)], lines)
 
     return tables.by_machine(preset, of, f"`python -m bench.reductions` makes them ({preset}).", machine, **chosen)
 

@@ -29,11 +29,26 @@ from bench import (
     rungs,
     sm90_quantize,
     training,
+    triton_tiles,
     words,
 )
 from bench import rows as store
 from bench.presets import PRESETS, Preset
-from bench.tables import FP8, best_peer, candidate, error, markdown, problem, rate, ratio, source, time, unrepeated
+from bench.tables import (
+    FP8,
+    best_peer,
+    candidate,
+    error,
+    geometric_means,
+    markdown,
+    peers_of,
+    problem,
+    rate,
+    ratio,
+    source,
+    time,
+    unrepeated,
+)
 from qflash.dispatch import KERNELS, VARIANTS, Kernel, kernels_of
 
 CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.device == "cuda")
@@ -196,24 +211,6 @@ def _no_rows(name: str) -> str:
     return f"No rows are committed yet; `qflash bench {name}` makes them."
 
 
-def peers_of(rows: list[Row]) -> list[str]:
-    """Whom the rows give speed-ups over, in the order of bench.attention.OVER."""
-    return list(dict.fromkeys(peer for row in rows for peer in row["speedup"]))
-
-
-def geometric_means(rows: list[Row]) -> list[str]:
-    """A sentence per kernel and peer: the speed-up over all problems that both ran."""
-    sentences = []
-    for name in dict.fromkeys(row["candidate"] for row in rows if row["kernel"]):
-        for peer in peers_of(rows):
-            ratios = [row["speedup"][peer] for row in rows if row["candidate"] == name and peer in row["speedup"]]
-            if len(ratios) > 1:
-                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-                among = f"geometric mean of {len(ratios)} problems, {min(ratios):.2f} to {max(ratios):.2f}"
-                sentences.append(f"{name}: {ratio(mean)} {peer} ({among})")
-    return sentences
-
-
 def against_the_best(rows: list[Row]) -> list[str]:
     """A sentence per kernel and dtype: the speed-up over the best peer of each problem, whichever that is."""
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -336,6 +333,7 @@ TABLES: dict[str, Callable[..., str]] = {
     words.NAME: words.table,
     models.NAME: models.table,
     **beside_triton.TABLES,
+    triton_tiles.NAME: triton_tiles.table,
     **{name: partial(quantize.table, name) for name in (quantize.NAME, sm90_quantize.NAME)},
     **{name: partial(reductions.table, name) for name in reductions.PRESET.values()},
 }

@@ -123,14 +123,17 @@ PAGES = (
         "CUDA and Triton side by side",
         "triton",
         {
+            "triton-costs": "Calls, lines, compilation and first calls",
             "triton": "Attention",
             "triton-decode": "Decoding",
-            "triton-softmax": "softmax",
-            "triton-start": "Lines, compilation and the first call",
+            "triton-linear": "Linear layers",
+            "triton-rows": "softmax and rope",
+            "triton-tiles": "Tiles of triton_fwd",
         },
         "Kernels of the same operation in one process. Lines are those with code on them, in a kernel's own files and "
-        "in all that these include. The first call ever compiles; the first of a process loads what an earlier one "
-        "compiled.",
+        "in all that these include. The first call of a process loads what an earlier one compiled; compilation is how "
+        "much longer it takes with empty caches. PyTorch takes part eager and compiled with max-autotune, and Triton "
+        "with the attention kernel of its tutorial, tuned by its autotuner.",
     ),
     Page(
         "cpu",

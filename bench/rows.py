@@ -114,7 +114,13 @@ def save(name: str, rows: list[dict[str, Any]]) -> Path:
     """Write the rows of a preset to the folder of the machine they are of."""
     path = RESULTS / rows[0]["machine"] / f"{name}.jsonl"
     write(path, rows)
+    part_path(rows[0]["machine"], name).unlink(missing_ok=True)
     return path
+
+
+def part_path(machine: str, name: str) -> Path:
+    """Where a run of a preset keeps what it has measured until it is finished (bench/journal.py)."""
+    return RESULTS / machine / f"{name}.part"
 
 
 def read(path: Path) -> list[dict[str, Any]]:

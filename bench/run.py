@@ -10,10 +10,12 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import qflash
 from bench import rows
+from bench.journal import Journal
 from qflash import machine
 from qflash.cli.console import make_console, steps
 from qflash.testing.timing import Call, Clock, Comparison, CudaClock, WallClock, compare
@@ -42,6 +44,7 @@ class Suite(ABC):
     cases: Sequence[Any]
     over: tuple[str, ...] = ()  # whom speed-ups are given over, where they take part
     timed = True
+    says_left_out = False  # rows say who could not take part in their problem, and why
     budget = 3.0  # seconds of timing a problem
     graph = True  # CUDA: short calls are replayed from a graph, so that the host's share is not counted
 
@@ -86,19 +89,29 @@ def measure(
     cases: Sequence[Any] | None = None,
     leave_out: tuple[str, ...] = (),
     on_skip: Callable[[str], None] = lambda text: None,
+    resume: bool = False,
 ) -> Iterator[list[Row]]:
-    """One list of rows per problem of `suite`. Candidates that cannot run are told to `on_skip`, once each.
+    """One list of rows per problem of `suite`. What is left out is told to `on_skip`: candidates that cannot run, once
+    each, and problems that are not measured again.
 
-    `budget` and `cases` stand in for the suite's own; `leave_out` names candidates that need not take part.
+    `budget` and `cases` stand in for the suite's own; `leave_out` names candidates that need not take part. resume:
+    keep the rows of each problem when it ends, and take those that a run which was cut off has left (bench/journal.py).
     """
     shared = {"preset": suite.name} | rows.provenance(suite.device)
     options: dict[str, Any] = {"budget": suite.budget if budget is None else budget, "min_rounds": min_rounds}
     if suite.timed:
         options["clock"], options["min_sample"] = suite.clock()
+    journal = Journal(shared) if resume else None
+    if journal:
+        on_skip(f"{len(journal)} of the problems of {suite.name}, which a run that was cut off has measured")
     told = set()
     for case in suite.cases if cases is None else cases:
+        kept = journal.rows_of(case) if journal is not None else None
+        if kept is not None:
+            yield kept
+            continue
         arrays = suite.arrays(case)
-        calls, checked, taking_part = {}, {}, []
+        calls, checked, taking_part, absent = {}, {}, [], {}
         for candidate in suite.candidates(arrays):
             name = candidate.name
             if name in leave_out:
@@ -110,18 +123,22 @@ def measure(
                 reason = refusal(error)
                 if reason is None:
                     raise
+                absent[name] = reason
                 if name not in told:
                     told.add(name)
                     on_skip(f"{name}: {reason}")
                 continue
             calls[name], checked[name] = call, suite.check(arrays, candidate, call, result)
             taking_part.append(candidate)
-        timing = suite.time(calls, **options) if suite.timed else None
-        about = shared | suite.problem(arrays)
-        yield [
-            about | suite.row(arrays, one, checked[one.name], timing) | _speedups(suite, one, timing)
+        timing = suite.time(calls, **options) if suite.timed and calls else None
+        about, missing = shared | suite.problem(arrays), {"left_out": absent} if suite.says_left_out else {}
+        part = [
+            about | suite.row(arrays, one, checked[one.name], timing) | _speedups(suite, one, timing) | missing
             for one in taking_part
         ]
+        if journal is not None:
+            journal.add(case, part)
+        yield part
 
 
 def refusal(error: Exception) -> str | None:
@@ -164,17 +181,21 @@ def line(row: Row) -> str:
     return ", ".join(f"{name} {value}" for name, value in cells.items())
 
 
-def main(suite: Suite) -> list[Row]:
-    """Measure a suite, tell its rows as they come and write them."""
+def main(suite: Suite, budget: float | None = None) -> list[Row]:
+    """Measure a suite, tell its rows as they come and write them. What was cut off goes on where it was."""
     set_threads(None)
     console = make_console()
     collected = []
     with steps(console, len(suite.cases)) as progress:
         progress.describe(f"timing {suite.name}")
-        for part in measure(suite, on_skip=lambda text: console.print(text, soft_wrap=True)):
+        told = partial(console.print, soft_wrap=True)
+        for part in measure(suite, budget=budget, resume=True, on_skip=told):
             collected += part
             console.print("\n".join(map(line, part)), soft_wrap=True)
             progress.advance()
+    if not collected:
+        console.print(f"no rows: nobody could take part in {suite.name}", soft_wrap=True)
+        return collected
     path = rows.save(suite.name, collected)
     console.print(f"{len(collected)} rows in {path.relative_to(rows.ROOT)}", soft_wrap=True)
     return collected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -76,6 +77,30 @@ def best_peer(row: Row) -> tuple[str, float] | None:
     """The peer of at least 16 bits that a row of ours has the hardest time with, and how many times faster ours is."""
     peers = {peer: value for peer, value in row["speedup"].items() if not peer.startswith("qflash") and peer != FP8}
     return min(peers.items(), key=lambda item: item[1]) if peers else None
+
+
+def peers_of(rows: list[Row]) -> list[str]:
+    """Whom the rows give speed-ups over, in the order of bench.attention.OVER."""
+    return list(dict.fromkeys(peer for row in rows for peer in row["speedup"]))
+
+
+def geometric_means(rows: list[Row]) -> list[str]:
+    """A sentence per kernel and peer: the speed-up over all problems that both ran."""
+    sentences = []
+    for name in dict.fromkeys(row["candidate"] for row in rows if row["kernel"]):
+        for peer in peers_of(rows):
+            ratios = [row["speedup"][peer] for row in rows if row["candidate"] == name and peer in row["speedup"]]
+            if len(ratios) > 1:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                among = f"geometric mean of {len(ratios)} problems, {min(ratios):.2f} to {max(ratios):.2f}"
+                sentences.append(f"{name}: {ratio(mean)} {peer} ({among})")
+    return sentences
+
+
+def left_out(rows: list[Row]) -> str:
+    """Who took part in none of the problems, or not in all, and why, in a sentence; empty where everyone did."""
+    absent = dict.fromkeys(f"{name} ({why})" for row in rows for name, why in row.get("left_out", {}).items())
+    return f"Left out: {'; '.join(absent)}." if absent else ""
 
 
 def by_machine(

@@ -69,6 +69,8 @@ PEERS = {
     "torch SDPA": Look(Colour("#4338ca", "#8b8bff"), "P", "--"),
     "torch SDPA efficient": Look(Colour("#0f766e", "#2dd4bf"), "X", "--"),
     "torch naive": Look(Colour("#6e7781", "#8b949e"), "v", "--"),
+    "torch.compile": Look(Colour("#57606a", "#afb8c1"), ">", "--"),
+    "Triton tutorial": Look(Colour("#2f6f9f", "#79b8e8"), "h", "--"),
     "jax.nn": Look(Colour("#0a9396", "#5fd3c4"), "d", "--"),
     "jax.nn xla": Look(Colour("#3d7ea6", "#86bbd8"), "<", "--"),
 }

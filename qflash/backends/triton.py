@@ -41,13 +41,17 @@ def launches(kernel: Kernel, spec: Spec) -> Launches:
 @lru_cache(maxsize=1024)
 def entry(kernel: Kernel, spec: Spec) -> Entry:
     """The functions that launch the kernel for `spec`."""
-    of = launches(kernel, spec)
+    return entry_of(launches(kernel, spec), spec.arch)
+
+
+def entry_of(of: Launches, arch: int) -> Entry:
+    """The functions that launch these passes on GPUs of compute capability `arch`/10."""
     cubins = _native.Cubins(
         of.struct,
         [([_code(of, one) for one in of.conditions(choice)], [_pass_code(of, one) for one in choice.passes])
          for choice in of.choices],
         [_code(of, at) for at in of.offsets().values()],
-        partial(_machine_code, of, spec.arch),
+        partial(_machine_code, of, arch),
     )  # fmt: skip
     _kept.append(cubins)
     address, status_text, workspace, context = cubins.functions

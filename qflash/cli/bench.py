@@ -139,7 +139,7 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
         if preset.device not in devices():
             raise click.ClickException(f"preset {preset.name} needs {preset.device}; see `qflash doctor`")
     load("run").set_threads(threads)
-    for preset, rows in measured(console, chosen, budget=budget):
+    for preset, rows in measured(console, chosen, budget=budget, resume=not dry_run):
         console.print(table_of(rows, preset.title))
         for line in load("report").means_of(preset, rows):
             console.print(line)

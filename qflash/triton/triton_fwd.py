@@ -28,10 +28,11 @@ from qflash.triton.sequence import fill_unserved_rows, read_sequence
 from qflash.triton.softmax import scores_of, weigh
 from qflash.triton.values import add_few, add_weighted, finite_of
 
-# (rows of a tile, keys of a tile, warps, stages) by the channels that heads are padded to, for Hopper and for what came
-# before it. With these nothing spills: tests/compile/test_triton.py compiles them. float16, which multiplies more than
-# the weights themselves in tiles that are cut, needs smaller ones.
-HOPPER = {
+Tile = tuple[int, int, int, int]  # rows, keys, warps, stages
+# By the channels that heads are padded to, for Hopper and for what came before it. With these next to nothing spills:
+# tests/compile/test_triton.py compiles them. float16, which multiplies more than the weights themselves in tiles that
+# are cut, needs smaller ones. bench/triton_tiles.py races other tiles against them.
+HOPPER: dict[str, dict[int, Tile]] = {
     "bfloat16": {
         16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 3),
     },
@@ -39,7 +40,7 @@ HOPPER = {
         16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 16, 8, 2),
     },
 }  # fmt: skip
-AMPERE = {
+AMPERE: dict[str, dict[int, Tile]] = {
     "bfloat16": {
         16: (64, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 16, 8, 2),
     },
@@ -47,7 +48,13 @@ AMPERE = {
         16: (64, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 32, 8, 3), 128: (128, 16, 8, 3), 256: (64, 16, 8, 2),
     },
 }  # fmt: skip
-FLOATS = {16: (64, 32, 4, 2), 32: (64, 32, 4, 1), 64: (32, 16, 8, 1), 128: (32, 16, 8, 1), 256: (16, 16, 4, 1)}
+FLOATS: dict[int, Tile] = {
+    16: (64, 32, 4, 2),
+    32: (64, 32, 4, 1),
+    64: (32, 16, 8, 1),
+    128: (32, 16, 8, 1),
+    256: (16, 16, 4, 1),
+}
 # Rows that are not whole vectors are loaded element by element, each by an address of its own in registers.
 ODD_ROWS = {16: (64, 32, 4, 1), 32: (64, 32, 4, 1), 64: (64, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)}
 
@@ -140,7 +147,13 @@ def qf_triton_fwd_kernel(
     )  # fmt: skip
 
 
-def attend(spec: Spec, tile: tuple[int, int, int, int]) -> Pass:
+def tile_of(spec: Spec) -> Tile:
+    """The tile of calls whose rows are whole vectors."""
+    table = FLOATS if spec.dtype == "float32" else (HOPPER if has_hopper_memory(spec.arch) else AMPERE)[spec.dtype]
+    return table[padded(spec.head_dim)]
+
+
+def attend(spec: Spec, tile: Tile) -> Pass:
     """The pass of attention itself, on such tiles."""
     block_m, block_n, num_warps, num_stages = tile
     constants: dict[str, Any] = {
@@ -153,9 +166,8 @@ def attend(spec: Spec, tile: tuple[int, int, int, int]) -> Pass:
     return Pass(qf_triton_fwd_kernel, grid, constants, num_warps, num_stages)
 
 
-def launches(spec: Spec) -> Launches:
-    """What a call of `spec` launches."""
-    table = FLOATS if spec.dtype == "float32" else (HOPPER if has_hopper_memory(spec.arch) else AMPERE)[spec.dtype]
+def launches(spec: Spec, tile: Tile | None = None) -> Launches:
+    """What a call of `spec` launches. tile: in the place of the table's."""
     block_d = padded(spec.head_dim)
     element = TYPES[spec.dtype]
     types = {"q": element, "kv_k": element, "kv_v": element, "out": element, "lse": "fp32", "sinks": "fp32"}
@@ -164,7 +176,7 @@ def launches(spec: Spec) -> Launches:
     whole = vectors(spec.dtype, "q", "kv_k", "kv_v", "out")
     rotate = rope.passes(spec, block_d)
     choices = (
-        Choice((*rotate, attend(spec, table[block_d])), (), whole),
+        Choice((*rotate, attend(spec, tile or tile_of(spec))), (), whole),
         Choice((*rotate, attend(spec, ODD_ROWS[block_d]))),
     )
     return Launches("QfAttnParams", types, choices, rope.regions(spec))

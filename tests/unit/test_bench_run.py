@@ -109,7 +109,7 @@ def small_suites():
 @pytest.mark.parametrize("preset", ["int8-gemm", "reductions", "quantize"])
 def test_rows_have_the_committed_columns(preset, monkeypatch):
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch, "compile", lambda function: function)  # which takes seconds, and a C compiler
+    monkeypatch.setattr(torch, "compile", lambda function, **words: function)  # which takes seconds, and a C compiler
     monkeypatch.setitem(quantize.SHAPES, "cpu", (1, 32, 2, 16))
     for shapes in quantize.MATRICES.values():
         monkeypatch.setitem(shapes, "cpu", (8, 32))
