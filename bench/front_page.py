@@ -134,10 +134,10 @@ class Highlight:
 
 RESULTS = (
     Highlight("forward", "sm90", "sm90", "qflash sm90_fwd", 128, 16384, True),
-    Highlight("forward, from JAX", "sm90", "sm90-jax", "qflash sm90_fwd", 128, 8192, True),
+    Highlight("gradients", "backward", "backward", "qflash sm90_bwd", 128, 16384, True),
     Highlight("INT8, quantization included", "int8", "sm90_int8", "qflash sm90_int8", 128, 16384, False),
+    Highlight("one query, long cache", "decode", "decode", "qflash sm90_decode", 128, 32768, False),
     Highlight("forward", "cpu", "cpu", "qflash cpu", 128, 4096, True),
-    Highlight("INT8, quantization included", "cpu", "cpu", "qflash cpu_int8", 128, 4096, True),
     Highlight("one query, long cache", "decode", "cpu-decode", "qflash cpu", 128, 32768, False),
 )
 

@@ -228,9 +228,18 @@ def against_the_best(rows: list[Row]) -> list[str]:
     return sentences
 
 
+# Preset -> whom the front page tells of.
+BEST_OF_HOPPER = {"sm90": "qflash sm90_fwd", "backward": "qflash sm90_bwd", "decode": "qflash sm90_decode"}
+
+
 def best_of_hopper() -> str:
-    """sm90_fwd on all problems, in a sentence per machine and dtype."""
-    found = [line for rows in store.committed("sm90").values() for line in against_the_best(rows)]
+    """Hopper's kernels on all problems of their presets, in a sentence per machine and dtype."""
+    found = [
+        line
+        for preset, name in BEST_OF_HOPPER.items()
+        for rows in store.committed(preset).values()
+        for line in against_the_best([row for row in rows if row["candidate"] == name])
+    ]
     return "\n".join(f"- {line}" for line in found) or _no_rows("sm90")
 
 
