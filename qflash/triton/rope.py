@@ -1,9 +1,9 @@
 """Rotary embedding. Pairs are (p, p + rotary_dim / 2) or, interleaved, (2p, 2p + 1).
 
 q and k are rotated by passes of their own, into the workspace. CUDA kernels rotate a tile as they load it; in Triton a
-channel's partner is out of reach, in another lane's register, and has to be loaded as a second tile, whose addresses
-leave no registers to the loop. A position whose row is outside the tables makes a row NaN, as in csrc/attn/rope.cuh,
-and nothing outside is read.
+channel's partner may be in another lane's register, and is loaded as a second tile, whose addresses leave no registers
+to a loop. A position whose row is outside the tables makes a row NaN, as in csrc/attn/rope.cuh, and nothing outside is
+read.
 """
 
 from __future__ import annotations

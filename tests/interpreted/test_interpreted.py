@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import qflash
-from qflash import dispatch
+from qflash import dispatch, reference
 from qflash.backends import triton as backend
 from qflash.reference.quantize import quantize
 from qflash.rotary import Rope, rope_tables
-from qflash.testing import BY_NAME, Case, check, interpreted_ops
+from qflash.testing import BY_NAME, Case, check, interpreted_ops, oracle
+from qflash.testing.compare import check_contract
 from qflash.testing.interpreted import ARCH, in_interpreter
 from qflash.testing.linear_problems import LinearProblem, check_near, linear, operands
 from qflash.testing.rotations import check_rotated
@@ -81,6 +82,24 @@ def test_decoding_on_pages(name):
 def test_int8(name):
     case = BY_NAME[name]
     check_case(replace(case, k_len=min(case.k_len, KEYS)), "triton_int8")
+
+
+# Tiles of GPUs before Hopper, which have a table of their own.
+OLDER = (
+    ("triton_fwd", replace(BY_NAME["float16_causal_gqa"], head_dim=128)),
+    ("triton_fwd", replace(BY_NAME["bfloat16_rope"], head_dim=128)),
+    ("triton_fwd", replace(BY_NAME["nan_bfloat16"], head_dim=136)),
+    ("triton_int8", replace(BY_NAME["window_both"], k_len=KEYS, head_dim=96, dtype="bfloat16")),
+)
+
+
+@pytest.mark.parametrize(("kernel", "case"), OLDER, ids=lambda one: getattr(one, "name", one))
+def test_tiles_of_older_gpus(kernel, case):
+    spec = dispatch.VARIANTS[kernel].spec(80, case.dtype, case.head_dim)
+    tiles = [backend.launches(dispatch.BY_NAME[kernel], replace(spec, arch=arch)).choices[0] for arch in (80, ARCH)]
+    assert tiles[0] != tiles[1]
+    result = in_interpreter(run_interpreted, case, kernel, 80)
+    check_contract(case, *result, dispatch.VARIANTS[kernel].contract, integers=oracle.integers_of(kernel))
 
 
 # What passes leave in the workspace ----------------------------------------------------------------------------------
@@ -227,6 +246,19 @@ def test_a_position_outside_the_tables_makes_what_it_rotates_nan():
     assert np.isfinite(got[:, 0]).all() and np.isnan(got[:, 1:, :, :16]).all() and (got[..., 16:] == 1).all()
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_is_not_finite_reaches_its_pair_alone(interleaved):
+    x = np.ones((1, 4, 3, 24), np.float32)
+    x[0, 1, 2, 5], x[0, 2, 0, 3], x[0, 3, 1, 20] = np.nan, np.inf, -np.inf  # the last one is not rotated
+    rope = Rope(*rope_tables(50, 16), interleaved)
+    with np.errstate(invalid="ignore"):
+        wanted = reference.apply_rope(x[0].astype(np.float64), np.arange(4), rope)
+    got = in_interpreter(interpreted_ops.rope, x, rope)[0]
+    for kind in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(kind(got), kind(wanted))
+    assert np.count_nonzero(~np.isfinite(got)) == 5  # two pairs, and the channel behind them
+
+
 # Linear layers -------------------------------------------------------------------------------------------------------
 
 LAYERS = (
@@ -242,10 +274,11 @@ LAYERS = (
 )
 
 
+@pytest.mark.parametrize("arch", [ARCH, 80])
 @pytest.mark.parametrize("problem", LAYERS, ids=str)
-def test_linear(problem):
+def test_linear(problem, arch):
     keeps, pad = bool(problem.activation), 3 if problem.m == 37 else 0
-    got = in_interpreter(interpreted_ops.linear, problem, pad, keeps)
+    got = in_interpreter(interpreted_ops.linear, problem, pad, keeps, arch)
     assert set(got) == {"out", *({"pre"} if keeps else ()), *({"pre_up"} if problem.gated else ())}
     check_near(got, *linear(problem, operands(problem)))
 
