@@ -8,6 +8,8 @@ tokens     which tokens of a batch are padding
 pages      PagedCache, a cache of transformers over qflash.KVCache
 prompts    what generate is given, and what is refused of it
 sampling   the next token from logits
+causal_model  a decoder-only model as the decode loops call it
+capture    a step as a CUDA graph
 decoding   generate and Decoder, the decode loop
 stand_ins  what a module computes, found out by trying it
 joined     fuse_projections: layers that read the same input as one product

@@ -226,7 +226,7 @@ class PagedCache(Cache):
 
     def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
         rope = take_rope(query, new.k)
-        k, v, q = _under_autocast(new.k, new.v, query)
+        k, v, q = under_autocast(new.k, new.v, query)
         if not self._new or new.layer in self._written:
             self._begin(k, v, mask)
         k, v, q = (x.transpose(1, 2) for x in (k, v, q))
@@ -301,7 +301,7 @@ class PagedCache(Cache):
             self.tables = self.kv.extend(self._sequences, counts, columns=columns)
 
 
-def _under_autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
+def under_autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
     """Keys, values and queries in the type that torch.autocast computes attention in. Rotated keys would be float32
     otherwise, beside values that are not, and pages hold one type."""
     device = arrays[0].device.type
