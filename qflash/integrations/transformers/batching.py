@@ -181,7 +181,7 @@ class Batcher:
             self._is_at_work.release()
 
     def _round(self) -> bool:
-        self._settle(self._running)  # whatever an interrupt left
+        self._recover()
         self._drop_cancelled()
         self._admit()
         self._prefill()
@@ -192,8 +192,8 @@ class Batcher:
         left = self._prefill_tokens
         requests, counts = [], []
         for request in self._running:
-            count = min(self._unwritten(request), left)
-            if self._unwritten(request) > 1 and count:
+            count = min(_unwritten(request), left)
+            if _unwritten(request) > 1 and count:
                 requests.append(request)
                 counts.append(count)
                 left -= count
@@ -202,7 +202,7 @@ class Batcher:
             self._compute(requests, counts, lambda: self._passes.prefill(step, requests, counts))
 
     def _decode(self) -> None:
-        requests = [request for request in self._running if self._unwritten(request) == 1]
+        requests = [request for request in self._running if _unwritten(request) == 1]
         if not requests:
             return
         pages = max(self._pages_of(request.longest) for request in requests)
@@ -212,21 +212,25 @@ class Batcher:
             self._compute(requests, counts, lambda: decode.run(requests))
 
     def _compute(self, requests: list[Request], counts: list[int], run: Callable[[], Sequence[int | None]]) -> None:
-        """A pass for which pages are reserved. Where it fails, so do its requests, and the pages are as before."""
+        """A pass for which pages are reserved. Where it fails, so do its requests."""
         try:
             tokens = run()
-        except BaseException as error:
-            for request, count in zip(requests, counts, strict=True):
-                self.kv.truncate(request.sequence, self.kv.length(request.sequence) - count)
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
             for request in requests:
                 self._fail(request, error)
             return
-        for request, token in zip(requests, tokens, strict=True):
+        for request, count, token in zip(requests, counts, tokens, strict=True):
             if token is not None:
                 request.known.append(token)
+            request.written += count
         self._settle(requests)
+
+    def _recover(self) -> None:
+        """What an interrupt left: pages that were reserved and not written, and tokens that were not told."""
+        for request in self._running:
+            if self.kv.length(request.sequence) > request.written:
+                self.kv.truncate(request.sequence, request.written)
+        self._settle(self._running)
 
     # Requests.
 
@@ -265,7 +269,7 @@ class Batcher:
             self._prefixes.keep(request)
         else:
             self.kv.close(request.sequence)
-        request.sequence = None
+        request.sequence, request.written = None, 0
 
     # Slots and pages.
 
@@ -280,12 +284,13 @@ class Batcher:
                 if found.is_growing:  # soon there will be more to share
                     return
                 request.sequence = self._prefixes.open(found)
+                request.written = found.pages * self.kv.page_size
             promised = sum(map(self._promised, self._running)) + self._promised(request)
             while promised > self.kv.free_pages and self._evict():
                 pass
             if self._running and promised > self.kv.free_pages:
                 self.kv.close(request.sequence)
-                request.sequence = None
+                request.sequence, request.written = None, 0
                 return
             with self._lock:
                 self._waiting.popleft()
@@ -294,7 +299,7 @@ class Batcher:
     def _promised(self, request: Request) -> int:
         """How many pages it will take for what it knows, and one more, so that it is not soon without."""
         wanted = min(self._pages_of(len(request.known)) + 1, self._pages_of(request.longest))
-        return wanted - self._pages_of(self.kv.length(request.sequence))
+        return wanted - self._pages_of(request.written)
 
     def _reserve(
         self, requests: list[Request], counts: list[int], into: Any = None
@@ -328,9 +333,6 @@ class Batcher:
     def _evict(self) -> bool:
         return self._prefixes is not None and self._prefixes.evict()
 
-    def _unwritten(self, request: Request) -> int:
-        return len(request.known) - self.kv.length(request.sequence)
-
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.kv.page_size)
 
@@ -346,6 +348,11 @@ class Batcher:
             raise ValueError(
                 f"{asked}, which needs {request.longest} positions; allowed: up to {self._positions}, the model's"
             )
+
+
+def _unwritten(request: Request) -> int:
+    """How many tokens a request knows that are not in pages: one while it decodes, more before that."""
+    return len(request.known) - request.written
 
 
 def _positions(config: Any) -> int | None:

@@ -43,9 +43,9 @@ class Passes:
         """Write the next tokens that requests know, `counts` of each; what follows where those are all it knows."""
         ids, positions, last, ready = [], [], [], []
         for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            end = self.cache.kv.length(request.sequence)
-            ids += request.known[end - count : end]
-            positions += range(end - count, end)
+            end = request.written + count
+            ids += request.known[request.written : end]
+            positions += range(request.written, end)
             if end == len(request.known):
                 last.append(len(ids) - 1)
                 ready.append(row)

@@ -32,13 +32,14 @@ class Prefixes:
         """The longest prefix of `tokens` that is in pages. One token is left out at least, whose logits are wanted."""
         most = (len(tokens) - 1) // self._kv.page_size
         sequence, pages, coming = None, 0, 0
-        others = [(request.sequence, request.known) for request in running]
-        for other, known in others + list(self._kept.items()):
+        others = [(request.sequence, request.known, request.written) for request in running]
+        others += [(kept, known, len(known)) for kept, known in self._kept.items()]
+        for other, known, written in others:
             common = self._common(tokens, known, most)
-            written = min(common, self._kv.length(other) // self._kv.page_size)
+            there = min(common, written // self._kv.page_size)
             coming = max(coming, common)
-            if written > pages:
-                sequence, pages = other, written
+            if there > pages:
+                sequence, pages = other, there
         if sequence in self._kept:
             self._kept[sequence] = self._kept.pop(sequence)
         return Found(sequence, pages, coming > pages)
@@ -54,7 +55,7 @@ class Prefixes:
     def keep(self, request: Request) -> None:
         """Take over the sequence of a request that is done: its whole pages stay, unless they are kept already."""
         size = self._kv.page_size
-        pages = self._kv.length(request.sequence) // size
+        pages = request.written // size
         tokens = tuple(request.known[: pages * size])
         for other, known in list(self._kept.items()):
             common = self._common(tokens, known, pages)

@@ -43,6 +43,8 @@ class Request:
         """The prompt, and what was generated after it."""
         self.sequence: int | None = None
         """Its sequence in the pages, while it is running."""
+        self.written = 0
+        """How many of the known tokens are in pages. The sequence is longer while a pass writes more."""
         self._told = 0  # tokens that `stream` was called with
 
     @property
