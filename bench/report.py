@@ -27,6 +27,7 @@ from bench import (
     result_pages,
     ring,
     rungs,
+    serving,
     sm90_quantize,
     training,
 )
@@ -333,6 +334,7 @@ TABLES: dict[str, Callable[..., str]] = {
     training.NAME: training.table,
     ring.NAME: ring.table,
     models.NAME: models.table,
+    serving.NAME: serving.table,
     **beside_triton.TABLES,
     **{name: partial(quantize.table, name) for name in (quantize.NAME, sm90_quantize.NAME)},
     **{name: partial(reductions.table, name) for name in reductions.PRESET.values()},
