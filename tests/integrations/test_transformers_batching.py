@@ -502,6 +502,14 @@ def test_models_that_are_not_served():
         qf.Batcher(tiny.bart(), pages=4)
 
 
+def test_a_layer_that_has_no_part_in_the_cache(monkeypatch):
+    layer = tiny.decoder("llama").model.layers[1].self_attn
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *args, past_key_values, **words: forward(*args, **words))
+    with pytest.raises(NotImplementedError, match=r"layers \[1\] did not hand keys to the cache"):
+        batcher()
+
+
 def test_a_model_that_attention_cannot_serve_is_refused_before_any_request():
     config = tiny.DECODERS["llama"]()
     config.head_dim = 24

@@ -33,6 +33,7 @@ class Passes:
         self._decode_passes: dict[tuple[int, int], DecodePass] = {}
         positions = torch.arange(_FIRST, device=device)[None]
         causal.logits(torch.zeros_like(positions), positions, UNPADDED, cache)  # makes the pages
+        cache.check_layers()
 
     @property
     def is_captured(self) -> bool:

@@ -19,8 +19,8 @@ class Request:
     """What `Batcher.submit` returns.
 
     ids: the prompt. tokens: what was generated so far, with the end. is_done: nothing more will come. error: the
-    exception that ended it, or None. is_cancelled: `cancel` was called in time. preempted: how often its pages were
-    given to older requests; what they held was computed again.
+    exception that ended it, or None. seed: of its draws, also where none was given. is_cancelled: `cancel` was called
+    in time. preempted: how often its pages were given to older requests; what they held was computed again.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class Rows:
 
 def _of(request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
     sampling, known = request.sampling, request.known
-    top_k = _ALL if sampling.top_k is None else sampling.top_k
+    top_k = _ALL if sampling.top_k is None else min(sampling.top_k, _ALL)
     top_p = _NO_TOP_P if sampling.top_p is None else sampling.top_p
     ints = (known[-1], len(known) - 1, len(known) - len(request.ids), request.seed, top_k, int(sampling.do_sample))
     return ints, (sampling.temperature, top_p)

@@ -26,6 +26,19 @@ class StepCache(PagedCache):
     """What the next pass writes. None: the pass finds out what keys look like and whether attention can be computed, in
     pages that are thrown away."""
 
+    def __init__(self, config: Any, *, pages: int, page_size: int = 256, precision: Any = None) -> None:
+        super().__init__(config, pages=pages, page_size=page_size, precision=precision)
+        self._looked_at: set[int] = set()  # layers
+
+    def check_layers(self) -> None:
+        """Refuse a model of which a layer did not write: in a packed pass its tokens would see other sequences."""
+        left = sorted(set(range(len(self.layers))) - self._looked_at)
+        if left:
+            raise NotImplementedError(
+                f"layers {left} did not hand keys to the cache and the attention function; "
+                "allowed: models whose layers all do"
+            )
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """No tokens, because a mask that says more would be that of one sequence."""
         return 0
@@ -33,7 +46,7 @@ class StepCache(PagedCache):
     def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
         rope = take_rope(query, new.k)
         k, v, q = under_autocast(new.k, new.v, query)
-        step, layer = (self._scratch(k, v, mask), 0) if self.step is None else (self.step, new.layer)
+        step, layer = (self._scratch(new.layer, k, v, mask), 0) if self.step is None else (self.step, new.layer)
         k, v, q = (x.transpose(1, 2) for x in (k, v, q))
         if q.shape[1] == 1:
             kv = step.write(layer, k, v, rope=rope)
@@ -46,7 +59,7 @@ class StepCache(PagedCache):
         packed = (step.cu_seqlens, None, step.max_new, None)
         return qflash.attention_varlen(q, kv, None, *packed, rope=rope, **words)[None]
 
-    def _scratch(self, k: Tensor, v: Tensor, mask: Mask) -> Any:
+    def _scratch(self, layer: int, k: Tensor, v: Tensor, mask: Mask) -> Any:
         """Make the pages, refuse a layer that they are not for, and give it a page of another cache to write."""
         self._allocate(k, v)
         if (k.shape[1], k.shape[3]) != (self.kv.kv_heads, self.kv.head_dim):
@@ -57,5 +70,6 @@ class StepCache(PagedCache):
         if not mask.causal:
             raise NotImplementedError("the mask is not causal; allowed: models whose tokens see earlier ones alone")
         sizes = {"layers": 1, "kv_heads": k.shape[1], "head_dim": k.shape[3]} | self._sizes | {"pages": 1}
+        self._looked_at.add(layer)
         scratch = qflash.KVCache(**sizes, dtype=k.dtype, device=k.device)
         return scratch.extend([scratch.open()], k.shape[2])
