@@ -90,6 +90,15 @@ PAGES = (
         "[the guide](../../guide/transformers.md) says what these do. Transformers' compiled step is the one that "
         '`cache_implementation="static"` brings.',
     ),
+    Page(
+        "serving",
+        "Many requests to a model of transformers",
+        None,
+        {"serving": "Random weights"},
+        "Requests of different lengths, all there from the start: a `Batcher`, `generate` with as many at a time, "
+        "which all wait for the longest, and `generate` with one. Tokens a second are of the answers, and the time for "
+        "prompts counts. [The guide](../../guide/transformers.md) says what a `Batcher` does.",
+    ),
     Page("fa_mma", "fa_mma and FlashAttention 2", "fa_mma", {"fa_mma": "bfloat16", "fa_mma-f16": "float16"}),
     Page("fa_int8", "fa_int8 with its quantization and alone", "fa_int8", {"fa_int8": "bfloat16"}),
     Page(

@@ -10,7 +10,12 @@ import pytest
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
 
 # What the name does not say.
-NEEDS = {"context_parallel": "torch", "train_llama": "torch", "train_stdlib_model": "transformers"}
+NEEDS = {
+    "context_parallel": "torch",
+    "train_llama": "torch",
+    "train_stdlib_model": "transformers",
+    "serve_requests": "transformers",
+}
 QUICKLY = {
     "train_llama": ("--steps", "2", "--length", "32", "--batch", "2", "--layers", "1"),
     "train_stdlib_model": ("--steps", "2", "--length", "32", "--batch", "2"),

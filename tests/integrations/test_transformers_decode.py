@@ -12,13 +12,13 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import qflash
 import qflash.integrations.transformers as qf
 from qflash.integrations.transformers import decoding
 from qflash.integrations.transformers.sampling import Sampling
 from qflash.testing import tiny_models as tiny
+from qflash.testing.torch_steps import Recorder
 
 NEW = 12
 
@@ -219,27 +219,6 @@ def test_a_model_with_an_encoder():
 
 
 # A step as a CUDA graph would hold it ---------------------------------------------------------------------------------
-
-
-class Recorder(TorchDispatchMode):
-    """The operations of a step with the shapes of their arguments; reading a value is refused."""
-
-    ASKS_FOR_VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
-
-    OPAQUE = (list, torch.Generator)
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function.overloadpacket.__name__ not in self.ASKS_FOR_VALUES, f"{function} waits for the device"
-        values = [*args, *(kwargs or {}).values()]
-        shapes = [
-            tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in values if not isinstance(x, self.OPAQUE)
-        ]
-        self.calls.append((str(function), str(shapes)))
-        return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("family", tiny.DECODERS)

@@ -7,26 +7,21 @@ where they are, so that a CUDA graph of one pass serves all tokens.
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from qflash.integrations.transformers.fusion import Fusion
+from qflash.integrations.transformers.capture import captured, obstacle
+from qflash.integrations.transformers.causal_model import CausalModel
 from qflash.integrations.transformers.mask import UNPADDED
-from qflash.integrations.transformers.names import FUNCTIONS, register
 from qflash.integrations.transformers.pages import PagedCache
 from qflash.integrations.transformers.prompts import check_count, check_prompts, left_padded
 from qflash.integrations.transformers.sampling import Sampling
 
 Tensor = torch.Tensor
 Stream = Callable[[list[int | None]], None]
-
-logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens on a GPU: how often the host waits to see whether all sequences have ended
 
@@ -141,17 +136,10 @@ class Decoder:
         capture: bool = True,
         fuse: bool = True,
     ) -> None:
-        if model.config.is_encoder_decoder:
-            raise NotImplementedError(f"{type(model).__name__} has an encoder; allowed: decoder-only models")
-        self._parameters = inspect.signature(model.forward).parameters
-        if "position_ids" not in self._parameters:
-            raise NotImplementedError(
-                f"{type(model).__name__} takes no position_ids, which padding needs; allowed: models that do"
-            )
+        self._causal = CausalModel(model, fuse)
         self.model = model
         self.cache = PagedCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)
         self._capture, self._page_size = capture, page_size
-        self._fusion = Fusion(model) if fuse else None
         self._steps: dict[Any, _DecodeStep] = {}
 
     def generate(
@@ -178,8 +166,7 @@ class Decoder:
         tokens = input_ids.shape[1] + max_new_tokens
         columns = 1 << (-(-tokens // self._page_size) - 1).bit_length()  # a power of two, so that few graphs serve all
         key = (input_ids.shape[0], columns, input_ids.device, sampling, ends, padding)
-        fused = nullcontext() if self._fusion is None else self._fusion.applied()
-        with torch.no_grad(), _attention_by_qflash(self.model), fused:
+        with self._causal.at_work():
             if key not in self._steps:
                 self._steps[key] = _DecodeStep(self, *key)
             try:
@@ -194,32 +181,17 @@ class Decoder:
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:
         """The names of modules that run with fewer launches, by what is fused."""
-        return {} if self._fusion is None else self._fusion.names
+        return self._causal.fused
 
     def _special_tokens(self, eos: Any, pad: int | None) -> tuple[tuple[int, ...], int]:
-        config = self.model.generation_config
-        eos = config.eos_token_id if eos is None else eos
-        if isinstance(eos, Tensor):
-            eos = eos.tolist()
-        ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        if not all(isinstance(end, int) for end in ends):
-            raise TypeError(f"eos_token_id is {eos!r}; allowed: None, an int or several")
+        ends, config = self._causal.ends(eos), self.model.generation_config
         if pad is None:
             pad = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
         return ends, pad
 
     def forward(self, ids: Tensor, positions: Tensor, attention_mask: Any) -> Tensor:
         """The logits of the last token of each sequence."""
-        last = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
-        try:
-            out = self.model(
-                input_ids=ids, position_ids=positions, attention_mask=attention_mask, past_key_values=self.cache,
-                use_cache=True, **last,
-            )  # fmt: skip
-        finally:
-            if self._fusion is not None:
-                self._fusion.end_pass()
-        return out.logits[:, -1]
+        return self._causal.logits(ids, positions, attention_mask, self.cache)[:, -1]
 
 
 class _DecodeStep:
@@ -243,9 +215,7 @@ class _DecodeStep:
         self._generator = torch.Generator(device) if sampling.do_sample else None
         self._tables: Any = None  # of the cache, which the graph reads
         self.graph: Any = None
-        self.reason = "" if device.type == "cuda" else f"the model is on {device.type}"
-        if not decoder._capture:
-            self.reason = "capture is False"
+        self.reason = obstacle(device, decoder._capture)
 
     def run(self, ids: Tensor, mask: Tensor | None, count: int, seed: int | None, stream: Stream | None) -> Tensor:
         """The new tokens, `[B, n]`."""
@@ -298,17 +268,7 @@ class _DecodeStep:
             self._step()
 
     def _try_capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            if self._generator is not None:
-                graph.register_generator_state(self._generator)
-            with torch.cuda.graph(graph):
-                self._step()
-        except Exception as error:  # whatever the model does that a graph cannot hold: the step is made without one
-            self.reason = f"the step was not captured: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            logger.warning("%s", self.reason)
-        else:
-            self.graph = graph
+        self.graph, self.reason = captured(self._step, self._generator)
         self._decoder.cache.repeat_pass()
 
     def _is_over(self, index: int, stream: Stream | None) -> bool:
@@ -331,23 +291,3 @@ def _lengths(new: Tensor, ends: Sequence[int]) -> list[int]:
     is_end = torch.isin(new, torch.tensor(ends, dtype=new.dtype, device=new.device))
     first = torch.where(is_end.any(1), is_end.to(torch.int8).argmax(1) + 1, new.shape[1])
     return [int(length) for length in first.tolist()]
-
-
-@contextmanager
-def _attention_by_qflash(model: Any) -> Iterator[None]:
-    """A model's attn_implementation as "qf", unless it is one of ours."""
-    register()
-    before = model.config._attn_implementation
-    if before in FUNCTIONS:
-        yield
-        return
-    model.set_attn_implementation("qf")
-    if model.config._attn_implementation != "qf":
-        raise NotImplementedError(
-            f"{type(model).__name__} has attention of its own, {before!r}, which transformers does not replace; "
-            "allowed: models whose set_attn_implementation takes any registered name"
-        )
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

@@ -226,7 +226,7 @@ class PagedCache(Cache):
 
     def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
         rope = take_rope(query, new.k)
-        k, v, q = _under_autocast(new.k, new.v, query)
+        k, v, q = under_autocast(new.k, new.v, query)
         if not self._new or new.layer in self._written:
             self._begin(k, v, mask)
         k, v, q = (x.transpose(1, 2) for x in (k, v, q))
@@ -247,12 +247,8 @@ class PagedCache(Cache):
 
     def _begin(self, k: Tensor, v: Tensor, mask: Mask) -> None:
         """Reserve pages for the tokens of a forward pass; in its first layer."""
-        batch, heads, length, head_dim = k.shape
-        if v.shape != k.shape:
-            raise NotImplementedError(f"values have shape {list(v.shape)}; allowed: that of keys, {list(k.shape)}")
-        if self.kv is None:
-            sizes = {"layers": len(self.layers), "kv_heads": heads, "head_dim": head_dim}
-            self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=k.dtype, device=k.device)
+        self._allocate(k, v)
+        batch, _, length, _ = k.shape
         if self._sequences and len(self._sequences) != batch:
             raise ValueError(f"there are {batch} sequences; allowed: as many as the cache has, {len(self._sequences)}")
         visible = None if mask.visible is None else mask.visible.cpu().numpy()
@@ -274,6 +270,14 @@ class PagedCache(Cache):
         self._written.clear()
         self._new, self._rows = length, rows
         self._log.add(length, None if rows is None else flags)
+
+    def _allocate(self, k: Tensor, v: Tensor) -> None:
+        """Make the pages, of the first keys' and values' dtype, device and shape, unless they are there."""
+        if v.shape != k.shape:
+            raise NotImplementedError(f"values have shape {list(v.shape)}; allowed: that of keys, {list(k.shape)}")
+        if self.kv is None:
+            sizes = {"layers": len(self.layers), "kv_heads": k.shape[1], "head_dim": k.shape[3]}
+            self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=k.dtype, device=k.device)
 
     def _check_same(self, mask: Mask, visible: Flags | None, batch: int, new: int) -> None:
         """Refuse a mask that hides tokens which are in pages, or shows padding, which is not."""
@@ -301,7 +305,7 @@ class PagedCache(Cache):
             self.tables = self.kv.extend(self._sequences, counts, columns=columns)
 
 
-def _under_autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
+def under_autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
     """Keys, values and queries in the type that torch.autocast computes attention in. Rotated keys would be float32
     otherwise, beside values that are not, and pages hold one type."""
     device = arrays[0].device.type

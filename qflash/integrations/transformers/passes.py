@@ -1,0 +1,118 @@
+"""The two kinds of forward passes of a `Batcher`: prompts packed one after another, and one token of every request.
+
+The second kind has fixed shapes: so many rows, whoever is in them, and tables with room for so many pages. A CUDA graph
+of one such pass serves all requests that come and go, and there are few: rows and pages are powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qflash.integrations.transformers.capture import captured, obstacle
+from qflash.integrations.transformers.causal_model import CausalModel
+from qflash.integrations.transformers.mask import UNPADDED
+from qflash.integrations.transformers.requests import Request
+from qflash.integrations.transformers.rows import Rows
+from qflash.integrations.transformers.step_cache import StepCache
+
+Tensor = torch.Tensor
+
+_FIRST = 4  # tokens of the pass that only looks: enough that rotations differ
+
+
+class Passes:
+    """A model over the pages of a StepCache."""
+
+    def __init__(self, causal: CausalModel, cache: StepCache, device: torch.device, capture: bool) -> None:
+        self.causal, self.cache, self.device = causal, cache, device
+        self.reason = obstacle(device, capture)
+        self.pool = None if self.reason else torch.cuda.graph_pool_handle()
+        self._decode_passes: dict[tuple[int, int], DecodePass] = {}
+        positions = torch.arange(_FIRST, device=device)[None]
+        causal.logits(torch.zeros_like(positions), positions, UNPADDED, cache)  # makes the pages
+        cache.check_layers()
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph did a pass."""
+        return any(decode.graphs for decode in self._decode_passes.values())
+
+    def prefill(self, step: Any, requests: Sequence[Request], counts: Sequence[int]) -> list[int | None]:
+        """Write the next tokens that requests know, `counts` of each; what follows where those are all it knows."""
+        ids, positions, last, ready = [], [], [], []
+        for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            end = request.written + count
+            ids += request.known[request.written : end]
+            positions += range(request.written, end)
+            if end == len(request.known):
+                last.append(len(ids) - 1)
+                ready.append(row)
+        self.cache.step = step
+        sent = (torch.tensor(x, device=self.device) for x in (ids, positions, last or [len(ids) - 1]))
+        ids, positions, last = sent
+        logits = self.causal.logits(ids[None], positions[None], UNPADDED, self.cache, last)
+        tokens: list[int | None] = [None] * len(requests)
+        if ready:
+            rows = Rows(len(ready), self.device)
+            rows.show([requests[row] for row in ready])
+            for row, token in zip(ready, rows.choose(logits[0]).tolist(), strict=True):
+                tokens[row] = token
+        return tokens
+
+    def decode_pass(self, requests: int, pages: int, most: int) -> DecodePass:
+        """One for so many requests, at most `most`, of up to so many pages."""
+        rows = min(_power_of_two(requests), most)
+        key = (rows, _power_of_two(pages))
+        if key not in self._decode_passes:
+            self._decode_passes[key] = DecodePass(self, *key)
+        return self._decode_passes[key]
+
+
+class DecodePass:
+    """One token of each row: tensors that stay where they are, and the graphs that read and write them."""
+
+    def __init__(self, passes: Passes, rows: int, columns: int) -> None:
+        self._passes = passes
+        self.rows = Rows(rows, passes.device)
+        with torch.inference_mode(False):
+            self.chosen = torch.zeros(rows, dtype=torch.int64, device=passes.device)
+        self.graphs: dict[bool, Any] = {}  # by whether tokens are drawn
+        self._warm: set[bool] = set()
+        kv = passes.cache.kv
+        nobody = [kv.open() for _ in range(rows)]
+        self.step = kv.extend(nobody, 0, columns=columns)
+        """The tables; `KVCache.extend(..., into=step)` fills them."""
+        for sequence in nobody:
+            kv.close(sequence)
+
+    def run(self, requests: Sequence[Request]) -> list[int]:
+        """The next token of each request, which are the sequences of the step."""
+        self.rows.show(requests)
+        self._passes.cache.step = self.step
+        self._advance()
+        return self.chosen[: len(requests)].tolist()
+
+    def _advance(self) -> None:
+        """The first pass as it is, which warms everything up, and those after it by a graph."""
+        kind = self.rows.is_drawn
+        if kind in self._warm and kind not in self.graphs and not self._passes.reason:
+            graph, self._passes.reason = captured(self._pass, pool=self._passes.pool)
+            if graph is not None:
+                self.graphs[kind] = graph
+        if kind in self.graphs:
+            self.graphs[kind].replay()
+        else:
+            self._pass()
+            self._warm.add(kind)
+
+    def _pass(self) -> None:
+        rows = self.rows
+        logits = self._passes.causal.logits(rows.ids, rows.positions, UNPADDED, self._passes.cache)
+        self.chosen.copy_(rows.choose(logits[:, -1]))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,92 @@
+"""Pages that prompts have in common: found among those that are running, and among those that were kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import qflash
+from qflash.integrations.transformers.requests import Request
+
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sequence that begins as a prompt does. pages: how many whole pages of both are the same, and written.
+    is_growing: more pages of somebody would be the same, once they are written."""
+
+    sequence: int | None
+    pages: int
+    is_growing: bool
+
+
+class Prefixes:
+    """The first pages of requests that are done, the one that was used longest ago first to go."""
+
+    def __init__(self, kv: qflash.KVCache) -> None:
+        self._kv = kv
+        self._kept: dict[int, Tokens] = {}  # by sequence, in the order of use
+
+    def find(self, tokens: Tokens, running: Iterable[Request]) -> Found:
+        """The longest prefix of `tokens` that is in pages. One token is left out at least, whose logits are wanted."""
+        most = (len(tokens) - 1) // self._kv.page_size
+        sequence, pages, coming = None, 0, 0
+        others = [(request.sequence, request.known, request.written) for request in running]
+        others += [(kept, known, len(known)) for kept, known in self._kept.items()]
+        for other, known, written in others:
+            common = self._common(tokens, known, most)
+            there = min(common, written // self._kv.page_size)
+            coming = max(coming, common)
+            if there > pages:
+                sequence, pages = other, there
+        if sequence in self._kept:
+            self._kept[sequence] = self._kept.pop(sequence)
+        return Found(sequence, pages, coming > pages)
+
+    def open(self, found: Found) -> int:
+        """A sequence with the pages that were found."""
+        if found.sequence is None:
+            return self._kv.open()
+        sequence = self._kv.fork(found.sequence)
+        self._kv.truncate(sequence, found.pages * self._kv.page_size)
+        return sequence
+
+    def keep(self, request: Request) -> None:
+        """Take over the sequence of a request that is done: its whole pages stay, unless they are kept already."""
+        size = self._kv.page_size
+        pages = request.written // size
+        tokens = tuple(request.known[: pages * size])
+        for other, known in list(self._kept.items()):
+            common = self._common(tokens, known, pages)
+            if common == pages:  # this one is the beginning of another
+                pages = 0
+                break
+            if common * size == len(known):  # another is the beginning of this one
+                self._close(other)
+        if pages:
+            self._kv.truncate(request.sequence, pages * size)
+            self._kept[request.sequence] = tokens
+        else:
+            self._kv.close(request.sequence)
+
+    def evict(self) -> bool:
+        """Give up the sequence that was used longest ago; whether there was one."""
+        if not self._kept:
+            return False
+        self._close(next(iter(self._kept)))
+        return True
+
+    def _close(self, sequence: int) -> None:
+        del self._kept[sequence]
+        self._kv.close(sequence)
+
+    def _common(self, a: Tokens, b: Tokens, most: int) -> int:
+        """How many pages two begin with alike, up to `most`."""
+        size = self._kv.page_size
+        pages = min(len(a) // size, len(b) // size, most)
+        for page in range(pages):
+            place = slice(page * size, (page + 1) * size)
+            if tuple(a[place]) != tuple(b[place]):
+                return page
+        return pages
