@@ -91,6 +91,7 @@ STEPS = (
     _module("bench-ring", 120, "bench.ring", "cuda"),
     _module("bench-words", 120, "bench.words", "cuda"),
     _module("bench-models", 560, "bench.models", "cuda", "--missing", "--limit", "540"),
+    _module("bench-serving", 200, "bench.serving", "cuda"),
     _module("bench-quality", 240, "bench.quality", "cuda"),
     _module("bench-triton", 560, "bench.beside_triton"),
     _bench("bench-decode", 400, "decode", "decode_pages", "decode_mixed", "kv_write"),
