@@ -18,7 +18,7 @@ def qf_attention(
 ) -> tuple[Tensor, None]:
     """Attention in the arrays' own type.
 
-    query: `[B, Hq, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, or `NewTokens` and None. attention_mask: what `qf_mask`
+    query: `[B, Hq, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, or the same `NewTokens`. attention_mask: what `qf_mask`
     made, or None. Returns `[B, Tq, Hq, D]`, and None in the place of weights, which no kernel has.
     """
     return _attend(module, query, key, value, attention_mask, None, **words), None
@@ -74,6 +74,8 @@ def _attend(
     words = {"causal": mask.causal, "window": mask.window, "softcap": softcap, "scale": scale, "sinks": s_aux}
     try:
         if type(key) is NewTokens:
+            if value is not key:
+                raise NotImplementedError("keys are in pages and values are not; allowed: both as the cache gave them")
             return key.attend(query, mask, words)
         packing = (mask.cu_seqlens, mask.longest)
         if mask.cu_seqlens is None and cu_seq_lens_q is not None:
