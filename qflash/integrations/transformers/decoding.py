@@ -81,7 +81,7 @@ def generate(
         model: a model for causal language modelling. Its attn_implementation becomes "qf" meanwhile, unless it is
             "qf_int8".
         input_ids: int64 or int32 `[B, T]`.
-        attention_mask: `[B, T]`, 0 for padding, on either side, and a token at least in each row; None: no padding.
+        attention_mask: `[B, T]`, 0 for padding, wherever it is, and a token at least in each row; None: no padding.
         max_new_tokens: how many tokens are generated at most.
         eos_token_id: what ends a sequence, one or several; None: those of model.generation_config; (): nothing does.
         pad_token_id: what follows an end; None: that of model.generation_config, or its first end, or 0.
@@ -90,7 +90,7 @@ def generate(
         cache_precision: None, or "int8" for pages of half the size.
         page_size: tokens of a page: 16, 32, 64, 128 or 256.
         stream: called for each step with a list of new tokens, None for sequences that have ended. The host then waits
-            for every token.
+            for every token. It may run the model, and may not call the same Decoder.
         capture: False keeps the steps out of a CUDA graph.
         fuse: False runs every module of the model as it was made. True computes what is recognised in fewer launches:
             rotary embedding in the write of keys and in attention, RMS norms and GeLU with tanh in one each. Results
@@ -136,7 +136,8 @@ class Decoder:
         pages: how many pages there are for all sequences of a batch.
         page_size, cache_precision, capture, fuse: as of `generate`.
 
-    A batch that does not fit raises `qflash.OutOfPagesError`, and the next one finds all pages free.
+    A batch that does not fit raises `qflash.OutOfPagesError`, and the next one finds all pages free. A Decoder
+    serves one call at a time; threads have one each.
     """
 
     def __init__(
