@@ -232,10 +232,11 @@ class PagedCache(Cache):
             came = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
             raise TypeError(f"{name} is {came}; allowed: a tensor of one dimension")
         try:
-            return [int(index) for index in torch.arange(count)[indices.cpu()]]
+            numbers: list[int] = torch.arange(count)[indices.cpu()].tolist()
         except IndexError:
             allowed = f"numbers below {count} or {count} flags, as many as there are sequences"
             raise IndexError(f"{name} is {indices.tolist()}; allowed: {allowed}") from None
+        return numbers
 
     def _select(self, indices: Sequence[int]) -> None:
         """Make the sequences those of `indices`. One that is named again shares its pages with the first."""
