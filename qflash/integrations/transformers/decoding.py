@@ -226,8 +226,10 @@ class Decoder:
     def _check_positions(self, ids: Tensor, mask: Tensor | None, count: int) -> None:
         """Refuse more tokens than there are learned positions; the last token stands at none."""
         most = self._causal.learned_positions
+        if most is None:
+            return
         given = ids.shape[1] if mask is None else int((mask != 0).sum(1).max())
-        if most is not None and given + count - 1 > most:
+        if given + count - 1 > most:
             raise ValueError(
                 f"max_new_tokens is {count}, behind prompts of {given}; allowed: up to {max(most - given + 1, 0)}, "
                 f"because {type(self.model).__name__} has learned {most} positions"
