@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import math
 import statistics
 import time
 import traceback
@@ -274,18 +275,18 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Run, bool]:
     parser.add_argument("--quick", action="store_true", help="one model, one point, 32 tokens, one run")
     for name, allowed in (("models", SHAPES), ("contenders", CONTENDERS)):
         parser.add_argument(f"--{name}", help=f"of {', '.join(allowed)}")
-    parser.add_argument("--batches", help="how many prompts; default 1,8,32")
-    parser.add_argument("--prompts", help="how many tokens each; default 900,16000")
-    parser.add_argument("--new-tokens", type=int)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a contender at a point")
-    parser.add_argument("--limit", type=float, default=400.0, help="seconds after which nothing is begun")
+    parser.add_argument("--batches", type=_counts, help="how many prompts; default 1,8,32")
+    parser.add_argument("--prompts", type=_counts, help="how many tokens each; default 900,16000")
+    parser.add_argument("--new-tokens", type=_count)
+    parser.add_argument("--seconds", type=_seconds, default=20.0, help="of a contender at a point")
+    parser.add_argument("--limit", type=_seconds, default=400.0, help="seconds after which nothing is begun")
     parser.add_argument("--missing", action="store_true", help="leave out what has a row")
     given = parser.parse_args(arguments)
     on_cpu = given.device == "cpu"
     models = "tiny" if on_cpu else "llama-1b" if given.quick else "gpt2,llama-1b,llama-8b"
-    batches, prompts = ("1,3", "40") if on_cpu else ("1", "900") if given.quick else ("1,8,32", "900,16000")
+    batches, prompts = ([1, 3], [40]) if on_cpu else ([1], [900]) if given.quick else ([1, 8, 32], [900, 16000])
     few = given.quick or on_cpu
-    points = itertools.product(_numbers(given.prompts or prompts), _numbers(given.batches or batches))
+    points = itertools.product(given.prompts or prompts, given.batches or batches)
     run = Run(
         given.device,
         _names(parser, "models", given.models or models, SHAPES),
@@ -299,8 +300,24 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Run, bool]:
     return run, given.missing
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: numbers from 1 on are")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: seconds above 0 are")
+    return seconds
 
 
 def _names(parser: argparse.ArgumentParser, what: str, text: str, allowed: Any) -> list[str]:

@@ -185,5 +185,7 @@ if __name__ == "__main__":
     parser.add_argument("device", choices=("cpu", "cuda"), nargs="?", default="cpu")
     parser.add_argument("checkpoint", type=Path, nargs="?", default=SMALL)
     given = parser.parse_args()
+    if not (given.checkpoint / "config.json").is_file():
+        parser.error(f"checkpoint is {given.checkpoint}, without a config.json; allowed: a folder of a trained model")
     set_threads(None)
     main(Quality(given.device, problems(given.device, given.checkpoint)))

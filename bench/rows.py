@@ -54,7 +54,10 @@ def provenance(device: str) -> dict[str, Any]:
 def folder_name(device: str) -> str:
     """The folder of bench/results that this machine's rows go to."""
     if device == "cuda":
-        return machine.slug(machine.gpus()[0][0].name)
+        gpus, reason = machine.gpus()
+        if not gpus:
+            raise SystemExit(f"device is 'cuda' and {reason}; allowed: 'cpu', or a machine with an NVIDIA GPU")
+        return machine.slug(gpus[0].name)
     return f"{machine.slug(machine.cpu_name())}-{machine.cores()}c"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import transformers
 import qflash
 import qflash.integrations.transformers as qf
 from qflash.integrations.transformers import decoding
+from qflash.integrations.transformers.causal_model import CausalModel
 from qflash.integrations.transformers.sampling import Sampling
 from qflash.testing import tiny_models as tiny
 from qflash.testing.torch_steps import Recorder
@@ -129,6 +131,82 @@ def test_a_batch_that_does_not_fit():
     assert torch.equal(got.sequences, reference("llama", slice(2)))
 
 
+def test_steps_are_bounded(monkeypatch):
+    """Each has tables and a graph, and callers may ask for as many temperatures as there are numbers."""
+    monkeypatch.setattr(decoding, "MOST_STEPS", 2)
+    decoder, ids = qf.Decoder(tiny.decoder("llama"), pages=4, page_size=16), tiny.tokens(1)
+    steps = []
+    for temperature in (1.0, 2.0, 1.0, 3.0):
+        decoder.generate(ids, max_new_tokens=1, do_sample=True, temperature=temperature)
+        steps.append(next(reversed(decoder._steps.values())))
+    assert steps[2] is steps[0] and list(decoder._steps.values()) == [steps[0], steps[3]]
+
+
+def test_a_decoder_at_work_refuses_another_call():
+    decoder, refusals = qf.Decoder(tiny.decoder("llama"), pages=8, page_size=16), []
+
+    def generates(_):
+        with pytest.raises(RuntimeError, match="the Decoder is generating already; allowed: one call at a time"):
+            decoder.generate(tiny.tokens(1), max_new_tokens=1)
+        refusals.append(1)
+
+    got = decoder.generate(tiny.tokens(), tiny.padding("left"), max_new_tokens=NEW, stream=generates)
+    assert torch.equal(got.sequences, reference("llama")) and len(refusals) == NEW
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_stream_may_run_the_model(family):
+    """What a Decoder leaves out of its own passes is left out of no other: a dynamic cache, which rotates nothing, got
+    keys as they were before."""
+    model, ids = tiny.decoder(family), tiny.tokens()
+    logits = []
+
+    def runs(_):
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+
+    result = generated(family, stream=runs, max_new_tokens=3)
+    assert torch.equal(result.sequences, reference(family, max_new_tokens=3))
+    assert family == "gpt2" or len(result.fused["rope"]) == 2
+    with tiny.attention_by(model, tiny.reference_of(family)), torch.no_grad():
+        want = model(ids).logits
+    assert all((got - want).abs().max() <= 1e-5 for got in logits) and len(logits) == 3
+
+
+def test_inference_mode_does_not_stay():
+    """Pages and tables that were made in it serve calls outside."""
+    decoder, ids = qf.Decoder(tiny.decoder("llama"), pages=8, page_size=16), tiny.tokens()
+    with torch.inference_mode():
+        first = decoder.generate(ids, max_new_tokens=3)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=3).sequences, first.sequences)
+    with tiny.attention_by(tiny.decoder("llama"), "qf") as model:
+        cache = qf.PagedCache(model.config, pages=8, page_size=16)
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+        with torch.no_grad():
+            got, want = model(ids[:, :1], past_key_values=cache).logits, model(torch.cat([ids, ids[:, :1]], 1)).logits
+    torch.testing.assert_close(got[:, 0], want[:, -1], atol=1e-5, rtol=0)
+
+
+def test_gradient_checkpointing_keeps_no_cache():
+    model = copy.deepcopy(tiny.decoder("llama"))
+    model.gradient_checkpointing_enable()
+    assert torch.equal(qf.generate(model, tiny.tokens(), max_new_tokens=1).sequences[:, :-1], tiny.tokens())
+    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM trains with gradient .*; allowed: model\.eval"):
+        qf.generate(model.train(), tiny.tokens(), max_new_tokens=2)
+    assert model.training and model.config._attn_implementation == "eager"
+
+
+@pytest.mark.slow
+def test_a_model_whose_forward_is_compiled():
+    """Its graphs know nothing of forwards that leave the rotation out."""
+    model = copy.deepcopy(tiny.decoder("llama"))
+    torch.compiler.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    got = qf.generate(model, tiny.tokens(), tiny.padding("left"), max_new_tokens=4, page_size=16)
+    assert torch.equal(got.sequences, reference("llama", max_new_tokens=4))
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -139,8 +217,25 @@ def test_a_batch_that_does_not_fit():
         ({"max_new_tokens": -20}, "max_new_tokens is -20"),
         ({"max_new_tokens": 2.0}, r"max_new_tokens is 2\.0; allowed: an int"),
         ({"top_k": 2.5}, r"top_k is 2\.5; allowed: None, or an int"),
+        ({"temperature": math.inf}, "temperature is inf; allowed: more than 0 and finite"),
+        ({"temperature": None}, "temperature is None; allowed: a number"),
+        ({"temperature": True}, "temperature is True; allowed: a number"),
+        ({"top_k": True}, "top_k is True; allowed: None, or an int"),
+        ({"top_p": "0.9"}, "top_p is '0.9'; allowed: None, or a number"),
+        ({"do_sample": "yes"}, "do_sample is 'yes'; allowed: True or False"),
+        ({"seed": 1.5}, r"seed is 1\.5; allowed: None, or an int"),
+        ({"seed": 2**64}, r"seed is 18446744073709551616; allowed: None, or -2\^63 to"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"eos_token_id": 1.5}, r"eos_token_id is 1\.5; allowed: None, an int or several"),
+        ({"eos_token_id": [5, 99]}, "eos_token_id is 99; allowed: 0 to 98"),
+        ({"pad_token_id": -1}, "pad_token_id is -1; allowed: 0 to 98"),
+        ({"pad_token_id": "0"}, "pad_token_id is '0'; allowed: an int, 0 to 98"),
         ({"page_size": 0}, "page_size is 0; allowed: 16 to 256"),
+        ({"page_size": "16"}, "page_size is '16'; allowed: an int"),
+        ({"cache_precision": "int4"}, "cache_precision is 'int4'; allowed: None, 'int8'"),
+        ({"stream": 3}, "stream is 3; allowed: None, or a function"),
+        ({"capture": "no"}, "capture is 'no'; allowed: True or False"),
+        ({"fuse": None}, "fuse is None; allowed: True or False"),
     ],
 )
 def test_words_out_of_range(words, text):
@@ -156,8 +251,10 @@ def test_words_out_of_range(words, text):
         (tiny.tokens()[:, :0], r"input_ids has shape \[3, 0\]"),
         (tiny.tokens()[:0], r"input_ids has shape \[0, 14\]"),
         (tiny.tokens().float(), r"input_ids has dtype torch\.float32; allowed: int64, int32"),
+        (torch.tensor([[5, 99], [6, 7]]), r"input_ids\[0, 1\] is 99; allowed: 0 to 98"),
+        (torch.tensor([[5, 6], [-100, 7]]), r"input_ids\[1, 0\] is -100; allowed: 0 to 98"),
     ],
-    ids=["list", "one dimension", "no tokens", "no sequences", "float"],
+    ids=["list", "one dimension", "no tokens", "no sequences", "float", "above", "below"],
 )
 def test_what_are_no_prompts(ids, text):
     decoder = qf.Decoder(tiny.decoder("llama"), pages=4, page_size=16)
@@ -165,6 +262,30 @@ def test_what_are_no_prompts(ids, text):
         qf.generate(tiny.decoder("llama"), ids, max_new_tokens=2)
     with pytest.raises((ValueError, TypeError), match=text):
         decoder.generate(ids, max_new_tokens=2)
+
+
+def test_what_are_no_models():
+    for model in (None, "gpt2", torch.nn.Linear(2, 2), tiny.decoder("llama").model, tiny.bert()):
+        with pytest.raises(TypeError, match=f"model is {type(model).__name__}; allowed: a model of transformers for"):
+            qf.generate(model, tiny.tokens(), max_new_tokens=2)
+
+
+def test_learned_positions():
+    """A token beyond them would be looked up past the end of an embedding; the last one is looked up nowhere."""
+    model, ids = tiny.decoder("gpt2"), tiny.tokens()
+    room = model.config.n_positions - tiny.LENGTH
+    with pytest.raises(ValueError, match=f"max_new_tokens is {room + 2}, .*of 14; allowed: up to {room + 1}, because"):
+        qf.generate(model, ids, max_new_tokens=room + 2)
+    limits = {family: CausalModel(tiny.decoder(family), fuse=False).learned_positions for family in tiny.DECODERS}
+    assert limits == dict.fromkeys(tiny.DECODERS) | {"gpt2": 128}
+
+
+def test_a_config_whose_padding_is_no_token(monkeypatch):
+    """Steps embed what follows an end, so -1, which configs have in the place of none, is passed over."""
+    end = int(generated("llama").new_tokens[0, 1])
+    want = generated("llama", eos_token_id=end, pad_token_id=end).sequences
+    monkeypatch.setattr(tiny.decoder("llama").generation_config, "pad_token_id", -1)
+    assert torch.equal(generated("llama", eos_token_id=end, pad_token_id=None).sequences, want)
 
 
 @pytest.mark.parametrize("shape", [(3, 12), (3, 16), (1, 14), (2, 14), (3, 1, 14, 14)], ids=str)
@@ -237,8 +358,8 @@ def test_every_step_is_the_same(family, do_sample, monkeypatch):
         calls.append(recorder.calls)
 
     monkeypatch.setattr(decoding._DecodeStep, "_step", recorded)
-    words = {"do_sample": do_sample, "top_k": 9, "top_p": 0.9, "eos_token_id": tiny.VOCABULARY}
-    generated(family, max_new_tokens=24, **words)
+    monkeypatch.setattr(tiny.decoder(family).generation_config, "eos_token_id", tiny.VOCABULARY)  # never comes
+    generated(family, max_new_tokens=24, do_sample=do_sample, top_k=9, top_p=0.9)
     assert len(calls) == 23  # which takes every sequence to another page, and past the window
     assert calls[0] and all(other == calls[0] for other in calls) and all(other == places[0] for other in places)
     assert any("attention_paged" in name for name, _ in calls[0])
@@ -367,6 +488,12 @@ def test_the_same_seed_draws_the_same():
     words = {"max_new_tokens": NEW, "do_sample": True, "temperature": 2.0}
     one, same, other = (decoder.generate(tiny.tokens(), **words, seed=seed).new_tokens for seed in (3, 3, 4))
     assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+def test_the_least_temperature_draws_the_best_token():
+    """Logits over it are more than float32 holds."""
+    drawn = generated("llama", do_sample=True, temperature=1e-40, max_new_tokens=3)
+    assert torch.equal(drawn.sequences, reference("llama", max_new_tokens=3))
 
 
 def test_one_token_to_choose_from_is_the_best_one():

@@ -332,3 +332,25 @@ def test_on_a_gpu(family):
         assert distance(model(ids).logits.float(), want) < LARGEST_ERROR[family]
     result = qf.generate(model, ids, max_new_tokens=20, page_size=16)
     assert result.is_captured, result.reason
+
+
+def test_models_that_read_a_weight_themselves():
+    """Its dtype (HunYuan's router), or all of it (Mamba)."""
+    linear = nn.Linear(32, 8).bfloat16()
+    want = linear.weight.detach()
+    weight = qf.Int8Linear(want.T, linear.bias).weight
+    assert weight.dtype is torch.bfloat16 and weight.shape == want.shape
+    assert distance(weight.float(), want.float()) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: qf.fuse_projections("gpt2"), "model is str; allowed: a torch.nn.Module"),
+        (lambda: qf.quantize_linears(nn.Sequential(nn.Linear(4, 4)), skip=5), "skip is 5; allowed: None, or a list"),
+        (lambda: qf.Int8Linear(3, 4), r"weight is int; allowed: a tensor \[K, N\]"),
+    ],
+)
+def test_what_is_not_served(call, text):
+    with pytest.raises(TypeError, match=text):
+        call()

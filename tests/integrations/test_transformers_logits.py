@@ -95,6 +95,15 @@ def test_packed_by_cu_seq_lens():
     lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 8, "max_length_k": 8}
     got = logits(model, "qf", **words, **lengths, attention_mask=torch.ones_like(ids))
     torch.testing.assert_close(got, logits(model, "sdpa", **words), atol=TOLERANCE, rtol=0)
+    # Those of keys alone, where they are others, count for keys.
+    with pytest.raises(ValueError, match=r"cu_seqlens_k"):
+        others = lengths | {"cu_seq_lens_k": torch.tensor([0, 4, 20])}
+        logits(model, "qf", **words, **others, attention_mask=torch.ones_like(ids))
+    with pytest.raises(TypeError, match="cu_seq_lens_q is list; allowed: None, or a tensor of int32 or int64"):
+        logits(model, "qf", input_ids=ids, use_cache=False, cu_seq_lens_q=[0, 4, 14], max_length_q=10)
+    cache = qf.PagedCache(model.config, pages=4, page_size=16)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q is given with padding, a cache or cross attention"):
+        logits(model, "qf", input_ids=ids, past_key_values=cache, **lengths)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

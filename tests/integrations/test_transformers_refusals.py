@@ -148,6 +148,11 @@ def test_a_model_that_slices_its_mask():
         Mask(1, 4, 4, 4, True)[:, :, :, :2]
 
 
+def test_a_model_that_computes_with_its_mask():
+    with pytest.raises(AttributeError, match="the model asks for 'dtype' of its attention mask, and attn_implem"):
+        Mask(1, 4, 4, 4, True).dtype  # noqa: B018
+
+
 def test_a_window_without_a_mask():
     from types import SimpleNamespace
 
@@ -223,6 +228,67 @@ def test_pages_are_read_by_qflash_alone():
         pytest.raises(AttributeError, match=r"only qflash reads them; allowed: .*'qf'"),
     ):
         model(tiny.tokens(), past_key_values=cache)
+
+
+def test_what_a_model_may_not_do_with_keys_and_values_in_pages():
+    """As DiffLlama, which splits values, and DeepSeek V3, which expands what it cached."""
+    new = torch.zeros(1, 2, 1, 16)
+    keys, values = qf.PagedCache(tiny.decoder("llama").config, pages=4, page_size=16).update(new, new, 0)
+    for use in (lambda x: x.shape, lambda x: x.repeat(1, 2, 1, 1), lambda x: torch.chunk(x, 2, dim=1)):
+        for x in (keys, values):
+            with pytest.raises((AttributeError, NotImplementedError), match=r"keys and values in pages .*; allowed: "):
+                use(x)
+    q = torch.zeros(1, 4, 1, 16)
+    with pytest.raises(NotImplementedError, match="keys are in pages and values are not"):
+        qf_attention(torch.nn.Module(), q, keys, q, Mask(1, 1, 1, 1, True))
+
+
+def test_a_window_that_is_in_the_config_alone(monkeypatch):
+    """transformers' caches forget what is behind it, whatever the mask says (Moshi)."""
+    model = tiny.decoder("llama")
+    monkeypatch.setattr(model.config, "sliding_window", tiny.WINDOW, raising=False)
+    with pytest.raises(NotImplementedError, match=r"config says that .* sliding window, .* its mask has none"):
+        forward("llama", past_key_values=qf.PagedCache(model.config, pages=8, page_size=16))
+
+
+@pytest.mark.parametrize("config", [None, {"num_hidden_layers": 2}, "llama"], ids=["none", "dict", "name"])
+def test_what_is_no_config(config):
+    with pytest.raises(TypeError, match=f"config is {type(config).__name__}; allowed: the config of a model"):
+        qf.PagedCache(config, pages=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda cache: cache.crop(2.5), r"tokens_to_remove is 2\.5; allowed: an int"),
+        (lambda cache: cache.crop(None), "tokens_to_remove is None; allowed: an int"),
+        (lambda cache: cache.reorder_cache([0, 1, 2]), "beam_idx is list; allowed: a tensor of one dimension"),
+        (lambda cache: cache.reorder_cache(torch.tensor([0, 0, 3])), r"beam_idx is \[0, 0, 3\]; allowed: .* below 3"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([7])), r"indices is \[7\]; allowed: numbers below 3"),
+        (
+            lambda cache: cache.batch_select_indices(torch.tensor([True])),
+            r"indices is \[True\]; allowed: .* or 3 flags",
+        ),
+        (lambda cache: cache.batch_repeat_interleave(0), "repeats is 0; allowed: 1 and more"),
+        (lambda cache: cache.batch_repeat_interleave(1.5), r"repeats is 1\.5; allowed: an int"),
+    ],
+)
+def test_sequences_that_are_not_there(change, text):
+    """What is refused leaves the cache as it was."""
+    model = tiny.decoder("llama")
+    cache = qf.PagedCache(model.config, pages=8, page_size=16)
+    forward("llama", past_key_values=cache)
+    before = list(cache._sequences)
+    with pytest.raises((TypeError, ValueError, IndexError), match=text):
+        change(cache)
+    assert cache._sequences == before and cache.get_seq_length() == tiny.LENGTH
+
+
+def test_a_sequence_counted_from_the_end():
+    cache = qf.PagedCache(tiny.decoder("llama").config, pages=8, page_size=16)
+    forward("llama", past_key_values=cache)
+    cache.reorder_cache(torch.tensor([-1, 2, 0]))
+    assert len(set(cache._sequences)) == 3  # the one that comes twice is shared, not the same
 
 
 @pytest.mark.parametrize(
@@ -310,6 +376,21 @@ def test_compiled_gradients():
     want = gradient("sdpa", model)
     got = gradient("qf", torch.compile(model, fullgraph=True, backend="aot_eager"))
     assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "left"])
+def test_pages_beside_a_graph(kind):
+    """A compiled model reserves and reads pages between its graphs."""
+    model, mask, ids = tiny.decoder("mistral"), tiny.padding(kind), tiny.tokens()
+    words = {"attention_mask": mask, "position_ids": tiny.positions(mask)}
+    torch.compiler.reset()
+    with tiny.attention_by(model, "qf"), torch.no_grad():
+        call = torch.compile(model, backend="eager")
+        cache = qf.PagedCache(model.config, pages=8, page_size=16)
+        got, want = call(ids, past_key_values=cache, **words).logits, model(ids, **words).logits
+    real = slice(None) if mask is None else mask.bool()
+    torch.testing.assert_close(got[real], want[real], atol=TOLERANCE, rtol=0)
 
 
 def test_packed_sequences_in_a_graph():

@@ -83,6 +83,21 @@ def test_command_line():
         models.parse(["--contenders", "vllm"])
 
 
+@pytest.mark.parametrize(
+    "words", [["--batches", "0"], ["--prompts", "9,x"], ["--new-tokens", "0"], ["--seconds", "-1"]]
+)
+def test_numbers_that_measure_nothing(words, capsys):
+    with pytest.raises(SystemExit):
+        models.parse(words)
+    assert f"argument {words[0]}: " in (said := capsys.readouterr().err) and "is not allowed: " in said
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(store.machine, "gpus", lambda: ((), "nvidia-smi is not on the PATH"))
+    with pytest.raises(SystemExit, match="device is 'cuda' and nvidia-smi is not on the PATH; allowed: 'cpu', or"):
+        store.folder_name("cuda")
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama-1b", "llama-8b"])
 def test_shapes(name):
     """The parameters that these models have, to a percent."""

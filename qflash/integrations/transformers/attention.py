@@ -18,7 +18,7 @@ def qf_attention(
 ) -> tuple[Tensor, None]:
     """Attention in the arrays' own type.
 
-    query: `[B, Hq, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, or `NewTokens` and None. attention_mask: what `qf_mask`
+    query: `[B, Hq, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, or the same `NewTokens`. attention_mask: what `qf_mask`
     made, or None. Returns `[B, Tq, Hq, D]`, and None in the place of weights, which no kernel has.
     """
     return _attend(module, query, key, value, attention_mask, None, **words), None
@@ -59,7 +59,9 @@ def _attend(
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
     **others: Any,
 ) -> Tensor:
     obstacle = _in_mask(mask, query, key, sliding_window) or _in_words(module, dropout, others)
@@ -74,10 +76,15 @@ def _attend(
     words = {"causal": mask.causal, "window": mask.window, "softcap": softcap, "scale": scale, "sinks": s_aux}
     try:
         if type(key) is NewTokens:
+            if value is not key:
+                raise NotImplementedError("keys are in pages and values are not; allowed: both as the cache gave them")
+            if cu_seq_lens_q is not None:
+                raise NotImplementedError(_PACKED_BESIDE)
             return key.attend(query, mask, words)
-        packing = (mask.cu_seqlens, mask.longest)
-        if mask.cu_seqlens is None and cu_seq_lens_q is not None:
-            packing = (cu_seq_lens_q.to(torch.int32), max_length_q)
+        if mask.cu_seqlens is not None:
+            packing = (mask.cu_seqlens, mask.cu_seqlens, mask.longest, mask.longest)
+        else:
+            packing = _packing(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         return _on_arrays(query, key, value, mask, packing, words | {"precision": precision})
     except (TypeError, ValueError, NotImplementedError, qflash.NoKernelError) as error:
         if not torch.compiler.is_compiling():
@@ -153,18 +160,31 @@ def _unmasked(module: torch.nn.Module, query: Tensor, key: Any, is_causal: bool 
     return Mask(batch, q_length, kv_length, min(kv_length, q_length) if causal else kv_length, causal)
 
 
+_Packing = tuple[Tensor, Tensor, int | None, int | None]  # where queries and keys begin, and the longest of each
+
+_PACKED_BESIDE = "cu_seq_lens_q is given with padding, a cache or cross attention; allowed: without"
+
+
+def _packing(starts_q: Any, starts_k: Any, longest_q: int | None, longest_k: int | None) -> _Packing | None:
+    """What came beside position_ids, as DataCollatorWithFlattening gives it; keys are packed as queries by default."""
+    if starts_q is None:
+        return None
+    if starts_k is None:
+        starts_k, longest_k = starts_q, longest_q
+    for name, starts in (("cu_seq_lens_q", starts_q), ("cu_seq_lens_k", starts_k)):
+        if not isinstance(starts, Tensor) or starts.dtype not in (torch.int32, torch.int64):
+            came = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
+            raise TypeError(f"{name} is {came}; allowed: None, or a tensor of int32 or int64")
+    return starts_q.to(torch.int32), starts_k.to(torch.int32), longest_q, longest_k
+
+
 def _on_arrays(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    packing: tuple[Tensor | None, int | None],
-    words: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, packing: _Packing | None, words: dict[str, Any]
 ) -> Tensor:
     q, k, v = _of_one_width(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     if k.shape[1] != mask.keys:
         k, v = k[:, : mask.keys], v[:, : mask.keys]
-    if packing[0] is not None:
+    if packing is not None:
         out = _packed(q, k, v, mask, packing, words)
     else:
         if mask.starts is not None:
@@ -182,15 +202,12 @@ def _on_arrays(
     return out if out.shape[-1] == width else out[..., :width]
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: tuple[Tensor, int | None], words: dict[str, Any]
-) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: _Packing, words: dict[str, Any]) -> Tensor:
     """Sequences packed in the rows of a batch, which lie one after another."""
     if mask.kv_lens is not None or q.shape[1] != k.shape[1]:
-        raise NotImplementedError("cu_seq_lens_q is given with padding, a cache or cross attention; allowed: without")
-    starts, longest = packing
+        raise NotImplementedError(_PACKED_BESIDE)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-    out = qflash.attention_varlen(q, k, v, starts, starts, longest, longest, **words)
+    out = qflash.attention_varlen(q, k, v, *packing, **words)
     return out.reshape(mask.batch, mask.q_length, *out.shape[1:])
 
 

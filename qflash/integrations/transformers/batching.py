@@ -79,10 +79,9 @@ class Batcher:
         check_count("prefill_tokens", prefill_tokens)
         self._causal = CausalModel(model, fuse)
         cache = StepCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)
-        embeddings = model.get_input_embeddings()
-        self._vocabulary, self._positions = embeddings.num_embeddings, _positions(model.config)
+        self._positions = _positions(model.config)
         with self._causal.at_work():
-            self._passes = Passes(self._causal, cache, embeddings.weight.device, capture)
+            self._passes = Passes(self._causal, cache, model.get_input_embeddings().weight.device, capture)
         self.kv: qflash.KVCache = cache.kv
         """The pages."""
         self._prefixes = Prefixes(self.kv) if share_prefixes else None
@@ -125,7 +124,7 @@ class Batcher:
         if stream is not None and not callable(stream):
             raise TypeError(f"stream is {stream!r}; allowed: None, or a function of a token")
         ends = self._causal.ends(eos_token_id)
-        request = Request(check_ids(ids, self._vocabulary), max_new_tokens, ends, sampling, seed, stream)
+        request = Request(check_ids(ids, self._causal.vocabulary), max_new_tokens, ends, sampling, seed, stream)
         self._check_fits(request)
         with self._lock:
             self._waiting.append(request)

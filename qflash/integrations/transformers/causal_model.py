@@ -11,6 +11,7 @@ import torch
 
 from qflash.integrations.transformers.fusion import Fusion
 from qflash.integrations.transformers.names import FUNCTIONS, register
+from qflash.integrations.transformers.prompts import check_token
 
 Tensor = torch.Tensor
 
@@ -19,12 +20,18 @@ class CausalModel:
     """A model for causal language modelling. fuse: whether what is recognised runs with fewer launches."""
 
     def __init__(self, model: Any, fuse: bool) -> None:
+        needed = ("config", "generation_config", "set_attn_implementation")
+        if not isinstance(model, torch.nn.Module) or any(getattr(model, name, None) is None for name in needed):
+            raise TypeError(
+                f"model is {type(model).__name__}; allowed: a model of transformers for causal language modelling"
+            )
         if model.config.is_encoder_decoder:
             raise NotImplementedError(f"{type(model).__name__} has an encoder; allowed: decoder-only models")
         self._parameters = inspect.signature(model.forward).parameters
         if "position_ids" not in self._parameters:
             raise NotImplementedError(
-                f"{type(model).__name__} takes no position_ids, which padding needs; allowed: models that do"
+                f"{type(model).__name__} takes no position_ids, which padding needs; "
+                "allowed: models that do, without a wrapper around them"
             )
         self.model = model
         self._fusion = Fusion(model) if fuse else None
@@ -32,15 +39,21 @@ class CausalModel:
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """The model with qflash's attention and fewer launches, without gradients. It is as it was afterwards."""
+        if self.model.training and _is_checkpointing(self.model):
+            raise NotImplementedError(
+                f"{type(self.model).__name__} trains with gradient checkpointing, which fills no cache; "
+                "allowed: model.eval()"
+            )
         fused = nullcontext() if self._fusion is None else self._fusion.applied()
-        with torch.no_grad(), _attention_by_qflash(self.model), fused:
+        # Pages and tables outlive the call, so they must not be tensors of somebody's inference mode.
+        with torch.inference_mode(False), torch.no_grad(), _attention_by_qflash(self.model), fused:
             yield
 
     def logits(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, keep: Tensor | None = None) -> Tensor:
         """`[B, n, vocabulary]` of a pass: of the tokens that `keep`, int64 `[n]`, names; None: of the last ones."""
         takes_keep = "logits_to_keep" in self._parameters
         kept = {"logits_to_keep": 1 if keep is None else keep} if takes_keep else {}
-        try:
+        with nullcontext() if self._fusion is None else self._fusion.one_pass():
             out = self.model(
                 input_ids=ids,
                 position_ids=positions,
@@ -49,9 +62,6 @@ class CausalModel:
                 use_cache=True,
                 **kept,
             )
-        finally:
-            if self._fusion is not None:
-                self._fusion.end_pass()
         if keep is None:
             return out.logits[:, -1:]
         return out.logits if takes_keep else out.logits.index_select(1, keep)
@@ -61,15 +71,57 @@ class CausalModel:
         """The names of modules that run with fewer launches, by what is fused."""
         return {} if self._fusion is None else self._fusion.names
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has embeddings of."""
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        return int(self.model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0])
+
+    @property
+    def learned_positions(self) -> int | None:
+        """How many positions the model has learned; None: it computes them, and there is no last one."""
+        most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if most is None:
+            return None
+        for name, module in self.model.named_modules():
+            is_of_positions = "pos" in name.rpartition(".")[2] or name.endswith("wpe")
+            # Some have a few rows before the first position.
+            if is_of_positions and isinstance(module, torch.nn.Embedding) and 0 <= module.num_embeddings - most <= 8:
+                return int(most)
+        return None
+
     def ends(self, eos: Any) -> tuple[int, ...]:
         """The tokens that end a sequence: `eos`, one or several, or those of the model's generation_config."""
-        eos = self.model.generation_config.eos_token_id if eos is None else eos
+        is_given = eos is not None
+        eos = eos if is_given else self.model.generation_config.eos_token_id
         if isinstance(eos, Tensor):
             eos = eos.tolist()
-        ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        try:
+            ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        except TypeError:
+            ends = (eos,)
         if not all(isinstance(end, int) for end in ends):
             raise TypeError(f"eos_token_id is {eos!r}; allowed: None, an int or several")
+        if is_given:
+            for end in ends:
+                check_token("eos_token_id", end, self.vocabulary)
         return ends
+
+    def padding(self, pad: int | None, ends: tuple[int, ...]) -> int:
+        """The token that follows an end: `pad`, or that of the model's generation_config, its first end, or 0. Steps
+        embed it, so a config's number that stands for none, such as -1, is passed over."""
+        vocabulary = self.vocabulary
+        if pad is not None:
+            return check_token("pad_token_id", pad, vocabulary)
+        found = (self.model.generation_config.pad_token_id, *ends)
+        return next((token for token in found if token is not None and 0 <= token < vocabulary), 0)
+
+
+def _is_checkpointing(model: Any) -> bool:
+    """Whether a model keeps some activations and computes the others again, under its newer name or its older one."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    name = next((name for name in names if hasattr(type(model), name)), None)
+    return name is not None and bool(getattr(model, name))
 
 
 @contextmanager

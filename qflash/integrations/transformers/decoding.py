@@ -7,7 +7,9 @@ where they are, so that a CUDA graph of one pass serves all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,12 +19,22 @@ from qflash.integrations.transformers.capture import captured, obstacle
 from qflash.integrations.transformers.causal_model import CausalModel
 from qflash.integrations.transformers.mask import UNPADDED
 from qflash.integrations.transformers.pages import PagedCache
-from qflash.integrations.transformers.prompts import check_count, check_prompts, left_padded
+from qflash.integrations.transformers.prompts import (
+    check_count,
+    check_flag,
+    check_in_vocabulary,
+    check_int,
+    check_prompts,
+    check_seed,
+    check_stream,
+    left_padded,
+)
 from qflash.integrations.transformers.sampling import Sampling
 
 Tensor = torch.Tensor
 Stream = Callable[[list[int | None]], None]
 
+MOST_STEPS = 32  # of a Decoder, with their graphs: a server whose callers choose words of their own stays bounded
 LOOK_EVERY = 16  # tokens on a GPU: how often the host waits to see whether all sequences have ended
 
 
@@ -69,7 +81,7 @@ def generate(
         model: a model for causal language modelling. Its attn_implementation becomes "qf" meanwhile, unless it is
             "qf_int8".
         input_ids: int64 or int32 `[B, T]`.
-        attention_mask: `[B, T]`, 0 for padding, on either side, and a token at least in each row; None: no padding.
+        attention_mask: `[B, T]`, 0 for padding, wherever it is, and a token at least in each row; None: no padding.
         max_new_tokens: how many tokens are generated at most.
         eos_token_id: what ends a sequence, one or several; None: those of model.generation_config; (): nothing does.
         pad_token_id: what follows an end; None: that of model.generation_config, or its first end, or 0.
@@ -78,7 +90,7 @@ def generate(
         cache_precision: None, or "int8" for pages of half the size.
         page_size: tokens of a page: 16, 32, 64, 128 or 256.
         stream: called for each step with a list of new tokens, None for sequences that have ended. The host then waits
-            for every token.
+            for every token. It may run the model, and may not call the same Decoder.
         capture: False keeps the steps out of a CUDA graph.
         fuse: False runs every module of the model as it was made. True computes what is recognised in fewer launches:
             rotary embedding in the write of keys and in attention, RMS norms and GeLU with tanh in one each. Results
@@ -103,6 +115,7 @@ def generate(
     """
     check_prompts(input_ids, attention_mask)
     check_count("max_new_tokens", max_new_tokens)
+    check_int("page_size", page_size)
     # The cache refuses other page sizes, 0 among them.
     pages = input_ids.shape[0] * -(-(input_ids.shape[1] + max_new_tokens) // max(page_size, 1))
     decoder = Decoder(
@@ -123,7 +136,8 @@ class Decoder:
         pages: how many pages there are for all sequences of a batch.
         page_size, cache_precision, capture, fuse: as of `generate`.
 
-    A batch that does not fit raises `qflash.OutOfPagesError`, and the next one finds all pages free.
+    A batch that does not fit raises `qflash.OutOfPagesError`, and the next one finds all pages free. A Decoder
+    serves one call at a time; threads have one each.
     """
 
     def __init__(
@@ -136,10 +150,15 @@ class Decoder:
         capture: bool = True,
         fuse: bool = True,
     ) -> None:
+        check_flag("capture", capture)
+        check_flag("fuse", fuse)
+        if cache_precision not in (None, "int8"):
+            raise ValueError(f"cache_precision is {cache_precision!r}; allowed: None, 'int8'")
         self._causal = CausalModel(model, fuse)
         self.model = model
         self.cache = PagedCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)
         self._capture, self._page_size = capture, page_size
+        self._is_free = threading.Lock()
         self._steps: dict[Any, _DecodeStep] = {}
 
     def generate(
@@ -162,18 +181,21 @@ class Decoder:
         sampling.check()
         check_prompts(input_ids, attention_mask)
         check_count("max_new_tokens", max_new_tokens)
-        ends, padding = self._special_tokens(eos_token_id, pad_token_id)
+        check_seed(seed)
+        check_stream(stream)
+        check_in_vocabulary(input_ids, self._causal.vocabulary)
+        ends = self._causal.ends(eos_token_id)
+        padding = self._causal.padding(pad_token_id, ends)
+        self._check_positions(input_ids, attention_mask, max_new_tokens)
         tokens = input_ids.shape[1] + max_new_tokens
         columns = 1 << (-(-tokens // self._page_size) - 1).bit_length()  # a power of two, so that few graphs serve all
         key = (input_ids.shape[0], columns, input_ids.device, sampling, ends, padding)
-        with self._causal.at_work():
-            if key not in self._steps:
-                self._steps[key] = _DecodeStep(self, *key)
+        with self._alone(), self._causal.at_work():
+            step = self._step_of(key)
             try:
-                new = self._steps[key].run(input_ids, attention_mask, max_new_tokens, seed, stream)
+                new = step.run(input_ids, attention_mask, max_new_tokens, seed, stream)
             finally:
                 self.cache.reset()
-        step = self._steps[key]
         return Generated(
             torch.cat([input_ids, new], 1), new, _lengths(new, ends), step.graph is not None, step.reason, self.fused
         )  # fmt: skip
@@ -183,11 +205,35 @@ class Decoder:
         """The names of modules that run with fewer launches, by what is fused."""
         return self._causal.fused
 
-    def _special_tokens(self, eos: Any, pad: int | None) -> tuple[tuple[int, ...], int]:
-        ends, config = self._causal.ends(eos), self.model.generation_config
-        if pad is None:
-            pad = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
-        return ends, pad
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else in these pages: not another thread, and not a `stream` that generates."""
+        if not self._is_free.acquire(blocking=False):
+            raise RuntimeError("the Decoder is generating already; allowed: one call at a time, or a Decoder for each")
+        try:
+            yield
+        finally:
+            self._is_free.release()
+
+    def _step_of(self, key: Any) -> _DecodeStep:
+        """The step of such calls, which becomes the latest one."""
+        step = self._steps.pop(key, None) or _DecodeStep(self, *key)
+        self._steps[key] = step
+        if len(self._steps) > MOST_STEPS:
+            del self._steps[next(iter(self._steps))]
+        return step
+
+    def _check_positions(self, ids: Tensor, mask: Tensor | None, count: int) -> None:
+        """Refuse more tokens than there are learned positions; the last token stands at none."""
+        most = self._causal.learned_positions
+        if most is None:
+            return
+        given = ids.shape[1] if mask is None else int((mask != 0).sum(1).max())
+        if given + count - 1 > most:
+            raise ValueError(
+                f"max_new_tokens is {count}, behind prompts of {given}; allowed: up to {max(most - given + 1, 0)}, "
+                f"because {type(self.model).__name__} has learned {most} positions"
+            )
 
     def forward(self, ids: Tensor, positions: Tensor, attention_mask: Any) -> Tensor:
         """The logits of the last token of each sequence."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import FastGELUActivation, NewGELUActivation
 
-from qflash.integrations.transformers.rotations import Rotations
+from qflash.integrations.transformers.rotations import Rotations, paged_pass
 from qflash.integrations.transformers.stand_ins import is_tanh_gelu, norm_eps, norm_weight
 
 Tensor = torch.Tensor
@@ -66,9 +66,14 @@ class Fusion:
                 if vars(module).get("forward") is forward:
                     del module.forward
 
-    def end_pass(self) -> None:
-        """Forget what a forward pass made."""
-        self._rotations.end_pass()
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """A forward pass over pages, by this thread. Any other, of another thread or of a `stream`, rotates itself."""
+        with paged_pass():
+            try:
+                yield
+            finally:
+                self._rotations.end_pass()
 
 
 def _gelu(x: Tensor) -> Tensor:

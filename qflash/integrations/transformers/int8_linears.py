@@ -41,6 +41,8 @@ class _Int8Weights(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight: `[K, N]`, as `qflash.linear` takes it."""
         super().__init__()
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"weight is {type(weight).__name__}; allowed: a tensor [K, N]")
         layer = qflash.quantize_linear(weight.detach())
         self.register_buffer("values", layer.values)
         self.register_buffer("scale", layer.scale)
@@ -54,6 +56,12 @@ class _Int8Weights(nn.Module):
         super()._apply(fn, recurse)
         self.scale = scale.to(self.scale.device)
         return self
+
+    @property
+    def weight(self) -> Tensor:
+        """About what it was made of, `[N, K]` as of a `torch.nn.Linear`: models read its dtype, and some multiply by it
+        themselves (Mamba)."""
+        return (self.values * self.scale[:, None]).to(getattr(torch, self.weight_dtype))
 
     def _check_no_gradient(self, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.requires_grad:
@@ -191,7 +199,7 @@ def _skipped(model: nn.Module, skip: Sequence[str] | None) -> set[str]:
     if skip is None:
         last = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         return {name for name, module in model.named_modules() if module is last and name in names}
-    if isinstance(skip, str) or not all(isinstance(one, str) for one in skip):
+    if not isinstance(skip, list | tuple | set | frozenset) or not all(isinstance(one, str) for one in skip):
         raise TypeError(f"skip is {skip!r}; allowed: None, or a list of names")
     found = set()
     for one in skip:

@@ -116,6 +116,8 @@ def fuse_projections(model: nn.Module) -> tuple[str, ...]:
         >>> fuse_projections(LlamaForCausalLM(config))
         ('model.layers.0.self_attn.q_proj+k_proj+v_proj', 'model.layers.0.mlp.gate_proj+up_proj')
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; allowed: a torch.nn.Module")
     names = []
     for name, module, children in groups_of(model):
         layers = [module.get_submodule(child) for child in children]

@@ -17,6 +17,12 @@ from qflash.integrations.transformers.patterns import Pattern, pattern_of, trace
 Tensor = torch.Tensor
 
 
+_NO_TENSOR = (
+    "and attn_implementation 'qf' has none that is a tensor; "
+    "allowed: models that hand the mask of create_causal_mask and the like to the attention function"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Mask:
     """Which keys each query sees. One object serves all layers of a forward pass that have the same kind of mask.
@@ -67,10 +73,10 @@ class Mask:
         return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)})
 
     def __getitem__(self, _: Any) -> Any:
-        raise NotImplementedError(
-            "the model slices its attention mask, and attn_implementation 'qf' has none that is a tensor; "
-            "allowed: models that hand the mask of create_causal_mask and the like to the attention function"
-        )
+        raise NotImplementedError(f"the model slices its attention mask, {_NO_TENSOR}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the model asks for {name!r} of its attention mask, {_NO_TENSOR}")
 
 
 class Unpadded:

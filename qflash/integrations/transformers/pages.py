@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import qflash
 from qflash.integrations.transformers.mask import Mask
+from qflash.integrations.transformers.prompts import check_count
 from qflash.integrations.transformers.rotations import take_rope
 from qflash.integrations.transformers.tokens import Flags, TokenLog
 
 Tensor = torch.Tensor
 
 
+_ONLY_QFLASH_READS = (
+    "and only qflash reads them; allowed: a PagedCache with a model whose attn_implementation is 'qf' or 'qf_int8' and "
+    "which hands keys and values to the attention function as they are"
+)
+
+
 class NewTokens:
-    """What `PagedCache.update` returns in the place of keys: tokens of a layer that are not in their pages yet.
+    """What `PagedCache.update` returns in the place of keys and values: tokens of a layer that are in no page yet.
 
     Whether a token is padding, which gets no place in a page, only the mask tells. So the attention function, which has
     both, writes them.
@@ -32,15 +41,18 @@ class NewTokens:
         """How many tokens there are with these, padding included."""
         return self.cache.get_seq_length(self.layer) + int(self.k.shape[2])
 
+    @torch.compiler.disable(reason="pages are reserved on the host, for each pass")
     def attend(self, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
         """Write the tokens, and attend to all that are in the pages: `[B, Tq, Hq, D]`."""
         return self.cache._attend(self, query, mask, words)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"keys in pages have no {name!r}, and only qflash reads them; allowed: a PagedCache with a model whose "
-            "attn_implementation is 'qf' or 'qf_int8' and which hands keys to the attention function as they are"
-        )
+        raise AttributeError(f"keys and values in pages have no {name!r}, {_ONLY_QFLASH_READS}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", function)
+        raise NotImplementedError(f"keys and values in pages are not what {name} takes, {_ONLY_QFLASH_READS}")
 
 
 class PagedLayer(CacheLayerMixin):
@@ -59,7 +71,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Pages are there for all layers at once."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, None]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         return self._cache.update(key_states, value_states, self._index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -118,12 +130,15 @@ class PagedCache(Cache):
     def __init__(
         self, config: Any, *, pages: int, page_size: int = 256, precision: Literal["int8"] | None = None
     ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config is {type(config).__name__}; allowed: the config of a model of transformers")
         text = config.get_text_config(decoder=True)
         count = getattr(text, "decoder_layers", None) or text.num_hidden_layers
         others = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if others or getattr(text, "num_kv_shared_layers", None):
             came = ", ".join(sorted(others)) or "layers that share keys"
             raise NotImplementedError(f"config has {came}; allowed: layers of full_attention and sliding_attention")
+        self._slides = _slides(text, count)
         super().__init__(layers=[PagedLayer(self, index) for index in range(count)])
         self.kv = None
         self._sizes = {"pages": pages, "page_size": page_size, "precision": precision}
@@ -140,9 +155,10 @@ class PagedCache(Cache):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[NewTokens, None]:
-        """New tokens of a layer, `[B, Hkv, T, D]`, for the attention function to write."""
-        return NewTokens(self, layer_idx, key_states, value_states), None
+    ) -> tuple[NewTokens, NewTokens]:
+        """New tokens of a layer, `[B, Hkv, T, D]`, for the attention function to write: one object, of both."""
+        tokens = NewTokens(self, layer_idx, key_states, value_states)
+        return tokens, tokens
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens a layer has seen, padding included."""
@@ -159,7 +175,10 @@ class PagedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of all sequences; a positive number is how many are kept."""
-        length, tokens = self._log.length, int(tokens_to_remove)
+        try:
+            length, tokens = self._log.length, operator.index(tokens_to_remove)
+        except TypeError:
+            raise TypeError(f"tokens_to_remove is {tokens_to_remove!r}; allowed: an int") from None
         kept = min(tokens, length) if tokens > 0 else max(length + tokens, 0)
         for sequence, left in zip(self._sequences, self._log.crop(kept, len(self._sequences)), strict=True):
             self.kv.truncate(sequence, left)
@@ -167,14 +186,15 @@ class PagedCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] is."""
-        self._select(beam_idx.tolist())
+        self._select(self._numbers("beam_idx", beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences that `indices`, numbers or flags, name."""
-        self._select(torch.arange(len(self._sequences))[indices.cpu()].tolist())
+        self._select(self._numbers("indices", indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after another."""
+        check_count("repeats", repeats)
         self._select([index for index in range(len(self._sequences)) for _ in range(repeats)])
 
     def reset(self) -> None:
@@ -205,6 +225,19 @@ class PagedCache(Cache):
 
     # Sequences.
 
+    def _numbers(self, name: str, indices: Tensor) -> list[int]:
+        """The sequences that a tensor of numbers or flags names."""
+        count = len(self._sequences)
+        if not isinstance(indices, Tensor) or indices.ndim != 1:
+            came = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
+            raise TypeError(f"{name} is {came}; allowed: a tensor of one dimension")
+        try:
+            numbers: list[int] = torch.arange(count)[indices.cpu()].tolist()
+        except IndexError:
+            allowed = f"numbers below {count} or {count} flags, as many as there are sequences"
+            raise IndexError(f"{name} is {indices.tolist()}; allowed: {allowed}") from None
+        return numbers
+
     def _select(self, indices: Sequence[int]) -> None:
         """Make the sequences those of `indices`. One that is named again shares its pages with the first."""
         old, kept = self._sequences, set()
@@ -225,6 +258,11 @@ class PagedCache(Cache):
     # A forward pass.
 
     def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
+        if self._slides[new.layer] and words.get("window") is None:
+            raise NotImplementedError(
+                "config says that the layer has a sliding window, by which caches of transformers forget, and its "
+                "mask has none; allowed: a mask with that window"
+            )
         rope = take_rope(query, new.k)
         k, v, q = under_autocast(new.k, new.v, query)
         if not self._new or new.layer in self._written:
@@ -277,7 +315,8 @@ class PagedCache(Cache):
             raise NotImplementedError(f"values have shape {list(v.shape)}; allowed: that of keys, {list(k.shape)}")
         if self.kv is None:
             sizes = {"layers": len(self.layers), "kv_heads": k.shape[1], "head_dim": k.shape[3]}
-            self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=k.dtype, device=k.device)
+            with torch.inference_mode(False):  # other passes write to them, too
+                self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=k.dtype, device=k.device)
 
     def _check_same(self, mask: Mask, visible: Flags | None, batch: int, new: int) -> None:
         """Refuse a mask that hides tokens which are in pages, or shows padding, which is not."""
@@ -302,7 +341,16 @@ class PagedCache(Cache):
             self.kv.extend(self._sequences, counts, into=step)
         else:
             columns = self.columns if self.columns >= needed else 2 * needed
-            self.tables = self.kv.extend(self._sequences, counts, columns=columns)
+            with torch.inference_mode(False):
+                self.tables = self.kv.extend(self._sequences, counts, columns=columns)
+
+
+def _slides(config: Any, count: int) -> list[bool]:
+    """Which layers have a sliding window; a config without `layer_types` says it of all."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [getattr(config, "sliding_window", None) is not None] * count
+    return [kind == "sliding_attention" for kind in types]
 
 
 def under_autocast(*arrays: Tensor) -> tuple[Tensor, ...]:

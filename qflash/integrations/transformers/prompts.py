@@ -1,5 +1,5 @@
-"""What `generate` is given: prompts, padding masks and how many tokens are wanted. What is wrong is said here: a model
-would fail far away from it, or not at all."""
+"""What `generate` is given: prompts, padding masks, tokens that mean something, how many are wanted. What is wrong is
+said here: a model would fail far away from it, or not at all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,55 @@ Tensor = torch.Tensor
 _INTEGERS = (torch.int64, torch.int32)
 
 
+def check_int(name: str, value: Any, allowed: str = "an int") -> None:
+    """Refuse what is no int."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
+
+
 def check_count(name: str, value: Any) -> None:
     """Refuse what is no number of tokens."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; allowed: an int, 1 and more")
+    check_int(name, value, "an int, 1 and more")
     if value < 1:
         raise ValueError(f"{name} is {value}; allowed: 1 and more")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False; 0 and 1 are as good."""
+    if not (isinstance(value, int) and value in (0, 1)):
+        raise TypeError(f"{name} is {value!r}; allowed: True or False")
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse what a generator of PyTorch cannot begin with."""
+    if seed is None:
+        return
+    check_int("seed", seed, "None, or an int")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; allowed: None, or -2^63 to 2^64 - 1")
+
+
+def check_stream(stream: Any) -> None:
+    """Refuse what cannot be called with the tokens of a step."""
+    if stream is not None and not callable(stream):
+        raise TypeError(f"stream is {stream!r}; allowed: None, or a function of a list of tokens")
+
+
+def check_token(name: str, token: Any, vocabulary: int) -> int:
+    """A token of the vocabulary: one that is none would be looked up past the end of the embedding."""
+    check_int(name, token, f"an int, 0 to {vocabulary - 1}")
+    if not 0 <= token < vocabulary:
+        raise ValueError(f"{name} is {token}; allowed: 0 to {vocabulary - 1}, as the model's vocabulary has")
+    return token
+
+
+def check_in_vocabulary(ids: Tensor, vocabulary: int) -> None:
+    """Refuse ids that no embedding has. On a GPU they would end the process's CUDA context, not only the call."""
+    is_wrong = (ids < 0) | (ids >= vocabulary)
+    if bool(is_wrong.any()):
+        row, column = is_wrong.nonzero()[0].tolist()
+        allowed = f"0 to {vocabulary - 1}, as the model's vocabulary has"
+        raise ValueError(f"input_ids[{row}, {column}] is {int(ids[row, column])}; allowed: {allowed}")
 
 
 def check_prompts(ids: Any, mask: Any) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -42,6 +42,17 @@ class _NotUnderstood(Exception):
 
 
 _of_thread = threading.local()
+
+
+@contextmanager
+def paged_pass() -> Iterator[None]:
+    """A forward pass of this thread whose cache is a PagedCache, which asks for the record. No other cache does."""
+    before = getattr(_of_thread, "is_paged", False)
+    _of_thread.is_paged = True
+    try:
+        yield
+    finally:
+        _of_thread.is_paged = before
 
 
 def take_rope(q: Tensor, k: Tensor) -> qflash.Rope | None:
@@ -120,7 +131,9 @@ class _Layer:
         self, inner: Callable[..., Any], original: Callable[..., Any], arguments: tuple[Any, ...], words: dict[str, Any]
     ) -> Any:
         """The module's result, without its rotation if that can be."""
-        if not self._is_given_up:
+        # A compiled model has graphs of its own, which find nothing in the globals of a copied forward.
+        is_ours = getattr(_of_thread, "is_paged", False) and not torch.compiler.is_compiling()
+        if is_ours and not self._is_given_up:
             try:
                 with nullcontext() if self._is_watched else _Watch():
                     out = inner(*arguments, **words)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 
+from qflash.integrations.transformers.prompts import check_flag, check_int
+
 Tensor = torch.Tensor
+
+# Temperatures beyond these draw as these do, and float32 has room for logits over the least.
+_LEAST, _MOST = 1e-30, 1e30
 
 
 class Sampling(NamedTuple):
@@ -19,12 +26,17 @@ class Sampling(NamedTuple):
 
     def check(self) -> None:
         """Refuse words out of range."""
-        if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}; allowed: more than 0, or do_sample=False")
-        if self.top_k is not None and not isinstance(self.top_k, int):
-            raise TypeError(f"top_k is {self.top_k!r}; allowed: None, or an int, 1 and more")
+        check_flag("do_sample", self.do_sample)
+        if not _is_number(self.temperature):
+            raise TypeError(f"temperature is {self.temperature!r}; allowed: a number, more than 0")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; allowed: more than 0 and finite, or do_sample=False")
+        if self.top_k is not None:
+            check_int("top_k", self.top_k, "None, or an int, 1 and more")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; allowed: None, or 1 and more")
+        if self.top_p is not None and not _is_number(self.top_p):
+            raise TypeError(f"top_p is {self.top_p!r}; allowed: None, or a number, more than 0 and up to 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; allowed: None, or more than 0 and up to 1")
 
@@ -39,7 +51,7 @@ class Sampling(NamedTuple):
 
     def filtered(self, logits: Tensor) -> Tensor:
         """Logits at this temperature, -inf for tokens that top_k and top_p leave out."""
-        logits = logits / self.temperature
+        logits = logits / min(max(self.temperature, _LEAST), _MOST)
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
@@ -49,3 +61,7 @@ class Sampling(NamedTuple):
             is_left_out = weights.cumsum(-1) - weights >= self.top_p  # better tokens have the sum already
             logits = logits.masked_fill(is_left_out.scatter(-1, places, is_left_out), -torch.inf)
         return logits
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
