@@ -142,6 +142,69 @@ def call(rank: int, shapes: list[list[int]], words: dict[str, Any], of_rank: dic
     parallel.attention(*arrays, **(words | given))
 
 
+def call_unshard(rank: int, arrays: dict[int, Any], words: dict[int, dict[str, Any]]) -> None:
+    """unshard of zeros; `arrays` (or their shapes) and `words` have what some ranks give otherwise."""
+    x = arrays.get(rank, [1, 8, 4])
+    parallel.unshard(torch.zeros(x) if isinstance(x, list) else x, **words.get(rank, {}))
+
+
+def call_with_positions(rank: int, strategy: str, name: str, bad: int, words: dict[str, Any]) -> None:
+    """A call of arrays of zeros, with positions that are good but for the last one of the last rank."""
+    own = torch.arange(8, dtype=torch.int32)
+    if rank == dist.get_world_size() - 1:
+        own[-1] = bad
+    rope = Rope(*(torch.from_numpy(x) for x in qflash.rope_tables(64, 16)), **{name: own})
+    parallel.attention(*torch.zeros(3, 1, 8, 4, 16), strategy=strategy, rope=rope, **words)
+
+
+def call_with_dtensor(rank: int) -> None:
+    """A call whose k is a tensor that torch.distributed has spread over the ranks already."""
+    from torch.distributed.tensor import DTensor
+
+    q = torch.zeros(1, 8, 4, 16)
+    k = DTensor.from_local(q, init_device_mesh("cpu", (dist.get_world_size(),)))
+    parallel.attention(q, k, q)
+
+
+def differ_in_losses(rank: int, strategy: str) -> float:
+    """How far the gradient of q is from that of one process where rank 0's loss has lse and no out, the others' out."""
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    whole = torch.randn(1, 8 * ranks, 4, 16)
+
+    def loss(out: Tensor, lse: Tensor) -> Tensor:
+        return (lse**2).sum() if rank == 0 else (out**2).sum()
+
+    q = parallel.shard(whole).requires_grad_()
+    loss(*parallel.attention(q, q.detach(), q.detach(), strategy=strategy, return_lse=True)).backward()
+    own = parallel.shard(whole).requires_grad_()
+    loss(*qflash.attention(own, whole, whole, return_lse=True)).backward()
+    assert q.grad is not None and own.grad is not None
+    return float((q.grad - own.grad).norm() / own.grad.norm())
+
+
+def transformed(rank: int, strategy: str) -> float:
+    """How far gradients by torch.func.grad are from those of backward()."""
+    torch.manual_seed(0)
+    q, k, v = (parallel.shard(torch.randn(1, 32, heads, 16), causal=True) for heads in (8, 4, 4))
+
+    def loss(*arrays: Tensor) -> Tensor:
+        whole = parallel.unshard(parallel.attention(*arrays, strategy=strategy, causal=True), causal=True)
+        return (whole**2).sum()
+
+    found = torch.func.grad(loss, (0, 1, 2))(q, k, v)
+    arrays = [x.requires_grad_() for x in (q, k, v)]
+    loss(*arrays).backward()
+    return max(float((a - b.grad).norm() / b.grad.norm()) for a, b in zip(found, arrays, strict=True))
+
+
+def mix_up_groups(rank: int, seconds: float) -> None:
+    """Rank 0 calls on a group of two, the others on one of all."""
+    few = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
+    everyone = _impatient(seconds)
+    parallel.attention(*torch.zeros(3, 1, 8, 4, 16), group=few if rank == 0 else everyone)
+
+
 def strange_groups(rank: int) -> tuple[str, str]:
     """What is said of a mesh of two dimensions, and of a group of the first two ranks."""
     said = []

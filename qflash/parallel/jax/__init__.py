@@ -30,7 +30,7 @@ from qflash.parallel.jax.ring import attend_ring
 from qflash.parallel.jax.shards import positions, shard, size_of, unshard
 from qflash.parallel.jax.ulysses import attend_ulysses
 from qflash.parallel.placement import Placement
-from qflash.parallel.words import check_strategy, check_words
+from qflash.parallel.words import check_offsets, check_strategy, check_words
 from qflash.rotary import Rope
 
 __all__ = ["attention", "positions", "shard", "unshard"]
@@ -113,6 +113,8 @@ def attention(
             return attention_on_one_device(q, k, v, **options)
         return attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
     facts = _facts(q, kv_lens, cu_seqlens, rope)
+    if packed:
+        check_offsets(facts["offsets"])
     interleaved = _check_local(words, q, k, v, sinks, facts, longest, rope)
     if k.shape[token_dim] != q.shape[token_dim]:
         raise ValueError(

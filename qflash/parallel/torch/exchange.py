@@ -49,11 +49,12 @@ class Hop:
     def _tried(self, action: Callable[[], Any]) -> Any:
         ranks = self._ranks
         to, source = ((ranks.rank + by) % ranks.size for by in (self._distance, -self._distance))
+        lost = f"rank {source}" if source == to else f"rank {source} or {to}"
         try:
             return action()
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {ranks.rank} of {ranks.size} lost rank {source} or {to} during {self._what}: it waited for "
+                f"{ranks} lost {lost} during {self._what}: it waited for "
                 f"tensors from rank {source} and sent its own to rank {to}. {error}"
             ) from error
 
@@ -79,7 +80,7 @@ def _collective(ranks: Ranks, x: Tensor, what: str, of: Callable[[Tensor], Tenso
     try:
         return functional.wait_tensor(of(_on_wire(ranks, x.contiguous()))).to(x.device)
     except RuntimeError as error:
-        raise RuntimeError(f"rank {ranks.rank} of {ranks.size} lost another rank during {what}. {error}") from error
+        raise RuntimeError(f"{ranks} lost another rank during {what}. {error}") from error
 
 
 def _on_wire(ranks: Ranks, x: Tensor) -> Tensor:

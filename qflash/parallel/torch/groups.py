@@ -17,6 +17,13 @@ class Ranks:
     rank: int
     size: int
 
+    def __str__(self) -> str:
+        """This rank, for errors: which group it is in says more than its size where groups were mixed up."""
+        if self.group is dist.group.WORLD:
+            return f"rank {self.rank} of {self.size}"
+        members = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
+        return f"rank {self.rank} of {self.size} (the group of ranks {members})"
+
     def peer(self, distance: int) -> int:
         """The number in the default group of the rank that stands `distance` after this one."""
         return dist.get_global_rank(self.group, (self.rank + distance) % self.size)

@@ -107,20 +107,24 @@ class _Merged:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
     ) -> tuple[Tensor, Tensor]:
         steps = steps_of(of, ranks.rank)
-        out, lse = attend_blocks(q, sinks, of, steps, _going_round(torch.stack([k, v]), len(steps), ranks))
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return attend_blocks(q, sinks, of, steps, _going_round(torch.stack([k, v]), len(steps), ranks))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *arrays, of, ranks = inputs
+        ctx.save_for_backward(*arrays, *output)
         ctx.set_materialize_grads(False)
-        ctx.call = of, ranks, steps
-        return out, lse
+        ctx.call = of, ranks
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        of, ranks, steps = ctx.call
+        of, ranks = ctx.call
+        steps = steps_of(of, ranks.rank)
         dout = torch.zeros_like(out) if dout is None else dout
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
