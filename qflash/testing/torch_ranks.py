@@ -217,23 +217,37 @@ def strange_groups(rank: int) -> tuple[str, str]:
     return said[0], said[1]
 
 
-def compiled(rank: int, strategy: str, fullgraph: bool, backend: str, causal: bool = True) -> tuple[float, ...] | None:
-    """How far a compiled call, and its gradients, are from an eager one."""
+def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:
+    """How far a call that is compiled whole, and its gradients, are from an eager one; what its two graphs do. On the
+    first ranks of a mesh alone, because compiling takes time on each."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # as inductor has it
+
+    group = _mesh()["context"]
+    if rank >= group.size():
+        return None
     torch.compiler.reset()
     torch.manual_seed(0)
-    q, k, v = (parallel.shard(torch.randn(1, 64, heads, 32), causal=causal) for heads in (4, 4, 4))
+    whole = torch.randn(3, 1, 64, 4, 32)
+    arrays = [parallel.shard(x, group=group, causal=True).requires_grad_() for x in whole]
+    graphs = []
+
+    def read(graph: Any, _: Any) -> Any:
+        targets = [str(node.target).split(".") for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append(" ".join(target[1] for target in targets if target[0] in ("_c10d_functional", "qflash")))
+        return graph
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = parallel.attention(q * 2, k, v, strategy=strategy, causal=causal, return_lse=True)
+        words = {"group": group, "strategy": strategy, "causal": True}
+        out, lse = parallel.attention(q * 2, k, v, return_lse=True, **words)
         return (out**2).sum() + lse.sum()
 
+    backend = aot_autograd(fw_compiler=read, partition_fn=min_cut_rematerialization_partition)
     found = []
-    for function in (step, torch.compile(step, fullgraph=fullgraph, backend=backend)):
-        arrays = [x.clone().requires_grad_() for x in (q, k, v)]
+    for function in (step, torch.compile(step, fullgraph=True, backend=backend)):
         loss = function(*arrays)
-        loss.backward()
-        found.append([loss.detach(), *(x.grad for x in arrays)])
-    return tuple(float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True))
+        found.append([loss.detach(), *torch.autograd.grad(loss, arrays)])
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True)], graphs
 
 
 def wait_for_the_last(rank: int, strategy: str, ends: bool, seconds: float) -> float:

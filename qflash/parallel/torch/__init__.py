@@ -115,8 +115,6 @@ def attention(
                              return_lse=return_lse)  # fmt: skip
     words = (strategy, placement, causal, window, softcap, scale, precision, return_lse)
     described = (q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
-    if torch.compiler.is_compiling() and strategy == "ring":
-        return _outside_of_graphs(process_group, words, *described)
     return _attend(process_group, words, *described)
 
 
@@ -154,14 +152,6 @@ def _attend(
     return (out, lse) if of.words.return_lse else out
 
 
-_NOT_IN_GRAPHS = (
-    "qflash.parallel.torch.attention with strategy='ring' sends and receives step by step, which torch.compile does "
-    "not trace; allowed with fullgraph=True: strategy='all_gather' or 'ulysses'"
-)
-try:
-    _outside_of_graphs = torch.compiler.disable(_attend, reason=_NOT_IN_GRAPHS)
-except TypeError:  # PyTorch before 2.7 breaks the graph as well, and gives no reason
-    _outside_of_graphs = torch.compiler.disable(_attend)
 _CARRIED_OUT_BY = {"ring": attend_ring, "all_gather": attend_gathered, "ulysses": attend_ulysses}
 
 
