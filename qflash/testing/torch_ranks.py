@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import qflash
 from qflash.parallel import torch as parallel
@@ -205,16 +205,16 @@ def mix_up_groups(rank: int, seconds: float) -> None:
     parallel.attention(*torch.zeros(3, 1, 8, 4, 16), group=few if rank == 0 else everyone)
 
 
-def strange_groups(rank: int) -> tuple[str, str]:
-    """What is said of a mesh of two dimensions, and of a group of the first two ranks."""
+def strange_groups(rank: int) -> tuple[str, ...]:
+    """What is said of a mesh of two dimensions, and of a group and a mesh of the first two ranks."""
     said = []
-    for group in (_mesh(), dist.new_group([0, 1])):
+    for group in (_mesh(), dist.new_group([0, 1]), DeviceMesh("cpu", [0, 1])):
         try:
             parallel.positions(16, group=group)
             said.append("")
         except ValueError as error:
             said.append(str(error))
-    return said[0], said[1]
+    return tuple(said)
 
 
 def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:

@@ -1,8 +1,10 @@
-"""Tests of qflash.parallel.torch. test_torch_parallel.py runs them in a process that starts four ranks, once."""
+"""Tests of qflash.parallel.torch. test_torch_parallel.py runs them in a process that starts four ranks, once, and then
+eight."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +61,13 @@ def ranks(tmp_path_factory):
     group.close()
 
 
+@pytest.fixture(scope="session")
+def eight(tmp_path_factory):
+    group = Processes(8, tmp_path_factory.mktemp("eight") / "store")
+    yield group
+    group.close()
+
+
 def check(case: Case, got: dict) -> None:
     check_contract(case, got["out"], got["lse"])
     check_gradients(case, got["dq"], got["dk"], got["dv"])
@@ -77,6 +86,29 @@ def test_four_ranks(ranks, case, strategy, placement):
 def test_two_ranks_of_a_mesh(ranks, case, strategy):
     """Both groups of ranks of one dimension; the placement is the default."""
     check(case, ranks.values(torch_ranks.attend, case, strategy, None, "mesh")[0])
+
+
+ON_EIGHT = [
+    Case("eight_causal", **BASE, causal=True),
+    Case("eight_many_heads", **(BASE | {"kv_heads": 8, "dtype": "bfloat16"}), causal=True, rope=Rotary(16, True)),
+    Case("eight_window", **BASE, window=(13, 7), softcap=5.0),
+    Case("eight_lens", **BASE, kv_lens=(61, 3), sinks=SINKS),
+    Case("eight_packed", **(PACKED | {"q_heads": 8}), causal=True, rope=Rotary(32)),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", ON_EIGHT, ids=lambda case: case.name)
+def test_eight_ranks(eight, case, strategy):
+    check(case, eight.values(torch_ranks.attend, case, strategy, None)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
+@by_name
+def test_eight_ranks_everywhere(eight, case, strategy, placement):
+    case = replace(case, q_heads=8)
+    check(case, eight.values(torch_ranks.attend, case, strategy, placement)[0])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -148,7 +180,7 @@ GRAPHS = {
     "ring": [
         f"{HOP} attention wait_tensor attention merge",
         # Keys go round a second time, with their gradients one hop behind them and one hop more.
-        f"after {HOP} attention_backward_share wait_tensor {HOP} attention_backward_share wait_tensor {HOP} wait_tensor",
+        "after " + 2 * f"{HOP} attention_backward_share wait_tensor " + f"{HOP} wait_tensor",
     ],
     "all_gather": [
         "GATHER wait_tensor attention attention",
@@ -302,15 +334,13 @@ def test_a_tensor_that_is_spread_already(ranks):
 
 
 def test_groups_that_are_none(ranks):
-    for rank, (of_mesh, of_others) in enumerate(ranks.values(torch_ranks.strange_groups)):
+    for rank, (of_mesh, of_others, of_another_mesh) in enumerate(ranks.values(torch_ranks.strange_groups)):
         assert of_mesh == (
             "group is a DeviceMesh of 2 dimensions, ('data', 'context'); allowed: one of them, such as mesh['context']"
         )
-        assert (
-            of_others == ""
-            if rank < 2
-            else f"group does not have this process, rank {rank} of the default" in of_others
-        )
+        stranger = f"group does not have this process, rank {rank} of the default group; allowed: "
+        assert of_others == ("" if rank < 2 else f"{stranger}a group that has it")
+        assert of_another_mesh == ("" if rank < 2 else f"{stranger}a DeviceMesh that has it")
 
 
 def test_heads_that_do_not_divide(ranks):
