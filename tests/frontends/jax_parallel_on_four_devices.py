@@ -206,6 +206,21 @@ def test_without_checks_of_varying_axes(mesh, strategy):
     check_contract(case, whole(out), whole(lse, last=True))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_under_vmap(mesh, strategy):
+    """What moves between devices moves for every sequence of the mapped axis; scattered sums of gradients, too."""
+    attend = jax.shard_map(
+        partial(parallel.attention, axis_name="context", strategy=strategy, causal=True),
+        mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"),
+    )  # fmt: skip
+    gradient = jax.grad(lambda q, k, v: (attend(q, k, v) ** 2).sum(), (0, 1, 2))
+    arrays = jax.random.normal(jax.random.key(0), (3, 2, 1, 16, 4, 16))
+    batched = jax.jit(jax.vmap(gradient))(*arrays)
+    for one in range(2):
+        for got, want in zip(batched, jax.jit(gradient)(*arrays[:, one]), strict=True):
+            np.testing.assert_allclose(got[one], want, rtol=1e-5, atol=1e-6)
+
+
 def test_beside_another_axis():
     """Sequences over one axis of a mesh, tokens over the other."""
     mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -284,3 +299,16 @@ def test_lengths_that_do_not_divide():
         ValueError, match="x has 30 tokens in dimension 1; allowed: a multiple of 8, two chunks for each"
     ):
         parallel.shard(jnp.zeros((1, 30, 2, 8)), ranks=4, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "text"),
+    [
+        ("tokens", TypeError, "x is builtins.str; allowed: jax.Array or numpy.ndarray"),
+        (jnp.zeros(()), ValueError, "x has no dimension; allowed: an array with tokens in dimension 1"),
+    ],
+)
+def test_what_cannot_be_sharded(x, error, text):
+    for function in (parallel.shard, parallel.unshard):
+        with pytest.raises(error, match=text):
+            function(x, ranks=4)
