@@ -221,6 +221,17 @@ def test_gradients_under_vmap(mesh, strategy):
             np.testing.assert_allclose(got[one], want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forward_mode_is_refused(mesh, strategy):
+    attend = jax.shard_map(
+        lambda x: parallel.attention(x, x, x, axis_name="context", strategy=strategy),
+        mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"),
+    )  # fmt: skip
+    x = jnp.ones((1, 16, 4, 16))
+    with pytest.raises(NotImplementedError, match="attention has no forward-mode derivative"):
+        jax.jvp(jax.jit(attend), (x,), (x,))
+
+
 def test_beside_another_axis():
     """Sequences over one axis of a mesh, tokens over the other."""
     mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
