@@ -131,8 +131,8 @@ def attention(
 
 
 _NO_FORWARD_MODE = (
-    "qflash.parallel.jax.attention has no forward-mode derivative (jvp, jacfwd, linearize); allowed: reverse mode (grad, "
-    "vjp, jacrev), or jax.lax.stop_gradient around q, k, v and sinks"
+    "qflash.parallel.jax.attention has no forward-mode derivative (jvp, jacfwd, linearize); allowed: reverse mode "
+    "(grad, vjp, jacrev), or jax.lax.stop_gradient around q, k, v and sinks"
 )
 _CARRIED_OUT_BY = {"ring": attend_ring, "all_gather": attend_gathered, "ulysses": attend_ulysses}
 
