@@ -20,6 +20,7 @@ _PRODUCTS = {FORWARD: 2, BACKWARD: 5}  # of matrices, two operations for each pa
 _FLOAT32 = 4
 
 ASSUMPTIONS = (
+    "Every call has enough rows and heads to fill a GPU, as those had that arithmetic was measured with.",
     "Tokens are placed by zigzag where the mask is causal, so that every GPU computes the same.",
     "A ring's transfer runs under its computation and takes nothing from it: a step takes the longer of the two.",
     "Gathering and exchanging are waited for. Backward gathers again, and sums gradients of keys in float32.",

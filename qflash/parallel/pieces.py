@@ -82,7 +82,6 @@ def _moved(span: Span, by: int) -> Span:
     return span[0] + by, span[1] + by
 
 
-@lru_cache(maxsize=256)
 def ring_hops(at: Placement, edges: tuple[int, int], packed: bool = False) -> int:
     """How many times keys must move on before no rank is left that wants them."""
     ranks = range(at.ranks)

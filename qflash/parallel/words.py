@@ -63,6 +63,15 @@ def check_words(
     )
 
 
+def check_offsets(cu_seqlens: Any) -> None:
+    """Refuse offsets that are no array of int32 in the words of these calls, in which q and k have the same."""
+    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; allowed: [sequences + 1]")
+    dtype = str(cu_seqlens.dtype).removeprefix("torch.")
+    if dtype != "int32":
+        raise TypeError(f"cu_seqlens has dtype {dtype}; allowed: int32")
+
+
 def check_strategy(words: Words, ranks: int, q_heads: int, kv_heads: int, kv_lens: bool, packed: bool) -> None:
     """Refuse what the strategy cannot express exactly."""
     if words.strategy == "ulysses":

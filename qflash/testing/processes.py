@@ -32,7 +32,9 @@ class Processes:
     """`count` ranks of the default group, of gloo. They meet in `store`, a file that does not exist yet."""
 
     def __init__(self, count: int, store: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Ranks are forks of one process that has imported everything and started no thread: PyTorch is slow to import.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["qflash.testing.torch_ranks"])
         pairs = [context.Pipe() for _ in range(count)]
         self._pipes = [here for here, _ in pairs]
         self._processes = [

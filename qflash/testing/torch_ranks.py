@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import qflash
 from qflash.parallel import torch as parallel
@@ -142,35 +142,112 @@ def call(rank: int, shapes: list[list[int]], words: dict[str, Any], of_rank: dic
     parallel.attention(*arrays, **(words | given))
 
 
-def strange_groups(rank: int) -> tuple[str, str]:
-    """What is said of a mesh of two dimensions, and of a group of the first two ranks."""
+def call_unshard(rank: int, arrays: dict[int, Any], words: dict[int, dict[str, Any]]) -> None:
+    """unshard of zeros; `arrays` (or their shapes) and `words` have what some ranks give otherwise."""
+    x = arrays.get(rank, [1, 8, 4])
+    parallel.unshard(torch.zeros(x) if isinstance(x, list) else x, **words.get(rank, {}))
+
+
+def call_with_positions(rank: int, strategy: str, name: str, bad: int, words: dict[str, Any]) -> None:
+    """A call of arrays of zeros, with positions that are good but for the last one of the last rank."""
+    own = torch.arange(8, dtype=torch.int32)
+    if rank == dist.get_world_size() - 1:
+        own[-1] = bad
+    rope = Rope(*(torch.from_numpy(x) for x in qflash.rope_tables(64, 16)), **{name: own})
+    parallel.attention(*torch.zeros(3, 1, 8, 4, 16), strategy=strategy, rope=rope, **words)
+
+
+def call_with_dtensor(rank: int) -> None:
+    """A call whose k is a tensor that torch.distributed has spread over the ranks already."""
+    from torch.distributed.tensor import DTensor
+
+    q = torch.zeros(1, 8, 4, 16)
+    k = DTensor.from_local(q, init_device_mesh("cpu", (dist.get_world_size(),)))
+    parallel.attention(q, k, q)
+
+
+def differ_in_losses(rank: int, strategy: str) -> float:
+    """How far the gradient of q is from that of one process where rank 0's loss has lse and no out, the others' out."""
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    whole = torch.randn(1, 8 * ranks, 4, 16)
+
+    def loss(out: Tensor, lse: Tensor) -> Tensor:
+        return (lse**2).sum() if rank == 0 else (out**2).sum()
+
+    q = parallel.shard(whole).requires_grad_()
+    loss(*parallel.attention(q, q.detach(), q.detach(), strategy=strategy, return_lse=True)).backward()
+    own = parallel.shard(whole).requires_grad_()
+    loss(*qflash.attention(own, whole, whole, return_lse=True)).backward()
+    assert q.grad is not None and own.grad is not None
+    return float((q.grad - own.grad).norm() / own.grad.norm())
+
+
+def transformed(rank: int, strategy: str) -> float:
+    """How far gradients by torch.func.grad are from those of backward()."""
+    torch.manual_seed(0)
+    q, k, v = (parallel.shard(torch.randn(1, 32, heads, 16), causal=True) for heads in (8, 4, 4))
+
+    def loss(*arrays: Tensor) -> Tensor:
+        whole = parallel.unshard(parallel.attention(*arrays, strategy=strategy, causal=True), causal=True)
+        return (whole**2).sum()
+
+    found = torch.func.grad(loss, (0, 1, 2))(q, k, v)
+    arrays = [x.requires_grad_() for x in (q, k, v)]
+    loss(*arrays).backward()
+    return max(float((a - b.grad).norm() / b.grad.norm()) for a, b in zip(found, arrays, strict=True))
+
+
+def mix_up_groups(rank: int, seconds: float) -> None:
+    """Rank 0 calls on a group of two, the others on one of all."""
+    few = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
+    everyone = _impatient(seconds)
+    parallel.attention(*torch.zeros(3, 1, 8, 4, 16), group=few if rank == 0 else everyone)
+
+
+def strange_groups(rank: int) -> tuple[str, ...]:
+    """What is said of a mesh of two dimensions, and of a group and a mesh of the first two ranks."""
     said = []
-    for group in (_mesh(), dist.new_group([0, 1])):
+    for group in (_mesh(), dist.new_group([0, 1]), DeviceMesh("cpu", [0, 1])):
         try:
             parallel.positions(16, group=group)
             said.append("")
         except ValueError as error:
             said.append(str(error))
-    return said[0], said[1]
+    return tuple(said)
 
 
-def compiled(rank: int, strategy: str, fullgraph: bool, backend: str, causal: bool = True) -> tuple[float, ...] | None:
-    """How far a compiled call, and its gradients, are from an eager one."""
+def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:
+    """How far a call that is compiled whole, and its gradients, are from an eager one; what its two graphs do. On the
+    first ranks of a mesh alone, because compiling takes time on each."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # as inductor has it
+
+    group = _mesh()["context"]
+    if rank >= group.size():
+        return None
     torch.compiler.reset()
     torch.manual_seed(0)
-    q, k, v = (parallel.shard(torch.randn(1, 64, heads, 32), causal=causal) for heads in (4, 4, 4))
+    whole = torch.randn(3, 1, 64, 4, 32)
+    arrays = [parallel.shard(x, group=group, causal=True).requires_grad_() for x in whole]
+    graphs = []
+
+    def read(graph: Any, _: Any) -> Any:
+        targets = [str(node.target).split(".") for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append(" ".join(target[1] for target in targets if target[0] in ("_c10d_functional", "qflash")))
+        return graph
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = parallel.attention(q * 2, k, v, strategy=strategy, causal=causal, return_lse=True)
+        words = {"group": group, "strategy": strategy, "causal": True}
+        out, lse = parallel.attention(q * 2, k, v, return_lse=True, **words)
         return (out**2).sum() + lse.sum()
 
+    backend = aot_autograd(fw_compiler=read, partition_fn=min_cut_rematerialization_partition)
     found = []
-    for function in (step, torch.compile(step, fullgraph=fullgraph, backend=backend)):
-        arrays = [x.clone().requires_grad_() for x in (q, k, v)]
+    for function in (step, torch.compile(step, fullgraph=True, backend=backend)):
         loss = function(*arrays)
-        loss.backward()
-        found.append([loss.detach(), *(x.grad for x in arrays)])
-    return tuple(float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True))
+        found.append([loss.detach(), *torch.autograd.grad(loss, arrays)])
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True)], graphs
 
 
 def wait_for_the_last(rank: int, strategy: str, ends: bool, seconds: float) -> float:

@@ -1,4 +1,5 @@
-"""Tests of qflash.parallel.jax. test_jax_parallel.py runs them in a process where XLA splits the CPU in four."""
+"""Tests of qflash.parallel.jax. test_jax_parallel.py runs them in a process where XLA splits the CPU in eight; most of
+them take four of these."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ CHOSEN = [
 
 @pytest.fixture(scope="session")
 def mesh():
-    return jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
+    return mesh_of(4)
+
+
+def mesh_of(ranks: int):
+    return jax.make_mesh((ranks,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
 
 
 def specs(case: Case, axis: str = "context") -> tuple[P, P]:
@@ -53,10 +58,10 @@ def specs(case: Case, axis: str = "context") -> tuple[P, P]:
     return (P(axis), P(None, axis)) if case.packed else (P(None, axis), P(None, None, axis))
 
 
-def placed(case: Case, placement: str):
-    """shard and unshard of this placement, on four devices."""
+def placed(case: Case, placement: str, ranks: int = 4):
+    """shard and unshard of this placement."""
     dim = 0 if case.packed else 1
-    how = {"ranks": 4, "placement": placement}
+    how = {"ranks": ranks, "placement": placement}
     return (
         lambda x, last=False: parallel.shard(x, dim=x.ndim - 1 if last else dim, **how),
         lambda x, last=False: to_numpy(parallel.unshard(x, dim=x.ndim - 1 if last else dim, **how)),
@@ -84,7 +89,7 @@ def program(mesh, case: Case, strategy: str, placement: str, inputs, check_vma: 
         local, mesh=mesh, in_specs=(of_arrays,) * 3 + (P(), of_positions), out_specs=(of_arrays, of_lse),
         check_vma=check_vma,
     )  # fmt: skip
-    order, _ = placed(case, placement)
+    order, _ = placed(case, placement, mesh.size)
     positions = {name: order(x, last=True) for name, x in given.items()}
     return lambda q, k, v, sinks: spread(q, k, v, sinks, positions)
 
@@ -92,8 +97,33 @@ def program(mesh, case: Case, strategy: str, placement: str, inputs, check_vma: 
 @pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(("case", "strategy"), CHOSEN, ids=lambda x: getattr(x, "name", x))
 def test_four_devices(mesh, case, strategy, placement):
+    check(mesh, case, strategy, placement)
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    [
+        (Case("eight_causal", **BASE, causal=True, rope=Rotary(16, True)), "ring"),
+        (Case("eight_packed", **PACKED, causal=True, window=(9, 0)), "all_gather"),
+        (Case("eight_lens", **(BASE | {"q_heads": 8}), causal=True, kv_lens=(32, 13)), "ulysses"),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_eight_devices(case, strategy):
+    check(mesh_of(8), case, strategy, "zigzag")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("case", "strategy"), CHOSEN, ids=lambda x: getattr(x, "name", x))
+def test_eight_devices_everywhere(case, strategy, placement):
+    check(mesh_of(8), replace(case, q_heads=8), strategy, placement)
+
+
+def check(mesh, case: Case, strategy: str, placement: str) -> None:
+    """Results and gradients within the contract, and the same bits twice."""
     inputs = convert(case.make_inputs(), "jax")
-    order, whole = placed(case, placement)
+    order, whole = placed(case, placement, mesh.size)
     run = program(mesh, case, strategy, placement, inputs)
     arrays = (*(order(x) for x in (inputs.q, inputs.k, inputs.v)), inputs.sinks)
     dout, dlse = (jnp.asarray(x) for x in case.make_gradients())
@@ -176,9 +206,35 @@ def test_without_checks_of_varying_axes(mesh, strategy):
     check_contract(case, whole(out), whole(lse, last=True))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_under_vmap(mesh, strategy):
+    """What moves between devices moves for every sequence of the mapped axis; scattered sums of gradients, too."""
+    attend = jax.shard_map(
+        partial(parallel.attention, axis_name="context", strategy=strategy, causal=True),
+        mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"),
+    )  # fmt: skip
+    gradient = jax.grad(lambda q, k, v: (attend(q, k, v) ** 2).sum(), (0, 1, 2))
+    arrays = jax.random.normal(jax.random.key(0), (3, 2, 1, 16, 4, 16))
+    batched = jax.jit(jax.vmap(gradient))(*arrays)
+    for one in range(2):
+        for got, want in zip(batched, jax.jit(gradient)(*arrays[:, one]), strict=True):
+            np.testing.assert_allclose(got[one], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forward_mode_is_refused(mesh, strategy):
+    attend = jax.shard_map(
+        lambda x: parallel.attention(x, x, x, axis_name="context", strategy=strategy),
+        mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"),
+    )  # fmt: skip
+    x = jnp.ones((1, 16, 4, 16))
+    with pytest.raises(NotImplementedError, match="attention has no forward-mode derivative"):
+        jax.jvp(jax.jit(attend), (x,), (x,))
+
+
 def test_beside_another_axis():
     """Sequences over one axis of a mesh, tokens over the other."""
-    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     case = Case("both", **BASE, causal=True, sinks=SINKS)
     inputs = convert(case.make_inputs(), "jax")
     split = P("data", "context")
@@ -229,10 +285,24 @@ def test_positions_are_those_of_the_placement(mesh, causal):
     ],
 )
 def test_bad_input(mesh, words, error, text):
-    x = jnp.zeros((1, 32, 6, 16))
+    refused(mesh, jnp.zeros((1, 32, 6, 16)), P(None, "context"), words, error, text)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "error", "text"),
+    [
+        (jnp.array([[0, 32]], jnp.int32), ValueError, r"cu_seqlens has shape \(1, 2\); allowed: \[sequences \+ 1\]"),
+        (jnp.array([0.0, 32.0]), TypeError, "cu_seqlens has dtype float32; allowed: int32"),
+    ],
+)
+def test_bad_offsets(mesh, offsets, error, text):
+    refused(mesh, jnp.zeros((32, 6, 16)), P("context"), {"cu_seqlens": offsets}, error, text)
+
+
+def refused(mesh, x, spec: P, words: dict, error: type, text: str) -> None:
     local = partial(parallel.attention, **({"axis_name": "context"} | words))
     with pytest.raises(error, match=text):
-        jax.shard_map(local, mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"))(x, x, x)
+        jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(x, x, x)
 
 
 def test_lengths_that_do_not_divide():
@@ -240,3 +310,16 @@ def test_lengths_that_do_not_divide():
         ValueError, match="x has 30 tokens in dimension 1; allowed: a multiple of 8, two chunks for each"
     ):
         parallel.shard(jnp.zeros((1, 30, 2, 8)), ranks=4, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "text"),
+    [
+        ("tokens", TypeError, "x is builtins.str; allowed: jax.Array or numpy.ndarray"),
+        (jnp.zeros(()), ValueError, "x has no dimension; allowed: an array with tokens in dimension 1"),
+    ],
+)
+def test_what_cannot_be_sharded(x, error, text):
+    for function in (parallel.shard, parallel.unshard):
+        with pytest.raises(error, match=text):
+            function(x, ranks=4)

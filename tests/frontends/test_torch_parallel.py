@@ -1,4 +1,4 @@
-"""qflash.parallel.torch: four ranks of gloo on this CPU."""
+"""qflash.parallel.torch: four and eight ranks of gloo on this CPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_on_four_ranks():
+def on_ranks(*words: str, seconds: float) -> None:
     """In a process of its own, so that ranks are started once, and not by every worker of pytest-xdist."""
     path = Path(__file__).with_name("torch_on_four_ranks.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent, timeout=500)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent, timeout=seconds)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_on_four_ranks_and_eight():
+    on_ranks(seconds=500)
+
+
+@pytest.mark.slow
+def test_everywhere_on_eight_ranks():
+    on_ranks("-m", "slow", seconds=1500)
 
 
 def test_the_example_on_two_ranks():

@@ -18,7 +18,7 @@ from qflash.api import attention as attention_on_one_device
 from qflash.api import attention_varlen
 from qflash.call.words import INT32_MAX, check_int, shown
 from qflash.frontends.jax import as_index, plan_of
-from qflash.frontends.jax.derivatives import constant
+from qflash.frontends.jax.derivatives import constant, reverse_only
 from qflash.frontends.jax.describe import default_platform
 from qflash.frontends.jax.varying import vary_alike
 from qflash.ops.attention import ATTENTION
@@ -30,7 +30,7 @@ from qflash.parallel.jax.ring import attend_ring
 from qflash.parallel.jax.shards import positions, shard, size_of, unshard
 from qflash.parallel.jax.ulysses import attend_ulysses
 from qflash.parallel.placement import Placement
-from qflash.parallel.words import check_strategy, check_words
+from qflash.parallel.words import check_offsets, check_strategy, check_words
 from qflash.rotary import Rope
 
 __all__ = ["attention", "positions", "shard", "unshard"]
@@ -113,6 +113,8 @@ def attention(
             return attention_on_one_device(q, k, v, **options)
         return attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
     facts = _facts(q, kv_lens, cu_seqlens, rope)
+    if packed:
+        check_offsets(facts["offsets"])
     interleaved = _check_local(words, q, k, v, sinks, facts, longest, rope)
     if k.shape[token_dim] != q.shape[token_dim]:
         raise ValueError(
@@ -128,6 +130,10 @@ def attention(
     return (out, lse) if words.return_lse else out
 
 
+_NO_FORWARD_MODE = (
+    "qflash.parallel.jax.attention has no forward-mode derivative (jvp, jacfwd, linearize); allowed: reverse mode "
+    "(grad, vjp, jacrev), or jax.lax.stop_gradient around q, k, v and sinks"
+)
 _CARRIED_OUT_BY = {"ring": attend_ring, "all_gather": attend_gathered, "ulysses": attend_ulysses}
 
 
@@ -177,7 +183,7 @@ def _all_vary(axis_name: str, arrays: tuple[Any, ...], facts: Facts) -> tuple[li
     given = [x for x in arrays if x is not None]
     varying = vary_alike([*given, *facts.values(), jax.lax.axis_index(axis_name)])
     some = iter(varying)
-    of_arrays = [None if x is None else next(some) for x in arrays]
+    of_arrays = [None if x is None else reverse_only(next(some), _NO_FORWARD_MODE) for x in arrays]
     return of_arrays, dict(zip(facts, some, strict=False))
 
 

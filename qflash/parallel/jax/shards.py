@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from qflash.call.words import INT32_MAX, check_int
+from qflash.call.words import INT32_MAX, check_int, shown
 from qflash.parallel.placement import Placement, check_placement
 
 
@@ -78,5 +79,9 @@ def by_rank(x: Any, at: Placement, dim: int) -> Any:
 
 def _placed(x: Any, ranks: Any, dim: Any, causal: Any, placement: Any) -> tuple[Placement, int]:
     ranks = check_int("ranks", ranks, 1, INT32_MAX)
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"x is {type(x).__module__}.{type(x).__qualname__}; allowed: jax.Array or numpy.ndarray")
+    if not x.ndim:
+        raise ValueError(f"x has no dimension; allowed: an array with tokens in dimension {shown(dim)}")
     dim = check_int("dim", dim, -x.ndim, x.ndim - 1) % x.ndim
     return Placement.of_whole(check_placement(placement, causal), ranks, x.shape[dim], "x", dim), dim

@@ -36,9 +36,9 @@ from qflash.parallel.torch.exchange import all_gather
 from qflash.parallel.torch.gather import attend_gathered
 from qflash.parallel.torch.groups import Ranks, group_of
 from qflash.parallel.torch.ring import attend_ring
-from qflash.parallel.torch.shards import positions, shard, unshard
+from qflash.parallel.torch.shards import own_tokens, positions, shard, unshard
 from qflash.parallel.torch.ulysses import attend_ulysses
-from qflash.parallel.words import STRATEGIES, Words, check_strategy, check_words
+from qflash.parallel.words import STRATEGIES, Words, check_offsets, check_strategy, check_words
 from qflash.rotary import Rope
 
 __all__ = ["attention", "positions", "shard", "unshard"]
@@ -115,8 +115,6 @@ def attention(
                              return_lse=return_lse)  # fmt: skip
     words = (strategy, placement, causal, window, softcap, scale, precision, return_lse)
     described = (q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
-    if torch.compiler.is_compiling() and strategy == "ring":
-        return _outside_of_graphs(process_group, words, *described)
     return _attend(process_group, words, *described)
 
 
@@ -154,14 +152,6 @@ def _attend(
     return (out, lse) if of.words.return_lse else out
 
 
-_NOT_IN_GRAPHS = (
-    "qflash.parallel.torch.attention with strategy='ring' sends and receives step by step, which torch.compile does "
-    "not trace; allowed with fullgraph=True: strategy='all_gather' or 'ulysses'"
-)
-try:
-    _outside_of_graphs = torch.compiler.disable(_attend, reason=_NOT_IN_GRAPHS)
-except TypeError:  # PyTorch before 2.7 breaks the graph as well, and gives no reason
-    _outside_of_graphs = torch.compiler.disable(_attend)
 _CARRIED_OUT_BY = {"ring": attend_ring, "all_gather": attend_gathered, "ulysses": attend_ulysses}
 
 
@@ -194,12 +184,15 @@ def _sequences(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
+        if hasattr(x, "to_local"):  # of torch.distributed.tensor, which is slow to import
+            raise TypeError(f"{name} is a DTensor; allowed: this rank's part of it, {name}.to_local()")
     packed = cu_seqlens is not None
     _check_max_seqlen(cu_seqlens, max_seqlen)
     if kv_lens is not None:
         kv_lens = as_index("kv_lens", kv_lens, q)
     if packed:
         cu_seqlens = as_index("cu_seqlens", cu_seqlens, q)
+        check_offsets(cu_seqlens)
     token_dim = 0 if packed else 1
     rank_of_arrays = token_dim + 3
     if q.dim() != rank_of_arrays:
@@ -221,6 +214,7 @@ def _sequences(
         indexed = {name: as_index(f"rope.{name}", getattr(rope, name), q)
                    for name in ("positions_q", "positions_k") if getattr(rope, name) is not None}  # fmt: skip
         rope = replace(rope, **indexed)
+        _check_positions(rope, at, ranks.rank, kv_lens, packed)
     longest = min(longest, at.length)
     return Sequences(at, words, maths, q, kv_lens, cu_seqlens, longest, rope, wide=q.device.type == "cpu")
 
@@ -273,6 +267,27 @@ def _check_rope(rope: Rope, at: Placement, reach: int) -> None:
     rows = rope.cos.shape[0]
     if not all(given) and rows < reach:
         raise ValueError(f"rope.cos has {rows} rows; allowed: at least {reach}, one for each position in use")
+
+
+def _check_positions(rope: Rope, at: Placement, rank: int, kv_lens: Any, packed: bool) -> None:
+    """Positions whose values are on the host, for the same reason. Keys that do not exist may have any."""
+    if torch.compiler.is_compiling():
+        return
+    rows = rope.cos.shape[0]
+    for name, x in (("positions_q", rope.positions_q), ("positions_k", rope.positions_k)):
+        if x is None or x.device.type != "cpu":
+            continue
+        bad = (x <= -rows) | (x >= rows)
+        if name == "positions_k" and kv_lens is not None:
+            if packed:  # every rank has all keys, and finds the same ones
+                continue
+            bad = bad & (own_tokens(at, rank) < kv_lens[:, None])
+        if bad.any():
+            where = bad.nonzero()[0].tolist()[-x.dim() :]  # those that all sequences share have no index of one
+            index, value = ", ".join(map(str, where)), x[tuple(where)].item()
+            raise ValueError(
+                f"rope.{name}[{index}] is {value} on this rank; allowed: {1 - rows} to {rows - 1}, the rows of rope.cos"
+            )
 
 
 def _described(of: Sequences, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:

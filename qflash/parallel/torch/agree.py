@@ -22,7 +22,7 @@ _BAD = "!"  # how the text of a refusal begins
 _agreed: WeakKeyDictionary = WeakKeyDictionary()  # by group: the calls on GPUs that all of its ranks agreed on
 
 
-def agree(ranks: Ranks, text: str, refusal: Exception | None, device: torch.device) -> None:
+def agree(ranks: Ranks, text: str, refusal: Exception | None, device: torch.device, what: str = "calls") -> None:
     """Return where all ranks came with the same text and without a refusal; else raise on all of them."""
     known = _agreed.setdefault(ranks.group, set()) if device.type == "cuda" else set()
     if refusal is None and text in known:
@@ -34,7 +34,7 @@ def agree(ranks: Ranks, text: str, refusal: Exception | None, device: torch.devi
         if other.startswith(_BAD):
             raise ValueError(f"rank {rank} of {ranks.size} refused the call: {other[len(_BAD) :]}")
     if len(set(said)) > 1:
-        raise ValueError(f"ranks have different calls: {_differences(said)}; allowed: the same on all ranks")
+        raise ValueError(f"ranks have different {what}: {_differences(said)}; allowed: the same on all ranks")
     known.add(text)
 
 
@@ -44,8 +44,9 @@ def _exchange(ranks: Ranks, text: str, device: torch.device) -> list[str]:
     if len(own) > _BYTES:  # what is cut off still counts
         own = own[: _BYTES - 16] + f" ...{crc32(own):08x}".encode()
     wire = torch.frombuffer(bytearray(own.ljust(_BYTES, b"\0")), dtype=torch.uint8)
-    if dist.get_backend(ranks.group) != "gloo":
-        wire = wire.to(device)
+    backend = dist.get_backend(ranks.group)
+    if backend != "gloo":  # nccl takes what is on a GPU, also from a rank that came with something else
+        wire = wire.to("cuda" if backend == "nccl" else device)
     gathered = all_gather(ranks, wire, "the comparison of the ranks' calls").cpu()
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
 

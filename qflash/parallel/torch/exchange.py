@@ -28,7 +28,7 @@ class Hop:
     The transfer is under way once the Hop is made; what is sent must not be written to before `wait` has returned.
     """
 
-    def __init__(self, ranks: Ranks, tensors: Sequence[Tensor], what: str, distance: int = 1) -> None:
+    def __init__(self, ranks: Ranks, tensors: Sequence[Tensor], what: str, distance: int) -> None:
         self._ranks, self._what, self._distance = ranks, what, distance
         self._device = tensors[0].device
         sent = [_on_wire(ranks, x.contiguous()) for x in tensors]
@@ -49,13 +49,60 @@ class Hop:
     def _tried(self, action: Callable[[], Any]) -> Any:
         ranks = self._ranks
         to, source = ((ranks.rank + by) % ranks.size for by in (self._distance, -self._distance))
+        lost = f"rank {source}" if source == to else f"rank {source} or {to}"
         try:
             return action()
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {ranks.rank} of {ranks.size} lost rank {source} or {to} during {self._what}: it waited for "
+                f"{ranks} lost {lost} during {self._what}: it waited for "
                 f"tensors from rank {source} and sent its own to rank {to}. {error}"
             ) from error
+
+
+class TracedHop:
+    """A Hop in a graph of torch.compile, which takes no sends and receives: an exchange in which one rank gets all.
+
+    The graph has the wait where `wait` is called, so that what is computed before that runs beside the transfer.
+    """
+
+    def __init__(self, ranks: Ranks, tensors: Sequence[Tensor], distance: int) -> None:
+        to, source = ((ranks.rank + by) % ranks.size for by in (distance, -distance))
+        self._coming = []
+        for x in tensors:
+            sent, received = ([x.numel() * (rank == peer) for rank in range(ranks.size)] for peer in (to, source))
+            name = ranks.group.group_name
+            flat = torch.ops._c10d_functional.all_to_all_single(x.reshape(-1), received, sent, name)
+            self._coming.append((flat, x.shape))
+
+    def wait(self) -> list[Tensor]:
+        """What came."""
+        return [functional.wait_tensor(flat).view(shape) for flat, shape in self._coming]
+
+
+def start_hop(ranks: Ranks, tensors: Sequence[Tensor], what: str, distance: int = 1) -> Hop | TracedHop:
+    """The transfer, under way."""
+    if torch.compiler.is_compiling():
+        return TracedHop(ranks, tensors, distance)
+    return Hop(ranks, tensors, what, distance)
+
+
+def saved_again(x: Tensor, cotangent: Tensor) -> Tensor:
+    """x, which a forward pass kept, for the backward pass: what is computed from it is computed again.
+
+    A compiler that sees both passes would else move the second round of keys into the first, and keep all that came.
+    """
+    return _after(x, cotangent) if torch.compiler.is_compiling() else x
+
+
+@torch.library.custom_op("qflash::after", mutates_args=())
+def _after(x: Tensor, other: Tensor) -> Tensor:
+    """x, not before the other one is there."""
+    return x.clone()
+
+
+@_after.register_fake
+def _(x: Tensor, other: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 def all_gather(ranks: Ranks, x: Tensor, what: str) -> Tensor:
@@ -79,7 +126,7 @@ def _collective(ranks: Ranks, x: Tensor, what: str, of: Callable[[Tensor], Tenso
     try:
         return functional.wait_tensor(of(_on_wire(ranks, x.contiguous()))).to(x.device)
     except RuntimeError as error:
-        raise RuntimeError(f"rank {ranks.rank} of {ranks.size} lost another rank during {what}. {error}") from error
+        raise RuntimeError(f"{ranks} lost another rank during {what}. {error}") from error
 
 
 def _on_wire(ranks: Ranks, x: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from qflash.parallel.parts import Part, Sequences
-from qflash.parallel.torch.exchange import all_gather, reduce_scatter
+from qflash.parallel.parts import Sequences
+from qflash.parallel.torch.exchange import all_gather, reduce_scatter, saved_again
 from qflash.parallel.torch.groups import Ranks
 from qflash.parallel.torch.shards import by_rank, in_token_order
 
 Tensor = torch.Tensor
+_GATHERING = "the gathering of keys and values"
 
 
 def attend_gathered(
@@ -27,36 +28,38 @@ def attend_gathered(
     return out, lse
 
 
-def _all_keys(k: Tensor, v: Tensor, of: Sequences, ranks: Ranks, what: str) -> Tensor:
-    """k and v of all ranks in the order of tokens, `[2, B, S, Hkv, D]`."""
-    return in_token_order(all_gather(ranks, torch.stack([k, v]), what), of.at, of.token_dim + 1)
+def _all_keys(keys: Tensor, of: Sequences, ranks: Ranks, what: str) -> Tensor:
+    """k and v of all ranks in the order of tokens, `[2, B, S, Hkv, D]`. keys: this rank's, stacked."""
+    return in_token_order(all_gather(ranks, keys, what), of.at, of.token_dim + 1)
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
     ) -> tuple[Tensor, Tensor]:
-        keys = _all_keys(k, v, of, ranks, "the gathering of keys and values")
-        parts: list[Part] = of.gathered_parts(ranks.rank)
-        results = [of.attend(part, q, keys[0], keys[1], sinks) for part in parts]
+        keys = _all_keys(torch.stack([k, v]), of, ranks, _GATHERING)
+        results = [of.attend(part, q, keys[0], keys[1], sinks) for part in of.gathered_parts(ranks.rank)]
         out = torch.cat([out for out, _ in results], of.token_dim)
-        lse = torch.cat([lse for _, lse in results], -1)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return out, torch.cat([lse for _, lse in results], -1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *arrays, of, ranks = inputs
+        ctx.save_for_backward(*arrays, *output)
         ctx.set_materialize_grads(False)
-        ctx.call = of, ranks, parts
-        return out, lse
+        ctx.call = of, ranks
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        of, ranks, parts = ctx.call
+        of, ranks = ctx.call
         dout = torch.zeros_like(out) if dout is None else dout
-        keys = _all_keys(k, v, of, ranks, "the gathering of keys and values, backward")
+        keys = _all_keys(saved_again(torch.stack([k, v]), dout), of, ranks, f"{_GATHERING}, backward")
         dkeys = torch.zeros(keys.shape, dtype=torch.float32, device=q.device)
         dqs, dsinks = [], None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
-        for part in parts:
+        for part in of.gathered_parts(ranks.rank):
             dq, dk, dv, *of_sinks = of.gradients(part, dout, dlse, q, keys[0], keys[1], sinks, out, lse)
             dqs.append(dq)
             for total, share in ((dkeys[0], dk), (dkeys[1], dv)):

@@ -17,6 +17,13 @@ class Ranks:
     rank: int
     size: int
 
+    def __str__(self) -> str:
+        """This rank, for errors: which group it is in says more than its size where groups were mixed up."""
+        if self.group is dist.group.WORLD:
+            return f"rank {self.rank} of {self.size}"
+        members = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
+        return f"rank {self.rank} of {self.size} (the group of ranks {members})"
+
     def peer(self, distance: int) -> int:
         """The number in the default group of the rank that stands `distance` after this one."""
         return dist.get_global_rank(self.group, (self.rank + distance) % self.size)
@@ -38,16 +45,21 @@ def group_of(group: Any) -> Any:
                 f"group is a DeviceMesh of {group.ndim} dimensions, {names}; allowed: one of them, such as "
                 f"mesh[{names[-1]!r}]"
             )
+        if group.get_coordinate() is None:
+            raise _stranger("a DeviceMesh")
         return group.get_group()
     if isinstance(group, dist.ProcessGroup):
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"group does not have this process, rank {dist.get_rank()} of the default group; allowed: a group that "
-            "has it"
-        )
+        raise _stranger("a group")
     kind = f"{type(group).__module__}.{type(group).__qualname__}"
     raise TypeError(f"group is {kind}; allowed: None, a process group, or one dimension of a DeviceMesh")
+
+
+def _stranger(kind: str) -> ValueError:
+    return ValueError(
+        f"group does not have this process, rank {dist.get_rank()} of the default group; allowed: {kind} that has it"
+    )
 
 
 def ranks_of(group: Any) -> Ranks:

@@ -18,7 +18,7 @@ from qflash.ops.merge import merge
 from qflash.ops.quantization import Quantized, quantize
 from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import Span, ring_steps
-from qflash.parallel.torch.exchange import Hop
+from qflash.parallel.torch.exchange import Hop, TracedHop, saved_again, start_hop
 from qflash.parallel.torch.groups import Ranks
 
 Tensor = torch.Tensor
@@ -39,7 +39,8 @@ def attend_ring(
 
 def steps_of(of: Sequences, rank: int) -> list[list[Part]]:
     """What a rank computes after each hop."""
-    steps = ring_steps(of.at, rank, of.words.edges, of.offsets is not None)
+    find = ring_steps.__wrapped__ if torch.compiler.is_compiling() else ring_steps  # a compiler warns of caches
+    steps = find(of.at, rank, of.words.edges, of.offsets is not None)
     return [
         [of.ring_part(piece, rank, (rank - hop) % of.at.ranks) for piece in pieces] for hop, pieces in enumerate(steps)
     ]
@@ -60,7 +61,7 @@ def attend_blocks(
 def _going_round(block: Tensor, steps: int, ranks: Ranks) -> Iterator[Tensor]:
     """The block at hand after each hop; the next one is on its way while it is used."""
     for hop in range(steps):
-        coming = Hop(ranks, [block], _FORWARD) if hop + 1 < steps else None
+        coming = start_hop(ranks, [block], _FORWARD) if hop + 1 < steps else None
         yield block
         if coming is not None:
             (block,) = coming.wait()
@@ -107,29 +108,33 @@ class _Merged:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
     ) -> tuple[Tensor, Tensor]:
         steps = steps_of(of, ranks.rank)
-        out, lse = attend_blocks(q, sinks, of, steps, _going_round(torch.stack([k, v]), len(steps), ranks))
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return attend_blocks(q, sinks, of, steps, _going_round(torch.stack([k, v]), len(steps), ranks))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *arrays, of, ranks = inputs
+        ctx.save_for_backward(*arrays, *output)
         ctx.set_materialize_grads(False)
-        ctx.call = of, ranks, steps
-        return out, lse
+        ctx.call = of, ranks
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        of, ranks, steps = ctx.call
+        of, ranks = ctx.call
+        steps = steps_of(of, ranks.rank)
         dout = torch.zeros_like(out) if dout is None else dout
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
-        block = torch.stack([k, v])
+        block = saved_again(torch.stack([k, v]), dout)
         # dblock is the gradient of the block at hand: what the ranks that had it before have added to it so far.
         dblock = torch.zeros(block.shape, dtype=torch.float32, device=q.device)
-        returning: Hop | None = None
+        returning: Hop | TracedHop | None = None
         for hop, parts in enumerate(steps):
-            coming = Hop(ranks, [block], _BACKWARD) if hop + 1 < len(steps) else None
+            coming = start_hop(ranks, [block], _BACKWARD) if hop + 1 < len(steps) else None
             shares = [of.gradients(part, dout, dlse, q, block[0], block[1], sinks, out, lse) for part in parts]
             if returning is not None:
                 (dblock,) = returning.wait()
@@ -141,9 +146,9 @@ class _Ring(torch.autograd.Function):
                     dsinks += of_sinks[0]
             if coming is not None:
                 (block,) = coming.wait()
-                returning = Hop(ranks, [dblock], _GRADIENTS)
+                returning = start_hop(ranks, [dblock], _GRADIENTS)
         if len(steps) > 1:  # back to the rank whose keys they are, as many ranks before this one as there were hops
-            (dblock,) = Hop(ranks, [dblock], _GRADIENTS, distance=1 - len(steps)).wait()
+            (dblock,) = start_hop(ranks, [dblock], _GRADIENTS, distance=1 - len(steps)).wait()
         dk, dv = dblock.to(k.dtype)
         return dq.to(q.dtype), dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None, None
 
@@ -182,7 +187,7 @@ def _ring_int8(
     keys = quantize(k.detach(), granularity="group", smooth=True, rope=rope_k, lens=own.kv_lens)
     block, merged = _Block(keys, v.detach()), _Merged(of.token_dim)
     for hop, parts in enumerate(steps):
-        coming = Hop(ranks, block.tensors(), _FORWARD) if hop + 1 < len(steps) else None
+        coming = start_hop(ranks, block.tensors(), _FORWARD) if hop + 1 < len(steps) else None
         for part in parts:
             merged.add(part.q, q, *_attend_int8(queries, block, part, sinks, of))
         if coming is not None:

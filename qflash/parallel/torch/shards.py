@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from qflash.call.words import check_int
+from qflash.call.words import check_int, shown
 from qflash.parallel.placement import Placement, check_placement
+from qflash.parallel.torch.agree import agree
 from qflash.parallel.torch.exchange import all_gather
-from qflash.parallel.torch.groups import Ranks, group_of, ranks_of
+from qflash.parallel.torch.groups import Ranks, ranks_of
 
 Tensor = torch.Tensor
 
@@ -32,7 +33,8 @@ def shard(x: Tensor, *, group: Any = None, dim: int = 1, causal: bool = False, p
         ValueError: the tokens do not divide evenly. Pad them at the end: a causal mask hides padded keys, and `kv_lens`
             does without one.
     """
-    ranks, at, dim = _placed("x", x, group, dim, causal, placement, whole=True)
+    ranks = ranks_of(group)
+    at, dim = _placed("x", x, ranks, dim, causal, placement, whole=True)
     return own_part(x, at, ranks.rank, dim) if ranks.size > 1 else x
 
 
@@ -43,9 +45,25 @@ def unshard(
 
     Its gradient is this rank's part of the whole tensor's, as is right where every rank computes the same loss from
     that. Losses that ranks compute from parts of their own need none of it.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is allowed, or not the same on all ranks. All ranks raise.
     """
-    ranks, at, dim = _placed("x", x, group, dim, causal, placement, whole=False)
-    return _Unshard.apply(x, ranks, at, dim) if ranks.size > 1 else x
+    ranks = ranks_of(group)
+    refusal: Exception | None = None
+    text = ""
+    try:
+        at, dim = _placed("x", x, ranks, dim, causal, placement, whole=False)
+        text = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}; {dim=}; {at.kind} placement"
+    except (TypeError, ValueError) as error:
+        if torch.compiler.is_compiling() or ranks.size == 1:
+            raise
+        refusal = error
+    if ranks.size == 1:
+        return x
+    if not torch.compiler.is_compiling():
+        agree(ranks, text, refusal, x.device if isinstance(x, Tensor) else torch.device("cpu"), "calls of unshard")
+    return _Unshard.apply(x, ranks, at, dim)
 
 
 def positions(
@@ -63,24 +81,28 @@ def positions(
     length = check_int("length", length, 0, 2**31 - 1)
     kind, ranks = check_placement(placement, causal), ranks_of(group)
     at = Placement.of_whole(kind, ranks.size, length, "a sequence", 0)
+    return own_tokens(at, ranks.rank, device)
+
+
+def own_tokens(at: Placement, rank: int, device: torch.device | str | None = None) -> Tensor:
+    """int32: which tokens a rank has, in its order."""
     steps = torch.arange(at.chunk, dtype=torch.int32, device=device)
-    return torch.cat([steps + chunk * at.chunk for chunk in at.chunks(ranks.rank)])
+    return torch.cat([steps + chunk * at.chunk for chunk in at.chunks(rank)])
 
 
 def _placed(
-    name: str, x: Any, group: Any, dim: Any, causal: Any, placement: Any, whole: bool
-) -> tuple[Ranks, Placement, int]:
+    name: str, x: Any, ranks: Ranks, dim: Any, causal: Any, placement: Any, whole: bool
+) -> tuple[Placement, int]:
     """The checked words of `shard` and `unshard`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
-    kind, found = check_placement(placement, causal), group_of(group)
-    dim = check_int("dim", dim, -x.dim(), x.dim() - 1) % x.dim() if x.dim() else check_int("dim", dim, 0, 0)
     if not x.dim():
-        raise ValueError(f"{name} has no dimension; allowed: a tensor with tokens in dimension {dim}")
-    ranks = ranks_of(found)
+        raise ValueError(f"{name} has no dimension; allowed: a tensor with tokens in dimension {shown(dim)}")
+    kind = check_placement(placement, causal)
+    dim = check_int("dim", dim, -x.dim(), x.dim() - 1) % x.dim()
     if whole:
-        return ranks, Placement.of_whole(kind, ranks.size, x.shape[dim], name, dim), dim
-    return ranks, Placement.of_part(kind, ranks.size, x.shape[dim], name), dim
+        return Placement.of_whole(kind, ranks.size, x.shape[dim], name, dim), dim
+    return Placement.of_part(kind, ranks.size, x.shape[dim], name), dim
 
 
 def own_part(x: Tensor, at: Placement, rank: int, dim: int) -> Tensor:
@@ -100,9 +122,13 @@ def in_token_order(parts: Tensor, at: Placement, dim: int) -> Tensor:
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, at: Placement, dim: int) -> Tensor:
-        ctx.where = at, ranks.rank, dim
+    def forward(x: Tensor, ranks: Ranks, at: Placement, dim: int) -> Tensor:
         return in_token_order(all_gather(ranks, x, "unshard"), at, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ranks, at, dim = inputs
+        ctx.where = at, ranks.rank, dim
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -40,8 +40,13 @@ def attend_ulysses(
     else:
         results = attention_varlen(*heads, of.offsets, of.offsets, of.longest, of.longest, **words)
     out, lse = results if of.words.return_lse else (results, None)
-    out = _own_tokens(out, of, ranks, of.token_dim, of.token_dim + 1)
-    return out, None if lse is None else _own_tokens(lse, of, ranks, lse.dim() - 1, lse.dim() - 2)
+    # out: tokens stand before heads. lse: after them.
+    places = [(out, of.token_dim, of.token_dim + 1)] + ([] if lse is None else [(lse, lse.dim() - 1, lse.dim() - 2)])
+    sent = (by_rank(x, of.at, token_dim) for x, token_dim, _ in places)
+    arrived = _AllToAll.apply(ranks, "the exchange of heads for tokens", *sent)
+    own = [x.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
+           for x, (_, _, head_dim) in zip(arrived, places, strict=True)]  # fmt: skip
+    return own[0], None if lse is None else own[1]
 
 
 def _all_tokens(q: Tensor, k: Tensor, v: Tensor, of: Sequences, ranks: Ranks) -> tuple[Tensor, ...]:
@@ -51,14 +56,8 @@ def _all_tokens(q: Tensor, k: Tensor, v: Tensor, of: Sequences, ranks: Ranks) ->
         k, v = (x.repeat_interleave(ranks.size // k.shape[dim], dim) for x in (k, v))
     by_ranks = [x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for x in (q, k, v)]
     sent = torch.cat(by_ranks, dim + 1)  # one exchange for all three
-    arrived = in_token_order(_AllToAll.apply(sent, ranks, "the exchange of tokens for heads"), of.at, of.token_dim)
-    return arrived.split([x.shape[dim + 1] for x in by_ranks], dim)
-
-
-def _own_tokens(x: Tensor, of: Sequences, ranks: Ranks, token_dim: int, head_dim: int) -> Tensor:
-    """x of this rank's tokens, with all heads."""
-    arrived = _AllToAll.apply(by_rank(x, of.at, token_dim), ranks, "the exchange of heads for tokens")
-    return arrived.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
+    (arrived,) = _AllToAll.apply(ranks, "the exchange of tokens for heads", sent)
+    return in_token_order(arrived, of.at, of.token_dim).split([x.shape[dim + 1] for x in by_ranks], dim)
 
 
 def _rope(of: Sequences) -> Rope | None:
@@ -70,14 +69,24 @@ def _rope(of: Sequences) -> Rope | None:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Row r of `[ranks, ...]` for row `rank` of rank r. The same exchange takes gradients back."""
+    """Row r of each `[ranks, ...]` for row `rank` of rank r. The same exchanges take gradients back.
+
+    One function for all that goes at the same time: a rank whose loss leaves one of them out sends zeros for it, where
+    it would otherwise stay away from an exchange that others wait in.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, what: str) -> Tensor:
-        ctx.call = ranks, what
-        return all_to_all(ranks, x, what)
+    def forward(ranks: Ranks, what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(all_to_all(ranks, x, what) for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call = inputs[:2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ranks, what = ctx.call
-        return all_to_all(ranks, grad, f"{what}, backward"), None, None
+        what = f"{what}, backward"
+        if torch.compiler.is_compiling():  # which traces no function inside of another one's backward
+            return None, None, *(all_to_all(ranks, grad, what) for grad in grads)
+        return None, None, *_AllToAll.apply(ranks, what, *grads)  # so that torch.func sees it
