@@ -22,6 +22,7 @@ from qflash.typing import Flag, Number, Precision, Window
 MAX_HEAD_DIM = 256
 WINDOW_FORM = "None or (left, right), two ints of -1 (open) or more"
 _SINK_DTYPES = (*DTYPES, "float64")
+TABLE_FORM = "[positions, rotary_dim / 2], with rotary_dim 2 or more"
 FULL_TABLES = " (qflash.Rope.from_hf takes tables that have every angle twice)"
 # scale and softcap keep clear of float32's ends. Kernels multiply them by one another, by log2(e) and by q, which must
 # not overflow; and where denormals are flushed to zero, a product of scale / softcap that vanishes moves a score by up
@@ -421,7 +422,7 @@ def _with_rope(
         if array.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {array.dtype}; allowed: {', '.join(DTYPES)}")
         if len(array.shape) != 2 or array.shape[1] < 1:
-            raise ValueError(f"{name} has shape {array.shape}; allowed: [positions, rotary_dim / 2]{FULL_TABLES}")
+            raise ValueError(f"{name} has shape {array.shape}; allowed: {TABLE_FORM}{FULL_TABLES}")
         if array.device != problem.device:
             raise ValueError(f"{name} is on {array.device}; allowed: q's device, {problem.device}")
     if rope.sin.shape != rope.cos.shape:

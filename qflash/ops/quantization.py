@@ -13,7 +13,7 @@ from qflash.call.array import Array, check_device, check_dtype, check_float, che
 from qflash.call.op import Op, Operand, Plan, Result
 from qflash.call.spec import DTYPES, spec_of
 from qflash.call.words import INT32_MAX, check_flag, check_int, check_kernel, check_word
-from qflash.ops.problem import FULL_TABLES
+from qflash.ops.problem import FULL_TABLES, TABLE_FORM
 from qflash.ops.run import run
 from qflash.rotary import Rope
 from qflash.typing import (
@@ -303,7 +303,7 @@ def check_tables(cos: Array, sin: Array, head_dim: int, of: str, device: str) ->
     for name, array in (("rope.cos", cos), ("rope.sin", sin)):
         check_float(name, array)
         if len(array.shape) != 2 or array.shape[1] < 1:
-            raise ValueError(f"{name} has shape {list(array.shape)}; allowed: [positions, rotary_dim / 2]{FULL_TABLES}")
+            raise ValueError(f"{name} has shape {list(array.shape)}; allowed: {TABLE_FORM}{FULL_TABLES}")
         check_device(name, array, of, device)
     check_shape("rope.sin", sin, cos.shape)
     rows, half = cos.shape

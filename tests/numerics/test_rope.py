@@ -189,6 +189,10 @@ BAD = {
         lambda x: qflash.rope(x, rope_of(6, 18)),
         "rope.cos has 9 columns; allowed: at most half of x's, 8",
     ),
+    "tables without columns": (
+        lambda x: qflash.rope(x, qflash.Rope(*np.zeros((2, 6, 0), np.float32))),
+        r"rope.cos has shape \[6, 0\]; allowed: \[positions, rotary_dim / 2\], with rotary_dim 2 or more",
+    ),
     "full tables": (lambda x: qflash.rope(x, rope_of(6, 32)), "rope.cos has 16 columns; .*qflash.Rope.from_hf takes"),
     "unlike tables": (
         lambda x: qflash.rope(x, qflash.Rope(rope_of(6, 12).cos, rope_of(6, 8).sin)),

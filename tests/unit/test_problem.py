@@ -122,7 +122,7 @@ BAD = [
     ),
     ("rope too wide", {"rope": rope(array(32, 33))}, ValueError, ["rope.cos", "33 columns", "32"]),
     ("rope rank", {"rope": rope(array(32))}, ValueError, ["rope.cos", "(32,)", "[positions, rotary_dim / 2]"]),
-    ("rope without columns", {"rope": rope(array(32, 0))}, ValueError, ["rope.cos", "(32, 0)"]),
+    ("rope without columns", {"rope": rope(array(32, 0))}, ValueError, ["rope.cos", "(32, 0)", "2 or more"]),
     ("rope dtype", {"rope": rope(array(32, 32, dtype="float64"))}, TypeError, ["rope.cos", "float64", "float32"]),
     ("rope sin shape", {"rope": rope(sin=array(32, 16))}, ValueError, ["rope.sin", "(32, 16)", "(32, 32)"]),
     ("rope device", {"rope": rope(array(32, 32, device="cuda:0"))}, ValueError, ["rope.cos", "cuda:0", "cpu"]),

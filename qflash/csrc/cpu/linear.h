@@ -26,8 +26,9 @@ struct LinearBlock {
 
 // What each instruction set defines.
 struct LinearKernel {
-  int row_step, most_rows;        // of a block: a multiple of the step, up to that
+  int row_step, most_rows;        // of a block: a multiple of the step, up to that; half of it with SwiGLU
   int column_step, most_columns;  // likewise
+  int few_rows, few_columns;      // of float32, where w runs along k, a block of so few rows has so many columns
   // Bytes of scratch that a block of this size takes; `products`: sums of an element, 2 with SwiGLU.
   int64_t (*scratch_bytes)(int rows, int columns, int products);
   // out of a block. QF_OK, or QF_INTERRUPTED.

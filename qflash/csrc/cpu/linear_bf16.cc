@@ -4,8 +4,14 @@
 namespace qf {
 namespace QF_ISA {
 
-extern const LinearKernel linear_bf16 = {kMaxRows,     kMostRows,           kPanel,
-                                         kMostColumns, block_scratch_bytes, multiply_block<BF16Pairs>};
+extern const LinearKernel linear_bf16 = {kMaxRows,
+                                         kMostRows,
+                                         kPanel,
+                                         kMostColumns,
+                                         kFewRowsAlongK,
+                                         kFewColumns,
+                                         block_scratch_bytes,
+                                         multiply_block<BF16Pairs>};
 
 }  // namespace QF_ISA
 }  // namespace qf

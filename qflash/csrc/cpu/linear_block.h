@@ -4,6 +4,7 @@
 #include "interrupt.h"
 #include "linear.h"
 #include "linear_end.h"
+#include "linear_few.h"
 #include "linear_pack.h"
 #include "linear_tile.h"
 #include "scratch.h"
@@ -11,9 +12,9 @@
 namespace qf {
 namespace QF_ISA {
 
-// The sums of a block and x of a chunk: 310 KB on AVX-512, 100 KB elsewhere (with SwiGLU 500 and 150), which a core's
-// own cache holds; a panel of w, 32 or 8 KB, fits the first.
-constexpr int kMostRows = kLanes == 16 ? 192 : 96;
+// The sums of a block and x of a chunk: 610 KB on AVX-512, 210 KB elsewhere, which a core's own cache holds; a panel of
+// w, 32 or 8 KB, fits the first.
+constexpr int kMostRows = kLanes == 16 ? 384 : 192;
 constexpr int kMostColumns = kLanes == 16 ? 256 : 128;
 constexpr int kChunkWords = 128;
 constexpr int kRowPitch = kChunkWords + 16;  // between packed rows of x: not a power of two
@@ -101,6 +102,21 @@ static void multiply_chunk(const LinearBlock& block, const BlockScratch& s, cons
   }
 }
 
+// The same of few rows, from the panels as they lie in memory.
+template <class Words>
+static void multiply_chunk_of_few(const LinearBlock& block, const BlockScratch& s, const Weight<Words>& w, int64_t k0,
+                                  int64_t k, float* sums, bool first) {
+  const int depth = smaller(k - k0, kChunkWords * Words::kPack);
+  for (int c = 0; c < block.columns; c += kPanel) {
+    const int columns = smaller(block.columns - c, kPanel);
+    const auto* from = w.at(k0, block.column + c);
+    const auto* next = c + kPanel < block.columns ? from + kPanel * w.column_stride : w.at(k0 + depth, block.column);
+    FewRows<Words>{s.x,   kRowPitch, from,    w.k_stride, w.column_stride, columns,
+                   depth, sums + c,  s.width, first,      next - from}
+        .multiply(block.rows);
+  }
+}
+
 static void end_rows(const QfLinearParams& p, const LinearBlock& block, const BlockScratch& s, int products) {
   load_bias(s.bias[0], p.bias, p.bias_dtype, block.column, block.columns);
   if (products == 2) load_bias(s.bias[1], p.up_bias, p.bias_dtype, block.column, block.columns);
@@ -131,8 +147,15 @@ static int multiply_block(const LinearCall& call, const LinearBlock& block, void
       if (interrupted()) return QF_INTERRUPTED;
       pack_x<Words>(x + k0 * p.x_stride_k, p.x_stride_m, p.x_stride_k, block.rows, smaller(p.k - k0, kDepth), s.x,
                     kRowPitch);
-      for (int i = 0; i < products; i++)
-        multiply_chunk<Words>(block, s, weights[term + i], k0, p.k, s.sums[i], term == 0 && k0 == 0);
+      for (int i = 0; i < products; i++) {
+        const Weight<Words>& w = weights[term + i];
+        const bool first = term == 0 && k0 == 0;
+        if (are_few<Words>(block.rows, w.column_stride != 1)) {
+          if constexpr (are_few<Words>(1, true)) multiply_chunk_of_few(block, s, w, k0, p.k, s.sums[i], first);
+        } else {
+          multiply_chunk(block, s, w, k0, p.k, s.sums[i], first);
+        }
+      }
     }
   }
   end_rows(p, block, s, products);

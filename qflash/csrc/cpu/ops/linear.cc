@@ -40,19 +40,21 @@ int64_t part_of(int64_t extent, int64_t most, int64_t step) {
 struct Cut {
   int64_t rows, columns, row_blocks, column_blocks;
 
-  Cut(const QfLinearParams& p, const LinearKernel& kernel) {
+  Cut(const QfLinearParams& p, const LinearKernel& kernel, int products) {
     const int32_t threads = resolve_threads(p.num_threads);
     const int64_t wanted = threads == 1 ? 1 : threads * kBlocksPerThread;
-    int64_t most_rows = kernel.most_rows, most_columns = kernel.most_columns;
+    const bool few = p.dtype == QF_F32 && p.m <= kernel.few_rows && p.w_stride_n != 1;
+    const int64_t column_step = few ? kernel.few_columns : kernel.column_step;
+    int64_t most_rows = kernel.most_rows / products, most_columns = few ? column_step : kernel.most_columns;
     while (true) {
       rows = part_of(p.m, most_rows, kernel.row_step);
-      columns = part_of(p.n, most_columns, kernel.column_step);
+      columns = part_of(p.n, most_columns, column_step);
       row_blocks = ceil_div(p.m, rows);
       column_blocks = ceil_div(p.n, columns);
-      const bool more_rows = rows > 4 * kernel.row_step, more_columns = columns > kernel.column_step;
+      const bool more_rows = rows > 4 * kernel.row_step, more_columns = columns > column_step;
       if (row_blocks * column_blocks >= wanted || !(more_rows || more_columns)) return;
       if (more_columns && (columns > rows || !more_rows))
-        most_columns = round_up(columns / 2, kernel.column_step);
+        most_columns = round_up(columns / 2, column_step);
       else
         most_rows = round_up(rows / 2, kernel.row_step);
     }
@@ -74,8 +76,8 @@ int run_linear(const LinearCall& call, Isa isa) {
   const QfLinearParams& p = call.p;
   if (p.m == 0 || p.n == 0) return QF_OK;
   const LinearKernel& kernel = kernel_for(isa, p.dtype);
-  const Cut cut(p, kernel);
   const int products = p.activation == QF_SWIGLU ? 2 : 1;
+  const Cut cut(p, kernel, products);
   // Rows innermost: threads that run side by side read the same columns of w.
   auto multiply = [&](int64_t task) {
     const int64_t row = task % cut.row_blocks * cut.rows, column = task / cut.row_blocks * cut.columns;

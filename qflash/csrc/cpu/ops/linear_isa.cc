@@ -10,8 +10,8 @@ static int multiply_floats(const LinearCall& call, const LinearBlock& block, voi
   return multiply_block<BF16Words>(call, block, scratch);
 }
 
-extern const LinearKernel linear_floats = {kMaxRows,     kMostRows,           kPanel,
-                                           kMostColumns, block_scratch_bytes, multiply_floats};
+extern const LinearKernel linear_floats = {
+    kMaxRows, kMostRows, kPanel, kMostColumns, kFewRowsAlongK, kFewColumns, block_scratch_bytes, multiply_floats};
 
 }  // namespace QF_ISA
 }  // namespace qf

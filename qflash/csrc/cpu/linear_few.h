@@ -1,0 +1,139 @@
+// The product of few rows of x and a panel of w as it lies in memory: so few that packing the panel, to store it and to
+// load it again, would take longer than multiplying it. Sums have the order of linear_tile.h, so their bits are the
+// same.
+#pragma once
+
+#include "linear_pack.h"
+
+namespace qf {
+namespace QF_ISA {
+
+// Rows of x that are few where memory runs along columns.
+constexpr int kFewRows = 4;
+// Where it runs along k: packing pays earlier, because the multiply-adds of a column wait for each other.
+constexpr int kFewRowsAlongK = 2;
+// Columns of a block of such rows: so few that the processor's own prefetching follows each.
+constexpr int kFewColumns = 2 * kLanes;
+
+// Whether so many rows are multiplied without packing. Only float32: along k, products of pairs wait for each other
+// longer, and a square of 16-bit numbers fills half of each line.
+template <class Words>
+constexpr bool are_few(int rows, bool along_k) {
+  return sizeof(typename Words::Number) == 4 && rows <= (along_k ? kFewRowsAlongK : kFewRows);
+}
+
+// kLanes words of each of kLanes columns of memory that runs along k; `columns` and `depth` numbers of them exist.
+template <class Words>
+static inline __attribute__((always_inline)) void load_square(const typename Words::Number* w, int64_t column_stride,
+                                                              int columns, int depth, Vec* square) {
+  if (columns >= kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) square[i] = Words::along(w + i * column_stride, depth);
+  } else {
+    for (int i = 0; i < kLanes; i++) square[i] = i < columns ? Words::along(w + i * column_stride, depth) : zero();
+  }
+}
+
+// A part of a product: x [rows, pitch], packed; w in memory, up to kPanel columns of it; sums c [rows, ldc].
+template <class Words>
+struct FewRows {
+  const float* x;
+  int64_t pitch;
+  const typename Words::Number* w;
+  int64_t k_stride, column_stride;
+  int columns, depth;
+  float* c;
+  int64_t ldc;
+  bool first;        // sums are stored, not added to what is there
+  int64_t distance;  // from w to what is wanted next, in numbers
+
+  template <int M>
+  void store_sums(const Vec* sums, int column) const {
+#pragma GCC unroll 8
+    for (int i = 0; i < M; i++) {
+      float* to = c + i * ldc + column;
+      store(to, first ? sums[i] : load(to) + sums[i]);
+    }
+  }
+
+  // Memory runs along k: N times kLanes columns from `column` on. Squares of words are transposed in registers. Columns
+  // take turns, because the multiply-adds of a chain wait for each other.
+  template <int M, int N = kFewColumns / kLanes>
+  void multiply_along_k(int column) const {
+    Vec sums[N][M];
+    for (int j = 0; j < N; j++)
+#pragma GCC unroll 8
+      for (int i = 0; i < M; i++) sums[j][i] = zero();
+    for (int word = 0; word * Words::kPack < depth; word += kLanes) {
+      const int k = word * Words::kPack;
+#pragma GCC unroll 1  // two squares at once do not fit the registers
+      for (int j = 0; j < N; j++) {
+        const int at = column + j * kLanes;
+        const auto* from = w + at * column_stride;
+        Vec square[kLanes], chains[M];
+        load_square<Words>(from + k, column_stride, columns - at, depth - k, square);
+        transpose(square);
+#pragma GCC unroll 8
+        for (int i = 0; i < M; i++) chains[i] = sums[j][i];
+#pragma GCC unroll 16
+        for (int l = 0; l < kLanes; l++)
+#pragma GCC unroll 8
+          for (int i = 0; i < M; i++) chains[i] = Words::dot(broadcast(x[i * pitch + word + l]), square[l], chains[i]);
+#pragma GCC unroll 8
+        for (int i = 0; i < M; i++) sums[j][i] = chains[i];
+      }
+    }
+    for (int j = 0; j < N; j++) store_sums<M>(sums[j], column + j * kLanes);
+  }
+
+  // Memory runs along columns: N vectors of them from `column` on.
+  template <int M, int N>
+  void multiply_along_n(int column) const {
+    Vec sums[N][M];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++)
+#pragma GCC unroll 8
+      for (int i = 0; i < M; i++) sums[j][i] = zero();
+    const auto* from = w + column;
+    for (int k = 0, word = 0; k < depth; k += Words::kPack, word++, from += Words::kPack * k_stride) {
+      for (int j = 0; j < N; j++) prefetch_far(from + j * kLanes + distance);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; j++) {
+        const Vec words = Words::across(from + j * kLanes, k_stride, depth - k, columns - column - j * kLanes);
+#pragma GCC unroll 8
+        for (int i = 0; i < M; i++) sums[j][i] = Words::dot(broadcast(x[i * pitch + word]), words, sums[j][i]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) store_sums<M>(sums[j], column + j * kLanes);
+  }
+
+  template <int M>
+  void multiply() const {
+    int column = 0;
+    if (column_stride == 1) {
+      for (; columns - column >= kPanel; column += kPanel) multiply_along_n<M, kMaxVectors>(column);
+      for (; column < columns; column += kLanes) multiply_along_n<M, 1>(column);
+    } else if constexpr (M <= kFewRowsAlongK) {
+      for (; columns - column >= kFewColumns; column += kFewColumns) multiply_along_k<M>(column);
+      for (; column < columns; column += kLanes) multiply_along_k<M, 1>(column);
+    }
+  }
+
+  // Of `rows` of x, up to kFewRows.
+  void multiply(int rows) const {
+    switch (rows) {
+      case 1:
+        return multiply<1>();
+      case 2:
+        return multiply<2>();
+      case 3:
+        return multiply<3>();
+      default:
+        return multiply<4>();
+    }
+  }
+};
+
+}  // namespace QF_ISA
+}  // namespace qf
