@@ -11,6 +11,8 @@ from qflash.jit.compiler import Unit
 CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.kernel.backend == "cuda"]
 HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
 ATTENTION = [row.name for row in dispatch.variants_of("attention", "cuda") if row in CUDA_ROWS]
+# Portable decoding takes nvcc long, and Hopper has its own: two kinds of k and v are compiled for it by default.
+SELDOM = ("decode_kv", "decode_pages")
 BACKWARD = [row.name for row in dispatch.variants_of("attention_backward", "cuda")]
 GEMM = [row.name for row in CUDA_ROWS if row.kernel.op == "linear" and row not in HOPPERS_OWN]
 

@@ -22,6 +22,7 @@ from qflash.testing.cuda_units import (
     CUDA_ROWS,
     GEMM,
     HOPPERS_OWN,
+    SELDOM,
     activated,
     hopper_unit,
     on_hopper,
@@ -141,21 +142,23 @@ ONE_CODE = [
 
 def covering() -> list[Unit]:
     """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention on arrays
-    once for each architecture, but for one of 8.6 and 8.9 in turn, which have the same tiles; those of ONE_CODE, and
-    its other kinds of k and v, for the first, where tiles pass through registers, and the last; the operations beside
-    it for two, those of ONE_CODE for Hopper alone (test_whole_matrix has the others); dtypes and buckets in turn, a
-    different one first for every kernel; of Hopper's own `sm90_fwd` for four head dims, `sm90_decode` for two, and
+    for the first architecture, where tiles pass through registers, the last, and one of 8.0, 8.6 and 8.9 in turn; those
+    of ONE_CODE, and its other kinds of k and v, for the first and the last; the operations beside it for two, those of
+    ONE_CODE for Hopper alone (test_whole_matrix has the others); dtypes and buckets in turn, a different one first for
+    every kernel; of Hopper's own `sm90_fwd` for four head dims, `sm90_decode` on arrays and on INT8 pages for two, and
     those that quantize, which nvcc takes long for, once. Hopper's are those that the other tests here look into."""
     kinds = (("float16", 64), ("float16", 112), ("bfloat16", 256))
     chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in kinds]
     chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_fwd_pages"], "float16", 64, 90))  # 32 registers a producer
     chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_bwd"], "float16", 64, 90))  # another tile of dQ
     chosen += [hopper_unit(row.name) for row in HOPPERS_OWN]
-    chosen += [cuda.unit_of(dispatch.VARIANTS[name], "bfloat16", 256, 90) for name in DECODING]  # all 255 registers
+    full = ("sm90_decode", "sm90_decode_pages_int8")  # all 255 registers
+    chosen += [cuda.unit_of(dispatch.VARIANTS[name], "bfloat16", 256, 90) for name in full]
     scored = [row for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
     once = {row.kernel.name: row for row in reversed(scored)}.values()  # QK^T is the same in every precision
     chosen += [other_scores(row.name) for row in once]
-    invariant = [row for row in CUDA_ROWS if row.kernel.per_batch_invariance and row.kv == "arrays"]
+    # Those of the portable kernel come in turn.
+    invariant = [row for row in HOPPERS_OWN if row.kernel.per_batch_invariance and row.kv == "arrays"]
     chosen += [
         cuda.unit(row.kernel, replace(row.spec(90, *on_hopper(row.name)), batch_invariant=True)) for row in invariant
     ]
@@ -166,11 +169,12 @@ def covering() -> list[Unit]:
         older = [] if row.name in ONE_CODE else [ARCHES[first % 4]]
         if row.kernel.op in ("attention", "attention_backward"):
             few = row.kv != "arrays" or row.name in ONE_CODE
-            older = [75] if few else [75, 80, (86, 89)[first % 2]]
+            older = [75] if few else [75, (80, 86, 89)[first % 3]]
         for turn, arch in enumerate(older, start=first):
             if units := units_of(row, arch):
                 chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a variant has
-        chosen.append(hopper_unit(row.name))
+        if row.name not in SELDOM:
+            chosen.append(hopper_unit(row.name))
     chosen.append(cuda.unit_of(dispatch.VARIANTS["int8_gemm_tc"], "int32", 0, 80))  # a dtype that turns may pass over
     return list(dict.fromkeys(chosen))
 
@@ -295,7 +299,11 @@ def test_the_hopper_check_can_fail():
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
 @pytest.mark.parametrize(
-    "kernel", sorted({*ATTENTION, *BACKWARD, *MULTIPLYING, "fa_int8_quantized", *GEMM, "linear_bwd", *VECTORS})
+    "kernel",
+    [
+        pytest.param(kernel, marks=pytest.mark.slow) if kernel in SELDOM else kernel
+        for kernel in sorted({*ATTENTION, *BACKWARD, *MULTIPLYING, "fa_int8_quantized", *GEMM, "linear_bwd", *VECTORS})
+    ],
 )
 def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
     opcodes = opcodes_of(compiled(hopper_unit(kernel)))

@@ -29,6 +29,7 @@ from qflash.testing.cuda_units import (
     BACKWARD,
     GEMM,
     HOPPERS_OWN,
+    SELDOM,
     hopper_unit,
     on_hopper,
     other_scores,
@@ -40,7 +41,9 @@ needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test
 
 
 @needs_nvcc
-@pytest.mark.parametrize("kernel", ATTENTION)
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(name, marks=pytest.mark.slow) if name in SELDOM else name for name in ATTENTION]
+)
 def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     """dlopen, the workspace and the texts need no GPU; a launch says what CUDA says. Where there is a driver the
     made-up addresses would be used, so no launch is tried there."""

@@ -123,8 +123,13 @@ def test_as_many_splits_as_there_can_be(gpu, kernel):
     check_contract(batch.case, *batch.check((8, 40), (24,)))
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize("kernel", [*DECODE, "sm90_decode_kv", "decode_kv", "decode_pages_int8"])
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"),
+    [
+        *((kernel, head_dim) for kernel in DECODE for head_dim in (128, 256)),
+        *(("sm90_decode_kv", 256), ("decode_kv", 128), ("decode_pages_int8", 256)),
+    ],
+)
 def test_head_dims(gpu, kernel, head_dim):
     sinks = np.linspace(-1, 2, 8, dtype=np.float32)
     Batch(gpu, kernel, (1000, 600), 1, head_dim=head_dim, sinks=sinks).check((1, 5), (3,))

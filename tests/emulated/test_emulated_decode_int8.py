@@ -71,7 +71,7 @@ def test_packed_rows(library, kernel, group, q_len):
     check_kernel(library, replace(case, seed=group + q_len), kernel)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, pytest.param(192, marks=pytest.mark.slow), 256])
 @pytest.mark.parametrize("q_heads", [4, 24, 60])
 def test_head_dims(library, kernel, head_dim, q_heads):
     dtype = "float16" if head_dim % 32 or head_dim == 256 else "bfloat16"

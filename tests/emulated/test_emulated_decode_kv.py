@@ -61,7 +61,9 @@ def test_packed_rows(library, kernel, group, q_len):
     check_kernel(library, replace(case, seed=group + q_len), kernel)
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 80, 120, 128, 136, 192, 200, 256])
+@pytest.mark.parametrize(
+    "head_dim", [8, 64, 72, 80, 120, 128, *(pytest.param(x, marks=pytest.mark.slow) for x in (136, 192)), 200, 256]
+)
 @pytest.mark.parametrize("q_heads", [4, 24, 60])
 def test_head_dims(library, kernel, head_dim, q_heads):
     """Rows of K are whole blocks of 16 channels, rows of q and V are not always."""
