@@ -326,6 +326,13 @@ def test_stream_and_cancel():
     assert not requests[1].is_cancelled  # it was over
 
 
+def test_the_last_token_comes_before_a_cancel():
+    batch = batcher()
+    request = batch.submit(prompts()[0], max_new_tokens=1, stream=lambda token: request.cancel())
+    batch.run()
+    assert not request.is_cancelled and are_alone([request])
+
+
 def test_a_stream_that_raises(caplog):
     batch = batcher()
 
@@ -398,6 +405,38 @@ def test_an_interrupt(at, monkeypatch):
     assert are_alone([*requests, watched]) and seen == watched.tokens and are_pages_free(batch)
 
 
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [("kv", "truncate"), ("kv", "extend"), ("kv", "close"), ("", "_promised"), ("", "_end"), ("_prefixes", "keep")],
+)
+def test_an_interrupt_while_pages_change_hands(part, name, at, monkeypatch):
+    """No request is lost, no token is told twice, and all pages come back."""
+    batch = batcher(pages=5, prefill_tokens=24)
+    owner = getattr(batch, part) if part else batch
+    function, calls = getattr(owner, name), []
+
+    def interrupted(*args, **words):
+        result = function(*args, **words)
+        calls.append(result)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    ids, seen = prompts()[0], [[] for _ in range(6)]
+    lengths = ((3, 60), (20, 50), (20, 8), (33, 40), (5, 60), (33, 1))
+    requests = [
+        batch.submit(ids[:n], max_new_tokens=new, stream=told.append)
+        for (n, new), told in zip(lengths, seen, strict=True)
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        batch.run()
+    batch.run()
+    assert are_alone(requests) and seen == [request.tokens for request in requests] and are_pages_free(batch)
+    assert any(request.preempted for request in requests)
+
+
 # Threads, and many requests -------------------------------------------------------------------------------------------
 
 
@@ -409,6 +448,28 @@ def test_threads_submit_while_rounds_are_computed():
             pass
         assert not batch.step() or batch.run() is None
     assert are_alone([future.result() for future in sent]) and are_pages_free(batch)
+
+
+def test_two_threads_with_a_batcher_each_over_one_model():
+    """The model keeps qflash's attention until both have left it; the first one leaves while the other is in a pass."""
+    model, one, other = tiny.decoder("llama"), batcher(), batcher()
+    first, second = one.submit(prompts()[0], max_new_tokens=NEW), other.submit(prompts()[2], max_new_tokens=NEW)
+    embed, left = model.get_input_embeddings(), []
+
+    def leave_and_look(*_):
+        if not left:
+            left.append(True)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(one.run).result()
+            left.append(model.config._attn_implementation)
+
+    with ThreadPoolExecutor(1) as pool:
+        hook = embed.register_forward_hook(leave_and_look)
+        try:
+            pool.submit(other.run).result()
+        finally:
+            hook.remove()
+    assert are_alone([first, second]) and left == [True, "qf"] and model.config._attn_implementation == "eager"
 
 
 def test_two_hundred_requests_that_come_and_go():
