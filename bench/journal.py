@@ -35,8 +35,10 @@ class Journal:
         return self._done.get(repr(case))
 
     def add(self, case: Any, found: list[Row]) -> None:
-        """Keep the rows of a problem: they are in the file when this returns."""
-        self._write(repr(case), found)
+        """Keep the rows of a problem: they are in the file when this returns. One without rows is tried again, because
+        nothing would say of which commit and machine it was."""
+        if found:
+            self._write(repr(case), found)
 
     def _write(self, case: str, found: list[Row]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

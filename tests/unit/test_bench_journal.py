@@ -97,6 +97,20 @@ def test_a_suite_in_which_nobody_takes_part_says_so(shared, monkeypatch, capsys)
     assert "no rows: nobody could take part in squares" in capsys.readouterr().out
 
 
+def test_a_problem_in_which_nobody_took_part_is_tried_again(shared, monkeypatch):
+    """Its line would have no row, so nothing to compare with another commit or machine."""
+
+    def refuses(number):
+        raise run.Unavailable("cannot count")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Squares, "candidates", lambda self, arrays: [run.Candidate("absent", refuses)])
+        cut_off()
+    shared["versions"] = {"torch": "3"}
+    again = Squares()
+    assert [row["result"] for row in run.main(again)] == [4, 9, 16] and again.asked == [2, 3, 4]
+
+
 def test_rows_of_a_suite_that_asks_say_who_was_left_out(shared, monkeypatch):
     def refuses(number):
         raise run.Unavailable("no file\nmore")

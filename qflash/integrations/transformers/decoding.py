@@ -99,8 +99,8 @@ def generate(
     Returns:
         `Generated`. Its `reason` says why no CUDA graph was used, where none was.
 
-    Several calls on one model are better made by one `Decoder`, which keeps pages and graphs. Threads may share a model
-    whose attn_implementation is "qf" or "qf_int8" before they start, each with a `Decoder` or calls of its own.
+    Several calls on one model are better made by one `Decoder`, which keeps pages and graphs. Threads may share a
+    model, each with a `Decoder` or calls of its own.
 
     Example:
         >>> import torch
