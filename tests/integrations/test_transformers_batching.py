@@ -179,6 +179,17 @@ def test_draws_after_pages_were_taken_are_those_that_came_before():
     assert preempted.preempted > 0 and preempted.tokens == free.tokens
 
 
+@pytest.mark.parametrize("words", [{"temperature": 1e-300}, {"temperature": 10**400}, {"top_p": 1e-300}], ids=str)
+def test_numbers_that_float32_does_not_have(words):
+    """The nearest that it has: the best token, or any, and no error among the tokens of others."""
+    batch = batcher()
+    drawn = batch.submit(prompts()[0], max_new_tokens=4, do_sample=True, seed=1, **words)
+    greedy = batch.submit(prompts()[1], max_new_tokens=4)
+    batch.run()
+    is_hot = words.get("temperature", 0) > 1
+    assert drawn.error is None and len(drawn.tokens) == 4 and are_alone([greedy] if is_hot else [greedy, drawn])
+
+
 def test_rows_that_draw_leave_the_others_alone():
     batch = batcher()
     greedy = batch.submit(prompts()[0], max_new_tokens=NEW)
@@ -546,6 +557,10 @@ def test_words_out_of_range(words, text):
         ({"prefill_tokens": 2.5}, r"prefill_tokens is 2\.5; allowed: an int"),
         ({"page_size": 17}, "page_size is 17"),
         ({"pages": 0}, "pages is 0"),
+        ({"cache_precision": "fp8"}, "cache_precision is 'fp8'; allowed: None, 'int8'"),
+        ({"share_prefixes": "no"}, "share_prefixes is 'no'; allowed: True or False"),
+        ({"capture": None}, "capture is None"),
+        ({"fuse": 2}, "fuse is 2"),
     ],
     ids=str,
 )
@@ -561,6 +576,14 @@ def test_models_that_are_not_served():
         qf.Batcher(model, pages=4)
     with pytest.raises(NotImplementedError, match="BartForConditionalGeneration has an encoder"):
         qf.Batcher(tiny.bart(), pages=4)
+
+
+def test_a_window_that_the_model_does_not_make_a_mask_of():
+    config = tiny.DECODERS["llama"]()
+    config.layer_types = ["full_attention", "sliding_attention"]  # Llama makes one mask for all layers
+    model = transformers.LlamaForCausalLM(config).eval()
+    with pytest.raises(NotImplementedError, match="config says that the layer has a sliding window"):
+        qf.Batcher(model, pages=4)
 
 
 def test_a_layer_that_has_no_part_in_the_cache(monkeypatch):

@@ -20,7 +20,7 @@ import qflash
 from qflash.integrations.transformers.causal_model import CausalModel
 from qflash.integrations.transformers.passes import Passes
 from qflash.integrations.transformers.prefixes import Prefixes
-from qflash.integrations.transformers.prompts import check_count
+from qflash.integrations.transformers.prompts import check_cache_precision, check_count, check_flag
 from qflash.integrations.transformers.requests import Request, Stream, check_ids, check_seed
 from qflash.integrations.transformers.sampling import Sampling
 from qflash.integrations.transformers.step_cache import StepCache
@@ -77,6 +77,9 @@ class Batcher:
     ) -> None:
         check_count("slots", slots)
         check_count("prefill_tokens", prefill_tokens)
+        check_cache_precision(cache_precision)
+        for name, flag in (("share_prefixes", share_prefixes), ("capture", capture), ("fuse", fuse)):
+            check_flag(name, flag)
         self._causal = CausalModel(model, fuse)
         cache = StepCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)
         self._positions = _positions(model.config)
