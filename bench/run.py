@@ -101,7 +101,8 @@ def measure(
     options: dict[str, Any] = {"budget": suite.budget if budget is None else budget, "min_rounds": min_rounds}
     if suite.timed:
         options["clock"], options["min_sample"] = suite.clock()
-    journal = Journal(shared) if resume else None
+    how = {"budget": options["budget"], "min_rounds": min_rounds, "leave_out": leave_out}
+    journal = Journal(shared, how) if resume else None
     if journal:
         on_skip(f"{len(journal)} of the problems of {suite.name}, which a run that was cut off has measured")
     told = set()
