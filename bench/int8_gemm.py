@@ -5,14 +5,13 @@ python -m bench.int8_gemm [cuda|cpu]   writes bench/results/<machine>/int8-gemm.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import qflash
 from bench import tables
-from bench.run import Candidate, Row, Suite, main, tried
+from bench.run import Candidate, Row, Suite, device_asked_for, main, tried
 from qflash.dispatch import kernels_of
 from qflash.testing.timing import Call, Comparison
 
@@ -169,4 +168,4 @@ def table(machine: str | None = None, **chosen: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(Gemm(sys.argv[1] if len(sys.argv) > 1 else "cuda"))
+    main(Gemm(device_asked_for(PROBLEMS)))

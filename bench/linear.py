@@ -5,7 +5,6 @@ python -m bench.linear [cuda|cpu]   writes bench/results/<machine>/linear.jsonl;
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import qflash
 from bench import tables
 from bench.compiled import compiled
-from bench.run import Candidate, Row, Suite, main, tried
+from bench.run import Candidate, Row, Suite, device_asked_for, main, tried
 from qflash.dispatch import kernels_of
 from qflash.testing.timing import Call, Comparison
 
@@ -217,4 +216,4 @@ def table(machine: str | None = None, preset: str = NAME, **chosen: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(Linear(sys.argv[1] if len(sys.argv) > 1 else "cuda"))
+    main(Linear(device_asked_for(PROBLEMS)))

@@ -7,13 +7,12 @@ The ranks run the code of qflash.parallel.torch on their own chunks, but for the
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import qflash
 from bench import tables
-from bench.run import Candidate, Row, Suite, main
+from bench.run import Candidate, Row, Suite, device_asked_for, main
 from qflash.testing.timing import Call, Comparison
 
 NAME = "ring"
@@ -132,4 +131,4 @@ def table(machine: str | None = None, **chosen: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(Ring(sys.argv[1] if len(sys.argv) > 1 else "cuda"))
+    main(Ring(device_asked_for(PROBLEMS)))

@@ -7,6 +7,7 @@ A suite says what is particular: its problems, who takes part, how a result is c
 from __future__ import annotations
 
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +102,8 @@ def measure(
     options: dict[str, Any] = {"budget": suite.budget if budget is None else budget, "min_rounds": min_rounds}
     if suite.timed:
         options["clock"], options["min_sample"] = suite.clock()
-    journal = Journal(shared) if resume else None
+    how = {"budget": options["budget"], "min_rounds": min_rounds, "leave_out": leave_out}
+    journal = Journal(shared, how) if resume else None
     if journal:
         on_skip(f"{len(journal)} of the problems of {suite.name}, which a run that was cut off has measured")
     told = set()
@@ -179,6 +181,14 @@ def line(row: Row) -> str:
     cells = dict(itertools.dropwhile(lambda cell: cell[0] != "kind", row.items()))
     cells |= {"us": row["us"]["p50"]} if "us" in row else {}
     return ", ".join(f"{name} {value}" for name, value in cells.items())
+
+
+def device_asked_for(devices: Iterable[str]) -> str:
+    """The device that a module's command names, cuda where it names none."""
+    device = sys.argv[1] if len(sys.argv) > 1 else "cuda"
+    if device not in devices:
+        raise SystemExit(f"the device is {device!r}; allowed: {', '.join(devices)}")
+    return device
 
 
 def main(suite: Suite, budget: float | None = None) -> list[Row]:

@@ -9,13 +9,12 @@ prompts and answers exponential about a mean as those of people are. Weights are
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 from bench import tables
 from bench.model_shapes import SEED, SHAPES, build
-from bench.run import Candidate, Row, Suite, main
+from bench.run import Candidate, Row, Suite, device_asked_for, main
 from qflash.testing.timing import Call, Comparison, WallClock
 
 NAME = "serving"
@@ -161,4 +160,4 @@ def table(machine: str | None = None, **chosen: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(Serving(sys.argv[1] if len(sys.argv) > 1 else "cuda"))
+    main(Serving(device_asked_for(PROBLEMS)))

@@ -8,7 +8,6 @@ decode steps; and `share_prefix` on sequences in pages that begin with the same 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 import qflash
 from bench import tables
 from bench.arrays import load
-from bench.run import Candidate, Row, Suite, main
+from bench.run import Candidate, Row, Suite, device_asked_for, main
 from qflash.testing.timing import Call, Comparison
 
 NAME = "words"
@@ -156,4 +155,4 @@ def _words(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    main(Words(sys.argv[1] if len(sys.argv) > 1 else "cuda"))
+    main(Words(device_asked_for(PROBLEMS)))

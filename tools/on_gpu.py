@@ -7,12 +7,14 @@
     python tools/on_gpu.py --list                      their names and limits
 
 FOLDER gets steps.jsonl, with each step's exit status and seconds, and made.tar.gz, with the rows and profiles that were
-made and what the steps printed. Both are written after every step, so that what was measured outlives the machine.
+made and what the steps printed. Both are written after every step, so that what was measured outlives the machine. The
+next run into the same FOLDER writes made-2.tar.gz.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -104,33 +106,51 @@ STEPS = (
 
 
 def run(step: Step) -> tuple[int | str, float, str]:
-    """(exit status or "too long", seconds, last line) of a step."""
+    """(exit status, "too long" or "no program", seconds, last line) of a step."""
     command = [*step.before, sys.executable, *step.arguments]
     log, begun = LOGS / f"{step.name}.log", time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
         out.write(f"{shlex.join(command)}\n")
         out.flush()
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | step.variables, stdout=out, stderr=out, start_new_session=True
-        )
+        try:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | step.variables, stdout=out, stderr=out, start_new_session=True
+            )
+        except FileNotFoundError as error:
+            return "no program", 0.0, str(error)
         try:
             status: int | str = process.wait(step.seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # pytest's workers, too
-            process.wait()
+            _end(process)
             status = "too long"
+        except BaseException:  # an interrupt reaches this process alone, because the step has a session of its own
+            _end(process)
+            raise
     seconds = time.monotonic() - begun
     lines = log.read_text(errors="replace").splitlines()
     return status, seconds, next(filter(str.strip, reversed(lines)))
 
 
-def keep(folder: Path, begun: float) -> None:
-    """What was written since `begun`, as one archive."""
-    with tarfile.open(folder / "made.tar.gz", "w:gz") as archive:
+def _end(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)  # pytest's workers, too
+    process.wait()
+
+
+def new_archive(folder: Path) -> Path:
+    """A name that no earlier run has given to what it made."""
+    names = itertools.chain(["made.tar.gz"], (f"made-{number}.tar.gz" for number in itertools.count(2)))
+    return next(folder / name for name in names if not (folder / name).exists())
+
+
+def keep(archive: Path, begun: float) -> None:
+    """What was written since `begun`, as one archive. The last one is there until this one is whole."""
+    part = archive.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as file:
         for path in sorted(path for made in MADE for path in made.rglob("*")):
             if path.is_file() and path.stat().st_mtime >= begun:
-                archive.add(path, path.relative_to(ROOT))
+                file.add(path, path.relative_to(ROOT))
+    part.replace(archive)
 
 
 def chosen_steps(names: Sequence[str], first: str | None) -> list[Step]:
@@ -138,7 +158,9 @@ def chosen_steps(names: Sequence[str], first: str | None) -> list[Step]:
     if unknown := [name for name in (*names, *filter(None, [first])) if name not in known]:
         raise SystemExit(f"there is no step {', '.join(unknown)}; there are {', '.join(known)}")
     steps = [known[name] for name in names] or list(STEPS)
-    at = [step.name for step in steps].index(first) if first else 0
+    if first and known[first] not in steps:
+        raise SystemExit(f"--from is {first}, which is none of the steps named; allowed: {', '.join(names)}")
+    at = steps.index(known[first]) if first else 0
     return steps[at:]
 
 
@@ -157,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.to is None:
         parser.error("--to FOLDER is missing")
     given.to.mkdir(parents=True, exist_ok=True)
-    begun, started = time.time(), time.monotonic()
+    archive, begun, started = new_archive(given.to), time.time(), time.monotonic()
     failed = False
     for step in steps:
         left = given.minutes * 60 - (time.monotonic() - started)
@@ -165,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{left:.0f} s are left and {step.name} may take {step.seconds}: go on with --from {step.name}")
             break
         status, seconds, last = run(step)
-        keep(given.to, begun)
+        keep(archive, begun)
         failed |= status != 0
         row = {"step": step.name, "status": status, "seconds": round(seconds, 1), "last": last}
         with (given.to / "steps.jsonl").open("a") as out:

@@ -179,6 +179,17 @@ def test_draws_after_pages_were_taken_are_those_that_came_before():
     assert preempted.preempted > 0 and preempted.tokens == free.tokens
 
 
+@pytest.mark.parametrize("words", [{"temperature": 1e-300}, {"temperature": 10**400}, {"top_p": 1e-300}], ids=str)
+def test_numbers_that_float32_does_not_have(words):
+    """The nearest that it has: the best token, or any, and no error among the tokens of others."""
+    batch = batcher()
+    drawn = batch.submit(prompts()[0], max_new_tokens=4, do_sample=True, seed=1, **words)
+    greedy = batch.submit(prompts()[1], max_new_tokens=4)
+    batch.run()
+    is_hot = words.get("temperature", 0) > 1
+    assert drawn.error is None and len(drawn.tokens) == 4 and are_alone([greedy] if is_hot else [greedy, drawn])
+
+
 def test_rows_that_draw_leave_the_others_alone():
     batch = batcher()
     greedy = batch.submit(prompts()[0], max_new_tokens=NEW)
@@ -326,6 +337,13 @@ def test_stream_and_cancel():
     assert not requests[1].is_cancelled  # it was over
 
 
+def test_the_last_token_comes_before_a_cancel():
+    batch = batcher()
+    request = batch.submit(prompts()[0], max_new_tokens=1, stream=lambda token: request.cancel())
+    batch.run()
+    assert not request.is_cancelled and are_alone([request])
+
+
 def test_a_stream_that_raises(caplog):
     batch = batcher()
 
@@ -398,6 +416,38 @@ def test_an_interrupt(at, monkeypatch):
     assert are_alone([*requests, watched]) and seen == watched.tokens and are_pages_free(batch)
 
 
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [("kv", "truncate"), ("kv", "extend"), ("kv", "close"), ("", "_promised"), ("", "_end"), ("_prefixes", "keep")],
+)
+def test_an_interrupt_while_pages_change_hands(part, name, at, monkeypatch):
+    """No request is lost, no token is told twice, and all pages come back."""
+    batch = batcher(pages=5, prefill_tokens=24)
+    owner = getattr(batch, part) if part else batch
+    function, calls = getattr(owner, name), []
+
+    def interrupted(*args, **words):
+        result = function(*args, **words)
+        calls.append(result)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    ids, seen = prompts()[0], [[] for _ in range(6)]
+    lengths = ((3, 60), (20, 50), (20, 8), (33, 40), (5, 60), (33, 1))
+    requests = [
+        batch.submit(ids[:n], max_new_tokens=new, stream=told.append)
+        for (n, new), told in zip(lengths, seen, strict=True)
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        batch.run()
+    batch.run()
+    assert are_alone(requests) and seen == [request.tokens for request in requests] and are_pages_free(batch)
+    assert any(request.preempted for request in requests)
+
+
 # Threads, and many requests -------------------------------------------------------------------------------------------
 
 
@@ -409,6 +459,28 @@ def test_threads_submit_while_rounds_are_computed():
             pass
         assert not batch.step() or batch.run() is None
     assert are_alone([future.result() for future in sent]) and are_pages_free(batch)
+
+
+def test_two_threads_with_a_batcher_each_over_one_model():
+    """The model keeps qflash's attention until both have left it; the first one leaves while the other is in a pass."""
+    model, one, other = tiny.decoder("llama"), batcher(), batcher()
+    first, second = one.submit(prompts()[0], max_new_tokens=NEW), other.submit(prompts()[2], max_new_tokens=NEW)
+    embed, left = model.get_input_embeddings(), []
+
+    def leave_and_look(*_):
+        if not left:
+            left.append(True)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(one.run).result()
+            left.append(model.config._attn_implementation)
+
+    with ThreadPoolExecutor(1) as pool:
+        hook = embed.register_forward_hook(leave_and_look)
+        try:
+            pool.submit(other.run).result()
+        finally:
+            hook.remove()
+    assert are_alone([first, second]) and left == [True, "qf"] and model.config._attn_implementation == "eager"
 
 
 def test_two_hundred_requests_that_come_and_go():
@@ -485,6 +557,10 @@ def test_words_out_of_range(words, text):
         ({"prefill_tokens": 2.5}, r"prefill_tokens is 2\.5; allowed: an int"),
         ({"page_size": 17}, "page_size is 17"),
         ({"pages": 0}, "pages is 0"),
+        ({"cache_precision": "fp8"}, "cache_precision is 'fp8'; allowed: None, 'int8'"),
+        ({"share_prefixes": "no"}, "share_prefixes is 'no'; allowed: True or False"),
+        ({"capture": None}, "capture is None"),
+        ({"fuse": 2}, "fuse is 2"),
     ],
     ids=str,
 )
@@ -500,6 +576,14 @@ def test_models_that_are_not_served():
         qf.Batcher(model, pages=4)
     with pytest.raises(NotImplementedError, match="BartForConditionalGeneration has an encoder"):
         qf.Batcher(tiny.bart(), pages=4)
+
+
+def test_a_window_that_the_model_does_not_make_a_mask_of():
+    config = tiny.DECODERS["llama"]()
+    config.layer_types = ["full_attention", "sliding_attention"]  # Llama makes one mask for all layers
+    model = transformers.LlamaForCausalLM(config).eval()
+    with pytest.raises(NotImplementedError, match="config says that the layer has a sliding window"):
+        qf.Batcher(model, pages=4)
 
 
 def test_a_layer_that_has_no_part_in_the_cache(monkeypatch):

@@ -53,7 +53,7 @@ def cut_off(at=4):
 def test_a_run_goes_on_where_it_was_cut_off(shared, tmp_path, capsys):
     cut_off()
     part = tmp_path / "m" / "squares.part"
-    assert [json.loads(line)[0] for line in part.read_text().splitlines()] == ["2", "3"]
+    assert [json.loads(line)[0] for line in part.read_text().splitlines()[1:]] == ["2", "3"]
     assert not (tmp_path / "m" / "squares.jsonl").exists()
     again = Squares()
     found = run.main(again)
@@ -69,6 +69,22 @@ def test_rows_that_may_be_of_another_tree_or_library_are_measured_again(shared, 
     shared.update({"commit": change["commit"]} if change.get("commit") in ("abc+", "unknown") else {})
     cut_off()
     shared.update(change)
+    again = Squares()
+    run.main(again)
+    assert again.asked == [2, 3, 4]
+
+
+def test_rows_of_a_shorter_measurement_are_measured_again(shared):
+    cut_off()
+    again = Squares()
+    run.main(again, budget=9.0)
+    assert again.asked == [2, 3, 4]
+
+
+def test_a_file_without_a_whole_line_is_of_no_run(shared, tmp_path):
+    cut_off(at=3)
+    part = tmp_path / "m" / "squares.part"
+    part.write_text(part.read_text()[:20])
     again = Squares()
     run.main(again)
     assert again.asked == [2, 3, 4]
@@ -95,6 +111,17 @@ def test_a_suite_in_which_nobody_takes_part_says_so(shared, monkeypatch, capsys)
     monkeypatch.setattr(Squares, "candidates", lambda self, arrays: [run.Candidate("absent", refuses)])
     assert run.main(Squares()) == []
     assert "no rows: nobody could take part in squares" in capsys.readouterr().out
+
+
+def test_a_problem_in_which_nobody_took_part_is_tried_again(shared, monkeypatch):
+    def refuses(number):
+        raise run.Unavailable("cannot count")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Squares, "candidates", lambda self, arrays: [run.Candidate("absent", refuses)])
+        cut_off()
+    again = Squares()
+    assert [row["result"] for row in run.main(again)] == [4, 9, 16] and again.asked == [2, 3, 4]
 
 
 def test_rows_of_a_suite_that_asks_say_who_was_left_out(shared, monkeypatch):

@@ -161,3 +161,12 @@ def test_the_pass_of_hopper_is_held_to_its_replay(precision, monkeypatch):
     change = 1
     with pytest.raises(SystemExit, match="differs from the replay"):
         list(run.measure(sm90.QuantizeKV(), cases=cases[:1], budget=0))
+
+
+def test_the_device_that_a_command_names(monkeypatch):
+    for arguments, device in ((["cpu"], "cpu"), ([], "cuda")):
+        monkeypatch.setattr("sys.argv", ["bench.words", *arguments])
+        assert run.device_asked_for(("cuda", "cpu")) == device
+    monkeypatch.setattr("sys.argv", ["bench.words", "tpu"])
+    with pytest.raises(SystemExit, match="the device is 'tpu'; allowed: cuda, cpu"):
+        run.device_asked_for(("cuda", "cpu"))

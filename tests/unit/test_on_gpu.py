@@ -67,6 +67,30 @@ def test_what_was_made_is_kept_after_every_step(on_gpu, tmp_path, capsys, monkey
     with tarfile.open(to / "made.tar.gz") as archive:
         assert archive.getnames() == ["logs/fails.log", "logs/hangs.log", "logs/makes.log", "rows/a.jsonl"]
     assert capsys.readouterr().out.count("\n") == 3
+    assert on_gpu.main(["--to", str(to), "fails"]) == 1
+    with tarfile.open(to / "made-2.tar.gz") as archive:
+        assert archive.getnames() == ["logs/fails.log"]
+    assert sorted(path.name for path in to.iterdir()) == ["made-2.tar.gz", "made.tar.gz", "steps.jsonl"]
+
+
+@pytest.mark.process
+def test_an_interrupt_ends_what_a_step_started(on_gpu, tmp_path, monkeypatch):
+    ended, wait = [], on_gpu.subprocess.Popen.wait
+
+    def interrupted(process, timeout=None):
+        if timeout is not None:
+            raise KeyboardInterrupt
+        ended.append(wait(process))
+
+    monkeypatch.setattr(on_gpu.subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        on_gpu.run(on_gpu.Step("hangs", ("-c", "import time; time.sleep(600)"), 60))
+    assert ended == [-9]
+
+
+def test_a_program_that_is_not_installed(on_gpu, tmp_path):
+    status, _, last = on_gpu.run(on_gpu.Step("checks", ("-c", ""), 60, before=("no-such-sanitizer",)))
+    assert status == "no program" and "no-such-sanitizer" in last
 
 
 def test_steps_that_do_not_fit_are_named(on_gpu, tmp_path, capsys, monkeypatch):
@@ -76,3 +100,5 @@ def test_steps_that_do_not_fit_are_named(on_gpu, tmp_path, capsys, monkeypatch):
     assert "go on with --from b" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="there is no step d"):
         on_gpu.main(["--to", str(tmp_path), "--from", "d"])
+    with pytest.raises(SystemExit, match="--from is c, which is none of the steps named; allowed: a, b"):
+        on_gpu.main(["--to", str(tmp_path), "a", "b", "--from", "c"])

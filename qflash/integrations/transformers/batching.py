@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ import qflash
 from qflash.integrations.transformers.causal_model import CausalModel
 from qflash.integrations.transformers.passes import Passes
 from qflash.integrations.transformers.prefixes import Prefixes
-from qflash.integrations.transformers.prompts import check_count
+from qflash.integrations.transformers.prompts import check_cache_precision, check_count, check_flag
 from qflash.integrations.transformers.requests import Request, Stream, check_ids, check_seed
 from qflash.integrations.transformers.sampling import Sampling
 from qflash.integrations.transformers.step_cache import StepCache
@@ -77,6 +77,9 @@ class Batcher:
     ) -> None:
         check_count("slots", slots)
         check_count("prefill_tokens", prefill_tokens)
+        check_cache_precision(cache_precision)
+        for name, flag in (("share_prefixes", share_prefixes), ("capture", capture), ("fuse", fuse)):
+            check_flag(name, flag)
         self._causal = CausalModel(model, fuse)
         cache = StepCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)
         self._positions = _positions(model.config)
@@ -90,6 +93,7 @@ class Batcher:
         self._lock = Lock()  # of those that wait
         self._is_at_work = Lock()
         self._running: list[Request] = []  # in the order they came
+        self._is_cut_off = False  # an interrupt came between things that belong together
 
     # For the user.
 
@@ -144,8 +148,8 @@ class Batcher:
     def forget_prefixes(self) -> None:
         """Free the pages that were kept of requests which are done."""
         with self._alone():
-            while self._evict():
-                pass
+            if self._prefixes is not None:
+                self._prefixes.forget()
 
     @property
     def is_captured(self) -> bool:
@@ -175,12 +179,15 @@ class Batcher:
             )
         try:
             with self._causal.at_work():
+                if self._is_cut_off:
+                    self._recover()
+                self._is_cut_off = True
                 yield
+                self._is_cut_off = False
         finally:
             self._is_at_work.release()
 
     def _round(self) -> bool:
-        self._recover()
         self._drop_cancelled()
         self._admit()
         self._prefill()
@@ -225,11 +232,24 @@ class Batcher:
         self._settle(requests)
 
     def _recover(self) -> None:
-        """What an interrupt left: pages that were reserved and not written, and tokens that were not told."""
-        for request in self._running:
-            if self.kv.length(request.sequence) > request.written:
-                self.kv.truncate(request.sequence, request.written)
+        """After an interrupt, which may have come anywhere: all pages are given back, and those that ran wait for them.
+
+        A request moves into one list before it leaves the other, and leaves the last one after it is done, so none is
+        lost. Its tokens stay.
+        """
+        with self._lock:
+            requests = [*self._running, *self._waiting]
+        for request in requests:
+            if request.sequence is not None:
+                with suppress(ValueError):  # it is closed already
+                    self.kv.close(request.sequence)
+                request.sequence, request.written = None, 0
+        if self._prefixes is not None:
+            self._prefixes.forget()
         self._settle(self._running)
+        with self._lock:
+            self._waiting = deque(dict.fromkeys([*self._running, *self._waiting]))
+            self._running.clear()
 
     # Requests.
 
@@ -241,33 +261,35 @@ class Batcher:
             except Exception as error:
                 self._fail(request, error)
             else:
-                if request.is_over:
-                    self._leave(request, is_kept=True)
-                    request.is_done = True
+                if request.is_over or request.error is not None:
+                    self._end(request, is_kept=True)
 
     def _fail(self, request: Request, error: Exception) -> None:
         logger.warning("a request failed: %s: %s", type(error).__name__, error)
-        self._leave(request)
-        request.error, request.is_done = error, True
+        request.error = error
+        self._end(request)
 
     def _drop_cancelled(self) -> None:
+        for request in [request for request in self._running if request.is_cancelled]:
+            self._end(request, is_kept=True)
         with self._lock:
             cancelled = [request for request in self._waiting if request.is_cancelled]
             for request in cancelled:
+                request.is_done = True
                 self._waiting.remove(request)
-        for request in [request for request in self._running if request.is_cancelled]:
-            self._leave(request, is_kept=True)
-            cancelled.append(request)
-        for request in cancelled:
-            request.is_done = True
 
-    def _leave(self, request: Request, is_kept: bool = False) -> None:
-        """Take a request's slot and pages. is_kept: others may still begin with them."""
+    def _end(self, request: Request, is_kept: bool = False) -> None:
+        self._give_back(request, is_kept)
+        request.is_done = True
         self._running.remove(request)
-        if is_kept and self._prefixes is not None:
-            self._prefixes.keep(request)
-        else:
-            self.kv.close(request.sequence)
+
+    def _give_back(self, request: Request, is_kept: bool = False) -> None:
+        """Take a request's pages. is_kept: others may still begin with them."""
+        if request.sequence is not None:
+            if is_kept and self._prefixes is not None:
+                self._prefixes.keep(request)
+            else:
+                self.kv.close(request.sequence)
         request.sequence, request.written = None, 0
 
     # Slots and pages.
@@ -282,18 +304,16 @@ class Batcher:
                 found = self._prefixes.find(request.known, self._running)
                 if found.is_growing:  # soon there will be more to share
                     return
-                request.sequence = self._prefixes.open(found)
-                request.written = found.pages * self.kv.page_size
+                self._prefixes.share(found, request)
             promised = sum(map(self._promised, self._running)) + self._promised(request)
             while promised > self.kv.free_pages and self._evict():
                 pass
             if self._running and promised > self.kv.free_pages:
-                self.kv.close(request.sequence)
-                request.sequence, request.written = None, 0
+                self._give_back(request)
                 return
+            self._running.append(request)
             with self._lock:
                 self._waiting.popleft()
-            self._running.append(request)
 
     def _promised(self, request: Request) -> int:
         """How many pages it will take for what it knows, and one more, so that it is not soon without."""
@@ -324,10 +344,11 @@ class Batcher:
 
     def _preempt(self, request: Request) -> None:
         """Take the pages of a request, which waits for them before all that came later."""
-        self._leave(request)
+        self._give_back(request)
         request.preempted += 1
         with self._lock:
             self._waiting.appendleft(request)
+        self._running.remove(request)
 
     def _evict(self) -> bool:
         return self._prefixes is not None and self._prefixes.evict()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -124,21 +126,40 @@ def _is_checkpointing(model: Any) -> bool:
     return name is not None and bool(getattr(model, name))
 
 
+_lock = Lock()
+_borrowed: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+"""Models whose attention is "qf" for a while: how many are at work with each, and what it was before."""
+
+
 @contextmanager
 def _attention_by_qflash(model: Any) -> Iterator[None]:
-    """A model's attn_implementation as "qf", unless it is one of ours."""
+    """A model's attn_implementation as "qf", unless it is one of ours. Where several threads are at work with a model,
+    the last one to leave hands it back."""
     register()
-    before = model.config._attn_implementation
-    if before in FUNCTIONS:
+    with _lock:
+        users, before = _borrowed.get(model, (0, model.config._attn_implementation))
+        is_borrowed = users > 0 or before not in FUNCTIONS
+        if is_borrowed:
+            if not users:
+                _set_attention(model)
+            _borrowed[model] = users + 1, before
+    try:
         yield
-        return
+    finally:
+        if is_borrowed:
+            with _lock:
+                users, before = _borrowed.pop(model)
+                if users > 1:
+                    _borrowed[model] = users - 1, before
+                else:
+                    model.set_attn_implementation(before)
+
+
+def _set_attention(model: Any) -> None:
+    before = model.config._attn_implementation
     model.set_attn_implementation("qf")
     if model.config._attn_implementation != "qf":
         raise NotImplementedError(
             f"{type(model).__name__} has attention of its own, {before!r}, which transformers does not replace; "
             "allowed: models whose set_attn_implementation takes any registered name"
         )
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

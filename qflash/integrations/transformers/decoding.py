@@ -20,6 +20,7 @@ from qflash.integrations.transformers.causal_model import CausalModel
 from qflash.integrations.transformers.mask import UNPADDED
 from qflash.integrations.transformers.pages import PagedCache
 from qflash.integrations.transformers.prompts import (
+    check_cache_precision,
     check_count,
     check_flag,
     check_in_vocabulary,
@@ -99,8 +100,8 @@ def generate(
     Returns:
         `Generated`. Its `reason` says why no CUDA graph was used, where none was.
 
-    Several calls on one model are better made by one `Decoder`, which keeps pages and graphs. Threads may share a model
-    whose attn_implementation is "qf" or "qf_int8" before they start, each with a `Decoder` or calls of its own.
+    Several calls on one model are better made by one `Decoder`, which keeps pages and graphs. Threads may share a
+    model, each with a `Decoder` or calls of its own.
 
     Example:
         >>> import torch
@@ -152,8 +153,7 @@ class Decoder:
     ) -> None:
         check_flag("capture", capture)
         check_flag("fuse", fuse)
-        if cache_precision not in (None, "int8"):
-            raise ValueError(f"cache_precision is {cache_precision!r}; allowed: None, 'int8'")
+        check_cache_precision(cache_precision)
         self._causal = CausalModel(model, fuse)
         self.model = model
         self.cache = PagedCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)

@@ -258,11 +258,7 @@ class PagedCache(Cache):
     # A forward pass.
 
     def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
-        if self._slides[new.layer] and words.get("window") is None:
-            raise NotImplementedError(
-                "config says that the layer has a sliding window, by which caches of transformers forget, and its "
-                "mask has none; allowed: a mask with that window"
-            )
+        self._check_window(new.layer, words)
         rope = take_rope(query, new.k)
         k, v, q = under_autocast(new.k, new.v, query)
         if not self._new or new.layer in self._written:
@@ -282,6 +278,13 @@ class PagedCache(Cache):
         packed = (self.tables.cu_seqlens, None, self.tables.max_new, None)
         out = qflash.attention_varlen(q, kv, None, *packed, rope=rope, **words)
         return out.new_zeros(shape).flatten(0, 1).index_copy(0, self._rows, out).view(shape)
+
+    def _check_window(self, layer: int, words: dict[str, Any]) -> None:
+        if self._slides[layer] and words.get("window") is None:
+            raise NotImplementedError(
+                "config says that the layer has a sliding window, by which caches of transformers forget, and its "
+                "mask has none; allowed: a mask with that window"
+            )
 
     def _begin(self, k: Tensor, v: Tensor, mask: Mask) -> None:
         """Reserve pages for the tokens of a forward pass; in its first layer."""

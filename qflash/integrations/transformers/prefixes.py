@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import qflash
@@ -44,13 +45,14 @@ class Prefixes:
             self._kept[sequence] = self._kept.pop(sequence)
         return Found(sequence, pages, coming > pages)
 
-    def open(self, found: Found) -> int:
-        """A sequence with the pages that were found."""
+    def share(self, found: Found, request: Request) -> None:
+        """Give a request a sequence with the pages that were found."""
         if found.sequence is None:
-            return self._kv.open()
-        sequence = self._kv.fork(found.sequence)
-        self._kv.truncate(sequence, found.pages * self._kv.page_size)
-        return sequence
+            request.sequence = self._kv.open()
+        else:
+            request.sequence = self._kv.fork(found.sequence)
+            self._kv.truncate(request.sequence, found.pages * self._kv.page_size)
+        request.written = found.pages * self._kv.page_size
 
     def keep(self, request: Request) -> None:
         """Take over the sequence of a request that is done: its whole pages stay, unless they are kept already."""
@@ -77,9 +79,15 @@ class Prefixes:
         self._close(next(iter(self._kept)))
         return True
 
+    def forget(self) -> None:
+        """Give up all of them."""
+        while self.evict():
+            pass
+
     def _close(self, sequence: int) -> None:
+        with suppress(ValueError):  # an interrupt came between the two
+            self._kv.close(sequence)
         del self._kept[sequence]
-        self._kv.close(sequence)
 
     def _common(self, a: Tokens, b: Tokens, most: int) -> int:
         """How many pages two begin with alike, up to `most`."""

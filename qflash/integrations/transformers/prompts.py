@@ -31,6 +31,12 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} is {value!r}; allowed: True or False")
 
 
+def check_cache_precision(value: Any) -> None:
+    """Refuse what pages cannot hold."""
+    if value not in (None, "int8"):
+        raise ValueError(f"cache_precision is {value!r}; allowed: None, 'int8'")
+
+
 def check_seed(seed: Any) -> None:
     """Refuse what a generator of PyTorch cannot begin with."""
     if seed is None:

@@ -59,7 +59,7 @@ class Request:
 
     def cancel(self) -> None:
         """End the request where it is. Any thread may; its pages are free after the batcher's next step."""
-        if not self.is_done:
+        if not (self.is_done or self.is_over):
             self.is_cancelled = True
 
     def tell(self) -> None:

@@ -40,6 +40,11 @@ class Sampling(NamedTuple):
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; allowed: None, or more than 0 and up to 1")
 
+    @property
+    def divisor(self) -> float:
+        """The temperature, as far as float32 has it."""
+        return float(min(max(self.temperature, _LEAST), _MOST))
+
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
         """The next tokens, int64 `[B]`, from logits `[B, vocabulary]`."""
         if not self.do_sample:
@@ -51,7 +56,7 @@ class Sampling(NamedTuple):
 
     def filtered(self, logits: Tensor) -> Tensor:
         """Logits at this temperature, -inf for tokens that top_k and top_p leave out."""
-        logits = logits / min(max(self.temperature, _LEAST), _MOST)
+        logits = logits / self.divisor
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)

@@ -44,6 +44,7 @@ class StepCache(PagedCache):
         return 0
 
     def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
+        self._check_window(new.layer, words)
         rope = take_rope(query, new.k)
         k, v, q = under_autocast(new.k, new.v, query)
         step, layer = (self._scratch(new.layer, k, v, mask), 0) if self.step is None else (self.step, new.layer)
