@@ -136,8 +136,9 @@ class Op:
     folds: Callable[[Collection[str], dict[str, int], dict[str, Any]], bool] = lambda *_: False
     # The dimensions of arrays and results by letters, given the ranks of those arrays that are there. "b", where all
     # that have it are independent, takes vmap's dimension and may be split over devices; "H" and "G", query and key
-    # heads, too. A result without "b" is a sum over the batch, or has none: it then stays together.
-    dims: Callable[[Mapping[str, int]], Mapping[str, str]] | None = None
+    # heads, too. A result without "b" is a sum over the batch, or has none: it then stays together. Other capitals are
+    # rows and columns, each of which may be split; a result without such a letter is a sum over it. None: not told.
+    dims: Callable[[Mapping[str, int]], Mapping[str, str] | None] | None = None
     checked: tuple[str, ...] = ()  # arrays of which the CPU kernel refuses some values
     indices: tuple[str, ...] = ()  # lengths and positions, which may be given as ints on the host
     autocast: tuple[str, ...] = ()  # arrays that torch.autocast casts

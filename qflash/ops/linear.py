@@ -17,6 +17,7 @@ from qflash.frontends.choose import frontend_of
 from qflash.ops.linear_gradient import LINEAR_BACKWARD, SWIGLU_BACKWARD
 from qflash.ops.linear_plan import GATE_AND_UP, ONE_WEIGHT, check_inputs, plan_int8_layer, plan_layer
 from qflash.ops.linear_weights import QuantizedLinear, quantized_rows, quantized_weight
+from qflash.ops.matrices import dims_with_rows
 from qflash.ops.run import run
 from qflash.typing import Activation, ArrayT, DType, FrameworkArray, LinearPrecision, TensorT
 
@@ -283,8 +284,17 @@ def _flops(arrays: dict[str, Any], words: dict[str, Any], _: Any) -> int:
     return sum(2 * math.prod(arrays["x"].shape) * (math.prod(w.shape) // max(k, 1)) for w in weights)
 
 
+# Dimensions as `dims_with_rows` takes them; weights of integers are transposed.
+_DIMS = {
+    "x": "*k", "w": "kN", "gate": "kN", "up": "kN", "bias": "N", "gate_bias": "N", "up_bias": "N", "residual": "*N",
+    "x_scale": "*", "w.scale": "N", "gate.scale": "N", "up.scale": "N", "out": "*N", "pre": "*N", "pre_up": "*N",
+}  # fmt: skip
+_DIMS_INT8 = _DIMS | dict.fromkeys(("w", "gate", "up"), "Nk")
+
+
 def _op(name: str, arrays: Sequence[str], words: Sequence[str], **more: Any) -> Op:
-    return Op(name, tuple(arrays), tuple(words), folds=_folds, flops=_flops, kernels_of="linear", **more)
+    dims = dims_with_rows(_DIMS_INT8 if "x_scale" in arrays else _DIMS)
+    return Op(name, tuple(arrays), tuple(words), folds=_folds, dims=dims, flops=_flops, kernels_of="linear", **more)
 
 
 _ONE, _TWO = ("x", "w", "bias", "residual"), ("x", "gate", "up", "gate_bias", "up_bias", "residual")

@@ -11,7 +11,7 @@ from qflash.call.array import Array, check_device, check_shape, dtype_code, row_
 from qflash.call.op import Op, Operand, Plan, Result
 from qflash.call.spec import ACTIVATIONS, spec_of
 from qflash.ops.linear_plan import BIASES, GATE_AND_UP, ONE_WEIGHT, WEIGHTS, Names, weight_operands
-from qflash.ops.matrices import Fields
+from qflash.ops.matrices import Fields, dims_with_rows
 
 
 def _plan(
@@ -88,12 +88,19 @@ def _flops(arrays: dict[str, Any], *_: Any) -> int:
     return sum(2 * 2 * math.prod(arrays["x"].shape) * int(w.shape[1]) for w in weights)
 
 
+_dims = dims_with_rows({
+    "x": "*k", "dout": "*N", "pre": "*N", "pre_up": "*N", "w": "kN", "gate": "kN", "up": "kN",
+    "bias": "N", "gate_bias": "N", "up_bias": "N",
+    "dx": "*k", "dw": "kN", "dgate": "kN", "dup": "kN", "dbias": "N", "dgate_bias": "N", "dup_bias": "N",
+})  # fmt: skip
+
 LINEAR_BACKWARD = Op(
     "linear_backward",
     ("dout", "x", "w", "bias", "pre"),
     ("activation", "out_dtype", "keep_pre", "kernel"),
     _plan_linear,
     results=("dx", "dw", "dbias"),
+    dims=_dims,
     flops=_flops,
     no_gradient="qflash.linear has no second derivative; allowed: one backward pass over it",
 )
@@ -103,6 +110,7 @@ SWIGLU_BACKWARD = Op(
     ("out_dtype", "keep_pre", "kernel"),
     _plan_swiglu,
     results=("dx", "dgate", "dup", "dgate_bias", "dup_bias"),
+    dims=_dims,
     kernels_of="linear_backward",
     flops=_flops,
     no_gradient="qflash.swiglu has no second derivative; allowed: one backward pass over it",

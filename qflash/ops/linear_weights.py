@@ -16,6 +16,7 @@ from qflash.call.op import Op, Operand, Plan, Result
 from qflash.call.spec import spec_of
 from qflash.call.words import INT32_MAX
 from qflash.frontends.choose import frontend_of
+from qflash.ops.matrices import dims_with_rows
 from qflash.ops.run import run
 from qflash.typing import ArrayT_co, TensorT
 
@@ -130,7 +131,9 @@ def _op(function: str, name: str) -> Op:
         (name,),
         (),
         partial(_plan_rows, name),
+        results=("values", "scale"),
         folds=_more_rows,
+        dims=dims_with_rows({name: "*k", "values": "*k", "scale": "*"}),
         public=public,
         kernels_of="quantize",
     )

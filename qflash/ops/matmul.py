@@ -15,7 +15,7 @@ from qflash.call.op import Op, Operand, Plan, Result
 from qflash.call.spec import spec_of
 from qflash.call.words import check_kernel, check_number
 from qflash.frontends.choose import frontend_of
-from qflash.ops.matrices import MOST_INT8_K, Fields, layout_of, scale_operand
+from qflash.ops.matrices import MOST_INT8_K, Fields, dims_with_rows, layout_of, scale_operand
 from qflash.ops.run import run
 from qflash.typing import DType, FrameworkArray, Number, TensorT
 
@@ -163,7 +163,9 @@ INT8_MATMUL = Op(
     ("a", "b", "a_scale", "b_scale", "bias"),
     ("out_dtype", "kernel"),
     _plan,
+    results=("out",),
     folds=_folds,
+    dims=dims_with_rows({"a": "*k", "b": "kN", "a_scale": "*", "b_scale": "N", "bias": "N", "out": "*N"}),
     kernels_of="linear",
     flops=lambda arrays, *_: 2 * math.prod(arrays["a"].shape) * int(arrays["b"].shape[1]),
 )

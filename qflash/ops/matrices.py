@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from qflash.call.array import Array, check_device, check_dtype, check_shape
 from qflash.call.op import Operand
 
 MOST_INT8_K = (2**31 - 1) // 128**2  # beyond, a sum of products of int8 may not fit int32
 Fields = list[tuple[str, int]]
+_ROWS = "ABCDEFIJKLMOPQRSTUVWXYZ"  # letters of leading dimensions: those that mean nothing else in `Op.dims`
 
 
 def layout_of(matrix: Array) -> tuple[str, int, int] | None:
@@ -27,6 +28,19 @@ def layout_of(matrix: Array) -> tuple[str, int, int] | None:
     if stride_k == 1 and stride_n >= 0:
         return "k", 1, stride_n
     return None
+
+
+def dims_with_rows(letters: Mapping[str, str]) -> Callable[[Mapping[str, int]], Mapping[str, str] | None]:
+    """`Op.dims` of a product. `letters`: of each array and result, "*" for the leading dimensions, which are rows; the
+    first array is "*k"."""
+    first = next(iter(letters))
+
+    def dims(ranks: Mapping[str, int]) -> Mapping[str, str] | None:
+        leading = ranks[first] - 1
+        rows = _ROWS[:leading]
+        return {name: of.replace("*", rows) for name, of in letters.items()} if leading <= len(_ROWS) else None
+
+    return dims
 
 
 def transposed(matrix: Array) -> Array:

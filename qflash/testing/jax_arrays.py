@@ -14,6 +14,22 @@ def arrays(batch=2, q_len=9, k_len=13, q_heads=4, kv_heads=2, head_dim=16, dtype
     return tuple(jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes)
 
 
+def put(mesh, spec, *operands):
+    """The arrays on the devices of a mesh, split as `spec` says."""
+    import jax
+
+    return tuple(jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x in operands)
+
+
+def collectives(function, *operands) -> list[str]:
+    """The communication in a compiled program."""
+    import jax
+
+    text = jax.jit(function).lower(*operands).compile().as_text()
+    kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    return [kind for kind in kinds if f" {kind}(" in text or f" {kind}-start(" in text]
+
+
 def relative_l2(got, want) -> float:
     """|got - want| / |want|, in float64."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)

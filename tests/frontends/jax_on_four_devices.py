@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import qflash
 from qflash.testing.compare import FLOAT32_L2, GRADIENT_L2
-from qflash.testing.jax_arrays import arrays, assert_close
+from qflash.testing.jax_arrays import arrays, assert_close, collectives, put
 
 SPLIT = P("b", None, "h")
 
@@ -19,17 +19,6 @@ SPLIT = P("b", None, "h")
 @pytest.fixture(params=[(2, 2), (4, 1), (1, 4)], ids=str)
 def mesh(request):
     return jax.make_mesh(request.param, ("b", "h"), axis_types=(AxisType.Auto,) * 2)
-
-
-def put(mesh, spec, *operands):
-    return tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x in operands)
-
-
-def collectives(function, *operands) -> list[str]:
-    """The communication in a compiled program."""
-    text = jax.jit(function).lower(*operands).compile().as_text()
-    kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-    return [kind for kind in kinds if f" {kind}(" in text or f" {kind}-start(" in text]
 
 
 def loss(*operands, **words):

@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 import qflash
 import qflash.integrations.transformers as qf
 from qflash.integrations.transformers.int8_linears import Int8Swiglu
-from qflash.integrations.transformers.joined import Joined, JoinedPart
+from qflash.integrations.transformers.joined import Joined, JoinedLinear, JoinedPart
 from qflash.testing import tiny_models as tiny
 
 QKV, GATE_UP = "self_attn.q_proj+k_proj+v_proj", "mlp.gate_proj+up_proj"
@@ -209,6 +209,16 @@ def test_generation(family):
     assert torch.equal(got.sequences, want)
 
 
+@pytest.mark.parametrize("change", [lambda model: model, lambda model: model.model, copy.deepcopy], ids=str)
+def test_save_pretrained_refuses(change, tmp_path):
+    """from_pretrained would draw INT8 layers anew."""
+    model = model_of("llama")
+    qf.quantize_linears(model)
+    with pytest.raises(NotImplementedError, match=r"allowed: save_pretrained before quantize_linears, or torch\.save"):
+        change(model).save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 # One product for several layers ---------------------------------------------------------------------------------------
 
 
@@ -245,6 +255,74 @@ def test_joined_gradients():
     attention, joined = want.model.layers[0].self_attn, model.model.layers[0].self_attn.q_proj.joined.product
     parts = [getattr(attention, name).weight.grad for name in ("q_proj", "k_proj", "v_proj")]
     torch.testing.assert_close(joined.weight.grad, torch.cat(parts), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_oss"])  # without and with biases, and tied weights
+def test_joined_save_and_load(family, tmp_path):
+    """The names are those of a model that was not changed, to transformers and in a state_dict, both ways."""
+    model, plain = model_of(family), model_of(family)
+    qf.fuse_projections(model)
+    want, state = plain.state_dict(), model.state_dict()
+    assert state.keys() == want.keys() and all(torch.equal(state[name], want[name]) for name in want)
+    first = model.model.layers[0].self_attn
+    assert state["model.layers.0.self_attn.k_proj.weight"].untyped_storage().data_ptr() == (
+        first.q_proj.joined.product.weight.untyped_storage().data_ptr()
+    )
+    model.save_pretrained(tmp_path)
+    again, info = type(plain).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert all(torch.equal(x, want[name]) for name, x in again.state_dict().items())
+    for weight in model.parameters():
+        weight.data.normal_()
+    model.load_state_dict(want)
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-5)
+    for weight in plain.parameters():
+        weight.data.normal_()
+    plain.load_state_dict(model.state_dict())
+    assert all(torch.equal(x, plain.state_dict()[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
+def test_what_a_joined_layer_does_not_load():
+    model, key = model_of("qwen2"), "model.layers.0.self_attn.k_proj.weight"
+    qf.fuse_projections(model)
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    missing = {name: x for name, x in state.items() if name != key}
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{key}"'):
+        model.load_state_dict(missing)
+    assert model.load_state_dict(missing, strict=False).missing_keys == [key]
+    for odd in (key.replace("weight", "scale"), "model.layers.0.self_attn.q_proj.joined.product.weight"):
+        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{odd}"'):
+            model.load_state_dict({**state, odd: state[key]})
+    with pytest.raises(RuntimeError, match=rf"{key} has shape \[1, 2\]; allowed: \[32, 32\]"):
+        model.load_state_dict({**state, key: torch.ones(1, 2)})
+    with pytest.raises(RuntimeError, match=f"{key} is list; allowed: a tensor"):
+        model.load_state_dict({**state, key: [1.0]})
+    with pytest.raises(RuntimeError, match=f"{key} is to be assigned.*allowed: a copy into memory"):
+        model.load_state_dict(state, assign=True)
+    with pytest.raises(RuntimeError, match=f"{key} is on the meta device"):
+        model.to("meta").load_state_dict(state)
+
+
+def test_a_joined_state_has_gradients_where_asked_for():
+    model = model_of("qwen2")
+    qf.fuse_projections(model)
+    name = "model.layers.0.self_attn.v_proj.bias"
+    assert not model.state_dict()[name].requires_grad and model.state_dict(keep_vars=True)[name].requires_grad
+
+
+def test_joined_layers_become_int8():
+    model, want = model_of("llama"), model_of("llama")
+    qf.fuse_projections(model)
+    assert len(qf.quantize_linears(model).names) == 8  # in each layer two products, o_proj and down_proj
+    assert not any(type(module) is JoinedLinear for module in model.modules())
+    qf.quantize_linears(want)
+    other = model_of("llama")
+    qf.fuse_projections(other)
+    qf.quantize_linears(other)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(logits(other), logits(model))
+    assert distance(logits(model), logits(want)) < 1e-5
 
 
 class Counting(nn.Linear):

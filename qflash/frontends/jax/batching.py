@@ -51,7 +51,7 @@ def _takes_a_batch(call: Call, known: Mapping[str, str], mapped: Sequence[str]) 
     """Whether every mapped array can have one part for each sequence. Tables and packed arrays cannot, nor can
     sums over all sequences."""
     return not call.op.sums_batch(known) and all(
-        known[name][0] == "b" and name not in call.op.tables for name in mapped
+        known[name].startswith("b") and name not in call.op.tables for name in mapped
     )
 
 

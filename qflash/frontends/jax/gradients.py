@@ -63,7 +63,7 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
         wanted = [name for name in gradient.of if name in by_name]
         gradients = dict(zip(wanted, backward(*operands.values()), strict=True))
         gradients |= dict.fromkeys(gradient.passed, of_results[0])
-        return tuple(gradients.get(name) for name in call.names)
+        return tuple(_placed_as(x, gradients.get(name)) for name, x in by_name.items())
 
     function.defvjp(save, pull_back, symbolic_zeros=True)
     of = [name for name in call.names if name in (*gradient.of, *gradient.passed)]
@@ -76,6 +76,14 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
         return reverse_only(x, refusal) if name in of else x
 
     return lambda *arrays: function(*(guarded(*pair) for pair in zip(call.names, arrays, strict=True)))
+
+
+def _placed_as(x: Any, gradient: Any) -> Any:
+    """The gradient of x, where x is: with explicit shardings that is a part of its type."""
+    wanted = jax.typeof(x).sharding
+    if gradient is None or wanted.mesh.empty or jax.typeof(gradient).sharding.spec == wanted.spec:
+        return gradient
+    return jax.sharding.reshard(gradient, wanted)
 
 
 def _inner(op: Op, call: Call) -> Callable[..., tuple[Any, ...]]:

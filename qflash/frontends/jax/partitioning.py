@@ -1,17 +1,19 @@
-"""How XLA may split a call over devices: by batch and by heads, with no communication.
+"""How XLA may split a call over devices: attention by batch and by heads, products by rows of x and columns of w.
 
 Under shard_map the split is the user's and nothing here runs. Under a bare jit on sharded arrays XLA would gather every
 operand of a custom call it knows nothing about; `partitioned` tells it that sequences are independent, and so are
-groups of heads. Lengths and head_dim are never split: a shard of those is gathered first.
+groups of heads, rows and columns. Lengths, head_dim and what a product sums over are never split: a shard of those is
+gathered first. Nothing is communicated but for gradients of products, which are sums over the shards.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -32,16 +34,22 @@ def partitioned(call: Call) -> Callable[..., tuple[Any, ...]]:
         known = call.dims([len(x.shape) for x in arrays])
         assert known is not None
         of_arrays = [dims_of(known, name, len(x.shape)) for name, x in zip(call.names, arrays, strict=True)]
-        return of_arrays, [known[name] for name in call.op.results[: len(results)]]
+        return _apart(arrays, of_arrays), [known[name] for name in call.op.results[: len(results)]]
 
-    def shardings(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]) -> tuple[tuple, tuple]:
+    def shardings(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]) -> tuple[tuple, tuple, list]:
         of_arrays, of_results = dims(arrays, results)
-        place = partial(_sharding, mesh, _kept_axes(mesh, arrays, of_arrays, of_results))
-        return tuple(map(place, of_arrays)), tuple(map(place, of_results))
+        kept = _kept_axes(mesh, arrays, of_arrays, of_results)
+        place = partial(_sharding, mesh, kept)
+        return tuple(map(place, of_arrays)), tuple(map(place, of_results)), [_summed(kept, of) for of in of_results]
 
     def partition(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]):
-        places, result_places = shardings(mesh, arrays, results)
-        return mesh, bind, result_places, places
+        places, result_places, summed = shardings(mesh, arrays, results)
+
+        def compute_part(*shards: Any) -> tuple[Any, ...]:
+            parts = zip(bind(*shards), summed, strict=True)
+            return tuple(jax.lax.psum(x, axes) if axes else x for x, axes in parts)
+
+        return mesh, compute_part, result_places, places
 
     def rule(mesh: Any, arrays: Sequence[Any], results: Sequence[Any]):
         return _rule(arrays, *dims(arrays, results))
@@ -52,15 +60,25 @@ def partitioned(call: Call) -> Callable[..., tuple[Any, ...]]:
         infer_sharding_from_operands=lambda *of: shardings(*of)[1],
         sharding_rule=rule,
     )
-    return function
+    return lambda *arrays: (bind if call.dims([x.ndim for x in arrays]) is None else function)(*arrays)
 
 
 def _sizes(arrays: Sequence[Any], dims: Sequence[str]) -> dict[str, int]:
-    """Extents by letter."""
+    """Extents by letter, as the first array with it has them, and in the order of the arrays."""
     sizes: dict[str, int] = {}
     for x, letters in zip(arrays, dims, strict=True):
-        sizes.update(zip(letters, x.shape, strict=True))
+        for letter, size in zip(letters, x.shape, strict=True):
+            sizes.setdefault(letter, size)
     return sizes
+
+
+def _apart(arrays: Sequence[Any], dims: Sequence[str]) -> list[str]:
+    """`dims` with a letter of its own, which stays whole, where an array has one element for all rows or columns."""
+    sizes = _sizes(arrays, dims)
+    return [
+        "".join("o" if size == 1 and sizes[letter] != 1 else letter for letter, size in zip(of, x.shape, strict=True))
+        for x, of in zip(arrays, dims, strict=True)
+    ]
 
 
 def _kv_heads(sizes: dict[str, int]) -> int:
@@ -79,6 +97,13 @@ def _sums_batch(results: Sequence[str]) -> bool:
 
 
 def _kept_axes(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], results: Sequence[str]) -> dict[str, Any]:
+    """The mesh axes over which dimensions stay split, by letter."""
+    if any("H" in letters for letters in dims):
+        return _kept_heads(mesh, arrays, dims, results)
+    return _kept_rows(mesh, arrays, dims)
+
+
+def _kept_heads(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], results: Sequence[str]) -> dict[str, Any]:
     """The mesh axes over which batch and heads stay split: those that divide them evenly, from where the queries (or
     what is shaped as they are) are split the most."""
     sizes = _sizes(arrays, dims)
@@ -98,10 +123,37 @@ def _kept_axes(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], results: S
     return split
 
 
+def _kept_rows(mesh: Any, arrays: Sequence[Any], dims: Sequence[str]) -> dict[str, Any]:
+    """The mesh axes over which rows and columns stay split: those that divide them evenly, from where each is split
+    the most. An axis splits what comes first: rows of x, so that a weight over the same devices is gathered."""
+    kept: dict[str, Any] = {}
+    for letter, size in _sizes(arrays, dims).items():
+        specs = [
+            (*x.sharding.spec, *[None] * len(letters))[letters.index(letter)]
+            for x, letters in zip(arrays, dims, strict=True)
+            if letter in letters and isinstance(x.sharding, NamedSharding)
+        ]
+        taken = {name for axes in kept.values() for name in _names(axes)}
+        possible = [axes for axes in specs if size % _ways(mesh, axes) == 0 and taken.isdisjoint(_names(axes))]
+        if letter.isupper() and possible:
+            kept[letter] = max(possible, key=partial(_ways, mesh))
+    return kept
+
+
+def _summed(kept: Mapping[str, Any], letters: str) -> list[str]:
+    """The mesh axes over which a result is a sum: those that split rows or columns, and none of its dimensions."""
+    rows = (letter for letter in kept if letter.isupper() and letter not in "GH")
+    return [name for letter in rows if letter not in letters for name in _names(kept[letter])]
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    """Of the mesh axes in a PartitionSpec entry."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
 def _ways(mesh: Any, axes: Any) -> int:
     """Into how many parts a dimension is split by a PartitionSpec entry."""
-    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    return math.prod(mesh.shape[name] for name in names)
+    return math.prod(mesh.shape[name] for name in _names(axes))
 
 
 def _sharding(mesh: Any, split: dict[str, Any], dims: str) -> NamedSharding:
@@ -111,9 +163,14 @@ def _sharding(mesh: Any, split: dict[str, Any], dims: str) -> NamedSharding:
 def _rule(arrays: Sequence[Any], operands: Sequence[str], results: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The same for the Shardy partitioner: an einsum-like text, and the factors that must not be split.
 
+    Capitals without heads are rows and columns, and free.
+
     Query heads are key heads times a group; the group is the minor factor and stays whole unless it is all there is.
     """
     extents = _sizes(arrays, operands)
+    if "H" not in extents:
+        sides = [", ".join(" ".join(dims) for dims in side) for side in (operands, results)]
+        return " -> ".join(sides), {"need_replication_factors": tuple(name for name in extents if name.islower())}
     q_heads, kv_heads = extents["H"], _kv_heads(extents)
     if q_heads == kv_heads:
         factors, free, sizes = "G", "bG", {}

@@ -6,7 +6,7 @@ kernel is chosen, loaded and registered, and where a call no kernel of that plat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ def _abstract(*avals: Any, call: Call) -> list[Any]:
 
     def like(at: int, shape: Sequence[int], dtype: str) -> Any:
         letters = "?" * len(shape) if known is None else known[call.op.results[at]]
-        sharding = NamedSharding(first.sharding.mesh, PartitionSpec(*map(axes.get, letters)))
+        sharding = NamedSharding(first.sharding.mesh, PartitionSpec(*_once_each(map(axes.get, letters))))
         return first.update(shape=tuple(shape), dtype=jnp.dtype(dtype), sharding=sharding)
 
     plan = call.plan(avals, "cpu")
@@ -53,6 +53,15 @@ def _abstract(*avals: Any, call: Call) -> list[Any]:
         *(like(at, result.shape, result.dtype) for at, result in enumerate(plan.results)),
         *(like(0, aval.shape, aval.dtype.name) for aval in written),
     ]
+
+
+def _once_each(axes: Iterable[Any]) -> Iterator[Any]:
+    """The entries of a PartitionSpec without those that have a mesh axis of an earlier one."""
+    seen: set[str] = set()
+    for entry in axes:
+        names = {entry} if isinstance(entry, str) else set(entry or ())
+        yield entry if seen.isdisjoint(names) else None
+        seen |= names
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Any:

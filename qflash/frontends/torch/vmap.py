@@ -22,7 +22,7 @@ def batched(op: Op, packet: Any, size: int, in_dims: Sequence[int | None], args:
     ranks = {name: x.dim() - (name in mapped) for name, x in named.items()}
     if op.folds(mapped, ranks, dict(zip(op.words, words, strict=True))):
         return packet(*moved)
-    dims = op.dims(ranks) if op.dims is not None else {}
+    dims = op.dims(ranks) if op.dims is not None else None
     if dims and dims[op.arrays[0]][0] == "b" and not mapped & set(op.tables) and not op.sums_batch(dims):
         return _folded(op, packet, size, mapped, dims, arrays, words)
     return _each(op, packet, size, mapped, arrays, words)

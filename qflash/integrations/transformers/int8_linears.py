@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import qflash
-from qflash.integrations.transformers.joined import groups_of, is_plain_linear, join
+from qflash.integrations.transformers.joined import LINEARS, groups_of, is_plain_linear, join
 from qflash.integrations.transformers.stand_ins import is_swiglu
 
 Tensor = torch.Tensor
@@ -119,6 +119,8 @@ def quantize_linears(
     Weights of 16 bits are freed one by one, so that at no time more than one layer is there twice. A weight that an
     embedding shares with a layer (tied) stays, for the embedding; the layer, where `skip` lets it, has an INT8 copy,
     and the model is no longer tied. INT8 layers are forward only: an input that requires a gradient raises.
+    `save_pretrained` raises from then on, because `from_pretrained` knows no INT8 layers: save the model before, or its
+    state_dict for a model that `quantize_linears` changed the same way.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -143,7 +145,19 @@ def quantize_linears(
     if not change.names:
         allowed = "allowed: a model with torch.nn.Linear or Conv1D layers"
         raise ValueError(f"model is {type(model).__name__} without a layer to quantize; {allowed}, not all in skip")
+    for module in model.modules():
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained = _refuse_to_save
     return Int8Layers(tuple(change.names), tuple(sorted(skipped)), change.before, change.after)
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    """`save_pretrained` of a model with INT8 layers. It knows no model, so that copies of one can have it."""
+    raise NotImplementedError(
+        "save_pretrained of a model with INT8 layers, whose names from_pretrained does not know; allowed: "
+        "save_pretrained before quantize_linears, or torch.save(model.state_dict(), path) and load_state_dict after "
+        "quantize_linears"
+    )
 
 
 class _Change:
@@ -195,7 +209,7 @@ class _Change:
 
 def _skipped(model: nn.Module, skip: Sequence[str] | None) -> set[str]:
     """The whole names of layers that stay."""
-    names = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
+    names = {name for name, module in model.named_modules() if type(module) in (*LINEARS, Conv1D)}
     if skip is None:
         last = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         return {name for name, module in model.named_modules() if module is last and name in names}

@@ -47,6 +47,25 @@ class Joined(nn.Module):
         return out[..., self.ends[index] : self.ends[index + 1]]
 
 
+class JoinedLinear(nn.Linear):
+    """A product of layers whose weights stand in a state_dict as those of its parts, by the names they had before."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        pass
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
+    ) -> None:
+        unexpected += [key for key in state_dict if key.startswith(prefix)] if strict else []
+
+
 class JoinedPart(nn.Module):
     """In the place of a layer: its columns of a product. The first part of a product has it as a submodule."""
 
@@ -61,8 +80,54 @@ class JoinedPart(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._source[0].take(self.index, x)
 
+    def _own(self) -> dict[str, Tensor]:
+        """What this layer had: rows of the weight and bias of a `JoinedLinear`, as views."""
+        joined = self._source[0]
+        if not isinstance(joined.product, JoinedLinear):
+            return {}
+        rows = slice(*joined.ends[self.index : self.index + 2])
+        return {name: whole[rows] for name, whole in joined.product.named_parameters()}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, rows in self._own().items():
+            destination[prefix + name] = rows if keep_vars else rows.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = self._own()
+        rest = {key: x for key, x in state_dict.items() if key.removeprefix(prefix) not in own}
+        lists = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, *lists)
+        for name, rows in own.items():
+            key = prefix + name
+            if key not in state_dict:
+                missing_keys += [key] if strict else []
+            elif not isinstance(state_dict[key], Tensor):
+                error_msgs.append(f"{key} is {type(state_dict[key]).__name__}; allowed: a tensor")
+            elif state_dict[key].shape != rows.shape:
+                came, allowed = list(state_dict[key].shape), list(rows.shape)
+                error_msgs.append(f"{key} has shape {came}; allowed: {allowed}")
+            elif local_metadata.get("assign_to_params_buffers", False) or rows.is_meta:
+                how = "on the meta device" if rows.is_meta else "to be assigned"
+                error_msgs.append(f"{key} is {how}, but is a part of a joined weight; allowed: a copy into memory")
+            else:
+                with torch.no_grad():
+                    rows.copy_(state_dict[key])
+
     def extra_repr(self) -> str:
         return f"out_features={self.out_features}, part {self.index} of {len(self._source[0].ends) - 1}"
+
+
+LINEARS = (nn.Linear, JoinedLinear)
 
 
 def groups_of(model: nn.Module, skip: Any = lambda name: False) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
@@ -84,10 +149,8 @@ def groups_of(model: nn.Module, skip: Any = lambda name: False) -> Iterator[tupl
 
 
 def is_plain_linear(layer: Any) -> bool:
-    """A torch.nn.Linear that nobody has hooked into."""
-    return type(layer) is nn.Linear and not (
-        layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    )
+    """A torch.nn.Linear, or a product of some, that nobody has hooked into."""
+    return type(layer) in LINEARS and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 def join(module: nn.Module, children: Sequence[str], product: nn.Module) -> None:
@@ -101,8 +164,9 @@ def fuse_projections(model: nn.Module) -> tuple[str, ...]:
     """Compute q, k and v of each attention, and gate and up of each MLP, as one product: fewer launches, which is most
     of what a step of few tokens costs on a GPU.
 
-    The model is changed for good, and so are the names in its state_dict: save it before. Its weights take no more
-    memory, and have gradients as before. Layers of another kind, with hooks, of different types or whose weights are
+    The model is changed for good. Its state_dict has the names and shapes it had, as views of the joined weights, so
+    what is saved fits a model that was not changed, and the other way round. Weights take no more memory, and have
+    gradients as before. Layers of another kind, with hooks, of different types or whose weights are
     used elsewhere stay as they are. Results are within rounding of those before.
 
     Returns:
@@ -126,10 +190,10 @@ def fuse_projections(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _one_linear(layers: Sequence[Any]) -> nn.Linear:
+def _one_linear(layers: Sequence[Any]) -> JoinedLinear:
     first = layers[0]
     outputs = sum(layer.out_features for layer in layers)
-    product = nn.Linear(first.in_features, outputs, bias=first.bias is not None, device="meta")
+    product = JoinedLinear(first.in_features, outputs, bias=first.bias is not None, device="meta")
     for name in ("weight", "bias") if first.bias is not None else ("weight",):
         parts = [getattr(layer, name) for layer in layers]
         whole = torch.cat([part.detach() for part in parts])
