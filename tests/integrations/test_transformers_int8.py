@@ -209,7 +209,11 @@ def test_generation(family):
     assert torch.equal(got.sequences, want)
 
 
-@pytest.mark.parametrize("change", [lambda model: model, lambda model: model.model, copy.deepcopy], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: model, lambda model: model.model, copy.deepcopy],
+    ids=["whole", "inner model", "copy"],
+)
 def test_save_pretrained_refuses(change, tmp_path):
     """from_pretrained would draw INT8 layers anew."""
     model = model_of("llama")
