@@ -141,12 +141,14 @@ ONE_CODE = [
 
 
 def covering() -> list[Unit]:
-    """Few units in which every kernel, architecture, dtype and head_dim bucket occurs: each rung of attention on arrays
-    for the first architecture, where tiles pass through registers, the last, and one of 8.0, 8.6 and 8.9 in turn; those
-    of ONE_CODE, and its other kinds of k and v, for the first and the last; the operations beside it for two, those of
-    ONE_CODE for Hopper alone (test_whole_matrix has the others); dtypes and buckets in turn, a different one first for
-    every kernel; of Hopper's own `sm90_fwd` for four head dims, `sm90_decode` on arrays and on INT8 pages for two, and
-    those that quantize, which nvcc takes long for, once. Hopper's are those that the other tests here look into."""
+    """Few units in which every kernel, architecture, dtype and head_dim bucket occurs; test_whole_matrix has all.
+
+    Each rung of attention on arrays comes for the first architecture, where tiles pass through registers, the last, and
+    one of 8.0, 8.6 and 8.9 in turn; those of ONE_CODE, decoding, gradients and other kinds of k and v for the first and
+    the last; the operations beside it for two, those of ONE_CODE for Hopper alone. Dtypes and buckets come in turn, a
+    different one first for every kernel. Hopper's own `sm90_fwd` comes for four head dims, `sm90_decode` on arrays and
+    on INT8 pages for two, and those that quantize, which nvcc takes long for, once: Hopper's are those that the other
+    tests here look into."""
     kinds = (("float16", 64), ("float16", 112), ("bfloat16", 256))
     chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in kinds]
     chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_fwd_pages"], "float16", 64, 90))  # 32 registers a producer
@@ -163,12 +165,12 @@ def covering() -> list[Unit]:
         cuda.unit(row.kernel, replace(row.spec(90, *on_hopper(row.name)), batch_invariant=True)) for row in invariant
     ]
     chosen.append(cuda.unit_of(dispatch.VARIANTS["int8_gemm_tc"], "int32", 0, 90))  # a dtype of products alone
-    chosen += [activated("gemm_mma", "float16", "swiglu"), activated("gemm_tiled", "float32", "swiglu", 80)]
+    chosen += [activated("gemm_tiled", "float32", "swiglu", 80)]
     chosen += [activated("gemm_tiled", "float32", "silu"), activated("gelu_linear_wmma", "float16", "gelu_tanh")]
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         older = [] if row.name in ONE_CODE else [ARCHES[first % 4]]
         if row.kernel.op in ("attention", "attention_backward"):
-            few = row.kv != "arrays" or row.name in ONE_CODE
+            few = row.kv != "arrays" or row.name in ONE_CODE or row.kernel.few_rows or row.kernel.op != "attention"
             older = [75] if few else [75, (80, 86, 89)[first % 3]]
         for turn, arch in enumerate(older, start=first):
             if units := units_of(row, arch):

@@ -46,7 +46,11 @@ USUAL = {("triton_linear", "native"): 11, ("triton_linear", "int8"): 5}
 # At head_dim 256 no register is free, and releases of Triton, from 3.6 to 3.9, differ by some words.
 MOST_STACK = {0: 0, 64: 0, 128: 0, 256: 64}
 CASES = [
-    pytest.param(name, replace(spec, arch=arch), id=f"{name}-{spec.dtype}-{spec.head_dim}-{at}-sm{arch}")
+    pytest.param(
+        *(name, replace(spec, arch=arch)),
+        id=f"{name}-{spec.dtype}-{spec.head_dim}-{at}-sm{arch}",
+        marks=[pytest.mark.slow] if arch == 80 and at % 2 else [],  # half of them on the older one
+    )
     for name, specs in SPECS.items()
     for at, spec in enumerate(specs)
     for arch in ARCHES

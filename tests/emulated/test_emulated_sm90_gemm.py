@@ -78,7 +78,9 @@ def run_tile(source, case: GemmCase, tile: int, splits: int, seed: int) -> dict:
     return arrays
 
 
-@pytest.mark.parametrize("along", ["kk", "kn", "mk", "mn"])
+@pytest.mark.parametrize(
+    "along", ["kk", "kn", *(pytest.param(along, marks=pytest.mark.slow) for along in ("mk", "mn"))]
+)
 @pytest.mark.parametrize(("tile", "splits"), TILES)
 def test_every_tile_and_layout(emulated_source, tile, splits, along):
     """x along m is what a backward pass would want; no library of the forward pass has it."""
