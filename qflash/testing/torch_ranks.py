@@ -95,10 +95,10 @@ def attend(
 def what_happens(rank: int, words: dict[str, Any]) -> tuple[list[str], int]:
     """The hops and the calls of a ring, in the order in which they are begun, and how many bytes this rank sends."""
     from qflash.parallel import parts
-    from qflash.parallel.torch import exchange, ring
+    from qflash.parallel.torch import exchange
 
     events, sent = [], 0
-    make_hop, attend_part, attend_int8 = exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8
+    make_hop, attend_part = exchange.Hop.__init__, parts.Sequences.attend
 
     def hop(self: Any, ranks: Any, tensors: Any, *more: Any, **named: Any) -> None:
         nonlocal sent
@@ -106,15 +106,16 @@ def what_happens(rank: int, words: dict[str, Any]) -> tuple[list[str], int]:
         events.append("hop")
         make_hop(self, ranks, tensors, *more, **named)
 
-    def called(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: (events.append("call"), function(*given))[1]
+    def attend(*given: Any) -> Any:
+        events.append("call")
+        return attend_part(*given)
 
-    exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8 = hop, called(attend_part), called(attend_int8)
+    exchange.Hop.__init__, parts.Sequences.attend = hop, attend
     try:
         x = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16)
         parallel.attention(x, x, x, strategy="ring", **words)
     finally:
-        exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8 = make_hop, attend_part, attend_int8
+        exchange.Hop.__init__, parts.Sequences.attend = make_hop, attend_part
     return events, sent
 
 
