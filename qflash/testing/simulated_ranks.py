@@ -68,9 +68,7 @@ class Ranks:
     inputs: Inputs
 
     @classmethod
-    def of_case(
-        cls, case: Case, strategy: str, placement: str, ranks: int, wide: bool, precision: str | None
-    ) -> Ranks:
+    def of_case(cls, case: Case, strategy: str, placement: str, ranks: int, wide: bool, precision: str | None) -> Ranks:
         inputs = case.make_inputs()
         words = check_words(
             strategy, placement, case.causal, case.window, case.softcap, case.scale, precision, True, case.head_dim

@@ -218,9 +218,9 @@ def strange_groups(rank: int) -> tuple[str, ...]:
     return tuple(said)
 
 
-def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:
-    """How far a call that is compiled whole, and its gradients, are from an eager one; what its two graphs do. On the
-    first ranks of a mesh alone, because compiling takes time on each."""
+def compiled(rank: int, strategy: str, precision: str | None = None) -> tuple[list[float], list[str]] | None:
+    """How far a call that is compiled whole, and without a precision its gradients, are from an eager one; what its
+    graphs do, forward and backward. On the first ranks of a mesh alone, because compiling takes time on each."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition  # as inductor has it
 
@@ -230,7 +230,7 @@ def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:
     torch.compiler.reset()
     torch.manual_seed(0)
     whole = torch.randn(3, 1, 64, 4, 32)
-    arrays = [parallel.shard(x, group=group, causal=True).requires_grad_() for x in whole]
+    arrays = [parallel.shard(x, group=group, causal=True).requires_grad_(precision is None) for x in whole]
     graphs = []
 
     def read(graph: Any, _: Any) -> Any:
@@ -239,7 +239,7 @@ def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:
         return graph
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        words = {"group": group, "strategy": strategy, "causal": True}
+        words = {"group": group, "strategy": strategy, "causal": True, "precision": precision}
         out, lse = parallel.attention(q * 2, k, v, return_lse=True, **words)
         return (out**2).sum() + lse.sum()
 
@@ -247,7 +247,7 @@ def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:
     found = []
     for function in (step, torch.compile(step, fullgraph=True, backend=backend)):
         loss = function(*arrays)
-        found.append([loss.detach(), *torch.autograd.grad(loss, arrays)])
+        found.append([loss.detach(), *(torch.autograd.grad(loss, arrays) if precision is None else ())])
     return [float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True)], graphs
 
 

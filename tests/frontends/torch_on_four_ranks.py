@@ -12,8 +12,9 @@ import torch
 import qflash
 from qflash.testing import torch_ranks
 from qflash.testing.case import Case, Rotary
-from qflash.testing.compare import check_contract, check_gradients
+from qflash.testing.compare import check_contract, check_gradients, errors
 from qflash.testing.processes import Processes
+from qflash.testing.simulated_ranks import simulate
 from qflash.testing.sink_gradients import check_sink_gradient
 
 STRATEGIES = ["ring", "all_gather", "ulysses"]
@@ -136,6 +137,14 @@ def test_quantized(ranks, case, strategy):
     assert got["same"]
 
 
+def test_keys_are_quantized_once(ranks):
+    """After three hops they are the integers that their own rank made."""
+    case = Case("once", **BASE)
+    got = ranks.values(torch_ranks.attend, case, "ring", "contiguous", "world", "int8")[0]
+    want = simulate(case, "ring", "contiguous", 4, precision="int8")
+    assert errors(got["out"], want.out).relative_l2 < 2e-6
+
+
 def test_what_only_hopper_has_is_refused_in_the_words_of_attention(ranks):
     x = torch.zeros(SHAPES[0])
     with pytest.raises(qflash.NoKernelError) as alone:
@@ -207,12 +216,20 @@ GRAPHS = {
 def test_compiled_whole(ranks, strategy):
     """In the order of the graphs a hop is under way before the call that hides it, as it is without a compiler. The
     second round of keys stays in the backward pass, so that nobody keeps what came in the first."""
-    for errors, graphs in ranks.values(torch_ranks.compiled, strategy)[:2]:
-        assert max(errors) < 2e-6
+    for distances, graphs in ranks.values(torch_ranks.compiled, strategy)[:2]:
+        assert max(distances) < 2e-6
         spoken = [
             re.sub("all_gather_[a-z_]+", "GATHER", re.sub("reduce_scatter_[a-z_]+", "SCATTER", x)) for x in graphs
         ]
         assert spoken == GRAPHS.get(strategy, spoken)
+
+
+def test_a_ring_of_integers_compiled_whole(ranks):
+    """Integers, scales and means are three exchanges each hop."""
+    hop, arrived = " ".join([HOP] * 3), " ".join(["wait_tensor"] * 3)
+    for distances, graphs in ranks.values(torch_ranks.compiled, "ring", "int8")[:2]:
+        assert max(distances) < 2e-6
+        assert graphs == [f"quantize {hop} attention {arrived} dequantize attention merge"]
 
 
 # Bad input: an error on every rank, which names the rank and what it had ----------------------------------------------
