@@ -7,6 +7,7 @@ calls. These are the calls of any precision: integers are how keys and values tr
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from qflash.ops.quantization import Quantized, dequantize, quantize
@@ -25,7 +26,8 @@ def to_wire(of: Sequences, block: Any, rank: Any) -> Wire:
     lens = of.keys_of(rank)
     if lens is not None:  # what does not exist takes no part in a mean
         lens = of.maths.concatenate([lens, lens])
-    sent = quantize(block.reshape(-1, *block.shape[-3:]), granularity="token", smooth=True, lens=lens)
+    every_sequence = (prod(block.shape[:-3]), *block.shape[-3:])
+    sent = quantize(block.reshape(every_sequence), granularity="token", smooth=True, lens=lens)
     return sent.values, sent.scale, sent.mean
 
 

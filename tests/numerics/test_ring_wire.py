@@ -117,3 +117,10 @@ def test_what_is_not_finite_is_its_token_alone():
     nonfinite = np.zeros(came.shape, bool)
     nonfinite[1, 0, 130, 1] = nonfinite[0, 0, 7, 0] = True
     np.testing.assert_array_equal(np.isnan(came), nonfinite)
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 2, HEAD_DIM), (0, 8, 2, HEAD_DIM)])
+def test_nothing_comes_as_nothing(shape):
+    nothing = np.zeros(shape, np.float16)
+    came = gone_round(nothing, nothing)
+    assert came.shape == (2, *shape) and came.dtype == np.float16
