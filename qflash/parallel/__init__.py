@@ -4,6 +4,7 @@
 name, so that this module imports no framework.
 
 placement   which tokens a rank has                   words   what each strategy can and cannot express
-pieces      a step as calls of attention on slices    model   the time of a layer on many GPUs
+pieces      a step as calls of attention on slices    wire    what goes round a ring
+parts       these calls with the arrays they take     model   the time of a layer on many GPUs
 torch       process groups: ring, all_gather, ulysses jax     the same on an axis of a mesh
 """

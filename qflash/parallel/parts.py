@@ -172,15 +172,21 @@ class Sequences:
     def _in_sequence(self, tokens: Any) -> Any:
         return tokens - self.maths.starts(self.offsets, tokens)
 
+    def keys_of(self, rank: Any) -> Any:
+        """[B]: how many keys of a rank exist, of sequences whose lengths are good; None: all of them."""
+        return None if self.kv_lens is None else self._existing(rank, (0, self.at.part))
+
     def _keys_in(self, source: Any, k: Span) -> Any:
-        """[B]: how many of these keys of `source` exist. Those that do stand first: a rank has its chunks in order."""
-        if self.kv_lens is None:
-            return None
+        """[B]: how many of these keys of `source` exist."""
+        return None if self.kv_lens is None else self._valid(self.kv_lens, self._existing(source, k))
+
+    def _existing(self, source: Any, k: Span) -> Any:
+        """The same, whatever the lengths are. Keys that exist stand first: a rank has its chunks in order."""
         found = 0
         for run, chunk in enumerate(self.at.chunks(source)):
             if k[0] <= run * self.at.chunk < k[1]:
                 found = found + self.maths.clip(self.kv_lens - chunk * self.at.chunk, 0, self.at.chunk)
-        return self._valid(self.kv_lens, found)
+        return found
 
     def _valid(self, lens: Any, lens_here: Any) -> Any:
         """Lengths of a part; one that no sequence can have stays such, so that no bad value becomes a good one."""

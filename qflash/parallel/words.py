@@ -101,17 +101,6 @@ def check_strategy(words: Words, ranks: int, q_heads: int, kv_heads: int, kv_len
             f"cu_seqlens is given and {_mask(words)}; allowed with strategy='ring': no mask or causal=True, because "
             f"each sequence has its own place in a chunk; {others} takes it"
         )
-    if words.precision == "int8_fp8":
-        raise ValueError(
-            "precision is 'int8_fp8'; allowed with strategy='ring': None or 'int8'; strategy='all_gather' or 'ulysses' "
-            "takes it"
-        )
-    if words.precision == "int8" and (packed or words.edges not in (OPEN, CAUSAL)):
-        what = "cu_seqlens is given" if packed else _mask(words)
-        raise ValueError(
-            f"precision is 'int8' and {what}; allowed with strategy='ring': no mask or causal=True on sequences that "
-            f"are not packed, because keys that were quantized cannot be cut at every token; {others} takes it"
-        )
 
 
 def _mask(words: Words) -> str:

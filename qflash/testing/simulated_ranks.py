@@ -14,6 +14,7 @@ import qflash
 from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import chunk_call, ring_steps
 from qflash.parallel.placement import Placement
+from qflash.parallel.wire import from_wire, to_wire
 from qflash.parallel.words import check_words
 from qflash.testing.case import Case, Inputs
 
@@ -52,10 +53,10 @@ class Simulated:
 
     out: np.ndarray
     lse: np.ndarray
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
-    dsinks: np.ndarray | None
+    dq: np.ndarray | None = None
+    dk: np.ndarray | None = None
+    dv: np.ndarray | None = None
+    dsinks: np.ndarray | None = None
 
 
 @dataclass
@@ -67,10 +68,10 @@ class Ranks:
     inputs: Inputs
 
     @classmethod
-    def of_case(cls, case: Case, strategy: str, placement: str, ranks: int, wide: bool) -> Ranks:
+    def of_case(cls, case: Case, strategy: str, placement: str, ranks: int, wide: bool, precision: str | None) -> Ranks:
         inputs = case.make_inputs()
         words = check_words(
-            strategy, placement, case.causal, case.window, case.softcap, case.scale, None, True, case.head_dim
+            strategy, placement, case.causal, case.window, case.softcap, case.scale, precision, True, case.head_dim
         )
         length = inputs.q.shape[0 if case.packed else 1]
         at = Placement.of_whole(placement, ranks, length, "q", 1)
@@ -93,25 +94,30 @@ class Ranks:
             return self.of
         return replace(self.of, rope=replace(rope, positions_q=rope.positions_q[..., self.of.tokens(rank)]))
 
-    def steps(self, rank: int) -> list[tuple[Part, np.ndarray]]:
-        """Each part that a rank computes, and the tokens of its keys."""
+    def steps(self, rank: int) -> list[tuple[Part, np.ndarray, int | None]]:
+        """Each part that a rank computes, the tokens of its keys, and in a ring the rank that they come from."""
         of, everything = self.for_rank(rank), np.arange(self.of.at.length)
         if of.words.strategy == "ring":
             found = []
             for hop, pieces in enumerate(ring_steps(of.at, rank, of.words.edges, self.case.packed)):
                 source = (rank - hop) % of.at.ranks
-                found += [(of.ring_part(piece, rank, source), of.tokens(source)) for piece in pieces]
+                found += [(of.ring_part(piece, rank, source), of.tokens(source), source) for piece in pieces]
             return found
         if of.words.strategy == "masked":
             found = []
             for run, chunk in enumerate(of.at.chunks(rank)):
                 call = chunk_call(of.at, chunk, of.words.edges)
-                found.append((of.masked_part(run, rank, chunk, call.k_end, call.window), everything))
+                found.append((of.masked_part(run, rank, chunk, call.k_end, call.window), everything, None))
             return found
-        return [(part, everything) for part in of.gathered_parts(rank)]
+        return [(part, everything, None) for part in of.gathered_parts(rank)]
+
+    def keys(self, tokens: np.ndarray, source: int | None, rank: int) -> np.ndarray:
+        """k and v of some tokens, stacked, as `rank` has them: those of another rank went round."""
+        block = np.stack([np.take(x, tokens, self.of.token_dim) for x in (self.inputs.k, self.inputs.v)])
+        return block if source in (None, rank) else from_wire(to_wire(self.of, block, source), block)
 
     def run(self) -> Simulated:
-        """Every rank's results and gradients, put together."""
+        """Every rank's results and, without a precision, gradients, put together."""
         case, of, inputs, axis = self.case, self.of, self.inputs, self.of.token_dim
         dout, dlse = case.make_gradients()
         out, lse = np.empty_like(dout), np.empty_like(dlse)
@@ -123,34 +129,39 @@ class Ranks:
             at_rows = np.s_[own] if axis == 0 else np.s_[:, own]
             merged = np.zeros(q.shape, np.float32)
             merged_lse = np.full(lse[..., own].shape, -np.inf, np.float32)
-            for part, keys in steps:
-                k, v = (np.take(x, keys, axis) for x in (inputs.k, inputs.v))
+            for part, keys, source in steps:
                 rows = slice(*part.q)
                 cut = np.s_[rows] if axis == 0 else np.s_[:, rows]
-                share = of.attend(part, q, k, v, inputs.sinks)
+                share = of.attend(part, q, *self.keys(keys, source, rank), inputs.sinks)
                 merged[cut], merged_lse[..., rows] = qflash.merge(merged[cut], merged_lse[..., rows].copy(), *share)
             out[at_rows], lse[..., own] = merged.astype(q.dtype), merged_lse
+            if of.words.precision is not None:
+                continue
             grads = (self.mine(dout, rank), np.ascontiguousarray(dlse[..., own]))
-            for part, keys in steps:
-                k, v = (np.take(x, keys, axis) for x in (inputs.k, inputs.v))
-                shares = of.gradients(part, *grads, q, k, v, inputs.sinks, merged.astype(q.dtype), merged_lse)
+            for part, keys, source in steps:
+                block = self.keys(keys, source, rank)
+                shares = of.gradients(part, *grads, q, *block, inputs.sinks, merged.astype(q.dtype), merged_lse)
                 places = (own[slice(*part.q)], keys[slice(*part.k)], keys[slice(*part.k)])
                 for total, place, share in zip(totals, places, shares, strict=False):
                     total[place if axis == 0 else np.s_[:, place]] += share.astype(np.float32)
                 if len(shares) > 3:
                     dsinks += shares[3]
+        if of.words.precision is not None:
+            return Simulated(out, lse)
         rounded = [x.astype(case.dtype) for x in totals]
         return Simulated(out, lse, *rounded, None if dsinks is None else dsinks.astype(np.float32))
 
 
-def simulate(case: Case, strategy: str, placement: str, ranks: int, wide: bool = True) -> Simulated:
+def simulate(
+    case: Case, strategy: str, placement: str, ranks: int, wide: bool = True, precision: str | None = None
+) -> Simulated:
     """A case over so many ranks. strategy: "ring", "all_gather", or "masked": the latter as JAX has it.
 
     wide: parts are merged in float32 as they were computed, as on the CPU; else each is rounded to the case's type
     first, as kernels for GPUs do.
     """
     checked = "all_gather" if strategy == "masked" else strategy
-    group = Ranks.of_case(case, checked, placement, ranks, wide)
+    group = Ranks.of_case(case, checked, placement, ranks, wide, precision)
     if strategy == "masked":
         group.of = replace(group.of, words=replace(group.of.words, strategy="masked"))
     return group.run()

@@ -95,10 +95,10 @@ def attend(
 def what_happens(rank: int, words: dict[str, Any]) -> tuple[list[str], int]:
     """The hops and the calls of a ring, in the order in which they are begun, and how many bytes this rank sends."""
     from qflash.parallel import parts
-    from qflash.parallel.torch import exchange, ring
+    from qflash.parallel.torch import exchange
 
     events, sent = [], 0
-    make_hop, attend_part, attend_int8 = exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8
+    make_hop, attend_part = exchange.Hop.__init__, parts.Sequences.attend
 
     def hop(self: Any, ranks: Any, tensors: Any, *more: Any, **named: Any) -> None:
         nonlocal sent
@@ -106,15 +106,16 @@ def what_happens(rank: int, words: dict[str, Any]) -> tuple[list[str], int]:
         events.append("hop")
         make_hop(self, ranks, tensors, *more, **named)
 
-    def called(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: (events.append("call"), function(*given))[1]
+    def attend(*given: Any) -> Any:
+        events.append("call")
+        return attend_part(*given)
 
-    exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8 = hop, called(attend_part), called(attend_int8)
+    exchange.Hop.__init__, parts.Sequences.attend = hop, attend
     try:
         x = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16)
         parallel.attention(x, x, x, strategy="ring", **words)
     finally:
-        exchange.Hop.__init__, parts.Sequences.attend, ring._attend_int8 = make_hop, attend_part, attend_int8
+        exchange.Hop.__init__, parts.Sequences.attend = make_hop, attend_part
     return events, sent
 
 
@@ -217,9 +218,9 @@ def strange_groups(rank: int) -> tuple[str, ...]:
     return tuple(said)
 
 
-def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:
-    """How far a call that is compiled whole, and its gradients, are from an eager one; what its two graphs do. On the
-    first ranks of a mesh alone, because compiling takes time on each."""
+def compiled(rank: int, strategy: str, precision: str | None = None) -> tuple[list[float], list[str]] | None:
+    """How far a call that is compiled whole, and without a precision its gradients, are from an eager one; what its
+    graphs do, forward and backward. On the first ranks of a mesh alone, because compiling takes time on each."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition  # as inductor has it
 
@@ -229,7 +230,7 @@ def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:
     torch.compiler.reset()
     torch.manual_seed(0)
     whole = torch.randn(3, 1, 64, 4, 32)
-    arrays = [parallel.shard(x, group=group, causal=True).requires_grad_() for x in whole]
+    arrays = [parallel.shard(x, group=group, causal=True).requires_grad_(precision is None) for x in whole]
     graphs = []
 
     def read(graph: Any, _: Any) -> Any:
@@ -238,7 +239,7 @@ def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:
         return graph
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        words = {"group": group, "strategy": strategy, "causal": True}
+        words = {"group": group, "strategy": strategy, "causal": True, "precision": precision}
         out, lse = parallel.attention(q * 2, k, v, return_lse=True, **words)
         return (out**2).sum() + lse.sum()
 
@@ -246,7 +247,7 @@ def compiled(rank: int, strategy: str) -> tuple[list[float], list[str]] | None:
     found = []
     for function in (step, torch.compile(step, fullgraph=True, backend=backend)):
         loss = function(*arrays)
-        found.append([loss.detach(), *torch.autograd.grad(loss, arrays)])
+        found.append([loss.detach(), *(torch.autograd.grad(loss, arrays) if precision is None else ())])
     return [float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True)], graphs
 
 

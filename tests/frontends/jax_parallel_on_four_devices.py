@@ -3,6 +3,8 @@ them take four of these."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -149,6 +151,9 @@ def check(mesh, case: Case, strategy: str, placement: str) -> None:
     [
         *((Case("int8", **BASE, causal=True, rope=Rotary(32)), strategy) for strategy in STRATEGIES),
         (Case("int8_lens", **BASE, kv_lens=(32, 13), sinks=SINKS), "ring"),
+        (Case("int8_biased", **BASE, causal=True, data="biased_k", dtype="bfloat16"), "ring"),
+        (Case("int8_window", **BASE, window=(9, 5), rope=Rotary(16, True, "per_batch")), "ring"),
+        (Case("int8_packed", **PACKED, causal=True, rope=Rotary(32), dtype="float16"), "ring"),
     ],
     ids=lambda x: getattr(x, "name", x),
 )
@@ -157,8 +162,8 @@ def test_quantized(mesh, case, strategy):
     order, whole = placed(case, "zigzag")
     run = program(mesh, case, strategy, "zigzag", inputs, precision="int8")
     arrays = [order(x) for x in (inputs.q, inputs.k, inputs.v)]
-    out, _ = jax.jit(run)(*arrays, inputs.sinks)
-    check_contract(case, whole(out), precision="int8")
+    out, lse = jax.jit(run)(*arrays, inputs.sinks)
+    check_contract(case, whole(out), whole(lse, last=True), precision="int8")
     with pytest.raises(NotImplementedError, match=r"forward only|has no backward pass"):
         jax.grad(lambda q: run(q, *arrays[1:], inputs.sinks)[0].sum())(arrays[0])
 
@@ -194,6 +199,31 @@ def test_what_moves(mesh, strategy, forward, backward):
 
     assert collectives(lambda *x: run(*x, None), *arrays) == forward
     assert collectives(gradient, *arrays) == backward
+
+
+def test_what_moves_of_quantized_keys_and_values(mesh):
+    """Three hops of integers, a scale for each token of a head, and a mean for each channel of a head."""
+    case = Case("moves", **BASE, dtype="bfloat16", causal=True)
+    inputs = convert(case.make_inputs(), "jax")
+    run = program(mesh, case, "ring", "zigzag", inputs, precision="int8")
+    text = jax.jit(lambda *x: run(*x, None)).lower(inputs.q, inputs.k, inputs.v).as_text()
+    moved = re.findall(r"stablehlo.collective_permute.*-> tensor<(\w+)>", text)
+    assert Counter(moved) == {"4x8x2x32xi8": 3, "4x2x8xf32": 3, "4x2x32xf32": 3}  # k and v of two sequences
+
+
+def test_what_only_hopper_has_is_refused_in_the_words_of_attention(mesh):
+    x = jnp.zeros((1, 32, 4, 32))
+    attend = partial(qflash.attention, precision="int8_fp8")
+    spread = jax.shard_map(
+        partial(parallel.attention, axis_name="context", precision="int8_fp8"),
+        mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"),
+    )  # fmt: skip
+    said = []
+    for function in (attend, spread):
+        with pytest.raises(qflash.NoKernelError) as error:
+            jax.jit(function)(x, x, x)
+        said.append(str(error.value))
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from qflash.testing.case import Case, Rotary
-from qflash.testing.compare import HALF_FACTOR, check_gradients, errors
+from qflash.testing.compare import HALF_FACTOR, check_contract, check_gradients, errors
 from qflash.testing.oracle import expected
 
 pytest.importorskip("torch")
@@ -49,4 +49,19 @@ def test_two_processes_on_one_gpu(ranks, case, strategy):
     once = errors(want.rounded, want.out).relative_l2
     assert errors(got["out"], want.out).relative_l2 <= HALF_FACTOR * once
     check_gradients(case, got["dq"], got["dk"], got["dv"])
+    assert got["same"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["int8", "int8_fp8"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_ring_of_integers(ranks, case, precision):
+    import torch
+
+    from qflash.testing import torch_ranks
+
+    if precision == "int8_fp8" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("int8_fp8 is Hopper's")
+    got = ranks.values(torch_ranks.attend, case, "ring", None, "world", precision, "cuda")[0]
+    check_contract(case, got["out"], precision=precision)
     assert got["same"]

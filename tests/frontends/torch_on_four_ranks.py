@@ -12,8 +12,9 @@ import torch
 import qflash
 from qflash.testing import torch_ranks
 from qflash.testing.case import Case, Rotary
-from qflash.testing.compare import check_contract, check_gradients
+from qflash.testing.compare import check_contract, check_gradients, errors
 from qflash.testing.processes import Processes
+from qflash.testing.simulated_ranks import simulate
 from qflash.testing.sink_gradients import check_sink_gradient
 
 STRATEGIES = ["ring", "all_gather", "ulysses"]
@@ -111,23 +112,45 @@ def test_eight_ranks_everywhere(eight, case, strategy, placement):
     check(case, eight.values(torch_ranks.attend, case, strategy, placement)[0])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+QUANTIZED = [
+    Case("int8", **BASE),
+    Case("int8_causal", **BASE, causal=True),
+    Case("int8_bfloat16", **BASE, causal=True, dtype="bfloat16"),
+    Case("int8_biased", **BASE, causal=True, data="biased_k"),
+    Case("int8_rope", **BASE, causal=True, rope=Rotary(32)),
+    Case("int8_lens", **BASE, kv_lens=(64, 23), sinks=SINKS),
+    Case("int8_window", **BASE, causal=True, window=(20, 0), rope=Rotary(16, True, "per_batch")),
+    Case("int8_window_both_ways", **BASE, window=(13, 7), dtype="bfloat16"),
+    Case("int8_packed", **PACKED, causal=True, rope=Rotary(32)),
+    Case("int8_packed_float16", **(PACKED | {"dtype": "float16"}), sinks=SINKS),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case("int8", **BASE),
-        Case("int8_causal", **BASE, causal=True),
-        Case("int8_bfloat16", **BASE, causal=True, dtype="bfloat16"),
-        Case("int8_biased", **BASE, causal=True, data="biased_k"),
-        Case("int8_rope", **BASE, causal=True, rope=Rotary(32)),
-        Case("int8_lens", **BASE, kv_lens=(64, 23), sinks=SINKS),
-    ],
-    ids=lambda case: case.name,
+    ("case", "strategy"),
+    [(case, strategy) for case in QUANTIZED for strategy in (STRATEGIES if case in QUANTIZED[:6] else ["ring"])],
+    ids=lambda x: getattr(x, "name", x),
 )
 def test_quantized(ranks, case, strategy):
     got = ranks.values(torch_ranks.attend, case, strategy, "zigzag", "world", "int8")[0]
-    check_contract(case, got["out"], precision="int8")
+    check_contract(case, got["out"], got["lse"], precision="int8")
     assert got["same"]
+
+
+def test_keys_are_quantized_once(ranks):
+    """After three hops they are the integers that their own rank made."""
+    case = Case("once", **BASE)
+    got = ranks.values(torch_ranks.attend, case, "ring", "contiguous", "world", "int8")[0]
+    want = simulate(case, "ring", "contiguous", 4, precision="int8")
+    assert errors(got["out"], want.out).relative_l2 < 2e-6
+
+
+def test_what_only_hopper_has_is_refused_in_the_words_of_attention(ranks):
+    x = torch.zeros(SHAPES[0])
+    with pytest.raises(qflash.NoKernelError) as alone:
+        qflash.attention(x, x, x, precision="int8_fp8")
+    for answer in ranks.call(torch_ranks.call, SHAPES, {"precision": "int8_fp8"}, {}):
+        assert (answer.error, answer.text) == ("NoKernelError", str(alone.value))
 
 
 def test_a_hop_is_under_way_before_the_call_that_hides_it(ranks):
@@ -141,14 +164,14 @@ def test_a_window_sends_keys_no_further_than_it_reaches(ranks):
         assert events == ["hop", "call", "call"] if rank else ["hop", "call"]  # nothing is before the first rank
 
 
-def test_quantized_keys_are_sent_in_half_the_bytes(ranks):
-    """Values are as many bytes as before, and so is what goes with 16 keys: a scale, and a mean for all of them."""
+def test_quantized_keys_and_values_are_sent_in_half_the_bytes(ranks):
+    """One for each number, four for each token of a head and, once, four for each channel of a head."""
     plain, quantized = (
         ranks.values(torch_ranks.what_happens, {"precision": precision})[0][1] for precision in (None, "int8")
     )
-    keys = 3 * 64 * 2 * 64  # of three hops
-    assert plain == 2 * 2 * keys
-    assert quantized == keys + 2 * keys + 3 * 4 * (2 * 64 // 16 + 2 * 64)
+    hops, tokens, heads, head_dim = 3, 64, 2, 64
+    assert plain == hops * 2 * tokens * heads * head_dim * 2
+    assert quantized == hops * 2 * (tokens * heads * (head_dim + 4) + heads * head_dim * 4)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -193,12 +216,20 @@ GRAPHS = {
 def test_compiled_whole(ranks, strategy):
     """In the order of the graphs a hop is under way before the call that hides it, as it is without a compiler. The
     second round of keys stays in the backward pass, so that nobody keeps what came in the first."""
-    for errors, graphs in ranks.values(torch_ranks.compiled, strategy)[:2]:
-        assert max(errors) < 2e-6
+    for distances, graphs in ranks.values(torch_ranks.compiled, strategy)[:2]:
+        assert max(distances) < 2e-6
         spoken = [
             re.sub("all_gather_[a-z_]+", "GATHER", re.sub("reduce_scatter_[a-z_]+", "SCATTER", x)) for x in graphs
         ]
         assert spoken == GRAPHS.get(strategy, spoken)
+
+
+def test_a_ring_of_integers_compiled_whole(ranks):
+    """Integers, scales and means are three exchanges each hop."""
+    hop, arrived = " ".join([HOP] * 3), " ".join(["wait_tensor"] * 3)
+    for distances, graphs in ranks.values(torch_ranks.compiled, "ring", "int8")[:2]:
+        assert max(distances) < 2e-6
+        assert graphs == [f"quantize {hop} attention {arrived} dequantize attention merge"]
 
 
 # Bad input: an error on every rank, which names the rank and what it had ----------------------------------------------

@@ -38,6 +38,7 @@ EVERYWHERE = [
     Case("packed_causal", **PACKED, causal=True),
     Case("packed_rope", **PACKED, causal=True, rope=Rotary(32)),
 ]
+PLACEMENTS = ["contiguous", "zigzag"]
 GATHERED = [
     Case("lens_causal", **BASE, causal=True, kv_lens=(96, 37)),
     Case("lens_window", **BASE, causal=True, window=(20, 0), kv_lens=(50, 70)),
@@ -51,7 +52,7 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("placement", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("case", "strategy"), CHOSEN, ids=lambda x: getattr(x, "name", x))
 def test_within_the_contract(case, strategy, placement, ranks):
     got = simulate(case, strategy, placement, ranks)
@@ -61,8 +62,31 @@ def test_within_the_contract(case, strategy, placement, ranks):
         check_sink_gradient(case, got.dsinks)
 
 
+QUANTIZED = [case for case in EVERYWHERE if case.name not in ("causal_float16", "full_bfloat16", "window_bfloat16")]
+QUANTIZED += [
+    Case("biased_k_bfloat16", **BASE, causal=True, data="biased_k", dtype="bfloat16"),
+    Case("packed_float16", **PACKED, causal=True, rope=Rotary(16, True), dtype="float16"),
+]
+
+SOME = (("contiguous", 3), ("zigzag", 4), ("zigzag", 8))
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks"),
+    [
+        pytest.param(kind, ranks, marks=[] if (kind, ranks) in SOME else pytest.mark.slow)
+        for kind in PLACEMENTS
+        for ranks in (1, 2, 3, 4, 8)
+    ],
+)
+@pytest.mark.parametrize("case", QUANTIZED, ids=lambda case: case.name)
+def test_a_ring_of_integers_within_the_contract(case, placement, ranks):
+    got = simulate(case, "ring", placement, ranks, precision="int8")
+    check_contract(case, got.out, got.lse, precision="int8")
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("placement", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_parts_that_are_rounded_before_they_are_merged(causal, dtype, placement, ranks):
@@ -82,6 +106,16 @@ def test_a_key_that_no_rank_sees_spoils_nothing():
         got = simulate(case, strategy, "zigzag", 4)
         check_contract(case, got.out, got.lse)
         assert all(np.isfinite(x.astype(np.float32)).all() for x in (got.dq, got.dk, got.dv))
+    quantized = simulate(case, "ring", "zigzag", 4, precision="int8")
+    check_contract(case, quantized.out, quantized.lse, "int8")
+
+
+def test_what_is_not_finite_in_a_value_that_went_round():
+    """Its token came as one of NaN: rows that see it are NaN, those of its own rank in its channel alone."""
+    case = Case("nonfinite", **BASE, causal=True, plant=(("v", (0, 30, 1, 3), "inf"),))
+    out = simulate(case, "ring", "contiguous", 3, precision="int8").out[0, :, 2:]  # of the heads that have this key
+    assert np.isposinf(out[30:32, :, 3]).all() and np.isfinite(np.delete(out[:32], 3, -1)).all()
+    assert np.isfinite(out[:30]).all() and np.isnan(out[32:]).all()
 
 
 @pytest.mark.parametrize("bad", [-1, LENGTH + 1])

@@ -77,7 +77,7 @@ def attention(
         max_seqlen: no packed sequence is longer; None: they may be as long as all of them together.
         rope: rotates q and k by the positions that tokens have in the whole sequence. `positions_q` and `positions_k`
             say others, of this device's tokens.
-        precision: None, "int8" or "int8_fp8". In a ring keys travel as INT8, quantized once. Forward only.
+        precision: None, "int8" or "int8_fp8". In a ring keys and values travel as INT8. Forward only.
         return_lse: also return the log-sum-exp of each row of scores.
 
     Returns:

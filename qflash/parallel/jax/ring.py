@@ -7,20 +7,18 @@ lse of all keys as blocks go round a second time.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from qflash.api import attention
 from qflash.frontends.jax.varying import vary_alike
 from qflash.ops.merge import merge
-from qflash.ops.quantization import Quantized, quantize
-from qflash.parallel.jax.call import Facts, Static, add_rows, for_each_kind, saved_again
+from qflash.parallel.jax.call import Facts, Static, add_rows, check_differentiable, for_each_kind, saved_again
 from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import Piece, Span, ring_steps
+from qflash.parallel.wire import from_wire, to_wire
 
 Pieces = tuple[Piece, ...]
 State = tuple[Any, Any]  # float32 out and lse
@@ -28,8 +26,6 @@ State = tuple[Any, Any]  # float32 out and lse
 
 def attend_ring(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
     """out and lse of this device's queries."""
-    if static.words.precision is not None:
-        return _ring_int8(static, q, k, v, sinks, facts)
     out, lse = _ring(static, q, k, v, sinks, facts)
     return out, lse
 
@@ -68,9 +64,11 @@ def _ring(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> t
     of = static.sequences(q, facts)
     steps = _steps(static, of.offsets is not None)
     block = jnp.stack([k, v])
+    wire = to_wire(of, block, static.rank()) if len(steps) > 1 else ()
     state: State | None = None
     for hop, kinds in enumerate(steps):
-        coming = static.pass_on(block) if hop + 1 < len(steps) else block
+        coming = static.pass_on(wire) if hop + 1 < len(steps) else wire
+        block = from_wire(wire, block) if hop else block
 
         def attend(pieces: Pieces, hop: int = hop, block: Any = block, found: State | None = state) -> State | None:
             for part in _parts(of, static, pieces, hop):
@@ -78,12 +76,13 @@ def _ring(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> t
             return found
 
         state = for_each_kind(static, kinds, attend, q)
-        block = coming
+        wire = coming
     assert state is not None
     return state[0].astype(q.dtype), state[1]
 
 
 def _save(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[tuple[Any, Any], Any]:
+    check_differentiable(static)
     out, lse = _ring(static, q, k, v, sinks, facts)
     return (out, lse), (q, k, v, sinks, facts, out, lse)
 
@@ -122,54 +121,3 @@ def _pull_back(static: Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple
 
 
 _ring.defvjp(_save, _pull_back)
-
-
-# Quantized keys: forward only -----------------------------------------------------------------------------------------
-
-
-def _ring_int8(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
-    """Keys are rotated, smoothed and quantized once, by the device whose they are, and travel as integers."""
-    steps = _steps(static, False)
-    of = static.sequences(q, facts)
-    (own,) = _parts(of, static, steps[0][0], 0)  # of all of the device's queries and keys
-    rope_q = None if own.rope is None else replace(own.rope, positions_q=None, positions_k=own.rope.positions_q)
-    rope_k = None if own.rope is None else replace(own.rope, positions_q=None)
-    queries = quantize(q, granularity="token", rope=rope_q)
-    keys = quantize(k, granularity="group", smooth=True, rope=rope_k, lens=own.kv_lens)
-    block: tuple[Quantized, Any] = keys, v
-    state: State | None = None
-    for hop, kinds in enumerate(steps):
-        coming = static.pass_on(block) if hop + 1 < len(steps) else block
-
-        def attend(pieces: Pieces, hop: int = hop, block: Any = block, found: State | None = state) -> State | None:
-            for part in _parts(of, static, pieces, hop):
-                found = _merged(of, found, part.q, q, *_attend_int8(static, part, queries, *block, sinks))
-            return found
-
-        state = for_each_kind(static, kinds, attend, q)
-        block = coming
-    assert state is not None
-    return state[0].astype(q.dtype), state[1]
-
-
-def _attend_int8(
-    static: Static, part: Part, queries: Quantized, keys: Quantized, v: Any, sinks: Any
-) -> tuple[Any, Any]:
-    """A part on quantized keys. They are cut by lengths: a slice of them would have to end where a scale does."""
-    batch, tokens = v.shape[:2]
-    lens = part.kv_lens
-    if lens is None and part.k != (0, tokens):
-        lens = jnp.full((batch,), part.k[1], jnp.int32)
-    rows = slice(*part.q)
-    some = replace(queries, values=queries.values[:, rows], scale=queries.scale[..., rows])
-    return attention(
-        some,
-        keys,
-        v,
-        window=part.window,
-        softcap=static.words.softcap,
-        scale=static.words.scale,
-        kv_lens=lens,
-        sinks=sinks if part.sinks else None,
-        return_lse=True,
-    )

@@ -8,18 +8,16 @@ and their gradients follow one hop behind; every share is computed from the out 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from qflash.api import attention
 from qflash.ops.merge import merge
-from qflash.ops.quantization import Quantized, quantize
 from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import Span, ring_steps
 from qflash.parallel.torch.exchange import Hop, TracedHop, saved_again, start_hop
 from qflash.parallel.torch.groups import Ranks
+from qflash.parallel.wire import from_wire, to_wire
 
 Tensor = torch.Tensor
 _FORWARD = "a hop of keys and values"
@@ -31,8 +29,6 @@ def attend_ring(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries."""
-    if of.words.precision is not None:
-        return _ring_int8(q, k, v, sinks, of, ranks)
     out, lse = _Ring.apply(q, k, v, sinks, of, ranks)
     return out, lse
 
@@ -58,13 +54,15 @@ def attend_blocks(
     return merged.out.to(q.dtype), merged.lse
 
 
-def _going_round(block: Tensor, steps: int, ranks: Ranks) -> Iterator[Tensor]:
+def _going_round(block: Tensor, steps: int, of: Sequences, ranks: Ranks) -> Iterator[Tensor]:
     """The block at hand after each hop; the next one is on its way while it is used."""
+    wire = to_wire(of, block, ranks.rank) if steps > 1 else ()
     for hop in range(steps):
-        coming = start_hop(ranks, [block], _FORWARD) if hop + 1 < steps else None
+        coming = start_hop(ranks, wire, _FORWARD) if hop + 1 < steps else None
+        block = from_wire(wire, block) if hop else block
         yield block
         if coming is not None:
-            (block,) = coming.wait()
+            wire = tuple(coming.wait())
 
 
 class _Merged:
@@ -111,7 +109,7 @@ class _Ring(torch.autograd.Function):
         q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
     ) -> tuple[Tensor, Tensor]:
         steps = steps_of(of, ranks.rank)
-        return attend_blocks(q, sinks, of, steps, _going_round(torch.stack([k, v]), len(steps), ranks))
+        return attend_blocks(q, sinks, of, steps, _going_round(torch.stack([k, v]), len(steps), of, ranks))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -155,65 +153,3 @@ class _Ring(torch.autograd.Function):
 
 def _rows_of(x: Tensor, token_dim: int, rows: Span) -> Tensor:
     return x.narrow(token_dim, rows[0], rows[1] - rows[0])
-
-
-# Quantized keys: forward only -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Keys as integers, and values: what goes round."""
-
-    k: Quantized
-    v: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        assert self.k.mean is not None
-        return [self.k.values, self.k.scale, self.k.mean, self.v]
-
-    def with_tensors(self, values: Tensor, scale: Tensor, mean: Tensor, v: Tensor) -> _Block:
-        return _Block(replace(self.k, values=values, scale=scale, mean=mean), v)
-
-
-def _ring_int8(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
-) -> tuple[Tensor, Tensor]:
-    """Keys are rotated, smoothed and quantized once, by the rank whose they are, and travel as integers."""
-    steps = steps_of(of, ranks.rank)
-    own = steps[0][0]  # of all of the rank's queries and keys, which a mask without a window leaves in one part
-    rope_q = None if own.rope is None else replace(own.rope, positions_q=None, positions_k=own.rope.positions_q)
-    rope_k = None if own.rope is None else replace(own.rope, positions_q=None)
-    queries = quantize(q.detach(), granularity="token", rope=rope_q)
-    keys = quantize(k.detach(), granularity="group", smooth=True, rope=rope_k, lens=own.kv_lens)
-    block, merged = _Block(keys, v.detach()), _Merged(of.token_dim)
-    for hop, parts in enumerate(steps):
-        coming = start_hop(ranks, block.tensors(), _FORWARD) if hop + 1 < len(steps) else None
-        for part in parts:
-            merged.add(part.q, q, *_attend_int8(queries, block, part, sinks, of))
-        if coming is not None:
-            block = block.with_tensors(*coming.wait())
-    assert merged.out is not None and merged.lse is not None
-    return merged.out.to(q.dtype), merged.lse
-
-
-def _attend_int8(
-    queries: Quantized, block: _Block, part: Part, sinks: Tensor | None, of: Sequences
-) -> tuple[Tensor, Tensor]:
-    """A part on quantized keys. They are cut by lengths: a slice of them would have to end where a scale does."""
-    batch, tokens = block.v.shape[:2]
-    lens = part.kv_lens
-    if lens is None and part.k != (0, tokens):
-        lens = torch.full((batch,), part.k[1], dtype=torch.int32, device=block.v.device)
-    rows = slice(*part.q)
-    some = replace(queries, values=queries.values[:, rows], scale=queries.scale[..., rows])
-    return attention(
-        some,
-        block.k,
-        block.v,
-        window=part.window,
-        softcap=of.words.softcap,
-        scale=of.words.scale,
-        kv_lens=lens,
-        sinks=sinks if part.sinks else None,
-        return_lse=True,
-    )
