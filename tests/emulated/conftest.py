@@ -11,6 +11,7 @@ import pytest
 from qflash.jit.cache import Cache
 from qflash.jit.compiler import Unit
 from qflash.testing import emulator
+from qflash.testing.emulated_ops import EmulatedGpu
 from qflash.testing.emulator import Library
 from qflash.testing.faults import Fault, Faults
 
@@ -29,6 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def library(shared_cache: Cache):
     """library(kernel, dtype, head_dim, arch): the kernel that serves them, compiled for the emulator."""
     return partial(emulator.kernel_library, cache=shared_cache)
+
+
+@pytest.fixture
+def gpu(shared_cache: Cache, monkeypatch) -> EmulatedGpu:
+    """NumPy arrays are on an emulated GPU."""
+    emulated = EmulatedGpu(shared_cache)
+    monkeypatch.setattr("qflash.frontends.numpy.run", emulated.run)
+    return emulated
 
 
 @pytest.fixture(scope="module")
