@@ -6,7 +6,7 @@ except ModuleNotFoundError as error:
     if error.name != "qflash._native":
         raise
     raise ModuleNotFoundError(
-        f"qflash was imported from the folder {__path__[0]}, which has no compiled module qflash._native for this Python. "
+        f"qflash was imported from the folder {__path__[0]}, which has no compiled module for this Python. "
         "In a checkout install qflash with `pip install -e .` or `make build`, or start Python in another folder",
         name=error.name,
     ) from None

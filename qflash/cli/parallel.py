@@ -65,7 +65,13 @@ def parallel() -> None:
 
 @parallel.command()
 @click.option("--gpus", callback=counts, required=True, metavar="N[,N...]", help="How many GPUs share a sequence.")
-@click.option("--tokens", callback=count, required=True, metavar="N", help="Length of the sequence; 128k and 1M are 2^17 and 2^20.")
+@click.option(
+    "--tokens",
+    callback=count,
+    required=True,
+    metavar="N",
+    help="Length of the sequence; 128k and 1M are 2^17 and 2^20.",
+)
 @click.option("--heads", type=click.IntRange(1, 4096), default=32, show_default=True, help="Heads of q.")
 @click.option("--kv-heads", type=click.IntRange(1, 4096), default=8, show_default=True, help="Heads of k and v.")
 @click.option("--head-dim", type=click.IntRange(1, 256), default=128, show_default=True)

@@ -159,7 +159,9 @@ def show_failures(console: Console, tallies: list[Tally]) -> bool:
 @click.command(cls=KernelCommand)
 @click.option("--kernel", "names", multiple=True, help="Verify only this kernel (may be repeated).")
 @click.option("--quick", is_flag=True, help="Run a short case list.")
-@click.option("--repeat", type=click.IntRange(2), help="Also run a few large problems this often each and compare their bits.")
+@click.option(
+    "--repeat", type=click.IntRange(2), help="Also run a few large problems this often each and compare their bits."
+)
 @click.option(
     "--emulate", is_flag=True, help="CUDA kernels on the CPU, thread by thread: g++, no GPU. The short case list."
 )
