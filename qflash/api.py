@@ -172,7 +172,7 @@ def attention(
 ) -> Any:
     """softmax(scale · q kᵀ) v, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
-    There is no dropout, dense mask or bias. docs/migrating.md translates the arguments of flash-attn, PyTorch and jax.nn.
+    There is no dropout, dense mask or bias. docs/migrating.md translates arguments of flash-attn, PyTorch and jax.nn.
 
     Args:
         q: queries, `[B, Tq, Hq, D]`; float32, float16 or bfloat16; any strides with a contiguous last dimension. It may
