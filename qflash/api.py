@@ -498,7 +498,8 @@ def explain(
 
     With `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`, all four, it tells the same of
     `attention_varlen`. Of shared prefixes it tells the kernel of what sequences have for themselves. For a quantized
-    precision it also notes where the arrays' own type is usually faster.
+    precision it also notes where the arrays' own type is usually faster. Print the result; its `rows` have the reasons
+    of every kernel, also of those that could not serve the call on any device.
 
     Example:
         >>> import numpy as np

@@ -151,8 +151,11 @@ def test_explain_names_the_kernel_and_every_other() -> None:
     assert explanation.kernel == "cpu"
     text = str(explanation)
     assert text.startswith("cpu serves")
-    for name, verdict, why in explanation.rows:
+    assert all(name in text for name, _, _ in explanation.rows)
+    for name, verdict, why in explanation.shown:
         assert name in text and verdict in text and why in text
+    left_out = set(explanation.rows) - set(explanation.shown)
+    assert left_out and all(why.startswith("runs on cuda, the arrays are on cpu; ") for _, _, why in left_out)
     assert dict((row[0], row[1]) for row in explanation.rows)["fa"] == "no"
 
 
