@@ -79,10 +79,19 @@ def parallel() -> None:
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
 @click.option("--full", is_flag=True, help="No mask (default: causal).")
 @click.option("--machine", default="nvidia-h200", show_default=True, help="A folder of bench/results with rows to use.")
-@click.option("--tflops", type=RATE, help="The rate of arithmetic, in place of that of the rows.")
-@click.option("--link", type=RATE, metavar="GB/s", help=f"Within a node, one way (default {LINK[0]:g}: {LINK[1]}).")
-@click.option("--network", type=RATE, metavar="GB/s", help=f"Between nodes (default {NETWORK[0]:g}: {NETWORK[1]}).")
-@click.option("--memory", type=RATE, metavar="GB/s", help=f"Of a GPU (default {MEMORY[0]:g}: {MEMORY[1]}).")
+@click.option("--tflops", type=RATE, help="Rate of arithmetic, instead of that of the rows.")
+@click.option(
+    "--link", type=RATE, metavar="GB/s", help=f"Rate of a link in a node, one way (default {LINK[0]:g}: {LINK[1]})."
+)
+@click.option(
+    "--network",
+    type=RATE,
+    metavar="GB/s",
+    help=f"Rate of the network between nodes (default {NETWORK[0]:g}: {NETWORK[1]}).",
+)
+@click.option(
+    "--memory", type=RATE, metavar="GB/s", help=f"Rate of a GPU's memory (default {MEMORY[0]:g}: {MEMORY[1]})."
+)
 @click.option("--node", type=click.IntRange(1, 1024), default=8, show_default=True, help="GPUs of a node.")
 def plan(
     gpus: tuple[int, ...],

@@ -25,7 +25,7 @@ LENGTH = click.IntRange(1, 8192)
 @click.option("--head-dim", type=click.IntRange(8, 256), default=128, show_default=True)
 @click.option("--causal", is_flag=True, help="With a causal mask.")
 @click.option(
-    "--seed", type=click.IntRange(0, 2**31 - 2), default=0, show_default=True, help="Of the numbers in q, k, v."
+    "--seed", type=click.IntRange(0, 2**31 - 2), default=0, show_default=True, help="Seed of the random q, k and v."
 )
 def trace(
     kernel: str,

@@ -163,9 +163,11 @@ def show_failures(console: Console, tallies: list[Tally]) -> bool:
     "--repeat", type=click.IntRange(2), help="Also run a few large problems this often each and compare their bits."
 )
 @click.option(
-    "--emulate", is_flag=True, help="CUDA kernels on the CPU, thread by thread: g++, no GPU. The short case list."
+    "--emulate", is_flag=True, help="Run CUDA kernels on the CPU, thread by thread: needs g++, no GPU. Short list."
 )
-@click.option("--seed", type=click.IntRange(0, 2**31 - 2), help="With --emulate: of the order that threads run in.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 2), help="With --emulate: seed of the order in which threads run."
+)
 def verify(names: tuple[str, ...], quick: bool, repeat: int | None, emulate: bool, seed: int | None) -> None:
     """Check the kernels of attention against a float64 oracle.
 
