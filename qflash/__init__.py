@@ -1,6 +1,15 @@
 """qflash: attention for NumPy, PyTorch and JAX on kernels written from scratch."""
 
-from qflash._native import get_num_threads, set_num_threads
+try:
+    from qflash._native import get_num_threads, set_num_threads
+except ModuleNotFoundError as error:
+    if error.name != "qflash._native":
+        raise
+    raise ModuleNotFoundError(
+        f"qflash was imported from the folder {__path__[0]}, which has no compiled module for this Python. "
+        "In a checkout install qflash with `pip install -e .` or `make build`, or start Python in another folder",
+        name=error.name,
+    ) from None
 from qflash.api import attention, attention_varlen, explain
 from qflash.errors import CacheError, CompileError, KernelError, NoKernelError, OutOfPagesError, ToolchainError
 from qflash.explanation import Explanation

@@ -172,6 +172,8 @@ def attention(
 ) -> Any:
     """softmax(scale · q kᵀ) v, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
+    There is no dropout, dense mask or bias. docs/migrating.md translates arguments of flash-attn, PyTorch and jax.nn.
+
     Args:
         q: queries, `[B, Tq, Hq, D]`; float32, float16 or bfloat16; any strides with a contiguous last dimension. It may
             be a `qflash.Quantized`, and then k is one too.
@@ -496,7 +498,8 @@ def explain(
 
     With `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`, all four, it tells the same of
     `attention_varlen`. Of shared prefixes it tells the kernel of what sequences have for themselves. For a quantized
-    precision it also notes where the arrays' own type is usually faster.
+    precision it also notes where the arrays' own type is usually faster. Print the result; its `rows` have the reasons
+    of every kernel, also of those that could not serve the call on any device.
 
     Example:
         >>> import numpy as np

@@ -16,7 +16,7 @@ _MANY_HEADS = 128  # more of them than tokens is rather a mix-up than a model
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which kernel would run and why each other one would not. `str()` is a table. What `explain` returns.
+    """Which kernel would run and why each other one would not. What `explain` returns; print it.
 
     kernel: its name, or None where none serves. spec: what of the call chose it. rows: (kernel, verdict, reason) of
     every kernel. notes: what one should know about the choice. backward: the kernel that computes the gradients of
@@ -45,8 +45,26 @@ class Explanation:
         return f"{self.kernel or 'no kernel'} serves this problem on {place}"
 
     def __str__(self) -> str:
-        notes = (f"note: {note}" for note in self.notes)
-        return "\n".join([self.title, dispatch.table(self.rows), self.gradients, *notes])
+        return "\n".join([self.title, dispatch.table(self.shown), *self.lines])
+
+    @property
+    def shown(self) -> list[tuple[str, str, str]]:
+        """The rows that are printed: without kernels of another device that would refuse the call there, too."""
+        return [row for row in self.rows if row[0] not in self._nowhere]
+
+    @property
+    def lines(self) -> list[str]:
+        """What is printed below the rows."""
+        nowhere = [f"not for this call on any device: {', '.join(self._nowhere)}"] if self._nowhere else []
+        return [*nowhere, self.gradients, *(f"note: {note}" for note in self.notes)]
+
+    @property
+    def _nowhere(self) -> tuple[str, ...]:
+        """The kernels that are named without their reasons. Where no kernel serves the call, each reason may help."""
+        if self.kernel is None:
+            return ()
+        there = [kernel for kernel in dispatch.kernels_of(self.spec.op) if kernel.device != self.spec.device]
+        return tuple(kernel.name for kernel in there if len(dispatch.reasons(kernel, self.spec)) > 1)
 
     @property
     def gradients(self) -> str:

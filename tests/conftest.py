@@ -106,6 +106,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
         _unmarked.clear()
 
 
+@pytest.fixture
+def cuda_torch():
+    """Skips a test where PyTorch has no GPU, though the machine may have one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("this torch was built without CUDA")
+
+
 @pytest.fixture(scope="session")
 def shared_cache():
     """A compile cache of the tests' own, kept from run to run; its locks let each entry be built by one worker.

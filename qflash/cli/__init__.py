@@ -12,21 +12,25 @@ from qflash.cli.command import Commands
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(qflash.__version__, prog_name="qflash")
 def main() -> None:
-    """Attention for NumPy, PyTorch and JAX on kernels written from scratch."""
+    """Attention for NumPy, PyTorch and JAX on kernels written from scratch.
+
+    `run`, `bench`, `report`, `profile` and `roofline` need the source checkout; the others work wherever qflash is
+    installed.
+    """
 
 
 for _command in (
     doctor.doctor,
     explain.explain,
     verify.verify,
-    trace.trace,
     bench.run,
     bench.bench,
-    bench.report,
-    profile.profile,
-    profile.roofline,
     cuda.build,
     cuda.cache,
+    trace.trace,
+    profile.profile,
+    profile.roofline,
+    bench.report,
     parallel.parallel,
 ):
     main.add_command(_command)

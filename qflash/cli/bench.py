@@ -28,8 +28,8 @@ def load(name: str) -> ModuleType:
     root = Path(qflash.__file__).resolve().parent.parent
     if not (root / "bench" / "run.py").exists():
         raise click.ClickException(
-            "benchmarks run from a source checkout, and this qflash was installed without one; "
-            "`qflash verify` and `qflash doctor` work everywhere"
+            "this command needs the source checkout, and the qflash that runs is an installed copy; "
+            "run `make build` in a clone of the repository and use its .venv/bin/qflash"
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
@@ -91,7 +91,10 @@ def write(console: Console, name: str, rows: list[dict[str, Any]]) -> None:
 @click.command(cls=KernelCommand)
 @click.option("--threads", type=THREADS, help="Threads for qflash and its peers (default: all cores).")
 def run(threads: int | None) -> None:
-    """Verify every kernel this machine can run, then race it: one table, rows and a plot."""
+    """Verify every kernel this machine can run, then time it.
+
+    Prints one table of qflash and PyTorch, and writes its rows and a plot.
+    """
     console = make_console()
     load("run").set_threads(threads)
     usable = usable_kernels()
@@ -128,7 +131,10 @@ class BenchCommand(KernelCommand):
 @click.option("--budget", type=Seconds(), default=3.0, show_default=True, help="Seconds of timing per problem.")
 @click.option("--dry-run", is_flag=True, help="Print the table and write nothing.")
 def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run: bool) -> None:
-    """Measure PRESETS (default: all that this machine can run) and write their rows."""
+    """Measure PRESETS and write their rows.
+
+    The default is every preset that this machine can run, which takes long; `--budget 0.3 --dry-run` is a first look.
+    """
     console = make_console()
     available = load("presets").PRESETS
     for name in presets:
@@ -154,7 +160,7 @@ def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run:
 @click.command()
 @click.option("--check", is_flag=True, help="Change nothing; fail if a page differs from the committed rows.")
 def report(check: bool) -> None:
-    """Rebuild the tables and plots of README and docs from the committed rows."""
+    """Rebuild tables and plots of the docs from committed rows."""
     module = load("report")
     stale = module.update(check_only=check)
     if check and stale:

@@ -11,7 +11,13 @@ from qflash.errors import CacheError, CompileError, ToolchainError
 
 
 class Commands(click.Group):
-    """The group of all commands. Errors of qflash that say what to do need no traceback; any other is a bug."""
+    """The group of all commands. Errors of qflash that say what to do need no traceback; any other is a bug.
+
+    Help lists the commands in the order in which they were added: first what a new user needs.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -11,7 +11,7 @@ import click
 
 from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, steps
-from qflash.dispatch import KERNELS
+from qflash.dispatch import BY_NAME, KERNELS, arch_reasons
 from qflash.jit.cache import Cache
 from qflash.jit.contents import Info
 
@@ -22,32 +22,47 @@ def parse_arches(text: str) -> list[int]:
     """Compute capabilities times ten from "80,90a"; the letter says nothing that the number does not."""
     found = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(?:sm_?)?(\d{2,3})[af]?\s*", part)
+        match = re.fullmatch(r"\s*(?:sm_?)?(\d{1,2})\.?(\d)[af]?\s*", part)
         if match is None:
             raise click.BadParameter(
-                f"{part.strip()!r} is no architecture; allowed: compute capabilities such as 80 or 90a, with commas",
+                f"{part.strip()!r} is no architecture; allowed: compute capabilities such as 80, 9.0 or sm_90a, with "
+                "commas",
                 param_hint="--arch",
             )
-        found.append(int(match[1]))
+        found.append(int(match[1] + match[2]))
     return found
 
 
 @click.command(cls=KernelCommand)
-@click.option("--arch", "arches", required=True, help="Compute capabilities, with commas: 80,90a")
-@click.option("--kernel", "kernels", multiple=True, type=click.Choice(CUDA_KERNELS), help="Only this one (repeatable).")
+@click.option("--arch", "arches", required=True, metavar="CC[,CC...]", help="Compute capabilities: 80,90")
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    type=click.Choice(CUDA_KERNELS),
+    metavar="NAME",
+    help="Compile only this kernel (repeatable).",
+)
 def build(arches: str, kernels: tuple[str, ...]) -> None:
-    """Compile CUDA kernels ahead of time into the cache they are loaded from. Needs nvcc, no GPU."""
+    """Compile CUDA kernels ahead of time, into the compile cache.
+
+    This needs nvcc, but no GPU.
+    """
     from qflash.backends import cuda
 
     console = make_console()
-    units = cuda.specialisations(parse_arches(arches), kernels or None)
-    if not units:
-        raise click.ClickException(f"no kernel serves {arches}; `qflash doctor` lists what each one needs")
+    wanted = parse_arches(arches)
+    for arch in wanted:
+        why_not = {name: arch_reasons(BY_NAME[name], arch, "--arch is") for name in kernels or CUDA_KERNELS}
+        if all(why_not.values()):
+            name, (why,) = min(why_not.items(), key=lambda item: BY_NAME[item[0]].min_arch)
+            raise click.BadParameter(f"no kernel runs on it: {name} {why}", param_hint="--arch")
+    units = cuda.specialisations(wanted, kernels or None)
     Cache().require_writable()  # kernels that are compiled on first use may go elsewhere; what is built ahead may not
     started = time.perf_counter()
     with steps(console, len(units)) as progress:
         progress.describe("compiling")
-        cuda.build(parse_arches(arches), kernels or None, progress=lambda unit, done, total: progress.advance())
+        cuda.build(wanted, kernels or None, progress=lambda unit, done, total: progress.advance())
     console.print(f"{len(units)} libraries ready in {time.perf_counter() - started:.0f} s; {describe(Cache())}")
 
 

@@ -126,7 +126,7 @@ def kernels(judged: Iterable[Usable]) -> list[tuple[Text, Text]]:
 
 @click.command()
 def doctor() -> None:
-    """Show hardware, compilers, frameworks and which kernels are usable here.
+    """Show what this machine has, and which kernels it can run.
 
     The exit status is 1 when a QFLASH_* variable or the compile cache has to be put right; a machine that merely lacks
     a GPU or a compiler is sound.

@@ -51,22 +51,22 @@ shape = numbers(4, "shape [batch, tokens, heads, head_dim]")
 @click.option("--kv", "kv_shape", callback=shape, metavar="B,T,H,D", help="Shape of k and v (default: that of q).")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
 @click.option("--device", type=click.Choice(("cpu", "cuda")), help="Default: cuda where --arch or a GPU is, else cpu.")
-@click.option("--arch", help="Compute capability of the GPU, as 90 or 80 (default: that of the GPU here).")
-@click.option("--causal", is_flag=True)
+@click.option("--arch", metavar="CC", help="Compute capability of the GPU, such as 80 or 9.0 (default: the GPU here).")
+@click.option("--causal", is_flag=True, help="With a causal mask.")
 @click.option("--window", callback=numbers(2, "window"), metavar="LEFT,RIGHT", help="Keys on each side; -1 is open.")
-@click.option("--softcap", type=float)
-@click.option("--scale", type=float)
-@click.option("--padded", is_flag=True, help="With kv_lens.")
+@click.option("--softcap", type=float, help="Bound of the scores, as softcap=.")
+@click.option("--scale", type=float, help="Factor of q · k (default: 1 / sqrt(D)).")
+@click.option("--padded", is_flag=True, help="With kv_lens, as for sequences of different lengths.")
 @click.option("--rope", type=click.Choice(("half", "interleaved")), help="With rotary embedding of the whole head_dim.")
 @click.option("--sinks", is_flag=True, help="With a sink for each head of q.")
-@click.option("--precision", type=click.Choice(PRECISIONS[1:]))
-@click.option("--kernel", metavar="NAME", help="As if kernel=NAME were asked for.")
-@click.option("--batch-invariant", is_flag=True, help="The same bits whatever else is in the batch.")
+@click.option("--precision", type=click.Choice(PRECISIONS[1:]), help="Default: the arrays' own type.")
+@click.option("--kernel", metavar="NAME", help="With kernel=NAME.")
+@click.option("--batch-invariant", is_flag=True, help="With batch_invariant=True.")
 @click.option(
     "--backward-memory",
     type=click.IntRange(0, (1 << 63) - 1),
     metavar="BYTES",
-    help="As if qflash.set_backward_memory had been told so (default: 1 GiB).",
+    help="Limit of qflash.set_backward_memory (default: 1 GiB).",
 )
 def explain(
     q_shape: tuple[int, ...],
@@ -86,7 +86,7 @@ def explain(
     batch_invariant: bool,
     backward_memory: int | None,
 ) -> None:
-    """Tell which kernel `attention` would run for arrays of these shapes, and why not the others.
+    """Tell which kernel serves a call, and why the others do not.
 
     For example: qflash explain --q 2,4096,32,128 --kv 2,4096,8,128 --causal --arch 90 --precision int8
     """
@@ -123,12 +123,11 @@ def explain(
     table_of_kernels = Table(title=told.title, title_justify="left")
     for name in ("kernel", "", "why"):
         table_of_kernels.add_column(name)
-    for name, verdict, why in told.rows:
+    for name, verdict, why in told.shown:
         table_of_kernels.add_row(name, Text(verdict, _COLOURS.get(verdict, "")), why)
     console.print(table_of_kernels)
-    console.print(told.gradients)
-    for note in told.notes:
-        console.print(f"note: {note}", soft_wrap=True)
+    for line in told.lines:
+        console.print(line, soft_wrap=True)
 
 
 def where(device: str | None, arch: str | None) -> tuple[str, int]:

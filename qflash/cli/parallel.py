@@ -60,23 +60,38 @@ RATE = click.FloatRange(min=0, min_open=True, max=1e9)
 
 @click.group()
 def parallel() -> None:
-    """Attention over sequences that are spread over several GPUs."""
+    """Plan attention over several GPUs (`parallel plan`)."""
 
 
 @parallel.command()
 @click.option("--gpus", callback=counts, required=True, metavar="N[,N...]", help="How many GPUs share a sequence.")
-@click.option("--tokens", callback=count, required=True, help="Of the whole sequence; 128k and 1M are 2^17 and 2^20.")
-@click.option("--heads", type=click.IntRange(1, 4096), default=32, show_default=True, help="Of q.")
-@click.option("--kv-heads", type=click.IntRange(1, 4096), default=8, show_default=True, help="Of k and v.")
+@click.option(
+    "--tokens",
+    callback=count,
+    required=True,
+    metavar="N",
+    help="Length of the sequence; 128k and 1M are 2^17 and 2^20.",
+)
+@click.option("--heads", type=click.IntRange(1, 4096), default=32, show_default=True, help="Heads of q.")
+@click.option("--kv-heads", type=click.IntRange(1, 4096), default=8, show_default=True, help="Heads of k and v.")
 @click.option("--head-dim", type=click.IntRange(1, 256), default=128, show_default=True)
-@click.option("--batch", type=click.IntRange(1, 4096), default=1, show_default=True, help="Sequences.")
+@click.option("--batch", type=click.IntRange(1, 4096), default=1, show_default=True, help="Number of sequences.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
 @click.option("--full", is_flag=True, help="No mask (default: causal).")
 @click.option("--machine", default="nvidia-h200", show_default=True, help="A folder of bench/results with rows to use.")
-@click.option("--tflops", type=RATE, help="The rate of arithmetic, in place of that of the rows.")
-@click.option("--link", type=RATE, metavar="GB/s", help=f"Within a node, one way (default {LINK[0]:g}: {LINK[1]}).")
-@click.option("--network", type=RATE, metavar="GB/s", help=f"Between nodes (default {NETWORK[0]:g}: {NETWORK[1]}).")
-@click.option("--memory", type=RATE, metavar="GB/s", help=f"Of a GPU (default {MEMORY[0]:g}: {MEMORY[1]}).")
+@click.option("--tflops", type=RATE, help="Rate of arithmetic, instead of that of the rows.")
+@click.option(
+    "--link", type=RATE, metavar="GB/s", help=f"Rate of a link in a node, one way (default {LINK[0]:g}: {LINK[1]})."
+)
+@click.option(
+    "--network",
+    type=RATE,
+    metavar="GB/s",
+    help=f"Rate of the network between nodes (default {NETWORK[0]:g}: {NETWORK[1]}).",
+)
+@click.option(
+    "--memory", type=RATE, metavar="GB/s", help=f"Rate of a GPU's memory (default {MEMORY[0]:g}: {MEMORY[1]})."
+)
 @click.option("--node", type=click.IntRange(1, 1024), default=8, show_default=True, help="GPUs of a node.")
 def plan(
     gpus: tuple[int, ...],
@@ -94,7 +109,9 @@ def plan(
     memory: float | None,
     node: int,
 ) -> None:
-    """Estimate the time of one layer for each strategy, and say what is assumed. A model, not a measurement.
+    """Estimate the time of one layer for each strategy.
+
+    This is a model, not a measurement; it prints what it assumes.
 
     For example: qflash parallel plan --gpus 8,64 --tokens 1M --heads 32 --kv-heads 8 --head-dim 128
     """

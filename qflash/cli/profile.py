@@ -23,7 +23,10 @@ CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.de
 )
 @click.option("--ncu", default="ncu", show_default=True, help="Nsight Compute's command.")
 def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
-    """Profile CUDA kernels with Nsight Compute: <kernel>.csv and <kernel>.txt for each."""
+    """Profile CUDA kernels with Nsight Compute.
+
+    Each kernel gets a <kernel>.csv and a <kernel>.txt.
+    """
     profiles = load("profiles")
     for name in kernels:
         if name not in CUDA_KERNELS:
@@ -59,7 +62,10 @@ def profile(kernels: tuple[str, ...], out: Path | None, ncu: str) -> None:
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="The SVG (default: profiles/GPU/roofline.svg)."
 )
 def roofline(gpu: str, out: Path | None) -> None:
-    """Draw the roofline of GPU, a folder of profiles/, from its CSV files and the ladder's rows."""
+    """Draw the roofline of a GPU from its profiles.
+
+    GPU is a folder of profiles/. The rates come from the ladder's rows.
+    """
     module, profiles = load("roofline"), load("profiles")
     if out is not None and not out.parent.is_dir():
         raise click.BadParameter(f"{out.parent} is no directory; allowed: a file in one", param_hint="--out")

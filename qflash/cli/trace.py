@@ -19,13 +19,13 @@ LENGTH = click.IntRange(1, 8192)
 @click.option("--kernel", required=True, help="A CUDA kernel of attention.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="A Chrome trace, for ui.perfetto.dev.")
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="A picture of about three tiles of keys.")
-@click.option("--q-len", type=LENGTH, default=256, show_default=True, help="Rows of q.")
-@click.option("--k-len", type=LENGTH, default=1024, show_default=True, help="Keys.")
+@click.option("--q-len", type=LENGTH, default=256, show_default=True, help="Number of queries.")
+@click.option("--k-len", type=LENGTH, default=1024, show_default=True, help="Number of keys.")
 @click.option("--heads", type=click.IntRange(1, 64), default=1, show_default=True, help="Heads of q; K and V have one.")
 @click.option("--head-dim", type=click.IntRange(8, 256), default=128, show_default=True)
-@click.option("--causal", is_flag=True, help="Mask keys after their row's.")
+@click.option("--causal", is_flag=True, help="With a causal mask.")
 @click.option(
-    "--seed", type=click.IntRange(0, 2**31 - 2), default=0, show_default=True, help="Of the numbers in q, k, v."
+    "--seed", type=click.IntRange(0, 2**31 - 2), default=0, show_default=True, help="Seed of the random q, k and v."
 )
 def trace(
     kernel: str,
@@ -38,7 +38,10 @@ def trace(
     causal: bool,
     seed: int,
 ) -> None:
-    """Show who waits for whom in a CUDA kernel: an emulated run in a model of time. No GPU, no measurement."""
+    """Draw which warp of a CUDA kernel waits for which.
+
+    The kernel runs on the CPU, emulated, in a model of time: this needs no GPU, and measures nothing.
+    """
     from qflash.testing import Case, emulator
     from qflash.testing import trace as traces
     from qflash.testing.runner import suited

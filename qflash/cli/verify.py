@@ -158,14 +158,21 @@ def show_failures(console: Console, tallies: list[Tally]) -> bool:
 
 @click.command(cls=KernelCommand)
 @click.option("--kernel", "names", multiple=True, help="Verify only this kernel (may be repeated).")
-@click.option("--quick", is_flag=True, help="The short case list.")
-@click.option("--repeat", type=click.IntRange(2), help="Then a few large problems so many times each: the same bits?")
+@click.option("--quick", is_flag=True, help="Run a short case list.")
 @click.option(
-    "--emulate", is_flag=True, help="CUDA kernels on the CPU, thread by thread: g++, no GPU. The short case list."
+    "--repeat", type=click.IntRange(2), help="Also run a few large problems this often each and compare their bits."
 )
-@click.option("--seed", type=click.IntRange(0, 2**31 - 2), help="With --emulate: of the order that threads run in.")
+@click.option(
+    "--emulate", is_flag=True, help="Run CUDA kernels on the CPU, thread by thread: needs g++, no GPU. Short list."
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 2), help="With --emulate: seed of the order in which threads run."
+)
 def verify(names: tuple[str, ...], quick: bool, repeat: int | None, emulate: bool, seed: int | None) -> None:
-    """Check the kernels of attention against the float64 oracle over the case list."""
+    """Check the kernels of attention against a float64 oracle.
+
+    Every kernel that this machine can run computes a list of cases, unless --kernel chooses some.
+    """
     if emulate and repeat:
         raise click.UsageError("--repeat is of kernels at their full size; allowed: --emulate without it")
     if seed is not None and not emulate:

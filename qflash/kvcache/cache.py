@@ -81,7 +81,7 @@ class KVCache:
         self.kv_heads = check_int("kv_heads", kv_heads, 1, INT32_MAX)
         self.head_dim = check_int("head_dim", head_dim, 1, MAX_HEAD_DIM)
         self.pages = check_int("pages", pages, 1, INT32_MAX)
-        self.page_size = check_int("page_size", page_size, PAGE_SIZES[0], PAGE_SIZES[-1])
+        self.page_size = check_int("page_size", page_size, -INT32_MAX, INT32_MAX)
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size is {page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}")
         if precision is not None:

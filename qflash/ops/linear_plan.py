@@ -169,8 +169,9 @@ def check_inputs(name: str, w: Any, columns: int) -> None:
     if len(w.shape) != 2:
         raise ValueError(f"{name} has shape {list(w.shape)}; allowed: rank 2, [K, N]")
     if w.shape[0] != columns:
+        transposed = f"; the weight of a torch.nn.Linear is passed as {name}.T" if w.shape[1] == columns else ""
         raise ValueError(
-            f"{name} has shape {list(w.shape)}; allowed: [K, N] with K as many as x has columns, {columns}"
+            f"{name} has shape {list(w.shape)}; allowed: [K, N] with K as many as x has columns, {columns}{transposed}"
         )
 
 

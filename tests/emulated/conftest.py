@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from qflash.jit.cache import Cache
 from qflash.jit.compiler import Unit
 from qflash.testing import emulator
+from qflash.testing.emulated_ops import EmulatedGpu
 from qflash.testing.emulator import Library
+from qflash.testing.faults import Fault, Faults
 
 HERE = Path(__file__).parent
 CSRC = Path(emulator.__file__).resolve().parent.parent / "csrc"
@@ -27,6 +30,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def library(shared_cache: Cache):
     """library(kernel, dtype, head_dim, arch): the kernel that serves them, compiled for the emulator."""
     return partial(emulator.kernel_library, cache=shared_cache)
+
+
+@pytest.fixture
+def gpu(shared_cache: Cache, monkeypatch) -> EmulatedGpu:
+    """NumPy arrays are on an emulated GPU."""
+    emulated = EmulatedGpu(shared_cache)
+    monkeypatch.setattr("qflash.frontends.numpy.run", emulated.run)
+    return emulated
+
+
+@pytest.fixture(scope="module")
+def faults(request, tmp_path_factory, shared_cache: Cache):
+    """The faults of a module's KERNEL, compiled once. Rows of its tables are faults, or begin with one."""
+    of = request.module
+    tables = (getattr(of, name, {}) for name in ("FAULTS", "COVERED", "HARMLESS"))
+    rows = {name: row for table in tables for name, row in table.items()}
+    named = {name: row if isinstance(row, Fault) else row[0] for name, row in rows.items()}
+    folder = tmp_path_factory.mktemp("faults")
+    with closing(Faults(of.KERNEL, of.DTYPE, of.HEAD_DIM, named, folder, shared_cache)) as compiled:
+        yield compiled
 
 
 @pytest.fixture(scope="session")

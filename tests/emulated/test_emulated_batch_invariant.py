@@ -12,21 +12,12 @@ import qflash
 from qflash import dispatch
 from qflash.testing import Case, kept, paged
 from qflash.testing.compare import check_contract
-from qflash.testing.emulated_ops import EmulatedGpu
 from qflash.testing.oracle import integers_of
 
 DECODE = ("sm90_decode", "decode")
 # Lengths that have one split, several, as many as there can be and none; and a last split that is not full.
 LENS = (300, 900, 0, 1025, 17)
 PROCESSORS = (1, 7, 24)
-
-
-@pytest.fixture
-def gpu(shared_cache, monkeypatch) -> EmulatedGpu:
-    """NumPy arrays are on an emulated GPU."""
-    emulated = EmulatedGpu(shared_cache)
-    monkeypatch.setattr("qflash.frontends.numpy.run", emulated.run)
-    return emulated
 
 
 def same_bits(ours, theirs) -> bool:

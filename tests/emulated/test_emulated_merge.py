@@ -9,18 +9,9 @@ import pytest
 
 import qflash
 from qflash import reference
-from qflash.testing.emulated_ops import EmulatedGpu
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
-
-
-@pytest.fixture
-def gpu(shared_cache, monkeypatch) -> EmulatedGpu:
-    """NumPy arrays are on an emulated GPU."""
-    emulated = EmulatedGpu(shared_cache)
-    monkeypatch.setattr("qflash.frontends.numpy.run", emulated.run)
-    return emulated
 
 
 def drawn(*shape, dtype="float32", seed=0):

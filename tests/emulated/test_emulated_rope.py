@@ -11,20 +11,11 @@ import pytest
 
 import qflash
 from qflash.call.spec import DTYPES as NAMES
-from qflash.testing.emulated_ops import EmulatedGpu
 from qflash.testing.rotations import check_rotated
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 GUARD = 77.0
 INT_MIN = -(2**31)
-
-
-@pytest.fixture
-def gpu(shared_cache, monkeypatch) -> EmulatedGpu:
-    """NumPy arrays are on an emulated GPU."""
-    emulated = EmulatedGpu(shared_cache)
-    monkeypatch.setattr("qflash.frontends.numpy.run", emulated.run)
-    return emulated
 
 
 def drawn(*shape, dtype="float32", seed=0):

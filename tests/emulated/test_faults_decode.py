@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from qflash.testing import Case, Rotary
-from qflash.testing.faults import Fault, Faults
+from qflash.testing.faults import Fault
 
 KERNEL, DTYPE, HEAD_DIM = "sm90_decode", "bfloat16", 128
 SEEDS = range(24)
@@ -159,16 +159,6 @@ COVERED = {
     # So do launches.
     "block: the grid before not waited for": (Fault(BLOCK, "wait_for_previous_grid();"), "rope"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory, shared_cache):
-    folder = tmp_path_factory.mktemp("faults")
-    compiled = Faults(
-        KERNEL, DTYPE, HEAD_DIM, {name: row[0] for name, row in (FAULTS | COVERED).items()}, folder, shared_cache
-    )
-    yield compiled
-    compiled.close()
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from qflash.testing import Case
-from qflash.testing.faults import Fault, Faults
+from qflash.testing.faults import Fault
 
 KERNEL, DTYPE, HEAD_DIM = "sm90_decode_pages_int8", "float16", 64
 SEEDS = range(8)
@@ -68,15 +68,6 @@ FAULTS = {
     ),
     "q: not multiplied by the Hadamard matrix": (Fault(QUERIES, "hadamard(x);"), "long", "contract", ""),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory, shared_cache):
-    folder = tmp_path_factory.mktemp("faults")
-    named = {name: row[0] for name, row in FAULTS.items()}
-    compiled = Faults(KERNEL, DTYPE, HEAD_DIM, named, folder, shared_cache)
-    yield compiled
-    compiled.close()
 
 
 @pytest.mark.parametrize("name", FAULTS)

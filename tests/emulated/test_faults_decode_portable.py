@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from qflash.testing import Case
-from qflash.testing.faults import Fault, Faults
+from qflash.testing.faults import Fault
 
 KERNEL, DTYPE, HEAD_DIM = "decode_pages_int8", "float16", 64
 SEEDS = range(12)
@@ -81,15 +81,6 @@ COVERED = {
         Fault(TILES, "meet_team();", within="meet_team();  // all have read"), "pairs",
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory, shared_cache):
-    folder = tmp_path_factory.mktemp("faults")
-    named = {name: row[0] for name, row in (FAULTS | COVERED).items()}
-    compiled = Faults(KERNEL, DTYPE, HEAD_DIM, named, folder, shared_cache)
-    yield compiled
-    compiled.close()
 
 
 @pytest.mark.parametrize("name", FAULTS)

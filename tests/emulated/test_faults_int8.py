@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from qflash.testing import Case
-from qflash.testing.faults import Fault, Faults
+from qflash.testing.faults import Fault
 
 KERNEL, DTYPE, HEAD_DIM = "sm90_int8_fp8", "bfloat16", 64
 SEEDS = range(24)
@@ -71,16 +71,6 @@ COVERED = {
         Fault(RARE, "__syncwarp();", within="__syncwarp();  // rows go where these were"), "steady",
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory, shared_cache):
-    folder = tmp_path_factory.mktemp("faults")
-    compiled = Faults(
-        KERNEL, DTYPE, HEAD_DIM, {name: row[0] for name, row in (FAULTS | COVERED).items()}, folder, shared_cache
-    )
-    yield compiled
-    compiled.close()
 
 
 @pytest.mark.parametrize("name", FAULTS)

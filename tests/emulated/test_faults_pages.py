@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qflash.testing import Case
-from qflash.testing.faults import Fault, Faults
+from qflash.testing.faults import Fault
 
 pytestmark = pytest.mark.slow
 
@@ -60,15 +60,6 @@ HARMLESS = {
         PAGES, "__syncwarp();", within="__syncwarp();  // the barrier knows how many bytes to wait for"
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory, shared_cache):
-    folder = tmp_path_factory.mktemp("faults")
-    all_faults = {name: row[0] for name, row in FAULTS.items()} | HARMLESS
-    compiled = Faults(KERNEL, DTYPE, HEAD_DIM, all_faults, folder, shared_cache)
-    yield compiled
-    compiled.close()
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from qflash.testing import Case
-from qflash.testing.faults import Fault, Faults
+from qflash.testing.faults import Fault
 
 KERNEL, DTYPE, HEAD_DIM = "sm90_fwd", "bfloat16", 64
 SEEDS = range(24)
@@ -212,15 +212,6 @@ FAULTS = {
         "even", "complaint", "before the wait for",
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory, shared_cache):
-    folder = tmp_path_factory.mktemp("faults")
-    all_faults = {name: row[0] for name, row in FAULTS.items()} | HARMLESS
-    compiled = Faults(KERNEL, DTYPE, HEAD_DIM, all_faults, folder, shared_cache)
-    yield compiled
-    compiled.close()
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 
-from qflash.testing.faults import Fault, Faults
+from qflash.testing.faults import Fault
 from qflash.testing.gemm_case import GemmCase
 
-KERNEL, DTYPE = "sm90_gemm", "bfloat16"
+KERNEL, DTYPE, HEAD_DIM = "sm90_gemm", "bfloat16", 0
 SEEDS = range(32)
 BLOCK, PRODUCER, CONSUMER, OUTPUT, SHARED, SPLITS = (
     f"gemm/wgmma/{name}.cuh" for name in ("block", "producer", "consumer", "output", "shared_memory", "splits")
@@ -156,28 +156,19 @@ HARMLESS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def provoked(tmp_path_factory, shared_cache):
-    """All faults, compiled once."""
-    named = {name: fault for name, (fault, *_) in {**FAULTS, **HARMLESS}.items()}
-    faults = Faults(KERNEL, DTYPE, 0, named, tmp_path_factory.mktemp("faults"), shared_cache)
-    yield faults
-    faults.close()
-
-
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_shows(provoked, name):
+def test_a_fault_shows(faults, name):
     _, case, kind, said = FAULTS[name]
-    found = provoked.provoke(name, CASES[case], SEEDS)
+    found = faults.provoke(name, CASES[case], SEEDS)
     assert found.kind in kind.split(" or ") and said in found.text, found
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_changes_no_result(provoked, name):
+def test_what_changes_no_result(faults, name):
     _, case = HARMLESS[name]
-    assert provoked.provoke(name, CASES[case], range(3)).kind == ""
+    assert faults.provoke(name, CASES[case], range(3)).kind == ""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_without_a_fault_nothing_is_reported(provoked, case):
-    assert provoked.provoke("", CASES[case], range(3)).kind == ""
+def test_without_a_fault_nothing_is_reported(faults, case):
+    assert faults.provoke("", CASES[case], range(3)).kind == ""

@@ -18,7 +18,6 @@ from qflash.testing import Case
 from qflash.testing.emulated_attention import check_kernel
 from qflash.testing.emulated_backward import check_gradients_of
 from qflash.testing.emulated_linear import check_tile
-from qflash.testing.emulated_ops import EmulatedGpu
 from qflash.testing.op_cases import CASES, check_close
 from qflash.testing.page_writes import PageWrite, arrays_of, check_written
 from qflash.testing.row_gradients import GRADIENTS, gradient_call
@@ -38,14 +37,6 @@ TILE = Case("tile", 70, 150, 2, 1, 64, causal=True, dtype="float16", seed=3)
 def test_every_kernel_has_its_tile():
     known = (*ATTENTION, *BACKWARD, *QUANTIZE_KV, *KV_WRITE, *OTHERS, *LINEAR, *ROW_GRADIENTS)
     assert sorted(known) == sorted(CUDA)
-
-
-@pytest.fixture
-def gpu(shared_cache, monkeypatch) -> EmulatedGpu:
-    """NumPy arrays are on an emulated GPU."""
-    emulated = EmulatedGpu(shared_cache)
-    monkeypatch.setattr("qflash.frontends.numpy.run", emulated.run)
-    return emulated
 
 
 @pytest.mark.parametrize("kernel", ATTENTION)

@@ -7,14 +7,8 @@ import pytest
 import qflash
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_torch")]
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, COLUMNS = 2, 8, 2, 64, 12
-
-
-@pytest.fixture(autouse=True)
-def cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("this torch was built without CUDA")
 
 
 @pytest.fixture

@@ -9,19 +9,13 @@ from qflash import dispatch
 from qflash.testing.op_cases import CASES, check_close, check_equal, flat
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_torch")]
 
 PAIRS = [
     pytest.param(case, kernel, id=f"{name}-{kernel}".replace(" ", "_"))
     for name, case in CASES.items()
     for kernel in case.kernels("cuda")
 ]
-
-
-@pytest.fixture(autouse=True)
-def cuda_torch():
-    if not torch.cuda.is_available():
-        pytest.skip("this torch was built without CUDA")
 
 
 def on_gpu(case) -> dict:

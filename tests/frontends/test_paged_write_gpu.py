@@ -19,15 +19,9 @@ from qflash.testing.page_writes import (
 from qflash.testing.runner import to_torch
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_torch")]
 CASE = PageWrite("bfloat16", head_dim=128, heads=8, rope="half")
 KINDS = (CASE, replace(CASE, int8=True, mean=True), replace(CASE, new=(1, 7, 0)))
-
-
-@pytest.fixture(autouse=True)
-def cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("this torch was built without CUDA")
 
 
 def turn(x: np.ndarray):

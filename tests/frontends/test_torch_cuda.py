@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from qflash.testing.compare import GRADIENT_L2, LSE  # noqa: E402
 from qflash.testing.torch_math import ALLOWED, OPTIONS, packed, plain, relative, tables, tensors  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_torch")]
 KERNELS = ["fa", "unfused"]
 ALL_KERNELS = {  # and the dtype they are tried in
     "fa": torch.float32,
@@ -19,12 +19,6 @@ ALL_KERNELS = {  # and the dtype they are tried in
     "fa_mma": torch.bfloat16,
     "sm90_fwd": torch.bfloat16,
 }
-
-
-@pytest.fixture(autouse=True)
-def cuda_torch():
-    if not torch.cuda.is_available():
-        pytest.skip("this torch was built without CUDA")
 
 
 def to_gpu(value):

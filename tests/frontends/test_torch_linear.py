@@ -434,6 +434,11 @@ BAD = {
         ValueError,
         r"up has shape \[4, 5\]; allowed: \[4, 3\]",
     ),
+    "a weight of torch.nn.Linear as it is": (
+        lambda: qflash.linear(halves(2, 4), halves(3, 4)),
+        ValueError,
+        r"w has shape \[3, 4\]; allowed: \[K, N\] with K .* 4; the weight of a torch.nn.Linear is passed as w.T",
+    ),
     "half a layer quantized": (
         lambda: qflash.swiglu(halves(2, 4), qflash.quantize_linear(halves(4, 3)), halves(4, 3)),
         TypeError,

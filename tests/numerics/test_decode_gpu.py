@@ -21,9 +21,7 @@ def serves_here(kernel: str) -> bool:
 
 
 @pytest.fixture(params=KERNELS)
-def kernel(request) -> str:
-    if not torch.cuda.is_available():
-        pytest.skip("this torch was built without CUDA")
+def kernel(request, cuda_torch) -> str:
     if not serves_here(request.param):
         pytest.skip(f"{request.param} does not run on this GPU")
     return request.param

@@ -18,9 +18,7 @@ FRAMEWORK = "torch-cuda"
 
 
 @pytest.fixture(params=["sm90_decode_kv", "decode_kv"])
-def kernel(request) -> str:
-    if not torch.cuda.is_available():
-        pytest.skip("this torch was built without CUDA")
+def kernel(request, cuda_torch) -> str:
     capability = torch.cuda.get_device_capability()
     if request.param.startswith("sm90") and capability != (9, 0):
         pytest.skip("sm90_decode runs on compute capability 9.0 alone")

@@ -15,15 +15,9 @@ from qflash.testing.paged import PAGE_SIZES
 from qflash.testing.runner import arch_of, refusals, suited
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_torch")]
 KERNELS = [row.name for row in dispatch.variants_of("attention", "cuda", "pages")]
 ROWS = [row.name for row in dispatch.variants_of("attention", "cuda", "pages") if row.kernel.few_rows]
-
-
-@pytest.fixture(autouse=True)
-def cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("this torch was built without CUDA")
 
 
 def check_served(case: Case, kernel: str) -> None:

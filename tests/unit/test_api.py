@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import subprocess
 import sys
 import threading
@@ -150,8 +151,11 @@ def test_explain_names_the_kernel_and_every_other() -> None:
     assert explanation.kernel == "cpu"
     text = str(explanation)
     assert text.startswith("cpu serves")
-    for name, verdict, why in explanation.rows:
+    assert all(name in text for name, _, _ in explanation.rows)
+    for name, verdict, why in explanation.shown:
         assert name in text and verdict in text and why in text
+    left_out = set(explanation.rows) - set(explanation.shown)
+    assert left_out and all(why.startswith("runs on cuda, the arrays are on cpu; ") for _, _, why in left_out)
     assert dict((row[0], row[1]) for row in explanation.rows)["fa"] == "no"
 
 
@@ -259,6 +263,18 @@ def test_threads_get_their_own_error_texts() -> None:
     with ThreadPoolExecutor(6) as pool:
         for future in [pool.submit(work, worker) for worker in range(6)]:
             future.result()
+
+
+@pytest.mark.process
+def test_a_checkout_without_the_native_module_says_how_to_get_it(tmp_path) -> None:
+    """What a user meets who ran `pip install .` and then starts Python where qflash/ is the sources."""
+    (tmp_path / "qflash").mkdir()
+    shutil.copy(qflash.__file__, tmp_path / "qflash")
+    # -S: an editable install would find the module wherever it is.
+    done = subprocess.run([sys.executable, "-S", "-c", "import qflash"], cwd=tmp_path, capture_output=True, text=True)
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith(f"ModuleNotFoundError: qflash was imported from the folder {tmp_path / 'qflash'}, which has")
+    assert "`pip install -e .` or `make build`" in told
 
 
 def _in_child(name: str, results) -> None:

@@ -19,6 +19,8 @@ def test_help_lists_the_commands(invoke):
     assert result.exit_code == 0
     for command in ("run", "doctor", "verify", "bench", "report"):
         assert f"\n  {command} " in result.output
+    told = result.output.partition("Commands:\n")[2]
+    assert told.startswith("  doctor ") and "..." not in told, "each command is told in a whole line"
 
 
 def test_version(invoke):
@@ -205,7 +207,7 @@ def test_without_a_checkout_benchmarks_say_where_they_live(invoke, monkeypatch, 
     monkeypatch.setattr(qflash, "__file__", str(tmp_path / "qflash" / "__init__.py"))
     result = invoke("report", "--check")
     assert result.exit_code == 1
-    assert "source checkout" in result.output
+    assert "needs the source checkout" in result.output and "make build" in result.output
 
 
 @pytest.mark.process
@@ -225,9 +227,23 @@ def test_build_compiles_what_was_asked_for(invoke, monkeypatch, cache_dir):
         asked.update(arches=arches, kernels=kernels)
 
     monkeypatch.setattr("qflash.backends.cuda.build", build)
-    result = invoke("build", "--arch", "80,90a", "--kernel", "fa")
+    result = invoke("build", "--arch", "80,90a,9.0,sm_120", "--kernel", "fa")
     assert result.exit_code == 0, result.output
-    assert asked == {"arches": [80, 90], "kernels": ("fa",)}
+    assert asked == {"arches": [80, 90, 90, 120], "kernels": ("fa",)}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("75", "--kernel", "sm90_fwd"), "sm90_fwd needs compute capability 9.0, --arch is 7.5"),
+        (("80,12", "--kernel", "fa"), "fa needs compute capability 7.5, --arch is 1.2"),
+        (("100", "--kernel", "sm90_fwd"), "sm90_fwd runs on compute capability 9.0 alone, --arch is 10.0"),
+    ],
+)
+def test_build_refuses_what_no_kernel_runs_on(invoke, words, why):
+    result = invoke("build", "--arch", *words)
+    assert result.exit_code == 2
+    assert f"no kernel runs on it: {why}" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("arch", ["hopper", "9", "80;90", ""])

@@ -51,8 +51,9 @@ def test_it_says_the_same_as_python(told):
     assert str(explanation).splitlines()[0] == "cpu_int8 serves this problem on the CPU"
     said = told("--q", "2,40,4,64", "--dtype", "float32", "--window", "3,0", "--precision", "int8")
     assert said.startswith(f"{explanation.kernel} serves")
-    for name, verdict, why in explanation.rows:
+    for name, verdict, why in explanation.shown:
         assert f"{name} {verdict} {why}" in said
+    assert all(line in said for line in explanation.lines)
 
 
 def test_what_one_should_know_of_the_choice_is_noted(told):
@@ -99,6 +100,17 @@ def test_a_kernel_of_another_device_is_judged_as_far_as_it_can_be():
     ]
     halves = Spec("cpu", 0, "bfloat16", 64)
     assert dispatch.reasons(dispatch.BY_NAME["fa_mma"], halves) == ["runs on cuda, the arrays are on cpu"]
+
+
+def test_what_no_device_would_serve_is_named_in_a_line(told):
+    """Reasons are shown of kernels for this device, and of those that would serve the call on another."""
+    said = told("--q", "1,128,4,64", "--dtype", "float32", "--device", "cpu")
+    assert "fa no runs on cuda, the arrays are on cpu" in said and "cpu_int8 no takes precision" in said
+    named = said.partition("not for this call on any device: ")[2].partition(" gradients")[0].split(", ")
+    on_cpu = Spec("cpu", 0, "float32", 64)
+    cuda = dispatch.kernels_of("attention", "cuda")
+    assert named == [row.name for row in cuda if len(dispatch.reasons(row, on_cpu)) > 1] != []
+    assert "on any device" not in told(*Q, "--device", "cpu", "--precision", "int8_fp8", "--batch-invariant")
 
 
 def test_gradients_keep_to_the_limit_that_is_typed_in(told):

@@ -31,6 +31,7 @@ def tokens(*shape):
         ({"head_dim": 24, "precision": "int8"}, "head_dim is 24; allowed: a multiple of 16 with precision 'int8'"),
         ({"pages": 0}, "pages is 0; allowed: 1 to"),
         ({"page_size": 48}, "page_size is 48; allowed: 16, 32, 64, 128, 256"),
+        ({"page_size": 7}, "page_size is 7; allowed: 16, 32, 64, 128, 256"),
         ({"dtype": "float32"}, "dtype is 'float32', which names no framework; allowed: a framework's own, such as np"),
         ({"dtype": np.float64}, "dtype is float64; allowed: float32, float16, bfloat16 of a framework"),
         ({"dtype": None}, "dtype is None, which names no framework; allowed: a framework's own, such as np.float32"),

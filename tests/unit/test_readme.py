@@ -43,6 +43,11 @@ def test_links_lead_to_files(page):
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_every_example_is_listed():
+    listed = re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples" / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
 def test_every_variable_the_package_reads_is_explained():
     read = set()
     for path in (ROOT / "qflash").rglob("*"):
