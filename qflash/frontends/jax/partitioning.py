@@ -15,10 +15,14 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from qflash.frontends.jax.call import Call, dims_of
 from qflash.frontends.jax.primitive import call_p
+
+# A shard's computation has no mesh of its own. Under one with explicit axes JAX 0.11 and later would write shardings
+# into the additions of `psum`, which XLA refuses.
+_NO_MESH = AbstractMesh((), ())
 
 
 def partitioned(call: Call) -> Callable[..., tuple[Any, ...]]:
@@ -46,8 +50,9 @@ def partitioned(call: Call) -> Callable[..., tuple[Any, ...]]:
         places, result_places, summed = shardings(mesh, arrays, results)
 
         def compute_part(*shards: Any) -> tuple[Any, ...]:
-            parts = zip(bind(*shards), summed, strict=True)
-            return tuple(jax.lax.psum(x, axes) if axes else x for x, axes in parts)
+            with use_abstract_mesh(_NO_MESH):
+                parts = zip(bind(*shards), summed, strict=True)
+                return tuple(jax.lax.psum(x, axes) if axes else x for x, axes in parts)
 
         return mesh, compute_part, result_places, places
 
