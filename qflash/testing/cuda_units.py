@@ -11,10 +11,11 @@ from qflash.jit.compiler import Unit
 CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.kernel.backend == "cuda"]
 HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
 ATTENTION = [row.name for row in dispatch.variants_of("attention", "cuda") if row in CUDA_ROWS]
-# Portable decoding takes nvcc long, and Hopper has its own: two kinds of k and v are compiled for it by default.
-SELDOM = ("decode_kv", "decode_pages")
+# Portable decoding takes nvcc long, and Hopper has its own: only that on arrays is compiled for it by default.
+SELDOM = ("decode_kv", "decode_pages", "decode_pages_int8")
 BACKWARD = [row.name for row in dispatch.variants_of("attention_backward", "cuda")]
 GEMM = [row.name for row in CUDA_ROWS if row.kernel.op == "linear" and row not in HOPPERS_OWN]
+ROWS = [f"{name}{gradient}" for gradient in ("", "_bwd") for name in ("softmax", "layer_norm", "cross_entropy")]
 
 # dtype and bucket of units for Hopper, where not the kernel's first dtype and 128: large ones, as registers are scarce.
 HOPPER = {
@@ -27,6 +28,7 @@ HOPPER = {
     "gemm_mma": ("bfloat16", 128),
     "linear_bwd": ("bfloat16", 128),
     **{row.name: ("bfloat16", 128) for row in HOPPERS_OWN},
+    **{name: ("bfloat16", 0) for name in ROWS},
 }
 
 

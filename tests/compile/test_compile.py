@@ -22,6 +22,7 @@ from qflash.testing.cuda_units import (
     CUDA_ROWS,
     GEMM,
     HOPPERS_OWN,
+    ROWS,
     SELDOM,
     activated,
     hopper_unit,
@@ -105,7 +106,6 @@ INSTRUCTION = {
 }
 
 
-ROW_KERNELS = ["softmax", "layer_norm", "cross_entropy", "softmax_bwd", "layer_norm_bwd", "cross_entropy_bwd"]
 needs_nvcc = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test: {why_no_nvcc()}")
 
 
@@ -326,8 +326,8 @@ def test_sass_has_the_instruction_the_kernel_exists_for(compiled, kernel):
 
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kernel", ROW_KERNELS)
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("kernel", ROWS)
 def test_rows_move_sixteen_bytes_at_a_time(compiled, kernel, dtype):
     """Past L1 on the way in, first to leave the caches on the way out, and reduced by shuffles, if at all."""
     opcodes = opcodes_of(compiled(cuda.unit_of(dispatch.VARIANTS[kernel], dtype, 0, 90)))

@@ -35,6 +35,8 @@ UNITS = {
     "int8-float32-swiglu": (unit_of("float32", "int8", "swiglu"), "IGMMA.64x256x32.S8.S8", 4),
 }
 
+LIKE_OTHERS = ("int8-bfloat16-gelu_tanh", "int8-float32-swiglu")  # in what differs between libraries
+
 
 def check_log(entry: Path) -> None:
     log = (entry / LOG).read_text()
@@ -63,7 +65,9 @@ def loop_of(opcodes: list[str]) -> list[str]:
     return opcodes[first:last]
 
 
-@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in UNITS]
+)
 def test_libraries(compiled, name):
     unit, product, count = UNITS[name]
     entry = compiled(unit)
