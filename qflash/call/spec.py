@@ -43,6 +43,9 @@ class Spec:
     sinks: bool = False
     few_rows: bool = False  # a KV head has MOST_DECODE_ROWS rows of queries at most: Tq times the heads that share it
     batch_invariant: bool = False  # a sequence's bits are to be the same whatever else is in the batch
+    # Strides of pages, and of the scales of int8 pages, of no whole 16 bytes: what loads in bulk cannot walk
+    odd_pages: bool = False
+    odd_scales: bool = False
 
 
 def spec_of(op: str, device: str, dtype: str, **more: Any) -> Spec:

@@ -91,15 +91,25 @@ def whole_blocks_of_int8(spec: Spec) -> list[str]:
     return []
 
 
+def scales_in_runs(spec: Spec) -> list[str]:
+    """Why the scales of int8 pages cannot be copied 16 bytes at a time."""
+    if spec.odd_scales:
+        return ["takes scales of int8 pages whose pages and heads are whole 16 bytes apart"]
+    return []
+
+
 def decoding_anywhere(spec: Spec) -> list[str]:
-    found = decoding(spec) + sixteen_bit_tensor_cores(spec)
+    found = decoding(spec) + sixteen_bit_tensor_cores(spec) + scales_in_runs(spec)
     if spec.head_dim % 8:
         found.append(f"head_dim is {spec.head_dim}; decode takes multiples of 8, rows of whole 16 bytes")
     return found or whole_blocks_of_int8(spec)
 
 
 def decoding_by_copy_engine(spec: Spec) -> list[str]:
-    return decoding(spec) + copy_engine(spec) or whole_blocks_of_int8(spec)
+    found = decoding(spec) + copy_engine(spec) + scales_in_runs(spec)
+    if spec.odd_pages:
+        found.append("takes pools whose pages, heads and tokens are whole 16 bytes apart, as the copy engine does")
+    return found or whole_blocks_of_int8(spec)
 
 
 def decoding_in_triton(spec: Spec) -> list[str]:

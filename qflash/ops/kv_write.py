@@ -172,7 +172,7 @@ def _check_fit(shape: Shape, pool: Pool, cu_seqlens: Array | None, device: str) 
 
 def _check_apart(name: str, x: Array | None) -> None:
     """Refuse an array of which elements share memory: what is written to one would be found in others."""
-    if x is None or x.strides is None:
+    if x is None or x.strides is None or 0 in x.shape:
         return
     if any(stride == 0 and extent > 1 for stride, extent in zip(x.strides, x.shape, strict=True)):
         raise ValueError(f"{name} has strides {list(x.strides)}; allowed: none of 0, because it is written")

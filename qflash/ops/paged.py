@@ -17,7 +17,10 @@ from qflash.typing import ArrayT_co, Flag, PageLayout
 
 PAGE_LAYOUTS = ("phtd", "pthd")
 PAGE_UNIT = 16  # tokens: a page has a whole number of them, so that copies in bulk stay inside one
+WHOLE = 16  # bytes that are loaded in bulk begin at multiples of these
+BYTES = {"int8": 1, "float32": 4}  # of an element; 2 of any other
 HADAMARD = 16  # channels of the matrix that K of int8 pages is multiplied by
+_PLANES = ("kv.k_scale", "kv.v_scale")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +113,8 @@ class Pool:
     int8: bool
     fields: tuple[tuple[str, int | float | Extents], ...]  # of a QfKv, as kv.<field>
     arrays: tuple[str, ...]  # those that are there, of KV_ARRAYS
+    odd_pages: bool  # as Spec has it
+    odd_scales: bool
 
 
 def check_pool(kv: Mapping[str, Array | None], layout: Any, dtype: str, device: str, first: str) -> Pool:
@@ -164,7 +169,18 @@ def check_pool(kv: Mapping[str, Array | None], layout: Any, dtype: str, device: 
     if _steps(table)[1] != 1 and isinstance(columns, int) and columns > 1:
         raise ValueError(f"kv.page_table has stride {_steps(table)[1]} in its last dimension; allowed: 1")
     _check_scales(given, int8, (pages, heads, page_size), (heads, head_dim), fields)
-    return Pool(batch, columns, heads, page_size, head_dim, int8, tuple(fields), tuple(given))
+    return Pool(
+        batch,
+        columns,
+        heads,
+        page_size,
+        head_dim,
+        int8,
+        tuple(fields),
+        tuple(given),
+        odd_pages=any(_is_odd(step, k.dtype) for x in (k, v) for step in _steps_taken(x)),
+        odd_scales=any(_is_odd(step, "float32") for name in _PLANES if int8 for step in _steps(given[name])[:-1]),
+    )
 
 
 def _check_scales(
@@ -174,7 +190,7 @@ def _check_scales(
     mean: tuple[int, ...],
     fields: list[tuple[str, int | float | Extents]],
 ) -> None:
-    for name in ("kv.k_scale", "kv.v_scale"):
+    for name in _PLANES:
         array = given.get(name)
         if (array is not None) != int8:
             came, allowed = ("None", "an array") if int8 else ("given", "None")
@@ -205,6 +221,16 @@ def _steps(array: Array) -> tuple[int, ...]:
     for extent in reversed(array.shape[1:]):
         steps.append(steps[-1] * extent)
     return tuple(reversed(steps))
+
+
+def _steps_taken(array: Array) -> list[Any]:
+    """Those between rows, of which a dimension of size 1 has none."""
+    return [step for step, size in zip(_steps(array)[:-1], array.shape, strict=False) if size != 1]
+
+
+def _is_odd(step: Any, dtype: str) -> bool:
+    """Whether a stride is no whole 16 bytes. Only arrays without gaps have one that is not known yet."""
+    return isinstance(step, int) and step * BYTES.get(dtype, 2) % WHOLE != 0
 
 
 def _size(value: Any, *of: tuple[str, int]) -> Any:
@@ -304,7 +330,11 @@ def _plan(
     if return_lse:
         results.append(Result("lse", lse_shape(problem), "float32"))
     return Plan(
-        for_spec=problem.spec(0, kv="pages_int8" if pool.int8 else "pages"),
+        for_spec=replace(
+            problem.spec(0, kv="pages_int8" if pool.int8 else "pages"),
+            odd_pages=pool.odd_pages,
+            odd_scales=pool.odd_scales,
+        ),
         device=q.device,
         kernel=problem.kernel,
         struct=STRUCT,

@@ -271,6 +271,7 @@ def test_int8_pools_of_odd_strides(library, kernel):
         odd[...] = pool
         return odd
 
-    kv = replace(inputs.kv, k_pages=oddly(inputs.kv.k_pages), v_pages=oddly(inputs.kv.v_pages))
+    parts = {name: oddly(getattr(inputs.kv, name)) for name in ("k_pages", "v_pages", "k_scale", "v_scale")}
     want = run(library, f"{kernel}_pages_int8", case, inputs)
-    check_same_bits(case, want, run(library, f"{kernel}_pages_int8", case, replace(inputs, kv=kv)))
+    odd = replace(inputs, kv=replace(inputs.kv, **parts))
+    check_same_bits(case, want, run(library, f"{kernel}_pages_int8", case, odd))

@@ -333,3 +333,18 @@ def test_what_is_written_is_what_attention_reads(case):
     want = qflash.attention(q, x.k, x.v, causal=True, rope=x.rope)
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     assert error < (2e-2 if case.int8 else 2e-6)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("pages", "columns"), [(0, 0), (3, 0), (0, 1)])
+def test_pools_and_tables_of_nothing(pages, columns, int8, framework):
+    """Arrays without elements, which have no address in PyTorch: rows of padding write nothing and see nothing."""
+    turn = {"numpy": np.array, "torch": to_torch, "jax": jax.numpy.array}[framework]
+    pools = [turn(np.zeros((pages, 2, 16, 64), np.int8 if int8 else np.float32)) for _ in "kv"]
+    scales = {f"{x}_scale": turn(np.zeros((pages, 2, 16), np.float32)) for x in "kv"} if int8 else {}
+    table, lens = turn(np.full((3, columns), -1, np.int32)), turn(np.zeros(3, np.int32))
+    kv = qflash.PagedKV(*pools, table, lens, **scales)
+    k = turn(np.ones((3, 2, 2, 64), np.float32))
+    out, lse = qflash.attention(k, qflash.paged_write(kv, k, k), return_lse=True)
+    assert not np.asarray(out).any() and np.isneginf(np.asarray(lse)).all()

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 import qflash
+from qflash import dispatch
+from qflash.call.spec import Spec
+from qflash.frontends.numpy import describe
 
 GOOD = qflash.PagedKV(
     *(np.zeros((5, 2, 16, 32), np.float32) for _ in range(2)),
@@ -76,3 +79,57 @@ def test_packed_queries_have_no_offsets_of_keys():
     starts = np.array([0, 1, 2], np.int32)
     with pytest.raises(TypeError, match="cu_seqlens_k is given"):
         qflash.attention_varlen(Q[0], GOOD, None, starts, starts, 1, None)
+
+
+# Where rows lie -------------------------------------------------------------------------------------------------------
+
+
+def spec_of(q_dtype, kv, arch: int = 90) -> Spec:
+    """Of two queries on a GPU."""
+    plans = []
+
+    def planned(op, arrays, words):
+        described = (
+            None if x is None else replace(describe(name, x, op.arrays[0]), device="cuda")
+            for name, x in zip(op.arrays, arrays, strict=True)
+        )
+        plans.append(op.plan(*described, *words))
+        return [None, None]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qflash.frontends.numpy.run", planned)
+        qflash.attention(np.zeros((2, 1, 4, 32), q_dtype), kv)
+    return plans[0].spec(arch)
+
+
+@pytest.mark.parametrize(
+    ("gap", "kernel"),
+    [((0, 0, 0), "sm90_decode"), ((0, 0, 8), "sm90_decode"), ((0, 0, 4), "decode"), ((0, 1, 0), "sm90_decode")],
+)
+def test_pools_that_the_copy_engine_cannot_walk_are_read_by_another_kernel(gap, kernel):
+    room = [size + more for size, more in zip((5, 2, 16, 32), (0, *gap), strict=True)]
+    pools = [np.zeros(room, np.float16)[:, :2, :16, :32] for _ in "kv"]
+    spec = spec_of(np.float16, replace(GOOD, k_pages=pools[0], v_pages=pools[1]))
+    assert dispatch.choose(spec).name == kernel
+    if kernel != "sm90_decode":
+        why = dict((name, reason) for name, _, reason in dispatch.verdicts(spec))["sm90_decode"]
+        assert why == "takes pools whose pages, heads and tokens are whole 16 bytes apart, as the copy engine does"
+
+
+def test_no_step_is_taken_in_a_dimension_of_one():
+    pools = [np.zeros((5, 17, 1, 32), np.float16)[:, :16].swapaxes(1, 2) for _ in "kv"]
+    strided = [np.lib.stride_tricks.as_strided(x, strides=(x.strides[0], 6, *x.strides[2:])) for x in pools]
+    assert not spec_of(np.float16, replace(GOOD, k_pages=strided[0], v_pages=strided[1])).odd_pages
+
+
+@pytest.mark.parametrize(
+    ("gap", "arch", "kernel"), [(0, 90, "sm90_decode"), (4, 80, "decode"), (1, 90, "sm90_fwd"), (1, 80, "fa_mma")]
+)
+def test_scales_that_cannot_be_copied_in_runs_are_read_by_another_kernel(gap, arch, kernel):
+    scales = [np.zeros((5, 2, 16 + gap), np.float32)[..., :16] for _ in "kv"]
+    kv = replace(GOOD, k_pages=BYTES, v_pages=BYTES, k_scale=scales[0], v_scale=scales[1])
+    spec = spec_of(np.float16, kv, arch)
+    assert dispatch.choose(spec).name == kernel
+    if gap == 1:
+        reasons = dict((name, reason) for name, _, reason in dispatch.verdicts(spec))
+        assert reasons["decode"] == "takes scales of int8 pages whose pages and heads are whole 16 bytes apart"

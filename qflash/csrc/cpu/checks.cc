@@ -34,14 +34,16 @@ int check_arrays(const QfAttnParams& p) {
 
 int check_pages(const QfAttnParams& p) {
   const QfKv& kv = p.kv;
-  if (kv.page_size < 1 || kv.pages < 0 || !kv.page_table || !p.kv_lens || p.cu_seqlens_k)
+  // PyTorch's address of an array without elements is 0.
+  if (kv.page_size < 1 || kv.pages < 0 || (p.k_len && !kv.page_table) || !p.kv_lens || p.cu_seqlens_k)
     return fail(
         QF_UNSUPPORTED,
         "%d pages of %d tokens; allowed: pages of 1 or more, with kv.page_table and kv.lens, without cu_seqlens_k",
         kv.pages, kv.page_size);
   const bool integers = kv.kind == QF_KV_PAGES_INT8;
   const int32_t dtype = integers ? int32_t(QF_I8) : p.dtype;
-  if (kv.k_dtype != dtype || kv.v_dtype != dtype || (integers && (!kv.k_scales.scale || !kv.v_scales.scale)))
+  const bool has_scales = kv.pages == 0 || (kv.k_scales.scale && kv.v_scales.scale);
+  if (kv.k_dtype != dtype || kv.v_dtype != dtype || (integers && !has_scales))
     return fail(QF_UNSUPPORTED, "kv.k_pages and kv.v_pages have dtypes %d and %d; allowed: %d, int8 with scales",
                 kv.k_dtype, kv.v_dtype, dtype);
   if (integers && p.head_dim % kHadamard != 0)

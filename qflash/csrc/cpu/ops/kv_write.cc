@@ -40,10 +40,11 @@ int check_shape(const QfKvWriteParams& p) {
   if (p.head_dim < 1 || p.head_dim > kMaxHeadDim || (integers && p.head_dim % kHadamard != 0))
     return fail(QF_UNSUPPORTED, "head_dim is %d; allowed: 1 to %d, with int8 pages multiples of %d", p.head_dim,
                 kMaxHeadDim, kHadamard);
-  if (kv.page_size < 1 || !kv.page_table || !p.kv_lens)
+  if (kv.page_size < 1 || (p.columns && !kv.page_table) || !p.kv_lens)  // an empty array has no address in PyTorch
     return fail(QF_UNSUPPORTED, "kv.page_size is %d; allowed: 1 or more, with kv.page_table and kv.lens", kv.page_size);
   const int32_t dtype = integers ? int32_t(QF_I8) : p.dtype;
-  if (kv.k_dtype != dtype || kv.v_dtype != dtype || (integers && (!kv.k_scales.scale || !kv.v_scales.scale)))
+  const bool has_scales = kv.pages == 0 || (kv.k_scales.scale && kv.v_scales.scale);
+  if (kv.k_dtype != dtype || kv.v_dtype != dtype || (integers && !has_scales))
     return fail(QF_UNSUPPORTED, "kv.k_pages and kv.v_pages have dtypes %d and %d; allowed: %d, int8 with scales",
                 kv.k_dtype, kv.v_dtype, dtype);
   if (p.rope.cos && (p.rope.rotary_dim < 0 || p.rope.rotary_dim > p.head_dim))

@@ -68,5 +68,7 @@ QF_EXPORT int qf_decode(const QfAttnParams* p, void* stream) {
 }
 
 QF_EXPORT const char* qf_status_text(int status) {
-  return qf::status_text("decode", status, ", packed arrays, or more than 64 rows of a KV head");
+  return qf::status_text("decode", status,
+                         ", packed arrays, more than 64 rows of a KV head, or scales of int8 pages that do not lie "
+                         "at whole 16 bytes");
 }
