@@ -54,6 +54,7 @@ def test_a_library_opens_and_explains_itself_without_a_driver(compiled, kernel):
     text.restype = ctypes.c_char_p
     assert text(0) == b"success"
     assert f"kernel '{name}'".encode() in text(100001) and b"35" in text(35)
+    assert text(100001).endswith(b"past what 32 bits count")  # and is not cut off
     wrong_abi = (ctypes.c_int32 * 512)(12345)
     assert getattr(library, f"qf_{name}")(wrong_abi, None) == 100003
 

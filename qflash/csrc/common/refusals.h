@@ -13,7 +13,7 @@ namespace qf {
 
 // refuses: what else the kernel does not take, a clause that begins with a comma.
 inline const char* status_text(const char* kernel, int status, const char* refuses = "") {
-  static thread_local char text[256];
+  static thread_local char text[512];
   switch (status) {
     case QF_OK:
       return "success";
