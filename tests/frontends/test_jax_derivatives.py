@@ -147,6 +147,16 @@ OPERATIONS = {
     ),
 }
 
+PAGES = jnp.zeros((1, 1, 16, 4)), jnp.zeros((1, 1, 16, 4)), jnp.zeros((1, 1), jnp.int32), jnp.full(1, 3, jnp.int32)
+OPERATIONS |= {
+    "attention on a PagedKV": (
+        "q", lambda x: x * qflash.attention(x[None, :, None], qflash.PagedKV(*PAGES))[0, :, 0],
+    ),
+    "attention on quantized arrays": (
+        "v", lambda x: x * qflash.attention(*(qflash.quantize(jnp.ones((1, 3, 1, 4))),) * 2, x[None, :, None])[0, :, 0],
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("way", WAYS)
