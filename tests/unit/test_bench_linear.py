@@ -1,4 +1,4 @@
-"""bench.linear and bench.linear_accuracy: rows of small problems, a candidate that is wrong, and the table made from rows."""
+"""bench.linear and bench.linear_accuracy: rows of small problems, a candidate that is wrong, tables made from rows."""
 
 from __future__ import annotations
 
@@ -70,4 +70,4 @@ def test_accuracy_beside_other_ways(monkeypatch, tmp_path):
         assert errors[case.data, accuracy.ROUNDED] < 3e-3 and ours == pytest.approx(errors[case.data, same], rel=0.02)
         assert ours < errors[case.data, for_the_weight] < errors[case.data, for_each]
     rows.write(tmp_path / "machine" / f"{accuracy.NAME}.jsonl", found)
-    assert f"| outlier channels, 200 × 100 × 1024 | {accuracy.OURS} | 0.99" in accuracy.table()
+    assert f"| outlier channels, 200 × 100 × 1024 | **{accuracy.OURS}** | 0.99" in accuracy.table()
