@@ -186,3 +186,17 @@ def test_keys_and_values_without_gradients_are_named(name):
         call(x.clone().requires_grad_())
     with torch.no_grad():
         assert call(x.clone().requires_grad_()).shape[-1] == 16
+
+
+def test_the_straight_through_estimate_of_quantized_attention():
+    """As docs/decisions/0016 writes it: the gradient where the rounded arrays are."""
+
+    def rounded(x):
+        return qflash.dequantize(qflash.quantize(x.detach()))
+
+    q, k = (x.clone().requires_grad_() for x in (Q, K))
+    straight = [x + (rounded(x) - x).detach() for x in (q, k)]
+    got = torch.autograd.grad(qflash.attention(*straight, V).sum(), (q, k))
+    there = [rounded(x).requires_grad_() for x in (Q, K)]
+    want = torch.autograd.grad(qflash.attention(*there, V).sum(), there)
+    torch.testing.assert_close(got, want)
