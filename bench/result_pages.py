@@ -122,6 +122,14 @@ PAGES = (
         "comparison, without what follows the product (torch product). INT8 rows count the quantization of x.",
     ),
     Page(
+        "linear_accuracy",
+        "Error of linear layers in INT8",
+        "cpu_int8_matmul",
+        {"linear-accuracy": "Against float64"},
+        "x and the weight are bfloat16, and so are results. One channel in a hundred of x is 20 times as large, or one "
+        "value in a thousand 10 times, or one token in a hundred 100 times. Ways other than qflash's are simulated.",
+    ),
+    Page(
         "reductions",
         "softmax, layer_norm and cross_entropy",
         "reductions",

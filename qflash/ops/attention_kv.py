@@ -381,7 +381,7 @@ ATTENTION_QUANTIZED = Op(
         *("window_left", "window_right", "softcap", "scale", "return_lse", "kernel", "batch_invariant"),
     ),
     _plan_quantized,
-    public="attention",
+    public="attention on quantized arrays",
     checked=("kv_lens",),
     indices=("kv_lens",),
     flops=lambda arrays, *_: _flops(arrays, "q.values", "k.values"),
@@ -398,7 +398,7 @@ ATTENTION_KEPT = Op(
         *("return_lse", "interleaved"),
     ),
     _plan_kept,
-    public="attention",
+    public="attention on a QuantizedKV",
     indices=("kv_lens", "rope.positions_q"),
     flops=lambda arrays, *_: _flops(arrays, "q", "kv.k"),
 )

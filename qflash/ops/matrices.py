@@ -13,7 +13,10 @@ _ROWS = "ABCDEFIJKLMOPQRSTUVWXYZ"  # letters of leading dimensions: those that m
 
 
 def layout_of(matrix: Array) -> tuple[str, int, int] | None:
-    """(contiguous dimension, stride of k, stride of n) of a matrix [k, n]; None: neither is, and it takes a copy."""
+    """(contiguous dimension, stride of k, stride of n) of a matrix [k, n]; None: neither is, and it takes a copy.
+
+    Where both are, as in windows that overlap, it is k: kernels ask for the stride of k alone.
+    """
     k, n = matrix.shape
     if matrix.strides is None or 0 in matrix.shape:
         return "n", n, 1
@@ -23,10 +26,10 @@ def layout_of(matrix: Array) -> tuple[str, int, int] | None:
         stride_k = n if stride_n == 1 or n == 1 else 1
     if n == 1:
         stride_n = k if stride_k == 1 and k != 1 else 1
-    if stride_n == 1 and stride_k >= 0:
-        return "n", stride_k, 1
     if stride_k == 1 and stride_n >= 0:
         return "k", 1, stride_n
+    if stride_n == 1 and stride_k >= 0:
+        return "n", stride_k, 1
     return None
 
 

@@ -361,7 +361,7 @@ ATTENTION_PAGED = Op(
         *("return_lse", "interleaved", "max_seqlen_q"),
     ),
     _plan,
-    public="attention",
+    public="attention on a PagedKV",
     checked=("kv.page_table", "kv.lens", "cu_seqlens_q", "rope.positions_q"),
     indices=("kv.lens", "cu_seqlens_q", "rope.positions_q"),
     flops=_flops,

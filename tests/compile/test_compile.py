@@ -13,7 +13,7 @@ import pytest
 from qflash import dispatch
 from qflash.backends import cuda
 from qflash.backends.arch import ARCHES
-from qflash.call.spec import Spec
+from qflash.call.spec import OP_DTYPES, Spec
 from qflash.jit.compiler import LIBRARY, LOG, Unit
 from qflash.testing.cuda_tools import cuobjdump, why_no_nvcc
 from qflash.testing.cuda_units import (
@@ -245,6 +245,39 @@ def test_compiles_without_local_memory(compiled, unit):
 @pytest.mark.parametrize("unit", cuda.specialisations(), ids=by_label)
 def test_whole_matrix(compiled, unit):
     check_unit(unit, compiled(unit))
+    if cuobjdump() is not None:
+        check_products(unit, compiled(unit))
+
+
+def products_of(unit: Unit) -> set[str]:
+    """The instructions by which a unit of an architecture before Hopper multiplies 16 bits or integers."""
+    if unit.target == "90a":
+        return set()  # check_hopper_instructions
+    rows = [row for row in CUDA_ROWS if row.kernel.name == unit.name and unit in units_of(row, int(unit.target))]
+    found = {INSTRUCTION[row.name][0] for row in rows} & {"HMMA", "IMMA"}
+    dtype = OP_DTYPES[int(dict(unit.defines)["QF_DTYPE"])]
+    by_cores = dtype == "float32" or (dtype == "bfloat16" and unit.target == "75")
+    return found - {"HMMA"} if by_cores else found
+
+
+def check_products(unit: Unit, entry: Path) -> None:
+    names = [op.split(".")[0] for op in opcodes_of(entry)]
+    for instruction in products_of(unit):
+        assert names.count(instruction) >= 32, (unit.label, instruction, names.count(instruction))
+
+
+def first_of_each_product() -> list[Unit]:
+    """Of covering(), for each architecture before Hopper and each of its instructions."""
+    found = {(unit.target, product): unit for unit in reversed(covering()) for product in products_of(unit)}
+    return list(dict.fromkeys(found.values()))
+
+
+@needs_nvcc
+@pytest.mark.skipif(cuobjdump() is None, reason="compile test: no cuobjdump (pip install nvidia-cuda-cuobjdump)")
+@pytest.mark.parametrize("unit", first_of_each_product(), ids=by_label)
+def test_older_tensor_cores_multiply(compiled, unit):
+    """All other units are looked into by test_whole_matrix."""
+    check_products(unit, compiled(unit))
 
 
 def test_the_covering_set_covers():

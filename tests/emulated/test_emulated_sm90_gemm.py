@@ -227,6 +227,9 @@ def test_what_it_refuses(library):
             NoKernelError, match="kernel 'sm90_gemm' was built for another dtype, out_dtype or activation"
         ):
             library(case).launch_struct("QfLinearParams", {**case.fields(arrays), **change})
+    gated = GemmCase(16, 16, 16, activation="swiglu")
+    with pytest.raises(NoKernelError, match="up not as w"):
+        library(gated).launch_struct("QfLinearParams", {**gated.fields(gated.arrays()), "up_stride_k": 16})
     integers = GemmCase(16, 16, 16, "int8", w_along="n")
     with pytest.raises(NoKernelError, match="int8: not along k"):
         run(library(integers), integers)

@@ -147,6 +147,16 @@ OPERATIONS = {
     ),
 }
 
+PAGES = jnp.zeros((1, 1, 16, 4)), jnp.zeros((1, 1, 16, 4)), jnp.zeros((1, 1), jnp.int32), jnp.full(1, 3, jnp.int32)
+OPERATIONS |= {
+    "attention on a PagedKV": (
+        "q", lambda x: x * qflash.attention(x[None, :, None], qflash.PagedKV(*PAGES))[0, :, 0],
+    ),
+    "attention on quantized arrays": (
+        "v", lambda x: x * qflash.attention(*(qflash.quantize(jnp.ones((1, 3, 1, 4))),) * 2, x[None, :, None])[0, :, 0],
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("way", WAYS)
@@ -175,3 +185,19 @@ def test_forward_only_in_a_loop_that_something_else_is_differentiated_in():
     assert np.isfinite(inner(ROWS))
     with pytest.raises(NotImplementedError, match=r"^qflash\.quantize is forward only and x is being differentiated"):
         jax.grad(inner)(ROWS)
+
+
+def test_the_straight_through_estimate_of_quantized_attention():
+    """As docs/decisions/0016 writes it: the gradient where the rounded arrays are."""
+
+    def rounded(x):
+        return qflash.dequantize(qflash.quantize(jax.lax.stop_gradient(x)))
+
+    def straight(x):
+        return x + jax.lax.stop_gradient(rounded(x) - x)
+
+    q, k, v = arrays()
+    got = jax.grad(lambda q, k: qflash.attention(straight(q), straight(k), v).sum(), (0, 1))(q, k)
+    want = jax.grad(lambda q, k: qflash.attention(q, k, v).sum(), (0, 1))(rounded(q), rounded(k))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -163,3 +163,40 @@ def test_refused_packed(changes, error, text):
     assert qflash.attention_varlen(**good).shape == PACKED["q"].shape
     with pytest.raises(error, match=text):
         qflash.attention_varlen(**{**good, **changes})
+
+
+def forward_only():
+    """Calls on keys and values that have no gradients: what is asked for one of its arrays, and what the call is on."""
+    pages, table = torch.zeros(2, 2, 16, 16), torch.tensor([[0, 1]], dtype=torch.int32)
+    q, lens = torch.zeros(1, 5, 4, 16), torch.tensor([20], dtype=torch.int32)
+    kept = torch.zeros(1, 130, 2, 16, dtype=torch.bfloat16, device="meta")
+    return {
+        "q": (q, "a PagedKV", lambda q: qflash.attention(q, qflash.PagedKV(pages, pages, table, lens))),
+        "kv.k_pages": (pages, "a PagedKV", lambda x: qflash.attention(q, qflash.PagedKV(x, pages, table, lens))),
+        "v": (q, "quantized arrays", lambda v: qflash.attention(qflash.quantize(q), qflash.quantize(q), v)),
+        "q of kept": (kept, "a QuantizedKV", lambda q: qflash.attention(q, qflash.quantize_kv(kept, kept))),
+    }
+
+
+@pytest.mark.parametrize("name", forward_only())
+def test_keys_and_values_without_gradients_are_named(name):
+    x, kind, call = forward_only()[name]
+    text = rf"^{name.split()[0]} requires a gradient and qflash\.attention on {kind} is forward only; allowed: "
+    with pytest.raises(NotImplementedError, match=text):
+        call(x.clone().requires_grad_())
+    with torch.no_grad():
+        assert call(x.clone().requires_grad_()).shape[-1] == 16
+
+
+def test_the_straight_through_estimate_of_quantized_attention():
+    """As docs/decisions/0016 writes it: the gradient where the rounded arrays are."""
+
+    def rounded(x):
+        return qflash.dequantize(qflash.quantize(x.detach()))
+
+    q, k = (x.clone().requires_grad_() for x in (Q, K))
+    straight = [x + (rounded(x) - x).detach() for x in (q, k)]
+    got = torch.autograd.grad(qflash.attention(*straight, V).sum(), (q, k))
+    there = [rounded(x).requires_grad_() for x in (Q, K)]
+    want = torch.autograd.grad(qflash.attention(*there, V).sum(), there)
+    torch.testing.assert_close(got, want)

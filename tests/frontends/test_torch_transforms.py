@@ -218,6 +218,18 @@ def test_vmap_folds_into_the_batch():
             same(a[i], b)
 
 
+def test_vmap_with_a_window():
+    """A word that is a list of numbers, none of which is mapped."""
+
+    def gradients(q, k, v):
+        return torch.func.grad(loss_of(window=(3, 1)), argnums=(0, 1, 2))(q, k, v)
+
+    in_dims = (0, None, -1)
+    args = mapped_at(*in_dims)
+    assert_vmap_is_a_loop(lambda *x: qflash.attention(*x, window=(3, 1)), in_dims, 0, *args)
+    assert_vmap_is_a_loop(gradients, in_dims, 0, *args)
+
+
 def test_vmap_nested_and_over_the_last_dimension():
     q, k, v = stacked()
     got = torch.vmap(torch.vmap(lambda q: qflash.attention(q, k[0], v[0])), in_dims=-1)(q.unsqueeze(-1))

@@ -1,4 +1,4 @@
-"""bench.linear: rows of small problems, a candidate that is wrong, and the table made from rows."""
+"""bench.linear and bench.linear_accuracy: rows of small problems, a candidate that is wrong, tables made from rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qflash.dispatch import kernels_of
 
 torch = pytest.importorskip("torch")
 
-linear, rows, run = (load(name) for name in ("linear", "rows", "run"))
+accuracy, linear, rows, run = (load(name) for name in ("linear_accuracy", "linear", "rows", "run"))
 ACTIVATIONS = (None, "gelu_tanh", "swiglu")
 
 
@@ -55,3 +55,19 @@ def test_problems_are_those_of_the_issue_and_fit_a_gpu():
     assert {(8192,) * 3, (4096,) * 3, (16384, 8192, 2048)} <= {(p.m, p.n, p.k) for p in problems}
     assert {1, 16, 64} <= {p.m for p in problems}
     assert max(2 * max(p.m * p.k, p.n * p.k, p.m * p.n) for p in problems) < 2**31
+
+
+def test_accuracy_beside_other_ways(monkeypatch, tmp_path):
+    """A scale for each row and column is torchao's way, to what float32 scales round; coarser ones are farther off."""
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    assert "No rows are committed yet" in accuracy.table()
+    cases = [accuracy.Problem(one.data, 200, 100, 1024) for one in accuracy.PROBLEMS]
+    found = [row for part in run.measure(accuracy.LinearAccuracy(cases)) for row in part]
+    errors = {(row["input"], row["candidate"]): row["rel_l2"] for row in found}
+    same, for_the_weight, for_each = accuracy.SIMULATED
+    for case in cases:
+        ours = errors[case.data, accuracy.OURS]
+        assert errors[case.data, accuracy.ROUNDED] < 3e-3 and ours == pytest.approx(errors[case.data, same], rel=0.02)
+        assert ours < errors[case.data, for_the_weight] < errors[case.data, for_each]
+    rows.write(tmp_path / "machine" / f"{accuracy.NAME}.jsonl", found)
+    assert f"| outlier channels, 200 × 100 × 1024 | **{accuracy.OURS}** | 0.99" in accuracy.table()

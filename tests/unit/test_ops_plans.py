@@ -17,6 +17,7 @@ from qflash.call.prepare import Prepared, prepare
 from qflash.call.spec import spec_of
 from qflash.ops.attention_kv import ATTENTION_KEPT
 from qflash.ops.kv import KV_FIELDS, QUANTIZE_KV
+from qflash.ops.linear import SWIGLU
 from qflash.ops.matmul import INT8_MATMUL
 from qflash.ops.quantization import DEQUANTIZE, QUANTIZE
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
@@ -203,7 +204,8 @@ def test_row_stride(shape, strides, stride):
         ((4, 1), (3, 55), ("n", 3, 1), False),
         ((1, 6), (55, 1), ("n", 6, 1), False),
         ((1, 6), (55, 3), ("k", 1, 3), False),
-        ((1, 1), (7, 7), ("n", 1, 1), False),
+        ((1, 1), (7, 7), ("k", 1, 1), False),
+        ((4, 6), (1, 1), ("k", 1, 1), False),  # windows that overlap
         ((0, 6), (7, 7), ("n", 6, 1), False),
     ],
 )
@@ -214,6 +216,16 @@ def test_either_dimension_of_b_may_be_contiguous(shape, strides, layout, copied)
     assert (plan.spec(0).layout, fields["w_stride_k"], fields["w_stride_n"]) == layout
     assert plan.operands[1].contiguous == copied
     assert plan.spec(90).layout == layout[0]
+
+
+def test_both_weights_run_the_way_that_kernels_take_the_first_to_run():
+    """They look at its stride of k alone."""
+    x = array(2, 4, dtype="float16")
+    windows, rows = (array(4, 6, dtype="float16", strides=strides) for strides in ((1, 1), (6, 1)))
+    for gate, up in ((windows, rows), (rows, windows), (windows, windows)):
+        fields = dict(SWIGLU.plan(x, gate, up, None, None, None, None, False, None).fields)
+        along = "k" if fields["w_stride_k"] == 1 else "n"
+        assert fields[f"up_stride_{along}"] == 1
 
 
 def test_results_of_each_operation():

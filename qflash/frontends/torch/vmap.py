@@ -12,16 +12,16 @@ from qflash.call.op import Op
 Tensor = torch.Tensor
 
 
-def batched(op: Op, packet: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> list[Tensor]:
+def batched(op: Op, packet: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> list[Tensor]:
     """The results, each with the mapped dimension first."""
-    moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(args, in_dims, strict=True)]
     count = len(op.arrays)
-    arrays, words = moved[:count], moved[count:]
-    mapped = {name for name, dim in zip(op.arrays, in_dims, strict=False) if dim is not None}
+    dims_of, words = in_dims[:count], args[count:]  # that of a word may be a list, as a window is
+    arrays = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(args, dims_of, strict=False)]
+    mapped = {name for name, dim in zip(op.arrays, dims_of, strict=True) if dim is not None}
     named = op.named(arrays)
     ranks = {name: x.dim() - (name in mapped) for name, x in named.items()}
     if op.folds(mapped, ranks, dict(zip(op.words, words, strict=True))):
-        return packet(*moved)
+        return packet(*arrays, *words)
     dims = op.dims(ranks) if op.dims is not None else None
     if dims and dims[op.arrays[0]][0] == "b" and not mapped & set(op.tables) and not op.sums_batch(dims):
         return _folded(op, packet, size, mapped, dims, arrays, words)

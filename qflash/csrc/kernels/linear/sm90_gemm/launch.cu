@@ -23,6 +23,7 @@ int check(const QfLinearParams* p) {
   if (p->m < 0 || p->n < 0 || p->k < 0 || p->m > kMaxLength || p->n > kMaxLength || p->k > kMostK)
     return QF_UNSUPPORTED;
   if (p->x_stride_k != 1 || (p->w_stride_k != 1 && (kInt8 || p->w_stride_n != 1))) return QF_UNSUPPORTED;
+  if (QF_ACTIVATION == QF_SWIGLU && (p->w_stride_k == 1 ? p->up_stride_k : p->up_stride_n) != 1) return QF_UNSUPPORTED;
   return QF_OK;
 }
 
@@ -55,7 +56,7 @@ QF_EXPORT const char* qf_status_text(int status) {
   if (status != QF_UNSUPPORTED) return status_text("sm90_gemm", status);
   snprintf(text, sizeof text,
            "kernel 'sm90_gemm' was built for another dtype, out_dtype or activation, or x is not contiguous along k, w "
-           "along neither k nor n (int8: not along k), k past %lld, or the work past what 32 bits count",
+           "along neither k nor n (int8: not along k; up not as w), k past %lld, or the work past what 32 bits count",
            static_cast<long long>(kMostK));
   return text;
 }
