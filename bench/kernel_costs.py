@@ -168,7 +168,14 @@ def table(machine: str | None = None) -> str:
             call = [tables.time(row), tables.ratio(min(row["speedup"].values(), default=None))]
             first = [f"{row['cold_s'] - row['warm_s']:.1f} s", f"{row['warm_s'] * 1e3:.0f} ms"]
             lines.append(
-                [row["operation"], tables.candidate(row), *call, f"{row['lines']}", f"{row['lines_with_included']}", *first]
+                [
+                    row["operation"],
+                    tables.candidate(row),
+                    *call,
+                    f"{row['lines']}",
+                    f"{row['lines_with_included']}",
+                    *first,
+                ]
             )
         header = ["operation", "kernel", "a call", "× the best in CUDA", "lines", "with what they include"]
         return "\n\n".join(

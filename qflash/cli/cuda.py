@@ -13,6 +13,7 @@ from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, steps
 from qflash.dispatch import KERNELS
 from qflash.jit.cache import Cache
+from qflash.jit.compiler import is_compiled
 from qflash.jit.contents import Info
 
 CUDA_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.backend == "cuda")
@@ -35,7 +36,8 @@ def parse_arches(text: str) -> list[int]:
 @click.command(cls=KernelCommand)
 @click.option("--arch", "arches", required=True, help="Compute capabilities, with commas: 80,90a")
 @click.option("--kernel", "kernels", multiple=True, type=click.Choice(CUDA_KERNELS), help="Only this one (repeatable).")
-def build(arches: str, kernels: tuple[str, ...]) -> None:
+@click.option("--dry-run", is_flag=True, help="Say how many there are and how many the cache has; compile nothing.")
+def build(arches: str, kernels: tuple[str, ...], dry_run: bool) -> None:
     """Compile CUDA kernels ahead of time into the cache they are loaded from. Needs nvcc, no GPU."""
     from qflash.backends import cuda
 
@@ -43,6 +45,11 @@ def build(arches: str, kernels: tuple[str, ...]) -> None:
     units = cuda.specialisations(parse_arches(arches), kernels or None)
     if not units:
         raise click.ClickException(f"no kernel serves {arches}; `qflash doctor` lists what each one needs")
+    if dry_run:
+        kept = Cache()
+        there = sum(is_compiled(unit, kept) for unit in units)
+        console.print(f"{there} of {len(units)} libraries are there; {describe(kept)}", soft_wrap=True)
+        return
     Cache().require_writable()  # kernels that are compiled on first use may go elsewhere; what is built ahead may not
     started = time.perf_counter()
     with steps(console, len(units)) as progress:

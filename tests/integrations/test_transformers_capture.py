@@ -1,4 +1,4 @@
-"""capture.py alone: on which device and stream a step is captured, one thread after another, and what a failure leaves."""
+"""capture.py alone: where a step is captured, one thread after another, and what a failure leaves."""
 
 from __future__ import annotations
 

@@ -64,4 +64,3 @@ def _one_at_a_time(graph: Any, device: torch.device, pool: Any) -> Iterator[None
             torch.cuda.graph(graph, stream=_streams[device], capture_error_mode="thread_local", **words),
         ):
             yield
-
