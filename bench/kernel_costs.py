@@ -167,16 +167,8 @@ def table(machine: str | None = None) -> str:
         for row in found:
             call = [tables.time(row), tables.ratio(min(row["speedup"].values(), default=None))]
             first = [f"{row['cold_s'] - row['warm_s']:.1f} s", f"{row['warm_s'] * 1e3:.0f} ms"]
-            lines.append(
-                [
-                    row["operation"],
-                    tables.candidate(row),
-                    *call,
-                    f"{row['lines']}",
-                    f"{row['lines_with_included']}",
-                    *first,
-                ]
-            )
+            counts = [f"{row['lines']}", f"{row['lines_with_included']}"]
+            lines.append([row["operation"], tables.candidate(row), *call, *counts, *first])
         header = ["operation", "kernel", "a call", "× the best in CUDA", "lines", "with what they include"]
         return "\n\n".join(
             filter(None, [tables.markdown([*header, "compilation", "first call"], tables.unrepeated(lines)),

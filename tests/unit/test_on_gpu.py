@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import models
 from bench.presets import PRESETS
 from qflash.cli.cuda import build as build_command
 from qflash.dispatch import VARIANTS
@@ -48,6 +49,8 @@ def test_steps_name_what_exists(on_gpu):
             assert all(name in VARIANTS for name in words), step
         else:
             assert importlib.util.find_spec(module), step
+            if module == "bench.models":
+                assert models.parse(words)[0].limit < step.seconds
 
 
 def test_what_a_step_reads_was_made_before(on_gpu):
