@@ -136,7 +136,7 @@ STEPS = (
     _bench("bench-decode", 400, "decode", "decode_pages", "decode_mixed", "kv_write"),
     _module("bench-linear", 500, "bench.linear", "cuda"),
     _module("bench-int8-gemm", 120, "bench.int8_gemm", "cuda"),
-    _module("bench-triton", 520, "bench.beside_triton"),
+    _module("bench-triton", 520, "bench.beside_triton", "triton", "triton-decode", "triton-rows", "triton-linear"),
     _module("bench-triton-tiles", 240, "bench.triton_tiles"),
     _bench("bench-backward", 300, "backward"),
     _tests("tests-gradients", 400, words="gradients", examples=700, numerics="random"),
@@ -144,6 +144,7 @@ STEPS = (
     _sanitizer("racecheck", 500, "sm90_bwd"),
     _sanitizer("racecheck", 500, "decode", "sm90_decode"),
     _profiles("profiles", 300, "sm90_bwd", "fa_mma_bwd", "sm90_decode", "decode", "sm90_gemm", "gemm_mma"),
+    _module("bench-triton-costs", 520, "bench.beside_triton", "triton-costs"),
     _models("bench-models-rest", 500),
     _module("bench-reductions", 400, "bench.reductions", "cuda"),
     # What passed before.

@@ -33,21 +33,25 @@ def log(monkeypatch):
         finally:
             found.append(("end", words))
 
+    class Graph:
+        def register_generator_state(self, generator):
+            found.append(("draws from", generator))
+
     monkeypatch.setattr(capture, "_streams", {})
-    for name, value in (stand_ins_for_capture(found) | {"graph": graph, "CUDAGraph": object}).items():
+    for name, value in (stand_ins_for_capture(found) | {"graph": graph, "CUDAGraph": Graph}).items():
         monkeypatch.setattr(torch.cuda, name, value)
     return found
 
 
 def test_a_step_is_captured_on_its_device(log):
     """Not on the device that happens to be current, on which a capture would hold nothing."""
-    graph, reason = capture.captured(lambda: log.append(("step", None)), SECOND, pool="a pool")
+    graph, reason = capture.captured(lambda: log.append(("step", None)), SECOND, "a generator", "a pool")
     words = {"stream": "a stream of cuda:1", "capture_error_mode": "thread_local", "pool": "a pool"}
-    around = [SECOND, "the stream before"]
     assert graph is not None and reason == ""
     assert log == [
-        *(("enter", one) for one in around), ("begin", words), ("step", None), ("end", words),
-        *(("leave", one) for one in reversed(around)),
+        ("enter", SECOND), ("draws from", "a generator"), ("enter", "the stream before"),
+        ("begin", words), ("step", None), ("end", words),
+        ("leave", "the stream before"), ("leave", SECOND),
     ]  # fmt: skip
 
 

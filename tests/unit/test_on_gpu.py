@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import models
+from bench import beside_triton, models
 from bench.presets import PRESETS
 from qflash.cli.cuda import build as build_command
 from qflash.dispatch import VARIANTS
@@ -49,6 +49,8 @@ def test_steps_name_what_exists(on_gpu):
             assert all(name in VARIANTS for name in words), step
         else:
             assert importlib.util.find_spec(module), step
+            if module == "bench.beside_triton":
+                assert words and set(words) <= set(beside_triton.SUITES)
             if module == "bench.models":
                 assert models.parse(words)[0].limit < step.seconds
 

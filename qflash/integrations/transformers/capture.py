@@ -30,9 +30,7 @@ def captured(
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:
-        if generator is not None:
-            graph.register_generator_state(generator)
-        with _one_at_a_time(graph, device, pool):
+        with _one_at_a_time(graph, device, generator, pool):
             try:
                 step()
             except Exception as error:  # the end of a capture that failed is another error, which hides this one
@@ -51,9 +49,11 @@ _streams: dict[torch.device, Any] = {}  # that captures happen on: PyTorch's own
 
 
 @contextmanager
-def _one_at_a_time(graph: Any, device: torch.device, pool: Any) -> Iterator[None]:
+def _one_at_a_time(graph: Any, device: torch.device, generator: torch.Generator | None, pool: Any) -> Iterator[None]:
     """A capture on a device. Other threads go on meanwhile, and their captures wait."""
     with _lock, torch.cuda.device(device):
+        if generator is not None:
+            graph.register_generator_state(generator)  # which keeps numbers on the current device
         if device not in _streams:
             _streams[device] = torch.cuda.Stream(device)
         words = {} if pool is None else {"pool": pool}
