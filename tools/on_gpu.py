@@ -164,8 +164,9 @@ STEPS = (
 
 
 def environment(step: Step) -> dict[str, str]:
-    """What a step's program sees: this checkout, wherever it goes, and kernels that were compiled before."""
-    known = dict(os.environ)
+    """What a step's program sees: this checkout, wherever it goes, and kernels that were compiled before. Nothing is
+    fetched: models are made or trained here."""
+    known = {"HF_HUB_OFFLINE": "1"} | os.environ
     known["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), known.get("PYTHONPATH"))))
     if KERNELS.is_dir():
         known.setdefault("QFLASH_CACHE_DIR", str(KERNELS))

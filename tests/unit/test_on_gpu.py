@@ -66,9 +66,11 @@ def test_what_a_step_reads_was_made_before(on_gpu):
 
 def test_steps_find_this_checkout_and_kernels_that_were_compiled_before(on_gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    monkeypatch.delenv("QFLASH_CACHE_DIR", raising=False)
+    for name in ("QFLASH_CACHE_DIR", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
     step = on_gpu.Step("a", (), 1, {"WORD": "word"})
     assert on_gpu.environment(step)["PYTHONPATH"] == f"{tmp_path}:elsewhere"
+    assert on_gpu.environment(step)["HF_HUB_OFFLINE"] == "1"
     assert "QFLASH_CACHE_DIR" not in on_gpu.environment(step) and on_gpu.environment(step)["WORD"] == "word"
     on_gpu.KERNELS.mkdir()
     assert on_gpu.environment(step)["QFLASH_CACHE_DIR"] == str(tmp_path / "kernels")
