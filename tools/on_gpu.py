@@ -12,8 +12,8 @@ next run into the same FOLDER writes made-2.tar.gz. A table of all steps is the 
 
 What has never run on a GPU, and figures that are asked for, come first; what passed before and is run again comes last.
 
-Kernels are compiled when a step first needs them, which takes minutes of a machine that is lent by the minute. They can
-be compiled before, on any machine with the same nvcc:
+Kernels are compiled when a step first needs them, and the GPU waits for minutes. They can be compiled before, on any
+machine with the same nvcc:
 
     QFLASH_CACHE_DIR=build/kernels qflash build --arch 90
 
