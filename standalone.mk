@@ -53,7 +53,8 @@ endif
 # Hopper's own instructions need the "a".
 TARGET := $(patsubst 90,90a,$(NVCC_ARCH))
 SPECIALISATION := -DQF_KERNEL=$(KERNEL) -DQF_ARCH=$(NVCC_ARCH:a=) -DQF_HEAD_DIM=$(HEAD_DIM) -DQF_DTYPE=$(DTYPE_INDEX) \
-  -DQF_PRECISION=$(if $(findstring int8,$(KERNEL)),QF_INT8,QF_NATIVE) -DQF_KV_KIND=QF_KV_ARRAYS
+  -DQF_PRECISION=$(if $(findstring int8,$(KERNEL)),QF_INT8,QF_NATIVE) -DQF_KV_KIND=QF_KV_ARRAYS \
+  -DQF_BATCH_INVARIANT=0
 NVCC_COMMAND = $(NVCC) -std=c++17 $(if $(DEBUG),-g -G,-O3 -lineinfo) -cudart static \
   -gencode 'arch=compute_$(TARGET),code=[sm_$(TARGET),compute_$(TARGET)]' -I$(CSRC) -I$(CSRC)/include $(SPECIALISATION)
 

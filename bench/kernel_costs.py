@@ -30,7 +30,7 @@ NAME = "triton-costs"
 class Problem:
     """What one operation is called with: `call`, an expression of q, k and v, and the kernels that serve it."""
 
-    kind: str
+    operation: str
     call: str
     shape: tuple[int, ...]
     kernels: tuple[str, ...]
@@ -143,7 +143,7 @@ class Costs(Suite):
             yield Candidate(f"qflash {kernel}", lambda arrays, kernel=kernel: arrays.call(kernel), kernel)
 
     def problem(self, arrays: Arrays) -> Row:
-        return {"kind": arrays.problem.kind, "shape": list(arrays.problem.shape)}
+        return {"kind": NAME, "operation": arrays.problem.operation, "shape": list(arrays.problem.shape)}
 
     def row(self, arrays: Arrays, candidate: Candidate, checked: None, timing: Comparison) -> Row:
         assert candidate.kernel is not None
@@ -167,9 +167,8 @@ def table(machine: str | None = None) -> str:
         for row in found:
             call = [tables.time(row), tables.ratio(min(row["speedup"].values(), default=None))]
             first = [f"{row['cold_s'] - row['warm_s']:.1f} s", f"{row['warm_s'] * 1e3:.0f} ms"]
-            lines.append(
-                [row["kind"], tables.candidate(row), *call, f"{row['lines']}", f"{row['lines_with_included']}", *first]
-            )
+            counts = [f"{row['lines']}", f"{row['lines_with_included']}"]
+            lines.append([row["operation"], tables.candidate(row), *call, *counts, *first])
         header = ["operation", "kernel", "a call", "× the best in CUDA", "lines", "with what they include"]
         return "\n\n".join(
             filter(None, [tables.markdown([*header, "compilation", "first call"], tables.unrepeated(lines)),

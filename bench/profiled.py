@@ -79,10 +79,16 @@ def _attention_int8(torch: Any, kernel: str) -> Any:
     return qflash.attention(q, k, _heads(torch), kernel=VARIANTS[kernel].kernel.name)
 
 
+def _queries(torch: Any, kernel: str) -> Any:
+    """One of each head for a kernel that decodes."""
+    return _heads(torch)[:, -1:] if VARIANTS[kernel].kernel.few_rows else _heads(torch)
+
+
 def _attention(torch: Any, kernel: str) -> Any:
     variant = VARIANTS[kernel]
-    arrays = (_heads(torch) for _ in range(3))
-    return qflash.attention(*arrays, precision=variant.precision, kernel=variant.kernel.name)
+    arrays = (_queries(torch, kernel), *(_heads(torch) for _ in "kv"))
+    precision = None if variant.precision == "native" else variant.precision
+    return qflash.attention(*arrays, precision=precision, kernel=variant.kernel.name)
 
 
 def _attention_backward(torch: Any, kernel: str) -> Any:
@@ -94,8 +100,8 @@ def _quantize_kv(torch: Any, kernel: str) -> Any:
     return qflash.quantize_kv(_heads(torch), _heads(torch), precision="int8_fp8", kernel=kernel)
 
 
-def _kv_write(torch: Any, kernel: str) -> Any:
-    k = _heads(torch)
+def _pages(torch: Any, kernel: str, k: Any) -> qflash.PagedKV:
+    """Pages for as many tokens as k has."""
     batch, length, heads, head_dim = k.shape
     columns = length // PAGE_SIZE
     int8 = VARIANTS[kernel].kv == "pages_int8"
@@ -103,14 +109,23 @@ def _kv_write(torch: Any, kernel: str) -> Any:
     pools = [k.new_zeros(*slots, head_dim, dtype=torch.int8 if int8 else k.dtype) for _ in "kv"]
     scales = [k.new_zeros(slots, dtype=torch.float32) if int8 else None for _ in "kv"]
     table = torch.arange(batch * columns, dtype=torch.int32, device="cuda").view(batch, columns)
-    kv = qflash.PagedKV(*pools, table, torch.full((batch,), length, dtype=torch.int32, device="cuda"), *scales)
-    return qflash.paged_write(kv, k, k, kernel=VARIANTS[kernel].kernel.name)
+    return qflash.PagedKV(*pools, table, torch.full((batch,), length, dtype=torch.int32, device="cuda"), *scales)
+
+
+def _kv_write(torch: Any, kernel: str) -> Any:
+    k = _heads(torch)
+    return qflash.paged_write(_pages(torch, kernel, k), k, k, kernel=VARIANTS[kernel].kernel.name)
+
+
+def _attention_pages(torch: Any, kernel: str) -> Any:
+    k = _heads(torch)
+    kv = qflash.paged_write(_pages(torch, kernel, k), k, k)
+    return qflash.attention(_queries(torch, kernel), kv, kernel=VARIANTS[kernel].kernel.name)
 
 
 def _attention_kv(torch: Any, kernel: str) -> Any:
     kv = qflash.quantize_kv(_heads(torch), _heads(torch), precision=VARIANTS[kernel].precision)
-    q = _heads(torch)[:, -1:] if VARIANTS[kernel].kernel.few_rows else _heads(torch)
-    return qflash.attention(q, kv, kernel=VARIANTS[kernel].kernel.name)
+    return qflash.attention(_queries(torch, kernel), kv, kernel=VARIANTS[kernel].kernel.name)
 
 
 # Operation, with the kind of k and v where these are no arrays -> (the problem in words, the call).
@@ -145,11 +160,18 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "rope": ("B=4 T=4096 H=16 D=128 float16", _rope),
     "attention quantized": ("B=4 T=4096 H=16 D=128 float16, row groups, smoothed, full", _attention_int8),
     "attention": ("B=4 T=4096 H=16 D=128 full float16", _attention),
+    **{
+        f"attention {kv}": (
+            f"B=4 T=4096 H=16 D=128 full float16, pages of {PAGE_SIZE}",
+            _attention_pages,
+        )
+        for kv in ("pages", "pages_int8")
+    },
     "attention_backward": ("B=4 T=4096 H=16 D=128 full, float16 or, of fa_bwd, float32", _attention_backward),
     "quantize_kv": ("B=4 T=4096 H=16 D=128 float16, int8_fp8", _quantize_kv),
     "kv_write": (f"B=4 T=4096 H=16 D=128 float16, pages of {PAGE_SIZE}", _kv_write),
     "attention kept": (
-        "B=4 T=4096 H=16 D=128 float16, k and v quantized before, full; one query of decode kernels",
+        "B=4 T=4096 H=16 D=128 float16, k and v quantized before, full",
         _attention_kv,
     ),
 }
@@ -162,6 +184,11 @@ def operation_of(kernel: str) -> str:
     if op == "linear" and variant.precision != "native":
         return f"{op} {variant.precision}"
     return op if op != "attention" or variant.kv == "arrays" else f"{op} {variant.kv}"
+
+
+def problem_of(kernel: str) -> str:
+    """What `main` computes, in words."""
+    return OPERATIONS[operation_of(kernel)][0] + (", one query" if VARIANTS[kernel].kernel.few_rows else "")
 
 
 def main(kernel: str) -> None:

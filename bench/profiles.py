@@ -217,10 +217,10 @@ def metrics_here(ncu: str) -> list[str]:
 
 def command_of(kernel: str, arch: int, case: Case = CASE) -> tuple[str, list[str | Path]]:
     """(the problem in words, what runs it once). Attention kernels have binaries of their own, which are built here;
-    those in the folder of another have none."""
+    those in the folder of another have none, and those that decode take another problem."""
     operation = profiled.operation_of(kernel)
-    if operation != "attention" or kernel not in BY_NAME:
-        return profiled.OPERATIONS[operation][0], [sys.executable, "-m", "bench.profiled", kernel]
+    if operation != "attention" or kernel not in BY_NAME or BY_NAME[kernel].few_rows:
+        return profiled.problem_of(kernel), [sys.executable, "-m", "bench.profiled", kernel]
     run(["make", f"KERNEL={kernel}", f"NVCC_ARCH={arch}", f"HEAD_DIM={case.head_dim}", f"DTYPE={case.dtype}"])
     binary = store.ROOT / "bin" / f"profile_{kernel}"
     problem = [f"--batch={case.batch}", f"--heads={case.q_heads}", f"--length={case.q_len}", "--random"]

@@ -47,6 +47,7 @@ class Suite(ABC):
     timed = True
     says_left_out = False  # rows say who could not take part in their problem, and why
     budget = 3.0  # seconds of timing a problem
+    min_rounds = 7  # of which every candidate is timed in each, whatever that takes
     graph = True  # CUDA: short calls are replayed from a graph, so that the host's share is not counted
 
     @abstractmethod
@@ -86,7 +87,7 @@ def measure(
     suite: Suite,
     *,
     budget: float | None = None,
-    min_rounds: int = 7,
+    min_rounds: int | None = None,
     cases: Sequence[Any] | None = None,
     leave_out: tuple[str, ...] = (),
     on_skip: Callable[[str], None] = lambda text: None,
@@ -95,14 +96,18 @@ def measure(
     """One list of rows per problem of `suite`. What is left out is told to `on_skip`: candidates that cannot run, once
     each, and problems that are not measured again.
 
-    `budget` and `cases` stand in for the suite's own; `leave_out` names candidates that need not take part. resume:
-    keep the rows of each problem when it ends, and take those that a run which was cut off has left (bench/journal.py).
+    `budget`, `min_rounds` and `cases` stand in for the suite's own; `leave_out` names candidates that need not take
+    part. resume: keep the rows of each problem when it ends, and take those that a run which was cut off has left
+    (bench/journal.py).
     """
     shared = {"preset": suite.name} | rows.provenance(suite.device)
-    options: dict[str, Any] = {"budget": suite.budget if budget is None else budget, "min_rounds": min_rounds}
+    options: dict[str, Any] = {
+        "budget": suite.budget if budget is None else budget,
+        "min_rounds": suite.min_rounds if min_rounds is None else min_rounds,
+    }
+    how = {**options, "leave_out": leave_out}
     if suite.timed:
         options["clock"], options["min_sample"] = suite.clock()
-    how = {"budget": options["budget"], "min_rounds": min_rounds, "leave_out": leave_out}
     journal = Journal(shared, how) if resume else None
     if journal:
         on_skip(f"{len(journal)} of the problems of {suite.name}, which a run that was cut off has measured")

@@ -73,7 +73,7 @@ class Tiles(Suite):
         return [Candidate(name, partial(_call, tile), KERNEL) for name, tile in tiles.items()]
 
     def problem(self, arrays: CheckedArrays) -> Row:
-        return rows.problem(arrays.case, FORWARD)
+        return rows.problem(arrays.case, NAME)
 
     def check(self, arrays: CheckedArrays, candidate: Candidate, call: Call, result: Any) -> float:
         found = result[:1, -CHECKED_ROWS:, :1].float().cpu().numpy()

@@ -13,6 +13,7 @@ from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, steps
 from qflash.dispatch import BY_NAME, KERNELS, arch_reasons
 from qflash.jit.cache import Cache
+from qflash.jit.compiler import is_compiled
 from qflash.jit.contents import Info
 
 CUDA_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.backend == "cuda")
@@ -43,7 +44,8 @@ def parse_arches(text: str) -> list[int]:
     metavar="NAME",
     help="Compile only this kernel (repeatable).",
 )
-def build(arches: str, kernels: tuple[str, ...]) -> None:
+@click.option("--dry-run", is_flag=True, help="Say how many there are and how many the cache has; compile nothing.")
+def build(arches: str, kernels: tuple[str, ...], dry_run: bool) -> None:
     """Compile CUDA kernels ahead of time, into the compile cache.
 
     This needs nvcc, but no GPU.
@@ -58,6 +60,11 @@ def build(arches: str, kernels: tuple[str, ...]) -> None:
             name, (why,) = min(why_not.items(), key=lambda item: BY_NAME[item[0]].min_arch)
             raise click.BadParameter(f"no kernel runs on it: {name} {why}", param_hint="--arch")
     units = cuda.specialisations(wanted, kernels or None)
+    if dry_run:
+        kept = Cache()
+        there = sum(is_compiled(unit, kept) for unit in units)
+        console.print(f"{there} of {len(units)} libraries are there; {describe(kept)}", soft_wrap=True)
+        return
     Cache().require_writable()  # kernels that are compiled on first use may go elsewhere; what is built ahead may not
     started = time.perf_counter()
     with steps(console, len(units)) as progress:

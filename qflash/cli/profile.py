@@ -13,7 +13,7 @@ from qflash.cli.command import KernelCommand
 from qflash.cli.console import make_console, steps
 from qflash.dispatch import VARIANTS, arch_reasons
 
-CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.device == "cuda")
+CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.kernel.backend == "cuda")
 
 
 @click.command(cls=KernelCommand)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from qflash.backends import cuda
+from qflash.dispatch import BY_NAME, kernels_of
 from qflash.errors import ToolchainError
 from qflash.jit import toolchain
 
@@ -107,6 +109,17 @@ def test_another_specialisation_rebuilds_and_the_same_does_not(tree, binary):
     assert (tree / command).stat().st_mtime_ns == before < binary.stat().st_mtime_ns
     make(tree, command, *words, "DTYPE=float32")
     assert (tree / command).stat().st_mtime_ns > before
+
+
+ALSO = {"QF_PLAIN_SCORES"}  # without it a kernel serves all scores
+
+
+@pytest.mark.parametrize("kernel", [row.name for row in kernels_of("attention", "cuda") if row.backend == "cuda"])
+def test_a_binary_is_told_what_a_library_of_its_kernel_is(tree, kernel):
+    arch = max(BY_NAME[kernel].min_arch, 80)
+    unit = cuda.unit(BY_NAME[kernel], cuda.specs(BY_NAME[kernel], arch)[0])
+    said = make(tree, "--dry-run", f"KERNEL={kernel}", f"NVCC_ARCH={arch}").stdout
+    assert [name for name, _ in unit.defines if f"-D{name}=" not in said and name not in ALSO] == []
 
 
 @pytest.mark.parametrize(

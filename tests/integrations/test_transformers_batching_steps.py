@@ -17,7 +17,7 @@ from qflash.integrations.transformers.requests import Request
 from qflash.integrations.transformers.rows import Rows
 from qflash.integrations.transformers.sampling import Sampling
 from qflash.testing import tiny_models as tiny
-from qflash.testing.torch_steps import Recorder
+from qflash.testing.torch_steps import Recorder, stand_ins_for_capture
 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "gemma3", "gpt_oss")
@@ -81,8 +81,8 @@ def fake_graphs(monkeypatch):
     capturing = []
 
     @contextmanager
-    def capture(graph, pool):
-        assert pool == "one pool"
+    def capture(graph, pool, stream, capture_error_mode):
+        assert (pool, stream, capture_error_mode) == ("one pool", "a stream of cpu", "thread_local")
         capturing.append(graph)
         try:
             yield
@@ -102,6 +102,8 @@ def fake_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "one pool")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    for name, value in stand_ins_for_capture([]).items():
+        monkeypatch.setattr(torch.cuda, name, value)
     return FakeGraph
 
 
@@ -136,7 +138,7 @@ def test_a_pass_that_cannot_be_captured(fake_graphs, monkeypatch):
     _, want = served(capture=False)
 
     @contextmanager
-    def refuses(graph, pool):
+    def refuses(graph, **words):
         tried.append(graph)
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
         yield

@@ -20,7 +20,7 @@ from qflash.integrations.transformers import decoding
 from qflash.integrations.transformers.causal_model import CausalModel
 from qflash.integrations.transformers.sampling import Sampling
 from qflash.testing import tiny_models as tiny
-from qflash.testing.torch_steps import Recorder
+from qflash.testing.torch_steps import Recorder, stand_ins_for_capture
 
 NEW = 12
 
@@ -387,7 +387,8 @@ def fake_graphs(monkeypatch):
     """Decode steps that take the CPU for a GPU. A captured step runs, and its tensors are then as before."""
 
     @contextmanager
-    def capture(graph):
+    def capture(graph, stream, capture_error_mode):
+        assert (stream, capture_error_mode) == ("a stream of cpu", "thread_local")
         step = FakeGraph.step
         tensors = (step._tokens, step._positions, step._has_ended)
         before = [x.clone() for x in tensors]
@@ -412,6 +413,8 @@ def fake_graphs(monkeypatch):
     monkeypatch.setattr(decoding._DecodeStep, "__init__", init)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    for name, value in stand_ins_for_capture([]).items():
+        monkeypatch.setattr(torch.cuda, name, value)
     return FakeGraph
 
 
@@ -443,7 +446,8 @@ def test_a_captured_step_draws_the_same_tokens(fake_graphs):
     assert torch.equal(captured.sequences, drawn.sequences)
 
 
-def test_a_step_that_cannot_be_captured(fake_graphs, monkeypatch):
+@pytest.mark.parametrize("words", [{}, {"do_sample": True, "seed": 5}], ids=["greedy", "drawn"])
+def test_a_step_that_cannot_be_captured(words, fake_graphs, monkeypatch):
     """The loop goes on without a graph, from the step that failed half-way, and says why."""
     forward = decoding.Decoder.forward
     calls = []
@@ -455,9 +459,10 @@ def test_a_step_that_cannot_be_captured(fake_graphs, monkeypatch):
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
         return forward(self, ids, positions, attention_mask)
 
+    want = generated("llama", capture=False, **words)
     monkeypatch.setattr(decoding.Decoder, "forward", fails_in_capture)
-    result = generated("llama")
-    assert torch.equal(result.sequences, reference("llama")) and not result.is_captured
+    result = generated("llama", **words)
+    assert torch.equal(result.sequences, want.sequences) and not result.is_captured
     reason = "the step was not captured: RuntimeError: operation not permitted when stream is capturing"
     assert result.reason == reason and fake_graphs.captures == 0
 

@@ -73,6 +73,16 @@ def test_cases_and_candidates_can_be_fewer(monkeypatch):
     assert [(row["candidate"], row["n"]) for row in part] == [("built in", 4)]
 
 
+def test_a_suite_of_long_calls_takes_fewer_rounds(monkeypatch):
+    monkeypatch.setattr(rows, "provenance", lambda device: {})
+    suite = Sums()
+    for suite.min_rounds in (2, 9):
+        for part in run.measure(suite, budget=0):
+            assert [row["us"]["n"] for row in part] == [suite.min_rounds] * 2
+    # A call of this suite serves every request one by one, half a minute on a GPU.
+    assert load("serving").Serving("cuda").min_rounds < run.Suite.min_rounds
+
+
 def test_an_error_of_another_sort_is_nobodys_refusal(monkeypatch):
     monkeypatch.setattr(rows, "provenance", lambda device: {})
     monkeypatch.setattr(Sums, "candidates", lambda self, arrays: [run.Candidate("x", lambda arrays: 1 / 0)])

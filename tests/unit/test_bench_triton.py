@@ -20,6 +20,7 @@ beside, costs, lines, linear, reductions, result_pages, rows, run, tutorial = (
         "tutorial",
     )
 )
+sections = load("drawing.sections").sections
 IN_TRITON = {row.name for row in dispatch.KERNELS if row.backend == "triton"}
 SOFTMAX = costs.Problem("softmax", "qflash.softmax(q, {})", (8, 32), ("cpu_softmax",))
 
@@ -50,7 +51,7 @@ def test_a_kernel_counts_what_it_includes():
 def test_every_problem_has_kernels_of_both_kinds():
     for problem in costs.PROBLEMS:
         backends = {dispatch.BY_NAME[kernel].backend for kernel in problem.kernels}
-        assert backends == {"cuda", "triton"}, problem.kind
+        assert backends == {"cuda", "triton"}, problem.operation
         for kernel in problem.kernels:
             own, whole = lines.lines_of(kernel)
             assert 0 < own <= whole, kernel
@@ -64,7 +65,7 @@ def test_every_problem_has_kernels_of_both_kinds():
 def test_first_calls_are_measured_in_processes_of_their_own():
     pytest.importorskip("torch")
     ((row,),) = run.measure(costs.Costs("cpu", (SOFTMAX,)), budget=0, min_rounds=1)
-    assert row["kernel"] == "cpu_softmax" and (row["kind"], row["shape"]) == ("softmax", [8, 32])
+    assert row["kernel"] == "cpu_softmax" and (row["operation"], row["shape"]) == ("softmax", [8, 32])
     assert row["cold_s"] > 0 and row["warm_s"] > 0 and row["again_s"] > 0 and row["us"]["p50"] > 0
     assert row["left_out"] == {}
 
@@ -159,13 +160,14 @@ def with_rows(monkeypatch, *found):
 
 
 def test_the_table_of_costs(monkeypatch):
-    about = {"kind": "forward", "left_out": {}}
+    about = {"kind": costs.NAME, "operation": "forward", "left_out": {}}
     cuda = {"kernel": "sm90_fwd", "candidate": "qflash sm90_fwd", "us": {"p50": 100.0}, "speedup": {}}
     cuda |= {"cold_s": 40.2, "warm_s": 0.2, "again_s": 1e-4, "lines": 700, "lines_with_included": 4000}
     ours = {"kernel": "triton_fwd", "candidate": "qflash triton_fwd", "us": {"p50": 150.0}}
     ours |= {"speedup": {"qflash sm90_fwd": 0.667, "qflash fa_mma": 1.2}, "left_out": {"qflash fa_mma": "no nvcc"}}
     ours |= {"cold_s": 2.5, "warm_s": 0.125, "again_s": 1e-5, "lines": 130, "lines_with_included": 540}
     with_rows(monkeypatch, about | cuda, about | ours)
+    assert not sections([about | cuda, about | ours])  # no picture, which would want other columns
     table = costs.table()
     assert "| forward | **qflash sm90_fwd** | 100.0 µs |  | 700 | 4000 | 40.0 s | 200 ms |" in table
     assert "|  | **qflash triton_fwd** | 150.0 µs | 0.67× | 130 | 540 | 2.4 s | 125 ms |" in table

@@ -15,6 +15,7 @@ from qflash.testing.timing import WallClock
 pytestmark = pytest.mark.skipif(bool(backend.why_not()), reason=backend.why_not())
 
 presets, rows, run, tiles = (load(name) for name in ("presets", "rows", "run", "triton_tiles"))
+sections = load("drawing.sections").sections
 
 
 @pytest.mark.parametrize("head_dim", tiles.TILES)
@@ -54,6 +55,7 @@ def test_rows_of_a_race(monkeypatch):
     for row in found:
         assert row["rel_l2"] < 5e-3 and row["gflops"] > 0 and row["kernel"] == "triton_fwd"
     assert found[1]["speedup"][tiles.TABLES_OWN] > 0
+    assert not sections(found)  # no picture: `qflash report` makes a table of them
     shared = {"gpu": "A GPU", "driver": "1", "commit": "abc", "versions": {"torch": "2"}}
     monkeypatch.setattr(rows, "committed", lambda name, machine=None: {"m": [row | shared for row in found]})
     assert "| B=1 T=96 H=2 D=64 causal bfloat16 | the table's |" in tiles.table()

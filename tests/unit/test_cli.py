@@ -246,6 +246,20 @@ def test_build_refuses_what_no_kernel_runs_on(invoke, words, why):
     assert f"no kernel runs on it: {why}" in " ".join(result.output.split())
 
 
+def test_build_says_how_many_libraries_the_cache_has(invoke, monkeypatch, cache_dir):
+    names = []
+
+    def is_compiled(unit, cache):
+        names.append(unit.name)
+        return len(names) == 1
+
+    monkeypatch.setattr("qflash.cli.cuda.is_compiled", is_compiled)
+    monkeypatch.setattr("qflash.backends.cuda.build", None)  # nothing is compiled
+    result = invoke("build", "--arch", "80", "--kernel", "softmax", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert f"1 of {len(names)} libraries are there; {cache_dir}: 0 entries" in result.output and len(names) == 3
+
+
 @pytest.mark.parametrize("arch", ["hopper", "9", "80;90", ""])
 def test_build_refuses_what_is_no_architecture(invoke, arch):
     result = invoke("build", "--arch", arch)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from qflash import machine
 from qflash.cli import main
 from qflash.cli.bench import load
+from qflash.cli.profile import CUDA_KERNELS
 from qflash.dispatch import KERNELS
 
 profiles, profiled, roofline, report, store = (
@@ -175,6 +176,9 @@ def test_collecting_builds_checks_profiles_and_writes(tmp_path, monkeypatch):
 def test_every_operation_has_a_problem_to_profile(monkeypatch):
     ops = {kernel.op for kernel in KERNELS if kernel.device == "cuda"} - {"attention"}
     assert ops <= set(profiled.OPERATIONS)
+    assert {profiled.operation_of(name) for name in CUDA_KERNELS} <= set(profiled.OPERATIONS)
+    for kernel in ("decode", "sm90_decode"):  # whose binary would be asked for 4096 queries
+        assert profiles.command_of(kernel, 90)[1] == [sys.executable, "-m", "bench.profiled", kernel]
     row = types.SimpleNamespace(op="softmax", source=None)
     monkeypatch.setitem(profiles.BY_NAME, "softmax", row)
     problem, command = profiles.command_of("softmax", 90)

@@ -314,8 +314,12 @@ class _DecodeStep:
             self._step()
 
     def _try_capture(self) -> None:
-        self.graph, self.reason = captured(self._step, self._generator)
+        self.graph, self.reason = captured(self._step, self._tokens.device, self._generator)
         self._decoder.cache.repeat_pass()
+        if self.graph is None and self._generator is not None:
+            # A capture that was cut off may leave its generator to graphs alone: another one goes on with its draws.
+            old, self._generator = self._generator, torch.Generator(self._tokens.device)
+            self._generator.set_state(old.get_state())
 
     def _is_over(self, index: int, stream: Stream | None) -> bool:
         if not len(self._ends):

@@ -99,7 +99,7 @@ class DecodePass:
         """The first pass as it is, which warms everything up, and those after it by a graph."""
         kind = self.rows.is_drawn
         if kind in self._warm and kind not in self.graphs and not self._passes.reason:
-            graph, self._passes.reason = captured(self._pass, pool=self._passes.pool)
+            graph, self._passes.reason = captured(self._pass, self._passes.device, pool=self._passes.pool)
             if graph is not None:
                 self.graphs[kind] = graph
         if kind in self.graphs:
