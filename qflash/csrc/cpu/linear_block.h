@@ -102,19 +102,14 @@ static void multiply_chunk(const LinearBlock& block, const BlockScratch& s, cons
   }
 }
 
-// The same of few rows, from the panels as they lie in memory.
+// The same of few rows, from w as it lies in memory.
 template <class Words>
 static void multiply_chunk_of_few(const LinearBlock& block, const BlockScratch& s, const Weight<Words>& w, int64_t k0,
                                   int64_t k, float* sums, bool first) {
   const int depth = smaller(k - k0, kChunkWords * Words::kPack);
-  for (int c = 0; c < block.columns; c += kPanel) {
-    const int columns = smaller(block.columns - c, kPanel);
-    const auto* from = w.at(k0, block.column + c);
-    const auto* next = c + kPanel < block.columns ? from + kPanel * w.column_stride : w.at(k0 + depth, block.column);
-    FewRows<Words>{s.x,   kRowPitch, from,    w.k_stride, w.column_stride, columns,
-                   depth, sums + c,  s.width, first,      next - from}
-        .multiply(block.rows);
-  }
+  FewRows<Words>{s.x, kRowPitch, w.at(k0, block.column), w.k_stride, w.column_stride, block.columns, depth, sums,
+                 s.width, first}
+      .multiply(block.rows);
 }
 
 static void end_rows(const QfLinearParams& p, const LinearBlock& block, const BlockScratch& s, int products) {
