@@ -15,9 +15,9 @@ constexpr int kFewRowsAlongK = 2;
 // Columns of a block of such rows: so few that the processor's own prefetching follows each.
 constexpr int kFewColumns = 2 * kLanes;
 
-// Where memory runs along columns: vectors of them that one row of x is multiplied by in registers, a whole block's, and
-// how many lines of w ahead the same columns are asked for.
-constexpr int kWidest = kLanes == 16 ? 16 : 8, kLinesAhead = 16;
+// Where memory runs along columns: vectors of them that one row of x is multiplied by in registers, a whole block's on
+// AVX-512; how many lines of w ahead the same columns are asked for, and of how many columns that pays.
+constexpr int kWidest = kLanes == 16 ? 16 : 8, kLinesAhead = 16, kStreamed = 32;
 
 // Whether so many rows are multiplied without packing. Only float32: along k, products of pairs wait for each other
 // longer, and a square of 16-bit numbers fills half of each line.
@@ -98,9 +98,11 @@ struct FewRows {
 #pragma GCC unroll 8
       for (int i = 0; i < M; i++) sums[j][i] = zero();
     const auto* from = w + column;
+    // A piece of a line is no stream: of such, the next piece comes sooner than the lines below.
+    const int64_t distance = N * kLanes >= kStreamed ? kLinesAhead * k_stride : N * kLanes;
     for (int k = 0, word = 0; k < depth; k += Words::kPack, word++, from += Words::kPack * k_stride) {
 #pragma GCC unroll 16
-      for (int j = 0; j < N; j++) prefetch_far(from + j * kLanes + kLinesAhead * k_stride);
+      for (int j = 0; j < N; j++) prefetch_far(from + j * kLanes + distance);
 #pragma GCC unroll 16
       for (int j = 0; j < N; j++) {
         const Vec words = Words::across(from + j * kLanes, k_stride, depth - k, N > 1 ? kLanes : columns - column);
@@ -124,7 +126,7 @@ struct FewRows {
   void multiply() const {
     int column = 0;
     if (column_stride == 1) {
-      multiply_columns<M, kWidest / (M < 3 ? M : 4)>(column);
+      multiply_columns<M, kWidest / (M == 1 ? 1 : M < 4 ? 2 : 4)>(column);
     } else if constexpr (M <= kFewRowsAlongK) {
       for (; columns - column >= kFewColumns; column += kFewColumns) multiply_along_k<M>(column);
       for (; column < columns; column += kLanes) multiply_along_k<M, 1>(column);

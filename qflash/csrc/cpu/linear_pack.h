@@ -66,8 +66,11 @@ static void pack_x(const typename Words::Number* x, int64_t row_stride, int64_t 
                    float* packed, int64_t pitch) {
   constexpr int kNumbers = kLanes * Words::kPack;  // of a vector of words
   if (k_stride == 1) {
-    for (int r = 0; r < rows; r++, x += row_stride, packed += pitch)
-      for (int k = 0; k < depth; k += kNumbers) store(packed + k / Words::kPack, Words::along(x + k, depth - k));
+    for (int r = 0; r < rows; r++, x += row_stride, packed += pitch) {
+      int k = 0;
+      for (; depth - k >= kNumbers; k += kNumbers) store(packed + k / Words::kPack, Words::along(x + k, kNumbers));
+      if (k < depth) store(packed + k / Words::kPack, Words::along(x + k, depth - k));
+    }
     return;
   }
   for (int r = 0; r < rows; r += kLanes)
