@@ -114,12 +114,14 @@ static void multiply_chunk_of_few(const LinearBlock& block, const BlockScratch& 
 }
 
 static void end_rows(const QfLinearParams& p, const LinearBlock& block, const BlockScratch& s, int products) {
-  load_bias(s.bias[0], p.bias, p.bias_dtype, block.column, block.columns);
-  if (products == 2) load_bias(s.bias[1], p.up_bias, p.bias_dtype, block.column, block.columns);
+  const void* const biases[2] = {p.bias, p.up_bias};
+  for (int i = 0; i < products; i++)
+    if (biases[i]) load_bias(s.bias[i], biases[i], p.bias_dtype, block.column, block.columns);
   for (int r = 0; r < block.rows; r++) {
     float* rows[2] = {};
     for (int i = 0; i < products; i++) {
       rows[i] = s.sums[i] + r * s.width;
+      if (!biases[i]) continue;
       for (int c = 0; c < block.columns; c += kLanes) store(rows[i] + c, load(rows[i] + c) + load(s.bias[i] + c));
     }
     end_row(p, block.row + r, block.column, block.columns, rows[0], rows[1], s.spare);
