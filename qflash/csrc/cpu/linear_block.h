@@ -108,7 +108,7 @@ template <class Words>
 static void multiply_chunk_of_few(const LinearBlock& block, const BlockScratch& s, const Weight<Words>& w, int64_t k0,
                                   int64_t k, float* sums, bool first) {
   const int depth = smaller(k - k0, kChunkWords * Words::kPack);
-  FewRows<Words>{s.x, kRowPitch, w.at(k0, block.column), w.k_stride, w.column_stride, block.columns, depth, sums,
+  FewRows<Words>{s.x,     kRowPitch, w.at(k0, block.column), w.k_stride, w.column_stride, block.columns, depth, sums,
                  s.width, first}
       .multiply(block.rows);
 }

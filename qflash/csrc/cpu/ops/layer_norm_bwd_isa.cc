@@ -47,9 +47,12 @@ int layer_norm_bwd_rows(const QfLayerNormBwdParams& p, int64_t begin, int64_t en
       return weight ? g * load_or(weight + i, left, zero()) : g;
     };
     double of_row[3];  // the sums of z, g and g z
-    sum_terms(n, [&](int64_t i, int64_t left, Vec* terms) {
-      terms[0] = z_of(i, left), terms[1] = g_of(i, left), terms[2] = terms[1] * terms[0];
-    }, of_row);
+    sum_terms(
+        n,
+        [&](int64_t i, int64_t left, Vec* terms) {
+          terms[0] = z_of(i, left), terms[1] = g_of(i, left), terms[2] = terms[1] * terms[0];
+        },
+        of_row);
     const double offset = of_row[0] / double(n), mean_g = of_row[1] / double(n);
     // An infinite gradient has no use for the correction, which may be 0 * inf.
     const double correction = mean_g - mean_g == 0 ? offset * mean_g : 0.0;

@@ -21,13 +21,17 @@ Statistics statistics_of(Numbers numbers, const void* x, int64_t n, float unit) 
   };
   const float first = unit * sum(numbers.load(x, 0, 1));
   const Vec near = broadcast(first);
-  const float mean = float(first + sum_terms(n, [&](int64_t i, int64_t left) { return difference(i, left, near); }) / double(n));
+  const float mean =
+      float(first + sum_terms(n, [&](int64_t i, int64_t left) { return difference(i, left, near); }) / double(n));
   const Vec means = broadcast(mean);
   double sums[2];  // of differences and of their squares
-  sum_terms(n, [&](int64_t i, int64_t left, Vec* terms) {
-    terms[0] = difference(i, left, means);
-    terms[1] = terms[0] * terms[0];
-  }, sums);
+  sum_terms(
+      n,
+      [&](int64_t i, int64_t left, Vec* terms) {
+        terms[0] = difference(i, left, means);
+        terms[1] = terms[0] * terms[0];
+      },
+      sums);
   const double rest = sums[0] / double(n), variance = sums[1] / double(n) - rest * rest;
   return {mean, float(rest), variance < 0 ? 0 : variance};
 }
