@@ -235,19 +235,23 @@ def test_what_the_backward_pass_is_given(kernel, dtype, activation):
 @pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
 @FLOATS
 def test_a_row_does_not_depend_on_the_others(kernel, dtype, activation):
-    """Nor on threads, nor on which dimension of w is contiguous."""
-    case = LinearCase(301, 330, 700, dtype, "n", activation, dtype, residual=True)
+    """Nor on threads, nor on which dimension of w is contiguous. One thread has the widest blocks of columns."""
+    case = LinearCase(301, 490, 700, dtype, "n", activation, dtype, residual=True)
     all_rows = call(case, kernel)
     along_k = {name: np.asfortranarray(x) if name in case.weights else x for name, x in case.arrays.items()}
     starts = {1: 100, 2: 7, 3: 298, 4: 31, 5: 37, 16: 2, 195: 5, 301: 0}
-    for rows in (slice(start, start + count) for count, start in starts.items()):
-        for arrays in (case.arrays, along_k):
-            part = replace(case)
-            part.__dict__["arrays"] = {name: x[rows] if name in ("x", "residual") else x for name, x in arrays.items()}
-            assert np.array_equal(call(part, kernel), all_rows[rows]), rows
     before = qflash.get_num_threads()
     try:
-        for threads in (1, 3, 16):
+        for threads, (count, start) in product((1, before), starts.items()):
+            qflash.set_num_threads(threads)
+            rows = slice(start, start + count)
+            for arrays in (case.arrays, along_k):
+                part = replace(case)
+                part.__dict__["arrays"] = {
+                    name: x[rows] if name in ("x", "residual") else x for name, x in arrays.items()
+                }
+                assert np.array_equal(call(part, kernel), all_rows[rows]), (rows, threads)
+        for threads in (3, 16):
             qflash.set_num_threads(threads)
             assert np.array_equal(call(case, kernel), all_rows), threads
     finally:

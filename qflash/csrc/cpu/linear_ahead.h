@@ -40,5 +40,19 @@ class LinesAhead {
   int64_t bytes_ = 0, at_ = 0;
 };
 
+// What a product asks for: lines of the next panel, one with each step, and of what comes after the chunk, some with
+// each tile.
+struct Wanted {
+  static constexpr int kLinesOfTile = 16;
+
+  LinesAhead panel;
+  LinesAhead& after;
+
+  void step() { panel.step(); }
+  void tile() {
+    for (int i = 0; i < kLinesOfTile; i++) after.step();
+  }
+};
+
 }  // namespace QF_ISA
 }  // namespace qf

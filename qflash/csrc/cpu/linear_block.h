@@ -85,7 +85,7 @@ struct NextPanel {
 // sums (+)= packed x times w[k0 .. +depth], which is packed panel by panel.
 template <class Words>
 static void multiply_chunk(const LinearBlock& block, const BlockScratch& s, const Weight<Words>& w, int64_t k0,
-                           int64_t k, float* sums, bool first) {
+                           int64_t k, float* sums, bool first, LinesAhead& after) {
   constexpr int kDepth = kChunkWords * Words::kPack;
   const auto panel_at = [&](int64_t from, int c) {
     return Panel{from, smaller(k - from, kDepth), block.column + c, smaller(block.columns - c, kPanel)};
@@ -97,37 +97,51 @@ static void multiply_chunk(const LinearBlock& block, const BlockScratch& s, cons
     NextPanel next(w, here, last ? panel_at(k0 + here.depth, 0) : panel_at(k0, c + kPanel),
                    ceil_div(block.rows, kMaxRows) * words);
     pack_panel<Words>(w.at(k0, here.column), w.k_stride, w.column_stride, here.columns, here.depth, s.w, next.packing);
+    Wanted wanted = {next.multiplying, after};
     product<Words>(int(ceil_div(here.columns, kLanes)), block.rows, s.x, kRowPitch, s.w, sums + c, s.width, words,
-                   first, next.multiplying);
+                   first, wanted);
   }
 }
 
-// The same of few rows, from the panels as they lie in memory.
+// The same of few rows, from w as it lies in memory.
 template <class Words>
 static void multiply_chunk_of_few(const LinearBlock& block, const BlockScratch& s, const Weight<Words>& w, int64_t k0,
                                   int64_t k, float* sums, bool first) {
   const int depth = smaller(k - k0, kChunkWords * Words::kPack);
-  for (int c = 0; c < block.columns; c += kPanel) {
-    const int columns = smaller(block.columns - c, kPanel);
-    const auto* from = w.at(k0, block.column + c);
-    const auto* next = c + kPanel < block.columns ? from + kPanel * w.column_stride : w.at(k0 + depth, block.column);
-    FewRows<Words>{s.x,   kRowPitch, from,    w.k_stride, w.column_stride, columns,
-                   depth, sums + c,  s.width, first,      next - from}
-        .multiply(block.rows);
-  }
+  FewRows<Words>{s.x,     kRowPitch, w.at(k0, block.column), w.k_stride, w.column_stride, block.columns, depth, sums,
+                 s.width, first}
+      .multiply(block.rows);
 }
 
 static void end_rows(const QfLinearParams& p, const LinearBlock& block, const BlockScratch& s, int products) {
-  load_bias(s.bias[0], p.bias, p.bias_dtype, block.column, block.columns);
-  if (products == 2) load_bias(s.bias[1], p.up_bias, p.bias_dtype, block.column, block.columns);
+  const void* const biases[2] = {p.bias, p.up_bias};
+  for (int i = 0; i < products; i++)
+    if (biases[i]) load_bias(s.bias[i], biases[i], p.bias_dtype, block.column, block.columns);
   for (int r = 0; r < block.rows; r++) {
     float* rows[2] = {};
     for (int i = 0; i < products; i++) {
       rows[i] = s.sums[i] + r * s.width;
+      if (!biases[i]) continue;
       for (int c = 0; c < block.columns; c += kLanes) store(rows[i] + c, load(rows[i] + c) + load(s.bias[i] + c));
     }
     end_row(p, block.row + r, block.column, block.columns, rows[0], rows[1], s.spare);
   }
+}
+
+// What a block reads or writes after the chunk at k0: x of the next one or, after the last, its part of out.
+template <class Words>
+static LinesAhead lines_after(const QfLinearParams& p, const LinearBlock& block, const typename Words::Number* x,
+                              int64_t k0) {
+  constexpr int kBytes = sizeof(typename Words::Number), kDepth = kChunkWords * Words::kPack;
+  const int64_t next = k0 + kDepth;
+  if (next >= p.k) {
+    const int64_t bytes = element_bytes(p.out_dtype), first = block.row * p.out_stride_m + block.column;
+    return {static_cast<const char*>(p.out) + first * bytes, p.out_stride_m * bytes, block.rows, block.columns * bytes};
+  }
+  x += next * p.x_stride_k;
+  const int depth = smaller(p.k - next, kDepth);
+  if (p.x_stride_k == 1) return {x, p.x_stride_m * kBytes, block.rows, depth * kBytes};
+  return {x, p.x_stride_k * kBytes, depth, block.rows * kBytes};
 }
 
 template <class Words>
@@ -147,13 +161,14 @@ static int multiply_block(const LinearCall& call, const LinearBlock& block, void
       if (interrupted()) return QF_INTERRUPTED;
       pack_x<Words>(x + k0 * p.x_stride_k, p.x_stride_m, p.x_stride_k, block.rows, smaller(p.k - k0, kDepth), s.x,
                     kRowPitch);
+      LinesAhead after = lines_after<Words>(p, block, x, k0);
       for (int i = 0; i < products; i++) {
         const Weight<Words>& w = weights[term + i];
         const bool first = term == 0 && k0 == 0;
         if (are_few<Words>(block.rows, w.column_stride != 1)) {
           if constexpr (are_few<Words>(1, true)) multiply_chunk_of_few(block, s, w, k0, p.k, s.sums[i], first);
         } else {
-          multiply_chunk(block, s, w, k0, p.k, s.sums[i], first);
+          multiply_chunk(block, s, w, k0, p.k, s.sums[i], first, after);
         }
       }
     }

@@ -15,6 +15,10 @@ constexpr int kFewRowsAlongK = 2;
 // Columns of a block of such rows: so few that the processor's own prefetching follows each.
 constexpr int kFewColumns = 2 * kLanes;
 
+// Where memory runs along columns: vectors of them that one row of x is multiplied by in registers, a whole block's on
+// AVX-512; how many lines of w ahead the same columns are asked for, and of how many columns that pays.
+constexpr int kWidest = kLanes == 16 ? 16 : 8, kLinesAhead = 16, kStreamed = 32;
+
 // Whether so many rows are multiplied without packing. Only float32: along k, products of pairs wait for each other
 // longer, and a square of 16-bit numbers fills half of each line.
 template <class Words>
@@ -44,8 +48,7 @@ struct FewRows {
   int columns, depth;
   float* c;
   int64_t ldc;
-  bool first;        // sums are stored, not added to what is there
-  int64_t distance;  // from w to what is wanted next, in numbers
+  bool first;  // sums are stored, not added to what is there
 
   template <int M>
   void store_sums(const Vec* sums, int column) const {
@@ -86,34 +89,44 @@ struct FewRows {
     for (int j = 0; j < N; j++) store_sums<M>(sums[j], column + j * kLanes);
   }
 
-  // Memory runs along columns: N vectors of them from `column` on.
+  // Memory runs along columns: N vectors of them from `column` on, whole ones unless N is 1.
   template <int M, int N>
   void multiply_along_n(int column) const {
     Vec sums[N][M];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int j = 0; j < N; j++)
 #pragma GCC unroll 8
       for (int i = 0; i < M; i++) sums[j][i] = zero();
     const auto* from = w + column;
+    // A piece of a line is no stream: of such, the next piece comes sooner than the lines below.
+    const int64_t distance = N * kLanes >= kStreamed ? kLinesAhead * k_stride : N * kLanes;
     for (int k = 0, word = 0; k < depth; k += Words::kPack, word++, from += Words::kPack * k_stride) {
+#pragma GCC unroll 16
       for (int j = 0; j < N; j++) prefetch_far(from + j * kLanes + distance);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int j = 0; j < N; j++) {
-        const Vec words = Words::across(from + j * kLanes, k_stride, depth - k, columns - column - j * kLanes);
+        const Vec words = Words::across(from + j * kLanes, k_stride, depth - k, N > 1 ? kLanes : columns - column);
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++) sums[j][i] = Words::dot(broadcast(x[i * pitch + word]), words, sums[j][i]);
       }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int j = 0; j < N; j++) store_sums<M>(sums[j], column + j * kLanes);
+  }
+
+  // All columns from `column` on, as many vectors at a time as there are, up to N.
+  template <int M, int N>
+  void multiply_columns(int column) const {
+    for (; columns - column >= N * kLanes || (N == 1 && column < columns); column += N * kLanes)
+      multiply_along_n<M, N>(column);
+    if constexpr (N > 1) multiply_columns<M, N / 2>(column);
   }
 
   template <int M>
   void multiply() const {
     int column = 0;
     if (column_stride == 1) {
-      for (; columns - column >= kPanel; column += kPanel) multiply_along_n<M, kMaxVectors>(column);
-      for (; column < columns; column += kLanes) multiply_along_n<M, 1>(column);
+      multiply_columns<M, kWidest / (M == 1 ? 1 : M < 4 ? 2 : 4)>(column);
     } else if constexpr (M <= kFewRowsAlongK) {
       for (; columns - column >= kFewColumns; column += kFewColumns) multiply_along_k<M>(column);
       for (; column < columns; column += kLanes) multiply_along_k<M, 1>(column);

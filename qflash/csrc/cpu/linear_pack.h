@@ -11,15 +11,53 @@ namespace QF_ISA {
 
 static inline int smaller(int64_t a, int64_t b) { return int(a < b ? a : b); }
 
-// kLanes vectors, transposed, to `count` rows of words.
-static inline void store_transposed(Vec* block, float* to, int64_t pitch, int count) {
-  transpose(block);
-  if (count >= kLanes) {
+// Words of memory that runs along k, kLanes of each of kLanes lines, `stride` numbers apart, to `packed`: word by word.
+// All of them exist, and nothing is indexed by a variable: the square never leaves the registers.
+template <class Words>
+static inline __attribute__((always_inline)) void pack_square(const typename Words::Number* lines, int64_t stride,
+                                                              float* packed, int64_t pitch) {
+  Vec square[kLanes];
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) store(to + i * pitch, block[i]);
-  } else {
-    for (int i = 0; i < count; i++) store(to + i * pitch, block[i]);
+  for (int i = 0; i < kLanes; i++) square[i] = Words::along(lines + i * stride, kLanes * Words::kPack);
+  transpose(square);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) store(packed + i * pitch, square[i]);
+}
+
+// The same where only `count` lines of `depth` numbers are left.
+template <class Words>
+static __attribute__((noinline)) void pack_part_of_square(const typename Words::Number* lines, int64_t stride,
+                                                          int count, int depth, float* packed, int64_t pitch) {
+  Vec square[kLanes];
+  for (int i = 0; i < kLanes; i++) square[i] = i < count ? Words::along(lines + i * stride, depth) : zero();
+  transpose(square);
+  for (int i = 0; i < kLanes && i * Words::kPack < depth; i++) store(packed + i * pitch, square[i]);
+}
+
+// Words of memory that runs across k, kLanes neighbours of each, to rows of words, `pitch` apart.
+template <class Words>
+static inline __attribute__((always_inline)) void turn_square(const typename Words::Number* x, int64_t k_stride,
+                                                              float* packed, int64_t pitch) {
+  Vec square[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++)
+    square[i] = Words::across(x + i * Words::kPack * k_stride, k_stride, Words::kPack, kLanes);
+  transpose(square);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) store(packed + i * pitch, square[i]);
+}
+
+// The same where only `rows` neighbours and `depth` numbers of each are left.
+template <class Words>
+static __attribute__((noinline)) void turn_part_of_square(const typename Words::Number* x, int64_t k_stride, int rows,
+                                                          int depth, float* packed, int64_t pitch) {
+  Vec square[kLanes];
+  for (int i = 0; i < kLanes; i++) {
+    const int k = i * Words::kPack;
+    square[i] = k < depth ? Words::across(x + k * k_stride, k_stride, depth - k, rows) : zero();
   }
+  transpose(square);
+  for (int i = 0; i < kLanes && i < rows; i++) store(packed + i * pitch, square[i]);
 }
 
 // Rows of x to rows of words, `pitch` apart, whole vectors of them. x[r][c] is x[r * row_stride + c * k_stride].
@@ -28,18 +66,21 @@ static void pack_x(const typename Words::Number* x, int64_t row_stride, int64_t 
                    float* packed, int64_t pitch) {
   constexpr int kNumbers = kLanes * Words::kPack;  // of a vector of words
   if (k_stride == 1) {
-    for (int r = 0; r < rows; r++, x += row_stride, packed += pitch)
-      for (int k = 0; k < depth; k += kNumbers) store(packed + k / Words::kPack, Words::along(x + k, depth - k));
+    for (int r = 0; r < rows; r++, x += row_stride, packed += pitch) {
+      int k = 0;
+      for (; depth - k >= kNumbers; k += kNumbers) store(packed + k / Words::kPack, Words::along(x + k, kNumbers));
+      if (k < depth) store(packed + k / Words::kPack, Words::along(x + k, depth - k));
+    }
     return;
   }
   for (int r = 0; r < rows; r += kLanes)
     for (int k = 0; k < depth; k += kNumbers) {
-      Vec block[kLanes];
-      for (int i = 0; i < kLanes; i++) {
-        const int at = k + i * Words::kPack;
-        block[i] = at < depth ? Words::across(x + r + at * k_stride, k_stride, depth - at, rows - r) : zero();
-      }
-      store_transposed(block, packed + r * pitch + k / Words::kPack, pitch, rows - r);
+      const auto* from = x + r + k * k_stride;
+      float* to = packed + r * pitch + k / Words::kPack;
+      if (rows - r >= kLanes && depth - k >= kNumbers)
+        turn_square<Words>(from, k_stride, to, pitch);
+      else
+        turn_part_of_square<Words>(from, k_stride, rows - r, depth - k, to, pitch);
     }
 }
 
@@ -66,21 +107,16 @@ static void pack_panel(const typename Words::Number* w, int64_t k_stride, int64_
     }
     return;
   }
-  const int words = int(ceil_div(depth, Words::kPack));
+  constexpr int kNumbers = kLanes * Words::kPack;
   for (int c = 0; c < columns; c += kLanes, w += kLanes * column_stride, packed += kLanes)
-    for (int at = 0; at < words; at += kLanes) {
-      const int k = at * Words::kPack;
-      Vec block[kLanes];
+    for (int k = 0; k < depth; k += kNumbers) {
       if (c < ahead.runs && k % kLineNumbers == 0)
         for (int i = 0; i < kLanes; i++) prefetch_far(w + i * column_stride + k + ahead.distance);
-      if (columns - c >= kLanes) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) block[i] = Words::along(w + i * column_stride + k, depth - k);
-      } else {
-        for (int i = 0; i < kLanes; i++)
-          block[i] = i < columns - c ? Words::along(w + i * column_stride + k, depth - k) : zero();
-      }
-      store_transposed(block, packed + int64_t(at) * kPanel, kPanel, words - at);
+      float* to = packed + int64_t(k / Words::kPack) * kPanel;
+      if (columns - c >= kLanes && depth - k >= kNumbers)
+        pack_square<Words>(w + k, column_stride, to, kPanel);
+      else
+        pack_part_of_square<Words>(w + k, column_stride, columns - c, depth - k, to, kPanel);
     }
 }
 

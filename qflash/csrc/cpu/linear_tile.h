@@ -14,7 +14,7 @@ namespace QF_ISA {
 // chains round less.
 template <class Words, int M, int N, bool kFirst>
 static inline __attribute__((always_inline)) void product_tile(const float* a, int64_t pitch, const float* b, float* c,
-                                                               int64_t ldc, int words, LinesAhead& ahead) {
+                                                               int64_t ldc, int words, Wanted& ahead) {
   Vec sums[M][N];
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++)
@@ -43,16 +43,18 @@ static inline __attribute__((always_inline)) void product_tile(const float* a, i
 
 template <class Words, int M, int N, bool kFirst>
 static void product_rows(int rows, const float* a, int64_t pitch, const float* b, float* c, int64_t ldc, int words,
-                         LinesAhead& ahead) {
-  for (; rows >= M; rows -= M, a += M * pitch, c += M * ldc)
+                         Wanted& ahead) {
+  for (; rows >= M; rows -= M, a += M * pitch, c += M * ldc) {
+    ahead.tile();
     product_tile<Words, M, N, kFirst>(a, pitch, b, c, ldc, words, ahead);
+  }
   if constexpr (M > 1)
     if (rows > 0) product_rows<Words, M - 1, N, kFirst>(rows, a, pitch, b, c, ldc, words, ahead);
 }
 
 template <class Words, int N, bool kFirst>
 static inline void product_vectors(int vectors, int rows, const float* a, int64_t pitch, const float* b, float* c,
-                                   int64_t ldc, int words, LinesAhead& ahead) {
+                                   int64_t ldc, int words, Wanted& ahead) {
   if (vectors == N) return product_rows<Words, kMaxRows, N, kFirst>(rows, a, pitch, b, c, ldc, words, ahead);
   if constexpr (N > 1) product_vectors<Words, N - 1, kFirst>(vectors, rows, a, pitch, b, c, ldc, words, ahead);
 }
@@ -60,7 +62,7 @@ static inline void product_vectors(int vectors, int rows, const float* a, int64_
 // C[rows][vectors] (+)= A B for one panel, vectors in 1..kMaxVectors.
 template <class Words>
 static inline void product(int vectors, int rows, const float* a, int64_t pitch, const float* b, float* c, int64_t ldc,
-                           int words, bool first, LinesAhead& ahead) {
+                           int words, bool first, Wanted& ahead) {
   if (first)
     product_vectors<Words, kMaxVectors, true>(vectors, rows, a, pitch, b, c, ldc, words, ahead);
   else

@@ -45,8 +45,8 @@ struct BF16Pairs {
   using Number = uint16_t;
   static constexpr int kPack = 2;
   static Vec along(const Number* p, int n) {
-    const __mmask32 there = n >= 2 * kLanes ? ~__mmask32(0) : (__mmask32(1) << n) - 1;
-    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(there, p));
+    if (n >= 2 * kLanes) return _mm512_loadu_ps(p);
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((__mmask32(1) << n) - 1, p));
   }
   static Vec across(const Number* p, int64_t stride, int k, int n) {
     const __mmask16 there = n >= kLanes ? ~__mmask16(0) : first_lanes(n);

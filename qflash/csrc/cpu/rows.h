@@ -35,6 +35,56 @@ static inline void load_row(float* destination, const void* source, int32_t dtyp
   }
 }
 
+// Numbers of one dtype in memory, a vector of them at a time: elements [i, i + kLanes) of an array, of which `left`
+// exist. What does not exist is loaded as zero and not stored.
+template <int32_t kDtype>
+struct Numbers {
+  static constexpr int kBytes = kDtype == QF_F32 ? 4 : 2;
+
+  static __attribute__((always_inline)) Vec load(const void* array, int64_t i, int64_t left) {
+    const char* from = static_cast<const char*>(array) + i * kBytes;
+    if (left >= kLanes) return load_whole(from);
+    if constexpr (kDtype == QF_F32) return load_part(reinterpret_cast<const float*>(from), int(left));
+    return load_rest(from, int(left));
+  }
+  static __attribute__((always_inline)) void store(void* array, int64_t i, Vec x, int64_t left) {
+    char* to = static_cast<char*>(array) + i * kBytes;
+    if (left >= kLanes) return store_whole(to, x);
+    if constexpr (kDtype == QF_F32) return store_part(reinterpret_cast<float*>(to), x, int(left));
+    store_rest(to, x, int(left));
+  }
+
+ private:
+  static __attribute__((always_inline)) Vec load_whole(const void* from) {
+    if constexpr (kDtype == QF_F32) return QF_ISA::load(static_cast<const float*>(from));
+    if constexpr (kDtype == QF_F16) return load_f16(static_cast<const uint16_t*>(from));
+    if constexpr (kDtype == QF_BF16) return load_bf16(static_cast<const uint16_t*>(from));
+  }
+  static __attribute__((always_inline)) void store_whole(void* to, Vec x) {
+    if constexpr (kDtype == QF_F32) QF_ISA::store(static_cast<float*>(to), x);
+    if constexpr (kDtype == QF_F16) store_f16(static_cast<uint16_t*>(to), x);
+    if constexpr (kDtype == QF_BF16) store_bf16(static_cast<uint16_t*>(to), x);
+  }
+  static __attribute__((noinline)) Vec load_rest(const void* from, int n) {
+    char part[kLanes * kBytes] = {};
+    memcpy(part, from, size_t(n * kBytes));
+    return load_whole(part);
+  }
+  static __attribute__((noinline)) void store_rest(void* to, Vec x, int n) {
+    char part[kLanes * kBytes];
+    store_whole(part, x);
+    memcpy(to, part, size_t(n * kBytes));
+  }
+};
+
+// run(Numbers of `dtype`).
+template <class Run>
+static inline auto with_numbers(int32_t dtype, Run run) {
+  if (dtype == QF_F32) return run(Numbers<QF_F32>());
+  if (dtype == QF_F16) return run(Numbers<QF_F16>());
+  return run(Numbers<QF_BF16>());
+}
+
 // destination[0, n) = scale * source[0, n), n in whole vectors.
 static inline void load_scaled(float* destination, const int8_t* source, float scale, int n) {
   for (int i = 0; i < n; i += kLanes) store(destination + i, broadcast(scale) * load_i8(source + i));

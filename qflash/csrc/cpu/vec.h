@@ -79,6 +79,7 @@ static inline Vec exp(Vec x) {
   return zero_where_less(x, lowest, scale_by_power(exp2_fraction(rest * broadcast(kLog2e)), n));
 }
 
+#if !defined(__AVX512F__)
 // rows[i][j] <-> rows[j][i] for kLanes rows: interleaving the two halves log2(kLanes) times. Unrolled,
 // because only constant indices keep the rows in registers.
 static inline __attribute__((always_inline)) void transpose(Vec* rows) {
@@ -94,6 +95,7 @@ static inline __attribute__((always_inline)) void transpose(Vec* rows) {
     for (int i = 0; i < kLanes; i++) rows[i] = mixed[i];
   }
 }
+#endif
 
 // Lane i is the sum of rows[i], for kLanes rows.
 static inline __attribute__((always_inline)) Vec sum_rows(Vec* rows) {

@@ -46,11 +46,17 @@ int layer_norm_bwd_rows(const QfLayerNormBwdParams& p, int64_t begin, int64_t en
       const Vec g = load_or(dout + i, left, zero());
       return weight ? g * load_or(weight + i, left, zero()) : g;
     };
-    const double offset = sum_terms(n, z_of) / double(n), mean_g = sum_terms(n, g_of) / double(n);
-    const auto gz_of = [&](int64_t i, int64_t left) { return g_of(i, left) * z_of(i, left); };
+    double of_row[3];  // the sums of z, g and g z
+    sum_terms(
+        n,
+        [&](int64_t i, int64_t left, Vec* terms) {
+          terms[0] = z_of(i, left), terms[1] = g_of(i, left), terms[2] = terms[1] * terms[0];
+        },
+        of_row);
+    const double offset = of_row[0] / double(n), mean_g = of_row[1] / double(n);
     // An infinite gradient has no use for the correction, which may be 0 * inf.
     const double correction = mean_g - mean_g == 0 ? offset * mean_g : 0.0;
-    const double mean_gz = sum_terms(n, gz_of) / double(n) - correction;
+    const double mean_gz = of_row[2] / double(n) - correction;
     const double of_rstd = p.drstd ? double(p.drstd[row]) * rstd / double(n) : 0.0;
     const Vec off = broadcast(float(offset)), a = broadcast(float(mean_g)), b = broadcast(float(mean_gz + of_rstd));
     const Vec factor = broadcast(rstd), of_mean = broadcast(p.dmean ? float(p.dmean[row] / double(n)) : 0.0f);

@@ -1,6 +1,5 @@
 // layer_norm of rows. The mean is a float and a correction, both found relative to numbers of the row's own size, so
 // that neither an offset nor a constant row costs accuracy.
-#include "memory.h"
 #include "row_sums.h"
 
 namespace qf {
@@ -13,23 +12,27 @@ struct Statistics {
 };
 
 // Of unit * x.
-Statistics statistics_of(const float* x, int64_t n, float unit) {
+template <class Numbers>
+Statistics statistics_of(Numbers numbers, const void* x, int64_t n, float unit) {
   const Vec units = broadcast(unit);
-  const auto differences = [&](Vec from) {
-    return [x, units, from](int64_t i, int64_t left) {
-      const Vec d = load_or(x + i, left, zero()) * units - from;
-      return left >= kLanes ? d : first_or(d, int(left), zero());
-    };
+  const auto difference = [&](int64_t i, int64_t left, Vec from) {
+    const Vec d = numbers.load(x, i, left) * units - from;
+    return left >= kLanes ? d : first_or(d, int(left), zero());
   };
-  const float first = unit * x[0];
-  const float mean = float(first + sum_terms(n, differences(broadcast(first))) / double(n));
-  const auto from_mean = differences(broadcast(mean));
-  const double rest = sum_terms(n, from_mean) / double(n);
-  const double squares = sum_terms(n, [&](int64_t i, int64_t left) {
-    const Vec d = from_mean(i, left);
-    return d * d;
-  });
-  const double variance = squares / double(n) - rest * rest;
+  const float first = unit * sum(numbers.load(x, 0, 1));
+  const Vec near = broadcast(first);
+  const float mean =
+      float(first + sum_terms(n, [&](int64_t i, int64_t left) { return difference(i, left, near); }) / double(n));
+  const Vec means = broadcast(mean);
+  double sums[2];  // of differences and of their squares
+  sum_terms(
+      n,
+      [&](int64_t i, int64_t left, Vec* terms) {
+        terms[0] = difference(i, left, means);
+        terms[1] = terms[0] * terms[0];
+      },
+      sums);
+  const double rest = sums[0] / double(n), variance = sums[1] / double(n) - rest * rest;
   return {mean, float(rest), variance < 0 ? 0 : variance};
 }
 
@@ -46,38 +49,37 @@ float unit_for(const Statistics& s, float eps) {
   return vanishes && fabsf(s.mean) < kMostNarrow ? kLargeUnit : 1.0f;
 }
 
+template <class Numbers>
+void normalise(Numbers numbers, const QfRowsParams& p, int64_t row) {
+  const int64_t n = p.columns;
+  const char* x = row_of(p.x, p.x_stride, row, p.dtype);
+  char* out = row_of(p.out, p.out_stride, row, p.dtype);
+  const void *weight = p.weight, *bias = p.bias;
+  Statistics s = statistics_of(numbers, x, n, 1.0f);
+  const float unit = unit_for(s, p.eps);
+  if (unit != 1.0f) s = statistics_of(numbers, x, n, unit);
+  const double rstd = 1.0 / sqrt(s.variance + double(p.eps) * unit * unit);
+  // NaN where the row is not finite, whatever its mean would be.
+  if (p.mean) p.mean[row] = float((double(s.mean) + s.rest + s.variance * 0) / unit);
+  if (p.rstd) p.rstd[row] = float(rstd * unit);
+  const Vec units = broadcast(unit), mean = broadcast(s.mean), rest = broadcast(s.rest);
+  const Vec factor = broadcast(float(rstd));
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Vec z = ((numbers.load(x, i, n - i) * units - mean) - rest) * factor;
+    if (weight) z = z * numbers.load(weight, i, n - i);
+    if (bias) z = z + numbers.load(bias, i, n - i);
+    numbers.store(out, i, z, n - i);
+  }
+}
+
 }  // namespace
 
 int layer_norm_rows(const QfRowsParams& p, int64_t begin, int64_t end) {
-  const int64_t n = p.columns;
-  if (n == 0) return QF_OK;
-  const bool in_place = p.dtype == QF_F32;
-  float* scratch = in_place ? nullptr : static_cast<float*>(thread_scratch(size_t(n) * 3 * sizeof(float)));
-  if (!in_place && !scratch) return QF_NO_MEMORY;
-  const float* weight = p.weight ? floats_of(p.weight, 0, 0, p.dtype, n, scratch + n) : nullptr;
-  const float* bias = p.bias ? floats_of(p.bias, 0, 0, p.dtype, n, scratch + 2 * n) : nullptr;
-  for (int64_t row = begin; row < end; row++) {
-    const float* x = floats_of(p.x, p.x_stride, row, p.dtype, n, scratch);
-    Statistics s = statistics_of(x, n, 1.0f);
-    const float unit = unit_for(s, p.eps);
-    if (unit != 1.0f) s = statistics_of(x, n, unit);
-    const double rstd = 1.0 / sqrt(s.variance + double(p.eps) * unit * unit);
-    // NaN where the row is not finite, whatever its mean would be.
-    if (p.mean) p.mean[row] = float((double(s.mean) + s.rest + s.variance * 0) / unit);
-    if (p.rstd) p.rstd[row] = float(rstd * unit);
-    const Vec units = broadcast(unit), mean = broadcast(s.mean), rest = broadcast(s.rest);
-    const Vec factor = broadcast(float(rstd));
-    char* out = row_of(p.out, p.out_stride, row, p.dtype);
-    float* y = in_place ? reinterpret_cast<float*>(out) : scratch;
-    for (int64_t i = 0; i < n; i += kLanes) {
-      Vec z = ((load_or(x + i, n - i, zero()) * units - mean) - rest) * factor;
-      if (weight) z = z * load_or(weight + i, n - i, zero());
-      if (bias) z = z + load_or(bias + i, n - i, zero());
-      store_some(y + i, z, n - i);
-    }
-    if (!in_place) store_row(out, y, p.dtype, int(n));
-  }
-  return QF_OK;
+  if (p.columns == 0) return QF_OK;
+  return with_numbers(p.dtype, [&](auto numbers) {
+    for (int64_t row = begin; row < end; row++) normalise(numbers, p, row);
+    return int(QF_OK);
+  });
 }
 
 }  // namespace QF_ISA

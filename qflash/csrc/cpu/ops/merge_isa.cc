@@ -8,8 +8,6 @@ namespace qf {
 namespace QF_ISA {
 namespace {
 
-constexpr int kPiece = 256;  // channels at a time, on the stack
-
 // What a row and its counterpart are multiplied by, and their lse together. Both are weighed relative to the larger
 // lse, so that neither overflows; the larger one's weight is 1 even where it is infinite.
 struct RowWeights {
@@ -27,36 +25,34 @@ struct RowWeights {
   }
 };
 
-// A row of weight 0 is not multiplied, for it may hold anything.
-void add_weighted(float* sum, const float* x, float weight, int n) {
-  if (weight == 0.0f) return;
-  for (int i = 0; i < n; i++) sum[i] += weight * x[i];
+// A row of weight 0 is not looked at, for it may hold anything.
+template <class A, class B>
+void merge_row(A of_a, B of_b, const void* a, const void* b, const RowWeights& weights, int n, void* out) {
+  const Vec factor_a = broadcast(weights.a), factor_b = broadcast(weights.b);
+  for (int d = 0; d < n; d += kLanes) {
+    Vec sum = zero();
+    if (weights.a != 0.0f) sum = fma(factor_a, of_a.load(a, d, n - d), sum);
+    if (weights.b != 0.0f) sum = fma(factor_b, of_b.load(b, d, n - d), sum);
+    of_a.store(out, d, sum, n - d);
+  }
 }
 
 }  // namespace
 
 int merge_rows(const QfMergeParams& p, int64_t begin, int64_t end) {
-  float x[kPiece], sum[kPiece];
-  for (int64_t row = begin; row < end; row++) {
-    const int64_t h = row % p.heads, t = row / p.heads % p.length, b = row / p.heads / p.length;
-    const int64_t at = (b * p.heads + h) * p.length + t;
-    const RowWeights weights(p.a_lse[b * p.a_lse_stride_b + h * p.a_lse_stride_h + t * p.a_lse_stride_t],
-                             p.b_lse[b * p.b_lse_stride_b + h * p.b_lse_stride_h + t * p.b_lse_stride_t]);
-    p.lse[at] = weights.lse;
-    for (int d = 0; d < p.head_dim; d += kPiece) {
-      const int n = p.head_dim - d < kPiece ? p.head_dim - d : kPiece;
-      const auto piece = [&](const QfTensor& tensor, int32_t dtype) {
-        return row_address(tensor, dtype, b, t, h) + d * element_bytes(dtype);
-      };
-      for (int i = 0; i < n; i++) sum[i] = 0.0f;
-      load_row(x, piece(p.a, p.dtype), p.dtype, n);
-      add_weighted(sum, x, weights.a, n);
-      load_row(x, piece(p.b, p.b_dtype), p.b_dtype, n);
-      add_weighted(sum, x, weights.b, n);
-      store_row(piece(p.out, p.dtype), sum, p.dtype, n);
-    }
-  }
-  return QF_OK;
+  return with_numbers(p.dtype, [&](auto of_a) {
+    return with_numbers(p.b_dtype, [&](auto of_b) {
+      for (int64_t row = begin; row < end; row++) {
+        const int64_t h = row % p.heads, t = row / p.heads % p.length, b = row / p.heads / p.length;
+        const RowWeights weights(p.a_lse[b * p.a_lse_stride_b + h * p.a_lse_stride_h + t * p.a_lse_stride_t],
+                                 p.b_lse[b * p.b_lse_stride_b + h * p.b_lse_stride_h + t * p.b_lse_stride_t]);
+        p.lse[(b * p.heads + h) * p.length + t] = weights.lse;
+        merge_row(of_a, of_b, row_address(p.a, p.dtype, b, t, h), row_address(p.b, p.b_dtype, b, t, h), weights,
+                  p.head_dim, row_address(p.out, p.dtype, b, t, h));
+      }
+      return int(QF_OK);
+    });
+  });
 }
 
 }  // namespace QF_ISA

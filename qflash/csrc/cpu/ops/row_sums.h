@@ -48,8 +48,10 @@ class LongSum {
     float sums[kLanes], lost[kLanes];
     store(sums, sum_);
     store(lost, lost_);
-    double all = 0, rest = 0;
-    for (int i = 0; i < kLanes; i++) all += sums[i], rest += lost[i];
+    double alls[4] = {}, rests[4] = {};  // four chains: the whole row waits for this sum
+    for (int i = 0; i < kLanes; i += 4)
+      for (int j = 0; j < 4; j++) alls[j] += sums[i + j], rests[j] += lost[i + j];
+    const double all = (alls[0] + alls[1]) + (alls[2] + alls[3]), rest = (rests[0] + rests[1]) + (rests[2] + rests[3]);
     return rest - rest == 0 ? all + rest : all;  // an infinite sum has lost nothing that can be told
   }
 
@@ -57,17 +59,29 @@ class LongSum {
   Vec sum_ = zero(), lost_ = zero();
 };
 
-// The sum over [0, n) of term(i, left), a Vec whose lanes from `left` on are 0.
-template <class Term>
-static inline double sum_terms(int64_t n, Term term) {
-  LongSum total;
+// sums[s] = the sum over [0, n) of what term(i, left, terms) gives as terms[s], a Vec whose lanes from `left` on are 0.
+template <int kSums, class Term>
+static inline void sum_terms(int64_t n, Term term, double (&sums)[kSums]) {
+  LongSum totals[kSums];
   for (int64_t begin = 0; begin < n; begin += kChunk) {
     const int64_t end = begin + kChunk < n ? begin + kChunk : n;
-    Vec sums = zero();
-    for (int64_t i = begin; i < end; i += kLanes) sums = sums + term(i, end - i);
-    total.add(sums);
+    Vec chunk[kSums], terms[kSums];
+    for (int s = 0; s < kSums; s++) chunk[s] = zero();
+    for (int64_t i = begin; i < end; i += kLanes) {
+      term(i, end - i, terms);
+      for (int s = 0; s < kSums; s++) chunk[s] = chunk[s] + terms[s];
+    }
+    for (int s = 0; s < kSums; s++) totals[s].add(chunk[s]);
   }
-  return total.total();
+  for (int s = 0; s < kSums; s++) sums[s] = totals[s].total();
+}
+
+// The sum over [0, n) of term(i, left).
+template <class Term>
+static inline double sum_terms(int64_t n, Term term) {
+  double sums[1];
+  sum_terms(n, [&](int64_t i, int64_t left, Vec* terms) { terms[0] = term(i, left); }, sums);
+  return sums[0];
 }
 
 // The greatest of factor * x; NaN is passed by.
