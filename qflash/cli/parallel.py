@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import qflash
-from qflash.call.spec import DTYPES
+from qflash.call.spec import DTYPES, PRECISIONS
 from qflash.cli.console import make_console
 from qflash.parallel.model import (
     ASSUMPTIONS,
@@ -78,6 +78,7 @@ def parallel() -> None:
 @click.option("--batch", type=click.IntRange(1, 4096), default=1, show_default=True, help="Number of sequences.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
 @click.option("--full", is_flag=True, help="No mask (default: causal).")
+@click.option("--precision", type=click.Choice(PRECISIONS[1:]), help="Forward only. A ring then sends 8 bits.")
 @click.option("--machine", default="nvidia-h200", show_default=True, help="A folder of bench/results with rows to use.")
 @click.option("--tflops", type=RATE, help="Rate of arithmetic, instead of that of the rows.")
 @click.option(
@@ -102,6 +103,7 @@ def plan(
     batch: int,
     dtype: str,
     full: bool,
+    precision: str | None,
     machine: str,
     tflops: float | None,
     link: float | None,
@@ -117,15 +119,16 @@ def plan(
     """
     if heads % kv_heads:
         raise click.BadParameter(f"{kv_heads} is no divisor of {heads} heads of q", param_hint="--kv-heads")
-    layer = Layer(tokens, heads, kv_heads, head_dim, not full, 4 if dtype == "float32" else 2, batch)
+    number_bytes = 4 if dtype == "float32" else 2
+    layer = Layer(tokens, heads, kv_heads, head_dim, not full, number_bytes, batch, precision)
     given = {"link": (link, LINK), "network": (network, NETWORK), "memory": (memory, MEMORY)}
     values = {name: _GIGA * (of_user or default) for name, (of_user, (default, _)) in given.items()}
     place = Machine(**values, node=node)
     rates, source = _rates(machine, tflops, head_dim, dtype, layer)
     found = [one for number in gpus for one in estimates(layer, number, place, rates)]
     console = make_console()
-    mask = "no mask" if full else "causal"
-    title = f"one layer, {batch} x {tokens} tokens, {heads} / {kv_heads} heads of {head_dim}, {dtype}, {mask}"
+    words = f"{'no mask' if full else 'causal'}{f', {precision}' if precision else ''}"
+    title = f"one layer, {batch} x {tokens} tokens, {heads} / {kv_heads} heads of {head_dim}, {dtype}, {words}"
     console.print(_table(title, found))
     for note in _notes(layer, place, rates, found):
         console.print(note, soft_wrap=True)
@@ -145,12 +148,13 @@ def _rates(machine: str, tflops: float | None, head_dim: int, dtype: str, layer:
     """How fast arithmetic is, and who says so."""
     if tflops is not None:
         return FixedRate(1e12 * tflops), f"Arithmetic runs at {tflops:g} TFLOP/s, as asked for, at every length."
-    rates = MeasuredRates.of_rows(_rows(machine), head_dim, dtype)
-    missing = [kind for kind in KINDS for causal in {False, layer.causal} if (kind, causal) not in rates.rates]
+    rates = MeasuredRates.of_rows(_rows(machine), head_dim, dtype, layer.precision)
+    missing = [kind for kind in layer.kinds for causal in {False, layer.causal} if (kind, causal) not in rates.rates]
     if missing:
+        of = f"head_dim {head_dim} and {dtype}" + (f" and precision {layer.precision}" if layer.precision else "")
         raise click.ClickException(
-            f"bench/results/{machine} has no rows of {missing[0]} passes with head_dim {head_dim} and {dtype}; "
-            "allowed: what it has rows of, or --tflops"
+            f"bench/results/{machine} has no rows of {missing[0]} passes with {of}; allowed: what it has rows of, or "
+            "--tflops"
         )
     lengths = sorted({length for of in rates.rates.values() for length, _ in of})
     return rates, (

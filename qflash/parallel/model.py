@@ -41,6 +41,17 @@ class Layer:
     causal: bool = True
     number_bytes: int = 2
     batch: int = 1
+    precision: str | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Its passes. Quantized attention has no gradients."""
+        return KINDS if self.precision is None else (FORWARD,)
+
+    @property
+    def ring_bytes(self) -> float:
+        """Of a number of k or v that goes round a ring: quantized, an integer and its part of a token's scale."""
+        return self.number_bytes if self.precision is None else 1 + _FLOAT32 / self.head_dim
 
     def operations(self, kind: str) -> float:
         """Of all GPUs together: those of the products of matrices that the mask leaves."""
@@ -90,12 +101,16 @@ class MeasuredRates:
     rates: Mapping[tuple[str, bool], tuple[tuple[int, float], ...]]
 
     @classmethod
-    def of_rows(cls, rows: Iterable[Mapping[str, Any]], head_dim: int, dtype: str) -> MeasuredRates:
+    def of_rows(
+        cls, rows: Iterable[Mapping[str, Any]], head_dim: int, dtype: str, precision: str | None = None
+    ) -> MeasuredRates:
         """The fastest kernel of qflash in each row's problem, of queries and keys of the same length."""
         best: dict[tuple[str, bool], dict[int, float]] = {}
         for row in rows:
             fits = row.get("kernel") and row.get("D") == head_dim and row.get("dtype") == dtype
-            if not fits or row.get("precision") != "native" or row.get("Tq") != row.get("Tk"):
+            if not fits or row.get("precision") != (precision or "native") or row.get("Tq") != row.get("Tk"):
+                continue
+            if precision and row["candidate"] != f"qflash {row['kernel']}":  # without the pass that quantizes
                 continue
             if row.get("kind") in KINDS and row.get("gflops") and not row.get("kv_lens"):
                 of = best.setdefault((row["kind"], bool(row["causal"])), {})
@@ -152,7 +167,7 @@ def estimate(layer: Layer, gpus: int, strategy: str, machine: Machine, rates: Ra
     why_not = _why_not(layer, gpus, strategy)
     if why_not:
         return Estimate(strategy, gpus, {}, why_not=why_not)
-    passes = {kind: _PASSES[strategy](layer, gpus, kind, machine, rates) for kind in KINDS}
+    passes = {kind: _PASSES[strategy](layer, gpus, kind, machine, rates) for kind in layer.kinds}
     held = {"ring": 2 / gpus, "all_gather": 1.0, "ulysses": _repeated(layer, gpus) / layer.kv_heads / gpus}[strategy]
     return Estimate(strategy, gpus, passes, held * 2 * layer.numbers(layer.tokens, layer.kv_heads) * layer.number_bytes)
 
@@ -168,7 +183,7 @@ def hidden_from(layer: Layer, machine: Machine, gpus: int, rate: float) -> float
     A step computes 4 T² Hq D operations, or half, and moves 2 T Hkv D numbers.
     """
     half = 0.5 if layer.causal else 1.0
-    bytes_per_token = 2 * layer.kv_heads * layer.head_dim * layer.number_bytes
+    bytes_per_token = 2 * layer.kv_heads * layer.head_dim * layer.ring_bytes
     operations_per_token = 4 * half * layer.q_heads * layer.head_dim
     return bytes_per_token / machine.rate(gpus) * rate / operations_per_token
 
@@ -198,7 +213,7 @@ def _ring(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) ->
     other = operations / rates.operations(kind, part, False)
     keys = 2 * layer.numbers(part, layer.kv_heads)
     # Backward the gradients of a block follow it, and go one hop further.
-    hop = keys * (layer.number_bytes + (0 if kind == FORWARD else _FLOAT32))
+    hop = keys * (layer.ring_bytes + (0 if kind == FORWARD else _FLOAT32))
     last = 0.0 if kind == FORWARD else keys * _FLOAT32
     rate = machine.rate(gpus)
     waiting = (gpus - 1) * max(hop / rate - other, 0.0) + (last / rate if gpus > 1 else 0.0)
@@ -216,7 +231,9 @@ def _ring_copies(layer: Layer, gpus: int, kind: str) -> float:
     rows, keys = (share * layer.numbers(part, heads) for heads in (layer.q_heads, layer.kv_heads))
     add = 2 * _FLOAT32 + layer.number_bytes  # the sum read and written, a share read
     if kind == FORWARD:
-        return (gpus - 1) * rows * add
+        block = 2 * layer.numbers(part, layer.kv_heads)
+        widen = 0.0 if layer.precision is None else block * (layer.ring_bytes + layer.number_bytes)
+        return (gpus - 1) * (rows * add + widen)
     delta = 2 * rows * layer.number_bytes  # dout · out, which every step computes for itself
     return gpus * (rows * add + 2 * keys * add + delta)
 

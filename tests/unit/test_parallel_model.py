@@ -88,6 +88,20 @@ def test_a_merge_by_hand():
     assert estimate(llama(128 * 2**10), 8, "ring", EIGHT, RATES).passes[FORWARD].copying == 0.75 * full.copying
 
 
+def test_integers_on_the_way_by_hand():
+    """128 integers and a scale of 4 bytes in the place of 256 bytes; the part that came is read and written wider."""
+    wide, narrow = (
+        estimate(replace(llama(128 * 2**10), precision=precision), 8, "ring", EIGHT, RATES)
+        for precision in (None, "int8")
+    )
+    assert set(narrow.passes) == {FORWARD}
+    assert narrow.passes[FORWARD].moved_bytes == pytest.approx(wide.passes[FORWARD].moved_bytes * 132 / 256)
+    more = EIGHT.memory * (narrow.passes[FORWARD].copying - wide.passes[FORWARD].copying) / 7
+    assert more == pytest.approx(2 * 16 * 2**10 * 8 * (132 + 256))
+    from_wide, from_narrow = (hidden_from(replace(llama(2**17), precision=p), EIGHT, 8, 600e12) for p in (None, "int8"))
+    assert from_narrow == pytest.approx(from_wide * 132 / 256)
+
+
 def test_one_gpu_sends_nothing():
     for one in estimates(llama(2**14), 1, EIGHT, RATES):
         assert all(one.passes[kind].moved_bytes == 0 and one.passes[kind].waiting == 0 for kind in KINDS), one
@@ -193,9 +207,26 @@ def test_the_command_takes_other_rates(invoke):
     assert "8 ring forward 916 µs 58.7 MB 0 µs" in said and "no mask" in said
 
 
+def test_the_command_on_quantized_attention(invoke):
+    """By rows of whole calls; those of kernels without the pass that quantizes are quicker."""
+    said = told(invoke, "--gpus", "8", "--tokens", "128k", "--precision", "int8")
+    assert "bfloat16, causal, int8" in said and "ring forward" in said and "backward" not in said
+    rates = MeasuredRates.of_rows(cli._rows("nvidia-h200"), 128, "bfloat16", "int8")
+    whole = [
+        row.get("gflops")
+        for row in cli._rows("nvidia-h200")
+        if row["candidate"] in ("qflash sm90_int8", "qflash fa_int8") and row["D"] == 128 and row["dtype"] == "bfloat16"
+    ]
+    assert {rate for of in rates.rates.values() for _, rate in of} <= {1e9 * one for one in whole if one}
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        (
+            ("--gpus", "8", "--tokens", "8k", "--head-dim", "80", "--precision", "int8"),
+            "80 and bfloat16 and precision int8",
+        ),
         (("--gpus", "8", "--tokens", "many"), "'many' is no count; allowed: a whole number"),
         (("--gpus", "0", "--tokens", "8k"), "'0' is no count"),
         (("--gpus", "8", "--tokens", "8k", "--machine", "abacus"), "'abacus' has no rows; allowed: "),
