@@ -10,10 +10,12 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from qflash.call.array import dtype_name
 from qflash.ops.quantization import Quantized, dequantize, quantize
 from qflash.parallel.parts import Sequences
 
 Wire = tuple[Any, ...]
+MOST_FLOAT16 = 65504
 
 
 def to_wire(of: Sequences, block: Any, rank: Any) -> Wire:
@@ -37,4 +39,7 @@ def from_wire(wire: Wire, block: Any) -> Any:
         return wire[0]
     values, scale, mean = wire
     came = Quantized(values, scale, mean=mean, granularity="token")
-    return dequantize(came, block.dtype).reshape(block.shape)
+    widened = dequantize(came, block.dtype).reshape(block.shape)
+    if dtype_name("k", block.dtype) != "float16":
+        return widened
+    return widened.clip(-MOST_FLOAT16, MOST_FLOAT16)  # an infinity came as NaN; here it is a number that was rounded up

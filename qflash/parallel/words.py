@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from qflash.call.spec import SERVE_QUANTIZED
 from qflash.call.words import check_flag, check_word
 from qflash.ops.problem import Options, check_options
 from qflash.parallel.pieces import CAUSAL, OPEN
@@ -70,6 +71,15 @@ def check_offsets(cu_seqlens: Any) -> None:
     dtype = str(cu_seqlens.dtype).removeprefix("torch.")
     if dtype != "int32":
         raise TypeError(f"cu_seqlens has dtype {dtype}; allowed: int32")
+
+
+def check_gradients(words: Words, otherwise: str) -> None:
+    """Refuse the gradient of a quantized precision, in the words of `qflash.attention`. otherwise: what also helps."""
+    if words.precision is not None:
+        raise NotImplementedError(
+            f"precision {words.precision!r} has no backward pass; allowed: precision=None{SERVE_QUANTIZED}; or "
+            f"{otherwise}"
+        )
 
 
 def check_strategy(words: Words, ranks: int, q_heads: int, kv_heads: int, kv_lens: bool, packed: bool) -> None:

@@ -251,6 +251,18 @@ def compiled(rank: int, strategy: str, precision: str | None = None) -> tuple[li
     return [float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True)], graphs
 
 
+def compiled_gradient_of_integers(rank: int) -> str:
+    """What is said where a call that is compiled whole has a precision, and its arrays want gradients."""
+    torch.compiler.reset()
+    x = torch.zeros(1, 8, 2, 16, requires_grad=True)
+    attend = torch.compile(lambda x: parallel.attention(x, x, x, precision="int8"), backend="eager", fullgraph=True)
+    try:
+        attend(x)
+    except Exception as error:  # of Dynamo, with the text of ours
+        return str(error)
+    return "nothing"
+
+
 def wait_for_the_last(rank: int, strategy: str, ends: bool, seconds: float) -> float:
     """The last rank stays away, or ends in the midst of a call; the others report how long they took to notice."""
     group = _impatient(seconds)

@@ -232,6 +232,11 @@ def test_a_ring_of_integers_compiled_whole(ranks):
         assert graphs == [f"quantize {hop} attention {arrived} dequantize attention merge"]
 
 
+def test_a_compiled_ring_of_integers_refuses_gradients(ranks):
+    text = "precision 'int8' has no backward pass; allowed: precision=None"
+    assert all(text in said for said in ranks.values(torch_ranks.compiled_gradient_of_integers))
+
+
 # Bad input: an error on every rank, which names the rank and what it had ----------------------------------------------
 
 SHAPES = [[1, 8, 4, 16]] * 3

@@ -119,6 +119,20 @@ def test_what_is_not_finite_is_its_token_alone():
     np.testing.assert_array_equal(np.isnan(came), nonfinite)
 
 
+def test_no_rounding_makes_an_infinity_of_a_float16():
+    """The step is that of the largest difference from a mean, 131008 / 127, and numbers may be half of it off."""
+    _, _, v = arrays_of("normal")
+    large = v.astype(np.float16)
+    large[..., 3], large[:, ::2, :, 5], large[:, 1::2, :, 5] = 30000, -65504, 65504
+    large[:, TOKENS // RANKS - 1, :, 3] = 65500
+    large[0, 0, 0, 0] = np.inf
+    _, came = gone_round(large, large)
+    nonfinite = np.zeros(came.shape, bool)
+    nonfinite[0, 0, 0] = True
+    np.testing.assert_array_equal(np.isnan(came), nonfinite)
+    assert not np.isinf(came).any() and np.abs(came[~nonfinite]).max() == 65504
+
+
 @pytest.mark.parametrize("shape", [(1, 0, 2, HEAD_DIM), (0, 8, 2, HEAD_DIM)])
 def test_nothing_comes_as_nothing(shape):
     nothing = np.zeros(shape, np.float16)

@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from qflash.call.spec import SERVE_QUANTIZED
 from qflash.frontends.jax.varying import vary_alike
 from qflash.parallel.jax import maths
 from qflash.parallel.parts import Sequences
 from qflash.parallel.placement import Placement
-from qflash.parallel.words import Words
+from qflash.parallel.words import Words, check_gradients
 from qflash.rotary import Rope
 
 Facts = dict[str, Any]  # arrays that say something of tokens, by name; none of them has a gradient
@@ -102,9 +101,5 @@ def saved_again(*arrays: Any) -> Any:
 
 
 def check_differentiable(static: Static) -> None:
-    """Refuse the gradient of a quantized precision, in the words of `qflash.attention`."""
-    if static.words.precision is not None:
-        raise NotImplementedError(
-            f"precision {static.words.precision!r} has no backward pass; allowed: precision=None{SERVE_QUANTIZED}; "
-            "or put jax.lax.stop_gradient around q, k and v"
-        )
+    """Refuse the gradient of a quantized precision."""
+    check_gradients(static.words, "put jax.lax.stop_gradient around q, k and v")

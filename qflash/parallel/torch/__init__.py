@@ -39,6 +39,7 @@ from qflash.parallel.torch.ring import attend_ring
 from qflash.parallel.torch.shards import own_tokens, positions, shard, unshard
 from qflash.parallel.torch.ulysses import attend_ulysses
 from qflash.parallel.words import STRATEGIES, Words, check_offsets, check_strategy, check_words
+from qflash.parallel.words import check_gradients as check_precision_gradients
 from qflash.rotary import Rope
 
 __all__ = ["attention", "positions", "shard", "unshard"]
@@ -200,7 +201,10 @@ def _sequences(
         raise ValueError(f"q has shape {tuple(q.shape)}; allowed: rank {rank_of_arrays}, {form}")
     at = Placement.of_part(words.placement, ranks.size, q.shape[token_dim], "q")
     longest = at.length if max_seqlen is None else check_int("max_seqlen", max_seqlen, 0, 2**31 - 1)
-    if not torch.compiler.is_compiling():  # there the operations that are traced look at their arrays
+    if torch.compiler.is_compiling():  # the operations that are traced look at their arrays
+        if gradient_wanted((q, k, v, sinks)):
+            check_precision_gradients(words, "call it under torch.no_grad()")
+    else:
         _check_local(words, q, k, v, sinks, kv_lens, cu_seqlens, longest, rope)
     if k.shape[token_dim] != q.shape[token_dim]:
         raise ValueError(
