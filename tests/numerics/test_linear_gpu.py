@@ -1,5 +1,6 @@
-"""The portable kernels of linear layers on a GPU, by their C structs: sums of small integers exact in every layout and
-on every tile shape, activations and gradients within their bounds of float64; then through PyTorch's autograd."""
+"""The portable kernels of linear layers on a GPU, and all kernels of their gradients, by their C structs: sums of small
+integers exact in every layout and on every tile shape, activations and gradients within their bounds of float64; then
+through PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -100,36 +101,42 @@ def test_swiglu_of_many_tiles(kernel, dtype, layouts):
     check_near(run(kernel, problem, arrays, keep_pre=True), *linear(problem, arrays))
 
 
-def run_backward(problem: LinearProblem):
+def run_backward(kernel: str, problem: LinearProblem):
     """(operands, dout, saved, gradients)."""
     from qflash.testing.cuda_linear import run_gradients
 
+    skip_unserved(kernel, problem)
     arrays = operands(problem)
     dout, saved = upstream(problem, arrays)
-    return arrays, dout, saved, run_gradients("linear_bwd", problem, arrays, dout, saved)
+    return arrays, dout, saved, run_gradients(kernel, problem, arrays, dout, saved)
+
+
+BACKWARD = [(row.name, dtype) for row in dispatch.kernels_of("linear_backward", "cuda") for dtype in row.dtypes]
+EACH_BACKWARD = pytest.mark.parametrize("kernel, dtype", BACKWARD)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("w_layout", ["k", "n"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients(dtype, w_layout, activation):
+@EACH_BACKWARD
+def test_gradients(kernel, dtype, w_layout, activation):
     for shape in ((70, 72, 40), (1, 1, 1), (129, 139, 67), (300, 9, 130), (257, 264, 136)):
         for at_end in (False, True):
             lies = {"w_layout": w_layout, "at_end": at_end}
             problem = LinearProblem(*shape, dtype, activation, bias="float32", residual=True, **lies)
-            arrays, dout, saved, got = run_backward(problem)
+            arrays, dout, saved, got = run_backward(kernel, problem)
             check_near(got, *gradients(problem, arrays, dout, saved))
 
 
+@pytest.mark.parametrize("shape", [(2104, 2112, 2120), (60, 4096, 1000), (8192, 60, 1000)], ids=str)
 @pytest.mark.parametrize("activation", ["", "swiglu"])
 @pytest.mark.parametrize("w_layout", ["k", "n"])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_gradients_of_many_tiles(dtype, w_layout, activation):
-    """Wide tiles in every product; the same bits the second time."""
-    problem = LinearProblem(2104, 2112, 2120, dtype, activation, bias=dtype, w_layout=w_layout)
-    arrays, dout, saved, got = run_backward(problem)
+@pytest.mark.parametrize("kernel, dtype", [pair for pair in BACKWARD if pair[1] in HALVES])
+def test_gradients_of_many_tiles(kernel, dtype, w_layout, activation, shape):
+    """Wide tiles in every product, and depths that are cut into splits; the same bits the second time."""
+    problem = LinearProblem(*shape, dtype, activation, bias=dtype, w_layout=w_layout)
+    arrays, dout, saved, got = run_backward(kernel, problem)
     check_near(got, *gradients(problem, arrays, dout, saved))
-    again = run_backward(problem)[-1]
+    again = run_backward(kernel, problem)[-1]
     assert all(np.array_equal(x, again[name]) for name, x in got.items())
 
 

@@ -1,5 +1,5 @@
-// `sm90_linear_bwd` is specialised for -DQF_DTYPE (QF_F16 or QF_BF16), as the passes of linear_bwd are. Its products are
-// problems of sm90_gemm:
+// `sm90_linear_bwd` is specialised for -DQF_DTYPE (QF_F16 or QF_BF16), as the passes of linear_bwd are. Its products
+// are problems of sm90_gemm:
 //
 //   product     left operand, along         right operand, along
 //   dx          dh, its depth (n)           w, its depth where n is contiguous, else its columns (k)

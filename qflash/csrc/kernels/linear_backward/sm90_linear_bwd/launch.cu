@@ -1,6 +1,6 @@
 // C entry of `sm90_linear_bwd`, the gradients of linear layers on Hopper: the passes over elements and over rows are
-// linear_bwd's, the products sm90_gemm's. docs/kernels/sm90_linear_bwd.md has tiles, roles and shared memory; nothing is
-// measured yet.
+// linear_bwd's, the products sm90_gemm's. docs/kernels/sm90_linear_bwd.md has tiles, roles and shared memory; nothing
+// is measured yet.
 #include "kernels/linear/sm90_gemm/run.cuh"
 #include "kernels/linear_backward/linear_bwd/run.cuh"
 #include "kernels/linear_backward/sm90_linear_bwd/config.h"
@@ -31,7 +31,8 @@ struct Products {
 
  private:
   static QfLinearParams of_weights(const QfLinearBwdParams& p, const Dh& dh, const Memory& memory) {
-    static_assert(gemm::wgmma::kStepBytes == linear_bwd::kStepColumns * sizeof(linear_bwd::Element), "du is a step off");
+    static_assert(gemm::wgmma::kStepBytes == linear_bwd::kStepColumns * sizeof(linear_bwd::Element),
+                  "du is a step off");
     QfLinearParams q = linear_bwd::product(p.m, p.k, p.n, p.dx, memory);
     q.activation = p.activation == QF_SWIGLU ? QF_SWIGLU : QF_IDENTITY;  // two chained weights, or one
     q.x = dh.g_data, q.x_stride_m = dh.stride, q.x_stride_k = 1;
