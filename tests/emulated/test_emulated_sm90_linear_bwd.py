@@ -81,6 +81,19 @@ def test_rows_of_dout_x_and_w_may_have_gaps(check, activation):
         check(problem(70, 72, 40, activation, gaps=(gap, gap), w_layout=w_layout), gap=gap)
 
 
+@ONE_AND_TWO
+def test_all_rows_of_dout_or_x_may_be_one(shared_cache, activation):
+    """Stride 0: what sums and means over rows hand back, and tokens that were expanded."""
+    case = problem(70, 72, 40, activation)
+    arrays = operands(case)
+    dout, saved = upstream(case, arrays)
+    one_dout, one_x = (np.broadcast_to(x[:1], x.shape) for x in (dout, arrays["x"]))
+    for x, of_out in ((arrays["x"], one_dout), (one_x, dout)):
+        given = arrays | {"x": x}
+        got = run_gradients(shared_cache, case, given, of_out, saved, kernel=KERNEL)
+        check_near(got, *gradients(case, given, of_out, saved))
+
+
 @pytest.mark.parametrize("wanted", [("dx",), ("dw",), ("dbias",), ("dresidual",), ("dw", "dbias")], ids="-".join)
 @pytest.mark.parametrize("activation", ["", "silu"])
 def test_only_what_is_wanted(check, activation, wanted):
