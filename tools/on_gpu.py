@@ -120,7 +120,7 @@ STEPS = (
         numerics="decode_gpu decode_kv_gpu decode_int8_gpu pages_gpu",
         frontends="kv_gpu kvcache_gpu paged_write_gpu",
     ),
-    _tests("tests-linear", 300, numerics="linear linear_gpu int8_matmul sm90_gemm_gpu quantize_rows"),
+    _tests("tests-linear", 360, numerics="linear linear_gpu int8_matmul sm90_gemm_gpu quantize_rows"),
     _tests("tests-triton", 240, frontends="triton_gpu"),
     # Figures that are asked for, the short ones first.
     _module("bench-ring", 120, "bench.ring", "cuda"),
@@ -135,7 +135,7 @@ STEPS = (
     _models("bench-models-long", 240, "--models", "llama-1b", "--batches", "1", "--prompts", "16000"),
     _bench("bench-decode", 400, "decode", "decode_pages", "decode_mixed", "kv_write"),
     _module("bench-linear", 500, "bench.linear", "cuda"),
-    _module("bench-linear-backward", 300, "bench.linear_backward", "cuda"),
+    _module("bench-linear-backward", 400, "bench.linear_backward", "cuda"),
     _module("bench-int8-gemm", 120, "bench.int8_gemm", "cuda"),
     _module("bench-triton", 520, "bench.beside_triton", "triton", "triton-decode", "triton-rows", "triton-linear"),
     _module("bench-triton-tiles", 240, "bench.triton_tiles"),
