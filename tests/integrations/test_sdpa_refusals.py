@@ -54,7 +54,7 @@ def test_no_heads_are_refused_by_name():
     """PyTorch is not asked: the one of 2.11 divides by their number, and the process ends."""
     q, k, v = tensors(q=(2, 0, 9, 16))
     with pytest.raises(
-        NotImplementedError, match="^query, key or value has 0 heads; allowed: 1 or more, or fallback=True$"
+        NotImplementedError, match=r"^query, key or value has 0 heads; allowed: 1 or more, or fallback=True$"
     ):
         qflash.scaled_dot_product_attention(q, k, v)
 
