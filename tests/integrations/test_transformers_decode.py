@@ -230,7 +230,7 @@ def test_a_model_whose_forward_is_compiled():
         ({"eos_token_id": [5, 99]}, "eos_token_id is 99; allowed: 0 to 98"),
         ({"pad_token_id": -1}, "pad_token_id is -1; allowed: 0 to 98"),
         ({"pad_token_id": "0"}, "pad_token_id is '0'; allowed: an int, 0 to 98"),
-        ({"page_size": 0}, "page_size is 0; allowed: 16 to 256"),
+        ({"page_size": 0}, "page_size is 0; allowed: 16, 32, 64, 128, 256"),
         ({"page_size": "16"}, "page_size is '16'; allowed: an int"),
         ({"cache_precision": "int4"}, "cache_precision is 'int4'; allowed: None, 'int8'"),
         ({"stream": 3}, "stream is 3; allowed: None, or a function"),

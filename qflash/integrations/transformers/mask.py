@@ -129,7 +129,9 @@ def qf_mask(
     end = q_offset + q_length - kv_offset
     exist = end if pattern.causal else kv_length
     words = {"causal": pattern.causal, "window": pattern.window}
-    obstacle = pattern.obstacle or _in_places(pattern, end, kv_length, kv_offset)
+    obstacle = pattern.obstacle
+    if obstacle is None:
+        obstacle = _in_places(pattern, end, kv_length, kv_offset)
     if pattern.starts is not None and not may_be_packed:
         obstacle = "packed sequences with padding or a cache"
     if obstacle is not None:

@@ -51,7 +51,13 @@ def attend_blocks(
         for part in parts:
             merged.add(part.q, q, *of.attend(part, q, block[0], block[1], sinks))
     assert merged.out is not None and merged.lse is not None
-    return merged.out.to(q.dtype), merged.lse
+    return _converted(merged.out, q.dtype), merged.lse
+
+
+def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a type. A conversion to the type that x has would lose the gradient of a forward pass's result in programs
+    of PyTorch 2.11's compiler."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _going_round(block: Tensor, steps: int, of: Sequences, ranks: Ranks) -> Iterator[Tensor]:
@@ -87,7 +93,7 @@ class _Merged:
 
     def _begin(self, rows: Span, like: Tensor, out: Tensor, lse: Tensor) -> None:
         if rows == (0, like.shape[self._dim]):
-            self.out, self.lse = out.float(), lse
+            self.out, self.lse = _converted(out, torch.float32), lse
             return
         heads, tokens = like.shape[-2], like.shape[self._dim]
         self.out = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
