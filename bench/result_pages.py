@@ -172,6 +172,7 @@ PAGES = (
             "decode_mixed": "Sequences of different lengths",
             "kv_write": "New tokens into pages",
             "cpu-decode": "On a CPU",
+            "cpu-decode-pages": "On pages, on a CPU",
         },
         "GB/s count K and V once; those of INT8 pages are the bytes that such pages have, with their scales.",
     ),
