@@ -11,6 +11,7 @@ from qflash import dispatch, reference
 from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY
 from qflash.testing import BY_NAME, Case, cases
 from qflash.testing.case import Rotary
+from qflash.testing.cases import FEW_KEYS, ONE_HOT
 from qflash.testing.compare import GRADIENT_L2, check_same_bits, errors
 from qflash.testing.emulated_attention import with_few_keys
 from qflash.testing.emulated_backward import NAMES, check_gradients_of, run_gradients
@@ -20,13 +21,6 @@ from qflash.testing.runner import suited
 KERNELS = [row.name for row in dispatch.variants_of("attention_backward", "cuda")]
 PORTABLE = [name for name in KERNELS if dispatch.BY_NAME[name].min_arch < 90]
 QUICK = [with_few_keys(case) for case in cases("quick")]
-# Rows of two keys: dP - delta cancels, and a delta made of `out` in 16 bits would be most of what is left.
-FEW_KEYS = [
-    Case("two_keys_float16", 2, 2, 2, 1, 80, dtype="float16", seed=505),
-    Case("two_keys_bfloat16", 2, 2, 2, 1, 80, dtype="bfloat16", seed=601),
-    Case("one_row", 1, 2, 1, 1, 80, batch=2, dtype="float16", kv_lens=(2, 0), softcap=30.0, data="uniform", seed=1577),
-    Case("rope", 3, 2, 4, 1, 80, 3, "float16", kv_lens=(0, 0, 2), rope=Rotary(2, True), data="uniform", seed=8565),
-]
 # Windows that leave tiles of keys without a query and rows without a key, groups of heads, lengths that differ.
 MASKED = [
     Case("keys_unseen", 40, 300, 3, 1, 64, dtype="float16", window=(30, 10), seed=1),
@@ -177,6 +171,18 @@ def test_a_length_out_of_range_is_nan_for_its_sequence_only(library, kernel, bad
     for x, y in zip(found, want, strict=True):
         assert np.isnan(x[1].astype(np.float32)).all()
         assert all(x[b].tobytes() == y[b].tobytes() for b in (0, 2))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", ONE_HOT, ids=by_name)
+def test_what_lse_rounds_off_is_no_gradient(library, case, kernel):
+    dout, dlse = case.make_gradients()
+    *grads, _ = run_gradients(library, case, kernel, changes={"dlse": np.zeros_like(dlse)})
+    inputs = case.make_inputs()
+    words = {**case.options(), "kv_lens": inputs.kv_lens, "sinks": inputs.sinks}
+    wants = reference.attention_backward(inputs.q, inputs.k, inputs.v, dout, **words)
+    for got, want in zip(grads, wants, strict=False):
+        assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(wants[2])
 
 
 BAD_OFFSETS = {
