@@ -74,6 +74,24 @@ def test_values_that_are_not_finite(library, case, kernel, memory):
     check_gradients_of(library, case, kernel, memory=memory)
 
 
+@pytest.mark.parametrize("kernel", PORTABLE)
+@pytest.mark.parametrize("value", ["nan", "-inf"])
+@pytest.mark.parametrize("keys", [2, 90])
+def test_what_is_not_finite_in_dout_reaches_what_float64_gives_it_to(library, kernel, value, keys):
+    """Infinities, too: also in rows of few keys, whose delta is computed otherwise."""
+    case = suited(Case("dout", 80, keys, 2, 1, 64, dtype="float16", window=(40, 5), seed=2), kernel, 90)
+    dout, dlse = case.make_gradients()
+    dout[0, 77, 1, 5] = dout[0, 79, 0, 9] = float(value)
+    inputs = case.make_inputs()
+    with np.errstate(invalid="ignore"):  # infinities of both signs add up
+        wants = reference.attention_backward(inputs.q, inputs.k, inputs.v, dout, dlse, **case.options())
+    got = run_gradients(library, case, kernel, changes={"dout": dout})
+    for name, x, want in zip(NAMES, got, wants, strict=True):
+        x = x.astype(np.float64)
+        np.testing.assert_array_equal(x[~np.isfinite(want)], want[~np.isfinite(want)], err_msg=name)
+        assert np.isfinite(x[np.isfinite(want)]).all(), name
+
+
 def one_column(case: Case) -> int:
     """Bytes that dS of one pair of a sequence and a KV head needs at most."""
     query_tiles, key_tiles = (case.q_len + 63) // 64, (case.k_len + 63) // 64

@@ -33,7 +33,6 @@ static double sink_weight(float sink, float lse) { return lse == sink ? 1.0 : ::
 
 static float delta_of_few(const QfAttnParams& p, const Sequence& s, int head, KeyRange keys, const float* q,
                           const float* dout, float lse, float minus_lse) {
-  if (keys.begin == keys.end) return 0.0f;
   const int pitch = pitch_of(p);
   const int64_t kv_head = head / (p.q_heads / p.kv_heads);
   const WeightMap map = weight_map(p);
@@ -69,9 +68,12 @@ static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int h
     const float lse = p.lse[statistics + r];
     tile.minus_lse[r] = lse == -INFINITY ? -INFINITY : -lse * kLog2e;
     const KeyRange keys = visible_keys(p, s, first + r);
-    const float delta = p.dtype != QF_F32 && !params.partial && keys.end - keys.begin <= kFewKeys
-                            ? delta_of_few(p, s, head, keys, q, dout, lse, tile.minus_lse[r])
-                            : dot_rows(dout, out, pitch);
+    float delta = dot_rows(dout, out, pitch);
+    if (p.dtype != QF_F32 && !params.partial && keys.begin < keys.end && keys.end - keys.begin <= kFewKeys) {
+      // An infinity in dout may become NaN among terms of both signs there, and not in rowsum(dout * out).
+      const float few = delta_of_few(p, s, head, keys, q, dout, lse, tile.minus_lse[r]);
+      if (few - few == 0.0f) delta = few;
+    }
     tile.delta[r] = delta - (params.dlse ? params.dlse[statistics + r] : 0.0f);
     check.add_row(q, pitch);
     check.add_row(dout, pitch);

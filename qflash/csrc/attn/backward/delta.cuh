@@ -225,7 +225,9 @@ __device__ __forceinline__ void write_delta_of_few(const QfAttnBwdParams& params
     if (!__any_sync(0xffffffffu, keys.begin < keys.end)) continue;
     const float few = delta_of_few<Element, kRoundsRope>(params, block.seq, block.b, block.h, row, keys, lane,
                                                          grid.vector, access.dout);
-    if (keys.begin < keys.end && lane % kDeltaLanes == 0) block.write(params, row, few);
+    // An infinity in dO may become NaN among terms of both signs here, and not in rowsum(dO * O), which then stays.
+    const bool finite = few - few == 0.0f;
+    if (keys.begin < keys.end && finite && lane % kDeltaLanes == 0) block.write(params, row, few);
   }
 }
 
