@@ -44,7 +44,7 @@ PLAIN_STRENGTH = 16.0
 # numbers, and what float32 holds as a subnormal number is flushed to zero.
 LEAST = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
 # Where one key has all the weight, dP - delta is 0 in exact arithmetic and what float32 rounded off either otherwise.
-CANCELLED = 2.0**-22
+CANCELLED = 2.0**-20
 
 
 class ContractError(AssertionError):
