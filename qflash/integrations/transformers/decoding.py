@@ -15,13 +15,15 @@ from typing import Any, Literal
 
 import torch
 
-from qflash.integrations.transformers.capture import captured, obstacle
+import qflash
+from qflash.integrations.transformers.capture import Pool, captured, obstacle
 from qflash.integrations.transformers.causal_model import CausalModel
 from qflash.integrations.transformers.mask import UNPADDED
 from qflash.integrations.transformers.pages import PagedCache
 from qflash.integrations.transformers.prompts import (
     check_cache_precision,
     check_count,
+    check_device,
     check_flag,
     check_in_vocabulary,
     check_int,
@@ -159,7 +161,9 @@ class Decoder:
         self.cache = PagedCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)
         self._capture, self._page_size = capture, page_size
         self._is_free = threading.Lock()
+        self._pool = Pool()
         self._steps: dict[Any, _DecodeStep] = {}
+        self._as_captured: Any = None  # of the model, when these were made
 
     def generate(
         self,
@@ -183,6 +187,7 @@ class Decoder:
         check_count("max_new_tokens", max_new_tokens)
         check_seed(seed)
         check_stream(stream)
+        check_device(input_ids, attention_mask, self._causal.device)
         check_in_vocabulary(input_ids, self._causal.vocabulary)
         ends = self._causal.ends(eos_token_id)
         padding = self._causal.padding(pad_token_id, ends)
@@ -217,6 +222,10 @@ class Decoder:
 
     def _step_of(self, key: Any) -> _DecodeStep:
         """The step of such calls, which becomes the latest one."""
+        as_captured = self._causal.as_captured
+        if as_captured != self._as_captured:  # graphs read weights where they were
+            self._steps.clear()
+            self._as_captured = as_captured
         step = self._steps.pop(key, None) or _DecodeStep(self, *key)
         self._steps[key] = step
         if len(self._steps) > MOST_STEPS:
@@ -275,7 +284,8 @@ class _DecodeStep:
         for index in range(1, count):
             if self._is_over(index, stream):
                 break
-            cache.advance()
+            if not self._reserve():
+                break
             self._advance(index)
             history.append(self._tokens[:, 0].clone())
             over = self._send(stream, over)
@@ -314,7 +324,7 @@ class _DecodeStep:
             self._step()
 
     def _try_capture(self) -> None:
-        self.graph, self.reason = captured(self._step, self._tokens.device, self._generator)
+        self.graph, self.reason = captured(self._step, self._tokens.device, self._decoder._pool, self._generator)
         self._decoder.cache.repeat_pass()
         if self.graph is None and self._generator is not None:
             # A capture that was cut off may leave its generator to graphs alone: another one goes on with its draws.
@@ -326,6 +336,16 @@ class _DecodeStep:
             return False
         waits = self._tokens.device.type == "cpu" or stream is not None or index % LOOK_EVERY == 0
         return waits and bool(self._has_ended.all())
+
+    def _reserve(self) -> bool:
+        """Reserve the next token of each sequence; False: there are no pages, and all sequences have ended."""
+        try:
+            self._decoder.cache.advance()
+        except qflash.OutOfPagesError:
+            if bool(self._has_ended.all()):
+                return False
+            raise
+        return True
 
     def _send(self, stream: Stream | None, over: list[bool]) -> list[bool]:
         """Hand the new tokens of sequences that are not over to `stream`; which ones are over now."""
