@@ -395,6 +395,12 @@ def test_a_step_is_captured_once_and_replayed(graphs):
     assert (graphs.captures, graphs.replays) == (1, 2 * (NEW - 1) - 1)
 
 
+def test_too_few_tokens_for_a_graph(graphs):
+    result = generated("llama", max_new_tokens=2)
+    assert not result.is_captured and result.reason == decoding.TOO_FEW
+    assert generated("llama", max_new_tokens=3).reason == "" and graphs.captures == 1
+
+
 @pytest.mark.parametrize("family", tiny.DECODERS)
 def test_a_graph_serves_all_lengths(family, graphs):
     """What a graph holds is no number that the host knows of a sequence, past a window and into other pages."""

@@ -231,11 +231,13 @@ def test_pages_are_read_by_qflash_alone():
 
 
 def test_what_a_model_may_not_do_with_keys_and_values_in_pages():
-    """As DiffLlama, which splits values, and DeepSeek V3, which expands what it cached."""
+    """As DiffLlama, which splits values, DeepSeek V3, which expands what it cached, and Mllama, which looks at a
+    layer's."""
     new = torch.zeros(1, 2, 1, 16)
-    keys, values = qf.PagedCache(tiny.decoder("llama").config, pages=4, page_size=16).update(new, new, 0)
+    cache = qf.PagedCache(tiny.decoder("llama").config, pages=4, page_size=16)
+    keys, values = cache.update(new, new, 0)
     for use in (lambda x: x.shape, lambda x: x.repeat(1, 2, 1, 1), lambda x: torch.chunk(x, 2, dim=1)):
-        for x in (keys, values):
+        for x in (keys, values, cache.layers[0].keys, cache.layers[0].values):
             with pytest.raises((AttributeError, NotImplementedError), match=r"keys and values in pages .*; allowed: "):
                 use(x)
     q = torch.zeros(1, 4, 1, 16)

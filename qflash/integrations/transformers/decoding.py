@@ -38,6 +38,7 @@ Tensor = torch.Tensor
 Stream = Callable[[list[int | None]], None]
 
 MOST_STEPS = 32  # of a Decoder, with their graphs: a server whose callers choose words of their own stays bounded
+TOO_FEW = "a step is captured with the third token, and there were fewer"
 LOOK_EVERY = 16  # tokens on a GPU: how often the host waits to see whether all sequences have ended
 
 
@@ -201,8 +202,10 @@ class Decoder:
                 new = step.run(input_ids, attention_mask, max_new_tokens, seed, stream)
             finally:
                 self.cache.reset()
+        is_captured = step.graph is not None
+        reason = step.reason or ("" if is_captured else TOO_FEW)
         return Generated(
-            torch.cat([input_ids, new], 1), new, _lengths(new, ends), step.graph is not None, step.reason, self.fused
+            torch.cat([input_ids, new], 1), new, _lengths(new, ends), is_captured, reason, self.fused
         )  # fmt: skip
 
     @property

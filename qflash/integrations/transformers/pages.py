@@ -26,7 +26,19 @@ _ONLY_QFLASH_READS = (
 )
 
 
-class NewTokens:
+class _InPages:
+    """Keys and values that nobody else reads."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"keys and values in pages have no {name!r}, {_ONLY_QFLASH_READS}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", function)
+        raise NotImplementedError(f"keys and values in pages are not what {name} takes, {_ONLY_QFLASH_READS}")
+
+
+class NewTokens(_InPages):
     """What `PagedCache.update` returns in the place of keys and values: tokens of a layer that are in no page yet.
 
     Whether a token is padding, which gets no place in a page, only the mask tells. So the attention function, which has
@@ -46,14 +58,6 @@ class NewTokens:
         """Write the tokens, and attend to all that are in the pages: `[B, Tq, Hq, D]`."""
         return self.cache._attend(self, query, mask, words)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"keys and values in pages have no {name!r}, {_ONLY_QFLASH_READS}")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", function)
-        raise NotImplementedError(f"keys and values in pages are not what {name} takes, {_ONLY_QFLASH_READS}")
-
 
 class PagedLayer(CacheLayerMixin):
     """One layer of a PagedCache, which does the work."""
@@ -66,6 +70,7 @@ class PagedLayer(CacheLayerMixin):
     def __init__(self, cache: PagedCache, index: int) -> None:
         super().__init__()
         self._cache, self._index = cache, index
+        self.keys = self.values = _InPages()
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
