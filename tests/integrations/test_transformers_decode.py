@@ -477,18 +477,56 @@ def test_capture_may_be_left_out(graphs):
     assert (result.is_captured, result.reason) == (False, "capture is False")
 
 
+def on_gpu(family):
+    """A model with its ids and mask."""
+    model = copy.deepcopy(tiny.decoder(family)).to("cuda", torch.bfloat16)  # no kernel of a GPU takes pages of float32
+    return model, tiny.tokens().cuda(), tiny.padding("left").cuda()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
-def test_a_real_graph(family):
-    model = tiny.decoder(family).to("cuda", torch.bfloat16)  # no kernel of a GPU takes pages of float32
-    try:
-        ids, mask = tiny.tokens().cuda(), tiny.padding("left").cuda()
-        captured = qf.generate(model, ids, mask, max_new_tokens=40, page_size=16)
-        eager = qf.generate(model, ids, mask, max_new_tokens=40, page_size=16, capture=False)
-    finally:
-        tiny.decoder.cache_clear()
+@pytest.mark.parametrize(
+    "words", [{}, {"do_sample": True, "seed": 3, "top_k": 20, "top_p": 0.9}], ids=["greedy", "drawn"]
+)
+@pytest.mark.parametrize("family", tiny.DECODERS)
+def test_a_real_graph(family, words):
+    model, *prompts = on_gpu(family)
+    words = {"max_new_tokens": 40, "page_size": 16} | words
+    captured = qf.generate(model, *prompts, **words)
+    eager = qf.generate(model, *prompts, **words, capture=False)
     assert captured.is_captured, captured.reason
     assert torch.equal(captured.sequences, eager.sequences)
+
+
+@pytest.mark.gpu
+def test_real_graphs_of_several_batches_in_turns():
+    """After weights moved, too, and beside graphs of torch.compile, which takes cuBLAS's memory from everybody."""
+    model, ids, mask = on_gpu("mistral")
+    qf.generate(model, ids, mask, max_new_tokens=4, page_size=16)  # whose graph is gone
+    decoder = qf.Decoder(model, pages=32, page_size=16)
+    product = torch.compile(lambda x: x @ x, mode="reduce-overhead")
+    for turn in range(2):
+        for rows in (slice(1), slice(3), slice(2), slice(3), slice(1)):
+            got = decoder.generate(ids[rows], mask[rows], max_new_tokens=NEW)
+            want = qf.generate(model, ids[rows], mask[rows], max_new_tokens=NEW, page_size=16, capture=False)
+            assert got.is_captured and torch.equal(got.sequences, want.sequences), got.reason
+            for _ in range(3):
+                product(torch.ones(64 + turn, 64 + turn, device="cuda"))
+            torch.cuda.empty_cache()
+        for weight in model.parameters():
+            weight.data = weight.data.flip(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [{}, {"do_sample": True, "seed": 5}], ids=["greedy", "drawn"])
+def test_a_real_step_that_cannot_be_captured(words):
+    model, *prompts = on_gpu("llama")
+    words = {"max_new_tokens": NEW, "page_size": 16} | words
+    want = qf.generate(model, *prompts, **words, capture=False)
+    model.model.norm.register_forward_hook(lambda module, arguments, out: out[0, 0, 0].item() and None)
+    got = qf.generate(model, *prompts, **words)
+    assert not got.is_captured and "captur" in got.reason and torch.equal(got.sequences, want.sequences)
+    assert torch.rand(3, device="cuda").isfinite().all()  # the default generator draws
+    torch.cuda.empty_cache()
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------

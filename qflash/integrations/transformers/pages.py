@@ -321,6 +321,9 @@ class PagedCache(Cache):
         """Make the pages, of the first keys' and values' dtype, device and shape, unless they are there."""
         if v.shape != k.shape:
             raise NotImplementedError(f"values have shape {list(v.shape)}; allowed: that of keys, {list(k.shape)}")
+        if k.device.type == "cuda" and k.dtype not in (torch.float16, torch.bfloat16):
+            allowed = "allowed: float16 and bfloat16, which model.to(torch.bfloat16) makes"
+            raise NotImplementedError(f"keys are {k.dtype} on a GPU, where no kernel reads pages of them; {allowed}")
         if self.kv is None:
             sizes = {"layers": len(self.layers), "kv_heads": k.shape[1], "head_dim": k.shape[3]}
             with torch.inference_mode(False):  # other passes write to them, too
