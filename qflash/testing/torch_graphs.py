@@ -61,6 +61,11 @@ class StandIn:
         finally:
             hook.remove()
 
+    @property
+    def held(self) -> int:
+        """How many graphs there are."""
+        return sum(self._graphs_of.values())
+
     # What torch.cuda has.
 
     def CUDAGraph(self) -> _Graph:
@@ -129,6 +134,8 @@ class StandIn:
     def release(self, pool: Any) -> None:
         """A graph is gone."""
         self._graphs_of[pool] -= 1
+        if self.capturing is not None:
+            self.capturing.is_cut_off = True
 
 
 class _Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -89,6 +90,26 @@ def test_memory_that_all_graphs_have_left_is_not_taken_up_again(graphs):
     assert pool.handle is shared
     del second
     assert pool.handle is not shared and captured(layer, DEVICE, pool)[1] == ""
+
+
+def test_no_graph_is_destroyed_in_a_capture(graphs):
+    """Not even one that somebody dropped and the collector finds."""
+    layer, others = Layer(), [captured(Layer(), DEVICE, Pool())[0]]
+
+    def step():
+        circle = [others.pop()]
+        circle.append(circle)
+        del circle
+        layer()
+        assert len([[] for _ in range(2000)]) == 2000  # the collector runs now and then, as objects are made
+
+    before = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    try:
+        assert captured(step, DEVICE, Pool())[1] == ""
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
 
 
 def test_threads_capture_one_after_another(graphs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -79,11 +80,23 @@ _cut_off: list[Any] = []  # graphs whose capture failed, which PyTorch's allocat
 
 
 @contextmanager
+def _no_collection() -> Iterator[None]:
+    """The collector may find a graph that somebody dropped, and CUDA destroys none during a capture."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
+
+
+@contextmanager
 def _one_at_a_time(
     graph: Any, device: torch.device, pool: Any, generator: torch.Generator | None = None
 ) -> Iterator[None]:
     """A capture on a device. Other threads go on meanwhile, and their captures wait."""
-    with _lock, torch.cuda.device(device):
+    with _lock, torch.cuda.device(device), _no_collection():
         if generator is not None:
             graph.register_generator_state(generator)  # which keeps numbers on the current device
         if device not in _streams:

@@ -8,6 +8,7 @@ where they are, so that a CUDA graph of one pass serves all tokens.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -265,7 +266,8 @@ class _DecodeStep:
         ends: tuple[int, ...],
         padding: int,
     ) -> None:
-        self._decoder, self._columns, self._sampling, self._padding = decoder, columns, sampling, padding
+        self._decoder = weakref.proxy(decoder)  # so that pages and graphs are free with it
+        self._columns, self._sampling, self._padding = columns, sampling, padding
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
         self._has_ended = torch.zeros(batch, dtype=torch.bool, device=device)

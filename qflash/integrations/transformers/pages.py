@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -69,7 +70,7 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, cache: PagedCache, index: int) -> None:
         super().__init__()
-        self._cache, self._index = cache, index
+        self._cache, self._index = weakref.proxy(cache), index  # so that pages are free with the cache
         self.keys = self.values = _InPages()
         self.is_initialized = True
 

@@ -6,6 +6,7 @@ of one such pass serves all requests that come and go, and there are few: rows a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
@@ -85,7 +86,7 @@ class DecodePass:
     """One token of each row: tensors that stay where they are, and the graphs that read and write them."""
 
     def __init__(self, passes: Passes, rows: int, columns: int) -> None:
-        self._passes = passes
+        self._passes = weakref.proxy(passes)  # so that pages and graphs are free with them
         self.rows = Rows(rows, passes.device)
         with torch.inference_mode(False):
             self.chosen = torch.zeros(rows, dtype=torch.int64, device=passes.device)
