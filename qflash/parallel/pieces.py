@@ -86,7 +86,8 @@ def ring_hops(at: Placement, edges: tuple[int, int], packed: bool = False) -> in
     """How many times keys must move on before no rank is left that wants them."""
     ranks = range(at.ranks)
     hops = reversed(ranks)
-    return next(hop for hop in hops if any(ring_pieces(at, to, (to - hop) % at.ranks, edges, packed) for to in ranks))
+    wanted = (hop for hop in hops if any(ring_pieces(at, to, (to - hop) % at.ranks, edges, packed) for to in ranks))
+    return next(wanted, 0)  # nobody wants a part of no tokens
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ import torch
 
 from qflash.call.words import check_int, shown
 from qflash.parallel.placement import Placement, check_placement
-from qflash.parallel.torch.agree import agree
+from qflash.parallel.torch.agree import agree, in_words
 from qflash.parallel.torch.exchange import all_gather
 from qflash.parallel.torch.groups import Ranks, ranks_of
 
@@ -54,7 +54,7 @@ def unshard(
     text = ""
     try:
         at, dim = _placed("x", x, ranks, dim, causal, placement, whole=False)
-        text = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}; {dim=}; {at.kind} placement"
+        text = f"{in_words(x)} on {x.device.type}; {dim=}; {at.kind} placement"
     except (TypeError, ValueError) as error:
         if torch.compiler.is_compiling() or ranks.size == 1:
             raise
@@ -62,7 +62,7 @@ def unshard(
     if ranks.size == 1:
         return x
     if not torch.compiler.is_compiling():
-        agree(ranks, text, refusal, x.device if isinstance(x, Tensor) else torch.device("cpu"), "calls of unshard")
+        agree(ranks, text, refusal, isinstance(x, Tensor) and x.is_cuda, "calls of unshard")
     return _Unshard.apply(x, ranks, at, dim)
 
 
