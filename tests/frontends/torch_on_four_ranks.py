@@ -268,6 +268,7 @@ def test_a_compiled_ring_of_integers_refuses_gradients(ranks):
 # Bad input: an error on every rank, which names the rank and what it had ----------------------------------------------
 
 SHAPES = [[1, 8, 4, 16]] * 3
+NESTED = torch.nested.nested_tensor([torch.zeros(8, 4, 16)])
 
 
 def refused(ranks, words: dict, of_rank: dict, error: str, text: str, own: str | None = None, shapes=SHAPES) -> None:
@@ -336,11 +337,19 @@ def test_calls_on_a_gpu_are_asked_about_once(ranks):
         ({"window": (1, 2, 3)}, "ValueError", "window is"),
         ({"precision": "int4"}, "ValueError", "precision is 'int4'"),
         ({"max_seqlen": 3}, "ValueError", "max_seqlen is 3 and cu_seqlens is None"),
+        ({"q": NESTED}, "TypeError", "q is a nested tensor; allowed: a dense"),
         ({"precision": "int8", "grad": True}, "NotImplementedError", "requires a gradient"),
     ],
 )
 def test_a_rank_with_a_bad_call(ranks, of_one, error, own):
     refused(ranks, {"causal": True}, {3: of_one}, error, "rank 3 of 4 refused the call: ", own)
+
+
+def test_a_rank_that_fails_before_anything_moves(ranks):
+    *others, last = ranks.call(torch_ranks.run_out_of_memory)
+    assert last.error == "OutOfMemoryError"
+    text = "rank 3 of 4 refused the call: OutOfMemoryError: nothing is left"
+    assert [answer.text for answer in others] == [text] * 3
 
 
 def test_values_are_looked_at_before_anything_moves(ranks):

@@ -20,7 +20,7 @@ from qflash.api import attention as attention_on_one_rank
 from qflash.api import attention_varlen
 from qflash.call.words import check_int, shown
 from qflash.frontends.torch import arch_of, plan_of
-from qflash.frontends.torch.arrays import as_index
+from qflash.frontends.torch.arrays import as_index, describe
 from qflash.frontends.torch.autograd import check as check_gradients
 from qflash.frontends.torch.autograd import wanted as gradient_wanted
 from qflash.frontends.torch.launch import check_differentiable
@@ -134,9 +134,10 @@ def _attend(
     refusal: Exception | None = None
     of: Sequences | None = None
     try:
-        head_dim = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
+        _check_tensors(q, k, v)
+        head_dim = q.shape[-1] if q.dim() else 1
         of = _sequences(ranks, check_words(*words, head_dim), q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         if torch.compiler.is_compiling():
             raise
         refusal = error
@@ -166,12 +167,22 @@ def _alone(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, max_seqlen: Any, **
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
+def _check_tensors(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
+        if hasattr(x, "to_local"):  # of torch.distributed.tensor, which is slow to import
+            raise TypeError(f"{name} is a DTensor; allowed: this rank's part of it, {name}.to_local()")
+        if not torch.compiler.is_compiling():
+            describe(name, x)  # others have no shape to look at
+
+
 def _sequences(
     ranks: Ranks,
     words: Words,
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     sinks: Any,
     kv_lens: Any,
     cu_seqlens: Any,
@@ -179,11 +190,6 @@ def _sequences(
     rope: Any,
 ) -> Sequences:
     """The checked call. Everything that can be wrong on one rank is found here, before anything moves."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
-        if hasattr(x, "to_local"):  # of torch.distributed.tensor, which is slow to import
-            raise TypeError(f"{name} is a DTensor; allowed: this rank's part of it, {name}.to_local()")
     packed = cu_seqlens is not None
     _check_max_seqlen(cu_seqlens, max_seqlen)
     if kv_lens is not None:

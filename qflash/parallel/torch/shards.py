@@ -55,7 +55,7 @@ def unshard(
     try:
         at, dim = _placed("x", x, ranks, dim, causal, placement, whole=False)
         text = f"{in_words(x)} on {x.device.type}; {dim=}; {at.kind} placement"
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         if torch.compiler.is_compiling() or ranks.size == 1:
             raise
         refusal = error
