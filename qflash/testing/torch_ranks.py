@@ -248,7 +248,7 @@ def ask(rank: int, calls: str, most: int) -> list[int]:
         ranks = ranks_of(_impatient(30))
         for text in calls:
             counts.append(counts[-1] if counts else 0)
-            module.agree(ranks, text, None, on_gpu=True)
+            module.agree(ranks, text, None, torch.device("cuda"))
     finally:
         module._MOST_KNOWN, module._exchange = kept
     return counts

@@ -268,7 +268,7 @@ def test_a_compiled_ring_of_integers_refuses_gradients(ranks):
 # Bad input: an error on every rank, which names the rank and what it had ----------------------------------------------
 
 SHAPES = [[1, 8, 4, 16]] * 3
-NESTED = torch.nested.nested_tensor([torch.zeros(8, 4, 16)])
+NESTED = torch.nested.nested_tensor([torch.zeros(8, 4, 16)], layout=torch.jagged)
 
 
 def refused(ranks, words: dict, of_rank: dict, error: str, text: str, own: str | None = None, shapes=SHAPES) -> None:

@@ -31,7 +31,7 @@ from qflash.ops.quantization import tables_of
 from qflash.parallel.parts import Sequences
 from qflash.parallel.placement import PLACEMENTS, Placement
 from qflash.parallel.torch import maths
-from qflash.parallel.torch.agree import agree, in_words
+from qflash.parallel.torch.agree import agree, device_of, in_words
 from qflash.parallel.torch.exchange import all_gather
 from qflash.parallel.torch.gather import attend_gathered
 from qflash.parallel.torch.groups import Ranks, group_of
@@ -142,7 +142,7 @@ def _attend(
             raise
         refusal = error
     if not torch.compiler.is_compiling():
-        agree(ranks, "" if of is None else _described(of, q, k, v, sinks), refusal, isinstance(q, Tensor) and q.is_cuda)
+        agree(ranks, "" if of is None else _described(of, q, k, v, sinks), refusal, device_of(q))
     else:  # a compiler takes no tensor twice, as in attention(x, x, x), in a function with a gradient of its own
         q, k, v = (x.view_as(x) for x in (q, k, v))
     assert of is not None

@@ -8,6 +8,7 @@ asks, with tensors on a GPU, which would run out of work in the meantime, only t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
@@ -22,12 +23,12 @@ _MOST_KNOWN = 1024  # lengths of packed sequences may be new in every step
 _agreed: WeakKeyDictionary = WeakKeyDictionary()  # by group: the calls on GPUs that all of its ranks agreed on
 
 
-def agree(ranks: Ranks, text: str, refusal: Exception | None, on_gpu: bool, what: str = "calls") -> None:
+def agree(ranks: Ranks, text: str, refusal: Exception | None, device: torch.device, what: str = "calls") -> None:
     """Return where all ranks came with the same text and without a refusal; else raise on all of them."""
-    known = _agreed.setdefault(ranks.group, set()) if on_gpu else set()
+    known = _agreed.setdefault(ranks.group, set()) if device.type == "cuda" else set()
     if refusal is None and text in known:
         return
-    said = _exchange(ranks, text if refusal is None else f"{_BAD}{type(refusal).__name__}: {refusal}")
+    said = _exchange(ranks, text if refusal is None else f"{_BAD}{type(refusal).__name__}: {refusal}", device)
     if refusal is not None:
         raise refusal
     for rank, other in enumerate(said):
@@ -40,19 +41,24 @@ def agree(ranks: Ranks, text: str, refusal: Exception | None, on_gpu: bool, what
     known.add(text)
 
 
+def device_of(x: Any) -> torch.device:
+    """Which device a call on x is on. It may be no tensor, on a rank that refuses it."""
+    return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+
+
 def in_words(x: torch.Tensor) -> str:
     """What ranks tell each other of a tensor."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-def _exchange(ranks: Ranks, text: str) -> list[str]:
+def _exchange(ranks: Ranks, text: str, device: torch.device) -> list[str]:
     """The texts of all ranks."""
     own = text.encode()
     if len(own) > _BYTES:  # what is cut off still counts
         own = own[: _BYTES - 16] + f" ...{crc32(own):08x}".encode()
     wire = torch.frombuffer(bytearray(own.ljust(_BYTES, b"\0")), dtype=torch.uint8)
-    if ranks.backend("cpu") is None:  # which is right for a rank that came with something else, too
-        wire = wire.cuda()
+    if ranks.backend("cpu") is None:  # also for a rank that came with something else
+        wire = wire.to(device if device.type == "cuda" else "cuda")
     gathered = all_gather(ranks, wire, "the comparison of the ranks' calls").cpu()
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
 

@@ -8,7 +8,7 @@ import torch
 
 from qflash.call.words import check_int, shown
 from qflash.parallel.placement import Placement, check_placement
-from qflash.parallel.torch.agree import agree, in_words
+from qflash.parallel.torch.agree import agree, device_of, in_words
 from qflash.parallel.torch.exchange import all_gather
 from qflash.parallel.torch.groups import Ranks, ranks_of
 
@@ -62,7 +62,7 @@ def unshard(
     if ranks.size == 1:
         return x
     if not torch.compiler.is_compiling():
-        agree(ranks, text, refusal, isinstance(x, Tensor) and x.is_cuda, "calls of unshard")
+        agree(ranks, text, refusal, device_of(x), "calls of unshard")
     return _Unshard.apply(x, ranks, at, dim)
 
 
