@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "slow" not in config.getoption("-m"):
         leave_out([item for item in items if item.get_closest_marker("slow")])
     gpu = [item for item in items if item.get_closest_marker("gpu")]
-    # Thousands of tests, and each would take milliseconds to be skipped. Where nothing else is asked for, each says why.
+    # Thousands of tests, each of which would take milliseconds to be skipped. Asked for alone, each says why.
     if why_no_gpu() and len(gpu) < len(items):
         leave_out(gpu)
         config.stash[_gpu_tests_left_out] = len(gpu)
