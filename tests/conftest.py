@@ -55,25 +55,45 @@ def why_no_code(kernel: str) -> str | None:
     return f"{kernel} {found[0]}" if found else None
 
 
+_gpu_tests_left_out = pytest.StashKey[int]()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def leave_out(found: list[pytest.Item]) -> None:
+        config.hook.pytest_deselected(items=found)
+        left_out = set(found)
+        items[:] = [item for item in items if item not in left_out]
+
     if "slow" not in config.getoption("-m"):
-        left_out = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-    for item in items:
-        if not item.get_closest_marker("gpu"):
-            continue
+        leave_out([item for item in items if item.get_closest_marker("slow")])
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    # Thousands of tests, each of which would take milliseconds to be skipped. Asked for alone, each says why.
+    if why_no_gpu() and len(gpu) < len(items):
+        leave_out(gpu)
+        config.stash[_gpu_tests_left_out] = len(gpu)
+        return
+    for item in gpu:
         kernel = item.callspec.params.get("kernel") if hasattr(item, "callspec") else None
         why = why_no_gpu() or (why_no_code(kernel) if isinstance(kernel, str) else None)
         if why:
             item.add_marker(pytest.mark.skip(reason=f"GPU test: {why}"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist; each collects all tests
+        session.config.workeroutput["gpu_tests"] = session.config.stash.get(_gpu_tests_left_out, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_gpu_tests_left_out] = getattr(node, "workeroutput", {}).get("gpu_tests", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" in getattr(r, "keywords", ())]
-    if skipped:
+    if count := len(skipped) + config.stash.get(_gpu_tests_left_out, 0):
         why = why_no_gpu() or "-rs tells why"
-        terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: {why}")
+        terminalreporter.write_line(f"{count} GPU tests were skipped: {why}")
 
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
@@ -97,19 +98,16 @@ class Case(_ShortRepr):
         return {"causal": self.causal, "window": self.window, "softcap": self.softcap, "scale": self.scale}
 
     def make_inputs(self) -> Inputs:
-        """Build the arrays."""
-        rng = np.random.default_rng(self.seed)
-        shape_q, shape_k = self._shapes()
-        q, k, v = (rng.standard_normal(shape, np.float32) for shape in (shape_q, shape_k, shape_k))
-        q, k, v = _DISTRIBUTIONS[self.data](rng, q, k, v)
-        arrays = dict(zip("qkv", (x.astype(self.dtype) for x in (q, k, v)), strict=True))
+        """Build the arrays: the caller's own."""
+        q, k, v, rope = _drawn(self)
+        arrays = {"q": q.copy(), "k": k.copy(), "v": v.copy()}
         for name, index, value in self.plant:
             arrays[name][index] = float(value)
         q, k, v = _laid_out(arrays["q"], arrays["k"], arrays["v"], self.layout)
         cu_q, cu_k = (_cumulative(lens) if self.packed else None for lens in (self.q_lens, self.k_lens))
         kv_lens = None if self.kv_lens is None else np.array(self.kv_lens, np.int32)
         sinks = None if self.sinks is None else np.resize(np.array(self.sinks, np.float32), self.q_heads)
-        return Inputs(q, k, v, kv_lens, self._make_rope(rng), cu_q, cu_k, sinks)
+        return Inputs(q, k, v, kv_lens, rope, cu_q, cu_k, sinks)
 
     def make_gradients(self) -> tuple[np.ndarray, np.ndarray]:
         """(dout like out, dlse like lse) for the backward pass."""
@@ -140,6 +138,16 @@ class Case(_ShortRepr):
         shapes = [lead[-1:] if how == "shared" else lead for lead in (lead_q, lead_k)]
         positions = [rng.integers(lowest, rows, shape).astype(np.int32) for shape in shapes]
         return Rope(*rope_tables(rows, self.rope.dim), self.rope.interleaved, *positions)
+
+
+@lru_cache(maxsize=8)
+def _drawn(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, Rope | None]:
+    """A case's q, k, v before anything is planted, and rope: the oracle and each kernel ask for them again."""
+    rng = np.random.default_rng(case.seed)
+    shape_q, shape_k = case._shapes()
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in (shape_q, shape_k, shape_k))
+    q, k, v = (x.astype(case.dtype) for x in _DISTRIBUTIONS[case.data](rng, q, k, v))
+    return q, k, v, case._make_rope(rng)
 
 
 def _biased_k(rng: np.random.Generator, q, k, v):

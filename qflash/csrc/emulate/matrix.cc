@@ -4,45 +4,68 @@
 
 namespace emulate {
 
-// Element (row, k) of A is register row / 8 + 2 (k / 8) of lane 4 (row % 8) + k % 8 / 2.
-template <int kDepths>
-void mma_16bit(float (&c)[4], const uint32_t (&a)[2 * kDepths], const Words<kDepths>& b, float (*convert)(uint16_t)) {
-  spend(kMmaTime, "mma");
-  Operands<float, 4 * kDepths, 2 * kDepths> mine;
-  unpack(mine.a, a, convert);
-  unpack(mine.b, b.r, convert);
+// What a lane holds: of rows g and g + 8 of A, and of column g of B, the same kCount elements of k.
+template <int kCount>
+struct Shares {
+  float a[2][kCount], b[kCount];
+};
+
+// This lane's elements of C less what was there: rows g and g + 8, columns 2 t and 2 t + 1. Four lanes have a row's
+// elements, and a column's, in the same order.
+template <class Sum, int kCount>
+static void multiply(Sum (&c)[4], const Shares<kCount>& mine) {
+  typedef float Line __attribute__((vector_size(sizeof(float) * kCount)));
+  typedef Sum Sums __attribute__((vector_size(sizeof(Sum) * kCount)));
+  const auto read = [](const float* from) {
+    Line line;
+    memcpy(&line, from, sizeof line);
+    return __builtin_convertvector(line, Sums);
+  };
   const auto all = gather(mine);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  double sums[4] = {c[0], c[1], c[2], c[3]};  // of rows g and g + 8, columns 2 t and 2 t + 1
-  for (int depth = 0; depth < kDepths; ++depth)
-    for (int pair = 0; pair < 4; ++pair) {
-      const float* const rows = all[4 * g + pair].a + 4 * depth;
-      const float* const columns[2] = {all[8 * t + pair].b + 2 * depth, all[8 * t + 4 + pair].b + 2 * depth};
-      for (int i = 0; i < 4; ++i) {
-        sums[i] += double(rows[i / 2 * 2]) * columns[i % 2][0];
-        sums[i] += double(rows[i / 2 * 2 + 1]) * columns[i % 2][1];
-      }
-    }
-  for (int i = 0; i < 4; ++i) c[i] = float(sums[i]);
+  Sums sums[4] = {};
+  for (int quad = 0; quad < 4; ++quad) {
+    const Sums rows[2] = {read(all[4 * g + quad].a[0]), read(all[4 * g + quad].a[1])};
+    const Sums columns[2] = {read(all[8 * t + quad].b), read(all[8 * t + 4 + quad].b)};
+    for (int i = 0; i < 4; ++i) sums[i] += rows[i / 2] * columns[i % 2];
+  }
+  for (int i = 0; i < 4; ++i) {
+    c[i] = 0;
+    for (int k = 0; k < kCount; ++k) c[i] += sums[i][k];
+  }
 }
-template void mma_16bit<1>(float (&)[4], const uint32_t (&)[2], const Words<1>&, float (*)(uint16_t));
-template void mma_16bit<2>(float (&)[4], const uint32_t (&)[4], const Words<2>&, float (*)(uint16_t));
 
+// Element (row, k) of A is register row / 8 + 2 (k / 8) of lane 4 (row % 8) + k % 8 / 2.
+template <int kDepths, float (*kConvert)(uint16_t)>
+void mma_16bit(float (&c)[4], const uint32_t (&a)[2 * kDepths], const Words<kDepths>& b) {
+  spend(kMmaTime, "mma");
+  Shares<2 * kDepths> mine;
+  for (int i = 0; i < 2 * kDepths; ++i) {
+    const int word = i / 2, shift = 16 * (i % 2);
+    for (int half = 0; half < 2; ++half) mine.a[half][i] = kConvert(uint16_t(a[2 * word + half] >> shift));
+    mine.b[i] = kConvert(uint16_t(b.r[word] >> shift));
+  }
+  double products[4];
+  multiply(products, mine);
+  for (int i = 0; i < 4; ++i) c[i] = float(c[i] + products[i]);
+}
+template void mma_16bit<1, from_f16>(float (&)[4], const uint32_t (&)[2], const Words<1>&);
+template void mma_16bit<2, from_f16>(float (&)[4], const uint32_t (&)[4], const Words<2>&);
+template void mma_16bit<2, from_bf16>(float (&)[4], const uint32_t (&)[4], const Words<2>&);
+
+// Element (row, k) of A is byte k % 4 of register row / 8 + 2 (k / 16) of lane 4 (row % 8) + k % 16 / 4. Floats hold
+// sums of 32 products of bytes exactly.
 void mma_s8(int32_t (&c)[4], const uint32_t (&a)[4], const Words<2>& b) {
   spend(kMmaTime, "mma");
-  Operands<uint32_t, 4, 2> mine;
-  memcpy(mine.a, a, sizeof mine.a);
-  memcpy(mine.b, b.r, sizeof mine.b);
-  const auto all = gather(mine);
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  for (int i = 0; i < 4; ++i) {
-    const int row = g + 8 * (i / 2), column = 2 * t + i % 2;
-    for (int k = 0; k < 32; ++k) {
-      const uint32_t x = all[row % 8 * 4 + k % 16 / 4].a[row / 8 + 2 * (k / 16)];
-      const uint32_t y = all[column * 4 + k % 16 / 4].b[k / 16];
-      c[i] += int32_t(int8_t(x >> 8 * (k % 4))) * int8_t(y >> 8 * (k % 4));
-    }
+  Shares<8> mine;
+  for (int i = 0; i < 8; ++i) {
+    const int word = i / 4, shift = 8 * (i % 4);
+    for (int half = 0; half < 2; ++half) mine.a[half][i] = int8_t(a[2 * word + half] >> shift);
+    mine.b[i] = int8_t(b.r[word] >> shift);
   }
+  float products[4];
+  multiply(products, mine);
+  for (int i = 0; i < 4; ++i) c[i] += int32_t(products[i]);
 }
 
 void mma_m8n8k16_s8(int32_t& c0, int32_t& c1, uint32_t a, uint32_t b) {

@@ -22,8 +22,8 @@ void unpack(float (&to)[kElements], const uint32_t* from, Convert convert) {
 }
 
 // With 1 or 2 blocks of k = 8.
-template <int kDepths>
-void mma_16bit(float (&c)[4], const uint32_t (&a)[2 * kDepths], const Words<kDepths>& b, float (*convert)(uint16_t));
+template <int kDepths, float (*kConvert)(uint16_t)>
+void mma_16bit(float (&c)[4], const uint32_t (&a)[2 * kDepths], const Words<kDepths>& b);
 
 void mma_s8(int32_t (&c)[4], const uint32_t (&a)[4], const Words<2>& b);
 

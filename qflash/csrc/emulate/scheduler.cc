@@ -36,15 +36,14 @@ static void take_votes(const std::vector<int>& block) {
 // thing of the kinds given, lets them go on. Returns whether anything moved.
 static bool turn(const std::vector<int>& members, std::initializer_list<Waits> kinds) {
   bool moved = false;
-  for (int thread : members)
+  size_t waiting[int(Waits::kDone) + 1] = {};
+  for (int thread : members) {
     if (!fibers[thread].slow) moved |= go_on(thread);
+    ++waiting[int(fibers[thread].waits)];
+  }
   for (Waits kind : kinds) {
-    bool all = true, any = false;
-    for (int thread : members) {
-      all &= fibers[thread].waits == kind || fibers[thread].waits == Waits::kDone;
-      any |= fibers[thread].waits == kind;
-    }
-    if (!all || !any) continue;
+    const size_t met = waiting[int(kind)];
+    if (!met || met + waiting[int(Waits::kDone)] != members.size()) continue;
     if (kind == Waits::kBlock) take_votes(members);
     for (int thread : members)
       if (fibers[thread].waits == kind) fibers[thread].waits = Waits::kNot;

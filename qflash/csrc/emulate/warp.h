@@ -7,7 +7,7 @@
 
 namespace emulate {
 
-constexpr int kExchangeBytes = 64;
+constexpr int kExchangeBytes = 128;
 alignas(kExchangeBytes) inline char exchanged[2][kMostThreads][kExchangeBytes];
 
 template <class T>

@@ -18,7 +18,7 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #elif defined(QF_EMULATOR)
-  emulate::mma_16bit<2>(c, a, {b0, b1}, emulate::from_f16);
+  emulate::mma_16bit<2, emulate::from_f16>(c, a, {b0, b1});
 #endif
 }
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const uint32_t 
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #elif defined(QF_EMULATOR)
-  emulate::mma_16bit<2>(c, a, {b0, b1}, emulate::from_bf16);
+  emulate::mma_16bit<2, emulate::from_bf16>(c, a, {b0, b1});
 #endif
 }
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void mma_m16n8k8_f16(float (&c)[4], uint32_t a0, uint
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(b0));
 #elif defined(QF_EMULATOR)
-  emulate::mma_16bit<1>(c, {a0, a1}, {b0}, emulate::from_f16);
+  emulate::mma_16bit<1, emulate::from_f16>(c, {a0, a1}, {b0});
 #endif
 }
 
