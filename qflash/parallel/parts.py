@@ -46,6 +46,7 @@ class Part(NamedTuple):
     kv_lens: Any = None
     offsets: tuple[Any, Any] | None = None  # cu_seqlens of q and of k, where sequences are packed
     rope: Rope | None = None
+    unseen: bool = False  # is one of the packed sequences that of the keys which nobody sees, however many these are?
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +99,10 @@ class Sequences:
         """The part of a rank's chunk number `run` on the first keys of all, in the order of tokens."""
         end = (chunk + 1) * self.at.chunk
         q = (run * self.at.chunk, (run + 1) * self.at.chunk)
-        lens = self.kv_lens
-        if lens is not None and self.words.ends_at_the_diagonal:
-            # The last query of the chunk stands as many tokens before the last key as it has queries behind it.
-            lens = self._valid(lens, self.maths.clip(lens - (self.at.length - end), 0, self.at.length))
         offsets = None
         if self.offsets is not None:
             offsets = self._offsets_in(end - self.at.chunk, end), self.maths.clip(self.offsets, 0, call.k_end)
-        rope = self._rope_of_gathered(rank, q, call.k_end)
+        lens, rope = self._lens_until(end), self._rope_of_gathered(rank, q, call.k_end)
         return Part(q, (0, call.k_end), call.window, sinks=True, kv_lens=lens, offsets=offsets, rope=rope)
 
     def masked_part(self, run: int, rank: Any, chunk: Any, k_end: Any, window: tuple[int, int]) -> Part:
@@ -123,31 +120,45 @@ class Sequences:
                 self.maths.concatenate([x, tokens + last])
                 for x, last in ((of_q, self.at.chunk), (of_k, self.at.length))
             )
-            return Part(q, whole, window, sinks=True, offsets=offsets, rope=rope)
-        batch = self.like.shape[0]
-        if self.kv_lens is None:
-            lens = self.maths.arange(batch, self.like) * 0 + k_end
-        elif self.words.ends_at_the_diagonal:
-            moved = self.maths.clip(self.kv_lens - (self.at.length - end), 0, self.at.length)
-            lens = self._valid(self.kv_lens, moved)
-        else:
-            lens = self.kv_lens
+            return Part(q, whole, window, sinks=True, offsets=offsets, rope=rope, unseen=True)
+        lens = self._lens_until(end)
+        if lens is None:
+            lens = self.maths.arange(self.like.shape[0], self.like) * 0 + k_end
         return Part(q, whole, window, sinks=True, kv_lens=lens, rope=rope)
+
+    def whole_part(self) -> Part:
+        """All queries and all keys, in the order of tokens."""
+        rope, whole = self.rope, (0, self.at.length)
+        if rope is not None:  # positions that were not given are attention's own, which are those of the whole sequence
+            given = (None if x is None else self._of_all(x) for x in (self.positions_q, self.positions_k))
+            rope = replace(rope, positions_q=next(given), positions_k=next(given))
+        offsets = None if self.offsets is None else (self.offsets, self.offsets)
+        return Part(whole, whole, self.words.edges, sinks=True, kv_lens=self.kv_lens, offsets=offsets, rope=rope)
+
+    def _lens_until(self, end: Any) -> Any:
+        """How many keys exist for the queries before `end`, so that the diagonal stands where theirs does."""
+        if self.kv_lens is None or not self.words.ends_at_the_diagonal:
+            return self.kv_lens
+        # The last of them stands as many tokens before the last key as there are queries behind it.
+        moved = self.maths.clip(self.kv_lens - (self.at.length - end), 0, self.at.length)
+        return self._valid(self.kv_lens, moved)
 
     def _rope_of_gathered(self, rank: Any, q: Span, k_end: int) -> Rope | None:
         """Key j of all keys stands at j, or where it was said to: `positions_k` is then `[ranks, T]` in shard order."""
         if self.rope is None:
             return None
         if self.positions_k is not None:
-            keys = self.maths.concatenate([self._chunk_of(*holder) for holder in self.at.holders()])
+            keys = self._of_all(self.positions_k)
         elif self.offsets is not None:
             keys = self._in_sequence(self.maths.arange(self.at.length, self.like))
         else:
             keys = self.maths.arange(self.at.length, self.like)
         return replace(self.rope, positions_q=self._query_positions(rank, q), positions_k=keys[..., :k_end])
 
-    def _chunk_of(self, rank: int, run: int) -> Any:
-        return self.positions_k[rank][..., run * self.at.chunk : (run + 1) * self.at.chunk]
+    def _of_all(self, positions: Any) -> Any:
+        """Positions of all ranks in the order of tokens."""
+        chunk, holders = self.at.chunk, self.at.holders()
+        return self.maths.concatenate([positions[rank][..., run * chunk : (run + 1) * chunk] for rank, run in holders])
 
     def _key_positions(self, source: Any) -> Any:
         if self.positions_k is not None:
@@ -251,8 +262,9 @@ class Sequences:
         }
 
     def _longest(self, part: Part) -> tuple[int, int]:
-        """Bounds on packed sequences. Keys that nobody sees may be one sequence, however long they are."""
-        return min(self.longest, part.q[1] - part.q[0]), part.k[1] - part.k[0]
+        """Bounds on packed sequences."""
+        keys = part.k[1] - part.k[0]
+        return min(self.longest, part.q[1] - part.q[0]), keys if part.unseen else min(self.longest, keys)
 
     def _cut(self, x: Any, span: Span) -> Any:
         """Some tokens of an array of q's, k's or v's shape: a view, where the framework has any."""

@@ -6,40 +6,23 @@ gradient is attention's own.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from qflash.api import attention, attention_varlen
 from qflash.parallel.jax.call import Facts, Static
 from qflash.parallel.jax.shards import by_rank, in_token_order
 from qflash.parallel.parts import Sequences
-from qflash.rotary import Rope
 
 
 def attend_ulysses(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
     """out and, where it is wanted, lse of this device's queries."""
     of = static.sequences(q, facts)
-    words = {
-        "window": of.words.edges,
-        "softcap": of.words.softcap,
-        "scale": of.words.scale,
-        "kv_lens": of.kv_lens,
-        "rope": _rope(of),
-        "sinks": None if sinks is None else sinks.reshape(static.ranks, -1)[static.rank()],
-        "precision": of.words.precision,
-        "return_lse": of.words.return_lse,
-    }
-    heads = _all_tokens(static, of, q, k, v)
-    if of.offsets is None:
-        results = attention(*heads, **words)
-    else:
-        results = attention_varlen(*heads, of.offsets, of.offsets, of.longest, of.longest, **words)
-    out, lse = results if of.words.return_lse else (results, None)
+    own_sinks = None if sinks is None else sinks.reshape(static.ranks, -1)[static.rank()]
+    out, lse = of.attend(of.whole_part(), *_all_tokens(static, of, q, k, v), own_sinks)
     out = _own_tokens(static, out, of.token_dim, of.token_dim + 1)
-    return out, None if lse is None else _own_tokens(static, lse, lse.ndim - 1, lse.ndim - 2)
+    return out, _own_tokens(static, lse, lse.ndim - 1, lse.ndim - 2) if of.words.return_lse else None
 
 
 def _exchange(static: Static, x: Any) -> Any:
@@ -61,11 +44,3 @@ def _all_tokens(static: Static, of: Sequences, q: Any, k: Any, v: Any) -> list[A
 def _own_tokens(static: Static, x: Any, token_dim: int, head_dim: int) -> Any:
     """x of this device's tokens, with all heads."""
     return jnp.concatenate(list(_exchange(static, by_rank(x, static.at, token_dim))), head_dim)
-
-
-def _rope(of: Sequences) -> Rope | None:
-    """Positions that were given, of all tokens; else attention's own, which are those of the whole sequence."""
-    if of.rope is None:
-        return None
-    positions = [None if x is None else in_token_order(x, of.at, x.ndim - 2) for x in (of.positions_q, of.positions_k)]
-    return replace(of.rope, positions_q=positions[0], positions_k=positions[1])

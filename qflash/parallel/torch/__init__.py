@@ -4,7 +4,7 @@ __init__  the call, its checks                      groups    process groups and
 shards    tensors cut over ranks, positions         agree     the same call on all ranks, or an error on all
 ring      keys and values go round                  exchange  what moves between ranks
 gather    every rank gets all keys                  maths     arithmetic on lengths and positions
-ulysses   heads for tokens                          once      backward passes that have none themselves
+ulysses   heads for tokens                          by_hand   backward passes by hand
 """
 
 from __future__ import annotations

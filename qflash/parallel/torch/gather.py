@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from qflash.parallel.parts import Sequences
+from qflash.parallel.torch.by_hand import ByHand, once_differentiable
 from qflash.parallel.torch.exchange import all_gather, reduce_scatter, saved_again
 from qflash.parallel.torch.groups import Ranks
-from qflash.parallel.torch.once import once_differentiable
 from qflash.parallel.torch.shards import by_rank, in_token_order
 
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ def _all_keys(keys: Tensor, of: Sequences, ranks: Ranks, what: str) -> Tensor:
     return in_token_order(all_gather(ranks, keys, what), of.at, of.token_dim + 1)
 
 
-class _Gathered(torch.autograd.Function):
+class _Gathered(ByHand):
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
@@ -43,13 +43,6 @@ class _Gathered(torch.autograd.Function):
         results = [of.attend(part, q, keys[0], keys[1], sinks) for part in of.gathered_parts(ranks.rank)]
         out = torch.cat([out for out, _ in results], of.token_dim)
         return out, torch.cat([lse for _, lse in results], -1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *arrays, of, ranks = inputs
-        ctx.save_for_backward(*arrays, *output)
-        ctx.set_materialize_grads(False)
-        ctx.call = of, ranks
 
     @staticmethod
     @once_differentiable

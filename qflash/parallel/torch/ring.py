@@ -15,9 +15,9 @@ import torch
 from qflash.ops.merge import merge
 from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import Span, ring_steps
+from qflash.parallel.torch.by_hand import ByHand, once_differentiable
 from qflash.parallel.torch.exchange import Hop, TracedHop, saved_again, start_hop
 from qflash.parallel.torch.groups import Ranks
-from qflash.parallel.torch.once import once_differentiable
 from qflash.parallel.wire import from_wire, to_wire
 
 Tensor = torch.Tensor
@@ -118,20 +118,13 @@ class _Merged:
         return self.out.narrow(self._dim, start, length), self.lse.narrow(-1, start, length)
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(ByHand):
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
     ) -> tuple[Tensor, Tensor]:
         steps = steps_of(of, ranks.rank)
         return attend_blocks(q, sinks, of, steps, _going_round(torch.stack([k, v]), len(steps), of, ranks))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *arrays, of, ranks = inputs
-        ctx.save_for_backward(*arrays, *output)
-        ctx.set_materialize_grads(False)
-        ctx.call = of, ranks
 
     @staticmethod
     @once_differentiable

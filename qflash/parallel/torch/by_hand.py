@@ -1,4 +1,4 @@
-"""Backward passes by hand, which have none themselves."""
+"""Functions with a backward pass by hand, which has none itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ from qflash.ops.attention import ATTENTION_BACKWARD
 
 Tensor = torch.Tensor
 Backward = Callable[..., tuple[Any, ...]]
+
+
+class ByHand(torch.autograd.Function):
+    """What is kept of a call for its backward pass: q, k, v, sinks, out and lse, and what is said of them."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *arrays, of, ranks = inputs
+        ctx.save_for_backward(*arrays, *output)
+        ctx.set_materialize_grads(False)
+        ctx.call = of, ranks
 
 
 def once_differentiable(backward: Backward) -> Backward:
