@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-import qflash
 from bench.quality_modes import Mode
-from qflash.integrations.transformers import PagedCache, register
+from qflash.integrations.transformers import PagedCache, quantize_linears, register
 
 Tensor = torch.Tensor
 BYTES = 256
@@ -32,17 +31,6 @@ class Predictions:
     choices: Tensor  # [N, T]
 
 
-class Int8Linear(torch.nn.Module):
-    """A linear layer without bias, in INT8."""
-
-    def __init__(self, layer: torch.nn.Linear) -> None:
-        super().__init__()
-        self.weight = qflash.quantize_linear(layer.weight.detach().T)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return qflash.linear(x, self.weight)
-
-
 def load(checkpoint: Path, mode: Mode, dtype: str, device: str) -> Any:
     """The model of a checkpoint as `mode` computes it."""
     register()
@@ -51,11 +39,7 @@ def load(checkpoint: Path, mode: Mode, dtype: str, device: str) -> Any:
     if model.config.vocab_size != BYTES:
         raise ValueError(f"checkpoint has {model.config.vocab_size} tokens; allowed: a model of {BYTES}, the bytes")
     if mode.int8_linear:
-        for layer in model.model.layers:
-            for part in (layer.self_attn, layer.mlp):
-                for name, child in list(part.named_children()):
-                    if isinstance(child, torch.nn.Linear):
-                        setattr(part, name, Int8Linear(child))
+        quantize_linears(model)
     return model
 
 

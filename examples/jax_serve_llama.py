@@ -2,8 +2,8 @@
 
 The weights are the repository's checkpoint, a byte-level model of the standard library's sources. Both programs, the
 prompts' and a step's, are given the pages as donated arguments, so that `qflash.paged_write` stores new tokens in them
-and nothing is copied. The step is compiled once and serves every token. The text must be that of a model without a
-cache, which computes every token from all that came before it, and the script checks that it is.
+and nothing is copied. The step is compiled once and serves every token. A model without a cache, which computes all of
+the text at once, must find each of its bytes the most likely one, and the script checks that it does.
 
 python examples/jax_serve_llama.py
 python examples/jax_serve_llama.py --prompt "class Queue:" --prompt "import os" --new-tokens 60
@@ -25,6 +25,10 @@ import qflash
 SMALL = Path(__file__).resolve().parent / "llama" / "stdlib-small"
 PROMPTS = ("def __init__(self, ", "    def close(self):\n        ", "import ")
 PAGE = 16  # tokens
+# No kernel of a GPU reads pages of float32.
+DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.float16
+# By how much a byte's logit may be below the best one's, where both are about as likely and rounding decides.
+NEAR = 1e-3 if DTYPE is jnp.float32 else 0.2
 
 Pools = list[tuple[jax.Array, jax.Array]]  # of each layer: the pages of keys and those of values
 
@@ -33,7 +37,7 @@ class Server:
     """Sequences of a batch in one pool of pages, each with a row of the page table."""
 
     def __init__(self, weights: Weights, shape: Shape) -> None:
-        self.weights = jax.tree.map(jnp.asarray, weights)
+        self.weights = in_dtype(weights)
         rope = qflash.Rope(*map(jnp.asarray, qflash.rope_tables(shape.length, shape.head_dim)))
 
         @partial(jax.jit, donate_argnames="pools", static_argnames="longest")
@@ -90,7 +94,11 @@ class Server:
 
     def empty_pages(self, count: int) -> Pools:
         size = (count, self.shape.kv_heads, PAGE, self.shape.head_dim)
-        return [(jnp.zeros(size), jnp.zeros(size)) for _ in range(self.shape.layers)]
+        return [(jnp.zeros(size, DTYPE), jnp.zeros(size, DTYPE)) for _ in range(self.shape.layers)]
+
+
+def in_dtype(weights: Weights) -> Weights:
+    return jax.tree.map(lambda x: jnp.asarray(x, DTYPE), weights)
 
 
 def paged(weights, tokens, shape, pools, page_table, lens, write, attend) -> tuple[jax.Array, Pools]:
@@ -106,22 +114,14 @@ def paged(weights, tokens, shape, pools, page_table, lens, write, attend) -> tup
     return logits, written
 
 
-def without_cache(weights: Weights, shape: Shape, prompt: bytes, new_tokens: int) -> bytes:
-    """The same text by the model's forward pass over all tokens, once for each new one."""
+def shortfall(weights: Weights, shape: Shape, prompt: bytes, text: bytes) -> float:
+    """By how much the logit of a byte of the text is below the best one's, at most, in one pass over all of it."""
     tables = [jnp.asarray(x) for x in qflash.rope_tables(shape.length, shape.head_dim)]
-    weights = jax.tree.map(jnp.asarray, weights)
-
-    @jax.jit
-    def next_token(tokens, count):
-        # Tokens to come are zeros, which a causal mask hides, so that one program serves all lengths.
-        logits = forward(weights, tokens, shape, lambda q, k, v: qflash_attention(q, k, v, *tables))
-        return logits[0, count - 1].argmax()
-
-    text = np.zeros((1, len(prompt) + new_tokens), np.int32)
-    text[0, : len(prompt)] = np.frombuffer(prompt, np.uint8)
-    for count in range(len(prompt), text.shape[1]):
-        text[0, count] = next_token(jnp.asarray(text), count)
-    return bytes(text[0, len(prompt) :].astype(np.uint8))
+    tokens = jnp.asarray(np.frombuffer(prompt + text, np.uint8), jnp.int32)
+    logits = forward(in_dtype(weights), tokens[None], shape, lambda q, k, v: qflash_attention(q, k, v, *tables))
+    logits = logits[0, len(prompt) - 1 : -1].astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, tokens[len(prompt) :, None], -1)[:, 0]
+    return float((logits.max(-1) - chosen).max())
 
 
 def main() -> None:
@@ -134,7 +134,7 @@ def main() -> None:
     prompts = [text.encode() for text in given.prompt or PROMPTS]
     server = Server(weights, shape)
     for prompt, text in zip(prompts, server.generate(prompts, given.new_tokens), strict=True):
-        assert text == without_cache(weights, shape, prompt, given.new_tokens), (prompt, text)
+        assert shortfall(weights, shape, prompt, text) < NEAR, (prompt, text)
         print(f"--- {prompt.decode()}|{text.decode(errors='replace')}")
     assert server.decode._cache_size() == (given.new_tokens > 1)  # compiled once
     print(f"{len(prompts)} sequences of {given.new_tokens} new tokens, as without a cache")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 
 import pytest
@@ -75,8 +77,15 @@ def test_a_failure_of_the_step(graphs):
 def test_a_capture_that_cuda_cuts_off(graphs):
     """The process goes on: memory is freed, random numbers are drawn, and other steps are captured."""
     layer, pool = Layer(), Pool()
-    layer.number = torch.ones(())
-    graph, reason = captured(lambda: layer.number.item() and layer(), DEVICE, pool)
+    looked_at = Layer()
+    watched, step = weakref.ref(looked_at), partial(lambda one: one.x[0, 0].item(), looked_at)
+    gc.disable()
+    try:
+        graph, reason = captured(step, DEVICE, pool)
+        del step, looked_at
+        assert watched() is None  # no traceback has it
+    finally:
+        gc.enable()
     assert graph is None and reason.startswith("the step was not captured: RuntimeError: CUDA error: operation not p")
     assert graphs.draws
     assert captured(layer, DEVICE, pool)[1] == "" and captured(layer, DEVICE, Pool())[1] == ""

@@ -70,6 +70,8 @@ def captured(
         reason = f"the step was not captured: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
         logger.warning("%s", reason)
         return None, reason
+    finally:
+        failure = None  # its traceback holds this call, and the step
     pool.keep(graph)
     return graph, ""
 
