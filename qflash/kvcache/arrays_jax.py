@@ -32,10 +32,9 @@ class JaxStorage:
         self.device = device or next(iter(jnp.zeros(0).devices()))
         self.shape = shape
         self.dtype = jnp.dtype(dtype)
-        elements = jnp.int8 if shape.is_int8 else self.dtype
         self.layers = []
         for _ in range(shape.layers):
-            layer = Layer(*(jnp.zeros(shape.of_pool, elements, device=device) for _ in "kv"))
+            layer = Layer(*(jnp.zeros(shape.of_pool, shape.elements, device=device) for _ in "kv"))
             if shape.is_int8:
                 layer.k_scale, layer.v_scale = (jnp.zeros(shape.of_pool[:-1], jnp.float32, device=device) for _ in "kv")
                 layer.k_mean = jnp.zeros((shape.kv_heads, shape.head_dim), jnp.float32, device=device)

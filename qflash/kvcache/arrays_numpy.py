@@ -11,14 +11,14 @@ from qflash.call.array import check_dtype, check_shape
 from qflash.call.words import shown
 from qflash.frontends.numpy import describe
 from qflash.kvcache.pages import Copy
-from qflash.kvcache.storage import Layer, Shape
+from qflash.kvcache.storage import Shape, allocate
 from qflash.ops.kv_write import paged_write
 from qflash.ops.paged import PagedKV
 from qflash.rotary import Rope
 
 
 class NumpyStorage:
-    """One array for the keys of all layers, and one for the values, so that a copy of a page is one assignment."""
+    """Arrays that are written in place."""
 
     in_place = True
 
@@ -30,13 +30,9 @@ class NumpyStorage:
         self.device = "cpu"
         self.shape = shape
         self.dtype = np.dtype(dtype)
-        of_pools, of_scales = (shape.layers, *shape.of_pool), (shape.layers, *shape.of_pool[:-1])
-        elements = np.int8 if shape.is_int8 else self.dtype
-        self._pools = [np.zeros(of_pools, elements) for _ in "kv"]
-        scales = [np.zeros(of_scales, np.float32) for _ in "kv"] if shape.is_int8 else []
-        means = [np.zeros((shape.layers, shape.kv_heads, shape.head_dim), np.float32)] if shape.is_int8 else []
-        self.layers = [Layer(*parts) for parts in zip(*self._pools, *scales, *means, strict=True)]
-        self._pools += scales
+        self._pools, self.layers = allocate(
+            shape, lambda extents, name: np.zeros(extents, self.dtype if name == shape.dtype else name)
+        )
 
     def check_new(self, name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
         if type(x) is np.ndarray and x.dtype == self.dtype and x.shape in shapes:

@@ -12,14 +12,14 @@ from qflash.call.array import check_dtype, check_shape
 from qflash.call.words import shown
 from qflash.frontends.torch.arrays import describe
 from qflash.kvcache.pages import Copy
-from qflash.kvcache.storage import Layer, Shape
+from qflash.kvcache.storage import Shape, allocate
 from qflash.ops.kv_write import paged_write
 from qflash.ops.paged import PagedKV
 from qflash.rotary import Rope
 
 
 class TorchStorage:
-    """One tensor for the keys of all layers, and one for the values, so that a copy of a page is one launch of each.
+    """Tensors that are written in place.
 
     Everything that is written in place later is made outside of inference mode, whose tensors could only be written in
     that mode.
@@ -36,17 +36,10 @@ class TorchStorage:
             raise ValueError(f"device is {shown(device)}; allowed: one that torch has ({reason})") from None
         self.shape = shape
         self.dtype = dtype
-        of_pools, of_scales = (shape.layers, *shape.of_pool), (shape.layers, *shape.of_pool[:-1])
-        of_means = (shape.layers, shape.kv_heads, shape.head_dim)
-        elements = torch.int8 if shape.is_int8 else dtype
         with torch.inference_mode(False):
-            self._pools = [torch.zeros(of_pools, dtype=elements, device=self.device) for _ in "kv"]
-            scales = (
-                [torch.zeros(of_scales, dtype=torch.float32, device=self.device) for _ in "kv"] if shape.is_int8 else []
+            self._pools, self.layers = allocate(
+                shape, lambda extents, name: torch.zeros(extents, dtype=getattr(torch, name), device=self.device)
             )
-            means = [torch.zeros(of_means, dtype=torch.float32, device=self.device)] if shape.is_int8 else []
-            self.layers = [Layer(*parts) for parts in zip(*self._pools, *scales, *means, strict=True)]
-        self._pools += scales
 
     def check_new(self, name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
         if type(x) is torch.Tensor and x.dtype is self.dtype and x.device == self.device and x.shape in shapes:

@@ -38,9 +38,14 @@ class Shape:
         return self.pages, self.kv_heads, self.page_size, self.head_dim
 
     @property
+    def elements(self) -> str:
+        """The dtype of pages."""
+        return "int8" if self.is_int8 else self.dtype
+
+    @property
     def bytes_of_page(self) -> int:
         """Of one layer, keys and values: what attention reads."""
-        element, scale = (1, 4) if self.is_int8 else (4 if self.dtype == "float32" else 2, 0)
+        element, scale = {"int8": (1, 4), "float32": (4, 0)}.get(self.elements, (2, 0))
         return 2 * self.kv_heads * self.page_size * (self.head_dim * element + scale)
 
 
@@ -53,6 +58,17 @@ class Layer:
     k_scale: Any = None
     v_scale: Any = None
     k_mean: Any = None
+
+
+def allocate(shape: Shape, zeros: Callable[[tuple[int, ...], str], Any]) -> tuple[list[Any], list[Layer]]:
+    """Arrays for all layers together, so that a copy of a page is one assignment to each: those that have pages, and
+    the layers, which are views of all. zeros(extents, name): an array of the dtype of that name."""
+    pools = [zeros((shape.layers, *shape.of_pool), shape.elements) for _ in "kv"]
+    means = []
+    if shape.is_int8:
+        pools += [zeros((shape.layers, *shape.of_pool[:-1]), "float32") for _ in "kv"]
+        means = [zeros((shape.layers, shape.kv_heads, shape.head_dim), "float32")]
+    return pools, [Layer(*parts) for parts in zip(*pools, *means, strict=True)]
 
 
 class Storage(Protocol):
