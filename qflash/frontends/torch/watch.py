@@ -10,12 +10,14 @@ it: without it a result could be silently wrong. Without one of the others somet
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function  # needed: gradients inside torch.func
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad, profiler
+from torch.autograd.function import _SingleLevelFunction  # needed: likewise
 
 try:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
@@ -105,12 +107,18 @@ def apply_function(function: type[torch.autograd.Function], args: Sequence[Any])
     """`function.apply` for the level of torch.func transforms that is being dispatched, and for no other.
 
     An Autograd kernel runs once for each level on the stack, as a C++ one does, and what it calls below autograd goes
-    on to the next level. Function.apply would start over at the top, so its base does the work.
+    on to the next level. Function.apply would start over at the top, so a function without that does the work.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)
+        return _of_one_level(function).apply(*args)
+
+
+@cache
+def _of_one_level(function: type[torch.autograd.Function]) -> type[_SingleLevelFunction]:
+    passes = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
+    return type(function.__name__, (_SingleLevelFunction,), passes)
 
 
 def below_autograd(op: Any, args: Sequence[Any]) -> Any:
