@@ -28,6 +28,7 @@ OVER = (
     "FlashAttention 3, pages of 256", "FlashAttention 3, pages of 16",
     "FlashInfer", "FlashInfer, pages of 256", "FlashInfer, pages of 16",
     "qflash sm90_fwd", "qflash sm90_decode", "qflash sm90_decode, pages of 256",
+    "qflash cpu", "qflash cpu, pages of 256",
     "torch.compile", tutorial.NAME,
 )  # fmt: skip
 CHECKED_ROWS = 512

@@ -157,7 +157,7 @@ def rows_table(folder: str | None = None) -> str:
 
 TABLES: dict[str, Callable[..., str]] = {
     ATTENTION: attention_table,
-    LINEAR: partial(linear.table, preset=LINEAR),
+    LINEAR: partial(linear.table, preset=LINEAR, module="beside_triton"),
     ROWS: rows_table,
     kernel_costs.NAME: kernel_costs.table,
 }

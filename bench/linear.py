@@ -5,7 +5,7 @@ python -m bench.linear [cuda|cpu]   writes bench/results/<machine>/linear.jsonl;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,11 +198,17 @@ class Linear(Suite):
         }
 
 
-def table(machine: str | None = None, preset: str = NAME, **chosen: Any) -> str:
+def table(
+    machine: str | None = None,
+    preset: str = NAME,
+    module: str = "linear",
+    over: Sequence[str] = OVER,
+    **chosen: Any,
+) -> str:
     """The committed rows: one table per machine, a candidate per line; `chosen`: by_machine's keep."""
 
     def of(found: list[Row]) -> str:
-        peers = [peer for peer in OVER if any(peer in row["speedup"] for row in found)]
+        peers = [peer for peer in over if any(peer in row["speedup"] for row in found)]
         lines = []
         for row in found:
             what = f"{row['m']} × {row['n']} × {row['k']}" + (f", {row['activation']}" if row["activation"] else "")
@@ -212,7 +218,6 @@ def table(machine: str | None = None, preset: str = NAME, **chosen: Any) -> str:
         header = ["m × n × k", "candidate", "operands", "error", "time", "rate", *(f"× {peer}" for peer in peers)]
         return tables.markdown(header, tables.unrepeated(lines))
 
-    module = "linear" if preset == NAME else "beside_triton"
     return tables.by_machine(preset, of, f"`python -m bench.{module}` makes them.", machine, **chosen)
 
 

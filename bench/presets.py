@@ -103,6 +103,16 @@ PRESETS = {
             tuple(_decode(keys) for keys in (2048, 8192, 32768)),
         ),
         Preset(
+            "cpu-decode-pages",
+            "CPU decode on pages, one query on Hq=32 Hkv=8 D=128",
+            "cpu",
+            DECODE,
+            ("cpu", "cpu_pages", "cpu_pages_int8"),
+            tuple(_decode(keys, batch) for batch, keys in ((1, 2048), (1, 8192), (1, 32768), (8, 2048))),
+            peers=("torch SDPA",),
+            page_sizes=_PAGE_SIZES,
+        ),
+        Preset(
             "cpu-train",
             "CPU forward and backward, B=1 H=8",
             "cpu",

@@ -11,7 +11,10 @@ from typing import Any
 
 import qflash
 from qflash.dispatch import VARIANTS
+from qflash.ops.linear import LINEAR
+from qflash.ops.run import run
 from qflash.testing import Case, runner
+from qflash.testing.by_kernel import differentiated_by
 
 ROWS, COLUMNS, SIDE = 16384, 8192, 4096
 PAGE_SIZE = 256  # tokens
@@ -25,13 +28,24 @@ def _int8(torch: Any) -> Any:
     return torch.randint(-127, 128, (SIDE, SIDE), device="cuda", dtype=torch.int8)
 
 
-def _linear(torch: Any, kernel: str | None, *, requires_grad: bool = False) -> Any:
+def _linear_operands(torch: Any, *, requires_grad: bool = False) -> list[Any]:
+    """x, w and bias."""
     inputs = COLUMNS // 4
     shapes = (ROWS, inputs), (COLUMNS, inputs), (COLUMNS,)
     x, w, bias = (
         torch.randn(shape, device="cuda", dtype=torch.float16, requires_grad=requires_grad) for shape in shapes
     )
-    return qflash.linear(x, w.T, bias, activation="gelu", kernel=kernel)
+    return [x, w.T, bias]
+
+
+def _linear(torch: Any, kernel: str) -> Any:
+    return qflash.linear(*_linear_operands(torch), activation="gelu", kernel=kernel)
+
+
+def _linear_backward(torch: Any, kernel: str) -> Any:
+    arrays = (*_linear_operands(torch, requires_grad=True), None)
+    out, *_ = run(differentiated_by(LINEAR, kernel), arrays, ("gelu", None, False, None))
+    return out.sum().backward()
 
 
 def _heads(torch: Any) -> Any:
@@ -142,7 +156,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     ),
     "linear_backward": (
         f"{ROWS}x{COLUMNS}x{COLUMNS // 4} float16, w along k, bias, gelu",
-        lambda torch, kernel: _linear(torch, None, requires_grad=True).sum().backward(),
+        _linear_backward,
     ),
     "linear int8": (
         f"{SIDE}x{SIDE}x{SIDE}, b along k",

@@ -5,14 +5,13 @@ python -m bench.quantize [cuda|cpu]   writes bench/results/<machine>/quantize.js
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
 import qflash
 from bench import tables
-from bench.run import Candidate, Row, Suite, main
+from bench.run import Candidate, Row, Suite, device_asked_for, main
 from qflash.testing.timing import Call, Comparison
 
 NAME = "quantize"
@@ -164,4 +163,4 @@ def table(preset: str = NAME, machine: str | None = None, **chosen: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(Quantize(sys.argv[1] if len(sys.argv) > 1 else "cuda"))
+    main(Quantize(device_asked_for(SHAPES)))

@@ -1,6 +1,6 @@
 """softmax, layer_norm and cross_entropy beside PyTorch, and beside a plain copy of the same memory.
 
-python -m bench.reductions [cpu|cuda]   writes bench/results/<machine>/reductions[-cpu].jsonl (default: the GPU, if any)
+python -m bench.reductions [cpu|cuda]   writes bench/results/<machine>/reductions[-cpu].jsonl (default: cuda)
 
 Rows have microseconds, GB/s of the bytes an operation must move (x in, results out, each once), and that rate's share
 of the rate at which `copy_` moves x to another array in the same process and the same rounds.
@@ -8,14 +8,13 @@ of the rate at which `copy_` moves x to another array in the same process and th
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import qflash
 from bench import tables
 from bench.compiled import compiled
-from bench.run import Candidate, Row, Suite, main
+from bench.run import Candidate, Row, Suite, device_asked_for, main
 from qflash import reference
 from qflash.testing.compare import errors
 from qflash.testing.timing import Call, Comparison
@@ -162,6 +161,4 @@ def table(preset: str, machine: str | None = None, **chosen: Any) -> str:
 
 
 if __name__ == "__main__":
-    import torch
-
-    main(Reductions(sys.argv[1] if len(sys.argv) > 1 else "cuda" if torch.cuda.is_available() else "cpu"))
+    main(Reductions(device_asked_for(PRESET)))

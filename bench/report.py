@@ -18,6 +18,7 @@ from bench import (
     kv_write,
     linear,
     linear_accuracy,
+    linear_backward,
     mixed,
     models,
     plot,
@@ -61,7 +62,11 @@ PAGES = (
 )
 Row = dict[str, Any]
 LONG = 4096  # keys from which on quantized kernels are to be faster
-PAGES_OF_16_BITS = "qflash sm90_decode, pages of 256"
+# Presets on pages: whom every candidate is held against beside its peers, and what that column is called.
+PAGED = {
+    "decode_pages": ("qflash sm90_decode, pages of 256", "16-bit pages of 256"),
+    "cpu-decode-pages": ("qflash cpu", "arrays"),
+}
 BEHIND = 0.95  # of a peer's speed: below it a kernel counts as slower, not as equal
 
 
@@ -139,18 +144,19 @@ def _shape(row: Row) -> str:
     return f"({row['B']}, {row['Hq']}, {row['Tq']}, {row['D']})"
 
 
-def paged_table(machine: str | None = None) -> str:
-    """decode_pages: a line per problem and candidate, because there are too many candidates for columns."""
+def paged_table(name: str, machine: str | None = None) -> str:
+    """A preset on pages: a line per problem and candidate, because there are too many candidates for columns."""
     parts = []
-    for rows in store.committed("decode_pages", machine).values():
+    base, called = PAGED[name]
+    for rows in store.committed(name, machine).values():
         lines = []
         for row in rows:
-            ratios = [_against(row, None) if row["kernel"] else "", ratio(row["speedup"].get(PAGES_OF_16_BITS))]
+            ratios = [_against(row, None) if row["kernel"] else "", ratio(row["speedup"].get(base))]
             lines.append([problem(row), candidate(row), time(row), rate(row), error(row), *ratios])
-        header = ["problem", "candidate", "latency", "rate", "error", "× best peer", "× 16-bit pages of 256"]
-        means = "\n".join(f"- {line}" for line in means_of(PRESETS["decode_pages"], rows))
+        header = ["problem", "candidate", "latency", "rate", "error", "× best peer", f"× {called}"]
+        means = "\n".join(f"- {line}" for line in means_of(PRESETS[name], rows))
         parts.append("\n\n".join([source(rows[0]), markdown(header, unrepeated(lines)), means]))
-    return "\n\n".join(parts) or _no_rows("decode_pages")
+    return "\n\n".join(parts) or _no_rows(name)
 
 
 def quantized_summaries() -> str:
@@ -332,12 +338,13 @@ TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(preset_table, name) for name in PRESETS},
     "ladder": ladder_table,
     "sm90_int8": quantized_table,
-    "decode_pages": paged_table,
+    **{name: partial(paged_table, name) for name in PAGED},
     mixed.NAME: mixed.table,
     kv_write.NAME: kv_write.table,
     int8_gemm.NAME: int8_gemm.table,
     linear.NAME: linear.table,
     linear_accuracy.NAME: linear_accuracy.table,
+    linear_backward.NAME: linear_backward.table,
     int8_accuracy.NAME: int8_accuracy.table,
     quality.NAME: quality.table,
     training.NAME: training.table,

@@ -116,10 +116,11 @@ PAGES = (
         "linear",
         "Linear layers",
         "gemm_mma",
-        {"linear": "Beside PyTorch's"},
+        {"linear": "Beside PyTorch's", "linear-backward": "Gradients"},
         "A product with a weight, bias, and GeLU or SwiGLU behind it. PyTorch computes it in separate kernels (torch), "
         "compiled with max-autotune (torch.compile), with cuBLASLt's epilogue (torch._addmm_activation) and, for "
-        "comparison, without what follows the product (torch product). INT8 rows count the quantization of x.",
+        "comparison, without what follows the product (torch product). INT8 rows count the quantization of x. Of "
+        "gradients the forward pass is not counted, and torch products are dx and dw from a gradient that is there.",
     ),
     Page(
         "linear_accuracy",
@@ -171,6 +172,7 @@ PAGES = (
             "decode_mixed": "Sequences of different lengths",
             "kv_write": "New tokens into pages",
             "cpu-decode": "On a CPU",
+            "cpu-decode-pages": "On pages, on a CPU",
         },
         "GB/s count K and V once; those of INT8 pages are the bytes that such pages have, with their scales.",
     ),

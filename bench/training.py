@@ -27,13 +27,19 @@ def read(folder: Path) -> dict[str, list[Row]]:
     """The curves of a folder by attention, ours first."""
     curves = {path.stem: rows.read(path) for path in sorted(folder.glob("*.jsonl"))}
     if OVER not in curves or len(curves) < 2:
-        raise ValueError(f"folder has curves of {sorted(curves) or 'nothing'}; allowed: of {OVER} and of another")
+        raise ValueError(
+            f"folder {folder} has curves of {sorted(curves) or 'nothing'}; allowed: of {OVER} and of another"
+        )
     first = {name: curve[0] for name, curve in curves.items()}
     if any(one[column] != first[OVER][column] for one in first.values() for column in SAME):
-        raise ValueError(f"folder has curves of different runs; allowed: curves with the same {', '.join(SAME)}")
+        raise ValueError(
+            f"folder {folder} has curves of different runs; allowed: curves with the same {', '.join(SAME)}"
+        )
     if len({len(curve) for curve in curves.values()}) > 1 or len(curves[OVER]) <= FIRST:
         counts = {name: len(curve) for name, curve in curves.items()}
-        raise ValueError(f"folder has curves of {counts} steps; allowed: as many of each, and more than {FIRST}")
+        raise ValueError(
+            f"folder {folder} has curves of {counts} steps; allowed: as many of each, and more than {FIRST}"
+        )
     return curves
 
 
@@ -83,7 +89,11 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Make rows of training's curves.")
     parser.add_argument("folder", type=Path, help="what examples/train_stdlib_model.py --out was given")
-    found = summary(read(parser.parse_args().folder))
+    folder = parser.parse_args().folder
+    try:
+        found = summary(read(folder))
+    except ValueError as error:
+        parser.error(str(error))
     shared = {"preset": NAME} | rows.provenance(found[0]["device"])
     collected = [shared | row for row in found]
     print("\n".join(json.dumps(row) for row in found))

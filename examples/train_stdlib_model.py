@@ -59,6 +59,8 @@ def arguments() -> argparse.Namespace:
         by_size = ", ".join(f"{size} {DEFAULTS[size][name]}" for size in SIZES)
         parser.add_argument(f"--{name}", type=kind, help=f"default: {by_size}")
     given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda, and PyTorch finds no GPU; allowed: cpu")
     for name, value in DEFAULTS[given.size].items():
         if getattr(given, name) is None:
             setattr(given, name, value)

@@ -136,6 +136,12 @@ def cuda_torch():
         pytest.skip("this torch was built without CUDA")
 
 
+@pytest.fixture
+def flatbuffers():
+    """Skips a test that serializes an exported program where JAX lacks what it does that with."""
+    pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers to serialize")
+
+
 @pytest.fixture(scope="session")
 def shared_cache():
     """A compile cache of the tests' own, kept from run to run; its locks let each entry be built by one worker.

@@ -4,8 +4,8 @@ A record beside the builds says which native module was built from which sources
 file of a suffix that nobody thought of, and would build again after `git switch` there and back.
 
 With scikit-build-core and pip at hand that is `pip install --no-build-isolation --no-deps -e .`; on a machine that has
-only CMake and pybind11 (or PyTorch, which carries its headers), the native module is built into the source tree.
-Neither downloads anything.
+only CMake and pybind11 (or PyTorch, which carries its headers), the native module is built into the source tree, and
+PYTHONPATH must name the checkout. Neither downloads anything.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from importlib.machinery import PathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 # Everything that CMake reads and compiles, whatever it is called. CUDA sources are compiled on first use, not here.
@@ -97,15 +97,25 @@ def build() -> None:
     for name in changed(recorded().get("sources", {}), now):
         if name in now:  # ninja goes by times, and a file that came from elsewhere may be older than its object
             os.utime(ROOT / name)
-    if has("scikit_build_core") and has("pybind11") and has("pip"):
+    if is_editable():
         install_editable()
     else:
         build_in_place()
     found = imported()
     if isinstance(found, str):
-        sys.exit(f"qflash was built and still cannot be used: {found}")
+        give_up(found)
     RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(json.dumps({"module": stamp(found[1]), "sources": now}, indent=1))
+
+
+def is_editable() -> bool:
+    """Whether what an editable install needs is here; otherwise the module is built in place."""
+    return has("scikit_build_core") and has("pybind11") and has("pip")
+
+
+def give_up(why: str) -> NoReturn:
+    advice = "" if is_editable() else f"\nIt was built in the source tree: set PYTHONPATH={ROOT}"
+    sys.exit(f"qflash was built and still cannot be used: {why}{advice}")
 
 
 def run(command: list[str]) -> None:
@@ -131,8 +141,8 @@ def install_editable() -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
     run([*pip, "--no-build-isolation", "--no-deps", "--no-index", "-e", "."])
     # The redirect of an editable install and a module in the source tree must not compete.
-    for stale in (ROOT / "qflash").glob("_native*.so"):
-        stale.unlink()
+    for suffix in EXTENSION_SUFFIXES:  # of this interpreter alone: another one's module is in no other place
+        (ROOT / "qflash" / f"_native{suffix}").unlink(missing_ok=True)
 
 
 def pybind11_prefix(folder: Path) -> Path | None:
@@ -183,7 +193,7 @@ def main() -> None:
     build()
     still = outdated()
     if still is not None:
-        sys.exit(f"qflash was built and still cannot be used: {still}")
+        give_up(still)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,15 @@ def counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int,
     return tuple(map(_count, value.split(",")))
 
 
-RATE = click.FloatRange(min=0, min_open=True, max=1e9)
+class _Rate(click.FloatRange):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        rate = super().convert(value, param, ctx)
+        if rate != rate:  # which is out of no range
+            self.fail(f"{value!r} is not a number; allowed: more than {self.min:g}, up to {self.max:g}", param, ctx)
+        return rate
+
+
+RATE = _Rate(min=0, min_open=True, max=1e9)
 
 
 @click.group()
@@ -197,7 +205,7 @@ def _table(title: str, found: Sequence[Estimate]) -> Table:
 def _notes(layer: Layer, place: Machine, rates: Rates, found: Sequence[Estimate]) -> list[str]:
     """Which strategies there are not, and from how many tokens on a ring hides its transfers."""
     notes = [f"{one.gpus} GPUs: no {one.strategy}, because {one.why_not}." for one in found if one.why_not]
-    for gpus in sorted({one.gpus for one in found if one.gpus > 1}):
+    for gpus in sorted({one.gpus for one in found if one.gpus > 1 and one.strategy == "ring" and not one.why_not}):
         part = max(layer.tokens // gpus, 1)
         least = hidden_from(layer, place, gpus, rates.operations(FORWARD, part, False))
         verdict = "hides" if part >= least else "does not hide"

@@ -116,6 +116,17 @@ LINEAR: tuple[Kernel, ...] = (
         page="cpu_linear",
     ),
     Kernel(
+        name="sm90_linear_bwd",
+        device="cuda",
+        summary="gradients of linear layers for Hopper: dx and dw by sm90_gemm's tiles (TMA, wgmma), slopes and dbias "
+        "by linear_bwd's passes; sums in a fixed order",
+        op="linear_backward",
+        dtypes=HALVES,
+        min_arch=90,
+        later_arches=False,
+        automatic=False,  # until a GPU has run and timed it: docs/log/sm90_linear_bwd.md
+    ),
+    Kernel(
         name="linear_bwd",
         device="cuda",
         summary="gradients of linear layers: slopes of the activation and dbias in one pass, dx and dw by the kernels "

@@ -28,7 +28,7 @@ class KVCache:
         pages: how many pages there are for all sequences.
         page_size: tokens of a page: 16, 32, 64, 128 or 256.
         dtype: of k and v, and it tells the framework: `np.float32`, `torch.bfloat16`, `jnp.bfloat16`. The dtype of a
-            JAX array is one of NumPy's; write `jnp.bfloat16`.
+            JAX array is one of NumPy's; write `jnp.bfloat16`. On a GPU attention takes pages of 16-bit dtypes alone.
         precision: None keeps `dtype`. "int8" keeps a byte for each value, and a scale for each token and head.
         device: where pages are: what torch calls a device, or a `jax.Device`; None is the framework's default.
 

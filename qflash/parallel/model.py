@@ -167,8 +167,11 @@ def estimate(layer: Layer, gpus: int, strategy: str, machine: Machine, rates: Ra
     why_not = _why_not(layer, gpus, strategy)
     if why_not:
         return Estimate(strategy, gpus, {}, why_not=why_not)
-    passes = {kind: _PASSES[strategy](layer, gpus, kind, machine, rates) for kind in layer.kinds}
-    held = {"ring": 2 / gpus, "all_gather": 1.0, "ulysses": _repeated(layer, gpus) / layer.kv_heads / gpus}[strategy]
+    count = _alone if gpus == 1 else _PASSES[strategy]
+    passes = {kind: count(layer, gpus, kind, machine, rates) for kind in layer.kinds}
+    held = {"ring": min(2 / gpus, 1.0), "all_gather": 1.0, "ulysses": _repeated(layer, gpus) / layer.kv_heads / gpus}[
+        strategy
+    ]
     return Estimate(strategy, gpus, passes, held * 2 * layer.numbers(layer.tokens, layer.kv_heads) * layer.number_bytes)
 
 
@@ -206,6 +209,11 @@ def _repeated(layer: Layer, gpus: int) -> int:
     return max(layer.kv_heads, gpus)
 
 
+def _alone(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) -> Pass:
+    """A call of attention, and nothing else."""
+    return Pass(layer.operations(kind) / rates.operations(kind, layer.tokens, layer.causal), 0.0, 0.0, 0.0, 0.0)
+
+
 def _ring(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) -> Pass:
     part = layer.tokens // gpus
     operations = layer.operations(kind) / gpus**2  # of a step
@@ -216,8 +224,8 @@ def _ring(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) ->
     hop = keys * (layer.ring_bytes + (0 if kind == FORWARD else _FLOAT32))
     last = 0.0 if kind == FORWARD else keys * _FLOAT32
     rate = machine.rate(gpus)
-    waiting = (gpus - 1) * max(hop / rate - other, 0.0) + (last / rate if gpus > 1 else 0.0)
-    moved = (gpus - 1) * hop + (last if gpus > 1 else 0.0)
+    waiting = (gpus - 1) * max(hop / rate - other, 0.0) + last / rate
+    moved = (gpus - 1) * hop + last
     return Pass(
         own + (gpus - 1) * other, moved, moved / rate, waiting, _ring_copies(layer, gpus, kind) / machine.memory
     )
@@ -229,7 +237,7 @@ def _ring_copies(layer: Layer, gpus: int, kind: str) -> float:
     # Under a causal mask half of the steps have all rows of q and half of the keys, the others it the other way round.
     share = 0.75 if layer.causal else 1.0
     rows, keys = (share * layer.numbers(part, heads) for heads in (layer.q_heads, layer.kv_heads))
-    add = 2 * _FLOAT32 + layer.number_bytes  # the sum read and written, a share read
+    add = _added(layer)
     if kind == FORWARD:
         block = 2 * layer.numbers(part, layer.kv_heads)
         widen = 0.0 if layer.precision is None else block * (layer.ring_bytes + layer.number_bytes)
@@ -238,13 +246,21 @@ def _ring_copies(layer: Layer, gpus: int, kind: str) -> float:
     return gpus * (rows * add + 2 * keys * add + delta)
 
 
+def _added(layer: Layer) -> int:
+    """Bytes for each number that is added to a sum: that is read and written, and the share is read."""
+    return 2 * _FLOAT32 + layer.number_bytes
+
+
 def _all_gather(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) -> Pass:
     computing = layer.operations(kind) / gpus / rates.operations(kind, layer.tokens, layer.causal)
     keys = 2 * layer.numbers(layer.tokens, layer.kv_heads)
     each = layer.number_bytes + (0 if kind == FORWARD else _FLOAT32)  # gradients of keys are summed in float32
     moved = keys * each * (gpus - 1) / gpus
     moving = moved / machine.rate(gpus)
-    return Pass(computing, moved, moving, moving, 2 * keys * each / machine.memory)  # put in the order of tokens
+    copied = 2 * keys * each  # put in the order of tokens
+    if kind == BACKWARD:
+        copied += keys * _added(layer)
+    return Pass(computing, moved, moving, moving, copied / machine.memory)
 
 
 def _ulysses(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) -> Pass:

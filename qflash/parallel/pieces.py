@@ -83,10 +83,16 @@ def _moved(span: Span, by: int) -> Span:
 
 
 def ring_hops(at: Placement, edges: tuple[int, int], packed: bool = False) -> int:
-    """How many times keys must move on before no rank is left that wants them."""
-    ranks = range(at.ranks)
-    hops = reversed(ranks)
-    return next(hop for hop in hops if any(ring_pieces(at, to, (to - hop) % at.ranks, edges, packed) for to in ranks))
+    """How many times keys must move on before no rank is left that wants them. None wants those of no tokens."""
+    return next((hop for hop in reversed(range(at.ranks)) if _is_wanted(at, hop, edges, packed)), 0)
+
+
+def _is_wanted(at: Placement, hop: int, edges: tuple[int, int], packed: bool) -> bool:
+    """Whether some rank computes on the keys that come with a hop."""
+    # In contiguous chunks what a rank sees of them depends on how far they are: before it, as for the last rank, or
+    # after it, as for the one that gets those of the last.
+    some = range(at.ranks) if at.runs > 1 else (at.ranks - 1, (hop - 1) % at.ranks)
+    return any(ring_pieces(at, to, (to - hop) % at.ranks, edges, packed) for to in some)
 
 
 @lru_cache(maxsize=4096)

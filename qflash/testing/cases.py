@@ -266,3 +266,18 @@ NONFINITE_LATER = {
     "nothing finite at first": tuple(("k", (0, key, 0, 3), "-inf") for key in range(140)),
     "nothing finite in between": tuple(("k", (0, key, 0, 3), "-inf") for key in range(100, 300)),
 }
+
+# Gradients where rows see few keys: dP - delta cancels, and a delta made of `out` in 16 bits would be most of what is
+# left.
+FEW_KEYS = [
+    Case("two_keys_float16", 2, 2, 2, 1, 80, dtype="float16", seed=505),
+    Case("two_keys_bfloat16", 2, 2, 2, 1, 80, dtype="bfloat16", seed=601),
+    Case("one_row", 1, 2, 1, 1, 80, batch=2, dtype="float16", kv_lens=(2, 0), softcap=30.0, data="uniform", seed=1577),
+    Case("rope", 3, 2, 4, 1, 80, 3, "float16", kv_lens=(0, 0, 2), rope=Rotary(2, True), data="uniform", seed=8565),
+]
+# Where lse is given no gradient, these rows have none for q and k: one key has all the weight. Scores are in the
+# thousands, and exp(score - lse) with lse in float32 is 1 to three digits.
+ONE_HOT = [
+    Case("one_hot", 15, 15, 1, 1, 128, 2, "float16", causal=True, kv_lens=(14, 7), data="large", seed=496956),
+    Case("one_hot_sinks", 6, 6, 2, 1, 80, dtype="bfloat16", sinks=("5e3", "-3"), data="large", seed=7),
+]

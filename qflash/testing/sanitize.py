@@ -191,10 +191,9 @@ LAYERS = ((130, 144, 72), (37, 75, 45), (3, 5, 0), (2104, 2112, 136))
 
 
 def _linear_layers(arch: int) -> None:
-    """Every activation in every layout, aligned and not, on the portable kernels of linear layers; their gradients."""
-    for kernel in (*dispatch.kernels_of("linear", "cuda"), *dispatch.kernels_of("linear_backward", "cuda")):
-        if not kernel.later_arches or "native" not in kernel.precisions:
-            continue
+    """Every activation in every layout, aligned and not, on the portable kernels of linear layers; gradients on all."""
+    portable = [row for row in dispatch.kernels_of("linear", "cuda") if row.later_arches and "native" in row.precisions]
+    for kernel in (*portable, *dispatch.kernels_of("linear_backward", "cuda")):
         count = 0
         for dtype, shape, activation in product(kernel.dtypes, LAYERS, ACTIVATIONS):
             large = shape == LAYERS[-1]  # float64 takes its time

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import qflash
 from qflash.parallel import torch as parallel
+from qflash.parallel.torch.groups import ranks_of
 from qflash.rotary import Rope
 from qflash.testing.case import Case
 from qflash.testing.runner import convert, to_numpy, to_torch
@@ -132,15 +134,32 @@ def there_and_back(rank: int, length: int, dim: int, causal: bool) -> tuple[bool
 
 
 def call(rank: int, shapes: list[list[int]], words: dict[str, Any], of_rank: dict[int, dict[str, Any]]) -> None:
-    """A call of arrays of zeros; `of_rank` has what some ranks give otherwise: words, or q, k, v as shapes."""
+    """A call of zeros; `of_rank` has what some ranks give otherwise: words, or q, k, v or their shapes."""
     mine = of_rank.get(rank, {})
-    arrays = [torch.zeros(mine.get(name, shape)) for name, shape in zip("qkv", shapes, strict=True)]
+    arrays = [mine.get(name, shape) for name, shape in zip("qkv", shapes, strict=True)]
+    arrays = [torch.zeros(x) if isinstance(x, list) else x for x in arrays]
     if "dtype" in mine:
         arrays = [x.to(mine["dtype"]) for x in arrays]
     given = {name: x for name, x in mine.items() if name not in ("q", "k", "v", "dtype", "grad")}
     for x in arrays:
         x.requires_grad_(mine.get("grad", False))
     parallel.attention(*arrays, **(words | given))
+
+
+def run_out_of_memory(rank: int) -> None:
+    """A call of zeros, of which the last rank does not come to the end of its checks."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("nothing is left")
+
+    checks, parallel._check_values = (
+        parallel._check_values,
+        fail if rank == dist.get_world_size() - 1 else lambda *_: None,
+    )
+    try:
+        parallel.attention(*torch.zeros(3, 1, 8, 4, 16))
+    finally:
+        parallel._check_values = checks
 
 
 def call_unshard(rank: int, arrays: dict[int, Any], words: dict[int, dict[str, Any]]) -> None:
@@ -199,6 +218,42 @@ def transformed(rank: int, strategy: str) -> float:
     return max(float((a - b.grad).norm() / b.grad.norm()) for a, b in zip(found, arrays, strict=True))
 
 
+def second_derivative(rank: int, strategy: str, of: int) -> Tensor:
+    """Of a loss in which the gradient of q, k or v stands beside something that has a second derivative."""
+    arrays = [torch.randn(1, 8, 4, 16, requires_grad=True) for _ in range(3)]
+    loss = (parallel.attention(*arrays, strategy=strategy) ** 2).sum()
+    first = torch.autograd.grad(loss, arrays, create_graph=True)[of]
+    return torch.autograd.grad((first**2).sum() + (arrays[of] ** 2).sum(), arrays[of])[0]
+
+
+def of_nothing(rank: int, strategy: str, words: dict[str, Any]) -> list[list[int]]:
+    """The shapes of out, of lse and of the gradients of a call on sequences without a token."""
+    shape = (0, 4, 16) if "cu_seqlens" in words else (1, 0, 4, 16)
+    arrays = [torch.zeros(shape, requires_grad=True) for _ in range(3)]
+    results = parallel.attention(*arrays, strategy=strategy, return_lse=True, **words)
+    return [list(x.shape) for x in (*results, *torch.autograd.grad(results, arrays, [x.detach() for x in results]))]
+
+
+def ask(rank: int, calls: str, most: int) -> list[int]:
+    """How many times ranks have told each other of their calls, after each of `calls` on a GPU; `most` are kept."""
+    module = import_module("qflash.parallel.torch.agree")  # the package has the function of this name
+    kept, counts = (module._MOST_KNOWN, module._exchange), []
+
+    def counted(*given: Any) -> Any:
+        counts[-1] += 1
+        return kept[1](*given)
+
+    module._MOST_KNOWN, module._exchange = most, counted
+    try:
+        ranks = ranks_of(_impatient(30))
+        for text in calls:
+            counts.append(counts[-1] if counts else 0)
+            module.agree(ranks, text, None, torch.device("cuda"))
+    finally:
+        module._MOST_KNOWN, module._exchange = kept
+    return counts
+
+
 def mix_up_groups(rank: int, seconds: float) -> None:
     """Rank 0 calls on a group of two, the others on one of all."""
     few = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
@@ -249,6 +304,18 @@ def compiled(rank: int, strategy: str, precision: str | None = None) -> tuple[li
         loss = function(*arrays)
         found.append([loss.detach(), *(torch.autograd.grad(loss, arrays) if precision is None else ())])
     return [float((a - b).norm() / b.norm()) for a, b in zip(found[1], found[0], strict=True)], graphs
+
+
+def compiled_on_one_tensor(rank: int, strategy: str) -> float:
+    """How far a call that is compiled whole, of one tensor given three times, is from an eager one."""
+    torch.compiler.reset()
+    x = torch.randn(1, 8, 4, 16, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return parallel.attention(x, x, x, strategy=strategy, causal=True)
+
+    found = torch.compile(step, backend="eager", fullgraph=True)(x)
+    return float((found - step(x)).detach().abs().max())
 
 
 def compiled_gradient_of_integers(rank: int) -> str:

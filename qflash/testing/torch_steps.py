@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,23 +27,3 @@ class Recorder(TorchDispatchMode):
         ]
         self.calls.append((str(function), str(shapes)))
         return function(*args, **kwargs or {})
-
-
-def stand_ins_for_capture(log: list[tuple[str, Any]]) -> dict[str, Callable[..., Any]]:
-    """By name, what takes the place of torch.cuda's around a capture where there is no GPU. The log gets, in their
-    order, which device and which stream became the current one, and which of them were left."""
-
-    @contextmanager
-    def current(one: Any) -> Iterator[None]:
-        log.append(("enter", one))
-        try:
-            yield
-        finally:
-            log.append(("leave", one))
-
-    return {
-        "device": current,
-        "stream": current,
-        "current_stream": lambda: "the stream before",
-        "Stream": lambda device: f"a stream of {device}",
-    }

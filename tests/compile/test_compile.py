@@ -90,6 +90,7 @@ INSTRUCTION = {
     "sm90_fwd_pages_int8": ("HGMMA", 12),
     "sm90_gemm": ("HGMMA", 16),  # four a step, of two tiles and two layouts of w
     "sm90_gemm_int8": ("IGMMA", 8),
+    "sm90_linear_bwd": ("HGMMA", 24),  # likewise, of two layouts of dx and of dw
     "sm90_int8": ("IGMMA", 4),
     "sm90_int8_fp8": ("IGMMA", 4),
     "sm90_int8_fp8_kv": ("IGMMA", 4),

@@ -196,10 +196,12 @@ def test_a_gemm_library_opens_and_explains_itself_without_a_driver(compiled, ker
 
 
 @needs_nvcc
-def test_the_library_of_linear_gradients_explains_itself_without_a_driver(compiled):
-    """Its workspace holds shares of dbias and, where there is an activation, dh: whole vectors, of two whole steps."""
-    library = ctypes.CDLL(str(compiled(hopper_unit("linear_bwd")) / LIBRARY))
-    assert library.qf_linear_bwd((ctypes.c_int32 * 512)(12345), None) == 100003
+@pytest.mark.parametrize("kernel", ["linear_bwd", "sm90_linear_bwd"])
+def test_a_library_of_linear_gradients_explains_itself_without_a_driver(compiled, kernel):
+    """Its workspace holds shares of dbias and, where there is an activation, dh: whole vectors, of two whole steps. On
+    Hopper, copies of rows that are no whole 16 bytes and of the result besides, for one product at a time."""
+    library = ctypes.CDLL(str(compiled(hopper_unit(kernel)) / LIBRARY))
+    assert getattr(library, f"qf_{kernel}")((ctypes.c_int32 * 512)(12345), None) == 100003
     size, layout = _native.op_layouts["QfLinearBwdParams"]
     words = {"dtype": 2, "m": 100, "n": 36, "k": 16, "dout_stride_m": 36, "x_stride_m": 16, "w_stride_k": 36}
     words |= {"w_stride_n": 1, "up_stride_k": 36, "up_stride_n": 1}
@@ -208,22 +210,27 @@ def test_the_library_of_linear_gradients_explains_itself_without_a_driver(compil
         packed = bytearray(size)
         for name, value in {"struct_bytes": size, **words, **fields}.items():
             struct.pack_into(layout[name][1], packed, layout[name][0], value)
-        symbols = ["qf_linear_bwd", "qf_status_text", "qf_linear_bwd_workspace"]
+        symbols = [f"qf_{kernel}", "qf_status_text", f"qf_{kernel}_workspace"]
         addresses = [ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value for symbol in symbols]
         pointers = ["dout", "x", "w", "up", "pre", "pre_up", "dx", "dw"]
         return _native.Call("QfLinearBwdParams", bytes(packed), pointers, *addresses)
 
+    def whole(*sizes: int) -> int:
+        return sum(-(-size // 256) * 256 for size in sizes)
+
     shares = 2 * 2 * 36 * 4  # of two chunks of rows
-    assert prepared().workspace_bytes == shares
-    assert prepared(activation=1).workspace_bytes == -(-100 * 40 * 2 // 256) * 256 + shares
-    assert prepared(activation=4).workspace_bytes == -(-100 * 128 * 2 // 256) * 256 + shares
+    for activation, dh in ((0, 0), (1, 100 * 40 * 2), (4, 100 * 128 * 2)):
+        own = whole(dh) + shares
+        copies = whole(100 * 80, 16 * 80)  # of dh and w for dx, of dh and dw for dw
+        expected = whole(own) + copies if kernel == "sm90_linear_bwd" else own
+        assert prepared(activation=activation).workspace_bytes == expected
     for refused in ({"dtype": 0}, {"bias_dtype": 1}, {"activation": 5}, {"n": 2**31 - 1}, {"w_stride_n": 2}):
-        with pytest.raises(NoKernelError, match="kernel 'linear_bwd' was built for another dtype"):
+        with pytest.raises(NoKernelError, match=f"kernel '{kernel}' was built for another dtype"):
             prepared(**refused)(*[4096] * 8, 4096, 0, 0)
-    with pytest.raises(KernelError, match="kernel 'linear_bwd' was given no workspace"):
+    with pytest.raises(KernelError, match=f"kernel '{kernel}' was given no workspace"):
         prepared()(*[4096] * 8, 0, 0, 0)
     if not driver_present():
-        with pytest.raises(KernelError, match=r"CUDA error .* launching kernel 'linear_bwd': CUDA driver"):
+        with pytest.raises(KernelError, match=f"CUDA error .* launching kernel '{kernel}': CUDA driver"):
             prepared()(*[4096] * 8, 4096, 0, 0)
 
 

@@ -1,5 +1,6 @@
-"""`sm90_gemm` compiled by nvcc: its libraries of other activations and types than test_compile.py looks into, tiles
-that no library has (tests/emulated/sm90_gemm_shapes.cu), and what its loop over k is made of."""
+"""`sm90_gemm` compiled by nvcc: its libraries of other activations and types than test_compile.py looks into, that of
+`sm90_linear_bwd`, tiles that no library has (tests/emulated/sm90_gemm_shapes.cu), and what its loop over k is made of.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from qflash.backends import cuda
 from qflash.call.spec import Spec
 from qflash.jit.compiler import LIBRARY, LOG, Unit
 from qflash.testing.cuda_tools import cuobjdump, why_no_nvcc
+from qflash.testing.cuda_units import hopper_unit
 
 pytestmark = pytest.mark.skipif(why_no_nvcc() is not None, reason=f"compile test: {why_no_nvcc()}")
 CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
@@ -26,13 +28,15 @@ def unit_of(dtype: str, precision: str, activation: str) -> Unit:
     return cuda.unit(dispatch.BY_NAME["sm90_gemm"], spec)
 
 
-# The instruction of the large tile's products, and how many of it: four for each layout of w.
+# The instruction of the large tile's products, and how many of it: four for each layout of w, of gradients for each of
+# dx in two layouts and dw.
 UNITS = {
     "float16-swiglu": (unit_of("float16", "native", "swiglu"), "HGMMA.64x256x16.F32", 8),
     "bfloat16-gelu": (unit_of("bfloat16", "native", "gelu"), "HGMMA.64x256x16.F32.BF16", 8),
     "int8-int32": (unit_of("int32", "int8", ""), "IGMMA.64x256x32.S8.S8", 4),
     "int8-bfloat16-gelu_tanh": (unit_of("bfloat16", "int8", "gelu_tanh"), "IGMMA.64x256x32.S8.S8", 4),
     "int8-float32-swiglu": (unit_of("float32", "int8", "swiglu"), "IGMMA.64x256x32.S8.S8", 4),
+    "gradients": (hopper_unit("sm90_linear_bwd"), "HGMMA.64x256x16.F32.BF16", 12),
 }
 
 LIKE_OTHERS = ("int8-bfloat16-gelu_tanh", "int8-float32-swiglu")  # in what differs between libraries
@@ -78,7 +82,7 @@ def test_libraries(compiled, name):
     assert not {"LDL", "STL", "HMMA", "IMMA"} & {opcode.split(".")[0] for opcode in opcodes}
 
 
-@pytest.mark.parametrize("name", ["bfloat16-gelu", "int8-int32"])
+@pytest.mark.parametrize("name", ["bfloat16-gelu", "int8-int32", "gradients"])
 def test_a_step_has_its_products_and_little_else(compiled, name):
     """No fence of memory beside the release of a stage, no load, no store, and few instructions: they are issued while
     the products of the step before run, 512 clocks."""
@@ -93,7 +97,7 @@ def test_a_step_has_its_products_and_little_else(compiled, name):
 
 @pytest.mark.slow
 def test_tiles_that_no_library_has(compiled):
-    """Clusters of one block, no lag, x contiguous along m: a transposed A of wgmma."""
+    """Clusters of one block, no lag, x contiguous along m beside w along k: a transposed A of wgmma."""
     entry = compiled(Unit("gemm_shapes", SHAPES, (CSRC, CSRC / "include"), (), "90a", "sm90_gemm's tiles"))
     check_log(entry)
     kernels = {name: body for name, body in kernels_of(entry).items() if "relayout" not in name}

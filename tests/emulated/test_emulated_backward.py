@@ -11,6 +11,7 @@ from qflash import dispatch, reference
 from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY
 from qflash.testing import BY_NAME, Case, cases
 from qflash.testing.case import Rotary
+from qflash.testing.cases import FEW_KEYS, ONE_HOT
 from qflash.testing.compare import GRADIENT_L2, check_same_bits, errors
 from qflash.testing.emulated_attention import with_few_keys
 from qflash.testing.emulated_backward import NAMES, check_gradients_of, run_gradients
@@ -20,13 +21,6 @@ from qflash.testing.runner import suited
 KERNELS = [row.name for row in dispatch.variants_of("attention_backward", "cuda")]
 PORTABLE = [name for name in KERNELS if dispatch.BY_NAME[name].min_arch < 90]
 QUICK = [with_few_keys(case) for case in cases("quick")]
-# Rows of two keys: dP - delta cancels, and a delta made of `out` in 16 bits would be most of what is left.
-FEW_KEYS = [
-    Case("two_keys_float16", 2, 2, 2, 1, 80, dtype="float16", seed=505),
-    Case("two_keys_bfloat16", 2, 2, 2, 1, 80, dtype="bfloat16", seed=601),
-    Case("one_row", 1, 2, 1, 1, 80, batch=2, dtype="float16", kv_lens=(2, 0), softcap=30.0, data="uniform", seed=1577),
-    Case("rope", 3, 2, 4, 1, 80, 3, "float16", kv_lens=(0, 0, 2), rope=Rotary(2, True), data="uniform", seed=8565),
-]
 # Windows that leave tiles of keys without a query and rows without a key, groups of heads, lengths that differ.
 MASKED = [
     Case("keys_unseen", 40, 300, 3, 1, 64, dtype="float16", window=(30, 10), seed=1),
@@ -78,6 +72,24 @@ def test_contract_with_ds_computed_again(library, case, kernel):
 @pytest.mark.parametrize("memory", [0, DEFAULT_BACKWARD_MEMORY], ids=["recomputed", "stored"])
 def test_values_that_are_not_finite(library, case, kernel, memory):
     check_gradients_of(library, case, kernel, memory=memory)
+
+
+@pytest.mark.parametrize("kernel", PORTABLE)
+@pytest.mark.parametrize("value", ["nan", "-inf"])
+@pytest.mark.parametrize("keys", [2, 90])
+def test_what_is_not_finite_in_dout_reaches_what_float64_gives_it_to(library, kernel, value, keys):
+    """Infinities, too: also in rows of few keys, whose delta is computed otherwise."""
+    case = suited(Case("dout", 80, keys, 2, 1, 64, dtype="float16", window=(40, 5), seed=2), kernel, 90)
+    dout, dlse = case.make_gradients()
+    dout[0, 77, 1, 5] = dout[0, 79, 0, 9] = float(value)
+    inputs = case.make_inputs()
+    with np.errstate(invalid="ignore"):  # infinities of both signs add up
+        wants = reference.attention_backward(inputs.q, inputs.k, inputs.v, dout, dlse, **case.options())
+    got = run_gradients(library, case, kernel, changes={"dout": dout})
+    for name, x, want in zip(NAMES, got, wants, strict=True):
+        x = x.astype(np.float64)
+        np.testing.assert_array_equal(x[~np.isfinite(want)], want[~np.isfinite(want)], err_msg=name)
+        assert np.isfinite(x[np.isfinite(want)]).all(), name
 
 
 def one_column(case: Case) -> int:
@@ -179,6 +191,18 @@ def test_a_length_out_of_range_is_nan_for_its_sequence_only(library, kernel, bad
         assert all(x[b].tobytes() == y[b].tobytes() for b in (0, 2))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", ONE_HOT, ids=by_name)
+def test_what_lse_rounds_off_is_no_gradient(library, case, kernel):
+    dout, dlse = case.make_gradients()
+    *grads, _ = run_gradients(library, case, kernel, changes={"dlse": np.zeros_like(dlse)})
+    inputs = case.make_inputs()
+    words = {**case.options(), "kv_lens": inputs.kv_lens, "sinks": inputs.sinks}
+    wants = reference.attention_backward(inputs.q, inputs.k, inputs.v, dout, **words)
+    for got, want in zip(grads, wants, strict=False):
+        assert np.linalg.norm(got - want) <= 1e-3 * np.linalg.norm(wants[2])
+
+
 BAD_OFFSETS = {
     "falling q": ({"cu_seqlens_q": [0, 30, 20, 70]}, (slice(None), slice(None))),
     "falling k": ({"cu_seqlens_k": [0, 30, 20, 70]}, (slice(20, 70), slice(None))),
@@ -233,7 +257,22 @@ def test_kernels_agree(library):
         assert errors(a, b.astype(np.float64)).relative_l2 <= GRADIENT_L2["float16"]
 
 
-def test_small_gradients_of_long_rows_are_not_lost_in_float16(library):
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_large_gradients_do_not_overflow_in_float16(library, kernel, head_dim):
+    """A loss that was scaled up: gradients are in the hundreds, and so is dS, which kernels keep in 16 bits."""
+    case = Case("scaled_loss", 64, 64, 1, 1, head_dim, dtype="float16", causal=True, seed=3)
+    dout, dlse = case.make_gradients()
+    dout = dout * np.float16(100)
+    got = run_gradients(library, case, kernel, changes={"dout": dout, "dlse": np.zeros_like(dlse)})
+    inputs = case.make_inputs()
+    wants = reference.attention_backward(inputs.q, inputs.k, inputs.v, dout, **case.options())
+    for name, x, want in zip(NAMES, got, wants, strict=True):
+        assert errors(x, want).relative_l2 <= GRADIENT_L2["float16"] and np.isfinite(x).all(), name
+
+
+@pytest.mark.parametrize("kernel", KEEPING)
+def test_small_gradients_of_long_rows_are_not_lost_in_float16(library, kernel):
     """Weights of 1/2048 and small gradients: dS is about 2^-18, below float16's least normal number, unless shifted."""
     case = Case("long_rows", 16, 2048, 1, 1, 64, dtype="float16", scale=1.0, seed=3)
     inputs = case.make_inputs()
@@ -242,7 +281,7 @@ def test_small_gradients_of_long_rows_are_not_lost_in_float16(library):
     dout = (case.make_gradients()[0].astype(np.float32) / 1024).astype(np.float16)
     changes = {"q": q, "out": out.astype(np.float16), "lse": lse.astype(np.float32), "dout": dout}
     changes["dlse"] = np.zeros(lse.shape, np.float32)
-    dq, _, dv = run_gradients(library, case, "fa_mma_bwd", changes=changes)
+    dq, _, dv = run_gradients(library, case, kernel, changes=changes)
     want_q, _, want_v = reference.attention_backward(q, inputs.k, inputs.v, dout, scale=1.0)
     assert errors(dq, want_q).relative_l2 <= GRADIENT_L2["float16"]
     assert np.abs(dv.astype(np.float64) - want_v).max() <= 2.0**-25  # half of float16's least number

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from qflash import NoKernelError
 from qflash.dispatch import VARIANTS
 from qflash.testing import BY_NAME, Case, Rotary
 from qflash.testing.compare import check_contract, check_same_bits
@@ -51,12 +52,12 @@ def test_rope(library, rope, arch):
         check_kernel(library, case, kernel, arch)
 
 
-def run_on_pages(library, case: Case, inputs, arch: int = 90, seed: int = 0) -> list[np.ndarray]:
-    plan, arrays = plan_of(case, inputs, PAGED, "cpu")
+def run_on_pages(library, case: Case, inputs, arch: int = 90, kernel: str = PAGED) -> list[np.ndarray]:
+    plan, arrays = plan_of(case, inputs, kernel, "cpu")
     results = [np.full(result.shape, UNTOUCHED, result.dtype) for result in plan.results]
-    compiled = library(PAGED, case.dtype, case.head_dim, arch)
+    compiled = library(kernel, case.dtype, case.head_dim, arch)
     operands = (arrays[operand.argument] for operand in plan.operands)
-    compiled.launch(compiled.prepare(plan, VARIANTS[PAGED]), (*operands, *results), seed)
+    compiled.launch(compiled.prepare(plan, VARIANTS[kernel]), (*operands, *results))
     return results
 
 
@@ -85,6 +86,8 @@ def test_pages_at_odd_addresses(library):
         pools[name][...] = pool
     odd = replace(inputs, kv=replace(inputs.kv, **pools))
     check_same_bits(PAGES, aligned, run_on_pages(library, PAGES, odd), "")
+    with pytest.raises(NoKernelError, match=r"begins at no whole 16 bytes \(kernel='decode' takes those\)"):
+        run_on_pages(library, PAGES, odd, kernel=f"sm90_{PAGED}")
 
 
 @pytest.mark.parametrize("bad", [-1, 10**6])

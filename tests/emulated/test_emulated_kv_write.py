@@ -131,6 +131,19 @@ def test_a_row_of_padding_writes_nothing(library, int8):
     check(library, x)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("empty", ["pages", "columns"])
+def test_arrays_without_elements_have_no_address(library, empty, int8):
+    """In PyTorch. Nothing has a place there."""
+    x = arrays_of(PageWrite(int8=int8))
+    x.lens[:] = 0
+    pools = ("kv.k.data", "kv.v.data", *(("kv.k_scales.scale", "kv.v_scales.scale") if int8 else ()))
+    nothing = {"kv.pages": 0, **dict.fromkeys(pools)} if empty == "pages" else {"columns": 0, "kv.page_table": None}
+    after = run(library, x, **nothing)
+    for name, before in x.around.items():
+        np.testing.assert_array_equal(after.around[name].view(np.uint8), before.view(np.uint8))
+
+
 BAD_OFFSETS = {
     "past the tokens": [0, 5, 11],
     "far past": [0, 5, 2**31 - 1],

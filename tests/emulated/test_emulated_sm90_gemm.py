@@ -83,7 +83,7 @@ def run_tile(source, case: GemmCase, tile: int, splits: int, seed: int) -> dict:
 )
 @pytest.mark.parametrize(("tile", "splits"), TILES)
 def test_every_tile_and_layout(emulated_source, tile, splits, along):
-    """x along m is what a backward pass would want; no library of the forward pass has it."""
+    """x along m is what a backward pass wants (sm90_linear_bwd); no library of the forward pass has it."""
     for case in (
         GemmCase(300, 530, 1290, x_along=along[0], w_along=along[1]),
         GemmCase(136, 264, 1344, x_along=along[0], w_along=along[1], bias="bfloat16"),

@@ -271,6 +271,29 @@ def test_forward_mode_is_refused(mesh, strategy):
         jax.jvp(jax.jit(attend), (x,), (x,))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_second_derivatives_are_refused(mesh, strategy):
+    attend = jax.shard_map(
+        lambda x: parallel.attention(x, x, x, axis_name="context", strategy=strategy),
+        mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"),
+    )  # fmt: skip
+    first = jax.grad(lambda x: (attend(x) ** 2).sum())
+    with pytest.raises(NotImplementedError, match="attention has no second derivative"):
+        jax.grad(lambda x: (first(x) ** 2).sum())(jnp.ones((1, 16, 4, 16)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sequences_of_nothing(mesh, strategy):
+    for words in ({"causal": True}, {"window": (3, 2)}):
+        attend = jax.shard_map(
+            partial(parallel.attention, axis_name="context", strategy=strategy, **words),
+            mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"),
+        )  # fmt: skip
+        x = jnp.zeros((1, 0, 4, 16))
+        out, pull_back = jax.vjp(attend, x, x, x)
+        assert {y.shape for y in (out, *pull_back(out))} == {x.shape}
+
+
 def test_beside_another_axis():
     """Sequences over one axis of a mesh, tokens over the other."""
     mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])

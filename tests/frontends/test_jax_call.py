@@ -220,7 +220,7 @@ def random(*shape: int) -> jax.Array:
 SHAPES = (((2, 5, 4, 16), (2, 9, 2, 16)), ((1, 70, 2, 24), (1, 33, 2, 24)), ((3, 1, 4, 8), (3, 1, 1, 8)))
 
 
-def test_attention_of_symbolic_sizes():
+def test_attention_of_symbolic_sizes(flatbuffers):
     b, t, s, h, g, d = jax.export.symbolic_shape("b, t, s, h, g, d")
     like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((b, t, h, d), (b, s, g, d), (b, s, g, d))]
     program = jax.export.deserialize(

@@ -57,8 +57,7 @@ np.savez(sys.argv[1] + "/results.npz", *results)
 """
 
 
-def test_an_exported_program_finds_its_kernels_in_a_new_process(tmp_path):
-    pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers to serialize")
+def test_an_exported_program_finds_its_kernels_in_a_new_process(tmp_path, flatbuffers):
     q, k, v = arrays()
     program = export.export(jax.jit(gradients), platforms=["cpu"], disabled_checks=ALLOW)(q, k, v)
     (tmp_path / "program").write_bytes(program.serialize())

@@ -348,3 +348,15 @@ def test_pools_and_tables_of_nothing(pages, columns, int8, framework):
     k = turn(np.ones((3, 2, 2, 64), np.float32))
     out, lse = qflash.attention(k, qflash.paged_write(kv, k, k), return_lse=True)
     assert not np.asarray(out).any() and np.isneginf(np.asarray(lse)).all()
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_packed_rows_of_no_sequence_are_refused_by_name(framework):
+    turn = {"numpy": np.array, "torch": to_torch, "jax": jax.numpy.array}[framework]
+    pools = (turn(np.zeros((3, 2, 16, 64), np.float32)) for _ in "kv")
+    kv = qflash.PagedKV(*pools, turn(np.zeros((0, 2), np.int32)), turn(np.zeros(0, np.int32)))
+    x, none = turn(np.ones((5, 2, 64), np.float32)), turn(np.zeros(1, np.int32))
+    with pytest.raises(ValueError, match=r"cu_seqlens_q\[0\] is 0; allowed: 5, the number of rows"):
+        np.asarray(qflash.attention_varlen(x, kv, None, none, None, 5, None))
+    with pytest.raises(ValueError, match=r"cu_seqlens\[0\] is 0; allowed: 5, the number of rows"):
+        np.asarray(qflash.paged_write(kv, x, x, cu_seqlens=none).k_pages)

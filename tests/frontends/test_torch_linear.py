@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 import qflash
+from qflash.ops.linear import LINEAR
+from qflash.ops.run import run
 from qflash.testing import compare
+from qflash.testing.by_kernel import differentiated_by
 from qflash.testing.op_cases import check_equal
 
 torch = pytest.importorskip("torch")
@@ -514,3 +517,15 @@ def test_empty_sizes():
             torch.testing.assert_close(mine, one)
     assert qflash.linear(torch.zeros(0, 4), torch.zeros(4, 3), precision="int8").shape == (0, 3)
     assert np.array_equal(qflash.linear(np.zeros((2, 0), "f4"), np.zeros((0, 3), "f4")), np.zeros((2, 3)))
+
+
+def test_benchmarks_choose_the_kernel_of_gradients():
+    """Autograd goes by the kernel that was named, or says why it cannot; the public call has no word for it."""
+    x, w, b, _ = inputs(torch.float16)
+    out, *_ = run(differentiated_by(LINEAR, "cpu_linear_bwd"), (x, w.T, b, None), ("silu", None, False, None))
+    want = torch.autograd.grad(qflash.linear(x, w.T, b, activation="silu").sum(), (x, w, b))
+    for mine, one in zip(torch.autograd.grad(out.sum(), (x, w, b)), want, strict=True):
+        assert torch.equal(mine, one)
+    out, *_ = run(differentiated_by(LINEAR, "sm90_linear_bwd"), (x, w.T, b, None), ("silu", None, False, None))
+    with pytest.raises(qflash.NoKernelError, match="'sm90_linear_bwd' cannot serve this problem: runs on cuda"):
+        out.sum().backward()

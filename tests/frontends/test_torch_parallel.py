@@ -40,6 +40,23 @@ def test_the_example_on_two_ranks():
     assert "2 ranks, 64 tokens: loss 0.9" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("config", "backends"),
+    [("cpu:gloo,cuda:nccl", ("gloo", "nccl")), ("cuda:nccl", (None, "nccl")), ("cpu:gloo", ("gloo", None))],
+)
+def test_what_moves_tensors(monkeypatch, config, backends):
+    """By what a group is made of; where it was made with none named, get_backend would say "undefined"."""
+    from qflash.parallel import torch as parallel
+    from qflash.parallel.torch.groups import Ranks
+
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
+    ranks = Ranks(None, 0, 2)
+    assert (ranks.backend("cpu"), ranks.backend("cuda")) == backends
+    if backends[0] is None:
+        with pytest.raises(ValueError, match="q is on cpu; allowed: cuda, because nothing moves other tensors in this"):
+            parallel._check_device(ranks, "cpu")
+
+
 def test_groups_that_are_none():
     from qflash.parallel import torch as parallel
 

@@ -426,6 +426,31 @@ def test_vmap_of_grad_and_grad_of_vmap():
             same(b[i], c)
 
 
+def _of_one_row(call):
+    """A few numbers of an output, whose gradients torch.autograd takes as one batch."""
+    return lambda *arrays: call(*arrays)[0, 3, 0, :3]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v, sinks: qflash.attention(q, k, v, causal=True),
+        lambda q, k, v, sinks: qflash.attention(q, k, v, window=(3, 1), sinks=sinks),  # each sample has its own sums
+        lambda q, k, v, sinks: qflash.layer_norm(qflash.softmax(q), sinks.repeat(q.shape[-1] // len(sinks))),
+    ],
+    ids=["folded", "in turn", "rows"],
+)
+def test_gradients_that_autograd_batches(call):
+    inputs = (*tensors(), torch.linspace(-1, 2, tensors()[0].shape[2]))
+    got = torch.autograd.functional.jacobian(_of_one_row(call), inputs, vectorize=True)
+    for a, b in zip(got, torch.autograd.functional.jacobian(_of_one_row(call), inputs), strict=True):
+        torch.testing.assert_close(a, b)
+    leaves = [x.requires_grad_() for x in inputs]
+    out = _of_one_row(call)(*leaves)
+    batched = torch.autograd.grad(out, leaves, torch.eye(3), is_grads_batched=True, allow_unused=True)
+    assert all(torch.equal(a, b) for a, b in zip(batched, got, strict=True) if a is not None)
+
+
 def test_outer_autograd_sees_through_func():
     q, k, v = tensors()
     v.requires_grad_()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import qflash
+from qflash.rotary import Rope
 from qflash.testing import torch_ranks
 from qflash.testing.case import Case, Rotary
 from qflash.testing.compare import check_contract, check_gradients, errors
@@ -195,6 +196,22 @@ def test_transforms_of_torch_func(ranks, strategy):
     assert max(ranks.values(torch_ranks.transformed, strategy)) < 2e-6
 
 
+@pytest.mark.parametrize("of", ["q", "k", "v"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_second_derivatives_are_refused(ranks, strategy, of):
+    """Also where they would be one of several terms, which PyTorch would leave out without a word."""
+    for answer in ranks.call(torch_ranks.second_derivative, strategy, "qkv".index(of)):
+        assert answer.error == "NotImplementedError" and "attention has no second derivative" in answer.text, answer
+
+
+@pytest.mark.parametrize("words", [{}, {"causal": True}, {"window": (3, 2)}, {"cu_seqlens": [0, 0]}], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sequences_of_nothing(ranks, strategy, words):
+    packed = "cu_seqlens" in words
+    part, lse = ([0, 4, 16], [4, 0]) if packed else ([1, 0, 4, 16], [1, 4, 0])
+    assert ranks.values(torch_ranks.of_nothing, strategy, words) == [[part, lse, part, part, part]] * 4
+
+
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +249,17 @@ def test_a_ring_of_integers_compiled_whole(ranks):
         assert graphs == [f"quantize {hop} attention {arrived} dequantize attention merge"]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_tensor_three_times_compiled_whole(ranks, strategy):
+    assert max(ranks.values(torch_ranks.compiled_on_one_tensor, strategy)) < 2e-6
+
+
+def test_an_exchange_without_gradients_compiled_whole(ranks):
+    """out and lse go together, in a function that a compiler then traces as any other."""
+    for distances, _ in ranks.values(torch_ranks.compiled, "ulysses", "int8")[:2]:
+        assert max(distances) < 2e-6
+
+
 def test_a_compiled_ring_of_integers_refuses_gradients(ranks):
     text = "precision 'int8' has no backward pass; allowed: precision=None"
     assert all(text in said for said in ranks.values(torch_ranks.compiled_gradient_of_integers))
@@ -240,6 +268,7 @@ def test_a_compiled_ring_of_integers_refuses_gradients(ranks):
 # Bad input: an error on every rank, which names the rank and what it had ----------------------------------------------
 
 SHAPES = [[1, 8, 4, 16]] * 3
+NESTED = torch.nested.nested_tensor([torch.zeros(8, 4, 16)], layout=torch.jagged)
 
 
 def refused(ranks, words: dict, of_rank: dict, error: str, text: str, own: str | None = None, shapes=SHAPES) -> None:
@@ -267,13 +296,32 @@ def test_a_rank_with_another_length(ranks, strategy):
         ({"dtype": torch.bfloat16}, r"rank 1 had q bfloat16 \[1, 8, 4, 16\] on cpu, k bfloat16"),
         ({"strategy": "all_gather"}, "rank 1 had strategy='all_gather'"),
         ({"causal": True}, r"rank 1 had strategy='ring', placement='zigzag', window=\(-1, 0\)"),
-        ({"kv_lens": [7]}, r"rank 1 had kv_lens \[1\] of 7"),
+        ({"kv_lens": [7]}, r"rank 1 had kv_lens int32 \[1\] of 7"),
         ({"softcap": 3.0}, "rank 1 had softcap=3.0"),
+        ({"return_lse": True}, "rank 1 had return_lse=True"),
         ({"grad": True}, "rank 1 had with gradients"),
     ],
 )
 def test_a_rank_with_another_call(ranks, of_one, text):
     refused(ranks, {}, {1: of_one}, "ValueError", text)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"interleaved": True}, r"rank 1 had rope float32 \[32, 8\], interleaved=True"),
+        ({"cos": torch.ones(32, 8, dtype=torch.bfloat16)}, r"rank 1 had rope bfloat16 \[32, 8\], interleaved=False"),
+    ],
+)
+def test_a_rank_with_another_rope(ranks, change, text):
+    rope = Rope(*(torch.from_numpy(x) for x in qflash.rope_tables(32, 16)))
+    other = replace(rope, sin=rope.sin.to(change.get("cos", rope.cos).dtype), **change)
+    refused(ranks, {"rope": rope}, {1: {"rope": other}}, "ValueError", text)
+
+
+def test_calls_on_a_gpu_are_asked_about_once(ranks):
+    """Two kinds are kept here: with a third, all ranks begin anew."""
+    assert ranks.values(torch_ranks.ask, "abacaa", 2) == [[1, 2, 2, 3, 4, 4]] * 4
 
 
 @pytest.mark.parametrize(
@@ -289,11 +337,19 @@ def test_a_rank_with_another_call(ranks, of_one, text):
         ({"window": (1, 2, 3)}, "ValueError", "window is"),
         ({"precision": "int4"}, "ValueError", "precision is 'int4'"),
         ({"max_seqlen": 3}, "ValueError", "max_seqlen is 3 and cu_seqlens is None"),
+        ({"q": NESTED}, "TypeError", "q is a nested tensor; allowed: a dense"),
         ({"precision": "int8", "grad": True}, "NotImplementedError", "requires a gradient"),
     ],
 )
 def test_a_rank_with_a_bad_call(ranks, of_one, error, own):
     refused(ranks, {"causal": True}, {3: of_one}, error, "rank 3 of 4 refused the call: ", own)
+
+
+def test_a_rank_that_fails_before_anything_moves(ranks):
+    *others, last = ranks.call(torch_ranks.run_out_of_memory)
+    assert last.error == "OutOfMemoryError"
+    text = "rank 3 of 4 refused the call: OutOfMemoryError: nothing is left"
+    assert [answer.text for answer in others] == [text] * 3
 
 
 def test_values_are_looked_at_before_anything_moves(ranks):

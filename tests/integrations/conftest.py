@@ -18,3 +18,12 @@ def pytorch_is_as_it_was():
     assert torch.nn.functional.scaled_dot_product_attention is ORIGINAL
     assert torch.backends.mha.get_fastpath_enabled()
     assert sdpa_torch._replacements == []
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Models on the CPU are captured, in graphs that stand in for those of CUDA."""
+    from qflash.testing.torch_graphs import StandIn
+
+    with StandIn().installed(monkeypatch) as found:
+        yield found

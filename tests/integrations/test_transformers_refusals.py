@@ -151,6 +151,9 @@ def test_a_model_that_slices_its_mask():
 def test_a_model_that_computes_with_its_mask():
     with pytest.raises(AttributeError, match="the model asks for 'dtype' of its attention mask, and attn_implem"):
         Mask(1, 4, 4, 4, True).dtype  # noqa: B018
+    for compute in (torch.add, torch.mul, lambda scores, mask: mask + scores):  # as GIT and BigBird Pegasus do
+        with pytest.raises(NotImplementedError, match=r"gives its attention mask to (add|mul), and attn_implem"):
+            compute(torch.zeros(4, 4), Mask(1, 4, 4, 4, True))
 
 
 def test_a_window_without_a_mask():
@@ -231,11 +234,13 @@ def test_pages_are_read_by_qflash_alone():
 
 
 def test_what_a_model_may_not_do_with_keys_and_values_in_pages():
-    """As DiffLlama, which splits values, and DeepSeek V3, which expands what it cached."""
+    """As DiffLlama, which splits values, DeepSeek V3, which expands what it cached, and Mllama, which looks at a
+    layer's."""
     new = torch.zeros(1, 2, 1, 16)
-    keys, values = qf.PagedCache(tiny.decoder("llama").config, pages=4, page_size=16).update(new, new, 0)
+    cache = qf.PagedCache(tiny.decoder("llama").config, pages=4, page_size=16)
+    keys, values = cache.update(new, new, 0)
     for use in (lambda x: x.shape, lambda x: x.repeat(1, 2, 1, 1), lambda x: torch.chunk(x, 2, dim=1)):
-        for x in (keys, values):
+        for x in (keys, values, cache.layers[0].keys, cache.layers[0].values):
             with pytest.raises((AttributeError, NotImplementedError), match=r"keys and values in pages .*; allowed: "):
                 use(x)
     q = torch.zeros(1, 4, 1, 16)
@@ -302,6 +307,15 @@ def test_a_sequence_counted_from_the_end():
 def test_sizes_of_pages(words, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         qf.PagedCache(tiny.decoder("llama").config, **words)
+
+
+def test_pages_of_float32_on_a_gpu():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cache = qf.PagedCache(tiny.decoder("llama").config, pages=4, page_size=16)
+    with FakeTensorMode(), pytest.raises(NotImplementedError, match=r"keys are torch.float32 on a GPU, .* bfloat16"):
+        k = torch.zeros(1, 2, 3, 16, device="cuda")
+        cache._allocate(k, k)
 
 
 def test_layers_that_are_no_attention():

@@ -26,6 +26,7 @@ from qflash.ops.linear_gradient import LINEAR_BACKWARD
 from qflash.ops.run import run
 from qflash.reference.linear import activate, slope
 from qflash.testing import compare
+from qflash.testing.by_kernel import differentiated_by
 from qflash.testing.linear import ACTIVATIONS, DTYPES, LAYOUTS, SHAPES, LinearCase, U, check_close
 from qflash.testing.runner import to_numpy, to_torch
 
@@ -263,12 +264,14 @@ def test_a_row_does_not_depend_on_the_others(kernel, dtype, activation):
 
 def gradients(case: LinearCase, kernel: str) -> dict[str, np.ndarray]:
     """By autograd's way, or by the operation itself: the names of the arrays and their gradients."""
-    if dispatch.BY_NAME[kernel].device == "cuda":
-        function = qflash.swiglu if case.activation == "swiglu" else qflash.linear
-        arrays = {name: to_torch(x, "cuda").requires_grad_() for name, x in case.arrays.items()}
-        function(**arrays, **case.words).backward(to_torch(case.dout(), "cuda"))
-        return {name: to_numpy(x.grad) for name, x in arrays.items()}
     op = SWIGLU if case.activation == "swiglu" else LINEAR
+    if dispatch.BY_NAME[kernel].device == "cuda":
+        arrays = {name: to_torch(x, "cuda").requires_grad_() for name, x in case.arrays.items()}
+        words = (None, False, None) if op is SWIGLU else (case.activation, None, False, None)
+        out, *_ = run(differentiated_by(op, kernel), [arrays.get(name) for name in op.arrays], words)
+        with skipping_unserved(kernel):
+            out.backward(to_torch(case.dout(), "cuda"))
+        return {name: to_numpy(x.grad) for name, x in arrays.items()}
     words = (None, True, None) if op is SWIGLU else (case.activation, None, True, None)
     arrays = [case.arrays.get(name) for name in op.arrays]
     _, *kept = run(op, arrays, words)

@@ -1,5 +1,6 @@
-"""The portable kernels of linear layers on a GPU, by their C structs: sums of small integers exact in every layout and
-on every tile shape, activations and gradients within their bounds of float64; then through PyTorch's autograd."""
+"""The portable kernels of linear layers on a GPU, and all kernels of their gradients, by their C structs: sums of small
+integers exact in every layout and on every tile shape, activations and gradients within their bounds of float64; then
+through PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ import pytest
 
 import qflash
 from qflash import dispatch
+from qflash.ops.linear import LINEAR, SWIGLU
+from qflash.ops.run import run as run_op
+from qflash.testing.by_kernel import differentiated_by
 from qflash.testing.linear_calls import spec_of
 from qflash.testing.linear_problems import KINDS, LinearProblem, check_near, gradients, linear, operands, upstream
 
@@ -100,36 +104,59 @@ def test_swiglu_of_many_tiles(kernel, dtype, layouts):
     check_near(run(kernel, problem, arrays, keep_pre=True), *linear(problem, arrays))
 
 
-def run_backward(problem: LinearProblem):
+def run_backward(kernel: str, problem: LinearProblem):
     """(operands, dout, saved, gradients)."""
     from qflash.testing.cuda_linear import run_gradients
 
+    skip_unserved(kernel, problem)
     arrays = operands(problem)
     dout, saved = upstream(problem, arrays)
-    return arrays, dout, saved, run_gradients("linear_bwd", problem, arrays, dout, saved)
+    return arrays, dout, saved, run_gradients(kernel, problem, arrays, dout, saved)
+
+
+BACKWARD = [(row.name, dtype) for row in dispatch.kernels_of("linear_backward", "cuda") for dtype in row.dtypes]
+EACH_BACKWARD = pytest.mark.parametrize("kernel, dtype", BACKWARD)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("w_layout", ["k", "n"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients(dtype, w_layout, activation):
+@EACH_BACKWARD
+def test_gradients(kernel, dtype, w_layout, activation):
     for shape in ((70, 72, 40), (1, 1, 1), (129, 139, 67), (300, 9, 130), (257, 264, 136)):
         for at_end in (False, True):
             lies = {"w_layout": w_layout, "at_end": at_end}
             problem = LinearProblem(*shape, dtype, activation, bias="float32", residual=True, **lies)
-            arrays, dout, saved, got = run_backward(problem)
+            arrays, dout, saved, got = run_backward(kernel, problem)
             check_near(got, *gradients(problem, arrays, dout, saved))
 
 
 @pytest.mark.parametrize("activation", ["", "swiglu"])
+@EACH_BACKWARD
+def test_gradients_where_all_rows_are_one(kernel, dtype, activation):
+    """Stride 0: what sums and means over rows hand back, and tokens that were expanded."""
+    from qflash.testing.cuda_linear import run_gradients
+
+    problem = LinearProblem(300, 264, 136, dtype, activation)
+    skip_unserved(kernel, problem)
+    arrays = operands(problem)
+    dout, saved = upstream(problem, arrays)
+    one_dout, one_x = (np.broadcast_to(x[:1], x.shape) for x in (dout, arrays["x"]))
+    for x, of_out in ((arrays["x"], one_dout), (one_x, dout)):
+        given = arrays | {"x": x}
+        got = run_gradients(kernel, problem, given, of_out, saved)
+        check_near(got, *gradients(problem, given, of_out, saved))
+
+
+@pytest.mark.parametrize("shape", [(2104, 2112, 2120), (60, 4096, 1000), (8192, 60, 1000)], ids=str)
+@pytest.mark.parametrize("activation", ["", "swiglu"])
 @pytest.mark.parametrize("w_layout", ["k", "n"])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_gradients_of_many_tiles(dtype, w_layout, activation):
-    """Wide tiles in every product; the same bits the second time."""
-    problem = LinearProblem(2104, 2112, 2120, dtype, activation, bias=dtype, w_layout=w_layout)
-    arrays, dout, saved, got = run_backward(problem)
+@pytest.mark.parametrize("kernel, dtype", [pair for pair in BACKWARD if pair[1] in HALVES])
+def test_gradients_of_many_tiles(kernel, dtype, w_layout, activation, shape):
+    """Wide tiles in every product, and depths that are cut into splits; the same bits the second time."""
+    problem = LinearProblem(*shape, dtype, activation, bias=dtype, w_layout=w_layout)
+    arrays, dout, saved, got = run_backward(kernel, problem)
     check_near(got, *gradients(problem, arrays, dout, saved))
-    again = run_backward(problem)[-1]
+    again = run_backward(kernel, problem)[-1]
     assert all(np.array_equal(x, again[name]) for name, x in got.items())
 
 
@@ -145,10 +172,13 @@ def test_a_row_that_is_not_finite_stays_one_row(kernel, dtype):
     assert np.array_equal(np.delete(got, 130, axis=0), np.delete(plain, 130, axis=0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel, dtype", [*((None, dtype) for dtype in DTYPES), *BACKWARD])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_autograd_is_no_farther_from_float64_than_pytorch(activation, dtype):
-    """Results and gradients through the public call: at most twice the error of the same math in PyTorch's kernels."""
+def test_autograd_is_no_farther_from_float64_than_pytorch(activation, kernel, dtype):
+    """Results and gradients through the public call, and with each kernel of gradients: at most twice the error of the
+    same math in PyTorch's kernels."""
+    if kernel:
+        skip_unserved(kernel, LinearProblem(300, 320, 256, dtype, activation))
     kind = getattr(torch, dtype)
     generator = torch.Generator("cuda").manual_seed(2)
 
@@ -171,6 +201,10 @@ def test_autograd_is_no_farther_from_float64_than_pytorch(activation, dtype):
         return torch.nn.functional.silu(h) if activation == "silu" else h
 
     def ours(x, *parameters):
+        if kernel:
+            op, words = (SWIGLU, ()) if gated else (LINEAR, (activation or None,))
+            out, *_ = run_op(differentiated_by(op, kernel), (x, *parameters, None), (*words, None, False, None))
+            return out
         if gated:
             return qflash.swiglu(x, *parameters)
         return qflash.linear(x, *parameters, activation=activation or None)

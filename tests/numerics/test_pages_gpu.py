@@ -4,6 +4,7 @@ repeats, entries that point nowhere."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_torch")]
 KERNELS = [row.name for row in dispatch.variants_of("attention", "cuda", "pages")]
 ROWS = [row.name for row in dispatch.variants_of("attention", "cuda", "pages") if row.kernel.few_rows]
+INT8 = [row.name for row in dispatch.variants_of("attention", "cuda", "pages_int8")]
 
 
 def check_served(case: Case, kernel: str) -> None:
@@ -38,6 +40,19 @@ def test_page_sizes_groups_and_head_dims(kernel, group, head_dim):
             "pages", q_len, 300, 2 * group, 2, head_dim, 4, "bfloat16", True, kv_lens=lens, seed=turn + 5 * group
         )
         check_served(case, kernel)
+
+
+@pytest.mark.slow  # the whole product: page sizes, groups, lengths, head dims
+@pytest.mark.parametrize("kernel", KERNELS + INT8)
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_every_page_size_and_length(kernel, group, head_dim):
+    for q_len, turn in product(range(1, 9), range(len(PAGE_SIZES))):
+        seed = turn + len(PAGE_SIZES) * (group + q_len)  # which chooses how pools lie in memory, too
+        lens = (300, 0, 257, 1)
+        check_served(
+            Case("every", q_len, 300, 2 * group, 2, head_dim, 4, "bfloat16", True, kv_lens=lens, seed=seed), kernel
+        )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -125,11 +125,29 @@ def test_who_takes_part_on_the_gpu():
 def test_a_table_has_a_line_per_candidate(monkeypatch):
     found = list(rows_of(here("decode_pages", "cpu", "cpu_pages", "cpu_pages_int8"), UNIFORM).values())
     for row in found:
-        row["speedup"] = {"FlashInfer": 1.25, report.PAGES_OF_16_BITS: 0.5}
+        row["speedup"] = {"FlashInfer": 1.25, "qflash sm90_decode, pages of 256": 0.5}
     monkeypatch.setattr(report.store, "committed", lambda name, machine=None: {"m": found})
-    table = report.paged_table()
+    table = report.paged_table("decode_pages")
     assert table.count("B=2 Tq=1 Tk=512 Hq=4 Hkv=2 D=32") == 1 and table.count("**1.25×** FlashInfer | 0.50×") == 4
     assert "- qflash cpu, float32: 1.25× the best of FlashInfer" in table
+
+
+def test_pages_on_a_cpu_are_held_against_arrays(monkeypatch):
+    preset = PRESETS["cpu-decode-pages"]
+    found = rows_of(preset, UNIFORM)
+    ours = [name for name in found if name.startswith("qflash")]
+    assert ours == [
+        "qflash cpu", "qflash cpu, pages of 256", "qflash cpu, pages of 16", "qflash cpu, INT8 pages of 256",
+    ]  # fmt: skip
+    assert list(found) == [*ours, "torch SDPA"]
+    for name in ours[1:]:
+        assert "qflash cpu" in found[name]["speedup"]
+        found[name]["speedup"]["qflash cpu"] = 0.375
+    monkeypatch.setattr(report.store, "committed", lambda name, machine=None: {"m": list(found.values())})
+    table = report.paged_table("cpu-decode-pages")
+    assert "× arrays" in table and table.count("0.38×") == 3
+    looks = style.looks(found)
+    assert all(style.known(name) for name in found) and len(set(looks.values())) == len(looks)
 
 
 # Peers ----------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""bench.linear and bench.linear_accuracy: rows of small problems, a candidate that is wrong, tables made from rows."""
+"""bench.linear, bench.linear_backward and bench.linear_accuracy: rows of small problems, a candidate that is wrong,
+tables made from rows."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from qflash.dispatch import kernels_of
 
 torch = pytest.importorskip("torch")
 
-accuracy, linear, rows, run = (load(name) for name in ("linear_accuracy", "linear", "rows", "run"))
+accuracy, linear, backward, rows, run = (
+    load(name) for name in ("linear_accuracy", "linear", "linear_backward", "rows", "run")
+)
 ACTIVATIONS = (None, "gelu_tanh", "swiglu")
 
 
@@ -20,7 +23,8 @@ def small(monkeypatch, tmp_path):
     native = [row for row in kernels_of("linear", "cpu") if "native" in row.precisions]
     monkeypatch.setattr(linear, "kernels_of", lambda op, device: native)
     problems = tuple(linear.Problem(24, 40, 64, activation) for activation in ACTIVATIONS)
-    monkeypatch.setitem(linear.PROBLEMS, "cpu", problems)
+    for suite in (linear, backward):
+        monkeypatch.setitem(suite.PROBLEMS, "cpu", problems)
 
 
 def test_rows_and_their_table(small):
@@ -49,11 +53,45 @@ def test_wrong_results_are_not_timed(small, monkeypatch, activation):
         list(run.measure(linear.Linear("cpu"), cases=(linear.Problem(24, 40, 64, activation),), budget=0.01))
 
 
+def test_rows_of_gradients_and_their_table(small):
+    """Every kernel of gradients by its name, PyTorch's own and the products alone."""
+    assert "No rows are committed yet; `python -m bench.linear_backward`" in backward.table()
+    found = [row for part in run.measure(backward.LinearBackward("cpu"), budget=0.01) for row in part]
+    ours, torchs = {"qflash cpu_linear_bwd"}, {backward.EAGER, backward.PRODUCTS}
+    for activation in ACTIVATIONS:
+        names = {row["candidate"] for row in found if row["activation"] == activation}
+        assert names == ours | torchs | ({backward.COMPILED} if activation else set())
+    errors = [row["rel_l2"] for row in found]
+    assert errors.count(None) == len(ACTIVATIONS) and max(filter(None, errors)) < 1e-6
+    rows.write(rows.RESULTS / "machine" / f"{backward.NAME}.jsonl", found)
+    assert f"× {backward.PRODUCTS}" in backward.table()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_wrong_gradients_are_not_timed(small, monkeypatch, activation, which):
+    def spoiled(arrays):
+        found = list(backward._ours(arrays, "cpu_linear_bwd")())
+        found[which] = found[which] + 1
+        return lambda: found
+
+    monkeypatch.setattr(backward, "candidates", lambda arrays, device: iter([run.Candidate("wrong", spoiled)]))
+    with pytest.raises(SystemExit, match="gradients of wrong are off by"):
+        list(run.measure(backward.LinearBackward("cpu"), cases=(linear.Problem(24, 40, 64, activation),), budget=0.01))
+
+
+def test_kernels_of_gradients_that_nobody_gets_by_default_are_timed_too():
+    arrays = backward.Arrays(linear.Problem(24, 40, 64), "cpu")
+    names = {candidate.kernel for candidate in backward.candidates(arrays, "cuda")}
+    assert {"linear_bwd", "sm90_linear_bwd"} <= names
+
+
 def test_problems_are_those_of_the_issue_and_fit_a_gpu():
     """No operand has more than 2 GB."""
     problems = linear.PROBLEMS["cuda"]
     assert {(8192,) * 3, (4096,) * 3, (16384, 8192, 2048)} <= {(p.m, p.n, p.k) for p in problems}
     assert {1, 16, 64} <= {p.m for p in problems}
+    problems += backward.PROBLEMS["cuda"]
     assert max(2 * max(p.m * p.k, p.n * p.k, p.m * p.n) for p in problems) < 2**31
 
 

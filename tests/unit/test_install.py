@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
@@ -100,6 +101,25 @@ def test_settings_of_other_tools_do_not_matter(install, text, matters):
     path = install.ROOT / "pyproject.toml"
     path.write_text(path.read_text() + text)
     assert (install.outdated() == "pyproject.toml changed") is matters
+
+
+def test_a_module_in_the_source_tree_is_of_no_use_without_the_path(install, monkeypatch):
+    monkeypatch.setattr(install, "has", lambda module: module != "scikit_build_core")
+    monkeypatch.setattr(install, "imported", lambda: "ModuleNotFoundError: No module named 'qflash'")
+    with pytest.raises(SystemExit, match=rf"No module named 'qflash'\n.*: set PYTHONPATH={install.ROOT}$"):
+        install.main()
+
+
+def test_an_editable_install_leaves_other_interpreters_their_modules(tmp_path, monkeypatch):
+    module, folder = load(), tmp_path / "qflash"
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "run", lambda command: None)
+    folder.mkdir()
+    ours, theirs = folder / f"_native{EXTENSION_SUFFIXES[0]}", folder / "_native.cpython-399-x86_64-linux-gnu.so"
+    for path in (ours, theirs):
+        path.touch()
+    module.install_editable()
+    assert list(folder.iterdir()) == [theirs]
 
 
 def test_every_file_that_is_included_counts():

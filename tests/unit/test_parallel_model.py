@@ -66,6 +66,8 @@ def test_gathering_by_hand():
     assert found.passes[FORWARD].moved_bytes == pytest.approx(537e6 * 7 / 8, rel=1e-3)
     # Backward gathers as much again and sums twice as many bytes, in float32.
     assert found.passes[BACKWARD].moved_bytes == pytest.approx(3 * 537e6 * 7 / 8, rel=1e-3)
+    # Each of these numbers, 6 bytes, is read and written, and gradients are added up: 8 bytes of a sum, 2 of a share.
+    assert EIGHT.memory * found.passes[BACKWARD].copying == pytest.approx(537e6 / 2 * (2 * 6 + 10), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +104,11 @@ def test_integers_on_the_way_by_hand():
     assert from_narrow == pytest.approx(from_wide * 132 / 256)
 
 
-def test_one_gpu_sends_nothing():
+def test_one_gpu_computes_and_nothing_else():
     for one in estimates(llama(2**14), 1, EIGHT, RATES):
-        assert all(one.passes[kind].moved_bytes == 0 and one.passes[kind].waiting == 0 for kind in KINDS), one
+        assert all(one.passes[kind].moved_bytes == 0 for kind in KINDS), one
+        assert all(one.passes[kind].seconds == one.passes[kind].computing for kind in KINDS), one
+        assert one.keys_bytes == 4096 * 2**14
         forward, backward = (one.passes[kind].computing for kind in KINDS)
         assert backward == pytest.approx(2.5 * forward)
 
@@ -201,6 +205,12 @@ def test_the_command_says_what_it_assumes(invoke):
     assert "64 GPUs: a ring hides its transfers, forward" in said
 
 
+def test_a_ring_that_there_is_not_hides_nothing(invoke):
+    said = told(invoke, "--gpus", "9,8", "--tokens", "64k")
+    assert "9 GPUs: no ring, because 65536 tokens do not make 18 chunks." in said
+    assert "9 GPUs: a ring" not in said and "8 GPUs: a ring hides its transfers" in said
+
+
 def test_the_command_takes_other_rates(invoke):
     said = told(invoke, "--gpus", "8", "--tokens", "16k", "--tflops", "600", "--link", "350", "--full")
     assert "Arithmetic runs at 600 TFLOP/s, as asked for" in said and "350 GB/s, as asked for" in said
@@ -229,6 +239,10 @@ def test_the_command_on_quantized_attention(invoke):
         ),
         (("--gpus", "8", "--tokens", "many"), "'many' is no count; allowed: a whole number"),
         (("--gpus", "0", "--tokens", "8k"), "'0' is no count"),
+        (
+            ("--gpus", "8", "--tokens", "8k", "--link", "nan"),
+            "'nan' is not a number; allowed: more than 0, up to 1e+09",
+        ),
         (("--gpus", "8", "--tokens", "8k", "--machine", "abacus"), "'abacus' has no rows; allowed: "),
         (("--gpus", "8", "--tokens", "8k", "--machine", ".."), "'..' has no rows"),
         (("--gpus", "8", "--tokens", "8k", "--head-dim", "96"), "no rows of forward passes with head_dim 96"),

@@ -100,6 +100,14 @@ def test_keys_move_on_no_further_than_the_window_reaches(edges, hops):
     assert ring_hops(Placement("contiguous", 4, 32), edges) == hops
 
 
+@pytest.mark.parametrize("edges", [(-1, 0), (3, 2)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_of_no_tokens(packed, edges):
+    """Masks leave nothing to compute, or a call on nothing; there is one step at least."""
+    steps = ring_steps(Placement("zigzag", 4, 0), 1, edges, packed)
+    assert steps and all(piece.q == piece.k == (0, 0) for pieces in steps for piece in pieces)
+
+
 def test_chunks_and_who_holds_them():
     at = Placement("zigzag", 4, 64)
     assert [at.chunks(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]

@@ -32,6 +32,7 @@ LAUNCHES = {
     "attention/fa_int8": {"quantize/quantize"},
     "attention/sm90_int8": {"quantize_kv/sm90_quantize"},
     "linear_backward/linear_bwd": {"linear/gemm_mma", "linear/gemm_tiled"},
+    "linear_backward/sm90_linear_bwd": {"linear/sm90_gemm", "linear_backward/linear_bwd"},
 }
 
 

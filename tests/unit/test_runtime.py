@@ -61,6 +61,12 @@ def answer(fake, before: str = "", **environment: str) -> int:
     return int(done.stdout)
 
 
+@pytest.fixture
+def no_runtime(monkeypatch):
+    """As if no framework had loaded a runtime; a PyTorch for CUDA that other tests imported has."""
+    monkeypatch.setattr(runtime, "is_loaded", lambda name: False)
+
+
 def the_copy() -> Path:
     (found,) = Cache().folder.glob(f"cudart13-runtime-*/{NAME}")
     return found
@@ -131,14 +137,14 @@ def test_a_damaged_copy_is_made_again(fake, toolkit):
     assert fake.runs() == 1 and the_copy().read_bytes() == (toolkit / NAME).read_bytes()
 
 
-def test_a_copy_that_others_may_write_is_refused(fake, toolkit):
+def test_a_copy_that_others_may_write_is_refused(fake, toolkit, no_runtime):
     compile_unit(fake.unit)
     the_copy().chmod(0o777)
     with pytest.raises(CacheError, match=f"{NAME} has mode 0777, so others may put code there"):
         load.load(fake.unit)
 
 
-def test_a_copy_of_someone_else_is_refused(fake, toolkit, give_away):
+def test_a_copy_of_someone_else_is_refused(fake, toolkit, no_runtime, give_away):
     compile_unit(fake.unit)
     give_away(the_copy())
     with pytest.raises(CacheError, match="belongs to user"):

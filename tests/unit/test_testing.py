@@ -273,6 +273,17 @@ def test_small_gradients_may_be_as_far_off_as_float16_rounds(monkeypatch) -> Non
                 compare.check_gradients(case, *grads)
 
 
+def test_a_gradient_that_vanishes_may_keep_what_float32_rounds_off(monkeypatch) -> None:
+    """One key has all the weight: dq and dk are 0 beside a dv of ordinary size."""
+    wants = [np.zeros_like(x) for x in compare.expected_gradients(SMALL)[:2]]
+    wants.append(compare.expected_gradients(SMALL)[2])
+    monkeypatch.setattr(compare, "expected_gradients", lambda _: wants)
+    off = compare.CANCELLED * np.linalg.norm(wants[2]) / np.sqrt(wants[0].size)
+    compare.check_gradients(SMALL, *(x.astype(np.float32) for x in (wants[0] + 0.9 * off, *wants[1:])))
+    with pytest.raises(ContractError, match="dq"):
+        compare.check_gradients(SMALL, *(x.astype(np.float32) for x in (wants[0] + 1.1 * off, *wants[1:])))
+
+
 def test_bits_are_compared() -> None:
     out, lse = result(SMALL)
     compare.check_same_bits(SMALL, (out, lse), (out.copy(), lse))
@@ -348,6 +359,10 @@ def test_convert_leaves_nothing_behind() -> None:
     assert all(isinstance(x, torch.Tensor) for x in given)
 
 
+def _power_of_two(x: float) -> str:
+    return "2" + str(round(np.log2(x))).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 def test_the_published_figures_are_the_tested_ones() -> None:
     page = Path(__file__).parents[2] / "docs" / "numerics.md"
     if not page.exists():
@@ -367,6 +382,7 @@ def test_the_published_figures_are_the_tested_ones() -> None:
         f"fewer than {compare.INT8_FP8['values']} values",
         f"relative L2 ≤ {compare.REPLAY:.0e} against its replay",
         f"≤ {compare.GRADIENT_L2['float32']:.0e} (float32) or 4u",
+        f"{_power_of_two(compare.CANCELLED)} · condition of the largest of the three",
         f"strength / {compare.PLAIN_STRENGTH:g}",
         f"fewer than {compare.ENOUGH_VALUES} values",
     ]

@@ -10,18 +10,22 @@ inline bool kv_is_arrays(const QfAttnParams& p) {
   return p.kv.kind == QF_KV_ARRAYS && p.kv.page_size == 0 && p.kv.k_dtype == p.dtype && p.kv.v_dtype == p.dtype;
 }
 
+// Pages, and what says which of them a sequence has. An array without elements has no address in PyTorch.
+inline bool finds_pages(const QfAttnParams& p) {
+  return p.kv.page_size > 0 && (p.batch == 0 || (p.kv_lens && (p.kv.page_table || p.k_len == 0)));
+}
+
 // K and V are in pages, with elements of the problem's own type.
 inline bool kv_is_pages(const QfAttnParams& p) {
-  return p.kv.kind == QF_KV_PAGES && p.kv.page_size > 0 && p.kv.page_table && p.kv_lens && p.kv.k_dtype == p.dtype &&
-         p.kv.v_dtype == p.dtype;
+  return p.kv.kind == QF_KV_PAGES && finds_pages(p) && p.kv.k_dtype == p.dtype && p.kv.v_dtype == p.dtype;
 }
 
 // K and V are in pages of int8, with all that dequantizing them takes.
 inline bool kv_is_int8_pages(const QfAttnParams& p) {
   for (const QfScales* x : {&p.kv.k_scales, &p.kv.v_scales})
-    if (!x->scale || x->group != 1) return false;
-  return p.kv.kind == QF_KV_PAGES_INT8 && p.kv.page_size > 0 && p.kv.page_table && p.kv_lens && p.kv.k_dtype == QF_I8 &&
-         p.kv.v_dtype == QF_I8 && p.head_dim % 16 == 0;
+    if ((!x->scale && p.kv.pages > 0) || x->group != 1) return false;
+  return p.kv.kind == QF_KV_PAGES_INT8 && finds_pages(p) && p.kv.k_dtype == QF_I8 && p.kv.v_dtype == QF_I8 &&
+         p.head_dim % 16 == 0;
 }
 
 // Their scales can be copied in runs of 16 bytes.

@@ -25,31 +25,36 @@ static inline WeightMap weight_map(const QfAttnParams& p) {
 
 // Up to so many keys a row's rowsum(dout * out) is computed as rowsum(P * dP), which it equals where these are all keys
 // of the row. dP - delta cancels the more the fewer keys there are, and `out` as float16 or bfloat16 has too few digits
-// for what is left.
+// for what is left. The sum is divided by that of weights, which as far as lse is rounded are off by the same factor.
 constexpr int64_t kFewKeys = 16;
 
-static float delta_of_few(const QfAttnParams& p, const Sequence& s, int64_t kv_head, KeyRange keys, const float* q,
-                          const float* dout, float minus_lse) {
+// exp(sink - lse), where both may be infinite.
+static double sink_weight(float sink, float lse) { return lse == sink ? 1.0 : ::exp(double(sink) - lse); }
+
+static float delta_of_few(const QfAttnParams& p, const Sequence& s, int head, KeyRange keys, const float* q,
+                          const float* dout, float lse, float minus_lse) {
   const int pitch = pitch_of(p);
+  const int64_t kv_head = head / (p.q_heads / p.kv_heads);
   const WeightMap map = weight_map(p);
   alignas(64) float k[kMaxHeadDim], v[kMaxHeadDim];
-  float delta = 0.0f;
+  float delta = 0.0f, weights = p.sinks ? float(sink_weight(p.sinks[head], lse)) : 0.0f;
   for (int64_t key = keys.begin; key < keys.end; key++) {
     load_padded(k, row_address(p.kv.k, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim, pitch);
     rotate_row(k, p.rope, key_position(p, s, key));
     load_padded(v, row_address(p.kv.v, p.dtype, s.batch, s.first_k + key, kv_head), p.dtype, p.head_dim, pitch);
     const float score = dot_rows(q, k, pitch);
     const float capped = p.softcap != 0.0f ? tanhf(score * map.inverse_cap) : score;
-    delta += exp2f(capped * map.factor + minus_lse) * dot_rows(dout, v, pitch);
+    const float weight = exp2f(capped * map.factor + minus_lse);
+    weights += weight;
+    delta += weight * dot_rows(dout, v, pitch);
   }
-  return delta;
+  return delta / weights;
 }
 
 static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int count,
                          const QueryTile& tile) {
   const QfAttnParams& p = params.fwd;
   const int pitch = pitch_of(p), padded = (count + kBwdRowMultiple - 1) / kBwdRowMultiple * kBwdRowMultiple;
-  const int group = p.q_heads / p.kv_heads;
   const int64_t statistics = s.batch * p.lse_stride_b + head * p.lse_stride_h + s.first_q + first;
   FiniteCheck check;
   alignas(64) float out[kMaxHeadDim];
@@ -63,9 +68,12 @@ static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int h
     const float lse = p.lse[statistics + r];
     tile.minus_lse[r] = lse == -INFINITY ? -INFINITY : -lse * kLog2e;
     const KeyRange keys = visible_keys(p, s, first + r);
-    const float delta = p.dtype != QF_F32 && !params.partial && keys.end - keys.begin <= kFewKeys
-                            ? delta_of_few(p, s, head / group, keys, q, dout, tile.minus_lse[r])
-                            : dot_rows(dout, out, pitch);
+    float delta = dot_rows(dout, out, pitch);
+    if (p.dtype != QF_F32 && !params.partial && keys.begin < keys.end && keys.end - keys.begin <= kFewKeys) {
+      // An infinity in dout may become NaN among terms of both signs there, and not in rowsum(dout * out).
+      const float few = delta_of_few(p, s, head, keys, q, dout, lse, tile.minus_lse[r]);
+      if (few - few == 0.0f) delta = few;
+    }
     tile.delta[r] = delta - (params.dlse ? params.dlse[statistics + r] : 0.0f);
     check.add_row(q, pitch);
     check.add_row(dout, pitch);
@@ -195,7 +203,7 @@ static double sink_share(const QfAttnBwdParams& params, const Sequence& s, int h
       load_padded(dout, row_address(params.dout, p.dtype, s.batch, s.first_q + row, head), p.dtype, p.head_dim, pitch);
       delta += dot_rows(dout, out, pitch);
     }
-    share -= (lse == sink ? 1.0 : ::exp(double(sink) - lse)) * delta;  // both may be infinite
+    share -= sink_weight(sink, lse) * delta;
   }
   return share;
 }

@@ -35,7 +35,8 @@ int check_arrays(const QfAttnParams& p) {
 int check_pages(const QfAttnParams& p) {
   const QfKv& kv = p.kv;
   // PyTorch's address of an array without elements is 0.
-  if (kv.page_size < 1 || kv.pages < 0 || (p.k_len && !kv.page_table) || !p.kv_lens || p.cu_seqlens_k)
+  const bool has_tables = p.batch == 0 || (p.kv_lens && (kv.page_table || p.k_len == 0));
+  if (kv.page_size < 1 || kv.pages < 0 || !has_tables || p.cu_seqlens_k)
     return fail(
         QF_UNSUPPORTED,
         "%d pages of %d tokens; allowed: pages of 1 or more, with kv.page_table and kv.lens, without cu_seqlens_k",

@@ -79,10 +79,11 @@ enum QfKvKind {
  * v_scales.scale is [batch, kv_heads] and v ~ byte * scale * 2^exponent + v_mean.
  * QF_KV_PAGES: k and v are pools of `pages` pages of page_size tokens; in their strides a page stands in batch's place.
  * Token j of sequence b is token j % page_size of page page_table[b * page_table_stride + j / page_size], and kv_lens,
- * which is never NULL, says how many there are. k_len is a bound on them: page_size times the columns of the table.
- * Entries of the table that no visible token needs are not looked at; what a page holds past the last token is never
- * part of a result. An entry outside 0 .. pages - 1 that is needed is refused on the CPU, and makes the sequence's rows
- * NaN on a GPU; it is never followed.
+ * which is NULL where there are no sequences alone, says how many there are. k_len is a bound on them: page_size times
+ * the columns of the table, which is NULL without any. Entries of the table that no visible token needs are not looked
+ * at; what a page holds past the last token is never part of a result. An entry outside 0 .. pages - 1 that is needed
+ * is refused on the CPU, and makes the sequence's rows NaN on a GPU, where those that see no key may be zeros; it is
+ * never followed.
  * QF_KV_PAGES_INT8: the same with int8 elements. Token t of a page has k_scales.scale[page * stride_b + h * stride_h +
  * t], and v_scales likewise; group is 1. k, rotated, less k_mean, then multiplied by the normalised Hadamard matrix in
  * every 16 channels (so head_dim is a multiple of 16), is ~ scale * value; v ~ scale * value. A token that holds a

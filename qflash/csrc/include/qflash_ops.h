@@ -140,7 +140,7 @@ typedef struct QfLinearParams {
 /* Gradients of it, x and w of `dtype` QF_F32, QF_F16 or QF_BF16. With dh = dout activation'(pre), in `dtype`,
  *   dx = dh w^T,   dw = x^T dh,   dbias = the sums of dh's columns,   dresidual = dout.
  * QF_SWIGLU: dh = dout u silu'(h) and du = dout silu(h); dx = dh w^T + du up^T, dup = x^T du, dup_bias likewise.
- * Sums are taken in an order that the shape alone decides. */
+ * Sums are taken in an order that the shape and the device decide. */
 typedef struct QfLinearBwdParams {
   int32_t struct_bytes, dtype, bias_dtype, activation; /* as in QfLinearParams */
   int32_t num_threads, reserved;

@@ -44,9 +44,8 @@ ad.primitive_jvps[_constant_p] = _refuse
 
 def forward_only(op: Op, name: str, x: Any) -> Any:
     """Argument `name` of an operation that has no gradient."""
-    return constant(
-        x, f"{op.spoken} is forward only and {name} is being differentiated; put jax.lax.stop_gradient around it"
-    )
+    text = f"{op.spoken} is forward only and {name} is being differentiated; put jax.lax.stop_gradient around it"
+    return constant(x, op.no_gradient or text)
 
 
 def no_forward_mode(op: Op, differentiable: Sequence[str]) -> str:

@@ -12,7 +12,14 @@ from qflash.call.op import Op
 from qflash.frontends.torch import launch
 from qflash.frontends.torch.arrays import arch_of_device
 from qflash.frontends.torch.launch import Ready
-from qflash.frontends.torch.watch import apply_function, below_autograd, has_dual_level, is_grad_enabled, is_watched
+from qflash.frontends.torch.watch import (
+    apply_function,
+    below_autograd,
+    has_dual_level,
+    is_batched_by_autograd,
+    is_grad_enabled,
+    is_watched,
+)
 
 Tensor = torch.Tensor
 
@@ -93,7 +100,12 @@ class Eager(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         op, words, *_ = ctx.call
         backward_op, inputs, words = op.backward, _inputs(ctx, grads), op.backward_words(words)
-        if is_grad_enabled() or is_watched():  # create_graph: the op refuses when the graph is used, not before
+        watched = is_watched()
+        if not watched and any(x is not None and is_batched_by_autograd(x) for x in grads):
+            from qflash.frontends.torch.library import batched_by_autograd
+
+            gradients: Sequence[Tensor] = batched_by_autograd(backward_op, inputs, words)
+        elif watched or is_grad_enabled():  # create_graph: the op refuses when the graph is used, not before
             from qflash.frontends.torch.library import dispatched
 
             gradients = dispatched(backward_op, inputs, words)

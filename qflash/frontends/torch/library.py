@@ -20,7 +20,7 @@ from qflash.frontends.torch import autograd, launch, vmap
 from qflash.frontends.torch.arrays import arch_of_device
 from qflash.frontends.torch.flops import count
 from qflash.frontends.torch.traced import is_symbolic
-from qflash.frontends.torch.watch import is_fake
+from qflash.frontends.torch.watch import is_batched_by_autograd, is_fake, with_batch, without_batch
 from qflash.ops import OPS
 
 Tensor = torch.Tensor
@@ -48,6 +48,15 @@ _STAND_INS = {"max_seqlen_q": 0, "max_seqlen_k": 0}
 def dispatched(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[Tensor]:
     """The results of a call through the dispatcher."""
     return _ops[op.name](*arrays, *words) or []
+
+
+def batched_by_autograd(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[Tensor]:
+    """The results of a call some of whose arrays are what torch.autograd.grad(is_grads_batched=True) hands on."""
+    is_batched = [x is not None and is_batched_by_autograd(x) for x in arrays]
+    plain = [without_batch(x) if batched else x for x, batched in zip(arrays, is_batched, strict=True)]
+    size = next(x.shape[0] for x, batched in zip(plain, is_batched, strict=True) if batched)
+    dims = (*(0 if batched else None for batched in is_batched), *(None for _ in words))
+    return [with_batch(x) for x in vmap.batched(op, _ops[op.name], size, dims, (*plain, *words))]
 
 
 def plan_traced(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Plan:

@@ -32,6 +32,8 @@ is_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
 is_fake = fake_tensor.is_fake  # needed, for the FLOPs of packed calls
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # needed: whether torch.func holds the tensor
+# What torch.autograd.grad(is_grads_batched=True) makes of gradients, by another vmap than torch.func's.
+is_batched_by_autograd = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # needed
 _functorch_level = torch._C._functorch.peek_interpreter_stack  # needed
 _jit_tracing = torch._C._get_tracing_state  # needed
@@ -81,6 +83,22 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         else x
         for x in tensors
     )
+
+
+def without_batch(x: Tensor) -> Tensor:
+    """A tensor that is_batched_by_autograd as one that has the batch for its first dimension."""
+    return torch._remove_batch_dim(x, _autograd_batch_level(), 0, 0)
+
+
+def with_batch(x: Tensor) -> Tensor:
+    """The reverse of without_batch."""
+    return torch._add_batch_dim(x, 0, _autograd_batch_level())
+
+
+def _autograd_batch_level() -> int:
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level - 1
 
 
 def apply_function(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:

@@ -188,6 +188,8 @@ class Batcher:
             self._is_at_work.release()
 
     def _round(self) -> bool:
+        if not self._running:
+            self._passes.renew()
         self._drop_cancelled()
         self._admit()
         self._prefill()

@@ -74,6 +74,19 @@ class CausalModel:
         return {} if self._fusion is None else self._fusion.names
 
     @property
+    def as_captured(self) -> tuple[Any, ...]:
+        """What a graph of a pass holds and nobody tells it when that changes: where weights are, and modes."""
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        weights = (*self.model.parameters(), *self.model.buffers())
+        return self.model.training, autocast, tuple([_address(x) for x in weights])
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where ids must be; None: anywhere, because hooks of accelerate move them."""
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        return None if weight is None or hasattr(self.model, "_hf_hook") else weight.device
+
+    @property
     def vocabulary(self) -> int:
         """How many tokens the model has embeddings of."""
         weight = getattr(self.model.get_input_embeddings(), "weight", None)
@@ -117,6 +130,13 @@ class CausalModel:
             return check_token("pad_token_id", pad, vocabulary)
         found = (self.model.generation_config.pad_token_id, *ends)
         return next((token for token in found if token is not None and 0 <= token < vocabulary), 0)
+
+
+def _address(x: Tensor) -> int:
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # a tensor of other tensors
+        return id(x)
 
 
 def _is_checkpointing(model: Any) -> bool:

@@ -8,6 +8,7 @@ where they are, so that a CUDA graph of one pass serves all tokens.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from typing import Any, Literal
 
 import torch
 
-from qflash.integrations.transformers.capture import captured, obstacle
+import qflash
+from qflash.integrations.transformers.capture import Pool, captured, obstacle
 from qflash.integrations.transformers.causal_model import CausalModel
 from qflash.integrations.transformers.mask import UNPADDED
 from qflash.integrations.transformers.pages import PagedCache
 from qflash.integrations.transformers.prompts import (
     check_cache_precision,
     check_count,
+    check_device,
     check_flag,
     check_in_vocabulary,
     check_int,
@@ -36,6 +39,7 @@ Tensor = torch.Tensor
 Stream = Callable[[list[int | None]], None]
 
 MOST_STEPS = 32  # of a Decoder, with their graphs: a server whose callers choose words of their own stays bounded
+TOO_FEW = "a step is captured with the third token, and there were fewer"
 LOOK_EVERY = 16  # tokens on a GPU: how often the host waits to see whether all sequences have ended
 
 
@@ -159,7 +163,9 @@ class Decoder:
         self.cache = PagedCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)
         self._capture, self._page_size = capture, page_size
         self._is_free = threading.Lock()
+        self._pool = Pool()
         self._steps: dict[Any, _DecodeStep] = {}
+        self._as_captured: Any = None  # of the model, when these were made
 
     def generate(
         self,
@@ -183,6 +189,7 @@ class Decoder:
         check_count("max_new_tokens", max_new_tokens)
         check_seed(seed)
         check_stream(stream)
+        check_device(input_ids, attention_mask, self._causal.device)
         check_in_vocabulary(input_ids, self._causal.vocabulary)
         ends = self._causal.ends(eos_token_id)
         padding = self._causal.padding(pad_token_id, ends)
@@ -196,8 +203,10 @@ class Decoder:
                 new = step.run(input_ids, attention_mask, max_new_tokens, seed, stream)
             finally:
                 self.cache.reset()
+        is_captured = step.graph is not None
+        reason = step.reason or ("" if is_captured else TOO_FEW)
         return Generated(
-            torch.cat([input_ids, new], 1), new, _lengths(new, ends), step.graph is not None, step.reason, self.fused
+            torch.cat([input_ids, new], 1), new, _lengths(new, ends), is_captured, reason, self.fused
         )  # fmt: skip
 
     @property
@@ -217,6 +226,10 @@ class Decoder:
 
     def _step_of(self, key: Any) -> _DecodeStep:
         """The step of such calls, which becomes the latest one."""
+        as_captured = self._causal.as_captured
+        if as_captured != self._as_captured:  # graphs read weights where they were
+            self._steps.clear()
+            self._as_captured = as_captured
         step = self._steps.pop(key, None) or _DecodeStep(self, *key)
         self._steps[key] = step
         if len(self._steps) > MOST_STEPS:
@@ -253,7 +266,8 @@ class _DecodeStep:
         ends: tuple[int, ...],
         padding: int,
     ) -> None:
-        self._decoder, self._columns, self._sampling, self._padding = decoder, columns, sampling, padding
+        self._decoder = weakref.proxy(decoder)  # so that pages and graphs are free with it
+        self._columns, self._sampling, self._padding = columns, sampling, padding
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
         self._has_ended = torch.zeros(batch, dtype=torch.bool, device=device)
@@ -275,7 +289,8 @@ class _DecodeStep:
         for index in range(1, count):
             if self._is_over(index, stream):
                 break
-            cache.advance()
+            if not self._reserve():
+                break
             self._advance(index)
             history.append(self._tokens[:, 0].clone())
             over = self._send(stream, over)
@@ -314,7 +329,7 @@ class _DecodeStep:
             self._step()
 
     def _try_capture(self) -> None:
-        self.graph, self.reason = captured(self._step, self._tokens.device, self._generator)
+        self.graph, self.reason = captured(self._step, self._tokens.device, self._decoder._pool, self._generator)
         self._decoder.cache.repeat_pass()
         if self.graph is None and self._generator is not None:
             # A capture that was cut off may leave its generator to graphs alone: another one goes on with its draws.
@@ -326,6 +341,16 @@ class _DecodeStep:
             return False
         waits = self._tokens.device.type == "cpu" or stream is not None or index % LOOK_EVERY == 0
         return waits and bool(self._has_ended.all())
+
+    def _reserve(self) -> bool:
+        """Reserve the next token of each sequence; False: there are no pages, and all sequences have ended."""
+        try:
+            self._decoder.cache.advance()
+        except qflash.OutOfPagesError:
+            if bool(self._has_ended.all()):
+                return False
+            raise
+        return True
 
     def _send(self, stream: Stream | None, over: list[bool]) -> list[bool]:
         """Hand the new tokens of sequences that are not over to `stream`; which ones are over now."""

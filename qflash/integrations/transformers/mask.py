@@ -78,6 +78,11 @@ class Mask:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the model asks for {name!r} of its attention mask, {_NO_TENSOR}")
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", function)
+        raise NotImplementedError(f"the model gives its attention mask to {name}, {_NO_TENSOR}")
+
 
 class Unpadded:
     """In the place of a padding mask: every new token exists, and the cache knows which of the others do."""
@@ -129,7 +134,9 @@ def qf_mask(
     end = q_offset + q_length - kv_offset
     exist = end if pattern.causal else kv_length
     words = {"causal": pattern.causal, "window": pattern.window}
-    obstacle = pattern.obstacle or _in_places(pattern, end, kv_length, kv_offset)
+    obstacle = pattern.obstacle
+    if obstacle is None:
+        obstacle = _in_places(pattern, end, kv_length, kv_offset)
     if pattern.starts is not None and not may_be_packed:
         obstacle = "packed sequences with padding or a cache"
     if obstacle is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -26,7 +27,19 @@ _ONLY_QFLASH_READS = (
 )
 
 
-class NewTokens:
+class _InPages:
+    """Keys and values that nobody else reads."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"keys and values in pages have no {name!r}, {_ONLY_QFLASH_READS}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", function)
+        raise NotImplementedError(f"keys and values in pages are not what {name} takes, {_ONLY_QFLASH_READS}")
+
+
+class NewTokens(_InPages):
     """What `PagedCache.update` returns in the place of keys and values: tokens of a layer that are in no page yet.
 
     Whether a token is padding, which gets no place in a page, only the mask tells. So the attention function, which has
@@ -46,14 +59,6 @@ class NewTokens:
         """Write the tokens, and attend to all that are in the pages: `[B, Tq, Hq, D]`."""
         return self.cache._attend(self, query, mask, words)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"keys and values in pages have no {name!r}, {_ONLY_QFLASH_READS}")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", function)
-        raise NotImplementedError(f"keys and values in pages are not what {name} takes, {_ONLY_QFLASH_READS}")
-
 
 class PagedLayer(CacheLayerMixin):
     """One layer of a PagedCache, which does the work."""
@@ -65,7 +70,8 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, cache: PagedCache, index: int) -> None:
         super().__init__()
-        self._cache, self._index = cache, index
+        self._cache, self._index = weakref.proxy(cache), index  # so that pages are free with the cache
+        self.keys = self.values = _InPages()
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -316,6 +322,9 @@ class PagedCache(Cache):
         """Make the pages, of the first keys' and values' dtype, device and shape, unless they are there."""
         if v.shape != k.shape:
             raise NotImplementedError(f"values have shape {list(v.shape)}; allowed: that of keys, {list(k.shape)}")
+        if k.device.type == "cuda" and k.dtype not in (torch.float16, torch.bfloat16):
+            allowed = "allowed: float16 and bfloat16, which model.to(torch.bfloat16) makes"
+            raise NotImplementedError(f"keys are {k.dtype} on a GPU, where no kernel reads pages of them; {allowed}")
         if self.kv is None:
             sizes = {"layers": len(self.layers), "kv_heads": k.shape[1], "head_dim": k.shape[3]}
             with torch.inference_mode(False):  # other passes write to them, too

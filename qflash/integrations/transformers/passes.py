@@ -6,12 +6,14 @@ of one such pass serves all requests that come and go, and there are few: rows a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 
-from qflash.integrations.transformers.capture import captured, obstacle
+from qflash.integrations.transformers.capture import Pool, captured, obstacle
 from qflash.integrations.transformers.causal_model import CausalModel
 from qflash.integrations.transformers.mask import UNPADDED
 from qflash.integrations.transformers.requests import Request
@@ -29,7 +31,8 @@ class Passes:
     def __init__(self, causal: CausalModel, cache: StepCache, device: torch.device, capture: bool) -> None:
         self.causal, self.cache, self.device = causal, cache, device
         self.reason = obstacle(device, capture)
-        self.pool = None if self.reason else torch.cuda.graph_pool_handle()
+        self.pool = Pool()
+        self._as_captured = causal.as_captured
         self._decode_passes: dict[tuple[int, int], DecodePass] = {}
         positions = torch.arange(_FIRST, device=device)[None]
         causal.logits(torch.zeros_like(positions), positions, UNPADDED, cache)  # makes the pages
@@ -39,6 +42,14 @@ class Passes:
     def is_captured(self) -> bool:
         """Whether a CUDA graph did a pass."""
         return any(decode.graphs for decode in self._decode_passes.values())
+
+    def renew(self) -> None:
+        """Forget graphs that read weights where they are no more, between requests."""
+        as_captured = self.causal.as_captured
+        if as_captured != self._as_captured:
+            self._as_captured = as_captured
+            for decode in self._decode_passes.values():
+                decode.forget()
 
     def prefill(self, step: Any, requests: Sequence[Request], counts: Sequence[int]) -> list[int | None]:
         """Write the next tokens that requests know, `counts` of each; what follows where those are all it knows."""
@@ -75,18 +86,23 @@ class DecodePass:
     """One token of each row: tensors that stay where they are, and the graphs that read and write them."""
 
     def __init__(self, passes: Passes, rows: int, columns: int) -> None:
-        self._passes = passes
+        self._passes = weakref.proxy(passes)  # so that pages and graphs are free with them
         self.rows = Rows(rows, passes.device)
         with torch.inference_mode(False):
             self.chosen = torch.zeros(rows, dtype=torch.int64, device=passes.device)
         self.graphs: dict[bool, Any] = {}  # by whether tokens are drawn
-        self._warm: set[bool] = set()
+        self._warm: set[tuple[bool, int]] = set()  # these, and threads
         kv = passes.cache.kv
         nobody = [kv.open() for _ in range(rows)]
         self.step = kv.extend(nobody, 0, columns=columns)
         """The tables; `KVCache.extend(..., into=step)` fills them."""
         for sequence in nobody:
             kv.close(sequence)
+
+    def forget(self) -> None:
+        """Begin again without graphs."""
+        self.graphs.clear()
+        self._warm.clear()
 
     def run(self, requests: Sequence[Request]) -> list[int]:
         """The next token of each request, which are the sequences of the step."""
@@ -96,17 +112,18 @@ class DecodePass:
         return self.chosen[: len(requests)].tolist()
 
     def _advance(self) -> None:
-        """The first pass as it is, which warms everything up, and those after it by a graph."""
+        """The first pass of a thread as it is, which warms everything up, and those after it by a graph."""
         kind = self.rows.is_drawn
-        if kind in self._warm and kind not in self.graphs and not self._passes.reason:
-            graph, self._passes.reason = captured(self._pass, self._passes.device, pool=self._passes.pool)
+        warm = kind, get_ident()
+        if kind not in self.graphs and warm in self._warm and not self._passes.reason:
+            graph, self._passes.reason = captured(self._pass, self._passes.device, self._passes.pool)
             if graph is not None:
                 self.graphs[kind] = graph
         if kind in self.graphs:
             self.graphs[kind].replay()
         else:
             self._pass()
-            self._warm.add(kind)
+            self._warm.add(warm)
 
     def _pass(self) -> None:
         rows = self.rows

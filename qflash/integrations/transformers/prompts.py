@@ -85,6 +85,14 @@ def check_prompts(ids: Any, mask: Any) -> None:
         raise ValueError(f"attention_mask has shape {list(mask.shape)}; allowed: that of input_ids, {list(ids.shape)}")
 
 
+def check_device(ids: Tensor, mask: Tensor | None, device: torch.device | None) -> None:
+    """Refuse what is somewhere else than the model, on `device`; None: it may be anywhere."""
+    if device is not None and ids.device != device:
+        raise ValueError(f"input_ids is on {ids.device}; allowed: the model's device, {device}")
+    if mask is not None and mask.device != ids.device:
+        raise ValueError(f"attention_mask is on {mask.device}; allowed: the device of input_ids, {ids.device}")
+
+
 def left_padded(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The prompts with their padding on the left, wherever it was, and their mask: int64, 1 where there is a token.
 

@@ -46,17 +46,19 @@ def _merged(of: Sequences, state: State | None, rows: Span, like: Any, out: Any,
     whole = (0, like.shape[of.token_dim])
     if state is None and rows == whole:
         return out.astype(jnp.float32), lse
-    if state is None:
-        shape = (*like.shape[: of.token_dim], like.shape[-2], like.shape[of.token_dim])
-        empty = jnp.zeros(like.shape, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32)
-        total, total_lse, _ = vary_alike([*empty, out])
-    else:
-        total, total_lse = state
+    total, total_lse = _empty(of, like) if state is None else state
     if rows == whole:
         return merge(total, total_lse, out, lse)
     place = (slice(None),) * of.token_dim + (slice(*rows),)
     some, some_lse = merge(total[place], total_lse[..., slice(*rows)], out, lse)
     return total.at[place].set(some), total_lse.at[..., slice(*rows)].set(some_lse)
+
+
+def _empty(of: Sequences, like: Any) -> State:
+    """The results of rows that see nothing."""
+    of_lse = (*like.shape[: of.token_dim], like.shape[-2], like.shape[of.token_dim])
+    out, lse, _ = vary_alike([jnp.zeros(like.shape, jnp.float32), jnp.full(of_lse, -jnp.inf, jnp.float32), like])
+    return out, lse
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -77,8 +79,8 @@ def _ring(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> t
 
         state = for_each_kind(static, kinds, attend, q)
         wire = coming
-    assert state is not None
-    return state[0].astype(q.dtype), state[1]
+    out, lse = _empty(of, q) if state is None else state
+    return out.astype(q.dtype), lse
 
 
 def _save(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[tuple[Any, Any], Any]:

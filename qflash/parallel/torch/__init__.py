@@ -4,7 +4,7 @@ __init__  the call, its checks                      groups    process groups and
 shards    tensors cut over ranks, positions         agree     the same call on all ranks, or an error on all
 ring      keys and values go round                  exchange  what moves between ranks
 gather    every rank gets all keys                  maths     arithmetic on lengths and positions
-ulysses   heads for tokens
+ulysses   heads for tokens                          once      backward passes that have none themselves
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qflash.api import attention as attention_on_one_rank
 from qflash.api import attention_varlen
 from qflash.call.words import check_int, shown
 from qflash.frontends.torch import arch_of, plan_of
-from qflash.frontends.torch.arrays import as_index
+from qflash.frontends.torch.arrays import as_index, describe
 from qflash.frontends.torch.autograd import check as check_gradients
 from qflash.frontends.torch.autograd import wanted as gradient_wanted
 from qflash.frontends.torch.launch import check_differentiable
@@ -31,7 +31,7 @@ from qflash.ops.quantization import tables_of
 from qflash.parallel.parts import Sequences
 from qflash.parallel.placement import PLACEMENTS, Placement
 from qflash.parallel.torch import maths
-from qflash.parallel.torch.agree import agree
+from qflash.parallel.torch.agree import agree, device_of, in_words
 from qflash.parallel.torch.exchange import all_gather
 from qflash.parallel.torch.gather import attend_gathered
 from qflash.parallel.torch.groups import Ranks, group_of
@@ -106,14 +106,10 @@ def attention(
         # The same program on one GPU: attention itself, which checks the rest.
         if strategy not in STRATEGIES or placement not in _KNOWN_PLACEMENTS:
             check_words(strategy, placement, causal, window, softcap, scale, precision, return_lse, 1)
-        if cu_seqlens is None and max_seqlen is None:
-            return attention_on_one_rank(
-                q, k, v, causal=causal, window=window, kv_lens=kv_lens, softcap=softcap, scale=scale, rope=rope,
-                sinks=sinks, return_lse=return_lse, precision=precision,
-            )  # fmt: skip
-        return _packed_alone(q, k, v, cu_seqlens, max_seqlen, causal=causal, window=window, softcap=softcap,
-                             scale=scale, sinks=sinks, kv_lens=kv_lens, rope=rope, precision=precision,
-                             return_lse=return_lse)  # fmt: skip
+        return _alone(
+            q, k, v, cu_seqlens, max_seqlen, causal=causal, window=window, kv_lens=kv_lens, softcap=softcap,
+            scale=scale, rope=rope, sinks=sinks, return_lse=return_lse, precision=precision,
+        )  # fmt: skip
     words = (strategy, placement, causal, window, softcap, scale, precision, return_lse)
     described = (q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
     return _attend(process_group, words, *described)
@@ -138,15 +134,17 @@ def _attend(
     refusal: Exception | None = None
     of: Sequences | None = None
     try:
-        head_dim = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1
+        _check_tensors(q, k, v)
+        head_dim = q.shape[-1] if q.dim() else 1
         of = _sequences(ranks, check_words(*words, head_dim), q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         if torch.compiler.is_compiling():
             raise
         refusal = error
     if not torch.compiler.is_compiling():
-        device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-        agree(ranks, "" if of is None else _described(of, q, k, v, sinks), refusal, device)
+        agree(ranks, "" if of is None else _described(of, q, k, v, sinks), refusal, device_of(q))
+    else:  # a compiler takes no tensor twice, as in attention(x, x, x), in a function with a gradient of its own
+        q, k, v = (x.view_as(x) for x in (q, k, v))
     assert of is not None
     of = _with_positions(of, ranks)
     out, lse = _CARRIED_OUT_BY[of.words.strategy](q, k, v, sinks, of, ranks)
@@ -154,14 +152,14 @@ def _attend(
 
 
 _CARRIED_OUT_BY = {"ring": attend_ring, "all_gather": attend_gathered, "ulysses": attend_ulysses}
-
-
 _KNOWN_PLACEMENTS = (None, *PLACEMENTS)
 
 
-def _packed_alone(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, max_seqlen: Any, **words: Any) -> Any:
-    """The call on packed sequences where there is but one rank."""
+def _alone(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, max_seqlen: Any, **words: Any) -> Any:
+    """The call where there is but one rank."""
     _check_max_seqlen(cu_seqlens, max_seqlen)
+    if cu_seqlens is None:
+        return attention_on_one_rank(q, k, v, **words)
     longest = q.shape[0] if max_seqlen is None else max_seqlen
     return attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **words)
 
@@ -169,12 +167,22 @@ def _packed_alone(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, max_seqlen: 
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
+def _check_tensors(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
+        if hasattr(x, "to_local"):  # of torch.distributed.tensor, which is slow to import
+            raise TypeError(f"{name} is a DTensor; allowed: this rank's part of it, {name}.to_local()")
+        if not torch.compiler.is_compiling():
+            describe(name, x)  # others have no shape to look at
+
+
 def _sequences(
     ranks: Ranks,
     words: Words,
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     sinks: Any,
     kv_lens: Any,
     cu_seqlens: Any,
@@ -182,11 +190,6 @@ def _sequences(
     rope: Any,
 ) -> Sequences:
     """The checked call. Everything that can be wrong on one rank is found here, before anything moves."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
-        if hasattr(x, "to_local"):  # of torch.distributed.tensor, which is slow to import
-            raise TypeError(f"{name} is a DTensor; allowed: this rank's part of it, {name}.to_local()")
     packed = cu_seqlens is not None
     _check_max_seqlen(cu_seqlens, max_seqlen)
     if kv_lens is not None:
@@ -201,6 +204,7 @@ def _sequences(
         raise ValueError(f"q has shape {tuple(q.shape)}; allowed: rank {rank_of_arrays}, {form}")
     at = Placement.of_part(words.placement, ranks.size, q.shape[token_dim], "q")
     longest = at.length if max_seqlen is None else check_int("max_seqlen", max_seqlen, 0, 2**31 - 1)
+    _check_device(ranks, q.device.type)
     if torch.compiler.is_compiling():  # the operations that are traced look at their arrays
         if gradient_wanted((q, k, v, sinks)):
             check_precision_gradients(words, "call it under torch.no_grad()")
@@ -221,6 +225,11 @@ def _sequences(
         _check_positions(rope, at, ranks.rank, kv_lens, packed)
     longest = min(longest, at.length)
     return Sequences(at, words, maths, q, kv_lens, cu_seqlens, longest, rope, wide=q.device.type == "cpu")
+
+
+def _check_device(ranks: Ranks, device: str) -> None:
+    if not torch.compiler.is_compiling() and ranks.backend(device) is None and ranks.backend("cpu") is None:
+        raise ValueError(f"q is on {device}; allowed: cuda, because nothing moves other tensors in this group")
 
 
 def _check_max_seqlen(cu_seqlens: Any, max_seqlen: Any) -> None:
@@ -296,23 +305,21 @@ def _check_positions(rope: Rope, at: Placement, rank: int, kv_lens: Any, packed:
 
 def _described(of: Sequences, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
     """What must be the same on all ranks, in facts between semicolons."""
-    facts = [f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}"
-             for name, x in (("q", q), ("k", k), ("v", v))]  # fmt: skip
+    facts = [f"{name} {in_words(x)} on {x.device.type}" for name, x in (("q", q), ("k", k), ("v", v))]
     words = of.words
     facts.append(f"strategy={words.strategy!r}, placement={words.placement!r}, window={words.edges}")
     facts.append(f"softcap={words.softcap}, scale={words.scale}, precision={words.precision!r}")
-    facts.append(f"max_seqlen={of.longest}")
-    rope = of.rope
-    tables = None if rope is None else (rope.positions_q, rope.positions_k)
+    facts.append(f"return_lse={words.return_lse}, max_seqlen={of.longest}")
+    cos, _, positions_q, positions_k, interleaved = tables_of(of.rope)
+    facts.append("no rope" if cos is None else f"rope {in_words(cos)}, interleaved={bool(interleaved)}")
     for name, x in (
         ("kv_lens", of.kv_lens),
         ("cu_seqlens", of.offsets),
         ("sinks", sinks),
-        ("rope", None if rope is None else rope.cos),
-        ("rope.positions_q", tables and tables[0]),
-        ("rope.positions_k", tables and tables[1]),
+        ("rope.positions_q", positions_q),
+        ("rope.positions_k", positions_k),
     ):
-        facts.append(f"no {name}" if x is None else f"{name} {list(x.shape)}{_values_in_words(name, x)}")
+        facts.append(f"no {name}" if x is None else f"{name} {in_words(x)}{_values_in_words(name, x)}")
     facts.append("with gradients" if gradient_wanted((q, k, v, sinks)) else "without gradients")
     return "; ".join(facts)
 

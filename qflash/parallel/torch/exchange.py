@@ -130,5 +130,5 @@ def _collective(ranks: Ranks, x: Tensor, what: str, of: Callable[[Tensor], Tenso
 
 
 def _on_wire(ranks: Ranks, x: Tensor) -> Tensor:
-    """x where the group's backend takes it from: gloo sends what is in the host's memory."""
-    return x.cpu() if x.is_cuda and dist.get_backend(ranks.group) == "gloo" else x
+    """x where the group's backend takes it from: gloo, which may be all that a group has, sends what is on the host."""
+    return x.cpu() if x.is_cuda and ranks.backend("cuda") in ("gloo", None) else x

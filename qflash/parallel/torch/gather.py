@@ -14,6 +14,7 @@ import torch
 from qflash.parallel.parts import Sequences
 from qflash.parallel.torch.exchange import all_gather, reduce_scatter, saved_again
 from qflash.parallel.torch.groups import Ranks
+from qflash.parallel.torch.once import once_differentiable
 from qflash.parallel.torch.shards import by_rank, in_token_order
 
 Tensor = torch.Tensor
@@ -51,7 +52,7 @@ class _Gathered(torch.autograd.Function):
         ctx.call = of, ranks
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         of, ranks = ctx.call

@@ -24,6 +24,11 @@ class Ranks:
         members = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
         return f"rank {self.rank} of {self.size} (the group of ranks {members})"
 
+    def backend(self, device: str) -> str | None:
+        """What moves tensors of a kind of device between these ranks; None: nothing does."""
+        of_devices = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
+        return of_devices.get(device)
+
     def peer(self, distance: int) -> int:
         """The number in the default group of the rank that stands `distance` after this one."""
         return dist.get_global_rank(self.group, (self.rank + distance) % self.size)

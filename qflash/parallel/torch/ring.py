@@ -17,6 +17,7 @@ from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import Span, ring_steps
 from qflash.parallel.torch.exchange import Hop, TracedHop, saved_again, start_hop
 from qflash.parallel.torch.groups import Ranks
+from qflash.parallel.torch.once import once_differentiable
 from qflash.parallel.wire import from_wire, to_wire
 
 Tensor = torch.Tensor
@@ -50,8 +51,14 @@ def attend_blocks(
     for parts, block in zip(steps, blocks, strict=True):
         for part in parts:
             merged.add(part.q, q, *of.attend(part, q, block[0], block[1], sinks))
-    assert merged.out is not None and merged.lse is not None
-    return merged.out.to(q.dtype), merged.lse
+    out, lse = merged.results(q)
+    return _converted(out, q.dtype), lse
+
+
+def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a type. A conversion to the type that x has would lose the gradient of a forward pass's result in programs
+    of PyTorch 2.11's compiler."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _going_round(block: Tensor, steps: int, of: Sequences, ranks: Ranks) -> Iterator[Tensor]:
@@ -85,17 +92,25 @@ class _Merged:
             place.copy_(merged)
             place_lse.copy_(merged_lse)
 
+    def results(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of all rows."""
+        if self.out is None or self.lse is None:
+            return self._empty(like)
+        return self.out, self.lse
+
     def _begin(self, rows: Span, like: Tensor, out: Tensor, lse: Tensor) -> None:
         if rows == (0, like.shape[self._dim]):
-            self.out, self.lse = out.float(), lse
+            self.out, self.lse = _converted(out, torch.float32), lse
             return
-        heads, tokens = like.shape[-2], like.shape[self._dim]
-        self.out = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        shape = (*like.shape[: self._dim], heads, tokens)
-        self.lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=like.device)
+        self.out, self.lse = self._empty(like)
         place, place_lse = self._rows(rows)
         place.copy_(out)
         place_lse.copy_(lse)
+
+    def _empty(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        of_lse = (*like.shape[: self._dim], like.shape[-2], like.shape[self._dim])
+        lse = torch.full(of_lse, -torch.inf, dtype=torch.float32, device=like.device)
+        return torch.zeros(like.shape, dtype=torch.float32, device=like.device), lse
 
     def _rows(self, rows: Span) -> tuple[Tensor, Tensor]:
         assert self.out is not None and self.lse is not None
@@ -119,7 +134,7 @@ class _Ring(torch.autograd.Function):
         ctx.call = of, ranks
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         of, ranks = ctx.call

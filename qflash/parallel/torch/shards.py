@@ -8,7 +8,7 @@ import torch
 
 from qflash.call.words import check_int, shown
 from qflash.parallel.placement import Placement, check_placement
-from qflash.parallel.torch.agree import agree
+from qflash.parallel.torch.agree import agree, device_of, in_words
 from qflash.parallel.torch.exchange import all_gather
 from qflash.parallel.torch.groups import Ranks, ranks_of
 
@@ -54,15 +54,15 @@ def unshard(
     text = ""
     try:
         at, dim = _placed("x", x, ranks, dim, causal, placement, whole=False)
-        text = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}; {dim=}; {at.kind} placement"
-    except (TypeError, ValueError) as error:
+        text = f"{in_words(x)} on {x.device.type}; {dim=}; {at.kind} placement"
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         if torch.compiler.is_compiling() or ranks.size == 1:
             raise
         refusal = error
     if ranks.size == 1:
         return x
     if not torch.compiler.is_compiling():
-        agree(ranks, text, refusal, x.device if isinstance(x, Tensor) else torch.device("cpu"), "calls of unshard")
+        agree(ranks, text, refusal, device_of(x), "calls of unshard")
     return _Unshard.apply(x, ranks, at, dim)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from qflash.api import attention, attention_varlen
+from qflash.frontends.torch.autograd import wanted as gradient_wanted
 from qflash.parallel.parts import Sequences
 from qflash.parallel.torch.exchange import all_to_all
 from qflash.parallel.torch.groups import Ranks
@@ -43,7 +44,7 @@ def attend_ulysses(
     # out: tokens stand before heads. lse: after them.
     places = [(out, of.token_dim, of.token_dim + 1)] + ([] if lse is None else [(lse, lse.dim() - 1, lse.dim() - 2)])
     sent = (by_rank(x, of.at, token_dim) for x, token_dim, _ in places)
-    arrived = _AllToAll.apply(ranks, "the exchange of heads for tokens", *sent)
+    arrived = _exchanged(ranks, "the exchange of heads for tokens", *sent)
     own = [x.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
            for x, (_, _, head_dim) in zip(arrived, places, strict=True)]  # fmt: skip
     return own[0], None if lse is None else own[1]
@@ -56,7 +57,7 @@ def _all_tokens(q: Tensor, k: Tensor, v: Tensor, of: Sequences, ranks: Ranks) ->
         k, v = (x.repeat_interleave(ranks.size // k.shape[dim], dim) for x in (k, v))
     by_ranks = [x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0) for x in (q, k, v)]
     sent = torch.cat(by_ranks, dim + 1)  # one exchange for all three
-    (arrived,) = _AllToAll.apply(ranks, "the exchange of tokens for heads", sent)
+    (arrived,) = _exchanged(ranks, "the exchange of tokens for heads", sent)
     return in_token_order(arrived, of.at, of.token_dim).split([x.shape[dim + 1] for x in by_ranks], dim)
 
 
@@ -66,6 +67,14 @@ def _rope(of: Sequences) -> Rope | None:
         return of.rope
     positions = (None if x is None else in_token_order(x, of.at, x.dim() - 2) for x in (of.positions_q, of.positions_k))
     return replace(of.rope, positions_q=next(positions), positions_k=next(positions))
+
+
+def _exchanged(ranks: Ranks, what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Row `rank` of each tensor, `[ranks, ...]`, of every rank."""
+    if torch.compiler.is_compiling() and not gradient_wanted(tensors):
+        # Dynamo counts parameters to know whether such a forward function takes a ctx, and takes *tensors for one.
+        return _AllToAll.forward(ranks, what, *tensors)
+    return _AllToAll.apply(ranks, what, *tensors)
 
 
 class _AllToAll(torch.autograd.Function):

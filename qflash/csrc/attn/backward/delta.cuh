@@ -3,7 +3,9 @@
 //
 // O comes in the type of the problem. dP - delta cancels the more the fewer keys a row sees, and O in 16 bits has too
 // few digits for what is left. So a second pass computes rowsum(dO * O) of rows of few keys as rowsum(P * dP), which it
-// equals. It is a kernel of its own, because it takes three times the registers.
+// equals. P = exp(S - lse) is off by one factor for the whole row, as far as lse is rounded: 0.1 % where scores are in
+// the thousands, which is all that is left of dS where one key has all the weight. So the sum is divided by that of
+// weights, which has the factor too. It is a kernel of its own, because it takes three times the registers.
 #pragma once
 
 #include "attn/cuda_core/softmax.cuh"
@@ -33,6 +35,11 @@ __device__ __forceinline__ int64_t statistics_at(const QfAttnParams& p, int b, i
 // -lse in base 2, where a row that sees nothing, or an infinite sink alone, has -inf: its weights are 0.
 __device__ __forceinline__ float minus_lse2(float lse) { return lse == -infinity() ? -infinity() : -lse * kLog2e; }
 
+// exp(sink - lse), where both may be infinite.
+__device__ __forceinline__ float sink_weight(float sink, float lse) {
+  return lse == sink ? 1.0f : ex2((sink - lse) * kLog2e);
+}
+
 // Four channels rounded as the products on tensor cores see them.
 template <class Element>
 __device__ __forceinline__ float4 rounded4(const float4& x, const Element*) {
@@ -58,8 +65,8 @@ __device__ __forceinline__ float sum_of_lanes(float x) {
   return x;
 }
 
-// rowsum(P * dP) of row i, by kDeltaLanes lanes; other lanes of the warp have other rows, and none if keys are none.
-// keys: those that it sees; kRoundsRope: rotated rows are rounded.
+// rowsum(P * dP) / rowsum(P) of row i, a sink among its weights, by kDeltaLanes lanes; other lanes of the warp have
+// other rows, and none if keys are none. keys: those that it sees; kRoundsRope: rotated rows are rounded.
 template <class Element, bool kRoundsRope>
 __device__ inline float delta_of_few(const QfAttnBwdParams& params, const Sequence& seq, int b, int h, int i,
                                      KeyRange keys, int lane, const Vectorises& vector, bool dout_vector) {
@@ -84,7 +91,8 @@ __device__ inline float delta_of_few(const QfAttnBwdParams& params, const Sequen
   for (int step = kDeltaLanes; step < 32; step *= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
   const float minus_lse = count > 0 ? minus_lse2(p.lse[statistics_at(p, b, h, seq.q0, i)]) : 0.0f;
   const int at_q = p.rope.cos && count > 0 ? position_q(p.rope, b, seq.q0, i, seq.len_q, seq.len_k) : 0;
-  float delta = 0.0f;
+  float delta = 0.0f, weights = 0.0f;
+  if (p.sinks && count > 0) weights = sink_weight(p.sinks[h], p.lse[statistics_at(p, b, h, seq.q0, i)]);
 #pragma unroll 2
   for (int n = 0; n < most; ++n) {
     const int key = keys.begin + n;
@@ -98,9 +106,13 @@ __device__ inline float delta_of_few(const QfAttnBwdParams& params, const Sequen
     }
     score = sum_of_lanes<kDeltaLanes>(score) * p.scale, gradient = sum_of_lanes<kDeltaLanes>(gradient);
     if (p.softcap != 0.0f) score = p.softcap * tanhf(score / p.softcap);
-    if (n < count) delta = fmaf(ex2(fmaf(score, kLog2e, minus_lse)), gradient, delta);
+    if (n < count) {
+      const float weight = ex2(fmaf(score, kLog2e, minus_lse));
+      weights += weight;
+      delta = fmaf(weight, gradient, delta);
+    }
   }
-  return delta;
+  return delta / weights;
 }
 
 // Adds dO * O of this lane's channels to the sums of kRows rows kStep apart, 16 bytes of a row at a time; all rows'
@@ -213,7 +225,9 @@ __device__ __forceinline__ void write_delta_of_few(const QfAttnBwdParams& params
     if (!__any_sync(0xffffffffu, keys.begin < keys.end)) continue;
     const float few = delta_of_few<Element, kRoundsRope>(params, block.seq, block.b, block.h, row, keys, lane,
                                                          grid.vector, access.dout);
-    if (keys.begin < keys.end && lane % kDeltaLanes == 0) block.write(params, row, few);
+    // An infinity in dO may become NaN among terms of both signs here, and not in rowsum(dO * O), which then stays.
+    const bool finite = few - few == 0.0f;
+    if (keys.begin < keys.end && finite && lane % kDeltaLanes == 0) block.write(params, row, few);
   }
 }
 

@@ -34,7 +34,7 @@ __device__ __forceinline__ float sink_share(const QfAttnBwdParams& params, const
   const float lse = params.fwd.lse[at];
   const bool sees = keys.begin < keys.end || (params.partial && lse != sink);
   const float delta = sees ? static_cast<const float*>(params.workspace)[at] : -dlse;
-  return -(lse == sink ? 1.0f : ex2((sink - lse) * kLog2e)) * delta;  // both may be infinite
+  return -sink_weight(sink, lse) * delta;
 }
 
 // The pass: block h has head h. A sequence whose description is out of range makes the sums NaN.

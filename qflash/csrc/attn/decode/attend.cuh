@@ -7,6 +7,7 @@
 
 #include "attn/decode/output.cuh"
 #include "attn/decode/product.cuh"
+#include "attn/decode/scores.cuh"
 #include "attn/decode/unit.cuh"
 #include "attn/mma/nonfinite.cuh"
 
@@ -118,22 +119,6 @@ struct WarpSums {
       }
       const float l = rows[0].sums.of_row(half), exact = rows[0].sums.for_lse(half);
       if (lane % 4 == 0) area.sums[warp * 8 + lane / 4] = {rows[0].m[half], l, exact, 0.0f};
-    }
-  }
-
- protected:
-  // key: of S[0][0][0].
-  __device__ static __forceinline__ void mask_scores(const QfAttnParams& p, const Mask& mask,
-                                                     float (&S)[1][Config::kStep / 8][4], int row, int key) {
-    const int group = p.q_heads / p.kv_heads;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const KeyRange keys = mask.visible(min((row + 8 * r) / group, p.q_len - 1));
-#pragma unroll
-      for (int j = 0; j < Config::kStep / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (key + 8 * j + e < keys.begin || key + 8 * j + e >= keys.end) S[0][j][2 * r + e] = -infinity();
     }
   }
 };

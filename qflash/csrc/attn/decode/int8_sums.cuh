@@ -14,6 +14,7 @@
 
 #include "attn/decode/attend.cuh"
 #include "attn/decode/int8_product.cuh"
+#include "attn/decode/scores.cuh"
 #include "attn/mma/softmax.cuh"
 #include "ptx/max.cuh"
 
@@ -63,7 +64,7 @@ struct Int8Sums {
       Scores S;
       dequantize(S, dots, source.k_scales() + first + step + column);
       if constexpr (!kPlain) {
-        finish_scores(p, q, S);
+        finish_scores(S, q.slope, q.bias, p.softcap);
         mask_scores(p, unit.seen.mask, S, row0 + lane / 4, key0 + first + step + column);
       }
       if (step == 0) s_v = source.wait_v();
@@ -119,17 +120,6 @@ struct Int8Sums {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         S[0][j][e] = (bits_to_float(uint32_t(dots[0][j][e])) - kMagic) * (e % 2 == 0 ? scale.x : scale.y);
-    }
-  }
-
-  // What comes before the exponential where that is more than a slope.
-  __device__ static __forceinline__ void finish_scores(const QfAttnParams& p, const Queries& q, Scores& S) {
-    const bool coarsely = softens_coarsely(p.softcap);
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) S[0][j][e] = fmaf(S[0][j][e], q.slope[e / 2], q.bias[e / 2]);
-      soften_four(S[0][j], p.softcap, coarsely);
     }
   }
 
@@ -197,21 +187,6 @@ struct Int8Sums {
       m[r] = raised;
       l[r] *= factor;
       products.rescale(r, factor);
-    }
-  }
-
-  // key: of S[0][0][0].
-  __device__ static __forceinline__ void mask_scores(const QfAttnParams& p, const Mask& mask, Scores& S, int row,
-                                                     int key) {
-    const int group = p.q_heads / p.kv_heads;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const KeyRange keys = mask.visible(min((row + 8 * r) / group, p.q_len - 1));
-#pragma unroll
-      for (int j = 0; j < kNTiles; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (key + 8 * j + e < keys.begin || key + 8 * j + e >= keys.end) S[0][j][2 * r + e] = -infinity();
     }
   }
 };

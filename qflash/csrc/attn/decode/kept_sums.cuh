@@ -5,6 +5,7 @@
 #include "attn/decode/attend.cuh"
 #include "attn/decode/int8_product.cuh"
 #include "attn/decode/kept_config.cuh"
+#include "attn/decode/scores.cuh"
 #include "attn/mma/int8.cuh"
 
 namespace qf {
@@ -41,10 +42,10 @@ struct KeptSums : WarpSums<Config> {
       float slopes[2] = {q.slope[0] * scale, q.slope[1] * scale};
       to_integers(S, dots);
       if constexpr (!kPlain) {
-        finish_scores(p, S, slopes, q.bias);
+        finish_scores(S, slopes, q.bias, p.softcap);
         if (unit.spoiled)
           spoil_nonfinite<Config::KeyTile::kChunks>(S, s_k + (first + step) * Config::KeyTile::kRowBytes, column);
-        this->mask_scores(p, unit.seen.mask, S, row0 + lane / 4, key0 + first + step + column);
+        mask_scores(p, unit.seen.mask, S, row0 + lane / 4, key0 + first + step + column);
         slopes[0] = slopes[1] = 1.0f;
       }
       online_softmax<1>(S, [&](int r, int) { return slopes[r]; }, [](int, int) { return 0.0f; }, this->rows, this->O);
@@ -92,18 +93,6 @@ struct KeptSums : WarpSums<Config> {
     for (int j = 0; j < kNTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) S[0][j][e] = bits_to_float(uint32_t(dots[0][j][e])) - kMagic;
-  }
-
-  // What comes before the exponential where that is more than a slope.
-  __device__ static __forceinline__ void finish_scores(const QfAttnParams& p, Scores& S, const float (&slopes)[2],
-                                                       const float (&bias)[2]) {
-    const bool coarsely = softens_coarsely(p.softcap);
-#pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) S[0][j][e] = fmaf(S[0][j][e], slopes[e / 2], bias[e / 2]);
-      soften_four(S[0][j], p.softcap, coarsely);
-    }
   }
 };
 

@@ -40,7 +40,9 @@ int check_shape(const QfKvWriteParams& p) {
   if (p.head_dim < 1 || p.head_dim > kMaxHeadDim || (integers && p.head_dim % kHadamard != 0))
     return fail(QF_UNSUPPORTED, "head_dim is %d; allowed: 1 to %d, with int8 pages multiples of %d", p.head_dim,
                 kMaxHeadDim, kHadamard);
-  if (kv.page_size < 1 || (p.columns && !kv.page_table) || !p.kv_lens)  // an empty array has no address in PyTorch
+  // PyTorch's address of an array without elements is 0.
+  const bool has_tables = p.batch == 0 || (p.kv_lens && (kv.page_table || p.columns == 0));
+  if (kv.page_size < 1 || !has_tables)
     return fail(QF_UNSUPPORTED, "kv.page_size is %d; allowed: 1 or more, with kv.page_table and kv.lens", kv.page_size);
   const int32_t dtype = integers ? int32_t(QF_I8) : p.dtype;
   const bool has_scales = kv.pages == 0 || (kv.k_scales.scale && kv.v_scales.scale);

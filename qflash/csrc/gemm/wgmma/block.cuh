@@ -32,7 +32,7 @@ __device__ __forceinline__ void run_block(const QfLinearParams& p, const TensorM
     if (walk.steps > 0) {
       prefetch_tensor_map(&maps.x);
       prefetch_tensor_map(&maps.w);
-      if (Config::kTwoProducts) prefetch_tensor_map(&maps.up);
+      if (has_up<Config>(p)) prefetch_tensor_map(&maps.up);
     }
     prefetch_tensor_map(&maps.out);
   }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void run_block(const QfLinearParams& p, const TensorM
   if (threadIdx.x < kWarpgroupThreads) {
     give_registers<Config::kProducerRegisters>();
     name_role(threadIdx.x < 32 ? "producer" : threadIdx.x < 64 ? "terms" : "nobody");
-    if (threadIdx.x == 0) produce<Config>(p.m, walk, maps, s);
+    if (threadIdx.x == 0) produce<Config>(p, walk, maps, s);
     if (threadIdx.x / 32 == 1) stage_terms<Config>(p, walk, s);
     if (Config::kCluster > 1) meet<Config>();  // no block ends while another may reach into it
   } else {

@@ -6,6 +6,9 @@
 //   Element                   of x and w: F16, BF16 or int8_t
 //   Out                       of integers, the type of out; of floats it is Element or float, known at run time
 //   kActivation               QfActivation
+//   kSource                   what w is: one matrix; two, a half of a tile's columns each (SwiGLU); one, or two one
+//                             after the other along k (chains())
+//   kSumsAlone                nothing follows the sums: no residual, no pre, and out is of Element
 //   kXAlongM, kWAlongN        x is contiguous along m, w along n; of 16-bit elements alone
 //   kConsumers                warpgroups that multiply, 64 rows of the tile each
 //   kColumns                  of the sums of a tile. SwiGLU: a half of gate, a half of up
@@ -19,6 +22,7 @@
 
 #include <type_traits>
 
+#include "gemm/source.cuh"
 #include "hopper/descriptor.cuh"
 #include "ptx/wgmma.cuh"
 #include "qflash_ops.h"
@@ -89,7 +93,7 @@ struct TileConfig : Shape {
   using Product = wgmma::Product<Element, kColumns>;
   using Sum = typename Product::Sum;
   static constexpr bool kIntegers = std::is_same_v<Element, int8_t>;  // then results have scales
-  static constexpr bool kTwoProducts = kActivation == QF_SWIGLU;
+  static constexpr bool kTwoProducts = Shape::kSource == Source::kPaired, kChained = Shape::kSource == Source::kChained;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kOutColumns = kTwoProducts ? kColumns / 2 : kColumns;
   static constexpr int kSumTiles = kColumns / 8, kOutTiles = kOutColumns / 8;  // blocks of 8 columns
@@ -111,6 +115,18 @@ struct TileConfig : Shape {
   static constexpr int kSharedBytes = kStages * kStageBytes + kPanelsBytes + kTermsBytes + kBarrierBytes;
   static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit shared memory");
 };
+
+// Are there two weights, one after the other along k? Then k counts the rows of each, and x has two halves side by
+// side, of whole steps each. A problem of a chained Config says so by SwiGLU, whose gradients it computes.
+template <class Config>
+__host__ __device__ constexpr bool chains(const QfLinearParams& p) {
+  return Config::kChained && p.activation == QF_SWIGLU;
+}
+// Is there a second weight, in whichever way?
+template <class Config>
+__host__ __device__ constexpr bool has_up(const QfLinearParams& p) {
+  return Config::kTwoProducts || chains<Config>(p);
+}
 
 }  // namespace wgmma
 }  // namespace gemm

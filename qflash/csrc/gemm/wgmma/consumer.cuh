@@ -103,7 +103,7 @@ struct Consumer {
     if constexpr (Config::kIntegers) {
       output.template store<typename Config::Out>(row0, column0, sums);
     } else {
-      if (p.out_dtype == QF_F32)
+      if (!Config::kSumsAlone && p.out_dtype == QF_F32)
         output.template store<float>(row0, column0, sums);
       else
         output.template store<typename Config::Element>(row0, column0, sums);

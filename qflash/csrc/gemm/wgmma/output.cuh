@@ -58,7 +58,7 @@ struct Output {
       } else {
         float h[kTiles][4], u[kTiles][4];
         pre_activations(h, sums, first);
-        if (p.pre) leave_floats<Out>(h, maps.pre, row, column);
+        if (!Config::kSumsAlone && p.pre) leave_floats<Out>(h, maps.pre, row, column);
         if constexpr (Config::kTwoProducts) {
           pre_activations(u, sums, Config::kOutTiles + first);
           if (p.pre_up) leave_floats<Out>(u, maps.pre_up, row, column);
@@ -69,7 +69,7 @@ struct Output {
           for (int e = 0; e < 4; ++e)
             h[j][e] =
                 fast_activated<Config::kActivation, sizeof(Out) == 2>(h[j][e], Config::kTwoProducts ? u[j][e] : 0.0f);
-        if (p.residual) add_residual<Out>(h, row, column);
+        if (!Config::kSumsAlone && p.residual) add_residual<Out>(h, row, column);
         leave_floats<Out>(h, maps.out, row, column);
       }
     }

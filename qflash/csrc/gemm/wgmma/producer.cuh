@@ -31,12 +31,13 @@ __device__ __forceinline__ void load_box(char* s_to, const CUtensorMap& map, int
 
 // x and w of every step, as far ahead as there are empty stages. Of w each block of a cluster loads its share for all.
 template <class Config>
-__device__ __forceinline__ void produce(int64_t m, const Walk& walk, const TensorMaps& maps,
+__device__ __forceinline__ void produce(const QfLinearParams& p, const Walk& walk, const TensorMaps& maps,
                                         const SharedMemory<Config>& s) {
   using X = typename Config::X;
   using W = typename Config::W;
-  const int stage_bytes = Config::kStageBytes - X::missing_bytes(m);
+  const int stage_bytes = Config::kStageBytes - X::missing_bytes(p.m);
   const int rank = Config::kCluster > 1 ? int(cluster_rank()) : 0;
+  const int first_k = (chains<Config>(p) ? walk.steps / 2 : walk.steps) * Config::kStep;  // of the first of two weights
   RingPosition<Config::kStages> at;
   walk.for_each<Config>([&](const Work& work) {
 #pragma unroll 1
@@ -53,9 +54,10 @@ __device__ __forceinline__ void produce(int64_t m, const Walk& walk, const Tenso
 #pragma unroll
       for (int own = 0; own < Config::kOwnWBoxes; ++own) {
         const int i = rank * Config::kOwnWBoxes + own;
-        const bool up = Config::kTwoProducts && i >= W::kBoxes / 2;
-        const int column = work.column0 + (up ? i - W::kBoxes / 2 : i) * W::kBoxLines;
-        load_box<W, Config::kCluster>(s_w + i * W::kBoxBytes, up ? maps.up : maps.w, column, k, full);
+        const bool beside = Config::kTwoProducts && i >= W::kBoxes / 2, behind = Config::kChained && k >= first_k;
+        const int column = work.column0 + (beside ? i - W::kBoxes / 2 : i) * W::kBoxLines;
+        load_box<W, Config::kCluster>(s_w + i * W::kBoxBytes, beside || behind ? maps.up : maps.w, column,
+                                      behind ? k - first_k : k, full);
       }
     }
   });

@@ -35,18 +35,21 @@ struct Relayout {
   static Relayout of(const QfLinearParams& p, bool addressed) {
     constexpr int kBytes = int(sizeof(typename Config::Element));
     const int out_bytes = p.out_dtype == QF_F32 || p.out_dtype == QF_I32 ? 4 : 2;
-    const auto operand = [&](const void* data, bool along_lines, int64_t lines, int64_t line_stride, int64_t k_stride) {
+    // As wide as x is: of two halves for two chained weights.
+    const int64_t x_k = chains<Config>(p) ? steps_of<Config>(p) * Config::kStep : p.k;
+    const auto operand = [&](const void* data, bool along_lines, int64_t lines, int64_t line_stride, int64_t k,
+                             int64_t k_stride) {
       char* const bytes = static_cast<char*>(const_cast<void*>(data));
-      return along_lines ? Rows{bytes, k_stride * kBytes, p.k, lines * kBytes}
-                         : Rows{bytes, line_stride * kBytes, lines, p.k * kBytes};
+      return along_lines ? Rows{bytes, k_stride * kBytes, k, lines * kBytes}
+                         : Rows{bytes, line_stride * kBytes, lines, k * kBytes};
     };
     const auto result = [&](const void* data, int64_t stride) {
       return Rows{static_cast<char*>(const_cast<void*>(data)), stride * out_bytes, p.m, p.n * out_bytes};
     };
     Relayout all{};
-    all.given[kX] = operand(p.x, Config::kXAlongM, p.m, p.x_stride_m, p.x_stride_k);
-    all.given[kW] = operand(p.w, Config::kWAlongN, p.n, p.w_stride_n, p.w_stride_k);
-    all.given[kUp] = operand(p.up, Config::kWAlongN, p.n, p.up_stride_n, p.up_stride_k);
+    all.given[kX] = operand(p.x, Config::kXAlongM, p.m, p.x_stride_m, x_k, p.x_stride_k);
+    all.given[kW] = operand(p.w, Config::kWAlongN, p.n, p.w_stride_n, p.k, p.w_stride_k);
+    all.given[kUp] = operand(p.up, Config::kWAlongN, p.n, p.up_stride_n, p.k, p.up_stride_k);
     all.given[kResidual] = result(p.residual, p.residual_stride_m);
     all.given[kOut] = result(p.out, p.out_stride_m);
     all.given[kPre] = result(p.pre, p.n);
@@ -54,7 +57,9 @@ struct Relayout {
     // Without addresses nobody knows which of the optional matrices there are: room is reserved for all of them.
     for (int which = kX; which < kCount; ++which) {
       const Rows& x = all.given[which];
-      if ((!x.g_data && addressed) || x.rows == 0 || x.width == 0 || (which == kUp && !Config::kTwoProducts)) continue;
+      const bool after_sums = which == kResidual || which == kPre || which == kPreUp;
+      if ((which == kUp && !has_up<Config>(p)) || (after_sums && Config::kSumsAlone)) continue;
+      if ((!x.g_data && addressed) || x.rows == 0 || x.width == 0) continue;
       all.copied[which] = !x.walks(addressed);
       all.offset[which] = all.bytes;
       if (all.copied[which]) all.bytes += (x.pitch() * x.rows + 255) / 256 * 256;

@@ -43,13 +43,19 @@ struct Walk {
   }
 };
 
-// Host side. splits: 1 .. kMostSplits, and no more than there are steps, unless there are none.
+// Host side, as is what follows. Steps along k of a whole tile: with two chained weights, whole steps of each.
+template <class Config>
+inline int64_t steps_of(const QfLinearParams& p) {
+  return (p.k + Config::kStep - 1) / Config::kStep * (chains<Config>(p) ? 2 : 1);
+}
+
+// splits: 1 .. kMostSplits, and no more than there are steps, unless there are none.
 template <class Config>
 inline Walk walk_of(const QfLinearParams& p, int splits) {
   const auto count_of = [](int64_t all, int64_t each) { return (all + each - 1) / each; };
   const int64_t rows = count_of(p.m, Config::kRows * Config::kCluster), columns = count_of(p.n, Config::kOutColumns);
   const int64_t count = rows * columns * splits;
-  return {int(rows), int(columns), int(count_of(p.k, Config::kStep)), splits,
+  return {int(rows), int(columns), int(steps_of<Config>(p)), splits,
           count < Walk::kTooMany ? int(count) : Walk::kTooMany};
 }
 

@@ -54,9 +54,10 @@ struct BackwardConfig : Shape {
   static constexpr int kRowBytes = Shape::kFromDs ? 0 : 2 * RowTile::kBytes;
   static constexpr int kColumnBytes = ColumnTile::kBytes + kSecondBytes;
 
-  // Weights of float16 are multiplied by 2^8 and sums divided by it at the end, both exactly: a weight of a row of
-  // 16384 keys is float16's least normal number otherwise, and what is multiplied with it is smaller still.
-  static constexpr float kShift = kIsF16<Element> ? 8.0f : 0.0f, kUnshift = kIsF16<Element> ? 0x1p-8f : 1.0f;
+  // Weights of float16, and dS with them, are multiplied by 2^4 and sums divided by it at the end, both exactly: a
+  // weight of a row of 16384 keys is float16's least normal number otherwise, and what is multiplied with it is smaller
+  // still. dS has no bound, and keeps 2^12 before it overflows.
+  static constexpr float kShift = kIsF16<Element> ? 4.0f : 0.0f, kUnshift = kIsF16<Element> ? 0x1p-4f : 1.0f;
 
   static constexpr int kStatisticsBytes = Shape::kKeysStay ? kStages * kBlockN * 8 : 0;
   static constexpr int kExchanges = 2, kExchangeBytes = Shape::kSplits ? kWarpgroupRows * kBlockN * 2 : 0;  // of P

@@ -128,6 +128,6 @@ QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
 
 QF_EXPORT const char* qf_status_text(int status) {
   return qf::status_text("sm90_decode", status,
-                         ", packed arrays, more than 64 rows of a KV head, or pages or QuantizedKV whose tokens and "
-                         "heads are not whole 16 bytes apart");
+                         ", packed arrays, more than 64 rows of a KV head, pages or QuantizedKV of which some row "
+                         "begins at no whole 16 bytes (kernel='decode' takes those)");
 }

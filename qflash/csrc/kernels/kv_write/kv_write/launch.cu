@@ -14,9 +14,10 @@ bool is_served(const QfKvWriteParams& p) {
   const int stored = int8 ? int(QF_I8) : int(QF_DTYPE);
   if (p.kv.k_dtype != stored || p.kv.v_dtype != stored) return false;
   if (p.head_dim < 1 || p.head_dim > kMaxHeadDim || (int8 && p.head_dim % 16 != 0)) return false;
-  if (int8 && (!p.kv.k_scales.scale || !p.kv.v_scales.scale)) return false;
-  return p.kv_heads >= 1 && p.kv.page_size >= 1 && p.kv_lens && p.kv.page_table && p.columns >= 0 &&
-         p.k_len <= kMaxLength;
+  // An array without elements has no address in PyTorch.
+  if (int8 && p.kv.pages > 0 && (!p.kv.k_scales.scale || !p.kv.v_scales.scale)) return false;
+  const bool has_tables = p.batch <= 0 || (p.kv_lens && (p.kv.page_table || p.columns == 0));
+  return p.kv_heads >= 1 && p.kv.page_size >= 1 && has_tables && p.columns >= 0 && p.k_len <= kMaxLength;
 }
 
 bool is_aligned(const QfTensor& x, int bytes, int vector_bytes) {

@@ -24,6 +24,8 @@ struct Types<true, kDtype> {
 template <bool kInt8, int kDtype, int kActivation_, bool kXAlongM_, bool kWAlongN_>
 struct Problem : Types<kInt8, kDtype> {
   static constexpr int kActivation = kActivation_;
+  static constexpr gemm::Source kSource = kActivation == QF_SWIGLU ? gemm::Source::kPaired : gemm::Source::kOne;
+  static constexpr bool kSumsAlone = false;
   static constexpr bool kXAlongM = kXAlongM_, kWAlongN = kWAlongN_;
 };
 

@@ -31,7 +31,10 @@
 //
 // Few rows: k is cut into splits, whose sums meet in memory (gemm/wgmma/splits.cuh). Matrices that TMA cannot walk: a
 // pass before, or after (gemm/wgmma/relayout.cuh). Bound: the tensor cores, with shared memory at 128 bytes a clock
-// beside them. docs/kernels/sm90_gemm.md has the budget and the prediction; nothing is measured yet.
+// beside them. docs/kernels/sm90_gemm.md has the budget and the prediction, docs/log/sm90_gemm.md what was measured.
+//
+// Gradients are products of the same kernel: sm90_linear_bwd has x along m, and two weights one after the other along
+// k.
 #pragma once
 
 #include "gemm/wgmma/block.cuh"

@@ -8,10 +8,7 @@ using namespace qf;
 constexpr bool kInt8 = QF_PRECISION == 1;
 template <bool kWAlongN>
 using Problem = sm90_gemm::Problem<kInt8, QF_DTYPE, QF_ACTIVATION, false, kWAlongN>;
-template <bool kWAlongN>
-using Large = gemm::wgmma::TileConfig<sm90_gemm::Large<Problem<kWAlongN>>>;
-template <bool kWAlongN>
-using Small = gemm::wgmma::TileConfig<sm90_gemm::Small<Problem<kWAlongN>>>;
+constexpr bool kTakesWAlongN = !kInt8;
 
 constexpr int64_t kMostK = kInt8 ? 131071 : kMaxLength;  // -128 * -128 * k must fit an int32
 
@@ -27,28 +24,19 @@ int check(const QfLinearParams* p) {
   return QF_OK;
 }
 
-template <bool kWAlongN>
-int run(const QfLinearParams& p, cudaStream_t stream) {
-  int processors = 0;
-  if (const int error = multiprocessors(processors)) return error;
-  if (processors > gemm::wgmma::kMostProcessors) processors = gemm::wgmma::kMostProcessors;
-  const gemm::Choice90 choice = gemm::choose_tile(sm90_gemm::problem_of<Small<kWAlongN>>(p), processors);
-  return choice.large ? sm90_gemm::run<Large<kWAlongN>>(p, processors, choice.splits, stream)
-                      : sm90_gemm::run<Small<kWAlongN>>(p, processors, choice.splits, stream);
-}
-
 }  // namespace
 
 QF_EXPORT int64_t qf_sm90_gemm_workspace(const QfLinearParams* p) {
-  return p->w_stride_k == 1 ? sm90_gemm::workspace_bytes<Small<false>>(*p)
-                            : sm90_gemm::workspace_bytes<Small<!kInt8>>(*p);
+  using sm90_gemm::SmallTile, sm90_gemm::workspace_bytes;
+  return p->w_stride_k == 1 ? workspace_bytes<SmallTile<Problem<false>>>(*p)
+                            : workspace_bytes<SmallTile<Problem<kTakesWAlongN>>>(*p);
 }
 
 QF_EXPORT int qf_sm90_gemm(const QfLinearParams* p, void* stream) {
   if (const int status = check(p)) return status;
-  if (p->m == 0 || p->n == 0) return QF_OK;
-  if (p->w_stride_k == 1) return run<false>(*p, static_cast<cudaStream_t>(stream));
-  return run<!kInt8>(*p, static_cast<cudaStream_t>(stream));  // integers were refused above
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  if (p->w_stride_k == 1) return sm90_gemm::run_fastest<Problem<false>>(*p, on);
+  return sm90_gemm::run_fastest<Problem<kTakesWAlongN>>(*p, on);  // integers were refused above
 }
 
 QF_EXPORT const char* qf_status_text(int status) {

@@ -17,7 +17,7 @@ inline bool has_words(const QfLinearParams& p) { return p.out_dtype == QF_F32 ||
 
 template <class Config>
 Problem90 problem_of(const QfLinearParams& p) {
-  return {p.m, (Config::kTwoProducts ? 2 : 1) * p.n, count_of(p.k, Config::kStep)};
+  return {p.m, (Config::kTwoProducts ? 2 : 1) * p.n, gemm::wgmma::steps_of<Config>(p)};
 }
 
 // The workspace: counters for a call that gets none of the library's, partial sums, copies.
@@ -86,7 +86,7 @@ int make_maps(const Relayout& relayout, const QfLinearParams& p, char* copies, g
   using W = typename Config::W;
   if (const int error = relayout.map<typename X::Tile>(maps.x, Relayout::kX, copies, X::box_rows(p.m))) return error;
   if (const int error = relayout.map<typename W::Tile>(maps.w, Relayout::kW, copies, W::kBoxRows)) return error;
-  if (Config::kTwoProducts)
+  if (has_up<Config>(p))
     if (const int error = relayout.map<typename W::Tile>(maps.up, Relayout::kUp, copies, W::kBoxRows)) return error;
   const auto map_result = [&](CUtensorMap& map, Relayout::Which which) {
     return has_words(p) ? relayout.map<OutPanel<float>>(map, which, copies, kWarpRows)
@@ -134,6 +134,23 @@ int run(const QfLinearParams& given, int processors, int splits, cudaStream_t st
   if (const int status = relayout_pass<Config, false>(relayout, p, copies, processors, stream)) return status;
   if (const int status = launch(how, qf_sm90_gemm_kernel<Config>, p, maps, walk, partials)) return status;
   return relayout_pass<Config, true>(relayout, p, copies, processors, stream);
+}
+
+template <class Problem>
+using LargeTile = gemm::wgmma::TileConfig<Large<Problem>>;
+template <class Problem>
+using SmallTile = gemm::wgmma::TileConfig<Small<Problem>>;
+
+// The same on the tile that policy.h takes for fastest.
+template <class Problem>
+int run_fastest(const QfLinearParams& p, cudaStream_t stream) {
+  if (p.m == 0 || p.n == 0) return QF_OK;
+  int processors = 0;
+  if (const int error = multiprocessors(processors)) return error;
+  if (processors > gemm::wgmma::kMostProcessors) processors = gemm::wgmma::kMostProcessors;
+  const gemm::Choice90 choice = gemm::choose_tile(problem_of<SmallTile<Problem>>(p), processors);
+  return choice.large ? run<LargeTile<Problem>>(p, processors, choice.splits, stream)
+                      : run<SmallTile<Problem>>(p, processors, choice.splits, stream);
 }
 
 }  // namespace sm90_gemm

@@ -1,5 +1,5 @@
-// `linear_bwd` is specialised for -DQF_DTYPE (a QfDtype) and -DQF_ARCH (compute capability times ten), which decide
-// what multiplies; activations are chosen at run time.
+// The passes of `linear_bwd` beside its products are specialised for -DQF_DTYPE (a QfDtype); activations are chosen at
+// run time.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -8,8 +8,6 @@ namespace qf {
 namespace linear_bwd {
 
 using Element = ElementOf<QF_DTYPE>::Type;
-// Products on tensor cores by gemm_mma's kernels, else by gemm_tiled's: float32, and bfloat16 on Turing.
-constexpr bool kTensorCores = QF_DTYPE == QF_F16 || (QF_DTYPE == QF_BF16 && QF_ARCH >= 80);
 
 // The pass over elements: a block has 32 lanes x 16 bytes of columns and a chunk of rows, its warps take rows in turn.
 // Chunks depend on the number of rows alone, so the order of every sum does.
@@ -24,9 +22,10 @@ __host__ __device__ constexpr int64_t chunks_of(int64_t rows) {
   return chunks < kMostChunks ? chunks : kMostChunks;
 }
 
-// Columns of dh: whole vectors, or of two, one after the other, whole steps of a product.
+// Columns of dh: whole vectors, or of two, one after the other, whole steps of any kernel's product.
+constexpr int64_t kStepColumns = 64;
 constexpr int64_t padded_columns(int64_t n, bool gated) {
-  const int64_t unit = gated ? 64 : kLaneColumns;
+  const int64_t unit = gated ? kStepColumns : kLaneColumns;
   return (n + unit - 1) / unit * unit;
 }
 

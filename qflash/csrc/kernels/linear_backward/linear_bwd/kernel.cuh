@@ -2,16 +2,16 @@
 //
 //   1 qf_linear_bwd_slopes_kernel   dout, pre -> dh = dout activation'(pre), dresidual = dout, shares of dbias
 //   2 qf_linear_bwd_totals_kernel   shares in the order of chunks, in double -> dbias, dup_bias
-//   3 dx = dh w^T (+ du up^T)       a kernel of gemm_mma, or of gemm_tiled, on operands with exchanged strides;
-//   4 dw = x^T dh                   of SwiGLU, dh and du lie side by side, and dx is one product of twice the depth
-//   5 dup = x^T du
+//   3 dx = dh w^T (+ du up^T)       kernels of gemm_mma or of gemm_tiled, or in `sm90_linear_bwd` of sm90_gemm, on
+//   4 dw = x^T dh                   operands with exchanged strides; of SwiGLU, dh and du lie side by side, and dx is
+//   5 dup = x^T du                  one product of twice the depth
 //
 // Without an activation dout is dh: nothing is stored between the passes, and the first is left out where neither dbias
 // nor dresidual is wanted. There are no atomics: what is summed in which order depends on the shape alone.
 //
 // Roles of the first kernel: eight warps to a block, lanes along columns, 16 bytes each.
 // Shared memory: a number for each warp and column; lanes read and write neighbouring words.
-// Bound: of 1 and 2 memory; of the others gemm_mma's. See docs/kernels/linear_bwd.md.
+// Bound: of 1 and 2 memory; of the others the products'. See docs/kernels/linear_bwd.md.
 #pragma once
 
 #include "kernels/linear_backward/linear_bwd/config.h"
