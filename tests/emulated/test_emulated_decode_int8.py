@@ -179,7 +179,7 @@ def test_a_page_outside_the_pool_makes_its_rows_nan(library, kernel):
             np.testing.assert_array_equal(got[::2], want[::2])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "q_heads"),
     [(64, "bfloat16", 4), (128, "bfloat16", 4), (128, "bfloat16", 40), (256, "float16", 4)],
