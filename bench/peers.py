@@ -34,20 +34,23 @@ def _options(case: Case, kernel: str) -> dict[str, Any]:
     return {"causal": case.causal, "kernel": name, "precision": None if precision == "native" else precision}
 
 
-def qflash_torch(kernel: str) -> Candidate:
-    def make(arrays: Arrays) -> Call:
-        q, k, v = arrays.torch
-        options = _options(arrays.case, kernel)
-        return lambda: qflash.attention(q, k, v, **options)
+def _eager(qkv: tuple[Any, ...], case: Case, kernel: str, **words: Any) -> Call:
+    q, k, v = qkv
+    options = _options(case, kernel) | words
+    return lambda: qflash.attention(q, k, v, **options)
 
-    return _qflash(kernel, "torch", make)
+
+def qflash_numpy(kernel: str) -> Candidate:
+    return _qflash(kernel, "numpy", lambda arrays: _eager(arrays.numpy, arrays.case, kernel))
+
+
+def qflash_torch(kernel: str) -> Candidate:
+    return _qflash(kernel, "torch", lambda arrays: _eager(arrays.torch, arrays.case, kernel))
 
 
 def qflash_rope(kernel: str) -> Candidate:
     def make(arrays: Arrays) -> Call:
-        q, k, v = arrays.torch
-        options = _options(arrays.case, kernel) | {"rope": arrays.torch_rope}
-        return lambda: qflash.attention(q, k, v, **options)
+        return _eager(arrays.torch, arrays.case, kernel, rope=arrays.torch_rope)
 
     return replace(_qflash(kernel, "torch", make), name=f"qflash {kernel}, rope", rope=True)
 
@@ -124,15 +127,6 @@ def qflash_alone(kernel: str) -> Candidate:
 
     name = f"qflash {kernel.removesuffix('_kv')} (kernel alone)"
     return Candidate(name, make, kernel=kernel, precision=dispatch.VARIANTS[kernel].precision)
-
-
-def qflash_numpy(kernel: str) -> Candidate:
-    def make(arrays: Arrays) -> Call:
-        q, k, v = arrays.numpy
-        options = _options(arrays.case, kernel)
-        return lambda: qflash.attention(q, k, v, **options)
-
-    return _qflash(kernel, "numpy", make)
 
 
 def qflash_torch_train(kernel: str) -> Candidate:

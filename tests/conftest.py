@@ -58,6 +58,7 @@ def why_no_code(kernel: str) -> str | None:
 _gpu_tests_left_out = pytest.StashKey[int]()
 
 
+@pytest.hookimpl(trylast=True)  # of what -k and -m have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def leave_out(found: list[pytest.Item]) -> None:
         config.hook.pytest_deselected(items=found)

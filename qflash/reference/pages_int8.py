@@ -1,23 +1,20 @@
 """Attention on INT8 pages: what the pages hold, and the replay of the decode kernels that read them as integers.
 
-`tokens_of` gathers a sequence's tokens; `attention_pages` is exact attention on what they stand for, in float64, which
-an engine that multiplies floats must meet. `attention_pages_int8` repeats the decode kernels of docs/kernels/decode.md:
+`tokens_of` gathers a sequence's tokens. `attention_pages_int8` repeats the decode kernels of docs/kernels/decode.md:
 q is rounded to its dtype after rope, multiplied by the Hadamard matrix and rounded to int8 with a scale for each row;
 dot products are exact; a weight times V's scale is rounded to float16 once. Sums are taken in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from qflash.reference.blocks import blocks, where_any, with_sink
-from qflash.reference.exact import attention
 from qflash.reference.float32 import LN2, LOG2E
-from qflash.reference.kv_write import dequantize_keys
 from qflash.reference.rotary import positions_of, rotate
 from qflash.reference.sequences import Words
 from qflash.reference.sm90_quantize import quantize_q
@@ -51,30 +48,41 @@ def tokens_of(
     return Tokens(k_pages[at], v_pages[at], k_scale[at], v_scale[at])
 
 
-def attention_pages(q: np.ndarray, *pages: np.ndarray, **words: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of exact attention on what the pages stand for. The arguments are those of `attention_pages_int8`."""
-
-    def one(q, tokens, k_mean, words, rope):
-        # Keys were rotated before: rope is q's alone.
-        if rope is not None:
-            q = rotate(q.astype(np.float64), positions_of(rope, len(q), len(tokens.k))[0], rope)
-        k = dequantize_keys(tokens.k, tokens.k_scale, k_mean)
-        v = tokens.v * tokens.v_scale[..., None].astype(np.float64)
-        left_right = (words.left, words.right)
-        out, lse = attention(q[None], k[None], v[None], window=left_right, softcap=words.softcap, scale=words.scale)
-        return out[0], lse[0]
-
-    return _by_sequence(one, q, *pages, **words)
-
-
-def attention_pages_int8(q: np.ndarray, *pages: np.ndarray, **words: Any) -> tuple[np.ndarray, np.ndarray]:
+def attention_pages_int8(
+    q: np.ndarray,
+    k_pages: np.ndarray,
+    v_pages: np.ndarray,
+    k_scale: np.ndarray,
+    v_scale: np.ndarray,
+    page_table: np.ndarray,
+    lens: np.ndarray,
+    *,
+    k_mean: np.ndarray | None = None,
+    rope: Rope | None = None,
+    sinks: np.ndarray | None = None,
+    cu_seqlens_q: np.ndarray | None = None,
+    **words: Any,
+) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of the decode kernels, before the last rounding.
 
-    q `[B, Tq, Hq, D]`, or packed `[total, Hq, D]` with `cu_seqlens_q`. pages: k_pages, v_pages, k_scale, v_scale (as
-    `tokens_of` takes them), page_table, lens. Further words: k_mean, rope, sinks `[Hq]`, causal, window, softcap and
-    scale.
+    q `[B, Tq, Hq, D]`, or packed `[total, Hq, D]` with `cu_seqlens_q`; pages and scales as `tokens_of` takes them;
+    words: causal, window, softcap and scale.
     """
-    return _by_sequence(_replay, q, *pages, **words)
+    packed = q if cu_seqlens_q is not None else q.reshape(-1, *q.shape[2:])
+    meaning = Words.of(q.shape[-1], **words)
+    out, lse = np.zeros(packed.shape), np.full((packed.shape[1], len(packed)), -np.inf)
+    for b, rows, positions in _rows_of(q, rope, cu_seqlens_q):
+        if rows.stop > rows.start and lens[b] > 0:
+            tokens = tokens_of(k_pages, v_pages, k_scale, v_scale, page_table[b], int(lens[b]))
+            own = None if rope is None else Rope(rope.cos, rope.sin, rope.interleaved, positions, None)
+            out[rows], lse[:, rows] = _replay(packed[rows], tokens, k_mean, meaning, own)
+    for head, sink in enumerate([] if sinks is None else np.asarray(sinks, np.float64)):
+        sees_any = lse[head] != -np.inf
+        joined, lse[head] = with_sink(out[:, head], lse[head], float(sink))
+        out[:, head] = np.where(sees_any[:, None], joined, 0)
+    if cu_seqlens_q is not None:
+        return out, lse
+    return out.reshape(q.shape), lse.reshape(q.shape[2], *q.shape[:2]).swapaxes(0, 1).copy()
 
 
 def _replay(q, tokens, k_mean, words, rope):
@@ -117,40 +125,6 @@ def _weights(t, v_scale, seen):
     weights = np.where(seen, np.exp2(t - top[:, None]), 0.0)
     scaled = np.where(seen, weights * scale, 0.0).astype(np.float16).astype(np.float64)
     return weights, scaled, top
-
-
-def _by_sequence(
-    one: Callable[..., tuple[np.ndarray, np.ndarray]],
-    q: np.ndarray,
-    k_pages: np.ndarray,
-    v_pages: np.ndarray,
-    k_scale: np.ndarray,
-    v_scale: np.ndarray,
-    page_table: np.ndarray,
-    lens: np.ndarray,
-    *,
-    k_mean: np.ndarray | None = None,
-    rope: Rope | None = None,
-    sinks: np.ndarray | None = None,
-    cu_seqlens_q: np.ndarray | None = None,
-    **words: Any,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`one(q [Tq, Hq, D], tokens, k_mean, words, rope)` of every sequence that has a row and a token."""
-    packed = q if cu_seqlens_q is not None else q.reshape(-1, *q.shape[2:])
-    meaning = Words.of(q.shape[-1], **words)
-    out, lse = np.zeros(packed.shape), np.full((packed.shape[1], len(packed)), -np.inf)
-    for b, rows, positions in _rows_of(q, rope, cu_seqlens_q):
-        if rows.stop > rows.start and lens[b] > 0:
-            tokens = tokens_of(k_pages, v_pages, k_scale, v_scale, page_table[b], int(lens[b]))
-            own = None if rope is None else Rope(rope.cos, rope.sin, rope.interleaved, positions, None)
-            out[rows], lse[:, rows] = one(packed[rows], tokens, k_mean, meaning, own)
-    for head, sink in enumerate([] if sinks is None else np.asarray(sinks, np.float64)):
-        sees_any = lse[head] != -np.inf
-        joined, lse[head] = with_sink(out[:, head], lse[head], float(sink))
-        out[:, head] = np.where(sees_any[:, None], joined, 0)
-    if cu_seqlens_q is not None:
-        return out, lse
-    return out.reshape(q.shape), lse.reshape(q.shape[2], *q.shape[:2]).swapaxes(0, 1).copy()
 
 
 def _rows_of(

@@ -169,7 +169,8 @@ def covering() -> list[Unit]:
     chosen += [activated("gemm_tiled", "float32", "swiglu", 80)]
     chosen += [activated("gemm_tiled", "float32", "silu"), activated("gelu_linear_wmma", "float16", "gelu_tanh")]
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
-        older = [] if row.name in ONE_CODE else [ARCHES[first % 4]]
+        # For 8.0 gemm_mma is what it is for Hopper; Turing has neither its copies nor its wide tiles.
+        older = [] if row.name in ONE_CODE else [75 if row.name == "gemm_mma" else ARCHES[first % 4]]
         if row.kernel.op in ("attention", "attention_backward"):
             few = row.kv != "arrays" or row.name in ONE_CODE or row.kernel.few_rows or row.kernel.op != "attention"
             older = [75] if few else [75, (80, 86, 89)[first % 3]]

@@ -51,7 +51,7 @@ def test_python_and_c_say_the_same(library, kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_heads_in_turns(library, kernel, mask):
     """Five pairs, two at a time: the last section has one."""
-    case = Case("turns", 210, 330, 10, 5, 128, dtype="bfloat16", seed=4, **MASKS[mask])
+    case = Case("turns", 130, 200, 10, 5, 128, dtype="bfloat16", seed=4, **MASKS[mask])
     want = run_gradients(library, case, kernel)
     got = run_gradients(library, case, kernel, seed=3, memory=2 * bytes_of_pair(case) + 5)
     check_same_bits(case, want, got, names=NAMES)
@@ -60,7 +60,7 @@ def test_heads_in_turns(library, kernel, mask):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_too_little_memory_for_one_head(library, kernel, mask):
-    case = Case("none", 210, 330, 4, 2, 128, dtype="bfloat16", seed=5, **MASKS[mask])
+    case = Case("none", 130, 200, 4, 2, 128, dtype="bfloat16", seed=5, **MASKS[mask])
     check_gradients_of(library, case, kernel, memory=bytes_of_pair(case) - 1)
 
 

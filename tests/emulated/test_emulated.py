@@ -17,6 +17,7 @@ from qflash.ops.problem import Options, RopeArrays, check, check_packed
 from qflash.rotary import Rope
 from qflash.testing import BY_NAME, Case, cases
 from qflash.testing.compare import check_contract
+from qflash.testing.corners import ENDS
 from qflash.testing.emulated_attention import call, check_kernel, run_case, with_few_keys
 from qflash.testing.runner import problem_of, suited
 
@@ -51,10 +52,6 @@ def test_contract(library, case, kernel):
 @pytest.mark.parametrize("case", cases("full"), ids=by_name)
 def test_contract_in_full(library, case, kernel):
     check_kernel(library, case, kernel)
-
-
-# What `check_options` allows at most and at least: no product of the two may overflow, nor one that matters vanish.
-ENDS = [(None, 2.0**100), (2.0**-26, 2.0**100), (1.0, 2.0**-100), (2.0**100, 1.0), (2.0**100, 2.0**100)]
 
 
 @pytest.mark.parametrize("kernel", (*KERNELS, "fa_int8"))

@@ -117,8 +117,8 @@ def test_as_many_splits_as_there_can_be(gpu, kernel):
 @pytest.mark.parametrize(
     ("kernel", "head_dim"),
     [
-        *((kernel, head_dim) for kernel in DECODE for head_dim in (128, 256)),
-        *(("sm90_decode_kv", 256), ("decode_kv", 128), ("decode_pages_int8", 256)),
+        *((kernel, 256) for kernel in (*DECODE, "sm90_decode_kv", "decode_pages_int8")),
+        *(pytest.param(kernel, 128, marks=pytest.mark.slow) for kernel in (*DECODE, "decode_kv")),
     ],
 )
 def test_head_dims(gpu, kernel, head_dim):

@@ -12,6 +12,7 @@ from qflash.reference.kv_write import quantize_tokens
 from qflash.testing import Case, cases
 from qflash.testing.case import Rotary
 from qflash.testing.compare import REPLAY, check_contract, check_same_bits, errors
+from qflash.testing.corners import ENDS
 from qflash.testing.emulated_attention import UNTOUCHED, check_kernel, run_case, with_few_keys
 from qflash.testing.oracle import expected
 from qflash.testing.paged import PAGE_SIZES, POOLS, PagedInputs, on_pages, plan_of, replay_of
@@ -92,10 +93,6 @@ def test_words(library, kernel, words, data):
     """biased_k has a k_mean, which lse and a softcap must get back."""
     case = Case("words", 4, 280, 8, 2, 64, dtype="float16", batch=2, data=data, seed=3)
     check_kernel(library, replace(case, **words), kernel)
-
-
-# What `check_options` allows at most and at least.
-ENDS = [(None, 2.0**100), (2.0**-26, 2.0**100), (1.0, 2.0**-100), (2.0**100, 1.0), (2.0**100, 2.0**100)]
 
 
 @pytest.mark.parametrize(("scale", "softcap"), ENDS)
@@ -179,7 +176,7 @@ def test_a_page_outside_the_pool_makes_its_rows_nan(library, kernel):
             np.testing.assert_array_equal(got[::2], want[::2])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "q_heads"),
     [(64, "bfloat16", 4), (128, "bfloat16", 4), (128, "bfloat16", 40), (256, "float16", 4)],

@@ -14,6 +14,7 @@ from qflash.dispatch import VARIANTS
 from qflash.testing import Case, cases
 from qflash.testing.case import Rotary
 from qflash.testing.compare import check_contract, check_replay, check_same_bits, errors
+from qflash.testing.corners import ENDS
 from qflash.testing.emulated_attention import UNTOUCHED, check_kernel, run_case, with_few_keys
 from qflash.testing.kept import KeptInputs, on_kept, plan_of
 from qflash.testing.oracle import expected, integers_of, replayed
@@ -86,10 +87,6 @@ def test_words(library, kernel, words, data):
     """biased_k has a k_mean, which lse, a softcap and a sink must get back."""
     case = Case("words", 4, 280, 8, 2, 64, dtype="float16", batch=2, data=data, seed=3)
     check_kernel(library, replace(case, **words), kernel)
-
-
-# What `check_options` allows at most and at least.
-ENDS = [(None, 2.0**100), (2.0**-26, 2.0**100), (1.0, 2.0**-100), (2.0**100, 1.0), (2.0**100, 2.0**100)]
 
 
 @pytest.mark.parametrize(("scale", "softcap"), ENDS)

@@ -96,10 +96,18 @@ def program(mesh, case: Case, strategy: str, placement: str, inputs, check_vma: 
     return lambda q, k, v, sinks: spread(q, k, v, sinks, positions)
 
 
-@pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(("case", "strategy"), CHOSEN, ids=lambda x: getattr(x, "name", x))
-def test_four_devices(mesh, case, strategy, placement):
-    check(mesh, case, strategy, placement)
+def test_four_devices(mesh, case, strategy):
+    """With the placement that is its default."""
+    check(mesh, case, strategy, "zigzag" if case.causal else "contiguous")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "case", [case for case in EVERYWHERE if case.name in ("causal", "window_both_ways")], ids=lambda x: x.name
+)
+def test_the_other_placement(mesh, case, strategy):
+    check(mesh, case, strategy, "contiguous" if case.causal else "zigzag")
 
 
 @pytest.mark.parametrize(
@@ -116,10 +124,11 @@ def test_eight_devices(case, strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(("case", "strategy"), CHOSEN, ids=lambda x: getattr(x, "name", x))
-def test_eight_devices_everywhere(case, strategy, placement):
-    check(mesh_of(8), replace(case, q_heads=8), strategy, placement)
+def test_every_placement(case, strategy, placement, ranks):
+    check(mesh_of(ranks), case if ranks == 4 else replace(case, q_heads=8), strategy, placement)
 
 
 def check(mesh, case: Case, strategy: str, placement: str) -> None:

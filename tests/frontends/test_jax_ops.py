@@ -92,30 +92,36 @@ def test_gradients_are_refused_by_name(name):
     assert not jax.grad(lambda x: total(x, jax.lax.stop_gradient))(xs[first]).any()
 
 
-@pytest.mark.parametrize(
-    "name", ["softmax", "cross_entropy", "int8_matmul scaled", "linear", "swiglu of QuantizedLinear", "quantize groups"]
-)
-def test_exported_programs_run_in_another_process(name, tmp_path, flatbuffers):
-    case = CASES[name]
+EXPORTED = ["softmax", "cross_entropy", "int8_matmul scaled", "linear", "swiglu of QuantizedLinear", "quantize groups"]
+
+
+def test_exported_programs_run_in_another_process(tmp_path, flatbuffers):
+    """One for all of them: most of its time goes into the import of JAX."""
+    wanted = {name: export_program(CASES[name], tmp_path / name) for name in EXPORTED}
+    code = """
+import sys, numpy as np, qflash, qflash.frontends.jax
+from jax import export
+for folder in sys.argv[1:]:
+    with np.load(folder + "/arrays.npz") as stored: xs = [stored[name] for name in stored.files]
+    outs = export.deserialize(open(folder + "/program", "rb").read()).call(*xs)
+    np.savez(folder + "/outs.npz", *outs)
+"""
+    subprocess.run([sys.executable, "-c", code, *(str(tmp_path / name) for name in EXPORTED)], check=True)
+    for name in EXPORTED:
+        with np.load(tmp_path / name / "outs.npz") as stored:
+            check_equal([stored[key] for key in stored.files], wanted[name])
+
+
+def export_program(case, folder):
+    """Write a call of the case as a program, and its arrays. What it gives in this process."""
     names = list(case.arrays)
     function = jax.jit(lambda *xs: flat(case.call(**dict(zip(names, xs, strict=True)))))
     checks = [export.DisabledSafetyCheck.custom_call("qflash_call")]
     xs = [jnp.asarray(x) for x in case.arrays.values()]
-    exported = export.export(function, disabled_checks=checks)(*xs)
-    wanted = [np.asarray(x) for x in function(*xs)]
-    np.savez(tmp_path / "arrays.npz", *xs)
-    (tmp_path / "program").write_bytes(exported.serialize())
-    code = (
-        "import sys, numpy as np, jax, qflash, qflash.frontends.jax\n"
-        "from jax import export\n"
-        "folder = sys.argv[1]\n"
-        "with np.load(folder + '/arrays.npz') as stored: xs = [stored[name] for name in stored.files]\n"
-        "outs = export.deserialize(open(folder + '/program', 'rb').read()).call(*xs)\n"
-        "np.savez(folder + '/outs.npz', *outs)\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
-    with np.load(tmp_path / "outs.npz") as stored:
-        check_equal([stored[key] for key in stored.files], wanted)
+    folder.mkdir()
+    np.savez(folder / "arrays.npz", *xs)
+    (folder / "program").write_bytes(export.export(function, disabled_checks=checks)(*xs).serialize())
+    return [np.asarray(x) for x in function(*xs)]
 
 
 def test_symbolic_sizes_are_refused_by_name():

@@ -241,16 +241,6 @@ def test_250_runs_the_same_bits(kernel, layout):
         assert np.array_equal(multiply(kernel, a, b, out_dtype="float16", **words), first)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("arch", [75, 80])
-def test_code_paths_of_older_architectures(arch):
-    """Their PTX on this GPU: every shape and layout, and the large problems that wide tiles serve."""
-    chosen = "test_sums_are_exact or test_scales_bias_and_types or test_large_problems_on_a_gpu"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", chosen, "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=os.environ | {"QFLASH_CUDA_ARCH": str(arch)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
 ISAS = ("generic", "avx2", "avx512", "amx")
 
 

@@ -25,9 +25,19 @@ def test_every_kernel_meets_the_contract_as_for(arch):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# Of the operations beside attention: the file and the tests in it, every shape and layout.
+OPERATIONS = {
+    "test_int8_matmul.py": "gpu and (sums_are_exact or scales_bias_and_types or large_problems)",
+    "test_linear_gpu.py": "sums or gradients",
+    "test_reductions.py": "test_every_case and cuda",
+    "test_row_gradients.py": "test_every_case and cuda",
+}
+
+
 @pytest.mark.parametrize("arch", [75, 80])
-def test_linear_layers_are_right_as_for(arch):
-    tests = str(Path(__file__).parent / "test_linear_gpu.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "sums or gradients", tests]
+@pytest.mark.parametrize("file", OPERATIONS)
+def test_operations_are_right_as_for(file, arch):
+    tests = str(Path(__file__).with_name(file))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", OPERATIONS[file], tests]
     done = subprocess.run(command, env=os.environ | {"QFLASH_CUDA_ARCH": str(arch)}, capture_output=True, text=True)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]

@@ -187,16 +187,3 @@ def test_other_instruction_sets(isa):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_shape_that_is_measured(what, dtype):
     check_case(RowCase(16384, 8192, dtype), what, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("arch", [75, 80])
-def test_as_for_older_architectures(arch):
-    """Their PTX, translated by the driver (QFLASH_CUDA_ARCH)."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "test_every_case and cuda", __file__],
-        env={**os.environ, "QFLASH_CUDA_ARCH": str(arch)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout

@@ -285,16 +285,3 @@ def test_a_thousand_runs_give_the_same_bits(what):
     for _ in range(1000):
         again = torch.autograd.grad(out, inputs, top, retain_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("arch", [75, 80])
-def test_as_for_older_architectures(arch):
-    """Their PTX, translated by the driver (QFLASH_CUDA_ARCH)."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "test_every_case and cuda", __file__],
-        env={**os.environ, "QFLASH_CUDA_ARCH": str(arch)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout

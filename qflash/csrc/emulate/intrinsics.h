@@ -52,8 +52,4 @@ inline unsigned atomicMax(unsigned* address, unsigned value) {
   return before;
 }
 inline void __threadfence() {}  // blocks come one after another
-template <class T>
-T __ldcg(const T* address) {
-  return *address;
-}
 void __trap();
