@@ -19,13 +19,13 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_torch")]
 KERNELS = [row.name for row in dispatch.variants_of("attention", "cuda", "pages")]
 ROWS = [row.name for row in dispatch.variants_of("attention", "cuda", "pages") if row.kernel.few_rows]
-INT8 = [row.name for row in dispatch.variants_of("attention", "cuda", "pages_int8")]
+INT8 = [row.name for row in dispatch.variants_of("attention", "cuda", "pages_int8") if row.kernel.few_rows]
 
 
-def check_served(case: Case, kernel: str) -> None:
+def check_served(case: Case, kernel: str, framework: str = "native-cuda") -> None:
     case = suited(case, kernel, arch_of("cuda"))
     if not refusals(case, kernel, arch_of("cuda")):
-        check(case, kernel, "native-cuda")
+        check(case, kernel, framework)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -50,9 +50,8 @@ def test_every_page_size_and_length(kernel, group, head_dim):
     for q_len, turn in product(range(1, 9), range(len(PAGE_SIZES))):
         seed = turn + len(PAGE_SIZES) * (group + q_len)  # which chooses how pools lie in memory, too
         lens = (300, 0, 257, 1)
-        check_served(
-            Case("every", q_len, 300, 2 * group, 2, head_dim, 4, "bfloat16", True, kv_lens=lens, seed=seed), kernel
-        )
+        case = Case("every", q_len, 300, 2 * group, 2, head_dim, 4, "bfloat16", True, kv_lens=lens, seed=seed)
+        check_served(case, kernel, "torch-cuda" if kernel in INT8 else "native-cuda")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
