@@ -284,6 +284,18 @@ def test_a_gradient_that_vanishes_may_keep_what_float32_rounds_off(monkeypatch) 
         compare.check_gradients(SMALL, *(x.astype(np.float32) for x in (wants[0] + 1.1 * off, *wants[1:])))
 
 
+def test_rounded_rotations_of_strong_scores_leave_the_size_of_a_small_gradient_open(monkeypatch) -> None:
+    """A softcap's slopes fall off exponentially, and rounding moves scores of ten thousand by several."""
+    case = replace(SMALL, dtype="float16", rope=Rotary(8), softcap=1.0, data="large")
+    wants = [0 * x for x in compare.expected_gradients(case)[:2]] + [compare.expected_gradients(case)[2]]
+    monkeypatch.setattr(compare, "expected_gradients", lambda _: wants)
+    off = np.linalg.norm(wants[2]) / np.sqrt(wants[0].size)
+    grads = [x.astype(np.float16) for x in (wants[0] + off, *wants[1:])]
+    compare.check_gradients(case, *grads)
+    with pytest.raises(ContractError, match="dq"):
+        compare.check_gradients(replace(case, rope=None), *grads)
+
+
 def test_bits_are_compared() -> None:
     out, lse = result(SMALL)
     compare.check_same_bits(SMALL, (out, lse), (out.copy(), lse))
