@@ -140,16 +140,20 @@ ONE_CODE = [
     row.name for row in CUDA_ROWS if not any("QF_ARCH" in path.read_text() for path in folder_of(row).iterdir())
 ]
 
+# Kernels that ask no more than whether grids may overlap, which is off before Hopper: so it is in libraries of `merge`
+# for 8.0 and of `kv_write` for 7.5. What `quantize` has for Turing alone the emulator runs.
+AS_ON_HOPPER = ("kv_write_pages", "quantize", "rope")
+
 
 def covering() -> list[Unit]:
     """Few units in which every kernel, architecture, dtype and head_dim bucket occurs; test_whole_matrix has all.
 
     Each rung of attention on arrays comes for the first architecture, where tiles pass through registers, the last, and
     one of 8.0, 8.6 and 8.9 in turn; those of ONE_CODE, decoding, gradients and other kinds of k and v for the first and
-    the last; the operations beside it for two, those of ONE_CODE for Hopper alone. Dtypes and buckets come in turn, a
-    different one first for every kernel. Hopper's own `sm90_fwd` comes for four head dims, `sm90_decode` on arrays and
-    on INT8 pages for two, and those that quantize, which nvcc takes long for, once: Hopper's are those that the other
-    tests here look into."""
+    the last; the operations beside it for two, those of ONE_CODE and AS_ON_HOPPER for Hopper alone. Dtypes and buckets
+    come in turn, a different one first for every kernel. Hopper's own `sm90_fwd` comes for four head dims,
+    `sm90_decode` on arrays and on INT8 pages for two, and those that quantize, which nvcc takes long for, once:
+    Hopper's are those that the other tests here look into."""
     kinds = (("float16", 64), ("float16", 112), ("bfloat16", 256))
     chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in kinds]
     chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_fwd_pages"], "float16", 64, 90))  # 32 registers a producer
@@ -170,7 +174,7 @@ def covering() -> list[Unit]:
     chosen += [activated("gemm_tiled", "float32", "silu"), activated("gelu_linear_wmma", "float16", "gelu_tanh")]
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         # For 8.0 gemm_mma is what it is for Hopper; Turing has neither its copies nor its wide tiles.
-        older = [] if row.name in ONE_CODE else [75 if row.name == "gemm_mma" else ARCHES[first % 4]]
+        older = [] if row.name in (*ONE_CODE, *AS_ON_HOPPER) else [75 if row.name == "gemm_mma" else ARCHES[first % 4]]
         if row.kernel.op in ("attention", "attention_backward"):
             few = row.kv != "arrays" or row.name in ONE_CODE or row.kernel.few_rows or row.kernel.op != "attention"
             older = [75] if few else [75, (80, 86, 89)[first % 3]]
