@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -99,7 +99,8 @@ class Case(_ShortRepr):
 
     def make_inputs(self) -> Inputs:
         """Build the arrays: the caller's own."""
-        q, k, v, rope = _drawn(self)
+        # Nothing planted: a place may be a slice, which has no hash before Python 3.12.
+        q, k, v, rope = _drawn(replace(self, plant=()))
         arrays = {"q": q.copy(), "k": k.copy(), "v": v.copy()}
         for name, index, value in self.plant:
             arrays[name][index] = float(value)
