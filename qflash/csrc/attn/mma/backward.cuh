@@ -13,6 +13,7 @@
 #include "attn/mma/nonfinite.cuh"
 #include "attn/mma/product.cuh"
 #include "attn/mma/softmax.cuh"
+#include "ptx/mov.cuh"
 
 namespace qf {
 
@@ -35,20 +36,24 @@ __device__ __forceinline__ float softcap_slope(float score, float softcap) {
   return __fdividef(4.0f * z, (1.0f + z) * (1.0f + z));
 }
 
-// What a score becomes a weight by. kPlain: scales_plainly().
-template <bool kPlain>
+// What a score becomes a weight by. kPlain: scales_plainly(). kAnew: what is computed from softcap is computed again
+// each time. From tile to tile the compiler would keep it in 30 registers.
+template <bool kPlain, bool kAnew = false>
 struct Scores {
   float scale, softcap, factor;  // factor: score_factor()
 
   __device__ __forceinline__ explicit Scores(const QfAttnParams& p)
-      : scale(p.scale), softcap(p.softcap), factor(score_factor(p.scale, p.softcap)) {}
+      : scale(p.scale),
+        softcap(kAnew ? bits_to_float(fresh(float_to_bits(p.softcap))) : p.softcap),
+        factor(score_factor(scale, softcap)) {}
 };
 
 // S, raw scores, becomes P * slope, and A becomes P, rounded. minus_lse(i, j): of the accumulator's four places, in
 // base 2. kPartial: pairs out of sight get 0, by `mask`, which counts from the first column.
-template <class Tensor, bool kPartial, bool kPlain, int kMTiles, int kNTiles, class MinusLse>
+template <class Tensor, bool kPartial, bool kPlain, bool kAnew, int kMTiles, int kNTiles, class MinusLse>
 __device__ __forceinline__ void weigh(float (&S)[kMTiles][kNTiles][4], uint32_t (&A)[kMTiles][kNTiles / 2][4],
-                                      const Scores<kPlain>& scores, MinusLse minus_lse, const TileMask<8>& mask) {
+                                      const Scores<kPlain, kAnew>& scores, MinusLse minus_lse,
+                                      const TileMask<8>& mask) {
   const bool coarsely = softens_coarsely(scores.softcap);
 #pragma unroll
   for (int i = 0; i < kMTiles; ++i)

@@ -65,6 +65,9 @@ constexpr int kMTiles = kHeadDim > 128 || kScarce ? 1 : 2;
 constexpr int kQueryWarps = kBlockRows / (16 * kMTiles);
 template <bool kAsync, bool kPlain>
 constexpr int kQueryStep = kBlockColumns < 32 || (kMTiles == 2 && kHeadDim > 96 && !(kAsync && kPlain)) ? 16 : 32;
+// Tiles that pass through registers leave too few for what a softcap needs.
+template <bool kAsync, bool kPlain>
+constexpr bool kScoresAnew = kModest && kHeadDim > 192 && !kAsync && !kPlain;
 
 // dQ as a product of stored dS and K, whose tiles have 64 keys and 64 queries. A warp owns 64 rows of dQ and a part of
 // the channels, or 32 rows and all of them where head_dim is small.

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kQueryThreads,
     const auto attend = [&](auto partial, auto step, int first) {  // to the tile's keys from `first` on, `step` of them
       constexpr bool kPartial = decltype(partial)::value;
       constexpr int kKeys = decltype(step)::value;
-      const Scores<kPlain> scores(p);
+      const Scores<kPlain, kScoresAnew<kAsync, kPlain>> scores(p);
       const TileMask<8> mask(s_state.mask, s_state.row0(), key0 + first + QueryState::column());
       const auto of_rows = [](const float* s_x) {  // which all columns share
         const float* const s_row = s_x + fresh_tid() / 32 * kWarpQueries + fresh_tid() % 32 / 4;
