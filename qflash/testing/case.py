@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -101,7 +102,7 @@ class Case(_ShortRepr):
         """Build the arrays: the caller's own."""
         # Nothing planted: a place may be a slice, which has no hash before Python 3.12.
         q, k, v, rope = _drawn(replace(self, plant=()))
-        arrays = {"q": q.copy(), "k": k.copy(), "v": v.copy()}
+        arrays, rope = {"q": q.copy(), "k": k.copy(), "v": v.copy()}, deepcopy(rope)
         for name, index, value in self.plant:
             arrays[name][index] = float(value)
         q, k, v = _laid_out(arrays["q"], arrays["k"], arrays["v"], self.layout)

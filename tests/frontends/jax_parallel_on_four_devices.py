@@ -260,12 +260,17 @@ def test_gradients_under_vmap(mesh, strategy):
             np.testing.assert_allclose(got[one], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_forward_mode_is_refused(mesh, strategy):
-    attend = jax.shard_map(
+def self_attention(mesh, strategy: str):
+    """Of one array, which is q, k and v."""
+    return jax.shard_map(
         lambda x: parallel.attention(x, x, x, axis_name="context", strategy=strategy),
         mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forward_mode_is_refused(mesh, strategy):
+    attend = self_attention(mesh, strategy)
     x = jnp.ones((1, 16, 4, 16))
     with pytest.raises(NotImplementedError, match="attention has no forward-mode derivative"):
         jax.jvp(jax.jit(attend), (x,), (x,))
@@ -273,10 +278,7 @@ def test_forward_mode_is_refused(mesh, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_second_derivatives_are_refused(mesh, strategy):
-    attend = jax.shard_map(
-        lambda x: parallel.attention(x, x, x, axis_name="context", strategy=strategy),
-        mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"),
-    )  # fmt: skip
+    attend = self_attention(mesh, strategy)
     first = jax.grad(lambda x: (attend(x) ** 2).sum())
     with pytest.raises(NotImplementedError, match="attention has no second derivative"):
         jax.grad(lambda x: (first(x) ** 2).sum())(jnp.ones((1, 16, 4, 16)))
