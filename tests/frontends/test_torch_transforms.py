@@ -582,7 +582,7 @@ def scaled(q, k, v, sinks):
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 def test_gradient_of_sinks(way, dtype):
     q, k, v = tensors(grad=True)
-    sinks = SINKS.to(dtype).requires_grad_()
+    sinks = SINKS.clone().to(dtype).requires_grad_()
     call = lambda *xs: qflash.attention(*xs[:3], sinks=xs[3])  # noqa: E731
     if way == "compiled":
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
