@@ -137,10 +137,10 @@ FAULTS = {
 HARMLESS = {
     "lag: not waited for": (Fault(CONSUMER, "barrier_sync<kLagBarrier, 2 * kWarpgroupThreads>();"), "pair"),
     "splits: counted before they are in memory": (
-        Fault(SPLITS, "__threadfence();", within="__threadfence();  // the sums, before they are counted"), "splits",
+        Fault(SPLITS, "__syncwarp();", within="__syncwarp();  // every lane has written its sums"), "splits",
     ),
     "splits: read before they are counted": (
-        Fault(SPLITS, "__threadfence();", within="__threadfence();  // the count, before what it counts is read"),
+        Fault(SPLITS, "__syncwarp();", within="__syncwarp();  // what that lane acquired, for all lanes"),
         "splits",
     ),
     "splits: added up by whoever comes": (Fault(SPLITS, "return false;"), "splits"),

@@ -52,6 +52,19 @@ __device__ __forceinline__ unsigned ld_acquire(const unsigned* address) {
 #endif
 }
 
+// Counts one more, and begins again with 0 after `last`; gives the count before. What this thread and those that it has
+// met wrote before is seen by whoever counts later, and by those whom that thread then meets.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-atom
+__device__ __forceinline__ unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) {
+#ifdef __CUDA_ARCH__
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(last) : "memory");
+  return before;
+#else
+  return atomicInc(address, last);
+#endif
+}
+
 // Between two looks at what another block is to write.
 __device__ __forceinline__ void wait_for_blocks_before() {
 #ifdef QF_EMULATOR

@@ -58,23 +58,32 @@ __device__ __forceinline__ bool add_splits(const PartialSums& partials, const Wa
     for (int e = 0; e < 4; ++e) words.word[e] = bits_of_sum(sums[j][e]);
     st_relaxed(g_own + j * 32 * 16, words);
   }
-  __threadfence();  // the sums, before they are counted
-  __syncwarp();
+  __syncwarp();  // every lane has written its sums: the lane that counts releases them
   unsigned before = 0;
-  if (lane == 0) before = atomicInc(partials.counters() + work.tile * kWarps + warp, unsigned(walk.splits - 1));
+  if (lane == 0)
+    before = atomic_inc_acq_rel(partials.counters() + work.tile * kWarps + warp, unsigned(walk.splits - 1));
   if (int(__shfl_sync(0xffffffffu, before, 0)) + 1 < walk.splits) return false;
-  __threadfence();  // the count, before what it counts is read
+  __syncwarp();  // what that lane acquired, for all lanes
+  hold(sums);    // in their registers, whatever the compiler makes of the loads: else large tiles of int32 spill
+  // Two splits at once where registers allow it: their loads are under way together.
+  constexpr int kAtOnce = Config::kSumTiles <= 16 ? 2 : 1;
 #pragma unroll 1
-  for (int split = 0; split < walk.splits; ++split) {
-    const char* const g_split = sums_of(split);
+  for (int first = 0; first < walk.splits; first += kAtOnce) {
+    const char* const g_split = sums_of(first);
+    const bool both = kAtOnce == 2 && first + 1 < walk.splits;
+    const char* const g_other = both ? sums_of(first + 1) : g_split;
 #pragma unroll
     for (int j = 0; j < Config::kSumTiles; ++j) {
       const Word4 words = ld_relaxed(g_split + j * 32 * 16);
+      Word4 others = words;
+      if (kAtOnce == 2) others = ld_relaxed(g_other + j * 32 * 16);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        Sum more;
+        Sum more, other;
         sum_of_bits(words.word[e], more);
-        sums[j][e] = split == 0 ? more : sums[j][e] + more;
+        sum_of_bits(others.word[e], other);
+        sums[j][e] = first == 0 ? more : sums[j][e] + more;
+        if (both) sums[j][e] += other;
       }
     }
   }
