@@ -240,7 +240,7 @@ def _strength(case: Case, inputs: Inputs, integers: Integers | None, power: int 
                 best = np.where(seen & np.isfinite(s), s, 0.0).max(-1)
                 where = (head, np.arange(rows.start, rows.stop)[block]) if case.packed else (b, head, block)
                 if integers is None and inputs.sinks is not None and np.isfinite(inputs.sinks[head]):
-                    best = np.where(seen.any(-1), np.maximum(best, inputs.sinks[head]), best)  # one logit more
+                    best = np.where(seen.any(-1), best + max(inputs.sinks[head], 0.0), best)  # their distance counts
                 result[where] = best
     return result
 

@@ -15,6 +15,7 @@ from qflash.call.op import Plan
 from qflash.call.prepare import Prepared, prepare
 from qflash.call.spec import MOST_DECODE_ROWS
 from qflash.frontends import numpy as numpy_frontend
+from qflash.kernels.limits import whole_blocks_of_int8
 from qflash.ops import attention
 from qflash.ops import problem as problems
 from qflash.ops.backward_memory import DEFAULT_BACKWARD_MEMORY
@@ -183,11 +184,13 @@ def suited(case: Case, kernel: str, arch: int) -> Case:
     row = variant.kernel
     if row.few_rows and not case.packed:
         q_len = min(case.q_len, MOST_DECODE_ROWS * case.kv_heads // case.q_heads)
-        planted = tuple(one for one in case.plant if one[0] != "q" or one[1][1] < q_len)
-        case = replace(case, q_len=q_len, k_len=q_len if case.layout == "fused" else case.k_len, plant=planted)
+        k_len = q_len if case.layout == "fused" else case.k_len
+        planted = tuple(one for one in case.plant if one[1][1] < (q_len if one[0] == "q" else k_len))
+        lens = None if case.kv_lens is None else tuple(min(length, k_len) for length in case.kv_lens)
+        case = replace(case, q_len=q_len, k_len=k_len, plant=planted, kv_lens=lens)
     for head_dim in range(case.head_dim, problems.MAX_HEAD_DIM + 1):
         specs = [variant.spec(arch, dtype, head_dim) for dtype in row.dtypes]
-        dtypes = [spec.dtype for spec in specs if not dispatch.reasons(row, spec)]
+        dtypes = [spec.dtype for spec in specs if not (dispatch.reasons(row, spec) or whole_blocks_of_int8(spec))]
         if dtypes:
             dtype = case.dtype if case.dtype in dtypes else dtypes[case.seed % len(dtypes)]
             return replace(case, dtype=dtype, head_dim=head_dim)

@@ -102,15 +102,13 @@ FAULTS = {
     ),
     "terms: full": (Fault(CONSUMER, "terms_at.wait_full(*s.terms);"), "short", EITHER, ""),
     "terms: never filled": (Fault(PRODUCER, "at.fill(*s.terms);"), "alone", "complaint", "terms full"),
-    "terms: filled before every lane has written": (
-        Fault(PRODUCER, "__syncwarp();", within="__syncwarp();  // every lane has written"), "short", EITHER, "",
+    "terms: filled by one lane for all": (
+        Fault(PRODUCER, "at.fill(*s.terms);", "for (int i = 0; lane == 0 && i < 32; ++i) at.fill(*s.terms);"),
+        "short", EITHER, "",
     ),
     "terms: empty": (Fault(PRODUCER, "at.wait_empty(*s.terms);"), "short", EITHER, ""),
     "terms: not released": (
         Fault(CONSUMER, "terms_at.release(*s.terms);"), "short", "complaint", "terms empty",
-    ),
-    "terms: released before every lane has read": (
-        Fault(CONSUMER, "__syncwarp();", within="__syncwarp();  // every lane has read the terms"), "short", EITHER, "",
     ),
     "panels: written while they are read": (
         Fault(OUTPUT, "wait_stores_read<Config::kWarpPanels - 1>();"), "short", EITHER, "",

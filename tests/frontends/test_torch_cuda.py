@@ -332,7 +332,7 @@ def test_explain_names_the_kernel():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sixteen_bit_arrays_get_the_kernel_of_the_gpu(dtype):
-    q, k, v = (x.cuda() for x in tensors(dim=64, dtype=dtype))
+    q, k, v = (torch.randn(1, 100, 2, 64, device="cuda", dtype=dtype) for _ in "qkv")  # too many rows to decode
     hopper = torch.cuda.get_device_capability() == (9, 0)
     kernel, backward = ("sm90_fwd", "sm90_bwd") if hopper else ("fa_mma", "fa_mma_bwd")
     assert qflash.explain(q, k, v).kernel == kernel

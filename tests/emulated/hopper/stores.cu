@@ -1,5 +1,5 @@
 // ptx/tma.cuh on the way out, hopper/tensor_map.h of words: a warp writes boxes to two panels in turn, swizzled, and
-// the copy engine stores them. Boxes may leave the tensor on any side.
+// the copy engine stores them. Boxes may leave the tensor past its last row and column.
 #include "hopper/tensor_map.h"
 #include "launch_one.cuh"
 #include "ptx/tma.cuh"

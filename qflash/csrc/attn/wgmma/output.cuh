@@ -156,6 +156,7 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const WorkTile<Con
   constexpr int kOTiles = Config::kOTiles;
   const int warp_first = warp_row(), lane = lane_index();
   float sum[2], divisor[2], inverse[2];
+  float share[2] = {1.0f, 1.0f};  // of the result without a sink, and so of the mean
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sum[r] = sum_of_quad(rows.l[r]);
@@ -171,27 +172,19 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const WorkTile<Con
       const float sink = sink_of(p, work.h), offset = has_offset ? last.lse_offset(warp_first + i) : 0.0f;
       const WithSink with(rows.m[r], sink, offset);
       float lse = with.lse(sum[r]) + offset;
-      float share = 1.0f;  // of the result without a sink, and so of the mean
       if (with.sink != 0.0f) {
         const float by = with.keys * rcp(with.total(divisor[r]));
-        inverse[r] = by * last.gain, share = by * divisor[r];
+        inverse[r] = by * last.gain, share[r] = by * divisor[r];
       }
       bool empty = false;
       if (!(sum[r] > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
         const KeyRange keys = work.mask.visible(work.row0 + warp_first + i);
         empty = keys.begin == keys.end;
       }
-      if (empty) lse = sink;
-      if (empty || (Last::kMean && with.sink != 0.0f)) {
+      if (empty) {
+        lse = sink, inverse[r] = 1.0f, share[r] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < kOTiles; ++j) {  // scores of NaN left NaN; zeros, or the mean's share, once it is added
-          const float2 added = last.mean(j);
-          const auto without = [&](float o, float mean) {
-            return empty ? 0.0f - mean : fmaf(o, inverse[r], mean * (share - 1.0f));
-          };
-          O[0][j][2 * r] = without(O[0][j][2 * r], added.x), O[0][j][2 * r + 1] = without(O[0][j][2 * r + 1], added.y);
-        }
-        inverse[r] = 1.0f;
+        for (int j = 0; j < kOTiles; ++j) O[0][j][2 * r] = O[0][j][2 * r + 1] = 0.0f;
       }
       if (p.lse && lane % 4 == 0 && i < own_rows) p.lse[work.lse_at + warp_first + i] = lse;
     }
@@ -201,8 +194,8 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const WorkTile<Con
     const float2 added = last.mean(j);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float x = O[0][j][e], by = inverse[e / 2];
-      O[0][j][e] = Last::kMean ? fmaf(x, by, e % 2 ? added.y : added.x) : x * by;
+      const float x = O[0][j][e], by = inverse[e / 2], mean = (e % 2 ? added.y : added.x) * share[e / 2];
+      O[0][j][e] = Last::kMean ? fmaf(x, by, mean) : x * by;
     }
   }
   using Element = typename Config::Element;

@@ -77,6 +77,12 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
+inline cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= emulate::kDevices) return emulate::as_last_error(cudaErrorInvalidDevice);
+  emulate::device = device;
+  return cudaSuccess;
+}
+
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (device < 0 || device >= emulate::kDevices) return emulate::as_last_error(cudaErrorInvalidDevice);
   if (attribute != cudaDevAttrMultiProcessorCount) return emulate::as_last_error(cudaErrorInvalidValue);

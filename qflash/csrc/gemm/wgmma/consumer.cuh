@@ -62,8 +62,7 @@ struct Consumer {
       if (mine && walk.splits > 1)
         mine = add_splits<Config>(partials, walk, work, rank * Config::kConsumerWarps + output.warp, lane, sums);
       if (mine) write_out(row0, work.column0);
-      __syncwarp();  // every lane has read the terms
-      if (lane == 0) terms_at.release(*s.terms);
+      terms_at.release(*s.terms);  // each lane for what it read
       terms_at.advance();
     });
     output.finish();

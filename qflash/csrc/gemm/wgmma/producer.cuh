@@ -85,8 +85,7 @@ __device__ __forceinline__ void stage_terms(const QfLinearParams& p, const Walk&
       const int row0 = work.row0 + rank * Config::kRows;
       for (int i = lane; i < Config::kRows; i += 32) s.x_scale[i] = row0 + i < p.m ? row_scale(p, row0 + i) : 1.0f;
     }
-    __syncwarp();  // every lane has written
-    if (lane == 0) at.fill(*s.terms);
+    at.fill(*s.terms);  // each lane for what it wrote
     at.advance();
   });
 }

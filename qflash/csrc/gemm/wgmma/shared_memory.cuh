@@ -35,10 +35,11 @@ struct SharedMemory {
     terms = reinterpret_cast<Ring<1>*>(steps + 1);
     static_assert(sizeof *steps + sizeof *terms == Config::kBarrierBytes, "");
   }
-  // One thread. Consumers arrive once a warp.
+  // One thread. At steps consumers arrive once a warp, at terms every thread does for itself: racecheck does not see
+  // that lanes that met may arrive as one.
   __device__ __forceinline__ void init_barriers() const {
     steps->init(Config::kCluster * Config::kConsumerWarps, "step full", "step empty");
-    terms->init(Config::kConsumerWarps, "terms full", "terms empty");
+    terms->init(32 * Config::kConsumerWarps, "terms full", "terms empty", 32);
     fence_mbarrier_init();  // the barriers, to the copy engine and the cluster
   }
 };
