@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 
 import qflash
@@ -338,6 +340,19 @@ def test_sixteen_bit_arrays_get_the_kernel_of_the_gpu(dtype):
     assert qflash.explain(q, k, v).kernel == kernel
     assert torch.equal(qflash.attention(q, k, v), qflash.attention(q, k, v, kernel=kernel))
     assert qflash.explain(q, k, v).backward == backward
+
+
+@pytest.mark.parametrize("name", ["attention", "linear"])
+def test_a_thread_that_has_asked_nothing_of_the_gpu(name):
+    """It has no context, which the driver wants for a tensor map."""
+    q = torch.randn(1, 300, 2, 64, device="cuda", dtype=torch.float16)
+    x = torch.randn(256, 256, device="cuda", dtype=torch.float16)
+    call = {"attention": lambda: qflash.attention(q, q, q), "linear": lambda: qflash.linear(x, x)}[name]
+    want, found = call(), []  # which leaves PyTorch memory for another result
+    thread = Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], want)
 
 
 @pytest.mark.parametrize("dim", [20, 100])
