@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from llama.hf_model import ATTENTION, SIZES, Learner, config_of
+from llama.hf_model import ATTENTION, FUSED, SIZES, Learner, config_of
 from llama.text import all_sources, batches, windows
 
 # By size: what fits the machine that it is for.
@@ -51,7 +51,7 @@ class Stopwatch:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a Llama of transformers on the standard library's sources.")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--attention", choices=ATTENTION, nargs="+", default=["qflash", "sdpa"])
+    parser.add_argument("--attention", choices=ATTENTION, nargs="+", default=[*ATTENTION])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, help="a folder for curves and the checkpoint; default: they are not kept")
     parser.add_argument("--seed", type=int, default=0)
@@ -106,7 +106,9 @@ def tell_speeds(rows: dict[str, list[dict[str, float]]]) -> None:
 def main() -> None:
     given = arguments()
     learners = {
-        name: Learner(config_of(given.size, given.length, name), given.device, given.rate, given.steps, given.seed)
+        name: Learner(
+            config_of(given.size, given.length, name), given.device, given.rate, given.steps, given.seed, name in FUSED
+        )
         for name in dict.fromkeys(given.attention)
     }
     first = next(iter(learners.values()))

@@ -8,9 +8,11 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama.shape import BYTES
-from qflash.integrations.transformers import register
+from qflash.integrations.transformers import fuse_layers, register
 
-ATTENTION = {"qflash": "qf", "sdpa": "sdpa"}  # by the name in curves: what transformers calls it
+# By the name in curves: what transformers calls the attention. With FUSED the layers between are qflash's, too.
+ATTENTION = {"qflash": "qf", "qflash-fused": "qf", "sdpa": "sdpa"}
+FUSED = ("qflash-fused",)
 SIZES = {
     "small": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "num_attention_heads": 4},
     "base": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 6},
@@ -34,9 +36,13 @@ def config_of(size: str, length: int, attention: str) -> LlamaConfig:
 class Learner:
     """A model and AdamW. Weights are float32; on a GPU products are in bfloat16, with weights rounded for each step."""
 
-    def __init__(self, config: LlamaConfig, device: str, rate: float, steps: int, seed: int) -> None:
+    def __init__(
+        self, config: LlamaConfig, device: str, rate: float, steps: int, seed: int, is_fused: bool = False
+    ) -> None:
         torch.manual_seed(seed)
         self.model = LlamaForCausalLM(config).to(device)
+        if is_fused:
+            fuse_layers(self.model)
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.weights = [x.detach().clone() for x in self.model.parameters()]
         for x in self.model.parameters():  # not model.to, which would round the frequencies of rope as well

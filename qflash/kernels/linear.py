@@ -124,7 +124,6 @@ LINEAR: tuple[Kernel, ...] = (
         dtypes=HALVES,
         min_arch=90,
         later_arches=False,
-        automatic=False,  # until a GPU has run and timed it: docs/log/sm90_linear_bwd.md
     ),
     Kernel(
         name="linear_bwd",

@@ -31,6 +31,7 @@ FAULTS = {  # in the order of hopper/faults.cu
     "no store fence": "a store reads what a thread wrote, without a fence between",
     "no store wait": "a store that nobody waited for was under way",
     "odd store": "a swizzled box begins at byte 512",
+    "early store": "a store begins before its tensor",
     "ended block": "of its cluster, which has ended",
     "no meeting": "no mbarrier was initialised",
 }

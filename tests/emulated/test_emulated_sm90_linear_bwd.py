@@ -178,10 +178,8 @@ def test_what_it_refuses(shared_cache):
 
 
 def test_who_serves_gradients_on_hopper():
-    """Nobody gets it who does not ask for it, as long as no GPU has run it; the table says why it does not serve."""
     spec = Spec("cuda", 90, "bfloat16", op="linear_backward", layout="n", activation="gelu")
-    assert dispatch.choose(spec).name == "linear_bwd" and dispatch.choose(spec, KERNEL).name == KERNEL
-    assert [verdict for name, verdict, _ in dispatch.verdicts(spec) if name == KERNEL] == ["on request"]
+    assert dispatch.choose(spec).name == KERNEL
     for change, why in (
         ({"dtype": "float32"}, "takes float16, bfloat16, not float32"),
         ({"arch": 80}, "needs compute capability 9.0, this GPU has 8.0"),

@@ -125,6 +125,10 @@ FAULTS = {
     "panels: stored, and not committed": (
         Fault(OUTPUT, "commit_stores();"), "short", EITHER, "",
     ),
+    "tensor map: of a thread without a context": (
+        Fault("hopper/tensor_map.h", "if (const cudaError_t error = cudaSetDevice(device)) return error;"),
+        "alone", EITHER, "",
+    ),
     "splits: not added up": (Fault(SPLITS, "return true;", "return false;"), "splits", "contract", ""),
 }  # fmt: skip
 

@@ -20,10 +20,12 @@ rows       what such a pass knows of each request, and its next token
 stand_ins  what a module computes, found out by trying it
 joined     fuse_projections: layers that read the same input as one product
 int8_linears  quantize_linears: linear layers in INT8
+fused_layers  fuse_layers: small steps between products as one each, for training
 """
 
 from qflash.integrations.transformers.batching import Batcher
 from qflash.integrations.transformers.decoding import Decoder, Generated, generate
+from qflash.integrations.transformers.fused_layers import fuse_layers
 from qflash.integrations.transformers.int8_linears import Int8Layers, Int8Linear, quantize_linears
 from qflash.integrations.transformers.joined import fuse_projections
 from qflash.integrations.transformers.names import register
@@ -38,6 +40,7 @@ __all__ = [
     "Int8Linear",
     "PagedCache",
     "Request",
+    "fuse_layers",
     "fuse_projections",
     "generate",
     "quantize_linears",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,17 +82,18 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def _norm(module: Any, is_plus_one: bool) -> Forward:
-    original, eps = type(module).forward, norm_eps(module)
+    return partial(fused_norm, module, is_plus_one)
 
-    def forward(*arguments: Any, **words: Any) -> Any:
-        x, weight = arguments[0] if arguments else None, module.weight
-        # A gate, say, or a shape that broadcasts: the module knows what that means.
-        if words or len(arguments) != 1 or not isinstance(x, Tensor) or x.shape[-1:] != weight.shape:
-            return original(module, *arguments, **words)
-        if is_plus_one:  # 1 + w is rounded in no type but float32, in which the module computes it
-            return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
-        if x.dtype is not weight.dtype:  # PyTorch's one kernel takes one type
-            return original(module, *arguments)
-        return F.rms_norm(x, weight.shape, weight, eps)
 
-    return forward
+def fused_norm(module: Any, is_plus_one: bool, *arguments: Any, **words: Any) -> Any:
+    """What an RMS norm that `norm_weight` knows computes, in PyTorch's one kernel."""
+    original, weight = type(module).forward, module.weight
+    x = arguments[0] if arguments else None
+    # A gate, say, or a shape that broadcasts: the module knows what that means.
+    if words or len(arguments) != 1 or not isinstance(x, Tensor) or x.shape[-1:] != weight.shape:
+        return original(module, *arguments, **words)
+    if is_plus_one:  # 1 + w is rounded in no type but float32, in which the module computes it
+        return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), norm_eps(module)).to(x.dtype)
+    if x.dtype is not weight.dtype:  # PyTorch's one kernel takes one type
+        return original(module, *arguments)
+    return F.rms_norm(x, weight.shape, weight, norm_eps(module))

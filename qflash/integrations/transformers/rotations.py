@@ -79,16 +79,12 @@ class Rotations:
 
     def forward_of(self, name: str, module: nn.Module) -> Callable[..., Any] | None:
         """A forward for `module` that leaves its rotation out; None: it is not understood."""
+        found = rotation_of(module)
+        if found is None:
+            return None
         original = type(module).forward
-        is_function = isinstance(original, FunctionType) and "forward" not in vars(module)
-        if not is_function or NAME not in original.__code__.co_names:
-            return None
-        rotate = original.__globals__.get(NAME)
-        form = rotation_tables(rotate) if callable(rotate) else None
-        if form is None:
-            return None
-        layer = _Layer(self, name, rotate, form)
-        inner = _with_global(original, NAME, layer.record)
+        layer = _Layer(self, name, *found)
+        inner = with_global(original, NAME, layer.record)
         self.names.append(name)
         return lambda *arguments, **words: layer.run(
             MethodType(inner, module), MethodType(original, module), arguments, words
@@ -163,21 +159,13 @@ class _Layer:
         self._rotations.give_up(self._name)
 
     def _is_served(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        if q.ndim != 4 or k.ndim != 4 or cos.ndim != 3 or cos.shape != sin.shape or q.shape[-1] % 2:
-            return False
-        batch, _, length, head_dim = q.shape
-        width = head_dim if self._form == "twice" else head_dim // 2
-        if (k.shape[0], *k.shape[2:]) != (batch, length, head_dim) or cos.shape[0] not in (1, batch):
-            return False
-        return cos.shape[1:] == (length, width) and self._is_halved(cos, sin)
+        return fits(q, k, cos, sin, self._form) and self._is_halved(cos, sin)
 
     def _is_halved(self, cos: Tensor, sin: Tensor) -> bool:
         """Whether each angle is there twice, as it is everywhere but where several positions are mixed. It is looked at
         once, with the prompt, because steps that a CUDA graph holds have values that nobody can look at."""
         if self._has_halves is None:
-            half = cos.shape[-1] // 2
-            is_equal = self._form == "once" or all(torch.equal(x[..., :half], x[..., half:]) for x in (cos, sin))
-            self._has_halves = is_equal
+            self._has_halves = has_halves(cos, sin, self._form)
         return self._has_halves
 
 
@@ -199,7 +187,35 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
+def rotation_of(module: nn.Module) -> tuple[Callable[..., Any], str] | None:
+    """The function that an attention module rotates q and k by, and how it wants its tables (`rotation_tables`); None
+    where it is not understood."""
+    original = type(module).forward
+    is_function = isinstance(original, FunctionType) and "forward" not in vars(module)
+    if not is_function or NAME not in original.__code__.co_names:
+        return None
+    rotate = original.__globals__.get(NAME)
+    form = rotation_tables(rotate) if callable(rotate) else None
+    return None if form is None else (rotate, form)
+
+
+def fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: str) -> bool:
+    """Whether q and k `[B, H, T, D]` and tables of a form have the shapes of a rotation of all channels."""
+    if q.ndim != 4 or k.ndim != 4 or cos.ndim != 3 or cos.shape != sin.shape or q.shape[-1] % 2:
+        return False
+    batch, _, length, head_dim = q.shape
+    if (k.shape[0], *k.shape[2:]) != (batch, length, head_dim) or cos.shape[0] not in (1, batch):
+        return False
+    return cos.shape[1:] == (length, head_dim if form == "twice" else head_dim // 2)
+
+
+def has_halves(cos: Tensor, sin: Tensor, form: str) -> bool:
+    """Whether each angle of the tables is there twice, or is meant once."""
+    half = cos.shape[-1] // 2
+    return form == "once" or all(torch.equal(x[..., :half], x[..., half:]) for x in (cos, sin))
+
+
+def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
     """The same function, to which a global name means something else. Nobody else's does."""
     names = function.__globals__ | {name: value}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)

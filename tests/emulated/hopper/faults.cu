@@ -30,6 +30,7 @@ enum Fault {
   kNoStoreFence,
   kNoStoreWait,
   kOddStore,
+  kEarlyStore,
   kEndedBlock,
   kNoMeeting,
 };
@@ -83,7 +84,8 @@ __global__ void store(Fault fault, const __grid_constant__ CUtensorMap map, floa
   if (threadIdx.x == 0) {
     for (int i = 0; i < 8; ++i) s_memory[i] = make_float4(1, 1, 1, 1);
     if (fault != kNoStoreFence) qf::fence_proxy_async();
-    qf::store_box(&map, 0, 0, 0, 0, reinterpret_cast<char*>(s_memory) + (fault == kOddStore ? 512 : 0));
+    qf::store_box(&map, fault == kEarlyStore ? -16 : 0, 0, 0, 0,
+                  reinterpret_cast<char*>(s_memory) + (fault == kOddStore ? 512 : 0));
     qf::commit_stores();
     if (fault != kNoStoreWait) qf::wait_stores_read<0>();
   }

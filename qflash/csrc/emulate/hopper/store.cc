@@ -40,6 +40,8 @@ void store_box(const void* map, const int (&at)[4], const void* s_from) {
                           fiber_now,
                           own_state().store_groups};
   if (!store.map.base) fail("the tensor map was not encoded");
+  for (const int first : at)
+    if (first < 0) fail("a store begins before its tensor, an illegal instruction on an H200");
   if (shared_offset(s_from) % 1024) fail("a swizzled box begins " + at_byte(s_from) + ", not at whole 1024");
   if (int64_t(shared_offset(s_from)) + store.map.rows * store.map.row_bytes > block_shared_bytes)
     fail("a store leaves shared memory");

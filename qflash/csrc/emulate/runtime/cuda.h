@@ -5,7 +5,7 @@
 
 using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
-enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
+enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_INVALID_CONTEXT };
 enum CUtensorMapDataType {  // bytes
   CU_TENSOR_MAP_DATA_TYPE_UINT8 = 1,
   CU_TENSOR_MAP_DATA_TYPE_UINT16 = 2,
@@ -18,6 +18,10 @@ enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 using CUtensorMap = emulate::TensorMap;
 
 namespace emulate {
+
+// Has the calling thread a context? On a GPU the first call that asks something of the device gives it one; here
+// cudaSetDevice alone does, so that nobody relies on such a call.
+extern thread_local bool has_context;
 
 // Refuses what the driver refuses, and boxes that copy_box() does not know.
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType element, cuuint32_t rank, void* base,

@@ -80,6 +80,7 @@ inline cudaError_t cudaGetDevice(int* device) {
 inline cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= emulate::kDevices) return emulate::as_last_error(cudaErrorInvalidDevice);
   emulate::device = device;
+  emulate::has_context = true;
   return cudaSuccess;
 }
 
