@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL = 220  # pixels
-LOOKS = {"qflash": KERNELS["cpu"], "sdpa": PEERS["torch SDPA"]}
+LOOKS = {"qflash": KERNELS["cpu"], "qflash-fused": KERNELS["sm90_fwd"], "sdpa": PEERS["torch SDPA"]}
 
 
 @dataclass(frozen=True)

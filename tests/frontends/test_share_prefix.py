@@ -271,4 +271,4 @@ class TestSharedPages:
     def test_what_pays(self):
         assert not pays(1, 10**12, "cpu") and not pays(8, 0, "cpu")
         on_gpu = type("device", (), {"type": "cuda"})()
-        assert pays(8, 2**22, on_gpu) and not pays(2, 2**23, on_gpu) and pays(2, 2**23, "cpu")
+        assert pays(8, 2**26, on_gpu) and not pays(8, 2**25, on_gpu) and pays(2, 2**23, "cpu")
