@@ -70,6 +70,11 @@ def tensors(batch=2, q_len=9, k_len=13, q_heads=4, kv_heads=2, dim=16, dtype=tor
     return one(q_len, q_heads), one(k_len, kv_heads), one(k_len, kv_heads)
 
 
+def stacked(count=3, **kw):
+    """q, k, v of several seeds, with one more dimension in front."""
+    return [torch.stack(x) for x in zip(*(tensors(seed=s, **kw) for s in range(count)), strict=True)]
+
+
 def packed(pieces):
     """Batches of one, one after another: q, k, v leaves that require gradients if the pieces do, and cu_seqlens."""
     q, k, v = (
