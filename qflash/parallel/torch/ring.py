@@ -8,7 +8,8 @@ and their gradients follow one hop behind; every share is computed from the out 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,8 +52,7 @@ def attend_blocks(
     for parts, block in zip(steps, blocks, strict=True):
         for part in parts:
             merged.add(part.q, q, *of.attend(part, q, block[0], block[1], sinks))
-    out, lse = merged.results(q)
-    return _converted(out, q.dtype), lse
+    return merged.results(q)
 
 
 def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,49 +73,73 @@ def _going_round(block: Tensor, steps: int, of: Sequences, ranks: Ranks) -> Iter
 
 
 class _Merged:
-    """A float32 out and an lse that parts are merged into. Rows that no part has had are zeros and -inf."""
+    """Float32 results and their lse, which parts are merged into, in pieces: a part of some rows alone cuts those there
+    are, so that it is merged into these rows and nothing is copied. Rows that no part has had are zeros and -inf."""
 
     def __init__(self, token_dim: int) -> None:
         self._dim = token_dim
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
+        self._pieces: list[_Piece] = []  # of all rows, in their order, once there is a part
 
     def add(self, rows: Span, like: Tensor, out: Tensor, lse: Tensor) -> None:
         """Merge the result of some rows. like: a tensor of the shape of all of them."""
-        if self.out is None or self.lse is None:
+        first, end = rows
+        if not self._pieces:
             self._begin(rows, like, out, lse)
-        elif rows == (0, self.out.shape[self._dim]):
-            self.out, self.lse = merge(self.out, self.lse, out, lse)
-        else:
-            place, place_lse = self._rows(rows)
-            merged, merged_lse = merge(place, place_lse, out, lse)
-            place.copy_(merged)
-            place_lse.copy_(merged_lse)
+            return
+        pieces = []
+        for piece in self._cut(first, end):
+            if first <= piece.first and piece.end <= end:
+                part = (
+                    self._rows(x, at, piece.first - first, piece.end - first) for x, at in ((out, self._dim), (lse, -1))
+                )
+                piece = _Piece(piece.first, piece.end, *merge(piece.out, piece.lse, *part))
+            pieces.append(piece)
+        self._pieces = pieces
 
     def results(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse of all rows."""
-        if self.out is None or self.lse is None:
-            return self._empty(like)
-        return self.out, self.lse
+        """out, in the type of `like`, and lse of all rows."""
+        if not self._pieces:
+            empty = self._empty(like, 0, like.shape[self._dim])
+            return _converted(empty.out, like.dtype), empty.lse
+        if len(self._pieces) == 1:
+            return _converted(self._pieces[0].out, like.dtype), self._pieces[0].lse
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        for piece in self._pieces:
+            self._rows(out, self._dim, piece.first, piece.end).copy_(piece.out)
+        return out, torch.cat([piece.lse for piece in self._pieces], -1)
 
     def _begin(self, rows: Span, like: Tensor, out: Tensor, lse: Tensor) -> None:
-        if rows == (0, like.shape[self._dim]):
-            self.out, self.lse = _converted(out, torch.float32), lse
-            return
-        self.out, self.lse = self._empty(like)
-        place, place_lse = self._rows(rows)
-        place.copy_(out)
-        place_lse.copy_(lse)
+        (first, end), length = rows, like.shape[self._dim]
+        pieces = [self._empty(like, 0, first), _Piece(first, end, _converted(out, torch.float32), lse)]
+        pieces.append(self._empty(like, end, length))
+        self._pieces = [piece for piece in pieces if piece.end > piece.first] or pieces[:1]
 
-    def _empty(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        of_lse = (*like.shape[: self._dim], like.shape[-2], like.shape[self._dim])
+    def _cut(self, *places: int) -> Iterator[_Piece]:
+        """The pieces, cut at some rows."""
+        for piece in self._pieces:
+            ends = [piece.first, *(row for row in places if piece.first < row < piece.end), piece.end]
+            for first, end in pairwise(ends):
+                within = first - piece.first, end - piece.first
+                yield _Piece(first, end, self._rows(piece.out, self._dim, *within), self._rows(piece.lse, -1, *within))
+
+    def _empty(self, like: Tensor, first: int, end: int) -> _Piece:
+        shape = list(like.shape)
+        shape[self._dim] = end - first
+        of_lse = (*shape[: self._dim], shape[-2], end - first)
         lse = torch.full(of_lse, -torch.inf, dtype=torch.float32, device=like.device)
-        return torch.zeros(like.shape, dtype=torch.float32, device=like.device), lse
+        return _Piece(first, end, torch.zeros(shape, dtype=torch.float32, device=like.device), lse)
 
-    def _rows(self, rows: Span) -> tuple[Tensor, Tensor]:
-        assert self.out is not None and self.lse is not None
-        start, length = rows[0], rows[1] - rows[0]
-        return self.out.narrow(self._dim, start, length), self.lse.narrow(-1, start, length)
+    def _rows(self, x: Tensor, dim: int, first: int, end: int) -> Tensor:
+        return x if (first, end) == (0, x.shape[dim]) else x.narrow(dim, first, end - first)
+
+
+class _Piece(NamedTuple):
+    """Rows from `first` to `end`."""
+
+    first: int
+    end: int
+    out: Tensor
+    lse: Tensor
 
 
 class _Ring(ByHand):
