@@ -104,6 +104,21 @@ def _static(model: Any, ids: Any, count: int) -> Any:
     return _transformers(model, ids, count, static=True)
 
 
+@contextmanager
+def _static_by_qflash(model: Any, ids: Any, count: int) -> Iterator[Generate]:
+    """transformers' own loop and compiler, over our operators."""
+    from qflash.integrations.transformers import register
+
+    register()
+    before = model.config._attn_implementation
+    model.set_attn_implementation("qf")
+    try:
+        with _transformers(model, ids, count, static=True) as generate:
+            yield generate
+    finally:
+        model.set_attn_implementation(before)
+
+
 def _int8_pages(model: Any, ids: Any, count: int) -> Any:
     return _qflash(model, ids, count, "int8")
 
@@ -114,6 +129,7 @@ CONTENDERS = {
     for one in (
         Contender("hf", HF, _transformers, pages=False, is_prepared=False),
         Contender("hf-static", STATIC, _static, pages=False),
+        Contender("qflash-static", "qflash in HF static, compiled", _static_by_qflash, pages=False),
         Contender("qflash", "qflash", _qflash),
         Contender("qflash-kv8", "qflash, INT8 KV", _int8_pages, int8_pages=True),
         Contender("qflash-joined", "qflash, joined", _qflash, "joined"),
