@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import int8_accuracy, limits, profiles, roofline
 from bench import rows as store
-from bench.drawing import errors, page, speed, tradeoff
+from bench.drawing import bars, errors, page, speed, tradeoff
 from bench.drawing.sections import sections
 from qflash import machine
 
@@ -50,6 +50,8 @@ def _form(rows: list[Row]) -> Callable[[], Figure] | None:
     """How rows are drawn; None: they are for tables alone."""
     if rows[0]["kind"] == "accuracy":
         return partial(errors.figure, rows)
+    if rows[0]["kind"] == "models":
+        return partial(bars.figure, rows)
     return partial(speed.figure, rows) if sections(rows) else None
 
 

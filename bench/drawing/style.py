@@ -50,6 +50,7 @@ KERNELS = {
     "triton_decode": Look(Colour("#a03fb0", "#e08cf0"), "H"),
     "sm90_bwd": Look(Colour("#f0640a", "#ff8f3f"), "o"),
     "fa_mma_bwd": Look(Colour("#7a1f2b", "#c96a6a"), "^"),
+    "qflash": Look(Colour("#e0480c", "#ff7a45"), "o"),  # a model's every layer
     "cpu": Look(Colour("#e8560a", "#ff9a52"), "o"),
     "cpu_int8": Look(Colour("#c41034", "#ff6b76"), "s"),
 }
@@ -72,6 +73,8 @@ PEERS = {
     "torch.compile": Look(Colour("#57606a", "#afb8c1"), ">", "--"),
     "Triton tutorial": Look(Colour("#2f6f9f", "#79b8e8"), "h", "--"),
     "jax.nn": Look(Colour("#0a9396", "#5fd3c4"), "d", "--"),
+    "HF default": Look(Colour("#7b8794", "#9aa5b1"), "v", "--"),
+    "HF static, compiled": Look(Colour("#3e4c59", "#cbd2d9"), ">", "--"),
     "jax.nn xla": Look(Colour("#3d7ea6", "#86bbd8"), "<", "--"),
 }
 

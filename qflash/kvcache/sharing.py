@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 # Measured on an H200, heads of 128 channels in 16 bits (python -m bench.words): where 96 to 126 MiB are not read again,
-# calls take 0.56 to 0.85 of the speed, because L2 serves what several sequences read; from 384 MiB on 1.1 to 1.7.
+# calls run at 0.56 to 0.85 of the speed, because L2 serves what several sequences read; from 384 MiB on at 1.1 to 2.6.
+# Nothing between them was measured.
 LEAST_GPU_BYTES = 256 << 20
 # Two to four sequences with prefixes of 256 to 1024 tokens took as long either way, on two cores.
 LEAST_CPU_BYTES = 6 << 20

@@ -263,7 +263,7 @@ def _difference(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def _condition(want: Expected) -> np.ndarray:
-    return np.maximum(1.0, want.strength / PLAIN_STRENGTH)
+    return np.maximum(1.0, want.distance / PLAIN_STRENGTH)
 
 
 def _rounded_rotation(case: Case, strength: np.ndarray) -> np.ndarray:

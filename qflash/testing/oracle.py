@@ -51,6 +51,8 @@ class Expected:
     out, lse: the result. weight: per row, the 2-norm of sum_j p_j |v_j|, what rounding in PV is relative to.
     strength: per row, the greatest scale * sum_d |q_d k_d| it sees, what rounding in a score is relative to; quantized,
     the greatest scale * (max|q| sum|k| + max|k| sum|q|) with k less its mean, what rounding to integers is relative to.
+    distance: strength, and a sink above 0 with it: weights are exponentials of distances from lse, and a score may be
+    that far below its sink. A sink below 0 is no farther from the scores than 0 is, or counts for nothing beside them.
     rounded: out after the roundings nobody can avoid in the case's dtype (see `rounding_model`); out in float32.
     """
 
@@ -58,6 +60,7 @@ class Expected:
     lse: np.ndarray
     weight: np.ndarray
     strength: np.ndarray
+    distance: np.ndarray
     rounded: np.ndarray
 
 
@@ -75,7 +78,9 @@ def expected(case: Case, precision: str = "native") -> Expected:
         weight = np.sqrt((size * size).sum(-1))
     weight = weight.T if case.packed else weight.swapaxes(-1, -2)
     rounded = out if case.dtype == "float32" else rounding_model(case, inputs)
-    return Expected(out, lse, weight, _strength(case, inputs, PLAIN_INTEGERS if quantized else None), rounded)
+    strength = _strength(case, inputs, PLAIN_INTEGERS if quantized else None)
+    sinks = np.zeros(case.q_heads) if inputs.sinks is None else np.where(np.isfinite(inputs.sinks), inputs.sinks, 0.0)
+    return Expected(out, lse, weight, strength, strength + np.maximum(sinks, 0.0)[:, None], rounded)
 
 
 def weights_dtype(case: Case, kernel: str) -> str:
@@ -239,8 +244,6 @@ def _strength(case: Case, inputs: Inputs, integers: Integers | None, power: int 
                     s = scale * (q[rows][block, head] @ k[keys][:, head // group].T)
                 best = np.where(seen & np.isfinite(s), s, 0.0).max(-1)
                 where = (head, np.arange(rows.start, rows.stop)[block]) if case.packed else (b, head, block)
-                if integers is None and inputs.sinks is not None and np.isfinite(inputs.sinks[head]):
-                    best = np.where(seen.any(-1), best + max(inputs.sinks[head], 0.0), best)  # their distance counts
                 result[where] = best
     return result
 

@@ -185,7 +185,8 @@ def suited(case: Case, kernel: str, arch: int) -> Case:
     if row.few_rows and not case.packed:
         q_len = min(case.q_len, MOST_DECODE_ROWS * case.kv_heads // case.q_heads)
         k_len = q_len if case.layout == "fused" else case.k_len
-        planted = tuple(one for one in case.plant if one[1][1] < (q_len if one[0] == "q" else k_len))
+        most = {"q": q_len, "k": k_len, "v": k_len}
+        planted = tuple(one for one in case.plant if len(one[1]) < 2 or one[1][1] < most[one[0]])
         lens = None if case.kv_lens is None else tuple(min(length, k_len) for length in case.kv_lens)
         case = replace(case, q_len=q_len, k_len=k_len, plant=planted, kv_lens=lens)
     for head_dim in range(case.head_dim, problems.MAX_HEAD_DIM + 1):

@@ -172,8 +172,8 @@ def test_the_time_of_one_gpu_is_what_was_measured(rows, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_length_that_was_not_measured_is_foretold_by_its_neighbour(rows, kind):
-    """Without the rows of 16384 tokens, those of 8192 (4096, backward) say how long these take. Causal gradients of 4096
-    tokens reach 0.84 of the rate of 16384, so that this is how far off the estimate is."""
+    """Without the rows of 16384 tokens, those of 8192 (4096, backward) say how long these take. Causal gradients of
+    4096 tokens reach 0.84 of the rate of 16384, so that this is how far off the estimate is."""
     rates = MeasuredRates.of_rows((row for row in rows if row.get("Tq") != 16384), 128, "bfloat16")
     for row in problems(rows, kind, 16384):
         layer = Layer(16384, row["Hq"], row["Hkv"], 128, row["causal"], batch=row["B"])

@@ -50,7 +50,7 @@ def test_every_preset_with_rates_has_its_picture():
     expected = {
         str(path.with_suffix(".svg").relative_to(store.ROOT))
         for path in store.RESULTS.glob("*/*.jsonl")
-        if path.stem != "run" and store.read(path)[0]["kind"] in RATES | {"accuracy"}
+        if path.stem != "run" and store.read(path)[0]["kind"] in RATES | {"accuracy", "models"}
     }
     others = {"profiles/h200/roofline.svg", "bench/results/nvidia-h200/accuracy-speed.svg"}
     assert set(PICTURES) == expected | others
@@ -115,7 +115,7 @@ def test_every_candidate_has_its_name_and_its_colour(name):
     drawn, rows = figure(name), rows_of(name)
     texts = {text.get_text() for text in shown_texts(drawn)}
     shown = [row for row in rows if name != "profiles/h200/roofline.svg" or row["kernel"] in presets.LADDER]
-    parts = {row["candidate"] for row in shown if sections.is_part(row)}
+    parts = {row["candidate"] for row in shown if row.get("kernel") and sections.is_part(row)}
     candidates = {row["candidate"] for row in shown}
     if name.endswith("roofline.svg"):
         texts = {f"qflash {text.partition(',')[0]}" for text in texts}
@@ -135,7 +135,9 @@ def test_every_candidate_is_in_the_table_of_colours(name):
     assert not unknown, "bench/drawing/style.py has no line for them"
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if "results" in name and "accuracy" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in PICTURES if "results" in name and not re.search("accuracy|models", name)]
+)
 def test_every_row_is_drawn_once_where_it_belongs(name):
     rows = rows_of(name)
     drawn = figure(name)
@@ -150,6 +152,16 @@ def test_every_row_is_drawn_once_where_it_belongs(name):
         for title in section.panels if not section.bars else ():
             assert by_title[title].get_xscale() == "log" and by_title[title].xaxis.get_transform().base == 2
             assert section.kind == "decode" or re.fullmatch(r"D = \d+, (full|causal)", title)
+
+
+def test_a_bar_for_each_contender_of_a_model():
+    name = "bench/results/nvidia-h200/models.svg"
+    rows = [row for row in rows_of(name) if "skipped" not in row]
+    points = {(row["model"], row["B"], row["prompt"]) for row in rows}
+    assert len(figure(name).axes) == len(points) > 1
+    assert [bar.get_width() for axes in figure(name).axes for bar in axes.patches] == [
+        row["decode_tokens_s"] for row in rows
+    ]
 
 
 def test_the_limits_are_drawn():
@@ -200,7 +212,8 @@ def test_a_colour_stands_for_one_candidate():
         if "rope" not in name:  # one kernel, with and without
             whole = {one: look for one, look in found.items() if look.filled}
             assert len({look.colour for look in whole.values()}) == len(whole), name
-        assert len(set(found.values())) >= len(found) - sum("(" in one for one in found), name
+        if "models" not in name:  # bars, whose names stand beside them
+            assert len(set(found.values())) >= len(found) - sum("(" in one for one in found), name
 
 
 @each_picture

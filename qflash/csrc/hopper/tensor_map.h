@@ -61,14 +61,17 @@ inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_r
   const auto swizzle = Tile::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const auto encoded = [&] {
     return encode(&map, type, 4, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
-  if (encoded()) return cudaSuccess;
-  // The driver wants a context, and a thread that has asked nothing of the GPU yet has none: autograd's, for example.
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  if (const cudaError_t error = cudaSetDevice(device)) return error;
-  return encoded() ? int(cudaSuccess) : int(cudaErrorInvalidValue);
+  CUresult result = encoded();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread that has asked nothing of the GPU yet has none: autograd's, for example.
+    int device = 0;
+    if (const cudaError_t error = cudaGetDevice(&device)) return error;
+    if (const cudaError_t error = cudaSetDevice(device)) return error;
+    result = encoded();
+  }
+  return result == CUDA_SUCCESS ? int(cudaSuccess) : int(cudaErrorInvalidValue);
 }
 
 }  // namespace qf

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import FastGELUActivation, NewGELUActivation
 
-from qflash.integrations.transformers.rotations import Rotations, paged_pass
+from qflash.integrations.transformers.rotations import Rotations, class_as_made, paged_pass
 from qflash.integrations.transformers.stand_ins import is_tanh_gelu, norm_eps, norm_weight
 
 Tensor = torch.Tensor
@@ -87,13 +87,15 @@ def _norm(module: Any, is_plus_one: bool) -> Forward:
 
 def fused_norm(module: Any, is_plus_one: bool, *arguments: Any, **words: Any) -> Any:
     """What an RMS norm that `norm_weight` knows computes, in PyTorch's one kernel."""
-    original, weight = type(module).forward, module.weight
+    original, weight, eps = class_as_made(module).forward, module.weight, norm_eps(module)
     x = arguments[0] if arguments else None
-    # A gate, say, or a shape that broadcasts: the module knows what that means.
-    if words or len(arguments) != 1 or not isinstance(x, Tensor) or x.shape[-1:] != weight.shape:
+    # A gate, say, or a shape that broadcasts: the module knows what that means. An eps that is no float any more, too,
+    # for which PyTorch's kernel would take one of its own.
+    if words or len(arguments) != 1 or not isinstance(x, Tensor) or x.shape[-1:] != weight.shape or eps is None:
         return original(module, *arguments, **words)
     if is_plus_one:  # 1 + w is rounded in no type but float32, in which the module computes it
-        return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), norm_eps(module)).to(x.dtype)
-    if x.dtype is not weight.dtype:  # PyTorch's one kernel takes one type
+        return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+    # PyTorch's one kernel takes one type. Autocast may give it another one, but leaves float32 as it is.
+    if x.dtype is not weight.dtype or (x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type)):
         return original(module, *arguments)
-    return F.rms_norm(x, weight.shape, weight, norm_eps(module))
+    return F.rms_norm(x, weight.shape, weight, eps)

@@ -82,7 +82,7 @@ class Rotations:
         found = rotation_of(module)
         if found is None:
             return None
-        original = type(module).forward
+        original = class_as_made(module).forward
         layer = _Layer(self, name, *found)
         inner = with_global(original, NAME, layer.record)
         self.names.append(name)
@@ -187,10 +187,15 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def class_as_made(module: nn.Module) -> Any:
+    """The class of a module, or the one it had before `fuse_layers` gave it another."""
+    return getattr(type(module), "_qflash_as_made", type(module))
+
+
 def rotation_of(module: nn.Module) -> tuple[Callable[..., Any], str] | None:
     """The function that an attention module rotates q and k by, and how it wants its tables (`rotation_tables`); None
     where it is not understood."""
-    original = type(module).forward
+    original = class_as_made(module).forward
     is_function = isinstance(original, FunctionType) and "forward" not in vars(module)
     if not is_function or NAME not in original.__code__.co_names:
         return None
