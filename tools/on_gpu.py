@@ -114,6 +114,7 @@ STEPS = (
     _module("kernels", 60, "qflash.cli", "build", "--arch", "90", "--dry-run"),
     # What has never run on a GPU, or not as it is now.
     _tests("tests-reductions", 120, numerics="reductions", frontends="ops_gpu torch_parallel_gpu"),
+    _tests("tests-random-triton", 200, words="triton", numerics="random"),
     _module("bench-ring", 60, "bench.ring", "cuda"),
     _module("bench-triton", 520, "bench.beside_triton", "triton", "triton-decode", "triton-rows", "triton-linear"),
     _module("bench-triton-costs", 520, "bench.beside_triton", "triton-costs"),
