@@ -5,14 +5,16 @@
 
 #define QF_EXPORT extern "C" __attribute__((visibility("default")))
 
-// chosen: 1 for the large tile, then the splits of k.
-QF_EXPORT void try_policy(int64_t m, int64_t n, int64_t steps, int processors, int32_t* chosen) {
-  const qf::gemm::Choice90 choice = qf::gemm::choose_tile({m, n, steps}, processors);
+// chosen: 1 for the large tile, then the splits of k, then the whole tiles before them.
+QF_EXPORT void try_policy(int64_t m, int64_t n, int64_t steps, int processors, int pairs, int32_t* chosen) {
+  const qf::gemm::Choice90 choice = qf::gemm::choose_tile({m, n, steps}, processors, pairs);
   chosen[0] = choice.large;
   chosen[1] = choice.splits;
+  chosen[2] = int32_t(choice.whole);
 }
-QF_EXPORT double try_clocks(int64_t m, int64_t n, int64_t steps, int processors, int large, int splits) {
-  return qf::gemm::clocks_of({m, n, steps}, large ? qf::gemm::kLargeTile : qf::gemm::kSmallTile, splits, processors);
+QF_EXPORT double try_clocks(int64_t m, int64_t n, int64_t steps, int slots, int large, int splits, int whole) {
+  const qf::gemm::Tile90& tile = large ? qf::gemm::kLargeTile : qf::gemm::kSmallTile;
+  return qf::gemm::clocks_of({m, n, steps}, tile, splits, slots, whole);
 }
 QF_EXPORT int64_t try_partial_bytes(int64_t m, int64_t n, int64_t steps, int processors) {
   return qf::gemm::most_partial_bytes({m, n, steps}, processors);

@@ -19,6 +19,7 @@ from qflash.testing.gemm_case import GemmCase, check_same_bits, run
 KERNEL = dispatch.BY_NAME["sm90_gemm"]
 # Of the emulated GPU (gemm/policy.h): with two the large tile serves, with many the small one, and splits of k.
 PAIR, MANY = 2, 64
+THREE_PAIRS, FOUR_PAIRS = 6, 8  # with more than a wave of tiles: the last one is cut along k
 
 
 @pytest.fixture
@@ -69,11 +70,11 @@ def test_every_shape(check, dtype, w_along, shape, multiprocessors):
 TILES = [(0, 1), (0, 3), (1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (3, 2), (3, 5)]
 
 
-def run_tile(source, case: GemmCase, tile: int, splits: int, seed: int) -> dict:
+def run_tile(source, case: GemmCase, tile: int, splits: int, seed: int, whole: int = 0) -> dict:
     library, arrays, workspace = source("sm90_gemm_shapes.cu"), case.arrays(), poisoned(1 << 26)
     fields = {**case.fields(arrays), "workspace": workspace, "workspace_bytes": workspace.nbytes}
     library.schedule(seed, 5)
-    status = library.handle.try_gemm(packed("QfLinearParams", fields), tile, splits)
+    status = library.handle.try_gemm(packed("QfLinearParams", fields), tile, splits, whole)
     assert status == 0, library.complaint or status
     return arrays
 
@@ -108,6 +109,63 @@ def test_whoever_is_slow(emulated_source, tile, splits, seed):
     """Rings that go round several times, tiles without end between them: no phase may be missed, of either block."""
     case = GemmCase(390, 300, 1000, bias="float32")
     case.check(run_tile(emulated_source, case, tile, splits, seed))
+
+
+# (tile, rows and columns of its clusters, splits of k, whole tiles): one wave of them, a part of one, several; all
+# tiles but one, and one alone.
+WHOLE = [(0, (128, 256), 3, 5), (1, (256, 256), 2, 2), (1, (256, 256), 4, 5), (1, (256, 256), 2, 1),
+         (2, (256, 256), 2, 4), (3, (64, 128), 3, 20)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tile", "shape", "splits", "whole"), WHOLE)
+def test_whole_tiles_then_splits(emulated_source, tile, shape, splits, whole):
+    """Whole tiles have the bits that they have without splits. Those that are cut have theirs in every order."""
+    case = GemmCase(300, 530, 1290, bias="float32", residual=True)
+    uncut = run_tile(emulated_source, case, tile, 1, seed=0)
+    first = run_tile(emulated_source, case, tile, splits, 1, whole)
+    case.check(first)
+    check_same_bits(case, first, run_tile(emulated_source, case, tile, splits, 2, whole))
+    # Bands hold every row of this problem: tiles are counted down a column, then in the next.
+    rows = -(-case.m // shape[0])
+    out, want = (np.asarray(arrays["out"]) for arrays in (first, uncut))
+    for i in range(whole):
+        row, column = i % rows * shape[0], i // rows * shape[1]
+        own = np.s_[row : row + shape[0], column : column + shape[1]]
+        np.testing.assert_array_equal(out[own], want[own])
+
+
+@pytest.mark.parametrize(("tile", "shape", "splits", "whole"), WHOLE)
+def test_whole_tiles_of_integers_then_splits(emulated_source, tile, shape, splits, whole):
+    case = GemmCase(300, 530, 2590, "int8")
+    case.check(run_tile(emulated_source, case, tile, splits, 3, whole))
+    case = GemmCase(300, 270, 2560, "int8", "bfloat16", "swiglu", scales="each", bias="float32", pre=True)
+    case.check(run_tile(emulated_source, case, tile, splits, 4, whole))
+
+
+# Of 40 or 41 steps: four tiles on three pairs of multiprocessors, six on four. One and two are left for the last wave.
+LAST_WAVES = [
+    GemmCase(136, 800, 2560, bias="float32", multiprocessors=THREE_PAIRS),
+    GemmCase(300, 530, 2562, "float16", "float32", "gelu", w_along="n", bias="float16", multiprocessors=FOUR_PAIRS),
+    GemmCase(136, 400, 2560, activation="swiglu", bias="float32", residual=True, pre=True, multiprocessors=THREE_PAIRS),
+    GemmCase(300, 530, 5120, "int8", multiprocessors=FOUR_PAIRS),
+    GemmCase(136, 400, 5121, "int8", "bfloat16", "swiglu", scales="each", bias="float32", multiprocessors=THREE_PAIRS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LAST_WAVES, ids=lambda case: f"{case.dtype}-{case.activation}-{case.multiprocessors}")
+def test_the_last_wave_is_cut_along_k(library, case):
+    """By the policy. The first wave has the bits of a GPU that cuts none, what is cut has the same bits whoever comes
+    last to it."""
+    first = run(library(case), case, 0)
+    case.check(first)
+    check_same_bits(case, first, run(library(case), case, 1))
+    uncut = run(library(case), replace(case, multiprocessors=PAIR))
+    out, want = (np.asarray(arrays["out"]) for arrays in (first, uncut))
+    rows, columns = -(-case.m // 256), 128 if case.activation == "swiglu" else 256
+    whole = case.multiprocessors // 2 // rows * columns  # columns of results, in the first wave
+    np.testing.assert_array_equal(out[:, :whole], want[:, :whole])
+    if case.out_dtype == "float32":  # where sums in another order show
+        assert (out[:, whole:] != want[:, whole:]).any()
 
 
 @pytest.mark.parametrize("multiprocessors", [PAIR, 6, MANY])
@@ -245,5 +303,5 @@ def test_a_workspace_that_is_too_small_is_refused(emulated_source):
     case = GemmCase(20, 200, 4001)
     arrays, workspace = case.arrays(), poisoned(1000)
     fields = {**case.fields(arrays), "workspace": workspace, "workspace_bytes": workspace.nbytes}
-    no_memory = 100002
-    assert emulated_source("sm90_gemm_shapes.cu").handle.try_gemm(packed("QfLinearParams", fields), 3, 4) == no_memory
+    no_memory, library = 100002, emulated_source("sm90_gemm_shapes.cu")
+    assert library.handle.try_gemm(packed("QfLinearParams", fields), 3, 4, 0) == no_memory

@@ -114,6 +114,20 @@ def test_the_same_bits_in_every_order(check, shape, activation):
             assert all(np.array_equal(first, other[name]) for other in runs[1:]), name
 
 
+# Four tiles of dx and of dw for three pairs of multiprocessors.
+@pytest.mark.parametrize(
+    ("name", "shape", "activation"),
+    [("dx", (136, 2560, 1000), ""), ("dx", (136, 1280, 1000), "swiglu"), ("dw", (2560, 1000, 136), "")],
+)
+def test_the_last_wave_is_cut_along_its_depth(check, name, shape, activation):
+    """Of four tiles the last has other bits than on a GPU that cuts none, and the same in every order."""
+    case = problem(*shape, activation)
+    got = [check(case, wanted=(name,), seed=seed, multiprocessors=6)[name] for seed in (0, 1)]
+    uncut = check(case, wanted=(name,), multiprocessors=PAIR)[name]
+    assert np.array_equal(*got) and np.array_equal(got[0][:, :768], uncut[:, :768])
+    assert not np.array_equal(got[0], uncut)
+
+
 @pytest.mark.slow
 @EITHER
 @ONE_AND_TWO

@@ -26,6 +26,8 @@ CASES = {
     "alone": GemmCase(60, 500, 2000, bias="float32", multiprocessors=1),
     # Splits of k.
     "splits": GemmCase(60, 200, 3000, bias="float32", multiprocessors=16),
+    # Whole tiles on three pairs, then splits of the one that is left.
+    "last wave": GemmCase(136, 800, 2560, bias="float32", multiprocessors=6),
     # One tile of one step; 32-bit results, which lanes store one by one.
     "one": GemmCase(200, 200, 60, multiprocessors=2),
     "words": GemmCase(700, 1500, 60, out_dtype="float32", multiprocessors=2),
@@ -130,6 +132,9 @@ FAULTS = {
         "alone", EITHER, "",
     ),
     "splits: not added up": (Fault(SPLITS, "return true;", "return false;"), "splits", "contract", ""),
+    "splits: not added up, of a last wave": (
+        Fault(SPLITS, "return true;", "return false;"), "last wave", "contract", "",
+    ),
 }  # fmt: skip
 
 # What changes no result. Without the first, both consumers end their tiles at the same time. The next three order

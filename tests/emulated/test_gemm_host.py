@@ -12,7 +12,7 @@ from qflash.call.spec import ACTIVATIONS
 from qflash.reference.linear import slope
 from qflash.testing import linear_problems
 
-H200, MOST_SPLITS, LEAST_STEPS = 132, 16, 4
+H200, MOST_SPLITS, LEAST_STEPS, WORTH_IT = 132, 16, 4, 0.99
 BYTES = {True: 128 * 256 * 4, False: 64 * 128 * 4}  # of partial sums: of a large tile, of a small one
 SHAPES = [
     (m, n, steps)
@@ -34,11 +34,11 @@ def words(*numbers: int) -> list:
     return [ctypes.c_int64(number) for number in numbers[:3]] + [ctypes.c_int(number) for number in numbers[3:]]
 
 
-def choose(host, m: int, n: int, steps: int, processors: int = H200) -> tuple[bool, int]:
-    """(large, splits of k)."""
-    chosen = (ctypes.c_int32 * 2)()
-    host.try_policy(*words(m, n, steps, processors), chosen)
-    return bool(chosen[0]), chosen[1]
+def choose(host, m: int, n: int, steps: int, processors: int = H200, pairs: int | None = None) -> tuple[bool, int, int]:
+    """(large, splits of k, whole tiles before those that are cut). pairs: of blocks that run at the same time."""
+    chosen = (ctypes.c_int32 * 3)()
+    host.try_policy(*words(m, n, steps, processors, processors // 2 if pairs is None else pairs), chosen)
+    return bool(chosen[0]), chosen[1], chosen[2]
 
 
 def clusters(m: int, n: int, large: bool) -> int:
@@ -65,32 +65,69 @@ def clusters(m: int, n: int, large: bool) -> int:
 )
 def test_tiles_of_known_problems(host, m, n, k_bytes, large, splits):
     chosen = choose(host, m, n, -(-k_bytes // 128))
-    assert chosen[0] == large and chosen[1] in splits
+    assert chosen[0] == large and chosen[1] in splits and chosen[2] == 0
 
 
-@pytest.mark.parametrize("processors", [1, 2, 3, 64, 114, H200, 144])
-def test_splits_keep_to_their_bounds(host, processors):
-    """All of a problem's splits run at the same time, have steps, and fit the memory that a plan reserved for them."""
+@pytest.mark.parametrize(
+    ("m", "n", "k_bytes", "splits", "whole"),
+    [
+        (4096, 3584, 2 * 18944, {2}, 3 * 66),  # 3.39 waves, in 16 bits
+        (4096, 3584, 18944, {2}, 3 * 66),  # and of int8
+        (4096, 28672, 2 * 4096, {4, 5, 6}, 27 * 66),  # 27.15 waves
+        (512, 28672, 2 * 4096, {2}, 3 * 66),
+        (16384, 8192, 2 * 2048, {1}, 0),  # 31.03 waves of 32 steps: less than a hundredth is to be had
+        (4096, 57344, 2 * 8192, {1}, 0),  # 54.30 waves: the same
+        (8192, 8192, 2 * 8192, {1}, 0),  # 15.52 waves: two splits of each tile that is left are more than run at once
+    ],
+)
+def test_the_last_wave_of_known_problems(host, m, n, k_bytes, splits, whole):
+    large, *chosen = choose(host, m, n, k_bytes // 128)
+    assert large and chosen[0] in splits and chosen[1] == whole
+
+
+@pytest.mark.parametrize(("m", "n", "processors", "splits", "whole"), [(136, 800, 6, 3, 3), (300, 530, 8, 2, 4)])
+def test_the_emulator_has_last_waves_that_are_cut(host, m, n, processors, splits, whole):
+    """Those of test_emulated_sm90_gemm.py and test_emulated_sm90_linear_bwd.py."""
+    for steps in (40, 41):
+        assert choose(host, m, n, steps, processors) == (True, splits, whole)
+
+
+# Of clusters that run at the same time: as many as there are pairs, fewer, one, and where none was asked for.
+@pytest.mark.parametrize(
+    ("processors", "pairs"),
+    [*((n, n // 2) for n in (1, 2, 3, 64, 114, H200, 144)), (H200, 65), (H200, 50), (H200, 1), (H200, 0), (144, 71)],
+)
+def test_splits_keep_to_their_bounds(host, processors, pairs):
+    """All of a problem's splits run at the same time, have steps, and fit the memory that a plan reserved for them,
+    which knows nothing of the GPU. Whole tiles fill waves."""
+    cut_last_waves = 0
     for m, n, steps in SHAPES:
-        large, splits = choose(host, m, n, steps, processors)
-        assert 1 <= splits <= MOST_SPLITS and (not large or (processors > 1 and m > 128))
+        large, splits, whole = choose(host, m, n, steps, processors, pairs)
+        assert 1 <= splits <= MOST_SPLITS and (not large or (pairs > 0 and m > 128))
+        assert whole == 0 or (large and splits > 1 and whole % pairs == 0)
         if splits > 1:
-            units, blocks = clusters(m, n, large) * splits, 2 if large else 1
-            assert steps // splits >= LEAST_STEPS and units <= processors // blocks
+            units, blocks = (clusters(m, n, large) - whole) * splits, 2 if large else 1
+            assert steps // splits >= LEAST_STEPS and 0 < units <= (pairs if large else processors)
             assert units * blocks * BYTES[large] <= host.try_partial_bytes(*words(m, n, steps, 144))
+            cut_last_waves += whole > 0
+    assert pairs not in (65, 66, 72) or cut_last_waves > 0
 
 
 def test_the_choice_is_the_fastest_of_the_model(host):
     for m, n, steps in SHAPES:
-        large, splits = choose(host, m, n, steps)
-        chosen = host.try_clocks(*words(m, n, steps, H200, large, splits))
-        assert chosen <= host.try_clocks(*words(m, n, steps, H200, 0, 1))
+        large, splits, whole = choose(host, m, n, steps)
+        chosen = host.try_clocks(*words(m, n, steps, H200 // (1 + large), large, splits, whole))
+        assert chosen <= host.try_clocks(*words(m, n, steps, H200, 0, 1, 0))
         if m > 128:
-            assert chosen <= host.try_clocks(*words(m, n, steps, H200, 1, 1))
+            assert chosen <= host.try_clocks(*words(m, n, steps, H200 // 2, 1, 1, 0))
+        if whole > 0:
+            assert chosen < WORTH_IT * host.try_clocks(*words(m, n, steps, H200 // 2, 1, 1, whole))
 
 
 def test_memory_for_splits_is_reserved_where_there_may_be_some(host):
-    assert host.try_partial_bytes(*words(8192, 8192, 64, 144)) == 0
+    assert host.try_partial_bytes(*words(8192, 8192, 7, 144)) == 0
+    assert host.try_partial_bytes(*words(8192, 28672, 0, 144)) == 0
+    assert 0 < host.try_partial_bytes(*words(8192, 8192, 64, 144)) <= 144 * BYTES[True]
     assert host.try_partial_bytes(*words(1, 4096, 3, 144)) == 0
     assert 0 < host.try_partial_bytes(*words(1, 4096, 64, 144)) <= 144 * BYTES[False]
     assert 0 < host.try_partial_bytes(*words(512, 4096, 64, 144)) <= 144 * BYTES[True]

@@ -13,11 +13,12 @@ from qflash.testing import cuda_gemm
 from qflash.testing.gemm_case import GemmCase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kernel", ["sm90_gemm"])]
-# One element, few rows, whole tiles and one more, bands of tiles, an odd number of row tiles, problems that are split.
+# One element, few rows, whole tiles and one more, bands of tiles, an odd number of row tiles, problems that are split,
+# whole or in their last wave.
 SHAPES = [
     (1, 1, 1), (1, 17, 3), (33, 1, 129), (1, 4096, 4096), (16, 1000, 4096), (17, 4096, 1000), (64, 128, 8192),
     (127, 257, 500), (128, 256, 64), (129, 255, 127), (385, 1000, 640), (512, 4096, 1024), (2500, 3000, 700),
-    (4224, 1100, 200),
+    (4224, 1100, 200), (300, 9000, 2048), (1300, 3584, 4000),
 ]  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def test_the_longest_sums_of_integers(kernel):
     assert (np.asarray(gemm.run()["out"]) == 2**14 * 131071).all()
 
 
-@pytest.mark.parametrize("shape", [(1500, 2000, 1000), (600, 4096, 2048), (13, 4096, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [(1500, 2000, 1000), (600, 4096, 2048), (13, 4096, 4096), (300, 9000, 2048)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_thousand_runs_under_load(kernel, dtype, shape):
     """Another stream keeps the GPU's memory busy, so that copies and blocks come in other orders."""

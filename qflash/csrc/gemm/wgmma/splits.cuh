@@ -40,14 +40,16 @@ __device__ __forceinline__ void sum_of_bits(uint32_t bits, float& sum) { sum = b
 __device__ __forceinline__ void sum_of_bits(uint32_t bits, int32_t& sum) { sum = int32_t(bits); }
 
 // Leaves this warp's sums of a split, and takes those of all splits if it comes last: then `sums` are whole. Returns
-// whether they are. warp: of the cluster's consumers.
+// whether they are. warp: of the cluster's consumers. The tile is one that is cut, so that walk.splits are work.splits,
+// without a register.
 template <class Config>
 __device__ __forceinline__ bool add_splits(const PartialSums& partials, const Walk& walk, const Work& work, int warp,
                                            int lane, typename Config::Sum (&sums)[Config::kSumTiles][4]) {
   using Sum = typename Config::Sum;
   constexpr int kWarps = Config::kCluster * Config::kConsumerWarps;
+  const int cut = work.tile - walk.whole;  // counted over tiles that are
   const auto sums_of = [&](int split) {
-    const int64_t at = (int64_t(work.tile) * walk.splits + split) * kWarps + warp;
+    const int64_t at = (int64_t(cut) * walk.splits + split) * kWarps + warp;
     return partials.g_sums + (at * Config::kSumTiles * 32 + lane) * 16;
   };
   char* const g_own = sums_of(work.split);
@@ -60,8 +62,7 @@ __device__ __forceinline__ bool add_splits(const PartialSums& partials, const Wa
   }
   __syncwarp();  // every lane has written its sums: the lane that counts releases them
   unsigned before = 0;
-  if (lane == 0)
-    before = atomic_inc_acq_rel(partials.counters() + work.tile * kWarps + warp, unsigned(walk.splits - 1));
+  if (lane == 0) before = atomic_inc_acq_rel(partials.counters() + cut * kWarps + warp, unsigned(walk.splits - 1));
   if (int(__shfl_sync(0xffffffffu, before, 0)) + 1 < walk.splits) return false;
   __syncwarp();  // what that lane acquired, for all lanes
   hold(sums);    // in their registers, whatever the compiler makes of the loads: else large tiles of int32 spill

@@ -1,5 +1,6 @@
 // Which work a cluster of blocks does, in which order. Persistent: cluster c takes work c, c + clusters, c + 2 clusters
-// and so on. A unit of work is a column of kCluster tiles, or a split of their steps along k.
+// and so on. A unit of work is a column of kCluster tiles, or a split of their steps along k. Columns that are whole
+// come first, then the splits of the others: it is the last wave that is cut (gemm/policy.h).
 //
 // Clusters that run at the same time should share what they read: work covers a band of kBandRows rows of clusters,
 // column by column, so that a hundred tiles touch about as many bytes of x as of w, and both stay in the L2 cache.
@@ -16,23 +17,29 @@ struct Work {
   int row0, column0;      // of the cluster's first tile
   int first_step, steps;  // along k
   int tile, split;        // tile: counted over all of them
+  int splits;             // that this tile is cut into: 1, or those of the Walk
 };
 
 struct Walk {
   int row_tiles, column_tiles;  // counted in clusters; in tiles
-  int steps, splits;  // along k, of a whole tile; how many splits they are cut into, each of one step at least
-  int count;          // units of work
+  int steps, splits;  // along k, of a whole tile; how many splits those of cut tiles are, each of one step at least
+  int whole, count;   // tiles that come first and are not cut; units of work
 
   static constexpr int kTooMany = 0x40000000;  // clusters count on from theirs
 
   template <class Config>
   __device__ __forceinline__ Work work(int index) const {
-    const int tile = index / splits, split = index - tile * splits;
+    int tile = index, split = 0, parts = 1;
+    if (index >= whole) {
+      const int cut = (index - whole) / splits;
+      tile = whole + cut, split = index - whole - cut * splits, parts = splits;
+    }
     const int band = tile / (Config::kBandRows * column_tiles), first = band * Config::kBandRows;
     const int rows = min(Config::kBandRows, row_tiles - first), within = tile - first * column_tiles;
     const int column = within / rows, row = first + within - column * rows;
-    const int begin = steps * split / splits, end = steps * (split + 1) / splits;  // of up to 2^25 steps
-    return {row * Config::kCluster * Config::kRows, column * Config::kOutColumns, begin, end - begin, tile, split};
+    const int begin = steps * split / parts, end = steps * (split + 1) / parts;  // of up to 2^25 steps
+    const int row0 = row * Config::kCluster * Config::kRows;
+    return {row0, column * Config::kOutColumns, begin, end - begin, tile, split, parts};
   }
 
   // visit(Work) for everything that this block's cluster does, in order.
@@ -49,14 +56,15 @@ inline int64_t steps_of(const QfLinearParams& p) {
   return (p.k + Config::kStep - 1) / Config::kStep * (chains<Config>(p) ? 2 : 1);
 }
 
-// splits: 1 .. kMostSplits, and no more than there are steps, unless there are none.
+// splits: 1 .. kMostSplits, and no more than there are steps, unless there are none. They are of tiles after the first
+// `whole` of them, which are counted in clusters.
 template <class Config>
-inline Walk walk_of(const QfLinearParams& p, int splits) {
+inline Walk walk_of(const QfLinearParams& p, int splits, int64_t whole) {
   const auto count_of = [](int64_t all, int64_t each) { return (all + each - 1) / each; };
   const int64_t rows = count_of(p.m, Config::kRows * Config::kCluster), columns = count_of(p.n, Config::kOutColumns);
-  const int64_t count = rows * columns * splits;
-  return {int(rows), int(columns), int(steps_of<Config>(p)), splits,
-          count < Walk::kTooMany ? int(count) : Walk::kTooMany};
+  const int64_t tiles = rows * columns, uncut = whole < tiles ? whole : tiles, count = uncut + (tiles - uncut) * splits;
+  if (count >= Walk::kTooMany) return {int(rows), int(columns), int(steps_of<Config>(p)), splits, 0, Walk::kTooMany};
+  return {int(rows), int(columns), int(steps_of<Config>(p)), splits, int(uncut), int(count)};
 }
 
 }  // namespace wgmma

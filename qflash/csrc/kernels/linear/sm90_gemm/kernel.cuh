@@ -29,9 +29,10 @@
 // when they are done, in both blocks. Consumer 1 starts kLag steps late, so that at the end of a tile one consumer
 // takes its sums out while the other multiplies.
 //
-// Few rows: k is cut into splits, whose sums meet in memory (gemm/wgmma/splits.cuh). Matrices that TMA cannot walk: a
-// pass before, or after (gemm/wgmma/relayout.cuh). Bound: the tensor cores, with shared memory at 128 bytes a clock
-// beside them. docs/kernels/sm90_gemm.md has the budget and the prediction, docs/log/sm90_gemm.md what was measured.
+// Few rows, and a last wave of few tiles: k is cut into splits, whose sums meet in memory (gemm/wgmma/splits.cuh).
+// Matrices that TMA cannot walk: a pass before, or after (gemm/wgmma/relayout.cuh). Bound: the tensor cores, with
+// shared memory at 128 bytes a clock beside them. docs/kernels/sm90_gemm.md has the budget and the prediction,
+// docs/log/sm90_gemm.md what was measured.
 //
 // Gradients are products of the same kernel: sm90_linear_bwd has x along m, and two weights one after the other along
 // k.

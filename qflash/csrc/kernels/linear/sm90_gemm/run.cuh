@@ -35,17 +35,20 @@ int64_t workspace_bytes(const QfLinearParams& p) {
   return Workspace(problem_of<Config>(p)).copies_at + Relayout::of<Config>(p, false).bytes;
 }
 
-// Clusters that run at the same time on the current device, asked for once.
+// Clusters that run at the same time on the current device, asked for once. On the emulator, whose multiprocessors may
+// become more or fewer, once for each number of them in a row.
 template <class Config>
 int resident_clusters(const Launch& how, int processors, int& count) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];
+  static std::atomic<int> known[kDevices];  // count + kOfEach * processors
+  constexpr int kOfEach = 1 << 10;
   count = processors;
   if (Config::kCluster == 1) return QF_OK;
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  count = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (count > 0) return QF_OK;
+  const int before = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  count = before % kOfEach;
+  if (count > 0 && before / kOfEach == processors) return QF_OK;
   auto* const kernel = qf_sm90_gemm_kernel<Config>;
   if (const int status = allow_shared_memory(reinterpret_cast<const void*>(kernel), how.shared_bytes)) return status;
   const LaunchConfig with(how);
@@ -54,8 +57,14 @@ int resident_clusters(const Launch& how, int processors, int& count) {
     return error;
   }
   if (count < 1) return cudaErrorInvalidConfiguration;
-  if (device < kDevices) known[device].store(count, std::memory_order_relaxed);
+  if (count >= kOfEach) count = kOfEach - 1;
+  if (device < kDevices) known[device].store(count + kOfEach * processors, std::memory_order_relaxed);
   return QF_OK;
+}
+
+template <class Config>
+Launch launch_of(cudaStream_t stream) {
+  return {Config::kCluster, Config::kThreads, Config::kSharedBytes, stream, false, Config::kCluster};
 }
 
 // Copies of what the copy engine cannot walk: of operands before the products, of results after them (kBack).
@@ -97,17 +106,20 @@ int make_maps(const Relayout& relayout, const QfLinearParams& p, char* copies, g
   return map_result(maps.pre_up, Relayout::kPreUp);
 }
 
-// A problem of at least one element, with k cut into so many splits. processors: up to kMostProcessors.
+// A problem of at least one element, with k cut into so many splits after the first `whole` tiles, counted in clusters.
+// processors: up to kMostProcessors.
 template <class Config>
-int run(const QfLinearParams& given, int processors, int splits, cudaStream_t stream) {
+int run(const QfLinearParams& given, int processors, int splits, int64_t whole, cudaStream_t stream) {
   using namespace gemm::wgmma;
-  const Walk walk = walk_of<Config>(given, splits);
+  const Walk walk = walk_of<Config>(given, splits, whole);
   if (walk.count == Walk::kTooMany) return QF_UNSUPPORTED;
   const Relayout reserved = Relayout::of<Config>(given, false), relayout = Relayout::of<Config>(given, true);
   const Workspace layout(problem_of<Config>(given));
   const int64_t needed = layout.copies_at + reserved.bytes;
-  const int64_t partial_bytes = int64_t(walk.count) * Config::kCluster * Config::kRows * Config::kColumns * 4;
-  if (splits > 1 && partial_bytes > layout.partials) return QF_UNSUPPORTED;
+  const int64_t blocks_of_splits = int64_t(walk.count - walk.whole) * Config::kCluster;
+  const int64_t places = blocks_of_splits / splits * Config::kConsumerWarps;
+  const int64_t partial_bytes = blocks_of_splits * Config::kRows * Config::kColumns * 4;
+  if (splits > 1 && (partial_bytes > layout.partials || places > kPlaces)) return QF_UNSUPPORTED;
   if (needed > 0 && (!given.workspace || given.workspace_bytes < needed)) return QF_NO_MEMORY;
   char* const workspace = static_cast<char*>(given.workspace);
   Borrowed borrowed{stream};  // for addresses that nobody could plan for
@@ -122,11 +134,10 @@ int run(const QfLinearParams& given, int processors, int splits, cudaStream_t st
   p.residual = residual.g_data;
   p.residual_stride_m = residual.stride / (has_words(given) ? 4 : 2);
   PartialSums partials{workspace + Workspace::kCounterBytes, -1, nullptr};
-  if (splits > 1) {
-    const int places = walk.count / splits * Config::kCluster * Config::kConsumerWarps;
-    if (const int error = take_places(stream, places, reinterpret_cast<unsigned*>(workspace), partials)) return error;
-  }
-  Launch how = {Config::kCluster, Config::kThreads, Config::kSharedBytes, stream, false, Config::kCluster};
+  if (splits > 1)
+    if (const int error = take_places(stream, int(places), reinterpret_cast<unsigned*>(workspace), partials))
+      return error;
+  Launch how = launch_of<Config>(stream);
   int clusters = 0;
   if (const int error = resident_clusters<Config>(how, processors, clusters)) return error;
   how.blocks = int64_t(walk.count < clusters ? walk.count : clusters) * Config::kCluster;
@@ -148,9 +159,15 @@ int run_fastest(const QfLinearParams& p, cudaStream_t stream) {
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
   if (processors > gemm::wgmma::kMostProcessors) processors = gemm::wgmma::kMostProcessors;
-  const gemm::Choice90 choice = gemm::choose_tile(problem_of<SmallTile<Problem>>(p), processors);
-  return choice.large ? run<LargeTile<Problem>>(p, processors, choice.splits, stream)
-                      : run<SmallTile<Problem>>(p, processors, choice.splits, stream);
+  using Large = LargeTile<Problem>;
+  const Problem90 problem = problem_of<SmallTile<Problem>>(p);
+  int pairs = 0;  // of large tiles at the same time; not asked for where the other tile serves in any case
+  if (processors >= Large::kCluster && gemm::fills_clusters(problem, gemm::kLargeTile))
+    if (const int error = resident_clusters<Large>(launch_of<Large>(stream), processors, pairs)) return error;
+  if (pairs > processors / Large::kCluster) pairs = processors / Large::kCluster;
+  const gemm::Choice90 choice = gemm::choose_tile(problem, processors, pairs);
+  return choice.large ? run<Large>(p, processors, choice.splits, choice.whole, stream)
+                      : run<SmallTile<Problem>>(p, processors, choice.splits, choice.whole, stream);
 }
 
 }  // namespace sm90_gemm
