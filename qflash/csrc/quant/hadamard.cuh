@@ -1,16 +1,18 @@
-// Sylvester's Hadamard matrix of sixteen on a thread's registers.
+// Sylvester's Hadamard matrix on a thread's registers.
 #pragma once
 
 #include "common/rounded.cuh"
 
 namespace qf {
 
-// x <- x times the matrix: butterflies alone. The orthogonal matrix is a quarter of it.
-__device__ __forceinline__ void hadamard(float (&x)[16]) {
+// x <- x times the matrix of sixteen: butterflies alone. The orthogonal matrix is a quarter of it. Of eight it is the
+// first three of four rounds.
+template <int kCount>
+__device__ __forceinline__ void hadamard(float (&x)[kCount]) {
 #pragma unroll
-  for (int stride = 1; stride < 16; stride *= 2)
+  for (int stride = 1; stride < kCount; stride *= 2)
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       if (i & stride) continue;
       const float a = x[i], b = x[i + stride];
       x[i] = add_rn(a, b), x[i + stride] = sub_rn(a, b);

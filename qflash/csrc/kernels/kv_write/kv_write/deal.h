@@ -1,7 +1,7 @@
 // How new tokens are dealt out to threads.
 //
 // A unit is one head of one token of k or of v. Neighbouring threads, a power of two of them, share it: each has eight
-// channels or, of int8 pages, sixteen, the width of the Hadamard matrix. Heads are the fastest index of a unit, then
+// channels, half of the width of the Hadamard matrix. Heads are the fastest index of a unit, then
 // k and v, then tokens, so that the threads of a warp read neighbouring memory.
 #pragma once
 
@@ -14,9 +14,7 @@ constexpr int kThreads = 128;
 constexpr int kResidentBlocks = 4;  // per multiprocessor at least: what registers allow without spills
 constexpr int kMaxHeadDim = 256;
 
-// Channels of a thread.
-template <bool kInt8>
-constexpr int kChannels = kInt8 ? 16 : 8;
+constexpr int kChannels = 8;  // of a thread
 
 struct Deal {
   int log_lanes;       // threads of a unit

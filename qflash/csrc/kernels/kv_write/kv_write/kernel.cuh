@@ -3,12 +3,14 @@
 //
 //   load | find the sequence, the page, the slot | k: rotate | int8: k less its mean, Hadamard; scale, integers | store
 //
-// A thread has eight channels of one head of a token, or sixteen for int8, from the load to the store (deal.h). There
-// is no shared memory; a token's largest magnitude is a maximum over its lanes by shuffles. A token without a place
-// (place.cuh) is not written, and nothing but new tokens is.
+// A thread has eight channels of one head of a token from the load to the store (deal.h). There is no shared memory:
+// two lanes share the sixteen channels of a Hadamard matrix, and a token's largest magnitude is a maximum over its
+// lanes, both by shuffles. A token without a place (place.cuh) is not written, and nothing but new tokens is.
 //
-// Bound: latency. Where tokens are padded two loads follow one another, the length, then page and cosines together, and
-// the store follows these; what k and v hold is on its way meanwhile.
+// Bound: latency, of which fetching code that no launch before has left in a cache is a part: int8 pages with sixteen
+// channels a thread were twice the code, and 1.6 us slower than pages of 16 bits. Where tokens are padded two loads
+// follow one another, the length, then page and cosines together, and the store follows these; what k and v hold is on
+// its way meanwhile.
 #pragma once
 
 #include "kernels/kv_write/kv_write/place.cuh"
@@ -28,7 +30,7 @@ struct Share {
   int h, channel, lanes;
   bool keys, exists;
 
-  __device__ __forceinline__ Share(const Deal& deal, int channels) {
+  __device__ __forceinline__ explicit Share(const Deal& deal) {
     const uint32_t warp = (blockIdx.x * uint32_t(kThreads) + threadIdx.x) & ~31u;
     const auto outer_of = [&](uint32_t thread) { return deal.heads(min(thread >> deal.log_lanes, deal.units - 1)); };
     const uint32_t thread = warp + threadIdx.x % 32, unit = min(thread >> deal.log_lanes, deal.units - 1);
@@ -39,7 +41,7 @@ struct Share {
     keys = outer % 2 == 0;
     row = outer / 2;
     first_row = outer_of(warp) / 2;
-    channel = int(thread & (lanes - 1)) * channels;
+    channel = int(thread & (lanes - 1)) * kChannels;
   }
 };
 
@@ -102,7 +104,7 @@ __device__ __forceinline__ void store8(Element* g_row, int d, int head_dim, cons
 // Pages of the tokens' own dtype: what is not rotated is copied, bit by bit.
 template <class Element, bool kVectors>
 __device__ __forceinline__ void write_elements(const QfKvWriteParams& p, const Deal& deal) {
-  const Share share(deal, kChannels<false>);
+  const Share share(deal);
   const Element* const g_row = row_of<Element>(p, deal, share);
   Raw8<Element> raw = load8(g_row, share.channel, p.head_dim, kVectors);
   const Token token = token_of(p, deal, share.row, share.first_row);
@@ -122,64 +124,56 @@ __device__ __forceinline__ void write_elements(const QfKvWriteParams& p, const D
   store8<Element, kVectors>(g_slot, share.channel, p.head_dim, raw);
 }
 
-// x <- x less the head's mean, times the orthogonal Hadamard matrix.
-template <bool kVectors>
-__device__ __forceinline__ void mix_key(float (&x)[16], const QfKvWriteParams& p, const Share& share) {
-  if (p.kv.k_mean) {
-    const float* const g_mean = p.kv.k_mean + int64_t(share.h) * p.head_dim;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float mean[8];
-      to_float8(mean, load8(g_mean, share.channel + 8 * i, p.head_dim, kVectors));
-#pragma unroll
-      for (int e = 0; e < 8; ++e) x[8 * i + e] = sub_rn(x[8 * i + e], mean[e]);
-    }
-  }
+// Eight channels of sixteen, which this lane and its neighbour share, times the orthogonal Hadamard matrix.
+__device__ __forceinline__ void mix(float (&x)[8], bool upper) {
   hadamard(x);
 #pragma unroll
-  for (int e = 0; e < 16; ++e) x[e] = mul_rn(x[e], 0.25f);
+  for (int e = 0; e < 8; ++e) {
+    const float other = __shfl_xor_sync(0xffffffffu, x[e], 1);
+    x[e] = mul_rn(upper ? sub_rn(other, x[e]) : add_rn(x[e], other), 0.25f);
+  }
 }
 
-// Sixteen bytes, of which head_dim, a multiple of sixteen, has all or none.
+// Eight bytes, of which head_dim, a multiple of sixteen, has all or none.
 template <bool kVectors>
-__device__ __forceinline__ void store16(int8_t* g_row, int d, int head_dim, const Word4& bytes) {
+__device__ __forceinline__ void store_bytes(int8_t* g_row, int d, int head_dim, uint2 bytes) {
   if (d >= head_dim) return;
   if constexpr (kVectors) {
-    *reinterpret_cast<Word4*>(g_row + d) = bytes;
+    *reinterpret_cast<uint2*>(g_row + d) = bytes;
   } else {
 #pragma unroll
-    for (int e = 0; e < 16; ++e) g_row[d + e] = int8_t(bytes.word[e / 4] >> 8 * (e % 4));
+    for (int e = 0; e < 8; ++e) g_row[d + e] = int8_t((e < 4 ? bytes.x : bytes.y) >> 8 * (e % 4));
   }
 }
 
-// Pages of int8: a scale for each token and head.
+// Pages of int8: a scale for each token and head. The matrix mixes values of v, too, and they are thrown away: a warp
+// whose lanes have both would else go through the code twice.
 template <class Element, bool kVectors>
 __device__ __forceinline__ void write_integers(const QfKvWriteParams& p, const Deal& deal) {
-  const Share share(deal, kChannels<true>);
+  const Share share(deal);
   const Element* const g_row = row_of<Element>(p, deal, share);
-  Raw8<Element> raw[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) raw[i] = load8(g_row, share.channel + 8 * i, p.head_dim, kVectors);
+  const Raw8<Element> raw = load8(g_row, share.channel, p.head_dim, kVectors);
+  const bool has_mean = share.keys && p.kv.k_mean;
+  Raw8<float> raw_mean{};
+  if (has_mean) raw_mean = load8(p.kv.k_mean + int64_t(share.h) * p.head_dim, share.channel, p.head_dim, kVectors);
   const Token token = token_of(p, deal, share.row, share.first_row);
   const Place place = place_of(p, deal, token);
-  float x[16];
-  const auto eight = [&](int i) -> float (&)[8] { return *reinterpret_cast<float (*)[8]>(&x[8 * i]); };
+  float x[8];
+  to_float8(x, raw);
+  if (share.keys && p.rope.cos && place.page >= 0 && share.channel < p.head_dim)
+    rotate_key<Element, kVectors>(x, p.rope, g_row, share.channel, p.head_dim,
+                                  rope_position(p, token, place, share.row), deal.table_vectors);
+  float mixed[8], mean[8];
+  to_float8(mean, raw_mean);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) to_float8(eight(i), raw[i]);
-  if (share.keys) {
-    if (p.rope.cos && place.page >= 0) {
-      const int64_t position = rope_position(p, token, place, share.row);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (share.channel + 8 * i < p.head_dim)
-          rotate_key<Element, kVectors>(eight(i), p.rope, g_row, share.channel + 8 * i, p.head_dim, position,
-                                        deal.table_vectors);
-    }
-    mix_key<kVectors>(x, p, share);
-  }
+  for (int e = 0; e < 8; ++e) mixed[e] = has_mean ? sub_rn(x[e], mean[e]) : x[e];
+  mix(mixed, share.channel % 16 != 0);
   uint32_t largest = 0;  // the lanes past head_dim hold zeros
 #pragma unroll
-  for (int e = 0; e < 16; ++e) largest = max(largest, magnitude(x[e]));
+  for (int e = 0; e < 8; ++e) {
+    if (share.keys) x[e] = mixed[e];
+    largest = max(largest, magnitude(x[e]));
+  }
   largest = reduce_warp(largest, [](uint32_t a, uint32_t b) { return max(a, b); }, share.lanes);
   if (place.page < 0 || !share.exists) return;
   const uint32_t key = token_key(largest);
@@ -187,10 +181,10 @@ __device__ __forceinline__ void write_integers(const QfKvWriteParams& p, const D
   const QfScales& scales = share.keys ? p.kv.k_scales : p.kv.v_scales;
   if (share.channel == 0)
     scales.scale[place.page * scales.stride_b + share.h * scales.stride_h + place.slot] = scale.scale;
-  Word4 bytes;  // zeros of a token that is not finite, which its scale tells
-#pragma unroll
-  for (int i = 0; i < 4; ++i) bytes.word[i] = key == kNotFinite ? 0u : nearest4(x + 4 * i, scale.inverse);
-  store16<kVectors>(slot_of<int8_t>(share.keys ? p.kv.k : p.kv.v, place, share.h), share.channel, p.head_dim, bytes);
+  uint2 bytes = {0, 0};  // zeros of a token that is not finite, which its scale tells
+  if (key != kNotFinite) bytes = make_uint2(nearest4(x, scale.inverse), nearest4(x + 4, scale.inverse));
+  store_bytes<kVectors>(slot_of<int8_t>(share.keys ? p.kv.k : p.kv.v, place, share.h), share.channel, p.head_dim,
+                        bytes);
 }
 
 }  // namespace kv_write

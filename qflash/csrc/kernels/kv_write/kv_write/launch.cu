@@ -37,7 +37,7 @@ bool vectorises(const QfKvWriteParams& p) {
 template <bool kInt8>
 int run(const QfKvWriteParams& p, int64_t tokens, cudaStream_t stream) {
   Deal deal{};
-  while ((kChannels<kInt8> << deal.log_lanes) < p.head_dim) ++deal.log_lanes;
+  while ((kChannels << deal.log_lanes) < p.head_dim) ++deal.log_lanes;
   const int64_t units = 2 * tokens * p.kv_heads, blocks = ceil_of(units << deal.log_lanes, kThreads);
   // Threads are counted in 32 bits, too.
   if (tokens > kMaxLength || units > kMaxLength || blocks > kMostBlocks / kThreads) return QF_UNSUPPORTED;
