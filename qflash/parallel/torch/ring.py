@@ -1,8 +1,9 @@
 """strategy="ring": keys and values go round, and each rank attends to every block of them as it comes by.
 
-The next block is on its way before the present one is computed on. Partial results are merged by lse in float32, in
-the order of hops, which is fixed for every rank: the same input gives the same bits. Backward, blocks go round again
-and their gradients follow one hop behind; every share is computed from the out and lse of all keys, and is exact.
+The next block is on its way before the present one is computed on, and on a GPU a call runs beside the merge of the
+one before (beside.py). Partial results are merged by lse in float32, in the order of hops, which is fixed for every
+rank: the same input gives the same bits. Backward, blocks go round again and their gradients follow one hop behind;
+every share is computed from the out and lse of all keys, and is exact.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from qflash.ops.merge import merge
 from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import Span, ring_steps
+from qflash.parallel.torch.beside import Begun, InTurn
 from qflash.parallel.torch.by_hand import ByHand, once_differentiable
 from qflash.parallel.torch.exchange import Hop, TracedHop, saved_again, start_hop
 from qflash.parallel.torch.groups import Ranks
@@ -48,10 +50,24 @@ def attend_blocks(
     q: Tensor, sinks: Tensor | None, of: Sequences, steps: list[list[Part]], blocks: Iterable[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a rank's queries. blocks: keys and values, stacked, after each hop."""
-    merged = _Merged(of.token_dim)
+    merged, calls = _Merged(of.token_dim), InTurn(q, len(steps))
+
+    def take(parts: list[Part], begun: Begun) -> None:
+        results = calls.take(begun)
+        if merged.is_empty:
+            calls.keep(results)
+        for part, result in zip(parts, results, strict=True):
+            merged.add(part.q, q, *result)
+        calls.give_back(begun)
+
+    before: tuple[list[Part], Begun] | None = None
     for parts, block in zip(steps, blocks, strict=True):
-        for part in parts:
-            merged.add(part.q, q, *of.attend(part, q, block[0], block[1], sinks))
+        begun = calls.begin(lambda: [of.attend(part, q, block[0], block[1], sinks) for part in parts], block)  # noqa: B023
+        if before is not None:  # merged while this call runs
+            take(*before)
+        before = parts, begun
+    if before is not None:
+        take(*before)
     return merged.results(q)
 
 
@@ -79,6 +95,10 @@ class _Merged:
     def __init__(self, token_dim: int) -> None:
         self._dim = token_dim
         self._pieces: list[_Piece] = []  # of all rows, in their order, once there is a part
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._pieces
 
     def add(self, rows: Span, like: Tensor, out: Tensor, lse: Tensor) -> None:
         """Merge the result of some rows. like: a tensor of the shape of all of them."""
