@@ -43,7 +43,7 @@ __device__ __forceinline__ void run_block(const QfLinearParams& p, const TensorM
     name_role(threadIdx.x < 32 ? "producer" : threadIdx.x < 64 ? "terms" : "nobody");
     if (threadIdx.x == 0) {
       produce<Config>(p, walk, maps, s);
-      let_next_grid_start();  // everything is on its way; the next grid waits before it reads what is written here
+      if (walk.is_short<Config>()) let_next_grid_start();  // which waits before it reads what is written here
     }
     if (threadIdx.x / 32 == 1) stage_terms<Config>(p, walk, s);
     if (Config::kCluster > 1) meet<Config>();  // no block ends while another may reach into it

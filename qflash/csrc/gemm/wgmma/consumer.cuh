@@ -5,9 +5,7 @@
 //   consumer 0     | start s + 1, wait for s, release its stage  | ...                           shared memory
 //
 // At the end of a tile a consumer takes its sums out while the other multiplies. To that end consumer 1 starts kLag
-// steps late, once: the two then reach the end of a tile one after the other. Where the way out takes longer than the
-// lag, consumer 1 waits for its turn: two ways out at once would share the issue slots, and consumer 0, which starts
-// the next tile, would come back to the tensor cores only when both are nearly done.
+// steps late, once: the two then reach the end of a tile one after the other.
 #pragma once
 
 #include "gemm/wgmma/output.cuh"
@@ -63,10 +61,7 @@ struct Consumer {
       bool mine = row0 + output.warp * kWarpRows < p.m;  // there are rows, and nobody else takes them out
       if (mine && work.splits > 1)
         mine = add_splits<Config>(partials, walk, work, rank * Config::kConsumerWarps + output.warp, lane, sums);
-      if (kLags && index == 1) barrier_sync<kTurnBarrier, 2 * kWarpgroupThreads>();
       if (mine) write_out(row0, work.column0);
-      // Consumer 0 cannot arrive twice before the other has come: it waits for terms that both have released.
-      if (kLags && index == 0) barrier_arrive<kTurnBarrier, 2 * kWarpgroupThreads>();
       terms_at.release(*s.terms);  // each lane for what it read
       terms_at.advance();
     });
@@ -75,7 +70,7 @@ struct Consumer {
 
  private:
   static constexpr bool kLags = Config::kConsumers > 1 && Config::kLag > 0;
-  static constexpr int kLagBarrier = 1, kTurnBarrier = 2;
+  static constexpr int kLagBarrier = 1;
 
   // sums = x w of this consumer's rows, over `steps` steps. The products of one step run while the next is started.
   __device__ __forceinline__ void multiply(int steps) {

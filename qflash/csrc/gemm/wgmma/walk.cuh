@@ -26,6 +26,7 @@ struct Walk {
   int whole, count;   // tiles that come first and are not cut; units of work
 
   static constexpr int kTooMany = 0x40000000;  // clusters count on from theirs
+  static constexpr int kShortSteps = 16;
 
   template <class Config>
   __device__ __forceinline__ Work work(int index) const {
@@ -40,6 +41,13 @@ struct Walk {
     const int begin = steps * split / parts, end = steps * (split + 1) / parts;  // of up to 2^25 steps
     const int row0 = row * Config::kCluster * Config::kRows;
     return {row0, column * Config::kOutColumns, begin, end - begin, tile, split, parts};
+  }
+
+  // Is the whole launch so short that the next one's start is a good part of it? Then that may begin when all loads are
+  // on their way. Of longer launches it must not: one of 58 us that others like it follow would take 69.
+  template <class Config>
+  __device__ __forceinline__ bool is_short() const {
+    return whole == 0 && steps <= kShortSteps * splits && count <= int(gridDim.x) / Config::kCluster;
   }
 
   // visit(Work) for everything that this block's cluster does, in order.
