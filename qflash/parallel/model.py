@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from qflash.parallel.rounds import MOST_KEYS
 from qflash.parallel.words import STRATEGIES
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -26,6 +27,7 @@ ASSUMPTIONS = (
     "Gathering and exchanging are waited for. Backward gathers again, and sums gradients of keys in float32.",
     "A ring that leaves a node moves at the network's rate throughout, and so do collectives over several nodes.",
     "Every GPU has the whole rate of its link either way. Latency, and small messages that get less, are left out.",
+    "A ring makes a call and a merge for every hop, where on a GPU one may take several.",
     "Merging, adding up and copying run at the rate of memory, beside which nothing else runs.",
 )
 
@@ -169,7 +171,7 @@ def estimate(layer: Layer, gpus: int, strategy: str, machine: Machine, rates: Ra
         return Estimate(strategy, gpus, {}, why_not=why_not)
     count = _alone if gpus == 1 else _PASSES[strategy]
     passes = {kind: count(layer, gpus, kind, machine, rates) for kind in layer.kinds}
-    held = {"ring": min(2 / gpus, 1.0), "all_gather": 1.0, "ulysses": _repeated(layer, gpus) / layer.kv_heads / gpus}[
+    held = {"ring": _held(layer, gpus), "all_gather": 1.0, "ulysses": _repeated(layer, gpus) / layer.kv_heads / gpus}[
         strategy
     ]
     return Estimate(strategy, gpus, passes, held * 2 * layer.numbers(layer.tokens, layer.kv_heads) * layer.number_bytes)
@@ -202,6 +204,13 @@ def _why_not(layer: Layer, gpus: int, strategy: str) -> str:
     if layer.kv_heads % gpus and gpus % layer.kv_heads:
         return f"{layer.kv_heads} heads of k do not divide over {gpus} GPUs, nor these over the heads"
     return ""
+
+
+def _held(layer: Layer, gpus: int) -> float:
+    """Which share of all keys a GPU has at once in a ring, at most: those of the call before, at hand and coming; of
+    short hops two rounds of them in the place of one."""
+    part = layer.tokens / gpus
+    return min(max(3 * part, 2 * part + 2 * MOST_KEYS), layer.tokens) / max(layer.tokens, 1)
 
 
 def _repeated(layer: Layer, gpus: int) -> int:

@@ -155,17 +155,8 @@ def test_what_only_hopper_has_is_refused_in_the_words_of_attention(ranks):
 
 
 def test_a_hop_is_under_way_before_the_call_that_hides_it(ranks):
-    """And keys of hops that see the same queries whole are attended to together."""
-    want = (
-        "hop call hop hop call",
-        "hop call hop call hop call",
-        "hop call hop hop call call",
-        "hop call hop hop call",
-    )
-    for (events, _), order in zip(ranks.values(torch_ranks.what_happens, {"causal": True}), want, strict=True):
-        assert " ".join(events) == order
-    for events, _ in ranks.values(torch_ranks.what_happens, {"causal": True, "precision": "int8"}):
-        assert events == ["hop", "call"] * 3 + ["call"]  # each rank's keys are quantized as they were sent
+    for events, _ in ranks.values(torch_ranks.what_happens, {"causal": True}):
+        assert events == ["hop", "call"] * 3 + ["call"]
 
 
 def test_a_window_sends_keys_no_further_than_it_reaches(ranks):

@@ -1,37 +1,42 @@
-"""Which hops of a ring one call takes together (qflash/parallel/torch/ring.py)."""
+"""Which hops of a ring one call takes together (qflash/parallel/rounds.py)."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-pytest.importorskip("torch")
+from qflash.parallel import rounds as module
 from qflash.parallel.parts import Part
 from qflash.parallel.pieces import CAUSAL, OPEN
-from qflash.parallel.torch import ring
+from qflash.parallel.rounds import rounds_of
 
 OWN = [Part((0, 8), (0, 8), CAUSAL, sinks=True)]
 EARLIER = [Part((0, 8), (0, 4), OPEN, sinks=False)]
 LATER = [Part((4, 8), (0, 8), OPEN, sinks=False)]
 
 
-def rounds(*steps, precision=None):
-    of = SimpleNamespace(words=SimpleNamespace(precision=precision))
-    return [len(found) for found in ring._rounds(of, list(steps))]
+def lengths(*steps):
+    found = rounds_of(list(steps))
+    assert [parts for hops in found for parts in hops] == list(steps)
+    return [len(hops) for hops in found]
 
 
-def test_hops_of_the_same_queries_go_together_up_to_four():
-    assert rounds(OWN, *[EARLIER] * 3, *[LATER] * 4) == [1, 3, 4]
-    assert rounds(OWN, *[LATER] * 7) == [1, 4, 3]
-    assert rounds(OWN) == [1] and rounds() == []
+def test_a_round_has_no_more_hops_than_came_before_it_and_four_at_most():
+    assert lengths(OWN, *[LATER] * 7) == [1, 1, 2, 4]
+    assert lengths(OWN, *[EARLIER] * 20) == [1, 1, 2, 4, 4, 4, 4, 1]
+    assert lengths(OWN) == [1] and lengths() == []
 
 
-def test_keys_of_a_call_are_bounded(monkeypatch):
-    monkeypatch.setattr(ring, "_MOST_KEYS", 16)
-    assert rounds(OWN, *[EARLIER] * 5, *[LATER] * 3) == [1, 4, 1, 2, 1]
-    monkeypatch.setattr(ring, "_MOST_KEYS", 4)  # less than a hop has: alone
-    assert rounds(OWN, *[EARLIER] * 2, *[LATER] * 2) == [1, 1, 1, 1, 1]
+def test_hops_of_a_round_are_of_the_same_queries():
+    assert lengths(OWN, *[EARLIER] * 3, *[LATER] * 4) == [1, 1, 2, 4]
+    assert lengths(OWN, *[EARLIER] * 4, *[LATER] * 3) == [1, 1, 2, 1, 3]
+    assert lengths(OWN, *[EARLIER] * 6, LATER) == [1, 1, 2, 3, 1]
+
+
+def test_keys_of_a_round_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "MOST_KEYS", 16)
+    assert lengths(OWN, *[EARLIER] * 7, *[LATER] * 3) == [1, 1, 2, 4, 2, 1]
+    monkeypatch.setattr(module, "MOST_KEYS", 4)  # less than a hop has: alone
+    assert lengths(OWN, *[EARLIER] * 3, *[LATER] * 3) == [1] * 7
 
 
 @pytest.mark.parametrize(
@@ -46,9 +51,5 @@ def test_keys_of_a_call_are_bounded(monkeypatch):
     ],
 )
 def test_what_is_masked_is_alone(other):
-    assert rounds(OWN, EARLIER, other, EARLIER, EARLIER) == [1, 1, 1, 2]
-    assert rounds(OWN, other) == [1, 1]
-
-
-def test_quantized_keys_stay_those_of_a_rank():
-    assert rounds(OWN, *[EARLIER] * 3, precision="int8") == [1] * 4
+    assert lengths(OWN, EARLIER, other, EARLIER, EARLIER) == [1, 1, 1, 2]
+    assert lengths(OWN, EARLIER, EARLIER, other, other) == [1, 1, 1, 1, 1]

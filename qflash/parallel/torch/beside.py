@@ -28,6 +28,11 @@ class InTurn:
         self._main = torch.cuda.current_stream(like.device) if self._sides else None
         self._begun = 0
 
+    @property
+    def overlap(self) -> bool:
+        """Whether the caller's stream may wait for something else while a call runs."""
+        return self._main is not None
+
     def begin(self, call: Callable[[], Results], *operands: Tensor) -> Begun:
         """The call, under way. Nothing that it reads may be given back before its results are taken: `operands`, what
         the caller would not keep anyway."""

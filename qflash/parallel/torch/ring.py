@@ -1,8 +1,8 @@
 """strategy="ring": keys and values go round, and each rank attends to every block of them as it comes by.
 
-The next block is on its way before the present one is computed on. Where no mask is between, a call takes the keys of
-several hops at once, and on a GPU it runs beside the merge of the one before (beside.py). Partial results are merged by
-lse in float32, in the order of hops, which is fixed for every rank: the same input gives the same bits. Backward,
+The next block is on its way before the present one is computed on. On a GPU a call runs beside the merge of the one
+before (beside.py), and takes the keys of several hops where no mask is between (rounds.py). Partial results are merged
+by lse in float32, in the order of hops, which is fixed for every rank: the same input gives the same bits. Backward,
 blocks go round again and their gradients follow one hop behind; every share is computed from the out and lse of all
 keys, and is exact.
 """
@@ -18,7 +18,8 @@ import torch
 
 from qflash.ops.merge import merge
 from qflash.parallel.parts import Part, Sequences
-from qflash.parallel.pieces import OPEN, Span, ring_steps
+from qflash.parallel.pieces import Span, ring_steps
+from qflash.parallel.rounds import Hops, rounds_of
 from qflash.parallel.torch.beside import Begun, InTurn
 from qflash.parallel.torch.by_hand import ByHand, once_differentiable
 from qflash.parallel.torch.exchange import Hop, TracedHop, saved_again, start_hop
@@ -26,9 +27,6 @@ from qflash.parallel.torch.groups import Ranks
 from qflash.parallel.wire import from_wire, to_wire
 
 Tensor = torch.Tensor
-# Of a call on the keys of several hops, where they are no more than one hop's. More of them are merged less often, and
-# less of their way is hidden.
-_MOST_HOPS, _MOST_KEYS = 4, 32768
 _FORWARD = "a hop of keys and values"
 _BACKWARD = "a hop of keys and values, backward"
 _GRADIENTS = "a hop of the gradients of keys and values"
@@ -55,8 +53,10 @@ def attend_blocks(
     q: Tensor, sinks: Tensor | None, of: Sequences, steps: list[list[Part]], blocks: Iterable[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a rank's queries. blocks: keys and values, stacked, after each hop."""
-    rounds = _rounds(of, steps)
-    merged, calls = _Merged(of.token_dim), InTurn(q, len(rounds))
+    merged, calls = _Merged(of.token_dim), InTurn(q, len(steps))
+    # Where calls are one after another nothing would hide the hops of a round. With a precision it is each rank's keys
+    # that a call quantizes.
+    rounds = rounds_of(steps) if calls.overlap and of.words.precision is None else [[parts] for parts in steps]
 
     def take(parts: list[Part], begun: Begun) -> None:
         results = calls.take(begun)
@@ -69,7 +69,7 @@ def attend_blocks(
     before: tuple[list[Part], Begun] | None = None
     coming = iter(blocks)
     for hops in rounds:
-        parts, block = _together(of, hops, [next(coming) for _ in hops])
+        parts, block = _next_call(of, hops, coming)
         begun = calls.begin(lambda: [of.attend(part, q, block[0], block[1], sinks) for part in parts], block)  # noqa: B023
         if before is not None:  # merged while this call runs
             take(*before)
@@ -79,46 +79,25 @@ def attend_blocks(
     return merged.results(q)
 
 
-def _rounds(of: Sequences, steps: list[list[Part]]) -> list[list[list[Part]]]:
-    """The hops, those together whose keys one call attends to. The first is alone: its keys are there already, and the
-    call on them hides the next hops. With a precision all are, so that it is each rank's keys that are quantized."""
-    if of.words.precision is not None:
-        return [[parts] for parts in steps]
-    rounds = [[parts] for parts in steps[:1]]
-    keys = 0  # of the last round, or 0 where no hop may follow in it
-    for parts in steps[1:]:
-        more = parts[0].k[1] - parts[0].k[0] if len(parts) == 1 and _is_plain(parts[0]) else 0
-        last = rounds[-1]
-        fits = keys and more and len(last) < _MOST_HOPS and keys + more <= _MOST_KEYS
-        if fits and last[0][0].q == parts[0].q:
-            last.append(parts)
-            keys += more
-        else:
-            rounds.append([parts])
-            keys = more
-    return rounds
-
-
-def _is_plain(part: Part) -> bool:
-    """Whether each of its queries sees each of its keys."""
-    return part.window == OPEN and not part.sinks and part.kv_lens is None and part.offsets is None
-
-
-def _together(of: Sequences, hops: list[list[Part]], blocks: list[Tensor]) -> tuple[list[Part], Tensor]:
-    """The parts of a round, and the keys and values that they are of. To lay keys end to end costs less than to merge
-    the results of a call for each hop, because results have more heads and are merged in float32."""
+def _next_call(of: Sequences, hops: Hops, blocks: Iterator[Tensor]) -> tuple[list[Part], Tensor]:
+    """The parts of a round, and the keys and values that they are of."""
     if len(hops) == 1:
-        return hops[0], blocks[0]
+        return hops[0], next(blocks)
     parts = [part for (part,) in hops]
     token_dim = of.token_dim + 1  # of keys and values, stacked
-    block = torch.cat(
-        [x.narrow(token_dim, part.k[0], part.k[1] - part.k[0]) for part, x in zip(parts, blocks, strict=True)],
-        token_dim,
-    )
+    keys, block = 0, None
+    for part in parts:
+        came, count = next(blocks), part.k[1] - part.k[0]
+        if block is None:
+            shape = list(came.shape)
+            shape[token_dim] = sum(one.k[1] - one.k[0] for one in parts)
+            block = came.new_empty(shape)
+        block.narrow(token_dim, keys, count).copy_(came.narrow(token_dim, part.k[0], count))
+        keys += count
     rope = parts[0].rope
     if rope is not None:
         rope = replace(rope, positions_k=torch.cat([part.rope.positions_k for part in parts if part.rope], -1))
-    return [parts[0]._replace(k=(0, block.shape[token_dim]), alone=False, rope=rope)], block
+    return [parts[0]._replace(k=(0, keys), alone=False, rope=rope)], block
 
 
 def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
