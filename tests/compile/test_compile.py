@@ -209,7 +209,7 @@ def check_unit(unit: Unit, entry: Path) -> None:
     served = [name for name in MULTIPLYING if unit in units_of(dispatch.VARIANTS[name], 90)]
     opcodes = opcodes_of(entry) if served else []
     for name in served:
-        check_hopper_instructions(opcodes, name)
+        check_hopper_instructions(opcodes, name, at_least=0.5 if name in DECODING else 1)  # as head_dim is smaller
 
 
 def opcodes_of(entry: Path) -> list[str]:
@@ -219,13 +219,13 @@ def opcodes_of(entry: Path) -> list[str]:
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]*)", sass)
 
 
-def check_hopper_instructions(opcodes: list[str], kernel: str) -> None:
+def check_hopper_instructions(opcodes: list[str], kernel: str, at_least: float = 1) -> None:
     """Products by warpgroups, and by one warp no more than the scores of a tile computed again take (8 keys an
     instruction), or all by warps; tiles by the copy engine, registers traded (where few rows are decoded, not for every
     head_dim), nothing in local memory."""
     names = [op.split(".")[0] for op in opcodes]
     instruction, least = INSTRUCTION[kernel]
-    assert names.count(instruction) >= least, names.count(instruction)
+    assert names.count(instruction) >= at_least * least, names.count(instruction)
     assert PRODUCT_OF_V.get(kernel, instruction) in names, set(names)
     if kernel in DECODING:
         assert not any(name.endswith("GMMA") for name in names), set(names)
@@ -237,7 +237,8 @@ def check_hopper_instructions(opcodes: list[str], kernel: str) -> None:
     if kernel == "sm90_decode_pages_int8":  # V's bytes are spread, not converted; scales come as runs of bytes
         assert {"HMMA", "PRMT", "UBLKCP"} <= set(names), set(names)
     assert not {"LDL", "STL"} & set(names), set(names)
-    assert "STG.E.128" in opcodes
+    # Partial sums of a few rows are seen 16 bytes at a time, or not at all.
+    assert ("STG.E.128.STRONG.GPU" if kernel in DECODING else "STG.E.128") in opcodes
 
 
 @needs_nvcc
@@ -324,9 +325,10 @@ def test_the_hopper_check_can_fail():
     for bad in (good[1:], good[:-4] + good[-3:], good + ["HMMA.16816.F32"] * 17, [*good, "LDL"], [*good, "STL.64"]):
         with pytest.raises(AssertionError):
             check_hopper_instructions(bad, "sm90_fwd")
-    by_warps = ["HMMA.16816.F32.BF16"] * 192 + ["UTMALDG.4D", "SYNCS.PHASECHK", "STG.E.128"]
+    by_warps = ["HMMA.16816.F32.BF16"] * 192 + ["UTMALDG.4D", "SYNCS.PHASECHK", "STG.E.128.STRONG.GPU"]
     check_hopper_instructions(by_warps, "sm90_decode")
-    for bad in (by_warps[1:], by_warps[:192] + by_warps[193:], [*by_warps, good[0]], [*by_warps, "LDL"]):
+    check_hopper_instructions(by_warps[96:], "sm90_decode", at_least=0.5)
+    for bad in (by_warps[1:], by_warps[:-1], by_warps[:192] + by_warps[193:], [*by_warps, good[0]], [*by_warps, "LDL"]):
         with pytest.raises(AssertionError):
             check_hopper_instructions(bad, "sm90_decode")
     integers = ["IGMMA.64x128x32.S8.S8"] * 4 + good[12:]

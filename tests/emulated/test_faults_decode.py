@@ -32,7 +32,7 @@ CASES = {
     "cut": Case("cut", 4, 400, 4, 1, HEAD_DIM, batch=8, dtype=DTYPE, kv_lens=(400, 130, 7, 333, 0, 290, 65, 222)),
     # Keys that only some rows see, and what is not finite at them.
     "causal": Case("causal", 4, 453, 4, 1, HEAD_DIM, causal=True, dtype=DTYPE, plant=NONFINITE_V),
-    # A launch before, which rotates q and K.
+    # A launch before, which rotates K.
     "rope": Case("rope", 2, 300, 4, 1, HEAD_DIM, dtype=DTYPE, rope=Rotary(HEAD_DIM)),
 }
 EITHER = "complaint or contract"  # what comes of it depends on who is late: the barriers jam, or outputs are wrong

@@ -76,6 +76,27 @@ __device__ __forceinline__ float4 rope4(const QfRope& rope, const Element* g_row
                      fmaf(partner[2], s[2], x.z * c[2]), fmaf(partner[3], s[3], x.w * c[3]));
 }
 
+// Of eight neighbouring pairs from `first` on, read 16 bytes at a time: cosines, and sines with the rotation's sign.
+// NaN where its row is outside the table.
+struct EightPairs {
+  float cosine[8], sine[8];
+
+  __device__ __forceinline__ EightPairs(const QfRope& rope, const Rotation& rotation, int first) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) cosine[e] = sine[e] = nan();
+    if (rotation.row < 0) return;
+    const int64_t at = int64_t(rotation.row) * (rope.rotary_dim / 2) + first;
+#pragma unroll
+    for (int e = 0; e < 8; e += 4) {
+      const float4 c = *reinterpret_cast<const float4*>(rope.cos + at + e);
+      const float4 s = *reinterpret_cast<const float4*>(rope.sin + at + e);
+      cosine[e] = c.x, cosine[e + 1] = c.y, cosine[e + 2] = c.z, cosine[e + 3] = c.w;
+      sine[e] = rotation.sign * s.x, sine[e + 1] = rotation.sign * s.y;
+      sine[e + 2] = rotation.sign * s.z, sine[e + 3] = rotation.sign * s.w;
+    }
+  }
+};
+
 // Position of query i (row q0 + i) and of key j, for batch b.
 __device__ __forceinline__ int position_q(const QfRope& rope, int b, int64_t q0, int i, int len_q, int len_k) {
   if (rope.positions_q) return rope.positions_q[b * rope.stride_positions_q_b + q0 + i];

@@ -15,10 +15,16 @@ namespace decode {
 
 constexpr int kMostRows = 64;
 
+// What may be read or written 16 bytes at a time: rows of tensors, and the tables of rope.
+struct Aligned {
+  bool q, k, v, out, rope;
+};
+
 template <class Element_, int kHeadDim_, int kRowWarps_, int kArch, bool kPaged_ = false, int kKeyBytes = 2>
 struct Config {
   using Element = Element_;
   using Tensor = Tensor16<Element, kArch>;
+  using QueryTensor = Tensor;                  // of what q is
   static constexpr bool kPaged = kPaged_;      // K and V are in the pages of a cache
   static constexpr bool kInt8 = false;         // in bytes (int8_config.cuh)
   static constexpr bool kKept = false;         // K in bytes, V in 16 bits: what quantize_kv leaves (kept_config.cuh)

@@ -26,19 +26,6 @@ __device__ __forceinline__ bool wants_dot_k_mean(const QfAttnParams& p) {
   return p.kv.k_mean && (p.lse || p.softcap != 0.0f || p.sinks);
 }
 
-// Sixteen channels of a row from g_chunk on. aligned: 16 bytes are read at a time.
-template <class Element>
-__device__ __forceinline__ void load16(float (&x)[16], const Element* g_chunk, bool aligned) {
-#pragma unroll
-  for (int i = 0; i < 16; i += 8) {
-    const auto two = [&](int e) { return uint32_t(g_chunk[i + e].bits) | uint32_t(g_chunk[i + e + 1].bits) << 16; };
-    const uint4 raw = aligned ? *reinterpret_cast<const uint4*>(g_chunk + i) : uint4{two(0), two(2), two(4), two(6)};
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int e = 0; e < 8; ++e) x[i + e] = to_float(Element{uint16_t(words[e / 2] >> 16 * (e % 2))});
-  }
-}
-
 // x, whose largest magnitude in the row is `largest`, to sixteen bytes. x is four times the row: butterflies alone.
 __device__ __forceinline__ uint4 round16(const float (&x)[16], float largest, float& scale) {
   const bool finite = largest < infinity(), zero = largest < 4.0f * kNoAmplitude;
@@ -56,11 +43,11 @@ __device__ __forceinline__ uint4 round16(const float (&x)[16], float largest, fl
 }
 
 // The rows of a unit's queries into shared memory: zeros past the last row and channel. A lane takes sixteen channels.
-// By whole warps: threads `thread` of `threads`. row_at(row): where a row that exists begins. aligned: rows are read 16
-// bytes at a time. g_k_mean: of the KV head, or nullptr.
+// By whole warps: threads `thread` of `threads`. row_at(row): a row that exists (queries.cuh). g_k_mean: of the KV
+// head, or nullptr.
 template <class Config, class RowAt>
-__device__ __forceinline__ void quantize_queries(int rows, int head_dim, RowAt row_at, bool aligned,
-                                                 const float* g_k_mean, char* s_queries, int thread, int threads) {
+__device__ __forceinline__ void quantize_queries(int rows, int head_dim, RowAt row_at, const float* g_k_mean,
+                                                 char* s_queries, int thread, int threads) {
   constexpr int kLanes = Config::kByteChunks <= 4 ? 4 : Config::kByteChunks <= 8 ? 8 : 16;  // of a row
   constexpr int kAtOnce = 32 / kLanes;
   const int lane = thread % 32, part = lane % kLanes, column = 16 * part;
@@ -71,7 +58,7 @@ __device__ __forceinline__ void quantize_queries(int rows, int head_dim, RowAt r
     float scale = 0.0f, dot = 0.0f;
     if (row0 < rows) {  // the same for all lanes
       float x[16] = {};
-      if (row < rows && column < head_dim) load16(x, row_at(row) + column, aligned);
+      if (row < rows && column < head_dim) (row_at(row) + column).load(x);
       if (g_k_mean) {
         if (column < head_dim) {
 #pragma unroll
@@ -97,21 +84,6 @@ __device__ __forceinline__ void quantize_queries(int rows, int head_dim, RowAt r
       reinterpret_cast<float*>(s_queries + Config::kQueryDots)[row] = dot;
     }
   }
-}
-
-// The same for one unit of arrays [batch, length, heads, head_dim]: row = token * group + head of the group.
-template <class Config>
-__device__ __forceinline__ void quantize_queries(const QfAttnParams& p, const QfTensor& x, int b, int kv_head,
-                                                 bool aligned, char* s_queries, int thread, int threads) {
-  using Element = typename Config::Element;
-  const int group = p.q_heads / p.kv_heads;
-  const auto row_at = [&](int row) {
-    const int token = row / group, head = kv_head * group + row - token * group;
-    return static_cast<const Element*>(x.data) + b * x.stride_b + token * x.stride_t + head * x.stride_h;
-  };
-  quantize_queries<Config>(p.q_len * group, p.head_dim, row_at, aligned,
-                           wants_dot_k_mean(p) ? p.kv.k_mean + int64_t(kv_head) * p.head_dim : nullptr, s_queries,
-                           thread, threads);
 }
 
 }  // namespace decode

@@ -30,29 +30,6 @@ __device__ __forceinline__ PanelLanes<Tile> lanes_of_v(int lane) {
   return {rows.row_bytes, rows.chunk};
 }
 
-// The rows of a unit's queries into shared memory, swizzled: zeros past the last row and channel. By threads `thread`
-// of `threads`. aligned: rows are read 16 bytes at a time.
-template <class Config>
-__device__ __forceinline__ void copy_queries(const QfAttnParams& p, const QfTensor& x, int b, int kv_head, bool aligned,
-                                             char* s_q, int thread, int threads) {
-  using Element = typename Config::Element;
-  const unsigned group = unsigned(p.q_heads / p.kv_heads);
-  const unsigned reciprocal = 65536u / group + 1;  // row / group is row * reciprocal / 65536 for rows up to 64
-#pragma unroll 4
-  for (int i = thread; i < Config::kRows * Config::kChunks; i += threads) {
-    const int row = i / Config::kChunks, chunk = i % Config::kChunks, d = chunk * 8;
-    const int token = int(row * reciprocal >> 16), head = int(kv_head * group) + row - token * int(group);
-    const Element* const g_chunk =
-        static_cast<const Element*>(x.data) + b * x.stride_b + token * x.stride_t + head * x.stride_h + d;
-    uint4 value = {0, 0, 0, 0};
-    if (token < p.q_len && d < p.head_dim) {
-      const auto two = [&](int e) { return uint32_t(g_chunk[e].bits) | uint32_t(g_chunk[e + 1].bits) << 16; };
-      value = aligned ? *reinterpret_cast<const uint4*>(g_chunk) : uint4{two(0), two(2), two(4), two(6)};
-    }
-    *reinterpret_cast<uint4*>(s_q + Swizzle<Config::kChunks>::offset(row, chunk)) = value;
-  }
-}
-
 // A warp's 16 rows of q as A operands, channels 16 pair .. 16 pair + 15: in registers, or read each time where
 // registers do not suffice.
 template <class Config>

@@ -12,11 +12,6 @@
 namespace qf {
 namespace decode {
 
-// What may be read or written 16 bytes at a time: rows of tensors, and the tables of rope.
-struct Aligned {
-  bool q, k, v, out, rope;
-};
-
 template <class Config, bool kAsync>
 class TeamCopy {
   using Element = typename Config::Element;

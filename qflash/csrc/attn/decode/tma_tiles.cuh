@@ -11,10 +11,8 @@
 #include <cuda.h>
 
 #include "attn/decode/config.cuh"
-#include "attn/decode/kept_queries.cuh"
 #include "attn/decode/merge.cuh"
-#include "attn/decode/product.cuh"
-#include "attn/decode/unit.cuh"
+#include "attn/decode/queries.cuh"
 #include "hopper/ring.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -105,20 +103,20 @@ __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMa
 }
 
 // Three warps make the block's units ready for the consumers, one ahead, and do not wait for each other: a short call
-// is over when the slowest of them would just be done with all of it. Collective for a warp. make(part, stage): of a
-// unit; make_last(part, stage): of the unit that this block ends and did not begin (part.parts is 0: there is none);
-// then(part): what of a unit nobody waits for.
-template <class Config, class Make, class MakeLast, class Then>
+// is over when the slowest of them would just be done with all of it. Collective for a warp. make(part, stage, over):
+// of a unit; with kAtLast, when the share is over, of the unit that this block ends and did not begin, too (part.parts
+// is 0: there is none). then(part): what of a unit nobody waits for.
+template <class Config, bool kAtLast = true, class Make, class Then>
 __device__ __forceinline__ void prepare_units(const QfAttnParams& p, Share<Config> share, const TmaRing<Config>& ring,
-                                              Make make, MakeLast make_last, Then then) {
+                                              Make make, Then then) {
   Part ended{};
   RingPosition<kUnitStages> at;
   for (;; share.advance(p), at.advance()) {
     const bool over = share.is_over();
-    const Part part = over ? ended : share.part();
+    const Part part = kAtLast && over ? ended : share.part();
     if (!over && part.ends() && !part.is_whole()) ended = part;
     at.wait_empty(ring.barriers->unit);
-    over ? make_last(part, at.stage()) : make(part, at.stage());
+    if (kAtLast || !over) make(part, at.stage(), over);
     at.fill(ring.barriers->unit);  // each lane, what it wrote
     if (over) return;
     then(part);
@@ -129,50 +127,38 @@ __device__ __forceinline__ void prepare_units(const QfAttnParams& p, Share<Confi
 template <class Config>
 __device__ __forceinline__ void describe_units(const QfAttnParams& p, const Share<Config>& share,
                                                const TmaRing<Config>& ring) {
-  prepare_units(
-      p, share, ring, [&](const Part& part, int stage) { describe_unit<Config>(p, part, ring.units[stage]); },
-      [&](const Part& ended, int stage) {
-        describe_unit<Config>(p, ended, ring.units[stage]);
-        if (threadIdx.x % 32 == 0) ring.units[stage].tiles = -1;
-      },
-      [](const Part&) {});
+  const auto describe = [&](const Part& part, int stage, bool over) {
+    describe_unit<Config>(p, part, ring.units[stage]);
+    if (over && threadIdx.x % 32 == 0) ring.units[stage].tiles = -1;
+  };
+  prepare_units(p, share, ring, describe, [](const Part&) {});
 }
 
-// The second: its queries. q: where they are read.
+// The second: its queries.
 template <class Config>
-__device__ __forceinline__ void load_queries(const QfAttnParams& p, const QfTensor& q, bool aligned,
-                                             const Share<Config>& share, const TmaRing<Config>& ring) {
-  const auto load = [&](const Part& part, int stage) {
-    char* const s_queries = ring.queries + stage * Config::kQueryBytes;
-    if constexpr (Config::kKept)
-      quantize_kept_queries<Config>(p, part, aligned, s_queries, threadIdx.x % 32, 32);
-    else if constexpr (Config::kInt8)
-      quantize_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, threadIdx.x % 32, 32);
-    else
-      copy_queries<Config>(p, q, part.b, part.kv_head, aligned, s_queries, threadIdx.x % 32, 32);
+__device__ __forceinline__ void load_queries(const QfAttnParams& p, const Aligned& aligned, const Share<Config>& share,
+                                             const TmaRing<Config>& ring) {
+  const auto load = [&](const Part& part, int stage, bool over) {
+    if (over && !(part.parts > 0 && wants_dot_k_mean(p))) return;  // once more, for who finishes its rows
+    fetch_queries<Config>(p, aligned, part, ring.queries + stage * Config::kQueryBytes, threadIdx.x % 32, 32);
   };
-  const auto load_last = [&](const Part& ended, int stage) {  // once more, for who finishes its rows
-    if constexpr (Config::kInt8Queries)
-      if (ended.parts > 0 && wants_dot_k_mean(p)) load(ended, stage);
-  };
-  prepare_units(p, share, ring, load, load_last, [](const Part&) {});
+  prepare_units<Config, Config::kInt8Queries>(p, share, ring, load, [](const Part&) {});
 }
 
 // The third: the place of its partial sums.
 template <class Config>
 __device__ __forceinline__ void clear_parts(const QfAttnParams& p, const Share<Config>& share, const Partials& partials,
                                             const TmaRing<Config>& ring) {
-  prepare_units(
-      p, share, ring,
-      [&](const Part& part, int) {
-        if (!part.ends()) partials.clear(part);  // before consumers know of the unit, and store
-      },
-      [&](const Part& ended, int) {
-        if (ended.parts > 0) partials.await_announcements(ended);
-      },
-      [&](const Part& part) {
-        if (!part.ends()) partials.announce(part);
-      });
+  const auto clear = [&](const Part& part, int, bool over) {
+    if (over) {
+      if (part.parts > 0) partials.await_announcements(part);
+    } else if (!part.ends()) {
+      partials.clear(part);  // before consumers know of the unit, and store
+    }
+  };
+  prepare_units(p, share, ring, clear, [&](const Part& part) {
+    if (!part.ends()) partials.announce(part);
+  });
 }
 
 // The ring as consumers see it: a Source (attend.cuh).

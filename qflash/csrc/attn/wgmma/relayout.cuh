@@ -36,8 +36,8 @@ struct RelaidTensor {
 
 // Host side: what becomes of q, k and v. Asked first without addresses, for the size of the workspace: of rope and
 // packed rows it looks at the sizes alone. Where an address then makes more copies necessary than were reserved, the
-// launch must find the memory itself. The others than first .. last get to the copy engine by themselves. Pages of k
-// and v are taken as they lie, a page in batch's place, and rope rotates q alone.
+// launch must find the memory itself. The others than first .. last get to the copy engine by themselves, or are not
+// for it. Pages of k and v are taken as they lie, a page in batch's place, and rope rotates q alone.
 struct Relayout {
   RelaidTensor tensors[3] = {};
   int64_t bytes = 0;
@@ -126,21 +126,8 @@ __device__ __forceinline__ void rotate_token(const QfRope& rope, const RelaidTen
   using Tensor = Tensor16<Element, 90>;
   const int half = rope.rotary_dim / 2, pairs = half / kPerChunk, at_once = 32 / pairs;
   const int d = lane % pairs * kPerChunk, first_head = lane / pairs;
-  const Rotation rotation = rotation_at(rope, position);
-  float c[kPerChunk], s[kPerChunk];
-#pragma unroll
-  for (int e = 0; e < kPerChunk; ++e) c[e] = s[e] = nan();
-  if (rotation.row >= 0) {
-    const int64_t at = int64_t(rotation.row) * half + d;
-#pragma unroll
-    for (int e = 0; e < kPerChunk; e += 4) {
-      const float4 cosine = *reinterpret_cast<const float4*>(rope.cos + at + e);
-      const float4 sine = *reinterpret_cast<const float4*>(rope.sin + at + e);
-      c[e] = cosine.x, c[e + 1] = cosine.y, c[e + 2] = cosine.z, c[e + 3] = cosine.w;
-      s[e] = rotation.sign * sine.x, s[e + 1] = rotation.sign * sine.y;
-      s[e + 2] = rotation.sign * sine.z, s[e + 3] = rotation.sign * sine.w;
-    }
-  }
+  const EightPairs pairs_here(rope, rotation_at(rope, position), d);
+  const auto &c = pairs_here.cosine, &s = pairs_here.sine;
   const auto rotate_word = [&](uint32_t& a, uint32_t& b, int e) {
     const float x0 = Tensor::low(a), x1 = Tensor::high(a), y0 = Tensor::low(b), y1 = Tensor::high(b);
     a = Tensor::pair(fmaf(y0, -s[e], x0 * c[e]), fmaf(y1, -s[e + 1], x1 * c[e + 1]));

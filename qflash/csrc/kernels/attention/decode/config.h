@@ -23,6 +23,7 @@ struct PortableConfig {
   static constexpr bool kInt8 = kKind == QF_KV_PAGES_INT8, kKept = kKind == QF_KV_KEPT;
   static constexpr bool kInt8Queries = kInt8 || kKept;
   using Tensor = Tensor16<std::conditional_t<kInt8, F16, Element>, kArch>;  // of P V: a byte of V is a float16
+  using QueryTensor = Tensor16<Element, kArch>;                             // of what q is
   using ScoreTensor = Tensor8<kArch>;                                       // of bytes
   static constexpr int kKeyBytes = kInt8Queries ? 1 : 2, kElementBytes = kInt8 ? 1 : 2;  // of an element of K, of V
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;

@@ -41,8 +41,8 @@ struct Config : BaseOf<Element, kHeadDim, kRowWarps, kKind> {
   using Base = BaseOf<Element, kHeadDim, kRowWarps, kKind>;
   static constexpr bool kBatchInvariant = kBatchInvariant_;
   // Whether a thread's index is read afresh, and rows are finished when outputs are gone (attend.cuh).
-  static constexpr bool kFewRegisters = kHeadDim > 128 && Base::kKept,
-                        kFinishesLater = kFewRegisters && kBatchInvariant;
+  static constexpr bool kFewRegisters = kHeadDim > 128 && (Base::kKept || (kBatchInvariant && !Base::kInt8)),
+                        kFinishesLater = kHeadDim > 128 && Base::kKept &&kBatchInvariant;
   static constexpr int kLoaderThreads = 128, kThreads = kLoaderThreads + Base::kConsumers;  // whole warpgroups
   // Registers are traded where one warpgroup loads and two attend; one and one have 255 each.
   static constexpr bool kTrades = Base::kConsumers > 128;
@@ -64,11 +64,9 @@ struct Config : BaseOf<Element, kHeadDim, kRowWarps, kKind> {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    qf_sm90_decode_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ QfTensor q,
-                          const __grid_constant__ qf::decode::TensorMaps maps,
+    qf_sm90_decode_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::decode::TensorMaps maps,
                           const __grid_constant__ qf::decode::Runs runs, qf::decode::Partials partials,
-                          const qf::decode::Flags flags, const bool q_aligned, const bool out_aligned,
-                          const int box_rows) {
+                          const qf::decode::Flags flags, const qf::decode::Aligned aligned, const int box_rows) {
   using namespace qf;
   using namespace qf::decode;
   extern __shared__ float4 s_memory[];
@@ -102,12 +100,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         load_share<Config>(p, maps, share, ring);
     }
     if (warp == 1) describe_units<Config>(p, share, ring);
-    if (warp == 2) load_queries<Config>(p, q, q_aligned, share, ring);
+    if (warp == 2) load_queries<Config>(p, aligned, share, ring);
     if (warp == 3) clear_parts<Config>(p, share, partials, ring);
   } else {
     if constexpr (Config::kTrades) take_registers<Config::kConsumerRegisters>();
     name_role("consumer", int(threadIdx.x / 32));
     TmaTiles<Config> tiles(ring);
-    attend_share<Config>(p, out_aligned, tiles, Area<Config>(s_area), partials);
+    attend_share<Config>(p, aligned.out, tiles, Area<Config>(s_area), partials);
   }
 }

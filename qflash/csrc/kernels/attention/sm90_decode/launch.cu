@@ -1,12 +1,14 @@
 // C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM) and kind
 // of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_KEPT, QF_KV_PAGES or QF_KV_PAGES_INT8), with batch-invariant results or
-// not (-DQF_BATCH_INVARIANT): relayout what must be (rope, strides that TMA cannot walk), make tensor maps, attend.
+// not (-DQF_BATCH_INVARIANT): relayout what must be of K and V in arrays (K with rope, strides that TMA cannot walk),
+// make tensor maps, attend.
 #include "attn/decode/runs.h"
 #include "attn/entry.cuh"
 #include "attn/wgmma/relayout.cuh"
 #include "kernels/attention/sm90_decode/kernel.cuh"
 
-// The pass before, for rotated tensors and strides that TMA cannot walk.
+// The pass before, for rotated keys and strides that TMA cannot walk. q needs none, nor do pages: the warp that loads q
+// rotates it and reads any strides, and keys in pages were rotated as they were written.
 template <class Element>
 __global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
     qf_sm90_decode_relayout_kernel(const __grid_constant__ QfAttnParams p,
@@ -20,8 +22,8 @@ namespace {
 using namespace qf;
 using Element = ElementOf<QF_DTYPE>::Type;
 constexpr bool kKept = QF_KV_KIND == QF_KV_KEPT, kPaged = !kKept && QF_KV_KIND != QF_KV_ARRAYS;
-// Pages are taken as they are. Where K was quantized, q is rotated as it is quantized, and K is contiguous.
-constexpr wgmma::Which kFirstRelaid = kKept ? wgmma::kV : wgmma::kQ, kLastRelaid = kPaged ? wgmma::kQ : wgmma::kV;
+// Pages are taken as they are, and a quantized K is contiguous.
+constexpr auto kFirstRelaid = wgmma::Which(kPaged ? wgmma::kV + 1 : kKept ? wgmma::kV : wgmma::kK);
 template <int kRowWarps>
 using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps, QF_KV_KIND, QF_BATCH_INVARIANT>;
 constexpr int kMostProcessors = 144;         // of any GPU of this architecture
@@ -64,7 +66,7 @@ template <class Config>
 int attend(const QfAttnParams& p, cudaStream_t stream) {
   using namespace decode;
   static_assert(Config::kBlockN == kBlockN, "");
-  const wgmma::Relayout reserved(p, false, kFirstRelaid, kLastRelaid), relayout(p, true, kFirstRelaid, kLastRelaid);
+  const wgmma::Relayout reserved(p, false, kFirstRelaid), relayout(p, true, kFirstRelaid);
   const int64_t partials = ::partial_bytes(p), needed = kFlagBytes + partials + reserved.bytes;
   if (!p.workspace || p.workspace_bytes < needed) return QF_NO_MEMORY;
   int processors = 0;
@@ -72,25 +74,25 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   const Runs runs = runs_of<kBlockN>(p, processors < kMostProcessors ? processors : kMostProcessors);
   const int64_t blocks = blocks_of(runs);
   char* const workspace = static_cast<char*>(p.workspace);
+  const bool tables_aligned = rope_tables_vectorise(p.rope);
   Borrowed borrowed{stream};  // for addresses that nobody could plan for
-  if (relayout.bytes > reserved.bytes)
-    if (const cudaError_t error = borrowed.take(relayout.bytes)) return error;
-  char* const copies = borrowed.memory ? static_cast<char*>(borrowed.memory) : workspace + kFlagBytes + partials;
-  if (relayout.bytes > 0)
-    if (const int status =
-            launch({3 * relayout.blocks(processors), wgmma::kRelayoutThreads, 0, stream},
-                   qf_sm90_decode_relayout_kernel<Element>, p, relayout, copies, rope_tables_vectorise(p.rope)))
-      return status;
   TensorMaps maps{};
   using Tile = typename Config::Tile;
   // Rows of a panel are 128 bytes. To fetch 256, as elsewhere, costs 6 % here, where nothing else is waited for.
   constexpr auto promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   int box_rows = Config::kBlockN;
-  if constexpr (kPaged) {
+  if constexpr (kPaged) {  // nothing is copied
     box_rows = box_rows_of(p.kv.page_size, Config::kBlockN);
     if (const int error = map_pages<Tile>(maps.k, p, p.kv.k, box_rows, promotion)) return error;
     if (const int error = map_pages<Tile>(maps.v, p, p.kv.v, box_rows, promotion)) return error;
   } else {
+    if (relayout.bytes > reserved.bytes)
+      if (const cudaError_t error = borrowed.take(relayout.bytes)) return error;
+    char* const copies = borrowed.memory ? static_cast<char*>(borrowed.memory) : workspace + kFlagBytes + partials;
+    if (relayout.bytes > 0)
+      if (const int status = launch({3 * relayout.blocks(processors), wgmma::kRelayoutThreads, 0, stream},
+                                    qf_sm90_decode_relayout_kernel<Element>, p, relayout, copies, tables_aligned))
+        return status;
     if (const int error = kKept ? map_kept<typename Config::KeyTile>(maps.k, p, box_rows, promotion)
                                 : relayout.map<Tile>(maps.k, wgmma::kK, copies, p.head_dim, box_rows, promotion))
       return error;
@@ -98,18 +100,18 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   }
   Flags flags{};
   if (const int error = take_flags(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), flags)) return error;
-  const wgmma::RelaidTensor& q = relayout.tensors[wgmma::kQ];
-  const QfTensor queries = q.copied ? q.copy(copies, p.head_dim) : p.q;
   const Partials parts = partials_in<kBlockN>(reinterpret_cast<float*>(workspace + kFlagBytes), p, runs);
-  return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p,
-                queries, maps, runs, parts, flags, q.copied || chunks_aligned(p.q, p.head_dim, 2),
-                chunks_aligned(p.out, p.head_dim, 2), box_rows);
+  // The copy engine reads K and V, which it does from whole 16 bytes on.
+  const Aligned aligned = {chunks_aligned(p.q, p.head_dim, 2), true, true, chunks_aligned(p.out, p.head_dim, 2),
+                           tables_aligned};
+  return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p, maps,
+                runs, parts, flags, aligned, box_rows);
 }
 
 }  // namespace
 
 QF_EXPORT int64_t qf_sm90_decode_workspace(const QfAttnParams* p) {
-  return kFlagBytes + partial_bytes(*p) + wgmma::Relayout(*p, false, kFirstRelaid, kLastRelaid).bytes;
+  return kFlagBytes + partial_bytes(*p) + wgmma::Relayout(*p, false, kFirstRelaid).bytes;
 }
 
 QF_EXPORT int qf_sm90_decode(const QfAttnParams* p, void* stream) {
