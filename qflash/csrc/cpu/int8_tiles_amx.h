@@ -6,35 +6,14 @@
 // are packed as bfloat16 tiles [32 keys][16 channels] with two keys of a channel side by side.
 #pragma once
 
+#include "amx.h"
 #include "int8.h"
 #include "int8_dots.h"
 
 namespace qf {
 namespace QF_ISA {
 
-constexpr int kTileBytes = 1024;
 constexpr int kTileChannels = 16;
-
-// Tile registers live as long as this: set up here, given back to the system at the end.
-class TileSession {
- public:
-  TileSession() {
-    struct alignas(64) Config {
-      uint8_t palette, start_row, reserved[14];
-      uint16_t row_bytes[16];
-      uint8_t rows[16];
-    } config = {};
-    config.palette = 1;
-    for (int t = 0; t < 8; t++) {
-      config.row_bytes[t] = 64;
-      config.rows[t] = 16;
-    }
-    _tile_loadconfig(&config);
-  }
-  ~TileSession() { _tile_release(); }
-  TileSession(const TileSession&) = delete;
-  TileSession& operator=(const TileSession&) = delete;
-};
 
 static inline int value_width(int head_dim) { return int(round_up(head_dim, 2 * kTileChannels)); }
 static inline int64_t value_bytes(int head_dim) { return int64_t(value_width(head_dim)) * 2; }
@@ -69,6 +48,7 @@ static inline void score_block(const TileSession&, const Integer* q, int q_strid
                                int64_t panel_stride, int groups, int keys, char* scores) {
   const int steps = groups * kPack / 64;
   const bool two = rows > 16;
+  settle(panels);
   const Integer* q_low = q + 16 * q_stride;
   char* scores_low = scores + 16 * kScoreStride;
   _tile_loadd(4, q, q_stride);
@@ -107,6 +87,7 @@ static inline void value_block(const TileSession&, const char* weights, int rows
   const int width = value_width(head_dim);
   const int64_t out_stride = int64_t(width) * 4, group_bytes = int64_t(kInt8KeyStep) * width * 2;
   const bool two = rows > 16;
+  settle(weights);
   const char* weights_low = weights + 16 * kScoreStride;
   for (int d = 0; d < width; d += 2 * kTileChannels) {
     float* o = out + d;

@@ -47,5 +47,8 @@ namespace qf {
 namespace avx512_bf16 {
 extern const LinearKernel linear_bf16;
 }
+namespace amx_bf16 {
+extern const LinearKernel linear_bf16;
+}
 }  // namespace qf
 #endif

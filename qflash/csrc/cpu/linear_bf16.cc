@@ -1,10 +1,16 @@
-// Linear layers of bfloat16 as they are, on AVX-512 with its BF16 products.
+// Linear layers of bfloat16 as they are, by AVX-512's products of pairs or in AMX tiles.
+#if defined(__AMX_BF16__)
+#include "linear_tiles_amx.h"
+#else
+#include "linear_tile.h"
+#endif
+
 #include "linear_block.h"
 
 namespace qf {
 namespace QF_ISA {
 
-extern const LinearKernel linear_bf16 = {kMaxRows,
+extern const LinearKernel linear_bf16 = {kRowStep,
                                          kMostRows,
                                          kPanel,
                                          kMostColumns,

@@ -1,4 +1,5 @@
 // A block of a linear layer: x and w are packed a chunk of k at a time and multiplied, then its rows end. See linear.h.
+// What multiplies packed blocks is included before: linear_tile.h or linear_tiles_amx.h.
 #pragma once
 
 #include "interrupt.h"
@@ -6,7 +7,6 @@
 #include "linear_end.h"
 #include "linear_few.h"
 #include "linear_pack.h"
-#include "linear_tile.h"
 #include "scratch.h"
 
 namespace qf {
@@ -18,7 +18,7 @@ constexpr int kMostRows = kLanes == 16 ? 384 : 192;
 constexpr int kMostColumns = kLanes == 16 ? 256 : 128;
 constexpr int kChunkWords = 128;
 constexpr int kRowPitch = kChunkWords + 16;  // between packed rows of x: not a power of two
-static_assert(kMostRows % kMaxRows == 0 && kMostColumns % kPanel == 0, "blocks are whole tiles");
+static_assert(kMostRows % kRowStep == 0 && kMostColumns % kPanel == 0, "blocks are whole tiles");
 
 // A task's memory. Rows of sums are whole panels.
 struct BlockScratch {
@@ -95,7 +95,7 @@ static void multiply_chunk(const LinearBlock& block, const BlockScratch& s, cons
     const int words = int(ceil_div(here.depth, Words::kPack));
     const bool last = c + kPanel >= block.columns;
     NextPanel next(w, here, last ? panel_at(k0 + here.depth, 0) : panel_at(k0, c + kPanel),
-                   ceil_div(block.rows, kMaxRows) * words);
+                   product_steps(block.rows, here.columns, words));
     pack_panel<Words>(w.at(k0, here.column), w.k_stride, w.column_stride, here.columns, here.depth, s.w, next.packing);
     Wanted wanted = {next.multiplying, after};
     product<Words>(int(ceil_div(here.columns, kLanes)), block.rows, s.x, kRowPitch, s.w, sums + c, s.width, words,

@@ -6,9 +6,15 @@
 
 #include "linear_ahead.h"
 #include "multiply.h"
+#include "sizes.h"
 
 namespace qf {
 namespace QF_ISA {
+
+constexpr int kRowStep = kMaxRows;
+
+// What the product of a panel asks for ahead of time: steps of Wanted.
+static inline int64_t product_steps(int rows, int, int words) { return ceil_div(rows, kRowStep) * words; }
 
 // C[M][N vectors] = (C, unless kFirst) + A[M][words] B[words][N vectors]. The sum of a chunk starts from zero: shorter
 // chains round less.

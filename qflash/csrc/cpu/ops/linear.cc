@@ -64,6 +64,7 @@ struct Cut {
 // The kernel of this machine for arrays of `dtype`.
 const LinearKernel& kernel_for(Isa isa, int32_t dtype) {
 #if defined(__x86_64__)
+  if (dtype == QF_BF16 && has_amx()) return amx_bf16::linear_bf16;
   if (dtype == QF_BF16 && has_avx512_bf16()) return avx512_bf16::linear_bf16;
 #endif
   (void)dtype;

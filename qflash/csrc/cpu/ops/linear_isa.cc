@@ -1,5 +1,6 @@
 // Linear layers of one instruction set, every number as float32: compiled once for each, into namespace qf::QF_ISA.
 #include "linear_block.h"
+#include "linear_tile.h"
 
 namespace qf {
 namespace QF_ISA {
@@ -11,7 +12,7 @@ static int multiply_floats(const LinearCall& call, const LinearBlock& block, voi
 }
 
 extern const LinearKernel linear_floats = {
-    kMaxRows, kMostRows, kPanel, kMostColumns, kFewRowsAlongK, kFewColumns, block_scratch_bytes, multiply_floats};
+    kRowStep, kMostRows, kPanel, kMostColumns, kFewRowsAlongK, kFewColumns, block_scratch_bytes, multiply_floats};
 
 }  // namespace QF_ISA
 }  // namespace qf

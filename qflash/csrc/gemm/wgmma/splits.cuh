@@ -25,12 +25,22 @@ struct PartialSums {
   __device__ __forceinline__ unsigned* counters() const { return first < 0 ? cleared : place_counters + first; }
 };
 
-// Host side. memory: kPlaces counters of the caller's, cleared where the library has none left. Returns a cudaError_t.
-inline int take_places(cudaStream_t stream, int places, unsigned* memory, PartialSums& partials) {
+// Host side. memory: kPlaces counters of the caller's, cleared where the library has none left. A long launch takes
+// none for a captured graph, which keeps them: clearing costs it little, and short ones need them. Returns a
+// cudaError_t.
+inline int take_places(cudaStream_t stream, int places, unsigned* memory, bool is_long, PartialSums& partials) {
   struct Places;
   partials.cleared = memory;
-  if (const int error = take_counters<Places, kStreamsWithPlaces, kPlaces, kAllPlaces>(stream, places, partials.first))
-    return error;
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  if (is_long)
+    if (const cudaError_t error = cudaStreamIsCapturing(stream, &capturing)) {
+      cudaGetLastError();  // clears the thread's last error
+      return error;
+    }
+  if (capturing == cudaStreamCaptureStatusNone)
+    if (const int error =
+            take_counters<Places, kStreamsWithPlaces, kPlaces, kAllPlaces>(stream, places, partials.first))
+      return error;
   return partials.first >= 0 ? int(cudaSuccess) : int(cudaMemsetAsync(memory, 0, sizeof(unsigned) * places, stream));
 }
 

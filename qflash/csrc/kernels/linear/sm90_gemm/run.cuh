@@ -135,7 +135,8 @@ int run(const QfLinearParams& given, int processors, int splits, int64_t whole, 
   p.residual_stride_m = residual.stride / (has_words(given) ? 4 : 2);
   PartialSums partials{workspace + Workspace::kCounterBytes, -1, nullptr};
   if (splits > 1)
-    if (const int error = take_places(stream, int(places), reinterpret_cast<unsigned*>(workspace), partials))
+    if (const int error =
+            take_places(stream, int(places), reinterpret_cast<unsigned*>(workspace), walk.whole > 0, partials))
       return error;
   Launch how = launch_of<Config>(stream);
   int clusters = 0;
@@ -163,7 +164,7 @@ int run_fastest(const QfLinearParams& p, cudaStream_t stream) {
   const Problem90 problem = problem_of<SmallTile<Problem>>(p);
   int pairs = 0;  // of large tiles at the same time; not asked for where the other tile serves in any case
   if (processors >= Large::kCluster && gemm::fills_clusters(problem, gemm::kLargeTile))
-    if (const int error = resident_clusters<Large>(launch_of<Large>(stream), processors, pairs)) return error;
+    if (resident_clusters<Large>(launch_of<Large>(stream), processors, pairs)) pairs = 0;  // the small tile runs
   if (pairs > processors / Large::kCluster) pairs = processors / Large::kCluster;
   const gemm::Choice90 choice = gemm::choose_tile(problem, processors, pairs);
   return choice.large ? run<Large>(p, processors, choice.splits, choice.whole, stream)
