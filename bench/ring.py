@@ -69,11 +69,13 @@ class Arrays:
         return qflash.attention(self.q, self.k, self.v, causal=self.problem.causal)
 
     def all_ranks(self) -> list[Any]:
+        from qflash.parallel.rounds import rounds_of
         from qflash.parallel.torch.ring import attend_blocks
 
         found = []
         for rank, (q, steps) in enumerate(zip(self.queries, self.steps, strict=True)):
-            blocks = (self.blocks[(rank - hop) % self.problem.ranks] for hop in range(len(steps)))
+            rounds = rounds_of(len(steps), self.of.at)
+            blocks = ([self.blocks[(rank - hop) % self.problem.ranks] for hop in one.hops] for one in rounds)
             found.append(attend_blocks(q, None, self.of, steps, blocks)[0])
         return found
 

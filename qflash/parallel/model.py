@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
-from qflash.parallel.rounds import MOST_KEYS
+from qflash.parallel.placement import Placement
+from qflash.parallel.rounds import Round, rounds_of
 from qflash.parallel.words import STRATEGIES
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -23,11 +25,11 @@ _FLOAT32 = 4
 ASSUMPTIONS = (
     "Every call has enough rows and heads to fill a GPU, as those had that arithmetic was measured with.",
     "Tokens are placed by zigzag where the mask is causal, so that every GPU computes the same.",
-    "A ring's transfer runs under its computation and takes nothing from it: a step takes the longer of the two.",
+    "A ring's transfer runs under the computation before it and takes nothing from it: the longer of the two counts.",
+    "A round of a ring is one call, also where a causal mask makes it two for some GPUs.",
     "Gathering and exchanging are waited for. Backward gathers again, and sums gradients of keys in float32.",
     "A ring that leaves a node moves at the network's rate throughout, and so do collectives over several nodes.",
     "Every GPU has the whole rate of its link either way. Latency, and small messages that get less, are left out.",
-    "A ring makes a call and a merge for every hop, where on a GPU one may take several.",
     "Merging, adding up and copying run at the rate of memory, beside which nothing else runs.",
 )
 
@@ -207,10 +209,14 @@ def _why_not(layer: Layer, gpus: int, strategy: str) -> str:
 
 
 def _held(layer: Layer, gpus: int) -> float:
-    """Which share of all keys a GPU has at once in a ring, at most: those of the call before, at hand and coming; of
-    short hops two rounds of them in the place of one."""
-    part = layer.tokens / gpus
-    return min(max(3 * part, 2 * part + 2 * MOST_KEYS), layer.tokens) / max(layer.tokens, 1)
+    """Which share of all keys a GPU has at once in a ring: those of a round and of the next one, and, where a round has
+    several hops, those of one end to end."""
+    longest = max(len(one.hops) for one in _rounds(layer, gpus))
+    return (min(2, gpus) if longest == 1 else 3 * longest) / gpus
+
+
+def _rounds(layer: Layer, gpus: int) -> list[Round]:
+    return rounds_of(gpus, Placement("contiguous", gpus, layer.tokens))
 
 
 def _repeated(layer: Layer, gpus: int) -> int:
@@ -233,7 +239,12 @@ def _ring(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) ->
     hop = keys * (layer.ring_bytes + (0 if kind == FORWARD else _FLOAT32))
     last = 0.0 if kind == FORWARD else keys * _FLOAT32
     rate = machine.rate(gpus)
-    waiting = (gpus - 1) * max(hop / rate - other, 0.0) + last / rate
+    waiting = last / rate
+    if kind == BACKWARD:
+        waiting += (gpus - 1) * max(hop / rate - other, 0.0)
+    else:  # a round moves under the calls of the one before
+        for before, one in pairwise(_rounds(layer, gpus)):
+            waiting += max(len(one.hops) * hop / rate - len(before.hops) * other, 0.0)
     moved = (gpus - 1) * hop + last
     return Pass(
         own + (gpus - 1) * other, moved, moved / rate, waiting, _ring_copies(layer, gpus, kind) / machine.memory
@@ -248,9 +259,12 @@ def _ring_copies(layer: Layer, gpus: int, kind: str) -> float:
     rows, keys = (share * layer.numbers(part, heads) for heads in (layer.q_heads, layer.kv_heads))
     add = _added(layer)
     if kind == FORWARD:
-        block = 2 * layer.numbers(part, layer.kv_heads)
-        widen = 0.0 if layer.precision is None else block * (layer.ring_bytes + layer.number_bytes)
-        return (gpus - 1) * (rows * add + widen)
+        if layer.precision is not None:  # a call for each hop, whose keys are widened before
+            block = 2 * layer.numbers(part, layer.kv_heads)
+            return (gpus - 1) * (rows * add + block * (layer.ring_bytes + layer.number_bytes))
+        rounds = _rounds(layer, gpus)[1:]
+        copied = sum(len(one.hops) for one in rounds if len(one.hops) > 1)  # end to end
+        return len(rounds) * rows * add + copied * 2 * keys * 2 * layer.number_bytes
     delta = 2 * rows * layer.number_bytes  # dout · out, which every step computes for itself
     return gpus * (rows * add + 2 * keys * add + delta)
 

@@ -65,22 +65,3 @@ def test_a_ring_of_integers(ranks, case, precision):
     got = ranks.values(torch_ranks.attend, case, "ring", None, "world", precision, "cuda")[0]
     check_contract(case, got["out"], precision=precision)
     assert got["same"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_calls_beside_merges_have_the_bits_of_calls_after_them(monkeypatch, causal, dtype):
-    """And memory of one stream is not used by another before it may be: everything is done ten times over."""
-    import torch
-
-    from bench.ring import Arrays, Problem
-    from qflash.parallel.torch import beside
-
-    monkeypatch.setattr("bench.ring.DTYPES", {"cuda": dtype})
-    arrays = Arrays(Problem(8192, 8, causal), "cuda")
-    found = [arrays.all_ranks() for _ in range(10)]
-    monkeypatch.setattr(beside, "_sides", lambda device: ())
-    want = arrays.all_ranks()
-    for parts in found:
-        assert all(torch.equal(one, other) for one, other in zip(parts, want, strict=True))

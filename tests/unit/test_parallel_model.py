@@ -79,27 +79,51 @@ def test_where_a_ring_begins_to_hide_its_hops(kv_heads, rate, tokens):
     found = hidden_from(layer, Machine(rate, rate, 4e12), 8, 600e12)
     assert found == pytest.approx(tokens, rel=0.02)
     for part, hides in ((1.1 * found, True), (0.9 * found, False)):
-        one = estimate(replace(layer, tokens=16 * round(part / 2)), 8, "ring", Machine(rate, rate, 4e12), RATES)
+        one = estimate(replace(layer, tokens=32 * round(part / 2)), 16, "ring", Machine(rate, rate, 4e12), RATES)
         assert (one.passes[FORWARD].waiting == 0) is hides
 
 
+def test_rounds_of_two_and_four_hops_hide_from_twice_as_many_tokens_on():
+    layer = Layer(2**20, 32, 8, 128)
+    found = 2 * hidden_from(layer, EIGHT, 8, 600e12)
+    for part, hides in ((1.1 * found, True), (0.9 * found, False)):
+        one = estimate(replace(layer, tokens=16 * round(part / 2)), 8, "ring", EIGHT, RATES).passes[FORWARD]
+        assert (one.waiting == 0) is hides
+    hop, call = one.moving / 7, one.computing / 8
+    assert one.waiting == pytest.approx(2 * hop - call + 4 * hop - 2 * call)
+
+
+def test_what_a_ring_holds_by_hand():
+    """Parts of 16384 tokens: four hops at hand, four coming, four end to end. Parts of 131072: one and one."""
+    for tokens, parts in ((2**17, 12), (2**20, 2)):
+        assert estimate(llama(tokens), 8, "ring", EIGHT, RATES).keys_bytes == pytest.approx(4096 * tokens * parts / 8)
+    assert estimate(llama(2**14), 2, "ring", EIGHT, RATES).keys_bytes == 4096 * 2**14
+
+
 def test_a_merge_by_hand():
-    """16384 rows of 32 heads: 10 bytes a number at 4.3 TB/s are 156 µs; a causal mask leaves 3 / 4 of the rows."""
-    full = estimate(replace(llama(128 * 2**10), causal=False), 8, "ring", EIGHT, RATES).passes[FORWARD]
-    assert 1e6 * full.copying / 7 == pytest.approx(156, rel=0.01)
-    assert estimate(llama(128 * 2**10), 8, "ring", EIGHT, RATES).passes[FORWARD].copying == 0.75 * full.copying
+    """131072 rows of 32 heads: 10 bytes a number at 4.3 TB/s are 1250 µs; a causal mask leaves 3 / 4 of the rows."""
+    full = estimate(replace(llama(2**20), causal=False), 8, "ring", EIGHT, RATES).passes[FORWARD]
+    assert 1e6 * full.copying / 7 == pytest.approx(1250, rel=0.01)
+    causal = estimate(llama(2**20), 8, "ring", EIGHT, RATES).passes[FORWARD]
+    assert causal.copying == pytest.approx(0.75 * full.copying)
+
+
+def test_a_merge_of_a_round_by_hand():
+    """Of 8 parts of 16384 tokens three merges in the place of seven, and keys of six hops are copied once."""
+    one = estimate(replace(llama(128 * 2**10), causal=False), 8, "ring", EIGHT, RATES).passes[FORWARD]
+    keys = 2 * 2 * 16384 * 8 * 128  # bytes of a part
+    assert one.copying == pytest.approx((3 * 10 * 16384 * 32 * 128 + 6 * 2 * keys) / EIGHT.memory)
 
 
 def test_integers_on_the_way_by_hand():
     """128 integers and a scale of 4 bytes in the place of 256 bytes; the part that came is read and written wider."""
     wide, narrow = (
-        estimate(replace(llama(128 * 2**10), precision=precision), 8, "ring", EIGHT, RATES)
-        for precision in (None, "int8")
+        estimate(replace(llama(2**20), precision=precision), 8, "ring", EIGHT, RATES) for precision in (None, "int8")
     )
     assert set(narrow.passes) == {FORWARD}
     assert narrow.passes[FORWARD].moved_bytes == pytest.approx(wide.passes[FORWARD].moved_bytes * 132 / 256)
     more = EIGHT.memory * (narrow.passes[FORWARD].copying - wide.passes[FORWARD].copying) / 7
-    assert more == pytest.approx(2 * 16 * 2**10 * 8 * (132 + 256))
+    assert more == pytest.approx(2 * 128 * 2**10 * 8 * (132 + 256))
     from_wide, from_narrow = (hidden_from(replace(llama(2**17), precision=p), EIGHT, 8, 600e12) for p in (None, "int8"))
     assert from_narrow == pytest.approx(from_wide * 132 / 256)
 

@@ -1,10 +1,9 @@
 """strategy="ring": keys and values go round, and each rank attends to every block of them as it comes by.
 
-The next block is on its way before the present one is computed on. On a GPU a call runs beside the merge of the one
-before (beside.py), and takes the keys of several hops where no mask is between (rounds.py). Partial results are merged
-by lse in float32, in the order of hops, which is fixed for every rank: the same input gives the same bits. Backward,
-blocks go round again and their gradients follow one hop behind; every share is computed from the out and lse of all
-keys, and is exact.
+Hops come in rounds (rounds.py), and the next one is on its way before the present one is computed on. Partial results
+are merged by lse in float32, in the order of hops, which is fixed for every rank: the same input gives the same bits.
+Backward, blocks go round again hop by hop, and their gradients follow one hop behind; every share is computed from the
+out and lse of all keys, and is exact.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ import torch
 from qflash.ops.merge import merge
 from qflash.parallel.parts import Part, Sequences
 from qflash.parallel.pieces import Span, ring_steps
-from qflash.parallel.rounds import Hops, rounds_of
-from qflash.parallel.torch.beside import Begun, InTurn
+from qflash.parallel.rounds import Call, Round, calls_of, most_hops, rounds_of
 from qflash.parallel.torch.by_hand import ByHand, once_differentiable
 from qflash.parallel.torch.exchange import Hop, TracedHop, saved_again, start_hop
 from qflash.parallel.torch.groups import Ranks
-from qflash.parallel.wire import from_wire, to_wire
+from qflash.parallel.wire import Wire, from_wire, to_wire
 
 Tensor = torch.Tensor
 _FORWARD = "a hop of keys and values"
@@ -50,54 +48,36 @@ def steps_of(of: Sequences, rank: int) -> list[list[Part]]:
 
 
 def attend_blocks(
-    q: Tensor, sinks: Tensor | None, of: Sequences, steps: list[list[Part]], blocks: Iterable[Tensor]
+    q: Tensor, sinks: Tensor | None, of: Sequences, steps: list[list[Part]], blocks: Iterable[list[Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a rank's queries. blocks: keys and values, stacked, after each hop."""
-    merged, calls = _Merged(of.token_dim), InTurn(q, len(steps))
-    # Where calls are one after another nothing would hide the hops of a round. With a precision it is each rank's keys
-    # that a call quantizes.
-    rounds = rounds_of(steps) if calls.overlap and of.words.precision is None else [[parts] for parts in steps]
-
-    def take(parts: list[Part], begun: Begun) -> None:
-        results = calls.take(begun)
-        if merged.is_empty:
-            calls.keep(results)
-        for part, result in zip(parts, results, strict=True):
-            merged.add(part.q, q, *result)
-        calls.give_back(begun)
-
-    before: tuple[list[Part], Begun] | None = None
-    coming = iter(blocks)
-    for hops in rounds:
-        parts, block = _next_call(of, hops, coming)
-        begun = calls.begin(lambda: [of.attend(part, q, block[0], block[1], sinks) for part in parts], block)  # noqa: B023
-        if before is not None:  # merged while this call runs
-            take(*before)
-        before = parts, begun
-    if before is not None:
-        take(*before)
+    """out and lse of a rank's queries. blocks: of each round, keys and values after each of its hops, stacked."""
+    merged = _Merged(of.token_dim)
+    for one, came in zip(rounds_of(len(steps), of.at), blocks, strict=True):
+        for call in _calls(of, steps[one.first : one.end]):
+            part, block = _end_to_end(of, call, came)
+            merged.add(part.q, q, *of.attend(part, q, block[0], block[1], sinks))
     return merged.results(q)
 
 
-def _next_call(of: Sequences, hops: Hops, blocks: Iterator[Tensor]) -> tuple[list[Part], Tensor]:
-    """The parts of a round, and the keys and values that they are of."""
-    if len(hops) == 1:
-        return hops[0], next(blocks)
-    parts = [part for (part,) in hops]
-    token_dim = of.token_dim + 1  # of keys and values, stacked
-    keys, block = 0, None
-    for part in parts:
-        came, count = next(blocks), part.k[1] - part.k[0]
-        if block is None:
-            shape = list(came.shape)
-            shape[token_dim] = sum(one.k[1] - one.k[0] for one in parts)
-            block = came.new_empty(shape)
-        block.narrow(token_dim, keys, count).copy_(came.narrow(token_dim, part.k[0], count))
-        keys += count
-    rope = parts[0].rope
+def _calls(of: Sequences, hops: list[list[Part]]) -> list[Call]:
+    if of.words.precision is None:
+        return calls_of(hops)
+    return [
+        [(number, part)] for number, parts in enumerate(hops) for part in parts
+    ]  # a rank's keys are quantized alone
+
+
+def _end_to_end(of: Sequences, call: Call, blocks: list[Tensor]) -> tuple[Part, Tensor]:
+    """A part on the keys of all parts of a call, and these."""
+    number, part = call[0]
+    if len(call) == 1:
+        return part, blocks[number]
+    dim = of.token_dim + 1  # of keys and values, stacked
+    block = torch.cat([blocks[number].narrow(dim, one.k[0], one.k[1] - one.k[0]) for number, one in call], dim)
+    rope = part.rope
     if rope is not None:
-        rope = replace(rope, positions_k=torch.cat([part.rope.positions_k for part in parts if part.rope], -1))
-    return [parts[0]._replace(k=(0, keys), alone=False, rope=rope)], block
+        rope = replace(rope, positions_k=torch.cat([one.rope.positions_k for _, one in call if one.rope], -1))
+    return part._replace(k=(0, block.shape[dim]), rope=rope), block
 
 
 def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,15 +86,24 @@ def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _going_round(block: Tensor, steps: int, of: Sequences, ranks: Ranks) -> Iterator[Tensor]:
-    """The block at hand after each hop; the next one is on its way while it is used."""
-    wire = to_wire(of, block, ranks.rank) if steps > 1 else ()
-    for hop in range(steps):
-        coming = start_hop(ranks, wire, _FORWARD) if hop + 1 < steps else None
-        block = from_wire(wire, block) if hop else block
-        yield block
-        if coming is not None:
-            wire = tuple(coming.wait())
+def _going_round(block: Tensor, hops: int, of: Sequences, ranks: Ranks) -> Iterator[list[Tensor]]:
+    """The blocks of each round; those of the next one are on their way while they are used."""
+    rounds = rounds_of(hops, of.at)
+    wires: dict[int, Wire] = {0: to_wire(of, block, ranks.rank) if hops > 1 else ()}  # by hop, as they came
+    for number, one in enumerate(rounds):
+        coming = _start_round(ranks, wires, rounds[number + 1]) if number + 1 < len(rounds) else None
+        yield [from_wire(wires[hop], block) if hop else block for hop in one.hops]
+        if coming is None:
+            return
+        came, count = coming.wait(), len(wires[one.first])
+        wires = {hop: wires[hop] for hop in wires if hop >= one.end - most_hops(of.at)}  # that may go on once more
+        for first in range(0, len(came), count):
+            wires[one.end + first // count] = tuple(came[first : first + count])
+
+
+def _start_round(ranks: Ranks, wires: dict[int, Wire], one: Round) -> Hop | TracedHop:
+    sent = [x for hop in one.hops for x in wires[hop - one.distance]]
+    return start_hop(ranks, sent, _FORWARD, one.distance)
 
 
 class _Merged:
@@ -124,10 +113,6 @@ class _Merged:
     def __init__(self, token_dim: int) -> None:
         self._dim = token_dim
         self._pieces: list[_Piece] = []  # of all rows, in their order, once there is a part
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._pieces
 
     def add(self, rows: Span, like: Tensor, out: Tensor, lse: Tensor) -> None:
         """Merge the result of some rows. like: a tensor of the shape of all of them."""
