@@ -62,7 +62,7 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
     return int(value)
 
 
-def check_word(name: str, value: Any, allowed: Sequence[str]) -> str:
+def check_word(name: str, value: Any, allowed: Sequence[str | None]) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in allowed:
         wrong = ValueError if isinstance(value, str) else TypeError

@@ -85,7 +85,7 @@ class KVCache:
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size is {page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}")
         if precision is not None:
-            check_word("precision", precision, ("int8",))
+            check_word("precision", precision, (None, "int8"))
             if self.head_dim % HADAMARD:
                 raise ValueError(f"head_dim is {head_dim}; allowed: a multiple of {HADAMARD} with precision 'int8'")
         self.dtype, self.precision = dtype, precision

@@ -406,7 +406,7 @@ def test_the_least_temperature_draws_the_best_token():
 
 def test_one_token_to_choose_from_is_the_best_one():
     want = reference("llama")
-    for words in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}):
+    for words in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-300}, {"temperature": 1e-4}):
         assert torch.equal(generated("llama", do_sample=True, **words).sequences, want), words
 
 

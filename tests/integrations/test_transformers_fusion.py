@@ -19,6 +19,7 @@ from transformers.models.llama import modeling_llama
 import qflash.integrations.transformers as qf
 from qflash.integrations.transformers import rotations
 from qflash.integrations.transformers.fusion import Fusion
+from qflash.integrations.transformers.stand_ins import is_tanh_gelu
 from qflash.testing import tiny_models as tiny
 
 NEW = 10
@@ -122,6 +123,14 @@ def test_what_is_fused(family):
     assert [name.split(".")[-1] for name in fused["rope"]] == ["self_attn"] * 2
     norms = {"gemma2": 9, "gemma3": 13, "qwen3": 9}.get(family, 5)  # before and after layers, of q and of k
     assert len(fused["rms_norm"]) == norms
+
+
+def test_gelu_is_recognised_whatever_the_default_dtype_is():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert is_tanh_gelu(tiny.decoder("gpt2").transformer.h[0].mlp.act)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_gpt2_has_only_gelu():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import inspect
 
@@ -191,6 +192,36 @@ def test_a_cache_again():
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.kv.free_pages == 32
     assert torch.equal(generated(model, "qf", past_key_values=cache), first)
+
+
+def test_pages_of_another_type_come_with_an_empty_cache():
+    """Of a Decoder, too, whose model was moved. Where tokens are in the pages they are said to hold another type."""
+    model = copy.deepcopy(tiny.decoder("llama"))
+    cache, decoder = pages(model), qf.Decoder(model, pages=32, page_size=16)
+    first = generated(model, "qf", past_key_values=cache)
+    assert torch.equal(decoder.generate(tiny.tokens(), max_new_tokens=2).sequences[:, : tiny.LENGTH], tiny.tokens())
+    model.to(torch.bfloat16)
+    with pytest.raises(TypeError, match=r"keys are torch.bfloat16 on cpu; allowed: what its pages hold, torch.float32"):
+        next_logits(model, cache, tiny.padding("left"), first[:, -1:])
+    cache.reset()
+    with tiny.attention_by(model, "qf"), torch.no_grad():
+        got = model(tiny.tokens(), past_key_values=cache).logits[:, -1]
+    assert cache.kv.dtype == torch.bfloat16
+    assert torch.isfinite(got).all()
+    assert decoder.generate(tiny.tokens(), max_new_tokens=2).sequences.shape == (3, tiny.LENGTH + 2)
+
+
+def test_a_cache_of_another_models_config():
+    model = tiny.decoder("llama")
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    cache = qf.PagedCache(config, pages=8, page_size=16)
+    with (
+        tiny.attention_by(model, "qf"),
+        torch.no_grad(),
+        pytest.raises(ValueError, match="the model has a layer 1, and the config that the cache was made for 1 layers"),
+    ):
+        model(tiny.tokens(), past_key_values=cache)
 
 
 def test_assisted_generation():

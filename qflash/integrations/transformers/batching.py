@@ -33,7 +33,7 @@ class Batcher:
 
     Args:
         model: a decoder-only model for causal language modelling. Its attn_implementation is "qf" while a round is
-            computed, unless it is "qf_int8".
+            computed, unless it is "qf_int8" or "qf_int8_fp8", which on pages compute what "qf" computes.
         pages: how many pages there are for all requests.
         page_size, cache_precision, capture, fuse: as of `generate`.
         slots: how many requests run at the same time, at most.

@@ -84,7 +84,7 @@ def generate(
 
     Args:
         model: a model for causal language modelling. Its attn_implementation becomes "qf" meanwhile, unless it is
-            "qf_int8".
+            "qf_int8" or "qf_int8_fp8", which on pages compute what "qf" computes.
         input_ids: int64 or int32 `[B, T]`.
         attention_mask: `[B, T]`, 0 for padding, wherever it is, and a token at least in each row; None: no padding.
         max_new_tokens: how many tokens are generated at most.

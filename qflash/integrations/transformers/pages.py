@@ -147,6 +147,7 @@ class PagedCache(Cache):
         self._slides = _slides(text, count)
         super().__init__(layers=[PagedLayer(self, index) for index in range(count)])
         self.kv = None
+        self._pages_of: tuple[torch.dtype, torch.device, int, int] | tuple[()] = ()  # dtype, device, heads and head_dim
         self._sizes = {"pages": pages, "page_size": page_size, "precision": precision}
         # Pages come with the first tokens; what is wrong with their sizes is said now.
         qflash.KVCache(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device="meta", **self._sizes)
@@ -286,6 +287,11 @@ class PagedCache(Cache):
         return out.new_zeros(shape).flatten(0, 1).index_copy(0, self._rows, out).view(shape)
 
     def _check_window(self, layer: int, words: dict[str, Any]) -> None:
+        if layer >= len(self._slides):
+            raise ValueError(
+                f"the model has a layer {layer}, and the config that the cache was made for {len(self._slides)} layers; "
+                "allowed: a cache of the model's own config"
+            )
         if self._slides[layer] and words.get("window") is None:
             raise NotImplementedError(
                 "config says that the layer has a sliding window, by which caches of transformers forget, and its "
@@ -325,10 +331,19 @@ class PagedCache(Cache):
         if k.device.type == "cuda" and k.dtype not in (torch.float16, torch.bfloat16):
             allowed = "allowed: float16 and bfloat16, which model.to(torch.bfloat16) makes"
             raise NotImplementedError(f"keys are {k.dtype} on a GPU, where no kernel reads pages of them; {allowed}")
-        if self.kv is None:
+        of = (k.dtype, k.device, k.shape[1], k.shape[3])
+        if self.kv is None or (of != self._pages_of and self._may_change_pages()):
             sizes = {"layers": len(self.layers), "kv_heads": k.shape[1], "head_dim": k.shape[3]}
             with torch.inference_mode(False):  # other passes write to them, too
                 self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=k.dtype, device=k.device)
+            self._pages_of, self.tables = of, None
+        if of[:2] != self._pages_of[:2]:
+            held = f"what its pages hold, {self._pages_of[0]} on {self._pages_of[1]}"
+            raise TypeError(f"keys are {k.dtype} on {k.device}; allowed: {held}, or another cache, Decoder or Batcher")
+
+    def _may_change_pages(self) -> bool:
+        """Whether nobody has tokens in the pages, as after reset()."""
+        return not self._sequences
 
     def _check_same(self, mask: Mask, visible: Flags | None, batch: int, new: int) -> None:
         """Refuse a mask that hides tokens which are in pages, or shows padding, which is not."""

@@ -19,7 +19,6 @@ _LOW = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # the golden ratio's bits, which have no pattern
 _ALL = 1 << 31  # more tokens than any vocabulary has
 _NO_TOP_P = 2.0  # sums of weights stay below it, also when they are rounded
-_LEAST_TOP_P = 1e-30  # leaves the best token alone, and is no zero in float32, which would leave nothing
 
 
 class Rows:
@@ -73,7 +72,7 @@ class Rows:
 def _of(request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
     sampling, known = request.sampling, request.known
     top_k = _ALL if sampling.top_k is None else min(sampling.top_k, _ALL)
-    top_p = _NO_TOP_P if sampling.top_p is None else max(float(sampling.top_p), _LEAST_TOP_P)
+    top_p = _NO_TOP_P if sampling.share is None else sampling.share
     ints = (known[-1], len(known) - 1, len(known) - len(request.ids), request.seed, top_k, int(sampling.do_sample))
     return ints, (sampling.divisor, top_p)
 

@@ -14,6 +14,7 @@ Tensor = torch.Tensor
 
 # Temperatures beyond these draw as these do, and float32 has room for logits over the least.
 _LEAST, _MOST = 1e-30, 1e30
+_LEAST_TOP_P = 1e-30  # leaves the best token alone, and is no zero in float32, which would leave nothing
 
 
 class Sampling(NamedTuple):
@@ -45,6 +46,11 @@ class Sampling(NamedTuple):
         """The temperature, as far as float32 has it."""
         return float(min(max(self.temperature, _LEAST), _MOST))
 
+    @property
+    def share(self) -> float | None:
+        """top_p, as far as float32 has it."""
+        return None if self.top_p is None else max(float(self.top_p), _LEAST_TOP_P)
+
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
         """The next tokens, int64 `[B]`, from logits `[B, vocabulary]`."""
         if not self.do_sample:
@@ -60,10 +66,10 @@ class Sampling(NamedTuple):
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        if self.top_p is not None:
+        if self.share is not None:
             ordered, places = logits.sort(descending=True)
             weights = ordered.softmax(-1)
-            is_left_out = weights.cumsum(-1) - weights >= self.top_p  # better tokens have the sum already
+            is_left_out = weights.cumsum(-1) - weights >= self.share  # better tokens have the sum already
             logits = logits.masked_fill(is_left_out.scatter(-1, places, is_left_out), -torch.inf)
         return logits
 

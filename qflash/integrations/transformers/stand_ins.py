@@ -58,7 +58,7 @@ def is_tanh_gelu(module: nn.Module) -> bool:
     """Whether a module computes GeLU with tanh."""
     if not _is_plain(module, (), ()):
         return False
-    x = torch.linspace(-6, 6, 101)
+    x = torch.linspace(-6, 6, 101, dtype=torch.float32, device="cpu")
     return _is_same(_tried(type(module).forward, module, x), F.gelu(x, approximate="tanh"))
 
 

@@ -60,6 +60,9 @@ class StepCache(PagedCache):
         packed = (step.cu_seqlens, None, step.max_new, None)
         return qflash.attention_varlen(q, kv, None, *packed, rope=rope, **words)[None]
 
+    def _may_change_pages(self) -> bool:
+        return False  # sequences are those of requests
+
     def _scratch(self, layer: int, k: Tensor, v: Tensor, mask: Mask) -> Any:
         """Make the pages, refuse a layer that they are not for, and give it a page of another cache to write."""
         self._allocate(k, v)
