@@ -33,6 +33,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     flags = ["-shared", "-fPIC", "-std=c++17", "-O2", "-fno-exceptions", "-fno-math-errno", "-DQF_ISA=amx_bf16"]
     flags += ["-mavx2", "-mfma", "-mf16c", *(f"-m{word}" for word in WORDS.split())]
     flags += [f"-I{folder}" for folder in (HERE / "amx", CPU, CPU.parent / "include")]
+    flags += ["-include", str(HERE / "amx" / "tiles.h")]
     command = [emulator.compiler()[0], *flags, str(HERE / "amx" / "linear.cc"), "-o", str(built)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

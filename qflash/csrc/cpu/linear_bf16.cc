@@ -1,10 +1,4 @@
 // Linear layers of bfloat16 as they are, by AVX-512's products of pairs or in AMX tiles.
-#if defined(__AMX_BF16__)
-#include "linear_tiles_amx.h"
-#else
-#include "linear_tile.h"
-#endif
-
 #include "linear_block.h"
 
 namespace qf {

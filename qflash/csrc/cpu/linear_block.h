@@ -1,5 +1,4 @@
 // A block of a linear layer: x and w are packed a chunk of k at a time and multiplied, then its rows end. See linear.h.
-// What multiplies packed blocks is included before: linear_tile.h or linear_tiles_amx.h.
 #pragma once
 
 #include "interrupt.h"
@@ -7,6 +6,11 @@
 #include "linear_end.h"
 #include "linear_few.h"
 #include "linear_pack.h"
+#if defined(__AMX_BF16__)
+#include "linear_tiles_amx.h"
+#else
+#include "linear_tile.h"
+#endif
 #include "scratch.h"
 
 namespace qf {

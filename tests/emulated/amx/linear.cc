@@ -1,6 +1,6 @@
-// The linear layers of bfloat16 in AMX tiles, of which tiles.h makes software, for test_emulated_amx.py.
+// The linear layers of bfloat16 in AMX tiles for test_emulated_amx.py, which puts tiles.h in front of this: there tile
+// instructions are software.
 #include "linear_bf16.cc"
-#include "tiles.h"
 
 namespace qf {
 

@@ -1,6 +1,5 @@
 // Linear layers of one instruction set, every number as float32: compiled once for each, into namespace qf::QF_ISA.
 #include "linear_block.h"
-#include "linear_tile.h"
 
 namespace qf {
 namespace QF_ISA {
