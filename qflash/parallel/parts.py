@@ -63,6 +63,7 @@ class Sequences:
     rope: Rope | None = None  # its positions_q are those of this rank's tokens
     positions_q: Any = None  # [ranks, T] or [ranks, B, T]: those that were given, of all ranks, where they are needed
     positions_k: Any = None
+    good_offsets: bool = False  # were their values looked at?
     wide: bool = False  # results that are merged are computed from float32 arrays, so that they are not rounded before
 
     @property
@@ -101,7 +102,7 @@ class Sequences:
         q = (run * self.at.chunk, (run + 1) * self.at.chunk)
         offsets = None
         if self.offsets is not None:
-            offsets = self._offsets_in(end - self.at.chunk, end), self.maths.clip(self.offsets, 0, call.k_end)
+            offsets = self._offsets_in(end - self.at.chunk, end), self._offsets_in(0, call.k_end)
         lens, rope = self._lens_until(end), self._rope_of_gathered(rank, q, call.k_end)
         return Part(q, (0, call.k_end), call.window, sinks=True, kv_lens=lens, offsets=offsets, rope=rope)
 
@@ -115,7 +116,7 @@ class Sequences:
             # After the last sequence stands one without queries, of the keys that no query of the chunk sees.
             tokens = self.maths.arange(1, self.like)
             of_q = self._offsets_in(end - self.at.chunk, end)
-            of_k = self.maths.clip(self.offsets, 0, k_end)
+            of_k = self._offsets_in(0, k_end)
             offsets = tuple(
                 self.maths.concatenate([x, tokens + last])
                 for x, last in ((of_q, self.at.chunk), (of_k, self.at.length))
@@ -213,8 +214,13 @@ class Sequences:
         return self._offsets_in(q_start, q_start + chunk), self._offsets_in(k_start, k_start + chunk)
 
     def _offsets_in(self, start: Any, end: Any) -> Any:
-        """Where sequences begin within some tokens; those that are elsewhere are empty."""
-        return self.maths.clip(self.offsets, start, end) - start
+        """Where sequences begin within some tokens; those that are elsewhere are empty. Of offsets that are wrong all
+        are such: clipped, they could be good, or bad on some ranks alone, for which the others would wait."""
+        found, of = self.maths.clip(self.offsets, start, end) - start, self.offsets
+        if self.good_offsets:
+            return found
+        good = (of[0] == 0) & (of[-1] == self.at.length) & (of[1:] >= of[:-1]).all()
+        return self.maths.where(good, found, found * 0 - 1)
 
     # Calls ------------------------------------------------------------------------------------------------------------
 

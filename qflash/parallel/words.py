@@ -5,7 +5,9 @@ A refusal names the strategy that can.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from qflash.call.spec import SERVE_QUANTIZED
@@ -71,6 +73,27 @@ def check_offsets(cu_seqlens: Any) -> None:
     dtype = str(cu_seqlens.dtype).removeprefix("torch.")
     if dtype != "int32":
         raise TypeError(f"cu_seqlens has dtype {dtype}; allowed: int32")
+
+
+def check_length_values(kv_lens: Sequence[int], length: int) -> None:
+    """Refuse lengths that no sequence of `length` tokens has, in numbers that the user gave."""
+    for index, given in enumerate(kv_lens):
+        if not 0 <= given <= length:
+            raise ValueError(f"kv_lens[{index}] is {given}; allowed: 0 to {length}, the tokens of all ranks")
+
+
+def check_offset_values(cu_seqlens: Sequence[int], length: int, longest: int) -> None:
+    """The same of offsets."""
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != length:
+        raise ValueError(
+            f"cu_seqlens begins with {cu_seqlens[0]} and ends with {cu_seqlens[-1]}; allowed: from 0 to {length}, the "
+            "tokens of all ranks"
+        )
+    for index, (start, end) in enumerate(pairwise(cu_seqlens)):
+        if not 0 <= end - start <= longest:
+            raise ValueError(
+                f"cu_seqlens[{index + 1}] is {end} after {start}; allowed: {start} to {start + longest} (max_seqlen)"
+            )
 
 
 def check_gradients(words: Words, otherwise: str) -> None:

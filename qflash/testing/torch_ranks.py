@@ -320,11 +320,30 @@ def compiled_on_one_tensor(rank: int, strategy: str) -> float:
 
 def compiled_gradient_of_integers(rank: int) -> str:
     """What is said where a call that is compiled whole has a precision, and its arrays want gradients."""
-    torch.compiler.reset()
     x = torch.zeros(1, 8, 2, 16, requires_grad=True)
-    attend = torch.compile(lambda x: parallel.attention(x, x, x, precision="int8"), backend="eager", fullgraph=True)
+    return _said_by_compiler(lambda x: parallel.attention(x, x, x, precision="int8"), x)
+
+
+def compiled_bad_input(rank: int, strategy: str) -> list[str]:
+    """What is said by calls that are compiled whole: of positions of all ranks' tokens, of float64, of two dtypes."""
+    x, tables = torch.zeros(1, 8, 4, 16), map(torch.from_numpy, qflash.rope_tables(64, 16))
+    whole = torch.arange(8 * dist.get_world_size(), dtype=torch.int32)
+    rope = Rope(*tables)
+
+    def rotated(x: Tensor, positions: Tensor, name: str) -> Tensor:
+        return parallel.attention(x, x, x, strategy=strategy, rope=replace(rope, **{name: positions}))
+
+    def plain(q: Tensor, k: Tensor) -> Tensor:
+        return parallel.attention(q, k, k, strategy=strategy)
+
+    said = [_said_by_compiler(rotated, x, whole, name) for name in ("positions_q", "positions_k")]
+    return said + [_said_by_compiler(plain, *given) for given in ((x.double(), x.double()), (x, x.bfloat16()))]
+
+
+def _said_by_compiler(function: Callable[..., Any], *arguments: Any) -> str:
+    torch.compiler.reset()
     try:
-        attend(x)
+        torch.compile(function, backend="eager", fullgraph=True)(*arguments)
     except Exception as error:  # of Dynamo, with the text of ours
         return str(error)
     return "nothing"

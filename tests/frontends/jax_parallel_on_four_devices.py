@@ -342,6 +342,11 @@ def test_positions_are_those_of_the_placement(mesh, causal):
         ({"axis_name": 3}, TypeError, "axis_name is 3"),
         ({"causal": True, "kv_lens": jnp.array([3], jnp.int32)}, ValueError, "'all_gather' or 'ulysses' takes it"),
         ({"max_seqlen": 3}, ValueError, "max_seqlen is 3 and cu_seqlens is None"),
+        (
+            {"kv_lens": jnp.array([33], jnp.int32)},
+            ValueError,
+            r"kv_lens\[0\] is 33; allowed: 0 to 32, the tokens of all",
+        ),
         ({"strategy": "ulysses"}, ValueError, "q has 6 heads; allowed with strategy='ulysses' on 4 ranks"),
         ({"rope": qflash.Rope(*map(jnp.asarray, qflash.rope_tables(8, 16)))}, ValueError, "at least 32, one for each"),
         ({"cu_seqlens": jnp.array([0, 32], jnp.int32)}, ValueError, r"q has shape \(1, 8, 6, 16\); allowed: rank 3"),
@@ -357,10 +362,31 @@ def test_bad_input(mesh, words, error, text):
     [
         (jnp.array([[0, 32]], jnp.int32), ValueError, r"cu_seqlens has shape \(1, 2\); allowed: \[sequences \+ 1\]"),
         (jnp.array([0.0, 32.0]), TypeError, "cu_seqlens has dtype float32; allowed: int32"),
+        (
+            jnp.array([0, 5, 30], jnp.int32),
+            ValueError,
+            "cu_seqlens begins with 0 and ends with 30; allowed: from 0 to 32",
+        ),
+        (np.array([0, 9, 3, 32], np.int32), ValueError, r"cu_seqlens\[2\] is 3 after 9; allowed: 9 to 41"),
     ],
 )
 def test_bad_offsets(mesh, offsets, error, text):
     refused(mesh, jnp.zeros((32, 6, 16)), P("context"), {"cu_seqlens": offsets}, error, text)
+
+
+@pytest.mark.parametrize("offsets", [[0, 5, 30], [0, 5, 40], [0, 9, 3, 32], [1, 32]], ids=str)
+def test_bad_offsets_that_are_not_known_before_the_program_runs(mesh, offsets):
+    """Cut to a chunk they could be good: then results would be those of other sequences."""
+    x = jnp.zeros((32, 6, 16))
+    local = partial(parallel.attention, axis_name="context", strategy="all_gather")
+    attend = jax.shard_map(
+        lambda x, offsets: local(x, x, x, cu_seqlens=offsets),
+        mesh=mesh,
+        in_specs=(P("context"), P()),
+        out_specs=P("context"),
+    )
+    with pytest.raises(Exception, match="cu_seqlens"):
+        jax.block_until_ready(attend(x, jnp.array(offsets, jnp.int32)))
 
 
 def refused(mesh, x, spec: P, words: dict, error: type, text: str) -> None:

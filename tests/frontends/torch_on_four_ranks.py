@@ -268,6 +268,14 @@ def test_a_compiled_ring_of_integers_refuses_gradients(ranks):
     assert all(text in said for said in ranks.values(torch_ranks.compiled_gradient_of_integers))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_calls_refuse_what_their_parts_would_take(ranks, strategy):
+    """Parts have slices of positions, and in a ring arrays made float32."""
+    for said in ranks.values(torch_ranks.compiled_bad_input, strategy):
+        for text, of in zip(said, ("rope.positions_q", "rope.positions_k", "q", "k"), strict=True):
+            assert f"{of} has shape [32]; allowed: [8]" in text or f"{of} has dtype" in text, text
+
+
 # Bad input: an error on every rank, which names the rank and what it had ----------------------------------------------
 
 SHAPES = [[1, 8, 4, 16]] * 3

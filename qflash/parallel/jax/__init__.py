@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from qflash.api import attention as attention_on_one_device
 from qflash.api import attention_varlen
@@ -30,7 +31,13 @@ from qflash.parallel.jax.ring import attend_ring
 from qflash.parallel.jax.shards import positions, shard, size_of, unshard
 from qflash.parallel.jax.ulysses import attend_ulysses
 from qflash.parallel.placement import Placement
-from qflash.parallel.words import check_offsets, check_strategy, check_words
+from qflash.parallel.words import (
+    check_length_values,
+    check_offset_values,
+    check_offsets,
+    check_strategy,
+    check_words,
+)
 from qflash.rotary import Rope
 
 __all__ = ["attention", "positions", "shard", "unshard"]
@@ -116,6 +123,7 @@ def attention(
     if packed:
         check_offsets(facts["offsets"])
     interleaved = _check_local(words, q, k, v, sinks, facts, longest, rope)
+    _check_values(kv_lens, cu_seqlens, at.length, longest)
     if k.shape[token_dim] != q.shape[token_dim]:
         raise ValueError(
             f"k has {k.shape[token_dim]} tokens on this device; allowed: q's, {q.shape[token_dim]}, because both are "
@@ -160,6 +168,14 @@ def _check_local(words: Any, q: Any, k: Any, v: Any, sinks: Any, facts: Facts, l
     more = (True, interleaved, longest, longest, get_backward_memory())
     plan_of(ATTENTION, (q, k, v, lens, offsets, offsets, *tables, sinks), (*options, *more))
     return bool(interleaved)
+
+
+def _check_values(kv_lens: Any, cu_seqlens: Any, length: int, longest: int) -> None:
+    """Of numbers that are known before the program runs. A device that refused them would leave the others waiting."""
+    if kv_lens is not None and not isinstance(kv_lens, jax.core.Tracer):
+        check_length_values(np.asarray(kv_lens).tolist(), length)
+    if cu_seqlens is not None and not isinstance(cu_seqlens, jax.core.Tracer):
+        check_offset_values(np.asarray(cu_seqlens).tolist(), length, longest)
 
 
 def _check_rope(rope: Any, reach: int) -> None:

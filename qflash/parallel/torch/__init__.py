@@ -10,7 +10,6 @@ ulysses   heads for tokens                          by_hand   backward passes by
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,7 +37,15 @@ from qflash.parallel.torch.groups import Ranks, group_of
 from qflash.parallel.torch.ring import attend_ring
 from qflash.parallel.torch.shards import own_tokens, positions, shard, unshard
 from qflash.parallel.torch.ulysses import attend_ulysses
-from qflash.parallel.words import STRATEGIES, Words, check_offsets, check_strategy, check_words
+from qflash.parallel.words import (
+    STRATEGIES,
+    Words,
+    check_length_values,
+    check_offset_values,
+    check_offsets,
+    check_strategy,
+    check_words,
+)
 from qflash.parallel.words import check_gradients as check_precision_gradients
 from qflash.rotary import Rope
 
@@ -167,6 +174,13 @@ def _alone(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, max_seqlen: Any, **
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _name_of(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
 def _check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -175,6 +189,9 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
             raise TypeError(f"{name} is a DTensor; allowed: this rank's part of it, {name}.to_local()")
         if not torch.compiler.is_compiling():
             describe(name, x)  # others have no shape to look at
+        elif x.dtype != q.dtype or x.dtype not in _FLOATS:  # a ring's parts would be made float32 first
+            allowed = "float32, float16, bfloat16" if name == "q" else f"q's, {_name_of(q)}"
+            raise TypeError(f"{name} has dtype {_name_of(x)}; allowed: {allowed}")
 
 
 def _sequences(
@@ -222,9 +239,12 @@ def _sequences(
         indexed = {name: as_index(f"rope.{name}", getattr(rope, name), q)
                    for name in ("positions_q", "positions_k") if getattr(rope, name) is not None}  # fmt: skip
         rope = replace(rope, **indexed)
+        _check_position_shapes(rope, q, packed)
         _check_positions(rope, at, ranks.rank, kv_lens, packed)
     longest = min(longest, at.length)
-    return Sequences(at, words, maths, q, kv_lens, cu_seqlens, longest, rope, wide=q.device.type == "cpu")
+    known = packed and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    wide = q.device.type == "cpu"
+    return Sequences(at, words, maths, q, kv_lens, cu_seqlens, longest, rope, wide=wide, good_offsets=known)
 
 
 def _check_device(ranks: Ranks, device: str) -> None:
@@ -256,22 +276,9 @@ def _check_values(at: Placement, kv_lens: Any, offsets: Any, longest: int) -> No
     if torch.compiler.is_compiling():
         return
     if kv_lens is not None and kv_lens.device.type == "cpu":
-        for index, length in enumerate(kv_lens.tolist()):
-            if not 0 <= length <= at.length:
-                raise ValueError(f"kv_lens[{index}] is {length}; allowed: 0 to {at.length}, the tokens of all ranks")
+        check_length_values(kv_lens.tolist(), at.length)
     if offsets is not None and offsets.device.type == "cpu":
-        ends = offsets.tolist()
-        if ends[0] != 0 or ends[-1] != at.length:
-            raise ValueError(
-                f"cu_seqlens begins with {ends[0]} and ends with {ends[-1]}; allowed: from 0 to {at.length}, the "
-                "tokens of all ranks"
-            )
-        for index, (start, end) in enumerate(pairwise(ends)):
-            if not 0 <= end - start <= longest:
-                raise ValueError(
-                    f"cu_seqlens[{index + 1}] is {end} after {start}; allowed: {start} to {start + longest} "
-                    "(max_seqlen)"
-                )
+        check_offset_values(offsets.tolist(), at.length, longest)
 
 
 def _check_rope(rope: Rope, at: Placement, reach: int) -> None:
@@ -280,6 +287,15 @@ def _check_rope(rope: Rope, at: Placement, reach: int) -> None:
     rows = rope.cos.shape[0]
     if not all(given) and rows < reach:
         raise ValueError(f"rope.cos has {rows} rows; allowed: at least {reach}, one for each position in use")
+
+
+def _check_position_shapes(rope: Rope, q: Tensor, packed: bool) -> None:
+    """Also of code that is traced, where operations only see those of a part."""
+    batch, tokens = (1, q.shape[0]) if packed else q.shape[:2]
+    for name, x in (("positions_q", rope.positions_q), ("positions_k", rope.positions_k)):
+        if x is not None and tuple(x.shape) not in ((tokens,), (batch, tokens)):
+            allowed = f"[{tokens}] or [{batch}, {tokens}], of this rank's tokens"
+            raise ValueError(f"rope.{name} has shape {list(x.shape)}; allowed: {allowed}")
 
 
 def _check_positions(rope: Rope, at: Placement, rank: int, kv_lens: Any, packed: bool) -> None:
@@ -321,6 +337,8 @@ def _described(of: Sequences, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | N
     ):
         facts.append(f"no {name}" if x is None else f"{name} {in_words(x)}{_values_in_words(name, x)}")
     facts.append("with gradients" if gradient_wanted((q, k, v, sinks)) else "without gradients")
+    if words.strategy == "ulysses" and sinks is not None:  # exchanging tokens for heads has its own backward pass
+        facts[-1] += f" of q, k or v: {gradient_wanted((q, k, v))}"
     return "; ".join(facts)
 
 

@@ -96,6 +96,8 @@ def _placed(
     """The checked words of `shard` and `unshard`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
+    if hasattr(x, "to_local"):
+        raise TypeError(f"{name} is a DTensor; allowed: a plain tensor, as {name}.to_local() is, or full_tensor()")
     if not x.dim():
         raise ValueError(f"{name} has no dimension; allowed: a tensor with tokens in dimension {shown(dim)}")
     kind = check_placement(placement, causal)
