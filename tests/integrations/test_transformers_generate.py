@@ -219,7 +219,7 @@ def test_a_cache_of_another_models_config():
     with (
         tiny.attention_by(model, "qf"),
         torch.no_grad(),
-        pytest.raises(ValueError, match="the model has a layer 1, and the config that the cache was made for 1 layers"),
+        pytest.raises(ValueError, match="the model has a layer 1, and the cache was made for 1 layers"),
     ):
         model(tiny.tokens(), past_key_values=cache)
 

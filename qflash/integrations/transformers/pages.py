@@ -289,7 +289,7 @@ class PagedCache(Cache):
     def _check_window(self, layer: int, words: dict[str, Any]) -> None:
         if layer >= len(self._slides):
             raise ValueError(
-                f"the model has a layer {layer}, and the config that the cache was made for {len(self._slides)} layers; "
+                f"the model has a layer {layer}, and the cache was made for {len(self._slides)} layers; "
                 "allowed: a cache of the model's own config"
             )
         if self._slides[layer] and words.get("window") is None:
