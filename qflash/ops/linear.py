@@ -101,7 +101,7 @@ def linear(
         array([1.5, 1.5, 1.5, 1.5], dtype=float32)
     """
     if activation is not None:
-        check_word("activation", activation, _AFTER_ONE)
+        check_word("activation", activation, (None, *_AFTER_ONE))
     if _multiplies_integers(x, {"w": w}, precision):
         layer = quantized_weight("linear", "w", w)
         values, scale = quantized_rows("linear", x)
@@ -187,7 +187,7 @@ def swiglu(
 def _multiplies_integers(x: Any, weights: dict[str, Any], precision: Any) -> bool:
     """Whether weights are quantized, or are to be: then what would be refused only after that is refused here."""
     if precision is not None:
-        check_word("precision", precision, ("int8",))
+        check_word("precision", precision, (None, "int8"))
     (first, w), *more = weights.items()
     for name, other in more:
         if precision is None and isinstance(w, QuantizedLinear) != isinstance(other, QuantizedLinear):

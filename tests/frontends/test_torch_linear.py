@@ -456,7 +456,7 @@ BAD = {
     "swiglu as an activation": (
         lambda: qflash.linear(halves(2, 4), halves(4, 3), activation="swiglu"),
         ValueError,
-        "activation is 'swiglu'; allowed: 'gelu', 'gelu_tanh', 'silu'",
+        "activation is 'swiglu'; allowed: None, 'gelu', 'gelu_tanh', 'silu'",
     ),
     "out_dtype": (
         lambda: qflash.linear(halves(2, 4), halves(4, 3), out_dtype=torch.bfloat16),

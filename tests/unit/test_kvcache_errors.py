@@ -36,7 +36,7 @@ def tokens(*shape):
         ({"dtype": np.float64}, "dtype is float64; allowed: float32, float16, bfloat16 of a framework"),
         ({"dtype": None}, "dtype is None, which names no framework; allowed: a framework's own, such as np.float32"),
         ({"dtype": np.zeros(2)}, "dtype is a numpy.ndarray; allowed: a dtype"),
-        ({"precision": "int8_fp8"}, "precision is 'int8_fp8'; allowed: 'int8'"),
+        ({"precision": "int8_fp8"}, "precision is 'int8_fp8'; allowed: None, 'int8'"),
         ({"device": "cuda"}, "device is 'cuda' and dtype is NumPy's; allowed: None, or a dtype of torch"),
     ],
 )

@@ -56,12 +56,12 @@ struct QueryRow {
   }
   // In 16 bits: two chunks, the n-th two of a row, and which they are. Where they can be, they are partners.
   __device__ __forceinline__ void load(uint4 (&chunks)[2], int (&which)[2], int n) const {
-    const int turned = p.rope.rotary_dim / (2 * kPerChunk);
+    const int half_chunks = p.rope.rotary_dim / (2 * kPerChunk);
     const bool halves = halves_are_chunks();
-    if (halves && n < turned) {
-      which[0] = n, which[1] = n + turned;
+    if (halves && n < half_chunks) {
+      which[0] = n, which[1] = n + half_chunks;
       const Element* const g_chunk = g_row + n * kPerChunk;
-      const uint4 x = load_chunk(g_chunk, true), y = load_chunk(g_chunk + turned * kPerChunk, true);
+      const uint4 x = load_chunk(g_chunk, true), y = load_chunk(g_chunk + half_chunks * kPerChunk, true);
       const EightPairs pairs(p.rope, rotation_at(p.rope, position), n * kPerChunk);
       chunks[0] = rotated<false>(x, y, pairs);
       chunks[1] = rotated<true>(y, x, pairs);
