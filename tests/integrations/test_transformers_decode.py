@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +21,7 @@ import qflash
 import qflash.integrations.transformers as qf
 from qflash.integrations.transformers import decoding
 from qflash.integrations.transformers.causal_model import CausalModel
+from qflash.integrations.transformers.mask import UNPADDED
 from qflash.integrations.transformers.sampling import Sampling
 from qflash.testing import tiny_models as tiny
 
@@ -374,6 +377,120 @@ def test_threads_share_a_model():
         got = torch.cat([run.result().sequences for run in runs])
     assert model.config._attn_implementation == "eager"  # as it was
     assert torch.equal(got, reference("llama", padding="ones"))
+
+
+# attn_implementation, during a call and afterwards -------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def gemma3_with_images():
+    """A model of several parts, each of which has an attn_implementation."""
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    vision = transformers.SiglipVisionConfig(**vision, image_size=16, patch_size=8)
+    words = dict(mm_tokens_per_image=4, image_token_index=98, eos_token_id=None, pad_token_id=0)
+    config = transformers.Gemma3Config(text_config=tiny.DECODERS["gemma3"](), vision_config=vision, **words)
+    torch.manual_seed(1)
+    return transformers.Gemma3ForConditionalGeneration(config).eval()
+
+
+def attention_of(model):
+    configs = model.config, model.config.text_config, model.config.vision_config
+    return tuple(config._attn_implementation for config in configs)
+
+
+def set_attention(model, whole, text, vision):
+    qf.register()
+    model.set_attn_implementation({"": whole, "text_config": text, "vision_config": vision})
+    assert attention_of(model) == (whole, text, vision)
+
+
+# What the model, its text decoder and its part for images have, and what they have meanwhile.
+IN_PARTS = {
+    ("sdpa", "eager", "sdpa"): ("qf", "qf", "sdpa"),
+    ("sdpa", "sdpa", "eager"): ("qf", "qf", "eager"),
+    ("sdpa", "qf_int8", "eager"): ("qf", "qf_int8", "eager"),
+    ("qf", "sdpa", "eager"): ("qf", "qf", "eager"),
+    ("qf_int8", "eager", "qf"): ("qf_int8", "qf", "qf"),
+    ("sdpa", "qf", "sdpa"): ("qf", "qf", "sdpa"),
+    ("qf", "qf", "sdpa"): ("qf", "qf", "sdpa"),
+}
+
+
+@pytest.mark.parametrize("before", IN_PARTS, ids=str)
+def test_a_model_of_several_parts(before):
+    """Its text decoder's attention counts, and that of other parts is left alone."""
+    model, seen = gemma3_with_images(), set()
+    with tiny.attention_by(model, "sdpa"):
+        want = model.generate(tiny.tokens(), max_new_tokens=4, do_sample=False)
+    set_attention(model, *before)
+    batch = qf.Batcher(model, pages=8, page_size=16)
+    assert attention_of(model) == before
+    request = batch.submit(tiny.tokens()[0], max_new_tokens=4, stream=lambda _: seen.add(attention_of(model)))
+    batch.run()
+    assert attention_of(model) == before
+    words = {"max_new_tokens": 4, "page_size": 16, "stream": lambda _: seen.add(attention_of(model))}
+    got = qf.generate(model, tiny.tokens(), **words)
+    assert attention_of(model) == before and seen == {IN_PARTS[before]}
+    if "int8" not in before[1]:
+        assert torch.equal(got.sequences, want) and request.tokens == want[0, tiny.LENGTH :].tolist()
+
+
+def test_parts_of_a_model_that_users_share():
+    """In calls around one another, and in threads: the last one hands back what the first one found."""
+    model, ids, before = gemma3_with_images(), tiny.tokens(), ("sdpa", "eager", "sdpa")
+    set_attention(model, *before)
+    want, seen = qf.generate(model, ids, max_new_tokens=3, page_size=16).sequences, []
+
+    def starts(_):
+        seen.append(torch.equal(qf.generate(model, ids, max_new_tokens=3, page_size=16).sequences, want))
+        seen.append(attention_of(model) == ("qf", "qf", "sdpa"))
+
+    got = qf.generate(model, ids, max_new_tokens=3, page_size=16, stream=starts)
+    assert torch.equal(got.sequences, want) and seen == [True] * 6 and attention_of(model) == before
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(qf.generate, model, ids, max_new_tokens=3, page_size=16) for _ in range(12)]
+        assert all(torch.equal(run.result().sequences, want) for run in runs)
+    assert attention_of(model) == before
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_attention_that_cannot_be_set_everywhere(error, monkeypatch):
+    """The model itself has it already when the text decoder refuses."""
+    model, before, found = gemma3_with_images(), ("sdpa", "eager", "sdpa"), []
+    set_attention(model, *before)
+
+    def refused(*_, **__):
+        found.append(attention_of(model))
+        raise error("refused")
+
+    monkeypatch.setattr(type(model.model.language_model), "get_correct_attn_implementation", refused)
+    with pytest.raises(error, match="refused"):
+        qf.generate(model, tiny.tokens(), max_new_tokens=2)
+    assert found == [("qf", "eager", "sdpa")] and attention_of(model) == before
+    monkeypatch.undo()
+    assert qf.generate(model, tiny.tokens(), max_new_tokens=2).lengths == [2] * 3
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_attention_that_is_changed_from_a_stream(name):
+    model, text = tiny.decoder("llama"), r"gives its padding mask to pad, and there is none while qflash .*; allowed: "
+    with pytest.raises(NotImplementedError, match=text):
+        generated("llama", stream=lambda _: model.set_attn_implementation(name))
+    assert model.config._attn_implementation == "eager"  # as it was
+    batch = qf.Batcher(model, pages=8, page_size=16)
+    request = batch.submit([1, 2, 3], max_new_tokens=3, stream=lambda _: model.set_attn_implementation(name))
+    batch.run()
+    assert model.config._attn_implementation == "eager" and re.search(text, str(request.error))
+
+
+def test_a_padding_mask_that_is_none():
+    with pytest.raises(NotImplementedError, match="the model slices its padding mask, and there is none while"):
+        UNPADDED[:, -4:]
+    with pytest.raises(AttributeError, match="the model asks for 'dtype' of its padding mask, and there is none"):
+        UNPADDED.dtype  # noqa: B018
+    for compute in (torch.cumsum, lambda mask, dim: torch.ones(3, 4) * mask):
+        with pytest.raises(NotImplementedError, match=r"gives its padding mask to (cumsum|mul), and there is none"):
+            compute(UNPADDED, 1)
 
 
 def test_a_model_with_attention_of_its_own():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
+import pickle
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,7 +20,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import qflash.integrations.transformers as qf
-from qflash.integrations.transformers import rotations
+from qflash.integrations.transformers import fusion, rotations
 from qflash.integrations.transformers.fusion import Fusion
 from qflash.integrations.transformers.stand_ins import is_tanh_gelu
 from qflash.testing import tiny_models as tiny
@@ -238,7 +241,7 @@ def test_norms():
     want = [module(x), module(x, gate), module(x, gate=gate), module(x=x), module(x.double())]
     holder = nn.ModuleDict({"norm": module})
     with Fusion(holder).applied():
-        assert "forward" in vars(module)
+        assert type(module) is not GatedNorm
         got = [module(x), module(x, gate), module(x, gate=gate), module(x=x), module(x.double())]
     for found, wanted in zip(got, want, strict=True):
         torch.testing.assert_close(found, wanted)
@@ -262,20 +265,41 @@ def own_forwards(model):
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
+def state(model):
+    """What a model is made of, but for its tensors."""
+    return [(name, type(module), list(vars(module))) for name, module in model.named_modules()]
+
+
 def test_model_is_left_as_found(monkeypatch):
     model = llama()
+    before = state(model)
 
     def interrupted(tokens):
-        assert own_forwards(model)
+        assert state(model) != before
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         generated(model, stream=interrupted)
-    assert not own_forwards(model)
+    assert state(model) == before
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generated(model)
-    assert not own_forwards(model) and getattr(rotations._of_thread, "record", None) is None
+    assert state(model) == before and getattr(rotations._of_thread, "record", None) is None
+
+
+def test_an_interrupt_while_forwards_are_placed(monkeypatch):
+    model = llama()
+    before, places = state(model), fusion._for_a_while
+
+    def interrupted(made):
+        if made is modeling_llama.LlamaRMSNorm:
+            raise KeyboardInterrupt
+        return places(made)
+
+    monkeypatch.setattr(fusion, "_for_a_while", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generated(model)
+    assert state(model) == before and not fusion._forwards
 
 
 def test_forwards_of_somebody_else_stay():
@@ -303,3 +327,165 @@ def test_with_joined_and_int8_linears():
     assert torch.equal(result.sequences, want) and len(result.fused["rope"]) == 2
     qf.quantize_linears(model)
     assert torch.equal(generated(model).sequences, generated(model, fuse=False).sequences)
+
+
+# Copies that are made meanwhile --------------------------------------------------------------------------------------
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def shallow(model):
+    """Modules of which `copy.copy` makes another, with the same weights."""
+    other = copy.copy(model)
+    other._modules = {name: shallow(module) for name, module in model._modules.items()}
+    return other
+
+
+WAYS = {
+    "deepcopy": copy.deepcopy,
+    "copy": lambda model: copy.deepcopy(shallow(model)),
+    "save": saved,
+    **{f"pickle {n}": lambda model, n=n: pickle.loads(pickle.dumps(model, n)) for n in (0, 2, pickle.HIGHEST_PROTOCOL)},
+}
+
+
+def generating(model, stream):
+    generated(model, max_new_tokens=3, stream=stream)
+
+
+def batching(model, stream):
+    batch = qf.Batcher(model, pages=8, page_size=16)
+    request = batch.submit(tiny.tokens()[0], max_new_tokens=3, stream=stream)
+    batch.run()
+    assert request.error is None
+
+
+def logits_of(model, name="sdpa"):
+    with tiny.attention_by(model, name), torch.no_grad():
+        return model(tiny.tokens()).logits
+
+
+def check_copies(model, copies, before):
+    """They are the model that it was before, of its classes, and have weights of their own."""
+    want, fused = logits_of(model), generated(model).fused
+    for weights in model.parameters():
+        weights.data.zero_()
+    for other in copies:
+        assert state(other) == before == state(model)
+        assert torch.equal(logits_of(other), want) and generated(other).fused == fused
+
+
+@pytest.mark.parametrize("work", [generating, batching])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_from_a_stream(way, work):
+    model, copies = llama(), []
+    before = state(model)
+    work(model, lambda _: copies.append(WAYS[way](model)))
+    assert len(copies) == 3
+    check_copies(model, copies, before)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3"])
+def test_a_copy_of_another_family(family):
+    model, copies = copy.deepcopy(tiny.decoder(family)), []
+    before = state(model)
+    generating(model, lambda _: copies.extend(make(model) for make in (copy.deepcopy, saved)))
+    want = logits_of(model)
+    for weights in model.parameters():
+        weights.data.zero_()
+    for other in copies:
+        assert state(other) == before and torch.equal(logits_of(other), want)
+
+
+def test_a_copy_of_layers_that_are_fused_for_good():
+    model, copies = llama(), []
+    qf.fuse_layers(model)
+    before = state(model)
+    generating(model, lambda _: copies.extend(make(model) for make in (copy.deepcopy, saved)))
+    check_copies(model, copies, before)
+
+
+def test_copies_by_another_thread():
+    """It copies while forwards come and go."""
+    model, is_done = llama(), []
+    before, copies = state(model), []
+    with ThreadPoolExecutor(1) as pool:
+
+        def copying():
+            while not is_done:
+                copies[3:] = [copy.deepcopy(model)]
+
+        others = pool.submit(copying)
+        try:
+            while len(copies) < 4 and not others.done():
+                generated(model, max_new_tokens=2)
+            for _ in range(5):
+                generated(model, max_new_tokens=2)
+        finally:
+            is_done.append(True)
+        others.result()
+    check_copies(model, copies, before)
+
+
+def test_replicas():
+    """As those of torch.nn.DataParallel, which have the classes and no weights of the model."""
+    norm = copy.deepcopy(tiny.decoder("llama").model.norm)
+    x, weight = torch.randn(2, 3, 32), torch.rand(32)
+    with Fusion(nn.ModuleDict({"norm": norm})).applied():
+        replica = norm._replicate_for_data_parallel()
+        replica.weight = weight
+        got = replica(x)
+    torch.testing.assert_close(got, F.rms_norm(x, (32,), weight, norm.variance_epsilon))
+
+
+def test_a_decoder_made_while_another_is_at_work():
+    """It recognises what runs by the forwards of the other one, and goes on when that has left."""
+    model, inner = llama(), []
+    before, want = state(model), generated(model, fuse=False).sequences
+
+    def starts(_):
+        if not inner:
+            inner.append(qf.Decoder(model, pages=16, page_size=16))
+            inner.append(inner[0].generate(tiny.tokens(), tiny.padding("left"), max_new_tokens=NEW, pad_token_id=0))
+
+    outer = generated(model, stream=starts)
+    inner.append(inner[0].generate(tiny.tokens(), tiny.padding("left"), max_new_tokens=NEW, pad_token_id=0))
+    for result in (outer, *inner[1:]):
+        assert torch.equal(result.sequences, want) and result.fused == outer.fused
+    assert state(model) == before
+
+
+def test_threads_that_come_and_go():
+    model = llama()
+    before, want = state(model), generated(model, fuse=False, max_new_tokens=3).sequences
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(generated, model, max_new_tokens=3) for _ in range(16)]
+        assert all(torch.equal(run.result().sequences, want) for run in runs)
+    assert state(model) == before and not fusion._forwards
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["input_layernorm", "self_attn", ""])
+def test_layers_that_are_compiled(part):
+    """No graph is made again for another call, nor when the model is used outside."""
+    model, graphs = llama(), []
+    want, logits = generated(model, fuse=False, max_new_tokens=3).sequences, logits_of(model)
+    torch.compiler.reset()
+
+    def counted(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.model.layers:
+        layer.get_submodule(part).compile(backend=counted)
+    counts = []
+    for _ in range(3):
+        assert torch.equal(generated(model, max_new_tokens=3).sequences, want)
+        torch.testing.assert_close(logits_of(model), logits)
+        counts.append(len(graphs))
+    assert counts[0] > 0 and counts[1] == counts[2]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from qflash.integrations.transformers.fusion import Fusion
 from qflash.integrations.transformers.names import FUNCTIONS, register
@@ -146,22 +147,25 @@ def _is_checkpointing(model: Any) -> bool:
     return name is not None and bool(getattr(model, name))
 
 
+_Attention = list[tuple[Any, str | None]]  # configs, and the attn_implementation of each
+
 _lock = Lock()
-_borrowed: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
-"""Models whose attention is "qf" for a while: how many are at work with each, and what it was before."""
+_borrowed: WeakKeyDictionary[Any, tuple[int, _Attention]] = WeakKeyDictionary()
+"""Models whose attention is ours for a while: how many are at work with each, and what it was before."""
 
 
 @contextmanager
 def _attention_by_qflash(model: Any) -> Iterator[None]:
-    """A model's attn_implementation as "qf", unless it is one of ours. Where several threads are at work with a model,
-    the last one to leave hands it back."""
+    """The attn_implementation of a model's text decoder as "qf", unless it is one of ours. Where several threads are at
+    work with a model, the last one to leave hands it back."""
     register()
     with _lock:
-        users, before = _borrowed.get(model, (0, model.config._attn_implementation))
-        is_borrowed = users > 0 or before not in FUNCTIONS
+        users, before = _borrowed.get(model, (0, []))
+        is_borrowed = users > 0 or _wanted(model.config) != _found(model.config)
         if is_borrowed:
             if not users:
-                _set_attention(model)
+                before = _attention_of(model)
+                _set_attention(model, before)
             _borrowed[model] = users + 1, before
     try:
         yield
@@ -172,14 +176,72 @@ def _attention_by_qflash(model: Any) -> Iterator[None]:
                 if users > 1:
                     _borrowed[model] = users - 1, before
                 else:
-                    model.set_attn_implementation(before)
+                    _restore(before)
 
 
-def _set_attention(model: Any) -> None:
-    before = model.config._attn_implementation
-    model.set_attn_implementation("qf")
-    if model.config._attn_implementation != "qf":
-        raise NotImplementedError(
-            f"{type(model).__name__} has attention of its own, {before!r}, which transformers does not replace; "
-            "allowed: models whose set_attn_implementation takes any registered name"
-        )
+def _set_attention(model: Any, before: _Attention) -> None:
+    """Ours for the text decoder; `before` again if that cannot be."""
+    try:
+        model.set_attn_implementation(_wanted(model.config))
+        found = _text_decoder(model.config)._attn_implementation
+        if found not in FUNCTIONS:
+            raise NotImplementedError(
+                f"{type(model).__name__} has attention of its own, {found!r}, which transformers does not replace; "
+                "allowed: models whose set_attn_implementation takes any registered name"
+            )
+    except BaseException:
+        _restore(before)
+        raise
+
+
+def _restore(before: _Attention) -> None:
+    for config, name in before:
+        config._attn_implementation_internal = name  # the property sets it for all configs inside, too
+
+
+def _attention_of(model: Any) -> _Attention:
+    """What all configs of a model have, also those of its parts that are no part of its own config."""
+    configs = [model.config, *(part.config for part in model.modules() if isinstance(part, PreTrainedModel))]
+    known: dict[int, Any] = {}  # by id: configs have no hash
+    while configs:
+        config = configs.pop()
+        if id(config) not in known:
+            known[id(config)] = config
+            configs += _inside(config).values()
+    return [(config, config._attn_implementation) for config in known.values()]
+
+
+def _inside(config: Any) -> dict[str, Any]:
+    """The configs of a config's parts, such as its text decoder and what sees images, by name."""
+    found = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {name: part for name, part in found.items() if isinstance(part, PreTrainedConfig)}
+
+
+def _text_decoder(config: Any) -> Any:
+    """The config of the part that generates; config itself where it has no such part."""
+    text = config.get_text_config(decoder=True)
+    return text if _leads_to(config, text) else config
+
+
+def _leads_to(config: Any, part: Any) -> bool:
+    return config is part or any(_leads_to(inner, part) for inner in _inside(config).values())
+
+
+def _found(config: Any) -> Any:
+    """The attn_implementation of a config and those inside, as set_attn_implementation takes them."""
+    return _tree(config, lambda part: False)
+
+
+def _wanted(config: Any) -> Any:
+    """The same, with ours for the text decoder, for the configs around it, which some models make masks by, and where
+    it had none, for all that is inside: a decoder may have a config there that transformers has no name for."""
+    text = _text_decoder(config)
+    is_new = text._attn_implementation not in FUNCTIONS
+    return _tree(config, lambda part: _leads_to(part, text) or (is_new and _leads_to(text, part)))
+
+
+def _tree(config: Any, is_wanted: Callable[[Any], bool]) -> Any:
+    own = config._attn_implementation
+    own = "qf" if own not in FUNCTIONS and is_wanted(config) else own
+    parts = {name: _tree(part, is_wanted) for name, part in _inside(config).items()}
+    return {"": own} | parts if parts else own

@@ -1,12 +1,19 @@
 """Fewer launches in a forward pass of an unmodified model: what it computes in several small steps is computed in one,
-while a `Decoder` runs it. Modules that are not recognised are run as they are."""
+while a `Decoder` runs it. Modules that are not recognised are run as they are.
+
+A module that is recognised has a class of its own meanwhile, made of the class that it has otherwise. Whoever copies or
+pickles it gets one of the other class. An attribute `forward` would be copied too, and computes with the weights of the
+module that it was made for.
+"""
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +24,7 @@ from qflash.integrations.transformers.rotations import Rotations, class_as_made,
 from qflash.integrations.transformers.stand_ins import is_tanh_gelu, norm_eps, norm_weight
 
 Tensor = torch.Tensor
-Forward = Callable[..., Any]
+Forward = Callable[..., Any]  # of a module and what it is called with
 
 _IN_STEPS = (NewGELUActivation, FastGELUActivation)  # GeLU with tanh, an elementwise launch for each operation
 
@@ -45,7 +52,7 @@ class Fusion:
         if isinstance(module, _IN_STEPS) and is_tanh_gelu(module):
             kind, forward = "gelu", _gelu
         elif (formula := norm_weight(module)) is not None:
-            kind, forward = "rms_norm", _norm(module, formula == "1 + w")
+            kind, forward = "rms_norm", _norm(formula == "1 + w")
         else:
             return
         self._names[kind].append(name)
@@ -55,17 +62,21 @@ class Fusion:
     def applied(self) -> Iterator[None]:
         """The model with these forwards. One that another thread takes away meanwhile is the model's own again, which
         computes the same. A module that somebody has given a forward since stays as it is."""
-        placed = []
-        for module, forward in self._forwards:
-            if "forward" not in vars(module):
-                module.forward = forward
-                placed.append((module, forward))
+        placed: list[tuple[Any, Forward, Any, Any]] = []
         try:
+            for module, forward in self._forwards:
+                if "forward" not in vars(module) and module not in _forwards:
+                    made = getattr(type(module), "_qflash_before", type(module))
+                    placed.append((module, forward, made, _for_a_while(made)))
+                    _forwards[module] = forward
+                    module.__class__ = placed[-1][-1]
             yield
         finally:
-            for module, forward in placed:
-                if vars(module).get("forward") is forward:
-                    del module.forward
+            for module, forward, made, other in placed:
+                if type(module) is other:
+                    module.__class__ = made
+                if _forwards.get(module) is forward:
+                    del _forwards[module]
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
@@ -77,12 +88,42 @@ class Fusion:
                 self._rotations.end_pass()
 
 
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+_forwards: WeakKeyDictionary[Any, Forward] = WeakKeyDictionary()
+"""Those of modules that are fused at this time. Not attributes, which copies would have, and which must not come and go
+while another thread copies the module."""
 
 
-def _norm(module: Any, is_plus_one: bool) -> Forward:
-    return partial(fused_norm, module, is_plus_one)
+@cache
+def _for_a_while(made: Any) -> Any:
+    """A class like `made`, of its name, whose modules run by the forward that `_forwards` has for them."""
+
+    def forward(module: Any, /, *arguments: Any, **words: Any) -> Any:
+        # A compiled model finds nothing in the globals of a copied function, and fuses by itself. Other modules of this
+        # class are what was copied in a way of its own, such as the replicas of torch.nn.DataParallel.
+        fused = None if torch.compiler.is_compiling() else _forwards.get(module)
+        return (made.forward if fused is None else fused)(module, *arguments, **words)
+
+    def reduced(module: Any, protocol: Any) -> Any:
+        """For pickle and copy: how a module of the class `made` would be copied."""
+        plain = made.__new__(made)
+        plain.__dict__ = dict(vars(module))
+        function, arguments, *state = plain.__reduce_ex__(protocol)
+        if function is copyreg.__newobj__:  # pickle takes it for nothing but the class that `module` has now
+            function = made.__new__
+        return function, arguments, *state
+
+    names = {name: getattr(made, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names |= {"forward": forward, "__reduce_ex__": reduced, "_qflash_before": made}
+    names |= {"_qflash_as_made": getattr(made, "_qflash_as_made", made)}
+    return type(made)(made.__name__, (made,), names)
+
+
+def _gelu(_: nn.Module, input: Tensor) -> Tensor:
+    return F.gelu(input, approximate="tanh")
+
+
+def _norm(is_plus_one: bool) -> Forward:
+    return lambda module, /, *arguments, **words: fused_norm(module, is_plus_one, *arguments, **words)
 
 
 def fused_norm(module: Any, is_plus_one: bool, *arguments: Any, **words: Any) -> Any:

@@ -1,14 +1,15 @@
 """Layers that read the same input as one product: q, k and v of attention, gate and up of an MLP.
 
 A model calls them one after another. The first call computes the product of all, and the others take their columns of
-it, if the input is the very same tensor.
+it, if they would compute the same: the input is the very same tensor, and nothing else has changed in between.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,29 +23,78 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 class Joined(nn.Module):
     """One product, and how many of its columns belong to each layer. product: a module that maps `[..., K]` to
-    `[..., N]`."""
+    `[..., N]`, with parameters and buffers of its own alone.
+
+    It is a submodule of every part, so that the model has its weights for as long as one part is left.
+    """
 
     def __init__(self, product: nn.Module, sizes: Sequence[int]) -> None:
         super().__init__()
         self.product = product
         self.ends = tuple(itertools.accumulate(sizes, initial=0))
-        # By thread, because threads may share a model: the input, its version, and columns that nobody took yet.
-        self._left: dict[int, tuple[Tensor, int, dict[int, Tensor]]] = {}
+        # By thread, because threads may share a model: what the product was computed of, in which state, and columns
+        # that nobody took yet. Weights are not kept alive for them: INT8 layers replace a product to free its memory.
+        self._left: dict[int, tuple[Tensor | None, list[weakref.ref[Tensor]], Any, dict[int, Tensor]]] = {}
+        self._saved_as = ""  # the prefix of its names in the last state_dict
+        self._loads: Any = None  # what tells one load_state_dict from another
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """Columns of layer `index`."""
-        thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
-        source, version, left = self._left.pop(thread, (None, 0, {}))
-        if source is not x or version != _version(x) or index not in left:
-            out = self.product(x)
+        product, is_traced = self.product, torch.compiler.is_compiling()
+        thread = 0 if is_traced else threading.get_ident()
+        weights = [] if is_traced else _tensors(product)  # in a graph nobody changes them between two parts
+        state = _state([x, *weights])
+        source, references, before, left = self._left.pop(thread, (None, [], None, {}))
+        is_same = source is x and state == before
+        is_same = is_same and all([one() is weight for one, weight in zip(references, weights, strict=True)])
+        if not is_same or index not in left:
+            out = product(x)
+            references = [weakref.ref(weight) for weight in weights]
             left = {i: self._columns(out, i) for i in range(len(self.ends) - 1)}
         taken = left.pop(index)
         if left:
-            self._left[thread] = (x, _version(x), left)
+            self._left[thread] = (x, references, state, left)
         return taken
 
     def _columns(self, out: Tensor, index: int) -> Tensor:
         return out[..., self.ends[index] : self.ends[index + 1]]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._left.clear()  # weights that move keep their identity, and their version
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle. Columns are of a computation under way, and those with gradients cannot be copied."""
+        return {**vars(self), "_left": {}, "_loads": None}
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Once, even for those who ask for duplicates: they mean to replace modules by their names, and would replace
+        the product once for each part."""
+        return super().named_modules(memo, prefix, True)
+
+    def state_dict(self, *arguments: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Once in a state of several parts: the product has the name that the first of them gives it."""
+        if destination is not None and prefix != self._saved_as and self._is_saved_in(destination):
+            return destination
+        self._saved_as = prefix
+        return super().state_dict(*arguments, destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def _is_saved_in(self, destination: Any) -> bool:
+        saved = [
+            (x, destination.get(f"{self._saved_as}product.{name}")) for name, x in self.product.state_dict().items()
+        ]
+        return all(isinstance(found, Tensor) and found.data_ptr() == x.data_ptr() for x, found in saved)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *lists: Any
+    ) -> None:
+        if self._loads is missing_keys:  # PyTorch has one list for a whole model: another part has loaded the product
+            for name, x in self.product.state_dict().items():
+                state_dict.setdefault(f"{prefix}product.{name}", x)
+        self._loads = missing_keys
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *lists)
 
 
 class JoinedLinear(nn.Linear):
@@ -67,22 +117,32 @@ class JoinedLinear(nn.Linear):
 
 
 class JoinedPart(nn.Module):
-    """In the place of a layer: its columns of a product. The first part of a product has it as a submodule."""
+    """In the place of a layer: its columns of a product. All parts of a product have it as a submodule, and PyTorch
+    lists its parameters once."""
 
     def __init__(self, joined: Joined, index: int) -> None:
         super().__init__()
-        if index == 0:
-            self.joined = joined
-        self._source = (joined,)  # a tuple, so that the others do not have its weights a second time
+        self.joined = joined
         self.index = index
         self.out_features = joined.ends[index + 1] - joined.ends[index]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._source[0].take(self.index, x)
+        return self.joined.take(self.index, x)
+
+    def requires_grad_(self, requires_grad: bool = True) -> JoinedPart:
+        """Of all parts or of none: their weights are one parameter, which has a gradient or has none."""
+        if any(x.requires_grad != requires_grad for x in self.parameters()):
+            part = f"part {self.index} of {len(self.joined.ends) - 1} of a joined layer"
+            raise NotImplementedError(
+                f"requires_grad_({requires_grad}) of {part}, whose weights are one parameter; allowed: requires_grad_ "
+                "of the module that has all the parts, or of `joined` of one of them, or of single layers before "
+                "fuse_projections, which joins none that differ"
+            )
+        return self
 
     def _own(self) -> dict[str, Tensor]:
         """What this layer had: rows of the weight and bias of a `JoinedLinear`, as views."""
-        joined = self._source[0]
+        joined = self.joined
         if not isinstance(joined.product, JoinedLinear):
             return {}
         rows = slice(*joined.ends[self.index : self.index + 2])
@@ -124,7 +184,7 @@ class JoinedPart(nn.Module):
                     rows.copy_(state_dict[key])
 
     def extra_repr(self) -> str:
-        return f"out_features={self.out_features}, part {self.index} of {len(self._source[0].ends) - 1}"
+        return f"out_features={self.out_features}, part {self.index} of {len(self.joined.ends) - 1}"
 
 
 LINEARS = (nn.Linear, JoinedLinear)
@@ -166,8 +226,9 @@ def fuse_projections(model: nn.Module) -> tuple[str, ...]:
 
     The model is changed for good. Its state_dict has the names and shapes it had, as views of the joined weights, so
     what is saved fits a model that was not changed, and the other way round. Weights take no more memory, and have
-    gradients as before. Layers of another kind, with hooks, of different types or whose weights are
-    used elsewhere stay as they are. Results are within rounding of those before.
+    gradients as before, those of all layers of a product or of none. A layer of a product may be replaced later. Layers
+    of another kind, with hooks, of different types or whose weights are used elsewhere stay as they are. Results are
+    within rounding of those before.
 
     Returns:
         The names of the layers, those of a product in one: "model.layers.0.self_attn.q_proj+k_proj+v_proj".
@@ -218,6 +279,22 @@ def _uses(model: nn.Module) -> dict[int, int]:
             if parameter is not None:
                 used[id(parameter)] = used.get(id(parameter), 0) + 1
     return used
+
+
+def _tensors(product: nn.Module) -> list[Tensor]:
+    """The weights of a product: of itself, not of modules in it."""
+    return [x for x in (*product._parameters.values(), *product._buffers.values()) if x is not None]
+
+
+def _state(sources: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What a product of the same tensors depends on besides: whether they were written to, and modes of PyTorch, which
+    say of what type it is and whether it has a gradient. `sources`: the input, and the weights."""
+    device = sources[0].device.type
+    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    cast = torch.get_autocast_dtype(device) if is_cast else None
+    is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    tensors = [(_version(x), x.requires_grad) for x in sources]
+    return tensors, torch.is_grad_enabled(), is_inference, cast
 
 
 def _version(x: Tensor) -> int:

@@ -8,7 +8,7 @@ the r-th query of m then stands at key n - m + r of n, as it should.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,14 +17,26 @@ from qflash.integrations.transformers.patterns import Pattern, pattern_of, trace
 Tensor = torch.Tensor
 
 
-_NO_TENSOR = (
-    "and attn_implementation 'qf' has none that is a tensor; "
-    "allowed: models that hand the mask of create_causal_mask and the like to the attention function"
-)
+class _NoTensor:
+    """In the place of a tensor, of which there is none: who computes with it is told so."""
+
+    _name: ClassVar[str]  # what the model takes it for
+    _reason: ClassVar[str]  # why it is none, and what is allowed
+
+    def __getitem__(self, _: Any) -> Any:
+        raise NotImplementedError(f"the model slices its {self._name}, {self._reason}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the model asks for {name!r} of its {self._name}, {self._reason}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", function)
+        raise NotImplementedError(f"the model gives its {cls._name} to {name}, {cls._reason}")
 
 
 @dataclass(frozen=True, eq=False)
-class Mask:
+class Mask(_NoTensor):
     """Which keys each query sees. One object serves all layers of a forward pass that have the same kind of mask.
 
     kv_length: how many rows k and v have. keys: how many of them are used; those of a static cache that come after the
@@ -54,6 +66,12 @@ class Mask:
     is_as_cached: bool = False
     obstacle: str | None = None
 
+    _name = "attention mask"
+    _reason = (
+        "and attn_implementation 'qf' has none that is a tensor; "
+        "allowed: models that hand the mask of create_causal_mask and the like to the attention function"
+    )
+
     # What transformers asks of a mask on its way to the layers.
 
     ndim = 4
@@ -72,20 +90,15 @@ class Mask:
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)})
 
-    def __getitem__(self, _: Any) -> Any:
-        raise NotImplementedError(f"the model slices its attention mask, {_NO_TENSOR}")
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the model asks for {name!r} of its attention mask, {_NO_TENSOR}")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", function)
-        raise NotImplementedError(f"the model gives its attention mask to {name}, {_NO_TENSOR}")
-
-
-class Unpadded:
+class Unpadded(_NoTensor):
     """In the place of a padding mask: every new token exists, and the cache knows which of the others do."""
+
+    _name = "padding mask"
+    _reason = (
+        "and there is none while qflash generates; allowed: models that leave padding to create_causal_mask and the "
+        "like, and an attn_implementation that stays qflash's until all tokens are there"
+    )
 
     ndim = 4
     shape = (0, 0, 0, 0)

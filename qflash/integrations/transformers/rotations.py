@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -78,17 +78,13 @@ class Rotations:
         self._tables: list[tuple[Tensor, Tensor, qflash.Rope]] = []  # of the pass under way: layers share them
 
     def forward_of(self, name: str, module: nn.Module) -> Callable[..., Any] | None:
-        """A forward for `module` that leaves its rotation out; None: it is not understood."""
+        """A forward for `module`, of it and what it is called with, that leaves its rotation out; None: it is not
+        understood."""
         found = rotation_of(module)
         if found is None:
             return None
-        original = class_as_made(module).forward
-        layer = _Layer(self, name, *found)
-        inner = with_global(original, NAME, layer.record)
         self.names.append(name)
-        return lambda *arguments, **words: layer.run(
-            MethodType(inner, module), MethodType(original, module), arguments, words
-        )
+        return _Layer(self, name, class_as_made(module).forward, *found).forward
 
     def end_pass(self) -> None:
         """Forget the tables of a forward pass."""
@@ -116,23 +112,23 @@ class Rotations:
 
 
 class _Layer:
-    """One attention module: `record` stands in the place of the function that rotates."""
+    """One attention module, whose class has the forward `original`: `record` stands in the place of the function that
+    rotates."""
 
-    def __init__(self, rotations: Rotations, name: str, rotate: Callable[..., Any], form: str) -> None:
+    def __init__(
+        self, rotations: Rotations, name: str, original: FunctionType, rotate: Callable[..., Any], form: str
+    ) -> None:
         self._rotations, self._name, self._rotate, self._form = rotations, name, rotate, form
+        self._original, self._inner = original, with_global(original, NAME, self.record)
         self._has_halves: bool | None = None  # not looked at yet
         self._is_watched = self._is_given_up = False
 
-    def run(
-        self, inner: Callable[..., Any], original: Callable[..., Any], arguments: tuple[Any, ...], words: dict[str, Any]
-    ) -> Any:
+    def forward(self, module: nn.Module, /, *arguments: Any, **words: Any) -> Any:
         """The module's result, without its rotation if that can be."""
-        # A compiled model has graphs of its own, which find nothing in the globals of a copied forward.
-        is_ours = getattr(_of_thread, "is_paged", False) and not torch.compiler.is_compiling()
-        if is_ours and not self._is_given_up:
+        if getattr(_of_thread, "is_paged", False) and not self._is_given_up:
             try:
                 with nullcontext() if self._is_watched else _Watch():
-                    out = inner(*arguments, **words)
+                    out = self._inner(module, *arguments, **words)
                 if getattr(_of_thread, "record", None) is None:
                     self._is_watched = True
                     return out
@@ -141,7 +137,7 @@ class _Layer:
             finally:
                 _of_thread.record = None
             self._give_up()
-        return original(*arguments, **words)
+        return self._original(module, *arguments, **words)
 
     def record(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **words: Any) -> Any:
         """q and k as they are, where the rest can be left to qflash."""
@@ -188,7 +184,7 @@ class _Watch(TorchFunctionMode):
 
 
 def class_as_made(module: nn.Module) -> Any:
-    """The class of a module, or the one it had before `fuse_layers` gave it another."""
+    """The class of a module, or the one it had before `fuse_layers` or a `Fusion` gave it another."""
     return getattr(type(module), "_qflash_as_made", type(module))
 
 
