@@ -118,7 +118,7 @@ STEPS = (
         "tests-decode",
         300,
         numerics="decode_gpu decode_kv_gpu decode_int8_gpu pages_gpu",
-        frontends="kv_gpu kvcache_gpu paged_write_gpu",
+        frontends="kv_gpu kvcache_gpu paged_write_gpu overlapping_launches_gpu",
     ),
     _tests("tests-linear", 360, numerics="linear linear_gpu int8_matmul sm90_gemm_gpu quantize_rows"),
     _models("bench-models", 160, "--models", "llama-1b", "--batches", "1", "--prompts", "900", again=True),

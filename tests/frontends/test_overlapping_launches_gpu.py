@@ -1,0 +1,78 @@
+"""Launches of the library one after another, with no other launch in between: on Hopper one begins while the one before
+ends. What it reads, and what it writes over, must be waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+import qflash
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_torch")]
+BATCH, HEADS, KV_HEADS, HEAD_DIM, PAST = 5, 16, 4, 128, 700
+WIDTH = HEADS * HEAD_DIM
+
+
+class Step:
+    """A decoding step of some layers: products in INT8 and in 16 bits, whose k is split, a write to pages, attention
+    with rope. Memory goes from hand to hand, as frameworks reuse it."""
+
+    def __init__(self, precision: str | None, device: str = "cuda") -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int):
+            x = torch.randn(shape, generator=generator) * shape[0] ** -0.5
+            return x.to(torch.bfloat16).to(device)
+
+        self.x = normal(BATCH, WIDTH) * BATCH**0.5
+        self.wide = normal(WIDTH, WIDTH + 2 * KV_HEADS * HEAD_DIM)
+        self.narrow = qflash.quantize_linear(normal(WIDTH, WIDTH))
+        self.plain = normal(WIDTH, WIDTH)
+        sizes = {"layers": 3, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "pages": BATCH * 4, "page_size": 256}
+        cache = qflash.KVCache(**sizes, dtype=torch.bfloat16, precision=precision, device=device)
+        sequences = [cache.open() for _ in range(BATCH)]
+        past = cache.extend(sequences, [PAST] * BATCH)
+        self.rope = qflash.Rope(*(torch.from_numpy(x).to(device) for x in qflash.rope_tables(1024, HEAD_DIM)))
+        for layer in range(3):
+            k, v = (normal(BATCH * PAST, KV_HEADS, HEAD_DIM).view(BATCH, PAST, KV_HEADS, HEAD_DIM) for _ in "kv")
+            past.write(layer, k * (BATCH * PAST) ** 0.5, v * (BATCH * PAST) ** 0.5, rope=self.rope)
+        self.step = cache.extend(sequences, [1] * BATCH)  # written anew in every run, with the same tokens
+
+    def run(self, between=lambda: None):
+        x = self.x
+        for layer in range(3):
+            new = qflash.linear(x, self.wide)
+            between()
+            q, k, v = (part.view(BATCH, 1, -1, HEAD_DIM) for part in new.split([WIDTH, *[KV_HEADS * HEAD_DIM] * 2], -1))
+            kv = self.step.write(layer, k, v, rope=self.rope)
+            between()
+            out = qflash.attention(q, kv, causal=True, rope=self.rope)
+            between()
+            out = qflash.linear(out.view(BATCH, WIDTH), self.narrow, residual=x)
+            between()
+            x = qflash.linear(out, self.plain, activation="silu", residual=out)
+            between()
+        return x
+
+
+@pytest.mark.parametrize("precision", [None, "int8"])
+def test_a_chain_of_launches_has_the_bits_of_single_ones(precision):
+    step = Step(precision)
+    want = step.run(torch.cuda.synchronize)
+    assert torch.isfinite(want).all()
+    found = [step.run() for _ in range(200)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, want) for x in found)
+
+
+@pytest.mark.parametrize("precision", [None, "int8"])
+def test_the_same_in_a_graph(precision):
+    step = Step(precision)
+    want = step.run(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step.run()
+    for _ in range(200):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
