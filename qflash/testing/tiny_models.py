@@ -73,6 +73,11 @@ def decoder(family: str) -> Any:
     return model
 
 
+def new_decoder(family: str) -> Any:
+    """The same for one test alone: transformers leaves what it compiled in a model, which then cannot be pickled."""
+    return decoder.__wrapped__(family)
+
+
 def reference_of(family: str) -> str:
     """The attn_implementation to compare with."""
     return REFERENCE.get(family, "sdpa")

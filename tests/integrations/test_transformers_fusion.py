@@ -392,7 +392,7 @@ def test_a_copy_from_a_stream(way, work):
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3"])
 def test_a_copy_of_another_family(family):
-    model, copies = copy.deepcopy(tiny.decoder(family)), []
+    model, copies = tiny.new_decoder(family), []
     before = state(model)
     generating(model, lambda _: copies.extend(make(model) for make in (copy.deepcopy, saved)))
     want = logits_of(model)

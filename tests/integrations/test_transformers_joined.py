@@ -27,7 +27,7 @@ REPLACED = {
 
 
 def model_of(family="llama"):
-    return copy.deepcopy(tiny.decoder(family))
+    return tiny.new_decoder(family)
 
 
 def joined_model(change=qf.fuse_projections, family="llama"):
