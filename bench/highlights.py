@@ -103,6 +103,7 @@ TABLES: dict[str, Callable[[], str]] = {
             and (row["m"] in (128, 4095, 4096) or (row["m"], row["b"]) == (8192, "k"))
         ),
     ),
+    "cpu_linear": partial(linear.table, keep=lambda row: row["candidate"] == "qflash cpu_linear"),
     "gemm_mma": partial(
         linear.table,
         keep=lambda row: (

@@ -110,9 +110,7 @@ def by_machine(
     machine: str | None = None,
     keep: Callable[[Row], bool] = lambda row: True,
 ) -> str:
-    """The committed rows of a preset that `keep` chooses, one table per machine; `none` where there are no rows."""
-    parts = [
-        f"{source(found[0])}\n\n{table([row for row in found if keep(row)])}"
-        for found in store.committed(preset, machine).values()
-    ]
+    """The committed rows of a preset that `keep` chooses, one table per machine that has some; `none` without any."""
+    chosen = ([row for row in found if keep(row)] for found in store.committed(preset, machine).values())
+    parts = [f"{source(found[0])}\n\n{table(found)}" for found in chosen if found]
     return "\n\n".join(parts) or f"No rows are committed yet; {none}"
