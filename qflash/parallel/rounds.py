@@ -34,7 +34,7 @@ class Round(NamedTuple):
 
 
 def most_hops(at: Placement) -> int:
-    """Of a round."""
+    """How many hops a round may have."""
     return min(MOST_HOPS, max(MOST_KEYS // max(at.part, 1), 1)) if at.ranks <= MOST_RANKS else 1
 
 

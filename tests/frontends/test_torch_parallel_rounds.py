@@ -97,5 +97,5 @@ def test_within_the_contract(monkeypatch, calls, case, placement, ranks):
     assert sum(together) == sum(calls)
     if case.name in ALONE or ranks == 3:
         assert len(together) == len(calls)
-    elif ranks == 8 or case.name == "full":
-        assert len(together) < len(calls)
+    else:  # on four ranks some masks leave no two hops of a round to one call
+        assert len(together) + (ranks == 8 or case.name == "full") <= len(calls)

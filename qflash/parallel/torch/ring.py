@@ -54,17 +54,21 @@ def attend_blocks(
     merged = _Merged(of.token_dim)
     for one, came in zip(rounds_of(len(steps), of.at), blocks, strict=True):
         for call in _calls(of, steps[one.first : one.end]):
-            part, block = _end_to_end(of, call, came)
-            merged.add(part.q, q, *of.attend(part, q, block[0], block[1], sinks))
+            merged.add(call[0][1].q, q, *_attend(q, sinks, of, call, came))
     return merged.results(q)
 
 
 def _calls(of: Sequences, hops: list[list[Part]]) -> list[Call]:
     if of.words.precision is None:
         return calls_of(hops)
-    return [
-        [(number, part)] for number, parts in enumerate(hops) for part in parts
-    ]  # a rank's keys are quantized alone
+    # A rank's keys are quantized alone.
+    return [[(number, part)] for number, parts in enumerate(hops) for part in parts]
+
+
+def _attend(q: Tensor, sinks: Tensor | None, of: Sequences, call: Call, blocks: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """out and lse of a call. Keys that were laid end to end for it are given back before those of the next one."""
+    part, block = _end_to_end(of, call, blocks)
+    return of.attend(part, q, block[0], block[1], sinks)
 
 
 def _end_to_end(of: Sequences, call: Call, blocks: list[Tensor]) -> tuple[Part, Tensor]:
