@@ -1,11 +1,11 @@
-// Tiles in shared memory as the copy engine leaves them and wgmma reads them: panels of rows of 128 bytes, rows one
-// after another in a panel, 16-byte chunks permuted within every 8 rows (the 128-byte swizzle), panels one after
-// another. A panel starts at a multiple of 1024 bytes.
+// Tiles in shared memory as TMA writes them and wgmma reads them: panels of 128-byte rows, stored consecutively, with
+// 16-byte chunks permuted within every 8 rows (the 128-byte swizzle); panels follow each other. A panel starts at a
+// multiple of 1024 bytes.
 //
 //   bytes of a panel:  row 0: chunks 0 1 2 3 4 5 6 7   row 1: chunks 1 0 3 2 5 4 7 6   ..   row 8: as row 0
 //
-// Rows of 64 bytes make panels of another kind (the 64-byte swizzle): two take the place of one, and pairs of rows are
-// permuted alike.
+// Rows of 64 bytes make panels of another kind (the 64-byte swizzle): two rows take the place of one, and pairs of rows
+// are permuted alike.
 //
 //   bytes of a panel:  rows 0, 1: chunks 0 1 2 3   rows 2, 3: chunks 1 0 3 2   ..   row 8: as row 0
 //
@@ -16,9 +16,9 @@
 
 namespace qf {
 
-constexpr int kSwizzleBytes = 1024;  // panels begin at whole ones
+constexpr int kSwizzleBytes = 1024;  // panels begin at multiples of this
 
-// kRows rows of kColumns elements. kBytesOfRow: in a panel.
+// kRows rows of kColumns elements. kBytesOfRow: bytes of a row in a panel.
 template <int kRows, int kColumns, int kElementBytes = 2, int kBytesOfRow = kColumns * kElementBytes <= 64 ? 64 : 128>
 struct Panels {
   static constexpr int kRowBytes = kBytesOfRow;
@@ -30,13 +30,13 @@ struct Panels {
   static_assert(kRows % 8 == 0 && kPanelBytes % kSwizzleBytes == 0, "the swizzle repeats every 8 rows");
 };
 
-// A matrix in shared memory, as wgmma takes it. What differs between the steps of a product is its address.
+// A matrix in shared memory, as wgmma takes it. Only the address differs between the k steps of an MMA.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout
 template <class Tile>
 struct Descriptor {
-  uint32_t low;  // address, and distance of panels, in 16 bytes
+  uint32_t low;  // address and distance of panels, in units of 16 bytes
 
-  // The same for all threads of a warp.
+  // Warp-uniform.
   __device__ __forceinline__ Descriptor(const char* s_tile, int panel_bytes)
       : low(uint32_t(panel_bytes >> 4) << 16 | (shared_address(s_tile) >> 4 & 0x3fff)) {}
   __device__ __forceinline__ void move_tiles(int tiles) { low += uint32_t(tiles) * uint32_t(Tile::kBytes >> 4); }

@@ -1,5 +1,5 @@
-// A ring of stages in shared memory between a producer and its consumers. Each stage has two mbarriers: `full` (what it
-// holds may be read) and `empty` (everybody has read it, it may be overwritten).
+// A ring of stages in shared memory between a producer and its consumers. Each stage has two mbarriers: `full` (its
+// data may be read) and `empty` (all readers are done, it may be overwritten).
 //
 //   producer:  wait_empty, fill (or a copy that arrives at `full` by itself), advance
 //   consumer:  wait_full, read, release, advance
@@ -13,7 +13,8 @@ template <int kStages>
 struct Ring {
   Mbarrier full[kStages], empty[kStages];
 
-  // readers: how many arrive at `empty` when they are done with a stage; writers: at `full`. The names are for people.
+  // readers: the number of arrivals at `empty`, when readers are done with a stage; writers: at `full`. The names are
+  // for diagnostics.
   __device__ __forceinline__ void init(int readers, const char* full_name = "full", const char* empty_name = "empty",
                                        int writers = 1) {
     for (int i = 0; i < kStages; ++i) {
@@ -25,8 +26,8 @@ struct Ring {
   }
 };
 
-// Where one thread stands in a ring: how many stages it has passed. A stage's barriers complete one phase each time
-// round, so `passed` tells the stage and the parity of the phase to wait for.
+// One thread's position in a ring: the number of stages it has passed. A stage's barriers complete one phase per round,
+// so `passed` determines the stage and the parity of the phase to wait for.
 template <int kStages>
 struct RingPosition {
   static_assert((kStages & (kStages - 1)) == 0, "a division otherwise");
@@ -42,7 +43,7 @@ struct RingPosition {
   __device__ __forceinline__ bool is_full(Ring<kStages>& ring) const {
     return mbarrier_test(&ring.full[stage()], parity());
   }
-  // The first time round nobody has filled a stage: it is empty.
+  // In the first round no stage has been filled: all are empty.
   __device__ __forceinline__ void wait_empty(Ring<kStages>& ring) const {
     mbarrier_wait(&ring.empty[stage()], parity() ^ 1);
   }

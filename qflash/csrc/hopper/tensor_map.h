@@ -1,5 +1,5 @@
-// Tensor maps for the copy engine, made on the host. The encoder is the driver's, found at run time, so that a library
-// needs no driver to be loaded.
+// Tensor maps for TMA, encoded on the host. The encoder is the driver's, looked up at run time, so that a library can
+// be loaded without a driver.
 #pragma once
 
 #include <cuda.h>
@@ -11,15 +11,16 @@
 
 namespace qf {
 
-// Four dimensions, innermost first; the innermost is contiguous. Strides are in elements; that of a dimension with one
-// element does not count.
+// Four dimensions, innermost first; the innermost is contiguous. Strides are in elements; the stride of a dimension of
+// size 1 is ignored.
 struct TensorExtents {
   void* data;
   int64_t size[4];
   int64_t stride[3];  // of dimensions 1, 2 and 3
 };
 
-// Can the copy engine walk it, of elements of `element_bytes`? It begins anywhere: the map asks for whole 16 bytes.
+// Can TMA address it, with elements of `element_bytes`? The start of the data is not checked: the map requires 16-byte
+// alignment.
 inline bool strides_map(const TensorExtents& x, int element_bytes) {
   for (int i = 0; i < 3; ++i) {
     const int64_t bytes = x.stride[i] * element_bytes;
@@ -28,8 +29,8 @@ inline bool strides_map(const TensorExtents& x, int element_bytes) {
   return true;
 }
 
-// Boxes of one panel of Tile: box_rows rows (dimension 1), swizzled. Of 16-bit elements or, where Tile is, of bytes or
-// words. x begins at whole 16 bytes. promotion: how much L2 fetches where a box asks for less. Returns a cudaError_t.
+// Boxes of one panel of Tile: box_rows rows (dimension 1), swizzled. Elements are 16 bits or, if Tile's are, bytes or
+// words. x.data is 16-byte aligned. promotion: how much L2 fetches if a box requests less. Returns a cudaError_t.
 template <class Tile>
 inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_rows,
                              CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
@@ -54,7 +55,7 @@ inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_r
   for (int i = 0; i < 3; ++i) strides[i] = x.size[i + 1] > 1 ? cuuint64_t(x.stride[i] * kElementBytes) : 16;
   const cuuint32_t box[4] = {cuuint32_t(Tile::kPanelColumns), cuuint32_t(box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  // Their bits are copied as they are, so any type of that size does.
+  // Element bits are copied unchanged, so any type of that size works.
   const auto type = kElementBytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                     : kElementBytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
                                          : CU_TENSOR_MAP_DATA_TYPE_UINT32;
@@ -65,7 +66,7 @@ inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_r
   };
   CUresult result = encoded();
   if (result == CUDA_ERROR_INVALID_CONTEXT) {
-    // A thread that has asked nothing of the GPU yet has none: autograd's, for example.
+    // A thread that has not used the GPU yet has no context: autograd's, for example.
     int device = 0;
     if (const cudaError_t error = cudaGetDevice(&device)) return error;
     if (const cudaError_t error = cudaSetDevice(device)) return error;

@@ -1,12 +1,12 @@
-// In which order persistent blocks take the output tiles of a problem: `rows` tiles of each of `columns` columns (the
-// heads of attention, the column tiles of a matrix product).
+// The order in which persistent blocks process the output tiles of a problem: `rows` tiles of each of `columns` columns
+// (the heads of attention, the column tiles of a matrix product).
 //
-// Columns are taken in sections: all tiles of one section before any of the next, the last rows first, columns
-// innermost. Blocks that run at the same time then share what a section reads.
+// Columns are processed in sections: all tiles of one section before any of the next, last rows first, columns
+// innermost. Blocks that run concurrently then share what a section reads.
 //
 // Static: block b takes tiles b, b + blocks, b + 2 blocks ... Dynamic: a block takes its next tile from a counter in
-// global memory when it is about to need it, so that tiles may differ in length. Which block takes which tile is then
-// left to chance; what becomes of it is not.
+// global memory when it is about to need it, so that tiles may differ in length. Which block takes which tile then
+// depends on timing; the results do not.
 #pragma once
 
 #include <stdint.h>
@@ -16,12 +16,12 @@
 
 namespace qf {
 
-// Who walks over a block's tiles: one thread, or all lanes of a warp together.
+// The threads that iterate over a block's tiles: one thread, or all lanes of a warp together.
 struct OneThread {
   static constexpr bool kKeepsAddress = true;  // of the counter, in registers
   __device__ static __forceinline__ bool leads() { return true; }
   template <class Take>
-  __device__ static __forceinline__ int once(Take take) {  // for all of them
+  __device__ static __forceinline__ int once(Take take) {  // once for all of them
     return take();
   }
 };
@@ -37,12 +37,12 @@ struct WholeWarp {
 };
 
 struct TileSchedule {
-  int count, rows, columns, section;  // section: columns that are taken together
+  int count, rows, columns, section;  // section: columns that are processed together
   bool dynamic;
-  int counter;     // dynamic: of tile_counters; -1: `next` is one
+  int counter;     // dynamic: index into tile_counters; -1: use `next`
   unsigned* next;  // 0 when the kernel starts
 
-  static constexpr int kTooMany = 0x40000000;  // tiles: blocks count on from theirs
+  static constexpr int kTooMany = 0x40000000;  // tiles: leaves room for blocks to count past the end
 
   struct Tile {
     int row, column;
@@ -58,9 +58,9 @@ struct TileSchedule {
     return {rows - 1 - row, first + rest - row * width};
   }
 
-  // visit(index) for every tile of this block, in order; `total` of them in the grid, which may be fewer than `count`.
-  // wait_to_take(): returns once the next is to be taken. Each block takes until it takes one too many, `total` takings
-  // in all: atomicInc has wrapped to 0 after the last.
+  // Calls visit(index) for every tile of this block, in order; the grid has `total` of them, possibly fewer than
+  // `count`. wait_to_take(): returns when the next tile should be taken. Each block takes tiles until it gets one past
+  // the end, which makes `total` increments in all: atomicInc has wrapped to 0 after the last.
   template <class By = OneThread, class Wait, class Visit>
   __device__ __forceinline__ void for_each(int total, Wait wait_to_take, Visit visit) const {
     unsigned* const kept = take_from();
@@ -77,7 +77,7 @@ struct TileSchedule {
   }
 };
 
-// Host side. Every row tile of a section follows the last one's: section is held to 1 .. columns.
+// Host side. The row tiles of a section follow one another; section is clamped to 1 .. columns.
 inline TileSchedule tile_schedule(int64_t rows, int64_t columns, int64_t section, bool dynamic) {
   constexpr int kTooMany = TileSchedule::kTooMany;
   TileSchedule schedule{};

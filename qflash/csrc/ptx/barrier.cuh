@@ -1,10 +1,10 @@
-// Barriers with a number, for some of a block's warps.
+// Named barriers, for some of a block's warps.
 #pragma once
 
 namespace qf {
 
-// Until kThreads threads, whole warps, have come to barrier kId (1 to 15; 0 is __syncthreads). What they wrote to
-// memory before it, they see after it.
+// Waits until kThreads threads, in full warps, have arrived at barrier kId (1 to 15; 0 is __syncthreads). What they
+// wrote to memory before it is visible to all of them after it.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
 template <int kId, int kThreads>
 __device__ __forceinline__ void barrier_sync() {
@@ -16,7 +16,7 @@ __device__ __forceinline__ void barrier_sync() {
 #endif
 }
 
-// Comes to barrier kId as one of kThreads, and does not wait.
+// Arrives at barrier kId as one of kThreads, without waiting.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
 template <int kId, int kThreads>
 __device__ __forceinline__ void barrier_arrive() {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void barrier_arrive() {
 #endif
 }
 
-// As barrier_sync<kId, kThreads>(), of a barrier whose number is known at run time.
+// Like barrier_sync<kId, kThreads>(), for a barrier whose number is a run-time value.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
 template <int kThreads>
 __device__ __forceinline__ void barrier_sync(int id) {

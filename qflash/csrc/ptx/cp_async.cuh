@@ -18,7 +18,7 @@ __device__ __forceinline__ void cp_async_16(void* s_to, const void* g_from, bool
 }
 
 // 8 bytes, both addresses aligned to 8; zeros, and no read, where `valid` is false. Cached in L1, as the instruction
-// demands for less than 16.
+// requires below 16 bytes.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 __device__ __forceinline__ void cp_async_8(void* s_to, const void* g_from, bool valid) {
 #ifdef __CUDA_ARCH__
@@ -42,7 +42,7 @@ __device__ __forceinline__ void cp_async_4(void* s_to, const void* g_from, bool 
 #endif
 }
 
-// Close a group: every copy this thread has issued since the last one.
+// Closes a group: every copy this thread has issued since the last one.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-commit-group
 __device__ __forceinline__ void cp_async_commit() {
 #ifdef __CUDA_ARCH__
@@ -52,7 +52,7 @@ __device__ __forceinline__ void cp_async_commit() {
 #endif
 }
 
-// Wait until at most kPending of this thread's groups are still under way. Other threads see the data after a barrier.
+// Waits until at most kPending of this thread's groups are in flight. Other threads see the data after a barrier.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-wait-group
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {

@@ -36,7 +36,7 @@ __device__ __forceinline__ uint16_t cvt_rn_f16_f32(float x) {
   return bits;
 }
 
-// Two at once, `low` in the lower half. sm_80 and later have this instruction; before, it is two of the above.
+// Two at once, `low` in the lower half. sm_80 and later have this instruction; earlier it takes two of the above.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 __device__ __forceinline__ uint32_t cvt_rn_f16x2_f32(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -65,8 +65,8 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float low, float high) {
 #endif
 }
 
-// E4M3, two at once, `low` in the lower byte. Round to nearest even; beyond 448, infinities too, to 448; NaN is 0x7f.
-// sm_89 and later.
+// E4M3, two at once, `low` in the lower byte. Rounds to nearest even; values beyond 448, infinities included, become
+// 448; NaN is 0x7f. sm_89 and later.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 __device__ __forceinline__ uint32_t cvt_rn_e4m3x2_f32(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -87,7 +87,7 @@ __device__ __forceinline__ uint32_t cvt_rn_e4m3x2_f32(float low, float high) {
 #endif
 }
 
-// Two E4M3 in the lower bytes to float16, which holds all of them. sm_89 and later.
+// Two E4M3 in the lower bytes to float16, which represents all of them exactly. sm_89 and later.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t codes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -105,7 +105,7 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t codes) {
 #endif
 }
 
-// Four of them in a word, lowest first: the instruction twice, which fills a half of its result each.
+// Four in a word, lowest first: the instruction twice, each filling half of the result.
 __device__ __forceinline__ uint32_t cvt_rn_e4m3x4_f32(float x0, float x1, float x2, float x3) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint32_t word;
@@ -121,7 +121,7 @@ __device__ __forceinline__ uint32_t cvt_rn_e4m3x4_f32(float x0, float x1, float 
 #endif
 }
 
-// The way back, exactly: two words of two float16 each. The instruction twice, of either half. sm_89 and later.
+// The inverse, exactly: two words of two float16 each. The instruction twice, once per half. sm_89 and later.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 __device__ __forceinline__ void cvt_rn_f16x4_e4m3x4(uint32_t (&halves)[2], uint32_t word) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890

@@ -1,4 +1,4 @@
-// ex2: the exponential the special-function unit computes.
+// ex2: the exponential of the special-function unit.
 #pragma once
 
 #ifndef __CUDA_ARCH__

@@ -1,4 +1,4 @@
-// fma of float32 that saturates; fma on pairs of 16-bit floats, for what it does to numbers that are not finite.
+// fma of float32 that saturates; fma on pairs of 16-bit floats, to detect nonfinite numbers.
 #pragma once
 
 #include <math.h>
@@ -6,7 +6,7 @@
 
 namespace qf {
 
-// a b + c, rounded once and held to 0 .. 1; NaN becomes 0.
+// a b + c, rounded once and clamped to 0 .. 1; NaN becomes 0.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-fma
 __device__ __forceinline__ float fma_saturated(float a, float b, float c) {
 #ifdef __CUDA_ARCH__

@@ -1,6 +1,6 @@
 // ldmatrix: a warp reads four 8x8 matrices of 16-bit elements from shared memory into mma fragments. Lane l gives the
 // address of row l % 8 of matrix l / 8 (16 bytes, aligned); r[i] of lane l is M_i[l / 4][2 (l % 4) ..+1]. Eight rows
-// are served at once, so a read is free of conflicts when the 8 addresses of each matrix lie in different 16-byte bank
+// are read at once, so a read is free of bank conflicts if the 8 addresses of each matrix lie in different 16-byte bank
 // groups.
 #pragma once
 

@@ -1,4 +1,4 @@
-// ld and st of 16 bytes of global memory, with what they ask of the caches.
+// ld and st of 16 bytes of global memory, with cache hints.
 #pragma once
 
 #include <stdint.h>
@@ -9,7 +9,7 @@ struct alignas(16) Word4 {
   uint32_t word[4];
 };
 
-// For data that is used once: the line takes no room in L1, which is left to what is used again.
+// For data that is used once: it is not allocated in L1, which is left to data that is reused.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 __device__ __forceinline__ Word4 ld_no_allocate(const void* address) {
 #ifdef __CUDA_ARCH__
@@ -38,7 +38,7 @@ __device__ __forceinline__ Word4 ld_constant(const void* address) {
 #endif
 }
 
-// For data that is not read again soon: the first to leave the caches.
+// For data that is not read again soon: evicted first from the caches.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
 __device__ __forceinline__ void st_streaming(void* address, const Word4& x) {
 #ifdef __CUDA_ARCH__
@@ -50,7 +50,7 @@ __device__ __forceinline__ void st_streaming(void* address, const Word4& x) {
 #endif
 }
 
-// In one piece, where the compiler would take an assignment apart.
+// One 16-byte store, where the compiler would split an assignment.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
 __device__ __forceinline__ void st_global(void* address, const Word4& x) {
 #ifdef __CUDA_ARCH__

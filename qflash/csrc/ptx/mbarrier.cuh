@@ -1,5 +1,5 @@
-// mbarrier: barriers in shared memory that count arrivals and, for the copy engine, bytes. A barrier alternates between
-// two phases; a waiter names the parity of the phase it wants to see complete. sm_90.
+// mbarrier: barriers in shared memory that count arrivals and, for TMA, the copy engine, bytes. A barrier alternates
+// between two phases; a wait names the parity of the phase that it waits for. sm_90.
 #pragma once
 
 #include <stdint.h>
@@ -27,7 +27,7 @@ __device__ __forceinline__ void mbarrier_init(Mbarrier* s_barrier, int arrivals)
 #endif
 }
 
-// Makes initialised barriers visible to the copy engine.
+// Makes initialised barriers visible to TMA.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar-fence
 __device__ __forceinline__ void fence_mbarrier_init() {
 #ifdef __CUDA_ARCH__
@@ -46,9 +46,9 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier* s_barrier) {
 #endif
 }
 
-// The same at the barrier in the place of s_barrier in block `rank` of the cluster, which may be this one. It says that
-// products that read shared memory are complete, and carries no writes of this thread to the other block: a release of
-// the cluster's scope would wait for all memory of the GPU (MEMBAR.ALL.GPU).
+// The same at the barrier at the address of s_barrier in block `rank` of the cluster, which may be this one. It signals
+// that MMAs that read shared memory are complete, and publishes no writes of this thread to the other block: a release
+// at cluster scope would wait for all memory of the GPU (MEMBAR.ALL.GPU).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
 __device__ __forceinline__ void mbarrier_arrive_at(Mbarrier* s_barrier, uint32_t rank) {
 #ifdef __CUDA_ARCH__
@@ -65,7 +65,7 @@ __device__ __forceinline__ void mbarrier_arrive_at(Mbarrier* s_barrier, uint32_t
 #endif
 }
 
-// One arrival, and `bytes` more for the copy engine to bring in this phase.
+// One arrival, and `bytes` more for TMA to transfer in this phase.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* s_barrier, int bytes) {
 #ifdef __CUDA_ARCH__
@@ -77,8 +77,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* s_barrier, int 
 #endif
 }
 
-// Has the phase of this parity completed? Sleeps until it has, for up to kPatience, before it says no: a warp that asks
-// again and again takes issue slots from those that work.
+// Has the phase of this parity completed? Sleeps until it has, for up to kPatience, before it returns false: a warp
+// that polls takes issue slots from working warps.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* s_barrier, uint32_t parity) {
 #ifdef __CUDA_ARCH__
@@ -102,7 +102,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* s_barrier, uint32_t 
 #endif
 }
 
-// The same, at once.
+// The same, without waiting.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ __forceinline__ bool mbarrier_test(Mbarrier* s_barrier, uint32_t parity) {
 #ifdef __CUDA_ARCH__

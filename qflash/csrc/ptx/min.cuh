@@ -1,4 +1,4 @@
-// min: the less of packed 16-bit numbers.
+// min: the lesser of packed 16-bit numbers.
 #pragma once
 
 #include "ptx/cvt.cuh"
@@ -6,7 +6,7 @@
 namespace qf {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 800
-// What the instructions do to one half each; they came with sm_80.
+// What the instructions do to one half each; they exist from sm_80 on.
 template <class ToFloat>
 __device__ __forceinline__ uint32_t min_nan_of_halves(uint32_t a, uint32_t b, ToFloat to_float) {
   const auto less = [&](uint32_t x, uint32_t y) {

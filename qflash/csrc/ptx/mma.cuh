@@ -9,7 +9,7 @@
 
 namespace qf {
 
-// C += A B, float16 in, float32 sums. sm_80 and later.
+// C += A B, float16 in, float32 accumulators. sm_80 and later.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef __CUDA_ARCH__
@@ -34,7 +34,7 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const uint32_t 
 #endif
 }
 
-// C += A B with k = 8, float16 in, float32 sums: Turing's.
+// C += A B with k = 8, float16 in, float32 accumulators: Turing's.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma
 __device__ __forceinline__ void mma_m16n8k8_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
 #ifdef __CUDA_ARCH__
@@ -46,7 +46,7 @@ __device__ __forceinline__ void mma_m16n8k8_f16(float (&c)[4], uint32_t a0, uint
 #endif
 }
 
-// C += A B, int8 in, exact int32 sums. sm_80 and later.
+// C += A B, int8 in, exact int32 accumulators. sm_80 and later.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma
 __device__ __forceinline__ void mma_m16n8k32_s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef __CUDA_ARCH__
@@ -59,7 +59,7 @@ __device__ __forceinline__ void mma_m16n8k32_s8(int32_t (&c)[4], const uint32_t 
 #endif
 }
 
-// C += A B with 8 rows and k = 16, int8 in, exact int32 sums: Turing's. c0, c1 hold C[g][2t], C[g][2t+1].
+// C += A B with 8 rows and k = 16, int8 in, exact int32 accumulators: Turing's. c0, c1 hold C[g][2t], C[g][2t+1].
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma
 __device__ __forceinline__ void mma_m8n8k16_s8(int32_t& c0, int32_t& c1, uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__

@@ -1,12 +1,11 @@
-// mov: a copy that the compiler does not see through.
+// mov: a copy that is opaque to the compiler.
 #pragma once
 
 #include <stdint.h>
 
 namespace qf {
 
-// x, of which nothing is known any more: what was computed from it before is computed again rather than kept in
-// registers.
+// x, as a value of unknown origin: what was computed from x before is recomputed rather than kept in registers.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mov
 __device__ __forceinline__ uint32_t fresh(uint32_t x) {
 #ifdef __CUDA_ARCH__

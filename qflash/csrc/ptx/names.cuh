@@ -1,11 +1,11 @@
-// Names for what the emulator shows people, in complaints and traces. A GPU sees nothing of them.
+// Names for the emulator's diagnostics and traces. They do not exist on a GPU.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
 
 namespace qf {
 
-// Calls a barrier by the name of what it guards.
+// Names a barrier after what it guards.
 __device__ __forceinline__ void name_barrier(const Mbarrier* s_barrier, const char* name, int stage) {
 #if !defined(__CUDA_ARCH__) && defined(QF_EMULATOR)
   emulate::name_barrier(s_barrier, name, stage);
@@ -14,7 +14,7 @@ __device__ __forceinline__ void name_barrier(const Mbarrier* s_barrier, const ch
 #endif
 }
 
-// Calls this thread's warp by what it does in the block, from here on.
+// Names this thread's warp after its role in the block, from here on.
 __device__ __forceinline__ void name_role(const char* name, int index = -1) {
 #if !defined(__CUDA_ARCH__) && defined(QF_EMULATOR)
   emulate::name_role(name, index);

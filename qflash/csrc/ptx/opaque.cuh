@@ -1,12 +1,12 @@
-// Values whose origin the compiler is not to see.
+// Values whose origin is hidden from the compiler.
 #pragma once
 
 #include <stdint.h>
 
 namespace qf {
 
-// s_pointer, which points into shared memory. Addresses derived from it are computed from a register, and not, each
-// time, from the special registers that tell where shared memory begins: reading those takes longer than most uses.
+// s_pointer, which points into shared memory. Addresses derived from it are computed from a register, not each time
+// from the special registers that hold the start of shared memory: reading those takes longer than most uses.
 __device__ __forceinline__ char* opaque_shared(char* s_pointer) {
 #ifdef __CUDA_ARCH__
   uint32_t address = uint32_t(__cvta_generic_to_shared(s_pointer));
@@ -17,7 +17,7 @@ __device__ __forceinline__ char* opaque_shared(char* s_pointer) {
 #endif
 }
 
-// x, in a register from here on: the compiler cannot know how to make it again.
+// x, in a register from here on: the compiler cannot rematerialise it.
 template <class Word>
 __device__ __forceinline__ Word opaque(Word x) {
   static_assert(sizeof x == 4, "one register");
@@ -26,7 +26,7 @@ __device__ __forceinline__ Word opaque(Word x) {
 #endif
   return x;
 }
-// g_pointer, which points into global memory, likewise.
+// The same for g_pointer, which points into global memory.
 template <class T>
 __device__ __forceinline__ const T* opaque_global(const T* g_pointer) {
 #ifdef __CUDA_ARCH__

@@ -1,4 +1,4 @@
-// prmt: any four of eight bytes.
+// prmt: selects any four of eight bytes.
 #pragma once
 
 #include <stdint.h>

@@ -1,4 +1,4 @@
-// rcp: the reciprocal the special-function unit computes.
+// rcp: the reciprocal of the special-function unit.
 #pragma once
 
 namespace qf {

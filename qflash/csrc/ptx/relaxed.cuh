@@ -1,4 +1,4 @@
-// ld and st of global memory that blocks of one grid exchange while they run. Scope: the GPU.
+// ld and st of global memory for data that blocks of one grid exchange while they run. Scope: the GPU.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace qf {
 
-// 16 aligned bytes in one piece: whoever reads sees all of a write or none of it. In no order with anything else.
+// 16 aligned bytes, atomically: a reader sees all of a write or none of it. Not ordered with other accesses.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 __device__ __forceinline__ Word4 ld_relaxed(const void* address) {
 #ifdef __CUDA_ARCH__
@@ -32,7 +32,7 @@ __device__ __forceinline__ void st_relaxed(void* address, const Word4& x) {
 #endif
 }
 
-// One word. Whoever reads it so sees what this thread, and those that it has met, wrote before.
+// One word. A thread that acquires it sees what this thread, and those it has synchronized with, wrote before.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
 __device__ __forceinline__ void st_release(unsigned* address, unsigned x) {
 #ifdef __CUDA_ARCH__
@@ -52,8 +52,8 @@ __device__ __forceinline__ unsigned ld_acquire(const unsigned* address) {
 #endif
 }
 
-// Counts one more, and begins again with 0 after `last`; gives the count before. What this thread and those that it has
-// met wrote before is seen by whoever counts later, and by those whom that thread then meets.
+// Increments, and wraps to 0 after `last`; returns the previous count. What this thread and those it has synchronized
+// with wrote before is visible to threads that count later, and to those that synchronize with them afterwards.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-atom
 __device__ __forceinline__ unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) {
 #ifdef __CUDA_ARCH__
@@ -65,10 +65,10 @@ __device__ __forceinline__ unsigned atomic_inc_acq_rel(unsigned* address, unsign
 #endif
 }
 
-// Between two looks at what another block is to write.
+// Called between two polls of what another block is to write.
 __device__ __forceinline__ void wait_for_blocks_before() {
 #ifdef QF_EMULATOR
-  emulate::fail("waits for what a block before it should have written");  // blocks run one after another
+  emulate::fail("waits for what a block before it should have written");  // blocks run in sequence
 #endif
 }
 

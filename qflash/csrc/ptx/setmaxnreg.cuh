@@ -1,10 +1,10 @@
-// setmaxnreg: warpgroups of one block trade registers. sm_90a. The kernel needs __launch_bounds__ with a minimum of
-// blocks, and every warp of a warpgroup must get here.
+// setmaxnreg: warpgroups of one block reallocate registers. sm_90a. The kernel needs __launch_bounds__ with a minimum
+// of blocks, and every warp of a warpgroup must execute it.
 #pragma once
 
 namespace qf {
 
-// Have at most kRegisters from now on; give the rest back to the block.
+// Keeps at most kRegisters from now on; releases the rest to the block.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
@@ -15,7 +15,7 @@ __device__ __forceinline__ void give_registers() {
 #endif
 }
 
-// Wait until the block has enough of them, then have kRegisters.
+// Waits until the block has enough free registers, then has kRegisters.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {

@@ -1,6 +1,6 @@
-// stmatrix: a warp writes four 8x8 matrices of 16-bit elements from mma fragments to shared memory: ldmatrix backwards.
-// Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned); r[i] of lane l is M_i[l / 4][2 (l % 4)
-// ..+1]. sm_90.
+// stmatrix: a warp writes four 8x8 matrices of 16-bit elements from mma fragments to shared memory: the inverse of
+// ldmatrix. Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned); r[i] of lane l is M_i[l / 4][2
+// (l % 4) ..+1]. sm_90.
 #pragma once
 
 #include <stdint.h>

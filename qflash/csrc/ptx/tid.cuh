@@ -1,10 +1,10 @@
-// tid, nctaid: the thread's index and the number of blocks, read afresh.
+// tid, nctaid: the thread's index and the number of blocks, reread at each use.
 #pragma once
 
 namespace qf {
 
 // threadIdx.x. Volatile, so that nothing derived from it is hoisted out of a loop into registers that the loop needs
-// more: a handful of integer operations are cheaper to repeat than forty addresses are to keep.
+// more: repeating a handful of integer operations is cheaper than keeping forty addresses.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-tid
 __device__ __forceinline__ int fresh_tid() {
 #ifdef __CUDA_ARCH__
@@ -16,7 +16,7 @@ __device__ __forceinline__ int fresh_tid() {
 #endif
 }
 
-// gridDim.x, likewise.
+// gridDim.x, read the same way.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-nctaid
 __device__ __forceinline__ int fresh_blocks() {
 #ifdef __CUDA_ARCH__

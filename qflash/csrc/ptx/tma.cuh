@@ -1,13 +1,13 @@
-// The copy engine (TMA): boxes of tensors that a map describes, from global to shared memory, swizzled on the way,
-// zeros where the box leaves the tensor; back again, where nothing is written outside the tensor; and runs of bytes.
-// sm_90.
+// TMA, the copy engine: loads boxes of tensors that a map describes from global to shared memory, swizzled on the way,
+// with zeros where the box exceeds the tensor; stores boxes, where nothing is written outside the tensor; and copies
+// contiguous bytes. sm_90.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
 
 namespace qf {
 
-// Fetch a tensor map into the cache of descriptors. The map lives in the kernel's parameters or in global memory.
+// Prefetches a tensor map into the descriptor cache. The map lives in the kernel's parameters or in global memory.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prefetch-prefetchu
 __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
 #ifdef __CUDA_ARCH__
@@ -15,7 +15,8 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
 #endif
 }
 
-// The box at (c0, c1, c2, c3) of the map's tensor, innermost first; its bytes arrive at s_barrier. One thread calls it.
+// Loads the box at (c0, c1, c2, c3) of the map's tensor, innermost first; its bytes arrive at s_barrier. One thread
+// calls it.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 __device__ __forceinline__ void copy_box(void* s_to, const void* map, int c0, int c1, int c2, int c3,
                                          Mbarrier* s_barrier) {
@@ -30,8 +31,9 @@ __device__ __forceinline__ void copy_box(void* s_to, const void* map, int c0, in
 #endif
 }
 
-// The same to every block of the cluster whose bit is set in `blocks`, this one among them or not: to the place of s_to
-// in each, where the bytes arrive at the barrier in the place of s_barrier. L2 is read once.
+// Multicast: the same to every block of the cluster whose bit is set in `blocks`, whether or not this one is among
+// them: to the address of s_to in each, where the bytes arrive at the barrier at the address of s_barrier. L2 is read
+// once.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 __device__ __forceinline__ void copy_box_to(uint16_t blocks, void* s_to, const void* map, int c0, int c1, int c2,
                                             int c3, Mbarrier* s_barrier) {
@@ -46,8 +48,8 @@ __device__ __forceinline__ void copy_box_to(uint16_t blocks, void* s_to, const v
 #endif
 }
 
-// A box from shared memory to (c0, c1, c2, c3) of the map's tensor. Whoever wrote it has fenced (fence_proxy_async),
-// and the calling thread has met them. One thread calls it, and it alone can wait.
+// Stores a box from shared memory to (c0, c1, c2, c3) of the map's tensor. The threads that wrote it have fenced
+// (fence_proxy_async), and then synchronized with the calling thread. One thread calls it, and only it can wait.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 __device__ __forceinline__ void store_box(const void* map, int c0, int c1, int c2, int c3, const void* s_from) {
 #ifdef __CUDA_ARCH__
@@ -59,7 +61,7 @@ __device__ __forceinline__ void store_box(const void* map, int c0, int c1, int c
 #endif
 }
 
-// Close a group: every store of this thread since the last one.
+// Closes a group: every store of this thread since the last one.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-commit-group
 __device__ __forceinline__ void commit_stores() {
 #ifdef __CUDA_ARCH__
@@ -69,8 +71,8 @@ __device__ __forceinline__ void commit_stores() {
 #endif
 }
 
-// Wait until the copy engine has read all but kPending groups of this thread's stores: shared memory may be written
-// again, or be given up.
+// Waits until TMA has read all but kPending groups of this thread's stores: shared memory may then be overwritten, or
+// released.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-wait-group
 template <int kPending>
 __device__ __forceinline__ void wait_stores_read() {
@@ -81,8 +83,8 @@ __device__ __forceinline__ void wait_stores_read() {
 #endif
 }
 
-// `bytes` neighbouring bytes, as they lie; addresses and `bytes` are whole 16. They arrive at s_barrier. One thread
-// calls it.
+// Copies `bytes` contiguous bytes unchanged; addresses and `bytes` are multiples of 16. They arrive at s_barrier. One
+// thread calls it.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 __device__ __forceinline__ void copy_bytes(void* s_to, const void* g_from, int bytes, Mbarrier* s_barrier) {
 #ifdef __CUDA_ARCH__
@@ -95,7 +97,7 @@ __device__ __forceinline__ void copy_bytes(void* s_to, const void* g_from, int b
 #endif
 }
 
-// Orders this thread's ordinary accesses to shared memory before what the copy engine and wgmma do there afterwards.
+// Orders this thread's ordinary accesses to shared memory before later ones by TMA and wgmma.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar-fence
 __device__ __forceinline__ void fence_proxy_async() {
 #ifdef __CUDA_ARCH__

@@ -1,10 +1,10 @@
 // wgmma: a warpgroup (four warps) multiplies 64 x 16 by 16 x N, or 64 x 32 by 32 x N of bytes, asynchronously. sm_90a.
 //
-// Sums: with g = lane / 4 and t = lane % 4, warp w of the group holds rows 16 w + g (d[j][0], d[j][1]) and
-// 16 w + g + 8 (d[j][2], d[j][3]), columns 8 j + 2 t and the next: what mma.sync gives a warp (ptx/mma.cuh).
-// A: from shared memory through a descriptor (hopper/descriptor.cuh), or registers as mma.sync takes them.
-// B: from shared memory: rows of K channels, or, `transposed` (16-bit elements alone), of N. Likewise A: or of M.
-// Sums and A in registers belong to the tensor cores from wgmma_fence to the wgmma_wait that ends their group.
+// Accumulators: with g = lane / 4 and t = lane % 4, warp w of the group holds rows 16 w + g (d[j][0], d[j][1]) and 16 w
+// + g + 8 (d[j][2], d[j][3]), columns 8 j + 2 t and the next: as mma.sync distributes them (ptx/mma.cuh). A: from
+// shared memory through a descriptor (hopper/descriptor.cuh), or registers as mma.sync takes them. B: from shared
+// memory: rows of K channels, or, `transposed` (16-bit elements only), of N. Likewise A: or of M. Accumulators and A in
+// registers belong to the tensor cores from wgmma_fence to the wgmma_wait that ends their group.
 #pragma once
 
 #include <stdint.h>
@@ -13,7 +13,7 @@
 
 namespace qf {
 
-// Before the first wgmma of a run, and after registers it will read or add to were written.
+// Required before the first wgmma of a sequence, and after writes to registers that it reads or accumulates into.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
 __device__ __forceinline__ void wgmma_fence() {
 #ifdef __CUDA_ARCH__
@@ -23,7 +23,7 @@ __device__ __forceinline__ void wgmma_fence() {
 #endif
 }
 
-// Close a group: every wgmma issued since the last one.
+// Closes a group: every wgmma issued since the last one.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-commit-group
 __device__ __forceinline__ void wgmma_commit() {
 #ifdef __CUDA_ARCH__
@@ -33,7 +33,7 @@ __device__ __forceinline__ void wgmma_commit() {
 #endif
 }
 
-// Wait until at most kPending groups are under way.
+// Waits until at most kPending groups are in flight.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
@@ -44,8 +44,8 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 
-// Says which of several copies of the code that starts products this is: warps of a warpgroup must go through the same.
-// For the emulator, which looks.
+// Identifies this copy of the code that issues MMAs, if there are several: all warps of a warpgroup must go through the
+// same one. The emulator checks that.
 __device__ __forceinline__ void wgmma_copy(int copy) {
 #if !defined(__CUDA_ARCH__) && defined(QF_EMULATOR)
   emulate::wgmma_copy(copy);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void wgmma_copy(int copy) {
 #endif
 }
 
-// Keeps the compiler from using sums before, or changing them after, the place where this stands. Likewise A.
+// Keeps the compiler from using accumulators before, or changing them after, the point where this stands. Likewise A.
 template <int kTiles>
 __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
 #ifdef __CUDA_ARCH__
@@ -75,7 +75,7 @@ __device__ __forceinline__ void hold(Word (&d)[kTiles][4]) {
 }
 
 // Wgmma: d = a b, or d += a b where `add`. kTransposed: B's rows run along N; kTransposedA: A's along M.
-// WgmmaS8: the same of int8, exact. WgmmaE4m3: d += a b of 8-bit floats, whose sums keep fewer bits than float32.
+// WgmmaS8: the same for int8, exact. WgmmaE4m3: d += a b of 8-bit floats; accumulators keep fewer bits than float32.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
 #ifdef QF_EMULATOR
 template <class Element>

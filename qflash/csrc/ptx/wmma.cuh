@@ -1,8 +1,8 @@
-// wmma: 16 x 16 x 16 products of a warp on the tensor cores, with matrices that whole warps load and store. Which
-// element a lane holds where is nobody's business: a fragment may be loaded, multiplied, stored, and worked on element
-// by element beside fragments of the same kind, and that is all. `stride` counts elements from one row (or, `col`, one
-// column) to the next and is a multiple of 8 (16-bit) or 4 (float32); addresses are aligned to 32 bytes. Operands of
-// float16 have room for each element twice, as Volta wanted it; bfloat16 needs sm_80.
+// wmma: 16 x 16 x 16 products of a warp on the tensor cores, with matrices that full warps load and store. Which lane
+// holds which element is unspecified: a fragment may only be loaded, multiplied, stored, and combined element by
+// element with fragments of the same kind. `stride` counts elements from one row (or, `col`, one column) to the next
+// and is a multiple of 8 (16-bit) or 4 (float32); addresses are aligned to 32 bytes. Operands of float16 hold each
+// element twice, as Volta required; bfloat16 needs sm_80.
 #pragma once
 
 #include <stdint.h>
@@ -78,7 +78,7 @@ __device__ __forceinline__ void wmma_load_b_row_bf16(uint32_t (&b)[4], const voi
 #endif
 }
 
-// C += A B. `row.col` or `row.row` must be what B was loaded as.
+// C += A B. `row.col` or `row.row` must match how B was loaded.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-wmma-mma
 __device__ __forceinline__ void wmma_mma_row_col_f16(float (&c)[8], const uint32_t (&a)[8], const uint32_t (&b)[8]) {
 #ifdef __CUDA_ARCH__
@@ -123,7 +123,7 @@ __device__ __forceinline__ void wmma_mma_row_row_bf16(float (&c)[8], const uint3
 #endif
 }
 
-// Sums from shared memory, stored by rows.
+// Accumulators from shared memory, stored by rows.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-wmma-ld
 __device__ __forceinline__ void wmma_load_c_row(float (&c)[8], const float* s_c, int stride) {
 #ifdef __CUDA_ARCH__
@@ -136,7 +136,7 @@ __device__ __forceinline__ void wmma_load_c_row(float (&c)[8], const float* s_c,
 #endif
 }
 
-// Sums to shared memory, by rows, and by columns: element (m, n) at s_d[n * stride + m].
+// Accumulators to shared memory, by rows, and by columns: element (m, n) at s_d[n * stride + m].
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-wmma-st
 __device__ __forceinline__ void wmma_store_row(float* s_d, const float (&d)[8], int stride) {
 #ifdef __CUDA_ARCH__

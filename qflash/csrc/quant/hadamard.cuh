@@ -5,8 +5,8 @@
 
 namespace qf {
 
-// x <- x times the matrix of sixteen: butterflies alone. The orthogonal matrix is a quarter of it. Of eight it is the
-// first three of four rounds.
+// x <- x times the matrix of order sixteen: butterflies only. The orthogonal matrix is a quarter of it. For order eight
+// it is the first three of four rounds.
 template <int kCount>
 __device__ __forceinline__ void hadamard(float (&x)[kCount]) {
 #pragma unroll

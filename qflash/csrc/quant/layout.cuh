@@ -1,11 +1,11 @@
-// How a tensor that is quantized is dealt out to threads.
+// How a tensor to be quantized is distributed over threads.
 //
 // A thread holds eight neighbouring channels of a token at a time, in each of its places (kHeld). A token is shared by
-// `row_lanes` threads, the power of two that its channels need (at most a whole block, which then walks along the
+// `row_lanes` threads, the power of two that its channels need (at most a whole block, which then iterates along the
 // token); a unit of work by `unit_lanes`, one or more times as many. A unit is one of
 //   kToken       kHeld tokens, each with a scale of its own
-//   kGroup       tokens that share a scale: a whole group when its scale is found on the way, a part of one when it was
-//                found before
+//   kGroup       tokens that share a scale: a whole group if its scale is computed on the way, part of one if it was
+//                computed before
 //   kWideToken   one token of more than kWide channels; a thread holds kHeld pieces of it at a time
 // Heads are the fastest index of a unit, so that the warps of a block read neighbouring memory and share cosines.
 #pragma once
@@ -17,15 +17,15 @@ namespace qf {
 
 constexpr int kQuantizeThreads = 256;
 constexpr int kWide = 8 * kQuantizeThreads;  // channels that a block holds at a time
-constexpr int kMeanChunk = 64;               // tokens summed in float32 before they join a float64 sum
+constexpr int kMeanChunk = 64;               // tokens summed in float32 before they are added to a float64 sum
 
 enum class Unit { kToken, kGroup, kWideToken };
 
-// How memory is read and written: eight channels at a time; so, and rotated on the way; or one by one, rotated or not,
-// where strides, head_dim or rope tables allow nothing else.
+// How memory is read and written: eight channels at a time; the same, with rotation; or one by one, rotated or not, if
+// strides, head_dim or rope tables allow nothing else.
 enum class Moves { kVectors, kRotated, kSingly };
 
-// Places a thread has for eight channels each: many in the simplest case, few where there is more to keep in registers.
+// Places of a thread for eight channels each: many in the simplest case, few if registers have to hold more.
 constexpr int kMostPlaces = 8, kLeastPlaces = 4;
 template <Unit kUnit, Moves kMoves>
 constexpr int kPlaces = kMoves == Moves::kVectors && kUnit != Unit::kWideToken ? kMostPlaces : kLeastPlaces;
@@ -51,8 +51,8 @@ struct Layout {
   int row_lanes, unit_lanes, log_row, log_unit;
   int log_slots;         // units side by side in a block
   int teams, log_teams;  // unit_lanes / row_lanes: tokens of a unit that are held at once
-  int group;             // tokens that are dealt out together
-  int scales;            // of a head, where there are any
+  int group;             // tokens that are distributed together
+  int scales;            // of a head, if there are any
   Divider parts;         // units of a group
   Divider heads;
   Divider tiles;   // blocks of one sequence
@@ -68,7 +68,7 @@ inline int row_lanes(int head_dim) {
   return lanes;
 }
 
-// Deal `outer` units times heads out. group, unit_lanes and row_lanes are set.
+// Distributes `outer` units times heads. group, unit_lanes and row_lanes are set.
 inline void deal(Layout& layout, int64_t outer, int heads) {
   const auto log2 = [](int power) { return 31 - __builtin_clz(power); };
   layout.log_row = log2(layout.row_lanes);
@@ -87,8 +87,8 @@ inline int64_t tiles_of(int64_t outer, const Layout& layout, int heads) {
   return ceil_of(outer * heads, int64_t(1) << layout.log_slots);
 }
 
-// Whether `outer` units times heads can be dealt out: indices of units and of blocks fit 31 bits, with room for a last
-// block's surplus.
+// Whether `outer` units times heads can be distributed: indices of units and of blocks fit 31 bits, with room for a
+// last block's surplus.
 inline bool fits(int64_t outer, const Layout& layout, int heads, int batch) {
   const int64_t most = kMostBlocks - kQuantizeThreads;
   return outer * heads <= most && tiles_of(outer, layout, heads) * batch <= most;

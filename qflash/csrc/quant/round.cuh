@@ -1,4 +1,4 @@
-// From float32 to int8 and its scale, defined to the bit: docs/kernels/quantize.md, steps 3 to 5.
+// From float32 to int8 and its scale, defined bit for bit: docs/kernels/quantize.md, steps 3 to 5.
 #pragma once
 
 #include "common/elements.cuh"
@@ -11,11 +11,11 @@ namespace qf {
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr float kNoAmplitude = 0x1p-100f;  // below it there is no scale
 
-// |x| as an integer: ordered as the numbers are, infinity above every number, NaN above infinity.
+// |x| as an integer: ordered like the numbers, infinity above every number, NaN above infinity.
 __device__ __forceinline__ uint32_t magnitude(float x) { return float_to_bits(x) & 0x7fffffffu; }
 
-// What a token tells its group, as one integer to take the maximum of: nothing when it does not exist, that it is not
-// finite, or its largest magnitude.
+// What a token contributes to its group, as one integer whose maximum is taken: that it does not exist, that it is
+// nonfinite, or its largest magnitude.
 constexpr uint32_t kNoToken = 0, kNotFinite = 1, kFinite = 2;
 __device__ __forceinline__ uint32_t token_key(uint32_t largest) {
   return largest < kInfinityBits ? kFinite + largest : kNotFinite;
@@ -26,7 +26,7 @@ struct Scale {
   float zero_point;  // an integer
 };
 
-// Symmetric, of a group whose tokens' largest key is `key`.
+// Symmetric scale of a group whose tokens' largest key is `key`.
 __device__ __forceinline__ Scale symmetric_scale(uint32_t key) {
   if (key == kNotFinite) return {nan(), 0.0f, 0.0f};
   const float amplitude = key == kNoToken ? 0.0f : bits_to_float(key - kFinite);
@@ -34,7 +34,7 @@ __device__ __forceinline__ Scale symmetric_scale(uint32_t key) {
   return {div_rn(amplitude, 127.0f), div_rn(127.0f, amplitude), 0.0f};
 }
 
-// Asymmetric, of numbers from -below to above (both 0 or more). Halves, because the range itself may overflow.
+// Asymmetric scale, for numbers from -below to above (both 0 or more). Halves, because the range itself may overflow.
 __device__ __forceinline__ Scale asymmetric_scale(float above, float below, bool all_finite) {
   if (!all_finite) return {nan(), 0.0f, 0.0f};
   const float half_range = add_rn(mul_rn(0.5f, above), mul_rn(0.5f, below));
@@ -47,7 +47,7 @@ __device__ __forceinline__ Scale asymmetric_scale(float above, float below, bool
 // 1.5 * 2^23: a float32 that this was added to has the nearest integer, ties to even, in its low bits.
 constexpr float kIntegerInLowBits = 12582912.0f;
 
-// floor(y), or the integer above it with the probability that y's fraction says, to within 2^-24.
+// floor(y), or the integer above it with probability equal to y's fraction, to within 2^-24.
 __device__ __forceinline__ float round_stochastically(float y, uint32_t random) {
   const float below = floorf(y), fraction = sub_rn(y, below);
   const float uniform = mul_rn(float(random >> 8), 0x1p-24f);  // in [0, 1)
@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t pack_low_bytes(uint32_t a, uint32_t b, uint3
 #endif
 }
 
-// Four integers: x times `inverse`, to nearest, where nothing needs a clamp: |x * 127 / max|x|| rounds to 127 at most.
+// Four integers: x times `inverse`, to nearest, if no clamp is needed: |x * 127 / max|x|| rounds to 127 at most.
 __device__ __forceinline__ uint32_t nearest4(const float* x, float inverse) {
   uint32_t bits[4];
 #pragma unroll

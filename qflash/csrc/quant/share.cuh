@@ -1,4 +1,4 @@
-// What one thread of a quantizing block holds, as quant/layout.cuh deals it out: loads, smoothing, stores.
+// What one thread of a quantizing block holds, as distributed by quant/layout.cuh: loads, smoothing, stores.
 #pragma once
 
 #include "ptx/dp4a.cuh"
@@ -26,8 +26,8 @@ __device__ __forceinline__ int32_t sum_bytes(uint2 bytes, int count) {
   return dp4a(bytes.x, ones(count), dp4a(bytes.y, ones(count - 4), 0));
 }
 
-// One thread's share of a block's work on sequence b: eight channels in each of kHeld places. Place i is token
-// token0 + i * teams of head h or, of a wide token, piece i.
+// One thread's share of a block's work on sequence b: eight channels in each of kHeld places. Place i is token token0 +
+// i * teams of head h or, for a wide token, piece i.
 template <class Element, Unit kUnit, Moves kMoves>
 struct Share {
   static constexpr int kHeld = kPlaces<kUnit, kMoves>;
@@ -40,11 +40,11 @@ struct Share {
   const Tokens s;
   const int b;
   const int lane;    // among the threads of its token
-  const int column;  // first of its channels
+  const int column;  // the first of its channels
   int h, group, token0;
   bool first_part;  // of the group
-  // Places, from 0 on, whose tokens are inside the tensor as it is described, were the sequence as long as the longest;
-  // have a place in `values`; exist.
+  // Numbers of places, counted from 0, whose tokens are inside the tensor as it is described, as if the sequence were
+  // as long as the longest; whose tokens have a place in `values`; whose tokens exist.
   int inside, owned, existing;
 
   __device__ __forceinline__ Share(const QfQuantizeParams& params, const Layout& l, const Tokens& tokens, int batch,
@@ -54,7 +54,7 @@ struct Share {
     h = unit - outer * l.heads.divisor;
     group = l.parts(outer);
     const int part = outer - group * l.parts.divisor;
-    // Unsigned: all below 2^31 but for what a last unit adds.
+    // Unsigned: all are below 2^31 except for what a last unit adds.
     const uint32_t begin = uint32_t(group) * l.group;
     const uint32_t first =
         begin + part * (kPieces ? 1 : kHeld << l.log_teams) + ((thread & (l.unit_lanes - 1)) >> l.log_row);
@@ -71,9 +71,9 @@ struct Share {
   }
 
   __device__ __forceinline__ int token(int i) const { return token0 + (kPieces ? 0 : i << layout.log_teams); }
-  // Whether place i is among the first `count`; all pieces of a wide token are or none.
+  // Whether place i is among the first `count`; of a wide token, all pieces are or none.
   __device__ __forceinline__ bool among(int i, int count) const { return kPieces ? count > 0 : i < count; }
-  // How often a thread fills its places.
+  // The number of times a thread fills its places.
   __device__ __forceinline__ int pieces() const {
     return kPieces ? (p.head_dim + kHeld * kWide - 1) / (kHeld * kWide) : 1;
   }
@@ -86,7 +86,7 @@ struct Share {
     return head() * layout.scales + (kUnit == Unit::kToken ? token(i) : group);
   }
 
-  // x <- what the thread holds: zeros where there is no token, rotated. `piece`: of a wide token.
+  // x <- what the thread holds: zeros if there is no token, rotated. `piece`: of a wide token.
   __device__ __forceinline__ void load(float (&x)[kHeld][8], int piece) const {
     const Element* const g_row = token_row<Element>(p, s, b, h, token0);
     const int64_t step = kPieces ? 0 : p.x.stride_t << layout.log_teams;
@@ -107,7 +107,7 @@ struct Share {
     }
   }
 
-  // Eight of a head's floats, zeros past its end.
+  // Eight floats of a head, zeros past its end.
   __device__ __forceinline__ void load_mean(float (&mean)[8], const float* g_head, int d) const {
 #pragma unroll
     for (int e = 0; e < 8; ++e) mean[e] = d + e < p.head_dim ? g_head[d + e] : 0.0f;
@@ -125,7 +125,7 @@ struct Share {
     }
   }
 
-  // q . k_mean: what smoothing the keys took off every score of a query.
+  // q . k_mean: what smoothing the keys subtracted from every score of a query.
   __device__ __forceinline__ void store_q_dot_mean(const float (&x)[kHeld][8], float* s_scratch) const {
     float mean[8], dots[kHeld] = {};
     const int kv_head = h / (p.heads / p.kv_heads);
@@ -140,7 +140,7 @@ struct Share {
       if (i < inside && lane == 0) p.q_dot_mean[head() * p.length + token(i)] = dots[i];
   }
 
-  // What each place's token tells its group, from the largest magnitudes this thread has seen of it.
+  // What each place's token contributes to its group, from the largest magnitudes this thread has seen of it.
   __device__ __forceinline__ void keys_of(uint32_t (&keys)[kHeld], uint32_t (&largest)[kHeld],
                                           uint32_t* s_scratch) const {
 #pragma unroll
@@ -162,7 +162,7 @@ struct Share {
       if (i < inside && lane == 0) p.sums[head() * p.length + token(i)] = sums[i];
   }
 
-  // Where values of place 0 go, and how far it is to the next place's.
+  // The address of place 0's values, and the distance to the next place's.
   __device__ __forceinline__ int8_t* values_row() const {
     return static_cast<int8_t*>(p.values.data) + b * p.values.stride_b + (s.first + token0) * p.values.stride_t +
            h * p.values.stride_h;
@@ -179,7 +179,7 @@ struct Share {
     }
   }
 
-  // Index of a token's first element in the tensor as it is written down, whatever its strides.
+  // Index of a token's first element in the tensor's logical order, whatever its strides.
   __device__ __forceinline__ uint64_t element_of(int i) const {
     const int64_t row = p.cu_seqlens ? s.first + token(i) : int64_t(b) * p.length + token(i);
     return uint64_t(row * p.heads + h) * p.head_dim;

@@ -1,7 +1,7 @@
-// Tokens of a tensor that is quantized: which exist, where they stand, and eight channels of one, loaded and rotated.
+// Tokens of a tensor to be quantized: which exist, their positions, and eight channels of one, loaded and rotated.
 //
-// Rotation here rounds each product and then their sum, as the CPU engine does, so that integers come out the same
-// everywhere; rope.cuh, for attention in floats, fuses them.
+// Rotation here rounds each product and then their sum, like the CPU engine, so that all engines give the same
+// integers; rope.cuh, for attention in floats, uses fmas.
 #pragma once
 
 #include "attn/rope.cuh"
@@ -11,7 +11,7 @@
 
 namespace qf {
 
-// One sequence of the batch. A bad description (see sequence.cuh) makes every token not finite and reads none.
+// One sequence of the batch. An invalid description (see sequence.cuh) makes every token nonfinite, and none is read.
 struct Tokens {
   int64_t first;   // its token 0 in x; 0 unless packed
   int owned, len;  // tokens that have a place in `values`; tokens that exist
@@ -52,7 +52,7 @@ __device__ __forceinline__ const Element* token_row(const QfQuantizeParams& p, c
   return static_cast<const Element*>(p.x.data) + b * p.x.stride_b + (s.first + t) * p.x.stride_t + h * p.x.stride_h;
 }
 
-// Eight elements as they lie in memory.
+// Eight elements as stored in memory.
 template <class Element>
 struct Raw8 {
   uint4 bits;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void pack8(Raw8<Element>& raw, const Element (&x)[8])
   raw.bits = make_uint4(two(0), two(2), two(4), two(6));
 }
 
-// Channels d .. d+7 of a row; zeros from head_dim on. `vector`: aligned to whole vectors, head_dim divides by 8.
+// Channels d .. d+7 of a row; zeros from head_dim on. `vector`: aligned to full vectors, and 8 divides head_dim.
 template <class Element>
 __device__ __forceinline__ Raw8<Element> load8(const Element* g_row, int d, int head_dim, bool vector) {
   Raw8<Element> raw{};
@@ -116,8 +116,8 @@ inline bool rotate_vectorises(const QfRope& rope) {
   return aligned && rope.rotary_dim % (rope.interleaved ? 8 : 16) == 0;
 }
 
-// Channels d .. d+7 (x, d a multiple of 8) of the row at g_row, rotated. A row outside the table makes them NaN, and so
-// the token. `vector`: load8's condition and rotate_vectorises.
+// Channels d .. d+7 (x, d a multiple of 8) of the row at g_row, rotated. A position outside the table makes them NaN,
+// and thus the token. `vector`: load8's condition and rotate_vectorises.
 template <class Element>
 __device__ __forceinline__ void rotate8(float (&x)[8], const QfRope& rope, const Element* g_row, int d, int head_dim,
                                         int64_t position, bool vector) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void rotate8(float (&x)[8], const QfRope& rope, const
     for (int e = 0; e < 8; e += 2) {
       cosine[e + 1] = cosine[e], sine[e + 1] = mul_rn(sign, sine[e]);
       sine[e] = -sine[e + 1];
-      if (d + e >= rope.rotary_dim) partner[e] = partner[e + 1] = 0.0f;  // an infinity there must not meet sine 0
+      if (d + e >= rope.rotary_dim) partner[e] = partner[e + 1] = 0.0f;  // sine 0 times an infinity would be NaN
     }
   } else if (vector) {
     const bool upper = d >= half;

@@ -1,4 +1,4 @@
-// One block and its roles.
+// One block and its warp roles.
 #pragma once
 
 #include "attn/wgmma/consumer.cuh"
@@ -11,7 +11,7 @@
 namespace qf {
 namespace wgmma {
 
-// p: the problem as everybody knows it; params: as the kernel's policies do.
+// p: the problem as all roles see it; params: as the kernel's policies see it.
 template <class Kernel>
 __device__ __forceinline__ void run_block(const QfAttnParams& p, const typename Kernel::Params& params,
                                           const TensorMaps& maps, const TileSchedule& schedule, bool out_aligned,

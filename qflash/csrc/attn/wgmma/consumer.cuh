@@ -1,16 +1,16 @@
-// A consumer: the warpgroup that owns 64 rows of the block's tile. This file says what is waited for, started and
-// released, and in which order; what is computed in between is the kernel's, in policies that know no barrier:
+// A consumer: the warpgroup that owns 64 rows of the block's tile. This file has every wait, MMA start and release in
+// order; what is computed in between belongs to the kernel's policies, which use no barriers:
 //
 //   Scores    S = Q K^T and from S to weights      scores_16bit.cuh | scores_int8.cuh
 //   Weights   P as it is multiplied, O += P V      weights_16bit.cuh | weights_e4m3.cuh
 //   Rare      what a tile seldom needs             rare_recover.cuh | rare_int8.cuh
 //
-// Tile n of a work tile, on the tensor cores and beside them:
+// Tile n of a work tile, on the tensor cores and in this warpgroup:
 //
-//   tensor cores   | S(n+1) = Q K(n+1)^T | O += P(n) V(n)          | the other consumer's products    | S(n+2) ...
+//   tensor cores   | S(n+1) = Q K(n+1)^T | O += P(n) V(n)          | the other consumer's MMAs        | S(n+2) ...
 //   this warpgroup | wait                | weights of S(n+1)  wait | release V(n), K(n+1); round into P(n+1) |
 //
-// hold() says to the compiler: what the tensor cores add to is not touched before this place.
+// hold() keeps the compiler from touching accumulators before the point where it stands.
 #pragma once
 
 #include "attn/wgmma/output.cuh"
@@ -40,11 +40,11 @@ struct Consumer {
   const KTiles k_tiles;
   const VTiles v_tiles;
 
-  RingPosition<Config::kWorkTiles> work_at;  // whose q is multiplied next
+  RingPosition<Config::kWorkTiles> work_at;  // the work tile whose q is multiplied next
   RingPosition<Config::kQStages> q_at;
   RingPosition<Config::kStages> k_at;          // V is one tile behind: v_at()
   RingPosition<Config::kStages> inspected_at;  // among the tiles of V that are inspected
-  bool k_full, v_full;                         // K of the next tile and the V that is due, as poll() saw them
+  bool k_full, v_full;                         // K of the next tile, and the next V, as poll() saw them
 
   Scores scores;
   Weights weights;
@@ -52,10 +52,10 @@ struct Consumer {
   RowState rows;
   float O[1][Config::kOTiles][4];
 
-  // The tile of keys that was last made weights. step() moves on to the next once the product with its V is started.
+  // The tile of keys last turned into weights. step() moves to the next one after it has started the MMA with its V.
   struct KeyTile {
     int key0;
-    bool whole;  // every row of the block sees all of it: nothing to mask, and nobody inspects its V
+    bool whole;  // every row of the block sees all of it: no masking, and no inspection of its V
   };
 
   __device__ __forceinline__ Consumer(const QfAttnParams& problem, const typename Kernel::Params& params,
@@ -81,17 +81,17 @@ struct Consumer {
   }
 
  private:
-  // One work tile, whose S(0) is started. Returns whether that of the next is.
+  // One work tile, whose S(0) has been started. Returns whether that of the next one has been, too.
   __device__ __forceinline__ bool attend(bool out_aligned) {
     const RingPosition<Config::kWorkTiles> current = work_at;
     const Work& work = s.work[current.stage()];
-    const KeyRange whole_keys = work.full;  // in registers, where there are enough
+    const KeyRange whole_keys = work.full;  // in registers, if there are enough
     const auto is_whole = [&](int key0) {
       return Config::kConsumers > 2 ? work.whole(key0)
                                     : key0 >= whole_keys.begin && key0 + Config::kBlockN <= whole_keys.end;
     };
     KeyTile tile = {work.keys.begin, is_whole(work.keys.begin)};
-    const int own_tiles = warp_uniform(work.own_tiles[consumer_index()]);  // one at least
+    const int own_tiles = warp_uniform(work.own_tiles[consumer_index()]);  // at least one
     begin(work);
     wgmma_wait<0>();  // S(0)
     scores.hold_sums();
@@ -105,7 +105,7 @@ struct Consumer {
     const QTiles q = stage_of(q_tiles(), q_at.stage());
 #pragma unroll 1
     for (int left = own_tiles - 1; left > 0; --left) {
-      int steady = 0;  // tiles; the same for all warps of a consumer
+      int steady = 0;  // number of steady tiles; the same for all warps of a consumer
       if constexpr (Scores::kSteadyTiles) {
         const int whole_tiles = tile.whole ? (whole_keys.end - tile.key0) / Config::kBlockN - 1 : 0;
         steady = warp_uniform(scores.steady_tiles(left, whole_tiles, weights));
@@ -114,24 +114,24 @@ struct Consumer {
         steady_steps(q, tile, steady, left);
       else
         step(work, q, tile, is_whole);
-      // What is rare may recompute scores from K, so K is released after it; its last instructions are the warp's
-      // together.
+      // Rare work may recompute scores from K, so K is released after it; the last instructions of that work are
+      // warp-synchronous.
       if (unlikely(rare.due(scores, weights, rows, left)))
         rare.run(work, tile.key0, tile.whole, q_at.stage(), k_at.stage(), left, scores, weights, rows, O);
       release_tile();
-      if (Rare::kRoundsLast) weights.round(scores.S);  // P(n + 1), of registers alone: tiles need not wait for it
+      if (Rare::kRoundsLast) weights.round(scores.S);  // P(n + 1), from registers only: it need not delay the release
       add_remainders(tile);
     }
     return finish_work(work, current, tile, is_whole, out_aligned);
   }
 
-  // From tile n to tile n + 1, whichever it is.
+  // From tile n to tile n + 1, for any kind of tile.
   template <class IsWhole>
   __device__ __forceinline__ void step(const Work& work, const QTiles& q, KeyTile& tile, IsWhole is_whole) {
     scores.template fetch<false>();
     const KTiles k = stage_of(k_tiles, k_at.stage());
     const VTiles v = stage_of(v_tiles, v_at().stage());
-    wgmma_copy(0);  // of this code, which the emulator checks that all warps go through
+    wgmma_copy(0);  // the emulator checks that all warps go through the same copy of this code
     if (!k_full) k_at.wait_full(*s.k_ring);
     scores.start(q, k);  // S(n + 1) = Q K(n + 1)^T
     if (!v_full) v_at().wait_full(*s.v_ring);
@@ -151,10 +151,10 @@ struct Consumer {
     if (!Rare::kRoundsLast) weights.round(scores.S);  // P(n + 1)
   }
 
-  // Tiles that every row sees, after another such, and that ask for nothing else have a loop of their own, without a
-  // branch but for stages that are not full yet. The last one is left for the caller to release. Products are started
-  // by all warps of a consumer together, and from the same place in the code: a warp that leaves early, for what is
-  // rare in its rows, is back for the next tile.
+  // Whole tiles that follow a whole tile and need nothing else have a loop of their own, with no branches except for
+  // stages that are not full yet. The last of them is left for the caller to release. All warps of a consumer start
+  // MMAs together, and from the same place in the code: a warp that leaves early, because something rare is due in its
+  // rows, is back for the next tile.
   __device__ __forceinline__ void steady_steps(const QTiles& q, KeyTile& tile, int steady, int& left) {
     if constexpr (Scores::kSteadyTiles) {
 #pragma unroll 1
@@ -184,7 +184,7 @@ struct Consumer {
     }
   }
 
-  // The last product of a work tile, the first of the next, and between them its outputs.
+  // Finishes a work tile: its last MMA, and its epilogue, which overlaps S(0) of the next work tile.
   template <class IsWhole>
   __device__ __forceinline__ bool finish_work(const Work& work, RingPosition<Config::kWorkTiles> current, KeyTile& tile,
                                               IsWhole is_whole, bool out_aligned) {
@@ -198,12 +198,12 @@ struct Consumer {
     if (others() > 0) {  // tiles that only other consumers see
       wgmma_wait<0>();
       hold_outputs();
-      if (leads) last_v.release(*s.v_ring);  // one of them may need its stage: to keep it would be a deadlock
+      if (leads) last_v.release(*s.v_ring);  // one of them may need this stage: holding it would deadlock
       for (int n = others(); n > 0; --n) {
         tile.key0 += Config::kBlockN;
         k_at.wait_full(*s.k_ring);
         k_at.wait_full(*s.v_ring);
-        __syncwarp();  // every lane has seen them, before the next can take their place
+        __syncwarp();  // every lane has seen them, before the next can overwrite them
         if (leads) k_at.release(*s.k_ring);
         if (leads) k_at.release(*s.v_ring);
         k_at.advance();
@@ -215,8 +215,8 @@ struct Consumer {
     work_at.advance();
     bool more = false;
     if (Config::kQStages > 1) {
-      // S(0) of the next work tile runs while this one is stored. Where find_work() has to see to that one first, a
-      // product of whatever is there is started all the same, and its result ignored: the wait below counts on it.
+      // S(0) of the next work tile runs while this one is stored. If find_work() has to handle that one first, an MMA
+      // on arbitrary data is started anyway and its result ignored: the wait below counts on it.
       const Work& next = wait_work();
       more = next.tiles > 0 && !next.unserved;
       start_work(more);
@@ -239,9 +239,9 @@ struct Consumer {
     work_at.wait_full(*s.work_ring);
     return s.work[work_at.stage()];
   }
-  // To the next work tile that has keys (tiles > 0), past those that have none (tiles == 0), whose rows, if they exist,
-  // are zeros, and for which nothing was loaded. Sees to rows that no sequence fills (unserved). False: there are no
-  // more (tiles < 0).
+  // Advances to the next work tile that has keys (tiles > 0), past those that have none (tiles == 0), whose rows, if
+  // they exist, are zeros, and for which nothing was loaded. Also fills rows that no sequence owns (unserved). False:
+  // there are no more work tiles (tiles < 0).
   __device__ __forceinline__ bool find_work() {
     for (;; work_at.advance()) {
       const Work& work = wait_work();
@@ -254,7 +254,7 @@ struct Consumer {
       if (leads) work_at.release(*s.work_ring);
     }
   }
-  // S(0) of the work tile at work_at. Not ready: of whatever lies there, and the result is ignored.
+  // Starts S(0) of the work tile at work_at. Not ready: on arbitrary data, and the result is ignored.
   __device__ __forceinline__ void start_work(bool ready) {
     const QTiles q = stage_of(q_tiles(), q_at.stage());
     const KTiles k = stage_of(k_tiles, k_at.stage());
@@ -276,12 +276,12 @@ struct Consumer {
 
   __device__ __forceinline__ const Work& work_now() const { return s.work[work_at.stage()]; }
   __device__ __forceinline__ RingPosition<Config::kStages> v_at() const { return k_at.previous(); }
-  // This consumer's rows of q. Derived afresh for each work tile where registers are scarce.
+  // This consumer's rows of q. Recomputed for each work tile if registers are scarce.
   __device__ __forceinline__ QTiles own_q_tiles() const {
     return QTiles(s.q + consumer_index() * kWarpgroupRows * Config::QTile::kRowBytes);
   }
   __device__ __forceinline__ QTiles q_tiles() const { return Config::kConsumers > 2 ? own_q_tiles() : q_tiles_kept; }
-  // Descriptors are the same for the warp, and the compiler is to know it.
+  // Descriptors are warp-uniform, and the compiler should know it.
   template <class Tiles>
   __device__ static __forceinline__ Tiles stage_of(const Tiles& tiles, int stage) {
     Tiles x = tiles.later(stage);
@@ -291,7 +291,7 @@ struct Consumer {
   __device__ __forceinline__ void wait_inspected(const KeyTile& tile) const {
     if (!tile.whole) mbarrier_wait(&s.v_inspected[inspected_at.stage()], inspected_at.parity());
   }
-  // Are the next tiles there already? Asked long before it is waited for, so that nobody waits for the answer.
+  // Have the next tiles arrived? Tested long before the wait, to hide the latency of the test.
   __device__ __forceinline__ void poll() {
     k_full = k_at.next().is_full(*s.k_ring);
     v_full = k_at.is_full(*s.v_ring);
@@ -304,14 +304,14 @@ struct Consumer {
     if (leads) k_at.release(*s.k_ring);
     k_at.advance();
   }
-  // V(n) and K(n + 1) are done with.
+  // V(n) and K(n + 1) have been read.
   __device__ __forceinline__ void release_tile() {
     weights.add_sums(rows);
     if (Scores::kReadsKeys) __syncwarp();  // every lane has read K, where it did
     if (leads) v_at().release(*s.v_ring);
     release_k();
   }
-  // In rows that see few keys: what rounding took off the weights of the tile just weighed, whose V is at v_at().
+  // In rows that see few keys: adds what rounding took off the weights of the tile just weighed, whose V is at v_at().
   __device__ __forceinline__ void add_remainders(const KeyTile& tile) {
     if constexpr (Weights::kRemainders) {
       if (!weights.sees_few) return;

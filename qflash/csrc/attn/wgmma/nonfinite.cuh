@@ -1,9 +1,9 @@
-// NaN and infinity in V. A masked key has weight 0, but 0 times NaN is NaN: so two warps, the inspectors, look at the
-// tiles of V that some row of the block does not see whole, set NaN and infinity there to zero and note that in the
-// work tile. Consumers wait for them in such tiles alone, and output.cuh adds the values to the rows that do see them.
+// NaN and infinity in V. A masked key has weight 0, but 0 times NaN is NaN: so two warps, the inspectors, scan the
+// tiles of V that are not whole, set NaN and infinity in them to zero and record that in the work tile. Consumers wait
+// for them in such tiles only, and output.cuh adds the values to the rows that do see them.
 //
-// Kernel::Inspector: wanted(work) tells whether tiles of that work tile's V are to be looked at, and
-// clear(s_tile, thread) sets NaN and infinity in one to zero and tells whether there were any.
+// Kernel::Inspector: wanted(work) returns whether tiles of that work tile's V need a scan, and clear(s_tile, thread)
+// sets NaN and infinity in one to zero and returns whether there were any.
 #pragma once
 
 #include "attn/mma/nonfinite.cuh"
@@ -33,7 +33,7 @@ __device__ __forceinline__ void inspect(const SharedMemory<Config>& s, int threa
       if (thread % 32 == 0) {
         if (cleared) work.v_cleared = 1;
         if (!whole) mbarrier_arrive(&s.v_inspected[inspected_at.stage()]);
-        v_at.release(*s.v_ring);  // without which another could arrive there, and its phase be taken for this one's
+        v_at.release(*s.v_ring);  // otherwise another tile could arrive there, and its phase be taken for this one's
       }
       if (!whole) inspected_at.advance();
     }
@@ -52,12 +52,12 @@ struct SixteenBitInspector {
   __device__ __forceinline__ bool wanted(const WorkTile<Config>&) const { return true; }
   __device__ __forceinline__ bool clear(char* s_tile, int thread) const {
     constexpr int kThreads = Config::kInspectorThreads, kBytes = Config::VTile::kBytes;
-    uint32_t seen[2] = {};  // an instruction a word
+    uint32_t seen[2] = {};  // one instruction per word
     const auto look = [&](int i, uint32_t word) {
       seen[i] = kIsF16<Element> ? add_zero_times_f16x2(word, seen[i]) : add_zero_times_bf16x2(word, seen[i]);
     };
     constexpr int kOwn = kBytes / 16 / kThreads;      // chunks,
-    constexpr int kTogether = kOwn % 4 == 0 ? 4 : 2;  // of which as many are on their way at once
+    constexpr int kTogether = kOwn % 4 == 0 ? 4 : 2;  // that are in flight together
     static_assert(kBytes % (16 * kThreads) == 0 && kOwn % kTogether == 0, "");
     const char* s_own = s_tile + 16 * thread;
 #pragma unroll 1
@@ -75,7 +75,7 @@ struct SixteenBitInspector {
       for (int e = 0; e < kPerChunk; ++e)
         if (word_nonfinite<Element>(s_chunk[e])) s_chunk[e] = 0;
     }
-    fence_proxy_async();  // the zeros, to wgmma
+    fence_proxy_async();  // makes the zeros visible to wgmma
     return true;
   }
 };

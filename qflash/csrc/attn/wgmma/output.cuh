@@ -1,6 +1,6 @@
-// Rows from accumulators to global memory, 16 bytes at a time: through the tile of q that is done with, where the next
-// work tile's q has another; without shared memory otherwise, where the four lanes of a quad, which hold four words
-// each of four neighbouring chunks, swap them so that each has one chunk.
+// Stores rows from accumulators to global memory, 16 bytes at a time: through the tile of q that is no longer needed,
+// if q has a second stage for the next work tile; otherwise without shared memory: the four lanes of a quad, which hold
+// one word of each of four neighbouring chunks, exchange words so that each lane has one chunk.
 #pragma once
 
 #include "attn/mma/nonfinite.cuh"
@@ -14,7 +14,7 @@
 namespace qf {
 namespace wgmma {
 
-// words[i]: this lane's word of chunk i, before; word i of this lane's chunk, after. lane % 4: which word, which chunk.
+// words[i]: before, this lane's word of chunk i; after, word i of this lane's chunk. lane % 4: which word, which chunk.
 __device__ __forceinline__ Word4 swap_in_quad(const uint32_t (&words)[4], int lane) {
   const bool odd = lane & 1, high = lane & 2;
   const uint32_t x = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
@@ -26,7 +26,7 @@ __device__ __forceinline__ Word4 swap_in_quad(const uint32_t (&words)[4], int la
   return high ? Word4{{z0, z1, b0, b1}} : Word4{{a0, a1, z0, z1}};
 }
 
-// aligned: all at once.
+// aligned: in one store.
 template <class Element>
 __device__ __forceinline__ void store_chunk(Element* g_to, const Word4& words, bool aligned) {
   if (aligned) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_chunk(Element* g_to, const Word4& words, b
   }
 }
 
-// A warp's rows. row_at(i): where the i-th of them goes, nullptr where it does not exist.
+// Stores a warp's rows. row_at(i): the address of row i, nullptr if it does not exist.
 template <class Config, class RowAt>
 __device__ __forceinline__ void store_rows(const float (&O)[1][Config::kOTiles][4], RowAt row_at, int head_dim,
                                            bool aligned, int lane) {
@@ -56,8 +56,8 @@ __device__ __forceinline__ void store_rows(const float (&O)[1][Config::kOTiles][
   }
 }
 
-// The same through shared memory, where half the instructions do and rows leave in one piece: a warp's rows, panels
-// kPanelBytes apart.
+// The same through shared memory, which takes half the instructions and writes full rows at once: a warp's rows, with
+// panels kPanelBytes apart.
 template <class Config, int kPanelBytes>
 struct WarpRows {
   using Element = typename Config::Element;
@@ -90,7 +90,7 @@ struct WarpRows {
     const char* const s_from = s_rows + chunk / kChunks * kPanelBytes + (down() + first) * Tile::kRowBytes;
     return *reinterpret_cast<const Word4*>(s_from + (in_row ^ 16 * (first % 8)));
   }
-  // Those of `rows` that exist. Little code: it lies in the way of what happens more often.
+  // Stores those of `rows` that exist. The code is kept small, because it lies between more frequent paths.
   __device__ __forceinline__ void store(Element* g_first, int64_t stride, int rows, int head_dim, bool aligned) const {
 #pragma unroll 1
     for (int first = 0; first < 16; first += kDown) {
@@ -99,7 +99,7 @@ struct WarpRows {
       if (row < rows && int(channel()) < head_dim) store_chunk(g_first + row * stride + channel(), words, aligned);
     }
   }
-  // All sixteen, where chunks are aligned.
+  // Stores all sixteen, if chunks are aligned.
   __device__ __forceinline__ void store_all(Element* g_first, int64_t stride, int head_dim) const {
     constexpr int kRun = kDown > 1 ? 16 : 8;  // rows whose chunks fit registers
     Element* const g_own = g_first + down() * stride + channel();
@@ -115,8 +115,8 @@ struct WarpRows {
   }
 };
 
-// An average of numbers that float16 holds, which rounding may have put past the largest of them. All outputs are held
-// within, if one is past it: which takes a look at each, where there are registers enough.
+// An average of numbers that float16 can represent may exceed the largest of them by rounding. All outputs are clamped
+// if one exceeds it; if there are enough registers, they are checked for that first.
 template <class Element, int kOTiles>
 __device__ __forceinline__ void hold_within(float (&O)[1][kOTiles][4]) {
   if (!kIsF16<Element>) return;
@@ -143,12 +143,12 @@ __device__ __forceinline__ float sum_of_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Divides a warp's rows by their sums of weights and stores them, and lse. Of the kernel's own, `last` says:
+// Epilogue: divides a warp's rows by their sums of weights and stores them, and lse. `last` specifies for the kernel:
 //   kRoundedSums, divisor[2]   rows are divided by these sums of this lane's weights, not by rows.l
 //   gain, kMean, mean(j)       out = gain O / sum + mean, of the lane's pair of channels in each 8
-//   lse_offset(row)            what lse lacks, of a row of the block
-//   value(key, d)              V, where some of it is not finite
-// kPanelBytes > 0: through shared memory at s_rows, panels as far apart.
+//   lse_offset(row)            what must be added to lse, of a row of the block
+//   value(key, d)              V, if some of it is nonfinite
+// kPanelBytes > 0: through shared memory at s_rows, with panels that far apart.
 template <int kPanelBytes, class Config, class Last>
 __device__ __forceinline__ void finish(const QfAttnParams& p, const WorkTile<Config>& work,
                                        float (&O)[1][Config::kOTiles][4], const RowState& rows, char* s_rows,
@@ -177,7 +177,7 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const WorkTile<Con
         inverse[r] = by * last.gain, share[r] = by * divisor[r];
       }
       bool empty = false;
-      if (!(sum[r] > 0.0f)) {  // a row that sees no key has zeros; one whose scores were all -inf, or NaN, has NaN
+      if (!(sum[r] > 0.0f)) {  // a row that sees no key gets zeros; one whose scores are all -inf, or NaN, gets NaN
         const KeyRange keys = work.mask.visible(work.row0 + warp_first + i);
         empty = keys.begin == keys.end;
       }
@@ -222,14 +222,14 @@ __device__ __forceinline__ void finish(const QfAttnParams& p, const WorkTile<Con
                        [&](int key, int d) { return last.value(key, d); });
 }
 
-// All consumers, where they fill rows together.
+// All consumer threads, for rows that they fill together.
 template <class Config>
 struct AllConsumers {
   __device__ static __forceinline__ int thread() { return fresh_tid() - kWarpgroupThreads; }
   __device__ static __forceinline__ int threads() { return Config::kConsumers * kWarpgroupThreads; }
 };
 
-// Rows of a work tile that sees no key at all: zeros, and lse of their sink, or -inf.
+// Rows of a work tile that sees no key: zeros, and lse of their sink, or -inf.
 template <class Config>
 __device__ inline void store_empty_rows(const QfAttnParams& p, const WorkTile<Config>& work) {
   using By = AllConsumers<Config>;

@@ -1,11 +1,12 @@
-// produce(), where K and V are pages of a cache: by a warp, because a tile of keys is as many boxes as its pages ask
-// for.
+// produce(), if K and V are pages of a cache: run by a warp, because a tile of keys takes as many boxes as its pages
+// require.
 //
-// In the tensor maps of K and V a page stands in batch's place. A box has as many rows as divide both a page and a tile
-// and begins at a whole one, so it lies in one page. Lane j looks up the page of the tile's box j, a tile ahead of its
-// copy, and copies it: kBlockN / box_rows boxes, 8 at most (tiles of 128 keys, pages of 16). Boxes past the sequence's
-// last token, and before the first that a row sees, may have no page: they aim past the last one, and the copy engine
-// leaves zeros. What a page holds after the last token is masked, as what an array holds after kv_lens is.
+// In the tensor maps of K and V the page index takes the place of the batch. A box has as many rows as divide both a
+// page and a tile and begins at a multiple of that, so it lies in one page. Lane j looks up the page of the tile's box
+// j, one tile ahead of its copy, and copies it: kBlockN / box_rows boxes, 8 at most (tiles of 128 keys, pages of 16).
+// Boxes past the sequence's last token, and before the first that a row sees, may have no page: they address the page
+// past the last one, for which TMA fills zeros. What a page holds after the last token is masked, like what an array
+// holds after kv_lens.
 #pragma once
 
 #include "attn/pages.cuh"
@@ -14,15 +15,15 @@
 namespace qf {
 namespace wgmma {
 
-// How many rows a box of K and V has. tile_power: the largest power of two that divides a tile of keys.
+// The number of rows of a box of K and V. tile_power: the largest power of two that divides a tile of keys.
 __host__ __device__ __forceinline__ int page_box_rows(int page_size, int tile_power) {
   const int page_power = page_size & -page_size;
   return page_power < tile_power ? page_power : tile_power;
 }
 
-// Which boxes of a tile a lane copies: one, or none.
+// The box of a tile that a lane copies, if any.
 struct PageBox {
-  int row;   // of the tile, its first
+  int row;   // the box's first row in the tile
   int rows;  // 0: this lane has none
 
   template <class Tile, int kStages>
@@ -70,7 +71,7 @@ __device__ __forceinline__ void produce_pages(const QfAttnParams& p, const TileS
       const int kv_head = work.kv_head, len_k = work.seq.len_k;
       const auto page_of = [&](int token) {
         const int page = box.rows > 0 && token < len_k ? table.page_of(token) : -1;
-        return page < 0 ? table.pages : page;  // past the last
+        return page < 0 ? table.pages : page;  // past the last page
       };
       int token = work.keys.begin + box.row, page = page_of(token);
       if (leads)

@@ -1,4 +1,4 @@
-// Two threads that bring work to the others: one describes the work tiles, one copies their tiles of q, K and V.
+// The two producer threads: one describes the work tiles, one issues the TMA loads of their tiles of q, K and V.
 #pragma once
 
 #include <cuda.h>
@@ -14,14 +14,14 @@ struct TensorMaps {
   CUtensorMap q, k, v;
 };
 
-// Where a sequence's keys begin in a transposed V: packed ones at whole tiles of kPackedFrom.
+// Where a sequence's keys begin in a transposed V: packed sequences begin at multiples of kPackedFrom.
 constexpr int kPackedFrom = 128;
 template <class Work>
 __device__ __forceinline__ int64_t transposed_from(const QfAttnParams& p, const Work& work) {
   return p.cu_seqlens_q ? (work.seq.k0 / kPackedFrom + work.b) * kPackedFrom : 0;
 }
 
-// Looks, once for each sequence after another, whether the page table has what its rows need.
+// Checks, once per sequence, whether the page table has every page that its rows need.
 struct SequencePages {
   int b = -1;
   bool missing = false;
@@ -39,8 +39,8 @@ struct SequencePages {
   }
 };
 
-// packed_tiles: PackedTiles::count(). Kernel::describe(params, work) adds what its consumers want to know besides. By:
-// a thread does; where there is a page table to be looked at, a warp.
+// packed_tiles: PackedTiles::count(). Kernel::describe(params, work) adds what its consumers also need. By: one thread
+// runs this; if there is a page table to check, a warp.
 template <class Kernel, class By, class Config = typename Kernel::Config>
 __device__ __forceinline__ void describe_work(const QfAttnParams& p, const typename Kernel::Params& params,
                                               const TileSchedule& schedule, const SharedMemory<Config>& s,
@@ -61,7 +61,7 @@ __device__ __forceinline__ void describe_work(const QfAttnParams& p, const typen
     if (By::leads()) s.work[at.stage()].fill(p, tile, packed_tiles);
     if constexpr (Config::kPaged) pages.check(p, s.work[at.stage()]);
     if (By::leads()) {
-      // From memory: there are not registers enough to remember all of it.
+      // Reads the description back from memory: there are not enough registers to hold all of it.
       Work& work = *reinterpret_cast<Work*>(opaque_shared(reinterpret_cast<char*>(&s.work[at.stage()])));
       work.complete(p);
       if (work.tiles > 0) Kernel::describe(params, work);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void describe_work(const QfAttnParams& p, const typen
   at.fill(*s.work_ring);
 }
 
-// A tile, panel by panel, into the next empty stage; it is full when all bytes have arrived.
+// Loads a tile, panel by panel, into the next empty stage, which is full once all bytes have arrived.
 template <class Tile, int kStages>
 __device__ __forceinline__ void load_tile(RingPosition<kStages>& at, Ring<kStages>& ring, char* s_tiles,
                                           const CUtensorMap& map, int column, int row, int head, int b) {
@@ -90,8 +90,8 @@ __device__ __forceinline__ void load_tile(RingPosition<kStages>& at, Ring<kStage
   at.advance();
 }
 
-// As far ahead as there are empty stages. K of tile n + 1 is wanted before V of tile n, but its stage becomes empty no
-// earlier.
+// Runs ahead as far as there are empty stages. K of tile n + 1 is needed before V of tile n, but its stage does not
+// become empty any earlier.
 template <class Config>
 __device__ __forceinline__ void produce(const QfAttnParams& p, const TileSchedule& schedule, const TensorMaps& maps,
                                         const SharedMemory<Config>& s) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const TileSchedul
     const WorkTile<Config>& work = s.work[work_at.stage()];
     const int tiles = work.tiles;
     if (tiles < 0) return;
-    // The later the next work tile is taken, the better for balance; but not so late that somebody waits for it.
+    // Taking the next work tile late balances the load better, but no thread should have to wait for it.
     constexpr int kAhead = 3;  // tiles of keys
     const auto let_take = [&] {
       if (schedule.dynamic) mbarrier_arrive(s.next_tile);

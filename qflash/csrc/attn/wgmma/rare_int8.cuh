@@ -1,9 +1,9 @@
-// Rare-tile policy of INT8 scores: references that moved, weights too large for P, and, for weights in E4M3, outputs
-// that are promoted and sums that are added exactly.
+// Rare-tile policy of INT8 scores: handles references that moved, weights too large for P, and, for weights in E4M3,
+// promotion of outputs and exact sums.
 //
-// The tensor cores' sums of products of 8-bit floats keep about 12 bits, and lose the others towards zero: where V
-// keeps a mean, as it does when that changes along the sequence, nearly 2 % of it for every 1000 keys. So every
-// kPromotedTiles tiles they are added to others, in shared memory, in float32.
+// The tensor cores' accumulators of 8-bit float MMAs keep about 12 bits and truncate the others towards zero: if V
+// still has a mean, as it does when the mean changes along the sequence, this loses nearly 2 % of it per 1000 keys. So
+// every kPromotedTiles tiles they are added to float32 accumulators in shared memory.
 #pragma once
 
 #include "attn/wgmma/scores_int8.cuh"
@@ -17,7 +17,7 @@ struct Int8Rare {
   static constexpr int kOTiles = Config::kOTiles;
   using Outputs = float[1][kOTiles][4];
 
-  // E4M3's codes tell whether weights are too large; steady tiles are rounded on the way anyway.
+  // E4M3's codes show whether weights are too large; steady tiles are rounded in their loop anyway.
   static constexpr bool kRoundsLast = false;
 
   const SharedMemory<Config>& s;
@@ -27,7 +27,7 @@ struct Int8Rare {
   __device__ __forceinline__ Int8Rare(const Params&, const SharedMemory<Config>& shared) : s(shared) {}
   __device__ __forceinline__ void begin() { promoted = false; }
 
-  // left: tiles, this one included.
+  // left: remaining tiles, including this one.
   template <class Scores, class Weights>
   __device__ __forceinline__ bool due(const Scores&, const Weights& weights, const RowState& rows, int left) const {
     bool any = weights.too_large(rows) || rows.moved;
@@ -50,7 +50,7 @@ struct Int8Rare {
       if (weights.exact) weights.add_exactly(rows, scores.S);
     }
   }
-  // All tiles are done: outputs come back.
+  // All tiles are done: adds the promoted outputs back.
   __device__ __forceinline__ void finish(Outputs& O) const {
     if (!kPromotes || !promoted) return;
 #pragma unroll
@@ -60,7 +60,7 @@ struct Int8Rare {
     }
     __syncwarp();  // rows go where these were
   }
-  // This warp's part of the memory where outputs go, promoted or on their way out.
+  // This warp's part of the memory for outputs, promoted or staged for the store.
   __device__ __forceinline__ char* s_outputs() const {
     return s.scratch + warp_row() * (Config::kOutputBytes / Config::kBlockM);
   }
@@ -70,7 +70,7 @@ struct Int8Rare {
     return reinterpret_cast<float4*>(s_outputs()) + lane_index();
   }
 
-  // What was relative to references that moved.
+  // Rescales what is relative to references that moved.
   template <class Weights>
   __device__ __forceinline__ void rescale(Weights& weights, const RowState& rows, Outputs& O) {
     rescale_outputs(O, rows.rescale);

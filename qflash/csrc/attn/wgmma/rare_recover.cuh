@@ -1,5 +1,5 @@
-// Rare-tile policy of 16-bit scores: recover from scores that outgrew their reference. Their weights have overwritten
-// them, so they are recomputed from shared memory, and outputs and sums follow the new reference.
+// Rare-tile policy of 16-bit scores: recovers from scores that outgrew their reference. The weights have overwritten
+// the scores, so they are recomputed from shared memory, and outputs and sums are rescaled to the new reference.
 #pragma once
 
 #include "attn/wgmma/scores_16bit.cuh"
@@ -13,7 +13,7 @@ struct Recover {
   using Work = WorkTile<Config>;
   using Outputs = float[1][Config::kOTiles][4];
 
-  // Sums of weights tell what is rare, so P need not be there yet: tiles are released before it is.
+  // Sums of weights show what is rare, so P is not needed yet: tiles are released before it is rounded.
   static constexpr bool kRoundsLast = true;
 
   const SharedMemory<Config>& s;
@@ -38,7 +38,7 @@ struct Recover {
   }
 
  private:
-  // Outputs to scratch memory and back, where there are not registers enough for them beside the recomputed scores.
+  // Moves outputs to scratch memory and back, if there are not enough registers for them and the recomputed scores.
   template <bool kSave>
   __device__ __forceinline__ void exchange_outputs(Outputs& O) {
     if (Config::kScratchBytes == 0) return;

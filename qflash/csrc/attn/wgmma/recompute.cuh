@@ -1,5 +1,5 @@
-// The scores of one warp's rows once more, from the tiles of q and K that are still in shared memory: for the rare tile
-// whose weights outgrew their reference after its scores were overwritten by them.
+// Recomputes the scores of one warp's rows from the tiles of q and K that are still in shared memory: for the rare tile
+// whose weights outgrew their reference after they had overwritten its scores.
 #pragma once
 
 #include "attn/mma/product.cuh"
@@ -10,7 +10,7 @@
 namespace qf {
 namespace wgmma {
 
-// S += Q K^T. As qk_mma() does it, which would have more of K in registers at once than there are.
+// S += Q K^T. Like qk_mma(), which would hold more of K at once than there are registers for.
 template <class Multiplier, class Config, class Sum>
 __device__ __forceinline__ void recompute_scores(Sum (&S)[1][Config::kNTiles][4], const SharedMemory<Config>& s,
                                                  int q_stage, int k_stage) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void recompute_scores(Sum (&S)[1][Config::kNTiles][4]
       ldmatrix_x4(k, s_k + panel * KTile::kPanelBytes + k_lane.at(8 * j, in_panel));
       Multiplier::multiply(S[0][j], q, k[0], k[1]);
       Multiplier::multiply(S[0][j + 1], q, k[2], k[3]);
-      if (never(q_lane.row_bytes)) return;  // not all of K in registers at once
+      if (never(q_lane.row_bytes)) return;  // keeps the compiler from loading all of K at once
     }
   }
 }

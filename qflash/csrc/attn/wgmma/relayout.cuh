@@ -1,5 +1,5 @@
-// The relayout pass, before the attention for what the copy engine cannot do: q and k rotated, tensors whose strides it
-// cannot walk. Each gets a copy in the workspace, [batch][rows][heads][head_dim].
+// The relayout pass, before attention, for what TMA cannot do: it rotates q and k, and copies tensors whose strides TMA
+// cannot address. Each gets a copy in the workspace, [batch][rows][heads][head_dim].
 #pragma once
 
 #include "attn/mma/product.cuh"
@@ -13,12 +13,12 @@ namespace wgmma {
 
 enum Which { kQ, kK, kV };
 
-// [batch, rows, heads, columns], as the copy engine takes it: one head's rows are dimension 1.
+// [batch, rows, heads, columns], as TMA takes it: one head's rows are dimension 1.
 inline TensorExtents extents_of(const QfTensor& x, int64_t columns, int64_t rows, int64_t heads, int64_t batch) {
   return {x.data, {columns, rows, heads, batch}, {x.stride_t, x.stride_h, x.stride_b}};
 }
 
-// How one tensor gets to the copy engine.
+// How TMA gets to read one tensor.
 struct RelaidTensor {
   QfTensor from;
   int64_t rows;
@@ -27,17 +27,17 @@ struct RelaidTensor {
   int64_t offset;  // of the copy in the memory for copies
   bool vector;     // from is read 16 bytes at a time
 
-  // As the copy lies.
+  // The layout of the copy.
   QfTensor copy(char* memory, int head_dim) const {
     return {memory + offset, rows * heads * head_dim, int64_t(heads) * head_dim, head_dim};
   }
   TensorExtents extents(const QfTensor& x, int head_dim) const { return extents_of(x, head_dim, rows, heads, batch); }
 };
 
-// Host side: what becomes of q, k and v. Asked first without addresses, for the size of the workspace: of rope and
-// packed rows it looks at the sizes alone. Where an address then makes more copies necessary than were reserved, the
-// launch must find the memory itself. The others than first .. last get to the copy engine by themselves, or are not
-// for it. Pages of k and v are taken as they lie, a page in batch's place, and rope rotates q alone.
+// Host side: what is done with q, k and v. It is called first without addresses, for the size of the workspace: of rope
+// and packed rows it uses only the sizes. If an address then makes more copies necessary than were reserved, the launch
+// must allocate the memory itself. Tensors outside first .. last are either read by TMA directly or not at all. Pages
+// of k and v are read in place, with the page index as the batch, and rope rotates q only.
 struct Relayout {
   RelaidTensor tensors[3] = {};
   int64_t bytes = 0;
@@ -61,7 +61,7 @@ struct Relayout {
       if (x.copied) bytes += (2 * x.batch * x.rows * x.heads * p.head_dim + 255) / 256 * 256;
     }
   }
-  // The map of one of them; memory: where copies are. Returns a cudaError_t.
+  // The tensor map of one of them; memory: where the copies are. Returns a cudaError_t.
   template <class Tile>
   int map(CUtensorMap& map, Which which, char* memory, int head_dim, int box_rows,
           CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) const {
@@ -70,7 +70,7 @@ struct Relayout {
     const QfTensor tensor = x.copied ? x.copy(memory, head_dim) : x.from;
     return encode_tensor_map<Tile>(map, x.extents(tensor, head_dim), box_rows, promotion);
   }
-  // For one tensor: no more than can run at once, and no more than there are tokens.
+  // Blocks for one tensor: no more than can run at once, and no more than there are tokens.
   int64_t blocks(int processors) const {
     int64_t tokens = 1;
     for (const RelaidTensor& x : tensors)
@@ -79,9 +79,9 @@ struct Relayout {
   }
 };
 
-// Which sequence owns a packed row.
+// The sequence that owns a packed row.
 __device__ __forceinline__ int sequence_with(const int32_t* cu_seqlens, int batch, int64_t row) {
-  int low = 0, high = batch;  // cu_seqlens[low] <= row < cu_seqlens[high], if any such there are
+  int low = 0, high = batch;  // cu_seqlens[low] <= row < cu_seqlens[high], if there are such
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     if (cu_seqlens[middle] <= row)
@@ -100,7 +100,7 @@ __device__ __forceinline__ int position_of(const QfAttnParams& p, Which which, i
   return position_k(p.rope, b, seq.k0, int(row - seq.k0));
 }
 
-// A token's first head, where it is read and where its copy goes.
+// A token's first head, in the source and in its copy.
 template <class Element>
 struct Token {
   const Element* g_from;
@@ -113,13 +113,13 @@ __device__ __forceinline__ Token<Element> token_of(const RelaidTensor& x, char* 
           reinterpret_cast<Element*>(copies + x.offset) + (b * x.rows + row) * x.heads * head_dim};
 }
 
-// May rotate_token() be used?
+// Can rotate_token() be used?
 __device__ __forceinline__ bool rotates_by_chunks(const RelaidTensor& x, const QfRope& rope, bool tables_vectorise) {
   return x.rotated && x.vector && tables_vectorise && !rope.interleaved && rope.rotary_dim % (2 * kPerChunk) == 0;
 }
 
-// All heads of one token, by a warp. A lane takes the same eight channels, and their partners half a rotation further,
-// of one head after another: it reads the tables once.
+// Rotates all heads of one token, by a warp. A lane handles the same eight channels, and their partners half a rotation
+// away, of several heads in sequence: it reads the tables once.
 template <class Element>
 __device__ __forceinline__ void rotate_token(const QfRope& rope, const RelaidTensor& x, const Token<Element>& token,
                                              int head_dim, int position, int lane) {
@@ -152,8 +152,8 @@ __device__ __forceinline__ void rotate_token(const QfRope& rope, const RelaidTen
   }
 }
 
-// The pass, by kRelayoutThreads threads a block: as many blocks for each of q, k and v, in turn. A warp takes all
-// heads of a token, or a block does.
+// The pass, with kRelayoutThreads threads per block: equally many blocks for each of q, k and v, interleaved. A warp,
+// or else a block, handles all heads of a token.
 constexpr int kRelayoutThreads = 256;
 template <class Element, bool kPaged = false>
 __device__ __forceinline__ void relayout_tokens(const QfAttnParams& p, const Relayout& relayout, char* copies,

@@ -1,5 +1,5 @@
-// Scores policy: S = Q K^T in 16 bits with float32 sums, and from S to weights. No barrier is waited for here
-// (consumer.cuh does).
+// Scores policy: S = Q K^T in 16 bits with float32 accumulators, and from S to weights. No barrier is waited for here
+// (consumer.cuh does that).
 #pragma once
 
 #include "attn/wgmma/recompute.cuh"
@@ -20,10 +20,10 @@ struct SixteenBitScores {
   using Params = QfAttnParams;
   using Work = WorkTile<Config>;
   static constexpr int kNTiles = Config::kNTiles;
-  static constexpr int kPolynomials = Config::kHeadDim > 128 ? 0 : 2;  // of softcap's tanh (softcap.cuh)
-  static constexpr bool kReadsKeys = false;    // but for weigh_again(), whose last votes are the warp's together
-  static constexpr bool kSteadyTiles = false;  // the tensor cores bound, and registers are scarce
-  // A lane's weights of a row and tile may add up to this before the row's reference must move: float16 holds it.
+  static constexpr int kPolynomials = Config::kHeadDim > 128 ? 0 : 2;  // for softcap's tanh (softcap.cuh)
+  static constexpr bool kReadsKeys = false;    // except weigh_again(), which ends with warp-wide votes
+  static constexpr bool kSteadyTiles = false;  // the tensor cores are the bound, and registers are scarce
+  // Limit on a lane's sum of weights of a row and tile before the row's reference must move: float16 can hold it.
   static constexpr float kMostSum = 16384.0f;
   static_assert(Config::kBlockN / 4 * (1 << int(kSlack)) <= kMostSum,
                 "weights that left a reference where it was must not count as outgrown");
@@ -31,11 +31,11 @@ struct SixteenBitScores {
   const QfAttnParams& p;
   const float factor;
   float S[1][kNTiles][4];
-  // Every row has a reference, so the next tile's maxima are not looked for: scores seldom outgrow it by much, and
-  // where they do the sums tell. After a tile that moved one the next is looked at, too: scores that rise may go on
-  // rising.
+  // Every row has a reference, so the next tile skips the search for maxima: scores seldom outgrow it by much, and if
+  // they do, the sums of weights show it. The tile after one that moved a reference is searched, too: rising scores may
+  // keep rising.
   bool settled;
-  bool outgrown;  // scores of this tile outgrew references: to be recomputed
+  bool outgrown;  // scores of this tile outgrew their references: recompute them
 
   __device__ __forceinline__ SixteenBitScores(const Params& params, const SharedMemory<Config>&)
       : p(params),
@@ -60,7 +60,7 @@ struct SixteenBitScores {
   }
   __device__ __forceinline__ void hold_sums() { hold(S[0]); }
 
-  // The first tile of a work tile becomes weights: its references are found here.
+  // Turns the first tile of a work tile into weights and finds its references.
   template <class Weights>
   __device__ __forceinline__ void weigh_first(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
     make_visible(work, key0, whole, mixes_tanh());
@@ -68,7 +68,7 @@ struct SixteenBitScores {
     settled = rows.settled();
     take_weights(rows);
   }
-  // Another tile does.
+  // Turns another tile into weights.
   template <class Weights>
   __device__ __forceinline__ void weigh(const Work& work, int key0, bool whole, int, RowState& rows, Weights&) {
     rows.moved = false;
@@ -84,9 +84,9 @@ struct SixteenBitScores {
       take_weights(rows);
     }
     outgrown = __any_sync(0xffffffffu, fmaxf(rows.sums[0], rows.sums[1]) > kMostSum);
-    compute_before_if(outgrown, rows.l[0]);  // ptxas would put the weights after the wait for O's product
+    compute_before_if(outgrown, rows.l[0]);  // ptxas would move the weights after the wait for O
   }
-  // A tile whose scores outgrew their reference: they are in shared memory still.
+  // A tile whose scores outgrew their reference: q and K are still in shared memory.
   __device__ __forceinline__ void weigh_again(const SharedMemory<Config>& s, const Work& work, int key0, bool whole,
                                               int q_stage, int k_stage, RowState& rows) {
 #pragma unroll
@@ -116,13 +116,13 @@ struct SixteenBitScores {
     for (int h = 0; h < 2; ++h) largest[h] = max_of_quad(largest_score(S, h, 0, kNTiles)) * factor;
     return rows.move(largest);
   }
-  // S becomes weights, and rows.sums their sums.
+  // S becomes weights, with their sums in rows.sums.
   __device__ __forceinline__ void take_weights(RowState& rows) {
     const float shift[2] = {-reference_of(rows.m[0]), -reference_of(rows.m[1])};
     for_each_weight(rows, [&](float s, int e) { return fmaf(s, factor, shift[e / 2]); });
   }
-  // The same in one pass with tanh, c = softcap log2(e): 2^(c tanh(y) - m_ref) with, where no polynomial takes part,
-  // c tanh(y) - m_ref = (c - m_ref) - 2c / (1 + e^2y).
+  // The same in one pass with tanh, c = softcap log2(e): 2^(c tanh(y) - m_ref), where, if no polynomial is used,
+  //   c tanh(y) - m_ref = (c - m_ref) - 2c / (1 + e^2y)
   __device__ __forceinline__ void take_capped_weights(RowState& rows) {
     const float slope = p.scale / p.softcap, offset = kPolynomials == 0 ? factor : 0.0f;
     const float shift[2] = {offset - reference_of(rows.m[0]), offset - reference_of(rows.m[1])};

@@ -1,9 +1,9 @@
 // Scores policy: S = Q K^T of int8, exact in int32, and from S to weights. No barrier is waited for here (consumer.cuh
-// does).
+// does that).
 //
-// Base-2 scores are slope * S with slope = |scale| log2(e) q_scale k_scale: q has a scale per row, K one per kKeyGroup
-// keys. S is made a float by adding the bits of 1.5 * 2^23 to it (attn/mma/int8.cuh), an addition where a conversion
-// would take four times as long; the offset comes off again, exactly, with the reference:
+// Base-2 scores are slope * S with slope = |scale| log2(e) q_scale k_scale: q has one scale per row, K one per
+// kKeyGroup keys. S is converted to float by adding the bits of 1.5 * 2^23 (attn/mma/int8.cuh), an addition where a
+// conversion would take four times as long; the offset is subtracted again, exactly, together with the reference:
 //   P = 2^(slope (S + kMagic) - (slope kMagic + m_ref))
 #pragma once
 
@@ -19,7 +19,7 @@
 namespace qf {
 namespace wgmma {
 
-// What a work tile says to kernels with INT8 scores.
+// Fields of a work tile for kernels with INT8 scores.
 struct Int8Facts {
   int64_t head;                       // of K and V, among those of all sequences
   int64_t row;                        // the work tile's first, among those of all heads
@@ -43,27 +43,27 @@ struct Int8Scores {
   using Params = QuantizedProblem;
   using Work = WorkTile<Config>;
   static constexpr int kNTiles = Config::kNTiles;
-  static constexpr int kKeyGroup = kKeptKeyGroup, kParts = Config::kBlockN / kKeyGroup;  // of keys that share a scale
-  static constexpr bool kReadsKeys = true;                                               // for nonfinite ones
+  static constexpr int kKeyGroup = kKeptKeyGroup, kParts = Config::kBlockN / kKeyGroup;  // keys that share a scale
+  static constexpr bool kReadsKeys = true;                                               // to find nonfinite keys
   static constexpr bool kSteadyTiles = kPlain && Config::kSteadyTiles;
-  static constexpr int kScanned = 4;  // scales that a lane asks for ahead of time
+  static constexpr int kScanned = 4;  // scales that a lane prefetches
 
   const QuantizedProblem& a;
   const QfAttnParams& p;
   const SharedMemory<Config>& s;
   float S[1][kNTiles][4];       // scores as floats, then weights
   int32_t dots[1][kNTiles][4];  // as integers
-  float q_slope[2];             // of the lane's rows: slopes, K's scale apart
+  float q_slope[2];             // of the lane's rows: slopes without K's scale
   const float* g_k_scale;       // of the head's keys
   float k_scale[kParts];        // of this tile
-  int group, last_group;        // of keys: the next whose scale is fetched, the last there is
-  float q_scales[2];            // of the consumer's rows, the share of this lane,
+  int group, last_group;        // of keys: the next group whose scale is loaded, the last that exists
+  float q_scales[2];            // this lane's share of the scales of the consumer's rows,
   float k_scales[kScanned];     // and of keys: for the largest slope of the work tile
-  int k_nonfinite;              // not 0: some keys are
-  // All keys are finite, no V has an exponent, no slope is so large that kMagic would not come off exactly: the same
-  // for all warps of a consumer.
+  int k_nonfinite;              // not 0: some keys are nonfinite
+  // All keys are finite, no V has an exponent, and no slope is so large that subtracting kMagic would be inexact: the
+  // same for all warps of a consumer.
   int steady;
-  int settled;  // every row has a reference: maxima need not be looked for
+  int settled;  // every row has a reference: no search for maxima
 
   __device__ __forceinline__ Int8Scores(const Params& params, const SharedMemory<Config>& shared)
       : a(params), p(params.attn), s(shared) {
@@ -89,7 +89,7 @@ struct Int8Scores {
     work.facts.k_scale_at = head * ((p.k_len + kKeyGroup - 1) / kKeyGroup);
     work.facts.v_exponent_at = head * ((p.k_len + Config::kExponentKeys - 1) / Config::kExponentKeys);
   }
-  // Asks for what begin() and the first tile need, long before.
+  // Prefetches what begin() and the first tile need.
   __device__ __forceinline__ void prefetch(const Work& work) {
     k_nonfinite = a.kv.k_nonfinite[work.facts.head + zero_of_lane()];
     const float* const g_q_scale = a.q_scale + work.facts.row;
@@ -123,7 +123,7 @@ struct Int8Scores {
     steady = opaque(int(kPlain && k_nonfinite == 0 && !weights.has_exponents() && !(steepest > kSteep)));
     settled = false;
   }
-  // The scales of the next tile's keys. kWhole: all of them exist.
+  // Loads the scales of the next tile's keys. kWhole: all of them exist.
   template <bool kWhole>
   __device__ __forceinline__ void fetch() {
     const float* const g_scales = g_k_scale + group;
@@ -133,9 +133,9 @@ struct Int8Scores {
     group += kParts;
   }
 
-  // How many of the next tiles are steady: no reference is looked for, nothing is masked, nothing rare is due. left:
-  // tiles, whole: those that every row sees. The last tile was one of these, so every row has a reference; or is NaN,
-  // and needs none.
+  // How many of the next tiles are steady: no search for a reference, no masking, nothing rare is due. left: remaining
+  // tiles, whole: whole tiles. The last tile was a whole one, so every row has a reference; or it is NaN, and needs
+  // none.
   template <class Weights>
   __device__ __forceinline__ int steady_tiles(int left, int whole, const Weights& weights) const {
     return steady ? weights.steady_tiles(left, min(left, whole)) : 0;
@@ -145,14 +145,14 @@ struct Int8Scores {
   __device__ __forceinline__ void weigh_first(const Work& work, int key0, bool whole, int k_stage, RowState& rows,
                                               Weights& weights) {
     weigh(work, key0, whole, k_stage, rows, weights);
-    // Scores so large that a reference, as rounded, may be far from them. E4M3's references were moved already.
+    // Scores so large that a rounded reference may be far from them. References for E4M3 were moved already.
     if (!Weights::kNormalises && unlikely(__any_sync(0xffffffffu, weights.too_large(rows)))) {
       rows.moved = false;
       normalise(rows, Weights::kMostSum);
     }
     rows.moved = false;
   }
-  // Any tile: its scores become weights.
+  // Turns any tile's scores into weights.
   template <class Weights>
   __device__ __forceinline__ void weigh(const Work& work, int key0, bool whole, int k_stage, RowState& rows,
                                         Weights& weights) {
@@ -170,7 +170,7 @@ struct Int8Scores {
     sum_weights(rows, S);
     if (Weights::kNormalises && rows.moved) normalise(rows, Weights::kMostSum);
   }
-  // A tile whose weights are too large for P: from its scores once more, relative to a reference that has moved.
+  // A tile whose weights are too large for P: recomputed from its scores, relative to a reference that moves.
   template <class Weights>
   __device__ __forceinline__ void weigh_again(const Work& work, int key0, bool whole, int q_stage, int k_stage,
                                               RowState& rows, Weights& weights) {
@@ -183,16 +183,16 @@ struct Int8Scores {
     normalise(rows, Weights::kMostSum);
   }
 
-  // A steady tile, in two halves: what is between them is the wait for the product that still reads P. The second
-  // rounds into P as it goes.
+  // A steady tile, in two halves: between them is the wait for the MMA that still reads P. The second half also rounds
+  // into P.
   struct Slopes {
-    float of[2][kParts];  // of row, of group of keys
+    float of[2][kParts];  // [row][group of keys]
   };
   struct Half {
     Slopes slopes;
     float shift[2][kParts], sum[4];
   };
-  static constexpr int kChunks = 8;  // of a tile; exponentials are 8 clocks each, other work goes between theirs
+  static constexpr int kChunks = 8;  // of a tile; an exponential takes 8 cycles, so other work is interleaved
 
   template <class Weights>
   __device__ __forceinline__ Half weigh_first_half(const RowState& rows, const Weights&) {
@@ -250,7 +250,7 @@ struct Int8Scores {
   __device__ __forceinline__ void add_chunk(Half& half, int chunk) {
     for_chunk<Weights>(chunk, [&](int j, int e) { half.sum[e] += S[0][j][e]; });
   }
-  // The exponentials of one chunk, the arguments of the next, the sums of the one before.
+  // The exponentials of one chunk, the arguments of the next, the sums of the previous one.
   template <class Weights>
   __device__ __forceinline__ void take_chunk(Half& half, int chunk) {
     if (chunk + 1 < kChunks) shift_scores<Weights>(half, chunk + 1);
@@ -264,8 +264,8 @@ struct Int8Scores {
     for (int word = chunk * kWords; word < (chunk + 1) * kWords; ++word) weights.round(S, word);
   }
 
-  // Of a group among those that the work tile sees, which are counted from a whole tile of V; 0 where there are no
-  // more.
+  // The scale of a group among those that the work tile sees, counted from the start of a full tile of V; 0 past the
+  // last.
   __device__ __forceinline__ float scale_of_group(const Work& work, int i) const {
     const int key = Config::exponents_from(work.keys.begin) + i * kKeyGroup;
     return key < work.keys.end ? g_k_scale[key / kKeyGroup] : 0.0f;
@@ -276,13 +276,13 @@ struct Int8Scores {
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int c = 0; c < kParts; ++c) {
-        // Few enough bits for its product with kMagic to be exact, and whole numbers to come off exactly.
+        // Few enough bits for its product with kMagic to be exact, and for the offset to cancel exactly.
         const float slope = slope_of(q_slope[h], k_scale[c]);
         slopes.of[h][c] = bits_to_float(float_to_bits(slope) & ~0xfu);
       }
     return slopes;
   }
-  // S: scores as the rows see them. Returns what is left of the slopes.
+  // Makes S the scores as the rows see them. Returns the slopes that remain to be applied.
   __device__ __forceinline__ Slopes make_visible(const Work& work, int key0, bool whole, int k_stage, Slopes slopes) {
     using KTile = typename Config::KTile;
     if (unlikely(k_nonfinite)) spoil_nonfinite<KTile::kChunks>(S, s.k + k_stage * KTile::kBytes, lane_index() % 4 * 2);
@@ -306,7 +306,7 @@ struct Int8Scores {
     if (unlikely(!whole)) mask_tile(S, visible_keys(work, key0));
     return slopes;
   }
-  // S becomes the weights of what rows see, 2^exponent as large. search: for rows' largest scores first, which may move
+  // S becomes the visible weights, times 2^exponent. search: first looks for the rows' largest scores, which may move
   // references.
   __device__ __forceinline__ void take_visible_weights(const Work& work, int key0, bool whole, int k_stage,
                                                        const Slopes& of_tile, bool search, RowState& rows,
@@ -331,20 +331,20 @@ struct Int8Scores {
         constexpr int kRun = kNTiles / kParts;
         most = fmaxf(most, fmaf(largest_score(S, h, c * kRun, (c + 1) * kRun), slopes.of[h][c], exponent));
       }
-      largest[h] = ceilf(max_of_quad(most));  // an integer: what moves it are powers of two
+      largest[h] = ceilf(max_of_quad(most));  // an integer: references move by powers of two
     }
     return rows.move(largest);
   }
-  // Moves references that rose just now, or are too small, so that a row's largest sum of weights, among its lanes,
-  // lies in 64 .. 128, but never below where they were: weights seldom grow from there to 256 and more, and those far
-  // below the sum, to 2^-13 of it, are still normal numbers in E4M3. With `up` = floor(log2(sum)) - 6, read from the
+  // Moves references that just rose, or are too small, so that a row's largest per-lane sum of weights lies in
+  // 64 .. 128, but never below where they were: weights seldom grow from there to 256 and more, and those far below the
+  // sum, down to 2^-13 of it, are still normal numbers in E4M3. With `up` = floor(log2(sum)) - 6, read from the
   // exponent bits: m_ref += up, and all that is relative to it is multiplied by 2^-up.
   __device__ __forceinline__ void normalise(RowState& rows, float most_sum) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float most = max_of_quad(rows.sums[h]);
       const int rise = rows.moved ? 127 - int(float_to_bits(rows.rescale[h]) >> 23) : 0;  // of the reference, just now
-      const bool moves = (rise > 0 && most > 0.0f) || most >= most_sum;  // not where all is masked so far
+      const bool moves = (rise > 0 && most > 0.0f) || most >= most_sum;                   // not if all is masked so far
       const int up = moves && most < infinity() ? max(int(float_to_bits(most) >> 23) - 127 - 6, -rise) : 0;
       const float factor = bits_to_float(uint32_t(127 - up) << 23);
 #pragma unroll

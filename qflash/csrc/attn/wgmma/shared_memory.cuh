@@ -1,4 +1,4 @@
-// Where things are in a block's shared memory, and every barrier of the block.
+// Layout of a block's shared memory, and every barrier of the block.
 //
 //   ring         filled by            waited for by                     released by
 //   work         describe_work        producer, inspectors, consumers   the same
@@ -6,7 +6,7 @@
 //   k            producer (TMA)       consumers                         consumers
 //   v            producer (TMA)       consumers, inspectors             consumers, inspectors
 //
-//   v_inspected  inspectors arrive; consumers wait, in tiles that some row does not see whole
+//   v_inspected  inspectors arrive; consumers wait, in tiles that are not whole
 //   next_tile    producer arrives; describe_work waits, before it takes the next work tile
 #pragma once
 
@@ -29,8 +29,8 @@ struct SharedMemory {
   char *q, *k, *v;  // kQStages and kStages tiles
   Ring<kQStages>* q_ring;
   Ring<kStages>*k_ring, *v_ring;
-  // kStages, gone round by the tiles of V that some row does not see whole: the tile holds nothing that zero weights
-  // would not blank out. Consumers are past such a tile before another takes its stage, so nobody is a phase behind.
+  // kStages barriers, used in turn by the tiles of V that are not whole: the tile holds nothing that zero weights would
+  // not cancel. Consumers are past such a tile before another takes its stage, so no waiter is a phase behind.
   Mbarrier* v_inspected;
   Ring<kWorkTiles>* work_ring;
   Mbarrier* next_tile;
@@ -50,7 +50,7 @@ struct SharedMemory {
     work = reinterpret_cast<Work*>(next_tile + 1);
     scratch = reinterpret_cast<char*>(q_ring) + Config::kBarrierBytes;
   }
-  // One thread. Arrivals are counted in warps, but for the two threads that describe and copy.
+  // Called by one thread. Arrivals are counted in warps, except those of the two producer threads.
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kConsumerWarps = Config::kConsumers * 4, kInspectorWarps = Config::kInspectorThreads / 32;
     q_ring->init(kConsumerWarps, "q full", "q empty");
@@ -63,7 +63,7 @@ struct SharedMemory {
     }
     mbarrier_init(next_tile, 1);
     name_barrier(next_tile, "next tile", 0);
-    fence_mbarrier_init();  // the barriers, to the copy engine
+    fence_mbarrier_init();  // makes the barriers visible to TMA
   }
 };
 

@@ -1,9 +1,9 @@
 // tanh for softcap * tanh(s / softcap), on the scores of a tile.
 //
-// Arguments are small: |s| <= softcap but for scores that the cap is there for. Up to there a polynomial does, on the
-// FMA units, and leaves the special-function unit to the exponentials: tanh(y) = y P(y^2), with P of degree 5 fitted to
-// tanh(y) / y on 0 <= y^2 <= 1 for the least relative error, 6e-7. That is relative to the score, so it holds for any
-// softcap, however large. Beyond, tanh(y) = 1 - 2 / (1 + e^2y), whose error is absolute, 1e-7.
+// Arguments are small: |s| <= softcap except for the scores that the cap exists for. In that range a polynomial on the
+// FMA units is enough, and leaves the special-function unit to the exponentials: tanh(y) = y P(y^2), with P of degree 5
+// fitted to tanh(y) / y on 0 <= y^2 <= 1 for the lowest relative error, 6e-7. The error is relative to the score, so it
+// holds for any softcap, however large. Beyond, tanh(y) = 1 - 2 / (1 + e^2y), with an absolute error of 1e-7.
 #pragma once
 
 #include "attn/cuda_core/softmax.cuh"
@@ -28,17 +28,17 @@ __device__ __forceinline__ float tanh_coarsely(float y) {
 }
 __device__ __forceinline__ float tanh_of_any(float y) { return fabsf(y) > 1.0f ? tanh_coarsely(y) : tanh_of_small(y); }
 
-// The cap is multiplied with in the exponential, exactly, where the reference maximum, which is rounded, is close
-// enough to such a product even so.
+// The cap is multiplied inside the exponential, exactly, if the reference maximum, which is rounded, is still close
+// enough to such a product.
 __device__ __forceinline__ bool fuses_cap(float softcap) { return softcap > 0.0f && softcap < 65536.0f; }
 
-// kPolynomials of S's four take the polynomial, the others the special-function unit: two, where exponentials bound,
-// keep both busy for equally long; none, where the tensor cores do.
+// kPolynomials of the four elements of S per block use the polynomial, the others the special-function unit: two, if
+// exponentials are the bound, which keeps both units equally busy; none, if the tensor cores are the bound.
 template <int kPolynomials>
 __device__ __forceinline__ float tanh_mixed(float y, int e) {
   return e < kPolynomials ? tanh_of_small(y) : tanh_coarsely(y);
 }
-// May that be used for all of a warp? coarsely: softens_coarsely(), an absolute error of 1e-7 does.
+// Can tanh_mixed() be used for the whole warp? coarsely: softens_coarsely(), an absolute error of 1e-7 is enough.
 template <int kPolynomials, int kNTiles>
 __device__ __forceinline__ bool suits_mixed(const float (&S)[1][kNTiles][4], float factor, bool coarsely) {
   float most[4] = {};
@@ -60,7 +60,7 @@ __device__ __forceinline__ void take_tanh(float (&S)[1][kNTiles][4], float facto
   } else {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)
-      if (!never(int(fabsf(factor) > 0.0f))) {  // not all of them side by side, out of registers
+      if (!never(int(fabsf(factor) > 0.0f))) {  // not all of them interleaved, or registers run out
 #pragma unroll
         for (int e = 0; e < 4; ++e) S[0][j][e] = tanh_of_any(S[0][j][e] * factor);
       }

@@ -1,10 +1,10 @@
-// Online softmax in three steps, so that the tensor cores can work between them: find the reference maximum, take the
-// weights, and, once the product under way is done, rescale the outputs.
+// Online softmax in three steps, so that the tensor cores can work between them: find the reference maximum, compute
+// the weights, and, once the MMA in flight is complete, rescale the outputs.
 //
 // A lane has two rows (ptx/wgmma.cuh). Of row r, with m_ref its reference and s the base-2 scores:
 //   weights  P = 2^(s - m_ref)     l = sum of P     out = sum of P V / l     lse = ln 2 (m_ref + log2 l)
 // m_ref need not be the row's maximum: any reference gives the same quotient, as long as weights neither overflow nor
-// vanish. So it is found in the row's first tile, and moves only when scores outgrow it by 2^kSlack.
+// vanish. So it is taken from the row's first tile, and moves only when scores outgrow it by 2^kSlack.
 #pragma once
 
 #include "attn/mma/softmax.cuh"
@@ -14,23 +14,23 @@
 namespace qf {
 namespace wgmma {
 
-// Who somebody is among those who multiply. Derived afresh where it is used: registers are scarce.
+// The caller's index among the consumers. Recomputed at each use to save registers.
 __device__ __forceinline__ int consumer_index() { return int(uint32_t(fresh_tid()) / kWarpgroupThreads) - 1; }
 __device__ __forceinline__ int lane_index() { return int(uint32_t(fresh_tid()) % 32); }
 __device__ __forceinline__ int warp_row() {  // from the block's first
   return int(uint32_t(fresh_tid() - kWarpgroupThreads) / 32 * 16);
 }
 
-// Code for what seldom happens goes where it is not in the way of the rest.
+// Moves the code of rare branches out of the hot path.
 __device__ __forceinline__ bool unlikely(bool x) { return __builtin_expect(x, false); }
 
-// Of a lane's two rows.
+// State of a lane's two rows.
 struct RowState {
   float m[2];        // base-2 reference of the weights; -inf: nothing seen yet
   float l[2];        // sum of this lane's weights of the tiles so far
   float sums[2];     // of this tile
-  float rescale[2];  // of all that is relative to references,
-  int moved;         // where they moved in this tile
+  float rescale[2];  // factor for all that is relative to the references,
+  int moved;         // if they moved in this tile
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
@@ -41,12 +41,12 @@ struct RowState {
   }
   __device__ __forceinline__ void add_sums() { l[0] += sums[0], l[1] += sums[1]; }
 
-  // Moves the reference of rows whose scores outgrew it; largest: their largest base-2 scores. Returns whether some row
-  // of the warp did.
+  // Moves the reference of rows whose scores outgrew it; largest: their largest base-2 scores. Returns whether the
+  // reference of some row of the warp moved.
   __device__ __forceinline__ bool move(const float (&largest)[2]) {
     bool any = false;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) any |= largest[h] > m[h] + kSlack;  // -inf + kSlack: the first finite score does
+    for (int h = 0; h < 2; ++h) any |= largest[h] > m[h] + kSlack;  // -inf + kSlack: the first finite score moves it
     any = __any_sync(0xffffffffu, any);
     if (any) {
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ float max_of_warp(float x) {
   return x;
 }
 
-// What the lane's rows see of the tile that begins at key0, counted from the lane's first key.
+// Which keys of the tile that begins at key0 the lane's rows see, counted from the lane's first key.
 struct VisibleKeys {
   KeyRange of[2];
 };
@@ -82,7 +82,7 @@ __device__ __forceinline__ VisibleKeys visible_keys(const WorkTile<Config>& work
   return seen;
 }
 
-// -inf for what rows do not see: keys from some row's end on, 32 at a time, as far as there are any; and keys before
+// Sets what rows do not see to -inf: keys from some row's end on, 32 at a time, where there are any; and keys before
 // its begin, which only windows have.
 template <int kNTiles>
 __device__ __forceinline__ void mask_tile(float (&S)[1][kNTiles][4], const VisibleKeys& keys) {
@@ -104,10 +104,10 @@ __device__ __forceinline__ void mask_tile(float (&S)[1][kNTiles][4], const Visib
       if (8 * j + e % 2 < begin[e / 2]) S[0][j][e] = -infinity();
 }
 
-// The largest of this lane's scores of its row h, among the 8-key blocks first .. end - 1.
+// This lane's largest score of its row h, among the 8-key blocks first .. end - 1.
 template <int kNTiles>
 __device__ __forceinline__ float largest_score(const float (&S)[1][kNTiles][4], int h, int first, int end) {
-  constexpr int kChains = 4;  // one would be as slow as its latency
+  constexpr int kChains = 4;  // a single chain would be bound by latency
   float top[kChains];
 #pragma unroll
   for (int j = first; j < end; ++j)

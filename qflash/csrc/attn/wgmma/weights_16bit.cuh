@@ -1,4 +1,4 @@
-// Weights policy: P rounded to 16 bits, V as it came. O += P V with P from registers.
+// Weights policy: P rounded to 16 bits, V as it is. O += P V with P from registers.
 #pragma once
 
 #include "attn/mma/state.cuh"
@@ -11,28 +11,28 @@
 namespace qf {
 namespace wgmma {
 
-// Which of a lane's weights, as S has them: S[0][j][e].
+// Index of one of a lane's weights in S: S[0][j][e].
 struct WeightIndex {
   int j, e;
 };
 
-// kRemainders: rows that see few keys get back what rounding took off their weights, as products of their own: there is
-// no average over many keys that it would be lost in.
+// kRemainders: in rows that see few keys, what rounding took off their weights is added by an MMA of its own, because
+// no average over many keys hides it there.
 template <class Config_, bool kRemainders_>
 struct SixteenBitWeights {
   using Config = Config_;
   using Work = WorkTile<Config>;
   using Values = AlongColumns<typename Config::VTile>;
   static constexpr int kNTiles = Config::kNTiles, kOTiles = Config::kOTiles;
-  static constexpr int kKeySteps = Config::kBlockN / 16;  // wgmma's
+  static constexpr int kKeySteps = Config::kBlockN / 16;  // wgmma steps
   static constexpr bool kRemainders = kRemainders_;
   static constexpr bool kSumsAsMultiplied = false;  // rows are divided by sums of weights before rounding
   static constexpr bool kNormalises = false;
-  // A lane's weights of a row and tile may add up to this before the row's reference must move: float16 holds it.
+  // Limit on a lane's sum of weights of a row and tile before the row's reference must move: float16 can hold it.
   static constexpr float kMostSum = 16384.0f;
 
   uint32_t P[kKeySteps][4];
-  bool sees_few;  // keys, some row of this consumer
+  bool sees_few;  // some row of this consumer sees few keys
 
   template <class Params>
   __device__ __forceinline__ SixteenBitWeights(const Params&, const SharedMemory<Config>&) {}
@@ -40,7 +40,7 @@ struct SixteenBitWeights {
   __device__ __forceinline__ void prefetch(const Work&) {}
   __device__ __forceinline__ void prefetch_output(const Work&) {}
   __device__ __forceinline__ void begin(const Work& work) {
-    // What every row of the block sees is enough, in all work tiles but a few.
+    // The number of keys that every row of the block sees decides this in all but a few work tiles.
     sees_few = kRemainders && work.full.end - work.full.begin < kFewKeys && some_row_sees_few(work);
   }
   __device__ __forceinline__ void begin_tile(int) {}
@@ -48,7 +48,7 @@ struct SixteenBitWeights {
   __device__ __forceinline__ float exponent() const { return 0.0f; }
   __device__ __forceinline__ int steady_tiles(int, int run) const { return run; }
 
-  // Two weights a word.
+  // Two weights per word.
   static constexpr int kWords = Config::kBlockN / 4, kPerWord = 2;
   __device__ static __forceinline__ constexpr WeightIndex index(int word, int i) {
     return {word / 4 * 2 + word % 4 / 2, word % 2 * 2 + i};
@@ -75,7 +75,7 @@ struct SixteenBitWeights {
   }
   __device__ __forceinline__ void hold_sums() {}
   __device__ __forceinline__ void finish_product() {}
-  // O += what rounding took off the weights of 16 keys, times V. `R` is the caller's, because the product reads it
+  // O += what rounding took off the weights of 16 keys, times V. `R` belongs to the caller, because the MMA reads it
   // until the caller has waited.
   __device__ __forceinline__ void start_remainder(float (&O)[1][kOTiles][4], const float (&S)[1][kNTiles][4],
                                                   const Values& v, int step, uint32_t (&R)[4]) {
@@ -95,7 +95,7 @@ struct SixteenBitWeights {
     const WeightIndex first = index(word, 0);
     return Part<typename Config::Tensor>::pair(S[0][first.j][first.e], S[0][first.j][first.e + 1]);
   }
-  // How many keys a row sees is concave in the row: least in the first or the last.
+  // The number of keys that a row sees is concave in the row: lowest in the first or the last.
   __device__ __forceinline__ bool some_row_sees_few(const Work& work) {
     const int first = work.row0 + consumer_index() * kWarpgroupRows;
     const int last = min(first + kWarpgroupRows, work.seq.len_q) - 1;
@@ -104,7 +104,7 @@ struct SixteenBitWeights {
   }
 };
 
-// What output.cuh asks of a kernel that has V in 16 bits.
+// What output.cuh requires of a kernel that has V in 16 bits.
 template <class Config>
 struct SixteenBitOutput {
   static constexpr bool kRoundedSums = false, kMean = false;

@@ -1,6 +1,6 @@
 // A work tile: kBlockM query rows of one head of one sequence, against all keys that these rows see. One thread
-// describes it for everybody, ahead of time and in shared memory: that takes a few thousand cycles, and consumers have
-// no registers to spare.
+// describes it for the whole block, ahead of time and in shared memory: that takes a few thousand cycles, and consumers
+// have no registers to spare.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -11,10 +11,10 @@
 namespace qf {
 namespace wgmma {
 
-// Host side: the order of the work tiles. Where all of them are equally long, a head's row tiles follow each other:
-// neighbours read the same K and V at the same time. Where masks or packed sequences make some longer than others,
-// scheduling is dynamic, over sections of heads whose K and V fit the L2 cache together, the longest row tiles first
-// (causal masks make the last ones longest). kv_lens alone count as equally long.
+// Host side: the order of the work tiles. If all of them are equally long, a head's row tiles are consecutive:
+// neighbours read the same K and V concurrently. If masks or packed sequences make some longer than others, scheduling
+// is dynamic, over sections of heads whose K and V fit the L2 cache together, longest row tiles first (causal masks
+// make the last ones longest). kv_lens alone count as equally long.
 inline TileSchedule schedule_of(const QfAttnParams& p, int block_rows) {
   constexpr int64_t kCacheBytes = 16 << 20;  // of an L2 cache of 50 MB
   int64_t row_tiles = (int64_t(p.q_len) + block_rows - 1) / block_rows, batch = p.batch;
@@ -30,9 +30,9 @@ inline TileSchedule schedule_of(const QfAttnParams& p, int block_rows) {
   return tile_schedule(row_tiles, heads, fit < group ? group : fit, dynamic);
 }
 
-// The work tiles of packed sequences that exist: a sequence has as many row tiles as its own length needs, where the
-// schedule counts those of the longest. Sequence after sequence, each in the schedule's order. Indices must not fall
-// from one call of tile() to the next.
+// The work tiles of packed sequences that exist: a sequence has as many row tiles as its own length needs, whereas the
+// schedule counts those of the longest. Sequences come in order, each in the schedule's order. Indices must not
+// decrease from one call of tile() to the next.
 struct PackedTiles {
   int b = -1, first = 0, end = 0;  // sequence b has tiles first .. end - 1
 
@@ -56,10 +56,10 @@ struct PackedTiles {
     return {tile.row, b * p.q_heads + tile.column};
   }
 
-  // How many there are, or why the schedule's own tiles are taken. Collective; s_sum: a word of shared memory that
-  // nobody else uses until the next barrier of the block.
+  // Their number, or the reason why the schedule's own tiles are used. Collective; s_sum: a word of shared memory that
+  // is not used otherwise until the next barrier of the block.
   static constexpr int kNotPacked = -1, kRowsFall = -2;
-  static constexpr int kUnserved = -3;  // some rows belong to no good sequence: tiles that do not exist fill these
+  static constexpr int kUnserved = -3;  // some rows belong to no valid sequence: tiles that do not exist fill these
   template <bool kPaged>
   __device__ static inline int count(const QfAttnParams& p, int block_rows, int* s_sum) {
     if (!p.cu_seqlens_q) return kNotPacked;
@@ -83,16 +83,16 @@ template <class Config>
 struct WorkTile {
   Sequence seq;
   Mask mask;
-  KeyRange keys, full;  // keys some row of the block sees, keys every row sees
-  KeyRange window;      // of row0, wherever the sequence ends; a row further on it is a key further on
+  KeyRange keys, full;  // keys that some row of the block sees, and those that every row sees
+  KeyRange window;      // of row0, ignoring the ends of the sequence; it moves by one key per row
   int b, h, kv_head, row_tile, row0;
   int rows;                           // of the sequence, from row0 on
   int tiles;                          // of keys; -1: there are no more work tiles
-  bool unserved;                      // there are rows that no good sequence fills
-  int own_tiles[Config::kConsumers];  // the first of them, after which a consumer sees no more
+  bool unserved;                      // there are rows that no valid sequence fills
+  int own_tiles[Config::kConsumers];  // leading tiles, after which a consumer sees no more
   int v_cleared;                      // some tile of V was cleared of NaN and infinity (nonfinite.cuh)
   int64_t out_at, lse_at;             // of the first row, in elements
-  typename Config::Facts facts;       // where there are tiles
+  typename Config::Facts facts;       // if there are tiles
 
   // packed_tiles: PackedTiles::count().
   __device__ __forceinline__ void fill(const QfAttnParams& p, TileSchedule::Tile tile, int packed_tiles) {
@@ -105,9 +105,9 @@ struct WorkTile {
     unserved = !seq.good;
     if (packed_tiles < PackedTiles::kNotPacked && PackedTiles::rows_outside(p)) unserved |= b == 0 || b == p.batch - 1;
   }
-  // An entry of the page table is missing that the sequence needs.
+  // Rejects the sequence: the page table lacks an entry that it needs.
   __device__ __forceinline__ void refuse() { seq.good = false, unserved = true; }
-  // What follows from that.
+  // Derives the other fields.
   __device__ __forceinline__ void complete(const QfAttnParams& p) {
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
     const int first = row0, last = min(first + kBlockM, mask.len_q) - 1;
@@ -119,7 +119,7 @@ struct WorkTile {
     keys.begin = keys.begin / Config::kFirstKey * Config::kFirstKey;
     tiles = (keys.end - keys.begin + kBlockN - 1) / kBlockN;
 #pragma unroll 1
-    for (int c = 0; c < Config::kConsumers; ++c) {  // a consumer without rows takes a tile for nobody
+    for (int c = 0; c < Config::kConsumers; ++c) {  // a consumer without rows takes one tile
       const int own = first + c * kWarpgroupRows, own_last = min(own + kWarpgroupRows, mask.len_q) - 1;
       const int end = tiles > 0 && own <= own_last ? mask.seen_by_any(own, own_last).end : 0;
       own_tiles[c] = Config::kSkipsTiles ? max(1, (end - keys.begin + kBlockN - 1) / kBlockN) : tiles;
@@ -130,14 +130,14 @@ struct WorkTile {
     lse_at = b * p.lse_stride_b + h * p.lse_stride_h + seq.q0 + first;
   }
   __device__ __forceinline__ bool exists() const { return seq.good && rows > 0; }
-  // How many work tiles of this head share its unserved rows. Which sequences miss a page is not known when packed
-  // tiles are counted, so of those it may be that only the tiles with rows of their own are there.
+  // How many work tiles of this head share its unserved rows. Sequences that miss a page are not known when packed
+  // tiles are counted, so they may only have the tiles with rows of their own.
   __device__ __forceinline__ int unserved_shares(int row_tiles) const {
     if (!Config::kPaged) return row_tiles;
     const int64_t own = (seq.owned + Config::kBlockM - 1) / Config::kBlockM;
     return own < 1 ? 1 : own < row_tiles ? int(own) : row_tiles;
   }
-  // Does every row of the block see every one of the keys key0 .. key0 + kBlockN - 1?
+  // Does every row of the block see all keys key0 .. key0 + kBlockN - 1?
   __device__ __forceinline__ bool whole(int key0) const {
     return key0 >= full.begin && key0 + Config::kBlockN <= full.end;
   }

@@ -1,5 +1,5 @@
-// K and V as the quantization pass of Hopper's INT8 attention leaves them: what its device code is given of a QfKv of
-// kind QF_KV_KEPT, whether that was kept from an earlier call or lies in the workspace of this one.
+// K and V as written by the quantization pass of Hopper's INT8 attention: what its device code needs of a QfKv of kind
+// QF_KV_KEPT, whether that comes from an earlier call or lies in this call's workspace.
 #pragma once
 
 #include "qflash.h"
@@ -8,13 +8,13 @@ namespace qf {
 
 constexpr int kKeptKeyGroup = 64;  // keys that share a scale
 
-// Shapes are those of QfKv. Contiguous, all of them.
+// Shapes are those of QfKv. All are contiguous.
 struct KeptKv {
   int8_t* k;
   float* k_scale;
   float* k_mean;
   int32_t* k_nonfinite;
-  uint8_t* v;      // in E4M3; NULL: V stays as it is
+  uint8_t* v;      // in E4M3; NULL: V is not quantized
   float* v_scale;  // these four only with v
   float* v_exponents;
   int32_t* v_nonfinite;
@@ -35,7 +35,7 @@ inline KeptKv kept_of(const QfKv& kv) {
   return result;
 }
 
-// Does `kv` describe what the pass leaves, and nothing else? Strides are looked at where an extent makes them matter.
+// Does `kv` describe exactly what the pass writes? Strides are only checked if an extent makes them matter.
 inline bool is_kept(const QfKv& kv, int precision, int dtype, int64_t batch, int64_t k_len, int64_t heads,
                     int head_dim) {
   if (kv.kind != QF_KV_KEPT || kv.k_dtype != QF_I8 || kv.page_size != 0) return false;

@@ -1,4 +1,4 @@
-// Keys to integers: less a mean, 64 tokens to a scale, which a few warps share.
+// Keys to integers: a mean is subtracted, and 64 tokens share a scale, which a few warps find together.
 #pragma once
 
 #include "ptx/griddepcontrol.cuh"
@@ -8,8 +8,8 @@
 namespace qf {
 namespace sm90_quantize {
 
-// The largest of every warp's `value`, of which the block has kWarps; NaN where there is one. s_slots: kWarps floats
-// that nobody reads any more.
+// The maximum `value` of each of the block's kWarps warps; NaN if a warp has one. s_slots: kWarps floats that no thread
+// reads any more.
 template <int kWarps>
 __device__ __forceinline__ void show_warps(float (&shown)[kWarps], float value, float* s_slots) {
   value = reduce_warp(value, [](float a, float b) { return max_nan(a, b); });
@@ -19,7 +19,7 @@ __device__ __forceinline__ void show_warps(float (&shown)[kWarps], float value, 
   for (int w = 0; w < kWarps; ++w) shown[w] = s_slots[w];
 }
 
-// The largest among the warps of this one's group.
+// The maximum over the warps of this warp's group.
 template <int kGroupWarps, int kWarps>
 __device__ __forceinline__ float largest_of_group(const float (&shown)[kWarps]) {
   float largest = 0.0f;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
 #pragma unroll 1
   for (int h = work.h_begin; h < work.h_end; ++h) {
     const int64_t head = int64_t(work.b) * p.kv_heads + h;
-    float* const s_slots = s_memory + (h & 1) * 2 * S::kWarps;  // others may still read those of the head before
+    float* const s_slots = s_memory + (h & 1) * 2 * S::kWarps;  // others may still read those of the previous head
     float x[kRounds][16], largest[kRounds];
     load_tokens<kReads>(x, p, deal, row_of<Element>(p.kv.k, work.b, s.first + token0, h), p.kv.k.stride_t, existing,
                         column, [&](int r) { return position_k(p.rope, work.b, s.first, token0 + r); });
@@ -66,7 +66,7 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAll& all, const Deal
     show_warps(shown, most, s_slots);
 #pragma unroll
     for (int w = 0; w < S::kWarps; ++w) of_block = max_nan(of_block, shown[w]);
-    uint32_t nonfinite = 0;  // bit r: token r is not finite
+    uint32_t nonfinite = 0;  // bit r: token r is nonfinite
     if (!is_finite(of_block)) {
       most = 0.0f;
 #pragma unroll

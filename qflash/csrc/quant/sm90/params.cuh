@@ -1,5 +1,5 @@
-// What the quantization pass of Hopper's INT8 attention is asked for, and how its work is dealt out.
-// docs/kernels/sm90_quantize.md defines every step to the bit.
+// Parameters of the quantization pass of Hopper's INT8 attention, and how its work is distributed.
+// docs/kernels/sm90_quantize.md defines every step bit for bit.
 #pragma once
 
 #include "qflash_ops.h"
@@ -15,7 +15,7 @@ struct QuantizedQ {
 };
 
 struct QuantizeAll {
-  QfAttnParams attn;  // q, kv.k and kv.v as they come, those that are wanted; lengths and rope
+  QfAttnParams attn;  // q, kv.k and kv.v before quantization, if they are wanted; lengths and rope
   KeptKv kv;          // k NULL: K is not wanted, and k_mean is given where q_dot_mean is. v NULL: V is not wanted
   QuantizedQ q;
   unsigned* counter;  // set to 0; NULL: none
@@ -25,14 +25,14 @@ struct QuantizeAll {
 
 namespace sm90_quantize {
 
-constexpr int kSampled = 256;  // keys at most that tell the means of K and V and the scale of V
-constexpr int kSlots = 32;     // sums of those, taken side by side
+constexpr int kSampled = 256;  // keys at most from which the means of K and V and the scale of V are found
+constexpr int kSlots = 32;     // partial sums of those, computed in parallel
 constexpr int kKeyGroup = kKeptKeyGroup;
 constexpr int kValueTile = 128;
 constexpr int kRounds = 4;  // tokens of which a thread holds sixteen channels each
 
-// How memory is read: whole vectors; so, and rotated in pairs of whole vectors half a rotary_dim apart; or as it comes,
-// where stochastic rounding is too.
+// How memory is read: whole vectors; the same, rotated in pairs of whole vectors half a rotary_dim apart; or any
+// layout, which includes stochastic rounding.
 enum class Reads { kVectors, kHalves, kAny };
 
 template <int kHeadDim>
@@ -44,7 +44,7 @@ struct Shape {
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kTokens = kWarps * kWarpTokens;  // of a block
   static constexpr int kSharedBytes = kHeadDim * kValueTile;
-  // That a multiprocessor holds: what registers, of which rotating takes more, allow without spills.
+  // Blocks per SM: what registers, of which rotation needs more, allow without spills.
   static constexpr int blocks(Reads reads) {
     return (reads == Reads::kVectors ? 4 : reads == Reads::kHalves ? 3 : 2) * 128 / kThreads;
   }
@@ -57,7 +57,7 @@ struct Shape {
 // Blocks of one tensor: heads are their fastest index, then tiles of tokens, then the batch.
 struct Part {
   uint32_t blocks;
-  int heads_each;  // a block's heads, one after another
+  int heads_each;  // heads that a block processes in sequence
   Divider heads, tiles;
 };
 struct Deal {
@@ -78,7 +78,7 @@ struct TokenTile {
   }
 };
 
-// The keys of one sequence. A bad description (see attn/sequence.cuh) is one of no keys: nothing is read.
+// The keys of one sequence. An invalid description (see attn/sequence.cuh) counts as no keys: nothing is read.
 struct KeyRows {
   int64_t first;   // row of key 0; 0 unless packed
   int owned, len;  // keys that have a place; keys that exist

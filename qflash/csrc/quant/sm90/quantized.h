@@ -1,4 +1,4 @@
-// What INT8 attention on Hopper is given: the problem, and what the quantization pass left of q, K and V.
+// The input of INT8 attention on Hopper: the problem, and q, K and V as written by the quantization pass.
 #pragma once
 
 #include "quant/sm90/kept.h"
@@ -9,7 +9,7 @@ struct QuantizedProblem {
   QfAttnParams attn;
   KeptKv kv;
   const float* q_scale;     // [batch, q_heads, q_len]
-  const float* q_dot_mean;  // the same: rotated query . k_mean, which smoothing took off; NULL where nobody needs it
+  const float* q_dot_mean;  // the same: rotated query . k_mean, subtracted by smoothing; NULL if not needed
   int64_t v_columns;        // of a channel of transposed V
 };
 

@@ -1,4 +1,4 @@
-// Queries to integers: every token has a scale of its own, so that a warp needs no other.
+// Queries to integers: every token has a scale of its own, so that warps are independent.
 #pragma once
 
 #include "attn/sequence.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ void quantize_queries(const QuantizeAll& all, const D
     float x[kRounds][16];
     load_tokens<kReads>(x, p, deal, row_of<Element>(p.q, work.b, s.q0 + token0, h), p.q.stride_t, existing, column,
                         [&](int r) { return position_q(p.rope, work.b, s.q0, token0 + r, s.len_q, s.len_k); });
-    // Where the numbers of this lane's round go: token token0 + lane % 4.
+    // Where the results of this lane's round go: token token0 + lane % 4.
     const int64_t at = (int64_t(work.b) * p.q_heads + h) * p.q_len + token0 + lane % kRounds;
     const bool owns = part < kRounds && lane % kRounds < existing;
     if (all.q.q_dot_mean) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void quantize_queries(const QuantizeAll& all, const D
       hadamard(x[r]);
       largest[r] = largest_of(x[r]);
     }
-    // A lane divides for one round and gives the others what they need.
+    // A lane divides for one round and broadcasts what the others need.
     const float mine = reduce_rounds<S::kLanes>(largest, lane, [](float a, float b) { return max_nan(a, b); });
     const bool nonfinite = !is_finite(mine);
     const Scale scale = scale_of(mine);

@@ -1,9 +1,9 @@
-// A sample of a head's keys, at most kSampled of them: the means of K and of V, which every key and value loses, and
-// the scale of what is left of V.
+// A sample of a head's keys, at most kSampled of them: gives the means of K and of V, which are subtracted from every
+// key and value, and the scale of what is left of V.
 //
-// A block per head and tensor. Every kSlots-th sampled token belongs to one slot, and a thread has eight channels of a
-// slot's tokens (of head_dim 256, of two slots' one after the other: registers). Tokens are added one after another in
-// a slot, then the slots: the order is the definition's, not the grid's.
+// One block per head and tensor. Every kSlots-th sampled token belongs to one slot, and a thread has eight channels of
+// a slot's tokens (at head_dim 256, of two slots in sequence, to save registers). Tokens are added in order within a
+// slot, then the slots: the order is given by the definition, not by the grid.
 #pragma once
 
 #include "ptx/griddepcontrol.cuh"
@@ -13,22 +13,24 @@
 namespace qf {
 namespace sm90_quantize {
 
-// A mean of V is not taken off where the sum of all slots is less than this part of their magnitudes': it may be the
-// sample's alone, off by a sixteenth of the spread, and values that have none are better left without.
+// A mean of V is not subtracted if the magnitude of the sum over all slots is less than this fraction of the sum of
+// their magnitudes: it may belong to the sample alone, off by a sixteenth of the spread, and values without a mean are
+// better left alone.
 constexpr float kLeastAgreement = 0.625f;
-// Nor is it from here on: what is finite in 16 bits would not be less it.
+// Nor is a mean of this magnitude or more: values that are finite in 16 bits would not stay finite.
 constexpr float kMostMean = 0x1p119f;
 
-// 2^e with the amplitude in (2^(e+4), 2^(e+5)], e such that 2^e and 2^-e are normal numbers; as if it were 1 when 0.
+// 2^e with the amplitude in (2^(e+4), 2^(e+5)], with e such that 2^e and 2^-e are normal numbers; an amplitude of 0
+// counts as 1.
 __device__ __forceinline__ float value_scale(float amplitude) {
   const uint32_t bits = amplitude == 0.0f ? float_to_bits(1.0f) : float_to_bits(amplitude);
   const int exponent = int(bits >> 23) - 127 + int((bits & 0x7fffffu) != 0) - 5;
   return bits_to_float(uint32_t(127 + min(max(exponent, -126), 126)) << 23);
 }
 
-constexpr uint32_t kTwoNans = 0x7fff7fffu;  // of either type
+constexpr uint32_t kTwoNans = 0x7fff7fffu;  // in either type
 
-// The sampled tokens of one slot, and which channels of them are this thread's.
+// The sampled tokens of one slot, and this thread's channels of them.
 template <int kHeadDim>
 struct Sample {
   using S = Shape<kHeadDim>;
@@ -45,7 +47,7 @@ struct Sample {
   __device__ __forceinline__ bool exists(int i) const { return index(i) < count; }
 };
 
-// Of the tokens that are not there, NaN: they count for as little as those that are not finite.
+// Tokens that do not exist are NaN: like nonfinite ones, they do not count.
 template <class Element, int kHeadDim>
 __device__ __forceinline__ void load_sample(Raw8<Element> (&raw)[Sample<kHeadDim>::kEach],
                                             const Sample<kHeadDim>& sample, const Element* g_rows, int64_t stride_t,
@@ -58,7 +60,7 @@ __device__ __forceinline__ void load_sample(Raw8<Element> (&raw)[Sample<kHeadDim
   }
 }
 
-// Adds x, eight channels of a token, to a slot's sum unless the token is not finite. Returns whether it is.
+// Adds x, eight channels of a token, to a slot's sum unless the token is nonfinite. Returns whether it is finite.
 template <int kChunks>
 __device__ __forceinline__ bool add_finite(float (&sum)[8], const float (&x)[8]) {
   float largest = 0.0f;
@@ -72,7 +74,7 @@ __device__ __forceinline__ bool add_finite(float (&sum)[8], const float (&x)[8])
   return finite;
 }
 
-// The sum of a slot's tokens that are finite; returns how many they are. see(raw, finite): of every token, unless it is
+// The sum of a slot's finite tokens; returns their number. see(raw, finite): called for every token, unless it is
 // rotated.
 template <bool kRotated, class Element, int kHeadDim, class See>
 __device__ __forceinline__ int sum_slot(float (&sum)[8], const QfAttnParams& p, const Deal& deal, int b,
@@ -109,21 +111,21 @@ __device__ __forceinline__ int sum_slot(float (&sum)[8], const QfAttnParams& p, 
   return count;
 }
 
-// One channel of a head's sampled tokens, of those that are finite.
+// One channel of a head's sampled tokens, over the finite ones.
 struct ChannelSample {
-  float sum = 0.0f, sizes = 0.0f;  // of all; of the slots' sums, their magnitudes
+  float sum = 0.0f, sizes = 0.0f;  // of all; the sum of the magnitudes of the slots' sums
   int count = 0;
 
-  // 0 where there is none, or it is not finite.
+  // 0 if there is none, or it is nonfinite.
   __device__ __forceinline__ float mean() const {
     const float x = count > 0 ? div_rn(sum, float(count)) : 0.0f;
     return is_finite(fabsf(x)) ? x : 0.0f;
   }
-  // Do slots agree that there is one?
+  // Do the slots agree that there is a mean?
   __device__ __forceinline__ bool told() const { return fabsf(sum) >= mul_rn(kLeastAgreement, sizes); }
 };
 
-// In thread d < head_dim, channel d. s_memory: [kSlots][kHeadDim] sums, then [kSlots] counts; afterwards thread d alone
+// Thread d < head_dim gets channel d. s_memory: [kSlots][kHeadDim] sums, then [kSlots] counts; afterwards only thread d
 // may read column d of the sums.
 template <bool kRotated, class Element, int kHeadDim, class See>
 __device__ __forceinline__ ChannelSample sum_sample(const QfAttnParams& p, const Deal& deal, const QfTensor& x, int b,
@@ -170,8 +172,7 @@ template <class Element, int kHeadDim>
 __device__ __forceinline__ void sample_values(const QuantizeAll& all, const Deal& deal, int b, int h, float* s_memory) {
   const QfAttnParams& p = all.attn;
   const int64_t head = int64_t(b) * p.kv_heads + h;
-  // Of this thread's finite values, channel by channel: the most, and the least with its sign changed. NaN: there is
-  // none.
+  // Maxima of this thread's finite values, channel by channel, and minima with their sign changed. NaN: there are none.
   uint32_t most[4], negated_least[4];
 #pragma unroll
   for (int w = 0; w < 4; ++w) most[w] = negated_least[w] = kTwoNans;
@@ -189,14 +190,14 @@ __device__ __forceinline__ void sample_values(const QuantizeAll& all, const Deal
     }
   };
   const ChannelSample channel = sum_sample<false, Element, kHeadDim>(p, deal, p.kv.v, b, h, s_memory, see);
-  float* const s_mean = s_memory;  // [kHeadDim], in the place of the first slot's sums
+  float* const s_mean = s_memory;  // [kHeadDim], overwrites the first slot's sums
   if (int(threadIdx.x) < p.head_dim) {
     const float mean = channel.told() && fabsf(channel.mean()) < kMostMean ? channel.mean() : 0.0f;
     all.kv.v_mean[head * p.head_dim + threadIdx.x] = s_mean[threadIdx.x] = mean;
   }
   __syncthreads();
 
-  // Rounded differences are in the order of the values, so a channel's largest is that of the most or the least.
+  // Rounded differences have the order of the values, so a channel's largest is that of its maximum or minimum.
   const int d = 8 * Sample<kHeadDim>(0, 0).chunk;
   float amplitude = 0.0f;
 #pragma unroll

@@ -1,7 +1,7 @@
 // Sixteen channels of kRounds neighbouring tokens in a thread's registers: loaded, rotated, mixed, rounded.
 //
-// A lane's sixteen channels are one block of the Hadamard matrix, so that butterflies need no other lane; a token's
-// lanes are neighbours; a lane's tokens are neighbours too, so that scales leave in whole lines.
+// A lane's sixteen channels are one block of the Hadamard matrix, so that butterflies need no other lane; the lanes of
+// a token are neighbours; so are the tokens of a lane, so that scales are stored in full lines.
 #pragma once
 
 #include "ptx/ldst.cuh"
@@ -19,8 +19,8 @@ struct Raw16 {
   Raw8<Element> part[2];
 };
 
-// Channels d .. d+7 of a token, rotated with their partners half a rotary_dim away. A row outside the tables makes them
-// NaN.
+// Channels d .. d+7 of a token, rotated with their partners half a rotary_dim away. A position outside the tables makes
+// them NaN.
 template <class Element>
 __device__ __forceinline__ void rotate_halves(float (&x)[8], const Raw8<Element>& partner, const QfRope& rope, int d,
                                               const Rotation& rotation) {
@@ -32,16 +32,16 @@ __device__ __forceinline__ void rotate_halves(float (&x)[8], const Raw8<Element>
   float cosine[8], sine[8], y[8];
   to_float8(cosine, raw_cosine), to_float8(sine, raw_sine), to_float8(y, partner);
   const float sign = rotation.row < 0 ? nan() : upper ? rotation.sign : -rotation.sign;
-  // Both products are rounded; a sign times the second is exact, so that the fma is their sum.
+  // Both products are rounded; multiplying the second by a sign is exact, so that the fma is their sum.
 #pragma unroll
   for (int e = 0; e < 8; ++e) x[e] = fmaf(mul_rn(y[e], sine[e]), sign, mul_rn(x[e], cosine[e]));
 }
 
-// raw <- channels column .. column+15 of the first `existing` of kRounds tokens, as they lie in memory.
+// raw <- channels column .. column+15 of the first `existing` of kRounds tokens, as stored in memory.
 template <Reads kReads, class Element>
 __device__ __forceinline__ void load_raw(Raw16<Element> (&raw)[kRounds], const Element* g_row, int64_t stride_t,
                                          int existing, int column, int head_dim, bool vector) {
-  const bool whole = existing >= kRounds && column + 16 <= head_dim;  // nearly always: then nothing else is asked
+  const bool whole = existing >= kRounds && column + 16 <= head_dim;  // nearly always: no further checks then
   if (kReads != Reads::kAny && whole) {
 #pragma unroll
     for (int r = 0; r < kRounds; ++r)
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_raw(Raw16<Element> (&raw)[kRounds], const E
 }
 
 // x[r] <- channels column .. column+15 of token r of those at g_row, the first `existing` of kRounds; zeros past
-// head_dim and where there is no token. position(r): where token r stands.
+// head_dim and if there is no token. position(r): the position of token r.
 template <Reads kReads, class Element, class Position>
 __device__ __forceinline__ void load_tokens(float (&x)[kRounds][16], const QfAttnParams& p, const Deal& deal,
                                             const Element* g_row, int64_t stride_t, int existing, int column,
@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_tokens(float (&x)[kRounds][16], const QfAtt
   }
 }
 
-// Some of a head's floats, from `column` on, zeros past its end.
+// Floats of a head, from `column` on, zeros past its end.
 template <int kChannels>
 __device__ __forceinline__ void load_mean(float (&mean)[kChannels], const float* g_head, int column, int head_dim) {
 #pragma unroll
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_mean(float (&mean)[kChannels], const float*
   }
 }
 
-// The largest magnitude; NaN where there is one.
+// The largest magnitude; NaN if there is one.
 __device__ __forceinline__ float largest_of(const float (&x)[16]) {
   float largest = fabsf(x[0]);
 #pragma unroll
@@ -137,8 +137,8 @@ __device__ __forceinline__ float largest_of(const float (&x)[16]) {
 
 __device__ __forceinline__ bool is_finite(float magnitude) { return magnitude < infinity(); }
 
-// Of one number per round, the combination over the lanes of a token: lane l gets that of round l % 4, and combines its
-// neighbour's first, then that of the pair next to it, and so on.
+// Combines one number per round over the lanes of a token: lane l gets the result of round l % 4, and combines with its
+// neighbour first, then with the next pair, and so on.
 template <int kLanes, class Combine>
 __device__ __forceinline__ float reduce_rounds(const float (&m)[kRounds], int lane, Combine combine) {
   static_assert(kRounds == 4 && kLanes >= 4, "rounds are dealt out to four lanes");
@@ -152,21 +152,21 @@ __device__ __forceinline__ float reduce_rounds(const float (&m)[kRounds], int la
   return result;
 }
 
-// Of butterflies whose largest magnitude is `largest`: what x is integers times, and what butterflies are multiplied
-// by.
+// For butterflies whose largest magnitude is `largest`: the scale of x's integers, and the factor that butterflies are
+// multiplied by.
 __device__ __forceinline__ Scale scale_of(float largest) {
   const float amplitude = mul_rn(0.25f, largest);
   if (amplitude < kNoAmplitude) return {0.0f, 0.0f, 0.0f};
   return {div_rn(amplitude, 127.0f), div_rn(127.0f, largest), 0.0f};
 }
 
-// What random numbers round with, where they do.
+// Random numbers for stochastic rounding, if wanted.
 struct Draws {
   bool wanted;
   uint64_t seed;
 };
 
-// Sixteen integers. Nearest: of the exact product, which is below 127.5. `element`: index of the first among all
+// Sixteen integers. Nearest: rounds the exact product, which is below 127.5. `element`: index of the first among all
 // integers of the tensor, a multiple of 16.
 template <Reads kReads>
 __device__ __forceinline__ Word4 round16(const float (&x)[16], float inverse, const Draws& draws, uint64_t element) {
@@ -191,10 +191,10 @@ __device__ __forceinline__ Word4 round16(const float (&x)[16], float inverse, co
   return bytes;
 }
 
-// Integers of tokens that are not finite.
+// Integers of nonfinite tokens.
 constexpr uint32_t kNonfiniteBytes = 0x80808080u;
 
-// Sixteen integers to memory or, unless `keep`, `fill` in their place.
+// Stores sixteen integers or, unless `keep`, `fill` instead.
 __device__ __forceinline__ void store16(int8_t* g_to, const Word4& bytes, bool keep, uint32_t fill) {
   Word4 y;
 #pragma unroll

@@ -1,12 +1,12 @@
-// Values to E4M3, less their mean and transposed: tiles of 128 tokens, each with an exponent of its own.
+// Values to E4M3, with their mean subtracted, and transposed: tiles of 128 tokens, each with an exponent of its own.
 //
-// Keys stand permuted in every 16: word t of channel d holds keys 2t, 2t+1, 2t+8, 2t+9, as a product's sums lie in a
-// warp. So a thread loads its eight channels of those four tokens, and what it converts are whole words: no byte moves
-// between threads. Words go through shared memory to leave in lines of 128 bytes, one per channel.
+// Keys are permuted in every 16: word t of channel d holds keys 2t, 2t+1, 2t+8, 2t+9, the order of MMA accumulators in
+// a warp. So a thread loads its eight channels of those four tokens, and converts whole words: no byte moves between
+// threads. Words go through shared memory, so that each channel is stored as a line of 128 bytes.
 //
 // Banks: word w of channel c lies at 32 c + (w ^ f(c)), f(c) = 4 (c / 8 % 8) + g(c / 64) with g(n) = n 256 / kHeadDim.
 //   writing  a warp's lanes have chunks c / 8 = j of kHeadDim / 8 and as many different w % n that n times those are
-//            32; without f all j would meet in one bank (8 c words apart: 8- to 32-way conflicts), with it j % 8 sets
+//            32; without f all j would fall into one bank (8 c words apart: 8- to 32-way conflicts), with it j % 8 sets
 //            bits 2 to 4 of the bank, and j / 8 and w the bits below: 32 banks
 //   reading  eight lanes read the 128 bytes of one channel, 16 each: 4 (c / 8 % 8) permutes those, g words within one
 #pragma once
@@ -19,7 +19,7 @@
 namespace qf {
 namespace sm90_quantize {
 
-// Of pairs as they lie in memory: of a NaN and a number, the number.
+// On pairs as stored in memory: of a NaN and a number, the number.
 __device__ __forceinline__ uint32_t most_of(uint32_t a, uint32_t b, F16) { return max_f16x2(a, b); }
 __device__ __forceinline__ uint32_t most_of(uint32_t a, uint32_t b, BF16) { return max_bf16x2(a, b); }
 // Of a NaN and a number, NaN.
@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t least_of(uint32_t a, uint32_t b, BF16) { ret
 
 __device__ __forceinline__ uint32_t greater(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-// The largest of the block's. s_slots: a word for every warp.
+// The maximum over the block. s_slots: a word for every warp.
 template <int kWarps>
 __device__ __forceinline__ uint32_t largest_of_block(uint32_t value, uint32_t* s_slots) {
 #pragma unroll
@@ -41,13 +41,13 @@ __device__ __forceinline__ uint32_t largest_of_block(uint32_t value, uint32_t* s
   return value;
 }
 
-// Least e >= 0 with amplitude / 2^exponent / 2^e <= 448 = 1.75 * 2^8.
+// The lowest e >= 0 with amplitude / 2^exponent / 2^e <= 448 = 1.75 * 2^8.
 __device__ __forceinline__ int exponent_of_tile(float amplitude, int exponent) {
   const uint32_t bits = float_to_bits(amplitude);
   return max(0, int(bits >> 23) - 127 - exponent - 8 + int((bits & 0x7fffffu) > 0x600000u));
 }
 
-// Where the tiles of a sequence go among those of a channel, and how many are its own.
+// Where the tiles of a sequence begin among those of a channel, and how many belong to it.
 struct ValueTiles {
   int64_t first;
   int owned;
@@ -58,7 +58,7 @@ __device__ __forceinline__ int64_t padded_of(const QfAttnParams& p) {
   return (p.total_k / kValueTile + p.batch + 1) * kValueTile;
 }
 
-// Packed, up to where the next one begins: nothing between sequences is left as it was.
+// Packed, up to where the next one begins: everything between sequences is written.
 __device__ __forceinline__ ValueTiles value_tiles(const QfAttnParams& p, const KeyRows& s, int b) {
   if (!p.cu_seqlens_k) return {0, int(padded_of(p) / kValueTile)};
   if (s.owned == 0 && p.cu_seqlens_k[b] != p.cu_seqlens_k[b + 1]) return {0, 0};
@@ -76,15 +76,15 @@ struct ValueTile {
   static constexpr int kTwist = 256 / kHeadDim;            // g(1)
 
   __device__ static __forceinline__ int twist(int c) { return 4 * (c / 8 % 8) + c / 64 * (kTwist & 3); }
-  // Token r of quad `quad`; and how far token r of a thread's i-th quad is from its first.
+  // Token r of quad `quad`; and the distance from token r of a thread's i-th quad to its first token.
   __device__ static __forceinline__ int token(int quad, int r) { return quad / 4 * 16 + quad % 4 * 2 + ahead(0, r); }
   __device__ static constexpr int ahead(int i, int r) { return 4 * kSides * i + (r & 1) + (r & 2) * 4; }
 };
 
-// The errors that rounding left in a chain of keys of one channel, and what they do to the next two keys: those are
-// moved against the sum of the errors, by a quarter of it and by a quarter of their own last place at most. What rounds
-// to itself still does, and errors grow little; but they no longer add up, and what all keys of a channel are off by
-// together is what attention does not average out.
+// Error feedback: the errors that rounding left in a chain of keys of one channel, and their effect on the next two
+// keys, which are moved against the sum of the errors, by a quarter of it and by a quarter of their own last place at
+// most. Values that E4M3 can represent stay unchanged, and errors grow little; but they no longer add up, and the error
+// that all keys of a channel have in common is what attention does not average out.
 struct Chain {
   float error = 0.0f;
 
@@ -94,7 +94,7 @@ struct Chain {
     float y0 = x0, y1 = x1;
     if (!kFirst) {
       const float most = mul_rn(8.0f, fabsf(error)), sign = copysignf(0x1p-5f, error);
-      const auto power = [](float x) { return bits_to_float(float_to_bits(x) & 0x7f800000u); };  // of two, below |x|
+      const auto power = [](float x) { return bits_to_float(float_to_bits(x) & 0x7f800000u); };  // of two, <= |x|
       y0 = fmaf(fminf(most, power(x0)), sign, x0);
       y1 = fmaf(fminf(most, power(x1)), sign, x1);
     }
@@ -110,14 +110,14 @@ struct Chain {
   }
 };
 
-// Channel e of eight that lie in four words.
+// Channel e of eight that are packed in four words.
 template <class Element>
 __device__ __forceinline__ float value_of(const uint32_t (&words)[4], int e) {
   return to_float(Element{uint16_t(words[e / 2] >> 16 * (e % 2))});
 }
 
-// raw, less the mean, to words of E4M3 in shared memory. A chain is two quads sixteen apart, in the order of their
-// words. kGeneral: some may be NaN, only the first `existing` tokens are there, or the mean is out of all proportion.
+// Converts raw, with the mean subtracted, to words of E4M3 in shared memory. A chain is two quads sixteen apart, in the
+// order of their words. kGeneral: some may be NaN, only the first `existing` tokens exist, or the mean is too large.
 template <class Element, int kHeadDim, bool kGeneral>
 __device__ __forceinline__ void convert_values(uint32_t* s_words,
                                                const uint32_t (&raw)[ValueTile<Element, kHeadDim>::kQuads][4][4],
@@ -193,7 +193,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
       raw[i][r][0] = bits.x, raw[i][r][1] = bits.y, raw[i][r][2] = bits.z, raw[i][r][3] = bits.w;
     }
 
-  // Rounded differences are in the order of the values, so a channel's largest is that of the most or the least.
+  // Rounded differences have the order of the values, so a channel's largest is that of its maximum or minimum.
   uint32_t most[4], least[4];
 #pragma unroll
   for (int i = 0; i < T::kQuads; ++i)
@@ -213,7 +213,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
     amplitude = max_nan(amplitude, fabsf(sub_rn(value_of<Element>(most, e), mean[e])));
     amplitude = max_nan(amplitude, fabsf(sub_rn(value_of<Element>(least, e), mean[e])));
   }
-  if (!whole) amplitude = nan();  // tokens that are not there have none
+  if (!whole) amplitude = nan();  // takes the path below, which skips tokens that do not exist
   const auto largest = [&] { return bits_to_float(largest_of_block<S::kWarps>(float_to_bits(amplitude), s_words)); };
   float of_tile = largest();
   int count = 0;
@@ -260,7 +260,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeAll& all, const De
     const int c = i * T::kReadChannels + int(threadIdx.x / 8);
     if (c >= p.head_dim) break;
     constexpr int kBlock = 64 / T::kReadChannels;
-    const int within = i / kBlock * (T::kTwist & 3);  // c / 64's, known when compiled
+    const int within = i / kBlock * (T::kTwist & 3);  // of c / 64, known at compile time
     const Word4 x = *reinterpret_cast<const Word4*>(s_words + 32 * c + (4 * vector ^ 4 * (c / 8 % 8)));
     Word4 y;
 #pragma unroll

@@ -1,4 +1,4 @@
-// One block of either kernel of the backward pass, and its roles.
+// One block of either backward kernel, and its warp roles.
 #pragma once
 
 #include "attn/wgmma/backward/consumer_ds.cuh"

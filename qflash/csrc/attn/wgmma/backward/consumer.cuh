@@ -1,6 +1,5 @@
-// What consumers of either kernel of the backward pass do alike: a consumer is the warpgroup that owns 64 rows of the
-// block's tile. What is waited for, started and released, and in which order, stands in consumer_keys.cuh (dK and dV)
-// and consumer_queries.cuh (dQ).
+// What the consumers of both backward kernels share. A consumer is the warpgroup that owns 64 rows of the block's tile.
+// The order of waits, issued MMAs and releases is in consumer_keys.cuh (dK and dV) and consumer_queries.cuh (dQ).
 #pragma once
 
 #include "attn/wgmma/backward/shared_memory.cuh"
@@ -19,7 +18,7 @@ struct ConsumerBase {
   using Work = WorkTile<Config>;
   using RowOperand = AlongRows<typename Config::RowTile>;           // as A of S and dP
   using ColumnOperand = AlongRows<typename Config::ColumnTile>;     // as B of S and dP
-  using SummedColumns = AlongColumns<typename Config::ColumnTile>;  // as B of sums over columns
+  using SummedColumns = AlongColumns<typename Config::ColumnTile>;  // as B of the gradient MMAs, summed over columns
   using Scores = float[Config::kNTiles][4];
   using Fragments = uint32_t[Config::kColumnSteps][4];
   using Outputs = float[1][Config::kOTiles][4];
@@ -31,7 +30,7 @@ struct ConsumerBase {
   RingPosition<Config::kWorkTiles> work_at;
   RingPosition<1> rows_at;
   RingPosition<Config::kStages> at;
-  bool holds = false;  // the stage before `at`, whose products are under way
+  bool holds = false;  // the stage before `at` is not released yet: its MMAs are in flight
 
   __device__ __forceinline__ explicit ConsumerBase(const SharedMemory<Config>& shared)
       : s(shared), first_rows(own_rows(shared.first_rows)), second_rows(own_rows(shared.second_rows)) {}
@@ -46,7 +45,7 @@ struct ConsumerBase {
     work_at.advance();
   }
   __device__ __forceinline__ void release_rows() {
-    __syncwarp();  // every lane has seen them, should this consumer have met no column
+    __syncwarp();  // every lane has seen them, even if this consumer sees no column
     if (leads) rows_at.release(*s.row_ring);
     rows_at.advance();
   }
@@ -59,9 +58,9 @@ struct ConsumerBase {
     if (holds && leads) at.previous().release(*s.column_ring);
     holds = false;
   }
-  // Consumers take turns at starting products, the sums of one tile and the scores of the next: where both started
-  // theirs at once, the tensor cores would work at both and then wait while both compute weights. The second passes
-  // the turn to the first before anything else, and the first takes it once more at the end.
+  // Consumers take turns at issuing MMAs: the gradients of one tile and the scores of the next. If both issued theirs
+  // at once, the tensor cores would interleave the two and then idle while both consumers compute weights. Consumer 1
+  // passes the turn to consumer 0 before anything else, and consumer 0 takes it once more at the end.
   __device__ __forceinline__ void wait_to_issue() const {
     if constexpr (Config::kAlternates) {
       if (consumer == 0)
@@ -85,13 +84,13 @@ struct ConsumerBase {
     if (consumer == 0) wait_to_issue();
   }
 
-  // Past tiles that this consumer's rows do not meet. Nothing is held meanwhile: the others may need its stage.
-  // kAlternating: a turn for each, which the other consumer waits for.
+  // Skips tiles that this consumer's rows do not see. No stage is held meanwhile: the other consumers may need it.
+  // kAlternating: also takes and passes a turn per tile, because the other consumer waits for it.
   template <bool kAlternating = false>
   __device__ __forceinline__ void skip(int tiles) {
     for (; tiles > 0; --tiles) {
       wait_columns();
-      __syncwarp();  // every lane has seen them, before the next can take their place
+      __syncwarp();  // every lane has seen them, before the next can overwrite them
       if (leads) at.release(*s.column_ring);
       at.advance();
       if constexpr (kAlternating) wait_to_issue(), let_other_issue();
@@ -120,8 +119,8 @@ struct ConsumerBase {
     wgmma_commit();
   }
 
-  // The stage's columns as operands. Descriptors are the same for the warp, and the compiler is to know it: one word is
-  // made known, from which the others are a constant away.
+  // The stage's columns as operands. Descriptors are warp-uniform, and the compiler should know it: one word is made
+  // uniform explicitly, and the others differ from it by constants.
   struct Columns {
     ColumnOperand first, second;
     SummedColumns first_summed, second_summed;

@@ -1,5 +1,5 @@
-// A consumer of the kernel for dQ where dS was stored: 64 queries, whose sum over all keys stays in its registers. Both
-// operands come from shared memory, and a step is one product.
+// A consumer of the dQ kernel that reads stored dS: 64 queries, whose dQ stays in its registers over all keys. Both
+// operands come from shared memory, and a step is one matrix product.
 #pragma once
 
 #include "attn/wgmma/backward/consumer.cuh"

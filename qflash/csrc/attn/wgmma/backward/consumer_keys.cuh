@@ -1,12 +1,12 @@
-// A consumer of the kernel for dK and dV: 64 keys, whose sums over all queries of their group stay in its registers.
+// A consumer of the dK and dV kernel: 64 keys, whose dK and dV stay in its registers over all queries of their group.
 //
-// Tile n of queries, on the tensor cores and beside them:
+// Tile n of queries, on the tensor cores and in this warpgroup:
 //
 //   tensor cores   | dK(n-1) | S^T = K Q^T | dP^T = V dO^T | the other consumer's  | dV(n) | dK(n) | S^T(n+1) | dP^T ..
-//   this warpgroup | wait; release n-1     | P = exp       | dS = P dP, round      | its turn: starts these four ...
+//   this warpgroup | wait; release n-1     | P = exp       | dS = P dP, round      | its turn: issues these four ...
 //
-// What it starts at its turn runs without a gap while the other computes weights. dS also goes to memory where dQ is to
-// be summed from it (store_ds.cuh).
+// The four MMAs issued in one turn run back to back while the other consumer computes weights. dS is also written to
+// memory if dQ is computed from it (store_ds.cuh).
 #pragma once
 
 #include "attn/wgmma/backward/consumer.cuh"
@@ -33,7 +33,7 @@ struct KeyConsumer : ConsumerBase<Config> {
   const DsMemory& ds;
   const Weights<Config> weights;
   typename Base::Scores S, dP;     // [key][query], transposed: S becomes P
-  typename Base::Fragments P, dS;  // rounded, as A of the sums
+  typename Base::Fragments P, dS;  // rounded, as A of the gradient MMAs
   typename Base::Outputs dK, dV;
 
   __device__ __forceinline__ KeyConsumer(const QfAttnBwdParams& problem, const DsMemory& memory,
@@ -81,13 +81,13 @@ struct KeyConsumer : ConsumerBase<Config> {
 #pragma unroll 1
       for (; column0 < end; column0 += Config::kBlockN) step(work, head, column0, is_whole(column0));
       this->let_other_issue();
-      if (head == 1) this->release_rows();  // S and dP of the last tile are done with
+      if (head == 1) this->release_rows();  // S and dP of the last tile are complete
       finish_sums();
       this->template skip<true>(warp_uniform(work.tiles - own.end));
     }
   }
 
-  // heads_left: of the group, this one among them.
+  // heads_left: remaining query heads of the group, including this one.
   __device__ __forceinline__ void step(const Work& work, int heads_left, int column0, bool whole) {
     const auto [q, dout, q_summed, dout_summed] = this->columns();
     const int statistics = at.stage() * Config::kBlockN + lane_index() % 4 * 2;
@@ -95,9 +95,9 @@ struct KeyConsumer : ConsumerBase<Config> {
 
     this->wait_columns();
     if constexpr (kWide) {
-      finish_sums();  // of tile n - 1: its fragments make room for S and dP
+      finish_sums();  // of tile n - 1: its fragments free registers for S and dP
     } else {
-      wgmma_wait<1>();  // dV(n - 1): its P needs no registers any more
+      wgmma_wait<1>();  // dV(n - 1): the registers of its P are free
       hold(dV[0]);
     }
     this->start_scores(S, this->first_rows, q);  // S^T(n) = K Q^T

@@ -1,6 +1,6 @@
-// A consumer of the kernel for dQ: 64 queries, whose sum over all keys stays in its registers.
+// A consumer of the dQ kernel: 64 queries, whose dQ stays in its registers over all keys.
 //
-// Tile n of keys, on the tensor cores and beside them:
+// Tile n of keys, on the tensor cores and in this warpgroup:
 //
 //   tensor cores   | dQ(n-1)  S = Q K^T, dP = dO V^T     | the other consumer's           | dQ += dS K   | S(n+1) ...
 //   this warpgroup | release n-1, wait S | P = exp, wait | dS = P (dP - delta), round     |
@@ -28,7 +28,7 @@ struct QueryConsumer : ConsumerBase<Config> {
   const Weights<Config> weights;
   RowStatistics of;
   typename Base::Scores S, dP;  // S becomes P
-  typename Base::Fragments dS;  // rounded, as A of the sum
+  typename Base::Fragments dS;  // rounded, as A of the dQ MMA
   typename Base::Outputs dQ;
 
   __device__ __forceinline__ QueryConsumer(const QfAttnBwdParams& problem, const SharedMemory<Config>& shared)
@@ -74,7 +74,7 @@ struct QueryConsumer : ConsumerBase<Config> {
 #pragma unroll 1
     for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, column0, is_whole(column0));
     this->let_other_issue();
-    this->release_rows();  // S and dP of the last tile are done with
+    this->release_rows();  // S and dP of the last tile are complete
     wgmma_wait<0>();
     hold(dQ[0]);
     this->release_held();
@@ -96,7 +96,7 @@ struct QueryConsumer : ConsumerBase<Config> {
     weights.take(S, of);
     wgmma_wait<0>();  // dP
     hold(dP);
-    typename Base::Fragments P;  // of no use here
+    typename Base::Fragments P;  // unused here
     weights.finish(S, dP, P, dS, of, work, column0, whole);
     this->wait_to_issue();
     this->start_sums(dQ, dS, k_summed);  // dQ += dS K

@@ -1,10 +1,10 @@
-// The consumers of the kernel for dK and dV where a warpgroup has not registers enough for both (head_dim above 128):
-// both have the same 64 keys. Consumer 0 has S, P and dV, consumer 1 has dP, dS and dK, each two of the four products.
-// P passes from one to the other through shared memory, rounded, in the order of registers: each thread reads what its
-// twin wrote. It is double buffered (`exchange`), so that neither waits for the other step by step.
+// The consumers of the dK and dV kernel when one warpgroup lacks the registers for both (head_dim above 128): both have
+// the same 64 keys. Consumer 0 computes S, P and dV, consumer 1 dP, dS and dK: two of the four MMAs each. P passes from
+// one to the other through shared memory, rounded and in register order: each thread reads what the same thread of the
+// other consumer wrote. It is double buffered (`exchange`), so that neither consumer waits for the other in every step.
 //
-//   consumer 0   | S^T = K Q^T, wait   | P = exp, round, leave P | dV += P^T dO ...
-//   consumer 1   | dP^T = V dO^T, take P, wait   | dS = P (dP - delta), round | dK += dS^T Q ...
+//   consumer 0   | S^T = K Q^T, wait   | P = exp, round, write P | dV += P^T dO ...
+//   consumer 1   | dP^T = V dO^T, read P, wait   | dS = P (dP - delta), round | dK += dS^T Q ...
 #pragma once
 
 #include "attn/wgmma/backward/consumer.cuh"
@@ -44,7 +44,7 @@ struct SplitConsumer : ConsumerBase<Config> {
     for (;;) {
       const Work& work = this->wait_work();
       if (work.tiles < 0) return;
-      if (work.unserved) {  // all consumers together, and so what rows get that meet nothing
+      if (work.unserved) {  // by all consumers together, as are the zeros of rows that see nothing
         fill_unserved(p, params.dk, work, row_tiles);
         fill_unserved(p, params.dv, work, row_tiles);
       }
@@ -76,13 +76,13 @@ struct SplitConsumer : ConsumerBase<Config> {
       int column0 = work.columns.begin + first * Config::kBlockN;
 #pragma unroll 1
       for (int n = first; n < end; ++n, column0 += Config::kBlockN) step(work, head, column0, is_whole(column0));
-      if (head == 1) this->release_rows();  // the last tile's S, or dP, is done with
+      if (head == 1) this->release_rows();  // S, or dP, of the last tile is complete
       finish_sums();
       this->skip(tiles - end);
     }
   }
 
-  // heads_left: of the group, this one among them.
+  // heads_left: remaining query heads of the group, including this one.
   __device__ __forceinline__ void step(const Work& work, int heads_left, int column0, bool whole) {
     const auto columns = this->columns();
     const auto scored = kValues ? columns.first : columns.second;
@@ -121,7 +121,7 @@ struct SplitConsumer : ConsumerBase<Config> {
     this->release_held();
   }
 
-  // This thread's words of the exchange's stage; its twin's are the same.
+  // This thread's words of the exchange stage; those of its twin in the other consumer are the same.
   __device__ __forceinline__ Word4* own_words() const {
     return s.exchange + exchange_at.stage() * Config::kExchangeBytes / 16 + warp_row() % kWarpgroupRows / 16 * 32 * 4 +
            lane_index();
@@ -132,7 +132,7 @@ struct SplitConsumer : ConsumerBase<Config> {
 #pragma unroll
     for (int i = 0; i < Config::kColumnSteps; ++i)
       s_own[32 * i] = Word4{{words[i][0], words[i][1], words[i][2], words[i][3]}};
-    exchange_at.fill(*s.exchange_ring);  // each lane for its own
+    exchange_at.fill(*s.exchange_ring);  // each lane arrives for what it wrote
     exchange_at.advance();
   }
   __device__ __forceinline__ void take(typename Base::Fragments& words) {

@@ -1,12 +1,13 @@
-// Two warps, the inspectors, see to what comes with a tile of columns and not by TMA.
+// Two warps, the inspectors, prepare what a tile of columns needs in addition to the TMA loads.
 //
-// Where keys stay, they write lse and delta of the tile's queries to shared memory: consumers have queries as columns,
-// of which a lane has too many to load by itself. A query that does not exist, or sees nothing, gets weights of zero.
+// If keys are stationary, they write lse and delta of the tile's queries to shared memory: queries are columns of the
+// consumers' accumulators, and a lane has too many of them to load by itself. A query that does not exist, or sees
+// nothing, gets weights of zero.
 //
-// In tiles that some row of the block does not meet whole, weights of zero meet columns that the row must not see, and
-// 0 times NaN is NaN. So NaN and infinity in operands of the sums make place for numbers there, and tokens past the end
-// of the sequence, which are a neighbour's, for zeros. Rows that do see such a token get it back at the end
-// (nonfinite.cuh).
+// In tiles that some row of the block does not see completely, weights of zero are multiplied with columns that the row
+// must not see, and 0 times NaN is NaN. So NaN and infinity in operands of the gradient MMAs are replaced with finite
+// numbers there, and tokens past the end of the sequence, which belong to a neighbour, with zeros. Rows that do see
+// such a token get it back in the epilogue (nonfinite.cuh).
 #pragma once
 
 #include "attn/backward/delta.cuh"
@@ -18,12 +19,12 @@ namespace qf {
 namespace wgmma {
 namespace backward {
 
-// One token of a tile of columns, by one thread.
+// One token of a tile of columns, handled by one thread.
 template <class Config>
 struct Token {
   using Tile = typename Config::ColumnTile;
   char* s_token;  // in the first panel
-  int rotation;   // neighbouring threads begin at different chunks, and so in different banks
+  int rotation;   // neighbouring threads start at different chunks, and so in different banks
 
   __device__ __forceinline__ Token(char* s_tile, int token)
       : s_token(s_tile + token * Tile::kRowBytes), rotation(token % Tile::kChunks) {}
@@ -42,7 +43,7 @@ struct Token {
     }
     return found;
   }
-  // Zeros for NaN, the largest numbers for infinities: where these are a softcap's arguments, it ends where it would.
+  // Zeros for NaN, the largest finite numbers for infinities: a softcap then saturates as it would for the original.
   __device__ __forceinline__ void tame() const {
     using Element = typename Config::Element;
     constexpr uint16_t kInfinity = uint16_t(Exponent<Element>::kBits);
@@ -60,7 +61,7 @@ struct Token {
 #pragma unroll 1
     for (int i = 0; i < Tile::kCount * Tile::kChunks; ++i) chunk(i) = make_uint4(0, 0, 0, 0);
   }
-  // Of a token that exists only numbers are left; whether there were others is returned.
+  // Makes a token that exists finite, and returns whether it was nonfinite; clears one that does not.
   __device__ __forceinline__ bool make_finite(bool exists) const {
     if (!exists) {
       clear();
@@ -72,14 +73,14 @@ struct Token {
   }
 };
 
-// Derived afresh where it is used: registers are scarce.
+// Recomputed at each use to save registers.
 template <class Config>
 __device__ __forceinline__ int inspector_thread() {
   return fresh_tid() - (kWarpgroupThreads - Config::kInspectorThreads);
 }
 
-// Takes away what must not reach rows that do not see it, in a tile whose column0 is given, and notes where that was a
-// token that some row may see. Operands of sums: Q and dO of dK and dV, K of dQ.
+// In a tile that begins at column0, removes what must not reach rows that do not see it, and records if that was a
+// token that some row may see. Operands of the gradient MMAs: Q and dO for dK and dV, K for dQ.
 template <class Config>
 __device__ __forceinline__ void clear_columns(WorkTile<Config>& work, const SharedMemory<Config>& s, int stage,
                                               int column0) {
@@ -90,11 +91,11 @@ __device__ __forceinline__ void clear_columns(WorkTile<Config>& work, const Shar
     if constexpr (Config::kKeysStay) {
       if (Token<Config>(s.second_columns + stage * Config::ColumnTile::kBytes, i).make_finite(exists)) {
         work.cleared = 1;
-        s.minus_delta[stage * Config::kBlockN + i] = nan();  // dP is as little a number as dO
+        s.minus_delta[stage * Config::kBlockN + i] = nan();  // dO is nonfinite, and so is dP
       }
     }
   }
-  fence_proxy_async();  // the zeros, to wgmma
+  fence_proxy_async();  // makes the zeros visible to wgmma
 }
 
 // Of one query.

@@ -1,4 +1,4 @@
-// NaN and infinity of columns that inspectors cleared (inspect.cuh), for the rows that do see them.
+// Restores NaN and infinity of columns that the inspectors cleared (inspect.cuh), in the rows that do see them.
 #pragma once
 
 #include "attn/rope.cuh"
@@ -9,7 +9,7 @@ namespace qf {
 namespace wgmma {
 namespace backward {
 
-// add(head, i, row) for every row of this warp and every column i of a head that it meets, in tiles that were
+// Calls add(head, i, row) for every row of this warp and every column i of a head that it sees, in tiles that were
 // inspected.
 template <class Config, class Add>
 __device__ inline void for_each_cleared(const WorkTile<Config>& work, Add add) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void add_to(Element& to, float x) {
 
 __device__ __forceinline__ bool is_nonfinite(float x) { return !(x * 0.0f == 0.0f); }
 
-// Is channel d of a row, rotated as it is multiplied, NaN or infinity?
+// Is channel d of a row, rotated as the MMA reads it, NaN or infinity?
 template <class Element>
 __device__ __forceinline__ bool rotated_nonfinite(const QfRope& rope, const Element* g_row, int d) {
   bool found = is_nonfinite(to_float(g_row[d]));
@@ -44,9 +44,9 @@ __device__ __forceinline__ bool rotated_nonfinite(const QfRope& rope, const Elem
   return found;
 }
 
-// What a query of NaN or infinity gives keys that see it. A weight is never zero, so what dO adds to dV is dO itself;
-// dK gets dS Q, which is NaN wherever Q is no number: S is none, or beyond the softcap where dS is 0.
-// kKeys, kValues: to dK, to dV.
+// What a query with NaN or infinity contributes to keys that see it. A weight is never zero, so dV gets dO itself; dK
+// gets dS Q, which is NaN wherever Q is nonfinite: either S is NaN, or it is past the softcap where dS is 0.
+// kKeys, kValues: adds to dK, to dV.
 template <class Config, bool kKeys = true, bool kValues = true>
 __device__ inline void add_nonfinite_queries(const QfAttnBwdParams& params, const WorkTile<Config>& work) {
   using Element = typename Config::Element;
@@ -54,7 +54,7 @@ __device__ inline void add_nonfinite_queries(const QfAttnBwdParams& params, cons
   const auto column = [&](const QfTensor& x, int head, int i) {
     return HeadRows<Element>(x, work.b, work.seq.q0, head, 0, 0, false).row(i);
   };
-  __syncwarp();  // other lanes change what this one stored
+  __syncwarp();  // other lanes modify what this one stored
   for_each_cleared(work, [&](int head, int i, int row) {
     for (int d = lane_index(); d < p.head_dim; d += 32) {
       const float dout = to_float(column(params.dout, head, i)[d]);
@@ -65,12 +65,12 @@ __device__ inline void add_nonfinite_queries(const QfAttnBwdParams& params, cons
   });
 }
 
-// Likewise dQ, which gets dS K.
+// The same for dQ, which gets dS K.
 template <class Config>
 __device__ inline void add_nonfinite_keys(const QfAttnBwdParams& params, const WorkTile<Config>& work) {
   using Element = typename Config::Element;
   const QfAttnParams& p = params.fwd;
-  __syncwarp();  // other lanes change what this one stored
+  __syncwarp();  // other lanes modify what this one stored
   for_each_cleared(work, [&](int head, int i, int row) {
     const Element* const g_key = HeadRows<Element>(p.kv.k, work.b, work.seq.k0, head, 0, 0, false).row(i);
     for (int d = lane_index(); d < p.head_dim; d += 32)

@@ -1,4 +1,4 @@
-// Two threads that bring work to the others: one describes the work tiles, one copies their rows and columns.
+// The two producer threads: one describes the work tiles, one issues the TMA loads of their rows and columns.
 #pragma once
 
 #include <cuda.h>
@@ -14,7 +14,7 @@ struct TensorMaps {
   CUtensorMap first_rows, second_rows, first_columns, second_columns;
 };
 
-// Looks the counter of work tiles up each time it takes one: the address would take registers meanwhile.
+// Looks up the counter of work tiles each time it takes one: its address would occupy registers in between.
 struct OneOfFewRegisters : OneThread {
   static constexpr bool kKeepsAddress = false;
 };
@@ -32,7 +32,7 @@ __device__ __forceinline__ void describe_work(const QfAttnParams& p, const TileS
     at.wait_empty(*s.work_ring);
     WorkTile<Config>* const work = &s.work[at.stage()];
     work->fill(p, schedule.tile(index), schedule.rows, ds, *s.faults);
-    // From memory: there are not registers enough to remember all of it.
+    // Reads the description back from memory: there are not enough registers to hold all of it.
     reinterpret_cast<WorkTile<Config>*>(opaque_shared(reinterpret_cast<char*>(work)))->complete();
     at.fill(*s.work_ring);
     at.advance();
@@ -43,7 +43,7 @@ __device__ __forceinline__ void describe_work(const QfAttnParams& p, const TileS
   at.fill(*s.work_ring);
 }
 
-// The first and the second operand of some tokens into the next empty stage; it is full when all bytes have arrived.
+// Loads both operands of some tokens into the next empty stage, which is full once all bytes have arrived.
 template <class Tile, int kStages>
 __device__ __forceinline__ void load_pair(RingPosition<kStages>& at, Ring<kStages>& ring, char* s_first, char* s_second,
                                           const CUtensorMap& first, const CUtensorMap& second, int row, int head,
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_pair(RingPosition<kStages>& at, Ring<kStage
   at.advance();
 }
 
-// Tile n of keys, and the tiles of dS of the consumers whose queries see some of it; the others' were never written.
+// Loads tile n of keys, and the dS tiles of the consumers whose queries see some of it; the others were never written.
 template <class Config>
 __device__ __forceinline__ void load_keys_and_ds(RingPosition<Config::kStages>& at, const SharedMemory<Config>& s,
                                                  const CUtensorMap& keys, const DsMemory& ds,
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_keys_and_ds(RingPosition<Config::kStages>& 
   at.advance();
 }
 
-// As far ahead as there are empty stages.
+// Runs ahead as far as there are empty stages.
 template <class Config>
 __device__ __forceinline__ void produce(const QfAttnParams& p, const TileSchedule& schedule, const TensorMaps& maps,
                                         const DsMemory& ds, const SharedMemory<Config>& s) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void produce(const QfAttnParams& p, const TileSchedul
     const WorkTile<Config>& work = s.work[work_at.stage()];
     const int tiles = work.tiles;
     if (tiles < 0) return;
-    // The later the next work tile is taken, the better for balance; but not so late that somebody waits for it.
+    // Taking the next work tile late balances the load better, but no thread should have to wait for it.
     constexpr int kAhead = 3;  // tiles of columns
     const auto let_take = [&] {
       if (schedule.dynamic) mbarrier_arrive(s.next_tile);

@@ -1,8 +1,8 @@
-// Gradients of rotated queries and keys become gradients of the queries and keys that came: pairs of channels of the
-// accumulators rotate back, in float32 and before they are rounded. Forward, (a, b) became (a c - b s, b c + a s).
+// Turns gradients of rotated queries and keys into gradients of the original ones: pairs of channels in the
+// accumulators are rotated back, in float32 and before rounding. Forward maps (a, b) to (a c - b s, b c + a s).
 //
-// Interleaved pairs are a lane's neighbours. Of pairs half a rotation apart a lane has both where all channels rotate;
-// else they meet in shared memory, two rows of a warp at a time.
+// Interleaved pairs are adjacent in a lane. A lane also has both channels of half-split pairs if all channels rotate;
+// otherwise pairs are exchanged through shared memory, two rows of a warp at a time.
 #pragma once
 
 #include "attn/rope.cuh"
@@ -15,7 +15,7 @@ namespace qf {
 namespace wgmma {
 namespace backward {
 
-// Of one row: where its cosines and sines are.
+// The cosines and sines of one row.
 struct RowAngles {
   const QfRope& rope;
   int64_t at;  // -1: outside the tables
@@ -28,7 +28,7 @@ struct RowAngles {
     if (rotation.row >= 0) at = int64_t(rotation.row) * (rope.rotary_dim / 2);
     sign = rotation.sign;
   }
-  // a and b are the pair's.
+  // a and b: the two channels of a pair.
   __device__ __forceinline__ void rotate_back(int pair, float& a, float& b) const {
     if (!rotates) return;
     const float c = at >= 0 ? rope.cos[at + pair] : nan(), s = at >= 0 ? rope.sin[at + pair] * sign : nan();
@@ -38,7 +38,7 @@ struct RowAngles {
   }
 };
 
-// Of the lane's row h.
+// For the lane's row h.
 template <class Config>
 __device__ __forceinline__ RowAngles angles_of(const QfRope& rope, const WorkTile<Config>& work, int h) {
   const int own = own_row<Config>(lane_index() / 4 + 8 * h), i = work.row0 + own;
@@ -51,7 +51,7 @@ __device__ __forceinline__ RowAngles angles_of(const QfRope& rope, const WorkTil
                    true);
 }
 
-// s_scratch: the warp's, 2 kHeadDim floats.
+// s_scratch: 2 kHeadDim floats of this warp.
 template <class Config>
 __device__ __forceinline__ void rotate_back(const QfRope& rope, const WorkTile<Config>& work,
                                             float (&O)[Config::kOTiles][4], float* s_scratch) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void rotate_back(const QfRope& rope, const WorkTile<C
 #pragma unroll
         for (int j = 0; j < kOTiles; ++j) {
           if (8 * j + first < rope.rotary_dim) angles.rotate_back((8 * j + first) / 2, O[j][2 * h], O[j][2 * h + 1]);
-          if (never(half)) return;  // not all of the tables in registers at once
+          if (never(half)) return;  // keeps the compiler from loading all of the tables at once
         }
       } else {
 #pragma unroll
@@ -88,7 +88,7 @@ __device__ __forceinline__ void rotate_back(const QfRope& rope, const WorkTile<C
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         if (own) s_scratch[e / 2 * Config::kHeadDim + 8 * j + first + e % 2] = O[j][e];
-    __syncwarp();  // the rows are there
+    __syncwarp();  // the rows have been written
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       RowAngles angles = angles_of(rope, work, h);
@@ -108,7 +108,7 @@ __device__ __forceinline__ void rotate_back(const QfRope& rope, const WorkTile<C
         if (never(half)) return;
       }
     }
-    __syncwarp();  // everybody has read them
+    __syncwarp();  // all lanes have read them
   }
 }
 

@@ -1,4 +1,4 @@
-// Where things are in a block's shared memory, and every barrier of the block.
+// Layout of a block's shared memory, and every barrier of the block.
 //
 //   ring      filled by                          waited for by                     released by
 //   work      describe_work                      producer, inspectors, consumers   the same
@@ -6,8 +6,8 @@
 //   columns   producer (TMA), then inspectors    inspectors, consumers             consumers
 //   exchange  consumer 0 (kSplits)               consumer 1                        consumer 1
 //
-//   inspected  inspectors arrive at a stage's once its statistics are there and, where some row does not meet the whole
-//              tile, nothing that zero weights would not blank out; consumers wait for both it and `full`
+//   inspected  inspectors arrive once a stage has its statistics and, if some row does not see all of the tile, nothing
+//              that zero weights would not cancel; consumers wait for both it and `full`
 //   next_tile  producer arrives; describe_work waits, before it takes the next work tile
 #pragma once
 
@@ -30,9 +30,9 @@ struct SharedMemory {
                     Config::kBarrierBytes,
                 "");
 
-  char *first_rows, *second_rows;        // a tile each
+  char *first_rows, *second_rows;        // one tile each
   char *first_columns, *second_columns;  // kStages tiles each; kFromDs: second are tiles of dS
-  // Where keys stay: of the queries of each stage, [kStages][kBlockN].
+  // If keys are stationary: statistics of the queries of each stage, [kStages][kBlockN].
   float *minus_lse, *minus_delta;
   float* scratch;   // 2 kHeadDim for each warp of consumers
   Word4* exchange;  // kSplits: kExchanges tiles of P
@@ -64,8 +64,8 @@ struct SharedMemory {
     work = reinterpret_cast<Work*>(next_tile + 1);
     faults = reinterpret_cast<PackedFaults*>(work + kWorkTiles);
   }
-  // One thread. Arrivals are counted in warps, but for inspectors, the exchange of P, and the two threads that
-  // describe and copy.
+  // Called by one thread. Arrivals are counted in warps, except those of inspectors, of the exchange of P, and of the
+  // two producer threads.
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kConsumerWarps = Config::kConsumers * 4, kInspectorWarps = Config::kInspectorThreads / 32;
     row_ring->init(kConsumerWarps, "rows full", "rows empty");
@@ -73,12 +73,12 @@ struct SharedMemory {
     column_ring->init(kConsumerWarps, "columns full", "columns empty");
     work_ring->init(kConsumerWarps + 1 + kInspectorWarps, "work full", "work empty");
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&inspected[i], Config::kInspectorThreads);  // each for what it wrote
+      mbarrier_init(&inspected[i], Config::kInspectorThreads);  // each thread arrives for what it wrote
       name_barrier(&inspected[i], "columns inspected", i);
     }
     mbarrier_init(next_tile, 1);
     name_barrier(next_tile, "next tile", 0);
-    fence_mbarrier_init();  // the barriers, to the copy engine
+    fence_mbarrier_init();  // makes the barriers visible to TMA
   }
 };
 

@@ -1,5 +1,5 @@
-// Rows of dK, dV or dQ to global memory: of the accumulators of a warp, zeros for rows that nobody meets, and what rows
-// get that no good sequence has.
+// Stores rows of dK, dV or dQ to global memory: a warp's accumulators, zeros for rows that see nothing, and what is
+// written to rows that belong to no valid sequence.
 #pragma once
 
 #include "attn/wgmma/backward/work_tile.cuh"
@@ -20,7 +20,7 @@ __device__ __forceinline__ typename Config::Element* row_of(const QfTensor& x, c
          (work.first_row() + row) * x.stride_t;
 }
 
-// The warp's rows of x: O times factor, or zeros where a row takes no part.
+// Stores the warp's rows of x: O times factor, or zeros for rows that take no part.
 template <class Config>
 __device__ __forceinline__ void store_outputs(const QfTensor& x, const WorkTile<Config>& work,
                                               float (&O)[1][Config::kOTiles][4], float factor, bool aligned,
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_outputs(const QfTensor& x, const WorkTile<
   store_rows<Config>(O, row_at, head_dim, aligned, lane);
 }
 
-// Rows of x that meet nothing.
+// Zeros rows of x that see nothing.
 template <class Config>
 __device__ inline void store_zeros(const QfTensor& x, const WorkTile<Config>& work, int head_dim) {
   using By = AllConsumers<Config>;
@@ -51,9 +51,9 @@ __device__ inline void store_zeros(const QfTensor& x, const WorkTile<Config>& wo
   }
 }
 
-// Rows of x that no good sequence writes, this work tile's share of its head's: NaN in those of a sequence whose
-// description is out of range, and in all where offsets fall. Packed rows outside every sequence: a query has no keys
-// to be attended to, and gets NaN; a key has nobody who sees it, and gets zeros.
+// Fills rows of x that no valid sequence writes, this work tile's share of its head: NaN in the rows of a sequence
+// whose description is out of range, and in all rows if offsets decrease. Packed rows outside every sequence: a query
+// there attends to no keys, and gets NaN; a key there is seen by no query, and gets zeros.
 template <class Config>
 __device__ inline void fill_unserved(const QfAttnParams& p, const QfTensor& x, const WorkTile<Config>& work,
                                      int row_tiles) {

@@ -1,6 +1,6 @@
-// dS of a consumer's 64 keys and a tile of 64 queries to the workspace (attn/backward/ds_tiles.h), as it stands in
-// registers: the fragments of A that dK is summed with. No lane needs another's words, and nothing passes through
-// shared memory: two lanes fill a sector of 32 bytes, four a half of a key's row.
+// Writes dS of a consumer's 64 keys and a tile of 64 queries to the workspace (attn/backward/ds_tiles.h), straight from
+// registers: the A fragments of the dK MMA. No words are exchanged between lanes or through shared memory: two lanes
+// fill a sector of 32 bytes, four lanes half of a key's row.
 #pragma once
 
 #include "attn/wgmma/backward/work_tile.cuh"
@@ -10,7 +10,7 @@ namespace qf {
 namespace wgmma {
 namespace backward {
 
-// heads_left: query heads of the group that are not done, this one among them. dS: [key][query], rounded.
+// heads_left: query heads of the group that are not done, including this one. dS: [key][query], rounded.
 template <class Config>
 __device__ __forceinline__ void store_ds(const DsMemory& ds, const WorkTile<Config>& work, int heads_left, int column0,
                                          const uint32_t (&dS)[Config::kColumnSteps][4]) {

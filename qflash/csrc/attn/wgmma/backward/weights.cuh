@@ -1,8 +1,9 @@
 // From S and dP to P and dS, in the accumulators of one warpgroup: P = 2^(c S - lse'), dS = P (dP - delta). No barrier
-// is waited for here (consumer_keys.cuh and consumer_queries.cuh do). Where queries are columns, dP's product adds to
-// -delta, and what it leaves is dP - delta: 32 additions less, and no load between the product and its use.
+// is waited for here (consumer_keys.cuh and consumer_queries.cuh do that). If queries are columns, the accumulators of
+// dP are initialised to -delta, so that the MMA yields dP - delta: 32 additions less, and no load between the MMA and
+// its use.
 //
-// A lane has two rows, g and g + 8, and columns 8 j + 2 t and the next (ptx/wgmma.cuh).
+// A lane has two rows, g and g + 8, and columns 8 j + 2 t and 8 j + 2 t + 1 (ptx/wgmma.cuh).
 #pragma once
 
 #include "attn/wgmma/backward/shared_memory.cuh"
@@ -15,9 +16,9 @@ namespace qf {
 namespace wgmma {
 namespace backward {
 
-// lse' = lse log2(e) less the shift, negated, and delta: of the lane's rows, where these are queries, ...
+// -lse', where lse' = lse log2(e) - shift, and delta: of the lane's rows, if these are queries, ...
 struct RowStatistics {
-  static constexpr bool kPreset = false;  // dP, to -delta
+  static constexpr bool kPreset = false;  // is dP initialised to -delta?
   float minus_lse_of[2], delta_of[2];
 
   struct Pair {
@@ -27,7 +28,7 @@ struct RowStatistics {
   __device__ __forceinline__ Pair minus_lse(int) const { return {{minus_lse_of[0], minus_lse_of[1]}}; }
   __device__ __forceinline__ Pair delta(int) const { return {{delta_of[0], delta_of[1]}}; }
 };
-// ... or of its columns, from shared memory: -lse' is fetched before S is waited for.
+// ... or of its columns, from shared memory: -lse' is loaded before the wait for S.
 template <int kNTiles>
 struct ColumnStatistics {
   static constexpr bool kPreset = true;
@@ -56,7 +57,7 @@ struct ColumnStatistics {
   __device__ __forceinline__ Pair delta(int) const { return {}; }
 };
 
-// Which columns the lane's rows meet, of a tile that begins at column0, counted from the lane's first column.
+// Which columns of a tile that begins at column0 the lane's rows see, counted from the lane's first column.
 struct MetColumns {
   KeyRange of[2];
 
@@ -67,12 +68,12 @@ struct MetColumns {
     for (int h = 0; h < 2; ++h) {
       of[h].begin = work.window.begin + row + 8 * h - column;
       of[h].end = min(work.window.end + row + 8 * h, work.mask.len_k) - column;
-      // Keys that do not exist may be anything, and dS of theirs is multiplied with zeros: it must be a number.
+      // Rows of keys that do not exist may hold anything, and their dS is multiplied with zeros: it must be finite.
       if (Config::kStoresDs && row + 8 * h >= work.live) of[h] = {0, 0};
     }
   }
   __device__ __forceinline__ bool has(int h, int column) const { return column >= of[h].begin && column < of[h].end; }
-  // Zeros for what rows do not meet.
+  // Zeros what rows do not see.
   template <int kNTiles>
   __device__ __forceinline__ void keep(float (&x)[kNTiles][4]) const {
 #pragma unroll
@@ -83,7 +84,7 @@ struct MetColumns {
   }
 };
 
-// 1 - tanh(y)^2, which would cancel where tanh(y) is close to 1.
+// 1 - tanh(y)^2, computed without the cancellation where tanh(y) is close to 1.
 __device__ __forceinline__ float tanh_slope(float y, float tanh) {
   const float shrunk = ex2(-2.0f * kLog2e * fabsf(y)), sum = 1.0f + shrunk;
   return fabsf(y) > 1.0f ? 4.0f * shrunk * rcp(sum * sum) : fmaf(-tanh, tanh, 1.0f);
@@ -92,14 +93,14 @@ __device__ __forceinline__ float tanh_slope(float y, float tanh) {
 template <class Config>
 struct Weights {
   static constexpr int kNTiles = Config::kNTiles;
-  using Fragments = uint32_t[Config::kColumnSteps][4];  // of A, 16 bits an element
+  using Fragments = uint32_t[Config::kColumnSteps][4];  // of A, 16 bits per element
   using Sums = float[kNTiles][4];
 
   const float scale, softcap;
 
   __device__ __forceinline__ explicit Weights(const QfAttnParams& p) : scale(p.scale), softcap(p.softcap) {}
 
-  // S becomes P, but where there is a softcap: finish() takes weights then. What no row is to see is P, too.
+  // S becomes P, except with a softcap: finish() computes P then. Masking is left to finish(), too.
   template <class Statistics>
   __device__ __forceinline__ void take(Sums& S, const Statistics& of) const {
     if (caps()) return;
@@ -113,10 +114,10 @@ struct Weights {
     uint32_t bits[4 * kNTiles];
 #pragma unroll
     for (int i = 0; i < 4 * kNTiles; ++i) bits[i] = float_to_bits(S[i / 4][i % 4]);
-    compute_before(bits);  // ptxas would put the exponentials after the wait for dP
+    compute_before(bits);  // ptxas would move the exponentials after the wait for dP
   }
-  // P and dS rounded, of P (where there is a softcap: of S) and dP, zeros for what rows do not meet. ptxas wants all
-  // products done before somebody writes fragments of A, so both are rounded here.
+  // P and dS, rounded, from P (with a softcap: from S) and dP, with zeros for what rows do not see. ptxas requires all
+  // MMAs to be complete before fragments of A are written, so both are rounded here.
   template <class Statistics>
   __device__ __forceinline__ void finish(Sums& S, Sums& dP, Fragments& P, Fragments& dS, const Statistics& of,
                                          const WorkTile<Config>& work, int column0, bool whole) const {
@@ -133,7 +134,7 @@ struct Weights {
     round(dP, dS);
   }
 
-  // For a consumer that has S and no dP: P rounded, zeros for what rows do not meet, and P times the slope of the
+  // For a consumer that has S but not dP: P, rounded, with zeros for what rows do not see, and P times the slope of the
   // softcap.
   template <class Statistics>
   __device__ __forceinline__ void take_alone(Sums& S, Fragments& P, Fragments& sloped, const Statistics& of,
@@ -142,7 +143,7 @@ struct Weights {
       const float inner = scale / softcap, factor = softcap * kLog2e;
       const MetColumns met(work, column0);
 #pragma unroll
-      for (int step = 0; step < Config::kColumnSteps; ++step) {  // by 16 columns: slopes of all would take registers
+      for (int step = 0; step < Config::kColumnSteps; ++step) {  // 16 columns at a time, to save registers
         float weight[2][4];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -168,7 +169,7 @@ struct Weights {
       round(S, sloped);
     }
   }
-  // For one that has dP - delta and that P, rounded: dP becomes dS.
+  // For the consumer that has dP - delta and the rounded, sloped P: dP becomes dS.
   __device__ __forceinline__ void gradients_alone(Sums& dP, const Fragments& sloped, Fragments& dS,
                                                   const WorkTile<Config>& work, int column0, bool whole) const {
 #pragma unroll

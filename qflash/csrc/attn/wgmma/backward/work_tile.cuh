@@ -1,5 +1,5 @@
-// A work tile of the backward pass: kBlockM rows of one head of one sequence, against all columns that these rows meet.
-// One thread describes it for everybody, ahead of time and in shared memory.
+// A work tile of the backward pass: kBlockM rows of one head of one sequence, against all columns that these rows see.
+// One thread describes it for the whole block, ahead of time and in shared memory.
 #pragma once
 
 #include "attn/backward/ds_tiles.h"
@@ -13,9 +13,9 @@ namespace qf {
 namespace wgmma {
 namespace backward {
 
-// Host side: the order of the work tiles of `pairs` pairs of a sequence and a KV head. Masks and packed sequences make
-// some longer than others: scheduling is dynamic then, over sections of heads whose columns fit the L2 cache together,
-// the longest first.
+// Host side: the order of the work tiles of `pairs` (sequence, KV head) pairs. With masks and packed sequences some
+// work tiles are longer than others: scheduling is then dynamic, over sections of heads whose columns fit the L2 cache
+// together, longest first.
 template <class Config>
 inline TileSchedule schedule_of(const QfAttnParams& p, int64_t pairs) {
   constexpr int64_t kCacheBytes = 16 << 20;  // of an L2 cache of 50 MB
@@ -28,24 +28,23 @@ inline TileSchedule schedule_of(const QfAttnParams& p, int64_t pairs) {
   }
   const int64_t group = p.kv_heads ? p.q_heads / p.kv_heads : 1, heads = pairs * (kKeys ? 1 : group);
   const int64_t of_head = 2 * int64_t(kKeys ? group * p.q_len : p.k_len) * p.head_dim * 2;  // bytes of columns
-  const int64_t sharing = kKeys ? 1 : group;  // heads that meet the same columns
+  const int64_t sharing = kKeys ? 1 : group;  // heads that read the same columns
   const bool dynamic = p.window_left >= 0 || p.window_right >= 0 || p.cu_seqlens_q || total > 0;
   int64_t fit = !dynamic ? sharing : of_head > 0 ? kCacheBytes / of_head * sharing : heads;
-  // Of few work tiles the longest all come first: one that began last would keep everybody waiting.
+  // If there are few work tiles, all of the longest come first: one that started last would delay the whole grid.
   constexpr int64_t kFewTiles = 1024;
   if (dynamic && heads * row_tiles <= kFewTiles) fit = heads;
   return tile_schedule(row_tiles, heads, fit < sharing ? sharing : fit, dynamic);
 }
 
-// dS in the workspace: of the pairs of a sequence and a KV head from first_column on. g_tiles is nullptr where dS is
-// not stored.
+// dS in the workspace, for the (sequence, KV head) pairs from first_column on. g_tiles is nullptr if dS is not stored.
 struct DsMemory {
   char* g_tiles;
   DsTiles tiles;
   int first_column;
 };
 
-// Packed offsets that fall somewhere: nobody can tell any more whose rows are whose.
+// Packed offsets that decrease somewhere: which sequence owns which rows is then undefined.
 struct PackedFaults {
   bool q_falls, k_falls;
 
@@ -66,7 +65,7 @@ __device__ __forceinline__ int first_own_row() {
   return warp_row() % Config::kBlockM;
 }
 
-// Of the 16 rows that a warp holds in its accumulators: row i in the block's tile.
+// Row i of the 16 that a warp holds in its accumulators, as a row of the block's tile.
 template <class Config>
 __device__ __forceinline__ int own_row(int i) {
   const int row = first_own_row<Config>() + i;
@@ -76,22 +75,22 @@ __device__ __forceinline__ int own_row(int i) {
 template <class Config>
 struct WorkTile {
   Sequence seq;
-  Mask mask;                         // of columns, as rows see them: of keys it is that of queries, inverted
-  KeyRange columns, full;            // those that some row of the block meets, those that every one does; where dS
-                                     // is stored, rows that take no part count as well
-  KeyRange window;                   // of row0, wherever the sequence ends; a row further on it is a column further on
-  KeyRange own[Config::kConsumers];  // of the tiles of columns: which a consumer's rows meet
+  Mask mask;                         // of columns, as rows see them; if rows are keys, the mask of queries, inverted
+  KeyRange columns, full;            // columns that some row of the block sees, and those that every row sees; if dS
+                                     // is stored, rows that take no part count too
+  KeyRange window;                   // of row0, ignoring the ends of the sequence; it moves by one column per row
+  KeyRange own[Config::kConsumers];  // the range of tiles of columns that each consumer's rows see
   int b, row_tile, row_head;
-  int column_head, heads;            // the first that rows meet, and how many
-  int ds_head;                       // the first query head, counted from the first whose dS is kept
+  int column_head, heads;            // the first head that the rows see, and the number of heads
+  int ds_head;                       // the first query head, counted from the first whose dS is stored
   int ds_place[Config::kConsumers];  // of a consumer's keys, in strips of dS
   int row0;
   int live;       // rows that take part, from row0 on; keys past kv_lens do not
-  int rows;       // rows to be stored, from row0 on: those that do not take part are zeros
+  int rows;       // rows to be stored, from row0 on: those that take no part get zeros
   int tiles;      // of columns, of one head; -1: there are no more work tiles
-  bool unserved;  // there are rows that no good sequence fills
-  bool falls;     // of any sequence: nobody can tell whose rows are whose
-  int cleared;    // something was cleared of NaN and infinity (inspect.cuh)
+  bool unserved;  // there are rows that no valid sequence fills
+  bool falls;     // the offsets of some sequence decrease: row ownership is undefined
+  int cleared;    // NaN or infinity was cleared somewhere (inspect.cuh)
 
   __device__ __forceinline__ void fill(const QfAttnParams& p, TileSchedule::Tile tile, int row_tiles,
                                        const DsMemory& ds, const PackedFaults& faults) {
@@ -102,7 +101,7 @@ struct WorkTile {
     ds_head = tile.column * (kKeys ? group : 1);
     column_head = kKeys ? row_head * group : row_head / group;
     heads = kKeys ? group : 1;
-    // Causal masks leave most columns to the first keys, and to the last queries: those come first.
+    // Causal masks leave most columns to the first keys, and to the last queries: those rows come first.
     row_tile = kKeys ? row_tiles - 1 - tile.row : tile.row;
     row0 = row_tile * Config::kBlockM;
     if (kKeys && ds.g_tiles)
@@ -118,7 +117,7 @@ struct WorkTile {
     rows = seq.good ? owned - row0 : 0;
     live = seq.good ? mask.len_q - row0 : 0;
   }
-  // What follows from that.
+  // Derives the other fields.
   __device__ __forceinline__ void complete() {
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
     columns = full = {0, 0};
@@ -126,7 +125,7 @@ struct WorkTile {
     if (live > 0) {
       columns = mask.seen_by_any(row0, last);
       full = mask.seen_by_all(row0, last);
-      if (Config::kStoresDs && live < kBlockM) full = {0, 0};  // rows that take no part meet nothing
+      if (Config::kStoresDs && live < kBlockM) full = {0, 0};  // rows that take no part see nothing
     }
     if (Config::kWholeTiles) columns.begin -= columns.begin % kBlockN;
     tiles = (columns.end - columns.begin + kBlockN - 1) / kBlockN;
@@ -141,11 +140,11 @@ struct WorkTile {
     window = mask.window_at(row0, kBlockM);
     cleared = 0;
   }
-  // Does every row of the block meet every one of the columns column0 .. column0 + kBlockN - 1?
+  // Does every row of the block see all columns column0 .. column0 + kBlockN - 1?
   __device__ __forceinline__ bool whole(int column0) const {
     return column0 >= full.begin && column0 + Config::kBlockN <= full.end;
   }
-  // The first row of this tile, and the first row of columns, in the tensors that hold them.
+  // The first row of this tile, and its first column, as row indices of the tensors that hold them.
   __device__ __forceinline__ int64_t first_row() const { return (Config::kKeysStay ? seq.k0 : seq.q0) + row0; }
   __device__ __forceinline__ int64_t first_column() const {
     return (Config::kKeysStay ? seq.q0 : seq.k0) + columns.begin;

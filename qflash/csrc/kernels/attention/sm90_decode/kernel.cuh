@@ -1,20 +1,19 @@
-// sm90_decode: few query rows against many keys, at the rate that memory gives. float16 and bfloat16 in, float32 sums.
+// sm90_decode: few query rows against many keys, at memory bandwidth. float16 and bfloat16 in, float32 accumulators.
 //
-// One block of each multiprocessor takes an equal run of the tiles of all sequences (attn/decode/share.cuh), in three
-// roles:
+// One block per SM takes an equal run of the tiles of all sequences (attn/decode/share.cuh), in three roles:
 //
-//    loader   one warp              K and V tiles by TMA, as far ahead as the ring has room; of pages, a lane for each
+//    loader   one warp              K and V tiles by TMA, as far ahead as the ring has room; for pages, one lane per
 //                                   page of a tile
-//    units    three warps           what is to be known of the next unit, its q, and the place of its partial sums
+//    units    three warps           describe the next unit, load its q, and prepare the place of its partial results
 //    teams    four of two warps     tiles in turn: each warp S = Q Kt, softmax, O += P V for all rows and 32 keys of a
-//                                   tile, with its own m, l, O; warps meet only at the end of a unit (head_dim 128, up
-//                                   to 16 rows)
+//                                   tile, with its own m, l, O; warps synchronize only at the end of a unit (head_dim
+//                                   128, up to 16 rows)
 //
-// Rows are the Tq * group queries of a KV head; q stays in registers, above head_dim 128 in shared memory. Where a unit
-// is cut, blocks leave (m, l, O) in global memory, and the block that ends the unit, when its share is over, merges all
-// in the order of the keys.
+// Rows are the Tq * group queries of a KV head; q stays in registers, above head_dim 128 in shared memory. If a unit is
+// split over blocks, they write (m, l, O) to global memory, and the block that ends the unit reduces all of them in key
+// order when its share is done.
 //
-// Shared memory (head_dim 128): a ring of 4 stages of K and V, 32 KB each; 36 KB where warps bring their sums together.
+// Shared memory (head_dim 128): a ring of 4 stages of K and V, 32 KB each; 36 KB for the reduction over warps.
 // Bound: memory. See docs/kernels/decode.md.
 #pragma once
 
@@ -40,15 +39,16 @@ template <class Element, int kHeadDim, int kRowWarps, int kKind, bool kBatchInva
 struct Config : BaseOf<Element, kHeadDim, kRowWarps, kKind> {
   using Base = BaseOf<Element, kHeadDim, kRowWarps, kKind>;
   static constexpr bool kBatchInvariant = kBatchInvariant_;
-  // Whether a thread's index is read afresh, and rows are finished when outputs are gone (attend.cuh).
+  // Whether the thread index is reread at each use, and rows are finished after the outputs have left registers
+  // (attend.cuh).
   static constexpr bool kFewRegisters = kHeadDim > 128 && (Base::kKept || (kBatchInvariant && !Base::kInt8)),
                         kFinishesLater = kHeadDim > 128 && Base::kKept &&kBatchInvariant;
   static constexpr int kLoaderThreads = 128, kThreads = kLoaderThreads + Base::kConsumers;  // whole warpgroups
-  // Registers are traded where one warpgroup loads and two attend; one and one have 255 each.
+  // Registers are traded if one warpgroup loads and two attend; with one each, both have 255 registers.
   static constexpr bool kTrades = Base::kConsumers > 128;
   static constexpr int kLoaderRegisters = Base::kKept ? 128 : Base::kInt8 ? 104 : 88;
   static constexpr int kConsumerRegisters = Base::kKept ? 184 : Base::kInt8 ? 200 : 208;
-  static constexpr int kBarrierBytes = Base::kInt8Queries ? 768 : 512;  // and units
+  static constexpr int kBarrierBytes = Base::kInt8Queries ? 768 : 512;  // including the units
   static constexpr int kOtherBytes =
       kSwizzleBytes + decode::kUnitStages * Base::kQueryBytes + decode::Area<Base>::kBytes + kBarrierBytes;
   static constexpr int kStageTiles = Base::KeyTile::kBytes + Base::Tile::kBytes;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   partials.flags = flags.all();
   __syncthreads();           // the barriers are in place
-  wait_for_previous_grid();  // what it wrote may be q, K, V or their lengths
+  wait_for_previous_grid();  // it may have written q, K, V or their lengths
   if (threadIdx.x >= Config::kConsumers) {
     if constexpr (Config::kTrades) give_registers<Config::kLoaderRegisters>();
     const Share<Config> share(p, runs);  // for all four warps, so that they fetch its code once

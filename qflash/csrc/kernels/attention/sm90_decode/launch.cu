@@ -1,14 +1,14 @@
 // C entry of `sm90_decode`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM) and kind
 // of K and V (-DQF_KV_KIND: QF_KV_ARRAYS, QF_KV_KEPT, QF_KV_PAGES or QF_KV_PAGES_INT8), with batch-invariant results or
-// not (-DQF_BATCH_INVARIANT): relayout what must be of K and V in arrays (K with rope, strides that TMA cannot walk),
-// make tensor maps, attend.
+// not (-DQF_BATCH_INVARIANT): relays out what needs it of K and V in arrays (K with rope, strides that TMA cannot
+// address), makes tensor maps, attends.
 #include "attn/decode/runs.h"
 #include "attn/entry.cuh"
 #include "attn/wgmma/relayout.cuh"
 #include "kernels/attention/sm90_decode/kernel.cuh"
 
-// The pass before, for rotated keys and strides that TMA cannot walk. q needs none, nor do pages: the warp that loads q
-// rotates it and reads any strides, and keys in pages were rotated as they were written.
+// The relayout pass, for rotated keys and strides that TMA cannot address. Neither q nor pages need it: the warp that
+// loads q rotates it and reads any strides, and keys in pages were rotated when they were written.
 template <class Element>
 __global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
     qf_sm90_decode_relayout_kernel(const __grid_constant__ QfAttnParams p,
@@ -22,30 +22,30 @@ namespace {
 using namespace qf;
 using Element = ElementOf<QF_DTYPE>::Type;
 constexpr bool kKept = QF_KV_KIND == QF_KV_KEPT, kPaged = !kKept && QF_KV_KIND != QF_KV_ARRAYS;
-// Pages are taken as they are, and a quantized K is contiguous.
+// Pages are read in place, and a quantized K is contiguous.
 constexpr auto kFirstRelaid = wgmma::Which(kPaged ? wgmma::kV + 1 : kKept ? wgmma::kV : wgmma::kK);
 template <int kRowWarps>
 using Config = sm90_decode::Config<Element, QF_HEAD_DIM, kRowWarps, QF_KV_KIND, QF_BATCH_INVARIANT>;
 constexpr int kMostProcessors = 144;         // of any GPU of this architecture
-constexpr int kBlockN = Config<1>::kBlockN;  // whatever the rows
+constexpr int kBlockN = Config<1>::kBlockN;  // for any number of rows
 
-// In the workspace: flags, partial sums, copies.
+// The workspace: flags, partial results, copies.
 constexpr int64_t kFlagBytes = sizeof(unsigned) * decode::kFlagsEach;
 int64_t partial_bytes(const QfAttnParams& p) { return decode::partial_bytes<kBlockN>(p, kMostProcessors); }
 
-// K as quantize_kv left it.
+// K as written by quantize_kv.
 template <class Tile>
 int map_kept(CUtensorMap& map, const QfAttnParams& p, int box_rows, CUtensorMapL2promotion promotion) {
   if (p.k_len == 0) return cudaSuccess;  // never read
   const TensorExtents extents = wgmma::extents_of(p.kv.k, kept_width(p.head_dim), p.k_len, p.kv_heads, p.batch);
   return encode_tensor_map<Tile>(map, extents, box_rows, promotion);
 }
-// Keys that a page and a tile have whole numbers of.
+// The largest box that divides both a page and a tile of keys.
 [[maybe_unused]] int box_rows_of(int page_size, int tile) {
   while (page_size % tile != 0) tile /= 2;
   return tile;
 }
-// Pages take the place of the batch.
+// The page index takes the place of the batch.
 template <class Tile>
 int map_pages(CUtensorMap& map, const QfAttnParams& p, const QfTensor& pool, int box_rows,
               CUtensorMapL2promotion promotion) {
@@ -75,10 +75,10 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   const int64_t blocks = blocks_of(runs);
   char* const workspace = static_cast<char*>(p.workspace);
   const bool tables_aligned = rope_tables_vectorise(p.rope);
-  Borrowed borrowed{stream};  // for addresses that nobody could plan for
+  Borrowed borrowed{stream};  // for copies that become necessary once addresses are known
   TensorMaps maps{};
   using Tile = typename Config::Tile;
-  // Rows of a panel are 128 bytes. To fetch 256, as elsewhere, costs 6 % here, where nothing else is waited for.
+  // Rows of a panel are 128 bytes. A promotion to 256, as elsewhere, costs 6 % here, where memory is the only bound.
   constexpr auto promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   int box_rows = Config::kBlockN;
   if constexpr (kPaged) {  // nothing is copied
@@ -101,7 +101,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   Flags flags{};
   if (const int error = take_flags(stream, int(blocks), reinterpret_cast<unsigned*>(workspace), flags)) return error;
   const Partials parts = partials_in<kBlockN>(reinterpret_cast<float*>(workspace + kFlagBytes), p, runs);
-  // The copy engine reads K and V, which it does from whole 16 bytes on.
+  // TMA reads K and V, which are 16-byte aligned.
   const Aligned aligned = {chunks_aligned(p.q, p.head_dim, 2), true, true, chunks_aligned(p.out, p.head_dim, 2),
                            tables_aligned};
   return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p, maps,

@@ -1,7 +1,7 @@
-// sm90_fwd: attention for Hopper, float16 and bfloat16 in, float32 sums. The copy engine fills shared memory, warpgroup
-// products empty it, and nobody who multiplies ever loads.
+// sm90_fwd: attention for Hopper, float16 and bfloat16 in, float32 accumulators. TMA fills shared memory, wgmma
+// consumes it, and consumer warps issue no loads.
 //
-// One block per multiprocessor stays for the whole problem and works through work tiles, kBlockM rows of one head each
+// The kernel is persistent, with one block per SM, which processes work tiles of kBlockM rows of one head each
 // (attn/wgmma/work_tile.cuh). Roles (head_dim 128):
 //
 //   warpgroup 0   thread 0     produce: q, K and V tiles by TMA, as far ahead as there are empty stages
@@ -12,7 +12,7 @@
 //   warpgroup 2   consume: rows 64 - 127; head_dim 64 has a third consumer, with 160 registers each
 //
 // Shared memory (head_dim 128): panels of 64 channels, 128 bytes a row, swizzled by TMA (hopper/descriptor.cuh).
-//   q        2 stages of [kBlockM][kHeadDim]   64 KB   the next work tile's is there before this one's is done
+//   q        2 stages of [kBlockM][kHeadDim]   64 KB   the next work tile's q is loaded before this one is done
 //   k, v     2 stages of [kBlockN][kHeadDim]  128 KB
 //   rings    a full and an empty mbarrier for every stage of q, K, V and work tiles; two more kinds of barrier: all of
 //            them, with who arrives and who waits, in attn/wgmma/shared_memory.cuh
@@ -20,15 +20,15 @@
 // Pipeline of a consumer (attn/wgmma/consumer.cuh), for tile n of a work tile:
 //   start S(n + 1) = Q K(n + 1)t          tensor cores, asynchronous
 //   start O += P(n) V(n)                  behind it
-//   wait for S(n + 1); weights            under O's product, and under the products of the other consumer
+//   wait for S(n + 1); weights            overlap O's MMA and the MMAs of the other consumer
 //   wait for O; release V(n) and K(n + 1); round the weights into P(n + 1)
-// Weights are relative to the maxima of a row's first tile. If later scores exceed those by much, it shows in the sums
-// of the weights, and the scores are recomputed (rare_recover.cuh). At the end of a work tile S of the next one is
-// started before the outputs are divided and stored.
+// Weights are relative to the maxima of a row's first tile. If later scores exceed those by much, the sums of the
+// weights show it, and the scores are recomputed (rare_recover.cuh). At the end of a work tile, S of the next one is
+// started before the epilogue divides and stores the outputs.
 //
-// Masks, NaN in V: as fa_mma's. Rope, and strides that TMA cannot walk: a pass before (relayout.cuh).
-// Bound: the tensor cores at 2048 cycles a tile of K and V, if the consumers' own instructions (about 354 a warp and
-// tile) hide under them. See docs/kernels/sm90_fwd.md for what was predicted, tried and measured.
+// Masks, NaN in V: as in fa_mma. Rope, and strides that TMA cannot address: a pass before (relayout.cuh).
+// Bound: the tensor cores, at 2048 cycles per tile of K and V, if the consumers' own instructions (about 354 per warp
+// and tile) hide behind them. docs/kernels/sm90_fwd.md has what was predicted, tried and measured.
 #pragma once
 
 #include "attn/page_gather.cuh"
@@ -59,11 +59,11 @@ struct Kernel {
                                                float (&O)[1][Config::kOTiles][4]) {
     using QTile = typename Config::QTile;
     static_assert(!Config::kOutThroughQ || Config::kQStages > 1, "a single stage of q is released before this");
-    // A warp's products read its own 16 rows of q alone, so these are free for its outputs.
+    // A warp's MMAs read only its own 16 rows of q, so these are free for its outputs.
     char* const s_rows = s.q + q_stage * QTile::kBytes + wgmma::warp_row() * QTile::kRowBytes;
     wgmma::finish<Config::kOutThroughQ ? QTile::kPanelBytes : 0>(p, work, O, rows, s_rows, aligned,
                                                                  wgmma::SixteenBitOutput<Config>{p, work});
-    if (Config::kOutThroughQ) fence_proxy_async();  // what went through q's stage, before TMA fills it again
+    if (Config::kOutThroughQ) fence_proxy_async();  // the staged rows, before TMA loads into that stage again
   }
 };
 
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
   qf::wgmma::run_block<Kernel>(p, p, maps, schedule, out_aligned, reinterpret_cast<char*>(s_memory));
 }
 
-// The pass before, for rotated tensors and strides that TMA cannot walk.
+// The relayout pass, for rotated tensors and strides that TMA cannot address.
 template <class Element, bool kPaged>
 __global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
     qf_sm90_fwd_relayout_kernel(const __grid_constant__ QfAttnParams p,
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
   qf::wgmma::relayout_tokens<Element, kPaged>(p, relayout, copies, tables_vectorise);
 }
 
-// The pass before, for pages that the copy engine cannot fetch as they lie: of INT8, or of strides it cannot walk.
+// The gather pass, for pages that TMA cannot load in place: INT8 pages, or strides that it cannot address.
 template <class Element, bool kInt8>
 __global__ void __launch_bounds__(qf::kGatherThreads)
     qf_sm90_fwd_gather_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ QfKv to,

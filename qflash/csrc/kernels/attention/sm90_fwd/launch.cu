@@ -1,6 +1,6 @@
 // C entry of `sm90_fwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16), bucket of head dims (-DQF_HEAD_DIM) and kind of
-// K and V (-DQF_KV_KIND: QF_KV_ARRAYS, or QF_KV_PAGES and with it QF_KV_PAGES_INT8): gather or relayout what must be,
-// make tensor maps, attend.
+// K and V (-DQF_KV_KIND: QF_KV_ARRAYS, or QF_KV_PAGES, which includes QF_KV_PAGES_INT8): gathers or relays out what
+// needs it, makes tensor maps, attends.
 #include "attn/entry.cuh"
 #include "attn/plain_scores.h"
 #include "kernels/attention/sm90_fwd/kernel.cuh"
@@ -15,11 +15,11 @@ template <bool kPlain>
 using Kernel = sm90_fwd::Kernel<Element, QF_HEAD_DIM, kPlain, kPaged>;
 constexpr int kBlockM = Kernel<true>::Config::kBlockM;
 
-// A counter for work tiles comes first in the workspace, for calls that get none of the library's; copies after it.
+// The workspace begins with a counter for work tiles, for calls that get none of the library's; copies follow.
 int64_t counter_bytes(const TileSchedule& schedule) { return schedule.dynamic ? 256 : 0; }
 
-// What copies a call makes before it attends: pages first, then tensors in another layout. addressed: as Relayout has
-// it.
+// The copies that a call makes before it attends: pages first, then tensors in another layout. addressed: as for
+// Relayout.
 struct Copies {
   bool gathers;
   int64_t gathered, relaid;
@@ -29,7 +29,7 @@ struct Copies {
     relaid = wgmma::Relayout(on_copies(p, nullptr), addressed).bytes;
   }
   int64_t bytes() const { return gathered + relaid; }
-  // The same problem, with pages where they are gathered.
+  // The same problem, with pages replaced by their gathered copies.
   QfAttnParams on_copies(const QfAttnParams& p, char* memory) const {
     return gathers ? GatheredPages(p).place(p, memory) : p;
   }
@@ -49,16 +49,16 @@ int attend(const QfAttnParams& given, cudaStream_t stream) {
   if (needed > 0 && (!given.workspace || given.workspace_bytes < needed)) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
-  Borrowed borrowed{stream};  // for addresses that nobody could foretell
+  Borrowed borrowed{stream};  // for copies that become necessary once addresses are known
   if (copies.bytes() > reserved.bytes())
     if (const cudaError_t error = borrowed.take(copies.bytes())) return error;
   char* const gathered =
       borrowed.memory ? static_cast<char*>(borrowed.memory) : static_cast<char*>(given.workspace) + counter;
   char* const memory = gathered + copies.gathered;
-  if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
+  if (schedule.count <= processors) schedule.dynamic = false;  // at most one per block
   if (schedule.dynamic) {
-    // Blocks count packed tiles by themselves. Should somebody write to cu_seqlens meanwhile, they may disagree, and
-    // the counter would not be 0 after them: such calls bring one, so that no other call has to do with it.
+    // Blocks count packed tiles themselves. If cu_seqlens is overwritten meanwhile, they may disagree, and would not
+    // leave the counter at 0: such calls bring a counter of their own, so that no other call is affected.
     if (!given.cu_seqlens_q)
       if (const int error = take_tile_counter(stream, schedule.counter)) return error;
     schedule.next = static_cast<unsigned*>(given.workspace);

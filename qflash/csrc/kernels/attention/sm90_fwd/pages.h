@@ -1,4 +1,4 @@
-// Pages of K and V on their way to the copy engine. Host side.
+// How pages of K and V are passed to TMA. Host side.
 #pragma once
 
 #include "attn/kv.h"
@@ -8,7 +8,7 @@
 namespace qf {
 namespace sm90_fwd {
 
-// Can the copy engine fetch boxes of the pool as it lies? addressed: addresses are known, too.
+// Can TMA load boxes of the pool in place? addressed: addresses are known, too.
 inline bool pool_maps(const QfAttnParams& p, const QfTensor& pool, bool addressed) {
   if (addressed && reinterpret_cast<uintptr_t>(pool.data) % 16 != 0) return false;
   return strides_map(wgmma::extents_of(pool, p.head_dim, p.kv.page_size, p.kv_heads, p.kv.pages), 2);
@@ -18,7 +18,7 @@ inline bool serves_pages(const QfAttnParams& p) {
   return (kv_is_int8_pages(p) || kv_is_pages(p)) && pages_walk(p) && GatheredPages(p).fit();
 }
 
-// Are its pages copied before?
+// Are the pages copied by a gather pass?
 inline bool gathers(const QfAttnParams& p, bool addressed) {
   return p.kv.kind == QF_KV_PAGES_INT8 || !pool_maps(p, p.kv.k, addressed) || !pool_maps(p, p.kv.v, addressed);
 }

@@ -5,7 +5,7 @@
 #include "attn/kv.h"
 #include "attn/plain_scores.h"
 #include "kernels/attention/sm90_int8/kernel.cuh"
-// Made for those tiles, too.
+// Compiled for those tiles, too.
 #include "attn/wgmma/relayout.cuh"
 #include "kernels/attention/sm90_int8/workspace.h"
 #include "kernels/quantize_kv/sm90_quantize/run.cuh"
@@ -13,7 +13,7 @@
 namespace qf {
 namespace sm90_int8 {
 
-// q and K get to the copy engine by the quantization pass, V in E4M3 as well.
+// q and K reach TMA through the quantization pass; so does V in E4M3.
 template <class Config>
 wgmma::Relayout relayout_of(const QfAttnParams& p, bool addressed) {
   return wgmma::Relayout(p, addressed, wgmma::Which(Config::kFp8 ? wgmma::kV + 1 : wgmma::kV));
@@ -24,7 +24,7 @@ int64_t workspace_bytes(const QfAttnParams& p) {
   return Workspace<Config>(p, relayout_of<Config>(p, false).bytes).bytes;
 }
 
-// K and V are arrays, still to be quantized, or as quantize_kv left them.
+// K and V are arrays, still to be quantized, or as written by quantize_kv.
 inline bool serves(const QfAttnParams& p) {
   if (p.kv.kind == QF_KV_ARRAYS) return kv_is_arrays(p);
   return !p.cu_seqlens_q && is_kept(p.kv, p.precision, p.dtype, p.batch, p.k_len, p.kv_heads, p.head_dim);
@@ -51,11 +51,11 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   char* const base = static_cast<char*>(p.workspace);
   char* copies = base + w.copies;
   Borrowed borrowed{stream};
-  if (relayout.bytes > reserved.bytes) {  // for addresses that nobody could foretell
+  if (relayout.bytes > reserved.bytes) {  // for copies that become necessary once addresses are known
     if (borrowed.take(relayout.bytes) != cudaSuccess) return QF_NO_MEMORY;
     copies = static_cast<char*>(borrowed.memory);
   }
-  if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
+  if (schedule.count <= processors) schedule.dynamic = false;  // at most one per block
   schedule.next = reinterpret_cast<unsigned*>(base + w.counter);
 
   QuantizedProblem a{};
@@ -68,7 +68,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   all.attn = p;
   all.kv = a.kv;
   if (kept) all.kv.k = nullptr, all.kv.v = nullptr;
-  if (p.q.data)  // else its integers are where the call before left them: so the attention is timed alone
+  if (p.q.data)  // else its integers are still there from the previous call: this times attention alone
     all.q = {reinterpret_cast<int8_t*>(base + w.q), const_cast<float*>(a.q_scale), const_cast<float*>(a.q_dot_mean)};
   all.counter = schedule.next;
   all.rounding = p.rounding, all.seed = p.seed;

@@ -8,8 +8,8 @@
 namespace qf {
 namespace sm90_int8 {
 
-// kHeadDim: a bucket (64, 128 or 256); the true head_dim comes at run time. kFp8: weights and V are multiplied in E4M3,
-// else in Element.
+// kHeadDim: a bucket (64, 128 or 256); the actual head_dim is a run-time argument. kFp8: weights and V are multiplied
+// in E4M3, else in Element.
 template <class Element_, int kHeadDim_, bool kFp8_>
 struct Shape {
   using Element = Element_;
@@ -23,14 +23,14 @@ struct Shape {
   static constexpr int kStages = kFp8 && kHeadDim <= 128 ? 4 : 2;
   static constexpr int kQStages = kFp8 && kHeadDim > 128 ? 1 : 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  // Steady tiles have a loop of their own; but not where half a tile's exponentials do not last as long as the product
-  // of the tile before.
+  // Steady tiles have a loop of their own; but not if half a tile's exponentials take less time than the MMA of the
+  // previous tile.
   static constexpr bool kSteadyTiles = kFp8 || kHeadDim <= 128;
 
-  // Keys whose values in E4M3 share an exponent (quant/sm90/values.cuh); those of a work tile are counted from here.
+  // Keys whose values in E4M3 share an exponent (quant/sm90/values.cuh); a work tile's are counted from here.
   static constexpr int kExponentKeys = 128;
   __host__ __device__ static constexpr int exponents_from(int key) { return key / kExponentKeys * kExponentKeys; }
-  static constexpr int kPromotedTiles = 1024 / kBlockN;  // whose products the tensor cores' sums hold well enough
+  static constexpr int kPromotedTiles = 1024 / kBlockN;  // whose MMAs the tensor cores accumulate accurately enough
 
   using QTile = Panels<kBlockM, kHeadDim, 1>;
   using KTile = Panels<kBlockN, kHeadDim, 1>;
@@ -46,9 +46,9 @@ struct Shape {
   };
   using VTile = typename VTiles<kVTransposed>::Tile;
 
-  // Outputs in float32, where those of E4M3 are promoted to, and 16-bit ones on their way out.
+  // Outputs: in float32, promoted from E4M3 MMAs, and in 16 bits, staged for the store.
   static constexpr int kOutputBytes = kBlockM * kHeadDim * (kFp8 ? 4 : 2);
-  // Ones, which weights in E4M3 are multiplied by to be added up (attn/wgmma/weights_e4m3.cuh).
+  // Ones: the MMA with them sums weights in E4M3 (attn/wgmma/weights_e4m3.cuh).
   using OnesTile = Panels<8, 128, 1>;
   static constexpr int kScratchBytes = kOutputBytes + (kFp8 ? OnesTile::kBytes : 0);
   using Facts = wgmma::Int8Facts;

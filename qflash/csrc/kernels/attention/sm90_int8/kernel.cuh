@@ -1,33 +1,33 @@
-// sm90_int8: attention for Hopper with INT8 scores. S = Q Kt of integers, exact; P V in 16 bits or
-// (QF_INT8_FP8) E4M3.
+// sm90_int8: attention for Hopper with INT8 scores. S = Q Kt of integers, exact; P V in 16 bits or (QF_INT8_FP8) E4M3.
 //
-// Blocks, work tiles, roles and the pipeline are sm90_fwd's (attn/wgmma): one warpgroup brings tiles, two own 64 rows
-// each. A pass before (kernels/quantize_kv/sm90_quantize) leaves q and K as int8 with scales, and V, for E4M3,
-// transposed. What is its own:
+// Blocks, work tiles, roles and the pipeline are sm90_fwd's (attn/wgmma): one producer warpgroup, and two consumers
+// with 64 rows each. A pass before (kernels/quantize_kv/sm90_quantize) converts q and K to int8 with scales, and, for
+// E4M3, quantizes and transposes V. Specific to this kernel:
 //
 //              kBlockN = 128 keys (head_dim 256: 64)
 //             +--------------------+
-//   warpgroup | S = Q Kt  64 x 128 |  int32 sums in 64 registers; + the bits of 1.5 * 2^23 they are floats
-//       1     |                    |  base-2 scores = slope * S: scale of the row * scale of 64 keys, no two rows alike
+//   warpgroup | S = Q Kt  64 x 128 |  int32 accumulators in 64 registers; + the bits of 1.5 * 2^23 they are floats
+//       1     |                    |  base-2 scores = slope * S: scale of the row * scale of 64 keys, distinct per row
 //   warpgroup |           64 x 128 |
 //       2     +--------------------+
 //   O += P V   P from registers: 32 of 16-bit pairs, or 16 of four E4M3 each
 //
-// Weights are relative to a power of two, the reference of their row, found in the row's first tile. Where weights grow
-// too large for P the tile's scores are recomputed (rare_int8.cuh), and outputs and sums follow the new reference.
-// E4M3: rows are divided by the sums of weights as they were rounded, and get back the mean that V lost. The tensor
-// cores' sums of such products keep about 12 bits, so every 1024 keys they are added to others, in shared memory, in
-// float32.
+// Weights are relative to a power of two, the reference of their row, taken from the row's first tile. If weights grow
+// too large for P, the tile's scores are recomputed (rare_int8.cuh), and outputs and sums are rescaled to the new
+// reference.
+// E4M3: rows are divided by the sums of weights as they were rounded, and the mean that was subtracted from V is added
+// back. The tensor cores' accumulators of such MMAs keep about 12 bits, so every 1024 keys they are added to float32
+// accumulators in shared memory.
 //
 // Shared memory (head_dim 128):          int8      int8_fp8
 //   q       2 stages [128][128] int8     32 KB       32 KB
 //   k       [128][128] int8          2 * 16 KB    4 * 16 KB
 //   v       [128][128], 16-bit       2 * 32 KB              or E4M3, [channel][key]: 4 * 16 KB
-//   outputs on their way                 32 KB       64 KB  or promoted; 1 KB of ones
+//   staged outputs                       32 KB       64 KB  or promoted; 1 KB of ones
 //
-// Bound: the tensor cores, at 1536 (int8) or 1024 (int8_fp8) cycles a pair of tiles, where sm90_fwd has 2048; then the
-// exponentials, 1024 cycles whatever the precision; but first what a warp executes in sequence, about 390 and 360
-// instructions a tile. See docs/kernels/sm90_int8.md for what was predicted, tried and measured.
+// Bound: the tensor cores, at 1536 (int8) or 1024 (int8_fp8) cycles per pair of tiles, where sm90_fwd has 2048; next
+// the exponentials, 1024 cycles whatever the precision; but above all what a warp executes serially, about 390 and 360
+// instructions per tile. docs/kernels/sm90_int8.md has what was predicted, tried and measured.
 #pragma once
 
 #include "attn/wgmma/block.cuh"
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Kernel::Config::kThreads, 1)
   qf::wgmma::run_block<Kernel>(a.attn, a, maps, schedule, out_aligned, reinterpret_cast<char*>(s_memory));
 }
 
-// The pass before, for a V of 16 bits whose strides TMA cannot walk.
+// The relayout pass, for a 16-bit V whose strides TMA cannot address.
 template <class Element>
 __global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
     qf_sm90_int8_relayout_kernel(const __grid_constant__ QfAttnParams p,

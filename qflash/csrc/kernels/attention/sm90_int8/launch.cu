@@ -1,6 +1,6 @@
-// C entry of `sm90_int8`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16, out's, and V's where that stays as it is),
-// bucket of head dims (-DQF_HEAD_DIM) and precision (-DQF_PRECISION): quantize q, and K and V unless they are kept,
-// attend.
+// C entry of `sm90_int8`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16, of out, and of V if it is not quantized), bucket
+// of head dims (-DQF_HEAD_DIM) and precision (-DQF_PRECISION): quantizes q, and K and V unless they already are,
+// attends.
 #include "common/parts.h"
 #include "kernels/quantize_kv/sm90_quantize/launches.cuh"
 

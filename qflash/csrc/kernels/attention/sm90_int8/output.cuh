@@ -1,4 +1,4 @@
-// What attn/wgmma/output.cuh asks of `sm90_int8`.
+// What attn/wgmma/output.cuh requires of `sm90_int8`.
 #pragma once
 
 #include "attn/wgmma/weights_16bit.cuh"
@@ -7,8 +7,8 @@
 namespace qf {
 namespace sm90_int8 {
 
-// The row bias, scale * (q . k_mean): smoothing took it off all scores of a row, and lse lacks it. Scores that are not
-// plain had it added before softcap.
+// The row bias, scale * (q . k_mean): smoothing subtracted it from all scores of a row, and lse lacks it. Scores that
+// are not plain had it added before softcap.
 template <bool kPlain, class Work>
 __device__ __forceinline__ float row_bias(const QuantizedProblem& a, const Work& work, int row) {
   return kPlain ? a.attn.scale * a.q_dot_mean[work.facts.row + row] : 0.0f;

@@ -1,4 +1,4 @@
-// What `sm90_int8` keeps between its passes, and where in the workspace.
+// Layout of the workspace of `sm90_int8`: what it passes from one launch to the next.
 #pragma once
 
 #include "kernels/attention/sm90_int8/config.h"
@@ -12,7 +12,7 @@ struct Workspace {
   static constexpr bool kFp8 = Config::kFp8;
   static constexpr int kExponentKeys = Config::kExponentKeys;
 
-  // Byte offsets. Work tiles are taken from a counter; K and V are there unless somebody keeps them elsewhere.
+  // Byte offsets. The counter is for work tiles; K and V are here unless they were quantized by an earlier call.
   int64_t counter, q, q_scale, q_dot_mean, k, k_scale, k_mean, k_nonfinite, v, v_scale, v_exponents, v_nonfinite,
       v_mean, copies;
   int64_t bytes = 0;
@@ -31,7 +31,7 @@ struct Workspace {
     const int64_t kv_heads = kv_kept ? 0 : p.kv_heads, heads = batch * kv_heads, fp8_heads = kFp8 ? heads : 0;
     counter = take(256);
     q = take(rows_q * p.q_heads * width);
-    // One more tile than there are rows: nobody looks where a sequence ends.
+    // One tile more than there are rows: reads do not check where a sequence ends.
     q_scale = take((batch * p.q_heads * p.q_len + Config::kBlockM) * 4);
     q_dot_mean = take((batch * p.q_heads * p.q_len + Config::kBlockM) * 4);
     k = take(rows_k * kv_heads * width);

@@ -1,35 +1,37 @@
-// sm90_bwd: gradients of attention for Hopper, float16 and bfloat16 in, float32 sums. No atomics, nothing is added in
-// an order that is left to chance: each sum stays in the registers of one warpgroup from its first term to its last.
+// sm90_bwd: gradients of attention for Hopper, float16 and bfloat16 in, float32 accumulators. There are no atomics, and
+// no order of addition depends on timing: each gradient stays in the registers of one warpgroup from its first term to
+// its last.
 //
 //   P = 2^(log2(e) (scale q . k - lse))     dP = dO V^T     dS = P (dP - delta)     delta = rowsum(dO * O) - dlse
 //   dV = P^T dO     dK = scale dS^T Q     dQ = scale dS K
 //
-// Launches: copies of what TMA cannot walk and of q and k rotated (attn/wgmma/relayout.cuh), delta
-// (attn/backward/delta.cuh), dK and dV, dQ. The last two are one frame (attn/wgmma/backward/): 128 rows stay with
-// a block, tiles of 64 columns pass by (attn/wgmma/backward/config.cuh has the table). Keys stay for dK and dV, and
-// meet the queries of all heads of their group; queries stay for dQ. dS comes from memory, where the kernel of dK and
-// dV stored it, of as many heads as there is room for (attn/backward/ds_tiles.h); without room S and dP are computed
-// again.
+// Launches: copies of what TMA cannot address and of q and k rotated (attn/wgmma/relayout.cuh), delta
+// (attn/backward/delta.cuh), dK and dV, dQ. The last two share a frame (attn/wgmma/backward/): 128 rows are stationary
+// in a block, and tiles of 64 columns are streamed (attn/wgmma/backward/config.cuh has the table). For dK and dV keys
+// are stationary, and the queries of all heads of their group are streamed; for dQ queries are stationary. dS is read
+// from memory, where the kernel of dK and dV stored it, for as many heads as there is memory for
+// (attn/backward/ds_tiles.h); without that memory S and dP are recomputed.
 //
 //   dK, dV                                            dQ
-//              queries (pass by)                                 keys (pass by)
+//              queries (streamed)                                keys (streamed)
 //              | 64 | 64 | 64 ..                                 | 64 | 64 | 64 ..
 //   keys   64  | S^T, dP^T: 64 x 64       consumer 1   queries 64 | S, dP: 64 x 64
-//   (stay) 64  | dK, dV += 64 x D         consumer 2   (stay)  64 | dQ += 64 x D
+//          64  | dK, dV += 64 x D         consumer 2           64 | dQ += 64 x D
 //
 // Roles (head_dim 128):
 //   warpgroup 0   thread 0     produce: rows of a work tile, then its columns, by TMA
-//   (24 regs)     thread 32    describe_work: which work tile is next, which columns it meets
-//                 warps 2, 3   inspect: lse and delta of the queries that pass by; NaN and infinity in columns that
-//                              some rows must not see
+//   (24 regs)     thread 32    describe_work: which work tile is next, which columns it sees
+//                 warps 2, 3   inspect: lse and delta of the streamed queries; NaN and infinity in columns that some
+//                              rows must not see
 //   warpgroups    dK, dV: S^T and dP^T 32 registers each, dK and dV 64 each, P and dS 16 each
-//   1, 2 (240)    dQ (40 and 232): S and dP 32 each, dQ 64, dS 16; of stored dS four warpgroups (104), dQ 64
+//   1, 2 (240)    dQ (40 and 232): S and dP 32 each, dQ 64, dS 16; from stored dS four warpgroups (104), dQ 64
 //
-// Shared memory (head_dim 128): rows 2 x 32 KB; columns 4 stages of 2 x 16 KB; lse and delta 2 KB; 8 KB where channels
-// meet that rotate together; barriers. 204 KB.
+// Shared memory (head_dim 128): rows 2 x 32 KB; columns 4 stages of 2 x 16 KB; lse and delta 2 KB; 8 KB to exchange
+// channels that rotate together; barriers. 204 KB.
 //
-// Pipeline of a consumer: consumer_keys.cuh, consumer_queries.cuh, consumer_ds.cuh. Bound: weights, beside the tensor
-// cores at 2048 cycles a tile of dK and dV; memory, of dQ from stored dS. docs/kernels/sm90_bwd.md has the budget.
+// Pipeline of a consumer: consumer_keys.cuh, consumer_queries.cuh, consumer_ds.cuh. Bound: the weights, next to the
+// tensor cores at 2048 cycles per tile of dK and dV; memory, for dQ from stored dS. docs/kernels/sm90_bwd.md has the
+// budget.
 #pragma once
 
 #include "attn/backward/delta.cuh"
@@ -47,7 +49,7 @@ using Config = wgmma::backward::BackwardConfig<Shape<Element, QF_HEAD_DIM, kOf, 
 }  // namespace sm90_bwd
 }  // namespace qf
 
-// delta = rowsum(dO * O) - dlse, then that of rows of few keys.
+// delta = rowsum(dO * O) - dlse, then that of rows that see few keys.
 template <class Element>
 __global__ void __launch_bounds__(qf::kDeltaThreads)
     qf_sm90_bwd_delta_kernel(const __grid_constant__ QfAttnBwdParams params, const __grid_constant__ qf::Grid grid,
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   qf::wgmma::backward::run_block<Config>(params, maps, schedule, ds, aligned, reinterpret_cast<char*>(s_memory));
 }
 
-// The pass before, for strides that TMA cannot walk.
+// The relayout pass, for strides that TMA cannot address.
 template <class Element>
 __global__ void __launch_bounds__(qf::wgmma::kRelayoutThreads)
     qf_sm90_bwd_relayout_kernel(const __grid_constant__ QfAttnParams p,

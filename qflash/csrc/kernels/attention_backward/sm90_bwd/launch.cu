@@ -1,7 +1,7 @@
-// C entry of `sm90_bwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): delta,
-// the gradient of sinks, copies of what the copy engine cannot walk, then dK and dV, and dQ: from the dS that the
-// kernel for dK and dV stores where the workspace has room for it, so many heads at a time; else from S and dP computed
-// again.
+// C entry of `sm90_bwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): computes
+// delta and the gradient of sinks, copies what TMA cannot address, then computes dK and dV, and dQ: from the dS that
+// the kernel for dK and dV stores if the workspace has room for it, as many heads at a time as fit; else from
+// recomputed S and dP.
 #include "attn/backward/entry.cuh"
 #include "attn/mma/softmax.cuh"
 #include "attn/plain_scores.h"
@@ -15,7 +15,7 @@ using Element = ElementOf<QF_DTYPE>::Type;
 using sm90_bwd::kKeys, sm90_bwd::kQueries, sm90_bwd::kQueriesFromDs, sm90_bwd::Of;
 using wgmma::kK, wgmma::kQ, wgmma::kV, wgmma::Relayout;
 
-// The workspace: delta, then a counter of work tiles for each kernel, then dS, then copies.
+// The workspace: delta, then one counter of work tiles per kernel, then dS, then copies.
 struct Workspace {
   static constexpr int64_t kCounterBytes = 256;
   DsTiles tiles;
@@ -31,7 +31,7 @@ struct Workspace {
   }
 };
 
-// dO on its way to the copy engine: like q, but never rotated.
+// How dO is passed to TMA: like q, but never rotated.
 QfAttnParams with_dout(const QfAttnBwdParams& params) {
   QfAttnParams p = params.fwd;
   p.q = params.dout;
@@ -39,7 +39,7 @@ QfAttnParams with_dout(const QfAttnBwdParams& params) {
   return p;
 }
 
-// What copies a call makes before it multiplies. addressed: as Relayout has it.
+// The copies that a call makes before its MMAs. addressed: as for Relayout.
 struct Copies {
   Relayout inputs, dout;
 
@@ -54,17 +54,17 @@ int copy(const Relayout& relayout, const QfAttnParams& p, char* memory, int proc
                 qf_sm90_bwd_relayout_kernel<Element>, p, relayout, memory, rope_tables_vectorise(p.rope));
 }
 
-// What all launches of a call have in common.
+// What all launches of a call share.
 struct Call {
   const QfAttnBwdParams& params;
   const Copies& copies;
-  char* memory;  // of copies
+  char* memory;  // for copies
   int processors;
   cudaStream_t stream;
 };
 
-// One of the kernels, for `pairs` pairs of a sequence and a KV head. counter: of the workspace, for a call that gets
-// none of the library's.
+// One of the kernels, for `pairs` (sequence, KV head) pairs. counter: in the workspace, for a call that gets none of
+// the library's.
 template <class Config>
 int run(const Call& call, const DsMemory& ds, int64_t pairs, unsigned* counter) {
   const auto& [params, copies, memory, processors, stream] = call;
@@ -72,7 +72,7 @@ int run(const Call& call, const DsMemory& ds, int64_t pairs, unsigned* counter) 
   TileSchedule schedule = schedule_of<Config>(p, pairs);
   if (schedule.count == 0) return QF_OK;
   if (schedule.count == schedule.kTooMany) return QF_UNSUPPORTED;
-  if (schedule.count <= processors) schedule.dynamic = false;  // one for each block at most
+  if (schedule.count <= processors) schedule.dynamic = false;  // at most one per block
   if (schedule.dynamic) {
     if (const int error = take_tile_counter(stream, schedule.counter)) return error;
     schedule.next = counter;
@@ -112,7 +112,7 @@ int differentiate(const QfAttnBwdParams& params, cudaStream_t stream) {
   if (!params.workspace || params.workspace_bytes < layout.copies_at + reserved.bytes()) return QF_NO_MEMORY;
   int processors = 0;
   if (const int error = multiprocessors(processors)) return error;
-  Borrowed borrowed{stream};  // for addresses that nobody could foretell
+  Borrowed borrowed{stream};  // for copies that become necessary once addresses are known
   if (copies.bytes() > reserved.bytes())
     if (const cudaError_t error = borrowed.take(copies.bytes())) return error;
   char* const workspace = static_cast<char*>(params.workspace);

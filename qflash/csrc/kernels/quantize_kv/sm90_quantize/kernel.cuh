@@ -1,15 +1,15 @@
 // The two kernels of the quantization pass.
 //
 //   qf_sm90_quantize_sample_kernel   a block per head of K and of V: what each is smoothed and scaled by
-//   qf_sm90_quantize_kernel          a block per tile of tokens and head (a few heads where cosines are shared):
+//   qf_sm90_quantize_kernel          a block per tile of tokens and head (a few heads if they share cosines):
 //                                    first those of q, then k, then v
 //
-// Threads hold what they were given from the load to the store: 64 floats of q and k, 64 or 32 words of v. Nothing is
-// read twice but the sample, rope's partners (which come from L1) and its tables. Shared memory: a word per warp, and
-// the words of a tile of v on their way out (16 KB at head_dim 128).
+// Threads keep their data in registers from load to store: 64 floats of q and k, 64 or 32 words of v. Nothing is read
+// twice except the sample, rope's partners (which come from L1) and its tables. Shared memory: a word per warp, and the
+// words of a tile of v staged for the store (16 KB at head_dim 128).
 //
-// The second kernel may start while the first still runs: its blocks for q need nothing of the sample but for
-// q_dot_mean, the others wait before they use it. Bound: memory.
+// The second kernel may start while the first still runs: its blocks for q need nothing from the sample except for
+// q_dot_mean, and the others wait before they use it. Bound: memory.
 #pragma once
 
 #include "quant/sm90/keys.cuh"

@@ -1,5 +1,5 @@
-// The launches of the quantization pass, each in one part of its library: the kernel that reads memory as it comes
-// takes nvcc as long as all the others.
+// The launches of the quantization pass, each in one part of its library: the kernel for arbitrary layouts takes nvcc
+// as long as all the others.
 #pragma once
 
 #include "common/elements.cuh"
@@ -45,7 +45,7 @@ int Launches<Element, kHeadDim>::quantize_any(const Launch& how, const QuantizeA
 }
 #endif
 
-#ifdef QF_PART  // the part that calls them is another
+#ifdef QF_PART  // another part calls them
 #if QF_IN_PART(1)
 template int Launches<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM>::sample(const Launch&, const QuantizeAll&, const Deal&);
 template int Launches<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM>::quantize_vectors(const Launch&, Reads,

@@ -12,12 +12,12 @@ inline bool rows_aligned(const QfTensor& x) {
 }
 inline bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// A block takes kHeads heads of its tokens, one after another, where there are enough blocks even so: it is set up
-// once, and rope's cosines are found in L1.
+// A block processes kHeads heads of its tokens in sequence, if that leaves enough blocks: it is set up once, and rope's
+// cosines hit L1.
 constexpr int kHeads = 4;
 constexpr int64_t kManyBlocks = 4096;
 
-// Tiles of one head times heads times batch; false when they are too many for a grid.
+// Tiles of one head times heads times batch; false if they are too many for a grid.
 inline bool deal_part(Part& part, int64_t tiles, int heads, int heads_each, int64_t batch, int64_t& blocks) {
   const int64_t head_blocks = ceil_of(heads, heads_each), count = tiles * head_blocks * batch;
   blocks += count;
@@ -31,7 +31,7 @@ inline bool deal_part(Part& part, int64_t tiles, int heads, int heads_each, int6
 
 }  // namespace sm90_quantize
 
-// quantize_kv: can `p.kv` hold what the pass leaves?
+// quantize_kv: can `p.kv` hold what the pass writes?
 inline bool writes_kept(const QfQuantizeKvParams& p) {
   if (p.precision != QF_INT8 && p.precision != QF_INT8_FP8) return false;
   return p.cu_seqlens_k || is_kept(p.kv, p.precision, p.dtype, p.batch, p.k_len, p.kv_heads, p.head_dim);
@@ -49,8 +49,8 @@ inline QuantizeAll quantization_of(const QfQuantizeKvParams& p) {
   return all;
 }
 
-// One or two launches; nothing waits for the host. What is launched next on the stream sees all of it. many_blocks: how
-// many let a block take several heads, for tests of that on few.
+// One or two launches; nothing waits for the host. Later work on the stream sees all results. many_blocks: from how
+// many blocks on a block takes several heads; tests lower it.
 template <class Element, int kHeadDim>
 int run_sm90_quantize(const QuantizeAll& all, cudaStream_t stream, int64_t many_blocks = sm90_quantize::kManyBlocks) {
   using namespace sm90_quantize;
