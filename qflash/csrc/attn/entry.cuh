@@ -1,4 +1,4 @@
-// The host side of the attention libraries: what none of them can serve, and the launch of a block for every row tile.
+// The host side of the attention libraries: checks of what none can serve, and launches of one block per row tile.
 #pragma once
 
 #include "attn/kv.h"
@@ -34,14 +34,14 @@ inline int check_int8_pages(const QfAttnParams* p, int dtype) {
   return kv_is_int8_pages(*p) && scales_copy_in_runs(*p) ? QF_OK : QF_UNSUPPORTED;
 }
 
-// The same for what quantize_kv leaves, in one precision.
+// The same for KV from quantize_kv, in one precision.
 inline int check_kept(const QfAttnParams* p, int dtype, int precision) {
   if (const int status = check_params(p, dtype, precision)) return status;
   const bool kept = is_kept(p->kv, precision, dtype, p->batch, p->k_len, p->kv_heads, p->head_dim);
   return kept && !p->cu_seqlens_k ? QF_OK : QF_UNSUPPORTED;
 }
 
-// The same for a kernel that decodes one kind of K and V: what quantize_kv left in INT8, arrays or pages.
+// The same for a kernel that decodes one kind of K and V: INT8 from quantize_kv, arrays or pages.
 template <int kKind>
 int check_kv(const QfAttnParams* p, int dtype) {
   if constexpr (kKind == QF_KV_KEPT) return check_kept(p, dtype, QF_INT8);
@@ -49,13 +49,13 @@ int check_kv(const QfAttnParams* p, int dtype) {
   return kKind == QF_KV_PAGES ? check_pages(p, dtype) : check_arrays(p, dtype);
 }
 
-// The same for a rung that leaves out rope, packed arrays and sinks, as its row of dispatch.KERNELS says.
+// The same for a rung without rope, packed arrays and sinks, as its row of dispatch.KERNELS specifies.
 inline int check_unrotated_arrays(const QfAttnParams* p, int dtype) {
   if (const int status = check_arrays(p, dtype)) return status;
   return p->rope.cos || p->cu_seqlens_q || p->cu_seqlens_k || p->sinks ? QF_UNSUPPORTED : QF_OK;
 }
 
-// A block for every work tile of the grid, in as many launches as that takes. `more`: the kernel's further arguments.
+// One block per work tile of the grid, in as many launches as needed. `more`: the kernel's further arguments.
 template <class Kernel, class... More>
 int launch_grid(Kernel* kernel, const QfAttnParams& p, Grid grid, int threads, int shared_bytes, void* stream,
                 const More&... more) {

@@ -1,4 +1,4 @@
-// What a launch asks of a QfKv before it reads any of it.
+// What a launch requires of a QfKv before it reads any of it.
 #pragma once
 
 #include "qflash.h"
@@ -10,7 +10,7 @@ inline bool kv_is_arrays(const QfAttnParams& p) {
   return p.kv.kind == QF_KV_ARRAYS && p.kv.page_size == 0 && p.kv.k_dtype == p.dtype && p.kv.v_dtype == p.dtype;
 }
 
-// Pages, and what says which of them a sequence has. An array without elements has no address in PyTorch.
+// Pages, and the arrays that locate those of a sequence. An array without elements has no address in PyTorch.
 inline bool finds_pages(const QfAttnParams& p) {
   return p.kv.page_size > 0 && (p.batch == 0 || (p.kv_lens && (p.kv.page_table || p.k_len == 0)));
 }

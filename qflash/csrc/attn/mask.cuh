@@ -1,6 +1,6 @@
 // Which keys a query sees. The diagonal of query i is key i + len_k - len_q (aligned to the bottom right); the window
-// opens `left` keys before it and `right` keys after it, -1 is open. Both edges move monotonically with i, so the keys
-// of a block of rows reach from the begin of its first row to the end of its last.
+// reaches from `left` keys before it to `right` keys after it, -1 is open. Both edges are monotonic in i, so the keys
+// of a block of rows extend from the begin of its first row to the end of its last.
 #pragma once
 
 #include <stdint.h>
@@ -35,8 +35,8 @@ struct Mask {
     return edges.begin < edges.end ? edges : KeyRange{0, 0};
   }
 
-  // What the window of row i would show of a sequence without ends. Edges are held where they mean the same to the
-  // `rows` rows from i on, whose windows are as many keys further on as they are rows.
+  // The window of row i in a sequence without ends. Edges are clamped where that means the same for the `rows` rows
+  // from i on, whose windows move by one key per row.
   __device__ __forceinline__ KeyRange window_at(int i, int rows) const {
     const int64_t diagonal = int64_t(i) + len_k - len_q;
     const int least = -rows, most = 0x7fffffff - rows;
@@ -56,8 +56,8 @@ struct Mask {
 };
 
 // Visibility inside a tile that starts at key0, for a lane whose rows are row0, row0 + kRowStep, ...: the r-th of them
-// sees the keys begin(r) .. end(r)-1, counted from key0. Cheap enough to be worked out afresh for every masked tile, in
-// 32 bits: distances from the diagonal are held within 2^30, which no finite window reaches.
+// sees the keys begin(r) .. end(r)-1, counted from key0. Cheap enough to be recomputed for every masked tile, in 32
+// bits: distances from the diagonal are clamped to within 2^30, which no finite window reaches.
 template <int kRowStep>
 struct TileMask {
   int left, right;  // first and last visible key of row row0, from key0

@@ -1,7 +1,7 @@
-// The pass before, for pages that a kernel cannot read as they lie: those of INT8, which it dequantizes, and pools
-// whose strides the copy engine cannot walk. The pages that a sequence's rows see are copied one after another into the
-// workspace, in 16 bits, [batch * columns][kv_heads][page_size][head_dim], with a page table of their own. A page that
-// two sequences share is copied for each.
+// The pass that runs first for pages that a kernel cannot read in place: INT8 pages, which it dequantizes, and pools
+// whose strides TMA cannot address. The pages that a sequence's rows see are copied consecutively into the workspace,
+// in 16 bits, [batch * columns][kv_heads][page_size][head_dim], with their own page table. A page that two sequences
+// share is copied for each.
 #pragma once
 
 #include "attn/kv.h"
@@ -14,7 +14,7 @@ namespace qf {
 
 // Where a call's copies are in its workspace. Host side.
 struct GatheredPages {
-  int64_t pages, values, table, bytes;  // of copies; offsets, keys come first; all of it
+  int64_t pages, values, table, bytes;  // number of copies; offsets, keys come first; total size
 
   explicit GatheredPages(const QfAttnParams& p) {
     const auto whole = [](int64_t x) { return (x + 255) / 256 * 256; };
@@ -26,7 +26,7 @@ struct GatheredPages {
   bool fit() const { return pages <= kMaxLength; }  // an entry of a page table
   int32_t* table_at(char* memory) const { return reinterpret_cast<int32_t*>(memory + table); }
 
-  // The same problem on the copies.
+  // The same problem with the copies.
   QfAttnParams place(QfAttnParams p, char* memory) const {
     const int64_t row = p.head_dim, head = row * p.kv.page_size;
     const auto copy = [&](char* from) { return QfTensor{from, head * p.kv_heads, row, head}; };
@@ -55,8 +55,8 @@ __device__ __forceinline__ void copy_channels(Element* g_to, const Element* g_fr
   *reinterpret_cast<uint2*>(g_to + d + 4) = load4(g_from, d + 4, head_dim, vector);
 }
 
-// Sixteen channels of INT8, back to what they were before they were written. kKeys: through the Hadamard matrix, and
-// with their mean, which may be NULL.
+// Sixteen channels of INT8, dequantized to what they were before they were written. kKeys: through the Hadamard matrix,
+// and with their mean, which may be NULL.
 template <bool kKeys, class Element>
 __device__ __forceinline__ void dequantize_channels(Element* g_to, const int8_t* g_from, float scale,
                                                     const float* g_mean, int d, bool vector) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void dequantize_channels(Element* g_to, const int8_t*
 #pragma unroll
   for (int e = 0; e < 16; ++e) x[e] = scale * float(int8_t(words[e / 4] >> 8 * (e % 4)));
   if (kKeys) {
-    hadamard(x);  // its own inverse, once each is a quarter
+    hadamard(x);  // its own inverse, after division by four
 #pragma unroll
     for (int e = 0; e < 16; ++e) x[e] = fmaf(x[e], 0.25f, g_mean ? g_mean[d + e] : 0.0f);
   }
@@ -80,13 +80,13 @@ __device__ __forceinline__ void dequantize_channels(Element* g_to, const int8_t*
   for (int e = 0; e < 16; e += 4) write4(g_to + d + e, make_float4(x[e], x[e + 1], x[e + 2], x[e + 3]));
 }
 
-// The pass: a block takes one page of a sequence after another. to: GatheredPages::place()'s. Entries that no row
+// The pass: blocks loop over the pages of sequences, one at a time. to: of GatheredPages::place(). Entries that no row
 // needs, or that are out of range, are -1 in the table of the copies.
 constexpr int kGatherThreads = 256;
 template <class Element, bool kInt8>
 __device__ __forceinline__ void gather_pages(const QfAttnParams& p, const QfKv& to, int32_t* g_table,
                                              const PageAccess& vector) {
-  constexpr int kChannels = kInt8 ? 16 : 8;  // of a thread
+  constexpr int kChannels = kInt8 ? 16 : 8;  // per thread
   const bool rows_fall = packed_rows_fall(p);
   const int columns = int(to.page_table_stride), chunks = p.head_dim / kChannels;
   for (int64_t i = blockIdx.x; i < to.pages; i += gridDim.x) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void gather_pages(const QfAttnParams& p, const QfKv& 
   }
 }
 
-// Host side: launches the pass, `kernel` its __global__. Returns a status.
+// Host side: launches the pass; `kernel`: its __global__ function. Returns a status.
 template <class Kernel>
 int launch_gather(Kernel* kernel, const QfAttnParams& p, const QfAttnParams& placed, const GatheredPages& gathered,
                   char* memory, cudaStream_t stream) {

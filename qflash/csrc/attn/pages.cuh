@@ -1,6 +1,5 @@
 // A sequence's keys and values in the pages of a cache: which page holds a token, and which entries of the page table
-// may be followed. A kernel that attends to pages is compiled for them (kPaged); one that attends to arrays has nothing
-// of this in it.
+// may be followed. A kernel for pages is compiled separately (kPaged); one for arrays contains none of this.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -9,14 +8,13 @@
 
 namespace qf {
 
-// Are pages as these kernels walk them? Host side. Boxes of the copy engine are of 16 tokens at least, in one page
-// each.
+// Can these kernels read such pages? Host side. TMA boxes have at least 16 tokens, each box in one page.
 inline bool pages_walk(const QfAttnParams& p) {
   return p.kv.page_size >= 16 && p.kv.page_size % 16 == 0 && p.kv.pages >= 0 && !p.cu_seqlens_k;
 }
 
 struct Place {
-  int page, token;  // a page outside 0 .. pages - 1 is not to be read
+  int page, token;  // a page outside 0 .. pages - 1 must not be read
 };
 
 // One sequence's row of the table.
@@ -28,18 +26,18 @@ struct PageRow {
       : g_entries(kv.page_table + b * kv.page_table_stride), page_size(kv.page_size), pages(kv.pages) {}
   __device__ __forceinline__ bool in_pool(int page) const { return unsigned(page) < unsigned(pages); }
 
-  // Which entry is a token's. Page sizes are powers of two, nearly always; a division takes twenty instructions.
+  // Index of a token's entry. Page sizes are nearly always powers of two; a division takes twenty instructions.
   __device__ __forceinline__ int column(int token) const {
     const bool power = (page_size & (page_size - 1)) == 0;
     return power ? token >> (__ffs(page_size) - 1) : token / page_size;
   }
   __device__ __forceinline__ int in_page(int token) const { return token - column(token) * page_size; }
-  // The page of a token, which the sequence has; -1: the entry is out of range, and not to be followed.
+  // The page of a token, which the sequence has; -1: the entry is out of range and must not be followed.
   __device__ __forceinline__ int page_of(int token) const {
     const int page = g_entries[column(token)];
     return in_pool(page) ? page : -1;
   }
-  // Of a token that the table may have no entry for, with `tokens` those that it has.
+  // For a token that may have no entry in the table; `tokens`: those that have one.
   __device__ __forceinline__ Place place(int token, int tokens) const {
     const int entry = column(token);
     return {token < tokens ? g_entries[entry] : -1, token - entry * page_size};
@@ -54,7 +52,7 @@ struct PageRow {
   }
 };
 
-// Is an entry out of range that some visible token needs? This thread's share of the answer, of `threads`. Entries that
+// Is an entry that some visible token needs out of range? This thread's share of the answer, of `threads`. Entries that
 // no row of the sequence needs, before a window or after the last token, may be anything.
 __device__ inline bool needs_missing_page(const QfAttnParams& p, const Sequence& s, int b, int thread, int threads) {
   if (!s.good || s.len_q <= 0) return false;
@@ -68,14 +66,14 @@ __device__ inline bool needs_missing_page(const QfAttnParams& p, const Sequence&
   return missing;
 }
 
-// read_sequence() where K and V are pages. Collective: every thread of the block calls it with the same b.
+// read_sequence() for K and V in pages. Collective: every thread of the block calls it with the same b.
 __device__ inline Sequence read_paged_sequence(const QfAttnParams& p, int b) {
   Sequence s = sequence_of<true>(p, b, packed_rows_fall(p));
   if (__syncthreads_or(needs_missing_page(p, s, b, threadIdx.x, blockDim.x))) s.good = false;
   return s;
 }
 
-// One head of a sequence's K or V, as HeadRows is of an array.
+// One head of a sequence's K or V, the counterpart of HeadRows for pages.
 template <class Element>
 struct PagedRows {
   const Element* g_head;  // token 0 of page 0
@@ -97,7 +95,7 @@ struct PagedRows {
   __device__ __forceinline__ const Element* row(int page, int i) const {
     return g_head + page * stride_page + table.in_page(i) * stride_t;
   }
-  // Of a token that some row sees: its page is in range.
+  // Row of a token that some row sees: its page is in range.
   __device__ __forceinline__ const Element* row(int i) const { return row(table.page_of(i), i); }
 };
 

@@ -1,5 +1,5 @@
-// Which scores a library serves: -DQF_PLAIN_SCORES=1 those that are a positive factor times q . k, 0 the others (column
-// `per_scores` of dispatch.KERNELS). Without the definition it serves both.
+// Which scores a library serves: with -DQF_PLAIN_SCORES=1 those that are a positive factor times q . k, with 0 the
+// others (column `per_scores` of dispatch.KERNELS). Without the definition it serves both.
 #pragma once
 
 #include <type_traits>

@@ -49,7 +49,7 @@ __device__ __forceinline__ float4 rope4(const QfRope& rope, const Element* g_row
       c[2 * pair] = c[2 * pair + 1] = cosine;
       s[2 * pair] = -sine, s[2 * pair + 1] = sine;
     }
-    if (d + 2 >= rope.rotary_dim) partner[2] = partner[3] = 0.0f;  // an infinity there must not meet sine 0
+    if (d + 2 >= rope.rotary_dim) partner[2] = partner[3] = 0.0f;  // an infinity there must not be multiplied by sine 0
   } else if (vector) {
     const float4 y = to_float4(load4(g_row, upper ? d - half : d + half, head_dim, true), g_row);
     float4 cosine = make_float4(nan(), nan(), nan(), nan()), sine = cosine;
@@ -76,8 +76,8 @@ __device__ __forceinline__ float4 rope4(const QfRope& rope, const Element* g_row
                      fmaf(partner[2], s[2], x.z * c[2]), fmaf(partner[3], s[3], x.w * c[3]));
 }
 
-// Of eight neighbouring pairs from `first` on, read 16 bytes at a time: cosines, and sines with the rotation's sign.
-// NaN where its row is outside the table.
+// Eight neighbouring pairs from `first` on, read 16 bytes at a time: cosines, and sines with the rotation's sign. NaN
+// where the row is outside the table.
 struct EightPairs {
   float cosine[8], sine[8];
 

@@ -1,5 +1,5 @@
-// Which block does what: one block per (row tile, batch, head, part), parts innermost, then heads, so that heads that
-// share K run together; the last row tiles first, because causal masks make them the longest.
+// Which block computes what: one block per (row tile, batch, head, part), parts innermost, then heads, so that heads
+// that share K run concurrently; the last row tiles first, because causal masks make them the longest.
 #pragma once
 
 #include "attn/tile_load.cuh"
@@ -13,12 +13,12 @@ struct Grid {
   Vectorises vector;
 };
 
-// Host side. `parts`: pieces that every row tile is cut into.
+// Host side. `parts`: the number of parts that every row tile is cut into.
 inline Grid grid_of(const QfAttnParams& p, int tile_rows, int parts) {
   Grid grid{};
   grid.row_tiles = (int64_t(p.q_len) + tile_rows - 1) / tile_rows;
   grid.batch = p.batch;
-  // Packed rows that fit no sequence still get their NaN, so there is a block even where lengths say 0.
+  // Packed rows that fit no sequence still get NaN, so there is a block even where lengths are 0.
   if (p.cu_seqlens_q && p.total_q > 0) {
     if (grid.row_tiles == 0) grid.row_tiles = 1;
     if (grid.batch == 0) grid.batch = 1;

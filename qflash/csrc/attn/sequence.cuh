@@ -4,7 +4,7 @@
 // whose description is out of range gets NaN in every row it owns, in out and in lse:
 //   kv_lens[b] outside 0 .. len_k; a length above the max_seqlen the caller gave; an end past the total: that sequence.
 //   an entry of the page table that is out of range and needed (pages.cuh): that sequence.
-//   cu_seqlens_q falling anywhere: all rows, because nobody can tell any more whose they are.
+//   cu_seqlens_q decreasing anywhere: all rows, because it is undefined which sequence a row belongs to.
 //   rows of q before cu_seqlens_q[0] or from cu_seqlens_q[batch] on: those rows.
 #pragma once
 
@@ -16,11 +16,11 @@ namespace qf {
 struct Sequence {
   int64_t q0, k0;    // first row in q/out and in k/v; 0 unless packed
   int len_q, len_k;  // len_k: after kv_lens
-  bool good;         // false: fill rows q0 .. q0 + owned - 1 with NaN and leave
+  bool good;         // false: fill rows q0 .. q0 + owned - 1 with NaN and return
   int64_t owned;     // rows of q that belong to it
 };
 
-// Does cu_seqlens_q fall somewhere? Collective: every thread of the block calls it.
+// Does cu_seqlens_q decrease somewhere? Collective: every thread of the block calls it.
 __device__ inline bool packed_rows_fall(const QfAttnParams& p) {
   if (!p.cu_seqlens_q) return false;
   bool falls = p.batch == 0;
@@ -29,8 +29,8 @@ __device__ inline bool packed_rows_fall(const QfAttnParams& p) {
   return __syncthreads_or(falls);
 }
 
-// rows_fall: packed_rows_fall(p). kPaged: K and V are pages, whose table is not looked at here (pages.cuh); q may be
-// packed without them.
+// rows_fall: packed_rows_fall(p). kPaged: K and V are pages, whose table is not read here (pages.cuh); q may be packed
+// without them.
 template <bool kPaged = false>
 __device__ inline Sequence sequence_of(const QfAttnParams& p, int b, bool rows_fall) {
   Sequence s = {0, 0, p.q_len, p.k_len, true, p.q_len};
@@ -60,20 +60,20 @@ __device__ inline Sequence read_sequence(const QfAttnParams& p, int b) {
   return sequence_of(p, b, packed_rows_fall(p));
 }
 
-// The same for kernels that serve no packed arrays: kv_lens alone can be out of range.
+// The same for kernels without packed arrays: only kv_lens can be out of range.
 __device__ inline Sequence read_padded_sequence(const QfAttnParams& p, int b) {
   const int len_k = p.kv_lens ? p.kv_lens[b] : p.k_len;
   return {0, 0, p.q_len, len_k, len_k >= 0 && len_k <= p.k_len, p.q_len};
 }
 
-// The threads that fill rows together, where they are the whole block.
+// The threads that fill rows together: here, the whole block.
 struct WholeBlock {
   __device__ static __forceinline__ int thread() { return int(threadIdx.x); }
   __device__ static __forceinline__ int threads() { return int(blockDim.x); }
 };
 
-// NaN into rows begin .. end-1 of head h, this block's share of them (block `tile` of `tiles`): channels
-// [d_begin, d_end) of out and, if asked, lse.
+// Writes NaN to rows begin .. end-1 of head h, this block's share of them (block `tile` of `tiles`): channels
+// [d_begin, d_end) of out and, if requested, lse.
 template <class Element, class By>
 __device__ inline void fill_nan(const QfAttnParams& p, int b, int h, int64_t begin, int64_t end, int tile, int tiles,
                                 int d_begin, int d_end, bool lse) {
@@ -87,7 +87,7 @@ __device__ inline void fill_nan(const QfAttnParams& p, int b, int h, int64_t beg
   }
 }
 
-// The rows of head h that no good sequence fills: those of a bad one, and packed rows outside every sequence.
+// Fills the rows of head h that no good sequence fills: those of a bad one, and packed rows outside every sequence.
 template <class Element, class By = WholeBlock>
 __device__ inline void fill_unserved_rows(const QfAttnParams& p, const Sequence& s, int b, int h, int tile, int tiles,
                                           int d_begin, int d_end, bool lse) {

@@ -1,4 +1,4 @@
-// Sinks: a logit for each query head that joins the denominator of its rows where they are finished, as if there were
+// Sinks: a logit per query head that is added to the denominator of its rows when they are finished, as if there were
 // one more key, of value 0. out = sum of P V / (l + 2^(sink - m)), with P = 2^(score - m) and l their sum.
 #pragma once
 
@@ -11,15 +11,15 @@ __device__ __forceinline__ float sink_of(const QfAttnParams& p, int head) {
   return p.sinks ? p.sinks[head] : -infinity();
 }
 
-// How the sums of a row, taken relative to m, and its sink go together. Both are weighed relative to the larger one, so
-// that neither overflows; by default there is no sink, and sums stay what they are.
+// Combines the sums of a row, relative to m, with its sink. Both are taken relative to the larger one, so that neither
+// overflows; by default there is no sink, and the sums are unchanged.
 struct WithSink {
   float top;          // base-2 reference of the new sums
   float keys = 1.0f;  // what the old ones are multiplied by
   float sink = 0.0f;  // the sink's weight
 
-  // m: base-2 reference of the row's sums, -inf where there is nothing in them. offset: what its scores lack, as lse
-  // does. A sink of NaN passes fmaxf by and reaches the sum through its weight.
+  // m: base-2 reference of the row's sums, -inf if they are empty. offset: what its scores lack, and lse with them.
+  // fmaxf ignores a NaN sink, which reaches the sum through its weight.
   __device__ __forceinline__ WithSink(float m, float logit, float offset) : top(m) {
     if (logit == -infinity()) return;
     const float base2 = (logit - offset) * kLog2e;

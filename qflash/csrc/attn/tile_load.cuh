@@ -1,6 +1,6 @@
-// A rectangle of q, k or v on its way from global to shared memory. Either fetched into registers as raw vectors of
-// four and stashed into shared memory as float32 later, or copied as it lies, asynchronously where the architecture
-// can: both ways the loads fly while something else is computed.
+// Loads a rectangle of q, k or v from global to shared memory: either fetched into registers as raw vectors of four and
+// stashed into shared memory as float32 later, or copied unchanged, asynchronously where the architecture can. In both
+// cases the loads are in flight while something else is computed.
 #pragma once
 
 #include "attn/rope.cuh"
@@ -10,7 +10,7 @@
 
 namespace qf {
 
-// Threads walk the rectangle row by row, four channels each: neighbouring lanes read and write neighbouring words.
+// Threads cover the rectangle row by row, four channels each: neighbouring lanes read and write neighbouring words.
 template <int kTileRows, int kTileCols, int kThreads>
 struct TileWalk {
   static constexpr int kPerRow = kTileCols / 4;
@@ -69,7 +69,7 @@ __device__ __forceinline__ bool stash(float* s_tile, const Raw (&raw)[kHeld], co
   return all_finite;
 }
 
-// s_tile <- rows row0 .. as they lie; zeros past the last row and the last channel. With kAsync the copies of a tensor
+// s_tile <- rows row0 .. unchanged; zeros past the last row and the last channel. With kAsync the copies of a tensor
 // that may be read in vectors belong to the thread's open group of cp.async.
 template <class Walk, int kStride, bool kAsync, class Element>
 __device__ __forceinline__ void copy_tile(Element* s_tile, const HeadRows<Element>& x, int row0) {
@@ -97,9 +97,9 @@ __device__ __forceinline__ void copy_tile(Element* s_tile, const HeadRows<Elemen
   }
 }
 
-// s_tile <- factor * x, rotated where there is a rope, in one go: for q, which is loaded once, and for rotated k, whose
-// partners, cosines and sines would not fit into registers beside everything else. Rounded where s_tile is 16 bits
-// wide.
+// s_tile <- factor * x, rotated where there is a rope, in one pass: for q, which is loaded once, and for rotated k,
+// whose partners, cosines and sines would not fit into registers next to everything else. Rounded where s_tile is 16
+// bits wide.
 template <class Walk, int kStride, class Stored, class Element, class Position>
 __device__ __forceinline__ void load_scaled(Stored* s_tile, const HeadRows<Element>& x, int row0, int d0, float factor,
                                             const QfRope& rope, bool rope_vector, Position position) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void load_scaled(Stored* s_tile, const HeadRows<Eleme
   }
 }
 
-// The same without a rope, of which the compiler leaves nothing.
+// The same without a rope; the compiler removes its code.
 template <class Walk, int kStride, class Stored, class Element>
 __device__ __forceinline__ void load_scaled(Stored* s_tile, const HeadRows<Element>& x, int row0, int d0,
                                             float factor) {

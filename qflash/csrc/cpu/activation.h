@@ -1,5 +1,5 @@
 // Activations of linear layers and their slopes, a vector at a time: the definitions of csrc/gemm/activation.cuh. NaN
-// and infinities go where IEEE arithmetic sends them: gelu and silu of -inf are NaN.
+// and infinities follow IEEE arithmetic: gelu and silu of -inf are NaN.
 #pragma once
 
 #include "qflash_ops.h"
@@ -34,7 +34,7 @@ struct Normal {
   Vec cdf, bell;
 };
 
-// The smaller tail is exp(-z^2) erfcx(z) / 2 with z = |h| / sqrt(2). A polynomial in t = 1 / (1 + 0.3 z) stands for
+// The smaller tail is exp(-z^2) erfcx(z) / 2 with z = |h| / sqrt(2). A polynomial in t = 1 / (1 + 0.3 z) approximates
 // erfcx(z) / t to 2.2e-8, so that both tails keep their relative accuracy, which 1 + erf(h) would lose.
 static inline Vec smaller_tail(Vec magnitude, Vec bell) {
   const Vec t = broadcast(1.0f) / fma(broadcast(0.3f * kRootHalf), magnitude, broadcast(1.0f));
@@ -66,7 +66,7 @@ static inline Vec activated(Vec h, Vec u) {
   return h;
 }
 
-// What the gradient of the result is multiplied with to be that of h (`of_h`) and, with SwiGLU, of u (`of_u`).
+// The factors from the gradient of the result to that of h (`of_h`) and, with SwiGLU, of u (`of_u`).
 struct Slopes {
   Vec of_h, of_u;
 };
@@ -79,7 +79,7 @@ static inline Slopes slopes(Vec h, Vec u) {
   }
   if constexpr (kActivation == QF_GELU_TANH) {
     const Logistic at = tanh_logistic(h);
-    const Vec squared = vmin(broadcast(1e4f), h * h);  // where it overflows, the spread is 0 long since
+    const Vec squared = vmin(broadcast(1e4f), h * h);  // where it overflows, the spread is already 0
     const Vec inner = fma(broadcast(6.0f * kRootTwoByPi * kCubic), squared, broadcast(2.0f * kRootTwoByPi));
     return {fma(h * at.spread, inner, at.share), zero()};
   }

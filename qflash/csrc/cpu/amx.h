@@ -13,12 +13,13 @@ namespace QF_ISA {
 
 constexpr int kTileRows = 16, kTileRowBytes = 64, kTileBytes = kTileRows * kTileRowBytes;
 
-// All that was written is in memory, what `p` points to included. GCC's tile instructions do not tell it what they
+// Forces everything written to memory, including what `p` points to: GCC's tile instructions do not declare what they
 // read.
 static inline void settle(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
 
-// Tile registers live as long as this: set up here, given back to the system at the end. tmm6 and tmm7, the right
-// operands, have all their rows; results and left operands, the others, have `rows`, and no more of memory is touched.
+// Tile registers are configured for the lifetime of this object and released at its end. tmm6 and tmm7, the right
+// operands, have all their rows; results and left operands, the others, have `rows`, and no memory beyond these is
+// accessed.
 class TileSession {
  public:
   explicit TileSession(int rows = kTileRows) {

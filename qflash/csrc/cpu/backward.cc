@@ -1,14 +1,14 @@
-// qf_cpu_bwd: who computes which tile of the gradients, and in which order.
+// qf_cpu_bwd: which thread computes which tile of the gradients, and in which order.
 //
-// A unit is one key head of one sequence with all the query heads that share it. Its keys are cut into blocks; a
-// thread takes a block, walks the query tiles that see it and keeps dK and dV of the block to itself. dQ is shared by
-// all blocks of the unit, so every tile has a `turn`: block b adds to the tile's dQ only after block b - 1 has. Sums
-// are thus always taken in the same order, whatever the number of threads, and every product is computed once.
-// Blocks of a unit are handed out in order, so whoever holds the turn is at work and nobody waits for ever. A thread
-// prefers a unit of its own (its dQ then stays in its cache) and helps the others when none is left.
+// A unit is one key head of one sequence with all the query heads that share it. Its keys are cut into blocks; a thread
+// takes a block, loops over the query tiles that see it and accumulates dK and dV of the block privately. dQ is shared
+// by all blocks of the unit, so every tile has a `turn`: block b adds to the tile's dQ only after block b - 1 has. Sums
+// are thus always accumulated in the same order, whatever the number of threads, and every product is computed once.
+// Blocks of a unit are assigned in order, so the thread that has the turn is always running and no thread waits
+// forever. A thread prefers its own unit (whose dQ then stays in its cache) and helps the others when none is left.
 //
-// Units are taken in rounds whose float32 copies of q and dout, and dQ, fit a budget: memory is linear in the length
-// and does not grow with batch and heads beyond that.
+// Units are processed in rounds whose float32 copies of q and dout, and dQ, fit a budget: memory is linear in the
+// length and does not grow with batch and heads beyond that.
 
 #include "backward.h"
 
@@ -36,7 +36,7 @@ struct Unit {
   Sequence sequence;
   int64_t key_rows;  // rows of dk and dv: those past sequence.len_k become zero
   int kv_head;
-  int64_t first_tile = 0;  // in the round's list; tiles of the group's heads follow one another
+  int64_t first_tile = 0;  // in the round's list; tiles of the group's heads are consecutive
   std::atomic<int64_t> next_block{0};
 
   Unit(const QfAttnParams& p, int64_t batch, int kv_head) : sequence(sequence_of(p, batch)), kv_head(kv_head) {
@@ -151,7 +151,7 @@ class Backward {
 
   int work_on_units() {
     KeyBlock block;
-    // Before any block is taken: one that is taken must be finished, others wait for it.
+    // Before any block is taken: a block that is taken must be finished, because others wait for it.
     if (!take_scratch(&block)) return QF_NO_MEMORY;
     const int64_t count = int64_t(units_.size());
     bool done = true;
@@ -174,7 +174,7 @@ class Backward {
     return true;
   }
 
-  // False, here and below: interrupted. The turns of others then never come, and they find the same.
+  // False, here and below: interrupted. The turns of other threads then never come, and they return false as well.
   bool work_on(Unit& unit, KeyBlock& block) {
     const int64_t blocks = unit.blocks();
     for (int64_t b; (b = unit.next_block.fetch_add(1)) < blocks;)
@@ -215,7 +215,7 @@ class Backward {
     return {tile.count, keys, int(low), int(high)};
   }
 
-  // The thread whose turn it is has its products ready or almost ready: the wait is short.
+  // The thread that has the turn has its products ready or almost ready: the wait is short.
   static bool wait_for(const std::atomic<int64_t>& turn, int64_t index) {
     if (interrupted()) return false;
     for (int spin = 0; turn.load(std::memory_order_acquire) != index; spin++) {

@@ -1,5 +1,5 @@
-// The backward pass in two halves: backward.cc decides who computes what and in which order, the kernels below,
-// one set per instruction set, do the arithmetic of one tile.
+// The backward pass in two halves: backward.cc decides which thread computes what and in which order; the kernels
+// below, one set per instruction set, do the arithmetic of one tile.
 //
 // A tile is kBwdBlock queries of one head by kBwdBlock keys. With S = q k^T, P = exp(scale S - lse) and
 // delta = rowsum(dout * out) - dlse, it contributes
@@ -29,7 +29,7 @@ struct QueryTile {
   bool* finite;              // whether q and dout hold neither NaN nor infinity
 };
 
-// Up to kBwdBlock keys and values of one head, and the products of the tile at hand: one thread's scratch.
+// Up to kBwdBlock keys and values of one head, and the products of the current tile: one thread's scratch.
 struct KeyBlock {
   float* k;          // [kBwdBlock][pitch], rotated
   float *k_t, *v_t;  // [pitch][kBwdBlock]
@@ -40,7 +40,7 @@ struct KeyBlock {
 
 struct BackwardKernels {
   int lanes;  // pitch is head_dim rounded up to a multiple of this
-  // Not for a sequence without keys: its queries have no position to be rotated to.
+  // Not for a sequence without keys: there is no position to rotate its queries to.
   void (*load_queries)(const QfAttnBwdParams&, const Sequence&, int head, int64_t first, int count, const QueryTile&);
   void (*load_keys)(const QfAttnBwdParams&, const Sequence&, int kv_head, int64_t first, int count, KeyBlock&);
   // P and dS of one tile.
@@ -52,7 +52,7 @@ struct BackwardKernels {
   // Also writes zero to the rows from `count` to `rows`, which belong to no key.
   void (*store_keys)(const QfAttnBwdParams&, const Sequence&, int kv_head, int64_t first, int count, int rows,
                      const KeyBlock&);
-  // What the rows [first, first + count) of a head have to do with the gradient of its sink.
+  // The contribution of the rows [first, first + count) of a head to the gradient of its sink.
   double (*sink_share)(const QfAttnBwdParams&, const Sequence&, int head, int64_t first, int64_t count);
 };
 

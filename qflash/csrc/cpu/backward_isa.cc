@@ -1,4 +1,4 @@
-// The backward kernels of one instruction set: rows in and out of packed float32, and the table of entries.
+// The backward kernels of one instruction set: loading and storing rows as packed float32, and the table of entries.
 
 #include <math.h>
 
@@ -23,9 +23,10 @@ static inline WeightMap weight_map(const QfAttnParams& p) {
   return {(capped ? p.softcap : p.scale) * kLog2e, capped ? p.scale / p.softcap : 0.0f};
 }
 
-// Up to so many keys a row's rowsum(dout * out) is computed as rowsum(P * dP), which it equals where these are all keys
-// of the row. dP - delta cancels the more the fewer keys there are, and `out` as float16 or bfloat16 has too few digits
-// for what is left. The sum is divided by that of weights, which as far as lse is rounded are off by the same factor.
+// Up to this many keys a row's rowsum(dout * out) is computed as rowsum(P * dP), which is equal where these are all
+// keys of the row. The fewer keys there are, the more dP - delta cancels, and `out` as float16 or bfloat16 has too few
+// digits for the difference. The sum is divided by that of the weights, which have the same error factor from the
+// rounding of lse.
 constexpr int64_t kFewKeys = 16;
 
 // exp(sink - lse), where both may be infinite.
@@ -70,7 +71,7 @@ static void load_queries(const QfAttnBwdParams& params, const Sequence& s, int h
     const KeyRange keys = visible_keys(p, s, first + r);
     float delta = dot_rows(dout, out, pitch);
     if (p.dtype != QF_F32 && !params.partial && keys.begin < keys.end && keys.end - keys.begin <= kFewKeys) {
-      // An infinity in dout may become NaN among terms of both signs there, and not in rowsum(dout * out).
+      // With an infinity in dout, terms of both signs may give NaN there, but not in rowsum(dout * out).
       const float few = delta_of_few(p, s, head, keys, q, dout, lse, tile.minus_lse[r]);
       if (few - few == 0.0f) delta = few;
     }
@@ -184,13 +185,13 @@ static void store_keys(const QfAttnBwdParams& params, const Sequence& s, int kv_
 }
 
 // A sink is a key without a value: its weight exp(sink - lse) and dP = 0 give dS = -weight * delta. A row that sees no
-// key has its sink for its lse, and nothing of it in out; with params.partial that lse tells that it sees none
+// key has its sink as lse and contributes nothing to out; with params.partial that lse indicates that it sees no key
 // elsewhere.
 static double sink_share(const QfAttnBwdParams& params, const Sequence& s, int head, int64_t first, int64_t count) {
   const QfAttnParams& p = params.fwd;
   const int pitch = pitch_of(p);
   const float sink = p.sinks[head];
-  if (sink == -INFINITY) return 0.0;  // which is none
+  if (sink == -INFINITY) return 0.0;  // no sink
   const int64_t statistics = s.batch * p.lse_stride_b + head * p.lse_stride_h + s.first_q;
   alignas(64) float out[kMaxHeadDim], dout[kMaxHeadDim];
   double share = 0.0;

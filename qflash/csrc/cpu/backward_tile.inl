@@ -80,7 +80,7 @@ static inline void clear_block(float* x) {
     for (int n = 0; n < kScoreVecs; n++) store(x + r * kBwdBlock + n * kLanes, zero());
 }
 
-// P of one register block at (row, key). The cap's slope waits in dS's place until dP is known.
+// P of one register block at (row, key). The cap's slope is held in dS's place until dP is known.
 template <bool kMasked, bool kCapped>
 static inline void weight_block(const WeightMap& map, int head_dim, int pitch, const QueryTile& tile,
                                 const TileMask& mask, const KeyBlock& block, int row, int key) {
@@ -127,7 +127,7 @@ static inline void gradient_block(int head_dim, int pitch, const QueryTile& tile
   }
 }
 
-// One strip of k_t, then the same strip of v_t, stays in the first-level cache while the rows pass by.
+// One strip of k_t, then the same strip of v_t, stays in the first-level cache while the rows stream by.
 template <bool kMasked, bool kCapped>
 static void score_tile(const WeightMap& map, int head_dim, int pitch, const QueryTile& tile, const TileMask& mask,
                        const KeyBlock& block) {
@@ -139,8 +139,8 @@ static void score_tile(const WeightMap& map, int head_dim, int pitch, const Quer
   }
 }
 
-// c += sum over `depth` of a b, for kRows rows and kVecs vectors of c [][pitch] and b [][pitch]. The number of a for
-// row r at depth step s stands at a[s * kStep + r * kStride].
+// c += sum over `depth` of a b, for kRows rows and kVecs vectors of c [][pitch] and b [][pitch]. The element of a for
+// row r at depth step s is a[s * kStep + r * kStride].
 template <int kRows, int kVecs, int kStep, int kStride>
 static inline void update_block(const float* a, const float* b, float* c, int pitch, Range depth) {
   Vec acc[kRows][kVecs];
@@ -184,7 +184,7 @@ static void update_rows(const float* a, const float* b, float* c, int pitch, int
 }
 
 // c += a b, or a^T b with kStep and kStride exchanged. A register block of a partly masked tile also multiplies zeros
-// by operands that are out of sight; where those are not finite, rows go one at a time over exactly what they see.
+// by operands that are masked; where those are nonfinite, rows are processed one at a time over exactly what they see.
 template <int kStep, int kStride>
 static void update(const float* a, const float* b, float* c, int pitch, int rows, const TileMask& mask,
                    Range (*seen)(const TileMask&, int, int), bool finite) {

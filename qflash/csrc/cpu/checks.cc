@@ -10,7 +10,7 @@ namespace {
 
 using LongLong = long long;
 
-// Front ends refuse these first, but a stored program comes here past them, and buffers and divisions rely on them.
+// Front ends reject these first, but a stored program bypasses them, and buffers and divisions rely on these checks.
 int check_shape(const QfAttnParams& p) {
   if (p.head_dim < 1 || p.head_dim > kMaxHeadDim)
     return fail(QF_UNSUPPORTED, "head_dim is %d; allowed: 1 to %d", p.head_dim, kMaxHeadDim);

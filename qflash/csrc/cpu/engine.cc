@@ -1,6 +1,6 @@
-// The forward pass from outside: checks, cuts the problem into blocks of rows, runs them on all threads.
+// The top level of the forward pass: checks, cuts the problem into blocks of rows, runs them on all threads.
 //
-// Two ways, by the number of rows (queries times query heads) that share a KV head:
+// Two paths, by the number of rows (queries times query heads) that share a KV head:
 //   many   K and V are packed once, for as many KV heads as fit the budget; then the blocks of those heads run
 //   few    one block has all the rows; it is cut along the keys, and partial results are merged
 // Whether and where a block is cut follows from the whole problem; with batch_invariant from its own sequence alone.
@@ -22,8 +22,8 @@ constexpr int64_t kLeastRows = 48;  // blocks shrink to this when there would be
 constexpr int64_t kBlocksPerThread = 4;
 constexpr int64_t kRowStep = 6;  // rows that are multiplied together
 constexpr int64_t kPackedBytes = int64_t(64) << 20;
-// Few blocks are cut along the keys. The cut follows from constants, not from the thread count: it decides the order of
-// the sums, hence the bits.
+// Few blocks are cut along the keys. The cut follows from constants, not from the thread count: it determines the order
+// of summation, hence the bits.
 constexpr int64_t kFewBlocks = 64;
 constexpr int64_t kMostSplits = 64;
 constexpr int64_t kSplitKeys = 512;
@@ -69,7 +69,7 @@ class Forward {
       end = std::min(last, (begin / p_.kv_heads + 1) * p_.kv_heads);
       const Sequence s = sequence_of_unit(begin);
       if (s.len_q == 0) continue;
-      // Blocks of one sequence are alike: ten rows left over would cost a pass over the keys of their own.
+      // Blocks of one sequence have equal sizes: ten rows left over would cost a separate pass over the keys.
       const int64_t query_blocks = ceil_div(s.len_q, rows_);
       const int64_t queries = std::min(s.len_q, ceil_div(ceil_div(s.len_q, query_blocks), kRowStep) * kRowStep);
       const int64_t heads = std::min(group_, std::max<int64_t>(1, rows_ / queries));
@@ -83,7 +83,7 @@ class Forward {
     return blocks;
   }
 
-  // Dearest first: the last to finish are then the small ones.
+  // Most expensive first, so that the last to finish are small.
   void sort_blocks(std::vector<RowBlock>& blocks) const {
     if (p_.window_left < 0 && p_.window_right < 0 && !p_.kv_lens && !p_.cu_seqlens_q) return;
     const auto work = [this](const RowBlock& x) {
@@ -142,7 +142,7 @@ class Forward {
     return parallel_for(int64_t(tasks.size()), p_.num_threads, pack);
   }
 
-  // Keys of the longest sequence. Of arrays it is their length: the bits follow from shapes alone. A table of pages has
+  // Keys of the longest sequence. For arrays it is their length: the bits follow from shapes alone. A page table has
   // room for many more tokens than there are.
   int64_t longest() const {
     if (!p_.kv.page_size) return p_.k_len;
@@ -151,7 +151,7 @@ class Forward {
     return most;
   }
 
-  // Of a split of that many keys.
+  // Keys per split, for `keys` keys in total.
   static int64_t split_keys(int64_t keys) {
     return round_up(std::max(ceil_div(keys, kMostSplits), kSplitKeys), kTileKeys);
   }
@@ -167,8 +167,8 @@ class Forward {
     return run_splits(cut, {});
   }
 
-  // A sequence of few rows is cut, as if it were alone, and the others are not. A row's bits do not depend on its
-  // block, and so on nothing but the sequence.
+  // A sequence of few rows is cut as if it were alone, and the others are not. A row's bits do not depend on its block,
+  // and so on nothing but the sequence.
   int run_cut_by_sequence(const std::vector<RowBlock>& blocks) const {
     std::vector<CutBlock> cut;
     std::vector<RowBlock> whole;
@@ -184,10 +184,10 @@ class Forward {
 
   struct CutBlock {
     RowBlock block;
-    int64_t keys, splits;  // of a split, and of the block
+    int64_t keys, splits;  // keys per split; splits of the block
   };
 
-  // And blocks that are not cut beside them.
+  // Also runs blocks that are not cut.
   int run_splits(std::vector<CutBlock>& cut, const std::vector<RowBlock>& whole) const {
     const int64_t row_floats = p_.head_dim + 2;
     int64_t floats = 0, most = 0;

@@ -1,4 +1,4 @@
-// From the sums of a row to its out and lse.
+// From the accumulators of a row to its out and lse.
 #pragma once
 
 #include <math.h>
@@ -16,9 +16,9 @@ static inline ScoreMap score_map(const QfAttnParams& p) {
   return {factor, -126.0f / factor, 0.0f, 0.0f, scale};
 }
 
-// Writes out = o / l and lse = unit * m + ln l; a sink, a logit more, joins l. A row that sees no key gives zeros and
-// its sink, or -inf; one that sees keys whose scores are all -inf, and no sink, has l = 0 and gives NaN, as softmax
-// does. o is used up.
+// Writes out = o / l and lse = unit * m + ln l; a sink, one more logit, is added to l. A row that sees no key gives
+// zeros and its sink, or -inf; one that sees keys whose scores are all -inf, and no sink, has l = 0 and gives NaN, as
+// softmax does. o is overwritten.
 static inline void finish_row(const QfAttnParams& p, const Sequence& s, int64_t head, int64_t query, float* o,
                               RowState state, const ScoreMap& map) {
   const KeyRange range = visible_keys(p, s, query);

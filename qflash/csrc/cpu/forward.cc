@@ -1,10 +1,10 @@
 // The forward pass of one block of rows: tiled online softmax.
 //
 //   for each tile of keys     S = Q K^T           [rows, tile]; six rows skip panels of keys that none of them sees
-//                             P = softmax(S)      m, l move on
+//                             P = softmax(S)      m, l are updated
 //                             O = alpha O + P V   in tiles with masks six rows at a time, over the keys they see
 //
-// Scratch per thread: Q and O of the block, S, and one tile of packed K and V unless they come packed.
+// Scratch per thread: Q and O of the block, S, and one tile of packed K and V unless they are packed already.
 #include "forward.h"
 
 #include "finish.h"
@@ -25,7 +25,7 @@ struct Scratch {
   int64_t rows, pitch;  // pitch of q and o rows: head_dim in whole vectors
 };
 
-// With base = NULL, counts only.
+// With base = NULL, only counts.
 size_t lay_out(void* base, int64_t rows, int64_t head_dim, bool packed, Scratch* scratch) {
   FloatArena arena(base);
   const int64_t pitch = round_up(head_dim, kLanes);
@@ -43,7 +43,7 @@ size_t lay_out(void* base, int64_t rows, int64_t head_dim, bool packed, Scratch*
   return arena.used();
 }
 
-// For rows that were multiplied by their alpha already. Blocks that read in place have at most kDirectRows.
+// For rows that were already multiplied by their alpha. Blocks that read in place have at most kDirectRows.
 struct OnesPerRow {
   float one[kDirectRows];
   constexpr OnesPerRow() : one() {
@@ -51,7 +51,7 @@ struct OnesPerRow {
   }
 };
 
-// Tiles after which a block looks whether the call is interrupted: some milliseconds' work.
+// Tiles between checks for an interrupt: some milliseconds' work.
 constexpr int64_t kTilesPerLook = 16;
 
 class Block {
@@ -105,8 +105,8 @@ class Block {
     memset(x_.o, 0, size_t(x_.rows * x_.pitch) * sizeof(float));
   }
 
-  // Keys are less their mean and multiplied by a Hadamard matrix. The query is multiplied by it too, which undoes that
-  // in every score, and its product with the mean is kept.
+  // Keys have their mean subtracted and are multiplied by a Hadamard matrix. The query is multiplied by the matrix too,
+  // which leaves every score unchanged, and its product with the mean is stored.
   void meet_int8_keys(int64_t row, float* q) {
     const float* mean = p_.kv.k_mean ? p_.kv.k_mean + block_.kv_head * dim_ : nullptr;
     x_.dot_mean[row] = mean ? dot_rows(q, mean, dim_) : 0.0f;
@@ -114,7 +114,7 @@ class Block {
   }
   bool keys_lack_mean() const { return p_.kv.kind == QF_KV_PAGES_INT8 && p_.kv.k_mean; }
 
-  // What row `row` sees of this tile.
+  // The part of this tile that row `row` sees.
   Span span_of(int64_t row) const {
     const KeyRange range = visible_keys(p_, s_, query_of(row));
     const int64_t begin = range.begin - first_key_, end = range.end - first_key_;
@@ -122,7 +122,7 @@ class Block {
     return span.begin < span.end ? span : Span{0, 0};
   }
 
-  // The keys that one of `count` rows sees; their own ranges go to spans.
+  // The keys that any of `count` rows sees; their own ranges go to spans.
   Span spans_of(int64_t row, int count, Span* spans) const {
     Span all{keys_, 0};
     for (int i = 0; i < count; i++) {
@@ -153,7 +153,7 @@ class Block {
     Span spans[kMaxRows];
     const Span any = spans_of(row, count, spans);
     if (any.begin == any.end) return;
-    // A softcap bends whole scores. Without it the mean's share, the same for all keys, can wait for the row's end.
+    // A softcap needs complete scores. Without it the mean's share, the same for all keys, is added at the row's end.
     if (map_.cap != 0.0f && keys_lack_mean())
       for (int i = 0; i < count; i++)
         for (int j = any.begin; j < any.end; j++) x_.s[(row + i) * kTileKeys + j] += x_.dot_mean[row + i];
@@ -163,12 +163,12 @@ class Block {
       for (int i = 0; i < count; i++) clear_unseen(row + i, spans[i], any);
       return accumulate(row, count, any);
     }
-    // 0 * NaN is NaN: a masked key's value must not meet even a zero weight.
+    // 0 * NaN is NaN: a masked key's value must not be multiplied even by a zero weight.
     for (int i = 0; i < count; i++)
       if (spans[i].begin < spans[i].end) accumulate(row + i, 1, spans[i]);
   }
 
-  // Makes the tile ready for scores() and accumulate(); says whether its values are known to be finite.
+  // Prepares the tile for scores() and accumulate(); returns whether its values are known to be finite.
   bool load_tile() {
     if (block_.packed) {
       const int64_t floats = packed_tile_floats(dim_);
@@ -186,8 +186,8 @@ class Block {
     return !values_in_place_ && pack_values(p_, s_, first_key_, keys_, block_.kv_head, kTileKeys, x_.row_buffer, x_.v);
   }
 
-  // Asks for `count` rows of k or v from the tile's row `first` on. They lie whole strides apart, often on pages of
-  // their own, where no hardware prefetcher follows.
+  // Prefetches `count` rows of k or v from the tile's row `first` on. They are full strides apart, often each on its
+  // own page, where no hardware prefetcher follows.
   void prefetch_rows(const KvRows& rows, int first, int count) const {
     if (first + count > keys_) count = keys_ - first;
     rows.each(first_key_ + first, count, [&](int, const char* row, float) {
@@ -195,7 +195,7 @@ class Block {
     });
   }
 
-  // S without a copy of K: each key is read once and meets every row.
+  // S without a copy of K: each key is read once, for all rows.
   void scores_in_place() {
     for (int j = 0; j < keys_; j += kLanes) {
       const int count = keys_ - j < kLanes ? keys_ - j : kLanes;
@@ -212,7 +212,7 @@ class Block {
     }
   }
 
-  // q . keys[i] in lane i. Eight keys at a time: rows that lie a power of two apart meet in one set of the first-level
+  // q . keys[i] in lane i. Eight keys at a time: rows that are a power of two apart map to one set of the first-level
   // cache, which has room for eight lines, and eight addresses stay in registers.
   Vec dot_products(const float* q, const float* const* keys) const {
     constexpr int kKeys = kLanes < 8 ? kLanes : 8;
@@ -240,7 +240,7 @@ class Block {
     }
   }
 
-  // S, panel by panel: the panel stays in the first-level cache while the rows pass by.
+  // S, panel by panel: the panel stays in the first-level cache while the rows stream by.
   void scores() {
     for (int start = 0; start < keys_; start += kPanel) {
       const int width = keys_ - start < kPanel ? keys_ - start : kPanel;
@@ -263,7 +263,7 @@ class Block {
                     x_.s + row * kTileKeys + start, kTileKeys, dim_, nullptr, ahead_);
   }
 
-  // Zero weights where a row's neighbours see keys that it does not.
+  // Zeros the weights of keys that a row's neighbours see and it does not.
   void clear_unseen(int64_t row, Span span, Span all_rows) {
     float* weights = x_.s + row * kTileKeys;
     if (span.begin == span.end) span = {all_rows.begin, all_rows.begin};
@@ -271,8 +271,8 @@ class Block {
     for (int j = span.end; j < all_rows.end; j++) weights[j] = 0.0f;
   }
 
-  // O = alpha O + P V for `count` rows from `row` on, over the keys of `span`. V in place is taken page by page; the
-  // sums go on in the same order, so that pages do not change the bits.
+  // O = alpha O + P V for `count` rows from `row` on, over the keys of `span`. V in place is read page by page; the
+  // sums continue in the same order, so that pages do not change the bits.
   void accumulate(int64_t row, int64_t count, Span span) {
     static constexpr OnesPerRow kOnes;
     const float* alpha = x_.alpha + row;
@@ -305,7 +305,7 @@ class Block {
       finish_row(p_, s_, head_of(r), query_of(r), x_.o + r * x_.pitch, whole_scores(r), map_);
   }
 
-  // The state of a row as if the keys had their mean.
+  // The state of a row as if the mean had not been subtracted from the keys.
   RowState whole_scores(int64_t row) const {
     RowState state = x_.states[row];
     if (map_.cap == 0.0f && keys_lack_mean()) state.m += x_.dot_mean[row];
@@ -320,11 +320,11 @@ class Block {
   const ScoreMap map_;
   const KvRows k_, v_;
   bool keys_in_place_;     // rows of K need no conversion
-  bool values_in_place_;   // V is read where it lies
-  int64_t first_key_ = 0;  // of the tile at hand, and its keys
+  bool values_in_place_;   // V is read in place
+  int64_t first_key_ = 0;  // of the current tile, and its keys
   int keys_ = 0;
   Ahead ahead_;                                                // the next packed tile
-  const float *keys_tile_ = nullptr, *values_tile_ = nullptr;  // as pack_keys and pack_values leave them
+  const float *keys_tile_ = nullptr, *values_tile_ = nullptr;  // as pack_keys and pack_values write them
   bool whole_ = false;                                         // every row sees the whole tile
 };
 

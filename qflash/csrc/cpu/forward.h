@@ -1,4 +1,4 @@
-// What the scheduler (engine.cc, compiled once) and the forward kernels (compiled per ISA) say to each other.
+// The interface between the scheduler (engine.cc, compiled once) and the forward kernels (compiled per ISA).
 #pragma once
 
 #include <stddef.h>
@@ -22,7 +22,7 @@ static inline int64_t packed_tile_floats(int64_t head_dim) {
 }
 
 // Queries [first_query, first_query + queries) of heads [first_head, first_head + heads), all of one KV head, against
-// keys [key_begin, key_end). Row r stands for head r / queries, query r % queries.
+// keys [key_begin, key_end). Row r is head r / queries, query r % queries.
 struct RowBlock {
   Sequence sequence;
   int64_t kv_head;
@@ -30,7 +30,7 @@ struct RowBlock {
   int64_t first_query, queries;
   int64_t key_begin, key_end;
   bool direct;          // few rows: read K and V in place
-  const float* packed;  // the KV head's tiles, from key 0, as pack_tile leaves them; NULL: pack or read in place
+  const float* packed;  // the KV head's tiles, from key 0, as pack_tile writes them; NULL: pack or read in place
   float* partial;       // NULL: write out and lse. Else [rows][head_dim + 2]: O, m, l of this split
 };
 
@@ -41,5 +41,5 @@ QF_DECLARE_PER_ISA(
     int forward_block(const QfAttnParams& p, const RowBlock& block);
     // Packs keys [first_key, first_key + kTileKeys), as many as exist, and their values.
     int pack_tile(const QfAttnParams& p, const Sequence& sequence, int64_t kv_head, int64_t first_key, float* tile);
-    // Merges `splits` partial results of `block`, which lie one after the other at block.partial, into out and lse.
+    // Merges `splits` partial results of `block`, which are consecutive at block.partial, into out and lse.
     int merge_splits(const QfAttnParams& p, const RowBlock& block, int64_t splits))

@@ -1,12 +1,12 @@
-// The orthogonal Hadamard matrix of sixteen, which INT8 pages hold their keys multiplied by.
+// The orthogonal Hadamard matrix of order sixteen, by which keys in INT8 pages are multiplied.
 #pragma once
 
 namespace qf {
 
 constexpr int kHadamard = 16;
 
-// Every sixteen channels of x[0, n) times the matrix: butterflies at distances 1, 2, 4, 8, then a quarter, exactly as
-// qflash/reference/kv_write.py has it. It is its own inverse. n is a multiple of sixteen.
+// Multiplies every sixteen channels of x[0, n) by the matrix: butterflies at distances 1, 2, 4, 8, then a quarter,
+// exactly as in qflash/reference/kv_write.py. It is its own inverse. n is a multiple of sixteen.
 static inline void multiply_by_hadamard(float* x, int n) {
   for (float* block = x; block < x + n; block += kHadamard) {
     for (int distance = 1; distance < kHadamard; distance *= 2)

@@ -1,4 +1,4 @@
-// qf_cpu_int8: cuts the passes over keys and rows into tasks and hands these to the kernel of this machine. See int8.h.
+// qf_cpu_int8: cuts the passes over keys and rows into tasks and passes these to this machine's kernel. See int8.h.
 // Arrays that are INT8 already go to ops/int8_quantized.cc.
 #include "int8.h"
 
@@ -18,8 +18,8 @@
 namespace qf {
 namespace {
 
-// Few rows over many keys, as in decoding, are split over the keys. How depends on the problem alone, never on the
-// threads, so that the same call always gives the same bits; with batch_invariant on the sequence alone.
+// Few rows over many keys, as in decoding, are split over the keys. The split depends on the problem alone, never on
+// the threads, so that the same call always gives the same bits; with batch_invariant on the sequence alone.
 constexpr int64_t kEnoughTasks = 64;
 constexpr int64_t kLeastShare = 1024;  // keys
 static_assert(kLeastShare % kInt8KeyBlock == 0, "shares start where blocks do");
@@ -37,7 +37,7 @@ struct SequenceLayout {
   int64_t first_key, first_block, first_chunk, first_partial;
 };
 
-// A task of a pass found again: sequence, key head, and what is left.
+// A task of a pass, located: sequence, key head, and what is left of the index.
 struct Task {
   const SequenceLayout* layout;
   int64_t kv_head, index;
@@ -108,7 +108,7 @@ class Call {
   int64_t rows_of(const Sequence& s) const { return s.len_q * (p_.q_heads / p_.kv_heads); }
   static int64_t sum_tasks_of(const SequenceLayout& layout) { return ceil_div(layout.chunks, kChunksPerTask); }
 
-  // Hands out the arena's pieces, or with no arena yet only counts their bytes.
+  // Assigns the arena's pieces; without an arena only counts their bytes.
   template <class T>
   void place(T*& pointer, int64_t count) {
     pointer = arena_ ? reinterpret_cast<T*>(arena_.get() + placed_) : nullptr;
@@ -233,8 +233,8 @@ class Call {
   }
 
   int merge_task(int64_t i) {
-    // Sequences without shares have no merge tasks, so several layouts may start at `i`: find() takes the last, and
-    // the one that owns the task is the last of them.
+    // Sequences without shares have no merge tasks, so several layouts may start at `i`: find() takes the last, which
+    // is the one that owns the task.
     const Task task =
         find(i, &SequenceLayout::first_merge_task, [](const SequenceLayout& layout) { return layout.row_blocks; });
     const SequenceLayout& layout = *task.layout;

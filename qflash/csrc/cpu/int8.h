@@ -1,24 +1,24 @@
 // precision = int8 on the CPU: INT8 QK^T with smoothed keys, softmax in float32, PV in bfloat16 (AMX) or float32.
 //
-// The arithmetic is a contract (docs/numerics.md) that qflash/reference/int8.py repeats bit for bit up to the last
+// The arithmetic is a contract (docs/numerics.md), which qflash/reference/int8.py repeats bit for bit up to the final
 // sums:
 //
 //   1  q and k become float32 and are rotated; each product is rounded, then their sum (no fused multiply-add).
 //   2  mean[d] = mean over a sequence's existing, finite keys of one key head: float32 sums over chunks of
-//      kInt8MeanChunk keys, chunks added in float64. k loses its mean: softmax does not notice, small integers do.
+//      kInt8MeanChunk keys, chunks added in float64. k loses its mean: softmax is unaffected, integers become finer.
 //   3  Every row of q and of k gets a scale of its own, s = max|x| / 127, and integers round(x * (127 / max|x|)) to
-//      nearest even, so within +-127. A row below kInt8NoAmplitude has scale 0; one that is not finite has scale NaN.
+//      nearest even, so within +-127. A row below kInt8NoAmplitude has scale 0; a nonfinite one has scale NaN.
 //   4  dot = q . k in exact integers; u = dot * s_k; score in base 2 is t = u * (s_q * |scale| * log2 e), scale's sign
 //      going into q. With softcap, t = softcap * log2 e * tanh((u * s_q * |scale| + bias) / softcap), where
-//      bias = |scale| * (q . mean) restores what smoothing took; without it bias only enters lse.
+//      bias = |scale| * (q . mean) restores what smoothing removed; without it bias only enters lse.
 //   5  top = the largest t of the row so far, rounded up to an integer; weight = 2^(t - top) by a polynomial of degree
 //      4, not below 2^-125. When top rises, sums are multiplied by a power of two, which is exact: results do not
 //      depend on how the keys were cut into blocks, only the order of the float32 sums does.
 //   6  out = sum(weight * v) / sum(weight); with AMX both weight and v are rounded to bfloat16 first. lse = bias +
 //      ln 2 * (top + log2 sum(weight)).
 //
-// A non-finite value in a q row makes that row NaN, in a key it makes every row NaN that sees the key. A value of v
-// that is not finite is kept out of the sums and added to the rows that see it at the end, so nothing masked leaks.
+// A nonfinite value in a q row makes that row NaN; in a key, it makes every row NaN that sees the key. A nonfinite
+// value of v is kept out of the sums and added at the end to the rows that see it, so nothing masked leaks.
 #pragma once
 
 #include <stdint.h>
@@ -42,10 +42,10 @@ struct Int8Head {
   char* values;        // Int8Kernel::value_bytes per key
   float* key_scales;   // [padded keys]
   const float* mean;   // [kMaxHeadDim], zeros past head_dim
-  uint8_t* nonfinite;  // [blocks of kInt8KeyBlock keys]: 1 where some v is not finite
+  uint8_t* nonfinite;  // [blocks of kInt8KeyBlock keys]: 1 where some v is nonfinite
 };
 
-// A row block's share of the keys: what is left to divide by, kept until the other shares are done.
+// A row block's share of the keys: sums that are not divided yet, stored until the other shares are done.
 struct Int8Partial {
   float* out;    // [rows, value width], not divided yet
   float* top;    // [rows]
@@ -54,12 +54,12 @@ struct Int8Partial {
 
 // What each instruction set defines. A row r of a key head is query r / group, query head r % group of that head.
 struct Int8Kernel {
-  int32_t row_block;  // rows of one attend()
+  int32_t row_block;  // rows per attend()
   int64_t (*panel_bytes)(int head_dim);
   int64_t (*value_bytes)(int head_dim);
   int (*value_width)(int head_dim);
 
-  // sum[0, head_dim) over the finite keys of [first, last), and how many they are.
+  // sum[0, head_dim) over the finite keys of [first, last), and their number.
   int32_t (*sum_keys)(const QfAttnParams& p, const Sequence& s, int64_t kv_head, int64_t first, int64_t last,
                       float* sum);
   // Smooths, quantizes and packs keys, and packs values, of block `block`.
@@ -67,7 +67,7 @@ struct Int8Kernel {
   // Rows [first_row, first_row + rows) over the keys of `share` that they see; writes out and lse, or `partial`.
   int (*attend)(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t first_row, int rows,
                 KeyRange share, const Int8Partial* partial);
-  // Joins the shares of a row block and writes out and lse.
+  // Merges the shares of a row block and writes out and lse.
   int (*merge)(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t first_row, int rows,
                const Int8Partial* partials, int64_t count);
 };

@@ -1,4 +1,4 @@
-// Steps 4 to 6 of int8.h: a block of rows meets its keys, block by block, and is written.
+// Steps 4 to 6 of int8.h: a block of rows is processed against its keys, block by block, and written.
 #pragma once
 
 #include <math.h>
@@ -51,7 +51,8 @@ static void load_query(const QfAttnParams& p, const Sequence& s, const Int8Head&
   row.keys = intersection(row.seen, share);
 }
 
-// out += what the non-finite values of the keys [seen) bring: infinity, or NaN, or NaN from both signs of infinity.
+// out += the contribution of the nonfinite values of the keys [seen): infinity, or NaN, or NaN from both signs of
+// infinity.
 static void add_nonfinite_values(const QfAttnParams& p, const Sequence& s, const Int8Head& head, KeyRange seen,
                                  float* out) {
   alignas(64) float v[kRowFloats];
@@ -70,8 +71,8 @@ static inline float largest_of(int32_t dtype) {
   return dtype == QF_F32 ? __FLT_MAX__ : dtype == QF_F16 ? 65504.0f : 3.38953138925153547590470800371487866880e+38f;
 }
 
-// Divides and writes one row. Finite values of v give a finite mean: rounding must not turn it into infinity. A sum
-// that overflowed is infinite, and stays so.
+// Divides and writes one row. Finite values of v give a finite mean: rounding must not turn it into infinity. An
+// overflowed sum is infinite, and stays so.
 static void finish_row(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t index, const Row& row,
                        float total, float* out) {
   const int64_t query = query_of(p, index), q_head = q_head_of(p, head, index);
@@ -103,7 +104,7 @@ static inline KeyRange seen_by_all(const RowBlock& block, int count) {
   return begin < end ? KeyRange{begin, end} : KeyRange{0, 0};
 }
 
-// Everything of a row block but the division: out, top and totals over the keys of `share`.
+// All of a row block except the division: out, top and totals over the keys of `share`.
 static void accumulate(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t first_row, int count,
                        KeyRange share, RowBlock& block) {
   const int stride = integer_stride(p.head_dim), width = value_width(p.head_dim);
@@ -119,7 +120,7 @@ static void accumulate(const QfAttnParams& p, const Sequence& s, const Int8Head&
   const TileSession tiles;
   int keys;
   for (int64_t key = block.rows[0].keys.begin / kInt8KeyStep * kInt8KeyStep; key < end; key += keys) {
-    // A step does not cross into or out of the keys that all rows see, so that few steps need masks.
+    // A step does not cross the boundaries of the keys that all rows see, so that few steps need masks.
     const int64_t border = key < unmasked.begin ? unmasked.begin : key < unmasked.end ? unmasked.end : end;
     keys = int(border - key < kStepKeys ? round_up(border - key, kInt8KeyStep) : kStepKeys);
     score_block(tiles, block.queries, stride, count, head.keys + key / kInt8Panel * panel_stride, panel_stride,

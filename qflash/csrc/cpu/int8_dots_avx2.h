@@ -1,5 +1,5 @@
-// INT8 building blocks on AVX2: integers travel as int16 and vpmaddwd adds two products exactly. vpmaddubsw would halve
-// the traffic but needs a sign move and a widening add per step, four operations for the same 32 products.
+// INT8 building blocks on AVX2: integers are stored as int16 and vpmaddwd adds two products exactly. vpmaddubsw would
+// halve the traffic but needs a sign move and a widening add per step, four operations for the same 32 products.
 #pragma once
 
 #include "vec.h"

@@ -1,5 +1,5 @@
-// INT8 building blocks on AVX-512 VNNI and AMX. vpdpbusd multiplies unsigned by signed bytes, so without AMX q travels
-// with 128 added and each panel ends with what that adds to a dot product, -128 * sum(k), to start from.
+// INT8 building blocks on AVX-512 VNNI and AMX. vpdpbusd multiplies unsigned by signed bytes, so without AMX q is
+// stored with 128 added and each panel ends with what that adds to a dot product, -128 * sum(k), to start from.
 #pragma once
 
 #include "vec.h"

@@ -1,4 +1,4 @@
-// INT8 building blocks without any instruction set: integers travel as floats, whose products and sums are exact here.
+// INT8 building blocks without any instruction set: integers are stored as floats; products and sums are exact here.
 // |dot| <= 127 * 127 * 256 < 2^24.
 #pragma once
 

@@ -1,8 +1,8 @@
-// int8_matmul and linear layers of integers on the CPU: b is packed once per call into panels, then blocks of rows meet
-// blocks of columns. Where there is one block of rows, each task packs its columns as it goes.
+// int8_matmul and linear layers of integers on the CPU: b is packed once per call into panels, then blocks of rows are
+// multiplied by blocks of columns. Where there is one block of rows, each task packs its columns as it goes.
 //
 // The products are those of int8 attention (int8_tiles_*.h): AMX tiles, VNNI, pairs of int16 on AVX2, and floats, exact
-// up to 2^24, elsewhere. k is cut into chunks so short that all of them are exact; chunks are added in int32.
+// up to 2^24, elsewhere. k is cut into chunks short enough that all of them are exact; chunks are added in int32.
 #pragma once
 
 #include <stdint.h>

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kColumns = kStepKeys;
 constexpr int kBlockPanels = kColumns / kInt8Panel;
-constexpr int kTaskRows = 8 * kRowBlock;  // that meet a chunk of packed columns while it is in the cache
+constexpr int kTaskRows = 8 * kRowBlock;  // that use a chunk of packed columns while it is in the cache
 static_assert(kInt8KeyStep % kInt8Panel == 0, "columns are padded to whole panels");
 
 int products_of(const QfLinearParams& p) { return p.activation == QF_SWIGLU ? 2 : 1; }
@@ -25,8 +25,8 @@ int64_t chunk_bytes() { return kBlockPanels * panel_bytes_of(kDepth); }
 int64_t weight_bytes(int64_t k) { return ceil_div(k, kDepth) * chunk_bytes(); }
 int64_t block_bytes(const QfLinearParams& p) { return products_of(p) * weight_bytes(p.k); }
 
-// A task's memory: sums of all its rows, for each weight; the products of a row block; a row block of a; where nothing
-// is packed for it, a chunk of each weight.
+// A task's memory: sums of all its rows, for each weight; the products of a row block; a row block of a; and, where
+// nothing is packed for it, a chunk of each weight.
 constexpr int64_t kSumBytes = int64_t(kTaskRows) * kColumns * 4;
 constexpr int64_t kProductBytes = int64_t(kRowBlock) * kScoreStride;
 constexpr int64_t kRowsBytes = int64_t(kRowBlock) * kRowStride * sizeof(Integer);
@@ -52,7 +52,7 @@ void pack(const QfLinearParams& p, int64_t first, char* block) {
 
 // sums[r][c] += products[r][c], or = for the first chunk.
 void add_products(int32_t* sums, const char* products, int rows, int columns, bool first) {
-  using Product = decltype(Integer(0) * Integer(0));  // int, or float where integers travel as floats
+  using Product = decltype(Integer(0) * Integer(0));  // int, or float where integers are stored as floats
   for (int r = 0; r < rows; r++, sums += kColumns, products += kScoreStride) {
     const Product* row = reinterpret_cast<const Product*>(products);
     if (first) {
@@ -72,13 +72,13 @@ struct Columns {
     load_bias(bias, biases, bias_dtype, first, count);
   }
 
-  // h <- fma(float(sum) * x_scale, w_scale, bias): csrc/gemm/epilogue.cuh says the same for the GPU.
+  // h <- fma(float(sum) * x_scale, w_scale, bias): as csrc/gemm/epilogue.cuh on the GPU.
   void apply(const int32_t* sums, float x_scale, float* h, int count) const {
     for (int c = 0; c < count; c++) h[c] = __builtin_fmaf(float(sums[c]) * x_scale, scale[c], bias[c]);
   }
 };
 
-// From the sums of a task to its block of out.
+// Epilogue: from the sums of a task to its block of out.
 void end_rows(const QfLinearParams& p, int64_t row, int rows, int64_t first, int count, const int32_t* sums) {
   if (p.out_dtype == QF_I32) {
     for (int r = 0; r < rows; r++, sums += kColumns)

@@ -1,7 +1,7 @@
-// Columns of b and rows of a as the products of int8_tiles_*.h want them.
+// Packs columns of b and rows of a as the products of int8_tiles_*.h read them.
 //
-// A panel holds kInt8Panel columns; group g of it is kPack values along k of each column, four bytes a column. Where a
-// travels with 128 added (kBiased), a panel ends with what that adds to each sum, negated.
+// A panel holds kInt8Panel columns; group g of it is kPack values along k of each column, four bytes per column. Where
+// a is stored with 128 added (kBiased), a panel ends with what that adds to each sum, negated.
 #pragma once
 
 #include "int8.h"
@@ -20,7 +20,7 @@ static inline int64_t panel_bytes_of(int depth) {
   return int64_t(groups_of(depth) + (kBiased ? 1 : 0)) * kInt8Panel * 4;
 }
 
-// kLanes columns of a panel from memory that runs along k: words of kPack values, transposed kLanes at a time.
+// Packs kLanes columns of a panel from memory that runs along k: words of kPack values, transposed kLanes at a time.
 static inline void pack_along_k(const int8_t* b, int64_t stride, int columns, int depth, char* half) {
   const int padded = groups_of(depth) * kPack;
   for (int k = 0; k < padded; k += kLanes * kPack) {
@@ -43,7 +43,7 @@ static inline void pack_along_k(const int8_t* b, int64_t stride, int columns, in
   }
 }
 
-// A panel from memory of any strides; fast where neighbouring columns are neighbours.
+// Packs a panel from memory of any strides; fast where neighbouring columns are neighbours.
 static inline void pack_along_n(const int8_t* b, int64_t stride_k, int64_t stride_n, int columns, int depth,
                                 char* panel) {
   Integer values[kPack][kInt8Panel];
@@ -65,7 +65,7 @@ static inline void pack_along_n(const int8_t* b, int64_t stride_k, int64_t strid
   }
 }
 
-// -128 times the sum of each column, in the group behind the last. Sums are products with 1.
+// Writes -128 times the sum of each column, in the group behind the last. Sums are products with 1.
 static inline void pack_correction(char* panel, int depth) {
   Integer ones[kPack];
   for (int i = 0; i < kPack; i++) ones[i] = 1;

@@ -51,7 +51,7 @@ static int32_t sum_keys(const QfAttnParams& p, const Sequence& s, int64_t kv_hea
   return finite;
 }
 
-// Integers of x[0, n) and their scale. Rounding keeps |x * 127 / max|x|| within 127, so nothing needs a clamp.
+// Integers of x[0, n) and their scale. Rounding keeps |x * 127 / max|x|| within 127, so no clamp is needed.
 static inline float quantize_row(const float* x, int n, Integer* integers) {
   Vec highest = zero();
   for (int i = 0; i < n; i += kLanes) {
@@ -96,7 +96,7 @@ static void pack_panel(const QfAttnParams& p, const Sequence& s, const Int8Head&
     }
 }
 
-// Values [first, first + kInt8KeyStep) with zeros for what is not finite or past the end; true if any was not finite.
+// Values [first, first + kInt8KeyStep) with zeros for nonfinite ones and past the end; true if any was nonfinite.
 static bool pack_value_rows(const QfAttnParams& p, const Sequence& s, const Int8Head& head, int64_t first) {
   alignas(64) float rows[kInt8KeyStep * kMaxHeadDim + kLanes];
   const int width = value_width(p.head_dim);

@@ -9,11 +9,11 @@ namespace QF_ISA {
 
 constexpr float kLowestTop = -3.4028234663852886e38f;
 
-// What one row carries from block to block.
+// State of one row from block to block.
 struct Row {
   float slope;      // t = slope * u without softcap
   float cap_slope;  // q's scale * |scale|, used with softcap
-  float bias;       // |scale| * (q . mean); computed when lse, sinks or softcap ask for it
+  float bias;       // |scale| * (q . mean); computed when lse, sinks or softcap need it
   float top;
   KeyRange keys;  // the keys of this share that the row sees
   KeyRange seen;  // all keys the row sees
@@ -63,7 +63,7 @@ static inline void multiply(float* x, int n, float factor) {
   for (int i = 0; i < n; i += kLanes) store(x + i, load(x + i) * broadcast(factor));
 }
 
-// Raises row.top to cover the scores `high`, moving out[0, width) and total[0, kLanes) along.
+// Raises row.top to cover the scores `high`, and rescales out[0, width) and total[0, kLanes).
 static void raise_top(Row& row, Vec high, float* out, int width, float* total) {
   const float top = __builtin_ceilf(max(high));
   const float factor = power_between(row.top, top);
@@ -85,7 +85,7 @@ static inline void softmax_row(char* scores, const float* key_scales, int keys, 
       Vec t = softcap.cap != 0.0f ? capped(u, row, softcap) : u * slope;
       store(reinterpret_cast<float*>(scores) + j, t);
       if (kMasked) t = where_seen(lanes + broadcast(float(j)), begin, end, t, nothing);
-      high[half] = vmax(t, high[half]);  // in this order a NaN is passed over
+      high[half] = vmax(t, high[half]);  // in this order a NaN is ignored
     }
   const Vec highest = vmax(high[0], high[1]);
   if (any_greater(highest, broadcast(row.top))) raise_top(row, highest, out, width, total);

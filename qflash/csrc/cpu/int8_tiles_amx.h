@@ -1,9 +1,9 @@
 // The two matrix products of a block in AMX tiles: tdpbssd for the scores, tdpbf16ps for weights times values.
 //
-// A tile is 16 rows of 64 bytes. Each product works on 2 x 2 tiles of its result (tmm0..3), two of its left operand
-// (tmm4, tmm5) and two of its right one (tmm6, tmm7), so four products share four loads. A right operand wants groups
-// of four bytes side by side: packed keys are that already (a panel of 16 keys, 64 channels are one tile); values
-// are packed as bfloat16 tiles [32 keys][16 channels] with two keys of a channel side by side.
+// A tile is 16 rows of 64 bytes. Each product computes 2 x 2 tiles of its result (tmm0..3) from two of its left operand
+// (tmm4, tmm5) and two of its right one (tmm6, tmm7), so four products share four loads. A right operand needs groups
+// of four bytes side by side: packed keys have that layout (a panel of 16 keys, 64 channels are one tile); values are
+// packed as bfloat16 tiles [32 keys][16 channels] with two keys of a channel side by side.
 #pragma once
 
 #include "amx.h"
@@ -18,7 +18,7 @@ constexpr int kTileChannels = 16;
 static inline int value_width(int head_dim) { return int(round_up(head_dim, 2 * kTileChannels)); }
 static inline int64_t value_bytes(int head_dim) { return int64_t(value_width(head_dim)) * 2; }
 
-// bfloat16 of finite x in the low half of each lane, saturating: what is finite stays finite.
+// bfloat16 of finite x in the low half of each lane, saturating: finite values stay finite.
 static inline __m512i to_bf16(Vec x) {
   const Vec largest = broadcast(3.38953138925153547590470800371487866880e+38f);
   const Vec bounded = vmin(largest, vmax(-largest, x));

@@ -1,7 +1,8 @@
 // The two matrix products of a block in vector registers: exact integer scores, and float32 weights times values.
 //
 // Packed keys: a panel holds kInt8Panel keys; group g of it is kPack channels of each key, four bytes per key, so one
-// load feeds kLanes keys and one broadcast of four bytes of q meets them all. Values are float32 [key, width].
+// load feeds kLanes keys and one broadcast of four bytes of q is multiplied with all of them. Values are float32
+// [key, width].
 #pragma once
 
 #include "int8.h"

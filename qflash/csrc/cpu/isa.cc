@@ -14,7 +14,7 @@
 namespace qf {
 namespace {
 
-// What QFLASH_CPU_ISA may name. "amx" is avx512 for every kernel that has no AMX code of its own.
+// Values of QFLASH_CPU_ISA. "amx" is avx512 for every kernel without AMX code of its own.
 constexpr const char* kNames[] = {"generic", "avx2", "avx512", "amx"};
 constexpr Isa kSets[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512};
 constexpr int kAmx = 3;
@@ -52,8 +52,9 @@ bool machine_has_tiles() {
 #endif
 }
 
-// The system's permission to use tiles. Linux gives it to a process on request, because tiles make every signal frame
-// 8 KiB larger and small alternative signal stacks are refused from then on: so not before someone wants tiles.
+// The system's permission to use tiles. Linux grants it to a process on request, because tiles make every signal frame
+// 8 KiB larger and small alternative signal stacks are rejected from then on: so it is not requested before tiles are
+// needed.
 bool tiles_permitted() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
@@ -75,7 +76,7 @@ int best_here() {
 struct Choice {
   int name;
   bool known;      // QFLASH_CPU_ISA is unset or names an instruction set
-  char asked[32];  // what it says, cut to fit a message
+  char asked[32];  // its value, cut to fit a message
 };
 
 Choice make_choice() {

@@ -1,19 +1,19 @@
-// Which instruction set the engine runs: found once, at load, or asked for with QFLASH_CPU_ISA.
+// Which instruction set the engine runs: determined once, at load, or requested with QFLASH_CPU_ISA.
 #pragma once
 
 namespace qf {
 
 enum class Isa { kGeneric, kAvx2, kAvx512 };
 
-// The instruction set to run. Fails, with a text, when QFLASH_CPU_ISA asked for one that is unknown or missing here.
+// The instruction set to run. Fails, with a text, when QFLASH_CPU_ISA requests one that is unknown or missing here.
 int choose_isa(Isa* isa);
 
 // Instructions beyond the three sets, for kernels that test them one by one. Each is false unless `isa` is kAvx512:
-// asking for less by QFLASH_CPU_ISA turns them off too.
+// requesting less by QFLASH_CPU_ISA turns them off too.
 bool has_avx512_vnni();
 bool has_avx512_bf16();
-// AMX tiles, int8 and bfloat16, and the permission to use them, asked for at the first call. QFLASH_CPU_ISA=amx insists
-// on them, =avx512 leaves them out.
+// AMX tiles, int8 and bfloat16, and the permission to use them, requested at the first call. QFLASH_CPU_ISA=amx
+// requires them, =avx512 leaves them out.
 bool has_amx();
 
 }  // namespace qf

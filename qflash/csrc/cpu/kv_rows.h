@@ -1,4 +1,4 @@
-// Where the tokens of k or v lie: rows a stride apart, or pages of such rows that a table names.
+// Addresses of the tokens of k or v: rows a stride apart, or pages of such rows, found in a table.
 #pragma once
 
 #include "rows.h"
@@ -7,11 +7,11 @@
 namespace qf {
 namespace QF_ISA {
 
-// In the place of tokens that no query sees: their pages may be anywhere or nowhere.
+// Replaces tokens that no query sees: their pages may be anywhere or missing.
 alignas(64) static const float kZeroRow[kMaxHeadDim] = {};
 
-// k or v of one sequence and head. Divisions and look-ups are by the run, a piece of one page; without pages all tokens
-// are one run.
+// k or v of one sequence and head. Divisions and look-ups are done once per run, a piece of one page; without pages all
+// tokens are one run.
 class KvRows {
  public:
   KvRows(const QfAttnParams& p, const Sequence& s, const QfTensor& tensor, const QfScales& scales, int32_t dtype,
@@ -31,7 +31,7 @@ class KvRows {
     scales_page_stride_ = scales.stride_b;
   }
 
-  // Calls visit(i, row, scale) for tokens first + i, i in [0, count). scale: of int8 elements; else 1.
+  // Calls visit(i, row, scale) for tokens first + i, i in [0, count). scale: of int8 elements; otherwise 1.
   template <class Visit>
   __attribute__((always_inline)) void each(int64_t first, int count, Visit visit) const {
     if (!table_) {
@@ -49,7 +49,7 @@ class KvRows {
     }
   }
 
-  // How many of the tokens [token, token + most) from the first on lie stride() apart.
+  // How many of the tokens [token, token + most), from the first on, are stride() apart.
   int64_t run(int64_t token, int64_t most) const {
     if (!table_) return most;
     int64_t n = page_size_ - uint32_t(token) % page_size_;

@@ -1,4 +1,4 @@
-// The part of a weight that is packed next, asked for while this one is packed and multiplied: with few rows of x the
+// Prefetches the part of a weight that is packed next while this one is packed and multiplied: with few rows of x the
 // product waits for memory, and memory must not wait for the product.
 #pragma once
 
@@ -11,10 +11,10 @@
 namespace qf {
 namespace QF_ISA {
 
-// Into the cache that is the core's own, but not the first. Any address will do: one outside of all memory is ignored.
+// Into the core's own cache, but not the first level. Any address will do: one outside of all memory is ignored.
 static inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Runs of memory, `stride` bytes apart, a cache line with every step.
+// Runs of memory, `stride` bytes apart, one cache line per step.
 class LinesAhead {
  public:
   static constexpr int kLine = 64;
@@ -40,8 +40,7 @@ class LinesAhead {
   int64_t bytes_ = 0, at_ = 0;
 };
 
-// What a product asks for: lines of the next panel, one with each step, and of what comes after the chunk, some with
-// each tile.
+// What a product prefetches: lines of the next panel, one per step, and of what comes after the chunk, some per tile.
 struct Wanted {
   static constexpr int kLinesOfTile = 16;
 

@@ -1,4 +1,4 @@
-// Linear layers of bfloat16 as they are, by AVX-512's products of pairs or in AMX tiles.
+// Linear layers of bfloat16 without conversion, by AVX-512's products of pairs or in AMX tiles.
 #include "linear_block.h"
 
 namespace qf {

@@ -1,4 +1,5 @@
-// A block of a linear layer: x and w are packed a chunk of k at a time and multiplied, then its rows end. See linear.h.
+// A block of a linear layer: x and w are packed a chunk of k at a time and multiplied, then its rows go through the
+// epilogue. See linear.h.
 #pragma once
 
 #include "interrupt.h"
@@ -17,7 +18,7 @@ namespace qf {
 namespace QF_ISA {
 
 // The sums of a block and x of a chunk: 610 KB on AVX-512, 210 KB elsewhere, which a core's own cache holds; a panel of
-// w, 32 or 8 KB, fits the first.
+// w, 32 or 8 KB, fits the first level.
 constexpr int kMostRows = kLanes == 16 ? 384 : 192;
 constexpr int kMostColumns = kLanes == 16 ? 256 : 128;
 constexpr int kChunkWords = 128;
@@ -65,12 +66,12 @@ struct Panel {
   int columns;
 };
 
-// What is wanted of the next panel: while this one is packed, and with each step of its product.
+// What is prefetched of the next panel: while this one is packed, and with each step of its product.
 struct NextPanel {
   PackAhead packing = {0, 0};
   LinesAhead multiplying;
 
-  // The product asks for one line with each of its `steps`, the packing for the runs that leaves over.
+  // The product prefetches one line with each of its `steps`, the packing does so for the runs left over.
   template <class Words>
   NextPanel(const Weight<Words>& w, const Panel& here, const Panel& next, int64_t steps) {
     if (next.depth <= 0 || next.columns <= 0) return;
@@ -107,7 +108,7 @@ static void multiply_chunk(const LinearBlock& block, const BlockScratch& s, cons
   }
 }
 
-// The same of few rows, from w as it lies in memory.
+// The same for few rows, with w read in place.
 template <class Words>
 static void multiply_chunk_of_few(const LinearBlock& block, const BlockScratch& s, const Weight<Words>& w, int64_t k0,
                                   int64_t k, float* sums, bool first) {

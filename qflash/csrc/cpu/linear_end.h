@@ -1,5 +1,5 @@
-// How a row of a linear layer ends, whatever its sums were made of: h and u are kept for the backward pass, then come
-// the activation, the residual and one rounding.
+// Epilogue of a row of a linear layer, whatever its sums were computed with: h and u are stored for the backward pass,
+// then the activation, the residual and one rounding are applied.
 #pragma once
 
 #include "activation.h"

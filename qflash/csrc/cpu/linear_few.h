@@ -1,5 +1,5 @@
-// The product of few rows of x and a panel of w as it lies in memory: so few that packing the panel, to store it and to
-// load it again, would take longer than multiplying it. Sums have the order of linear_tile.h, so their bits are the
+// The product of few rows of x and a panel of w, read in place: so few that packing the panel, which stores it and
+// loads it again, would take longer than multiplying it. Sums have the order of linear_tile.h, so their bits are the
 // same.
 #pragma once
 
@@ -10,17 +10,17 @@ namespace QF_ISA {
 
 // Rows of x that are few where memory runs along columns.
 constexpr int kFewRows = 4;
-// Where it runs along k: packing pays earlier, because the multiply-adds of a column wait for each other.
+// Where it runs along k: packing pays off earlier, because the multiply-adds of a column depend on each other.
 constexpr int kFewRowsAlongK = 2;
-// Columns of a block of such rows: so few that the processor's own prefetching follows each.
+// Columns of a block of such rows: so few that the processor's own prefetcher follows each.
 constexpr int kFewColumns = 2 * kLanes;
 
-// Where memory runs along columns: vectors of them that one row of x is multiplied by in registers, a whole block's on
-// AVX-512; how many lines of w ahead the same columns are asked for, and of how many columns that pays.
+// Where memory runs along columns: vectors of them that one row of x is multiplied by in registers, a full block's on
+// AVX-512; how many lines of w ahead the same columns are prefetched, and for how many columns that pays off.
 constexpr int kWidest = kLanes == 16 ? 16 : 8, kLinesAhead = 16, kStreamed = 32;
 
-// Whether so many rows are multiplied without packing. Only float32: along k, products of pairs wait for each other
-// longer, and a square of 16-bit numbers fills half of each line.
+// Whether so many rows are multiplied without packing. Only float32: along k, products of pairs depend on each other
+// for longer, and a square of 16-bit numbers fills half of each line.
 template <class Words>
 constexpr bool are_few(int rows, bool along_k) {
   return sizeof(typename Words::Number) == 4 && rows <= (along_k ? kFewRowsAlongK : kFewRows);
@@ -60,7 +60,7 @@ struct FewRows {
   }
 
   // Memory runs along k: N times kLanes columns from `column` on. Squares of words are transposed in registers. Columns
-  // take turns, because the multiply-adds of a chain wait for each other.
+  // are interleaved, because the multiply-adds of a chain depend on each other.
   template <int M, int N = kFewColumns / kLanes>
   void multiply_along_k(int column) const {
     Vec sums[N][M];
@@ -98,7 +98,7 @@ struct FewRows {
 #pragma GCC unroll 8
       for (int i = 0; i < M; i++) sums[j][i] = zero();
     const auto* from = w + column;
-    // A piece of a line is no stream: of such, the next piece comes sooner than the lines below.
+    // A piece of a line is no stream: the next piece is needed sooner than the lines below.
     const int64_t distance = N * kLanes >= kStreamed ? kLinesAhead * k_stride : N * kLanes;
     for (int k = 0, word = 0; k < depth; k += Words::kPack, word++, from += Words::kPack * k_stride) {
 #pragma GCC unroll 16
@@ -133,7 +133,7 @@ struct FewRows {
     }
   }
 
-  // Of `rows` of x, up to kFewRows.
+  // For `rows` rows of x, up to kFewRows.
   void multiply(int rows) const {
     switch (rows) {
       case 1:

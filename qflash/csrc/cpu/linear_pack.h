@@ -11,8 +11,8 @@ namespace QF_ISA {
 
 static inline int smaller(int64_t a, int64_t b) { return int(a < b ? a : b); }
 
-// Words of memory that runs along k, kLanes of each of kLanes lines, `stride` numbers apart, to `packed`: word by word.
-// All of them exist, and nothing is indexed by a variable: the square never leaves the registers.
+// Packs words of memory that runs along k, kLanes of each of kLanes lines, `stride` numbers apart, to `packed`: word by
+// word. All of them exist, and nothing is indexed by a variable: the square never leaves the registers.
 template <class Words>
 static inline __attribute__((always_inline)) void pack_square(const typename Words::Number* lines, int64_t stride,
                                                               float* packed, int64_t pitch) {
@@ -84,7 +84,7 @@ static void pack_x(const typename Words::Number* x, int64_t row_stride, int64_t 
     }
 }
 
-// What is read while a panel is packed lies `distance` numbers ahead of what is wanted next, of which packing asks for
+// What is read while a panel is packed is `distance` numbers before what is needed next, of which packing prefetches
 // the first `runs`: columns where memory runs along k, else rows.
 struct PackAhead {
   int64_t distance;

@@ -1,4 +1,4 @@
-// The product of packed blocks: C = A B, or C += A B, on tiles that stay in registers, as multiply.h has them.
+// The product of packed blocks: C = A B, or C += A B, on tiles that stay in registers, as in multiply.h.
 //
 // A is rows of words, `pitch` apart, B panels of kPanel words for each word of A's rows. A word is a float32, or as
 // many narrower numbers of consecutive k as fit four bytes: what Words::dot multiplies and adds up.
@@ -13,7 +13,7 @@ namespace QF_ISA {
 
 constexpr int kRowStep = kMaxRows;
 
-// What the product of a panel asks for ahead of time: steps of Wanted.
+// Steps of Wanted in the product of a panel.
 static inline int64_t product_steps(int rows, int, int words) { return ceil_div(rows, kRowStep) * words; }
 
 // C[M][N vectors] = (C, unless kFirst) + A[M][words] B[words][N vectors]. The sum of a chunk starts from zero: shorter

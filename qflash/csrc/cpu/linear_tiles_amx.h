@@ -1,4 +1,4 @@
-// The product of packed blocks of bfloat16 in AMX tiles: C = A B, or C += A B, as linear_tile.h has it.
+// The product of packed blocks of bfloat16 in AMX tiles: C = A B, or C += A B, as in linear_tile.h.
 //
 // A word is two bfloat16 of consecutive k, and rows of words are what tdpbf16ps reads: 16 rows of 16 words of A are a
 // tile, and so are 16 words of 16 columns of B. Two by two tiles of C (tmm0..3) share two of A (tmm4, tmm5) and two of
@@ -17,7 +17,7 @@ namespace QF_ISA {
 constexpr int kTileWords = kTileRowBytes / 4;  // of k
 constexpr int kRowStep = 2 * kTileRows;
 
-// What the product of a panel asks for ahead of time: steps of Wanted.
+// Steps of Wanted in the product of a panel.
 static inline int64_t product_steps(int rows, int columns, int words) {
   return ceil_div(rows, kRowStep) * ceil_div(columns, 2 * kLanes) * words;
 }
@@ -63,7 +63,7 @@ template <bool kTwoRows>
 static inline void tile_rows_product(int vectors, const float* a, int64_t pitch, const float* b, float* c, int64_t ldc,
                                      int words, bool first, Wanted& ahead) {
   for (int v = 0; v < vectors; v += 2, b += 2 * kLanes, c += 2 * kLanes) {
-    for (int i = 0; i < 3; i++) ahead.tile();  // of 32 rows and columns, as often as six rows and all columns ask
+    for (int i = 0; i < 3; i++) ahead.tile();  // per 32 rows and columns, as many as for six rows and all columns
     if (vectors - v > 1)
       tiles_product<kTwoRows, true>(a, pitch, b, c, ldc, words, first, ahead);
     else

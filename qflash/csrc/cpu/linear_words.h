@@ -1,5 +1,5 @@
 // Numbers of x and w as the product of a linear layer reads them: words of four bytes, each a float32 or as many
-// narrower numbers of consecutive k as fit. A kind of words says how memory becomes kLanes of them, and how two are
+// narrower numbers of consecutive k as fit. A kind of words defines how memory becomes kLanes of them, and how two are
 // multiplied. What does not exist is zero.
 //
 //   along(p, n)           consecutive words of memory that runs along k, where n numbers are left
@@ -40,7 +40,7 @@ using F16Words = WidenedWords<load_f16>;
 using BF16Words = WidenedWords<load_bf16>;
 
 #if defined(__AVX512BF16__)
-// Two bfloat16 as they are: vdpbf16ps multiplies both pairs and adds.
+// Two bfloat16 without conversion: vdpbf16ps multiplies both pairs and adds.
 struct BF16Pairs {
   using Number = uint16_t;
   static constexpr int kPack = 2;

@@ -12,14 +12,14 @@ constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t(2) << 20;
 constexpr size_t kKeptBytes = size_t(64) << 20;
 
-// Large buffers ask for huge pages: tiles are walked with long strides, and misses of the address-translation cache
-// cost more than the cache misses themselves, above all in virtual machines.
+// Large buffers use huge pages: tiles are accessed with long strides, and misses of the address-translation cache cost
+// more than the cache misses themselves, above all in virtual machines.
 class Buffer {
  public:
   ~Buffer() { std::free(data_); }
 
   void* reserve(size_t bytes) {
-    if (bytes == 0) bytes = 1;  // nothing has an address too: NULL means no memory
+    if (bytes == 0) bytes = 1;  // no bytes have an address too: NULL means no memory
     if (bytes <= bytes_) return data_;
     clear();
     const size_t unit = bytes >= kHugePage / 4 ? kHugePage : kPage;
@@ -28,7 +28,7 @@ class Buffer {
     if (!data_) return nullptr;
     bytes_ = bytes;
 #if defined(MADV_HUGEPAGE)
-    if (unit == kHugePage) madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: refusal changes nothing
+    if (unit == kHugePage) madvise(data_, bytes_, MADV_HUGEPAGE);  // a hint: failure changes nothing
 #endif
     return data_;
   }

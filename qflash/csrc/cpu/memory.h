@@ -9,12 +9,12 @@ namespace qf {
 // next task. A second call on the same thread may move it. NULL: no memory.
 void* thread_scratch(size_t bytes);
 
-// A second buffer of the same kind, for what one call shares with all its tasks. release_call_scratch() hands back
-// what is too large to keep.
+// A second buffer of the same kind, for what one call shares with all its tasks. release_call_scratch() frees what is
+// too large to keep.
 void* call_scratch(size_t bytes);
 void release_call_scratch();
 
-// While one lives this thread has other scratch, none at first: for code that may call the engine in the middle of a
+// While one exists this thread has other scratch, none at first: for code that may call the engine in the middle of a
 // call.
 class ScratchAside {
  public:

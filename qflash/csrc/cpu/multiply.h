@@ -1,7 +1,7 @@
 // The one matrix product of the engine: C = start + A B on tiles that stay in registers.
 //
-// A is read one number at a time and broadcast, B by whole vectors, so S = Q K^T wants K transposed (keys along the
-// vector) and O = P V takes V as it is. kMaxRows x kMaxVectors accumulators plus one row of B and one broadcast fill
+// A is read one number at a time and broadcast, B by full vectors, so S = Q K^T needs K transposed (keys along the
+// vector) and O = P V takes V unchanged. kMaxRows x kMaxVectors accumulators plus one row of B and one broadcast fill
 // the register file: 24 + 4 + 1 of 32 on AVX-512, 12 + 2 + 1 of 16 elsewhere.
 //
 // Every element of C is one chain of multiply-adds in the order of the inner index, whatever the tile around it: a
@@ -17,8 +17,8 @@ constexpr int kMaxRows = 6;
 constexpr int kMaxVectors = kLanes == 16 ? 4 : 2;
 constexpr int kPanel = kMaxVectors * kLanes;  // columns of B in one tile
 
-// Memory that will be wanted soon. A few lines are asked for with every tile: all at once they would hold up the loads
-// of the product itself.
+// Memory to prefetch. A few lines are prefetched with every tile: all at once they would delay the loads of the product
+// itself.
 struct Ahead {
   const char *next = nullptr, *end = nullptr;
 
@@ -57,8 +57,8 @@ static inline __attribute__((always_inline)) void multiply_tile(const float* a, 
     for (int j = 0; j < N; j++) store(c + i * ldc + j * kLanes, sums[i][j]);
 }
 
-// All rows against N vectors of columns. The loop stands inside, because a tile's work is short enough for the way into
-// a function to be felt.
+// All rows against N vectors of columns. The loop is inside, because a tile's work is short enough for the overhead of
+// a function call to matter.
 template <int N, bool kScaled>
 static void multiply_rows(int64_t rows, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
                           int64_t depth, const float* scale, Ahead& ahead) {

@@ -10,7 +10,7 @@
 namespace qf {
 namespace QF_ISA {
 
-// Key `key`, which lies at `row`, as float32, rotated: in place when it already is, else in `row_buffer`.
+// Key `key`, stored at `row`, as float32, rotated: in place when it already is, else in `row_buffer`.
 static inline const float* key_row(const QfAttnParams& p, const Sequence& s, int64_t key, const KvRows& k,
                                    const char* row, float scale, float* row_buffer) {
   if (!rotates_keys(p)) return k.floats(row, scale, row_buffer);
@@ -60,7 +60,8 @@ static inline void pack_keys(const QfAttnParams& p, const Sequence& s, int64_t f
 }
 
 // V[first, first + count) in panels of kPanel channels, each [kTile rows][panel width], channels padded with zeros to
-// whole vectors. `rows` is the pitch of a panel in rows. `row_buffer` holds one padded row. Says whether all is finite.
+// whole vectors. `rows` is the pitch of a panel in rows. `row_buffer` holds one padded row. Returns whether all is
+// finite.
 static inline bool pack_values(const QfAttnParams& p, const Sequence& s, int64_t first, int64_t count, int64_t head,
                                int64_t rows, float* row_buffer, float* packed) {
   const int dim = p.head_dim;

@@ -114,7 +114,7 @@ static inline void store_row(void* destination, const float* source, int32_t dty
   }
 }
 
-// Rotates a row to `position`; with `back` it undoes that (the transpose, which gradients need).
+// Rotates a row to `position`; with `back` it inverts that (the transpose, which gradients need).
 static inline void rotate_row(float* x, const QfRope& rope, int64_t position, bool back = false) {
   if (!rope.cos) return;
   const int half = rope.rotary_dim / 2;
@@ -140,7 +140,7 @@ static inline void rotate_row(float* x, const QfRope& rope, int64_t position, bo
   }
 }
 
-// Whether all numbers it is shown are finite: a number times zero is zero, but infinity and NaN make NaN.
+// Whether all numbers added to it are finite: a number times zero is zero, but infinity and NaN make NaN.
 struct FiniteCheck {
   Vec seen = zero();
   void add(Vec x) { seen = fma(x, zero(), seen); }

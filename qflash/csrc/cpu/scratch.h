@@ -1,4 +1,4 @@
-// Cuts one allocation into 64-byte aligned arrays of floats. Built twice: once to count, once to hand out.
+// Cuts one allocation into 64-byte aligned arrays of floats. Built twice: once to count, once to assign.
 #pragma once
 
 #include <stddef.h>

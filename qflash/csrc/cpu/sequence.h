@@ -1,6 +1,6 @@
 // The shape of one sequence of the batch and the keys its queries see. Shared by every kernel of the engine.
 //
-// Visible keys of a row are always one range, and both its ends never fall as the row index grows; everything about
+// Visible keys of a row are always one range, and both its ends never decrease as the row index grows; everything about
 // masks, from skipping tiles to the last lane, follows from these ranges.
 #pragma once
 
@@ -51,7 +51,7 @@ static inline KeyRange keys_of_any(const QfAttnParams& p, const Sequence& s, int
   return {visible_keys(p, s, first).begin, visible_keys(p, s, last).end};
 }
 
-// Keys that at least one query of the sequence sees. Of pages, nothing else is looked at.
+// Keys that at least one query of the sequence sees. In pages, no others are read.
 static inline KeyRange needed_keys(const QfAttnParams& p, const Sequence& s) {
   return s.len_q > 0 ? keys_of_any(p, s, 0, s.len_q - 1) : KeyRange{0, 0};
 }
@@ -61,7 +61,7 @@ static inline KeyRange keys_of_all(const QfAttnParams& p, const Sequence& s, int
   return {visible_keys(p, s, last).begin, visible_keys(p, s, first).end};
 }
 
-// The queries [begin, end) that see at least one of the keys [first, last]: the same ranges read sideways.
+// The queries [begin, end) that see at least one of the keys [first, last]: the same ranges, transposed.
 static inline KeyRange queries_of_keys(const QfAttnParams& p, const Sequence& s, int64_t first, int64_t last) {
   const int64_t offset = s.len_k - s.len_q;
   KeyRange range{0, s.len_q};

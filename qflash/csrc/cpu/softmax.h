@@ -1,8 +1,8 @@
 // Online softmax of one row against one tile of keys.
 //
 // Weights are 2^((s - m) * factor) with m the running maximum of the raw scores: the difference comes first, so the
-// largest weight is exactly 1 however large the scores are. Only the visible range of a row is ever read, so whatever
-// stands in masked places (NaN too) cannot leak.
+// largest weight is exactly 1 however large the scores are. Only the visible range of a row is ever read, so masked
+// elements (NaN too) cannot leak.
 #pragma once
 
 #include "multiply.h"
@@ -11,7 +11,7 @@
 namespace qf {
 namespace QF_ISA {
 
-// What all rows share. The scale's sign has been given to q, so that factor >= 0 and the largest score stays the
+// What all rows share. The sign of the scale is applied to q, so that factor >= 0 and the largest score stays the
 // largest.
 struct ScoreMap {
   float factor;
@@ -40,7 +40,7 @@ static inline void apply_softcap(float* s, int begin, int end, const ScoreMap& m
   }
 }
 
-// Largest of s[begin, end), NaN left out; -inf when there is none.
+// Largest of s[begin, end), ignoring NaN; -inf when there is none.
 static inline float row_max(const float* s, int begin, int end) {
   const Vec lowest = broadcast(-kInfinity);
   Vec top0 = lowest, top1 = lowest;
@@ -80,14 +80,14 @@ static inline float row_weights(float* s, int begin, int end, float m, const Sco
   return sum(sum0 + sum1);
 }
 
-// What a row sees of a tile: keys [begin, end) counted from the tile's first.
+// The part of a tile that a row sees: keys [begin, end) counted from the tile's first.
 struct Span {
   int begin, end;
 };
 
-// Turns `rows` rows of scores, `pitch` apart, into weights over their spans, moves their states on and tells by which
-// alpha each row of O must be multiplied. Step by step over all rows: the steps of one row wait for one another, those
-// of different rows do not. A row's max leaves NaN out; the NaN reappears in its weights and in l.
+// Turns `rows` rows of scores, `pitch` apart, into weights over their spans, updates their states and returns the alpha
+// by which each row of O must be multiplied. Step by step over all rows: the steps of one row depend on each other,
+// those of different rows do not. A row's max ignores NaN; the NaN reappears in its weights and in l.
 static inline void online_softmax(float* s, int64_t pitch, int rows, const Span* spans, const ScoreMap& map,
                                   RowState* states, float* alpha) {
   float m[kRowSlots], change[kRowSlots] = {};

@@ -1,4 +1,4 @@
-// How an entry fails: a status code and a text that this thread can ask for afterwards.
+// How an entry fails: a status code and a text that this thread can query afterwards.
 #pragma once
 
 #include "qflash.h"

@@ -26,7 +26,7 @@ constexpr int32_t kMaxThreads = 1024;
 // A worker that finds no job, or a caller that waits for the last worker, spins about this many pauses (some tens of
 // microseconds) before it sleeps: back-to-back calls, as in decoding, then never pay for a wake-up.
 constexpr int kSpins = 1000;
-// How often a caller asks whether it is to stop.
+// How often a caller checks whether to stop.
 constexpr int64_t kAskEveryMs = 50;
 
 void pause_cpu() {
@@ -43,7 +43,7 @@ int64_t now_ms(clockid_t clock) {
   return int64_t(now.tv_sec) * 1000 + now.tv_nsec / 1000000;
 }
 
-// The cheapest clock there is: some milliseconds more or less do not matter.
+// The cheapest clock available: some milliseconds more or less do not matter.
 int64_t coarse_ms() {
 #if defined(CLOCK_MONOTONIC_COARSE)
   return now_ms(CLOCK_MONOTONIC_COARSE);
@@ -54,7 +54,7 @@ int64_t coarse_ms() {
 
 struct Job;
 thread_local Interrupt* interrupt_of_thread = nullptr;
-thread_local Job* job_of_thread = nullptr;  // that it is working for
+thread_local Job* job_of_thread = nullptr;  // the job that it is working for
 
 // One parallel_for. Lives on the caller's stack; `wanted` and the list link belong to the pool's mutex.
 struct Job {
@@ -62,8 +62,8 @@ struct Job {
   void* context;
   int64_t tasks;
   int32_t wanted;  // workers that may still join
-  // The caller's rounding and treatment of denormals. A new thread inherits its starter's, and some frameworks change
-  // theirs: bits must depend on who calls, not on who happened to start a worker.
+  // The caller's rounding and treatment of denormals. A new thread inherits its creator's, and some frameworks change
+  // theirs: bits must depend on the caller, not on which thread happened to start a worker.
   std::fenv_t float_mode;
   std::atomic<int64_t> next{0};
   std::atomic<int32_t> running{0};  // workers inside
@@ -72,7 +72,7 @@ struct Job {
   Job* older = nullptr;
 
   void work() {
-    Job* const outer = job_of_thread;  // where a thread that asked whether to stop was given other work
+    Job* const outer = job_of_thread;  // non-null where the Interrupt of a working thread called the engine
     job_of_thread = this;
     for (bool first = true;; first = false) {
       const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
@@ -97,7 +97,8 @@ struct Job {
   int result() const { return stopped.load(std::memory_order_relaxed) ? QF_INTERRUPTED : status.load(); }
 };
 
-// The answer of the thread's Interrupt, if it is time to ask. Nothing may be held that an answer could need.
+// The answer of the thread's Interrupt, if it is time to ask. The caller must not hold anything that the callback
+// needs.
 bool asked_to_stop() {
   Interrupt* const interrupt = interrupt_of_thread;
   if (!interrupt) return false;
@@ -144,7 +145,7 @@ class Pool {
   }
 
  private:
-  // Mutex held. Until a worker is done with a job; no longer than until it is time to ask whether to stop.
+  // Mutex held. Waits until a worker is done with a job, but not past the time to ask whether to stop.
   void wait_for_worker() {
     if (!interrupt_of_thread) {
       pthread_cond_wait(&done_, &mutex_);
@@ -170,7 +171,7 @@ class Pool {
     }
   }
 
-  // Mutex held. Takes the job off the list, so that nobody joins any more.
+  // Mutex held. Takes the job off the list, so that no more workers join.
   void close(Job& job) {
     for (Job** link = &jobs_; *link; link = &(*link)->older)
       if (*link == &job) {
@@ -180,7 +181,7 @@ class Pool {
       }
   }
 
-  // Mutex held. A job that still wants workers, joined; NULL when there is none.
+  // Mutex held. Joins a job that still wants workers and returns it; NULL when there is none.
   Job* join_any() {
     for (Job* job = jobs_; job; job = job->older)
       if (job->wanted > 0 && job->next.load(std::memory_order_relaxed) < job->tasks) {
@@ -250,7 +251,7 @@ int32_t initial_threads() {
     char* end = nullptr;
     const long n = std::strtol(asked, &end, 10);
     if (*end == '\0' && n >= 1) return clamp_threads(n);
-    // The module is being loaded: nobody is there yet to take an error.
+    // The module is being loaded: there is no caller yet that could take an error.
     std::fprintf(stderr, "qflash: QFLASH_NUM_THREADS is '%s'; allowed: 1 or more. Using every core.\n", asked);
   }
 #if defined(__linux__)

@@ -1,11 +1,11 @@
-// One float vector and its verbs, so that every kernel source compiles unchanged for each instruction set.
+// One float vector and its operations, so that every kernel source compiles unchanged for each instruction set.
 //
 // QF_ISA names the namespace (avx512, avx2 or generic) and is set per object library; everything here lives in
 // qf::QF_ISA with internal linkage, because two objects compiled for different machines must never share a copy of
 // an inline function. For the same reason these sources use no standard templates.
 //
 //   lanes          avx512 16, avx2 8, generic 4 (plain vector extensions, any machine)
-//   + - * / unary- and comparisons-free arithmetic work on Vec directly
+//   + - * / unary- arithmetic without comparisons works on Vec directly
 //   *_part         n in [0, kLanes]: lanes >= n load as zero and are not stored; memory past n is not touched
 //   vmax, vmin     return the SECOND operand when either is NaN
 //   exp2_*, exp    about 1 ulp; -inf gives 0, NaN gives NaN, overflow gives +inf, results below 2^-126 become 0,
@@ -50,7 +50,7 @@ static inline Vec exp2_fraction(Vec r) {
 // adding 1.5 * 2^23 folds the product into both steps of the reduction. Polynomial: 9e-8.
 static inline Vec exp2_nonpositive(Vec x, Vec factor, Vec lowest) {
   const Vec shift = broadcast(12582912.0f);
-  const Vec bounded = vmax(lowest, x);  // bound first: vmax hands a NaN in x through
+  const Vec bounded = vmax(lowest, x);  // bound first: vmax passes a NaN in x through
   const Vec n = fma(bounded, factor, shift) - shift;
   const Vec r = fma(bounded, factor, -n);
   Vec p = broadcast(0.001326472731307149f);
@@ -62,7 +62,7 @@ static inline Vec exp2_nonpositive(Vec x, Vec factor, Vec lowest) {
   return zero_where_less(x, lowest, scale_by_small_power(p, n));
 }
 
-// 2^x for x <= 0, or above by no more than rounding: adding to the exponent has no overflow.
+// 2^x for x <= 0, or above by no more than rounding: adding to the exponent does not handle overflow.
 static inline Vec exp2_nonpositive(Vec x) {
   const Vec lowest = broadcast(-126.0f);
   const Vec bounded = vmax(lowest, x);
@@ -70,7 +70,7 @@ static inline Vec exp2_nonpositive(Vec x) {
   return zero_where_less(x, lowest, scale_by_small_power(exp2_fraction(bounded - n), n));
 }
 
-// n * ln 2 is taken off in two pieces, the first so short that its product is exact, with or without an fma.
+// n * ln 2 is subtracted in two pieces, the first so short that its product is exact, with or without an fma.
 static inline Vec exp(Vec x) {
   const Vec lowest = broadcast(-87.33654f);  // ln 2^-126
   const Vec bounded = vmin(broadcast(89.5f), vmax(lowest, x));
@@ -122,7 +122,7 @@ static inline Vec tanh(Vec x) {
   return select_less(magnitude, broadcast(0.625f), near_zero, beyond);
 }
 
-// The slope of tanh, 4 e / (1 + e)^2 with e = e^-2|x|: 1 - tanh^2 would be nothing but rounding where tanh nears 1.
+// The slope of tanh, 4 e / (1 + e)^2 with e = e^-2|x|: 1 - tanh^2 would be only rounding error where tanh nears 1.
 static inline Vec tanh_slope(Vec x) {
   const Vec e = exp(vmax(x, -x) * broadcast(-2.0f)), sum = broadcast(1.0f) + e;
   return broadcast(4.0f) * e / (sum * sum);

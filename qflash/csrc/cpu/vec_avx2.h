@@ -36,7 +36,7 @@ static inline float max(Vec x) {
 }
 
 static inline Vec round_nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// p * 2^n for integral n in [-126, 127] and p in [1/2, 2), by adding to the exponent. A NaN keeps being one.
+// p * 2^n for integral n in [-126, 127] and p in [1/2, 2), by adding to the exponent. NaN stays NaN.
 static inline Vec scale_by_small_power(Vec p, Vec n) {
   const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));

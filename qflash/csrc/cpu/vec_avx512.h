@@ -55,7 +55,8 @@ static inline Vec interleave_high(Vec a, Vec b) {
   return _mm512_permutex2var_ps(a, order, b);
 }
 
-// rows[i][j] <-> rows[j][i]: squares of four inside of 128 bits, whose instructions are the cheapest, then the squares.
+// rows[i][j] <-> rows[j][i]: first squares of four within 128 bits, whose instructions are the cheapest, then the
+// squares.
 static inline __attribute__((always_inline)) void transpose(Vec* rows) {
   Vec inside[16];
 #pragma GCC unroll 4

@@ -48,7 +48,7 @@ static inline Vec from_bits(VecInt x) {
   return y;
 }
 
-// Adding 1.5 * 2^23 leaves no room for a fraction; good for |x| < 2^22.
+// Adding 1.5 * 2^23 leaves no room for a fraction; valid for |x| < 2^22.
 static inline Vec round_nearest(Vec x) {
   const Vec shift = broadcast(12582912.0f);
   return (x + shift) - shift;

@@ -1,11 +1,12 @@
-// delta = rowsum(dO * O) - dlse, the pass before the other kernels of a backward library: a float for each row of lse,
-// at the same place in the workspace. With it dS = P * (dP - delta).
+// delta = rowsum(dO * O) - dlse, computed before the other kernels of a backward library run: one float per row of lse,
+// at the same offset in the workspace. With it dS = P * (dP - delta).
 //
-// O comes in the type of the problem. dP - delta cancels the more the fewer keys a row sees, and O in 16 bits has too
-// few digits for what is left. So a second pass computes rowsum(dO * O) of rows of few keys as rowsum(P * dP), which it
-// equals. P = exp(S - lse) is off by one factor for the whole row, as far as lse is rounded: 0.1 % where scores are in
-// the thousands, which is all that is left of dS where one key has all the weight. So the sum is divided by that of
-// weights, which has the factor too. It is a kernel of its own, because it takes three times the registers.
+// O has the type of the problem. The fewer keys a row sees, the more dP - delta cancels, and O in 16 bits has too few
+// digits for the difference. So a second pass computes rowsum(dO * O) of rows with few keys as rowsum(P * dP), which is
+// equal. P = exp(S - lse) has one common relative error per row, from the rounding of lse: 0.1 % where scores are in
+// the thousands, and where one key has all the weight, that error is all that remains of dS. So the sum is divided by
+// the sum of the weights, which has the same factor. The pass is a separate kernel because it needs three times the
+// registers.
 #pragma once
 
 #include "attn/cuda_core/softmax.cuh"
@@ -16,23 +17,23 @@
 namespace qf {
 
 constexpr int kDeltaThreads = 128;
-constexpr int kDeltaRows = 64;     // of a block
-constexpr int kDeltaLanes = 8;     // of a row
-constexpr int kDeltaFewKeys = 16;  // up to so many, delta is taken from P and dP
-constexpr int kFewRows = 512;      // of a block of that pass, most of which have nothing to do
+constexpr int kDeltaRows = 64;     // per block
+constexpr int kDeltaLanes = 8;     // per row
+constexpr int kDeltaFewKeys = 16;  // up to this many keys, delta is computed from P and dP
+constexpr int kFewRows = 512;      // per block of the second pass; most rows need no work
 
 // How rows may be read. Host side.
 struct DeltaAccess {
-  bool dout;    // four channels at once
-  bool chunks;  // dout and out, 16 bytes at once
+  bool dout;    // four channels per load
+  bool chunks;  // dout and out, 16 bytes per load
 };
 
-// Where a row's statistics stand: row i of the sequence, in lse, dlse and delta alike.
+// Index of row i's statistics: the same in lse, dlse and delta.
 __device__ __forceinline__ int64_t statistics_at(const QfAttnParams& p, int b, int h, int64_t q0, int i) {
   return b * p.lse_stride_b + h * p.lse_stride_h + q0 + i;
 }
 
-// -lse in base 2, where a row that sees nothing, or an infinite sink alone, has -inf: its weights are 0.
+// -lse in base 2; -inf for a row that sees nothing, or only an infinite sink, so that its weights are 0.
 __device__ __forceinline__ float minus_lse2(float lse) { return lse == -infinity() ? -infinity() : -lse * kLog2e; }
 
 // exp(sink - lse), where both may be infinite.
@@ -40,7 +41,7 @@ __device__ __forceinline__ float sink_weight(float sink, float lse) {
   return lse == sink ? 1.0f : ex2((sink - lse) * kLog2e);
 }
 
-// Four channels rounded as the products on tensor cores see them.
+// Four channels rounded as the tensor-core MMAs read them.
 template <class Element>
 __device__ __forceinline__ float4 rounded4(const float4& x, const Element*) {
   const float value[4] = {x.x, x.y, x.z, x.w};
@@ -65,8 +66,8 @@ __device__ __forceinline__ float sum_of_lanes(float x) {
   return x;
 }
 
-// rowsum(P * dP) / rowsum(P) of row i, a sink among its weights, by kDeltaLanes lanes; other lanes of the warp have
-// other rows, and none if keys are none. keys: those that it sees; kRoundsRope: rotated rows are rounded.
+// rowsum(P * dP) / rowsum(P) of row i, with a sink among its weights, by kDeltaLanes lanes; other lanes of the warp
+// have other rows, and none if keys are empty. keys: those that the row sees; kRoundsRope: rotated rows are rounded.
 template <class Element, bool kRoundsRope>
 __device__ inline float delta_of_few(const QfAttnBwdParams& params, const Sequence& seq, int b, int h, int i,
                                      KeyRange keys, int lane, const Vectorises& vector, bool dout_vector) {
@@ -86,7 +87,7 @@ __device__ inline float delta_of_few(const QfAttnBwdParams& params, const Sequen
     return kRoundsRope ? rounded4(rotated_row, x.g_head) : rotated_row;
   };
   const int count = keys.end - keys.begin;
-  int most = count;  // of the warp's rows: lanes add up together
+  int most = count;  // maximum over the warp's rows: lanes reduce together
 #pragma unroll
   for (int step = kDeltaLanes; step < 32; step *= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
   const float minus_lse = count > 0 ? minus_lse2(p.lse[statistics_at(p, b, h, seq.q0, i)]) : 0.0f;
@@ -115,8 +116,8 @@ __device__ inline float delta_of_few(const QfAttnBwdParams& params, const Sequen
   return delta / weights;
 }
 
-// Adds dO * O of this lane's channels to the sums of kRows rows kStep apart, 16 bytes of a row at a time; all rows'
-// loads are under way at once. kChunks: they may be loaded so. Sums have the same bits either way.
+// Adds dO * O of this lane's channels to the sums of kRows rows kStep apart, 16 bytes of a row at a time; the loads of
+// all rows are in flight at once. kChunks: they may be loaded so. Sums are the same bit for bit either way.
 template <int kRows, int kStep, bool kChunks, class Element>
 __device__ __forceinline__ void add_products(float (&sums)[kRows], const HeadRows<Element>& dout,
                                              const HeadRows<Element>& out, int first, int lane) {
@@ -151,8 +152,9 @@ __device__ __forceinline__ void add_products(float (&sums)[kRows], const HeadRow
   }
 }
 
-// A block takes some rows of one head. The first rows come first, which causal masks leave few keys and so, in the
-// second pass, the work. Rows of a sequence whose description is out of range are left alone: nobody reads theirs.
+// A block processes some rows of one head. The first rows are launched first: causal masks leave them few keys and so,
+// in the second pass, the work. Rows of a sequence whose description is out of range are skipped: no kernel reads their
+// delta.
 struct DeltaBlock {
   int b, h, first_row;
   Sequence seq;
@@ -169,7 +171,7 @@ struct DeltaBlock {
   }
 };
 
-// The first pass: eight lanes take a row, and several rows each.
+// The first pass: eight lanes per row, several rows per lane.
 template <class Element>
 __device__ __forceinline__ void write_delta(const QfAttnBwdParams& params, const Grid& grid,
                                             const DeltaAccess& access) {
@@ -199,8 +201,8 @@ inline bool delta_has_few(const QfAttnParams& p) {
          (p.window_left >= 0 || p.window_right >= 0 || p.kv_lens || p.cu_seqlens_q || p.k_len <= kDeltaFewKeys);
 }
 
-// The second pass: eight lanes take a row of few keys. kRoundsRope: the kernels after it round rotated rows to 16 bits,
-// so that P is made of such.
+// The second pass: eight lanes per row of few keys. kRoundsRope: the kernels after it round rotated rows to 16 bits, so
+// P is computed from rounded rows here, too.
 template <class Element, bool kRoundsRope>
 __device__ __forceinline__ void write_delta_of_few(const QfAttnBwdParams& params, const Grid& grid,
                                                    const DeltaAccess& access) {
@@ -213,8 +215,8 @@ __device__ __forceinline__ void write_delta_of_few(const QfAttnBwdParams& params
     const KeyRange keys = mask.visible(row);
     return keys.end - keys.begin;
   };
-  // Over the rows of a sequence the number of keys rises to some row and falls from there on: where neither end of a
-  // run of rows has few, no row between them has.
+  // Over the rows of a sequence the number of visible keys first rises, then falls: if neither end of a run of rows has
+  // few, no row between them has.
   if (count(block.first_row) > kDeltaFewKeys && count(end - 1) > kDeltaFewKeys) return;
   constexpr int kAtOnce = 32 / kDeltaLanes;
   for (int first = block.first_row + int(threadIdx.x) / 32 * kAtOnce; first < end;
@@ -225,7 +227,7 @@ __device__ __forceinline__ void write_delta_of_few(const QfAttnBwdParams& params
     if (!__any_sync(0xffffffffu, keys.begin < keys.end)) continue;
     const float few = delta_of_few<Element, kRoundsRope>(params, block.seq, block.b, block.h, row, keys, lane,
                                                          grid.vector, access.dout);
-    // An infinity in dO may become NaN among terms of both signs here, and not in rowsum(dO * O), which then stays.
+    // With an infinity in dO, terms of both signs may give NaN here but not in rowsum(dO * O), which is then kept.
     const bool finite = few - few == 0.0f;
     if (keys.begin < keys.end && finite && lane % kDeltaLanes == 0) block.write(params, row, few);
   }

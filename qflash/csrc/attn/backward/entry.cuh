@@ -1,5 +1,5 @@
-// The host side of the backward libraries: what none of them can serve, their workspace, and the launches of a block
-// for every row tile and every key tile.
+// The host side of the backward libraries: checks of what none of them can serve, their workspace, and launches of one
+// block per row tile and per key tile.
 #pragma once
 
 #include "attn/backward/delta.cuh"
@@ -15,20 +15,20 @@ inline int check_backward(const QfAttnBwdParams* params, int dtype) {
   return params->fwd.lse ? QF_OK : QF_UNSUPPORTED;
 }
 
-// Bytes of delta, a float for each row of lse: the workspace. Also asked when pointers are not known yet.
+// Bytes of delta, one float per row of lse: the workspace. Also called before pointers are known.
 inline int64_t delta_bytes(const QfAttnParams& p) {
   if (p.batch == 0 && p.lse_stride_b != 0) return 0;
   const int64_t batches = p.lse_stride_b == 0 ? 0 : int64_t(p.batch - 1) * p.lse_stride_b;
   return 4 * (batches + int64_t(p.q_heads) * p.lse_stride_h);
 }
 
-// Is the workspace there, where anything is to be put into it?
+// Is there a workspace, if anything is to be written to it?
 inline int check_workspace(const QfAttnBwdParams& params) {
   const int64_t bytes = delta_bytes(params.fwd);
   return bytes > 0 && (!params.workspace || params.workspace_bytes < bytes) ? QF_NO_MEMORY : QF_OK;
 }
 
-// A block for every work tile of a grid (Grid or KeyGrid), in as many launches as that takes.
+// One block per work tile of a grid (Grid or KeyGrid), in as many launches as needed.
 template <class Kernel, class SomeGrid, class... More>
 int launch_backward(Kernel* kernel, const QfAttnBwdParams& params, SomeGrid grid, int threads, int shared_bytes,
                     void* stream, const More&... more) {
@@ -40,7 +40,7 @@ int launch_backward(Kernel* kernel, const QfAttnBwdParams& params, SomeGrid grid
   return QF_OK;
 }
 
-// The passes before the others: `kernel` and `few`, of rows of few keys, are the library's __global__s.
+// The passes that run first: `kernel`, and `few` for rows of few keys, are __global__ functions of the library.
 template <class Kernel, class Few>
 int launch_delta(Kernel* kernel, Few* few, const QfAttnBwdParams& params, void* stream) {
   const QfAttnParams& p = params.fwd;
@@ -50,7 +50,7 @@ int launch_delta(Kernel* kernel, Few* few, const QfAttnBwdParams& params, void* 
       chunks_aligned(params.dout, p.head_dim, bytes) && chunks_aligned(p.out, p.head_dim, bytes)};
   if (const int status = launch_backward(kernel, params, grid_of(p, kDeltaRows, 1), kDeltaThreads, 0, stream, access))
     return status;
-  if (params.partial || !delta_has_few(p)) return QF_OK;  // P and dP of some of a row's keys do not make its delta
+  if (params.partial || !delta_has_few(p)) return QF_OK;  // P and dP of only some keys do not give a row's delta
   return launch_backward(few, params, grid_of(p, kFewRows, 1), kDeltaThreads, 0, stream, access);
 }
 

@@ -1,10 +1,10 @@
-// Which block computes which keys' gradients: one block per (key tile, batch, KV head), heads innermost; the first key
-// tiles first, because causal masks show them to the most queries. A launch may take a section of the columns alone,
-// the pairs of a sequence and a KV head.
+// Which block computes the gradients of which keys: one block per (key tile, batch, KV head), heads innermost; the
+// first key tiles first, because under causal masks they are seen by the most queries. A launch may cover only a
+// section of the columns, the pairs of a sequence and a KV head.
 //
-// Every row of dk and dv is written by somebody. Keys past kv_lens, and packed rows that belong to no sequence, get
-// zeros: nobody sees them. Keys of a sequence whose description is out of range get NaN, as its rows of out do
-// (sequence.cuh); where an array of offsets falls, nobody can tell whose keys are whose, and all of them get NaN.
+// Every row of dk and dv is written. Keys past kv_lens, and packed rows that belong to no sequence, get zeros, since no
+// query sees them. Keys of a sequence whose description is out of range get NaN, as its rows of out do (sequence.cuh);
+// where an array of offsets decreases, it is undefined which sequence a key belongs to, and all keys get NaN.
 #pragma once
 
 #include "attn/sequence.cuh"
@@ -34,7 +34,7 @@ inline KeyGrid key_grid_of(const QfAttnParams& p, int tile_keys) {
   grid.vector = vectorises(p);
   return grid;
 }
-// For a section of them.
+// For a section of the columns.
 inline KeyGrid key_grid_of(const QfAttnParams& p, int tile_keys, int64_t first_column, int64_t columns) {
   KeyGrid grid = key_grid_of(p, tile_keys);
   grid.first_column = first_column;
@@ -63,10 +63,10 @@ struct KeyWork {
   }
 };
 
-// Rows of k that belong to a sequence, and whether anybody can tell.
+// Rows of k that belong to a sequence, and whether they are known.
 struct KeyRows {
   int64_t first, owned;
-  bool known;  // false: an array of offsets falls, and sequence 0 stands for all rows
+  bool known;  // false: an array of offsets decreases, and all rows are treated as those of sequence 0
 };
 
 // Collective: every thread of the block calls it with the same b.
@@ -82,7 +82,7 @@ __device__ inline KeyRows read_key_rows(const QfAttnParams& p, int b) {
   return {first, end - first, true};
 }
 
-// `value` into rows begin .. end-1 of head h of x, this block's share of them (block `tile` of `tiles`).
+// Writes `value` to rows begin .. end-1 of head h of x: this block's share of them (block `tile` of `tiles`).
 template <class Element>
 __device__ inline void fill_key_rows(const QfTensor& x, int b, int h, int64_t begin, int64_t end, int tile, int tiles,
                                      int head_dim, float value) {
@@ -94,7 +94,7 @@ __device__ inline void fill_key_rows(const QfTensor& x, int b, int h, int64_t be
   }
 }
 
-// The rows of dk or dv (x) that no good sequence writes.
+// Fills the rows of dk or dv (x) that no good sequence writes.
 template <class Element>
 __device__ inline void fill_unserved_keys(const QfAttnParams& p, const QfTensor& x, const KeyRows& rows, bool good,
                                           const KeyWork& work, int tiles) {

@@ -1,8 +1,8 @@
-// Gradients on their way out: rows of float32 in shared memory, which all threads of the block rotate back where there
-// is a rope, scale, round and store.
+// Epilogue of gradients: all threads of the block take rows of float32 in shared memory, rotate them back where there
+// is a rope, scale, round and store them.
 //
-// Rope rotated pairs (a, b) of q and k into (a c - b s, b c + a s), so gradients of what was rotated become
-// gradients of the inputs: (a c + b s, b c - a s). That happens in float32, before anything is rounded.
+// Rope rotated pairs (a, b) of q and k into (a c - b s, b c + a s), so gradients (a, b) of rotated pairs become
+// gradients (a c + b s, b c - a s) of the inputs. That happens in float32, before anything is rounded.
 #pragma once
 
 #include "attn/rope.cuh"
@@ -12,13 +12,13 @@
 
 namespace qf {
 
-// Where a row goes, and how it is rotated back. position(row) is asked for only with a rope.
+// Where a row is stored, and how it is rotated back. position(row) is called only with a rope.
 template <class Element>
 struct GradientRows {
   Element* g_head;  // row 0 of the tile, channel 0
   int64_t stride_t;
-  int rows;   // of the tile that there are
-  int exist;  // of these, from the first on; the others are keys that do not exist, and get zeros
+  int rows;   // rows of the tile
+  int exist;  // how many of these exist, from the first on; keys that do not exist get zeros
   int head_dim;
   float factor;
   bool aligned;  // every row may be stored 16 bytes at a time
@@ -38,7 +38,7 @@ struct GradientRows {
 template <class At>
 __device__ __forceinline__ float rotated_back(const QfRope& rope, const Rotation& rotation, int channel, At at) {
   if (channel >= rope.rotary_dim) return at(channel);
-  if (rotation.row < 0) return nan();  // its position is outside the table, and so was it when it was rotated
+  if (rotation.row < 0) return nan();  // its position is outside the table, as it was in the forward rotation
   const int half = rope.rotary_dim / 2;
   const bool high = rope.interleaved ? channel % 2 == 1 : channel >= half;
   const int pair = rope.interleaved ? channel / 2 : high ? channel - half : channel;
@@ -48,13 +48,13 @@ __device__ __forceinline__ float rotated_back(const QfRope& rope, const Rotation
   return fmaf(at(partner), high ? -sine : sine, at(channel) * cosine);
 }
 
-// The threads that store rows together, where they are one warp.
+// The threads that store rows together: here, one warp.
 struct WholeWarp {
   __device__ static __forceinline__ int thread() { return int(threadIdx.x % 32); }
   __device__ static __forceinline__ int threads() { return 32; }
 };
 
-// Neighbouring channels, 16 bytes of them, rounded and stored at once; d: the first of them.
+// Rounds and stores 16 bytes of neighbouring channels at once; d: the first of them.
 template <class Element, int kCount>
 __device__ __forceinline__ void store16(Element* g_row, int d, const float (&x)[kCount]) {
   static_assert(kCount * sizeof(Element) == 16, "");
@@ -74,8 +74,8 @@ __device__ __forceinline__ void store16(Element* g_row, int d, const float (&x)[
   st_global(g_row + d, raw);
 }
 
-// Rows of the tile to global memory. s_row(row, d): the address of four neighbouring channels from d on, d a multiple
-// of 4; rotated: whether `rope` is to be rotated back.
+// Stores rows of the tile to global memory. s_row(row, d): the address of four neighbouring channels from d on, d a
+// multiple of 4; rotated: whether `rope` is to be rotated back.
 template <int kHeadDim, class By = WholeBlock, class Element, class Row, class Position>
 __device__ __forceinline__ void store_gradients(const GradientRows<Element>& to, const QfRope& rope, bool rotated,
                                                 Row s_row, Position position) {

@@ -1,4 +1,4 @@
-// What a block of a backward kernel asks once a tile, kept in shared memory, where registers are dearer. Stationary
+// What a block of a backward kernel needs once per tile, in shared memory because registers are scarcer. Stationary
 // rows are queries or keys, and streamed columns the other; a mask for keys is that of queries with its sides
 // exchanged.
 #pragma once
@@ -18,7 +18,7 @@ __device__ __forceinline__ Mask mask_of_keys(const QfAttnParams& p, const Sequen
   return {p.window_right, p.window_left, seq.len_k, seq.len_q};
 }
 
-// A warp has kWarpRows rows, which kShare neighbouring warps share.
+// kShare neighbouring warps share kWarpRows rows.
 template <int kWarps, int kWarpRows, int kShare = 1>
 struct StationaryState {
   static constexpr int kParts = kWarps / kShare;  // of the block's rows
@@ -51,7 +51,7 @@ struct StationaryState {
     }
   }
 
-  // Does every row of the block see every one of `count` columns from `first` on? For this warp: the same, and does no
+  // Does every row of the block see all `count` columns from `first` on? For this warp's rows: the same, and does no
   // row see any?
   __device__ __forceinline__ bool whole_for_block(int first, int count) const {
     return first >= all.begin && first + count <= all.end;

@@ -7,8 +7,8 @@
 
 namespace qf {
 
-// S, raw scores, becomes P. minus_lse(r, j): in base 2; seen(r, j): is the pair in sight? Pairs that are not have a
-// weight of 0. with_slope(weight, slope, r, j): what is kept of a weight, given the derivative of the cap.
+// S, raw scores, becomes P. minus_lse(r, j): in base 2; seen(r, j): is the pair visible? Invisible pairs have a weight
+// of 0. with_slope(weight, slope, r, j): the value to store for a weight, given the derivative of the cap.
 template <int kCols, class MinusLse, class Seen, class WithSlope>
 __device__ __forceinline__ void weigh(float (&S)[kRows][kCols], float scale, float softcap, MinusLse minus_lse,
                                       Seen seen, WithSlope with_slope) {

@@ -1,9 +1,9 @@
 // O from the registers of the CUDA-core kernels to `out`: at the end, divided by the sum of the weights, and before
-// that, where a float32 kernel folds its sums.
+// that whenever a float32 kernel folds its accumulators.
 //
 // A float32 sum of n terms loses about sqrt(n) / 2 units in the last place. After kFoldKeys keys such a kernel adds its
-// sums to those kept in `out` and starts afresh, which holds the error to that of kFoldKeys keys. The 16-bit types
-// round their result far more coarsely and never fold.
+// accumulators to the values in `out` and starts afresh, which bounds the error to that of kFoldKeys keys. The 16-bit
+// types round their result far more coarsely and never fold.
 #pragma once
 
 #include "attn/cuda_core/product.cuh"
@@ -21,7 +21,7 @@ template <class Element>
 struct OutRows {
   Element* g_head;  // row 0, channel 0
   int64_t stride_t;
-  float* g_lse;  // row 0; null: not wanted
+  float* g_lse;  // row 0; null: not requested
   float sink;    // of the head
   int head_dim;
   bool vector;  // store4's condition holds for every row
@@ -35,8 +35,8 @@ struct OutRows {
         vector(vectorises) {}
 };
 
-// Add O to what earlier folds left in out (`folded`), and clear it; when `last`, divide by the sum of the weights and
-// write lse. The lane stands at column x of rows row0, row0 + kLanesY, ..; row r has its maximum at m[r * kMaxStep],
+// Adds O to what earlier folds wrote to out (`folded`), and clears it; when `last`, divides by the sum of the weights
+// and writes lse. The lane is at column x of rows row0, row0 + kLanesY, ..; row r has its maximum at m[r * kMaxStep],
 // the maximum of the last fold at s_fold[r * kLanesY], the lane's sum at l[r * kSumStep] (m and l: shared memory or
 // registers). A thread reads back from out only what it wrote itself.
 template <int X, int kVecs, int kMaxStep, int kSumStep, bool kFolds, class Element>

@@ -1,6 +1,6 @@
 // The two matrix products on CUDA cores, register-blocked: operands stream from shared memory 16 bytes at a time,
-// sums stay in registers. Lanes are dealt out as smem/lanes.cuh says; kRows = 8 rows per lane. Q and P are float32; K
-// and V may lie in shared memory in a 16-bit type and are then converted as they are read.
+// accumulators stay in registers. smem/lanes.cuh defines which lane has which elements; kRows = 8 rows per lane. Q and
+// P are float32; K and V may be in shared memory in a 16-bit type and are then converted as they are read.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_rows(float (&O)[kRows][kCols], const float (
     for (int c = 0; c < kCols; ++c) O[r][c] += sum[r][c];
 }
 
-// Blank out the scores of keys that a row does not see; `mask` counts from the key of S[.][0].
+// Sets the scores of keys that a row does not see to -inf; `mask` counts from the key of S[.][0].
 template <int X, int kCols>
 __device__ __forceinline__ void mask_scores(float (&S)[kRows][kCols], const TileMask<Lanes<X>::kLanesY>& mask) {
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ __forceinline__ void mask_scores(float (&S)[kRows][kCols], const Tile
   }
 }
 
-// P goes to shared memory; s_p points at the lane's first row and column. Lanes of the same warp read it.
+// Stores P to shared memory; s_p points at the lane's first row and column. Lanes of the same warp read it.
 template <int X, int kStride, int kCols>
 __device__ __forceinline__ void store_weights(float* s_p, const float (&P)[kRows][kCols]) {
 #pragma unroll
@@ -92,7 +92,7 @@ struct Weights<2> {
   __device__ __forceinline__ float operator[](int e) const { return e == 0 ? p.x : p.y; }
 };
 
-// Every key counts for every row.
+// Every row sees every key.
 struct AllVisible {
   __device__ __forceinline__ bool operator()(int, int) const { return true; }
 };

@@ -1,8 +1,8 @@
-// A block's consumers: teams of warps that attend to the block's share of the keys, a tile each in turn.
+// The consumers of a block: teams of warps that attend to the block's share of the keys, one tile each in turn.
 //
-// Tiles come from a Source. next_team() tells whose the next tile is, is_mine() whether it is this team's. wait_k() and
-// wait_v() return its K and V once they are there, release() gives both back; skip() leaves it to another team.
-// meet_team() and meet() let the warps of a team, and all of them, meet.
+// Tiles come from a Source. next_team() returns the team of the next tile, is_mine() whether it is this team. wait_k()
+// and wait_v() return its K and V once they have arrived, release() frees both; skip() leaves the tile to another team.
+// meet_team() and meet() synchronize the warps of a team, and all of them.
 #pragma once
 
 #include "attn/decode/output.cuh"
@@ -14,8 +14,8 @@
 namespace qf {
 namespace decode {
 
-// What of V a row may not see, and would spoil it all the same (0 times NaN), becomes zero: keys that no row sees, and
-// NaN and infinity at keys that only some rows see.
+// Zeros what a row of V's tile would spoil although it is masked (0 times NaN): keys that no row sees, and NaN and
+// infinity at keys that only some rows see.
 template <class Config>
 __device__ inline void clear_unseen(char* s_v, int key0, const KeyRange& any, const KeyRange& all) {
   using Tile = typename Config::Tile;
@@ -35,7 +35,7 @@ __device__ inline void clear_unseen(char* s_v, int key0, const KeyRange& any, co
   }
 }
 
-// Where the warps bring their sums together.
+// Shared memory in which the warps reduce their accumulators.
 template <class Config>
 struct Area {
   float* rows;    // [warp][8][kAreaStride]
@@ -47,8 +47,8 @@ struct Area {
       : rows(reinterpret_cast<float*>(s_memory)), sums(reinterpret_cast<RowSums*>(s_memory + Config::kAreaBytes)) {}
 };
 
-// The thread's index. Where outputs, and what else there is, fill the registers, it is read afresh, so that nothing
-// that is made of it is kept.
+// The thread's index. Where outputs and other values fill the registers, it is read afresh, so that nothing derived
+// from it stays in registers.
 template <class Config>
 __device__ __forceinline__ uint32_t thread_of() {
   if constexpr (Config::kFewRegisters)
@@ -57,7 +57,7 @@ __device__ __forceinline__ uint32_t thread_of() {
     return threadIdx.x;
 }
 
-// The sums of one warp over its part of the keys of one unit.
+// The accumulators of one warp over its part of the keys of one unit.
 template <class Config>
 struct WarpSums {
   __device__ static __forceinline__ QueryRows<Config> queries(const QfAttnParams&, const char* s_queries, int row0,
@@ -69,7 +69,7 @@ struct WarpSums {
   RowStatistics<BothSums> rows[1];
 
   // A tile of keys from key0 on. kPlain: every row sees all of them, and scores are a positive factor times q . k. Such
-  // tiles have code of their own, in one piece: a short call spends much of its time fetching code for the first time.
+  // tiles have separate, contiguous code: a short call spends much of its time fetching code for the first time.
   template <bool kPlain, class Source>
   __device__ __forceinline__ void attend(const QfAttnParams& p, const QueryRows<Config>& q, const Unit<Config>& unit,
                                          int key0, Source& source) {
@@ -102,14 +102,15 @@ struct WarpSums {
     }
   }
 
-  // Eight rows of each warp and kAreaColumns channels to the area: those of pass `pass`, halves of the rows outermost.
+  // Writes eight rows of each warp and kAreaColumns channels to the area: those of pass `pass`, halves of the rows
+  // outermost.
   __device__ __forceinline__ void lay_down(const Area<Config>& area, int pass) const {
     constexpr int kColumnPasses = Area<Config>::kColumnPasses;
     const uint32_t thread = thread_of<Config>();
     const int lane = thread % 32, warp = thread / 32;
     float* const s_row = area.rows + (warp * 8 + lane / 4) * Config::kAreaStride + lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < 2 * kColumnPasses; ++i) {  // registers have no index
+    for (int i = 0; i < 2 * kColumnPasses; ++i) {  // registers cannot be indexed
       if (i != pass) continue;
       const int half = i / kColumnPasses, first = i % kColumnPasses * (Config::kAreaColumns / 8);
 #pragma unroll
@@ -123,15 +124,14 @@ struct WarpSums {
   }
 };
 
-// What a warp's sums are: those of bytes are another class (int8_sums.cuh), and so are those of K in bytes
-// (kept_sums.cuh).
+// The class of a warp's accumulators: INT8 pages have another (int8_sums.cuh), and so has K in bytes (kept_sums.cuh).
 template <class Config, bool kInt8 = Config::kInt8, bool kKept = Config::kKept>
 struct SumsOf {
   using Type = WarpSums<Config>;
 };
 
-// visit(row, d, merged): four channels of a row, from the warps that took its keys, those of first_team before the
-// others: it had the first tile. Collective for the consumers.
+// visit(row, d, merged): four channels of a row, reduced over the warps that took its keys, with those of first_team
+// before the others, because it had the first tile. Collective for the consumers.
 template <class Config, class Sums, class Source, class Visit>
 __device__ __forceinline__ void merge_warps(const Sums& sums, const Area<Config>& area, Source& source, int first_team,
                                             int rows, int head_dim, Visit visit) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void merge_warps(const Sums& sums, const Area<Config>
   }
 }
 
-// The consumers' whole work.
+// All of the consumers' work.
 template <class Config, class Source>
 __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_aligned, Source& source,
                                              const Area<Config>& area, const Partials& partials) {
@@ -201,7 +201,7 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
       else
         store_row<Element>(p, unit.seen, part, row, d, merged, out_aligned, value);
     };
-    if (unit.tiles < 0) {  // the share is over; what is left is a unit that blocks before this one began
+    if (unit.tiles < 0) {  // the share is done; what remains is a unit that blocks before this one began
       const int quads = p.head_dim / 4;
       for (int i = threadIdx.x; i < rows * quads && part.parts > 0; i += Config::kConsumers)
         finish(i / quads, i % quads * 4, partials.merged<Config::kBatchInvariant>(part, i / quads, i % quads * 4));
@@ -209,13 +209,13 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
     }
 
     const auto queries = Sums::queries(p, source.queries(), row0, threadIdx.x % 32);
-    // All tiles of the part are summed up together, or those of each split.
+    // All tiles of the part are accumulated together, or those of each split.
     const int summed = Config::kBatchInvariant ? unit.seen.split : unit.tiles;
     int key0 = unit.first_key, left = unit.tiles;
 #pragma unroll 1
     for (int split = 0; split == 0 || (Config::kBatchInvariant && left > 0); ++split) {
       const int tiles = min(left, summed);
-      const int first_team = Config::kBatchInvariant ? source.next_team() : 0;  // it decides the order of sums
+      const int first_team = Config::kBatchInvariant ? source.next_team() : 0;  // it determines the order of summation
       left -= tiles;
       Sums sums;
       for (const int last = key0 + tiles * Config::kBlockN; key0 < last; key0 += Config::kBlockN) {
@@ -243,13 +243,13 @@ __device__ __forceinline__ void attend_share(const QfAttnParams& p, bool out_ali
           partials.store(part, Config::kBatchInvariant && !part.begins() ? split : 0, row, d, merged);
       });
     }
-    // Where registers are few, nothing but one addition is done beside the outputs: what a block has of a unit that it
-    // began is remembered after the last split as after any, and the rest is done when the outputs are gone.
+    // Where registers are few, only one addition is done while the outputs occupy them: the block's result for a unit
+    // that it began is saved after the last split as after any, and the rest is done when the outputs are gone.
     if constexpr (Config::kFinishesLater) {
       const int quads = p.head_dim / 4;
       for (int i = thread_of<Config>(); i < rows * quads && part.begins(); i += Config::kConsumers) {
         const int row = i / quads, d = i % quads * 4;
-        const Merged merged = partials.recall(row, d);  // of another thread's: all met since it was written
+        const Merged merged = partials.recall(row, d);  // maybe another thread's: all have synchronized since
         if (part.is_whole())
           finish(row, d, merged);
         else

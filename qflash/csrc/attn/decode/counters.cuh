@@ -1,5 +1,5 @@
-// Flags of blocks that leave a part of a unit to another to merge (merge.cuh): two for each block. They are 0 between
-// launches, as the counters of common/counters.cuh are.
+// Flags of blocks that pass a part of a unit to another block for merging (merge.cuh): two per block. They are 0
+// between launches, as the counters of common/counters.cuh are.
 #pragma once
 
 #include "common/counters.cuh"
@@ -7,18 +7,18 @@
 namespace qf {
 namespace decode {
 
-constexpr int kMostBlocks = 512;  // of a grid
+constexpr int kMostBlocks = 512;  // per grid
 constexpr int kFlagsEach = 2 * kMostBlocks, kFlags = 1 << 19;
 static __device__ unsigned merge_flags[kFlags];
 
 struct Flags {
-  int first;  // of merge_flags; -1: `cleared` are some
+  int first;  // in merge_flags; -1: use `cleared`
   unsigned* cleared;
 
   __device__ __forceinline__ unsigned* all() const { return first < 0 ? cleared : merge_flags + first; }
 };
 
-// memory: kFlagsEach flags of the caller's, cleared where the library has none left. Returns a cudaError_t.
+// memory: kFlagsEach flags of the caller's, cleared if the library has none left. Returns a cudaError_t.
 inline int take_flags(cudaStream_t stream, int blocks, unsigned* memory, Flags& flags) {
   struct Merges;
   flags.cleared = memory;

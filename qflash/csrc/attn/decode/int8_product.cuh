@@ -1,14 +1,14 @@
-// The two products of a warp's 16 rows with a tile of K or V in bytes.
+// The two matrix products of a warp's 16 rows with a tile of K or V in bytes.
 //
-// S = Q Kt is exact in integers. P V multiplies float16: a byte of V, its sign bit flipped, is v + 128, and as the bits
+// S = Q Kt is exact in integers. P V is a float16 MMA: a byte of V, its sign bit flipped, is v + 128, and as the bits
 // of a float16 it is the subnormal (v + 128) 2^-24, which tensor cores multiply exactly and at full speed. So V needs
-// no conversion, only to be spread. With the same weights, rounded once, a column of 128 2^-24 gives what the products
-// have too much:
+// no conversion, only unpacking. With the same weights, rounded once, a column of 128 2^-24 gives the excess of the
+// products:
 //
 //   sum of w (v + 128) 2^-24  -  sum of w 128 2^-24  =  2^-24 (sum of w v)
 //
-// An exponent in the upper byte instead (0x64: 1024 + v + 128) would do as well, but the sums would be nine times as
-// large, and so would be the rounding that does not cancel.
+// An exponent in the upper byte instead (0x64: 1024 + v + 128) would work as well, but the sums would be nine times as
+// large, and so would the rounding that does not cancel.
 #pragma once
 
 #include "attn/decode/int8_queries.cuh"
@@ -21,14 +21,14 @@ namespace decode {
 
 constexpr uint32_t kFlipSigns = 0x80808080u;
 constexpr uint32_t kUpperBytes = 0;         // of the float16s, whose lower bytes are V's; 0x64646464 is 1024 + v + 128,
-constexpr uint32_t kOffsets = 0x00800080u;  // what every value has too much, as two float16; then 0x64806480,
+constexpr uint32_t kOffsets = 0x00800080u;  // the excess of every value, as two float16; then 0x64806480,
 constexpr float kValueStep = 0x1p24f;       // from the products to w v; then 1
 
 struct Operand {
   uint32_t words[4];
 };
 // A warp's 16 rows of q as A operands, channels 32 pair .. 32 pair + 31: in registers, or read each time where outputs
-// fill these.
+// fill the registers.
 template <class Config, bool kInRegisters>
 struct Int8QueryBytes {
   Operand q[Config::kBytePairs];
@@ -55,12 +55,12 @@ struct Int8QueryBytes<Config, false> {
 template <class Config>
 constexpr bool kHoldsQueries = Config::kHeadDim <= 128 || (Config::kInt8 && !Config::kBatchInvariant);
 
-// The same with what their scores are multiplied by.
+// The same with the factors of their scores.
 template <class Config>
 struct Int8Queries {
   Int8QueryBytes<Config, kHoldsQueries<Config>> q;
-  // Base-2 scores of the lane's rows, without what softcap does to them, are slope times k's scale times q . k, plus
-  // what K's mean would add; without softcap that is the same for all keys of a row, and stays off.
+  // Base-2 scores of the lane's rows, before softcap, are slope times k's scale times q . k, plus the contribution of
+  // K's mean; without softcap that is the same for all keys of a row and is left out.
   float slope[2], bias[2];
 
   __device__ __forceinline__ Int8Queries(const QfAttnParams& p, const char* s_queries, int row0, int lane)
@@ -92,9 +92,10 @@ __device__ __forceinline__ void qk_mma(int32_t (&dots)[1][Config::kStep / 8][4],
   }
 }
 
-// Sums over keys of weights times V: O of 16 rows, and of the weights alone. Transposed pairs of bytes leave channels
-// 2 n of a chunk of sixteen in one tile of eight and 2 n + 1 in the next, so that a lane holds, of chunk c, channels
-// 4 (lane % 4) .. + 3: elements 0 of tiles 2 c and 2 c + 1, then elements 1 of them (2 and 3 in the lower rows).
+// Accumulators over keys: weights times V (O of 16 rows), and the weights alone. Transposed pairs of bytes put channels
+// 2 n of a chunk of sixteen into one tile of eight and 2 n + 1 into the next, so that a lane holds channels
+// 4 (lane % 4) .. + 3 of chunk c: elements 0 of tiles 2 c and 2 c + 1, then elements 1 of them (2 and 3 in the lower
+// rows).
 template <class Config>
 struct Int8Products {
   float O[Config::kChunks][4] = {};

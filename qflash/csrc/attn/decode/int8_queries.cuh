@@ -1,5 +1,5 @@
-// Queries as INT8 pages want them: multiplied by the Hadamard matrix that K was multiplied by, which leaves q . k what
-// it is and spreads what single channels hold, then rounded to int8 with a scale for each row.
+// Queries as INT8 pages require them: multiplied by the same Hadamard matrix as K, which leaves q . k unchanged and
+// spreads large values of single channels, then rounded to int8 with one scale per row.
 #pragma once
 
 #include "attn/decode/int8_config.cuh"
@@ -10,8 +10,8 @@
 namespace qf {
 namespace decode {
 
-// Of a row in shared memory: its scale, NaN where it is not finite, and its product, before it was rounded, with
-// k_mean.
+// Of a row in shared memory: its scale (NaN for a nonfinite row), and its product with k_mean, computed before
+// rounding.
 template <class Config>
 __device__ __forceinline__ float query_scale(const char* s_queries, int row) {
   return reinterpret_cast<const float*>(s_queries + Config::kQueryScales)[row];
@@ -21,12 +21,13 @@ __device__ __forceinline__ float query_dot_k_mean(const char* s_queries, int row
   return reinterpret_cast<const float*>(s_queries + Config::kQueryDots)[row];
 }
 
-// Does anybody ask for the products with k_mean? Weights do not depend on them, unless a softcap or a sink makes them.
+// Are the products with k_mean needed? Weights do not depend on them, except with a softcap or a sink.
 __device__ __forceinline__ bool wants_dot_k_mean(const QfAttnParams& p) {
   return p.kv.k_mean && (p.lse || p.softcap != 0.0f || p.sinks);
 }
 
-// x, whose largest magnitude in the row is `largest`, to sixteen bytes. x is four times the row: butterflies alone.
+// Rounds x, whose largest magnitude in the row is `largest`, to sixteen bytes. x is four times the row: it went only
+// through butterflies, without normalisation.
 __device__ __forceinline__ uint4 round16(const float (&x)[16], float largest, float& scale) {
   const bool finite = largest < infinity(), zero = largest < 4.0f * kNoAmplitude;
   scale = !finite ? nan() : zero ? 0.0f : div_rn(0.25f * largest, 127.0f);
@@ -42,13 +43,13 @@ __device__ __forceinline__ uint4 round16(const float (&x)[16], float largest, fl
   return finite ? uint4{words[0], words[1], words[2], words[3]} : uint4{0, 0, 0, 0};
 }
 
-// The rows of a unit's queries into shared memory: zeros past the last row and channel. A lane takes sixteen channels.
-// By whole warps: threads `thread` of `threads`. row_at(row): a row that exists (queries.cuh). g_k_mean: of the KV
-// head, or nullptr.
+// Quantizes the rows of a unit's queries into shared memory: zeros past the last row and channel. A lane takes sixteen
+// channels. Called by whole warps: threads `thread` of `threads`. row_at(row): a row that exists (queries.cuh).
+// g_k_mean: of the KV head, or nullptr.
 template <class Config, class RowAt>
 __device__ __forceinline__ void quantize_queries(int rows, int head_dim, RowAt row_at, const float* g_k_mean,
                                                  char* s_queries, int thread, int threads) {
-  constexpr int kLanes = Config::kByteChunks <= 4 ? 4 : Config::kByteChunks <= 8 ? 8 : 16;  // of a row
+  constexpr int kLanes = Config::kByteChunks <= 4 ? 4 : Config::kByteChunks <= 8 ? 8 : 16;  // per row
   constexpr int kAtOnce = 32 / kLanes;
   const int lane = thread % 32, part = lane % kLanes, column = 16 * part;
 #pragma unroll 1

@@ -1,15 +1,15 @@
-// The sums of one warp over its part of the keys of one unit, on INT8 pages.
+// The accumulators of one warp over its part of the keys of one unit, on INT8 pages.
 //
-// A key's weight meets V with V's scale in it: w_j = 2^(t_j - m) s_j, rounded to float16, where t is the base-2 score
-// and s V's scale of the key. Scales differ from key to key by any factor (the first tokens of a text often have large
-// scores and small values), so the reference m, an integer, is not that of the scores but of the products: it keeps
-// the largest w_j of a row between float16's smallest numbers and kMostWeight. What single precision sums need not care
-// for: l, the sum of 2^(t_j - m), may become as large as 1 / s_j, which kMostSum bounds. O is divided by that l, and
-// w_j was rounded once, to 2^-11 of itself, so no key costs accuracy because another is larger.
+// The weight of a key that multiplies V includes V's scale: w_j = 2^(t_j - m) s_j, rounded to float16, where t is the
+// base-2 score and s V's scale of the key. Scales differ from key to key by any factor (the first tokens of a text
+// often have large scores and small values), so the reference m, an integer, is that of the products instead of the
+// scores: it keeps the largest w_j of a row between float16's smallest numbers and kMostWeight. Single precision sums
+// have more range: l, the sum of 2^(t_j - m), may become as large as 1 / s_j, which kMostSum bounds. O is divided by
+// that l, and w_j was rounded once, to 2^-11 of itself, so no key costs accuracy because another is larger.
 //
-// There is no running maximum. Weights are computed with the reference there is, and where one of them passes
-// kMostWeight, which a maximum of packed halves tells, or l passes kMostSum, the reference is raised and they are
-// computed again: in the first tile, and rarely afterwards.
+// There is no running maximum. Weights are computed with the current reference, and where one of them exceeds
+// kMostWeight, which a maximum of packed halves detects, or l exceeds kMostSum, the reference is raised and they are
+// recomputed: in the first tile, and rarely afterwards.
 #pragma once
 
 #include "attn/decode/attend.cuh"
@@ -23,13 +23,14 @@ namespace decode {
 
 constexpr uint32_t kMostWeight = 0x7800u;  // 2^15, as float16
 constexpr float kMostSum = 0x1p112f;       // of a lane's weights without V's scales
-// Where a raised reference puts the largest weight: 2^8 below kMostWeight, and 2^31 above the smallest float16.
+// A raised reference gives the largest weight this exponent: 2^8 below kMostWeight, and 2^31 above the smallest
+// float16.
 constexpr float kWeightExponent = 7.0f;
-// And the largest 2^(t - m), at most. Scales that are not 0 are 2^-107 and more: such a weight is a normal float16
-// still.
+// And 2^(t - m) at most this one. Scales that are not 0 are at least 2^-107: such a weight is still a normal float16.
 constexpr float kSumExponent = 96.0f;
 
-// 2^x > scale, for the least integer x. Of NaN and infinity 129: only rows that see them find it, which they spoil.
+// The least integer x with 2^x > scale. 129 for NaN and infinity: only rows that see them use it, and are spoiled by
+// them.
 __device__ __forceinline__ float exponent_above(float scale) {
   return bits_to_float(0x4b000000u | float_to_bits(scale) >> 23) - (8388608.0f + 126.0f);
 }
@@ -79,13 +80,14 @@ struct Int8Sums {
     }
   }
 
-  // Eight rows of each warp and kAreaColumns channels to the area: those of pass `pass`, halves of the rows outermost.
+  // Writes eight rows of each warp and kAreaColumns channels to the area: those of pass `pass`, halves of the rows
+  // outermost.
   __device__ __forceinline__ void lay_down(const Area<Config>& area, int pass) const {
     constexpr int kColumnPasses = Area<Config>::kColumnPasses;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float* const s_row = area.rows + (warp * 8 + lane / 4) * Config::kAreaStride + lane % 4 * 4;
 #pragma unroll
-    for (int i = 0; i < 2 * kColumnPasses; ++i) {  // registers have no index
+    for (int i = 0; i < 2 * kColumnPasses; ++i) {  // registers cannot be indexed
       if (i != pass) continue;
       const int half = i / kColumnPasses, chunk0 = i % kColumnPasses * (Config::kAreaColumns / 16);
 #pragma unroll
@@ -97,21 +99,21 @@ struct Int8Sums {
     }
   }
 
-  // Channels d .. d + 3 of a finished row. Without softcap all scores of a row are without q . k_mean: its reference
-  // gets that back. A token that is not finite has spoiled the rows that see it by its scale.
+  // Channels d .. d + 3 of a finished row. Without softcap all scores of a row lack q . k_mean, which is added to its
+  // reference here. A nonfinite token has spoiled the rows that see it through its scale.
   __device__ static __forceinline__ void finish(const QfAttnParams& p, const Seen<Config>& seen, const Part& part,
                                                 int row, int d, Merged merged, bool out_aligned,
                                                 const char* s_queries) {
     if (p.softcap == 0.0f && wants_dot_k_mean(p))
       merged.m += query_dot_k_mean<Config>(s_queries, row) * (p.scale * kLog2e);
     Seen<Config> alike = seen;
-    alike.all = seen.any;  // nothing in V is to be added
+    alike.all = seen.any;  // no values of V are to be added
     store_row<typename Config::Element>(p, alike, part, row, d, merged, out_aligned,
                                         [](int) { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); });
   }
 
  private:
-  // Integers that started at kMagicBits times K's scales, from s_scales on.
+  // Converts integers that started at kMagicBits and multiplies them by K's scales, from s_scales on.
   __device__ static __forceinline__ void dequantize(Scores& S, const int32_t (&dots)[1][kNTiles][4],
                                                     const float* s_scales) {
 #pragma unroll
@@ -123,7 +125,7 @@ struct Int8Sums {
     }
   }
 
-  // Base-2 scores: S, times the row's slope where that was left to the exponential.
+  // Base-2 scores are S, times the row's slope where that was left to the exponential.
   template <bool kPlain>
   __device__ static __forceinline__ float slope_of(const Queries& q, int r) {
     return kPlain ? q.slope[r] : 1.0f;
@@ -157,7 +159,7 @@ struct Int8Sums {
       for (int j = 0; j < kNTiles / 2; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) most = max_f16x2(most, weights[j][i]);
-      // Halves above kMostWeight reach their sign bits, which no weight has.
+      // Halves above kMostWeight carry into their sign bits, which no weight has set.
       constexpr uint32_t kToSign = 0x8000u - (kMostWeight + 1);
       const bool weighs_too_much = (most + (kToSign << 16 | kToSign)) & 0x80008000u;
       const bool again = weighs_too_much || sum[0] > kMostSum || sum[1] > kMostSum;
@@ -169,7 +171,7 @@ struct Int8Sums {
     }
   }
 
-  // The reference to where the scores S with these scales want it; O and l follow.
+  // Raises the reference to what the scores S with these scales require, and rescales O and l.
   template <bool kPlain>
   __device__ __forceinline__ void raise(const Scores& S, const Queries& q, const float2 (&v_scales)[kNTiles]) {
 #pragma unroll

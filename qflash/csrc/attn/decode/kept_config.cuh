@@ -1,4 +1,4 @@
-// Tile shapes of the decode kernels for what quantize_kv leaves: K in bytes with a scale for 64 keys, V in 16 bits.
+// Tile shapes of the decode kernels for KV from quantize_kv: K in bytes with one scale per 64 keys, V in 16 bits.
 #pragma once
 
 #include "attn/decode/int8_config.cuh"

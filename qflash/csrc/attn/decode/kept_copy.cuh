@@ -1,5 +1,5 @@
-// A team's copies of its tiles of what quantize_kv left, into shared memory: rows of K in bytes, rows of V in 16 bits.
-// Threads, steps and ways as in team_copy.cuh, for K and V by themselves, whose rows differ in length.
+// A team's copies of its tiles of KV from quantize_kv into shared memory: rows of K in bytes, rows of V in 16 bits.
+// Threads, steps and paths as in team_copy.cuh, separately for K and V, whose rows differ in length.
 #pragma once
 
 #include "attn/decode/team_copy.cuh"
@@ -31,7 +31,7 @@ class KeptCopy {
   }
 
  private:
-  // Rows that a team takes at once, and how often it does. Few short rows leave some threads without.
+  // Rows that a team copies per step, and the number of steps. Few short rows leave some threads idle.
   template <class Copied>
   static constexpr int kStep = Config::kTeamThreads / Copied::kChunks;
   template <class Copied>
@@ -72,9 +72,8 @@ class KeptCopy {
   template <class Copied, int kBytes>
   __device__ __forceinline__ void copy_chunks(const TeamWalk<Config>& tile, char* s_tile, const QfTensor& x,
                                               int columns, bool aligned) const {
-    constexpr int kCopies = kRowSteps<Copied> * Copied::kCount;  // of a thread
-    constexpr int kMostLoads =
-        Config::kHeadDim <= 128 ? 8 : 2;  // as many as there are registers for beside the outputs
+    constexpr int kCopies = kRowSteps<Copied> * Copied::kCount;  // per thread
+    constexpr int kMostLoads = Config::kHeadDim <= 128 ? 8 : 2;  // as many as fit in registers next to the outputs
     constexpr int kAtOnce = kCopies % kMostLoads == 0 ? kMostLoads : kCopies % 4 == 0 ? 4 : kCopies % 3 == 0 ? 3 : 1;
     const int thread = fresh_tid() % Config::kTeamThreads, row0 = thread / Copied::kChunks;
     const int chunk = thread % Copied::kChunks;

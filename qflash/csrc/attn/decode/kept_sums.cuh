@@ -1,5 +1,5 @@
-// The sums of one warp over its part of the keys of one unit, on what quantize_kv left: scores are exact integers, as
-// on INT8 pages, with one scale for 64 keys; from there on it is the softmax and the P V of 16 bits.
+// The accumulators of one warp over its part of the keys of one unit, on KV from quantize_kv: scores are exact
+// integers, as on INT8 pages, with one scale per 64 keys; from there on, softmax and P V are those of 16 bits.
 #pragma once
 
 #include "attn/decode/attend.cuh"
@@ -29,7 +29,7 @@ struct KeptSums : WarpSums<Config> {
     const int thread = thread_of<Config>(), lane = thread % 32, column = lane % 4 * 2;
     const int warp = thread / 32 % Config::kTeamWarps;
     const int row0 = warp / Config::kKeyWarps * 16, first = warp % Config::kKeyWarps * Config::kWarpKeys;
-    const WarpScales scales(p, unit.part, key0 + first);  // on their way while K is waited for
+    const WarpScales scales(p, unit.part, key0 + first);  // in flight while K is waited for
     const char* const s_k = source.wait_k();
     char* s_v = nullptr;
 #pragma unroll 1
@@ -61,7 +61,7 @@ struct KeptSums : WarpSums<Config> {
     }
   }
 
-  // Without softcap all scores of a row are without q . k_mean: its reference gets that back.
+  // Without softcap all scores of a row lack q . k_mean, which is added to its reference here.
   __device__ static __forceinline__ Merged finished(const QfAttnParams& p, int row, Merged merged,
                                                     const char* s_queries) {
     if (p.softcap == 0.0f && wants_dot_k_mean(p))
@@ -70,7 +70,7 @@ struct KeptSums : WarpSums<Config> {
   }
 
  private:
-  // Scales of the keys that a warp takes of one tile: 128 at most, and tiles begin at whole multiples of themselves.
+  // Scales of the keys that a warp takes of one tile: at most 128, and tiles begin at multiples of their size.
   struct WarpScales {
     static constexpr int kGroups = Config::kWarpKeys > kKeptKeyGroup ? 2 : 1;
     static_assert(Config::kWarpKeys <= kGroups * kKeptKeyGroup && kKeptKeyGroup % Config::kStep == 0, "");
@@ -87,7 +87,7 @@ struct KeptSums : WarpSums<Config> {
     }
   };
 
-  // Of sums that started at kMagicBits.
+  // Converts accumulators that started at kMagicBits.
   __device__ static __forceinline__ void to_integers(Scores& S, const int32_t (&dots)[1][kNTiles][4]) {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j)

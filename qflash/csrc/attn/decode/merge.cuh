@@ -1,10 +1,10 @@
-// What becomes of the sums of several warps, and of several blocks, over different keys of the same rows.
+// Merges the partial results of several warps, and of several blocks, over different keys of the same rows.
 //
-// A part is (m, l, exact, O) with weights 2^(score - m). m is an integer, so that moving to another reference scales by
-// a power of two: the result depends on the order of the parts alone, and that is the order of the keys.
+// A part is (m, l, exact, O) with weights 2^(score - m). m is an integer, so that changing the reference scales by a
+// power of two: the result depends only on the order of the parts, which is the order of the keys.
 //
-// With kBatchInvariant a part is a split, whoever sums it up, and splits are added one at a time: to the same bits
-// whether one block does all of it or several do.
+// With kBatchInvariant a part is a split, whichever block computes it, and splits are added one at a time: the result
+// is the same bit for bit whether one block does all of it or several do.
 #pragma once
 
 #include "attn/decode/share.cuh"
@@ -26,7 +26,7 @@ struct Merged {
   float m = -infinity(), l = 0.0f, exact = 0.0f;
   float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
 
-  // Further parts, in order. All weights are known before the first is used: one after another would be slower.
+  // Adds further parts, in order. All weights are computed before the first is used: in sequence, that would be slower.
   template <int kParts>
   __device__ __forceinline__ void add(const RowSums (&sums)[kParts], const float4 (&parts)[kParts]) {
     float top = m;
@@ -47,7 +47,7 @@ struct Merged {
       o.z = fmaf(parts[i].z, weights[i], o.z), o.w = fmaf(parts[i].w, weights[i], o.w);
     }
   }
-  // One further part.
+  // Adds one further part.
   __device__ __forceinline__ Merged followed_by(const Merged& part) const {
     const RowSums of_part[1] = {part.sums()};
     const float4 channels[1] = {part.o};
@@ -55,7 +55,7 @@ struct Merged {
     all.add(of_part, channels);
     return all;
   }
-  // The row's sink, once, when all parts are there.
+  // Adds the row's sink, once, after all parts.
   __device__ __forceinline__ void join(const WithSink& with) {
     m = with.top, l = with.total(l), exact = with.total(exact);
     o.x *= with.keys, o.y *= with.keys, o.z *= with.keys, o.w *= with.keys;
@@ -63,16 +63,16 @@ struct Merged {
   __device__ __forceinline__ RowSums sums() const { return {m, l, exact, 0.0f}; }
 };
 
-// Parts in global memory: rows of head_dim sums and a RowSums. A block leaves at most two: of the unit that it begins
-// and does not end, and of the unit that it goes on with; the latter has a slot for each of its splits.
+// Parts in global memory: rows of head_dim accumulators and a RowSums. A block writes at most two: of the unit that it
+// begins and does not end, and of the unit that it continues; the latter has a slot for each of its splits.
 //
 // The block that ends a unit merges its parts. It comes after the others in the grid, so they have started when it has,
-// and it may wait for them. A write of 16 bytes tells by itself that it is there: before, its first word is kAbsent.
-// The block that is to write puts that there and then raises a flag; the one that merges lowers it before it looks.
+// and it may wait for them. A 16-byte write signals its own arrival: before it, its first word is kAbsent. The writing
+// block stores kAbsent there and then raises a flag; the merging block lowers the flag before it reads.
 struct Partials {
   float* begun;      // [block][row][head_dim + 4]
   float* continued;  // [block][slot][row][head_dim + 4]
-  float* own;        // [block][row][head_dim / 4][8]: of splits of a unit, what the block has so far; for itself alone
+  float* own;        // [block][row][head_dim / 4][8]: the block's result over the splits of a unit so far; private
   int rows, head_dim, slots;
   unsigned* flags;  // [block][begun, continued], 0 between launches
 
@@ -88,19 +88,19 @@ struct Partials {
     return flags + 2 * part.block(index) + (index == 0 ? 0 : 1);
   }
 
-  // Collective for a warp, before the block's sums of the unit are stored: nothing is there.
+  // Collective for a warp, before the block's results of the unit are stored: marks them as absent.
   __device__ __forceinline__ void clear(const Part& part) const {
     float* const g_rows = rows_of(part, part.index);
     const int used = part.begins() ? 1 : min(part.count, slots);
     for (int i = int(threadIdx.x % 32); i < used * (rows * row_floats() / 4); i += 32)
       st_relaxed(g_rows + 4 * i, {kAbsent, kAbsent, kAbsent, kAbsent});
   }
-  // Collective for the same warp: the block that merges may look.
+  // Collective for the same warp: the merging block may read.
   __device__ __forceinline__ void announce(const Part& part) const {
     __syncwarp();  // all lanes have cleared
     if (threadIdx.x % 32 == 0) st_release(flag_of(part, part.index), 1);
   }
-  // Collective for a warp of the block that merges: what is not there yet reads as absent.
+  // Collective for a warp of the merging block: afterwards, parts that have not arrived read as absent.
   __device__ __forceinline__ void await_announcements(const Part& part) const {
     for (int i = int(threadIdx.x % 32); i < part.parts - 1; i += 32) {
       unsigned* const flag = flag_of(part, i);
@@ -115,7 +115,7 @@ struct Partials {
     st_relaxed(g_row + d, words({x.o.x, x.o.y, x.o.z, x.o.w}));
     if (d == 0) st_relaxed(g_row + head_dim, words({x.m, x.l, x.exact, 0.0f}));
   }
-  // What a thread remembers of a row's channels from one split to the next, and recalls.
+  // Saves a thread's state of a row's channels from one split to the next, and recalls it.
   __device__ __forceinline__ void remember(int row, int d, const Merged& x) const {
     float4* const g_own = own_of(row, d);
     g_own[0] = x.o;
@@ -127,7 +127,7 @@ struct Partials {
     return {sums.x, sums.y, sums.z, g_own[0]};
   }
 
-  // All parts of a row, in the order of their keys, once they are there. kInSplits: the first part, then split by
+  // All parts of a row, in the order of their keys, once they have arrived. kInSplits: the first part, then split by
   // split.
   template <bool kInSplits>
   __device__ __forceinline__ Merged merged(const Part& part, int row, int d) const {
@@ -143,7 +143,7 @@ struct Partials {
   }
 
   __device__ __forceinline__ Merged merged_parts(const Part& part, int row, int d) const {
-    constexpr int kAtOnce = 16;  // loads under way
+    constexpr int kAtOnce = 16;  // loads in flight
     const float* g_row = rows_of(part, 0) + int64_t(row) * row_floats() + d;
     const float* g_next = rows_of(part, 1) + int64_t(row) * row_floats() + d;
     const int64_t apart = part.apart * slot_floats();
@@ -161,7 +161,7 @@ struct Partials {
   }
 
   __device__ __forceinline__ Merged merged_splits(const Part& part, int row, int d) const {
-    constexpr int kAtOnce = 8;  // loads under way
+    constexpr int kAtOnce = 8;  // loads in flight
     const int64_t in_slot = int64_t(row) * row_floats();
     Merged all;
     while (!load_one(opaque_global(rows_of(part, 0) + in_slot), d, all)) wait_for_blocks_before();
@@ -187,13 +187,13 @@ struct Partials {
     return all;
   }
 
-  // Is it there?
+  // Has it arrived?
   __device__ __forceinline__ bool load_one(const float* g_row, int d, Merged& x) const {
     const float4 sums = floats_of(ld_relaxed(g_row + head_dim));
     x = {sums.x, sums.y, sums.z, floats_of(ld_relaxed(g_row + d))};
     return float_to_bits(x.m) != kAbsent && float_to_bits(x.o.x) != kAbsent;
   }
-  // Are these parts, `left` at most, all there?
+  // Have these parts, at most `left`, all arrived?
   template <int kAtOnce>
   __device__ __forceinline__ bool load(const float* g_row, const float* g_next, int64_t apart, int d, int left,
                                        RowSums (&sums)[kAtOnce], float4 (&o)[kAtOnce]) const {
@@ -214,7 +214,7 @@ struct Partials {
       there = there && float_to_bits(sums[i].m) != kAbsent && float_to_bits(o[i].x) != kAbsent;
     return there;
   }
-  // A NaN of the bits that mean absence becomes another.
+  // Replaces a NaN with the bits that mean absence by another NaN.
   __device__ static __forceinline__ Word4 words(const float4& x) {
     const uint32_t first = float_to_bits(x.x);
     return {first == kAbsent ? kNan : first, float_to_bits(x.y), float_to_bits(x.z), float_to_bits(x.w)};

@@ -1,4 +1,4 @@
-// Finished rows to global memory.
+// Stores finished rows to global memory.
 #pragma once
 
 #include "attn/decode/config.cuh"
@@ -7,9 +7,9 @@
 namespace qf {
 namespace decode {
 
-// NaN and infinity in V at keys that some rows see and others do not: their products would be NaN in all rows, so the
+// NaN and infinity in V at keys that some rows see and others do not would make the products NaN in all rows, so the
 // tiles hold zeros instead (clear_unseen), and each row that sees such a key gets its value here. A visible key's
-// weight is never zero, so what it adds is its V itself. These are fewer than 2 Tq keys, or few (attend_share).
+// weight is never zero, so it contributes its V itself. There are fewer than 2 Tq such keys, or few (attend_share).
 template <class Value>
 __device__ __forceinline__ void add_nonfinite(float4& o, const KeyRange& keys, const KeyRange& any, const KeyRange& all,
                                               Value value) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void add_nonfinite(float4& o, const KeyRange& keys, c
   }
 }
 
-// Channels d .. d + 3 of one row. value(key): V's, as floats. aligned: out takes 8 bytes at a time.
+// Channels d .. d + 3 of one row. value(key): V's, as floats. aligned: out may be stored 8 bytes at a time.
 template <class Element, class Config, class Value>
 __device__ __forceinline__ void store_row(const QfAttnParams& p, const Seen<Config>& seen, const Part& part, int row,
                                           int d, Merged merged, bool aligned, Value value) {

@@ -1,10 +1,10 @@
-// Tiles of K and V that every team copies for itself, into a ring of its own. Up to 16 rows a team is one warp, which
-// waits for nobody else before the end of a unit.
+// Tiles of K and V that every team copies for itself, into its own ring. Up to 16 rows a team is one warp, which waits
+// for no other warp before the end of a unit.
 //
 //   team 0: tiles 0, 4, 8, ..   team 1: tiles 1, 5, 9, ..   (four teams)
 //
-// Copies run kStages tiles ahead, across the ends of units, so that memory is busy while sums are merged and the next
-// unit begins.
+// Copies run kStages tiles ahead, across the ends of units, so that memory stays busy while partial results are merged
+// and the next unit begins.
 #pragma once
 
 #include "attn/decode/attend.cuh"
@@ -19,13 +19,13 @@ namespace decode {
 
 template <class Config>
 struct OwnState {
-  Share<Config> share;                   // from the unit that was described last on
+  Share<Config> share;                   // from the last described unit on
   Part ended;                            // of the unit that this block ends and did not begin, if there is one
-  Unit<Config> units[2];                 // in turn
-  Share<Config> shares[Config::kWarps];  // of what each warp is to copy
+  Unit<Config> units[2];                 // used alternately
+  Share<Config> shares[Config::kWarps];  // what each warp has left to copy
 };
 
-// Shared memory of a block. Panels may begin anywhere: neither the copy engine nor wgmma sees them.
+// Shared memory of a block. Panels may begin anywhere: neither TMA nor wgmma accesses them.
 template <class Config>
 struct OwnMemory {
   char* s_first;
@@ -52,7 +52,7 @@ class OwnTiles {
   using Copy = std::conditional_t<Config::kKept, KeptCopy<Config, kAsync>, TeamCopy<Config, kAsync>>;
 
  public:
-  // Collective for the consumers: the first tiles are on their way.
+  // Collective for the consumers: issues the copies of the first tiles.
   __device__ __forceinline__ OwnTiles(const QfAttnParams& p, const Runs& runs, const Aligned& aligned,
                                       const Partials& partials, const OwnMemory<Config>& memory)
       : p_(p),
@@ -61,7 +61,7 @@ class OwnTiles {
         writer_(p, aligned, partials, memory),
         walk_(p, Share<Config>(p, runs), team(), memory.state().shares[threadIdx.x / 32]),
         copy_(p, aligned) {
-    wait_for_previous_grid();  // what it wrote may be q, K or V
+    wait_for_previous_grid();  // it may have written q, K or V
     if (!walk_.is_over()) copy_.look_up(walk_);
 #pragma unroll 1
     for (int stage = 0; stage < Config::kStages; ++stage) fetch(stage);
@@ -81,8 +81,8 @@ class OwnTiles {
     meet_team();  // all of the tile is there
     return stage();
   }
-  __device__ __forceinline__ char* wait_v() const { return stage() + Config::KeyTile::kBytes; }  // it came with K
-  // Of the keys of the tile, where K and V are bytes.
+  __device__ __forceinline__ char* wait_v() const { return stage() + Config::KeyTile::kBytes; }  // loaded with K
+  // Scales of the tile's keys, where K and V are bytes.
   __device__ __forceinline__ const float* k_scales() const {
     return reinterpret_cast<const float*>(stage() + 2 * Tile::kBytes);
   }
@@ -94,7 +94,7 @@ class OwnTiles {
     if (++stage_ == Config::kStages) stage_ = 0;
     skip();
   }
-  // Collective for the consumers, which are done with the unit before.
+  // Collective for the consumers, after they are done with the previous unit.
   __device__ __forceinline__ const Unit<Config>& wait_unit() const {
     const bool describes = !Config::kUnitsWarp && threadIdx.x < 32;
     if (describes) writer_.await(unit_);
@@ -129,7 +129,7 @@ class OwnTiles {
   __device__ __forceinline__ Share<Config>& own_share() const { return memory_.state().shares[fresh_tid() / 32]; }
   __device__ __forceinline__ char* stage() const { return memory_.tiles(team(), stage_); }
 
-  // The team's next tile, if there is one, into a stage that nobody reads any more.
+  // Loads the team's next tile, if there is one, into a stage that no thread reads any more.
   __device__ __forceinline__ void fetch(int stage) {
     if (walk_.is_over()) {
       let_next_grid_start();
@@ -138,7 +138,7 @@ class OwnTiles {
       walk_.advance(p_, own_share());
       if (!walk_.is_over()) copy_.look_up(walk_);
     }
-    if constexpr (kAsync) cp_async_commit();  // one group for each tile, so that they can be counted
+    if constexpr (kAsync) cp_async_commit();  // one group per tile, so that they can be counted
   }
 
   const QfAttnParams& p_;

@@ -1,4 +1,4 @@
-// Units as one warp describes them to the teams that copy their own tiles, and the queries of each unit. That warp has
+// One warp describes units to the teams that copy their own tiles, and loads the queries of each unit. That warp has
 // nothing else to do, or it is the first of those that attend (kUnitsWarp).
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace qf {
 namespace decode {
 
-// What that warp does; all of it is collective for the warp.
+// What that warp does; every function is collective for the warp.
 template <class Config, class Memory>
 class UnitWriter {
  public:
@@ -22,9 +22,9 @@ class UnitWriter {
     const Share<Config> share(p_, runs);
     if (threadIdx.x % 32 == 0) memory_.state().share = share, memory_.state().ended = Part{};
     __syncwarp();              // the share is in place
-    wait_for_previous_grid();  // what it wrote may be q, and it may still read parts
+    wait_for_previous_grid();  // it may have written q, and it may still read parts
   }
-  // The next unit, into a place that nobody looks at. Up to 16 rows it comes with its queries.
+  // Describes the next unit, in a place that no warp reads. Up to 16 rows its queries are loaded, too.
   __device__ __forceinline__ void describe(int place) const {
     const Share<Config>& share = memory_.state().share;
     Unit<Config>& unit = memory_.state().units[place];
@@ -36,14 +36,14 @@ class UnitWriter {
     if constexpr (Config::kQueriesAhead)
       if (wants_queries<Config>(p_, unit))
         fetch_queries<Config>(p_, aligned_, part, memory_.queries(place), int(threadIdx.x % 32), 32);
-    if (!over && !part.ends()) partials_.clear(part);  // before anybody stores, and before the one that merges looks
+    if (!over && !part.ends()) partials_.clear(part);  // before any warp stores, and before the merging block reads
   }
-  // Where the share is over, and before the last unit is merged.
+  // When the share is done, and before the last unit is merged.
   __device__ __forceinline__ void await(int place) const {
     const Unit<Config>& unit = memory_.state().units[place];
     if (unit.tiles < 0 && unit.part.parts > 0) partials_.await_announcements(unit.part);
   }
-  // Once all warps know of the unit that was described last: on to the next. False: there is none.
+  // Once all warps have seen the last described unit: advances to the next. False: there is none.
   __device__ __forceinline__ bool advance(int place) const {
     const Unit<Config>& unit = memory_.state().units[place];
     if (unit.tiles < 0) return false;
@@ -56,8 +56,8 @@ class UnitWriter {
     __syncwarp();  // the share is in place
     return true;
   }
-  // All units of the block, one ahead of the teams, into two places in turn. All warps of the block meet once for each:
-  // it is described, and nobody looks at the unit before any more.
+  // Describes all units of the block, one ahead of the teams, in two places in turn. All warps of the block synchronize
+  // once per unit: it is described, and no warp reads the previous unit any more.
   __device__ __forceinline__ void describe_all(const Runs& runs) const {
     start(runs);
     for (int place = 0;; place ^= 1) {

@@ -1,4 +1,4 @@
-// The two products of a warp's 16 rows with a tile of K or V in panels, as the copy engine leaves them
+// The two matrix products of a warp's 16 rows with a tile of K or V in panels, in the layout that TMA writes
 // (hopper/descriptor.cuh).
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace qf {
 namespace decode {
 
-// Where a lane's ldmatrix addresses lie in a tile of panels: as LaneRows of attn/mma/product.cuh.
+// A lane's ldmatrix addresses in a tile of panels: as LaneRows of attn/mma/product.cuh.
 template <class Tile>
 struct PanelLanes {
   int row_bytes, chunk;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void qk_mma(float (&S)[1][Config::kStep / 8][4], cons
   }
 }
 
-// O += P V for the same keys, and the rows' sums with it. Part: the weights rounded, or what rounding takes off.
+// O += P V for the same keys, and the rows' sums with it. Part: the rounded weights, or their remainders.
 template <class Config, template <class> class Part, class Statistics>
 __device__ __forceinline__ void pv_mma(float (&O)[1][Config::kChunks][4], Statistics& statistics,
                                        const float (&P)[1][Config::kStep / 8][4], const char* s_v, int first,

@@ -1,6 +1,6 @@
-// The queries of a unit into shared memory, as the products take them: rotated where rope is given, and quantized where
-// K is in bytes. Kernels do it where they load q: a launch before them, which left a rotated copy of so few rows, would
-// take longer than anything they do in its place.
+// Loads the queries of a unit into shared memory as the products read them: rotated where rope is given, and quantized
+// where K is in bytes. Kernels do this when they load q: a separate launch that stored a rotated copy of so few rows
+// would take longer than doing it here.
 #pragma once
 
 #include "attn/decode/int8_queries.cuh"
@@ -13,9 +13,9 @@
 namespace qf {
 namespace decode {
 
-// A row of q, from channel d on as quantize_queries() reads it. What is rotated is rounded to q's type, as a pass
-// before the attention leaves it, but not where quantize_kv left K: there a row is mixed and rounded to the integers of
-// docs/kernels/sm90_quantize.md, which are not rounded in between.
+// A row of q, from channel d on as quantize_queries() reads it. What is rotated is rounded to q's type, as by a
+// separate pass before the attention, but not for KV from quantize_kv: there a row is multiplied by the Hadamard matrix
+// and rounded to the integers of docs/kernels/sm90_quantize.md without rounding in between.
 template <class Config>
 struct QueryRow {
   using Element = typename Config::Element;
@@ -26,7 +26,7 @@ struct QueryRow {
   int position, d;
 
   __device__ __forceinline__ QueryRow operator+(int column) const { return {p, aligned, g_row, position, column}; }
-  // In bytes: channels d .. d + 15, with zeros past the last.
+  // For bytes: channels d .. d + 15, with zeros past the last.
   __device__ __forceinline__ void load(float (&x)[16]) const {
     const bool rotates = p.rope.cos && d < p.rope.rotary_dim;
     uint4 chunks[2];
@@ -54,7 +54,7 @@ struct QueryRow {
       unpack(chunks, x);
     }
   }
-  // In 16 bits: two chunks, the n-th two of a row, and which they are. Where they can be, they are partners.
+  // For 16 bits: two chunks, the n-th two of a row, and their indices. Where possible, they are partners.
   __device__ __forceinline__ void load(uint4 (&chunks)[2], int (&which)[2], int n) const {
     const int half_chunks = p.rope.rotary_dim / (2 * kPerChunk);
     const bool halves = halves_are_chunks();
@@ -93,12 +93,12 @@ struct QueryRow {
 #pragma unroll
     for (int i = 0; i < 2; ++i) chunks[i] = make_uint4(word(8 * i), word(8 * i + 2), word(8 * i + 4), word(8 * i + 6));
   }
-  // As in most models: rows and tables are read 16 bytes at a time, and half a rotation is whole chunks. Then nothing
-  // is waited for before all of it was asked for.
+  // As in most models: rows and tables are read 16 bytes at a time, and half a rotation is a whole number of chunks.
+  // Then all loads are issued before the first is waited for.
   __device__ __forceinline__ bool halves_are_chunks() const {
     return aligned.q && aligned.rope && !p.rope.interleaved && p.rope.rotary_dim % (2 * kPerChunk) == 0;
   }
-  // x, whose partners are y; kUpper: of the second half.
+  // Rotates x, whose partners are y; kUpper: x is of the second half.
   template <bool kUpper>
   __device__ __forceinline__ static uint4 rotated(const uint4& x, const uint4& y, const EightPairs& pairs) {
     const auto word = [&](uint32_t a, uint32_t b, int e) {
@@ -109,7 +109,7 @@ struct QueryRow {
     return make_uint4(word(x.x, y.x, 0), word(x.y, y.y, 2), word(x.z, y.z, 4), word(x.w, y.w, 6));
   }
   // Any rotation. The warp that loads queries has few registers: four channels at a time are read, one by one and
-  // behind a branch, and where they lie is worked out anew for every row. All but the first four come from L1.
+  // behind a branch, and their addresses are recomputed for every row. All but the first four come from L1.
   __device__ __forceinline__ void rotate(float (&x)[16]) const {
     const QfRope& rope = p.rope;
     const Rotation rotation = rotation_at(rope, position);
@@ -140,7 +140,7 @@ struct QueryRow {
   }
 };
 
-// Rows as they are, swizzled: zeros past the last row and channel. By threads `thread` of `threads`.
+// Copies rows unchanged, swizzled: zeros past the last row and channel. By threads `thread` of `threads`.
 template <class Config>
 __device__ __forceinline__ void copy_queries(const QfAttnParams& p, const Part& part, bool aligned, char* s_queries,
                                              int thread, int threads) {
@@ -166,7 +166,8 @@ __device__ __forceinline__ void copy_queries(const QfAttnParams& p, const Part& 
   }
 }
 
-// The queries of a part's unit: row = token * group + head of the group. By whole warps: threads `thread` of `threads`.
+// Loads the queries of a part's unit: row = token * group + head of the group. By whole warps: threads `thread` of
+// `threads`.
 template <class Config>
 __device__ __forceinline__ void fetch_queries(const QfAttnParams& p, const Aligned& aligned, const Part& part,
                                               char* s_queries, int thread, int threads) {
@@ -184,12 +185,11 @@ __device__ __forceinline__ void fetch_queries(const QfAttnParams& p, const Align
     return QueryRow<Config>{p, aligned, g_row, position, 0};
   };
   if constexpr (Config::kInt8Queries) {
-    const int64_t mean =
-        (Config::kKept ? int64_t(part.b) * p.kv_heads : 0) + part.kv_head;  // a sequence's own, if kept
+    const int64_t mean = (Config::kKept ? int64_t(part.b) * p.kv_heads : 0) + part.kv_head;  // per sequence, if kKept
     const float* const g_mean = wants_dot_k_mean(p) ? p.kv.k_mean + mean * p.head_dim : nullptr;
     quantize_queries<Config>(rows, p.head_dim, row_at, g_mean, s_queries, thread, threads);
   } else {
-    constexpr int kPairs = Config::kChunks / 2;  // of a row's chunks
+    constexpr int kPairs = Config::kChunks / 2;  // pairs of chunks in a row
 #pragma unroll 1
     for (int i = thread; i < Config::kRows * kPairs; i += threads) {
       const int row = i / kPairs, n = i % kPairs;
@@ -203,8 +203,8 @@ __device__ __forceinline__ void fetch_queries(const QfAttnParams& p, const Align
   }
 }
 
-// Does a unit's description come with queries? Where the share is over, the rows of the unit that is merged last are
-// finished with what they multiply K's mean to.
+// Are queries loaded with a unit's description? When the share is done, finishing the rows of the unit that is merged
+// last needs their products with K's mean.
 template <class Config>
 __device__ __forceinline__ bool wants_queries(const QfAttnParams& p, const Unit<Config>& unit) {
   return unit.tiles >= 0 || (Config::kInt8Queries && unit.part.parts > 0 && wants_dot_k_mean(p));

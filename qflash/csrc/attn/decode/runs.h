@@ -1,5 +1,5 @@
-// Host side: how the launch of a decode kernel cuts the tiles of all sequences into runs (share.cuh), and the memory
-// that blocks leave their parts in (merge.cuh).
+// Host side: how the launch of a decode kernel cuts the tiles of all sequences into runs (share.cuh), and the memory in
+// which blocks store their parts (merge.cuh).
 #pragma once
 
 #include "attn/decode/merge.cuh"
@@ -8,10 +8,10 @@
 namespace qf {
 namespace decode {
 
-// Rows of a KV head.
+// Rows per KV head.
 inline int rows_of(const QfAttnParams& p) { return p.kv_heads > 0 ? p.q_len * (p.q_heads / p.kv_heads) : 0; }
 
-// Places of a unit of so many tiles.
+// Places of a unit of `tiles` tiles.
 template <int kBlockN>
 int64_t places_of(const QfAttnParams& p, int64_t tiles) {
   const int64_t each = p.batch_invariant ? split_tiles<kBlockN>(int(tiles), p.kv_heads) : 1;
@@ -22,7 +22,7 @@ template <int kBlockN>
 int64_t most_tiles(const QfAttnParams& p) {
   return p.k_len / kBlockN + 1;
 }
-// Of a unit of any length. A longer one may have larger splits, and fewer of them.
+// The most places of a unit of any length. A longer one may have larger splits, and fewer of them.
 template <int kBlockN>
 int64_t most_places(const QfAttnParams& p) {
   const int64_t tiles = most_tiles<kBlockN>(p);
@@ -31,13 +31,13 @@ int64_t most_places(const QfAttnParams& p) {
   return smallest < most_splits(p.kv_heads) ? smallest : most_splits(p.kv_heads);
 }
 
-// Do 32 bits not count the tiles of all sequences?
+// Are 32 bits too few to count the tiles of all sequences?
 template <int kBlockN>
 bool too_many_tiles(const QfAttnParams& p) {
   return int64_t(p.batch) * p.kv_heads * most_tiles<kBlockN>(p) >= 1 << 30;
 }
 
-// As many runs as there are multiprocessors for, and no more than there are places.
+// As many runs as there are SMs for, and no more than there are places.
 template <int kBlockN>
 Runs runs_of(const QfAttnParams& p, int processors) {
   Runs runs{};
@@ -47,7 +47,7 @@ Runs runs_of(const QfAttnParams& p, int processors) {
   const int64_t most = int64_t(p.batch) * runs.chunks * most_places<kBlockN>(p);
   runs.count = unsigned(fit < most ? fit : most);
   if (p.kv_lens || runs.count == 0) return runs;
-  const Mask mask = {p.window_left, p.window_right, p.q_len, p.k_len};  // all sequences are as long
+  const Mask mask = {p.window_left, p.window_right, p.q_len, p.k_len};  // all sequences have the same length
   const KeyRange seen = mask.seen_by_any(0, p.q_len - 1);
   const int first = seen.begin / kBlockN * kBlockN;
   const int tiles = seen.begin == seen.end ? 0 : (seen.end - first + kBlockN - 1) / kBlockN;
@@ -56,10 +56,10 @@ Runs runs_of(const QfAttnParams& p, int processors) {
   return runs;
 }
 
-// Of the grid.
+// Blocks of the grid.
 inline int64_t blocks_of(const Runs& runs) { return int64_t(runs.count) * runs.chunk; }
 
-// Floats of what Partials points to, for a grid of `blocks` blocks that have `slots` slots together.
+// Sizes, in floats, of what Partials points to, for a grid of `blocks` blocks with `slots` slots in total.
 struct PartialFloats {
   int64_t begun, continued, own;
 
@@ -71,7 +71,7 @@ struct PartialFloats {
   int64_t bytes() const { return int64_t(sizeof(float)) * (begun + continued + own); }
 };
 
-// Slots of a block: by default one; else as many as it may take splits of one unit.
+// Slots per block: one by default; otherwise as many as the splits of one unit that it may take.
 template <int kBlockN>
 int64_t slots_of(const QfAttnParams& p, const Runs& runs) {
   if (!p.batch_invariant || runs.count == 0) return 1;
@@ -80,8 +80,8 @@ int64_t slots_of(const QfAttnParams& p, const Runs& runs) {
   return of_run < most ? of_run : most;
 }
 
-// Bytes of Partials on any GPU of up to `processors` multiprocessors. On fewer, runs are longer and blocks have more
-// slots: together they have one for each split, and less than one for each block beside those.
+// Bytes of Partials on any GPU of up to `processors` SMs. On fewer, runs are longer and blocks have more slots: in
+// total one per split, plus less than one per block.
 template <int kBlockN>
 int64_t partial_bytes(const QfAttnParams& p, int processors) {
   const Runs runs = runs_of<kBlockN>(p, processors);
@@ -91,7 +91,7 @@ int64_t partial_bytes(const QfAttnParams& p, int processors) {
   return PartialFloats(p, blocks, blocks * most < together ? blocks * most : together).bytes();
 }
 
-// In that memory.
+// Partials in that memory.
 template <int kBlockN>
 Partials partials_in(float* memory, const QfAttnParams& p, const Runs& runs) {
   const int64_t blocks = blocks_of(runs), slots = slots_of<kBlockN>(p, runs);

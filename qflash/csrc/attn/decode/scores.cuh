@@ -1,4 +1,4 @@
-// Scores of a warp's 16 rows and some tiles of eight keys, between their product and the softmax.
+// Scores of a warp's 16 rows and some tiles of eight keys, between Q Kt and the softmax.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ void mask_scores(const QfAttnParams& p, const Mask& m
   }
 }
 
-// Of integers, base-2 scores by the slope and the bias of each row: what comes before the exponential where that is
+// Base-2 scores from integers, with the slope and the bias of each row: what precedes the exponential where that is
 // more than a slope.
 template <int kNTiles>
 __device__ __forceinline__ void finish_scores(float (&S)[1][kNTiles][4], const float (&slope)[2],

@@ -1,16 +1,17 @@
-// Which keys of which sequences a block reads. The tiles of all sequences stand in one row, and every block takes an
-// equal run of it: a run may begin and end in the middle of a sequence, so that blocks have the same work however
-// lengths differ. Lengths are read on the device: a captured graph serves whatever they are at replay.
+// Which keys of which sequences a block reads. The tiles of all sequences are concatenated, and every block takes a run
+// of equal length: a run may begin and end in the middle of a sequence, so that blocks have the same work however
+// lengths differ. Lengths are read on the device: a captured graph handles whatever they are at replay.
 //
 //   sequence 0: tiles 0 1 2 3 4 5 | sequence 1: 0 1 2 | sequence 2: 0 1 2 3 4 5 6
 //   run 0: ^^^^^^^   run 1: ^^^^^^^^^^^^^   run 2: ^^^^^^^^^^ ...
 //
-// Blocks stand side by side, one for each KV head of a chunk of up to 8, and take the same run: where the heads of a
-// token are neighbours in memory, they are read at about the same time. A unit is one KV head of one sequence.
+// Blocks are grouped in chunks of up to 8, one block per KV head of a chunk, and those of a chunk take the same run:
+// where the heads of a token are neighbours in memory, they are read at about the same time. A unit is one KV head of
+// one sequence.
 //
-// What the row is made of are places: single tiles. Where a unit is cut then depends on the batch, and with it the
-// order of its sums. With Config::kBatchInvariant a place is a split, several tiles that are summed up by themselves,
-// and how many follows from the unit alone; blocks take whole splits.
+// The concatenation is counted in places, by default single tiles; where a unit is cut, and with it the order of
+// summation, then depends on the batch. With Config::kBatchInvariant a place is a split, several tiles that are
+// accumulated separately, and its size follows from the unit alone; blocks take whole splits.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -19,13 +20,13 @@
 namespace qf {
 namespace decode {
 
-constexpr int kLeastSplitKeys = 256;  // of a split
-constexpr int kMostSplits = 256;      // of the units of one sequence that are read side by side
+constexpr int kLeastSplitKeys = 256;  // per split
+constexpr int kMostSplits = 256;      // of the units of one sequence that are read concurrently
 
 __host__ __device__ __forceinline__ int most_splits(int kv_heads) {
   return kMostSplits / (kv_heads < 8 ? kv_heads : 8);
 }
-// Tiles of a split, but the last, of a unit of so many.
+// Tiles of a split, except the last, of a unit of `tiles` tiles.
 template <int kBlockN>
 __host__ __device__ __forceinline__ int split_tiles(int tiles, int kv_heads) {
   constexpr int kLeast = (kLeastSplitKeys + kBlockN - 1) / kBlockN;
@@ -37,8 +38,8 @@ __host__ __device__ __forceinline__ int split_tiles(int tiles, int kv_heads) {
 struct Part {
   int b, kv_head;
   int first, count;        // places, counted from the unit's first
-  int parts, index;        // of the unit: how many blocks share it, and which of them this is
-  int first_block, apart;  // part i is block first_block + i * apart's
+  int parts, index;        // of the unit: how many blocks share it, and the index of this one
+  int first_block, apart;  // part i is that of block first_block + i * apart
   int each, continued;     // places of every part between the first and the last, and of all after the first
 
   __device__ __forceinline__ int block(int i) const { return first_block + i * apart; }
@@ -47,13 +48,13 @@ struct Part {
   __device__ __forceinline__ bool ends() const { return index == parts - 1; }  // the unit
 };
 
-// What the queries of one sequence see, in tiles of kBlockN keys. Tiles begin at whole multiples of kBlockN.
+// What the queries of one sequence see, in tiles of kBlockN keys. Tiles begin at multiples of kBlockN.
 template <class Config>
 struct Seen {
   static constexpr int kBlockN = Config::kBlockN;
   Mask mask;
   KeyRange any, all;  // keys that some query sees, and that all queries see
-  int split;          // tiles of a split, but the last; with kBatchInvariant
+  int split;          // tiles of a split, except the last; with kBatchInvariant
   bool good;          // false: its length is out of range, its rows are NaN
 
   Seen() = default;
@@ -65,22 +66,22 @@ struct Seen {
     all = mask.seen_by_all(0, p.q_len - 1);
     if constexpr (Config::kBatchInvariant) split = split_tiles<kBlockN>(tiles(), p.kv_heads);
   }
-  // Does some row see so few keys that the rounding of its weights is not lost in their average?
+  // Does some row see so few keys that the rounding of its weights does not average out?
   __device__ __forceinline__ bool sees_few(int few) const {
-    const KeyRange first = mask.visible(0), last = mask.visible(mask.len_q - 1);  // it is least in one of them
+    const KeyRange first = mask.visible(0), last = mask.visible(mask.len_q - 1);  // the minimum is in one of them
     return min(first.end - first.begin, last.end - last.begin) < few;
   }
   __device__ __forceinline__ int first_key() const { return any.begin / kBlockN * kBlockN; }
   __device__ __forceinline__ int tiles() const {
     return any.begin == any.end ? 0 : (any.end - first_key() + kBlockN - 1) / kBlockN;
   }
-  // Tiles of a place, but the last.
+  // Tiles of a place, except the last.
   __device__ __forceinline__ int place_tiles() const { return Config::kBatchInvariant ? split : 1; }
-  // Places in the row of all tiles: a unit without keys has one too, for somebody must write its rows.
+  // Places of a unit among all tiles: a unit without keys has one too, since some block must write its rows.
   __device__ __forceinline__ int places() const {
     return max(1, Config::kBatchInvariant ? (tiles() + split - 1) / split : tiles());
   }
-  // Of a part: its first key, and how many tiles it has. A unit without keys has a place, and no tile.
+  // First key and number of tiles of a part. A unit without keys has a place, and no tile.
   __device__ __forceinline__ int first_key(const Part& part) const {
     return first_key() + part.first * place_tiles() * kBlockN;
   }
@@ -89,27 +90,27 @@ struct Seen {
   }
 };
 
-// Heads that are read side by side: the most, up to 8, that divide the KV heads.
+// Heads that are read concurrently: the largest number, up to 8, that divides the KV heads.
 inline int chunk_heads(int kv_heads) {
   for (int heads = 8; heads > 1; --heads)
     if (kv_heads % heads == 0) return heads;
   return 1;
 }
 
-// How the row of all tiles is cut. The grid has a chunk of blocks for each run. Where lengths are not known to the
-// host, `each` is 0, and the device finds it.
+// How the concatenated tiles are cut. The grid has a chunk of blocks for each run. Where lengths are not known to the
+// host, `each` is 0, and the device computes it.
 struct Runs {
-  unsigned chunk, chunks;  // heads side by side, and how many such chunks the KV heads are
+  unsigned chunk, chunks;  // heads read concurrently, and the number of such chunks of KV heads
   unsigned count;          // runs
-  unsigned each, places;   // of a run; of a unit
+  unsigned each, places;   // per run; per unit
 };
 
-// What is left of a block's run.
+// The rest of a block's run.
 template <class Config>
 struct Share {
   unsigned chunk, chunks, run, in_chunk;
-  unsigned at, end, each;                 // of the row of all tiles: here, the end of this run, a run's length
-  unsigned b, head_chunk, place, places;  // the units of `at`, the place in them, and how many they have
+  unsigned at, end, each;                 // in the concatenation: here, the end of this run; length of a run
+  unsigned b, head_chunk, place, places;  // the units at `at`, the place in them, and how many places they have
 
   // Collective for a warp: the whole run.
   __device__ __forceinline__ Share(const QfAttnParams& p, const Runs& runs)
@@ -155,7 +156,7 @@ struct Share {
   }
 
  private:
-  // The places of 32 sequences, one a lane.
+  // The places of 32 sequences, one per lane.
   struct Sequences {
     unsigned own, up_to;  // of the lane's sequence, and of all up to and including it
 
@@ -173,7 +174,8 @@ struct Share {
     __device__ __forceinline__ unsigned total() const { return __shfl_sync(0xffffffffu, up_to, 31); }
   };
 
-  // The units that place `at` belongs to, and the place in them. seen: of the last sequences, which up to 32 are all.
+  // The units that place `at` belongs to, and the place in them. seen: the sequences read last, which are all if up to
+  // 32.
   __device__ __forceinline__ void seek(const QfAttnParams& p, Sequences seen) {
     b = 0;
     unsigned rest = at;  // places before it in its sequence
@@ -194,7 +196,7 @@ struct Share {
     }
     head_chunk = p.kv_lens && chunks == 1 ? 0 : rest / places;
     place = rest - head_chunk * places;
-    if (!p.kv_lens) {  // all sequences have the same places: that was the unit among all
+    if (!p.kv_lens) {  // all sequences have equally many places: head_chunk counted the units of all
       b = chunks == 1 ? head_chunk : head_chunk / chunks;
       head_chunk -= b * chunks;
     }

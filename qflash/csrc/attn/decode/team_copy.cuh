@@ -1,5 +1,5 @@
 // A team's copies of its tiles of K and V, and of their scales where they are bytes, into shared memory. Eight
-// neighbouring threads take 128 bytes of a row. With kAsync copies are cp.async; else they pass through registers:
+// neighbouring threads take 128 bytes of a row. With kAsync copies are cp.async; otherwise they go through registers:
 // before sm_80, where K is rotated, and where rows do not begin at multiples of 16 bytes.
 #pragma once
 
@@ -16,8 +16,8 @@ template <class Config, bool kAsync>
 class TeamCopy {
   using Element = typename Config::Element;
   using Tile = typename Config::Tile;
-  static constexpr int kBytes = Config::kElementBytes;  // of an element
-  static constexpr int kChunkElements = 16 / kBytes;    // of 16 bytes
+  static constexpr int kBytes = Config::kElementBytes;  // per element
+  static constexpr int kChunkElements = 16 / kBytes;    // per 16 bytes
   static constexpr int kScaleRow = 2 * Tile::kBytes;    // where scales begin in a stage: K's, then V's
   static constexpr int kStep = Config::kTeamThreads / Tile::kChunks, kRowSteps = Config::kBlockN / kStep;
   static_assert(kRowSteps * kStep == Config::kBlockN, "the walk must come out even");
@@ -25,8 +25,8 @@ class TeamCopy {
  public:
   __device__ __forceinline__ TeamCopy(const QfAttnParams& p, const Aligned& aligned) : p_(p), aligned_(aligned) {}
 
-  // Pages of the tile that copy() will take next. They are on their way while the tile before is attended to. Pages of
-  // whole tiles are looked up once for a tile.
+  // Looks up the pages of the tile that copy() takes next; the loads are in flight while the tile before is attended
+  // to. Pages of whole tiles are looked up once per tile.
   __device__ __forceinline__ void look_up(const TeamWalk<Config>& next) {
     if constexpr (Config::kPaged) {
       const PageRow table(p_.kv, next.b);
@@ -48,7 +48,7 @@ class TeamCopy {
     if constexpr (kAsync) {
       copy_async(tile, s_k);
     } else {
-      if (!Config::kPaged && p_.rope.cos)  // pages hold keys that were rotated
+      if (!Config::kPaged && p_.rope.cos)  // pages hold rotated keys
         copy_rotated_keys(tile, s_k);
       else
         copy_chunks(tile, s_k, p_.kv.k, aligned_.k);
@@ -63,7 +63,7 @@ class TeamCopy {
   __device__ static __forceinline__ bool sees(const TeamWalk<Config>& tile, int key) {
     return key >= tile.seen.begin && key < tile.seen.end;
   }
-  // In arrays, a sequence stands in the place of a page.
+  // For arrays, the sequence replaces the page.
   __device__ static __forceinline__ const char* row_of(const QfTensor& x, int page, int token, int kv_head) {
     return static_cast<const char*>(x.data) +
            (page * x.stride_b + int64_t(token) * x.stride_t + kv_head * x.stride_h) * kBytes;
@@ -96,7 +96,7 @@ class TeamCopy {
     if (!Config::kPaged || in_one_page()) {
       const int page = Config::kPaged ? pages_[0] : tile.b, key = tile.key0 + row0;
       const int token = Config::kPaged ? PageRow(p_.kv, tile.b).in_page(tile.key0) + row0 : key;
-      const int first = tile.seen.begin - key, end = page < 0 ? first : tile.seen.end - key;  // steps of rows there are
+      const int first = tile.seen.begin - key, end = page < 0 ? first : tile.seen.end - key;  // range of row steps
       const char* g_k = row_of(p_.kv.k, page, token, tile.kv_head) + d * kBytes;
       const char* g_v = row_of(p_.kv.v, page, token, tile.kv_head) + d * kBytes;
       const float* const g_scale = Config::kInt8 ? scale_of(scales, page, token, tile.kv_head) : nullptr;
@@ -116,7 +116,7 @@ class TeamCopy {
     }
   }
 
-  // Through registers. False: no row sees the key, and nobody is to look for it, or it is in no page of the pool.
+  // Through registers. False: no row sees the key, so it is not looked up, or it is in no page of the pool.
   __device__ __forceinline__ bool find(const TeamWalk<Config>& tile, int key, Place& place) const {
     place = {tile.b, key};
     if (!sees(tile, key)) return false;
@@ -135,8 +135,8 @@ class TeamCopy {
       return load_chunk(reinterpret_cast<const Element*>(g_row) + d, aligned);
   }
 
-  static constexpr int kCopies = kRowSteps * Tile::kCount;  // of a thread
-  // Loads under way, as many as there are registers for beside the outputs.
+  static constexpr int kCopies = kRowSteps * Tile::kCount;  // per thread
+  // Loads in flight: as many as fit in registers next to the outputs.
   static constexpr int kMostLoads = Config::kHeadDim <= 128 ? 8 : Config::kInt8 || Config::kBatchInvariant ? 2 : 4;
   static constexpr int kAtOnce = kCopies % kMostLoads == 0 ? kMostLoads
                                  : kCopies % 4 == 0        ? 4
@@ -178,7 +178,7 @@ class TeamCopy {
       reinterpret_cast<float*>(s_scales)[i] = scale;
     }
   }
-  // Rotated: half a chunk at a time, for partners, cosines and sines take registers, too.
+  // Rotated: half a chunk at a time, because partners, cosines and sines take registers, too.
   __device__ __forceinline__ void copy_rotated_keys(const TeamWalk<Config>& tile, char* s_k) const {
     const int thread = fresh_tid() % Config::kTeamThreads, row0 = thread / Tile::kChunks;
     const int chunk = thread % Tile::kChunks;

@@ -1,4 +1,4 @@
-// A team's way through the tiles of its block's share: every kTeams-th of them is its own, across the ends of units.
+// A team's path through the tiles of its block's share: every kTeams-th of them is its own, across the ends of units.
 //
 //   unit 0, tiles:  0 1 2 3 4 5   unit 1, tiles:  0 1 2   ..
 //   of four teams:  0 1 2 3 0 1                   2 3 0
@@ -9,8 +9,8 @@
 namespace qf {
 namespace decode {
 
-// Every lane knows the unit it is in and steps from tile to tile by one addition. What is needed once for a unit, the
-// rest of the share, stands in shared memory, for registers are full of outputs.
+// Every lane has the current unit and advances from tile to tile by one addition. What is needed once per unit, the
+// rest of the share, is in shared memory, because registers are full of outputs.
 template <class Config>
 class TeamWalk {
   static constexpr int kBlockN = Config::kBlockN;
@@ -26,7 +26,7 @@ class TeamWalk {
     enter(p, share, team, s_share);
   }
   __device__ __forceinline__ bool is_over() const { return key0 >= end_; }
-  // Collective for a warp, of a walk that is not over.
+  // Collective for a warp; the walk must not be over.
   __device__ __forceinline__ void advance(const QfAttnParams& p, Share<Config>& s_share) {
     key0 += Config::kTeams * kBlockN;
     if (key0 < end_) return;

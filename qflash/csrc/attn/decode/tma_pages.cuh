@@ -1,4 +1,4 @@
-// Tiles of K and V from the pages of a cache, by the copy engine through the ring of tma_tiles.cuh.
+// Loads tiles of K and V from the pages of a cache with TMA, through the ring of tma_tiles.cuh.
 #pragma once
 
 #include "attn/decode/tma_tiles.cuh"
@@ -7,14 +7,14 @@
 namespace qf {
 namespace decode {
 
-// One warp: all tiles of the block's share. Each lane copies a box of `box_rows` keys, of which a page and a tile have
-// whole numbers; it looks its page up before the stage is waited for. What is in no page of the pool reads as zeros,
-// and has whatever scales were there before: no row that is not NaN sees it.
+// One warp loads all tiles of the block's share. Each lane copies a box of `box_rows` keys, which divides both a page
+// and a tile; it looks its page up before it waits for the stage. What is in no page of the pool reads as zeros, and
+// keeps whatever scales were there before: only rows that are NaN see it.
 template <class Config>
 __device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const TensorMaps& maps, Share<Config> share,
                                                  const TmaRing<Config>& ring, int box_rows) {
   using Tile = typename Config::Tile;
-  const int row = int(threadIdx.x % 32) * box_rows;  // of a tile
+  const int row = int(threadIdx.x % 32) * box_rows;  // in the tile
   const auto scales_at = [&](const QfScales& x, const Place& here, int kv_head) {
     return x.scale + here.page * x.stride_b + kv_head * x.stride_h + here.token;
   };
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_paged_share(const QfAttnParams& p, const Te
         mbarrier_arrive_expect(k_full, bytes);
         mbarrier_arrive_expect(v_full, bytes);
       }
-      __syncwarp();  // bytes are expected before they come
+      __syncwarp();  // bytes are expected before they arrive
       char* const s_k = ring.tiles + at.stage * ring.kStageBytes + row * Tile::kRowBytes;
       const auto copy = [&](char* s_rows, const CUtensorMap& map, Mbarrier* full) {
 #pragma unroll

@@ -1,8 +1,8 @@
-// Tiles of K and V by the copy engine, through a ring that a warp of its own keeps full.
+// Tiles of K and V by TMA, the copy engine, through a ring that a dedicated warp keeps full.
 //
 //   barrier   arrived at by                 waited for by
-//   k_full    the copy engine, with bytes   consumers
-//   v_full    the copy engine, with bytes   consumers
+//   k_full    TMA, with bytes               consumers
+//   v_full    TMA, with bytes               consumers
 //   empty     a team's warps                loader
 //   unit full   prepare_units, each lane    consumers
 //   unit empty  consumers, a warp each      prepare_units
@@ -32,7 +32,8 @@ template <class Config>
 struct TmaRing {
   using KeyTile = typename Config::KeyTile;
   static constexpr int kStages = Config::kStages, kStageBytes = KeyTile::kBytes + Config::Tile::kBytes;
-  // A stage is always the same team's, or a team might wait for a phase of a barrier before the one before it is over.
+  // A stage always belongs to the same team; otherwise a team might wait for a phase of a barrier before the previous
+  // one is over.
   static_assert(kStages % Config::kTeams == 0, "");
   struct Barriers {
     Mbarrier k_full[kStages], v_full[kStages], empty[kStages];
@@ -56,11 +57,11 @@ struct TmaRing {
       name_barrier(&barriers->empty[i], "empty", i);
     }
     barriers->unit.init(Config::kWarps, "unit full", "unit empty", 3 * 32);
-    fence_mbarrier_init();  // the barriers, to the copy engine
+    fence_mbarrier_init();  // makes the barriers visible to TMA
   }
 };
 
-// Where somebody stands in the ring.
+// A position in the ring.
 template <int kStages>
 struct RingWalk {
   int stage = 0;
@@ -71,7 +72,7 @@ struct RingWalk {
   }
 };
 
-// One warp: all tiles of the block's share, as far ahead as there are empty stages.
+// One warp loads all tiles of the block's share, as far ahead as there are empty stages.
 template <class Config>
 __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMaps& maps, Share<Config> share,
                                            const TmaRing<Config>& ring) {
@@ -102,10 +103,10 @@ __device__ __forceinline__ void load_share(const QfAttnParams& p, const TensorMa
   let_next_grid_start();
 }
 
-// Three warps make the block's units ready for the consumers, one ahead, and do not wait for each other: a short call
-// is over when the slowest of them would just be done with all of it. Collective for a warp. make(part, stage, over):
-// of a unit; with kAtLast, when the share is over, of the unit that this block ends and did not begin, too (part.parts
-// is 0: there is none). then(part): what of a unit nobody waits for.
+// Three warps prepare the block's units for the consumers, one unit ahead, and do not wait for each other: one warp
+// alone would barely be done with all of this by the end of a short call. Collective for a warp. make(part, stage,
+// over): prepares a unit; with kAtLast, when the share is done, also the unit that this block ends and did not begin
+// (part.parts is 0: there is none). then(part): work on a unit that no warp waits for.
 template <class Config, bool kAtLast = true, class Make, class Then>
 __device__ __forceinline__ void prepare_units(const QfAttnParams& p, Share<Config> share, const TmaRing<Config>& ring,
                                               Make make, Then then) {
@@ -123,7 +124,7 @@ __device__ __forceinline__ void prepare_units(const QfAttnParams& p, Share<Confi
   }
 }
 
-// The first of them: what is to be known of a unit.
+// The first of them: describes a unit.
 template <class Config>
 __device__ __forceinline__ void describe_units(const QfAttnParams& p, const Share<Config>& share,
                                                const TmaRing<Config>& ring) {
@@ -134,18 +135,18 @@ __device__ __forceinline__ void describe_units(const QfAttnParams& p, const Shar
   prepare_units(p, share, ring, describe, [](const Part&) {});
 }
 
-// The second: its queries.
+// The second: loads its queries.
 template <class Config>
 __device__ __forceinline__ void load_queries(const QfAttnParams& p, const Aligned& aligned, const Share<Config>& share,
                                              const TmaRing<Config>& ring) {
   const auto load = [&](const Part& part, int stage, bool over) {
-    if (over && !(part.parts > 0 && wants_dot_k_mean(p))) return;  // once more, for who finishes its rows
+    if (over && !(part.parts > 0 && wants_dot_k_mean(p))) return;  // once more, for the block that finishes its rows
     fetch_queries<Config>(p, aligned, part, ring.queries + stage * Config::kQueryBytes, threadIdx.x % 32, 32);
   };
   prepare_units<Config, Config::kInt8Queries>(p, share, ring, load, [](const Part&) {});
 }
 
-// The third: the place of its partial sums.
+// The third: clears the place of its partial results.
 template <class Config>
 __device__ __forceinline__ void clear_parts(const QfAttnParams& p, const Share<Config>& share, const Partials& partials,
                                             const TmaRing<Config>& ring) {
@@ -153,7 +154,7 @@ __device__ __forceinline__ void clear_parts(const QfAttnParams& p, const Share<C
     if (over) {
       if (part.parts > 0) partials.await_announcements(part);
     } else if (!part.ends()) {
-      partials.clear(part);  // before consumers know of the unit, and store
+      partials.clear(part);  // before consumers see the unit, and store
     }
   };
   prepare_units(p, share, ring, clear, [&](const Part& part) {
@@ -181,10 +182,10 @@ class TmaTiles {
     mbarrier_wait(&ring_.barriers->v_full[at_.stage], at_.parity);
     return ring_.tiles + at_.stage * ring_.kStageBytes + Config::KeyTile::kBytes;
   }
-  // Of the keys of the tile, once K and V are there.
+  // Scales of the tile's keys, once K and V have arrived.
   __device__ __forceinline__ const float* k_scales() const { return ring_.k_scales(at_.stage); }
   __device__ __forceinline__ const float* v_scales() const { return ring_.v_scales(at_.stage); }
-  // What this thread wrote into the tile, before the copy engine writes there again.
+  // Makes this thread's writes to the tile visible before TMA writes there again.
   __device__ __forceinline__ void written() const { fence_proxy_async(); }
   __device__ __forceinline__ void release() {
     __syncwarp();  // all lanes have read

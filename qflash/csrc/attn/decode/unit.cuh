@@ -8,18 +8,18 @@
 namespace qf {
 namespace decode {
 
-// What the consumers want to know of one unit, or that there is none left.
+// What the consumers need of one unit, or that there is none left.
 template <class Config>
 struct Unit {
   Part part;
   Seen<Config> seen;
-  int first_key, tiles;  // of this block's part; tiles -1: the share is over
+  int first_key, tiles;  // of this block's part; tiles -1: the share is done
   bool lost;             // a key that some row sees is in no page of the pool: these rows are NaN
-  bool few;              // some row sees so few keys that the rounding of its weights is not lost in their average
-  bool spoiled;          // of what quantize_kv left: a key may not be finite
+  bool few;              // some row sees so few keys that the rounding of its weights does not average out
+  bool spoiled;          // with KV from quantize_kv: a key may be nonfinite
 };
 
-// What is to be known of a part's unit. Collective for a warp, of which one lane writes.
+// Describes a part's unit. Collective for a warp; one lane writes.
 template <class Config>
 __device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part& part, Unit<Config>& unit) {
   Seen<Config> seen(p, part.b);
@@ -34,7 +34,7 @@ __device__ __forceinline__ void describe_unit(const QfAttnParams& p, const Part&
   unit.first_key = first_key;
   unit.tiles = tiles;
   unit.lost = lost;
-  // Infinity times a remainder has any sign. So where remainders are multiplied, no value that is not finite is: as if
+  // Infinity times a remainder has an arbitrary sign. So where remainders are multiplied, no nonfinite value is: as if
   // no key were seen by all rows, store_row() adds them.
   unit.few = Config::kKeepsRemainders && seen.sees_few(kFewKeys);
   if (unit.few) seen.all = {0, 0};

@@ -1,12 +1,12 @@
 // The backward pass on tensor-core fragments. A warp owns 16 kMTiles stationary rows (keys, or queries); columns (the
-// other) stream by. Scores, weights P and their gradients dS stand in accumulators as in the forward pass (product.cuh)
+// other) stream by. Scores, weights P and their gradients dS are in accumulators as in the forward pass (product.cuh)
 // and are rounded in place to the A operand of the products that add to dK, dV or dQ.
 //
 //   P = 2^(score - lse)     dS = P * slope * (dP - delta)     slope: of softcap, 1 without
 //
 // Weights of a row of n keys are about 1/n, and float16's least normal number is 2^-14. So float16 multiplies P by 2^8
-// and dS by 2^4, powers of two that cost nothing (they are part of lse and delta) and are taken off at the store. P is
-// at most 1; dS has no bound, and keeps 2^12 before it overflows.
+// and dS by 2^4, powers of two that cost nothing (they are part of lse and delta) and are removed at the store. P is at
+// most 1; dS has no bound, and has a margin of 2^12 before it overflows.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -19,13 +19,13 @@ namespace qf {
 
 template <class Element>
 struct GradientShift {
-  static constexpr float kWeights = kIsF16<Element> ? 8.0f : 0.0f;        // P is 2^this as large
+  static constexpr float kWeights = kIsF16<Element> ? 8.0f : 0.0f;        // P is scaled by 2^this
   static constexpr float kGradient = kIsF16<Element> ? 0x1p-4f : 1.0f;    // dP - delta is multiplied by this,
-  static constexpr float kOffWeights = kIsF16<Element> ? 0x1p-8f : 1.0f;  // and these take off
+  static constexpr float kOffWeights = kIsF16<Element> ? 0x1p-8f : 1.0f;  // and these remove the factors
   static constexpr float kOffGradient = kIsF16<Element> ? 0x1p-4f : 1.0f;
 };
 
-// Four numbers in the places of an accumulator.
+// Four numbers in the layout of an accumulator.
 struct Four {
   float x[4];
 };
@@ -36,8 +36,8 @@ __device__ __forceinline__ float softcap_slope(float score, float softcap) {
   return __fdividef(4.0f * z, (1.0f + z) * (1.0f + z));
 }
 
-// What a score becomes a weight by. kPlain: scales_plainly(). kAnew: what is computed from softcap is computed again
-// each time. From tile to tile the compiler would keep it in 30 registers.
+// How a score becomes a weight. kPlain: scales_plainly(). kAnew: what is computed from softcap is recomputed each time;
+// otherwise the compiler would keep it in 30 registers from tile to tile.
 template <bool kPlain, bool kAnew = false>
 struct Scores {
   float scale, softcap, factor;  // factor: score_factor()
@@ -48,8 +48,8 @@ struct Scores {
         factor(score_factor(scale, softcap)) {}
 };
 
-// S, raw scores, becomes P * slope, and A becomes P, rounded. minus_lse(i, j): of the accumulator's four places, in
-// base 2. kPartial: pairs out of sight get 0, by `mask`, which counts from the first column.
+// S, raw scores, becomes P * slope, and A becomes P, rounded. minus_lse(i, j): for the accumulator's four elements, in
+// base 2. kPartial: invisible pairs get 0, by `mask`, which counts from the first column.
 template <class Tensor, bool kPartial, bool kPlain, bool kAnew, int kMTiles, int kNTiles, class MinusLse>
 __device__ __forceinline__ void weigh(float (&S)[kMTiles][kNTiles][4], uint32_t (&A)[kMTiles][kNTiles / 2][4],
                                       const Scores<kPlain, kAnew>& scores, MinusLse minus_lse,
@@ -72,7 +72,7 @@ __device__ __forceinline__ void weigh(float (&S)[kMTiles][kNTiles][4], uint32_t 
       };
       if constexpr (kPlain) {
         weights();
-      } else {  // slopes of four scores at a time take registers
+      } else {  // four scores at a time, because slopes take registers
         float slope[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void weigh(float (&S)[kMTiles][kNTiles][4], uint32_t 
     }
 }
 
-// A becomes dS, rounded, from dP and from P * slope in S. minus_delta(i, j): of the four places, times `factor`.
+// A becomes dS, rounded, from dP and from P * slope in S. minus_delta(i, j): for the four elements, times `factor`.
 template <class Tensor, bool kPartial, int kMTiles, int kNTiles, class MinusDelta>
 __device__ __forceinline__ void differentiate(const float (&S)[kMTiles][kNTiles][4],
                                               const float (&dP)[kMTiles][kNTiles][4],
@@ -102,14 +102,14 @@ __device__ __forceinline__ void differentiate(const float (&S)[kMTiles][kNTiles]
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         ds[e] = S[i][j][e] * fmaf(dP[i][j][e], factor, delta.x[e]);
-        if (kPartial && !mask(2 * i + e / 2, 8 * j + e % 2)) ds[e] = 0.0f;  // 0 times what is not finite
+        if (kPartial && !mask(2 * i + e / 2, 8 * j + e % 2)) ds[e] = 0.0f;  // 0 times a nonfinite value
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) A[i][j / 2][j % 2 * 2 + h] = Tensor::pair(ds[2 * h], ds[2 * h + 1]);
     }
 }
 
-// Both halves of a word, 0 where they are not finite.
+// Both halves of a word, with 0 for nonfinite ones.
 template <class Element>
 __device__ __forceinline__ uint32_t finite_halves(uint32_t word) {
   const uint32_t low = word_nonfinite<Element>(word & 0xffffu) ? 0u : word & 0xffffu;
@@ -118,8 +118,8 @@ __device__ __forceinline__ uint32_t finite_halves(uint32_t word) {
 }
 
 // acc += A X. s_x: 16 kSteps rows of kRowChunks chunks of channels, of which the warp has kChunks, from the first on
-// or, where it has a multiple of 8, from where s_x points to. clean (with kPartial): values of X that are not finite
-// count as 0; add_nonfinite_columns() adds them to the rows that see them.
+// or, if that is a multiple of 8, from where s_x points to. clean (with kPartial): nonfinite values of X count as 0;
+// add_nonfinite_columns() adds them to the rows that see them.
 template <class Element, class Tensor, int kRowChunks, bool kPartial, int kMTiles, int kChunks, int kSteps>
 __device__ __forceinline__ void update_mma(float (&acc)[kMTiles][kChunks][4], const uint32_t (&A)[kMTiles][kSteps][4],
                                            const char* s_x, int lane, bool clean) {
@@ -143,8 +143,8 @@ __device__ __forceinline__ void update_mma(float (&acc)[kMTiles][kChunks][4], co
     }
 }
 
-// The values that update_mma() left out, times A, for the rows that see their column. Columns one after the other: this
-// happens in tiles that hold NaN or infinity and are masked in part, and nowhere else.
+// The values that update_mma() left out, times A, for the rows that see their column. Columns are processed serially:
+// this happens only in tiles that hold NaN or infinity and are partly masked.
 template <class Element, class Tensor, int kRowChunks, int kMTiles, int kChunks, int kSteps>
 __device__ __forceinline__ void add_nonfinite_columns(float (&acc)[kMTiles][kChunks][4],
                                                       const uint32_t (&A)[kMTiles][kSteps][4], const char* s_x,
@@ -160,7 +160,7 @@ __device__ __forceinline__ void add_nonfinite_columns(float (&acc)[kMTiles][kChu
         uint32_t word = 0;
 #pragma unroll
         for (int j = 0; j < 2 * kSteps; ++j)
-          word |= A[i][j / 2][j % 2 * 2 + h] & (0u - uint32_t(column / 8 == j));  // a choice would index A in memory
+          word |= A[i][j / 2][j % 2 * 2 + h] & (0u - uint32_t(column / 8 == j));  // indexing A would put it in memory
         word = __shfl_sync(0xffffffffu, word, lane - t + column % 8 / 2);
         weight[i][h] = column % 2 ? Tensor::high(word) : Tensor::low(word);
       }
@@ -181,7 +181,7 @@ __device__ __forceinline__ void add_nonfinite_columns(float (&acc)[kMTiles][kChu
 
 // Accumulators of a warp's rows into float32 rows of shared memory, 2 kRowChunks chunks each and swizzled likewise.
 // s_rows: the warp's first row, whose index in the tile is a multiple of 16; first: where the warp's channels begin, in
-// chunks of 16 bits.
+// chunks of 16-bit elements.
 template <int kRowChunks, int kMTiles, int kChunks>
 __device__ __forceinline__ void stage_rows(const float (&acc)[kMTiles][kChunks][4], char* s_rows, int lane,
                                            int first = 0) {

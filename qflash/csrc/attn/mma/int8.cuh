@@ -1,4 +1,4 @@
-// Scores in INT8: exact integer dot products, and the way from them to floats.
+// Scores in INT8: exact integer dot products, and their conversion to floats.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -9,10 +9,10 @@
 
 namespace qf {
 
-// Integers below 2^22 in size, added to the bit pattern of 1.5 * 2^23, are floats: kMagic + s, exactly. So a sum that
-// starts there needs no conversion, and the offset disappears in the multiplication that scales the score. With values
-// in -127 .. 127 and a row of -128 at most, |s| <= 128 * 127 * 256 < 2^22; with a zero point |(q - zq).k| <= 255 * 128
-// * D < 2^22 up to head_dim 128.
+// Integers below 2^22 in size, added to the bit pattern of 1.5 * 2^23, are floats: kMagic + s, exactly. So an
+// accumulator that starts there needs no conversion, and the offset disappears in the multiplication that scales the
+// score. With values in -127 .. 127 and a row of -128 at most, |s| <= 128 * 127 * 256 < 2^22; with a zero point
+// |(q - zq).k| <= 255 * 128 * D < 2^22 up to head_dim 128.
 constexpr int32_t kMagicBits = 0x4b400000;
 constexpr float kMagic = 12582912.0f;
 constexpr int kMostMagicDim = 128;  // with zero points
@@ -28,8 +28,8 @@ __device__ __forceinline__ void start_with(int32_t (&dots)[kMTiles][kNTiles][4],
 }
 
 // With zero points the dot product of (q - zq) and (k - zk) is q.k - zq sum(k) - zk sum(q) + D zq zk. The last two
-// terms are the same for all keys of a row and go to its bias. The rest is (q - zq).k: sums start at -zq sum(k), from
-// s_starts, which has one for every row of the tile and points at this lane's first.
+// terms are the same for all keys of a row and are added to its bias. The rest is (q - zq).k: accumulators start at -zq
+// sum(k), from s_starts, which has one for every row of the tile and points at this lane's first.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void start_with_each(int32_t (&dots)[kMTiles][kNTiles][4], const int32_t* s_starts) {
 #pragma unroll
@@ -43,7 +43,7 @@ __device__ __forceinline__ void start_with_each(int32_t (&dots)[kMTiles][kNTiles
   }
 }
 
-// kConvert: plain integers; else integers that started at kMagicBits.
+// kConvert: plain integers; otherwise integers that started at kMagicBits.
 template <bool kConvert, int kMTiles, int kNTiles>
 __device__ __forceinline__ void to_floats(float (&S)[kMTiles][kNTiles][4], const int32_t (&dots)[kMTiles][kNTiles][4]) {
 #pragma unroll
@@ -55,12 +55,13 @@ __device__ __forceinline__ void to_floats(float (&S)[kMTiles][kNTiles][4], const
 }
 
 // The offset of kMagic times a slope is rounded before it disappears, which shifts scores by up to 0.75 slopes. That is
-// nothing up to this slope (rounding q and k shifts them by a hundred); steeper ones take the offset off exactly.
+// negligible up to this slope (rounding q and k shifts them by a hundred); for steeper ones the offset is subtracted
+// exactly.
 constexpr float kSteep = 1.0f / 2048;
 
-// Base-2 scores with all that comes before the exponential, where that is more than a slope: (S + offset) slope is
-// |scale| log2(e) q.k without what all keys of a row have in common, which s_row_bias has for the lane's rows (NULL: it
-// stays off); scale may be negative or 0; softcap follows.
+// Base-2 scores with all that precedes the exponential, where that is more than a slope: (S + offset) slope is |scale|
+// log2(e) q.k without the terms that all keys of a row have in common, which s_row_bias has for the lane's rows (NULL:
+// they are left out); scale may be negative or 0; softcap follows.
 template <int kParts, int kMTiles, int kNTiles>
 __device__ __forceinline__ void scale_and_bias(float (&S)[kMTiles][kNTiles][4],
                                                const float (&slopes)[2 * kMTiles][kParts], float offset,
@@ -73,7 +74,7 @@ __device__ __forceinline__ void scale_and_bias(float (&S)[kMTiles][kNTiles][4],
 #pragma unroll
     for (int h = 0; h < 2; ++h) bias[h] = s_row_bias ? s_row_bias[16 * i + 8 * h] * a.scale * kLog2e : 0.0f;
 #pragma unroll
-    for (int j = 0; j < kNTiles; ++j) {  // a branch for every four, as in scale_scores and for its reason
+    for (int j = 0; j < kNTiles; ++j) {  // one branch per four, as in scale_scores and for the same reason
       float (&s)[4] = S[i][j];
 #pragma unroll
       for (int e = 0; e < 4; ++e)
@@ -84,11 +85,11 @@ __device__ __forceinline__ void scale_and_bias(float (&S)[kMTiles][kNTiles][4],
 }
 
 // A slope, the product of a query's and a key's scale, must stay positive: masked scores of -inf times 0 would be NaN,
-// and all-zero rows have scale 0. This much more than nothing leaves every score what it is. NaN stays NaN.
+// and all-zero rows have scale 0. Adding this little leaves every score unchanged. NaN stays NaN.
 constexpr float kLeastSlope = 1e-30f;
 __device__ __forceinline__ float slope_of(float q_scale, float k_scale) { return fmaf(q_scale, k_scale, kLeastSlope); }
 
-// Slopes of the lane's rows and groups of keys. Returns whether one of them is steep.
+// Computes slopes of the lane's rows and groups of keys. Returns whether one of them is steep.
 template <int kParts, int kLaneRows>
 __device__ __forceinline__ bool find_slopes(float (&slopes)[kLaneRows][kParts], const float (&q_scale)[kLaneRows],
                                             const float (&k_scale)[kParts]) {
@@ -110,7 +111,7 @@ __device__ __forceinline__ void set_slopes(float (&slopes)[kLaneRows][kParts], f
     for (int c = 0; c < kParts; ++c) slopes[r][c] = slope;
 }
 
-// The scale of a group that has no finite key is NaN. Its keys are told by their values (spoil_nonfinite), so here it
+// The scale of a group without a finite key is NaN. Its keys are detected by their values (spoil_nonfinite), so here it
 // must not reach the rows that do not see them. Scales are never negative.
 __device__ __forceinline__ float number_or_zero(float scale) { return fmaxf(scale, 0.0f); }
 
@@ -118,8 +119,8 @@ __device__ __forceinline__ float scale_at(const QfScales& s, int b, int h, int t
   return s.scale[b * s.stride_b + h * s.stride_h + token / s.group];
 }
 
-// Of the keys whose first chunk this thread copied, is one not finite: -128 in its first channel, which no other has?
-// Needs no barrier, only its own copies done.
+// Is one of the keys whose first chunk this thread copied nonfinite: -128 in its first channel, as in no other key?
+// Needs no barrier, only that its own copies are done.
 template <class Walk>
 __device__ __forceinline__ bool own_rows_nonfinite(const char* s_k) {
   if (Walk::first_chunk() != 0) return false;
@@ -130,7 +131,7 @@ __device__ __forceinline__ bool own_rows_nonfinite(const char* s_k) {
   return found;
 }
 
-// NaN for the scores of such keys. S[.][j][.] of this lane belongs to rows 8 j + column and the next of the tile.
+// Sets the scores of such keys to NaN. S[.][j][.] of this lane belongs to rows 8 j + column and the next of the tile.
 template <int kChunks, int kMTiles, int kNTiles>
 __device__ inline void spoil_nonfinite(float (&S)[kMTiles][kNTiles][4], const char* s_k, int column) {
 #pragma unroll

@@ -1,7 +1,7 @@
 // NaN and infinity in V, in tiles that some rows see only in part. A masked key has weight 0, and 0 times NaN would
-// spoil the rows that must not see it. So such a tile is searched while its threads still wait for it; if something is
-// found, it is set to zero in shared memory, and added by hand to the rows that do see it, once the product is done. A
-// visible key's weight is never zero, so what it adds is its V itself.
+// spoil the rows that must not see it. So such a tile is searched while its threads still wait for it; nonfinite values
+// are set to zero in shared memory and, after the product, added separately to the rows that do see them. A visible
+// key's weight is never zero, so it contributes its V itself.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -27,8 +27,8 @@ __device__ __forceinline__ bool word_nonfinite(uint32_t word) {
   return ((zero_bits - 0x00010001u) & ~zero_bits & 0x80008000u) != 0;
 }
 
-// Does one of the chunks that this thread copied hold NaN or infinity? Needs no barrier, only its own copies done.
-// kAtOnce: how many of them are held in registers.
+// Does one of the chunks that this thread copied hold NaN or infinity? Needs no barrier, only that its own copies are
+// done. kAtOnce: how many of them are held in registers.
 template <class Element, class Walk, int kAtOnce = Walk::kCopies>
 __device__ __forceinline__ bool own_chunks_nonfinite(const char* s_tile) {
   bool found = false;
@@ -41,7 +41,7 @@ __device__ __forceinline__ bool own_chunks_nonfinite(const char* s_tile) {
   return found;
 }
 
-// Zeros in their place, in the chunks that this thread copied.
+// Replaces them by zeros in the chunks that this thread copied.
 template <class Element, class Walk>
 __device__ inline void clear_nonfinite(char* s_tile) {
   for (int i = 0; i < Walk::kCopies; ++i) {
@@ -51,8 +51,8 @@ __device__ inline void clear_nonfinite(char* s_tile) {
   }
 }
 
-// The finished rows of a warp, each plus every v that is not finite of the keys key0 .. key0 + keys - 1 it sees. row0:
-// the first row in its sequence; at(row, d): where a row's output stands; v(key, d): V, as a float.
+// Adds to the finished rows of a warp every nonfinite v of the keys key0 .. key0 + keys - 1 that they see. row0: the
+// first row in its sequence; at(row, d): where a row's output is; v(key, d): V, as a float.
 template <class At, class V>
 __device__ inline void add_nonfinite_at(At at, int row0, int rows, int head_dim, int key0, int keys, const Mask& mask,
                                         int lane, V v) {
@@ -70,7 +70,7 @@ __device__ inline void add_nonfinite_at(At at, int row0, int rows, int head_dim,
   }
 }
 
-// The rows stand in shared memory, kChunks chunks a row, swizzled.
+// The same for rows in shared memory, kChunks chunks per row, swizzled.
 template <int kChunks, class Element, class V>
 __device__ inline void add_nonfinite(char* s_rows, int row0, int rows, int head_dim, int key0, int keys,
                                      const Mask& mask, int lane, V v) {

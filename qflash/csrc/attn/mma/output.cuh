@@ -1,5 +1,5 @@
-// O from accumulators to global memory: rounded, laid out by rows in shared memory that only this warp uses, then
-// stored 16 bytes at a time.
+// Epilogue: O from accumulators to global memory, rounded, laid out by rows in shared memory that only this warp uses,
+// then stored 16 bytes at a time.
 #pragma once
 
 #include "attn/mma/softmax.cuh"
@@ -9,8 +9,8 @@
 
 namespace qf {
 
-// The lane's r-th row divided by its sum of weights; zeros for a row that sees no key. Writes lse where asked.
-// row0: the lane's first row in its sequence; sink: of the head; lse_offset(row): what lse gets besides.
+// Divides the lane's r-th row by its sum of weights; zeros for a row that sees no key. Writes lse if requested. row0:
+// the lane's first row in its sequence; sink: of the head; lse_offset(row): is added to lse.
 template <int kMTiles, int kOTiles, class Rows, class Offset>
 __device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], const Rows (&rows)[kMTiles],
                                             const Mask& mask, int row0, float sink, float* g_lse, bool leads,
@@ -34,7 +34,7 @@ __device__ __forceinline__ void finish_rows(float (&O)[kMTiles][kOTiles][4], con
   }
 }
 
-// The warp's rows, rounded, into s_rows (kChunks chunks a row, swizzled), which only this warp uses.
+// Rounds the warp's rows into s_rows (kChunks chunks per row, swizzled), which only this warp uses.
 template <class Tensor, int kChunks, int kMTiles>
 __device__ __forceinline__ void round_rows(const float (&O)[kMTiles][kChunks][4], char* s_rows, int lane) {
   __syncwarp();  // the warp is done reading what s_rows held
@@ -47,7 +47,7 @@ __device__ __forceinline__ void round_rows(const float (&O)[kMTiles][kChunks][4]
   __syncwarp();  // other lanes read what this one wrote
 }
 
-// From there to g_out (row 0 of the warp), the first `rows` of them.
+// Stores the first `rows` of them from there to g_out (row 0 of the warp).
 template <int kChunks, class Element>
 __device__ __forceinline__ void store_rows(const char* s_rows, Element* g_out, int64_t stride_t, int rows, int head_dim,
                                            bool aligned, int lane) {

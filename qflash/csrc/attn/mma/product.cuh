@@ -1,6 +1,6 @@
-// The two products on the tensor cores, from swizzled shared memory and registers. A warp owns kMTiles x 16 rows; with
-// g = lane / 4 and t = lane % 4 a lane holds, of each 16 x 8 block of S or O, rows g and g + 8, columns 2t and 2t + 1
-// (ptx/mma.cuh). Scores leave the accumulators in exactly the places where PV wants its weights, so P never leaves the
+// The two matrix products on tensor cores, from swizzled shared memory and registers. A warp owns kMTiles x 16 rows;
+// with g = lane / 4 and t = lane % 4 a lane holds, of each 16 x 8 block of S or O, rows g and g + 8, columns 2t and
+// 2t + 1 (ptx/mma.cuh). The accumulators of S have exactly the layout of the A operand of PV, so P never leaves the
 // registers.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace qf {
 
-// c += a b for 16 x 16 times 16 x 8; two weights rounded to the type that multiplies, and back.
+// c += a b for 16 x 16 times 16 x 8; two weights rounded to the type of the MMA, and back.
 template <class Element, int kArch>
 struct Tensor16;
 template <int kArch>
@@ -41,8 +41,8 @@ struct Tensor16<BF16, kArch> {
   __device__ static __forceinline__ float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
 };
 
-// c += a b for 16 x 32 times 32 x 8, int8 with exact sums. Fragments are 16 bytes of a row wide, as the 16-bit ones
-// are, so ldmatrix brings them to the same lanes.
+// c += a b for 16 x 32 times 32 x 8, int8 with exact sums. Fragments are 16 bytes of a row wide, like the 16-bit ones,
+// so ldmatrix loads them into the same lanes.
 template <int kArch>
 struct Tensor8 {
   __device__ static __forceinline__ void multiply(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -57,8 +57,8 @@ struct Tensor8 {
   }
 };
 
-// Where a lane's ldmatrix addresses lie in a tile whose rows have kChunks chunks: the row it points at, the column it
-// starts at, and the swizzle of that row, which is the same for every block of 8 rows.
+// A lane's ldmatrix addresses in a tile whose rows have kChunks chunks: the row it points at, the column it starts at,
+// and the swizzle of that row, which is the same for every block of 8 rows.
 template <int kChunks>
 struct LaneRows {
   int row_bytes;  // offset of the lane's row in the first block
@@ -108,7 +108,7 @@ __device__ __forceinline__ void qk_mma(Sum (&S)[kMTiles][kNTiles][4], const char
   }
 }
 
-// Two weights as the tensor cores take them: rounded, or what rounding took off.
+// Two weights as operands of the MMA: rounded, or their remainders.
 template <class Tensor>
 struct Rounded {
   __device__ static __forceinline__ uint32_t pair(float low, float high) { return Tensor::pair(low, high); }
@@ -121,7 +121,7 @@ struct Remainder {
   }
 };
 
-// O += P V; the weights as they are multiplied are shown to the rows' sums on the way. P: weights in S's places; s_v:
+// O += P V; the row statistics accumulate the weights as they are multiplied. P: weights in the layout of S; s_v:
 // kNTiles * 8 keys of kChunks chunks of channels. Per 16 keys: kChunks / 2 ldmatrix for kMTiles * kChunks mma.
 template <class Tensor, int kChunks, template <class> class Part = Rounded, int kMTiles, int kNTiles, class Rows>
 __device__ __forceinline__ void pv_mma(float (&O)[kMTiles][kChunks][4], Rows (&rows)[kMTiles],

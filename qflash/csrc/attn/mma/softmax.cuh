@@ -18,25 +18,25 @@ __device__ __forceinline__ float max_of_quad(float x) {
 }
 
 // From q.k to base-2 scores. Nearly always that is one factor, applied in the exponential; scores that need more
-// (softcap, or a scale that is not positive, which neither maxima nor masked scores of -inf survive) are computed
+// (softcap, or a scale that is not positive, with which neither maxima nor masked scores of -inf work) are computed
 // beforehand.
 __host__ __device__ __forceinline__ bool scales_plainly(float scale, float softcap) {
   return softcap == 0.0f && scale > 0.0f;
 }
 
-// What the exponential applies.
+// The factor that the exponential applies.
 __device__ __forceinline__ float score_factor(float scale, float softcap) {
   return scales_plainly(scale, softcap) ? scale * kLog2e : 1.0f;
 }
 
-// softcap * tanh(x / softcap) of a score in base 2. tanh(x) = 1 - 2 / (1 + e^2x), to 1e-7 absolutely: enough for
-// softcaps up to kMostCoarse, and a tenth of tanhf's code.
+// softcap * tanh(x / softcap) of a score in base 2. tanh(x) = 1 - 2 / (1 + e^2x), with an absolute error of 1e-7:
+// enough for softcaps up to kMostCoarse, and a tenth of tanhf's code.
 __device__ __forceinline__ float soften(float score, float softcap) {
   const float top = softcap * kLog2e;
   return top - __fdividef(2.0f * top, 1.0f + ex2(score * (2.0f / softcap)));
 }
 
-// That error is 2e-7 of softcap, however small the score is. Above this softcap small arguments take the series
+// That error is 2e-7 of softcap, however small the score is. Above this softcap small arguments use the series
 // x - x^3/3 + 2x^5/15 - 17x^7/315, whose error is relative to its own result (3e-7 at kSmall, less below).
 constexpr float kMostCoarse = 64.0f;
 constexpr float kSmall = 0.25f;
@@ -51,8 +51,8 @@ __device__ __forceinline__ float soften_finely(float score, float softcap) {
 
 __device__ __forceinline__ bool softens_coarsely(float softcap) { return softcap > 0.0f && softcap <= kMostCoarse; }
 
-// Softcap of base-2 scores, if any. `coarsely`: softens_coarsely(softcap), asked once: this is one branch for the usual
-// softcaps, where asking for 0 first would be two.
+// Softcap of base-2 scores, if any. `coarsely`: softens_coarsely(softcap), computed once: this is one branch for the
+// usual softcaps, where testing for 0 first would be two.
 __device__ __forceinline__ void soften_four(float (&s)[4], float softcap, bool coarsely) {
   if (coarsely) {
 #pragma unroll
@@ -63,8 +63,8 @@ __device__ __forceinline__ void soften_four(float (&s)[4], float softcap, bool c
   }
 }
 
-// Four scores at a time with a branch between them: left to itself the compiler would compute all of them side by side
-// and run out of registers.
+// Four scores at a time with a branch between them: otherwise the compiler would compute all of them concurrently and
+// run out of registers.
 template <int kMTiles, int kNTiles>
 __device__ __forceinline__ void scale_scores(float (&S)[kMTiles][kNTiles][4], float scale, float softcap) {
   const bool coarsely = softens_coarsely(softcap);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void scale_scores(float (&S)[kMTiles][kNTiles][4], fl
     }
 }
 
-// Blank out what rows do not see. column(j, e): key of S[.][j][2 h + e], counted from where `mask` counts.
+// Masks what rows do not see. column(j, e): key of S[.][j][2 h + e], counted from where `mask` counts.
 template <int kMTiles, int kNTiles, class Column>
 __device__ __forceinline__ void mask_scores(float (&S)[kMTiles][kNTiles][4], const TileMask<8>& mask, Column column) {
 #pragma unroll
@@ -93,10 +93,10 @@ __device__ __forceinline__ void mask_scores(float (&S)[kMTiles][kNTiles][4], con
   }
 }
 
-// Sums of the weights as PV multiplies them, rounded to 16 bits, for a lane's rows of one block of 16: h = 0, 1. To
-// divide by these rather than by exact ones keeps rows averages of V however the weights were rounded. The tensor cores
-// take them, as a product with a column of ones; that costs one mma in kChunks + 1, and saves the CUDA cores, which the
-// softmax keeps busy, an addition for every weight.
+// Sums of the weights as PV multiplies them, rounded to 16 bits, for a lane's rows of one block of 16: h = 0, 1.
+// Dividing by these instead of exact sums keeps rows averages of V however the weights were rounded. The tensor cores
+// compute them as a product with a column of ones; that costs one mma in kChunks + 1, and saves the CUDA cores, which
+// the softmax keeps busy, one addition per weight.
 struct RoundedSums {
   float l[4] = {};  // of row h: l[2 h], in every lane of the quad
 
@@ -110,8 +110,8 @@ struct RoundedSums {
   __device__ __forceinline__ float for_lse(int h) const { return l[2 * h]; }
 };
 
-// Sums in float32 of the weights before they are rounded, taken by the CUDA cores: what lse is made of. Good for
-// dividing by as well, where more than the weights' rounding is at stake anyway.
+// Sums in float32 of the weights before they are rounded, computed by the CUDA cores: needed for lse. Also usable as
+// divisors where errors other than the weights' rounding dominate anyway.
 struct ExactSums {
   float exact[2] = {};  // of this lane's weights
 
@@ -126,7 +126,7 @@ struct ExactSums {
   __device__ __forceinline__ float for_lse(int h) const { return of_row(h); }
 };
 
-// Rounded ones to divide by, exact ones for lse.
+// Rounded sums to divide by, exact sums for lse.
 struct BothSums {
   RoundedSums rounded;
   ExactSums exact;
@@ -144,14 +144,14 @@ struct BothSums {
   __device__ __forceinline__ float for_lse(int h) const { return exact.of_row(h); }
 };
 
-// Of a lane's rows in one block of 16.
+// Statistics of a lane's rows in one block of 16.
 template <class Sums>
 struct RowStatistics {
   float m[2] = {-infinity(), -infinity()};  // base-2 reference of each row's weights; -inf: nothing seen yet
   Sums sums;
 };
 
-// The larger of two scores: as floats, or as the integers they are bit by bit, which orders positive floats and -inf
+// The larger of two scores: as floats, or as the integers of their bit patterns, which orders positive floats and -inf
 // and is half the work on GPUs that take the maximum of three integers at once.
 struct AsFloats {
   __device__ static __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
@@ -182,9 +182,9 @@ __device__ __forceinline__ void largest_scores(float (&top)[2 * kMTiles], const 
     }
 }
 
-// S becomes weights; O and the sums of weights follow their reference where it had to move. Base-2 scores are slope(r,
-// c) * S + offset(r, c), where the lane's columns fall into kParts runs c = 0 .. of equal length and slopes are not
-// negative. positive: S, where it is visible, is positive.
+// S becomes weights; O and the sums of weights are rescaled where the reference had to move. Base-2 scores are
+// slope(r, c) * S + offset(r, c), where the lane's columns fall into kParts runs c = 0 .. of equal length and slopes
+// are not negative. positive: S, where it is visible, is positive.
 template <int kParts, int kMTiles, int kNTiles, int kOTiles, class Slope, class Offset, class Rows>
 __device__ __forceinline__ void online_softmax(float (&S)[kMTiles][kNTiles][4], Slope slope, Offset offset,
                                                Rows (&rows)[kMTiles], float (&O)[kMTiles][kOTiles][4],

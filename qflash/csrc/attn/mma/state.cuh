@@ -1,5 +1,5 @@
-// What a block's loop over keys asks once or twice a tile: its sequence, its mask, which keys its rows see. It stands
-// in shared memory, because the registers are full of scores and outputs.
+// What a block's main loop needs once or twice per tile: its sequence, its mask, which keys its rows see. It is in
+// shared memory, because the registers are full of scores and outputs.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -10,7 +10,7 @@
 
 namespace qf {
 
-// Rounding the weights of a row to 16 bits is lost in the average over many keys, and is not over few.
+// The rounding of a row's weights to 16 bits averages out over many keys, and does not over few.
 constexpr int kFewKeys = 128;
 
 template <int kWarps, int kWarpRows>
@@ -56,8 +56,8 @@ struct BlockState {
     }
   }
 
-  // What the block has to do, for kernels that serve no packed arrays. Collective; its barrier makes it visible. False:
-  // nothing, because kv_lens is out of range, where it leaves NaN.
+  // The block's work tile, for kernels without packed arrays. Collective; its barrier makes the state visible. False:
+  // there is none, because kv_lens is out of range; the block's rows are then NaN.
   template <class Element>
   __device__ __forceinline__ bool begin(const QfAttnParams& p, const Grid& grid) {
     const Work work(p, grid);
@@ -74,11 +74,11 @@ struct BlockState {
     return true;
   }
 
-  // Does every row of the block see every one of the keys key0 .. key0 + keys - 1?
+  // Does every row of the block see all the keys key0 .. key0 + keys - 1?
   __device__ __forceinline__ bool whole_for_block(int key0, int keys) const {
     return key0 >= block_full.begin && key0 + keys <= block_full.end;
   }
-  // Does no row of this warp see them; does every row see every one?
+  // Does no row of this warp see them; does every row see all of them?
   __device__ __forceinline__ bool idle(int key0, int keys) const {
     const KeyRange seen = warp_keys[fresh_tid() / 32];
     return key0 >= seen.end || key0 + keys <= seen.begin;

@@ -1,5 +1,5 @@
-// Tiles of q, k and v on their way into swizzled shared memory, 16 bytes (kPerChunk elements) at a time: asynchronously
-// where rows are aligned and stay as they are, through registers where they are rotated or start at odd addresses.
+// Loads tiles of q, k and v into swizzled shared memory, 16 bytes (kPerChunk elements) at a time: asynchronously where
+// rows are aligned and unchanged, through registers where they are rotated or start at odd addresses.
 #pragma once
 
 #include "attn/pages.cuh"
@@ -12,10 +12,10 @@ namespace qf {
 
 constexpr int kPerChunk = 8;  // 16-bit elements in 16 bytes
 
-// How the threads of a block share a tile: kAcross neighbouring threads take neighbouring chunks of a row, up to 128
+// How the threads of a block divide a tile: kAcross neighbouring threads take neighbouring chunks of a row, up to 128
 // bytes of it, and the block takes kStep rows at once. kStep is a multiple of the swizzle's period and kAcross of its
-// width, so all chunks of a thread lie at one offset plus constants: copy i is row step i / kColumns, column step i %
-// kColumns.
+// width, so all chunks of a thread are at one offset plus constants: copy i is row step i / kColumns, column step
+// i % kColumns.
 template <int kTileRows, int kRowChunks, int kThreads>
 struct ChunkWalk {
   static constexpr int kAcross = kRowChunks % 8 == 0 ? 8 : kRowChunks % 4 == 0 ? 4 : 2;
@@ -38,13 +38,13 @@ struct ChunkWalk {
   __device__ static __forceinline__ int offset(int i) { return first_offset() + shift(i); }
 };
 
-// Which row of the tensor stands in row r of a tile: the same one, ...
+// Which row of the tensor is in row r of a tile: the same one, ...
 struct InOrder {
   __device__ static __forceinline__ int source(int row) { return row; }
   static constexpr __device__ __forceinline__ int step(int rows) { return rows; }  // of sources, per rows of the tile
 };
-// ... or, for K and V, the one that deals each lane a run of kTileRows / 4 neighbouring keys. Lane t of a quad holds
-// the scores of rows 2t and 2t + 1 of every 8, and V's rows meet the weights in the same order.
+// ... or, for K and V, the one that assigns each lane a run of kTileRows / 4 neighbouring keys. Lane t of a quad holds
+// the scores of rows 2t and 2t + 1 of every 8, and V's rows are multiplied by the weights in the same order.
 template <int kTileRows>
 struct InRuns {
   static constexpr int kRun = kTileRows / 4;
@@ -57,7 +57,7 @@ struct InRuns {
 template <class Walk, class Order = InOrder, class Element>
 __device__ __forceinline__ void copy_async(char* s_tile, const Element* g_head, int64_t stride_t, int row0, int length,
                                            int head_dim) {
-  constexpr int kElements = 16 / sizeof(Element);  // of a chunk
+  constexpr int kElements = 16 / sizeof(Element);  // per chunk
   const int first_row = row0 + Order::source(Walk::first_row()), first_channel = Walk::first_chunk() * kElements;
   const Element* const g_first = g_head + first_row * stride_t + first_channel;
   char* const s_first = s_tile + Walk::first_offset();
@@ -73,14 +73,14 @@ __device__ __forceinline__ void copy_async(char* s_tile, const Element* g_head, 
   }
 }
 
-// s_k, s_v <- tokens row0 .. of K and V in the same pages, asynchronously; zeros where copy_async leaves them, and in
-// the place of pages out of range, whose tokens no row sees.
+// s_k, s_v <- tokens row0 .. of K and V in the same pages, asynchronously; zeros where copy_async writes them, and for
+// pages out of range, whose tokens no row sees.
 template <class Walk, class Element>
 __device__ __forceinline__ void copy_pages_async(char* s_k, char* s_v, const PagedRows<Element>& k,
                                                  const PagedRows<Element>& v, int row0) {
   constexpr int kElements = 16 / sizeof(Element), kChannels = Walk::kAcross * kElements;
   const int first_row = row0 + Walk::first_row(), first_channel = Walk::first_chunk() * kElements;
-  int pages[Walk::kRowSteps];  // all on their way before one is waited for
+  int pages[Walk::kRowSteps];  // all in flight before one is waited for
 #pragma unroll
   for (int r = 0; r < Walk::kRowSteps; ++r) {
     const int row = first_row + r * Walk::kStep;
@@ -113,7 +113,7 @@ __device__ __forceinline__ uint4 chunk_of(const float4& low, const float4& high)
   return make_uint4(half[0].x, half[0].y, half[1].x, half[1].y);
 }
 
-// The same through registers: load(row, d) gives the chunk of row `row` that starts at channel d, both inside.
+// The same through registers: load(row, d) returns the chunk of row `row` that starts at channel d, both inside.
 template <class Walk, class Order = InOrder, class Load>
 __device__ __forceinline__ void copy_through_registers(char* s_tile, int row0, int length, int head_dim,
                                                        int chunk_elements, Load load) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void copy_through_registers(char* s_tile, int row0, i
   }
 }
 
-// Eight 16-bit elements, all of which there are. aligned: their address is a multiple of 16.
+// Eight 16-bit elements, all of which exist. aligned: their address is a multiple of 16.
 template <class Element>
 __device__ __forceinline__ uint4 load_chunk(const Element* g_chunk, bool aligned) {
   if (aligned) return *reinterpret_cast<const uint4*>(g_chunk);
@@ -140,7 +140,7 @@ __device__ __forceinline__ uint4 load_chunk(const Element* g_chunk, bool aligned
   return make_uint4(two(0), two(2), two(4), two(6));
 }
 
-// The same of a row of any alignment, of which the last may be missing.
+// The same for a row of any alignment, whose last elements may be missing.
 template <class Element>
 __device__ __forceinline__ uint4 load_chunk(const HeadRows<Element>& x, int row, int d, bool aligned) {
   if (aligned) return *reinterpret_cast<const uint4*>(x.row(row) + d);
@@ -148,7 +148,7 @@ __device__ __forceinline__ uint4 load_chunk(const HeadRows<Element>& x, int row,
   const uint2 high = load4(x.row(row), d + 4, x.head_dim, x.vector);
   return make_uint4(low.x, low.y, high.x, high.y);
 }
-// Zeros in the place of a page out of range, whose tokens no row sees.
+// Zeros for a page out of range, whose tokens no row sees.
 template <class Element>
 __device__ __forceinline__ uint4 load_chunk(const PagedRows<Element>& x, int row, int d, bool aligned) {
   const int page = x.table.page_of(row);
@@ -176,7 +176,7 @@ __device__ __forceinline__ uint4 rotated_chunk(const QfRope& rope, const Element
   return chunk_of<Element>(rotated(d), rotated(d + 4));
 }
 
-// The same, rotated: position(row) says where a row stands.
+// The same, rotated: position(row) returns the position of a row.
 template <class Walk, class Element, class Position>
 __device__ __forceinline__ void copy_rotated(char* s_tile, const HeadRows<Element>& x, int row0, const QfRope& rope,
                                              bool rope_vector, Position position) {

@@ -1,4 +1,4 @@
-// O from wmma fragments to global memory, through shared memory that only this warp uses.
+// Epilogue: O from wmma fragments to global memory, through shared memory that only this warp uses.
 #pragma once
 
 #include "attn/wmma/tile.cuh"
@@ -6,7 +6,7 @@
 
 namespace qf {
 
-// The largest finite value: a mean of finite values, rounded, is not infinite; only sums that overflowed are.
+// The largest finite value: a rounded mean of finite values is not infinite; only overflowed sums are.
 template <class Element>
 struct Largest;
 template <>
@@ -30,7 +30,7 @@ struct WarpOut {
   int rows, head_dim;  // rows that exist; head_dim is a multiple of kPerChunk
   bool aligned;        // rows start at multiples of 16 bytes
 
-  // O, already divided by the sums of weights, to out. s_rows: kWarpRows * kStride floats.
+  // Stores O, already divided by the sums of weights, to out. s_rows: kWarpRows * kStride floats.
   template <int kMTiles, int kOTiles>
   __device__ __forceinline__ void store(const float (&O)[kMTiles][kOTiles][8], float* s_rows) const {
 #pragma unroll

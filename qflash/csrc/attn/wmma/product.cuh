@@ -1,14 +1,14 @@
-// The two products through wmma, from padded shared memory. Fragments are opaque (ptx/wmma.cuh), so whatever must be
-// done to a row, its maximum, its weights, its output, is done in shared memory, or by a fragment of factors that has
-// the same layout as the one it multiplies.
+// The two matrix products through wmma, from padded shared memory. Fragments are opaque (ptx/wmma.cuh), so every
+// operation on a row (its maximum, its weights, its output) is done in shared memory, or by a fragment of factors that
+// has the same layout as the one it multiplies.
 #pragma once
 
 #include "common/wmma.cuh"
 
 namespace qf {
 
-// S = Q Kt, left in shared memory by columns: the score of row r and key j at s_scores[j * kScoreStride + r]. s_q: the
-// warp's kMTiles * 16 rows, s_k: kNTiles * 16 keys; both with kDepth channels, kStride elements a row.
+// S = Q Kt, stored in shared memory by columns: the score of row r and key j at s_scores[j * kScoreStride + r]. s_q:
+// the warp's kMTiles * 16 rows, s_k: kNTiles * 16 keys; both with kDepth channels, kStride elements per row.
 // Per 16 channels: kMTiles + kNTiles fragment loads for kMTiles * kNTiles products.
 template <int kMTiles, int kNTiles, int kDepth, int kStride, int kScoreStride, class Element>
 __device__ __forceinline__ void qk_wmma(float* s_scores, const Element* s_q, const Element* s_k) {
@@ -53,8 +53,8 @@ __device__ __forceinline__ void pv_wmma(float (&O)[kMTiles][kOTiles][8], const E
   }
 }
 
-// Row r of O times s_factors[r * kFactorStride + any of 16 columns]: loaded as sums, the factors fall where the rows'
-// sums are, wherever that is.
+// Multiplies row r of O by s_factors[r * kFactorStride + any of 16 columns]: loaded as accumulators, the factors have
+// the same positions as the rows' accumulators, wherever these are.
 template <int kFactorStride, int kMTiles, int kOTiles>
 __device__ __forceinline__ void scale_rows(float (&O)[kMTiles][kOTiles][8], const float* s_factors) {
 #pragma unroll

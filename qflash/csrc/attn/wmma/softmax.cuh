@@ -1,10 +1,9 @@
-// Online softmax of scores that lie in shared memory by columns, in base 2. A warp has kWarpRows = 32 rows, and a lane
-// has a row to itself; or 16, and lanes l and l + 16 share row l, four keys each in turn. Nearly nothing is left to
-// shuffle.
+// Online softmax of scores in shared memory by columns, in base 2. A warp has kWarpRows = 32 rows, one per lane; or 16,
+// and lanes l and l + 16 share row l, four keys each in turn. Hardly any shuffles remain.
 //
-// Weights are rounded to 16 bits before they multiply V. Over many keys the errors average out; a row that sees a
-// handful has outputs as large as V and would miss float16's bound of 1e-3 (docs/numerics.md). Such rows keep the
-// remainder, what rounding took off, as 16 more bits, and multiply V by that as well.
+// Weights are rounded to 16 bits before they multiply V. Over many keys the errors average out; a row that sees only a
+// few has outputs as large as V and would exceed float16's bound of 1e-3 (docs/numerics.md). Such rows keep the
+// remainder of the rounding as 16 more bits, and multiply V by that as well.
 #pragma once
 
 #include "attn/mma/softmax.cuh"
@@ -16,7 +15,7 @@ template <int kWarpRows, int kKeys>
 struct LaneRow {
   static_assert(kWarpRows == 32 || kWarpRows == 16, "a lane has a row, or half of one");
   static constexpr int kParts = 32 / kWarpRows;
-  static constexpr int kScores = kKeys / kParts;  // of a lane
+  static constexpr int kScores = kKeys / kParts;  // per lane
 
   int row, part;
   __device__ __forceinline__ explicit LaneRow(int lane) : row(lane % kWarpRows), part(lane / kWarpRows) {}
@@ -44,7 +43,7 @@ struct RowSum {
   float m = -infinity(), l = 0.0f;
 };
 
-// The factor of a row into the 16 columns that scale_rows loads.
+// Writes the factor of a row into the 16 columns that scale_rows loads.
 template <int kFactorStride, class Lane>
 __device__ __forceinline__ void store_factor(float* s_factors, const Lane& lane, float factor) {
   constexpr int kShare = 16 / Lane::kParts;
@@ -54,8 +53,8 @@ __device__ __forceinline__ void store_factor(float* s_factors, const Lane& lane,
     *reinterpret_cast<float4*>(s_row + c) = make_float4(factor, factor, factor, factor);
 }
 
-// The lane's weights P, rounded, to its row of s_weights (kPStride elements a row); with `keep`, the remainders stay in
-// P.
+// Stores the lane's weights P, rounded, in its row of s_weights (kPStride elements per row); with `keep`, the
+// remainders stay in P.
 template <int kPStride, class Lane, class Element>
 __device__ __forceinline__ void store_weights(Element* s_weights, const Lane& lane, LaneScores<Lane>& P, bool keep) {
   constexpr int kAtOnce = Lane::kParts == 1 ? 8 : 4;
@@ -83,7 +82,7 @@ __device__ __forceinline__ void load_scores(LaneScores<Lane>& S, const float* s_
   for (int i = 0; i < Lane::kScores; ++i) S[i] = s_scores[lane.key(i) * kScoreStride + lane.row];
 }
 
-// Blank out the keys of the tile that the lane's row does not see: those outside begin .. end-1.
+// Masks the keys of the tile that the lane's row does not see: those outside begin .. end-1.
 template <class Lane>
 __device__ __forceinline__ void mask_scores(LaneScores<Lane>& S, const Lane& lane, int begin, int end) {
 #pragma unroll
@@ -91,8 +90,8 @@ __device__ __forceinline__ void mask_scores(LaneScores<Lane>& S, const Lane& lan
     if (lane.key(i) < begin || lane.key(i) >= end) S[i] = -infinity();
 }
 
-// S becomes weights 2^(S * factor - m). Returns whether m moved, for some row of the warp; then O must be scaled by the
-// factors left in s_factors, which the warp sees after the caller's __syncwarp.
+// S becomes weights 2^(S * factor - m). Returns whether m moved for some row of the warp; then O must be scaled by the
+// factors written to s_factors, which the warp sees after the caller's __syncwarp.
 template <int kFactorStride, class Lane>
 __device__ __forceinline__ bool online_softmax(LaneScores<Lane>& S, const Lane& lane, RowSum& sum, float factor,
                                                float* s_factors) {

@@ -1,7 +1,7 @@
-// Tiles whose rows are padded by 16 bytes. wmma wants one stride for a whole matrix, so a swizzle is out of the
-// question; padding does what a swizzle would. A row of a head_dim bucket is an even number of 16-byte chunks and one
-// of padding: an odd number, so that eight neighbouring rows at one column start in eight different bank groups (group
-// = address / 16 mod 8). Unpadded, rows of 128 bytes and more would all start in one: 8 passes instead of 1.
+// Tiles whose rows are padded by 16 bytes. wmma requires one stride for a whole matrix, which rules out a swizzle;
+// padding has the same effect. A row of a head_dim bucket is an even number of 16-byte chunks and one of padding: an
+// odd number, so that eight neighbouring rows at one column start in eight different bank groups (group = address / 16
+// mod 8). Unpadded, rows of 128 bytes and more would all start in one: 8 passes instead of 1.
 #pragma once
 
 #include "attn/mma/tile.cuh"
@@ -27,7 +27,7 @@ struct PaddedWalk : ChunkWalk<kTileRows, kRowChunks, kThreads> {
 };
 
 // s_tile <- rows row0 .. of x; zeros past the last row and the last channel. kAsync: rows start at multiples of 16
-// bytes, and the copies belong to a group of cp.async of their own. Else they pass through registers.
+// bytes, and the copies form their own cp.async group. Otherwise they go through registers.
 template <class Walk, bool kAsync, class Element>
 __device__ __forceinline__ void load_tile(char* s_tile, const HeadRows<Element>& x, int row0, bool aligned) {
   if constexpr (kAsync) {

@@ -6,7 +6,7 @@ namespace qf {
 namespace QF_ISA {
 namespace {
 
-// In units that leave room for a chunk of the largest floats.
+// In units in which a chunk of the largest floats does not overflow.
 double mean_of(const float* x, int64_t n) {
   constexpr float kUnit = 1.0f / 1024;
   const Vec units = broadcast(kUnit);

@@ -1,4 +1,4 @@
-// qf_cpu_int8_matmul: checks, packs b, and hands blocks of out to the kernel of this machine. See int8_matmul.h.
+// qf_cpu_int8_matmul: checks, packs b, and passes blocks of out to this machine's kernel. See int8_matmul.h.
 #include "int8_matmul.h"
 
 #include <algorithm>
@@ -45,7 +45,7 @@ const Int8MatmulKernel& kernel_for(Isa isa) {
   return generic::int8_matmul_kernel;
 }
 
-// One task for each block of columns: packed b is read once, from the cache.
+// One task per block of columns: packed b is read once, from the cache.
 int run_few_rows(const QfLinearParams& p, const Int8MatmulKernel& kernel) {
   auto multiply = [&](int64_t block) {
     char* const scratch = static_cast<char*>(thread_scratch(size_t(kernel.scratch_bytes(p))));
@@ -71,7 +71,7 @@ int run(const QfLinearParams& p, const Int8MatmulKernel& kernel) {
       kernel.pack(p, (first + task) * kernel.columns, packed + task * block_bytes);
       return int(QF_OK);
     };
-    // Rows innermost: threads that run side by side read the same packed columns.
+    // Rows innermost: concurrent threads read the same packed columns.
     auto multiply = [&](int64_t task) {
       const int64_t block = task / row_tasks, row = task % row_tasks * kernel.rows;
       char* const scratch = static_cast<char*>(thread_scratch(size_t(kernel.scratch_bytes(p))));

@@ -1,5 +1,5 @@
-// qf_cpu_int8 on arrays that are INT8 already, the plain way: q, k and v back to float32, then the engine's own
-// attention. It is the definition that `fa_int8` with QF_KV_QUANTIZED is an optimisation of.
+// qf_cpu_int8 on arrays that are INT8 already, done directly: q, k and v back to float32, then the engine's own
+// attention. `fa_int8` with QF_KV_QUANTIZED is an optimisation of this definition.
 #include "int8_quantized.h"
 
 #include <memory>

@@ -1,5 +1,5 @@
-// Attention on arrays that are INT8 already, and what int8_quantized.cc (compiled once) asks of int8_quantized_isa.cc
-// (compiled per ISA).
+// Attention on arrays that are INT8 already, and the interface between int8_quantized.cc (compiled once) and
+// int8_quantized_isa.cc (compiled per ISA).
 #pragma once
 
 #include <stdint.h>

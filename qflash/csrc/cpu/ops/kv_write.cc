@@ -16,10 +16,10 @@ namespace {
 
 using LongLong = long long;
 
-constexpr int64_t kTaskTokens = 64;  // of a task
+constexpr int64_t kTaskTokens = 64;  // per task
 
-// All new tokens of a sequence: none where its length is 0 and its batch has the same number for all, which is how a
-// batch is filled up with rows of no sequence.
+// All new tokens of a sequence: none where its length is 0 and its batch has the same number for all; batches are
+// padded with rows of no sequence in this way.
 NewTokens tokens_of(const QfKvWriteParams& p, int64_t b) {
   NewTokens tokens{b, 0, 0, p.k_len, 0};
   if (p.cu_seqlens_k) {

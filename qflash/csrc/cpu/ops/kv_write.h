@@ -1,5 +1,5 @@
-// What kv_write.cc (compiled once) and kv_write_isa.cc (compiled per ISA) say to each other. Every step is defined to
-// the bit by qflash/reference/kv_write.py; both are compiled without fused multiplications.
+// The interface between kv_write.cc (compiled once) and kv_write_isa.cc (compiled per ISA). Every step is defined bit
+// for bit by qflash/reference/kv_write.py; both are compiled without fused multiply-adds.
 #pragma once
 
 #include <stdint.h>
@@ -14,7 +14,7 @@ struct NewTokens {
   int64_t batch;
   int64_t first_row;  // the sequence's first new token in k and v; 0 unless packed
   int64_t first, count;
-  int64_t place;  // in the sequence, of its new token 0
+  int64_t place;  // position in the sequence of its new token 0
 };
 
 }  // namespace qf

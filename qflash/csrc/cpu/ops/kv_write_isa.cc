@@ -18,7 +18,7 @@ char* address_of(const QfTensor& pool, int64_t bytes, const Slot& slot) {
   return static_cast<char*>(pool.data) + offset_of(pool, slot.page, slot.token, slot.head) * bytes;
 }
 
-// values and scale <- x[0, n), which is used up.
+// values and scale <- x[0, n), which is overwritten.
 void quantize_row(const QfTensor& pool, const QfScales& scales, const Slot& slot, float* x, int n) {
   int8_t* values = reinterpret_cast<int8_t*>(address_of(pool, 1, slot));
   float* scale = scales.scale + slot.page * scales.stride_b + slot.head * scales.stride_h + slot.token;

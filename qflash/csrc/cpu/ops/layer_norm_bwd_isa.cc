@@ -1,9 +1,9 @@
 // Gradients of layer_norm. With z = (x - mean) rstd and g = dout weight,
 //   dx = rstd (g - rowmean(g) - z rowmean(g z)) + dmean / n - z drstd rstd^2 / n,
-// and of the rows at hand the sums of dout z and of dout, which become dweight and dbias.
+// and the sums of dout z and of dout over the given rows, which become dweight and dbias.
 //
-// The mean is what the forward pass rounded to a float, so z is off by one number for the whole row. Its own mean,
-// which should be 0, tells that number, and it is taken off: an offset of the row costs no accuracy here either.
+// The mean is what the forward pass rounded to a float, so z is off by one number for the whole row. That number is z's
+// own mean, which should be 0, and is subtracted: an offset of the row costs no accuracy here either.
 #include "memory.h"
 #include "row_gradients.h"
 #include "row_sums.h"
@@ -12,7 +12,7 @@ namespace qf {
 namespace QF_ISA {
 namespace {
 
-// A row's z, as the rounded mean gives it. Halves are subtracted, so that no two floats are too far apart.
+// A row's z, from the rounded mean. Halves are subtracted, because the difference of two floats may overflow.
 struct Normalised {
   const float* x;
   Vec half_mean, twice_rstd;
@@ -54,7 +54,7 @@ int layer_norm_bwd_rows(const QfLayerNormBwdParams& p, int64_t begin, int64_t en
         },
         of_row);
     const double offset = of_row[0] / double(n), mean_g = of_row[1] / double(n);
-    // An infinite gradient has no use for the correction, which may be 0 * inf.
+    // With an infinite gradient the correction, which may be 0 * inf, is left out.
     const double correction = mean_g - mean_g == 0 ? offset * mean_g : 0.0;
     const double mean_gz = of_row[2] / double(n) - correction;
     const double of_rstd = p.drstd ? double(p.drstd[row]) * rstd / double(n) : 0.0;

@@ -1,4 +1,4 @@
-// layer_norm of rows. The mean is a float and a correction, both found relative to numbers of the row's own size, so
+// layer_norm of rows. The mean is a float and a correction, both computed relative to numbers of the row's own size, so
 // that neither an offset nor a constant row costs accuracy.
 #include "row_sums.h"
 
@@ -36,13 +36,13 @@ Statistics statistics_of(Numbers numbers, const void* x, int64_t n, float unit) 
   return {mean, float(rest), variance < 0 ? 0 : variance};
 }
 
-// Rows whose squares overflow float32 are done again in this unit, 2^-84.
+// Rows whose squares overflow float32 are recomputed in this unit, 2^-84.
 constexpr float kSmallUnit = 5.169878828456423e-26f;
-// So are rows whose squares vanish, in 2^96: where the variance is below 2^-100 and eps does not outweigh it. Numbers
-// of 2^20 and more that differ have a larger one.
+// So are rows whose squares vanish, in 2^96: where the variance is below 2^-100 and eps does not outweigh it. Different
+// numbers of 2^20 and more have a larger variance.
 constexpr float kLargeUnit = 7.922816251426434e28f, kLeastVariance = 7.888609052210118e-31f, kMostNarrow = 1048576.0f;
 
-// The unit in which a row has its statistics well inside float32, judged by those in units of 1.
+// The unit in which the statistics of a row are well inside float32's range, chosen by those in units of 1.
 float unit_for(const Statistics& s, float eps) {
   if (!(s.variance < INFINITY)) return kSmallUnit;
   const bool vanishes = s.variance < kLeastVariance && eps < kLeastVariance;
@@ -59,7 +59,7 @@ void normalise(Numbers numbers, const QfRowsParams& p, int64_t row) {
   const float unit = unit_for(s, p.eps);
   if (unit != 1.0f) s = statistics_of(numbers, x, n, unit);
   const double rstd = 1.0 / sqrt(s.variance + double(p.eps) * unit * unit);
-  // NaN where the row is not finite, whatever its mean would be.
+  // NaN where the row is nonfinite, whatever its mean would be.
   if (p.mean) p.mean[row] = float((double(s.mean) + s.rest + s.variance * 0) / unit);
   if (p.rstd) p.rstd[row] = float(rstd * unit);
   const Vec units = broadcast(unit), mean = broadcast(s.mean), rest = broadcast(s.rest);

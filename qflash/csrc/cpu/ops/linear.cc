@@ -1,4 +1,4 @@
-// qf_cpu_linear: checks, cuts out into blocks, and hands them to the kernel of this machine. See linear.h.
+// qf_cpu_linear: checks, cuts out into blocks, and passes them to this machine's kernel. See linear.h.
 #include "linear.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace qf {
 namespace {
 
-constexpr int64_t kBlocksPerThread = 4;  // that are wanted, so that no thread waits long for the last
+constexpr int64_t kBlocksPerThread = 4;  // the target, so that no thread waits long for the last
 
 int check(const QfLinearParams& p) {
   if (p.struct_bytes != int32_t(sizeof(QfLinearParams)))
@@ -79,7 +79,7 @@ int run_linear(const LinearCall& call, Isa isa) {
   const LinearKernel& kernel = kernel_for(isa, p.dtype);
   const int products = p.activation == QF_SWIGLU ? 2 : 1;
   const Cut cut(p, kernel, products);
-  // Rows innermost: threads that run side by side read the same columns of w.
+  // Rows innermost: concurrent threads read the same columns of w.
   auto multiply = [&](int64_t task) {
     const int64_t row = task % cut.row_blocks * cut.rows, column = task / cut.row_blocks * cut.columns;
     const LinearBlock block = {row, column, int(std::min(cut.rows, p.m - row)),

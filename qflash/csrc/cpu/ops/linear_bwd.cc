@@ -1,4 +1,4 @@
-// qf_cpu_linear_bwd: the gradients of the activation, strip by strip, then products as linear layers have them: dx of w
+// qf_cpu_linear_bwd: the gradients of the activation, strip by strip, then products as in linear layers: dx of w
 // transposed, dw of x transposed. Strips depend on the shape alone, so sums over rows have one order.
 #include "linear_bwd.h"
 
@@ -33,7 +33,7 @@ struct Memory {
   float* sums[2] = {nullptr, nullptr};
   int64_t row_strips;
 
-  // False: there is none.
+  // False: there is no memory.
   bool reserve(const QfLinearBwdParams& p) {
     row_strips = ceil_div(p.m, kStripRows);
     const int64_t matrix = p.activation == QF_IDENTITY ? 0 : round_up(p.m * p.n * (p.dtype == QF_F32 ? 4 : 2), 64);
@@ -76,7 +76,7 @@ int differentiate_activation(const QfLinearBwdParams& p, const Memory& memory, I
   return status;
 }
 
-// A product without anything behind it: `out` is [m, n] without gaps.
+// A product without an epilogue: `out` is [m, n] without gaps.
 QfLinearParams plain_product(const QfLinearBwdParams& p, int64_t m, int64_t n, int64_t k, void* out) {
   QfLinearParams product = {};
   product.struct_bytes = int32_t(sizeof product);

@@ -1,5 +1,5 @@
-// What the entry of the gradients of linear layers (linear_bwd.cc, compiled once) asks of the kernels of an instruction
-// set beside its products.
+// What the entry of the gradients of linear layers (linear_bwd.cc, compiled once) requires of the kernels of an
+// instruction set in addition to its products.
 #pragma once
 
 #include "isa.h"
@@ -8,7 +8,7 @@
 namespace qf {
 
 constexpr int kStripRows = 64;      // whose shares of dbias are summed in float32; shares are added up in double
-constexpr int kStripColumns = 512;  // of a task
+constexpr int kStripColumns = 512;  // per task
 
 struct Strip {
   int64_t row, column;

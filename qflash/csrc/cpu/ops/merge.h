@@ -1,5 +1,5 @@
-// What the entry of merge (merge.cc, compiled once) asks of the kernel (compiled per ISA): rows [begin, end) of
-// [batch, length, heads] on the calling thread.
+// The interface between the entry of merge (merge.cc, compiled once) and the kernel (compiled per ISA): rows
+// [begin, end) of [batch, length, heads] on the calling thread.
 #pragma once
 
 #include "isa.h"

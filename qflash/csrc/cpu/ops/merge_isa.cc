@@ -8,8 +8,8 @@ namespace qf {
 namespace QF_ISA {
 namespace {
 
-// What a row and its counterpart are multiplied by, and their lse together. Both are weighed relative to the larger
-// lse, so that neither overflows; the larger one's weight is 1 even where it is infinite.
+// The factors of a row and its counterpart, and their joint lse. Both are relative to the larger lse, so that neither
+// overflows; the larger one's weight is 1 even where it is infinite.
 struct RowWeights {
   float a, b, lse;
 
@@ -25,7 +25,7 @@ struct RowWeights {
   }
 };
 
-// A row of weight 0 is not looked at, for it may hold anything.
+// A row of weight 0 is not read, for it may hold anything.
 template <class A, class B>
 void merge_row(A of_a, B of_b, const void* a, const void* b, const RowWeights& weights, int n, void* out) {
   const Vec factor_a = broadcast(weights.a), factor_b = broadcast(weights.b);

@@ -31,8 +31,8 @@ namespace {
 
 using LongLong = long long;
 
-constexpr int64_t kBlockFloats = 32 * 1024;  // of tokens that are held at a time: half of a usual second-level cache
-constexpr int64_t kTaskTokens = 256;         // of a task, or one group when that is longer
+constexpr int64_t kBlockFloats = 32 * 1024;  // of tokens that are held at a time: half of a typical second-level cache
+constexpr int64_t kTaskTokens = 256;         // per task, or one group when that is longer
 
 Scale symmetric_scale(const Extent& extent) {
   if (extent.any_nonfinite && !extent.any_finite) return {NAN, 0.0f, 0.0f};
@@ -141,8 +141,8 @@ class Quantize {
     return p_.smooth ? p_.mean + (range.b * p_.heads + range.h) * p_.head_dim : nullptr;
   }
 
-  // Calls `work` for the existing ones of tokens first .. end - 1, as many at a time as scratch holds. What is loaded
-  // stays: `loaded` is the first token of the block that scratch holds, -1 for none.
+  // Calls `work` for those of tokens first .. end - 1 that exist, as many at a time as scratch holds. Loaded tokens
+  // stay: `loaded` is the first token of the block that scratch holds, -1 for none.
   template <class Work>
   void each_block(const Range& range, int64_t first, int64_t end, const float* mean, int64_t& loaded, Work work) const {
     end = std::min(end, range.len);
@@ -199,7 +199,7 @@ class Quantize {
     });
   }
 
-  // Tokens one after another in float32 within chunks, the chunks in float64.
+  // Tokens are added serially in float32 within chunks, the chunks in float64.
   int find_means() {
     const int64_t n = p_.head_dim, chunks = ceil_div(p_.length, kMeanChunk);
     const int64_t heads = int64_t(p_.batch) * p_.heads;
@@ -209,7 +209,7 @@ class Quantize {
       const int64_t head = task / chunks, first = task % chunks * kMeanChunk;
       Range range{head / p_.heads, head % p_.heads, first, 0, length_of(p_, head / p_.heads), {}, task};
       if (!take_scratch(range.scratch)) return int(QF_NO_MEMORY);
-      // One token after another: a chunk that is loaded in several blocks is still one sum.
+      // Token by token: a chunk that is loaded in several blocks is still one sum.
       float* total = sums.data() + task * n;
       int64_t loaded = -1;
       each_block(range, first, first + kMeanChunk, nullptr, loaded,

@@ -1,5 +1,5 @@
-// What quantize.cc (compiled once) and quantize_isa.cc (compiled per ISA) say to each other. Every step is defined to
-// the bit by docs/kernels/quantize.md; both are compiled without fused multiplications.
+// The interface between quantize.cc (compiled once) and quantize_isa.cc (compiled per ISA). Every step is defined bit
+// for bit by docs/kernels/quantize.md; both are compiled without fused multiply-adds.
 #pragma once
 
 #include <stdint.h>
@@ -17,10 +17,10 @@ struct TokenBlock {
   int64_t b, h, first, count;
   float* rows;         // [count][stride]
   int64_t stride;      // head_dim and room for a vector more
-  uint8_t* nonfinite;  // [count]: 1 for a token that is not finite
+  uint8_t* nonfinite;  // [count]: 1 for a nonfinite token
 };
 
-// What is known of the numbers behind one scale.
+// Statistics of the numbers behind one scale.
 struct Extent {
   uint32_t largest = 0;              // magnitude among finite tokens
   float above = 0.0f, below = 0.0f;  // largest x and -x among them, at least 0
@@ -32,12 +32,12 @@ struct Extent {
 }  // namespace qf
 
 QF_DECLARE_PER_ISA(
-    // rows <- x, rotated and, where `mean` is given, less it; nonfinite.
+    // rows <- x, rotated and, if `mean` is given, less it; nonfinite.
     void load_tokens(const QfQuantizeParams& p, const TokenBlock& block, const float* mean);
-    // sums [head_dim] += the block's finite tokens, one after another; returns how many.
+    // sums [head_dim] += the block's finite tokens, in sequence; returns their number.
     int32_t sum_tokens(const QfQuantizeParams& p, const TokenBlock& block, float* sums);
     Extent extent_of_tokens(const QfQuantizeParams& p, const TokenBlock& block);
-    // values and, if wanted, sums.
+    // values and, if requested, sums.
     void round_tokens(const QfQuantizeParams& p, const TokenBlock& block, const Scale& scale);
     // out <- tokens first .. first + count - 1 of one head.
     int dequantize_tokens(const QfDequantizeParams& p, int64_t b, int64_t h, int64_t first, int64_t count))

@@ -27,7 +27,7 @@ inline Words philox(uint64_t counter, uint64_t key) {
   return {{c0, c1, c2, c3}};
 }
 
-// y[i] <- floor(y[i]), or the integer above it with the probability that y[i]'s fraction says. `element`: of y[0].
+// y[i] <- floor(y[i]), or the integer above it with the probability that is y[i]'s fraction. `element`: of y[0].
 void round_stochastically(float* y, int64_t n, uint64_t element, uint64_t seed) {
   for (int64_t i = 0; i < n;) {
     const Words words = philox((element + uint64_t(i)) / 4, seed);

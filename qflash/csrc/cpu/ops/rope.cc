@@ -19,7 +19,7 @@ TokenPositions positions_of(const QfRopeParams& p) {
   return {nullptr, 0, "the position of token"};
 }
 
-// Front ends refuse these first, but a stored program comes here past them.
+// Front ends reject these first, but a stored program bypasses them.
 int check_shape(const QfRopeParams& p) {
   if (p.struct_bytes != int32_t(sizeof p)) return QF_BAD_ABI;
   if (p.rope.rotary_dim < 0 || p.rope.rotary_dim > p.head_dim || p.rope.rotary_dim % 2 != 0)

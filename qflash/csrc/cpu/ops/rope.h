@@ -1,4 +1,4 @@
-// What the entry of rope (rope.cc, compiled once) asks of the kernel (compiled per ISA).
+// The interface between the entry of rope (rope.cc, compiled once) and the kernel (compiled per ISA).
 #pragma once
 
 #include "isa.h"
@@ -6,7 +6,7 @@
 
 namespace qf {
 
-// Where tokens stand: values[b * stride_b + t], or t where there are no values. `name`: in messages.
+// Positions of tokens: values[b * stride_b + t], or t where there are no values. `name`: in messages.
 struct TokenPositions {
   const int32_t* values;
   int64_t stride_b;

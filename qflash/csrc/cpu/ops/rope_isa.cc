@@ -1,5 +1,5 @@
-// rope of rows. They are rotated as attention rotates q and k, by the same function compiled alike, so that its results
-// in float32 are the same bits.
+// rope of rows. They are rotated as attention rotates q and k, by the same function compiled in the same way, so that
+// results in float32 are the same bit for bit.
 #include "memory.h"
 #include "rope.h"
 #include "rows.h"

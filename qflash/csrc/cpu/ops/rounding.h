@@ -1,5 +1,5 @@
-// From float32 to int8, as docs/kernels/quantize.md defines it: what every source that rounds shares. Compiled without
-// fused multiplications.
+// From float32 to int8, as docs/kernels/quantize.md defines it: shared by every source that rounds. Compiled without
+// fused multiply-adds.
 #pragma once
 
 #include <math.h>
@@ -8,9 +8,9 @@
 
 namespace qf {
 
-constexpr uint32_t kInfinityBits = 0x7f800000u;  // magnitudes, as integers, from here on are not finite
+constexpr uint32_t kInfinityBits = 0x7f800000u;  // magnitudes, as integers, from here on are nonfinite
 constexpr float kNoAmplitude = 0x1p-100f;        // below it there is no scale
-// 1.5 * 2^23: a float32 in 0 .. 2^22 either way that this is added to and taken from is rounded to nearest even.
+// 1.5 * 2^23: adding it to a float32 of magnitude 0 .. 2^22 and subtracting it rounds to nearest even.
 constexpr float kIntegers = 12582912.0f;
 
 struct Scale {

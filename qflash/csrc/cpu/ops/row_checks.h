@@ -28,7 +28,7 @@ int check_targets(const Params& p) {
   for (int64_t row = 0; row < p.rows; row++) {
     const int32_t target = p.targets[row];
     if (target == p.ignore_index || (target >= 0 && target < p.columns)) continue;
-    // The ends of int32 stand for int64 targets beyond it, too.
+    // The ends of int32 also stand for int64 targets beyond them.
     const char* beyond = target == INT32_MAX ? " or more" : target == INT32_MIN ? " or less" : "";
     return fail(QF_BAD_VALUE, "targets has %d%s at row %lld; allowed: 0 to %lld, or ignore_index %d", target, beyond,
                 static_cast<long long>(row), static_cast<long long>(p.columns - 1), p.ignore_index);

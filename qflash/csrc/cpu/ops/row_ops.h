@@ -1,5 +1,5 @@
-// What the entries of softmax, layer_norm and cross_entropy (row_ops.cc, compiled once) ask of the row kernels
-// (compiled per ISA): rows [begin, end) on the calling thread. QF_OK or QF_NO_MEMORY.
+// The interface between the entries of softmax, layer_norm and cross_entropy (row_ops.cc, compiled once) and the row
+// kernels (compiled per ISA): rows [begin, end) on the calling thread. QF_OK or QF_NO_MEMORY.
 #pragma once
 
 #include "isa.h"

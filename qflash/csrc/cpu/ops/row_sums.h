@@ -36,7 +36,7 @@ static inline void store_some(float* x, Vec value, int64_t left) {
     store_part(x, value, int(left));
 }
 
-// A sum of many vectors that is as good as one in double: what each addition rounds off is summed apart.
+// A sum of many vectors, as accurate as one in double: the rounding errors of the additions are summed separately.
 class LongSum {
  public:
   void add(Vec x) {
@@ -52,7 +52,7 @@ class LongSum {
     for (int i = 0; i < kLanes; i += 4)
       for (int j = 0; j < 4; j++) alls[j] += sums[i + j], rests[j] += lost[i + j];
     const double all = (alls[0] + alls[1]) + (alls[2] + alls[3]), rest = (rests[0] + rests[1]) + (rests[2] + rests[3]);
-    return rest - rest == 0 ? all + rest : all;  // an infinite sum has lost nothing that can be told
+    return rest - rest == 0 ? all + rest : all;  // an infinite sum has no meaningful rest
   }
 
  private:
@@ -84,7 +84,7 @@ static inline double sum_terms(int64_t n, Term term) {
   return sums[0];
 }
 
-// The greatest of factor * x; NaN is passed by.
+// The largest of factor * x; NaN is ignored.
 static inline float largest_of(const float* x, int64_t n, float factor) {
   const Vec least = broadcast(-INFINITY), factors = broadcast(factor);
   Vec m = least;

@@ -8,7 +8,7 @@ namespace QF_ISA {
 namespace {
 
 // scale x = scale * factor * x with scale >= 0. A negative scale changes the sign of x; where it is 0, x becomes 0, or
-// NaN if it was not finite; where it is so small that a difference past the largest float would still count, x is
+// NaN if it was nonfinite; where it is so small that a difference past the largest float would still count, x is
 // halved.
 struct SplitScale {
   float factor, scale;
@@ -22,7 +22,7 @@ struct SplitScale {
 }  // namespace
 
 int softmax_rows(const QfRowsParams& p, int64_t begin, int64_t end) {
-  const bool in_place = p.dtype == QF_F32;  // weights wait in out
+  const bool in_place = p.dtype == QF_F32;  // out holds the weights meanwhile
   float* scratch = in_place ? nullptr : static_cast<float*>(thread_scratch(size_t(p.columns) * sizeof(float)));
   if (!in_place && !scratch) return QF_NO_MEMORY;
   const SplitScale split(p.scale);

@@ -1,8 +1,8 @@
 // Tile shapes of `decode`, by type, bucket of head dims, rows and architecture (compute capability times ten).
 //
-// A team is as many warps as there are blocks of 16 rows; up to 16 rows it is one warp. Every team copies its own tiles
-// of keys, so the ring is cut into one for each team. What shared memory an architecture has decides how many teams
-// there are, how many keys a tile has and how many tiles are under way.
+// A team has as many warps as there are blocks of 16 rows; up to 16 rows it is one warp. Every team copies its own
+// tiles of keys, so there is one ring per team. The shared memory of an architecture determines how many teams there
+// are, how many keys a tile has and how many tiles are in flight.
 #pragma once
 
 #include <type_traits>
@@ -22,10 +22,10 @@ struct PortableConfig {
   static constexpr bool kPaged = kKind == QF_KV_PAGES || kKind == QF_KV_PAGES_INT8;
   static constexpr bool kInt8 = kKind == QF_KV_PAGES_INT8, kKept = kKind == QF_KV_KEPT;
   static constexpr bool kInt8Queries = kInt8 || kKept;
-  using Tensor = Tensor16<std::conditional_t<kInt8, F16, Element>, kArch>;  // of P V: a byte of V is a float16
-  using QueryTensor = Tensor16<Element, kArch>;                             // of what q is
-  using ScoreTensor = Tensor8<kArch>;                                       // of bytes
-  static constexpr int kKeyBytes = kInt8Queries ? 1 : 2, kElementBytes = kInt8 ? 1 : 2;  // of an element of K, of V
+  using Tensor = Tensor16<std::conditional_t<kInt8, F16, Element>, kArch>;  // for P V: a byte of V is a float16
+  using QueryTensor = Tensor16<Element, kArch>;                             // for q's type
+  using ScoreTensor = Tensor8<kArch>;                                       // for bytes
+  static constexpr int kKeyBytes = kInt8Queries ? 1 : 2, kElementBytes = kInt8 ? 1 : 2;  // per element of K, of V
   static constexpr int kHeadDim = kHeadDim_, kChunks = kHeadDim / 8, kPairs = kChunks / 2;
   static constexpr int kByteChunks = kHeadDim / 16, kBytePairs = kHeadDim / 32;  // 16 and 32 channels of bytes
   static constexpr int kRowWarps = kRowWarps_, kRows = 16 * kRowWarps;
@@ -33,25 +33,26 @@ struct PortableConfig {
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
   static constexpr bool kKeepsRemainders = kIsF16<Element> && !kInt8Queries;  // as in attn/decode/
 
-  // Registers: whether a thread's index is read afresh, and rows are finished when outputs are gone (attend.cuh).
+  // Where registers are few: whether a thread's index is read afresh, and rows are finished when outputs are gone
+  // (attend.cuh).
   static constexpr bool kFewRegisters = kHeadDim > 128 && (kKept || (kBatchInvariant && !kInt8));
   static constexpr bool kFinishesLater = kHeadDim > 128 && kBatchInvariant && !kInt8;
 
-  // q: rows; of bytes with a scale of each row after them, then q . k_mean of each.
+  // q: rows; if bytes, followed by one scale per row, then q . k_mean of each row.
   static constexpr int kQueryScales = kRows * kHeadDim, kQueryDots = kQueryScales + kRows * 4;
   static constexpr int kQueryBytes = kInt8Queries ? kQueryDots + kRows * 4 : kRows * kHeadDim * 2;
-  // A warp of its own describes units, and fetches few rows of q a unit ahead. Teams of four have no room for it: two
-  // of them are eight warps, two for each part of a multiprocessor, and a third would leave them 168 registers.
+  // A dedicated warp describes units, and loads few rows of q one unit ahead. Teams of four leave no room for it: two
+  // of them are eight warps, two per SM sub-partition, and a third would leave them 168 registers.
   static constexpr bool kUnitsWarp = kHeadDim > 128 || kRowWarps < 4, kQueriesAhead = kRowWarps == 1;
   static constexpr int kQueryPlaces = kQueriesAhead ? 2 : 1;
 
-  // Where the warps of a block put their sums; a row's padding is as in attn/decode/config.cuh.
+  // Where the warps of a block store their accumulators; a row's padding is as in attn/decode/config.cuh.
   static constexpr int kAreaColumns = kHeadDim == 128 && kArch >= 80 ? 128 : 64;
   static constexpr int kAreaStride = kAreaColumns + 8;  // floats
   static constexpr int area_bytes(int warps) { return warps * 8 * kAreaStride * 4; }
   static constexpr int stats_bytes(int warps) { return warps * 8 * 16; }
 
-  // Tiles that `teams` teams have room for, each, with `keys` keys.
+  // Tiles per team that fit for `teams` teams and `keys` keys per tile.
   static constexpr int kStateBytes = 1024;           // OwnState
   static constexpr int row_bytes(int element_bytes)  // in whole panels
   {
@@ -65,8 +66,8 @@ struct PortableConfig {
     const int other = kQueryPlaces * kQueryBytes + area_bytes(warps) + stats_bytes(warps) + kStateBytes;
     return (shared_limit(kArch) - other) / (teams * stage_bytes(keys));
   }
-  // Up to eight warps, the one that describes units among them; four and that one where the outputs of a row take more
-  // registers. Fewer where a tile for each is too much.
+  // Up to eight warps, including the one that describes units; four and that one where the outputs of a row take more
+  // registers. Fewer where a tile for each does not fit.
   static constexpr int kFewestKeys = 16;
   static constexpr int most_teams() {
     int teams = (kHeadDim > 128 ? 4 : kUnitsWarp ? 7 : 8) / kTeamWarps;
@@ -75,7 +76,7 @@ struct PortableConfig {
   }
   static constexpr int kTeams = most_teams();
   // As many keys as make 8 KB of K and V up to head_dim 128, for every warp of a team: barriers of a team are then few.
-  // Fewer where less than three tiles would be under way.
+  // Fewer where less than three tiles would be in flight.
   static constexpr int most_keys() {
     int keys = (kHeadDim <= 64 ? 32 : 16) * (kInt8 && kHeadDim <= 128 ? 2 : 1) * kTeamWarps;
     while (keys > kFewestKeys && stages(kTeams, keys) * kTeams < 3) keys /= 2;
@@ -85,7 +86,7 @@ struct PortableConfig {
   static constexpr int kStages = stages(kTeams, kBlockN);
   static_assert(kStages >= 1, "the tiles do not fit the shared memory of this architecture");
   static constexpr int kMostStep = kHeadDim <= 128 ? 32 : 16;
-  static constexpr int kStep = kBlockN < kMostStep ? kBlockN : kMostStep;  // keys at once
+  static constexpr int kStep = kBlockN < kMostStep ? kBlockN : kMostStep;  // keys per step
   using Tile = Panels<kBlockN, kHeadDim, kElementBytes>;
   using KeyTile = Panels<kBlockN, kHeadDim, kKeyBytes>;
 

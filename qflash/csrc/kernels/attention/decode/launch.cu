@@ -11,9 +11,9 @@ using namespace qf;
 template <int kRowWarps>
 using Config =
     decode::PortableConfig<ElementOf<QF_DTYPE>::Type, QF_HEAD_DIM, kRowWarps, QF_ARCH, QF_KV_KIND, QF_BATCH_INVARIANT>;
-constexpr int kMostProcessors = 256;  // of any GPU
+constexpr int kMostProcessors = 256;  // on any GPU
 
-// In the workspace: flags, partial sums.
+// In the workspace: flags, partial results.
 constexpr int64_t kFlagBytes = sizeof(unsigned) * decode::kFlagsEach;
 template <class Config>
 int64_t partial_bytes(const QfAttnParams& p) {
@@ -45,7 +45,7 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   return launch(how, qf_decode_kernel<Config, false>, p, runs, parts, flags, aligned);
 }
 
-// visit(a Config): the one for so many rows of a KV head.
+// visit(a Config): the one for `rows` rows of a KV head.
 template <class Visit>
 auto by_rows(int rows, Visit visit) {
   if (rows <= 16) return visit(Config<1>());

@@ -1,5 +1,6 @@
 // Tile shapes of `fa`, from the only three things it is specialised for: -DQF_HEAD_DIM (a bucket: 32, 64, 96, 128, 192
-// or 256; the true head_dim comes at run time), -DQF_DTYPE (a QfDtype) and -DQF_ARCH (compute capability times ten).
+// or 256; the actual head_dim is known at run time), -DQF_DTYPE (a QfDtype) and -DQF_ARCH (compute capability times
+// ten).
 #pragma once
 
 #include "attn/cuda_core/product.cuh"
@@ -24,21 +25,21 @@ constexpr int kLanesX = kHeadDim <= 96 ? 8 : 16;
 constexpr int kLanesY = 32 / kLanesX;
 constexpr int kWarps = kScarce && !kLean ? 2 : kHeadDim == 256 && kSharedLimit > 200 * 1024 ? 8 : 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kMinBlocks = kWarps == 8 ? 1 : 2;  // per multiprocessor: caps the registers
+constexpr int kMinBlocks = kWarps == 8 ? 1 : 2;  // per SM: caps the registers
 constexpr int kWarpRows = kRows * kLanesY;
 constexpr int kBlockM = kWarps * kWarpRows;
-// The rest of the registers: 64 keys a tile, or 32 where the outputs leave less (or the shared memory does).
+// The remaining registers: 64 keys per tile, or 32 where the outputs leave less (or the shared memory does).
 constexpr bool kWide = kHeadDim == 96 || (kHeadDim == 256 && kWarps != 8);
 constexpr int kBlockN = kWide || kScarce ? 32 : 64;
 
-// K comes in chunks of kChunk channels, V in chunks of kVRows keys, through one pair of buffers of kBufferFloats.
+// K is loaded in chunks of kChunk channels, V in chunks of kVRows keys, through one pair of buffers of kBufferFloats.
 constexpr int kChunk = 32;
 constexpr int kKSteps = kHeadDim / kChunk;
 constexpr int kVRows = kHeadDim <= 64 ? 32 : kHeadDim <= 128 && !kScarce ? 16 : 8;
 constexpr int kVSteps = kBlockN / kVRows;
 constexpr int kQkUnroll = kHeadDim == 64 || kHeadDim == 256 ? 1 : 2;  // of the loop over channels; 2 would spill there
 
-constexpr bool kFolds = QF_DTYPE == QF_F32;  // attn/cuda_core/fold.cuh says why
+constexpr bool kFolds = QF_DTYPE == QF_F32;  // see attn/cuda_core/fold.cuh
 
 constexpr int kScoreCols = kBlockN / kLanesX;       // scores per row of a lane
 constexpr int kOutVecs = kHeadDim / (4 * kLanesX);  // groups of 4 outputs per row of a lane

@@ -1,6 +1,6 @@
-// fa: FlashAttention on CUDA cores. Products, softmax and sums in float32 for float32, float16 and bfloat16 arrays.
+// fa: FlashAttention on CUDA cores. All arithmetic in float32, for float32, float16 and bfloat16 arrays.
 //
-// One block computes kBlockM rows of one head, walking over the keys in tiles of kBlockN:
+// One block computes kBlockM rows of one head in a main loop over tiles of kBlockN keys:
 //
 //                 kBlockN keys                          roles: every warp does everything, for its own rows.
 //              +---------------+                        Lane (y, x) of a warp owns 8 rows (y, y + kLanesY, ..)
@@ -19,23 +19,22 @@
 //   s_l          [8][kThreads]                 sums of lanes          8 x 128 = 1024
 // Together 77 312 bytes. Padding and lane order: smem/lanes.cuh.
 //
-// Pipeline: a tile is kKSteps steps on channels of K, softmax, then kVSteps steps on keys of V. A step
-//   fetches the next chunk into registers, computes on the current buffer, stashes the fetched chunk into the other
-//   buffer, and meets the block at a barrier. One barrier is enough: the other buffer was last read before the
-//   previous one. Rotated K skips the registers: it is loaded, rotated and stored in one go after the product.
+// Pipeline: a tile is kKSteps steps on channels of K, softmax, then kVSteps steps on keys of V. A step loads the next
+//   chunk into registers, computes on the current buffer, stores the loaded chunk to the other buffer, and ends with a
+//   block barrier. One barrier is enough: the other buffer was last read before the previous one. Rotated K skips the
+//   registers: it is loaded, rotated and stored in one go after the product.
 //
-// Masks: tiles no row of the block sees are not visited, tiles no row of a warp sees are skipped by that warp, and
-//   only tiles some row sees in part are masked element by element. A masked V row may hold NaN or infinity: the
-//   barrier also tells whether the chunk is finite, and if not such tiles leave masked keys out of the sum instead of
+// Masks: tiles no row of the block sees are not visited, tiles no row of a warp sees are skipped by that warp, and only
+//   tiles some row sees in part are masked element by element. A masked V row may hold NaN or infinity: the barrier
+//   also returns whether the chunk is finite, and if not such tiles leave masked keys out of the sum instead of
 //   multiplying them by 0.
 //
-// Sums: float32 arrays fold O into `out` every kFoldKeys keys (attn/cuda_core/fold.cuh says why); a thread reads back
-// only what it
-//   wrote itself.
+// Accumulators: float32 arrays fold O into `out` every kFoldKeys keys (see attn/cuda_core/fold.cuh); a thread reads
+//   back only what it wrote itself.
 //
-// Bound: the FMA units. 4 Tq Tk head_dim FLOP per head at 128 FMA per clock and multiprocessor. Per lane and tile
-//   (head_dim 128) 8192 FMA against 640 16-byte shared loads (2 clocks of the shared-memory pipe each, 1280 of the
-//   2048 clocks a warp's FMA take), 32 ex2 and 32 shuffles. See docs/kernels/fa.md.
+// Bound: the FMA units. 4 Tq Tk head_dim FLOP per head at 128 FMA per cycle and SM. Per lane and tile (head_dim 128)
+//   8192 FMA against 640 16-byte shared loads (2 cycles of the shared-memory pipe each, 1280 of the 2048 cycles a
+//   warp's FMA take), 32 ex2 and 32 shuffles. See docs/kernels/fa.md.
 #pragma once
 
 #include "attn/cuda_core/fold.cuh"
@@ -57,7 +56,7 @@ using KWalk = TileWalk<kBlockN, kChunk, kThreads>;
 using VWalk = TileWalk<kVRows, kHeadDim, kThreads>;
 constexpr int kHeld = KWalk::kVecs > VWalk::kVecs ? KWalk::kVecs : VWalk::kVecs;
 
-// Where a thread stands in the tile: its column x, its first row (the others are kLanesY apart).
+// A thread's position in the tile: its column x, its first row (the others are kLanesY apart).
 struct Place {
   int x, row0;
   __device__ __forceinline__ Place(int thread, int block_row)

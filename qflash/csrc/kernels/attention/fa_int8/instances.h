@@ -1,4 +1,5 @@
-// Which instance of `fa_int8`'s kernel attends to q and k once they are INT8. Host side: run(p, Instance, Access) does.
+// Which instance of `fa_int8`'s kernel serves q and k once they are INT8. Host side: run(p, Instance, Access) starts
+// it.
 #pragma once
 
 #include "kernels/attention/fa_int8/kernel.cuh"
@@ -12,7 +13,7 @@ struct Instance {
   static constexpr int kBytes = kSharedBytes + (kZeroPoints ? kStartsBytes : 0);  // of shared memory
 };
 
-// log2 of how many tokens share a scale; 31 where all of them do; -1 for what the kernel cannot serve.
+// log2 of the number of tokens that share a scale; 31 where all of them do; -1 for what the kernel cannot serve.
 inline int shift_of(const QfScales& scales, int length) {
   if (scales.group >= length) return 31;
   for (int shift = kKeyGroupLog; shift < 31; ++shift)
@@ -31,7 +32,7 @@ inline bool serves_quantized(const QfAttnParams& p) {
          shift_of(kv.k_scales, p.k_len) >= 0 && (!integer_v || kv.v_scales.group > 0);
 }
 
-// Arrays that came quantized, and which `serves_quantized` was asked about.
+// Arrays that are passed quantized, and for which `serves_quantized` returned true.
 template <class Run>
 int run_quantized(const QfAttnParams& p, Run run) {
   const bool integer_v = p.kv.v_scales.scale, zero_points = p.q_scales.zero_point;
@@ -49,7 +50,7 @@ int run_quantized(const QfAttnParams& p, Run run) {
                : run(p, Instance<kCanCopyAsync, false, false, RoundedSums>{}, access);
 }
 
-// q and k as Workspace::place has them: rows of whole chunks.
+// q and k as Workspace::place stores them: rows of whole chunks.
 template <class Run>
 int run_after_quantizing(const QfAttnParams& p, Run run) {
   const Access access = {true, true, chunks_aligned(p.kv.v, p.head_dim, 2), chunks_aligned(p.out, p.head_dim, 2),

@@ -1,17 +1,17 @@
-// fa_int8: FlashAttention with INT8 scores. S = Q Kt of integers, exact; P V in 16 bits with float32 sums.
+// fa_int8: FlashAttention with INT8 scores. S = Q Kt of integers, exact; P V in 16 bits with float32 accumulators.
 //
-// One block computes kBlockM rows of one head, walking over the keys in tiles of kBlockN (head_dim 128 on Hopper):
+// One block computes kBlockM rows of one head in a main loop over tiles of kBlockN keys (head_dim 128 on Hopper):
 //
-//              kBlockN = 64 keys, dealt so that a lane's 16 columns are 16 neighbours (InRuns, attn/mma/tile.cuh)
+//              kBlockN = 64 keys, ordered so that a lane's 16 columns are 16 neighbours (InRuns, attn/mma/tile.cuh)
 //             +-------------------+
-//    warp 0   | S = Q Kt  32 x 64 |  int32 sums that start at the bits of 1.5 * 2^23 and so are floats when done
-//    warp 1   |           32 x 64 |  slope of a score = scale of its row * scale of its 16 keys: one a row and lane
+//    warp 0   | S = Q Kt  32 x 64 |  int32 accumulators start at the bits of 1.5 * 2^23, and so are floats when done
+//    warp 1   |           32 x 64 |  slope of a score = scale of its row * scale of its 16 keys: one per row and lane
 //    warp 2   |           32 x 64 |
 //    warp 3   |           32 x 64 |
 //             +-------------------+
 //    O += P V   16 bits, as in fa_mma                 Roles: every warp does everything, for its own 32 rows.
 //
-// Registers: 64 of S and 128 of O a lane, fragments, 4 slopes, row statistics; the rest of 255 is addresses.
+// Registers: 64 of S and 128 of O per lane, fragments, 4 slopes, row statistics; the rest of 255 are addresses.
 //
 // Shared memory (head_dim 128, Hopper), swizzled (smem/swizzle.cuh; rows of Q and K have 8 chunks, of V 16):
 //   s_q         [kBlockM][kHeadDim] int8   16 KB   at the end the rounded outputs take the place of everything above
@@ -19,17 +19,16 @@
 //   s_row_bias  [kBlockM] floats                   what all scores of a row have in common: for lse, sinks, softcap
 //   s_q_scale   [kBlockM] floats                   scales of the rows, times |scale| log2(e)
 //   s_state     sequence, mask, ranges of keys, where K's scales are
-//   s_starts    [2][kBlockN] int32                 with zero points only: what the sums of each key start at
+//   s_starts    [2][kBlockN] int32                 with zero points only: what the accumulators of each key start at
 //
-// Pipeline: as fa_mma's. cp.async fills one stage while the other is read, one barrier a tile; rows at odd addresses,
-//   and INT8 V, which becomes 16-bit on the way, pass through registers. K's scales are loaded under the products.
+// Pipeline: as fa_mma's. cp.async fills one stage while the other is read, one barrier per tile; rows at odd addresses,
+//   and INT8 V, which is converted to 16 bits, go through registers. K's scales are loaded during the products.
 //
-// Masks, softmax, NaN in V: as fa_mma's. Nonfinite keys are -128 throughout. In heads that may have some,
-//   each thread looks for that in the rows it copied, at the barrier; where it is found, scores become NaN before the
-//   mask.
+// Masks, softmax, NaN in V: as fa_mma's. Nonfinite keys are -128 throughout. In heads that may have some, each thread
+//   checks the rows it copied, at the barrier; where one is found, scores become NaN before the mask.
 //
 // Bound: the tensor cores, at 0.75 of fa_mma's mma (64 for S and 128 for O, per warp and tile); then the exponentials.
-//   See docs/kernels/fa_int8.md for the count, the prediction and what was measured.
+//   See docs/kernels/fa_int8.md for the count, the prediction and the measurement.
 #pragma once
 
 #include "attn/mma/int8.cuh"
@@ -45,8 +44,8 @@
 #include "kernels/attention/fa_int8/state.cuh"
 
 // kAsync: q, k and v are aligned and copied asynchronously. kZeroPoints: q and k have zero points, and sums that
-// correct for them. kIntegerV: V is INT8 too, and becomes Element on its way into shared memory. Sums: lse needs
-// ExactSums.
+// correct for them. kIntegerV: V is INT8 too, and is converted to Element on its path into shared memory. Sums: lse
+// needs ExactSums.
 template <bool kAsync, bool kZeroPoints, bool kIntegerV, class Sums>
 __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks)
     qf_fa_int8_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::Grid grid,
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
   char* const s_q = reinterpret_cast<char*>(s_memory);
   char* const s_kv = s_q + kQBytes;  // kStages pairs of tiles, K then V
   float* const s_row_bias = reinterpret_cast<float*>(s_q + kTilesBytes);
-  float* const s_q_scale = s_row_bias + kBlockM;  // times |scale| log2(e): K's scale apart, from dots to base-2 scores
+  float* const s_q_scale = s_row_bias + kBlockM;  // times |scale| log2(e): dots to base-2 scores, except for K's scale
   State& s_state = *reinterpret_cast<State*>(s_q + kTilesBytes + kRowBytes);
   if (!s_state.template begin<kZeroPoints>(p, grid)) return;
   __syncthreads();  // the state is in place
@@ -80,15 +79,15 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     char* const s_k = s_kv + stage * kStageBytes;
     char* const s_v = s_k + kKBytes;
     if (kStages == 1) {
-      __syncthreads();  // every warp is done with the tile before
+      __syncthreads();  // every warp is done with the previous tile
       loads.load_kv(s_k, key0);
     }
     float k_scale[kParts];
-    loads.load_k_scales(k_scale, key0);        // on their way while the products are computed
+    loads.load_k_scales(k_scale, key0);        // in flight while the products are computed
     if constexpr (kAsync) cp_async_wait<0>();  // this tile's copies, and the first time q's
-    // The barrier makes the tile visible to all, and says that nobody reads the other stage any more. It also tells
-    // whether something is nonfinite: in V, where rows see the tile only in part and zero weights would not blank it
-    // out; in K, where the head may have such keys.
+    // The barrier makes the tile visible to all warps, and after it no warp reads the other stage any more. It also
+    // returns whether something is nonfinite: in V, where rows see the tile only in part and zero weights would not
+    // mask it; in K, where the head may have such keys.
     const bool whole = s_state.whole_for_block(key0, kBlockN);
     const bool search = !kZeroPoints && s_state.may_be_nonfinite;
     bool nonfinite = false;
@@ -139,7 +138,7 @@ __global__ void __launch_bounds__(qf::fa_int8::kThreads, qf::fa_int8::kMinBlocks
     pv_mma<Tensor, kChunks>(O, rows, S, s_v, fresh_tid() % 32);
   }
 
-  __syncthreads();  // the tiles are done with: the outputs take their place
+  __syncthreads();  // the tiles are no longer needed: the outputs replace them
   const int lane = threadIdx.x % 32, warp_row = s_state.block_row + threadIdx.x / 32 * kWarpRows;
   const int rows_here = min(kWarpRows, seq.len_q - warp_row);
   if (rows_here <= 0) return;

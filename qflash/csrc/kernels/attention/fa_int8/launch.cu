@@ -8,7 +8,7 @@
 namespace qf {
 namespace fa_int8 {
 
-// A template, so that the instances of one kind alone are compiled.
+// A template, so that only the instances of one kind are compiled.
 template <int kKind>
 int attend(const QfAttnParams& p, cudaStream_t on) {
   const auto launch_instance = [on](const QfAttnParams& quantized, auto instance, const Access& access) -> int {

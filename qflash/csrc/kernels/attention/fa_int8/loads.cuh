@@ -1,4 +1,4 @@
-// How tiles of q, k and v, and what scales them, get into the shared memory and the registers of a block of `fa_int8`.
+// Loads tiles of q, k and v, and their scales, into the shared memory and the registers of a block of `fa_int8`.
 #pragma once
 
 #include "attn/mma/int8.cuh"
@@ -18,7 +18,7 @@ struct Access {
   int k_shift;        // K's tokens share scales in groups of 2^k_shift
 };
 
-// Sums with zero points may be too large for kMagicBits, and are then plain integers.
+// Accumulators with zero points may be too large for kMagicBits, and are then plain integers.
 template <bool kZeroPoints>
 constexpr bool kConverts = kZeroPoints && kHeadDim > kMostMagicDim;
 
@@ -32,7 +32,7 @@ struct Loads {
   char *s_q, *s_kv;
   float *s_row_bias, *s_q_scale;  // of each row of the block
 
-  // Q, and what is known of each of its rows. Copies belong to the open group of cp.async.
+  // Q, and the values of each of its rows. Copies belong to the open group of cp.async.
   __device__ __forceinline__ void load_q() const {
     const Sequence& seq = s_state.seq;
     const int& b = s_state.b;
@@ -44,7 +44,7 @@ struct Loads {
                                     [&](int row, int d) { return load_bytes(q.row(row), d, p.head_dim, access.q); });
     for (int row = threadIdx.x; row < kBlockM; row += kThreads) {
       const int i = s_state.block_row + row;
-      if (p.lse || p.sinks || !scales_plainly(p.scale, p.softcap)) {  // else nobody reads it
+      if (p.lse || p.sinks || !scales_plainly(p.scale, p.softcap)) {  // else it is never read
         s_row_bias[row] = i >= seq.len_q ? 0.0f
                           : p.q_dot_mean ? p.q_dot_mean[(int64_t(b) * p.q_heads + s_state.h) * p.q_len + i]
                           : p.kv.k_mean  ? q_dot_mean_of_integers(p, q.row(i), b, s_state.h, i)
@@ -55,7 +55,7 @@ struct Loads {
     }
   }
 
-  // A tile of K and, behind it, of V; with zero points also what the sums of its keys start at.
+  // A tile of K followed by one of V; with zero points also what the accumulators of its keys start at.
   __device__ __forceinline__ void load_kv(char* s_tiles, int key0) const {
     const Sequence& seq = s_state.seq;
     char* const s_v = s_tiles + kKBytes;

@@ -1,4 +1,4 @@
-// What a block of `fa_int8` asks once or twice a tile, and what is known of one query before its scores are computed.
+// What a block of `fa_int8` needs once or twice per tile, and the values of one query before its scores are computed.
 #pragma once
 
 #include "attn/mma/int8.cuh"
@@ -11,11 +11,11 @@ namespace fa_int8 {
 
 struct State : BlockState<kWarps, kWarpRows> {
   const float* k_scales;  // of the sequence's keys in their head
-  bool may_be_nonfinite;  // some of them may not be finite
+  bool may_be_nonfinite;  // some of them may be nonfinite
   const int32_t* k_sums;  // with zero points: of their integers
   int zero_point;         // q's
 
-  // What the block has to do. Collective; the caller's next barrier makes it visible. False: nothing.
+  // The block's work tile. Collective; the caller's next barrier makes it visible. False: there is none.
   template <bool kZeroPoints>
   __device__ __forceinline__ bool begin(const QfAttnParams& p, const Grid& grid) {
     const Work work(p, grid);
@@ -48,15 +48,15 @@ __device__ inline float q_dot_mean_of_integers(const QfAttnParams& p, const int8
   return sum * scale_at(p.q_scales, b, h, row);
 }
 
-// What all keys have in common in one row's products of (q - zq) and (k - zk), see start_with_each. Both have one
-// scale.
+// The terms that all keys have in common in one row's products of (q - zq) and (k - zk), see start_with_each. Both have
+// one scale.
 __device__ inline float bias_of_zero_points(const QfAttnParams& p, int b, int h, int row) {
   const int sum = p.q_scales.sums[(int64_t(b) * p.q_heads + h) * p.q_len + row];
   const int zq = *p.q_scales.zero_point, zk = *p.kv.k_scales.zero_point;
   return float(zk * (p.head_dim * zq - sum)) * *p.q_scales.scale * *p.kv.k_scales.scale;
 }
 
-// The scale of one row of q; NaN for a row that is not finite, which its scale does not tell where rows share one.
+// The scale of one row of q; NaN for a nonfinite row, which its scale does not show where rows share one.
 __device__ inline float scale_of_row(const QfAttnParams& p, const int8_t* g_q, int b, int h, int row) {
   return !p.q_scales.zero_point && g_q[0] == -128 ? nan() : scale_at(p.q_scales, b, h, row);
 }

@@ -1,4 +1,4 @@
-// How `fa_int8` quantizes q and k before it attends: what each becomes, and where in the workspace.
+// How `fa_int8` quantizes q and k before it attends: the form of each, and its place in the workspace.
 #pragma once
 
 #include "kernels/attention/fa_int8/config.h"
@@ -36,7 +36,7 @@ struct Workspace {
     q_dot_mean = take(int64_t(p.batch) * p.q_heads * p.q_len * 4);
     nonfinite = take(int64_t(p.batch) * p.kv_heads * 4);
 
-    // Q: a scale for every token. K: less its mean, a scale for kKeyGroup tokens. Rotated first, both.
+    // Q: one scale per token. K: less its mean, one scale per kKeyGroup tokens. Both are rotated first.
     q = quantization(p, p.q, p.q_heads, p.q_len, 1);
     q.queries = 1;
     q.cu_seqlens = p.cu_seqlens_q, q.total = p.total_q;
@@ -50,7 +50,7 @@ struct Workspace {
     scratch = take(scratch_bytes);
   }
 
-  // Fill in the pointers, and the attention that follows.
+  // Fills in the pointers, and the attention that follows.
   QfAttnParams place(const QfAttnParams& p) {
     char* const base = static_cast<char*>(p.workspace);
     const auto floats = [&](int64_t at) { return reinterpret_cast<float*>(base + at); };

@@ -1,40 +1,40 @@
-// fa_mma: FlashAttention on tensor cores, float16 and bfloat16 in, float32 sums, with every fragment in hand.
+// fa_mma: FlashAttention on tensor cores, float16 and bfloat16 in, float32 accumulators, with explicit fragments.
 //
-// One block computes kBlockM rows of one head, walking over the keys in tiles of kBlockN (head_dim 128 on Hopper):
+// One block computes kBlockM rows of one head in a main loop over tiles of kBlockN keys (head_dim 128 on Hopper):
 //
 //              kBlockN = 64 keys
 //             +------------------+
 //    warp 0   | S = Q Kt  32 x 64 |  registers: 64 floats a lane   softmax in place, P rounded pair by pair
-//    warp 1   |           32 x 64 |                                 where the next product wants it
+//    warp 1   |           32 x 64 |                                 into the next product's A operand
 //    warp 2   |           32 x 64 |
 //    warp 3   |           32 x 64 |
 //             +------------------+
 //    O += P V   registers: 128 floats a lane         Roles: every warp does everything, for its own 32 rows.
 //
 // Lane g * 4 + t of a warp holds rows g, g + 8, g + 16, g + 24 and, of every 8 keys or channels, columns 2t and 2t + 1
-// (ptx/mma.cuh). S leaves QKt in exactly the lanes that P must be in for PV, so it never sees shared memory.
-// Registers: 192 of S and O, 12 of fragments, 16 of row statistics; the rest of 255 is addresses. What is asked once a
-// tile stands in shared memory (state.cuh), addresses are derived afresh from the thread's index (ptx/tid.cuh).
+// (ptx/mma.cuh). The accumulators of QKt are in exactly the lanes that need P for PV, so S never goes through shared
+// memory. Registers: 192 of S and O, 12 of fragments, 16 of row statistics; the rest of 255 are addresses. What is
+// needed once per tile is in shared memory (state.cuh), addresses are recomputed from the thread's index (ptx/tid.cuh).
 //
 // Shared memory (head_dim 128, Hopper), rows of 256 bytes, swizzled (smem/swizzle.cuh: no read or write conflicts):
 //   s_q      [kBlockM][kHeadDim]     32 KB   q; at the end the rounded outputs, each warp's in its own rows
 //   s_kv     2 stages of K, V tiles  64 KB   [kBlockN][kHeadDim] each
 //   s_state  sequence, mask, ranges of keys
-// Together 98 624 bytes: two blocks a multiprocessor, 8 warps, 2 for each scheduler.
+// Together 98 624 bytes: two blocks per SM, 8 warps, 2 per scheduler.
 //
 // Pipeline: cp.async fills one stage while the other is read. Per tile every thread waits for its own copies of it,
-//   meets the block at the tile's only barrier (which also says that the other stage is free), and starts the copies of
-//   the next tile. With rope, or rows at odd addresses, tiles pass through registers instead, and on Turing, which has
-//   no cp.async, through registers into a single stage.
+//   synchronizes with the block at the tile's only barrier (which also frees the other stage), and starts the copies of
+//   the next tile. With rope, or rows at odd addresses, tiles go through registers instead, and on Turing, which has no
+//   cp.async, through registers into a single stage.
 //
-// Masks: tiles no row of the block sees are not visited; tiles every row sees are told by two comparisons and take no
-//   other branch; only the rest asks warp by warp, masks, and searches V for NaN (nonfinite.cuh).
+// Masks: tiles no row of the block sees are not visited; tiles every row sees are detected by two comparisons and take
+//   no other branch; only the rest is tested warp by warp, masked, and searched for NaN in V (nonfinite.cuh).
 //
 // Softmax: in base 2, the scale folded into the exponential's FMA; the reference moves, and O is rescaled, only when a
 //   maximum grew by more than 2^8. Sums of weights are a column of ones on the tensor cores (softmax.cuh).
 //
 // Bound: the tensor cores, in theory. Per warp and tile 264 mma; per lane 64 ex2, 64 FMA, 64 max, 32 conversions, 80
-//   ldmatrix per warp. See docs/kernels/fa_mma.md for the count and for what was measured.
+//   ldmatrix per warp. See docs/kernels/fa_mma.md for the count and for the measurements.
 #pragma once
 
 #include "attn/mma/nonfinite.cuh"
@@ -63,8 +63,8 @@ struct Aligned {
 }  // namespace fa_mma
 }  // namespace qf
 
-// kAsync: q, k and v are aligned, stay as they are, and are copied asynchronously; of pages k and v alone. Sums: lse
-// needs BothSums.
+// kAsync: q, k and v are aligned and copied unchanged and asynchronously; of pages only k and v. Sums: lse needs
+// BothSums.
 template <bool kAsync, class Sums>
 __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     qf_fa_mma_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ qf::Grid grid,
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   float O[kMTiles][kChunks][4] = {};
   RowStatistics<Sums> rows[kMTiles];
 
-  // Tiles take stages in turn; which one is told by the tile, because the loop has no register for it.
+  // Tiles take stages in turn; the stage is computed from the tile, because the loop has no register for it.
   const auto s_stage_of = [&](int key0) { return s_kv + key0 / kBlockN % kStages * (2 * kTileBytes); };
   const auto first_key = [&] { return s_state.block_keys.begin / kBlockN * kBlockN; };
   if (s_state.block_keys.begin < s_state.block_keys.end) {
@@ -149,12 +149,12 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     char* const s_k = s_stage_of(key0);
     char* const s_v = s_k + kTileBytes;
     if (kStages == 1) {
-      __syncthreads();  // every warp is done with the tile before
+      __syncthreads();  // every warp is done with the previous tile
       load_kv(s_k, key0);
     }
     if constexpr (kAsync) cp_async_wait<0>();  // this tile's copies, and the first time q's
-    // The barrier makes the tile visible to all, and says that nobody reads the other stage any more. Where rows see
-    // the tile only in part, it also tells whether V holds something that zero weights would not blank out.
+    // The barrier makes the tile visible to all warps, and after it no warp reads the other stage any more. Where rows
+    // see the tile only in part, it also returns whether V holds something that zero weights would not mask.
     const bool whole = s_state.whole_for_block(key0, kBlockN);
     bool nonfinite = false;
     if (whole)
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
     if (!kKeepsRemainders || !s_state.sees_few()) {
       float S[kMTiles][kNTiles][4] = {};
       attend(S, 0, [&](const char* s_v) { pv_mma<Tensor, kChunks>(O, rows, S, s_v, fresh_tid() % 32); });
-    } else {  // with what rounding took off the weights, and few keys at a time, so that the registers suffice
+    } else {  // with the remainders, and few keys at a time, so that the registers suffice
 #pragma unroll 1
       for (int first = 0; first < kBlockN; first += 16) {
         float S[kMTiles][2][4] = {};
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(qf::fa_mma::kThreads, qf::fa_mma::kMinBlocks)
   store_rows<kChunks>(s_out, g_out, p.out.stride_t, rows_here, p.head_dim, aligned.out, lane);
 }
 
-// The pass before, for pages of INT8.
+// The pass that runs first, for INT8 pages.
 template <class Element>
 __global__ void __launch_bounds__(qf::kGatherThreads)
     qf_fa_mma_gather_kernel(const __grid_constant__ QfAttnParams p, const __grid_constant__ QfKv to,

@@ -1,39 +1,39 @@
-// fa_tc: FlashAttention on tensor cores through WMMA. float16 and bfloat16 in and out, sums and softmax in float32.
+// fa_tc: FlashAttention on tensor cores through WMMA. float16 and bfloat16 in and out, float32 accumulators and
+// softmax.
 //
-// One block computes kBlockM rows of one head, walking over the keys in tiles of kBlockN; a warp has its rows to
-// itself:
+// One block computes kBlockM rows of one head in a main loop over tiles of kBlockN keys; each warp has its own rows:
 //
 //     Q, K (shared) -> fragments -> S (fragments) -> S (shared, by columns) -> a lane per row: softmax -> P (shared)
 //     P, V (shared) -> fragments -> O (fragments, all the way)                 O's rescaling: a fragment of factors
 //
-// Fragments are opaque: no lane knows which scores it holds. So scores go to shared memory, where a lane can take a row
-// to itself (32 rows a warp; 16 from head_dim 192 on, two lanes a row), and weights come back from there. O stays in
-// fragments: what a row must be multiplied by is written 16 times side by side, loaded as a fragment of sums, and so
-// falls into the same places as O. fa_mma, which knows its fragments, does without all of this.
+// Fragments are opaque: no lane has the positions of its scores. So scores are written to shared memory, where a lane
+// can take a full row (32 rows per warp; 16 from head_dim 192 on, two lanes per row), and weights are read back from
+// there. O stays in fragments: a row's factor is written 16 times side by side, loaded as a fragment of accumulators,
+// and so has the same positions as O. fa_mma, whose fragment layout is known, needs none of this.
 //
 // Registers of a lane at head_dim 128: 128 outputs and either 64 scores in fragments or 64 of its row.
 //
-// Shared memory (head_dim 128, Hopper: 128 rows, 64 keys, 4 warps, two blocks a multiprocessor), in bytes:
+// Shared memory (head_dim 128, Hopper: 128 rows, 64 keys, 4 warps, two blocks per SM), in bytes:
 //   s_q       [kBlockM][kHeadDim + 8] 16-bit                       128 x 272 = 34816
 //   s_k, s_v  [kBlockN][kHeadDim + 8] 16-bit                   2 x  64 x 272 = 34816
-//   s_own     of each warp, one after the other:                   4 x  9216 = 36864
+//   s_own     per warp, one after the other:                       4 x  9216 = 36864
 //             scores   [kBlockN][kWarpRows + 4] float32, a column per key
-//             weights  [kWarpRows][kBlockN + 8] 16-bit, behind them
+//             weights  [kWarpRows][kBlockN + 8] 16-bit, followed by
 //             factors  [kWarpRows][24] float32, then the weights' remainders like the weights
 //             outputs  [kWarpRows][kOutColumns + 4] float32
 //   s_state   320
 // Together 106 816 bytes. Banks: attn/wmma/tile.cuh and docs/kernels/fa_tc.md.
 //
-// Pipeline: K and V have a buffer each, and one fills (cp.async) while the other is read: V of a tile behind Q Kt and
-//   the softmax, K of the next behind P V. Two barriers a tile, at each a tile passes from the copying threads to the
-//   reading warps and the other buffer back. Rows that start at odd addresses, and everything on Turing, pass through
+// Pipeline: K and V have a buffer each, and one fills (cp.async) while the other is read: V of a tile during Q Kt and
+//   the softmax, K of the next during P V. Two barriers per tile; at each, a tile passes from the copying threads to
+//   the reading warps and the other buffer back. Rows that start at odd addresses, and everything on Turing, go through
 //   registers instead.
 //
 // Remainders: rows that see few keys multiply V by two 16-bit halves of their float16 weights (attn/wmma/softmax.cuh).
 //
-// Refuses rope, packed arrays and head dims that are no multiple of 8 (qflash/dispatch.py). NaN and infinity in V reach
-//   the rows of a tile that do not see them, because 0 times NaN is NaN; nobody could take them out of a fragment
-//   again.
+// Does not serve rope, packed arrays and head dims that are no multiple of 8 (qflash/dispatch.py). NaN and infinity in
+//   V reach the rows of a tile that do not see them, because 0 times NaN is NaN, and cannot be removed from a fragment
+//   afterwards.
 //
 // Bound: shared memory. See docs/kernels/fa_tc.md.
 #pragma once
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(qf::fa_tc::kThreads, qf::fa_tc::kMinBlocks)
   State& s_state = *reinterpret_cast<State*>(s_warps + kWarps * kWarpBytes);
   if (!s_state.template begin<Element>(p, grid)) return;
 
-  // This warp's rows of Q, and its own memory: scores, then in their place weights with factors behind them and, where
-  // those were, remainders; in the end outputs.
+  // This warp's rows of Q, and its private memory: scores, then in their place weights, followed by factors and, in the
+  // place of the factors, remainders; in the end outputs.
   const int warp = threadIdx.x / 32;
   const Element* const s_q_rows = reinterpret_cast<Element*>(s_q) + warp * kWarpRows * kStride;
   char* const s_own = s_warps + warp * kWarpBytes;
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(qf::fa_tc::kThreads, qf::fa_tc::kMinBlocks)
     const bool works = !s_state.idle(key0, kBlockN);
 
     wait_for_copies();
-    __syncthreads();  // K is there (and Q, the first time); nobody reads V of the tile before any more
+    __syncthreads();  // K has arrived (and Q, the first time); no warp reads V of the previous tile any more
     load_v(key0);
     if (works) {
       qk_wmma<kMTiles, kNTiles, kHeadDim, kStride, kScoreStride>(s_scores, s_q_rows, reinterpret_cast<Element*>(s_k));
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(qf::fa_tc::kThreads, qf::fa_tc::kMinBlocks)
     }
 
     wait_for_copies();
-    __syncthreads();  // V is there, and nobody reads K any more
+    __syncthreads();  // V has arrived, and no warp reads K any more
     if (key0 + kBlockN < s_state.block_keys.end) load_k(key0 + kBlockN);
     if (works) {
 #pragma unroll 1

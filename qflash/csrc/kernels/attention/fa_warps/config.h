@@ -1,5 +1,5 @@
-// Tile shapes of `fa_warps`, from -DQF_HEAD_DIM (a bucket: 32, 64, 96, 128, 192 or 256; the true head_dim comes at run
-// time), -DQF_DTYPE (a QfDtype) and -DQF_ARCH (compute capability times ten).
+// Tile shapes of `fa_warps`, from -DQF_HEAD_DIM (a bucket: 32, 64, 96, 128, 192 or 256; the actual head_dim is known at
+// run time), -DQF_DTYPE (a QfDtype) and -DQF_ARCH (compute capability times ten).
 #pragma once
 
 #include "attn/cuda_core/product.cuh"
@@ -14,7 +14,7 @@ constexpr int kHeadDim = QF_HEAD_DIM;
 constexpr int kArch = QF_ARCH;
 using Element = ElementOf<QF_DTYPE>::Type;
 constexpr bool kAsync = kArch >= 80;         // cp.async
-constexpr bool kFolds = QF_DTYPE == QF_F32;  // attn/cuda_core/fold.cuh says why
+constexpr bool kFolds = QF_DTYPE == QF_F32;  // see attn/cuda_core/fold.cuh
 
 // A lane owns 8 rows x kBlockN/kLanesX scores and 8 rows x kHeadDim/kLanesX outputs.
 constexpr int kLanesX = kHeadDim <= 96 ? 8 : 16;
@@ -27,7 +27,7 @@ constexpr int kVStride = kHeadDim;                              // elements
 
 constexpr int kStateBytes = 320;
 
-// Blocks that share a multiprocessor, warps of a block, keys of a tile.
+// Blocks per SM, warps per block, keys per tile.
 struct Shape {
   int blocks, warps, keys;
   constexpr int bytes() const {
@@ -38,9 +38,9 @@ struct Shape {
 
 constexpr int kSharedLimit = shared_limit(kArch);
 
-// The first shape that fits: eight warps a multiprocessor, in two blocks or, where Q is too large for that, in one. K
-// and V tiles are whole, which costs shared memory that `fa` does without; the length of a tile gives way first, then
-// the warps. Each block takes 1 KB more than it asks for. At head_dim 96 the registers hold the scores of 32 keys only.
+// The first shape that fits: eight warps per SM, in two blocks or, where Q is too large for that, in one. K and V tiles
+// are complete, which takes shared memory that `fa` does not need; the length of a tile is reduced first, then the
+// warps. Each block takes 1 KB more than it requests. At head_dim 96 the registers hold the scores of 32 keys only.
 constexpr Shape choose() {
   constexpr bool kSmall = kHeadDim <= 96;
   constexpr Shape kShapes[] = {{kSmall ? 2 : 1, kSmall ? 4 : 8, kHeadDim == 96 ? 32 : 64},
@@ -58,7 +58,7 @@ static_assert(kShape.warps > 0, "no tiles fit the shared memory of this architec
 
 constexpr int kWarps = kShape.warps;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kMinBlocks = kShape.blocks;  // per multiprocessor: caps the registers
+constexpr int kMinBlocks = kShape.blocks;  // per SM: caps the registers
 constexpr int kBlockM = kWarps * kWarpRows;
 constexpr int kBlockN = kShape.keys;
 constexpr int kPStride = score_row(kBlockN, kLanesX);  // floats

@@ -1,41 +1,39 @@
-// fa_warps: FlashAttention on CUDA cores with warps that rarely meet. Products, softmax and sums in float32 for
-// float32, float16 and bfloat16 arrays.
+// fa_warps: FlashAttention on CUDA cores with warps that rarely synchronize. All arithmetic in float32, for float32,
+// float16 and bfloat16 arrays.
 //
-// One block computes kBlockM rows of one head, walking over the keys in tiles of kBlockN; a warp has its rows to
-// itself:
+// One block computes kBlockM rows of one head in a main loop over tiles of kBlockN keys; each warp has its own rows:
 //
-//                K tile, whole (shared, arrays' type)        V tile, whole (shared, arrays' type)
+//                K tile, complete (shared, arrays' type)     V tile, complete (shared, arrays' type)
 //                       | read by every warp                        | read by every warp
 //     warp 0 rows   S = Q Kt -> softmax by shuffles -> P (its own) -> O += P V     no barrier from left to right
-//     warp 1 rows   S = Q Kt -> softmax by shuffles -> P (its own) -> O += P V     but the two hand-overs below
+//     warp 1 rows   S = Q Kt -> softmax by shuffles -> P (its own) -> O += P V     except the two described below
 //     ...
 //
 // Roles: every warp does everything for its rows. Lane (y, x) owns 8 rows and kBlockN/kLanesX scores, kHeadDim/kLanesX
 //   outputs of each (smem/lanes.cuh). Registers of a lane at head_dim 128: 64 outputs, 32 scores, 36 of operands, 16 of
-//   maxima and sums; nothing is staged in registers on its way to shared memory.
+//   maxima and sums; nothing is held in registers on its path to shared memory.
 //
-// Shared memory (head_dim 128, float32, Hopper: 128 rows, 64 keys, 8 warps, one block a multiprocessor), in floats:
+// Shared memory (head_dim 128, float32, Hopper: 128 rows, 64 keys, 8 warps, one block per SM), in floats:
 //   s_q      [kBlockM][kHeadDim + 4]        scaled q                128 x 132 = 16896
 //   s_p      [kBlockM][kBlockN + kLanesX]   weights                 128 x  80 = 10240   a warp reads only what it wrote
 //   s_fold   [kBlockM]                      maxima at the last fold             128
 //   s_state  320 bytes                                                           80
-//   s_k      [kBlockN][kHeadDim] + 16 bytes a row                    64 x 132 =  8448   in the arrays' type
+//   s_k      [kBlockN][kHeadDim] + 16 bytes per row                  64 x 132 =  8448   in the arrays' type
 //   s_v      [kBlockN][kHeadDim]                                     64 x 128 =  8192   in the arrays' type
-// Together 175 936 bytes. The bank argument is that of smem/lanes.cuh; 16-bit K rows, read 8 bytes at a time, start
+// Together 175 936 bytes. Banks are as in smem/lanes.cuh; 16-bit K rows, read 8 bytes at a time, start
 //   (kHeadDim + 8) / 2 words apart, 4 or 20 mod 32: eight of them hit eight different pairs of banks.
 //
-// Pipeline: K and V have a buffer each, and one fills while the other is read. V of a tile is copied (cp.async) behind
-//   Q Kt and the softmax, K of the next behind P V. Two barriers a tile, whatever head_dim is: at each a tile passes
+// Pipeline: K and V have a buffer each, and one fills while the other is read. V of a tile is copied (cp.async) during
+//   Q Kt and the softmax, K of the next during P V. Two barriers per tile, whatever head_dim is: at each, a tile passes
 //   from the copying threads to the reading warps, and the other buffer back. On Turing, which has no cp.async, tiles
-//   pass through registers at the same places.
+//   go through registers at the same places.
 //
 // Masks: as in `fa`. Tiles that some row sees only in part leave masked keys out of P V one by one: their weights are
-// 0,
-//   but 0 times NaN or infinity in V would not be.
+//   0, but 0 times NaN or infinity in V would not be.
 //
-// Sums: float32 arrays fold O into `out` every kFoldKeys keys, as in `fa` (attn/cuda_core/fold.cuh).
+// Accumulators: float32 arrays fold O into `out` every kFoldKeys keys, as in `fa` (attn/cuda_core/fold.cuh).
 //
-// Refuses rope and packed arrays (qflash/dispatch.py).
+// Does not serve rope and packed arrays (qflash/dispatch.py).
 //
 // Bound: the FMA units, as in `fa`. See docs/kernels/fa_warps.md.
 #pragma once
@@ -60,7 +58,7 @@ using LaneMask = TileMask<kLanesY>;
 using State = BlockState<kWarps, kWarpRows>;
 static_assert(sizeof(State) <= kStateBytes, "the state does not fit its place");
 
-// Where a thread stands in the tile: its column x, its first row of the block (the others are kLanesY apart).
+// A thread's position in the tile: its column x, its first row of the block (the others are kLanesY apart).
 struct Place {
   int x, row;
   __device__ __forceinline__ explicit Place(int thread)
@@ -131,7 +129,7 @@ __global__ void __launch_bounds__(qf::fa_warps::kThreads, qf::fa_warps::kMinBloc
     const bool works = !s_state.idle(key0, kBlockN), masked = !s_state.whole_for_warp(key0, kBlockN);
 
     wait_for_copies();
-    __syncthreads();  // K has changed hands: loaders to readers. And V back: nobody reads the last tile any more
+    __syncthreads();  // K passes from loaders to readers, and V back: no warp reads the previous tile any more
     start_v(key0);
     if (works) {
       float S[kRows][kScoreCols] = {}, rescale[kRows];
@@ -145,7 +143,7 @@ __global__ void __launch_bounds__(qf::fa_warps::kThreads, qf::fa_warps::kMinBloc
     }
 
     wait_for_copies();
-    __syncthreads();  // V has changed hands, and K back
+    __syncthreads();  // V passes to the readers, and K back
     if (key0 + kBlockN < end) start_k(key0 + kBlockN);
     if (works && masked)
       pv_product<kLanesX, kOutVecs, kBlockN, kPStride, kVStride>(O, s_p_rows, s_v + 4 * x, mask_from(key0));

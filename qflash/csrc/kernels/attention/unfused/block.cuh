@@ -1,4 +1,4 @@
-// What a block of `unfused` works on, and how tiles of S, P and O get to and from global memory.
+// What a block of `unfused` computes, and transfers of tiles of S, P and O to and from global memory.
 #pragma once
 
 #include "attn/mask.cuh"
@@ -15,9 +15,9 @@ struct Block {
   const QfAttnParams& p;
   const Work work;
   const Sequence seq = read_padded_sequence(p, work.b);
-  const Mask mask = {p.window_left, p.window_right, p.q_len, seq.good ? seq.len_k : 0};  // a bad sequence shows no key
+  const Mask mask = {p.window_left, p.window_right, p.q_len, seq.good ? seq.len_k : 0};  // no keys in a bad sequence
   const int row0, last_row = min(row0 + kBlockM, p.q_len) - 1;
-  // Where this lane stands in a tile of either product: its column, its first row (the others are kLanesY apart).
+  // This lane's position in a tile of either product: its column, its first row (the others are kLanesY apart).
   const int x = Lanes<kLanesX>::x(threadIdx.x % 32);
   const int y = threadIdx.x / 32 * kWarpRows + Lanes<kLanesX>::y(threadIdx.x % 32);
 

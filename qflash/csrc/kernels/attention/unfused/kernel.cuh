@@ -1,4 +1,4 @@
-// unfused: attention the way it is written down, as three kernels. The bottom rung of the ladder.
+// unfused: attention exactly as its formula, in three kernels. The bottom rung of the ladder.
 //
 //   1 qf_unfused_scores_kernel   S = scale Q Kt        one block per kBlockM x kBlockN tile of S
 //   2 qf_unfused_softmax_kernel  P = softmax(S), lse   one warp per row, in place
@@ -11,14 +11,14 @@
 //
 // S and P are float32 in the workspace, one [q_len][k_len] matrix per batch and head: memory grows with Tq x Tk, and
 // that matrix crosses the memory bus six times (written; read three times and written in softmax; read once, or once
-// per 64 channels). That is what FlashAttention takes away.
+// per 64 channels). FlashAttention avoids that.
 //
-// Roles: as in `fa`, a lane owns 8 rows x 4 columns of its warp's 16 x 64 piece, dealt out as in smem/lanes.cuh.
+// Roles: as in `fa`, a lane owns 8 rows x 4 columns of its warp's 16 x 64 piece, assigned as in smem/lanes.cuh.
 // Shared memory: scores [64][36] of Q and [64][36] of K, 18 432 bytes; output [64][80] of P and [64][64] of V, 36 864
-//   bytes. No pipeline: load, barrier, multiply, barrier; several blocks per multiprocessor cover for one another.
+//   bytes. No pipeline: load, barrier, multiply, barrier; several blocks per SM hide each other's latencies.
 // Masks: tiles that no row sees are neither computed nor read; elements a row does not see are never read at all, so
 //   the workspace needs no initial value.
-// Refuses rope and packed arrays (qflash/dispatch.py).
+// Does not serve rope and packed arrays (qflash/dispatch.py).
 // Bound: predicted memory, 24 bytes per score against 4 head_dim FLOP; measured, the products, which nothing overlaps.
 // See docs/kernels/unfused.md.
 #pragma once
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(qf::unfused::kThreads)
     block.load_weights(s_p, key0);
     stash<VWalk, kVStride>(s_v, raw, v);
     __syncthreads();
-    // Summed up apart and added once, so that O's rounding error grows with the tiles, not with the keys.
+    // Accumulated separately and added once, so that O's rounding error grows with the tiles, not with the keys.
     float sum[kRows][4 * kOutVecs] = {};
     const auto pv = [&](auto visible) {
       pv_product<kLanesX, kOutVecs, kBlockN, kPStride, kVStride>(sum, s_p + block.y * kPStride, s_v + 4 * block.x,

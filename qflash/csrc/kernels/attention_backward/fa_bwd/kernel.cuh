@@ -1,22 +1,23 @@
-// fa_bwd: gradients of attention on CUDA cores. Products and sums in float32 for float32, float16 and bfloat16 arrays.
+// fa_bwd: gradients of attention on CUDA cores. Products and accumulators in float32 for float32, float16 and bfloat16
+// arrays.
 //
-// Two kernels of one structure. In one, keys are stationary: a block has dK and dV of kBlockRows keys of a KV head, and
-// the queries of the heads that share it stream by, head after head, always in the same order. In the other, queries
-// are stationary: a block has dQ of kBlockRows queries, and keys stream by. Nobody adds to what another block adds to,
-// so there are no atomics, and the same input gives the same bits.
+// Two kernels of one structure. In one, keys are stationary: a block computes dK and dV of kBlockRows keys of a KV
+// head, and the queries of the heads that share it stream by, head by head, always in the same order. In the other,
+// queries are stationary: a block computes dQ of kBlockRows queries, and keys stream by. No two blocks add to the same
+// gradient, so there are no atomics, and the same input gives the same bits.
 //
 //   stationary rows (keys | queries), warp by warp         S  = A1 B1t, A1 = K | Q, B1 = Q | K
 //   x kColumns streamed columns                            dP = A2 B2t, A2 = V | dO, B2 = dO | V
 //   P = 2^(S - lse), dS = P (dP - delta): registers        dV += P B2   dK += dS B1   |   dQ += dS B1
 //
 // Shared memory: a chunk of kDepth channels of both operands of S or dP, or of kDepthRows rows of B1 or B2; P or dS of
-// the tile, each warp's own rows; lse and delta. Operands come from L2 chunk by chunk: a tile of float32 of all
-// channels would fill the shared memory by itself, and small blocks hide each other's loads.
+// the tile, each warp's own rows; lse and delta. Operands are loaded from L2 chunk by chunk: a float32 tile of all
+// channels would fill the shared memory alone, and small blocks hide each other's loads.
 //
 // Masks: tiles no row of the block sees are not visited. NaN and infinity in a streamed row that some row of the block
-// does not see are left out of that row's sum, rather than multiplied by 0 (as `fa` does with V).
+// does not see are left out of that row's sum, instead of being multiplied by 0 (as `fa` does with V).
 //
-// Bound: the FMA units, 7 products (8 from head_dim 96 on, where dV and dK are computed apart and S twice).
+// Bound: the FMA units, 7 products (8 from head_dim 96 on, where dV and dK are computed separately and S twice).
 #pragma once
 
 #include "attn/backward/delta.cuh"
@@ -36,7 +37,7 @@ using BWalk = TileWalk<kColumns, kDepth, kThreads>;
 using RowsWalk = TileWalk<kDepthRows, kHeadDim, kThreads>;
 using LaneMask = TileMask<kLanesY>;
 
-// Which tensors may be read in vectors of four, and which gradients be written 16 bytes at a time.
+// Which tensors may be read in vectors of four, and which gradients may be written 16 bytes at a time.
 struct Access {
   Vectorises vector;
   bool dout, dq, dk, dv;
@@ -48,7 +49,7 @@ struct Operand {
   bool rotated, queries;
 };
 
-// What the block is at work on.
+// The block's problem.
 struct Problem {
   const QfAttnParams& p;
   const Sequence& seq;
@@ -88,7 +89,7 @@ __device__ __forceinline__ void multiply(float (&S)[kRows][kScoreCols], const Pr
 }
 
 // acc += W X for the weights in `weights` (P or dS) and rows column0 .. of x; columns from `end` on do not exist.
-// partial: some pair of the tile is out of sight.
+// partial: some pair of the tile is invisible.
 __device__ __forceinline__ void update(float (&acc)[kRows][4 * kOutVecs], const float (&weights)[kRows][kScoreCols],
                                        const Problem& problem, const Operand& x, int column0, int end, const Mask& mask,
                                        int row0, bool partial, float* s_chunk, float* s_p) {
@@ -99,7 +100,7 @@ __device__ __forceinline__ void update(float (&acc)[kRows][4 * kOutVecs], const 
   store_weights<kLanesX, kPStride>(s_rows + lane_x, weights);
 #pragma unroll 1
   for (int n0 = 0; n0 < kColumns && column0 + n0 < end; n0 += kDepthRows) {
-    __syncthreads();  // the weights are in place, and everybody is done with the chunk before
+    __syncthreads();  // the weights are in place, and every warp is done with the previous chunk
     problem.load<RowsWalk, kHeadDim>(s_chunk, x, column0 + n0, 0);
     bool finite_rows = true;
     if (partial) {
@@ -118,8 +119,8 @@ __device__ __forceinline__ void update(float (&acc)[kRows][4 * kOutVecs], const 
   }
 }
 
-// Gradients of the block's rows to global memory: a few rows of each warp at a time through shared memory, where they
-// are rotated back.
+// Stores gradients of the block's rows to global memory: a few rows of each warp at a time through shared memory, where
+// they are rotated back.
 template <class Position>
 __device__ __forceinline__ void store(const float (&acc)[kRows][4 * kOutVecs], const QfTensor& to, int b, int64_t first,
                                       int h, int rows, int exist, const QfAttnParams& p, float factor, bool rotated,
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(qf::fa_bwd::kThreads, qf::fa_bwd::kMinBlocks)
 #pragma unroll 1
     for (int row0 = any.begin / kColumns * kColumns; row0 < any.end; row0 += kColumns) {
       const bool partial = row0 < all.begin || row0 + kColumns > all.end;
-      __syncthreads();  // everybody is done with the statistics of the tile before
+      __syncthreads();  // every warp is done with the statistics of the previous tile
       for (int i = threadIdx.x; i < kColumns; i += kThreads) {
         const bool exists = row0 + i < seq.len_q;
         const int64_t place = statistics_at(p, b, head, seq.q0, exists ? row0 + i : 0);
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(qf::fa_bwd::kThreads, qf::fa_bwd::kMinBlocks)
         s_delta[i] = exists ? -static_cast<const float*>(params.workspace)[place] : 0.0f;
       }
       float P[kRows][kScoreCols];
-      float slopes[kRows][kOf == kOfBoth ? kScoreCols : 1];  // where P is wanted without them first
+      float slopes[kRows][kOf == kOfBoth ? kScoreCols : 1];  // where P is needed without them first
       multiply(P, problem, k, first_key, q, row0, s_chunk);
       const int lane = fresh_tid() % 32, lane_x = Lanes<kLanesX>::x(lane);
       const int lane_row = first_key + fresh_tid() / 32 * kWarpRows + Lanes<kLanesX>::y(lane);

@@ -1,4 +1,4 @@
-// C entry of `fa_bwd`: delta, the gradient of sinks, dK and dV, then dQ, one after the other on the stream.
+// C entry of `fa_bwd`: delta, the gradient of sinks, dK and dV, then dQ, in sequence on the stream.
 #include "attn/backward/entry.cuh"
 #include "attn/backward/sinks.cuh"
 #include "attn/mma/tile.cuh"

@@ -1,26 +1,26 @@
 // fa_mma_bwd, keys stationary: dK and dV of kBlockRows keys of one KV head, summed over the query heads that share it.
 //
-// K and V of the block stay in shared memory; tiles of Q and dO pass by, query head after query head, always in the
-// same order, so that sums have the same bits every time. Per warp (kWarpKeys keys) and tile:
+// K and V of the block stay in shared memory; tiles of Q and dO stream by, query head by query head, always in the same
+// order, so that results are the same bit for bit every time. Per warp (kWarpKeys keys) and tile:
 //
 //   St = K Qt            kWarpKeys x kKeyStep, A from K, B from Q
-//   Pt = 2^(St - lse)    registers, rounded where dV += Pt dO wants its A operand; B from dO, transposed
+//   Pt = 2^(St - lse)    registers, rounded to the A operand of dV += Pt dO; B from dO, transposed
 //   dPt = V dOt          A from V, B from dO
-//   dSt = Pt (dPt - delta), rounded likewise; dK += dSt Q, B from Q, transposed; stored for dQ where it is kept
+//   dSt = Pt (dPt - delta), rounded likewise; dK += dSt Q, B from Q, transposed; stored for dQ where dS is kept
 //
 // Shared memory (head_dim 128, Hopper): K, V 2 x 32 KB, two stages of Q and dO 2 x 32 KB, lse and delta of the tiles
-// 1 KB, Pt and dSt 32 KB. At the end K's and V's places hold the gradients in float32. Rows are swizzled
+// 1 KB, Pt and dSt 32 KB. At the end the memory of K and V holds the gradients in float32. Rows are swizzled
 // (smem/swizzle.cuh).
 //
-// Pairs (kKeyShare = 2): with 16 keys a warp every B fragment is read for one mma, and with 32 keys dK and dV do not
+// Pairs (kKeyShare = 2): with 16 keys per warp every B fragment is read for one mma, and with 32 keys dK and dV do not
 // fit the registers. So two warps share 32 keys. Each has half of the channels of dK and dV, and computes Pt and dSt of
-// half of the queries, which the other reads as it left them: A fragments, 16 bytes a lane.
+// half of the queries, which the other reads as stored: A fragments, 16 bytes per lane.
 //
-// Pipeline: cp.async fills one stage while the other is read, as in fa_mma, with one barrier a tile, and one of each
-// pair. lse and delta take the way through a register, which is fetched a tile ahead.
+// Pipeline: cp.async fills one stage while the other is read, as in fa_mma, with one barrier per tile, and one per
+// pair. lse and delta go through a register, which is loaded one tile ahead.
 //
 // Registers (head_dim 128): 128 of dK and dV, 64 of St and dPt, 16 of Pt or dSt. From head_dim 192 on dV and dK have
-// kernels of their own, which compute St twice and dPt once.
+// separate kernels, which compute St twice and dPt once.
 #pragma once
 
 #include "attn/backward/delta.cuh"
@@ -41,10 +41,10 @@ using QueryTileWalk = ChunkWalk<kBlockColumns, kChunks, kKeyThreads>;
 constexpr int kKeyTiles = kKeepsDs ? kBlockRows / kDsTile : 1;
 struct KeyState : StationaryState<kKeyWarps, kWarpKeys, kKeyShare> {
   KeyRows owned;             // of the sequence
-  KeyRange stream;           // queries that pass: those that see keys of the block, or share a tile of dS with some
+  KeyRange stream;           // streamed queries: those that see keys of the block, or share a tile of dS with some
   int first_head, end_head;  // query heads that share the KV head
   KeyRange kept[kKeyTiles];  // queries that see keys of each 64 of the block
-  int ds_place[kKeyTiles];   // where their tiles of dS stand in strips
+  int ds_place[kKeyTiles];   // position of their tiles of dS in strips
   char* g_ds;                // tiles of the first of the query heads
 
   // Collective, after fill().
@@ -71,7 +71,7 @@ struct KeyState : StationaryState<kKeyWarps, kWarpKeys, kKeyShare> {
 };
 static_assert(sizeof(KeyState) <= kStateBytes && kKeyThreads >= 2 * kBlockColumns, "");
 
-// Pt and dSt of a pair of warps.
+// Pt and dSt that a pair of warps exchanges.
 enum Exchanged { kWeights, kGradients };
 struct Exchange {
   char* s_pair;
@@ -105,7 +105,7 @@ struct Exchange {
 // Which gradients a kernel computes.
 enum Of { kOfBoth, kOfValues, kOfKeys };
 
-// Where the stream of (query head, tile of queries) stands.
+// Position in the stream of (query head, tile of queries).
 struct Stream {
   int head, row0;
 
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads, qf::fa_mma_bwd::k
     load_dout<kAsync, QueryTileWalk>(s_tile + kTileBytes, params, seq, b, at.head, at.row0, access);
     if constexpr (kAsync) cp_async_commit();
   };
-  // One of the statistics of a tile, by thread: lse of its rows, then delta. Rows that do not exist have no weight.
+  // One statistic of a tile per thread: lse of its rows, then delta. Rows that do not exist have no weight.
   const auto fetch_statistic = [&](const Stream& at) {
     const int thread = fresh_tid(), row = at.row0 + thread % kBlockColumns;
     if (thread >= 2 * kBlockColumns || row >= seq.len_q) return thread < kBlockColumns ? -infinity() : 0.0f;
@@ -192,13 +192,13 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads, qf::fa_mma_bwd::k
     const char* const s_q = s_stream + stage * 2 * kTileBytes;
     const char* const s_do = s_q + kTileBytes;
     if (kStages == 1) {
-      __syncthreads();  // every warp is done with the tile before
+      __syncthreads();  // every warp is done with the previous tile
       load_tile(0, now);
     }
     put_statistic(stage, statistic);
     if constexpr (kAsync) cp_async_wait<0>();  // this tile's copies, and the first time those of K and V
-    // The barrier makes the tile visible to all, and says that nobody reads the other stage any more. Where the tile is
-    // masked in part, it also tells whether Q or dO holds something that zeros of P and dS would not blank out.
+    // The barrier makes the tile visible to all warps, and after it no warp reads the other stage any more. Where the
+    // tile is partly masked, it also returns whether Q or dO holds something that zeros of P and dS would not mask.
     const bool whole = s_state.whole_for_block(now.row0, kBlockColumns);
     bool nonfinite = false;
     if (whole)
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads, qf::fa_mma_bwd::k
       statistic = fetch_statistic(next);
     }
     if (kStages > 1) stage ^= 1;
-    // Where dS of the warp's keys and this tile's queries is kept.
+    // Where dS of the warp's keys and this tile's queries is stored.
     const uint32_t key = KeyState::part() * kWarpKeys, key_tile = key / kDsTile % kKeyTiles;
     char* g_ds = nullptr;
     if (stores_ds)
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads, qf::fa_mma_bwd::k
     const auto mask_from = [&](int first) {
       return TileMask<8>(s_state.mask, s_state.row0(), now.row0 + first + KeyState::column());
     };
-    // gradient += A X, of this tile's queries from `first` on. s_x: the tile's Q or dO.
+    // gradient += A X, for this tile's queries from `first` on. s_x: the tile's Q or dO.
     const auto update = [&](auto partial, auto& gradient, const auto& A, const char* s_x, int first) {
       constexpr bool kPartial = decltype(partial)::value;
       const char* const s_here = s_x + first * kRowBytes + fresh_tid() / 32 % kKeyShare * (kKeyChunks * 16);
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads, qf::fa_mma_bwd::k
         if (kStoresDsLast && stores_ds) keep_ds(dS, first);
       }
     };
-    // What the pair left of all the tile's queries.
+    // Adds what the pair stored for all of the tile's queries.
     const auto update_from_pair = [&](auto partial) {
       barrier_sync<64>(1 + KeyState::part());  // both have put their Pt and dSt
 #pragma unroll(decltype(partial)::value ? 1 : kBlockColumns / 16)
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kKeyThreads, qf::fa_mma_bwd::k
     }
   }
 
-  // Gradients through shared memory, float32 in K's and V's places.
+  // Stores the gradients through shared memory, float32 in the memory of K and V.
   const int64_t left = s_state.owned.owned - s_state.first_row;
   const int rows = left < kBlockRows ? int(left) : kBlockRows;
   const int exist = max(0, min(rows, seq.len_k - s_state.first_row));

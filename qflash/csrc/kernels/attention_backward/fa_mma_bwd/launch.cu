@@ -1,5 +1,5 @@
-// C entry of `fa_mma_bwd`: delta, the gradient of sinks, dK and dV, then dQ, one after the other on the stream. Where
-// dS is kept in the workspace, dK and dV take turns with dQ, a section of the heads at a time.
+// C entry of `fa_mma_bwd`: delta, the gradient of sinks, dK and dV, then dQ, in sequence on the stream. Where dS is
+// kept in the workspace, dK and dV alternate with dQ, one section of the heads at a time.
 #include <type_traits>
 
 #include "attn/backward/entry.cuh"

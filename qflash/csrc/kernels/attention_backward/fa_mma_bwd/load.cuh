@@ -1,4 +1,4 @@
-// Tiles of q, k, v and dout, on their way into shared memory, for both kernels of `fa_mma_bwd`.
+// Loads tiles of q, k, v and dout into shared memory, for both kernels of `fa_mma_bwd`.
 #pragma once
 
 #include "attn/mma/tile.cuh"
@@ -15,7 +15,7 @@ struct Access {
   bool vector_dout;
 };
 
-// s_tile <- rows row0 .. of a tensor that is not rotated. kAsync: asynchronously, all tensors being aligned.
+// s_tile <- rows row0 .. of a tensor that is not rotated. kAsync: asynchronously; all tensors are aligned.
 template <bool kAsync, class Walk>
 __device__ __forceinline__ void load_plain(char* s_tile, const HeadRows<Element>& x, int row0, bool aligned) {
   if constexpr (kAsync)
@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_plain(char* s_tile, const HeadRows<Element>
     copy_through_registers<Walk>(s_tile, x, row0, aligned);
 }
 
-// The same of q and of k, which are rotated where there is a rope.
+// The same for q and k, which are rotated where there is a rope.
 template <bool kAsync, class Walk>
 __device__ __forceinline__ void load_q(char* s_tile, const QfAttnParams& p, const Sequence& seq, int b, int h, int row0,
                                        const Access& access) {

@@ -1,13 +1,13 @@
-// fa_mma_bwd, dQ = dS K of kProductRows queries of one head, from dS that the keys' kernel left (ds_tiles.h).
+// fa_mma_bwd, dQ = dS K for kProductRows queries of one head, from dS that the keys' kernel stored (ds_tiles.h).
 //
-// A product of matrices: tiles of 64 keys pass by, dS of the block's queries and K. dS lies as [key][query], so that A
-// fragments are read transposed, as those of B are. Rows of the product are queries in the order of query_of_ds; rows
-// of dQ find theirs at the store. Per warp and 16 keys (head_dim 128): 4 ldmatrix of dS and 4 of K for 32 mma.
+// A matrix product: tiles of 64 keys stream by, dS of the block's queries and K. dS is stored as [key][query], so that
+// A fragments are read transposed, like those of B. Rows of the product are queries in the order of query_of_ds; the
+// store puts them in the order of dQ. Per warp and 16 keys (head_dim 128): 4 ldmatrix of dS and 4 of K for 32 mma.
 //
-// Shared memory: kProductStages stages of dS, 8 KB for each 64 queries, and K. At the end float32 rows of dQ.
-// Pipeline: cp.async fills a ring, one barrier a tile.
+// Shared memory: kProductStages stages of dS, 8 KB per 64 queries, and K. At the end float32 rows of dQ.
+// Pipeline: cp.async fills a ring, with one barrier per tile.
 //
-// A tile of dS where no query sees a key was never written, and is not read: warps of its queries pass the step over.
+// A tile of dS where no query sees a key was never written, and is not read: warps of its queries skip the step.
 #pragma once
 
 #include "attn/backward/output.cuh"
@@ -66,7 +66,7 @@ struct ProductState {
 };
 static_assert(sizeof(ProductState) <= kStateBytes, "");
 
-// What the warp's part of a tile is: the first of its rows and of its channels, in chunks.
+// The warp's part of a tile: the first of its rows and of its channels, in chunks.
 struct ProductPart {
   int row, chunk;
 
@@ -76,7 +76,7 @@ struct ProductPart {
   }
 };
 
-// acc += dS K of 64 keys. s_ds: the warp's tile of dS; row: the warp's first row in it. clean: as update_mma has it.
+// acc += dS K of 64 keys. s_ds: the warp's tile of dS; row: the warp's first row in it. clean: as in update_mma.
 template <bool kClean>
 __device__ __forceinline__ void product_mma(float (&acc)[kProductMTiles][kProductChunks][4], const char* s_ds,
                                             const char* s_k, int row, int chunk, int lane) {
@@ -107,8 +107,8 @@ __device__ __forceinline__ void product_mma(float (&acc)[kProductMTiles][kProduc
   }
 }
 
-// The values of K that a clean product left out, times dS, for the rows that see their key: key0, the tile's first, and
-// those after it. first_row: of the warp's tile of dS, in the sequence.
+// Adds the values of K that a clean product left out, times dS, to the rows that see their key: key0, the tile's first,
+// and those after it. first_row: of the warp's tile of dS, in the sequence.
 __device__ inline void add_nonfinite_keys(float (&acc)[kProductMTiles][kProductChunks][4], const char* s_ds,
                                           const char* s_k, int row, int chunk, int lane, const Mask& mask,
                                           int first_row, int key0) {
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kProductThreads, qf::fa_mma_bw
   const auto stage_of = [&](int tile) { return s_tiles + (tile - first_tile) % kProductStages * kProductStageBytes; };
   const auto load_tile = [&](int key_tile) {
     char* const s_ds = stage_of(key_tile);
-    const int place = key_tile < ds.tiles.strip ? key_tile : ds.tiles.place(key_tile);  // divisions take long
+    const int place = key_tile < ds.tiles.strip ? key_tile : ds.tiles.place(key_tile);  // divisions are slow
     for (int q = 0; q < kProductTiles; ++q) {
       if (!keeps_tile(s_state.kept[q], key_tile * kDsTile)) continue;
       const char* const g_tile = ds.tile(s_state.g_ds, uint32_t(s_state.first_row) / kDsTile + q, place);
@@ -201,13 +201,13 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kProductThreads, qf::fa_mma_bw
 #pragma unroll 1
   for (int tile = first_tile; tile < end_tile; ++tile) {
     if (kProductStages == 1) {
-      __syncthreads();  // every warp is done with the tile before
+      __syncthreads();  // every warp is done with the previous tile
       load_tile(tile);
     }
     if constexpr (kAsync) cp_async_wait<kProductStages - 2>();  // this tile's copies
     const char* const s_k = stage_of(tile) + kProductTiles * kDsTileBytes;
     const int key0 = tile * kDsTile;
-    // Visible to all, the stage of the tile before free; whether K holds what zeros of dS do not blank out.
+    // Makes the tile visible and frees the previous stage; returns whether K holds what zeros of dS do not mask.
     const bool whole = key0 >= s_state.all.begin && key0 + kDsTile <= s_state.all.end;
     bool nonfinite = false;
     if (whole)
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kProductThreads, qf::fa_mma_bw
     }
   }
 
-  // dQ through shared memory, float32 in the stages' place.
+  // dQ through shared memory, float32 in place of the stages.
 #pragma unroll 1
   for (int first = 0; first < kProductTiles; first += kProductStoreTiles) {
     const ProductPart part = ProductPart::of_warp();

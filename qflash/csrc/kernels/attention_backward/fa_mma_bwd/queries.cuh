@@ -1,10 +1,10 @@
-// fa_mma_bwd, queries stationary: dQ of kBlockRows queries of one head, P and dS computed again.
+// fa_mma_bwd, queries stationary: dQ of kBlockRows queries of one head, with P and dS recomputed.
 //
-// The structure is fa_mma's: Q and dO of the block stay in shared memory, tiles of K and V pass by. There are no maxima
-// and no sums, because lse is known: P = 2^(S - lse), dP = dO Vt, dS = P (dP - delta) in registers as A, and
+// The structure is fa_mma's: Q and dO of the block stay in shared memory, tiles of K and V stream by. There are no
+// maxima and no sums, because lse is known: P = 2^(S - lse), dP = dO Vt, dS = P (dP - delta) in registers as A, and
 // dQ += dS K, whose B operand is K's tile read transposed.
 //
-// Registers (head_dim 128, 32 rows a warp): 128 of dQ, 64 of S and dP of 32 keys, 16 of dS.
+// Registers (head_dim 128, 32 rows per warp): 128 of dQ, 64 of S and dP of 32 keys, 16 of dS.
 #pragma once
 
 #include "attn/backward/delta.cuh"
@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kQueryThreads,
     const char* const s_k = tile_at(key0);
     const char* const s_v = s_k + kTileBytes;
     if (kStages == 1) {
-      __syncthreads();  // every warp is done with the tile before
+      __syncthreads();  // every warp is done with the previous tile
       load_tile(key0);
     }
     if constexpr (kAsync) cp_async_wait<0>();  // this tile's copies, and the first time those of Q and dO
-    // As in the other kernel: visible to all, the other stage free; whether K holds what zeros of dS do not blank out.
+    // As in the other kernel: makes the tile visible, frees the other stage; tests K for what zeros of dS do not mask.
     const bool whole = s_state.whole_for_block(key0, kBlockColumns);
     bool nonfinite = false;
     if (whole)
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(qf::fa_mma_bwd::kQueryThreads,
     }
   }
 
-  // dQ through shared memory, float32 in Q's and dO's places.
+  // dQ through shared memory, float32 in the memory of Q and dO.
   __syncthreads();  // nobody reads what stands there any more
   stage_rows<kChunks>(dQ, s_q + threadIdx.x / 32 * kWarpQueries * (2 * kRowBytes), threadIdx.x % 32);
   __syncthreads();  // the rows are in place

@@ -1,4 +1,4 @@
-// dS on its way from the keys' kernel to the product that makes dQ of it (attn/backward/ds_tiles.h).
+// dS between the keys' kernel and the product that computes dQ from it (attn/backward/ds_tiles.h).
 #pragma once
 
 #include "attn/backward/ds_tiles.h"
@@ -9,9 +9,9 @@
 namespace qf {
 namespace fa_mma_bwd {
 
-// The section of dS that is kept while a pair of launches runs.
+// The section of dS that is stored while a pair of launches runs.
 struct StoredDs {
-  char* g_tiles;  // null: dS is computed again
+  char* g_tiles;  // null: dS is recomputed
   DsTiles tiles;
   int64_t first_column;  // pair of a sequence and a KV head that the first tiles belong to
   int64_t head_bytes;    // of a query head
@@ -26,14 +26,14 @@ struct StoredDs {
   }
 };
 
-// Is the tile of 64 columns from `first` on among those of `seen`, columns that some of 64 rows see? Then it is kept,
-// all of it.
+// Does the tile of 64 columns from `first` on overlap `seen`, columns that some of 64 rows see? Then all of it is
+// stored.
 __device__ __forceinline__ bool keeps_tile(const KeyRange& seen, int first) {
   return first < seen.end && first + kDsTile > seen.begin;
 }
 
-// dS of keys that do not exist is 0: whatever stands in their place would be multiplied with zeros otherwise, and may
-// be NaN. row: the lane's first key; rows: of the sequence.
+// dS of keys that do not exist is set to 0: otherwise whatever is in their place, possibly NaN, would be multiplied by
+// zeros. row: the lane's first key; rows: of the sequence.
 template <int kMTiles, int kSteps>
 __device__ __forceinline__ void clear_missing_rows(uint32_t (&A)[kMTiles][kSteps][4], int row, int rows) {
 #pragma unroll
