@@ -1,5 +1,5 @@
-// Activations of linear layers and their derivatives, in float32. NaN and infinities go where IEEE arithmetic sends
-// them, as in the definitions: gelu and silu of -inf are NaN.
+// Activations of linear layers and their derivatives, in float32. NaN and infinities propagate as in IEEE arithmetic
+// and in the definitions: gelu and silu of -inf are NaN.
 #pragma once
 
 #include <math.h>
@@ -16,10 +16,10 @@ constexpr float kCubic = 0.044715f;
 __device__ __forceinline__ float normal_cdf(float h) { return 0.5f + 0.5f * erff(h * kRootHalf); }
 __device__ __forceinline__ float sigmoid(float h) { return 1.0f / (1.0f + expf(-h)); }
 
-// (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3))) / 2, which is the sigmoid of twice that argument.
+// (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3))) / 2, which is the sigmoid of twice tanh's argument.
 __device__ __forceinline__ float tanh_cdf(float h) { return sigmoid(2.0f * kRootTwoByPi * (h + kCubic * h * h * h)); }
 
-// The activation of h. SwiGLU: of the two products h and u.
+// The activation of h; for SwiGLU, of the two products h and u.
 template <int kActivation>
 __device__ __forceinline__ float activated(float h, float u) {
   if constexpr (kActivation == QF_GELU) return h * normal_cdf(h);
@@ -29,7 +29,7 @@ __device__ __forceinline__ float activated(float h, float u) {
   return h;
 }
 
-// What the gradient of the result is multiplied with to be that of h (`of_h`) and, with SwiGLU, of u (`of_u`).
+// The derivatives: factors from the gradient of the result to that of h (`of_h`) and, for SwiGLU, of u (`of_u`).
 struct Slopes {
   float of_h, of_u;
 };
@@ -42,7 +42,7 @@ __device__ __forceinline__ Slopes slopes(float h, float u) {
   }
   if constexpr (kActivation == QF_GELU_TANH) {
     const float cdf = tanh_cdf(h);
-    const float squared = fminf(h * h, 1e4f);  // where h^2 would overflow, cdf (1 - cdf) is 0 long since
+    const float squared = fminf(h * h, 1e4f);  // cdf (1 - cdf) is 0 long before h^2 overflows
     return {cdf + h * cdf * (1.0f - cdf) * 2.0f * kRootTwoByPi * (1.0f + 3.0f * kCubic * squared), 0.0f};
   }
   if constexpr (kActivation == QF_SILU || kActivation == QF_SWIGLU) {

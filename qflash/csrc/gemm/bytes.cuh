@@ -1,5 +1,5 @@
-// Matrices in global memory, sixteen bytes of a row at a time, whatever their alignment; and the transpose of 4 x 4
-// bytes that transposes rows of int8 along n to words along k.
+// Loads of matrices in global memory, sixteen bytes of a row at a time, at any alignment; and the 4 x 4 byte transpose
+// from rows of int8 along n to words along k.
 #pragma once
 
 #include <stdint.h>
@@ -13,16 +13,16 @@ struct Bytes16 {
   uint32_t word[4];
 };
 
-// Rows of bytes, of whatever elements: strides and columns count bytes. `columns` are contiguous. begin .. end is the
-// memory from the first to the last element.
+// A matrix of any element type as rows of bytes: strides and columns are in bytes. `columns` are contiguous. begin ..
+// end is the memory from the first to the last element.
 struct ByteMatrix {
   const int8_t *g_data, *g_begin, *g_end;
   int64_t stride;
   int rows, columns;
-  bool vector;  // every 16 bytes from a column that divides by 16 are aligned, and columns divides by 16
+  bool vector;  // 16-byte chunks of all rows are aligned, and columns is a multiple of 16
 };
 
-// Host side: elements of so many bytes, stride and columns counted in them.
+// Host side. size: bytes of an element; stride and columns are in elements.
 inline ByteMatrix byte_matrix(const void* elements, int size, int64_t stride, int64_t rows, int64_t columns) {
   stride *= size, columns *= size;
   const int8_t* const data = static_cast<const int8_t*>(elements);
@@ -32,8 +32,8 @@ inline ByteMatrix byte_matrix(const void* elements, int size, int64_t stride, in
   return {data, begin, data + (span > 0 ? span : 0) + columns, stride, int(rows), int(columns), vector};
 }
 
-// Sixteen bytes from any address: five aligned words, shifted into place. Memory from begin to end may be read, which
-// those words can leave by up to three bytes at its edges; there, and past the last column, it goes byte by byte.
+// Sixteen bytes from any address: five aligned words, shifted into place. Only begin .. end may be read, and these
+// words can reach up to three bytes past its edges; there, and past the last column, bytes are loaded one by one.
 __device__ __forceinline__ Bytes16 load_unaligned(const ByteMatrix& x, const int8_t* g_from, int left) {
   Bytes16 value{};
   const int shift = int(reinterpret_cast<uintptr_t>(g_from) % 4);
@@ -50,7 +50,7 @@ __device__ __forceinline__ Bytes16 load_unaligned(const ByteMatrix& x, const int
     }
   } else {
     auto& word = value.word;
-#pragma unroll 1  // rare, and sixteen guarded loads at every place that loads would crowd out the rest
+#pragma unroll 1  // rare, and sixteen guarded loads at every call site would bloat the code
     for (int i = 0; i < 16; i += 4) {
       uint32_t four = 0;
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ Bytes16 load16(const ByteMatrix& x, int row, int colu
   return load_unaligned(x, g_from, x.columns - column);
 }
 
-// word[j] <- byte j of each of the four rows, the first row lowest.
+// word[j] <- byte j of each of the four rows, the first row's in the lowest byte.
 __device__ __forceinline__ void transpose4x4(uint32_t (&word)[4], uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   const uint32_t low01 = prmt(r0, r1, 0x5140), high01 = prmt(r0, r1, 0x7362);  // bytes 0 and 1, 2 and 3 of two rows
   const uint32_t low23 = prmt(r2, r3, 0x5140), high23 = prmt(r2, r3, 0x7362);

@@ -1,4 +1,4 @@
-// The host side of the GEMM libraries: what they refuse, and the launch of one block per tile.
+// The host side of the GEMM libraries: which problems they reject, and the launch of one block per tile.
 #pragma once
 
 #include "common/launch.cuh"
@@ -15,7 +15,7 @@ constexpr int64_t kMostBytes = 0x7fffffff - 4096;
 // What a library was built for.
 struct Built {
   int dtype, activation;
-  int out_dtype;  // of integers; floats give `dtype` or QF_F32, as the call says
+  int out_dtype;  // of integers; for floats the call selects `dtype` or QF_F32
 };
 
 inline int check_params(const QfLinearParams* p, const Built& built) {

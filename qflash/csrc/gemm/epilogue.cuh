@@ -1,7 +1,7 @@
-// From sums to out: out[i, j] = activation(h) + residual[i, j], rounded once. Of integers h = fma(float(sum) *
-// x_scale[i], w_scale[j], bias[j]), which every engine computes so: without an activation CPU and GPU agree to the bit.
-// Of floats h = sum + bias[j]. SwiGLU has a second sum an element, of which u is made as h is of the first. The
-// activation is known when a kernel is compiled.
+// The epilogue: out[i, j] = activation(h) + residual[i, j], rounded once. For integers h = fma(float(sum) * x_scale[i],
+// w_scale[j], bias[j]), the same on every engine: without an activation, CPU and GPU agree bit for bit. For floats h =
+// sum + bias[j]. SwiGLU has a second accumulator per element, from which u is computed as h is from the first. The
+// activation is fixed when a kernel is compiled.
 #pragma once
 
 #include <type_traits>
@@ -50,7 +50,7 @@ struct Columns {
   }
 };
 
-// h of a sum.
+// h from an accumulator.
 __device__ __forceinline__ float pre_activation(int32_t sum, float x_scale, float w_scale, float bias) {
   return fmaf(float(sum) * x_scale, w_scale, bias);
 }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_vector(void* g_out, const uint32_t (&word)
   *static_cast<uint2*>(g_out) = make_uint2(word[0], word[1]);
 }
 
-// Words as they lie in memory: one 32-bit element, or two 16-bit ones.
+// Results packed into 32-bit words: one 32-bit element, or two 16-bit ones.
 template <class Out>
 struct Words {
   static constexpr int kPerWord = 1;
@@ -89,7 +89,7 @@ struct Words<BF16> : HalfWords<BF16> {
   __device__ static __forceinline__ uint32_t of(const float* value) { return cvt_rn_bf16x2_f32(value[0], value[1]); }
 };
 
-// kCount elements of a row of out or of pre, 8 or 16 bytes, as one vector where they lie inside and it is aligned.
+// Stores kCount elements of a row of out or of pre, 8 or 16 bytes: as one vector if it is aligned and inside the row.
 template <class Out, class Value, int kCount>
 __device__ __forceinline__ void store_values(Out* g_out, bool vector, int inside, const Value (&value)[kCount]) {
   constexpr int kPerWord = Words<Out>::kPerWord;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_values(Out* g_out, bool vector, int inside
   }
 }
 
-// kCount elements of a row, likewise; zeros past the last one.
+// Loads kCount elements of a row, likewise; zeros past the last one.
 template <class Element, int kCount>
 __device__ __forceinline__ void load_values(float (&value)[kCount], const Element* g_row, bool vector, int inside) {
   constexpr int kBytes = kCount * int(sizeof(Element));
@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_values(float (&value)[kCount], const Elemen
   for (int j = 0; j < kCount; ++j) value[j] = to_float(x[j]);
 }
 
-// out[row][first ..+kCount] from h and, of SwiGLU alone, u; and both of them for the backward pass.
+// Stores out[row][first ..+kCount] from h and, for SwiGLU only, u; also stores h and u if the backward pass needs them.
 template <class Out, int kActivation, int kCount>
 __device__ __forceinline__ void store_activated(const QfLinearParams& p, bool vector, int row, int first,
                                                 float (&h)[kCount], const float (&u)[kCount]) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_activated(const QfLinearParams& p, bool ve
   store_values(static_cast<Out*>(p.out) + row * p.out_stride_m + first, vector, inside, h);
 }
 
-// out[row][first ..+kCount] of type Out. `vector`: rows of out, residual and pre start on 16 bytes.
+// Stores out[row][first ..+kCount] of type Out. `vector`: rows of out, residual and pre are aligned to 16 bytes.
 template <class Out, int kActivation, class Sum, int kCount>
 __device__ __forceinline__ void store_columns(const QfLinearParams& p, bool vector, int row, int first,
                                               const Sum (&sums)[kCount], const Columns<kCount>& columns) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_columns(const QfLinearParams& p, bool vect
   }
 }
 
-// The same of SwiGLU: `gates` are sums with w and `ups` are sums with up of the same columns.
+// The same for SwiGLU: `gates` are accumulators of the product with w, `ups` of that with up, of the same columns.
 template <class Out, class Sum, int kCount>
 __device__ __forceinline__ void store_gated(const QfLinearParams& p, bool vector, int row, int first,
                                             const Sum (&gates)[kCount], const Sum (&ups)[kCount],

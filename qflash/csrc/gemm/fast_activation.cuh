@@ -1,11 +1,11 @@
-// The activations of activation.cuh in as few instructions as their accuracy allows, for epilogues that tensor cores
-// wait for. NaN and infinities go where activation.cuh sends them.
+// The activations of activation.cuh in as few instructions as their accuracy allows, for epilogues that stall the
+// tensor cores. NaN and infinities propagate as in activation.cuh.
 //
 //   gelu               within 5e-5 of the definition, absolute: a polynomial, no special functions
-//   gelu_tanh          of 16-bit results within 8e-5, by a polynomial too; of float32 ones as below
-//   silu, swiglu       float32, but for the last bits of ex2 and rcp
+//   gelu_tanh          for 16-bit results within 8e-5, also by a polynomial; for float32 results as below
+//   silu, swiglu       float32, except for the last bits of ex2 and rcp
 //
-// A polynomial takes 11 or 12 instructions of one clock a warp, ex2 and rcp 8 clocks each.
+// A polynomial takes 11 or 12 instructions of one cycle per warp, ex2 and rcp 8 cycles each.
 #pragma once
 
 #include "gemm/activation.cuh"
@@ -21,8 +21,8 @@ constexpr float kLog2E = 1.44269504088896341f;
 // 1 / (1 + e^-h) for minus_h = -log2(e) h.
 __device__ __forceinline__ float sigmoid_of_log2(float minus_h) { return rcp(1.0f + ex2(minus_h)); }
 
-// Phi(h) = saturated(1/2 + h Q(min(h^2, c^2))): Q is fitted for the least error of h Phi(h) on [0, c], with c Q(c^2) =
-// 1/2, so that beyond c saturation makes it 0 or 1 and h need not be clamped.
+// Phi(h) = saturated(1/2 + h Q(min(h^2, c^2))): Q is fitted for the lowest error of h Phi(h) on [0, c], with c Q(c^2) =
+// 1/2, so that beyond c saturation gives 0 or 1 and h need not be clamped.
 __device__ __forceinline__ float fast_normal_cdf(float h) {
   constexpr float kClip = 4.4f;
   const float t = fminf(h * h, kClip * kClip);
@@ -53,7 +53,7 @@ __device__ __forceinline__ float fast_tanh_cdf(float h) {
   return fma_saturated(h, q, 0.5f);
 }
 
-// As activated(). kRounded: the result is rounded to 16 bits, whose rounding hides what the polynomial is off by.
+// As activated(). kRounded: the result is rounded to 16 bits, which hides the error of the polynomial.
 template <int kActivation, bool kRounded>
 __device__ __forceinline__ float fast_activated(float h, float u) {
   if constexpr (kActivation == QF_GELU) return h * fast_normal_cdf(h);

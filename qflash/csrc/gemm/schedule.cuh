@@ -1,6 +1,6 @@
-// Which block computes which tile of out. Blocks that run at the same time should share what they read: a run of
-// consecutive blocks covers a band of kBandRows row tiles, column by column, so that about a hundred of them touch
-// about as many bytes of x as of w, and both stay in the L2 cache.
+// The tile scheduler: which block computes which tile of out. Concurrent blocks should share what they read:
+// consecutive blocks cover a band of kBandRows row tiles, column by column, so that about a hundred of them read about
+// as many bytes of x as of w, and both stay in the L2 cache.
 #pragma once
 
 #include "gemm/bytes.cuh"
@@ -9,7 +9,7 @@
 namespace qf {
 namespace gemm {
 
-// Both operands of a product as they lie in memory.
+// Both operands of a product, in their memory layouts.
 struct Operands {
   ByteMatrix x;     // [m][k], or [k][m] where m is contiguous
   ByteMatrix w[2];  // likewise: [n][k] or [k][n]; the second is up
@@ -17,17 +17,17 @@ struct Operands {
 
 struct Grid : Operands {
   int row_tiles, column_tiles;
-  bool vector_out;  // rows of out, residual and pre start on 16 bytes
+  bool vector_out;  // rows of out, residual and pre are aligned to 16 bytes
 };
 
-// k runs along memory. Where both directions qualify (one of the extents is 1) it makes no difference.
+// Is k contiguous? Where both dimensions are (one of the extents is 1), the answer makes no difference.
 inline bool x_along_k(const QfLinearParams& p) { return p.x_stride_k == 1; }
 inline bool w_along_k(const QfLinearParams& p) { return p.w_stride_k == 1; }
 
 // Bytes of an element of a QfDtype or QfOpDtype.
 constexpr int bytes_of(int dtype) { return dtype == QF_I8 ? 1 : dtype == QF_F16 || dtype == QF_BF16 ? 2 : 4; }
 
-// Host side, as is what follows.
+// Host side, as is grid_of.
 inline Operands operands_of(const QfLinearParams& p) {
   const int size = bytes_of(p.dtype);
   const auto weight = [&](const void* data, int64_t stride_k, int64_t stride_n) {

@@ -1,5 +1,5 @@
-// A warp's sums on their way to out, 16 rows at a time through shared memory that only this warp uses: from the layout
-// of tensor cores to rows, so that every lane stores 16 bytes and a warp whole sectors.
+// The epilogue of a warp, 16 rows at a time through shared memory that only this warp uses: from the tensor cores'
+// accumulator layout to rows, so that every lane stores 16 bytes and a warp stores full sectors.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -7,25 +7,25 @@
 namespace qf {
 namespace gemm {
 
-constexpr int kWarpN = 64;  // columns of a warp's sums
+constexpr int kWarpN = 64;  // columns of a warp's accumulators
 
-// Rows are 8 words longer than they need be: the 8-byte stores of a half-warp in the layout of mma, 4 rows x 4 lanes,
-// then fill the 32 banks.
+// Rows are padded by 8 words: the 8-byte stores of a half-warp in the layout of mma, 4 rows x 4 lanes, then cover the
+// 32 banks.
 constexpr int kSlabStride = kWarpN + 8;
 constexpr int kSlabWords = 16 * kSlabStride;
 
-// What a lane finishes of every slab: kCount columns. SwiGLU: the first 32 of a row's 64 sums are gates, the others
-// ups.
+// The kCount columns of every slab that a lane finishes. SwiGLU: the first 32 of a row's 64 accumulators are gates, the
+// others ups.
 template <class Out, int kActivation, class Sum>
 struct SlabColumns {
   static constexpr bool kGated = kActivation == QF_SWIGLU;
   static constexpr int kColumns = kGated ? kWarpN / 2 : kWarpN, kCount = 16 / sizeof(Out);
   static constexpr int kAcross = kColumns / kCount, kDown = 32 / kAcross;
-  static constexpr int kUnroll = kActivation == QF_IDENTITY ? 16 / kDown : 1;  // activations are long
+  static constexpr int kUnroll = kActivation == QF_IDENTITY ? 16 / kDown : 1;  // activations take many instructions
   const int lane, within, column;
   const Columns<kCount> columns, of_up;
 
-  // column0: of out, the warp's first.
+  // column0: the warp's first column of out.
   __device__ __forceinline__ SlabColumns(const QfLinearParams& p, int column0, int lane_)
       : lane(lane_),
         within(lane % kAcross * kCount),
@@ -33,7 +33,7 @@ struct SlabColumns {
         columns(p, column),
         of_up(p, column, kGated) {}
 
-  // Sixteen rows of out from row0 on.
+  // Stores sixteen rows of out from row0 on.
   __device__ __forceinline__ void store(const QfLinearParams& p, bool vector, int row0, const Sum* s_slab) const {
 #pragma unroll(kUnroll)
     for (int r = 0; r < 16; r += kDown) {

@@ -1,4 +1,4 @@
-// What a tile of w is loaded from: one matrix or two.
+// The source of a tile of w: one matrix or two.
 #pragma once
 
 #include "gemm/bytes.cuh"
@@ -7,8 +7,8 @@ namespace qf {
 namespace gemm {
 
 //   kOne       one matrix
-//   kPaired    two side by side, half of a tile's columns each: of SwiGLU both products come from one tile
-//   kChained   two one after the other along k: x w + x' w' is one product of twice the depth; or one
+//   kPaired    two side by side, half of a tile's columns each: one tile has both products of SwiGLU
+//   kChained   two in sequence along k: x w + x' w' is one product of twice the depth; or one matrix
 enum class Source { kOne, kPaired, kChained };
 
 // The matrix of a step, and the step within it.

@@ -1,10 +1,11 @@
-// Reductions over a block: a tree of two levels, shuffles within each warp, then the warps' results through shared
-// memory and shuffles again. Every warp climbs the second level for itself, so every thread gets the result, to the
-// bit, after one barrier instead of two.
+// Block reductions: a tree of two levels, shuffles within each warp, then the warps' results through shared memory and
+// shuffles again. Every warp computes the second level itself, so every thread gets the same result, bit for bit, after
+// one barrier instead of two.
 //
 // Shared memory: one plane of 32 words per word of State. Warp w writes word w of each plane (one lane, no conflict);
-// then lane i of every warp reads word i, or i mod the warps there are: different words lie in different banks, one
-// clock. An array of States would ask for words sizeof(State) apart: two clocks for a pair, four for four words.
+// then lane i of every warp reads word i, modulo a power of two if there are fewer warps: different words are in
+// different banks, one cycle. In an array of States, the words read are sizeof(State) apart: two cycles for a pair,
+// four for four words.
 // tests/unit/test_reduce_banks.py counts them.
 #pragma once
 
@@ -20,9 +21,9 @@ constexpr int block_bytes() {
   return int(sizeof(State)) * kMostWarps;
 }
 
-// of_warp(state, width) reduces every group of `width` lanes of a warp, for all of them; `identity` changes nothing
-// there. blockDim.x is a multiple of 32. s_words must not be in use by an earlier reduction that some thread may still
-// read: put a barrier between two of them. kForAll: whether warps beside the first want the result.
+// of_warp(state, width) reduces every group of `width` lanes of a warp, for all of them; `identity` is its neutral
+// element. blockDim.x is a multiple of 32. Threads may still read s_words of an earlier reduction: put a barrier
+// between two of them. kForAll: whether warps other than the first need the result.
 template <bool kForAll = true, class State, class OfWarp>
 __device__ __forceinline__ State reduce_block(State state, OfWarp of_warp, const State& identity, uint32_t* s_words) {
   constexpr int kWords = sizeof(State) / 4;

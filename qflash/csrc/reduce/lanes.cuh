@@ -1,4 +1,4 @@
-// Reductions among the lanes of a warp that share a row: all x of one y in smem/lanes.cuh's dealing of lane bits.
+// Reductions over the lanes of a warp that share a row: all x of one y in smem/lanes.cuh's assignment of lane bits.
 #pragma once
 
 #include "smem/lanes.cuh"

@@ -1,13 +1,13 @@
-// A row of a matrix cut among the threads of a team, whatever its start and its length.
+// Distributes a row of a matrix over the threads of a team, at any start and any length.
 //
 //      row start                                                                row end
 //         v                                                                        v
 //      |..hhhh|granule 0|granule 1| ...  16-byte words, aligned ...     |granule n-1|ttt...|
 //
-// A granule is 16 aligned bytes that lie wholly in the row. A warp has 32 kVecs granules that follow one another, and
-// each of its lanes every 32nd of them: neighbouring lanes read and write neighbouring granules, and a thread's
-// addresses differ by constants. What is left at the two ends, fewer elements than two granules hold, are the row's
-// edges: the team's first threads have one each. Nothing outside the row is touched.
+// A granule is 16 aligned bytes wholly inside the row. A warp has 32 kVecs consecutive granules, and each of its lanes
+// every 32nd of them: neighbouring lanes read and write neighbouring granules, and a thread's addresses differ by
+// constants. The elements left at the two ends, fewer than two granules hold, are the row's edges: the team's first
+// threads have one each. Nothing outside the row is accessed.
 #pragma once
 
 #include "common/elements.cuh"
@@ -20,7 +20,7 @@ namespace qf {
 template <class Element>
 constexpr int kGranule = 16 / int(sizeof(Element));  // elements
 
-// How a row's alignment cuts it up.
+// How a row is cut, given its alignment.
 struct RowCut {
   int columns, head, edges, granules;
 };
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, const BF16*
 __device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b, const F16*) { return max_f16x2(a, b); }
 __device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b, const BF16*) { return max_bf16x2(a, b); }
 
-// The greatest of some granules' numbers; NaN where there is none.
+// The largest number in some granules; NaN if all elements are NaN.
 template <int kVecs>
 __device__ __forceinline__ float largest_of(const Word4 (&raw)[kVecs], const float*) {
   float m = bits_to_float(raw[0].word[0]);
@@ -88,9 +88,9 @@ __device__ __forceinline__ Word4 pack_granule(const float (&x)[8], const Element
   return raw;
 }
 
-// Columns column .. column + kCount - 1 of a vector that all rows share, or `otherwise` where there is none. kAligned:
-// whether its granules lie as the row's do, asked outside: asked here, the compiler makes predicates of both answers,
-// and every thread passes by the loads that it does not do.
+// Columns column .. column + kCount - 1 of a vector that all rows share, or `otherwise` if there is none. kAligned:
+// whether its granules are aligned as the row's are. It is tested by the caller: for a test here, the compiler
+// predicates both paths, and every thread steps through the loads that it does not execute.
 template <bool kAligned, class Element, int kCount>
 __device__ __forceinline__ void load_columns(const Element* g_vector, int column, float otherwise, float (&y)[kCount]) {
 #pragma unroll
@@ -116,27 +116,27 @@ __device__ __forceinline__ float tree_sum(const float (&x)[kCount]) {
   return sums[0];
 }
 
-// A thread's share of a row, or of a piece of a long one, as it lies in memory: up to kVecs granules and one edge. In
-// 16 bits it takes half the registers that floats do.
+// A thread's share of a row, or of a piece of a long one, in its memory format: up to kVecs granules and one edge.
+// 16-bit elements take half the registers that floats do.
 template <class Element, int kVecs>
 struct RawShare {
   static constexpr int kElements = kGranule<Element>;
   Word4 raw[kVecs];
   float edge;
-  int mine, left;  // the thread's first granule; how many there are in the row from it on
-  bool has_edge;   // whether `edge` is of the row
+  int mine, left;  // the thread's first granule; granules of the row from it on
+  bool has_edge;   // whether `edge` is part of the row
 
   __device__ __forceinline__ bool present(int v) const { return 32 * v < left; }
 
-  // The team's granules `first` .., and with the first of all the edges; `fill` where there are none. All loads are
-  // under way before one of them is used.
+  // Loads the team's granules from `first` on, and with granule 0 the edges; `fill` where there are none. All loads are
+  // issued before the first of them is used.
   template <class Team>
   __device__ __forceinline__ void load(const Element* g_row, const RowCut& cut, const Team& team, int first,
                                        float fill) {
     mine = first + team.rank() / 32 * (32 * kVecs) + team.rank() % 32;
     left = cut.granules - mine;
     const Element* g_mine = g_row + cut.head + int64_t(mine) * kElements;
-    if (present(kVecs - 1)) {  // nearly always: no fill, no questions
+    if (present(kVecs - 1)) {  // nearly always: no fill, no tests
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) raw[v] = ld_no_allocate(g_mine + 32 * v * kElements);
     } else {
@@ -157,17 +157,17 @@ struct RawShare {
     unpack(raw[v], y, static_cast<const Element*>(nullptr));
   }
 
-  // The fill included.
+  // Includes the fill.
   __device__ __forceinline__ float largest() const {
     return fmaxf(edge, largest_of(raw, static_cast<const Element*>(nullptr)));
   }
 
-  // How many of the elements are of the row.
+  // The number of elements that are part of the row.
   __device__ __forceinline__ int count() const {
     return kElements * min(kVecs, max(0, left + 31) / 32) + int(has_edge);
   }
 
-  // Every element times a power of two.
+  // Multiplies every element by a power of two.
   __device__ __forceinline__ void scale(float unit) {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
@@ -180,7 +180,7 @@ struct RawShare {
     edge *= unit;
   }
 
-  // Lets go of values that the compiler would otherwise keep until they are asked for again.
+  // Drops unpacked values, which the compiler would otherwise keep in registers until their next use.
   __device__ __forceinline__ void forget_values() {
 #pragma unroll
     for (int v = 0; v < kVecs; ++v)
@@ -189,7 +189,7 @@ struct RawShare {
   }
 };
 
-// The same as floats, which can be changed.
+// The same as floats, which can be modified.
 template <class Element, int kVecs>
 struct RowShare {
   static constexpr int kElements = kGranule<Element>;
@@ -214,7 +214,7 @@ struct RowShare {
     for (int i = 0; i < kElements; ++i) y[i] = x[v][i];
   }
 
-  // change(x) replaces every element of the row; the fill stays.
+  // Replaces every element x of the row by change(x); the fill stays.
   template <class Change>
   __device__ __forceinline__ void change_present(Change change) {
 #pragma unroll
@@ -226,7 +226,7 @@ struct RowShare {
     if (has_edge) edge = change(edge);
   }
 
-  // Likewise for every element and the fill: no branch.
+  // Likewise for every element and the fill, without a branch.
   template <class Change>
   __device__ __forceinline__ void change_all(Change change) {
 #pragma unroll
@@ -245,7 +245,7 @@ struct RowShare {
     return m;
   }
 
-  // The fill included.
+  // Includes the fill.
   __device__ __forceinline__ float sum() const {
     float total = edge;
 #pragma unroll
@@ -254,14 +254,14 @@ struct RowShare {
   }
 };
 
-// Whether granules of a row cut like this lie on 16 bytes in another one.
+// Whether the granules of a row that is cut like this are also aligned to 16 bytes in another row.
 template <class Element>
 __device__ __forceinline__ bool aligned_alike(const Element* g_other, const RowCut& cut) {
   return reinterpret_cast<uintptr_t>(g_other + cut.head) % 16 == 0;
 }
 
-// finish(y, column) turns a share's elements from `column` on into results, which replace the row's in g_out. kAligned:
-// whether they lie there as in x, asked once for the row and not for each granule.
+// finish(y, column) turns a share's elements y from `column` on into results, which are stored to g_out. kAligned:
+// whether granules are aligned there as in x, tested once per row instead of once per granule.
 template <bool kAligned, template <class, int> class Share, class Element, int kVecs, class Team, class Finish>
 __device__ __forceinline__ void store_share_at(const Share<Element, kVecs>& share, Element* g_out, const RowCut& cut,
                                                const Team& team, Finish finish) {

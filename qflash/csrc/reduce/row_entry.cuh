@@ -15,7 +15,7 @@ inline int check_rows(const Params* p, int dtype) {
   return QF_OK;
 }
 
-// As many launches as the blocks take, on teams of Shape (reduce/row_shape.cuh).
+// Launches on all rows, in as many launches as the blocks need, with teams of Shape (reduce/row_shape.cuh).
 template <class Shape, class Params>
 inline int launch_rows(void (*kernel)(Params, RowGrid), const Params& p, int threads, int shared_bytes, void* stream) {
   constexpr int kRowsPerBlock = Shape::Team::kRowsPerBlock;

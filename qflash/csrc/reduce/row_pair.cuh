@@ -1,13 +1,13 @@
-// Two rows of the same length side by side, as gradients have them: what a thread holds of the one it holds of the
-// other, whatever place of a 16-byte word each of them starts at.
+// Two rows of the same length side by side, as gradients need them: a thread holds the same columns of both, wherever
+// in a 16-byte word each of them starts.
 #pragma once
 
 #include "reduce/row.cuh"
 
 namespace qf {
 
-// `share` of a row that was not cut itself: `cut` is another one's. Where its words lie otherwise, they are put
-// together.
+// Loads `share` of a row that is cut as another one, whose cut is `cut`. If its alignment differs, granules are
+// assembled element by element.
 template <class Element, int kVecs, class Team>
 __device__ __forceinline__ void load_beside(RawShare<Element, kVecs>& share, const Element* g_row, const RowCut& cut,
                                             const Team& team, int first) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_beside(RawShare<Element, kVecs>& share, con
   share.edge = share.has_edge ? to_float(g_row[column_of_edge(cut, team.rank())]) : 0.0f;
 }
 
-// see(x, y, column) for the elements of two shares from `column` on, granule by granule.
+// Calls see(x, y, column) for the elements of two shares from `column` on, granule by granule.
 template <class Element, int kVecs, class Team, class See>
 __device__ __forceinline__ void see_pair(const RawShare<Element, kVecs>& a, const RawShare<Element, kVecs>& b,
                                          const RowCut& cut, const Team& team, See see) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void see_pair(const RawShare<Element, kVecs>& a, cons
   see(x, y, column_of_edge(cut, team.rank()));
 }
 
-// finish(x, y, column) turns x, the elements of `a`, into results, which go to g_out.
+// finish(x, y, column) turns x, the elements of `a`, into results, which are stored to g_out.
 template <class Element, int kVecs, class Team, class Finish>
 __device__ __forceinline__ void store_pair(const RawShare<Element, kVecs>& a, const RawShare<Element, kVecs>& b,
                                            Element* g_out, const RowCut& cut, const Team& team, Finish finish) {

@@ -1,7 +1,8 @@
-// Which threads and registers serve rows of a length: the one choice that softmax, layer_norm and cross_entropy share.
+// How many threads and registers process a row of a given length: the choice that softmax, layer_norm and cross_entropy
+// share.
 //
 //   columns                        team     a thread holds
-//   .. what kMost granules take    a warp   1, 2, 4 or 8 granules of 16 bytes, as few as will do
+//   .. what kMost granules take    a warp   1, 2, 4 or 8 granules of 16 bytes, as few as suffice
 //   .. 32768                       a block  kMost granules: as many threads as that takes
 //   more                           a block  kLong granules of a piece of the row at a time
 #pragma once
@@ -13,7 +14,7 @@ namespace qf {
 
 constexpr int kWholeColumns = 32768;  // of the longest rows that stay in registers
 
-// kWhole: a thread's share is all it ever sees of the row. kMostThreads: of a block; the fewer, the more registers.
+// kWhole: a thread's share is all it sees of the row. kMostThreads: of a block; fewer threads have more registers each.
 template <class Team_, int kVecs_, bool kWhole_, int kMostThreads_ = Team_::kMostThreads>
 struct RowShape {
   using Team = Team_;
@@ -22,8 +23,8 @@ struct RowShape {
   static constexpr int kMostThreads = kMostThreads_;
 };
 
-// run(shape, threads per block) for rows of `columns`. kMost: 4 or 8 granules of a thread; kLong, kLongThreads: on a
-// row that does not fit registers; kWhole: columns of the longest that does.
+// Calls run(shape, threads per block) for rows of `columns`. kMost: 4 or 8 granules per thread; kLong, kLongThreads:
+// for rows that do not fit registers; kWhole: columns of the longest row that does.
 template <class Element, int kMost, int kLong, int kLongThreads, int kWhole = kWholeColumns, class Run>
 inline int with_row_shape(int64_t columns, Run run) {
   constexpr int kElements = kGranule<Element>, kShare = kMost * kElements, kWarpThreads = 32 * WarpTeam::kWarps;

@@ -6,14 +6,14 @@
 
 namespace qf {
 
-// How scores are taken from x: 2^((x_factor x - m) factor). Differences first, so that no finite x overflows on its
-// way.
+// How weights are computed from x: 2^((x_factor x - m) factor). Differences are taken first, so that no finite x
+// overflows.
 struct ScoreMap {
   float x_factor, factor;
 };
 
-// softmax(scale x) changes the sign of x where scale is negative. Where it is 0, x becomes 0, or NaN if it was not
-// finite. Where it is so small that a difference past the largest float would still count, x is halved.
+// softmax(scale x): if scale is negative, the sign of x changes. If scale is 0, x becomes 0, or NaN if it is nonfinite.
+// If scale is so small that a difference past the largest float still matters, x is halved.
 __device__ __forceinline__ ScoreMap score_map(float scale) {
   constexpr float kLargest = 3.402823466e38f, kSmall = 7.8886090522101181e-31f;  // 2^-100
   if (scale == 0.0f) return {0.0f, 1.0f};
@@ -21,7 +21,7 @@ __device__ __forceinline__ ScoreMap score_map(float scale) {
   return {scale < 0.0f ? -x_factor : x_factor, fminf(magnitude * kLog2e / x_factor, kLargest)};
 }
 
-// The team's granules from `first` on, as softmax wants them: absent elements weigh nothing.
+// Loads the team's granules from `first` on as scores: absent elements have weight 0.
 template <class Share, class Element, class Team>
 __device__ __forceinline__ void load_scores(Share& share, const Element* g_row, const RowCut& cut, const Team& team,
                                             int first, const ScoreMap& map) {
@@ -29,14 +29,14 @@ __device__ __forceinline__ void load_scores(Share& share, const Element* g_row, 
   if (map.x_factor != 1.0f) share.change_present([&](float x) { return x * map.x_factor; });
 }
 
-// Scores become weights relative to `m`.
+// Turns scores into weights relative to `m`.
 template <class Share>
 __device__ __forceinline__ void weigh(Share& share, float m, float factor) {
   const float reference = reference_of(m);
   share.change_all([&](float x) { return ex2((x - reference) * factor); });
 }
 
-// Scores become weights relative to their own maximum; it and their sum are the state of the share.
+// Turns scores into weights relative to their own maximum; returns that and the sum of weights, the share's state.
 template <class Share>
 __device__ __forceinline__ Peak peak_of(Share& share, float factor) {
   const float m = share.largest();

@@ -1,4 +1,4 @@
-// Who works on a row: a warp each (several rows to a block, no barrier), or a block each.
+// The team that processes a row: a warp (several rows per block, no barrier), or a block.
 #pragma once
 
 #include "reduce/block.cuh"
@@ -10,7 +10,7 @@ struct RowGrid {
   int64_t first, blocks;
 };
 
-// One warp; kWarps rows to a block.
+// One warp; kWarps rows per block.
 struct WarpTeam {
   static constexpr int kWarps = 4, kRowsPerBlock = kWarps, kMostThreads = 32 * kWarps;
 
@@ -22,7 +22,7 @@ struct WarpTeam {
   // Between two reductions.
   __device__ __forceinline__ void meet() const {}
 
-  // kForAll: whether more threads than the first want the result; of_warp as in reduce/block.cuh.
+  // kForAll: whether threads other than the first need the result; of_warp as in reduce/block.cuh.
   template <bool kForAll = true, class State, class OfWarp>
   __device__ __forceinline__ State reduce(const State& state, OfWarp of_warp, const State&, uint32_t*) const {
     return of_warp(state, 32);

@@ -1,6 +1,6 @@
-// What row reductions carry: several numbers that are combined together, so that one reduction does for a row. Two
-// states by Combine...; those of a warp's lanes by ...OfWarp, which goes through the tree once for each number instead
-// of once with all of them: the tree then has a plain sum or maximum at each step.
+// The states of row reductions: several numbers that are combined together, so that one reduction per row suffices.
+// Combine... combines two states; ...OfWarp combines those of a warp's lanes, with one pass through the tree for each
+// number instead of one for all: each step of the tree is then a plain sum or maximum.
 #pragma once
 
 #include "attn/cuda_core/softmax.cuh"
@@ -9,19 +9,19 @@
 
 namespace qf {
 
-// Online softmax of some numbers x: the greatest, and the sum of 2^((x - m) factor).
+// Online softmax of some numbers x: the largest, and the sum of 2^((x - m) factor).
 struct Peak {
   float m, l;
 };
 __device__ __forceinline__ Peak no_peak() { return {-infinity(), 0.0f}; }
 
-// What a sum relative to the maximum `from` is multiplied by to be relative to `to` >= from. Equal ones first: they may
-// both be infinite.
+// The factor that rescales a sum from the maximum `from` to `to` >= from. Equality is tested first: both may be
+// infinite.
 __device__ __forceinline__ float rescale_of(float from, float to, float factor) {
   return from == to ? 1.0f : ex2((from - to) * factor);
 }
 
-// NaN passes fmaxf by and stays in the sum.
+// fmaxf drops NaN, which stays in the sum.
 struct CombinePeaks {
   float factor;
 
@@ -42,8 +42,8 @@ struct PeakOfWarp {
   }
 };
 
-// Count, mean and sum of squared differences from the mean of some numbers. The mean is mean + rest: a mean of 24 bits
-// would show in the result wherever a row's mean is large against its deviation.
+// Count, mean and sum of squared differences from the mean of some numbers. The mean is mean + rest: rounding it
+// to 24 bits would be visible in the result if a row's mean is large compared with its deviation.
 struct Moments {
   float count, mean, rest, m2;
 };
@@ -70,8 +70,8 @@ struct CombineMoments {
   }
 };
 
-// The same for all lanes at once: first the mean, by its distance from lane 0's, which no offset harms; then squared
-// deviations from it. Lane 0 of a warp that has any number has one.
+// The same for all lanes at once: first the mean, as its distance from lane 0's, so that an offset costs no accuracy;
+// then squared deviations from it. If any lane of a warp has numbers, lane 0 does.
 struct MomentsOfWarp {
   __device__ __forceinline__ Moments operator()(const Moments& mine, int width) const {
     const float mean = __shfl_sync(0xffffffffu, mine.mean, 0), rest = __shfl_sync(0xffffffffu, mine.rest, 0);

@@ -1,4 +1,4 @@
-// Reductions among teams: neighbouring threads of a block, a power of two of them, which may span several warps.
+// Reductions over teams: neighbouring threads of a block, a power of two of them, possibly of several warps.
 #pragma once
 
 #include <stdint.h>
@@ -6,8 +6,8 @@
 namespace qf {
 
 // values[i] <- their combination over the thread's team of `lanes`, for every thread of it. Groups of `alike`
-// neighbours (a power of two) hold the same values already: for a combination that does not mind repetition, such as a
-// maximum. Teams within a warp only shuffle. Larger ones meet at barriers, so every thread of the block must call;
+// neighbours (a power of two) already hold the same values: this requires an idempotent combination, such as a maximum.
+// Teams within a warp only shuffle. Larger ones synchronize at barriers, so every thread of the block must call;
 // s_scratch has room for kCount values per warp.
 template <int kCount, class T, class Combine>
 __device__ __forceinline__ void reduce_team(T (&values)[kCount], int alike, int lanes, T* s_scratch, Combine combine) {

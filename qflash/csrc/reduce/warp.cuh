@@ -1,4 +1,4 @@
-// Reductions over the 32 lanes of a warp by shuffles; every lane gets the result, to the bit.
+// Reductions over the 32 lanes of a warp by shuffles; every lane gets the same result, bit for bit.
 #pragma once
 
 #include <stdint.h>
@@ -8,7 +8,7 @@
 
 namespace qf {
 
-// `width`, here and below: of groups of so many neighbouring lanes, a power of two.
+// `width`, here and below: groups of `width` neighbouring lanes, a power of two, are reduced separately.
 template <class Combine>
 __device__ __forceinline__ float reduce_warp(float value, Combine combine, int width = 32) {
 #pragma unroll
@@ -25,9 +25,9 @@ __device__ __forceinline__ float sum_of_warp(float value, int width = 32) {
   return reduce_warp(value, [](float a, float b) { return a + b; }, width);
 }
 
-// Several numbers that are reduced together: State is a struct of 4-byte words, shuffled and chosen word by word.
-// combine(a, b) always gets the lower lane's state first, so that it need not round alike both ways round for all lanes
-// to agree.
+// Several numbers that are reduced together: State is a struct of 4-byte words, shuffled and selected word by word.
+// combine(a, b) always gets the lower lane's state first, so that all lanes agree even if its rounding depends on the
+// order of its arguments.
 template <class State, class Combine>
 __device__ __forceinline__ State reduce_warp(State state, Combine combine, int width = 32) {
   constexpr int kWords = sizeof(State) / 4;

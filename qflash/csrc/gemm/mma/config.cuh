@@ -1,5 +1,5 @@
-// What a GEMM on mma.sync is compiled for, and the shapes of its tiles. In bytes 8-bit and 16-bit operands are one
-// kernel: a step is 128 bytes of k, a quarter of it one mma of either type.
+// Compile-time configuration of a GEMM on mma.sync, and its tile shapes. In bytes, 8-bit and 16-bit operands are one
+// kernel: a step is 128 bytes of k, and a quarter of it is the depth of one mma of either type.
 #pragma once
 
 #include <type_traits>
@@ -13,10 +13,10 @@ namespace gemm {
 
 constexpr int kStepBytes = kSwizzledRow;  // of k, of a row of x or of a column of w
 constexpr int kQuarterBytes = 32;         // of k per mma
-constexpr int kBandRows = 16;             // of tiles that share columns of w: gemm/schedule.cuh
+constexpr int kBandRows = 16;             // row tiles that share columns of w: gemm/schedule.cuh
 
-// How a block's warps share a tile, each owning kWarpM x kWarpN sums; how many blocks a multiprocessor is to hold; and
-// with that, how deep the pipeline is.
+// How a tile is divided among a block's warps, kWarpM x kWarpN accumulators each; how many blocks an SM should hold;
+// and, given that, the number of pipeline stages.
 template <int kArch, int kWarpsM_, int kWarpsN_, int kWarpM_, int kBlocks_ = 1>
 struct MmaShape {
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpM = kWarpM_, kBlocks = kBlocks_;
@@ -29,7 +29,7 @@ struct MmaShape {
   static_assert(kStages >= 2, "a pipeline needs two stages");
 };
 
-// Element: int8_t, F16 or BF16. Out: the type of out; void: Element's or float, which the call decides.
+// Element: int8_t, F16 or BF16. Out: the type of out; void: Element or float, selected at run time.
 template <class Element_, class Out_, int kArch_, int kActivation_>
 struct MmaConfig {
   using Element = Element_;
@@ -39,9 +39,8 @@ struct MmaConfig {
   static constexpr bool kGated = kActivation == QF_SWIGLU;  // half of a tile's columns are w's, half are up's
   static constexpr bool kAsync = kArch >= 80;               // cp.async exists
 
-  // 128 x 256: 128 sums a lane. Reads of shared memory per product are what limits tensor cores this fast, and they
-  // shrink with the warp's tile. 99 KB would hold two stages, too few to hide a load: there, as on Turing, it is
-  // Square.
+  // 128 x 256: 128 accumulators per lane. Shared memory reads per MMA limit tensor cores this fast, and a larger warp
+  // tile needs fewer of them. 99 KB would hold two stages, too few to hide a load: there, as on Turing, Wide is Square.
   static constexpr bool kHasWide = kAsync && shared_limit(kArch) > 100 * 1024;
   using Square = MmaShape<kArch, 4, 2, 32>;
   using Wide = std::conditional_t<kHasWide, MmaShape<kArch, 2, 4, 64>, Square>;

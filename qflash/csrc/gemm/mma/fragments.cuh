@@ -1,4 +1,4 @@
-// Operands and sums of a warp, in the registers of mma.sync.
+// Operand fragments and accumulators of a warp, in the register layout of mma.sync.
 #pragma once
 
 #include "common/element_types.h"
@@ -9,7 +9,7 @@
 namespace qf {
 namespace gemm {
 
-// C += A B, 16 x 32 bytes by 32 bytes x 8. Turing's instructions are smaller, and do the same on the same registers.
+// C += A B, 16 x 32 bytes by 32 bytes x 8. On Turing, two or four smaller MMAs do the same on the same registers.
 template <int kArch>
 __device__ __forceinline__ void mma(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int8_t) {
   if constexpr (kArch >= 80) {
@@ -36,8 +36,8 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
   mma_m16n8k16_bf16(c, a, b0, b1);
 }
 
-// A warp's operands for a quarter of a step, sixteen rows (of b: columns) of 32 bytes an ldmatrix. Where k runs down
-// the tile, ldmatrix transposes the same four 8 x 8 matrices on the way.
+// A warp's operands for a quarter of a step; one ldmatrix loads sixteen rows (of b: columns) of 32 bytes. Where k runs
+// down the tile, ldmatrix.trans loads the same four 8 x 8 matrices.
 template <class Shape, bool kADown, bool kBDown>
 struct Fragments {
   static constexpr int kRowTiles = Shape::kWarpM / 16, kColumnPairs = kWarpN / 16;
@@ -51,7 +51,7 @@ struct Fragments {
     for (int j = 0; j < kColumnPairs; ++j) load_one<kBDown>(b[j], s_stage, s_b, j, quarter);
   }
 
-  // Offsets in a stage of what this lane points ldmatrix at, for the first sixteen rows of the first quarter.
+  // Offsets in a stage of the rows that this lane addresses for ldmatrix: first sixteen rows, first quarter.
   __device__ static __forceinline__ unsigned first_of_a(int warp, int lane) {
     const unsigned row = warp % Shape::kWarpsM * Shape::kWarpM;
     if constexpr (kADown)

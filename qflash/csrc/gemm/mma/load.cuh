@@ -1,11 +1,11 @@
-// How a tile of x or w gets into shared memory, as rows of 128 bytes (gemm/swizzle.cuh). A tile of kRows rows of x, or
-// columns of w, is stored in one of two ways:
-//   rows     [kRows][128 bytes of k]: what lies along k in memory, and int8 that is transposed on the way
-//   panels   [kRows / 64][64 k][64 elements of 16 bits]: what lies along m or n, as it lies; ldmatrix.trans reads it
-// One interface: fetch(step, s_tile) starts a step's copies, stash(s_tile) ends them; asynchronous ones are complete
-// once their group is. kDown says that k runs down the rows of the tile (panels). Of two matrices side by side, 32 of
-// every 64 rows of the tile are the first's and 32 the second's, so that a warp's 64 columns are 32 of w and the same
-// 32 of up.
+// Loads of a tile of x or w into shared memory, as rows of 128 bytes (gemm/swizzle.cuh). A tile of kRows rows of x, or
+// columns of w, has one of two layouts:
+//   rows     [kRows][128 bytes of k]: operands contiguous along k, and int8 that is transposed by the loader
+//   panels   [kRows / 64][64 k][64 elements of 16 bits]: contiguous along m or n, as in memory; for ldmatrix.trans
+// Loaders have one interface: fetch(step, s_tile) starts a step's copies, stash(s_tile) finishes them; asynchronous
+// ones are complete once their group is. kDown: k runs down the rows of the tile (panels). Of two matrices side by
+// side, 32 of every 64 rows of the tile belong to the first and 32 to the second, so that a warp's 64 columns are 32 of
+// w and the same 32 of up.
 #pragma once
 
 #include "gemm/bytes.cuh"
@@ -17,17 +17,17 @@
 namespace qf {
 namespace gemm {
 
-// Threads walk rows of eight 16-byte chunks: eight lanes read 128 neighbouring bytes, a pass of 256 threads 32 rows.
+// A row is eight 16-byte chunks: eight lanes read 128 neighbouring bytes, a pass of 256 threads 32 rows.
 constexpr int kChunks = kStepBytes / 16;
 constexpr int kPassRows = 32;
 constexpr int kPanel = 64;  // rows of k, and columns, of a panel
 
-// Memory runs along k and is aligned: cp.async, past the registers.
+// Contiguous along k and aligned: cp.async, which bypasses registers.
 template <int kRows, int kThreads, Source kSource>
 struct AsyncRows {
   static_assert(kThreads / kChunks == kPassRows, "a pass is 32 rows");
   static constexpr int kSources = kSource == Source::kPaired ? 2 : 1;
-  static constexpr int kHeldWords = 0;  // registers it keeps during a step
+  static constexpr int kHeldWords = 0;  // registers held during a step
   static constexpr bool kDown = false;
   const StepsOf<kSource> of;
   const int row0;
@@ -54,7 +54,7 @@ struct AsyncRows {
   __device__ __forceinline__ void stash(char*) const {}
 };
 
-// Memory runs along k: through registers, at any alignment and on any architecture.
+// Contiguous along k: through registers, at any alignment and on any architecture.
 template <int kRows, int kThreads, Source kSource>
 struct HeldRows {
   static_assert(kThreads / kChunks == kPassRows, "a pass is 32 rows");
@@ -87,8 +87,8 @@ struct HeldRows {
   }
 };
 
-// int8 of which memory runs along n: a thread fetches patches of 4 k x 16 n and transposes them on the way. A warp's
-// lanes are 8 words of k x 4 patches along n: 64 neighbouring bytes of 8 rows in global memory, all 32 banks in shared
+// int8, contiguous along n: a thread fetches patches of 4 k x 16 n and transposes them in registers. A warp's lanes
+// cover 8 words of k x 4 patches along n: 64 neighbouring bytes of 8 rows in global memory, all 32 banks in shared
 // memory.
 template <int kColumns, int kThreads, Source kSource>
 struct HeldColumns {
@@ -110,7 +110,7 @@ struct HeldColumns {
   __device__ static __forceinline__ unsigned column(unsigned thread, unsigned patch) {
     return (thread / 32 / kWarpsK + patch * kWarpsAcross) * 64 + thread % 4 * 16;
   }
-  // Where columns of the tile from `column` on come from: the first 32 of 64 from the first matrix of two.
+  // The matrix that has columns of the tile from `column` on: of two, the first has the first 32 of every 64.
   __device__ static __forceinline__ unsigned matrix(unsigned column) { return kSources == 1 ? 0 : column / 32 % 2; }
   __device__ static __forceinline__ unsigned within(unsigned column) {
     return kSources == 1 ? column : column / 64 * 32 + column % 32;
@@ -142,12 +142,12 @@ struct HeldColumns {
   }
 };
 
-// Where a thread's chunks of panels come from. Pass i of a tile is half of panel i / 2: 32 rows of k, 128 bytes each.
+// The source of a thread's chunks of panels. Pass i of a tile is half of panel i / 2: 32 rows of k, 128 bytes each.
 template <Source kSource>
 struct PanelWalk {
   static constexpr int kSources = kSource == Source::kPaired ? 2 : 1;
   static constexpr int kPanelBytes = 2 * kPanel / kSources;  // of one source
-  const ByteMatrix& x;  // this thread's: of two side by side, chunks 0 .. 3 are the first's
+  const ByteMatrix& x;  // this thread's: of two side by side, the first has chunks 0 .. 3
   const int k, column;  // of its first chunk; column in bytes
 
   __device__ __forceinline__ PanelWalk(const StepsOf<kSource>& of, int step, int first, unsigned thread)
@@ -158,7 +158,7 @@ struct PanelWalk {
   __device__ __forceinline__ int column_of(int pass) const { return column + pass / 2 * kPanelBytes; }
 };
 
-// 16-bit elements of which memory runs along m or n, aligned: cp.async.
+// 16-bit elements, contiguous along m or n and aligned: cp.async.
 template <int kColumns, int kThreads, Source kSource>
 struct AsyncPanels {
   static_assert(kThreads / kChunks == kPassRows && kColumns % kPanel == 0, "a pass is 32 rows of a panel");

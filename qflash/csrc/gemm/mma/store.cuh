@@ -1,4 +1,4 @@
-// A warp's sums of mma.sync to out.
+// The epilogue of a warp: from accumulators of mma.sync to out.
 #pragma once
 
 #include "gemm/mma/fragments.cuh"
@@ -7,7 +7,7 @@
 namespace qf {
 namespace gemm {
 
-// Sixteen rows of sums to a slab.
+// Writes sixteen rows of accumulators to a slab.
 template <class Sum>
 __device__ __forceinline__ void write_slab(Sum* s_slab, const Sum (&c)[kWarpN / 8][4], int lane) {
   struct alignas(8) Two {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void write_slab(Sum* s_slab, const Sum (&c)[kWarpN / 
           Two{{c[j][2 * half], c[j][2 * half + 1]}};
 }
 
-// row0, column0: of out, the warp's first.
+// row0, column0: the warp's first row and column of out.
 template <class Out, class Config, class Shape>
 __device__ __forceinline__ void store_as(const QfLinearParams& p, bool vector, int row0, int column0,
                                          const Sums<Config, Shape>& sums, typename Config::Sum* s_slab, int lane) {

@@ -1,10 +1,10 @@
-// One tile of out by one block: the whole of a GEMM kernel on mma.sync, whatever its operands' type and layout.
+// One block computes one tile of out: all of a GEMM kernel on mma.sync, for operands of any type and layout.
 //
-// Pipeline: while step t is multiplied, steps t + 1 .. t + kStages - 1 are on their way. One barrier per step, before
-//   its last quarter: by then every warp has read the last of stage t (fragments are read a quarter ahead, the last
-//   one before the barrier), and every thread's copies of stage t + 1 have arrived, which the barrier makes visible to
-//   all. So after it fragments may be read from stage t + 1, and copies go to the stage that held t.
-//   Operands that cannot be copied asynchronously (gemm/mma/load.cuh) sit in registers from a step's start to its
+// Pipeline: while step t is multiplied, steps t + 1 .. t + kStages - 1 are in flight. There is one barrier per step,
+//   before its last quarter: by then every warp has read the last fragments of step t (they are read a quarter ahead,
+//   the last ones before the barrier), and every thread's copies of step t + 1 have arrived; the barrier makes them
+//   visible to all. After it, fragments may be read from the stage of t + 1, and copies go to the stage that held t.
+//   Operands that cannot be copied asynchronously (gemm/mma/load.cuh) are held in registers from a step's start to its
 //   barrier.
 #pragma once
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_tile(const QfLinearParams& p, const Gri
     next = next + 1 == kStages ? 0 : next + 1;
   }
 
-  // No barrier: before the last step's, every warp had read its last fragments. The stages become slabs.
+  // No barrier is needed: every warp read its last fragments before the last barrier. The stages become slabs.
   auto* const s_slab = reinterpret_cast<typename Config::Sum*>(s_stages) + warp * kSlabWords;
   const int warp_row = row0 + warp % Shape::kWarpsM * Shape::kWarpM,
             warp_column = column0 + warp / Shape::kWarpsM * kWarpN;

@@ -1,6 +1,6 @@
-// How a tile of x or w gets into shared memory, as words [kGroups][128] that lie side by side along rows (of w:
-// columns), so that four of them are one 16-byte load. fetch(step) brings a step's share into registers, stash(s_tile)
-// stores it. Of two matrices side by side, the tile's first 64 columns are the first's and the others the second's.
+// Loads of a tile of x or w into shared memory, as words [kGroups][128] that are contiguous along rows (of w: columns),
+// so that four of them are one 16-byte load. fetch(step) loads a step's share into registers, stash(s_tile) stores it.
+// Of two matrices side by side, the tile's first 64 columns belong to the first and the others to the second.
 #pragma once
 
 #include "gemm/bytes.cuh"
@@ -10,18 +10,18 @@
 namespace qf {
 namespace gemm {
 
-// Where word (group, row) of a tile lies: rows in order, but for two exclusive ors that keep fours together.
-//   8 (group / 4 % 4): a warp stashes word j of 8 rows x 4 chunks, that is of groups 4c + j (16-bit elements: of 16
-//     rows x 2 chunks, groups 8c + j). Without it the chunks meet in the same banks; with it chunk c lies 8c (16c)
-//     banks further and the 32 words fill the 32 banks.
+// The index of word (group, row) in a tile: rows in order, except for two exclusive ors that keep fours together.
+//   8 (group / 4 % 4): a warp stashes word j of 8 rows x 4 chunks, from groups 4c + j (16-bit elements: of 16 rows x 2
+//     chunks, groups 8c + j). Without it the chunks conflict in the same banks; with it chunk c is 8c (16c) banks
+//     further and the 32 words cover the 32 banks.
 //   4 (row / 32 % 4): eight lanes stash four words each, 16 rows apart (int8 along n) or 8 (16-bit elements). Without
-//     it they meet in two (four) of the eight groups of four banks; with it they fill all eight.
-// Readers take four rows from 4x, x = 0..7 of an aligned 32: those move together or trade places within the 32.
+//     it they use only two (four) of the eight groups of four banks; with it they cover all eight.
+// Readers load four rows from 4x, x = 0..7 of an aligned 32: those move together or trade places within the 32.
 __device__ __forceinline__ unsigned place(unsigned group, unsigned row) {
   return group * kTiledBlock + (row ^ (group / 4 % 4 * 8) ^ (row / 32 % 4 * 4));
 }
 
-// The words of sixteen bytes: four, or of 16-bit elements eight.
+// Words of a 16-byte chunk: four, or eight for 16-bit elements.
 template <class Element>
 constexpr int kWordsPerChunk = sizeof(Element) == 2 ? 8 : 4;
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ uint32_t word_of(const Bytes16& chunk, int i) {
     return chunk.word[i];
 }
 
-// Memory runs along k.
+// Contiguous along k.
 template <class Config, Source kSource_>
 struct RowsTile {
   using Element = typename Config::Element;
@@ -72,7 +72,7 @@ struct RowsTile {
   }
 };
 
-// Memory runs along m or n, floats of any size: chunks are stored as they lie.
+// Floats of any size, contiguous along m or n: chunks are stored in their memory order.
 template <class Config, Source kSource_>
 struct ColumnsTile {
   using Element = typename Config::Element;
@@ -107,8 +107,7 @@ struct ColumnsTile {
   }
 };
 
-// int8 of which memory runs along n: half of the threads take 4 k x 16 n each and transpose them to 16 words that lie
-// side by side.
+// int8, contiguous along n: half of the threads load 4 k x 16 n each and transpose them to 16 contiguous words.
 template <class Config, Source kSource_>
 struct TransposedTile {
   static constexpr Source kSource = kSource_;

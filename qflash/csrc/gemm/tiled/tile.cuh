@@ -1,7 +1,7 @@
-// One tile of out by one block: the whole of a GEMM kernel on CUDA cores, whatever its operands' type and layout.
+// One block computes one tile of out: all of a GEMM kernel on CUDA cores, for operands of any type and layout.
 //
-// Pipeline: fetch the next step's words into registers, multiply the current buffer, stash into the other one, meet at
-//   a barrier. One barrier is enough: the other buffer was last read before the previous one.
+// Pipeline: fetch the next step's words into registers, multiply the current buffer, stash into the other one,
+//   synchronize. One barrier per step is enough: the other buffer was last read before the previous barrier.
 #pragma once
 
 #include "gemm/schedule.cuh"
@@ -12,7 +12,7 @@
 namespace qf {
 namespace gemm {
 
-// sum + a b of words.
+// sum + a b, of words.
 __device__ __forceinline__ int32_t multiply_add(uint32_t a, uint32_t b, int32_t sum) { return dp4a(a, b, sum); }
 __device__ __forceinline__ float multiply_add(uint32_t a, uint32_t b, float sum) {
   return fmaf(bits_to_float(a), bits_to_float(b), sum);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply(Sum (&sums)[kOwn][kOwn], const uint32_t
   }
 }
 
-// row, column: of out, the thread's first. SwiGLU: sums 0 .. 3 of a row are gates, 4 .. 7 ups of the same columns.
+// row, column: the thread's first, of out. SwiGLU: accumulators 0 .. 3 of a row are gates, 4 .. 7 ups of these columns.
 template <class Out, class Config>
 __device__ __forceinline__ void store_as(const QfLinearParams& p, bool vector, int row, int column,
                                          const typename Config::Sum (&sums)[kOwn][kOwn]) {

@@ -1,4 +1,4 @@
-// One block and its roles.
+// One block and its warp roles.
 #pragma once
 
 #include "gemm/wgmma/consumer.cuh"
@@ -10,11 +10,11 @@ namespace qf {
 namespace gemm {
 namespace wgmma {
 
-// All threads of all blocks of the cluster.
+// Synchronizes all threads of all blocks of the cluster.
 template <class Config>
 __device__ __forceinline__ void meet() {
   if constexpr (Config::kCluster > 1) {
-    __syncwarp();  // lanes that had nothing to do wait for the others
+    __syncwarp();  // idle lanes wait for the others
     cluster_arrive();
     cluster_wait();
   } else {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void meet() {
   }
 }
 
-// s_memory: this block's, at whole kSwizzleBytes.
+// s_memory: this block's, aligned to kSwizzleBytes.
 template <class Config>
 __device__ __forceinline__ void run_block(const QfLinearParams& p, const TensorMaps& maps, const Walk& walk,
                                           const PartialSums& partials, char* s_memory) {
@@ -37,13 +37,13 @@ __device__ __forceinline__ void run_block(const QfLinearParams& p, const TensorM
     prefetch_tensor_map(&maps.out);
   }
   meet<Config>();            // the barriers are in place
-  wait_for_previous_grid();  // what it wrote may be any operand, and it may use the same counters and copies
+  wait_for_previous_grid();  // it may write any operand, and use the same counters and copies
   if (threadIdx.x < kWarpgroupThreads) {
     give_registers<Config::kProducerRegisters>();
     name_role(threadIdx.x < 32 ? "producer" : threadIdx.x < 64 ? "terms" : "nobody");
     if (threadIdx.x == 0) {
       produce<Config>(p, walk, maps, s);
-      if (walk.is_short<Config>()) let_next_grid_start();  // which waits before it reads what is written here
+      if (walk.is_short<Config>()) let_next_grid_start();  // which waits before it reads these results
     }
     if (threadIdx.x / 32 == 1) stage_terms<Config>(p, walk, s);
     if (Config::kCluster > 1) meet<Config>();  // no block ends while another may reach into it

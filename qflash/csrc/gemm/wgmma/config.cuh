@@ -1,21 +1,21 @@
-// What follows from the tile that a GEMM for Hopper has chosen: TileConfig<Shape>. Two shapes may meet in one
-// translation unit: nothing here depends on anything but its template arguments.
+// What follows from the tile shape that a GEMM for Hopper has chosen: TileConfig<Shape>. Two shapes may be used in one
+// translation unit: everything here depends on its template arguments only.
 //
-// Shape says (kernels/linear/sm90_gemm/config.h):
+// Shape specifies (kernels/linear/sm90_gemm/config.h):
 //
 //   Element                   of x and w: F16, BF16 or int8_t
-//   Out                       of integers, the type of out; of floats it is Element or float, known at run time
+//   Out                       for integers the type of out; for floats that is Element or float, selected at run time
 //   kActivation               QfActivation
-//   kSource                   what w is: one matrix; two, a half of a tile's columns each (SwiGLU); one, or two one
-//                             after the other along k (chains())
-//   kSumsAlone                nothing follows the sums: no residual, no pre, and out is of Element
-//   kXAlongM, kWAlongN        x is contiguous along m, w along n; of 16-bit elements alone
-//   kConsumers                warpgroups that multiply, 64 rows of the tile each
-//   kColumns                  of the sums of a tile. SwiGLU: a half of gate, a half of up
-//   kStages                   steps along k on their way, a power of two
+//   kSource                   of w: one matrix; two, with half of a tile's columns each (SwiGLU); one, or two in
+//                             sequence along k (chains())
+//   kSumsAlone                the epilogue only rounds and stores: no residual, no pre, and out is of Element
+//   kXAlongM, kWAlongN        x is contiguous along m, w along n; only for 16-bit elements
+//   kConsumers                consumer warpgroups, 64 rows of the tile each
+//   kColumns                  of a tile's accumulators. SwiGLU: half of gate, half of up
+//   kStages                   steps along k in flight, a power of two
 //   kCluster                  blocks whose tiles have the same columns: each loads a share of w for all of them
-//   kBandRows                 row tiles that are walked together, counted in clusters (walk.cuh)
-//   kLag                      steps that the second consumer begins after the first
+//   kBandRows                 row tiles of a band, counted in clusters (walk.cuh)
+//   kLag                      steps by which the second consumer starts after the first
 //   kProducerRegisters,       multiples of 8, together what the block was launched with
 //   kConsumerRegisters
 #pragma once
@@ -33,10 +33,10 @@ namespace gemm {
 namespace wgmma {
 
 constexpr int kWarpgroupThreads = 128, kWarpgroupRows = 64, kWarpRows = 16;
-constexpr int kStepBytes = 128, kProductBytes = 32;  // along k: of a step, of a product
+constexpr int kStepBytes = 128, kProductBytes = 32;  // along k: of a step, of an MMA
 
-// A stage of one operand: kLines rows of x, or columns of w, of a step along k each. kAlongLines: lines, not k, are
-// contiguous. It comes in kBoxes boxes, each with as many lines.
+// A stage of one operand: one step along k of kLines rows of x, or columns of w. kAlongLines: lines, not k, are
+// contiguous. TMA loads it in kBoxes boxes of equally many lines.
 template <class Element_, int kLines, bool kAlongLines_, int kWantedBoxes>
 struct Operand {
   using Element = Element_;
@@ -51,10 +51,10 @@ struct Operand {
   using Tile = std::conditional_t<kAlongLines, Panels<kStep, kLines>, Panels<kLines, kStep, int(sizeof(Element))>>;
   using Tiles = std::conditional_t<kAlongLines, AlongColumns<Tile>, AlongRows<Tile>>;  // as wgmma reads it
   static constexpr int kBoxBytes = Tile::kBytes / kBoxes;
-  static constexpr int kWarpgroupBytes = kWarpgroupRows * kStepBytes;  // of 64 lines, which lie together in either
+  static constexpr int kWarpgroupBytes = kWarpgroupRows * kStepBytes;  // of 64 lines, contiguous in both layouts
 
-  // Of a tile that has all lines there are, boxes end with them, at whole eights: lines outside of a matrix cost the
-  // copy engine more time than lines of it. What is not loaded belongs to rows without results.
+  // If one tile has all lines of the matrix, boxes end with them, rounded up to a multiple of eight: lines outside the
+  // matrix cost TMA more time than lines inside it. What is not loaded belongs to rows without results.
   __host__ __device__ static constexpr int box_rows(int64_t lines) {
     if (kAlongLines || kLines > kWarpgroupRows || lines >= kBoxLines) return kBoxRows;
     return int(lines + 7) / 8 * 8;
@@ -64,7 +64,7 @@ struct Operand {
   }
 };
 
-// A warpgroup's product: 64 rows of x by kColumns columns of w, 32 bytes along k.
+// A warpgroup's MMA: 64 rows of x by kColumns columns of w, 32 bytes along k.
 template <class Element, int kColumns>
 struct Product {
   using Sum = float;
@@ -82,7 +82,7 @@ struct Product<int8_t, kColumns> {
   }
 };
 
-// Rows of a warp and 128 bytes of each, on their way out.
+// A panel of the epilogue: 128 bytes of each row of a warp.
 template <class Out>
 using OutPanel = Panels<kWarpRows, 128 / int(sizeof(Out)), int(sizeof(Out))>;
 
@@ -92,7 +92,7 @@ struct TileConfig : Shape {
   using typename Shape::Element;
   using Product = wgmma::Product<Element, kColumns>;
   using Sum = typename Product::Sum;
-  static constexpr bool kIntegers = std::is_same_v<Element, int8_t>;  // then results have scales
+  static constexpr bool kIntegers = std::is_same_v<Element, int8_t>;  // then the epilogue has scales
   static constexpr bool kTwoProducts = Shape::kSource == Source::kPaired, kChained = Shape::kSource == Source::kChained;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kOutColumns = kTwoProducts ? kColumns / 2 : kColumns;
@@ -100,7 +100,7 @@ struct TileConfig : Shape {
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
 
-  // w comes in two boxes at least: a box of each block of a cluster, or of each of two weights.
+  // w has at least two boxes: one for each block of a cluster to load, or one of each of two weights.
   using X = Operand<Element, kRows, Shape::kXAlongM, 1>;
   using W = Operand<Element, kColumns, Shape::kWAlongN, 2>;
   static constexpr int kStep = X::kStep, kProducts = kStepBytes / kProductBytes;
@@ -108,21 +108,21 @@ struct TileConfig : Shape {
   static constexpr int kOwnWBoxes = W::kBoxes / kCluster;  // that this block loads
   static_assert(W::kBoxes % 2 == 0 && W::kBoxes % kCluster == 0 && Shape::kLag < kStages, "");
 
-  static constexpr int kWarpPanels = 2, kPanelBytes = kWarpRows * 128;  // of each consumer warp, used in turn
+  static constexpr int kWarpPanels = 2, kPanelBytes = kWarpRows * 128;  // of each consumer warp, used alternately
   static constexpr int kPanelsBytes = kConsumerWarps * kWarpPanels * kPanelBytes;
   static constexpr int kTermsBytes = 4 * (kIntegers ? 2 * kColumns + kRows : kColumns);
-  static constexpr int kBarrierBytes = 16 * (kStages + 1);  // two of each stage, two of the terms
+  static constexpr int kBarrierBytes = 16 * (kStages + 1);  // two per stage, two for the terms
   static constexpr int kSharedBytes = kStages * kStageBytes + kPanelsBytes + kTermsBytes + kBarrierBytes;
   static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit shared memory");
 };
 
-// Are there two weights, one after the other along k? Then k counts the rows of each, and x has two halves side by
-// side, of whole steps each. A problem of a chained Config says so by SwiGLU, whose gradients it computes.
+// Are there two weights in sequence along k? Then k counts the rows of each, and x has two halves side by side, of
+// whole steps each. For a chained Config, activation SwiGLU marks such a problem: it computes the gradients of SwiGLU.
 template <class Config>
 __host__ __device__ constexpr bool chains(const QfLinearParams& p) {
   return Config::kChained && p.activation == QF_SWIGLU;
 }
-// Is there a second weight, in whichever way?
+// Is there a second weight, in either way?
 template <class Config>
 __host__ __device__ constexpr bool has_up(const QfLinearParams& p) {
   return Config::kTwoProducts || chains<Config>(p);

@@ -1,11 +1,11 @@
-// A consumer: the warpgroup that owns 64 rows of the block's tile. This file says what is waited for, started and
-// released, and in which order; what becomes of the sums is output.cuh's.
+// A consumer: the warpgroup that owns 64 rows of the block's tile. This file has every wait, MMA start and release in
+// order; the epilogue is in output.cuh.
 //
 //   tensor cores   | step s of consumer 0 | step s of consumer 1 | s + 1 of 0 | s + 1 of 1 ...   x and w of each from
 //   consumer 0     | start s + 1, wait for s, release its stage  | ...                           shared memory
 //
-// At the end of a tile a consumer takes its sums out while the other multiplies. To that end consumer 1 starts kLag
-// steps late, once: the two then reach the end of a tile one after the other.
+// A consumer's epilogue overlaps the other's main loop. For this, consumer 1 starts kLag steps late, once: the two then
+// reach their epilogues in turn.
 #pragma once
 
 #include "gemm/wgmma/output.cuh"
@@ -49,7 +49,7 @@ struct Consumer {
         w_tiles(shared.w),
         to_lag(Config::kConsumers > 1 && index == 0 ? Config::kLag : 0) {}
 
-  // All work of the block.
+  // Processes all work of the block.
   __device__ __forceinline__ void run() {
     if (kLags && index == 1) barrier_sync<kLagBarrier, 2 * kWarpgroupThreads>();
     const int rank = Config::kCluster > 1 ? int(cluster_rank()) : 0;
@@ -58,11 +58,11 @@ struct Consumer {
       if (to_lag > 0) start_other();
       terms_at.wait_full(*s.terms);
       const int row0 = work.row0 + rank * Config::kRows;
-      bool mine = row0 + output.warp * kWarpRows < p.m;  // there are rows, and nobody else takes them out
+      bool mine = row0 + output.warp * kWarpRows < p.m;  // there are rows, and this warp stores them
       if (mine && work.splits > 1)
         mine = add_splits<Config>(partials, walk, work, rank * Config::kConsumerWarps + output.warp, lane, sums);
       if (mine) write_out(row0, work.column0);
-      terms_at.release(*s.terms);  // each lane for what it read
+      terms_at.release(*s.terms);  // each lane arrives for what it read
       terms_at.advance();
     });
     output.finish();
@@ -72,7 +72,7 @@ struct Consumer {
   static constexpr bool kLags = Config::kConsumers > 1 && Config::kLag > 0;
   static constexpr int kLagBarrier = 1;
 
-  // sums = x w of this consumer's rows, over `steps` steps. The products of one step run while the next is started.
+  // Main loop: sums = x w of this consumer's rows, in `steps` steps. MMAs of one step run while the next is started.
   __device__ __forceinline__ void multiply(int steps) {
     if (steps == 0) clear();
     hold(sums);
@@ -88,7 +88,7 @@ struct Consumer {
         Config::Product::template multiply<Config::kXAlongM, Config::kWAlongN>(sums, x.step(i), w.step(i),
                                                                                step > 0 || i > 0);
       wgmma_commit();
-      wgmma_wait<1>();  // the products of the step before
+      wgmma_wait<1>();  // the MMAs of the previous step
       if (step > 0) release(at.previous());
       if (to_lag > 0 && --to_lag == 0) start_other();
       at.advance();
@@ -109,7 +109,7 @@ struct Consumer {
     }
   }
 
-  // Of all blocks that load to it.
+  // Releases a stage, to all blocks that load into it.
   __device__ __forceinline__ void release(const RingPosition<Config::kStages>& done) const {
     if constexpr (Config::kCluster == 1) {
       if (lane == 0) done.release(*s.steps);
@@ -121,7 +121,7 @@ struct Consumer {
     to_lag = 0;
     if constexpr (kLags) barrier_arrive<kLagBarrier, 2 * kWarpgroupThreads>();
   }
-  // Descriptors are the same for the warp, and the compiler is to know it.
+  // Descriptors are warp-uniform, and the compiler should know it.
   template <class Tiles>
   __device__ __forceinline__ Tiles stage_of(const Tiles& tiles) const {
     Tiles tile = tiles.later(at.stage());

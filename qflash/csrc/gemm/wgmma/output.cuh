@@ -1,10 +1,11 @@
-// From sums to results: out[i, j] = activation(h) + residual[i, j], and h itself where the backward pass wants it. A
-// consumer warp takes its 16 rows out by panels of 128 bytes a row, without a meeting with any other warp: registers,
-// activation, a panel in shared memory, the copy engine. Two panels are used in turn, and the next tile's products
-// start while the last ones are read.
+// The epilogue: out[i, j] = activation(h) + residual[i, j], and h itself if the backward pass needs it. A consumer warp
+// writes its 16 rows in panels of 128 bytes per row, without synchronizing with other warps: registers, activation, a
+// panel in shared memory, a store by TMA, the copy engine. Two panels are used alternately, and the next tile's MMAs
+// start while the last panels are read.
 //
-// Banks: 16-bit results by stmatrix, 8 rows of a chunk at a time, which the swizzle puts in 8 groups of banks: 1 clock
-// each. 32-bit results by 8-byte stores of 4 rows x 2 chunks; of the four, pairs of rows meet in a group: 2 clocks.
+// Banks: 16-bit results are written by stmatrix, 8 rows of a chunk at a time, which the swizzle puts in 8 groups of
+// banks: 1 cycle each. 32-bit results are written by 8-byte stores of 4 rows x 2 chunks; pairs of these rows share a
+// group: 2 cycles.
 #pragma once
 
 #include "gemm/fast_activation.cuh"
@@ -28,8 +29,8 @@ struct Output {
   const QfLinearParams& p;
   const TensorMaps& maps;
   const SharedMemory<Config>& s;
-  const int lane, warp;  // warp: among the consumers'
-  int turn = 0;          // which panel is next
+  const int lane, warp;  // warp: index among the consumer warps
+  int turn = 0;          // the next panel
 
   __device__ __forceinline__ Output(const QfLinearParams& problem, const TensorMaps& tensor_maps,
                                     const SharedMemory<Config>& shared)
@@ -39,7 +40,7 @@ struct Output {
         lane(int(threadIdx.x) % 32),
         warp(warp_uniform(int(threadIdx.x - kWarpgroupThreads) / 32)) {}
 
-  // The tile at row0 and column0 of out, of type Out.
+  // Stores the tile at row0 and column0 of out, of type Out.
   template <class Out>
   __device__ __forceinline__ void store(int row0, int column0, const Sums& sums) {
     constexpr int kTiles = OutPanel<Out>::kPanelColumns / 8;
@@ -74,13 +75,13 @@ struct Output {
       }
     }
   }
-  // Shared memory may be given up.
+  // Returns when TMA has read this warp's panels: the block may exit.
   __device__ __forceinline__ void finish() const {
     if (lane == 0) wait_stores_read<0>();
   }
 
  private:
-  // Of sums from block of columns `first` on.
+  // h of the accumulators from block of 8 columns `first` on.
   template <int kTiles>
   __device__ __forceinline__ void pre_activations(float (&h)[kTiles][4], const Sums& sums, int first) const {
     float x_scale[2] = {1.0f, 1.0f};
@@ -101,8 +102,8 @@ struct Output {
     }
   }
 
-  // The residual of a panel by way of that panel, so that rows are read from memory in one piece. Rows of it begin at
-  // whole 16 bytes, and so does what follows the last column.
+  // Adds the residual of a panel, loaded through that panel, so that rows are read from memory in full lines. Rows of
+  // the residual begin and end at multiples of 16 bytes, padding included.
   template <class Out, int kTiles>
   __device__ __forceinline__ void add_residual(float (&value)[kTiles][4], int row0, int column0) {
     constexpr int kPerChunk = 16 / int(sizeof(Out)), kLanesOfRow = 8;
@@ -159,7 +160,7 @@ struct Output {
     leave(words, map, row, column);
   }
 
-  // A panel's words to shared memory and on to row `row` and column `column` of a result.
+  // Writes a panel's words to shared memory and starts their TMA store to row `row` and column `column` of a result.
   template <int kTiles, int kWords>
   __device__ __forceinline__ void leave(const uint32_t (&words)[kTiles][kWords], const CUtensorMap& map, int row,
                                         int column) {
@@ -173,7 +174,7 @@ struct Output {
       commit_stores();
     }
   }
-  // The next panel, which may be written again.
+  // The next panel, which may be overwritten.
   __device__ __forceinline__ char* begin_panel() const {
     static_assert(Config::kWarpPanels == 2, "two take turns");
     if (lane == 0) wait_stores_read<Config::kWarpPanels - 1>();
@@ -199,12 +200,12 @@ struct Output {
       for (int j = 0; j < kTiles; ++j)
         *reinterpret_cast<uint2*>(s_panel + words_at(j, i)) = make_uint2(words[j][2 * i], words[j][2 * i + 1]);
   }
-  // The lane's row of the four matrices from block j of 8 columns on.
+  // Offset of the lane's row of the four matrices from block j of 8 columns on.
   __device__ __forceinline__ int matrix_at(int j) const {
     const int row = lane % 16;
     return row * 128 + 16 * ((j + lane / 16) ^ row % 8);
   }
-  // The lane's two words in block j of 8 columns, of the first (i = 0) or the last 8 rows.
+  // Offset of the lane's two words in block j of 8 columns, of the first (i = 0) or the last 8 rows.
   __device__ __forceinline__ int words_at(int j, int i) const {
     const int row = lane / 4 + 8 * i;
     return row * 128 + 16 * ((2 * j + lane % 4 / 2) ^ row % 8) + lane % 2 * 8;

@@ -1,5 +1,5 @@
-// Who brings the consumers what they need: a thread has the copy engine load x and w, a warp fetches what is added to
-// sums and multiplied with them.
+// The producers: one thread issues the TMA loads of x and w, one warp loads the terms that the epilogue applies to
+// accumulators.
 #pragma once
 
 #include <cuda.h>
@@ -19,7 +19,7 @@ struct TensorMaps {
   CUtensorMap out, pre, pre_up;
 };
 
-// A box of an operand: `line` and on, one step along k from `k` on.
+// Loads a box of an operand: lines from `line` on, one step along k from `k` on.
 template <class Operand, int kBlocks>
 __device__ __forceinline__ void load_box(char* s_to, const CUtensorMap& map, int line, int k, Mbarrier* full) {
   const int c0 = Operand::kAlongLines ? line : k, c1 = Operand::kAlongLines ? k : line;
@@ -29,7 +29,8 @@ __device__ __forceinline__ void load_box(char* s_to, const CUtensorMap& map, int
     copy_box_to((1 << kBlocks) - 1, s_to, &map, c0, c1, 0, 0, full);
 }
 
-// x and w of every step, as far ahead as there are empty stages. Of w each block of a cluster loads its share for all.
+// Loads x and w of every step, as far ahead as there are empty stages. Each block of a cluster loads its share of w for
+// all of them.
 template <class Config>
 __device__ __forceinline__ void produce(const QfLinearParams& p, const Walk& walk, const TensorMaps& maps,
                                         const SharedMemory<Config>& s) {
@@ -63,8 +64,8 @@ __device__ __forceinline__ void produce(const QfLinearParams& p, const Walk& wal
   });
 }
 
-// What results need beside the sums of a tile, while these are taken: bias and scales of its columns, scales of its
-// rows. One warp.
+// Loads what the epilogue of a tile needs in addition to its accumulators, during its main loop: bias and scales of its
+// columns, scales of its rows. One warp.
 template <class Config>
 __device__ __forceinline__ void stage_terms(const QfLinearParams& p, const Walk& walk, const SharedMemory<Config>& s) {
   const int lane = int(threadIdx.x) % 32, rank = Config::kCluster > 1 ? int(cluster_rank()) : 0;
@@ -85,7 +86,7 @@ __device__ __forceinline__ void stage_terms(const QfLinearParams& p, const Walk&
       const int row0 = work.row0 + rank * Config::kRows;
       for (int i = lane; i < Config::kRows; i += 32) s.x_scale[i] = row0 + i < p.m ? row_scale(p, row0 + i) : 1.0f;
     }
-    at.fill(*s.terms);  // each lane for what it wrote
+    at.fill(*s.terms);  // each lane arrives for what it wrote
     at.advance();
   });
 }

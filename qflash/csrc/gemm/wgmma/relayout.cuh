@@ -1,6 +1,6 @@
-// The relayout passes, for matrices that the copy engine cannot walk. Where rows do not begin and end at whole 16
-// bytes, there is a copy whose rows do: operands are copied before the products, results after them. Their ends count,
-// because the copy engine stores whole 16 bytes: on an H200 it wrote past the last column of results of one row.
+// The relayout passes, for matrices that TMA, the copy engine, cannot address. If rows do not begin and end at
+// multiples of 16 bytes, there is a copy whose rows do: operands are copied before the product, results after it. Their
+// ends matter, because TMA stores whole 16 bytes: on an H200 it wrote past the last column of results of one row.
 #pragma once
 
 #include "gemm/wgmma/producer.cuh"
@@ -10,21 +10,21 @@ namespace qf {
 namespace gemm {
 namespace wgmma {
 
-// A matrix as it lies in memory, in bytes.
+// A matrix in its memory layout, in bytes.
 struct Rows {
   char* g_data;
   int64_t stride, rows, width;
 
   __host__ __device__ int64_t pitch() const { return (width + 15) / 16 * 16; }  // of a copy
-  // Can the copy engine walk it? addressed: the address is known, too.
+  // Can TMA address it? addressed: the address is known, too.
   bool walks(bool addressed) const {
     return width % 16 == 0 && strides_map({g_data, {width, rows, 1, 1}, {stride, 0, 0}}, 1) &&
            !(addressed && reinterpret_cast<uintptr_t>(g_data) % 16 != 0);
   }
 };
 
-// Host side: what becomes of the matrices of a problem. Asked first without addresses, for the size of the workspace.
-// Where an address then makes more copies necessary than were reserved, the launch must find the memory itself.
+// Host side: which matrices of a problem are copied, and where to. First computed without addresses, for the size of
+// the workspace. If addresses then require more copies than were reserved, the launch must allocate the memory itself.
 struct Relayout {
   enum Which { kX, kW, kUp, kResidual, kOut, kPre, kPreUp, kCount };
   Rows given[kCount];
@@ -35,7 +35,7 @@ struct Relayout {
   static Relayout of(const QfLinearParams& p, bool addressed) {
     constexpr int kBytes = int(sizeof(typename Config::Element));
     const int out_bytes = p.out_dtype == QF_F32 || p.out_dtype == QF_I32 ? 4 : 2;
-    // As wide as x is: of two halves for two chained weights.
+    // The width of x: two halves for two chained weights.
     const int64_t x_k = chains<Config>(p) ? steps_of<Config>(p) * Config::kStep : p.k;
     const auto operand = [&](const void* data, bool along_lines, int64_t lines, int64_t line_stride, int64_t k,
                              int64_t k_stride) {
@@ -54,7 +54,7 @@ struct Relayout {
     all.given[kOut] = result(p.out, p.out_stride_m);
     all.given[kPre] = result(p.pre, p.n);
     all.given[kPreUp] = result(p.pre_up, p.n);
-    // Without addresses nobody knows which of the optional matrices there are: room is reserved for all of them.
+    // Without addresses it is unknown which of the optional matrices exist: memory is reserved for all of them.
     for (int which = kX; which < kCount; ++which) {
       const Rows& x = all.given[which];
       const bool after_sums = which == kResidual || which == kPre || which == kPreUp;
@@ -66,13 +66,13 @@ struct Relayout {
     }
     return all;
   }
-  // As kernels see it; copies: where these are.
+  // A matrix as kernels see it. copies: the memory of the copies.
   Rows seen(Which which, char* copies) const {
     Rows x = given[which];
     if (copied[which]) x.g_data = copies + offset[which], x.stride = x.pitch();
     return x;
   }
-  // The map of one of them, of panels of Tile. Returns a cudaError_t.
+  // Makes the tensor map of one of them, in panels of Tile. Returns a cudaError_t.
   template <class Tile>
   int map(CUtensorMap& map, Which which, char* copies, int box_rows) const {
     constexpr int kBytes = Tile::kRowBytes / Tile::kPanelColumns;
@@ -83,7 +83,7 @@ struct Relayout {
   }
 };
 
-// The passes: a thread has 16 bytes of a copy, which it fills or empties element by element.
+// The passes: a thread has 16 bytes of a copy at a time, which it fills, or copies back, element by element.
 constexpr int kRelayoutThreads = 256;
 template <class Element, bool kBack>
 __device__ __forceinline__ void relayout_rows(const Rows& given, char* g_copy) {

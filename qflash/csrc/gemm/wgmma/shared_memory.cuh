@@ -1,8 +1,8 @@
-// Where things are in a block's shared memory, and every barrier of the block.
+// Layout of a block's shared memory, and all barriers of the block.
 //
 //   ring     filled by                       waited for by   released by
-//   steps    producer (TMA), and the         consumers       consumers, of all blocks of the cluster: whoever loads
-//            producers of the cluster                        to a stage of theirs must know that they are done with it
+//   steps    producer (TMA), and the         consumers       consumers, of all blocks of the cluster: a producer
+//            producers of the cluster                        that loads into their stage must know that it is empty
 //   terms    stage_terms                     consumers       consumers
 #pragma once
 
@@ -18,12 +18,12 @@ template <class Config>
 struct SharedMemory {
   char *x, *w;   // kStages tiles each
   char* panels;  // kWarpPanels for each consumer warp
-  // Of the tile that is written out next: of columns of sums, of its rows. Integers alone have scales.
+  // Terms of the next epilogue: of its columns of accumulators, of its rows. Only integers have scales.
   float *bias, *w_scale, *x_scale;
   Ring<Config::kStages>* steps;
   Ring<1>* terms;
 
-  // memory: whole kSwizzleBytes
+  // memory: aligned to kSwizzleBytes
   __device__ __forceinline__ explicit SharedMemory(char* memory) {
     x = opaque_shared(memory);
     w = x + Config::kStages * Config::X::Tile::kBytes;
@@ -35,12 +35,12 @@ struct SharedMemory {
     terms = reinterpret_cast<Ring<1>*>(steps + 1);
     static_assert(sizeof *steps + sizeof *terms == Config::kBarrierBytes, "");
   }
-  // One thread. At steps consumers arrive once a warp, at terms every thread does for itself: racecheck does not see
-  // that lanes that met may arrive as one.
+  // One thread. Consumers arrive at `steps` once per warp, at `terms` once per thread: racecheck does not understand
+  // that one lane may arrive for lanes that have synchronized.
   __device__ __forceinline__ void init_barriers() const {
     steps->init(Config::kCluster * Config::kConsumerWarps, "step full", "step empty");
     terms->init(32 * Config::kConsumerWarps, "terms full", "terms empty", 32);
-    fence_mbarrier_init();  // the barriers, to the copy engine and the cluster
+    fence_mbarrier_init();  // makes the barriers visible to TMA and the cluster
   }
 };
 

@@ -1,6 +1,6 @@
-// Tiles whose k is cut into splits: each split's sums go to memory, and whoever comes last to a place adds all of them
-// up, in the order of the splits, whoever that is: the same bits every time. A place is the 16 rows of one warp, so
-// that no warp waits for another.
+// Split-K: each split of a tile writes its partial accumulators to the workspace, and the last warp to arrive at a
+// place reduces all of them in the order of the splits, whichever warp that is: the same bits every time. A place is
+// the 16 rows of one warp, so no warp waits for another.
 #pragma once
 
 #include "common/counters.cuh"
@@ -13,20 +13,20 @@ namespace gemm {
 namespace wgmma {
 
 constexpr int kMostProcessors = 144;  // of any GPU of this architecture
-// Of places that have splits: of half as many blocks as run at most, and of 8 consumer warps each.
+// Places that have splits: of at most half as many blocks as run concurrently, with 8 consumer warps each.
 constexpr int kPlaces = kMostProcessors / 2 * 8, kStreamsWithPlaces = 128, kAllPlaces = 1 << 18;
 static __device__ unsigned place_counters[kAllPlaces];  // 0 between launches (common/counters.cuh)
 
 struct PartialSums {
   char* g_sums;
-  int first;  // of place_counters; -1: `cleared` are some
+  int first;  // of place_counters; -1: `cleared` has the counters
   unsigned* cleared;
 
   __device__ __forceinline__ unsigned* counters() const { return first < 0 ? cleared : place_counters + first; }
 };
 
-// Host side. memory: kPlaces counters of the caller's, cleared where the library has none left. A long launch takes
-// none for a captured graph, which keeps them: clearing costs it little, and short ones need them. Returns a
+// Host side. memory: kPlaces counters of the caller, cleared and used if the library has none left. A long launch takes
+// none for a captured graph, which would keep them: clearing costs it little, and short ones need them. Returns a
 // cudaError_t.
 inline int take_places(cudaStream_t stream, int places, unsigned* memory, bool is_long, PartialSums& partials) {
   struct Places;
@@ -49,15 +49,15 @@ __device__ __forceinline__ uint32_t bits_of_sum(int32_t sum) { return uint32_t(s
 __device__ __forceinline__ void sum_of_bits(uint32_t bits, float& sum) { sum = bits_to_float(bits); }
 __device__ __forceinline__ void sum_of_bits(uint32_t bits, int32_t& sum) { sum = int32_t(bits); }
 
-// Leaves this warp's sums of a split, and takes those of all splits if it comes last: then `sums` are whole. Returns
-// whether they are. warp: of the cluster's consumers. The tile is one that is cut, so that walk.splits are work.splits,
-// without a register.
+// Writes this warp's partial accumulators of a split; the last warp to arrive reduces those of all splits into `sums`.
+// Returns whether this is that warp. warp: index among the cluster's consumer warps. The tile is cut, so walk.splits
+// equals work.splits, without using a register.
 template <class Config>
 __device__ __forceinline__ bool add_splits(const PartialSums& partials, const Walk& walk, const Work& work, int warp,
                                            int lane, typename Config::Sum (&sums)[Config::kSumTiles][4]) {
   using Sum = typename Config::Sum;
   constexpr int kWarps = Config::kCluster * Config::kConsumerWarps;
-  const int cut = work.tile - walk.whole;  // counted over tiles that are
+  const int cut = work.tile - walk.whole;  // index among the cut tiles
   const auto sums_of = [&](int split) {
     const int64_t at = (int64_t(cut) * walk.splits + split) * kWarps + warp;
     return partials.g_sums + (at * Config::kSumTiles * 32 + lane) * 16;
@@ -75,8 +75,8 @@ __device__ __forceinline__ bool add_splits(const PartialSums& partials, const Wa
   if (lane == 0) before = atomic_inc_acq_rel(partials.counters() + cut * kWarps + warp, unsigned(walk.splits - 1));
   if (int(__shfl_sync(0xffffffffu, before, 0)) + 1 < walk.splits) return false;
   __syncwarp();  // what that lane acquired, for all lanes
-  hold(sums);    // in their registers, whatever the compiler makes of the loads: else large tiles of int32 spill
-  // Two splits at once where registers allow it: their loads are under way together.
+  hold(sums);    // in their registers, however the compiler orders the loads: otherwise large int32 tiles spill
+  // Two splits at a time where registers allow it: the loads of both are in flight together.
   constexpr int kAtOnce = Config::kSumTiles <= 16 ? 2 : 1;
 #pragma unroll 1
   for (int first = 0; first < walk.splits; first += kAtOnce) {

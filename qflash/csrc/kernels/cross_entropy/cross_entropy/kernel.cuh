@@ -3,14 +3,14 @@
 //   1 qf_cross_entropy_kernel         logits -> (m, l, sum) of the thread -> one reduction -> loss and lse of the row
 //   2 qf_cross_entropy_total_kernel   losses -> their sum, or their mean over rows that are not ignored
 //
-// With lse = m + ln l the loss is ln l + (1 - s) (m - logit) + s (m - mean): differences first, so that
-// a common offset of the logits costs no accuracy. The second kernel is one block that adds in a fixed order, in
-// double: same input, same bits, no atomics.
+// With lse = m + ln l the loss is ln l + (1 - s) (m - logit) + s (m - mean): differences first, so that a common
+// offset of the logits costs no accuracy. The second kernel is one block that adds in a fixed order, in double: same
+// input, same bits, no atomics.
 //
-// Roles: a warp per row up to 1024 or 2048 columns, a block beyond (reduce/row_shape.cuh); a row is read once, whatever
-// its length. An ignored row is not read at all unless its lse is wanted.
+// Roles: a warp per row up to 1024 or 2048 columns, a block beyond (reduce/row_shape.cuh); a row of any length is read
+// once. An ignored row is not read at all unless its lse is requested.
 // Shared memory: three planes of 32 words (reduce/block.cuh); none for warps.
-// Bound: memory, reads alone. See docs/kernels/reductions.md.
+// Bound: memory, reads only. See docs/kernels/reductions.md.
 #pragma once
 
 #include "kernels/cross_entropy/cross_entropy/config.h"
@@ -32,7 +32,7 @@ struct CombineLogits {
   }
 };
 
-// What the losses add up to.
+// The sum of the losses, and how many are not ignored.
 struct Total {
   double sum;
   int64_t count;
@@ -60,9 +60,9 @@ struct TotalOfWarp {
 
 constexpr int kSharedBytes = block_bytes<Logits>(), kTotalSharedBytes = block_bytes<Total>();
 
-// Weights are 2^(factor x - shift), one fused operation and one exponential each. What rounding put into shift is taken
-// out of the sum: up to 2^30 it is a factor of at most 2^64. Beyond, weights are 1 or next to nothing with any factor,
-// so that 1 does, which rounds nothing.
+// Weights are 2^(factor x - shift), one fused operation and one exponential each. The rounding error of shift is
+// removed from the sum: up to 2^30 it is a factor of at most 2^64. Beyond, weights are 1 or negligible with any factor,
+// so the factor is 1, which rounds nothing.
 template <int kVecs>
 __device__ __forceinline__ Peak peak_of(const RawShare<Element, kVecs>& share) {
   const float m = share.largest(), reference = reference_of(m);
@@ -79,7 +79,7 @@ __device__ __forceinline__ Peak peak_of(const RawShare<Element, kVecs>& share) {
   return {m, l * ex2(fmaf(-reference, factor, shift))};
 }
 
-// The sum only where label smoothing asks for it. The fill is taken out by asking who is there.
+// The sum only if label smoothing needs it. A test for presence excludes the fill.
 template <int kVecs>
 __device__ __forceinline__ Logits logits_of(const RawShare<Element, kVecs>& share, bool wants_sum) {
   float sum = 0.0f;

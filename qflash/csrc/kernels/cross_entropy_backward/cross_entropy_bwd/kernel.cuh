@@ -1,11 +1,11 @@
 // cross_entropy_bwd: dlogits[i] = (w_i + dlse[i]) p_i - w_i ((1 - s) [j = targets[i]] + s / columns), as two kernels.
 //
-//   1 qf_cross_entropy_bwd_share_kernel   targets, dtotal -> what a mean of losses adds to the gradient of each
+//   1 qf_cross_entropy_bwd_share_kernel   targets, dtotal -> what a mean adds to the gradient of each loss
 //   2 qf_cross_entropy_bwd_kernel         logits, lse -> p = exp(logit - lse) -> dlogits
 //
-// With the forward pass's lse a row needs no reduction: whatever its length, it is read once and written once. w_i is
-// dlosses[i] and the share of the total, 0 where the row is ignored; such a row is not read unless its lse has a
-// gradient. The first kernel runs for a mean alone, and counts integers: no atomics, same bits.
+// With the forward pass's lse a row needs no reduction: a row of any length is read once and written once. w_i is
+// dlosses[i] plus the share of the total, 0 if the row is ignored; such a row is not read unless its lse has a
+// gradient. The first kernel runs only for a mean, and counts integers: no atomics, same bits.
 //
 // Roles: a warp per row up to 1024 columns, a block beyond (reduce/row_shape.cuh).
 // Bound: memory. See docs/kernels/reductions.md.
@@ -31,7 +31,7 @@ struct CountOfWarp {
 
 constexpr int kShareSharedBytes = block_bytes<Count>();
 
-// Zeros for a row, which is cut by its own alignment.
+// Writes zeros to a row, which is cut by its own alignment.
 template <class Team>
 __device__ __forceinline__ void clear_row(Element* g_row, int columns, const Team& team) {
   const RowCut cut = cut_row(g_row, columns);

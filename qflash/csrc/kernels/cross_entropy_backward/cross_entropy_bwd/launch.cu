@@ -2,7 +2,7 @@
 #include "kernels/cross_entropy_backward/cross_entropy_bwd/kernel.cuh"
 #include "reduce/row_entry.cuh"
 
-// The gradient of one loss by that of their mean.
+// For the gradient of each loss from that of their mean.
 QF_EXPORT int64_t qf_cross_entropy_bwd_workspace(const QfCrossEntropyBwdParams*) { return sizeof(float); }
 
 QF_EXPORT int qf_cross_entropy_bwd(const QfCrossEntropyBwdParams* p, void* stream) {

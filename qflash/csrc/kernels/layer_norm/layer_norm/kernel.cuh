@@ -3,12 +3,12 @@
 //   row in registers   x -> moments of the thread -> one reduction -> out        DRAM: row read once, written once
 //   longer rows        pieces of x -> moments -> one reduction -> pieces again   read twice, the second time mostly L2
 //
-// A thread sums its share relative to the mean of its first granule, so that a constant row has deviation 0 to the bit
+// A thread sums its share relative to the mean of its first granule, so that a constant row has deviation exactly 0
 // and an offset costs no accuracy; the tree combines (count, mean, squared deviations), with the mean in two floats
 // (reduce/states.cuh).
 //
-// Roles: a warp per row up to 1024 or 2048 columns, a block beyond (reduce/row_shape.cuh). Registers: 128 bytes of x a
-// thread.
+// Roles: a warp per row up to 1024 or 2048 columns, a block beyond (reduce/row_shape.cuh). Registers: 128 bytes of x
+// per thread.
 // Shared memory: four planes of 32 words (reduce/block.cuh); none for warps.
 // Caches: x bypasses L1, so that weight and bias, which every row uses, stay there.
 // Bound: memory. See docs/kernels/reductions.md.
@@ -28,11 +28,11 @@ struct Known {
   static constexpr bool value = kValue;
 };
 
-// By sums of the differences d from the mean of the share's first granule. One number far out moves that mean by a part
-// of its distance only, so that the subtraction in sum d^2 - (sum d)^2 / n costs little accuracy.
+// From sums of the differences d from the mean of the share's first granule. An outlier moves that mean only by a
+// fraction of its distance, so the subtraction in sum d^2 - (sum d)^2 / n costs little accuracy.
 template <int kVecs>
 __device__ __forceinline__ Moments moments_of(const RawShare<Element, kVecs>& share) {
-  constexpr int kElements = kGranule<Element>, kChains = 4;  // sums that do not wait for one another
+  constexpr int kElements = kGranule<Element>, kChains = 4;  // independent chains of additions
   float x[kElements];
   share.values(0, x);
   const float first = share.present(0) ? tree_sum(x) * (1.0f / kElements) : share.edge;
@@ -59,7 +59,7 @@ __device__ __forceinline__ Moments moments_of(const RawShare<Element, kVecs>& sh
   return moments;
 }
 
-// The unit in which a row has its moments well inside float32, judged by those in units of 1.
+// The unit in which a row's moments are well inside the range of float32, judged by those in units of 1.
 __device__ __forceinline__ float unit_for(const Moments& moments, float eps) {
   if (!(moments.m2 < infinity())) return kSmallUnit;
   const bool vanishes = moments.m2 < kLeastVariance * moments.count && eps < kLeastVariance;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
       moments = combine(moments, moments_of(share));
     }
     moments = team.reduce(moments, MomentsOfWarp{}, no_moments(), reinterpret_cast<uint32_t*>(s_memory));
-    // Once is enough for all but rows that overflow or vanish, or that hold infinities or NaN: they get another unit.
+    // Once is enough except for rows that overflow or vanish, or have infinities or NaN: they get another unit.
     if (!kMayLeaveRange || unit != 1.0f) break;
     unit = unit_for(moments, p.eps);
     if (unit == 1.0f) break;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
   const float variance = (moments.m2 < 0.0f ? 0.0f : moments.m2) / float(p.columns);
   const float rstd = 1.0f / sqrtf(variance + p.eps * unit * unit);
   if (team.rank() == 0) {
-    // NaN where the row is not finite, whatever its mean would be.
+    // NaN if the row has nonfinite elements, whatever its mean would be.
     if (p.mean) p.mean[row] = (moments.mean + moments.m2 * 0.0f) / unit;
     if (p.rstd) p.rstd[row] = rstd * unit;
   }
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
   const float rest = -moments.rest * rstd;
   const bool aligned = aligned_alike(g_out, cut) && (!g_weight || aligned_alike(g_weight, cut)) &&
                        (!g_bias || aligned_alike(g_bias, cut));
-  // The first case is the usual one, for which nothing is asked granule by granule.
+  // The first case is the usual one, without tests per granule.
   const auto store = [&] {
     const auto finish = [&](auto is_aligned, auto& y, int column) {
       constexpr int kCount = int(sizeof(y) / sizeof(float));

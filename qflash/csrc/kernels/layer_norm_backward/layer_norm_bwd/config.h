@@ -12,14 +12,14 @@ using Element = ElementOf<QF_DTYPE>::Type;
 // Of each of two rows.
 constexpr int kMostGranules = 32 / kGranule<Element>;
 
-// Of rows that stay in registers: two of them in float32 are too much for the 64 registers of a block of 1024 threads.
+// Of rows that stay in registers: two of float32 are too much for 64 registers per thread in a block of 1024 threads.
 constexpr int kMostColumns = sizeof(Element) == 4 ? kWholeColumns / 2 : kWholeColumns;
 
 // Of a block on rows that are read twice. 1024 threads would have 64 registers each, which is too few here.
 constexpr int kLongThreads = 512, kLongGranules = 16 / kGranule<Element>;
 
-// Sums over rows: a block has 64 columns of a chunk of rows, its warps take rows in turn. Chunks depend on the number
-// of rows alone, so the order of every sum does.
+// Sums over rows: a block has 64 columns of a chunk of rows, its warps take rows in turn. Chunks, and so the order of
+// every sum, depend on the number of rows alone.
 constexpr int kSumWarps = 8, kLaneColumns = 2, kSumColumns = 32 * kLaneColumns;
 constexpr int64_t kLeastChunkRows = 64, kMostChunks = 128;
 

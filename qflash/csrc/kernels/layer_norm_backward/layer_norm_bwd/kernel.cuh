@@ -7,14 +7,14 @@
 //   2 qf_layer_norm_bwd_sums_kernel    64 columns of a chunk of rows -> their share of dweight and dbias
 //   3 qf_layer_norm_bwd_totals_kernel  shares in the order of chunks, in double -> dweight, dbias
 //
-// The mean is what the forward pass rounded to a float, so z is off by one number for the whole row. Its own mean,
-// which should be 0, tells that number; it is taken off, and kept for the second kernel. An offset of x costs no
-// accuracy. There are no atomics: what is summed in which order depends on the shape alone.
+// The forward pass rounded the mean to a float, so z is off by one constant for the whole row. That is the mean of z,
+// which should be 0; it is subtracted, and stored for the second kernel. So an offset of x costs no accuracy. There are
+// no atomics: the order of summation depends on the shape alone.
 //
-// Roles: as softmax_bwd in the first kernel; in the others eight warps to a block, lanes along columns.
-// Shared memory: three planes of 32 words in the first kernel (reduce/block.cuh), a number for each warp and column in
+// Roles: as softmax_bwd in the first kernel; in the others eight warps per block, lanes along columns.
+// Shared memory: three planes of 32 words in the first kernel (reduce/block.cuh), one number per warp and column in
 // the others; lanes read and write neighbouring words.
-// Bound: memory. x and dout are read twice where dweight or dbias is wanted. See docs/kernels/reductions.md.
+// Bound: memory. x and dout are read twice if dweight or dbias is requested. See docs/kernels/reductions.md.
 #pragma once
 
 #include "kernels/layer_norm_backward/layer_norm_bwd/config.h"
@@ -44,7 +44,7 @@ constexpr int kSharedBytes = block_bytes<Sums>();
 constexpr int kSumsSharedBytes = 2 * kSumWarps * kSumColumns * int(sizeof(float));
 constexpr int kTotalsSharedBytes = kSumWarps * 32 * int(sizeof(double));
 
-// A row's z by the rounded mean. Halves are subtracted, so that no two floats are too far apart.
+// z of a row from the rounded mean. Halves are subtracted, so that the difference of two floats cannot overflow.
 struct Normalise {
   float half_mean, twice_rstd;
 
@@ -52,7 +52,7 @@ struct Normalise {
   __device__ __forceinline__ float operator()(float x) const { return fmaf(x, 0.5f, -half_mean) * twice_rstd; }
 };
 
-// What the second kernel takes from the first, and the third from the second.
+// What the first kernel passes to the second, and the second to the third.
 struct Workspace {
   float* g_offsets;  // [rows]: the mean of z
   float* g_shares;   // [chunks][dweight, dbias][columns]
@@ -64,7 +64,7 @@ struct Workspace {
   }
 };
 
-// A sum that keeps what each addition rounds off.
+// A compensated sum, which keeps what each addition rounds off.
 struct LongSum {
   float sum = 0.0f, lost = 0.0f;
 
@@ -73,7 +73,7 @@ struct LongSum {
     two_sum(sum, x, sum, rest);
     lost += rest;
   }
-  // An infinite sum has lost nothing that can be told.
+  // The compensation of an infinite sum is nonfinite, and ignored.
   __device__ __forceinline__ float total() const { return lost - lost == 0.0f ? sum + lost : sum; }
 };
 
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
   sums = team.reduce(sums, SumsOfWarp{}, Sums{0.0f, 0.0f, 0.0f}, reinterpret_cast<uint32_t*>(s_memory));
 
   const float count = float(p.columns), offset = sums.z / count, mean_g = sums.g / count;
-  // An infinite gradient has no use for the correction, which may be 0 * inf.
+  // A nonfinite gradient omits the correction, which may be 0 * inf.
   const float mean_gz = sums.gz / count - (mean_g - mean_g == 0.0f ? offset * mean_g : 0.0f);
   const float of_z = mean_gz + (p.drstd ? p.drstd[row] * rstd / count : 0.0f);
   const float of_mean = p.dmean ? p.dmean[row] / count : 0.0f;
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(32 * qf::layer_norm_bwd::kSumWarps)
   workspace.g_shares[(2 * chunk + which) * p.columns + column0 + column] = total;
 }
 
-// Block i has 32 columns of dweight where i is even, of dbias where it is odd.
+// Block i has 32 columns of dweight if i is even, of dbias if it is odd.
 __global__ void __launch_bounds__(32 * qf::layer_norm_bwd::kSumWarps)
     qf_layer_norm_bwd_totals_kernel(const __grid_constant__ QfLayerNormBwdParams p) {
   using namespace qf;

@@ -6,7 +6,7 @@ namespace qf {
 namespace layer_norm_bwd {
 namespace {
 
-// dweight and dbias, after the kernel that leaves the offsets of z.
+// dweight and dbias, after the kernel that stores the offsets of z.
 int sum_over_rows(const QfLayerNormBwdParams& p, cudaStream_t stream) {
   constexpr int kThreads = 32 * kSumWarps;
   const int64_t blocks = (p.columns + kSumColumns - 1) / kSumColumns * chunks_of(p.rows);

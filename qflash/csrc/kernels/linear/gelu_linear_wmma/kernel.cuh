@@ -1,28 +1,27 @@
-// gelu_linear_wmma: out = gelu(x w + bias) + residual in one pass, products by WMMA. float16 and bfloat16, float32
-// sums.
+// gelu_linear_wmma: out = gelu(x w + bias) + residual in one pass, with WMMA. float16 and bfloat16, float32
+// accumulators.
 //
-//                 128 columns                 256 threads, 8 warps of 32 x 64 sums: 2 x 4 fragments of 16 x 16. Per 16
-//          +-----------+-----------+          of k a warp loads 2 fragments of x and 4 of w for 8 products.
+//                 128 columns                 256 threads, 8 warps of 32 x 64: 2 x 4 accumulator fragments of 16 x 16.
+//          +-----------+-----------+          Per 16 of k a warp loads 2 fragments of x and 4 of w for 8 MMAs.
 //     128  | warp 0    | warp 4    |
-//     rows | warp 1    | warp 5    |          x, w (shared) -> fragments -> sums (fragments, all the way)
+//     rows | warp 1    | warp 5    |          x, w (shared) -> fragments -> accumulators (fragments)
 //          | warp 2    | warp 6    |             -> 16 rows (shared) -> bias, GeLU, residual -> out
 //          | warp 3    | warp 7    |
 //          +-----------+-----------+
 //
-// Fragments are opaque: no lane knows which sums it holds, so none knows which bias belongs to them. What follows the
-// products therefore happens after a trip through shared memory. gemm_mma makes that trip as well, but for the sake of
-// its stores alone; and it knows its fragments on the way in, so that its tiles are swizzled where these are padded.
+// Fragments are opaque: which elements a lane holds, and so which bias belongs to them, is unspecified. The epilogue
+// therefore starts with a pass through shared memory. gemm_mma has that pass as well, but only for its stores; and it
+// knows the layout of its operand fragments, so its tiles are swizzled where these are padded.
 //
 // Shared memory, 40 KB, two buffers of
 //   s_x [128][32 + 8]                      rows along k
 //   s_w [128][32 + 8], or [32][128 + 8]    columns along k, or rows along n: wmma takes B by columns or by rows
-// and in their place, in the end, 4.5 KB a warp for 16 rows of sums.
+// and, in their place in the epilogue, 4.5 KB per warp for 16 rows of accumulators.
 //
-// Pipeline: fetch the next step into registers, multiply the current buffer, stash into the other one, meet at a
-// barrier.
-//   One barrier is enough: the other buffer was last read before the previous one.
+// Pipeline: fetch the next step into registers, multiply the current buffer, stash into the other one, synchronize.
+//   One barrier per step is enough: the other buffer was last read before the previous barrier.
 //
-// Refuses every other activation (qflash/dispatch.py). Bound: shared memory. See docs/kernels/gelu_linear_wmma.md.
+// Rejects every other activation (qflash/dispatch.py). Bound: shared memory. See docs/kernels/gelu_linear_wmma.md.
 #pragma once
 
 #include "common/wmma.cuh"
@@ -36,8 +35,8 @@ namespace gelu_linear_wmma {
 using gemm::ByteMatrix;
 using gemm::Bytes16;
 
-// Memory runs along k: [128 rows][64 bytes], two chunks of 16 bytes a thread. Eight lanes take a chunk of eight rows,
-// which padding spreads over the banks; a warp still reads whole sectors.
+// Contiguous along k: [128 rows][64 bytes], two chunks of 16 bytes per thread. Eight lanes have a chunk of eight rows,
+// which padding spreads over the banks; a warp still reads full sectors.
 struct RowsTile {
   static constexpr bool kDown = false;
   Bytes16 held[2];
@@ -62,7 +61,7 @@ struct RowsTile {
   }
 };
 
-// Memory runs along n: [32 k][256 bytes], two chunks a thread.
+// Contiguous along n: [32 k][256 bytes], two chunks per thread.
 struct DownTile {
   static constexpr bool kDown = true;
   Bytes16 held[2];
@@ -113,7 +112,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Element* s_x, const E
   }
 }
 
-// row0, column0: of out, the warp's first.
+// row0, column0: the warp's first row and column of out.
 template <class Out>
 __device__ __forceinline__ void store_as(const QfLinearParams& p, bool vector, int row0, int column0, const Sums& sums,
                                          float* s_slab) {

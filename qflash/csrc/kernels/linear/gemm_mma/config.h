@@ -7,7 +7,7 @@
 namespace qf {
 namespace gemm_mma {
 
-// out is of the operands' type, or float32: p.out_dtype says which.
+// out is of the operands' type, or float32, as p.out_dtype specifies.
 template <int kDtype, int kArch, int kActivation>
 using Config = gemm::MmaConfig<typename ElementOf<kDtype>::Type, void, kArch, kActivation>;
 

@@ -7,7 +7,7 @@ QF_EXPORT int qf_gemm_mma(const QfLinearParams* p, void* stream) {
   using namespace qf::gemm_mma;
   using Config = qf::gemm_mma::Config<QF_DTYPE, QF_ARCH, QF_ACTIVATION>;
   if (const int status = qf::gemm::check_params(p, {QF_DTYPE, QF_ACTIVATION, QF_DTYPE})) return status;
-  if (p->m == 0 || p->n == 0) return QF_OK;  // before the device is asked for anything
+  if (p->m == 0 || p->n == 0) return QF_OK;  // before the device is queried
   constexpr Source kWeights = Config::kGated ? Source::kPaired : Source::kOne;
   const qf::gemm::Operands operands = qf::gemm::operands_of(*p);
   const bool x_along_k = qf::gemm::x_along_k(*p), w_along_k = qf::gemm::w_along_k(*p);

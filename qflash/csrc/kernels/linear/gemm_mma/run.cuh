@@ -26,8 +26,7 @@ int launch(const QfLinearParams& p, const gemm::Operands& operands, void* stream
                       kThreads, Shape::kSharedBytes, stream);
 }
 
-// The instance for operands that lie so. Below as many wide tiles as there are multiprocessors, square ones keep more
-// of them busy.
+// Runs the instance for operands of this layout. With fewer wide tiles than SMs, square tiles keep more SMs busy.
 template <class Config, bool kXAlongK, bool kWAlongK, Source kWeights>
 int run(const QfLinearParams& p, const gemm::Operands& operands, void* stream) {
   using namespace gemm;

@@ -7,7 +7,7 @@
 namespace qf {
 namespace gemm_tiled {
 
-// out is of the operands' type, or float32: p.out_dtype says which.
+// out is of the operands' type, or float32, as p.out_dtype specifies.
 template <int kDtype, int kActivation>
 using Config =
     gemm::TiledConfig<typename ElementOf<kDtype>::Type, std::conditional_t<kDtype == QF_F32, float, void>, kActivation>;

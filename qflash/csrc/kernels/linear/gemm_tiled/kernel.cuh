@@ -1,22 +1,21 @@
-// gemm_tiled: out = activation(x w + bias) + residual on CUDA cores in float32; 16-bit operands are converted on the
-// way.
+// gemm_tiled: out = activation(x w + bias) + residual on CUDA cores in float32; converts 16-bit operands when loading.
 //
 //                    128 columns                        256 threads, 8 warps as 4 x 2 over the tile.
-//                 +------------+------------+           Thread (y, x), both 0..15, owns 8 x 8 sums in registers:
+//                 +------------+------------+           Thread (y, x), both 0..15, has 8 x 8 accumulators:
 //                 | 4x ..+3    | 64+4x ..+3 |           rows    4y ..+3 and 64 + 4y ..+3,
 //        4y ..+3  |   4 x 4    |   4 x 4    |           columns 4x ..+3 and 64 + 4x ..+3.
 //   128  ---------+------------+------------+           Per k: 4 shared loads of 16 bytes, 64 multiply-adds.
 //   rows 64+4y    |   4 x 4    |   4 x 4    |           SwiGLU: the left half of the columns are w's, the right up's;
-//                 +------------+------------+           a thread has both sums of an element.
+//                 +------------+------------+           a thread has both accumulators of an element.
 //
 // Shared memory, 32 KB, two buffers of
 //   s_x [16][128] floats   (k, row): x[row][k]
 //   s_w [16][128] floats   (k, column): w[k][column]
-// permuted for the banks' sake (`place` of gemm/tiled/load.cuh). Operands along k are transposed by the stores to it,
-// operands along m or n are stored as they lie.
+// permuted to avoid bank conflicts (`place` of gemm/tiled/load.cuh). Operands contiguous along k are transposed by the
+// stores to it, operands contiguous along m or n keep their memory order.
 //
 // Pipeline: gemm/tiled/tile.cuh, which `int8_gemm_tiled` runs on words of four int8.
-// Bound: FFMA issues at 128 lanes per clock and multiprocessor. See docs/kernels/gemm_tiled.md.
+// Bound: FFMA issues at 128 lanes per cycle and SM. See docs/kernels/gemm_tiled.md.
 #pragma once
 
 #include "gemm/tiled/tile.cuh"

@@ -1,4 +1,4 @@
-// The kernel for operands that lie so in memory, and its launch. Host side.
+// The kernel for operands of a given layout, and its launch. Host side.
 #pragma once
 
 #include "gemm/entry.cuh"

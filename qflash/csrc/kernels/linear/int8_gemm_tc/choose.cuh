@@ -17,8 +17,8 @@ struct Instance {
   using LoadW = W<Shape::kBlockN, Shape::kThreads, Config::kGated ? Source::kPaired : Source::kOne>;
 };
 
-// Calls run(Instance{}) with the instance that serves `p` on a GPU of so many multiprocessors: below as many wide
-// tiles, square ones keep more of them busy.
+// Calls run(Instance{}) with the instance that serves `p` on a GPU of this many SMs: with fewer wide tiles than SMs,
+// square tiles keep more SMs busy.
 template <class Run>
 int choose(const QfLinearParams& p, int multiprocessors, Run run) {
   using namespace gemm;

@@ -1,10 +1,10 @@
-// int8_gemm_tc: out = x w on tensor cores, exact int32 sums.
+// int8_gemm_tc: out = x w on tensor cores, exact int32 accumulation.
 //
-// One block of 8 warps computes a tile, 128 x 256 (Wide, data centre parts) or 128 x 128 (Square), walking along k in
-// steps of 128 bytes:
+// One block of 8 warps computes a tile, 128 x 256 (Wide, data centre parts) or 128 x 128 (Square), in steps of 128
+// bytes of k:
 //
-//                      kBlockN = 256                      A warp owns 64 x 64 (Wide) or 32 x 64 (Square) sums:
-//             +--------+--------+--------+--------+       128 or 64 registers a lane. Per 32 bytes of k it reads
+//                      kBlockN = 256                      A warp has 64 x 64 (Wide) or 32 x 64 (Square) accumulators:
+//             +--------+--------+--------+--------+       128 or 64 registers per lane. Per 32 bytes of k it reads
 //   kBlockM   | warp 0 | warp 2 | warp 4 | warp 6 |       4 (2) fragments of x and 8 of w by ldmatrix, 4 (2) + 4
 //   = 128     +--------+--------+--------+--------+       instructions, and issues 32 (16) mma m16n8k32. Turing has
 //             | warp 1 | warp 3 | warp 5 | warp 7 |       m8n8k16 only: four of them do the same on the same registers.
@@ -12,7 +12,7 @@
 //
 // Shared memory: kStages x (kBlockM + kBlockN) rows of 128 bytes, swizzled (gemm/swizzle.cuh).
 //   Wide: 48 KB a stage, 4 stages on sm_90 (192 KB), 3 on sm_80. Square: 32 KB, 4, 3 (sm_86, sm_89) or 2 (sm_75).
-//   After the last product 4.5 KB of it per warp transpose sums for the stores.
+//   In the epilogue 4.5 KB of it per warp transpose accumulators for the stores.
 //
 // Pipeline: gemm/mma/tile.cuh, which `gemm_mma` runs on 16-bit operands.
 // Bound: tensor cores; shared memory reads come close behind. Prediction and measurement: docs/kernels/int8_gemm_tc.md.

@@ -20,7 +20,7 @@ QF_EXPORT int64_t qf_int8_gemm_tc_workspace(const QfLinearParams*) { return 0; }
 
 QF_EXPORT int qf_int8_gemm_tc(const QfLinearParams* p, void* stream) {
   if (const int status = qf::gemm::check_params(p, {QF_I8, QF_ACTIVATION, QF_DTYPE})) return status;
-  if (p->m == 0 || p->n == 0) return QF_OK;  // before the device is asked for anything
+  if (p->m == 0 || p->n == 0) return QF_OK;  // before the device is queried
   int multiprocessors = 0;
   if (const int status = qf::multiprocessors(multiprocessors)) return status;
   return qf::int8_gemm_tc::choose(*p, multiprocessors,

@@ -12,7 +12,7 @@ namespace sm90_gemm {
 template <bool kInt8, int kDtype>
 struct Types {
   using Element = typename ElementOf<kDtype>::Type;
-  using Out = Element;  // or float, which is known at run time
+  using Out = Element;  // or float, selected at run time
 };
 template <int kDtype>
 struct Types<true, kDtype> {
@@ -29,8 +29,8 @@ struct Problem : Types<kInt8, kDtype> {
   static constexpr bool kXAlongM = kXAlongM_, kWAlongN = kWAlongN_;
 };
 
-// 128 x 256 sums, 128 registers of a consumer's thread: the one tile of two consumers whose reads and writes of shared
-// memory the tensor cores can live with (128 bytes a clock), and that leaves room for four stages.
+// 128 x 256 accumulators, 128 registers per consumer thread: the only tile of two consumers whose shared memory traffic
+// (128 bytes per cycle) does not limit the tensor cores, and that leaves room for four stages.
 template <class Problem, int kCluster_ = gemm::kLargeTile.cluster>
 struct Large : Problem {
   static constexpr int kConsumers = gemm::kLargeTile.rows / 64, kColumns = gemm::kLargeTile.columns;
@@ -38,7 +38,7 @@ struct Large : Problem {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
 
-// 64 x 128 sums, for few rows: what counts is how many bytes of w are on their way.
+// 64 x 128 accumulators, for few rows: only the bytes of w in flight matter.
 template <class Problem>
 struct Small : Problem {
   static constexpr int kConsumers = gemm::kSmallTile.rows / 64, kColumns = gemm::kSmallTile.columns;

@@ -36,7 +36,7 @@ QF_EXPORT int qf_sm90_gemm(const QfLinearParams* p, void* stream) {
   if (const int status = check(p)) return status;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   if (p->w_stride_k == 1) return sm90_gemm::run_fastest<Problem<false>>(*p, on);
-  return sm90_gemm::run_fastest<Problem<kTakesWAlongN>>(*p, on);  // integers were refused above
+  return sm90_gemm::run_fastest<Problem<kTakesWAlongN>>(*p, on);  // integers were rejected above
 }
 
 QF_EXPORT const char* qf_status_text(int status) {

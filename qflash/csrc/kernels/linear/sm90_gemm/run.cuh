@@ -1,5 +1,4 @@
-// The launches of one problem on one tile: copy what the copy engine cannot walk, make tensor maps, multiply. Host
-// side.
+// The launches of one problem on one tile: copy what TMA cannot address, make tensor maps, multiply. Host side.
 #pragma once
 
 #include "common/launch.cuh"
@@ -13,14 +12,14 @@ using gemm::Problem90;
 using gemm::wgmma::Relayout;
 using gemm::wgmma::Rows;
 
-inline bool has_words(const QfLinearParams& p) { return p.out_dtype == QF_F32 || p.out_dtype == QF_I32; }  // results
+inline bool has_words(const QfLinearParams& p) { return p.out_dtype == QF_F32 || p.out_dtype == QF_I32; }  // of out
 
 template <class Config>
 Problem90 problem_of(const QfLinearParams& p) {
   return {p.m, (Config::kTwoProducts ? 2 : 1) * p.n, gemm::wgmma::steps_of<Config>(p)};
 }
 
-// The workspace: counters for a call that gets none of the library's, partial sums, copies.
+// The workspace: counters for a call that gets none of the library's, partial results, copies.
 struct Workspace {
   static constexpr int64_t kCounterBytes = sizeof(unsigned) * gemm::wgmma::kPlaces;
   int64_t partials, copies_at;
@@ -35,8 +34,8 @@ int64_t workspace_bytes(const QfLinearParams& p) {
   return Workspace(problem_of<Config>(p)).copies_at + Relayout::of<Config>(p, false).bytes;
 }
 
-// Clusters that run at the same time on the current device, asked for once. On the emulator, whose multiprocessors may
-// become more or fewer, once for each number of them in a row.
+// Clusters that run concurrently on the current device, queried once. On the emulator, whose number of SMs may change,
+// queried after each change.
 template <class Config>
 int resident_clusters(const Launch& how, int processors, int& count) {
   constexpr int kDevices = 64;
@@ -67,7 +66,7 @@ Launch launch_of(cudaStream_t stream) {
   return {Config::kCluster, Config::kThreads, Config::kSharedBytes, stream, false, Config::kCluster};
 }
 
-// Copies of what the copy engine cannot walk: of operands before the products, of results after them (kBack).
+// Copies of what TMA cannot address: of operands before the product, of results after it (kBack).
 template <class Config, bool kBack>
 int relayout_pass(const Relayout& relayout, const QfLinearParams& p, char* copies, int processors,
                   cudaStream_t stream) {
@@ -106,7 +105,7 @@ int make_maps(const Relayout& relayout, const QfLinearParams& p, char* copies, g
   return map_result(maps.pre_up, Relayout::kPreUp);
 }
 
-// A problem of at least one element, with k cut into so many splits after the first `whole` tiles, counted in clusters.
+// Runs a problem of at least one element. k is cut into `splits` after the first `whole` tiles, counted in clusters.
 // processors: up to kMostProcessors.
 template <class Config>
 int run(const QfLinearParams& given, int processors, int splits, int64_t whole, cudaStream_t stream) {
@@ -122,7 +121,7 @@ int run(const QfLinearParams& given, int processors, int splits, int64_t whole, 
   if (splits > 1 && (partial_bytes > layout.partials || places > kPlaces)) return QF_UNSUPPORTED;
   if (needed > 0 && (!given.workspace || given.workspace_bytes < needed)) return QF_NO_MEMORY;
   char* const workspace = static_cast<char*>(given.workspace);
-  Borrowed borrowed{stream};  // for addresses that nobody could plan for
+  Borrowed borrowed{stream};  // for copies that only the addresses require
   if (relayout.bytes > reserved.bytes)
     if (const cudaError_t error = borrowed.take(relayout.bytes)) return error;
   char* const copies = borrowed.memory ? static_cast<char*>(borrowed.memory) : workspace + layout.copies_at;
@@ -153,7 +152,7 @@ using LargeTile = gemm::wgmma::TileConfig<Large<Problem>>;
 template <class Problem>
 using SmallTile = gemm::wgmma::TileConfig<Small<Problem>>;
 
-// The same on the tile that policy.h takes for fastest.
+// The same on the tile that policy.h estimates to be fastest.
 template <class Problem>
 int run_fastest(const QfLinearParams& p, cudaStream_t stream) {
   if (p.m == 0 || p.n == 0) return QF_OK;
@@ -162,7 +161,7 @@ int run_fastest(const QfLinearParams& p, cudaStream_t stream) {
   if (processors > gemm::wgmma::kMostProcessors) processors = gemm::wgmma::kMostProcessors;
   using Large = LargeTile<Problem>;
   const Problem90 problem = problem_of<SmallTile<Problem>>(p);
-  int pairs = 0;  // of large tiles at the same time; not asked for where the other tile serves in any case
+  int pairs = 0;  // concurrent clusters of large tiles; not queried if the small tile is used in any case
   if (processors >= Large::kCluster && gemm::fills_clusters(problem, gemm::kLargeTile))
     if (resident_clusters<Large>(launch_of<Large>(stream), processors, pairs)) pairs = 0;  // the small tile runs
   if (pairs > processors / Large::kCluster) pairs = processors / Large::kCluster;

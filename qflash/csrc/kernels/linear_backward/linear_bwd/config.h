@@ -1,5 +1,5 @@
-// The passes of `linear_bwd` beside its products are specialised for -DQF_DTYPE (a QfDtype); activations are chosen at
-// run time.
+// The passes of `linear_bwd` other than its products are specialised for -DQF_DTYPE (a QfDtype); activations are chosen
+// at run time.
 #pragma once
 
 #include "gemm/epilogue.cuh"
@@ -10,7 +10,7 @@ namespace linear_bwd {
 using Element = ElementOf<QF_DTYPE>::Type;
 
 // The pass over elements: a block has 32 lanes x 16 bytes of columns and a chunk of rows, its warps take rows in turn.
-// Chunks depend on the number of rows alone, so the order of every sum does.
+// Chunks, and so the order of every sum, depend on the number of rows alone.
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kLaneColumns = 16 / int(sizeof(Element)), kTileColumns = 32 * kLaneColumns;
 constexpr int64_t kLeastChunkRows = 64, kMostChunks = 128;
@@ -22,7 +22,7 @@ __host__ __device__ constexpr int64_t chunks_of(int64_t rows) {
   return chunks < kMostChunks ? chunks : kMostChunks;
 }
 
-// Columns of dh: whole vectors, or of two, one after the other, whole steps of any kernel's product.
+// Columns of dh, padded to whole vectors; of dh and du in sequence, each to whole steps of any kernel's product.
 constexpr int64_t kStepColumns = 64;
 constexpr int64_t padded_columns(int64_t n, bool gated) {
   const int64_t unit = gated ? kStepColumns : kLaneColumns;

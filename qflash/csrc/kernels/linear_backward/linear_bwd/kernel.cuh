@@ -3,15 +3,15 @@
 //   1 qf_linear_bwd_slopes_kernel   dout, pre -> dh = dout activation'(pre), dresidual = dout, shares of dbias
 //   2 qf_linear_bwd_totals_kernel   shares in the order of chunks, in double -> dbias, dup_bias
 //   3 dx = dh w^T (+ du up^T)       kernels of gemm_mma or of gemm_tiled, or in `sm90_linear_bwd` of sm90_gemm, on
-//   4 dw = x^T dh                   operands with exchanged strides; of SwiGLU, dh and du lie side by side, and dx is
+//   4 dw = x^T dh                   operands with exchanged strides; for SwiGLU, dh and du are side by side, and dx is
 //   5 dup = x^T du                  one product of twice the depth
 //
-// Without an activation dout is dh: nothing is stored between the passes, and the first is left out where neither dbias
-// nor dresidual is wanted. There are no atomics: what is summed in which order depends on the shape alone.
+// Without an activation dout is dh: nothing is stored between the passes, and the first is omitted if neither dbias nor
+// dresidual is requested. There are no atomics: the order of summation depends on the shape alone.
 //
-// Roles of the first kernel: eight warps to a block, lanes along columns, 16 bytes each.
-// Shared memory: a number for each warp and column; lanes read and write neighbouring words.
-// Bound: of 1 and 2 memory; of the others the products'. See docs/kernels/linear_bwd.md.
+// Roles of the first kernel: eight warps per block, lanes along columns, 16 bytes each.
+// Shared memory: one number per warp and column; lanes read and write neighbouring words.
+// Bound: memory for 1 and 2; that of the products for the others. See docs/kernels/linear_bwd.md.
 #pragma once
 
 #include "kernels/linear_backward/linear_bwd/config.h"
@@ -20,15 +20,15 @@
 namespace qf {
 namespace linear_bwd {
 
-// What the first kernel leaves to the others.
+// What the first kernel passes to the others.
 struct Pass {
   Element* g_dh;    // [m][stride]; null where dout is dh
   int64_t stride;   // du begins half a row later
-  int64_t columns;  // of dh, zeros past the last; of du as many
+  int64_t columns;  // of dh, zeros past the last; du has as many
   float* g_shares;  // [chunks][of dh, of du][n]
   int64_t chunks, tiles;
-  bool sums;    // somebody wants them
-  bool vector;  // rows of everything start on 16 bytes
+  bool sums;    // are they requested?
+  bool vector;  // rows of all arrays are aligned to 16 bytes
 };
 
 }  // namespace linear_bwd
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(qf::linear_bwd::kThreads)
   }
 }
 
-// Block i has 32 columns of dbias where i is even, of dup_bias where it is odd.
+// Block i has 32 columns of dbias if i is even, of dup_bias if it is odd.
 __global__ void __launch_bounds__(qf::linear_bwd::kThreads)
     qf_linear_bwd_totals_kernel(const __grid_constant__ QfLinearBwdParams p,
                                 const __grid_constant__ qf::linear_bwd::Pass pass) {

@@ -1,5 +1,5 @@
 // C entry of `linear_bwd`: products by the portable kernels of the forward pass. -DQF_ARCH (compute capability times
-// ten) decides which.
+// ten) selects which.
 #include "kernels/linear/gemm_mma/run.cuh"
 #include "kernels/linear/gemm_tiled/run.cuh"
 #include "kernels/linear_backward/linear_bwd/run.cuh"
@@ -13,11 +13,11 @@ using linear_bwd::Dh;
 using linear_bwd::Element;
 using linear_bwd::Memory;
 
-// Else they are gemm_tiled's: of float32, and of bfloat16 on Turing.
+// Otherwise products are gemm_tiled's: for float32, and for bfloat16 on Turing.
 constexpr bool kTensorCores = QF_DTYPE == QF_F16 || (QF_DTYPE == QF_BF16 && QF_ARCH >= 80);
 constexpr int kSize = sizeof(Element);
 
-// out [m, n] = x w by the kernels of the forward pass, operands as they lie in memory.
+// out [m, n] = x w by the kernels of the forward pass, with operands in their memory layouts.
 template <bool kXAlongK, bool kWAlongK, gemm::Source kWeights>
 int multiply(const QfLinearParams& p, const Operands& operands, void* stream) {
   if constexpr (kTensorCores) {

@@ -1,5 +1,5 @@
-// The launches of a backward pass in their order: elements, sums over rows, then products, whose kernels are those of
-// whoever includes this. Host side.
+// The launches of a backward pass in their order: elements, sums over rows, then products, whose kernels the
+// including file provides. Host side.
 #pragma once
 
 #include "gemm/entry.cuh"
@@ -8,7 +8,7 @@
 namespace qf {
 namespace linear_bwd {
 
-// dh, the shares of the sums, then what products want for themselves, at whole 256 bytes.
+// dh, the shares of the sums, then the products' own workspace, at multiples of 256 bytes.
 struct Workspace {
   int64_t columns, stride, dh_bytes, share_bytes;
 
@@ -83,12 +83,12 @@ inline int sum_over_rows(const QfLinearBwdParams& p, const Pass& pass, cudaStrea
   return launch({2 * ((p.n + 31) / 32), kThreads, kTotalsSharedBytes, stream}, qf_linear_bwd_totals_kernel, p, pass);
 }
 
-// dh as products read it: the first launch's, or dout where there is no activation.
+// dh as products read it: from the first launch, or dout if there is no activation.
 struct Dh {
-  const void* g_data;       // [m][columns]; of SwiGLU [m][dh, du][columns]
+  const void* g_data;       // [m][columns]; for SwiGLU [m][dh, du][columns]
   int64_t stride, columns;  // columns past n are zeros
 
-  // Before there are addresses, g_data means nothing.
+  // Before addresses are known, g_data is meaningless.
   Dh(const QfLinearBwdParams& p, const Workspace& w)
       : g_data(w.dh_bytes > 0 ? p.workspace : p.dout),
         stride(w.dh_bytes > 0 ? w.stride : p.dout_stride_m),
@@ -100,16 +100,16 @@ struct Dh {
   }
 };
 
-// w is contiguous along k. Where it is along n, too, up need not be: the struct asks for the one that is 1 in w first.
+// Is w contiguous along k? Tested first: if w is contiguous along n, too, up need only be contiguous along k.
 inline bool w_along_k(const QfLinearBwdParams& p) { return p.w_stride_k == 1; }
 
-// What products want for themselves: one at a time has it.
+// The products' own workspace, which they use in turn.
 struct Memory {
   void* data;
   int64_t bytes;
 };
 
-// g_out [m, n] of a depth k, for Products to add the operands.
+// g_out [m, n] of depth k, to which Products adds the operands.
 inline QfLinearParams product(int64_t m, int64_t n, int64_t k, void* g_out, const Memory& memory = {}) {
   QfLinearParams q{};
   q.struct_bytes = int32_t(sizeof q);
@@ -120,9 +120,9 @@ inline QfLinearParams product(int64_t m, int64_t n, int64_t k, void* g_out, cons
   return q;
 }
 
-// Products has, of a problem that was checked,
-//   int64_t workspace_bytes(p, dh)                 the most that one of them wants, also before there are addresses
-//   int by_weights(p, dh, memory, stream)          dx = dh w^T; of SwiGLU [dh du] [w up]^T
+// Products provides, for a checked problem,
+//   int64_t workspace_bytes(p, dh)                 the most that one of them needs, also before addresses are known
+//   int by_weights(p, dh, memory, stream)          dx = dh w^T; for SwiGLU [dh du] [w up]^T
 //   int by_inputs(p, dh, g_out, memory, stream)    dw = x^T dh, or dup = x^T du
 template <class Products>
 int64_t workspace_bytes(const QfLinearBwdParams* p) {

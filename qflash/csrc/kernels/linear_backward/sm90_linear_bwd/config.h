@@ -11,7 +11,7 @@
 namespace qf {
 namespace sm90_linear_bwd {
 
-// Nothing follows the sums, and of SwiGLU the weights are two, one after the other along the depth.
+// The epilogue only rounds and stores; for SwiGLU there are two weights in sequence along the depth.
 template <bool kXAlongM, bool kWAlongN>
 struct Product : sm90_gemm::Problem<false, QF_DTYPE, QF_IDENTITY, kXAlongM, kWAlongN> {
   static constexpr gemm::Source kSource = gemm::Source::kChained;

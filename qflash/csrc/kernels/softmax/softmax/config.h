@@ -8,10 +8,10 @@ namespace softmax {
 
 using Element = ElementOf<QF_DTYPE>::Type;
 
-// A thread keeps 32 elements as floats: more would leave fewer blocks to a multiprocessor.
+// A thread keeps 32 elements as floats: more would allow fewer blocks per SM.
 constexpr int kMostGranules = 32 / kGranule<Element>;
 
-// Of a block on a row that is read twice: one block to a multiprocessor, so that the rows in flight fit the L2 cache.
+// Of a block on a row that is read twice: one block per SM, so that the rows in flight fit the L2 cache.
 constexpr int kLongThreads = 1024, kLongGranules = 16 / kGranule<Element>;
 
 }  // namespace softmax

@@ -4,11 +4,11 @@
 //   longer rows        pieces of x -> (m, l) -> one reduction -> pieces again     read twice, the second time mostly L2
 //
 // A thread weighs its share against its own maximum and keeps the weights, 2^(x - m_thread). After the reduction of the
-// pairs (m, l) it multiplies them by 2^(m_thread - m) / l: one exponential per element, one trip through the tree.
+// pairs (m, l) it multiplies them by 2^(m_thread - m) / l: one exponential per element, one pass through the tree.
 //
-// Roles: a warp per row up to 1024 columns, a block beyond (reduce/row_shape.cuh). Registers: 32 elements a thread.
+// Roles: a warp per row up to 1024 columns, a block beyond (reduce/row_shape.cuh). Registers: 32 elements per thread.
 // Shared memory: 32 words of m, 32 of l (reduce/block.cuh); none for warps.
-// Pipeline: none inside a block; blocks on the same multiprocessor load, reduce and store at different times.
+// Pipeline: none inside a block; blocks on the same SM load, reduce and store at different times.
 // Bound: memory. See docs/kernels/reductions.md.
 #pragma once
 

@@ -1,11 +1,10 @@
 // softmax_bwd: dx[i] = scale out[i] (dout[i] - sum(out[i] dout[i])) for every row of a matrix.
 //
-//   rows in registers   out, dout -> sum of the thread -> one reduction -> dx      DRAM: two rows read, one written
-//   longer rows         pieces of both -> sum -> one reduction -> pieces again     read twice, the second time mostly
-//   L2
+//   rows in registers   out, dout -> sum of the thread -> one reduction -> dx    DRAM: two rows read, one written
+//   longer rows         pieces of both -> sum -> one reduction -> pieces again   read twice, the second time mostly L2
 //
-// Roles: a warp per row up to 1024 columns, a block beyond (reduce/row_shape.cuh). Registers: 32 elements of each row a
-// thread, as they lie in memory.
+// Roles: a warp per row up to 1024 columns, a block beyond (reduce/row_shape.cuh). Registers: 32 elements of each row
+// per thread, in their memory format.
 // Shared memory: 32 words (reduce/block.cuh); none for warps.
 // Bound: memory. See docs/kernels/reductions.md.
 #pragma once
