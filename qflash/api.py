@@ -1,4 +1,4 @@
-"""The public calls: words for the user, and the way to the right front end. Imports no framework."""
+"""The public calls: they choose the operation and pass the arguments to the front end. Imports no framework."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from qflash.typing import (
 )
 
 LAYOUTS = ("bthd", "bhtd")
-_BTHD: Layout = "bthd"  # one object with the default of `layout`, so that no array need be compared with it
+_BTHD: Layout = "bthd"  # the same object as the default of `layout`, so it is compared by identity
 
 
 class _SharedWords(TypedDict, total=False):
-    """The keywords of attention and attention_varlen that leave the type of the result alone."""
+    """The keyword arguments of attention and attention_varlen that do not affect the type of the result."""
 
     causal: Flag
     window: Window | None
@@ -59,7 +59,7 @@ class _AttentionWords(_SharedWords, total=False):
 
 
 class _PackedWords(TypedDict, total=False):
-    """What attention_varlen has and attention has not, for explain."""
+    """The arguments that attention_varlen has in addition to attention's, for explain."""
 
     cu_seqlens_q: Lengths | None
     cu_seqlens_k: Lengths | None
@@ -71,8 +71,8 @@ class _ExplainWords(_AttentionWords, _PackedWords, total=False):
     pass
 
 
-# What may stand in the places of q, k and v: arrays; Quantized; an array and a QuantizedKV or PagedKV. The result is of
-# the kind, and in NumPy of the dtype, of q, or of v where q is Quantized.
+# q, k and v may be arrays, Quantized, or an array with a QuantizedKV or PagedKV. The result has the type, and in NumPy
+# the dtype, of q, or of v if q is Quantized.
 @overload
 def attention(
     q: ArrayT,
@@ -170,47 +170,48 @@ def attention(
     batch_invariant: Flag = False,
     layout: Layout = _BTHD,
 ) -> Any:
-    """softmax(scale · q kᵀ) v, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
+    """Scaled dot-product attention, softmax(scale · q kᵀ) v.
 
-    There is no dropout, dense mask or bias. docs/migrating.md translates arguments of flash-attn, PyTorch and jax.nn.
+    For NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU. There is no dropout, dense mask or bias.
+    docs/migrating.md translates the arguments of flash-attn, PyTorch and jax.nn.
 
     Args:
-        q: queries, `[B, Tq, Hq, D]`; float32, float16 or bfloat16; any strides with a contiguous last dimension. It may
-            be a `qflash.Quantized`, and then k is one too.
-        k: keys, `[B, Tk, Hkv, D]`, Hq a multiple of Hkv; of q's dtype and device. It may be a `qflash.Quantized`
-            (with q), or a `qflash.QuantizedKV` or `qflash.PagedKV`, which is keys and values in one. What
-            `qflash.share_prefix` makes of a PagedKV is as good.
-        v: values, `[B, Tk, Hkv, D]`, or a `qflash.Quantized`. It is left out where k has the values in it.
-        causal: query i sees keys `j <= i + Tk - Tq`.
-        window: `(left, right)`, how many keys a query sees on each side of that diagonal; -1 is open.
-        kv_lens: int32 `[B]`, how many keys of each sequence exist; it takes Tk's place in the diagonal. A list, or
-            integers of another type, will do where its values are on the host.
-        softcap: scores become `softcap · tanh(score / softcap)`, before they are masked.
-        scale: what q · k is multiplied by; `1 / sqrt(D)` by default.
+        q: queries, `[B, Tq, Hq, D]`, in float32, float16 or bfloat16; any strides with a contiguous last dimension. May
+            be a `qflash.Quantized` if k is one too.
+        k: keys, `[B, Tk, Hkv, D]`, where Hq is a multiple of Hkv; same dtype and device as q. May be a
+            `qflash.Quantized` (if q is one), or a `qflash.QuantizedKV` or `qflash.PagedKV`, which contains both keys
+            and values, or the result of `qflash.share_prefix` on a PagedKV.
+        v: values, `[B, Tk, Hkv, D]`, or a `qflash.Quantized`. Omit it if k also contains the values.
+        causal: query i attends to keys `j <= i + Tk - Tq`.
+        window: `(left, right)`, the number of keys visible on each side of that diagonal; -1 means unlimited.
+        kv_lens: int32 `[B]`, the number of valid keys of each sequence; it replaces Tk in the diagonal. A list, or
+            integers of another type, is accepted if the values are on the host.
+        softcap: replaces scores by `softcap · tanh(score / softcap)`, before masking.
+        scale: factor applied to q · k. Default: `1 / sqrt(D)`.
         rope: rotates q and k first, see `qflash.Rope`.
-        sinks: float `[Hq]`, a logit for each head of q that joins the sum in every row's denominator, as if there were
-            one more key, of value 0: rows become `exp(s) v / (Σ exp(s) + exp(sink))`. Models learn them:
-            they have a gradient.
+        sinks: float `[Hq]`, one logit per query head, added to the softmax denominator of every row like an additional
+            key with value 0: a row becomes `exp(s) v / (Σ exp(s) + exp(sink))`. Sinks are learned parameters and have a
+            gradient.
         return_lse: also return the log-sum-exp of each row of scores.
-        precision: None computes in the arrays' own type, "int8" quantizes QKᵀ, "int8_fp8" also PV to E4M3 (on Hopper
-            alone).
-        kernel: the name of the one kernel that must be used, see `qflash doctor`.
-        batch_invariant: a sequence's rows have the same bits whatever else is in the batch, however large that is and
-            wherever in it the sequence stands. By default the same call always gives the same bits, but kernels may
-            cut the keys of a sequence in other places when it has other neighbours.
-        layout: "bthd", or "bhtd": q, k, v and the result are `[B, H, T, D]`, as PyTorch's
-            scaled_dot_product_attention has them.
+        precision: None computes in the dtype of the arrays, "int8" quantizes QKᵀ, "int8_fp8" also quantizes PV to E4M3
+            (Hopper only).
+        kernel: name of the kernel that must be used, see `qflash doctor`.
+        batch_invariant: if True, the rows of a sequence are bit-for-bit identical whatever else the batch contains,
+            whatever its size, and wherever the sequence is in it. By default the same call always gives the same bits,
+            but kernels may split the keys of a sequence differently when the rest of the batch changes.
+        layout: "bthd", or "bhtd": q, k, v and the result are `[B, H, T, D]`, as in PyTorch's
+            scaled_dot_product_attention.
 
     Returns:
-        An array like q, `[B, Tq, Hq, D]`. With `return_lse` a pair of it and lse, float32 `[B, Hq, Tq]`, in natural
-        logarithms. A row that sees no key gives zeros and lse -inf, or its sink.
+        An array like q, `[B, Tq, Hq, D]`. With `return_lse`, a tuple of it and lse, float32 `[B, Hq, Tq]`, as natural
+        logarithms. A row that sees no key is zeros, and its lse is -inf or its sink.
 
     Raises:
-        TypeError, ValueError: an argument is not what is allowed; the text names it. Bad values inside kv_lens and
-            rope positions are found on the CPU; a CUDA kernel cannot raise for those and gives NaN in the rows
-            concerned.
-        NoKernelError: no kernel, or not the one that was asked for, serves these arguments; `explain` tells why.
-        KernelError: a kernel failed while it ran.
+        TypeError, ValueError: an argument is invalid; the message names it. Invalid values inside kv_lens and rope
+            positions are detected on the CPU; a CUDA kernel cannot raise for those and writes NaN to the affected
+            rows.
+        NoKernelError: no kernel, or not the requested one, supports these arguments; `explain` reports why.
+        KernelError: a kernel failed at run time.
 
     Example:
         >>> import numpy as np
@@ -223,22 +224,23 @@ def attention(
         >>> bool(np.allclose(out[:, 0, :4], v[:, 0, :1]))  # the first query sees one key
         True
 
-    *Quantized arrays.* What is quantized once serves many calls. Of q and k both are symmetric or both have a zero
-    point; k has one scale, or one for each group of a power of two, 16 or more, tokens; only k may be smoothed; rope
-    belongs to `quantize`. The result has v's dtype, or that of the array v was made from. The CPU converts them back to
-    float32 first; on CUDA scores are products of integers (kernel `fa_int8`), and results have 16 bits. Forward only.
+    *Quantized arrays.* Arrays that are quantized once can be used in many calls. q and k must either both be symmetric
+    or both have a zero point. k has a single scale, or one for each group of tokens, whose size is a power of two of at
+    least 16. Only k may be smoothed. rope must be passed to `quantize`. The result has the dtype of v, or of the array
+    that v was quantized from. The CPU converts the arrays back to float32 first; on CUDA, scores are integer products
+    (kernel `fa_int8`), and results have 16 bits. Forward only.
 
-    *A QuantizedKV* is called kv in errors. q is then an array, quantized on the way; rope rotates q alone; kv_lens are
-    by default those that kv was made with. On Hopper alone, and forward only.
+    *A QuantizedKV* is named kv in error messages. q is then an array and is quantized in the call; rope rotates only q;
+    kv_lens defaults to the lens that kv was made with. Hopper only, forward only.
 
-    *A PagedKV* is called kv in errors. Sequences are as long as its lens say; rope rotates q alone, query i of a
-    sequence at position `i + length - Tq`, for keys were rotated when they were written. Forward only.
+    *A PagedKV* is named kv in error messages. Its lens are the lengths of the sequences. rope rotates only q, query i
+    of a sequence at position `i + length - Tq`, because keys were rotated when they were written. Forward only.
 
-    Under torch.autocast q, k and v are cast as those of scaled_dot_product_attention are.
+    Under torch.autocast, q, k and v are cast like those of scaled_dot_product_attention.
     """
     kind = type(q)
     if kind is type(k) is type(v) and kind not in _VALUES and rope is None and layout is _BTHD:
-        # Most calls: three arrays of one framework. The others say the same with more words.
+        # The most common case: three arrays of one framework. The path below gives the same result, with more checks.
         options = (causal, window, softcap, scale, precision, kernel, batch_invariant)
         words = (*options, return_lse, False, 0, 0, get_backward_memory())
         results = frontend_of(kind, "q").run(ATTENTION, (q, k, v, kv_lens, *_NO_ARRAYS, sinks), words)
@@ -268,7 +270,7 @@ def _attend(
 def _call_of(
     q: Any, k: Any, v: Any, options: tuple[Any, ...], kv_lens: Any, rope: Any, sinks: Any, return_lse: Any
 ) -> tuple[Op, tuple[Any, ...], tuple[Any, ...]]:
-    """The signature of attention that the kinds of q, k and v choose, with its arrays and words."""
+    """The variant of the operation for these types of q, k and v, with its arrays and words."""
     kind = type(k)
     if kind is PagedKV or type(q) is PagedKV or type(v) is PagedKV:
         return ATTENTION_PAGED, *paged_call(q, k, v, Options(*options), kv_lens, rope, return_lse, sinks)
@@ -282,11 +284,11 @@ def _call_of(
 
 
 _VALUES = (Quantized, QuantizedKV, PagedKV, SharedPrefixKV)
-_NO_ARRAYS = (None,) * (len(ATTENTION.arrays) - 5)  # all that are optional, between kv_lens and sinks
+_NO_ARRAYS = (None,) * (len(ATTENTION.arrays) - 5)  # the optional arrays between kv_lens and sinks
 
 
 def _with_length_first(layout: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """q, k and v of `layout`, which is not "bthd", as `[B, T, H, D]`: views, where the framework has any."""
+    """q, k and v of `layout`, which is not "bthd", as `[B, T, H, D]`: views, if the framework has them."""
     swapped = []
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) is Quantized:
@@ -294,7 +296,7 @@ def _with_length_first(layout: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, A
         rank = len(getattr(x, "shape", ()))
         if rank not in (0, 4):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: rank 4, [batch, heads, length, head_dim]")
-        swapped.append(x.swapaxes(1, 2) if rank == 4 else x)  # what is no array is refused, by name, further on
+        swapped.append(x.swapaxes(1, 2) if rank == 4 else x)  # an argument that is no array is rejected later, by name
     return swapped[0], swapped[1], swapped[2]
 
 
@@ -397,22 +399,22 @@ def attention_varlen(
     kernel: str | None = None,
     batch_invariant: Flag = False,
 ) -> Any:
-    """`attention` over sequences of different lengths packed one after another.
+    """`attention` on sequences of different lengths, packed along the first dimension.
 
     Args:
-        q: `[total_q, Hq, D]`.
-        k: `[total_k, Hkv, D]`, or a `qflash.PagedKV`, with None for v, cu_seqlens_k and max_seqlen_k.
-        v: `[total_k, Hkv, D]`.
-        cu_seqlens_q: int32 `[B + 1]`. Sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q. It starts at
-            0, never falls and ends at total_q.
-        cu_seqlens_k: int32 `[B + 1]`, the same of k and v.
-        max_seqlen_q: no sequence of q is longer.
-        max_seqlen_k: no sequence of k is longer.
+        q: queries, `[total_q, Hq, D]`.
+        k: keys, `[total_k, Hkv, D]`, or a `qflash.PagedKV`, with None for v, cu_seqlens_k and max_seqlen_k.
+        v: values, `[total_k, Hkv, D]`.
+        cu_seqlens_q: int32 `[B + 1]`, cumulative lengths: sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`
+            of q. Must start at 0, be non-decreasing and end at total_q.
+        cu_seqlens_k: int32 `[B + 1]`, the same for k and v.
+        max_seqlen_q: upper bound on the length of a sequence of q.
+        max_seqlen_k: upper bound on the length of a sequence of k.
 
-    The other arguments, and what is raised, are those of `attention`.
+    The other arguments and the exceptions are those of `attention`.
 
     Returns:
-        `[total_q, Hq, D]`. With `return_lse` a pair of it and lse, float32 `[Hq, total_q]`.
+        `[total_q, Hq, D]`. With `return_lse`, a tuple of it and lse, float32 `[Hq, total_q]`.
 
     Example:
         >>> import numpy as np
@@ -445,7 +447,7 @@ def _packed_call(
     sinks: Any,
     return_lse: Any,
 ) -> tuple[Op, tuple[Any, ...], tuple[Any, ...]]:
-    """The signature of attention on packed sequences, with its arrays and words."""
+    """The variant of the operation for packed sequences, with its arrays and words."""
     cu_q, cu_k, longest_q, longest_k = packed
     if type(k) is PagedKV or type(q) is PagedKV or type(v) is PagedKV:
         for name, x in (("cu_seqlens_k", cu_k), ("max_seqlen_k", longest_k)):
@@ -494,12 +496,12 @@ def explain(
     max_seqlen_q: Integer | None = None,
     max_seqlen_k: Integer | None = None,
 ) -> Explanation:
-    """Tell which kernel `attention` would run for these arguments, and why not the others. Runs nothing.
+    """Report which kernel `attention` would run for these arguments, and why the others would not. Runs nothing.
 
-    With `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`, all four, it tells the same of
-    `attention_varlen`. Of shared prefixes it tells the kernel of what sequences have for themselves. For a quantized
-    precision it also notes where the arrays' own type is usually faster. Print the result; its `rows` have the reasons
-    of every kernel, also of those that could not serve the call on any device.
+    If `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k` are all given, it does the same for
+    `attention_varlen`. With a shared prefix it reports the kernel for what follows the prefix. For a
+    quantized precision it also notes where the dtype of the arrays is usually faster. Print the result; its `rows`
+    contain the reasons of every kernel, including those that could not serve the call on any device.
 
     Example:
         >>> import numpy as np
@@ -536,7 +538,7 @@ def explain(
 
 
 def _packed_words(*words: Any) -> tuple[Any, ...]:
-    """What `attention_varlen` has beside `attention`: all of it, or nothing."""
+    """The arguments that `attention_varlen` has in addition to `attention`'s: all of them, or none."""
     given = [word is not None for word in words]
     if not any(given):
         return ()

@@ -1,4 +1,4 @@
-"""Pure functions that choose among KERNELS: what serves a call, what does not and why."""
+"""Pure functions that choose among KERNELS: which kernels serve a call, which do not, and why."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from functools import lru_cache
 
 from qflash.call.spec import ACTIVATIONS, MOST_DECODE_ROWS, PRECISIONS, Spec
 from qflash.errors import NoKernelError
-from qflash.kernels import KERNELS as KERNELS  # the table and its rows, which callers read here
+from qflash.kernels import KERNELS as KERNELS  # the table and its rows, imported from here by callers
 from qflash.kernels import Kernel as Kernel
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 
 def kernels_of(op: str = "attention", device: str | None = None) -> tuple[Kernel, ...]:
-    """The rows of one operation, on one device where that is named."""
+    """The rows of one operation, on one device if it is given."""
     return tuple(kernel for kernel in KERNELS if kernel.op == op and device in (None, kernel.device))
 
 
 def arch_reasons(kernel: Kernel, arch: int, whose: str = "this GPU has") -> list[str]:
-    """Why `kernel` has no code for compute capability `arch`/10; empty when it has. `whose`: before the number."""
+    """Why `kernel` has no code for compute capability `arch`/10; empty if it has. `whose`: text before the number."""
     if arch < kernel.min_arch:
         return [f"needs compute capability {kernel.min_arch / 10}, {whose} {arch / 10}"]
     if arch > kernel.min_arch and not kernel.later_arches:
@@ -28,7 +28,7 @@ def arch_reasons(kernel: Kernel, arch: int, whose: str = "this GPU has") -> list
 
 
 def reasons(kernel: Kernel, spec: Spec) -> list[str]:
-    """Why `kernel` cannot serve `spec`; empty when it can."""
+    """Why `kernel` cannot serve `spec`; empty if it can."""
     if kernel.op != spec.op:
         return [f"computes {kernel.op}, not {spec.op}"]
     if kernel.device != spec.device:
@@ -37,7 +37,7 @@ def reasons(kernel: Kernel, spec: Spec) -> list[str]:
     return arch_reasons(kernel, spec.arch) + _reasons_there(kernel, spec)
 
 
-# Of a GPU that is not known: what is refused there, is refused on every GPU.
+# Stands for an unknown GPU: what is rejected there is rejected on every GPU.
 _NEWEST_ARCH = 1000
 
 
@@ -65,7 +65,7 @@ def _reasons_there(kernel: Kernel, spec: Spec) -> list[str]:
 
 
 def _precision_word(precision: str) -> str:
-    """A Spec's precision as `attention` takes it."""
+    """The precision of a Spec as an argument of `attention`."""
     return "None" if precision == "native" else f'"{precision}"'
 
 
@@ -97,7 +97,7 @@ def choose(spec: Spec, name: str | None = None) -> Kernel:
 
 
 def backward_of(spec: Spec) -> Kernel | None:
-    """The kernel that computes the gradients of a call that `spec` describes; None where there is none."""
+    """The kernel that computes the gradients of a call with this `spec`; None if there is none."""
     try:
         return choose(replace(spec, op="attention_backward"))
     except NoKernelError:
@@ -105,7 +105,7 @@ def backward_of(spec: Spec) -> Kernel | None:
 
 
 def verdicts(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]:
-    """(kernel, verdict, why) for every kernel of the operation: what `explain` shows. `asked`: the one asked for."""
+    """(kernel, verdict, reason) for every kernel of the operation, as shown by `explain`. `asked`: that requested."""
     chosen = asked
     why_first = "comes first" if asked is None else "was asked for"
     result = []
@@ -126,9 +126,9 @@ def verdicts(spec: Spec, asked: str | None = None) -> list[tuple[str, str, str]]
 
 
 def notes(spec: Spec, name: str | None, tokens: int) -> list[str]:
-    """What one should know about kernel `name` serving `spec`: where NaN goes, where it is not worth its precision.
+    """Caveats of kernel `name` for `spec`: where NaN may spread, where its precision does not pay off.
 
-    tokens: queries or keys, whichever are fewer: few of either leave little work to make up for quantizing.
+    tokens: the number of queries or keys, whichever is lower. With few of either, quantization is not amortized.
     """
     if name is None:
         return []
@@ -140,7 +140,7 @@ def notes(spec: Spec, name: str | None, tokens: int) -> list[str]:
                 return []
             where = "at this head_dim" if least is None else f"below {least} queries and keys"
             plain = choose(replace(spec, precision=PRECISIONS[0], kv="arrays")).name
-            if spec.kv == "kept":  # k and v are what they are
+            if spec.kv == "kept":  # k and v are already quantized
                 return [f"{where} {plain} on k and v of {spec.dtype} is usually faster"]
             return [f"{where} {plain} is usually faster (quantizing is not paid back); precision=None selects it"]
     return []
@@ -148,15 +148,15 @@ def notes(spec: Spec, name: str | None, tokens: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel in one of its precisions, on one kind of k and v: what is tested, measured and profiled by itself."""
+    """A kernel with one precision and one kind of k and v: tested, measured and profiled separately."""
 
-    name: str  # the kernel's, with endings for what is not its first: sm90_int8_fp8_kv
+    name: str  # the kernel's, with suffixes for anything but its first precision and kind: sm90_int8_fp8_kv
     kernel: Kernel
     precision: str
     kv: str
 
     def spec(self, arch: int, dtype: str, head_dim: int = 0) -> Spec:
-        """The plainest Spec that it serves."""
+        """The simplest Spec that it serves."""
         kernel = self.kernel
         plain = Spec(
             *(kernel.device, arch, dtype, head_dim, self.precision),
@@ -179,7 +179,7 @@ class Variant:
 
     @property
     def contract(self) -> str:
-        """What results are held against (docs/numerics.md): a precision, or "int8_pages"."""
+        """The error bounds that apply to its results (docs/numerics.md): a precision, or "int8_pages"."""
         return "int8_pages" if self.kv == "pages_int8" else self.precision
 
 
@@ -201,7 +201,7 @@ VARIANTS = _variants()
 
 
 def variants_of(op: str = "attention", device: str | None = None, kv: str = "arrays") -> tuple[Variant, ...]:
-    """The variants of the kernels of one operation, on one device where that is named, that take such k and v."""
+    """The variants of the kernels of one operation, on one device if it is given, for this kind of k and v."""
     kernels = kernels_of(op, device)
     return tuple(variant for variant in VARIANTS.values() if variant.kernel in kernels and variant.kv == kv)
 

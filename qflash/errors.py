@@ -1,10 +1,10 @@
-"""The exceptions qflash raises besides ValueError and TypeError."""
+"""The exceptions qflash raises in addition to ValueError and TypeError."""
 
 from __future__ import annotations
 
 
 class NoKernelError(ValueError):
-    """No kernel (or not the one that was asked for) can serve the problem; the text carries the reasons.
+    """No kernel, or not the requested one, supports the call; the message lists the reasons.
 
     Example:
         >>> import numpy as np
@@ -19,7 +19,7 @@ class NoKernelError(ValueError):
 
 
 class ToolchainError(RuntimeError):
-    """A CUDA kernel must be compiled and no usable compiler was found; the text says what to install.
+    """A CUDA kernel must be compiled and no usable compiler was found; the message says what to install.
 
     Example:
         >>> import numpy as np
@@ -33,7 +33,7 @@ class ToolchainError(RuntimeError):
 
 
 class CompileError(RuntimeError):
-    """The compiler ran and failed; the text carries the command and its output.
+    """The compiler ran and failed; the message contains the command and its output.
 
     Example:
         >>> import numpy as np
@@ -47,7 +47,7 @@ class CompileError(RuntimeError):
 
 
 class KernelError(RuntimeError):
-    """A kernel returned a failure status while running.
+    """A kernel returned an error status at run time.
 
     Example:
         >>> import numpy as np
@@ -61,7 +61,7 @@ class KernelError(RuntimeError):
 
 
 class CacheError(RuntimeError):
-    """The compile cache is not safe or not possible to use; the text names the path and says what to do.
+    """The compile cache is unsafe or cannot be used; the message names the path and says what to do.
 
     Example:
         >>> import numpy as np
@@ -75,8 +75,12 @@ class CacheError(RuntimeError):
 
 
 class OutOfPagesError(RuntimeError):
-    """A cache has too few free pages for new tokens; nothing was changed. `needed`, `free`, `total`: how many pages.
+    """A cache has too few free pages for new tokens; nothing was changed.
 
+    Attributes:
+        needed: number of pages needed.
+        free: number of free pages.
+        total: number of pages of the cache.
     Example:
         >>> import numpy as np
         >>> import qflash
@@ -90,7 +94,7 @@ class OutOfPagesError(RuntimeError):
     """
 
     def __init__(self, needed: int, free: int, total: int) -> None:
-        super().__init__(needed, free, total)  # so that pickle can make it again
+        super().__init__(needed, free, total)  # for pickle
         self.needed, self.free, self.total = needed, free, total
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What `explain` answers: which kernel serves a call, why the others do not, and how gradients are computed."""
+"""The result of `explain`: which kernel serves a call, why the others do not, and how gradients are computed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from qflash.call.spec import Spec
 from qflash.ops.backward_memory import Scores, ds_within, get_backward_memory
 from qflash.typing import Layout
 
-_MANY_HEADS = 128  # more of them than tokens is rather a mix-up than a model
+_MANY_HEADS = 128  # more heads than this and than tokens are probably a mistaken layout
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which kernel would run and why each other one would not. What `explain` returns; print it.
+    """Which kernel would run, and why the others would not. Returned by `explain`; print it.
 
-    kernel: its name, or None where none serves. spec: what of the call chose it. rows: (kernel, verdict, reason) of
-    every kernel. notes: what one should know about the choice. backward: the kernel that computes the gradients of
-    such a call, or None where it has none. dq: how it computes dQ, where there is more than one way.
-
+    Attributes:
+        kernel: its name, or None if no kernel supports the call.
+        spec: the properties of the call that selected it.
+        rows: (kernel, verdict, reason) for every kernel.
+        notes: remarks on the choice.
+        backward: the kernel that computes the gradients of such a call, or None if there is none.
+        dq: how that kernel computes dQ, if it has more than one way.
     Example:
         >>> import numpy as np
         >>> import qflash
@@ -34,7 +37,7 @@ class Explanation:
     kernel: str | None
     spec: Spec
     rows: list[tuple[str, str, str]]
-    notes: tuple[str, ...] = ()  # what one should know about that choice
+    notes: tuple[str, ...] = ()  # remarks on the choice
     backward: str | None = None
     dq: str = ""
 
@@ -49,7 +52,7 @@ class Explanation:
 
     @property
     def shown(self) -> list[tuple[str, str, str]]:
-        """The rows that are printed: without kernels of another device that would refuse the call there, too."""
+        """The rows that are printed: all but kernels of another device that would reject the call there too."""
         return [row for row in self.rows if row[0] not in self._nowhere]
 
     @property
@@ -60,7 +63,7 @@ class Explanation:
 
     @property
     def _nowhere(self) -> tuple[str, ...]:
-        """The kernels that are named without their reasons. Where no kernel serves the call, each reason may help."""
+        """The kernels named without their reasons. If no kernel serves the call, every reason is shown: it may help."""
         if self.kernel is None:
             return ()
         there = [kernel for kernel in dispatch.kernels_of(self.spec.op) if kernel.device != self.spec.device]
@@ -68,19 +71,19 @@ class Explanation:
 
     @property
     def gradients(self) -> str:
-        """What becomes of gradients, in one line."""
+        """How gradients are computed, in one line."""
         return f"gradients: {self.backward or 'none'}" + (f", {self.dq}" if self.dq else "")
 
 
 def explanation_of(plan: Plan, arch: int, layout: Layout = "bthd", backward_memory: int | None = None) -> Explanation:
-    """The explanation of a checked call of attention on a device of compute capability `arch`/10 (0: the CPU).
+    """The explanation of a checked attention call on a device of compute capability `arch`/10 (0: the CPU).
 
-    backward_memory: the limit that its gradients keep to; None: `get_backward_memory()`.
+    backward_memory: the memory limit of its gradients; None: `get_backward_memory()`.
     """
     limit = get_backward_memory() if backward_memory is None else backward_memory
     spec, kernel = plan.spec(arch), plan.kernel
     if kernel is not None:
-        dispatch.choose(spec, kernel)  # refuses a name that is unknown or cannot serve
+        dispatch.choose(spec, kernel)  # raises for a name that is unknown or cannot serve
     rows = dispatch.verdicts(spec, kernel)
     chosen = next((name for name, verdict, _ in rows if verdict == "runs"), None)
     sizes: dict[str, Any] = dict(plan.fields)
@@ -99,7 +102,7 @@ def explanation_of(plan: Plan, arch: int, layout: Layout = "bthd", backward_memo
 
 
 def _way_of_dq(plan: Plan, spec: Spec, backward: dispatch.Kernel, limit: int) -> str:
-    """How a backward kernel computes dQ of a call, in words; "" where it has but one way."""
+    """How a backward kernel computes dQ of a call, as text; "" if it has only one way."""
     if backward.drops_ds is None:
         return ""
     again = "dQ from S and dP computed again"

@@ -1,4 +1,4 @@
-"""What this machine is: processor, GPUs, installed frameworks. Asks the system and imports no framework."""
+"""Describes this machine: processor, GPUs, installed frameworks. Queries the system and imports no framework."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-# What the CPU engine can make use of, by the names /proc/cpuinfo has for it.
+# The extensions that the CPU engine can use, as named in /proc/cpuinfo.
 VECTOR_FLAGS = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8")
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One NVIDIA GPU as the driver describes it."""
+    """One NVIDIA GPU as reported by the driver."""
 
     name: str
     arch: int  # compute capability times ten
@@ -28,7 +28,7 @@ class Gpu:
 
 @lru_cache(maxsize=1)
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's entry of /proc/cpuinfo; empty where there is no such file."""
+    """The first processor's entry of /proc/cpuinfo; empty if there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -42,13 +42,13 @@ def cpu_name() -> str:
 
 
 def cpu_flags() -> list[str]:
-    """The vector extensions this processor has, of those qflash knows."""
+    """The vector extensions of this processor, out of those that qflash uses."""
     have = set(_cpuinfo().get("flags", "").split())
     return [flag for flag in VECTOR_FLAGS if flag in have]
 
 
 def cores() -> int:
-    """How many processors this process may run on."""
+    """The number of processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -58,7 +58,7 @@ def memory_gib() -> float:
 
 @lru_cache(maxsize=1)
 def gpus() -> tuple[tuple[Gpu, ...], str]:
-    """(the NVIDIA GPUs, why there are none). Asks nvidia-smi, so that no CUDA context is made."""
+    """(the NVIDIA GPUs, why there are none). Runs nvidia-smi, so no CUDA context is created."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return (), "nvidia-smi is not on the PATH: no NVIDIA driver is installed"
@@ -75,7 +75,7 @@ def gpus() -> tuple[tuple[Gpu, ...], str]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """The lines nvidia-smi answers with: name, compute capability, memory in MiB, driver."""
+    """Parses nvidia-smi's output lines: name, compute capability, memory in MiB, driver."""
     found = []
     for line in text.splitlines():
         if line.count(",") < 3:
@@ -87,7 +87,7 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def version(package: str) -> str | None:
-    """Installed version of a package, without importing it."""
+    """The installed version of a package, without importing it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -95,6 +95,6 @@ def version(package: str) -> str | None:
 
 
 def slug(text: str) -> str:
-    """A name fit for a folder: 'NVIDIA H200' is nvidia-h200."""
+    """A name for a folder: 'NVIDIA H200' becomes nvidia-h200."""
     text = re.sub(r"\((r|tm|c)\)", " ", text.lower())
     return re.sub(r"[^a-z0-9]+", "-", text.partition("@")[0]).strip("-")

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the tables and how they are read."""
+"""Rotary position embedding: the tables and their layout."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from qflash.typing import ArrayT_co, Flag, Integer, Lengths, Number
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope(Generic[ArrayT_co]):
-    """Rotary embedding that `attention` applies to q and k while it loads them, and `rope` to an array by itself.
+    """Rotary position embedding, applied by `attention` to q and k as it loads them, or by `rope` to one array.
 
-    cos, sin: `[positions, rotary_dim / 2]`, of the same framework and device as q. Channels from `rotary_dim` on
-    pass through. `interleaved=False` pairs channel p with p + rotary_dim/2 (Llama, NeoX); True pairs 2p with 2p+1
-    (GPT-J). Key j stands at position j and query i at `i + Tk - Tq` (with `kv_lens`, at `i + kv_lens[b] - Tq`);
-    `positions_q`/`positions_k`, int32 `[T]` or `[B, T]` (`[total]` for packed tensors), override that. A negative
-    position rotates backwards. Contiguous float32 tables are read as they are; others are converted in every call.
+    Args:
+        cos: `[positions, rotary_dim / 2]`, in the framework and on the device of q. Channels from `rotary_dim` on are
+            unchanged. Contiguous float32 tables are read directly; others are converted in every call.
+        sin: the same.
+        interleaved: False pairs channel p with p + rotary_dim/2 (Llama, NeoX), True pairs 2p with 2p+1 (GPT-J).
+        positions_q: int32 `[T]` or `[B, T]` (`[total]` for packed sequences), replaces the default position of query
+            i, `i + Tk - Tq` (with `kv_lens`, `i + kv_lens[b] - Tq`). A negative position rotates backwards.
+        positions_k: the same for keys. By default key j is at position j.
 
     Example:
         >>> import numpy as np
@@ -41,16 +44,16 @@ class Rope(Generic[ArrayT_co]):
 
     def __post_init__(self) -> None:
         check_flag("interleaved", self.interleaved)
-        # JAX must know this class before jit sees an instance, which may be before the first call of attention.
+        # JAX must have this class registered before jit sees an instance, possibly before the first attention call.
         if type(self.cos).__module__.partition(".")[0] in ("jax", "jaxlib"):
             import qflash.frontends.jax  # noqa: F401
 
     @classmethod
     def from_hf(cls, cos: Any, sin: Any, *, interleaved: Flag = False) -> Rope[Any]:
-        """The Rope of tables as Hugging Face models make them, `[positions, rotary_dim]` or with a batch of 1 before.
+        """A Rope from tables as Hugging Face models make them, `[positions, rotary_dim]` or with a batch of 1 before.
 
-        They have every angle twice: side by side with `interleaved`, else in the second half again, as Llama does.
-        Row t becomes position t, so the tables must be those of positions 0, 1, 2 and so on.
+        Those contain every angle twice: in adjacent channels if `interleaved`, else again in the second half, as in
+        Llama. Row t becomes position t, so the tables must be those of positions 0, 1, 2 and so on.
         """
         check_flag("interleaved", interleaved)
         halves = []
@@ -71,7 +74,7 @@ class Rope(Generic[ArrayT_co]):
 def rope_tables(
     positions: Integer, rotary_dim: Integer, base: Number = 10000.0
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The usual tables (cos, sin), float32 `[positions, rotary_dim / 2]`: angle position · base^(-2p/rotary_dim).
+    """The standard tables (cos, sin), float32 `[positions, rotary_dim / 2]`: angle position · base^(-2p/rotary_dim).
 
     Example:
         >>> import qflash

@@ -1,7 +1,7 @@
-"""Types of the public calls, for annotations of one's own. No framework is imported to say them.
+"""Types of the public calls, for your own annotations. Importing them imports no framework.
 
-A call returns arrays of the kind it is given, so a type checker knows that `qflash.attention` on torch tensors returns
-a torch tensor (`ArrayT`). Results of NumPy have the dtype in their type, so lse and statistics are float32 there.
+A call returns arrays of the type it is given, so a type checker infers that `qflash.attention` on torch tensors returns
+a torch tensor (`ArrayT`). NumPy's array types include the dtype, so lse and statistics are float32 there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class FrameworkArray(Protocol):
-    """What numpy.ndarray, torch.Tensor and jax.Array have in common. `__len__` tells them from NumPy's scalars."""
+    """What numpy.ndarray, torch.Tensor and jax.Array have in common. `__len__` excludes NumPy's scalars."""
 
     @property
     def shape(self) -> Any: ...
@@ -48,14 +48,14 @@ class FrameworkArray(Protocol):
 
 
 class TorchTensor(FrameworkArray, Protocol):
-    """torch.Tensor, by what only it has."""
+    """torch.Tensor, identified by what only it has."""
 
     @property
     def requires_grad(self) -> bool: ...
 
 
 class JaxArray(FrameworkArray, Protocol):
-    """jax.Array, by what only it has."""
+    """jax.Array, identified by what only it has."""
 
     @property
     def sharding(self) -> Any: ...
@@ -69,30 +69,30 @@ class _DTypeObject(Protocol):
 
 
 ArrayT = TypeVar("ArrayT", bound=FrameworkArray)
-# For results of another dtype. NumPy's arrays have their dtype in their type, and the others do not; signatures that
-# no array fits two of give an answer for NDArray[Any] as well.
+# For results of another dtype. NumPy's array types include the dtype, the others do not. No array matches two of these
+# overloads, so NDArray[Any] resolves too.
 NumpyT = TypeVar("NumpyT", bound=np.ndarray[Any, Any])
 TensorT = TypeVar("TensorT", bound=TorchTensor | JaxArray)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as _TypeVarWithDefault  # part of every type checker
 
-    # Of the classes that hold arrays. The default lets one write `Quantized` for those of any framework.
+    # For the classes that hold arrays. With the default, plain `Quantized` means arrays of any framework.
     ArrayT_co = _TypeVarWithDefault("ArrayT_co", bound=FrameworkArray, covariant=True, default=Any)
 else:
     ArrayT_co = TypeVar("ArrayT_co", bound=FrameworkArray, covariant=True)
 
-# NumPy's scalars are as good as Python's.
+# NumPy's scalars are accepted like Python's.
 Flag: TypeAlias = bool | np.bool_
 Integer: TypeAlias = int | np.integer[Any]
 Number: TypeAlias = float | np.floating[Any] | np.integer[Any]
 Window: TypeAlias = Sequence[Integer]  # (left, right)
-Lengths: TypeAlias = FrameworkArray | Sequence[Integer]  # of sequences, int32
+Lengths: TypeAlias = FrameworkArray | Sequence[Integer]  # lengths of sequences, int32
 
 # A dtype's name ("bfloat16"), a scalar type (np.float16, jnp.bfloat16), or a dtype object (torch.bfloat16).
 DType: TypeAlias = str | type[Any] | _DTypeObject
 
-# The words that some arguments allow.
+# The values that some arguments allow.
 Layout: TypeAlias = Literal["bthd", "bhtd"]
 PageLayout: TypeAlias = Literal["phtd", "pthd"]
 Precision: TypeAlias = Literal["int8", "int8_fp8"]

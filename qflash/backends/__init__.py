@@ -1,4 +1,4 @@
-"""Where kernels live: each backend turns a dispatch row into something to launch."""
+"""Loading kernels: each backend turns a dispatch row into something to launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # A kernel that takes arrays of a framework: (operands, results, stream), in the order of the plan it was bound to.
 Launch = Callable[[Sequence[Any], Sequence[Any], int], None]
-# What such a kernel is before that. The plan's fields have what the words of the call come down to.
+# Such a kernel before it is bound. The plan's fields contain everything that the words of the call determine.
 Bind = Callable[["Plan"], Launch]
 
 
@@ -25,7 +25,7 @@ class Entry:
     address: int
     status_text: int
     workspace: int = 0
-    context: int = 0  # what functions that serve many kernels take before the struct; 0: these serve one
+    context: int = 0  # the first argument of functions that launch many kernels; 0: they launch one
 
 
 def load(kernel: Kernel, spec: Spec) -> Entry | Bind:

@@ -1,7 +1,7 @@
-"""Which architecture CUDA kernels are chosen and compiled for: the GPU's own, or an older one that was asked for.
+"""The architecture that CUDA kernels are chosen and compiled for: the GPU's own, or a requested older one.
 
-QFLASH_CUDA_ARCH=75 makes every kernel what it would be on a T4, but compiled to PTX, which the driver translates for
-the GPU at hand: that is how code for older GPUs is run and tested on a newer one.
+With QFLASH_CUDA_ARCH=75 every kernel is the one that would run on a T4, but compiled to PTX, which the driver
+translates for the actual GPU. This is how code for older GPUs is run and tested on a newer one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import os
 from functools import lru_cache
 
 VARIABLE = "QFLASH_CUDA_ARCH"
-# Architectures `qflash build` and the compile tests cover: one of each shared-memory size since Turing.
+# Architectures covered by `qflash build` and the compile tests: one for each shared-memory size since Turing.
 ARCHES = (75, 80, 86, 89, 90)
 
 
 @lru_cache(maxsize=1)
 def asked() -> int | None:
-    """The architecture of QFLASH_CUDA_ARCH, or None. Read once: kernels for two architectures would not mix."""
+    """The architecture of QFLASH_CUDA_ARCH, or None. Read once: kernels for two architectures cannot be mixed."""
     text = os.environ.get(VARIABLE, "")
     if not text:
         return None
@@ -26,11 +26,11 @@ def asked() -> int | None:
 
 
 def arch_for(capability: int) -> int:
-    """The architecture to serve a GPU of compute capability `capability`/10 with."""
+    """The architecture whose kernels a GPU of compute capability `capability`/10 runs."""
     wanted = asked()
     if wanted is None:
         return capability
-    # Hopper's own instructions are in no later GPU: code for 90 is for 90 alone.
+    # No later GPU has Hopper's own instructions: code for 90 runs only on 90.
     served = [arch for arch in ARCHES if arch == capability or (arch < capability and arch != 90)]
     if wanted not in served:
         allowed = ", ".join(map(str, served)) or "none"

@@ -1,4 +1,4 @@
-"""CUDA kernels: which specialisation serves a Spec, compiled by qflash.jit on first use."""
+"""CUDA kernels: chooses the specialisation that serves a Spec; qflash.jit compiles it on first use."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _compiling = threading.Lock()
 
 
 def _entry(name: str, chosen: Unit) -> Entry:
-    with _compiling:  # two threads that want the same kernel load it once
+    with _compiling:  # if two threads need the same kernel, it is loaded once
         return _load(name, chosen)
 
 
@@ -96,7 +96,7 @@ def unit_of(variant: Variant, dtype: str, head_dim: int, arch: int) -> Unit:
 
 
 def specs(kernel: Kernel, arch: int) -> list[Spec]:
-    """The plainest Spec of each library that `kernel` has for an architecture."""
+    """The simplest Spec of each library that `kernel` has for an architecture."""
     found = (
         Spec(
             *("cuda", arch, dtype, head_dim, precision),

@@ -1,8 +1,8 @@
-"""Triton kernels: which of them serves a Spec, compiled by Triton when a call first needs it.
+"""Triton kernels: chooses the one that serves a Spec; Triton compiles it when a call first needs it.
 
-What Triton compiles is launched as kernels of csrc/ are, by C functions that take the operation's struct, and not by
-Triton: so JAX's programs run it, too, and a call costs what other calls cost. Triton keeps what it compiled in its own
-cache (TRITON_CACHE_DIR).
+The result is launched like the kernels of csrc/, by C functions that take the operation's struct, and not by Triton, so
+it also runs in JAX programs, and a call has the usual overhead. Triton stores what it compiled in its own cache
+(TRITON_CACHE_DIR).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from qflash.errors import CompileError, ToolchainError
 from qflash.triton.launches import HAS, Choice, Launches, Pass, Size
 
 _WARP = 32
-_compiling = threading.Lock()  # Triton does not say that several threads may compile
+_compiling = threading.Lock()  # Triton does not document that several threads may compile
 
 
 def why_not() -> str:
-    """Why no kernel can be compiled here; empty where they can. Imports nothing."""
+    """Why no kernel can be compiled here; empty if they can. Imports nothing."""
     return "" if find_spec("triton") else "the package triton is not installed: pip install 'qflash[triton]'"
 
 
 def launches(kernel: Kernel, spec: Spec) -> Launches:
-    """What calls of `spec` launch: the module of qflash/triton that has the kernel's name says so."""
+    """What calls of `spec` launch, as specified by the module of qflash/triton with the kernel's name."""
     if problem := why_not():
         raise ToolchainError(f"kernel {kernel.name!r} is written in Triton, and {problem}")
     found: Launches = import_module(f"qflash.triton.{kernel.name}").launches(spec)
@@ -58,11 +58,11 @@ def entry_of(of: Launches, arch: int) -> Entry:
     return Entry(address, status_text, workspace if of.regions else 0, context)
 
 
-_kept: list[_native.Cubins] = []  # for as long as the process lives: XLA's programs have their addresses
+_kept: list[_native.Cubins] = []  # for the lifetime of the process: XLA programs contain their addresses
 
 
 def compiled(of: Launches, choice: Choice, arch: int) -> list[Any]:
-    """What Triton makes of the passes of a choice for GPUs of compute capability `arch`/10. No GPU is needed."""
+    """The passes of a choice compiled by Triton for GPUs of compute capability `arch`/10. Needs no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -77,8 +77,8 @@ def compiled(of: Launches, choice: Choice, arch: int) -> list[Any]:
 
 
 def _machine_code(of: Launches, arch: int, index: int) -> list[tuple[bytes, str, int, int]]:
-    """(machine code, kernel, bytes of shared memory, threads of a block) of each pass of choice `index`. It is PTX for
-    the architecture of QFLASH_CUDA_ARCH, as CUDA kernels are."""
+    """(machine code, kernel, bytes of shared memory, threads per block) of each pass of choice `index`. For the
+    architecture of QFLASH_CUDA_ARCH it is PTX, as for CUDA kernels."""
     found = []
     for one in compiled(of, of.choices[index], arch):
         facts = one.metadata
@@ -90,7 +90,7 @@ def _machine_code(of: Launches, arch: int, index: int) -> list[tuple[bytes, str,
 
 
 def _code(of: Launches, size: Size) -> list[tuple[str, int]]:
-    """A Size as _native takes it: fields are told by their offset."""
+    """A Size as _native takes it: fields are identified by their offset."""
     return [
         (operation, _offset(of, str(operand)) if operation == "field" else int(operand))
         for operation, operand in size.code
@@ -98,7 +98,7 @@ def _code(of: Launches, size: Size) -> list[tuple[str, int]]:
 
 
 def _pass_code(of: Launches, one: Pass) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """A pass as _native takes it: its grid, and where its arguments come from."""
+    """A pass as _native takes it: its grid, and the sources of its arguments."""
     regions = [region.name for region in of.regions]
     arguments = []
     for name in one.parameters:
@@ -121,7 +121,7 @@ def _signature(of: Launches, choice: Choice, one: Pass) -> dict[str, str]:
 
 
 def _attributes(of: Launches, choice: Choice, one: Pass) -> dict[tuple[int], list[list[Any]]]:
-    """What is known of arguments, by their place: what they are multiples of."""
+    """The known divisibility of arguments, by index."""
     known = {**choice.multiples, **{region.name: 16 for region in of.regions}}
     names = one.function.arg_names
     return {(at,): [["tt.divisibility", known[name]]] for at, name in enumerate(names) if name in known}

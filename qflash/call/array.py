@@ -1,4 +1,4 @@
-"""Arrays described: shape, strides, dtype and device without the data, and the checks that every operation shares."""
+"""Array descriptions: shape, strides, dtype and device without the data, and the checks that all operations share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qflash.call.words import shown
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """What an array looks like. Strides count elements; None means contiguous (JAX arrays have none)."""
+    """The description of an array. Strides count elements; None means contiguous (JAX arrays have none)."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
@@ -28,16 +28,16 @@ def dtype_code(dtype: str) -> int:
 
 
 def dtype_name(name: str, dtype: Any) -> str:
-    """A dtype by its plain name, from a name or any framework's own dtype object."""
+    """The plain name of a dtype, from a name or any framework's own dtype object."""
     if isinstance(dtype, str):
         return dtype
-    if hasattr(dtype, "tolist") and not isinstance(dtype, type):  # an array, of which NumPy would take the dtype
+    if hasattr(dtype, "tolist") and not isinstance(dtype, type):  # an array, whose dtype NumPy would take
         raise TypeError(f"{name} is {shown(dtype)}; allowed: a dtype, or its name")
     text = str(dtype)
     if text.startswith("torch."):
         return text.removeprefix("torch.")
     try:
-        import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+        import ml_dtypes  # noqa: F401  (registers the name "bfloat16" with NumPy)
 
         found: str = np.dtype(dtype).name
         return found
@@ -46,32 +46,32 @@ def dtype_name(name: str, dtype: Any) -> str:
 
 
 def check_float(name: str, array: Array) -> None:
-    """Refuse an array that is not of a floating-point type kernels know."""
+    """Reject an array that does not have a floating-point type that kernels support."""
     if array.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {array.dtype}; allowed: {', '.join(DTYPES)}")
 
 
 def check_device(name: str, array: Array, first: str, device: str) -> None:
-    """Refuse an array that is not where the first one is."""
+    """Reject an array that is not on the device of the first one."""
     if array.device != device:
         raise ValueError(f"{name} is on {array.device}; allowed: {first}'s device, {device}")
 
 
 def check_shape(name: str, array: Array, *shapes: Sequence[int]) -> None:
-    """Refuse an array of any other shape."""
+    """Reject an array of any other shape."""
     if all(tuple(array.shape) != tuple(shape) for shape in shapes):
         allowed = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} has shape {list(array.shape)}; allowed: {allowed}")
 
 
 def check_dtype(name: str, array: Array, *dtypes: str) -> None:
-    """Refuse an array of any other dtype."""
+    """Reject an array of any other dtype."""
     if array.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {array.dtype}; allowed: {', '.join(dtypes)}")
 
 
 def row_stride(array: Array) -> int | None:
-    """Elements from one row of `[..., columns]` to the next, where one number says it; None: it takes a copy."""
+    """Elements from one row of `[..., columns]` to the next, if a single stride fits; None: it must be copied."""
     columns = array.shape[-1]
     if array.strides is None or 0 in array.shape:
         return columns
@@ -92,7 +92,7 @@ def row_stride(array: Array) -> int | None:
 
 
 def takes_a_copy(x: Array) -> bool:
-    """Whether an array is not one of whole heads, forwards, as kernels read it."""
+    """Whether an array must be copied, because its last dimension is not contiguous or a stride is negative."""
     if not x.strides or 0 in x.shape:
         return False
     return (x.strides[-1] != 1 and x.shape[-1] != 1) or any(stride < 0 for stride in x.strides)

@@ -1,4 +1,4 @@
-"""The cache of plans: prepared calls by everything they depend on. There is one for every front end and operation."""
+"""The plan cache: prepared calls by everything they depend on. All front ends and operations share one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _plans: dict[tuple[Any, ...] | None, Any] = {}
 
 
 def words_key(words: Sequence[Any]) -> tuple[Any, ...]:
-    """Words in a key. With types, because to a dict True is 1 is 1.0, and to a plan they are not."""
+    """Words in a key. Includes their types, because True, 1 and 1.0 are equal as dict keys, but not to a plan."""
     inside = (type(edge) for word in words if type(word) is tuple for edge in word)
     return (*words, *map(type, words), *inside)
 
 
 def find(key: tuple[Any, ...] | None) -> Any:
-    """What was kept under `key`; None where nothing was, or something in it has no hash."""
+    """The value stored under `key`; None if there is none, or if something in the key is not hashable."""
     try:
         return _plans.get(key)
     except TypeError:
@@ -27,12 +27,12 @@ def find(key: tuple[Any, ...] | None) -> Any:
 
 
 def keep(key: tuple[Any, ...] | None, prepared: Prepared | Any) -> None:
-    """Keep a prepared call. Where there are too many all are forgotten: shapes that vary so much do not repeat."""
+    """Store a prepared call. A full cache is cleared: shapes that vary so much do not repeat."""
     if key is None:
         return
     if len(_plans) >= LIMIT:
         _plans.clear()
     try:
         _plans[key] = prepared
-    except TypeError:  # something in it has no hash
+    except TypeError:  # something in it is not hashable
         return

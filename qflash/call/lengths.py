@@ -1,4 +1,4 @@
-"""Lengths and positions that are on the host: lists, tuples and NumPy integer arrays become int32, checked."""
+"""Lengths and positions on the host: lists, tuples and NumPy integer arrays become int32, checked."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def lengths(name: str, value: Any) -> np.ndarray:
         raise TypeError(f"{name} is {kind}; allowed: {_FORMS}")
     if isinstance(value, np.ma.MaskedArray):  # its mask would be ignored
         raise TypeError(f"{name} is a masked array; allowed: {_FORMS}")
-    if not np.issubdtype(value.dtype, np.integer):  # np.bool_ is no np.integer
+    if not np.issubdtype(value.dtype, np.integer):  # np.bool_ is not an np.integer
         raise TypeError(f"{name} has dtype {value.dtype.name}; allowed: an integer dtype")
     if value.size and not np.can_cast(value.dtype, np.int32):
         for x in (value.min(), value.max()):
             _require_int32(name, x)
-    # Not np.ascontiguousarray, which makes an array of rank 0 one of rank 1.
+    # Not np.ascontiguousarray, which turns rank 0 into rank 1.
     return np.asarray(value, dtype=np.int32, order="C")
 
 
@@ -40,7 +40,7 @@ def _require_int32(name: str, x: Any) -> None:
 
 
 def _shape_of(name: str, value: Any) -> tuple[int, ...]:
-    """The shape of nested lists, of which all on one level must be alike."""
+    """The shape of nested lists; all lists at one level must have the same shape."""
     if not isinstance(value, (list, tuple)):
         return ()
     shapes = [_shape_of(name, x) for x in value]

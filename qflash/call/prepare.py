@@ -13,14 +13,14 @@ from qflash.call.op import Plan
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan with its kernel. `call` takes addresses only (operands, results, workspace, stream, threads), and threads
-    may share it."""
+    """A plan with its kernel. `call` takes only addresses (operands, results, workspace, stream, threads); threads may
+    share it."""
 
     plan: Plan
     kernel: dispatch.Kernel
     call: Callable[..., None]
     workspace_bytes: int = 0
-    launch: Launch | None = None  # (operands, results, stream): a kernel that takes arrays, in the place of `call`
+    launch: Launch | None = None  # (operands, results, stream): instead of `call`, for a kernel that takes arrays
 
 
 @lru_cache(maxsize=4096)
@@ -37,7 +37,7 @@ def prepare(plan: Plan, arch: int = 0) -> Prepared:
 
 
 def bind(plan: Plan, kernel: dispatch.Kernel, entry: Entry) -> Prepared:
-    """The plan with the C functions that carry it out."""
+    """The plan with the C functions that execute it."""
     functions = (entry.address, entry.status_text, entry.workspace, entry.context)
     call = _native.Call(plan.struct, plan.params(), list(plan.pointers), *functions)
     return Prepared(plan, kernel, call, call.workspace_bytes)

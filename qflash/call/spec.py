@@ -1,4 +1,4 @@
-"""Spec: the frozen key that selects a kernel. Nothing in it depends on addresses, and of lengths only `few_rows`."""
+"""Spec: the frozen key that selects a kernel. It does not depend on addresses, and on lengths only by `few_rows`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 DTYPES = ("float32", "float16", "bfloat16")
 PRECISIONS = ("native", "int8", "int8_fp8")
-# Where somebody differentiates a quantized call (docs/decisions/0016-quantized-training.md)
+# The end of the error raised when a quantized call is differentiated (docs/decisions/0016-quantized-training.md)
 SERVE_QUANTIZED = ": train in the arrays' own type, and serve what was trained in INT8"
-# What may stand in the places of k and v, in the order of QfKvKind: arrays; Quantized; QuantizedKV; PagedKV.
+# The kinds of k and v, in the order of QfKvKind: arrays; Quantized; QuantizedKV; PagedKV.
 KV_KINDS = ("arrays", "quantized", "kept", "pages", "pages_int8")
 # In the order of QfDtype and QfOpDtype: an array's code in the structs of operations.
 OP_DTYPES = (*DTYPES, "int8", "int32", "e4m3")
-# What a linear layer ends with, in the order of QfActivation; "": nothing.
+# The activation of a linear layer, in the order of QfActivation; "": none.
 ACTIVATIONS = ("", "gelu", "gelu_tanh", "silu", "swiglu")
 
 MOST_DECODE_ROWS = 64  # csrc/attn/decode/config.cuh
@@ -21,11 +21,11 @@ MOST_DECODE_ROWS = 64  # csrc/attn/decode/config.cuh
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a kernel must be able to do to serve a call."""
+    """The properties of a call that its kernel must support."""
 
     device: str  # "cpu" or "cuda"
     arch: int  # compute capability times ten (90 is Hopper); 0 on the CPU
-    # Of the floating-point side: of q, k and v, the input of softmax or quantize, the result of int8 products and so on
+    # The floating-point dtype: of q, k and v, of the input of softmax or quantize, of the result of int8 products, ...
     dtype: str
     head_dim: int = 0
     precision: str = "native"  # one of PRECISIONS
@@ -38,16 +38,16 @@ class Spec:
     kv: str = "arrays"  # one of KV_KINDS
     layout: str = ""  # linear: which dimension of w [k, n] is contiguous, "n" or "k"
     activation: str = ""  # linear: one of ACTIVATIONS
-    # Scores are a positive factor times q . k, which the exponential applies: no softcap, a scale above 0
+    # Scores are a positive factor times q . k, which is folded into the exponential: no softcap, a scale above 0
     plain_scores: bool = True
     sinks: bool = False
-    few_rows: bool = False  # a KV head has MOST_DECODE_ROWS rows of queries at most: Tq times the heads that share it
-    batch_invariant: bool = False  # a sequence's bits are to be the same whatever else is in the batch
-    # Strides of pages, and of the scales of int8 pages, of no whole 16 bytes: what loads in bulk cannot walk
+    few_rows: bool = False  # at most MOST_DECODE_ROWS rows of queries per KV head: Tq times the heads that share it
+    batch_invariant: bool = False  # a sequence's bits must not depend on the rest of the batch
+    # Strides of pages, and of the scales of int8 pages, are not multiples of 16 bytes: bulk loads cannot address them
     odd_pages: bool = False
     odd_scales: bool = False
 
 
 def spec_of(op: str, device: str, dtype: str, **more: Any) -> Spec:
-    """The Spec of an operation beside attention, but for arch. `device` may have an index."""
+    """The Spec of an operation other than attention, without arch. `device` may have an index."""
     return Spec(device.partition(":")[0], 0, dtype, op=op, **more)

@@ -1,2 +1,2 @@
-"""One module per framework and kind of call: attention offers attention, attention_varlen, problem_of and arch_of;
-the operations beside it offer run_op and scalar."""
+"""One module or package per framework. Each offers run, run_in_place, plan_of, arch_of, as_index and scalar, for every
+operation."""

@@ -1,4 +1,4 @@
-"""Which front end an array belongs to, told by its class: no framework is imported to find out."""
+"""Chooses the front end of an array by its class, without importing any framework."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def frontend_of(kind: type, argument: str) -> ModuleType:
 
 
 def _is_traced(kind: type) -> bool:
-    """Code that torch.compile traces stays away from the tables: the compiled program would hold their state for a
-    condition, and be compiled again after the first call that fills them."""
+    """Code traced by torch.compile must not use the tables: the compiled program would be guarded on their contents,
+    and recompiled after the first call that fills them."""
     return kind.__module__ == "torch" and sys.modules["torch"].compiler.is_dynamo_compiling()
 
 
-# By import statements, which torch.compile can follow into the first call of a program, unlike importlib.
+# With import statements, which torch.compile can trace in the first call of a program, unlike importlib.
 
 
 def _find(kind: type, argument: str) -> ModuleType:
@@ -43,7 +43,7 @@ def _find(kind: type, argument: str) -> ModuleType:
 
 
 def _package(kind: type, argument: str) -> str:
-    """By the modules of the class and its bases (a Parameter is a Tensor)."""
+    """From the modules of the class and its bases (a Parameter is a Tensor)."""
     for base in kind.__mro__:
         package = base.__module__.partition(".")[0]
         if package in ("torch", "numpy", "jax", "jaxlib"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+import ml_dtypes  # noqa: F401  (registers the name "bfloat16" with NumPy)
 import numpy as np
 
 from qflash._native import plan_key
@@ -28,9 +28,9 @@ def describe(name: str, x: Any, first: str = "q") -> Array:
     if isinstance(x, np.ma.MaskedArray):  # its mask would be ignored
         instead = ", with kv_lens or window to mask keys" if first == "q" else ""
         raise TypeError(f"{name} is a masked array; allowed: a plain numpy.ndarray{instead}")
-    if not x.dtype.isnative:  # its name alone would not tell
+    if not x.dtype.isnative:  # the dtype's name does not show it
         raise TypeError(f"{name} has dtype {x.dtype.str}, a foreign byte order; allowed: the native one")
-    size = max(x.itemsize, 1)  # a void dtype may have items of no bytes; `check` refuses it by name
+    size = max(x.itemsize, 1)  # a void dtype may have items of 0 bytes; `check` rejects it by name
     if any(stride % size for stride in x.strides):
         raise ValueError(f"{name} has byte strides {x.strides}; allowed: multiples of the item size, {size}")
     if not x.flags.aligned:
@@ -43,11 +43,11 @@ def describe(name: str, x: Any, first: str = "q") -> Array:
 
 @dataclass(slots=True)
 class _Ready:
-    """A prepared call with what each run of it asks for, worked out once."""
+    """A prepared call with the facts that every run of it needs, computed once."""
 
     prepared: Prepared
-    operands: tuple[int, ...]  # which arrays they are
-    converted: tuple[tuple[int, Operand], ...]  # operands that the kernel does not read as they are
+    operands: tuple[int, ...]  # their indices among the arrays
+    converted: tuple[tuple[int, Operand], ...]  # operands that the kernel cannot read as they are
     results: tuple[tuple[tuple[int, ...], np.dtype], ...]
 
 
@@ -63,7 +63,7 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]
     prepared = ready.prepared
     if prepared.plan.nothing_to_do:
         return [np.zeros_like(x) for x in results]
-    operands = [arrays[at] for at in ready.operands]  # a name, so that converted copies outlive the call
+    operands = [arrays[at] for at in ready.operands]  # a variable, so that converted copies outlive the call
     for i, operand in ready.converted:
         operands[i] = _converted(operand, operands[i])
     if prepared.launch is not None:
@@ -74,7 +74,7 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]
 
 
 def run_in_place(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[np.ndarray]:
-    """`run` of an operation that writes to its arrays: those."""
+    """`run` of an operation that writes to its arrays; returns those."""
     written = op.written(arrays)
     if not all(isinstance(x, np.ndarray) and x.flags.writeable for x in written):
         _check_writeable(op, arrays)
@@ -89,7 +89,7 @@ def _check_writeable(op: Op, arrays: Sequence[Any]) -> None:
 
 
 def _make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -> _Ready:
-    """Check a call and prepare it, for this time and the next."""
+    """Check a call and prepare it, for this and later calls."""
     prepared = prepare(plan_of(op, arrays, words))
     places = tuple(op.arrays.index(operand.argument) for operand in prepared.plan.operands)
     converted = tuple(
@@ -119,19 +119,19 @@ def arch_of(x: np.ndarray) -> int:
 
 
 def as_index(name: str, x: Any, like: np.ndarray) -> Any:
-    """Lengths or positions as int32, where `like` is."""
+    """Lengths or positions as int32, on the device of `like`."""
     if x is None or (type(x) is np.ndarray and x.dtype == np.int32):
         return x
     return lengths(name, x)
 
 
 def scalar(value: float, like: np.ndarray) -> np.ndarray:
-    """A number as an array where `like` is."""
+    """A number as an array, on the device of `like`."""
     return np.array(value, np.float32)
 
 
 def _as_arrays(op: Op, arrays: Sequence[Any]) -> list[Any]:
-    """NumPy's own scalars, which arithmetic on one-number results gives, count as arrays; lengths may be lists."""
+    """Accepts NumPy's own scalars, which arithmetic on one-number results returns, as arrays; lengths may be lists."""
     return [
         as_index(name, x, x) if name in op.indices else np.asarray(x) if isinstance(x, np.generic) else x
         for name, x in zip(op.arrays, arrays, strict=True)

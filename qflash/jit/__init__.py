@@ -1,10 +1,10 @@
-"""Compile CUDA sources on first use and keep the result. Knows compilers, caches and dlopen; nothing of attention.
+"""Compiles CUDA sources on first use and caches the result: compilers, caches and dlopen, independent of attention.
 
-toolchain  finds nvcc                 cache     entries on disk, sound under crashes, races and other users
-runtime    libcudart, one for all     entry     sizes and digests of an entry's files
+toolchain  finds nvcc                 cache     entries on disk, safe under crashes, races and other users
+runtime    one libcudart for all      entry     sizes and digests of an entry's files
 compiler   one unit to one .so        trust     whose files may be opened
-load       dlopen of a checked .so    layout    names in the cache: what is its own
-prebuild   many units at once         prebuilt  which entry serves where there is no compiler
-                                      lock      who may build or remove an entry
-                                      contents  what a cache holds, and emptying it
+load       dlopen of a checked .so    layout    names in the cache: which files are its own
+prebuild   many units in parallel     prebuilt  chooses an entry where there is no compiler
+                                      lock      which process may build or remove an entry
+                                      contents  what a cache contains, and clearing it
 """

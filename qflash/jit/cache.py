@@ -1,9 +1,9 @@
-"""The compile cache: directories on disk named by what went into them.
+"""The compile cache: directories on disk, named by a digest of everything that went into them.
 
-An entry appears whole or not at all: it is built in a directory of its own, sealed, and renamed into place under a file
-lock. So a killed compiler leaves nothing that looks like an entry, and two processes that want the same one compile
-once. Files of an entry are never written again: a damaged entry is renamed away and replaced, and a process that has
-its library open keeps what it has.
+An entry appears complete or not at all: it is built in a directory of its own, sealed, and renamed into place under a
+file lock. So a killed compiler leaves nothing that looks like an entry, and if two processes need the same one, it is
+compiled once. An entry's files are never written again: a damaged entry is renamed and replaced, and a process that has
+its library open keeps the old one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qflash.errors import CacheError
 from qflash.jit import contents, entry, layout, trust
 from qflash.jit.lock import locked
 
-Build = Callable[[Path], Mapping[str, Any] | None]  # fills a directory; what it returns goes into facts.json
+Build = Callable[[Path], Mapping[str, Any] | None]  # fills a directory; its result is added to facts.json
 
 
 def default_root() -> Path:
@@ -41,49 +41,49 @@ def default_root() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A sound entry, and the descriptor of the directory around it, which only this user or root can change."""
+    """A sound entry, and the descriptor of its parent directory, which only this user or root can change."""
 
     path: Path
     folder: int
 
     @property
     def held(self) -> str:
-        """The entry's path by way of the descriptor: nobody who can rename a directory above can change where it leads.
+        """The entry's path through the descriptor: renaming a directory above cannot change what it refers to.
 
-        The key is part of it, because dlopen takes a path that it has seen for the library that it has loaded, and a
-        descriptor's number is used again.
+        The key is part of it, because dlopen identifies a library by its path if it has seen that path, and descriptor
+        numbers are reused.
         """
         return f"/proc/self/fd/{self.folder}/{self.path.name}"
 
 
 class Cache:
-    """Entries under `root`, with a private temporary directory behind it for when `root` cannot be written."""
+    """Entries under `root`, with a private temporary directory as fallback if `root` cannot be written."""
 
     def __init__(self, root: Path | None = None):
         self.root = default_root() if root is None else Path(root)
 
     @property
     def folder(self) -> Path:
-        """Where the entries are."""
+        """The directory of the entries."""
         return self.root / layout.FOLDER
 
     @contextmanager
     def opened(self, key: str, build: Build) -> Iterator[Entry]:
-        """The entry, checked a moment ago; `build(directory)` fills it when nobody else has, or when it is damaged."""
+        """The entry, freshly checked; `build(directory)` fills it if it does not exist or is damaged."""
         with ExitStack() as stack:
             found, _ = self._find(key, stack)
             yield found if found is not None else self._built(key, build, stack)
 
     def get(self, key: str, build: Build) -> Path:
-        """The directory of the entry that `opened` gives.
+        """The directory of the entry that `opened` returns.
 
-        A key of another form than layout.py's is served too, but `info` and `clear` leave its entry alone.
+        A key of another form than in layout.py works too, but `info` and `clear` ignore its entry.
         """
         with self.opened(key, build) as found:
             return found.path
 
     def remove(self, key: str) -> None:
-        """Forget an entry, where it is there and may be removed."""
+        """Remove an entry, if it exists and may be removed."""
         for root in self._roots():
             folder = root / layout.FOLDER
             if (folder / key).is_dir():
@@ -99,7 +99,7 @@ class Cache:
         return contents.clear(self.root)
 
     def require_writable(self) -> None:
-        """CacheError unless entries can be built under `root`, and not only in the directory behind it."""
+        """Raise CacheError unless entries can be built under `root`, rather than only in the fallback directory."""
         try:
             _prepare(self.root)
         except OSError as error:
@@ -113,13 +113,13 @@ class Cache:
         return [self.root] if behind is None else [self.root, behind]
 
     def _find(self, key: str, stack: ExitStack) -> tuple[Entry | None, list[str]]:
-        """(the first sound entry, kept open by `stack`; what is wrong with those before it)."""
+        """(the first sound entry, kept open by `stack`; descriptions of damaged ones before it)."""
         damage: list[str] = []
         for root in self._roots():
             try:
                 return _open_sound(root, key, stack), damage
             except (FileNotFoundError, PermissionError):
-                continue  # it has none, or none for this user
+                continue  # it has none, or none that this user may read
             except entry.DamagedError as error:
                 damage.append(f"{root / layout.FOLDER / key} is damaged ({error})")
         return None, damage
@@ -158,7 +158,7 @@ class Cache:
 
 
 def _open_sound(root: Path, key: str, stack: ExitStack) -> Entry:
-    """The entry `key` of `root`, checked; `stack` keeps the directory around it open."""
+    """The entry `key` of `root`, checked; `stack` keeps its parent directory open."""
     with ExitStack() as attempt:
         around = attempt.enter_context(trust.directory(root))
         folder = attempt.enter_context(trust.directory(root / layout.FOLDER, around))
@@ -168,16 +168,16 @@ def _open_sound(root: Path, key: str, stack: ExitStack) -> Entry:
 
 
 def _prepare(root: Path) -> Path:
-    """The folder of entries under `root`, made if need be. OSError where it cannot be written."""
+    """The folder of entries under `root`, created if necessary. Raises OSError if it cannot be written."""
     folder = root / layout.FOLDER
-    with suppress(FileExistsError, NotADirectoryError):  # something else is in its place: `directory` tells what
+    with suppress(FileExistsError, NotADirectoryError):  # something else is there: `directory` raises
         trust.make_directory(folder)
     with trust.directory(root) as around, trust.directory(folder, around), tempfile.TemporaryFile(dir=folder):
         return folder
 
 
 def _discard(path: Path) -> None:
-    """Take an entry out in one step, then remove its files: nobody sees half of it. The caller holds its lock."""
+    """Remove an entry atomically, then its files: no process sees part of it. The caller holds its lock."""
     if path.is_dir():
         aside = tempfile.mkdtemp(prefix=layout.building_prefix(path.name), dir=path.parent)
         path.rename(aside)
@@ -187,7 +187,7 @@ def _discard(path: Path) -> None:
 def _private_root(create: bool) -> Path | None:
     """A directory under the system's temporary one that only this user can have written.
 
-    Anyone can make one of that name first. It is then not looked into, and refused when it is needed.
+    Anyone can create one of that name first. It is then not read, and raises an error if it is needed.
     """
     root = Path(tempfile.gettempdir()) / f"qflash-{os.geteuid()}"
     if create:

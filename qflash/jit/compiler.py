@@ -1,4 +1,4 @@
-"""One compilation unit to one shared library: the key it is cached under, the command, the words while it runs."""
+"""Compiles one unit to one shared library: its cache key, the command, progress messages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from qflash.jit.cache import Build, Cache
 from qflash.jit.entry import FACTS
 
 LIBRARY = "kernel.so"
-LOG = "compiler.log"  # the compiler's own words, with ptxas's register and spill counts
-# Of an entry's facts: the runtime that its library names, if any; what was compiled, whatever compiled it
+LOG = "compiler.log"  # the compiler's output, with ptxas's register and spill counts
+# Keys of an entry's facts: the runtime that its library refers to, if any; what was compiled, with any compiler
 RUNTIME, UNIT = "runtime", "unit"
 
-LINE_INFO = "QFLASH_LINEINFO"  # "1": machine code knows its source lines, for profilers; it triples a library
+LINE_INFO = "QFLASH_LINEINFO"  # "1": line information in machine code, for profilers; it triples a library's size
 
 _FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
@@ -43,29 +43,29 @@ class Unit:
     include_dirs: tuple[Path, ...]
     defines: tuple[tuple[str, str], ...]
     target: str
-    label: str  # for people: "fa (head_dim 128, float32)"
-    ptx: bool = False  # machine code is left to the driver
-    # Objects that the source is compiled into side by side, with -DQF_PART=0, 1, ..; 1: one, without it.
+    label: str  # for display: "fa (head_dim 128, float32)"
+    ptx: bool = False  # the driver generates the machine code
+    # Number of objects that the source is compiled into in parallel, with -DQF_PART=0, 1, ..; 1: one, without it.
     parts: int = 1
 
     @property
     def code(self) -> str:
-        """nvcc's name for what comes out: sm_80 is machine code, compute_80 PTX."""
+        """nvcc's name for the output: sm_80 is machine code, compute_80 PTX."""
         return f"{'compute' if self.ptx else 'sm'}_{self.target}"
 
 
-Which = Callable[[], str]  # what to say before a unit's name, when it is compiled: "2 of 3, "
+Which = Callable[[], str]  # text before a unit's name when it is compiled: "2 of 3, "
 
 
 def compile_unit(unit: Unit, cache: Cache | None = None, jobs: int | None = None, which: Which = lambda: "") -> Path:
-    """The cache entry of `unit`, compiled if need be. `jobs`: threads that may be used; None: one for every core."""
+    """The cache entry of `unit`, compiled if necessary. `jobs`: threads that may be used; None: one per core."""
     cache = cache or Cache()
     tools = toolchain.find()
     return cache.get(*recipe(unit, cache, tools, runtime.find(tools), jobs, which))
 
 
 def is_compiled(unit: Unit, cache: Cache) -> bool:
-    """Is there an entry of `unit`? Whether it is sound shows when it is opened."""
+    """Whether there is an entry of `unit`. Whether it is sound is checked when it is opened."""
     tools = toolchain.find()
     return (cache.folder / key_of(unit, tools, runtime.find(tools))).is_dir()
 
@@ -78,7 +78,7 @@ def recipe(
     jobs: int | None = None,
     which: Which = lambda: "",
 ) -> tuple[str, Build]:
-    """What `cache` keeps `unit` under, and the function that compiles it. `shared`: None links a runtime of its own."""
+    """The cache key of `unit`, and the function that compiles it. `shared`: None links a static runtime."""
 
     def build(directory: Path) -> dict[str, Any]:
         if shared is None:
@@ -99,15 +99,15 @@ def key_of(unit: Unit, tools: toolchain.Toolchain, shared: runtime.Runtime | Non
 
 
 def digest_of(unit: Unit) -> str:
-    """sha256 over what is compiled, whatever compiles it."""
+    """sha256 over what is compiled, independent of the compiler."""
     digest = hashlib.sha256(sources_digest(unit.source, unit.include_dirs))
     digest.update(repr((unit.name, unit.defines, unit.code, unit.parts)).encode())
     return digest.hexdigest()
 
 
 def flags(tools: toolchain.Toolchain) -> tuple[str, ...]:
-    """What every object is compiled with."""
-    # The smallest form is one that drivers before 550 cannot read; a GPU that runs CUDA 13 has a later one.
+    """The flags for every object."""
+    # Drivers before 550 cannot read the smallest form; a GPU that runs CUDA 13 has a later driver.
     compress = "-compress-mode=size" if tools.at_least(13, 0) else "-Xfatbin=-compress-all"
     return (*_FLAGS, compress, *(["-lineinfo"] if os.environ.get(LINE_INFO) == "1" else []))
 
@@ -139,8 +139,8 @@ def commands(
     objects: Path,
     jobs: int | None = None,
 ) -> list[list[str]]:
-    """nvcc's command lines: one for each part of the unit, then one that links them. `linked`: the runtime to share;
-    (): it is linked in."""
+    """nvcc's command lines: one for each part of the unit, then one that links them. `linked`: flags for the shared
+    runtime; (): a static one is linked in."""
     compiler = [
         tools.nvcc,
         *flags(tools),
@@ -148,8 +148,8 @@ def commands(
         *(f"-I{directory}" for directory in unit.include_dirs),
         *(f"-D{name}={value}" for name, value in unit.defines),
     ]
-    # Kernels of one object side by side, with the same machine code as one after another. nvcc's own option of that
-    # name also splits the optimiser's work, and then the code is another.
+    # Compiles kernels of one object in parallel, with the same machine code as in sequence. nvcc's own option of that
+    # name also splits the work of the optimiser, and then the code differs.
     if tools.at_least(12, 8):
         compiler.append(f"-Xptxas=-split-compile={jobs or 0}")
     libraries = ["-cudart=none", *linked] if linked else ["-cudart=static"]
@@ -170,7 +170,7 @@ def _build(
     jobs: int | None,
     which: Which,
 ) -> dict[str, Any]:
-    """Compile into `directory`; returns what facts.json is to say of it."""
+    """Compile into `directory`; returns the facts for facts.json."""
     expected = _expected(unit, cache)
     say(f"qflash: compiling {which()}{unit.label} for {unit.code} with nvcc {tools.release}, {expected}")
     start = time.monotonic()
@@ -186,7 +186,7 @@ def _build(
 
 
 class _Parts:
-    """Tells how many parts of a unit are compiled. The last goes without saying."""
+    """Reports how many parts of a unit are compiled, except for the last."""
 
     def __init__(self, unit: Unit):
         self._unit, self._done = unit, count(1)
@@ -207,7 +207,7 @@ def _run(words: list[str], unit: Unit, finished: Callable[[], None] = lambda: No
 
 
 def _expected(unit: Unit, cache: Cache) -> str:
-    """How long this usually takes, from what the cache remembers of the same kernel."""
+    """How long this usually takes, from the cache's entries of the same kernel."""
     known = []
     for facts in cache.folder.glob(f"{unit.name}-*/{FACTS}"):
         try:
@@ -218,6 +218,6 @@ def _expected(unit: Unit, cache: Cache) -> str:
 
 
 def say(text: str) -> None:
-    """Tell the user what takes a while, unless QFLASH_QUIET=1."""
+    """Print a message for the user about something that takes a while, unless QFLASH_QUIET=1."""
     if os.environ.get("QFLASH_QUIET") != "1":
-        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one piece: compilers run side by side
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # in one write: compilers run in parallel

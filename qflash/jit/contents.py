@@ -1,4 +1,4 @@
-"""What a cache holds, and how it is emptied."""
+"""What a cache contains, and how it is cleared."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from qflash.jit.lock import locked
 
 @dataclass(frozen=True)
 class Info:
-    """What a cache holds, for people. `strays` are not the cache's: it neither reads nor removes them."""
+    """What a cache contains, for display. `strays` do not belong to it: it neither reads nor removes them."""
 
     root: Path
     folder: Path  # of the entries, in `root`
     entries: int
-    bytes: int  # of entries, and of what processes that died left behind
+    bytes: int  # of entries, and of leftovers of processes that died
     strays: tuple[Path, ...]
 
 
 def info(root: Path) -> Info:
-    """Entries and their bytes, and what else lies in `root`. CacheError where it is not to be trusted."""
+    """Entries and their bytes, and other files in `root`. Raises CacheError if the cache is not trusted."""
     own, strays = _sort_out(root)
     size = sum(_size(each.path) for each in own)
     return Info(root, root / layout.FOLDER, sum(each.kind == "entry" for each in own), size, tuple(strays))
 
 
 def clear(root: Path) -> int:
-    """Remove every entry but those that are being built, with locks and leftovers; returns how many entries went.
+    """Remove every entry except those being built, with locks and leftovers; returns the number of removed entries.
 
-    Runtimes go last, and stay where a kernel does: it needs its own, if only to be linked.
+    Runtimes are removed last, and only if no kernel remains: each kernel needs its own, if only for linking.
     """
     folder, (own, _) = root / layout.FOLDER, _sort_out(root)
     removed, stay = 0, False
@@ -48,20 +48,20 @@ def clear(root: Path) -> int:
                     shutil.rmtree(each.path, ignore_errors=True)
                     removed += each.kind == "entry" and not each.path.exists()
                 layout.lock_path(folder, key).unlink(missing_ok=True)
-        except (Timeout, CacheError, OSError):  # it is being built, or is not this user's to remove
+        except (Timeout, CacheError, OSError):  # it is being built, or this user may not remove it
             stay = True
     return removed
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of the files in a directory; 0 where another process has just removed it."""
+    """Bytes of a file, or of the files in a directory; 0 if another process has just removed it."""
     with suppress(FileNotFoundError):
         return sum(map(_size, path.iterdir())) if path.is_dir() and not path.is_symlink() else path.lstat().st_size
     return 0
 
 
 def _sort_out(root: Path) -> tuple[list[layout.Own], list[Path]]:
-    """(what is the cache's, what is not) of `root` and its folder of entries."""
+    """(the cache's own, everything else) in `root` and its folder of entries."""
     folder = root / layout.FOLDER
     own, strays = [], []
     try:

@@ -1,8 +1,8 @@
-"""One entry on disk: files, and facts.json, which says how long each file is and what its sha256 is.
+"""One entry on disk: files, and facts.json, which records the size and sha256 of each file.
 
-A library that is cut short kills the process that opens it (SIGBUS), or opens and misbehaves. So an entry is sealed
-before it is renamed into place, and checked before anything in it is opened. The check reads the library once, at about
-a millisecond per megabyte.
+A truncated library kills the process that opens it (SIGBUS), or opens and misbehaves. So an entry is sealed before it
+is renamed into place, and checked before anything in it is opened. The check reads the library once, at about a
+millisecond per megabyte.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ FACTS = "facts.json"
 
 
 class DamagedError(Exception):
-    """An entry is not what was sealed; the text says in what."""
+    """An entry is not what was sealed; the message says how it differs."""
 
 
 def seal(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Write facts.json beside the files in `directory`, with their sizes and digests, and bring all of it to disk."""
+    """Write facts.json to `directory`, with the sizes and digests of the files in it, and fsync everything."""
     paths = sorted(path for path in directory.iterdir() if path.is_file() and not path.is_symlink())
     files = {}
     for path in paths:
-        path.chmod(path.stat().st_mode & 0o755)  # compilers leave it to the umask who may write what they made
+        path.chmod(path.stat().st_mode & 0o755)  # compilers leave write permissions of their output to the umask
         with path.open("rb") as opened:
             files[path.name] = {
                 "bytes": path.stat().st_size,
@@ -37,7 +37,7 @@ def seal(directory: Path, facts: Mapping[str, Any]) -> None:
     sealed = directory / FACTS
     sealed.write_text(json.dumps({**facts, "files": files}))
     sealed.chmod(0o644)
-    # A rename may reach the disk before the bytes that it names: after a power cut there would be an entry of zeros.
+    # A rename may reach the disk before the file contents: after a power failure the entry would consist of zeros.
     for path in (*paths, sealed, directory):
         _bring_to_disk(path)
 
@@ -53,8 +53,8 @@ def _bring_to_disk(path: Path) -> None:
 def check(path: Path, within: int) -> None:
     """Raise unless the entry at `path`, in the open directory `within`, may be trusted and is as it was sealed.
 
-    FileNotFoundError: there is none. PermissionError: it may not be read. CacheError: it is not to be trusted.
-    DamagedError: it is to be built again.
+    FileNotFoundError: there is none. PermissionError: it may not be read. CacheError: it must not be trusted.
+    DamagedError: it must be rebuilt.
     """
     with trust.directory(path, within) as opened:
         for name, sealed in _sealed_files(path, opened).items():
@@ -66,7 +66,7 @@ def check(path: Path, within: int) -> None:
 
 
 def _sealed_files(path: Path, within: int) -> dict[str, dict[str, Any]]:
-    """What facts.json says of every file."""
+    """What facts.json records for every file."""
     try:
         with trust.file(path / FACTS, within) as opened, open(opened, "rb", closefd=False) as stream:
             files = json.load(stream)["files"]

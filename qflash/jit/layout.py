@@ -1,12 +1,12 @@
-"""Where things lie in a cache's root, and which of them are the cache's own.
+"""The layout of a cache's root, and which of its files are the cache's own.
 
     <root>/kernels-1/<key>/               an entry; the key is <kernel>-<sm_80, compute_80 or emulated>-<24 hex digits>
                                           or, of the CUDA runtime that kernels share, cudart13-runtime-<24 hex digits>
-    <root>/kernels-1/<key>.lock           held by whoever builds or removes the entry
-    <root>/kernels-1/building-<key>-<x>/  an entry on its way in or out; a process that dies may leave one
+    <root>/kernels-1/<key>.lock           held by the process that builds or removes the entry
+    <root>/kernels-1/building-<key>-<x>/  an entry being built or removed; a process that dies may leave one
 
-People point QFLASH_CACHE_DIR at folders that hold other things. So entries have a folder of their own, and nothing is
-counted or removed there that is not named, and made, as above.
+People set QFLASH_CACHE_DIR to folders that contain other things. So entries have a folder of their own, and nothing in
+it is counted or removed unless it has a name and a type listed above.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = "kernels-1"  # the number is the layout's: entries of another layout are neither read nor removed
+FOLDER = "kernels-1"  # the layout's number: entries of another layout are neither read nor removed
 _KEY = r"(?P<key>[A-Za-z0-9_]+-(?:(?:sm|compute)_[0-9]+[a-z]?|emulated|(?P<runtime>runtime))-[0-9a-f]{24})"
 _NAMES = {
     "entry": re.compile(_KEY),
@@ -37,7 +37,7 @@ class Own:
 
 
 def recognise(path: Path) -> Own | None:
-    """What of the cache `path` is; None for anything else, and for links."""
+    """The cache's own file at `path`; None for anything else, and for links."""
     for kind, pattern in _NAMES.items():
         if (match := pattern.fullmatch(path.name)) and _IS_KIND[kind](path.lstat().st_mode):
             return Own(path, match["key"], kind, match["runtime"] is not None)
@@ -45,7 +45,7 @@ def recognise(path: Path) -> Own | None:
 
 
 def building_prefix(key: str) -> str:
-    """How the names of directories begin in which an entry is built, or on its way out."""
+    """The prefix of the names of directories in which an entry is being built or removed."""
     return f"building-{key}-"
 
 

@@ -1,4 +1,4 @@
-"""dlopen a compiled unit and hand out addresses."""
+"""Opens a compiled unit with dlopen and returns addresses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from qflash.jit.compiler import LIBRARY, Unit, recipe
 
 
 def load(unit: Unit, cache: Cache | None = None) -> ctypes.CDLL:
-    """The unit's library, compiled if need be; on a machine without a compiler, one that another machine compiled.
+    """The unit's library, compiled if necessary; on a machine without a compiler, one that another machine compiled.
 
-    A sound library that does not open was made for another system (a home shared by machines with different C
-    libraries), names a function that the framework's CUDA runtime is too old to have, or was removed since it was
-    checked. It is compiled with a runtime of its own, and if need be once more.
+    If a sound library does not open, it was built for another system (a home shared by machines with different C
+    libraries), refers to a function that the framework's CUDA runtime is too old to have, or was removed since it was
+    checked. It is then compiled with a static runtime, a second time if necessary.
     """
     cache = cache or Cache()
     try:
@@ -53,12 +53,12 @@ def _open(key: str, build: Build, cache: Cache) -> ctypes.CDLL:
             library = ctypes.CDLL(f"{entry.held}/{LIBRARY}")
         except OSError as error:
             raise OSError(str(error).replace(entry.held, str(entry.path))) from None
-        library._name = str(entry.path / LIBRARY)  # for people: the path it was opened by ends with the descriptor
+        library._name = str(entry.path / LIBRARY)  # for display: the path it was opened by contains the descriptor
         return library
 
 
 def address(library: ctypes.CDLL, symbol: str) -> int:
-    """Where a C function lives."""
+    """The address of a C function."""
     try:
         function = getattr(library, symbol)
     except AttributeError:

@@ -1,4 +1,4 @@
-"""The lock of one entry: whoever holds it may build, replace or remove the entry."""
+"""The lock of one entry: its holder may build, replace or remove the entry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qflash.jit.layout import lock_path
 
 @contextmanager
 def locked(folder: Path, key: str, timeout: float = -1) -> Iterator[None]:
-    """Hold the lock of `key`. filelock.Timeout after `timeout` seconds; without one, wait."""
+    """Hold the lock of `key`. Raises filelock.Timeout after `timeout` seconds; without a timeout, waits."""
     path = lock_path(folder, key)
     lock = FileLock(path, timeout=timeout)
     try:

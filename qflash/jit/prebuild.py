@@ -1,4 +1,4 @@
-"""Fill the cache ahead of time, several compilers at once."""
+"""Fills the cache ahead of time, with several compilers in parallel."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def prebuild(
     """Compile every unit; returns their cache entries in order.
 
     `progress(unit, done, total)` is called from this thread as units finish. The first failure is raised after the
-    compilers already running have ended.
+    compilers that are already running have ended.
     """
     cache = cache or Cache()
     entries: dict[Unit, Path] = {}
     workers = workers or os.cpu_count() or 1
     missing = sum(not is_compiled(unit, cache) for unit in set(units))
-    jobs = max(1, workers // max(1, missing))  # of each compiler: few units share the machine
+    jobs = max(1, workers // max(1, missing))  # of each compiler: a few units share the machine
     begun = count(1)
 
     def which() -> str:

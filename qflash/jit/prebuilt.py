@@ -1,7 +1,7 @@
-"""Which entry of a cache serves a unit on a machine that has no compiler, and so no version to look for.
+"""Chooses the cache entry for a unit on a machine without a compiler, and so without a version to search for.
 
-An entry's facts say what was compiled and with which nvcc. They choose a key here and nothing more: whether an entry
-may be opened, and is what was sealed, the cache judges as ever.
+An entry's facts record what was compiled, and with which nvcc. Here they only determine a key: the cache still checks
+whether the entry may be opened and is what was sealed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qflash.jit.entry import FACTS
 
 @dataclass(frozen=True, slots=True)
 class Prebuilt:
-    """An entry, and (name, key) of the runtime that its library needs, if it needs one."""
+    """An entry, and (name, key) of the runtime that its library needs, if any."""
 
     key: str
     version: tuple[int, ...]  # of nvcc
@@ -25,7 +25,7 @@ class Prebuilt:
 
 
 def find(unit: Unit, cache: Cache) -> Prebuilt | None:
-    """The entry that the newest compiler made of `unit`."""
+    """The entry that the newest compiler built from `unit`."""
     digest = digest_of(unit)
     found = []
     for path in cache.folder.glob(f"{unit.name}-{unit.code}-*/{FACTS}"):
@@ -34,7 +34,7 @@ def find(unit: Unit, cache: Cache) -> Prebuilt | None:
             if facts[UNIT] == digest:
                 found.append(_described(path.parent.name, facts))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # an earlier version's, or damaged
+            continue  # from an earlier version, or damaged
     return max(found, key=lambda each: each.version, default=None)
 
 

@@ -1,9 +1,9 @@
-"""The CUDA runtime that compiled kernels call: one library beside all of them, where the toolkit has one to share.
+"""The CUDA runtime that compiled kernels call: one library shared by all of them, if the toolkit has a shared one.
 
-Linked into every kernel it would be most of what the cache holds. So the toolkit's libcudart.so is copied into the
-cache, once, as an entry of its own, and kernels name it by its SONAME. Where a framework has loaded a library of that
-name, kernels use that one; otherwise the copy is checked and opened before them. A toolkit that has none to share links
-its static runtime into every kernel.
+Linked into every kernel, it would take most of the cache. So the toolkit's libcudart.so is copied into the cache once,
+as an entry of its own, and kernels refer to it by its SONAME. If a framework has loaded a library of that name, kernels
+use that one; otherwise the copy is checked and opened before them. If a toolkit has no shared runtime, its static
+runtime is linked into every kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qflash.jit.toolchain import Toolchain
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A runtime to share: the toolkit's file, and what the cache keeps the copy under."""
+    """A shared runtime: the toolkit's file, and the cache key of the copy."""
 
     source: Path
     key: str
@@ -44,7 +44,7 @@ class Runtime:
 
 @lru_cache(maxsize=4)
 def find(tools: Toolchain) -> Runtime | None:
-    """The runtime that comes with a compiler; None where it has only the static one."""
+    """The runtime that comes with a compiler; None if there is only a static one."""
     name = name_of(tools)
     for directory in (*map(Path, tools.library_dirs), *_library_dirs(tools.nvcc)):
         with suppress(OSError):
@@ -55,12 +55,13 @@ def find(tools: Toolchain) -> Runtime | None:
 
 
 def name_of(tools: Toolchain) -> str:
-    """The SONAME of the runtime that a compiler's code is made for."""
+    """The SONAME of the runtime required by a compiler's code."""
     return f"libcudart.so.{tools.version.partition('.')[0]}"
 
 
 def _library_dirs(nvcc: str) -> Iterator[Path]:
-    """Where nvcc itself looks for libraries: it may be a link or a script far from its toolkit, so it is asked."""
+    """The directories where nvcc searches for libraries, from nvcc itself: it may be a link or a script far from its
+    toolkit."""
     command = [nvcc, "--dryrun", "none.cu"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
@@ -71,7 +72,7 @@ def _library_dirs(nvcc: str) -> Iterator[Path]:
 
 
 def is_loaded(name: str) -> bool:
-    """Has this process a library of that SONAME?"""
+    """Whether this process has a library with that SONAME."""
     with suppress(OSError):
         ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         return True

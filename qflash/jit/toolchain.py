@@ -1,4 +1,4 @@
-"""Find nvcc: QFLASH_NVCC, the PATH, CUDA_HOME or CUDA_PATH, /usr/local/cuda, then the wheels of `qflash[cuda]`."""
+"""Finds nvcc: QFLASH_NVCC, the PATH, CUDA_HOME or CUDA_PATH, /usr/local/cuda, then the wheels of `qflash[cuda]`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Toolchain:
     """A CUDA compiler that ran. `version` is the full one ("13.0.88"): it is part of every cache key."""
 
     nvcc: str
-    origin: str  # how it was found, for people
+    origin: str  # how it was found, for display
     version: str
     library_dirs: tuple[str, ...] = ()
 
@@ -35,15 +35,15 @@ class Toolchain:
         return ".".join(self.version.split(".")[:2])
 
     def at_least(self, major: int, minor: int) -> bool:
-        """Is it of that release, or of a later one?"""
+        """Whether it is of that release or a later one."""
         return tuple(map(int, self.release.split("."))) >= (major, minor)
 
 
 def candidates() -> Iterator[tuple[str, Path, tuple[str, ...]]]:
-    """(origin, nvcc, library directories it must be told of), best first; the files need not exist."""
+    """(origin, nvcc, library directories to pass to it), best first; the files need not exist."""
     if asked := os.environ.get("QFLASH_NVCC"):
         yield "QFLASH_NVCC", Path(asked), ()
-        return  # asked for by name: nothing else will do
+        return  # requested by name: no other is accepted
     if found := shutil.which("nvcc"):
         yield "PATH", Path(found), ()
     for variable in ("CUDA_HOME", "CUDA_PATH"):
@@ -51,12 +51,12 @@ def candidates() -> Iterator[tuple[str, Path, tuple[str, ...]]]:
             yield variable, Path(home) / "bin" / "nvcc", ()
     yield "/usr/local/cuda", Path("/usr/local/cuda/bin/nvcc"), ()
     for unpacked in _wheel_homes():
-        # nvcc 13.0's own profile points at a directory layout that the wheels do not have.
+        # nvcc 13.0's own profile refers to a directory layout that the wheels do not have.
         yield "PyPI", unpacked / "bin" / "nvcc", (str(unpacked / "lib"),)
 
 
 def _wheel_homes() -> Iterator[Path]:
-    """Where NVIDIA's wheels unpack: site-packages/nvidia/cu13 and, before CUDA 13, nvidia/cuda_nvcc."""
+    """The directories where NVIDIA's wheels unpack: site-packages/nvidia/cu13 and, before CUDA 13, nvidia/cuda_nvcc."""
     roots = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     for root in roots:
         nvidia = Path(root) / "nvidia"
@@ -65,7 +65,7 @@ def _wheel_homes() -> Iterator[Path]:
 
 
 def _version(nvcc: Path) -> str | None:
-    """The version nvcc reports, or None when it does not run."""
+    """The version that nvcc reports, or None if it does not run."""
     try:
         text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -76,10 +76,10 @@ def _version(nvcc: Path) -> str | None:
 
 @lru_cache(maxsize=1)
 def find() -> Toolchain:
-    """The first nvcc that runs, or ToolchainError naming every place that was tried. Remembered for the process."""
+    """The first nvcc that runs, or ToolchainError naming every place that was tried. Cached for the process."""
     tried = []
     for origin, nvcc, library_dirs in candidates():
-        if not os.path.isfile(nvcc):  # Path.is_file raises where a directory may not be searched
+        if not os.path.isfile(nvcc):  # Path.is_file raises if a directory may not be searched
             tried.append(f"{origin}: {nvcc} is not there")
         elif (version := _version(nvcc)) is None:
             tried.append(f"{origin}: {nvcc} does not run")
@@ -91,5 +91,5 @@ def find() -> Toolchain:
 
 
 def host_compiler() -> str | None:
-    """The C++ compiler nvcc will call for host code."""
+    """The C++ compiler that nvcc will call for host code."""
     return shutil.which("g++") or shutil.which("c++")

@@ -1,10 +1,10 @@
-"""Whose files may be opened. Opening a library runs code of its maker, so its maker must be this user, or root.
+"""Whose files may be opened. Opening a library runs its author's code, so its owner must be this user or root.
 
-Root is trusted because it could as well replace Python or the driver; so an administrator can fill a cache that others
-only read. Group and others must not be able to write: an ACL that lets them shows in the same bits.
+Root is trusted because it could equally replace Python or the driver, so an administrator can fill a cache that others
+only read. Group and others must not have write permission: an ACL that grants it shows in the same bits.
 
-Files are judged by their open descriptor, and found by name within a directory that was opened and judged before: what
-was judged is what is read, whatever happens to the path in between.
+Files are checked by their open descriptor, and opened by name within a directory that was opened and checked before, so
+what is read is what was checked, whatever happens to the path in between.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _OWN_FOLDER = "set QFLASH_CACHE_DIR to a folder of your own that nobody else may
 def directory(path: Path, within: int | None = None) -> Iterator[int]:
     """The descriptor of a directory that only this user or root can change.
 
-    `within` is the descriptor of the directory around it; then a link is refused. Without it `path` may be a link: the
-    directory it leads to is judged.
+    `within` is the descriptor of its parent directory; a link is then rejected. Without it `path` may be a link, whose
+    target directory is checked.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | (0 if within is None else os.O_NOFOLLOW)
     try:
@@ -47,7 +47,7 @@ def directory(path: Path, within: int | None = None) -> Iterator[int]:
 
 @contextmanager
 def file(path: Path, within: int) -> Iterator[int]:
-    """The descriptor of a plain file, no link, that only this user or root can change."""
+    """The descriptor of a plain file, not a link, that only this user or root can change."""
     try:
         opened = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within)
     except OSError as error:
@@ -79,7 +79,7 @@ def _judge(opened: int, path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make `path`, and what is missing above it, for this user alone, whatever the umask says."""
+    """Create `path` and its missing parents, accessible only to this user, whatever the umask is."""
     missing = []
     while not path.exists():
         missing.append(path)

@@ -1,4 +1,4 @@
-"""KERNELS: the table, a row for each kernel, in files by what they compute. The first that serves a call wins."""
+"""KERNELS: the table, one row per kernel, in files by what they compute. The first row that serves a call wins."""
 
 from __future__ import annotations
 

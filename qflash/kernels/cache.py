@@ -1,4 +1,4 @@
-"""Rows of what keeps keys and values: quantization for Hopper, writes into pages, and the merge of partial results."""
+"""Rows of kernels for stored keys and values: quantization for Hopper, writes to pages, merging partial results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a kernel cannot serve a Spec, or keeps no dS of it, where the columns of its row cannot say it."""
+"""Why a kernel cannot serve a Spec, or does not store its dS, for conditions that columns of its row cannot express."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def sixteen_bit_tensor_cores(spec: Spec) -> list[str]:
 
 
 def small_head_dim(spec: Spec) -> str:
-    """A score costs as many bytes at any head_dim, and less to compute again at a small one."""
+    """A score takes the same number of bytes at any head_dim, but is cheaper to recompute at a small one."""
     return "" if spec.head_dim > 64 else "at this head_dim that is faster than to keep dS"
 
 
@@ -24,14 +24,14 @@ def small_blocks(spec: Spec) -> str:
 
 
 def copy_engine(spec: Spec) -> list[str]:
-    """Why Hopper's copy engine cannot fetch rows of this head_dim."""
+    """Why TMA, Hopper's copy engine, cannot load rows of this head_dim."""
     if spec.head_dim % 8:
         return [f"head_dim is {spec.head_dim}; the copy engine takes multiples of 8, rows of whole 16 bytes"]
     return []
 
 
 def one_lesson(spec: Spec) -> list[str]:
-    """What the rungs that nobody gets by default leave out, so that each of them teaches one thing."""
+    """What the rungs that never run by default do not support, so that each of them teaches one thing."""
     found = []
     if spec.rope is not None:
         found.append("takes no rope; fa and fa_mma do")
@@ -41,7 +41,7 @@ def one_lesson(spec: Spec) -> list[str]:
 
 
 def wmma(spec: Spec) -> list[str]:
-    """What fa_tc leaves out: as the other rungs, and rows that are no whole chunks of 16 bytes."""
+    """What fa_tc does not support: the same as other rungs, and rows that are not multiples of 16 bytes."""
     found = sixteen_bit_tensor_cores(spec) + one_lesson(spec)
     if spec.head_dim % 8:
         found.append(f"head_dim is {spec.head_dim}; fa_tc takes multiples of 8, rows of whole 16 bytes")
@@ -49,7 +49,7 @@ def wmma(spec: Spec) -> list[str]:
 
 
 def gelu_alone(spec: Spec) -> list[str]:
-    """What the rung of WMMA leaves out."""
+    """What the WMMA rung does not support."""
     found = sixteen_bit_tensor_cores(spec)
     if not spec.activation.startswith("gelu"):
         found.append(f"fuses GeLU alone, activation is {spec.activation or None!r}; gemm_mma takes every activation")
@@ -57,19 +57,19 @@ def gelu_alone(spec: Spec) -> list[str]:
 
 
 def sums_alone(spec: Spec) -> list[str]:
-    """int32 results are sums, and nothing follows them."""
+    """int32 results are the accumulators, without an epilogue."""
     return ["gives int32 without an activation alone"] if spec.dtype == "int32" and spec.activation else []
 
 
 def linear_in_triton(spec: Spec) -> list[str]:
-    """What triton_linear leaves out."""
+    """What triton_linear does not support."""
     if spec.precision == "native" and spec.dtype not in HALVES:
         return [f"multiplies float16, bfloat16 and int8, not {spec.dtype}"]
     return sums_alone(spec)
 
 
 def gemm_by_copy_engine(spec: Spec) -> list[str]:
-    """What Hopper's GEMM leaves to others: float32, and integers that its tensor cores cannot read."""
+    """What Hopper's GEMM does not support: float32, and integers that its tensor cores cannot read."""
     if spec.precision == "native" and spec.dtype not in HALVES:
         return [f"multiplies float16, bfloat16 and int8, not {spec.dtype}"]
     if spec.precision == "int8" and spec.layout == "n":
@@ -80,7 +80,7 @@ def gemm_by_copy_engine(spec: Spec) -> list[str]:
 
 
 def decoding(spec: Spec) -> list[str]:
-    """What the decode kernels leave out."""
+    """What the decode kernels do not support."""
     return ["takes no packed arrays (attention_varlen)"] if spec.packed else []
 
 

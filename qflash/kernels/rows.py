@@ -1,4 +1,4 @@
-"""Rows of what works on one row, or one token, at a time: rotary embedding, softmax, layer norm, cross entropy."""
+"""Rows of kernels that process one row or one token at a time: rotary embedding, softmax, layer norm, cross entropy."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A paged key/value cache: which page holds which tokens of which sequence, and the arrays behind the pages.
+"""A paged key/value cache: which page holds which tokens of which sequence, and the arrays of the pages.
 
-pages    the allocator: free pages, reference counts, sequences; integers alone
+pages    the allocator: free pages, reference counts, sequences; only integers
 tables   page table, lengths and offsets of a batch, in NumPy on the host and as arrays of the framework
-storage  what a framework keeps: pools, copies of pages, uploads; one file of arrays_* for each framework
-step     one batch of new tokens: writes them, and gives what attention takes
-cache    qflash.KVCache, which holds them together under one lock
+storage  interface to a framework: pools, copies of pages, uploads; one file arrays_* for each framework
+step     one batch of new tokens: writes them, and returns what attention takes
+cache    qflash.KVCache, which combines them under one lock
 """
 
 from qflash.kvcache.cache import KVCache

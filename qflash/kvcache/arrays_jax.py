@@ -1,4 +1,4 @@
-"""The pages of a cache as JAX arrays. A write donates the arrays of a layer and keeps what comes back."""
+"""The pages of a cache as JAX arrays. A write donates the arrays of a layer and keeps the results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from qflash.rotary import Rope
 
 
 class JaxStorage:
-    """Arrays of each layer by themselves, because a write replaces them."""
+    """Separate arrays for each layer, because a write replaces them."""
 
     in_place = False
 
     def __init__(self, shape: Shape, dtype: Any, device: Any) -> None:
         if device is not None and not isinstance(device, jax.Device):
             raise TypeError(f"device is {shown(device)}; allowed: None or a jax.Device, such as jax.devices()[0]")
-        self._placed = device  # None: arrays stay uncommitted, and go where those they meet are
+        self._placed = device  # None: arrays stay uncommitted, and follow those they are used with
         self.device = device or next(iter(jnp.zeros(0).devices()))
         self.shape = shape
         self.dtype = jnp.dtype(dtype)
@@ -55,13 +55,13 @@ class JaxStorage:
         for copy in copies:
             for layer in self.layers:
                 pools = (layer.k, layer.v, layer.k_scale, layer.v_scale)
-                # NumPy's scalars are arguments of the program, so that one program serves all pages.
+                # NumPy scalars are arguments of the program, so one program serves all pages.
                 layer.k, layer.v, layer.k_scale, layer.v_scale = _copy_page(
                     pools, np.int32(copy.source), np.int32(copy.target)
                 )
 
     def upload(self, old: Any, values: np.ndarray[Any, np.dtype[np.int32]]) -> Any:
-        return jax.device_put(values.copy(), self._placed)  # a copy, which a CPU device may take as it is
+        return jax.device_put(values.copy(), self._placed)  # a copy, because a CPU device may alias the memory
 
     def set_mean(self, layer: int, compute: Callable[[], Any]) -> None:
         self.layers[layer].k_mean = compute()
@@ -69,8 +69,8 @@ class JaxStorage:
     def write(self, layer: int, kv: PagedKV, k: Any, v: Any, rope: Rope | None, cu_seqlens: Any) -> PagedKV:
         arrays = self.layers[layer]
         if self.device.platform == "cpu" and rope is not None and rope.positions_k is not None:
-            # The CPU engine refuses bad positions while it runs, when arrays that were donated are lost already. All
-            # else that it looks at the step has checked.
+            # The CPU engine rejects bad positions at run time, when donated arrays are already lost. Everything else
+            # that it checks was checked by the step.
             kv = paged_write(kv, k, v, rope=rope, cu_seqlens=cu_seqlens)
             arrays.k, arrays.v, arrays.k_scale, arrays.v_scale = kv.k_pages, kv.v_pages, kv.k_scale, kv.v_scale
             return kv

@@ -36,7 +36,7 @@ class NumpyStorage:
 
     def check_new(self, name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
         if type(x) is np.ndarray and x.dtype == self.dtype and x.shape in shapes:
-            return  # most calls: the rest says what is wrong with the others
+            return  # the usual case; otherwise the checks below find the error
         array = describe(name, x, "dtype")
         check_dtype(name, array, self.dtype.name)
         check_shape(name, array, *shapes)
@@ -48,7 +48,7 @@ class NumpyStorage:
 
     def upload(self, old: Any, values: np.ndarray[Any, np.dtype[np.int32]]) -> Any:
         if old is None:
-            return values.copy()  # not the array itself, which the next step writes to while it finds out what fits
+            return values.copy()  # not the array itself, which the next step modifies before its checks are complete
         old[:] = values
         return old
 

@@ -21,15 +21,15 @@ from qflash.rotary import Rope
 class TorchStorage:
     """Tensors that are written in place.
 
-    Everything that is written in place later is made outside of inference mode, whose tensors could only be written in
-    that mode.
+    Tensors that are written later are created outside inference mode; otherwise they could only be written in that
+    mode.
     """
 
     in_place = True
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: Any) -> None:
         try:
-            # With the number of the GPU, which "cuda" leaves out and the device of every tensor has.
+            # With the GPU's index, which "cuda" omits and the device of every tensor has.
             self.device = torch.empty(0, device=device).device
         except (RuntimeError, TypeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
@@ -43,7 +43,7 @@ class TorchStorage:
 
     def check_new(self, name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
         if type(x) is torch.Tensor and x.dtype is self.dtype and x.device == self.device and x.shape in shapes:
-            return  # most calls: the rest says what is wrong with the others
+            return  # the usual case; otherwise the checks below find the error
         array = describe(name, x, "dtype")
         check_dtype(name, array, str(self.dtype).removeprefix("torch."))
         if x.device != self.device:
@@ -52,7 +52,7 @@ class TorchStorage:
 
     def copy_pages(self, copies: Iterable[Copy]) -> None:
         for copy in copies:
-            for pool in self._pools:  # without indices on the device, and without memory for what is copied
+            for pool in self._pools:  # without indices on the device, and without temporary memory
                 pool[:, copy.target, :, : copy.tokens].copy_(pool[:, copy.source, :, : copy.tokens])
 
     def upload(self, old: Any, values: np.ndarray[Any, np.dtype[np.int32]]) -> Any:
@@ -60,8 +60,8 @@ class TorchStorage:
             with torch.inference_mode(False):
                 old = torch.empty(values.shape, dtype=torch.int32, device=self.device)
         host = torch.from_numpy(values)
-        # The copy does not wait for the GPU. PyTorch keeps pinned memory until such a copy is done, and `values`, which
-        # the next step overwrites, is free at once.
+        # The copy does not wait for the GPU. PyTorch keeps pinned memory alive until such a copy is done, so `values`,
+        # which the next step overwrites, is free immediately.
         old.copy_(host.pin_memory() if old.is_cuda else host, non_blocking=True)
         return old
 

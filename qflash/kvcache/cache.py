@@ -19,25 +19,26 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 class KVCache:
-    """Keys and values of many sequences, in pages of `page_size` tokens that sequences take as they grow.
+    """Paged KV cache: keys and values of many sequences in pages of `page_size` tokens, allocated as sequences grow.
 
     Args:
-        layers: how many layers of a model there are; a sequence has the same pages in each.
+        layers: number of layers of the model; a sequence has the same pages in each.
         kv_heads: heads of k and v.
-        head_dim: channels of a head; a multiple of 16 with precision "int8".
-        pages: how many pages there are for all sequences.
-        page_size: tokens of a page: 16, 32, 64, 128 or 256.
-        dtype: of k and v, and it tells the framework: `np.float32`, `torch.bfloat16`, `jnp.bfloat16`. The dtype of a
-            JAX array is one of NumPy's; write `jnp.bfloat16`. On a GPU attention takes pages of 16-bit dtypes alone.
-        precision: None keeps `dtype`. "int8" keeps a byte for each value, and a scale for each token and head.
-        device: where pages are: what torch calls a device, or a `jax.Device`; None is the framework's default.
+        head_dim: channels per head; a multiple of 16 with precision "int8".
+        pages: number of pages for all sequences together.
+        page_size: tokens per page: 16, 32, 64, 128 or 256.
+        dtype: dtype of k and v, which also selects the framework: `np.float32`, `torch.bfloat16`, `jnp.bfloat16`. The
+            dtype of a JAX array is a NumPy dtype; write `jnp.bfloat16`. On a GPU attention supports only pages of
+            16-bit dtypes.
+        precision: None stores `dtype`. "int8" stores a byte for each value, and a scale for each token and head.
+        device: where the pages are: a torch device, or a `jax.Device`; None is the framework's default.
 
-    `open` begins a sequence, a small integer. `extend` reserves pages for new tokens of some sequences, `Step.write`
-    stores a layer's keys and values there, and `attention` takes what `write` returns. `fork` shares pages between
-    sequences, `truncate` and `close` free them. Threads may call all of these at the same time.
+    `open` creates a sequence and returns its number, a small integer. `extend` reserves pages for new tokens of some
+    sequences, `Step.write` stores a layer's keys and values there and returns a `PagedKV` for `attention`. `fork`
+    shares pages between sequences, `truncate` and `close` free them. All methods may be called from several threads.
 
-    A token that was reserved and never written holds whatever its page held before. Whoever fails between `extend` and
-    the last `write` calls `truncate` with the length from before, or `close`.
+    A token that was reserved but never written contains whatever its page contained before. If something fails between
+    `extend` and the last `write`, call `truncate` with the previous length, or `close`.
 
     Example:
         >>> import numpy as np
@@ -106,39 +107,39 @@ class KVCache:
 
     @property
     def free_pages(self) -> int:
-        """How many pages no sequence has."""
+        """The number of pages that no sequence uses."""
         with self._lock:
             return self._pages.free
 
     def open(self) -> int:
-        """A new sequence without tokens. Its number is not used again, so that a closed one is told from another."""
+        """Create a sequence without tokens. Its number is never reused, so that a closed sequence is recognised."""
         with self._lock:
             return self._pages.open()
 
     def fork(self, seq: Integer) -> int:
-        """A new sequence with the tokens of `seq`, whose pages both share from then on.
+        """Create a sequence with the tokens of `seq`, sharing its pages.
 
-        Pages that are full are shared for good. The last one, where it is not full, is copied when either of the two is
-        extended, so fork after the writes of a step.
+        Full pages stay shared. The last one, if it is not full, is copied when either of the two sequences is extended,
+        so fork after the writes of a step.
         """
         name = _sequence("seq", seq)
         with self._lock:
             return self._pages.fork(name)
 
     def truncate(self, seq: Integer, n: Integer) -> None:
-        """Keep the first `n` tokens of a sequence, at most all it has. Nothing is copied."""
+        """Keep only the first `n` tokens of a sequence, at most all it has. Nothing is copied."""
         name, length = _sequence("seq", seq), check_int("n", n, 0, INT32_MAX)
         with self._lock:
             self._pages.truncate(name, length)
 
     def close(self, seq: Integer) -> None:
-        """End a sequence, and free the pages that it shares with no other."""
+        """Close a sequence, and free the pages that it does not share."""
         name = _sequence("seq", seq)
         with self._lock:
             self._pages.close(name)
 
     def length(self, seq: Integer) -> int:
-        """How many tokens a sequence has; those that are reserved count."""
+        """The number of tokens of a sequence, including reserved ones."""
         name = _sequence("seq", seq)
         with self._lock:
             return self._pages.find(name).length
@@ -157,20 +158,20 @@ class KVCache:
         into: Step | None = None,
         columns: Integer | None = None,
     ) -> Step:
-        """Reserve pages for `n` new tokens of each sequence: all of them, or OutOfPagesError and nothing has changed.
+        """Reserve pages for `n` new tokens of each sequence: for all, or raise OutOfPagesError and change nothing.
 
         Args:
             seqs: sequences, each once.
-            n: how many new tokens each gets, or an int for all.
-            into: a step of as many sequences or more, which is renewed. Its tables keep their shapes, and in PyTorch
-                and NumPy their addresses: a CUDA graph that was captured with them stays valid. Rows past those of
-                `seqs` are padding, for which nothing is written and attention gives zeros.
-            columns: how many pages of a sequence the tables of a new step have room for, where it is to be renewed as
-                sequences grow; by default as many as the longest of `seqs` has now.
+            n: number of new tokens for each sequence, or one int for all.
+            into: a step for as many sequences or more, to renew. Its tables keep their shapes, and in PyTorch and NumPy
+                their addresses: a CUDA graph captured with them stays valid. Rows after those of `seqs` are padding,
+                for which nothing is written and attention returns zeros.
+            columns: number of pages per sequence that the tables of a new step have room for, if it is to be renewed as
+                sequences grow. Default: the number that the longest of `seqs` needs now.
 
         Returns:
-            A `Step`, which writes the tokens and gives what `attention` takes. Earlier steps of these sequences are
-            stale.
+            A `Step`, which writes the tokens and returns what `attention` takes. Earlier steps of these sequences
+            become stale.
         """
         names = _distinct([_sequence("seqs", seq, "has") for seq in _listed("seqs", seqs, "a list of ints")])
         counts = _counts(n, len(names))
@@ -182,7 +183,8 @@ class KVCache:
             most = max(map(len, reservation.pages))
             step = into if into is not None else Step(self._state, len(names), room or max(most, 1))
             step._check_fits(reservation)
-            # What may fail comes before the commit: copies go to pages that are still free, and tables are the step's.
+            # Everything that may fail precedes the commit: copies go to pages that are still free, and only this step
+            # has these tables.
             self._state.storage.copy_pages(reservation.copies)
             step._show(reservation)
             self._pages.commit(reservation)
@@ -228,7 +230,7 @@ def _distinct(names: list[int]) -> list[int]:
 
 
 def _counts(n: Any, sequences: int) -> list[int]:
-    """How many new tokens each sequence gets."""
+    """The number of new tokens for each sequence."""
     if isinstance(n, Integral):
         counts = [check_int("n", n, 0, INT32_MAX)] * sequences
     else:

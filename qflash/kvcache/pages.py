@@ -1,8 +1,8 @@
-"""The allocator of a cache: free pages, how often each is used, and the sequences. It knows no arrays of a framework.
+"""The allocator of a cache: free pages, reference counts, and the sequences. Independent of a framework's arrays.
 
-A page belongs to every sequence that lists it. New tokens go into the last page of a sequence while there is room, so
-that page must be its own: where another sequence lists it too, the sequence gets a copy first. Full pages are never
-written again, and are shared for as long as anybody lists them.
+A page belongs to every sequence that lists it. New tokens are added to the last page of a sequence while it has room,
+so that page must be exclusive: if another sequence also lists it, the sequence gets a copy first. Full pages are never
+written again, and are shared for as long as several sequences list them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Sequence:
 
     name: int
     length: int = 0
-    pages: array[int] = field(default_factory=lambda: array("i"))  # replaced, never changed in place
-    version: int = 0  # counts what a step of this sequence must notice: extend, truncate, close
+    pages: array[int] = field(default_factory=lambda: array("i"))  # replaced, never modified in place
+    version: int = 0  # counts changes that make a step of this sequence stale: extend, truncate, close
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The first `tokens` tokens of one page, wanted in another before that one is written."""
+    """The first `tokens` tokens of one page, to be copied to another before that one is written."""
 
     source: int
     target: int
@@ -37,39 +37,39 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What an extend will change once it is committed. Nobody else has taken the pages, because the caller locks."""
+    """What an extend will change when it is committed. The caller's lock prevents others from taking the pages."""
 
     sequences: tuple[Sequence, ...]
     counts: tuple[int, ...]  # new tokens of each
     pages: tuple[array[int], ...]  # of each, with the new ones
     copies: tuple[Copy, ...]
-    taken: int  # pages off the free list
+    taken: int  # pages from the free list
 
 
 class Pages:
-    """Pages of one size, and the sequences that share them. Its caller holds a lock."""
+    """Pages of one size, and the sequences that share them. The caller holds a lock."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.total = pages
         self.page_size = page_size
-        self.epoch = 0  # grows with every version: while it stands still, every step is as valid as it was
-        self._free = list(range(pages - 1, -1, -1))  # a stack: the page that was freed last is used first
+        self.epoch = 0  # incremented with every version: while it is unchanged, no step becomes stale
+        self._free = list(range(pages - 1, -1, -1))  # a stack: the page freed last is used first
         self._references = [0] * pages
         self._sequences: dict[int, Sequence] = {}
         self._opened = 0
 
     @property
     def free(self) -> int:
-        """How many pages no sequence lists."""
+        """The number of pages that no sequence lists."""
         return len(self._free)
 
     @property
     def open_sequences(self) -> int:
-        """How many sequences are open."""
+        """The number of open sequences."""
         return len(self._sequences)
 
     def find(self, name: int) -> Sequence:
-        """The open sequence of that name. Names are not used again, so that a closed one is told from another."""
+        """The open sequence of that name. Names are never reused, so that a closed one is recognised."""
         found = self._sequences.get(name)
         if found is None:
             why = "it is closed" if 0 <= name < self._opened else "the cache never opened it"
@@ -88,7 +88,7 @@ class Pages:
         return self._add(Sequence(self._opened, parent.length, parent.pages))
 
     def reserve(self, names: Many[int], counts: Many[int]) -> Reservation:
-        """Pages for `counts` new tokens, found and not yet taken: until `commit`, nothing has changed."""
+        """Find pages for `counts` new tokens, without taking them: until `commit`, nothing has changed."""
         sequences = tuple(map(self.find, names))
         missing = [self._missing(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         shared = self._shared_tails(sequences, counts)
@@ -106,7 +106,7 @@ class Pages:
         return Reservation(sequences, tuple(counts), tuple(pages), tuple(copies), needed)
 
     def commit(self, reservation: Reservation) -> None:
-        """Take the pages of a reservation and count its tokens."""
+        """Take the pages of a reservation and add its tokens."""
         del self._free[len(self._free) - reservation.taken :]
         for copy in reservation.copies:
             self._references[copy.source] -= 1  # at least one other sequence lists it
@@ -120,7 +120,7 @@ class Pages:
             self._changed(sequence)
 
     def truncate(self, name: int, length: int) -> None:
-        """Forget the tokens from `length` on."""
+        """Drop the tokens from `length` on."""
         sequence = self.find(name)
         if not 0 <= length <= sequence.length:
             raise ValueError(f"n is {length}; allowed: 0 to the length of sequence {name}, {sequence.length}")
@@ -131,26 +131,26 @@ class Pages:
         self._changed(sequence)
 
     def close(self, name: int) -> None:
-        """Forget a sequence, and free the pages that no other lists."""
+        """Remove a sequence, and free the pages that no other lists."""
         sequence = self.find(name)
         del self._sequences[name]
         self._release(sequence.pages)
         self._changed(sequence)
 
     def _missing(self, sequence: Sequence, count: int) -> int:
-        """How many pages more a sequence lists once it has `count` tokens more."""
+        """The number of additional pages that a sequence needs for `count` more tokens."""
         length = sequence.length + count
         if length > INT32_MAX:
             raise ValueError(f"n makes sequence {sequence.name} {length} tokens long; allowed: up to {INT32_MAX}")
         return -(-length // self.page_size) - len(sequence.pages)
 
     def _shared_tails(self, sequences: Many[Sequence], counts: Many[int]) -> set[int]:
-        """Which sequences get a copy of their last page: those whose new tokens would go into one that others list.
+        """The sequences that get a copy of their last page: those whose new tokens would go to a page that others list.
 
-        Of those that all write to the same page and are all that list it, the last one keeps it.
+        If all sequences that list a page write to it, the last one keeps it.
         """
         copied: set[int] = set()
-        left: dict[int, int] = {}  # of the pages that are copied: how many sequences still list them
+        left: dict[int, int] = {}  # per copied page: the number of sequences that still list it
         for sequence, count in zip(sequences, counts, strict=True):
             if count and sequence.length % self.page_size:
                 page = sequence.pages[-1]

@@ -20,25 +20,33 @@ from qflash.rotary import Rope
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a cache and its steps share. Whoever reads or changes any of it holds the lock."""
+    """What a cache and its steps share. The lock must be held to read or modify it."""
 
     shape: Shape
     pages: Pages
     storage: Storage
     lock: RLock
-    has_mean: list[bool]  # of each layer: whether its k_mean is what it stays; that of pages which have none is
+    has_mean: list[bool]  # per layer: whether its k_mean is final; always True for pages without one
 
 
 class Step:
-    """New tokens of some sequences: `write` stores them, and `attention` reads them with all that came before.
+    """New tokens of some sequences: `write` stores them, and `attention` reads them with all earlier tokens.
 
-    What `KVCache.extend` returns. Tables are arrays of the cache's framework: `page_table` int32 `[B, columns]`, `lens`
-    int32 `[B]` (with the new tokens) and `cu_seqlens` int32 `[B + 1]`, where each sequence's new tokens start in a
-    packed array. `counts` are the new tokens of each of `sequences`, `max_new` is the largest and `total` the sum. B is
-    the number of sequences that the step was made for. Where it was renewed with fewer, the last rows are padding: they
-    have no pages and length 0, nothing is written for them, and attention gives them zeros.
+    Returned by `KVCache.extend`. Tables are arrays of the cache's framework.
 
-    A step is stale once one of its sequences is extended, truncated or closed, and then refuses to write and to read.
+    Attributes:
+        page_table: int32 `[B, columns]`.
+        lens: int32 `[B]`, with the new tokens.
+        cu_seqlens: int32 `[B + 1]`, the start of each sequence's new tokens in a packed array.
+        sequences: the sequences.
+        counts: the number of new tokens of each.
+        max_new: the largest of counts.
+        total: the sum of counts.
+
+    B is the number of sequences that the step was made for. If it was renewed with fewer, the last rows are padding:
+    they have no pages and length 0, nothing is written for them, and attention returns zeros for them.
+
+    A step becomes stale when one of its sequences is extended, truncated or closed; writing and reading then raise.
     `KVCache.extend(..., into=step)` renews it.
     """
 
@@ -51,35 +59,35 @@ class Step:
         self._state = state
         self._tables = Tables(state.storage, rows, columns)
         self._members: tuple[Sequence, ...] = ()
-        self._versions: tuple[int, ...] | None = None  # of the members, as the tables show them; None: nothing is shown
-        self._epoch = -1  # of the allocator, when the versions were compared last
-        self._kvs: dict[int, PagedKV] = {}  # by layer, where the arrays stay the same
+        self._versions: tuple[int, ...] | None = None  # of the members, as in the tables; None: tables are invalid
+        self._epoch = -1  # the allocator's, when the versions were last compared
+        self._kvs: dict[int, PagedKV] = {}  # by layer, if the arrays stay the same
 
     @property
     def page_table(self) -> Any:
-        """int32 `[B, columns]`: the pages of each sequence, -1 after the last."""
+        """int32 `[B, columns]`: the pages of each sequence, followed by -1."""
         return self._tables.page_table
 
     @property
     def lens(self) -> Any:
-        """int32 `[B]`: how many tokens each sequence has, with the new ones."""
+        """int32 `[B]`: the number of tokens of each sequence, including the new ones."""
         return self._tables.lens
 
     @property
     def cu_seqlens(self) -> Any:
-        """int32 `[B + 1]`: where the new tokens of each sequence start in a packed array."""
+        """int32 `[B + 1]`: the start of each sequence's new tokens in a packed array."""
         return self._tables.cu_seqlens
 
     @property
     def columns(self) -> int:
-        """How many pages of a sequence the page table has room for."""
+        """The number of pages per sequence that the page table has room for."""
         return self._tables.columns
 
     @property
     def shared_pages(self) -> int:
-        """How many first pages all sequences share, for `share_prefix`: those that `fork` left, before any new token.
+        """The number of leading pages that all sequences share since `fork`, without new tokens, for `share_prefix`.
 
-        It is 0 where to read them once would not pay, by the estimate of `kvcache/sharing.py`.
+        0 if reading them once would not pay off, according to the estimate of `kvcache/sharing.py`.
         """
         state = self._state
         with state.lock:
@@ -91,13 +99,21 @@ class Step:
             return same if saves else 0
 
     def write(self, layer: int, k: Any, v: Any, *, rope: Rope | None = None) -> PagedKV:
-        """Store the new keys and values of a layer in their pages, in one launch; what `attention` takes.
+        """Store the new keys and values of a layer in their pages, in one launch.
 
-        k, v: `[B, T, Hkv, D]` where every sequence has T new tokens, or packed `[total, Hkv, D]`, a sequence after
-        another. What they hold in rows of padding is not looked at. rope: rotates k; a token stands at its place in the
-        sequence, or at `rope.positions_k`. The same Rope goes to `attention`, which rotates q by it.
+        Args:
+            layer: index of the layer.
+            k: `[B, T, Hkv, D]` if every sequence has T new tokens, or packed `[total, Hkv, D]`, in the order of the
+                sequences. The contents of rows of padding are ignored.
+            v: the same for values.
+            rope: rotates k; the position of a token is its index in the sequence, or given by `rope.positions_k`. Pass
+                the same Rope to `attention`, which rotates q with it.
 
-        The first write to a layer of int8 pages also decides the mean that all its keys lose: that of these keys.
+        Returns:
+            A `PagedKV` for `attention`.
+
+        For int8 pages, the first write to a layer also fixes the mean that is subtracted from all its keys: that of
+        these keys.
         """
         state = self._state
         with state.lock:
@@ -110,11 +126,11 @@ class Step:
                 state.storage.set_mean(layer, lambda: self._mean(k, rope))
             kv = self._kv(layer)
             kv = state.storage.write(layer, kv, k, v, rope, self.cu_seqlens if len(k.shape) == 3 else None)
-            state.has_mean[layer] = True  # a write that was refused decides nothing
+            state.has_mean[layer] = True  # only now: a rejected write must not fix the mean
             return kv
 
     def kv(self, layer: int) -> PagedKV:
-        """The keys and values of a layer as they are, for `attention`; nothing is written."""
+        """The current keys and values of a layer, for `attention`; nothing is written."""
         with self._state.lock:
             self._check(layer)
             return self._kv(layer)
@@ -122,10 +138,10 @@ class Step:
     def __repr__(self) -> str:
         return f"<qflash Step of sequences {list(self.sequences)}, new tokens {list(self.counts)}>"
 
-    # What the cache calls, in this order, while it holds the lock.
+    # Called by the cache, in this order, while it holds the lock.
 
     def _check_fits(self, reservation: Reservation) -> None:
-        """Refuse a batch that the tables have no room for."""
+        """Reject a batch that the tables have no room for."""
         rows, columns = self._tables.rows, self._tables.columns
         if len(reservation.sequences) > rows:
             raise ValueError(f"seqs has {len(reservation.sequences)} sequences; allowed: up to into's {rows} rows")
@@ -137,12 +153,12 @@ class Step:
                 )
 
     def _show(self, reservation: Reservation) -> None:
-        """Make the tables those of a reservation. Until `_commit` the step is stale, whatever happens."""
+        """Write a reservation to the tables. Until `_commit` the step is stale, whatever happens."""
         self._versions, self._epoch = None, -1
         self._tables.show(reservation)
 
     def _commit(self, reservation: Reservation) -> None:
-        """The reservation is committed: the step is its."""
+        """Called when the reservation is committed: the step now represents it."""
         self._members = reservation.sequences
         self._versions = tuple([sequence.version for sequence in self._members])
         self.sequences = tuple([sequence.name for sequence in self._members])
@@ -176,14 +192,14 @@ class Step:
         check_new("v", v, (tuple(k.shape),))
 
     def _check_rope(self, rope: Any) -> None:
-        """Positions are known here, so tables that are too short are found before anything is written."""
+        """Positions are known here, so tables that are too short are detected before anything is written."""
         cos, _, _, positions, _ = tables_of(rope)
         rows = getattr(cos, "shape", (self._longest,))[0]
         if positions is None and rows < self._longest:
             raise ValueError(f"rope.cos has {rows} rows; allowed: at least {self._longest}, the longest sequence's")
 
     def _mean(self, k: Any, rope: Rope | None) -> Any:
-        """The mean of the new keys, rotated, over tokens and sequences, padding left out: `[Hkv, D]`."""
+        """The mean of the new keys, rotated, over tokens and sequences, without padding: `[Hkv, D]`."""
         keys = k[: len(self.counts)] if len(k.shape) == 4 else k[None]
         if rope is not None:
             positions: Any = rope.positions_k
@@ -194,7 +210,7 @@ class Step:
                 positions = positions[: keys.shape[0]]
             rope = Rope(rope.cos, rope.sin, rope.interleaved, positions_k=positions)
         mean: Any = quantize(keys, rope=rope, smooth=True).mean
-        return mean.mean(0)  # sequences of a batch have equally many new tokens
+        return mean.mean(0)  # all sequences of a batch have the same number of new tokens
 
     def _kv(self, layer: int) -> PagedKV:
         kept = self._kvs.get(layer)

@@ -1,6 +1,6 @@
-"""What the cache asks of a framework: pools of pages, copies between pages, uploads of tables.
+"""What the cache needs from a framework: pools of pages, copies between pages, uploads of tables.
 
-`make_storage` tells the framework by the dtype's class, and imports none to find out.
+`make_storage` determines the framework from the dtype's class, without importing any.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXAMPLES = "np.float32, torch.bfloat16, jnp.bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How much a cache holds, and in which type: `dtype` is that of new tokens, `is_int8` that pages are not."""
+    """The size of a cache, and its types: `dtype` is that of new tokens; pages are int8 if `is_int8`."""
 
     layers: int
     pages: int
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def of_pool(self) -> tuple[int, int, int, int]:
-        """Of the keys, or values, of one layer: head-major, so that a head's tokens of a page lie together."""
+        """The shape of one layer's keys, or values: head-major, so that a head's tokens of a page are contiguous."""
         return self.pages, self.kv_heads, self.page_size, self.head_dim
 
     @property
@@ -44,14 +44,14 @@ class Shape:
 
     @property
     def bytes_of_page(self) -> int:
-        """Of one layer, keys and values: what attention reads."""
+        """Bytes of a page of one layer, keys and values: what attention reads."""
         element, scale = {"int8": (1, 4), "float32": (4, 0)}.get(self.elements, (2, 0))
         return 2 * self.kv_heads * self.page_size * (self.head_dim * element + scale)
 
 
 @dataclass(slots=True)
 class Layer:
-    """The arrays of one layer. Scales and k_mean are those of int8 pages."""
+    """The arrays of one layer. Only int8 pages have scales and k_mean."""
 
     k: Any
     v: Any
@@ -61,8 +61,8 @@ class Layer:
 
 
 def allocate(shape: Shape, zeros: Callable[[tuple[int, ...], str], Any]) -> tuple[list[Any], list[Layer]]:
-    """Arrays for all layers together, so that a copy of a page is one assignment to each: those that have pages, and
-    the layers, which are views of all. zeros(extents, name): an array of the dtype of that name."""
+    """Arrays for all layers together, so that a copy of a page is one assignment to each: returns those that have
+    pages, and the layers, which are views of them. zeros(extents, name): an array of the dtype of that name."""
     pools = [zeros((shape.layers, *shape.of_pool), shape.elements) for _ in "kv"]
     means = []
     if shape.is_int8:
@@ -77,22 +77,22 @@ class Storage(Protocol):
     shape: Shape
     layers: list[Layer]
     device: Any
-    in_place: bool  # whether a write changes the arrays of `layers`; else it replaces them
+    in_place: bool  # whether a write modifies the arrays of `layers`; otherwise it replaces them
 
     def check_new(self, name: str, x: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
-        """Refuse new tokens of another framework, dtype, device or shape."""
+        """Reject new tokens of another framework, dtype, device or shape."""
 
     def copy_pages(self, copies: Iterable[Copy]) -> None:
-        """Carry out copies in all layers."""
+        """Execute copies in all layers."""
 
     def upload(self, old: Any, values: np.ndarray[Any, np.dtype[np.int32]]) -> Any:
-        """An array of these values: `old`, written in place, where there is one and the framework can."""
+        """An array of these values: `old`, written in place, if it is given and the framework supports that."""
 
     def set_mean(self, layer: int, compute: Callable[[], Any]) -> None:
-        """Make what `compute` returns, float32 `[kv_heads, head_dim]`, the k_mean of a layer."""
+        """Set the k_mean of a layer to the result of `compute`, float32 `[kv_heads, head_dim]`."""
 
     def write(self, layer: int, kv: PagedKV, k: Any, v: Any, rope: Rope | None, cu_seqlens: Any) -> PagedKV:
-        """Write new tokens to the pages of `kv`; what to read them by."""
+        """Write new tokens to the pages of `kv`; returns the PagedKV to read them."""
 
 
 def make_storage(dtype: Any, device: Any, **sizes: Any) -> Storage:

@@ -1,4 +1,4 @@
-"""The tables of a batch: built in NumPy on the host, and uploaded where they have changed."""
+"""The tables of a batch: built in NumPy on the host, and uploaded when they have changed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from qflash.kvcache.pages import Reservation
 from qflash.kvcache.storage import Storage
 
-UNUSED = -1  # in a page table; no page has that number
-NO_PAGES = array("i")  # of a row that is padding: the same list in every batch
+UNUSED = -1  # in a page table; not the number of any page
+NO_PAGES = array("i")  # for a row of padding: the same list in every batch
 
 
 class Tables:
     """page_table int32 `[rows, columns]`, lens int32 `[rows]` and cu_seqlens int32 `[rows + 1]` of a batch.
 
-    Their shapes are fixed. A batch of fewer sequences than rows leaves the last rows to padding: no pages, length 0 and
-    no new tokens. Where arrays can be written in place their addresses are too, so that a CUDA graph that
-    reads them sees what the last `show` wrote.
+    Their shapes are fixed. If a batch has fewer sequences than rows, the last rows are padding: no pages, length 0 and
+    no new tokens. If arrays can be written in place, their addresses are also fixed, so that a CUDA graph that reads
+    them sees what the last `show` wrote.
     """
 
     def __init__(self, storage: Storage, rows: int, columns: int) -> None:
@@ -30,22 +30,22 @@ class Tables:
         self.page_table: Any = None
         self.lens: Any = None
         self.cu_seqlens: Any = None
-        # What the arrays show. The allocator replaces a list of pages and never changes one, so `is` tells a change.
+        # The contents of the arrays. The allocator replaces lists of pages and never modifies one, so `is` suffices.
         self._pages: tuple[array[int] | None, ...] = (None,) * rows
         self._counts: tuple[int, ...] | None = None
 
     @property
     def rows(self) -> int:
-        """How many sequences there are rows for."""
+        """The number of sequences that there are rows for."""
         return self._host_table.shape[0]
 
     @property
     def columns(self) -> int:
-        """How many pages of a sequence there is room for."""
+        """The number of pages per sequence that there is room for."""
         return self._host_table.shape[1]
 
     def show(self, reservation: Reservation) -> None:
-        """The tables as they are with the reserved tokens."""
+        """Update the tables to include the reserved tokens."""
         upload = self._storage.upload
         padding = self.rows - len(reservation.sequences)
         pages = reservation.pages + (NO_PAGES,) * padding
@@ -57,7 +57,7 @@ class Tables:
                 table[row, len(listed) :] = UNUSED
                 is_new = True
         if is_new:
-            self._pages = (None,) * len(pages)  # should the upload fail, the next one is a whole one
+            self._pages = (None,) * len(pages)  # if the upload fails, the next one is complete
             self.page_table = upload(self.page_table, table)
             self._pages = pages
         lengths = [s.length + n for s, n in zip(reservation.sequences, reservation.counts, strict=True)]

@@ -1,4 +1,4 @@
-"""What each operation means: words and described arrays to a checked Plan. One file per operation."""
+"""One file per operation: from arguments and array descriptions to a checked Plan."""
 
 from qflash.ops.attention import ATTENTION, ATTENTION_BACKWARD, ATTENTION_BACKWARD_SHARE
 from qflash.ops.attention_kv import ATTENTION_KEPT, ATTENTION_QUANTIZED
@@ -15,7 +15,7 @@ from qflash.ops.rope import ROPE
 from qflash.ops.row_gradients import CROSS_ENTROPY_BACKWARD, LAYER_NORM_BACKWARD, SOFTMAX_BACKWARD
 from qflash.ops.rows import CROSS_ENTROPY, LAYER_NORM, SOFTMAX
 
-# Every operation, for front ends that must know them before the first call.
+# Every operation, for front ends that must register them before the first call.
 OPS = (
     *(ATTENTION, ATTENTION_BACKWARD, ATTENTION_BACKWARD_SHARE),
     *(ATTENTION_QUANTIZED, ATTENTION_KEPT, ATTENTION_PAGED),

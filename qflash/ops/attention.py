@@ -1,6 +1,6 @@
-"""attention on arrays, padded and packed: forward, and backward.
+"""attention on arrays, padded and packed: forward and backward.
 
-One C struct and one Spec serve these and the calls whose k and v are values of their own (attention_kv.py).
+The same C struct and Spec are used for these and for calls whose k and v are objects (attention_kv.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Fields = tuple[tuple[str, int | float | Extents], ...]
 
 
 def _size(value: Any, *of: tuple[str, int]) -> Any:
-    """A size, or where it comes from while it is symbolic."""
+    """A size, or how to compute it while it is symbolic."""
     return value if isinstance(value, int) else Extents(of)
 
 
@@ -54,7 +54,7 @@ def _strides(field: str, strides: Sequence[Any], argument: str, packed: bool) ->
 
 
 def fields_of(problem: Problem, prefix: str = "", strided: Collection[str] = ("q", "k", "v")) -> Fields:
-    """The struct's fields that a checked problem fixes. `strided`: the tensors whose strides it knows."""
+    """The struct's fields that a checked problem determines. `strided`: the tensors whose strides it has."""
     packed = problem.packed
     lengths = (
         (("q_len", problem.q_len, ()), ("k_len", problem.k_len, ()))
@@ -96,7 +96,7 @@ def fields_of(problem: Problem, prefix: str = "", strided: Collection[str] = ("q
 
 
 def _bounds(problem: Problem, prefix: str = "") -> tuple[tuple[str, str, int], ...]:
-    """max_seqlen of a packed call is cut down to a total that is not known before the program runs."""
+    """max_seqlen of a packed call is clipped to a total that is not known before the program runs."""
     if not problem.packed:
         return ()
     totals = (("q_len", "q", problem.total_q), ("k_len", "k", problem.total_k))
@@ -121,7 +121,7 @@ _WORDS = (
 
 
 def check_call(q: Array, k: Array, v: Array, extras: Sequence[Array | None], words: Sequence[Any]) -> Problem:
-    """The checked problem behind a call on arrays. `extras`: by _EXTRAS."""
+    """The checked problem of a call on arrays. `extras`: in the order of _EXTRAS."""
     kv_lens, cu_q, cu_k, cos, sin, positions_q, positions_k, sinks = extras
     *options, return_lse, interleaved, longest_q, longest_k, memory = words
     check_backward_memory("backward_memory", memory)
@@ -135,7 +135,7 @@ def check_call(q: Array, k: Array, v: Array, extras: Sequence[Array | None], wor
 
 
 def plan_of(problem: Problem, extras: Collection[str], return_lse: bool) -> Plan:
-    """The plan of a checked problem on arrays; `extras`: the optional arrays that are there."""
+    """The plan of a checked problem on arrays; `extras`: the optional arrays that are given."""
     results = [Result("out.data", _q_shape(problem), problem.dtype)]
     if return_lse:
         results.append(Result("lse", lse_shape(problem), "float32"))
@@ -161,7 +161,7 @@ _EXTRA_OPERANDS = {
 
 
 def _is_read(problem: Problem, name: str) -> bool:
-    """Tables without a row pass the checks where nothing reads them, and then nothing does."""
+    """Tables without rows pass the checks if no position is in use, and are then not passed to the kernel."""
     return problem.rope_rows > 0 or not name.startswith("rope.")
 
 
@@ -204,14 +204,14 @@ def plan_of_backward(
     partial: bool = False,
 ) -> Plan:
     """The plan of the gradients of a checked problem. `dlse`: the gradient of lse is given, not zero; `dsinks`: that of
-    sinks is wanted; `memory`: the most bytes that dS may take; `partial`: out and lse are of more keys."""
+    sinks is requested; `memory`: the bytes that dS may take; `partial`: out and lse are from more keys."""
     shapes = {"dq": _q_shape(problem), "dk": _kv_shape(problem), "dv": _kv_shape(problem)}
     like = {"dout": "q", "dq": "q", "dk": "k", "dv": "k"}
     code = dtype_code(problem.dtype)
     return Plan(
         for_spec=problem.spec(0, op="attention_backward"),
         device=problem.device,
-        kernel=None,  # the forward call's is no kernel of this operation
+        kernel=None,  # the forward call's is not a kernel of this operation
         struct=BACKWARD_STRUCT,
         fields=(
             *fields_of(problem, "fwd."),
@@ -236,13 +236,13 @@ def plan_of_backward(
             *(Result(f"{name}.data", shape, problem.dtype) for name, shape in shapes.items()),
             *([Result("dsinks", (problem.q_heads,), "float32")] if dsinks else []),
         ),
-        zeros=any(isinstance(extent, int) and extent == 0 for extent in lse_shape(problem)),  # no query at all
+        zeros=any(isinstance(extent, int) and extent == 0 for extent in lse_shape(problem)),  # no queries at all
         bounds=_bounds(problem, "fwd."),
     )
 
 
 def scores_of(problem: Problem) -> Scores:
-    """What of a problem says how large dS is."""
+    """The properties of a problem that determine the size of dS."""
     window = (problem.window_left, problem.window_right)
     return Scores(
         problem.batch, problem.q_heads, problem.kv_heads, problem.q_len, problem.k_len, window, problem.packed
@@ -251,14 +251,14 @@ def scores_of(problem: Problem) -> Scores:
 
 def _memory_of_ds(problem: Problem, limit: int) -> int:
     sizes = (problem.batch, problem.q_heads, problem.kv_heads, problem.q_len, problem.k_len)
-    if not all(isinstance(size, int) for size in sizes):  # known when the program runs
+    if not all(isinstance(size, int) for size in sizes):  # not known until the program runs
         return limit
     kept = ds_within(scores_of(problem), limit)
     return kept.nbytes if kept else 0
 
 
 def _contiguous_strides(problem: Problem, field: str, like: str) -> Fields:
-    """Of an array shaped as q or k, without gaps."""
+    """Those of a contiguous array with the shape of q or k."""
     heads = problem.q_heads if like == "q" else problem.kv_heads
     length = problem.q_len if like == "q" else problem.k_len
     row = heads * problem.head_dim
@@ -309,13 +309,13 @@ def _dims(given: Mapping[str, int]) -> Mapping[str, str]:
 
 
 def _flops(products: int, arrays: dict[str, Any], words: dict[str, Any], read: Read) -> int:
-    """Of so many products of matrices; no mask takes anything off, as in PyTorch's own count. `arrays` by name."""
+    """FLOPs of `products` matrix products; masks are not subtracted, as in PyTorch's own count. `arrays` by name."""
     q, k = arrays["q"], arrays["k"]
     heads, head_dim = q.shape[-2:]
     if "cu_seqlens_q" not in arrays:
         return int(2 * products * q.shape[0] * q.shape[1] * k.shape[1] * heads * head_dim)
     offsets = [read(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
-    if offsets[0] is None or offsets[1] is None:  # bounds must do
+    if offsets[0] is None or offsets[1] is None:  # only the bounds are known
         scores = (arrays["cu_seqlens_q"].shape[0] - 1) * words["max_seqlen_q"] * words["max_seqlen_k"]
     else:
         lengths = ([b - a for a, b in pairwise(x)] for x in offsets if x is not None)
@@ -335,7 +335,7 @@ ATTENTION_BACKWARD = Op(
     flops=lambda *call: _flops(5, *call),  # Q Kᵀ again, dO Vᵀ, and those of dQ, dK, dV
     no_gradient="qflash.attention has no second derivative; allowed: one backward pass over it",
 )
-# Of some of the keys that out and lse are of: the same arrays, words and kernels.
+# For some of the keys that out and lse were computed from: the same arrays, words and kernels.
 ATTENTION_BACKWARD_SHARE = replace(
     ATTENTION_BACKWARD, name="attention_backward_share", plan=functools.partial(_plan_backward, partial=True)
 )
@@ -374,12 +374,12 @@ def attention_gradients(
 ) -> tuple[Any, ...]:
     """dq, dk, dv and, with sinks, dsinks of attention on k and v, from its results.
 
-    partial: out, lse and their gradients dout, dlse are of more keys than k has, and the gradients are these keys'
-    share. exp(score - lse) is then the weight that a key has among all of them, and what is taken off a row's dP,
-    dout · out - dlse, is that of the whole row: shares are exact and add up. The words describe k as they would in a
-    call on these keys alone; sinks are given with one of the parts.
+    partial: out, lse and their gradients dout, dlse are from more keys than k has, and the gradients are the share of
+    these keys. exp(score - lse) is then the weight of a key among all of them, and the term subtracted from a row's dP,
+    dout · out - dlse, is that of the whole row: shares are exact and add up. The arguments describe k as in a call on
+    these keys alone; sinks are passed with one of the parts.
 
-    dlse: None where it is zero. Arrays are of q's type, lse and dlse float32; offsets and longest are cu_seqlens and
+    dlse: None if it is zero. Arrays are of q's type, lse and dlse float32; offsets and longest are cu_seqlens and
     max_seqlen of packed sequences, of q and of k.
     """
     cos, sin, positions_q, positions_k, interleaved = tables_of(rope)

@@ -1,7 +1,7 @@
-"""attention whose keys and values are a value: what `quantize` returns for q, k and v, or what `quantize_kv` returns.
+"""attention whose k and v are objects: q, k and v from `quantize`, or keys and values from `quantize_kv`.
 
-It is the same operation, struct and Spec as on arrays; the kind of KV is a column of the Spec. These signatures of it
-exist because their arrays have other names, and more of them.
+The operation, struct and Spec are the same as for arrays; the kind of KV is a column of the Spec. These variants exist
+because their arrays have other names, and there are more of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qflash.ops.problem import Options, Problem, RopeArrays, check, check_option
 from qflash.ops.quantization import GRANULARITIES, Quantized, tables_of
 from qflash.typing import Flag
 
-_LEAST_KEY_GROUP = 16  # keys of one lane of the CUDA kernel
+_LEAST_KEY_GROUP = 16  # keys per lane of the CUDA kernel
 _ONLY_E4M3 = ("v_scale", "v_exponents", "v_nonfinite", "v_mean")
 _INT8 = dtype_code("int8")
 
@@ -30,20 +30,20 @@ _INT8 = dtype_code("int8")
 def quantized_call(
     q: Any, k: Any, v: Any, options: Options, kv_lens: Any, rope: Any, sinks: Any, return_lse: Flag
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays and the words of ATTENTION_QUANTIZED, from those of `attention`."""
+    """The arrays and words of ATTENTION_QUANTIZED, from the arguments of `attention`."""
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Quantized):
             given = ", ".join(other for other, y in (("q", q), ("k", k), ("v", v)) if isinstance(y, Quantized))
             raise TypeError(
                 f"{name} is {class_of(x)} and {given} qflash.Quantized; allowed: Quantized q and k, with v either way"
             )
-    tables_of(rope)  # which refuses what is none
+    tables_of(rope)  # raises if it is not a Rope
     if rope is not None:
         raise ValueError(
             "rope is given and q and k are Quantized; allowed: None, apply it in qflash.quantize(..., rope=...)"
         )
     shape = getattr(q.values, "shape", ())
-    words = check_options(options, shape[-1] if shape and shape[-1] else 1)  # the plan says what is wrong with 0
+    words = check_options(options, shape[-1] if shape and shape[-1] else 1)  # the plan raises for 0
     if options.precision not in (None, "int8"):
         raise ValueError(f"precision is {options.precision!r}; allowed with Quantized q and k: None or 'int8'")
     _check_parts("q", q, smooth=False)
@@ -68,12 +68,12 @@ def quantized_call(
 
 
 def class_of(x: Any) -> str:
-    """A class in a message."""
+    """The name of a class, for messages."""
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 def _check_parts(name: str, x: Quantized, smooth: bool) -> None:
-    """What no plan sees: parts that are there and should not be, or the other way round."""
+    """Checks that a plan cannot make: which parts are present."""
     for part in ("values", "scale"):
         if getattr(x, part) is None:
             raise TypeError(f"{name}.{part} is None; allowed: an array")
@@ -130,7 +130,7 @@ def _plan_quantized(
     if k_granularity == "token":
         raise ValueError("k.granularity is 'token'; allowed: 'tensor' or 'group'")
     copied = {name: takes_a_copy(x) for name, x in (("q", q), ("k", k), ("v", v))}
-    # With a common dtype these are the arrays of any attention.
+    # With a common dtype these are like the arrays of any attention call.
     alike = {
         name: replace(x, dtype=dtype, strides=None if copied[name] else x.strides)
         for name, x in (("q", q), ("k", k), ("v", v))
@@ -194,7 +194,7 @@ def _plan_quantized(
 
 
 def _last_operands(kv_lens: Array | None, sinks: Array | None) -> list[Operand]:
-    """Of the arrays that are there, checked."""
+    """Those of the arrays that are given, checked."""
     operands = [] if kv_lens is None else [Operand("kv_lens", "kv_lens", contiguous=True)]
     return operands if sinks is None else [*operands, Operand("sinks", "sinks", contiguous=True, dtype="float32")]
 
@@ -205,7 +205,7 @@ def _results(problem: Problem, shape: tuple[int, ...], return_lse: bool) -> tupl
 
 
 def _tokens_of_a_scale(name: str, granularity: Any, group: Any) -> int | None:
-    """How many tokens share a scale; None: all of them."""
+    """The number of tokens that share a scale; None: all of them."""
     check_word(f"{name}.granularity", granularity, GRANULARITIES)
     if granularity != "group":
         return None if granularity == "tensor" else 1
@@ -221,7 +221,7 @@ def _tokens_of_a_scale(name: str, granularity: Any, group: Any) -> int | None:
 def kept_call(
     q: Any, kv: Any, v: Any, options: Options, kv_lens: Any, rope: Any, sinks: Any, return_lse: Flag
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays and the words of ATTENTION_KEPT, from those of `attention`."""
+    """The arrays and words of ATTENTION_KEPT, from the arguments of `attention`."""
     for name, x in (("q", q), ("v", v)):
         if type(x) is QuantizedKV:
             raise TypeError(f"{name} is qflash.QuantizedKV; allowed: in the place of k, without v")
@@ -229,7 +229,7 @@ def kept_call(
         raise TypeError("q is qflash.Quantized and k qflash.QuantizedKV; allowed: an array, quantized on the way")
     if v is not None:
         raise TypeError(f"v is {class_of(v)} and k qflash.QuantizedKV, which has v in it; allowed: None")
-    if type(kv.precision) is not str or type(kv.dtype) is not str:  # before a front end has its say of words
+    if type(kv.precision) is not str or type(kv.dtype) is not str:  # checked before a front end processes words
         check_word("kv.precision", kv.precision, KV_PRECISIONS)
         check_word("kv.dtype", kv.dtype, DTYPES)
     cos, sin, positions, _, interleaved = tables_of(rope)
@@ -241,7 +241,7 @@ def kept_call(
 
 
 def _check_kept(parts: dict[str, Array | None], kv_precision: Any, dtype: Any, precision: Any) -> None:
-    """What of a QuantizedKV must be there, and what must not."""
+    """Check which parts of a QuantizedKV are given: the required ones and no others."""
     check_word("kv.precision", kv_precision, KV_PRECISIONS)
     check_word("kv.dtype", dtype, DTYPES)
     if precision not in (None, kv_precision):
@@ -287,7 +287,7 @@ def _plan_kept(
     given |= {"v_scale": v_scale, "v_exponents": v_exponents, "v_nonfinite": v_nonfinite, "v_mean": v_mean}
     check_flag("return_lse", return_lse)
     options = Options(causal, window, softcap, scale, asked_precision, kernel, batch_invariant)
-    check_options(options, q.shape[-1] if q.shape and q.shape[-1] else 1)  # _check_q says what is wrong with 0
+    check_options(options, q.shape[-1] if q.shape and q.shape[-1] else 1)  # _check_q raises for 0
     _check_kept(given, precision, dtype, asked_precision)
     parts = {part: array for part, array in given.items() if array is not None}
     k, k_mean, v = parts["k"], parts["k_mean"], parts["v"]
@@ -300,7 +300,7 @@ def _plan_kept(
         check_dtype(f"kv.{part}", parts[part], kind)
         check_shape(f"kv.{part}", parts[part], shape)
         operands.append(Operand(f"kv.{part}", KV_FIELDS[part], contiguous=True))
-    # To the checks that all attention shares, keys and values are arrays like any others.
+    # For the checks that all kinds of attention share, keys and values are ordinary arrays.
     keys = values = Array((batch, length, kv_heads, head_dim), None, q.dtype, q.device)
     if precision == "int8":
         check_dtype("kv.v", v, dtype)
@@ -311,8 +311,8 @@ def _plan_kept(
     for part, array in parts.items():
         check_device(f"kv.{part}", array, "q", q.device)
     rope = None
-    if cos is not None and sin is not None:  # together: see tables_of
-        at = Array((length,), None, "int32", q.device)  # keys were rotated before, by a table of their own
+    if cos is not None and sin is not None:  # both or neither: see tables_of
+        at = Array((length,), None, "int32", q.device)  # keys were already rotated, with a table of their own
         rope = RopeArrays(cos, sin, interleaved, positions, at)
         operands += [Operand(name, name, contiguous=True, dtype="float32") for name in ("rope.cos", "rope.sin")]
         if positions is not None:
@@ -343,7 +343,7 @@ def _plan_kept(
 
 
 def _check_q(q: Array, k: Array, k_mean: Array, dtype: str) -> None:
-    """What q and kv must have in common."""
+    """Check that q and kv match."""
     check_float("q", q)
     for name, array, form in (
         ("q", q, "rank 4, [batch, length, heads, head_dim]"),
@@ -363,7 +363,7 @@ def _check_q(q: Array, k: Array, k_mean: Array, dtype: str) -> None:
 
 
 def _flops(arrays: dict[str, Any], q: str, k: str) -> int:
-    """Of Q Kᵀ and P V."""
+    """FLOPs of Q Kᵀ and P V."""
     batch, length, heads, head_dim = arrays[q].shape
     return 4 * int(batch * heads * length * arrays[k].shape[1] * head_dim)
 

@@ -1,8 +1,8 @@
-"""How much memory a backward pass on a GPU may take for dS, and what becomes of dQ within it.
+"""The memory that a backward pass on a GPU may use for dS, and how dQ is computed within it.
 
-dQ is dS K, and dS comes up while dK and dV are computed. Where there is room for it (csrc/attn/backward/ds_tiles.h), it
-is kept, of as many heads at a time as fit; else S, P and dP are computed again. Both give the same results within the
-contract, and each the same bits in every run.
+dQ is dS K, and dS is computed along with dK and dV. If there is room for it (csrc/attn/backward/ds_tiles.h), it is
+stored, for as many heads at a time as fit; otherwise S, P and dP are recomputed. Both ways give the same results within
+the contract, and each gives the same bits in every run.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from operator import index
 
 _TILE = 64  # queries, and keys
 _TILE_BYTES = 2 * _TILE * _TILE
-# When keeping dS pays was measured with sm90_bwd on an H200; other kernels and GPUs take the same for granted.
-_WORK_TILE = 256  # queries of dQ that a block computes at once
+# When storing dS pays off was measured with sm90_bwd on an H200; the same is assumed for other kernels and GPUs.
+_WORK_TILE = 256  # queries of dQ that a block computes together
 _MULTIPROCESSORS = 132
 DEFAULT_BACKWARD_MEMORY = 1 << 30
 
@@ -21,11 +21,14 @@ _limit = DEFAULT_BACKWARD_MEMORY
 
 
 def set_backward_memory(nbytes: int) -> None:
-    """Let gradients of attention on a GPU take up to `nbytes` of memory for the gradients of scores.
+    """Set how much memory gradients of attention on a GPU may use for the gradients of scores, dS.
 
-    With more of it, dQ takes one product of matrices instead of three; with 0, memory is linear in the lengths. It
-    holds for calls of `attention` from now on, in all threads, and for their gradients, whenever these are computed. A
-    function that `jax.jit` has traced keeps the limit it was traced with. The default is 1 GiB.
+    With enough of it, dQ takes one matrix product instead of three; with 0, memory is linear in the lengths. Applies to
+    later calls of `attention`, in all threads, and to their gradients, whenever these are computed. A function traced
+    by `jax.jit` keeps the limit that it was traced with. The default is 1 GiB.
+
+    Args:
+        nbytes: the limit in bytes.
 
     Example:
         >>> import qflash
@@ -39,7 +42,7 @@ def set_backward_memory(nbytes: int) -> None:
 
 
 def get_backward_memory() -> int:
-    """The most bytes that gradients of attention on a GPU take for the gradients of scores.
+    """The number of bytes that gradients of attention on a GPU may use for the gradients of scores, dS.
 
     Example:
         >>> import qflash
@@ -56,7 +59,7 @@ def check_backward_memory(name: str, nbytes: object) -> int:
         raise TypeError(f"{name} is {nbytes!r}, a {type(nbytes).__name__}; {allowed}")
     try:
         number = index(nbytes)
-    except TypeError:  # an array of several, or of floats
+    except TypeError:  # an array of several elements, or of floats
         raise TypeError(f"{name} is {nbytes!r}, a {type(nbytes).__name__}; {allowed}") from None
     if not 0 <= number < 1 << 63:
         raise ValueError(f"{name} is {number}; {allowed}")
@@ -65,7 +68,8 @@ def check_backward_memory(name: str, nbytes: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What of a problem says how large dS is. window: keys left and right of the diagonal, -1 is open."""
+    """The properties of a problem that determine the size of dS. window: keys left and right of the diagonal, -1 is
+    unlimited."""
 
     batch: int
     q_heads: int
@@ -78,7 +82,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class KeptDs:
-    """dS in memory: of `pairs` pairs of a sequence and a KV head at a time, in `sections` turns."""
+    """dS in memory, for `pairs` pairs of a sequence and a KV head at a time, in `sections` passes."""
 
     pairs: int
     sections: int
@@ -86,7 +90,7 @@ class KeptDs:
 
 
 def kept_ds(scores: Scores, limit: int) -> KeptDs | None:
-    """How dS is kept within `limit` bytes; None where it cannot be. What ds_tiles() says in C."""
+    """How dS is stored within `limit` bytes; None if it cannot be. The equivalent of ds_tiles() in C."""
     if scores.packed or 0 in (scores.batch, scores.q_heads, scores.kv_heads, scores.q_len, scores.k_len):
         return None
     strips, strip = _tiles(scores.q_len), _tiles(scores.k_len)
@@ -99,13 +103,13 @@ def kept_ds(scores: Scores, limit: int) -> KeptDs | None:
     fit, all_pairs = limit // of_pair, scores.batch * scores.kv_heads
     if fit == 0:
         return None
-    pairs = -(-all_pairs // -(-all_pairs // fit))  # as many in each section
+    pairs = -(-all_pairs // -(-all_pairs // fit))  # the same number in each section
     return KeptDs(pairs, -(-all_pairs // pairs), pairs * of_pair)
 
 
 def ds_within(scores: Scores, limit: int) -> KeptDs | None:
-    """How dS is kept within `limit` bytes; None where it is not, or where the heads that fit at a time would leave
-    multiprocessors without work: masks make work tiles unequal, and few of them cannot make up for the longest.
+    """How dS is stored within `limit` bytes; None if it is not, or if the heads that fit at a time would leave SMs
+    idle: masks make work tiles unequal, and with few of them the longest is not balanced by others.
     """
     kept = kept_ds(scores, limit)
     if kept is None or kept.sections == 1:
@@ -122,7 +126,7 @@ def _tiles(tokens: int) -> int:
 
 
 def _folded_strip(q_len: int, k_len: int, right: int) -> int:
-    """Tiles of two query tiles together, as far from the first as from the last."""
+    """The most tiles of a pair of query tiles, one as far from the first as the other from the last."""
 
     def seen(query_tile: int) -> int:
         last = min((query_tile + 1) * _TILE, q_len) - 1

@@ -1,4 +1,4 @@
-"""quantize_kv: K and V as the INT8 kernels of Hopper want them, quantized once for many calls of attention."""
+"""quantize_kv: K and V in the form that Hopper's INT8 kernels read, quantized once for many attention calls."""
 
 from __future__ import annotations
 
@@ -21,24 +21,29 @@ _BLOCK, _KEY_GROUP, _VALUE_TILE = (
     16,
     64,
     128,
-)  # channels of a Hadamard matrix, keys of a scale, keys of an exponent of V
+)  # channels of a Hadamard matrix, keys per scale, keys per exponent of V
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedKV(Generic[ArrayT_co]):
-    """K and V quantized for attention on Hopper. What `quantize_kv` returns and `attention(q, kv)` takes.
+    """K and V quantized for attention on Hopper. Returned by `quantize_kv`; pass it as `attention(q, kv)`.
 
-    k: int8 `[B, Tk, Hkv, ceil(D / 16) · 16]`, smoothed, then multiplied by a Hadamard matrix in every 16 channels.
-    k_scale: float32 `[B, Hkv, ceil(Tk / 64)]`. k_mean: float32 `[B, Hkv, D]`, what smoothing took off. k_nonfinite:
-    int32 `[B, Hkv]`, how many keys are not finite. lens: int32 `[B]`, the keys that exist, or None. dtype: that of the
-    arrays.
+    Args:
+        k: int8 `[B, Tk, Hkv, ceil(D / 16) · 16]`, smoothed, then multiplied by a Hadamard matrix in every 16 channels.
+        k_scale: float32 `[B, Hkv, ceil(Tk / 64)]`.
+        k_mean: float32 `[B, Hkv, D]`, the mean that smoothing subtracted.
+        k_nonfinite: int32 `[B, Hkv]`, the number of nonfinite keys.
+        v: with precision "int8", the 16-bit array itself. With "int8_fp8", E4M3 bytes (uint8, which every framework can
+            slice, concatenate and store; `v.view(torch.float8_e4m3fn)` reads them), transposed to
+            `[B, Hkv, D, Tk rounded up to 128]`, with the keys permuted in every 16.
+        v_scale: float32 `[B, Hkv]`. This and the following three are None with precision "int8".
+        v_exponents: float32 `[B, Hkv, ceil(Tk / 128)]`, integers.
+        v_nonfinite: int32 `[B, Hkv]`, the number of nonfinite values.
+        v_mean: float32 `[B, Hkv, D]`, the mean that was subtracted from all values and is added back to rows of the
+            output: v ~ byte · v_scale · 2^v_exponents + v_mean.
+        lens: int32 `[B]`, the number of valid keys of each sequence, or None.
+        dtype: the dtype of the original arrays.
 
-    precision "int8": v is the 16-bit array itself, and v_scale, v_exponents, v_nonfinite and v_mean are None.
-    "int8_fp8": v holds E4M3 bytes (uint8, which every framework can slice, join and store;
-    `v.view(torch.float8_e4m3fn)` reads them), transposed to `[B, Hkv, D, Tk rounded up to 128]` with the keys permuted
-    in every 16. v_scale: float32 `[B, Hkv]`. v_exponents: float32 `[B, Hkv, ceil(Tk / 128)]`, whole numbers. v_mean:
-    float32 `[B, Hkv, D]`, what was taken off all values, and rows of the output get back;
-    v ~ byte · v_scale · 2^v_exponents + v_mean. v_nonfinite: int32 `[B, Hkv]`, how many values are not finite.
     docs/kernels/sm90_quantize.md defines every step.
 
     Example:
@@ -70,19 +75,19 @@ class QuantizedKV(Generic[ArrayT_co]):
     precision: Precision = "int8"
 
     def __post_init__(self) -> None:
-        # JAX must know this class before jit sees an instance, which may be before the first call.
+        # JAX must have this class registered before jit sees an instance, possibly before the first call.
         if type(self.k).__module__.partition(".")[0] in ("jax", "jaxlib"):
             import qflash.frontends.jax  # noqa: F401
 
     @property
     def length(self) -> int:
-        """Tk, of all sequences."""
+        """Tk, padding included."""
         length: int = self.k.shape[1]
         return length
 
     @property
     def head_dim(self) -> int:
-        """D, of the arrays k and v were made from."""
+        """D of the original k and v."""
         head_dim: int = self.k_mean.shape[-1]
         return head_dim
 
@@ -98,12 +103,21 @@ def quantize_kv(
     seed: Integer = 0,
     kernel: str | None = None,
 ) -> QuantizedKV[ArrayT]:
-    """k, and for "int8_fp8" v, quantized in one pass for `attention(q, kv)`. For PyTorch and JAX arrays on Hopper.
+    """Quantize k, and for "int8_fp8" v, in one pass for `attention(q, kv)`. PyTorch and JAX arrays on Hopper.
 
-    k, v: `[B, Tk, Hkv, D]`, float16 or bfloat16, D a multiple of 8. precision: "int8" leaves v as it is, "int8_fp8"
-    turns it into E4M3. rope: rotates k; key j stands at j, or at `rope.positions_k`. The same Rope may go to
-    `attention`, which rotates q by it. lens: int32 `[B]`, how many keys of each sequence exist; `attention` then takes
-    it for kv_lens, unless it is given others, at most these. rounding, seed: of k, as in `quantize`. Forward only.
+    Args:
+        k: `[B, Tk, Hkv, D]`, float16 or bfloat16, D a multiple of 8.
+        v: the same for values.
+        precision: "int8" leaves v unchanged, "int8_fp8" converts it to E4M3.
+        rope: rotates k; key j is at position j, or at `rope.positions_k`. The same Rope may be passed to `attention`,
+            which rotates q with it.
+        lens: int32 `[B]`, the number of valid keys of each sequence. `attention` uses it as kv_lens unless it is given
+            others, which may not exceed these.
+        rounding, seed: for k, as in `quantize`.
+        kernel: name of the kernel that must be used.
+
+    Returns:
+        A `QuantizedKV`. Forward only.
 
     Example:
         >>> import numpy as np
@@ -117,7 +131,7 @@ def quantize_kv(
           sm90_quantize  no  runs on cuda, the arrays are on cpu
     """
     cos, sin, _, positions, interleaved = tables_of(rope)
-    if lens is not None:  # once, for every call that takes kv
+    if lens is not None:  # once, for all calls that take kv
         lens = frontend_of(type(k), "k").as_index("lens", lens, k)
     words = (precision, rounding, seed, interleaved, kernel)
     k8, k_scale, k_mean, k_nonfinite, *of_v = run(QUANTIZE_KV, (k, v, lens, cos, sin, positions), words)
@@ -142,7 +156,7 @@ def quantize_kv(
 def results_of(
     batch: int, length: int, heads: int, head_dim: int, precision: str
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of everything quantize_kv writes, by the names of QuantizedKV's fields."""
+    """(dtype, shape) of all outputs of quantize_kv, by the names of QuantizedKV's fields."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         "k": ("int8", (batch, length, heads, _up(head_dim, _BLOCK))),
         "k_scale": ("float32", (batch, heads, _parts(length, _KEY_GROUP))),
@@ -160,7 +174,7 @@ def results_of(
     return shapes
 
 
-# Where each part of a QuantizedKV goes in a struct that has a QfKv.
+# The field of each part of a QuantizedKV in a struct that has a QfKv.
 KV_FIELDS = {
     "k": "kv.k.data", "k_scale": "kv.k_scales.scale", "k_mean": "kv.k_mean", "k_nonfinite": "kv.k_nonfinite",
     "v": "kv.v.data", "v_scale": "kv.v_scales.scale", "v_exponents": "kv.v_exponents", "v_nonfinite": "kv.v_nonfinite",
@@ -171,7 +185,7 @@ KV_FIELDS = {
 def kept_fields(
     batch: int, length: int, heads: int, head_dim: int, precision: str, dtype: str
 ) -> tuple[tuple[str, int], ...]:
-    """What else a QfKv says of one: kind, dtypes, and how its arrays lie."""
+    """The other fields of its QfKv: kind, dtypes and strides."""
     width, groups = _up(head_dim, _BLOCK), _parts(length, _KEY_GROUP)
     return (
         ("kv.kind", KV_KINDS.index("kept")),
@@ -222,7 +236,7 @@ def _plan(
     strides = shape.strides_of("k", k)
     operands = [Operand("k", "k.data", contiguous=strides is None)]
     fields = [*(strides or shape.strides("k"))]
-    if precision == "int8_fp8":  # else the kernel does not read it
+    if precision == "int8_fp8":  # otherwise the kernel does not read it
         strides = shape.strides_of("v", v)
         operands.append(Operand("v", "v.data", contiguous=strides is None))
         fields += strides or shape.strides("v")

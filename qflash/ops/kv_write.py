@@ -1,4 +1,4 @@
-"""paged_write: new tokens of k and v into the pages of a cache, rotated and quantized on the way."""
+"""paged_write: writes new tokens of k and v to the pages of a cache, rotating and quantizing them on the way."""
 
 from __future__ import annotations
 
@@ -30,16 +30,24 @@ def paged_write(
 ) -> PagedKV[ArrayT]:
     """Store the new tokens of k and v in the pages of `kv`, in one launch, for `attention(q, kv)`.
 
-    k, v: `[B, T, Hkv, D]`, or packed `[total, Hkv, D]` with cu_seqlens, int32 `[B + 1]`, where sequences get different
-    numbers of tokens. `kv.lens` counts them already: of a sequence's n new tokens, token t becomes token
-    `lens - n + t`. rope: rotates k; a token stands at its place in the sequence, or at `rope.positions_k`. Pages are of
-    k's dtype or int8, for which k loses `kv.k_mean`, is multiplied by a Hadamard matrix in every 16 channels, and each
-    token and head gets a scale (docs/kernels/kv_write.md). Nothing but the new tokens' slots is touched.
+    Args:
+        kv: the pages. `kv.lens` already includes the new tokens: of n new tokens of a sequence, token t becomes token
+            `lens - n + t`.
+        k: `[B, T, Hkv, D]`, or packed `[total, Hkv, D]` with cu_seqlens.
+        v: the same for values.
+        rope: rotates k; the position of a token is its index in the sequence, or given by `rope.positions_k`.
+        cu_seqlens: int32 `[B + 1]`, for sequences with different numbers of new tokens.
+        kernel: name of the kernel that must be used.
 
-    NumPy and PyTorch: the pages are written in place, and `kv` is returned. JAX: a new PagedKV; in a program that is
-    given `kv` as a donated argument its pages are those of the old one, and nothing is copied. A token without a place
-    (past the table, in a page that is not there) is a ValueError on the CPU, where nothing is written then, and is left
-    out on a GPU. A row of `[B, T, Hkv, D]` whose length is 0 is padding, of which nothing is written. Forward only.
+    Returns:
+        NumPy and PyTorch: `kv`, whose pages are written in place. JAX: a new PagedKV; in a program that has `kv` as a
+        donated argument, it reuses the pages of the old one, without a copy.
+
+    Pages have k's dtype or int8. For int8, `kv.k_mean` is subtracted from k, k is multiplied by a Hadamard matrix in
+    every 16 channels, and each token and head gets a scale (docs/kernels/kv_write.md). Only the slots of new tokens are
+    written. A token without a slot (past the table, or in a page that does not exist) raises ValueError on the CPU,
+    where nothing is written then, and is skipped on a GPU. A row of `[B, T, Hkv, D]` whose length is 0 is padding, of
+    which nothing is written. Forward only.
 
     Example:
         >>> import numpy as np
@@ -53,7 +61,7 @@ def paged_write(
     """
     if not isinstance(kv, PagedKV):
         raise TypeError(f"kv is {type(kv).__module__}.{type(kv).__qualname__}; allowed: qflash.PagedKV")
-    if type(kv.layout) is not str:  # before a front end has its say of words
+    if type(kv.layout) is not str:  # checked before a front end processes words
         check_word("kv.layout", kv.layout, PAGE_LAYOUTS)
     cos, sin, _, positions, interleaved = tables_of(rope)
     arrays = (k, v, *arrays_of(kv), cu_seqlens, cos, sin, positions)
@@ -115,7 +123,7 @@ def _plan(
     if packed:
         operands.append(Operand("cu_seqlens", "cu_seqlens_k", contiguous=True))
         fields.append(("total_k", shape.length))
-    # How far tokens reach the device alone knows, which looks: whatever their positions are, they need a row.
+    # The positions of the tokens are only known on the device, which checks them. Any position needs at least one row.
     some = int(not _is_empty(k))
     rope_fields, rope_operands = check_rope(
         shape, k.device, cos, sin, positions, check_flag("interleaved", interleaved), "k", needed=some
@@ -147,7 +155,7 @@ def _plan(
 
 
 def _as_one_sequence(x: Array) -> Array:
-    """Packed tokens, `[total, heads, head_dim]`, with a batch of one."""
+    """Packed tokens, `[total, heads, head_dim]`, as a batch of one."""
     return Array((1, *x.shape), None if x.strides is None else (0, *x.strides), x.dtype, x.device)
 
 
@@ -156,7 +164,7 @@ def _is_empty(x: Array) -> bool:
 
 
 def _check_fit(shape: Shape, pool: Pool, cu_seqlens: Array | None, device: str) -> None:
-    """Refuse pages of other sequences, heads or head_dim than the tokens have."""
+    """Reject pages whose sequences, heads or head_dim do not match the tokens."""
     if pool.kv_heads != shape.heads:
         raise ValueError(f"kv.k_pages has {pool.kv_heads} heads; allowed: k's, {shape.heads} (kv.layout says where)")
     if pool.head_dim != shape.head_dim:
@@ -171,7 +179,7 @@ def _check_fit(shape: Shape, pool: Pool, cu_seqlens: Array | None, device: str) 
 
 
 def _check_apart(name: str, x: Array | None) -> None:
-    """Refuse an array of which elements share memory: what is written to one would be found in others."""
+    """Reject an array whose elements share memory: a write to one would change others."""
     if x is None or x.strides is None or 0 in x.shape:
         return
     if any(stride == 0 and extent > 1 for stride, extent in zip(x.strides, x.shape, strict=True)):

@@ -1,4 +1,4 @@
-"""linear and swiglu: a product with a weight, and what follows it in the same pass: bias, activation, residual."""
+"""linear and swiglu: a product with a weight, fused with bias, activation and residual."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AFTER_ONE = ACTIVATIONS[1:4]  # activations of one product
 
 
 class _SwigluWords(TypedDict, total=False):
-    """The keywords of swiglu that leave the type of its result alone."""
+    """The keyword arguments of swiglu that do not affect the type of its result."""
 
     residual: FrameworkArray | None
     precision: LinearPrecision | None
@@ -79,16 +79,24 @@ def linear(
 ) -> Any:
     """activation(x w + bias) + residual in one pass, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
-    x: `[..., K]`, float32, float16 or bfloat16; w: `[K, N]` of x's dtype, with either dimension contiguous, so that the
-    transpose of a `[N, K]` weight is taken as it is; bias: `[N]`, float32 or of x's dtype; residual: `[..., N]` of the
-    result's dtype. activation: None, "gelu" (with erf), "gelu_tanh" or "silu". out_dtype: x's dtype (the default) or
-    float32. Returns `[..., N]`; sums are float32. Differentiable in PyTorch and JAX; gradients are products in x's
-    dtype.
+    Args:
+        x: `[..., K]`, float32, float16 or bfloat16.
+        w: `[K, N]` in x's dtype; either dimension may be contiguous, so the transpose of a `[N, K]` weight needs no
+            copy. May be the result of `quantize_linear`.
+        bias: `[N]`, float32 or x's dtype.
+        activation: None, "gelu" (with erf), "gelu_tanh" or "silu".
+        residual: `[..., N]` in the dtype of the result.
+        precision: None, or "int8" to multiply integers: each row of x is quantized with its own scale in a separate
+            pass, and each column of w as by `quantize_linear`.
+        out_dtype: x's dtype (the default) or float32.
+        kernel: name of the kernel that must be used.
 
-    precision="int8" multiplies integers: each row of x is quantized with a scale of its own in a pass before, each
-    column of w as `quantize_linear` does. A plain w is quantized anew in every call; a layer that is used again should
-    keep what `quantize_linear` returns, which stands in the place of w and needs no `precision`. bias is then float32
-    or of the result's dtype, and out_dtype any of the three. Forward only.
+    Returns:
+        `[..., N]`, accumulated in float32. Differentiable in PyTorch and JAX; gradients are products in x's dtype.
+
+    With precision "int8" a plain w is quantized again in every call. For a layer that is used repeatedly, keep the
+    result of `quantize_linear` and pass it instead of w, without `precision`. In INT8, bias is float32 or of the
+    result's dtype, and out_dtype any of the three. Forward only.
 
     Example:
         >>> import numpy as np
@@ -160,8 +168,12 @@ def swiglu(
 ) -> Any:
     """silu(x gate + gate_bias) · (x up + up_bias) + residual in one pass over x: the first half of a Llama MLP.
 
-    gate, up: `[K, N]` each, as `linear` takes w (two halves of one array do); gate_bias, up_bias: `[N]`, of one dtype.
-    The other words are those of `linear`. Differentiable in PyTorch and JAX, but for precision="int8".
+    Args:
+        x: `[..., K]`, float32, float16 or bfloat16.
+        gate, up: `[K, N]` each, like w of `linear`; they may be two halves of one array.
+        gate_bias, up_bias: `[N]`, in the same dtype.
+
+    The other arguments are those of `linear`. Differentiable in PyTorch and JAX, except with precision "int8".
 
     Example:
         >>> import numpy as np
@@ -185,7 +197,7 @@ def swiglu(
 
 
 def _multiplies_integers(x: Any, weights: dict[str, Any], precision: Any) -> bool:
-    """Whether weights are quantized, or are to be: then what would be refused only after that is refused here."""
+    """Whether weights are quantized, or will be. Raises errors that would otherwise be raised only after quantizing."""
     if precision is not None:
         check_word("precision", precision, (None, "int8"))
     (first, w), *more = weights.items()
@@ -284,7 +296,7 @@ def _flops(arrays: dict[str, Any], words: dict[str, Any], _: Any) -> int:
     return sum(2 * math.prod(arrays["x"].shape) * (math.prod(w.shape) // max(k, 1)) for w in weights)
 
 
-# Dimensions as `dims_with_rows` takes them; weights of integers are transposed.
+# Dimensions as `dims_with_rows` takes them; integer weights are transposed.
 _DIMS = {
     "x": "*k", "w": "kN", "gate": "kN", "up": "kN", "bias": "N", "gate_bias": "N", "up_bias": "N", "residual": "*N",
     "x_scale": "*", "w.scale": "N", "gate.scale": "N", "up.scale": "N", "out": "*N", "pre": "*N", "pre_up": "*N",
@@ -298,7 +310,7 @@ def _op(name: str, arrays: Sequence[str], words: Sequence[str], **more: Any) -> 
 
 
 _ONE, _TWO = ("x", "w", "bias", "residual"), ("x", "gate", "up", "gate_bias", "up_bias", "residual")
-# Under autocast the residual stays what it is: rounding it would lose what a sum of many layers is kept in float32 for.
+# Autocast does not cast the residual: rounding would lose what a sum over many layers is kept in float32 for.
 LINEAR = _op(
     "linear",
     _ONE,

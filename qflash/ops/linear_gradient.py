@@ -1,5 +1,5 @@
-"""The gradients of linear and swiglu, as operations of their own: nobody calls them by name. That of the residual is
-the result's own, which nobody has to compute."""
+"""The gradients of linear and swiglu, as internal operations. That of the residual is the gradient of the result, which
+needs no computation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _plan(
     pres: Sequence[Array | None],
     activation: str,
 ) -> Plan:
-    """Products and their gradients are in x's dtype: dout and what activations are taken of are rounded to it."""
+    """Matrix products and their gradients are in x's dtype: dout and the arguments of activations are rounded to it."""
     (k, n), rows = weights[0].shape, tuple(x.shape[:-1])
     check_shape("dout", dout, (*rows, n))
     check_device("dout", dout, "x", x.device)
     rounded = x.dtype if dout.dtype != x.dtype else None
     operands, fields = [], Fields()
     for name, array, dtype in (("dout", dout, rounded), ("x", x, None)):
-        stride = row_stride(array) if dtype is None else None  # converted, it has other strides
+        stride = row_stride(array) if dtype is None else None  # after a conversion it has other strides
         operands.append(Operand(name, name, contiguous=stride is None, dtype=dtype))
         fields.append((f"{name}_stride_m", array.shape[-1] if stride is None else stride))
     along, of_weights = weight_operands(names, weights, ("n", n, 1))
@@ -47,7 +47,7 @@ def _plan(
     return Plan(
         for_spec=spec_of("linear_backward", x.device, x.dtype, layout=along, activation=activation),
         device=x.device,
-        kernel=None,  # the forward call's is no kernel of this operation
+        kernel=None,  # the forward call's is not a kernel of this operation
         struct="QfLinearBwdParams",
         fields=(
             ("dtype", dtype_code(x.dtype)),

@@ -1,4 +1,4 @@
-"""Plans of linear layers: of floats, which have gradients, and of integers with scales."""
+"""Plans of linear layers: floating-point ones, which have gradients, and integer ones with scales."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from qflash.call.spec import ACTIVATIONS, DTYPES, spec_of
 from qflash.call.words import check_flag, check_kernel, shown
 from qflash.ops.matrices import MOST_INT8_K, Fields, layout_of, scale_operand, transposed
 
-# Of QfLinearParams: a layer with one weight has the first of each.
+# Fields of QfLinearParams: a layer with one weight has the first of each.
 WEIGHTS, BIASES, SCALES = ("w", "up"), ("bias", "up_bias"), ("w_scale", "up_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What users call the weights of a layer and their biases."""
+    """The user's names for the weights of a layer and their biases."""
 
     weights: tuple[str, ...]
     biases: tuple[str, ...]
@@ -30,7 +30,7 @@ GATE_AND_UP = Names(("gate", "up"), ("gate_bias", "up_bias"))
 
 
 def check_x(x: Array) -> None:
-    """Refuse what has no rows of floats."""
+    """Reject an x without rows of floats."""
     if x.dtype == "int8":
         raise TypeError(
             f"x has dtype int8; allowed: {', '.join(DTYPES)}, which precision='int8' quantizes. Of integers there is "
@@ -52,7 +52,7 @@ def plan_layer(
     keep_pre: Any,
     kernel: Any,
 ) -> Plan:
-    """A layer of floats; weights are [K, N] each. keep_pre: what activations are taken of are results, too."""
+    """A floating-point layer; weights are [K, N] each. keep_pre: the arguments of activations are results, too."""
     check_x(x)
     matrices = [_check_weight(name, w, x) for name, w in zip(names.weights, weights, strict=True)]
     k, n = matrices[0].shape
@@ -87,7 +87,7 @@ def plan_int8_layer(
     out_dtype: Any,
     kernel: Any,
 ) -> Plan:
-    """A layer of integers. Weights are [N, K], as QuantizedLinear has them, with a scale for each of N."""
+    """An integer layer. Weights are [N, K], as in QuantizedLinear, with a scale for each of N."""
     matrices = [_check_values(name, w, x) for name, w in zip(names.weights, weights, strict=True)]
     n, k = matrices[0].shape
     for name, w in zip(names.weights[1:], matrices[1:], strict=True):
@@ -118,12 +118,12 @@ def plan_int8_layer(
 def weight_operands(
     names: Names, matrices: Sequence[Array], copied: tuple[str, int, int]
 ) -> tuple[str, tuple[list[Operand], Fields]]:
-    """The contiguous dimension of weights [K, N], and their operands and strides. `copied`: the layout of a copy
-    without gaps, as layout_of tells it."""
+    """The contiguous dimension of weights [K, N], and their operands and strides. `copied`: the layout of a contiguous
+    copy, in the form of layout_of's result."""
     layouts = [layout_of(w) for w in matrices]
     known = {layout[0] for layout in layouts if layout is not None}
     if len(known) > 1 or (None in layouts and known != {copied[0]}):
-        layouts = [None] * len(layouts)  # both weights must run the same way
+        layouts = [None] * len(layouts)  # both weights must have the same layout
     operands, fields = [], Fields()
     for name, field, layout in zip(names.weights, WEIGHTS, layouts, strict=False):
         _, stride_k, stride_n = layout or copied
@@ -165,7 +165,7 @@ def _plan(
 
 
 def check_inputs(name: str, w: Any, columns: int) -> None:
-    """Refuse a weight [K, N] that is not for rows of so many numbers. w: an array, or one described."""
+    """Reject a weight [K, N] that does not match rows of `columns` elements. w: an array, or its description."""
     if len(w.shape) != 2:
         raise ValueError(f"{name} has shape {list(w.shape)}; allowed: rank 2, [K, N]")
     if w.shape[0] != columns:
@@ -185,7 +185,7 @@ def _check_weight(name: str, w: Array | None, x: Array) -> Array:
 
 
 def _check_values(name: str, values: Array | None, x: Array) -> Array:
-    """Of a QuantizedLinear, or of a weight whose shape was checked before it became one."""
+    """Check the values of a QuantizedLinear, or of a weight whose shape was checked before it was quantized."""
     if values is None:
         raise TypeError(f"{name}.values is None; allowed: int8 [N, K]")
     check_dtype(f"{name}.values", values, "int8")
@@ -213,8 +213,8 @@ def _ends(
     bias_dtype: str,
     out_dtype: str,
 ) -> tuple[tuple[list[Operand], Fields], str]:
-    """Operands and strides of what follows the products, and the dtype of the biases. `bias_dtype`: theirs, where it is
-    not float32."""
+    """Operands and strides of the epilogue, and the dtype of the biases. `bias_dtype`: the one that is allowed besides
+    float32."""
     operands, fields = [], Fields()
     given = [
         (name, field, bias) for name, field, bias in zip(names.biases, BIASES, biases, strict=False) if bias is not None

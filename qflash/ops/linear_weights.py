@@ -1,4 +1,4 @@
-"""Weights of linear layers in INT8, and the pass that makes integers of rows: one scale for each."""
+"""Weights of linear layers in INT8, and the pass that quantizes rows, with one scale per row."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from qflash.typing import ArrayT_co, TensorT
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedLinear(Generic[ArrayT_co]):
-    """A weight in INT8 with a scale for each output channel. What `quantize_linear` returns.
+    """A weight in INT8 with a scale for each output channel. Returned by `quantize_linear`.
 
-    values: int8 `[N, K]`, an output channel each row, so that products read along memory whatever the layout of the
-    weight was. scale: float32 `[N]`; w[k, n] ~ scale[n] · values[n, k]. dtype: the weight's.
+    Args:
+        values: int8 `[N, K]`, one output channel per row, so that kernels read contiguous memory whatever the layout
+            of the weight was.
+        scale: float32 `[N]`; w[k, n] ~ scale[n] · values[n, k].
+        dtype: the dtype of the weight.
 
     Example:
         >>> import numpy as np
@@ -41,7 +44,7 @@ class QuantizedLinear(Generic[ArrayT_co]):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        # JAX must know this class before jit sees an instance, which may be before the first call.
+        # JAX must have this class registered before jit sees an instance, possibly before the first call.
         if type(self.values).__module__.partition(".")[0] in ("jax", "jaxlib"):
             import qflash.frontends.jax  # noqa: F401
 
@@ -51,10 +54,14 @@ def quantize_linear(w: np.ndarray[Any, Any]) -> QuantizedLinear[NDArray[Any]]: .
 @overload
 def quantize_linear(w: TensorT) -> QuantizedLinear[TensorT]: ...
 def quantize_linear(w: Any) -> QuantizedLinear[Any]:
-    """A weight `[K, N]`, as `linear` takes it, to INT8: symmetric, -127 to 127, a scale for each output channel.
+    """Quantize the weight of `linear`, `[K, N]`, to INT8: symmetric, -127 to 127, with a scale per output channel.
 
-    w: float32, float16 or bfloat16. Once for a layer: `linear` and `swiglu` take the result in the weight's place. A
-    channel that holds NaN or an infinity has the scale NaN, and its results are NaN. Forward only.
+    Args:
+        w: `[K, N]`, float32, float16 or bfloat16.
+
+    Returns:
+        A `QuantizedLinear`, made once per layer: `linear` and `swiglu` take it instead of the weight. A channel that
+        contains NaN or an infinity has scale NaN, and its results are NaN. Forward only.
 
     Example:
         >>> import numpy as np
@@ -69,7 +76,7 @@ def quantize_linear(w: Any) -> QuantizedLinear[Any]:
 
 
 def quantized_weight(function: str, name: str, w: Any) -> QuantizedLinear[Any]:
-    """The weight that `function` calls `name`, quantized; what is one already stays as it is."""
+    """The weight that `function` calls `name`, quantized; returned as it is if it already is."""
     if isinstance(w, QuantizedLinear) and function != "quantize_linear":
         return w
     frontend_of(type(w), name)
@@ -81,8 +88,8 @@ def quantized_weight(function: str, name: str, w: Any) -> QuantizedLinear[Any]:
 
 
 def quantized_rows(function: str, x: Any) -> tuple[Any, Any]:
-    """int8 `[..., K]` and a float32 scale for each row of the x of `function`. A row that holds NaN or an infinity has
-    the scale NaN."""
+    """int8 `[..., K]` and a float32 scale for each row of the x of `function`. A row that contains NaN or an infinity
+    has scale NaN."""
     values, scale = run(_QUANTIZE[function, "x"], (x,), ())
     return values, scale
 
@@ -107,7 +114,7 @@ def _plan_rows(name: str, x: Array) -> Plan:
             ("length", rows),
             ("heads", 1),
             ("head_dim", columns),
-            ("granularity", 1),  # QF_PER_GROUP, of one row each
+            ("granularity", 1),  # QF_PER_GROUP, one row per group
             ("group", 1),
             ("symmetric", 1),
             ("x.stride_t", columns if stride is None else stride),
@@ -139,7 +146,7 @@ def _op(function: str, name: str) -> Op:
     )
 
 
-# The same operation for every array that a public function quantizes: what it refuses has the user's names.
+# One operation for each array that a public function quantizes, so that errors have the user's names.
 _QUANTIZE = {
     (function, name): _op(function, name)
     for function, names in (("linear", "x w"), ("swiglu", "x gate up"), ("quantize_linear", "w"))

@@ -1,4 +1,4 @@
-"""int8_matmul: an exact integer product, scaled on the way out."""
+"""int8_matmul: an exact integer product, scaled in the epilogue."""
 
 from __future__ import annotations
 
@@ -54,13 +54,20 @@ def int8_matmul(
     *,
     kernel: str | None = None,
 ) -> Any:
-    """a b of int8 matrices, sums exact in int32, then `a_scale · b_scale · sum + bias`.
+    """Product a b of int8 matrices, accumulated exactly in int32, then `a_scale · b_scale · sum + bias`.
 
-    a: `[..., M, K]`, b: `[K, N]` with either dimension contiguous, both int8 of NumPy, PyTorch or JAX. a_scale: a
-    number, or float32 with one element or one for each row of a (`a.shape[:-1]`); b_scale: likewise, one for each
-    column, `[N]`; bias: float32 `[N]`. out_dtype: "int32", the default where nothing is scaled or added (and allowed
-    only there), "float32", the default elsewhere, "float16" or "bfloat16"; a framework's own dtype does as well.
-    Returns `[..., M, N]`. K is at most 131071. Forward only.
+    Args:
+        a: int8 `[..., M, K]`, of NumPy, PyTorch or JAX. K is at most 131071.
+        b: int8 `[K, N]`; either dimension may be contiguous.
+        a_scale: a number, or float32 with one element or one for each row of a (`a.shape[:-1]`).
+        b_scale: a number, or float32 with one element or one for each column, `[N]`.
+        bias: float32 `[N]`.
+        out_dtype: "int32" (the default without scales and bias, and allowed only then), "float32" (the default
+            otherwise), "float16" or "bfloat16", or the framework's own dtype object.
+        kernel: name of the kernel that must be used.
+
+    Returns:
+        `[..., M, N]`. Forward only.
 
     Example:
         >>> import numpy as np
@@ -122,7 +129,7 @@ def _plan(
         check_shape("bias", bias, (n,))
         check_device("bias", bias, "a", a.device)
         operands.append(Operand("bias", "bias", contiguous=True))
-    whole = len(operands) == 2  # nothing but a and b, so the sums themselves
+    whole = len(operands) == 2  # no scales, no bias: the result is the accumulators
     if out_dtype is None:
         out_dtype = "int32" if whole else "float32"
     allowed = OUT_DTYPES if whole else OUT_DTYPES[1:]
@@ -154,7 +161,7 @@ def _plan(
 
 
 def _folds(mapped: Collection[str], ranks: dict[str, int], words: dict[str, Any]) -> bool:
-    """A mapped a is more rows, unless each of its rows has a scale."""
+    """Samples of a are more rows, unless each of its rows has a scale."""
     return set(mapped) == {"a"} and ranks.get("a_scale", 0) == 0
 
 

@@ -1,4 +1,4 @@
-"""Matrices as products take them: which dimension is contiguous, and the operands and fields that say so."""
+"""Matrices as kernels take them: the contiguous dimension, and the operands and fields that describe it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from qflash.call.array import Array, check_device, check_dtype, check_shape
 from qflash.call.op import Operand
 
-MOST_INT8_K = (2**31 - 1) // 128**2  # beyond, a sum of products of int8 may not fit int32
+MOST_INT8_K = (2**31 - 1) // 128**2  # beyond this, a sum of int8 products may not fit into int32
 Fields = list[tuple[str, int]]
-_ROWS = "ABCDEFIJKLMOPQRSTUVWXYZ"  # letters of leading dimensions: those that mean nothing else in `Op.dims`
+_ROWS = "ABCDEFIJKLMOPQRSTUVWXYZ"  # letters of leading dimensions: those without another meaning in `Op.dims`
 
 
 def layout_of(matrix: Array) -> tuple[str, int, int] | None:
-    """(contiguous dimension, stride of k, stride of n) of a matrix [k, n]; None: neither is, and it takes a copy.
+    """(contiguous dimension, stride of k, stride of n) of a matrix [k, n]; None: neither is, and it must be copied.
 
-    Where both are, as in windows that overlap, it is k: kernels ask for the stride of k alone.
+    If both are, as in overlapping windows, it is k: kernels then need only the stride of k.
     """
     k, n = matrix.shape
     if matrix.strides is None or 0 in matrix.shape:
         return "n", n, 1
     stride_k, stride_n = matrix.strides
-    # A dimension of one element has no stride to speak of, so it fits in with the other.
+    # The stride of a dimension of one element has no meaning, so it is chosen to fit the other.
     if k == 1:
         stride_k = n if stride_n == 1 or n == 1 else 1
     if n == 1:
@@ -34,8 +34,8 @@ def layout_of(matrix: Array) -> tuple[str, int, int] | None:
 
 
 def dims_with_rows(letters: Mapping[str, str]) -> Callable[[Mapping[str, int]], Mapping[str, str] | None]:
-    """`Op.dims` of a product. `letters`: of each array and result, "*" for the leading dimensions, which are rows; the
-    first array is "*k"."""
+    """`Op.dims` of a matrix product. `letters`: of each array and result, "*" for the leading dimensions, which are
+    rows; the first array is "*k"."""
     first = next(iter(letters))
 
     def dims(ranks: Mapping[str, int]) -> Mapping[str, str] | None:
@@ -56,7 +56,7 @@ def transposed(matrix: Array) -> Array:
 def scale_operand(
     name: str, field: str, array: Array | None, each: Sequence[int], device: str, first: str
 ) -> tuple[list[Operand], Fields]:
-    """The operand and the stride of float32 scales: one for all, or one for `each`. Nothing where there are none."""
+    """The operand and the stride of float32 scales: one for all, or one for `each`. Empty if there are none."""
     if array is None:
         return [], []
     check_dtype(name, array, "float32")

@@ -1,4 +1,4 @@
-"""merge: attention to some keys and attention to others, as attention to all of them."""
+"""merge: combines attention to two sets of keys into attention to all of them."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def merge(
 def merge(
     out_a: Any, lse_a: FrameworkArray, out_b: FrameworkArray, lse_b: FrameworkArray, *, kernel: str | None = None
 ) -> Any:
-    """What `attention` of the same queries gives on the keys of two calls, from the results of both.
+    """Merge the results of `attention` on two sets of keys into the result on all of them, for the same queries.
 
     Args:
-        out_a: `[B, T, H, D]`, or packed `[total, H, D]`: what `attention(..., return_lse=True)` gave on some keys, or
-            `merge` did. float32, float16 or bfloat16.
+        out_a: `[B, T, H, D]`, or packed `[total, H, D]`: the result of `attention(..., return_lse=True)` on some keys,
+            or of `merge`. float32, float16 or bfloat16.
         lse_a: its lse, float32 `[B, H, T]`, or packed `[H, total]`.
-        out_b: the same of other keys, of out_a's shape. It may have another of these dtypes: sums that many parts are
-            merged into are best kept in float32.
+        out_b: the result on other keys, with out_a's shape. It may have another of these dtypes: to merge many parts,
+            accumulate them in float32.
         lse_b: its lse.
-        kernel: the name of the one kernel that must be used.
+        kernel: name of the kernel that must be used.
 
     Returns:
-        out, of out_a's dtype, and lse. Each row is `out_a · exp(lse_a - lse) + out_b · exp(lse_b - lse)`, where `lse`
-        is `log(exp(lse_a) + exp(lse_b))`. A row whose lse is -inf saw no key and takes no part, whatever it holds;
-        where both are, the result is zeros and -inf. Forward only.
+        out, in out_a's dtype, and lse. Each row is `out_a · exp(lse_a - lse) + out_b · exp(lse_b - lse)`, where `lse`
+        is `log(exp(lse_a) + exp(lse_b))`. A row whose lse is -inf saw no key and is ignored, whatever its values are;
+        if both are -inf, the result is zeros and -inf. Forward only.
 
-    The keys of the two calls must not overlap, and sinks count in one of them alone.
+    The two sets of keys must not overlap, and sinks must be passed to only one of the two calls.
 
     Example:
         >>> import numpy as np
@@ -108,7 +108,7 @@ def _plan(out_a: Array, lse_a: Array | None, out_b: Array | None, lse_b: Array |
 
 
 def _lse_strides(field: str, out_a: Array, steps: tuple[int, ...] | None) -> list[tuple[str, int | Extents]]:
-    """Those of an lse; steps: its own, or None where it has no gaps."""
+    """The strides of an lse; steps: its own, or None if it is contiguous."""
     rank = len(out_a.shape)
     strides: list[int | Extents] = [size_of("out_a", out_a, *dims) for dims in ((rank - 2, rank - 3), (rank - 3,), ())]
     strides = strides[4 - rank :] if steps is None else list(steps)
@@ -117,7 +117,7 @@ def _lse_strides(field: str, out_a: Array, steps: tuple[int, ...] | None) -> lis
 
 
 def _folds(mapped: Collection[str], ranks: dict[str, int], words: dict[str, Any]) -> bool:
-    """Packed rows with one dimension more are those of a batch."""
+    """Packed rows with one more dimension are those of a batch."""
     return len(mapped) == 4 and ranks["out_a"] == 3
 
 

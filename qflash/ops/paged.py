@@ -16,25 +16,31 @@ from qflash.ops.quantization import Quantized, tables_of
 from qflash.typing import ArrayT_co, Flag, PageLayout
 
 PAGE_LAYOUTS = ("phtd", "pthd")
-PAGE_UNIT = 16  # tokens: a page has a whole number of them, so that copies in bulk stay inside one
-WHOLE = 16  # bytes that are loaded in bulk begin at multiples of these
-BYTES = {"int8": 1, "float32": 4}  # of an element; 2 of any other
-HADAMARD = 16  # channels of the matrix that K of int8 pages is multiplied by
+PAGE_UNIT = 16  # tokens: the page size is a multiple of it, so that bulk copies stay within a page
+WHOLE = 16  # bytes: bulk loads start at multiples of this
+BYTES = {"int8": 1, "float32": 4}  # per element; 2 for any other
+HADAMARD = 16  # channels of the Hadamard matrix that K of int8 pages is multiplied by
 _PLANES = ("kv.k_scale", "kv.v_scale")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedKV(Generic[ArrayT_co]):
-    """Keys and values in pages: what `KVCache` and `paged_write` return and `attention(q, kv)` takes.
+    """Keys and values in pages. Returned by `KVCache` and `paged_write`; pass it as `attention(q, kv)`.
 
-    k_pages, v_pages: `[pages, Hkv, page_size, D]`, or with layout "pthd" `[pages, page_size, Hkv, D]`, of any strides
-    with a contiguous last dimension: a cache that somebody else allocated is taken as it is. Of q's dtype, or int8.
-    page_table: int32 `[B, columns]`; token j of sequence b is in page `page_table[b, j // page_size]`. Entries that no
-    token needs may hold anything. lens: int32 `[B]`, the tokens of each sequence.
+    Args:
+        k_pages: `[pages, Hkv, page_size, D]`, or with layout "pthd" `[pages, page_size, Hkv, D]`, in q's dtype or int8;
+            any strides with a contiguous last dimension, so a cache allocated elsewhere can be used without a copy.
+        v_pages: the same for values.
+        page_table: int32 `[B, columns]`; token j of sequence b is in page `page_table[b, j // page_size]`. Entries that
+            no token needs may have any value.
+        lens: int32 `[B]`, the number of tokens of each sequence.
+        k_scale: for int8, float32 `[pages, Hkv, page_size]`, a scale for each token and head.
+        v_scale: the same for values.
+        k_mean: for int8, float32 `[Hkv, D]`, the mean that was subtracted from all keys, or None.
+        layout: "phtd" or "pthd".
 
-    int8: k_scale and v_scale, float32 `[pages, Hkv, page_size]`, hold a scale for each token and head, and k_mean,
-    float32 `[Hkv, D]`, what was taken off all keys, or None. K was rotated and multiplied by a Hadamard matrix in every
-    16 channels before it was rounded (docs/kernels/kv_write.md).
+    In int8 pages, K was rotated and multiplied by a Hadamard matrix in every 16 channels before it was rounded
+    (docs/kernels/kv_write.md).
 
     Example:
         >>> import numpy as np
@@ -59,37 +65,37 @@ class PagedKV(Generic[ArrayT_co]):
     layout: PageLayout = "phtd"
 
     def __post_init__(self) -> None:
-        # JAX must know this class before jit sees an instance, which may be before the first call.
+        # JAX must have this class registered before jit sees an instance, possibly before the first call.
         if type(self.k_pages).__module__.partition(".")[0] in ("jax", "jaxlib"):
             import qflash.frontends.jax  # noqa: F401
 
     @property
     def pages(self) -> int:
-        """Of the pool."""
+        """Number of pages of the pool."""
         return int(self.k_pages.shape[0])
 
     @property
     def kv_heads(self) -> int:
-        """Hkv."""
+        """Hkv, the number of KV heads."""
         return int(self.k_pages.shape[1 if self.layout == "phtd" else 2])
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return int(self.k_pages.shape[2 if self.layout == "phtd" else 1])
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """D, channels per head."""
         return int(self.k_pages.shape[3])
 
     @property
     def is_int8(self) -> bool:
-        """Whether tokens are int8 with scales."""
+        """Whether pages are int8 with scales."""
         return self.k_scale is not None
 
 
-# The arrays of a PagedKV in calls, and where they go in a struct that has a QfKv and kv_lens.
+# The names of a PagedKV's arrays in calls, and their fields in a struct that has a QfKv and kv_lens.
 KV_ARRAYS = {
     "kv.k_pages": "kv.k.data", "kv.v_pages": "kv.v.data", "kv.page_table": "kv.page_table", "kv.lens": "kv_lens",
     "kv.k_scale": "kv.k_scales.scale", "kv.v_scale": "kv.v_scales.scale", "kv.k_mean": "kv.k_mean",
@@ -97,13 +103,13 @@ KV_ARRAYS = {
 
 
 def arrays_of(kv: PagedKV) -> tuple[Any, ...]:
-    """The arrays of a PagedKV by the order of KV_ARRAYS."""
+    """The arrays of a PagedKV in the order of KV_ARRAYS."""
     return kv.k_pages, kv.v_pages, kv.page_table, kv.lens, kv.k_scale, kv.v_scale, kv.k_mean
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What a checked PagedKV comes down to."""
+    """The result of checking a PagedKV."""
 
     batch: int
     columns: int
@@ -112,13 +118,13 @@ class Pool:
     head_dim: int
     int8: bool
     fields: tuple[tuple[str, int | float | Extents], ...]  # of a QfKv, as kv.<field>
-    arrays: tuple[str, ...]  # those that are there, of KV_ARRAYS
-    odd_pages: bool  # as Spec has it
+    arrays: tuple[str, ...]  # names in KV_ARRAYS of the given ones
+    odd_pages: bool  # see Spec
     odd_scales: bool
 
 
 def check_pool(kv: Mapping[str, Array | None], layout: Any, dtype: str, device: str, first: str) -> Pool:
-    """Check the arrays of a PagedKV, by the names of KV_ARRAYS. dtype, device: those of the argument `first`."""
+    """Check the arrays of a PagedKV, named as in KV_ARRAYS. dtype, device: those of the argument `first`."""
     check_word("kv.layout", layout, PAGE_LAYOUTS)
     for name in ("kv.k_pages", "kv.v_pages", "kv.page_table", "kv.lens"):
         if kv[name] is None:
@@ -214,7 +220,7 @@ def _check_scales(
 
 
 def _steps(array: Array) -> tuple[int, ...]:
-    """Strides in elements, those of a contiguous array where it has none of its own."""
+    """Strides in elements; those of a contiguous array if it has none."""
     if array.strides is not None and 0 not in array.shape:
         return array.strides
     steps = [1]
@@ -224,12 +230,12 @@ def _steps(array: Array) -> tuple[int, ...]:
 
 
 def _steps_taken(array: Array) -> list[Any]:
-    """Those between rows, of which a dimension of size 1 has none."""
+    """The strides between rows that matter: dimensions of size 1 are left out."""
     return [step for step, size in zip(_steps(array)[:-1], array.shape, strict=False) if size != 1]
 
 
 def _is_odd(step: Any, dtype: str) -> bool:
-    """Whether a stride is no whole 16 bytes. Only arrays without gaps have one that is not known yet."""
+    """Whether a stride is not a multiple of 16 bytes. Strides not yet known belong to arrays without gaps."""
     return isinstance(step, int) and step * BYTES.get(dtype, 2) % WHOLE != 0
 
 
@@ -244,7 +250,7 @@ def paged_call(
     q: Any, kv: Any, v: Any, options: Options, kv_lens: Any, rope: Any, return_lse: Flag, sinks: Any = None,
     cu_seqlens_q: Any = None, max_seqlen_q: Any = 0,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
-    """The arrays and the words of ATTENTION_PAGED, from those of `attention` and `attention_varlen`."""
+    """The arrays and words of ATTENTION_PAGED, from the arguments of `attention` or `attention_varlen`."""
     if type(q) is PagedKV or type(v) is PagedKV:
         name = "q" if type(q) is PagedKV else "v"
         raise TypeError(f"{name} is qflash.PagedKV; allowed: in the place of k, without v")
@@ -255,7 +261,7 @@ def paged_call(
                         "allowed: None")  # fmt: skip
     if kv_lens is not None:
         raise TypeError("kv_lens is given and k is qflash.PagedKV; allowed: None, its lens say how long sequences are")
-    if type(kv.layout) is not str:  # before a front end has its say of words
+    if type(kv.layout) is not str:  # checked before a front end processes words
         check_word("kv.layout", kv.layout, PAGE_LAYOUTS)
     cos, sin, positions, _, interleaved = tables_of(rope)
     arrays = (q, *arrays_of(kv), cu_seqlens_q, sinks, cos, sin, positions)
@@ -345,7 +351,7 @@ def _plan(
 
 
 def _flops(arrays: dict[str, Any], words: dict[str, Any], _: Any) -> int:
-    """Of Q Kᵀ and P V, for as many keys as the table has room for."""
+    """FLOPs of Q Kᵀ and P V, for as many keys as the table has room for."""
     *_, heads, head_dim = arrays["q"].shape
     table, k_pages = arrays["kv.page_table"], arrays["kv.k_pages"]
     keys = table.shape[1] * k_pages.shape[2 if words["layout"] == "phtd" else 1]

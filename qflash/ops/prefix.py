@@ -1,7 +1,7 @@
 """Attention on sequences that share their first pages: the prefix is read once for all of them.
 
-It is three calls: attention of all queries on the prefix, as queries of one sequence; attention of each sequence on the
-rest of its keys; and `merge`. All queries stand after the prefix, so that nothing of it is masked.
+It takes three calls: attention of all queries on the prefix, as queries of one sequence; attention of each sequence on
+its other keys; and `merge`. All queries come after the prefix, so nothing in it is masked.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from qflash.typing import ArrayT_co, Flag, Integer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefixKV(Generic[ArrayT_co]):
-    """A PagedKV whose sequences share their first pages: what `share_prefix` returns and `attention(q, kv)` takes.
+    """A PagedKV whose sequences share their first pages. Returned by `share_prefix`; pass it as `attention(q, kv)`.
 
-    whole: the PagedKV itself. prefix: one sequence, of the shared pages, or None. rest: each sequence from there on.
-    last: int32 `[B]`, the position of each sequence's last token. They hold for the lengths that the PagedKV had: a
-    step that was renewed needs a `share_prefix` of its own.
+    Args:
+        whole: the PagedKV itself.
+        prefix: one sequence with the shared pages, or None.
+        rest: each sequence without the shared pages.
+        last: int32 `[B]`, the position of each sequence's last token.
+
+    It is valid for the lengths that the PagedKV had: a renewed step needs another `share_prefix`.
 
     Example:
         >>> import numpy as np
@@ -45,11 +49,11 @@ class SharedPrefixKV(Generic[ArrayT_co]):
     last: ArrayT_co
 
     def __post_init__(self) -> None:
-        if type(self.last).__module__.partition(".")[0] in ("jax", "jaxlib"):  # as PagedKV has it
+        if type(self.last).__module__.partition(".")[0] in ("jax", "jaxlib"):  # see PagedKV
             import qflash.frontends.jax  # noqa: F401
 
     def of(self, kv: PagedKV[ArrayT_co]) -> SharedPrefixKV[ArrayT_co]:
-        """The same sequences in the pools of `kv`, another layer's of the same step. No array is made."""
+        """The same sequences in the pools of `kv`, which is another layer of the same step. Creates no arrays."""
         if _page_size(kv) != self.whole.page_size:
             raise ValueError(f"kv has pages of {kv.page_size} tokens; allowed: another layer's, {self.whole.page_size}")
 
@@ -61,17 +65,21 @@ class SharedPrefixKV(Generic[ArrayT_co]):
 
 
 def share_prefix(kv: PagedKV[ArrayT_co], pages: Integer) -> SharedPrefixKV[ArrayT_co]:
-    """kv for calls of `attention` that read the first `pages` pages of all its sequences once.
+    """Prepare kv for `attention` calls that read the first `pages` pages, shared by all its sequences, only once.
 
-    pages: how many leading columns of `kv.page_table` are the same in every row, as `KVCache.fork` makes them and
-    `Step.shared_pages` counts them; 0 shares nothing. Every sequence must have these tokens, and after them at least as
-    many as there are queries: kernels do not look, and tables of NumPy alone are looked at here. Three small arrays are
-    made; `SharedPrefixKV.of` takes them to the other layers.
+    Args:
+        kv: the pages.
+        pages: number of leading columns of `kv.page_table` that are the same in every row, as made by `KVCache.fork`
+            and counted by `Step.shared_pages`; 0 shares nothing. Every sequence must have these tokens, followed by at
+            least as many as there are queries: kernels do not check this, and only NumPy tables are checked here.
 
-    The result has the values of `attention` on kv, rounded a little otherwise: parts are rounded to the type of q
-    before they are merged. With a window to the left, with rope on several queries of a sequence without `positions_q`
-    of `[B, Tq]`, and with batch_invariant, the prefix is read for each sequence as if it were not shared. A row of
-    padding, whose length is 0, gets attention on the prefix where that is shared, and not zeros.
+    Returns:
+        A `SharedPrefixKV`, for which three small arrays are created; `SharedPrefixKV.of` uses them for other layers.
+
+    `attention` on it gives the values of `attention` on kv with slightly different rounding: partial results are
+    rounded to q's dtype before they are merged. With a window to the left, with rope on several queries of a sequence
+    without `positions_q` of `[B, Tq]`, and with batch_invariant, the prefix is read for each sequence as if it were not
+    shared. If the prefix is shared, a row of padding, whose length is 0, gets attention on the prefix instead of zeros.
 
     Example:
         >>> import numpy as np
@@ -106,7 +114,7 @@ def share_prefix(kv: PagedKV[ArrayT_co], pages: Integer) -> SharedPrefixKV[Array
 
 
 def _page_size(kv: Any) -> int:
-    """That of a PagedKV, of which no call has checked anything yet."""
+    """The page size of a PagedKV that has not been checked yet."""
     if type(kv) is not PagedKV:
         raise TypeError(f"kv is {type(kv).__module__}.{type(kv).__qualname__}; allowed: qflash.PagedKV")
     shape = tuple(getattr(kv.k_pages, "shape", ()))
@@ -116,7 +124,7 @@ def _page_size(kv: Any) -> int:
 
 
 def _check_shared(table: Any, lens: Any, count: int, tokens: int) -> None:
-    """Refuse what is no prefix of all sequences. Rows of padding do not count."""
+    """Reject pages that are not a prefix of all sequences. Rows of padding are ignored."""
     short = np.flatnonzero((lens != 0) & (lens < tokens))
     if short.size:
         came = f"pages is {count}, {tokens} tokens, and kv.lens[{short[0]}] is {lens[short[0]]}"
@@ -134,7 +142,7 @@ def attend_shared(
     ropes = _ropes(q, kv, rope)
     if kv.prefix is None or ropes is None or not _can_share(q, options):
         return tuple(run(ATTENTION_PAGED, *paged_call(q, kv.whole, v, options, kv_lens, rope, return_lse, sinks)))
-    # The rest first: it has all words of the call, and refuses what is wrong with them.
+    # The rest first: it has all arguments of the call, and checks them.
     rest = run(ATTENTION_PAGED, *paged_call(q, kv.rest, v, options, kv_lens, ropes[1], True, sinks))
     batch, length, heads, head_dim = q.shape
     rows = q.reshape(1, batch * length, heads, head_dim)
@@ -145,9 +153,9 @@ def attend_shared(
 
 
 def _can_share(q: Any, options: Options) -> bool:
-    """Whether all queries see the whole prefix, and the batch may decide how sums are taken.
+    """Whether all queries see the whole prefix, and the order of summation may depend on the batch.
 
-    A word of a wrong type does not share: the call that reads every sequence by itself refuses it.
+    If an argument has a wrong type, nothing is shared: the call without sharing rejects it.
     """
     window, invariant = options.window, options.batch_invariant
     pair = isinstance(window, (tuple, list)) and len(window) == 2 and isinstance(window[0], Integral)
@@ -160,7 +168,7 @@ def _ropes(q: Any, kv: SharedPrefixKV, rope: Any) -> tuple[Rope | None, Rope | N
     if rope is None:
         return None, None
     if type(rope) is not Rope or len(getattr(q, "shape", ())) != 4:
-        return None  # which is refused further on
+        return None  # rejected later
     batch, length = q.shape[:2]
     positions: Any = rope.positions_q
     if positions is None and length == 1:

@@ -1,9 +1,9 @@
-"""Problem: one attention call described by shapes, strides and options, checked, with no array in it.
+"""Problem: a checked attention call described by shapes, strides and options, without arrays.
 
-`check` and `check_packed` turn described arrays and the user's words into a `Problem` or raise an error that names the
-argument, what came and what is allowed. What only the data can
-tell (values of kv_lens, cu_seqlens, positions) is checked by the CPU engine as it runs; a CUDA kernel, which must
-not synchronise to find out, writes NaN into every row of a sequence whose description is out of range.
+`check` and `check_packed` turn array descriptions and the user's arguments into a `Problem`, or raise an error that
+names the argument, the value given and what is allowed. What depends on the data (values of kv_lens, cu_seqlens,
+positions) is checked by the CPU engine at run time; a CUDA kernel, which must not synchronise to check it, writes NaN
+to every row of a sequence whose description is out of range.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ WINDOW_FORM = "None or (left, right), two ints of -1 (open) or more"
 _SINK_DTYPES = (*DTYPES, "float64")
 TABLE_FORM = "[positions, rotary_dim / 2], with rotary_dim 2 or more"
 FULL_TABLES = " (qflash.Rope.from_hf takes tables that have every angle twice)"
-# scale and softcap keep clear of float32's ends. Kernels multiply them by one another, by log2(e) and by q, which must
-# not overflow; and where denormals are flushed to zero, a product of scale / softcap that vanishes moves a score by up
-# to 2^-126 softcap, which must not show.
+# scale and softcap stay away from the limits of float32. Kernels multiply them with each other, with log2(e) and with
+# q, which must not overflow; and where denormals are flushed to zero, a product with scale / softcap that underflows
+# moves a score by up to 2^-126 softcap, which must not be visible.
 _MOST = 2.0**100
 _LEAST_SOFTCAP = 2.0**-100
 _LEAST_SCALE_BY_SOFTCAP = 2.0**-126
@@ -34,7 +34,7 @@ _LEAST_SCALE_BY_SOFTCAP = 2.0**-126
 
 @dataclass(frozen=True, slots=True)
 class RopeArrays:
-    """A Rope with its arrays described."""
+    """A Rope with descriptions of its arrays."""
 
     cos: Array
     sin: Array
@@ -44,7 +44,7 @@ class RopeArrays:
 
 
 class Options(NamedTuple):
-    """The user's words, unchecked."""
+    """The user's arguments, unchecked."""
 
     causal: Flag = False
     window: Window | None = None
@@ -57,7 +57,7 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A checked attention problem. Packed problems carry the longest lengths and the totals."""
+    """A checked attention problem. Packed problems have the maximum lengths and the totals."""
 
     batch: int
     q_len: int
@@ -89,17 +89,17 @@ class Problem:
     batch_invariant: bool = False
 
     def spec(self, arch: int, op: str = "attention", kv: str = KV_KINDS[0]) -> Spec:
-        """The kernel-selecting part of this problem, for a device of compute capability `arch`/10."""
+        """The part of this problem that selects a kernel, for a device of compute capability `arch`/10."""
         rope = None if self.rope_rows == 0 else ("interleaved" if self.rope_interleaved else "half")
         return Spec(
             device=self.device.partition(":")[0],
             arch=arch,
             dtype=self.dtype,
-            head_dim=int(self.head_dim),  # it selects the kernel, so traced programs are made for it
+            head_dim=int(self.head_dim),  # it selects the kernel, so traced programs are specialised for it
             precision=self.precision,
             window=self.window_left >= 0 or self.window_right >= 0,
             softcap=self.softcap != 0.0,
-            plain_scores=self.softcap == 0.0 and c_float(self.scale).value > 0.0,  # as the kernels see it, in float32
+            plain_scores=self.softcap == 0.0 and c_float(self.scale).value > 0.0,  # in float32, as kernels have it
             rope=rope,
             packed=self.packed,
             kv_lens=self.kv_lens,
@@ -112,7 +112,7 @@ class Problem:
 
     @property
     def few_rows(self) -> bool:
-        """Is this decoding? A length that is not known yet may be anything."""
+        """Whether this is decoding. A length that is not known yet may have any value."""
         sizes = (self.q_len, self.q_heads, self.kv_heads)
         if not all(isinstance(size, int) for size in sizes):
             return False
@@ -228,8 +228,8 @@ def check_paged(
     max_seqlen_q: Any,
     rope: RopeArrays | None,
 ) -> Problem:
-    """Check the arguments of attention on pages beside the pages: q [B, T, H, D], or packed [total, H, D] with
-    cu_seqlens_q. keys: sequences, the most keys that one of them may have, and heads."""
+    """Check the arguments of attention on pages, except the pages: q [B, T, H, D], or packed [total, H, D] with
+    cu_seqlens_q. keys: the number of sequences, the most keys that one of them may have, and the number of heads."""
     batch, k_len, kv_heads = keys
     *lead, q_heads, head_dim = q.shape
     _check_heads(q_heads, kv_heads, head_dim)
@@ -266,8 +266,8 @@ def check_paged(
     )
     if rope is None:
         return problem
-    # Keys were rotated when they were written, and how far queries reach the device alone knows, which looks: whatever
-    # the positions are, they need a row to point at.
+    # Keys were rotated when they were written. The positions that queries reach are only known on the device, which
+    # checks them. Any position needs at least one row of the tables.
     anywhere = Array((1,), None, "int32", q.device)
     rope = replace(rope, positions_q=rope.positions_q or anywhere, positions_k=anywhere)
     given = rope.positions_q is not anywhere
@@ -276,9 +276,9 @@ def check_paged(
 
 
 def _longest(name: str, bound: Any, total: int) -> int:
-    """How long a sequence may be: `bound`, but none is longer than all of them together."""
+    """The longest possible sequence: `bound`, or the total length if that is less."""
     longest = check_int(name, bound, 0, INT32_MAX)
-    return min(longest, total) if isinstance(total, int) else longest  # a symbolic total gets no guard here
+    return min(longest, total) if isinstance(total, int) else longest  # no guard on a symbolic total here
 
 
 def _check_alike(q: Array, k: Array, v: Array) -> None:
@@ -295,7 +295,7 @@ def _check_alike(q: Array, k: Array, v: Array) -> None:
     if v.shape != k.shape:
         raise ValueError(f"v has shape {v.shape}; allowed: k's, {k.shape}")
     for name, array in (("q", q), ("k", k), ("v", v)):
-        # Only plain ints: a traced, symbolic extent is checked when it has a value, and gets no guard here.
+        # Only plain ints: a traced, symbolic extent is checked when it has a value, without a guard here.
         if any(isinstance(extent, int) and extent > INT32_MAX for extent in array.shape):
             raise ValueError(f"{name} has shape {array.shape}; allowed: every extent below 2^31")
 
@@ -314,7 +314,7 @@ def _check_heads(q_heads: int, kv_heads: int, head_dim: int) -> None:
 
 def _strides(name: str, array: Array) -> tuple[int, int, int]:
     """(batch, length, head) strides in elements; packed arrays get batch stride 0."""
-    if array.strides is None or 0 in array.shape:  # strides of an empty array mean nothing
+    if array.strides is None or 0 in array.shape:  # strides of an empty array have no meaning
         step, from_last = 1, []
         for extent in reversed(array.shape):
             from_last.append(step)
@@ -350,7 +350,7 @@ def check_sinks(sinks: Array | None, q_heads: int, device: str) -> bool:
 
 
 def check_options(options: Options, head_dim: int) -> dict[str, Any]:
-    """The words of a call with their defaults filled in, by the names of Problem's fields."""
+    """The arguments of a call with defaults filled in, by the names of Problem's fields."""
     left, right = _check_window(options.window)
     if check_flag("causal", options.causal):
         right = 0
@@ -392,7 +392,7 @@ def _check_window(window: Any) -> tuple[int, int]:
         raise TypeError(f"window is {shown(window)}; allowed: {WINDOW_FORM}")
     if len(window) != 2 or any(edge < -1 for edge in window):
         raise ValueError(f"window is {shown(window)}; allowed: {WINDOW_FORM}")
-    # An edge past every possible length is open; this also keeps i + window inside 32 bits in every kernel.
+    # An edge beyond every possible length is unlimited; this also keeps i + window within 32 bits in every kernel.
     left, right = (-1 if edge > INT32_MAX // 4 else int(edge) for edge in window)
     return left, right
 
@@ -445,9 +445,9 @@ def _with_rope(
         else:
             _check_index(name, array, shapes, problem.device)
             if 0 not in array.shape:
-                lengths.append(1)  # whatever the positions say, they need a row to point at
+                lengths.append(1)  # any position needs at least one row
             strides.append(array.shape[1] if len(array.shape) == 2 else 0)
-    # Each length by itself: max() of symbolic lengths would tie a traced program to their order.
+    # Each length separately: max() of symbolic lengths would fix their order in a traced program.
     if any(rows < length for length in lengths):
         raise ValueError(f"rope.cos has {rows} rows; allowed: at least {max(lengths)}, one for each position in use")
     return replace(

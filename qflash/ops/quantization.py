@@ -1,4 +1,4 @@
-"""quantize and dequantize: arrays to int8 and what undoes it, and the way back."""
+"""quantize and dequantize: arrays to int8 with scales, and back."""
 
 from __future__ import annotations
 
@@ -36,12 +36,20 @@ _MOST_ROTATED = 2048  # channels that a block of the CUDA kernel holds at once: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantized(Generic[ArrayT_co]):
-    """int8 values and what undoes them: x ~ scale · (values - zero_point) + mean. What `quantize` returns.
+    """int8 values with what dequantizes them: x ~ scale · (values - zero_point) + mean. Returned by `quantize`.
 
-    values: int8, shaped like x. scale: float32; granularity "tensor" one number, "token" `[B, H, T]`, "group"
-    `[B, H, ceil(T / group)]`. zero_point: int32, one number; None when symmetric. mean: float32 `[B, H, D]`, what
-    smoothing took off; None without. sums: int32 `[B, H, T]`, the sum of each token's values, with which an integer
-    product makes up for the zero point; None when symmetric. Of a matrix x `[T, D]`, B and H fall away. dtype: x's.
+    Args:
+        values: int8, shaped like x.
+        scale: float32: one number for granularity "tensor", `[B, H, T]` for "token", `[B, H, ceil(T / group)]` for
+            "group".
+        zero_point: int32, one number; None if symmetric.
+        mean: float32 `[B, H, D]`, the mean that smoothing subtracted; None without smoothing.
+        sums: int32 `[B, H, T]`, the sum of each token's values, with which an integer product corrects for the zero
+            point; None if symmetric.
+        granularity, group, symmetric: as passed to `quantize`.
+        dtype: x's dtype.
+
+    For a matrix x `[T, D]`, B and H are omitted.
 
     Example:
         >>> import numpy as np
@@ -65,7 +73,7 @@ class Quantized(Generic[ArrayT_co]):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        # JAX must know this class before jit sees an instance, which may be before the first call.
+        # JAX must have this class registered before jit sees an instance, possibly before the first call.
         if type(self.values).__module__.partition(".")[0] in ("jax", "jaxlib"):
             import qflash.frontends.jax  # noqa: F401
 
@@ -111,17 +119,27 @@ def quantize(
     seed: Integer = 0,
     kernel: str | None = None,
 ) -> Quantized[Any]:
-    """x to int8 with scales, in one pass that also rotates and smooths. For NumPy, PyTorch and JAX arrays.
+    """Quantize x to int8 with scales, in one pass that can also rotate and smooth it.
 
-    x: `[B, T, H, D]`, or a matrix `[T, D]`; float32, float16 or bfloat16. granularity: one scale for the "tensor", for
-    each "token" of a head, or for each "group" of `group` tokens of a head. symmetric: values -127 to 127 around 0;
-    False (granularity "tensor" alone): -128 to 127 with a zero point. smooth: take off the mean of each channel of a
-    head over its tokens first. rope: rotate first; token t stands at t, or at `rope.positions_k`. lens: int32 `[B]`,
-    how many tokens of each sequence exist; the others are 0. rounding: "nearest" (ties to even) or "stochastic", up
-    with the probability of the part that is cut off, from `seed`: same seed, same bits. Forward only.
+    Args:
+        x: `[B, T, H, D]`, or a matrix `[T, D]`, of NumPy, PyTorch or JAX; float32, float16 or bfloat16.
+        granularity: one scale for the "tensor", for each "token" of a head, or for each "group" of tokens of a head.
+        group: the number of tokens of a group.
+        symmetric: values from -127 to 127 around 0; False (only with granularity "tensor"): -128 to 127 with a zero
+            point.
+        smooth: first subtract the mean over tokens from each channel of a head.
+        rope: rotate first; token t is at position t, or at `rope.positions_k`.
+        lens: int32 `[B]`, the number of valid tokens of each sequence; the others become 0.
+        rounding: "nearest" (ties to even) or "stochastic", which rounds up with a probability equal to the fraction
+            that is cut off.
+        seed: of stochastic rounding; the same seed gives the same bits.
+        kernel: name of the kernel that must be used.
 
-    Symmetric: a token with NaN or an infinity is -128 throughout and comes back as NaN. Asymmetric: one such number
-    makes the scale, and so all that comes back, NaN.
+    Returns:
+        A `Quantized`. Forward only.
+
+    Symmetric: a token with NaN or an infinity is -128 throughout and is dequantized to NaN. Asymmetric: one such number
+    makes the scale NaN, and with it all dequantized values.
 
     Example:
         >>> import numpy as np
@@ -145,7 +163,7 @@ def quantize(
 
 
 def dequantize(quantized: Quantized[ArrayT], dtype: DType | None = None, *, kernel: str | None = None) -> ArrayT:
-    """The array behind `quantized`, in `dtype` (None: that of the array it was made from).
+    """The array that `quantized` represents, in `dtype` (None: the dtype of the original array).
 
     Example:
         >>> import numpy as np
@@ -167,7 +185,7 @@ def dequantize(quantized: Quantized[ArrayT], dtype: DType | None = None, *, kern
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """x or values as [batch, length, heads, head_dim], and the shapes of what goes with it."""
+    """x or values as [batch, length, heads, head_dim], and the shapes of the arrays that belong to it."""
 
     batch: int
     length: int
@@ -185,12 +203,12 @@ class Shape:
         return () if granularity == "tensor" else self.per_head((self.length + group - 1) // group)
 
     def strides(self, field: str) -> tuple[tuple[str, int], ...]:
-        """Of a contiguous array of this shape, by the struct's names."""
+        """Those of a contiguous array of this shape, by the struct's names."""
         row = self.heads * self.head_dim
         return _strides(field, (self.length * row, row, self.head_dim))
 
     def strides_of(self, field: str, array: Array) -> tuple[tuple[str, int], ...] | None:
-        """Of an array of this shape, by the struct's names; None: the kernel takes a contiguous copy."""
+        """Those of an array of this shape, by the struct's names; None: the kernel takes a contiguous copy."""
         if array.strides is None or 0 in array.shape:
             return self.strides(field)
         strides = array.strides
@@ -221,7 +239,7 @@ def shape_of(name: str, array: Array) -> Shape:
 def _check_scales(
     granularity: Any, group: Any, symmetric: Any, owner: str = ""
 ) -> tuple[tuple[tuple[str, int], ...], int]:
-    """The struct's fields, and how many tokens share a scale. `owner`: what the words are attributes of."""
+    """The struct's fields, and the number of tokens that share a scale. `owner`: prefix of the argument names."""
     check_word(f"{owner}granularity", granularity, GRANULARITIES)
     group = check_int(f"{owner}group", group, 1, INT32_MAX)
     if not check_flag(f"{owner}symmetric", symmetric) and granularity != "tensor":
@@ -287,13 +305,13 @@ def _plan_quantize(
 
 
 def tables_of(rope: Rope | None) -> tuple[Any, Any, Any, Any, Flag]:
-    """cos, sin, positions_q, positions_k and interleaved of a Rope that was given or was not."""
+    """cos, sin, positions_q, positions_k and interleaved of an optional Rope."""
     if rope is None:
         return None, None, None, None, False
     if not isinstance(rope, Rope):
         raise TypeError(f"rope is {type(rope).__name__}; allowed: None or qflash.Rope")
     for name in ("cos", "sin"):
-        if getattr(rope, name) is None:  # which to a plan would mean no rope
+        if getattr(rope, name) is None:  # to a plan, None would mean no rope
             raise TypeError(f"rope.{name} is None; allowed: an array, [positions, rotary_dim / 2]")
     return rope.cos, rope.sin, rope.positions_q, rope.positions_k, rope.interleaved
 
@@ -326,9 +344,9 @@ def check_rope(
 ) -> tuple[tuple[tuple[str, int], ...], tuple[Operand, ...]]:
     """The struct's fields and operands of a Rope for the keys of argument `of`. `prefix`: of field names.
 
-    needed: rows that the tables must have; None: one for each token, unless positions are given.
+    needed: number of rows that the tables must have; None: one for each token, unless positions are given.
     """
-    if cos is None or sin is None:  # together: see tables_of
+    if cos is None or sin is None:  # both or neither: see tables_of
         return (), ()
     rows, half = check_tables(cos, sin, shape.head_dim, of, device)
     if shape.head_dim > _MOST_ROTATED:
@@ -341,7 +359,7 @@ def check_rope(
         check_device("rope.positions_k", positions, of, device)
         operands.append(Operand("rope.positions_k", f"{prefix}rope.positions_k", contiguous=True))
         stride = shape.length if len(positions.shape) == 2 else 0
-        least = 0 if 0 in positions.shape else 1  # whatever the positions say, they need a row to point at
+        least = 0 if 0 in positions.shape else 1  # any position needs at least one row
     least = least if needed is None else needed
     if rows < least:
         raise ValueError(f"rope.cos has {rows} rows; allowed: at least {least}, one for each position in use")

@@ -1,4 +1,4 @@
-"""rope: every head of a token rotated by the token's position. Its gradient is the same operation, the other way."""
+"""rope: rotates every head of a token by the token's position. Its gradient is the same operation, inverted."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from qflash.rotary import Rope
 from qflash.typing import ArrayT, Lengths
 
 _TABLES = ("rope.cos", "rope.sin")
-# Where positions may come from: the argument and its field, and that of its stride over the batch.
+# The arguments that positions may come from, which are also their fields, and the fields of their batch strides.
 _POSITIONS = {"positions": "stride_positions_b", "rope.positions_k": "rope.stride_positions_k_b"}
 
 
 def rope(x: ArrayT, rope: Rope, *, positions: Lengths | None = None, kernel: str | None = None) -> ArrayT:
-    """x with every head of a token rotated by the token's position, as `attention(..., rope=rope)` rotates q and k.
+    """Rotate every head of a token by the token's position, as `attention(..., rope=rope)` rotates q and k.
 
     Args:
-        x: `[B, T, H, D]`, or packed `[total, H, D]`, which is a batch of one. float32, float16 or bfloat16.
-        rope: the tables, see `qflash.Rope`; `rotary_dim` is at most D, and channels from there on stay as they are.
-        positions: int32 `[T]` or `[B, T]`, `[total]` of packed x. None: `rope.positions_k` where that is given, else
-            token t stands at t, in packed x too. A negative position rotates backwards. `rope.positions_q` never
-            counts: a Rope that has it needs `positions`, which says whether x is q or k.
-        kernel: the name of the one kernel that must be used.
+        x: `[B, T, H, D]`, or packed `[total, H, D]`, treated as a batch of one. float32, float16 or bfloat16.
+        rope: the tables, see `qflash.Rope`; `rotary_dim` is at most D, and the channels after it are unchanged.
+        positions: int32 `[T]` or `[B, T]`, or `[total]` for packed x. None: `rope.positions_k` if given, otherwise
+            token t is at position t, in packed x too. A negative position rotates backwards. `rope.positions_q` is
+            never used: with a Rope that has it, pass `positions`, which specifies whether x is q or k.
+        kernel: name of the kernel that must be used.
 
     Returns:
-        An array like x, computed in float32 and rounded once. A position outside the tables is a ValueError on the CPU;
-        a CUDA kernel cannot raise and gives NaN in the channels that it rotates. Differentiable in x, in PyTorch and
-        JAX, any number of times.
+        An array like x, computed in float32 and rounded once. A position outside the tables raises ValueError on the
+        CPU; a CUDA kernel cannot raise and gives NaN in the channels that it rotates. Differentiable in x, in PyTorch
+        and JAX, any number of times.
 
     Example:
         >>> import numpy as np
@@ -85,7 +85,7 @@ def _plan(
         if array is not None:
             fields += _check_positions(name, array, x)
             operands.append(Operand(name, name, contiguous=True))
-            least = 0 if 0 in array.shape else 1  # whatever the positions say, they need a row to point at
+            least = 0 if 0 in array.shape else 1  # any position needs at least one row
     if rows < least:
         raise ValueError(f"rope.cos has {rows} rows; allowed: at least {least}, one for each position in use")
     return Plan(
@@ -107,7 +107,7 @@ def _plan(
 
 
 def _check_positions(name: str, positions: Array, x: Array) -> Fields:
-    """Refuse what are no positions of x's tokens; else their stride over the batch."""
+    """The batch stride of positions; rejects any that are not positions of x's tokens."""
     check_dtype(name, positions, "int32")
     check_shape(name, positions, *((x.shape[dim:-2]) for dim in range(len(x.shape) - 3, -1, -1)))
     check_device(name, positions, "x", x.device)
@@ -117,12 +117,12 @@ def _check_positions(name: str, positions: Array, x: Array) -> Fields:
 
 
 def _folds(mapped: Collection[str], ranks: dict[str, int], words: dict[str, Any]) -> bool:
-    """Packed tokens with one dimension more are those of a batch, which has positions for all sequences or for each."""
+    """Packed tokens with one more dimension are those of a batch, with positions for all sequences or for each."""
     return ranks["x"] == 3 and "x" in mapped and not set(mapped) & set(_TABLES)
 
 
 def _dims(ranks: Mapping[str, int]) -> Mapping[str, str]:
-    """b batch, m length, H heads, d head_dim; p and c of the tables."""
+    """b batch, m length, H heads, d head_dim; p and c for the tables."""
     batch = "b" if ranks["x"] == 4 else ""
     tokens = dict.fromkeys(("x", "out"), f"{batch}mHd")
     return tokens | dict.fromkeys(_POSITIONS, f"{batch}m") | dict.fromkeys(_TABLES, "pc")

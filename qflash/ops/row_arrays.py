@@ -17,6 +17,6 @@ def check_rows(name: str, array: Array) -> int:
 
 
 def rows_operand(name: str, array: Array) -> tuple[Operand, int]:
-    """The operand of an array of rows, whose field has its name, and the stride of its rows."""
+    """The operand of an array of rows, whose field has its name, and its row stride."""
     stride = row_stride(array)
     return Operand(name, name, contiguous=stride is None), array.shape[-1] if stride is None else stride

@@ -1,4 +1,4 @@
-"""The gradients of softmax, layer_norm and cross_entropy, as operations of their own: nobody calls them by name."""
+"""The gradients of softmax, layer_norm and cross_entropy, as internal operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def _check_like(name: str, array: Array | None, dtype: str, shape: Sequence[int], device: str, first: str) -> None:
-    """Refuse an array that is missing, or of another dtype, shape or device."""
+    """Reject an array that is missing, or of another dtype, shape or device."""
     if array is None:
         raise TypeError(f"{name} is None; allowed: an array")
     check_dtype(name, array, dtype)
@@ -24,7 +24,7 @@ def _check_like(name: str, array: Array | None, dtype: str, shape: Sequence[int]
 
 
 def _per_row(like: Array, **arrays: Array | None) -> list[Operand]:
-    """Operands of those float32 arrays, one number for each row of `like`, that are there."""
+    """Operands of the given float32 arrays, with one number for each row of `like`."""
     found = []
     for name, array in arrays.items():
         if array is not None:
@@ -41,7 +41,7 @@ def _plan_softmax(dout: Array, out: Array | None, scale: Any, kernel: Any) -> Pl
     return Plan(
         for_spec=spec_of("softmax_backward", dout.device, dout.dtype),
         device=dout.device,
-        kernel=None,  # the forward call's is no kernel of this operation
+        kernel=None,  # the forward call's is not a kernel of this operation
         struct="QfSoftmaxBwdParams",
         fields=(
             ("dtype", dtype_code(dout.dtype)),
@@ -154,7 +154,7 @@ def _plan_cross_entropy(
 
 
 def _more_rows(mapped: Collection[str], ranks: dict[str, int], words: dict[str, Any]) -> bool:
-    """Rows of all arrays are more rows. Sums over the rows of each sample are not."""
+    """Samples are more rows, unless a result is a sum over the rows of each sample."""
     return (
         set(mapped) == set(ranks) and not {"weight", "bias"} & set(ranks) and words.get("reduction") in (None, "none")
     )

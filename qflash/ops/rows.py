@@ -21,8 +21,14 @@ from qflash.typing import ArrayT, Flag, FrameworkArray, Integer, Number, NumpyT,
 def softmax(x: ArrayT, *, scale: Number = 1.0, kernel: str | None = None) -> ArrayT:
     """softmax(scale · x) over the last dimension, for NumPy, PyTorch and JAX arrays on the CPU or a CUDA GPU.
 
-    x: `[..., columns]`, float32, float16 or bfloat16. Returns an array like x; sums are float32. A row of -inf alone
-    gives NaN, as the definition does. Differentiable in PyTorch and JAX.
+    Args:
+        x: `[..., columns]`, float32, float16 or bfloat16.
+        scale: factor applied to x.
+        kernel: name of the kernel that must be used.
+
+    Returns:
+        An array like x, accumulated in float32. A row in which every element is -inf gives NaN, as in the definition.
+        Differentiable in PyTorch and JAX.
 
     Example:
         >>> import numpy as np
@@ -36,7 +42,7 @@ def softmax(x: ArrayT, *, scale: Number = 1.0, kernel: str | None = None) -> Arr
 
 
 class _LayerNormWords(TypedDict, total=False):
-    """The keywords of layer_norm that leave the type of its result alone."""
+    """The keyword arguments of layer_norm that do not affect the type of its result."""
 
     eps: Number
     kernel: str | None
@@ -89,9 +95,17 @@ def layer_norm(
 ) -> Any:
     """(x - mean) / sqrt(variance + eps) · weight + bias over the last dimension.
 
-    x: `[..., columns]`, float32, float16 or bfloat16; weight, bias: `[columns]` in x's dtype, None for 1 and 0. Returns
-    an array like x, and with `return_stats` also the mean and 1 / sqrt(variance + eps) of each row, float32
-    `x.shape[:-1]`. Differentiable in PyTorch and JAX, the statistics too.
+    Args:
+        x: `[..., columns]`, float32, float16 or bfloat16.
+        weight: `[columns]` in x's dtype; None means 1.
+        bias: `[columns]` in x's dtype; None means 0.
+        eps: added to the variance.
+        return_stats: also return the mean and 1 / sqrt(variance + eps) of each row.
+        kernel: name of the kernel that must be used.
+
+    Returns:
+        An array like x. With `return_stats`, a tuple of it and the two statistics, float32 `x.shape[:-1]`.
+        Differentiable in PyTorch and JAX, including the statistics.
 
     Example:
         >>> import numpy as np
@@ -107,7 +121,7 @@ def layer_norm(
 
 
 class _CrossEntropyWords(TypedDict, total=False):
-    """The keywords of cross_entropy that leave the type of its result alone."""
+    """The keyword arguments of cross_entropy that do not affect the type of its result."""
 
     reduction: Reduction
     ignore_index: Integer
@@ -161,14 +175,23 @@ def cross_entropy(
     return_lse: Flag = False,
     kernel: str | None = None,
 ) -> Any:
-    """-log softmax(logits)[target] of each row.
+    """Cross entropy, -log softmax(logits)[target], of each row.
 
-    logits: `[..., classes]`, float32, float16 or bfloat16; targets: int32 or int64 `logits.shape[:-1]`. A row whose
-    target is `ignore_index` has loss 0 and no part in the mean. `label_smoothing` s spreads that much of the target
-    over all classes. Returns float32: a scalar, or with reduction "none" one loss per row; with `return_lse` also the
-    log-sum-exp of each row. The mean of no row is NaN. Differentiable in PyTorch and JAX, the log-sum-exp too.
+    Args:
+        logits: `[..., classes]`, float32, float16 or bfloat16.
+        targets: int32 or int64 `logits.shape[:-1]`.
+        reduction: "mean", "sum" or "none".
+        ignore_index: a row with this target has loss 0 and does not count in the mean.
+        label_smoothing: the fraction of the target that is spread over all classes.
+        return_lse: also return the log-sum-exp of each row.
+        kernel: name of the kernel that must be used.
 
-    A target out of range is a ValueError on the CPU; a CUDA kernel cannot raise and gives NaN.
+    Returns:
+        float32: a scalar, or one loss per row with reduction "none". With `return_lse`, a tuple of it and the
+        log-sum-exp of each row. The mean of no rows is NaN. Differentiable in PyTorch and JAX, including the
+        log-sum-exp.
+
+    A target out of range raises ValueError on the CPU; a CUDA kernel cannot raise and gives NaN.
 
     Example:
         >>> import numpy as np
@@ -179,7 +202,7 @@ def cross_entropy(
         array([1.386, 1.386, 0.   ], dtype=float32)
     """
     words = (reduction, ignore_index, label_smoothing, return_lse, kernel)
-    results = run(CROSS_ENTROPY, (logits, targets), words)  # losses, lse if anybody wants it, the total if there is one
+    results = run(CROSS_ENTROPY, (logits, targets), words)  # losses, lse if requested, the total if there is one
     losses = results[0] if reduction == "none" else results[-1]
     return (losses, results[1]) if return_lse else losses
 
@@ -278,7 +301,7 @@ def _plan_cross_entropy(
             ("rows", rows),
             ("columns", columns),
             ("logits_stride", stride),
-            # The ends of int32 stand for int64 targets beyond it, which are never to be ignored.
+            # The limits of int32 represent int64 targets outside its range, which must never be ignored.
             ("ignore_index", check_int("ignore_index", ignore_index, -INT32_MAX, INT32_MAX - 1)),
             ("label_smoothing", label_smoothing),
             ("mean", int(reduction == "mean")),
@@ -289,12 +312,12 @@ def _plan_cross_entropy(
 
 
 def _more_rows(mapped: Collection[str], ranks: dict[str, int], words: dict[str, Any]) -> bool:
-    """A mapped x is more rows."""
+    """If only x is mapped, its samples are more rows."""
     return set(mapped) == {"x"}
 
 
 def _more_losses(mapped: Collection[str], ranks: dict[str, int], words: dict[str, Any]) -> bool:
-    """So are mapped logits with their targets, unless each sample's losses are reduced."""
+    """The same for logits with their targets, unless the losses of each sample are reduced."""
     return set(mapped) == {"logits", "targets"} and words["reduction"] == "none"
 
 

@@ -11,7 +11,7 @@ Fields = tuple[tuple[str, int | Extents], ...]
 
 
 def check_tokens(name: str, x: Array) -> None:
-    """Refuse an array of another rank or dtype, or of no channels."""
+    """Reject an array of another rank or dtype, or without channels."""
     if len(x.shape) not in (3, 4):
         form = "[batch, length, heads, head_dim], or packed [total, heads, head_dim]"
         raise ValueError(f"{name} has shape {list(x.shape)}; allowed: {form}")
@@ -23,7 +23,7 @@ def check_tokens(name: str, x: Array) -> None:
 
 
 def size_of(name: str, x: Array, *dims: int) -> int | Extents:
-    """The product of some extents, or where it comes from while one of them is symbolic."""
+    """The product of some extents, or how to compute it while one of them is symbolic."""
     product = 1
     for dim in dims:
         product *= x.shape[dim]
@@ -39,7 +39,7 @@ def sizes_of(name: str, x: Array) -> Fields:
 
 
 def tokens_operand(name: str, field: str, x: Array) -> tuple[Operand, Fields]:
-    """The operand of an array whose QfTensor is `field`, copied where kernels cannot read it, and its strides."""
+    """The operand of an array whose QfTensor is `field`, copied if kernels cannot read it, and its strides."""
     copied = takes_a_copy(x)
     operand = Operand(name, f"{field}.data", contiguous=copied)
     if copied or x.strides is None or 0 in x.shape:
@@ -48,7 +48,7 @@ def tokens_operand(name: str, field: str, x: Array) -> tuple[Operand, Fields]:
 
 
 def strides_without_gaps(field: str, name: str, x: Array) -> Fields:
-    """Those of a QfTensor `field` of the shape of x, argument `name`."""
+    """The strides of a contiguous QfTensor `field` with the shape of x, argument `name`."""
     rank = len(x.shape)
     return _strides(field, [size_of(name, x, *range(dim + 1, rank)) for dim in range(rank - 1)])
 

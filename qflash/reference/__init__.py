@@ -1,8 +1,8 @@
 """The oracle: every operation of qflash defined in NumPy, and the replay of each quantized pipeline.
 
-`exact`, `operations`, `rotary` and `linear` are the definitions, in float64. The other modules repeat what a quantized
-kernel computes, rounding by rounding: `int8` (the CPU engine), `quantize`, `kv_write`, `pages_int8`, `fa_int8`,
-`sm90_quantize` and `sm90_int8`; so does `linear_int8`.
+`exact`, `operations`, `rotary` and `linear` are the definitions, in float64. The other modules repeat the arithmetic of
+a quantized kernel, rounding by rounding: `int8` (the CPU engine), `quantize`, `kv_write`, `pages_int8`, `fa_int8`,
+`sm90_quantize` and `sm90_int8`, and in `linear` the function `linear_int8`.
 """
 
 from qflash.reference.blocks import visible

@@ -1,4 +1,4 @@
-"""One head and a block of query rows at a time: which keys they see, and what becomes of rows that see none."""
+"""One head and a block of query rows at a time: which keys they see, and the results of rows that see none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from qflash.reference.sequences import Words
 
-BLOCK_SCORES = 1 << 22  # scores held at once: bounds memory to a few times 32 MiB at any length
+BLOCK_SCORES = 1 << 22  # scores in memory at once: bounds memory to a few times 32 MiB at any length
 
 
 def visible(rows: np.ndarray, len_q: int, len_k: int, left: int = -1, right: int = -1) -> np.ndarray:
@@ -37,9 +37,9 @@ def blocks(q: np.ndarray, k: np.ndarray, words: Words) -> Iterator[tuple[int, in
 
 
 def add_nonfinite(product: np.ndarray, seen: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    """product `[n, D]`, and the values that are not finite in the rows that see them.
+    """product `[n, D]`, plus the nonfinite values in the rows that see them.
 
-    rest `[Tk, D]`: the values that are not finite, and 0 in place of the others.
+    rest `[Tk, D]`: the nonfinite values, and 0 instead of the others.
     """
     for j in np.flatnonzero((rest != 0).any(-1)):
         product = product + np.where(seen[:, j, None], rest[j], 0)
@@ -47,7 +47,7 @@ def add_nonfinite(product: np.ndarray, seen: np.ndarray, rest: np.ndarray) -> np
 
 
 def where_any(seen: np.ndarray, out: np.ndarray, lse: np.ndarray, sink: float) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of rows that see a key; 0 and their sink, or -inf, of the others."""
+    """(out, lse) of rows that see a key; 0 and their sink, or -inf, for the others."""
     sees_any = np.asarray(seen.any(-1))
     return np.where(sees_any[:, None], out, 0), np.where(sees_any, lse, sink)
 
@@ -55,9 +55,9 @@ def where_any(seen: np.ndarray, out: np.ndarray, lse: np.ndarray, sink: float) -
 def with_sink(
     product: np.ndarray, lse: np.ndarray, sink: float, divided_by: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of rows `[n, D]` once a sink, -inf: none, has joined their denominators.
+    """(out, lse) of rows `[n, D]` after a sink (-inf: none) is added to their denominators.
 
-    divided_by: the logarithm of the sums that the rows were divided by, where that is not lse.
+    divided_by: the logarithm of the sums that the rows were divided by, if that is not lse.
     """
     if sink == -np.inf:
         return product, lse

@@ -1,8 +1,8 @@
 """Attention and its gradients in float64: the definition of `qflash.attention`.
 
 Written to be read, not to be fast: one head at a time, a block of query rows at a time, no online softmax. It takes
-NumPy arrays of any real dtype and returns float64. A key that a row does not see takes no part in that row at all:
-NaN or Inf standing there cannot reach the result. What is seen follows IEEE arithmetic (docs/numerics.md).
+NumPy arrays of any real dtype and returns float64. A key that a row does not see has no effect on that row at all: NaN
+or Inf in it cannot reach the result. What is seen follows IEEE arithmetic (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def attention_backward(
     cu_seqlens: CuSeqlens | None = None,
     **words: Any,
 ) -> Gradients:
-    """(dq, dk, dv) of `sum(out * dout) + sum(lse * dlse)`, float64; the words are those of `attention`.
+    """(dq, dk, dv) of `sum(out * dout) + sum(lse * dlse)`, float64; the keyword arguments are those of `attention`.
 
-    A row that sees no key has no gradient. That of sinks is `sink_gradient`'s.
+    A row that sees no key has no gradient. `sink_gradient` computes that of sinks.
     """
     if cu_seqlens is None:
         words |= {"kv_lens": kv_lens, "rope": packed_rope(rope, q, k), "cu_seqlens": (ends_of(q), ends_of(k))}
@@ -91,10 +91,10 @@ def sink_gradient(
     cu_seqlens: CuSeqlens | None = None,
     **words: Any,
 ) -> np.ndarray:
-    """dsinks `[Hq]` of `sum(out * dout) + sum(lse * dlse)`, float64; the words are those of `attention`.
+    """dsinks `[Hq]` of `sum(out * dout) + sum(lse * dlse)`, float64; the keyword arguments are those of `attention`.
 
-    A sink is a key without a value: with its weight P = exp(sink - lse) a row adds P (dlse - out . dout). A row that
-    sees no key has its sink for its lse, and nothing of it in out. A sink of -inf is none, and has the gradient 0.
+    A sink is a key without a value: with its weight P = exp(sink - lse) a row contributes P (dlse - out . dout). The
+    lse of a row that sees no key is its sink, which does not affect out. A sink of -inf is none, with gradient 0.
     """
     if cu_seqlens is None:
         words |= {"kv_lens": kv_lens, "rope": packed_rope(rope, q, k), "cu_seqlens": (ends_of(q), ends_of(k))}
@@ -152,13 +152,13 @@ def _backward(q, k, v, dout, dlse, *, words: Words, rope: Rope | None) -> Gradie
         dv[:, kv_head] += _product(p.T, seen.T, g)
     if rope is None or not len(k):
         return dq, dk, dv
-    # Gradients of what was rotated become gradients of the inputs by the inverse rotation.
+    # The inverse rotation turns gradients of rotated arrays into those of the inputs.
     positions_q, positions_k = positions_of(rope, len(q), len(k))
     return apply_rope(dq, positions_q, rope, True), apply_rope(dk, positions_k, rope, True), dv
 
 
 def _of_sinks(q, k, v, dout, dlse, *, words: Words, rope: Rope | None) -> np.ndarray:
-    """What one sequence adds to the gradient of sinks."""
+    """The contribution of one sequence to the gradient of sinks."""
     q, k, v = _rotated(q, k, v, rope)
     total, dout = np.zeros(q.shape[1]), np.asarray(dout, np.float64)
     for head, kv_head, rows, seen in blocks(q, k, words):
@@ -178,17 +178,17 @@ def _of_sinks(q, k, v, dout, dlse, *, words: Words, rope: Rope | None) -> np.nda
 def _rotated(q: np.ndarray, k: np.ndarray, v: np.ndarray, rope: Rope | None) -> Gradients:
     """q, k and v of one sequence in float64, q and k rotated."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    if rope is None or not len(k):  # with no keys a query has nothing to be rotated against
+    if rope is None or not len(k):  # without keys a query has no position relative to them
         return q, k, v
     positions_q, positions_k = positions_of(rope, len(q), len(k))
     return apply_rope(q, positions_q, rope), apply_rope(k, positions_k, rope), v
 
 
 def _softmax(q: np.ndarray, k: np.ndarray, seen: np.ndarray, words: Words, head: int):
-    """(weights, slope of the cap, lse) of rows q `[n, D]` on keys k `[m, D]`; weights are 0 where nothing is seen."""
+    """(weights, slope of the cap, lse) of rows q `[n, D]` on keys k `[m, D]`; weights of unseen keys are 0."""
     s, slope = _scores(q, k, words.scale, words.softcap)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        # A row that sees only scores of -inf, and no sink, has m = -inf and so becomes NaN, as plain softmax does.
+        # A row that sees only scores of -inf, and no sink, has m = -inf and so becomes NaN, as in plain softmax.
         m = np.where(seen, s, -np.inf).max(-1, initial=-np.inf)
         sink = words.empty_lse(head)
         m = np.maximum(m, sink)
@@ -213,7 +213,7 @@ def _scores(q: np.ndarray, k: np.ndarray, scale: float, softcap: float) -> tuple
 
 
 def _product(weights: np.ndarray, seen: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """weights @ values over what is seen only: 0 · NaN of an unseen key must not happen, so it is kept out."""
+    """weights @ values over seen keys only: the 0 · NaN of an unseen key must be excluded."""
     finite = np.isfinite(values)
     with np.errstate(invalid="ignore", over="ignore"):
         result = weights @ np.where(finite, values, 0.0)

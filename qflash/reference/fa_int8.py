@@ -1,8 +1,8 @@
 """The replay of kernel `fa_int8`: docs/kernels/fa_int8.md step by step in NumPy.
 
-Integers, scales and means are those of `qflash.reference.quantize`, to the bit. Scores follow in float32, rounded
-where the kernel rounds; weights are rounded to the arrays' dtype before they meet V. Sums over keys, softmax's and
-PV's, are taken in float64 here and in float32 there.
+Integers, scales and means are those of `qflash.reference.quantize`, bit for bit. Scores are computed in float32 and
+rounded where the kernel rounds; weights are rounded to the arrays' dtype before they are multiplied by V. Sums over
+keys, of softmax and PV, are computed in float64 here and in float32 in the kernel.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from qflash.reference.rotary import positions_of, rotate
 from qflash.reference.sequences import by_sequence
 
 KEY_GROUP = 16  # keys that share a scale; every query has its own
-MAGIC = np.float32(1.5 * 2**23)  # what the kernel's dot products start at, to be floats when done
-STEEP = np.float32(1 / 2048)  # where a score gains more than this for each 1 of its dot product, that comes off first
+MAGIC = np.float32(1.5 * 2**23)  # initial value of the kernel's dot products, which makes the result a float
+STEEP = np.float32(1 / 2048)  # with slopes above this, the offset MAGIC is subtracted from dot products first
 
 
 def attention_fa_int8(q: np.ndarray, k: np.ndarray, v: np.ndarray, **words: Any) -> tuple[np.ndarray, np.ndarray]:
     """`qflash.attention(..., kernel="fa_int8")`: (out, lse) before the last rounding.
 
-    The words and the shapes are those of `qflash.reference.attention`.
+    The keyword arguments and the shapes are those of `qflash.reference.attention`.
     """
     return by_sequence(_replay, q, k, v, **words)
 
@@ -60,19 +60,19 @@ def _replay(q, k, v, *, words, rope):
 
 
 def dots_of(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Dot products of int8 `[n, width]` and `[m, width]` as float32; NaN where the key was not finite."""
+    """Dot products of int8 `[n, width]` and `[m, width]` as float32; NaN if the key was nonfinite."""
     dots = queries.astype(np.float32) @ keys.astype(np.float32).T  # exact: below 2^24
     dots[:, keys[:, 0] == NONFINITE] = np.nan
     return dots
 
 
 def _weights(dots, q_scales, k_scales, q_dot_mean, seen, words):
-    """Weights 2^(t - top) of base-2 scores t, top, and what the scores are without for lse.
+    """Weights 2^(t - top) of base-2 scores t; top; and the row bias, which the scores omit and lse needs.
 
-    Where a score is a product alone, the kernel rounds the offset that dot products start at times the slope, which
-    moves scores by less than 4e-4. Steep ones lose the offset first and are rounded before top is taken off. So are
-    those that share a warp's tile with a steep one; tiles are not known here. top is the row's largest score rounded up
-    to an integer; the kernel may be behind it by whole numbers, which rounds nothing differently.
+    For plain scores the kernel rounds the slope times the offset that dot products start at, which moves scores by less
+    than 4e-4. For steep ones the offset is subtracted first, and they are rounded before top is subtracted. The kernel
+    does the same for scores in a warp's tile with a steep one; tiles are not modelled here. top is the row's largest
+    score rounded up to an integer; the kernel's may lag behind it by an integer, which does not change any rounding.
     """
     slope = q_scales[:, None] * k_scales
     steep = slope > STEEP
@@ -90,7 +90,7 @@ def _weights(dots, q_scales, k_scales, q_dot_mean, seen, words):
 
 
 def capped(dots, slope, q_dot_mean, seen, words):
-    """(t - top, top) of scores that need q_dot_mean themselves: a softcap, or a scale that is not positive."""
+    """(t - top, top) of scores that include q_dot_mean: with a softcap, or a scale that is not positive."""
     scale = np.float32(words.scale)
     t = fma(dots, np.float32(np.sign(words.scale) or 1) * slope, (q_dot_mean * scale * LOG2E)[:, None])
     if words.softcap:
@@ -101,6 +101,6 @@ def capped(dots, slope, q_dot_mean, seen, words):
 
 
 def top_of(t, seen):
-    """The largest seen score of a row, rounded up to an integer; 0 where there is none."""
+    """The largest seen score of a row, rounded up to an integer; 0 if there is none."""
     top = np.ceil(np.fmax.reduce(np.where(seen, t, np.float32(-np.inf)), axis=-1))
     return np.where(np.isinf(top), np.float32(0), top)

@@ -1,11 +1,12 @@
 """The replay of precision="int8": the pipeline of docs/numerics.md, step by step in NumPy.
 
-Every rounding that shapes the result happens here as it does in the CPU engine: rope and K smoothing in float32 in the
-engine's order, the integers and their scales bit for bit, the exponential's polynomial, the weights' rounding. Only
-the last sums, softmax's and PV's, are taken in float64 here and in float32 there. So an engine that differs from its
+Every rounding that affects the result is the same as in the CPU engine: rope and K smoothing in float32 in the engine's
+order, the integers and their scales bit for bit, the exponential's polynomial, the rounding of weights. Only the last
+sums, of softmax and PV, are computed in float64 here and in float32 in the engine. So an engine that differs from its
 replay by more than such rounding has a bug, however large the quantization error itself may be.
 
-`pv` says how the weights meet V: "float32", or "bfloat16" where the engine multiplies in matrix tiles (isa "amx").
+`pv` is the type in which weights are multiplied by V: "float32", or "bfloat16" if the engine uses matrix tiles (isa
+"amx").
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from qflash.reference.quantize import key_mean
 from qflash.reference.rotary import positions_of, rotate
 from qflash.reference.sequences import by_sequence
 
-LOWEST_EXPONENT = np.float32(-125.0)  # weights below 2^-125 of the largest are not told apart
+LOWEST_EXPONENT = np.float32(-125.0)  # weights below 2^-125 of the largest are not distinguished
 # 2^f for |f| <= 1/2, lowest power first; relative error below 2.7e-6
 EXP2_COEFFICIENTS = tuple(
     np.float32(c)
@@ -35,13 +36,13 @@ def attention_int8(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`qflash.attention(..., precision="int8")`: (out, lse) before the last rounding.
 
-    The words and the shapes are those of `qflash.reference.attention`.
+    The keyword arguments and the shapes are those of `qflash.reference.attention`.
     """
     return by_sequence(partial(_replay, pv=pv), q, k, v, **words)
 
 
 def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Integers (as float32) and float32 scales of the rows of x `[..., D]`; the scale of a non-finite row is NaN."""
+    """Integers (as float32) and float32 scales of the rows of x `[..., D]`; the scale of a nonfinite row is NaN."""
     finite = np.isfinite(x).all(-1)
     x = np.where(finite[..., None], x, np.float32(0))
     amplitude = np.abs(x).max(-1, initial=0)
@@ -95,10 +96,10 @@ def _replay(q, k, v, *, words, rope, pv):
 
 
 def _weights(u, q_scales, q_dot_mean, seen, words):
-    """Weights 2^(t - M) of scores t in base 2, what M stands for in lse, and the weights' sum.
+    """Weights 2^(t - M) of base-2 scores t; the contribution of M and the row bias to lse; and the weights' sum.
 
-    u is the dot product times the key's scale. M is the largest score of the row rounded up to an integer, so that
-    moving from one M to another, as the engine does block by block, multiplies by a power of two and rounds nothing.
+    u is the dot product times the key's scale. M is the largest score of the row rounded up to an integer, so changing
+    M, as the engine does from block to block, multiplies by a power of two and does not change any rounding.
     """
     scale = np.float32(abs(words.scale))
     bias = scale * q_dot_mean

@@ -1,17 +1,17 @@
-"""The replay of `kv_write`, to the bit: new tokens of k and v rotated, quantized and stored in the pages of a cache.
+"""The replay of `kv_write`, bit for bit: new tokens of k and v rotated, quantized and stored in the pages of a cache.
 
-The kernels `cpu_kv_write` and `kv_write` must leave exactly these bits (any NaN counts as any other), so nothing here
-may be reordered or fused. Every float32 operation below is rounded once.
+The kernels `cpu_kv_write` and `kv_write` must write exactly these bits (all NaNs count as equal), so nothing here may
+be reordered or fused. Every float32 operation below is rounded once.
 
 1. k and v become float32. With a rope, k is rotated: each product is rounded, then their sum. Channels that the rope
-   leaves alone keep their bits.
-2. Pages of k's dtype: k, rounded to it again (to nearest, ties to even), and v as it came. Without a rope k is copied.
-3. Pages of int8. k less k_mean (one subtraction); then butterflies at distances 1, 2, 4, 8 in every 16 channels, in
+   does not rotate keep their bits.
+2. Pages of k's dtype: k, rounded to it again (to nearest, ties to even), and v unchanged. Without a rope k is copied.
+3. Pages of int8. k minus k_mean (one subtraction); then butterflies at distances 1, 2, 4, 8 in every 16 channels, in
    which (a, b) becomes (a + b, a - b); then times 0.25, which makes the Hadamard matrix orthogonal.
-4. Of each token and head, k and v alike: amplitude = the largest magnitude. A token that now holds NaN or an infinity
-   has scale NaN and values 0. An amplitude below 2^-100 has scale 0 and values 0. Else scale = amplitude / 127,
-   inverse = 127 / amplitude, and value = the integer nearest to the rounded product x · inverse, ties to even. That
-   is at most 127 in magnitude.
+4. For each token and head, of k and of v: amplitude = the largest magnitude. A token that now contains NaN or an
+   infinity has scale NaN and values 0. An amplitude below 2^-100 has scale 0 and values 0. Otherwise scale = amplitude
+   / 127, inverse = 127 / amplitude, and value = the integer nearest to the rounded product x · inverse, ties to even.
+   Its magnitude is at most 127.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def write_pages(
 ) -> None:
     """Store k and v, `[B, T, Hkv, D]` or with `cu_seqlens` `[total, Hkv, D]`, in pages `[pages, Hkv, page_size, D]`.
 
-    The pages and the scales `[pages, Hkv, page_size]` are changed in place. A token without a place (below 0, past the
-    table, in a page that is not there) is left out, as on a GPU; the CPU refuses the call, but for padding, which is a
-    row of `[B, T]` tokens whose length is 0.
+    The pages and the scales `[pages, Hkv, page_size]` are modified in place. A token without a slot (below 0, past the
+    table, in a page that does not exist) is skipped, as on a GPU; the CPU rejects the call, except for padding, which
+    is a row of `[B, T]` tokens whose length is 0.
     """
     if cu_seqlens is None:
         cu_seqlens, rope, k, v = ends_of(k), packed_rope(rope, None, k), packed(k), packed(v)
@@ -65,7 +65,7 @@ def write_pages(
 
 
 def mixed_keys(k: np.ndarray, k_mean: np.ndarray | None) -> np.ndarray:
-    """Rotated keys `[..., H, D]` in float32, less k_mean `[H, D]`, times the orthogonal Hadamard matrix: step 3."""
+    """Rotated keys `[..., H, D]` in float32, minus k_mean `[H, D]`, times the orthogonal Hadamard matrix: step 3."""
     with np.errstate(invalid="ignore", over="ignore"):
         return hadamard(k if k_mean is None else k - k_mean) * np.float32(0.25)
 
@@ -81,7 +81,7 @@ def quantize_tokens(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantize_keys(values: np.ndarray, scale: np.ndarray, k_mean: np.ndarray | None) -> np.ndarray:
-    """The rotated keys `[..., H, D]` that int8 values and scales `[..., H]` stand for, in float64."""
+    """The rotated keys `[..., H, D]` represented by int8 values and scales `[..., H]`, in float64."""
     x = values.astype(np.float64) * scale[..., None]
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK) @ (hadamard(np.eye(BLOCK, dtype=np.float32)) * 0.25)
     k = blocks.reshape(x.shape)

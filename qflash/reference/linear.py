@@ -16,8 +16,8 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def activate(activation: str | None, h: np.ndarray) -> np.ndarray:
-    """h times a share of it: of "gelu" the normal distribution's, of "gelu_tanh" nearly so, of "silu" the logistic
-    one's. None: h."""
+    """h times a distribution function of h: the normal one for "gelu", nearly that for "gelu_tanh", the logistic one
+    for "silu". None: h."""
     if activation is None:
         return h
     with np.errstate(invalid="ignore", over="ignore"):
@@ -91,11 +91,11 @@ def swiglu_backward(
 
 
 def linear_int8(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """What precision="int8" takes the activation of, float32: a scale for each row of x and for each column of w,
+    """The argument of the activation with precision="int8", float32: a scale for each row of x and each column of w,
     exact sums, fma(float32(sum) x_scale, w_scale, bias).
 
-    The product is exact in float64, so only the sum rounds there first, to 53 bits: results agree with an fma's to the
-    bit except where that lands on a tie.
+    The product is exact in float64, so only the sum is rounded there first, to 53 bits: results agree with those of an
+    fma bit for bit, except where that rounding gives a tie.
     """
     (values, x_scale), (weights, w_scale) = _integers(_rows(x)), _integers(w.T)
     sums = values.astype(np.int64) @ weights.astype(np.int64).T

@@ -1,4 +1,4 @@
-"""The oracle of softmax, layer_norm, cross_entropy and merge, and of gradients: NumPy float64, as they are defined.
+"""The oracle of softmax, layer_norm, cross_entropy and merge, and of gradients: their definitions in NumPy float64.
 
 Takes NumPy arrays of any real dtype, returns float64. NaN and infinities follow IEEE arithmetic.
 """
@@ -11,7 +11,7 @@ import numpy as np
 def softmax(x: np.ndarray, scale: float = 1.0) -> np.ndarray:
     """exp(s - max s) / sum of them, s = scale x, over the last dimension.
 
-    A row with a NaN, a +inf, or nothing but -inf becomes NaN. fmax passes NaN by; the sum does not.
+    A row with a NaN, a +inf, or nothing but -inf becomes NaN. fmax ignores NaN; the sum propagates it.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         s = np.float64(scale) * x.astype(np.float64)
@@ -24,7 +24,7 @@ def layer_norm(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(x - mean) / sqrt(variance + eps) weight + bias over the last dimension, and mean and 1 / sqrt(variance + eps).
 
-    A row that is not finite throughout is NaN, and so are its mean and the rest.
+    A row with any nonfinite element is NaN, including its mean and the third result.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         x = np.where(np.isfinite(x).all(-1, keepdims=True), x.astype(np.float64), np.nan)
@@ -42,9 +42,9 @@ def layer_norm(
 def cross_entropy(
     logits: np.ndarray, targets: np.ndarray, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """(losses, lse, sum, mean): lse - (1 - s) logits[target] - s mean(logits) of every row, 0 where it is ignored.
+    """(losses, lse, sum, mean): lse - (1 - s) logits[target] - s mean(logits) of every row, 0 for ignored ones.
 
-    The mean is over rows that are not ignored; of none it is NaN. A target out of range gives NaN.
+    The mean is over rows that are not ignored; NaN if there are none. A target out of range gives NaN.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         x = logits.astype(np.float64)
@@ -64,7 +64,7 @@ def cross_entropy(
 def merge(out_a: np.ndarray, lse_a: np.ndarray, out_b: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of attention to the keys of both; lse is `[..., heads, length]`, out `[..., length, heads, head_dim]`.
 
-    A row of lse -inf takes no part. One of lse +inf takes all, or both of them a half.
+    A row with lse -inf is ignored. One with lse +inf gets the full weight, or each a half if both have it.
     """
     a, b = lse_a.astype(np.float64), lse_b.astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -121,7 +121,7 @@ def cross_entropy_backward(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> np.ndarray:
-    """dlogits of sum(losses dlosses) + sum(lse dlse). An ignored row has a gradient through its lse alone."""
+    """dlogits of sum(losses dlosses) + sum(lse dlse). An ignored row has a gradient only through its lse."""
     columns = logits.shape[-1]
     ignored, known = targets == ignore_index, (targets >= 0) & (targets < columns)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -1,8 +1,8 @@
-"""Attention on INT8 pages: what the pages hold, and the replay of the decode kernels that read them as integers.
+"""Attention on INT8 pages: the contents of pages, and the replay of the decode kernels that read them as integers.
 
 `tokens_of` gathers a sequence's tokens. `attention_pages_int8` repeats the decode kernels of docs/kernels/decode.md:
 q is rounded to its dtype after rope, multiplied by the Hadamard matrix and rounded to int8 with a scale for each row;
-dot products are exact; a weight times V's scale is rounded to float16 once. Sums are taken in float64.
+dot products are exact; a weight times V's scale is rounded to float16 once. Sums are computed in float64.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def tokens_of(
     table: np.ndarray,
     length: int,
 ) -> Tokens:
-    """Of pages `[pages, Hkv, page_size, D]`, scales `[pages, Hkv, page_size]` and one row of a page table."""
+    """From pages `[pages, Hkv, page_size, D]`, scales `[pages, Hkv, page_size]` and one row of a page table."""
     page_size = k_pages.shape[2]
     token = np.arange(length)
     at = (np.asarray(table)[token // page_size], slice(None), token % page_size)
@@ -66,7 +66,7 @@ def attention_pages_int8(
     """(out, lse) of the decode kernels, before the last rounding.
 
     q `[B, Tq, Hq, D]`, or packed `[total, Hq, D]` with `cu_seqlens_q`; pages and scales as `tokens_of` takes them;
-    words: causal, window, softcap and scale.
+    keyword arguments: causal, window, softcap and scale.
     """
     packed = q if cu_seqlens_q is not None else q.reshape(-1, *q.shape[2:])
     meaning = Words.of(q.shape[-1], **words)
@@ -108,15 +108,15 @@ def _replay(q, tokens, k_mean, words, rope):
             total = weights.sum(-1)
             product = scaled @ tokens.v[:, kv_head].astype(np.float64) / total[:, None]
             sums = LN2 * (top + np.log2(total)) + shift
-            out[rows, head], lse[head, rows] = where_any(seen, product, sums, -np.inf)  # sinks join later
+            out[rows, head], lse[head, rows] = where_any(seen, product, sums, -np.inf)  # sinks are added later
     return out, lse
 
 
 def _weights(t, v_scale, seen):
     """Weights 2^(t - top) of base-2 scores t; the same times V's scales, rounded to float16; top.
 
-    top is an integer that puts the largest of the rounded ones at 2^WEIGHT_EXPONENT. The kernel's may be another, which
-    rounds only what is far below the largest differently.
+    top is an integer for which the largest of the rounded ones is at 2^WEIGHT_EXPONENT. The kernel's may differ, which
+    changes only the rounding of values far below the largest.
     """
     scale = v_scale.astype(np.float64)
     exponents = np.log2(np.where(scale > 0, scale, 2.0**-126))
@@ -130,7 +130,7 @@ def _weights(t, v_scale, seen):
 def _rows_of(
     q: np.ndarray, rope: Rope | None, cu_seqlens_q: np.ndarray | None
 ) -> Iterator[tuple[int, slice, np.ndarray | None]]:
-    """(sequence, its rows of packed q, positions that rope gives them)."""
+    """(sequence, its rows of packed q, their positions from rope)."""
     given = None if rope is None or rope.positions_q is None else np.asarray(rope.positions_q)
     if cu_seqlens_q is None:
         given = None if given is None else np.broadcast_to(given, q.shape[:2]).reshape(-1)

@@ -1,7 +1,7 @@
-"""The replay of `quantize` and `dequantize`: docs/kernels/quantize.md step by step in NumPy, to the bit.
+"""The replay of `quantize` and `dequantize`: docs/kernels/quantize.md step by step in NumPy, bit for bit.
 
-CUDA kernels and the CPU engine must give these integers, scales, zero points and means exactly, so nothing here may be
-reordered or fused: float32 operations are rounded one by one, sums are taken in the order written.
+CUDA kernels and the CPU engine must compute exactly these integers, scales, zero points and means, so nothing here may
+be reordered or fused: every float32 operation is rounded individually, and sums are computed in the order written.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from qflash.reference.float32 import LEVELS, NO_AMPLITUDE, inverse_of
 from qflash.reference.rotary import rotate
 from qflash.rotary import Rope
 
-MEAN_CHUNK = 64  # keys whose sum is taken in float32 before it joins the float64 total
-NONFINITE = -128  # every value of a token that is not finite, when symmetric
+MEAN_CHUNK = 64  # keys that are summed in float32 before the sum is added to the float64 total
+NONFINITE = -128  # every value of a nonfinite token, when symmetric
 
 
 @dataclass(frozen=True, eq=False)
 class Integers:
-    """What `quantize` gives: x is about scale · (values - zero_point) + mean."""
+    """The result of `quantize`: x is about scale · (values - zero_point) + mean."""
 
-    values: np.ndarray  # int8, as x
+    values: np.ndarray  # int8, shaped like x
     scale: np.ndarray  # float32: per tensor [1], else [B, H, ceil(T / group)]
     zero_point: np.ndarray | None  # int32 [1] when asymmetric
     mean: np.ndarray | None  # float32 [B, H, D] when smoothed
@@ -43,7 +43,7 @@ def quantize(
 ) -> Integers:
     """x `[B, T, H, D]` to int8. group: tokens that share a scale, None for one per tensor. seed: stochastic rounding.
 
-    Tokens stand at `rope.positions_k` or at their index; `positions` (`[B, T]`) overrides both.
+    Tokens are at `rope.positions_k` or at their index; `positions` (`[B, T]`) overrides both.
     """
     batch, length, heads, dim = x.shape
     exists = np.arange(length) < (np.full(batch, length) if lens is None else np.asarray(lens))[:, None]  # [B, T]
@@ -90,9 +90,9 @@ def dequantize(
     group: int | None,
     dtype: str = "float32",
 ) -> np.ndarray:
-    """scale · (values - zero_point) + mean in float32, not beyond its largest number, then rounded to `dtype`.
+    """scale · (values - zero_point) + mean in float32, clamped to its largest number, then rounded to `dtype`.
 
-    Symmetric, NONFINITE gives NaN.
+    If symmetric, NONFINITE gives NaN.
     """
     largest = np.finfo(np.float32).max
     offset = np.float32(0) if zero_point is None else np.float32(zero_point[0])
@@ -107,9 +107,9 @@ def dequantize(
 
 
 def key_mean(k: np.ndarray) -> np.ndarray:
-    """Mean of rotated keys `[T, H, D]` over the finite ones, float32 `[H, D]`; 0 where there is none.
+    """Mean of rotated keys `[T, H, D]` over the finite ones, float32 `[H, D]`; 0 if there are none.
 
-    Keys are added one after another in float32 within chunks of MEAN_CHUNK, chunks one after another in float64.
+    Keys are added serially in float32 within chunks of MEAN_CHUNK, chunks serially in float64.
     """
     finite = np.isfinite(k).all(-1)
     k = np.where(finite[..., None], k, np.float32(0))
@@ -131,7 +131,7 @@ def tokens_of(per_group: np.ndarray, shape: tuple[int, ...], group: int | None) 
 
 
 def symmetric_scales(y, finite, nonfinite, group):
-    """(scale, inverse) per tensor `[1]` or per group `[B, H, groups]`; y is 0 where it is not finite."""
+    """(scale, inverse) per tensor `[1]` or per group `[B, H, groups]`; y is 0 where it is nonfinite."""
     amplitude = np.abs(y).max(-1, initial=0)  # [B, T, H]
     if group is None:
         amplitude, any_finite, any_nonfinite = (np.array([z.any() if z.dtype == bool else z.max(initial=0)])
@@ -156,7 +156,7 @@ def grouped(z: np.ndarray, group: int) -> np.ndarray:
 
 
 def asymmetric_scale(y, nonfinite):
-    """(scale `[1]`, inverse `[1]`, zero point as float32) of the whole tensor, zero included in its range."""
+    """(scale `[1]`, inverse `[1]`, zero point as float32) of the whole tensor, whose range always includes 0."""
     zero = np.zeros(1, np.float32)
     if nonfinite:
         return np.full(1, np.nan, np.float32), zero, np.float32(0)
@@ -172,7 +172,7 @@ def asymmetric_scale(y, nonfinite):
 
 
 def rounded(y: np.ndarray, seed: int | None) -> np.ndarray:
-    """Integers near y, as float32: the nearest, ties to even; with a seed, one of the two neighbours."""
+    """y rounded to integers, as float32: to nearest, ties to even; with a seed, to one of the two neighbours."""
     if seed is None:
         return np.rint(y)
     below = np.floor(y)

@@ -1,5 +1,5 @@
-"""Rotary embedding, of arrays and of one sequence: in float64 for the oracle, in float32 as kernels round it for the
-replays."""
+"""Rotary embedding, of arrays and of one sequence: in float64 for the oracle, in float32 with the kernels' rounding for
+the replays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qflash.rotary import Rope
 
 
 def positions_of(rope: Rope, len_q: int, len_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the queries and the keys of one sequence stand."""
+    """The positions of the queries and the keys of one sequence."""
     positions_q = np.arange(len_q) + (len_k - len_q) if rope.positions_q is None else np.asarray(rope.positions_q)
     positions_k = np.arange(len_k) if rope.positions_k is None else np.asarray(rope.positions_k)[:len_k]
     return positions_q, positions_k
@@ -20,7 +20,7 @@ def positions_of(rope: Rope, len_q: int, len_k: int) -> tuple[np.ndarray, np.nda
 def apply_rope(
     x: np.ndarray, positions: np.ndarray, rope: Rope, inverse: bool = False, dtype: Any = np.float64
 ) -> np.ndarray:
-    """Rotate x `[T, H, D]`, row t standing at `positions[t]`; `inverse` rotates the other way.
+    """Rotate x `[T, H, D]`, row t at position `positions[t]`; `inverse` rotates the other way.
 
     Each product is rounded to `dtype`, then their sum.
     """

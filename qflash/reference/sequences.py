@@ -1,7 +1,7 @@
-"""From arrays of many sequences to one sequence at a time: all that the oracle and the replays know of batches.
+"""From arrays of many sequences to one sequence at a time: all handling of batches for the oracle and the replays.
 
-Packed arrays `[total, H, D]` are the general form. Padded arrays `[B, T, H, D]` are packed ones whose sequences are all
-T long, and their results take the padded shape again.
+Packed arrays `[total, H, D]` are the general form. Padded arrays `[B, T, H, D]` are treated as packed ones with
+sequences of length T, and their results get the padded shape again.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Words:
         return cls(left, right, softcap or 0.0, scale, None if sinks is None else np.asarray(sinks, np.float64))
 
     def empty_lse(self, head: int) -> float:
-        """lse of a row that sees no key."""
+        """The lse of a row that sees no key."""
         return -math.inf if self.sinks is None else float(self.sinks[head])
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where one sequence lies in packed arrays."""
+    """The location of one sequence in packed arrays."""
 
     rows: slice  # its queries
     places: slice  # its keys, padding included
     keys: slice  # its keys that exist
-    rope: Rope | None  # with the positions of this sequence alone
+    rope: Rope | None  # with the positions of this sequence only
 
 
 def by_sequence(
@@ -71,8 +71,9 @@ def by_sequence(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out `[B, Tq, Hq, D]`, lse `[B, Hq, Tq]`), or with `cu_seqlens` (out `[total_q, Hq, D]`, lse `[Hq, total_q]`).
 
-    `one(q, k, v, words=, rope=)` gives (out `[Tq, Hq, D]`, lse `[Hq, Tq]`) of one sequence, which has at least one row
-    and one key, all keys exist, and positions are its own. The other sequences have zeros and no lse but their sinks.
+    `one(q, k, v, words=, rope=)` returns (out `[Tq, Hq, D]`, lse `[Hq, Tq]`) of one sequence, which has at least one
+    row and one key; all keys exist, and positions are its own. The other sequences get zeros, and their sinks or -inf
+    as lse.
     """
     if cu_seqlens is None:
         ends = (ends_of(q), ends_of(k))
@@ -115,7 +116,7 @@ def packed(x: np.ndarray) -> np.ndarray:
 
 
 def ends_of(x: np.ndarray) -> np.ndarray:
-    """The cu_seqlens of a padded array `[B, T, ...]` once it is packed."""
+    """The cu_seqlens of a padded array `[B, T, ...]` after packing."""
     return np.arange(x.shape[0] + 1) * x.shape[1]
 
 

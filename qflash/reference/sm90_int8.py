@@ -1,7 +1,7 @@
-"""The replay of kernel `sm90_int8`, both precisions: its page in docs/kernels step by step in NumPy.
+"""The replay of kernel `sm90_int8`, both precisions: docs/kernels/sm90_int8.md step by step in NumPy.
 
-Integers, scales, means and E4M3 codes are those of `sm90_quantize`, to the bit. Scores follow in float32, rounded where
-the kernel rounds; sums over keys, softmax's and PV's, are taken in float64 here and in float32 there.
+Integers, scales, means and E4M3 codes are those of `sm90_quantize`, bit for bit. Scores are computed in float32 and
+rounded where the kernel rounds; sums over keys, of softmax and PV, are in float64 here and in float32 in the kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qflash.reference.sm90_quantize import KEY_GROUP, quantize_q, quantize_seque
 from qflash.reference.sm90_values import E4M3, VALUE_TILE, values_back
 
 HEADROOM = 7  # weights for E4M3 reach 2^HEADROOM
-LEAST_SLOPE = np.float32(1e-30)  # of scores: masked ones must not meet 0
+LEAST_SLOPE = np.float32(1e-30)  # of scores: a masked one must not be multiplied by 0
 
 
 def attention_sm90_int8(
@@ -28,15 +28,15 @@ def attention_sm90_int8(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`qflash.attention(..., kernel="sm90_int8")`: (out, lse) before the last rounding.
 
-    The other words and the shapes are those of `qflash.reference.attention`.
+    The other keyword arguments and the shapes are those of `qflash.reference.attention`.
 
     precision "int8": weights are rounded to the arrays' dtype. "int8_fp8": to E4M3, as
     2^(t + exponent - top + HEADROOM), where exponent is that of the values in the key's tile and top the row's largest
-    t + exponent over all keys, rounded up to an integer. The kernel's top is that of the first tile and moves when
-    weights would pass 448, by whole numbers, which multiplies by powers of two: E4M3 is a floating format, so that
-    rounds only its subnormals differently. Those count beside values of V a hundred times beyond the sample and more,
-    whose tile has a larger exponent than all others. Rows are divided by their weights as rounded to E4M3; lse is made
-    of the weights before.
+    t + exponent over all keys, rounded up to an integer. The kernel's top is that of the first tile and moves by
+    integers when weights would exceed 448, which multiplies by powers of two: E4M3 is a floating-point format, so only
+    its subnormals are rounded differently. They matter only next to values of V at least a hundred times larger than in
+    the sample, whose tile has a larger exponent than all others. Rows are divided by the sums of their weights as
+    rounded to E4M3; lse is computed from the weights before rounding.
     """
     return by_sequence(partial(_replay, in_fp8=precision == "int8_fp8"), q, k, v, **words)
 
@@ -51,7 +51,7 @@ def _replay(q, k, v, *, words, rope, in_fp8):
     v = v.astype(np.float32)
     finite = np.isfinite(v)
     v_rest = np.where(finite, np.float32(0), np.float32(np.nan) if in_fp8 else v)
-    if in_fp8:  # codes alone: weights carry exponents, the result scale and mean
+    if in_fp8:  # only codes: exponents go into the weights, scale and mean into the result
         v = values_back(keys.v, np.ones_like(keys.v_scale), np.zeros_like(keys.v_exponents))[:len_k]
         exponents = np.repeat(keys.v_exponents, VALUE_TILE, axis=1)[:, :len_k]
     v_finite = np.where(finite, v, np.float32(0))
@@ -73,17 +73,17 @@ def _replay(q, k, v, *, words, rope, in_fp8):
             joined, divided_by = (LN2 * (top + np.log2(x)) + bias for x in (total, divisor))
             product, joined = with_sink(product, joined, sink, divided_by)
             product = add_nonfinite(product, seen, v_rest[:, kv_head])
-            if q.dtype == np.float16:  # averages of what it holds, which rounding may have put past its largest
+            if q.dtype == np.float16:  # averages of float16 numbers, which rounding may have moved past the largest one
                 product = np.where(np.isfinite(product), np.clip(product, -65504, 65504), product)
             out[rows, head], lse[head, rows] = where_any(seen, product, joined, sink)
     return out, lse
 
 
 def _weights(dots, q_scales, k_scales, q_dot_mean, seen, words):
-    """Weights 2^(t - top) of base-2 scores t, top, and what the scores are without for lse.
+    """Weights 2^(t - top) of base-2 scores t; top; and the row bias, which the scores omit and lse needs.
 
-    Slopes have 20 bits, so that the kernel can take whole numbers off a score before it is rounded. top is the row's
-    largest score rounded up to an integer; the kernel's may be another, which rounds nothing differently.
+    Slopes have 20 bits, so that the kernel can subtract integers from a score before it is rounded. top is the row's
+    largest score rounded up to an integer; the kernel's may be another, which does not change any rounding.
     """
     slope = (q_scales[:, None] * k_scales + LEAST_SLOPE).view(np.uint32) & np.uint32(0xFFFFFFF0)
     slope = slope.view(np.float32)
@@ -98,10 +98,10 @@ def _weights(dots, q_scales, k_scales, q_dot_mean, seen, words):
 
 
 def _average_e4m3(weights, exponents, codes, scale):
-    """Weights times values, divided by the weights as they were multiplied, times 2^exponent and 2^HEADROOM at most;
+    """Weights times values, divided by the sums of the weights as multiplied, times 2^exponent and at most 2^HEADROOM;
     and the sums of those weights.
 
-    Rows that see a tile of an exponent above 0 are divided by the weights before they were rounded.
+    Rows that see a tile with an exponent above 0 are divided by the weights before rounding.
     """
     raised = np.ldexp(weights.astype(np.float64), exponents.astype(np.int64))
     most = np.fmax.reduce(raised, axis=-1)
@@ -110,6 +110,6 @@ def _average_e4m3(weights, exponents, codes, scale):
     totals = np.ldexp(rounded, -exponents.astype(np.int64)).sum(-1)
     beside = (weights * (exponents > 0)).sum(
         -1
-    ) > 0  # a value far beyond the sample, where other weights may round to 0
+    ) > 0  # a value far beyond the sample, next to which other weights may round to 0
     totals = np.where(beside, np.ldexp(weights.sum(-1, dtype=np.float64), -down), totals)
     return rounded @ codes * scale / totals[:, None], np.ldexp(totals, down)

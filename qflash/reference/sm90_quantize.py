@@ -1,7 +1,7 @@
-"""The replay of kernel `sm90_quantize`: its page in docs/kernels step by step in NumPy.
+"""The replay of kernel `sm90_quantize`: docs/kernels/sm90_quantize.md step by step in NumPy.
 
-Integers, scales, means and E4M3 codes are the kernel's to the bit: float32 operations are rounded one by one, sums are
-taken in the order written.
+Integers, scales, means and E4M3 codes are those of the kernel bit for bit: every float32 operation is rounded
+individually, and sums are computed in the order written.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from qflash.reference.sm90_sample import mean_and_agreement
 from qflash.reference.sm90_values import VALUE_TILE, packed_padded, packed_start, quantize_v
 from qflash.rotary import Rope
 
-BLOCK = 16  # channels that a Hadamard matrix mixes; rows of integers are padded to whole blocks
+BLOCK = 16  # channels of a Hadamard block; rows of integers are padded to full blocks
 KEY_GROUP = 64  # keys that share a scale; every query has its own
-QUERY_SEED = 0xFFFFFFFFFFFFFFFF  # flips the seed's bits: queries and keys are rounded by different random numbers
+QUERY_SEED = 0xFFFFFFFFFFFFFFFF  # flips the seed's bits: queries and keys use different random numbers
 OF_KEYS = ("k", "k_scale", "k_mean", "k_nonfinite")  # parts of KeysValues, in its order
 OF_VALUES = ("v", "v_scale", "v_exponents", "v_nonfinite", "v_mean")
 
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    values: np.ndarray  # int8 [T, H, width]: width is D rounded up to whole blocks
-    scale: np.ndarray  # float32 [H, T]; NaN where the token is not finite
+    values: np.ndarray  # int8 [T, H, width]: width is D rounded up to full blocks
+    scale: np.ndarray  # float32 [H, T]; NaN if the token is nonfinite
     q_dot_mean: np.ndarray  # float32 [H, T]: rotated token . mean of its head's keys
 
 
@@ -57,7 +57,7 @@ def quantize_kv(
     cu_seqlens_k: np.ndarray | None = None,
     longest: int = 0,
 ) -> KeysValues:
-    """k, v `[B, T, H, D]`; v None leaves V out. Results have the batch in front. seed: stochastic rounding.
+    """k, v `[B, T, H, D]`; v None omits V. Results have a leading batch dimension. seed: stochastic rounding.
 
     With `cu_seqlens_k`, k and v are packed, `[total, H, D]`, and so are k and v of the result (v: `[1, H, D, padded]`);
     the others are `[B, ...]`, with room for sequences of `longest` keys.
@@ -87,7 +87,7 @@ def quantize_kv(
 
 
 def _room(batch: int, total: int, heads: int, dim: int, longest: int, padded: bool, values: bool) -> KeysValues:
-    """Zeros for what becomes of all sequences."""
+    """Zeros for the results of all sequences."""
     tiles = -(-longest // VALUE_TILE)
     of_keys = (
         np.zeros((total, heads, _width(dim)), np.int8),
@@ -109,7 +109,7 @@ def _room(batch: int, total: int, heads: int, dim: int, longest: int, padded: bo
 
 
 def quantize_sequence(k, v, length: int, rope: Rope | None, draws: np.ndarray | None) -> KeysValues:
-    """One sequence: k and v hold the keys that exist, `length` counts those that have a place."""
+    """One sequence: k and v contain the keys that exist, `length` counts those that have room."""
     exists, heads = k.shape[:2]
     x = np.asarray(k).astype(np.float32)
     groups = -(-length // KEY_GROUP)
@@ -141,7 +141,7 @@ def quantize_q(
     seed: int | None = None,
     first: int = 0,
 ) -> Queries:
-    """q `[T, H, D]` of one sequence, at `positions` when there is a rope; k_mean `[Hkv, D]`.
+    """q `[T, H, D]` of one sequence, at `positions` if there is a rope; k_mean `[Hkv, D]`.
 
     With a seed: `first` is the row of q's first token among all rows of the tensor.
     """
@@ -162,7 +162,7 @@ def quantize_q(
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
-    """x `[..., D]` padded to whole blocks, each times four times the orthogonal Hadamard matrix: butterflies alone."""
+    """x `[..., D]` padded to full blocks, each times four times the orthogonal Hadamard matrix: only butterflies."""
     dim = x.shape[-1]
     padded = np.zeros((*x.shape[:-1], _width(dim)), np.float32)
     padded[..., :dim] = x
@@ -184,7 +184,7 @@ def _random(rows: int, heads: int, dim: int, seed: int | None) -> np.ndarray | N
 
 
 def _scales(amplitude: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(scale, what butterflies are multiplied by) of butterflies up to `amplitude`: four times what the scale is of."""
+    """(scale, factor for butterflies) of butterflies up to `amplitude`, which are four times the scaled values."""
     quarter = amplitude * np.float32(0.25)
     usable = quarter >= NO_AMPLITUDE
     levels = np.float32(LEVELS)
@@ -203,7 +203,7 @@ def _integers(y: np.ndarray, inverse: np.ndarray, draws: np.ndarray | None) -> n
 
 
 def _q_dot_mean(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """x `[T, H, D]` . mean `[H, D]`: fmas one after another in a block, blocks in pairs, in fours, ..."""
+    """x `[T, H, D]` . mean `[H, D]`: serial fmas within a block, then blocks are added in pairs, in fours, ..."""
     dim = x.shape[-1]
     blocks = 1 << (max(1, _width(dim) // BLOCK) - 1).bit_length()
     parts = np.zeros((*x.shape[:-1], blocks), np.float32)

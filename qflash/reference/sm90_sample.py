@@ -1,23 +1,23 @@
-"""What `sm90_quantize` learns of all keys and values from a sample of them, to the bit."""
+"""What `sm90_quantize` computes from a sample of keys and values, bit for bit."""
 
 from __future__ import annotations
 
 import numpy as np
 
-SAMPLED = 256  # keys at most that tell the means of K and V and the scale of V
-SLOTS = 32  # sums of those, taken side by side
-LEAST_AGREEMENT = np.float32(0.625)  # of the sample's slots, for a mean of V: the sum of sums beside their magnitudes'
+SAMPLED = 256  # maximum number of keys that determine the means of K and V and the scale of V
+SLOTS = 32  # partial sums of those, computed in parallel
+LEAST_AGREEMENT = np.float32(0.625)  # of the sample's slots, for a mean of V: |sum of slots| / sum of their magnitudes
 
 
 def sample_of(x: np.ndarray) -> np.ndarray:
-    """Tokens of x `[T, ...]` at equal distances, SAMPLED at most."""
+    """Tokens of x `[T, ...]` at equal distances, at most SAMPLED."""
     return x[:: -(-len(x) // SAMPLED)] if len(x) else x
 
 
 def mean_and_agreement(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the mean of a sample of tokens `[T, H, D]`, whether the sums of its slots agree that there is one), `[H, D]`.
+    """(the mean of a sample of tokens `[T, H, D]`, whether its slots agree that there is one), `[H, D]`.
 
-    The mean is float32, of tokens that are finite; it is 0 without any.
+    The mean is float32, over finite tokens; it is 0 if there are none.
     """
     sample = sample_of(x)
     finite = np.isfinite(sample).all(-1)

@@ -1,4 +1,4 @@
-"""The values that `sm90_quantize` leaves for precision "int8_fp8", to the bit: E4M3 codes, exponents and means."""
+"""The values that `sm90_quantize` writes for precision "int8_fp8", bit for bit: E4M3 codes, exponents and means."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import numpy as np
 from qflash.reference.float32 import fma
 from qflash.reference.sm90_sample import mean_and_agreement, sample_of
 
-BLOCK = 16  # keys whose codes lie in KEY_ORDER
+BLOCK = 16  # keys whose codes are in KEY_ORDER
 VALUE_TILE = 128  # keys whose values share an exponent
 E4M3 = ml_dtypes.float8_e4m3fn
 E4M3_NAN = 0x7F
-MOST_MEAN = np.float32(2.0**119)  # of V: what is finite in 16 bits is finite less it
-# Pairs of keys in a tile that take up each other's rounding errors, in order: two words of KEY_ORDER, 64 keys apart
+MOST_MEAN = np.float32(2.0**119)  # of V: subtracting less than this keeps finite 16-bit numbers finite
+# Chains: pairs of keys in a tile that compensate each other's rounding errors, in order; two words of KEY_ORDER,
+# 64 keys apart
 CHAINS = [np.array([[word // 4 * 16 + word % 4 * 2 + pair + key for key in (0, 1)] for word in range(16)])
           for pair in (0, 8, 64, 72)]  # fmt: skip
-# Positions 4 t + (0, 1, 2, 3) of sixteen hold keys 2 t + (0, 1, 8, 9), as a product's sums lie in a warp
+# Positions 4 t + (0, 1, 2, 3) of sixteen hold keys 2 t + (0, 1, 8, 9), the order of MMA accumulators in a warp
 KEY_ORDER = np.array([2 * t + key for t in range(4) for key in (0, 1, 8, 9)])
 
 
 def quantize_v(v: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
     """(E4M3 codes `[H, D, padded]`, scale `[H]`, exponents `[H, tiles]`, nonfinite `[H]`, mean `[H, D]`).
 
-    Of one sequence: v holds the values that exist; `length` counts those that have a place.
+    Of one sequence: v contains the values that exist; `length` counts those that have room.
     """
     exists, heads, dim = v.shape
     v = np.asarray(v).astype(np.float32)
@@ -52,9 +53,9 @@ def quantize_v(v: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
 
 
 def _codes(x: np.ndarray) -> np.ndarray:
-    """E4M3 codes of a tile `[128, H, D]`: numbers are moved against the errors of those before them in their chain.
+    """E4M3 codes of a tile `[128, H, D]`: numbers are moved against the summed errors of those before in their chain.
 
-    By a quarter of the errors' sum, and by a quarter of their last place at most.
+    Each is moved by a quarter of that sum, and by at most a quarter of its own last place.
     """
     codes = np.zeros(x.shape, np.uint8)
     error = np.zeros((len(CHAINS[0]), *x.shape[1:]), np.float32)
@@ -70,7 +71,7 @@ def _codes(x: np.ndarray) -> np.ndarray:
 
 
 def values_back(codes: np.ndarray, scale: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """float32 `[padded, H, D]` of one sequence's E4M3 codes, in the order of keys: values less their mean."""
+    """float32 `[padded, H, D]` of one sequence's E4M3 codes, in the order of keys: values minus their mean."""
     heads, dim, padded = codes.shape
     ordered = codes.reshape(heads, dim, -1, BLOCK)[..., np.argsort(KEY_ORDER)].reshape(codes.shape)
     per_tile = scale[:, None] * np.exp2(exponents)  # [H, tiles]
@@ -79,15 +80,15 @@ def values_back(codes: np.ndarray, scale: np.ndarray, exponents: np.ndarray) -> 
 
 
 def value_mean(v: np.ndarray) -> np.ndarray:
-    """float32 `[H, D]`: what every value loses, and rows of the output get back; 0 where the sample hardly tells."""
+    """float32 `[H, D]`, subtracted from values and added back to rows of the output; 0 if the sample is ambiguous."""
     mean, told = mean_and_agreement(v)
     return np.where(told & (np.abs(mean) < MOST_MEAN), mean, np.float32(0))
 
 
 def value_exponent(v: np.ndarray) -> np.ndarray:
-    """Integers `[H]`, v_scale is 2 to them: the largest finite number of a sample of v is 16 to 32 scales.
+    """Integers `[H]`, the exponents of v_scale: the largest finite number of a sample of v is 16 to 32 scales.
 
-    v: less its mean.
+    v: minus its mean.
     """
     sample = sample_of(v)
     largest = np.where(np.isfinite(sample), np.abs(sample), np.float32(0)).max((0, 2), initial=0)
@@ -97,10 +98,10 @@ def value_exponent(v: np.ndarray) -> np.ndarray:
 
 
 def packed_start(first: int, b: int) -> int:
-    """Where the values of sequence b, whose first key is `first`, begin."""
+    """The start of the values of sequence b, whose first key is `first`."""
     return (first // VALUE_TILE + b) * VALUE_TILE
 
 
 def packed_padded(total: int, batch: int) -> int:
-    """How many places the values of packed sequences take."""
+    """The number of places for the values of packed sequences."""
     return (total // VALUE_TILE + batch + 1) * VALUE_TILE

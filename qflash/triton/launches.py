@@ -1,9 +1,9 @@
-"""What a call of a Triton kernel launches, told in the terms of its C struct.
+"""What a call of a Triton kernel launches, in terms of its C struct.
 
-A parameter of a Triton kernel that is no constant has the name of a field of the struct, with `_` for dots and without
-`.data`: `kv_k` is kv.k.data, `kv_k_stride_t` is kv.k.stride_t. `has_lse` is 1 where the pointer `lse` is not null. A
-region of the workspace is a parameter by its own name. So arguments are copied out of the struct by offset, whoever
-launches: csrc/bindings/cubins.cc on a GPU, qflash/testing/interpreted.py on the CPU.
+A parameter of a Triton kernel that is not a constant has the name of a field of the struct, with `_` instead of dots
+and without `.data`: `kv_k` is kv.k.data, `kv_k_stride_t` is kv.k.stride_t. `has_lse` is 1 if the pointer `lse` is not
+null. A region of the workspace is a parameter with the region's name. So arguments are copied from the struct by
+offset, by either launcher: csrc/bindings/cubins.cc on a GPU, qflash/testing/interpreted.py on the CPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from qflash import _native
 
 HAS = "has_"
-REGION_BYTES = 256  # regions of the workspace begin at multiples of it
+REGION_BYTES = 256  # regions of the workspace start at multiples of it
 VECTOR_BYTES = 16  # the widest access of a thread
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "i8", "int32": "i32"}  # Triton's names
-_KINDS = {"i": "i32", "q": "i64", "Q": "u64", "f": "fp32"}  # of fields that are no pointers
+_KINDS = {"i": "i32", "q": "i64", "Q": "u64", "f": "fp32"}  # of fields that are not pointers
 
 
 @dataclass(frozen=True)
 class Size:
-    """A whole number that is made of fields of a struct, and so known when a kernel is called.
+    """An integer computed from fields of a struct, and so known when a kernel is called.
 
     code: (operation, operand) in postfix order; the operations are those of csrc/bindings/cubins.cc.
     """
@@ -47,15 +47,15 @@ class Size:
         return self._with(other, "ceil_divide")
 
     def at_least(self, other: Size | int) -> Size:
-        """The larger of both."""
+        """The larger of the two."""
         return self._with(other, "maximum")
 
     def up_to(self, other: Size | int) -> Size:
-        """1 where it is not larger, else 0."""
+        """1 if it is not larger, else 0."""
         return self._with(other, "up_to")
 
     def multiple_of(self, other: Size | int) -> Size:
-        """1 where it is a multiple, else 0."""
+        """1 if it is a multiple, else 0."""
         return self._with(other, "multiple_of")
 
     def value(self, fields: Mapping[str, Any]) -> int:
@@ -83,12 +83,12 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
 
 
 def constant(value: int) -> Size:
-    """A number that is known already."""
+    """A number that is already known."""
     return Size((("constant", value),))
 
 
 def size(name: str) -> Size:
-    """The value of the field called `name`."""
+    """The value of the field named `name`."""
     return Size((("field", name),))
 
 
@@ -96,16 +96,16 @@ def size(name: str) -> Size:
 class Pass:
     """One launch of a Triton kernel. Its grid has one dimension."""
 
-    function: Any  # what @triton.jit made
+    function: Any  # returned by @triton.jit
     grid: Size
     constants: Mapping[str, Any] = field(default_factory=dict)  # its tl.constexpr parameters
     num_warps: int = 4
     num_stages: int = 1
-    fuses: bool = True  # False: no product is fused with a sum, where bits are defined
+    fuses: bool = True  # False: no product is fused with a sum, for results that are defined bit for bit
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Those that are no constants, in order."""
+        """Those that are not constants, in order."""
         return tuple(name for name in inspect.signature(self.function.fn).parameters if name not in self.constants)
 
 
@@ -114,20 +114,19 @@ class Region:
     """A part of the workspace: `count` elements."""
 
     name: str
-    type: str  # Triton's name of an element's
+    type: str  # Triton's name for an element's type
     count: Size
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The passes that serve calls of which every Size of `when` is 1, and every parameter of `multiples` is a multiple
-    of its number (of a pointer: its address). Compilers are told of these multiples: vectors are loaded because of
-    them."""
+    """The passes for calls in which every Size of `when` is 1 and every parameter of `multiples` is a multiple of its
+    number (for a pointer: its address). Triton is given these multiples: they let it generate vector loads."""
 
     passes: tuple[Pass, ...]
     when: tuple[Size, ...] = ()
     multiples: Mapping[str, int] = field(default_factory=dict)
-    types: Mapping[str, str] = field(default_factory=dict)  # of what pointers point at, where `Launches.types` differs
+    types: Mapping[str, str] = field(default_factory=dict)  # of pointed-to elements, if not those of `Launches.types`
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Launches:
     """A kernel for one Spec. The first choice that serves a call is launched; the last serves all."""
 
     struct: str
-    types: Mapping[str, str]  # of what pointers point at, by parameter
+    types: Mapping[str, str]  # of pointed-to elements, by parameter
     choices: tuple[Choice, ...]
     regions: tuple[Region, ...] = ()
 
@@ -149,7 +148,7 @@ class Launches:
         return parameters_of(self.struct)[parameter]
 
     def offsets(self) -> dict[str, Size]:
-        """Where each region begins, in bytes, and under "" where the workspace ends."""
+        """The start of each region in bytes, and the end of the workspace as ""."""
         at, found = constant(0), {}
         for region in self.regions:
             found[region.name] = at
@@ -169,7 +168,7 @@ class Launches:
 
 
 def region_bytes(region: Region) -> Size:
-    """How many bytes a region takes."""
+    """The number of bytes of a region."""
     return region.count * ({"i8": 1, "fp16": 2, "bf16": 2}.get(region.type) or 4)
 
 
@@ -181,7 +180,7 @@ def parameters_of(struct: str) -> dict[str, str]:
 
 
 def vectors(dtype: str, *tensors: str, strides: tuple[str, ...] = ("b", "t", "h")) -> dict[str, int]:
-    """`multiples` of tensors whose rows are whole vectors: of their addresses, and of their strides."""
+    """`multiples` of tensors whose rows consist of whole vectors: of their addresses and their strides."""
     elements = VECTOR_BYTES // {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[dtype]
     found = {}
     for tensor in tensors:

@@ -12,6 +12,6 @@ LARGEST = tl.constexpr(3.402823466e38)  # of float32
 
 @triton.jit
 def rescale_of(m, m_new, factor):
-    """What a sum relative to the maximum m is multiplied by to be relative to m_new >= m, in base-2 scores of `factor`.
-    Equal ones first: they may both be infinite."""
+    """The factor that makes a sum relative to the maximum m relative to m_new >= m, for base-2 scores of `factor`.
+    Equality is tested first: both may be infinite."""
     return tl.where(m == m_new, 1.0, tl.exp2((m - m_new) * factor))

@@ -1,11 +1,11 @@
-"""q and k to integers, as docs/kernels/quantize.md defines them to the bit: qflash/reference/fa_int8.py is the replay.
+"""q and k to integers, as docs/kernels/quantize.md defines them bit for bit: qflash/reference/fa_int8.py is the replay.
 
-    sums   a program adds 64 keys of a head, one after another, in float32
-    mean   a program adds the chunks of a head in float64: what smoothing takes off
-    k      16 neighbouring keys share a scale; each key has it beside its integers, NaN where the key is not finite
-    q      every query has a scale, and its product with the mean, which scores lack and lse gets back
+    sums   a program adds 64 keys of a head serially, in float32
+    mean   a program adds the chunks of a head in float64: the mean that smoothing subtracts
+    k      16 neighbouring keys share a scale; it is stored for each key, NaN if the key is nonfinite
+    q      every query has a scale, and its product with the mean, which scores omit and which is added back in lse
 
-No product may be fused with a sum here, so these passes are compiled without.
+No product may be fused with a sum here, so these passes are compiled without fusion.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from qflash.triton.launches import Pass, Region, size
 from qflash.triton.rope import rotated, tokens_of
 from qflash.triton.sequence import read_sequence
 
-CHUNK = 64  # keys whose sum is taken in float32
+CHUNK = 64  # keys that are summed in float32
 GROUP = 16  # keys that share a scale
-TILE = 4096  # values of a program that makes integers, in whole groups of tokens
+TILE = 4096  # values that a program quantizes, a multiple of the group size in tokens
 LEVELS = tl.constexpr(127.0)
 NO_AMPLITUDE = tl.constexpr(2.0**-100)
-MAGIC = tl.constexpr(1.5 * 2**23)  # added and taken off: the nearest integer, ties to even
+MAGIC = tl.constexpr(1.5 * 2**23)  # added and subtracted: the nearest integer, ties to even
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def load_tokens(
     x, x_stride_t, token, length, first_position, given, has_given, rope_cos, rope_sin, rope_rows, rotary_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of a head of a sequence that begins at x, in float32, rotated; 0 where there is none."""
+    """Tokens of a head of a sequence that begins at x, in float32, rotated; 0 if there is none."""
     channel = tl.arange(0, BLOCK_D)[None, :]
     present = (token < length)[:, None]
     rows = x + token[:, None] * x_stride_t
@@ -51,7 +51,7 @@ def load_tokens(
 
 @triton.jit
 def is_finite(x):
-    """Of each row, [n, 1]: is every value of it?"""
+    """Whether every value of each row, [n, 1], is finite."""
     return tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1)[:, None] != 0
 
 
@@ -64,7 +64,7 @@ def integers_of(x, inverse):
 
 @triton.jit
 def scale_of(amplitude):
-    """(scale, inverse) of what has this amplitude; 0 both where it is next to nothing."""
+    """(scale, inverse) for this amplitude; both 0 if it is below NO_AMPLITUDE."""
     usable = amplitude >= NO_AMPLITUDE
     scale = tl.where(usable, tl.div_rn(amplitude, amplitude * 0.0 + LEVELS), 0.0)
     inverse = tl.where(usable, tl.div_rn(amplitude * 0.0 + LEVELS, tl.where(usable, amplitude, LEVELS)), 0.0)
@@ -109,7 +109,7 @@ def qf_triton_int8_sums_kernel(
 @triton.jit
 def qf_triton_int8_mean_kernel(sums, counts, mean, k_len, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
     chunks = tl.cdiv(k_len, CHUNK)
-    head = tl.program_id(0).to(tl.int64)  # of all sequences
+    head = tl.program_id(0).to(tl.int64)  # over all sequences
     channel = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float64)
     count = tl.zeros([BLOCK_D], tl.int32)
@@ -136,7 +136,7 @@ def qf_triton_int8_k_kernel(
     _, k0, _, len_k, good = read_sequence(
         b, batch, q_len, k_len, total_q, total_k, cu_seqlens_q, cu_seqlens_k, kv_lens, PACKED, KV_LENS
     )
-    length = tl.where(good, len_k, 0)  # nothing is read or written of a sequence whose description is out of range
+    length = tl.where(good, len_k, 0)  # a sequence whose description is out of range is neither read nor written
     b64 = b.to(tl.int64)
     channel = tl.arange(0, BLOCK_D)
     x = load_tokens(
@@ -196,7 +196,7 @@ def qf_triton_int8_q_kernel(
 
 
 def passes(spec: Spec, block_d: int) -> tuple[Pass, ...]:
-    """Those that make integers of k and q."""
+    """The passes that quantize k and q."""
     each: dict[str, Any] = {"HEAD_DIM": spec.head_dim, "BLOCK_D": block_d}
     each |= {"PACKED": spec.packed, "KV_LENS": spec.kv_lens, "ROPE": spec.rope is not None}
     each |= {"INTERLEAVED": spec.rope == "interleaved"}
@@ -216,7 +216,7 @@ def passes(spec: Spec, block_d: int) -> tuple[Pass, ...]:
 
 
 def regions(spec: Spec, block_d: int) -> tuple[Region, ...]:
-    """What they leave, and what they leave to each other. Rows of integers have block_d channels."""
+    """Their results and intermediate arrays. Rows of integers have block_d channels."""
     keys, queries = tokens_of(spec, "k") * size("kv_heads"), tokens_of(spec, "q") * size("q_heads")
     heads = size("kv_heads") * size("batch")
     chunks = size("k_len").ceil_div(CHUNK) * heads

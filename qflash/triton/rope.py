@@ -1,9 +1,9 @@
 """Rotary embedding. Pairs are (p, p + rotary_dim / 2) or, interleaved, (2p, 2p + 1).
 
-q and k are rotated by passes of their own, into the workspace. CUDA kernels rotate a tile as they load it; in Triton a
-channel's partner may be in another lane's register, and is loaded as a second tile, whose addresses leave no registers
-to a loop. A position whose row is outside the tables makes a row NaN, as in csrc/attn/rope.cuh, and nothing outside is
-read.
+q and k are rotated by separate passes, into the workspace. CUDA kernels rotate a tile as they load it; in Triton a
+channel's partner may be in another lane's register, and is loaded as a second tile, whose addresses would take the
+registers of a main loop. A position whose row is outside the tables makes a row NaN, as in csrc/attn/rope.cuh, and
+nothing outside is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qflash.call.spec import Spec
 from qflash.triton.launches import TYPES, Pass, Region, Size, size
 from qflash.triton.sequence import read_sequence
 
-BLOCK_T = 16  # tokens of a program
+BLOCK_T = 16  # tokens per program
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def rotated(
         partner = tl.where(first, channel + half, channel - half)
     rotates = channel < rotary_dim
     row = tl.abs(position)
-    # The magnitude of the least int32 is no int32: it is negative, and outside like all others.
+    # The magnitude of the lowest int32 is not an int32: it is negative, and out of range like all others.
     inside = rotates & present & (row >= 0) & (row < rope_rows)
     at = row.to(tl.int64) * half + pair
     cosine = tl.load(rope_cos + at, mask=inside, other=float("nan"))
@@ -56,8 +56,8 @@ def rotate_tokens(
     rope_cos, rope_sin, rope_rows, rotary_dim,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate tokens of one head of a sequence, which begins at x and at `to`. Token t stands at first_position + t, or
-    at given[t]."""
+    """Rotate tokens of one head of a sequence, from x to `to`, its first tokens. Token t is at position
+    first_position + t, or at given[t]."""
     channel = tl.arange(0, BLOCK_D)[None, :]
     present = (token < length)[:, None]
     position = first_position + token
@@ -89,7 +89,7 @@ def qf_triton_rope_q_kernel(
         b, batch, q_len, k_len, total_q, total_k, cu_seqlens_q, cu_seqlens_k, kv_lens, PACKED, KV_LENS
     )
     b64 = b.to(tl.int64)
-    # Where the description of a sequence is out of range, nothing of it is touched: its rows will be NaN.
+    # A sequence whose description is out of range is not read or written here: its rows will be NaN.
     rotate_tokens(
         q + b64 * q_stride_b + head * q_stride_h + q0 * q_stride_t, q_stride_t,
         rotated_q + ((b64 * (0 if PACKED else q_len) + q0) * q_heads + head) * ROW, q_heads.to(tl.int64) * ROW,
@@ -126,17 +126,17 @@ def qf_triton_rope_k_kernel(
 
 
 def row_of(spec: Spec) -> int:
-    """How many elements a rotated row of a head takes: whole vectors."""
+    """The number of elements of a rotated row of a head: whole vectors."""
     return -(-spec.head_dim // 8) * 8
 
 
 def tokens_of(spec: Spec, which: str) -> Size:
-    """How many rows of a head q, or k, has."""
+    """The number of rows of a head of q, or of k."""
     return size(f"total_{which}") if spec.packed else size("batch") * size(f"{which}_len")
 
 
 def passes(spec: Spec, block_d: int, keys: bool = True) -> tuple[Pass, ...]:
-    """Those that rotate q and, unless `keys` are rotated already, k; none where there is no rope."""
+    """The passes that rotate q and, unless `keys` are already rotated, k; none without a rope."""
     if spec.rope is None:
         return ()
     constants: dict[str, Any] = {
@@ -151,7 +151,7 @@ def passes(spec: Spec, block_d: int, keys: bool = True) -> tuple[Pass, ...]:
 
 
 def regions(spec: Spec, keys: bool = True) -> tuple[Region, ...]:
-    """Where rotated q and k are; empty where there is no rope."""
+    """Rotated q and k; empty without a rope."""
     names = (("rotated_q", "q", "q_heads"), ("rotated_k", "k", "kv_heads"))
     return tuple(
         Region(name, TYPES[spec.dtype], tokens_of(spec, which) * size(heads) * (row_of(spec) if spec.rope else 0))

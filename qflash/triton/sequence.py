@@ -1,7 +1,7 @@
-"""One sequence of the batch: where its rows begin and how long it is, read from device memory and checked there.
+"""One sequence of the batch: the start of its rows and its length, read from device memory and checked there.
 
-The rules are those of csrc/attn/sequence.cuh: a kernel cannot report a bad value, and must not follow one. Rows of a
-sequence whose description is out of range are NaN, and so are packed rows that belong to no sequence.
+The rules are those of csrc/attn/sequence.cuh: a kernel cannot report a bad value, and must not use one as an address.
+Rows of a sequence whose description is out of range are NaN, and so are packed rows that belong to no sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def packed_rows_fall(cu_seqlens_q, batch):
-    """Does cu_seqlens_q fall somewhere? Then nobody can tell whose rows are whose."""
+    """Whether cu_seqlens_q decreases anywhere, so that rows cannot be assigned to sequences."""
     falls = (tl.load(cu_seqlens_q) < 0).to(tl.int32)
     for first in range(0, batch, 128):
         at = first + tl.arange(0, 128)
@@ -36,8 +36,8 @@ def read_sequence(
     PACKED: tl.constexpr,
     KV_LENS: tl.constexpr,
 ):
-    """(q0, k0, len_q, len_k, good): first rows in q and in k, lengths, and whether they are in range. Where they are
-    not, rows q0 to q0 + len_q - 1 are to be NaN."""
+    """(q0, k0, len_q, len_k, good): first rows in q and in k, lengths, and whether they are in range. If they are not,
+    rows q0 to q0 + len_q - 1 must be NaN."""
     if PACKED:
         q0 = tl.load(cu_seqlens_q + b).to(tl.int64)
         q1 = tl.load(cu_seqlens_q + b + 1).to(tl.int64)
@@ -77,7 +77,7 @@ def fill_nan(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """NaN into this program's share of rows begin .. end - 1 of a head, of out and of lse."""
+    """Write NaN to this program's share of rows begin .. end - 1 of a head, in out and in lse."""
     channel = tl.arange(0, BLOCK_D)[None, :]
     for first in range(begin + tile * BLOCK_M, end, tiles * BLOCK_M):
         row = first + tl.arange(0, BLOCK_M)
@@ -108,7 +108,7 @@ def fill_unserved_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The rows of a head that no good sequence fills: those of a bad one, and packed rows outside every sequence."""
+    """Fill a head's rows that belong to no valid sequence: those of an invalid one, and packed rows outside all."""
     end = tl.where(good, q0, q0 + len_q)
     fill_nan(out, out_stride_t, lse, has_lse, q0, end, tile, tiles, HEAD_DIM, BLOCK_M, BLOCK_D)
     if PACKED:

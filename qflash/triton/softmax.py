@@ -1,7 +1,7 @@
-"""Scores to weights: softcap, the online softmax of a row, and what becomes of it at the end.
+"""From scores to weights: softcap, the online softmax of a row, and its result in the epilogue.
 
-Scores come in base 2, as factor times s: where a score is a positive number times q . k, that number is the factor and
-s the product itself, so that one FMA stands in front of each exponential.
+Scores are in base 2, as factor times s: if a score is a positive number times q . k, that number is the factor and s is
+the product itself, so that a single FMA precedes each exponential.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton.language as tl
 
 from qflash.triton.numbers import LN2, LOG2E
 
-LEAST_FACTOR = tl.constexpr(1.1754944e-38)  # the least normal float32: -inf times it is -inf, not NaN
+LEAST_FACTOR = tl.constexpr(1.1754944e-38)  # the smallest normal float32: -inf times it is -inf, not NaN
 
 
 @triton.jit
 def tanh(x):
-    """With a relative error of about 5e-7: by its series near 0, by the exponential elsewhere."""
+    """tanh with a relative error of about 5e-7: by its series near 0, by the exponential elsewhere."""
     t = -x * x
     series = 0.053968254 + t * (0.021869489 + t * 0.0088632355)  # 17/315, 62/2835, 1382/155925
     near = x + x * t * (0.33333333 + t * (0.13333333 + t * series))
@@ -41,25 +41,25 @@ def scores_of(products, scale, softcap, PLAIN: tl.constexpr, SOFTCAP: tl.constex
 
 @triton.jit
 def weigh(s, factor, m, l, WHOLE: tl.constexpr = False):
-    """(weights, rescale, m, l) after the scores s of one more tile: old sums are to be multiplied by `rescale`. A score
-    of -inf weighs nothing, whatever m is. WHOLE: m is a whole number, so that rescaling rounds nothing."""
+    """(weights, rescale, m, l) after the scores s of one more tile: earlier sums must be multiplied by `rescale`. A
+    score of -inf has weight 0, whatever m is. WHOLE: m is an integer, so that rescaling is exact."""
     m_new = tl.max(s, 1)
     if WHOLE:
         m_new = tl.ceil(m_new)
     m_new = tl.maximum(m, m_new)
     finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     weight = tl.exp2(s * factor - (finite * factor)[:, None])
-    # The difference first: an FMA of m * factor and a rounded reference would not cancel, and a sum that every tile
-    # multiplies by 1 + 1e-7 is off by 1e-4 after 32768 keys.
+    # The difference first: an FMA of m * factor and a rounded reference would not cancel, and a sum that is multiplied
+    # by 1 + 1e-7 in every tile is off by 1e-4 after 32768 keys.
     rescale = tl.exp2((m - finite) * factor)
     return weight, rescale, m_new, l * rescale + tl.sum(weight, 1)
 
 
 @triton.jit
 def finish(m2, l, bias, sees, sink, SINKS: tl.constexpr):
-    """(what the row's sum of values is multiplied by, lse). m2: the base-2 score that l is relative to; bias: what
-    every score of the row has beside, in natural units; sees: whether the row sees a key at all. A row that sees
-    nothing but scores of -inf is NaN; one that sees none is 0."""
+    """(the factor for the row's sum of values, lse). m2: the base-2 score that l is relative to; bias: the row bias, in
+    natural units; sees: whether the row sees any key. A row that sees only scores of -inf is NaN; one that sees none is
+    0."""
     if SINKS:
         sink2 = (sink - bias) * LOG2E
         top = tl.maximum(m2, sink2)
@@ -77,6 +77,6 @@ def finish(m2, l, bias, sees, sink, SINKS: tl.constexpr):
         drowned = (sink == float("inf")) & (l == l)
         factor = tl.where(drowned, 0.0, factor)
         lse = tl.where(drowned, float("inf"), lse)
-        # A row that sees no key has its sink for lse, whatever its q holds, and NaN where that is one.
+        # The lse of a row that sees no key is its sink, whatever q contains, and NaN if the sink is NaN.
         lse = tl.where(sees, lse, sink)
     return factor, lse

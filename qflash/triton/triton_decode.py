@@ -1,10 +1,10 @@
 """triton_decode: few queries against many keys. Keys are split over programs, and a second pass merges the parts.
 
     attend   one program = up to 16 rows of a KV head (its query heads, and queries) and 256 keys
-    merge    one program = one row; parts are added one after another, whoever finished first
+    merge    one program = one row; parts are added serially, in a fixed order
 
-A part has always the same 256 keys, so a row's bits do not depend on the batch, nor on how many multiprocessors there
-are. K and V are arrays, or pages, whose rows are found through the page table a tile at a time.
+A part always has the same 256 keys, so a row's bits depend neither on the batch nor on the number of SMs. K and V are
+arrays, or pages, whose rows are located through the page table one tile at a time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from qflash.triton.rows import load_rows, padded
 from qflash.triton.softmax import finish, scores_of, weigh
 from qflash.triton.values import add_few, add_seen, add_weighted, finite_of
 
-ROWS = 16  # of a tile: what tl.dot takes at least
-PART = 256  # keys of a program
-# (keys of a tile, warps, stages) by the channels that heads are padded to
+ROWS = 16  # of a tile: the minimum for tl.dot
+PART = 256  # keys per program
+# (keys of a tile, warps, stages) by the number of channels that heads are padded to
 TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)}
 ODD_ROWS = {16: (32, 4, 1), 32: (32, 4, 1), 64: (32, 4, 1), 128: (16, 4, 1), 256: (16, 8, 1)}
 
@@ -35,8 +35,8 @@ def token_rows(
     x, stride_b, stride_t, stride_h, b, head, key, len_k, page_table, page_table_stride, page_size, pages,
     PAGED: tl.constexpr,
 ):  # fmt: skip
-    """(pointers to rows [n, 1] of keys or values, which of them may be read [n, 1]). Of pages: those that exist, and
-    whose entry of the table is in range; no other is followed."""
+    """(pointers to rows [n, 1] of keys or values, which of them may be read [n, 1]). For pages: those that exist, and
+    whose entry of the table is in range; no other entry is dereferenced."""
     if PAGED:
         column = key // page_size
         exists = key < len_k
@@ -72,7 +72,7 @@ def qf_triton_decode_kernel(
     if KV_LENS:
         len_k = tl.load(kv_lens + b)
     if (len_k < 0) | (len_k > k_len) | (part * PART >= len_k):
-        return  # the merge looks at parts of the keys that exist alone, and knows a length that is out of range
+        return  # the merge reads only parts of existing keys, and also detects a length that is out of range
 
     row = tile * ROWS + tl.arange(0, ROWS)  # heads of a group are neighbours, then queries
     query = row // group
@@ -134,21 +134,21 @@ def qf_triton_decode_kernel(
         v_tile, found = finite_of(load_rows(v_rows, present, HEAD_DIM, BLOCK_D, False))
         nonfinite = tl.maximum(nonfinite, found)
         acc = add_few(acc * rescale[:, None], weight, v_tile, PRECISION)
-        if PAGED:  # an entry is needed where some row of the sequence sees a key of its page
+        if PAGED:  # an entry is needed if some row of the sequence sees a key of its page
             seen = tl.max((visible & row_present).to(tl.int32), 0)
             lacking = tl.maximum(lacking, seen * tl.max((present == 0).to(tl.int32), 1))
 
-    # Parts are [batch, kv_heads, rows, parts], with the values of a row's parts one after another.
+    # Parts are [batch, kv_heads, rows, parts]: the values of a row's parts are contiguous.
     at = ((b * kv_heads + kv_head) * (q_len * group) + row) * parts + part
     channel = tl.arange(0, BLOCK_D)[None, :]
     values = part_values + at[:, None] * BLOCK_D
     tl.store(values + channel, acc, mask=row_present)
     tl.store(part_m + at, m * factor, mask=row < q_len * group)
     tl.store(part_l + at, l, mask=row < q_len * group)
-    if PAGED:  # all KV heads of a sequence find the same
+    if PAGED:  # the same for all KV heads of a sequence
         tl.store(missing + (b * tiles + tile) * parts + part, tl.max(lacking, 0))
     if tl.max(nonfinite, 0) != 0:
-        tl.debug_barrier()  # values are read again, by other threads than wrote them
+        tl.debug_barrier()  # other threads than those that wrote values read them again
         for done in tl.range(0, cut_keys(begin, whole_begin, whole_end, end), BLOCK_N, num_stages=1):
             key = cut_tile(done, begin, whole_begin, whole_end) + tl.arange(0, BLOCK_N)
             v_rows, present = token_rows(

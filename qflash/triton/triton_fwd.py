@@ -1,15 +1,15 @@
 """triton_fwd: FlashAttention in Triton. out = softmax(scale q k^T) v for a tile of rows of one head.
 
-    one program = one tile of BLOCK_M rows of a head; keys pass by in tiles of BLOCK_N
+    one program = one tile of BLOCK_M rows of a head; the main loop loads keys in tiles of BLOCK_N
 
       q  [M, D] --- stays ---.
       k  [N, D] -------------'--> S = q k^T --> mask --> online softmax --> P ---.
       v  [N, D] -----------------------------------------------------------------'--> O += P v
 
-Two loops: tiles that all rows see whole, without a mask, then those that an edge or the end of the keys cuts. Who
-loads, what is kept in shared memory and how loads run ahead is Triton's affair: a pass tells it the number of warps
-and of stages, from a static table, and nothing is tuned at run time. Programs of a head are neighbours, which share its
-keys in L2, and begin with the last rows, which see most where a mask is causal.
+Two loops: whole tiles without a mask, then those that are cut by an edge or by the end of the keys. Which threads load,
+what is in shared memory and how far loads are prefetched is up to Triton: a pass specifies the number of warps and of
+stages, from a static table, and nothing is tuned at run time. Programs of a head are neighbours, which share its keys
+in L2, and start with the last rows, which see most keys if the mask is causal.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from qflash.triton.softmax import scores_of, weigh
 from qflash.triton.values import add_few, add_weighted, finite_of
 
 Tile = tuple[int, int, int, int]  # rows, keys, warps, stages
-# By the channels that heads are padded to, for Hopper and for what came before it. With these next to nothing spills:
-# tests/compile/test_triton.py compiles them. float16, which multiplies more than the weights themselves in tiles that
-# are cut, needs smaller ones. bench/triton_tiles.py races other tiles against them.
+# By the number of channels that heads are padded to, for Hopper and for earlier GPUs. With these tiles there are almost
+# no spills: tests/compile/test_triton.py compiles them. float16, which also multiplies the remainder of weights in
+# tiles that are cut, needs smaller ones. bench/triton_tiles.py times other tiles against them.
 HOPPER: dict[str, dict[int, Tile]] = {
     "bfloat16": {
         16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 3),
@@ -55,7 +55,7 @@ FLOATS: dict[int, Tile] = {
     128: (32, 16, 8, 1),
     256: (16, 16, 4, 1),
 }
-# Rows that are not whole vectors are loaded element by element, each by an address of its own in registers.
+# Rows that do not consist of whole vectors are loaded element by element, each with an address in registers.
 ODD_ROWS = {16: (64, 32, 4, 1), 32: (64, 32, 4, 1), 64: (64, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)}
 
 
@@ -80,7 +80,7 @@ def qf_triton_fwd_kernel(
     b64 = b.to(tl.int64)
     out += b64 * out_stride_b + head * out_stride_h
     lse += b64 * lse_stride_b + head * lse_stride_h
-    if ROPE:  # [batch, length, heads, ROW] without gaps
+    if ROPE:  # [batch, length, heads, ROW], contiguous
         q = rotated_q
         q_stride_h = tl.full([], ROW, tl.int64)
         q_stride_t = q_stride_h * q_heads
@@ -125,7 +125,7 @@ def qf_triton_fwd_kernel(
         v_tile = load_rows(v_base + key[:, None] * kv_v_stride_t, None, HEAD_DIM, BLOCK_D, True)
         acc = add_weighted(acc, rescale, weight, v_tile, PRECISION)
 
-    # Tiles that are cut, the first part's and then the last's: the loop jumps over those that are done.
+    # Tiles that are cut, those of the first part and then those of the last: the loop skips the whole tiles.
     nonfinite = tl.zeros([BLOCK_N], tl.int32)
     for done in tl.range(0, cut_keys(begin, whole_begin, whole_end, end), BLOCK_N, num_stages=1):
         key = cut_tile(done, begin, whole_begin, whole_end) + tl.arange(0, BLOCK_N)
@@ -148,13 +148,13 @@ def qf_triton_fwd_kernel(
 
 
 def tile_of(spec: Spec) -> Tile:
-    """The tile of calls whose rows are whole vectors."""
+    """The tile of calls whose rows consist of whole vectors."""
     table = FLOATS if spec.dtype == "float32" else (HOPPER if has_hopper_memory(spec.arch) else AMPERE)[spec.dtype]
     return table[padded(spec.head_dim)]
 
 
 def attend(spec: Spec, tile: Tile) -> Pass:
-    """The pass of attention itself, on such tiles."""
+    """The pass of attention itself, with such tiles."""
     block_m, block_n, num_warps, num_stages = tile
     constants: dict[str, Any] = {
         "HEAD_DIM": spec.head_dim, "BLOCK_D": padded(spec.head_dim), "ROW": rope.row_of(spec),
@@ -167,7 +167,7 @@ def attend(spec: Spec, tile: Tile) -> Pass:
 
 
 def launches(spec: Spec, tile: Tile | None = None) -> Launches:
-    """What a call of `spec` launches. tile: in the place of the table's."""
+    """What a call of `spec` launches. tile: replaces the table's."""
     block_d = padded(spec.head_dim)
     element = TYPES[spec.dtype]
     types = {"q": element, "kv_k": element, "kv_v": element, "out": element, "lse": "fp32", "sinks": "fp32"}

@@ -1,10 +1,10 @@
-"""triton_int8: attention with q k^T in INT8, PV in 16 bits. Passes make integers of q and k first (quantize.py).
+"""triton_int8: attention with q k^T in INT8, PV in 16 bits. Separate passes quantize q and k first (quantize.py).
 
-    S = (q_int k_int^T) q_scale k_scale        exact sums in int32, one scale a query, one for 16 keys
-    P = 2^(S - m), m a whole number            so that rounding P to 16 bits does not depend on where tiles begin
+    S = (q_int k_int^T) q_scale k_scale        exact sums in int32, one scale per query, one per 16 keys
+    P = 2^(S - m), m an integer                so that the rounding of P to 16 bits does not depend on where tiles begin
 
-Loops and tiles are those of triton_fwd. The steps, the integers to the bit and the rounding of P are fa_int8's, whose
-replay (qflash/reference/fa_int8.py) holds for both kernels.
+Loops and tiles are those of triton_fwd. The steps, the integers bit for bit and the rounding of P are those of fa_int8,
+whose replay (qflash/reference/fa_int8.py) holds for both kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qflash.triton.sequence import fill_unserved_rows, read_sequence
 from qflash.triton.softmax import tanh, weigh
 from qflash.triton.values import finite_of
 
-# (rows of a tile, keys of a tile, warps, stages) by the channels that heads are padded to
+# (rows of a tile, keys of a tile, warps, stages) by the number of channels that heads are padded to
 HOPPER = {32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 3)}
 AMPERE = {32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)}
 ODD_ROWS = {32: (64, 32, 4, 1), 64: (64, 32, 8, 1), 128: (32, 32, 8, 1), 256: (32, 32, 8, 1)}
@@ -32,8 +32,8 @@ ODD_ROWS = {32: (64, 32, 4, 1), 64: (64, 32, 8, 1), 128: (32, 32, 8, 1), 256: (3
 
 @triton.jit
 def base2_scores(dots, q_scale, k_scale, offset, scale, softcap, PLAIN: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Scores of integer products. q_scale has the magnitude of `scale` and log2 e in it; offset is what smoothing took
-    off, which scores need where they are more than a product."""
+    """Scores from integer products. q_scale includes the magnitude of `scale` and log2 e; offset is the part that
+    smoothing subtracted, which scores need if they are more than a product."""
     s = dots.to(tl.float32) * (q_scale[:, None] * k_scale[None, :])
     if not PLAIN:
         s = tl.where(scale < 0, -s, s) + offset[:, None]
@@ -74,7 +74,7 @@ def qf_triton_int8_kernel(
         if (good == 0) | (tile * BLOCK_M >= len_q):
             return
 
-    # Integers are [tokens, heads, BLOCK_D], what belongs to a token [heads, tokens].
+    # Integers are [tokens, heads, BLOCK_D], per-token numbers [heads, tokens].
     first_q = b64 * (0 if PACKED else q_len) + q0
     first_k = b64 * (0 if PACKED else k_len) + k0
     of_head_q = head * (total_q if PACKED else batch.to(tl.int64) * q_len) + first_q
@@ -133,7 +133,7 @@ def qf_triton_int8_kernel(
 
 
 def attend(spec: Spec, tile: tuple[int, int, int, int]) -> Pass:
-    """The pass of attention itself, on such tiles."""
+    """The pass of attention itself, with such tiles."""
     block_m, block_n, num_warps, num_stages = tile
     constants: dict[str, Any] = {
         "HEAD_DIM": spec.head_dim, "BLOCK_D": padded(spec.head_dim, 32), "BLOCK_M": block_m, "BLOCK_N": block_n,

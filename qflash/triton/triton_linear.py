@@ -1,12 +1,12 @@
 """triton_linear: activation(x w + bias) + residual for a tile of the result, in 16 bits or in INT8 with scales.
 
-    one program = one tile of M x N; k passes by in slabs
+    one program = one tile of M x N; the main loop loads slabs of k
 
       x [M, K] ---.
       w [K, N] ---'--> sums --> scales, bias --> activation --> residual --> out
 
-SwiGLU has a second weight and a second tile of sums. Programs go through the tiles in bands of 8 rows of tiles, so that
-those that run at a time share slabs of x and of w in L2. Tiles are from a static table by the number of rows.
+SwiGLU has a second weight and a second tile of accumulators. Programs traverse the tiles in bands of 8 rows of tiles,
+so that concurrent programs share slabs of x and of w in L2. Tiles come from a static table by the number of rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from qflash.triton.numbers import LOG2E
 from qflash.triton.rows import has_hopper_memory
 
 BAND = 8  # rows of tiles
-# (rows up to which, tile: M, N, K, warps, stages); bytes of x and w decide how much of K a slab has
+# (maximum number of rows, tile: M, N, K, warps, stages); the bytes of x and w determine how much of K a slab has
 HOPPER = ((16, (16, 64, 128, 4, 4)), (64, (64, 128, 64, 4, 4)), (None, (128, 256, 64, 8, 3)))
 AMPERE = ((16, (16, 64, 64, 4, 4)), (64, (64, 64, 64, 4, 3)), (None, (128, 128, 32, 8, 3)))
-ODD_ROWS = (32, 64, 32, 4, 1)  # rows that are no whole vectors, and any other layout
+ODD_ROWS = (32, 64, 32, 4, 1)  # rows that do not consist of whole vectors, and any other layout
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def sigmoid(x):
 
 @triton.jit
 def activated(h, ACTIVATION: tl.constexpr):
-    """The activation of h; of SwiGLU's gate, too."""
+    """The activation of h; also of SwiGLU's gate."""
     if ACTIVATION == "gelu":
         h = h * (0.5 + 0.5 * tl.erf(h * 0.70710678118654752))
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh y) / 2 is the sigmoid of 2 y
@@ -47,7 +47,7 @@ def activated(h, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def load_weight(w, stride_k, stride_n, at_k, column, k, n, ALONG_K: tl.constexpr, WHOLE: tl.constexpr):
-    """A slab [K, N] of a weight. WHOLE: one of its strides is 1, the one that ALONG_K tells."""
+    """A slab [K, N] of a weight. WHOLE: one of its strides is 1, the one that ALONG_K specifies."""
     if WHOLE:
         stride_k = 1 if ALONG_K else stride_k
         stride_n = stride_n if ALONG_K else 1
@@ -65,8 +65,7 @@ def load_weight(w, stride_k, stride_n, at_k, column, k, n, ALONG_K: tl.constexpr
 def of_sums(
     sums, x_scale, w_scale, has_w_scale, w_scale_stride, bias, has_bias, column, n, INT8: tl.constexpr
 ):  # fmt: skip
-    """What the activation is taken of. Integers are scaled as every engine scales them: fma(sum x_scale, w_scale,
-    bias)."""
+    """The argument of the activation. Integers are scaled as in every engine: fma(sum x_scale, w_scale, bias)."""
     there = column < n
     added = tl.load(bias + column, mask=there & (has_bias != 0), other=0.0).to(tl.float32)[None, :]
     if INT8:
@@ -90,7 +89,7 @@ def half_of(sums, AT: tl.constexpr):
 
 @triton.jit
 def part_of(sums, AT: tl.constexpr, PARTS: tl.constexpr):
-    """Its columns, cut into 1 or 4 parts: that one."""
+    """One part of its columns, which are cut into 1 or 4 parts."""
     if PARTS == 4:
         sums = half_of(half_of(sums, AT // 2), AT % 2)
     return sums
@@ -103,7 +102,7 @@ def store_tile(
     bias, has_bias, up_bias, has_up_bias, residual, has_residual, residual_stride_m,
     out, out_stride_m, pre, has_pre, pre_up, has_pre_up, INT8: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """From the sums of a tile to the result."""
+    """The epilogue: from the accumulators of a tile to the result."""
     there = (row < m)[:, None] & (column < n)[None, :]
     at = row[:, None] * out_stride_m + column[None, :]
     if out.dtype.element_ty == tl.int32:
@@ -159,7 +158,7 @@ def qf_triton_linear_kernel(
             up_slab = load_weight(up, up_stride_k, up_stride_n, at_k, column, k, n, ALONG_K, WHOLE)
             sums_up = tl.dot(x_slab, up_slab, sums_up, out_dtype=SUM)
 
-    # A large tile in parts, one after the other: what follows the sums needs registers of its own.
+    # The epilogue of a large tile runs in parts, serially: it needs registers of its own.
     for at in tl.static_range(PARTS):
         store_tile(
             part_of(sums, at, PARTS), part_of(sums_up, at, PARTS), row,
@@ -172,7 +171,7 @@ def qf_triton_linear_kernel(
 
 
 def whole_vectors(spec: Spec, item: int) -> tuple[tuple[Size, ...], dict[str, int]]:
-    """What calls must be for vectors to be loaded: conditions, and multiples. item: bytes of an element of x."""
+    """The requirements for vector loads: conditions, and multiples. item: bytes of an element of x."""
     elements = VECTOR_BYTES // item
     contiguous = (size("x_stride_k").up_to(1), size("w_stride_k" if spec.layout == "k" else "w_stride_n").up_to(1))
     line = "stride_n" if spec.layout == "k" else "stride_k"
@@ -184,7 +183,7 @@ def whole_vectors(spec: Spec, item: int) -> tuple[tuple[Size, ...], dict[str, in
 
 
 def launches(spec: Spec) -> Launches:
-    """What a call of `spec` launches. Results are float32 or of the type that Spec tells, biases likewise."""
+    """What a call of `spec` launches. Results are float32 or of the type that Spec specifies, and so are biases."""
     int8, weights = spec.precision == "int8", 2 if spec.activation == "swiglu" else 1
     element = "i8" if int8 else TYPES[spec.dtype]
     types = {name: element for name in ("x", "w", "up")}
@@ -194,7 +193,7 @@ def launches(spec: Spec) -> Launches:
 
     def choices_of(limit: int | None, tile: tuple[int, int, int, int, int], whole: bool) -> list[Choice]:
         block_m, block_n, block_k, num_warps, num_stages = tile
-        block_n = max(block_n // weights, 32)  # each weight has its tile of sums
+        block_n = max(block_n // weights, 32)  # each weight has its own tile of accumulators
         constants: dict[str, Any] = {
             "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k * 2 if int8 else block_k, "BAND": BAND,
             "PARTS": 4 if block_m * block_n >= 128 * 256 // weights else 1,

@@ -2,8 +2,8 @@
 
     one program = 16 tokens and 4 heads; cosines and sines are loaded once for the heads
 
-Whole pairs are in a program's hands: (p, p + rotary_dim / 2) are two tiles, (2p, 2p + 1) are one tile that is split
-along its last dimension and joined again. Channels past rotary_dim are copied.
+A program holds complete pairs: (p, p + rotary_dim / 2) are two tiles, (2p, 2p + 1) are one tile that is split along its
+last dimension and joined again. Channels past rotary_dim are copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from qflash.call.spec import Spec
 from qflash.triton.launches import TYPES, VECTOR_BYTES, Choice, Launches, Pass, size, vectors
 
-TOKENS, PAIRS, HEADS = 16, 64, 4  # of a program: tokens, pairs at a time, heads
+TOKENS, PAIRS, HEADS = 16, 64, 4  # per program: tokens, pairs at a time, heads
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def qf_triton_rope_kernel(
         position = tl.load(positions + b * stride_positions_b + token, mask=token < length, other=0)
     elif has_rope_positions_k != 0:
         position = tl.load(rope_positions_k + b * rope_stride_positions_k_b + token, mask=token < length, other=0)
-    row = tl.abs(position)  # negative for the least int32, whose magnitude is no int32: outside like all others
+    row = tl.abs(position)  # negative for the lowest int32, whose magnitude is not an int32: out of range
     inside = present & ((row >= 0) & (row < rope_rows))[:, None]
     backwards = ((position < 0) != (inverse != 0))[:, None]
     half = rope_rotary_dim // 2

@@ -1,7 +1,8 @@
 """triton_softmax: out[i] = softmax(scale x[i]) for every row of a matrix.
 
-Rows of up to 16384 columns stay in registers: read once, written once. Longer ones are read twice, the second time
-mostly from L2. There is a static table of tiles and no autotuner; a call picks the first tile that its rows fit in.
+Rows of up to 16384 columns stay in registers: they are read once and written once. Longer ones are read twice, the
+second time mostly from L2. Tiles come from a static table, without an autotuner; a call uses the first tile that its
+rows fit in.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from qflash.call.spec import Spec
 from qflash.triton.launches import TYPES, VECTOR_BYTES, Choice, Launches, Pass, size
 from qflash.triton.numbers import LARGEST, LOG2E, rescale_of
 
-# (columns of a tile, rows of it, warps): 16 elements a thread, 32 in the widest
+# (columns of a tile, its rows, warps): 16 elements per thread, 32 in the widest
 TILES = ((64, 32, 4), (256, 8, 4), (1024, 2, 4), (4096, 1, 8), (16384, 1, 16))
-LONG_TILE = (8192, 8)  # columns that a longer row is walked by, warps
+LONG_TILE = (8192, 8)  # columns per iteration over a longer row, warps
 
 
 @triton.jit
 def score_map(scale):
-    """(x_factor, factor): weights are 2^((x_factor x - max) factor). Differences come first, so that no finite x
-    overflows on its way. Where scale is 0, x becomes 0, or NaN if it was not finite; where it is so small that a
-    difference past the largest float would still count, x is halved."""
+    """(x_factor, factor): weights are 2^((x_factor x - max) factor). The difference is computed first, so that no
+    finite x overflows. If scale is 0, x becomes 0, or NaN if it was nonfinite; if scale is so small that a difference
+    beyond the largest float would still matter, x is halved."""
     magnitude = tl.abs(scale)
     x_factor = tl.where(magnitude < 7.8886090522101181e-31, 0.5, 1.0)  # 2^-100
     factor = tl.minimum(magnitude * LOG2E / x_factor, LARGEST)
@@ -59,7 +60,7 @@ def qf_triton_softmax_long_kernel(x, x_stride, out, out_stride, columns, scale, 
     x += row * x_stride
     out += row * out_stride
     column = tl.arange(0, BLOCK_COLUMNS)
-    # Every column of the tile keeps its own maximum and sum: one reduction at the end, not one a step.
+    # Every column of the tile has its own maximum and sum: one reduction at the end, not one per iteration.
     m = tl.full([BLOCK_COLUMNS], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_COLUMNS], tl.float32)
     for first in range(0, columns, BLOCK_COLUMNS):

@@ -1,15 +1,15 @@
-"""JAX arrays, on the CPU or CUDA: one XLA custom call that jit, vmap, grad, scan, remat and shard_map all see through.
+"""JAX arrays, on the CPU or CUDA: one XLA custom call that works with jit, vmap, grad, scan, remat and shard_map.
 
 __init__      checked calls, each a cached jit
-call          what is static about a call
-describe      arrays described            words    refuses words that are arrays
-trees         values as pytrees           lengths  lists, NumPy integers and int64 as int32 arrays
-gradients     reverse mode                derivatives  the derivatives that do not exist, and what is said of them
-batching      vmap                        varying      shard_map's varying mesh axes
-partitioning  how XLA may split a call over devices
+call          the static part of a call
+describe      array descriptions         words    rejects words that are arrays
+trees         objects as pytrees         lengths  lists, NumPy integers and int64 as int32 arrays
+gradients     reverse mode               derivatives  errors for derivatives that do not exist
+batching      vmap                       varying      shard_map's varying mesh axes
+partitioning  how XLA may shard a call over devices
 primitive     the JAX primitive and its lowering per platform
-attributes    what a program tells the XLA handler
-kernels       keys by which compiled programs name kernels
+attributes    what a program passes to the XLA handler
+kernels       keys by which compiled programs refer to kernels
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from qflash.frontends.jax.lengths import as_lengths
 from qflash.frontends.jax.varying import vary_alike
 from qflash.frontends.jax.words import require_known
 
-_FAILED = "INVALID_ARGUMENT: qflash: "  # how XLA spells a handler's refusal of a value
+_FAILED = "INVALID_ARGUMENT: qflash: "  # the prefix of XLA's error when a handler rejects a value
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A checked call of arrays that exist. `waits`: the CPU engine checks values as it runs, and the call waits."""
+    """A checked call on concrete arrays. `waits`: the CPU engine checks values at run time, so the call blocks."""
 
     program: Callable[..., tuple[jax.Array, ...]]
     waits: bool
@@ -60,8 +60,8 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.Arr
 
 
 def run_in_place(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[jax.Array]:
-    """`run` of an operation that writes to its arrays: new ones, with the memory of the old where that was donated."""
-    return run(op, arrays, words)  # which has no other results
+    """`run` of an operation that writes to its arrays: returns new ones, in the memory of the old if it was donated."""
+    return run(op, arrays, words)  # there are no other results
 
 
 def plan_of(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Plan:
@@ -77,20 +77,20 @@ def arch_of(x: jax.Array) -> int:
 
 
 def as_index(name: str, x: Any, like: jax.Array) -> Any:
-    """Lengths or positions as int32; not committed to a device, so they go where `like` is."""
+    """Lengths or positions as int32; not committed to a device, so they follow `like`."""
     return None if x is None else as_lengths(name, x)
 
 
 def scalar(value: float, like: jax.Array) -> jax.Array:
-    """A number as an array; not committed to a device, so it goes where `like` is."""
+    """A number as an array; not committed to a device, so it follows `like`."""
     return jnp.asarray(value, jnp.float32)
 
 
 def await_verdict(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), waited for: where the CPU engine refuses a value, a ValueError with its text."""
+    """The result of function(*args), ready. If the CPU engine rejects a value, raises ValueError with its text."""
     try:
         return jax.block_until_ready(function(*args))
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of the two depends on when XLA notices
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of the two depends on when XLA detects the error
         _, failed, text = str(error).partition(_FAILED)
         if failed:
             raise ValueError(text) from None
@@ -98,7 +98,7 @@ def await_verdict(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _given(op: Op, arrays: Sequence[Any]) -> dict[str, Any]:
-    """The arrays that are there, by name; lengths as int32."""
+    """The given arrays, by name; lengths as int32."""
     indices = op.indices
     return {
         name: as_lengths(name, x) if name in indices else x
@@ -113,7 +113,7 @@ def _plan(op: Op, given: dict[str, Any], words: Sequence[Any]) -> Plan:
 
 
 def _key(op: Op, given: dict[str, Any], words: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What a checked call depends on; None where something is not what it should be, and the checks say what."""
+    """What a checked call depends on; None if something is invalid, and the checks then raise."""
     try:
         facts = [(x.aval, x.sharding, x.committed) for x in given.values()]
         return ("jax", op, *given, *facts, *cache.words_key(words))
@@ -129,11 +129,11 @@ def _check(op: Op, given: dict[str, Any], words: Sequence[Any]) -> Checked:
 
 @lru_cache(maxsize=4096)
 def _program(call: Call) -> Callable[..., tuple[jax.Array, ...]]:
-    """The jit of a call. It has no static arguments, so that looking up the compiled program hashes none."""
+    """The jit of a call. It has no static arguments, so a lookup of the compiled program hashes none."""
 
     def program(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return differentiable(call)(*vary_alike(call.read_as(arrays)))
 
-    program.__name__ = program.__qualname__ = f"qflash_{call.op.name}"  # what jaxprs and profilers show
+    program.__name__ = program.__qualname__ = f"qflash_{call.op.name}"  # shown in jaxprs and profiles
     compiled: Callable[..., tuple[jax.Array, ...]] = jax.jit(program)
     return compiled

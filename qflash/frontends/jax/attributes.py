@@ -1,7 +1,7 @@
-"""What a program says of a call to the XLA handler (csrc/bindings/xla_call.cc): the struct, and how to complete it.
+"""What a program passes to the XLA handler (csrc/bindings/xla_call.cc): the struct, and how to complete it.
 
 The struct is packed when the program is lowered. The handler writes the addresses of operands and results into it, and
-the sizes that are known only then.
+the sizes that were unknown at lowering.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def symbolic(aval: Any) -> bool:
 
 
 def attributes(call: Call, plan: Plan, operands: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:
-    """All but the kernel's key. `operands`, `results`: abstract arrays in the order of the plan; operands that are
-    written are results once more, the last ones."""
+    """All attributes except the kernel's key. `operands`, `results`: abstract arrays in the order of the plan; operands
+    that are written are also results, the last ones."""
     fields = _native.op_layouts[plan.struct][1]
     _check_sizes(call, plan, operands)
     return {
@@ -47,7 +47,7 @@ def _num_bytes(aval: Any) -> int:
 
 
 def _sizes(plan: Plan, fields: dict[str, tuple[int, str]]) -> Any:
-    """A tuple for each size that is the product of extents: offset, bytes, how many, then (array, dimension) each."""
+    """A tuple for each size that is a product of extents: offset, bytes, count, then (array, dimension) for each."""
     for name, value in plan.fields:
         if isinstance(value, Extents):
             offset, kind = fields[name]
@@ -57,7 +57,7 @@ def _sizes(plan: Plan, fields: dict[str, tuple[int, str]]) -> Any:
 
 
 def _bounds(plan: Plan, fields: dict[str, tuple[int, str]]) -> Any:
-    """A tuple for each field that an extent bounds: offset, array, dimension."""
+    """A tuple for each field that is bounded by an extent: offset, array, dimension."""
     for name, argument, dim in plan.bounds:
         yield from (fields[name][0], _place(plan, argument), dim)
 
@@ -67,7 +67,7 @@ def _place(plan: Plan, argument: str) -> int:
 
 
 def _check_sizes(call: Call, plan: Plan, operands: Sequence[Any]) -> None:
-    """Refuse symbolic sizes that the plan does not trace back to extents of operands."""
+    """Reject symbolic sizes that the plan does not express as extents of operands."""
     read = {operand.argument for operand in plan.operands}
     values = dict(plan.fields).values()
     if all(

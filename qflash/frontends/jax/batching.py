@@ -1,4 +1,4 @@
-"""vmap: one call where the operation can be told of more sequences, rows or query heads, else a loop."""
+"""vmap: one call if the operation can take the samples as more sequences, rows or query heads, otherwise a loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Results = tuple[Any, ...]
 
 @lru_cache(maxsize=4096)
 def batchable(call: Call) -> Callable[..., Results]:
-    """(arrays called `call.names`) -> results; batchable, and XLA can split it over devices."""
+    """(arrays named `call.names`) -> results; supports vmap, and XLA can shard it over devices."""
     function = custom_vmap(partitioned(call))
 
     @function.def_vmap
@@ -32,13 +32,13 @@ def batchable(call: Call) -> Callable[..., Results]:
 def _mapped(
     call: Call, function: Callable[..., Results], axis_size: int, in_batched: Sequence[bool], operands: Sequence[Any]
 ) -> Results:
-    """The results with the mapped axis first, which is also where the mapped operands have it."""
+    """The results with the mapped axis first, where the mapped operands also have it."""
     mapped = [name for name, is_mapped in zip(call.names, in_batched, strict=True) if is_mapped]
     ranks = {name: x.ndim - is_mapped for name, x, is_mapped in zip(call.names, operands, in_batched, strict=True)}
     if call.op.folds(mapped, ranks, call.words_by_name()):
         return function(*operands)
     known = call.dims([ranks[name] for name in call.names])
-    # An axis of 0 cannot be unfolded again, nor be heads; a loop of no iterations gives the empty results.
+    # An axis of 0 cannot be unfolded again, nor be heads; a loop without iterations returns the empty results.
     if known is None or axis_size == 0 or not _takes_a_batch(call, known, mapped):
         return _loop(function, in_batched, operands)
     if _are_queries(call, known, mapped):
@@ -48,15 +48,15 @@ def _mapped(
 
 
 def _takes_a_batch(call: Call, known: Mapping[str, str], mapped: Sequence[str]) -> bool:
-    """Whether every mapped array can have one part for each sequence. Tables and packed arrays cannot, nor can
-    sums over all sequences."""
+    """Whether every mapped array can have a batch dimension. Tables and packed arrays cannot, nor is it possible with
+    results that sum over all sequences."""
     return not call.op.sums_batch(known) and all(
         known[name].startswith("b") and name not in call.op.tables for name in mapped
     )
 
 
 def _loop(function: Callable[..., Results], in_batched: Sequence[bool], operands: Sequence[Any]) -> Results:
-    """`function` for one sample after another."""
+    """`function` for each sample in sequence."""
 
     def one(samples: Sequence[Any]) -> Results:
         sample = iter(samples)
@@ -70,7 +70,7 @@ def _loop(function: Callable[..., Results], in_batched: Sequence[bool], operands
 
 
 def _are_queries(call: Call, known: Mapping[str, str], mapped: Sequence[str]) -> bool:
-    """Whether all that is mapped, and all that is computed, has query heads, and the keys are shared."""
+    """Whether all mapped arrays and all results have query heads, and the keys are shared."""
     names = [*mapped, *(name for name in call.op.results if name in known)]
     return all("H" in known[name] for name in names) and any("G" in known[name] for name in call.names)
 
@@ -108,13 +108,13 @@ def _join_heads(
     return tuple(part(name, x) for name, x in zip(call.op.results, function(*joined), strict=False))
 
 
-# Else the axis is folded into the batch -------------------------------------------------------------------------------
+# Otherwise the axis is folded into the batch --------------------------------------------------------------------------
 
 
 def _fold(
     call: Call, known: Mapping[str, str], axis_size: int, in_batched: Sequence[bool], operands: Sequence[Any]
 ) -> list[Any]:
-    """Every operand with the new leading axis merged into its batch; what all sequences share stays as it is."""
+    """Every operand with the new leading axis merged into its batch; arrays that all sequences share are unchanged."""
     batch = operands[0].shape[1 if in_batched[0] else 0]
     folded = []
     for name, x, is_mapped in zip(call.names, operands, in_batched, strict=True):
@@ -122,7 +122,7 @@ def _fold(
         if is_mapped or has_batch:
             if not is_mapped:
                 x = jnp.broadcast_to(x, (axis_size, *x.shape))
-            elif not has_batch:  # of a sample, the same for all its sequences
+            elif not has_batch:  # of a sample, shared by its sequences
                 x = jnp.broadcast_to(x[:, None], (axis_size, batch, *x.shape[1:]))
             x = x.reshape(axis_size * batch, *x.shape[2:])
         folded.append(x)

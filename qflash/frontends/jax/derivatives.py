@@ -1,8 +1,8 @@
-"""The derivatives that do not exist, refused in words: an operation has one backward pass, or none.
+"""Derivatives that do not exist raise errors that say so: an operation has one backward pass, or none.
 
-JAX by itself would say that some inner function cannot be differentiated, and name that function. The refusals stand in
-the rules of primitives that change nothing, one for each operand: partial evaluation (of a scan, say) forgets the rules
-of a jax.custom_jvp, and custom_vmap forgets which operands are differentiated.
+JAX alone would report that some inner function cannot be differentiated, and name that function. The errors are raised
+by the rules of identity primitives, one for each operand: partial evaluation (of a scan, for example) drops the rules
+of a jax.custom_jvp, and custom_vmap drops the information which operands are differentiated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qflash.call.op import Op
 
 
 def _identity(name: str) -> Primitive:
-    """A primitive that is its operand, in everything but derivatives."""
+    """A primitive that is the identity, except for derivatives."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(lambda x, **_: x)
@@ -31,7 +31,7 @@ _constant_p = _identity("qflash_constant")
 
 
 def constant(x: Any, text: str) -> Any:
-    """x, of which any derivative is refused with this text."""
+    """x; any derivative with respect to it raises an error with this text."""
     return _constant_p.bind(x, text=text) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -49,7 +49,7 @@ def forward_only(op: Op, name: str, x: Any) -> Any:
 
 
 def no_forward_mode(op: Op, differentiable: Sequence[str]) -> str:
-    """What to say where a forward-mode derivative of an operation is wanted."""
+    """The error when a forward-mode derivative of an operation is requested."""
     return (
         f"{op.spoken} has no forward-mode derivative (jvp, jacfwd, linearize); allowed: reverse mode (grad, vjp, "
         f"jacrev), or jax.lax.stop_gradient around {listed(differentiable)}"
@@ -57,7 +57,7 @@ def no_forward_mode(op: Op, differentiable: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in a sentence."""
+    """Names as a phrase."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
@@ -66,7 +66,7 @@ _tangent_p = Primitive("qflash_reverse_only_tangent")
 
 
 def reverse_only(x: Any, text: str) -> Any:
-    """x, of which forward-mode derivatives are refused with this text."""
+    """x; forward-mode derivatives with respect to it raise an error with this text."""
     return _reverse_only_p.bind(x, text=text)
 
 
@@ -74,8 +74,8 @@ def _refuse_forward(*_: Any, text: str, **__: Any):
     raise NotImplementedError(text)
 
 
-# Reverse mode records what becomes of a tangent and transposes the record; forward mode computes it. So the tangent
-# passes an identity that can be transposed and cannot be computed: not at once, not compiled, not for a batch.
+# Reverse mode records the operations on a tangent and transposes them; forward mode executes them. So the tangent goes
+# through an identity that can be transposed but not executed: not eagerly, not compiled, not batched.
 ad.primitive_jvps[_reverse_only_p] = lambda primals, tangents, **text: (
     primals[0],
     _tangent_p.bind(tangents[0], **text),

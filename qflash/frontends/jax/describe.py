@@ -1,4 +1,4 @@
-"""JAX arrays described: shape, dtype and platform, and the devices they must share."""
+"""Descriptions of JAX arrays: shape, dtype and platform, and the devices they must share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qflash.frontends.jax.kernels import platform_of
 
 
 def describe(arrays: Mapping[str, Any], decides: str) -> list[Array]:
-    """Shape, dtype and platform of each array. Traced arrays have no platform yet: the default one stands for it.
+    """Shape, dtype and platform of each array. Traced arrays have no platform yet, so the default one is used.
 
     `decides`: the argument that decided the framework.
     """
@@ -24,23 +24,23 @@ def describe(arrays: Mapping[str, Any], decides: str) -> list[Array]:
     if is_traced(arrays.values()):
         default = default_platform()
         return [Array(x.shape, None, x.dtype.name, default) for x in arrays.values()]
-    # An uncommitted array follows the committed ones, as it does in JAX itself.
+    # An uncommitted array follows the committed ones, as in JAX itself.
     first = next((name for name, x in arrays.items() if x.committed), decides)
     anchor = arrays[first]
     platforms = {name: _platform(x if x.committed else anchor) for name, x in arrays.items()}
-    for name, x in arrays.items():  # one platform, several devices: XLA would not name the argument
+    for name, x in arrays.items():  # one platform, several devices: XLA's error would not name the argument
         if x.committed and platforms[name] == platforms[first] and x.devices() != anchor.devices():
             raise ValueError(f"{name} is on {_devices(x)}; allowed: {first}'s device, {_devices(anchor)}")
     return [Array(x.shape, None, x.dtype.name, platforms[name]) for name, x in arrays.items()]
 
 
 def is_traced(arrays: Iterable[Any]) -> bool:
-    """Whether any of these is a part of a program that is being made."""
+    """Whether any of these is traced."""
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
 def default_platform() -> str:
-    """The platform of arrays that nobody placed."""
+    """The platform of arrays that were not placed explicitly."""
     return "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
 
 

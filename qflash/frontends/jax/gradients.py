@@ -1,4 +1,4 @@
-"""Reverse mode: the operation that computes gradients, as JAX's derivative of the one it belongs to."""
+"""Reverse mode: connects an operation to the operation that computes its gradients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from qflash.frontends.jax.derivatives import constant, forward_only, listed, no_
 
 @lru_cache(maxsize=4096)
 def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
-    """(arrays called `call.names`) -> results, with the derivatives that the operation has and words for the others."""
+    """(arrays named `call.names`) -> results, with the operation's derivatives, and errors for the others."""
     gradient = call.op.gradient
     if gradient is None:
         forward = batchable(call)
         return lambda *arrays: forward(*(forward_only(call.op, *of) for of in zip(call.names, arrays, strict=True)))
-    whole = replace(call, words=call.op.with_words(call.words, gradient.words))  # with every result
+    whole = replace(call, words=call.op.with_words(call.words, gradient.words))  # with all results
     run = batchable(call) if call.op.backward is call.op else _once(call.op, call)
 
     @jax.custom_vjp
@@ -38,10 +38,10 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
         _check_differentiable(call, gradient, arrays)
         arrays = tuple(x.value for x in arrays)
         run_whole = _inner(call.op, whole)
-        # By these names jax.checkpoint's policies can keep what would have to be computed again.
+        # With these names jax.checkpoint's policies can save what would otherwise be recomputed.
         results = [
             checkpoint_name(x, f"{call.op.spoken}.{name}")
-            for name, x in zip(call.op.results, run_whole(*arrays), strict=False)  # a total may be missing at the end
+            for name, x in zip(call.op.results, run_whole(*arrays), strict=False)  # the last, a total, may be missing
         ]
         return tuple(results[at] for at in _shown(call, whole, arrays)), (arrays, results)
 
@@ -70,7 +70,7 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
     refusal = no_forward_mode(call.op, of)
 
     def guarded(name: str, x: Any) -> Any:
-        # Not in `save`: where that fails, JAX keeps a program that nobody can differentiate any more.
+        # Not in `save`: if that raises, JAX keeps a program that cannot be differentiated any more.
         if name in gradient.refused:
             return constant(x, f"{name} has no gradient in qflash; put jax.lax.stop_gradient around it")
         return reverse_only(x, refusal) if name in of else x
@@ -79,7 +79,7 @@ def differentiable(call: Call) -> Callable[..., tuple[Any, ...]]:
 
 
 def _placed_as(x: Any, gradient: Any) -> Any:
-    """The gradient of x, where x is: with explicit shardings that is a part of its type."""
+    """The gradient of x, with x's sharding: with explicit sharding it is part of the type."""
     wanted = jax.typeof(x).sharding
     if gradient is None or wanted.mesh.empty or jax.typeof(gradient).sharding.spec == wanted.spec:
         return gradient
@@ -87,12 +87,12 @@ def _placed_as(x: Any, gradient: Any) -> Any:
 
 
 def _inner(op: Op, call: Call) -> Callable[..., tuple[Any, ...]]:
-    """`call` as a part of the derivative of `op`. What is its own derivative has all further ones, too."""
+    """`call` as part of the derivative of `op`. An operation that is its own derivative also has all higher ones."""
     return differentiable(call) if op.backward is op else _once(op, call)
 
 
 def _once(op: Op, call: Call) -> Callable[..., tuple[Any, ...]]:
-    """`call` as a part of the one derivative of `op` that exists: a derivative of it would be the second."""
+    """`call` as part of the only derivative of `op`: a derivative of it would be a second one."""
     function = batchable(call)
     return lambda *arrays: function(*(constant(x, op.backward.no_gradient) for x in arrays))
 

@@ -1,4 +1,4 @@
-"""Kernels as XLA programs know them: by a text key that any process can turn back into an address."""
+"""Kernels as XLA programs refer to them: by a text key from which any process can obtain an address."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if not hasattr(_native, "xla_targets"):
 
 
 def register(kernel: str, spec: Spec, entry: Entry, takes: str) -> str:
-    """Make a loaded kernel known to the handler; returns the key that programs name it by. `takes`: its struct."""
+    """Register a loaded kernel with the handler; returns the key by which programs refer to it. `takes`: its struct."""
     key = json.dumps([_native.ABI, takes, kernel, *astuple(spec)], separators=(",", ":"))
     _register(key, takes, entry)
     return key
@@ -34,7 +34,7 @@ def _register(key: str, takes: str, entry: Entry) -> None:
 
 
 def resolve(key: str) -> None:
-    """Load the kernel behind a key this process has not seen: its program was compiled in another one."""
+    """Load the kernel of a key that this process has not seen: its program was compiled in another process."""
     abi, *words = json.loads(key)
     if abi != _native.ABI:
         raise ValueError(f"the program was compiled with qflash ABI {abi}; allowed: {_native.ABI}. Lower it again")
@@ -43,14 +43,14 @@ def resolve(key: str) -> None:
         raise ValueError("the program was compiled with another version of qflash; allowed: this one. Lower it again")
     spec = Spec(*fields)
     if spec.device == "cuda":
-        spec = replace(spec, arch=cuda_arch())  # the GPU at hand may not be the one the program was lowered for
+        spec = replace(spec, arch=cuda_arch())  # the GPU here may differ from the one the program was lowered for
     entry = backends.load(dispatch.choose(spec, kernel), spec)
-    assert isinstance(entry, Entry)  # or the program would not have been lowered
+    assert isinstance(entry, Entry)  # otherwise the program would not have been lowered
     _register(key, takes, entry)
 
 
 def arch_of_device(device: jax.Device) -> int:
-    """Compute capability times ten of a CUDA device (or what QFLASH_CUDA_ARCH asks for); 0 for any other."""
+    """Compute capability times ten of a CUDA device (or the value of QFLASH_CUDA_ARCH); 0 for any other."""
     if platform_of(device) != "cuda":
         return 0
     major, _, minor = device.compute_capability.partition(".")
@@ -58,7 +58,7 @@ def arch_of_device(device: jax.Device) -> int:
 
 
 def platform_of(device: jax.Device) -> str:
-    """A device's platform by its qflash name: JAX says "gpu" for CUDA."""
+    """A device's platform by its qflash name: JAX calls CUDA "gpu"."""
     return "cuda" if device.platform == "gpu" else device.platform
 
 

@@ -1,4 +1,4 @@
-"""Lengths and positions as XLA wants them, int32, from what users have: lists, NumPy integers, arrays of int64."""
+"""Lengths and positions as int32, as XLA programs need them, from lists, NumPy integers and arrays of int64."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FORMS = "a jax.Array of int32, a numpy.ndarray of integers, or a list of ints"
 
 
 def as_lengths(name: str, value: Any) -> Any:
-    """An int32 array for argument `name`; what the checks of every array refuse in good words goes on as it is.
+    """An int32 array for argument `name`; invalid values that the checks of every array report well are passed through.
 
-    Values on the host are checked and converted, and follow q to its device. Nothing waits for a device to tell.
+    Values on the host are checked and converted, and follow q to its device. Nothing waits for a device.
     """
     if isinstance(value, jax.Array):
         return _from_array(name, value)
@@ -28,7 +28,7 @@ def as_lengths(name: str, value: Any) -> Any:
         )
     if not isinstance(value, (list, tuple, np.ndarray)):
         raise TypeError(f"{name} is {type(value).__module__}.{type(value).__qualname__}; allowed: {_FORMS}")
-    return jnp.array(lengths(name, value))  # a copy, because users write to their arrays; committed to no device
+    return jnp.array(lengths(name, value))  # a copy, because users may modify their arrays; not committed to a device
 
 
 def _from_array(name: str, value: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""How XLA may split a call over devices: attention by batch and by heads, products by rows of x and columns of w.
+"""How XLA may shard a call over devices: attention by batch and by heads, products by rows of x and columns of w.
 
-Under shard_map the split is the user's and nothing here runs. Under a bare jit on sharded arrays XLA would gather every
-operand of a custom call it knows nothing about; `partitioned` tells it that sequences are independent, and so are
-groups of heads, rows and columns. Lengths, head_dim and what a product sums over are never split: a shard of those is
-gathered first. Nothing is communicated but for gradients of products, which are sums over the shards.
+Under shard_map the user shards the arrays, and nothing here runs. Under a bare jit on sharded arrays XLA would gather
+all operands of a custom call without sharding rules; `partitioned` declares that sequences are independent, and so are
+groups of heads, rows and columns. Lengths, head_dim and reduction dimensions are never sharded: their shards are
+gathered first. The only communication is for gradients of products, which are sums over the shards.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstrac
 from qflash.frontends.jax.call import Call, dims_of
 from qflash.frontends.jax.primitive import call_p
 
-# A shard's computation has no mesh of its own. Under one with explicit axes JAX 0.11 and later would write shardings
-# into the additions of `psum`, which XLA refuses.
+# A shard's computation has no mesh of its own. Under a mesh with explicit axes, JAX 0.11 and later would write
+# shardings into the additions of `psum`, which XLA rejects.
 _NO_MESH = AbstractMesh((), ())
 
 
 def partitioned(call: Call) -> Callable[..., tuple[Any, ...]]:
-    """The primitive for `call` as a function XLA can split, where the operation tells its dimensions."""
+    """The primitive for `call` as a function that XLA can shard, if the operation specifies its dimensions."""
 
     def bind(*arrays: Any) -> tuple[Any, ...]:
         return tuple(call_p.bind(*arrays, call=call))
@@ -69,7 +69,7 @@ def partitioned(call: Call) -> Callable[..., tuple[Any, ...]]:
 
 
 def _sizes(arrays: Sequence[Any], dims: Sequence[str]) -> dict[str, int]:
-    """Extents by letter, as the first array with it has them, and in the order of the arrays."""
+    """Extents by letter, from the first array that has the letter, in the order of the arrays."""
     sizes: dict[str, int] = {}
     for x, letters in zip(arrays, dims, strict=True):
         for letter, size in zip(letters, x.shape, strict=True):
@@ -78,7 +78,7 @@ def _sizes(arrays: Sequence[Any], dims: Sequence[str]) -> dict[str, int]:
 
 
 def _apart(arrays: Sequence[Any], dims: Sequence[str]) -> list[str]:
-    """`dims` with a letter of its own, which stays whole, where an array has one element for all rows or columns."""
+    """`dims`, but with a letter of its own, never sharded, for an array's one element for all rows or columns."""
     sizes = _sizes(arrays, dims)
     return [
         "".join("o" if size == 1 and sizes[letter] != 1 else letter for letter, size in zip(of, x.shape, strict=True))
@@ -87,30 +87,30 @@ def _apart(arrays: Sequence[Any], dims: Sequence[str]) -> list[str]:
 
 
 def _kv_heads(sizes: dict[str, int]) -> int:
-    """Heads that are split one by one: of keys, or all where there are no keys."""
+    """The number of heads that can be sharded individually: those of keys, or all if there are no keys."""
     return sizes.get("G", sizes["H"])
 
 
 def _sums_keys(results: Sequence[str]) -> bool:
-    """A gradient of keys sums over the query heads of a group, so groups stay together."""
+    """A gradient of keys sums over the query heads of a group, so groups are not sharded."""
     return any("G" in letters for letters in results)
 
 
 def _sums_batch(results: Sequence[str]) -> bool:
-    """A gradient of sinks sums over sequences, so these stay together."""
+    """A gradient of sinks sums over sequences, so these are not sharded."""
     return any("b" not in letters for letters in results)
 
 
 def _kept_axes(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], results: Sequence[str]) -> dict[str, Any]:
-    """The mesh axes over which dimensions stay split, by letter."""
+    """The mesh axes over which dimensions stay sharded, by letter."""
     if any("H" in letters for letters in dims):
         return _kept_heads(mesh, arrays, dims, results)
     return _kept_rows(mesh, arrays, dims)
 
 
 def _kept_heads(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], results: Sequence[str]) -> dict[str, Any]:
-    """The mesh axes over which batch and heads stay split: those that divide them evenly, from where the queries (or
-    what is shaped as they are) are split the most."""
+    """The mesh axes over which batch and heads stay sharded: those that divide them evenly, from the array shaped like
+    queries that is sharded the most."""
     sizes = _sizes(arrays, dims)
     axes: dict[str, Any] = {}
     for x, letters in zip(arrays, dims, strict=True):
@@ -129,8 +129,8 @@ def _kept_heads(mesh: Any, arrays: Sequence[Any], dims: Sequence[str], results: 
 
 
 def _kept_rows(mesh: Any, arrays: Sequence[Any], dims: Sequence[str]) -> dict[str, Any]:
-    """The mesh axes over which rows and columns stay split: those that divide them evenly, from where each is split
-    the most. An axis splits what comes first: rows of x, so that a weight over the same devices is gathered."""
+    """The mesh axes over which rows and columns stay sharded: those that divide them evenly, from the array in which
+    each is sharded the most. An axis shards what comes first, rows of x: a weight over the same devices is gathered."""
     kept: dict[str, Any] = {}
     for letter, size in _sizes(arrays, dims).items():
         specs = [
@@ -146,18 +146,18 @@ def _kept_rows(mesh: Any, arrays: Sequence[Any], dims: Sequence[str]) -> dict[st
 
 
 def _summed(kept: Mapping[str, Any], letters: str) -> list[str]:
-    """The mesh axes over which a result is a sum: those that split rows or columns, and none of its dimensions."""
+    """The mesh axes over which a result is a sum: those that shard rows or columns, but none of its dimensions."""
     rows = (letter for letter in kept if letter.isupper() and letter not in "GH")
     return [name for letter in rows if letter not in letters for name in _names(kept[letter])]
 
 
 def _names(axes: Any) -> tuple[str, ...]:
-    """Of the mesh axes in a PartitionSpec entry."""
+    """Names of the mesh axes in a PartitionSpec entry."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _ways(mesh: Any, axes: Any) -> int:
-    """Into how many parts a dimension is split by a PartitionSpec entry."""
+    """The number of shards that a PartitionSpec entry makes of a dimension."""
     return math.prod(mesh.shape[name] for name in _names(axes))
 
 
@@ -166,11 +166,11 @@ def _sharding(mesh: Any, split: dict[str, Any], dims: str) -> NamedSharding:
 
 
 def _rule(arrays: Sequence[Any], operands: Sequence[str], results: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The same for the Shardy partitioner: an einsum-like text, and the factors that must not be split.
+    """The same for the Shardy partitioner: an einsum-like text, and the factors that must not be sharded.
 
-    Capitals without heads are rows and columns, and free.
+    Without heads, capitals are rows and columns, which may be sharded.
 
-    Query heads are key heads times a group; the group is the minor factor and stays whole unless it is all there is.
+    Query heads are key heads times a group; the group is the minor factor and is not sharded unless it is the only one.
     """
     extents = _sizes(arrays, operands)
     if "H" not in extents:

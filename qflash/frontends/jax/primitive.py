@@ -1,7 +1,7 @@
-"""The one JAX primitive, and how it is lowered to the one XLA custom call.
+"""The one JAX primitive, and its lowering to the one XLA custom call.
 
-It is a primitive rather than a `jax.ffi.ffi_call` because only at lowering is the platform known: that is where the
-kernel is chosen, loaded and registered, and where a call no kernel of that platform serves is refused.
+It is a primitive rather than a `jax.ffi.ffi_call` because the platform is known only at lowering: there the kernel is
+chosen, loaded and registered, and a call that no kernel of that platform serves is rejected.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from qflash.frontends.jax.attributes import attributes, symbolic
 from qflash.frontends.jax.call import Call, dims_of
 from qflash.frontends.jax.kernels import TARGET, cuda_arch, register
 
-# The arrays called `call.names` -> the results of the plan
+# The arrays named `call.names` -> the results of the plan
 call_p = Primitive(TARGET)
 call_p.multiple_results = True
 
 
 @call_p.def_abstract_eval
 def _abstract(*avals: Any, call: Call) -> list[Any]:
-    """The results vary over the mesh axes that the operands vary over, and are split as dimensions of the same letter
-    are; those without a letter are whole."""
+    """The results vary over the mesh axes that the operands vary over, and are sharded like dimensions of the same
+    letter; those without a letter are not sharded."""
     first = avals[0].update(weak_type=False)
     known = call.dims([aval.ndim for aval in avals])
     axes: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def _abstract(*avals: Any, call: Call) -> list[Any]:
 
 
 def _once_each(axes: Iterable[Any]) -> Iterator[Any]:
-    """The entries of a PartitionSpec without those that have a mesh axis of an earlier one."""
+    """The entries of a PartitionSpec, without any that has a mesh axis of an earlier one."""
     seen: set[str] = set()
     for entry in axes:
         names = {entry} if isinstance(entry, str) else set(entry or ())
@@ -81,13 +81,13 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Any:
         raise NotImplementedError(f"kernel {kernel.name!r} takes arrays of another framework; allowed in JAX: others")
     order = [call.names.index(operand.argument) for operand in plan.operands]
     avals = [ctx.avals_in[at] for at in order]
-    # The kernel's workspace is one more result, so that XLA knows the buffer as long as the program lives. It is never
-    # empty: every platform has an address for a buffer of one byte.
+    # The kernel's workspace is an additional result, so that XLA allocates it. It is never empty: every platform has an
+    # address for a buffer of one byte.
     workspace = jax.core.ShapedArray((max(_workspace_bytes(call, plan, arch, entry, ctx.avals_in), 1),), jnp.uint8)
     words = attributes(call, plan, avals, ctx.avals_out)
     ctx = ctx.replace(avals_in=avals, avals_out=[*ctx.avals_out, workspace])
     key = register(kernel.name, spec, entry, plan.struct)
-    # What is written goes in and comes out in one buffer: XLA copies an operand that is used again, and no other.
+    # What is written is both operand and result, in one buffer: XLA copies an operand only if it is used again.
     places = [at for at, operand in enumerate(plan.operands) if operand.written]
     aliases = {at: len(plan.results) + i for i, at in enumerate(places)}
     lower = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)
@@ -100,7 +100,7 @@ def _kernel(call: Call, plan: Plan, arch: int) -> dispatch.Kernel:
     except NoKernelError as error:
         if not call.op.no_gradient:
             raise
-        place = plan.device.upper()  # nobody asked for this operation, but for a derivative
+        place = plan.device.upper()  # the user did not call this operation, but requested a derivative
         raise NotImplementedError(
             f"qflash has no backward pass on {place} for this call; differentiate on the CPU (jax.device_put to "
             f"jax.devices('cpu')), or put jax.lax.stop_gradient around what is differentiated. {error}"
@@ -120,7 +120,7 @@ def _workspace_bytes(call: Call, plan: Plan, arch: int, entry: Entry, avals: Seq
 
 
 def _evaluate(*operands: Any, call: Call) -> Any:
-    """Outside any transformation, which only jax.disable_jit() brings about: compile this one operation."""
+    """Called outside any transformation, which only happens with jax.disable_jit(): compiles this one operation."""
     with jax.disable_jit(False):
         return jax.jit(partial(call_p.bind, call=call))(*operands)
 

@@ -1,4 +1,4 @@
-"""The values that calls take and return, as pytrees: jit, vmap and scan look into them."""
+"""The objects that calls take and return, registered as pytrees for jit, vmap and scan."""
 
 from __future__ import annotations
 

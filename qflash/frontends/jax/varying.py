@@ -11,7 +11,7 @@ import jax
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """Under shard_map: mark every operand as varying over each mesh axis that any of them varies over.
 
-    Done outside the differentiable function, so that JAX sums the gradient of an operand all devices share.
+    This is done outside the differentiable function, so JAX sums the gradient of an operand that all devices share.
     """
     varying = [_varying_axes(x) for x in operands]
     everywhere = frozenset().union(*varying)
@@ -23,7 +23,7 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
 
 def _varying_axes(x: Any) -> frozenset:
     aval = jax.typeof(x)
-    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying  # JAX before 0.10; since
+    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying  # JAX before 0.10; later versions
 
 
 def _vary(x: Any, axes: tuple) -> Any:

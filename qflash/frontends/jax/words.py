@@ -9,7 +9,7 @@ import jax
 
 
 def require_known(words: Mapping[str, Any]) -> None:
-    """Refuse a word that is a jax.Array, or has one in it, and say how the value becomes a plain one."""
+    """Reject a word that is or contains a jax.Array, with an error that says how to pass a plain value."""
     for name, value in words.items():
         arrays = [x for x in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(x, jax.Array)]
         if not arrays:

@@ -1,12 +1,12 @@
-"""PyTorch tensors, CPU and CUDA: the eager path, and the way to torch.ops.qflash for everything else.
+"""PyTorch tensors, CPU and CUDA: the eager path, and the path to torch.ops.qflash for everything else.
 
-arrays    tensors described, lengths from the host     library  the dispatcher's ops
-launch    the look-up of a plan, and its launch        vmap     what torch.func.vmap makes of them
-autograd  gradients, eager and of the ops              flops    what PyTorch's FLOP counter counts
+arrays    tensor descriptions, lengths from the host   library  the dispatcher's ops
+launch    the lookup of a plan, and its launch         vmap     torch.func.vmap of the ops
+autograd  gradients, eager and of the ops              flops    formulas for PyTorch's FLOP counter
 traced    words in code that torch.compile traces      watch    what PyTorch has no public name for
 
-Under torch.autocast the arrays that an operation names are cast as those of
-torch.nn.functional.scaled_dot_product_attention are.
+Under torch.autocast the arrays that an operation specifies are cast like those of
+torch.nn.functional.scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Tensor = torch.Tensor
 
 
 def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
-    """Launch directly where nobody watches the dispatcher, else through it. Results are in the order of the plan."""
+    """Launch directly, or through the dispatcher if something intercepts it. Results are in the order of the plan."""
     if is_watched() or is_autocast_anywhere():
         return _run_watched(op, arrays, words)
     ready = cache.find(plan_key(op, arrays, words, PLAIN, True))
@@ -52,7 +52,7 @@ def run(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]
 
 
 def run_in_place(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
-    """`run` of an operation that writes to its tensors: those."""
+    """`run` of an operation that writes to its tensors; returns those."""
     if not is_compiling():
         check_writeable(op, arrays)
     run(op, arrays, words)
@@ -60,7 +60,7 @@ def run_in_place(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequenc
 
 
 def _run_unknown(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Tensor]:
-    """A call that is no look-up, for the first time or because something in it is not what a kernel reads."""
+    """A call whose key is not cached: the first of its kind, or one with an argument that kernels cannot read as is."""
     arrays = with_indices(op, arrays)
     hashable = [tuple(word) if type(word) is list else word for word in words]
     key = plan_key(op, arrays, hashable, PLAIN, True)
@@ -98,15 +98,15 @@ def _through_op(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence
         words = [traced_word(name, TYPES[name], word) for name, word in zip(op.words, words, strict=True)]
     else:
         words = _checked_words(op, arrays, words)
-    # A program that torch.jit.trace records serves either grad mode, so it has what gradients take in any case.
+    # A program recorded by torch.jit.trace serves either grad mode, so it always has what gradients take.
     if op.gradient is not None and (is_grad_enabled() or (not is_compiling() and is_jit_tracing())):
         words = op.with_words(words, op.gradient.words)
     return dispatched(op, arrays, words)
 
 
-@torch.compiler.disable  # as make_ready is, and for its reason
+@torch.compiler.disable  # for the same reason as make_ready
 def _checked_words(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Sequence[Any]:
-    """The words as the dispatcher takes them, which would word its refusals differently."""
+    """The words as the dispatcher takes them, checked here because the dispatcher's errors are worded differently."""
     op.plan(*described(op, arrays), *words)
     plan_traced(op, arrays, words)
     return [[*map(plain, word)] if isinstance(word, (tuple, list)) else plain(word) for word in words]
@@ -133,5 +133,5 @@ def arch_of(x: Tensor) -> int:
 
 
 def scalar(value: float, like: Tensor) -> Tensor:
-    """A number as a tensor where `like` is."""
+    """A number as a tensor, on the device of `like`."""
     return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -1,4 +1,4 @@
-"""torch tensors described: shape, strides, dtype, device; lengths from the host; the architecture of a device."""
+"""Descriptions of torch tensors: shape, strides, dtype, device; lengths from the host; the architecture of a device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int64)
 def describe(name: str, x: Any, first: str = "q") -> Array:
     """Shape, strides, dtype and device of a strided tensor, or TypeError. `first` decided the framework.
 
-    The strides of a tensor that a transform of torch.func holds are None: a kernel gets another tensor, the one that
-    the vmap rule makes of it, and that one is described by itself.
+    The strides of a tensor held by a transform of torch.func are None: a kernel gets another tensor, which the vmap
+    rule makes of it, and that one is described separately.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor, as {first} is")
@@ -40,12 +40,12 @@ def described(op: Op, arrays: Sequence[Any]) -> list[Array | None]:
 
 
 def as_index(name: str, x: Any, like: Tensor) -> Tensor:
-    """Lengths or positions as an int32 tensor, where their values are on the host: ints that are not tensors, and
-    tensors of other integers on the CPU. A tensor on a GPU stays what it is, and the plan has its say."""
+    """Lengths or positions as an int32 tensor, if their values are on the host: ints that are not tensors, and tensors
+    of other integers on the CPU. A tensor on a GPU is not converted; the plan checks it."""
     if isinstance(x, Tensor):
         if x.dtype is torch.int32 or x.dtype not in _INTEGERS or x.is_cuda:
             return x
-        if x.dtype is torch.int64:  # saturated, so that no bad value becomes a good one
+        if x.dtype is torch.int64:  # saturated, so that no invalid value becomes valid
             x = x.clamp(_INT32.min, _INT32.max)
         return x.to(torch.int32)
     if not isinstance(x, (list, tuple, np.ndarray)):
@@ -53,7 +53,7 @@ def as_index(name: str, x: Any, like: Tensor) -> Tensor:
         raise TypeError(f"{name} is {kind}; allowed: torch.Tensor, or ints as a list, tuple or numpy.ndarray")
     if is_compiling():
         return torch.as_tensor(x, dtype=torch.int32, device=like.device)
-    return torch.tensor(lengths(name, x), device=like.device)  # a copy, because users write to their arrays
+    return torch.tensor(lengths(name, x), device=like.device)  # a copy, because users may modify their arrays
 
 
 def with_indices(op: Op, arrays: Sequence[Any]) -> Sequence[Any]:
@@ -69,7 +69,7 @@ def with_indices(op: Op, arrays: Sequence[Any]) -> Sequence[Any]:
 
 
 def check_writeable(op: Op, arrays: Sequence[Any]) -> None:
-    """Refuse a lazily negated view among the tensors that an operation writes to: its memory has the other sign."""
+    """Reject a lazily negated view among the tensors that an operation writes to: its memory has the opposite sign."""
     for x in op.written(arrays):
         if isinstance(x, Tensor) and x.is_neg():
             name = next(name for name, y in op.named(arrays).items() if y is x)
@@ -77,7 +77,7 @@ def check_writeable(op: Op, arrays: Sequence[Any]) -> None:
 
 
 def check_storage(op: Op, arrays: Sequence[Any]) -> None:
-    """Refuse a tensor with elements and no memory: a storage resized to nothing, or a tensor of no data at all."""
+    """Reject a tensor with elements but no memory: a storage resized to 0, or a tensor without data."""
     for name, x in op.named(arrays).items():
         if x.numel() and not x.data_ptr():
             raise ValueError(f"{name} has no storage; allowed: a tensor that holds data")
@@ -87,7 +87,7 @@ _arch_of_index: dict[int, int] = {}
 
 
 def arch_of_device(device: torch.device) -> int:
-    """Compute capability times ten (or what QFLASH_CUDA_ARCH asks for); 0 for anything but a CUDA device."""
+    """Compute capability times ten (or the value of QFLASH_CUDA_ARCH); 0 for anything but a CUDA device."""
     if device.type != "cuda":
         return 0
     index = device.index if device.index is not None else torch.cuda.current_device()

@@ -25,12 +25,12 @@ Tensor = torch.Tensor
 
 
 def wanted(arrays: Sequence[Any]) -> bool:
-    """Whether somebody will ask for a gradient."""
+    """Whether a gradient may be requested."""
     return is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arrays)
 
 
 def check(op: Op, arrays: Sequence[Any]) -> None:
-    """Refuse gradients that nobody has: of an operation that is forward only, or of some of its arrays."""
+    """Raise if a gradient that does not exist is required: of a forward-only operation, or of some of its arrays."""
     refused = op.arrays if op.gradient is None else op.gradient.refused
     for name, x in zip(op.arrays, arrays, strict=True):
         if name in refused and isinstance(x, Tensor) and x.requires_grad:
@@ -43,7 +43,7 @@ def check(op: Op, arrays: Sequence[Any]) -> None:
 
 
 def check_no_tangents(op: Op, arrays: Sequence[Any]) -> None:
-    """Forward-mode differentiation would lose its tangents in a kernel: refuse it."""
+    """Raise in forward-mode differentiation: a kernel would drop the tangents."""
     if not has_dual_level():
         return
     for name, x in zip(op.arrays, arrays, strict=True):
@@ -55,9 +55,9 @@ def check_no_tangents(op: Op, arrays: Sequence[Any]) -> None:
 
 
 def _save(ctx: Any, op: Op, arrays: Sequence[Any], words: Sequence[Any], results: Sequence[Tensor]) -> None:
-    """Keep what the backward operation takes, and nothing else."""
+    """Save what the backward operation takes, and nothing else."""
     given = op.named(arrays)
-    named = {**given, **dict(zip(op.results, results, strict=False))}  # a total of losses may be missing at the end
+    named = {**given, **dict(zip(op.results, results, strict=False))}  # the last, a total of losses, may be missing
     kept = {name: x for name, x in named.items() if name in op.backward.arrays and name not in op.cotangents}
     ctx.save_for_backward(*kept.values())
     ctx.set_materialize_grads(False)
@@ -66,12 +66,12 @@ def _save(ctx: Any, op: Op, arrays: Sequence[Any], words: Sequence[Any], results
 
 
 def _inputs(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The arrays of the backward operation. Raises if one that was kept was written to since."""
+    """The arrays of the backward operation. Raises if a saved one was modified since."""
     op, _, _, kept = ctx.call
-    # The first cotangent is always there; another one that is None is zero, and costs nothing.
+    # The first cotangent is always given; any other that is None is zero, and costs nothing.
     shape, like = ctx.first
     first = torch.zeros(shape, **like) if grads[0] is None else grads[0]
-    # A lazily negated one holds its memory with the wrong sign.
+    # A lazily negated tensor has the wrong sign in memory.
     cotangents = (None if grad is None else grad.resolve_neg() for grad in (first, *grads[1:]))
     named = dict(zip(kept, ctx.saved_tensors, strict=True))
     named |= dict(zip(op.cotangents, cotangents, strict=False))
@@ -79,7 +79,7 @@ def _inputs(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _in_order(ctx: Any, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of each array of the operation, None where there is none. `inputs`: of the backward operation."""
+    """The gradient of each array of the operation, None if there is none. `inputs`: of the backward operation."""
     op, _, given, _ = ctx.call
     by_name: dict[str, Tensor | None]
     by_name = dict(zip((name for name in op.gradient.of if name in given), gradients, strict=True))
@@ -88,7 +88,7 @@ def _in_order(ctx: Any, inputs: Sequence[Tensor | None], gradients: Sequence[Ten
 
 
 class Eager(torch.autograd.Function):
-    """An eager call with a backward pass. Transforms of torch.func never come here, so one forward does it all."""
+    """An eager call with a backward pass. Never used under transforms of torch.func, so one forward is sufficient."""
 
     @staticmethod
     def forward(ctx: Any, op: Op, ready: Ready, words: tuple[Any, ...], *arrays: Any) -> tuple[Tensor, ...]:
@@ -105,7 +105,7 @@ class Eager(torch.autograd.Function):
             from qflash.frontends.torch.library import batched_by_autograd
 
             gradients: Sequence[Tensor] = batched_by_autograd(backward_op, inputs, words)
-        elif watched or is_grad_enabled():  # create_graph: the op refuses when the graph is used, not before
+        elif watched or is_grad_enabled():  # create_graph: the op raises when the graph is used, not before
             from qflash.frontends.torch.library import dispatched
 
             gradients = dispatched(backward_op, inputs, words)
@@ -114,7 +114,7 @@ class Eager(torch.autograd.Function):
         return None, None, None, *_in_order(ctx, inputs, gradients)
 
 
-# Function.apply first asks whether a transform of torch.func is active, at a third of the whole cost. None is, here.
+# Function.apply first checks for an active transform of torch.func, a third of the total cost. Here none is active.
 apply_eager = super(torch.autograd.Function, Eager).apply
 
 
@@ -138,7 +138,7 @@ class _Traced(torch.autograd.Function):
 
 
 class _Refused(torch.autograd.Function):
-    """An op that somebody may differentiate without having asked for it by name: it refuses when the graph is used."""
+    """An op that may be differentiated without the user calling it by name: it raises when the graph is used."""
 
     @staticmethod
     def forward(ctx: Any, op: Op, packet: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -151,7 +151,7 @@ class _Refused(torch.autograd.Function):
 
 
 def differentiated(op: Op, packet: Any, backward_packet: Any, plan: Any, args: Sequence[Any]) -> list[Tensor]:
-    """The Autograd kernel of a dispatcher op. `plan`: None where the device that will run it is not known here."""
+    """The Autograd kernel of a dispatcher op. `plan`: returns None if the device that will run it is unknown here."""
     arrays = args[: len(op.arrays)]
     check_no_tangents(op, arrays)
     if not wanted(arrays):

@@ -1,4 +1,4 @@
-"""What torch.utils.flop_counter counts for qflash's ops: the products of matrices, as it counts PyTorch's own."""
+"""Formulas for torch.utils.flop_counter for qflash's ops: matrix products, counted as PyTorch's own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from qflash.frontends.torch.watch import active_modes
 
 
 def count(op: Any, formula: Any) -> None:
-    """Have `formula` count `op`, with the arguments of the op, from now on.
+    """Register `formula`, which takes the arguments of `op`, for `op`.
 
-    A counter copies the known formulas when it is made, and qflash is loaded by the first call: counters that watch
-    that very call are told too.
+    A counter copies the known formulas when it is created, and qflash is loaded by the first call, so active counters
+    are updated too.
     """
     flop_counter.register_flop_formula(op, get_raw=True)(formula)
     for mode in active_modes():

@@ -1,4 +1,4 @@
-"""Real torch tensors to a running kernel: the look-up of the plan, allocation, the launch."""
+"""From torch tensors to a running kernel: the lookup of the plan, allocation, the launch."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ PLAIN = (Tensor, torch.nn.Parameter)  # classes whose instances own their data
 
 @dataclass(slots=True)
 class Ready:
-    """A prepared call with what each launch of it asks for, worked out once."""
+    """A prepared call with the facts that every launch of it needs, computed once."""
 
     prepared: Prepared
     call: Callable[..., None]
     device: torch.device
     on_cpu: bool
-    operands: tuple[int, ...]  # which arrays they are
-    pick: Callable[[Sequence[Any]], Sequence[Tensor]]  # these, of all arrays
-    converted: tuple[tuple[int, Operand], ...]  # operands that the kernel does not read as they are
-    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # and strides, of results
-    like_first: bool  # the first result is shaped as the first array, which is contiguous
-    is_plain: bool  # that one result, no array to convert or to write to, and a native kernel
+    operands: tuple[int, ...]  # their indices among the arrays
+    pick: Callable[[Sequence[Any]], Sequence[Tensor]]  # selects these from all arrays
+    converted: tuple[tuple[int, Operand], ...]  # operands that the kernel cannot read as they are
+    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shape, strides and dtype of each result
+    like_first: bool  # the first result is shaped like the first array, which is contiguous
+    is_plain: bool  # only that result, no array to convert or to write to, and a native kernel
     workspace: tuple[int]  # its shape, in bytes
     words: tuple[Any, ...]
-    wants_gradient: bool  # an array requires one
-    with_gradient: tuple[Ready, tuple[Any, ...]] | None = None  # what its gradient goes back from, and its words
+    wants_gradient: bool  # an array requires a gradient
+    with_gradient: tuple[Ready, tuple[Any, ...]] | None = None  # the call that autograd differentiates, and its words
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -56,8 +56,8 @@ def _is_read_as_is(operand: Operand, x: Tensor, array: Array) -> bool:
         return False
     if operand.written:
         return True
-    # A lazily negated view (the imaginary part of a conjugate) holds its memory with the wrong sign. Its strides are
-    # even, all of them, so few arrays have to be asked.
+    # A lazily negated view (the imaginary part of a conjugate) has the wrong sign in memory. All its strides are even,
+    # so is_neg() need only be called for few arrays.
     return not x.is_floating_point() or any(
         stride % 2 for stride, extent in zip(x.stride(), x.shape, strict=True) if extent > 1
     )
@@ -73,9 +73,9 @@ def _picker(places: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Tenso
     return itemgetter(*places)
 
 
-@torch.compiler.disable  # after a graph break Dynamo would trace the checks, and show them NumPy's scalars as arrays
+@torch.compiler.disable  # after a graph break Dynamo would trace the checks, with NumPy's scalars as arrays
 def make_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any], key: Any) -> Ready:
-    """Check a call and prepare it, for this time and the next. `key`: of plan_key."""
+    """Check a call and prepare it, for this and later calls. `key`: of plan_key."""
     arrays_described = described(op, arrays)
     plan = op.plan(*arrays_described, *words)
     first = arrays[0]
@@ -116,16 +116,16 @@ def find_ready(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Ready:
 
 
 def empty_results(plan: Plan, like: Tensor) -> list[Tensor]:
-    """The results of a plan, not yet written."""
+    """The results of a plan, uninitialized."""
     return [like.new_empty(result.shape, dtype=getattr(torch, result.dtype)) for result in plan.results]
 
 
 def launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
-    """Allocate the results, launch on the current stream."""
+    """Allocate the results and launch on the current stream."""
     device = ready.device
     if not ready.is_plain or not (ready.on_cpu or device.index == current_device()):
         return _launch(op, ready, arrays)
-    # What most calls are: one result like the first array, and nothing to convert.
+    # The most common case: one result like the first array, and nothing to convert.
     out = torch.empty_like(arrays[0])
     try:
         if ready.on_cpu:
@@ -148,7 +148,7 @@ def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
             return _launch(op, ready, arrays)
     results = [torch.empty_like(arrays[0])] if ready.like_first else []
     for shape, strides, dtype in ready.shapes[len(results) :]:
-        # empty_strided takes its arguments in half the time torch.empty needs.
+        # empty_strided parses its arguments in half the time of torch.empty.
         results.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
     prepared = ready.prepared
     if prepared.plan.nothing_to_do:
@@ -156,7 +156,7 @@ def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
     if any(not operand.contiguous and arrays[ready.operands[i]].is_neg() for i, operand in ready.converted):
         arrays = [x if x is None else x.resolve_neg() for x in arrays]  # which have other strides
         return launch(op, find_ready(op, arrays, ready.words), arrays)
-    operands = ready.pick(arrays)  # a name, so that converted copies outlive the launch
+    operands = ready.pick(arrays)  # a variable, so that converted copies outlive the launch
     if ready.converted:
         operands = list(operands)
         for i, operand in ready.converted:
@@ -168,8 +168,8 @@ def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
         if ready.on_cpu:
             ready.call(*operands, *results, 0, 0, torch.get_num_threads())
             return results
-        # The allocator hands freed memory to later work of the same stream only, so operands and workspace may go once
-        # the launch is on that stream, and not before.
+        # The allocator reuses freed memory only for later work on the same stream, so operands and workspace may be
+        # freed once the launch is on that stream, but not before.
         workspace = torch.empty_strided(ready.workspace, (1,), dtype=torch.uint8, device=device)
         ready.call(*operands, *results, workspace.data_ptr(), current_stream(device.index), 0)
     except ValueError:
@@ -179,15 +179,15 @@ def _launch(op: Op, ready: Ready, arrays: Sequence[Any]) -> Sequence[Tensor]:
 
 
 def _note_writes(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd, which refuses to go back through what it saved and somebody wrote to since."""
+    """Notify autograd, which raises if a saved tensor was modified since."""
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
 
 
 def _converted(operand: Operand, x: Tensor) -> Tensor:
     """The operand as the kernel reads it.
 
-    Nothing is kept for the next call. A kept copy would go stale unnoticed: writes through `.data`, or to a tensor that
-    shares this one's memory, leave no trace on it.
+    Nothing is cached for the next call. A cached copy would become stale unnoticed: writes through `.data`, or to a
+    tensor that shares its memory, leave no trace on it.
     """
     x = x.detach()
     if x.is_neg():
@@ -200,7 +200,7 @@ def _converted(operand: Operand, x: Tensor) -> Tensor:
 
 
 def check_differentiable(op: Op, plan: Plan, arch: int) -> None:
-    """NotImplementedError where the gradient of a call has no kernel."""
+    """Raise NotImplementedError if no kernel computes the gradient of a call."""
     gradient = op.gradient
     assert gradient is not None
     spec = plan.spec(arch)

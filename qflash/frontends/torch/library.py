@@ -1,8 +1,8 @@
 """torch.ops.qflash: one dispatcher op for each operation, for everything that is not a plain eager call.
 
 torch.compile, torch.export, FakeTensor and meta tensors, torch.func transforms, dispatch modes, profilers and tensor
-subclasses all speak to the dispatcher, so they get an op with a fake implementation, an autograd formula and a vmap
-rule. The eager front end goes around it, because a dispatcher op written in Python costs tens of microseconds.
+subclasses all use the dispatcher, so they get an op with a fake implementation, an autograd formula and a vmap rule.
+The eager front end bypasses it, because a dispatcher op written in Python costs tens of microseconds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from qflash.ops import OPS
 
 Tensor = torch.Tensor
 
-# How the dispatcher spells the type of each word. Scalar and SymInt may be symbolic, in a program that torch.compile
-# traces; the others decide about shapes or kernels.
+# The type of each word in dispatcher schemas. Scalar and SymInt may be symbolic in a program that torch.compile traces;
+# the others determine shapes or kernels.
 TYPES = {
     "scale": "Scalar?", "eps": "Scalar", "label_smoothing": "Scalar", "softcap": "Scalar?",
     "ignore_index": "SymInt", "seed": "SymInt", "group": "int",
@@ -41,7 +41,7 @@ TYPES = {
     "q_group": "int", "k_group": "int", "v_group": "int",
     "window_left": "int", "window_right": "int",
 }  # fmt: skip
-# Good values to plan with for words that are symbolic: the op checks its own when it runs.
+# Valid values to plan with for symbolic words: the op checks the actual ones when it runs.
 _STAND_INS = {"max_seqlen_q": 0, "max_seqlen_k": 0}
 
 
@@ -51,7 +51,7 @@ def dispatched(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[Tens
 
 
 def batched_by_autograd(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[Tensor]:
-    """The results of a call some of whose arrays are what torch.autograd.grad(is_grads_batched=True) hands on."""
+    """The results of a call with some arrays that come from torch.autograd.grad(is_grads_batched=True)."""
     is_batched = [x is not None and is_batched_by_autograd(x) for x in arrays]
     plain = [without_batch(x) if batched else x for x, batched in zip(arrays, is_batched, strict=True)]
     size = next(x.shape[0] for x, batched in zip(plain, is_batched, strict=True) if batched)
@@ -60,7 +60,7 @@ def batched_by_autograd(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> 
 
 
 def plan_traced(op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> Plan:
-    """The plan of a call whose tensors may be fake: lengths may be symbolic, and strides do not matter to results.
+    """The plan of a call whose tensors may be fake: lengths may be symbolic, and strides do not affect results.
 
     What selects a kernel becomes a constant of a traced program.
     """
@@ -97,7 +97,7 @@ def _fake(op: Op, *args: Any) -> list[Tensor] | None:
 
 
 def _returned(op: Op, results: Sequence[Tensor]) -> list[Tensor] | None:
-    """An op that writes to its arguments returns nothing: functionalization knows no lists beside them."""
+    """An op that writes to its arguments returns nothing: functionalization does not support lists in addition."""
     return None if op.writes else list(results)
 
 
@@ -136,11 +136,11 @@ _library = torch.library.Library("qflash", "FRAGMENT")
 
 
 def _define(op: Op) -> Callable[..., list[Tensor]]:
-    """The dispatcher op of an operation: its arrays, then its words; results as a list, or none where it writes."""
+    """The dispatcher op of an operation: its arrays, then its words; returns a list, or nothing if it writes."""
     arrays = []
     for at, name in enumerate(op.arrays):
         written = f"(a{at}!)" if name in op.writes else ""
-        arrays.append(f"Tensor{written}{'?' if at else ''} {name.replace('.', '_')}")  # the first is always there
+        arrays.append(f"Tensor{written}{'?' if at else ''} {name.replace('.', '_')}")  # the first is always given
     words = [f"{TYPES[word]} {word}" for word in op.words]
     returned = "()" if op.writes else "Tensor[]"
     _library.define(f"{op.name}({', '.join((*arrays, *words))}) -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,8 +1,8 @@
 """The words of a call in code that torch.compile traces.
 
-Dynamo shows a NumPy scalar as an array whose value is not known while it traces. Numbers and window edges become
-symbolic ones, which the compiled program reads when it runs, and the op checks then. What is a Python constant is
-refused here if an eager call refuses it, before the dispatcher turns True into 1.0 or 2 into True.
+Dynamo represents a NumPy scalar as an array whose value is unknown while it traces. Numbers and window edges become
+symbolic, are read by the compiled program when it runs, and are then checked by the op. A Python constant that an eager
+call rejects is rejected here, before the dispatcher converts True to 1.0 or 2 to True.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether the value of a word is not known while a program is traced."""
+    """Whether the value of a word is unknown while a program is traced."""
     return isinstance(value, _SYMBOLIC)
 
 
 def traced_word(name: str, kind: str, value: Any) -> Any:
-    """A word as its op takes it, by the type that the op declares."""
+    """A word as its op takes it, converted to the type that the op declares."""
     if value is None:
         return None
     if kind.startswith("Scalar"):
@@ -40,7 +40,7 @@ def traced_word(name: str, kind: str, value: Any) -> Any:
 def _number(name: str, value: Any) -> Any:
     if isinstance(value, bool):
         raise TypeError(f"{name} is {value}; allowed: a number")
-    if isinstance(value, int) and abs(value) > FLOAT32_MAX:  # which may be more than the dispatcher can take
+    if isinstance(value, int) and abs(value) > FLOAT32_MAX:  # it may exceed what the dispatcher can take
         raise ValueError(f"{name} is {shown(value)}; allowed: a finite number, up to float32's {FLOAT32_MAX:.3g}")
     return float(value) if isinstance(value, np.ndarray) else value
 
@@ -59,5 +59,5 @@ def _flag(name: str, kind: str, value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if kind == "bool":
             raise TypeError(f"{name} is a NumPy value in code that torch.compile traces; allowed: True or False")
-        return int(value.astype(np.int64))  # the item of a bool would be asked for its value
+        return int(value.astype(np.int64))  # .item() of a bool would need its value
     return check_flag(name, value)

@@ -1,4 +1,4 @@
-"""torch.func.vmap of any operation: one call where the mapped dimension can be one of its own, else one per sample."""
+"""torch.func.vmap of any operation: one call if a dimension can absorb the mapped one, otherwise one per sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 def batched(op: Op, packet: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> list[Tensor]:
     """The results, each with the mapped dimension first."""
     count = len(op.arrays)
-    dims_of, words = in_dims[:count], args[count:]  # that of a word may be a list, as a window is
+    dims_of, words = in_dims[:count], args[count:]  # the in_dims of a word may be a list, for a window
     arrays = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(args, dims_of, strict=False)]
     mapped = {name for name, dim in zip(op.arrays, dims_of, strict=True) if dim is not None}
     named = op.named(arrays)
@@ -38,8 +38,8 @@ def _folded(
     def fold(name: str, x: Tensor | None) -> Tensor | None:
         if x is None or "b" not in dims[name]:
             return x
-        rank = x.dim() - (name in mapped)  # in the eyes of one sample
-        if rank < len(dims[name]):  # one for every sequence: [T] of [B, T]
+        rank = x.dim() - (name in mapped)  # in one sample
+        if rank < len(dims[name]):  # one for all sequences: [T] instead of [B, T]
             if name not in mapped:
                 return x
             x = x[:, None].expand(size, batch, *x.shape[1:])
@@ -66,7 +66,7 @@ def _each(
 
 
 def _none(op: Op, packet: Any, mapped: set[str], arrays: Sequence[Any], words: Sequence[Any]) -> list[Tensor]:
-    """The results for no sample at all: their shapes are those that a sample without data gives."""
+    """The results for zero samples: their shapes are those of a sample without data."""
 
     def sample(name: str, x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -74,12 +74,12 @@ def _none(op: Op, packet: Any, mapped: set[str], arrays: Sequence[Any], words: S
         return torch.empty(x.shape[1:] if name in mapped else x.shape, dtype=x.dtype, device="meta")
 
     outs = packet(*(sample(name, x) for name, x in zip(op.arrays, arrays, strict=True)), *words)
-    # Sums of nothing tie the results to what they would depend on, so that each input has a gradient: zeros.
+    # Empty sums connect the results to their inputs, so that each input has a gradient: zeros.
     tie = sum((x.reshape(-1)[:0].sum() for x in arrays if x is not None and x.is_floating_point()), torch.zeros(()))
     nothing = (torch.zeros((0, *x.shape), dtype=x.dtype, device=arrays[0].device) for x in outs)
     return [x + tie.to(device=x.device, dtype=x.dtype) for x in nothing]
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Kernels want the last dimension without gaps; moving the mapped one may have left it with some."""
+    """Kernels require a contiguous last dimension, which moving the mapped one may have destroyed."""
     return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()

@@ -1,10 +1,10 @@
-"""What PyTorch has no public name for, all in one place, and who watches a call.
+"""Everything that PyTorch has no public name for, and whether something intercepts a call.
 
-Tracers, transforms, modes and profilers do not see a launch that goes around the dispatcher, so a watched call goes
-through torch.ops instead. Each question is asked on every eager call.
+Tracers, transforms, modes and profilers do not see a launch that bypasses the dispatcher, so an intercepted ("watched")
+call goes through torch.ops instead. Each check is made on every eager call.
 
-A name marked "needed" stops the import of this module, with its name in the error, in a release of PyTorch that lacks
-it: without it a result could be silently wrong. Without one of the others something is slower or not reported.
+A name marked "needed" makes the import of this module fail, with its name in the error, in a release of PyTorch that
+lacks it: without it a result could be silently wrong. Without one of the others something is slower or not reported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd.function import _SingleLevelFunction  # needed: likewise
 
 try:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
-except ImportError:  # a FLOP counter that watches the very first call then misses it
+except ImportError:  # a FLOP counter active in the very first call then misses it
 
     def active_modes() -> list[Any]:
         return []
@@ -29,19 +29,19 @@ except ImportError:  # a FLOP counter that watches the very first call then miss
 
 Tensor = torch.Tensor
 
-# Bound once, because attribute look-ups would cost as much as the answers.
+# Bound once, because attribute lookups would cost as much as the calls.
 is_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
 is_fake = fake_tensor.is_fake  # needed, for the FLOPs of packed calls
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # needed: whether torch.func holds the tensor
-# What torch.autograd.grad(is_grads_batched=True) makes of gradients, by another vmap than torch.func's.
+# Whether torch.autograd.grad(is_grads_batched=True) made the tensor, by another vmap than torch.func's.
 is_batched_by_autograd = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # needed
 _functorch_level = torch._C._functorch.peek_interpreter_stack  # needed
 _jit_tracing = torch._C._get_tracing_state  # needed
-# Faster than torch.is_autocast_enabled, which has to be told a device.
+# Faster than torch.is_autocast_enabled, which needs a device.
 is_autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-# A build without CUDA has neither, and no CUDA tensor. The public ones make objects, at several times the cost.
+# A build without CUDA has neither, and no CUDA tensor. The public ones create objects, at several times the cost.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
@@ -49,12 +49,12 @@ current_stream = getattr(
 
 
 def has_dual_level() -> bool:
-    """Whether forward-mode differentiation is under way. Needed."""
+    """Whether forward-mode differentiation is active. Needed."""
     return forward_ad._current_level >= 0
 
 
 def is_jit_tracing() -> bool:
-    """Whether torch.jit.trace records what is called."""
+    """Whether torch.jit.trace is recording."""
     return _jit_tracing() is not None
 
 
@@ -66,12 +66,12 @@ def is_watched() -> bool:
         or _functorch_level() is not None
         or _jit_tracing() is not None
         or forward_ad._current_level >= 0
-        or getattr(profiler, "_is_profiler_enabled", False)  # calls are missing in profiles without it
+        or getattr(profiler, "_is_profiler_enabled", False)  # profiles lack the calls without it
     )
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as `torch.nn.functional.scaled_dot_product_attention` would see them under autocast.
+    """The tensors as `torch.nn.functional.scaled_dot_product_attention` would get them under autocast.
 
     Floating-point tensors on the first one's device get the dtype of autocast, float64 excepted.
     """
@@ -88,7 +88,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_batch(x: Tensor) -> Tensor:
-    """A tensor that is_batched_by_autograd as one that has the batch for its first dimension."""
+    """A tensor that is_batched_by_autograd as a plain one with the batch as its first dimension."""
     return torch._remove_batch_dim(x, _autograd_batch_level(), 0, 0)
 
 
@@ -106,8 +106,8 @@ def _autograd_batch_level() -> int:
 def apply_function(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
     """`function.apply` for the level of torch.func transforms that is being dispatched, and for no other.
 
-    An Autograd kernel runs once for each level on the stack, as a C++ one does, and what it calls below autograd goes
-    on to the next level. Function.apply would start over at the top, so a function without that does the work.
+    An Autograd kernel runs once for each level on the stack, like a C++ one, and what it calls below autograd goes to
+    the next level. Function.apply would start over at the top, so a function without that behavior does the work.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -126,6 +126,6 @@ def below_autograd(op: Any, args: Sequence[Any]) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*args)
-        # Inside Function.forward derivatives are off. The next level down has its own, and turns off what it had off.
+        # Inside Function.forward derivatives are disabled. The next level has its own state, and restores it.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return op(*args)
