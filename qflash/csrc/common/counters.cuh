@@ -1,13 +1,13 @@
-// Counters in device memory that need no clearing before a launch: a library's own, zero when it is loaded, and zero
-// again after every kernel that counted with them (atomicInc wraps to 0 with the last count).
+// Counters in device memory that need no clearing before a launch: each library has its own, zero when it is loaded,
+// and every kernel that uses them leaves them at zero (atomicInc wraps to 0 at the last count).
 //
-// Two kernels that may run at the same time must not share a counter. Kernels of one stream follow each other, so a
-// stream keeps the counters it got first. A kernel in a captured graph runs whenever the graph does: it gets some that
-// are nobody else's. cudaStreamPerThread is another stream in every thread, and nothing promises that its id is, too:
-// it gets none. Where there are none, or counters have run out, the caller brings some and clears them.
+// Two kernels that may run concurrently must not share a counter. Kernels of one stream run in sequence, so a stream
+// keeps the counters it was first given. A kernel in a captured graph runs whenever the graph does, so it gets counters
+// of its own. cudaStreamPerThread is a different stream in every thread, and its id is not guaranteed to differ, so it
+// gets none. Where there are none, or all are taken, the caller provides counters and clears them.
 //
-// Every device has counters of its own, so that the same index on two devices is two counters: which stream has which
-// index is remembered once for all devices.
+// Every device has its own counters, so the same index on two devices is two counters: the index of a stream is stored
+// once for all devices.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,8 +16,8 @@
 
 namespace qf {
 
-// Of an array of kAll counters: kStreams streams have kEach each, the rest is for captured launches, `wanted` each.
-// Uses is any type that tells one array from another. first: the index of the first, or -1. Returns a cudaError_t.
+// Takes counters from an array of kAll: kStreams streams have kEach each, the rest is for captured launches, `wanted`
+// each. Uses is any type that identifies the array. first: the index of the first, or -1. Returns a cudaError_t.
 template <class Uses, int kStreams, int kEach, int kAll>
 inline int take_counters(cudaStream_t stream, int wanted, int& first) {
   static_assert(kStreams * kEach <= kAll, "");
@@ -36,12 +36,12 @@ inline int take_counters(cudaStream_t stream, int wanted, int& first) {
     return cudaSuccess;
   }
   if (stream == cudaStreamPerThread || wanted > kEach) return cudaSuccess;
-  unsigned long long id = 0;  // never given twice, as addresses of streams are
+  unsigned long long id = 0;  // never reused, unlike the addresses of streams
   if (const cudaError_t error = cudaStreamGetId(stream, &id)) {
     cudaGetLastError();
     return error;
   }
-  if (id + 1 == 0) return cudaSuccess;                      // no owner: 0 is nobody
+  if (id + 1 == 0) return cudaSuccess;                      // 0 means no owner
   static std::atomic<unsigned long long> owners[kStreams];  // id + 1
   for (int probe = 0; probe < kStreams; ++probe) {
     const int i = int((id + probe) % kStreams);

@@ -1,4 +1,4 @@
-// The 16-bit element types, as bits: what instructions and tiles are named after.
+// The 16-bit element types, as bits: the types by which instructions and tiles are selected.
 #pragma once
 
 #include <stdint.h>

@@ -1,5 +1,5 @@
 // Elements of q, k, v and out: four at a time, from any of the three types, with 16-byte (float32) or 8-byte
-// (16-bit types) accesses where the caller says alignment allows it, one by one where it does not.
+// (16-bit types) accesses if the caller states that alignment allows it, otherwise one by one.
 #pragma once
 
 #include "common/element_types.h"
@@ -7,7 +7,7 @@
 
 namespace qf {
 
-// Four elements as they lie in memory. Kept raw between the load and the use, so that nothing waits for the load early.
+// Four elements as stored in memory. They stay raw between load and use: a conversion would wait for the load early.
 template <class Element>
 struct Raw4 {
   using Type = uint2;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void pack(const Element* x, uint2& raw) {
   raw.y = uint32_t(x[2].bits) | uint32_t(x[3].bits) << 16;
 }
 
-// Channels d .. d+3 of a row; zeros from `head_dim` on. `vector`: the row is aligned and head_dim divides by 4.
+// Channels d .. d+3 of a row; zeros from `head_dim` on. `vector`: the row is aligned and head_dim is a multiple of 4.
 template <class Element>
 __device__ __forceinline__ typename Raw4<Element>::Type load4(const Element* g_row, int d, int head_dim, bool vector) {
   using Raw = typename Raw4<Element>::Type;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void store4(Element* g_row, int d, int head_dim, bool
   }
 }
 
-// Four neighbours in shared memory, aligned to their vector.
+// Four consecutive elements in shared memory, aligned for a vector access.
 template <class Element>
 __device__ __forceinline__ float4 read4(const Element* s_x) {
   return to_float4(*reinterpret_cast<const typename Raw4<Element>::Type*>(s_x), s_x);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void write4(Element* s_x, const float4& x) {
 }
 
 __device__ __forceinline__ bool finite(const float4& x) {
-  // A finite number times zero is zero; infinities and NaN give NaN, which spreads through the sum.
+  // A finite number times zero is zero; infinities and NaN give NaN, which propagates through the sum.
   const float zero = x.x * 0.0f + x.y * 0.0f + x.z * 0.0f + x.w * 0.0f;
   return zero == 0.0f;
 }

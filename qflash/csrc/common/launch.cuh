@@ -1,4 +1,4 @@
-// The one way to launch a kernel, and what a launch asks of the device. Never throws, never synchronises.
+// The only launcher of kernels, and the device queries a launch needs. Never throws, never synchronises.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,13 +10,13 @@
 
 namespace qf {
 
-// Allows `kernel` more than 48 KB of dynamic shared memory, once for each device.
+// Allows `kernel` more than 48 KB of dynamic shared memory, once per device.
 inline int allow_shared_memory(const void* kernel, int bytes) {
   struct Allowed {
     std::atomic<const void*> kernel;
-    std::atomic<uint64_t> devices;  // a bit each
+    std::atomic<uint64_t> devices;  // one bit each
   };
-  constexpr int kKernels = 32;  // that this library remembers; it asks for others again each time
+  constexpr int kKernels = 32;  // remembered per library; for further kernels, every launch sets the attribute
   static Allowed all[kKernels];
   if (bytes <= 48 * 1024) return QF_OK;
   int device = 0;
@@ -24,7 +24,7 @@ inline int allow_shared_memory(const void* kernel, int bytes) {
   const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
   Allowed* own = nullptr;
   for (Allowed& one : all) {
-    const void* known = nullptr;  // compare_exchange puts there who has the place
+    const void* known = nullptr;  // compare_exchange stores the kernel that occupies the slot
     if (one.kernel.compare_exchange_strong(known, kernel) || known == kernel) {
       own = &one;
       break;
@@ -45,11 +45,11 @@ struct Launch {
   int threads;
   int shared_bytes;  // dynamic
   cudaStream_t stream;
-  bool overlaps = false;  // the kernel itself waits for the one before it on the stream (ptx/griddepcontrol.cuh)
-  int cluster = 1;        // blocks of a cluster, which divides `blocks`
+  bool overlaps = false;  // the kernel itself waits for the previous one on the stream (ptx/griddepcontrol.cuh)
+  int cluster = 1;        // blocks of a cluster; divides `blocks`
 };
 
-// It as CUDA takes it.
+// A Launch in CUDA's form.
 struct LaunchConfig {
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
@@ -72,7 +72,7 @@ struct LaunchConfig {
       cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     }
   }
-  LaunchConfig(const LaunchConfig&) = delete;  // it points into itself
+  LaunchConfig(const LaunchConfig&) = delete;  // config points to attributes
   LaunchConfig& operator=(const LaunchConfig&) = delete;
 };
 
@@ -85,7 +85,7 @@ int launch(const Launch& how, void (*kernel)(Parameters...), const Arguments&...
   return error;
 }
 
-// Multiprocessors of the current device, asked for once.
+// The number of SMs of the current device, queried once.
 inline int multiprocessors(int& count) {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];
@@ -98,7 +98,7 @@ inline int multiprocessors(int& count) {
   return QF_OK;
 }
 
-// Memory for one launch, in the order of its stream.
+// Stream-ordered memory for one launch.
 struct Borrowed {
   cudaStream_t on;
   void* memory = nullptr;

@@ -1,6 +1,5 @@
-// Philox-4x32-10: random words as a pure function of a counter and a key, so that every element of a tensor has its
-// own, whichever thread asks and in whatever order. J. K. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
-// 2011.
+// Philox-4x32-10: random words as a pure function of a counter and a key. Every element of a tensor gets its own word,
+// independent of thread and order. J. K. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
 #pragma once
 
 #include <stdint.h>
@@ -21,7 +20,8 @@ __device__ __forceinline__ void philox(uint32_t (&words)[4], uint64_t counter, u
   words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
 }
 
-// The words of elements `first` .. first + 3: element i has word i % 4 of block i / 4. kWhole: they are one block.
+// The words of elements `first` .. first + 3: element i has word i % 4 of block i / 4. kWhole: all four are in one
+// block.
 template <bool kWhole>
 __device__ __forceinline__ void philox4(uint32_t (&words)[4], uint64_t first, uint64_t key) {
   philox(words, first / 4, key);

@@ -1,4 +1,4 @@
-// What a kernel library says when it does not serve a call: statuses and the texts behind them.
+// The error texts of kernel libraries, by status.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace qf {
 
-// refuses: what else the kernel does not take, a clause that begins with a comma.
+// refuses: what else the kernel does not support, as a clause that begins with a comma.
 inline const char* status_text(const char* kernel, int status, const char* refuses = "") {
   static thread_local char text[512];
   switch (status) {

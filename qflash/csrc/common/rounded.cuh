@@ -1,5 +1,5 @@
-// float32 operations that are rounded one by one, whatever the compiler would like to fuse: arithmetic that the CPU
-// engine and the NumPy replay repeat to the bit.
+// float32 operations that are rounded separately, which the compiler must not fuse: arithmetic that the CPU engine and
+// the NumPy replay repeat bit for bit.
 #pragma once
 
 namespace qf {

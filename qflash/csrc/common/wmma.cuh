@@ -7,7 +7,7 @@
 
 namespace qf {
 
-// Operands of one type: 16 x 16 fragments and what can be done with them.
+// Operands of one element type: 16 x 16 fragments and their operations.
 template <class Element>
 struct Wmma;
 template <>

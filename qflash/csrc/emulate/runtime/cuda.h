@@ -1,4 +1,4 @@
-// Stands in for CUDA's header of the same name: tensor maps, encoded for the copy engine of hopper/copy.h.
+// Replaces CUDA's header of the same name: tensor maps, encoded for the emulated TMA (hopper/copy.h).
 #pragma once
 
 #include "emulate/hopper/copy.h"
@@ -19,11 +19,11 @@ using CUtensorMap = emulate::TensorMap;
 
 namespace emulate {
 
-// Has the calling thread a context? On a GPU the first call that asks something of the device gives it one; here
-// cudaSetDevice alone does, so that nobody relies on such a call.
+// Does the calling thread have a context? On a GPU the first call that needs the device creates one; here only
+// cudaSetDevice does, so that no code relies on such a call.
 extern thread_local bool has_context;
 
-// Refuses what the driver refuses, and boxes that copy_box() does not know.
+// Rejects what the driver rejects, and boxes that copy_box() does not support.
 CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType element, cuuint32_t rank, void* base,
                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                       const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle row, CUtensorMapL2promotion,

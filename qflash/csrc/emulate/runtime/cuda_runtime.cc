@@ -4,7 +4,7 @@
 
 namespace emulate {
 
-// What kernels asked for beyond the usual, on each device.
+// What kernels requested beyond the default, on each device.
 static std::map<std::pair<const void*, int>, int> shared_bytes_allowed;
 
 int cluster_of(const cudaLaunchConfig_t& config) {

@@ -1,5 +1,5 @@
-// A CUDA runtime for the host, in the place of CUDA's header of this name: as much of it as launch.cu uses. Streams are
-// in order because a launch is over when it returns.
+// A CUDA runtime for the host, instead of CUDA's header of this name: as much of it as launch.cu uses. Streams are in
+// order because a launch is complete when it returns.
 #pragma once
 
 #include <cstdlib>
@@ -45,9 +45,9 @@ struct cudaLaunchConfig_t {
 
 namespace emulate {
 
-inline bool capturing = false;  // what streams say of themselves; nothing is captured
+inline bool capturing = false;  // the capture status that streams report; nothing is captured
 
-constexpr int kUsualSharedBytes = 48 * 1024;  // what a kernel may have without asking
+constexpr int kUsualSharedBytes = 48 * 1024;  // what a kernel may have without an opt-in
 cudaError_t check_launch(const cudaLaunchConfig_t& config, const void* kernel);
 int cluster_of(const cudaLaunchConfig_t& config);  // blocks
 
@@ -91,7 +91,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 
-// As many as there are multiprocessors for, a block each.
+// As many as there are SMs for, with one block per SM.
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel* kernel, const cudaLaunchConfig_t* config) {
   const cudaError_t error = emulate::check_launch(*config, reinterpret_cast<const void*>(kernel));
@@ -102,7 +102,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel* kernel, const 
 
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 
-// What was never written reads as NaN in every format of floats.
+// Unwritten memory reads as NaN in every float format.
 cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t);
 
 inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {

@@ -1,4 +1,4 @@
-// Statuses of the CUDA runtime that kernels' launch code may see here: the numbers and names are CUDA's.
+// Statuses of the CUDA runtime that kernels' launch code may get here: the numbers and names are CUDA's.
 #pragma once
 
 enum cudaError_t {
