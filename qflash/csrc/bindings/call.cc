@@ -1,7 +1,7 @@
 // _native.Call: a prepared call of any kernel, for Python.
 //
-// It is the last step of every eager call, so it is a CPython type of its own with the vectorcall protocol: addresses
-// come as an array of ints, no tuple is made and no argument is looked up by name or type.
+// It is the last step of every eager call, so it is a separate CPython type with the vectorcall protocol: addresses
+// arrive as an array of ints, and no tuple is built and no argument is looked up by name or type.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,9 +22,9 @@ namespace py = pybind11;
 namespace qflash {
 namespace {
 
-// What a Call was made of; never changed again, so threads share it.
+// The contents of a Call. Immutable, so threads share it.
 struct Prepared {
-  OpParams params;  // everything but addresses
+  OpParams params;  // everything except addresses
   std::vector<size_t> pointers;
   KernelFunctions kernel;
   int64_t workspace_bytes;
@@ -37,10 +37,10 @@ struct Call {
 
 const Prepared& prepared_of(PyObject* self) { return *reinterpret_cast<Call*>(self)->prepared; }
 
-// After the addresses of arrays.
+// The arguments after the addresses of arrays.
 enum Trailing { kWorkspace, kStream, kThreads, kTrailing };
 
-// body()'s object, or null with what it threw as Python's exception.
+// Returns body()'s object, or null with its C++ exception set as a Python exception.
 template <class Body>
 PyObject* guarded(Body body) {
   try {
@@ -57,7 +57,7 @@ PyObject* guarded(Body body) {
   return nullptr;
 }
 
-// False, with an exception, where args[index] is no address.
+// False, with an exception set, if args[index] is not an address.
 bool read_address(PyObject* const* args, size_t index, void*& address) {
   const unsigned long long value = PyLong_AsUnsignedLongLong(args[index]);
   if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred()) {
@@ -69,7 +69,7 @@ bool read_address(PyObject* const* args, size_t index, void*& address) {
   return true;
 }
 
-// The number that a method of x without arguments returns; -1 with an exception.
+// The number that a method of x without arguments returns; -1 with an exception set.
 long long number_of(PyObject* x, PyObject* method) {
   PyObject* const told = PyObject_CallMethodNoArgs(x, method);
   const long long number = told ? PyLong_AsLongLong(told) : -1;
@@ -77,7 +77,7 @@ long long number_of(PyObject* x, PyObject* method) {
   return number;
 }
 
-// The same, or the address of an array that tells it as PyTorch's tensors do: one with elements must have memory.
+// Like read_address, but also accepts an array with PyTorch's data_ptr(); if it has elements, it must have memory.
 bool read_array(PyObject* const* args, size_t index, void*& address) {
   static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
   static PyObject* const numel = PyUnicode_InternFromString("numel");

@@ -1,8 +1,8 @@
-// _native.Cubins: a kernel that is machine code of somebody else's compiler, launched through the driver.
+// _native.Cubins: a kernel given as machine code from another compiler, launched through the driver.
 //
-// A call launches the passes of the first choice that its struct suits. Their grids, and what a choice asks for, are
-// made of fields of the struct; their arguments are fields of it, or addresses in the workspace. Which ones, Python
-// tells (qflash/triton/launches.py). It also compiles a choice, when a call first needs it.
+// A call launches the passes of the first choice whose conditions its struct meets. Grids and conditions are computed
+// from fields of the struct; arguments are fields of it, or addresses in the workspace. Python specifies which
+// (qflash/triton/launches.py), and compiles a choice when a call first needs it.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -25,7 +25,7 @@ namespace py = pybind11;
 namespace qflash {
 namespace {
 
-using Bytes = const unsigned char*;  // a struct's
+using Bytes = const unsigned char*;  // of a struct
 
 template <class T>
 T field_of(Bytes params, size_t offset) {
@@ -34,7 +34,7 @@ T field_of(Bytes params, size_t offset) {
   return value;
 }
 
-// A number made of fields, in postfix order.
+// A number computed from fields: an expression in postfix order.
 class Size {
  public:
   using Code = std::vector<std::pair<std::string, int64_t>>;  // (operation, operand)
@@ -118,11 +118,11 @@ struct Pass {
   std::vector<Argument> arguments;
 };
 
-// A pass that is in the driver's hands.
+// A pass that the driver has loaded.
 struct LoadedPass {
   CuKernel kernel;
   int shared_bytes, threads;
-  mutable std::atomic<uint64_t> allowed{0};  // a bit for each device that lets it have its shared memory
+  mutable std::atomic<uint64_t> allowed{0};  // a bit for each device on which its shared memory is allowed
 };
 
 struct Choice {
@@ -131,8 +131,8 @@ struct Choice {
   std::atomic<std::vector<std::unique_ptr<LoadedPass>>*> loaded{nullptr};
 };
 
-constexpr int kSharedBytesAnyway = 48 * 1024;  // more has to be asked for
-constexpr int kTrailing = 2;                   // Triton's scratch memory, of the kernel and of a profiler: none
+constexpr int kSharedBytesAnyway = 48 * 1024;  // more needs an opt-in
+constexpr int kTrailing = 2;                   // Triton's scratch memory for the kernel and for a profiler: none
 constexpr size_t kMostArguments = 96;
 
 thread_local std::string failure;
@@ -147,7 +147,7 @@ class Cubins {
   using PassCode = std::pair<Size::Code, std::vector<std::pair<std::string, size_t>>>;
   using ChoiceCode = std::pair<std::vector<Size::Code>, std::vector<PassCode>>;
 
-  // regions: where each begins in the workspace, and last where that ends.
+  // regions: the offset of each in the workspace, then the end of the workspace.
   Cubins(const std::string& takes, const std::vector<ChoiceCode>& choices, const std::vector<Size::Code>& regions,
          py::object compile)
       : layout_(layout_called(takes)), compile_(std::move(compile)) {
@@ -161,7 +161,7 @@ class Cubins {
     }
   }
 
-  // The choice that serves a struct. Python compiles and the driver loads it where that has not been done yet.
+  // Loads a choice: Python compiles it and the driver loads it, unless that is already done.
   void load(size_t index) {
     if (index >= choices_.size()) throw py::index_error("choice " + std::to_string(index));
     py::gil_scoped_release unlocked;
@@ -213,7 +213,7 @@ class Cubins {
     return {0, nullptr};
   }
 
-  // (status, passes). The interpreter's lock is not held.
+  // Returns (status, passes). Called without the interpreter lock.
   std::pair<int, const Loaded*> loaded(size_t index) {
     Choice& choice = *choices_[index];
     if (const Loaded* ready = choice.loaded.load(std::memory_order_acquire)) return {0, ready};
@@ -231,7 +231,7 @@ class Cubins {
     return {0, passes.release()};
   }
 
-  // (machine code, kernel, bytes of shared memory, threads of a block) for each pass. None, with `failure`, where
+  // (machine code, kernel, bytes of shared memory, threads of a block) for each pass. Empty, with `failure` set, if
   // Python raised.
   using Code = std::tuple<std::string, std::string, int, int>;
   std::vector<Code> compiled(size_t index) const {
@@ -253,7 +253,7 @@ class Cubins {
     if (blocks < 0 || blocks > INT_MAX)
       return failed(QF_UNSUPPORTED, "a pass would have " + std::to_string(blocks) + " blocks; allowed: up to 2^31 - 1");
     if (const int status = allow_memory(code, device)) return status;
-    uint64_t values[kMostArguments];  // of arguments that are no fields
+    uint64_t values[kMostArguments];  // of arguments that are not fields
     void* arguments[kMostArguments];
     size_t count = 0;
     for (const Argument& argument : pass.arguments) {

@@ -7,7 +7,7 @@
 namespace qflash {
 namespace {
 
-// Names and numbers of cuda.h, which do not change.
+// Constants of cuda.h, which do not change.
 constexpr int kNotInitialised = 3, kNotFound = 500;
 constexpr int kMostDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kRelaxed = 2;                 // CU_STREAM_CAPTURE_MODE_RELAXED
@@ -27,7 +27,7 @@ struct Driver {
   int (*cuKernelSetAttribute)(int, int, void*, int);
   int (*cuLaunchKernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
                         void**);
-  std::string missing;  // why it cannot be used; empty where it can
+  std::string missing;  // why the driver cannot be used; empty if it can
 
   Driver() {
     void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -62,14 +62,14 @@ DriverError error_of(int status, const char* function) {
   return {status, std::string(function) + ": " + name};
 }
 
-// Calls a function of the driver, and leaves the enclosing one with its error.
+// Calls a driver function; if that fails, the enclosing function returns its error.
 #define QF_DRIVER(function, ...)                                                   \
   do {                                                                             \
     const DriverError error = error_of(driver().function(__VA_ARGS__), #function); \
     if (error.status != 0) return error;                                           \
   } while (false)
 
-// While it lives, the thread may do what a capture of another stream would forbid.
+// During its lifetime, the thread may make calls that the capture of another stream would forbid.
 class RelaxedCapture {
  public:
   RelaxedCapture() { driver().cuThreadExchangeStreamCaptureMode(&mode_); }
@@ -99,7 +99,7 @@ DriverError current_device(void* stream, int& device) {
   if (!driver().missing.empty()) return {kNotFound, driver().missing};
   void* context = nullptr;
   if (driver().cuCtxGetCurrent(&context) == kNotInitialised) QF_DRIVER(cuInit, 0);
-  if (!context) {                             // a thread that no library of CUDA's has been called on yet
+  if (!context) {                             // no CUDA library has been called on this thread yet
     constexpr uintptr_t kSpecialStreams = 2;  // null, legacy and per-thread, which belong to no context
     if (reinterpret_cast<uintptr_t>(stream) > kSpecialStreams) {
       QF_DRIVER(cuStreamGetCtx, stream, &context);

@@ -1,5 +1,5 @@
-// What is needed of NVIDIA's driver to launch machine code: it is opened when it is first asked for, and no header of
-// CUDA's is needed to build.
+// The part of NVIDIA's driver that is needed to launch machine code. The driver is opened at first use, and building
+// needs no CUDA header.
 #ifndef QFLASH_BINDINGS_CUDA_DRIVER_H_
 #define QFLASH_BINDINGS_CUDA_DRIVER_H_
 
@@ -7,7 +7,7 @@
 
 namespace qflash {
 
-using CuKernel = void*;  // in every context of the process
+using CuKernel = void*;  // valid in every context of the process
 
 // A failure of the driver: 0 is success.
 struct DriverError {
@@ -15,16 +15,16 @@ struct DriverError {
   std::string text;  // "cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"
 };
 
-// The kernel called `name` in machine code or PTX. Loads it, whatever the thread captures. `image` is copied.
+// Loads the kernel `name` from machine code or PTX, even during a stream capture. `image` is copied.
 DriverError load_kernel(const void* image, const char* name, CuKernel& kernel);
 
-// Lets blocks of the kernel have so many bytes of shared memory on the current device.
+// Allows blocks of the kernel `bytes` of dynamic shared memory on `device`.
 DriverError allow_shared_bytes(CuKernel kernel, int bytes, int device);
 
-// Makes a context current where the calling thread has none: the stream's. Tells the current device.
+// Sets `device` to the current device. If the calling thread has no context, first makes the stream's current.
 DriverError current_device(void* stream, int& device);
 
-// arguments: pointers to them.
+// arguments: pointers to the arguments.
 DriverError launch_kernel(CuKernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, void* stream,
                           void** arguments);
 

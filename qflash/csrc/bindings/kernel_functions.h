@@ -1,5 +1,5 @@
-// A kernel as calls know it: the addresses of its functions. Those of a compiled library take the struct alone; those
-// that serve many kernels (cubins.cc) take, before it, what they are to serve.
+// The addresses of a kernel's functions, all that a call needs of it. Functions of a compiled library take only the
+// struct; functions shared by many kernels (cubins.cc) first take a context that identifies the kernel.
 #ifndef QFLASH_BINDINGS_KERNEL_FUNCTIONS_H_
 #define QFLASH_BINDINGS_KERNEL_FUNCTIONS_H_
 
@@ -11,7 +11,7 @@ namespace qflash {
 
 struct KernelFunctions {
   uintptr_t entry, status_text, workspace;
-  uintptr_t context;  // what entry and workspace take first; 0: nothing
+  uintptr_t context;  // first argument of entry and workspace; 0: none
 
   StatusText text() const { return reinterpret_cast<StatusText>(status_text); }
 

@@ -1,4 +1,4 @@
-// The pybind11 module: launch trampolines and the CPU engine's switches. No kernel knowledge.
+// The pybind11 module: launch trampolines and the CPU engine's settings. No kernel-specific code.
 
 #include <pybind11/pybind11.h>
 
@@ -16,7 +16,7 @@ void bind_xla_call(py::module_& module);
 // The address of qf_<name> under its name.
 #define QF_ADD_ENTRY(name) entries[#name] = reinterpret_cast<uintptr_t>(&qf_##name)
 
-// These two are public as they are, so they have docstrings with an example like all public names.
+// These two are public without a wrapper, so they have docstrings with an example like all public names.
 constexpr char kGetNumThreads[] = R"(How many threads a call on the CPU uses: by default, one for every core it may use.
 
 Example:
@@ -39,7 +39,7 @@ Example:
 PYBIND11_MODULE(_native, module) {
   module.doc() = "qflash's compiled half: launch trampolines, CPU engine, XLA handlers";
 
-  // Entry addresses of the CPU kernels by name, and of the text behind their statuses.
+  // Addresses of the CPU kernels' entries by name, and of the function that returns their status texts.
   py::dict entries;
   QF_ADD_ENTRY(cpu);
   QF_ADD_ENTRY(cpu_bwd);

@@ -8,7 +8,7 @@
 namespace qflash {
 namespace {
 
-// A member of a struct as it is written down; `kind` 's': a struct itself, of `members`.
+// A member of a struct as declared; `kind` 's': a nested struct with `members`.
 struct Member {
   const char* name;
   size_t offset, bytes, alignment;
@@ -17,7 +17,7 @@ struct Member {
   size_t count;
 };
 
-// kMembers of a struct: all of them, in order.
+// kMembers: all members of a struct, in order.
 template <class S>
 struct Table;
 
@@ -31,7 +31,7 @@ constexpr char kind_of() {
   return '?';
 }
 
-// Whether the members follow each other with no more space between them than alignment needs: none was left out.
+// Whether the members leave no more space between them than alignment requires, so that none is missing.
 template <size_t N>
 constexpr bool complete(const Member (&members)[N], size_t struct_bytes, size_t alignment) {
   size_t end = 0;

@@ -1,5 +1,5 @@
-// Where each field of an operation's struct lies, told by the compiler: Python fills the structs by these names, so
-// the headers are the one place that says what they look like.
+// The offset of each field of an operation's struct, as the compiler has it: Python fills the structs by field name, so
+// only the headers define their layout.
 #ifndef QFLASH_BINDINGS_OP_LAYOUTS_H_
 #define QFLASH_BINDINGS_OP_LAYOUTS_H_
 
@@ -14,7 +14,7 @@
 
 namespace qflash {
 
-// `kind` is the letter of Python's struct module for the field's type. A field of a struct within has a name with dots,
+// `kind` is the letter of Python's struct module for the field's type. Fields of nested structs have dotted names, such
 // as "kv.k.data".
 struct OpField {
   std::string name;
@@ -28,11 +28,11 @@ struct OpLayout {
   const char* name;  // of the struct
   size_t bytes;
   std::vector<OpField> fields;
-  // Offsets of what changes from call to call beside the arrays; kNoField where a struct has no such field.
+  // Offsets of what changes from call to call in addition to the arrays; kNoField if the struct has no such field.
   size_t threads, workspace, workspace_bytes;
 
   const OpField* find(std::string_view field) const;
-  // The kind of the field that begins at `offset`, and its name; 0 and "" where none does.
+  // The kind of the field that begins at `offset`, and its name; 0 and "" if none does.
   char kind_at(int64_t offset) const {
     const auto at = static_cast<uint64_t>(offset);
     return at < bytes && at % kFieldAlignment == 0 ? kinds[at / kFieldAlignment] : char(0);
@@ -43,17 +43,17 @@ struct OpLayout {
   std::vector<char> kinds;  // by offset / kFieldAlignment
 };
 
-// Every layout, and the one of a struct; null when there is none of that name.
+// All layouts, and the layout of one struct; null if there is none of that name.
 const std::vector<OpLayout>& op_layouts();
 const OpLayout* find_op_layout(std::string_view name);
 
-// Sixteen hexadecimal digits that change whenever a struct does: what programs and libraries that outlive a process are
-// told apart by.
+// Sixteen hexadecimal digits that change whenever a struct does. They distinguish programs and libraries that outlive a
+// process.
 const std::string& abi();
 
 constexpr size_t kMostOpBytes = 1024;
 
-// A struct of an operation, by value: the bytes a call was prepared with, and what changes from call to call.
+// A struct of an operation, by value: the bytes a call was prepared with, plus what changes from call to call.
 class OpParams {
  public:
   // Throws std::invalid_argument when `bytes` is not the size of the struct.
@@ -73,7 +73,7 @@ class OpParams {
     set(layout_->workspace, workspace);
     set(layout_->workspace_bytes, bytes);
   }
-  // The caller has made sure that the struct has a field of this type there.
+  // The caller has checked that the struct has a field of this type at `offset`.
   template <class T>
   void set(size_t offset, T value) {
     std::memcpy(bytes_ + offset, &value, sizeof value);

@@ -1,7 +1,7 @@
-// _native.plan_key: what a plan depends on, as a key of the cache of plans.
+// _native.plan_key: everything a plan depends on, as a key of the plan cache.
 //
-// It is built on every eager call, from some ten attributes of three to twenty arrays, which takes Python several times
-// as long as it takes the interpreter's own functions called from here.
+// It is built on every eager call, from about ten attributes of three to twenty arrays. Python code would take several
+// times as long as the interpreter's own functions called from here.
 
 #include <pybind11/pybind11.h>
 
@@ -11,7 +11,7 @@ namespace {
 
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
-// The attributes of an array that a plan depends on, as the frameworks call them.
+// The attributes of an array that a plan depends on, by their names in the frameworks.
 struct Names {
   PyObject* shape = interned("shape");
   PyObject* dtype = interned("dtype");
@@ -28,7 +28,7 @@ const Names& names() {
   return found;
 }
 
-// Whether attribute `name` of x is True; -1 with an exception where it has none.
+// Whether attribute `name` of x is True; -1 with an exception set if there is none.
 int is_true(PyObject* x, PyObject* name) {
   PyObject* answer = PyObject_GetAttr(x, name);
   if (!answer) return -1;
@@ -37,13 +37,13 @@ int is_true(PyObject* x, PyObject* name) {
   return truth;
 }
 
-// A tuple under construction, of a size that is known at most.
+// A tuple under construction, with a known maximum size.
 class Key {
  public:
   explicit Key(Py_ssize_t most) : tuple_(PyTuple_New(most)) {}
   ~Key() { Py_XDECREF(tuple_); }
 
-  // Takes a reference that is the caller's; false where it is null.
+  // Takes ownership of a reference; false if it is null.
   bool take(PyObject* item) {
     if (!item || !tuple_) return false;
     PyTuple_SET_ITEM(tuple_, used_++, item);
@@ -77,7 +77,7 @@ bool add_tensor(Key& key, PyObject* x, bool& wants_gradient) {
   return wants >= 0;
 }
 
-// `plain` becomes false for an array that is not aligned, which every plan refuses.
+// `plain` becomes false for an array that is not aligned, which every plan rejects.
 bool add_ndarray(Key& key, PyObject* x, bool& plain) {
   if (!key.take(PyObject_GetAttr(x, names().shape)) || !key.take(PyObject_GetAttr(x, names().strides)) ||
       !key.take(PyObject_GetAttr(x, names().dtype)))
@@ -89,8 +89,8 @@ bool add_ndarray(Key& key, PyObject* x, bool& plain) {
   return aligned >= 0;
 }
 
-// With its type, because to a dict True is 1 is 1.0, and to a plan they are not. None, bools and texts equal nothing
-// of another type once every number has its own beside it.
+// Numbers are followed by their type, because True, 1 and 1.0 are equal in a dict but not in a plan. None, bools and
+// strings then equal nothing of another type and need none.
 bool add_word(Key& key, PyObject* word) {
   if (!key.add(word)) return false;
   if (word == Py_None || PyBool_Check(word) || PyUnicode_CheckExact(word)) return true;
@@ -99,8 +99,8 @@ bool add_word(Key& key, PyObject* word) {
 
 Py_ssize_t room_of(PyObject* word) { return PyTuple_Check(word) ? 2 + 2 * PyTuple_GET_SIZE(word) : 2; }
 
-// plan_key(op, arrays, words, classes, torch): a tuple; None where an array is neither None nor of one of `classes`, or
-// has not what arrays have. arrays and words are tuples or lists; torch: whether arrays are tensors, not ndarrays.
+// plan_key(op, arrays, words, classes, torch): a tuple; None if an array is neither None nor of one of `classes`, or
+// lacks an array's attributes. arrays and words are tuples or lists; torch: whether arrays are tensors, not ndarrays.
 PyObject* plan_key(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 5 || !PyTuple_Check(args[3])) {
     PyErr_SetString(PyExc_TypeError,
@@ -143,7 +143,7 @@ PyObject* plan_key(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_DECREF(words);
   if (good) return key.finish();
   if (!plain || PyErr_ExceptionMatches(PyExc_AttributeError) || PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-    PyErr_Clear();  // whoever plans the call says what is wrong with it
+    PyErr_Clear();  // planning the call reports what is wrong with it
     Py_RETURN_NONE;
   }
   return nullptr;

@@ -1,5 +1,5 @@
-// The interpreter lock, released while an entry runs. On Python's main thread, where signal handlers run, entries of
-// the CPU engine let them: Ctrl-C then ends a long call.
+// Releases the interpreter lock while an entry runs. On Python's main thread, where signal handlers run, entries of the
+// CPU engine let them run, so Ctrl-C ends a long call.
 #ifndef QFLASH_BINDINGS_UNLOCKED_H_
 #define QFLASH_BINDINGS_UNLOCKED_H_
 
@@ -10,7 +10,7 @@
 
 namespace qflash {
 
-// Whether this is Python's main thread. Found out once a thread; a forked child may have got another.
+// Whether this is Python's main thread. Determined once per thread; a forked child may have another main thread.
 inline bool on_main_thread() {
   enum Answer { kUnknown, kYes, kNo };
   static thread_local Answer answer = kUnknown;

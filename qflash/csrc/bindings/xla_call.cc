@@ -1,6 +1,6 @@
-// The XLA FFI handler of every kernel. The program carries the kernel's struct, packed when it was lowered, where in it
-// the addresses of operands and results belong, and, where sizes were not known yet, which fields are to be made of
-// the arrays' extents. Built where jaxlib's headers are found.
+// The XLA FFI handler of all kernels. The program contains the kernel's struct, packed at lowering, the offsets of the
+// fields for the addresses of operands and results, and, if sizes were not yet known, which fields to compute from the
+// arrays' extents. Built if jaxlib's headers are found.
 
 #include <pybind11/pybind11.h>
 
@@ -27,13 +27,13 @@ using Words = ffi::Span<const int64_t>;
 struct CallAttributes {
   std::string_view kernel;  // registry key
   std::string_view takes;   // the struct's name
-  Words params;             // its bytes, as words
+  Words params;             // its bytes, as 64-bit words
   Words pointers;           // offsets of the fields that get the addresses of operands, then of results
-  Words num_bytes;          // of the same arrays; -1: not known when the program was lowered
+  Words num_bytes;          // of the same arrays; -1: not known at lowering
   // Tuples [offset, bytes of the field (4 or 8), count, count times (array, dimension)]: the field is the product of
-  // the extents. Arrays are counted as in `pointers`; dimension ~d stands for the extent of d less 1.
+  // the extents. Arrays are counted as in `pointers`; dimension ~d stands for the extent of d minus 1.
   Words sizes;
-  // Tuples [offset, array, dimension]: the field, which has 4 bytes, is the extent where it would be more.
+  // Tuples [offset, array, dimension]: the field, of 4 bytes, is limited to the extent.
   Words bounds;
 };
 
@@ -46,12 +46,12 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(CallAttributes, StructMember<std::string_v
 
 namespace {
 
-// The results that are not the kernel's: its workspace, the last one.
+// Results other than the kernel's outputs: its workspace, which is the last result.
 constexpr size_t kExtraResults = 1;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
-// Operands, then results, but for the workspace.
+// Operands, then results, without the workspace.
 class Arrays {
  public:
   Arrays(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results)
@@ -64,7 +64,7 @@ class Arrays {
                                 : **results_.get<ffi::AnyBuffer>(i - operands_.size());
   }
 
-  // dimension: as `sizes` has it.
+  // dimension: as in `sizes`.
   int64_t extent(int64_t array, int64_t dimension) const {
     if (array < 0 || static_cast<size_t>(array) >= count())
       refuse("a size is taken from array " + std::to_string(array) + "; allowed: 0 to " + std::to_string(count() - 1));
@@ -83,7 +83,7 @@ class Arrays {
   const ffi::RemainingRets& results_;
 };
 
-// Takes tuples from a flat list, one number after another.
+// Reads tuples from a flat list, one number at a time.
 class Tuples {
  public:
   Tuples(const char* name, Words words) : name_(name), words_(words) {}
@@ -101,7 +101,7 @@ class Tuples {
   size_t at_ = 0;
 };
 
-// The offset of a field of the given kind, or a refusal.
+// Returns `offset`; throws if no field of the given kind begins there.
 size_t field_at(const qflash::OpLayout& layout, int64_t offset, char kind) {
   if (layout.kind_at(offset) != kind)
     refuse(std::string(layout.name) + " has no field of kind '" + kind + "' at offset " + std::to_string(offset));
@@ -155,8 +155,8 @@ void set_bounds(qflash::OpParams& params, const CallAttributes& a, const Arrays&
   }
 }
 
-// The workspace is a result of the custom call, not scratch memory taken here: a command buffer replays the launch with
-// the same addresses, and only buffers XLA knows of are still ours by then.
+// The workspace is a result of the custom call, not scratch memory allocated here: a command buffer replays the launch
+// with the same addresses, and only XLA's own buffers are still valid then.
 void set_workspace(qflash::OpParams& params, const qflash::KernelAddresses& kernel, const CallAttributes& a,
                    ffi::AnyBuffer workspace) {
   if (!kernel.functions.workspace) return;

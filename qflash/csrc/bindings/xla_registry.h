@@ -1,8 +1,8 @@
-// What the XLA handlers share: kernels by their key, and failures as XLA spells them.
+// Shared by the XLA handlers: kernels by their key, and failures as XLA errors.
 //
 // A compiled XLA program may outlive this process (compilation cache, jax.export), so it names its kernel by a text
-// key. The registry maps keys to addresses; a key it does not know is handed to the Python resolver that the JAX
-// front end installs, which loads (or compiles) the kernel and registers it.
+// key. The registry maps keys to addresses; an unknown key is passed to the Python resolver that the JAX front end
+// installs, which loads (or compiles) the kernel and registers it.
 #ifndef QFLASH_BINDINGS_XLA_REGISTRY_H_
 #define QFLASH_BINDINGS_XLA_REGISTRY_H_
 
@@ -20,14 +20,14 @@
 #include "qflash.h"
 #include "xla/ffi/api/ffi.h"
 
-typedef struct CUstream_st* cudaStream_t;  // all we need of CUDA here, so no CUDA header is
+typedef struct CUstream_st* cudaStream_t;  // all that is needed of CUDA, so no CUDA header is included
 
 namespace qflash {
 
 namespace ffi = xla::ffi;
 namespace py = pybind11;
 
-// `takes` names the parameter struct of the entry: a program that would hand over another one is refused.
+// `takes` names the parameter struct of the entry: a program that would pass another one is rejected.
 struct KernelAddresses {
   KernelFunctions functions;
   std::string takes;
@@ -68,7 +68,7 @@ class Registry {
     try {
       resolver_(key);
     } catch (py::error_already_set& error) {
-      // Copied while the interpreter is locked: the exception's own destructor and text need it.
+      // Copied while the interpreter lock is held: the exception's own destructor and text need it.
       throw std::runtime_error("kernel " + key + " could not be loaded: " + error.what());
     }
   }
@@ -90,7 +90,7 @@ inline ffi::Error error_of(int status, StatusText text) {
   return bad_value ? ffi::Error::InvalidArgument(std::move(message)) : ffi::Error::Internal(std::move(message));
 }
 
-// Nothing may be thrown through XLA.
+// Exceptions must not propagate through XLA.
 template <class Body>
 ffi::Error guarded(Body body) {
   try {

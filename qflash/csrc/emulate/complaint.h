@@ -1,4 +1,4 @@
-// What went wrong in a launch, in words.
+// Error messages of a launch.
 #pragma once
 
 #include <string>
@@ -7,14 +7,14 @@
 
 namespace emulate {
 
-extern std::string complaint;  // the first thing that went wrong since the launch began
+extern std::string complaint;  // the first error since the launch began
 
 void complain(const std::string& what);
 
-// This thread did what a GPU forbids: it goes no further.
+// Called when this thread does what a GPU forbids: the thread stops for good.
 void fail(const std::string& what);
 
-// Who waits for what in a block, or a cluster, that goes no further.
+// Which threads wait for what in a block, or a cluster, that is stuck.
 std::string waiting();
 
 }  // namespace emulate

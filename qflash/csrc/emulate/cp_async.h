@@ -1,5 +1,5 @@
-// cp.async: copies arrive when they are waited for and not before. To wait is of a thread; others see them after a
-// barrier.
+// cp.async: copies arrive when they are waited for and not before. A thread waits for its own copies; others see them
+// after a barrier.
 #pragma once
 
 namespace emulate {

@@ -13,7 +13,7 @@
 
 namespace emulate {
 
-// Something besides its warp or its block that a thread waits for.
+// Something other than its warp or its block that a thread waits for.
 struct Condition {
   bool (*happened)(const void* object, unsigned argument) = nullptr;
   std::string (*name)(const void* object, unsigned argument) = nullptr;
@@ -31,15 +31,15 @@ struct ThreadCopy {
 };
 
 struct Fiber {
-  jmp_buf place;  // where it waits; ucontext's own switch asks the kernel for a signal mask each time
+  jmp_buf place;  // where it waits; ucontext's own switch makes a system call for the signal mask each time
   std::unique_ptr<char[]> stack;
-  bool started = false;  // a fiber that is done with one block takes up the next
+  bool started = false;  // a fiber that is done with one block continues with the next
   Waits waits;
   Condition condition;
   bool slow;
   unsigned gathers;
   uint64_t clock = 0;                           // of trace.h
-  size_t span = 0;                              // the last of its own there
+  size_t span = 0;                              // its last span there
   std::vector<ThreadCopy> issued;               // since the last commit
   std::vector<std::vector<ThreadCopy>> groups;  // committed, oldest first
   std::vector<uint64_t> arrivals;               // of the groups, in the time of trace.h
@@ -49,12 +49,12 @@ constexpr int kStackBytes = 256 * 1024, kMostThreads = 1024;
 extern Fiber fibers[kMostThreads];
 inline jmp_buf scheduler;
 inline bool timed = false;         // threads take turns in the time of trace.h
-inline bool running = false;       // a thread of the kernel
+inline bool running = false;       // whether a thread of the kernel is running
 extern void (*body)(const void*);  // the kernel, as one thread runs it
 extern const void* body_arguments;
-extern unsigned first_block;  // of the cluster that runs
+extern unsigned first_block;  // of the running cluster
 
-// A cluster's threads are counted from its first block's first on: which one runs, and its block's place.
+// Threads of a cluster are numbered across its blocks: the running one, and its block's rank.
 inline int fiber_now = 0;
 inline int block_threads, block_shared_bytes, cluster_blocks;
 inline Fiber& self() { return fibers[fiber_now]; }

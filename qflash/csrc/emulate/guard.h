@@ -1,5 +1,5 @@
-// Threads that would take the process with them: one that leaves all memory, and one that goes on for ever. The thread
-// ends instead, and the launch fails.
+// Catches threads that would crash or hang the process: by an access outside all memory, or by running forever. The
+// thread ends instead, and the launch fails.
 #pragma once
 
 #include <signal.h>
@@ -11,23 +11,23 @@
 
 namespace emulate {
 
-// Catches both while it lives. It cannot see an access beside what it should be that hits other memory.
+// Catches both during its lifetime. It cannot detect a wrong access that hits other memory of the process.
 class Guard {
  public:
   Guard() {
     stack_t stack{};
-    stack.ss_sp = stack_;  // a thread may have left its own
+    stack.ss_sp = stack_;  // a thread may have overflowed its own
     stack.ss_size = sizeof stack_;
     sigaltstack(&stack, &before_.stack);
     struct sigaction action{};
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // handlers jump away
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // handlers leave by longjmp
     action.sa_sigaction = left_memory;
     sigaction(SIGSEGV, &action, &before_.segv);
     action.sa_sigaction = time_passed;
     action.sa_flags |= SA_RESTART;
     sigaction(SIGVTALRM, &action, &before_.alarm);
     seen_ = 0, times_seen_ = 0;
-    const itimerval tick = {{0, kTickMicroseconds}, {0, kTickMicroseconds}};  // of the process's own time
+    const itimerval tick = {{0, kTickMicroseconds}, {0, kTickMicroseconds}};  // of the process's CPU time
     setitimer(ITIMER_VIRTUAL, &tick, &before_.timer);
   }
   ~Guard() {
@@ -49,7 +49,7 @@ class Guard {
     _longjmp(scheduler, 1);
   }
   static void left_memory(int, siginfo_t* info, void*) {
-    if (!running) {  // the emulator's own fault, for whoever listened before
+    if (!running) {  // the emulator's own fault, for the previous handler
       sigaction(SIGSEGV, &before_.segv, nullptr);
       return;
     }

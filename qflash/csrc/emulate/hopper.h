@@ -1,4 +1,4 @@
-// What Hopper adds to a block. It is as unkind as the hardware may be: README.md says how, and what is not modelled.
+// What Hopper adds to a block, as adversarial as the hardware may be: README.md lists how, and what is not modelled.
 #pragma once
 
 #include "emulate/hopper/cluster.h"

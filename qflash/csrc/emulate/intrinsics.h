@@ -1,5 +1,5 @@
-// CUDA's device functions, as far as the kernels use them. Masks of lanes are not looked at: all lanes of a warp must
-// come, and a warp of which some do not is stuck.
+// CUDA's device functions, as far as the kernels use them. Masks of lanes are ignored: all lanes of a warp must take
+// part, and a warp of which some do not is stuck.
 #pragma once
 
 #include "emulate/trace.h"
@@ -51,5 +51,5 @@ inline unsigned atomicMax(unsigned* address, unsigned value) {
   *address = before > value ? before : value;
   return before;
 }
-inline void __threadfence() {}  // blocks come one after another
+inline void __threadfence() {}  // blocks run in sequence
 void __trap();

@@ -4,14 +4,14 @@
 
 namespace emulate {
 
-// What a lane holds: of rows g and g + 8 of A, and of column g of B, the same kCount elements of k.
+// The operands of a lane: the same kCount elements of k of rows g and g + 8 of A and of column g of B.
 template <int kCount>
 struct Shares {
   float a[2][kCount], b[kCount];
 };
 
-// This lane's elements of C less what was there: rows g and g + 8, columns 2 t and 2 t + 1. Four lanes have a row's
-// elements, and a column's, in the same order.
+// This lane's elements of A B, without C: rows g and g + 8, columns 2 t and 2 t + 1. Four lanes have a row's elements,
+// and a column's, in the same order.
 template <class Sum, int kCount>
 static void multiply(Sum (&c)[4], const Shares<kCount>& mine) {
   typedef float Line __attribute__((vector_size(sizeof(float) * kCount)));
@@ -53,8 +53,8 @@ template void mma_16bit<1, from_f16>(float (&)[4], const uint32_t (&)[2], const 
 template void mma_16bit<2, from_f16>(float (&)[4], const uint32_t (&)[4], const Words<2>&);
 template void mma_16bit<2, from_bf16>(float (&)[4], const uint32_t (&)[4], const Words<2>&);
 
-// Element (row, k) of A is byte k % 4 of register row / 8 + 2 (k / 16) of lane 4 (row % 8) + k % 16 / 4. Floats hold
-// sums of 32 products of bytes exactly.
+// Element (row, k) of A is byte k % 4 of register row / 8 + 2 (k / 16) of lane 4 (row % 8) + k % 16 / 4. Floats
+// represent sums of 32 products of bytes exactly.
 void mma_s8(int32_t (&c)[4], const uint32_t (&a)[4], const Words<2>& b) {
   spend(kMmaTime, "mma");
   Shares<8> mine;
@@ -95,7 +95,7 @@ void stmatrix(void* s_row, const uint32_t (&r)[4]) {
   const auto rows = gather(s_row);
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) memcpy(static_cast<char*>(rows[8 * i + lane / 4]) + 4 * (lane % 4), &r[i], 4);
-  gather(0);  // all is in place
+  gather(0);  // all lanes have stored
 }
 
 }  // namespace emulate

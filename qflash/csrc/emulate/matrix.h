@@ -1,5 +1,5 @@
-// mma.sync, ldmatrix and stmatrix. Sums of products of floats are taken in float64 and rounded once, which the hardware
-// does not promise: results may differ from a GPU's in the last bits.
+// mma.sync, ldmatrix and stmatrix. Sums of products of floats are computed in float64 and rounded once, which the
+// hardware does not guarantee: results may differ from a GPU's in the last bits.
 #pragma once
 
 #include "emulate/floats.h"

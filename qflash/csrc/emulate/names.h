@@ -1,4 +1,4 @@
-// What barriers and warps of a block are called, for complaints and traces.
+// The names of a block's barriers and warps, for complaints and traces.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What happens in a block, for whoever watches: a trace, a count. Nobody watches unless `observer` is set.
+// Events in a block, for an observer: a trace, a count. There is none unless `observer` is set.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,17 @@ enum class Waits { kNot, kWarp, kShuffle, kBlock, kCondition, kForGood, kDone };
 struct Event {
   enum Kind {
     kBlockBegins,     // detail: threads
-    kBlockEnds,       // detail: 1 where it is stuck
+    kBlockEnds,       // detail: 1 if it is stuck
     kRuns,            // a thread goes on
-    kWaits,           // detail: a Waits; where it is kCondition, the fiber's condition says for what
-    kArrives,         // at an mbarrier; object: the barrier; detail: bytes it expects besides
-    kCopyStarts,      // object: where it goes in shared memory; detail: bytes
-    kCopyArrives,     // as above; it happens between turns, so `thread` says nothing
-    kProductsCommit,  // of wgmma; detail: the group, counted by its warpgroup
+    kWaits,           // detail: a Waits; if kCondition, the fiber's condition specifies for what
+    kArrives,         // at an mbarrier; object: the barrier; detail: bytes that it also expects
+    kCopyStarts,      // object: the destination in shared memory; detail: bytes
+    kCopyArrives,     // as above; it happens between turns, so `thread` has no meaning
+    kProductsCommit,  // of wgmma; detail: the group, counted per warpgroup
     kProductsFinish,  // object: the first thread of the warpgroup, as a number; detail: the group
   };
   Kind kind;
-  uint64_t time;  // turns that threads have had since the launch began: no unit of any clock
+  uint64_t time;  // turns of threads since the launch began: not a unit of any clock
   unsigned block, thread;
   const void* object;
   int64_t detail;

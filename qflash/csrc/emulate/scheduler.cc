@@ -13,9 +13,9 @@
 
 namespace emulate {
 
-constexpr unsigned kMostPatience = 64;  // turns for which somebody is slow
+constexpr unsigned kMostPatience = 64;  // rounds for which a warp or lane is slow
 
-// Lets a thread run if it may. Returns whether it did.
+// Lets a thread run if it can. Returns whether it did.
 static bool go_on(int thread) {
   Fiber& fiber = fibers[thread];
   const Condition& condition = fiber.condition;
@@ -26,14 +26,14 @@ static bool go_on(int thread) {
   return true;
 }
 
-// What __syncthreads_or tells a block, all of whose threads have come.
+// Sets the result of __syncthreads_or for a block, all of whose threads have arrived.
 static void take_votes(const std::vector<int>& block) {
   const int rank = block.front() / block_threads;
   or_result[rank] = or_sum[rank], or_sum[rank] = 0;
 }
 
-// Lets every thread of `members` that may run, and is not slow, do so; then, if all that are left wait for the same
-// thing of the kinds given, lets them go on. Returns whether anything moved.
+// Runs every thread of `members` that can run and is not slow; then, if all that are left wait for the same one of
+// `kinds`, lets them go on. Returns whether anything moved.
 static bool turn(const std::vector<int>& members, std::initializer_list<Waits> kinds) {
   bool moved = false;
   size_t waiting[int(Waits::kDone) + 1] = {};
@@ -90,7 +90,7 @@ static void begin_cluster() {
   observe(Event::kBlockBegins, threads);
 }
 
-// When a thread can go on, in the time of trace.h; kNever where it cannot.
+// When a thread can go on, in the time of trace.h; kNever if it cannot.
 constexpr uint64_t kNever = ~uint64_t(0);
 static uint64_t ready_at(const Fiber& fiber) {
   const Condition& condition = fiber.condition;
@@ -99,7 +99,7 @@ static uint64_t ready_at(const Fiber& fiber) {
   return std::max(fiber.clock, condition.since(condition.object, condition.argument));
 }
 
-// Threads that met go on at the time of the last of them, if all that are left of `members` wait for that.
+// If all that are left of `members` wait for `kind`, lets them go on at the time of the last to arrive.
 static bool meet(const std::vector<int>& members, Waits kind) {
   uint64_t last = 0;
   bool any = false;
@@ -117,7 +117,7 @@ static bool meet(const std::vector<int>& members, Waits kind) {
   return true;
 }
 
-// The warp that is earliest goes on, until none can.
+// Runs the earliest warp, again and again, until none can go on.
 static void run_in_time(std::vector<std::vector<int>>& warps, const std::vector<std::vector<int>>& blocks) {
   for (auto& warp : warps) std::sort(warp.begin(), warp.end());
   std::sort(warps.begin(), warps.end());
@@ -148,13 +148,13 @@ static bool cluster_is_done() {
   return true;
 }
 
-// Returns false when a block is stuck or a thread failed: `complaint` says why.
+// Returns false if a block is stuck or a thread failed: `complaint` has the reason.
 static bool run_cluster() {
   begin_cluster();
   Turns turns_of;
   if (timed) run_in_time(turns_of.warps, turns_of.blocks);
-  // With an extension, threads depend on each other in more ways than barriers of the block: one warp or lane at a time
-  // is so slow that it goes on only when no other can.
+  // With an extension, threads depend on each other by more than the block's barriers: one warp or lane at a time is so
+  // slow that it goes on only when no other can.
   std::vector<int> slow;
   unsigned patience = 0;
   for (bool moved = !timed; moved && complaint.empty();) {
@@ -177,7 +177,7 @@ static bool run_cluster() {
   const bool done = cluster_is_done();
   if (!done) {
     complain(waiting());
-    for (Fiber& fiber : fibers) fiber.started = false;  // their stacks are given up
+    for (Fiber& fiber : fibers) fiber.started = false;  // their stacks are abandoned
   }
   if (extension) extension->end();
   observe(Event::kBlockEnds, !done);

@@ -1,4 +1,4 @@
-// Who runs next: the threads of a block, or of a cluster's blocks, take turns until all are done or none can go on.
+// Scheduling: the threads of a block, or of a cluster's blocks, take turns until all are done or none can go on.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,18 @@
 
 namespace emulate {
 
-// What a generation of GPUs adds to a block. It is there from its first use on.
+// What a generation of GPUs adds to a block, from its first use on.
 struct Extension {
-  virtual bool idle() = 0;  // every thread waits: does something happen now?
+  virtual bool idle() = 0;  // when every thread waits: performs a pending operation; returns whether there was one
   virtual void end() = 0;
 };
 
 inline Extension* extension = nullptr;
-inline std::mt19937* order = nullptr;                                  // what is left to chance
+inline std::mt19937* order = nullptr;                                  // the source of all random choices
 inline int or_sum[kMostClusterBlocks], or_result[kMostClusterBlocks];  // of __syncthreads_or
 
-// Runs `kernel(arguments)` as every thread of `blocks` blocks: `cluster` of them together, one cluster after another.
-// Returns false when something went wrong: `complaint` says what.
+// Runs `kernel(arguments)` as every thread of `blocks` blocks: `cluster` of them together, clusters in sequence.
+// Returns false if something went wrong: `complaint` has the reason.
 bool run_blocks(void (*kernel)(const void*), const void* arguments, int64_t blocks, int cluster, int threads,
                 int shared_bytes, unsigned seed);
 

@@ -1,12 +1,12 @@
 // The prelude of emulated sources: g++ reads it before a kernel's launch.cu, as nvcc reads its own headers. README.md
-// says what is modelled and what is not.
+// lists what is modelled and what is not.
 #pragma once
 
 #define QF_EMULATOR
-#undef _FORTIFY_SOURCE  // it forbids longjmp to another stack, which is how fibers take turns
+#undef _FORTIFY_SOURCE  // it forbids longjmp to another stack, by which fibers switch
 
 #include "emulate/types.h"
-// CUDA's words come first, because everything below is read as device code, too.
+// CUDA's keywords come first, because everything below is read as device code, too.
 #include "emulate/complaint.h"
 #include "emulate/cp_async.h"
 #include "emulate/floats.h"
@@ -17,6 +17,6 @@
 #include "emulate/names.h"
 #include "emulate/trace.h"
 #include "emulate/wmma.h"
-// The runtime after them: a launch is made of blocks that the scheduler runs.
+// The runtime comes last: a launch consists of blocks that the scheduler runs.
 #include "emulate/control.h"
 #include "emulate/runtime/cuda_runtime.h"

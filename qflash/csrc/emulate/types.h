@@ -1,4 +1,4 @@
-// What nvcc knows without any header: CUDA's words, vector types, the built-in variables of a thread.
+// What nvcc provides without any header: CUDA's keywords, vector types, the built-in variables of a thread.
 #pragma once
 
 #include <algorithm>
@@ -42,11 +42,11 @@ struct dim3 {
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-// One thread runs at a time; whoever lets it run sets them.
+// One thread runs at a time; the scheduler sets these for it.
 inline dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
 
-// Dynamic shared memory, which every kernel calls so. One more page than the most a block can have. Blocks of a cluster
-// run together: each has a window of it, and a kernel for clusters asks for its own (ptx/cluster.cuh).
+// Dynamic shared memory, by its name in every kernel: one page more than a block's maximum. Blocks of a cluster run
+// together: each has a window of it, and a kernel for clusters requests its own (ptx/cluster.cuh).
 constexpr int kMostSharedBytes = 227 * 1024, kMostClusterBlocks = 2;
 constexpr int kSharedWindow = kMostSharedBytes + 4096;
 alignas(1024) inline float4 s_memory[kMostClusterBlocks * kSharedWindow / sizeof(float4)];

@@ -1,4 +1,4 @@
-// What lanes of a warp show each other: the ground of shuffles, votes and products of a warp.
+// Exchange of values between the lanes of a warp: the basis of shuffles, votes and MMAs.
 #pragma once
 
 #include <new>
@@ -16,8 +16,8 @@ struct Shown {
   const T& operator[](int lane) const { return *std::launder(reinterpret_cast<const T*>(lanes[lane])); }
 };
 
-// What every lane of this warp shows: all show, then all read. It stands until the next but one gather, which no lane
-// reaches before all have read: hence two places, in turn.
+// The values of all lanes of this warp: all lanes write, then all read. They are valid until the next gather but one,
+// which no lane reaches before all have read: hence two buffers that alternate.
 template <class T>
 Shown<T> gather(const T& mine) {
   static_assert(sizeof(T) <= kExchangeBytes, "lanes exchange at most kExchangeBytes");

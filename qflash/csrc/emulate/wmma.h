@@ -1,4 +1,4 @@
-// wmma, whose fragments have a layout that no program may know.
+// wmma, whose fragments have an unspecified layout.
 #pragma once
 
 #include "emulate/matrix.h"
@@ -6,7 +6,7 @@
 namespace emulate {
 
 // wmma fragments: lane l holds elements 8 (l % 2) .. +7 of line l / 2, in order; lines are rows, or the columns of a B
-// that is stored by columns. No GPU has this layout: a kernel that relies on one gives nonsense here.
+// that is stored by columns. No GPU has this layout: a kernel that relies on one gives wrong results here.
 template <int kRegisters>
 void wmma_load(uint32_t (&r)[kRegisters], const void* s_from, int stride) {
   const int lane = threadIdx.x % 32;

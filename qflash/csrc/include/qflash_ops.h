@@ -1,6 +1,6 @@
-/* Parameter structs of the operations beside attention: quantization, linear layers, row reductions.
+/* Parameter structs of the operations other than attention: quantization, linear layers, row reductions.
  *
- * As in qflash.h: plain C, strides count elements, optional pointers are NULL when absent, `num_threads` is the CPU's.
+ * As in qflash.h: plain C, strides count elements, optional pointers are NULL when absent, `num_threads` is for CPUs.
  * Every kernel NAME of an operation exports, with that operation's struct P,
  *   int     qf_NAME(const P*, void* stream);
  *   int64_t qf_NAME_workspace(const P*);     (CUDA only)
@@ -17,46 +17,46 @@ extern "C" {
 
 enum QfGranularity { QF_PER_TENSOR = 0, QF_PER_GROUP = 1 }; /* of scales; group: `group` consecutive tokens of a head */
 
-/* x [batch, length, heads, head_dim] -> int8 of the same shape, and what undoes it: x ~ scale * (value - zero_point)
- * + mean. Symmetric: values -127 .. 127, zero_point 0; a token that holds NaN or an infinity is -128 throughout, and
- * the scale of a group that has no other tokens is NaN. Asymmetric (per tensor only): values -128 .. 127; NaN or an
- * infinity anywhere makes the scale NaN and every value 0. Tokens from lens[b] on do not exist: value 0, no part in
- * scales. docs/kernels/quantize.md defines every step to the bit.
+/* x [batch, length, heads, head_dim] -> int8 of the same shape, and the parameters that invert it:
+ * x ~ scale * (value - zero_point) + mean. Symmetric: values -127 .. 127, zero_point 0; a nonfinite token is -128 in
+ * all channels, and the scale of a group that has no other tokens is NaN. Asymmetric (per tensor only): values
+ * -128 .. 127; NaN or an infinity anywhere makes the scale NaN and every value 0. Tokens from lens[b] on do not exist:
+ * their values are 0, and scales ignore them. docs/kernels/quantize.md defines every step bit for bit.
  *
  * Packed (cu_seqlens given): x and values are [total, heads, head_dim] with stride_b = 0, `length` is the longest
- * sequence, groups count from each sequence's start, and scale, sums and q_dot_mean keep their padded shapes, indexed
- * by the token's place in its sequence. A sequence whose description is out of range is not read: its scales are NaN.
- */
+ * sequence, groups begin at each sequence's start, and scale, sums and q_dot_mean keep their padded shapes, indexed by
+ * the token's index in its sequence. A sequence whose cu_seqlens or lens are out of range is not read: its scales are
+ * NaN. */
 typedef struct QfQuantizeParams {
   int32_t struct_bytes, dtype;
   int32_t batch, length, heads, head_dim;
   int32_t granularity, group, symmetric, rounding;
   int32_t num_threads;
-  int32_t smooth;   /* 1: mean is found and taken off */
+  int32_t smooth;   /* 1: mean is computed and subtracted */
   int32_t reserved; /* 0 */
-  int32_t queries; /* 0: token t stands at t, or at rope.positions_k. 1: at t + len_k - len_q, or at rope.positions_q */
-  uint64_t seed;   /* of stochastic rounding */
+  int32_t queries;  /* position of token t: 0: t, or rope.positions_k. 1: t + len_k - len_q, or rope.positions_q */
+  uint64_t seed;    /* of stochastic rounding */
   QfTensor x, values;
   float* scale;              /* per tensor: [1]; per group: [batch, heads, ceil(length / group)] */
   int32_t* zero_point;       /* [1]; NULL when symmetric */
   int32_t* sums;             /* [batch, heads, length]: sum of a token's values; NULL: not wanted */
-  float* mean;               /* [batch, heads, head_dim]: what smoothing takes off; NULL without it */
+  float* mean;               /* [batch, heads, head_dim]: what smoothing subtracts; NULL without it */
   const int32_t* lens;       /* [batch]; NULL: every token exists */
   const int32_t* cu_seqlens; /* [batch+1]; NULL: not packed */
   int64_t total;             /* tokens of packed x; unused otherwise */
   QfRope rope;
-  const int32_t* key_lens; /* with `queries`: where len_k comes from. As kv_lens, cu_seqlens_k, k_len of QfAttnParams */
+  const int32_t* key_lens; /* with `queries`: the source of len_k. As kv_lens, cu_seqlens_k, k_len of QfAttnParams */
   const int32_t* cu_seqlens_k;
   int32_t key_length;
   int32_t kv_heads;    /* heads is a multiple of it */
   const float* k_mean; /* [batch, kv_heads, head_dim] */
   float* q_dot_mean;   /* [batch, heads, length]: rotated token . k_mean of its head's group; NULL: not wanted */
-  int32_t* nonfinite;  /* [batch, heads]: how many tokens are not finite; NULL: not wanted. Only with smooth; CUDA */
+  int32_t* nonfinite;  /* [batch, heads]: number of nonfinite tokens; NULL: not wanted. Only with smooth; CUDA */
   void* workspace;
   int64_t workspace_bytes;
 } QfQuantizeParams;
 
-/* The way back: out <- scale * (value - zero_point) + mean, in `dtype`. Symmetric: -128 is NaN. */
+/* The inverse: out <- scale * (value - zero_point) + mean, in `dtype`. Symmetric: -128 is NaN. */
 typedef struct QfDequantizeParams {
   int32_t struct_bytes, dtype;
   int32_t batch, length, heads, head_dim;
@@ -67,9 +67,9 @@ typedef struct QfDequantizeParams {
   const float* mean;
 } QfDequantizeParams;
 
-/* k and v, arrays of `dtype`, to what `kv` describes: QF_KV_KEPT, of which every array is written. precision is QF_INT8
- * (kv.v is not written: v is kept as it is, and not read here) or QF_INT8_FP8. The other fields are those of
- * QfAttnParams. */
+/* Quantizes k and v, arrays of `dtype`, to the form that `kv` describes: QF_KV_KEPT, whose arrays are all written.
+ * precision is QF_INT8 (v stays unquantized: it is not read, and kv.v is not written) or QF_INT8_FP8. The other fields
+ * are those of QfAttnParams. */
 typedef struct QfQuantizeKvParams {
   int32_t struct_bytes, dtype, precision;
   int32_t batch, k_len, kv_heads, head_dim;
@@ -83,11 +83,11 @@ typedef struct QfQuantizeKvParams {
   QfKv kv;
 } QfQuantizeKvParams;
 
-/* New tokens of k and v, arrays of `dtype`, into the pages that `kv` describes (QF_KV_PAGES, QF_KV_PAGES_INT8). kv_lens
- * counts them already: of sequence b's n new tokens, token t becomes token kv_lens[b] - n + t, and rope rotates k by
- * that position, or by rope.positions_k. n is k_len, or packed cu_seqlens_k[b + 1] - cu_seqlens_k[b]. A sequence of
- * which a new token would fall below 0, past the table or into a page outside 0 .. pages - 1 is refused on the CPU; on
- * a GPU such tokens are not written. Nothing else of the pages is touched. */
+/* Writes new tokens of k and v, arrays of `dtype`, to the pages that `kv` describes (QF_KV_PAGES, QF_KV_PAGES_INT8).
+ * kv_lens already includes them: of sequence b's n new tokens, token t becomes token kv_lens[b] - n + t, and rope
+ * rotates k by that position, or by rope.positions_k. n is k_len, or packed cu_seqlens_k[b + 1] - cu_seqlens_k[b]. A
+ * sequence with a new token below 0, past the table or in a page outside 0 .. pages - 1 is rejected on the CPU; on a
+ * GPU such tokens are not written. Nothing else in the pages is written. */
 typedef struct QfKvWriteParams {
   int32_t struct_bytes, dtype;
   int32_t batch, k_len, kv_heads, head_dim; /* packed: k_len is a bound */
@@ -106,41 +106,43 @@ enum QfActivation {
   QF_GELU = 1,      /* h (1 + erf(h / sqrt(2))) / 2 */
   QF_GELU_TANH = 2, /* h (1 + tanh(sqrt(2 / pi) (h + 0.044715 h^3))) / 2 */
   QF_SILU = 3,      /* h / (1 + exp(-h)) */
-  QF_SWIGLU = 4     /* silu(h) u, where u is the product with `up` as h is that with w */
+  QF_SWIGLU = 4     /* silu(h) u, where u is computed from `up` as h is from w */
 };
 
 /* A linear layer: out <- activation(h) + residual with h[i, j] = x_scale[i] w_scale[j] sum_k x[i, k] w[k, j] + bias[j].
- * Sums are float32, of integers exact in int32 (then k is at most 131071). Scales are for integers alone. */
+ * Accumulators are float32; for integers they are int32 and exact (then k is at most 131071). Only integers have
+ * scales. */
 typedef struct QfLinearParams {
   int32_t struct_bytes;
   int32_t dtype;      /* of x, w and up: QF_F32, QF_F16, QF_BF16 or QF_I8 */
   int32_t out_dtype;  /* of out, residual, pre and pre_up: `dtype` or QF_F32. Integers: QF_F32, QF_F16, QF_BF16, or
-                         QF_I32 where nothing but the sums is wanted */
+                         QF_I32 if only the accumulators are wanted */
   int32_t bias_dtype; /* of bias and up_bias: QF_F32, or the 16-bit type of x or out */
   int32_t activation; /* QfActivation */
   int32_t num_threads;
   int64_t m, n, k;
-  const void *x, *w, *up;                    /* [m, k]; [k, n]; [k, n], QF_SWIGLU alone */
-  int64_t x_stride_m, x_stride_k;            /* one of them is 1; of integers x_stride_k is */
+  const void *x, *w, *up;                    /* [m, k]; [k, n]; [k, n], only QF_SWIGLU */
+  int64_t x_stride_m, x_stride_k;            /* one of them is 1; for integers, x_stride_k is */
   int64_t w_stride_k, w_stride_n;            /* one of them is 1 */
-  int64_t up_stride_k, up_stride_n;          /* the one that is 1 in w is 1 here */
+  int64_t up_stride_k, up_stride_n;          /* the same one is 1 as for w */
   const float *x_scale, *w_scale, *up_scale; /* NULL: 1 */
-  int64_t x_scale_stride;                    /* 0: one scale for all rows; 1: one each */
-  int64_t w_scale_stride, up_scale_stride;   /* likewise of columns */
+  int64_t x_scale_stride;                    /* 0: one scale for all rows; 1: one per row */
+  int64_t w_scale_stride, up_scale_stride;   /* likewise for columns */
   const void *bias, *up_bias;                /* [n]; NULL: 0 */
   const void* residual;                      /* [m, n], n contiguous; NULL: 0 */
   int64_t residual_stride_m;
   void* out; /* [m, n], n contiguous */
   int64_t out_stride_m;
-  void *pre, *pre_up; /* [m, n] contiguous: h and u, which the backward pass wants; NULL: not wanted */
+  void *pre, *pre_up; /* [m, n] contiguous: h and u, which the backward pass needs; NULL: not wanted */
   void* workspace;
   int64_t workspace_bytes;
 } QfLinearParams;
 
-/* Gradients of it, x and w of `dtype` QF_F32, QF_F16 or QF_BF16. With dh = dout activation'(pre), in `dtype`,
+/* Gradients of a linear layer, x and w of `dtype` QF_F32, QF_F16 or QF_BF16. With dh = dout activation'(pre), in
+ * `dtype`,
  *   dx = dh w^T,   dw = x^T dh,   dbias = the sums of dh's columns,   dresidual = dout.
  * QF_SWIGLU: dh = dout u silu'(h) and du = dout silu(h); dx = dh w^T + du up^T, dup = x^T du, dup_bias likewise.
- * Sums are taken in an order that the shape and the device decide. */
+ * The order of summation depends on the shape and the device. */
 typedef struct QfLinearBwdParams {
   int32_t struct_bytes, dtype, bias_dtype, activation; /* as in QfLinearParams */
   int32_t num_threads, reserved;
@@ -153,8 +155,8 @@ typedef struct QfLinearBwdParams {
   int64_t workspace_bytes;
 } QfLinearBwdParams;
 
-/* Attention on some keys (a) and on others (b) to attention on both: out <- a exp(a_lse - lse) + b exp(b_lse - lse)
- * with lse <- log(exp(a_lse) + exp(b_lse)). A row of lse -inf takes no part. Packed tensors are a batch of one. */
+/* Merges attention over some keys (a) and over others (b): out <- a exp(a_lse - lse) + b exp(b_lse - lse) with
+ * lse <- log(exp(a_lse) + exp(b_lse)). A row with lse -inf does not contribute. Packed tensors are a batch of one. */
 typedef struct QfMergeParams {
   int32_t struct_bytes;
   int32_t dtype, b_dtype; /* QfDtype of a and out; of b */
@@ -168,16 +170,16 @@ typedef struct QfMergeParams {
 } QfMergeParams;
 
 /* out <- x with every head of a token rotated by the token's position; with `inverse` rotated back, which is the
- * gradient of that. Token t of sequence b stands at positions[b, t] where these are given, else where rope.positions_k
- * says, else at t. A position outside the table is refused on the CPU; on a GPU the channels it rotates become NaN.
- * Packed tensors are a batch of one. */
+ * gradient of the rotation. The position of token t of sequence b is positions[b, t] if these are given, else that of
+ * rope.positions_k if given, else t. A position outside the table is rejected on the CPU; on a GPU the channels it
+ * rotates become NaN. Packed tensors are a batch of one. */
 typedef struct QfRopeParams {
   int32_t struct_bytes, dtype;
   int32_t batch, length, heads, head_dim;
   int32_t inverse, num_threads;
   QfTensor x, out;
   const int32_t* positions;   /* [batch, length]; NULL: none */
-  int64_t stride_positions_b; /* 0: one row serves the whole batch */
+  int64_t stride_positions_b; /* 0: one row applies to the whole batch */
   QfRope rope;
 } QfRopeParams;
 
@@ -203,7 +205,7 @@ typedef struct QfCrossEntropyParams {
   int64_t rows, columns;
   const void* logits;
   int64_t logits_stride;
-  const int32_t* targets; /* [rows]; ignore_index, or 0 .. columns-1 (else: the loss is NaN, on the CPU a refusal) */
+  const int32_t* targets; /* [rows]; ignore_index, or 0 .. columns-1 (else the loss is NaN; on the CPU, an error) */
   int32_t ignore_index;
   float label_smoothing;
   float* losses; /* [rows] */
@@ -227,14 +229,14 @@ typedef struct QfSoftmaxBwdParams {
 /* Gradients of layer_norm. With z = (x - mean) rstd and g = dout * weight
  *   dx = rstd (g - rowmean(g) - z rowmean(g z)) + dmean / columns - z drstd rstd^2 / columns
  *   dweight = sum over rows of dout z,   dbias = sum over rows of dout
- * The sums over rows are taken in an order that depends on the shape alone. */
+ * The order of the sums over rows depends only on the shape. */
 typedef struct QfLayerNormBwdParams {
   int32_t struct_bytes, dtype;
   int64_t rows, columns;
   const void *x, *dout; /* [rows, columns], columns contiguous */
   int64_t x_stride, dout_stride;
   const void* weight;         /* [columns] in dtype; NULL: 1 */
-  const float *mean, *rstd;   /* [rows], as the forward pass gave them */
+  const float *mean, *rstd;   /* [rows], as returned by the forward pass */
   const float *dmean, *drstd; /* [rows]: gradients of these; NULL: zero */
   void* dx;
   int64_t dx_stride;
@@ -246,14 +248,15 @@ typedef struct QfLayerNormBwdParams {
 } QfLayerNormBwdParams;
 
 /* dlogits[i] <- (w_i + dlse[i]) softmax(logits[i]) - w_i ((1 - label_smoothing) [j = targets[i]] + label_smoothing /
- * columns). w_i is dlosses[i] and dtotal, which `mean` divides by the number of rows not ignored; 0 where row i is. */
+ * columns). w_i is dlosses[i] plus dtotal, which `mean` divides by the number of rows not ignored; 0 if row i is
+ * ignored. */
 typedef struct QfCrossEntropyBwdParams {
   int32_t struct_bytes, dtype;
   int64_t rows, columns;
   const void* logits;
   int64_t logits_stride;
-  const int32_t* targets;     /* as in QfCrossEntropyParams; a bad one makes its row NaN, on the CPU it is refused */
-  const float* lse;           /* [rows], as the forward pass gave it */
+  const int32_t* targets;     /* as in QfCrossEntropyParams; an invalid one makes its row NaN, on the CPU an error */
+  const float* lse;           /* [rows], as returned by the forward pass */
   const float* dlosses;       /* [rows] */
   const float *dlse, *dtotal; /* [rows]; [1]; NULL: zero */
   void* dlogits;

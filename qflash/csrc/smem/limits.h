@@ -1,9 +1,9 @@
-// How much shared memory an architecture lends. Configurations of kernels choose tiles by it, the host checks nothing.
+// Shared memory per block, by architecture. Kernel configurations choose tiles that fit; the host does not check them.
 #pragma once
 
 namespace qf {
 
-// Bytes a block may opt into, for a compute capability times ten.
+// Bytes a block may opt in to. arch: compute capability times ten.
 constexpr int shared_limit(int arch) {
   return 1024 * (arch == 75                 ? 64
                  : arch == 86 || arch == 89 ? 99

@@ -37,7 +37,7 @@ void check_status(int status) {
   std::exit(kCudaFailed);
 }
 
-// Device memory full of NaN, so that a value nobody wrote shows.
+// Device memory filled with NaN, so that a value that was never written shows.
 void* poisoned(int64_t bytes) {
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes > 0 ? bytes : 1), "allocating device memory");

@@ -54,7 +54,7 @@ inline bool parse_count(const char* name, const char* text, int least, int* resu
   return true;
 }
 
-// False, after saying why, when a flag is unknown or its value is not allowed.
+// False, after printing the reason, if a flag is unknown or its value is not allowed.
 inline bool parse(int count, char** arguments, Options* o) {
   const struct {
     const char* name;

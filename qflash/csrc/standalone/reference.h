@@ -1,4 +1,4 @@
-// What the CPU engine makes of a problem, kept in .cache/ between runs, and how a kernel's result is held against it.
+// The CPU engine's result for a problem, kept in .cache/ between runs, and the comparison of a kernel's result with it.
 #pragma once
 
 #include <sys/stat.h>
@@ -35,7 +35,7 @@ inline uint64_t checksum(const Reference& r) {
   return sum;
 }
 
-// True when the file is whole: a run that was interrupted while writing leaves one that is not.
+// True if the file is complete: a run that was interrupted while writing leaves an incomplete one.
 inline bool read_reference(const std::string& path, Reference* r) {
   std::FILE* file = std::fopen(path.c_str(), "rb");
   if (!file) return false;
@@ -47,7 +47,7 @@ inline bool read_reference(const std::string& path, Reference* r) {
   return complete && sum == checksum(*r);
 }
 
-// A cache that cannot be written costs time and nothing else.
+// A cache that cannot be written only costs time.
 inline void write_reference(const std::string& path, const Reference& r) {
   mkdir(".cache", 0777);
   std::FILE* file = std::fopen(path.c_str(), "wb");
@@ -59,7 +59,7 @@ inline void write_reference(const std::string& path, const Reference& r) {
   std::fclose(file);
 }
 
-// The engine computes in float32 on the values the kernel gets, already rounded to its type.
+// The engine computes in float32 on the kernel's inputs, which are already rounded to its type.
 inline int compute_reference(const Options& o, const Inputs& in, Reference* r) {
   std::vector<float> wide[3];
   const std::vector<Element>* narrow_arrays[] = {&in.q, &in.k, &in.v};
@@ -85,7 +85,7 @@ inline int get_reference(const Options& o, const Inputs& in, Reference* r) {
   return QF_OK;
 }
 
-// |got - wanted| / |wanted| over the whole array; NaN where one of them is.
+// |got - wanted| / |wanted| over the whole array; NaN if an element is.
 template <class Got>
 double relative_l2(const std::vector<float>& wanted, Got got) {
   double error = 0, size = 0;
@@ -104,7 +104,7 @@ inline double out_bound(const Options& o, int precision, const Reference& r) {
   return o.random ? 2 * relative_l2(r.out, [&](size_t i) { return widen(narrow(r.out[i])); }) : kUnit;
 }
 
-// What quantization may move a score by: 8e-3 of |scale| (max|q| sum|k| + max|k| sum|q|), of the largest row.
+// By how much quantization may change a score: 8e-3 of |scale| (max|q| sum|k| + max|k| sum|q|), of the largest row.
 inline double int8_lse_slack(const Options& o, const Inputs& in) {
   double most[2] = {0, 0}, most_sum[2] = {0, 0};
   const std::vector<Element>* arrays[] = {&in.q, &in.k};
@@ -121,7 +121,7 @@ inline double int8_lse_slack(const Options& o, const Inputs& in) {
   return 8e-3 / std::sqrt(double(o.head_dim)) * (most[0] * most_sum[1] + most[1] * most_sum[0]);
 }
 
-// Prints the figures; true when out and lse are within the contract.
+// Prints the figures; true if out and lse are within the contract.
 inline bool agrees(const Options& o, int precision, const Inputs& in, const Reference& r,
                    const std::vector<Element>& out, const std::vector<float>& lse) {
   const double error = relative_l2(r.out, [&](size_t i) { return widen(out[i]); });

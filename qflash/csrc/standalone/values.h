@@ -41,14 +41,14 @@ inline uint64_t mix(uint64_t x) {  // splitmix64
   return x ^ (x >> 31);
 }
 
-// Value `index` of a normal sequence named by `seed`: the same on every machine, whatever is asked for first.
+// Value `index` of the normal sequence of `seed`: the same on every machine, in any order of evaluation.
 inline float normal(uint64_t seed, uint64_t index) {
   const uint64_t bits = mix(mix(seed) + index);
   const double u = (double(bits >> 40) + 1) / (1 << 24), turn = double(bits & 0xffffff) / (1 << 24);
   return float(std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586 * turn));
 }
 
-// `count` elements: ones, or the normal sequence of `which` array. On all cores: tens of millions take seconds on one.
+// `count` elements: ones, or the normal sequence of array `which`. On all cores: tens of millions take seconds on one.
 inline std::vector<Element> make_values(const Options& o, int which, int64_t count) {
   std::vector<Element> values(count);
   const uint64_t seed = uint64_t(o.seed) * 8 + which;
@@ -80,7 +80,7 @@ inline QfTensor tensor(const void* data, int length, int heads, int head_dim) {
   return {const_cast<void*>(data), length * row, row, head_dim};
 }
 
-// The struct every engine takes, for contiguous arrays at the given addresses.
+// The struct that every engine takes, for contiguous arrays at the given addresses.
 inline QfAttnParams make_params(const Options& o, int dtype, int precision, const void* q, const void* k, const void* v,
                                 void* out, float* lse) {
   QfAttnParams p{};

@@ -41,7 +41,7 @@ void cluster_wait() {
   own.arrived = false;
 }
 
-// What stands in the place of s_pointer in another block.
+// The address that corresponds to s_pointer in another block.
 static char* peer(const void* s_pointer, int rank) {
   if (rank < 0 || rank >= cluster_blocks) fail("its cluster has no block " + std::to_string(rank));
   if (block_is_done(rank)) fail("it reaches into block " + std::to_string(rank) + " of its cluster, which has ended");

@@ -42,7 +42,7 @@ void perform(const BoxCopy& copy) {
   complete_if_due(*copy.barrier);
 }
 
-// At once, or later: the schedule's seed says.
+// Performs the copy at once, or later: the schedule's seed decides.
 static void start(const BoxCopy& copy, uint64_t* s_barrier) {
   const size_t bytes = size_t(copy.map.rows) * copy.map.row_bytes;
   if (hopper.unfenced.count(s_barrier)) fail("no fence (fence_mbarrier_init) since the mbarrier " + at_byte(s_barrier));

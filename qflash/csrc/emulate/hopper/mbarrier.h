@@ -1,4 +1,4 @@
-// mbarrier: barriers that count arrivals and bytes. A wait names the parity of the phase that is to complete.
+// mbarrier: barriers that count arrivals and bytes. A wait specifies the parity of the phase that must complete.
 #pragma once
 
 #include "emulate/hopper/state.h"

@@ -10,7 +10,8 @@
 
 namespace emulate {
 
-// [lines][k] of a product from a descriptor; transposed: lines run along k in shared memory, panels one after another.
+// Reads an operand as [lines][k] by its descriptor. transposed: each row in shared memory has one k of all lines of a
+// panel, and panels are consecutive.
 static void read_matrix(float (*to)[32], int lines, uint64_t descriptor, bool transposed, const Product& product,
                         const char* s_block) {
   const unsigned start = descriptor << 4 & 0x3fff0, panels = descriptor >> 12 & 0x3fff0,
@@ -39,7 +40,7 @@ static void read_matrix(float (*to)[32], int lines, uint64_t descriptor, bool tr
 static Held& held_by(int thread, float* sums) {
   for (Held& held : hopper.threads[thread].held)
     if (held.sums == sums) return held;
-  abort();  // start_product() has seen to it
+  abort();  // unreachable: start_product() has added it
 }
 
 typedef float Lanes __attribute__((vector_size(16)));

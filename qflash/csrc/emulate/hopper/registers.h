@@ -1,4 +1,4 @@
-// setmaxnreg: registers change hands once, and warps of a warpgroup ask for the same.
+// setmaxnreg: registers are reassigned once, and warps of a warpgroup request the same number.
 #pragma once
 
 namespace emulate {

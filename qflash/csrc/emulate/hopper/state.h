@@ -1,4 +1,4 @@
-// What a block of Hopper has beside threads and memory: barriers, copies in flight, products of warpgroups.
+// The state of a Hopper block in addition to threads and memory: barriers, copies in flight, wgmmas of warpgroups.
 #pragma once
 
 #include <cstring>
@@ -12,7 +12,7 @@
 
 namespace emulate {
 
-// Of the cluster's shared memory, and of its block's: a shared address.
+// A pointer's offset in the cluster's shared memory, and in its block's: a shared address.
 inline unsigned cluster_offset(const void* s_pointer) {
   return unsigned(static_cast<const char*>(s_pointer) - reinterpret_cast<const char*>(s_memory));
 }
@@ -22,7 +22,7 @@ inline char* shared_memory(int rank) { return reinterpret_cast<char*>(s_memory) 
 inline int rank_of(const void* s_pointer) { return int(cluster_offset(s_pointer) / kSharedWindow); }
 std::string at_byte(const void* s_pointer);
 
-// A tensor as cuTensorMapEncodeTiled describes it: dimensions from the inside out.
+// A tensor as cuTensorMapEncodeTiled describes it: dimensions innermost first.
 struct TensorMap {
   const char* base;  // nullptr: nothing was encoded
   int64_t size[4], stride[4];
@@ -30,7 +30,7 @@ struct TensorMap {
 };
 
 struct MbarrierState {
-  int32_t bytes;  // still to come in this phase
+  int32_t bytes;  // still to arrive in this phase
   uint16_t pending;
   uint16_t arrivals : 15, parity : 1;
 };
@@ -41,10 +41,10 @@ struct BoxCopy {
   TensorMap map;
   int at[4];
   MbarrierState* barrier;
-  const void* run = nullptr;  // not a box: map.row_bytes bytes from here, as they lie
+  const void* run = nullptr;  // not a box: map.row_bytes contiguous bytes from here
 };
 
-// A box on its way to global memory.
+// A box in flight to global memory.
 struct BoxStore {
   const char* s_from;
   TensorMap map;
@@ -53,10 +53,10 @@ struct BoxStore {
   unsigned group;  // of that thread
 };
 
-// One wgmma of a warpgroup: what its threads must agree on, and what each of them brings.
+// One wgmma of a warpgroup: what its threads must agree on, and what each of them provides.
 struct Product {
   int n, element_bytes;
-  bool integers, transposed, add;  // integers: the sums are
+  bool integers, transposed, add;  // integers: of the accumulators
   uint64_t a, b;
   float (*convert)(uint16_t);
   bool a_transposed = false;
@@ -70,7 +70,7 @@ struct Product {
   } of[128];
 };
 
-// Products that were committed together.
+// wgmmas that were committed together.
 struct Group {
   unsigned end;                           // the product after its last
   bool early;                             // computed once committed
@@ -82,13 +82,13 @@ struct Warpgroup {
   std::deque<Product> products;
   unsigned first_product = 0;  // products[0], counted from the beginning
   std::vector<Group> groups;
-  std::vector<std::pair<int, int>> waits;  // how many groups may be under way, how many threads have come
+  std::vector<std::pair<int, int>> waits;  // how many groups may be pending, how many threads have arrived
   unsigned computed = 0, waited = 0;       // products
   size_t next = 0;                         // the first group that is not computed
-  int registers = 0, traded = 0;           // of a thread; threads that said so
+  int registers = 0, traded = 0;           // per thread; threads that have requested them
 };
 
-// Sums of one thread, from the first product that adds to them to the wait for the last.
+// Accumulators of one thread, from the first wgmma that adds to them to the wait for the last.
 struct Held {
   float* sums;
   int count;
@@ -98,31 +98,31 @@ struct Held {
 
 // What one thread has started, committed and waited for.
 struct ThreadProducts {
-  unsigned products = 0, groups = 0, waits = 0;  // passed
+  unsigned products = 0, groups = 0, waits = 0;  // so far
   unsigned done = 0;                             // products waited for
   bool fenced = false;
   int copy = 0;  // of the code that starts products
   std::vector<Held> held;
 };
 
-constexpr uint32_t kTaken = 0x7fc0dead;  // sums that belong to the tensor cores
+constexpr uint32_t kTaken = 0x7fc0dead;  // accumulators that the tensor cores own
 
-// How one thread stands with what it has the copy engine store, and with its cluster.
+// The state of one thread's TMA stores, and of its arrival at the cluster's barrier.
 struct ThreadState {
   unsigned store_groups = 0;  // committed
   unsigned generation = 0;    // of the cluster's barrier, when it arrived there
   bool arrived = false;
 };
 
-// Where all threads of a cluster meet.
+// The barrier of all threads of a cluster.
 struct ClusterBarrier {
   int arrived = 0;
   unsigned generation = 0;
   uint64_t last = 0, completed = 0;  // in the time of trace.h
 };
 
-// Shared memory as the copy engine and wgmma see it: without what threads wrote and did not fence since. A fence counts
-// for all that any thread wrote before the next access: more than a GPU promises, but a fence that is left out shows.
+// Shared memory as TMA and wgmma see it: without what threads wrote and have not fenced since. A fence applies to all
+// that any thread wrote before the next access: more than a GPU guarantees, but a missing fence shows.
 struct AsyncMemory {
   alignas(1024) char bytes[kMostClusterBlocks * kSharedWindow];
   bool fenced;  // since the last access
@@ -142,11 +142,11 @@ extern AsyncMemory async_memory;
 
 struct Hopper : Extension {
   std::set<const void*> barriers;  // that were initialised
-  std::set<const void*> unfenced;  // of those, the ones that the copy engine does not know of yet
+  std::set<const void*> unfenced;  // of those, the ones that TMA does not see yet
   std::vector<BoxCopy> in_flight;
   std::vector<BoxStore> stores;  // that have not been read from shared memory yet
   ClusterBarrier cluster;
-  // In the time of trace.h: the latest arrival of a barrier's phase and of the one before, and when units are free.
+  // In the time of trace.h: the latest arrival of a barrier's phase and of the previous one, and when units are free.
   struct BarrierTimes {
     uint64_t arrival = 0, completed = 0;
   };
@@ -162,7 +162,7 @@ struct Hopper : Extension {
 };
 extern Hopper hopper;
 
-// For whatever a thread does that only Hopper can: the block's state of it begins with the first.
+// Everything that only Hopper can do calls these: the first call of a block initialises its state.
 Hopper& used_hopper();
 Warpgroup& own_warpgroup();
 ThreadProducts& own_products();

@@ -16,7 +16,7 @@ void perform(const BoxStore& store) {
     complain("a store reads what a thread wrote, without a fence between (fence_proxy_async), " +
              at_byte(store.s_from));
   const char* const bytes = async_memory.bytes + rank_of(store.s_from) * kSharedWindow;
-  // As an H200 does: the last 16 bytes of a row are written whole, also where the tensor ends within them.
+  // As on an H200: the last 16 bytes of a row are written completely, even if the tensor ends within them.
   const int64_t size0 = (map.size[0] * map.stride[0] + 15) / 16 * 16 / map.stride[0];
   for (int row = 0; row < map.rows; ++row)
     for (int i = 0; i < map.row_bytes / map.stride[0]; ++i) {

@@ -43,7 +43,7 @@ void wgmma_fence() { own_products().fenced = true; }
 
 void wgmma_copy(int copy) { own_products().copy = copy; }
 
-// When the tensor cores are through with a group, after all that was committed before it.
+// Sets when the tensor cores finish a group, after all that was committed before it.
 static void time_products(const Warpgroup& group, Group& mine) {
   uint64_t duration = 0;
   for (unsigned i = group.computed; i < mine.end; ++i)
@@ -79,7 +79,7 @@ void wgmma_wait(int pending) {
   if (group.waits[index].first != pending) fail("threads of a warpgroup wait for different products");
   const int done = int(own.groups) - pending;
   const unsigned end = done > 0 ? group.groups[done - 1].end : 0;
-  if (++group.waits[index].second == 128) {  // all have looked at what the wait before was for
+  if (++group.waits[index].second == 128) {  // all threads are done with the products of the previous wait
     for (; group.first_product < group.waited; ++group.first_product) group.products.pop_front();
     group.waited = end;
   }

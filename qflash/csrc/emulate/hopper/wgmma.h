@@ -1,7 +1,7 @@
-// wgmma: products of a warpgroup that run by themselves. They are computed when their group is committed, or when no
-// thread can go on without: the schedule's seed says. Sums read as NaN until they are waited for; to write to them, or
-// to A in registers, is an error meanwhile. The warps of a warpgroup must start, commit and wait for the same products
-// in the same order.
+// wgmma: asynchronous MMAs of a warpgroup. They are computed when their group is committed, or when no thread can go on
+// without them: the schedule's seed decides. Accumulators read as NaN until they are waited for; to write to them, or
+// to A in registers, is an error meanwhile. The warps of a warpgroup must start, commit and wait for the same wgmmas in
+// the same order.
 #pragma once
 
 #include "emulate/hopper/state.h"

@@ -1,8 +1,8 @@
 // dequantize: out <- scale * (value - zero_point) + mean, each step rounded to float32, saturated there, and the result
 // rounded to out's type.
 //
-// Dealt out as quant/layout.cuh says, with kHeld tokens as a unit: a thread takes eight channels of each,
-// and walks along tokens that are wider than its block.
+// The work is distributed as in quant/layout.cuh, with kHeld tokens as a unit: a thread takes eight channels of each,
+// and iterates along tokens that are wider than its block.
 // Bound: memory, one byte read and one element written per value; 8-byte loads, 16-byte stores.
 #pragma once
 
@@ -108,7 +108,7 @@ struct DequantizeGrid {
   int64_t blocks;
 };
 
-// Host side. QF_UNSUPPORTED: more tokens times heads, or more blocks, than 31 bits count.
+// Host side. QF_UNSUPPORTED: the number of tokens times heads, or of blocks, does not fit in 31 bits.
 inline int find_grid(const QfDequantizeParams& p, DequantizeGrid& grid) {
   Layout& layout = grid.layout;
   layout = Layout{};

@@ -8,7 +8,7 @@ namespace kv_write {
 
 using Element = ElementOf<QF_DTYPE>::Type;
 
-// Griddepcontrol came with Hopper; code for an older architecture does not wait, so its launches must not overlap.
+// griddepcontrol needs Hopper; code for older architectures does not wait, so its launches must not overlap.
 constexpr bool kOverlaps = QF_ARCH >= 90;
 
 }  // namespace kv_write

@@ -1,16 +1,16 @@
-// New tokens of k and v into the pages of a cache: rotated, quantized where the pages are int8, stored. One launch,
-// defined to the bit by qflash/reference/kv_write.py.
+// Writes new tokens of k and v to the pages of a cache: rotated, and quantized if the pages are int8. One launch,
+// defined bit for bit by qflash/reference/kv_write.py.
 //
 //   load | find the sequence, the page, the slot | k: rotate | int8: k less its mean, Hadamard; scale, integers | store
 //
-// A thread has eight channels of one head of a token from the load to the store (deal.h). There is no shared memory:
+// A thread keeps eight channels of one head of a token from the load to the store (deal.h). There is no shared memory:
 // two lanes share the sixteen channels of a Hadamard matrix, and a token's largest magnitude is a maximum over its
-// lanes, both by shuffles. A token without a place (place.cuh) is not written, and nothing but new tokens is.
+// lanes, both by shuffles. A token without a place (place.cuh) is not written, and nothing except new tokens is.
 //
-// Bound: latency, of which fetching code that no launch before has left in a cache is a part: int8 pages with sixteen
-// channels a thread were twice the code, and 1.6 us slower than pages of 16 bits. Where tokens are padded two loads
-// follow one another, the length, then page and cosines together, and the store follows these; what k and v hold is on
-// its way meanwhile.
+// Bound: latency, part of which is fetching code that no previous launch has left in a cache: with sixteen channels per
+// thread, int8 pages were twice the code, and 1.6 us slower than pages of 16 bits. For padded tokens, two loads are
+// dependent, first the length, then page and cosines together, and the store depends on these; the loads of k and v are
+// in flight meanwhile.
 #pragma once
 
 #include "kernels/kv_write/kv_write/place.cuh"
@@ -58,7 +58,7 @@ __device__ __forceinline__ Stored* slot_of(const QfTensor& pool, const Place& pl
   return static_cast<Stored*>(pool.data) + place.page * pool.stride_b + place.slot * pool.stride_t + h * pool.stride_h;
 }
 
-// Channels d .. d+7 of a key, rotated; those that the rope leaves alone keep their bits.
+// Rotates channels d .. d+7 of a key; channels that the rope does not rotate keep their bits.
 template <class Element, bool kVectors>
 __device__ __forceinline__ void rotate_key(float (&x)[8], const QfRope& rope, const Element* g_row, int d, int head_dim,
                                            int64_t position, bool table_vectors) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store8(Element* g_row, int d, int head_dim, cons
   }
 }
 
-// Pages of the tokens' own dtype: what is not rotated is copied, bit by bit.
+// Pages of the tokens' own dtype: what is not rotated is copied bit for bit.
 template <class Element, bool kVectors>
 __device__ __forceinline__ void write_elements(const QfKvWriteParams& p, const Deal& deal) {
   const Share share(deal);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void write_elements(const QfKvWriteParams& p, const D
   store8<Element, kVectors>(g_slot, share.channel, p.head_dim, raw);
 }
 
-// Eight channels of sixteen, which this lane and its neighbour share, times the orthogonal Hadamard matrix.
+// Multiplies sixteen channels, eight in this lane and eight in its neighbour, by the orthogonal Hadamard matrix.
 __device__ __forceinline__ void mix(float (&x)[8], bool upper) {
   hadamard(x);
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ __forceinline__ void mix(float (&x)[8], bool upper) {
   }
 }
 
-// Eight bytes, of which head_dim, a multiple of sixteen, has all or none.
+// Stores eight bytes. head_dim is a multiple of sixteen, so all or none of them are inside it.
 template <bool kVectors>
 __device__ __forceinline__ void store_bytes(int8_t* g_row, int d, int head_dim, uint2 bytes) {
   if (d >= head_dim) return;
@@ -146,8 +146,8 @@ __device__ __forceinline__ void store_bytes(int8_t* g_row, int d, int head_dim, 
   }
 }
 
-// Pages of int8: a scale for each token and head. The matrix mixes values of v, too, and they are thrown away: a warp
-// whose lanes have both would else go through the code twice.
+// Pages of int8: a scale for each token and head. Values of v are multiplied by the matrix, too, and the results
+// discarded: otherwise a warp whose lanes have both k and v would execute the code twice.
 template <class Element, bool kVectors>
 __device__ __forceinline__ void write_integers(const QfKvWriteParams& p, const Deal& deal) {
   const Share share(deal);
@@ -181,7 +181,7 @@ __device__ __forceinline__ void write_integers(const QfKvWriteParams& p, const D
   const QfScales& scales = share.keys ? p.kv.k_scales : p.kv.v_scales;
   if (share.channel == 0)
     scales.scale[place.page * scales.stride_b + share.h * scales.stride_h + place.slot] = scale.scale;
-  uint2 bytes = {0, 0};  // zeros of a token that is not finite, which its scale tells
+  uint2 bytes = {0, 0};  // zeros for a nonfinite token, which its scale indicates
   if (key != kNotFinite) bytes = make_uint2(nearest4(x, scale.inverse), nearest4(x + 4, scale.inverse));
   store_bytes<kVectors>(slot_of<int8_t>(share.keys ? p.kv.k : p.kv.v, place, share.h), share.channel, p.head_dim,
                         bytes);

@@ -1,4 +1,4 @@
-// Where a new token goes: its sequence, its place in it, and the slot of the page that the table names.
+// Where a new token goes: its sequence, its position in it, and the slot of the page from the table.
 #pragma once
 
 #include "kernels/kv_write/kv_write/deal.h"
@@ -6,8 +6,8 @@
 namespace qf {
 namespace kv_write {
 
-// The sequence that packed row `row` belongs to, if any has it; 0 .. batch - 1 in any case. Collective: every lane of a
-// warp calls it with the same row. Each round looks at 32 offsets, so that 1024 sequences take two rounds.
+// The sequence that packed row `row` belongs to, if any; 0 .. batch - 1 in any case. Collective: every lane of a warp
+// calls it with the same row. Each round reads 32 offsets, so 1024 sequences take two rounds.
 __device__ __forceinline__ int search_sequence(const int32_t* g_cu_seqlens, int batch, int64_t row) {
   const int lane = threadIdx.x % 32;
   int first = 0, count = batch;  // it is among these
@@ -28,7 +28,7 @@ struct Token {
   int index, count;  // which of its sequence's new tokens, of how many
 };
 
-// `row`: of this thread. `first_row`: the least of its warp. Collective: every lane of a warp calls it.
+// `row`: of this thread. `first_row`: the lowest of its warp. Collective: every lane of a warp calls it.
 __device__ __forceinline__ Token token_of(const QfKvWriteParams& p, const Deal& deal, int64_t row, int64_t first_row) {
   if (!p.cu_seqlens_k) {
     const int b = int(deal.length(uint32_t(row)));
@@ -57,7 +57,7 @@ __device__ __forceinline__ Place place_of(const QfKvWriteParams& p, const Deal& 
   return {position, page < p.kv.pages ? page : -1, slot};
 }
 
-// Where rope finds the token: as k's rows are counted when packed, else as a sequence's tokens are.
+// The token's position for rope. positions_k is indexed by k's rows when packed, else by sequence and token.
 __device__ __forceinline__ int64_t rope_position(const QfKvWriteParams& p, const Token& token, const Place& place,
                                                  int64_t row) {
   if (!p.rope.positions_k) return place.position;

@@ -1,4 +1,5 @@
-// `merge`, specialised for -DQF_DTYPE (a QfDtype, of a and out) alone: any head_dim, any architecture.
+// `merge`, specialised for -DQF_DTYPE (a QfDtype, of a and out) and -DQF_ARCH (compute capability times ten): any
+// head_dim.
 #pragma once
 
 #include "common/elements.cuh"

@@ -1,7 +1,7 @@
-// merge: attention on some keys and on others to attention on both, row by row.
+// merge: combines attention over some keys and over others into attention over both, row by row.
 //
-// A thread has four channels of a row; neighbours have the next four, so that a warp reads whole lines. All threads of
-// a row find its weights from the two lse, which is less than to tell each other.
+// A thread has four channels of a row and its neighbour the next four, so that a warp reads whole cache lines. Every
+// thread of a row computes the weights from the two lse, which costs less than an exchange.
 // Bound: memory, three rows and three numbers for each result row; a short call is bound by its launch.
 #pragma once
 
@@ -13,13 +13,13 @@
 namespace qf {
 namespace merge {
 
-// Which tensors take four elements at a time.
+// Which tensors are accessed four elements at a time.
 struct Aligned {
   bool a, b, out;
 };
 
-// What a row and its counterpart are multiplied by, and their lse together. Both are weighed relative to the larger
-// lse, so that neither overflows; the larger one's weight is 1 even where it is infinite.
+// The factors of a row of a and of b, and their combined lse. Both are relative to the larger lse, so neither
+// overflows; before normalization, the larger one's is 1 even if that lse is infinite.
 struct RowWeights {
   float a, b, lse;
 
@@ -35,7 +35,7 @@ struct RowWeights {
   }
 };
 
-// A row of weight 0 is not multiplied, for it may hold anything.
+// A row of weight 0 is not multiplied, because it may hold anything.
 __device__ __forceinline__ void add_weighted(float (&sum)[4], const float4& x, float weight) {
   if (weight == 0.0f) return;
   sum[0] = fmaf(weight, x.x, sum[0]), sum[1] = fmaf(weight, x.y, sum[1]);

@@ -6,7 +6,7 @@ namespace {
 
 using namespace qf;
 
-// Do rows of it begin where four elements may be loaded at once, and have whole numbers of those?
+// Is every row aligned for loads of four elements, and its length a multiple of four?
 bool quads_aligned(const QfTensor& x, int head_dim, int element_bytes) {
   const bool address = reinterpret_cast<uintptr_t>(x.data) % (4 * element_bytes) == 0;
   return address && (x.stride_b | x.stride_t | x.stride_h | head_dim) % 4 == 0;
@@ -16,7 +16,7 @@ template <class ElementB>
 int run(const QfMergeParams& p, cudaStream_t stream) {
   const int64_t quads = (int64_t(p.head_dim) + 3) / 4, count = int64_t(p.batch) * p.length * p.heads * quads;
   if (count == 0) return QF_OK;
-  if (count > 0x7fffffff) return QF_UNSUPPORTED;  // 32 bits count them
+  if (count > 0x7fffffff) return QF_UNSUPPORTED;  // counted in 32 bits
   constexpr int kBytes = sizeof(merge::Element);
   const merge::Aligned aligned = {quads_aligned(p.a, p.head_dim, kBytes),
                                   quads_aligned(p.b, p.head_dim, sizeof(ElementB)),

@@ -1,16 +1,16 @@
-// The kernels that quantize: dealt out as quant/layout.cuh says, defined to the bit by docs/kernels/quantize.md.
+// The quantization kernels: distributed over threads by quant/layout.cuh, defined bit for bit by
+// docs/kernels/quantize.md.
 //
 //   qf_quantize_kernel<kFound>      load, rotate, smooth | scales of what the threads hold | round, store
 //
-// Scales that more tokens share (a tensor's, a long group's) take a pass of their own before that:
+// Scales that more tokens share (of a tensor, of a long group) need a separate pass before that:
 //
 //   qf_quantize_amplitude_kernel    load, rotate, smooth | maxima -> slots
 //   qf_quantize_kernel<kGiven>      load, rotate, smooth | scales of the slots | round, store
 //
 // Amplitudes are maxima of integers, so no order of threads or blocks can change them.
-// Registers: 64 floats of x and, while they are on their way, their raw bits: at most 128, two blocks per
-// multiprocessor with kHeld 16-byte loads in flight per thread. Bound: memory, one read of x and one byte written per
-// element.
+// Registers: 64 floats of x and, while loads are in flight, their raw bits: at most 128, two blocks per SM with kHeld
+// 16-byte loads in flight per thread. Bound: memory, one read of x and one byte written per element.
 #pragma once
 
 #include "ptx/tid.cuh"
@@ -18,11 +18,11 @@
 
 namespace qf {
 
-// What the first of two passes finds out about one scale's tokens; zeros to begin with.
+// The result of the first of two passes for the tokens of one scale; initially zeros.
 struct alignas(16) Slot {
   uint32_t key;           // symmetric: the largest token_key
   uint32_t above, below;  // asymmetric: bits of the largest x and of the largest -x, at least 0
-  uint32_t nonfinite;     // asymmetric: 1 when a token is not finite
+  uint32_t nonfinite;     // asymmetric: 1 if a token is nonfinite
 };
 
 __device__ __forceinline__ Scale scale_of(const Slot& slot, bool symmetric) {
@@ -38,7 +38,7 @@ enum class Scales { kFound, kGiven };
 
 }  // namespace qf
 
-// Slots, and with them every scale and zero point, to what an empty tensor has.
+// Sets slots, and with them every scale and zero point, to the values of an empty tensor.
 __global__ void __launch_bounds__(qf::kQuantizeThreads)
     qf_quantize_clear_kernel(const __grid_constant__ QfQuantizeParams p, qf::Slot* g_slots, int64_t slots) {
   const int64_t i = int64_t(blockIdx.x) * qf::kQuantizeThreads + threadIdx.x;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads)
   if (!p.symmetric) *p.zero_point = 0;
 }
 
-// Blocks take tile after tile, so that few of them meet at a tensor's one slot.
+// Blocks iterate over tiles, so that few of them contend for a tensor's only slot.
 template <class Element, qf::Unit kUnit, qf::Moves kMoves>
 __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
     qf_quantize_amplitude_kernel(const __grid_constant__ QfQuantizeParams p, const __grid_constant__ qf::Layout layout,
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
 
 namespace qf {
 
-// Integers of what a thread holds, stored and summed up.
+// Rounds what a thread holds, stores the integers and adds up their sums.
 template <bool kPlain, class Element, Unit kUnit, Moves kMoves, int kHeld>
 __device__ __forceinline__ void round_and_store(const Share<Element, kUnit, kMoves>& share, const float (&x)[kHeld][8],
                                                 const uint32_t (&keys)[kHeld], Scale scale, int piece,
@@ -155,9 +155,9 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, 2)
     share.keys_of(keys, largest, s_scratch);
   }
 
-  // Derived once more from the thread's index, so that no address is kept in a register while x is.
+  // Recomputed from the thread's index, so that no address occupies a register while x does.
   const Share<Element, kUnit, kMoves> share(p, layout, tokens, b, tile, fresh_tid());
-  // One scale for all that the thread holds, unless that is tokens with scales of their own.
+  // One scale for all that the thread holds, unless each of its tokens has its own.
   Scale scale;
   if (kScales == Scales::kGiven) {
     const int64_t index = share.inside > 0 ? share.scale_index(0) : 0;

@@ -1,8 +1,8 @@
-// What smoothing takes off: the mean of every channel over a sequence's finite tokens, always summed in the same order.
+// What smoothing subtracts: the mean of every channel over a sequence's finite tokens, always summed in the same order.
 //
-//   1 qf_quantize_sum_kernel   a team per (batch, chunk of kMeanChunk tokens, head) adds the chunk's tokens one after
-//                              another in float32
-//   2 qf_quantize_mean_kernel  a thread per (batch, head, channel) adds the chunks one after another in float64
+//   1 qf_quantize_sum_kernel   a team per (batch, chunk of kMeanChunk tokens, head) adds the chunk's tokens serially in
+//                              float32
+//   2 qf_quantize_mean_kernel  a thread per (batch, head, channel) adds the chunks serially in float64
 #pragma once
 
 #include "quant/layout.cuh"
@@ -19,12 +19,12 @@ struct ChunkSums {
   int chunks;
 };
 
-// Channels d .. d+7 of tokens begin .. end-1, at most kMeanChunk, but those in `skipped`. Returns those of the tokens
-// added that are not finite in these channels.
+// Sums channels d .. d+7 of tokens begin .. end-1, at most kMeanChunk, except those in `skipped`. Returns which of the
+// added tokens are nonfinite in these channels.
 template <class Element, Moves kMoves>
 __device__ __forceinline__ uint64_t sum_tokens(float (&sums)[8], const QfQuantizeParams& p, const Tokens& s, int b,
                                                int h, int begin, int end, int d, uint64_t skipped) {
-  // Tokens on their way; a rotated one brings partners, cosines and sines along.
+  // Tokens in flight; a rotated one also loads partners, cosines and sines.
   constexpr int kAhead = kMoves == Moves::kVectors ? 8 : kMoves == Moves::kRotated ? 4 : 1;
   constexpr bool kVectors = kMoves != Moves::kSingly;
   uint64_t nonfinite = 0;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(qf::kQuantizeThreads, kMoves == qf::Moves::kSi
   const int begin = int(chunk) * kMeanChunk, end = unit < layout.units ? min(begin + kMeanChunk, s.len) : begin;
   const int64_t row = (int64_t(b) * p.heads + h) * chunks.chunks + chunk;
 
-  // Most chunks hold finite numbers only. One that does not is summed again without the tokens that are not finite.
+  // Most chunks hold only finite numbers. One that does not is summed again without its nonfinite tokens.
   uint64_t skipped = 0;
   for (int round = 0; round < 2; ++round) {
     uint64_t nonfinite = 0;

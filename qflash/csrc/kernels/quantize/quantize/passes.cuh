@@ -1,4 +1,4 @@
-// Host side of quantization, as the library `quantize` and as a pass of others: fill a QfQuantizeParams, give it
+// Host side of quantization, for the library `quantize` and as a pass of others: fill a QfQuantizeParams, give it
 // quantize_workspace() bytes, run_quantize().
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace qf {
 
 constexpr int kQuantizeSharedBytes = kQuantizeThreads / 32 * kMostPlaces * 4;  // reduce_team's scratch
-constexpr int64_t kAmplitudeBlocks = 2048;  // enough for any GPU, few enough for one slot
+constexpr int64_t kAmplitudeBlocks = 2048;  // enough to fill any GPU, few enough to share one slot
 
 struct QuantizePasses {
   Unit unit;
@@ -37,9 +37,9 @@ inline QuantizePasses passes_of(const QfQuantizeParams& p) {
                                                                         : Moves::kVectors;
   l.group = per_tensor ? (p.length > 0 ? p.length : 1) : p.group;
   l.scales = int(ceil_of(p.length, l.group));
-  // A group is held whole where its tokens fit a block, however memory is read (a workspace must not depend on
-  // pointers); its threads are as few as can hold it.
-  const int places = passes.moves == Moves::kVectors ? kMostPlaces : kLeastPlaces;  // wide tokens apart
+  // A block holds a complete group if its tokens fit, however memory is read (a workspace must not depend on pointers);
+  // it uses as few threads as can hold the group.
+  const int places = passes.moves == Moves::kVectors ? kMostPlaces : kLeastPlaces;  // except for wide tokens
   const int64_t most = int64_t(kQuantizeThreads) / l.row_lanes * kLeastPlaces;
   passes.two_passes = per_tensor || (l.group > 1 && (wide || most < l.group));
   if (!passes.two_passes && l.group > 1)
@@ -72,14 +72,14 @@ inline int check_quantize(const QfQuantizeParams& p) {
   return QF_OK;
 }
 
-// The passes over x, for a unit of work and a way to read memory.
+// Launches the passes over x, for one kind of unit and of memory access.
 template <class Element, Unit kUnit, Moves kMoves, bool kLarge, class Launch>
 int launch_passes(const QfQuantizeParams& p, const QuantizePasses& passes, Slot* g_slots, Launch& launch) {
   const int64_t blocks = tiles_of(passes.outer, passes.layout, p.heads) * p.batch;
   if (!passes.two_passes)
     return launch(qf_quantize_kernel<Element, kUnit, kMoves, Scales::kFound>, blocks, p, passes.layout, g_slots);
   if constexpr (kUnit == Unit::kToken || !kLarge) {
-    return QF_UNSUPPORTED;  // tokens with scales of their own need no second pass
+    return QF_UNSUPPORTED;  // tokens with their own scales need no second pass
   } else {
     if (int status =
             launch(qf_quantize_clear_kernel, ceil_of(passes.slots, kQuantizeThreads), p, g_slots, passes.slots))
@@ -102,13 +102,13 @@ int launch_units(const QfQuantizeParams& p, const QuantizePasses& passes, Slot* 
   return QF_UNSUPPORTED;
 }
 
-// Bytes that run_quantize wants for shapes and words like these; pointers are not looked at.
+// Bytes that run_quantize needs for these shapes and options; pointers are ignored.
 inline int64_t quantize_workspace(const QfQuantizeParams& p) {
   return check_quantize(p) == QF_OK ? passes_of(p).workspace_bytes() : 0;
 }
 
-// Everything a call needs, in order, on one stream. Launches of 0 blocks are left out. kLarge: false leaves the kernels
-// for head_dim above kWide, and for scales of more tokens than a block holds, uncompiled.
+// All launches of a call, in order, on one stream. Launches of 0 blocks are skipped. kLarge = false: kernels for
+// head_dim above kWide, and for scales of more tokens than a block holds, are not compiled.
 template <class Element, bool kLarge = false>
 int run_quantize(const QfQuantizeParams& p, cudaStream_t stream) {
   if (const int status = check_quantize(p)) return status;

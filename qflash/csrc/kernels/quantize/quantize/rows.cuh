@@ -1,12 +1,12 @@
-// Rows of a matrix, each with a symmetric scale of its own and nothing else asked for: x of a linear layer in INT8.
+// Rows of a matrix, each with its own symmetric scale, without any other option: x of a linear layer in INT8.
 //
 //   qf_quantize_rows_kernel   a block per row: load all of it | largest magnitude | scale, round, store
 //
-// The integers and scales are those of qf_quantize_kernel, which serves everything else, to the bit.
-// Threads: as many as hold the row in kHeld places of eight channels each, 32 to 512. So each has kHeld independent
-// 16-byte loads in flight (float32: twice as many), and few are idle at a row's end whatever its length.
-// Registers: the row as it lies in memory, 4 for a place (float32: 8). It becomes floats after the barrier.
-// Shared memory: a word per warp, for the one exchange of the reduction.
+// The integers and scales equal those of qf_quantize_kernel, which serves all other calls, bit for bit.
+// Threads: as many as hold the row in kHeld places of eight channels each, 32 to 512. Each thus has kHeld independent
+// 16-byte loads in flight (float32: twice as many), and few are idle at the end of a row of any length.
+// Registers: the row's raw bits, 4 per place (float32: 8). They are converted to floats after the barrier.
+// Shared memory: a word per warp, for the single exchange of the reduction.
 // Bound: memory, one read of x and one byte written per element. Few rows: the latency of the launch, one load, two
 // warp reductions, a barrier.
 #pragma once
@@ -22,14 +22,14 @@ namespace qf {
 
 constexpr int kMostRowThreads = 512;
 constexpr int kFewPlaces = 4, kManyPlaces = 8;
-// Shorter rows leave the 32 blocks of a multiprocessor too few bytes in flight: qf_quantize_kernel holds several tokens
-// in a thread.
+// With shorter rows, the 32 blocks of an SM have too few bytes in flight: qf_quantize_kernel holds several tokens per
+// thread.
 constexpr int kShortestRow = 512;
 constexpr int kLongestRow = 8 * kManyPlaces * kMostRowThreads;
 
-// The largest of eight magnitudes, as an integer that is ordered as they are. 16-bit elements are compared as they are,
-// two to a word, shifted to the top without their signs. What lies below the upper one's 15 bits is not looked at in
-// the end, and cannot make a lesser one win.
+// The largest of eight magnitudes, as an integer in the same order. 16-bit elements are compared without conversion:
+// each of the two in a word is shifted to the top, without its sign. The bits below the top 15 are ignored in the end,
+// and cannot make a smaller magnitude win.
 __device__ __forceinline__ uint32_t largest_of(const Raw8<float>& raw) {
   float x[8];
   to_float8(x, raw);
@@ -47,7 +47,7 @@ __device__ __forceinline__ uint32_t largest_of(const Raw8<Element>& raw) {
   return largest;
 }
 
-// It as a magnitude in float32.
+// The result of largest_of as a magnitude in float32.
 template <class Element>
 __device__ __forceinline__ uint32_t float_magnitude(uint32_t largest) {
   if constexpr (sizeof(Element) == 4)
@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t value) {
 
 }  // namespace qf
 
-// Two resident blocks at least, so that one loads while another rounds; a long row of float32 leaves room for one.
+// At least two resident blocks, so that one loads while another rounds; long rows of float32 leave room for only one.
 template <class Element, int kHeld>
 __global__ void __launch_bounds__(qf::kMostRowThreads, kHeld * sizeof(Element) > 16 ? 1 : 2)
     qf_quantize_rows_kernel(const __grid_constant__ QfQuantizeParams p) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(qf::kMostRowThreads, kHeld * sizeof(Element) >
   wait_for_previous_grid();  // it wrote x, and may still read values and scales
   let_next_grid_start();     // which waits in turn before it reads what is written here
   const int64_t row = blockIdx.x;
-  // A warp's channels are neighbours, 8 * 32 of them in each place: constants that instructions add to one address.
+  // A warp's channels are contiguous, 8 * 32 per place: the places are at constant offsets from one address.
   const int first = 8 * int(threadIdx.x / 32 * 32 * kHeld + threadIdx.x % 32), left = p.head_dim - first;
   const Element* const g_x = static_cast<const Element*>(p.x.data) + row * p.x.stride_t + first;
   int8_t* const g_values = static_cast<int8_t*>(p.values.data) + row * p.values.stride_t + first;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(qf::kMostRowThreads, kHeld * sizeof(Element) >
 
 namespace qf {
 
-// Whether a call that check_quantize allows is one of these.
+// Whether run_rows serves a call that check_quantize accepts.
 inline bool is_rows(const QfQuantizeParams& p) {
   const bool matrix = p.batch == 1 && p.heads == 1 && !p.lens && !p.cu_seqlens;
   const bool plain = p.symmetric && p.rounding == QF_NEAREST && p.granularity == QF_PER_GROUP && p.group == 1;
@@ -115,7 +115,7 @@ inline bool is_rows(const QfQuantizeParams& p) {
          vectorises8(p.x, p.values, p.head_dim, p.dtype == QF_F32 ? 4 : 2);
 }
 
-// overlaps: the GPU lets a kernel start before the one in front of it is done.
+// overlaps: the kernel may start before the previous one is complete.
 template <class Element>
 int run_rows(const QfQuantizeParams& p, bool overlaps, cudaStream_t stream) {
   if (p.length == 0) return QF_OK;

@@ -9,11 +9,11 @@ namespace rope {
 using Element = ElementOf<QF_DTYPE>::Type;
 
 constexpr int kThreads = 128;
-constexpr int kResidentBlocks = 4;  // of a multiprocessor at least: some load while others store
-constexpr int kHeads = 4;           // of a thread, which has two granules of each under way
+constexpr int kResidentBlocks = 4;  // per SM at least: some load while others store
+constexpr int kHeads = 4;           // per thread, with two granules of each in flight
 constexpr int kVector = kGranule<Element>;
 
-// Griddepcontrol came with Hopper; code for an older architecture does not wait, so its launches must not overlap.
+// griddepcontrol needs Hopper; code for older architectures does not wait, so its launches must not overlap.
 constexpr bool kOverlaps = QF_ARCH >= 90;
 
 }  // namespace rope

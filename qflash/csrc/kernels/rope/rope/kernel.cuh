@@ -1,17 +1,18 @@
-// rope: every head of a token rotated by the token's position, or rotated back, which is the gradient of that.
+// rope: rotates every head of a token by the token's position, or rotates it back, which is the gradient of that.
 //
 //   a unit: n pairs of channels, in two pieces of n channels each; here n = 4
 //   half-split   x0 x1 x2 x3 . . . . y0 y1 y2 y3 . . . .    pieces of 4 pairs (x, y), rotary_dim / 2 apart
-//   interleaved  x0 y0 x1 y1 x2 y2 x3 y3 . . . . . . . .    pieces that follow one another, of 2 pairs each
-//   the rest     channels from rotary_dim on are copied, two pieces a unit
+//   interleaved  x0 y0 x1 y1 x2 y2 x3 y3 . . . . . . . .    adjacent pieces of 2 pairs each
+//   the rest     channels from rotary_dim on are copied, two pieces per unit
 //
-// A thread has the same unit of up to four heads of a token. So a pair is rotated by whoever loaded both of its
+// A thread has the same unit of up to four heads of a token. The thread that rotates a pair thus loads both of its
 // channels, x is read once, out is written once, and a thread reads its n cosines and sines once for all of its heads.
-// Pieces are granules of 16 bytes where strides, head_dim, rotary_dim and addresses allow it, else n = 1.
+// Pieces are granules of 16 bytes if strides, head_dim, rotary_dim and addresses allow it, else n = 1.
 //
-// Roles: neighbouring threads have neighbouring units, then neighbouring heads, so that a warp touches whole lines.
-// Registers: eight granules, the cosines, the sines. Shared memory: none. Pipeline: none inside a thread; all loads of
-// x are under way before the position is asked for, on which the tables wait. Bound: memory. See docs/kernels/rope.md.
+// Roles: neighbouring threads have neighbouring units, then neighbouring heads, so that a warp accesses whole cache
+// lines. Registers: eight granules, the cosines, the sines. Shared memory: none. Pipeline: none inside a thread; all
+// loads of x are issued before that of the position, on which the loads of the tables depend. Bound: memory. See
+// docs/kernels/rope.md.
 #pragma once
 
 #include "attn/rope.cuh"
@@ -22,12 +23,12 @@
 namespace qf {
 namespace rope {
 
-// How the work is dealt out: units of a head, of which the first are rotated; groups of heads.
+// How the work is distributed: units of a head, of which the first are rotated; groups of heads.
 struct Deal {
   unsigned rotated, units, groups, count;
 };
 
-// A piece as it lies in memory.
+// A piece as stored in memory.
 template <int kCount>
 struct Piece {
   using Type = Word4;
@@ -40,7 +41,7 @@ struct Piece<1> {
 __device__ __forceinline__ void load_piece(Word4& raw, const Element* g) { raw = ld_no_allocate(g); }
 __device__ __forceinline__ void load_piece(Element& raw, const Element* g) { raw = *g; }
 
-// What is rotated is read again soon, by attention: it stays in the caches.
+// Attention soon reads the rotated values again: they stay in the caches.
 __device__ __forceinline__ void store_piece(Element* g, const Word4& raw) { st_global(g, raw); }
 __device__ __forceinline__ void store_piece(Element* g, const Element& raw) { *g = raw; }
 
@@ -67,7 +68,7 @@ template <int kCount, bool kInterleaved>
 struct Share {
   int b, t, group;
   int pair;      // the first of the unit; < 0: the unit is copied
-  int first[2];  // channels that its pieces begin with; the second may be past the last channel
+  int first[2];  // first channels of its pieces; the second may be past the last channel
 
   __device__ __forceinline__ Share(const QfRopeParams& p, const Deal& deal, unsigned i) {
     const unsigned row = i / deal.units, unit = i - row * deal.units, token = row / deal.groups;
@@ -82,7 +83,8 @@ struct Share {
   }
 };
 
-// Cosines and sines of kCount pairs of a token, with the sign of its position and of the way; NaN outside the table.
+// Cosines and sines of kCount pairs of a token, with the sign of its position and of the direction; NaN outside the
+// table.
 template <int kCount>
 struct Angles {
   float cosine[kCount], sine[kCount];
@@ -107,7 +109,7 @@ struct Angles {
     for (int e = 0; e < kCount; ++e) sine[e] *= sign;
   }
 
-  // The pairs of two pieces, rounded as rope4 (attn/rope.cuh) does: a product, then a fused one.
+  // Rotates the pairs of two pieces, rounded as in rope4 (attn/rope.cuh): a product, then an FMA.
   template <bool kInterleaved>
   __device__ __forceinline__ void rotate(typename Piece<kCount>::Type (&raw)[2]) const {
     float x[2 * kCount];

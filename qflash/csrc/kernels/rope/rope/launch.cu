@@ -30,7 +30,7 @@ int run(const QfRopeParams& p, cudaStream_t stream) {
   const int64_t units = rotated + ceil_of(p.head_dim - p.rope.rotary_dim, 2 * kCount);
   const int64_t groups = ceil_of(p.heads, kHeads), count = int64_t(p.batch) * p.length * groups * units;
   if (count == 0) return QF_OK;
-  if (count > 0x7fffffff) return QF_UNSUPPORTED;  // 32 bits count them
+  if (count > 0x7fffffff) return QF_UNSUPPORTED;  // counted in 32 bits
   const Deal deal = {unsigned(rotated), unsigned(units), unsigned(groups), unsigned(count)};
   const Launch how = {ceil_of(count, kThreads), kThreads, 0, stream, kOverlaps};
   return launch(how, p.rope.interleaved ? qf_rope_kernel<kCount, true> : qf_rope_kernel<kCount, false>, p, deal);
